@@ -1,0 +1,371 @@
+// Tokenway: expert-parallel communication for mixture-of-experts models.
+//
+// One exchange: `dispatch` sends every token to the distinct ranks that hold its top-k experts, `combine` returns one
+// partial result per rank and sums them where the token came from. This header is the whole C API; it needs nothing
+// but a C99 compiler. A complete program stands in examples/03_c_api.c.
+//
+// Conventions
+//   * Functions return twResult_t. A sentence that names the argument, its value and the allowed range is kept per
+//     thread: twLastError().
+//   * A struct begins with `size`, which the caller sets to sizeof the struct. Smaller (older) sizes are accepted, the
+//     missing fields taking their defaults; larger ones if the bytes beyond the known fields are zero. The TW_*_INIT
+//     macros set the size and every default.
+//   * The caller owns all tensors. A tensor given to a call must stay alive and unchanged until the call has returned
+//     or, for a `send_only` call, until twComplete has returned.
+//   * On the CPU backend every call is synchronous on the calling thread and `stream` must be NULL. A group may be used
+//     by one thread at a time; different groups by different threads at once.
+//   * "Collective" means: every rank calls it, in the same order relative to the other calls on that comm or group.
+//
+// Words: N ranks, E experts, T tokens of this rank in this call, K expert ids per token, B = max_tokens, b = the bound
+// of this call (T <= b <= B, equal on all ranks), L = experts on this rank, H = elements of a row.
+#ifndef TOKENWAY_H_
+#define TOKENWAY_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define TW_VERSION_MAJOR 0
+#define TW_VERSION_MINOR 1
+#define TW_VERSION_PATCH 0
+#define TW_VERSION (TW_VERSION_MAJOR * 10000 + TW_VERSION_MINOR * 100 + TW_VERSION_PATCH)
+
+#define TW_MAX_PAYLOADS 8    // tensors dispatched per token
+#define TW_MAX_TOP_K 64      // expert ids per token
+#define TW_MAX_RANKS 1024    // ranks of a comm
+#define TW_MAX_LANES 64      // exchanges in flight per group
+#define TW_MAX_EXPERTS 1048576
+#define TW_MAX_TOKENS ((1 << 28) - 1)  // max_tokens: a count has 28 bits in a published word
+#define TW_MAX_DIMS 6
+
+#if defined(__GNUC__)
+#define TW_API __attribute__((visibility("default")))
+#else
+#define TW_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ---------------------------------------------------------------------------------------------------------- results
+
+// Grouped by what they break: nothing (the call did not happen), this call (on all ranks), or the group.
+typedef enum {
+  twSuccess = 0,
+  // Nothing was sent; the group is as it was.
+  twInvalidArgument = 1,  // an argument is out of range; twLastError() says which
+  twInvalidUsage = 2,     // right arguments at the wrong time: combine before dispatch, no free lane, ...
+  twOutOfMemory = 3,      // the sentence says how much is needed and how much is free
+  twSystemError = 4,      // an operating system call failed; the sentence holds errno
+  twUnsupported = 5,      // this build or machine cannot do it; the sentence says why
+  twConfigMismatch = 6,   // twGroupCreate: ranks disagree; the sentence names the field and the ranks
+  // This call failed on every rank; the group stays usable.
+  twPeerRefused = 7,      // a peer was given bad arguments; the record's `peer` says which
+  twBoundMismatch = 8,    // ranks called with different bounds b
+  // The group is finished (sticky): every later call returns the same error. See twGroupShrink.
+  twTimeout = 9,          // a peer was later than the group's timeout
+  twPeerDied = 10,        // a peer's process ended or closed its comm
+  twExcluded = 11,        // the peers gave this rank up (it was too slow) and go on without it
+  twCallMismatch = 12,    // ranks made different calls on the same lane: one dispatched where another combined
+  twInternalError = 13,   // a promise of the library is broken: please report
+} twResult_t;
+
+typedef enum {
+  twPhaseNone = 0,
+  twPhaseCreate = 1,
+  twPhaseDispatch = 2,
+  twPhaseCombine = 3,
+  twPhaseShrink = 4,
+} twPhase_t;
+
+// What ended a call, and who is to blame. Ranks are ranks of the group.
+typedef struct {
+  size_t size;
+  twResult_t result;   // twSuccess: no error so far
+  int32_t sticky;      // 1: the group is finished
+  int32_t peer;        // the culprit, -1 if none
+  int32_t reporter;    // the rank that found out first
+  twPhase_t phase;     // what this rank was doing
+  int32_t lane;        // -1 if none
+  uint32_t step;       // step of the lane
+  uint32_t expected;   // step waited for in the culprit's word
+  uint32_t seen;       // step found there
+  int32_t token;       // for a bad id: its place [token, k] and value; else -1
+  int32_t k;
+  int64_t value;
+  char message[512];   // the same as a sentence
+} twErrorRecord_t;
+
+// The name of a result, for example "twPeerDied". Never NULL.
+TW_API const char* twResultString(twResult_t result);
+
+// The sentence of the last failed call of this thread; "" if none failed. Valid until the thread's next call.
+TW_API const char* twLastError(void);
+
+// TW_VERSION of the library that is loaded.
+TW_API int twVersion(void);
+
+// Describes the index-th environment variable that the library reads, from 0; twInvalidArgument past the last one.
+// The strings are static, but for `value`: the setting in force, valid until the thread's next call.
+TW_API twResult_t twEnvironment(int32_t index, const char** name, const char** value, const char** doc);
+
+// ---------------------------------------------------------------------------------------------------------- tensors
+
+typedef enum {
+  twDtypeNone = 0,
+  twUint8 = 1,
+  twInt8 = 2,
+  twInt16 = 3,
+  twUint16 = 4,
+  twInt32 = 5,
+  twUint32 = 6,
+  twInt64 = 7,
+  twUint64 = 8,
+  twFloat16 = 9,
+  twBfloat16 = 10,
+  twFloat32 = 11,
+  twFloat64 = 12,
+  twFloat8e4m3 = 13,
+  twFloat8e5m2 = 14,
+  twBool = 15,
+} twDtype_t;
+
+// A tensor of the caller. Strides count elements. Within a row (all dimensions after those that count rows) elements
+// must be contiguous; the strides over rows are free in inputs, and C-contiguous in outputs. data may be NULL if the
+// tensor has no elements; in an output, data == NULL asks for a view where a layout offers one, and else means
+// "not wanted".
+typedef struct {
+  void* data;
+  twDtype_t dtype;
+  int32_t ndim;
+  int64_t shape[TW_MAX_DIMS];
+  int64_t stride[TW_MAX_DIMS];
+} twTensor_t;
+
+// ------------------------------------------------------------------------------------------------------------- comm
+
+typedef struct twComm* twComm_t;
+typedef struct twGroup* twGroup_t;
+typedef struct twHandle* twHandle_t;
+
+typedef struct {
+  size_t size;
+  int32_t timeout_ms;   // how long to wait for the other ranks to arrive; 0: the default (TOKENWAY_TIMEOUT_MS, 100 s)
+  const char* address;  // twCommCreateShm: a name common to all ranks of this comm and unique to it on the host (up to
+                        // 80 bytes). It names abstract Unix sockets; a name that begins with '/' is a path prefix of
+                        // socket files instead (for ranks in containers with separate network namespaces)
+} twCommConfig_t;
+#define TW_COMM_CONFIG_INIT {sizeof(twCommConfig_t), 0, NULL}
+
+// Connects `nranks` processes of one host; rank is this process's place, 0 <= rank < nranks <= TW_MAX_RANKS. Windows
+// are anonymous memory (memfd) whose descriptors travel over Unix sockets; processes of other users are turned away.
+// Collective. Errors: twInvalidArgument; twTimeout (names the ranks that did not arrive); twSystemError.
+TW_API twResult_t twCommCreateShm(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* config);
+
+// Creates all `nranks` ranks of a comm inside this process, comms[0..nranks). Ranks may be driven by a thread each, or,
+// with send_only calls, all by one thread; creating and destroying groups is collective and needs a thread each.
+TW_API twResult_t twCommCreateLocal(twComm_t* comms, int32_t nranks, const twCommConfig_t* config);
+
+// Frees this rank's comm. Its groups must have been destroyed (else twInvalidUsage). Peers see the rank as gone.
+TW_API twResult_t twCommDestroy(twComm_t comm);
+
+TW_API twResult_t twCommRank(twComm_t comm, int32_t* rank, int32_t* nranks);
+
+// ------------------------------------------------------------------------------------------------------------ group
+
+typedef enum {
+  twLowLatency = 0,
+  twHighThroughput = 1,  // not in this version: twUnsupported
+} twMode_t;
+
+typedef enum {
+  twIdLocal = 0,   // received ids are slots 0..L-1 of this rank; ids of experts elsewhere become invalid_id
+  twIdGlobal = 1,  // received ids are as sent
+} twIdSpace_t;
+
+// One tensor that travels with every token: `elements` values of `dtype` per row, copied and never interpreted.
+typedef struct {
+  twDtype_t dtype;
+  int64_t elements;  // >= 1
+} twPayload_t;
+
+// The same on every rank; twGroupCreate finds differences and names them.
+typedef struct {
+  size_t size;
+  twMode_t mode;
+  int32_t num_experts;  // E, 1..TW_MAX_EXPERTS
+  int32_t top_k;        // K, 1..TW_MAX_TOP_K, at most E
+  int32_t max_tokens;   // B, 1..TW_MAX_TOKENS: tokens of one rank in one call
+  int32_t num_payloads; // 1..TW_MAX_PAYLOADS
+  twPayload_t payloads[TW_MAX_PAYLOADS];
+  twDtype_t combine_dtype;  // of the rows on the wire: twFloat32, twBfloat16 or twFloat16
+  int64_t combine_elements; // H of combined rows
+  // Placement. NULL: contiguous blocks, the first E mod N ranks hold one more. Else expert e lives on rank
+  // expert_rank[e] as its local expert expert_slot[e]; a rank's slots are 0..L-1, each once; L may be 0. Copied.
+  const int32_t* expert_rank;  // [E]
+  const int32_t* expert_slot;  // [E]
+  int32_t lanes;         // exchanges in flight, 1..TW_MAX_LANES; 0: 1
+  int32_t timeout_ms;    // a peer later than this is an error; 0: TOKENWAY_TIMEOUT_MS, else 100 s
+  twDtype_t id_dtype;    // of received ids: twInt32 or twInt64; twDtypeNone: twInt32
+  twIdSpace_t id_space;
+  int32_t invalid_id;    // what stands for "no expert" in received ids; default -1
+  int32_t sm_limit;      // GPU backends: at most so many SMs; 0: the backend chooses
+  // Memory for everything but the window; both NULL: malloc and free. Blocks are 64-byte aligned.
+  void* (*alloc)(size_t bytes, void* context);
+  void (*release)(void* block, void* context);
+  void* alloc_context;
+} twGroupConfig_t;
+
+#define TW_GROUP_CONFIG_INIT                                                                             \
+  {sizeof(twGroupConfig_t), twLowLatency, 0, 0, 0, 0, {{twDtypeNone, 0}}, twBfloat16, 0, NULL, NULL, 1, 0, \
+   twInt32, twIdLocal, -1, 0, NULL, NULL, NULL}
+
+typedef struct {
+  size_t size;
+  int32_t rank;               // of this group: after a shrink, ranks are renumbered
+  int32_t nranks;             // N
+  int32_t num_local_experts;  // L of this rank
+  int32_t lanes;
+  int32_t timeout_ms;
+  int32_t comm_ranks[TW_MAX_RANKS];  // the rank in the comm of each rank of the group
+} twGroupInfo_t;
+
+typedef struct {
+  size_t size;
+  uint64_t window;          // bytes of one rank's window, all lanes
+  uint64_t per_lane;        // of it, one lane: two banks of rows, inbox and words
+  uint64_t dispatch_row;    // bytes of one dispatched row with its header, ids and weights
+  uint64_t combine_row;     // bytes of one combined row
+  uint64_t expert_buffers;  // 2 * E * B * row: the receive and send buffers of designs that keep a place per expert
+                            // (NCCL EP, equation 3), for comparison
+} twWindowBytes_t;
+
+// What a group of this configuration would take on `nranks` ranks; creates nothing. Errors: as twGroupCreate.
+TW_API twResult_t twGroupWindowBytes(const twGroupConfig_t* config, int32_t nranks, twWindowBytes_t* bytes);
+
+// Collective over the comm. Maps a window of each rank into every other. Errors: twInvalidArgument, twConfigMismatch
+// (both leave the comm usable; if any rank fails, all ranks return an error), twOutOfMemory, twTimeout, twPeerDied.
+TW_API twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t* config);
+
+// Collective, with a bounded barrier; a group with a sticky error is freed without one. Frees the group's handles too:
+// a handle must not be used, nor destroyed, afterwards. Views into the window end here.
+TW_API twResult_t twGroupDestroy(twGroup_t group);
+
+// Collective among the ranks that are still there, usually after an error. They agree on who survives (ranks that died,
+// that an error record blames, or that do not answer within the timeout are left out) and create a new group over fresh
+// memory; the old one becomes sticky and must still be destroyed. config == NULL keeps the old configuration with the
+// default placement over the survivors. Returns twExcluded on a rank that the others have given up.
+TW_API twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* config, twGroup_t* survivors);
+
+TW_API twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info);
+
+// The record of the group's last error, whether sticky or of one call. Always returns twSuccess for a valid group;
+// never blocks; may be called from any thread.
+TW_API twResult_t twGroupGetError(twGroup_t group, twErrorRecord_t* record);
+
+// ----------------------------------------------------------------------------------------------------------- handle
+
+// A handle caches one routing: ids, weights and the slots that follow from them, and, after a dispatch, what arrived.
+// It owns no lane, so many can be kept. `memory` (64-byte aligned, twHandleMemBytes bytes, kept alive by the caller)
+// may hold its arrays; NULL: the group allocates.
+//
+// ids: [T, K] twInt32 or twInt64, 0 <= T <= max_tokens; -1 means "no expert" and may stand anywhere; else 0..E-1, each
+// at most once per token. weights: [T, K] twFloat32, or data == NULL: all 1. Both are copied. Rows may be strided.
+// Not collective. Errors: twInvalidArgument names token, k and value; nothing is created.
+TW_API twResult_t twHandleCreate(twHandle_t* handle, twGroup_t group, const twTensor_t* ids, const twTensor_t* weights,
+                                 void* memory);
+
+// Replaces the routing of a handle that has no dispatch or combine pending and no lane leased (else twInvalidUsage).
+TW_API twResult_t twHandleUpdate(twHandle_t handle, const twTensor_t* ids, const twTensor_t* weights);
+
+// Gives back the handle's lane, if it holds one, and frees it. As twHandleRelease, the same host order on all ranks.
+TW_API twResult_t twHandleDestroy(twHandle_t handle);
+
+// Gives back the lane that the handle's dispatch leased, without a combine. Sends nothing; all ranks do it at the same
+// place in their order of calls, as every lease depends on it. Refused (twInvalidUsage) while a send is pending.
+TW_API twResult_t twHandleRelease(twHandle_t handle);
+
+TW_API twResult_t twHandleMemBytes(twGroup_t group, size_t* bytes);
+
+// counts: [N], rows received from each rank by the handle's last completed dispatch; total: their sum. Either may be
+// NULL. twInvalidUsage before the first dispatch.
+TW_API twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* total);
+
+// -------------------------------------------------------------------------------------------------------- exchange
+
+typedef enum {
+  twRankMajor = 0,    // [N, b, ...]: slot p of source s at [s, p]; slots fill in token order
+  twExpertMajor = 1,  // [L, N*b, ...]: rows of a local expert from 0 on, in (source, token) order
+} twLayout_t;
+
+typedef enum {
+  twWeightNone = 0,  // rows are weighted already
+  twWeightTopk = 1,  // expert_major: each row is multiplied by the weight of its (token, expert); rank_major: by the
+                     // sum of the token's weights of this rank's experts, over k ascending
+} twWeighting_t;
+
+typedef struct {
+  size_t size;
+  twTensor_t payloads[TW_MAX_PAYLOADS];  // [T, ...] each, as configured; T as in the handle
+  int32_t bound;                         // b, equal on all ranks, T <= b <= B; 0: B
+  int32_t lane;                          // -1: the next free one, in the same order on all ranks
+  int32_t send_only;                     // 1: return when everything is sent; twComplete receives
+  void* stream;
+} twDispatchInput_t;
+
+// What arrives. The caller may set `data` of any tensor to memory of its own (C-contiguous, of the shape given here) to
+// have it written there; shape and dtype are then checked. With data == NULL:
+//   rank_major    payloads: a view of the window, valid until the next step on the lane starts (the handle's combine
+//                 may read it); ids, weights, counts: views of the handle, valid until its next dispatch or its end
+//   expert_major  not written (there is nothing to view), but for counts, a view of the handle
+// All fields of the tensors are filled in.
+typedef struct {
+  size_t size;
+  twLayout_t layout;
+  twTensor_t payloads[TW_MAX_PAYLOADS];  // rank_major [N, b, elements], expert_major [L, N*b, elements]; rows beyond
+                                         // the counts are not written
+  twTensor_t ids;      // id_dtype. rank_major [N, b, K]; expert_major [L, N*b]; invalid_id where there is nothing
+  twTensor_t weights;  // twFloat32, the same shape; 0 where there is nothing
+  twTensor_t counts;   // twInt32. rank_major [N], expert_major [L]
+} twDispatchOutput_t;
+
+typedef struct {
+  size_t size;
+  twLayout_t layout;
+  twWeighting_t weighting;
+  twTensor_t rows;    // [N, b, H] or [L, N*b, H] as dispatched; twFloat32, twBfloat16 or twFloat16; rows beyond the
+                      // counts are not read. May be the dispatch's view itself
+  int32_t send_only;
+  void* stream;
+} twCombineInput_t;
+
+typedef struct {
+  size_t size;
+  twTensor_t tokens;  // [T, H], given by the caller; twFloat32, twBfloat16 or twFloat16
+} twCombineOutput_t;
+
+// Sends every token to the ranks of its experts and receives what the others send here. Leases a lane until the
+// handle's combine (or twHandleRelease); a handle that holds a lane dispatches again on the same one. Step of all
+// ranks. Errors: twInvalidArgument, twInvalidUsage (peers get twPeerRefused at once, unless it is about the lane, which
+// is refused alike everywhere), twPeerRefused, twBoundMismatch, and the sticky ones; after an error counts are 0 and
+// ids invalid_id for sources whose rows did not arrive.
+TW_API twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_t* input,
+                             twDispatchOutput_t* output);
+
+// Returns rows to their owners and sums. Needs a completed dispatch of the handle; uses that dispatch's lane and gives
+// it back, or, when the handle holds none any more, a free lane for this one step.
+//   partial of a (token, rank) = its row, or sum over k ascending of [weight *] row: float32, from the first term on,
+//   multiply then add, each rounded to nearest even; rounded once to combine_dtype
+//   tokens[t] = sum of the partials over ranks ascending: float32, rounded once to the output type; 0 if there are none
+// So results depend neither on timing nor on the backend. Errors as twDispatch; after one, tokens are NaN.
+TW_API twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t* input,
+                            const twCombineOutput_t* output);
+
+// Finishes the handle's pending send_only dispatch or combine. Errors: those of the call it finishes; twInvalidUsage if
+// nothing is pending.
+TW_API twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif  // TOKENWAY_H_

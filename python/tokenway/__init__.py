@@ -1,0 +1,65 @@
+"""Tokenway: expert-parallel communication for mixture-of-experts models.
+
+    with tw.Group(comm, experts=256, top_k=8, hidden=7168, max_tokens=128) as group:
+        handle = group.route(topk_ids, topk_weights)
+        recv = group.dispatch(handle, tokens)          # recv.tokens, .ids, .weights, .counts, .offsets
+        out = group.combine(handle, experts(recv))     # [T, hidden]
+"""
+
+from tokenway._native import lib as _lib
+from tokenway.comm import Comm, connect, local_comms
+from tokenway.errors import (
+    BoundMismatch,
+    CallMismatch,
+    ConfigMismatch,
+    ErrorRecord,
+    Excluded,
+    GroupFinished,
+    InternalError,
+    InvalidArgument,
+    InvalidUsage,
+    OutOfMemory,
+    PeerDied,
+    PeerRefused,
+    PeerTimeout,
+    SystemFailure,
+    TokenwayError,
+    Unsupported,
+)
+from tokenway.group import Group, Handle, Payload, Pending, Received, WindowBytes, window_bytes
+from tokenway.launch import Outcome, Ranks, run
+
+_number = _lib.twVersion()
+__version__ = f"{_number // 10000}.{_number // 100 % 100}.{_number % 100}"
+
+__all__ = [
+    "BoundMismatch",
+    "CallMismatch",
+    "Comm",
+    "ConfigMismatch",
+    "ErrorRecord",
+    "Excluded",
+    "Group",
+    "GroupFinished",
+    "Handle",
+    "InternalError",
+    "InvalidArgument",
+    "InvalidUsage",
+    "Outcome",
+    "OutOfMemory",
+    "Payload",
+    "PeerDied",
+    "PeerRefused",
+    "PeerTimeout",
+    "Pending",
+    "Ranks",
+    "Received",
+    "SystemFailure",
+    "TokenwayError",
+    "Unsupported",
+    "WindowBytes",
+    "connect",
+    "local_comms",
+    "run",
+    "window_bytes",
+]

@@ -1,0 +1,258 @@
+"""The C API through ctypes: structs as in tokenway.h, field by field, and the library itself.
+
+A test compiles the header and compares every size and offset with these classes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32
+from ctypes import c_uint64, c_void_p
+from importlib import resources
+from pathlib import Path
+
+from tokenway import errors
+
+MAX_PAYLOADS = 8
+MAX_TOP_K = 64
+MAX_RANKS = 1024
+MAX_DIMS = 6
+
+LOW_LATENCY = 0
+ID_SPACES = {"local": 0, "global": 1}
+LAYOUTS = {"rank_major": 0, "expert_major": 1}
+WEIGHTINGS = {"none": 0, "topk": 1}
+PHASES = ("none", "create", "dispatch", "combine", "shrink")
+
+
+class Struct(ctypes.Structure):
+    """A struct of the C API that begins with its own size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = ctypes.sizeof(self)
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("dtype", c_int),
+        ("ndim", c_int32),
+        ("shape", c_int64 * MAX_DIMS),
+        ("stride", c_int64 * MAX_DIMS),
+    ]
+
+
+class CommConfig(Struct):
+    _fields_ = [("size", c_size_t), ("timeout_ms", c_int32), ("address", c_char_p)]
+
+
+class Payload(ctypes.Structure):
+    _fields_ = [("dtype", c_int), ("elements", c_int64)]
+
+
+class GroupConfig(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("mode", c_int),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("max_tokens", c_int32),
+        ("num_payloads", c_int32),
+        ("payloads", Payload * MAX_PAYLOADS),
+        ("combine_dtype", c_int),
+        ("combine_elements", c_int64),
+        ("expert_rank", c_void_p),
+        ("expert_slot", c_void_p),
+        ("lanes", c_int32),
+        ("timeout_ms", c_int32),
+        ("id_dtype", c_int),
+        ("id_space", c_int),
+        ("invalid_id", c_int32),
+        ("sm_limit", c_int32),
+        ("alloc", c_void_p),
+        ("release", c_void_p),
+        ("alloc_context", c_void_p),
+    ]
+
+
+class GroupInfo(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("rank", c_int32),
+        ("nranks", c_int32),
+        ("num_local_experts", c_int32),
+        ("lanes", c_int32),
+        ("timeout_ms", c_int32),
+        ("comm_ranks", c_int32 * MAX_RANKS),
+    ]
+
+
+class WindowBytes(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("window", c_uint64),
+        ("per_lane", c_uint64),
+        ("dispatch_row", c_uint64),
+        ("combine_row", c_uint64),
+        ("expert_buffers", c_uint64),
+    ]
+
+
+class ErrorRecord(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("result", c_int),
+        ("sticky", c_int32),
+        ("peer", c_int32),
+        ("reporter", c_int32),
+        ("phase", c_int),
+        ("lane", c_int32),
+        ("step", c_uint32),
+        ("expected", c_uint32),
+        ("seen", c_uint32),
+        ("token", c_int32),
+        ("k", c_int32),
+        ("value", c_int64),
+        ("message", c_char * 512),
+    ]
+
+
+class DispatchInput(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("payloads", Tensor * MAX_PAYLOADS),
+        ("bound", c_int32),
+        ("lane", c_int32),
+        ("send_only", c_int32),
+        ("stream", c_void_p),
+    ]
+
+
+class DispatchOutput(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("layout", c_int),
+        ("payloads", Tensor * MAX_PAYLOADS),
+        ("ids", Tensor),
+        ("weights", Tensor),
+        ("counts", Tensor),
+    ]
+
+
+class CombineInput(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("layout", c_int),
+        ("weighting", c_int),
+        ("rows", Tensor),
+        ("send_only", c_int32),
+        ("stream", c_void_p),
+    ]
+
+
+class CombineOutput(Struct):
+    _fields_ = [("size", c_size_t), ("tokens", Tensor)]
+
+
+# name: (result type, argument types). Pointers to structs are passed as addresses: no conversion on the way of a token.
+_FUNCTIONS = {
+    "twResultString": (c_char_p, [c_int]),
+    "twLastError": (c_char_p, []),
+    "twVersion": (c_int, []),
+    "twEnvironment": (c_int, [c_int32, POINTER(c_char_p), POINTER(c_char_p), POINTER(c_char_p)]),
+    "twCommCreateShm": (c_int, [POINTER(c_void_p), c_int32, c_int32, POINTER(CommConfig)]),
+    "twCommCreateLocal": (c_int, [POINTER(c_void_p), c_int32, POINTER(CommConfig)]),
+    "twCommDestroy": (c_int, [c_void_p]),
+    "twCommRank": (c_int, [c_void_p, POINTER(c_int32), POINTER(c_int32)]),
+    "twGroupWindowBytes": (c_int, [POINTER(GroupConfig), c_int32, POINTER(WindowBytes)]),
+    "twGroupCreate": (c_int, [POINTER(c_void_p), c_void_p, POINTER(GroupConfig)]),
+    "twGroupDestroy": (c_int, [c_void_p]),
+    "twGroupShrink": (c_int, [c_void_p, POINTER(GroupConfig), POINTER(c_void_p)]),
+    "twGroupInfo": (c_int, [c_void_p, POINTER(GroupInfo)]),
+    "twGroupGetError": (c_int, [c_void_p, POINTER(ErrorRecord)]),
+    "twHandleMemBytes": (c_int, [c_void_p, POINTER(c_size_t)]),
+    "twHandleCreate": (c_int, [POINTER(c_void_p), c_void_p, c_void_p, c_void_p, c_void_p]),
+    "twHandleUpdate": (c_int, [c_void_p, c_void_p, c_void_p]),
+    "twHandleRelease": (c_int, [c_void_p]),
+    "twHandleDestroy": (c_int, [c_void_p]),
+    "twHandleNumRecvTokens": (c_int, [c_void_p, POINTER(c_int32), POINTER(c_int32)]),
+    "twDispatch": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
+    "twCombine": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
+    "twComplete": (c_int, [c_void_p, c_void_p, c_void_p]),
+}
+
+
+def library_path() -> Path:
+    """The library that this package loads: TOKENWAY_LIBRARY, else the one in the package."""
+    override = os.environ.get("TOKENWAY_LIBRARY")
+    if override:
+        return Path(override)
+    return Path(str(resources.files("tokenway"))) / "lib" / "libtokenway.so"
+
+
+def _load() -> ctypes.CDLL:
+    path = library_path()
+    if not path.exists():
+        raise ImportError(
+            f"no Tokenway library at {path}: install the wheel, or build it and set TOKENWAY_LIBRARY"
+        )
+    lib = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    return lib
+
+
+lib = _load()
+
+
+def read_record(group: int) -> errors.ErrorRecord:
+    """The record of a group's last error."""
+    record = ErrorRecord()
+    lib.twGroupGetError(group, byref(record))
+    return errors.ErrorRecord(
+        result=lib.twResultString(record.result).decode(),
+        sticky=bool(record.sticky),
+        peer=record.peer,
+        reporter=record.reporter,
+        phase=PHASES[record.phase],
+        lane=record.lane,
+        step=record.step,
+        expected=record.expected,
+        seen=record.seen,
+        message=record.message.decode(errors="replace"),
+    )
+
+
+# Results that a group keeps a record of.
+_RECORDED = (errors.PeerRefused, errors.BoundMismatch, errors.GroupFinished)
+
+
+def raise_error(result: int, group: int | None = None) -> None:
+    """Raises the exception of a result that is not success."""
+    name = lib.twResultString(result).decode()
+    message = lib.twLastError().decode(errors="replace")
+    kind = errors.BY_RESULT.get(name, errors.InternalError)
+    record = read_record(group) if group is not None and issubclass(kind, _RECORDED) else None
+    raise kind(message, record)
+
+
+def check(result: int, group: int | None = None) -> None:
+    """Raises unless a call succeeded."""
+    if result:
+        raise_error(result, group)
+
+
+def environment() -> list[tuple[str, str, str]]:
+    """(name, value in force, meaning) of every environment variable that the C library reads."""
+    variables = []
+    name, value, doc = c_char_p(), c_char_p(), c_char_p()
+    while lib.twEnvironment(len(variables), byref(name), byref(value), byref(doc)) == 0:
+        variables.append((name.value.decode(), value.value.decode(), doc.value.decode()))
+    return variables
+
+
+__all__ = ["c_uint32", "check", "environment", "lib", "library_path", "raise_error", "read_record"]

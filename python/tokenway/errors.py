@@ -1,0 +1,133 @@
+"""Exceptions, one per result of the C library, grouped by what they break."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """What ended a call, and who is to blame. Ranks are ranks of the group, -1 for none."""
+
+    result: str
+    sticky: bool
+    peer: int
+    reporter: int
+    phase: str
+    lane: int
+    step: int
+    expected: int
+    seen: int
+    message: str
+
+
+class TokenwayError(Exception):
+    """Base of all errors. `result` is the name of the C result, `record` the group's record or None."""
+
+    result = "twInternalError"
+
+    def __init__(self, message: str, record: ErrorRecord | None = None):
+        super().__init__(message)
+        self.record = record
+
+
+class InvalidArgument(TokenwayError, ValueError):
+    """An argument is out of range. Nothing was sent; the group is as it was."""
+
+    result = "twInvalidArgument"
+
+
+class InvalidUsage(TokenwayError, RuntimeError):
+    """Right arguments at the wrong time. Nothing was sent."""
+
+    result = "twInvalidUsage"
+
+
+class OutOfMemory(TokenwayError, MemoryError):
+    """A window does not fit; says how much is needed and how much is free."""
+
+    result = "twOutOfMemory"
+
+
+class SystemFailure(TokenwayError, OSError):
+    """An operating system call failed."""
+
+    result = "twSystemError"
+
+
+class Unsupported(TokenwayError, NotImplementedError):
+    """This build or machine cannot do it; says why."""
+
+    result = "twUnsupported"
+
+
+class ConfigMismatch(TokenwayError, ValueError):
+    """Ranks disagree on a group's configuration; names the field and the ranks."""
+
+    result = "twConfigMismatch"
+
+
+class PeerRefused(TokenwayError, RuntimeError):
+    """A peer was given bad arguments, so this call failed on all ranks. The group stays usable."""
+
+    result = "twPeerRefused"
+
+
+class BoundMismatch(TokenwayError, ValueError):
+    """Ranks called with different bounds, so this call failed on all. The group stays usable."""
+
+    result = "twBoundMismatch"
+
+
+class GroupFinished(TokenwayError, RuntimeError):
+    """The group can send nothing more; `Group.shrink` goes on with the survivors."""
+
+
+class PeerTimeout(GroupFinished, TimeoutError):
+    """A peer was later than the group's timeout."""
+
+    result = "twTimeout"
+
+
+class PeerDied(GroupFinished, ConnectionError):
+    """A peer's process ended, or closed its comm."""
+
+    result = "twPeerDied"
+
+
+class Excluded(GroupFinished):
+    """The peers gave this rank up and go on without it."""
+
+    result = "twExcluded"
+
+
+class CallMismatch(GroupFinished):
+    """Ranks made different calls on the same lane."""
+
+    result = "twCallMismatch"
+
+
+class InternalError(GroupFinished):
+    """A promise of the library is broken: please report."""
+
+    result = "twInternalError"
+
+
+BY_RESULT: dict[str, type[TokenwayError]] = {
+    kind.result: kind
+    for kind in (
+        InvalidArgument,
+        InvalidUsage,
+        OutOfMemory,
+        SystemFailure,
+        Unsupported,
+        ConfigMismatch,
+        PeerRefused,
+        BoundMismatch,
+        PeerTimeout,
+        PeerDied,
+        Excluded,
+        CallMismatch,
+        InternalError,
+    )
+}

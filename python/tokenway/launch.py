@@ -1,0 +1,164 @@
+"""The package's own launcher: functions, or commands, as the ranks of one host."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from tokenway.comm import ADDRESS, NRANKS, RANK
+
+_GRACE = 5.0  # seconds between asking a process to end and ending it
+
+
+@dataclass
+class Outcome:
+    """How a rank ended: its value, or what it raised (a traceback as text), or the exit code of a process that died."""
+
+    value: Any = None
+    error: str | None = None
+    exitcode: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it returned."""
+        return self.error is None and self.exitcode == 0
+
+
+def _child(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...], env: dict) -> None:
+    os.environ.update(env)
+    try:
+        connection.send(Outcome(function(*args)))
+    except BaseException:
+        connection.send(Outcome(error=traceback.format_exc()))
+
+
+class Ranks:
+    """Processes that run `function(*args)` as ranks; `tokenway.connect()` in them finds the others.
+
+    The function must be importable (defined at the top of a module). Used where ranks may be killed or stopped on
+    purpose; `run` is the everyday form.
+    """
+
+    def __init__(self, function: Callable[..., Any], nranks: int, *args: Any, env: dict[str, str] | None = None):
+        context = multiprocessing.get_context("spawn")
+        address = f"launch-{os.getpid()}-{os.urandom(8).hex()}"
+        self._connections: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(nranks):
+            variables = {RANK: str(rank), NRANKS: str(nranks), ADDRESS: address} | (env or {})
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(theirs, function, args, variables), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self.processes.append(process)
+        self._outcomes: list[Outcome | None] = [None] * nranks
+
+    def signal(self, rank: int, number: int) -> None:
+        """Sends a signal to a rank's process."""
+        os.kill(self.processes[rank].pid, number)
+
+    def wait(self, timeout: float | None = None, ranks: Sequence[int] | None = None) -> list[Outcome | None]:
+        """Outcomes of all ranks, once those of `ranks` (default: all) are there; None for what is not in time."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        wanted = set(range(len(self.processes)) if ranks is None else ranks)
+        while any(self._outcomes[rank] is None for rank in wanted):
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            waiting = {
+                connection: rank
+                for rank, connection in enumerate(self._connections)
+                if self._outcomes[rank] is None
+            }
+            for ready in wait(list(waiting), left):
+                rank = waiting[ready]  # type: ignore[index]
+                try:
+                    self._outcomes[rank] = self._connections[rank].recv()
+                except (EOFError, OSError):
+                    self.processes[rank].join()
+                    self._outcomes[rank] = Outcome(exitcode=self.processes[rank].exitcode or 0)
+        return list(self._outcomes)
+
+    def close(self) -> None:
+        """Ends what still runs, stopped processes included."""
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+        for process in self.processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def run(function: Callable[..., Any], nranks: int, *args: Any, timeout: float | None = None) -> list[Any]:
+    """Runs `function(*args)` in `nranks` processes and returns their values by rank.
+
+    Raises RuntimeError with the first traceback if a rank failed, TimeoutError after `timeout` seconds.
+    """
+    with Ranks(function, nranks, *args) as ranks:
+        outcomes = ranks.wait(timeout)
+        for rank, outcome in enumerate(outcomes):
+            if outcome is not None and not outcome.ok:
+                what = outcome.error or f"ended with exit code {outcome.exitcode}"
+                raise RuntimeError(f"rank {rank} of {nranks}: {what}")
+        missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+        if missing:
+            raise TimeoutError(f"ranks {missing} of {nranks} did not end within {timeout} s")
+        return [outcome.value for outcome in outcomes if outcome is not None]
+
+
+def launch(command: Sequence[str], nranks: int) -> int:
+    """Runs a command as `nranks` ranks (`tokenway launch`). When one fails, the others are ended.
+
+    Returns the exit code of the first that failed, else 0.
+    """
+    address = f"launch-{os.getpid()}-{os.urandom(8).hex()}"
+    children = [
+        subprocess.Popen(command, env=os.environ | {RANK: str(r), NRANKS: str(nranks), ADDRESS: address})
+        for r in range(nranks)
+    ]
+    failed = 0
+    try:
+        while not failed and any(child.poll() is None for child in children):
+            failed = next((c.returncode for c in children if c.returncode), 0)
+            time.sleep(0.02)
+        failed = failed or next((c.returncode for c in children if c.returncode), 0)
+    except KeyboardInterrupt:
+        failed = 128 + signal.SIGINT
+    finally:
+        _end(children)
+    return failed if failed >= 0 else 128 - failed
+
+
+def _end(children: list[subprocess.Popen]) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.terminate()
+    deadline = time.monotonic() + _GRACE
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def script_command(script: str, args: Sequence[str]) -> list[str]:
+    """The command that runs a script with this interpreter, or a program."""
+    return [sys.executable, script, *args] if script.endswith(".py") else [script, *args]

@@ -1,0 +1,177 @@
+"""Tensors to descriptors and back, for NumPy (with ml_dtypes) and PyTorch on the CPU.
+
+Nothing is checked here: a descriptor says what a tensor is, and the C library says whether that is right, so that
+peers learn of a refusal at once. What is no tensor becomes a descriptor without a dtype.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tokenway import _native
+from tokenway.errors import InvalidArgument
+
+# The C library's dtypes, by the name that NumPy, ml_dtypes and PyTorch share (up to float8's suffix).
+CODES = {
+    "uint8": 1,
+    "int8": 2,
+    "int16": 3,
+    "uint16": 4,
+    "int32": 5,
+    "uint32": 6,
+    "int64": 7,
+    "uint64": 8,
+    "float16": 9,
+    "bfloat16": 10,
+    "float32": 11,
+    "float64": 12,
+    "float8_e4m3fn": 13,
+    "float8_e5m2": 14,
+    "bool": 15,
+}
+NAMES = {code: name for name, code in CODES.items()}
+
+DTYPE_OFFSET = _native.Tensor.dtype.offset
+TENSOR_BYTES = ctypes.sizeof(_native.Tensor)
+_META = struct.Struct(f"@ii{2 * _native.MAX_DIMS}q")
+_POINTER = struct.Struct("@Q")
+NOTHING = (0, bytes(TENSOR_BYTES - DTYPE_OFFSET))
+
+assert _META.size == TENSOR_BYTES - DTYPE_OFFSET
+
+# (dtype, shape, strides) to the bytes of a descriptor after its pointer. Shapes repeat, call after call.
+_numpy_metas: dict[Any, bytes] = {}
+_torch_metas: dict[Any, bytes] = {}
+_CACHE_LIMIT = 4096
+
+
+def dtype_name(dtype: Any) -> str:
+    """The common name of a NumPy, ml_dtypes or PyTorch dtype, or of a string."""
+    if isinstance(dtype, str):
+        name = dtype
+    elif type(dtype).__module__ == "torch":
+        name = str(dtype).removeprefix("torch.")
+    else:
+        name = np.dtype(dtype).name
+    if name not in CODES:
+        raise InvalidArgument(f"dtype is {dtype!r}; it must be one of {', '.join(CODES)}")
+    return name
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The NumPy dtype of a common name."""
+    return np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
+
+
+def is_torch(x: Any) -> bool:
+    """Whether x is a PyTorch tensor, without importing PyTorch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def _pack(name: str | None, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    ndim = len(shape)
+    if ndim > _native.MAX_DIMS:  # the dimensions are cut; their number is refused
+        shape, strides = shape[: _native.MAX_DIMS], strides[: _native.MAX_DIMS]
+    pad = (0,) * (_native.MAX_DIMS - len(shape))
+    return _META.pack(CODES.get(name or "", 0), ndim, *shape, *pad, *strides, *pad)
+
+
+def _numpy_meta(x: np.ndarray) -> bytes:
+    # A stride that is no multiple of the element (a field of a record) cannot be told: it is refused as no dtype.
+    whole = all(s % x.itemsize == 0 for s in x.strides)
+    name = x.dtype.name if whole and x.dtype.isnative else None
+    return _pack(name, x.shape, tuple(s // x.itemsize for s in x.strides))
+
+
+def describe(x: Any) -> tuple[int, bytes]:
+    """(address, the descriptor's bytes after it) of a tensor; NOTHING-like for what is none."""
+    if type(x) is np.ndarray:
+        key = (x.dtype, x.shape, x.strides)
+        meta = _numpy_metas.get(key)
+        if meta is None:
+            if len(_numpy_metas) >= _CACHE_LIMIT:
+                _numpy_metas.clear()
+            meta = _numpy_metas[key] = _numpy_meta(x)
+        return x.__array_interface__["data"][0], meta
+    if is_torch(x):
+        key = (x.dtype, x.shape, x.stride())
+        meta = _torch_metas.get(key)
+        if meta is None:
+            if len(_torch_metas) >= _CACHE_LIMIT:
+                _torch_metas.clear()
+            meta = _torch_metas[key] = _pack(str(x.dtype).removeprefix("torch."), *key[1:])
+        return (x.data_ptr(), meta) if x.device.type == "cpu" else NOTHING
+    if isinstance(x, np.ndarray):
+        return describe(np.asarray(x))
+    return NOTHING
+
+
+class Slot:
+    """The place of one tensor descriptor in a C struct that is used for call after call."""
+
+    __slots__ = ("_bytes", "_meta", "_offset")
+
+    def __init__(self, owner: ctypes.Structure, tensor: _native.Tensor):
+        self._bytes = memoryview(owner).cast("B")
+        self._offset = ctypes.addressof(tensor) - ctypes.addressof(owner)
+        self._meta = slice(self._offset + DTYPE_OFFSET, self._offset + TENSOR_BYTES)
+
+    def set(self, x: Any) -> None:
+        """Describes x."""
+        pointer, meta = describe(x)
+        _POINTER.pack_into(self._bytes, self._offset, pointer)
+        self._bytes[self._meta] = meta
+
+    def clear(self) -> None:
+        """No data: asks an output for a view."""
+        _POINTER.pack_into(self._bytes, self._offset, 0)
+
+    def pointer(self) -> int:
+        """The address that the C library has filled in."""
+        return _POINTER.unpack_from(self._bytes, self._offset)[0]
+
+
+def tensor_of(x: Any) -> _native.Tensor:
+    """A descriptor of its own, for calls that are not on the way of a token."""
+    tensor = _native.Tensor()
+    pointer, meta = describe(x)
+    ctypes.memmove(ctypes.addressof(tensor) + DTYPE_OFFSET, meta, len(meta))
+    tensor.data = pointer
+    return tensor
+
+
+def view(pointer: int, shape: tuple[int, ...], name: str) -> np.ndarray:
+    """A NumPy view of memory that the C library owns."""
+    dtype = numpy_dtype(name)
+    count = int(np.prod(shape))
+    if count == 0 or pointer == 0:
+        return np.empty(shape, dtype)
+    raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
+    return np.frombuffer(raw, dtype, count).reshape(shape)
+
+
+def to_torch(array: np.ndarray) -> Any:
+    """The same memory as a PyTorch tensor; dtypes that NumPy does not know go through their bits."""
+    import torch
+
+    name = array.dtype.name
+    if array.dtype.kind == "V" or hasattr(ml_dtypes, name):
+        bits = array.view(np.uint8 if array.itemsize == 1 else np.int16)
+        return torch.from_numpy(bits).view(getattr(torch, name))
+    return torch.from_numpy(array)
+
+
+def empty(shape: tuple[int, ...], name: str, like: Any) -> Any:
+    """A new tensor of the kind that `like` is."""
+    if is_torch(like):
+        import torch
+
+        return torch.empty(shape, dtype=getattr(torch, name))
+    return np.empty(shape, numpy_dtype(name))

@@ -1,0 +1,342 @@
+#include "api/check.h"
+
+#include <algorithm>
+#include <initializer_list>
+
+namespace tw::api {
+namespace {
+
+std::string shape_text(const int64_t* shape, int ndim) {
+  std::string text = "[";
+  for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + "]";
+}
+
+std::string shape_text(const twTensor_t& tensor) {
+  return shape_text(tensor.shape, std::clamp(tensor.ndim, 0, TW_MAX_DIMS));
+}
+
+// What a tensor of rows must be. `lead` are the dimensions that count rows; after them come elements, in one dimension
+// or more. Two leading dimensions may also be given as one.
+struct RowsWanted {
+  const char* name;
+  twDtype_t dtype;
+  std::initializer_list<int64_t> lead;
+  int64_t elements;
+  bool output = false;     // C-contiguous throughout
+  bool typed = true;       // read or written as its dtype, so aligned to it
+};
+
+Status check_dtype(const RowsWanted& wanted, const twTensor_t& tensor) {
+  if (tensor.dtype == wanted.dtype) return {};
+  return fail(twInvalidArgument, "%s has dtype %s (%d); it must be %s", wanted.name, dtype_name(tensor.dtype),
+              tensor.dtype, dtype_name(wanted.dtype));
+}
+
+Status wrong_shape(const RowsWanted& wanted, const twTensor_t& tensor) {
+  std::vector<int64_t> shape(wanted.lead);
+  shape.push_back(wanted.elements);
+  return fail(twInvalidArgument, "%s has shape %s; it must be %s", wanted.name, shape_text(tensor).c_str(),
+              shape_text(shape.data(), static_cast<int>(shape.size())).c_str());
+}
+
+// Number of leading dimensions that match, 0 if none do.
+int match_lead(const RowsWanted& wanted, const twTensor_t& tensor) {
+  const int lead = static_cast<int>(wanted.lead.size());
+  if (tensor.ndim >= lead && std::equal(wanted.lead.begin(), wanted.lead.end(), tensor.shape)) return lead;
+  if (lead == 2 && tensor.ndim >= 1 && tensor.shape[0] == wanted.lead.begin()[0] * wanted.lead.begin()[1]) return 1;
+  return 0;
+}
+
+bool has_elements(const RowsWanted& wanted, const twTensor_t& tensor, int lead) {
+  int64_t product = 1;
+  for (int i = lead; i < tensor.ndim; ++i) {
+    if (tensor.shape[i] <= 0 || product > wanted.elements / tensor.shape[i]) return false;
+    product *= tensor.shape[i];
+  }
+  return product == wanted.elements;
+}
+
+// Checks a tensor of rows and gives the byte strides of its one or two leading dimensions.
+Status check_rows(const RowsWanted& wanted, const twTensor_t& tensor, int64_t strides[2]) {
+  TW_RETURN_IF_FAILED(check_dtype(wanted, tensor));
+  if (tensor.ndim < 1 || tensor.ndim > TW_MAX_DIMS) {
+    return fail(twInvalidArgument, "%s has %d dimensions; it must have from 1 to %d", wanted.name, tensor.ndim,
+                TW_MAX_DIMS);
+  }
+  // [N, b] and [N*b, 1] cannot be told apart by the product alone: try two leading dimensions first.
+  const int lead = match_lead(wanted, tensor);
+  if (lead == 0 || !has_elements(wanted, tensor, lead)) return wrong_shape(wanted, tensor);
+  const int64_t bytes = dtype_bytes(tensor.dtype);
+  int64_t contiguous = 1;
+  int64_t rows = 1;
+  for (const int64_t n : wanted.lead) rows *= n;
+  for (int i = tensor.ndim - 1; i >= 0 && rows > 0; --i) {
+    const bool within = i >= lead;
+    if (tensor.shape[i] > 1 && (within || wanted.output) && tensor.stride[i] != contiguous) {
+      return fail(twInvalidArgument, "%s has stride %lld in dimension %d of shape %s; it must be %lld: %s", wanted.name,
+                  static_cast<long long>(tensor.stride[i]), i, shape_text(tensor).c_str(),
+                  static_cast<long long>(contiguous),
+                  wanted.output ? "an output is C-contiguous" : "the elements of a row are contiguous");
+    }
+    if (tensor.stride[i] > INT64_MAX / 16 || tensor.stride[i] < -(INT64_MAX / 16)) {
+      return fail(twInvalidArgument, "%s has stride %lld in dimension %d, which passes 64 bits", wanted.name,
+                  static_cast<long long>(tensor.stride[i]), i);
+    }
+    contiguous *= tensor.shape[i];
+  }
+  if (rows > 0 && tensor.data == nullptr) return fail(twInvalidArgument, "%s has data NULL", wanted.name);
+  if (wanted.typed && reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes) != 0) {
+    return fail(twInvalidArgument, "%s has data %p; it must be aligned to %lld bytes", wanted.name, tensor.data,
+                static_cast<long long>(bytes));
+  }
+  strides[0] = tensor.stride[0] * bytes;
+  strides[1] = lead == 2 ? tensor.stride[1] * bytes : 0;
+  if (lead == 1 && wanted.lead.size() == 2) {  // [D0 * D1, ...] for [D0, D1, ...]
+    strides[1] = strides[0];
+    strides[0] *= wanted.lead.begin()[1];
+  }
+  return {};
+}
+
+int64_t id_at(const twTensor_t& ids, int64_t token, int64_t k) {
+  const int64_t at = token * ids.stride[0] + k * ids.stride[1];
+  return ids.dtype == twInt64 ? static_cast<const int64_t*>(ids.data)[at] : static_cast<const int32_t*>(ids.data)[at];
+}
+
+Status check_routing_tensor(const char* name, const twTensor_t& tensor, int32_t top_k) {
+  if (tensor.ndim != 2 || tensor.shape[1] != top_k || tensor.shape[0] < 0) {
+    return fail(twInvalidArgument, "%s has shape %s; it must be [T, %d]", name, shape_text(tensor).c_str(), top_k);
+  }
+  if (tensor.shape[0] > 0 && tensor.data == nullptr) return fail(twInvalidArgument, "%s has data NULL", name);
+  const auto alignment = static_cast<uintptr_t>(dtype_bytes(tensor.dtype));
+  if (reinterpret_cast<uintptr_t>(tensor.data) % alignment != 0) {
+    return fail(twInvalidArgument, "%s has data %p; it must be aligned to %zu bytes", name, tensor.data,
+                static_cast<size_t>(alignment));
+  }
+  return {};
+}
+
+Status check_id_values(const Shape& shape, const twTensor_t& ids) {
+  int32_t seen[TW_MAX_TOP_K];
+  for (int64_t token = 0; token < ids.shape[0]; ++token) {
+    int count = 0;
+    for (int32_t k = 0; k < shape.top_k; ++k) {
+      const int64_t id = id_at(ids, token, k);
+      if (id == -1) continue;
+      if (id < 0 || id >= shape.experts) {
+        return fail(twInvalidArgument, "ids[%lld, %d] is %lld; it must be -1 (no expert) or from 0 to %d",
+                    static_cast<long long>(token), k, static_cast<long long>(id), shape.experts - 1);
+      }
+      if (std::find(seen, seen + count, static_cast<int32_t>(id)) != seen + count) {
+        return fail(twInvalidArgument, "ids[%lld, %d] is %lld, which the token has already; an id stands at most once",
+                    static_cast<long long>(token), k, static_cast<long long>(id));
+      }
+      seen[count++] = static_cast<int32_t>(id);
+    }
+  }
+  return {};
+}
+
+twTensor_t contiguous_tensor(void* data, twDtype_t dtype, std::initializer_list<int64_t> shape) {
+  twTensor_t tensor{};
+  tensor.data = data;
+  tensor.dtype = dtype;
+  tensor.ndim = static_cast<int32_t>(shape.size());
+  std::copy(shape.begin(), shape.end(), tensor.shape);
+  int64_t stride = 1;
+  for (int i = tensor.ndim - 1; i >= 0; --i) {
+    tensor.stride[i] = stride;
+    stride *= tensor.shape[i];
+  }
+  return tensor;
+}
+
+Status check_layout(const char* name, twLayout_t layout) {
+  if (layout == twRankMajor || layout == twExpertMajor) return {};
+  return fail(twInvalidArgument, "%s is %d; it must be twRankMajor (0) or twExpertMajor (1)", name, layout);
+}
+
+Status check_stream(const void* stream) {
+  if (stream == nullptr) return {};
+  return fail(twInvalidArgument, "input.stream is %p; it must be NULL on the CPU", stream);
+}
+
+// The leading dimensions of a layout: [N, b] or [L, N*b].
+struct Lead {
+  int64_t blocks;
+  int64_t rows;
+};
+
+Lead lead_of(const twGroup& group, twLayout_t layout, int32_t bound) {
+  if (layout == twRankMajor) return {group.ranks(), bound};
+  return {group.context.local_experts, static_cast<int64_t>(group.ranks()) * bound};
+}
+
+// Optional outputs of a dispatch that the caller gave memory for.
+Status check_targets(const twGroup& group, const twHandle& handle, const twDispatchOutput_t& output, int32_t bound,
+                     DispatchTargets* targets) {
+  const twGroupConfig_t& config = group.config.given;
+  const Lead lead = lead_of(group, output.layout, bound);
+  int64_t strides[2];
+  char name[40];
+  targets->layout = output.layout;
+  for (int q = 0; q < config.num_payloads; ++q) {
+    if (output.payloads[q].data == nullptr) continue;
+    std::snprintf(name, sizeof name, "output.payloads[%d]", q);
+    const twPayload_t& payload = config.payloads[q];
+    TW_RETURN_IF_FAILED(check_rows({name, payload.dtype, {lead.blocks, lead.rows}, payload.elements, true, false},
+                                   output.payloads[q], strides));
+    targets->payloads[q] = static_cast<std::byte*>(output.payloads[q].data);
+  }
+  const bool rank_major = output.layout == twRankMajor;
+  const int64_t per_row = rank_major ? config.top_k : 1;
+  targets->ids = rank_major ? handle.shown_ids : nullptr;
+  targets->weights = rank_major ? handle.shown_weights : nullptr;
+  targets->counts = rank_major ? handle.received.counts : handle.expert_counts;
+  if (output.ids.data != nullptr) {
+    TW_RETURN_IF_FAILED(
+        check_rows({"output.ids", config.id_dtype, {lead.blocks, lead.rows}, per_row, true}, output.ids, strides));
+    targets->ids = output.ids.data;
+  }
+  if (output.weights.data != nullptr) {
+    TW_RETURN_IF_FAILED(check_rows({"output.weights", twFloat32, {lead.blocks, lead.rows}, per_row, true},
+                                   output.weights, strides));
+    targets->weights = static_cast<float*>(output.weights.data);
+  }
+  if (output.counts.data != nullptr) {
+    TW_RETURN_IF_FAILED(check_rows({"output.counts", twInt32, {lead.blocks}, 1, true}, output.counts, strides));
+    targets->counts = static_cast<int32_t*>(output.counts.data);
+  }
+  return {};
+}
+
+}  // namespace
+
+Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor_t* weights, CheckedRouting* routing) {
+  const Shape& shape = group.shape();
+  if (ids == nullptr) return fail(twInvalidArgument, "ids is NULL");
+  if (ids->dtype != twInt32 && ids->dtype != twInt64) {
+    return fail(twInvalidArgument, "ids has dtype %s (%d); it must be int32 or int64", dtype_name(ids->dtype),
+                ids->dtype);
+  }
+  TW_RETURN_IF_FAILED(check_routing_tensor("ids", *ids, shape.top_k));
+  if (ids->shape[0] > shape.max_tokens) {
+    return fail(twInvalidArgument, "ids has %lld tokens; it must have from 0 to max_tokens, %d",
+                static_cast<long long>(ids->shape[0]), shape.max_tokens);
+  }
+  const bool weighted = weights != nullptr && (weights->data != nullptr || weights->ndim != 0);
+  if (weighted) {
+    if (weights->dtype != twFloat32) {
+      return fail(twInvalidArgument, "weights has dtype %s (%d); it must be float32", dtype_name(weights->dtype),
+                  weights->dtype);
+    }
+    TW_RETURN_IF_FAILED(check_routing_tensor("weights", *weights, shape.top_k));
+    if (weights->shape[0] != ids->shape[0]) {
+      return fail(twInvalidArgument, "weights has %lld tokens; it must have as many as ids, %lld",
+                  static_cast<long long>(weights->shape[0]), static_cast<long long>(ids->shape[0]));
+    }
+  }
+  TW_RETURN_IF_FAILED(check_id_values(shape, *ids));
+  *routing = {ids, weighted ? weights : nullptr, static_cast<int32_t>(ids->shape[0])};
+  return {};
+}
+
+void copy_routing(const Shape& shape, const CheckedRouting& checked, Routing* routing) {
+  routing->tokens = checked.tokens;
+  for (int64_t token = 0; token < checked.tokens; ++token) {
+    for (int32_t k = 0; k < shape.top_k; ++k) {
+      const int64_t at = token * shape.top_k + k;
+      routing->ids[at] = static_cast<int32_t>(id_at(*checked.ids, token, k));
+      routing->weights[at] = 1.0f;
+      if (checked.weights == nullptr) continue;
+      const twTensor_t& weights = *checked.weights;
+      routing->weights[at] = static_cast<const float*>(weights.data)[token * weights.stride[0] + k * weights.stride[1]];
+    }
+  }
+}
+
+Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t& input,
+                      const twDispatchOutput_t& output, DispatchCall* call) {
+  const twGroupConfig_t& config = group.config.given;
+  TW_RETURN_IF_FAILED(check_stream(input.stream));
+  TW_RETURN_IF_FAILED(check_layout("output.layout", output.layout));
+  call->bound = input.bound == 0 ? config.max_tokens : input.bound;
+  if (call->bound < handle.routing.tokens || call->bound > config.max_tokens) {
+    return fail(twInvalidArgument,
+                "input.bound is %d; it must be from the handle's tokens, %d, to max_tokens, %d (0 means max_tokens)",
+                input.bound, handle.routing.tokens, config.max_tokens);
+  }
+  if (input.send_only != 0 && input.send_only != 1) {
+    return fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", input.send_only);
+  }
+  for (int q = 0; q < config.num_payloads; ++q) {
+    char name[40];
+    std::snprintf(name, sizeof name, "input.payloads[%d]", q);
+    const twPayload_t& payload = config.payloads[q];
+    int64_t strides[2];
+    TW_RETURN_IF_FAILED(check_rows({name, payload.dtype, {handle.routing.tokens}, payload.elements, false, false},
+                                   input.payloads[q], strides));
+    call->payloads[q] = {static_cast<const std::byte*>(input.payloads[q].data), strides[0]};
+  }
+  return check_targets(group, handle, output, call->bound, &call->targets);
+}
+
+Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& input, const twCombineOutput_t& output,
+                     CombineCall* call) {
+  const twGroupConfig_t& config = group.config.given;
+  TW_RETURN_IF_FAILED(check_stream(input.stream));
+  TW_RETURN_IF_FAILED(check_layout("input.layout", input.layout));
+  if (input.weighting != twWeightNone && input.weighting != twWeightTopk) {
+    return fail(twInvalidArgument, "input.weighting is %d; it must be twWeightNone (0) or twWeightTopk (1)",
+                input.weighting);
+  }
+  if (input.send_only != 0 && input.send_only != 1) {
+    return fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", input.send_only);
+  }
+  for (const auto& [name, dtype] : {std::pair("input.rows", input.rows.dtype), {"output.tokens", output.tokens.dtype}}) {
+    if (is_summable(dtype)) continue;
+    return fail(twInvalidArgument, "%s has dtype %s (%d); it must be float32, bfloat16 or float16", name,
+                dtype_name(dtype), dtype);
+  }
+  int64_t strides[2];
+  const Lead lead = lead_of(group, input.layout, handle.bound);
+  TW_RETURN_IF_FAILED(check_rows({"input.rows", input.rows.dtype, {lead.blocks, lead.rows}, config.combine_elements},
+                                 input.rows, strides));
+  call->rows = {static_cast<const std::byte*>(input.rows.data), strides[0], strides[1]};
+  TW_RETURN_IF_FAILED(check_rows(
+      {"output.tokens", output.tokens.dtype, {handle.routing.tokens}, config.combine_elements, true}, output.tokens,
+      strides));
+  call->bound = handle.bound;
+  call->layout = input.layout;
+  call->weighted = input.weighting == twWeightTopk;
+  call->rows_dtype = input.rows.dtype;
+  call->out_dtype = output.tokens.dtype;
+  call->out = static_cast<std::byte*>(output.tokens.data);
+  call->out_stride = config.combine_elements * dtype_bytes(output.tokens.dtype);
+  return {};
+}
+
+void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call, StepPlace at,
+                twDispatchOutput_t* output) {
+  const twGroupConfig_t& config = group.config.given;
+  const bool rank_major = output->layout == twRankMajor;
+  const Lead lead = lead_of(group, output->layout, call.bound);
+  for (int q = 0; q < config.num_payloads; ++q) {
+    const twPayload_t& payload = config.payloads[q];
+    void* data = call.targets.payloads[q];
+    if (data == nullptr && rank_major) data = group.backend->view(at, q);
+    output->payloads[q] = contiguous_tensor(data, payload.dtype, {lead.blocks, lead.rows, payload.elements});
+  }
+  if (rank_major) {
+    output->ids = contiguous_tensor(call.targets.ids, config.id_dtype, {lead.blocks, lead.rows, config.top_k});
+    output->weights = contiguous_tensor(call.targets.weights, twFloat32, {lead.blocks, lead.rows, config.top_k});
+  } else {
+    output->ids = contiguous_tensor(call.targets.ids, config.id_dtype, {lead.blocks, lead.rows});
+    output->weights = contiguous_tensor(call.targets.weights, twFloat32, {lead.blocks, lead.rows});
+  }
+  output->counts = contiguous_tensor(call.targets.counts, twInt32, {lead.blocks});
+  (void)handle;
+}
+
+}  // namespace tw::api

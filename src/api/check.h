@@ -1,0 +1,67 @@
+// Reads what callers give: structs of any age, tensors of any shape. What passes here is right.
+#pragma once
+
+#include <cstring>
+
+#include "core/group.h"
+
+namespace tw::api {
+
+// Copies a caller's struct over one that holds the defaults. Smaller (older) structs are accepted; larger ones if the
+// bytes that this library does not know are zero.
+template <class Struct>
+Status read_struct(const char* name, const Struct* given, Struct* known) {
+  constexpr size_t kLargest = 1 << 16;  // no version will be larger; a garbage size must not be followed
+  if (given == nullptr) return fail(twInvalidArgument, "%s is NULL", name);
+  size_t size = 0;
+  std::memcpy(&size, given, sizeof size);
+  if (size < sizeof(size_t) || size > kLargest) {
+    return fail(twInvalidArgument, "%s->size is %zu; it must be sizeof(*%s), %zu in this version", name, size, name,
+                sizeof(Struct));
+  }
+  const auto* const bytes = reinterpret_cast<const unsigned char*>(given);
+  for (size_t i = sizeof(Struct); i < size; ++i) {
+    if (bytes[i] != 0) {
+      return fail(twInvalidArgument,
+                  "%s->size is %zu, from a newer version than this (%zu), and its byte %zu is not zero", name, size,
+                  sizeof(Struct), i);
+    }
+  }
+  std::memcpy(static_cast<void*>(known), given, size < sizeof(Struct) ? size : sizeof(Struct));
+  known->size = sizeof(Struct);
+  return {};
+}
+
+// Writes as much of a result struct as the caller's version has.
+template <class Struct>
+Status write_struct(const char* name, const Struct& known, Struct* given) {
+  Struct checked{};
+  TW_RETURN_IF_FAILED(read_struct(name, given, &checked));
+  const size_t size = given->size;
+  std::memcpy(static_cast<void*>(given), &known, size < sizeof(Struct) ? size : sizeof(Struct));
+  given->size = size;
+  return {};
+}
+
+struct CheckedRouting {
+  const twTensor_t* ids;
+  const twTensor_t* weights;  // NULL: all 1
+  int32_t tokens;
+};
+
+// Every check of a routing, values included: nothing is written.
+Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor_t* weights, CheckedRouting* routing);
+// Copies a checked routing into the handle's arrays.
+void copy_routing(const Shape& shape, const CheckedRouting& checked, Routing* routing);
+
+// What a call needs of its structs. The output's views are filled in by fill_views.
+Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t& input,
+                      const twDispatchOutput_t& output, DispatchCall* call);
+Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& input, const twCombineOutput_t& output,
+                     CombineCall* call);
+
+// Completes the caller's output tensors: shapes, and views where no memory was given. `at` is the dispatch's place.
+void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call, StepPlace at,
+                twDispatchOutput_t* output);
+
+}  // namespace tw::api

@@ -1,0 +1,436 @@
+// The entry points of tokenway.h: arguments checked, objects found, errors turned into results. Nothing else happens
+// here, and no exception leaves.
+#include <algorithm>
+#include <exception>
+#include <mutex>
+#include <new>
+#include <numeric>
+#include <unordered_set>
+
+#include "api/check.h"
+#include "bootstrap/bootstrap.h"
+
+namespace {
+
+using tw::fail;
+using tw::Status;
+
+thread_local std::string last_error;
+thread_local std::string environment_value;
+
+twResult_t report(Status status) {
+  if (!status.ok()) last_error = std::move(status.text);
+  return status.code;
+}
+
+// Runs a call; whatever it throws becomes a result.
+template <class Call>
+twResult_t enter(Call&& call) {
+  try {
+    return report(call());
+  } catch (const std::bad_alloc&) {
+    return report(fail(twOutOfMemory, "out of memory for the library's own tables"));
+  } catch (const std::exception& error) {
+    return report(fail(twInternalError, "unexpected: %s", error.what()));
+  }
+}
+
+// Objects that callers hold. A pointer is looked up before it is followed, so a stale one is an error, not a crash.
+template <class Object>
+class Registry {
+ public:
+  void add(Object* object) {
+    const std::lock_guard lock(mutex_);
+    objects_.insert(object);
+  }
+  bool remove(Object* object) {
+    const std::lock_guard lock(mutex_);
+    return objects_.erase(object) > 0;
+  }
+  Status check(const char* name, Object* object) {
+    const std::lock_guard lock(mutex_);
+    if (objects_.count(object) > 0) return {};
+    return object == nullptr ? fail(twInvalidArgument, "%s is NULL", name)
+                             : fail(twInvalidArgument, "%s is %p, which does not exist, or no longer", name,
+                                    static_cast<void*>(object));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_set<Object*> objects_;
+};
+
+Registry<twComm> comms;
+Registry<twGroup> groups;
+Registry<twHandle> handles;
+
+#define TW_CHECK_NOT_NULL(pointer) \
+  if ((pointer) == nullptr) return fail(twInvalidArgument, #pointer " is NULL")
+
+Status check_handle(twGroup_t group, twHandle_t handle) {
+  TW_RETURN_IF_FAILED(handles.check("handle", handle));
+  if (handle->group == group) return {};
+  return fail(twInvalidArgument, "handle %p belongs to another group", static_cast<void*>(handle));
+}
+
+tw::TimePoint after(int32_t milliseconds) {
+  return std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
+}
+
+Status read_comm_config(const twCommConfig_t* given, tw::Environment* environment, twCommConfig_t* config) {
+  *config = TW_COMM_CONFIG_INIT;
+  if (given != nullptr) TW_RETURN_IF_FAILED(tw::api::read_struct("config", given, config));
+  TW_RETURN_IF_FAILED(tw::read_environment(environment));
+  if (config->timeout_ms < 0) {
+    return fail(twInvalidArgument, "config.timeout_ms is %d; it must be from 0 to %d", config->timeout_ms, INT32_MAX);
+  }
+  if (config->timeout_ms == 0) config->timeout_ms = environment->timeout_ms;
+  return {};
+}
+
+Status check_ranks(int32_t nranks) {
+  if (nranks >= 1 && nranks <= TW_MAX_RANKS) return {};
+  return fail(twInvalidArgument, "nranks is %d; it must be from 1 to %d", nranks, TW_MAX_RANKS);
+}
+
+twComm* make_comm(std::unique_ptr<tw::Bootstrap> bootstrap, const tw::Environment& environment, int32_t timeout_ms) {
+  auto comm = std::make_unique<twComm>();
+  comm->bootstrap = std::move(bootstrap);
+  comm->environment = environment;
+  comm->timeout_ms = timeout_ms;
+  comms.add(comm.get());
+  return comm.release();
+}
+
+// Points the handle's arrays into its block.
+void place_arrays(const tw::HandleMap& map, twHandle* handle) {
+  std::byte* const block = handle->block;
+  handle->routing.ids = reinterpret_cast<int32_t*>(block + map.ids);
+  handle->routing.weights = reinterpret_cast<float*>(block + map.weights);
+  handle->routing.first = reinterpret_cast<int64_t*>(block + map.first);
+  handle->routing.destinations = reinterpret_cast<tw::Destination*>(block + map.destinations);
+  handle->routing.send_counts = reinterpret_cast<int32_t*>(block + map.send_counts);
+  handle->received.counts = reinterpret_cast<int32_t*>(block + map.counts);
+  handle->received.meta = block + map.meta;
+  handle->expert_counts = reinterpret_cast<int32_t*>(block + map.expert_counts);
+  handle->shown_ids = block + map.shown_ids;
+  handle->shown_weights = reinterpret_cast<float*>(block + map.shown_weights);
+}
+
+void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandle* handle) {
+  tw::api::copy_routing(group.shape(), checked, &handle->routing);
+  tw::assign_slots(group.shape(), group.context.placement, &handle->routing);
+  handle->dispatched = false;
+}
+
+void forget_handles(twGroup& group) {
+  for (twHandle* handle : group.handles) handles.remove(handle);
+}
+
+}  // namespace
+
+const char* twResultString(twResult_t result) {
+  switch (result) {
+#define TW_NAME(name) \
+  case name:          \
+    return #name;
+    TW_NAME(twSuccess)
+    TW_NAME(twInvalidArgument)
+    TW_NAME(twInvalidUsage)
+    TW_NAME(twOutOfMemory)
+    TW_NAME(twSystemError)
+    TW_NAME(twUnsupported)
+    TW_NAME(twConfigMismatch)
+    TW_NAME(twPeerRefused)
+    TW_NAME(twBoundMismatch)
+    TW_NAME(twTimeout)
+    TW_NAME(twPeerDied)
+    TW_NAME(twExcluded)
+    TW_NAME(twCallMismatch)
+    TW_NAME(twInternalError)
+#undef TW_NAME
+  }
+  return "unknown result";
+}
+
+const char* twLastError(void) { return last_error.c_str(); }
+
+int twVersion(void) { return TW_VERSION; }
+
+twResult_t twEnvironment(int32_t index, const char** name, const char** value, const char** doc) {
+  return enter([&]() -> Status {
+    TW_CHECK_NOT_NULL(name);
+    TW_CHECK_NOT_NULL(value);
+    TW_CHECK_NOT_NULL(doc);
+    if (!tw::describe_variable(index, name, &environment_value, doc)) {
+      return fail(twInvalidArgument, "index is %d, past the last variable", index);
+    }
+    *value = environment_value.c_str();
+    return {};
+  });
+}
+
+twResult_t twCommCreateShm(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* given) {
+  return enter([&]() -> Status {
+    TW_CHECK_NOT_NULL(comm);
+    TW_RETURN_IF_FAILED(check_ranks(nranks));
+    if (rank < 0 || rank >= nranks) {
+      return fail(twInvalidArgument, "rank is %d; it must be from 0 to %d", rank, nranks - 1);
+    }
+    tw::Environment environment;
+    twCommConfig_t config;
+    TW_RETURN_IF_FAILED(read_comm_config(given, &environment, &config));
+    if (config.address == nullptr || *config.address == '\0') {
+      return fail(twInvalidArgument, "config.address is empty; it must name the comm, the same on all ranks");
+    }
+    std::unique_ptr<tw::Bootstrap> mesh;
+    TW_RETURN_IF_FAILED(tw::connect_mesh(rank, nranks, config.address, after(config.timeout_ms), &mesh));
+    *comm = make_comm(std::move(mesh), environment, config.timeout_ms);
+    return {};
+  });
+}
+
+twResult_t twCommCreateLocal(twComm_t* made, int32_t nranks, const twCommConfig_t* given) {
+  return enter([&]() -> Status {
+    if (made == nullptr) return fail(twInvalidArgument, "comms is NULL");
+    TW_RETURN_IF_FAILED(check_ranks(nranks));
+    tw::Environment environment;
+    twCommConfig_t config;
+    TW_RETURN_IF_FAILED(read_comm_config(given, &environment, &config));
+    auto bootstraps = tw::make_local_bootstraps(nranks);
+    for (int32_t rank = 0; rank < nranks; ++rank) {
+      made[rank] = make_comm(std::move(bootstraps[rank]), environment, config.timeout_ms);
+    }
+    return {};
+  });
+}
+
+twResult_t twCommDestroy(twComm_t comm) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(comms.check("comm", comm));
+    if (comm->groups > 0) {
+      return fail(twInvalidUsage, "comm has %d groups; destroy them first", comm->groups.load());
+    }
+    comms.remove(comm);
+    delete comm;
+    return {};
+  });
+}
+
+twResult_t twCommRank(twComm_t comm, int32_t* rank, int32_t* nranks) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(comms.check("comm", comm));
+    if (rank != nullptr) *rank = comm->bootstrap->rank();
+    if (nranks != nullptr) *nranks = comm->bootstrap->size();
+    return {};
+  });
+}
+
+twResult_t twGroupWindowBytes(const twGroupConfig_t* given, int32_t nranks, twWindowBytes_t* bytes) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(check_ranks(nranks));
+    twGroupConfig_t known = TW_GROUP_CONFIG_INIT;
+    TW_RETURN_IF_FAILED(tw::api::read_struct("config", given, &known));
+    tw::Environment environment;
+    TW_RETURN_IF_FAILED(tw::read_environment(&environment));
+    tw::GroupConfig config;
+    TW_RETURN_IF_FAILED(tw::check_config(known, nranks, environment, &config));
+    return tw::api::write_struct("bytes", tw::window_bytes(config), bytes);
+  });
+}
+
+twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t* given) {
+  return enter([&]() -> Status {
+    TW_CHECK_NOT_NULL(group);
+    TW_RETURN_IF_FAILED(comms.check("comm", comm));
+    twGroupConfig_t known = TW_GROUP_CONFIG_INIT;
+    const Status readable = tw::api::read_struct("config", given, &known);
+    std::vector<int> members(comm->bootstrap->size());
+    std::iota(members.begin(), members.end(), 0);
+    std::unique_ptr<twGroup> made;
+    TW_RETURN_IF_FAILED(tw::create_group(comm, known, readable, std::move(members), comm->next_tags(), &made));
+    groups.add(made.get());
+    *group = made.release();
+    return {};
+  });
+}
+
+twResult_t twGroupDestroy(twGroup_t group) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    forget_handles(*group);
+    groups.remove(group);
+    tw::destroy_group(std::unique_ptr<twGroup>(group));
+    return {};
+  });
+}
+
+twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* given, twGroup_t* survivors) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    TW_CHECK_NOT_NULL(survivors);
+    twGroupConfig_t known = TW_GROUP_CONFIG_INIT;
+    const Status readable = given != nullptr ? tw::api::read_struct("config", given, &known) : Status{};
+    std::unique_ptr<twGroup> made;
+    TW_RETURN_IF_FAILED(tw::shrink_group(*group, given != nullptr ? &known : nullptr, readable, &made));
+    groups.add(made.get());
+    *survivors = made.release();
+    return {};
+  });
+}
+
+twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    twGroupInfo_t known{};
+    known.rank = group->me();
+    known.nranks = group->ranks();
+    known.num_local_experts = group->context.local_experts;
+    known.lanes = group->config.given.lanes;
+    known.timeout_ms = group->config.given.timeout_ms;
+    std::copy(group->members.begin(), group->members.end(), known.comm_ranks);
+    return tw::api::write_struct("info", known, info);
+  });
+}
+
+twResult_t twGroupGetError(twGroup_t group, twErrorRecord_t* record) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    return tw::api::write_struct("record", group->error(), record);
+  });
+}
+
+twResult_t twHandleMemBytes(twGroup_t group, size_t* bytes) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    TW_CHECK_NOT_NULL(bytes);
+    *bytes = group->handle_map.bytes;
+    return {};
+  });
+}
+
+twResult_t twHandleCreate(twHandle_t* handle, twGroup_t group, const twTensor_t* ids, const twTensor_t* weights,
+                          void* memory) {
+  return enter([&]() -> Status {
+    TW_CHECK_NOT_NULL(handle);
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    if (reinterpret_cast<uintptr_t>(memory) % 64 != 0) {
+      return fail(twInvalidArgument, "memory is %p; it must be aligned to 64 bytes", memory);
+    }
+    tw::api::CheckedRouting checked;
+    TW_RETURN_IF_FAILED(tw::api::check_routing(*group, ids, weights, &checked));
+    auto made = std::make_unique<twHandle>();
+    made->group = group;
+    made->owns_block = memory == nullptr;
+    made->block = memory == nullptr ? group->take_block() : static_cast<std::byte*>(memory);
+    if (made->block == nullptr) {
+      return fail(twOutOfMemory, "no memory for a handle of %s", tw::bytes_text(group->handle_map.bytes).c_str());
+    }
+    place_arrays(group->handle_map, made.get());
+    route(*group, checked, made.get());
+    group->handles.insert(made.get());
+    handles.add(made.get());
+    *handle = made.release();
+    return {};
+  });
+}
+
+twResult_t twHandleUpdate(twHandle_t handle, const twTensor_t* ids, const twTensor_t* weights) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(handles.check("handle", handle));
+    if (handle->pending != tw::Pending::kNone || handle->lane >= 0) {
+      return fail(twInvalidUsage, "handle holds lane %d; combine or release it before twHandleUpdate", handle->lane);
+    }
+    tw::api::CheckedRouting checked;
+    TW_RETURN_IF_FAILED(tw::api::check_routing(*handle->group, ids, weights, &checked));
+    route(*handle->group, checked, handle);
+    return {};
+  });
+}
+
+twResult_t twHandleRelease(twHandle_t handle) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(handles.check("handle", handle));
+    return tw::release_lane(*handle->group, *handle);
+  });
+}
+
+twResult_t twHandleDestroy(twHandle_t handle) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(handles.check("handle", handle));
+    twGroup& group = *handle->group;
+    if (group.is_sticky()) handle->pending = tw::Pending::kNone;  // nobody will finish it
+    TW_RETURN_IF_FAILED(tw::release_lane(group, *handle));
+    handles.remove(handle);
+    group.handles.erase(handle);
+    if (handle->owns_block) group.give_block(handle->block);
+    delete handle;
+    return {};
+  });
+}
+
+twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* total) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(handles.check("handle", handle));
+    if (!handle->dispatched) return fail(twInvalidUsage, "the handle has not been dispatched since it was routed");
+    const int32_t* const received = handle->received.counts;
+    const int32_t ranks = handle->group->ranks();
+    if (counts != nullptr) std::copy_n(received, ranks, counts);
+    if (total != nullptr) *total = std::accumulate(received, received + ranks, 0);
+    return {};
+  });
+}
+
+twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_t* given, twDispatchOutput_t* output) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseDispatch));
+    twDispatchInput_t input{};
+    input.lane = -1;
+    twDispatchOutput_t out{};
+    tw::DispatchCall call;
+    Status status = check_handle(group, handle);
+    twHandle* const known = status.ok() ? handle : nullptr;
+    if (status.ok()) status = tw::api::read_struct("input", given, &input);
+    if (status.ok()) status = tw::api::read_struct("output", output, &out);
+    if (status.ok()) status = tw::api::check_dispatch(*group, *handle, input, out, &call);
+    if (!status.ok()) return tw::refuse_dispatch(*group, known, input.lane, std::move(status));
+    status = tw::dispatch(*group, *handle, call, input.lane, input.send_only != 0);
+    if (handle->dispatch.at.step != 0 || status.ok()) {
+      tw::api::fill_views(*group, *handle, call, handle->dispatch.at, &out);
+      TW_RETURN_IF_FAILED(tw::api::write_struct("output", out, output));
+    }
+    return status;
+  });
+}
+
+twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t* given,
+                     const twCombineOutput_t* output) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseCombine));
+    TW_RETURN_IF_FAILED(check_handle(group, handle));
+    if (!handle->dispatched) {
+      return fail(twInvalidUsage, "%s", handle->pending == tw::Pending::kDispatch
+                                            ? "the handle's dispatch is pending; call twComplete before twCombine"
+                                            : "combine before dispatch: the handle has not been dispatched");
+    }
+    twCombineInput_t input{};
+    twCombineOutput_t out{};
+    tw::CombineCall call;
+    Status status = tw::api::read_struct("input", given, &input);
+    if (status.ok()) status = tw::api::read_struct("output", output, &out);
+    if (status.ok()) status = tw::api::check_combine(*group, *handle, input, out, &call);
+    if (!status.ok()) return tw::refuse_combine(*group, *handle, std::move(status));
+    return tw::combine(*group, *handle, call, input.send_only != 0);
+  });
+}
+
+twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    TW_RETURN_IF_FAILED(check_handle(group, handle));
+    if (stream != nullptr) return fail(twInvalidArgument, "stream is %p; it must be NULL on the CPU", stream);
+    return tw::complete(*group, *handle);
+  });
+}

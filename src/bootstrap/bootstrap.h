@@ -1,0 +1,127 @@
+// How ranks find each other, exchange small things before there is a window, and see that one of them is gone. Slow
+// and robust: nothing here is on the path of a token.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/status.h"
+
+namespace tw {
+
+using TimePoint = std::chrono::steady_clock::time_point;
+
+// A file descriptor that is closed once.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Fd() { reset(); }
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+// What one rank gives to the others: bytes, and where ranks are processes, perhaps a descriptor.
+struct Parcel {
+  std::string bytes;
+  Fd fd;
+};
+
+enum class Presence { kHere, kLate, kGone };
+
+class Bootstrap {
+ public:
+  virtual ~Bootstrap() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // True if all ranks live in this process, so that pointers may be exchanged.
+  virtual bool in_process() const = 0;
+
+  // Gives `mine` to every member and takes theirs: (*all)[i] is members[i]'s. Collective among members, which hold this
+  // rank, ascending, the same everywhere; `tag` names the occasion, the same everywhere and never used twice. Returns
+  // when each member's parcel is here, or the member is gone, or the deadline has passed: presence[i] says which.
+  virtual std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine,
+                                         TimePoint deadline, std::vector<Parcel>* all) = 0;
+
+  // False once a peer's process has ended or has destroyed its comm. Never blocks.
+  virtual bool alive(int peer) = 0;
+};
+
+// exchange() where every member must be there: names those that are not.
+Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
+              const char* occasion, std::vector<Parcel>* all);
+
+// A mesh of Unix sockets between processes of one host. `address` as in twCommConfig_t.
+Status connect_mesh(int rank, int size, const std::string& address, TimePoint deadline,
+                    std::unique_ptr<Bootstrap>* bootstrap);
+
+// All ranks in this process.
+std::vector<std::unique_ptr<Bootstrap>> make_local_bootstraps(int size);
+
+// Packs integers and strings into a parcel's bytes and reads them back; a short parcel reads as zeros and ok() false.
+class Packer {
+ public:
+  template <class T>
+  Packer& add(const T& value) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
+    return *this;
+  }
+  Packer& add_bytes(const void* data, size_t n) {
+    add<uint64_t>(n);
+    bytes_.append(static_cast<const char*>(data), n);
+    return *this;
+  }
+  std::string take() { return std::move(bytes_); }
+
+ private:
+  std::string bytes_;
+};
+
+class Unpacker {
+ public:
+  explicit Unpacker(const std::string& bytes) : bytes_(bytes) {}
+  template <class T>
+  T get() {
+    T value{};
+    if (bytes_.size() - at_ < sizeof value) {
+      ok_ = false;
+      return value;
+    }
+    bytes_.copy(reinterpret_cast<char*>(&value), sizeof value, at_);
+    at_ += sizeof value;
+    return value;
+  }
+  std::string get_bytes() {
+    const uint64_t n = get<uint64_t>();
+    if (bytes_.size() - at_ < n) {
+      ok_ = false;
+      return {};
+    }
+    at_ += n;
+    return bytes_.substr(at_ - n, n);
+  }
+  bool ok() const { return ok_; }
+
+ private:
+  const std::string& bytes_;
+  size_t at_ = 0;
+  bool ok_ = true;
+};
+
+}  // namespace tw

@@ -1,0 +1,204 @@
+// The exchange as the host sees it: lanes leased and given back, steps begun and finished, errors recorded. What
+// happens to bytes is the backend's.
+#include <chrono>
+#include <cstdio>
+
+#include "core/group.h"
+
+namespace tw {
+namespace {
+
+TimePoint deadline_of(const twGroup& group) {
+  return std::chrono::steady_clock::now() + std::chrono::milliseconds(group.config.given.timeout_ms);
+}
+
+// Turns the end of a step into a record and a sentence.
+Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, const StepEnd& end) {
+  if (end.code == twSuccess) return {};
+  twErrorRecord_t record{};
+  record.size = sizeof record;
+  record.result = end.code;
+  record.peer = end.peer;
+  record.reporter = group.me();
+  record.phase = phase;
+  record.lane = at.lane;
+  record.step = record.expected = at.step;
+  record.seen = end.seen.step;
+  record.token = record.k = -1;
+  if (end.code == twPeerRefused || end.code == twBoundMismatch) {
+    const char* const call = phase == twPhaseDispatch ? "twDispatch" : "twCombine";
+    if (end.code == twPeerRefused) {
+      std::snprintf(record.message, sizeof record.message, "rank %d refused its arguments of %s (step %u, lane %d)",
+                    end.peer, call, at.step, at.lane);
+    } else {
+      std::snprintf(record.message, sizeof record.message, "input.bound of %s differs: rank %d has %u, rank %d has %u",
+                    call, group.me(), bound, end.peer, end.note);
+    }
+    group.set_error(record);
+    return {end.code, record.message};
+  }
+  if (end.code == twExcluded) {  // a peer gave the group up while this rank waited: its word says who is to blame
+    const AbortWord abort = group.backend->find_abort();
+    record.result = static_cast<twResult_t>(abort.kind);
+    record.peer = static_cast<int32_t>(abort.culprit);
+    record.reporter = static_cast<int32_t>(abort.reporter);
+  }
+  return finish_group(group, record);
+}
+
+// Waits out a step that this rank refused earlier: S2 wants its end before the next step begins.
+Status drain(twGroup& group, int lane) {
+  Lane& state = group.lanes[lane];
+  if (!state.draining) return {};
+  const StepPlace at{lane, state.step};
+  const StepEnd end = group.backend->drain(at, deadline_of(group));
+  state.pending = state.draining = false;
+  return conclude(group, twPhaseNone, at, 0, end);
+}
+
+// The lane of a dispatch: the handle's, or the one asked for, or the next free one.
+Status choose_lane(twGroup& group, const twHandle* handle, int32_t wish, int* lane) {
+  const int count = group.lanes.size();
+  if (wish < -1 || wish >= count) {
+    return fail(twInvalidArgument, "input.lane is %d; it must be -1 (the next free one) or from 0 to %d", wish,
+                count - 1);
+  }
+  if (handle != nullptr && handle->lane >= 0) {
+    if (wish >= 0 && wish != handle->lane) {
+      return fail(twInvalidUsage, "input.lane is %d, but the handle holds lane %d", wish, handle->lane);
+    }
+    *lane = handle->lane;
+    return {};
+  }
+  if (wish >= 0) {
+    if (group.lanes[wish].holder != nullptr) {
+      return fail(twInvalidUsage, "input.lane %d is held by another handle that was dispatched and not yet combined",
+                  wish);
+    }
+    *lane = wish;
+    return {};
+  }
+  *lane = group.lanes.next_free();
+  if (*lane >= 0) return {};
+  return fail(twInvalidUsage,
+              "no free lane: all %d are held by handles that were dispatched and not yet combined; combine or release "
+              "one, or create the group with more lanes",
+              count);
+}
+
+// The lane of a combine: the handle's, or a free one for this step.
+Status choose_combine_lane(twGroup& group, const twHandle& handle, int* lane) {
+  *lane = handle.lane;
+  return *lane >= 0 ? Status{} : choose_lane(group, nullptr, -1, lane);
+}
+
+Status check_not_pending(const twHandle& handle) {
+  if (handle.pending == Pending::kNone) return {};
+  return fail(twInvalidUsage, "the handle has a send_only %s pending; call twComplete first",
+              handle.pending == Pending::kDispatch ? "dispatch" : "combine");
+}
+
+void hold(twGroup& group, twHandle& handle, int lane) {
+  handle.lane = lane;
+  group.lanes[lane].holder = &handle;
+}
+
+void give_back(twGroup& group, twHandle& handle) {
+  if (handle.lane >= 0) group.lanes[handle.lane].holder = nullptr;
+  handle.lane = -1;
+  handle.lane_for_this_step = false;
+}
+
+Status finish_dispatch(twGroup& group, twHandle& handle) {
+  const DispatchCall& call = handle.dispatch;
+  const StepEnd end = group.backend->finish_dispatch(call, deadline_of(group), &handle.received);
+  group.lanes[call.at.lane].pending = false;
+  handle.pending = Pending::kNone;
+  handle.dispatched = end.code == twSuccess;
+  if (!handle.dispatched) give_back(group, handle);
+  return conclude(group, twPhaseDispatch, call.at, static_cast<uint32_t>(call.bound), end);
+}
+
+Status finish_combine(twGroup& group, twHandle& handle) {
+  const CombineCall& call = handle.combine;
+  const StepEnd end = group.backend->finish_combine(call, deadline_of(group), handle.routing);
+  group.lanes[call.at.lane].pending = false;
+  handle.pending = Pending::kNone;
+  // A combine that a peer refused can be tried again, so its lease stays.
+  if (end.code == twSuccess || handle.lane_for_this_step) give_back(group, handle);
+  return conclude(group, twPhaseCombine, call.at, static_cast<uint32_t>(call.bound), end);
+}
+
+Status refuse_on(twGroup& group, int lane, Status why) {
+  TW_RETURN_IF_FAILED(drain(group, lane));
+  const StepPlace at = group.lanes.begin(lane);
+  group.lanes[lane].draining = true;
+  group.backend->send_refusal(at);
+  return why;
+}
+
+}  // namespace
+
+Status dispatch(twGroup& group, twHandle& handle, DispatchCall call, int32_t wish, bool send_only) {
+  TW_RETURN_IF_FAILED(check_not_pending(handle));
+  int lane = -1;
+  TW_RETURN_IF_FAILED(choose_lane(group, &handle, wish, &lane));
+  TW_RETURN_IF_FAILED(drain(group, lane));
+  hold(group, handle, lane);
+  call.at = group.lanes.begin(lane);
+  handle.bound = call.bound;
+  handle.dispatched = false;
+  handle.dispatch = call;
+  handle.pending = Pending::kDispatch;
+  group.backend->send_dispatch(call, handle.routing);
+  return send_only ? Status{} : finish_dispatch(group, handle);
+}
+
+Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_only) {
+  TW_RETURN_IF_FAILED(check_not_pending(handle));
+  int lane = -1;
+  TW_RETURN_IF_FAILED(choose_combine_lane(group, handle, &lane));
+  TW_RETURN_IF_FAILED(drain(group, lane));
+  handle.lane_for_this_step = handle.lane < 0;
+  hold(group, handle, lane);
+  call.at = group.lanes.begin(lane);
+  handle.combine = call;
+  handle.pending = Pending::kCombine;
+  group.backend->send_combine(call, handle.received);
+  return send_only ? Status{} : finish_combine(group, handle);
+}
+
+Status complete(twGroup& group, twHandle& handle) {
+  switch (handle.pending) {
+    case Pending::kDispatch:
+      return finish_dispatch(group, handle);
+    case Pending::kCombine:
+      return finish_combine(group, handle);
+    case Pending::kNone:
+      break;
+  }
+  return fail(twInvalidUsage, "nothing is pending: twComplete follows a send_only twDispatch or twCombine");
+}
+
+Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, Status why) {
+  if (handle != nullptr) TW_RETURN_IF_FAILED(check_not_pending(*handle));
+  int lane = -1;
+  TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
+  if (handle != nullptr) give_back(group, *handle);  // as a failed dispatch does at the peers
+  return refuse_on(group, lane, std::move(why));
+}
+
+Status refuse_combine(twGroup& group, twHandle& handle, Status why) {
+  TW_RETURN_IF_FAILED(check_not_pending(handle));
+  int lane = -1;
+  TW_RETURN_IF_FAILED(choose_combine_lane(group, handle, &lane));
+  return refuse_on(group, lane, std::move(why));
+}
+
+Status release_lane(twGroup& group, twHandle& handle) {
+  TW_RETURN_IF_FAILED(check_not_pending(handle));
+  give_back(group, handle);
+  return {};
+}
+
+}  // namespace tw

@@ -1,0 +1,19 @@
+// A comm: who takes part. Groups are made on it.
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "bootstrap/bootstrap.h"
+#include "core/env.h"
+
+struct twComm {
+  std::unique_ptr<tw::Bootstrap> bootstrap;
+  tw::Environment environment{};
+  int32_t timeout_ms = 0;       // for meetings of all ranks
+  uint64_t occasions = 2;       // collective calls so far: the high part of a bootstrap tag, the same on all ranks
+  std::atomic<int> groups = 0;  // alive
+
+  // A range of 2^16 tags for one collective call.
+  uint64_t next_tags() { return occasions++ << 16; }
+};

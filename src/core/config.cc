@@ -1,0 +1,250 @@
+#include "core/config.h"
+
+#include <algorithm>
+
+namespace tw {
+namespace {
+
+struct DtypeInfo {
+  const char* name;
+  int bytes;
+};
+
+constexpr DtypeInfo kDtypes[] = {
+    {"none", 0},    {"uint8", 1},   {"int8", 1},     {"int16", 2},   {"uint16", 2},  {"int32", 4},
+    {"uint32", 4},  {"int64", 8},   {"uint64", 8},   {"float16", 2}, {"bfloat16", 2}, {"float32", 4},
+    {"float64", 8}, {"float8_e4m3", 1}, {"float8_e5m2", 1}, {"bool", 1},
+};
+constexpr int kDtypeCount = sizeof kDtypes / sizeof kDtypes[0];
+
+Status in_range(const char* field, int64_t value, int64_t low, int64_t high) {
+  if (value >= low && value <= high) return {};
+  return fail(twInvalidArgument, "config.%s is %lld; it must be from %lld to %lld", field,
+              static_cast<long long>(value), static_cast<long long>(low), static_cast<long long>(high));
+}
+
+// One row's bytes, refused where they do not fit a signed 64-bit stride.
+Status row_bytes(const char* field, int64_t elements, twDtype_t dtype, uint64_t* bytes) {
+  TW_RETURN_IF_FAILED(in_range(field, elements, 1, INT64_MAX / 16));
+  *bytes = static_cast<uint64_t>(elements) * dtype_bytes(dtype);
+  return {};
+}
+
+Status check_payloads(const twGroupConfig_t& given, Shape* shape) {
+  TW_RETURN_IF_FAILED(in_range("num_payloads", given.num_payloads, 1, TW_MAX_PAYLOADS));
+  for (int q = 0; q < given.num_payloads; ++q) {
+    char field[40];
+    std::snprintf(field, sizeof field, "payloads[%d].elements", q);
+    if (dtype_bytes(given.payloads[q].dtype) == 0) {
+      return fail(twInvalidArgument, "config.payloads[%d].dtype is %d; it must be from 1 to %d", q,
+                  given.payloads[q].dtype, kDtypeCount - 1);
+    }
+    TW_RETURN_IF_FAILED(row_bytes(field, given.payloads[q].elements, given.payloads[q].dtype, &shape->payload_bytes[q]));
+  }
+  shape->payloads = given.num_payloads;
+  if (!is_summable(given.combine_dtype)) {
+    return fail(twInvalidArgument, "config.combine_dtype is %s (%d); it must be float32, bfloat16 or float16",
+                dtype_name(given.combine_dtype), given.combine_dtype);
+  }
+  return row_bytes("combine_elements", given.combine_elements, given.combine_dtype, &shape->combine_bytes);
+}
+
+void place_contiguously(int32_t experts, int32_t ranks, GroupConfig* config) {
+  const int32_t each = experts / ranks;
+  const int32_t more = experts % ranks;  // so many ranks hold one more
+  for (int32_t rank = 0; rank < ranks; ++rank) {
+    for (int32_t slot = 0; slot < each + (rank < more ? 1 : 0); ++slot) {
+      config->expert_rank.push_back(rank);
+      config->expert_slot.push_back(slot);
+    }
+  }
+}
+
+Status place_as_given(const twGroupConfig_t& given, int32_t ranks, GroupConfig* config) {
+  const int32_t experts = given.num_experts;
+  if (given.expert_rank == nullptr || given.expert_slot == nullptr) {
+    return fail(twInvalidArgument, "config.expert_rank and config.expert_slot must be given together");
+  }
+  config->expert_rank.assign(given.expert_rank, given.expert_rank + experts);
+  config->expert_slot.assign(given.expert_slot, given.expert_slot + experts);
+  std::vector<int32_t> held(ranks, 0);
+  for (int32_t e = 0; e < experts; ++e) {
+    if (config->expert_rank[e] < 0 || config->expert_rank[e] >= ranks) {
+      return fail(twInvalidArgument, "config.expert_rank[%d] is %d; it must be from 0 to %d", e, config->expert_rank[e],
+                  ranks - 1);
+    }
+    ++held[config->expert_rank[e]];
+  }
+  std::vector<int32_t> begin(ranks, 0);  // of each rank's slots in `taken`
+  for (int32_t rank = 1; rank < ranks; ++rank) begin[rank] = begin[rank - 1] + held[rank - 1];
+  std::vector<int32_t> taken(experts, -1);
+  for (int32_t e = 0; e < experts; ++e) {
+    const int32_t rank = config->expert_rank[e];
+    const int32_t slot = config->expert_slot[e];
+    if (slot < 0 || slot >= held[rank]) {
+      return fail(twInvalidArgument, "config.expert_slot[%d] is %d; rank %d holds %d experts, so it must be from 0 to %d",
+                  e, slot, rank, held[rank], held[rank] - 1);
+    }
+    int32_t& owner = taken[begin[rank] + slot];
+    if (owner >= 0) {
+      return fail(twInvalidArgument, "config.expert_slot[%d] is %d, which expert %d has already on rank %d", e, slot,
+                  owner, rank);
+    }
+    owner = e;
+  }
+  return {};
+}
+
+Status check_ids(const twGroupConfig_t& given, const GroupConfig& config) {
+  if (given.id_dtype != twInt32 && given.id_dtype != twInt64) {
+    return fail(twInvalidArgument, "config.id_dtype is %s (%d); it must be int32 or int64", dtype_name(given.id_dtype),
+                given.id_dtype);
+  }
+  TW_RETURN_IF_FAILED(in_range("id_space", given.id_space, twIdLocal, twIdGlobal));
+  const int32_t ids = given.id_space == twIdGlobal
+                          ? given.num_experts
+                          : *std::max_element(config.local_experts.begin(), config.local_experts.end());
+  if (given.invalid_id >= 0 && given.invalid_id < ids) {
+    return fail(twInvalidArgument, "config.invalid_id is %d, which is a valid id; it must be negative or at least %d",
+                given.invalid_id, ids);
+  }
+  return {};
+}
+
+// Every scalar field that must be equal on all ranks, with its name.
+template <class Visit>
+void each_shared_field(const twGroupConfig_t& given, uint32_t first_step, Visit&& visit) {
+  visit("mode", given.mode);
+  visit("num_experts", given.num_experts);
+  visit("top_k", given.top_k);
+  visit("max_tokens", given.max_tokens);
+  visit("num_payloads", given.num_payloads);
+  char name[40];
+  for (int q = 0; q < TW_MAX_PAYLOADS; ++q) {
+    const bool used = q < given.num_payloads;
+    std::snprintf(name, sizeof name, "payloads[%d].dtype", q);
+    visit(name, used ? given.payloads[q].dtype : 0);
+    std::snprintf(name, sizeof name, "payloads[%d].elements", q);
+    visit(name, used ? given.payloads[q].elements : 0);
+  }
+  visit("combine_dtype", given.combine_dtype);
+  visit("combine_elements", given.combine_elements);
+  visit("lanes", given.lanes);
+  visit("timeout_ms", given.timeout_ms);
+  visit("TOKENWAY_FIRST_STEP", first_step);
+}
+
+}  // namespace
+
+int dtype_bytes(twDtype_t dtype) {
+  return static_cast<int>(dtype) > 0 && static_cast<int>(dtype) < kDtypeCount ? kDtypes[dtype].bytes : 0;
+}
+
+const char* dtype_name(twDtype_t dtype) {
+  return static_cast<int>(dtype) >= 0 && static_cast<int>(dtype) < kDtypeCount ? kDtypes[dtype].name : "unknown";
+}
+
+bool is_summable(twDtype_t dtype) { return dtype == twFloat32 || dtype == twBfloat16 || dtype == twFloat16; }
+
+Status check_config(const twGroupConfig_t& caller, int32_t ranks, const Environment& environment, GroupConfig* config) {
+  config->given = caller;
+  config->first_step = environment.first_step;
+  twGroupConfig_t& given = config->given;
+  if (given.lanes == 0) given.lanes = 1;
+  if (given.timeout_ms == 0) given.timeout_ms = environment.timeout_ms;
+  if (given.id_dtype == twDtypeNone) given.id_dtype = twInt32;
+
+  TW_RETURN_IF_FAILED(in_range("mode", given.mode, twLowLatency, twHighThroughput));
+  if (given.mode != twLowLatency) {
+    return fail(twUnsupported, "config.mode is twHighThroughput, which this version does not have; use twLowLatency");
+  }
+  TW_RETURN_IF_FAILED(in_range("num_experts", given.num_experts, 1, TW_MAX_EXPERTS));
+  TW_RETURN_IF_FAILED(in_range("top_k", given.top_k, 1, std::min(TW_MAX_TOP_K, given.num_experts)));
+  TW_RETURN_IF_FAILED(in_range("max_tokens", given.max_tokens, 1, TW_MAX_TOKENS));
+  TW_RETURN_IF_FAILED(in_range("lanes", given.lanes, 1, TW_MAX_LANES));
+  TW_RETURN_IF_FAILED(in_range("timeout_ms", given.timeout_ms, 1, INT32_MAX));
+  TW_RETURN_IF_FAILED(in_range("sm_limit", given.sm_limit, 0, INT32_MAX));
+  if ((given.alloc == nullptr) != (given.release == nullptr)) {
+    return fail(twInvalidArgument, "config.alloc and config.release must be given together");
+  }
+  Shape shape;
+  shape.ranks = ranks;
+  shape.experts = given.num_experts;
+  shape.top_k = given.top_k;
+  shape.max_tokens = given.max_tokens;
+  shape.lanes = given.lanes;
+  TW_RETURN_IF_FAILED(check_payloads(given, &shape));
+  if (given.expert_rank == nullptr && given.expert_slot == nullptr) {
+    place_contiguously(given.num_experts, ranks, config);
+  } else {
+    TW_RETURN_IF_FAILED(place_as_given(given, ranks, config));
+  }
+  config->local_experts.assign(ranks, 0);
+  for (const int32_t rank : config->expert_rank) ++config->local_experts[rank];
+  TW_RETURN_IF_FAILED(check_ids(given, *config));
+  if (!WindowMap::make(shape, &config->map)) {
+    return fail(twInvalidArgument,
+                "config: %d lanes of 2 banks for %d ranks x max_tokens %d with these rows pass 64 bits; lower max_tokens, "
+                "lanes or the row sizes",
+                given.lanes, ranks, given.max_tokens);
+  }
+  return {};
+}
+
+std::string pack_config(const GroupConfig& config) {
+  Packer packer;
+  each_shared_field(config.given, config.first_step,
+                    [&](const char*, int64_t value) { packer.add<int64_t>(value); });
+  packer.add_bytes(config.expert_rank.data(), config.expert_rank.size() * sizeof(int32_t));
+  packer.add_bytes(config.expert_slot.data(), config.expert_slot.size() * sizeof(int32_t));
+  return packer.take();
+}
+
+Status compare_configs(const std::vector<Parcel>& parcels) {
+  for (size_t rank = 1; rank < parcels.size(); ++rank) {
+    Unpacker first(parcels[0].bytes);
+    Unpacker other(parcels[rank].bytes);
+    Status difference;
+    each_shared_field(twGroupConfig_t{}, 0, [&](const char* name, int64_t) {
+      const int64_t a = first.get<int64_t>();
+      const int64_t b = other.get<int64_t>();
+      if (a == b || !difference.ok()) return;
+      difference = fail(twConfigMismatch, "config.%s differs: rank 0 has %lld, rank %zu has %lld", name,
+                        static_cast<long long>(a), rank, static_cast<long long>(b));
+    });
+    for (const char* name : {"expert_rank", "expert_slot"}) {
+      const std::string a = first.get_bytes();
+      const std::string b = other.get_bytes();
+      const size_t size = std::min(a.size(), b.size()) / sizeof(int32_t);
+      for (size_t e = 0; e < size && difference.ok(); ++e) {
+        int32_t x = 0;
+        int32_t y = 0;
+        a.copy(reinterpret_cast<char*>(&x), sizeof x, e * sizeof x);
+        b.copy(reinterpret_cast<char*>(&y), sizeof y, e * sizeof y);
+        if (x == y) continue;
+        difference =
+            fail(twConfigMismatch, "config.%s[%zu] differs: rank 0 has %d, rank %zu has %d", name, e, x, rank, y);
+      }
+    }
+    TW_RETURN_IF_FAILED(difference);
+    if (!first.ok() || !other.ok()) return fail(twConfigMismatch, "config of rank %zu cannot be read", rank);
+  }
+  return {};
+}
+
+twWindowBytes_t window_bytes(const GroupConfig& config) {
+  const Shape& shape = config.shape();
+  twWindowBytes_t bytes{};
+  bytes.size = sizeof bytes;
+  bytes.window = config.map.bytes();
+  bytes.per_lane = config.map.lane_bytes();
+  bytes.dispatch_row = meta_bytes(shape.top_k);
+  for (int q = 0; q < shape.payloads; ++q) bytes.dispatch_row += shape.payload_bytes[q];
+  bytes.combine_row = shape.combine_bytes;
+  // The row of the earlier design: the payloads, without our header and routing.
+  bytes.expert_buffers =
+      2ull * shape.experts * shape.max_tokens * (bytes.dispatch_row - meta_bytes(shape.top_k));
+  return bytes;
+}
+
+}  // namespace tw

@@ -1,0 +1,66 @@
+#include "core/env.h"
+
+#include <cerrno>
+#include <cstdlib>
+
+namespace tw {
+namespace {
+
+struct Variable {
+  const char* name;
+  int64_t fallback;
+  int64_t low;
+  int64_t high;
+  const char* doc;
+};
+
+enum Index { kTimeout, kSpin, kFirstStep, kCount };
+
+constexpr Variable kVariables[kCount] = {
+    {"TOKENWAY_TIMEOUT_MS", 100000, 1, INT32_MAX,
+     "Milliseconds after which a late peer is an error, where a configuration says 0. Default 100000: checkpoints and "
+     "compilation skew ranks."},
+    {"TOKENWAY_SPIN_US", -1, -1, 1000000,
+     "CPU backend: microseconds to poll for a word before sleeping on it. Default -1: 20 where every rank has a core "
+     "of its own, else 0."},
+    {"TOKENWAY_FIRST_STEP", 0, 0, UINT32_MAX,
+     "Step that lanes count from, the same on all ranks. For tests of the wrap at 2^32. Default 0."},
+};
+
+Status parse(const Variable& variable, int64_t* value) {
+  *value = variable.fallback;
+  const char* text = std::getenv(variable.name);
+  if (text == nullptr || *text == '\0') return {};
+  char* end = nullptr;
+  errno = 0;
+  *value = std::strtoll(text, &end, 10);
+  if (errno != 0 || *end != '\0' || *value < variable.low || *value > variable.high) {
+    return fail(twInvalidArgument, "environment variable %s is \"%s\"; it must be an integer from %lld to %lld",
+                variable.name, text, static_cast<long long>(variable.low), static_cast<long long>(variable.high));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status read_environment(Environment* environment) {
+  int64_t values[kCount];
+  for (int i = 0; i < kCount; ++i) TW_RETURN_IF_FAILED(parse(kVariables[i], &values[i]));
+  environment->timeout_ms = static_cast<int32_t>(values[kTimeout]);
+  environment->spin_us = static_cast<int32_t>(values[kSpin]);
+  environment->first_step = static_cast<uint32_t>(values[kFirstStep]);
+  return {};
+}
+
+bool describe_variable(int index, const char** name, std::string* value, const char** doc) {
+  if (index < 0 || index >= kCount) return false;
+  const Variable& variable = kVariables[index];
+  *name = variable.name;
+  *doc = variable.doc;
+  int64_t number = 0;
+  const Status status = parse(variable, &number);
+  *value = status.ok() ? std::to_string(number) : status.text;
+  return true;
+}
+
+}  // namespace tw

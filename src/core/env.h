@@ -1,0 +1,23 @@
+// Every environment variable that the library reads: its name, type, default and meaning stand in env.cc, nowhere else.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "core/status.h"
+
+namespace tw {
+
+struct Environment {
+  int32_t timeout_ms;   // TOKENWAY_TIMEOUT_MS
+  int32_t spin_us;      // TOKENWAY_SPIN_US, -1: decided from the number of cores
+  uint32_t first_step;  // TOKENWAY_FIRST_STEP
+};
+
+// Reads and checks all variables; a value that does not parse is an error that names it.
+Status read_environment(Environment* environment);
+
+// The index-th variable for twEnvironment; false past the end.
+bool describe_variable(int index, const char** name, std::string* value, const char** doc);
+
+}  // namespace tw

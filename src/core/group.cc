@@ -1,0 +1,224 @@
+#include "core/group.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace {
+
+tw::Context make_context(const tw::GroupConfig& config, int32_t rank) {
+  tw::Context context;
+  context.map = config.map;
+  context.me = rank;
+  context.placement = {config.expert_rank.data(), config.expert_slot.data()};
+  context.local_experts = config.local_experts[rank];
+  context.ids = {config.given.id_dtype, config.given.id_space, config.given.invalid_id};
+  context.wire = config.given.combine_dtype;
+  context.elements = config.given.combine_elements;
+  context.first_step = config.first_step;
+  return context;
+}
+
+}  // namespace
+
+twGroup::twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, int32_t rank)
+    : comm(on),
+      config(std::move(checked)),
+      members(std::move(ranks)),
+      context(make_context(config, rank)),
+      lanes(config.given.lanes, config.first_step),
+      handle_map(config.shape(), config.local_experts[rank], tw::dtype_bytes(config.given.id_dtype)) {
+  error_.size = sizeof error_;
+  error_.peer = error_.reporter = error_.lane = error_.token = error_.k = -1;
+  ++comm->groups;
+}
+
+twGroup::~twGroup() {
+  for (twHandle* handle : handles) {
+    if (handle->owns_block) release(handle->block);
+    delete handle;
+  }
+  for (std::byte* block : free_blocks_) release(block);
+  backend.reset();
+  --comm->groups;
+}
+
+std::byte* twGroup::allocate(size_t bytes) {
+  if (config.given.alloc != nullptr) {
+    return static_cast<std::byte*>(config.given.alloc(bytes, config.given.alloc_context));
+  }
+  return static_cast<std::byte*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+}
+
+void twGroup::release(std::byte* block) {
+  if (config.given.release != nullptr) {
+    config.given.release(block, config.given.alloc_context);
+  } else {
+    std::free(block);
+  }
+}
+
+std::byte* twGroup::take_block() {
+  if (free_blocks_.empty()) return allocate(handle_map.bytes);
+  std::byte* const block = free_blocks_.back();
+  free_blocks_.pop_back();
+  return block;
+}
+
+void twGroup::give_block(std::byte* block) { free_blocks_.push_back(block); }
+
+twErrorRecord_t twGroup::error() {
+  const std::lock_guard lock(error_mutex_);
+  return error_;
+}
+
+void twGroup::set_error(const twErrorRecord_t& record) {
+  const std::lock_guard lock(error_mutex_);
+  if (!error_.sticky) error_ = record;
+}
+
+bool twGroup::is_sticky() {
+  const std::lock_guard lock(error_mutex_);
+  return error_.sticky != 0;
+}
+
+namespace tw {
+namespace {
+
+// Meetings of a collective creation, as offsets from its tags, in order.
+enum Stage : uint64_t { kCheckedStage, kCompareStage, kMemoryStage, kWindowStage, kMappedStage };
+
+constexpr char kOccasion[] = "creating a group";
+
+// Every rank's result of something that each did alone: all fail if one did, and say which.
+Status agree(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline, const Status& mine) {
+  Packer packer;
+  packer.add<int32_t>(mine.code).add_bytes(mine.text.data(), mine.text.size());
+  std::vector<Parcel> all;
+  Status arrived = gather(bootstrap, members, tag, {packer.take(), {}}, deadline, kOccasion, &all);
+  if (!mine.ok()) return mine;
+  TW_RETURN_IF_FAILED(std::move(arrived));
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    Unpacker reader(all[rank].bytes);
+    const auto code = static_cast<twResult_t>(reader.get<int32_t>());
+    const std::string text = reader.get_bytes();
+    if (code != twSuccess) return fail(code, "rank %zu: %s", rank, text.c_str());
+  }
+  return {};
+}
+
+// The part of /proc/meminfo that a new window may take.
+uint64_t free_memory() {
+  uint64_t kib = 0;
+  if (std::FILE* file = std::fopen("/proc/meminfo", "r")) {
+    char line[256];
+    while (std::fgets(line, sizeof line, file) != nullptr) {
+      unsigned long long value = 0;
+      if (std::sscanf(line, "MemAvailable: %llu kB", &value) == 1) kib = value;
+    }
+    std::fclose(file);
+  }
+  if (kib == 0) return UINT64_MAX;  // not known: let the allocation decide
+  return kib * 1024;
+}
+
+Status check_memory(const GroupConfig& config, int32_t ranks) {
+  const uint64_t needed = config.map.bytes();
+  const uint64_t free = free_memory();
+  if (needed <= free / static_cast<uint64_t>(ranks)) return {};
+  return fail(twOutOfMemory,
+              "windows of %d ranks need %d x %s, and %s are free; lower max_tokens (%d), lanes (%d) or the row sizes",
+              ranks, ranks, bytes_text(needed).c_str(), bytes_text(free).c_str(), config.given.max_tokens,
+              config.given.lanes);
+}
+
+}  // namespace
+
+Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
+                    uint64_t tags, std::unique_ptr<twGroup>* made) {
+  Bootstrap& bootstrap = *comm->bootstrap;
+  const auto place = std::find(members.begin(), members.end(), bootstrap.rank());
+  const auto rank = static_cast<int32_t>(place - members.begin());
+  const auto ranks = static_cast<int32_t>(members.size());
+
+  // A rank with a bad configuration takes part all the same, so that the others learn of it at once.
+  GroupConfig config;
+  const Status checked = readable.ok() ? check_config(given, ranks, comm->environment, &config) : readable;
+  const TimePoint deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(comm->timeout_ms);
+  TW_RETURN_IF_FAILED(agree(bootstrap, members, tags + kCheckedStage, deadline, checked));
+  std::vector<Parcel> configs;
+  TW_RETURN_IF_FAILED(
+      gather(bootstrap, members, tags + kCompareStage, {pack_config(config), {}}, deadline, kOccasion, &configs));
+  TW_RETURN_IF_FAILED(compare_configs(configs));
+  TW_RETURN_IF_FAILED(agree(bootstrap, members, tags + kMemoryStage, deadline, check_memory(config, ranks)));
+
+  auto group = std::make_unique<twGroup>(comm, std::move(config), std::move(members), rank);
+  BackendInit init;
+  init.context = &group->context;
+  init.bootstrap = &bootstrap;
+  init.members = group->members;
+  init.tag = tags + kWindowStage;
+  init.deadline = deadline;
+  init.spin_us = comm->environment.spin_us;
+  const Status mapped = make_cpu_backend(init, &group->backend);
+  TW_RETURN_IF_FAILED(agree(bootstrap, group->members, tags + kMappedStage, deadline, mapped));
+  *made = std::move(group);
+  return {};
+}
+
+void destroy_group(std::unique_ptr<twGroup> group) {
+  twComm* const comm = group->comm;
+  const uint64_t tags = comm->next_tags();
+  if (group->is_sticky() || group->backend->find_abort().kind != 0) return;
+  // Bounded: a peer that never comes must not hold up an orderly exit for the whole timeout.
+  const auto bound = std::min(std::chrono::milliseconds(group->config.given.timeout_ms), std::chrono::milliseconds(5000));
+  std::vector<Parcel> all;
+  comm->bootstrap->exchange(group->members, tags, {}, std::chrono::steady_clock::now() + bound, &all);
+}
+
+Status check_usable(twGroup& group, twPhase_t phase) {
+  if (group.is_sticky()) {
+    const twErrorRecord_t record = group.error();
+    return fail(record.result, "the group is finished: %s", record.message);
+  }
+  const AbortWord abort = group.backend->find_abort();
+  if (abort.kind == 0) return {};
+  twErrorRecord_t record{};
+  record.result = static_cast<twResult_t>(abort.kind);
+  record.peer = static_cast<int32_t>(abort.culprit);
+  record.reporter = static_cast<int32_t>(abort.reporter);
+  record.phase = phase;
+  record.lane = -1;
+  return finish_group(group, record);
+}
+
+Status finish_group(twGroup& group, twErrorRecord_t record) {
+  const AbortWord reason{static_cast<uint32_t>(record.result), static_cast<uint32_t>(record.reporter),
+                         static_cast<uint32_t>(record.peer)};
+  const char* const phases[] = {"an idle group", "creation", "dispatch", "combine", "shrink"};
+  char where[96] = "";
+  if (record.lane >= 0) {
+    std::snprintf(where, sizeof where, " of step %u on lane %d (last seen: step %u)", record.expected, record.lane,
+                  record.seen);
+  }
+  const bool mine = record.peer == group.me();
+  const char* what = "broke a promise of the library";
+  if (record.result == twTimeout) what = "did not arrive in time";
+  if (record.result == twPeerDied) what = "is gone";
+  if (record.result == twCallMismatch) what = "made a different call";
+  std::snprintf(record.message, sizeof record.message, "rank %d %s in %s%s; found by rank %d%s", record.peer, what,
+                phases[record.phase], where, record.reporter,
+                mine ? ": this is that rank, and its peers go on without it" : "");
+  if (mine) record.result = twExcluded;
+  record.size = sizeof record;
+  record.sticky = 1;
+  record.token = record.k = -1;
+  group.set_error(record);
+  group.backend->announce_abort(reason);
+  return {record.result, record.message};
+}
+
+}  // namespace tw

@@ -1,0 +1,81 @@
+// A group: how big, on which ranks, over which window; its lanes, its handles and its error.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <unordered_set>
+#include <vector>
+
+#include "core/backend.h"
+#include "core/comm.h"
+#include "core/config.h"
+#include "core/handle.h"
+#include "core/lanes.h"
+
+struct twGroup {
+  twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, int32_t rank);
+  ~twGroup();
+  twGroup(const twGroup&) = delete;
+  twGroup& operator=(const twGroup&) = delete;
+
+  twComm* comm;
+  tw::GroupConfig config;
+  std::vector<int> members;  // ranks of the comm
+  tw::Context context;
+  std::unique_ptr<tw::Backend> backend;
+  tw::Lanes lanes;
+  tw::HandleMap handle_map;
+  std::unordered_set<twHandle*> handles;
+
+  int32_t me() const { return context.me; }
+  int32_t ranks() const { return static_cast<int32_t>(members.size()); }
+  const tw::Shape& shape() const { return context.map.shape(); }
+
+  // Memory by the configuration's allocator; 64-byte aligned, NULL if there is none.
+  std::byte* allocate(size_t bytes);
+  void release(std::byte* block);
+  // Blocks for handles are alike, so those of destroyed handles are used again.
+  std::byte* take_block();
+  void give_block(std::byte* block);
+
+  twErrorRecord_t error();
+  void set_error(const twErrorRecord_t& record);
+  bool is_sticky();
+
+ private:
+  std::vector<std::byte*> free_blocks_;
+  std::mutex error_mutex_;  // twGroupGetError may come from any thread
+  twErrorRecord_t error_{};
+};
+
+namespace tw {
+
+// Collective. `readable`: whether `given` could be read at all; a rank where it could not still tells the others.
+// `members` are the comm's ranks that take part, ascending; `tags` from twComm::next_tags.
+Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
+                    uint64_t tags, std::unique_ptr<twGroup>* group);
+
+// Collective, with a bounded barrier unless the group is sticky.
+void destroy_group(std::unique_ptr<twGroup> group);
+
+// Collective among survivors: see twGroupShrink.
+Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& readable,
+                    std::unique_ptr<twGroup>* survivors);
+
+// Fails once the group is finished, by its own error or by a peer's abort word (S6). Every call begins with it.
+Status check_usable(twGroup& group, twPhase_t phase);
+
+// Makes an error of the group, tells the peers, and returns it as a sentence.
+Status finish_group(twGroup& group, twErrorRecord_t record);
+
+// The exchange; arguments have been checked. `lane` is the caller's wish, -1 for the next free one.
+Status dispatch(twGroup& group, twHandle& handle, DispatchCall call, int32_t lane, bool send_only);
+Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_only);
+Status complete(twGroup& group, twHandle& handle);
+// For arguments that failed the check: peers are told at once, instead of waiting. Returns `why`.
+Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, Status why);
+Status refuse_combine(twGroup& group, twHandle& handle, Status why);
+// Gives the handle's lane back.
+Status release_lane(twGroup& group, twHandle& handle);
+
+}  // namespace tw

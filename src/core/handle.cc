@@ -1,0 +1,28 @@
+#include "core/handle.h"
+
+namespace tw {
+
+HandleMap::HandleMap(const Shape& shape, int32_t local_experts, int id_bytes) {
+  uint64_t at = 0;
+  const auto place = [&](uint64_t count, uint64_t size) {
+    const uint64_t begin = at;
+    at = (at + count * size + 63) / 64 * 64;
+    return begin;
+  };
+  const uint64_t tokens = shape.max_tokens;
+  const uint64_t pairs = tokens * shape.top_k;
+  const uint64_t rows = tokens * shape.ranks;
+  ids = place(pairs, sizeof(int32_t));
+  weights = place(pairs, sizeof(float));
+  first = place(tokens + 1, sizeof(int64_t));
+  destinations = place(tokens * shape.fan_out(), sizeof(Destination));
+  send_counts = place(shape.ranks, sizeof(int32_t));
+  counts = place(shape.ranks, sizeof(int32_t));
+  expert_counts = place(local_experts, sizeof(int32_t));
+  meta = place(rows, meta_bytes(shape.top_k));
+  shown_ids = place(rows * shape.top_k, id_bytes);
+  shown_weights = place(rows * shape.top_k, sizeof(float));
+  bytes = at;
+}
+
+}  // namespace tw

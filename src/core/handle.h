@@ -1,0 +1,41 @@
+// A handle: one routing, cached. Its arrays lie in one block, the group's or the caller's.
+#pragma once
+
+#include "core/backend.h"
+
+struct twGroup;
+
+namespace tw {
+
+// Byte offsets of a handle's arrays; from the group's maxima alone, so that blocks are alike and can be reused.
+struct HandleMap {
+  explicit HandleMap(const Shape& shape, int32_t local_experts, int id_bytes);
+
+  uint64_t ids, weights, first, destinations, send_counts;                     // what is sent
+  uint64_t counts, expert_counts, meta, shown_ids, shown_weights;              // what arrived
+  uint64_t bytes;
+};
+
+enum class Pending { kNone, kDispatch, kCombine };
+
+}  // namespace tw
+
+struct twHandle {
+  twGroup* group = nullptr;
+  std::byte* block = nullptr;
+  bool owns_block = false;
+
+  tw::Routing routing;
+  tw::Received received;
+  int32_t* expert_counts = nullptr;  // [L]
+  void* shown_ids = nullptr;         // [N, B, K] of the group's id type
+  float* shown_weights = nullptr;    // [N, B, K]
+
+  int lane = -1;            // held, or lent to a combine under way
+  bool dispatched = false;  // `received` is good: a combine may follow
+  int32_t bound = 0;        // of the last dispatch
+  tw::Pending pending = tw::Pending::kNone;
+  bool lane_for_this_step = false;  // a combine without a lease: give the lane back when it ends
+  tw::DispatchCall dispatch;        // what twComplete finishes
+  tw::CombineCall combine;
+};

@@ -1,0 +1,109 @@
+#include "cpu/transport.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <ctime>
+
+namespace tw::cpu {
+namespace {
+
+// A sleeper looks up this often, for peers that died or gave up: they cannot wake it.
+constexpr std::chrono::milliseconds kLook{10};
+
+int usable_cores() {
+  cpu_set_t set;
+  if (::sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  return CPU_COUNT(&set);
+}
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+uint32_t* step_half(std::byte* word) { return reinterpret_cast<uint32_t*>(word + kStepHalf); }
+
+}  // namespace
+
+CpuTransport::CpuTransport(const BackendInit& init, std::vector<std::shared_ptr<Mapping>> windows)
+    : windows_(std::move(windows)),
+      bootstrap_(init.bootstrap),
+      members_(init.members.begin(), init.members.end()),
+      me_(init.context->me),
+      spin_(init.spin_us) {
+  // Spinning pays where the peer runs meanwhile. With fewer cores than ranks it keeps the peer from running.
+  if (init.spin_us < 0) spin_ = std::chrono::microseconds(usable_cores() >= ranks() ? 20 : 0);
+}
+
+void CpuTransport::publish(int peer, uint64_t offset, Word word, uint64_t note) {
+  std::byte* const place = windows_[peer]->data() + offset;
+  std::memcpy(place + kNoteOffset, &note, sizeof note);
+  // S4: releases every put. seq_cst, as is the load of the sleepers, and their counterparts in sleep(): otherwise the
+  // store and the load could pass each other and a wake-up be lost.
+  at(peer, offset).store(pack(word), std::memory_order_seq_cst);
+  if (peer == me_ || sleepers(peer).load(std::memory_order_seq_cst) == 0) return;
+  ::syscall(SYS_futex, step_half(place), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+bool CpuTransport::spin(uint64_t offset, uint32_t step) const {
+  if (reached(load(offset).step, step)) return true;
+  if (spin_.count() == 0) return false;
+  const TimePoint end = std::chrono::steady_clock::now() + spin_;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      pause();
+      if (reached(load(offset).step, step)) return true;
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
+}
+
+void CpuTransport::sleep(uint64_t offset, uint32_t step, TimePoint deadline) {
+  sleepers(me_).fetch_add(1, std::memory_order_seq_cst);
+  const Word seen = unpack(at(me_, offset).load(std::memory_order_seq_cst));
+  if (!reached(seen.step, step)) {
+    const auto left = std::min<std::chrono::nanoseconds>(deadline - std::chrono::steady_clock::now(), kLook);
+    if (left.count() > 0) {
+      const timespec limit{0, static_cast<long>(left.count())};
+      ::syscall(SYS_futex, step_half(local(offset)), FUTEX_WAIT, seen.step, &limit, nullptr, 0);
+    }
+  }
+  sleepers(me_).fetch_sub(1, std::memory_order_seq_cst);
+}
+
+Wake CpuTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline) {
+  if (spin(offset, step)) return Wake::kArrived;
+  for (;;) {
+    sleep(offset, step, deadline);
+    if (reached(load(offset).step, step)) return Wake::kArrived;
+    if (find_abort().kind != 0) return Wake::kAborted;
+    if (!bootstrap_->alive(members_[peer])) {
+      // Its last act may have been this word.
+      return reached(load(offset).step, step) ? Wake::kArrived : Wake::kDied;
+    }
+    if (std::chrono::steady_clock::now() >= deadline) return Wake::kLate;
+  }
+}
+
+void CpuTransport::announce_abort(AbortWord reason) {
+  for (int peer = 0; peer < ranks(); ++peer) {
+    at(peer, WindowMap::abort_word(me_)).store(pack(reason), std::memory_order_release);
+  }
+}
+
+AbortWord CpuTransport::find_abort() const {
+  for (int writer = 0; writer < ranks(); ++writer) {
+    const uint64_t bits = at(me_, WindowMap::abort_word(writer)).load(std::memory_order_acquire);
+    if (bits != 0) return unpack_abort(bits);
+  }
+  return {};
+}
+
+}  // namespace tw::cpu

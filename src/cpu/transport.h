@@ -1,0 +1,60 @@
+// The exchange's transport between processes, or threads, of one host: a put is a copy, a word is an atomic store, and
+// waiting is a short spin and then a futex on the word's step half.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "core/backend.h"
+#include "cpu/window.h"
+#include "exchange/transport.h"
+
+namespace tw::cpu {
+
+class CpuTransport {
+ public:
+  CpuTransport(const BackendInit& init, std::vector<std::shared_ptr<Mapping>> windows);
+
+  int rank() const { return me_; }
+  int ranks() const { return static_cast<int>(windows_.size()); }
+
+  void put(int peer, uint64_t offset, const void* source, size_t n) {
+    std::memcpy(windows_[peer]->data() + offset, source, n);
+  }
+
+  // Nothing to do: puts are plain stores, which the release in publish orders.
+  void flush() {}
+
+  void publish(int peer, uint64_t offset, Word word, uint64_t note);
+
+  Word load(uint64_t offset) const { return unpack(at(me_, offset).load(std::memory_order_acquire)); }
+
+  std::byte* local(uint64_t offset) const { return windows_[me_]->data() + offset; }
+
+  Wake wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline);
+
+  void announce_abort(AbortWord reason);
+  AbortWord find_abort() const;
+
+ private:
+  std::atomic_ref<uint64_t> at(int peer, uint64_t offset) const {
+    return std::atomic_ref(*reinterpret_cast<uint64_t*>(windows_[peer]->data() + offset));
+  }
+  std::atomic_ref<uint32_t> sleepers(int peer) const {
+    return std::atomic_ref(*reinterpret_cast<uint32_t*>(windows_[peer]->data() + WindowMap::waiters()));
+  }
+  bool spin(uint64_t offset, uint32_t step) const;
+  void sleep(uint64_t offset, uint32_t step, TimePoint deadline);
+
+  std::vector<std::shared_ptr<Mapping>> windows_;
+  Bootstrap* bootstrap_;
+  std::vector<int> members_;
+  int me_;
+  std::chrono::microseconds spin_;
+};
+
+static_assert(Transport<CpuTransport>);
+
+}  // namespace tw::cpu

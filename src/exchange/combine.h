@@ -1,0 +1,67 @@
+// Combine: one partial per (token, rank) back to the token's owner, summed there.
+#pragma once
+
+#include "exchange/routing.h"
+#include "exchange/step.h"
+
+namespace tw {
+
+// The terms of one partial: rows of the caller's, and their weights if any.
+struct Terms {
+  const void* rows[TW_MAX_TOP_K];
+  float weights[TW_MAX_TOP_K];
+  int count = 0;
+};
+
+// How rows are typed on their way.
+struct RowTypes {
+  twDtype_t from;
+  twDtype_t to;
+  int64_t elements;
+  bool weighted;
+};
+
+// Writes each received row's partial into its owner's inbox, at (token, position of this rank), and publishes the
+// step. `terms(source, p, row, &terms)` names the rows of a partial, k ascending, and is asked in (source, slot) order;
+// `sum(out, rows, weights, count, elements, from, to)` is sum_rows for the machine.
+template <Transport T, class TermsOf, class Sum>
+void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& received, const RowTypes& types,
+                  uint32_t bound, TermsOf&& terms_of, Sum&& sum, std::byte* scratch) {
+  const Shape& shape = map.shape();
+  Terms terms;
+  int64_t row = 0;
+  for (int source = 0; source < shape.ranks; ++source) {
+    for (int32_t p = 0; p < received.counts[source]; ++p, ++row) {
+      const Received::Row meta = received.row(row, shape.top_k);
+      terms.count = 0;
+      terms_of(source, p, meta, &terms);
+      const void* partial = scratch;
+      if (terms.count == 1 && !types.weighted && types.from == types.to) {
+        partial = terms.rows[0];  // a sum of one term is that term, bit for bit
+      } else {
+        sum(scratch, terms.rows, types.weighted ? terms.weights : nullptr, terms.count, types);
+      }
+      t.put(source, map.inbox(at.lane, at.bank(), meta.header->token, meta.header->position), partial,
+            shape.combine_bytes);
+    }
+  }
+  // Only now, to all at once: a peer that sees this word may send the next step into the bank that the caller's rows
+  // may lie in (S3).
+  publish_step(t, map, at, Mode::kCombine, bound, [&](int peer) { return received.counts[peer]; });
+}
+
+// Sums what came back, over ranks ascending (the order of positions). Needs a successful await_step.
+template <Transport T, class Sum>
+void receive_combine(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowTypes& types,
+                     std::byte* out, int64_t out_stride, Sum&& sum) {
+  const void* rows[TW_MAX_TOP_K];
+  for (int32_t token = 0; token < routing.tokens; ++token) {
+    const int32_t count = routing.fan_out(token);
+    for (int32_t position = 0; position < count; ++position) {
+      rows[position] = t.local(map.inbox(at.lane, at.bank(), token, position));
+    }
+    sum(out + token * out_stride, rows, nullptr, count, types);
+  }
+}
+
+}  // namespace tw

@@ -1,0 +1,68 @@
+// Dispatch: each row once to each rank that wants it, into the slot that exchange/routing.h decided.
+#pragma once
+
+#include <cstring>
+
+#include "exchange/routing.h"
+#include "exchange/step.h"
+
+namespace tw {
+
+// Rows of the caller: row i begins at data + i * stride.
+struct RowsIn {
+  const std::byte* data = nullptr;
+  int64_t stride = 0;  // bytes
+};
+
+// Writes all rows of a step and publishes it. Never waits: S2 has made the bank free.
+template <Transport T>
+void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowsIn* payloads, int bound) {
+  const Shape& shape = map.shape();
+  const size_t ids_bytes = sizeof(int32_t) * shape.top_k;
+  const size_t weights_bytes = sizeof(float) * shape.top_k;
+  alignas(RowHeader) std::byte meta[meta_bytes(TW_MAX_TOP_K)];
+  for (int32_t token = 0; token < routing.tokens; ++token) {
+    const int64_t routed = static_cast<int64_t>(token) * shape.top_k;
+    std::memcpy(meta + sizeof(RowHeader), routing.ids + routed, ids_bytes);
+    std::memcpy(meta + sizeof(RowHeader) + ids_bytes, routing.weights + routed, weights_bytes);
+    // All copies of a token follow each other: its row is read from memory once and from the cache after that.
+    for (int32_t position = 0; position < routing.fan_out(token); ++position) {
+      const Destination to = routing.destinations[routing.first[token] + position];
+      const RowHeader header{token, position};
+      std::memcpy(meta, &header, sizeof header);
+      t.put(to.rank, map.meta(at.lane, at.bank(), t.rank(), to.slot, bound), meta, meta_bytes(shape.top_k));
+      for (int q = 0; q < shape.payloads; ++q) {
+        t.put(to.rank, map.payload(at.lane, at.bank(), q, t.rank(), to.slot, bound),
+              payloads[q].data + token * payloads[q].stride, shape.payload_bytes[q]);
+      }
+    }
+  }
+  publish_step(t, map, at, Mode::kDispatch, bound, [&](int peer) { return routing.send_counts[peer]; });
+}
+
+// Copies what arrived beside the payloads into the handle. Needs received->counts, from await_step. False if a header
+// is impossible: it is checked because combine writes where it says.
+template <Transport T>
+bool take_meta(T& t, const WindowMap& map, StepPlace at, int bound, Received* received) {
+  const Shape& shape = map.shape();
+  int64_t row = 0;
+  for (int source = 0; source < shape.ranks; ++source) {
+    const int32_t n = received->counts[source];
+    if (n == 0) continue;
+    std::memcpy(received->meta + row * static_cast<int64_t>(meta_bytes(shape.top_k)),
+                t.local(map.meta(at.lane, at.bank(), source, 0, bound)), n * meta_bytes(shape.top_k));
+    for (int32_t p = 0; p < n; ++p, ++row) {
+      const Received::Row at_row = received->row(row, shape.top_k);
+      const RowHeader header = *at_row.header;
+      if (header.token < 0 || header.token >= bound || header.position < 0 || header.position >= shape.fan_out()) {
+        return false;
+      }
+      for (int32_t k = 0; k < shape.top_k; ++k) {
+        if (at_row.ids[k] < -1 || at_row.ids[k] >= shape.experts) return false;
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace tw

@@ -1,0 +1,69 @@
+// A step's two ends, the same for every kind of step: publish to all, wait for all.
+#pragma once
+
+#include "exchange/transport.h"
+#include "exchange/words.h"
+#include "layout/window_map.h"
+#include "tokenway/tokenway.h"
+
+namespace tw {
+
+// Publishes this rank's word of a step to every rank, itself included: always, with n = 0 too. The caller has put all
+// rows of the step (S4) and read everything it wants of the previous step's bank (S3): after this, peers may move on.
+template <Transport T, class Count>
+void publish_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint32_t bound, Count count) {
+  t.flush();
+  for (int i = 1; i <= t.ranks(); ++i) {
+    const int peer = (t.rank() + i) % t.ranks();  // everyone starts elsewhere, so nobody is written to by all at once
+    t.publish(peer, map.word(at.lane, at.bank(), t.rank()), {at.step, mode, static_cast<uint32_t>(count(peer))}, bound);
+  }
+}
+
+// How a step ended at this rank.
+struct StepEnd {
+  twResult_t code = twSuccess;
+  int32_t peer = -1;  // the culprit
+  Word seen;          // the culprit's word
+  uint32_t note = 0;  // its bound
+};
+
+// Waits for every rank's word of a step. counts[source] becomes its n, 0 for a source whose rows are not there.
+// Ends in data or in an error (S6). When a wait fails the other words are still looked at, without waiting, so that
+// what arrived is known; the first failure is the one reported. `any` accepts every mode: draining.
+template <Transport T>
+StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint32_t bound, TimePoint deadline,
+                   int32_t* counts, bool any = false) {
+  StepEnd sticky;
+  StepEnd refused;
+  for (int i = 1; i <= t.ranks(); ++i) {
+    const int peer = (t.rank() + i) % t.ranks();
+    const uint64_t offset = map.word(at.lane, at.bank(), peer);
+    counts[peer] = 0;
+    const Wake wake = sticky.code == twSuccess ? t.wait(peer, offset, at.step, deadline)
+                                               : (reached(t.load(offset).step, at.step) ? Wake::kArrived : Wake::kLate);
+    const Word word = t.load(offset);
+    StepEnd end{twSuccess, peer, word, 0};
+    if (wake == Wake::kArrived) {
+      end.note = static_cast<uint32_t>(*reinterpret_cast<const uint64_t*>(t.local(offset + kNoteOffset)));
+      if (word.step != at.step || word.n > bound) {
+        end.code = twInternalError;  // S2 says that nobody is further ahead than this step on this bank
+      } else if (word.mode == Mode::kRefused && !any) {
+        end.code = twPeerRefused;
+      } else if (word.mode != mode && !any) {
+        end.code = twCallMismatch;
+      } else if (end.note != bound && !any) {
+        end.code = twBoundMismatch;
+      } else if (!any) {
+        counts[peer] = static_cast<int32_t>(word.n);
+      }
+    } else {
+      end.code = wake == Wake::kLate ? twTimeout : wake == Wake::kDied ? twPeerDied : twExcluded;
+    }
+    const bool of_the_call = end.code == twPeerRefused || end.code == twBoundMismatch;
+    StepEnd& worst = of_the_call ? refused : sticky;
+    if (end.code != twSuccess && worst.code == twSuccess) worst = end;
+  }
+  return sticky.code != twSuccess ? sticky : refused;
+}
+
+}  // namespace tw

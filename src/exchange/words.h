@@ -1,0 +1,74 @@
+// The word: what a rank publishes to each peer when its rows of a step are written (docs/PROTOCOL.md).
+//
+//   step:32 | mode:4 | n:28
+//
+// One aligned 64-bit store, so step, mode and n appear together. The step is the high half: on little-endian machines
+// it is the 32-bit integer at word + 4, which a futex can sleep on.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace tw {
+
+static_assert(std::endian::native == std::endian::little, "the step half of a word is its second half");
+
+enum class Mode : uint32_t {
+  kNone = 0,      // as a window is born
+  kDispatch = 1,  // n rows lie in the slots of (source, bank)
+  kCombine = 2,   // n partials lie in the inbox of the bank
+  kRefused = 3,   // the source was given bad arguments: no rows, the call fails everywhere
+};
+
+inline constexpr uint32_t kMaxCount = (1u << 28) - 1;
+inline constexpr uint64_t kStepHalf = 4;  // byte offset in the word
+
+struct Word {
+  uint32_t step = 0;
+  Mode mode = Mode::kNone;
+  uint32_t n = 0;
+
+  friend constexpr bool operator==(const Word&, const Word&) = default;
+};
+
+constexpr uint64_t pack(Word word) {
+  return static_cast<uint64_t>(word.step) << 32 | static_cast<uint64_t>(word.mode) << 28 | (word.n & kMaxCount);
+}
+
+constexpr Word unpack(uint64_t bits) {
+  return {static_cast<uint32_t>(bits >> 32), static_cast<Mode>(bits >> 28 & 0xf), static_cast<uint32_t>(bits) & kMaxCount};
+}
+
+// Steps wrap at 2^32: a step is before another if the way forward to it is the shorter one. Holds as long as ranks are
+// less than 2^31 steps apart; S2 keeps them within one.
+constexpr bool reached(uint32_t seen, uint32_t step) { return static_cast<int32_t>(seen - step) >= 0; }
+
+// S1: two banks, by the step. 2^32 is even, so the wrap keeps them alternating.
+constexpr int bank_of(uint32_t step) { return static_cast<int>(step & 1); }
+
+// Where a step happens.
+struct StepPlace {
+  int32_t lane = 0;
+  uint32_t step = 0;
+
+  constexpr int bank() const { return bank_of(step); }
+};
+
+// An abort word says why its writer gave the group up: kind:8 | reporter:16 | culprit:16, 0 for "it did not". The
+// reporter is the rank that found out first, so that the others do not blame each other.
+struct AbortWord {
+  uint32_t kind = 0;  // twResult_t
+  uint32_t reporter = 0;
+  uint32_t culprit = 0;
+};
+
+constexpr uint64_t pack(AbortWord word) {
+  return static_cast<uint64_t>(word.kind) << 32 | static_cast<uint64_t>(word.reporter) << 16 | word.culprit;
+}
+
+constexpr AbortWord unpack_abort(uint64_t bits) {
+  return {static_cast<uint32_t>(bits >> 32 & 0xff), static_cast<uint32_t>(bits >> 16 & 0xffff),
+          static_cast<uint32_t>(bits & 0xffff)};
+}
+
+}  // namespace tw

@@ -1,0 +1,35 @@
+// The sizes that fix a window: the same on every rank, constant for a group's life.
+#pragma once
+
+#include <cstdint>
+
+namespace tw {
+
+inline constexpr int kMaxPayloads = 8;
+
+struct Shape {
+  int32_t ranks = 0;       // N
+  int32_t experts = 0;     // E
+  int32_t top_k = 0;       // K
+  int32_t max_tokens = 0;  // B
+  int32_t lanes = 0;
+  int32_t payloads = 0;
+  uint64_t payload_bytes[kMaxPayloads] = {};  // of one row
+  uint64_t combine_bytes = 0;                 // of one row
+
+  // A token goes to at most this many ranks: places per token in the owner's inbox.
+  constexpr int32_t fan_out() const { return top_k < ranks ? top_k : ranks; }
+};
+
+// What travels beside the payloads of a row: who it is at its owner, and its routing. In memory the header is followed
+// by ids int32[K], global, as the owner gave them, and weights float32[K].
+struct RowHeader {
+  int32_t token;     // row at the owner
+  int32_t position;  // of the receiving rank among the token's ranks, ascending: its place in the owner's inbox
+};
+
+constexpr uint64_t meta_bytes(int32_t top_k) {
+  return sizeof(RowHeader) + static_cast<uint64_t>(top_k) * (sizeof(int32_t) + sizeof(float));
+}
+
+}  // namespace tw

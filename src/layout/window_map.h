@@ -1,0 +1,117 @@
+// The byte map of a window. Written once, for the host and for devices; every offset that anyone uses comes from here.
+//
+//   header        waiters, one abort word per writer
+//   lane 0        words: bank 0, bank 1, each one 64-byte line per source: {word, note}
+//                 bank 0, bank 1: dispatched rows, or the inbox of combined rows
+//   lane 1 ...
+//
+// A bank is used by one step at a time (S1, S2), and a step is a dispatch or a combine, so rows and inbox share a
+// bank's bytes: a bank is as large as the larger of the two, not as both together.
+//
+// S10: where lanes, words and banks begin depends on the Shape alone. Inside a bank, places may depend on the bound of
+// the step, since nobody reads a bank under another bound than its writers'.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "layout/shape.h"
+
+namespace tw {
+
+inline constexpr uint64_t kWordStride = 64;  // a cache line each: words have different writers
+inline constexpr uint64_t kNoteOffset = 8;
+inline constexpr uint64_t kRegionAlignment = 256;
+inline constexpr uint64_t kPageAlignment = 4096;
+
+class WindowMap {
+ public:
+  WindowMap() = default;
+
+  // False if a size passes 64 bits (or half of it, so that sums of two never wrap).
+  static constexpr bool make(const Shape& shape, WindowMap* map) {
+    Checked c;
+    map->shape_ = shape;
+    const uint64_t rows = c.mul(shape.ranks, shape.max_tokens);
+    uint64_t at = 0;
+    for (int q = 0; q < shape.payloads; ++q) {
+      map->payload_at_[q] = at;
+      at = c.align(c.add(at, c.mul(rows, shape.payload_bytes[q])), kRegionAlignment);
+    }
+    map->meta_at_ = at;
+    const uint64_t dispatch = c.add(at, c.mul(rows, meta_bytes(shape.top_k)));
+    const uint64_t inbox = c.mul(c.mul(shape.max_tokens, shape.fan_out()), shape.combine_bytes);
+    map->bank_bytes_ = c.align(dispatch > inbox ? dispatch : inbox, kPageAlignment);
+    map->banks_at_ = c.align(2 * kWordStride * shape.ranks, kPageAlignment);
+    map->lane_bytes_ = c.add(map->banks_at_, c.mul(2, map->bank_bytes_));
+    map->lanes_at_ = c.align(kAbortAt + sizeof(uint64_t) * shape.ranks, kPageAlignment);
+    map->bytes_ = c.add(map->lanes_at_, c.mul(shape.lanes, map->lane_bytes_));
+    return !c.overflow;
+  }
+
+  constexpr const Shape& shape() const { return shape_; }
+  constexpr uint64_t bytes() const { return bytes_; }
+  constexpr uint64_t lane_bytes() const { return lane_bytes_; }
+
+  // uint32: threads of this rank that sleep on a word.
+  static constexpr uint64_t waiters() { return 0; }
+  // uint64, written by `writer` only: why it gave the group up, 0 if it did not.
+  static constexpr uint64_t abort_word(int writer) { return kAbortAt + sizeof(uint64_t) * writer; }
+
+  // uint64, written by `source` only: see exchange/words.h. The step half is at step_half(word).
+  constexpr uint64_t word(int lane, int bank, int source) const {
+    return lane_at(lane) + kWordStride * (static_cast<uint64_t>(bank) * shape_.ranks + source);
+  }
+  // uint64, written by `source` before its word: the bound of the step.
+  constexpr uint64_t note(int lane, int bank, int source) const { return word(lane, bank, source) + kNoteOffset; }
+
+  // Slot p of a source, in a step of bound b. [N, b, row] without gaps, so that the region is a tensor.
+  constexpr uint64_t payload(int lane, int bank, int q, int source, int p, int bound) const {
+    return bank_at(lane, bank) + payload_at_[q] + row(source, p, bound) * shape_.payload_bytes[q];
+  }
+  constexpr uint64_t meta(int lane, int bank, int source, int p, int bound) const {
+    return bank_at(lane, bank) + meta_at_ + row(source, p, bound) * meta_bytes(shape_.top_k);
+  }
+
+  // Place of the position-th rank's partial of a token.
+  constexpr uint64_t inbox(int lane, int bank, int token, int position) const {
+    return bank_at(lane, bank) +
+           (static_cast<uint64_t>(token) * shape_.fan_out() + position) * shape_.combine_bytes;
+  }
+
+ private:
+  struct Checked {
+    bool overflow = false;
+    constexpr uint64_t mul(uint64_t a, uint64_t b) {
+      if (a != 0 && b > kLargest / a) overflow = true;
+      return overflow ? 0 : a * b;
+    }
+    constexpr uint64_t add(uint64_t a, uint64_t b) {
+      if (a + b > kLargest) overflow = true;
+      return overflow ? 0 : a + b;
+    }
+    constexpr uint64_t align(uint64_t a, uint64_t to) { return add(a, to - 1) / to * to; }
+    static constexpr uint64_t kLargest = UINT64_MAX / 2;
+  };
+
+  static constexpr uint64_t kAbortAt = 64;
+
+  static constexpr uint64_t row(int source, int p, int bound) {
+    return static_cast<uint64_t>(source) * bound + p;
+  }
+  constexpr uint64_t lane_at(int lane) const { return lanes_at_ + lane_bytes_ * lane; }
+  constexpr uint64_t bank_at(int lane, int bank) const {
+    return lane_at(lane) + banks_at_ + bank_bytes_ * bank;
+  }
+
+  Shape shape_;
+  uint64_t payload_at_[kMaxPayloads] = {};  // in a bank
+  uint64_t meta_at_ = 0;                    // in a bank
+  uint64_t bank_bytes_ = 0;
+  uint64_t banks_at_ = 0;  // in a lane
+  uint64_t lane_bytes_ = 0;
+  uint64_t lanes_at_ = 0;
+  uint64_t bytes_ = 0;
+};
+
+}  // namespace tw

@@ -1,0 +1,91 @@
+// expert_major: [L, N*b, ...], the rows of each local expert packed from 0 on, in (source, token) order. A row that
+// several local experts want stands once under each.
+#pragma once
+
+#include <cstring>
+
+#include "exchange/combine.h"
+#include "exchange/routing.h"
+#include "views/rank_major.h"
+
+namespace tw {
+
+// Walks received rows in (source, slot) order and gives each (row, local expert) its place. Dispatch and combine walk
+// alike, so nothing needs to be remembered between them.
+class ExpertPlaces {
+ public:
+  // next: [L], scratch.
+  ExpertPlaces(const Shape& shape, const Placement& placement, int32_t me, int32_t local_experts, int32_t* next)
+      : shape_(shape), placement_(placement), me_(me), next_(next) {
+    std::memset(next, 0, sizeof(int32_t) * local_experts);
+  }
+
+  // visit(k, local expert, place) for each local expert of a row, k ascending.
+  template <class Visit>
+  void each(const Received::Row& meta, Visit&& visit) {
+    for (int32_t k = 0; k < shape_.top_k; ++k) {
+      const int32_t expert = placement_.local(meta.ids[k], me_);
+      if (expert >= 0) visit(k, expert, next_[expert]++);
+    }
+  }
+
+ private:
+  const Shape& shape_;
+  const Placement& placement_;
+  int32_t me_;
+  int32_t* next_;
+};
+
+struct ExpertMajorOut {
+  std::byte* payloads[kMaxPayloads] = {};  // NULL: not wanted
+  void* ids = nullptr;
+  float* weights = nullptr;
+  int32_t* counts = nullptr;  // [L]
+};
+
+// Copies received rows to their experts. window_row(q, source, p) is where payload q of a slot lies.
+template <class WindowRow>
+void scatter_expert_major(const Shape& shape, const Placement& placement, const Received& received, int32_t me,
+                          int32_t local_experts, int32_t bound, const IdStyle& style, const ExpertMajorOut& out,
+                          WindowRow&& window_row) {
+  const int64_t rows_per_expert = static_cast<int64_t>(shape.ranks) * bound;
+  ExpertPlaces places(shape, placement, me, local_experts, out.counts);
+  int64_t row = 0;
+  for (int32_t source = 0; source < shape.ranks; ++source) {
+    for (int32_t p = 0; p < received.counts[source]; ++p, ++row) {
+      const Received::Row meta = received.row(row, shape.top_k);
+      places.each(meta, [&](int32_t k, int32_t expert, int32_t place) {
+        const int64_t at = expert * rows_per_expert + place;
+        for (int q = 0; q < shape.payloads; ++q) {
+          if (out.payloads[q] == nullptr) continue;
+          std::memcpy(out.payloads[q] + at * static_cast<int64_t>(shape.payload_bytes[q]), window_row(q, source, p),
+                      shape.payload_bytes[q]);
+        }
+        if (out.ids != nullptr) style.store(out.ids, at, style.space == twIdLocal ? expert : meta.ids[k]);
+        if (out.weights != nullptr) out.weights[at] = meta.weights[k];
+      });
+    }
+  }
+  for (int32_t expert = 0; expert < local_experts; ++expert) {
+    for (int64_t place = out.counts[expert]; place < rows_per_expert; ++place) {
+      if (out.ids != nullptr) style.store(out.ids, expert * rows_per_expert + place, style.invalid);
+      if (out.weights != nullptr) out.weights[expert * rows_per_expert + place] = 0.0f;
+    }
+  }
+}
+
+// Terms of combine: the caller's rows of the (token, local expert) pairs.
+struct ExpertMajorTerms {
+  ExpertPlaces& places;
+  Grid grid;
+
+  void operator()(int, int32_t, const Received::Row& meta, Terms* terms) const {
+    places.each(meta, [&](int32_t k, int32_t expert, int32_t place) {
+      terms->rows[terms->count] = grid.at(expert, place);
+      terms->weights[terms->count] = meta.weights[k];
+      ++terms->count;
+    });
+  }
+};
+
+}  // namespace tw

@@ -1,0 +1,78 @@
+// rank_major: [N, b, ...], the window as it is. Payloads need no work; ids and weights are unpacked for the caller.
+#pragma once
+
+#include <cstdint>
+
+#include "exchange/combine.h"
+#include "exchange/routing.h"
+
+namespace tw {
+
+// How received ids are shown to the caller.
+struct IdStyle {
+  twDtype_t dtype = twInt32;
+  twIdSpace_t space = twIdLocal;
+  int32_t invalid = -1;
+
+  int32_t show(int32_t id, const Placement& placement, int32_t me) const {
+    const int32_t shown = space == twIdLocal ? placement.local(id, me) : id;
+    return shown < 0 ? invalid : shown;
+  }
+  void store(void* ids, int64_t at, int32_t value) const {
+    if (dtype == twInt64) {
+      static_cast<int64_t*>(ids)[at] = value;
+    } else {
+      static_cast<int32_t*>(ids)[at] = value;
+    }
+  }
+};
+
+// Caller's rows as a grid: rank_major [source, slot], expert_major [local expert, place].
+struct Grid {
+  const std::byte* data = nullptr;
+  int64_t block_stride = 0;  // bytes
+  int64_t row_stride = 0;
+
+  const void* at(int64_t block, int64_t row) const { return data + block * block_stride + row * row_stride; }
+};
+
+// ids [N, b, K] and weights [N, b, K]; either may be NULL.
+inline void unpack_rank_major(const Shape& shape, const Placement& placement, const Received& received, int32_t me,
+                              int32_t bound, const IdStyle& style, void* ids, float* weights) {
+  int64_t row = 0;
+  for (int32_t source = 0; source < shape.ranks; ++source) {
+    for (int32_t p = 0; p < bound; ++p) {
+      const bool filled = p < received.counts[source];
+      const Received::Row meta = filled ? received.row(row++, shape.top_k) : Received::Row{};
+      const int64_t at = (static_cast<int64_t>(source) * bound + p) * shape.top_k;
+      for (int32_t k = 0; k < shape.top_k; ++k) {
+        if (ids != nullptr) style.store(ids, at + k, filled ? style.show(meta.ids[k], placement, me) : style.invalid);
+        if (weights != nullptr) weights[at + k] = filled ? meta.weights[k] : 0.0f;
+      }
+    }
+  }
+}
+
+// Terms of combine: the caller's row is the sum over the local experts already; under topk weighting it is scaled by
+// the sum of their weights.
+struct RankMajorTerms {
+  const Shape& shape;
+  const Placement& placement;
+  int32_t me;
+  Grid grid;
+
+  void operator()(int source, int32_t p, const Received::Row& meta, Terms* terms) const {
+    bool first = true;
+    float weight = 0.0f;
+    for (int32_t k = 0; k < shape.top_k; ++k) {
+      if (placement.local(meta.ids[k], me) < 0) continue;
+      weight = first ? meta.weights[k] : weight + meta.weights[k];
+      first = false;
+    }
+    terms->rows[0] = grid.at(source, p);
+    terms->weights[0] = weight;
+    terms->count = 1;
+  }
+};
+
+}  // namespace tw
