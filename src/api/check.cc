@@ -23,8 +23,8 @@ struct RowsWanted {
   twDtype_t dtype;
   std::initializer_list<int64_t> lead;
   int64_t elements;
-  bool output = false;     // C-contiguous throughout
-  bool typed = true;       // read or written as its dtype, so aligned to it
+  bool output = false;  // C-contiguous throughout
+  bool typed = true;    // read or written as its dtype, so aligned to it
 };
 
 Status check_dtype(const RowsWanted& wanted, const twTensor_t& tensor) {
@@ -200,8 +200,8 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
     targets->ids = output.ids.data;
   }
   if (output.weights.data != nullptr) {
-    TW_RETURN_IF_FAILED(check_rows({"output.weights", twFloat32, {lead.blocks, lead.rows}, per_row, true},
-                                   output.weights, strides));
+    TW_RETURN_IF_FAILED(
+        check_rows({"output.weights", twFloat32, {lead.blocks, lead.rows}, per_row, true}, output.weights, strides));
     targets->weights = static_cast<float*>(output.weights.data);
   }
   if (output.counts.data != nullptr) {
@@ -294,7 +294,8 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   if (input.send_only != 0 && input.send_only != 1) {
     return fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", input.send_only);
   }
-  for (const auto& [name, dtype] : {std::pair("input.rows", input.rows.dtype), {"output.tokens", output.tokens.dtype}}) {
+  for (const auto& [name, dtype] :
+       {std::pair("input.rows", input.rows.dtype), {"output.tokens", output.tokens.dtype}}) {
     if (is_summable(dtype)) continue;
     return fail(twInvalidArgument, "%s has dtype %s (%d); it must be float32, bfloat16 or float16", name,
                 dtype_name(dtype), dtype);
@@ -304,9 +305,9 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   TW_RETURN_IF_FAILED(check_rows({"input.rows", input.rows.dtype, {lead.blocks, lead.rows}, config.combine_elements},
                                  input.rows, strides));
   call->rows = {static_cast<const std::byte*>(input.rows.data), strides[0], strides[1]};
-  TW_RETURN_IF_FAILED(check_rows(
-      {"output.tokens", output.tokens.dtype, {handle.routing.tokens}, config.combine_elements, true}, output.tokens,
-      strides));
+  TW_RETURN_IF_FAILED(
+      check_rows({"output.tokens", output.tokens.dtype, {handle.routing.tokens}, config.combine_elements, true},
+                 output.tokens, strides));
   call->bound = handle.bound;
   call->layout = input.layout;
   call->weighted = input.weighting == twWeightTopk;

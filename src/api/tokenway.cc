@@ -411,9 +411,10 @@ twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t*
     TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseCombine));
     TW_RETURN_IF_FAILED(check_handle(group, handle));
     if (!handle->dispatched) {
-      return fail(twInvalidUsage, "%s", handle->pending == tw::Pending::kDispatch
-                                            ? "the handle's dispatch is pending; call twComplete before twCombine"
-                                            : "combine before dispatch: the handle has not been dispatched");
+      return fail(twInvalidUsage, "%s",
+                  handle->pending == tw::Pending::kDispatch
+                      ? "the handle's dispatch is pending; call twComplete before twCombine"
+                      : "combine before dispatch: the handle has not been dispatched");
     }
     twCombineInput_t input{};
     twCombineOutput_t out{};

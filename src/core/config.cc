@@ -11,8 +11,8 @@ struct DtypeInfo {
 };
 
 constexpr DtypeInfo kDtypes[] = {
-    {"none", 0},    {"uint8", 1},   {"int8", 1},     {"int16", 2},   {"uint16", 2},  {"int32", 4},
-    {"uint32", 4},  {"int64", 8},   {"uint64", 8},   {"float16", 2}, {"bfloat16", 2}, {"float32", 4},
+    {"none", 0},    {"uint8", 1},       {"int8", 1},        {"int16", 2},   {"uint16", 2},   {"int32", 4},
+    {"uint32", 4},  {"int64", 8},       {"uint64", 8},      {"float16", 2}, {"bfloat16", 2}, {"float32", 4},
     {"float64", 8}, {"float8_e4m3", 1}, {"float8_e5m2", 1}, {"bool", 1},
 };
 constexpr int kDtypeCount = sizeof kDtypes / sizeof kDtypes[0];
@@ -39,7 +39,8 @@ Status check_payloads(const twGroupConfig_t& given, Shape* shape) {
       return fail(twInvalidArgument, "config.payloads[%d].dtype is %d; it must be from 1 to %d", q,
                   given.payloads[q].dtype, kDtypeCount - 1);
     }
-    TW_RETURN_IF_FAILED(row_bytes(field, given.payloads[q].elements, given.payloads[q].dtype, &shape->payload_bytes[q]));
+    TW_RETURN_IF_FAILED(
+        row_bytes(field, given.payloads[q].elements, given.payloads[q].dtype, &shape->payload_bytes[q]));
   }
   shape->payloads = given.num_payloads;
   if (!is_summable(given.combine_dtype)) {
@@ -82,8 +83,9 @@ Status place_as_given(const twGroupConfig_t& given, int32_t ranks, GroupConfig* 
     const int32_t rank = config->expert_rank[e];
     const int32_t slot = config->expert_slot[e];
     if (slot < 0 || slot >= held[rank]) {
-      return fail(twInvalidArgument, "config.expert_slot[%d] is %d; rank %d holds %d experts, so it must be from 0 to %d",
-                  e, slot, rank, held[rank], held[rank] - 1);
+      return fail(twInvalidArgument,
+                  "config.expert_slot[%d] is %d; rank %d holds %d experts, so it must be from 0 to %d", e, slot, rank,
+                  held[rank], held[rank] - 1);
     }
     int32_t& owner = taken[begin[rank] + slot];
     if (owner >= 0) {
@@ -183,18 +185,18 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, const Environm
   for (const int32_t rank : config->expert_rank) ++config->local_experts[rank];
   TW_RETURN_IF_FAILED(check_ids(given, *config));
   if (!WindowMap::make(shape, &config->map)) {
-    return fail(twInvalidArgument,
-                "config: %d lanes of 2 banks for %d ranks x max_tokens %d with these rows pass 64 bits; lower max_tokens, "
-                "lanes or the row sizes",
-                given.lanes, ranks, given.max_tokens);
+    return fail(
+        twInvalidArgument,
+        "config: %d lanes of 2 banks for %d ranks x max_tokens %d with these rows pass 64 bits; lower max_tokens, "
+        "lanes or the row sizes",
+        given.lanes, ranks, given.max_tokens);
   }
   return {};
 }
 
 std::string pack_config(const GroupConfig& config) {
   Packer packer;
-  each_shared_field(config.given, config.first_step,
-                    [&](const char*, int64_t value) { packer.add<int64_t>(value); });
+  each_shared_field(config.given, config.first_step, [&](const char*, int64_t value) { packer.add<int64_t>(value); });
   packer.add_bytes(config.expert_rank.data(), config.expert_rank.size() * sizeof(int32_t));
   packer.add_bytes(config.expert_slot.data(), config.expert_slot.size() * sizeof(int32_t));
   return packer.take();
@@ -242,8 +244,7 @@ twWindowBytes_t window_bytes(const GroupConfig& config) {
   for (int q = 0; q < shape.payloads; ++q) bytes.dispatch_row += shape.payload_bytes[q];
   bytes.combine_row = shape.combine_bytes;
   // The row of the earlier design: the payloads, without our header and routing.
-  bytes.expert_buffers =
-      2ull * shape.experts * shape.max_tokens * (bytes.dispatch_row - meta_bytes(shape.top_k));
+  bytes.expert_buffers = 2ull * shape.experts * shape.max_tokens * (bytes.dispatch_row - meta_bytes(shape.top_k));
   return bytes;
 }
 

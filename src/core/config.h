@@ -13,8 +13,8 @@ namespace tw {
 struct GroupConfig {
   twGroupConfig_t given{};  // as the caller gave it, defaults filled in; its pointers are not used
   uint32_t first_step = 0;
-  std::vector<int32_t> expert_rank;  // [E]
-  std::vector<int32_t> expert_slot;  // [E]
+  std::vector<int32_t> expert_rank;    // [E]
+  std::vector<int32_t> expert_slot;    // [E]
   std::vector<int32_t> local_experts;  // [N]
   WindowMap map;
 

@@ -174,7 +174,8 @@ void destroy_group(std::unique_ptr<twGroup> group) {
   const uint64_t tags = comm->next_tags();
   if (group->is_sticky() || group->backend->find_abort().kind != 0) return;
   // Bounded: a peer that never comes must not hold up an orderly exit for the whole timeout.
-  const auto bound = std::min(std::chrono::milliseconds(group->config.given.timeout_ms), std::chrono::milliseconds(5000));
+  const auto bound =
+      std::min(std::chrono::milliseconds(group->config.given.timeout_ms), std::chrono::milliseconds(5000));
   std::vector<Parcel> all;
   comm->bootstrap->exchange(group->members, tags, {}, std::chrono::steady_clock::now() + bound, &all);
 }

@@ -11,8 +11,8 @@ namespace tw {
 struct HandleMap {
   explicit HandleMap(const Shape& shape, int32_t local_experts, int id_bytes);
 
-  uint64_t ids, weights, first, destinations, send_counts;                     // what is sent
-  uint64_t counts, expert_counts, meta, shown_ids, shown_weights;              // what arrived
+  uint64_t ids, weights, first, destinations, send_counts;         // what is sent
+  uint64_t counts, expert_counts, meta, shown_ids, shown_weights;  // what arrived
   uint64_t bytes;
 };
 

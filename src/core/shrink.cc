@@ -2,8 +2,8 @@
 // gone) and tells all others that it does not suspect; suspicions are joined until a round changes nothing.
 //
 // Why this ends alike everywhere: a rank is done when it heard, in one round, everybody that it does not suspect, and
-// all had sent the same set as it had. Those then are done too. A rank that its peers suspect hears nothing from them: it
-// runs into the deadline with nobody left but itself, and takes itself to be the one given up.
+// all had sent the same set as it had. Those then are done too. A rank that its peers suspect hears nothing from them:
+// it runs into the deadline with nobody left but itself, and takes itself to be the one given up.
 #include <algorithm>
 #include <cstdio>
 
@@ -111,7 +111,8 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
   const uint64_t tags = group.comm->next_tags();
   const twErrorRecord_t record = group.error();
   if (record.sticky && record.result == twExcluded) {
-    return fail(twExcluded, "rank %d was given up by its peers, which go on without it: %s", group.me(), record.message);
+    return fail(twExcluded, "rank %d was given up by its peers, which go on without it: %s", group.me(),
+                record.message);
   }
   Agreement agreement(group);
   TW_RETURN_IF_FAILED(agreement.reach(tags));

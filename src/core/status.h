@@ -24,8 +24,8 @@ struct [[nodiscard]] Status {
 // "1.5 GiB", "640 KiB": sizes in sentences.
 std::string bytes_text(unsigned long long bytes);
 
-#define TW_RETURN_IF_FAILED(expression)                   \
-  do {                                                    \
+#define TW_RETURN_IF_FAILED(expression)                                     \
+  do {                                                                      \
     if (::tw::Status status_ = (expression); !status_.ok()) return status_; \
   } while (0)
 

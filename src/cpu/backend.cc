@@ -2,6 +2,7 @@
 #include "core/backend.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "cpu/transport.h"
 #include "cpu/vector.h"
@@ -19,14 +20,18 @@ class CpuBackend : public Backend {
         transport_(init, std::move(windows)),
         partial_(context_.map.shape().combine_bytes),
         next_(context_.local_experts),
-        counts_(context_.map.shape().ranks) {}
+        counts_(context_.map.shape().ranks),
+        dispatch_row_(std::accumulate(shape().payload_bytes, shape().payload_bytes + shape().payloads, uint64_t{0})) {}
 
   void send_dispatch(const DispatchCall& call, const Routing& routing) override {
+    transport_.expect(step_bytes(routing.destination_count(), dispatch_row_));
     tw::send_dispatch(transport_, context_.map, call.at, routing, call.payloads, call.bound);
   }
 
   void send_combine(const CombineCall& call, const Received& received) override {
     const RowTypes types{call.rows_dtype, context_.wire, context_.elements, call.weighted};
+    const int64_t rows = std::accumulate(received.counts, received.counts + shape().ranks, int64_t{0});
+    transport_.expect(step_bytes(rows, shape().combine_bytes));
     const auto send = [&](auto&& terms) {
       tw::send_combine(transport_, context_.map, call.at, received, types, static_cast<uint32_t>(call.bound), terms,
                        sum_rows, partial_.data());
@@ -55,8 +60,8 @@ class CpuBackend : public Backend {
   }
 
   StepEnd finish_combine(const CombineCall& call, TimePoint deadline, const Routing& routing) override {
-    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCombine,
-                                   static_cast<uint32_t>(call.bound), deadline, counts_.data());
+    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCombine, static_cast<uint32_t>(call.bound),
+                                   deadline, counts_.data());
     if (end.code == twSuccess) {
       const RowTypes types{context_.wire, call.out_dtype, context_.elements, false};
       receive_combine(transport_, context_.map, call.at, routing, types, call.out, call.out_stride, sum_rows);
@@ -81,6 +86,11 @@ class CpuBackend : public Backend {
 
  private:
   const Shape& shape() const { return context_.map.shape(); }
+
+  // What all ranks put in a step, were they all like this one.
+  uint64_t step_bytes(int64_t rows, uint64_t row_bytes) const {
+    return static_cast<uint64_t>(rows) * row_bytes * static_cast<uint64_t>(shape().ranks);
+  }
 
   const std::byte* window_row(const DispatchCall& call, int q, int source, int p) const {
     return transport_.local(context_.map.payload(call.at.lane, call.at.bank(), q, source, p, call.bound));
@@ -117,6 +127,7 @@ class CpuBackend : public Backend {
   std::vector<std::byte> partial_;  // one combined row
   std::vector<int32_t> next_;       // [L]
   std::vector<int32_t> counts_;     // [N]
+  uint64_t dispatch_row_;           // bytes of a token's payloads
 };
 
 }  // namespace

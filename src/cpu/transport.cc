@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <ctime>
+#include <string>
 
 namespace tw::cpu {
 namespace {
@@ -18,6 +20,21 @@ int usable_cores() {
   cpu_set_t set;
   if (::sched_getaffinity(0, sizeof set, &set) != 0) return 1;
   return CPU_COUNT(&set);
+}
+
+// From the kernel: sysconf reads the processor's own table, which virtual machines leave as it was on a larger host.
+uint64_t last_level_cache() {
+  constexpr uint64_t kUsual = 32u << 20;
+  uint64_t largest = 0;
+  for (int index = 0; index < 8; ++index) {
+    const std::string path = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) + "/size";
+    std::FILE* const file = std::fopen(path.c_str(), "r");
+    if (file == nullptr) break;
+    unsigned long long kib = 0;
+    if (std::fscanf(file, "%lluK", &kib) == 1) largest = std::max<uint64_t>(largest, kib << 10);
+    std::fclose(file);
+  }
+  return largest > 0 ? largest : kUsual;
 }
 
 void pause() {
@@ -37,7 +54,8 @@ CpuTransport::CpuTransport(const BackendInit& init, std::vector<std::shared_ptr<
       bootstrap_(init.bootstrap),
       members_(init.members.begin(), init.members.end()),
       me_(init.context->me),
-      spin_(init.spin_us) {
+      spin_(init.spin_us),
+      cache_bytes_(last_level_cache()) {
   // Spinning pays where the peer runs meanwhile. With fewer cores than ranks it keeps the peer from running.
   if (init.spin_us < 0) spin_ = std::chrono::microseconds(usable_cores() >= ranks() ? 20 : 0);
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "cpu/vector.h"
 #include "cpu/window.h"
 #include "exchange/transport.h"
 
@@ -20,12 +21,22 @@ class CpuTransport {
   int rank() const { return me_; }
   int ranks() const { return static_cast<int>(windows_.size()); }
 
+  // Says how many bytes all ranks together are about to put in a step, to choose how.
+  void expect(uint64_t bytes) { streaming_ = bytes > cache_bytes_; }
+
   void put(int peer, uint64_t offset, const void* source, size_t n) {
-    std::memcpy(windows_[peer]->data() + offset, source, n);
+    std::byte* const to = windows_[peer]->data() + offset;
+    if (streaming_ && n >= kStreamedRow) {
+      stream_copy(to, source, n);
+    } else {
+      std::memcpy(to, source, n);
+    }
   }
 
-  // Nothing to do: puts are plain stores, which the release in publish orders.
-  void flush() {}
+  // Plain stores are ordered by the release in publish; streaming ones are not.
+  void flush() {
+    if (streaming_) stream_fence();
+  }
 
   void publish(int peer, uint64_t offset, Word word, uint64_t note);
 
@@ -39,6 +50,8 @@ class CpuTransport {
   AbortWord find_abort() const;
 
  private:
+  static constexpr size_t kStreamedRow = 512;  // below, whole lines are too few to pay
+
   std::atomic_ref<uint64_t> at(int peer, uint64_t offset) const {
     return std::atomic_ref(*reinterpret_cast<uint64_t*>(windows_[peer]->data() + offset));
   }
@@ -53,6 +66,8 @@ class CpuTransport {
   std::vector<int> members_;
   int me_;
   std::chrono::microseconds spin_;
+  uint64_t cache_bytes_;  // of the last level
+  bool streaming_ = false;
 };
 
 static_assert(Transport<CpuTransport>);

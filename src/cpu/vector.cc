@@ -1,9 +1,15 @@
 #include "cpu/vector.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "exchange/summation.h"
+
+#if defined(__SSE2__) && !defined(TOKENWAY_SANITIZED)  // sanitizers do not see streaming stores
+#include <emmintrin.h>
+#define TW_STREAM 1
+#endif
 
 // One binary, the widest vectors of the machine it runs on. Sanitizers are not ready when the loader resolves these.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(TOKENWAY_SANITIZED)
@@ -15,38 +21,138 @@
 namespace tw::cpu {
 namespace {
 
-struct Sum {
-  void* out;
-  const void* const* rows;
-  const float* weights;
+constexpr int64_t kBlock = 256;  // sums under way: 1 KiB, in the first-level cache
+constexpr int kGroup = 4;        // terms added in one pass over a block
+
+// Where the time of a sum goes is waiting for its rows, several at once from as many places. Asking two blocks ahead
+// made it 1.5 times as fast (24.8 GB/s instead of 17 on one core, four bfloat16 rows from memory).
+constexpr int64_t kAhead = 2 * kBlock;
+
+// A group of terms: the next up to kGroup rows of a block.
+struct Group {
+  const void* rows[kGroup];
+  float weights[kGroup];
   int count;
-  int64_t n;
+  bool first;
 };
 
-template <class In, class Out>
-[[gnu::always_inline]] inline void run(const Sum& sum) {
-  tw::sum_rows(static_cast<Out*>(sum.out), reinterpret_cast<const In* const*>(sum.rows), sum.weights, sum.count, sum.n);
+template <bool kFirst, bool kWeighted, class In>
+[[gnu::always_inline]] inline void add_group(float* sum, const Group& group, int64_t n) {
+  const In* rows[kGroup];
+  for (int j = 0; j < kGroup; ++j) rows[j] = static_cast<const In*>(group.rows[j]);
+  switch (group.count) {
+    case 1:
+      return add_terms<1, kFirst, kWeighted>(sum, rows, group.weights, n);
+    case 2:
+      return add_terms<2, kFirst, kWeighted>(sum, rows, group.weights, n);
+    case 3:
+      return add_terms<3, kFirst, kWeighted>(sum, rows, group.weights, n);
+    default:
+      return add_terms<4, kFirst, kWeighted>(sum, rows, group.weights, n);
+  }
+}
+
+template <class In>
+[[gnu::always_inline]] inline void add(float* sum, const Group& group, bool weighted, int64_t n) {
+  if (group.first) {
+    weighted ? add_group<true, true, In>(sum, group, n) : add_group<true, false, In>(sum, group, n);
+  } else {
+    weighted ? add_group<false, true, In>(sum, group, n) : add_group<false, false, In>(sum, group, n);
+  }
+}
+
+template <class Out>
+[[gnu::always_inline]] inline void round(void* out, const float* sum, int64_t n) {
+  auto* const to = static_cast<Out*>(out);
+  for (int64_t i = 0; i < n; ++i) to[i] = narrow<Out>(sum[i]);
 }
 
 // target_clones wants functions, not templates.
-TW_CLONES void f32_f32(const Sum& sum) { run<float, float>(sum); }
-TW_CLONES void f32_bf16(const Sum& sum) { run<float, Bf16>(sum); }
-TW_CLONES void f32_f16(const Sum& sum) { run<float, F16>(sum); }
-TW_CLONES void bf16_f32(const Sum& sum) { run<Bf16, float>(sum); }
-TW_CLONES void bf16_bf16(const Sum& sum) { run<Bf16, Bf16>(sum); }
-TW_CLONES void bf16_f16(const Sum& sum) { run<Bf16, F16>(sum); }
-TW_CLONES void f16_f32(const Sum& sum) { run<F16, float>(sum); }
-TW_CLONES void f16_bf16(const Sum& sum) { run<F16, Bf16>(sum); }
-TW_CLONES void f16_f16(const Sum& sum) { run<F16, F16>(sum); }
+TW_CLONES void add_f32(float* sum, const Group& g, bool weighted, int64_t n) { add<float>(sum, g, weighted, n); }
+TW_CLONES void add_bf16(float* sum, const Group& g, bool weighted, int64_t n) { add<Bf16>(sum, g, weighted, n); }
+TW_CLONES void add_f16(float* sum, const Group& g, bool weighted, int64_t n) { add<F16>(sum, g, weighted, n); }
+TW_CLONES void round_f32(void* out, const float* sum, int64_t n) { round<float>(out, sum, n); }
+TW_CLONES void round_bf16(void* out, const float* sum, int64_t n) { round<Bf16>(out, sum, n); }
+TW_CLONES void round_f16(void* out, const float* sum, int64_t n) { round<F16>(out, sum, n); }
 
-int index_of(twDtype_t dtype) { return dtype == twFloat32 ? 0 : dtype == twBfloat16 ? 1 : 2; }
+struct Type {
+  int bytes;
+  void (*add)(float*, const Group&, bool, int64_t);
+  void (*round)(void*, const float*, int64_t);
+};
+
+const Type& type_of(twDtype_t dtype) {
+  static constexpr Type kFloat32{4, add_f32, round_f32};
+  static constexpr Type kBfloat16{2, add_bf16, round_bf16};
+  static constexpr Type kFloat16{2, add_f16, round_f16};
+  return dtype == twFloat32 ? kFloat32 : dtype == twBfloat16 ? kBfloat16 : kFloat16;
+}
+
+void ask_ahead(const void* const* rows, int count, int64_t from, int64_t to) {
+  constexpr int64_t kLine = 64;
+  for (int j = 0; j < count; ++j) {
+    for (int64_t at = from; at < to; at += kLine) __builtin_prefetch(static_cast<const std::byte*>(rows[j]) + at);
+  }
+}
 
 }  // namespace
 
+#ifdef TW_STREAM
+
+void stream_copy(void* to, const void* from, size_t n) {
+  constexpr size_t kLine = 64;
+  auto* out = static_cast<std::byte*>(to);
+  auto* in = static_cast<const std::byte*>(from);
+  const size_t head = std::min<size_t>(-reinterpret_cast<uintptr_t>(out) % kLine, n);
+  std::memcpy(out, in, head);
+  out += head;
+  in += head;
+  n -= head;
+  // Whole lines at a time: half a line would be read after all, to be completed.
+  for (; n >= kLine; n -= kLine, in += kLine, out += kLine) {
+    const auto* const source = reinterpret_cast<const __m128i*>(in);
+    auto* const target = reinterpret_cast<__m128i*>(out);
+    const __m128i a = _mm_loadu_si128(source);
+    const __m128i b = _mm_loadu_si128(source + 1);
+    const __m128i c = _mm_loadu_si128(source + 2);
+    const __m128i d = _mm_loadu_si128(source + 3);
+    _mm_stream_si128(target, a);
+    _mm_stream_si128(target + 1, b);
+    _mm_stream_si128(target + 2, c);
+    _mm_stream_si128(target + 3, d);
+  }
+  std::memcpy(out, in, n);
+}
+
+void stream_fence() { _mm_sfence(); }
+
+#else
+
+void stream_copy(void* to, const void* from, size_t n) { std::memcpy(to, from, n); }
+void stream_fence() {}
+
+#endif
+
 void sum_rows(void* out, const void* const* rows, const float* weights, int count, const RowTypes& types) {
-  static constexpr void (*kFunctions[3][3])(const Sum&) = {
-      {f32_f32, f32_bf16, f32_f16}, {bf16_f32, bf16_bf16, bf16_f16}, {f16_f32, f16_bf16, f16_f16}};
-  kFunctions[index_of(types.from)][index_of(types.to)]({out, rows, weights, count, types.elements});
+  const Type& from = type_of(types.from);
+  const Type& to = type_of(types.to);
+  const int64_t row_bytes = types.elements * from.bytes;
+  for (int64_t begin = 0; begin < types.elements; begin += kBlock) {
+    const int64_t n = std::min(kBlock, types.elements - begin);
+    float sum[kBlock];
+    if (count == 0) std::fill_n(sum, n, 0.0f);
+    const int64_t ahead = (begin + kAhead) * from.bytes;
+    ask_ahead(rows, count, ahead, std::min(ahead + kBlock * from.bytes, row_bytes));
+    for (int j = 0; j < count; j += kGroup) {
+      Group group{{}, {}, std::min(kGroup, count - j), j == 0};
+      for (int k = 0; k < group.count; ++k) {
+        group.rows[k] = static_cast<const std::byte*>(rows[j + k]) + begin * from.bytes;
+        if (weights != nullptr) group.weights[k] = weights[j + k];
+      }
+      from.add(sum, group, weights != nullptr, n);
+    }
+    to.round(static_cast<std::byte*>(out) + begin * to.bytes, sum, n);
+  }
 }
 
 void fill_nan(void* out, twDtype_t dtype, int64_t n) {

@@ -33,7 +33,8 @@ void prepare(const Context& context, std::byte* window) {
   for (int lane = 0; lane < map.shape().lanes; ++lane) {
     for (int bank = 0; bank < 2; ++bank) {
       for (int source = 0; source < map.shape().ranks; ++source) {
-        *reinterpret_cast<uint64_t*>(window + map.word(lane, bank, source)) = pack({context.first_step, Mode::kNone, 0});
+        *reinterpret_cast<uint64_t*>(window + map.word(lane, bank, source)) =
+            pack({context.first_step, Mode::kNone, 0});
       }
     }
   }

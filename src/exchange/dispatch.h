@@ -16,7 +16,8 @@ struct RowsIn {
 
 // Writes all rows of a step and publishes it. Never waits: S2 has made the bank free.
 template <Transport T>
-void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowsIn* payloads, int bound) {
+void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowsIn* payloads,
+                   int bound) {
   const Shape& shape = map.shape();
   const size_t ids_bytes = sizeof(int32_t) * shape.top_k;
   const size_t weights_bytes = sizeof(float) * shape.top_k;

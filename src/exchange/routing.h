@@ -26,13 +26,14 @@ struct Destination {
 
 // One routing as its owner knows it; the arrays belong to a handle.
 struct Routing {
-  int32_t tokens = 0;                  // T
-  int32_t* ids = nullptr;              // [T, K], global, -1 for none
-  float* weights = nullptr;            // [T, K]
+  int32_t tokens = 0;                   // T
+  int32_t* ids = nullptr;               // [T, K], global, -1 for none
+  float* weights = nullptr;             // [T, K]
   int64_t* first = nullptr;             // [T + 1]
-  Destination* destinations = nullptr; // of token t: first[t] .. first[t + 1], ranks ascending
-  int32_t* send_counts = nullptr;      // [N]
+  Destination* destinations = nullptr;  // of token t: first[t] .. first[t + 1], ranks ascending
+  int32_t* send_counts = nullptr;       // [N]
 
+  int64_t destination_count() const { return first[tokens]; }
   int32_t fan_out(int32_t token) const { return static_cast<int32_t>(first[token + 1] - first[token]); }
 };
 

@@ -1,6 +1,6 @@
 // Where the order of a sum is fixed, and its bits: float32, from the first term on, in the order of the terms,
 // multiply then add, each rounded to nearest even, no fused multiply-add (the build says -ffp-contract=off), rounded
-// once to the output type. Backends compile sum_rows for their machine; they do not change it.
+// once to the output type. Backends compile these for their machine; they do not change them.
 //
 // The sum starts from the first term rather than from 0: one term alone then passes through, -0 and all.
 #pragma once
@@ -29,8 +29,7 @@ inline float widen(F16 value) {
   const uint32_t exponent = bits & kExponent;
   bits += (127u - 15u) << 23;
   const uint32_t infinite = bits + ((128u - 16u) << 23);
-  const float subnormal =
-      std::bit_cast<float>(bits + (1u << 23)) - std::bit_cast<float>(113u << 23);
+  const float subnormal = std::bit_cast<float>(bits + (1u << 23)) - std::bit_cast<float>(113u << 23);
   bits = exponent == kExponent ? infinite : bits;
   bits = exponent == 0 ? std::bit_cast<uint32_t>(subnormal) : bits;
   return std::bit_cast<float>(bits | (value.bits & 0x8000u) << 16);
@@ -69,30 +68,22 @@ inline F16 narrow<F16>(float value) {
   return {static_cast<uint16_t>(sign | half)};
 }
 
-// out[i] = narrow(sum over j < count ascending of [weights[j] *] widen(rows[j][i])), 0 if count is 0.
-template <class In, class Out>
-[[gnu::always_inline]] inline void sum_rows(Out* out, const In* const* rows, const float* weights, int count,
-                                            int64_t n) {
-  constexpr int64_t kBlock = 128;  // accumulators stay in registers or the first-level cache
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const int64_t size = n - begin < kBlock ? n - begin : kBlock;
-    float sum[kBlock] = {};
-    for (int j = 0; j < count; ++j) {
-      const In* const row = rows[j] + begin;
-      if (weights != nullptr) {
-        const float weight = weights[j];
-        if (j == 0) {
-          for (int64_t i = 0; i < size; ++i) sum[i] = weight * widen(row[i]);
-        } else {
-          for (int64_t i = 0; i < size; ++i) sum[i] = sum[i] + weight * widen(row[i]);
-        }
-      } else if (j == 0) {
-        for (int64_t i = 0; i < size; ++i) sum[i] = widen(row[i]);
-      } else {
-        for (int64_t i = 0; i < size; ++i) sum[i] = sum[i] + widen(row[i]);
-      }
-    }
-    for (int64_t i = 0; i < size; ++i) out[begin + i] = narrow<Out>(sum[i]);
+// Adds terms [weights[j] *] rows[j][i], j ascending, to sum[i]; kFirst: they are the first, and sum[i] is not read. Sums
+// of many terms are made of several calls. The number of terms is known when compiled, so that a sum stays in a register
+// while they are added.
+template <int kTerms, bool kFirst, bool kWeighted, class In>
+[[gnu::always_inline]] inline void add_terms(float* sum, const In* const* rows, const float* weights, int64_t n) {
+  const In* row[kTerms];  // copies that no store to sum can touch, or loops would not vectorise
+  float weight[kTerms];
+  for (int j = 0; j < kTerms; ++j) {
+    row[j] = rows[j];
+    weight[j] = kWeighted ? weights[j] : 1.0f;
+  }
+  const auto term = [&](int j, int64_t i) { return kWeighted ? weight[j] * widen(row[j][i]) : widen(row[j][i]); };
+  for (int64_t i = 0; i < n; ++i) {
+    float value = kFirst ? term(0, i) : sum[i] + term(0, i);
+    for (int j = 1; j < kTerms; ++j) value = value + term(j, i);
+    sum[i] = value;
   }
 }
 

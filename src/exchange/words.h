@@ -36,7 +36,8 @@ constexpr uint64_t pack(Word word) {
 }
 
 constexpr Word unpack(uint64_t bits) {
-  return {static_cast<uint32_t>(bits >> 32), static_cast<Mode>(bits >> 28 & 0xf), static_cast<uint32_t>(bits) & kMaxCount};
+  return {static_cast<uint32_t>(bits >> 32), static_cast<Mode>(bits >> 28 & 0xf),
+          static_cast<uint32_t>(bits) & kMaxCount};
 }
 
 // Steps wrap at 2^32: a step is before another if the way forward to it is the shorter one. Holds as long as ranks are

@@ -75,8 +75,7 @@ class WindowMap {
 
   // Place of the position-th rank's partial of a token.
   constexpr uint64_t inbox(int lane, int bank, int token, int position) const {
-    return bank_at(lane, bank) +
-           (static_cast<uint64_t>(token) * shape_.fan_out() + position) * shape_.combine_bytes;
+    return bank_at(lane, bank) + (static_cast<uint64_t>(token) * shape_.fan_out() + position) * shape_.combine_bytes;
   }
 
  private:
@@ -96,13 +95,9 @@ class WindowMap {
 
   static constexpr uint64_t kAbortAt = 64;
 
-  static constexpr uint64_t row(int source, int p, int bound) {
-    return static_cast<uint64_t>(source) * bound + p;
-  }
+  static constexpr uint64_t row(int source, int p, int bound) { return static_cast<uint64_t>(source) * bound + p; }
   constexpr uint64_t lane_at(int lane) const { return lanes_at_ + lane_bytes_ * lane; }
-  constexpr uint64_t bank_at(int lane, int bank) const {
-    return lane_at(lane) + banks_at_ + bank_bytes_ * bank;
-  }
+  constexpr uint64_t bank_at(int lane, int bank) const { return lane_at(lane) + banks_at_ + bank_bytes_ * bank; }
 
   Shape shape_;
   uint64_t payload_at_[kMaxPayloads] = {};  // in a bank
