@@ -29,10 +29,10 @@
 #define TW_VERSION_PATCH 0
 #define TW_VERSION (TW_VERSION_MAJOR * 10000 + TW_VERSION_MINOR * 100 + TW_VERSION_PATCH)
 
-#define TW_MAX_PAYLOADS 8    // tensors dispatched per token
-#define TW_MAX_TOP_K 64      // expert ids per token
-#define TW_MAX_RANKS 1024    // ranks of a comm
-#define TW_MAX_LANES 64      // exchanges in flight per group
+#define TW_MAX_PAYLOADS 8  // tensors dispatched per token
+#define TW_MAX_TOP_K 64    // expert ids per token
+#define TW_MAX_RANKS 1024  // ranks of a comm
+#define TW_MAX_LANES 64    // exchanges in flight per group
 #define TW_MAX_EXPERTS 1048576
 #define TW_MAX_TOKENS ((1 << 28) - 1)  // max_tokens: a count has 28 bits in a published word
 #define TW_MAX_DIMS 6
@@ -60,14 +60,14 @@ typedef enum {
   twUnsupported = 5,      // this build or machine cannot do it; the sentence says why
   twConfigMismatch = 6,   // twGroupCreate: ranks disagree; the sentence names the field and the ranks
   // This call failed on every rank; the group stays usable.
-  twPeerRefused = 7,      // a peer was given bad arguments; the record's `peer` says which
-  twBoundMismatch = 8,    // ranks called with different bounds b
+  twPeerRefused = 7,    // a peer was given bad arguments; the record's `peer` says which
+  twBoundMismatch = 8,  // ranks called with different bounds b
   // The group is finished (sticky): every later call returns the same error. See twGroupShrink.
-  twTimeout = 9,          // a peer was later than the group's timeout
-  twPeerDied = 10,        // a peer's process ended or closed its comm
-  twExcluded = 11,        // the peers gave this rank up (it was too slow) and go on without it
-  twCallMismatch = 12,    // ranks made different calls on the same lane: one dispatched where another combined
-  twInternalError = 13,   // a promise of the library is broken: please report
+  twTimeout = 9,         // a peer was later than the group's timeout
+  twPeerDied = 10,       // a peer's process ended or closed its comm
+  twExcluded = 11,       // the peers gave this rank up (it was too slow) and go on without it
+  twCallMismatch = 12,   // ranks made different calls on the same lane: one dispatched where another combined
+  twInternalError = 13,  // a promise of the library is broken: please report
 } twResult_t;
 
 typedef enum {
@@ -81,19 +81,19 @@ typedef enum {
 // What ended a call, and who is to blame. Ranks are ranks of the group.
 typedef struct {
   size_t size;
-  twResult_t result;   // twSuccess: no error so far
-  int32_t sticky;      // 1: the group is finished
-  int32_t peer;        // the culprit, -1 if none
-  int32_t reporter;    // the rank that found out first
-  twPhase_t phase;     // what this rank was doing
-  int32_t lane;        // -1 if none
-  uint32_t step;       // step of the lane
-  uint32_t expected;   // step waited for in the culprit's word
-  uint32_t seen;       // step found there
-  int32_t token;       // for a bad id: its place [token, k] and value; else -1
+  twResult_t result;  // twSuccess: no error so far
+  int32_t sticky;     // 1: the group is finished
+  int32_t peer;       // the culprit, -1 if none
+  int32_t reporter;   // the rank that found out first
+  twPhase_t phase;    // what this rank was doing
+  int32_t lane;       // -1 if none
+  uint32_t step;      // step of the lane
+  uint32_t expected;  // step waited for in the culprit's word
+  uint32_t seen;      // step found there
+  int32_t token;      // for a bad id: its place [token, k] and value; else -1
   int32_t k;
   int64_t value;
-  char message[512];   // the same as a sentence
+  char message[512];  // the same as a sentence
 } twErrorRecord_t;
 
 // The name of a result, for example "twPeerDied". Never NULL.
@@ -193,32 +193,50 @@ typedef struct {
 typedef struct {
   size_t size;
   twMode_t mode;
-  int32_t num_experts;  // E, 1..TW_MAX_EXPERTS
-  int32_t top_k;        // K, 1..TW_MAX_TOP_K, at most E
-  int32_t max_tokens;   // B, 1..TW_MAX_TOKENS: tokens of one rank in one call
-  int32_t num_payloads; // 1..TW_MAX_PAYLOADS
+  int32_t num_experts;   // E, 1..TW_MAX_EXPERTS
+  int32_t top_k;         // K, 1..TW_MAX_TOP_K, at most E
+  int32_t max_tokens;    // B, 1..TW_MAX_TOKENS: tokens of one rank in one call
+  int32_t num_payloads;  // 1..TW_MAX_PAYLOADS
   twPayload_t payloads[TW_MAX_PAYLOADS];
-  twDtype_t combine_dtype;  // of the rows on the wire: twFloat32, twBfloat16 or twFloat16
-  int64_t combine_elements; // H of combined rows
+  twDtype_t combine_dtype;   // of the rows on the wire: twFloat32, twBfloat16 or twFloat16
+  int64_t combine_elements;  // H of combined rows
   // Placement. NULL: contiguous blocks, the first E mod N ranks hold one more. Else expert e lives on rank
   // expert_rank[e] as its local expert expert_slot[e]; a rank's slots are 0..L-1, each once; L may be 0. Copied.
   const int32_t* expert_rank;  // [E]
   const int32_t* expert_slot;  // [E]
-  int32_t lanes;         // exchanges in flight, 1..TW_MAX_LANES; 0: 1
-  int32_t timeout_ms;    // a peer later than this is an error; 0: TOKENWAY_TIMEOUT_MS, else 100 s
-  twDtype_t id_dtype;    // of received ids: twInt32 or twInt64; twDtypeNone: twInt32
+  int32_t lanes;               // exchanges in flight, 1..TW_MAX_LANES; 0: 1
+  int32_t timeout_ms;          // a peer later than this is an error; 0: TOKENWAY_TIMEOUT_MS, else 100 s
+  twDtype_t id_dtype;          // of received ids: twInt32 or twInt64; twDtypeNone: twInt32
   twIdSpace_t id_space;
-  int32_t invalid_id;    // what stands for "no expert" in received ids; default -1
-  int32_t sm_limit;      // GPU backends: at most so many SMs; 0: the backend chooses
+  int32_t invalid_id;  // what stands for "no expert" in received ids; default -1
+  int32_t sm_limit;    // GPU backends: at most so many SMs; 0: the backend chooses
   // Memory for everything but the window; both NULL: malloc and free. Blocks are 64-byte aligned.
   void* (*alloc)(size_t bytes, void* context);
   void (*release)(void* block, void* context);
   void* alloc_context;
 } twGroupConfig_t;
 
-#define TW_GROUP_CONFIG_INIT                                                                             \
-  {sizeof(twGroupConfig_t), twLowLatency, 0, 0, 0, 0, {{twDtypeNone, 0}}, twBfloat16, 0, NULL, NULL, 1, 0, \
-   twInt32, twIdLocal, -1, 0, NULL, NULL, NULL}
+#define TW_GROUP_CONFIG_INIT \
+  {sizeof(twGroupConfig_t),  \
+   twLowLatency,             \
+   0,                        \
+   0,                        \
+   0,                        \
+   0,                        \
+   {{twDtypeNone, 0}},       \
+   twBfloat16,               \
+   0,                        \
+   NULL,                     \
+   NULL,                     \
+   1,                        \
+   0,                        \
+   twInt32,                  \
+   twIdLocal,                \
+   -1,                       \
+   0,                        \
+   NULL,                     \
+   NULL,                     \
+   NULL}
 
 typedef struct {
   size_t size;
@@ -333,8 +351,8 @@ typedef struct {
   size_t size;
   twLayout_t layout;
   twWeighting_t weighting;
-  twTensor_t rows;    // [N, b, H] or [L, N*b, H] as dispatched; twFloat32, twBfloat16 or twFloat16; rows beyond the
-                      // counts are not read. May be the dispatch's view itself
+  twTensor_t rows;  // [N, b, H] or [L, N*b, H] as dispatched; twFloat32, twBfloat16 or twFloat16; rows beyond the
+                    // counts are not read. May be the dispatch's view itself
   int32_t send_only;
   void* stream;
 } twCombineInput_t;
@@ -344,20 +362,26 @@ typedef struct {
   twTensor_t tokens;  // [T, H], given by the caller; twFloat32, twBfloat16 or twFloat16
 } twCombineOutput_t;
 
-// Sends every token to the ranks of its experts and receives what the others send here. Leases a lane until the
-// handle's combine (or twHandleRelease); a handle that holds a lane dispatches again on the same one. Step of all
-// ranks. Errors: twInvalidArgument, twInvalidUsage (peers get twPeerRefused at once, unless it is about the lane, which
-// is refused alike everywhere), twPeerRefused, twBoundMismatch, and the sticky ones; after an error counts are 0 and
-// ids invalid_id for sources whose rows did not arrive.
+// Sends every token to the ranks of its experts and receives what the others send here. Leases a lane
+// until the handle's combine (or twHandleRelease); a handle that holds a lane dispatches again on the
+// same one. Step of all ranks. Errors: twInvalidArgument, twInvalidUsage (peers get twPeerRefused at
+// once, unless it is about which lane, which is refused alike everywhere), twPeerRefused,
+// twBoundMismatch, and the sticky ones; after an error counts are 0 and ids invalid_id for sources
+// whose rows did not arrive. A failed dispatch gives its lane back, unless it was send_only: then the
+// handle holds it until it is dispatched again, released or destroyed.
 TW_API twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_t* input,
                              twDispatchOutput_t* output);
 
-// Returns rows to their owners and sums. Needs a completed dispatch of the handle; uses that dispatch's lane and gives
-// it back, or, when the handle holds none any more, a free lane for this one step.
-//   partial of a (token, rank) = its row, or sum over k ascending of [weight *] row: float32, from the first term on,
-//   multiply then add, each rounded to nearest even; rounded once to combine_dtype
-//   tokens[t] = sum of the partials over ranks ascending: float32, rounded once to the output type; 0 if there are none
-// So results depend neither on timing nor on the backend. Errors as twDispatch; after one, tokens are NaN.
+// Returns rows to their owners and sums. Needs a completed dispatch of the handle (else twInvalidUsage,
+// and peers that do have one wait for this rank); uses that dispatch's lane and gives it back, or, when
+// the handle holds none any more, a free lane for this one step.
+//   partial of a (token, rank) = its row, or sum over k ascending of [weight *] row: float32, from the
+//   first term on, multiply then add, each rounded to nearest even; rounded once to combine_dtype
+//   tokens[t] = sum of the partials over ranks ascending: float32, rounded once to the output type; 0 if
+//   there are none
+// So results depend neither on timing nor on the backend. Errors as twDispatch; after a failed step,
+// tokens are NaN. A combine that failed for arguments can be repeated, but not from the window's view:
+// the failed step has ended its life.
 TW_API twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t* input,
                             const twCombineOutput_t* output);
 

@@ -1,9 +1,9 @@
 """Tokenway: expert-parallel communication for mixture-of-experts models.
 
-    with tw.Group(comm, experts=256, top_k=8, hidden=7168, max_tokens=128) as group:
-        handle = group.route(topk_ids, topk_weights)
-        recv = group.dispatch(handle, tokens)          # recv.tokens, .ids, .weights, .counts, .offsets
-        out = group.combine(handle, experts(recv))     # [T, hidden]
+with tw.Group(comm, experts=256, top_k=8, hidden=7168, max_tokens=128) as group:
+    handle = group.route(topk_ids, topk_weights)
+    recv = group.dispatch(handle, tokens)          # recv.tokens, .ids, .weights, .counts, .offsets
+    out = group.combine(handle, experts(recv))     # [T, hidden]
 """
 
 from tokenway._native import lib as _lib
@@ -45,8 +45,8 @@ __all__ = [
     "InternalError",
     "InvalidArgument",
     "InvalidUsage",
-    "Outcome",
     "OutOfMemory",
+    "Outcome",
     "Payload",
     "PeerDied",
     "PeerRefused",

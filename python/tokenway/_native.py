@@ -7,8 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32
-from ctypes import c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char,
+    c_char_p,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from importlib import resources
 from pathlib import Path
 
@@ -17,6 +28,7 @@ from tokenway import errors
 MAX_PAYLOADS = 8
 MAX_TOP_K = 64
 MAX_RANKS = 1024
+MAX_LANES = 64
 MAX_DIMS = 6
 
 LOW_LATENCY = 0
@@ -195,9 +207,7 @@ def library_path() -> Path:
 def _load() -> ctypes.CDLL:
     path = library_path()
     if not path.exists():
-        raise ImportError(
-            f"no Tokenway library at {path}: install the wheel, or build it and set TOKENWAY_LIBRARY"
-        )
+        raise ImportError(f"no Tokenway library at {path}: install the wheel, or build it and set TOKENWAY_LIBRARY")
     lib = ctypes.CDLL(str(path))
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(lib, name)
@@ -231,19 +241,19 @@ def read_record(group: int) -> errors.ErrorRecord:
 _RECORDED = (errors.PeerRefused, errors.BoundMismatch, errors.GroupFinished)
 
 
-def raise_error(result: int, group: int | None = None) -> None:
-    """Raises the exception of a result that is not success."""
+def error_of(result: int, group: int | None = None) -> errors.TokenwayError:
+    """The exception of a result that is not success, with the sentence of this thread's last call."""
     name = lib.twResultString(result).decode()
     message = lib.twLastError().decode(errors="replace")
     kind = errors.BY_RESULT.get(name, errors.InternalError)
     record = read_record(group) if group is not None and issubclass(kind, _RECORDED) else None
-    raise kind(message, record)
+    return kind(message, record)
 
 
 def check(result: int, group: int | None = None) -> None:
     """Raises unless a call succeeded."""
     if result:
-        raise_error(result, group)
+        raise error_of(result, group)
 
 
 def environment() -> list[tuple[str, str, str]]:
@@ -255,4 +265,4 @@ def environment() -> list[tuple[str, str, str]]:
     return variables
 
 
-__all__ = ["c_uint32", "check", "environment", "lib", "library_path", "raise_error", "read_record"]
+__all__ = ["c_uint32", "check", "environment", "lib", "library_path", "error_of", "read_record"]

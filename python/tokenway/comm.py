@@ -133,9 +133,7 @@ def _connect_torchrun(timeout: float | None) -> Comm:
             f"WORLD_SIZE is {nranks} and LOCAL_WORLD_SIZE {local}: the CPU backend connects ranks of one host only"
         )
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    return Comm.shm(
-        rank, nranks, _unique("torchrun", *(os.environ.get(name, "") for name in names)), timeout
-    )
+    return Comm.shm(rank, nranks, _unique("torchrun", *(os.environ.get(name, "") for name in names)), timeout)
 
 
 def _host() -> str:

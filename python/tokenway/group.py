@@ -91,8 +91,9 @@ class Received:
 class Pending(Generic[Result]):
     """A `send_only` call under way: everything is sent, nothing received yet."""
 
-    def __init__(self, handle: Handle, result: Result, keep: tuple[Any, ...]):
+    def __init__(self, handle: Handle, result: Result, keep: tuple[Any, ...], combining: bool = False):
         self._handle = handle
+        self._combining = combining
         self._result = result
         self._keep = keep  # tensors that the C library reads or writes until the call is complete
         self._done = False
@@ -103,6 +104,8 @@ class Pending(Generic[Result]):
             self._done = True
             self._handle.group._complete(self._handle)
             self._keep = ()
+            if self._combining:
+                self._handle.leased = False
 
     def result(self) -> Result:
         """Receives if that is not done, and returns what the call without `send_only` would have returned."""
@@ -117,7 +120,16 @@ class Handle:
     collection never does: `combine` or `release` a handle that was dispatched.
     """
 
-    __slots__ = ("__weakref__", "_memory", "bound", "group", "layout", "leased", "pointer", "tokens")
+    __slots__ = (
+        "__weakref__",
+        "_memory",
+        "bound",
+        "group",
+        "layout",
+        "leased",
+        "pointer",
+        "tokens",
+    )
 
     def __init__(self, group: Group, pointer: int, tokens: int, memory: Any):
         self.group = group
@@ -225,17 +237,14 @@ class Group:
         self._in, self._out = _native.DispatchInput(), _native.DispatchOutput()
         self._in_slots = [tensors.Slot(self._in, t) for t in self._in.payloads]
         self._out_slots = {
-            name: tensors.Slot(self._out, self._out.payloads[q])
-            for q, name in enumerate(self._payload_specs)
+            name: tensors.Slot(self._out, self._out.payloads[q]) for q, name in enumerate(self._payload_specs)
         }
         for name in ("ids", "weights", "counts"):
             self._out_slots[name] = tensors.Slot(self._out, getattr(self._out, name))
         self._combine_in, self._combine_out = _native.CombineInput(), _native.CombineOutput()
         self._rows_slot = tensors.Slot(self._combine_in, self._combine_in.rows)
         self._tokens_slot = tensors.Slot(self._combine_out, self._combine_out.tokens)
-        self._addresses = [
-            ctypes.addressof(s) for s in (self._in, self._out, self._combine_in, self._combine_out)
-        ]
+        self._addresses = [ctypes.addressof(s) for s in (self._in, self._out, self._combine_in, self._combine_out)]
 
     # ------------------------------------------------------------------------------------------------- everyday use
 
@@ -275,11 +284,10 @@ class Group:
         BoundMismatch, GroupFinished.
         """
         self._free_finished()
-        b = self.max_tokens if bound is None else bound
-        given = out if isinstance(out, Mapping) else {} if out is None else {"tokens": out}
+        b = self.max_tokens if bound is None else _small(bound, 1, self.max_tokens)
+        given = dict(out) if isinstance(out, Mapping) else {} if out is None else {"tokens": out}
         if layout == "expert_major":
-            given = self._expert_major_out(b, given, tokens)
-        given = dict(given)
+            self._add_expert_major_out(b, given, tokens)
         self._in_slots[0].set(tokens)
         for q, name in enumerate(self._payload_specs):
             if q > 0:
@@ -287,14 +295,16 @@ class Group:
         for name, slot in self._out_slots.items():
             tensor = given.get(name)
             slot.clear() if tensor is None else slot.set(tensor)
-        self._in.bound = b if bound is None or bound != 0 else -1
-        self._in.lane = -1 if lane is None else lane
+        self._in.bound = b
+        self._in.lane = -1 if lane is None else _small(lane, 0, _native.MAX_LANES)
         self._in.send_only = 1 if send_only else 0
         self._out.layout = _native.LAYOUTS.get(layout, -1)
-        result = _native.lib.twDispatch(self.pointer, handle.pointer, *self._addresses[:2])
+        result = _native.lib.twDispatch(self.pointer, getattr(handle, "pointer", None), *self._addresses[:2])
         if result:
-            handle.leased = False
-            _native.raise_error(result, self._pointer)
+            error = _native.error_of(result, self._pointer)
+            if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
+                handle.leased = send_only  # as twDispatch documents
+            raise error
         handle.leased, handle.layout, handle.bound = True, layout, b
         received = self._received(handle, layout, b, given, tensors.is_torch(tokens))
         if not send_only:
@@ -330,9 +340,9 @@ class Group:
         self._combine_in.send_only = 1 if send_only else 0
         result = _native.lib.twCombine(self.pointer, handle.pointer, *self._addresses[2:])
         if result:
-            _native.raise_error(result, self._pointer)
+            raise _native.error_of(result, self._pointer)
         if send_only:
-            return Pending(handle, out, (rows,))
+            return Pending(handle, out, (rows,), combining=True)
         handle.leased = False
         return out
 
@@ -346,9 +356,7 @@ class Group:
         settings = self._settings | {"expert_map": None} | changes
         config, keep = make_config(**settings)
         survivors = c_void_p()
-        _native.check(
-            _native.lib.twGroupShrink(self.pointer, byref(config), byref(survivors)), self._pointer
-        )
+        _native.check(_native.lib.twGroupShrink(self.pointer, byref(config), byref(survivors)), self._pointer)
         del keep
         group = object.__new__(Group)
         group._adopt(self.comm, survivors.value or 0, settings)
@@ -420,12 +428,11 @@ class Group:
     def _complete(self, handle: Handle) -> None:
         result = _native.lib.twComplete(self.pointer, handle.pointer, None)
         if result:
-            _native.raise_error(result, self._pointer)
+            raise _native.error_of(result, self._pointer)
 
-    def _expert_major_out(self, b: int, given: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+    def _add_expert_major_out(self, b: int, made: dict[str, Tensor], like: Tensor) -> None:
         """New tensors for what the caller has not given: there is no window to view by expert."""
         lead = (self.num_local_experts, self.nranks * max(b, 0))
-        made = dict(given)
         for name, payload in self._payload_specs.items():
             if made.get(name) is None:
                 made[name] = tensors.empty((*lead, payload.elements), tensors.dtype_name(payload.dtype), like)
@@ -433,17 +440,17 @@ class Group:
             made["ids"] = tensors.empty(lead, self.id_dtype, like)
         if made.get("weights") is None:
             made["weights"] = tensors.empty(lead, "float32", like)
-        return made
 
-    def _received(
-        self, handle: Handle, layout: str, b: int, given: dict[str, Tensor], torch: bool
-    ) -> Received:
+    def _received(self, handle: Handle, layout: str, b: int, given: dict[str, Tensor], torch: bool) -> Received:
         lead = (self.nranks, b)
         for name, slot in self._out_slots.items():
             if given.get(name) is not None:
                 continue
             if name == "counts":
-                shape, kind = (self.nranks if layout == "rank_major" else self.num_local_experts,), "int32"
+                shape, kind = (
+                    (self.nranks if layout == "rank_major" else self.num_local_experts,),
+                    "int32",
+                )
             elif name == "ids":
                 shape, kind = (*lead, self.top_k), self.id_dtype
             elif name == "weights":
@@ -453,9 +460,7 @@ class Group:
                 shape, kind = (*lead, payload.elements), tensors.dtype_name(payload.dtype)
             given[name] = self._view(slot.pointer(), shape, kind, torch)
         extra = {name: given[name] for name in self._payload_specs if name != "tokens"}
-        return Received(
-            handle, layout, given["tokens"], extra, given["ids"], given["weights"], given["counts"]
-        )
+        return Received(handle, layout, given["tokens"], extra, given["ids"], given["weights"], given["counts"])
 
     def _view(self, pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Tensor:
         """A view of the library's memory; there are few, so they are kept: making one costs more than a small copy."""
@@ -467,6 +472,12 @@ class Group:
             array = tensors.view(pointer, shape, name)
             found = self._views[key] = tensors.to_torch(array) if torch else array
         return found
+
+
+def _small(value: Any, low: int, high: int) -> int:
+    """An argument for a 32-bit field. What cannot be right becomes -2, which the C library refuses in every such field:
+    the call still reaches it, so that peers are told."""
+    return int(value) if isinstance(value, (int, np.integer)) and low <= value <= high else -2
 
 
 def as_payload(value: Payload | tuple[int, Any]) -> Payload:
@@ -506,9 +517,7 @@ def make_config(
     config.max_tokens = fit("max_tokens", max_tokens)
     extra = [as_payload(value) for value in (payloads or {}).values()]
     if len(extra) >= _native.MAX_PAYLOADS:
-        raise InvalidArgument(
-            f"payloads has {len(extra)} entries; it must have at most {_native.MAX_PAYLOADS - 1}"
-        )
+        raise InvalidArgument(f"payloads has {len(extra)} entries; it must have at most {_native.MAX_PAYLOADS - 1}")
     if payloads and not {"tokens", "ids", "weights", "counts"}.isdisjoint(payloads):
         raise InvalidArgument(f"payloads are named {list(payloads)}; tokens, ids, weights, counts are taken")
     config.num_payloads = 1 + len(extra)
@@ -521,9 +530,7 @@ def make_config(
     rank, slot = expert_map_arrays(expert_map)
     if rank is not None:
         if rank.shape != (experts,) or slot.shape != (experts,):
-            raise InvalidArgument(
-                f"expert_map has shapes {rank.shape} and {slot.shape}; they must be ({experts},)"
-            )
+            raise InvalidArgument(f"expert_map has shapes {rank.shape} and {slot.shape}; they must be ({experts},)")
         config.expert_rank, config.expert_slot = rank.ctypes.data, slot.ctypes.data
     config.lanes = fit("lanes", lanes)
     if lanes == 0:
@@ -554,7 +561,11 @@ def window_bytes(nranks: int, **settings: Any) -> WindowBytes:
     _native.check(_native.lib.twGroupWindowBytes(byref(config), nranks, byref(bytes_)))
     del keep
     return WindowBytes(
-        bytes_.window, bytes_.per_lane, bytes_.dispatch_row, bytes_.combine_row, bytes_.expert_buffers
+        bytes_.window,
+        bytes_.per_lane,
+        bytes_.dispatch_row,
+        bytes_.combine_row,
+        bytes_.expert_buffers,
     )
 
 

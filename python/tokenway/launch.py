@@ -48,7 +48,13 @@ class Ranks:
     purpose; `run` is the everyday form.
     """
 
-    def __init__(self, function: Callable[..., Any], nranks: int, *args: Any, env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        nranks: int,
+        *args: Any,
+        env: dict[str, str] | None = None,
+    ):
         context = multiprocessing.get_context("spawn")
         address = f"launch-{os.getpid()}-{os.urandom(8).hex()}"
         self._connections: list[Connection] = []
@@ -76,9 +82,7 @@ class Ranks:
             if left is not None and left <= 0:
                 break
             waiting = {
-                connection: rank
-                for rank, connection in enumerate(self._connections)
-                if self._outcomes[rank] is None
+                connection: rank for rank, connection in enumerate(self._connections) if self._outcomes[rank] is None
             }
             for ready in wait(list(waiting), left):
                 rank = waiting[ready]  # type: ignore[index]

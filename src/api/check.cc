@@ -304,6 +304,11 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   const Lead lead = lead_of(group, input.layout, handle.bound);
   TW_RETURN_IF_FAILED(check_rows({"input.rows", input.rows.dtype, {lead.blocks, lead.rows}, config.combine_elements},
                                  input.rows, strides));
+  if (group.backend->in_window(input.rows.data) && !view_is_alive(group, handle)) {
+    return fail(twInvalidUsage,
+                "input.rows is a view of the window, and its lane has made another step since the handle's dispatch; "
+                "combine from other memory, or dispatch again");
+  }
   call->rows = {static_cast<const std::byte*>(input.rows.data), strides[0], strides[1]};
   TW_RETURN_IF_FAILED(
       check_rows({"output.tokens", output.tokens.dtype, {handle.routing.tokens}, config.combine_elements, true},
@@ -318,15 +323,14 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   return {};
 }
 
-void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call, StepPlace at,
-                twDispatchOutput_t* output) {
+void fill_views(twGroup& group, const DispatchCall& call, twDispatchOutput_t* output) {
   const twGroupConfig_t& config = group.config.given;
   const bool rank_major = output->layout == twRankMajor;
   const Lead lead = lead_of(group, output->layout, call.bound);
   for (int q = 0; q < config.num_payloads; ++q) {
     const twPayload_t& payload = config.payloads[q];
     void* data = call.targets.payloads[q];
-    if (data == nullptr && rank_major) data = group.backend->view(at, q);
+    if (data == nullptr && rank_major) data = group.backend->view(call.at, q);
     output->payloads[q] = contiguous_tensor(data, payload.dtype, {lead.blocks, lead.rows, payload.elements});
   }
   if (rank_major) {
@@ -337,7 +341,6 @@ void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call
     output->weights = contiguous_tensor(call.targets.weights, twFloat32, {lead.blocks, lead.rows});
   }
   output->counts = contiguous_tensor(call.targets.counts, twInt32, {lead.blocks});
-  (void)handle;
 }
 
 }  // namespace tw::api

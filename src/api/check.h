@@ -60,8 +60,7 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
 Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& input, const twCombineOutput_t& output,
                      CombineCall* call);
 
-// Completes the caller's output tensors: shapes, and views where no memory was given. `at` is the dispatch's place.
-void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call, StepPlace at,
-                twDispatchOutput_t* output);
+// Completes the caller's output tensors: shapes, and views where no memory was given.
+void fill_views(twGroup& group, const DispatchCall& call, twDispatchOutput_t* output);
 
 }  // namespace tw::api

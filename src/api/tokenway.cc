@@ -241,10 +241,11 @@ twResult_t twGroupWindowBytes(const twGroupConfig_t* given, int32_t nranks, twWi
 
 twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t* given) {
   return enter([&]() -> Status {
-    TW_CHECK_NOT_NULL(group);
     TW_RETURN_IF_FAILED(comms.check("comm", comm));
     twGroupConfig_t known = TW_GROUP_CONFIG_INIT;
-    const Status readable = tw::api::read_struct("config", given, &known);
+    // What is wrong with this rank's arguments is told to the others, which wait in the same call.
+    Status readable = tw::api::read_struct("config", given, &known);
+    if (group == nullptr) readable = fail(twInvalidArgument, "group is NULL");
     std::vector<int> members(comm->bootstrap->size());
     std::iota(members.begin(), members.end(), 0);
     std::unique_ptr<twGroup> made;
@@ -268,9 +269,9 @@ twResult_t twGroupDestroy(twGroup_t group) {
 twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* given, twGroup_t* survivors) {
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(groups.check("group", group));
-    TW_CHECK_NOT_NULL(survivors);
     twGroupConfig_t known = TW_GROUP_CONFIG_INIT;
-    const Status readable = given != nullptr ? tw::api::read_struct("config", given, &known) : Status{};
+    Status readable = given != nullptr ? tw::api::read_struct("config", given, &known) : Status{};
+    if (survivors == nullptr) readable = fail(twInvalidArgument, "survivors is NULL");
     std::unique_ptr<twGroup> made;
     TW_RETURN_IF_FAILED(tw::shrink_group(*group, given != nullptr ? &known : nullptr, readable, &made));
     groups.add(made.get());
@@ -389,15 +390,16 @@ twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_
     input.lane = -1;
     twDispatchOutput_t out{};
     tw::DispatchCall call;
-    Status status = check_handle(group, handle);
-    twHandle* const known = status.ok() ? handle : nullptr;
-    if (status.ok()) status = tw::api::read_struct("input", given, &input);
+    Status status = tw::api::read_struct("input", given, &input);  // first: it names the lane that peers wait on
+    Status found = check_handle(group, handle);
+    twHandle* const known = found.ok() ? handle : nullptr;
+    if (status.ok()) status = std::move(found);
     if (status.ok()) status = tw::api::read_struct("output", output, &out);
     if (status.ok()) status = tw::api::check_dispatch(*group, *handle, input, out, &call);
-    if (!status.ok()) return tw::refuse_dispatch(*group, known, input.lane, std::move(status));
-    status = tw::dispatch(*group, *handle, call, input.lane, input.send_only != 0);
-    if (handle->dispatch.at.step != 0 || status.ok()) {
-      tw::api::fill_views(*group, *handle, call, handle->dispatch.at, &out);
+    if (!status.ok()) return tw::refuse_dispatch(*group, known, input.lane, input.send_only == 1, std::move(status));
+    status = tw::dispatch(*group, *handle, &call, input.lane, input.send_only != 0);
+    if (call.at.lane >= 0) {  // after an error too: what the caller then looks at is safe
+      tw::api::fill_views(*group, call, &out);
       TW_RETURN_IF_FAILED(tw::api::write_struct("output", out, output));
     }
     return status;

@@ -36,6 +36,7 @@ struct DispatchTargets {
 struct DispatchCall {
   StepPlace at;
   int32_t bound = 0;
+  bool send_only = false;
   RowsIn payloads[kMaxPayloads];
   DispatchTargets targets;
 };
@@ -70,6 +71,8 @@ class Backend {
 
   // Where payload q of a step lies in this rank's window, [N, b, row]: the zero-copy view.
   virtual void* view(StepPlace at, int q) = 0;
+  // Whether an address lies in this rank's window.
+  virtual bool in_window(const void* address) = 0;
 
   // Tells every peer that this rank gives the group up; and whether a peer has.
   virtual void announce_abort(AbortWord reason) = 0;

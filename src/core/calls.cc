@@ -115,7 +115,9 @@ Status finish_dispatch(twGroup& group, twHandle& handle) {
   group.lanes[call.at.lane].pending = false;
   handle.pending = Pending::kNone;
   handle.dispatched = end.code == twSuccess;
-  if (!handle.dispatched) give_back(group, handle);
+  // Leases must follow from the calls alone (S5). A blocking dispatch that fails does so in the same call on all ranks. A
+  // send_only one fails here, in twComplete, where a rank that refused it never comes: so the lane stays held on both.
+  if (!handle.dispatched && !call.send_only) give_back(group, handle);
   return conclude(group, twPhaseDispatch, call.at, static_cast<uint32_t>(call.bound), end);
 }
 
@@ -139,18 +141,20 @@ Status refuse_on(twGroup& group, int lane, Status why) {
 
 }  // namespace
 
-Status dispatch(twGroup& group, twHandle& handle, DispatchCall call, int32_t wish, bool send_only) {
+Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wish, bool send_only) {
+  call->at.lane = -1;
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, &handle, wish, &lane));
   TW_RETURN_IF_FAILED(drain(group, lane));
   hold(group, handle, lane);
-  call.at = group.lanes.begin(lane);
-  handle.bound = call.bound;
+  call->at = group.lanes.begin(lane);
+  call->send_only = send_only;
+  handle.bound = call->bound;
   handle.dispatched = false;
-  handle.dispatch = call;
+  handle.dispatch = *call;
   handle.pending = Pending::kDispatch;
-  group.backend->send_dispatch(call, handle.routing);
+  group.backend->send_dispatch(*call, handle.routing);
   return send_only ? Status{} : finish_dispatch(group, handle);
 }
 
@@ -169,22 +173,25 @@ Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_onl
 }
 
 Status complete(twGroup& group, twHandle& handle) {
-  switch (handle.pending) {
-    case Pending::kDispatch:
-      return finish_dispatch(group, handle);
-    case Pending::kCombine:
-      return finish_combine(group, handle);
-    case Pending::kNone:
-      break;
+  if (handle.pending == Pending::kNone) {
+    return fail(twInvalidUsage, "nothing is pending: twComplete follows a send_only twDispatch or twCombine");
   }
-  return fail(twInvalidUsage, "nothing is pending: twComplete follows a send_only twDispatch or twCombine");
+  const bool dispatching = handle.pending == Pending::kDispatch;
+  Status status = dispatching ? finish_dispatch(group, handle) : finish_combine(group, handle);
+  // Even when another lane's error has finished the group: the step ends, at once, and its outputs are safe to read.
+  TW_RETURN_IF_FAILED(check_usable(group, dispatching ? twPhaseDispatch : twPhaseCombine));
+  return status;
 }
 
-Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, Status why) {
+Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send_only, Status why) {
   if (handle != nullptr) TW_RETURN_IF_FAILED(check_not_pending(*handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
-  if (handle != nullptr) give_back(group, *handle);  // as a failed dispatch does at the peers
+  if (handle != nullptr) {  // as the failed dispatch does at the peers
+    handle->dispatched = false;
+    give_back(group, *handle);
+    if (send_only) hold(group, *handle, lane);
+  }
   return refuse_on(group, lane, std::move(why));
 }
 
@@ -193,6 +200,11 @@ Status refuse_combine(twGroup& group, twHandle& handle, Status why) {
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_combine_lane(group, handle, &lane));
   return refuse_on(group, lane, std::move(why));
+}
+
+bool view_is_alive(twGroup& group, const twHandle& handle) {
+  const StepPlace& at = handle.dispatch.at;
+  return group.lanes[at.lane].step == at.step;
 }
 
 Status release_lane(twGroup& group, twHandle& handle) {

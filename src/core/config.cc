@@ -244,7 +244,10 @@ twWindowBytes_t window_bytes(const GroupConfig& config) {
   for (int q = 0; q < shape.payloads; ++q) bytes.dispatch_row += shape.payload_bytes[q];
   bytes.combine_row = shape.combine_bytes;
   // The row of the earlier design: the payloads, without our header and routing.
-  bytes.expert_buffers = 2ull * shape.experts * shape.max_tokens * (bytes.dispatch_row - meta_bytes(shape.top_k));
+  const uint64_t places = 2ull * static_cast<uint64_t>(shape.experts) * static_cast<uint64_t>(shape.max_tokens);
+  if (__builtin_mul_overflow(places, bytes.dispatch_row - meta_bytes(shape.top_k), &bytes.expert_buffers)) {
+    bytes.expert_buffers = UINT64_MAX;
+  }
   return bytes;
 }
 

@@ -205,7 +205,9 @@ Status finish_group(twGroup& group, twErrorRecord_t record) {
     std::snprintf(where, sizeof where, " of step %u on lane %d (last seen: step %u)", record.expected, record.lane,
                   record.seen);
   }
-  const bool mine = record.peer == group.me();
+  // The others found this rank late or gone: it is they who go on.
+  const bool mine = record.peer == group.me() && record.reporter != group.me() &&
+                    (record.result == twTimeout || record.result == twPeerDied);
   const char* what = "broke a promise of the library";
   if (record.result == twTimeout) what = "did not arrive in time";
   if (record.result == twPeerDied) what = "is gone";

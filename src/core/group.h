@@ -68,13 +68,16 @@ Status check_usable(twGroup& group, twPhase_t phase);
 // Makes an error of the group, tells the peers, and returns it as a sentence.
 Status finish_group(twGroup& group, twErrorRecord_t record);
 
-// The exchange; arguments have been checked. `lane` is the caller's wish, -1 for the next free one.
-Status dispatch(twGroup& group, twHandle& handle, DispatchCall call, int32_t lane, bool send_only);
+// The exchange; arguments have been checked. `lane` is the caller's wish, -1 for the next free one; call->at becomes the
+// place of the step, lane -1 if none was begun.
+Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t lane, bool send_only);
 Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_only);
 Status complete(twGroup& group, twHandle& handle);
 // For arguments that failed the check: peers are told at once, instead of waiting. Returns `why`.
-Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, Status why);
+Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send_only, Status why);
 Status refuse_combine(twGroup& group, twHandle& handle, Status why);
+// Whether a view of the handle's dispatch is still good: no later step has begun on its lane.
+bool view_is_alive(twGroup& group, const twHandle& handle);
 // Gives the handle's lane back.
 Status release_lane(twGroup& group, twHandle& handle);
 

@@ -2,6 +2,7 @@
 #include "core/backend.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 #include "cpu/transport.h"
@@ -19,7 +20,7 @@ class CpuBackend : public Backend {
       : context_(*init.context),
         transport_(init, std::move(windows)),
         partial_(context_.map.shape().combine_bytes),
-        next_(context_.local_experts),
+        next_(std::max(1, context_.local_experts)),
         counts_(context_.map.shape().ranks),
         dispatch_row_(std::accumulate(shape().payload_bytes, shape().payload_bytes + shape().payloads, uint64_t{0})) {}
 
@@ -79,6 +80,12 @@ class CpuBackend : public Backend {
 
   void* view(StepPlace at, int q) override {
     return transport_.local(context_.map.payload(at.lane, at.bank(), q, 0, 0, 0));
+  }
+
+  bool in_window(const void* address) override {
+    const auto* const at = static_cast<const std::byte*>(address);
+    const std::byte* const window = transport_.local(0);
+    return std::less_equal<>()(window, at) && std::less<>()(at, window + context_.map.bytes());
   }
 
   void announce_abort(AbortWord reason) override { transport_.announce_abort(reason); }

@@ -45,7 +45,7 @@ StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint32_t
     StepEnd end{twSuccess, peer, word, 0};
     if (wake == Wake::kArrived) {
       end.note = static_cast<uint32_t>(*reinterpret_cast<const uint64_t*>(t.local(offset + kNoteOffset)));
-      if (word.step != at.step || word.n > bound) {
+      if (word.step != at.step) {
         end.code = twInternalError;  // S2 says that nobody is further ahead than this step on this bank
       } else if (word.mode == Mode::kRefused && !any) {
         end.code = twPeerRefused;
@@ -53,6 +53,8 @@ StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint32_t
         end.code = twCallMismatch;
       } else if (end.note != bound && !any) {
         end.code = twBoundMismatch;
+      } else if (word.n > bound && !any) {
+        end.code = twInternalError;
       } else if (!any) {
         counts[peer] = static_cast<int32_t>(word.n);
       }

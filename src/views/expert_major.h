@@ -2,6 +2,7 @@
 // several local experts want stands once under each.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 
 #include "exchange/combine.h"
@@ -17,7 +18,7 @@ class ExpertPlaces {
   // next: [L], scratch.
   ExpertPlaces(const Shape& shape, const Placement& placement, int32_t me, int32_t local_experts, int32_t* next)
       : shape_(shape), placement_(placement), me_(me), next_(next) {
-    std::memset(next, 0, sizeof(int32_t) * local_experts);
+    std::fill_n(next, local_experts, 0);
   }
 
   // visit(k, local expert, place) for each local expert of a row, k ascending.

@@ -1,0 +1,100 @@
+"""The command `tokenway`: bench, info and launch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import tokenway
+from tokenway import launch
+from tokenway.bench import options
+from tokenway.errors import TokenwayError
+
+BAD_ARGUMENTS = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, told by `main`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise options.UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="tokenway", description="Expert-parallel communication.")
+    parser.add_argument("--version", action="version", version=tokenway.__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="bench|info|launch")
+    bench = commands.add_parser("bench", help="verify and time dispatch and combine", description=_BENCH)
+    options.add_arguments(bench)
+    bench.set_defaults(run=_bench)
+    info = commands.add_parser("info", help="what this installation and this machine can do")
+    info.add_argument("--json", action="store_true", help="as JSON")
+    info.set_defaults(run=_info)
+    start = commands.add_parser("launch", help="run a script as the ranks of this host")
+    start.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="processes")
+    start.add_argument("script", help="a .py file, run with this Python, or a program")
+    start.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    start.set_defaults(run=_launch)
+    return parser
+
+
+_BENCH = (
+    "Verifies every row bit for bit against the NumPy oracle, then times dispatch, combine and "
+    "both, in turns with baselines. Runs N processes of its own, or, started by torchrun or "
+    "`tokenway launch`, as the ranks that it finds itself in."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code: 0, 1 when it failed, 2 for bad arguments."""
+    try:
+        args = _parser().parse_args(argv)
+        return int(args.run(args))
+    except options.UsageError as error:
+        print(f"tokenway: {_one_line(error)}", file=sys.stderr)
+        return BAD_ARGUMENTS
+    except SystemExit as end:  # --help, --version
+        return int(end.code or 0)
+    except (TokenwayError, OSError, MemoryError) as error:
+        print(f"tokenway: {type(error).__name__}: {_one_line(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from tokenway.bench import runner
+
+    settings = options.from_arguments(args)
+    if settings.launched or settings.overhead:
+        return runner.run_rank(settings)
+    return runner.run_ranks(settings)
+
+
+def _info(args: argparse.Namespace) -> int:
+    from tokenway import info
+
+    facts = info.collect()
+    print(json.dumps(facts, indent=1) if args.json else info.text(facts))
+    return 0
+
+
+def _launch(args: argparse.Namespace) -> int:
+    if not 1 <= args.ranks <= tokenway._native.MAX_RANKS:
+        limit = tokenway._native.MAX_RANKS
+        raise options.UsageError(f"launch: -n: {args.ranks}; allowed 1..{limit}")
+    try:
+        return launch.launch(launch.script_command(args.script, args.args), args.ranks)
+    except FileNotFoundError:
+        raise options.UsageError(f"launch: no such program: {args.script}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

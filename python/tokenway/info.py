@@ -1,0 +1,170 @@
+"""What `tokenway info` tells: this installation, and what this machine can do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from tokenway import _native
+from tokenway.bench import machine
+
+PACKAGES = {
+    "numpy": "required",
+    "ml_dtypes": "required",
+    "torch": "tensors, process groups, the gloo baselines",
+    "matplotlib": "bench --plot",
+    "rich": "tables and progress of bench",
+}
+
+# What launchers set, and `connect` reads.
+LAUNCHERS = {
+    "TOKENWAY_RANK": "this rank, set by `tokenway launch`",
+    "TOKENWAY_NRANKS": "all ranks, set by `tokenway launch`",
+    "TOKENWAY_ADDRESS": "the name they meet at, set by `tokenway launch`",
+    "RANK": "this rank, set by torchrun",
+    "WORLD_SIZE": "all ranks, set by torchrun",
+    "LOCAL_WORLD_SIZE": "ranks on this host, set by torchrun",
+}
+
+# What the CPU backend asks of the kernel: numbers are the same on x86-64 where they differ else.
+_SYSCALLS = {
+    "x86_64": {"pidfd_open": 434, "futex": 202},
+    "aarch64": {"pidfd_open": 434, "futex": 98},
+}
+
+
+def collect() -> dict[str, Any]:
+    """Everything that is told, as plain data."""
+    import tokenway
+
+    here = machine.describe()
+    memory = machine.memory_info()
+    here["huge_pages"] = _transparent_huge_pages()
+    here["huge_page_bytes"] = memory.get("Hugepagesize", 0)
+    here["huge_pages_free"] = memory.get("HugePages_Free", 0)
+    return {
+        "version": tokenway.__version__,
+        "library": str(_native.library_path()),
+        "python": platform.python_version(),
+        "commit": machine.commit(),
+        "backends": {
+            "cpu": "available",
+            "nvlink": "not in this version",
+            "torch": "not in this version (a process group can be the bootstrap: tokenway.connect)",
+            "gin": "not in this version",
+        },
+        "machine": here,
+        "kernel": kernel_features(),
+        "packages": {name: {"version": machine.package_version(name), "use": use} for name, use in PACKAGES.items()},
+        "environment": _environment(),
+    }
+
+
+def _environment() -> list[dict[str, Any]]:
+    known = [{"name": name, "value": value, "doc": doc} for name, value, doc in _native.environment()]
+    override = "TOKENWAY_LIBRARY"
+    others = {override: "the library that the Python package loads"} | LAUNCHERS
+    return known + [{"name": name, "value": os.environ.get(name), "doc": doc} for name, doc in others.items()]
+
+
+def kernel_features() -> dict[str, bool]:
+    """Whether memfd, pidfd and futex can be used here."""
+    numbers = _SYSCALLS.get(platform.machine(), {})
+    return {
+        "memfd": _memfd(),
+        "pidfd": "pidfd_open" in numbers and _pidfd(),
+        "futex": "futex" in numbers and _futex(numbers["futex"]),
+    }
+
+
+def _memfd() -> bool:
+    try:
+        os.close(os.memfd_create("tokenway-info"))
+    except OSError:
+        return False
+    return True
+
+
+def _pidfd() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _futex(number: int) -> bool:
+    """Wakes nobody at an address of our own: 0 waiters, or an error."""
+    word = ctypes.c_uint32(0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    wake, nobody = 1, None
+    return bool(libc.syscall(number, ctypes.byref(word), wake, 1, nobody, nobody, 0) == 0)
+
+
+def _transparent_huge_pages() -> str:
+    """The setting for shared memory: [in brackets] among the choices."""
+    path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    try:
+        chosen = [word for word in path.read_text().split() if word.startswith("[")]
+    except OSError:
+        return "unknown"
+    return chosen[0].strip("[]") if chosen else "unknown"
+
+
+def _size(value: int) -> str:
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if value >= 1 << shift:
+            return f"{value / (1 << shift):.1f}".removesuffix(".0") + f" {unit}"
+    return f"{value} B"
+
+
+def text(facts: dict[str, Any]) -> str:
+    """The same for people."""
+    m = facts["machine"]
+    cores = f"{m['usable_cores']} usable of {m['cores']}"
+    pages = f"shared memory: {m['huge_pages']}; {m['huge_pages_free']} reserved of "
+    sections: list[tuple[str, list[tuple[str, str]]]] = [
+        (
+            "",
+            [
+                ("tokenway", facts["version"] + (f" ({facts['commit']})" * bool(facts["commit"]))),
+                ("library", facts["library"]),
+                ("python", facts["python"]),
+            ],
+        ),
+        ("backends", list(facts["backends"].items())),
+        (
+            "machine",
+            [
+                ("cpu", m["cpu"] + (" (virtual machine)" if m["virtual"] else "")),
+                ("cores", cores),
+                ("last-level cache", _size(m["last_level_cache_bytes"])),
+                (
+                    "memory",
+                    f"{_size(m['memory_available_bytes'])} available of {_size(m['memory_bytes'])}",
+                ),
+                ("huge pages", pages + _size(m["huge_page_bytes"])),
+                ("kernel", m["kernel"]),
+                *((name, "yes" if there else "NO") for name, there in facts["kernel"].items()),
+            ],
+        ),
+        (
+            "packages",
+            [(name, f"{p['version'] or 'not installed'} ({p['use']})") for name, p in facts["packages"].items()],
+        ),
+        (
+            "environment",
+            [(e["name"], f"{'-' if e['value'] is None else e['value']} ({e['doc']})") for e in facts["environment"]],
+        ),
+    ]
+    width = max(len(name) for _, lines in sections for name, _ in lines) + 2
+    out = []
+    for head, lines in sections:
+        if head:
+            out += ["", head]
+        indent = "  " if head else ""
+        out += [f"{indent}{name:<{width + 2 - len(indent)}}{value}" for name, value in lines]
+    return "\n".join(out)

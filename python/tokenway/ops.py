@@ -1,0 +1,119 @@
+"""Dispatch and combine as registered PyTorch ops, for `torch.compile` and other graph capture. Needs PyTorch.
+
+    group_id = tokenway.ops.register(group)
+    order = tokenway.ops.start()
+    recv, ids, weights, counts, order = torch.ops.tokenway.dispatch(
+        tokens, topk_ids, topk_weights, order, group_id, bound, "rank_major"
+    )
+    out, order = torch.ops.tokenway.combine(experts(recv), order, group_id, tokens.shape[0], "none")
+
+Every rank must issue its steps in the same order, which a compiler cannot know: so each op takes and returns an order
+token, and a chain of tokens is a chain of steps. The token also says which dispatch a combine answers.
+
+Outputs are fresh tensors, never views of the window, so that a compiler may keep or move them. Ops go through
+`torch.library.Library.impl`, which costs a third of what `torch.library.custom_op` costs per call.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from tokenway import tensors
+from tokenway.errors import InvalidArgument
+from tokenway.group import Group, Handle
+
+_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+_handles: dict[int, Handle] = {}
+_last_group = 0
+_last_handle = 0
+
+_library = torch.library.Library("tokenway", "DEF")
+_library.define(
+    "dispatch(Tensor tokens, Tensor ids, Tensor weights, Tensor order, int group, SymInt bound, str layout)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define("combine(Tensor rows, Tensor order, int group, SymInt tokens, str weighting) -> (Tensor, Tensor)")
+
+
+def register(group: Group) -> int:
+    """The number that names a group in the ops, for as long as the group lives."""
+    global _last_group
+    _last_group += 1
+    _groups[_last_group] = group
+    return _last_group
+
+
+def start() -> torch.Tensor:
+    """The order token of a first step."""
+    return torch.zeros(1, dtype=torch.int64)
+
+
+def _group(number: int) -> Group:
+    group = _groups.get(number)
+    if group is None:
+        raise InvalidArgument(f"group is {number}; it must be a number from tokenway.ops.register of a living group")
+    return group
+
+
+def _received(group: Group, like: torch.Tensor, bound: int, layout: str) -> tuple[torch.Tensor, ...]:
+    """New (tokens, ids, weights, counts) of a dispatch: the shapes that Received documents."""
+    rank_major = layout == "rank_major"
+    lead = (group.nranks, bound) if rank_major else (group.num_local_experts, group.nranks * bound)
+    per_row = (group.top_k,) if rank_major else ()
+    return (
+        like.new_empty((*lead, group.hidden)),
+        like.new_empty((*lead, *per_row), dtype=getattr(torch, group.id_dtype)),
+        like.new_empty((*lead, *per_row), dtype=torch.float32),
+        like.new_empty((lead[0],), dtype=torch.int32),
+    )
+
+
+def _dispatch(
+    tokens: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    order: torch.Tensor,
+    group: int,
+    bound: int,
+    layout: str,
+) -> tuple[torch.Tensor, ...]:
+    global _last_handle
+    on = _group(group)
+    handle = on.route(ids, weights)
+    made = _received(on, tokens, bound, layout)
+    out = dict(zip(("tokens", "ids", "weights", "counts"), made, strict=True))
+    on.dispatch(handle, tokens, layout=layout, bound=bound, out=out)
+    _last_handle += 1
+    _handles[_last_handle] = handle
+    return (*made, torch.full_like(order, _last_handle))
+
+
+def _combine(
+    rows: torch.Tensor, order: torch.Tensor, group: int, tokens: int, weighting: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    on = _group(group)
+    number = int(order.item())
+    handle = _handles.get(number)
+    if handle is None:
+        raise InvalidArgument(f"order is {number}; it must come from the dispatch that this combine answers")
+    out = on.combine(handle, rows, weighting=weighting)
+    del _handles[number]
+    return out, torch.zeros_like(order)
+
+
+_library.impl("dispatch", _dispatch, "CPU")
+_library.impl("combine", _combine, "CPU")
+
+
+@torch.library.register_fake("tokenway::dispatch", lib=_library)
+def _fake_dispatch(tokens, ids, weights, order, group, bound, layout):  # type: ignore[no-untyped-def]
+    return (*_received(_group(group), tokens, bound, layout), torch.empty_like(order))
+
+
+@torch.library.register_fake("tokenway::combine", lib=_library)
+def _fake_combine(rows, order, group, tokens, weighting):  # type: ignore[no-untyped-def]
+    on = _group(group)
+    dtype = getattr(torch, tensors.dtype_name(on.combine_dtype))
+    return rows.new_empty((tokens, on.combine_hidden), dtype=dtype), torch.empty_like(order)

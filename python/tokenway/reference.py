@@ -1,0 +1,341 @@
+"""The NumPy oracle: every rank of an exchange, simulated in one process.
+
+All other implementations must return the same bytes in the same places as this page does. It is
+written to be read, and knows nothing of windows, steps or backends.
+
+Letters: N ranks, E experts in all, L experts on one rank, T tokens of one rank (differs per rank),
+K ids per token, b the bound (T <= b on every rank), H the hidden size.
+
+    x = Exchange(ids, weights, experts=256, bound=128)       # ids[r]: [T_r, K]
+    recv = [dispatch_rank_major(x, r, [tokens]) for r in range(x.ranks)]
+    out = combine(x, [experts(r, recv[r]) for r in range(x.ranks)], weighting="topk")
+
+Bits: sums are float32 and start from the first term (so one term passes through, signed zero
+included); each multiplication and each addition is rounded to nearest even, none is fused. NaN
+stays NaN; its payload is not specified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray
+Placement = tuple[Array, Array]
+
+LAYOUTS = ("rank_major", "expert_major")
+WEIGHTINGS = ("none", "topk")
+DTYPES = tuple(np.dtype(d) for d in (np.float32, ml_dtypes.bfloat16, np.float16))
+
+
+# ---- placement -----------------------------------------------------------------------------------
+
+
+def contiguous_placement(experts: int, ranks: int) -> Placement:
+    """Where experts live by default: contiguous blocks, the first E mod N ranks hold one more.
+
+    Returns (rank [E] int32, slot [E] int32): the rank of each expert and its local slot there.
+    """
+    sizes = [experts // ranks + (r < experts % ranks) for r in range(ranks)]
+    rank = np.repeat(np.arange(ranks, dtype=np.int32), sizes)
+    slot = np.concatenate([np.arange(n, dtype=np.int32) for n in sizes])
+    return rank, slot
+
+
+def placement(experts: int, ranks: int, expert_map: Placement | None = None) -> Placement:
+    """`expert_map`, checked, or the contiguous placement. Returns (rank [E], slot [E]), int32.
+
+    Raises ValueError unless every rank is in 0..N-1 and the slots of each rank are 0..L-1.
+    """
+    if expert_map is None:
+        return contiguous_placement(experts, ranks)
+    rank, slot = (np.asarray(a, dtype=np.int32) for a in expert_map)
+    if rank.shape != (experts,) or slot.shape != (experts,):
+        raise ValueError(f"expert_map: shapes {rank.shape}, {slot.shape}; must be ({experts},)")
+    if experts and not (rank.min() >= 0 and rank.max() < ranks):
+        raise ValueError(f"expert_map: ranks {rank.min()}..{rank.max()}; allowed 0..{ranks - 1}")
+    for r in range(ranks):
+        if sorted(slot[rank == r]) != list(range(np.count_nonzero(rank == r))):
+            raise ValueError(f"expert_map: slots of rank {r} are {slot[rank == r]}; must be dense")
+    return rank, slot
+
+
+# ---- routing -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Where the tokens of one rank go; -1 stands for "none"."""
+
+    owner: Array  # [T, K] int32: rank that holds expert k of token t
+    goes: Array  # [T, N] bool: token t goes to rank d
+    slot: Array  # [T, N] int32: its slot there: earlier tokens of this rank that also go to d
+    position: Array  # [T, N] int32: index of d among the token's ranks, ascending
+    counts: Array  # [N] int32: tokens that go to d
+
+
+def route(ids: Array, rank_of: Array, ranks: int) -> Routing:
+    """Route one rank's tokens. ids: int [T, K], -1 = no expert; rank_of: int32 [E]."""
+    owner = np.append(rank_of, np.int32(-1))[ids]  # id -1 reads the -1 appended at the end
+    goes = (owner[:, :, None] == np.arange(ranks)).any(axis=1)
+    count = goes.astype(np.int32)
+    return Routing(
+        owner=owner,
+        goes=goes,
+        slot=np.where(goes, count.cumsum(axis=0, dtype=np.int32) - 1, np.int32(-1)),
+        position=np.where(goes, count.cumsum(axis=1, dtype=np.int32) - 1, np.int32(-1)),
+        counts=count.sum(axis=0, dtype=np.int32),
+    )
+
+
+def expert_rows(ids: Sequence[Array], experts: int) -> list[Array]:
+    """The row of every (source, token, k) in its expert's expert_major block.
+
+    Returns per source int32 [T, K]: how many earlier (source, token) pairs chose the same expert;
+    -1 where there is no expert.
+    """
+    base = np.zeros(experts + 1, np.int32)
+    rows = []
+    for of_source in ids:
+        chosen = np.zeros((len(of_source), experts + 1), np.int32)  # id -1 marks the last column
+        np.put_along_axis(chosen, of_source % (experts + 1), 1, axis=1)
+        earlier = base + chosen.cumsum(axis=0, dtype=np.int32) - chosen
+        row = np.take_along_axis(earlier, of_source % (experts + 1), axis=1)
+        rows.append(np.where(of_source < 0, np.int32(-1), row))
+        base = base + chosen.sum(axis=0, dtype=np.int32)
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """One routing of all ranks: what dispatch and combine need besides the rows.
+
+    ids: per rank int32 or int64 [T, K], -1 = no expert, an id at most once per token.
+    weights: per rank float32 [T, K], or None for all ones.
+    bound: b, at least every T. expert_map: (rank [E], slot [E]) or None for contiguous blocks.
+    id_space: received ids are "local" slots or "global" expert ids. invalid_id: stands in
+    received ids for no expert, an expert that lives elsewhere (local only), and empty rows.
+    """
+
+    ids: Sequence[Array]
+    weights: Sequence[Array] | None
+    experts: int
+    bound: int
+    expert_map: Placement | None = None
+    id_space: str = "local"
+    invalid_id: int = -1
+
+    def __post_init__(self) -> None:
+        """Refuse what no implementation accepts."""
+        _one_of("id_space", self.id_space, ("local", "global"))
+        if self.weights is not None and len(self.weights) != self.ranks:
+            raise ValueError(f"weights: {len(self.weights)} arrays; must be {self.ranks}")
+        for r, ids in enumerate(self.ids):
+            if ids.ndim != 2 or ids.shape[1] != self.top_k or ids.dtype not in (np.int32, np.int64):
+                raise ValueError(f"ids[{r}]: {ids.dtype} {ids.shape}; must be int32/64 [T, K]")
+            if len(ids) > self.bound:
+                raise ValueError(f"ids[{r}]: {len(ids)} tokens; allowed 0..{self.bound} (bound)")
+            for t, k in np.argwhere((ids < -1) | (ids >= self.experts))[:1]:
+                raise ValueError(f"ids[{r}][{t}, {k}]: {ids[t, k]}; allowed -1..{self.experts - 1}")
+            ordered = np.sort(ids, axis=1)
+            if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
+                raise ValueError(f"ids[{r}]: an id stands twice in one token")
+            if self.weight[r].shape != ids.shape or self.weight[r].dtype != np.float32:
+                raise ValueError(f"weights[{r}]: must be float32 {ids.shape}")
+
+    @property
+    def ranks(self) -> int:
+        """N."""
+        return len(self.ids)
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.ids[0].shape[1]
+
+    @cached_property
+    def placement(self) -> Placement:
+        """(rank [E], slot [E]), int32."""
+        return placement(self.experts, self.ranks, self.expert_map)
+
+    @cached_property
+    def weight(self) -> list[Array]:
+        """Per rank float32 [T, K]: the weights, or ones."""
+        if self.weights is None:
+            return [np.ones(ids.shape, np.float32) for ids in self.ids]
+        return list(self.weights)
+
+    @cached_property
+    def routing(self) -> list[Routing]:
+        """`route` of every rank."""
+        return [route(ids, self.placement[0], self.ranks) for ids in self.ids]
+
+    @cached_property
+    def expert_row(self) -> list[Array]:
+        """`expert_rows` of the exchange."""
+        return expert_rows(self.ids, self.experts)
+
+    def local_experts(self, rank: int) -> Array:
+        """Expert ids that live on `rank`, by local slot: int [L]."""
+        here = np.flatnonzero(self.placement[0] == rank)
+        return here[np.argsort(self.placement[1][here])]
+
+
+# ---- dispatch ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """What dispatch leaves at one rank; rows beyond `counts` are unspecified (here: zero).
+
+    rank_major: payloads [N, b, ...], counts [N] int32, ids [N, b, K], weights [N, b, K] float32.
+    expert_major: payloads [L, N*b, ...], counts [L] int32, ids [L, N*b], weights [L, N*b] float32.
+    ids have the type of the routing's ids; empty rows have ids = invalid_id and weights = 0.
+    """
+
+    payloads: list[Array]
+    counts: Array
+    ids: Array
+    weights: Array
+
+
+def dispatch_rank_major(x: Exchange, rank: int, payloads: Sequence[Sequence[Array]]) -> Received:
+    """Dispatch, as `rank` receives it: slot p of source s at [s, p].
+
+    payloads[i][s]: [T_s, ...], any dtype; the bytes are copied.
+    """
+    shape = (x.ranks, x.bound)
+    counts = np.array([r.counts[rank] for r in x.routing], np.int32)
+    ids = np.full((*shape, x.top_k), x.invalid_id, x.ids[0].dtype)
+    weights = np.zeros((*shape, x.top_k), np.float32)
+    received = [np.zeros(shape + of[0].shape[1:], of[0].dtype) for of in payloads]
+    for s, n in enumerate(counts):
+        tokens = np.flatnonzero(x.routing[s].goes[:, rank])  # ascending: token p is in slot p
+        known = x.ids[s][tokens] >= 0
+        if x.id_space == "local":
+            known = x.routing[s].owner[tokens] == rank
+        ids[s, :n] = np.where(known, _received_id(x, x.ids[s][tokens]), x.invalid_id)
+        weights[s, :n] = x.weight[s][tokens]
+        for out, of in zip(received, payloads, strict=True):
+            out[s, :n] = of[s][tokens]
+    return Received(received, counts, ids, weights)
+
+
+def dispatch_expert_major(x: Exchange, rank: int, payloads: Sequence[Sequence[Array]]) -> Received:
+    """Dispatch, as `rank` sees it by expert: rows of a local expert in (source, token) order.
+
+    payloads[i][s]: [T_s, ...], any dtype; a token stands once under each of its local experts.
+    """
+    shape = (len(x.local_experts(rank)), x.ranks * x.bound)
+    counts = np.zeros(shape[0], np.int32)
+    ids = np.full(shape, x.invalid_id, x.ids[0].dtype)
+    weights = np.zeros(shape, np.float32)
+    received = [np.zeros(shape + of[0].shape[1:], of[0].dtype) for of in payloads]
+    for s in range(x.ranks):
+        t, k = np.nonzero(x.routing[s].owner == rank)
+        expert = x.ids[s][t, k]
+        at = x.placement[1][expert], x.expert_row[s][t, k]
+        np.add.at(counts, at[0], 1)
+        ids[at] = _received_id(x, expert)
+        weights[at] = x.weight[s][t, k]
+        for out, of in zip(received, payloads, strict=True):
+            out[at] = of[s][t]
+    return Received(received, counts, ids, weights)
+
+
+def _received_id(x: Exchange, ids: Array) -> Array:
+    """Ids as a receiver reads them: global as sent, or local slots. Same shape; -1: any value."""
+    return ids if x.id_space == "global" else x.placement[1][ids]
+
+
+# ---- combine -------------------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")  # overflow to inf and inf - inf are results like any other
+def combine(
+    x: Exchange,
+    rows: Sequence[Array],
+    *,
+    layout: str = "rank_major",
+    weighting: str = "none",
+    wire: Any = None,
+    out: Any = None,
+    owners: Iterable[int] | None = None,
+) -> list[Array]:
+    """Combine, as all ranks (or only `owners`) receive it: per owner [T, H] of dtype `out`.
+
+    rows[r]: what rank r's experts returned, [N, b, H] (rank_major) or [L, N*b, H] (expert_major),
+    float32, bfloat16 or float16; rows beyond the counts are not read. `wire` is the dtype that
+    travels, `out` that of the result; both default to the dtype of the rows.
+
+    A token's partials are added over its ranks ascending, in float32, and rounded once to `out`;
+    a token without experts gives zeros.
+    """
+    wire, out = rows[0].dtype if wire is None else wire, rows[0].dtype if out is None else out
+    for name, dtype in (("rows", rows[0].dtype), ("wire", wire), ("out", out)):
+        _one_of(name, np.dtype(dtype), DTYPES)
+
+    def terms(owner: int) -> Iterable[tuple[Array, Array]]:
+        for r in range(x.ranks):
+            part = partial_rows(x, r, owner, rows[r], layout=layout, weighting=weighting, wire=wire)
+            yield np.flatnonzero(x.routing[owner].goes[:, r]), part.astype(np.float32)
+
+    hidden = rows[0].shape[-1]
+    owners = range(x.ranks) if owners is None else owners
+    return [_ordered_sum((len(x.ids[o]), hidden), terms(o)).astype(out) for o in owners]
+
+
+@np.errstate(all="ignore")
+def partial_rows(x: Exchange, rank: int, source: int, rows: Array, *, layout: str, weighting: str, wire: Any) -> Array:
+    """What `rank` sends back to `source`: [n, H] of dtype `wire`, row p for the token of slot p.
+
+    rank_major: the row is the sum over the local experts already; with topk it is multiplied by
+    the sum of the token's local weights. expert_major: the rows of the token's local experts, with
+    topk each times its weight, are added. Both sums run over k ascending.
+    """
+    _one_of("layout", layout, LAYOUTS)
+    _one_of("weighting", weighting, WEIGHTINGS)
+    tokens = np.flatnonzero(x.routing[source].goes[:, rank])
+    here = x.routing[source].owner[tokens] == rank
+    weights = x.weight[source][tokens]
+    per_k = [(k, np.flatnonzero(here[:, k])) for k in range(x.top_k)]
+
+    if layout == "rank_major":
+        part = rows[source, : len(tokens)].astype(np.float32)
+        if weighting == "topk":
+            local = ((at, weights[at, k, None]) for k, at in per_k)
+            part = _ordered_sum((len(tokens), 1), local) * part
+        return part.astype(wire)
+
+    def terms() -> Iterable[tuple[Array, Array]]:
+        for k, at in per_k:
+            t = tokens[at]
+            row = rows[x.placement[1][x.ids[source][t, k]], x.expert_row[source][t, k]]
+            row = row.astype(np.float32)
+            yield at, row if weighting == "none" else weights[at, k, None] * row
+
+    return _ordered_sum((len(tokens), rows.shape[-1]), terms()).astype(wire)
+
+
+def _ordered_sum(shape: tuple[int, int], terms: Iterable[tuple[Array, Array]]) -> Array:
+    """Add terms in order, float32, each row from its first term on: float32 `shape`.
+
+    terms: (at, term): int [n] distinct rows and float32 [n, shape[1]]. Rows with no term are zero.
+    """
+    total = np.zeros(shape, np.float32)
+    started = np.zeros((shape[0], 1), bool)
+    for at, term in terms:
+        total[at] = np.where(started[at], total[at] + term, term)
+        started[at] = True
+    return total
+
+
+def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Raise ValueError unless `value` is allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}: {value!r}; allowed: {', '.join(map(str, allowed))}")
