@@ -189,7 +189,8 @@ typedef struct {
   int64_t elements;  // >= 1
 } twPayload_t;
 
-// The same on every rank; twGroupCreate finds differences and names them.
+// The same on every rank, but for sm_limit and the allocator; twGroupCreate finds differences and names
+// them.
 typedef struct {
   size_t size;
   twMode_t mode;

@@ -263,6 +263,3 @@ def environment() -> list[tuple[str, str, str]]:
     while lib.twEnvironment(len(variables), byref(name), byref(value), byref(doc)) == 0:
         variables.append((name.value.decode(), value.value.decode(), doc.value.decode()))
     return variables
-
-
-__all__ = ["c_uint32", "check", "environment", "lib", "library_path", "error_of", "read_record"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref, c_int32, c_size_t, c_void_p
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenway import _native, tensors
 from tokenway.comm import Comm, expert_map_arrays
-from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage
+from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, TokenwayError
 
 Tensor = Any  # np.ndarray or torch.Tensor
 Result = TypeVar("Result")
@@ -95,17 +95,24 @@ class Pending(Generic[Result]):
         self._handle = handle
         self._combining = combining
         self._result = result
-        self._keep = keep  # tensors that the C library reads or writes until the call is complete
-        self._done = False
+        # Tensors that the C library reads or writes until the call is complete; None from then on.
+        self._keep: tuple[Any, ...] | None = keep
+        self._error: TokenwayError | None = None
 
     def hook(self) -> None:
-        """Receives; does nothing if that is done."""
-        if not self._done:
-            self._done = True
-            self._handle.group._complete(self._handle)
-            self._keep = ()
-            if self._combining:
-                self._handle.leased = False
+        """Receives; does nothing if that is done, but for raising again what it raised then."""
+        if self._keep is not None:
+            self._keep, kept = None, self._keep
+            try:
+                self._handle.group._complete(self._handle)
+            except TokenwayError as error:
+                self._error = error
+            else:
+                if self._combining:
+                    self._handle.leased = False
+            del kept
+        if self._error is not None:
+            raise self._error
 
     def result(self) -> Result:
         """Receives if that is not done, and returns what the call without `send_only` would have returned."""
@@ -284,7 +291,7 @@ class Group:
         BoundMismatch, GroupFinished.
         """
         self._free_finished()
-        b = self.max_tokens if bound is None else _small(bound, 1, self.max_tokens)
+        b = self.max_tokens if bound is None else _int32(bound) or -2
         given = dict(out) if isinstance(out, Mapping) else {} if out is None else {"tokens": out}
         if layout == "expert_major":
             self._add_expert_major_out(b, given, tokens)
@@ -296,7 +303,7 @@ class Group:
             tensor = given.get(name)
             slot.clear() if tensor is None else slot.set(tensor)
         self._in.bound = b
-        self._in.lane = -1 if lane is None else _small(lane, 0, _native.MAX_LANES)
+        self._in.lane = -1 if lane is None else _int32(lane) if lane != -1 else -2
         self._in.send_only = 1 if send_only else 0
         self._out.layout = _native.LAYOUTS.get(layout, -1)
         result = _native.lib.twDispatch(self.pointer, getattr(handle, "pointer", None), *self._addresses[:2])
@@ -432,7 +439,9 @@ class Group:
 
     def _add_expert_major_out(self, b: int, made: dict[str, Tensor], like: Tensor) -> None:
         """New tensors for what the caller has not given: there is no window to view by expert."""
-        lead = (self.num_local_experts, self.nranks * max(b, 0))
+        if not 0 < b <= self.max_tokens:
+            return  # refused anyway
+        lead = (self.num_local_experts, self.nranks * b)
         for name, payload in self._payload_specs.items():
             if made.get(name) is None:
                 made[name] = tensors.empty((*lead, payload.elements), tensors.dtype_name(payload.dtype), like)
@@ -474,10 +483,11 @@ class Group:
         return found
 
 
-def _small(value: Any, low: int, high: int) -> int:
-    """An argument for a 32-bit field. What cannot be right becomes -2, which the C library refuses in every such field:
+def _int32(value: Any) -> int:
+    """An argument for a 32-bit field. What does not fit becomes -2, which the C library refuses in every such field:
     the call still reaches it, so that peers are told."""
-    return int(value) if isinstance(value, (int, np.integer)) and low <= value <= high else -2
+    fits = isinstance(value, (int, np.integer)) and -(2**31) <= value < 2**31
+    return int(value) if fits else -2
 
 
 def as_payload(value: Payload | tuple[int, Any]) -> Payload:
@@ -567,6 +577,3 @@ def window_bytes(nranks: int, **settings: Any) -> WindowBytes:
         bytes_.combine_row,
         bytes_.expert_buffers,
     )
-
-
-ExpertFunction = Callable[[Received], Tensor]

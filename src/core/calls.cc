@@ -115,8 +115,9 @@ Status finish_dispatch(twGroup& group, twHandle& handle) {
   group.lanes[call.at.lane].pending = false;
   handle.pending = Pending::kNone;
   handle.dispatched = end.code == twSuccess;
-  // Leases must follow from the calls alone (S5). A blocking dispatch that fails does so in the same call on all ranks. A
-  // send_only one fails here, in twComplete, where a rank that refused it never comes: so the lane stays held on both.
+  // Leases must follow from the calls alone (S5). A blocking dispatch that fails does so in the same call on all ranks.
+  // A send_only one fails here, in twComplete, where a rank that refused it never comes: so the lane stays held on
+  // both.
   if (!handle.dispatched && !call.send_only) give_back(group, handle);
   return conclude(group, twPhaseDispatch, call.at, static_cast<uint32_t>(call.bound), end);
 }

@@ -133,6 +133,9 @@ void each_shared_field(const twGroupConfig_t& given, uint32_t first_step, Visit&
   visit("combine_elements", given.combine_elements);
   visit("lanes", given.lanes);
   visit("timeout_ms", given.timeout_ms);
+  visit("id_dtype", given.id_dtype);
+  visit("id_space", given.id_space);
+  visit("invalid_id", given.invalid_id);
   visit("TOKENWAY_FIRST_STEP", first_step);
 }
 

@@ -110,19 +110,31 @@ Status agree(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, T
   return {};
 }
 
-// The part of /proc/meminfo that a new window may take.
+// The number in a file of one line; UINT64_MAX for "max", or where there is no such file.
+uint64_t read_limit(const char* path) {
+  unsigned long long value = UINT64_MAX;
+  if (std::FILE* const file = std::fopen(path, "r")) {
+    if (std::fscanf(file, "%llu", &value) != 1) value = UINT64_MAX;
+    std::fclose(file);
+  }
+  return value;
+}
+
+// Memory that new windows may take: the host's, and within the container's limit. UINT64_MAX if neither is known.
 uint64_t free_memory() {
-  uint64_t kib = 0;
-  if (std::FILE* file = std::fopen("/proc/meminfo", "r")) {
+  uint64_t free = UINT64_MAX;
+  if (std::FILE* const file = std::fopen("/proc/meminfo", "r")) {
     char line[256];
+    unsigned long long kib = 0;
     while (std::fgets(line, sizeof line, file) != nullptr) {
-      unsigned long long value = 0;
-      if (std::sscanf(line, "MemAvailable: %llu kB", &value) == 1) kib = value;
+      if (std::sscanf(line, "MemAvailable: %llu kB", &kib) == 1) free = kib * 1024;
     }
     std::fclose(file);
   }
-  if (kib == 0) return UINT64_MAX;  // not known: let the allocation decide
-  return kib * 1024;
+  const uint64_t limit = read_limit("/sys/fs/cgroup/memory.max");
+  const uint64_t used = read_limit("/sys/fs/cgroup/memory.current");
+  if (limit != UINT64_MAX && used <= limit) free = std::min(free, limit - used);
+  return free;
 }
 
 Status check_memory(const GroupConfig& config, int32_t ranks) {

@@ -68,8 +68,8 @@ Status check_usable(twGroup& group, twPhase_t phase);
 // Makes an error of the group, tells the peers, and returns it as a sentence.
 Status finish_group(twGroup& group, twErrorRecord_t record);
 
-// The exchange; arguments have been checked. `lane` is the caller's wish, -1 for the next free one; call->at becomes the
-// place of the step, lane -1 if none was begun.
+// The exchange; arguments have been checked. `lane` is the caller's wish, -1 for the next free one; call->at becomes
+// the place of the step, lane -1 if none was begun.
 Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t lane, bool send_only);
 Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_only);
 Status complete(twGroup& group, twHandle& handle);

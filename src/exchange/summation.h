@@ -68,9 +68,9 @@ inline F16 narrow<F16>(float value) {
   return {static_cast<uint16_t>(sign | half)};
 }
 
-// Adds terms [weights[j] *] rows[j][i], j ascending, to sum[i]; kFirst: they are the first, and sum[i] is not read. Sums
-// of many terms are made of several calls. The number of terms is known when compiled, so that a sum stays in a register
-// while they are added.
+// Adds terms [weights[j] *] rows[j][i], j ascending, to sum[i]; kFirst: they are the first, and sum[i] is not read.
+// Sums of many terms are made of several calls. The number of terms is known when compiled, so that a sum stays in a
+// register while they are added.
 template <int kTerms, bool kFirst, bool kWeighted, class In>
 [[gnu::always_inline]] inline void add_terms(float* sum, const In* const* rows, const float* weights, int64_t n) {
   const In* row[kTerms];  // copies that no store to sum can touch, or loops would not vectorise

@@ -1,0 +1,94 @@
+# Tokenway: everything that one does in a checkout. `make` lists the targets.
+#
+#   TOKENWAY_CUDA=AUTO|ON|OFF   for build        ARGS="..."   for bench
+#   TORCH=0, TW_STRICT=1 and others: scripts/setup.sh
+
+SHELL := /bin/bash
+PY    := $(CURDIR)/.venv/bin/python
+CMAKE := $(CURDIR)/.venv/bin/cmake
+NINJA := $(CURDIR)/.venv/bin/ninja
+SETUP := scripts/setup.sh
+STAGE := scripts/stage.sh
+TOKENWAY_CUDA ?= AUTO
+MAKEFLAGS += --no-print-directory
+
+export TSAN_OPTIONS  := halt_on_error=1:second_deadlock_stack=1
+export UBSAN_OPTIONS := print_stacktrace=1
+export ASAN_OPTIONS  := detect_stack_use_after_return=1
+# What the caller's shell carries must not change what is built or tested.
+unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTEST_ADDOPTS CFLAGS CXXFLAGS CPPFLAGS LDFLAGS DESTDIR
+unexport LD_PRELOAD $(filter-out TOKENWAY_CUDA,$(filter CMAKE_% TOKENWAY_% SKBUILD_%,$(.VARIABLES)))
+
+# Development runs the package from the tree, the library from build/; test_wheel.sh installs.
+TREE := PYTHONPATH=$(CURDIR)/python TOKENWAY_LIBRARY=$(CURDIR)/build/libtokenway.so
+CONFIGURE = $(CMAKE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(NINJA) -S .
+CXX_FILES = $(shell find src include tests examples -regex '.*\.\(c\|cc\|h\|cu\|cuh\)')
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+build:  ## the library, into build/
+	@$(SETUP) run
+	@$(CONFIGURE) -B build -DTOKENWAY_TESTS=OFF -DTOKENWAY_CUDA=$(TOKENWAY_CUDA)
+	@$(CMAKE) --build build
+
+run: build  ## a small MoE job, end to end
+	@$(TREE) $(PY) examples/main_job.py README.md
+
+bench: build  ## measure dispatch and combine (ARGS="--help" says what can be asked)
+	@$(TREE) $(PY) -m tokenway.cli bench $(ARGS)
+
+test:  ## everything: C++ plain and under sanitizers, models, Python, mutations, the wheel
+	@$(SETUP) run test
+	@$(STAGE) "build" $(MAKE) build
+	@$(MAKE) test-cc
+	@$(STAGE) "models (spin)" $(PY) spec/run.py
+	@$(TREE) $(STAGE) "Python tests" $(PY) -m pytest tests/py
+	@$(TREE) $(STAGE) "mutations" $(PY) tests/mutations/run.py
+	@$(STAGE) "wheel" tests/wheel/test_wheel.sh
+
+# setarch -R: ThreadSanitizer of GCC 12 cannot map its shadow under much address randomisation.
+RUN_TESTS = tokenway_tests --gtest_brief=1
+FIXED     = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+test-cc:  ## the C++ tests in three builds: plain, thread, address and undefined
+	@$(SETUP) run test
+	@$(STAGE) "C++ tests: build" $(MAKE) build/test
+	@$(STAGE) "C++ tests" build/test/$(RUN_TESTS)
+	@$(STAGE) "C++ tests, thread sanitizer: build" $(MAKE) build/tsan
+	@$(STAGE) "C++ tests, thread sanitizer" $(FIXED) build/tsan/$(RUN_TESTS)
+	@$(STAGE) "C++ tests, address and undefined sanitizers: build" $(MAKE) build/asan
+	@$(STAGE) "C++ tests, address and undefined sanitizers" build/asan/$(RUN_TESTS)
+
+build/test: TREE_FLAGS = -DCMAKE_BUILD_TYPE=Release
+build/tsan: TREE_FLAGS = -DCMAKE_BUILD_TYPE=Debug -DTOKENWAY_SANITIZE=thread
+build/asan: TREE_FLAGS = -DCMAKE_BUILD_TYPE=Debug -DTOKENWAY_SANITIZE=address,undefined
+build/test build/tsan build/asan:
+	@$(CONFIGURE) -B $@ --log-level=NOTICE -DTOKENWAY_TESTS=ON -DTOKENWAY_CUDA=OFF $(TREE_FLAGS)
+	@$(CMAKE) --build $@ --target tokenway_tests
+
+spec:  ## check the protocol's models
+	@$(SETUP) run spec
+	@$(STAGE) "models (spin)" $(PY) spec/run.py
+
+lint:  ## style, formatting and the rules of the tree
+	@$(SETUP) lint
+	@$(STAGE) "ruff check" $(PY) -m ruff check .
+	@$(STAGE) "ruff format" $(PY) -m ruff format --check .
+	@$(STAGE) "clang-format" .venv/bin/clang-format --dry-run -Werror $(CXX_FILES)
+	@$(STAGE) "rules of the tree" $(PY) scripts/check_tree.py
+
+format:  ## put the formatting right
+	@$(SETUP) lint
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+	@.venv/bin/clang-format -i $(CXX_FILES)
+
+test-gpu bench-gpu:
+	@echo "$@: this version has no GPU backend" >&2; exit 1
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+.PHONY: help build run bench test test-cc build/test build/tsan build/asan spec lint format \
+	test-gpu bench-gpu clean

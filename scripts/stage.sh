@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Runs one stage of a make target: heading, command, elapsed seconds.
+#
+#   scripts/stage.sh "title" command arguments...
+#
+# A stage that hangs is ended after TW_STAGE_TIMEOUT seconds (default 1800) and fails.
+set -uo pipefail
+title=$1
+shift
+if [[ -t 1 ]]; then bold=$'\e[1m' red=$'\e[31m' off=$'\e[0m'; else bold='' red='' off=''; fi
+
+printf '\n%s==> %s%s\n' "$bold" "$title" "$off"
+# timeout makes a process group of its own, out of the terminal's reach: pass on what ends us.
+timeout --verbose --kill-after=30 "${TW_STAGE_TIMEOUT:-1800}" "$@" &
+trap 'kill -TERM $! 2> /dev/null' INT TERM
+wait $!
+status=$?
+if [[ $status == 0 ]]; then
+  printf '%s<== %s: ok, %d s%s\n' "$bold" "$title" "$SECONDS" "$off"
+else
+  printf '%s<== %s: FAILED (exit %d), %d s%s\n' "$bold$red" "$title" "$status" "$SECONDS" "$off" >&2
+fi
+exit "$status"
