@@ -26,8 +26,10 @@ from tokenway.errors import (
     TokenwayError,
     Unsupported,
 )
-from tokenway.group import Group, Handle, Payload, Pending, Received, WindowBytes, window_bytes
+from tokenway.group import Group
+from tokenway.handle import Handle, Pending, Received
 from tokenway.launch import Outcome, Ranks, run
+from tokenway.settings import Payload, WindowBytes, window_bytes
 
 _number = _lib.twVersion()
 __version__ = f"{_number // 10000}.{_number // 100 % 100}.{_number % 100}"

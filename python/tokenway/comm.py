@@ -6,12 +6,12 @@ import ctypes
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
 from ctypes import byref, c_int32, c_void_p
 from typing import Any
 
 from tokenway import _native
 from tokenway.errors import InvalidArgument, Unsupported
+from tokenway.settings import milliseconds
 
 # What the package's own launcher tells its processes.
 RANK, NRANKS, ADDRESS = "TOKENWAY_RANK", "TOKENWAY_NRANKS", "TOKENWAY_ADDRESS"
@@ -69,9 +69,7 @@ class Comm:
 def _config(timeout: float | None) -> _native.CommConfig:
     config = _native.CommConfig()
     if timeout is not None:
-        if not 0.001 <= timeout <= 2e6:
-            raise InvalidArgument(f"timeout is {timeout}; it must be from 0.001 to 2e6 seconds")
-        config.timeout_ms = round(timeout * 1000)
+        config.timeout_ms = milliseconds(timeout)
     return config
 
 
@@ -159,15 +157,3 @@ def _connect_torch(process_group: Any, timeout: float | None) -> Comm:
             "ranks of one host only"
         )
     return Comm.shm(rank, nranks, all_ranks[0][2], timeout)
-
-
-def expert_map_arrays(expert_map: Sequence[Any] | None) -> tuple[Any, Any]:
-    """(rank[E], slot[E]) as contiguous int32 arrays, or (None, None)."""
-    import numpy as np
-
-    if expert_map is None:
-        return None, None
-    if len(expert_map) != 2:
-        raise InvalidArgument(f"expert_map has {len(expert_map)} parts; it must be (rank[E], slot[E])")
-    rank, slot = (np.ascontiguousarray(part, dtype=np.int32) for part in expert_map)
-    return rank, slot

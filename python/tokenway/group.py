@@ -1,177 +1,21 @@
-"""Groups and handles: route, dispatch, combine."""
+"""Groups: route, dispatch, combine."""
 
 from __future__ import annotations
 
 import ctypes
 import warnings
 from collections.abc import Mapping, Sequence
-from ctypes import byref, c_int32, c_size_t, c_void_p
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from ctypes import byref, c_size_t, c_void_p
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from tokenway import _native, tensors
-from tokenway.comm import Comm, expert_map_arrays
-from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, TokenwayError
-
-Tensor = Any  # np.ndarray or torch.Tensor
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Payload:
-    """A tensor that travels beside the tokens: `elements` values of `dtype` per token, copied and never interpreted."""
-
-    elements: int
-    dtype: Any
-
-
-@dataclass(frozen=True)
-class WindowBytes:
-    """What a group takes, in bytes per rank. `expert_buffers` is 2 * E * B * row, a design with a place per expert."""
-
-    window: int
-    per_lane: int
-    dispatch_row: int
-    combine_row: int
-    expert_buffers: int
-
-
-class Received:
-    """What a dispatch brought to this rank.
-
-    N ranks, b the call's bound, K ids per token, L experts of this rank, H elements per row:
-
-    ============  ==================  =======================  =============
-    field         rank_major          expert_major             dtype
-    ============  ==================  =======================  =============
-    tokens        [N, b, H]           [L, N*b, H]              the group's
-    payloads[x]   [N, b, elements]    [L, N*b, elements]       the payload's
-    ids           [N, b, K]           [L, N*b]                 id_dtype
-    weights       [N, b, K]           [L, N*b]                 float32
-    counts        [N] per source      [L] per expert           int32
-    offsets       [N + 1]             [L + 1]                  int32
-    ============  ==================  =======================  =============
-
-    Rows beyond the counts hold nothing of use; ids are invalid_id and weights 0 there. offsets are the running sums
-    of counts. In rank_major, tokens and payloads are views of the window, valid until the next step on the lane
-    begins: the combine of the same handle may read them, later calls may not. The other fields live as long as the
-    handle is not dispatched again.
-    """
-
-    __slots__ = ("counts", "handle", "ids", "layout", "payloads", "tokens", "weights")
-
-    def __init__(
-        self,
-        handle: Handle,
-        layout: str,
-        tokens: Tensor,
-        payloads: dict[str, Tensor],
-        ids: Tensor,
-        weights: Tensor,
-        counts: Tensor,
-    ):
-        self.handle = handle
-        self.layout = layout
-        self.tokens = tokens
-        self.payloads = payloads
-        self.ids = ids
-        self.weights = weights
-        self.counts = counts
-
-    @property
-    def offsets(self) -> Tensor:
-        """[N + 1] or [L + 1] int32: running sums of counts, from 0."""
-        offsets = np.zeros(len(self.counts) + 1, np.int32)
-        np.cumsum(np.asarray(self.counts), out=offsets[1:])
-        return tensors.to_torch(offsets) if tensors.is_torch(self.counts) else offsets
-
-
-class Pending(Generic[Result]):
-    """A `send_only` call under way: everything is sent, nothing received yet."""
-
-    def __init__(self, handle: Handle, result: Result, keep: tuple[Any, ...], combining: bool = False):
-        self._handle = handle
-        self._combining = combining
-        self._result = result
-        # Tensors that the C library reads or writes until the call is complete; None from then on.
-        self._keep: tuple[Any, ...] | None = keep
-        self._error: TokenwayError | None = None
-
-    def hook(self) -> None:
-        """Receives; does nothing if that is done, but for raising again what it raised then."""
-        if self._keep is not None:
-            self._keep, kept = None, self._keep
-            try:
-                self._handle.group._complete(self._handle)
-            except TokenwayError as error:
-                self._error = error
-            else:
-                if self._combining:
-                    self._handle.leased = False
-            del kept
-        if self._error is not None:
-            raise self._error
-
-    def result(self) -> Result:
-        """Receives if that is not done, and returns what the call without `send_only` would have returned."""
-        self.hook()
-        return self._result
-
-
-class Handle:
-    """One routing, cached: made by `Group.route`, used by any number of dispatches and combines.
-
-    Leases a lane from a dispatch to its combine. Ranks must lease and give back in the same order, so garbage
-    collection never does: `combine` or `release` a handle that was dispatched.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_memory",
-        "bound",
-        "group",
-        "layout",
-        "leased",
-        "pointer",
-        "tokens",
-    )
-
-    def __init__(self, group: Group, pointer: int, tokens: int, memory: Any):
-        self.group = group
-        self.pointer = pointer
-        self.tokens = tokens
-        self.layout = "rank_major"
-        self.bound = 0
-        self.leased = False
-        self._memory = memory
-
-    def update(self, ids: Tensor, weights: Tensor | None = None) -> None:
-        """Replaces the routing, as `Group.route` would make it. Refused while a lane is leased."""
-        group = self.group
-        args = group._routing_args(ids, weights)
-        _native.check(_native.lib.twHandleUpdate(self.pointer, *args))
-        self.tokens = int(ids.shape[0])
-
-    def release(self) -> None:
-        """Gives the lane of a dispatch back without a combine, at all ranks at the same place in their calls."""
-        _native.check(_native.lib.twHandleRelease(self.pointer))
-        self.leased = False
-
-    def num_recv_tokens(self) -> tuple[np.ndarray, int]:
-        """([N] int32 rows received from each rank by the last dispatch, their sum)."""
-        counts = (c_int32 * self.group.nranks)()
-        total = c_int32()
-        _native.check(_native.lib.twHandleNumRecvTokens(self.pointer, counts, byref(total)))
-        return np.array(counts, np.int32), total.value
-
-    def __del__(self) -> None:
-        # Freed by the group's own thread, at its next call. A leased lane stays leased until the group is closed.
-        if not self.leased:
-            self.group._finished_handles.append((self.pointer, self._memory))
-        elif self._memory is not None:
-            self.group._kept_memory.append(self._memory)
+from tokenway.comm import Comm
+from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage
+from tokenway.handle import Handle, Pending, Received, Tensor
+from tokenway.settings import Payload, Settings, WindowBytes, make_config, window_bytes
 
 
 class Group:
@@ -207,38 +51,53 @@ class Group:
         id_space: str = "local",
         invalid_id: int = -1,
     ):
-        settings = dict(locals())
-        del settings["self"], settings["comm"]
+        settings = Settings(
+            experts=experts,
+            top_k=top_k,
+            hidden=hidden,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            payloads=payloads,
+            combine_dtype=combine_dtype,
+            combine_hidden=combine_hidden,
+            expert_map=expert_map,
+            lanes=lanes,
+            timeout=timeout,
+            id_dtype=id_dtype,
+            id_space=id_space,
+            invalid_id=invalid_id,
+        )
         pointer = c_void_p()
-        config, keep = make_config(**settings)
+        config, keep = make_config(settings)
         _native.check(_native.lib.twGroupCreate(byref(pointer), comm.pointer, byref(config)))
         del keep
         self._adopt(comm, pointer.value or 0, settings)
 
-    def _adopt(self, comm: Comm, pointer: int, settings: dict[str, Any]) -> None:
+    def _adopt(self, comm: Comm, pointer: int, settings: Settings) -> None:
         """Takes a group of the C library over: this is what __init__ and shrink have in common."""
         self.comm = comm
         self._pointer: int | None = pointer
-        self._settings = settings
-        self.experts: int = settings["experts"]
-        self.top_k: int = settings["top_k"]
-        self.hidden: int = settings["hidden"]
-        self.max_tokens: int = settings["max_tokens"]
-        self.dtype = tensors.dtype_name(settings["dtype"])
-        self.combine_hidden: int = settings["combine_hidden"] or self.hidden
-        self.combine_dtype = _combine_dtype(settings)
-        self.id_dtype = tensors.dtype_name(settings["id_dtype"])
-        self._payload_specs = {"tokens": Payload(self.hidden, self.dtype)} | {
-            name: as_payload(value) for name, value in (settings["payloads"] or {}).items()
-        }
+        self.settings = settings
+        self.experts = settings.experts
+        self.top_k = settings.top_k
+        self.hidden = settings.hidden
+        self.max_tokens = settings.max_tokens
+        self.dtype = tensors.dtype_name(settings.dtype)
+        self.combine_hidden = settings.hidden if settings.combine_hidden is None else settings.combine_hidden
+        self.combine_dtype = settings.combine_dtype_name()
+        self.id_dtype = tensors.dtype_name(settings.id_dtype)
+        self._payload_specs = settings.all_payloads()
         info = _native.GroupInfo()
         _native.check(_native.lib.twGroupInfo(pointer, byref(info)))
         self.rank: int = info.rank
         self.nranks: int = info.nranks
         self.num_local_experts: int = info.num_local_experts
         self.comm_ranks: list[int] = list(info.comm_ranks[: info.nranks])
+        size = c_size_t()
+        _native.check(_native.lib.twHandleMemBytes(pointer, byref(size)))
+        self.handle_bytes = size.value  # of memory for one handle's arrays
         self._finished_handles: list[tuple[int, Any]] = []
-        self._kept_memory: list[Any] = []
+        self._leased_forever: list[tuple[int, Any]] = []
         self._views: dict[Any, Tensor] = {}
         # Structs and descriptors for call after call: a group is for one thread at a time.
         self._in, self._out = _native.DispatchInput(), _native.DispatchOutput()
@@ -258,14 +117,16 @@ class Group:
     def route(self, ids: Tensor, weights: Tensor | None = None, *, memory: Tensor | None = None) -> Handle:
         """Caches a routing. ids: [T, K] int32 or int64, -1 for "no expert", each id at most once per token;
         weights: [T, K] float32, or None for all 1. Both are copied. memory: a contiguous uint8 tensor of
-        `handle_bytes` for the handle's arrays, 64-byte aligned; None: the library allocates. Not collective.
+        `handle_bytes` for the handle's arrays, 64-byte aligned (default: a new one). Not collective.
         Errors: InvalidArgument names token, k and value."""
         self._free_finished()
-        pointer = c_void_p()
-        block = None if memory is None else tensors.describe(memory)[0]
-        if memory is not None and memory.nbytes < self.handle_bytes:
+        if memory is None:
+            memory = tensors.aligned_bytes(self.handle_bytes)
+        elif memory.nbytes < self.handle_bytes:
             raise InvalidArgument(f"memory has {memory.nbytes} bytes; it must have {self.handle_bytes}")
+        pointer = c_void_p()
         args = self._routing_args(ids, weights)
+        block = tensors.describe(memory)[0]
         _native.check(_native.lib.twHandleCreate(byref(pointer), self.pointer, *args, block))
         return Handle(self, pointer.value or 0, int(ids.shape[0]), memory)
 
@@ -360,8 +221,8 @@ class Group:
         the default placement, but for `changes` (keywords of Group). This group stays to be closed. Raises Excluded
         on a rank that the others have given up.
         """
-        settings = self._settings | {"expert_map": None} | changes
-        config, keep = make_config(**settings)
+        settings = replace(self.settings, **({"expert_map": None} | changes))
+        config, keep = make_config(settings)
         survivors = c_void_p()
         _native.check(_native.lib.twGroupShrink(self.pointer, byref(config), byref(survivors)), self._pointer)
         del keep
@@ -376,7 +237,7 @@ class Group:
             _native.check(_native.lib.twGroupDestroy(self._pointer))
             self._pointer = None
             self._finished_handles.clear()
-            self._kept_memory.clear()
+            self._leased_forever.clear()
 
     def __enter__(self) -> Group:
         return self
@@ -410,16 +271,9 @@ class Group:
         record = _native.read_record(self.pointer)
         return None if record.result == "twSuccess" else record
 
-    @property
-    def handle_bytes(self) -> int:
-        """Bytes of memory for one handle's arrays."""
-        size = c_size_t()
-        _native.check(_native.lib.twHandleMemBytes(self.pointer, byref(size)))
-        return size.value
-
     def window_bytes(self) -> WindowBytes:
         """What this group takes per rank."""
-        return window_bytes(self.nranks, **self._settings)
+        return window_bytes(self.nranks, **vars(self.settings))
 
     # ---------------------------------------------------------------------------------------------------- internals
 
@@ -444,7 +298,7 @@ class Group:
         lead = (self.num_local_experts, self.nranks * b)
         for name, payload in self._payload_specs.items():
             if made.get(name) is None:
-                made[name] = tensors.empty((*lead, payload.elements), tensors.dtype_name(payload.dtype), like)
+                made[name] = tensors.empty((*lead, payload.elements), payload.dtype, like)
         if made.get("ids") is None:
             made["ids"] = tensors.empty(lead, self.id_dtype, like)
         if made.get("weights") is None:
@@ -455,24 +309,21 @@ class Group:
         for name, slot in self._out_slots.items():
             if given.get(name) is not None:
                 continue
-            if name == "counts":
-                shape, kind = (
-                    (self.nranks if layout == "rank_major" else self.num_local_experts,),
-                    "int32",
-                )
-            elif name == "ids":
-                shape, kind = (*lead, self.top_k), self.id_dtype
-            elif name == "weights":
-                shape, kind = (*lead, self.top_k), "float32"
-            else:
+            if name in self._payload_specs:
                 payload = self._payload_specs[name]
-                shape, kind = (*lead, payload.elements), tensors.dtype_name(payload.dtype)
-            given[name] = self._view(slot.pointer(), shape, kind, torch)
+                given[name] = self._view(slot.pointer(), (*lead, payload.elements), payload.dtype, torch)
+                continue
+            if name == "counts":
+                shape = (self.nranks if layout == "rank_major" else self.num_local_experts,)
+            else:
+                shape = (*lead, self.top_k)
+            kind = {"counts": "int32", "ids": self.id_dtype, "weights": "float32"}[name]
+            given[name] = handle.view(slot.pointer(), shape, kind, torch)
         extra = {name: given[name] for name in self._payload_specs if name != "tokens"}
         return Received(handle, layout, given["tokens"], extra, given["ids"], given["weights"], given["counts"])
 
     def _view(self, pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Tensor:
-        """A view of the library's memory; there are few, so they are kept: making one costs more than a small copy."""
+        """A view of the window; there are few, so they are kept: making one takes longer than a small copy."""
         key = (pointer, shape, name, torch)
         found = self._views.get(key)
         if found is None:
@@ -488,92 +339,3 @@ def _int32(value: Any) -> int:
     the call still reaches it, so that peers are told."""
     fits = isinstance(value, (int, np.integer)) and -(2**31) <= value < 2**31
     return int(value) if fits else -2
-
-
-def as_payload(value: Payload | tuple[int, Any]) -> Payload:
-    """A Payload from what users may write for one."""
-    return value if isinstance(value, Payload) else Payload(*value)
-
-
-def _combine_dtype(settings: Mapping[str, Any]) -> str:
-    if settings["combine_dtype"] is not None:
-        return tensors.dtype_name(settings["combine_dtype"])
-    name = tensors.dtype_name(settings["dtype"])
-    return name if name in ("float32", "bfloat16", "float16") else "bfloat16"
-
-
-def make_config(
-    *,
-    experts: int,
-    top_k: int,
-    hidden: int,
-    max_tokens: int,
-    dtype: Any = "bfloat16",
-    payloads: Mapping[str, Payload | tuple[int, Any]] | None = None,
-    combine_dtype: Any = None,
-    combine_hidden: int | None = None,
-    expert_map: Sequence[Any] | None = None,
-    lanes: int = 1,
-    timeout: float | None = None,
-    id_dtype: Any = "int32",
-    id_space: str = "local",
-    invalid_id: int = -1,
-) -> tuple[_native.GroupConfig, Any]:
-    """Group's settings as the C struct, and what must outlive it."""
-    config = _native.GroupConfig()
-    config.mode = _native.LOW_LATENCY
-    config.num_experts = fit("experts", experts)
-    config.top_k = fit("top_k", top_k)
-    config.max_tokens = fit("max_tokens", max_tokens)
-    extra = [as_payload(value) for value in (payloads or {}).values()]
-    if len(extra) >= _native.MAX_PAYLOADS:
-        raise InvalidArgument(f"payloads has {len(extra)} entries; it must have at most {_native.MAX_PAYLOADS - 1}")
-    if payloads and not {"tokens", "ids", "weights", "counts"}.isdisjoint(payloads):
-        raise InvalidArgument(f"payloads are named {list(payloads)}; tokens, ids, weights, counts are taken")
-    config.num_payloads = 1 + len(extra)
-    for q, payload in enumerate([Payload(hidden, dtype), *extra]):
-        config.payloads[q].dtype = tensors.CODES[tensors.dtype_name(payload.dtype)]
-        config.payloads[q].elements = fit("elements", payload.elements, 63)
-    settings = {"dtype": dtype, "combine_dtype": combine_dtype}
-    config.combine_dtype = tensors.CODES[_combine_dtype(settings)]
-    config.combine_elements = fit("combine_hidden", hidden if combine_hidden is None else combine_hidden, 63)
-    rank, slot = expert_map_arrays(expert_map)
-    if rank is not None:
-        if rank.shape != (experts,) or slot.shape != (experts,):
-            raise InvalidArgument(f"expert_map has shapes {rank.shape} and {slot.shape}; they must be ({experts},)")
-        config.expert_rank, config.expert_slot = rank.ctypes.data, slot.ctypes.data
-    config.lanes = fit("lanes", lanes)
-    if lanes == 0:
-        config.lanes = -1  # the C library's 0 means "default"; here the default is written out
-    if timeout is not None:
-        if not 0.001 <= timeout <= 2e6:
-            raise InvalidArgument(f"timeout is {timeout}; it must be from 0.001 to 2e6 seconds")
-        config.timeout_ms = round(timeout * 1000)
-    config.id_dtype = tensors.CODES[tensors.dtype_name(id_dtype)]
-    if id_space not in _native.ID_SPACES:
-        raise InvalidArgument(f"id_space is {id_space!r}; it must be one of {list(_native.ID_SPACES)}")
-    config.id_space = _native.ID_SPACES[id_space]
-    config.invalid_id = fit("invalid_id", invalid_id)
-    return config, (rank, slot)
-
-
-def fit(name: str, value: int, bits: int = 31) -> int:
-    """An integer that C can hold; ctypes would cut it silently."""
-    if not isinstance(value, (int, np.integer)) or not -(2**bits) <= value < 2**bits:
-        raise InvalidArgument(f"{name} is {value!r}; it must be an integer of {bits + 1} bits")
-    return int(value)
-
-
-def window_bytes(nranks: int, **settings: Any) -> WindowBytes:
-    """What a Group of these settings would take per rank on `nranks` ranks; creates nothing."""
-    config, keep = make_config(**settings)
-    bytes_ = _native.WindowBytes()
-    _native.check(_native.lib.twGroupWindowBytes(byref(config), nranks, byref(bytes_)))
-    del keep
-    return WindowBytes(
-        bytes_.window,
-        bytes_.per_lane,
-        bytes_.dispatch_row,
-        bytes_.combine_row,
-        bytes_.expert_buffers,
-    )

@@ -22,7 +22,8 @@ import torch
 
 from tokenway import tensors
 from tokenway.errors import InvalidArgument
-from tokenway.group import Group, Handle
+from tokenway.group import Group
+from tokenway.handle import Handle
 
 _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 _handles: dict[int, Handle] = {}

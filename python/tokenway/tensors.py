@@ -157,6 +157,19 @@ def view(pointer: int, shape: tuple[int, ...], name: str) -> np.ndarray:
     return np.frombuffer(raw, dtype, count).reshape(shape)
 
 
+def bytes_of(memory: Any) -> np.ndarray:
+    """Contiguous memory of a tensor as uint8[n], without a copy."""
+    array = memory.detach().numpy() if is_torch(memory) else memory
+    return array.reshape(-1).view(np.uint8)
+
+
+def aligned_bytes(count: int, alignment: int = 64) -> np.ndarray:
+    """uint8[count] at an aligned address."""
+    raw = np.empty(count + alignment, np.uint8)
+    begin = -raw.ctypes.data % alignment
+    return raw[begin : begin + count]
+
+
 def to_torch(array: np.ndarray) -> Any:
     """The same memory as a PyTorch tensor; dtypes that NumPy does not know go through their bits."""
     import torch

@@ -1,0 +1,137 @@
+"""What a group is made of, as Python says it and as C takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import byref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tokenway import _native, tensors
+from tokenway.errors import InvalidArgument
+
+COMBINABLE = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A tensor that travels beside the tokens: `elements` values of `dtype` per token, copied and never interpreted."""
+
+    elements: int
+    dtype: Any
+
+
+@dataclass(frozen=True)
+class WindowBytes:
+    """What a group takes, in bytes per rank. `expert_buffers` is 2 * E * B * row, a design with a place per expert."""
+
+    window: int
+    per_lane: int
+    dispatch_row: int
+    combine_row: int
+    expert_buffers: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The keywords of `Group`, which documents them."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    max_tokens: int
+    dtype: Any = "bfloat16"
+    payloads: Mapping[str, Payload | tuple[int, Any]] | None = None
+    combine_dtype: Any = None
+    combine_hidden: int | None = None
+    expert_map: Sequence[Any] | None = None
+    lanes: int = 1
+    timeout: float | None = None
+    id_dtype: Any = "int32"
+    id_space: str = "local"
+    invalid_id: int = -1
+
+    def all_payloads(self) -> dict[str, Payload]:
+        """Name to payload, in the order of the C API: tokens first. Dtypes by their common names."""
+        taken = {"tokens", "ids", "weights", "counts"}
+        extra = {name: p if isinstance(p, Payload) else Payload(*p) for name, p in (self.payloads or {}).items()}
+        if not taken.isdisjoint(extra):
+            raise InvalidArgument(f"payloads are named {list(extra)}; {', '.join(sorted(taken))} are taken")
+        if len(extra) >= _native.MAX_PAYLOADS:
+            raise InvalidArgument(f"payloads has {len(extra)} entries; it must have at most {_native.MAX_PAYLOADS - 1}")
+        named = {"tokens": Payload(self.hidden, self.dtype)} | extra
+        return {name: Payload(p.elements, tensors.dtype_name(p.dtype)) for name, p in named.items()}
+
+    def combine_dtype_name(self) -> str:
+        """Of the rows on their way back: as asked for, else that of tokens if it can be summed."""
+        if self.combine_dtype is not None:
+            return tensors.dtype_name(self.combine_dtype)
+        name = tensors.dtype_name(self.dtype)
+        return name if name in COMBINABLE else "bfloat16"
+
+    def placement(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """expert_map as contiguous int32 arrays (rank[E], slot[E])."""
+        if self.expert_map is None:
+            return None
+        if len(self.expert_map) != 2:
+            raise InvalidArgument(f"expert_map has {len(self.expert_map)} parts; it must be (rank[E], slot[E])")
+        rank, slot = (np.ascontiguousarray(part, dtype=np.int32) for part in self.expert_map)
+        if rank.shape != (self.experts,) or slot.shape != (self.experts,):
+            raise InvalidArgument(
+                f"expert_map has shapes {rank.shape} and {slot.shape}; they must be ({self.experts},)"
+            )
+        return rank, slot
+
+
+def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
+    """Settings as the C struct, and what must outlive it."""
+    config = _native.GroupConfig()
+    config.mode = _native.LOW_LATENCY
+    for field, name in (("num_experts", "experts"), ("top_k", "top_k"), ("max_tokens", "max_tokens")):
+        setattr(config, field, fit(name, getattr(settings, name)))
+    payloads = settings.all_payloads()
+    config.num_payloads = len(payloads)
+    for q, payload in enumerate(payloads.values()):
+        config.payloads[q].dtype = tensors.CODES[payload.dtype]
+        config.payloads[q].elements = fit("elements", payload.elements, 63)
+    config.combine_dtype = tensors.CODES[settings.combine_dtype_name()]
+    elements = settings.hidden if settings.combine_hidden is None else settings.combine_hidden
+    config.combine_elements = fit("combine_hidden", elements, 63)
+    placement = settings.placement()
+    if placement is not None:
+        config.expert_rank, config.expert_slot = (part.ctypes.data for part in placement)
+    # The C library's 0 means "default"; here the default is written out, so 0 is as wrong as -1.
+    config.lanes = fit("lanes", settings.lanes) or -1
+    if settings.timeout is not None:
+        config.timeout_ms = milliseconds(settings.timeout)
+    config.id_dtype = tensors.CODES[tensors.dtype_name(settings.id_dtype)]
+    if settings.id_space not in _native.ID_SPACES:
+        raise InvalidArgument(f"id_space is {settings.id_space!r}; it must be one of {list(_native.ID_SPACES)}")
+    config.id_space = _native.ID_SPACES[settings.id_space]
+    config.invalid_id = fit("invalid_id", settings.invalid_id)
+    return config, placement
+
+
+def fit(name: str, value: int, bits: int = 31) -> int:
+    """An integer that C can hold; ctypes would cut it silently."""
+    if not isinstance(value, (int, np.integer)) or not -(2**bits) <= value < 2**bits:
+        raise InvalidArgument(f"{name} is {value!r}; it must be an integer of {bits + 1} bits")
+    return int(value)
+
+
+def milliseconds(timeout: float) -> int:
+    """A timeout for the C API from one in seconds."""
+    if not 0.001 <= timeout <= 2e6:
+        raise InvalidArgument(f"timeout is {timeout}; it must be from 0.001 to 2e6 seconds")
+    return round(timeout * 1000)
+
+
+def window_bytes(nranks: int, **settings: Any) -> WindowBytes:
+    """What a Group of these settings would take per rank on `nranks` ranks; creates nothing."""
+    config, keep = make_config(Settings(**settings))
+    found = _native.WindowBytes()
+    _native.check(_native.lib.twGroupWindowBytes(byref(config), nranks, byref(found)))
+    del keep
+    return WindowBytes(found.window, found.per_lane, found.dispatch_row, found.combine_row, found.expert_buffers)
