@@ -62,6 +62,9 @@ class Bootstrap {
   virtual bool alive(int peer) = 0;
 };
 
+// "1, 2, 5", or "1, 2, 3, 4, 5, 6, 7, 8 and 90 others": ranks in a sentence.
+std::string ranks_text(std::span<const int> ranks);
+
 // exchange() where every member must be there: names those that are not.
 Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
               const char* occasion, std::vector<Parcel>* all);

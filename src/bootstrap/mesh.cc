@@ -86,11 +86,12 @@ Status Mesh::adopt(int peer, Connection connection, int pid) {
 }
 
 Status Mesh::missing() const {
-  std::string ranks;
+  std::vector<int> ranks;
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer != rank_ && peers_[peer].connection.fd() < 0) ranks += (ranks.empty() ? "" : ", ") + std::to_string(peer);
+    if (peer != rank_ && peers_[peer].connection.fd() < 0) ranks.push_back(peer);
   }
-  return fail(twTimeout, "rank %s of %d did not arrive in time to connect with rank %d", ranks.c_str(), size_, rank_);
+  return fail(twTimeout, "rank %s of %d did not arrive in time to connect with rank %d", ranks_text(ranks).c_str(),
+              size_, rank_);
 }
 
 // Connects to a lower rank, which may not listen yet, and says who we are.
