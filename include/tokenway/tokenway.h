@@ -43,14 +43,18 @@
 #define TW_API
 #endif
 
+// Enums have the size of int, and in C++ any int is a value of theirs: what a caller gives is checked, not assumed.
 #ifdef __cplusplus
+#define TW_AS_INT : int
 extern "C" {
+#else
+#define TW_AS_INT
 #endif
 
 // ---------------------------------------------------------------------------------------------------------- results
 
 // Grouped by what they break: nothing (the call did not happen), this call (on all ranks), or the group.
-typedef enum {
+typedef enum TW_AS_INT {
   twSuccess = 0,
   // Nothing was sent; the group is as it was.
   twInvalidArgument = 1,  // an argument is out of range; twLastError() says which
@@ -70,7 +74,7 @@ typedef enum {
   twInternalError = 13,  // a promise of the library is broken: please report
 } twResult_t;
 
-typedef enum {
+typedef enum TW_AS_INT {
   twPhaseNone = 0,
   twPhaseCreate = 1,
   twPhaseDispatch = 2,
@@ -111,7 +115,7 @@ TW_API twResult_t twEnvironment(int32_t index, const char** name, const char** v
 
 // ---------------------------------------------------------------------------------------------------------- tensors
 
-typedef enum {
+typedef enum TW_AS_INT {
   twDtypeNone = 0,
   twUint8 = 1,
   twInt8 = 2,
@@ -173,12 +177,12 @@ TW_API twResult_t twCommRank(twComm_t comm, int32_t* rank, int32_t* nranks);
 
 // ------------------------------------------------------------------------------------------------------------ group
 
-typedef enum {
+typedef enum TW_AS_INT {
   twLowLatency = 0,
   twHighThroughput = 1,  // not in this version: twUnsupported
 } twMode_t;
 
-typedef enum {
+typedef enum TW_AS_INT {
   twIdLocal = 0,   // received ids are slots 0..L-1 of this rank; ids of experts elsewhere become invalid_id
   twIdGlobal = 1,  // received ids are as sent
 } twIdSpace_t;
@@ -312,12 +316,12 @@ TW_API twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int3
 
 // -------------------------------------------------------------------------------------------------------- exchange
 
-typedef enum {
+typedef enum TW_AS_INT {
   twRankMajor = 0,    // [N, b, ...]: slot p of source s at [s, p]; slots fill in token order
   twExpertMajor = 1,  // [L, N*b, ...]: rows of a local expert from 0 on, in (source, token) order
 } twLayout_t;
 
-typedef enum {
+typedef enum TW_AS_INT {
   twWeightNone = 0,  // rows are weighted already
   twWeightTopk = 1,  // expert_major: each row is multiplied by the weight of its (token, expert); rank_major: by the
                      // sum of the token's weights of this rank's experts, over k ascending

@@ -198,6 +198,8 @@ class Group:
         Sums are float32 over k, then over ranks, both ascending, rounded to combine_dtype in between: the same bits
         every time. Errors as `dispatch`; after one, the result is NaN.
         """
+        if not isinstance(handle, Handle):
+            raise InvalidArgument(f"handle is {handle!r}; it must come from Group.route")
         if out is None:
             name = self.combine_dtype if dtype is None else tensors.dtype_name(dtype)
             out = tensors.empty((handle.tokens, self.combine_hidden), name, rows)

@@ -139,10 +139,11 @@ def launch(command: Sequence[str], nranks: int) -> int:
     ]
     failed = 0
     try:
-        while not failed and any(child.poll() is None for child in children):
-            failed = next((c.returncode for c in children if c.returncode), 0)
+        codes: list[int | None] = [None]
+        while None in codes and not failed:
             time.sleep(0.02)
-        failed = failed or next((c.returncode for c in children if c.returncode), 0)
+            codes = [child.poll() for child in children]
+            failed = next((code for code in codes if code), 0)
     except KeyboardInterrupt:
         failed = 128 + signal.SIGINT
     finally:

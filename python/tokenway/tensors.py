@@ -100,14 +100,14 @@ def describe(x: Any) -> tuple[int, bytes]:
                 _numpy_metas.clear()
             meta = _numpy_metas[key] = _numpy_meta(x)
         return x.__array_interface__["data"][0], meta
-    if is_torch(x):
+    if is_torch(x) and x.is_cpu and x.layout is sys.modules["torch"].strided:
         key = (x.dtype, x.shape, x.stride())
         meta = _torch_metas.get(key)
         if meta is None:
             if len(_torch_metas) >= _CACHE_LIMIT:
                 _torch_metas.clear()
             meta = _torch_metas[key] = _pack(str(x.dtype).removeprefix("torch."), *key[1:])
-        return (x.data_ptr(), meta) if x.device.type == "cpu" else NOTHING
+        return x.data_ptr(), meta
     if isinstance(x, np.ndarray):
         return describe(np.asarray(x))
     return NOTHING

@@ -57,6 +57,15 @@ bool has_elements(const RowsWanted& wanted, const twTensor_t& tensor, int lead) 
   return product == wanted.elements;
 }
 
+Status check_stride(const char* name, const twTensor_t& tensor, int dimension) {
+  constexpr int64_t kLargest = INT64_MAX / 16;  // times the largest element, still a 64-bit offset
+  const int64_t stride = tensor.stride[dimension];
+  if (tensor.shape[dimension] <= 1 || (stride <= kLargest && stride >= -kLargest)) return {};
+  return fail(twInvalidArgument, "%s has stride %lld in dimension %d; it must be from %lld to %lld", name,
+              static_cast<long long>(stride), dimension, static_cast<long long>(-kLargest),
+              static_cast<long long>(kLargest));
+}
+
 // Checks a tensor of rows and gives the byte strides of its one or two leading dimensions.
 Status check_rows(const RowsWanted& wanted, const twTensor_t& tensor, int64_t strides[2]) {
   TW_RETURN_IF_FAILED(check_dtype(wanted, tensor));
@@ -79,10 +88,7 @@ Status check_rows(const RowsWanted& wanted, const twTensor_t& tensor, int64_t st
                   static_cast<long long>(contiguous),
                   wanted.output ? "an output is C-contiguous" : "the elements of a row are contiguous");
     }
-    if (tensor.stride[i] > INT64_MAX / 16 || tensor.stride[i] < -(INT64_MAX / 16)) {
-      return fail(twInvalidArgument, "%s has stride %lld in dimension %d, which passes 64 bits", wanted.name,
-                  static_cast<long long>(tensor.stride[i]), i);
-    }
+    TW_RETURN_IF_FAILED(check_stride(wanted.name, tensor, i));
     contiguous *= tensor.shape[i];
   }
   if (rows > 0 && tensor.data == nullptr) return fail(twInvalidArgument, "%s has data NULL", wanted.name);
@@ -90,8 +96,9 @@ Status check_rows(const RowsWanted& wanted, const twTensor_t& tensor, int64_t st
     return fail(twInvalidArgument, "%s has data %p; it must be aligned to %lld bytes", wanted.name, tensor.data,
                 static_cast<long long>(bytes));
   }
-  strides[0] = tensor.stride[0] * bytes;
-  strides[1] = lead == 2 ? tensor.stride[1] * bytes : 0;
+  const auto step = [&](int i) { return tensor.shape[i] > 1 ? tensor.stride[i] * bytes : 0; };
+  strides[0] = step(0);
+  strides[1] = lead == 2 ? step(1) : 0;
   if (lead == 1 && wanted.lead.size() == 2) {  // [D0 * D1, ...] for [D0, D1, ...]
     strides[1] = strides[0];
     strides[0] *= wanted.lead.begin()[1];
@@ -99,8 +106,13 @@ Status check_rows(const RowsWanted& wanted, const twTensor_t& tensor, int64_t st
   return {};
 }
 
+// Where [token, k] lies, in elements. The stride of a dimension of one element may be anything.
+int64_t place_of(const twTensor_t& tensor, int64_t token, int64_t k) {
+  return (token > 0 ? token * tensor.stride[0] : 0) + (k > 0 ? k * tensor.stride[1] : 0);
+}
+
 int64_t id_at(const twTensor_t& ids, int64_t token, int64_t k) {
-  const int64_t at = token * ids.stride[0] + k * ids.stride[1];
+  const int64_t at = place_of(ids, token, k);
   return ids.dtype == twInt64 ? static_cast<const int64_t*>(ids.data)[at] : static_cast<const int32_t*>(ids.data)[at];
 }
 
@@ -109,6 +121,7 @@ Status check_routing_tensor(const char* name, const twTensor_t& tensor, int32_t 
     return fail(twInvalidArgument, "%s has shape %s; it must be [T, %d]", name, shape_text(tensor).c_str(), top_k);
   }
   if (tensor.shape[0] > 0 && tensor.data == nullptr) return fail(twInvalidArgument, "%s has data NULL", name);
+  for (const int dimension : {0, 1}) TW_RETURN_IF_FAILED(check_stride(name, tensor, dimension));
   const auto alignment = static_cast<uintptr_t>(dtype_bytes(tensor.dtype));
   if (reinterpret_cast<uintptr_t>(tensor.data) % alignment != 0) {
     return fail(twInvalidArgument, "%s has data %p; it must be aligned to %zu bytes", name, tensor.data,
@@ -251,7 +264,7 @@ void copy_routing(const Shape& shape, const CheckedRouting& checked, Routing* ro
       routing->weights[at] = 1.0f;
       if (checked.weights == nullptr) continue;
       const twTensor_t& weights = *checked.weights;
-      routing->weights[at] = static_cast<const float*>(weights.data)[token * weights.stride[0] + k * weights.stride[1]];
+      routing->weights[at] = static_cast<const float*>(weights.data)[place_of(weights, token, k)];
     }
   }
 }
