@@ -44,11 +44,14 @@
 #endif
 
 // Enums have the size of int, and in C++ any int is a value of theirs: what a caller gives is checked, not assumed.
-#ifdef __cplusplus
+#if defined(__cplusplus) && __cplusplus >= 201103L
 #define TW_AS_INT : int
-extern "C" {
 #else
 #define TW_AS_INT
+#endif
+
+#ifdef __cplusplus
+extern "C" {
 #endif
 
 // ---------------------------------------------------------------------------------------------------------- results
