@@ -73,7 +73,7 @@ typedef enum TW_AS_INT {
   twTimeout = 9,         // a peer was later than the group's timeout
   twPeerDied = 10,       // a peer's process ended or closed its comm
   twExcluded = 11,       // the peers gave this rank up (it was too slow) and go on without it
-  twCallMismatch = 12,   // ranks made different calls on the same lane: one dispatched where another combined
+  twCallMismatch = 12,   // ranks made different calls on the same lane: a dispatch and a combine, or different handles
   twInternalError = 13,  // a promise of the library is broken: please report
 } twResult_t;
 

@@ -61,8 +61,13 @@ class CpuBackend : public Backend {
   }
 
   StepEnd finish_combine(const CombineCall& call, TimePoint deadline, const Routing& routing) override {
-    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCombine, static_cast<uint32_t>(call.bound),
-                                   deadline, counts_.data());
+    StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCombine, static_cast<uint32_t>(call.bound),
+                             deadline, counts_.data());
+    for (int peer = 0; peer < shape().ranks && end.code == twSuccess; ++peer) {
+      // Every row that went there comes back, or the peer combines another handle.
+      if (counts_[peer] == routing.send_counts[peer]) continue;
+      end = {twCallMismatch, peer, {}, static_cast<uint32_t>(call.bound)};
+    }
     if (end.code == twSuccess) {
       const RowTypes types{context_.wire, call.out_dtype, context_.elements, false};
       receive_combine(transport_, context_.map, call.at, routing, types, call.out, call.out_stride, sum_rows);

@@ -1,0 +1,136 @@
+#include "harness.h"
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+
+#include "core/group.h"
+
+namespace tw::test {
+
+void on_all_ranks(int ranks, const std::function<void(int)>& run) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(run, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+twGroupConfig_t make_config(int experts, int top_k, int max_tokens, int64_t elements) {
+  twGroupConfig_t config = TW_GROUP_CONFIG_INIT;
+  config.num_experts = experts;
+  config.top_k = top_k;
+  config.max_tokens = max_tokens;
+  config.num_payloads = 1;
+  config.payloads[0] = {twBfloat16, elements};
+  config.combine_dtype = twBfloat16;
+  config.combine_elements = elements;
+  config.timeout_ms = 20000;  // a hang becomes a failure
+  return config;
+}
+
+twTensor_t tensor(void* data, twDtype_t dtype, std::initializer_list<int64_t> shape) {
+  twTensor_t made{};
+  made.data = data;
+  made.dtype = dtype;
+  made.ndim = static_cast<int32_t>(shape.size());
+  std::copy(shape.begin(), shape.end(), made.shape);
+  int64_t stride = 1;
+  for (int i = made.ndim - 1; i >= 0; --i) {
+    made.stride[i] = stride;
+    stride *= made.shape[i];
+  }
+  return made;
+}
+
+twErrorRecord_t error_of(twGroup_t group) {
+  twErrorRecord_t record{};
+  record.size = sizeof record;
+  EXPECT_TW(twSuccess, twGroupGetError(group, &record));
+  return record;
+}
+
+World::World(int ranks, const twGroupConfig_t& given, const std::function<void(int, twGroupConfig_t*)>& each)
+    : config(given), homes(given, ranks), comms(ranks), groups(ranks) {
+  EXPECT_TW(twSuccess, twCommCreateLocal(comms.data(), ranks, nullptr));
+  on_all_ranks(ranks, [&](int rank) {
+    twGroupConfig_t mine = given;
+    if (each) each(rank, &mine);
+    EXPECT_TW(twSuccess, twGroupCreate(&groups[rank], comms[rank], &mine));
+  });
+}
+
+World::~World() {
+  destroy_groups();
+  for (const twComm_t comm : comms) EXPECT_TW(twSuccess, twCommDestroy(comm));
+}
+
+void World::destroy_groups() {
+  on_all_ranks(size(), [&](int rank) {
+    if (groups[rank] == nullptr) return;
+    EXPECT_TW(twSuccess, twGroupDestroy(groups[rank]));
+    groups[rank] = nullptr;
+  });
+}
+
+std::vector<uint8_t> World::window(int rank) const {
+  const WindowMap& map = groups[rank]->context.map;
+  const auto* const view = static_cast<const uint8_t*>(groups[rank]->backend->view({0, 0}, 0));
+  const uint8_t* const begin = view - map.payload(0, 0, 0, 0, 0, 0);
+  return {begin + map.word(0, 0, 0), begin + map.bytes()};
+}
+
+Traffic make_traffic(const twGroupConfig_t& config, const std::vector<int>& tokens, uint32_t seed) {
+  Traffic traffic;
+  traffic.tokens = tokens;
+  for (size_t rank = 0; rank < tokens.size(); ++rank) {
+    std::vector<int32_t> ids;
+    std::vector<float> weights;
+    for (int t = 0; t < tokens[rank]; ++t) {
+      std::vector<int32_t> deck(config.num_experts);
+      for (int32_t e = 0; e < config.num_experts; ++e) deck[e] = e;
+      for (int k = 0; k < config.top_k; ++k) {
+        const uint32_t h = mix({seed, rank, static_cast<uint64_t>(t), static_cast<uint64_t>(k)});
+        std::swap(deck[k], deck[k + h % (config.num_experts - k)]);
+        ids.push_back(h / 1024 % 6 == 0 ? -1 : deck[k]);
+        weights.push_back(std::ldexp(static_cast<float>(h >> 4 & 0xfff) + 1.0f, -12));
+      }
+    }
+    traffic.ids.push_back(std::move(ids));
+    traffic.weights.push_back(std::move(weights));
+  }
+  return traffic;
+}
+
+Exchange::Exchange(const World& world, Traffic traffic, const Style& style, uint32_t salt)
+    : traffic_(std::make_unique<Traffic>(std::move(traffic))) {
+  for (int rank = 0; rank < world.size(); ++rank) {
+    sides_.push_back(std::make_unique<Side>(world, *traffic_, rank, style, salt));
+  }
+}
+
+void Exchange::send_dispatch() {
+  for (auto& side : sides_) EXPECT_TW(twSuccess, side->dispatch(true));
+}
+
+void Exchange::complete_dispatch() {
+  for (auto& side : sides_) {
+    EXPECT_TW(twSuccess, side->complete());
+    side->expect_received();
+  }
+}
+
+void Exchange::send_combine() {
+  for (auto& side : sides_) EXPECT_TW(twSuccess, side->combine(true));
+}
+
+void Exchange::complete_combine() {
+  for (auto& side : sides_) {
+    EXPECT_TW(twSuccess, side->complete());
+    side->expect_tokens();
+  }
+}
+
+void Exchange::renew(uint32_t salt) {
+  for (auto& side : sides_) side->renew(salt);
+}
+
+}  // namespace tw::test

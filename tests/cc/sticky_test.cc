@@ -1,0 +1,264 @@
+// Errors that finish a group: late peers, dead peers, different calls; what follows, and the way out (S6).
+#include <chrono>
+#include <thread>
+
+#include "core/group.h"
+#include "harness.h"
+
+namespace tw::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+twGroupConfig_t impatient(int timeout_ms = 60) {
+  twGroupConfig_t config = make_config(6, 2, 4);
+  config.timeout_ms = timeout_ms;
+  return config;
+}
+
+// What a failed dispatch leaves: nothing from whom it did not hear.
+void expect_nothing_from(const World& world, const Side& side, int source) {
+  ASSERT_NE(side.received.counts.data, nullptr);
+  EXPECT_EQ(static_cast<const int32_t*>(side.received.counts.data)[source], 0);
+  const int64_t begin = static_cast<int64_t>(source) * world.config.max_tokens * world.config.top_k;
+  for (int64_t i = 0; i < world.config.max_tokens * world.config.top_k; ++i) {
+    EXPECT_EQ(static_cast<const int32_t*>(side.received.ids.data)[begin + i], -1);
+    EXPECT_EQ(static_cast<const float*>(side.received.weights.data)[begin + i], 0.0f);
+  }
+}
+
+TEST(Sticky, TimeoutNamesTheLateRank) {
+  World world(3, impatient());
+  Exchange exchange(world, make_traffic(world.config, {4, 4, 4}, 1), {}, 1);
+  EXPECT_TW(twSuccess, exchange[0].dispatch(true));
+  EXPECT_TW(twSuccess, exchange[1].dispatch(true));
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_TW(twTimeout, exchange[0].complete());
+  EXPECT_GE(std::chrono::steady_clock::now() - begin, milliseconds(55));
+  const twErrorRecord_t record = error_of(world[0]);
+  EXPECT_EQ(record.result, twTimeout);
+  EXPECT_EQ(record.sticky, 1);
+  EXPECT_EQ(record.peer, 2);
+  EXPECT_EQ(record.reporter, 0);
+  EXPECT_EQ(record.phase, twPhaseDispatch);
+  EXPECT_EQ(record.lane, 0);
+  EXPECT_EQ(record.step, 1u);
+  EXPECT_EQ(record.expected, 1u);
+  EXPECT_EQ(record.seen, 0u);
+  expect_nothing_from(world, exchange[0], 2);
+  // Rank 1 hears of it, at once, and blames the same rank.
+  EXPECT_TW(twTimeout, exchange[1].complete());
+  EXPECT_EQ(error_of(world[1]).peer, 2);
+  EXPECT_EQ(error_of(world[1]).reporter, 0);
+  EXPECT_EQ(static_cast<const int32_t*>(exchange[1].received.counts.data)[0] > 0, true) << "what arrived is shown";
+}
+
+// S6: after an error nothing is sent any more, even when the late peer comes at last.
+TEST(Sticky, LaterCallsSendNothing) {
+  twGroupConfig_t config = impatient(200);
+  config.lanes = 2;
+  World world(2, config);
+  Exchange exchange(world, make_traffic(config, {4, 4}, 1), {}, 1);
+  Exchange other(world, make_traffic(config, {4, 4}, 2), {}, 2);
+  EXPECT_TW(twTimeout, exchange[0].dispatch());
+  const std::vector<uint8_t> before = world.window(1);
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_TW(twTimeout, exchange[0].dispatch());
+  EXPECT_TW(twTimeout, other[0].dispatch()) << "on any lane";
+  EXPECT_TW(twTimeout, other[0].combine());
+  other[0].input.bound = 99;
+  EXPECT_TW(twTimeout, other[0].dispatch()) << "nor a refusal";
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, milliseconds(150)) << "without waiting";
+  EXPECT_EQ(world.window(1), before);
+  // The late rank is told that it was given up, and sends nothing either.
+  const std::vector<uint8_t> mine = world.window(0);
+  EXPECT_TW(twExcluded, exchange[1].dispatch());
+  EXPECT_EQ(error_of(world[1]).sticky, 1);
+  EXPECT_EQ(error_of(world[1]).reporter, 0);
+  EXPECT_EQ(world.window(1), before);
+  EXPECT_EQ(world.window(0), mine);
+}
+
+TEST(Sticky, CombineTimeoutGivesNan) {
+  World world(2, impatient());
+  Exchange exchange(world, make_traffic(world.config, {4, 4}, 1), {}, 1);
+  exchange.dispatch();
+  EXPECT_TW(twTimeout, exchange[0].combine());
+  const auto* const sums = static_cast<const float*>(exchange[0].sums.tokens.data);
+  for (int i = 0; i < 4 * 8; ++i) ASSERT_TRUE(std::isnan(sums[i]));
+  EXPECT_EQ(error_of(world[0]).phase, twPhaseCombine);
+  EXPECT_EQ(error_of(world[0]).step, 2u);
+}
+
+// A rank that was late, with its call already under way: its wait ends too.
+TEST(Sticky, WaitEndsWhenPeersGiveUp) {
+  twGroupConfig_t config = make_config(6, 2, 4);
+  config.timeout_ms = 600;
+  World world(3, config);
+  const Traffic traffic = make_traffic(config, {4, 4, 4}, 1);
+  on_all_ranks(3, [&](int rank) {
+    if (rank == 2) return;
+    if (rank == 1) std::this_thread::sleep_for(milliseconds(300));
+    Side side(world, traffic, rank, {}, 1);
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT_TW(twTimeout, side.dispatch());
+    const auto waited = std::chrono::steady_clock::now() - begin;
+    EXPECT_LT(waited, milliseconds(rank == 1 ? 560 : 5000)) << "it learns of rank 0's error before its own timeout";
+    EXPECT_EQ(error_of(world[rank]).peer, 2);
+    EXPECT_EQ(error_of(world[rank]).reporter, 0);
+  });
+}
+
+// One dispatches where the others combine. Whoever looks finds a mismatch or hears of it; nobody goes on.
+TEST(Sticky, CallMismatch) {
+  World world(3, make_config(6, 2, 4));
+  Exchange a(world, make_traffic(world.config, {4, 4, 4}, 1), {}, 1);
+  a.dispatch();
+  a.combine();
+  Exchange b(world, make_traffic(world.config, {4, 4, 4}, 2), {}, 2);
+  EXPECT_TW(twSuccess, a[0].combine(true));
+  EXPECT_TW(twSuccess, b[1].dispatch(true));
+  EXPECT_TW(twSuccess, a[2].combine(true));
+  EXPECT_TW(twCallMismatch, a[0].complete());
+  EXPECT_TW(twCallMismatch, b[1].complete());
+  EXPECT_TW(twCallMismatch, a[2].complete());
+  EXPECT_EQ(error_of(world[0]).peer, 1);
+  EXPECT_EQ(error_of(world[2]).peer, 1);
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_EQ(error_of(world[rank]).sticky, 1);
+    EXPECT_TW(twCallMismatch, b[rank].dispatch());
+  }
+}
+
+// A rank that hears of a mismatch from its peers, before it could see it, is told the same.
+TEST(Sticky, CallMismatchHeardFromAPeer) {
+  World world(3, make_config(6, 2, 4));
+  Exchange a(world, make_traffic(world.config, {4, 4, 4}, 1), {}, 1);
+  a.dispatch();
+  a.combine();
+  Exchange b(world, make_traffic(world.config, {4, 4, 4}, 2), {}, 2);
+  EXPECT_TW(twSuccess, b[1].dispatch(true));
+  EXPECT_TW(twSuccess, a[0].combine(true));
+  EXPECT_TW(twSuccess, a[2].combine(true));
+  EXPECT_TW(twCallMismatch, a[0].complete());
+  EXPECT_TW(twCallMismatch, a[1].combine()) << "the next call of the rank that is blamed";
+  EXPECT_TW(twCallMismatch, a[2].complete());
+}
+
+TEST(Sticky, DeadPeerIsSeenLongBeforeTheTimeout) {
+  twGroupConfig_t config = make_config(6, 2, 4);
+  World world(3, config);
+  const Traffic traffic = make_traffic(config, {4, 4, 4}, 1);
+  // Group 2's end waits for the others in vain: make it sticky first, as a process that ends on an error would.
+  twErrorRecord_t record = error_of(world[2]);
+  record.sticky = 1;
+  record.result = twInternalError;
+  world.groups[2]->set_error(record);
+  EXPECT_TW(twSuccess, twGroupDestroy(world.groups[2]));
+  EXPECT_TW(twSuccess, twCommDestroy(world.comms[2]));
+  world.groups.pop_back();
+  world.comms.pop_back();
+  on_all_ranks(2, [&](int rank) {
+    Side side(world, traffic, rank, {}, 1);
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT_TW(twPeerDied, side.dispatch());
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, milliseconds(5000));
+    EXPECT_EQ(error_of(world[rank]).peer, 2);
+    expect_nothing_from(world, side, 2);
+    twGroup_t survivors = nullptr;
+    EXPECT_TW(twSuccess, twGroupShrink(world[rank], nullptr, &survivors));
+    if (survivors == nullptr) return;
+    twGroupInfo_t info{};
+    info.size = sizeof info;
+    EXPECT_TW(twSuccess, twGroupInfo(survivors, &info));
+    EXPECT_EQ(info.nranks, 2);
+    EXPECT_TW(twSuccess, twGroupDestroy(survivors));
+  });
+}
+
+// The survivors' new group works, over ranks renumbered.
+void use_survivors(twGroup_t group, int rank, int ranks, const twGroupConfig_t& config) {
+  const twTensor_t ids = tensor(nullptr, twInt32, {0, config.top_k});
+  twHandle_t handle = nullptr;
+  ASSERT_TW(twSuccess, twHandleCreate(&handle, group, &ids, nullptr, nullptr));
+  twDispatchInput_t input{};
+  input.size = sizeof input;
+  input.lane = -1;
+  input.payloads[0] = tensor(nullptr, twBfloat16, {0, config.payloads[0].elements});
+  twDispatchOutput_t output{};
+  output.size = sizeof output;
+  EXPECT_TW(twSuccess, twDispatch(group, handle, &input, &output));
+  EXPECT_EQ(output.counts.shape[0], ranks);
+  twGroupInfo_t info{};
+  info.size = sizeof info;
+  EXPECT_TW(twSuccess, twGroupInfo(group, &info));
+  EXPECT_EQ(info.rank, rank);
+  EXPECT_EQ(info.nranks, ranks);
+  EXPECT_TW(twSuccess, twHandleDestroy(handle));
+}
+
+TEST(Sticky, ShrinkAfterATimeout) {
+  World world(3, impatient(300));
+  const Traffic traffic = make_traffic(world.config, {4, 4, 4}, 1);
+  on_all_ranks(3, [&](int rank) {
+    twGroup_t survivors = nullptr;
+    if (rank == 1) {  // much too late
+      std::this_thread::sleep_for(milliseconds(800));
+      EXPECT_TW(twExcluded, twGroupShrink(world[rank], nullptr, &survivors));
+      EXPECT_EQ(survivors, nullptr);
+      return;
+    }
+    Side side(world, traffic, rank, {}, 1);
+    EXPECT_TW(twTimeout, side.dispatch());
+    ASSERT_TW(twSuccess, twGroupShrink(world[rank], nullptr, &survivors));
+    EXPECT_TW(twTimeout, side.dispatch()) << "the old group stays finished";
+    use_survivors(survivors, rank == 0 ? 0 : 1, 2, world.config);
+    twGroupInfo_t info{};
+    info.size = sizeof info;
+    EXPECT_TW(twSuccess, twGroupInfo(survivors, &info));
+    EXPECT_EQ(info.comm_ranks[1], 2);
+    EXPECT_TW(twSuccess, twGroupDestroy(survivors));
+  });
+}
+
+TEST(Sticky, ShrinkWithoutAnError) {
+  World world(2, make_config(6, 2, 4));
+  on_all_ranks(2, [&](int rank) {
+    twGroup_t survivors = nullptr;
+    ASSERT_TW(twSuccess, twGroupShrink(world[rank], nullptr, &survivors));
+    use_survivors(survivors, rank, 2, world.config);
+    EXPECT_TW(twSuccess, twGroupDestroy(survivors));
+    EXPECT_EQ(error_of(world[rank]).sticky, 1);
+  });
+}
+
+// Steps that begin near the wrap change nothing about errors: fresh words are before the first step.
+TEST(Sticky, TimeoutAtTheWrap) {
+  const Env first("TOKENWAY_FIRST_STEP", "4294967295");
+  World world(2, impatient());
+  Exchange exchange(world, make_traffic(world.config, {4, 4}, 1), {}, 1);
+  EXPECT_TW(twTimeout, exchange[0].dispatch());
+  EXPECT_EQ(error_of(world[0]).expected, 0u);
+  EXPECT_EQ(error_of(world[0]).seen, 0xffffffffu);
+}
+
+// Both combine, under the same bound, but different handles: their rows are not each other's.
+TEST(Sticky, CombinesOfDifferentHandles) {
+  const twGroupConfig_t config = make_config(2, 1, 4);
+  World world(2, config);
+  Traffic few = make_traffic(config, {4, 4}, 1);
+  Traffic many = few;
+  for (auto& ids : few.ids) ids = {0, 1, -1, -1};
+  for (auto& ids : many.ids) ids = {0, 1, 1, 0};
+  Exchange a(world, few, {}, 1);
+  Exchange b(world, many, {}, 2);
+  a.dispatch(), a.combine();
+  b.dispatch(), b.combine();
+  EXPECT_TW(twSuccess, a[0].combine(true));
+  EXPECT_TW(twSuccess, b[1].combine(true));
+  EXPECT_TW(twCallMismatch, a[0].complete());
+  EXPECT_TW(twCallMismatch, b[1].complete());
+}
+
+}  // namespace
+}  // namespace tw::test

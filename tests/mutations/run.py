@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""Breaks the library on purpose, once per row of table.py, and expects the named test to notice.
+
+    tests/mutations/run.py [--only NAME] [--jobs 2] [--keep]
+
+Each mutation is a bug that earlier designs had, or that a later hand may bring in; the table says which invariant of
+docs/PROTOCOL.md it breaks and which test must fail. A mutation that survives means that the test does not test what
+its name says. The unmutated sources must pass all named tests in the same run.
+
+Needs g++ (or $CXX) and GoogleTest. Without them: skipped, or, with TW_STRICT=1, a failure.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from table import MUTATIONS, Mutation
+
+ROOT = Path(__file__).resolve().parents[2]
+TEST_TIMEOUT_S = 60
+
+
+# As CMake compiles the tests, but quicker.
+FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-ffp-contract=off", "-pthread", "-w"]
+LIBRARIES = ["-lgtest", "-lgtest_main", "-pthread"]
+PRECOMPILED = """#include <gtest/gtest.h>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+"""
+
+
+class BuildError(Exception):
+    pass
+
+
+def call(command: list[str], timeout: float | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    if done.returncode != 0:
+        raise BuildError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+class Workshop:
+    """A copy of the sources with the objects of the control; mutations are built as overlays of it."""
+
+    def __init__(self, root: Path, compiler: str) -> None:
+        self.root = root
+        self.compiler = compiler
+        self.tree = root / "tree"
+        self.objects = root / "objects"
+        for folder in ("src", "include", "tests/cc"):
+            shutil.copytree(ROOT / folder, self.tree / folder)
+        self.objects.mkdir()
+        (self.objects / "pre.h").write_text(PRECOMPILED)
+        self.needs: dict[str, dict[Path, set[Path]]] = {}  # unit -> source -> files that it includes
+
+    def compile(self, source: Path, out: Path, overlay: Path | None = None) -> None:
+        """`source` is relative to the tree; files of the overlay come before the tree's."""
+        roots = [self.tree] if overlay is None else [overlay, self.tree]
+        path = next(root / source for root in roots if (root / source).exists())
+        includes = [f"-I{root / folder}" for folder in ("src", "include", "tests/cc") for root in roots]
+        pre = ["-include", str(self.objects / "pre.h")] if source.parts[0] == "tests" else []
+        out.parent.mkdir(parents=True, exist_ok=True)
+        dependencies = ["-MMD", "-MF", f"{out}.d"]
+        call([self.compiler, *FLAGS, *includes, *pre, *dependencies, "-c", str(path), "-o", str(out)])
+
+    def object_of(self, source: Path) -> Path:
+        return self.objects / (str(source).replace("/", "~") + ".o")
+
+    def included(self, source: Path) -> set[Path]:
+        text = Path(f"{self.object_of(source)}.d").read_text().replace("\\\n", " ").split(":", 1)[1]
+        return {Path(name).relative_to(self.tree) for name in text.split() if name.startswith(str(self.tree))}
+
+    def build_control(self, units: list[str], pool: concurrent.futures.Executor) -> None:
+        pre = self.objects / "pre.h"
+        call([self.compiler, *FLAGS, "-x", "c++-header", str(pre), "-o", f"{pre}.gch"])
+        shared = sorted(path.relative_to(self.tree) for path in self.tree.glob("src/*/*.cc"))
+        shared = [path for path in shared if path.parts[1] not in ("nvlink", "gin")]
+        shared += [Path("tests/cc/harness.cc"), Path("tests/cc/side.cc")]
+        sources = shared + [Path(f"tests/cc/{unit}.cc") for unit in units]
+        list(pool.map(lambda source: self.compile(source, self.object_of(source)), sources))
+        call(["ar", "rcs", str(self.archive), *(str(self.object_of(source)) for source in shared)])
+        list(pool.map(lambda unit: self.link_control(unit, shared), units))
+
+    @property
+    def archive(self) -> Path:
+        return self.objects / "shared.a"
+
+    def link_control(self, unit: str, shared: list[Path]) -> None:
+        """Also finds out which objects the unit needs: only those are rebuilt for a mutation."""
+        mine = Path(f"tests/cc/{unit}.cc")
+        map_file = self.objects / f"{unit}.map"
+        self.link([self.object_of(mine)], self.objects / unit, [f"-Wl,-Map={map_file}"])
+        members = set(re.findall(r"shared\.a\(([^)]+)\)", map_file.read_text()))
+        needed = [mine, *(source for source in shared if self.object_of(source).name in members)]
+        self.needs[unit] = {source: self.included(source) for source in needed}
+
+    def link(self, objects: list[Path], out: Path, more: list[str] | None = None) -> None:
+        names = [str(path) for path in objects]
+        call([self.compiler, *names, str(self.archive), *LIBRARIES, *(more or []), "-o", str(out)])
+
+    def mutate(self, mutation: Mutation, overlay: Path) -> None:
+        for edit in mutation.edits:
+            target = overlay / edit.file
+            text = (target if target.exists() else self.tree / edit.file).read_text()
+            if text.count(edit.old) != 1:
+                raise BuildError(
+                    f"{edit.file} holds the text to change {text.count(edit.old)} times, not once:\n{edit.old}"
+                )
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text.replace(edit.old, edit.new))
+
+    def build_mutant(self, mutation: Mutation, overlay: Path) -> Path:
+        self.mutate(mutation, overlay)
+        changed = {Path(edit.file) for edit in mutation.edits}
+        rebuilt = []
+        unit = Path(f"tests/cc/{mutation.unit}.cc")
+        for source, included in self.needs[mutation.unit].items():
+            if not included & changed:
+                if source == unit:
+                    rebuilt.append(self.object_of(source))
+                continue
+            out = overlay / self.object_of(source).name
+            self.compile(source, out, overlay)
+            rebuilt.append(out)
+        if not any(path.parent == overlay for path in rebuilt):
+            raise BuildError(f"{mutation.unit} does not include what the mutation changes")
+        binary = overlay / "mutant"
+        self.link(rebuilt, binary)
+        return binary
+
+
+def run_test(binary: Path, test: str) -> tuple[int | None, int, str]:
+    """Exit status (None: did not end), number of tests run, output."""
+    command = [str(binary), f"--gtest_filter={test}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return None, 0, ""
+    ran = re.search(r"Running (\d+) test", done.stdout)
+    return done.returncode, int(ran.group(1)) if ran else 0, done.stdout + done.stderr
+
+
+@dataclass
+class Outcome:
+    caught: bool
+    how: str
+    seconds: float
+    detail: str = ""
+
+
+def try_mutation(workshop: Workshop, number: int, mutation: Mutation) -> Outcome:
+    begin = time.monotonic()
+    overlay = workshop.root / f"mutant{number}"
+    overlay.mkdir()
+    try:
+        binary = workshop.build_mutant(mutation, overlay)
+    except BuildError as error:
+        return Outcome(False, "NOT BUILT", time.monotonic() - begin, str(error))
+    status, _, output = run_test(binary, mutation.test)
+    seconds = time.monotonic() - begin
+    if status is None:
+        return Outcome(False, "HUNG", seconds, "the test must bound its own waiting")
+    if status == 0:
+        return Outcome(False, "SURVIVED", seconds, output[-2000:])
+    return Outcome(True, "yes" if status > 0 else f"signal {-status}", seconds)
+
+
+def check_control(workshop: Workshop, mutations: list[Mutation]) -> list[str]:
+    problems = []
+    for unit, test in sorted({(mutation.unit, mutation.test) for mutation in mutations}):
+        status, ran, output = run_test(workshop.objects / unit, test)
+        if status != 0 or ran == 0:
+            problems.append(f"{unit} {test}: status {status}, {ran} tests\n{output[-4000:]}")
+    return problems
+
+
+def report(mutations: list[Mutation], outcomes: list[Outcome]) -> None:
+    rows = [("mutation", "breaks", "test that must fail", "caught", "s")]
+    for mutation, outcome in zip(mutations, outcomes, strict=True):
+        rows.append((mutation.name, mutation.invariant, mutation.test, outcome.how, f"{outcome.seconds:.1f}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    for mutation, outcome in zip(mutations, outcomes, strict=True):
+        if not outcome.caught:
+            print(f"\n{mutation.name}: {outcome.how}\n{outcome.detail}")
+
+
+def missing_tools(compiler: str) -> str:
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler ({compiler})"
+    probe = subprocess.run(
+        [compiler, "-std=c++20", "-x", "c++", "-fsyntax-only", "-"],
+        input="#include <gtest/gtest.h>\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return "" if probe.returncode == 0 else "no GoogleTest (libgtest-dev)"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", help="a mutation's name or a part of it")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--keep", action="store_true", help="keep the folder that it builds in")
+    arguments = parser.parse_args()
+    compiler = os.environ.get("CXX", "g++")
+    if missing := missing_tools(compiler):
+        strict = os.environ.get("TW_STRICT") == "1"
+        print(f"mutations: {'FAILED' if strict else 'SKIPPED'}: {missing}", file=sys.stderr)
+        return 1 if strict else 0
+    chosen = [m for m in MUTATIONS if not arguments.only or any(part in m.name for part in arguments.only)]
+    if not chosen:
+        parser.error("no mutation has such a name")
+    begin = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="tokenway-mutations-"))
+    try:
+        with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+            workshop = Workshop(folder, compiler)
+            workshop.build_control(sorted({mutation.unit for mutation in chosen}), pool)
+            print(f"control built in {time.monotonic() - begin:.0f} s", flush=True)
+            if problems := check_control(workshop, chosen):
+                print("the unmutated sources fail:\n" + "\n".join(problems))
+                return 1
+            outcomes = list(pool.map(lambda item: try_mutation(workshop, *item), enumerate(chosen)))
+        report(chosen, outcomes)
+        caught = sum(outcome.caught for outcome in outcomes)
+        print(f"\n{caught} of {len(chosen)} mutations caught, {time.monotonic() - begin:.0f} s")
+        return 0 if caught == len(chosen) else 1
+    except BuildError as error:
+        print(f"the unmutated sources do not build:\n{error}")
+        return 1
+    finally:
+        if not arguments.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
