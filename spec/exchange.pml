@@ -1,0 +1,457 @@
+/*
+ * The exchange protocol of docs/PROTOCOL.md, small enough to be searched whole.
+ *
+ *     python3 spec/run.py         searches every configuration and every mutation (a minute or two)
+ *
+ * One by hand, in an empty folder:
+ *
+ *     spin -a .../spec/exchange.pml && cc -O2 -DSAFETY -DNOREDUCE -o pan pan.c && ./pan -m2000
+ *
+ * and, where it found something, `spin -t -p .../spec/exchange.pml` tells the story (with the same -D switches).
+ *
+ * What is here: 3 ranks, 2 lanes, every sequence of dispatches and combines over the lanes with LENGTH = 6 steps in
+ * all, every interleaving of the stores of the words to the single peers, sends in flight on both lanes at once,
+ * completed in any order, in-place reads of a dispatch view until the next publish, and trouble:
+ *
+ *     (default)      rank 2 may stop for ever at any point. A wait gives up only on a rank that did stop, so that a
+ *                    timeout cannot hide a hang and nobody but rank 2 may be blamed.
+ *     -DLATE         nobody stops, but rank 0 may give up on rank 2 at any moment at which its word is missing: a rank
+ *                    that is slower than the timeout, and then goes on. All others must name rank 2 as well.
+ *     -DLATE_ALL     every wait of every rank may give up on whom it misses. Nothing is claimed about whom to blame.
+ *     -DREFUSAL      in addition to rank 2's stopping, any rank may refuse any of its calls.
+ *
+ * -DONE_LANE and -DLENGTH=n make room for these. run.py has the list of what is searched: the first two on two lanes to
+ * length 6, the other two, which are far larger, on one lane to length 6.
+ *
+ * What is reduced, and why nothing is lost:
+ *
+ *   - A row is one byte that names (source, kind, step); one row stands for all rows of a source in a step, since a
+ *     word covers them all alike.
+ *   - A send stores its rows at once, when it begins. A row can be missed only if it is stored after its word, which S4
+ *     forbids (and MUTATION_PUBLISH_BEFORE_ROWS does); and it can harm the row of an earlier step only by being early.
+ *     -DROWS_APART stores each at any time before its own word instead, to check that argument.
+ *   - A wait and the reads after it are one transition. Words never go back, so a wait that could have ended earlier
+ *     can still end now; and what overwrites a row between the wait and the read has also overwritten it before this.
+ *   - The last read of a dispatch view is one transition with the first publish after it. Reading as late as is allowed
+ *     sees every overwriting that an earlier read sees.
+ *   - Dead values are blanked: a row after the last read it may have, a word's mode when it was read, the variables of
+ *     a rank that has left. A read too many finds a blank instead of an old row, which is as wrong.
+ *   - The sequence is chosen place by place, when the first rank gets there, and forgotten when the last one has
+ *     passed. No rank looks ahead, so this is the same as choosing it at the start.
+ *   - The first step is on lane 0 (lanes are alike); the rank that stops is 2, the one that gives up is 0 (ranks are
+ *     alike, and each publishes to its peers in any order).
+ *   - Sequences shorter than LENGTH are prefixes: a rank may complete everything in flight before its next send.
+ *
+ * What is not here: n, notes and the bound b, lines and chunk words, S7, S8, S10, memory weaker than "the word is
+ * stored after its rows" (S4 is that demand on the code), two stopped ranks, shrinking.
+ *
+ * S9 is every claim about a row read: it is the one that the sequence alone determines, whatever the timing was.
+ */
+
+#define N 3
+#define LANES 2
+#ifndef LENGTH
+#define LENGTH 6
+#endif
+
+/*
+ * Steps wrap at 8 as the real ones do at 2^32. FIRST is what counters and words hold before the first step; from 5 the
+ * steps are 6, 7, 0, 1, 2, 3, so the wrap is met early, with both banks in use.
+ */
+#define WRAP 8
+#define FIRST 5
+#define NEXT(s) (((s) + 1) % WRAP)
+#define DISTANCE(a, b) (((a) + WRAP - (b)) % WRAP)
+#define NOT_BEFORE(a, b) (DISTANCE(a, b) < WRAP / 2)
+
+#define DISPATCH 0
+#define COMBINE 1
+
+/* A word: step and mode. */
+#define REFUSED 8
+#define WORD(s, refused) ((s) | ((refused) * REFUSED))
+#define STEP_OF(value) ((value) & 7)
+
+/* A row's value; 0 is a blank, hence the 64. */
+#define ROW(source, kind, s) (64 | ((source) << 4) | ((kind) << 3) | (s))
+
+/*
+ * A bank's dispatched rows and its inbox are the same bytes under two maps, so a row of one kind may destroy any row of
+ * the other, whatever source that came from. The model lets it destroy all of them.
+ */
+#define DESTROYED 1
+
+/*
+ * A rank names its peers by their distance, 1 or 2, so that no array has a place for oneself. Seen from the peer at
+ * distance d, this rank is at distance N - d.
+ */
+#define PEER(d) ((me + (d)) % N)
+#define LANE_AT(rank, l) ((rank) * LANES + (l))
+#define WORD_AT(rank, l, bank, d) ((LANE_AT(rank, l) * 2 + (bank)) * 2 + (d) - 1)
+#define ROW_AT(rank, l, bank, kind, d) (((LANE_AT(rank, l) * 2 + (bank)) * 2 + (kind)) * 2 + (d) - 1)
+#define ABORT_AT(rank, d) ((rank) * 2 + (d) - 1)
+
+/* The windows. */
+byte row[N * LANES * 2 * 2 * 2];
+byte word[N * LANES * 2 * 2] = FIRST;
+byte abort_word[N * 2]; /* 1 + culprit */
+
+/* Each rank's counters: the last step begun on the lane. Global only so that claims can compare them. */
+byte step[N * LANES] = FIRST;
+
+/* The sequence, the same on all ranks (S5): 0 is not chosen yet, else 1 + 2 * lane + kind. */
+byte program[LENGTH];
+byte passed[LENGTH]; /* how many ranks have taken it */
+
+bit gone; /* rank 2 has stopped */
+
+#if defined(MUTATION_ONE_BANK) || defined(MUTATION_BANK_BY_CYCLE) || defined(MUTATION_SHARED_COUNTER) || \
+    defined(MUTATION_SEND_AHEAD) || defined(MUTATION_EARLY_PUBLISH) || defined(MUTATION_GO_ON_AFTER_TIMEOUT) || \
+    defined(MUTATION_PUBLISH_BEFORE_ROWS) || defined(MUTATION_HOST_ORDER) || defined(MUTATION_NO_ABORT) || \
+    defined(MUTATION_REFUSE_WITHOUT_DRAIN) || defined(MUTATION_PLAIN_COMPARE)
+#define MUTATED
+#endif
+
+/*
+ * A claim is an assertion that names its invariant: the names are variables that stay 0, and spin prints the expression
+ * that failed, from which run.py reads the name. A RULE is a claim about bookkeeping, which some mutations break by
+ * definition; mutated models have none, so that a mutation is caught only by damage: a wrong row read, or a hang.
+ */
+hidden byte S1, S2, S3, S4, S6;
+#define CLAIM(invariant, condition) assert((condition) || invariant)
+#ifdef MUTATED
+#define RULE(invariant, condition) skip
+#else
+#define RULE(invariant, condition) CLAIM(invariant, condition)
+#endif
+
+/* ---- What the mutations change. The last branch of each is the protocol. ---- */
+
+#define STEP step[LANE_AT(me, lane)]
+
+#if defined(MUTATION_ONE_BANK)
+#define BANK 0
+#define BANK_BEFORE 0
+#elif defined(MUTATION_BANK_BY_CYCLE) /* a dispatch opens a cycle, the combines after it share its bank, beside it */
+#define KINDS_APART
+byte cycle[N * LANES];
+#define BANK (cycle[LANE_AT(me, lane)] % 2)
+#define BANK_BEFORE ((cycle[LANE_AT(me, lane)] + 1 - KIND) % 2)
+#else
+#define BANK (STEP % 2) /* S1 */
+#define BANK_BEFORE ((STEP + 1) % 2)
+#endif
+
+#define SEEN(d) word[WORD_AT(me, lane, BANK, d)]
+#if defined(MUTATION_SHARED_COUNTER) /* one counter a lane, which every peer adds one to in every step */
+byte count[N * LANES];
+#define ARRIVED(d) (count[LANE_AT(me, lane)] >= (N - 1) * DISTANCE(STEP, FIRST))
+#elif defined(MUTATION_PLAIN_COMPARE)
+#define ARRIVED(d) (STEP_OF(SEEN(d)) >= STEP)
+#else
+#define ARRIVED(d) NOT_BEFORE(STEP_OF(SEEN(d)), STEP)
+#endif
+
+#ifdef MUTATION_SEND_AHEAD
+#define FREE(l) true
+#else
+#define FREE(l) ((flight & (1 << (l))) == 0) /* S2 */
+#endif
+
+#ifdef MUTATION_HOST_ORDER /* rank 2 swaps every two steps */
+#define PLACE (me == 2 -> (at ^ 1) : at)
+#else
+#define PLACE at /* S5 */
+#endif
+
+#if defined(MUTATION_PUBLISH_BEFORE_ROWS)
+#define MAY_WRITE(d) ((todo & WORD_BIT(d)) == 0)
+#define MAY_PUBLISH(d) true
+#else
+#define MAY_WRITE(d) true
+#define MAY_PUBLISH(d) ((todo & ROW_BIT(d)) == 0) /* S4 */
+#endif
+#if !defined(ROWS_APART) && (defined(MUTATION_PUBLISH_BEFORE_ROWS) || defined(MUTATION_SHARED_COUNTER))
+#define ROWS_APART
+#endif
+
+#if defined(LATE_ALL)
+#define LOST(d) (!ARRIVED(d))
+#define BLAMABLE(whom) true
+#elif defined(LATE)
+#define LOST(d) (!ARRIVED(d) && me == 0 && PEER(d) == 2)
+#define BLAMABLE(whom) ((whom) == 2)
+#else
+#define MAY_STOP
+#define LOST(d) (!ARRIVED(d) && gone && PEER(d) == 2)
+#define BLAMABLE(whom) (gone && (whom) == 2)
+#endif
+
+#ifdef ONE_LANE
+#define MAY_BE_OTHER false
+#else
+#define MAY_BE_OTHER (at > 0 && FREE(1))
+#endif
+
+/* ---- A rank ---- */
+
+/* What it is doing. */
+#define IDLE 0
+#define SENDING 1
+#define COMPLETING 2
+#define FAILING 3
+
+/* What it has still to store, in a send or a failure: bits by distance, and one for MUTATION_EARLY_PUBLISH. */
+#define ROW_BIT(d) (1 << ((d) - 1))
+#define WORD_BIT(d) (4 << ((d) - 1))
+#define ALL_ROWS 3
+#define ALL_WORDS 12
+#define VIEW_BIT 16
+
+#define LANE_BIT (1 << lane)
+#define KIND ((kinds >> lane) & 1)
+#define REFUSING ((refusing >> lane) & 1)
+#define VIEW_OF(d) (ROW_BIT(d) << (2 * lane))
+
+/* What the host does next: start the next step of the sequence, or complete (and block in) any that is in flight. */
+inline choose()
+{
+    if
+    :: flight & 1 -> doing = COMPLETING; lane = 0
+    :: flight & 2 -> doing = COMPLETING; lane = 1
+    :: at < LENGTH && (program[PLACE] == 0 -> FREE(0) || MAY_BE_OTHER : FREE((program[PLACE] - 1) / 2)) ->
+        if
+        :: program[PLACE] == 0 && FREE(0) -> program[PLACE] = 1 + DISPATCH
+        :: program[PLACE] == 0 && FREE(0) -> program[PLACE] = 1 + COMBINE
+        :: program[PLACE] == 0 && MAY_BE_OTHER -> program[PLACE] = 3 + DISPATCH
+        :: program[PLACE] == 0 && MAY_BE_OTHER -> program[PLACE] = 3 + COMBINE
+        :: program[PLACE] != 0
+        fi;
+        begin()
+    :: at == LENGTH && flight == 0 -> leave()
+    fi
+}
+
+/* Takes the next place of the sequence and begins its step. */
+inline begin()
+{
+    doing = SENDING;
+    lane = (program[PLACE] - 1) / 2;
+    kinds = (kinds & ~LANE_BIT) | (((program[PLACE] - 1) % 2) << lane);
+    passed[PLACE]++;
+    if
+    :: passed[PLACE] == N -> program[PLACE] = 0; passed[PLACE] = 0
+    :: else
+    fi;
+    at++;
+
+    RULE(S2, (flight & LANE_BIT) == 0);
+    STEP = NEXT(STEP);
+#ifdef MUTATION_BANK_BY_CYCLE
+    cycle[LANE_AT(me, lane)] = cycle[LANE_AT(me, lane)] + 1 - KIND;
+#endif
+    RULE(S1, BANK == STEP % 2 && BANK != BANK_BEFORE);
+    RULE(S2, NOT_BEFORE(NEXT(step[LANE_AT(PEER(1), lane)]), STEP));
+    RULE(S2, NOT_BEFORE(NEXT(step[LANE_AT(PEER(2), lane)]), STEP));
+    flight = flight | LANE_BIT;
+
+    todo = ALL_WORDS;
+    if
+#ifdef ROWS_APART
+    :: todo = ALL_WORDS | ALL_ROWS; write_to_self()
+#else
+    :: write(1); write(2)
+#endif
+#ifdef REFUSAL
+    :: refusing = refusing | LANE_BIT
+#endif
+    fi;
+#ifdef MUTATION_EARLY_PUBLISH
+    todo = todo | VIEW_BIT
+#endif
+}
+
+inline write(d)
+{
+    row[ROW_AT(PEER(d), lane, BANK, KIND, N - (d))] = ROW(me, KIND, STEP);
+    destroy(PEER(d));
+    todo = todo & ~ROW_BIT(d)
+}
+
+#define OTHERS(rank, d) row[ROW_AT(rank, lane, BANK, 1 - KIND, d)]
+
+inline destroy(rank) /* a blank stays one: it is dead already, or its own source has yet to write it */
+{
+#ifdef KINDS_APART
+    skip
+#else
+    OTHERS(rank, 1) = (OTHERS(rank, 1) -> DESTROYED : 0);
+    OTHERS(rank, 2) = (OTHERS(rank, 2) -> DESTROYED : 0)
+#endif
+}
+
+inline write_to_self() /* its own rows need no word and have no reader but its own stream; only the harm matters */
+{
+    destroy(me)
+}
+
+inline publish(d)
+{
+#ifndef MUTATION_EARLY_PUBLISH
+    read_view(); /* S3 */
+#endif
+#ifdef MUTATION_SHARED_COUNTER
+    count[LANE_AT(PEER(d), lane)]++;
+#else
+    word[WORD_AT(PEER(d), lane, BANK, N - (d))] = WORD(STEP, REFUSING);
+#endif
+    todo = todo & ~WORD_BIT(d)
+}
+
+/*
+ * The last moment at which the view of a dispatch one step back may be read: the experts compute in place, and a
+ * combine's send reads their rows out of the bank until it publishes.
+ */
+inline read_view()
+{
+    read_view_of(1);
+    read_view_of(2);
+    views = views & ~(3 << (2 * lane))
+}
+
+#define VIEWED(d) row[ROW_AT(me, lane, BANK_BEFORE, DISPATCH, d)]
+
+inline read_view_of(d)
+{
+    if
+    :: views & VIEW_OF(d) -> CLAIM(S3, VIEWED(d) == ROW(PEER(d), DISPATCH, DISTANCE(STEP, 1))); VIEWED(d) = 0
+    :: else
+    fi
+}
+
+inline sent()
+{
+    if
+    :: todo == 0 ->
+#ifdef MUTATION_REFUSE_WITHOUT_DRAIN
+        flight = flight & ~(REFUSING << lane);
+#endif
+        doing = IDLE
+    :: else
+    fi
+}
+
+/* A source's row in the step that this rank completes. A combine's is summed now, a dispatch's is first seen now. */
+#define READ(d) row[ROW_AT(me, lane, BANK, KIND, d)]
+
+inline read(d)
+{
+    RULE(S2, STEP_OF(SEEN(d)) == STEP);
+    if
+    :: REFUSING || (SEEN(d) & REFUSED) -> /* this rank only drains, or nothing was sent */
+        READ(d) = 0;
+        SEEN(d) = STEP_OF(SEEN(d))
+    :: else ->
+        CLAIM(S4, READ(d) == DESTROYED || (READ(d) != 0 && NOT_BEFORE(STEP_OF(READ(d)), STEP))); /* it came */
+        CLAIM(S2, READ(d) == ROW(PEER(d), KIND, STEP)); /* and is still there */
+        if
+        :: KIND == DISPATCH -> views = views | VIEW_OF(d)
+        :: else -> READ(d) = 0
+        fi
+    fi
+}
+
+inline completed()
+{
+    flight = flight & ~LANE_BIT;
+    kinds = kinds & ~LANE_BIT;
+    refusing = refusing & ~LANE_BIT;
+    doing = IDLE
+}
+
+inline fail(whom)
+{
+    CLAIM(S6, BLAMABLE(whom));
+#ifdef MUTATION_NO_ABORT
+    leave();
+#endif
+    forget();
+    doing = FAILING; /* for ever: it sends nothing more, on any lane */
+    culprit = 1 + (whom);
+    todo = ALL_WORDS
+}
+
+inline tell(d)
+{
+    abort_word[ABORT_AT(PEER(d), N - (d))] = culprit;
+    todo = todo & ~WORD_BIT(d);
+    if
+    :: todo == 0 -> leave()
+    :: else
+    fi
+}
+
+inline forget()
+{
+    doing = IDLE; at = 0; lane = 0; todo = 0; flight = 0; kinds = 0; refusing = 0; views = 0; culprit = 0
+}
+
+inline leave()
+{
+    forget();
+    goto end
+}
+
+#define ABORTED(d) abort_word[ABORT_AT(me, d)]
+
+active [N] proctype Rank()
+{
+    byte me = _pid;
+    byte doing, lane, todo, culprit;
+    byte at;                      /* place in the sequence */
+    byte flight, kinds, refusing; /* a bit per lane */
+    byte views;                   /* two bits per lane: whose rows of the last dispatch may still be read */
+
+    do
+    :: atomic {
+        if
+        :: doing == IDLE /* only at the start */
+        :: doing == SENDING && MAY_PUBLISH(1) && (todo & WORD_BIT(1)) -> publish(1); sent()
+        :: doing == SENDING && MAY_PUBLISH(2) && (todo & WORD_BIT(2)) -> publish(2); sent()
+#ifdef ROWS_APART
+        :: doing == SENDING && MAY_WRITE(1) && (todo & ROW_BIT(1)) -> write(1); sent()
+        :: doing == SENDING && MAY_WRITE(2) && (todo & ROW_BIT(2)) -> write(2); sent()
+#endif
+#ifdef MUTATION_EARLY_PUBLISH
+        :: doing == SENDING && todo == VIEW_BIT -> read_view(); todo = 0; sent()
+#endif
+
+        :: doing == COMPLETING && ARRIVED(1) && ARRIVED(2) -> read(1); read(2); completed()
+#ifdef MUTATION_GO_ON_AFTER_TIMEOUT /* it leaves out what is missing, and does everything else */
+        :: doing == COMPLETING && LOST(1) && ARRIVED(2) -> read(2); completed()
+        :: doing == COMPLETING && LOST(2) && ARRIVED(1) -> read(1); completed()
+        :: doing == COMPLETING && LOST(1) && LOST(2) -> completed()
+#else
+        :: doing == COMPLETING && LOST(1) -> fail(PEER(1))
+        :: doing == COMPLETING && LOST(2) -> fail(PEER(2))
+#endif
+
+        /* An abort word is looked for in waits and before stores; it may come just after, so it is a choice. */
+        :: (doing == SENDING || doing == COMPLETING) && ABORTED(1) -> fail(ABORTED(1) - 1)
+        :: (doing == SENDING || doing == COMPLETING) && ABORTED(2) -> fail(ABORTED(2) - 1)
+        :: doing == FAILING && (todo & WORD_BIT(1)) -> tell(1)
+        :: doing == FAILING && (todo & WORD_BIT(2)) -> tell(2)
+
+#ifdef MAY_STOP
+        :: me == 2 -> gone = 1; leave()
+#endif
+        fi;
+        if
+        :: doing == IDLE -> choose()
+        :: else
+        fi
+    }
+    od;
+end: /* in data, in an error, or stopped; to be anywhere else for ever is an invalid end state */
+    false
+}
