@@ -1,0 +1,286 @@
+"""Cases: what a group is made of and what its ranks exchange, as data that prints and shrinks.
+
+Everything follows from seeds, so a rank makes its own inputs and the test makes those of all. Every
+(token, expert) pair has an answer of its own: `answers` is an affine map that differs per expert,
+in operations that NumPy rounds alike everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from tokenway import reference as ref
+from tokenway.tensors import numpy_dtype
+
+FLOATS = ("float32", "bfloat16", "float16")
+ROUTINGS = ("random", "holes", "one", "none", "few")
+SPECIAL = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-40, 65504.0, 3e38, -1.0], np.float32)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A group: Group's settings, hashable."""
+
+    ranks: int = 2
+    experts: int = 8
+    top_k: int = 2
+    hidden: int = 16
+    max_tokens: int = 8
+    dtype: str = "bfloat16"
+    payloads: tuple[tuple[int, str], ...] = ()
+    combine_dtype: str = "bfloat16"
+    combine_hidden: int | None = None
+    expert_map: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    lanes: int = 1
+    id_dtype: str = "int32"
+    id_space: str = "local"
+    invalid_id: int = -1
+
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of Group."""
+        settings = asdict(self)
+        del settings["ranks"]
+        settings["payloads"] = {f"p{q}": payload for q, payload in enumerate(self.payloads)}
+        return settings
+
+    @property
+    def width(self) -> int:
+        """Elements of a combined row."""
+        return self.hidden if self.combine_hidden is None else self.combine_hidden
+
+
+@dataclass(frozen=True)
+class Round:
+    """One routing and what is done with it."""
+
+    tokens: tuple[int, ...]  # per rank
+    seed: int = 0
+    routing: str = "random"
+    bound: int | None = None
+    layout: str = "rank_major"
+    weighting: str = "topk"
+    weights: bool = True  # False: no weights are given
+    ids: str = "int32"  # dtype of the ids given
+    rows: str = "float32"  # dtype of the experts' rows
+    out: str = "float32"  # dtype of the result
+    lane: int | None = None
+    send_dispatch: bool = False
+    send_combine: bool = False
+    again: bool = False  # dispatch twice
+    late: bool = False  # combine once more, without a lease
+    release: bool = False  # give the lane back before the combine, which then has no lease
+    strided: bool = False  # rows of all inputs are apart
+    own: bool = False  # outputs are given
+    reuse: bool = False  # a handle of an earlier round is updated
+    special: bool = False  # NaN, inf, -0 among the tokens
+    memory: bool = False  # the handle lies in memory of the caller
+    fortran: bool = False  # ids and weights by column
+    identity: bool = False  # experts return the received tokens themselves: the view, where there is one
+
+
+@dataclass(frozen=True)
+class Case:
+    """A group and its rounds. Rounds of one flight are under way together."""
+
+    setup: Setup
+    flights: tuple[tuple[Round, ...], ...]
+    slow: int | None = None  # this rank sleeps here and there
+    order: int = 0  # seed of the orders of completion, which differ per rank
+
+
+def one(setup: Setup, *rounds: Round, **kwargs: Any) -> Case:
+    """Rounds one after the other."""
+    return Case(setup, tuple((r,) for r in rounds), **kwargs)
+
+
+# ---- inputs --------------------------------------------------------------------------------------
+
+
+def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Any bytes: payloads are copied, not interpreted. Only bool has bytes that mean nothing."""
+    kind = numpy_dtype(dtype)
+    raw = np.frombuffer(rng.bytes(int(np.prod(shape)) * kind.itemsize), np.uint8)
+    return (raw & (1 if dtype == "bool" else 255)).view(kind).reshape(shape)
+
+
+def make_ids(setup: Setup, round_: Round, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [T, K], weights [T, K] float32) of one rank."""
+    rng = np.random.default_rng([round_.seed, rank, 1])
+    shape = round_.tokens[rank], setup.top_k
+    ids = rng.random((shape[0], setup.experts)).argsort(axis=1)[:, : setup.top_k]
+    if round_.routing == "holes":
+        ids = np.where(rng.random(shape) < 0.4, -1, ids)
+    elif round_.routing == "few":  # most tokens go nowhere
+        ids = np.where(rng.random((shape[0], 1)) < 0.8, -1, ids)
+    elif round_.routing in ("one", "none"):
+        ids = np.full(shape, -1)
+        if round_.routing == "one" and shape[0]:
+            column = np.arange(shape[0]) % setup.top_k
+            ids[np.arange(shape[0]), column] = round_.seed % setup.experts
+    weights = rng.standard_normal(shape).astype(np.float32)
+    if round_.special and weights.size:
+        weights.flat[:: max(weights.size // 3, 1)] = (-0.0, np.float32(1e-30), 3.0, 1.0)[rank % 4]
+    return ids.astype(round_.ids), weights
+
+
+def make_payloads(setup: Setup, round_: Round, rank: int) -> list[np.ndarray]:
+    """[T, elements] of every payload, tokens first."""
+    rng = np.random.default_rng([round_.seed, rank, 2])
+    shape = round_.tokens[rank], setup.hidden
+    if setup.dtype in FLOATS:
+        values = rng.standard_normal(shape, np.float32)
+        if round_.special:
+            values = np.where(rng.random(shape) < 0.3, rng.choice(SPECIAL, shape), values)
+        with np.errstate(over="ignore"):
+            tokens = values.astype(numpy_dtype(setup.dtype))
+    else:
+        tokens = random_bits(rng, shape, setup.dtype)
+    extra = [random_bits(rng, (shape[0], n), dtype) for n, dtype in setup.payloads]
+    return [tokens, *extra]
+
+
+# ---- experts -------------------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")
+def answers(
+    setup: Setup, round_: Round, rank: int, tokens: np.ndarray, ids: Any, weights: Any, counts: Any
+) -> np.ndarray:
+    """What the experts of `rank` make of what it received: rows as combine wants them.
+
+    A float NaN stands wherever the library has no business reading.
+    """
+    home, slot = ref.placement(setup.experts, setup.ranks, setup.expert_map)
+    valid = np.arange(tokens.shape[1]) < np.asarray(counts)[:, None]
+    if round_.identity:
+        rows = tokens.astype(np.float32)
+    elif round_.layout == "rank_major":
+        rows = _rank_major_answers(setup, round_, rank, tokens, ids, weights, home, slot)
+    else:
+        here = np.flatnonzero(home == rank)
+        here = here[np.argsort(slot[here])]
+        rows = affine(_widen(tokens, setup.width), here[:, None, None])
+        if round_.weighting == "none":
+            rows = weights[..., None] * rows
+    rows = np.where(valid[..., None], rows, np.float32(np.nan))
+    return np.ascontiguousarray(rows.astype(numpy_dtype(round_.rows)))
+
+
+def _rank_major_answers(
+    setup: Setup, round_: Round, rank: int, tokens: Any, ids: Any, weights: Any, home: Any, slot: Any
+) -> np.ndarray:
+    """Sum over the local experts of each row, k ascending, as an MoE module returns it."""
+    expert_at = np.full(setup.experts + 1, -1)
+    expert_at[slot[home == rank]] = np.flatnonzero(home == rank)
+    wide = _widen(tokens, setup.width)
+    total = np.zeros_like(wide)
+    for k in range(setup.top_k):
+        known = (ids[..., k] >= 0) & (ids[..., k] < setup.experts)
+        expert = np.where(known, ids[..., k], -1)
+        if setup.id_space == "global":
+            expert = np.where(np.append(home, -1)[expert] == rank, expert, -1)
+        else:
+            expert = expert_at[expert]
+        term = affine(wide, expert[..., None])
+        if round_.weighting == "none":
+            term = weights[..., k, None] * term
+        total = np.where(expert[..., None] >= 0, total + term, total)
+    return total
+
+
+def affine(tokens: np.ndarray, expert: Any) -> np.ndarray:
+    """Expert e's answer: another line for each, so no two experts agree on a token."""
+    expert = np.asarray(expert, np.float32)
+    return tokens * (np.float32(1) + (expert + 1) / 64) + (expert + 1) / 32
+
+
+def _widen(tokens: np.ndarray, width: int) -> np.ndarray:
+    """Tokens as float32 of combine's width."""
+    return tokens.astype(np.float32)[..., np.arange(width) % tokens.shape[-1]]
+
+
+# ---- the judge -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Got:
+    """What a rank brings home from a round."""
+
+    payloads: list[np.ndarray]
+    ids: np.ndarray
+    weights: np.ndarray
+    counts: np.ndarray
+    offsets: np.ndarray
+    out: np.ndarray
+    late: np.ndarray | None = None
+    received: tuple[np.ndarray, int] | None = None  # num_recv_tokens()
+
+
+def exchange_of(setup: Setup, round_: Round) -> ref.Exchange:
+    """The oracle's exchange of a round."""
+    made = [make_ids(setup, round_, r) for r in range(setup.ranks)]
+    return ref.Exchange(
+        [ids for ids, _ in made],
+        [weights for _, weights in made] if round_.weights else None,
+        experts=setup.experts,
+        bound=setup.max_tokens if round_.bound is None else round_.bound,
+        expert_map=setup.expert_map,
+        id_space=setup.id_space,
+        invalid_id=setup.invalid_id,
+    )
+
+
+def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
+    """Every bit of a round against the oracle."""
+    x = exchange_of(setup, round_)
+    by_rank = [make_payloads(setup, round_, r) for r in range(setup.ranks)]
+    payloads = [list(of) for of in zip(*by_rank, strict=True)]
+    dispatch = ref.dispatch_rank_major if round_.layout == "rank_major" else ref.dispatch_expert_major
+    rows = []
+    for rank, mine in enumerate(got):
+        want = dispatch(x, rank, payloads)
+        where = f"rank {rank} of {round_}\n in {setup}"
+        same("counts", mine.counts, want.counts, where)
+        same("offsets", mine.offsets, np.append(0, want.counts.cumsum()).astype(np.int32), where)
+        same("ids", mine.ids, want.ids.astype(setup.id_dtype), where)
+        same("weights", mine.weights, want.weights, where)
+        filled = np.arange(want.weights.shape[1]) < want.counts[:, None]
+        for q, (one_got, one_want) in enumerate(zip(mine.payloads, want.payloads, strict=True)):
+            assert one_got.shape == one_want.shape, (one_got.shape, one_want.shape, where)
+            same(f"payload {q}", as_bits(one_got)[filled], as_bits(one_want)[filled], where)
+        per_source = np.array([r.counts[rank] for r in x.routing], np.int32)
+        if mine.received is not None:
+            same("num_recv_tokens", mine.received[0], per_source, where)
+            assert mine.received[1] == per_source.sum(), where
+        want_tokens = want.payloads[0]
+        rows.append(answers(setup, round_, rank, want_tokens, want.ids, want.weights, want.counts))
+    wire, out = numpy_dtype(setup.combine_dtype), numpy_dtype(round_.out)
+    wanted = ref.combine(x, rows, layout=round_.layout, weighting=round_.weighting, wire=wire, out=out)
+    for rank, mine in enumerate(got):
+        where = f"rank {rank} of {round_}\n in {setup}"
+        same("result", mine.out, wanted[rank], where)
+        if mine.late is not None:
+            same("result of the combine without a lease", mine.late, wanted[rank], where)
+
+
+def as_bits(array: np.ndarray) -> np.ndarray:
+    """The same memory as unsigned integers."""
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+
+
+def same(what: str, got: np.ndarray, want: np.ndarray, where: str = "") -> None:
+    """Equal dtype, shape and bits; a NaN equals any NaN in sums."""
+    assert got.dtype == want.dtype and got.shape == want.shape, (
+        f"{what}: {got.dtype} {got.shape}, not {want.dtype} {want.shape}; {where}"
+    )
+    bad = as_bits(got) != as_bits(want)
+    if got.dtype.name in FLOATS:
+        bad &= ~(np.isnan(got.astype(np.float32)) & np.isnan(want.astype(np.float32)))
+    if bad.any():
+        at = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise AssertionError(
+            f"{what}: {int(bad.sum())} of {bad.size} differ, first at {at}: {got[at]!r}, not {want[at]!r}; {where}"
+        )

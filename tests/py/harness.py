@@ -1,0 +1,289 @@
+"""Worlds: ranks that serve case after case, so that they are started once and not per test.
+
+    world = Processes("cpu", 4)                 # or Threads("cpu", 4)
+    values = world.run(function, argument)      # function(env, argument) on every rank
+
+`env` holds the rank's comm and backend. A rank that fails, dies or hangs makes `run` raise RankFailed
+with what every rank said, and the next run gets fresh ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tokenway as tw
+
+HERE = Path(__file__).parent
+COMM_TIMEOUT = 60.0
+
+
+class Cpu:
+    """The backend of this version: tensors are NumPy's."""
+
+    name = "cpu"
+
+    @staticmethod
+    def comm(rank: int, nranks: int, address: str) -> tw.Comm:
+        return tw.Comm.shm(rank, nranks, address, timeout=COMM_TIMEOUT)
+
+    @staticmethod
+    def local_comms(nranks: int) -> list[tw.Comm]:
+        return tw.local_comms(nranks, timeout=COMM_TIMEOUT)
+
+    @staticmethod
+    def tensor(array: np.ndarray) -> Any:
+        """The backend's tensor of an array: the same strides."""
+        return array
+
+    @staticmethod
+    def array(tensor: Any) -> np.ndarray:
+        """A copy as a NumPy array."""
+        return np.array(tensor)
+
+
+BACKENDS = {"cpu": Cpu}
+
+
+class Env:
+    """What a function gets on a rank. `kept` lives as long as the comm."""
+
+    def __init__(self, comm: tw.Comm, backend: Any):
+        self.comm = comm
+        self.backend = backend
+        self.rank = comm.rank
+        self.nranks = comm.nranks
+        self.kept: dict[str, Any] = {}
+
+
+class RankFailed(AssertionError):
+    """What the ranks said: None for those that returned."""
+
+    def __init__(self, failures: Sequence[str | None]):
+        self.failures = list(failures)
+        texts = [f"--- rank {r} ---\n{text}" for r, text in enumerate(failures) if text]
+        super().__init__("\n" + "\n".join(texts))
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
+    """(True, value), or (False, traceback as text)."""
+    try:
+        return True, function(*args)
+    except BaseException:
+        return False, traceback.format_exc()
+
+
+def settle(outcomes: Sequence[tuple[bool, Any]]) -> list[Any]:
+    """The values, or RankFailed."""
+    if not all(ok for ok, _ in outcomes):
+        raise RankFailed([None if ok else text for ok, text in outcomes])
+    return [value for _, value in outcomes]
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+class Workers:
+    """Processes that run what they are told. They keep their comms from one call to the next."""
+
+    def __init__(self, size: int, env: dict[str, str] | None = None):
+        self.connections: list[Connection] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])} | (env or {})
+        for _ in range(size):
+            ours, theirs = socket.socketpair()
+            command = [sys.executable, str(HERE / "harness.py"), str(theirs.fileno())]
+            process = subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()])
+            theirs.close()
+            self.connections.append(Connection(ours.detach()))
+            self.processes.append(process)
+
+    def send(self, ranks: Sequence[int], function: Callable[..., Any], *args: Any, key: Any) -> None:
+        """Starts function(env, *args) on workers, as ranks of the comm that `key` names."""
+        for rank, worker in enumerate(ranks):
+            call = (key, rank, len(ranks), function, args)
+            with contextlib.suppress(OSError):  # it is dead; collect() says so
+                self.connections[worker].send(call)
+
+    def collect(self, ranks: Sequence[int], timeout: float) -> list[tuple[bool, Any]]:
+        """What the workers answered; a dead or hanging one counts as failed."""
+        deadline = time.monotonic() + timeout
+        outcomes: dict[int, tuple[bool, Any]] = {}
+        while len(outcomes) < len(ranks):
+            waiting = {self.connections[w]: w for w in ranks if w not in outcomes}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for connection in ready:
+                worker = waiting[connection]  # type: ignore[index]
+                try:
+                    outcomes[worker] = connection.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    code = self.processes[worker].wait()
+                    outcomes[worker] = False, f"the process ended with exit code {code}"
+            if not ready:
+                for worker in waiting.values():
+                    self.processes[worker].send_signal(signal.SIGUSR1)  # stacks to stderr
+                    outcomes[worker] = False, f"no answer within {timeout} s"
+                time.sleep(0.2)
+        return [outcomes[w] for w in ranks]
+
+    def signal(self, worker: int, number: int) -> None:
+        """Kills, stops or continues a worker."""
+        self.processes[worker].send_signal(number)
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def serve(fd: int) -> None:
+    """A worker: runs calls until its parent is gone. An env of an older key is let go of."""
+    faulthandler.register(signal.SIGUSR1)
+    connection = Connection(fd)
+    envs: dict[Any, tuple[Any, Env]] = {}
+
+    def run(message: bytes) -> Any:
+        key, rank, nranks, function, args = pickle.loads(message)
+        name, generation, backend, address = key
+        known, env = envs.get((name, nranks), (None, None))
+        if env is None or known != generation:
+            comm = BACKENDS[backend].comm(rank, nranks, address)
+            env = Env(comm, BACKENDS[backend])
+            envs[name, nranks] = generation, env
+        return function(env, *args)
+
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        connection.send(attempt(run, message))
+
+
+class Pool:
+    """Workers for all worlds of a session: a world of n ranks uses the first n of them."""
+
+    def __init__(self) -> None:
+        self.workers: Workers | None = None
+        self.generation = 0
+
+    def run(self, backend: str, nranks: int, timeout: float, function: Any, args: tuple) -> list[Any]:
+        if self.workers is None or len(self.workers.processes) < nranks:
+            self.reset()
+            self.workers = Workers(max(nranks, 8))
+        address = f"pool-{os.getpid()}-{self.generation}-{nranks}"
+        ranks = range(nranks)
+        key = ("pool", self.generation, backend, address)
+        self.workers.send(ranks, function, *args, key=key)
+        outcomes = self.workers.collect(ranks, timeout)
+        if not all(ok for ok, _ in outcomes):
+            self.reset()
+        return settle(outcomes)
+
+    def reset(self) -> None:
+        if self.workers is not None:
+            self.workers.close()
+        self.workers = None
+        self.generation += 1
+
+
+POOL = Pool()
+
+
+class Processes:
+    """A world whose ranks are processes."""
+
+    kind = "processes"
+
+    def __init__(self, backend: str, nranks: int):
+        self.backend = backend
+        self.nranks = nranks
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
+        """function(env, *args) on every rank: values by rank."""
+        return POOL.run(self.backend, self.nranks, timeout, function, args)
+
+    def forget(self) -> None:
+        """Fresh comms from now on, where ranks have been given up."""
+        POOL.generation += 1
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+
+class Threads:
+    """A world whose ranks are threads of this process."""
+
+    kind = "threads"
+    _envs: dict[tuple[str, int], list[Env]] = {}  # noqa: RUF012
+
+    def __init__(self, backend: str, nranks: int):
+        self.backend = backend
+        self.nranks = nranks
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
+        """function(env, *args) on every rank: values by rank."""
+        key = self.backend, self.nranks
+        if key not in self._envs:
+            backend = BACKENDS[self.backend]
+            self._envs[key] = [Env(comm, backend) for comm in backend.local_comms(self.nranks)]
+        envs = self._envs[key]
+        hung = (False, f"no answer within {timeout} s")
+        outcomes: list[tuple[bool, Any]] = [hung] * self.nranks
+
+        def body(rank: int) -> None:
+            outcomes[rank] = attempt(function, envs[rank], *args)
+
+        threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(self.nranks)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not all(ok for ok, _ in outcomes):
+            del self._envs[key]
+            if any(thread.is_alive() for thread in threads):
+                faulthandler.dump_traceback(all_threads=True)
+        return settle(outcomes)
+
+    def forget(self) -> None:
+        """Fresh comms from now on, where ranks have been given up."""
+        self._envs.clear()
+
+
+WORLDS = {"threads": Threads, "processes": Processes}
+
+
+# ---- what tests say about errors -----------------------------------------------------------------
+
+
+def caught(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str, Any]:
+    """(result name, sentence, record) of the error that a call raises; ("twSuccess", "", None) if none."""
+    try:
+        function(*args, **kwargs)
+    except tw.TokenwayError as error:
+        return error.result, str(error), error.record
+    return "twSuccess", "", None
+
+
+if __name__ == "__main__":
+    import harness  # functions arrive by the name of their module: this file must have one
+
+    harness.serve(int(sys.argv[1]))

@@ -1,0 +1,222 @@
+"""What a rank does with a case. Runs on the ranks; brings home what `cases.verify` judges."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from cases import FLOATS, Case, Got, Round, answers, make_ids, make_payloads
+
+import tokenway as tw
+from tokenway.tensors import numpy_dtype
+
+
+def play(env: Any, case: Case) -> list[list[Got]]:
+    """All flights on a group of their own: what this rank got, by flight and round."""
+    with tw.Group(env.comm, timeout=20, **case.setup.settings()) as group:
+        return Player(env, group, case).flights()
+
+
+def play_on(env: Any, name: str, case: Case) -> list[list[Got]]:
+    """As `play`, on a group that is kept for further cases of the same setup."""
+    if name not in env.kept:
+        env.kept[name] = tw.Group(env.comm, timeout=20, **case.setup.settings())
+    return Player(env, env.kept[name], case).flights()
+
+
+def close_kept(env: Any) -> None:
+    """Closes the groups that `play_on` kept."""
+    for name in sorted(env.kept):
+        env.kept.pop(name).close()
+
+
+class Player:
+    """One rank's way through a case."""
+
+    def __init__(self, env: Any, group: tw.Group, case: Case):
+        self.env = env
+        self.group = group
+        self.case = case
+        self.setup = case.setup
+        self.rng = np.random.default_rng([case.order, env.rank])
+        self.spare: list[tw.Handle] = []
+
+    def flights(self) -> list[list[Got]]:
+        return [self.flight(rounds) for rounds in self.case.flights]
+
+    def pause(self) -> None:
+        """The slow rank is late by a few milliseconds, now and then."""
+        if self.case.slow == self.env.rank and self.rng.random() < 0.3:
+            time.sleep(self.rng.random() * 0.004)
+
+    def own_order(self, indices: list[int]) -> list[int]:
+        """Another order on every rank: allowed wherever no lane is leased."""
+        return [indices[i] for i in self.rng.permutation(len(indices))]
+
+    # ---- one flight ------------------------------------------------------------------------------
+
+    def flight(self, rounds: tuple[Round, ...]) -> list[Got]:
+        """Dispatches all, then receives all, then combines all, each in an order of this rank where
+        that is allowed. Leases, and calls that wait, come in the order of the rounds."""
+        handles = [self.handle(r) for r in rounds]
+        inputs = [self.payloads(r) for r in rounds]
+        everyone = list(range(len(rounds)))
+        pending = {}
+        for i in everyone:
+            self.pause()
+            pending[i] = self.dispatch(rounds[i], handles[i], inputs[i], rounds[i].send_dispatch)
+        received = self.receive(rounds, pending)
+        pending = {}
+        for i in self.own_order([i for i in everyone if rounds[i].again]):
+            pending[i] = self.dispatch(rounds[i], handles[i], inputs[i], True)
+        received |= self.receive(rounds, pending)
+        got = [self.snapshot(rounds[i], received[i]) for i in everyone]
+        rows = [self.rows(rounds[i], received[i], got[i]) for i in everyone]
+        self.combine_all(rounds, handles, rows, got)
+        for i in everyone:
+            if rounds[i].late:
+                self.pause()
+                got[i].late = self.array(self.combine(rounds[i], handles[i], rows[i], False))
+        self.spare = [h for h, r in zip(handles, rounds, strict=True) if not r.memory]
+        return got
+
+    def receive(self, rounds: tuple[Round, ...], pending: dict[int, Any]) -> dict[int, tw.Received]:
+        received = {}
+        for i in self.own_order(list(pending)):
+            self.pause()
+            received[i] = pending[i].result() if isinstance(pending[i], tw.Pending) else pending[i]
+        return received
+
+    def combine_all(self, rounds: Any, handles: Any, rows: list[Any], got: list[Got]) -> None:
+        sent = [i for i, r in enumerate(rounds) if r.send_combine and not r.release]
+        pending = {}
+        for i in self.own_order(sent):
+            self.pause()
+            pending[i] = self.combine(rounds[i], handles[i], rows[i], True)
+        for i in self.own_order(sent):
+            if self.rng.random() < 0.5:
+                pending[i].hook()
+            got[i].out = self.array(pending[i].result())
+        for i in [i for i in range(len(rounds)) if i not in sent]:
+            self.pause()
+            if rounds[i].release:
+                handles[i].release()
+            got[i].out = self.array(self.combine(rounds[i], handles[i], rows[i], False))
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def handle(self, round_: Round) -> tw.Handle:
+        ids, weights = make_ids(self.setup, round_, self.env.rank)
+        given: Any = None
+        if round_.weights:
+            given = self.tensor(np.asfortranarray(weights) if round_.fortran else weights)
+        ids = self.tensor(np.asfortranarray(ids) if round_.fortran else spread(ids, round_.strided))
+        if round_.reuse and self.spare:
+            handle = self.spare.pop()
+            handle.update(ids, given)
+            return handle
+        memory = aligned_bytes(self.group.handle_bytes) if round_.memory else None
+        handle = self.group.route(ids, given, memory=memory)
+        if ids.size:
+            ids[...] = 99  # both are copied
+        return handle
+
+    def payloads(self, round_: Round) -> list[Any]:
+        made = make_payloads(self.setup, round_, self.env.rank)
+        return [self.tensor(spread(p, round_.strided)) for p in made]
+
+    def dispatch(self, round_: Round, handle: tw.Handle, inputs: list[Any], send_only: bool) -> Any:
+        extra = {f"p{q}": p for q, p in enumerate(inputs[1:])}
+        return self.group.dispatch(
+            handle,
+            inputs[0],
+            extra,
+            layout=round_.layout,
+            bound=round_.bound,
+            lane=round_.lane,
+            out=self.outputs(round_) if round_.own else None,
+            send_only=send_only,
+        )
+
+    def outputs(self, round_: Round) -> dict[str, Any]:
+        """Tensors for everything that arrives, full of rubbish."""
+        group, b = self.group, round_.bound or self.setup.max_tokens
+        lead: tuple[int, ...] = (group.nranks, b)
+        per_row: tuple[int, ...] = (group.top_k,)
+        if round_.layout == "expert_major":
+            lead, per_row = (group.num_local_experts, group.nranks * b), ()
+        shapes = {
+            "tokens": ((*lead, self.setup.hidden), self.setup.dtype),
+            "ids": ((*lead, *per_row), self.setup.id_dtype),
+            "weights": ((*lead, *per_row), "float32"),
+            "counts": (lead[:1], "int32"),
+        }
+        shapes |= {f"p{q}": ((*lead, n), d) for q, (n, d) in enumerate(self.setup.payloads)}
+        return {name: self.rubbish(shape, dtype) for name, (shape, dtype) in shapes.items()}
+
+    def combine(self, round_: Round, handle: tw.Handle, rows: Any, send_only: bool) -> Any:
+        out = None
+        if round_.own:
+            out = self.rubbish((round_.tokens[self.env.rank], self.setup.width), round_.out)
+        result = self.group.combine(
+            handle,
+            rows,
+            weighting=round_.weighting,
+            dtype=round_.out,
+            out=out,
+            send_only=send_only,
+        )
+        if out is not None and not send_only:
+            assert result is out
+        return result
+
+    # ---- tensors ---------------------------------------------------------------------------------
+
+    def snapshot(self, round_: Round, received: tw.Received) -> Got:
+        """A copy of everything that arrived."""
+        payloads = [received.tokens, *(received.payloads[f"p{q}"] for q in range(len(self.setup.payloads)))]
+        fields = [self.array(t) for t in payloads]
+        rest = [self.array(getattr(received, n)) for n in ("ids", "weights", "counts", "offsets")]
+        assert received.layout == round_.layout
+        return Got(fields, *rest, np.empty(0), received=received.handle.num_recv_tokens())
+
+    def rows(self, round_: Round, received: tw.Received, got: Got) -> Any:
+        if round_.identity and round_.rows == self.setup.dtype and self.setup.dtype in FLOATS:
+            # Beyond the counts lies what earlier rounds left. A view ends with its lease.
+            return self.copy(received.tokens) if round_.late or round_.release else received.tokens
+        made = answers(self.setup, round_, self.env.rank, got.payloads[0], got.ids, got.weights, got.counts)
+        return self.tensor(spread(made, round_.strided))
+
+    def tensor(self, array: np.ndarray) -> Any:
+        return self.env.backend.tensor(array)
+
+    def array(self, tensor: Any) -> np.ndarray:
+        return self.env.backend.array(tensor)
+
+    def copy(self, tensor: Any) -> Any:
+        return self.tensor(self.array(tensor))
+
+    def rubbish(self, shape: tuple[int, ...], dtype: str) -> Any:
+        kind = numpy_dtype(dtype)
+        raw = np.full(int(np.prod(shape)) * kind.itemsize, 0xA5, np.uint8)
+        return self.tensor(raw.view(kind).reshape(shape))
+
+
+def spread(array: np.ndarray, apart: bool) -> np.ndarray:
+    """The same values; `apart`: with gaps between rows and between blocks of rows."""
+    if not apart:
+        return array
+    last = array.shape[-1]
+    wide = np.zeros((*(n + 1 for n in array.shape[:-1]), last + 3), array.dtype)
+    inner = tuple(slice(1, n + 1) for n in array.shape[:-1])
+    view = wide[(*inner, slice(2, last + 2))]
+    view[...] = array
+    return view
+
+
+def aligned_bytes(count: int) -> np.ndarray:
+    """A uint8 array that begins at a multiple of 64."""
+    raw = np.empty(count + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + count]

@@ -1,0 +1,193 @@
+#!/usr/bin/env python3
+"""The soak: many random rounds on ranks that live long, and ranks killed and stopped at random moments.
+
+    python tests/py/soak.py --rounds 10000
+    python tests/py/soak.py --rounds 0 --kills 50 --stops 20
+
+Sizes, routings, lanes and delays are random; every round is verified bit for bit. A rank that hangs
+ends the run with the stacks of all. After a kill every survivor must hold its error record within a
+second, after a stop within the timeout and a second; then the survivors shrink and verify again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import cases
+import harness
+import mishaps
+import player
+from cases import FLOATS, ROUTINGS, Case, Round, Setup
+
+BATCH = 50  # rounds between two meetings with the judge
+
+
+# ---- random rounds -------------------------------------------------------------------------------
+
+
+def random_setup(rng: random.Random, ranks: int) -> Setup:
+    experts = rng.randint(1, 4 * ranks)
+    return Setup(
+        ranks=ranks,
+        experts=experts,
+        top_k=rng.randint(1, min(experts, 8)),
+        hidden=rng.choice((1, 3, 16, 17, 64)),
+        max_tokens=rng.choice((1, 5, 16, 24)),
+        dtype=rng.choice((*FLOATS, "uint8")),
+        payloads=rng.choice(((), ((1, "uint8"),), ((3, "float32"), (17, "int8")))),
+        combine_dtype=rng.choice(FLOATS),
+        lanes=rng.randint(1, 4),
+        id_space=rng.choice(("local", "global")),
+    )
+
+
+def random_round(rng: random.Random, setup: Setup) -> Round:
+    most = rng.choice((0, 1, setup.max_tokens, setup.max_tokens))
+    tokens = tuple(rng.randint(0, most) for _ in range(setup.ranks))
+    after = rng.choice(("again", "late", "release", "special", "special", "reuse", "reuse"))
+    return Round(
+        tokens=tokens,
+        seed=rng.getrandbits(40),
+        routing=rng.choice(ROUTINGS),
+        bound=rng.choice((None, max(1, *tokens))),
+        layout=rng.choice(("rank_major", "expert_major")),
+        weighting=rng.choice(("none", "topk")),
+        rows=rng.choice(FLOATS),
+        out=rng.choice(FLOATS),
+        send_dispatch=rng.random() < 0.7,
+        send_combine=rng.random() < 0.5,
+        strided=rng.random() < 0.2,
+        own=rng.random() < 0.2,
+        **{after: True},
+    )
+
+
+def random_case(rng: random.Random, setup: Setup, count: int) -> Case:
+    flights = []
+    while count > 0:
+        size = min(rng.randint(1, setup.lanes), count)
+        flights.append(tuple(random_round(rng, setup) for _ in range(size)))
+        count -= size
+    slow = rng.choice((None, rng.randrange(setup.ranks)))
+    return Case(setup, tuple(flights), slow=slow, order=rng.getrandbits(30))
+
+
+def soak(rounds: int, seed: int, ranks: tuple[int, ...] = (2, 3, 4), say: Any = None) -> int:
+    """Verifies so many rounds. A group lives for a few batches, so lanes reach high steps."""
+    rng = random.Random(seed)
+    done = 0
+    while done < rounds:
+        setup = random_setup(rng, rng.choice(ranks))
+        world = harness.Processes("cpu", setup.ranks)
+        for _ in range(rng.randint(1, 4)):
+            count = min(BATCH, rounds - done)
+            case = random_case(rng, setup, count)
+            by_rank = world.run(player.play_on, "soak", case, timeout=60)
+            for f, flight in enumerate(case.flights):
+                for i, round_ in enumerate(flight):
+                    cases.verify(setup, round_, [mine[f][i] for mine in by_rank])
+            done += count
+            if say:
+                say(f"{done} of {rounds} rounds")
+            if done >= rounds:
+                break
+        world.run(player.close_kept, timeout=60)
+    return done
+
+
+# ---- mishaps -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Mishap:
+    """What happened to which rank, and when the survivors noticed, in seconds after it."""
+
+    victim: int
+    number: int
+    nranks: int
+    seen: list[float]
+
+
+def mishap(rng: random.Random, number: int) -> Mishap:
+    """Kills or stops one of a few busy ranks at a random moment; what do the others make of it?"""
+    timeout = 30.0 if number == signal.SIGKILL else 1.5
+    nranks = rng.randint(2, 5)
+    victim = rng.randrange(nranks)
+    setup = random_setup(rng, nranks)
+    workers = harness.Workers(nranks)
+    everyone = range(nranks)
+    survivors = [r for r in everyone if r != victim]
+    key = ("mishap", 0, "cpu", f"mishap-{os.getpid()}-{rng.getrandbits(60):x}")
+    try:
+        workers.send(everyone, mishaps.begin, setup, timeout, key=key)
+        harness.settle(workers.collect(everyone, 30))
+        workers.send(everyone, mishaps.work_until_error, setup, rng.getrandbits(30), key=key)
+        time.sleep(rng.random() * 0.3)
+        struck = time.monotonic()
+        workers.signal(victim, number)
+        limit = 1.0 if number == signal.SIGKILL else timeout + 1.0
+        reports = harness.settle(workers.collect(survivors, limit + 20))
+        for rank, report in zip(survivors, reports, strict=True):
+            mishaps.judge(report, rank, victim, number, struck, limit)
+        again = random_setup(rng, nranks - 1)
+        workers.send(everyone, mishaps.shrink_and_play, again, rng.getrandbits(30), key=key)
+        played = harness.settle(workers.collect(survivors, 60))
+        mishaps.verify_survivors(again, survivors, played)
+        if number == signal.SIGSTOP:
+            workers.signal(victim, signal.SIGCONT)
+            woken = harness.settle(workers.collect([victim], 20))[0]
+            assert woken["result"] == "twExcluded", f"the stopped rank {victim} was told {woken}"
+            ok, text = workers.collect([victim], 20)[0]
+            assert not ok and "Excluded" in text, f"the stopped rank {victim} could shrink: {text}"
+        return Mishap(victim, number, nranks, [report["at"] - struck for report in reports])
+    finally:
+        workers.close()
+
+
+def suffer(kills: int, stops: int, seed: int, say: Any = None) -> None:
+    """So many mishaps, one after the other."""
+    rng = random.Random(seed)
+    numbers = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
+    rng.shuffle(numbers)
+    for n, number in enumerate(numbers):
+        state = rng.getrandbits(50)
+        try:
+            result = mishap(random.Random(state), number)
+        except BaseException:
+            print(f"mishap {n} of seed {seed}: signal {number}, state {state}", file=sys.stderr)
+            raise
+        if say:
+            say(f"{n + 1} of {len(numbers)}: {result}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10000)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--stops", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=random.randrange(2**31))
+    args = parser.parse_args()
+    print(f"seed {args.seed}")
+    begin = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - begin:8.1f} s  {text}", flush=True)
+
+    try:
+        suffer(args.kills, args.stops, args.seed, say=say)
+        soak(args.rounds, args.seed, say=say)
+    finally:
+        harness.POOL.reset()
+    say("all verified")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Hypothesis strategies for cases: every hard thing is in reach of one draw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cases import FLOATS, ROUTINGS, Case, Round, Setup
+from hypothesis import strategies as st
+
+# Sizes that vectors do not like, and a few that they do.
+WIDTHS = st.sampled_from([1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 100])
+PAYLOAD_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float32", "float64", "float8_e4m3fn", "bool")
+
+
+@st.composite
+def expert_maps(draw: Any, experts: int, ranks: int) -> Any:
+    """None, or any placement: some ranks may hold nothing."""
+    if draw(st.booleans()):
+        return None
+    home = draw(st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts))
+    slots = [0] * experts
+    for rank in range(ranks):
+        here = [e for e in range(experts) if home[e] == rank]
+        for slot, expert in enumerate(draw(st.permutations(here))):
+            slots[expert] = slot
+    return tuple(home), tuple(slots)
+
+
+@st.composite
+def setups(draw: Any, max_ranks: int = 5) -> Setup:
+    """A group of any kind."""
+    ranks = draw(st.integers(1, max_ranks))
+    experts = draw(st.integers(1, 13))
+    id_space = draw(st.sampled_from(("local", "global")))
+    payloads = st.lists(st.tuples(WIDTHS, st.sampled_from(PAYLOAD_DTYPES)), max_size=3)
+    return Setup(
+        ranks=ranks,
+        experts=experts,
+        top_k=draw(st.integers(1, min(experts, 9))),
+        hidden=draw(WIDTHS),
+        max_tokens=draw(st.integers(1, 12)),
+        dtype=draw(st.sampled_from((*FLOATS, "uint8"))),
+        payloads=tuple(draw(payloads)),
+        combine_dtype=draw(st.sampled_from(FLOATS)),
+        combine_hidden=draw(st.none() | WIDTHS),
+        expert_map=draw(expert_maps(experts, ranks)),
+        lanes=draw(st.integers(1, 4)),
+        id_dtype=draw(st.sampled_from(("int32", "int64"))),
+        id_space=id_space,
+        invalid_id=draw(st.sampled_from((-1, -7, experts, 2**31 - 1))),
+    )
+
+
+@st.composite
+def rounds(draw: Any, setup: Setup, seed: int) -> Round:
+    """One routing and what is done with it."""
+    most = setup.max_tokens
+    counts = st.integers(0, most) | st.sampled_from((0, most))
+    tokens = tuple(draw(counts) for _ in range(setup.ranks))
+    flags = ("weights", "strided", "own", "special", "memory", "fortran", "identity", "reuse")
+    after = draw(st.sampled_from(("", "", "again", "late", "release")))
+    chosen = {name: draw(st.booleans()) for name in flags}
+    # Experts that return what they got need rows that are fit to be combined.
+    chosen["identity"] &= setup.dtype in FLOATS and setup.width == setup.hidden
+    chosen["reuse"] &= not chosen["memory"]
+    if after:
+        chosen[after] = True
+    return Round(
+        tokens=tokens,
+        seed=seed,
+        routing=draw(st.sampled_from(ROUTINGS)),
+        bound=draw(st.none() | st.integers(max(1, *tokens), most)),
+        layout=draw(st.sampled_from(("rank_major", "expert_major"))),
+        weighting=draw(st.sampled_from(("none", "topk"))),
+        ids=draw(st.sampled_from(("int32", "int64"))),
+        rows=setup.dtype if chosen["identity"] else draw(st.sampled_from(FLOATS)),
+        out=draw(st.sampled_from(FLOATS)),
+        send_dispatch=draw(st.booleans()),
+        send_combine=draw(st.booleans()),
+        **chosen,
+    )
+
+
+@st.composite
+def cases(draw: Any, max_ranks: int = 5, max_flights: int = 3) -> Case:
+    """A group and flights of rounds."""
+    setup = draw(setups(max_ranks))
+    flights = []
+    for f in range(draw(st.integers(1, max_flights))):
+        size = draw(st.integers(1, setup.lanes))
+        base = draw(st.integers(0, 1000))
+        flights.append(tuple(draw(rounds(setup, base + 10 * f + i)) for i in range(size)))
+    slow = draw(st.none() | st.integers(0, setup.ranks - 1))
+    return Case(setup, tuple(flights), slow=slow, order=draw(st.integers(0, 99)))

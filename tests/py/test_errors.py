@@ -1,0 +1,137 @@
+"""Refusals: the sentence says argument, value and range; peers learn at once; the group goes on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import refusals
+from cases import verify
+from harness import Env, Threads, caught
+from refusals import ROUND, SETUP, Calls
+
+import tokenway as tw
+
+AT_ONCE = 2.0  # seconds: far below any timeout, far above what a busy machine makes of it
+
+
+def said(outcome: Any, result: str, pattern: str) -> None:
+    assert outcome[0] == result, outcome
+    assert re.search(pattern, outcome[1]), f"{outcome[1]!r} does not match {pattern!r}"
+
+
+def check_refused_call(by_rank: Any, pattern: str, call: str) -> None:
+    (outcome, _, _), *others = by_rank
+    said(outcome, "twInvalidArgument", pattern)
+    for rank, (told, took, _) in enumerate(others, 1):
+        said(told, "twPeerRefused", rf"rank 0 refused its arguments of tw{call}")
+        record = told[2]
+        assert (record.peer, record.reporter, record.sticky) == (0, rank, False)
+        assert record.phase == call.lower() and record.result == "twPeerRefused"
+        assert took < AT_ONCE
+    verify(SETUP, ROUND, [good for _, _, good in by_rank])
+
+
+@pytest.mark.parametrize("name", refusals.DISPATCHES)
+def test_dispatch_refused(world, name) -> None:
+    by_rank = world(3).run(refusals.refused_dispatch, name)
+    check_refused_call(by_rank, refusals.DISPATCHES[name][1], "Dispatch")
+
+
+@pytest.mark.parametrize("name", refusals.COMBINES)
+def test_combine_refused(world, name) -> None:
+    by_rank = world(3).run(refusals.refused_combine, name)
+    check_refused_call(by_rank, refusals.COMBINES[name][1], "Combine")
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """Calls of one rank on a group of three that nobody else uses."""
+    envs = [Env(comm, None) for comm in tw.local_comms(3)]
+    made = Threads("cpu", 3).run(lambda env: Calls(envs[env.rank]))
+    yield made[0]
+    Threads("cpu", 3).run(lambda env: made[env.rank].group.close())
+
+
+@pytest.mark.parametrize("name", refusals.ROUTINGS)
+def test_routing_refused(alone, name) -> None:
+    """Not a step: nobody else is told. Creating and updating say the same."""
+    arguments, pattern = refusals.ROUTINGS[name]
+    said(caught(alone.group.route, **arguments), "twInvalidArgument", pattern)
+    if "memory" not in arguments:
+        said(caught(alone.handle.update, **arguments), "twInvalidArgument", pattern)
+
+
+@pytest.mark.parametrize("name", refusals.SETTINGS)
+def test_settings_refused(world, name) -> None:
+    """One rank's settings are impossible: it says why, and the others repeat it."""
+    changes, pattern = refusals.SETTINGS[name]
+    by_rank = world(3).run(refusals.settings_on, 1, changes)
+    for rank, (outcome, took) in enumerate(by_rank):
+        said(outcome, "twInvalidArgument", ("" if rank == 1 else "rank 1: ") + r"config\.?.*" + pattern)
+        assert took < AT_ONCE
+
+
+@pytest.mark.parametrize("name", refusals.MISMATCHES)
+def test_settings_differ(world, name) -> None:
+    changes, pattern = refusals.MISMATCHES[name]
+    for outcome, took in world(3).run(refusals.settings_on, 1, changes):
+        said(outcome, "twConfigMismatch", r"config\." + pattern)
+        assert took < AT_ONCE
+
+
+def test_windows_that_do_not_fit(world) -> None:
+    changes = {"max_tokens": 2**27, "hidden": 2**16}
+    sentence = r"windows of 3 ranks need 3 x [\d.]+ [KMGTPE]?i?B, and [\d.]+ [KMGTPE]?i?B are free; lower"
+    for rank, (outcome, _) in enumerate(world(3).run(refusals_everywhere, changes)):
+        said(outcome, "twOutOfMemory", sentence)
+        assert rank >= 0
+
+
+def refusals_everywhere(env: Env, changes: dict[str, Any]) -> Any:
+    return refusals.settings_on(env, env.rank, changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"experts": 2**31}, r"experts is 2147483648; it must be an integer of 32 bits"),
+        ({"max_tokens": 1.5}, r"max_tokens is 1.5; it must be an integer"),
+        ({"hidden": 2**63}, r"elements is 9223372036854775808; it must be an integer of 64 bits"),
+        ({"dtype": "float128"}, r"dtype is 'float128'; it must be one of uint8"),
+        ({"payloads": {f"p{q}": (1, "uint8") for q in range(8)}}, r"payloads has 8 entries; .* 7"),
+        ({"payloads": {"ids": (1, "uint8")}}, r"payloads are named \['ids'\]"),
+        ({"id_space": "lunar"}, r"id_space is 'lunar'; it must be one of"),
+        ({"expert_map": ([0] * 5, [0] * 5)}, r"expert_map has shapes \(5,\) and \(5,\); .* \(6,\)"),
+        ({"expert_map": ([0],)}, r"expert_map has 1 parts"),
+        ({"timeout": 0}, r"timeout is 0; it must be from 0.001"),
+        ({"timeout": -5}, r"timeout is -5; it must be from 0.001"),
+        ({"invalid_id": 2**31}, r"invalid_id is 2147483648; it must be an integer of 32 bits"),
+    ],
+)
+def test_settings_that_c_cannot_hold(changes, sentence) -> None:
+    settings = SETUP.settings() | changes
+    said(caught(tw.window_bytes, 3, **settings), "twInvalidArgument", sentence)
+
+
+def test_sizes_without_a_group() -> None:
+    """window_bytes refuses what a group would."""
+    for changes, pattern in refusals.SETTINGS.values():
+        outcome = caught(tw.window_bytes, 3, **SETUP.settings() | changes)
+        said(outcome, "twInvalidArgument", pattern)
+    said(caught(tw.window_bytes, 0, **SETUP.settings()), "twInvalidArgument", "nranks is 0; .* 1024")
+    assert tw.window_bytes(2, **SETUP.settings()).window > 0
+
+
+def test_environment(monkeypatch) -> None:
+    for value in ("soon", "0", "-1", "99999999999", "5s"):
+        monkeypatch.setenv("TOKENWAY_TIMEOUT_MS", value)
+        sentence = rf'TOKENWAY_TIMEOUT_MS is "{value}"; it must be an integer from 1 to'
+        said(caught(tw.local_comms, 2), "twInvalidArgument", sentence)
+    monkeypatch.setenv("TOKENWAY_TIMEOUT_MS", "1234")
+    comm = tw.local_comms(1)[0]
+    with comm, tw.Group(comm, experts=1, top_k=1, hidden=1, max_tokens=1) as group:
+        record = caught(group.route, np.zeros((2, 1), np.int32))
+        assert record[0] == "twInvalidArgument"

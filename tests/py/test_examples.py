@@ -1,0 +1,176 @@
+"""Every example runs, small, as its first lines say, and prints what it promises."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import need
+
+from tokenway import _native
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+README = ROOT / "README.md"
+
+pytestmark = pytest.mark.processes
+
+
+def need_rich() -> None:
+    """The printing of one example, and of the job."""
+    need(importlib.util.find_spec("rich") is not None, "rich")
+
+
+def run(*command: str | Path, code: int = 0) -> str:
+    """The output of a command, which must end with that exit code."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
+    assert done.returncode == code, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def example(name: str, *arguments: str | Path, code: int = 0) -> str:
+    """The output of a Python example."""
+    return run(sys.executable, EXAMPLES / name, *arguments, code=code)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text of some hundred words, with what could be mistaken for markup."""
+    path = tmp_path / "text.md"
+    path.write_text("The router [red] sends *every* word, the [/] known and the unknown, to its experts.\n" * 15)
+    return path
+
+
+def test_everyday_runs() -> None:
+    """The first example returns all rows."""
+    out = example("00_everyday.py")
+    assert re.findall(r"rank (\d): \d+ rows received, \(100, 7168\) returned", out) == ["0", "1", "2", "3"]
+
+
+def test_everyday_is_the_readmes() -> None:
+    """The README shows this code, to the letter."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert (EXAMPLES / "00_everyday.py").read_text() in blocks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--ranks", "2"],
+        ["--ranks", "4", "--gate", "deepseek", "--max-tokens", "17"],
+        ["--ranks", "3", "--experts", "2", "--top-k", "1", "--hidden", "40", "--inner", "24"],
+    ],
+    ids=["two", "deepseek", "rank without experts"],
+)
+def test_moe_layer(text: Path, options: list[str]) -> None:
+    """All values are compared, and equal."""
+    need_rich()
+    out = example("01_moe_layer.py", text, *options)
+    for line in ("Equal to the NumPy oracle, bit for bit", "Within rounding of one process in float64"):
+        found = re.search(line + r": (\d+) of (\d+) values", out)
+        assert found and found[1] == found[2] and int(found[2]) > 10000, out
+    assert "All checks hold." in out
+    busiest = re.search(r"\n +\d+ +\d+ +(\d+)   \S+ \d+", out.split("Busiest experts")[1])
+    assert busiest and int(busiest[1]) > 10, out
+
+
+def test_moe_layer_is_not_blind(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one result changed, on one rank: the example says so and fails."""
+    need_rich()
+    (tmp_path / "sitecustomize.py").write_text(
+        "import tokenway as tw\n"
+        "honest = tw.Group.combine\n"
+        "def combine(self, *args, **kwargs):\n"
+        "    out = honest(self, *args, **kwargs)\n"
+        "    out.view('u2').flat[: self.rank] ^= 1\n"
+        "    return out\n"
+        "tw.Group.combine = combine\n"
+    )
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    out = example("01_moe_layer.py", text, "--ranks", "2", "--max-tokens", "999", code=1)
+    found = re.search(r"bit for bit: (\d+) of (\d+) values", out)
+    assert found and int(found[1]) == int(found[2]) - 1, out
+    assert "A check FAILED." in out
+
+
+def test_moe_layer_without_words(tmp_path: Path) -> None:
+    """A file without words, or no file, is refused."""
+    need_rich()
+    (tmp_path / "empty.txt").write_text("\n")
+    example("01_moe_layer.py", tmp_path / "empty.txt", code=2)
+    example("01_moe_layer.py", tmp_path / "missing.txt", code=2)
+
+
+def test_overlap() -> None:
+    """Both orders give the same bits."""
+    assert example("02_overlap.py").count("the same bits") == 2
+
+
+def test_c_api(tmp_path: Path) -> None:
+    """The C example, built by the command in its first lines."""
+    need(shutil.which("cc") is not None, "cc, a C compiler")
+    source = EXAMPLES / "03_c_api.c"
+    command = next(line[2:].strip() for line in source.read_text().splitlines() if line.startswith("//   cc "))
+    compile_, run_ = (shlex.split(part) for part in command.split("&&"))
+    library = str(_native.library_path().parent)
+    compile_ = [word.replace("$PWD/build", library).replace("-Lbuild", f"-L{library}") for word in compile_]
+    program = str(tmp_path / "c_api")
+    assert compile_[-1] == run_[0]
+    compile_[-1] = program
+    run(*compile_, "-Wall", "-Wextra", "-Werror")
+    out = run(program)
+    assert re.findall(r"rank (\d): .* 0 of \d+ sums are wrong", "\n".join(sorted(out.splitlines()))) == ["0", "1", "2"]
+    assert "twInvalidArgument: ids[0, 1] is 8; it must be -1 (no expert) or from 0 to 7" in out
+
+
+def test_failures() -> None:
+    """The wrong table is named, the death is seen by all survivors, and they go on."""
+    out = example("04_failures.py")
+    assert out.count("config.expert_rank[5] differs: rank 0 has 0, rank 1 has 1") == 4
+    assert len(re.findall(r"PeerDied .* twPeerDied +2 +combine ", out)) == 3
+    values = re.findall(r"is rank \d of 3 now; (\d+) of (\d+) values equal the oracle's", out)
+    assert len(values) == 3 and all(equal == compared for equal, compared in values)
+
+
+def load_job() -> ModuleType:
+    """examples/main_job.py as a module."""
+    spec = importlib.util.spec_from_file_location("main_job", EXAMPLES / "main_job.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_job(text: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """What `make run` runs, with a smaller bench: every part prints, and it says that all is well."""
+    need_rich()
+    job = load_job()
+    assert "--profile" in job.BENCH
+    monkeypatch.setattr(job, "BENCH", ["--quick", "--ranks", "2", "--tokens", "1", "--baselines", "none"])
+    monkeypatch.setattr(sys, "argv", ["main_job.py", str(text)])
+    assert job.main() == 0
+    out = capfd.readouterr().out
+    for line in ("1. A mixture", "All checks hold.", "2. What", "PeerDied", "3. How long", "deepseek-v3"):
+        assert line in out
+    assert out.count("Everything is as it should be.") == 1
+
+
+def test_job_fails_with_a_part(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """A part that fails makes the job fail, after the others."""
+    need_rich()
+    job = load_job()
+    parts = [("first", ["-c", "raise SystemExit(3)"]), ("second", ["-c", "print('still run')"])]
+    monkeypatch.setattr(job, "parts", lambda text: parts)
+    monkeypatch.setattr(sys, "argv", ["main_job.py", "any"])
+    assert job.main() == 1
+    out = capfd.readouterr().out
+    assert "still run" in out and "exit code 3" in out and "FAILED" in out

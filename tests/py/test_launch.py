@@ -1,0 +1,180 @@
+"""Ranks, run and launch: what comes back, and what failures do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import exchange
+
+import tokenway as tw
+from tokenway.launch import launch, script_command
+
+pytestmark = pytest.mark.processes
+SCRIPT = Path(__file__).with_name("launched.py")
+
+
+# ---- what ranks run: importable, as they are other processes -------------------------------------
+
+
+def meet(*args: Any) -> Any:
+    with tw.connect(timeout=30) as comm:
+        return comm.rank, exchange(comm), args
+
+
+def fail_on(rank: int) -> int:
+    with tw.connect(timeout=30) as comm:
+        exchange(comm)
+        if comm.rank == rank:
+            raise ValueError(f"rank {comm.rank} does not want to")
+        return comm.rank
+
+
+def leave_on(rank: int) -> int:
+    with tw.connect(timeout=30) as comm:
+        if comm.rank == rank:
+            os._exit(3)
+        return comm.rank
+
+
+def sleep_on(rank: int) -> int:
+    with tw.connect(timeout=30) as comm:
+        if comm.rank == rank:
+            time.sleep(60)
+        return comm.rank
+
+
+def echo_environment(name: str) -> Any:
+    return os.environ.get(name), os.environ["TOKENWAY_NRANKS"]
+
+
+def unpicklable() -> Any:
+    return lambda: 1
+
+
+# ---- run -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nranks", [1, 3])
+def test_values(nranks) -> None:
+    values = tw.run(meet, nranks, "a", 2, timeout=60)
+    assert values == [(r, list(range(nranks)), ("a", 2)) for r in range(nranks)]
+
+
+def test_a_rank_that_raises() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2: .*ValueError: rank 1 does not want to"):
+        tw.run(fail_on, 2, 1, timeout=60)
+    assert time.monotonic() - begin < 30
+
+
+def test_a_rank_that_exits() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2: ended with exit code 3"):
+        tw.run(leave_on, 2, 0, timeout=60)
+
+
+def test_a_value_that_cannot_travel() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0 of 1: .*[Pp]ickle"):
+        tw.run(unpicklable, 1, timeout=60)
+
+
+def test_a_rank_that_hangs() -> None:
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not end within"):
+        tw.run(sleep_on, 2, 1, timeout=4)
+    assert time.monotonic() - begin < 20
+
+
+# ---- Ranks ---------------------------------------------------------------------------------------
+
+
+def test_killed_and_stopped() -> None:
+    with tw.Ranks(sleep_on, 2, -1) as ranks:
+        assert [outcome.value for outcome in ranks.wait(60)] == [0, 1]
+    with tw.Ranks(sleep_on, 2, 0) as ranks:
+        outcomes = ranks.wait(30, [1])
+        assert outcomes[1].ok and outcomes[0] is None
+        ranks.signal(0, signal.SIGSTOP)
+        assert ranks.wait(0.2)[0] is None
+        ranks.signal(0, signal.SIGKILL)
+        killed = ranks.wait(10)[0]
+        assert killed.exitcode == -signal.SIGKILL and not killed.ok and killed.error is None
+    with tw.Ranks(sleep_on, 2, 0) as ranks:  # leaving ends what runs, stopped or not
+        ranks.signal(0, signal.SIGSTOP)
+        processes = ranks.processes
+    assert all(process.exitcode is not None for process in processes)
+
+
+def test_environment_of_ranks() -> None:
+    with tw.Ranks(echo_environment, 2, "SOME_VARIABLE", env={"SOME_VARIABLE": "x"}) as ranks:
+        assert [outcome.value for outcome in ranks.wait(60)] == [("x", "2")] * 2
+
+
+# ---- launch --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def from_here(monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+
+
+@pytest.mark.usefixtures("from_here")
+def test_launch_command(capfd) -> None:
+    assert launch(script_command(str(SCRIPT), []), 3) == 0
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert lines == [f"rank {r} of 3: [0, 1, 2]" for r in range(3)]
+
+
+@pytest.mark.usefixtures("from_here")
+def test_launch_fails_with_its_ranks() -> None:
+    assert launch(script_command(str(SCRIPT), ["fail"]), 3) == 7
+
+
+def test_launch_ends_the_others() -> None:
+    text = "import os, time; time.sleep(0 if os.environ['TOKENWAY_RANK'] == '2' else 60); os._exit(4)"
+    begin = time.monotonic()
+    assert launch([sys.executable, "-c", text], 3) == 4
+    assert time.monotonic() - begin < 20
+
+
+def test_launch_of_a_rank_that_is_killed() -> None:
+    text = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert launch([sys.executable, "-c", text], 2) == 128 + signal.SIGKILL
+
+
+def test_launch_of_nothing() -> None:
+    with pytest.raises(FileNotFoundError):
+        launch(["/nonexistent/program"], 2)
+
+
+# ---- connect -------------------------------------------------------------------------------------
+
+
+def test_connect_alone(monkeypatch) -> None:
+    for name in ("TOKENWAY_RANK", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with tw.connect() as first, tw.connect() as second:
+        assert (first.rank, first.nranks, second.nranks) == (0, 1, 1)
+        assert exchange(first) == exchange(second) == [0]
+
+
+def test_connect_with_a_broken_environment(monkeypatch) -> None:
+    monkeypatch.setenv("TOKENWAY_RANK", "one")
+    monkeypatch.setenv("TOKENWAY_NRANKS", "2")
+    monkeypatch.setenv("TOKENWAY_ADDRESS", "x")
+    with pytest.raises(tw.InvalidArgument, match="TOKENWAY_RANK is 'one'; it must be an integer"):
+        tw.connect()
+    monkeypatch.delenv("TOKENWAY_RANK")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(tw.Unsupported, match=r"WORLD_SIZE is 4 and LOCAL_WORLD_SIZE 2: .* one host only"):
+        tw.connect()
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(tw.InvalidArgument, match="LOCAL_WORLD_SIZE is None; it must be an integer"):
+        tw.connect()

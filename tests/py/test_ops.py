@@ -1,0 +1,186 @@
+"""The registered PyTorch ops: fake shapes, schemas, order, compiled graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import Round, Setup, make_ids, make_payloads, same
+from harness import Env, Threads
+from test_torch import to_numpy, to_torch
+
+import tokenway as tw
+from tokenway import reference as ref
+
+pytestmark = pytest.mark.torch
+
+SETUP = Setup(ranks=2, experts=6, top_k=3, hidden=8, dtype="float32", combine_dtype="float32")
+ROUND = Round((5, 8), weighting="topk")
+LAYOUTS = ("rank_major", "expert_major")
+
+
+@pytest.fixture(autouse=True)
+def ops(torch) -> Any:
+    """The module that registers them; all of this file needs it."""
+    from tokenway import ops
+
+    return ops
+
+
+def arguments(rank: int) -> tuple[Any, Any, Any]:
+    """(tokens, ids, weights) of a rank."""
+    ids, weights = make_ids(SETUP, ROUND, rank)
+    return to_torch(make_payloads(SETUP, ROUND, rank)[0]), to_torch(ids), to_torch(weights)
+
+
+def layer(torch: Any, number: int, tokens: Any, ids: Any, weights: Any, order: Any, layout: str) -> Any:
+    """What a compiled model holds: a dispatch, experts, a combine, and work before and after."""
+    recv, _, _, counts, order = torch.ops.tokenway.dispatch(
+        tokens * 2, ids, weights, order, number, SETUP.max_tokens, layout
+    )
+    rows = recv * 0.5 + counts.sum() * 0
+    out, order = torch.ops.tokenway.combine(rows, order, number, tokens.shape[0], "topk")
+    return out + 1, order
+
+
+def wanted(layout: str) -> list[np.ndarray]:
+    """The oracle's result of `layer`, by rank."""
+    made = [make_ids(SETUP, ROUND, r) for r in range(SETUP.ranks)]
+    x = ref.Exchange([i for i, _ in made], [w for _, w in made], SETUP.experts, SETUP.max_tokens)
+    tokens = [make_payloads(SETUP, ROUND, r)[0] * np.float32(2) for r in range(SETUP.ranks)]
+    view = ref.dispatch_rank_major if layout == "rank_major" else ref.dispatch_expert_major
+    rows = [view(x, r, [tokens]).payloads[0] * np.float32(0.5) for r in range(SETUP.ranks)]
+    outs = ref.combine(x, rows, layout=layout, weighting="topk")
+    return [out + np.float32(1) for out in outs]
+
+
+def run_layers(env: Env, how: str, layout: str) -> Any:
+    """Two layers, the second fed by the first's order: eager or compiled."""
+    import torch
+
+    from tokenway import ops
+
+    with tw.Group(env.comm, timeout=60, **SETUP.settings()) as group:
+        number = ops.register(group)
+
+        def model(tokens: Any, ids: Any, weights: Any, order: Any) -> Any:
+            first, order = layer(torch, number, tokens, ids, weights, order, layout)
+            second, order = layer(torch, number, tokens, ids, weights, order, layout)
+            return first, second, order
+
+        if how != "eager":
+            model = torch.compile(model, fullgraph=True, backend=how)
+        with torch.no_grad():
+            for _ in range(2):
+                first, second, order = model(*arguments(env.rank), ops.start())
+        assert order.shape == (1,) and order.dtype == torch.int64
+    return to_numpy(first), to_numpy(second)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_eager(layout) -> None:
+    for rank, outs in enumerate(Threads("cpu", 2).run(run_layers, "eager", layout)):
+        for out in outs:
+            same("out", out, wanted(layout)[rank], f"rank {rank}, {layout}")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["aot_eager", "inductor"])
+def test_compiled(processes, how) -> None:
+    """In one graph, without breaks, and in the same order on every rank."""
+    for layout in LAYOUTS:
+        by_rank = processes(2).run(run_layers, how, layout, timeout=240)
+        for rank, outs in enumerate(by_rank):
+            for out in outs:
+                same("out", out, wanted(layout)[rank], f"rank {rank}, {layout}, {how}")
+
+
+def alone(env: Env, check: Any) -> Any:
+    """check(group, its number) on a group of one rank."""
+    from tokenway import ops
+
+    with tw.Group(env.comm, experts=4, top_k=2, hidden=8, max_tokens=8, lanes=64) as group:
+        return check(group, ops.register(group))
+
+
+def on_one(check: Any) -> Any:
+    return Threads("cpu", 1).run(alone, check)[0]
+
+
+def make_inputs(torch: Any, tokens: int = 3) -> Any:
+    ids = torch.tensor([[0, 1], [2, -1], [3, 0]] * 3, dtype=torch.int32)[:tokens]
+    return torch.randn(tokens, 8).bfloat16(), ids, torch.rand(tokens, 2)
+
+
+def test_opcheck(torch, ops) -> None:
+    """Schema and fake implementation, as PyTorch itself checks them. Its other checks compare outputs of
+    two calls, and here every call is another step."""
+
+    def check(group: tw.Group, number: int) -> None:
+        for layout in LAYOUTS:
+            inputs = make_inputs(torch)
+            call = (*inputs, ops.start(), number, 8, layout)
+            torch.library.opcheck(
+                torch.ops.tokenway.dispatch.default,
+                call,
+                test_utils=("test_schema", "test_faketensor"),
+            )
+
+    on_one(check)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fake_shapes(torch, ops, layout) -> None:
+    """The fake implementations say what the real ones return."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def check(group: tw.Group, number: int) -> None:
+        inputs = make_inputs(torch)
+        real = torch.ops.tokenway.dispatch(*inputs, ops.start(), number, 8, layout)
+        rows = real[0].float()
+        out, order = torch.ops.tokenway.combine(rows, real[4], number, 3, "none")
+        mode = FakeTensorMode()
+        with mode:
+            fakes = [mode.from_tensor(t) for t in (*inputs, ops.start())]
+            fake = torch.ops.tokenway.dispatch(*fakes, number, 8, layout)
+            fake_out, _ = torch.ops.tokenway.combine(fake[0].float(), fake[4], number, 3, "none")
+        for a, b in zip((*real, out), (*fake, fake_out), strict=True):
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        assert order.shape == (1,)
+
+    on_one(check)
+
+
+def test_outputs_are_fresh(torch, ops) -> None:
+    """A later step leaves what an earlier one returned."""
+
+    def check(group: tw.Group, number: int) -> None:
+        inputs = make_inputs(torch)
+        kept, order = [], ops.start()
+        for factor in (1, 2, 3):
+            recv, ids, weights, counts, order = torch.ops.tokenway.dispatch(
+                inputs[0] * factor, *inputs[1:], order, number, 8, "rank_major"
+            )
+            kept.append((recv, recv.clone(), counts, counts.clone(), ids, ids.clone()))
+            out, order = torch.ops.tokenway.combine(recv, order, number, 3, "none")
+            kept.append((out, out.clone(), weights, weights.clone()))
+        for one in kept:
+            for now, then in zip(one[::2], one[1::2], strict=True):
+                assert torch.equal(now.view(-1), then.view(-1)) or now.is_floating_point()
+
+    on_one(check)
+
+
+def test_wrong_numbers(torch, ops) -> None:
+    def check(group: tw.Group, number: int) -> None:
+        inputs = make_inputs(torch)
+        with pytest.raises(tw.InvalidArgument, match=r"group is 999999; it must be a number"):
+            torch.ops.tokenway.dispatch(*inputs, ops.start(), 999999, 8, "rank_major")
+        with pytest.raises(tw.InvalidArgument, match=r"order is 0; it must come from the dispatch"):
+            torch.ops.tokenway.combine(torch.zeros(1, 8, 8), ops.start(), number, 3, "none")
+        with pytest.raises(tw.InvalidArgument, match=r"input\.bound is 9"):
+            torch.ops.tokenway.dispatch(*inputs, ops.start(), number, 9, "rank_major")
+
+    on_one(check)

@@ -1,0 +1,56 @@
+"""Any case at all, on real processes: every bit as the oracle has it.
+
+A failing example shrinks to a small Case and prints it; `test_exchange.check` plays it again.
+"""
+
+from __future__ import annotations
+
+import os
+
+import cases
+import harness
+import player
+import pytest
+from cases import Case, Round, Setup
+from hypothesis import HealthCheck, example, given, settings
+from strategies import cases as any_case
+
+EXAMPLES = int(os.environ.get("EXAMPLES", "150"))
+SETTINGS = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+# The hard ones together: nothing from some ranks, -1, odd top-k, odd rows, E not divisible by N.
+HARD = Case(
+    Setup(ranks=4, experts=7, top_k=5, hidden=3, payloads=((1, "uint8"), (17, "uint8")), lanes=2),
+    (
+        (Round((0, 8, 1, 0), routing="holes", send_dispatch=True), Round((8, 8, 8, 8), seed=1)),
+        (Round((0, 0, 0, 0), seed=2), Round((3, 0, 8, 1), seed=3, routing="one", bound=8)),
+    ),
+    slow=1,
+)
+
+
+def judge(world: harness.Processes | harness.Threads, case: Case) -> None:
+    by_rank = world.run(player.play, case)
+    for f, flight in enumerate(case.flights):
+        for i, round_ in enumerate(flight):
+            cases.verify(case.setup, round_, [mine[f][i] for mine in by_rank])
+
+
+@pytest.mark.processes
+@SETTINGS
+@example(HARD)
+@given(any_case())
+def test_any_case_on_processes(case: Case) -> None:
+    judge(harness.Processes("cpu", case.setup.ranks), case)
+
+
+@SETTINGS
+@example(HARD)
+@given(any_case(max_ranks=8))
+def test_any_case_on_threads(case: Case) -> None:
+    judge(harness.Threads("cpu", case.setup.ranks), case)

@@ -1,0 +1,207 @@
+"""PyTorch on the CPU: tensors in and out, process groups as bootstrap, torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import FLOATS, Round, Setup, one, verify
+from harness import Env, Threads, caught
+from player import Player
+
+import tokenway as tw
+from tokenway import tensors
+
+pytestmark = pytest.mark.torch
+SCRIPT = Path(__file__).with_name("launched.py")
+
+
+@pytest.fixture(autouse=True)
+def _needs_torch(torch) -> None:
+    """All of this file does."""
+
+
+def to_torch(array: np.ndarray) -> Any:
+    """The same memory and strides as a PyTorch tensor; NumPy reaches dtypes of its own by their bits."""
+    import torch
+
+    name = array.dtype.name
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        bits = array.view(np.uint8 if array.itemsize == 1 else np.int16)
+        return torch.from_numpy(bits).view(getattr(torch, name))
+    return torch.from_numpy(array)
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    """A copy."""
+    import torch
+
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        bits = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
+        return bits.numpy().copy().view(tensors.numpy_dtype(name))
+    return np.array(tensor.numpy())
+
+
+class TorchCpu:
+    """The harness's backend with PyTorch tensors."""
+
+    tensor = staticmethod(to_torch)
+
+    @staticmethod
+    def array(tensor: Any) -> np.ndarray:
+        import torch
+
+        assert isinstance(tensor, torch.Tensor), f"{type(tensor)} came back, not a PyTorch tensor"
+        return to_numpy(tensor)
+
+
+def play(env: Env, case: Any) -> Any:
+    with tw.Group(env.comm, timeout=20, **case.setup.settings()) as group:
+        return Player(Env(env.comm, TorchCpu), group, case).flights()
+
+
+def check(setup: Setup, *rounds: Round) -> None:
+    by_rank = Threads("cpu", setup.ranks).run(play, one(setup, *rounds))
+    for f, round_ in enumerate(rounds):
+        verify(setup, round_, [mine[f][0] for mine in by_rank])
+
+
+PAYLOADS = (
+    *((3, "uint8"), (5, "int8"), (3, "int16"), (1, "int32"), (3, "int64")),
+    *((1, "bool"), (7, "float8_e4m3fn")),
+)
+MORE = ((5, "float8_e5m2"), (3, "uint16"), (1, "uint32"), (3, "uint64"), (1, "float64"), (2, "float16"))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major"])
+@pytest.mark.parametrize("payloads", [PAYLOADS, MORE])
+def test_every_dtype(layout, payloads) -> None:
+    for dtype in FLOATS:
+        setup = Setup(ranks=2, dtype=dtype, payloads=payloads, combine_dtype=dtype, id_dtype="int64")
+        base = Round((5, 8), layout=layout, ids="int64", rows=dtype, out=dtype)
+        own = Round((8, 0), layout=layout, own=True, strided=True, seed=3, special=True)
+        check(setup, base, own)
+
+
+def test_views_and_sequences() -> None:
+    setup = Setup(ranks=3, experts=7, dtype="float32", combine_dtype="float32", lanes=2)
+    check(
+        setup,
+        Round((5, 8, 0), identity=True, memory=True),
+        Round((5, 8, 1), again=True, late=True, fortran=True, seed=1),
+        Round((5, 8, 1), send_dispatch=True, send_combine=True, seed=2, weights=False),
+    )
+
+
+def zero_copy(env: Env) -> None:
+    import torch
+
+    settings: dict[str, Any] = {"experts": 2, "top_k": 1, "hidden": 4, "max_tokens": 2}
+    with tw.Group(env.comm, **settings) as group:
+        ids = torch.tensor([[0], [1]])
+        handle = group.route(ids)
+        tokens = torch.arange(8, dtype=torch.bfloat16).view(2, 4)
+        received = group.dispatch(handle, tokens)
+        assert received.tokens.dtype == torch.bfloat16 and received.ids.dtype == torch.int32
+        assert type(received.offsets) is torch.Tensor
+        # A view of the window: what an expert writes there is what combine returns.
+        received.tokens.mul_(2)
+        out = group.combine(handle, received.tokens)
+        assert torch.equal(out, tokens * 2) and out.dtype == torch.bfloat16
+        again = group.dispatch(handle, tokens)
+        group.combine(handle, again.tokens)
+        assert group.combine(handle, received.tokens.float(), dtype=torch.float32).dtype == torch.float32
+        # NumPy in, NumPy out; the two may be mixed from call to call.
+        mixed = group.dispatch(handle, to_numpy(tokens))
+        assert type(mixed.tokens) is np.ndarray
+        assert type(group.combine(handle, mixed.tokens)) is np.ndarray
+
+
+def test_zero_copy() -> None:
+    Threads("cpu", 1).run(zero_copy)
+
+
+def refused(env: Env) -> list[Any]:
+    import torch
+
+    with tw.Group(env.comm, experts=2, top_k=1, hidden=4, max_tokens=2, dtype="float32") as group:
+        ids, rows = torch.tensor([[0], [1]]), torch.zeros(2, 4)
+        handle = group.route(ids)
+        outcomes = [
+            caught(group.dispatch, handle, rows.to("meta")),
+            caught(group.dispatch, handle, rows.to(torch.complex64)),
+            caught(group.dispatch, handle, rows.to_sparse()),
+            caught(group.dispatch, handle, torch.nn.functional.pad(rows, (0, 4))[:, ::2]),
+            caught(group.route, ids.to("meta")),
+            caught(group.route, ids.float()),
+        ]
+        group.dispatch(handle, rows)
+        outcomes += [caught(group.combine, handle, torch.zeros(1, 2, 4, device="meta"))]
+        received = group.dispatch(handle, rows.requires_grad_())
+        assert not received.tokens.requires_grad
+        group.combine(handle, received.tokens)
+    return outcomes
+
+
+def test_tensors_of_another_kind() -> None:
+    """On another device, sparse, of a dtype that is not known: refused like any other argument."""
+    for outcome in Threads("cpu", 1).run(refused)[0]:
+        assert outcome[0] == "twInvalidArgument", outcome
+        assert "dtype" in outcome[1] or "stride" in outcome[1] or "shape" in outcome[1], outcome
+
+
+# ---- other processes -----------------------------------------------------------------------------
+
+
+def environment(**more: str) -> dict[str, str]:
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {k: v for k, v in os.environ.items() if k not in dropped}
+    return kept | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"} | more
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [[], ["torch"]])
+def test_torchrun(mode) -> None:
+    """With torchrun's environment alone, and with an initialised process group."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(SCRIPT), *mode], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in (0, 1):
+        assert f"rank {rank} of 2: [0, 1]" in done.stdout
+
+
+def subgroups() -> Any:
+    """connect() over process groups: all ranks, and pairs whose ranks are numbered anew."""
+    import torch.distributed as dist
+    from launched import exchange
+
+    rank = int(os.environ["TOKENWAY_RANK"])
+    store = dist.FileStore(os.environ["STORE"], 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    pairs = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    mine = pairs[0] if rank in (0, 3) else pairs[1]
+    with tw.connect(timeout=30) as everyone, tw.connect(mine, timeout=30) as pair:
+        found = (everyone.rank, everyone.nranks, pair.rank, pair.nranks), exchange(pair)
+        exchange(everyone)
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_process_groups(tmp_path) -> None:
+    with tw.Ranks(subgroups, 4, env={"STORE": str(tmp_path / "store")}) as ranks:
+        outcomes = ranks.wait(120)
+    assert all(o is not None and o.ok for o in outcomes), outcomes
+    numbers = [o.value[0] for o in outcomes]  # type: ignore[union-attr]
+    assert numbers == [(0, 4, 0, 2), (1, 4, 0, 2), (2, 4, 1, 2), (3, 4, 1, 2)]
+    assert all(o.value[1] == [0, 1] for o in outcomes)  # type: ignore[union-attr]

@@ -1,0 +1,393 @@
+"""Right arguments at the wrong time, ranks that do different things, and the ends of groups and comms."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import verify
+from harness import Env, RankFailed, Workers, caught, settle
+from refusals import ROUND, SETUP, Calls
+
+import tokenway as tw
+
+
+def said(outcome: Any, result: str, pattern: str) -> None:
+    assert outcome[0] == result, outcome
+    assert re.search(pattern, outcome[1]), f"{outcome[1]!r} does not match {pattern!r}"
+
+
+# ---- lanes and handles ---------------------------------------------------------------------------
+
+
+def no_free_lane(env: Env) -> Any:
+    calls = Calls(env, lanes=2)
+    first, outcomes = calls.handle, []
+    calls.dispatch()
+    calls.route()
+    second = calls.handle
+    calls.dispatch()
+    calls.route()
+    outcomes.append(caught(calls.dispatch))
+    outcomes.append(caught(calls.dispatch, lane=1))
+    outcomes.append(caught(calls.dispatch, lane=2))
+    outcomes.append(caught(calls.dispatch, lane=-1))
+    outcomes.append(caught(calls.dispatch, handle=first, lane=1))
+    outcomes.append(caught(first.update, np.zeros((1, 2), np.int32)))
+    for handle in (first, second):
+        calls.combine(handle=handle)
+    calls.combine(handle=first)  # once more, without a lease
+    good = calls.good_round()
+    calls.group.close()
+    return outcomes, good
+
+
+def test_lanes(world) -> None:
+    by_rank = world(3).run(no_free_lane)
+    sentences = [
+        ("twInvalidUsage", r"no free lane: all 2 are held by handles .* more lanes"),
+        ("twInvalidUsage", r"input\.lane 1 is held by another handle"),
+        ("twInvalidArgument", r"input\.lane is 2; it must be -1 .* or from 0 to 1"),
+        ("twInvalidArgument", r"lane is -\d+; it must be"),
+        ("twInvalidUsage", r"input\.lane is 1, but the handle holds lane 0"),
+        ("twInvalidUsage", r"handle holds lane 0; combine or release it"),
+    ]
+    for outcomes, _ in by_rank:
+        for outcome, (result, sentence) in zip(outcomes, sentences, strict=True):
+            said(outcome, result, sentence)
+    verify(SETUP, ROUND, [good for _, good in by_rank])
+
+
+def wrong_order(env: Env) -> Any:
+    calls = Calls(env)
+    outcomes = [caught(calls.combine), caught(calls.handle.num_recv_tokens)]
+    pending = calls.dispatch(send_only=True)
+    outcomes += [caught(calls.combine), caught(calls.dispatch), caught(calls.handle.release)]
+    pending.hook()
+    pending = calls.combine(send_only=True)
+    outcomes += [caught(calls.combine), caught(calls.handle.release)]
+    pending.hook()
+    pending.hook()  # does nothing
+    good = calls.good_round()
+    calls.group.close()
+    return outcomes, good
+
+
+def test_wrong_order(world) -> None:
+    """Nothing is sent: ranks go on as if the call had not been."""
+    by_rank = world(3).run(wrong_order)
+    sentences = [
+        r"combine before dispatch: the handle has not been dispatched",
+        r"has not been dispatched since it was routed",
+        r"the handle's dispatch is pending; call twComplete",
+        r"send_only dispatch pending; call twComplete first",
+        r"send_only dispatch pending; call twComplete first",
+        r"send_only combine pending; call twComplete first",
+        r"send_only combine pending; call twComplete first",
+    ]
+    for outcomes, _ in by_rank:
+        for outcome, sentence in zip(outcomes, sentences, strict=True):
+            said(outcome, "twInvalidUsage", sentence)
+    verify(SETUP, ROUND, [good for _, good in by_rank])
+
+
+def refused_while_pending(env: Env) -> Any:
+    """A send_only call whose peer refused fails when it is completed, every time it is asked."""
+    calls = Calls(env)
+    outcomes = []
+    if env.rank == 1:
+        outcomes = [caught(calls.dispatch, tokens=None, send_only=True)] * 2
+    else:
+        pending = calls.dispatch(send_only=True)
+        outcomes = [caught(pending.hook), caught(pending.result)]
+    calls.handle.release()  # a send_only dispatch that failed keeps its lane
+    good = calls.good_round()
+    calls.group.close()
+    return outcomes, good
+
+
+def test_refused_while_pending(world) -> None:
+    by_rank = world(3).run(refused_while_pending)
+    for rank, (outcomes, _) in enumerate(by_rank):
+        for outcome in outcomes:
+            if rank == 1:
+                said(outcome, "twInvalidArgument", "has dtype none")
+            else:
+                said(outcome, "twPeerRefused", "rank 1 refused")
+    verify(SETUP, ROUND, [good for _, good in by_rank])
+
+
+def many_handles(env: Env) -> int:
+    """Handles that are dropped are freed by the next call, however their rounds were run."""
+    calls = Calls(env)
+    for i in range(60):
+        calls.route()
+        pending = calls.dispatch(send_only=i % 2 == 0)
+        if i % 2 == 0:
+            pending.result()
+        del pending
+        pending = calls.combine(send_only=i % 3 == 0)
+        if i % 3 == 0:
+            pending.result()
+        del pending
+    calls.route()
+    calls.route()
+    left = len(calls.group._finished_handles) + len(calls.group._leased_forever)
+    calls.group.close()
+    return left
+
+
+def test_handles_of_finished_rounds(world) -> None:
+    assert max(world(3).run(many_handles)) <= 1
+
+
+# ---- ranks that differ ---------------------------------------------------------------------------
+
+
+def other_bound(env: Env) -> Any:
+    calls = Calls(env)
+    outcome = caught(calls.dispatch, bound=8 - (env.rank == 2) if env.rank != 1 else 8)
+    good = calls.good_round()
+    calls.group.close()
+    return outcome, good
+
+
+def test_bounds_differ(world) -> None:
+    by_rank = []
+    # Rank 1 has 8 tokens, so only ranks 0 and 2 can have a tighter bound.
+    for outcome, good in world(3).run(other_bound):
+        by_rank.append(good)
+        said(outcome, "twBoundMismatch", r"input\.bound of twDispatch differs: rank \d has \d, rank \d has \d")
+        assert "rank 2 has 7" in outcome[1]
+        assert not outcome[2].sticky and outcome[2].phase == "dispatch"
+    verify(SETUP, ROUND, by_rank)
+
+
+def other_call(env: Env) -> Any:
+    calls = Calls(env, timeout=3)
+    calls.dispatch()
+    first = caught(calls.dispatch if env.rank == 0 else calls.combine)
+    later = caught(calls.dispatch)
+    record = calls.group.error
+    left: list[int] = []
+    shrunk = caught(lambda: left.extend(shrink_and_close(calls.group)))
+    calls.group.close()
+    return first, later, record, shrunk[0], left
+
+
+def shrink_and_close(group: tw.Group) -> list[int]:
+    with group.shrink(timeout=20) as survivors:
+        return survivors.comm_ranks
+
+
+def test_calls_differ(world) -> None:
+    here = world(3)
+    by_rank = here.run(other_call)
+    here.forget()
+    # Two calls met, so ranks may blame each other; two of three go on, and agree on who.
+    left_out = [r for r in range(3) if by_rank[r][3] == "twExcluded"]
+    assert len(left_out) == 1, by_rank
+    for rank, (first, later, record, shrunk, left) in enumerate(by_rank):
+        assert first[0] in ("twExcluded", "twCallMismatch"), (rank, first)
+        assert later[0] == first[0] and "the group is finished" in later[1]
+        assert record.sticky and "made a different call" in record.message
+        assert shrunk == ("twExcluded" if rank in left_out else "twSuccess")
+        assert left == ([] if rank in left_out else [r for r in range(3) if r not in left_out])
+
+
+def late_rank(env: Env, late: int, phase: str) -> Any:
+    """One rank sleeps through the timeout of the others. Ends the comm: ranks differ from then on."""
+    calls = Calls(env, timeout=0.4)
+    if phase == "combine":
+        calls.dispatch()
+    if env.rank == late:
+        time.sleep(1.2)
+    begin = time.monotonic()
+    outcome = caught(getattr(calls, phase))
+    took = time.monotonic() - begin
+    out = np.full((ROUND.tokens[env.rank], 4), 7, np.float32)
+    again = caught(calls.combine, out=out)
+    shrunk = caught(lambda: calls.group.shrink(timeout=20).close())
+    calls.group.close()
+    return outcome, took, again, shrunk
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_timeout(world, phase) -> None:
+    here = world(3)
+    by_rank = here.run(late_rank, 2, phase)
+    here.forget()
+    for outcome, took, again, shrunk in by_rank[:2]:
+        said(outcome, "twTimeout", rf"rank 2 did not arrive in time in {phase} of step \d on lane 0")
+        record = outcome[2]
+        assert record.sticky and record.peer == 2 and record.phase == phase and record.lane == 0
+        assert record.reporter in (0, 1) and record.seen < record.expected == record.step
+        assert 0.3 < took < 1.4
+        said(again, "twTimeout", "the group is finished: rank 2")
+        assert shrunk[0] == "twSuccess"
+    outcome, _, again, shrunk = by_rank[2]
+    said(outcome, "twExcluded", "its peers go on without it")
+    assert again[0] == shrunk[0] == "twExcluded"
+
+
+def one_leaves(env: Env) -> Any:
+    calls = Calls(env)
+    calls.dispatch()
+    if env.rank == 1:
+        os._exit(0)
+    out = np.zeros((ROUND.tokens[env.rank], 4), np.float32)
+    outcome = caught(calls.combine, out=out)
+    left = shrink_and_close(calls.group)
+    calls.group.close()
+    return outcome, bool(np.isnan(out).all()), left
+
+
+def test_process_that_ends_orderly() -> None:
+    workers = Workers(3)
+    try:
+        key = ("leaves", 0, "cpu", f"leaves-{os.getpid()}")
+        workers.send(range(3), one_leaves, key=key)
+        for outcome, blank, left in settle(workers.collect([0, 2], 30)):
+            said(outcome, "twPeerDied", "rank 1 is gone in combine")
+            assert outcome[2].peer == 1 and outcome[2].phase == "combine"
+            assert blank, "the result of a failed combine must be NaN"
+            assert left == [0, 2]
+    finally:
+        workers.close()
+
+
+# ---- ends ----------------------------------------------------------------------------------------
+
+
+def ends(env: Env) -> Any:
+    calls = Calls(env)
+    other = Calls(env)
+    outcomes = [
+        caught(env.comm.close),
+        caught(calls.dispatch, handle=other.handle),
+        caught(calls.combine, handle=other.handle),
+    ]
+    other.dispatch(handle=other.handle, send_only=True).hook()
+    other.group.close()
+    other.group.close()  # again: nothing
+    outcomes += [
+        caught(other.dispatch),
+        caught(other.combine),
+        caught(other.route),
+        caught(other.handle.release),
+        caught(calls.dispatch, handle=other.handle),
+        caught(calls.dispatch, handle=None),
+    ]
+    good = calls.good_round()
+    calls.group.close()
+    return outcomes, good
+
+
+def test_closed_and_foreign(world) -> None:
+    sentences = [
+        ("twInvalidUsage", r"comm has 2 groups; destroy them first"),
+        ("twInvalidArgument", r"handle 0x\w+ belongs to another group"),
+        ("twInvalidArgument", r"handle 0x\w+ belongs to another group"),
+        ("twInvalidUsage", "the group is closed"),
+        ("twInvalidUsage", "the group is closed"),
+        ("twInvalidUsage", "the group is closed"),
+        ("twInvalidArgument", r"handle is 0x\w+, which does not exist, or no longer"),
+        ("twInvalidArgument", r"handle is 0x\w+, which does not exist, or no longer"),
+        ("twInvalidArgument", "handle is NULL"),
+    ]
+    by_rank = world(3).run(ends)
+    for outcomes, _ in by_rank:
+        for outcome, (result, sentence) in zip(outcomes, sentences, strict=True):
+            said(outcome, result, sentence)
+    verify(SETUP, ROUND, [good for _, good in by_rank])
+
+
+def test_closed_comm() -> None:
+    comm = tw.local_comms(1)[0]
+    comm.close()
+    comm.close()
+    said(caught(tw.Group, comm, experts=1, top_k=1, hidden=1, max_tokens=1), "twInvalidArgument", "closed")
+    for nranks in (0, -1, 1025):
+        said(caught(tw.local_comms, nranks), "twInvalidArgument", rf"nranks is {nranks}; .* 1 to 1024")
+
+
+def test_group_not_closed_warns() -> None:
+    comm = tw.local_comms(1)[0]
+    group = tw.Group(comm, experts=1, top_k=1, hidden=1, max_tokens=1)
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        group.__del__()
+    group.close()
+    comm.close()
+
+
+# ---- addresses -----------------------------------------------------------------------------------
+
+
+def meet(*ranks: tuple[int, int], timeout: float = 1.0, address: str | None = None) -> list[Any]:
+    """Comm.shm on threads: the outcomes of (rank, nranks)."""
+    address = address or f"meet-{os.getpid()}-{time.monotonic_ns()}"
+    outcomes: list[Any] = [None] * len(ranks)
+
+    def join(i: int) -> None:
+        made = []
+        outcomes[i] = caught(lambda: made.append(tw.Comm.shm(*ranks[i], address, timeout=timeout)))
+        barrier.wait(20)
+        for comm in made:
+            comm.close()
+
+    barrier = threading.Barrier(len(ranks))
+    threads = [threading.Thread(target=join, args=(i,)) for i in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def test_missing_ranks() -> None:
+    begin = time.monotonic()
+    for outcome in meet((0, 4), (2, 4)):
+        said(outcome, "twTimeout", r"rank 1(, 3)? of 4 did not arrive in time")
+    assert time.monotonic() - begin < 4
+    said(meet((1, 2), timeout=0.1)[0], "twTimeout", r"rank 0 of 2 did not arrive in time .* rank 1")
+
+
+def test_same_rank_twice() -> None:
+    outcomes = meet((0, 3), (1, 3), (1, 3))
+    sentence = r'config\.address "meet-.*" is in use for rank 1: .* each rank taken once'
+    said(outcomes[2], "twInvalidArgument", sentence)
+    said(outcomes[0], "twTimeout", r"rank 2 of 3 did not arrive")
+
+
+def test_wrong_numbers_of_ranks() -> None:
+    outcomes = meet((0, 2), (1, 3))
+    said(outcomes[0], "twConfigMismatch", "nranks: rank 0 has 2, rank 1 has 3")
+    assert outcomes[1][0] != "twSuccess"
+    for rank, nranks in ((2, 2), (-1, 2), (0, 0), (0, 1025)):
+        said(meet((rank, nranks))[0], "twInvalidArgument", r"n?ranks? is .*; it must be from")
+
+
+def test_addresses(tmp_path) -> None:
+    said(meet((0, 1), address="x" * 100)[0], "twInvalidArgument", "too long|at most")
+    assert meet((0, 1), address="x" * 80)[0][0] == "twSuccess"
+    said(caught(tw.Comm.shm, 0, 1, ""), "twInvalidArgument", "address is empty")
+    path = str(tmp_path / "sockets")
+    for _ in range(2):  # files that are left behind do not matter
+        assert [outcome[0] for outcome in meet((0, 2), (1, 2), address=path)] == ["twSuccess"] * 2
+    assert not list(tmp_path.iterdir())
+    said(meet((0, 1), address="/nonexistent/folder/x")[0], "twSystemError", "cannot bind")
+
+
+def test_failed_rank_shows_its_traceback(world) -> None:
+    with pytest.raises(RankFailed, match="ZeroDivisionError"):
+        world(2).run(divide, 0)
+
+
+def divide(env: Env, by: int) -> float:
+    return 1 / by
