@@ -35,7 +35,7 @@ class CpuBackend : public Backend {
     transport_.expect(step_bytes(rows, shape().combine_bytes));
     const auto send = [&](auto&& terms) {
       tw::send_combine(transport_, context_.map, call.at, received, types, static_cast<uint32_t>(call.bound), terms,
-                       sum_rows, partial_.data());
+                       sum_rows, partial_.data(), keeps_own(call));
     };
     if (call.layout == twRankMajor) {
       send(RankMajorTerms{shape(), context_.placement, context_.me, call.rows});
@@ -70,7 +70,9 @@ class CpuBackend : public Backend {
     }
     if (end.code == twSuccess) {
       const RowTypes types{context_.wire, call.out_dtype, context_.elements, false};
-      receive_combine(transport_, context_.map, call.at, routing, types, call.out, call.out_stride, sum_rows);
+      const bool kept = keeps_own(call);
+      const auto own_row = [&](int32_t slot) { return kept ? call.rows.at(context_.me, slot) : nullptr; };
+      receive_combine(transport_, context_.map, call.at, routing, types, own_row, call.out, call.out_stride, sum_rows);
     } else {
       for (int32_t token = 0; token < routing.tokens; ++token) {
         fill_nan(call.out + token * call.out_stride, call.out_dtype, context_.elements);
@@ -98,6 +100,13 @@ class CpuBackend : public Backend {
 
  private:
   const Shape& shape() const { return context_.map.shape(); }
+
+  // Whether this rank's own partials can be summed from where the caller has them: they are rows as they would travel,
+  // and not in the window, whose bank peers may overwrite once this rank has published (S3).
+  bool keeps_own(const CombineCall& call) {
+    return call.layout == twRankMajor && !call.weighted && call.rows_dtype == context_.wire &&
+           !in_window(call.rows.data);
+  }
 
   // What all ranks put in a step, were they all like this one.
   uint64_t step_bytes(int64_t rows, uint64_t row_bytes) const {

@@ -23,10 +23,11 @@ struct RowTypes {
 
 // Writes each received row's partial into its owner's inbox, at (token, position of this rank), and publishes the
 // step. `terms(source, p, row, &terms)` names the rows of a partial, k ascending, and is asked in (source, slot) order;
-// `sum(out, rows, weights, count, elements, from, to)` is sum_rows for the machine.
+// `sum(out, rows, weights, count, elements, from, to)` is sum_rows for the machine. `keep_own`: this rank's own
+// partials stay where they are, to be read there by receive_combine.
 template <Transport T, class TermsOf, class Sum>
 void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& received, const RowTypes& types,
-                  uint32_t bound, TermsOf&& terms_of, Sum&& sum, std::byte* scratch) {
+                  uint32_t bound, TermsOf&& terms_of, Sum&& sum, std::byte* scratch, bool keep_own) {
   const Shape& shape = map.shape();
   Terms terms;
   int64_t row = 0;
@@ -35,6 +36,7 @@ void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& rece
       const Received::Row meta = received.row(row, shape.top_k);
       terms.count = 0;
       terms_of(source, p, meta, &terms);
+      if (keep_own && source == t.rank()) continue;
       const void* partial = scratch;
       if (terms.count == 1 && !types.weighted && types.from == types.to) {
         partial = terms.rows[0];  // a sum of one term is that term, bit for bit
@@ -50,15 +52,19 @@ void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& rece
   publish_step(t, map, at, Mode::kCombine, bound, [&](int peer) { return received.counts[peer]; });
 }
 
-// Sums what came back, over ranks ascending (the order of positions). Needs a successful await_step.
-template <Transport T, class Sum>
+// Sums what came back, over ranks ascending (the order of positions). Needs a successful await_step. `own_row(slot)` is
+// where this rank's own partial of a slot was kept, NULL if it was put into the inbox like the others.
+template <Transport T, class OwnRow, class Sum>
 void receive_combine(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowTypes& types,
-                     std::byte* out, int64_t out_stride, Sum&& sum) {
+                     OwnRow&& own_row, std::byte* out, int64_t out_stride, Sum&& sum) {
   const void* rows[TW_MAX_TOP_K];
   for (int32_t token = 0; token < routing.tokens; ++token) {
     const int32_t count = routing.fan_out(token);
     for (int32_t position = 0; position < count; ++position) {
+      const Destination& from = routing.destinations[routing.first[token] + position];
+      const void* const own = from.rank == t.rank() ? own_row(from.slot) : nullptr;
       rows[position] = t.local(map.inbox(at.lane, at.bank(), token, position));
+      if (own != nullptr) rows[position] = own;
     }
     sum(out + token * out_stride, rows, nullptr, count, types);
   }
