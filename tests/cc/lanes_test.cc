@@ -311,5 +311,27 @@ TEST(Lanes, EveryLegalOrder) {
   }
 }
 
+// Rows combined from the view are read before the words are published, the rank's own ones too: a fast peer's next
+// step, under another bound, overwrites them.
+TEST(Lanes, FastPeerOverwritesTheView) {
+  const twGroupConfig_t config = make_config(2, 2, 8);
+  World world(2, config);
+  Traffic four{
+      {4, 4}, std::vector(2, std::vector<int32_t>{0, 1, 0, 1, 0, 1, 0, 1}), std::vector(2, std::vector(8, 1.0f))};
+  Traffic eight{{8, 8}, four.ids, std::vector(2, std::vector(16, 1.0f))};
+  for (auto& ids : eight.ids) ids.insert(ids.end(), ids.begin(), ids.begin() + 8);
+  Exchange first(world, four, {twRankMajor, twWeightNone, twBfloat16, twFloat32, 4, -1, false, true}, 1);
+  Exchange next(world, eight, {twRankMajor, twWeightNone, twBfloat16, twFloat32, 8}, 2);
+  first.dispatch();
+  for (const int rank : {1, 0}) ASSERT_TW(twSuccess, first[rank].combine(true));
+  ASSERT_TW(twSuccess, first[0].complete());
+  ASSERT_TW(twSuccess, next[0].dispatch(true));
+  ASSERT_TW(twSuccess, first[1].complete());
+  first[1].expect_tokens();
+  ASSERT_TW(twSuccess, next[1].dispatch(true));
+  next.complete_dispatch();
+  next.combine();
+}
+
 }  // namespace
 }  // namespace tw::test

@@ -34,6 +34,7 @@ LANES = "src/core/lanes.h"
 TRANSPORT_H = "src/cpu/transport.h"
 TRANSPORT = "src/cpu/transport.cc"
 WINDOW = "src/cpu/window.cc"
+BACKEND = "src/cpu/backend.cc"
 MAP = "src/layout/window_map.h"
 
 PUBLISH_DISPATCH = (
@@ -145,6 +146,13 @@ MUTATIONS = (
                 "              {at.step, Mode::kCombine, static_cast<uint32_t>(received.counts[source])}, bound);\n",
             ),
         ),
+    ),
+    Mutation(
+        "own rows summed from the view, after publishing",
+        "S3",
+        "lanes_test",
+        "Lanes.FastPeerOverwritesTheView",
+        (Edit(BACKEND, "!in_window(call.rows.data);", "true;"),),
     ),
     Mutation(
         "dispatch publishes before the rows",
