@@ -1,0 +1,1 @@
+"""Benchmarks: model profiles, routing generators, and what measures with them."""

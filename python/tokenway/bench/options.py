@@ -1,0 +1,227 @@
+"""The options of `tokenway bench`, checked."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenway.bench import baselines, gloo
+from tokenway.bench.case import DTYPES, FP8, Case
+from tokenway.bench.control import MAX_RANKS
+from tokenway.bench.profiles import PROFILES
+from tokenway.bench.routing import GENERATORS, from_npz
+from tokenway.comm import NRANKS
+
+MAX_TOKENS = 1 << 20
+
+
+class UsageError(ValueError):
+    """A bad argument, told in one line."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run measures; the same on all ranks."""
+
+    ranks: int = 4
+    launched: bool = False  # by torchrun or `tokenway launch`: this process is a rank
+    profiles: tuple[str, ...] = ("deepseek-v3",)
+    routings: tuple[str, ...] = ("uniform",)
+    tokens: tuple[int, ...] = (1, 8, 128, 512)
+    dtype: str = "bfloat16"
+    layout: str = "rank_major"
+    weighting: str = "none"
+    iterations: int = 50
+    rounds: int = 5
+    warmup: int = 2
+    seed: int = 0
+    baselines: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()  # baselines that cannot run here, and why
+    verify_only: bool = False
+    overhead: bool = False
+    quick: bool = False
+    json: str | None = None
+    plot: str | None = None
+
+    def cases(self) -> list[Case]:
+        """The rows of the run, in order."""
+        return [
+            Case(
+                PROFILES[profile],
+                routing,
+                tokens,
+                self.ranks,
+                self.dtype,
+                self.layout,
+                self.weighting,
+                self.seed,
+            )
+            for profile in self.profiles
+            for routing in self.routings
+            for tokens in self.tokens
+        ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    add = parser.add_argument
+    many: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
+    add("--ranks", type=int, metavar="N", help="local processes (default 4)")
+    add("--profile", **many, help=f"all, or some of {', '.join(PROFILES)} (default deepseek-v3)")
+    add("--routing", **many, help="all, or some of uniform, balanced, skewed, FILE.npz")
+    add("--tokens", nargs="+", metavar="T", help="per rank (default 1 8 128 512)")
+    add("--dtype", help=f"{', '.join(DTYPES)} or fp8: float8 and a float32 scale per 128 elements")
+    add("--layout", help="rank_major (default) or expert_major")
+    add("--weighting", help="none (default) or topk")
+    add("--iterations", type=int, metavar="I", help="timed, over all rounds (default 50)")
+    add("--rounds", type=int, metavar="R", help="in which subjects take turns (default 5)")
+    add("--warmup", type=int, metavar="W", help="iterations before each turn (default 2)")
+    add("--seed", type=int, default=0, help="of tokens and routings")
+    add("--baselines", **many, help=f"auto, none, or some of {', '.join(baselines.NAMES)}")
+    add("--verify-only", action="store_true", help="compare with the oracle, time nothing")
+    add("--overhead", action="store_true", help="what a call through Python adds (1 rank, 1 token)")
+    add("--quick", action="store_true", help="small numbers of tokens and iterations")
+    add("--json", metavar="FILE", help="write everything measured, with machine and versions")
+    add("--plot", metavar="FILE.png", help="latency and bandwidth against tokens")
+
+
+def from_arguments(args: argparse.Namespace) -> Settings:
+    """Settings from parsed options and the environment. Raises UsageError."""
+    ranks, launched = _ranks(1 if args.overhead else args.ranks)
+    quick: bool = args.quick
+    untimed = args.verify_only or args.overhead
+    wanted, skipped = _baselines(["none"] if untimed else _names(args.baselines) or ["auto"])
+    settings = Settings(
+        ranks=ranks,
+        launched=launched,
+        profiles=_choices("--profile", _names(args.profile), list(PROFILES), ["deepseek-v3"]),
+        routings=_routings(_names(args.routing) or ["uniform"]),
+        tokens=_tokens(_names(args.tokens)) or ((1, 8, 32) if quick else Settings.tokens),
+        dtype=_choice("--dtype", FP8 if args.dtype == "fp8" else args.dtype, DTYPES, "bfloat16"),
+        layout=_choice("--layout", args.layout, ("rank_major", "expert_major"), "rank_major"),
+        weighting=_choice("--weighting", args.weighting, ("none", "topk"), "none"),
+        iterations=_number("--iterations", args.iterations, 1, 10 if quick else 50),
+        rounds=_number("--rounds", args.rounds, 1, 5),
+        warmup=_number("--warmup", args.warmup, 0, 1 if quick else 2),
+        seed=_number("--seed", args.seed, 0, 0),
+        baselines=wanted,
+        skipped=skipped,
+        verify_only=args.verify_only,
+        overhead=args.overhead,
+        quick=quick,
+        json=_writable("--json", args.json),
+        plot=_writable("--plot", args.plot),
+    )
+    _check_together(settings)
+    return settings
+
+
+def _check_together(settings: Settings) -> None:
+    if settings.plot:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UsageError("--plot needs matplotlib: pip install 'tokenway[plot]'")
+        if settings.verify_only or settings.overhead:
+            raise UsageError("--plot: nothing to plot with --verify-only or --overhead")
+    if settings.verify_only and settings.overhead:
+        raise UsageError("--overhead measures: it cannot go with --verify-only")
+    for case in settings.cases():
+        if case.routing in GENERATORS:
+            continue
+        try:
+            case.exchange  # noqa: B018  a recording may have too few tokens, experts or ids
+        except ValueError as error:
+            raise UsageError(f"--routing with {case.profile.name}: {error}") from None
+
+
+def _names(given: Sequence[str] | None) -> list[str]:
+    return [name for item in given or () for name in item.split(",") if name]
+
+
+def _choices(option: str, given: list[str], known: list[str], default: list[str]) -> tuple:
+    if "all" in given:
+        given = known
+    return tuple(_choice(option, name, known, "") for name in dict.fromkeys(given or default))
+
+
+def _choice(option: str, given: str | None, known: Sequence[str], default: str) -> str:
+    if given is None:
+        return default
+    if given not in known:
+        raise UsageError(f"{option}: {given!r}; allowed: {', '.join(known)}")
+    return given
+
+
+def _number(option: str, given: int | None, least: int, default: int) -> int:
+    if given is None:
+        return default
+    if given < least:
+        raise UsageError(f"{option}: {given}; must be at least {least}")
+    return given
+
+
+def _tokens(given: list[str]) -> tuple[int, ...]:
+    for text in given:
+        if not text.isdecimal() or not 1 <= int(text) <= MAX_TOKENS:
+            raise UsageError(f"--tokens: {text!r}; allowed 1..{MAX_TOKENS}")
+    return tuple(dict.fromkeys(int(text) for text in given))
+
+
+def _routings(given: list[str]) -> tuple[str, ...]:
+    routings: list[str] = []
+    for name in given:
+        if name == "all":
+            routings += GENERATORS
+        elif name in GENERATORS:
+            routings.append(name)
+        elif name.endswith(".npz"):
+            try:
+                from_npz(name)
+            except (OSError, ValueError) as error:
+                raise UsageError(f"--routing: {name}: {error}") from None
+            routings.append(os.path.abspath(name))
+        else:
+            known = ", ".join([*GENERATORS, "all", "FILE.npz"])
+            raise UsageError(f"--routing: {name!r}; allowed: {known}")
+    return tuple(dict.fromkeys(routings))
+
+
+def _baselines(given: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    if given == ["none"]:
+        return (), ()
+    reason = gloo.missing()
+    if given == ["auto"]:
+        cannot = [n for n in baselines.NAMES if n.startswith("gloo") and reason]
+        kept = tuple(n for n in baselines.NAMES if n not in cannot)
+        return kept, tuple(f"{n}: {reason}" for n in cannot)
+    chosen = _choices("--baselines", given, list(baselines.NAMES), [])
+    for name in chosen:
+        if name.startswith("gloo") and reason:
+            raise UsageError(f"--baselines: {name}: {reason}: pip install 'tokenway[torch]'")
+    return chosen, ()
+
+
+def _ranks(given: int | None) -> tuple[int, bool]:
+    started = os.environ.get(NRANKS) or (os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None)
+    if started is not None:
+        if not started.isdecimal():
+            raise UsageError(f"this process was started as a rank of {started!r} ranks")
+        if given is not None and given != int(started):
+            raise UsageError(f"--ranks: {given}; this process is one of {started} ranks already")
+        given = int(started)
+    ranks = 4 if given is None else given
+    if not 1 <= ranks <= MAX_RANKS:
+        raise UsageError(f"--ranks: {ranks}; allowed 1..{MAX_RANKS}")
+    return ranks, started is not None
+
+
+def _writable(option: str, path: str | None) -> str | None:
+    if path is None:
+        return None
+    if not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"{option}: {path}: there is no such folder")
+    return os.path.abspath(path)

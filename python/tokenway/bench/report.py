@@ -1,0 +1,98 @@
+"""A benchmark's JSON as markdown.
+
+python -m tokenway.bench.report FILE.json ...           prints the tables
+python -m tokenway.bench.report --update PAGE.md DIR    puts those of DIR into a page, each between
+                                                        <!-- table: FILE.json --> and <!-- end of table -->
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenway.bench import table
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """The table of a run with a line above that says where it comes from."""
+    settings, machine, versions = run["settings"], run["machine"], run["versions"]
+    cache = table.mebibytes(machine["last_level_cache_bytes"])
+    gib = machine["memory_bytes"] / (1 << 30)
+    where = (
+        f"{machine['cpu']}, {machine['usable_cores']} cores"
+        + (" of a virtual machine" if machine["virtual"] else "")
+        + f", {cache} MiB last-level cache, {gib:.0f} GiB memory, kernel {machine['kernel']}"
+    )
+    software = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines = [f"{where}; {software}; commit {run['commit'] or 'unknown'}; {run['date']}.", ""]
+    if "overhead" in run:
+        return "\n".join([*lines, *_overhead(run["overhead"])])
+    what = f"{settings['ranks']} ranks, {settings['dtype']}, {settings['layout']}"
+    if not settings["verify_only"]:
+        what += (
+            f"; medians of {settings['iterations']} iterations in {settings['rounds']} rounds, all subjects in turns"
+        )
+    heads, cells = table.columns(run)
+    align = ["---"] * 2 + ["---:"] * (len(heads) - 2)
+    lines += [f"{what}.", "", _line(heads), _line(align), *(_line(row) for row in cells)]
+    lines += ["", *(f"Not measured: {reason}." for reason in settings["skipped"])]
+    return "\n".join(lines).rstrip()
+
+
+def _overhead(measured: dict[str, Any]) -> list[str]:
+    """The table of `--overhead`."""
+    rows = [_line([name, f"{path['us']:.2f}", _added(name, path)]) for name, path in measured["paths"].items()]
+    return [
+        f"1 rank, 1 token of {measured['profile']}: us per dispatch and combine.",
+        "",
+        _line(["path", "us", "added to C"]),
+        _line(["---", "---:", "---:"]),
+        *rows,
+    ]
+
+
+def _added(name: str, path: dict[str, Any]) -> str:
+    return "" if name == "C" or path["added_us"] is None else f"{path['added_us']:.2f}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def read(path: Path) -> str:
+    """The markdown of one file."""
+    return markdown(json.loads(path.read_text(encoding="utf-8")))
+
+
+def update(page: str, folder: Path) -> str:
+    """A page with its tables made anew from the files of a folder."""
+    return BLOCK.sub(lambda m: f"{m[1]}{read(folder / m[2])}\n{m[3]}", page)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the tables of files, or updates a page."""
+    if not argv or (argv[0] == "--update" and len(argv) != 3):
+        print((__doc__ or "").strip(), file=sys.stderr)
+        return 2
+    try:
+        if argv[0] == "--update":
+            page = Path(argv[1])
+            page.write_text(update(page.read_text("utf-8"), Path(argv[2])), "utf-8")
+        else:
+            print("\n\n".join(read(Path(name)) for name in argv))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        told = f"{type(error).__name__}: {error}"
+        print(f"tokenway.bench.report: {' '.join(argv)}: {told}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

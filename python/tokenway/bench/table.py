@@ -1,0 +1,111 @@
+"""A run as text: with rich on a terminal, else in plain columns."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def microseconds(value: float) -> str:
+    """Three digits or so."""
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def mebibytes(value: float) -> str:
+    """With one digit after the point where that says something."""
+    mib = value / (1 << 20)
+    return f"{mib:.1f}" if mib < 100 else f"{mib:,.0f}"
+
+
+def columns(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(heads, cells) of the table that shows a run."""
+    rows: list[Row] = run["rows"]
+    timed = any("pair_us" in row for row in rows)
+    names = list(rows[0].get("baselines", {})) if rows else []
+    heads = ["profile", "routing", "tokens"]
+    if timed:
+        heads += ["route us", "dispatch us", "combine us", "pair us", "p10", "p90"]
+        heads += ["formula GB/s", "moved GB/s"]
+        heads += [_head(name) for name in names]
+    else:
+        heads += ["exchanges verified", "rows moved"]
+    heads += ["window MiB", "2*E*B MiB"]
+    return heads, [_cells(row, names, timed) for row in rows]
+
+
+def _head(name: str) -> str:
+    return "of memcpy" if name == "memcpy" else f"{name} us"
+
+
+def _cells(row: Row, names: Sequence[str], timed: bool) -> list[str]:
+    cells = [row["profile"], row["routing"], str(row["tokens"])]
+    if timed:
+        medians = [row[f"{p}_us"]["median"] for p in ("route", "dispatch", "combine", "pair")]
+        cells += [microseconds(m) for m in medians]
+        cells += [microseconds(row["pair_us"][p]) for p in ("p10", "p90")]
+        cells += [f"{row['formula_gb_s']['pair']:.2f}", f"{row['moved_gb_s']['pair']:.2f}"]
+        for name in names:
+            base = row["baselines"][name]
+            if name == "memcpy":
+                cells.append(f"{100 * base['times_ours']:.0f} %")
+            else:
+                took = microseconds(base["pair_us"]["median"])
+                cells.append(f"{took} ({base['times_ours']:.1f}x)")
+    else:
+        cells += [str(row["verified_exchanges"]), str(row["rows_moved"])]
+    return [*cells, mebibytes(row["window_bytes"]), mebibytes(row["expert_buffers_bytes"])]
+
+
+def short(routing: str) -> str:
+    """A routing's name; of a file the last part."""
+    return routing.rsplit("/", 1)[-1]
+
+
+def title(run: dict[str, Any]) -> str:
+    """One line that says what was measured and where."""
+    s, m = run["settings"], run["machine"]
+    what = f"{s['ranks']} ranks, {s['dtype']}, {s['layout']}, weighting {s['weighting']}"
+    where = f"{m['cpu']}, {m['usable_cores']} cores, kernel {m['kernel']}"
+    return f"tokenway {run['versions']['tokenway']}: {what}; {where}"
+
+
+def show(run: dict[str, Any]) -> None:
+    """Prints a run to stdout."""
+    if "overhead" in run:
+        from tokenway.bench import overhead
+
+        print(overhead.text(run["overhead"]))
+        return
+    heads, cells = columns(run)
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.table import Table
+
+        made = Table(title=title(run))
+        for i, head in enumerate(heads):
+            made.add_column(head, justify="left" if i < 2 else "right")
+        for line in cells:
+            made.add_row(*line)
+        Console().print(made)
+    else:
+        print(title(run))
+        print(plain(heads, cells))
+    for reason in run["settings"]["skipped"]:
+        print(f"not measured: {reason}")
+
+
+def plain(heads: list[str], cells: list[list[str]]) -> str:
+    """Columns aligned with spaces: texts on the left, numbers on the right."""
+    lines = [heads, *cells]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
