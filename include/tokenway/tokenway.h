@@ -74,7 +74,8 @@ typedef enum TW_AS_INT {
   twPeerDied = 10,       // a peer's process ended or closed its comm
   twExcluded = 11,       // the peers gave this rank up (it was too slow) and go on without it
   twCallMismatch = 12,   // ranks made different calls on the same lane: a dispatch and a combine, or different handles
-  twInternalError = 13,  // a promise of the library is broken: please report
+  twPeerAborted = 13,    // a peer, or this rank, called twGroupAbort
+  twInternalError = 14,  // a promise of the library is broken: please report
 } twResult_t;
 
 typedef enum TW_AS_INT {
@@ -282,6 +283,11 @@ TW_API twResult_t twGroupDestroy(twGroup_t group);
 // memory; the old one becomes sticky and must still be destroyed. config == NULL keeps the old configuration with the
 // default placement over the survivors. Returns twExcluded on a rank that the others have given up.
 TW_API twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* config, twGroup_t* survivors);
+
+// Gives the group up, here and at all peers: their calls, also those that wait, return twPeerAborted within moments,
+// and twGroupDestroy does not wait for them. For a rank that cannot go on, as when an exception has ended its part. Not
+// collective. On a finished group it does nothing.
+TW_API twResult_t twGroupAbort(twGroup_t group);
 
 TW_API twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info);
 

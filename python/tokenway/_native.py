@@ -181,6 +181,7 @@ _FUNCTIONS = {
     "twGroupWindowBytes": (c_int, [POINTER(GroupConfig), c_int32, POINTER(WindowBytes)]),
     "twGroupCreate": (c_int, [POINTER(c_void_p), c_void_p, POINTER(GroupConfig)]),
     "twGroupDestroy": (c_int, [c_void_p]),
+    "twGroupAbort": (c_int, [c_void_p]),
     "twGroupShrink": (c_int, [c_void_p, POINTER(GroupConfig), POINTER(c_void_p)]),
     "twGroupInfo": (c_int, [c_void_p, POINTER(GroupInfo)]),
     "twGroupGetError": (c_int, [c_void_p, POINTER(ErrorRecord)]),

@@ -107,6 +107,12 @@ class CallMismatch(GroupFinished):
     result = "twCallMismatch"
 
 
+class PeerAborted(GroupFinished):
+    """A peer, or this rank, gave the group up (`Group.abort`)."""
+
+    result = "twPeerAborted"
+
+
 class InternalError(GroupFinished):
     """A promise of the library is broken: please report."""
 
@@ -128,6 +134,7 @@ BY_RESULT: dict[str, type[TokenwayError]] = {
         PeerDied,
         Excluded,
         CallMismatch,
+        PeerAborted,
         InternalError,
     )
 }

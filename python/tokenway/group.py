@@ -232,6 +232,12 @@ class Group:
         group._adopt(self.comm, survivors.value or 0, settings)
         return group
 
+    def abort(self) -> None:
+        """Gives the group up: the peers' calls raise PeerAborted within moments. For a rank that cannot go on; a
+        `with` block that an exception leaves does it. On a finished or closed group it does nothing."""
+        if self._pointer is not None:
+            _native.check(_native.lib.twGroupAbort(self._pointer))
+
     def close(self) -> None:
         """Collective. Frees the window and all handles: views into them must not be used any more."""
         if self._pointer is not None:
@@ -244,7 +250,9 @@ class Group:
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is not None:
+            self.abort()  # peers that wait for this rank learn of it now
         self.close()
 
     def __del__(self) -> None:

@@ -147,6 +147,7 @@ const char* twResultString(twResult_t result) {
     TW_NAME(twPeerDied)
     TW_NAME(twExcluded)
     TW_NAME(twCallMismatch)
+    TW_NAME(twPeerAborted)
     TW_NAME(twInternalError)
 #undef TW_NAME
   }
@@ -276,6 +277,14 @@ twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* given, twGroup_
     TW_RETURN_IF_FAILED(tw::shrink_group(*group, given != nullptr ? &known : nullptr, readable, &made));
     groups.add(made.get());
     *survivors = made.release();
+    return {};
+  });
+}
+
+twResult_t twGroupAbort(twGroup_t group) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    tw::abort_group(*group);
     return {};
   });
 }

@@ -223,6 +223,7 @@ Status finish_group(twGroup& group, twErrorRecord_t record) {
   const char* what = "broke a promise of the library";
   if (record.result == twTimeout) what = "did not arrive in time";
   if (record.result == twPeerDied) what = "is gone";
+  if (record.result == twPeerAborted) what = "gave the group up";
   if (record.result == twCallMismatch) what = "made a different call";
   std::snprintf(record.message, sizeof record.message, "rank %d %s in %s%s; found by rank %d%s", record.peer, what,
                 phases[record.phase], where, record.reporter,
@@ -234,6 +235,15 @@ Status finish_group(twGroup& group, twErrorRecord_t record) {
   group.set_error(record);
   group.backend->announce_abort(reason);
   return {record.result, record.message};
+}
+
+void abort_group(twGroup& group) {
+  if (!check_usable(group, twPhaseNone).ok()) return;
+  twErrorRecord_t record{};
+  record.result = twPeerAborted;
+  record.peer = record.reporter = group.me();
+  record.lane = -1;
+  (void)finish_group(group, record);
 }
 
 }  // namespace tw

@@ -68,6 +68,9 @@ Status check_usable(twGroup& group, twPhase_t phase);
 // Makes an error of the group, tells the peers, and returns it as a sentence.
 Status finish_group(twGroup& group, twErrorRecord_t record);
 
+// Gives the group up on behalf of this rank.
+void abort_group(twGroup& group);
+
 // The exchange; arguments have been checked. `lane` is the caller's wish, -1 for the next free one; call->at becomes
 // the place of the step, lane -1 if none was begun.
 Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t lane, bool send_only);

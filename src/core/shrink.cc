@@ -110,9 +110,9 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
                     std::unique_ptr<twGroup>* survivors) {
   const uint64_t tags = group.comm->next_tags();
   const twErrorRecord_t record = group.error();
-  if (record.sticky && record.result == twExcluded) {
-    return fail(twExcluded, "rank %d was given up by its peers, which go on without it: %s", group.me(),
-                record.message);
+  const bool gave_up = record.result == twPeerAborted && record.peer == group.me();
+  if (record.sticky && (record.result == twExcluded || gave_up)) {
+    return fail(twExcluded, "the peers of rank %d go on without it: %s", group.me(), record.message);
   }
   Agreement agreement(group);
   TW_RETURN_IF_FAILED(agreement.reach(tags));

@@ -16,7 +16,7 @@ namespace {
 
 class CpuBackend : public Backend {
  public:
-  CpuBackend(const BackendInit& init, std::vector<std::shared_ptr<Mapping>> windows)
+  CpuBackend(const BackendInit& init, Windows windows)
       : context_(*init.context),
         transport_(init, std::move(windows)),
         partial_(context_.map.shape().combine_bytes),
@@ -157,7 +157,7 @@ class CpuBackend : public Backend {
 namespace tw {
 
 Status make_cpu_backend(const BackendInit& init, std::unique_ptr<Backend>* backend) {
-  std::vector<std::shared_ptr<cpu::Mapping>> windows;
+  cpu::Windows windows;
   TW_RETURN_IF_FAILED(cpu::map_windows(init, &windows));
   *backend = std::make_unique<cpu::CpuBackend>(init, std::move(windows));
   return {};

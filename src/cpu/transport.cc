@@ -1,7 +1,6 @@
 #include "cpu/transport.h"
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -15,12 +14,6 @@ namespace {
 
 // A sleeper looks up this often, for peers that died or gave up: they cannot wake it.
 constexpr std::chrono::milliseconds kLook{10};
-
-int usable_cores() {
-  cpu_set_t set;
-  if (::sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-  return CPU_COUNT(&set);
-}
 
 // From the kernel: sysconf reads the processor's own table, which virtual machines leave as it was on a larger host.
 uint64_t last_level_cache() {
@@ -49,15 +42,15 @@ uint32_t* step_half(std::byte* word) { return reinterpret_cast<uint32_t*>(word +
 
 }  // namespace
 
-CpuTransport::CpuTransport(const BackendInit& init, std::vector<std::shared_ptr<Mapping>> windows)
-    : windows_(std::move(windows)),
+CpuTransport::CpuTransport(const BackendInit& init, Windows windows)
+    : windows_(std::move(windows.by_rank)),
       bootstrap_(init.bootstrap),
       members_(init.members.begin(), init.members.end()),
       me_(init.context->me),
       spin_(init.spin_us),
       cache_bytes_(last_level_cache()) {
   // Spinning pays where the peer runs meanwhile. With fewer cores than ranks it keeps the peer from running.
-  if (init.spin_us < 0) spin_ = std::chrono::microseconds(usable_cores() >= ranks() ? 20 : 0);
+  if (init.spin_us < 0) spin_ = std::chrono::microseconds(windows.cores >= ranks() ? 20 : 0);
 }
 
 void CpuTransport::publish(int peer, uint64_t offset, Word word, uint64_t note) {

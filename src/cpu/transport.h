@@ -16,7 +16,7 @@ namespace tw::cpu {
 
 class CpuTransport {
  public:
-  CpuTransport(const BackendInit& init, std::vector<std::shared_ptr<Mapping>> windows);
+  CpuTransport(const BackendInit& init, Windows windows);
 
   int rank() const { return me_; }
   int ranks() const { return static_cast<int>(windows_.size()); }

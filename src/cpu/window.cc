@@ -1,5 +1,6 @@
 #include "cpu/window.h"
 
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -67,6 +68,13 @@ LocalWindows& local_windows() {
   return windows;
 }
 
+cpu_set_t usable_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  ::sched_getaffinity(0, sizeof cores, &cores);
+  return cores;
+}
+
 Status take_window(const BackendInit& init, int member, const Parcel& parcel, std::shared_ptr<Mapping>* window) {
   if (init.bootstrap->in_process()) {
     *window = local_windows().find(Unpacker(parcel.bytes).get<uint64_t>());
@@ -88,7 +96,7 @@ Status take_window(const BackendInit& init, int member, const Parcel& parcel, st
 
 Mapping::~Mapping() { ::munmap(data_, bytes_); }
 
-Status map_windows(const BackendInit& init, std::vector<std::shared_ptr<Mapping>>* windows) {
+Status map_windows(const BackendInit& init, Windows* windows) {
   const Context& context = *init.context;
   Parcel mine;
   std::shared_ptr<Mapping> own;
@@ -96,7 +104,9 @@ Status map_windows(const BackendInit& init, std::vector<std::shared_ptr<Mapping>
   if (made.ok()) made = map_memory(mine.fd.get(), context.map.bytes(), &own);
   if (made.ok()) {
     prepare(context, own->data());
-    if (init.bootstrap->in_process()) mine.bytes = Packer().add<uint64_t>(local_windows().add(own)).take();
+    const uint64_t number = init.bootstrap->in_process() ? local_windows().add(own) : 0;
+    const cpu_set_t cores = usable_cores();
+    mine.bytes = Packer().add(number).add(cores).take();
   } else {
     mine.fd.reset();  // the others must not wait for it
   }
@@ -104,12 +114,20 @@ Status map_windows(const BackendInit& init, std::vector<std::shared_ptr<Mapping>
   Status met = gather(*init.bootstrap, init.members, init.tag, mine, init.deadline, "exchanging windows", &all);
   TW_RETURN_IF_FAILED(std::move(made));
   TW_RETURN_IF_FAILED(std::move(met));
-  windows->resize(all.size());
+  windows->by_rank.resize(all.size());
+  cpu_set_t together;
+  CPU_ZERO(&together);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     const bool self = static_cast<int>(rank) == context.me;
-    if (self) (*windows)[rank] = own;
-    if (!self) TW_RETURN_IF_FAILED(take_window(init, init.members[rank], all[rank], &(*windows)[rank]));
+    std::shared_ptr<Mapping>& window = windows->by_rank[rank];
+    if (self) window = own;
+    if (!self) TW_RETURN_IF_FAILED(take_window(init, init.members[rank], all[rank], &window));
+    Unpacker reader(all[rank].bytes);
+    reader.get<uint64_t>();
+    const auto cores = reader.get<cpu_set_t>();
+    CPU_OR(&together, &together, &cores);
   }
+  windows->cores = CPU_COUNT(&together);
   return {};
 }
 

@@ -25,7 +25,12 @@ class Mapping {
   size_t bytes_;
 };
 
-// Makes this rank's window and maps those of all members, by rank of the group. Collective.
-Status map_windows(const BackendInit& init, std::vector<std::shared_ptr<Mapping>>* windows);
+struct Windows {
+  std::vector<std::shared_ptr<Mapping>> by_rank;  // of the group
+  int cores = 1;                                  // that the ranks may run on, all together
+};
+
+// Makes this rank's window and maps those of all members. Collective.
+Status map_windows(const BackendInit& init, Windows* windows);
 
 }  // namespace tw::cpu

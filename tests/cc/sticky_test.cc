@@ -260,5 +260,25 @@ TEST(Sticky, CombinesOfDifferentHandles) {
   EXPECT_TW(twCallMismatch, b[1].complete());
 }
 
+// A rank that cannot go on says so: peers that wait for it need no timeout.
+TEST(Sticky, AbortEndsThePeersWait) {
+  const twGroupConfig_t config = make_config(2, 1, 4);
+  World world(2, config);
+  Exchange exchange(world, make_traffic(config, {4, 4}, 1), {}, 1);
+  ASSERT_TW(twSuccess, exchange[0].dispatch(true));
+  ASSERT_TW(twSuccess, twGroupAbort(world[1]));
+  ASSERT_TW(twSuccess, twGroupAbort(world[1]));  // once more does nothing
+  EXPECT_TW(twPeerAborted, exchange[0].complete());
+  EXPECT_TW(twPeerAborted, exchange[1].dispatch());
+  for (const int rank : {0, 1}) {
+    EXPECT_EQ(error_of(world[rank]).peer, 1);
+    EXPECT_EQ(error_of(world[rank]).sticky, 1);
+  }
+  twGroup_t survivors = nullptr;
+  EXPECT_TW(twExcluded, twGroupShrink(world[1], nullptr, &survivors));
+  ASSERT_TW(twSuccess, twGroupShrink(world[0], nullptr, &survivors));
+  EXPECT_TW(twSuccess, twGroupDestroy(survivors));
+}
+
 }  // namespace
 }  // namespace tw::test

@@ -391,3 +391,27 @@ def test_failed_rank_shows_its_traceback(world) -> None:
 
 def divide(env: Env, by: int) -> float:
     return 1 / by
+
+
+# ---- a rank that raises --------------------------------------------------------------------------
+
+
+def raises_alone(env: Env) -> Any:
+    """Rank 1 leaves its `with` block by an exception of its own while the others wait for it."""
+    start = time.monotonic()
+    try:
+        with tw.Group(env.comm, experts=4, top_k=1, hidden=2, max_tokens=1, dtype="float32", timeout=60) as group:
+            handle = group.route(np.zeros((1, 1), np.int32))
+            if env.comm.rank == 1:
+                raise KeyError("not Tokenway's business")
+            group.dispatch(handle, np.zeros((1, 2), np.float32))
+    except (KeyError, tw.PeerAborted) as error:
+        peer = error.record.peer if isinstance(error, tw.PeerAborted) else None
+        return type(error).__name__, peer, time.monotonic() - start
+    return None
+
+
+def test_exception_in_one_rank_reaches_the_others(world) -> None:
+    by_rank = world(3).run(raises_alone)
+    assert [outcome[:2] for outcome in by_rank] == [("PeerAborted", 1), ("KeyError", None), ("PeerAborted", 1)]
+    assert max(outcome[2] for outcome in by_rank) < 5
