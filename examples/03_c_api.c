@@ -85,9 +85,9 @@ static int round_trip(twGroup_t group, twHandle_t handle, int rank, float (*sums
     for (int h = 0; h < kHidden; ++h) tokens[t][h] = value(rank, t, h);
   }
 
-  twDispatchInput_t input = {.size = sizeof(input), .lane = -1};
+  twDispatchInput_t input = TW_DISPATCH_INPUT_INIT;
   input.payloads[0] = matrix(tokens, twFloat32, tokens_of(rank), kHidden);
-  twDispatchOutput_t output = {.size = sizeof(output), .layout = twRankMajor};
+  twDispatchOutput_t output = TW_DISPATCH_OUTPUT_INIT;  // rank_major: views, nothing copied
   CHECK(twDispatch(group, handle, &input, &output));
 
   // Views of the library's memory: nothing was copied.
@@ -109,10 +109,11 @@ static int round_trip(twGroup_t group, twHandle_t handle, int rank, float (*sums
     }
   }
 
-  twCombineInput_t back = {.size = sizeof(back), .layout = twRankMajor, .weighting = twWeightNone};
+  twCombineInput_t back = TW_COMBINE_INPUT_INIT;
   back.rows = output.payloads[0];  // the same shape
   back.rows.data = rows;
-  twCombineOutput_t sum = {.size = sizeof(sum), .tokens = matrix(sums, twFloat32, tokens_of(rank), kHidden)};
+  twCombineOutput_t sum = TW_COMBINE_OUTPUT_INIT;
+  sum.tokens = matrix(sums, twFloat32, tokens_of(rank), kHidden);
   CHECK(twCombine(group, handle, &back, &sum));
   return total;
 }

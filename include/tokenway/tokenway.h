@@ -15,6 +15,8 @@
 //   * On the CPU backend every call is synchronous on the calling thread and `stream` must be NULL. A group may be used
 //     by one thread at a time; different groups by different threads at once.
 //   * "Collective" means: every rank calls it, in the same order relative to the other calls on that comm or group.
+//     Creating, shrinking and destroying groups of one comm: one at a time.
+//   * Comms, groups and handles do not survive fork(): in the child they do not exist.
 //
 // Words: N ranks, E experts, T tokens of this rank in this call, K expert ids per token, B = max_tokens, b = the bound
 // of this call (T <= b <= B, equal on all ranks), L = experts on this rank, H = elements of a row.
@@ -98,7 +100,7 @@ typedef struct {
   uint32_t step;      // step of the lane
   uint32_t expected;  // step waited for in the culprit's word
   uint32_t seen;      // step found there
-  int32_t token;      // for a bad id: its place [token, k] and value; else -1
+  int32_t token;      // for a bad id in device memory: its place [token, k] and value; else -1
   int32_t k;
   int64_t value;
   char message[512];  // the same as a sentence
@@ -149,6 +151,10 @@ typedef struct {
   int64_t shape[TW_MAX_DIMS];
   int64_t stride[TW_MAX_DIMS];
 } twTensor_t;
+#define TW_TENSOR_INIT               \
+  {                                  \
+    NULL, twDtypeNone, 0, {0}, { 0 } \
+  }
 
 // ------------------------------------------------------------------------------------------------------------- comm
 
@@ -219,7 +225,7 @@ typedef struct {
   twIdSpace_t id_space;
   int32_t invalid_id;  // what stands for "no expert" in received ids; default -1
   int32_t sm_limit;    // GPU backends: at most so many SMs; 0: the backend chooses
-  // Memory for everything but the window; both NULL: malloc and free. Blocks are 64-byte aligned.
+  // Memory for the arrays of handles; both NULL: malloc and free. alloc must return 64-byte aligned blocks.
   void* (*alloc)(size_t bytes, void* context);
   void (*release)(void* block, void* context);
   void* alloc_context;
@@ -281,12 +287,13 @@ TW_API twResult_t twGroupDestroy(twGroup_t group);
 // Collective among the ranks that are still there, usually after an error. They agree on who survives (ranks that died,
 // that an error record blames, or that do not answer within the timeout are left out) and create a new group over fresh
 // memory; the old one becomes sticky and must still be destroyed. config == NULL keeps the old configuration with the
-// default placement over the survivors. Returns twExcluded on a rank that the others have given up.
+// default placement over the survivors. Returns twExcluded on a rank that the others have given up. May be called again
+// when it failed, as when another rank died meanwhile.
 TW_API twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* config, twGroup_t* survivors);
 
 // Gives the group up, here and at all peers: their calls, also those that wait, return twPeerAborted within moments,
 // and twGroupDestroy does not wait for them. For a rank that cannot go on, as when an exception has ended its part. Not
-// collective. On a finished group it does nothing.
+// collective. On a group that is finished already it only tells survivors not to wait for this rank.
 TW_API twResult_t twGroupAbort(twGroup_t group);
 
 TW_API twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info);
@@ -344,6 +351,7 @@ typedef struct {
   int32_t send_only;                     // 1: return when everything is sent; twComplete receives
   void* stream;
 } twDispatchInput_t;
+#define TW_DISPATCH_INPUT_INIT {sizeof(twDispatchInput_t), {TW_TENSOR_INIT}, 0, -1, 0, NULL}
 
 // What arrives. The caller may set `data` of any tensor to memory of its own (C-contiguous, of the shape given here) to
 // have it written there; shape and dtype are then checked. With data == NULL:
@@ -360,6 +368,8 @@ typedef struct {
   twTensor_t weights;  // twFloat32, the same shape; 0 where there is nothing
   twTensor_t counts;   // twInt32. rank_major [N], expert_major [L]
 } twDispatchOutput_t;
+#define TW_DISPATCH_OUTPUT_INIT \
+  {sizeof(twDispatchOutput_t), twRankMajor, {TW_TENSOR_INIT}, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT}
 
 typedef struct {
   size_t size;
@@ -370,19 +380,22 @@ typedef struct {
   int32_t send_only;
   void* stream;
 } twCombineInput_t;
+#define TW_COMBINE_INPUT_INIT {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL}
 
 typedef struct {
   size_t size;
   twTensor_t tokens;  // [T, H], given by the caller; twFloat32, twBfloat16 or twFloat16
 } twCombineOutput_t;
+#define TW_COMBINE_OUTPUT_INIT {sizeof(twCombineOutput_t), TW_TENSOR_INIT}
 
 // Sends every token to the ranks of its experts and receives what the others send here. Leases a lane
 // until the handle's combine (or twHandleRelease); a handle that holds a lane dispatches again on the
 // same one. Step of all ranks. Errors: twInvalidArgument, twInvalidUsage (peers get twPeerRefused at
 // once, unless it is about which lane, which is refused alike everywhere), twPeerRefused,
-// twBoundMismatch, and the sticky ones; after an error counts are 0 and ids invalid_id for sources
-// whose rows did not arrive. A failed dispatch gives its lane back, unless it was send_only: then the
-// handle holds it until it is dispatched again, released or destroyed.
+// twBoundMismatch, and the sticky ones. A call that the handle or the struct does not tell the lane of is refused on
+// the next free one. After a step that failed counts are 0 and ids invalid_id for sources whose rows did not arrive. A
+// failed dispatch gives its lane back, unless it was send_only: then the handle holds it until it is dispatched again,
+// released or destroyed.
 TW_API twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_t* input,
                              twDispatchOutput_t* output);
 

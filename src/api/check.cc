@@ -1,6 +1,7 @@
 #include "api/check.h"
 
 #include <algorithm>
+#include <functional>
 #include <initializer_list>
 
 namespace tw::api {
@@ -58,12 +59,13 @@ bool has_elements(const RowsWanted& wanted, const twTensor_t& tensor, int lead) 
 }
 
 Status check_stride(const char* name, const twTensor_t& tensor, int dimension) {
-  constexpr int64_t kLargest = INT64_MAX / 16;  // times the largest element, still a 64-bit offset
   const int64_t stride = tensor.stride[dimension];
-  if (tensor.shape[dimension] <= 1 || (stride <= kLargest && stride >= -kLargest)) return {};
+  if (tensor.shape[dimension] <= 1) return {};
+  const int64_t largest = INT64_MAX / 32 / tensor.shape[dimension];  // all of it, in bytes, is still a 64-bit offset
+  if (stride <= largest && stride >= -largest) return {};
   return fail(twInvalidArgument, "%s has stride %lld in dimension %d; it must be from %lld to %lld", name,
-              static_cast<long long>(stride), dimension, static_cast<long long>(-kLargest),
-              static_cast<long long>(kLargest));
+              static_cast<long long>(stride), dimension, static_cast<long long>(-largest),
+              static_cast<long long>(largest));
 }
 
 // Checks a tensor of rows and gives the byte strides of its one or two leading dimensions.
@@ -184,6 +186,24 @@ struct Lead {
 Lead lead_of(const twGroup& group, twLayout_t layout, int32_t bound) {
   if (layout == twRankMajor) return {group.ranks(), bound};
   return {group.context.local_experts, static_cast<int64_t>(group.ranks()) * bound};
+}
+
+// Bytes that a tensor touches.
+struct Extent {
+  const std::byte* begin;
+  const std::byte* end;
+};
+
+Extent extent(const Grid& grid, const Lead& lead, int64_t row_bytes) {
+  if (lead.blocks == 0 || lead.rows == 0) return {grid.data, grid.data};
+  const int64_t spans[] = {(lead.blocks - 1) * grid.block_stride, (lead.rows - 1) * grid.row_stride};
+  Extent all{grid.data, grid.data + row_bytes};
+  for (const int64_t span : spans) (span < 0 ? all.begin : all.end) += span;
+  return all;
+}
+
+bool disjoint(const Extent& a, const Extent& b) {
+  return std::less_equal<>()(a.end, b.begin) || std::less_equal<>()(b.end, a.begin);
 }
 
 // Optional outputs of a dispatch that the caller gave memory for.
@@ -333,6 +353,13 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   call->out_dtype = output.tokens.dtype;
   call->out = static_cast<std::byte*>(output.tokens.data);
   call->out_stride = config.combine_elements * dtype_bytes(output.tokens.dtype);
+  // This rank's own partials need no way through the window if they are rows as they would travel, if no peer can
+  // overwrite them once this rank has published (S3), and if no sum can before they are read.
+  const auto row_bytes = static_cast<int64_t>(group.shape().combine_bytes);
+  call->keep_own =
+      call->layout == twRankMajor && !call->weighted && call->rows_dtype == config.combine_dtype &&
+      !group.backend->in_window(input.rows.data) &&
+      disjoint(extent(call->rows, lead, row_bytes), {call->out, call->out + handle.routing.tokens * call->out_stride});
   return {};
 }
 

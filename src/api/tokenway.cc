@@ -1,5 +1,7 @@
 // The entry points of tokenway.h: arguments checked, objects found, errors turned into results. Nothing else happens
 // here, and no exception leaves.
+#include <pthread.h>
+
 #include <algorithm>
 #include <exception>
 #include <mutex>
@@ -55,6 +57,11 @@ class Registry {
                                     static_cast<void*>(object));
   }
 
+  // Around fork(), so that no other thread holds the lock in the child.
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+  void clear() { objects_.clear(); }
+
  private:
   std::mutex mutex_;
   std::unordered_set<Object*> objects_;
@@ -63,6 +70,14 @@ class Registry {
 Registry<twComm> comms;
 Registry<twGroup> groups;
 Registry<twHandle> handles;
+
+// A forked child shares the sockets of its parent and must not speak on them: the parent's objects do not exist there.
+const int at_fork = pthread_atfork([] { comms.lock(), groups.lock(), handles.lock(); },
+                                   [] { handles.unlock(), groups.unlock(), comms.unlock(); },
+                                   [] {
+                                     comms.clear(), groups.clear(), handles.clear();
+                                     handles.unlock(), groups.unlock(), comms.unlock();
+                                   });
 
 #define TW_CHECK_NOT_NULL(pointer) \
   if ((pointer) == nullptr) return fail(twInvalidArgument, #pointer " is NULL")

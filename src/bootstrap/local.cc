@@ -12,8 +12,7 @@ struct Table {
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<bool> gone;
-  // Parcels by (tag, rank); a rank's parcel lies here until the rank is gone or gives its next one but one, since peers
-  // may take it late.
+  // Parcels by (tag, rank). A rank's last ones lie here, since peers may take them late.
   std::map<std::pair<uint64_t, int>, std::string> parcels;
 };
 

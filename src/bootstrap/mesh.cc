@@ -7,7 +7,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <mutex>
 
 #include "bootstrap/socket.h"
 
@@ -33,6 +35,10 @@ class Mesh : public Bootstrap {
  public:
   Mesh(int rank, int size) : rank_(rank), size_(size), peers_(size) {}
   ~Mesh() override {
+    // Closing alone would not tell the peers while a forked child holds the sockets too.
+    for (Peer& peer : peers_) {
+      if (peer.connection.fd() >= 0) ::shutdown(peer.connection.fd(), SHUT_RDWR);
+    }
     if (!socket_file_.empty()) ::unlink(socket_file_.c_str());
   }
 
@@ -42,14 +48,17 @@ class Mesh : public Bootstrap {
 
   Status connect(const std::string& address, TimePoint deadline);
 
+  // Asked by threads that wait in other groups, while one may be in exchange(): reads nothing that exchange() changes.
   bool alive(int peer) override {
     if (peer == rank_) return true;
     Peer& other = peers_[peer];
-    if (!other.connection.open() || other.ended) return false;
+    if (other.ended) return false;
     // The process descriptor, where there is one, tells of death even while a forked child holds the socket open.
     pollfd watched[2] = {{other.connection.fd(), POLLRDHUP, 0}, {other.process.get(), POLLIN, 0}};
     ::poll(watched, other.process ? 2 : 1, 0);
-    other.ended = (watched[0].revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0 || (watched[1].revents & POLLIN) != 0;
+    if ((watched[0].revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0 || (watched[1].revents & POLLIN) != 0) {
+      other.ended = true;
+    }
     return !other.ended;
   }
 
@@ -60,7 +69,7 @@ class Mesh : public Bootstrap {
   struct Peer {
     Connection connection;
     Fd process;  // pidfd
-    bool ended = false;
+    std::atomic<bool> ended = false;
   };
 
   Status dial(const std::string& address, int peer, TimePoint deadline);
@@ -71,6 +80,7 @@ class Mesh : public Bootstrap {
   int rank_;
   int size_;
   std::vector<Peer> peers_;
+  std::mutex exchange_mutex_;
   std::string socket_file_;
 };
 
@@ -168,6 +178,7 @@ Status Mesh::connect(const std::string& address, TimePoint deadline) {
 
 std::vector<Presence> Mesh::exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
                                      std::vector<Parcel>* all) {
+  const std::lock_guard lock(exchange_mutex_);
   std::vector<Presence> presence(members.size(), Presence::kLate);
   all->clear();
   all->resize(members.size());

@@ -60,7 +60,8 @@ Status connect_to(const std::string& address, int rank, Fd* socket) {
   *socket = Fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (!*socket) return fail_errno("cannot make a socket");
   if (::connect(socket->get(), reinterpret_cast<sockaddr*>(&place), length) != 0) {
-    if (errno == ECONNREFUSED || errno == ENOENT || errno == EAGAIN) return fail(twTimeout, "nobody listens yet");
+    if (errno == ECONNREFUSED || errno == ENOENT || errno == EAGAIN || errno == EINTR)
+      return fail(twTimeout, "nobody listens yet");
     return fail_errno("cannot connect to rank %d at config.address \"%s\"", rank, address.c_str());
   }
   if (::fcntl(socket->get(), F_SETFL, O_NONBLOCK) != 0) return fail_errno("cannot set a socket non-blocking");
@@ -79,11 +80,11 @@ Status check_peer(int socket, int* pid) {
 }
 
 void Connection::queue(uint64_t tag, const std::string& bytes, int fd) {
-  const FrameHeader header{kMagic, fd >= 0 ? 1u : 0u, tag, bytes.size()};
   Outgoing frame;
+  if (fd >= 0) frame.fd = Fd(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  const FrameHeader header{kMagic, frame.fd ? 1u : 0u, tag, bytes.size()};
   frame.bytes.assign(reinterpret_cast<const char*>(&header), sizeof header);
   frame.bytes += bytes;
-  frame.fd = fd;
   output_.push_back(std::move(frame));
 }
 
@@ -103,20 +104,21 @@ bool Connection::send_some() {
   msghdr message{};
   message.msg_iov = &data;
   message.msg_iovlen = 1;
-  if (frame.fd >= 0 && frame.sent == 0) {
+  if (frame.fd && frame.sent == 0) {
+    const int fd = frame.fd.get();
     message.msg_control = control;
     message.msg_controllen = sizeof control;
     cmsghdr* const attached = CMSG_FIRSTHDR(&message);
     attached->cmsg_level = SOL_SOCKET;
     attached->cmsg_type = SCM_RIGHTS;
     attached->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(attached), &frame.fd, sizeof(int));
+    std::memcpy(CMSG_DATA(attached), &fd, sizeof fd);
   }
   const ssize_t n = ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (n < 0) {
     // A peer that is gone may have sent something before: reading, not writing, decides that it is closed.
-    if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) output_.clear();
-    return errno == EINTR;
+    if (errno == EPIPE || errno == ECONNRESET) output_.clear();
+    return errno == EINTR;  // else later: there is no room now
   }
   frame.sent += static_cast<size_t>(n);
   if (frame.sent == frame.bytes.size()) output_.pop_front();
@@ -135,7 +137,7 @@ bool Connection::receive_some() {
   const ssize_t n = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (n < 0 && errno == EINTR) return true;
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
-  if (n <= 0) {
+  if (n <= 0 || (message.msg_flags & MSG_CTRUNC) != 0) {  // cut: a descriptor was lost, and with it which is whose
     closed_ = true;
     return false;
   }

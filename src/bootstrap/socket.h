@@ -27,7 +27,7 @@ class Connection {
   bool open() const { return static_cast<bool>(socket_) && !closed_; }
   bool has_output() const { return !output_.empty(); }
 
-  // Queues a parcel; the descriptor must stay open until it is sent.
+  // Queues a parcel, with a duplicate of the descriptor, if any.
   void queue(uint64_t tag, const std::string& bytes, int fd);
   // Moves what the socket takes or gives without blocking. Marks the connection closed when the peer has closed it.
   void pump();
@@ -38,7 +38,7 @@ class Connection {
   struct Outgoing {
     std::string bytes;
     size_t sent = 0;
-    int fd = -1;
+    Fd fd;
   };
 
   bool send_some();

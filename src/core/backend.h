@@ -46,6 +46,7 @@ struct CombineCall {
   int32_t bound = 0;  // of the dispatch that it answers
   twLayout_t layout = twRankMajor;
   bool weighted = false;
+  bool keep_own = false;  // this rank's own partials are summed from where the caller has them
   twDtype_t rows_dtype = twFloat32;
   Grid rows;
   twDtype_t out_dtype = twFloat32;
@@ -77,6 +78,7 @@ class Backend {
   // Tells every peer that this rank gives the group up; and whether a peer has.
   virtual void announce_abort(AbortWord reason) = 0;
   virtual AbortWord find_abort() = 0;
+  virtual AbortWord abort_of(int writer) = 0;
 };
 
 // What a backend needs to come into being: it makes this rank's window and maps the others'.
@@ -87,6 +89,7 @@ struct BackendInit {
   uint64_t tag = 0;              // for one exchange
   TimePoint deadline;
   int32_t spin_us = -1;
+  uint64_t cache_bytes = 0;
 };
 
 // src/cpu. Collective among members; a rank that fails on its own tells the others before it returns.

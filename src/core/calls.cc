@@ -8,8 +8,10 @@
 namespace tw {
 namespace {
 
-TimePoint deadline_of(const twGroup& group) {
-  return std::chrono::steady_clock::now() + std::chrono::milliseconds(group.config.given.timeout_ms);
+// A finished group waits for nobody: what has not come is an error at once.
+TimePoint deadline_of(twGroup& group) {
+  const auto now = std::chrono::steady_clock::now();
+  return group.is_sticky() ? now : now + std::chrono::milliseconds(group.config.given.timeout_ms);
 }
 
 // Turns the end of a step into a record and a sentence.
@@ -31,8 +33,12 @@ Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, c
       std::snprintf(record.message, sizeof record.message, "rank %d refused its arguments of %s (step %u, lane %d)",
                     end.peer, call, at.step, at.lane);
     } else {
-      std::snprintf(record.message, sizeof record.message, "input.bound of %s differs: rank %d has %u, rank %d has %u",
-                    call, group.me(), bound, end.peer, end.note);
+      std::snprintf(
+          record.message, sizeof record.message,
+          phase == twPhaseDispatch
+              ? "input.bound of twDispatch differs: rank %d has %u, rank %d has %u"
+              : "twCombine answers different dispatches: that of rank %d had bound %u, that of rank %d bound %u",
+          group.me(), bound, end.peer, end.note);
     }
     group.set_error(record);
     return {end.code, record.message};
@@ -47,13 +53,13 @@ Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, c
 }
 
 // Waits out a step that this rank refused earlier: S2 wants its end before the next step begins.
-Status drain(twGroup& group, int lane) {
+Status drain(twGroup& group, int lane, twPhase_t phase) {
   Lane& state = group.lanes[lane];
   if (!state.draining) return {};
   const StepPlace at{lane, state.step};
   const StepEnd end = group.backend->drain(at, deadline_of(group));
-  state.pending = state.draining = false;
-  return conclude(group, twPhaseNone, at, 0, end);
+  state.draining = false;
+  return conclude(group, phase, at, 0, end);
 }
 
 // The lane of a dispatch: the handle's, or the one asked for, or the next free one.
@@ -112,7 +118,6 @@ void give_back(twGroup& group, twHandle& handle) {
 Status finish_dispatch(twGroup& group, twHandle& handle) {
   const DispatchCall& call = handle.dispatch;
   const StepEnd end = group.backend->finish_dispatch(call, deadline_of(group), &handle.received);
-  group.lanes[call.at.lane].pending = false;
   handle.pending = Pending::kNone;
   handle.dispatched = end.code == twSuccess;
   // Leases must follow from the calls alone (S5). A blocking dispatch that fails does so in the same call on all ranks.
@@ -125,15 +130,14 @@ Status finish_dispatch(twGroup& group, twHandle& handle) {
 Status finish_combine(twGroup& group, twHandle& handle) {
   const CombineCall& call = handle.combine;
   const StepEnd end = group.backend->finish_combine(call, deadline_of(group), handle.routing);
-  group.lanes[call.at.lane].pending = false;
   handle.pending = Pending::kNone;
   // A combine that a peer refused can be tried again, so its lease stays.
   if (end.code == twSuccess || handle.lane_for_this_step) give_back(group, handle);
   return conclude(group, twPhaseCombine, call.at, static_cast<uint32_t>(call.bound), end);
 }
 
-Status refuse_on(twGroup& group, int lane, Status why) {
-  TW_RETURN_IF_FAILED(drain(group, lane));
+Status refuse_on(twGroup& group, int lane, twPhase_t phase, Status why) {
+  TW_RETURN_IF_FAILED(drain(group, lane, phase));
   const StepPlace at = group.lanes.begin(lane);
   group.lanes[lane].draining = true;
   group.backend->send_refusal(at);
@@ -147,7 +151,7 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, &handle, wish, &lane));
-  TW_RETURN_IF_FAILED(drain(group, lane));
+  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseDispatch));
   hold(group, handle, lane);
   call->at = group.lanes.begin(lane);
   call->send_only = send_only;
@@ -163,7 +167,7 @@ Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_onl
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_combine_lane(group, handle, &lane));
-  TW_RETURN_IF_FAILED(drain(group, lane));
+  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCombine));
   handle.lane_for_this_step = handle.lane < 0;
   hold(group, handle, lane);
   call.at = group.lanes.begin(lane);
@@ -193,14 +197,14 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
     give_back(group, *handle);
     if (send_only) hold(group, *handle, lane);
   }
-  return refuse_on(group, lane, std::move(why));
+  return refuse_on(group, lane, twPhaseDispatch, std::move(why));
 }
 
 Status refuse_combine(twGroup& group, twHandle& handle, Status why) {
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_combine_lane(group, handle, &lane));
-  return refuse_on(group, lane, std::move(why));
+  return refuse_on(group, lane, twPhaseCombine, std::move(why));
 }
 
 bool view_is_alive(twGroup& group, const twHandle& handle) {

@@ -6,8 +6,9 @@
 
 #include "bootstrap/bootstrap.h"
 #include "core/env.h"
+#include "core/quarantine.h"
 
-struct twComm {
+struct twComm : tw::Quarantined<twComm> {
   std::unique_ptr<tw::Bootstrap> bootstrap;
   tw::Environment environment{};
   int32_t timeout_ms = 0;       // for meetings of all ranks

@@ -172,6 +172,12 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, const Environm
   if ((given.alloc == nullptr) != (given.release == nullptr)) {
     return fail(twInvalidArgument, "config.alloc and config.release must be given together");
   }
+  if (static_cast<int64_t>(ranks) * given.max_tokens > INT32_MAX) {
+    return fail(twInvalidArgument,
+                "config.max_tokens is %d; for %d ranks it must be from 1 to %d: received rows are counted "
+                "in 32 bits",
+                given.max_tokens, ranks, INT32_MAX / ranks);
+  }
   Shape shape;
   shape.ranks = ranks;
   shape.experts = given.num_experts;

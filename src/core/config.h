@@ -31,7 +31,7 @@ bool is_summable(twDtype_t dtype);
 Status check_config(const twGroupConfig_t& given, int32_t ranks, const Environment& environment, GroupConfig* config);
 
 // The configuration as a parcel, and the first difference between ranks' parcels, as a sentence that names the field
-// and the ranks. `ranks` are the names to use for the parcels' senders.
+// and the ranks.
 std::string pack_config(const GroupConfig& config);
 Status compare_configs(const std::vector<Parcel>& parcels);
 

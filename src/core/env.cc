@@ -14,7 +14,7 @@ struct Variable {
   const char* doc;
 };
 
-enum Index { kTimeout, kSpin, kFirstStep, kCount };
+enum Index { kTimeout, kSpin, kCache, kShrink, kFirstStep, kCount };
 
 constexpr Variable kVariables[kCount] = {
     {"TOKENWAY_TIMEOUT_MS", 100000, 1, INT32_MAX,
@@ -23,6 +23,11 @@ constexpr Variable kVariables[kCount] = {
     {"TOKENWAY_SPIN_US", -1, -1, 1000000,
      "CPU backend: microseconds to poll for a word before sleeping on it. Default -1: 20 where every rank has a core "
      "of its own, else 0."},
+    {"TOKENWAY_CACHE_BYTES", 0, 0, INT64_MAX,
+     "CPU backend: steps of more bytes than this are written past the caches. Default 0: the size of the last-level "
+     "cache."},
+    {"TOKENWAY_SHRINK_MS", 10000, 1, INT32_MAX,
+     "Milliseconds that survivors of an error wait for each other, if the group's timeout is shorter. Default 10000."},
     {"TOKENWAY_FIRST_STEP", 0, 0, UINT32_MAX,
      "Step that lanes count from, the same on all ranks. For tests of the wrap at 2^32. Default 0."},
 };
@@ -48,6 +53,8 @@ Status read_environment(Environment* environment) {
   for (int i = 0; i < kCount; ++i) TW_RETURN_IF_FAILED(parse(kVariables[i], &values[i]));
   environment->timeout_ms = static_cast<int32_t>(values[kTimeout]);
   environment->spin_us = static_cast<int32_t>(values[kSpin]);
+  environment->cache_bytes = static_cast<uint64_t>(values[kCache]);
+  environment->shrink_ms = static_cast<int32_t>(values[kShrink]);
   environment->first_step = static_cast<uint32_t>(values[kFirstStep]);
   return {};
 }

@@ -9,9 +9,11 @@
 namespace tw {
 
 struct Environment {
-  int32_t timeout_ms;   // TOKENWAY_TIMEOUT_MS
-  int32_t spin_us;      // TOKENWAY_SPIN_US, -1: decided from the number of cores
-  uint32_t first_step;  // TOKENWAY_FIRST_STEP
+  int32_t timeout_ms;    // TOKENWAY_TIMEOUT_MS
+  int32_t spin_us;       // TOKENWAY_SPIN_US, -1: decided from the number of cores
+  uint64_t cache_bytes;  // TOKENWAY_CACHE_BYTES, 0: as the machine says
+  int32_t shrink_ms;     // TOKENWAY_SHRINK_MS
+  uint32_t first_step;   // TOKENWAY_FIRST_STEP
 };
 
 // Reads and checks all variables; a value that does not parse is an error that names it.

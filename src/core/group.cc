@@ -1,7 +1,5 @@
 #include "core/group.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -48,7 +46,10 @@ twGroup::~twGroup() {
 
 std::byte* twGroup::allocate(size_t bytes) {
   if (config.given.alloc != nullptr) {
-    return static_cast<std::byte*>(config.given.alloc(bytes, config.given.alloc_context));
+    void* const block = config.given.alloc(bytes, config.given.alloc_context);
+    if (reinterpret_cast<uintptr_t>(block) % 64 == 0) return static_cast<std::byte*>(block);
+    config.given.release(block, config.given.alloc_context);
+    return nullptr;
   }
   return static_cast<std::byte*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
 }
@@ -120,6 +121,20 @@ uint64_t read_limit(const char* path) {
   return value;
 }
 
+// Bytes of files that the container's limit counts, but that make room when it is needed.
+uint64_t reclaimable() {
+  uint64_t bytes = 0;
+  if (std::FILE* const file = std::fopen("/sys/fs/cgroup/memory.stat", "r")) {
+    char name[64];
+    unsigned long long value = 0;
+    while (std::fscanf(file, "%63s %llu", name, &value) == 2) {
+      if (std::strcmp(name, "inactive_file") == 0 || std::strcmp(name, "active_file") == 0) bytes += value;
+    }
+    std::fclose(file);
+  }
+  return bytes;
+}
+
 // Memory that new windows may take: the host's, and within the container's limit. UINT64_MAX if neither is known.
 uint64_t free_memory() {
   uint64_t free = UINT64_MAX;
@@ -133,7 +148,7 @@ uint64_t free_memory() {
   }
   const uint64_t limit = read_limit("/sys/fs/cgroup/memory.max");
   const uint64_t used = read_limit("/sys/fs/cgroup/memory.current");
-  if (limit != UINT64_MAX && used <= limit) free = std::min(free, limit - used);
+  if (limit != UINT64_MAX && used <= limit) free = std::min(free, limit - used + reclaimable());
   return free;
 }
 
@@ -175,6 +190,7 @@ Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& re
   init.tag = tags + kWindowStage;
   init.deadline = deadline;
   init.spin_us = comm->environment.spin_us;
+  init.cache_bytes = comm->environment.cache_bytes;
   const Status mapped = make_cpu_backend(init, &group->backend);
   TW_RETURN_IF_FAILED(agree(bootstrap, group->members, tags + kMappedStage, deadline, mapped));
   *made = std::move(group);
@@ -238,12 +254,18 @@ Status finish_group(twGroup& group, twErrorRecord_t record) {
 }
 
 void abort_group(twGroup& group) {
-  if (!check_usable(group, twPhaseNone).ok()) return;
-  twErrorRecord_t record{};
-  record.result = twPeerAborted;
-  record.peer = record.reporter = group.me();
-  record.lane = -1;
-  (void)finish_group(group, record);
+  if (group.gave_up) return;
+  group.gave_up = true;
+  if (check_usable(group, twPhaseNone).ok()) {
+    twErrorRecord_t record{};
+    record.result = twPeerAborted;
+    record.peer = record.reporter = group.me();
+    record.lane = -1;
+    (void)finish_group(group, record);
+  } else {  // finished by somebody else's error: still, survivors must not wait for this rank
+    const auto me = static_cast<uint32_t>(group.me());
+    group.backend->announce_abort({twPeerAborted, me, me});
+  }
 }
 
 }  // namespace tw

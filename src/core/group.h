@@ -12,7 +12,7 @@
 #include "core/handle.h"
 #include "core/lanes.h"
 
-struct twGroup {
+struct twGroup : tw::Quarantined<twGroup> {
   twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, int32_t rank);
   ~twGroup();
   twGroup(const twGroup&) = delete;
@@ -26,6 +26,7 @@ struct twGroup {
   tw::Lanes lanes;
   tw::HandleMap handle_map;
   std::unordered_set<twHandle*> handles;
+  bool gave_up = false;  // by twGroupAbort
 
   int32_t me() const { return context.me; }
   int32_t ranks() const { return static_cast<int32_t>(members.size()); }

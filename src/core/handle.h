@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/backend.h"
+#include "core/quarantine.h"
 
 struct twGroup;
 
@@ -20,7 +21,7 @@ enum class Pending { kNone, kDispatch, kCombine };
 
 }  // namespace tw
 
-struct twHandle {
+struct twHandle : tw::Quarantined<twHandle> {
   twGroup* group = nullptr;
   std::byte* block = nullptr;
   bool owns_block = false;

@@ -1,7 +1,7 @@
 // Lanes of a group: which handle holds which, and the step each has reached.
 //
 // S5: leasing is a function of the calls made so far and of nothing else, so ranks that make the same calls in the same
-// order lease the same lanes. S2 is kept here too: a lane with an unfinished step starts no other.
+// order lease the same lanes.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,7 @@ namespace tw {
 struct Lane {
   uint32_t step = 0;                 // of the last step that this rank began
   const twHandle* holder = nullptr;  // from dispatch to combine
-  bool pending = false;              // begun, and its wait has not ended
-  bool draining = false;             // pending because this rank refused the step: nobody will call twComplete
+  bool draining = false;             // this rank refused its last step, and has not waited for the peers' words of it
 };
 
 class Lanes {
@@ -40,11 +39,9 @@ class Lanes {
     return -1;
   }
 
-  // Begins a step: S1 follows from the place.
-  StepPlace begin(int lane) {
-    lanes_[lane].pending = true;
-    return {lane, ++lanes_[lane].step};
-  }
+  // Begins a step: S1 follows from the place. S2 is the callers': a handle with a step pending begins no other, and a
+  // refused step is drained first.
+  StepPlace begin(int lane) { return {lane, ++lanes_[lane].step}; }
 
  private:
   std::vector<Lane> lanes_;

@@ -1,9 +1,15 @@
-// Survivors of an error agree on who they are. Each starts from what it knows (whom its error blames, whose process is
-// gone) and tells all others that it does not suspect; suspicions are joined until a round changes nothing.
+// Survivors of an error agree on who they are. Each starts from what it knows (whom its error blames, who has given the
+// group up, whose process is gone) and tells all others that it does not suspect; suspicions are joined, round by
+// round.
 //
-// Why this ends alike everywhere: a rank is done when it heard, in one round, everybody that it does not suspect, and
-// all had sent the same set as it had. Those then are done too. A rank that its peers suspect hears nothing from them:
-// it runs into the deadline with nobody left but itself, and takes itself to be the one given up.
+// A round is calm for a rank if everybody that it asked answered with the set that it had sent itself. One calm round
+// is not enough: what I heard from a rank does not say what that rank heard. So everyone says whether its last round
+// was calm, and ends after a calm round in which all said so: then each knows that all have the same set. A rank that
+// its peers suspect hears nothing from them; it runs into the deadline with too few left, and takes itself to be given
+// up.
+//
+// What no number of rounds can mend is a rank that dies between telling two others in the last one. Creating the group
+// then fails, with an error and in bounded time, and the survivors can shrink again.
 #include <algorithm>
 #include <cstdio>
 
@@ -12,23 +18,23 @@
 namespace tw {
 namespace {
 
-// Not the group's own timeout if that is shorter: survivors notice an error up to one timeout apart.
-constexpr std::chrono::milliseconds kLeastPatience{10000};
-
 class Agreement {
  public:
   explicit Agreement(twGroup& group) : group_(group), bootstrap_(*group.comm->bootstrap), suspects_(group.ranks()) {
     const twErrorRecord_t record = group.error();
     if (record.sticky && record.peer >= 0 && record.peer != group.me()) suspects_[record.peer] = true;
-    patience_ = std::max(std::chrono::milliseconds(group.config.given.timeout_ms), kLeastPatience);
+    // Not the group's own timeout if that is shorter: survivors notice an error up to one timeout apart.
+    patience_ = std::chrono::milliseconds(std::max(group.config.given.timeout_ms, group.comm->environment.shrink_ms));
   }
 
   Status reach(uint64_t tags) {
-    const int rounds = group_.ranks() + 2;  // each round but the last adds a suspect
+    const int rounds = 2 * group_.ranks() + 2;  // a suspect more costs two, and two calm ones end it
+    bool calm = false;
     for (int round = 0; round < rounds; ++round) {
-      bool same = true;
-      TW_RETURN_IF_FAILED(hold_round(tags + static_cast<uint64_t>(round), &same));
-      if (same) return check_not_alone();
+      const bool was_calm = calm;
+      bool all_were_calm = false;
+      TW_RETURN_IF_FAILED(hold_round(tags + static_cast<uint64_t>(round), was_calm, &calm, &all_were_calm));
+      if (calm && all_were_calm) return check_not_alone();
     }
     return fail(twInternalError, "the survivors did not agree in %d rounds", rounds);
   }
@@ -51,31 +57,43 @@ class Agreement {
                 group_.me());
   }
 
-  Status hold_round(uint64_t tag, bool* same) {
+  // Who is gone, and who has given the group up itself.
+  void look_around() {
     for (int rank = 0; rank < group_.ranks(); ++rank) {
-      if (rank != group_.me() && !bootstrap_.alive(group_.members[rank])) suspects_[rank] = true;
+      if (rank == group_.me()) continue;
+      const AbortWord word = group_.backend->abort_of(rank);
+      const bool gave_up = word.kind == twPeerAborted && word.culprit == static_cast<uint32_t>(rank);
+      if (gave_up || !bootstrap_.alive(group_.members[rank])) suspects_[rank] = true;
     }
+  }
+
+  Status hold_round(uint64_t tag, bool was_calm, bool* calm, bool* all_were_calm) {
+    look_around();
     const std::vector<uint8_t> sent = suspects_;
     const std::vector<int> asked = survivors();
+    const Parcel mine{Packer().add<uint8_t>(was_calm).add_bytes(sent.data(), sent.size()).take(), {}};
     std::vector<Parcel> all;
-    const auto presence = bootstrap_.exchange(asked, tag, {Packer().add_bytes(sent.data(), sent.size()).take(), {}},
-                                              std::chrono::steady_clock::now() + patience_, &all);
-    *same = true;
+    const auto presence = bootstrap_.exchange(asked, tag, mine, std::chrono::steady_clock::now() + patience_, &all);
+    *calm = *all_were_calm = true;
+    look_around();  // who left meanwhile is gone rather than silent
     for (size_t i = 0; i < asked.size(); ++i) {
       const int rank = rank_of(asked[i]);
       if (presence[i] != Presence::kHere) {
+        silent_ += suspects_[rank] ? 0 : 1;
         suspects_[rank] = true;
-        silent_ += presence[i] == Presence::kLate ? 1 : 0;
-        *same = false;
+        *calm = false;
         continue;
       }
-      const std::string theirs = Unpacker(all[i].bytes).get_bytes();
+      Unpacker reader(all[i].bytes);
+      if (reader.get<uint8_t>() == 0) *all_were_calm = false;
+      const std::string theirs = reader.get_bytes();
       if (theirs.size() != sent.size()) return fail(twInternalError, "rank %d sent no list of survivors", rank);
       for (size_t r = 0; r < sent.size(); ++r) {
-        if (static_cast<uint8_t>(theirs[r]) != sent[r]) *same = false;
+        if (static_cast<uint8_t>(theirs[r]) != sent[r]) *calm = false;
         if (theirs[r] != 0) suspects_[r] = true;
       }
     }
+    if (suspects_ != sent) *calm = false;
     if (!suspects_[group_.me()]) return {};
     return fail(twExcluded, "rank %d was given up by its peers, which go on without it", group_.me());
   }
@@ -110,8 +128,7 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
                     std::unique_ptr<twGroup>* survivors) {
   const uint64_t tags = group.comm->next_tags();
   const twErrorRecord_t record = group.error();
-  const bool gave_up = record.result == twPeerAborted && record.peer == group.me();
-  if (record.sticky && (record.result == twExcluded || gave_up)) {
+  if (group.gave_up || (record.sticky && record.result == twExcluded)) {
     return fail(twExcluded, "the peers of rank %d go on without it: %s", group.me(), record.message);
   }
   Agreement agreement(group);

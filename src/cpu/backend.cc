@@ -35,7 +35,7 @@ class CpuBackend : public Backend {
     transport_.expect(step_bytes(rows, shape().combine_bytes));
     const auto send = [&](auto&& terms) {
       tw::send_combine(transport_, context_.map, call.at, received, types, static_cast<uint32_t>(call.bound), terms,
-                       sum_rows, partial_.data(), keeps_own(call));
+                       sum_rows, partial_.data(), call.keep_own);
     };
     if (call.layout == twRankMajor) {
       send(RankMajorTerms{shape(), context_.placement, context_.me, call.rows});
@@ -70,8 +70,7 @@ class CpuBackend : public Backend {
     }
     if (end.code == twSuccess) {
       const RowTypes types{context_.wire, call.out_dtype, context_.elements, false};
-      const bool kept = keeps_own(call);
-      const auto own_row = [&](int32_t slot) { return kept ? call.rows.at(context_.me, slot) : nullptr; };
+      const auto own_row = [&](int32_t slot) { return call.keep_own ? call.rows.at(context_.me, slot) : nullptr; };
       receive_combine(transport_, context_.map, call.at, routing, types, own_row, call.out, call.out_stride, sum_rows);
     } else {
       for (int32_t token = 0; token < routing.tokens; ++token) {
@@ -97,16 +96,10 @@ class CpuBackend : public Backend {
 
   void announce_abort(AbortWord reason) override { transport_.announce_abort(reason); }
   AbortWord find_abort() override { return transport_.find_abort(); }
+  AbortWord abort_of(int writer) override { return transport_.abort_of(writer); }
 
  private:
   const Shape& shape() const { return context_.map.shape(); }
-
-  // Whether this rank's own partials can be summed from where the caller has them: they are rows as they would travel,
-  // and not in the window, whose bank peers may overwrite once this rank has published (S3).
-  bool keeps_own(const CombineCall& call) {
-    return call.layout == twRankMajor && !call.weighted && call.rows_dtype == context_.wire &&
-           !in_window(call.rows.data);
-  }
 
   // What all ranks put in a step, were they all like this one.
   uint64_t step_bytes(int64_t rows, uint64_t row_bytes) const {

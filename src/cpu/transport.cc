@@ -48,7 +48,7 @@ CpuTransport::CpuTransport(const BackendInit& init, Windows windows)
       members_(init.members.begin(), init.members.end()),
       me_(init.context->me),
       spin_(init.spin_us),
-      cache_bytes_(last_level_cache()) {
+      cache_bytes_(init.cache_bytes != 0 ? init.cache_bytes : last_level_cache()) {
   // Spinning pays where the peer runs meanwhile. With fewer cores than ranks it keeps the peer from running.
   if (init.spin_us < 0) spin_ = std::chrono::microseconds(windows.cores >= ranks() ? 20 : 0);
 }
@@ -89,16 +89,27 @@ void CpuTransport::sleep(uint64_t offset, uint32_t step, TimePoint deadline) {
   sleepers(me_).fetch_sub(1, std::memory_order_seq_cst);
 }
 
-Wake CpuTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline) {
+// A rank that is gone and whose word of the step is not here; -1 if there is none. `offset` is the place of peer's
+// word.
+int CpuTransport::find_dead(int peer, uint64_t offset, uint32_t step) const {
+  for (int rank = 0; rank < ranks(); ++rank) {
+    if (bootstrap_->alive(members_[rank])) continue;
+    const uint64_t word =
+        offset + kWordStride * static_cast<uint64_t>(rank) - kWordStride * static_cast<uint64_t>(peer);
+    if (!reached(load(word).step, step))
+      return rank;  // looked at after its death: its last act may have been this word
+  }
+  return -1;
+}
+
+Waited CpuTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline) {
   if (spin(offset, step)) return Wake::kArrived;
   for (;;) {
     sleep(offset, step, deadline);
     if (reached(load(offset).step, step)) return Wake::kArrived;
     if (find_abort().kind != 0) return Wake::kAborted;
-    if (!bootstrap_->alive(members_[peer])) {
-      // Its last act may have been this word.
-      return reached(load(offset).step, step) ? Wake::kArrived : Wake::kDied;
-    }
+    const int dead = find_dead(peer, offset, step);
+    if (dead >= 0) return {Wake::kDied, dead};
     if (std::chrono::steady_clock::now() >= deadline) return Wake::kLate;
   }
 }
@@ -109,10 +120,14 @@ void CpuTransport::announce_abort(AbortWord reason) {
   }
 }
 
+AbortWord CpuTransport::abort_of(int writer) const {
+  return unpack_abort(at(me_, WindowMap::abort_word(writer)).load(std::memory_order_acquire));
+}
+
 AbortWord CpuTransport::find_abort() const {
   for (int writer = 0; writer < ranks(); ++writer) {
-    const uint64_t bits = at(me_, WindowMap::abort_word(writer)).load(std::memory_order_acquire);
-    if (bits != 0) return unpack_abort(bits);
+    const AbortWord word = abort_of(writer);
+    if (word.kind != 0) return word;
   }
   return {};
 }

@@ -44,10 +44,11 @@ class CpuTransport {
 
   std::byte* local(uint64_t offset) const { return windows_[me_]->data() + offset; }
 
-  Wake wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline);
+  Waited wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline);
 
   void announce_abort(AbortWord reason);
   AbortWord find_abort() const;
+  AbortWord abort_of(int writer) const;
 
  private:
   static constexpr size_t kStreamedRow = 512;  // below, whole lines are too few to pay
@@ -59,6 +60,7 @@ class CpuTransport {
     return std::atomic_ref(*reinterpret_cast<uint32_t*>(windows_[peer]->data() + WindowMap::waiters()));
   }
   bool spin(uint64_t offset, uint32_t step) const;
+  int find_dead(int peer, uint64_t offset, uint32_t step) const;
   void sleep(uint64_t offset, uint32_t step, TimePoint deadline);
 
   std::vector<std::shared_ptr<Mapping>> windows_;

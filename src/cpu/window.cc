@@ -78,7 +78,7 @@ cpu_set_t usable_cores() {
 Status take_window(const BackendInit& init, int member, const Parcel& parcel, std::shared_ptr<Mapping>* window) {
   if (init.bootstrap->in_process()) {
     *window = local_windows().find(Unpacker(parcel.bytes).get<uint64_t>());
-    return *window != nullptr ? Status{} : fail(twPeerDied, "rank %d has left while its window was mapped", member);
+    return *window != nullptr ? Status{} : fail(twSystemError, "rank %d could not give its window", member);
   }
   struct stat size {};
   if (!parcel.fd || ::fstat(parcel.fd.get(), &size) != 0) {

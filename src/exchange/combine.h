@@ -33,10 +33,10 @@ void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& rece
   int64_t row = 0;
   for (int source = 0; source < shape.ranks; ++source) {
     for (int32_t p = 0; p < received.counts[source]; ++p, ++row) {
+      if (keep_own && source == t.rank()) continue;
       const Received::Row meta = received.row(row, shape.top_k);
       terms.count = 0;
       terms_of(source, p, meta, &terms);
-      if (keep_own && source == t.rank()) continue;
       const void* partial = scratch;
       if (terms.count == 1 && !types.weighted && types.from == types.to) {
         partial = terms.rows[0];  // a sum of one term is that term, bit for bit

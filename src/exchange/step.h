@@ -39,11 +39,12 @@ StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint32_t
     const int peer = (t.rank() + i) % t.ranks();
     const uint64_t offset = map.word(at.lane, at.bank(), peer);
     counts[peer] = 0;
-    const Wake wake = sticky.code == twSuccess ? t.wait(peer, offset, at.step, deadline)
-                                               : (reached(t.load(offset).step, at.step) ? Wake::kArrived : Wake::kLate);
+    const Waited waited = sticky.code == twSuccess
+                              ? Waited(t.wait(peer, offset, at.step, deadline))
+                              : (reached(t.load(offset).step, at.step) ? Wake::kArrived : Wake::kLate);
     const Word word = t.load(offset);
     StepEnd end{twSuccess, peer, word, 0};
-    if (wake == Wake::kArrived) {
+    if (waited.wake == Wake::kArrived) {
       end.note = static_cast<uint32_t>(*reinterpret_cast<const uint64_t*>(t.local(offset + kNoteOffset)));
       if (word.step != at.step) {
         end.code = twInternalError;  // S2 says that nobody is further ahead than this step on this bank
@@ -59,7 +60,11 @@ StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint32_t
         counts[peer] = static_cast<int32_t>(word.n);
       }
     } else {
-      end.code = wake == Wake::kLate ? twTimeout : wake == Wake::kDied ? twPeerDied : twExcluded;
+      end.code = waited.wake == Wake::kLate ? twTimeout : waited.wake == Wake::kDied ? twPeerDied : twExcluded;
+      if (waited.culprit >= 0) {
+        end.peer = waited.culprit;
+        end.seen = t.load(map.word(at.lane, at.bank(), waited.culprit));
+      }
     }
     const bool of_the_call = end.code == twPeerRefused || end.code == twBoundMismatch;
     StepEnd& worst = of_the_call ? refused : sticky;

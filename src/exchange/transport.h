@@ -16,8 +16,15 @@ using TimePoint = std::chrono::steady_clock::time_point;
 enum class Wake {
   kArrived,  // the word has the step; everything its writer wrote before is visible (S4)
   kLate,     // the deadline passed
-  kDied,     // the writer is gone and had not published the step
+  kDied,     // a rank is gone and had not published the step
   kAborted,  // some peer gave the group up
+};
+
+struct Waited {
+  Wake wake;
+  int culprit;  // of kDied: another rank than the one waited for may be the one that is gone
+
+  Waited(Wake how, int who = -1) : wake(how), culprit(who) {}  // NOLINT: a Wake alone is an answer too
 };
 
 // Offsets are those of WindowMap, the same in every window.
@@ -26,7 +33,9 @@ enum class Wake {
 //   publish   one release store of the note, then of the word
 //   load      one acquire load of a word in this rank's window
 //   local     this rank's window
-//   wait      until the word at an offset of this rank's window, written by `peer`, reaches a step
+//   wait      until the word at an offset of this rank's window, written by `peer`, reaches a step; ends at once when
+//   any
+//             rank is gone whose word of that step is not here
 template <class T>
 concept Transport = requires(T& t, int peer, uint64_t offset, const void* source, size_t n, Word word, uint64_t note,
                              uint32_t step, TimePoint deadline) {
@@ -37,7 +46,7 @@ concept Transport = requires(T& t, int peer, uint64_t offset, const void* source
   { t.publish(peer, offset, word, note) } -> std::same_as<void>;
   { t.load(offset) } -> std::same_as<Word>;
   { t.local(offset) } -> std::same_as<std::byte*>;
-  { t.wait(peer, offset, step, deadline) } -> std::same_as<Wake>;
+  { t.wait(peer, offset, step, deadline) } -> std::convertible_to<Waited>;
 };
 
 }  // namespace tw
