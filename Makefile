@@ -66,6 +66,10 @@ build/test build/tsan build/asan:
 	@$(CONFIGURE) -B $@ --log-level=NOTICE -DTOKENWAY_TESTS=ON -DTOKENWAY_CUDA=OFF $(TREE_FLAGS)
 	@$(CMAKE) --build $@ --target tokenway_tests
 
+soak: build  ## long and random: 10,000 rounds, 50 ranks killed, 20 stopped (tens of minutes)
+	@$(SETUP) run test
+	@$(TREE) $(PY) tests/py/soak.py --rounds 10000 --kills 50 --stops 20
+
 spec:  ## check the protocol's models
 	@$(SETUP) run spec
 	@$(STAGE) "models (spin)" $(PY) spec/run.py
@@ -90,5 +94,5 @@ clean:  ## remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-.PHONY: help build run bench test test-cc build/test build/tsan build/asan spec lint format \
+.PHONY: help build run bench test test-cc build/test build/tsan build/asan soak spec lint format \
 	test-gpu bench-gpu clean

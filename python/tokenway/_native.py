@@ -28,7 +28,6 @@ from tokenway import errors
 MAX_PAYLOADS = 8
 MAX_TOP_K = 64
 MAX_RANKS = 1024
-MAX_LANES = 64
 MAX_DIMS = 6
 
 LOW_LATENCY = 0

@@ -10,7 +10,7 @@ from ctypes import byref, c_int32, c_void_p
 from typing import Any
 
 from tokenway import _native
-from tokenway.errors import InvalidArgument, Unsupported
+from tokenway.errors import InvalidArgument, TokenwayError, Unsupported
 from tokenway.settings import milliseconds
 
 # What the package's own launcher tells its processes.
@@ -59,8 +59,12 @@ class Comm:
     def __enter__(self) -> Comm:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            self.close()
+        except TokenwayError:
+            if kind is None:  # else the exception under way is the one to tell
+                raise
 
     def __repr__(self) -> str:
         return f"Comm(rank={self.rank}, nranks={self.nranks})"

@@ -80,7 +80,8 @@ class BoundMismatch(TokenwayError, ValueError):
 
 
 class GroupFinished(TokenwayError, RuntimeError):
-    """The group can send nothing more; `Group.shrink` goes on with the survivors."""
+    """The group can send nothing more; `Group.shrink` goes on with the survivors. Creating a comm or a group fails
+    with the same kinds, where there is no group to go on with."""
 
 
 class PeerTimeout(GroupFinished, TimeoutError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from ctypes import byref, c_size_t, c_void_p
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,9 @@ import numpy as np
 
 from tokenway import _native, tensors
 from tokenway.comm import Comm
-from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage
+from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
 from tokenway.handle import Handle, Pending, Received, Tensor
-from tokenway.settings import Payload, Settings, WindowBytes, make_config, window_bytes
+from tokenway.settings import Payload, Settings, WindowBytes, make_config, telling, window_bytes
 
 
 class Group:
@@ -68,8 +69,10 @@ class Group:
             invalid_id=invalid_id,
         )
         pointer = c_void_p()
-        config, keep = make_config(settings)
-        _native.check(_native.lib.twGroupCreate(byref(pointer), comm.pointer, byref(config)))
+        base = comm.pointer
+        with telling(lambda nothing: _native.lib.twGroupCreate(byref(pointer), base, nothing)):
+            config, keep = make_config(settings)
+        _native.check(_native.lib.twGroupCreate(byref(pointer), base, byref(config)))
         del keep
         self._adopt(comm, pointer.value or 0, settings)
 
@@ -87,6 +90,7 @@ class Group:
         self.combine_dtype = settings.combine_dtype_name()
         self.id_dtype = tensors.dtype_name(settings.id_dtype)
         self._payload_specs = settings.all_payloads()
+        self._extra_names = frozenset(self._payload_specs) - {"tokens"}
         info = _native.GroupInfo()
         _native.check(_native.lib.twGroupInfo(pointer, byref(info)))
         self.rank: int = info.rank
@@ -96,9 +100,11 @@ class Group:
         size = c_size_t()
         _native.check(_native.lib.twHandleMemBytes(pointer, byref(size)))
         self.handle_bytes = size.value  # of memory for one handle's arrays
-        self._finished_handles: list[tuple[int, Any]] = []
-        self._leased_forever: list[tuple[int, Any]] = []
+        self._finished_handles: list[tuple[int, np.ndarray, bool]] = []
+        self._leased_forever: list[tuple[int, np.ndarray, bool]] = []
+        self._spare_blocks: list[np.ndarray] = []
         self._views: dict[Any, Tensor] = {}
+        self.op_handles: dict[int, Handle] = {}  # of tokenway.ops: dispatched, not combined yet
         # Structs and descriptors for call after call: a group is for one thread at a time.
         self._in, self._out = _native.DispatchInput(), _native.DispatchOutput()
         self._in_slots = [tensors.Slot(self._in, t) for t in self._in.payloads]
@@ -116,19 +122,24 @@ class Group:
 
     def route(self, ids: Tensor, weights: Tensor | None = None, *, memory: Tensor | None = None) -> Handle:
         """Caches a routing. ids: [T, K] int32 or int64, -1 for "no expert", each id at most once per token;
-        weights: [T, K] float32, or None for all 1. Both are copied. memory: a contiguous uint8 tensor of
+        weights: [T, K] float32, or None for all 1. Both are copied. memory: a contiguous, writable uint8 tensor of
         `handle_bytes` for the handle's arrays, 64-byte aligned (default: a new one). Not collective.
         Errors: InvalidArgument names token, k and value."""
         self._free_finished()
         if memory is None:
-            memory = tensors.aligned_bytes(self.handle_bytes)
-        elif memory.nbytes < self.handle_bytes:
-            raise InvalidArgument(f"memory has {memory.nbytes} bytes; it must have {self.handle_bytes}")
+            block = self._spare_blocks.pop() if self._spare_blocks else tensors.aligned_bytes(self.handle_bytes)
+        else:
+            block = tensors.block_of(memory)
+            if block.nbytes < self.handle_bytes:
+                raise InvalidArgument(f"memory has {block.nbytes} bytes; it must have {self.handle_bytes}")
+        handle = Handle(self, block, reusable=memory is None)
         pointer = c_void_p()
         args = self._routing_args(ids, weights)
-        block = tensors.describe(memory)[0]
-        _native.check(_native.lib.twHandleCreate(byref(pointer), self.pointer, *args, block))
-        return Handle(self, pointer.value or 0, int(ids.shape[0]), memory)
+        result = _native.lib.twHandleCreate(byref(pointer), self.pointer, *args, block.ctypes.data)
+        if result:
+            raise self._error(result, ids=ids, weights=weights)
+        handle.pointer, handle.tokens = pointer.value or 0, int(ids.shape[0])
+        return handle
 
     def dispatch(
         self,
@@ -148,28 +159,42 @@ class Group:
         no copy) or "expert_major". bound: b, equal on all ranks, T <= b <= max_tokens (default max_tokens): outputs
         are sized by it. lane: which one to lease (default: the next free one). out: a tensor for tokens, or a mapping
         of Received's fields and payload names, to have them written there.
+        What is returned is detached: autograd does not know of the exchange.
         A step of all ranks. Errors: InvalidArgument (peers get PeerRefused at once), InvalidUsage, PeerRefused,
         BoundMismatch, GroupFinished.
         """
         self._free_finished()
         b = self.max_tokens if bound is None else _int32(bound) or -2
         given = dict(out) if isinstance(out, Mapping) else {} if out is None else {"tokens": out}
-        if layout == "expert_major":
-            self._add_expert_major_out(b, given, tokens)
+        # What C cannot see is refused here, but not before C has told the peers.
+        problem = None
+        if given:
+            problem = self._problem_of_outputs(given)
+        sent: Mapping[str, Tensor] = {}
+        if payloads is not None:
+            if isinstance(payloads, Mapping) and payloads.keys() <= self._extra_names:
+                sent = payloads
+            else:
+                problem = problem or self._problem_of_payloads(payloads)
+        try:
+            if layout == "expert_major":
+                self._add_expert_major_out(b, given, tokens)
+        except (MemoryError, RuntimeError) as error:
+            problem = OutOfMemory(f"no memory for the outputs: {error}")
         self._in_slots[0].set(tokens)
         for q, name in enumerate(self._payload_specs):
             if q > 0:
-                self._in_slots[q].set((payloads or {}).get(name))
+                self._in_slots[q].set(sent.get(name))
         for name, slot in self._out_slots.items():
             tensor = given.get(name)
             slot.clear() if tensor is None else slot.set(tensor)
         self._in.bound = b
         self._in.lane = -1 if lane is None else _int32(lane) if lane != -1 else -2
         self._in.send_only = 1 if send_only else 0
-        self._out.layout = _native.LAYOUTS.get(layout, -1)
-        result = _native.lib.twDispatch(self.pointer, getattr(handle, "pointer", None), *self._addresses[:2])
+        self._out.layout = _code(_native.LAYOUTS, layout) if problem is None else -1
+        result = _native.lib.twDispatch(self.pointer, _pointer_of(handle), *self._addresses[:2])
         if result:
-            error = _native.error_of(result, self._pointer)
+            error = self._error(result, problem, handle=handle, tokens=tokens, **sent)
             if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
                 handle.leased = send_only  # as twDispatch documents
             raise error
@@ -196,21 +221,30 @@ class Group:
         float16. weighting: "none" (rows are weighted already) or "topk". layout: that of rows (default: the
         handle's last dispatch). dtype: of the result (default combine_dtype). out: [T, H] to write to.
         Sums are float32 over k, then over ranks, both ascending, rounded to combine_dtype in between: the same bits
-        every time. Errors as `dispatch`; after one, the result is NaN.
+        every time. The result is detached: autograd does not know of the exchange. Errors as `dispatch`; after a step
+        that failed, the result is NaN.
         """
-        if not isinstance(handle, Handle):
-            raise InvalidArgument(f"handle is {handle!r}; it must come from Group.route")
-        if out is None:
-            name = self.combine_dtype if dtype is None else tensors.dtype_name(dtype)
-            out = tensors.empty((handle.tokens, self.combine_hidden), name, rows)
+        # What C cannot see is refused here, but not before C has told the peers.
+        problem: TokenwayError | None = None
+        if out is not None:
+            problem = tensors.problem_of_output("out", out)
+        elif isinstance(handle, Handle):
+            try:
+                name = self.combine_dtype if dtype is None else tensors.dtype_name(dtype)
+                out = tensors.empty((handle.tokens, self.combine_hidden), name, rows)
+            except InvalidArgument as error:
+                problem = error
+            except (MemoryError, RuntimeError) as error:
+                problem = OutOfMemory(f"no memory for the result: {error}")
         self._rows_slot.set(rows)
         self._tokens_slot.set(out)
-        self._combine_in.layout = _native.LAYOUTS.get(layout or handle.layout, -1)
-        self._combine_in.weighting = _native.WEIGHTINGS.get(weighting, -1)
+        wanted = getattr(handle, "layout", None) if layout is None else layout
+        self._combine_in.layout = _code(_native.LAYOUTS, wanted) if problem is None else -1
+        self._combine_in.weighting = _code(_native.WEIGHTINGS, weighting)
         self._combine_in.send_only = 1 if send_only else 0
-        result = _native.lib.twCombine(self.pointer, handle.pointer, *self._addresses[2:])
+        result = _native.lib.twCombine(self.pointer, _pointer_of(handle), *self._addresses[2:])
         if result:
-            raise _native.error_of(result, self._pointer)
+            raise self._error(result, problem, handle=handle, rows=rows, out=out)
         if send_only:
             return Pending(handle, out, (rows,), combining=True)
         handle.leased = False
@@ -223,10 +257,12 @@ class Group:
         the default placement, but for `changes` (keywords of Group). This group stays to be closed. Raises Excluded
         on a rank that the others have given up.
         """
-        settings = replace(self.settings, **({"expert_map": None} | changes))
-        config, keep = make_config(settings)
         survivors = c_void_p()
-        _native.check(_native.lib.twGroupShrink(self.pointer, byref(config), byref(survivors)), self._pointer)
+        base = self.pointer
+        with telling(lambda nothing: _native.lib.twGroupShrink(base, nothing, byref(survivors))):
+            settings = replace(self.settings, **({"expert_map": None} | changes))
+            config, keep = make_config(settings)
+        _native.check(_native.lib.twGroupShrink(base, byref(config), byref(survivors)), base)
         del keep
         group = object.__new__(Group)
         group._adopt(self.comm, survivors.value or 0, settings)
@@ -246,14 +282,18 @@ class Group:
             self._pointer = None
             self._finished_handles.clear()
             self._leased_forever.clear()
+            self.op_handles.clear()
 
     def __enter__(self) -> Group:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        if kind is not None:
+        if kind is None:
+            self.close()
+            return
+        with suppress(TokenwayError):  # the exception under way is the one to tell
             self.abort()  # peers that wait for this rank learn of it now
-        self.close()
+            self.close()
 
     def __del__(self) -> None:
         # Closing is collective, so garbage collection cannot do it.
@@ -276,6 +316,11 @@ class Group:
         return self._pointer
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` is done."""
+        return self._pointer is None
+
+    @property
     def error(self) -> ErrorRecord | None:
         """The record of the last error, None if there was none. Never blocks."""
         record = _native.read_record(self.pointer)
@@ -289,12 +334,47 @@ class Group:
 
     def _free_finished(self) -> None:
         while self._finished_handles:
-            pointer, _memory = self._finished_handles.pop()
+            pointer, block, reusable = self._finished_handles.pop()
             _native.check(_native.lib.twHandleDestroy(pointer))
+            # A new block costs page faults, more than the rest of a route. A block that the caller still views is his.
+            if reusable and not tensors.is_viewed(block):
+                self._spare_blocks.append(block)
 
     def _routing_args(self, ids: Tensor, weights: Tensor | None) -> tuple[Any, Any]:
         described = tensors.tensor_of(ids), None if weights is None else tensors.tensor_of(weights)
         return tuple(None if t is None else byref(t) for t in described)  # type: ignore[return-value]
+
+    def refuse_dispatch(self) -> None:
+        """Tells peers, which wait in a dispatch, that this rank cannot make the call; for callers that raise next."""
+        if self._pointer is not None:
+            self._in.lane, self._in.send_only = -1, 0
+            _native.lib.twDispatch(self._pointer, None, *self._addresses[:2])
+
+    def _error(self, result: int, problem: TokenwayError | None = None, **arguments: Any) -> TokenwayError:
+        """The exception of a call that C refused: with a problem that C cannot see, or by an argument that was no
+        tensor for C, what C could not say."""
+        error = _native.error_of(result, self._pointer)
+        if not isinstance(error, InvalidArgument):
+            return error
+        if problem is not None:
+            return problem
+        seen = [f"{name} is {what}" for name, x in arguments.items() if (what := _unlike(name, x))]
+        if seen:
+            error.args = ("; ".join([str(error), *seen]),)
+        return error
+
+    def _problem_of_outputs(self, given: dict[str, Tensor]) -> TokenwayError | None:
+        for name, tensor in given.items():
+            if name not in self._out_slots:
+                return InvalidArgument(f"out has {name!r}; it may have {', '.join(self._out_slots)}")
+            problem = None if tensor is None else tensors.problem_of_output(f"out[{name!r}]", tensor)
+            if problem is not None:
+                return problem
+        return None
+
+    def _problem_of_payloads(self, payloads: Any) -> TokenwayError:
+        told = list(payloads) if isinstance(payloads, Mapping) else f"{type(payloads).__name__}, no mapping"
+        return InvalidArgument(f"payloads is {told}; this group's are {sorted(self._extra_names)}")
 
     def _complete(self, handle: Handle) -> None:
         result = _native.lib.twComplete(self.pointer, handle.pointer, None)
@@ -342,6 +422,25 @@ class Group:
             array = tensors.view(pointer, shape, name)
             found = self._views[key] = tensors.to_torch(array) if torch else array
         return found
+
+
+def _code(table: Mapping[str, int], name: Any) -> int:
+    """The number of a name; -1, which the C library refuses, for everything else."""
+    return table.get(name, -1) if isinstance(name, str) else -1
+
+
+def _pointer_of(handle: Any) -> int | None:
+    """Of a handle; NULL, which the C library refuses, for one of a closed group and for everything else."""
+    return handle.pointer if isinstance(handle, Handle) and not handle.group.closed else None
+
+
+def _unlike(name: str, argument: Any) -> str | None:
+    """What an argument is instead of what it must be, where its type or place alone is wrong."""
+    if name != "handle":
+        return None if argument is None else tensors.unlike(argument)
+    if not isinstance(argument, Handle):
+        return f"{argument!r}; it must come from Group.route"
+    return "of a group that is closed" if argument.group.closed else None
 
 
 def _int32(value: Any) -> int:

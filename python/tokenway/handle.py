@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from ctypes import byref, c_int32
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -72,7 +73,10 @@ class Pending(Generic[Result]):
 
     def __init__(self, handle: Handle, result: Result, keep: tuple[Any, ...], combining: bool = False):
         self._handle = handle
-        self._combining = combining
+        # What the handle leases once the call is complete, and when it fails: a combine may be tried again on a lease.
+        self._leased_after = handle.leased and not combining
+        self._leased_at_failure = handle.leased
+        handle.leased = True  # until then the lane is in use, whoever drops what
         self._result = result
         # Tensors that the C library reads or writes until the call is complete; None from then on.
         self._keep: tuple[Any, ...] | None = keep
@@ -84,11 +88,10 @@ class Pending(Generic[Result]):
             self._keep, kept = None, self._keep
             try:
                 self._handle.group._complete(self._handle)
+                self._handle.leased = self._leased_after
             except TokenwayError as error:
                 self._error = error
-            else:
-                if self._combining:
-                    self._handle.leased = False
+                self._handle.leased = self._leased_at_failure
             del kept
         if self._error is not None:
             raise self._error
@@ -109,8 +112,8 @@ class Handle:
     __slots__ = (
         "__weakref__",
         "_base",
-        "_bytes",
         "_memory",
+        "_reusable",
         "_views",
         "bound",
         "group",
@@ -120,36 +123,44 @@ class Handle:
         "tokens",
     )
 
-    def __init__(self, group: Group, pointer: int, tokens: int, memory: Any):
+    def __init__(self, group: Group, memory: np.ndarray, reusable: bool):
         self.group = group
-        self.pointer = pointer
-        self.tokens = tokens
+        self.pointer = 0  # the C library's twHandle_t, once there is one
+        self.tokens = 0
         self.layout = "rank_major"
         self.bound = 0
         self.leased = False
-        self._bytes = tensors.bytes_of(memory)
-        self._base = self._bytes.ctypes.data
-        self._memory = memory  # a NumPy array or a tensor: the C library's arrays of this handle lie in it
+        self._memory = memory  # uint8: the C library's arrays of this handle lie in it
+        self._reusable = reusable
+        self._base = memory.ctypes.data
         self._views: dict[Any, Tensor] = {}
 
     def update(self, ids: Tensor, weights: Tensor | None = None) -> None:
         """Replaces the routing, as `Group.route` would make it. Refused while a lane is leased."""
-        group = self.group
+        group = self._living_group()
         args = group._routing_args(ids, weights)
-        _native.check(_native.lib.twHandleUpdate(self.pointer, *args))
+        result = _native.lib.twHandleUpdate(self.pointer, *args)
+        if result:
+            raise group._error(result, ids=ids, weights=weights)
         self.tokens = int(ids.shape[0])
 
     def release(self) -> None:
         """Gives the lane of a dispatch back without a combine, at all ranks at the same place in their calls."""
+        self._living_group()
         _native.check(_native.lib.twHandleRelease(self.pointer))
         self.leased = False
 
     def num_recv_tokens(self) -> tuple[np.ndarray, int]:
         """([N] int32 rows received from each rank by the last dispatch, their sum)."""
-        counts = (c_int32 * self.group.nranks)()
+        counts = (c_int32 * self._living_group().nranks)()
         total = c_int32()
         _native.check(_native.lib.twHandleNumRecvTokens(self.pointer, counts, byref(total)))
         return np.array(counts, np.int32), total.value
+
+    def _living_group(self) -> Group:
+        """The group, or InvalidUsage: handles end with it."""
+        _ = self.group.pointer
+        return self.group
 
     def view(self, pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Tensor:
         """A view of an array of this handle; it keeps the memory alive. Kept, since making one takes longer than a
@@ -159,11 +170,19 @@ class Handle:
         if found is None:
             dtype = tensors.numpy_dtype(name)
             begin = pointer - self._base
-            array = self._bytes[begin : begin + int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
+            array = self._memory[begin : begin + int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
             found = self._views[key] = tensors.to_torch(array) if torch else array
         return found
 
     def __del__(self) -> None:
         # Freed by the group's own thread, at its next call. A leased lane stays leased until the group is closed.
-        kept = self.group._leased_forever if self.leased else self.group._finished_handles
-        kept.append((self.pointer, self._memory))
+        group = self.group
+        if not self.pointer or group.closed:
+            return
+        kept = group._leased_forever if self.leased else group._finished_handles
+        kept.append((self.pointer, self._memory, self._reusable))
+        del self._memory  # the list alone has it now; the views go with this object
+        record = group.error if self.leased else None
+        if self.leased and not (record and record.sticky):  # of a finished group, no lane is of use
+            text = "a handle that leases a lane was dropped, and the lane with it: combine or release it"
+            warnings.warn(text, ResourceWarning, source=self, stacklevel=2)

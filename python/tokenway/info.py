@@ -51,7 +51,7 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": machine.commit(),
         "backends": {
-            "cpu": "available",
+            "cpu": _cpu_backend(),
             "nvlink": "not in this version",
             "torch": "not in this version (a process group can be the bootstrap: tokenway.connect)",
             "gin": "not in this version",
@@ -80,12 +80,21 @@ def kernel_features() -> dict[str, bool]:
     }
 
 
+def _cpu_backend() -> str:
+    problem = _memfd_problem()
+    return "available" if problem is None else f"not available: {problem}, which windows are made of"
+
+
 def _memfd() -> bool:
+    return _memfd_problem() is None
+
+
+def _memfd_problem() -> str | None:
     try:
         os.close(os.memfd_create("tokenway-info"))
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return f"memfd_create fails here ({error.strerror})"
+    return None
 
 
 def _pidfd() -> bool:

@@ -15,8 +15,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tokenway.comm import ADDRESS, NRANKS, RANK
+from tokenway.errors import PeerAborted, PeerDied, PeerRefused, PeerTimeout
 
 _GRACE = 5.0  # seconds between asking a process to end and ending it
+_CULPRIT = 1.0  # seconds that the one to blame has to fail, once another has failed because of it
+_OF_PEERS = (PeerAborted, PeerDied, PeerRefused, PeerTimeout)
 
 
 @dataclass
@@ -26,6 +29,7 @@ class Outcome:
     value: Any = None
     error: str | None = None
     exitcode: int = 0
+    by_peer: bool = False  # what it raised tells of a peer's failure
 
     @property
     def ok(self) -> bool:
@@ -37,8 +41,9 @@ def _child(connection: Connection, function: Callable[..., Any], args: tuple[Any
     os.environ.update(env)
     try:
         connection.send(Outcome(function(*args)))
-    except BaseException:
-        connection.send(Outcome(error=traceback.format_exc()))
+    except BaseException as error:
+        by_peer = isinstance(error, _OF_PEERS)
+        connection.send(Outcome(error=traceback.format_exc(), by_peer=by_peer))
 
 
 class Ranks:
@@ -75,15 +80,31 @@ class Ranks:
 
     def wait(self, timeout: float | None = None, ranks: Sequence[int] | None = None) -> list[Outcome | None]:
         """Outcomes of all ranks, once those of `ranks` (default: all) are there; None for what is not in time."""
-        deadline = None if timeout is None else time.monotonic() + timeout
         wanted = set(range(len(self.processes)) if ranks is None else ranks)
-        while any(self._outcomes[rank] is None for rank in wanted):
+        self._receive_until(lambda: all(self._outcomes[rank] is not None for rank in wanted), timeout)
+        return list(self._outcomes)
+
+    def wait_or_fail(self, timeout: float | None = None) -> tuple[list[Outcome | None], int | None]:
+        """Outcomes of all ranks, and the rank to blame, None if there is none. Ends as soon as one fails; where that
+        one tells of a peer, moments later, so that the peer can be named."""
+        self._receive_until(lambda: None not in self._outcomes or bool(self._failed()), timeout)
+        if self._failed():
+            self._receive_until(lambda: not all(by_peer for by_peer, _ in self._failed()), _CULPRIT)
+        return list(self._outcomes), min(self._failed(), default=(False, None))[1]
+
+    def _failed(self) -> list[tuple[bool, int]]:
+        """(whether a peer is to blame, rank) of those that have failed."""
+        return [(o.by_peer, rank) for rank, o in enumerate(self._outcomes) if o is not None and not o.ok]
+
+    def _receive_until(self, done: Callable[[], bool], timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not done():
             left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                break
             waiting = {
                 connection: rank for rank, connection in enumerate(self._connections) if self._outcomes[rank] is None
             }
+            if not waiting or (left is not None and left <= 0):
+                return
             for ready in wait(list(waiting), left):
                 rank = waiting[ready]  # type: ignore[index]
                 try:
@@ -91,7 +112,6 @@ class Ranks:
                 except (EOFError, OSError):
                     self.processes[rank].join()
                     self._outcomes[rank] = Outcome(exitcode=self.processes[rank].exitcode or 0)
-        return list(self._outcomes)
 
     def close(self) -> None:
         """Ends what still runs, stopped processes included."""
@@ -113,14 +133,17 @@ class Ranks:
 def run(function: Callable[..., Any], nranks: int, *args: Any, timeout: float | None = None) -> list[Any]:
     """Runs `function(*args)` in `nranks` processes and returns their values by rank.
 
-    Raises RuntimeError with the first traceback if a rank failed, TimeoutError after `timeout` seconds.
+    As soon as a rank fails, ends the others and raises RuntimeError with its traceback; of several, that of one whose
+    error does not tell of a peer. Raises TimeoutError after `timeout` seconds.
     """
     with Ranks(function, nranks, *args) as ranks:
-        outcomes = ranks.wait(timeout)
-        for rank, outcome in enumerate(outcomes):
-            if outcome is not None and not outcome.ok:
-                what = outcome.error or f"ended with exit code {outcome.exitcode}"
-                raise RuntimeError(f"rank {rank} of {nranks}: {what}")
+        outcomes, culprit = ranks.wait_or_fail(timeout)
+        if culprit is not None:
+            outcome = outcomes[culprit]
+            assert outcome is not None
+            raise RuntimeError(
+                f"rank {culprit} of {nranks}: {outcome.error or f'ended with exit code {outcome.exitcode}'}"
+            )
         missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
         if missing:
             raise TimeoutError(f"ranks {missing} of {nranks} did not end within {timeout} s")

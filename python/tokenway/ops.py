@@ -8,7 +8,12 @@
     out, order = torch.ops.tokenway.combine(experts(recv), order, group_id, tokens.shape[0], "none")
 
 Every rank must issue its steps in the same order, which a compiler cannot know: so each op takes and returns an order
-token, and a chain of tokens is a chain of steps. The token also says which dispatch a combine answers.
+token, and a chain of tokens is a chain of steps. The token also says which dispatch a combine answers. Use each token
+once: compilers merge calls whose inputs are the same. Return the last one from a compiled function: the ops are
+registered as having side effects, so that FX keeps one whose outputs are unused, but not every compiler asks.
+
+A handle, and the lane that it leases, is kept from a dispatch to its combine, and at the longest until the group is
+closed: a dispatch that is never combined (a forward pass that stops there) takes a lane of the group for good.
 
 Outputs are fresh tensors, never views of the window, so that a compiler may keep or move them. Ops go through
 `torch.library.Library.impl`, which costs a third of what `torch.library.custom_op` costs per call.
@@ -19,14 +24,13 @@ from __future__ import annotations
 import weakref
 
 import torch
+import torch.fx
 
 from tokenway import tensors
 from tokenway.errors import InvalidArgument
 from tokenway.group import Group
-from tokenway.handle import Handle
 
 _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-_handles: dict[int, Handle] = {}
 _last_group = 0
 _last_handle = 0
 
@@ -39,7 +43,7 @@ _library.define("combine(Tensor rows, Tensor order, int group, SymInt tokens, st
 
 
 def register(group: Group) -> int:
-    """The number that names a group in the ops, for as long as the group lives."""
+    """The number that names a group in the ops, for as long as the group lives. It does not keep the group alive."""
     global _last_group
     _last_group += 1
     _groups[_last_group] = group
@@ -82,12 +86,16 @@ def _dispatch(
 ) -> tuple[torch.Tensor, ...]:
     global _last_handle
     on = _group(group)
-    handle = on.route(ids, weights)
-    made = _received(on, tokens, bound, layout)
+    try:
+        handle = on.route(ids, weights)
+        made = _received(on, tokens, bound, layout)
+    except Exception:
+        on.refuse_dispatch()  # peers are in the dispatch already
+        raise
     out = dict(zip(("tokens", "ids", "weights", "counts"), made, strict=True))
     on.dispatch(handle, tokens, layout=layout, bound=bound, out=out)
     _last_handle += 1
-    _handles[_last_handle] = handle
+    on.op_handles[_last_handle] = handle
     return (*made, torch.full_like(order, _last_handle))
 
 
@@ -96,16 +104,18 @@ def _combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     on = _group(group)
     number = int(order.item())
-    handle = _handles.get(number)
+    handle = on.op_handles.get(number)
     if handle is None:
         raise InvalidArgument(f"order is {number}; it must come from the dispatch that this combine answers")
     out = on.combine(handle, rows, weighting=weighting)
-    del _handles[number]
+    del on.op_handles[number]
     return out, torch.zeros_like(order)
 
 
 _library.impl("dispatch", _dispatch, "CPU")
 _library.impl("combine", _combine, "CPU")
+for _op in (torch.ops.tokenway.dispatch.default, torch.ops.tokenway.combine.default):
+    torch.fx.node.has_side_effect(_op)
 
 
 @torch.library.register_fake("tokenway::dispatch", lib=_library)

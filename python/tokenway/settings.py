@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import byref
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tokenway import _native, tensors
-from tokenway.errors import InvalidArgument
+from tokenway.errors import InvalidArgument, TokenwayError
 
 COMBINABLE = ("float32", "bfloat16", "float16")
 
@@ -83,6 +84,21 @@ class Settings:
                 f"expert_map has shapes {rank.shape} and {slot.shape}; they must be ({self.experts},)"
             )
         return rank, slot
+
+
+@contextmanager
+def telling(call: Callable[[Any], int]) -> Iterator[None]:
+    """Peers wait in a collective call for this rank: where its settings cannot even be written down for C, the call is
+    made all the same, with a config that C refuses and tells of. `call` takes the config."""
+    try:
+        yield
+    except Exception as error:
+        unreadable = _native.GroupConfig()
+        unreadable.size = 0
+        call(byref(unreadable))
+        if isinstance(error, TokenwayError):
+            raise
+        raise InvalidArgument(f"settings: {error}") from error
 
 
 def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:

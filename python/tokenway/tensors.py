@@ -1,7 +1,8 @@
 """Tensors to descriptors and back, for NumPy (with ml_dtypes) and PyTorch on the CPU.
 
-Nothing is checked here: a descriptor says what a tensor is, and the C library says whether that is right, so that
-peers learn of a refusal at once. What is no tensor becomes a descriptor without a dtype.
+Descriptors are not checked here: one says what a tensor is, and the C library says whether that is right, so that
+peers learn of a refusal at once. What is no tensor becomes a descriptor without a dtype. What a descriptor cannot
+tell (read-only memory, another device) is found out here, and told beside C's refusal.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def dtype_name(dtype: Any) -> str:
     elif type(dtype).__module__ == "torch":
         name = str(dtype).removeprefix("torch.")
     else:
-        name = np.dtype(dtype).name
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            name = ""
     if name not in CODES:
         raise InvalidArgument(f"dtype is {dtype!r}; it must be one of {', '.join(CODES)}")
     return name
@@ -157,10 +161,53 @@ def view(pointer: int, shape: tuple[int, ...], name: str) -> np.ndarray:
     return np.frombuffer(raw, dtype, count).reshape(shape)
 
 
-def bytes_of(memory: Any) -> np.ndarray:
-    """Contiguous memory of a tensor as uint8[n], without a copy."""
-    array = memory.detach().numpy() if is_torch(memory) else memory
-    return array.reshape(-1).view(np.uint8)
+def unlike(x: Any) -> str | None:
+    """What x is, if it is no tensor that this version can take, whatever its dtype and shape."""
+    if is_torch(x):
+        torch = sys.modules["torch"]
+        if not x.is_cpu:
+            return f"a {x.device.type} tensor; this version's backend takes CPU tensors"
+        if x.layout is not torch.strided:
+            return f"a tensor of layout {x.layout}; it must be strided"
+        return None
+    if isinstance(x, np.ndarray):
+        return None
+    return f"of type {type(x).__name__}; it must be a NumPy array or a PyTorch tensor"
+
+
+def problem_of_output(name: str, x: Any) -> InvalidArgument | None:
+    """Why nothing can be written to x, as far as a descriptor does not tell it."""
+    if isinstance(x, np.ndarray):
+        return None if x.flags.writeable else InvalidArgument(f"{name} is read-only")
+    what = unlike(x)
+    return None if what is None else InvalidArgument(f"{name} is {what}")
+
+
+def is_viewed(block: np.ndarray) -> bool:
+    """Whether anything but the caller's one reference to a block of `aligned_bytes` shows its memory."""
+    owner = block.base  # all views, views of views too, refer to the array that owns the memory
+    return sys.getrefcount(owner) > 3  # block.base, `owner`, and the argument here
+
+
+def block_of(memory: Any) -> np.ndarray:
+    """A caller's block of bytes as uint8[n], without a copy; InvalidArgument for what is none."""
+    what = unlike(memory)
+    if what is None:
+        array = memory.detach().numpy() if is_torch(memory) and dtype_of(memory) == "uint8" else memory
+        if dtype_of(array) != "uint8":
+            what = f"of dtype {dtype_of(array)}"
+        elif not array.flags.c_contiguous:
+            what = "not contiguous"
+        elif not array.flags.writeable:
+            what = "read-only"
+        else:
+            return array.reshape(-1)
+    raise InvalidArgument(f"memory is {what}; it must be a contiguous, writable tensor of uint8")
+
+
+def dtype_of(x: Any) -> str:
+    """The name of a tensor's dtype."""
+    return str(x.dtype).removeprefix("torch.")
 
 
 def aligned_bytes(count: int, alignment: int = 64) -> np.ndarray:

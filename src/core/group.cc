@@ -208,6 +208,15 @@ void destroy_group(std::unique_ptr<twGroup> group) {
   comm->bootstrap->exchange(group->members, tags, {}, std::chrono::steady_clock::now() + bound, &all);
 }
 
+namespace {
+
+void announce(twGroup& group, const twErrorRecord_t& record) {
+  group.backend->announce_abort({static_cast<uint32_t>(record.result), static_cast<uint32_t>(record.reporter),
+                                 static_cast<uint32_t>(record.peer), group.gave_up});
+}
+
+}  // namespace
+
 Status check_usable(twGroup& group, twPhase_t phase) {
   if (group.is_sticky()) {
     const twErrorRecord_t record = group.error();
@@ -225,8 +234,7 @@ Status check_usable(twGroup& group, twPhase_t phase) {
 }
 
 Status finish_group(twGroup& group, twErrorRecord_t record) {
-  const AbortWord reason{static_cast<uint32_t>(record.result), static_cast<uint32_t>(record.reporter),
-                         static_cast<uint32_t>(record.peer)};
+  const twErrorRecord_t culprit = record;  // before the words are this rank's own
   const char* const phases[] = {"an idle group", "creation", "dispatch", "combine", "shrink"};
   char where[96] = "";
   if (record.lane >= 0) {
@@ -249,7 +257,7 @@ Status finish_group(twGroup& group, twErrorRecord_t record) {
   record.sticky = 1;
   record.token = record.k = -1;
   group.set_error(record);
-  group.backend->announce_abort(reason);
+  announce(group, culprit);
   return {record.result, record.message};
 }
 
@@ -262,9 +270,9 @@ void abort_group(twGroup& group) {
     record.peer = record.reporter = group.me();
     record.lane = -1;
     (void)finish_group(group, record);
-  } else {  // finished by somebody else's error: still, survivors must not wait for this rank
-    const auto me = static_cast<uint32_t>(group.me());
-    group.backend->announce_abort({twPeerAborted, me, me});
+  } else if (const twErrorRecord_t record = group.error(); record.peer >= 0) {
+    // Finished by somebody else's error, which stays the reason. Still, survivors must not wait for this rank.
+    announce(group, record);
   }
 }
 

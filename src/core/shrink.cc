@@ -61,9 +61,7 @@ class Agreement {
   void look_around() {
     for (int rank = 0; rank < group_.ranks(); ++rank) {
       if (rank == group_.me()) continue;
-      const AbortWord word = group_.backend->abort_of(rank);
-      const bool gave_up = word.kind == twPeerAborted && word.culprit == static_cast<uint32_t>(rank);
-      if (gave_up || !bootstrap_.alive(group_.members[rank])) suspects_[rank] = true;
+      if (group_.backend->abort_of(rank).left || !bootstrap_.alive(group_.members[rank])) suspects_[rank] = true;
     }
   }
 

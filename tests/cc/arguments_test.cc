@@ -80,6 +80,38 @@ TEST(Arguments, StaleObjects) {
   EXPECT_TW(twInvalidArgument, twGroupCreate(&group, comm, &config));
 }
 
+// What was destroyed stays so: its successors, which may get the same memory, are not taken for it.
+TEST(Arguments, StaleObjectsAreNotTheirSuccessors) {
+  twComm_t comm = nullptr;
+  ASSERT_TW(twSuccess, twCommCreateLocal(&comm, 1, nullptr));
+  const twGroupConfig_t config = make_config(6, 2, 4);
+  const twTensor_t ids = tensor(nullptr, twInt32, {0, 2});
+  std::vector<twGroup_t> old_groups;
+  std::vector<twHandle_t> old_handles;
+  for (int round = 0; round < 20; ++round) {
+    twGroup_t group = nullptr;
+    ASSERT_TW(twSuccess, twGroupCreate(&group, comm, &config));
+    twHandle_t handles[2] = {};
+    for (twHandle_t& handle : handles) ASSERT_TW(twSuccess, twHandleCreate(&handle, group, &ids, nullptr, nullptr));
+    for (const twGroup_t old : old_groups) EXPECT_TW(twInvalidArgument, twGroupAbort(old));
+    int32_t counts[1] = {};
+    int32_t total = 0;
+    for (const twHandle_t old : old_handles) {
+      EXPECT_TW(twInvalidArgument, twHandleUpdate(old, &ids, nullptr));
+      EXPECT_TW(twInvalidArgument, twHandleNumRecvTokens(old, counts, &total));
+      EXPECT_TW(twInvalidArgument, twHandleRelease(old));
+      EXPECT_TW(twInvalidArgument, twComplete(group, old, nullptr));
+      EXPECT_TW(twInvalidArgument, twHandleDestroy(old));
+    }
+    old_groups.push_back(group);
+    old_handles.insert(old_handles.end(), std::begin(handles), std::end(handles));
+    EXPECT_TW(twSuccess, twHandleDestroy(handles[1]));  // the other one ends with the group
+    EXPECT_TW(twSuccess, twGroupDestroy(group));
+    if (::testing::Test::HasFailure()) break;
+  }
+  EXPECT_TW(twSuccess, twCommDestroy(comm));
+}
+
 TEST(Arguments, HandleOfAnotherGroup) {
   World one(1, make_config(6, 2, 4));
   World other(1, make_config(6, 2, 4));
@@ -252,7 +284,7 @@ TEST(Arguments, MismatchNamesFieldAndRanks) {
 TEST(Arguments, WindowsTooLarge) {
   twGroupConfig_t config = make_config(6, 2, TW_MAX_TOKENS);
   config.payloads[0] = {twFloat64, INT64_MAX / 16};
-  EXPECT_TW(twInvalidArgument, twGroupWindowBytes(&config, 1024, nullptr));
+  EXPECT_TW(twInvalidArgument, twGroupWindowBytes(&config, 4, nullptr));
   EXPECT_TRUE(says("64 bits"));
   config.payloads[0] = {twUint8, 1 << 20};  // 512 TiB: fits the arithmetic, not the machine
   twWindowBytes_t bytes{};
@@ -266,6 +298,24 @@ TEST(Arguments, WindowsTooLarge) {
   EXPECT_TRUE(says("TiB"));
   EXPECT_EQ(group, nullptr);
   EXPECT_TW(twSuccess, twCommDestroy(comm));
+}
+
+// Rows are counted in 32 bits, those of all sources together too.
+TEST(Arguments, TooManyTokensOfAllRanks) {
+  twWindowBytes_t bytes{};
+  bytes.size = sizeof bytes;
+  for (const int ranks : {1024, 8, 16}) {
+    const int64_t most = INT32_MAX / ranks;
+    twGroupConfig_t config = make_config(2048, 2, static_cast<int>(most) + 1);
+    if (config.max_tokens <= TW_MAX_TOKENS) {
+      EXPECT_TW(twInvalidArgument, twGroupWindowBytes(&config, ranks, &bytes)) << ranks;
+      EXPECT_TRUE(says("max_tokens"));
+    }
+    config.max_tokens = static_cast<int>(most);
+    if (config.max_tokens <= TW_MAX_TOKENS) {
+      EXPECT_TW(twSuccess, twGroupWindowBytes(&config, ranks, &bytes)) << ranks;
+    }
+  }
 }
 
 TEST(Arguments, WindowBytesAreThoseOfTheWindow) {
@@ -317,7 +367,7 @@ TEST(Arguments, Environment) {
     EXPECT_TRUE(says(name));
     ++count;
   }
-  EXPECT_EQ(count, 3);
+  EXPECT_EQ(count, 5);
 }
 
 TEST(Arguments, NamesOfResults) {

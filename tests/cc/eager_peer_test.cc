@@ -85,6 +85,7 @@ class EagerTransport {
   void begin(uint32_t next) {
     step = next;
     told_.clear();
+    flushed_ = false;
   }
   const std::byte* at_peer(int peer, uint64_t offset) { return local_of(peer, offset); }
   const WindowMap& map() const { return map_; }

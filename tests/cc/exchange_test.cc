@@ -40,6 +40,50 @@ TEST(Exchange, LayoutsWeightingsTypes) {
   }
 }
 
+// The sums may go where the rows were: rows that were not sent yet, or not summed, are not lost.
+TEST(Exchange, SumsOverTheirRows) {
+  for (const int ranks : {1, 2}) {
+    const twGroupConfig_t config = make_config(2, 1, 16);
+    World world(ranks, config);
+    Traffic traffic;
+    for (int rank = 0; rank < ranks; ++rank) {
+      traffic.tokens.push_back(4);
+      traffic.ids.push_back({-1, -1, 1, 0});  // out row 0 is written first, and row 0 is the third token's
+      traffic.weights.emplace_back(4, 1.0f);
+    }
+    for (const twDtype_t out : {twBfloat16, twFloat32}) {
+      Exchange exchange(world, traffic, {twRankMajor, twWeightNone, twBfloat16, out}, 5);
+      exchange.dispatch();
+      exchange.combine();
+      const size_t bytes = 4 * 8 * (out == twFloat32 ? 4 : 2);
+      for (const size_t shift : {0, 4, 16, 32}) {
+        SCOPED_TRACE(::testing::Message() << ranks << " ranks, out " << out << ", " << shift << " bytes in");
+        std::vector<std::vector<uint8_t>> want;
+        for (int rank = 0; rank < ranks; ++rank) {
+          Side& side = exchange[rank];
+          const auto* const sums = static_cast<const uint8_t*>(side.sums.tokens.data);
+          want.emplace_back(sums, sums + bytes);
+        }
+        std::vector<void*> own;
+        for (int rank = 0; rank < ranks; ++rank) {
+          Side& side = exchange[rank];
+          own.push_back(side.sums.tokens.data);
+          side.sums.tokens.data = static_cast<uint8_t*>(side.rows.rows.data) + shift;
+          ASSERT_TW(twSuccess, side.combine(true));
+        }
+        for (int rank = 0; rank < ranks; ++rank) {
+          Side& side = exchange[rank];
+          ASSERT_TW(twSuccess, side.complete());
+          EXPECT_EQ(std::memcmp(side.sums.tokens.data, want[rank].data(), bytes), 0) << "rank " << rank;
+          side.sums.tokens.data = own[rank];
+          ASSERT_TW(twSuccess, side.combine(true));  // the sums' own place holds them again
+        }
+        for (int rank = 0; rank < ranks; ++rank) ASSERT_TW(twSuccess, exchange[rank].complete());
+      }
+    }
+  }
+}
+
 TEST(Exchange, RanksAndUnevenTokens) {
   for (int ranks = 1; ranks <= 5; ++ranks) {
     std::vector<int> tokens;

@@ -60,7 +60,25 @@ World::World(int ranks, const twGroupConfig_t& given, const std::function<void(i
 
 World::~World() {
   destroy_groups();
-  for (const twComm_t comm : comms) EXPECT_TW(twSuccess, twCommDestroy(comm));
+  for (const twComm_t comm : comms) {
+    if (comm == nullptr) continue;  // killed
+    EXPECT_TW(twSuccess, twCommDestroy(comm));
+  }
+}
+
+void World::abandon(int rank) {
+  twErrorRecord_t record = error_of(groups[rank]);
+  record.sticky = 1;
+  record.result = twInternalError;
+  groups[rank]->set_error(record);
+}
+
+void World::kill(int rank) {
+  abandon(rank);
+  EXPECT_TW(twSuccess, twGroupDestroy(groups[rank]));
+  EXPECT_TW(twSuccess, twCommDestroy(comms[rank]));
+  groups[rank] = nullptr;
+  comms[rank] = nullptr;
 }
 
 void World::destroy_groups() {

@@ -59,6 +59,10 @@ class World {
   twGroup_t operator[](int rank) const { return groups[rank]; }
   // Ends the group early; the destructor then only ends the comms.
   void destroy_groups();
+  // Ends the rank's group and comm without asking anybody, as the end of its process would.
+  void kill(int rank);
+  // Finishes the rank's group without telling the others, so that its end waits for nobody.
+  void abandon(int rank);
   // All lanes of a rank's window: words, rows and inboxes, without the header's abort words.
   std::vector<uint8_t> window(int rank) const;
 

@@ -311,6 +311,43 @@ TEST(Lanes, EveryLegalOrder) {
   }
 }
 
+// Combine after combine, and dispatch after dispatch: a fast peer's second must not meet the first, which a slow rank
+// has not read yet.
+TEST(Lanes, CombineAfterCombine) {
+  const twGroupConfig_t config = make_config(8, 3, 5);
+  World world(2, config);
+  Exchange exchange(world, make_traffic(config, {5, 4}, 1), {twRankMajor}, 1);
+  exchange.dispatch();
+  exchange.send_combine();
+  for (uint32_t round = 2; round < 6; ++round) {
+    for (const int rank : {0, 1}) {
+      ASSERT_TW(twSuccess, exchange[rank].complete());
+      exchange[rank].expect_tokens();
+      exchange[rank].renew(round);
+      ASSERT_TW(twSuccess, exchange[rank].combine(true));
+    }
+  }
+  exchange.complete_combine();
+}
+
+TEST(Lanes, DispatchAfterDispatch) {
+  const twGroupConfig_t config = make_config(8, 3, 5);
+  World world(2, config);
+  Exchange exchange(world, make_traffic(config, {5, 4}, 1), {twRankMajor}, 1);
+  exchange.send_dispatch();
+  for (uint32_t round = 2; round < 6; ++round) {
+    for (const int rank : {0, 1}) {
+      ASSERT_TW(twSuccess, exchange[rank].complete());
+      exchange[rank].renew(round - 1);
+      exchange[rank].expect_received();
+      exchange[rank].renew(round);
+      ASSERT_TW(twSuccess, exchange[rank].dispatch(true));
+    }
+  }
+  exchange.complete_dispatch();
+  exchange.combine();
+}
+
 // Rows combined from the view are read before the words are published, the rank's own ones too: a fast peer's next
 // step, under another bound, overwrites them.
 TEST(Lanes, FastPeerOverwritesTheView) {

@@ -149,15 +149,7 @@ TEST(Sticky, DeadPeerIsSeenLongBeforeTheTimeout) {
   twGroupConfig_t config = make_config(6, 2, 4);
   World world(3, config);
   const Traffic traffic = make_traffic(config, {4, 4, 4}, 1);
-  // Group 2's end waits for the others in vain: make it sticky first, as a process that ends on an error would.
-  twErrorRecord_t record = error_of(world[2]);
-  record.sticky = 1;
-  record.result = twInternalError;
-  world.groups[2]->set_error(record);
-  EXPECT_TW(twSuccess, twGroupDestroy(world.groups[2]));
-  EXPECT_TW(twSuccess, twCommDestroy(world.comms[2]));
-  world.groups.pop_back();
-  world.comms.pop_back();
+  world.kill(2);
   on_all_ranks(2, [&](int rank) {
     Side side(world, traffic, rank, {}, 1);
     const auto begin = std::chrono::steady_clock::now();
@@ -174,6 +166,40 @@ TEST(Sticky, DeadPeerIsSeenLongBeforeTheTimeout) {
     EXPECT_EQ(info.nranks, 2);
     EXPECT_TW(twSuccess, twGroupDestroy(survivors));
   });
+}
+
+// A dead rank is noticed whichever rank is waited for: here one that lives and has much to do.
+TEST(Sticky, DeathBehindASlowRank) {
+  for (int waiter = 0; waiter < 3; ++waiter) {
+    for (const int dead : {(waiter + 1) % 3, (waiter + 2) % 3}) {
+      SCOPED_TRACE(::testing::Message() << "rank " << waiter << " waits, rank " << dead << " dies");
+      World world(3, impatient(4000));
+      Exchange exchange(world, make_traffic(world.config, {4, 4, 4}, 1), {}, 1);
+      std::thread death([&] {
+        std::this_thread::sleep_for(milliseconds(50));
+        world.kill(dead);
+      });
+      const auto begin = std::chrono::steady_clock::now();
+      EXPECT_TW(twPeerDied, exchange[waiter].dispatch());
+      EXPECT_LT(std::chrono::steady_clock::now() - begin, milliseconds(1000));
+      EXPECT_EQ(error_of(world[waiter]).peer, dead);
+      death.join();
+      EXPECT_TW(twPeerDied, exchange[3 - waiter - dead].dispatch()) << "the slow one hears of it in its next call";
+    }
+  }
+}
+
+// A rank whose rows are there may die: the step needs nothing more of it.
+TEST(Sticky, DeathAfterTheWord) {
+  World world(3, impatient(4000));
+  Exchange exchange(world, make_traffic(world.config, {4, 4, 4}, 1), {}, 1);
+  EXPECT_TW(twSuccess, exchange[1].dispatch(true));
+  EXPECT_TW(twSuccess, exchange[2].dispatch(true));
+  world.kill(2);
+  EXPECT_TW(twSuccess, exchange[0].dispatch());
+  exchange[0].expect_received();
+  EXPECT_TW(twSuccess, exchange[1].complete());
+  on_all_ranks(2, [&](int rank) { EXPECT_TW(twPeerDied, exchange[rank].combine()); });
 }
 
 // The survivors' new group works, over ranks renumbered.

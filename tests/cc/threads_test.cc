@@ -1,4 +1,6 @@
 // Ranks as threads of their own, nothing staged, random delays: what ThreadSanitizer watches.
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <random>
@@ -76,37 +78,61 @@ TEST(Threads, StepsWrap) {
   run_threads(3, 2, 24, "0");
 }
 
-// Several groups on one comm, each driven by threads of its own.
-TEST(Threads, TwoGroupsOnOneComm) {
-  const int ranks = 3;
-  std::vector<twComm_t> comms(ranks);
-  ASSERT_TW(twSuccess, twCommCreateLocal(comms.data(), ranks, nullptr));
+// Dispatches without tokens. With `nap`, this rank is late now and then, so that its peers sleep and look around.
+void use_group(twGroup_t group, int steps, bool nap) {
+  for (int step = 0; step < steps; ++step) {
+    if (nap && step % 8 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(15));
+    const twTensor_t ids = tensor(nullptr, twInt32, {0, 3});
+    twHandle_t handle = nullptr;
+    EXPECT_TW(twSuccess, twHandleCreate(&handle, group, &ids, nullptr, nullptr));
+    twDispatchInput_t input{};
+    input.size = sizeof input;
+    input.lane = -1;
+    input.payloads[0] = tensor(nullptr, twBfloat16, {0, 8});
+    twDispatchOutput_t output{};
+    output.size = sizeof output;
+    EXPECT_TW(twSuccess, twDispatch(group, handle, &input, &output));
+    EXPECT_TW(twSuccess, twHandleDestroy(handle));
+  }
+}
+
+// Several groups on one comm, each driven by a thread of its own, while others are made and ended.
+void use_groups(twComm_t comm, int rank) {
   const twGroupConfig_t config = make_config(7, 3, 6);
-  on_all_ranks(ranks, [&](int rank) {
-    twGroup_t groups[2];
-    for (twGroup_t& group : groups) EXPECT_TW(twSuccess, twGroupCreate(&group, comms[rank], &config));
-    std::vector<std::thread> uses;
-    for (twGroup_t group : groups) {
-      uses.emplace_back([&, group] {
-        for (int step = 0; step < 30; ++step) {
-          const twTensor_t ids = tensor(nullptr, twInt32, {0, 3});
-          twHandle_t handle = nullptr;
-          EXPECT_TW(twSuccess, twHandleCreate(&handle, group, &ids, nullptr, nullptr));
-          twDispatchInput_t input{};
-          input.size = sizeof input;
-          input.lane = -1;
-          input.payloads[0] = tensor(nullptr, twBfloat16, {0, 8});
-          twDispatchOutput_t output{};
-          output.size = sizeof output;
-          EXPECT_TW(twSuccess, twDispatch(group, handle, &input, &output));
-          EXPECT_TW(twSuccess, twHandleDestroy(handle));
-        }
-      });
-    }
-    for (std::thread& use : uses) use.join();
-    for (twGroup_t group : groups) EXPECT_TW(twSuccess, twGroupDestroy(group));
-  });
+  twGroup_t groups[2] = {};
+  for (twGroup_t& group : groups) ASSERT_TW(twSuccess, twGroupCreate(&group, comm, &config));
+  std::vector<std::thread> uses;
+  for (twGroup_t group : groups) uses.emplace_back(use_group, group, 30, rank == 1);
+  for (int round = 0; round < 5; ++round) {
+    twGroup_t brief = nullptr;
+    EXPECT_TW(twSuccess, twGroupCreate(&brief, comm, &config));
+    if (brief == nullptr) break;
+    use_group(brief, 2, false);
+    EXPECT_TW(twSuccess, twGroupDestroy(brief));
+  }
+  for (std::thread& use : uses) use.join();
+  for (twGroup_t group : groups) EXPECT_TW(twSuccess, twGroupDestroy(group));
+}
+
+TEST(Threads, TwoGroupsOnOneComm) {
+  std::vector<twComm_t> comms(3);
+  ASSERT_TW(twSuccess, twCommCreateLocal(comms.data(), 3, nullptr));
+  on_all_ranks(3, [&](int rank) { use_groups(comms[rank], rank); });
   for (twComm_t comm : comms) EXPECT_TW(twSuccess, twCommDestroy(comm));
+}
+
+// The same over sockets, as between processes.
+TEST(Threads, TwoGroupsOnOneCommOverSockets) {
+  const std::string address = "tokenway-threads-" + std::to_string(::getpid());
+  on_all_ranks(2, [&](int rank) {
+    twCommConfig_t config = TW_COMM_CONFIG_INIT;
+    config.address = address.c_str();
+    config.timeout_ms = 20000;
+    twComm_t comm = nullptr;
+    ASSERT_TW(twSuccess, twCommCreateShm(&comm, rank, 2, &config));
+    use_groups(comm, rank);
+    EXPECT_TW(twSuccess, twCommDestroy(comm));
+  });
 }
 
 // An error record may be read from any thread, while the group works.

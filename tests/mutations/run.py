@@ -12,6 +12,7 @@ Needs g++ (or $CXX) and GoogleTest. Without them: skipped, or, with TW_STRICT=1,
 
 import argparse
 import concurrent.futures
+import fnmatch
 import os
 import re
 import shlex
@@ -154,6 +155,20 @@ def run_test(binary: Path, test: str) -> tuple[int | None, int, str]:
     return done.returncode, int(ran.group(1)) if ran else 0, done.stdout + done.stderr
 
 
+def failed_itself(test: str, status: int, output: str) -> bool:
+    """Whether the named test failed, or crashed: anything else that goes wrong shows nothing about the mutation."""
+
+    def named(tests: list[str]) -> list[str]:
+        return [name for name in tests if any(fnmatch.fnmatchcase(name, part) for part in test.split(":"))]
+
+    if named(re.findall(r"^\[  FAILED  \] ([\w/.]+)", output, re.MULTILINE)):
+        return True
+    # By a signal, or by an abnormal end like a sanitizer's, after it began and before it ended.
+    begun = named(re.findall(r"^\[ RUN      \] ([\w/.]+)", output, re.MULTILINE))
+    ended = named(re.findall(r"^\[ +OK \] ([\w/.]+)", output, re.MULTILINE))
+    return status != 0 and len(begun) > len(ended)
+
+
 @dataclass
 class Outcome:
     caught: bool
@@ -176,6 +191,8 @@ def try_mutation(workshop: Workshop, number: int, mutation: Mutation) -> Outcome
         return Outcome(False, "HUNG", seconds, "the test must bound its own waiting")
     if status == 0:
         return Outcome(False, "SURVIVED", seconds, output[-2000:])
+    if not failed_itself(mutation.test, status, output):
+        return Outcome(False, "FAILED ELSEWHERE", seconds, f"status {status}\n{output[-2000:]}")
     return Outcome(True, "yes" if status > 0 else f"signal {-status}", seconds)
 
 

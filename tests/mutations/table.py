@@ -29,12 +29,14 @@ COMBINE = "src/exchange/combine.h"
 ROUTING = "src/exchange/routing.h"
 SUMMATION = "src/exchange/summation.h"
 CALLS = "src/core/calls.cc"
+SHRINK = "src/core/shrink.cc"
 GROUP = "src/core/group.cc"
 LANES = "src/core/lanes.h"
 TRANSPORT_H = "src/cpu/transport.h"
 TRANSPORT = "src/cpu/transport.cc"
 WINDOW = "src/cpu/window.cc"
-BACKEND = "src/cpu/backend.cc"
+VECTOR = "src/cpu/vector.cc"
+CHECK = "src/api/check.cc"
 MAP = "src/layout/window_map.h"
 
 PUBLISH_DISPATCH = (
@@ -42,6 +44,45 @@ PUBLISH_DISPATCH = (
 )
 PUBLISH_COMBINE = (
     "  publish_step(t, map, at, Mode::kCombine, bound, [&](int peer) { return received.counts[peer]; });\n"
+)
+
+# The number of completed cycles: it moves on with the first dispatch after a combine.
+CYCLE = (
+    Edit(
+        WORDS,
+        "  constexpr int bank() const { return bank_of(step); }",
+        "  int cycle = -1;\n  constexpr int bank() const { return cycle >= 0 ? cycle & 1 : bank_of(step); }",
+    ),
+    Edit(STEP, "t.publish(peer, map.word(at.lane, at.bank(), ", "t.publish(peer, map.word(at.lane, bank_of(at.step), "),
+    Edit(STEP, "= map.word(at.lane, at.bank(), peer);", "= map.word(at.lane, bank_of(at.step), peer);"),
+    Edit(LANES, "struct Lane {\n", "struct Lane {\n  int cycle = 0;\n  bool combined = false;\n"),
+    Edit(
+        CALLS,
+        "  call->at = group.lanes.begin(lane);\n",
+        "  call->at = group.lanes.begin(lane);\n"
+        "  if (group.lanes[lane].combined) ++group.lanes[lane].cycle;\n"
+        "  group.lanes[lane].combined = false;\n"
+        "  call->at.cycle = group.lanes[lane].cycle;\n",
+    ),
+    Edit(
+        CALLS,
+        "  call.at = group.lanes.begin(lane);\n",
+        "  call.at = group.lanes.begin(lane);\n"
+        "  group.lanes[lane].combined = true;\n"
+        "  call.at.cycle = group.lanes[lane].cycle;\n",
+    ),
+    Edit(
+        MAP,
+        "c.align(dispatch > inbox ? dispatch : inbox, kPageAlignment)",
+        "c.align(c.add(c.align(dispatch, kRegionAlignment), inbox), kPageAlignment)",
+    ),
+    Edit(
+        MAP,
+        "    return bank_at(lane, bank) + (static_cast<uint64_t>(token)",
+        "    const uint64_t rows = meta_at_ + row(shape_.ranks, 0, shape_.max_tokens) * meta_bytes(shape_.top_k);\n"
+        "    const uint64_t inbox_at = (rows + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;\n"
+        "    return bank_at(lane, bank) + inbox_at + (static_cast<uint64_t>(token)",
+    ),
 )
 
 MUTATIONS = (
@@ -74,6 +115,21 @@ MUTATIONS = (
                 "  call.at = group.lanes.begin(lane);\n  call.at.kind = 1;\n",
             ),
         ),
+    ),
+    Mutation(
+        # With places of their own for rows and inbox, and words by the step: only the bank is wrong.
+        "bank chosen by the dispatch and combine cycle",
+        "S1",
+        "lanes_test",
+        "Lanes.CombineAfterCombine",
+        CYCLE,
+    ),
+    Mutation(
+        "bank chosen by the dispatch and combine cycle, dispatches",
+        "S1",
+        "lanes_test",
+        "Lanes.DispatchAfterDispatch",
+        CYCLE,
     ),
     Mutation(
         "one shared counting word for both phases",
@@ -117,7 +173,7 @@ MUTATIONS = (
             Edit(
                 CALLS,
                 "  if (!state.draining) return {};\n",
-                "  state.pending = state.draining = false;\n  if (!state.draining) return {};\n",
+                "  state.draining = false;\n  if (!state.draining) return {};\n",
             ),
         ),
     ),
@@ -152,7 +208,21 @@ MUTATIONS = (
         "S3",
         "lanes_test",
         "Lanes.FastPeerOverwritesTheView",
-        (Edit(BACKEND, "!in_window(call.rows.data);", "true;"),),
+        (Edit(CHECK, "!group.backend->in_window(input.rows.data) &&", "true &&"),),
+    ),
+    Mutation(
+        "own rows summed where sums overwrite them",
+        "S9",
+        "exchange_test",
+        "Exchange.SumsOverTheirRows",
+        (Edit(CHECK, "return std::less_equal<>()(a.end, b.begin) ||", "return true ||"),),
+    ),
+    Mutation(
+        "a stale pointer names its successor",
+        "pointers",
+        "arguments_test",
+        "Arguments.StaleObjectsAreNotTheirSuccessors",
+        (Edit("src/core/quarantine.h", "constexpr size_t kKept = 256;", "constexpr size_t kKept = 0;"),),
     ),
     Mutation(
         "dispatch publishes before the rows",
@@ -222,6 +292,47 @@ MUTATIONS = (
         "sticky_test",
         "Sticky.WaitEndsWhenPeersGiveUp",
         (Edit(TRANSPORT, "    if (find_abort().kind != 0) return Wake::kAborted;\n", ""),),
+    ),
+    Mutation(
+        "a wait sees the death of one rank only",
+        "S6",
+        "sticky_test",
+        "Sticky.DeathBehindASlowRank",
+        (
+            Edit(
+                TRANSPORT,
+                "    if (bootstrap_->alive(members_[rank])) continue;\n",
+                "    if (rank != peer || bootstrap_->alive(members_[rank])) continue;\n",
+            ),
+        ),
+    ),
+    Mutation(
+        "survivors end after one calm round",
+        "S6",
+        "shrink_test",
+        "Shrink.LaterThanThePatienceOfOne*",
+        (Edit(SHRINK, "if (calm && all_were_calm) return", "if (calm) return"),),
+    ),
+    Mutation(
+        "survivors wait for those who gave the group up",
+        "S6",
+        "shrink_test",
+        "Shrink.TwoAborters",
+        (Edit(SHRINK, "if (gave_up || !bootstrap_.alive(", "if (!bootstrap_.alive("),),
+    ),
+    Mutation(
+        "a second rank that gives up tells nobody",
+        "S6",
+        "shrink_test",
+        "Shrink.TwoAborters",
+        (Edit(GROUP, "    group.backend->announce_abort({twPeerAborted, me, me});\n", "    (void)me;\n"),),
+    ),
+    Mutation(
+        "a shrunk group waits out its timeout",
+        "S6",
+        "shrink_test",
+        "Shrink.PendingOperationsEnd",
+        (Edit(CALLS, "return group.is_sticky() ? now : now +", "return now +"),),
     ),
     Mutation(
         "steps compared without the wrap",
@@ -347,10 +458,43 @@ MUTATIONS = (
         (
             Edit(
                 MAP,
-                "return bank_at(lane, bank) + meta_at_ + row(source, p, bound) * meta_bytes(shape_.top_k);",
-                "return bank_at(lane, bank) + meta_at_ / shape_.max_tokens * bound +\n"
-                "           row(source, p, bound) * meta_bytes(shape_.top_k);",
+                "    return bank_at(lane, bank) + payload_at_[q]",
+                "    const uint64_t bank_bytes = bank_bytes_ / shape_.max_tokens * bound;\n"
+                "    return lane_at(lane) + banks_at_ + bank_bytes * bank + payload_at_[q]",
+            ),
+            Edit(
+                MAP,
+                "    return bank_at(lane, bank) + meta_at_",
+                "    const uint64_t bank_bytes = bank_bytes_ / shape_.max_tokens * bound;\n"
+                "    return lane_at(lane) + banks_at_ + bank_bytes * bank + meta_at_",
             ),
         ),
+    ),
+    Mutation(
+        "lanes placed by the bound",
+        "S10",
+        "layout_test",
+        "Layout.BoundMovesNothingOutsideABank",
+        (
+            Edit(
+                MAP,
+                "    return bank_at(lane, bank) + payload_at_[q]",
+                "    const uint64_t lane_bytes = lane_bytes_ / shape_.max_tokens * bound;\n"
+                "    return lanes_at_ + lane_bytes * lane + banks_at_ + bank_bytes_ * bank + payload_at_[q]",
+            ),
+            Edit(
+                MAP,
+                "    return bank_at(lane, bank) + meta_at_",
+                "    const uint64_t lane_bytes = lane_bytes_ / shape_.max_tokens * bound;\n"
+                "    return lanes_at_ + lane_bytes * lane + banks_at_ + bank_bytes_ * bank + meta_at_",
+            ),
+        ),
+    ),
+    Mutation(
+        "rows streamed without their last bytes",
+        "S4",
+        "streaming_test",
+        "Streaming.EveryOffsetAndLength",
+        (Edit(VECTOR, "  std::memcpy(out, in, n);\n}\n\nvoid stream_fence", "}\n\nvoid stream_fence"),),
     ),
 )

@@ -14,7 +14,7 @@ from cases import Round, Setup, answers, make_ids, make_payloads
 from harness import caught
 
 import tokenway as tw
-from tokenway.tensors import numpy_dtype
+from tokenway.tensors import aligned_bytes, numpy_dtype
 
 BF16 = numpy_dtype("bfloat16")
 SETUP = Setup(ranks=3, experts=6, hidden=4, max_tokens=8, payloads=((3, "uint8"),), combine_dtype="float32")
@@ -27,6 +27,12 @@ _ROWS = r"input\.rows "
 
 def _tokens(shape: tuple[int, ...] = (TOKENS, 4), dtype: Any = BF16) -> np.ndarray:
     return np.zeros(shape, dtype)
+
+
+def _read_only(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    array = np.zeros(shape, dtype)
+    array.flags.writeable = False
+    return array
 
 
 DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
@@ -61,7 +67,7 @@ DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
         {"tokens": np.broadcast_to(_tokens((3, 1)), (3, 4))},
         _TOKENS + r"has stride 0 in dimension 1",
     ),
-    "a list": ({"tokens": [[0.0] * 4] * 3}, _TOKENS + r"has dtype none \(0\); it must be bfloat16"),
+    "a list": ({"tokens": [[0.0] * 4] * 3}, _TOKENS + r"has dtype none .*; tokens is of type list; it must be"),
     "None": ({"tokens": None}, _TOKENS + r"has dtype none"),
     "objects": ({"tokens": _tokens(dtype=object)}, _TOKENS + r"has dtype none"),
     "big-endian": ({"tokens": _tokens(dtype=">f4")}, _TOKENS + r"has dtype none"),
@@ -99,6 +105,23 @@ DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
         {"out": np.zeros((3, 9, 4), BF16)[:, :8]},
         r"output\.payloads\[0\] has stride 36 in dimension 0 .*an output is C-contiguous",
     ),
+    "out is a list": ({"out": [1.0]}, r"^out\['tokens'\] is of type list; it must be a NumPy array"),
+    "out is read-only": (
+        {"out": {"ids": _read_only((3, 8, 2), np.int32)}},
+        r"^out\['ids'\] is read-only$",
+    ),
+    "out's name": (
+        {"out": {"token": _tokens((3, 8, 4))}},
+        r"^out has 'token'; it may have tokens, p0, ids, weights, counts$",
+    ),
+    "a payload's name": (
+        {"payloads": {"p0": np.zeros((3, 3), np.uint8), "scales": np.zeros((3, 1), np.float32)}},
+        r"^payloads is \['p0', 'scales'\]; this group's are \['p0'\]$",
+    ),
+    "tokens among payloads": ({"payloads": {"tokens": _tokens()}}, r"^payloads is \['tokens'\]; this"),
+    "payloads of no names": ({"payloads": [np.zeros((3, 3), np.uint8)]}, r"^payloads is list, no mapping"),
+    "layout of no type": ({"layout": ["rank_major"]}, r"output\.layout is -1; it must be twRankMajor"),
+    "no handle": ({"handle": None}, r"handle is NULL; handle is None; it must come from Group\.route"),
     "counts' shape": (
         {"out": {"counts": np.zeros(4, np.int32)}},
         r"output\.counts has shape \[4\]; it must be \[3",
@@ -142,7 +165,12 @@ COMBINES: dict[str, tuple[dict[str, Any], str]] = {
         {"out": np.zeros((3, 5), np.float32)[:, :4]},
         r"output\.tokens has stride 5 in dimension 0",
     ),
-    "out is a list": ({"out": []}, r"output\.tokens has dtype none"),
+    "out is a list": ({"out": []}, r"^out is of type list; it must be a NumPy array"),
+    "out is read-only": ({"out": _read_only((3, 4), np.float32)}, r"^out is read-only$"),
+    "no dtype": ({"dtype": "float33"}, r"^dtype is 'float33'; it must be one of uint8"),
+    "a dtype that is none": ({"dtype": object()}, r"^dtype is <object .*; it must be one of"),
+    "layout of no type": ({"layout": ["rank_major"]}, r"input\.layout is -1"),
+    "weighting of no type": ({"weighting": {}}, r"input\.weighting is -1"),
 }
 
 
@@ -181,6 +209,26 @@ ROUTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "weights' tokens": (
         {"ids": _TWO, "weights": np.zeros((3, 2), np.float32)},
         r"weights has 3 tokens; it must have as many as ids, 2",
+    ),
+    "memory of another dtype": (
+        {"ids": _TWO, "memory": np.zeros(9999, np.int32)},
+        r"^memory is of dtype int32; it must be a contiguous, writable tensor of uint8",
+    ),
+    "memory apart": (
+        {"ids": _TWO, "memory": np.zeros(99999, np.uint8)[::2]},
+        r"^memory is not contiguous; it must be",
+    ),
+    "memory that is read-only": (
+        {"ids": _TWO, "memory": _read_only((99999,), np.uint8)},
+        r"^memory is read-only; it must be",
+    ),
+    "memory that is no tensor": (
+        {"ids": _TWO, "memory": memoryview(bytearray(99999))},
+        r"^memory is of type memoryview; it must be",
+    ),
+    "memory between lines": (
+        {"ids": _TWO, "memory": aligned_bytes(99999)[1:]},
+        r"memory is 0x\w+; it must be aligned to 64 bytes",
     ),
     "little memory": (
         {"ids": _TWO, "memory": np.zeros(64, np.uint8)},
@@ -304,6 +352,16 @@ def refused_combine(env: Any, name: str) -> tuple[Any, float, Any]:
     )
     calls.group.close()
     return outcome, took, got
+
+
+def broken_shrink(env: Any, changes: dict[str, Any]) -> tuple[Any, float]:
+    """Shrinking a whole group, where rank 1 asks for what C cannot hold."""
+    calls = Calls(env)
+    begin = time.monotonic()
+    outcome = caught(calls.group.shrink, **(changes if env.rank == 1 else {}))
+    took = time.monotonic() - begin
+    calls.group.close()
+    return outcome, took
 
 
 def settings_on(env: Any, rank: int, changes: dict[str, Any]) -> tuple[Any, float]:

@@ -45,6 +45,15 @@ def test_every_profile_and_routing(ranks) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_every_profile_and_routing_on_more_ranks(ranks) -> None:
+    what = ["--profile", "all", "--routing", "all", "--tokens", "1", "6", "--quick"]
+    out = bench("--ranks", str(ranks), *what, "--verify-only")
+    assert all(out.count(f"\n{name} ") == 6 for name in PROFILES)
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("dtype", "layout", "weighting"),
     [

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tokenway as tw
-from tokenway import _native, cli
+from tokenway import _native, cli, info
 from tokenway.bench import report
 
 
@@ -147,3 +147,16 @@ def test_report_of_what_is_no_run(tmp_path, capsys) -> None:
             (tmp_path / name).write_text(text)
         assert report.main([str(tmp_path / name)]) == 1
         assert name in capsys.readouterr().err
+
+
+def test_info_says_why_not(monkeypatch) -> None:
+    assert info.collect()["backends"]["cpu"] == "available"
+
+    def refuse(name: str) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    facts = info.collect()
+    assert facts["kernel"]["memfd"] is False
+    why = "not available: memfd_create fails here (Function not implemented), which windows are made of"
+    assert facts["backends"]["cpu"] == why

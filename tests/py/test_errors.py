@@ -94,26 +94,52 @@ def refusals_everywhere(env: Env, changes: dict[str, Any]) -> Any:
     return refusals.settings_on(env, env.rank, changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"experts": 2**31}, r"experts is 2147483648; it must be an integer of 32 bits"),
-        ({"max_tokens": 1.5}, r"max_tokens is 1.5; it must be an integer"),
-        ({"hidden": 2**63}, r"elements is 9223372036854775808; it must be an integer of 64 bits"),
-        ({"dtype": "float128"}, r"dtype is 'float128'; it must be one of uint8"),
-        ({"payloads": {f"p{q}": (1, "uint8") for q in range(8)}}, r"payloads has 8 entries; .* 7"),
-        ({"payloads": {"ids": (1, "uint8")}}, r"payloads are named \['ids'\]"),
-        ({"id_space": "lunar"}, r"id_space is 'lunar'; it must be one of"),
-        ({"expert_map": ([0] * 5, [0] * 5)}, r"expert_map has shapes \(5,\) and \(5,\); .* \(6,\)"),
-        ({"expert_map": ([0],)}, r"expert_map has 1 parts"),
-        ({"timeout": 0}, r"timeout is 0; it must be from 0.001"),
-        ({"timeout": -5}, r"timeout is -5; it must be from 0.001"),
-        ({"invalid_id": 2**31}, r"invalid_id is 2147483648; it must be an integer of 32 bits"),
-    ],
-)
+CANNOT_HOLD = [
+    ({"experts": 2**31}, r"experts is 2147483648; it must be an integer of 32 bits"),
+    ({"max_tokens": 1.5}, r"max_tokens is 1.5; it must be an integer"),
+    ({"hidden": 2**63}, r"elements is 9223372036854775808; it must be an integer of 64 bits"),
+    ({"dtype": "float128"}, r"dtype is 'float128'; it must be one of uint8"),
+    ({"payloads": {f"p{q}": (1, "uint8") for q in range(8)}}, r"payloads has 8 entries; .* 7"),
+    ({"payloads": {"ids": (1, "uint8")}}, r"payloads are named \['ids'\]"),
+    ({"id_space": "lunar"}, r"id_space is 'lunar'; it must be one of"),
+    ({"expert_map": ([0] * 5, [0] * 5)}, r"expert_map has shapes \(5,\) and \(5,\); .* \(6,\)"),
+    ({"expert_map": ([0],)}, r"expert_map has 1 parts"),
+    ({"timeout": 0}, r"timeout is 0; it must be from 0.001"),
+    ({"timeout": -5}, r"timeout is -5; it must be from 0.001"),
+    ({"invalid_id": 2**31}, r"invalid_id is 2147483648; it must be an integer of 32 bits"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), CANNOT_HOLD)
 def test_settings_that_c_cannot_hold(changes, sentence) -> None:
     settings = SETUP.settings() | changes
     said(caught(tw.window_bytes, 3, **settings), "twInvalidArgument", sentence)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        *CANNOT_HOLD,
+        ({"payloads": 5}, "settings: .*int"),
+        ({"payloads": {"p": 5}}, "settings: "),
+        ({"timeout": "soon"}, "settings: "),
+    ],
+)
+def test_peers_learn_what_c_cannot_hold(world, changes, sentence) -> None:
+    for rank, (outcome, took) in enumerate(world(3).run(refusals.settings_on, 1, changes)):
+        said(outcome, "twInvalidArgument", sentence if rank == 1 else r"rank 1: config.*size is 0")
+        assert took < AT_ONCE
+
+
+@pytest.mark.parametrize("changes", [{"experts": 2**31}, {"no_such_setting": 1}])
+def test_peers_learn_that_shrinking_cannot_be(world, changes) -> None:
+    here = world(3)
+    by_rank = here.run(refusals.broken_shrink, changes)
+    here.forget()
+    for rank, (outcome, took) in enumerate(by_rank):
+        own = "experts is 2147483648|no_such_setting"
+        said(outcome, "twInvalidArgument", own if rank == 1 else r"rank 1: config.*size is 0")
+        assert took < AT_ONCE
 
 
 def test_sizes_without_a_group() -> None:

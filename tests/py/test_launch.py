@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from launched import exchange
 
@@ -53,6 +54,24 @@ def echo_environment(name: str) -> Any:
     return os.environ.get(name), os.environ["TOKENWAY_NRANKS"]
 
 
+def fail_before_connecting(rank: int) -> None:
+    if os.environ["TOKENWAY_RANK"] == str(rank):
+        raise ValueError("no model here")
+    with tw.connect(timeout=60):
+        pass
+
+
+def fail_in_a_group(rank: int) -> None:
+    with (
+        tw.connect(timeout=30) as comm,
+        tw.Group(comm, experts=4, top_k=1, hidden=2, max_tokens=1, dtype="float32", timeout=60) as group,
+    ):
+        handle = group.route(np.zeros((1, 1), np.int32))
+        if comm.rank == rank:
+            raise KeyError("the culprit")
+        group.dispatch(handle, np.zeros((1, 2), np.float32))
+
+
 def unpicklable() -> Any:
     return lambda: 1
 
@@ -71,6 +90,19 @@ def test_a_rank_that_raises() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2: .*ValueError: rank 1 does not want to"):
         tw.run(fail_on, 2, 1, timeout=60)
     assert time.monotonic() - begin < 30
+
+
+def test_a_rank_that_raises_before_it_connects() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2: .*ValueError: no model here"):
+        tw.run(fail_before_connecting, 2, 1)
+    assert time.monotonic() - begin < 20
+
+
+def test_the_culprit_is_named() -> None:
+    """Not the ranks that fail because of it, which are of lower numbers here."""
+    with pytest.raises(RuntimeError, match=r"(?s)rank 2 of 3: .*KeyError: 'the culprit'"):
+        tw.run(fail_in_a_group, 3, 2, timeout=60)
 
 
 def test_a_rank_that_exits() -> None:

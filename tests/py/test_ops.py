@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import Round, Setup, make_ids, make_payloads, same
-from harness import Env, Threads
+from harness import Env, Threads, caught
 from test_torch import to_numpy, to_torch
 
 import tokenway as tw
@@ -184,3 +187,73 @@ def test_wrong_numbers(torch, ops) -> None:
             torch.ops.tokenway.dispatch(*inputs, ops.start(), number, 9, "rank_major")
 
     on_one(check)
+
+
+def run_unused(env: Env, how: str) -> Any:
+    """A compiled function that uses nothing of its dispatch and combine; then a round that all see."""
+    import torch
+
+    from tokenway import ops
+
+    with tw.Group(env.comm, timeout=60, **SETUP.settings()) as group:
+        number = ops.register(group)
+        steps = []
+
+        def count(call: Any) -> Any:
+            return lambda *args, **keywords: (steps.append(call.__name__), call(*args, **keywords))[1]
+
+        group.dispatch, group.combine = count(group.dispatch), count(group.combine)
+
+        def model(tokens: Any, ids: Any, weights: Any, order: Any) -> Any:
+            layer(torch, number, tokens, ids, weights, order, "rank_major")
+            return tokens + 1
+
+        with torch.no_grad():
+            compiled = torch.compile(model, fullgraph=True, backend=how)
+            compiled(*arguments(env.rank), ops.start())
+    return steps
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["aot_eager", "inductor"])
+def test_unused_outputs_are_steps_all_the_same(processes, how) -> None:
+    assert processes(2).run(run_unused, how, timeout=240) == [["dispatch", "combine"]] * 2
+
+
+def bad_ids(env: Env) -> Any:
+    """Rank 1's ids are refused before its step; the others are in theirs."""
+    import torch
+
+    from tokenway import ops
+
+    with tw.Group(env.comm, timeout=60, **SETUP.settings()) as group:
+        number = ops.register(group)
+        tokens, ids, weights = arguments(env.rank)
+        call = (tokens, ids if env.rank != 1 else ids + 100, weights, ops.start(), number, 8, "rank_major")
+        begin = time.monotonic()
+        outcome = caught(torch.ops.tokenway.dispatch, *call)
+        took = time.monotonic() - begin
+        out, _ = layer(torch, number, tokens, ids, weights, ops.start(), "rank_major")
+    return outcome[:2], took, to_numpy(out)
+
+
+def test_bad_ids_reach_the_peers(world) -> None:
+    by_rank = world(2).run(bad_ids)
+    assert [outcome[0] for outcome, _, _ in by_rank] == ["twPeerRefused", "twInvalidArgument"]
+    assert max(took for _, took, _ in by_rank) < 5
+    for rank, (_, _, out) in enumerate(by_rank):
+        same("out", out, wanted("rank_major")[rank], f"rank {rank}")
+
+
+def test_handles_end_with_their_group(torch, ops) -> None:
+    """A dispatch that no combine answers keeps neither its handle nor the group alive."""
+
+    def check(group: tw.Group, number: int) -> Any:
+        torch.ops.tokenway.dispatch(*make_inputs(torch), ops.start(), number, 8, "rank_major")
+        (handle,) = group.op_handles.values()
+        return weakref.ref(handle), weakref.ref(group)
+
+    refs = on_one(check)
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]

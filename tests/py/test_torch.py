@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -205,3 +206,42 @@ def test_process_groups(tmp_path) -> None:
     numbers = [o.value[0] for o in outcomes]  # type: ignore[union-attr]
     assert numbers == [(0, 4, 0, 2), (1, 4, 0, 2), (2, 4, 1, 2), (3, 4, 1, 2)]
     assert all(o.value[1] == [0, 1] for o in outcomes)  # type: ignore[union-attr]
+
+
+def test_tensors_that_are_elsewhere(torch) -> None:
+    """The sentence says where, as the descriptor cannot."""
+    with tw.local_comms(1)[0] as comm, tw.Group(comm, experts=1, top_k=1, hidden=2, max_tokens=4) as group:
+        ids = torch.zeros(1, 1, dtype=torch.int32)
+        sentence = "is a meta tensor; this version's backend takes CPU tensors"
+        handle = group.route(ids)
+        far, near = torch.zeros(1, 2, device="meta", dtype=torch.bfloat16), torch.zeros(1, 2).bfloat16()
+        outcomes = [
+            ("ids", caught(group.route, ids.to("meta"))),
+            ("ids", caught(handle.update, ids.to("meta"))),
+            ("memory", caught(group.route, ids, memory=torch.zeros(group.handle_bytes, device="meta"))),
+            ("tokens", caught(group.dispatch, handle, far)),
+            (r"out\['tokens'\]", caught(group.dispatch, handle, near, out=far)),
+        ]
+        group.dispatch(handle, near, bound=1)
+        outcomes.append(("rows", caught(group.combine, handle, far[None])))
+        outcomes.append(("out", caught(group.combine, handle, near[None], out=far)))
+        for name, (result, text, _) in outcomes:
+            assert result == "twInvalidArgument" and re.search(f"{name} {sentence}", text), (name, text)
+        assert caught(group.dispatch, handle, near.to_sparse())[1].endswith("torch.sparse_coo; it must be strided")
+
+
+def test_memory_of_a_handle(torch) -> None:
+    with tw.local_comms(1)[0] as comm, tw.Group(comm, experts=1, top_k=1, hidden=2, max_tokens=4) as group:
+        ids = torch.zeros(1, 1, dtype=torch.int32)
+        memory = torch.zeros(group.handle_bytes + 128, dtype=torch.uint8)
+        memory = memory[-memory.data_ptr() % 64 :]
+        handle = group.route(ids, memory=memory)
+        received = group.dispatch(handle, torch.ones(1, 2).bfloat16())
+        assert memory.data_ptr() <= received.counts.data_ptr() < memory.data_ptr() + group.handle_bytes
+        assert received.counts.tolist() == [1]
+        group.combine(handle, received.tokens)
+        sentence = "memory is of dtype float32; it must be a contiguous"
+        assert sentence in caught(group.route, ids, memory=torch.zeros(group.handle_bytes))[1]
+        sentence = "memory is not contiguous"
+        wide = torch.zeros(group.handle_bytes * 2, dtype=torch.uint8)[::2]
+        assert sentence in caught(group.route, ids, memory=wide)[1]

@@ -273,6 +273,7 @@ def ends(env: Env) -> Any:
         caught(calls.combine, handle=other.handle),
     ]
     other.dispatch(handle=other.handle, send_only=True).hook()
+    pending = other.combine(handle=other.handle, send_only=True)
     other.group.close()
     other.group.close()  # again: nothing
     outcomes += [
@@ -280,8 +281,13 @@ def ends(env: Env) -> Any:
         caught(other.combine),
         caught(other.route),
         caught(other.handle.release),
+        caught(other.handle.update, np.zeros((1, 2), np.int32)),
+        caught(other.handle.num_recv_tokens),
+        caught(pending.hook),
         caught(calls.dispatch, handle=other.handle),
+        caught(calls.combine, handle=other.handle),
         caught(calls.dispatch, handle=None),
+        caught(calls.combine, handle="h"),
     ]
     good = calls.good_round()
     calls.group.close()
@@ -296,9 +302,11 @@ def test_closed_and_foreign(world) -> None:
         ("twInvalidUsage", "the group is closed"),
         ("twInvalidUsage", "the group is closed"),
         ("twInvalidUsage", "the group is closed"),
-        ("twInvalidArgument", r"handle is 0x\w+, which does not exist, or no longer"),
-        ("twInvalidArgument", r"handle is 0x\w+, which does not exist, or no longer"),
-        ("twInvalidArgument", "handle is NULL"),
+        *[("twInvalidUsage", "the group is closed")] * 4,
+        ("twInvalidArgument", r"handle is NULL; handle is of a group that is closed"),
+        ("twInvalidArgument", r"handle is NULL; handle is of a group that is closed"),
+        ("twInvalidArgument", r"handle is NULL; handle is None; it must come from Group\.route"),
+        ("twInvalidArgument", r"handle is NULL; handle is 'h'; it must come from Group\.route"),
     ]
     by_rank = world(3).run(ends)
     for outcomes, _ in by_rank:
@@ -314,6 +322,60 @@ def test_closed_comm() -> None:
     said(caught(tw.Group, comm, experts=1, top_k=1, hidden=1, max_tokens=1), "twInvalidArgument", "closed")
     for nranks in (0, -1, 1025):
         said(caught(tw.local_comms, nranks), "twInvalidArgument", rf"nranks is {nranks}; .* 1 to 1024")
+
+
+def test_comm_does_not_hide_an_exception() -> None:
+    group = None
+    with pytest.raises(KeyError, match="mine"), tw.local_comms(1)[0] as comm:
+        group = tw.Group(comm, experts=1, top_k=1, hidden=1, max_tokens=1)
+        raise KeyError("mine")
+    group.close()
+    comm.close()
+
+
+def alone(**changes: Any) -> tuple[tw.Comm, tw.Group, tw.Handle]:
+    """One rank, one token."""
+    comm = tw.local_comms(1)[0]
+    settings = {"experts": 1, "top_k": 1, "hidden": 2, "max_tokens": 1, "dtype": "float32"}
+    group = tw.Group(comm, **settings | changes)
+    return comm, group, group.route(np.zeros((1, 1), np.int32))
+
+
+def test_a_dropped_lane_warns() -> None:
+    comm, group, handle = alone()
+    group.dispatch(handle, np.zeros((1, 2), np.float32))
+    with pytest.warns(ResourceWarning, match="leases a lane was dropped"):
+        del handle
+    group.close()
+    comm.close()
+
+
+def test_a_dropped_combine_without_a_lease() -> None:
+    """It takes its lane along; later calls of this rank go on."""
+    comm, group, handle = alone(lanes=2)
+    row = np.zeros((1, 2), np.float32)
+    received = group.dispatch(handle, row)
+    group.combine(handle, received.tokens)
+    pending = group.combine(handle, np.zeros((1, 1, 2), np.float32), send_only=True)
+    assert handle.leased
+    with pytest.warns(ResourceWarning, match="leases a lane was dropped"):
+        del handle, pending, received
+    again = group.route(np.zeros((1, 1), np.int32))
+    group.combine(again, group.dispatch(again, row).tokens)
+    pending = group.combine(again, np.zeros((1, 1, 2), np.float32), send_only=True)
+    pending.result()
+    assert not again.leased
+    group.close()
+    comm.close()
+
+
+def test_refused_memory_leaves_no_handle(recwarn) -> None:
+    comm, group, _ = alone()
+    for memory in (memoryview(bytearray(group.handle_bytes)), np.zeros(9, np.uint8), [1]):
+        said(caught(group.route, np.zeros((1, 1), np.int32), memory=memory), "twInvalidArgument", "^memory ")
+    assert not group._finished_handles and not recwarn.list
+    group.close()
+    comm.close()
 
 
 def test_group_not_closed_warns() -> None:

@@ -43,7 +43,7 @@ int tw_pairs(long n, call_t dispatch, call_t combine, void* group, void* handle,
 }
 """
 
-Path_ = Callable[[int], None]  # makes n pairs
+Pairs = Callable[[int], None]  # makes n pairs
 
 
 def measure(settings: Settings) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _paths(case: Case, group: Group) -> tuple[dict[str, Path_], list[str]]:
+def _paths(case: Case, group: Group) -> tuple[dict[str, Pairs], list[str]]:
     """The paths that can be measured here, and why others cannot."""
     x, (tokens, scales) = case.exchange, case.inputs(0)
     handle = group.route(x.ids[0], x.weight[0])
@@ -96,7 +96,7 @@ def _paths(case: Case, group: Group) -> tuple[dict[str, Path_], list[str]]:
     rows = np.ones((1, *answer.shape), answer.dtype)
     direct = _direct(group, handle, (tokens, payloads, out, rows, answer))
     direct(1)  # fills the structs
-    paths: dict[str, Path_] = {}
+    paths: dict[str, Pairs] = {}
     notes = []
     loop = _compile()
     if isinstance(loop, str):
@@ -114,8 +114,6 @@ def _paths(case: Case, group: Group) -> tuple[dict[str, Path_], list[str]]:
     paths["PyTorch, out= given"] = _direct(group, handle, (made[0], extra, torch_out, made[1], made[2]))
     if extra:
         notes.append("registered ops: they carry no further payloads")
-    elif importlib.util.find_spec("tokenway.ops") is None:
-        notes.append("registered ops: not in this version")
     else:
         routed = [tensors.to_torch(a) for a in (x.ids[0], x.weight[0])]
         paths["PyTorch ops, with routing and new tensors"] = _ops(group, made[0], made[1], routed)
@@ -133,7 +131,7 @@ def _outputs(case: Case, tokens: Any, scales: Any) -> dict[str, Any]:
     return out if scales is None else out | {"scales": np.zeros_like(scales)[None]}
 
 
-def _direct(group: Group, handle: Handle, args: tuple[Any, ...]) -> Path_:
+def _direct(group: Group, handle: Handle, args: tuple[Any, ...]) -> Pairs:
     tokens, payloads, out, rows, answer = args
 
     def path(count: int) -> None:
@@ -144,7 +142,7 @@ def _direct(group: Group, handle: Handle, args: tuple[Any, ...]) -> Path_:
     return path
 
 
-def _loop_in_c(loop: Any, group: Group, handle: Handle, args: tuple[Any, ...]) -> Path_:
+def _loop_in_c(loop: Any, group: Group, handle: Handle, args: tuple[Any, ...]) -> Pairs:
     fill = _direct(group, handle, args)
     calls = [ctypes.cast(f, ctypes.c_void_p) for f in (_native.lib.twDispatch, _native.lib.twCombine)]
     structs = (ctypes.c_void_p * 4)(*group._addresses)
@@ -157,7 +155,7 @@ def _loop_in_c(loop: Any, group: Group, handle: Handle, args: tuple[Any, ...]) -
     return path
 
 
-def _ops(group: Group, tokens: Any, rows: Any, routed: list[Any]) -> Path_:
+def _ops(group: Group, tokens: Any, rows: Any, routed: list[Any]) -> Pairs:
     import torch
 
     from tokenway import ops

@@ -72,10 +72,3 @@ _ALL = (
 )
 
 PROFILES: dict[str, Profile] = {p.name: p for p in _ALL}
-
-
-def profile(name: str) -> Profile:
-    """The profile of that name; ValueError lists the known ones."""
-    if name not in PROFILES:
-        raise ValueError(f"profile: {name!r}; known: {', '.join(PROFILES)}")
-    return PROFILES[name]

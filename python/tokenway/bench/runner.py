@@ -24,7 +24,6 @@ from tokenway.launch import Outcome, Ranks
 
 SCHEMA = 1
 EXCHANGES = 2  # verified per row
-GRACE = 3.0  # seconds for the other ranks to end after one has failed
 
 
 def run_rank(settings: Settings) -> int:
@@ -265,17 +264,13 @@ def _results(case: Case, times: dict[str, Any], route: dict[str, Any]) -> dict[s
 def run_ranks(settings: Settings) -> int:
     """Runs the ranks as processes of this host; returns the exit code."""
     with Ranks(run_rank, settings.ranks, settings) as ranks:
-        while True:
-            outcomes = ranks.wait(0.5)
-            failed = [(r, o) for r, o in enumerate(outcomes) if o is not None and not o.ok]
-            if failed:
-                # A rank that goes because a peer went is not the one to name.
-                failed = [(r, o) for r, o in enumerate(ranks.wait(GRACE)) if o is not None and not o.ok]
-                rank, why = min(((r, _why(o)) for r, o in failed), key=lambda f: ("errors.Peer" in f[1], f[0]))
-                print(f"tokenway bench: rank {rank}: {why}", file=sys.stderr)
-                return 1
-            if None not in outcomes:
-                return max(int(o.value) for o in outcomes if o is not None)
+        outcomes, culprit = ranks.wait_or_fail()
+        if culprit is None:
+            return max(int(outcome.value) for outcome in outcomes if outcome is not None)
+        why = outcomes[culprit]
+        assert why is not None
+        print(f"tokenway bench: rank {culprit}: {_why(why)}", file=sys.stderr)
+        return 1
 
 
 def _why(outcome: Outcome) -> str:

@@ -1,0 +1,200 @@
+"""Deaths in company: beside a slow rank, two at once, with a forked child left behind, and late survivors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import Env, Workers, caught, settle
+
+import tokenway as tw
+
+pytestmark = pytest.mark.processes
+AT_ONCE = 1.0  # seconds until every survivor has its record
+
+
+class World:
+    """Workers with a group that is made to break."""
+
+    def __init__(self, nranks: int, timeout: float = 60.0):
+        self.workers = Workers(nranks, {"TOKENWAY_SHRINK_MS": "2000"})
+        self.key = ("survival", 0, "cpu", f"survival-{os.getpid()}-{time.monotonic_ns()}")
+        self.nranks = nranks
+        self.run(make_group, timeout)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        self.workers.send(range(self.nranks), function, *args, key=self.key)
+
+    def collect(self, ranks: list[int], timeout: float = 30) -> list[Any]:
+        return settle(self.workers.collect(ranks, timeout))
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self.start(function, *args)
+        return self.collect(list(range(self.nranks)))
+
+    def kill(self, *ranks: int) -> float:
+        for rank in ranks:
+            self.workers.signal(rank, signal.SIGKILL)
+        return time.monotonic()
+
+
+@pytest.fixture
+def broken() -> Iterator[Callable[..., World]]:
+    """broken(n): a world of n ranks; it ends with the test."""
+    made: list[World] = []
+
+    def make(nranks: int, **keywords: Any) -> World:
+        made.append(World(nranks, **keywords))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.workers.close()
+
+
+# ---- on the ranks --------------------------------------------------------------------------------
+
+
+def make_group(env: Env, timeout: float) -> None:
+    n = env.nranks
+    env.kept["group"] = tw.Group(env.comm, experts=n, top_k=n, hidden=1, max_tokens=1, dtype="float32", timeout=timeout)
+
+
+def exchange(group: tw.Group) -> None:
+    """A round in which every rank sends to all."""
+    handle = group.route(np.arange(group.experts, dtype=np.int32)[None])
+    received = group.dispatch(handle, np.ones((1, 1), np.float32))
+    group.combine(handle, received.tokens)
+
+
+def sleep_and_exchange(env: Env, naps: list[float]) -> Any:
+    """The error of an exchange after a nap, and when it came."""
+    time.sleep(naps[env.rank])
+    result, text, record = caught(exchange, env.kept["group"])
+    return result, text, record, time.monotonic()
+
+
+def fork_child(env: Env, rank: int) -> int:
+    """A child that sleeps, with everything that it inherited; its process number."""
+    if env.rank != rank:
+        return 0
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+def leave(env: Env, rank: int, comms: list[str]) -> Any:
+    """`rank` leaves a comm without a group; the others try to make one on it."""
+    comm = tw.Comm.shm(env.rank, env.nranks, comms[0], timeout=30)
+    child = fork_child(env, rank)
+    exchange_of_two(comm)
+    if env.rank == rank:
+        time.sleep(0.5)
+        begin = time.monotonic()
+        comm.close()
+        return "closed", child, begin
+    result, text, _ = caught(tw.Group, comm, experts=1, top_k=1, hidden=1, max_tokens=1)
+    at = time.monotonic()
+    comm.close()
+    return result, text, at
+
+
+def exchange_of_two(comm: tw.Comm) -> None:
+    with tw.Group(comm, experts=2, top_k=2, hidden=1, max_tokens=1, dtype="float32") as group:
+        exchange(group)
+
+
+def shrink_after(env: Env, naps: dict[int, float]) -> Any:
+    """What a late shrink ends with, who is left, and how long the call took."""
+    time.sleep(naps.get(env.rank, 0))
+    begin, left = time.monotonic(), []
+
+    def shrink() -> None:
+        with env.kept["group"].shrink(experts=6, top_k=2, timeout=60) as group:
+            left.extend(group.comm_ranks)
+
+    result, text, _ = caught(shrink)
+    return result, left, time.monotonic() - begin, text
+
+
+# ---- the cases -----------------------------------------------------------------------------------
+
+
+def test_a_death_behind_a_slow_rank(broken) -> None:
+    """Rank 0 waits for rank 1, which computes for long, and rank 2 dies: that is seen now, not then."""
+    world = broken(3)
+    world.start(sleep_and_exchange, [0.0, 5.0, 60.0])
+    time.sleep(0.5)
+    struck = world.kill(2)
+    (result, text, record, at), late = world.collect([0, 1])
+    assert result == late[0] == "twPeerDied", (result, text, late)
+    assert record.peer == late[2].peer == 2
+    assert at - struck < AT_ONCE
+
+
+def test_two_deaths_at_once(broken) -> None:
+    world = broken(4)
+    world.start(sleep_and_exchange, [0.0, 0.0, 60.0, 60.0])
+    time.sleep(0.5)
+    struck = world.kill(2, 3)
+    for result, text, record, at in world.collect([0, 1]):
+        assert result == "twPeerDied" and record.peer in (2, 3), (result, text)
+        assert at - struck < AT_ONCE
+    world.start(shrink_after, {})
+    for result, left, _, text in world.collect([0, 1]):
+        assert (result, left) == ("twSuccess", [0, 1]), text
+
+
+def test_a_killed_rank_with_a_forked_child(broken) -> None:
+    world = broken(2)
+    child = world.run(fork_child, 1)[1]
+    try:
+        world.start(sleep_and_exchange, [0.0, 60.0])
+        time.sleep(0.5)
+        struck = world.kill(1)
+        ((result, text, record, at),) = world.collect([0])
+        assert result == "twPeerDied" and record.peer == 1, text
+        assert at - struck < AT_ONCE
+    finally:
+        end(child)
+
+
+def test_a_closed_comm_with_a_forked_child(broken) -> None:
+    """The child still has the sockets; peers see that the rank left all the same."""
+    world = broken(2)
+    (result, text, seen), (_, child, closed) = world.run(leave, 1, [f"leave-{os.getpid()}-{time.monotonic_ns()}"])
+    end(child)
+    assert result == "twPeerDied" and "rank 1" in text, (result, text)
+    assert seen - closed < AT_ONCE
+
+
+def end(child: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("naps", [{0: 0.0, 1: 0.6, 2: 1.2}, {0: 0.0, 1: 1.0, 2: 2.1}], ids=["in time", "too late"])
+def test_late_survivors_of_a_shrink(broken, naps) -> None:
+    """Whoever is given up or not: the ranks with a new group are the ranks of that group."""
+    world = broken(4, timeout=1.0)
+    world.start(sleep_and_exchange, [0.0, 0.0, 0.0, 60.0])
+    time.sleep(0.2)
+    world.kill(3)
+    assert {outcome[0] for outcome in world.collect([0, 1, 2])} == {"twPeerDied"}
+    world.start(shrink_after, naps)
+    told = world.collect([0, 1, 2], 60)
+    done = [rank for rank, outcome in enumerate(told) if outcome[0] == "twSuccess"]
+    assert len(done) >= 2 and all(told[rank][1] == done for rank in done), told
+    assert {told[rank][0] for rank in range(3) if rank not in done} <= {"twExcluded"}, told
+    assert max(outcome[2] for outcome in told) < 10, told
+    if naps[2] < 2:
+        assert done == [0, 1, 2], told
