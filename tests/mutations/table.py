@@ -284,7 +284,7 @@ MUTATIONS = (
         "S6",
         "sticky_test",
         "Sticky.LaterCallsSendNothing",
-        (Edit(GROUP, "  group.backend->announce_abort(reason);\n", ""),),
+        (Edit(GROUP, "  announce(group, culprit);\n", ""),),
     ),
     Mutation(
         "a wait does not look for abort words",
@@ -318,14 +318,14 @@ MUTATIONS = (
         "S6",
         "shrink_test",
         "Shrink.TwoAborters",
-        (Edit(SHRINK, "if (gave_up || !bootstrap_.alive(", "if (!bootstrap_.alive("),),
+        (Edit(SHRINK, "if (group_.backend->abort_of(rank).left || !boot", "if (!boot"),),
     ),
     Mutation(
         "a second rank that gives up tells nobody",
         "S6",
         "shrink_test",
         "Shrink.TwoAborters",
-        (Edit(GROUP, "    group.backend->announce_abort({twPeerAborted, me, me});\n", "    (void)me;\n"),),
+        (Edit(GROUP, "    announce(group, record);\n", ""),),
     ),
     Mutation(
         "a shrunk group waits out its timeout",
