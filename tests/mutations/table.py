@@ -324,7 +324,7 @@ MUTATIONS = (
         "a second rank that gives up tells nobody",
         "S6",
         "shrink_test",
-        "Shrink.TwoAborters",
+        "Shrink.ThreeAbortersOfFour",
         (Edit(GROUP, "    announce(group, record);\n", ""),),
     ),
     Mutation(
