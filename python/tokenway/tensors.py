@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -94,6 +95,27 @@ def _numpy_meta(x: np.ndarray) -> bytes:
     return _pack(name, x.shape, tuple(s // x.itemsize for s in x.strides))
 
 
+def _slow_address(x: np.ndarray) -> int:
+    return x.__array_interface__["data"][0]
+
+
+def _fast_address(x: np.ndarray) -> int:
+    return ctypes.c_size_t.from_address(id(x) + object.__basicsize__).value
+
+
+def _choose_address() -> Callable[[np.ndarray], int]:
+    """How to find an array's data. NumPy's ABI has it right behind the object's head; reading it there takes 0.3 us,
+    the public way 0.9, and an exchange asks up to seven times. Where it is not there, the public way serves."""
+    if sys.implementation.name != "cpython":
+        return _slow_address
+    probes = [np.empty(n, np.uint8) for n in (1, 64, 4096)]
+    probes += [probe[1:] for probe in probes]
+    return _fast_address if all(_fast_address(x) == _slow_address(x) for x in probes) else _slow_address
+
+
+_address = _choose_address()
+
+
 def describe(x: Any) -> tuple[int, bytes]:
     """(address, the descriptor's bytes after it) of a tensor; NOTHING-like for what is none."""
     if type(x) is np.ndarray:
@@ -103,7 +125,7 @@ def describe(x: Any) -> tuple[int, bytes]:
             if len(_numpy_metas) >= _CACHE_LIMIT:
                 _numpy_metas.clear()
             meta = _numpy_metas[key] = _numpy_meta(x)
-        return x.__array_interface__["data"][0], meta
+        return _address(x), meta
     if is_torch(x) and x.is_cpu and x.layout is sys.modules["torch"].strided:
         key = (x.dtype, x.shape, x.stride())
         meta = _torch_metas.get(key)
