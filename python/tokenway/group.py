@@ -270,7 +270,7 @@ class Group:
 
     def abort(self) -> None:
         """Gives the group up: the peers' calls raise PeerAborted within moments. For a rank that cannot go on; a
-        `with` block that an exception leaves does it. On a finished or closed group it does nothing."""
+        `with` block that an exception leaves does it. On a finished group it only tells survivors not to wait."""
         if self._pointer is not None:
             _native.check(_native.lib.twGroupAbort(self._pointer))
 
@@ -282,6 +282,7 @@ class Group:
             self._pointer = None
             self._finished_handles.clear()
             self._leased_forever.clear()
+            self._spare_blocks.clear()
             self.op_handles.clear()
 
     def __enter__(self) -> Group:

@@ -17,8 +17,7 @@ TimePoint deadline_of(twGroup& group) {
 // Turns the end of a step into a record and a sentence.
 Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, const StepEnd& end) {
   if (end.code == twSuccess) return {};
-  twErrorRecord_t record{};
-  record.size = sizeof record;
+  twErrorRecord_t record = empty_record();
   record.result = end.code;
   record.peer = end.peer;
   record.reporter = group.me();
@@ -26,7 +25,6 @@ Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, c
   record.lane = at.lane;
   record.step = record.expected = at.step;
   record.seen = end.seen.step;
-  record.token = record.k = -1;
   if (end.code == twPeerRefused || end.code == twBoundMismatch) {
     const char* const call = phase == twPhaseDispatch ? "twDispatch" : "twCombine";
     if (end.code == twPeerRefused) {

@@ -29,8 +29,6 @@ twGroup::twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, in
       context(make_context(config, rank)),
       lanes(config.given.lanes, config.first_step),
       handle_map(config.shape(), config.local_experts[rank], tw::dtype_bytes(config.given.id_dtype)) {
-  error_.size = sizeof error_;
-  error_.peer = error_.reporter = error_.lane = error_.token = error_.k = -1;
   ++comm->groups;
 }
 
@@ -224,12 +222,11 @@ Status check_usable(twGroup& group, twPhase_t phase) {
   }
   const AbortWord abort = group.backend->find_abort();
   if (abort.kind == 0) return {};
-  twErrorRecord_t record{};
+  twErrorRecord_t record = empty_record();
   record.result = static_cast<twResult_t>(abort.kind);
   record.peer = static_cast<int32_t>(abort.culprit);
   record.reporter = static_cast<int32_t>(abort.reporter);
   record.phase = phase;
-  record.lane = -1;
   return finish_group(group, record);
 }
 
@@ -253,9 +250,7 @@ Status finish_group(twGroup& group, twErrorRecord_t record) {
                 phases[record.phase], where, record.reporter,
                 mine ? ": this is that rank, and its peers go on without it" : "");
   if (mine) record.result = twExcluded;
-  record.size = sizeof record;
   record.sticky = 1;
-  record.token = record.k = -1;
   group.set_error(record);
   announce(group, culprit);
   return {record.result, record.message};
@@ -265,10 +260,9 @@ void abort_group(twGroup& group) {
   if (group.gave_up) return;
   group.gave_up = true;
   if (check_usable(group, twPhaseNone).ok()) {
-    twErrorRecord_t record{};
+    twErrorRecord_t record = empty_record();
     record.result = twPeerAborted;
     record.peer = record.reporter = group.me();
-    record.lane = -1;
     (void)finish_group(group, record);
   } else if (const twErrorRecord_t record = group.error(); record.peer >= 0) {
     // Finished by somebody else's error, which stays the reason. Still, survivors must not wait for this rank.

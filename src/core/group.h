@@ -12,6 +12,18 @@
 #include "core/handle.h"
 #include "core/lanes.h"
 
+namespace tw {
+
+// A record that blames nobody yet.
+inline twErrorRecord_t empty_record() {
+  twErrorRecord_t record{};
+  record.size = sizeof record;
+  record.peer = record.reporter = record.lane = record.token = record.k = -1;
+  return record;
+}
+
+}  // namespace tw
+
 struct twGroup : tw::Quarantined<twGroup> {
   twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, int32_t rank);
   ~twGroup();
@@ -46,7 +58,7 @@ struct twGroup : tw::Quarantined<twGroup> {
  private:
   std::vector<std::byte*> free_blocks_;
   std::mutex error_mutex_;  // twGroupGetError may come from any thread
-  twErrorRecord_t error_{};
+  twErrorRecord_t error_ = tw::empty_record();
 };
 
 namespace tw {

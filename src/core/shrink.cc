@@ -110,11 +110,9 @@ class Agreement {
 // The old group sends nothing more.
 void retire(twGroup& group) {
   if (group.is_sticky()) return;
-  twErrorRecord_t record{};
-  record.size = sizeof record;
+  twErrorRecord_t record = empty_record();
   record.result = twInvalidUsage;
   record.sticky = 1;
-  record.peer = record.reporter = record.lane = record.token = record.k = -1;
   record.phase = twPhaseShrink;
   std::snprintf(record.message, sizeof record.message, "it was shrunk; use the group that twGroupShrink returned");
   group.set_error(record);

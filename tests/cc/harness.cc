@@ -48,6 +48,18 @@ twErrorRecord_t error_of(twGroup_t group) {
   return record;
 }
 
+int64_t dispatch_nothing(twGroup_t group, const twGroupConfig_t& config) {
+  const twTensor_t ids = tensor(nullptr, twInt32, {0, config.top_k});
+  twHandle_t handle = nullptr;
+  EXPECT_TW(twSuccess, twHandleCreate(&handle, group, &ids, nullptr, nullptr));
+  twDispatchInput_t input = TW_DISPATCH_INPUT_INIT;
+  input.payloads[0] = tensor(nullptr, twBfloat16, {0, config.payloads[0].elements});
+  twDispatchOutput_t output = TW_DISPATCH_OUTPUT_INIT;
+  EXPECT_TW(twSuccess, twDispatch(group, handle, &input, &output));
+  EXPECT_TW(twSuccess, twHandleDestroy(handle));
+  return output.counts.shape[0];
+}
+
 World::World(int ranks, const twGroupConfig_t& given, const std::function<void(int, twGroupConfig_t*)>& each)
     : config(given), homes(given, ranks), comms(ranks), groups(ranks) {
   EXPECT_TW(twSuccess, twCommCreateLocal(comms.data(), ranks, nullptr));

@@ -45,6 +45,8 @@ twGroupConfig_t make_config(int experts, int top_k, int max_tokens, int64_t elem
 
 twTensor_t tensor(void* data, twDtype_t dtype, std::initializer_list<int64_t> shape);
 twErrorRecord_t error_of(twGroup_t group);
+// One dispatch without tokens, as a new group must be able to: the number of sources that it shows.
+int64_t dispatch_nothing(twGroup_t group, const twGroupConfig_t& config);
 
 // All ranks of a group, in this process.
 class World {

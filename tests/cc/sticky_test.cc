@@ -204,23 +204,12 @@ TEST(Sticky, DeathAfterTheWord) {
 
 // The survivors' new group works, over ranks renumbered.
 void use_survivors(twGroup_t group, int rank, int ranks, const twGroupConfig_t& config) {
-  const twTensor_t ids = tensor(nullptr, twInt32, {0, config.top_k});
-  twHandle_t handle = nullptr;
-  ASSERT_TW(twSuccess, twHandleCreate(&handle, group, &ids, nullptr, nullptr));
-  twDispatchInput_t input{};
-  input.size = sizeof input;
-  input.lane = -1;
-  input.payloads[0] = tensor(nullptr, twBfloat16, {0, config.payloads[0].elements});
-  twDispatchOutput_t output{};
-  output.size = sizeof output;
-  EXPECT_TW(twSuccess, twDispatch(group, handle, &input, &output));
-  EXPECT_EQ(output.counts.shape[0], ranks);
+  EXPECT_EQ(dispatch_nothing(group, config), ranks);
   twGroupInfo_t info{};
   info.size = sizeof info;
   EXPECT_TW(twSuccess, twGroupInfo(group, &info));
   EXPECT_EQ(info.rank, rank);
   EXPECT_EQ(info.nranks, ranks);
-  EXPECT_TW(twSuccess, twHandleDestroy(handle));
 }
 
 TEST(Sticky, ShrinkAfterATimeout) {
