@@ -87,12 +87,29 @@ format:  ## put the formatting right
 	@$(PY) -m ruff format .
 	@.venv/bin/clang-format -i $(CXX_FILES)
 
-test-gpu bench-gpu:
-	@echo "$@: this version has no GPU backend" >&2; exit 1
+# An existing Python with PyTorch and pytest (GPU_PYTHON) and an existing library (TOKENWAY_LIBRARY) serve where
+# nothing can be installed or built.
+GPU_PYTHON ?= $(PY)
+GPU_LIBRARY = $(abspath $(or $(TOKENWAY_LIBRARY),build/gpu/libtokenway.so))
+ON_GPU      = PYTHONPATH=$(CURDIR)/python TOKENWAY_LIBRARY=$(GPU_LIBRARY) $(GPU_PYTHON)
+OWN_PYTHON  = $(filter $(PY),$(GPU_PYTHON))
+BUILD_GPU   = TOKENWAY_LIBRARY=$(TOKENWAY_LIBRARY) $(if $(OWN_PYTHON),python3,$(GPU_PYTHON)) tests/gpu/build_library.py
+
+test-gpu: gpu-library  ## all that needs GPUs (ARGS="--part suite -x" and others; CONTRIBUTING.md)
+	@$(ON_GPU) tests/gpu/run_all.py $(ARGS)
+
+bench-gpu: gpu-library  ## measure dispatch and combine between GPUs, a process for each (ARGS="--help")
+	@CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER \
+	  $(ON_GPU) -m tokenway.cli bench --backend nvlink $(ARGS)
+
+gpu-library:
+	@$(BUILD_GPU) --check
+	@$(if $(OWN_PYTHON),$(SETUP) run test)
+	@$(BUILD_GPU)
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 .PHONY: help build run bench test test-cc build/test build/tsan build/asan soak spec lint format \
-	test-gpu bench-gpu clean
+	test-gpu bench-gpu gpu-library clean

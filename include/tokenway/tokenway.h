@@ -14,6 +14,12 @@
 //     or, for a `send_only` call, until twComplete has returned.
 //   * On the CPU backend every call is synchronous on the calling thread and `stream` must be NULL. A group may be used
 //     by one thread at a time; different groups by different threads at once.
+//   * On the CUDA backend tensors are device memory, `stream` is a cudaStream_t, and twDispatch, twCombine and
+//     twComplete only enqueue: they never wait for the device, and can be captured into a CUDA graph. Tensors must stay
+//     alive and unchanged until the work of the call has run, in stream order. Results are on the device. What a step
+//     finds out while it runs (a late peer, a refused call, a bad id) appears in the group's record, which
+//     twGroupGetError reads without waiting; a sticky error is returned by every later call; TOKENWAY_BLOCKING=1 makes
+//     each call wait and return its own error. The uses of one lane must be ordered by streams or events.
 //   * "Collective" means: every rank calls it, in the same order relative to the other calls on that comm or group.
 //     Creating, shrinking and destroying groups of one comm: one at a time.
 //   * Comms, groups and handles do not survive fork(): in the child they do not exist.
@@ -31,10 +37,11 @@
 #define TW_VERSION_PATCH 0
 #define TW_VERSION (TW_VERSION_MAJOR * 10000 + TW_VERSION_MINOR * 100 + TW_VERSION_PATCH)
 
-#define TW_MAX_PAYLOADS 8  // tensors dispatched per token
-#define TW_MAX_TOP_K 64    // expert ids per token
-#define TW_MAX_RANKS 1024  // ranks of a comm
-#define TW_MAX_LANES 64    // exchanges in flight per group
+#define TW_MAX_PAYLOADS 8      // tensors dispatched per token
+#define TW_MAX_TOP_K 64        // expert ids per token
+#define TW_MAX_RANKS 1024      // ranks of a comm
+#define TW_MAX_LANES 64        // exchanges in flight per group
+#define TW_MAX_LOCAL_RANKS 16  // ranks of one process that share a CUDA device
 #define TW_MAX_EXPERTS 1048576
 #define TW_MAX_TOKENS ((1 << 28) - 1)  // max_tokens: a count has 28 bits in a published word
 #define TW_MAX_DIMS 6
@@ -165,25 +172,47 @@ typedef struct twHandle* twHandle_t;
 typedef struct {
   size_t size;
   int32_t timeout_ms;   // how long to wait for the other ranks to arrive; 0: the default (TOKENWAY_TIMEOUT_MS, 100 s)
-  const char* address;  // twCommCreateShm: a name common to all ranks of this comm and unique to it on the host (up to
-                        // 80 bytes). It names abstract Unix sockets; a name that begins with '/' is a path prefix of
-                        // socket files instead (for ranks in containers with separate network namespaces)
+  const char* address;  // twCommCreateShm and Cuda: a name common to all ranks of this comm and unique to it on the
+                        // host (up to 80 bytes). It names abstract Unix sockets; a name that begins with '/' is a path
+                        // prefix of socket files instead (for ranks in containers with separate network namespaces)
+  int32_t device;       // twCommCreateCuda: the CUDA device of this rank; -1: the thread's current one
+  const int32_t* devices;  // twCommCreateLocal: [nranks] CUDA device of each rank; NULL: ranks on the CPU. Copied
+  // twCommCreateCuda and Shm, instead of an address: gathers `bytes` bytes of every rank, in rank order, into all.
+  // Returns 0 if it did. Called a few times during creation and never after.
+  int (*allgather)(const void* mine, void* all, size_t bytes, void* context);
+  void* allgather_context;
 } twCommConfig_t;
-#define TW_COMM_CONFIG_INIT {sizeof(twCommConfig_t), 0, NULL}
+#define TW_COMM_CONFIG_INIT {sizeof(twCommConfig_t), 0, NULL, -1, NULL, NULL, NULL}
 
 // Connects `nranks` processes of one host; rank is this process's place, 0 <= rank < nranks <= TW_MAX_RANKS. Windows
 // are anonymous memory (memfd) whose descriptors travel over Unix sockets; processes of other users are turned away.
 // Collective. Errors: twInvalidArgument; twTimeout (names the ranks that did not arrive); twSystemError.
 TW_API twResult_t twCommCreateShm(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* config);
 
+// Connects `nranks` processes of one host, each with a CUDA device of its own; all pairs of devices must reach each
+// other's memory (NVLink, or PCIe peer access). Windows are CUDA virtual memory, exported as file descriptors.
+// Collective. Errors: as twCommCreateShm; twUnsupported where there is no driver, or a build without CUDA, or devices
+// that cannot reach each other.
+TW_API twResult_t twCommCreateCuda(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* config);
+
 // Creates all `nranks` ranks of a comm inside this process, comms[0..nranks). Ranks may be driven by a thread each, or,
 // with send_only calls, all by one thread; creating and destroying groups is collective and needs a thread each.
+// With config.devices, ranks are on CUDA devices, up to TW_MAX_LOCAL_RANKS on each: eight ranks can be tried on one
+// GPU. Ranks that share a device wait for each other on it, so: each needs a non-blocking stream of its own (the legacy
+// default stream is refused), all of them hardware queues of their own (CUDA_DEVICE_MAX_CONNECTIONS=32, set before the
+// first CUDA call; refused when it is less than the ranks of a device), nothing between their calls may synchronise the
+// device (cudaFree, lazy loading of modules), no copy between host and device may be queued behind a call that waits
+// (copies of all streams of a device share queues: synchronise the stream first), and no two of them may be branches of
+// one graph.
 TW_API twResult_t twCommCreateLocal(twComm_t* comms, int32_t nranks, const twCommConfig_t* config);
 
 // Frees this rank's comm. Its groups must have been destroyed (else twInvalidUsage). Peers see the rank as gone.
 TW_API twResult_t twCommDestroy(twComm_t comm);
 
 TW_API twResult_t twCommRank(twComm_t comm, int32_t* rank, int32_t* nranks);
+
+// The CUDA device of this rank, -1 on the CPU.
+TW_API twResult_t twCommDevice(twComm_t comm, int32_t* device);
 
 // ------------------------------------------------------------------------------------------------------------ group
 
@@ -224,8 +253,9 @@ typedef struct {
   twDtype_t id_dtype;          // of received ids: twInt32 or twInt64; twDtypeNone: twInt32
   twIdSpace_t id_space;
   int32_t invalid_id;  // what stands for "no expert" in received ids; default -1
-  int32_t sm_limit;    // GPU backends: at most so many SMs; 0: the backend chooses
-  // Memory for the arrays of handles; both NULL: malloc and free. alloc must return 64-byte aligned blocks.
+  int32_t sm_limit;    // CUDA backend: thread blocks of a kernel, at most one per SM; 0: the backend chooses
+  // Memory for the arrays of handles, device memory on the CUDA backend; both NULL: the library's own. alloc must
+  // return 64-byte aligned blocks.
   void* (*alloc)(size_t bytes, void* context);
   void (*release)(void* block, void* context);
   void* alloc_context;
@@ -261,6 +291,7 @@ typedef struct {
   int32_t lanes;
   int32_t timeout_ms;
   int32_t comm_ranks[TW_MAX_RANKS];  // the rank in the comm of each rank of the group
+  uint64_t window_bytes;             // of this rank's window; on the CUDA backend with its lines and chunk words
 } twGroupInfo_t;
 
 typedef struct {
@@ -310,6 +341,9 @@ TW_API twResult_t twGroupGetError(twGroup_t group, twErrorRecord_t* record);
 //
 // ids: [T, K] twInt32 or twInt64, 0 <= T <= max_tokens; -1 means "no expert" and may stand anywhere; else 0..E-1, each
 // at most once per token. weights: [T, K] twFloat32, or data == NULL: all 1. Both are copied. Rows may be strided.
+// On the CUDA backend they are copied, and the ids checked, by the handle's first dispatch, in stream order: the
+// tensors must stay as they are until then. Where that is part of a captured graph, each replay copies them anew. In
+// device memory a bad id acts as -1; the record names token, k and value.
 // Not collective. Errors: twInvalidArgument names token, k and value; nothing is created.
 TW_API twResult_t twHandleCreate(twHandle_t* handle, twGroup_t group, const twTensor_t* ids, const twTensor_t* weights,
                                  void* memory);
@@ -327,7 +361,7 @@ TW_API twResult_t twHandleRelease(twHandle_t handle);
 TW_API twResult_t twHandleMemBytes(twGroup_t group, size_t* bytes);
 
 // counts: [N], rows received from each rank by the handle's last completed dispatch; total: their sum. Either may be
-// NULL. twInvalidUsage before the first dispatch.
+// NULL. twInvalidUsage before the first dispatch. On the CUDA backend it waits for that dispatch; not in a capture.
 TW_API twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* total);
 
 // -------------------------------------------------------------------------------------------------------- exchange
@@ -395,7 +429,8 @@ typedef struct {
 // twBoundMismatch, and the sticky ones. A call that the handle or the struct does not tell the lane of is refused on
 // the next free one. After a step that failed counts are 0 and ids invalid_id for sources whose rows did not arrive. A
 // failed dispatch gives its lane back, unless it was send_only: then the handle holds it until it is dispatched again,
-// released or destroyed.
+// released or destroyed. On the CUDA backend the peers of a rank that refused find out later: theirs give the lane back
+// by the handle's combine, which then does nothing but fill its output with NaN, or by twHandleRelease.
 TW_API twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_t* input,
                              twDispatchOutput_t* output);
 
@@ -415,6 +450,18 @@ TW_API twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineI
 // Finishes the handle's pending send_only dispatch or combine. Errors: those of the call it finishes; twInvalidUsage if
 // nothing is pending.
 TW_API twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream);
+
+// -------------------------------------------------------------------------------------------------------- quantise
+
+// Rows to 8-bit floats with one scale per block of 128 elements, so that they can travel as two payloads:
+//   scale[t, i] = largest |row[t, 128 i .. 128 i + 127]| / 448, or that rounded up to a power of two; 1 for zeros
+//   values[t, j] = rows[t, j] / scale[t, j / 128], rounded to nearest even, as e4m3 without infinities
+// The same bits on the CPU and on a device. rows: [T, H] twFloat32, twBfloat16 or twFloat16, rows may be strided.
+// values: [T, H] twFloat8e4m3. scales: [T, ceil(H / 128)] twFloat32. device: -1 for host memory (synchronous, stream
+// NULL), else the CUDA device of the three tensors (enqueued on `stream`). A block with NaN or infinity in it gives NaN
+// there. Errors: twInvalidArgument; twUnsupported for a device in a build without CUDA.
+TW_API twResult_t twQuantizeFp8(const twTensor_t* rows, const twTensor_t* values, const twTensor_t* scales,
+                                int32_t power_of_two, int32_t device, void* stream);
 
 #ifdef __cplusplus
 }

@@ -30,6 +30,7 @@ from tokenway.errors import (
 from tokenway.group import Group
 from tokenway.handle import Handle, Pending, Received
 from tokenway.launch import Outcome, Ranks, run
+from tokenway.quantize import dequantize_fp8, pack_nvfp4, quantize_fp8, unpack_nvfp4
 from tokenway.settings import Payload, WindowBytes, window_bytes
 
 _number = _lib.twVersion()
@@ -63,7 +64,11 @@ __all__ = [
     "Unsupported",
     "WindowBytes",
     "connect",
+    "dequantize_fp8",
     "local_comms",
+    "pack_nvfp4",
+    "quantize_fp8",
     "run",
+    "unpack_nvfp4",
     "window_bytes",
 ]

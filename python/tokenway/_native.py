@@ -56,7 +56,19 @@ class Tensor(ctypes.Structure):
 
 
 class CommConfig(Struct):
-    _fields_ = [("size", c_size_t), ("timeout_ms", c_int32), ("address", c_char_p)]
+    _fields_ = [
+        ("size", c_size_t),
+        ("timeout_ms", c_int32),
+        ("address", c_char_p),
+        ("device", c_int32),
+        ("devices", c_void_p),
+        ("allgather", c_void_p),
+        ("allgather_context", c_void_p),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = -1
 
 
 class Payload(ctypes.Structure):
@@ -97,6 +109,7 @@ class GroupInfo(Struct):
         ("lanes", c_int32),
         ("timeout_ms", c_int32),
         ("comm_ranks", c_int32 * MAX_RANKS),
+        ("window_bytes", c_uint64),
     ]
 
 
@@ -174,9 +187,11 @@ _FUNCTIONS = {
     "twVersion": (c_int, []),
     "twEnvironment": (c_int, [c_int32, POINTER(c_char_p), POINTER(c_char_p), POINTER(c_char_p)]),
     "twCommCreateShm": (c_int, [POINTER(c_void_p), c_int32, c_int32, POINTER(CommConfig)]),
+    "twCommCreateCuda": (c_int, [POINTER(c_void_p), c_int32, c_int32, POINTER(CommConfig)]),
     "twCommCreateLocal": (c_int, [POINTER(c_void_p), c_int32, POINTER(CommConfig)]),
     "twCommDestroy": (c_int, [c_void_p]),
     "twCommRank": (c_int, [c_void_p, POINTER(c_int32), POINTER(c_int32)]),
+    "twCommDevice": (c_int, [c_void_p, POINTER(c_int32)]),
     "twGroupWindowBytes": (c_int, [POINTER(GroupConfig), c_int32, POINTER(WindowBytes)]),
     "twGroupCreate": (c_int, [POINTER(c_void_p), c_void_p, POINTER(GroupConfig)]),
     "twGroupDestroy": (c_int, [c_void_p]),
@@ -193,6 +208,7 @@ _FUNCTIONS = {
     "twDispatch": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "twCombine": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "twComplete": (c_int, [c_void_p, c_void_p, c_void_p]),
+    "twQuantizeFp8": (c_int, [c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p]),
 }
 
 
@@ -233,11 +249,14 @@ def read_record(group: int) -> errors.ErrorRecord:
         step=record.step,
         expected=record.expected,
         seen=record.seen,
+        token=record.token,
+        k=record.k,
+        value=record.value,
         message=record.message.decode(errors="replace"),
     )
 
 
-# Results that a group keeps a record of.
+# Results that a group always keeps a record of.
 _RECORDED = (errors.PeerRefused, errors.BoundMismatch, errors.GroupFinished)
 
 
@@ -246,8 +265,16 @@ def error_of(result: int, group: int | None = None) -> errors.TokenwayError:
     name = lib.twResultString(result).decode()
     message = lib.twLastError().decode(errors="replace")
     kind = errors.BY_RESULT.get(name, errors.InternalError)
-    record = read_record(group) if group is not None and issubclass(kind, _RECORDED) else None
+    record = None if group is None else read_record(group)
+    # Arguments have a record if a device has found them wrong. Then it is this error's, else that of an earlier call.
+    if record is not None and not issubclass(kind, _RECORDED) and (record.result, record.message) != (name, message):
+        record = None
     return kind(message, record)
+
+
+def error_of_record(record: errors.ErrorRecord) -> errors.TokenwayError:
+    """The exception of what a group has recorded."""
+    return errors.BY_RESULT.get(record.result, errors.InternalError)(record.message, record)
 
 
 def check(result: int, group: int | None = None) -> None:

@@ -44,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
 _BENCH = (
     "Verifies every row bit for bit against the NumPy oracle, then times dispatch, combine and "
     "both, in turns with baselines. Runs N processes of its own, or, started by torchrun or "
-    "`tokenway launch`, as the ranks that it finds itself in."
+    "`tokenway launch`, as the ranks that it finds itself in. With --backend nvlink, the same on GPUs: "
+    "beside the floor of the same run, in CUDA graphs and without, verified where asked for."
 )
 
 
@@ -73,6 +74,10 @@ def _bench(args: argparse.Namespace) -> int:
     from tokenway.bench import runner
 
     settings = options.from_arguments(args)
+    if settings.nvlink is not None:
+        from tokenway.bench import nvlink
+
+        return nvlink.run(settings)
     if settings.launched or settings.overhead:
         return runner.run_rank(settings)
     return runner.run_ranks(settings)

@@ -6,21 +6,25 @@ import ctypes
 import hashlib
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from ctypes import byref, c_int32, c_void_p
 from typing import Any
 
-from tokenway import _native
-from tokenway.errors import InvalidArgument, TokenwayError, Unsupported
+from tokenway import _native, cuda
+from tokenway.errors import InvalidArgument, PeerRefused, TokenwayError, Unsupported
 from tokenway.settings import milliseconds
 
 # What the package's own launcher tells its processes.
 RANK, NRANKS, ADDRESS = "TOKENWAY_RANK", "TOKENWAY_NRANKS", "TOKENWAY_ADDRESS"
+LOCAL_RANK = cuda.LOCAL_RANK  # as torchrun does
 
 
 class Comm:
     """One rank's part in a set of ranks on which groups are created.
 
-    Use `connect()`, `Comm.shm(...)` or `local_comms(n)` to make one. Closing frees it; groups must be closed before.
+    Use `connect()`, `Comm.shm(...)`, `Comm.cuda(...)` or `local_comms(n)` to make one. Closing frees it; groups must
+    be closed before.
     """
 
     def __init__(self, pointer: int):
@@ -29,10 +33,13 @@ class Comm:
         _native.check(_native.lib.twCommRank(pointer, byref(rank), byref(nranks)))
         self.rank: int = rank.value
         self.nranks: int = nranks.value
+        device = c_int32()
+        _native.check(_native.lib.twCommDevice(pointer, byref(device)))
+        self._device = device.value
 
     @classmethod
     def shm(cls, rank: int, nranks: int, address: str, timeout: float | None = None) -> Comm:
-        """Connects processes of one host. Collective.
+        """Connects processes of one host, on the CPU. Collective.
 
         address: the same on all ranks, unique to this comm on the host (at most 80 bytes); a name, or a path prefix
         for socket files if it begins with "/". timeout: seconds to wait for the others (default 100).
@@ -42,6 +49,28 @@ class Comm:
         pointer = c_void_p()
         _native.check(_native.lib.twCommCreateShm(byref(pointer), rank, nranks, byref(config)))
         return cls(pointer.value or 0)
+
+    @classmethod
+    def cuda(cls, rank: int, nranks: int, address: str, device: Any = None, timeout: float | None = None) -> Comm:
+        """Connects processes of one host that have a CUDA device each; all pairs of devices must reach each other's
+        memory (NVLink, or PCIe peer access). Collective.
+
+        device: of this rank: a number, "cuda:1" or a torch.device; None or "cuda": the current one. address and
+        timeout: as in `shm`. Raises Unsupported where there is no driver, in a build without CUDA, or for devices that
+        do not reach each other.
+        """
+        index = None if device is None else cuda.index_of(device)
+        config = _config(timeout)
+        config.address = address.encode()
+        config.device = cuda.current_device() if index is None else index
+        pointer = c_void_p()
+        _native.check(_native.lib.twCommCreateCuda(byref(pointer), rank, nranks, byref(config)))
+        return cls(pointer.value or 0)
+
+    @property
+    def device(self) -> int | None:
+        """The CUDA device of this rank, None on the CPU."""
+        return None if self._device < 0 else self._device
 
     @property
     def pointer(self) -> int:
@@ -67,7 +96,8 @@ class Comm:
                 raise
 
     def __repr__(self) -> str:
-        return f"Comm(rank={self.rank}, nranks={self.nranks})"
+        where = "" if self.device is None else f", device={self.device}"
+        return f"Comm(rank={self.rank}, nranks={self.nranks}{where})"
 
 
 def _config(timeout: float | None) -> _native.CommConfig:
@@ -77,33 +107,80 @@ def _config(timeout: float | None) -> _native.CommConfig:
     return config
 
 
-def local_comms(nranks: int, timeout: float | None = None) -> list[Comm]:
-    """All ranks of a comm inside this process, to be driven by a thread each."""
+def local_comms(nranks: int, devices: Sequence[Any] | None = None, timeout: float | None = None) -> list[Comm]:
+    """All ranks of a comm inside this process, to be driven by a thread each.
+
+    devices: None, ranks on the CPU; or the CUDA device of each rank (a number, "cuda:1", a torch.device), up to 16
+    ranks on each. Ranks that share a device wait for each other on it, so each needs a stream of its own (not the
+    default one), and CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment before the first CUDA call of the process;
+    nothing between their calls may synchronise the device, as the first call of a kernel, or PyTorch's allocator when
+    it gives memory back, can; and no two of them may be branches of one CUDA graph. timeout: seconds to wait for
+    others (default 100).
+    """
     pointers = (c_void_p * max(nranks, 1))()
     config = _config(timeout)
+    if devices is not None:
+        if not isinstance(devices, Sequence) or isinstance(devices, str):
+            raise InvalidArgument(f"devices is {devices!r}; it must be a list with a device for each rank")
+        if len(devices) != nranks:
+            raise InvalidArgument(f"devices has {len(devices)} entries; it must have {nranks}, one for each rank")
+        indices = [cuda.index_of(device) for device in devices]
+        numbers = [cuda.current_device() if index is None else index for index in indices]
+        if -1 in numbers:
+            raise InvalidArgument("devices has 'cuda', but PyTorch, which would know the current device, is not in use")
+        array = (c_int32 * max(nranks, 1))(*numbers)
+        config.devices = ctypes.addressof(array)
     first = ctypes.cast(pointers, ctypes.POINTER(c_void_p))
     _native.check(_native.lib.twCommCreateLocal(first, nranks, byref(config)))
     return [Comm(pointer) for pointer in pointers if pointer is not None]
 
 
-def connect(process_group: Any = None, *, timeout: float | None = None) -> Comm:
+def connect(process_group: Any = None, *, device: Any = None, timeout: float | None = None) -> Comm:
     """Connects this process with its peers on this host, however it was started. Collective.
+
+    device: None or "cpu": on the CPU; else the CUDA device of this rank, one of its own: a number, "cuda:1" or a
+    torch.device. "cuda" is PyTorch's current device if another than cuda:0 has been chosen; else that of LOCAL_RANK
+    (torchrun and the package's own launcher set it), modulo the number of devices, which then becomes the current
+    device, so that "cuda" means the same to PyTorch. All ranks are on the CPU, or all on CUDA devices.
 
     In this order: `process_group`, or the default one if torch.distributed is initialised; the package's own launcher
     (`tokenway launch`, `tokenway.run`); torchrun's environment; else one rank alone. May be called again, by all
     ranks in the same order, for further comms. timeout: seconds to wait for the others (default 100).
     """
     distributed = sys.modules.get("torch.distributed")
+    device = _Device(device)
     if process_group is not None or (
         distributed is not None and distributed.is_available() and distributed.is_initialized()
     ):
-        return _connect_torch(process_group, timeout)
+        return _connect_torch(process_group, device, timeout)
     if RANK in os.environ:
         rank, nranks = _from_environment(RANK, NRANKS)
-        return Comm.shm(rank, nranks, _unique(os.environ[ADDRESS]), timeout)
+        return device.comm(rank, nranks, _unique(os.environ[ADDRESS]), timeout)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _connect_torchrun(timeout)
-    return Comm.shm(0, 1, _unique(f"alone-{os.getpid()}"), timeout)
+        return _connect_torchrun(device, timeout)
+    return device.comm(0, 1, _unique(f"alone-{os.getpid()}"), timeout)
+
+
+class _Device:
+    """What `connect` was asked for: the CPU, or a CUDA device."""
+
+    def __init__(self, given: Any):
+        self._given = None if str(given) == "cpu" else given
+        self.backend = "CPU" if self._given is None else "NVLink"
+
+    def index(self) -> int | None:
+        """The CUDA device, chosen if it is to be chosen; None for the CPU."""
+        if self._given is None:
+            return None
+        index = cuda.index_of(self._given)
+        return cuda.choose_local_device() if index is None else index
+
+    def comm(self, rank: int, nranks: int, address: str, timeout: float | None) -> Comm:
+        """Meets the other ranks there."""
+        index = self.index()
+        if index is None:
+            return Comm.shm(rank, nranks, address, timeout)
+        return Comm.cuda(rank, nranks, address, index, timeout)
 
 
 _connected = 0
@@ -128,14 +205,15 @@ def _from_environment(*names: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _connect_torchrun(timeout: float | None) -> Comm:
+def _connect_torchrun(device: _Device, timeout: float | None) -> Comm:
     rank, nranks, local = _from_environment("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if local != nranks:
         raise Unsupported(
-            f"WORLD_SIZE is {nranks} and LOCAL_WORLD_SIZE {local}: the CPU backend connects ranks of one host only"
+            f"WORLD_SIZE is {nranks} and LOCAL_WORLD_SIZE {local}: the {device.backend} backend connects ranks of one "
+            "host only"
         )
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    return Comm.shm(rank, nranks, _unique("torchrun", *(os.environ.get(name, "") for name in names)), timeout)
+    return device.comm(rank, nranks, _unique("torchrun", *(os.environ.get(name, "") for name in names)), timeout)
 
 
 def _host() -> str:
@@ -147,17 +225,32 @@ def _host() -> str:
         return os.uname().nodename
 
 
-def _connect_torch(process_group: Any, timeout: float | None) -> Comm:
+def _connect_torch(process_group: Any, device: _Device, timeout: float | None) -> Comm:
+    import torch
     import torch.distributed as dist
 
     rank, nranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-    mine = (os.uname().nodename, _host(), os.urandom(16).hex())
+    index, problem = None, None
+    try:
+        index = device.index()
+    except TokenwayError as error:  # the others, which wait in the gathering, learn of it first
+        problem = error
+    mine = (os.uname().nodename, _host(), os.urandom(16).hex(), problem and str(problem))
     all_ranks: list[Any] = [None] * nranks
-    dist.all_gather_object(all_ranks, mine, group=process_group)
+    # NCCL gathers over the current device, and refuses two ranks on one.
+    with nullcontext() if index is None else torch.cuda.device(index):
+        dist.all_gather_object(all_ranks, mine, group=process_group)
+    if problem is not None:
+        raise problem
+    for r, (_, _, _, text) in enumerate(all_ranks):
+        if text is not None:
+            raise PeerRefused(f"rank {r} cannot connect: {text}")
     apart = [r for r in range(nranks) if all_ranks[r][1] != all_ranks[0][1]]
     if apart:
         raise Unsupported(
-            f"rank 0 runs on {all_ranks[0][0]}, rank {apart[0]} on {all_ranks[apart[0]][0]}: the CPU backend connects "
-            "ranks of one host only"
+            f"rank 0 runs on {all_ranks[0][0]}, rank {apart[0]} on {all_ranks[apart[0]][0]}: the {device.backend} "
+            "backend connects ranks of one host only"
         )
-    return Comm.shm(rank, nranks, all_ranks[0][2], timeout)
+    if index is None:
+        return Comm.shm(rank, nranks, all_ranks[0][2], timeout)
+    return Comm.cuda(rank, nranks, all_ranks[0][2], index, timeout)

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What ended a call, and who is to blame. Ranks are ranks of the group, -1 for none."""
+    """What ended a call, and who is to blame. Ranks are ranks of the group, -1 for none.
+
+    `token`, `k` and `value` are those of an expert id that is out of range, where a CUDA device has found it:
+    ids[token, k] == value. token and k are -1 in all other records.
+    """
 
     result: str
     sticky: bool
@@ -18,6 +22,9 @@ class ErrorRecord:
     step: int
     expected: int
     seen: int
+    token: int
+    k: int
+    value: int
     message: str
 
 

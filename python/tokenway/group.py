@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from ctypes import byref, c_size_t, c_void_p
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
-
-from tokenway import _native, tensors
+from tokenway import _native, arguments, cuda, tensors
 from tokenway.comm import Comm
 from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
 from tokenway.handle import Handle, Pending, Received, Tensor
@@ -22,15 +21,24 @@ from tokenway.settings import Payload, Settings, WindowBytes, make_config, telli
 class Group:
     """Ranks that exchange tokens: how big, which experts where, over which memory. Collective, long-lived.
 
+    On a comm of CUDA devices, tensors are PyTorch's on the device of this rank, and route, dispatch, combine and the
+    completion of a pending one enqueue their work on that device's current stream and return: they never wait for the
+    device, and can be captured into a CUDA graph, whose replays read and write the memory of the tensors captured.
+    What a step finds out while it runs is in `error`, and raised by `check`; a sticky error is raised by every later
+    call too. With TOKENWAY_BLOCKING=1 each call waits and raises its own. Steps on one lane must be ordered: one
+    stream, or streams that wait for each other. Memory that Tokenway allocates may be used on other streams as any
+    tensor's of PyTorch; what it reads of the caller's on another stream than the tensor's own, the caller records.
+
     experts: E. top_k: K, 1..64. hidden: H, elements of a token. max_tokens: B, tokens of a rank in one call.
     dtype: of tokens (default bfloat16). payloads: further tensors per token, name to Payload or (elements, dtype).
     combine_dtype: of rows on their way back, float32, bfloat16 or float16 (default: dtype if it is one of these, else
     bfloat16). combine_hidden: elements of those rows (default H). expert_map: (rank[E], slot[E]); default contiguous.
     lanes: exchanges in flight. timeout: seconds after which a late peer is an error (default 100). id_dtype, id_space
-    ("local": slots of this rank, "global": as sent) and invalid_id of received ids.
+    ("local": slots of this rank, "global": as sent) and invalid_id of received ids. sm_limit: on a CUDA device, thread
+    blocks of a kernel, at most one on each SM (default 0: the backend chooses).
 
-    All ranks must give the same values; a difference is an error that names the field and the ranks. A group is for
-    one thread at a time.
+    All ranks must give the same values, but for sm_limit; a difference is an error that names the field and the ranks.
+    A group is for one thread at a time.
     """
 
     def __init__(
@@ -51,6 +59,7 @@ class Group:
         id_dtype: Any = "int32",
         id_space: str = "local",
         invalid_id: int = -1,
+        sm_limit: int = 0,
     ):
         settings = Settings(
             experts=experts,
@@ -67,18 +76,23 @@ class Group:
             id_dtype=id_dtype,
             id_space=id_space,
             invalid_id=invalid_id,
+            sm_limit=sm_limit,
         )
         pointer = c_void_p()
         base = comm.pointer
         with telling(lambda nothing: _native.lib.twGroupCreate(byref(pointer), base, nothing)):
             config, keep = make_config(settings)
+            place = tensors.Host() if comm.device is None else cuda.Cuda(comm.device)
         _native.check(_native.lib.twGroupCreate(byref(pointer), base, byref(config)))
         del keep
-        self._adopt(comm, pointer.value or 0, settings)
+        self._adopt(comm, pointer.value or 0, settings, place)
 
-    def _adopt(self, comm: Comm, pointer: int, settings: Settings) -> None:
+    def _adopt(self, comm: Comm, pointer: int, settings: Settings, place: Any) -> None:
         """Takes a group of the C library over: this is what __init__ and shrink have in common."""
         self.comm = comm
+        self.device = comm.device  # the CUDA device of this rank, None on the CPU
+        self._place: Any = place  # tensors.Host or cuda.Cuda
+        self._told: ErrorRecord | None = None
         self._pointer: int | None = pointer
         self.settings = settings
         self.experts = settings.experts
@@ -90,32 +104,32 @@ class Group:
         self.combine_dtype = settings.combine_dtype_name()
         self.id_dtype = tensors.dtype_name(settings.id_dtype)
         self._payload_specs = settings.all_payloads()
-        self._extra_names = frozenset(self._payload_specs) - {"tokens"}
+        self._extra_names = [name for name in self._payload_specs if name != "tokens"]
         info = _native.GroupInfo()
         _native.check(_native.lib.twGroupInfo(pointer, byref(info)))
         self.rank: int = info.rank
         self.nranks: int = info.nranks
         self.num_local_experts: int = info.num_local_experts
         self.comm_ranks: list[int] = list(info.comm_ranks[: info.nranks])
+        self._window_bytes: int = info.window_bytes
         size = c_size_t()
         _native.check(_native.lib.twHandleMemBytes(pointer, byref(size)))
         self.handle_bytes = size.value  # of memory for one handle's arrays
-        self._finished_handles: list[tuple[int, np.ndarray, bool]] = []
-        self._leased_forever: list[tuple[int, np.ndarray, bool]] = []
-        self._spare_blocks: list[np.ndarray] = []
+        self._finished_handles: list[tuple[int, Tensor, bool]] = []
+        self._leased_forever: list[tuple[int, Tensor, bool]] = []
+        self._spare_blocks: list[Tensor] = []
         self._views: dict[Any, Tensor] = {}
         self.op_handles: dict[int, Handle] = {}  # of tokenway.ops: dispatched, not combined yet
         # Structs and descriptors for call after call: a group is for one thread at a time.
         self._in, self._out = _native.DispatchInput(), _native.DispatchOutput()
-        self._in_slots = [tensors.Slot(self._in, t) for t in self._in.payloads]
-        self._out_slots = {
-            name: tensors.Slot(self._out, self._out.payloads[q]) for q, name in enumerate(self._payload_specs)
-        }
+        slot = partial(tensors.Slot, describe=place.describe)
+        self._in_slots = [slot(self._in, t) for t in self._in.payloads]
+        self._out_slots = {name: slot(self._out, self._out.payloads[q]) for q, name in enumerate(self._payload_specs)}
         for name in ("ids", "weights", "counts"):
-            self._out_slots[name] = tensors.Slot(self._out, getattr(self._out, name))
+            self._out_slots[name] = slot(self._out, getattr(self._out, name))
         self._combine_in, self._combine_out = _native.CombineInput(), _native.CombineOutput()
-        self._rows_slot = tensors.Slot(self._combine_in, self._combine_in.rows)
-        self._tokens_slot = tensors.Slot(self._combine_out, self._combine_out.tokens)
+        self._rows_slot = slot(self._combine_in, self._combine_in.rows)
+        self._tokens_slot = slot(self._combine_out, self._combine_out.tokens)
         self._addresses = [ctypes.addressof(s) for s in (self._in, self._out, self._combine_in, self._combine_out)]
 
     # ------------------------------------------------------------------------------------------------- everyday use
@@ -124,23 +138,27 @@ class Group:
         """Caches a routing. ids: [T, K] int32 or int64, -1 for "no expert", each id at most once per token;
         weights: [T, K] float32, or None for all 1. Both are copied. memory: a contiguous, writable uint8 tensor of
         `handle_bytes` for the handle's arrays, 64-byte aligned (default: a new one). Not collective.
-        Errors: InvalidArgument names token, k and value."""
+        Errors: InvalidArgument names token, k and value. On a CUDA device ids and weights are read, and ids checked,
+        by the handle's first dispatch: they must not change before it in stream order, and `check` tells of bad ids,
+        which act as -1."""
         self._free_finished()
         if memory is None:
-            block = self._spare_blocks.pop() if self._spare_blocks else tensors.aligned_bytes(self.handle_bytes)
+            block = self._spare_blocks.pop() if self._spare_blocks else self._place.new_block(self.handle_bytes)
         else:
-            block = tensors.block_of(memory)
+            block = self._place.block_of(memory)
             if block.nbytes < self.handle_bytes:
                 raise InvalidArgument(f"memory has {block.nbytes} bytes; it must have {self.handle_bytes}")
-        handle = Handle(self, block, reusable=memory is None)
+        handle = Handle(self, block, reusable=memory is None and self._place.reusable)
         pointer = c_void_p()
         args = self._routing_args(ids, weights)
-        result = _native.lib.twHandleCreate(byref(pointer), self.pointer, *args, block.ctypes.data)
+        result = _native.lib.twHandleCreate(byref(pointer), self.pointer, *args, handle._base)
         if result:
             raise self._error(result, ids=ids, weights=weights)
-        handle.pointer, handle.tokens = pointer.value or 0, int(ids.shape[0])
+        handle.pointer = pointer.value or 0
+        handle.adopt_routing(ids, weights)
         return handle
 
+    @cuda.ranged("tokenway.dispatch")
     def dispatch(
         self,
         handle: Handle,
@@ -164,18 +182,18 @@ class Group:
         BoundMismatch, GroupFinished.
         """
         self._free_finished()
-        b = self.max_tokens if bound is None else _int32(bound) or -2
+        b = self.max_tokens if bound is None else arguments.int32(bound) or -2
         given = dict(out) if isinstance(out, Mapping) else {} if out is None else {"tokens": out}
         # What C cannot see is refused here, but not before C has told the peers.
         problem = None
         if given:
-            problem = self._problem_of_outputs(given)
+            problem = arguments.problem_of_outputs(self._place, given, self._out_slots)
         sent: Mapping[str, Tensor] = {}
         if payloads is not None:
-            if isinstance(payloads, Mapping) and payloads.keys() <= self._extra_names:
+            if isinstance(payloads, Mapping) and payloads.keys() <= self._payload_specs.keys() - {"tokens"}:
                 sent = payloads
             else:
-                problem = problem or self._problem_of_payloads(payloads)
+                problem = problem or arguments.problem_of_payloads(payloads, self._extra_names)
         try:
             if layout == "expert_major":
                 self._add_expert_major_out(b, given, tokens)
@@ -189,21 +207,25 @@ class Group:
             tensor = given.get(name)
             slot.clear() if tensor is None else slot.set(tensor)
         self._in.bound = b
-        self._in.lane = -1 if lane is None else _int32(lane) if lane != -1 else -2
+        self._in.lane = -1 if lane is None else arguments.int32(lane) if lane != -1 else -2
         self._in.send_only = 1 if send_only else 0
-        self._out.layout = _code(_native.LAYOUTS, layout) if problem is None else -1
-        result = _native.lib.twDispatch(self.pointer, _pointer_of(handle), *self._addresses[:2])
+        self._out.layout = arguments.code(_native.LAYOUTS, layout) if problem is None else -1
+        if self.device is not None:
+            self._in.stream = self._stream_of(handle)
+        result = _native.lib.twDispatch(self.pointer, arguments.pointer_of(handle), *self._addresses[:2])
         if result:
             error = self._error(result, problem, handle=handle, tokens=tokens, **sent)
             if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
                 handle.leased = send_only  # as twDispatch documents
             raise error
         handle.leased, handle.layout, handle.bound = True, layout, b
+        if handle._unread is not None:
+            handle.was_read()
+        kept = (tokens, *sent.values(), *given.values()) if send_only else ()
         received = self._received(handle, layout, b, given, tensors.is_torch(tokens))
-        if not send_only:
-            return received
-        return Pending(handle, received, (tokens, payloads, given))
+        return Pending(handle, received, kept) if send_only else received
 
+    @cuda.ranged("tokenway.combine")
     def combine(
         self,
         handle: Handle,
@@ -227,11 +249,11 @@ class Group:
         # What C cannot see is refused here, but not before C has told the peers.
         problem: TokenwayError | None = None
         if out is not None:
-            problem = tensors.problem_of_output("out", out)
+            problem = self._place.problem_of_output("out", out)
         elif isinstance(handle, Handle):
             try:
                 name = self.combine_dtype if dtype is None else tensors.dtype_name(dtype)
-                out = tensors.empty((handle.tokens, self.combine_hidden), name, rows)
+                out = self._place.empty((handle.tokens, self.combine_hidden), name, rows)
             except InvalidArgument as error:
                 problem = error
             except (MemoryError, RuntimeError) as error:
@@ -239,14 +261,16 @@ class Group:
         self._rows_slot.set(rows)
         self._tokens_slot.set(out)
         wanted = getattr(handle, "layout", None) if layout is None else layout
-        self._combine_in.layout = _code(_native.LAYOUTS, wanted) if problem is None else -1
-        self._combine_in.weighting = _code(_native.WEIGHTINGS, weighting)
+        self._combine_in.layout = arguments.code(_native.LAYOUTS, wanted) if problem is None else -1
+        self._combine_in.weighting = arguments.code(_native.WEIGHTINGS, weighting)
         self._combine_in.send_only = 1 if send_only else 0
-        result = _native.lib.twCombine(self.pointer, _pointer_of(handle), *self._addresses[2:])
+        if self.device is not None:
+            self._combine_in.stream = self._stream_of(handle)
+        result = _native.lib.twCombine(self.pointer, arguments.pointer_of(handle), *self._addresses[2:])
         if result:
             raise self._error(result, problem, handle=handle, rows=rows, out=out)
         if send_only:
-            return Pending(handle, out, (rows,), combining=True)
+            return Pending(handle, out, (rows, out), combining=True)
         handle.leased = False
         return out
 
@@ -265,7 +289,7 @@ class Group:
         _native.check(_native.lib.twGroupShrink(base, byref(config), byref(survivors)), base)
         del keep
         group = object.__new__(Group)
-        group._adopt(self.comm, survivors.value or 0, settings)
+        group._adopt(self.comm, survivors.value or 0, settings, self._place)
         return group
 
     def abort(self) -> None:
@@ -327,9 +351,19 @@ class Group:
         record = _native.read_record(self.pointer)
         return None if record.result == "twSuccess" else record
 
+    def check(self) -> None:
+        """Raises what the record tells: a sticky error every time, another one once, and only if no call has raised it.
+        Never blocks: on a CUDA device it sees what steps have found that have run, so synchronise first. There, bad
+        ids are InvalidArgument, whose record has token, k and value."""
+        record = self.error
+        if record is not None and (record.sticky or record != self._told):
+            self._told = record
+            raise _native.error_of_record(record)
+
     def window_bytes(self) -> WindowBytes:
         """What this group takes per rank."""
-        return window_bytes(self.nranks, **vars(self.settings))
+        found = window_bytes(self.nranks, **vars(self.settings))
+        return replace(found, window=self._window_bytes or found.window)
 
     # ---------------------------------------------------------------------------------------------------- internals
 
@@ -342,45 +376,49 @@ class Group:
                 self._spare_blocks.append(block)
 
     def _routing_args(self, ids: Tensor, weights: Tensor | None) -> tuple[Any, Any]:
-        described = tensors.tensor_of(ids), None if weights is None else tensors.tensor_of(weights)
+        describe = self._place.describe
+        described = tensors.tensor_of(ids, describe), None if weights is None else tensors.tensor_of(weights, describe)
         return tuple(None if t is None else byref(t) for t in described)  # type: ignore[return-value]
 
     def refuse_dispatch(self) -> None:
         """Tells peers, which wait in a dispatch, that this rank cannot make the call; for callers that raise next."""
         if self._pointer is not None:
-            self._in.lane, self._in.send_only = -1, 0
+            self._in.lane, self._in.send_only, self._in.stream = -1, 0, self._place.stream()
             _native.lib.twDispatch(self._pointer, None, *self._addresses[:2])
 
-    def _error(self, result: int, problem: TokenwayError | None = None, **arguments: Any) -> TokenwayError:
+    def _error(self, result: int, problem: TokenwayError | None = None, **given: Any) -> TokenwayError:
         """The exception of a call that C refused: with a problem that C cannot see, or by an argument that was no
         tensor for C, what C could not say."""
         error = _native.error_of(result, self._pointer)
+        self._told = error.record or self._told
         if not isinstance(error, InvalidArgument):
             return error
         if problem is not None:
             return problem
-        seen = [f"{name} is {what}" for name, x in arguments.items() if (what := _unlike(name, x))]
+        seen = [f"{name} is {what}" for name, x in given.items() if (what := arguments.unlike(self._place, name, x))]
         if seen:
             error.args = ("; ".join([str(error), *seen]),)
         return error
 
-    def _problem_of_outputs(self, given: dict[str, Tensor]) -> TokenwayError | None:
-        for name, tensor in given.items():
-            if name not in self._out_slots:
-                return InvalidArgument(f"out has {name!r}; it may have {', '.join(self._out_slots)}")
-            problem = None if tensor is None else tensors.problem_of_output(f"out[{name!r}]", tensor)
-            if problem is not None:
-                return problem
-        return None
+    def _stream_of(self, handle: Any) -> int:
+        """The stream of a call on a CUDA device; its handle, if it is one of this group, learns of it."""
+        ours = isinstance(handle, Handle) and handle.group is self
+        return handle.follow_stream() if ours else self._place.stream()
 
-    def _problem_of_payloads(self, payloads: Any) -> TokenwayError:
-        told = list(payloads) if isinstance(payloads, Mapping) else f"{type(payloads).__name__}, no mapping"
-        return InvalidArgument(f"payloads is {told}; this group's are {sorted(self._extra_names)}")
+    def _sending_stream(self) -> Any:
+        """The current stream, for who completes a call on another; None on the CPU."""
+        return None if self.device is None else self._place.current_stream()
 
-    def _complete(self, handle: Handle) -> None:
-        result = _native.lib.twComplete(self.pointer, handle.pointer, None)
+    @cuda.ranged("tokenway.complete")
+    def _complete(self, handle: Handle, kept: tuple[Any, ...], sent_on: Any) -> None:
+        """Completes a pending call, which uses the tensors `kept` and was begun on a stream."""
+        stream = None
+        if self.device is not None:
+            self._place.follow(sent_on, kept)
+            stream = self._stream_of(handle)
+        result = _native.lib.twComplete(self.pointer, handle.pointer, stream)
         if result:
-            raise _native.error_of(result, self._pointer)
+            raise self._error(result)
 
     def _add_expert_major_out(self, b: int, made: dict[str, Tensor], like: Tensor) -> None:
         """New tensors for what the caller has not given: there is no window to view by expert."""
@@ -389,63 +427,35 @@ class Group:
         lead = (self.num_local_experts, self.nranks * b)
         for name, payload in self._payload_specs.items():
             if made.get(name) is None:
-                made[name] = tensors.empty((*lead, payload.elements), payload.dtype, like)
+                made[name] = self._place.empty((*lead, payload.elements), payload.dtype, like)
         if made.get("ids") is None:
-            made["ids"] = tensors.empty(lead, self.id_dtype, like)
+            made["ids"] = self._place.empty(lead, self.id_dtype, like)
         if made.get("weights") is None:
-            made["weights"] = tensors.empty(lead, "float32", like)
+            made["weights"] = self._place.empty(lead, "float32", like)
 
     def _received(self, handle: Handle, layout: str, b: int, given: dict[str, Tensor], torch: bool) -> Received:
-        lead = (self.nranks, b)
+        late = {}
         for name, slot in self._out_slots.items():
             if given.get(name) is not None:
                 continue
-            if name in self._payload_specs:
-                payload = self._payload_specs[name]
-                given[name] = self._view(slot.pointer(), (*lead, payload.elements), payload.dtype, torch)
-                continue
-            if name == "counts":
+            if (payload := self._payload_specs.get(name)) is not None:
+                shape = (self.nranks, b, payload.elements)
+                given[name] = self._view(slot.pointer(), shape, payload.dtype, torch)
+            elif name == "counts":
                 shape = (self.nranks if layout == "rank_major" else self.num_local_experts,)
+                late[name] = slot.pointer(), shape, "int32"
             else:
-                shape = (*lead, self.top_k)
-            kind = {"counts": "int32", "ids": self.id_dtype, "weights": "float32"}[name]
-            given[name] = handle.view(slot.pointer(), shape, kind, torch)
-        extra = {name: given[name] for name in self._payload_specs if name != "tokens"}
-        return Received(handle, layout, given["tokens"], extra, given["ids"], given["weights"], given["counts"])
+                shape = (self.nranks, b, self.top_k)
+                late[name] = slot.pointer(), shape, self.id_dtype if name == "ids" else "float32"
+        extra = {name: given[name] for name in self._extra_names} if self._extra_names else {}
+        return Received(handle, layout, extra, given, late, torch)
 
     def _view(self, pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Tensor:
         """A view of the window; there are few, so they are kept: making one takes longer than a small copy."""
         key = (pointer, shape, name, torch)
         found = self._views.get(key)
-        if found is None:
+        if found is None or (torch and found.requires_grad):  # autograd has taken the old one into a graph
             if len(self._views) >= 1024:
                 self._views.clear()
-            array = tensors.view(pointer, shape, name)
-            found = self._views[key] = tensors.to_torch(array) if torch else array
+            found = self._views[key] = self._place.window_view(pointer, shape, name, torch)
         return found
-
-
-def _code(table: Mapping[str, int], name: Any) -> int:
-    """The number of a name; -1, which the C library refuses, for everything else."""
-    return table.get(name, -1) if isinstance(name, str) else -1
-
-
-def _pointer_of(handle: Any) -> int | None:
-    """Of a handle; NULL, which the C library refuses, for one of a closed group and for everything else."""
-    return handle.pointer if isinstance(handle, Handle) and not handle.group.closed else None
-
-
-def _unlike(name: str, argument: Any) -> str | None:
-    """What an argument is instead of what it must be, where its type or place alone is wrong."""
-    if name != "handle":
-        return None if argument is None else tensors.unlike(argument)
-    if not isinstance(argument, Handle):
-        return f"{argument!r}; it must come from Group.route"
-    return "of a group that is closed" if argument.group.closed else None
-
-
-def _int32(value: Any) -> int:
-    """An argument for a 32-bit field. What does not fit becomes -2, which the C library refuses in every such field:
-    the call still reaches it, so that peers are told."""
-    fits = isinstance(value, (int, np.integer)) and -(2**31) <= value < 2**31
-    return int(value) if fits else -2

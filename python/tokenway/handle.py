@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from tokenway import _native, tensors
-from tokenway.errors import TokenwayError
+from tokenway import _native, cuda, tensors
+from tokenway.errors import InvalidUsage, TokenwayError
 
 if TYPE_CHECKING:
     from tokenway.group import Group
@@ -38,41 +38,74 @@ class Received:
     of counts. In rank_major, tokens and payloads are views of the window, valid until the next step on the lane
     begins: experts may compute in place, and the combine of the same handle may read them; later calls may not, and
     after `Group.close` the memory is gone. The other fields belong to the handle: its next dispatch overwrites them.
+
+    On a CUDA device all of them are PyTorch tensors there, and hold what is said once the device has come to it, in
+    order of the stream that the dispatch was called on. For another stream the same holds as for all of PyTorch: it
+    must wait for that one, and whose memory it uses must know (`Tensor.record_stream`), but for views of the window,
+    which no allocator takes back. The next step on the lane must be ordered after whatever reads them.
     """
 
-    __slots__ = ("counts", "handle", "ids", "layout", "payloads", "tokens", "weights")
+    __slots__ = ("_fields", "_late", "_torch", "handle", "layout", "payloads", "tokens")
 
     def __init__(
         self,
         handle: Handle,
         layout: str,
-        tokens: Tensor,
         payloads: dict[str, Tensor],
-        ids: Tensor,
-        weights: Tensor,
-        counts: Tensor,
+        fields: dict[str, Tensor],
+        late: dict[str, tuple[int, tuple[int, ...], str]],
+        torch: bool,
     ):
         self.handle = handle
         self.layout = layout
-        self.tokens = tokens
+        self.tokens: Tensor = fields["tokens"]
         self.payloads = payloads
-        self.ids = ids
-        self.weights = weights
-        self.counts = counts
+        self._fields = fields
+        # (address, shape, dtype) of views of the handle: made when asked for, as making one takes a microsecond.
+        self._late = late
+        self._torch = torch
+
+    def _field(self, name: str) -> Tensor:
+        late = self._late.pop(name, None)
+        if late is not None:
+            self._fields[name] = self.handle.view(*late, self._torch)
+        return self._fields[name]
+
+    @property
+    def ids(self) -> Tensor:
+        """Expert ids of the rows, in the group's id_space."""
+        return self._field("ids")
+
+    @property
+    def weights(self) -> Tensor:
+        """Their weights, float32."""
+        return self._field("weights")
+
+    @property
+    def counts(self) -> Tensor:
+        """[N] or [L] int32: rows from each rank, or of each expert."""
+        return self._field("counts")
 
     @property
     def offsets(self) -> Tensor:
-        """[N + 1] or [L + 1] int32: running sums of counts, from 0."""
+        """[N + 1] or [L + 1] int32: running sums of counts, from 0. On a CUDA device they are enqueued there."""
+        if self.handle.group.device is not None:
+            return cuda.offsets(self.counts)
         offsets = np.zeros(len(self.counts) + 1, np.int32)
         np.cumsum(np.asarray(self.counts), out=offsets[1:])
         return tensors.to_torch(offsets) if tensors.is_torch(self.counts) else offsets
 
 
 class Pending(Generic[Result]):
-    """A `send_only` call under way: everything is sent, nothing received yet."""
+    """A `send_only` call under way: everything is sent, nothing received yet.
+
+    On a CUDA device it may be completed on another stream than it was begun on: that one then waits for what the
+    first holds at that moment. The tensors of the call, inputs and outputs, are recorded for it.
+    """
 
     def __init__(self, handle: Handle, result: Result, keep: tuple[Any, ...], combining: bool = False):
         self._handle = handle
+        self._sent_on = handle.group._sending_stream()
         # What the handle leases once the call is complete, and when it fails: a combine may be tried again on a lease.
         self._leased_after = handle.leased and not combining
         self._leased_at_failure = handle.leased
@@ -87,7 +120,7 @@ class Pending(Generic[Result]):
         if self._keep is not None:
             self._keep, kept = None, self._keep
             try:
-                self._handle.group._complete(self._handle)
+                self._handle.group._complete(self._handle, kept, self._sent_on)
                 self._handle.leased = self._leased_after
             except TokenwayError as error:
                 self._error = error
@@ -106,7 +139,8 @@ class Handle:
     """One routing, cached: made by `Group.route`, used by any number of dispatches and combines.
 
     Leases a lane from a dispatch to its combine. Ranks must lease and give back in the same order, so garbage
-    collection never does: `combine` or `release` a handle that was dispatched.
+    collection never does: `combine` or `release` a handle that was dispatched. On a CUDA device, a handle that is used
+    in a graph which was not made in it must live as long as the graph.
     """
 
     __slots__ = (
@@ -114,16 +148,19 @@ class Handle:
         "_base",
         "_memory",
         "_reusable",
+        "_streams",
+        "_unread",
         "_views",
         "bound",
         "group",
         "layout",
         "leased",
         "pointer",
+        "stream",
         "tokens",
     )
 
-    def __init__(self, group: Group, memory: np.ndarray, reusable: bool):
+    def __init__(self, group: Group, memory: Tensor, reusable: bool):
         self.group = group
         self.pointer = 0  # the C library's twHandle_t, once there is one
         self.tokens = 0
@@ -132,8 +169,13 @@ class Handle:
         self.leased = False
         self._memory = memory  # uint8: the C library's arrays of this handle lie in it
         self._reusable = reusable
-        self._base = memory.ctypes.data
+        self._base = group._place.address(memory)
         self._views: dict[Any, Tensor] = {}
+        # CUDA: the stream of the last call, all those that the allocator knows the memory is used on, and the
+        # routing's tensors as long as no dispatch has read them.
+        self.stream: int = group._place.stream()
+        self._streams: tuple[int, ...] = (self.stream,)
+        self._unread: tuple[Tensor, ...] | None = None
 
     def update(self, ids: Tensor, weights: Tensor | None = None) -> None:
         """Replaces the routing, as `Group.route` would make it. Refused while a lane is leased."""
@@ -142,7 +184,36 @@ class Handle:
         result = _native.lib.twHandleUpdate(self.pointer, *args)
         if result:
             raise group._error(result, ids=ids, weights=weights)
+        self.adopt_routing(ids, weights)
+
+    def adopt_routing(self, ids: Tensor, weights: Tensor | None) -> None:
+        """After the C library has taken a routing: its size and, on a CUDA device, what the first dispatch reads."""
         self.tokens = int(ids.shape[0])
+        if self.group.device is not None:
+            self.follow_stream()
+            self._unread = (ids, weights)
+
+    def follow_stream(self) -> int:
+        """The current stream of the group's CUDA device, which uses this handle from now on."""
+        place: Any = self.group._place
+        stream: int = place.stream()
+        if stream != self.stream:
+            self._move(place, stream)
+        return stream
+
+    def _move(self, place: cuda.Cuda, stream: int) -> None:
+        """Memory that this object alone keeps must not be reused before a stream that it was not made for is done."""
+        if stream not in self._streams:
+            self._streams += (stream,)
+            place.record((self._memory,))
+        place.record(self._unread or ())
+        self.stream = stream
+
+    def was_read(self) -> None:
+        """After the first dispatch: the routing's tensors need not live longer, but for the replays of a graph."""
+        place: Any = self.group._place
+        if not place.capturing():
+            self._unread = None
 
     def release(self) -> None:
         """Gives the lane of a dispatch back without a combine, at all ranks at the same place in their calls."""
@@ -151,10 +222,16 @@ class Handle:
         self.leased = False
 
     def num_recv_tokens(self) -> tuple[np.ndarray, int]:
-        """([N] int32 rows received from each rank by the last dispatch, their sum)."""
-        counts = (c_int32 * self._living_group().nranks)()
+        """([N] int32 rows received from each rank by the last dispatch, their sum). On a CUDA device it waits for that
+        dispatch, which no other call does; InvalidUsage while a graph is captured. `Received.counts` is on the device.
+        """
+        group = self._living_group()
+        place: Any = group._place
+        if group.device is not None and place.capturing():
+            raise InvalidUsage("num_recv_tokens waits for the device, which a stream that is captured cannot")
+        counts = (c_int32 * group.nranks)()
         total = c_int32()
-        _native.check(_native.lib.twHandleNumRecvTokens(self.pointer, counts, byref(total)))
+        _native.check(_native.lib.twHandleNumRecvTokens(self.pointer, counts, byref(total)), group.pointer)
         return np.array(counts, np.int32), total.value
 
     def _living_group(self) -> Group:
@@ -167,11 +244,9 @@ class Handle:
         small copy."""
         key = (pointer, shape, torch)
         found = self._views.get(key)
-        if found is None:
-            dtype = tensors.numpy_dtype(name)
+        if found is None or (torch and found.requires_grad):  # autograd has taken the old one into a graph
             begin = pointer - self._base
-            array = self._memory[begin : begin + int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
-            found = self._views[key] = tensors.to_torch(array) if torch else array
+            found = self._views[key] = self.group._place.block_view(self._memory, begin, shape, name, torch)
         return found
 
     def __del__(self) -> None:

@@ -8,13 +8,17 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from tokenway import _native
+from tokenway import _native, cuda
 from tokenway.bench import machine
+from tokenway.comm import local_comms
+from tokenway.errors import TokenwayError
+
+AVAILABLE = "available"
 
 PACKAGES = {
     "numpy": "required",
     "ml_dtypes": "required",
-    "torch": "tensors, process groups, the gloo baselines",
+    "torch": "tensors, CUDA, process groups, the gloo baselines",
     "matplotlib": "bench --plot",
     "rich": "tables and progress of bench",
 }
@@ -27,6 +31,13 @@ LAUNCHERS = {
     "RANK": "this rank, set by torchrun",
     "WORLD_SIZE": "all ranks, set by torchrun",
     "LOCAL_WORLD_SIZE": "ranks on this host, set by torchrun",
+    cuda.LOCAL_RANK: "this rank on this host, set by torchrun and `tokenway launch`: its CUDA device for connect()",
+}
+
+# What the Python package reads itself.
+PYTHON_SIDE = {
+    "TOKENWAY_LIBRARY": "the library that the Python package loads",
+    cuda.NVTX: "1: dispatch, combine and complete on CUDA devices are NVTX ranges; read when the package is imported",
 }
 
 # What the CPU backend asks of the kernel: numbers are the same on x86-64 where they differ else.
@@ -45,6 +56,7 @@ def collect() -> dict[str, Any]:
     here["huge_pages"] = _transparent_huge_pages()
     here["huge_page_bytes"] = memory.get("Hugepagesize", 0)
     here["huge_pages_free"] = memory.get("HugePages_Free", 0)
+    nvlink = _nvlink_backend()
     return {
         "version": tokenway.__version__,
         "library": str(_native.library_path()),
@@ -52,12 +64,13 @@ def collect() -> dict[str, Any]:
         "commit": machine.commit(),
         "backends": {
             "cpu": _cpu_backend(),
-            "nvlink": "not in this version",
+            "nvlink": nvlink,
             "torch": "not in this version (a process group can be the bootstrap: tokenway.connect)",
             "gin": "not in this version",
         },
         "machine": here,
         "kernel": kernel_features(),
+        "cuda": cuda_devices() if nvlink == AVAILABLE else [],
         "packages": {name: {"version": machine.package_version(name), "use": use} for name, use in PACKAGES.items()},
         "environment": _environment(),
     }
@@ -65,8 +78,7 @@ def collect() -> dict[str, Any]:
 
 def _environment() -> list[dict[str, Any]]:
     known = [{"name": name, "value": value, "doc": doc} for name, value, doc in _native.environment()]
-    override = "TOKENWAY_LIBRARY"
-    others = {override: "the library that the Python package loads"} | LAUNCHERS
+    others = PYTHON_SIDE | LAUNCHERS
     return known + [{"name": name, "value": os.environ.get(name), "doc": doc} for name, doc in others.items()]
 
 
@@ -82,7 +94,41 @@ def kernel_features() -> dict[str, bool]:
 
 def _cpu_backend() -> str:
     problem = _memfd_problem()
-    return "available" if problem is None else f"not available: {problem}, which windows are made of"
+    return AVAILABLE if problem is None else f"not available: {problem}, which windows are made of"
+
+
+def _nvlink_backend() -> str:
+    """Asks the library for a comm of one rank on the first device, and tells what it says if there is none."""
+    try:
+        for comm in local_comms(1, devices=[0], timeout=10):
+            comm.close()
+    except TokenwayError as error:
+        return f"not available: {error}"
+    return AVAILABLE
+
+
+def cuda_devices() -> list[dict[str, Any]]:
+    """The CUDA devices of this machine, as PyTorch knows them: none where it cannot be imported."""
+    try:
+        import torch
+    except ImportError:
+        return []
+    count = torch.cuda.device_count()
+    found = []
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        reached = [peer for peer in range(count) if peer != index and torch.cuda.can_device_access_peer(index, peer)]
+        found.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+                "processors": properties.multi_processor_count,
+                "reaches": reached,
+            }
+        )
+    return found
 
 
 def _memfd() -> bool:
@@ -130,6 +176,15 @@ def _size(value: int) -> str:
     return f"{value} B"
 
 
+def _device_line(device: dict[str, Any]) -> tuple[str, str]:
+    reached = ", ".join(f"cuda:{peer}" for peer in device["reaches"])
+    return (
+        f"cuda:{device['index']}",
+        f"{device['name']}, {device['processors']} SMs, {_size(device['memory_bytes'])}, compute capability "
+        f"{device['capability']}, reaches the memory of {reached or 'no other'}",
+    )
+
+
 def text(facts: dict[str, Any]) -> str:
     """The same for people."""
     m = facts["machine"]
@@ -145,6 +200,7 @@ def text(facts: dict[str, Any]) -> str:
             ],
         ),
         ("backends", list(facts["backends"].items())),
+        *([("cuda devices", [_device_line(d) for d in facts["cuda"]])] if facts["cuda"] else []),
         (
             "machine",
             [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tokenway.comm import ADDRESS, NRANKS, RANK
+from tokenway.comm import ADDRESS, LOCAL_RANK, NRANKS, RANK
 from tokenway.errors import PeerAborted, PeerDied, PeerRefused, PeerTimeout
 
 _GRACE = 5.0  # seconds between asking a process to end and ending it
@@ -35,6 +35,11 @@ class Outcome:
     def ok(self) -> bool:
         """Whether it returned."""
         return self.error is None and self.exitcode == 0
+
+
+def _variables(rank: int, nranks: int, address: str) -> dict[str, str]:
+    """What tells a process its place. LOCAL_RANK is torchrun's word for it, and says which CUDA device is its own."""
+    return {RANK: str(rank), NRANKS: str(nranks), ADDRESS: address, LOCAL_RANK: str(rank)}
 
 
 def _child(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...], env: dict) -> None:
@@ -65,7 +70,7 @@ class Ranks:
         self._connections: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(nranks):
-            variables = {RANK: str(rank), NRANKS: str(nranks), ADDRESS: address} | (env or {})
+            variables = _variables(rank, nranks, address) | (env or {})
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_child, args=(theirs, function, args, variables), daemon=True)
             process.start()
@@ -156,10 +161,7 @@ def launch(command: Sequence[str], nranks: int) -> int:
     Returns the exit code of the first that failed, else 0.
     """
     address = f"launch-{os.getpid()}-{os.urandom(8).hex()}"
-    children = [
-        subprocess.Popen(command, env=os.environ | {RANK: str(r), NRANKS: str(nranks), ADDRESS: address})
-        for r in range(nranks)
-    ]
+    children = [subprocess.Popen(command, env=os.environ | _variables(rank, nranks, address)) for rank in range(nranks)]
     failed = 0
     try:
         codes: list[int | None] = [None]

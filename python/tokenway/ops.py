@@ -15,6 +15,11 @@ registered as having side effects, so that FX keeps one whose outputs are unused
 A handle, and the lane that it leases, is kept from a dispatch to its combine, and at the longest until the group is
 closed: a dispatch that is never combined (a forward pass that stops there) takes a lane of the group for good.
 
+The order token is a CPU tensor, on CUDA devices too: it says in which order the host makes calls, and a token on the
+device would have to be waited for. `torch.cuda.graph` captures the ops as it captures the calls of a group: each replay
+repeats the steps of the capture. Inductor's own graphs (mode="reduce-overhead") leave out what has inputs on the CPU,
+and so compiled functions that take a token.
+
 Outputs are fresh tensors, never views of the window, so that a compiler may keep or move them. Ops go through
 `torch.library.Library.impl`, which costs a third of what `torch.library.custom_op` costs per call.
 """
@@ -51,8 +56,8 @@ def register(group: Group) -> int:
 
 
 def start() -> torch.Tensor:
-    """The order token of a first step."""
-    return torch.zeros(1, dtype=torch.int64)
+    """The order token of a first step: on the CPU, whatever the group's device and the default one."""
+    return torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
 def _group(number: int) -> Group:
@@ -62,16 +67,25 @@ def _group(number: int) -> Group:
     return group
 
 
-def _received(group: Group, like: torch.Tensor, bound: int, layout: str) -> tuple[torch.Tensor, ...]:
+def _check_order(order: torch.Tensor) -> None:
+    if not order.is_cpu:
+        raise InvalidArgument(
+            f"order is a {order.device} tensor; it must be on the CPU, as tokenway.ops.start makes it"
+        )
+
+
+def _received(
+    group: Group, like: torch.Tensor, bound: int, layout: str, device: torch.device | None = None
+) -> tuple[torch.Tensor, ...]:
     """New (tokens, ids, weights, counts) of a dispatch: the shapes that Received documents."""
     rank_major = layout == "rank_major"
     lead = (group.nranks, bound) if rank_major else (group.num_local_experts, group.nranks * bound)
     per_row = (group.top_k,) if rank_major else ()
     return (
-        like.new_empty((*lead, group.hidden)),
-        like.new_empty((*lead, *per_row), dtype=getattr(torch, group.id_dtype)),
-        like.new_empty((*lead, *per_row), dtype=torch.float32),
-        like.new_empty((lead[0],), dtype=torch.int32),
+        like.new_empty((*lead, group.hidden), device=device),
+        like.new_empty((*lead, *per_row), dtype=getattr(torch, group.id_dtype), device=device),
+        like.new_empty((*lead, *per_row), dtype=torch.float32, device=device),
+        like.new_empty((lead[0],), dtype=torch.int32, device=device),
     )
 
 
@@ -87,8 +101,10 @@ def _dispatch(
     global _last_handle
     on = _group(group)
     try:
+        _check_order(order)
         handle = on.route(ids, weights)
-        made = _received(on, tokens, bound, layout)
+        device = torch.device("cpu") if on.device is None else torch.device("cuda", on.device)
+        made = _received(on, tokens, bound, layout, device)  # tokens may be elsewhere, which the dispatch refuses
     except Exception:
         on.refuse_dispatch()  # peers are in the dispatch already
         raise
@@ -103,6 +119,7 @@ def _combine(
     rows: torch.Tensor, order: torch.Tensor, group: int, tokens: int, weighting: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     on = _group(group)
+    _check_order(order)
     number = int(order.item())
     handle = on.op_handles.get(number)
     if handle is None:
@@ -112,8 +129,9 @@ def _combine(
     return out, torch.zeros_like(order)
 
 
-_library.impl("dispatch", _dispatch, "CPU")
-_library.impl("combine", _combine, "CPU")
+for _key in ("CPU", "CUDA"):
+    _library.impl("dispatch", _dispatch, _key)
+    _library.impl("combine", _combine, _key)
 for _op in (torch.ops.tokenway.dispatch.default, torch.ops.tokenway.combine.default):
     torch.fx.node.has_side_effect(_op)
 

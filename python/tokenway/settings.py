@@ -53,6 +53,7 @@ class Settings:
     id_dtype: Any = "int32"
     id_space: str = "local"
     invalid_id: int = -1
+    sm_limit: int = 0
 
     def all_payloads(self) -> dict[str, Payload]:
         """Name to payload, in the order of the C API: tokens first. Dtypes by their common names."""
@@ -127,6 +128,7 @@ def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
         raise InvalidArgument(f"id_space is {settings.id_space!r}; it must be one of {list(_native.ID_SPACES)}")
     config.id_space = _native.ID_SPACES[settings.id_space]
     config.invalid_id = fit("invalid_id", settings.invalid_id)
+    config.sm_limit = fit("sm_limit", settings.sm_limit)
     return config, placement
 
 

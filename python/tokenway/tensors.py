@@ -1,4 +1,4 @@
-"""Tensors to descriptors and back, for NumPy (with ml_dtypes) and PyTorch on the CPU.
+"""Tensors to descriptors and back, for NumPy (with ml_dtypes) and PyTorch on the CPU. `cuda.py` has the same for CUDA.
 
 Descriptors are not checked here: one says what a tensor is, and the C library says whether that is right, so that
 peers learn of a refusal at once. What is no tensor becomes a descriptor without a dtype. What a descriptor cannot
@@ -8,6 +8,7 @@ tell (read-only memory, another device) is found out here, and told beside C's r
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import sys
 from collections.abc import Callable
@@ -43,13 +44,14 @@ DTYPE_OFFSET = _native.Tensor.dtype.offset
 TENSOR_BYTES = ctypes.sizeof(_native.Tensor)
 _META = struct.Struct(f"@ii{2 * _native.MAX_DIMS}q")
 _POINTER = struct.Struct("@Q")
+_WHOLE = struct.Struct(f"@Q{TENSOR_BYTES - DTYPE_OFFSET}s")
 NOTHING = (0, bytes(TENSOR_BYTES - DTYPE_OFFSET))
 
-assert _META.size == TENSOR_BYTES - DTYPE_OFFSET
+assert _META.size == TENSOR_BYTES - DTYPE_OFFSET and _POINTER.size == DTYPE_OFFSET
 
 # (dtype, shape, strides) to the bytes of a descriptor after its pointer. Shapes repeat, call after call.
 _numpy_metas: dict[Any, bytes] = {}
-_torch_metas: dict[Any, bytes] = {}
+torch_metas: dict[Any, bytes] = {}
 _CACHE_LIMIT = 4096
 
 
@@ -115,6 +117,8 @@ def _choose_address() -> Callable[[np.ndarray], int]:
 
 _address = _choose_address()
 
+Describe = Callable[[Any], tuple[int, bytes]]
+
 
 def describe(x: Any) -> tuple[int, bytes]:
     """(address, the descriptor's bytes after it) of a tensor; NOTHING-like for what is none."""
@@ -128,32 +132,33 @@ def describe(x: Any) -> tuple[int, bytes]:
         return _address(x), meta
     if is_torch(x) and x.is_cpu and x.layout is sys.modules["torch"].strided:
         key = (x.dtype, x.shape, x.stride())
-        meta = _torch_metas.get(key)
-        if meta is None:
-            if len(_torch_metas) >= _CACHE_LIMIT:
-                _torch_metas.clear()
-            meta = _torch_metas[key] = _pack(str(x.dtype).removeprefix("torch."), *key[1:])
-        return x.data_ptr(), meta
+        return x.data_ptr(), torch_metas.get(key) or torch_meta(key)
     if isinstance(x, np.ndarray):
         return describe(np.asarray(x))
     return NOTHING
 
 
+def torch_meta(key: tuple[Any, ...]) -> bytes:
+    """What `torch_metas` lacks: the descriptor of a PyTorch tensor of (dtype, shape, strides), without its pointer."""
+    if len(torch_metas) >= _CACHE_LIMIT:
+        torch_metas.clear()
+    meta = torch_metas[key] = _pack(str(key[0]).removeprefix("torch."), *key[1:])
+    return meta
+
+
 class Slot:
     """The place of one tensor descriptor in a C struct that is used for call after call."""
 
-    __slots__ = ("_bytes", "_meta", "_offset")
+    __slots__ = ("_bytes", "_describe", "_offset")
 
-    def __init__(self, owner: ctypes.Structure, tensor: _native.Tensor):
+    def __init__(self, owner: ctypes.Structure, tensor: _native.Tensor, describe: Describe = describe):
+        self._describe = describe
         self._bytes = memoryview(owner).cast("B")
         self._offset = ctypes.addressof(tensor) - ctypes.addressof(owner)
-        self._meta = slice(self._offset + DTYPE_OFFSET, self._offset + TENSOR_BYTES)
 
     def set(self, x: Any) -> None:
         """Describes x."""
-        pointer, meta = describe(x)
-        _POINTER.pack_into(self._bytes, self._offset, pointer)
-        self._bytes[self._meta] = meta
+        _WHOLE.pack_into(self._bytes, self._offset, *self._describe(x))
 
     def clear(self) -> None:
         """No data: asks an output for a view."""
@@ -164,7 +169,7 @@ class Slot:
         return _POINTER.unpack_from(self._bytes, self._offset)[0]
 
 
-def tensor_of(x: Any) -> _native.Tensor:
+def tensor_of(x: Any, describe: Describe = describe) -> _native.Tensor:
     """A descriptor of its own, for calls that are not on the way of a token."""
     tensor = _native.Tensor()
     pointer, meta = describe(x)
@@ -173,22 +178,12 @@ def tensor_of(x: Any) -> _native.Tensor:
     return tensor
 
 
-def view(pointer: int, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """A NumPy view of memory that the C library owns."""
-    dtype = numpy_dtype(name)
-    count = int(np.prod(shape))
-    if count == 0 or pointer == 0:
-        return np.empty(shape, dtype)
-    raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
-    return np.frombuffer(raw, dtype, count).reshape(shape)
-
-
 def unlike(x: Any) -> str | None:
-    """What x is, if it is no tensor that this version can take, whatever its dtype and shape."""
+    """What x is, if it is no tensor that a group on the CPU can take, whatever its dtype and shape."""
     if is_torch(x):
         torch = sys.modules["torch"]
         if not x.is_cpu:
-            return f"a {x.device.type} tensor; this version's backend takes CPU tensors"
+            return f"a {x.device} tensor; this group is on the CPU"
         if x.layout is not torch.strided:
             return f"a tensor of layout {x.layout}; it must be strided"
         return None
@@ -244,16 +239,56 @@ def to_torch(array: np.ndarray) -> Any:
     import torch
 
     name = array.dtype.name
-    if array.dtype.kind == "V" or hasattr(ml_dtypes, name):
-        bits = array.view(np.uint8 if array.itemsize == 1 else np.int16)
-        return torch.from_numpy(bits).view(getattr(torch, name))
-    return torch.from_numpy(array)
+    with torch.inference_mode(False):  # views are kept: one made under inference_mode could not be trained with later
+        if array.dtype.kind == "V" or hasattr(ml_dtypes, name):
+            bits = array.view(np.uint8 if array.itemsize == 1 else np.int16)
+            return torch.from_numpy(bits).view(getattr(torch, name))
+        return torch.from_numpy(array)
 
 
-def empty(shape: tuple[int, ...], name: str, like: Any) -> Any:
-    """A new tensor of the kind that `like` is."""
-    if is_torch(like):
-        import torch
+class Host:
+    """Where the tensors of a group are: here, on the CPU. `cuda.Cuda` is its like; groups and handles use either."""
 
-        return torch.empty(shape, dtype=getattr(torch, name))
-    return np.empty(shape, numpy_dtype(name))
+    reusable = True  # blocks for handles, as a new one costs page faults, more than the rest of a route
+    describe = staticmethod(describe)
+    unlike = staticmethod(unlike)
+    new_block = staticmethod(aligned_bytes)
+    block_of = staticmethod(block_of)
+    problem_of_output = staticmethod(problem_of_output)
+
+    @staticmethod
+    def stream() -> int:
+        """There is none."""
+        return 0
+
+    @staticmethod
+    def address(block: np.ndarray) -> int:
+        """Of a block for a handle."""
+        return _address(block)
+
+    @staticmethod
+    def block_view(block: np.ndarray, begin: int, shape: tuple[int, ...], name: str, torch: bool) -> Any:
+        """A view of a part of a block, which it keeps alive."""
+        dtype = numpy_dtype(name)
+        array = block[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        return to_torch(array) if torch else array
+
+    @staticmethod
+    def window_view(pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Any:
+        """A view of memory that the C library owns."""
+        dtype = numpy_dtype(name)
+        count = math.prod(shape)
+        if count == 0 or pointer == 0:
+            array = np.empty(shape, dtype)
+        else:
+            raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
+            array = np.frombuffer(raw, dtype, count).reshape(shape)
+        return to_torch(array) if torch else array
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], name: str, like: Any) -> Any:
+        """A new tensor of the kind that `like` is."""
+        if is_torch(like):
+            torch = sys.modules["torch"]
+            return torch.empty(shape, dtype=getattr(torch, name), device="cpu")
+        return np.empty(shape, numpy_dtype(name))

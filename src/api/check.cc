@@ -172,11 +172,6 @@ Status check_layout(const char* name, twLayout_t layout) {
   return fail(twInvalidArgument, "%s is %d; it must be twRankMajor (0) or twExpertMajor (1)", name, layout);
 }
 
-Status check_stream(const void* stream) {
-  if (stream == nullptr) return {};
-  return fail(twInvalidArgument, "input.stream is %p; it must be NULL on the CPU", stream);
-}
-
 // The leading dimensions of a layout: [N, b] or [L, N*b].
 struct Lead {
   int64_t blocks;
@@ -246,6 +241,11 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
 
 }  // namespace
 
+Status check_ranks(int32_t nranks) {
+  if (nranks >= 1 && nranks <= TW_MAX_RANKS) return {};
+  return fail(twInvalidArgument, "nranks is %d; it must be from 1 to %d", nranks, TW_MAX_RANKS);
+}
+
 Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor_t* weights, CheckedRouting* routing) {
   const Shape& shape = group.shape();
   if (ids == nullptr) return fail(twInvalidArgument, "ids is NULL");
@@ -270,7 +270,7 @@ Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor
                   static_cast<long long>(weights->shape[0]), static_cast<long long>(ids->shape[0]));
     }
   }
-  TW_RETURN_IF_FAILED(check_id_values(shape, *ids));
+  if (!group.backend->on_device()) TW_RETURN_IF_FAILED(check_id_values(shape, *ids));
   *routing = {ids, weighted ? weights : nullptr, static_cast<int32_t>(ids->shape[0])};
   return {};
 }
@@ -289,10 +289,25 @@ void copy_routing(const Shape& shape, const CheckedRouting& checked, Routing* ro
   }
 }
 
+RoutingSource source_of(const CheckedRouting& checked) {
+  RoutingSource source;
+  const auto strides = [](const twTensor_t& tensor, int64_t to[2]) {
+    for (const int i : {0, 1}) to[i] = tensor.shape[i] > 1 ? tensor.stride[i] : 0;
+  };
+  source.ids = checked.ids->data;
+  source.id_dtype = checked.ids->dtype;
+  strides(*checked.ids, source.id_stride);
+  if (checked.weights == nullptr) return source;
+  source.weights = static_cast<const float*>(checked.weights->data);
+  strides(*checked.weights, source.weight_stride);
+  return source;
+}
+
 Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t& input,
                       const twDispatchOutput_t& output, DispatchCall* call) {
   const twGroupConfig_t& config = group.config.given;
-  TW_RETURN_IF_FAILED(check_stream(input.stream));
+  TW_RETURN_IF_FAILED(group.backend->check_stream(input.stream));
+  call->stream = input.stream;
   TW_RETURN_IF_FAILED(check_layout("output.layout", output.layout));
   call->bound = input.bound == 0 ? config.max_tokens : input.bound;
   if (call->bound < handle.routing.tokens || call->bound > config.max_tokens) {
@@ -318,7 +333,8 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
 Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& input, const twCombineOutput_t& output,
                      CombineCall* call) {
   const twGroupConfig_t& config = group.config.given;
-  TW_RETURN_IF_FAILED(check_stream(input.stream));
+  TW_RETURN_IF_FAILED(group.backend->check_stream(input.stream));
+  call->stream = input.stream;
   TW_RETURN_IF_FAILED(check_layout("input.layout", input.layout));
   if (input.weighting != twWeightNone && input.weighting != twWeightTopk) {
     return fail(twInvalidArgument, "input.weighting is %d; it must be twWeightNone (0) or twWeightTopk (1)",
@@ -355,11 +371,12 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   call->out_stride = config.combine_elements * dtype_bytes(output.tokens.dtype);
   // This rank's own partials need no way through the window if they are rows as they would travel, if no peer can
   // overwrite them once this rank has published (S3), and if no sum can before they are read.
-  const auto row_bytes = static_cast<int64_t>(group.shape().combine_bytes);
+  const int64_t rows_bytes = config.combine_elements * dtype_bytes(input.rows.dtype);
+  call->in_window = group.backend->in_window(input.rows.data);
+  call->apart = !call->in_window && disjoint(extent(call->rows, lead, rows_bytes),
+                                             {call->out, call->out + handle.routing.tokens * call->out_stride});
   call->keep_own =
-      call->layout == twRankMajor && !call->weighted && call->rows_dtype == config.combine_dtype &&
-      !group.backend->in_window(input.rows.data) &&
-      disjoint(extent(call->rows, lead, row_bytes), {call->out, call->out + handle.routing.tokens * call->out_stride});
+      call->layout == twRankMajor && !call->weighted && call->rows_dtype == config.combine_dtype && call->apart;
   return {};
 }
 

@@ -43,6 +43,8 @@ Status write_struct(const char* name, const Struct& known, Struct* given) {
   return {};
 }
 
+Status check_ranks(int32_t nranks);
+
 struct CheckedRouting {
   const twTensor_t* ids;
   const twTensor_t* weights;  // NULL: all 1
@@ -53,6 +55,8 @@ struct CheckedRouting {
 Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor_t* weights, CheckedRouting* routing);
 // Copies a checked routing into the handle's arrays.
 void copy_routing(const Shape& shape, const CheckedRouting& checked, Routing* routing);
+// Where a device will find it.
+RoutingSource source_of(const CheckedRouting& checked);
 
 // What a call needs of its structs. The output's views are filled in by fill_views.
 Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t& input,

@@ -3,74 +3,23 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <exception>
-#include <mutex>
-#include <new>
 #include <numeric>
-#include <unordered_set>
 
 #include "api/check.h"
-#include "bootstrap/bootstrap.h"
+#include "api/enter.h"
+#include "api/registry.h"
 
 namespace {
 
 using tw::fail;
 using tw::Status;
+using tw::api::comms;
+using tw::api::enter;
+using tw::api::groups;
+using tw::api::handles;
+using tw::api::last_error;
 
-thread_local std::string last_error;
 thread_local std::string environment_value;
-
-twResult_t report(Status status) {
-  if (!status.ok()) last_error = std::move(status.text);
-  return status.code;
-}
-
-// Runs a call; whatever it throws becomes a result.
-template <class Call>
-twResult_t enter(Call&& call) {
-  try {
-    return report(call());
-  } catch (const std::bad_alloc&) {
-    return report(fail(twOutOfMemory, "out of memory for the library's own tables"));
-  } catch (const std::exception& error) {
-    return report(fail(twInternalError, "unexpected: %s", error.what()));
-  }
-}
-
-// Objects that callers hold. A pointer is looked up before it is followed, so a stale one is an error, not a crash.
-template <class Object>
-class Registry {
- public:
-  void add(Object* object) {
-    const std::lock_guard lock(mutex_);
-    objects_.insert(object);
-  }
-  bool remove(Object* object) {
-    const std::lock_guard lock(mutex_);
-    return objects_.erase(object) > 0;
-  }
-  Status check(const char* name, Object* object) {
-    const std::lock_guard lock(mutex_);
-    if (objects_.count(object) > 0) return {};
-    return object == nullptr ? fail(twInvalidArgument, "%s is NULL", name)
-                             : fail(twInvalidArgument, "%s is %p, which does not exist, or no longer", name,
-                                    static_cast<void*>(object));
-  }
-
-  // Around fork(), so that no other thread holds the lock in the child.
-  void lock() { mutex_.lock(); }
-  void unlock() { mutex_.unlock(); }
-  void clear() { objects_.clear(); }
-
- private:
-  std::mutex mutex_;
-  std::unordered_set<Object*> objects_;
-};
-
-Registry<twComm> comms;
-Registry<twGroup> groups;
-Registry<twHandle> handles;
-
 // A forked child shares the sockets of its parent and must not speak on them: the parent's objects do not exist there.
 const int at_fork = pthread_atfork([] { comms.lock(), groups.lock(), handles.lock(); },
                                    [] { handles.unlock(), groups.unlock(), comms.unlock(); },
@@ -79,44 +28,11 @@ const int at_fork = pthread_atfork([] { comms.lock(), groups.lock(), handles.loc
                                      handles.unlock(), groups.unlock(), comms.unlock();
                                    });
 
-#define TW_CHECK_NOT_NULL(pointer) \
-  if ((pointer) == nullptr) return fail(twInvalidArgument, #pointer " is NULL")
-
 Status check_handle(twGroup_t group, twHandle_t handle) {
   TW_RETURN_IF_FAILED(handles.check("handle", handle));
   if (handle->group == group) return {};
   return fail(twInvalidArgument, "handle %p belongs to another group", static_cast<void*>(handle));
 }
-
-tw::TimePoint after(int32_t milliseconds) {
-  return std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
-}
-
-Status read_comm_config(const twCommConfig_t* given, tw::Environment* environment, twCommConfig_t* config) {
-  *config = TW_COMM_CONFIG_INIT;
-  if (given != nullptr) TW_RETURN_IF_FAILED(tw::api::read_struct("config", given, config));
-  TW_RETURN_IF_FAILED(tw::read_environment(environment));
-  if (config->timeout_ms < 0) {
-    return fail(twInvalidArgument, "config.timeout_ms is %d; it must be from 0 to %d", config->timeout_ms, INT32_MAX);
-  }
-  if (config->timeout_ms == 0) config->timeout_ms = environment->timeout_ms;
-  return {};
-}
-
-Status check_ranks(int32_t nranks) {
-  if (nranks >= 1 && nranks <= TW_MAX_RANKS) return {};
-  return fail(twInvalidArgument, "nranks is %d; it must be from 1 to %d", nranks, TW_MAX_RANKS);
-}
-
-twComm* make_comm(std::unique_ptr<tw::Bootstrap> bootstrap, const tw::Environment& environment, int32_t timeout_ms) {
-  auto comm = std::make_unique<twComm>();
-  comm->bootstrap = std::move(bootstrap);
-  comm->environment = environment;
-  comm->timeout_ms = timeout_ms;
-  comms.add(comm.get());
-  return comm.release();
-}
-
 // Points the handle's arrays into its block.
 void place_arrays(const tw::HandleMap& map, twHandle* handle) {
   std::byte* const block = handle->block;
@@ -130,12 +46,19 @@ void place_arrays(const tw::HandleMap& map, twHandle* handle) {
   handle->expert_counts = reinterpret_cast<int32_t*>(block + map.expert_counts);
   handle->shown_ids = block + map.shown_ids;
   handle->shown_weights = reinterpret_cast<float*>(block + map.shown_weights);
+  handle->places = reinterpret_cast<int32_t*>(block + map.places);
+  handle->status = reinterpret_cast<int32_t*>(block + map.status);
 }
 
 void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandle* handle) {
+  handle->dispatched = false;
+  if (group.backend->on_device()) {  // its first dispatch copies and assigns
+    handle->routing.tokens = checked.tokens;
+    handle->source = tw::api::source_of(checked);
+    return;
+  }
   tw::api::copy_routing(group.shape(), checked, &handle->routing);
   tw::assign_slots(group.shape(), group.context.placement, &handle->routing);
-  handle->dispatched = false;
 }
 
 void forget_handles(twGroup& group) {
@@ -186,71 +109,15 @@ twResult_t twEnvironment(int32_t index, const char** name, const char** value, c
   });
 }
 
-twResult_t twCommCreateShm(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* given) {
-  return enter([&]() -> Status {
-    TW_CHECK_NOT_NULL(comm);
-    TW_RETURN_IF_FAILED(check_ranks(nranks));
-    if (rank < 0 || rank >= nranks) {
-      return fail(twInvalidArgument, "rank is %d; it must be from 0 to %d", rank, nranks - 1);
-    }
-    tw::Environment environment;
-    twCommConfig_t config;
-    TW_RETURN_IF_FAILED(read_comm_config(given, &environment, &config));
-    if (config.address == nullptr || *config.address == '\0') {
-      return fail(twInvalidArgument, "config.address is empty; it must name the comm, the same on all ranks");
-    }
-    std::unique_ptr<tw::Bootstrap> mesh;
-    TW_RETURN_IF_FAILED(tw::connect_mesh(rank, nranks, config.address, after(config.timeout_ms), &mesh));
-    *comm = make_comm(std::move(mesh), environment, config.timeout_ms);
-    return {};
-  });
-}
-
-twResult_t twCommCreateLocal(twComm_t* made, int32_t nranks, const twCommConfig_t* given) {
-  return enter([&]() -> Status {
-    if (made == nullptr) return fail(twInvalidArgument, "comms is NULL");
-    TW_RETURN_IF_FAILED(check_ranks(nranks));
-    tw::Environment environment;
-    twCommConfig_t config;
-    TW_RETURN_IF_FAILED(read_comm_config(given, &environment, &config));
-    auto bootstraps = tw::make_local_bootstraps(nranks);
-    for (int32_t rank = 0; rank < nranks; ++rank) {
-      made[rank] = make_comm(std::move(bootstraps[rank]), environment, config.timeout_ms);
-    }
-    return {};
-  });
-}
-
-twResult_t twCommDestroy(twComm_t comm) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(comms.check("comm", comm));
-    if (comm->groups > 0) {
-      return fail(twInvalidUsage, "comm has %d groups; destroy them first", comm->groups.load());
-    }
-    comms.remove(comm);
-    delete comm;
-    return {};
-  });
-}
-
-twResult_t twCommRank(twComm_t comm, int32_t* rank, int32_t* nranks) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(comms.check("comm", comm));
-    if (rank != nullptr) *rank = comm->bootstrap->rank();
-    if (nranks != nullptr) *nranks = comm->bootstrap->size();
-    return {};
-  });
-}
-
 twResult_t twGroupWindowBytes(const twGroupConfig_t* given, int32_t nranks, twWindowBytes_t* bytes) {
   return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(check_ranks(nranks));
+    TW_RETURN_IF_FAILED(tw::api::check_ranks(nranks));
     twGroupConfig_t known = TW_GROUP_CONFIG_INIT;
     TW_RETURN_IF_FAILED(tw::api::read_struct("config", given, &known));
     tw::Environment environment;
     TW_RETURN_IF_FAILED(tw::read_environment(&environment));
     tw::GroupConfig config;
-    TW_RETURN_IF_FAILED(tw::check_config(known, nranks, environment, &config));
+    TW_RETURN_IF_FAILED(tw::check_config(known, nranks, false, environment, &config));
     return tw::api::write_struct("bytes", tw::window_bytes(config), bytes);
   });
 }
@@ -313,6 +180,7 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
     known.num_local_experts = group->context.local_experts;
     known.lanes = group->config.given.lanes;
     known.timeout_ms = group->config.given.timeout_ms;
+    known.window_bytes = group->config.map.bytes();
     std::copy(group->members.begin(), group->members.end(), known.comm_ranks);
     return tw::api::write_struct("info", known, info);
   });
@@ -321,6 +189,7 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
 twResult_t twGroupGetError(twGroup_t group, twErrorRecord_t* record) {
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(groups.check("group", group));
+    tw::poll_device(*group);
     return tw::api::write_struct("record", group->error(), record);
   });
 }
@@ -398,10 +267,10 @@ twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* to
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(handles.check("handle", handle));
     if (!handle->dispatched) return fail(twInvalidUsage, "the handle has not been dispatched since it was routed");
-    const int32_t* const received = handle->received.counts;
-    const int32_t ranks = handle->group->ranks();
-    if (counts != nullptr) std::copy_n(received, ranks, counts);
-    if (total != nullptr) *total = std::accumulate(received, received + ranks, 0);
+    std::vector<int32_t> received(handle->group->ranks());
+    TW_RETURN_IF_FAILED(handle->group->backend->copy_counts(*handle, received.data()));
+    if (counts != nullptr) std::copy(received.begin(), received.end(), counts);
+    if (total != nullptr) *total = std::accumulate(received.begin(), received.end(), 0);
     return {};
   });
 }
@@ -415,12 +284,16 @@ twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_
     twDispatchOutput_t out{};
     tw::DispatchCall call;
     Status status = tw::api::read_struct("input", given, &input);  // first: it names the lane that peers wait on
+    // Nothing can be sent on a stream that is no good, not even the refusal.
+    if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
     Status found = check_handle(group, handle);
     twHandle* const known = found.ok() ? handle : nullptr;
     if (status.ok()) status = std::move(found);
     if (status.ok()) status = tw::api::read_struct("output", output, &out);
     if (status.ok()) status = tw::api::check_dispatch(*group, *handle, input, out, &call);
-    if (!status.ok()) return tw::refuse_dispatch(*group, known, input.lane, input.send_only == 1, std::move(status));
+    if (!status.ok()) {
+      return tw::refuse_dispatch(*group, known, input.lane, input.send_only == 1, input.stream, std::move(status));
+    }
     status = tw::dispatch(*group, *handle, &call, input.lane, input.send_only != 0);
     if (call.at.lane >= 0) {  // after an error too: what the caller then looks at is safe
       tw::api::fill_views(*group, call, &out);
@@ -446,9 +319,10 @@ twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t*
     twCombineOutput_t out{};
     tw::CombineCall call;
     Status status = tw::api::read_struct("input", given, &input);
+    if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
     if (status.ok()) status = tw::api::read_struct("output", output, &out);
     if (status.ok()) status = tw::api::check_combine(*group, *handle, input, out, &call);
-    if (!status.ok()) return tw::refuse_combine(*group, *handle, std::move(status));
+    if (!status.ok()) return tw::refuse_combine(*group, *handle, input.stream, std::move(status));
     return tw::combine(*group, *handle, call, input.send_only != 0);
   });
 }
@@ -457,7 +331,7 @@ twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream) {
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(groups.check("group", group));
     TW_RETURN_IF_FAILED(check_handle(group, handle));
-    if (stream != nullptr) return fail(twInvalidArgument, "stream is %p; it must be NULL on the CPU", stream);
-    return tw::complete(*group, *handle);
+    TW_RETURN_IF_FAILED(group->backend->check_stream(stream));
+    return tw::complete(*group, *handle, stream);
   });
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -72,6 +73,11 @@ Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, 
 // A mesh of Unix sockets between processes of one host. `address` as in twCommConfig_t.
 Status connect_mesh(int rank, int size, const std::string& address, TimePoint deadline,
                     std::unique_ptr<Bootstrap>* bootstrap);
+
+// An address that all ranks have in common, made by rank 0 and told by a caller's own allgather(mine, all, bytes),
+// which returns 0 if it worked. Refuses ranks on several hosts.
+Status agree_on_address(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
+                        std::string* address);
 
 // All ranks in this process.
 std::vector<std::unique_ptr<Bootstrap>> make_local_bootstraps(int size);

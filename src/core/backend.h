@@ -1,6 +1,7 @@
 // What a backend is: a handful of functions over a window. core/ knows backends by this alone.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <span>
 
@@ -24,6 +25,28 @@ struct Context {
   uint32_t first_step = 0;
 };
 
+// Where a device finds a routing that its handle has not copied yet. Strides count elements.
+struct RoutingSource {
+  const void* ids = nullptr;  // NULL: the handle's own copy
+  twDtype_t id_dtype = twInt32;
+  int64_t id_stride[2] = {};       // of token and k
+  const float* weights = nullptr;  // NULL: all 1
+  int64_t weight_stride[2] = {};
+};
+
+// The arrays of a handle: one routing and what its dispatch brought. Device memory on a device.
+struct HandleArrays {
+  Routing routing;
+  Received received;
+  int32_t* expert_counts = nullptr;  // [L]
+  void* shown_ids = nullptr;         // [N, B, K] of the group's id type
+  float* shown_weights = nullptr;    // [N, B, K]
+  RoutingSource source;
+  // Devices only.
+  int32_t* places = nullptr;  // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
+  int32_t* status = nullptr;  // twResult_t of the last dispatch, as the device knows it
+};
+
 // Where a received dispatch is shown to the caller. NULL: not wanted, or, for payloads, a view of the window suffices.
 struct DispatchTargets {
   twLayout_t layout = twRankMajor;
@@ -35,6 +58,7 @@ struct DispatchTargets {
 
 struct DispatchCall {
   StepPlace at;
+  void* stream = nullptr;
   int32_t bound = 0;
   bool send_only = false;
   RowsIn payloads[kMaxPayloads];
@@ -43,10 +67,14 @@ struct DispatchCall {
 
 struct CombineCall {
   StepPlace at;
+  void* stream = nullptr;
+  bool send_only = false;
   int32_t bound = 0;  // of the dispatch that it answers
   twLayout_t layout = twRankMajor;
   bool weighted = false;
-  bool keep_own = false;  // this rank's own partials are summed from where the caller has them
+  bool in_window = false;  // the rows lie in this rank's window
+  bool apart = false;      // neither a peer nor the sums can overwrite the rows while the call runs
+  bool keep_own = false;   // this rank's own partials are summed from where the caller has them
   twDtype_t rows_dtype = twFloat32;
   Grid rows;
   twDtype_t out_dtype = twFloat32;
@@ -59,14 +87,15 @@ class Backend {
   virtual ~Backend() = default;
 
   // Start a step: everything is written and published on return, in stream order. Never wait for a peer.
-  virtual void send_dispatch(const DispatchCall& call, const Routing& routing) = 0;
-  virtual void send_combine(const CombineCall& call, const Received& received) = 0;
-  virtual void send_refusal(StepPlace at) = 0;
+  virtual Status send_dispatch(const DispatchCall& call, HandleArrays& handle) = 0;
+  virtual Status send_combine(const CombineCall& call, HandleArrays& handle) = 0;
+  // `dispatching`: it stands where a dispatch would have stood.
+  virtual Status send_refusal(StepPlace at, bool dispatching, void* stream) = 0;
 
   // Finish it. After an error the targets are memory-safe: counts 0 and invalid ids for what did not arrive, NaN for
   // sums that could not be made.
-  virtual StepEnd finish_dispatch(const DispatchCall& call, TimePoint deadline, Received* received) = 0;
-  virtual StepEnd finish_combine(const CombineCall& call, TimePoint deadline, const Routing& routing) = 0;
+  virtual StepEnd finish_dispatch(const DispatchCall& call, TimePoint deadline, HandleArrays& handle) = 0;
+  virtual StepEnd finish_combine(const CombineCall& call, TimePoint deadline, HandleArrays& handle) = 0;
   // Waits for a step that this rank refused.
   virtual StepEnd drain(StepPlace at, TimePoint deadline) = 0;
 
@@ -79,6 +108,28 @@ class Backend {
   virtual void announce_abort(AbortWord reason) = 0;
   virtual AbortWord find_abort() = 0;
   virtual AbortWord abort_of(int writer) = 0;
+
+  // ---- Where a device runs the steps. There, send_* of a call that is not send_only launches all of it, and finish_*
+  // returns at once: what goes wrong later is found by poll().
+  virtual bool on_device() const { return false; }
+  // Whether a call may be launched on a stream.
+  virtual Status check_stream(const void* stream) const {
+    if (stream == nullptr) return {};
+    return fail(twInvalidArgument, "stream is %p; it must be NULL on the CPU", stream);
+  }
+  // What a step has found out since: fills the record and returns true if there is something new. Never blocks.
+  virtual bool poll(twErrorRecord_t*) { return false; }
+  // Memory for handles; NULL if there is none.
+  virtual std::byte* allocate(size_t) { return nullptr; }
+  virtual void release(std::byte*) {}
+  // The received counts of a dispatched handle, on the host. May wait for the device.
+  virtual Status copy_counts(const HandleArrays& handle, int32_t* counts) {
+    std::copy_n(handle.received.counts, ranks(), counts);
+    return {};
+  }
+
+ protected:
+  virtual int32_t ranks() const = 0;
 };
 
 // What a backend needs to come into being: it makes this rank's window and maps the others'.
@@ -90,9 +141,23 @@ struct BackendInit {
   TimePoint deadline;
   int32_t spin_us = -1;
   uint64_t cache_bytes = 0;
+  // Of devices.
+  int device = -1;
+  std::span<const int> devices;  // by rank of the bootstrap, where all are in this process
+  int32_t timeout_ms = 0;
+  int32_t sm_limit = 0;
+  bool blocking = false;
+  bool no_wait = false;
 };
 
 // src/cpu. Collective among members; a rank that fails on its own tells the others before it returns.
 Status make_cpu_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
+
+// src/nvlink, in builds with CUDA. As make_cpu_backend; init.tag and the next seven are its.
+Status make_nvlink_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
+// Whether there is such a device; `device` -1 becomes the thread's current one.
+Status check_device(int* device);
+// Free memory of a device.
+Status device_memory(int device, uint64_t* free);
 
 }  // namespace tw

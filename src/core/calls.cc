@@ -14,6 +14,32 @@ TimePoint deadline_of(twGroup& group) {
   return group.is_sticky() ? now : now + std::chrono::milliseconds(group.config.given.timeout_ms);
 }
 
+}  // namespace
+
+void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note) {
+  const bool dispatching = record->phase == twPhaseDispatch;
+  char* const text = record->message;
+  constexpr size_t kSize = sizeof record->message;
+  if (record->result == twPeerRefused) {
+    std::snprintf(text, kSize, "rank %d refused its arguments of %s (step %u, lane %d)", record->peer,
+                  dispatching ? "twDispatch" : "twCombine", record->step, record->lane);
+  } else if (record->result == twBoundMismatch) {
+    std::snprintf(
+        text, kSize,
+        dispatching ? "input.bound of twDispatch differs: rank %d has %u, rank %d has %u"
+                    : "twCombine answers different dispatches: that of rank %d had bound %u, that of rank %d bound %u",
+        record->reporter, bound, record->peer, note);
+  } else {
+    std::snprintf(
+        text, kSize,
+        "ids[%d, %d] is %lld in device memory (step %u, lane %d); it must be -1 (no expert) or an expert that "
+        "the token does not have yet: it was taken for -1",
+        record->token, record->k, static_cast<long long>(record->value), record->step, record->lane);
+  }
+}
+
+namespace {
+
 // Turns the end of a step into a record and a sentence.
 Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, const StepEnd& end) {
   if (end.code == twSuccess) return {};
@@ -26,18 +52,7 @@ Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, c
   record.step = record.expected = at.step;
   record.seen = end.seen.step;
   if (end.code == twPeerRefused || end.code == twBoundMismatch) {
-    const char* const call = phase == twPhaseDispatch ? "twDispatch" : "twCombine";
-    if (end.code == twPeerRefused) {
-      std::snprintf(record.message, sizeof record.message, "rank %d refused its arguments of %s (step %u, lane %d)",
-                    end.peer, call, at.step, at.lane);
-    } else {
-      std::snprintf(
-          record.message, sizeof record.message,
-          phase == twPhaseDispatch
-              ? "input.bound of twDispatch differs: rank %d has %u, rank %d has %u"
-              : "twCombine answers different dispatches: that of rank %d had bound %u, that of rank %d bound %u",
-          group.me(), bound, end.peer, end.note);
-    }
+    describe_call_error(&record, bound, end.note);
     group.set_error(record);
     return {end.code, record.message};
   }
@@ -103,19 +118,23 @@ Status check_not_pending(const twHandle& handle) {
 }
 
 void hold(twGroup& group, twHandle& handle, int lane) {
+  if (group.lanes[lane].holder != &handle) group.lanes[lane].second = false;
   handle.lane = lane;
   group.lanes[lane].holder = &handle;
 }
 
 void give_back(twGroup& group, twHandle& handle) {
-  if (handle.lane >= 0) group.lanes[handle.lane].holder = nullptr;
+  if (handle.lane >= 0) {
+    group.lanes[handle.lane].holder = nullptr;
+    group.lanes[handle.lane].second = false;
+  }
   handle.lane = -1;
   handle.lane_for_this_step = false;
 }
 
 Status finish_dispatch(twGroup& group, twHandle& handle) {
   const DispatchCall& call = handle.dispatch;
-  const StepEnd end = group.backend->finish_dispatch(call, deadline_of(group), &handle.received);
+  const StepEnd end = group.backend->finish_dispatch(call, deadline_of(group), handle);
   handle.pending = Pending::kNone;
   handle.dispatched = end.code == twSuccess;
   // Leases must follow from the calls alone (S5). A blocking dispatch that fails does so in the same call on all ranks.
@@ -127,18 +146,21 @@ Status finish_dispatch(twGroup& group, twHandle& handle) {
 
 Status finish_combine(twGroup& group, twHandle& handle) {
   const CombineCall& call = handle.combine;
-  const StepEnd end = group.backend->finish_combine(call, deadline_of(group), handle.routing);
+  const StepEnd end = group.backend->finish_combine(call, deadline_of(group), handle);
   handle.pending = Pending::kNone;
   // A combine that a peer refused can be tried again, so its lease stays.
-  if (end.code == twSuccess || handle.lane_for_this_step) give_back(group, handle);
+  // On a device that is found out too late for a lease to depend on it (S5), so there it ends.
+  if (end.code == twSuccess || handle.lane_for_this_step || group.backend->on_device()) give_back(group, handle);
   return conclude(group, twPhaseCombine, call.at, static_cast<uint32_t>(call.bound), end);
 }
 
-Status refuse_on(twGroup& group, int lane, twPhase_t phase, Status why) {
+Status refuse_on(twGroup& group, int lane, twPhase_t phase, void* stream, Status why) {
   TW_RETURN_IF_FAILED(drain(group, lane, phase));
-  const StepPlace at = group.lanes.begin(lane);
+  const bool dispatching = phase == twPhaseDispatch;
+  const StepPlace at =
+      group.backend->on_device() && dispatching ? group.lanes.begin_refusal(lane) : group.lanes.begin(lane);
   group.lanes[lane].draining = true;
-  group.backend->send_refusal(at);
+  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, dispatching, stream));
   return why;
 }
 
@@ -151,13 +173,15 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   TW_RETURN_IF_FAILED(choose_lane(group, &handle, wish, &lane));
   TW_RETURN_IF_FAILED(drain(group, lane, twPhaseDispatch));
   hold(group, handle, lane);
-  call->at = group.lanes.begin(lane);
+  call->at = group.backend->on_device() ? group.lanes.begin_dispatch(lane) : group.lanes.begin(lane);
   call->send_only = send_only;
   handle.bound = call->bound;
   handle.dispatched = false;
   handle.dispatch = *call;
   handle.pending = Pending::kDispatch;
-  group.backend->send_dispatch(*call, handle.routing);
+  Status sent = group.backend->send_dispatch(*call, handle);
+  if (!sent.ok()) handle.pending = Pending::kNone;
+  TW_RETURN_IF_FAILED(std::move(sent));
   return send_only ? Status{} : finish_dispatch(group, handle);
 }
 
@@ -169,40 +193,49 @@ Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_onl
   handle.lane_for_this_step = handle.lane < 0;
   hold(group, handle, lane);
   call.at = group.lanes.begin(lane);
+  call.send_only = send_only;
   handle.combine = call;
   handle.pending = Pending::kCombine;
-  group.backend->send_combine(call, handle.received);
+  Status sent = group.backend->send_combine(call, handle);
+  if (!sent.ok()) handle.pending = Pending::kNone;
+  TW_RETURN_IF_FAILED(std::move(sent));
   return send_only ? Status{} : finish_combine(group, handle);
 }
 
-Status complete(twGroup& group, twHandle& handle) {
+Status complete(twGroup& group, twHandle& handle, void* stream) {
   if (handle.pending == Pending::kNone) {
     return fail(twInvalidUsage, "nothing is pending: twComplete follows a send_only twDispatch or twCombine");
   }
   const bool dispatching = handle.pending == Pending::kDispatch;
+  (dispatching ? handle.dispatch.stream : handle.combine.stream) = stream;
   Status status = dispatching ? finish_dispatch(group, handle) : finish_combine(group, handle);
   // Even when another lane's error has finished the group: the step ends, at once, and its outputs are safe to read.
   TW_RETURN_IF_FAILED(check_usable(group, dispatching ? twPhaseDispatch : twPhaseCombine));
   return status;
 }
 
-Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send_only, Status why) {
+Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send_only, void* stream, Status why) {
   if (handle != nullptr) TW_RETURN_IF_FAILED(check_not_pending(*handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
+  // The step first: on a device it stands where the lease puts a dispatch, as the peers' does.
+  Status refused = refuse_on(group, lane, twPhaseDispatch, stream, std::move(why));
   if (handle != nullptr) {  // as the failed dispatch does at the peers
     handle->dispatched = false;
     give_back(group, *handle);
     if (send_only) hold(group, *handle, lane);
   }
-  return refuse_on(group, lane, twPhaseDispatch, std::move(why));
+  return refused;
 }
 
-Status refuse_combine(twGroup& group, twHandle& handle, Status why) {
+Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why) {
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_combine_lane(group, handle, &lane));
-  return refuse_on(group, lane, twPhaseCombine, std::move(why));
+  Status refused = refuse_on(group, lane, twPhaseCombine, stream, std::move(why));
+  // On a device the peers do not know yet that the step failed, and have given their lanes back.
+  if (group.backend->on_device()) give_back(group, handle);
+  return refused;
 }
 
 bool view_is_alive(twGroup& group, const twHandle& handle) {

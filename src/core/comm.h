@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <vector>
 
 #include "bootstrap/bootstrap.h"
 #include "core/env.h"
@@ -12,6 +13,8 @@ struct twComm : tw::Quarantined<twComm> {
   std::unique_ptr<tw::Bootstrap> bootstrap;
   tw::Environment environment{};
   int32_t timeout_ms = 0;       // for meetings of all ranks
+  int device = -1;              // of this rank; -1: the CPU
+  std::vector<int> devices;     // of all ranks, where they are in this process
   uint64_t occasions = 2;       // collective calls so far: the high part of a bootstrap tag, the same on all ranks
   std::atomic<int> groups = 0;  // alive
 

@@ -113,9 +113,23 @@ Status check_ids(const twGroupConfig_t& given, const GroupConfig& config) {
   return {};
 }
 
+// How a combine's rows are chunked, and how many tokens may travel as lines.
+void size_for_device(const Environment& environment, Shape* shape) {
+  // Chunks of 64 to 128 KiB: the fence that ends one costs about 1 us, in which a block writes 30 KiB or so, and other
+  // blocks write on; the sum of the last one is what a combine ends with.
+  uint64_t rows = 1;
+  while (rows < 64 && 2 * rows * shape->combine_bytes <= (128u << 10)) rows *= 2;
+  shape->chunk_rows = static_cast<int32_t>(rows);
+  // Lines win while they save a fence and a round trip; their eight flags in 128 bytes, and the copy out of them, cost
+  // more from about 256 tokens for one peer on. With more peers each gets its share of that.
+  const int32_t usual = std::clamp(512 / shape->ranks, 8, 256);
+  const int32_t tokens = environment.line_tokens >= 0 ? environment.line_tokens : usual;
+  shape->line_tokens = std::min(tokens, shape->max_tokens);
+}
+
 // Every scalar field that must be equal on all ranks, with its name.
 template <class Visit>
-void each_shared_field(const twGroupConfig_t& given, uint32_t first_step, Visit&& visit) {
+void each_shared_field(const twGroupConfig_t& given, uint32_t first_step, int32_t line_tokens, Visit&& visit) {
   visit("mode", given.mode);
   visit("num_experts", given.num_experts);
   visit("top_k", given.top_k);
@@ -137,6 +151,7 @@ void each_shared_field(const twGroupConfig_t& given, uint32_t first_step, Visit&
   visit("id_space", given.id_space);
   visit("invalid_id", given.invalid_id);
   visit("TOKENWAY_FIRST_STEP", first_step);
+  visit("TOKENWAY_LINE_TOKENS", line_tokens);
 }
 
 }  // namespace
@@ -151,8 +166,10 @@ const char* dtype_name(twDtype_t dtype) {
 
 bool is_summable(twDtype_t dtype) { return dtype == twFloat32 || dtype == twBfloat16 || dtype == twFloat16; }
 
-Status check_config(const twGroupConfig_t& caller, int32_t ranks, const Environment& environment, GroupConfig* config) {
+Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device, const Environment& environment,
+                    GroupConfig* config) {
   config->given = caller;
+  config->on_device = on_device;
   config->first_step = environment.first_step;
   twGroupConfig_t& given = config->given;
   if (given.lanes == 0) given.lanes = 1;
@@ -193,6 +210,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, const Environm
   config->local_experts.assign(ranks, 0);
   for (const int32_t rank : config->expert_rank) ++config->local_experts[rank];
   TW_RETURN_IF_FAILED(check_ids(given, *config));
+  if (on_device) size_for_device(environment, &shape);
   if (!WindowMap::make(shape, &config->map)) {
     return fail(
         twInvalidArgument,
@@ -205,7 +223,8 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, const Environm
 
 std::string pack_config(const GroupConfig& config) {
   Packer packer;
-  each_shared_field(config.given, config.first_step, [&](const char*, int64_t value) { packer.add<int64_t>(value); });
+  each_shared_field(config.given, config.first_step, config.shape().line_tokens,
+                    [&](const char*, int64_t value) { packer.add<int64_t>(value); });
   packer.add_bytes(config.expert_rank.data(), config.expert_rank.size() * sizeof(int32_t));
   packer.add_bytes(config.expert_slot.data(), config.expert_slot.size() * sizeof(int32_t));
   return packer.take();
@@ -216,7 +235,7 @@ Status compare_configs(const std::vector<Parcel>& parcels) {
     Unpacker first(parcels[0].bytes);
     Unpacker other(parcels[rank].bytes);
     Status difference;
-    each_shared_field(twGroupConfig_t{}, 0, [&](const char* name, int64_t) {
+    each_shared_field(twGroupConfig_t{}, 0, 0, [&](const char* name, int64_t) {
       const int64_t a = first.get<int64_t>();
       const int64_t b = other.get<int64_t>();
       if (a == b || !difference.ok()) return;

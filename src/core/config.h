@@ -13,6 +13,7 @@ namespace tw {
 struct GroupConfig {
   twGroupConfig_t given{};  // as the caller gave it, defaults filled in; its pointers are not used
   uint32_t first_step = 0;
+  bool on_device = false;
   std::vector<int32_t> expert_rank;    // [E]
   std::vector<int32_t> expert_slot;    // [E]
   std::vector<int32_t> local_experts;  // [N]
@@ -28,7 +29,9 @@ const char* dtype_name(twDtype_t dtype);
 bool is_summable(twDtype_t dtype);
 
 // Checks a caller's configuration for a group of `ranks`. Errors name the field, its value and the allowed range.
-Status check_config(const twGroupConfig_t& given, int32_t ranks, const Environment& environment, GroupConfig* config);
+// `on_device`: for the CUDA backend, whose windows have lines and chunk words beside what the CPU's have.
+Status check_config(const twGroupConfig_t& given, int32_t ranks, bool on_device, const Environment& environment,
+                    GroupConfig* config);
 
 // The configuration as a parcel, and the first difference between ranks' parcels, as a sentence that names the field
 // and the ranks.

@@ -14,7 +14,7 @@ struct Variable {
   const char* doc;
 };
 
-enum Index { kTimeout, kSpin, kCache, kShrink, kFirstStep, kCount };
+enum Index { kTimeout, kSpin, kCache, kShrink, kFirstStep, kLineTokens, kBlocking, kNoWait, kCount };
 
 constexpr Variable kVariables[kCount] = {
     {"TOKENWAY_TIMEOUT_MS", 100000, 1, INT32_MAX,
@@ -30,6 +30,13 @@ constexpr Variable kVariables[kCount] = {
      "Milliseconds that survivors of an error wait for each other, if the group's timeout is shorter. Default 10000."},
     {"TOKENWAY_FIRST_STEP", 0, 0, UINT32_MAX,
      "Step that lanes count from, the same on all ranks. For tests of the wrap at 2^32. Default 0."},
+    {"TOKENWAY_LINE_TOKENS", -1, -1, 1 << 20,
+     "CUDA backend: at most so many tokens of a rank travel as lines, the same on all ranks; 0: none. Default -1: as "
+     "measured (docs/PERFORMANCE.md)."},
+    {"TOKENWAY_BLOCKING", 0, 0, 1,
+     "CUDA backend: 1 makes every call wait for its stream and return its own error. For debugging. Default 0."},
+    {"TOKENWAY_UNSAFE_NO_WAIT", 0, 0, 1,
+     "CUDA backend: 1 leaves all waiting out, so that RESULTS ARE WRONG. For measuring what waiting costs. Default 0."},
 };
 
 Status parse(const Variable& variable, int64_t* value) {
@@ -56,6 +63,9 @@ Status read_environment(Environment* environment) {
   environment->cache_bytes = static_cast<uint64_t>(values[kCache]);
   environment->shrink_ms = static_cast<int32_t>(values[kShrink]);
   environment->first_step = static_cast<uint32_t>(values[kFirstStep]);
+  environment->line_tokens = static_cast<int32_t>(values[kLineTokens]);
+  environment->blocking = values[kBlocking] != 0;
+  environment->no_wait = values[kNoWait] != 0;
   return {};
 }
 

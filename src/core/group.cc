@@ -28,7 +28,7 @@ twGroup::twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, in
       members(std::move(ranks)),
       context(make_context(config, rank)),
       lanes(config.given.lanes, config.first_step),
-      handle_map(config.shape(), config.local_experts[rank], tw::dtype_bytes(config.given.id_dtype)) {
+      handle_map(config.shape(), config.local_experts[rank], tw::dtype_bytes(config.given.id_dtype), config.on_device) {
   ++comm->groups;
 }
 
@@ -49,12 +49,15 @@ std::byte* twGroup::allocate(size_t bytes) {
     config.given.release(block, config.given.alloc_context);
     return nullptr;
   }
+  if (config.on_device) return backend->allocate(bytes);
   return static_cast<std::byte*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
 }
 
 void twGroup::release(std::byte* block) {
   if (config.given.release != nullptr) {
     config.given.release(block, config.given.alloc_context);
+  } else if (config.on_device) {
+    backend->release(block);
   } else {
     std::free(block);
   }
@@ -88,7 +91,7 @@ namespace tw {
 namespace {
 
 // Meetings of a collective creation, as offsets from its tags, in order.
-enum Stage : uint64_t { kCheckedStage, kCompareStage, kMemoryStage, kWindowStage, kMappedStage };
+enum Stage : uint64_t { kCheckedStage, kCompareStage, kMemoryStage, kWindowStage, kMappedStage = kWindowStage + 8 };
 
 constexpr char kOccasion[] = "creating a group";
 
@@ -150,9 +153,18 @@ uint64_t free_memory() {
   return free;
 }
 
-Status check_memory(const GroupConfig& config, int32_t ranks) {
+Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks) {
   const uint64_t needed = config.map.bytes();
-  const uint64_t free = free_memory();
+  uint64_t free = free_memory();
+#if TOKENWAY_WITH_CUDA
+  if (comm.device >= 0) {
+    TW_RETURN_IF_FAILED(device_memory(comm.device, &free));
+    ranks = static_cast<int32_t>(std::count(comm.devices.begin(), comm.devices.end(), comm.device));
+    ranks = std::max(ranks, 1);  // each rank a process: the device is taken to be its own
+  }
+#else
+  (void)comm;
+#endif
   if (needed <= free / static_cast<uint64_t>(ranks)) return {};
   return fail(twOutOfMemory,
               "windows of %d ranks need %d x %s, and %s are free; lower max_tokens (%d), lanes (%d) or the row sizes",
@@ -171,14 +183,15 @@ Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& re
 
   // A rank with a bad configuration takes part all the same, so that the others learn of it at once.
   GroupConfig config;
-  const Status checked = readable.ok() ? check_config(given, ranks, comm->environment, &config) : readable;
+  const bool on_device = comm->device >= 0;
+  const Status checked = readable.ok() ? check_config(given, ranks, on_device, comm->environment, &config) : readable;
   const TimePoint deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(comm->timeout_ms);
   TW_RETURN_IF_FAILED(agree(bootstrap, members, tags + kCheckedStage, deadline, checked));
   std::vector<Parcel> configs;
   TW_RETURN_IF_FAILED(
       gather(bootstrap, members, tags + kCompareStage, {pack_config(config), {}}, deadline, kOccasion, &configs));
   TW_RETURN_IF_FAILED(compare_configs(configs));
-  TW_RETURN_IF_FAILED(agree(bootstrap, members, tags + kMemoryStage, deadline, check_memory(config, ranks)));
+  TW_RETURN_IF_FAILED(agree(bootstrap, members, tags + kMemoryStage, deadline, check_memory(*comm, config, ranks)));
 
   auto group = std::make_unique<twGroup>(comm, std::move(config), std::move(members), rank);
   BackendInit init;
@@ -189,7 +202,18 @@ Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& re
   init.deadline = deadline;
   init.spin_us = comm->environment.spin_us;
   init.cache_bytes = comm->environment.cache_bytes;
+  init.device = comm->device;
+  init.devices = comm->devices;
+  init.timeout_ms = group->config.given.timeout_ms;
+  init.sm_limit = group->config.given.sm_limit;
+  init.blocking = comm->environment.blocking;
+  init.no_wait = comm->environment.no_wait;
+#if TOKENWAY_WITH_CUDA
+  const Status mapped =
+      on_device ? make_nvlink_backend(init, &group->backend) : make_cpu_backend(init, &group->backend);
+#else
   const Status mapped = make_cpu_backend(init, &group->backend);
+#endif
   TW_RETURN_IF_FAILED(agree(bootstrap, group->members, tags + kMappedStage, deadline, mapped));
   *made = std::move(group);
   return {};
@@ -198,12 +222,18 @@ Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& re
 void destroy_group(std::unique_ptr<twGroup> group) {
   twComm* const comm = group->comm;
   const uint64_t tags = comm->next_tags();
+  poll_device(*group);
   if (group->is_sticky() || group->backend->find_abort().kind != 0) return;
   // Bounded: a peer that never comes must not hold up an orderly exit for the whole timeout.
   const auto bound =
       std::min(std::chrono::milliseconds(group->config.given.timeout_ms), std::chrono::milliseconds(5000));
   std::vector<Parcel> all;
   comm->bootstrap->exchange(group->members, tags, {}, std::chrono::steady_clock::now() + bound, &all);
+  if (!group->config.on_device) return;
+  // Device memory is free when the last peer has let go of it too, and then the call may say so.
+  const std::vector<int> members = group->members;
+  group.reset();
+  comm->bootstrap->exchange(members, tags + 1, {}, std::chrono::steady_clock::now() + bound, &all);
 }
 
 namespace {
@@ -215,7 +245,18 @@ void announce(twGroup& group, const twErrorRecord_t& record) {
 
 }  // namespace
 
+void poll_device(twGroup& group) {
+  twErrorRecord_t record = empty_record();
+  if (group.is_sticky() || !group.backend->poll(&record)) return;
+  if (record.sticky) {
+    (void)finish_group(group, record);
+  } else {
+    group.set_error(record);
+  }
+}
+
 Status check_usable(twGroup& group, twPhase_t phase) {
+  poll_device(group);
   if (group.is_sticky()) {
     const twErrorRecord_t record = group.error();
     return fail(record.result, "the group is finished: %s", record.message);

@@ -75,6 +75,12 @@ void destroy_group(std::unique_ptr<twGroup> group);
 Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& readable,
                     std::unique_ptr<twGroup>* survivors);
 
+// The sentence of an error that leaves the group usable. `bound` is this rank's, `note` the peer's.
+void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note);
+
+// Takes over what steps on a device have found out. Never blocks.
+void poll_device(twGroup& group);
+
 // Fails once the group is finished, by its own error or by a peer's abort word (S6). Every call begins with it.
 Status check_usable(twGroup& group, twPhase_t phase);
 
@@ -88,10 +94,10 @@ void abort_group(twGroup& group);
 // the place of the step, lane -1 if none was begun.
 Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t lane, bool send_only);
 Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_only);
-Status complete(twGroup& group, twHandle& handle);
+Status complete(twGroup& group, twHandle& handle, void* stream);
 // For arguments that failed the check: peers are told at once, instead of waiting. Returns `why`.
-Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send_only, Status why);
-Status refuse_combine(twGroup& group, twHandle& handle, Status why);
+Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);
+Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why);
 // Whether a view of the handle's dispatch is still good: no later step has begun on its lane.
 bool view_is_alive(twGroup& group, const twHandle& handle);
 // Gives the handle's lane back.

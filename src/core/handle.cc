@@ -2,7 +2,7 @@
 
 namespace tw {
 
-HandleMap::HandleMap(const Shape& shape, int32_t local_experts, int id_bytes) {
+HandleMap::HandleMap(const Shape& shape, int32_t local_experts, int id_bytes, bool on_device) {
   uint64_t at = 0;
   const auto place = [&](uint64_t count, uint64_t size) {
     const uint64_t begin = at;
@@ -22,6 +22,8 @@ HandleMap::HandleMap(const Shape& shape, int32_t local_experts, int id_bytes) {
   meta = place(rows, meta_bytes(shape.top_k));
   shown_ids = place(rows * shape.top_k, id_bytes);
   shown_weights = place(rows * shape.top_k, sizeof(float));
+  places = place(on_device ? rows * shape.top_k : 0, sizeof(int32_t));
+  status = place(on_device ? 1 : 0, sizeof(int32_t));
   bytes = at;
 }
 

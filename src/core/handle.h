@@ -10,10 +10,11 @@ namespace tw {
 
 // Byte offsets of a handle's arrays; from the group's maxima alone, so that blocks are alike and can be reused.
 struct HandleMap {
-  explicit HandleMap(const Shape& shape, int32_t local_experts, int id_bytes);
+  HandleMap(const Shape& shape, int32_t local_experts, int id_bytes, bool on_device);
 
   uint64_t ids, weights, first, destinations, send_counts;         // what is sent
   uint64_t counts, expert_counts, meta, shown_ids, shown_weights;  // what arrived
+  uint64_t places, status;                                         // devices only
   uint64_t bytes;
 };
 
@@ -21,16 +22,10 @@ enum class Pending { kNone, kDispatch, kCombine };
 
 }  // namespace tw
 
-struct twHandle : tw::Quarantined<twHandle> {
+struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   twGroup* group = nullptr;
   std::byte* block = nullptr;
   bool owns_block = false;
-
-  tw::Routing routing;
-  tw::Received received;
-  int32_t* expert_counts = nullptr;  // [L]
-  void* shown_ids = nullptr;         // [N, B, K] of the group's id type
-  float* shown_weights = nullptr;    // [N, B, K]
 
   int lane = -1;            // held, or lent to a combine under way
   bool dispatched = false;  // `received` is good: a combine may follow

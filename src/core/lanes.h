@@ -17,6 +17,7 @@ struct Lane {
   uint32_t step = 0;                 // of the last step that this rank began
   const twHandle* holder = nullptr;  // from dispatch to combine
   bool draining = false;             // this rank refused its last step, and has not waited for the peers' words of it
+  bool second = false;               // the holder has dispatched an odd number of times on its lease
 };
 
 class Lanes {
@@ -42,6 +43,23 @@ class Lanes {
   // Begins a step: S1 follows from the place. S2 is the callers': a handle with a step pending begins no other, and a
   // refused step is drained first.
   StepPlace begin(int lane) { return {lane, ++lanes_[lane].step}; }
+
+  // On a device, steps are counted there, and graphs replay them unseen. What the host must know of a dispatch is its
+  // bank, for views: the first of a lease goes to bank 1, where it is anyway after pairs of dispatch and combine, the
+  // next to bank 0 and so on. The device skips a step where it stands elsewhere (docs/PROTOCOL.md, «Views»). The
+  // step given here only tells uses of the lane apart.
+  StepPlace begin_dispatch(int lane) {
+    const StepPlace at = begin_refusal(lane);
+    lanes_[lane].second = !lanes_[lane].second;
+    return at;
+  }
+  // The same step, without the dispatch.
+  StepPlace begin_refusal(int lane) {
+    Lane& state = lanes_[lane];
+    const int bank = state.second ? 0 : 1;
+    state.step += bank_of(state.step + 1) == bank ? 1 : 2;
+    return {lane, state.step};
+  }
 
  private:
   std::vector<Lane> lanes_;

@@ -24,12 +24,14 @@ class CpuBackend : public Backend {
         counts_(context_.map.shape().ranks),
         dispatch_row_(std::accumulate(shape().payload_bytes, shape().payload_bytes + shape().payloads, uint64_t{0})) {}
 
-  void send_dispatch(const DispatchCall& call, const Routing& routing) override {
-    transport_.expect(step_bytes(routing.destination_count(), dispatch_row_));
-    tw::send_dispatch(transport_, context_.map, call.at, routing, call.payloads, call.bound);
+  Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
+    transport_.expect(step_bytes(handle.routing.destination_count(), dispatch_row_));
+    tw::send_dispatch(transport_, context_.map, call.at, handle.routing, call.payloads, call.bound);
+    return {};
   }
 
-  void send_combine(const CombineCall& call, const Received& received) override {
+  Status send_combine(const CombineCall& call, HandleArrays& handle) override {
+    const Received& received = handle.received;
     const RowTypes types{call.rows_dtype, context_.wire, context_.elements, call.weighted};
     const int64_t rows = std::accumulate(received.counts, received.counts + shape().ranks, int64_t{0});
     transport_.expect(step_bytes(rows, shape().combine_bytes));
@@ -43,24 +45,28 @@ class CpuBackend : public Backend {
       ExpertPlaces places(shape(), context_.placement, context_.me, context_.local_experts, next_.data());
       send(ExpertMajorTerms{places, call.rows});
     }
+    return {};
   }
 
-  void send_refusal(StepPlace at) override {
+  Status send_refusal(StepPlace at, bool, void*) override {
     publish_step(transport_, context_.map, at, Mode::kRefused, 0, [](int) { return 0; });
+    return {};
   }
 
-  StepEnd finish_dispatch(const DispatchCall& call, TimePoint deadline, Received* received) override {
+  StepEnd finish_dispatch(const DispatchCall& call, TimePoint deadline, HandleArrays& handle) override {
+    Received& received = handle.received;
     StepEnd end = await_step(transport_, context_.map, call.at, Mode::kDispatch, static_cast<uint32_t>(call.bound),
-                             deadline, received->counts);
-    if (!take_meta(transport_, context_.map, call.at, call.bound, received)) {
+                             deadline, received.counts);
+    if (!take_meta(transport_, context_.map, call.at, call.bound, &received)) {
       if (end.code == twSuccess) end = {twInternalError, context_.me, {}, 0};
-      std::fill_n(received->counts, shape().ranks, 0);
+      std::fill_n(received.counts, shape().ranks, 0);
     }
-    show(call, *received);
+    show(call, received);
     return end;
   }
 
-  StepEnd finish_combine(const CombineCall& call, TimePoint deadline, const Routing& routing) override {
+  StepEnd finish_combine(const CombineCall& call, TimePoint deadline, HandleArrays& handle) override {
+    const Routing& routing = handle.routing;
     StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCombine, static_cast<uint32_t>(call.bound),
                              deadline, counts_.data());
     for (int peer = 0; peer < shape().ranks && end.code == twSuccess; ++peer) {
@@ -97,6 +103,9 @@ class CpuBackend : public Backend {
   void announce_abort(AbortWord reason) override { transport_.announce_abort(reason); }
   AbortWord find_abort() override { return transport_.find_abort(); }
   AbortWord abort_of(int writer) override { return transport_.abort_of(writer); }
+
+ protected:
+  int32_t ranks() const override { return shape().ranks; }
 
  private:
   const Shape& shape() const { return context_.map.shape(); }

@@ -8,6 +8,17 @@
 
 namespace tw {
 
+// The words of a window as it is born: at the first step, so that nothing has arrived yet whatever the first step is.
+inline void prepare_words(const WindowMap& map, uint32_t first_step, std::byte* window) {
+  for (int lane = 0; lane < map.shape().lanes; ++lane) {
+    for (int bank = 0; bank < 2; ++bank) {
+      for (int source = 0; source < map.shape().ranks; ++source) {
+        *reinterpret_cast<uint64_t*>(window + map.word(lane, bank, source)) = pack({first_step, Mode::kNone, 0});
+      }
+    }
+  }
+}
+
 // Publishes this rank's word of a step to every rank, itself included: always, with n = 0 too. The caller has put all
 // rows of the step (S4) and read everything it wants of the previous step's bank (S3): after this, peers may move on.
 template <Transport T, class Count>

@@ -14,10 +14,12 @@ namespace tw {
 static_assert(std::endian::native == std::endian::little, "the step half of a word is its second half");
 
 enum class Mode : uint32_t {
-  kNone = 0,      // as a window is born
-  kDispatch = 1,  // n rows lie in the slots of (source, bank)
-  kCombine = 2,   // n partials lie in the inbox of the bank
-  kRefused = 3,   // the source was given bad arguments: no rows, the call fails everywhere
+  kNone = 0,           // as a window is born
+  kDispatch = 1,       // n rows lie in the slots of (source, bank)
+  kCombine = 2,        // n partials lie in the inbox of the bank
+  kRefused = 3,        // the source was given bad arguments: no rows, the call fails everywhere
+  kDispatchLines = 4,  // n rows are on their way as lines, each of which certifies itself
+  kSkip = 5,           // no rows: a step that only moves on to the other bank
 };
 
 inline constexpr uint32_t kMaxCount = (1u << 28) - 1;

@@ -1,8 +1,10 @@
 // The byte map of a window. Written once, for the host and for devices; every offset that anyone uses comes from here.
 //
 //   header        waiters, one abort word per writer
-//   lane 0        words: bank 0, bank 1, each one 64-byte line per source: {word, note}
+//   lane 0        words: bank 0, bank 1, each one 64-byte line per source: {word, note, announcement}
 //                 bank 0, bank 1: dispatched rows, or the inbox of combined rows
+//                 chunk words: bank 0, bank 1, per source one for every chunk of a combine   (devices)
+//                 lines: bank 0, bank 1, per source the lines of its first slots             (devices)
 //   lane 1 ...
 //
 // A bank is used by one step at a time (S1, S2), and a step is a dispatch or a combine, so rows and inbox share a
@@ -15,12 +17,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "layout/lines.h"
 #include "layout/shape.h"
 
 namespace tw {
 
 inline constexpr uint64_t kWordStride = 64;  // a cache line each: words have different writers
 inline constexpr uint64_t kNoteOffset = 8;
+inline constexpr uint64_t kAnnouncementOffset = 16;
 inline constexpr uint64_t kRegionAlignment = 256;
 inline constexpr uint64_t kPageAlignment = 4096;
 
@@ -43,7 +47,13 @@ class WindowMap {
     const uint64_t inbox = c.mul(c.mul(shape.max_tokens, shape.fan_out()), shape.combine_bytes);
     map->bank_bytes_ = c.align(dispatch > inbox ? dispatch : inbox, kPageAlignment);
     map->banks_at_ = c.align(2 * kWordStride * shape.ranks, kPageAlignment);
-    map->lane_bytes_ = c.add(map->banks_at_, c.mul(2, map->bank_bytes_));
+    map->chunks_at_ = c.add(map->banks_at_, c.mul(2, map->bank_bytes_));
+    map->chunks_ = shape.chunk_rows > 0 ? (shape.max_tokens + shape.chunk_rows - 1) / shape.chunk_rows : 0;
+    const uint64_t chunk_words = c.mul(2 * sizeof(uint64_t), c.mul(shape.ranks, map->chunks_));
+    map->lines_at_ = c.align(c.add(map->chunks_at_, chunk_words), kPageAlignment);
+    map->line_row_ = shape.line_tokens > 0 ? line_row_bytes(shape) : 0;
+    const uint64_t lines = c.mul(2, c.mul(c.mul(shape.ranks, shape.line_tokens), map->line_row_));
+    map->lane_bytes_ = c.align(c.add(map->lines_at_, lines), kPageAlignment);
     map->lanes_at_ = c.align(kAbortAt + sizeof(uint64_t) * shape.ranks, kPageAlignment);
     map->bytes_ = c.add(map->lanes_at_, c.mul(shape.lanes, map->lane_bytes_));
     return !c.overflow;
@@ -72,6 +82,27 @@ class WindowMap {
   constexpr uint64_t meta(int lane, int bank, int source, int p, int bound) const {
     return bank_at(lane, bank) + meta_at_ + row(source, p, bound) * meta_bytes(shape_.top_k);
   }
+
+  // uint64, the step: rows chunk * chunk_rows and on of a source are in the inbox.
+  constexpr uint64_t chunk_word(int lane, int bank, int source, int chunk) const {
+    const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
+    return lane_at(lane) + chunks_at_ + sizeof(uint64_t) * (row * chunks_ + chunk);
+  }
+  // Lines of slot p of a source, p < line_tokens, for dispatches and combines alike.
+  constexpr uint64_t line(int lane, int bank, int source, int p) const {
+    const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
+    return lane_at(lane) + lines_at_ + (row * shape_.line_tokens + p) * line_row_;
+  }
+  constexpr uint64_t line_bytes() const {
+    return 2 * static_cast<uint64_t>(shape_.ranks) * shape_.line_tokens * line_row_;
+  }
+  // In a bank: where a payload's rows and the headers begin.
+  constexpr uint64_t payload_begin(int q) const { return payload_at_[q]; }
+  constexpr uint64_t meta_begin() const { return meta_at_; }
+  constexpr uint64_t line_row() const { return line_row_; }
+  // All of a bank: rows or inbox.
+  constexpr uint64_t bank(int lane, int bank) const { return bank_at(lane, bank); }
+  constexpr uint64_t bank_bytes() const { return bank_bytes_; }
 
   // Place of the position-th rank's partial of a token.
   constexpr uint64_t inbox(int lane, int bank, int token, int position) const {
@@ -103,7 +134,11 @@ class WindowMap {
   uint64_t payload_at_[kMaxPayloads] = {};  // in a bank
   uint64_t meta_at_ = 0;                    // in a bank
   uint64_t bank_bytes_ = 0;
-  uint64_t banks_at_ = 0;  // in a lane
+  uint64_t banks_at_ = 0;   // in a lane
+  uint64_t chunks_at_ = 0;  // in a lane
+  uint64_t lines_at_ = 0;   // in a lane
+  uint64_t chunks_ = 0;     // of a source in a bank
+  uint64_t line_row_ = 0;   // bytes of all lines of a row
   uint64_t lane_bytes_ = 0;
   uint64_t lanes_at_ = 0;
   uint64_t bytes_ = 0;

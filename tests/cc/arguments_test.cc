@@ -17,8 +17,10 @@ TEST(Arguments, NullEverything) {
   size_t bytes = 0;
   EXPECT_TW(twInvalidArgument, twCommCreateLocal(nullptr, 2, nullptr));
   EXPECT_TW(twInvalidArgument, twCommCreateShm(nullptr, 0, 1, nullptr));
+  EXPECT_TW(twInvalidArgument, twCommCreateCuda(nullptr, 0, 1, nullptr));
   EXPECT_TW(twInvalidArgument, twCommDestroy(nullptr));
   EXPECT_TW(twInvalidArgument, twCommRank(nullptr, &number, &number));
+  EXPECT_TW(twInvalidArgument, twCommDevice(nullptr, &number));
   EXPECT_TW(twInvalidArgument, twGroupWindowBytes(nullptr, 2, nullptr));
   EXPECT_TW(twInvalidArgument, twGroupCreate(nullptr, nullptr, nullptr));
   EXPECT_TW(twInvalidArgument, twGroupDestroy(nullptr));
@@ -367,7 +369,7 @@ TEST(Arguments, Environment) {
     EXPECT_TRUE(says(name));
     ++count;
   }
-  EXPECT_EQ(count, 5);
+  EXPECT_EQ(count, 8);
 }
 
 TEST(Arguments, NamesOfResults) {

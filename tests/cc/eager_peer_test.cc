@@ -298,7 +298,7 @@ struct Trio {
     cpu::Windows windows;
     for (auto& block : memory) {
       block = ::mmap(nullptr, make_map().bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-      windows.by_rank.push_back(std::make_shared<cpu::Mapping>(static_cast<std::byte*>(block), make_map().bytes()));
+      windows.by_rank.push_back(std::make_shared<Mapping>(static_cast<std::byte*>(block), make_map().bytes()));
     }
     const std::vector<int> members = {0, 1, 2};
     for (int rank = 0; rank < kRanks; ++rank) {

@@ -52,6 +52,8 @@ void add_header(const WindowMap& map, std::vector<Region>* regions) {
       for (int source = 0; source < shape.ranks; ++source) {
         regions->push_back({map.word(lane, bank, source), map.word(lane, bank, source) + 8, "word"});
         regions->push_back({map.note(lane, bank, source), map.note(lane, bank, source) + 8, "note"});
+        const uint64_t announcement = map.word(lane, bank, source) + kAnnouncementOffset;
+        regions->push_back({announcement, announcement + 8, "announcement"});
       }
     }
   }
@@ -81,6 +83,29 @@ void add_inbox(const WindowMap& map, int lane, int bank, std::vector<Region>* re
   }
 }
 
+int chunks_of(const Shape& shape) {
+  return shape.chunk_rows == 0 ? 0 : (shape.max_tokens + shape.chunk_rows - 1) / shape.chunk_rows;
+}
+
+// What only devices have.
+void add_device_regions(const WindowMap& map, std::vector<Region>* regions) {
+  const Shape& shape = map.shape();
+  for (int lane = 0; lane < shape.lanes; ++lane) {
+    for (int bank = 0; bank < 2; ++bank) {
+      for (int source = 0; source < shape.ranks; ++source) {
+        for (int chunk = 0; chunk < chunks_of(shape); ++chunk) {
+          const uint64_t word = map.chunk_word(lane, bank, source, chunk);
+          regions->push_back({word, word + 8, "chunk word"});
+        }
+        for (int p = 0; p < shape.line_tokens; ++p) {
+          const uint64_t line = map.line(lane, bank, source, p);
+          regions->push_back({line, line + line_row_bytes(shape), "lines"});
+        }
+      }
+    }
+  }
+}
+
 template <class Visit>
 void each_small_shape(Visit&& visit) {
   for (int ranks = 1; ranks <= 3; ++ranks) {
@@ -99,16 +124,31 @@ void each_small_shape(Visit&& visit) {
   }
 }
 
+// The shapes of each_small_shape with lines for some slots or all, and chunks that divide the rows or do not.
+template <class Visit>
+void each_device_shape(Visit&& visit) {
+  each_small_shape([&](Shape shape) {
+    for (const int line_tokens : {0, 1, shape.max_tokens}) {
+      for (const int chunk_rows : {0, 1, 3, 64}) {
+        shape.line_tokens = line_tokens;
+        shape.chunk_rows = chunk_rows;
+        visit(shape);
+      }
+    }
+  });
+}
+
 // A bank holds the rows of a dispatch or the inbox of a combine; every assignment of kinds to banks must be free of
 // overlap, with every other lane and the header.
 TEST(Layout, RegionsNeverOverlap) {
-  each_small_shape([](const Shape& shape) {
+  each_device_shape([](const Shape& shape) {
     WindowMap map;
     ASSERT_TRUE(WindowMap::make(shape, &map));
     for (int bound = 1; bound <= shape.max_tokens; ++bound) {
       for (int kinds = 0; kinds < 4; ++kinds) {
         std::vector<Region> regions;
         add_header(map, &regions);
+        add_device_regions(map, &regions);
         for (int lane = 0; lane < shape.lanes; ++lane) {
           for (int bank = 0; bank < 2; ++bank) {
             if ((kinds >> bank & 1) != 0) add_inbox(map, lane, bank, &regions);
@@ -122,7 +162,7 @@ TEST(Layout, RegionsNeverOverlap) {
 }
 
 TEST(Layout, Alignment) {
-  each_small_shape([](const Shape& shape) {
+  each_device_shape([](const Shape& shape) {
     const WindowMap map = made(shape);
     EXPECT_EQ(map.bytes() % kPageAlignment, 0u);
     EXPECT_EQ(map.lane_bytes() % kPageAlignment, 0u);
@@ -137,6 +177,8 @@ TEST(Layout, Alignment) {
         }
         for (int source = 0; source < shape.ranks; ++source) {
           EXPECT_EQ(map.word(lane, bank, source) % kWordStride, 0u);  // a cache line for each writer
+          EXPECT_EQ(map.chunk_word(lane, bank, source, 0) % sizeof(uint64_t), 0u);
+          for (int p = 0; p < shape.line_tokens; ++p) EXPECT_EQ(map.line(lane, bank, source, p) % kLineBytes, 0u);
         }
       }
     }
@@ -164,6 +206,67 @@ TEST(Layout, BoundMovesNothingOutsideABank) {
   });
 }
 
+// Lines and chunk words come after everything else of a lane: what the CPU has does not move, and a CPU's window, which
+// has none of them, does not grow.
+TEST(Layout, DeviceRegionsMoveNothing) {
+  each_device_shape([](const Shape& shape) {
+    Shape plain = shape;
+    plain.line_tokens = plain.chunk_rows = 0;
+    const WindowMap map = made(shape);
+    const WindowMap cpu = made(plain);
+    EXPECT_EQ(cpu.line_bytes(), 0u);
+    EXPECT_EQ(cpu.lane_bytes(), cpu.bank(0, 1) + cpu.bank_bytes() - cpu.word(0, 0, 0)) << "words and two banks";
+    EXPECT_EQ(cpu.bytes(), cpu.word(0, 0, 0) + shape.lanes * cpu.lane_bytes());
+    const bool bare = shape.line_tokens == 0 && shape.chunk_rows == 0;
+    EXPECT_EQ(map.lane_bytes() == cpu.lane_bytes(), bare);
+    for (int bank = 0; bank < 2; ++bank) {
+      EXPECT_EQ(map.word(0, bank, 0), cpu.word(0, bank, 0));
+      EXPECT_EQ(map.bank(0, bank), cpu.bank(0, bank));
+      EXPECT_EQ(map.inbox(0, bank, 0, 0), cpu.inbox(0, bank, 0, 0));
+      EXPECT_EQ(map.meta(0, bank, 0, 0, 1), cpu.meta(0, bank, 0, 0, 1));
+      EXPECT_EQ(map.payload(0, bank, 1, 0, 0, 1), cpu.payload(0, bank, 1, 0, 0, 1));
+    }
+  });
+}
+
+// S10, for what is used under every bound alike: places follow from the shape, lane, bank, source and index alone.
+TEST(Layout, DeviceRegionsAreArrays) {
+  each_device_shape([](const Shape& shape) {
+    const WindowMap map = made(shape);
+    const uint64_t chunks = static_cast<uint64_t>(chunks_of(shape));
+    const uint64_t lines = map.line(0, 0, 0, 0);
+    const uint64_t words = map.chunk_word(0, 0, 0, 0);
+    EXPECT_EQ(words, map.bank(0, 1) + map.bank_bytes());
+    for (int lane = 0; lane < shape.lanes; ++lane) {
+      for (int bank = 0; bank < 2; ++bank) {
+        for (int source = 0; source < shape.ranks; ++source) {
+          const uint64_t row = static_cast<uint64_t>(bank) * shape.ranks + source;
+          EXPECT_EQ(map.chunk_word(lane, bank, source, 0), words + lane * map.lane_bytes() + 8 * row * chunks);
+          if (shape.line_tokens == 0) continue;
+          const uint64_t at = lines + lane * map.lane_bytes() + row * shape.line_tokens * map.line_row();
+          EXPECT_EQ(map.line(lane, bank, source, 0), at);
+          EXPECT_EQ(map.line(lane, bank, source, 1), at + map.line_row());
+        }
+      }
+    }
+    EXPECT_EQ(map.line_bytes(), map.line(0, 1, shape.ranks, 0) - lines);
+  });
+}
+
+// 15 words of data to a line, the 16th is the flag; a row's lines hold the longer of its two ways.
+TEST(Layout, LinesOfARow) {
+  static_assert(words_of(0) == 0 && words_of(1) == 1 && words_of(8) == 1 && words_of(9) == 2);
+  static_assert(lines_of(1) == 1 && lines_of(15) == 1 && lines_of(16) == 2);
+  static_assert(kLineBytes == 8 * (kLineWords + 1) && kLineBytes == 16 * kLineLanes);
+  static_assert(dispatch_words(kSmall) == 3 + 1 + 1);  // header, ids and weights; 6 bytes; 5 bytes
+  static_assert(line_row_bytes(kSmall) == kLineBytes);
+  Shape shape = kSmall;
+  shape.payload_bytes[0] = 8 * 12;  // 3 + 12 + 1 words
+  EXPECT_EQ(line_row_bytes(shape), 2 * kLineBytes);
+  shape.combine_bytes = 8 * 31;
+  EXPECT_EQ(line_row_bytes(shape), 3 * kLineBytes);
+}
+
 // A region is a tensor [N, b, row]: a view of it needs no copy.
 TEST(Layout, RowsOfAPayloadHaveNoGaps) {
   const WindowMap map = made(kSmall);
@@ -186,7 +289,15 @@ unsigned __int128 wide_bytes(const Shape& s) {
   dispatch += rows * meta_bytes(s.top_k);
   const Wide inbox = static_cast<Wide>(s.max_tokens) * s.fan_out() * s.combine_bytes;
   const Wide bank = align(std::max(dispatch, inbox), kPageAlignment);
-  const Wide lane = align(static_cast<Wide>(2) * kWordStride * s.ranks, kPageAlignment) + 2 * bank;
+  const Wide chunks = s.chunk_rows == 0 ? 0 : (static_cast<Wide>(s.max_tokens) + s.chunk_rows - 1) / s.chunk_rows;
+  Wide words = 0;  // of a dispatched row as lines
+  for (const uint64_t bytes : {meta_bytes(s.top_k), s.payload_bytes[0], s.payload_bytes[1]}) {
+    words += (static_cast<Wide>(bytes) + 7) / 8;
+  }
+  words = std::max(words, (static_cast<Wide>(s.combine_bytes) + 7) / 8);
+  const Wide banks = align(static_cast<Wide>(2) * kWordStride * s.ranks, kPageAlignment) + 2 * bank;
+  const Wide lines = static_cast<Wide>(2) * s.ranks * s.line_tokens * ((words + 14) / 15 * 128);
+  const Wide lane = align(banks + 16 * s.ranks * chunks, kPageAlignment) + align(lines, kPageAlignment);
   return align(64 + static_cast<Wide>(8) * s.ranks, kPageAlignment) + lane * s.lanes;
 }
 
@@ -205,6 +316,10 @@ TEST(Layout, OverflowIsRefused) {
                 {1 + size(5), 1 + size(6)},
                 1 + size(7)};
     shape.max_tokens = std::max(shape.max_tokens, 1);
+    if (i % 2 == 1) {
+      shape.line_tokens = std::min(static_cast<int32_t>(pick(10, 2000)), shape.max_tokens);
+      shape.chunk_rows = static_cast<int32_t>(1) << pick(11, 7);
+    }
     WindowMap map;
     const bool ok = WindowMap::make(shape, &map);
     const unsigned __int128 want = wide_bytes(shape);

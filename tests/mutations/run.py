@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Breaks the library on purpose, once per row of table.py, and expects the named test to notice.
+"""Breaks the library on purpose, once per row of protocol.py and results.py, and expects the named test to notice.
 
     tests/mutations/run.py [--only NAME] [--jobs 2] [--keep]
 
-Each mutation is a bug that earlier designs had, or that a later hand may bring in; the table says which invariant of
+Each mutation is a bug that earlier designs had, or that a later hand may bring in; its row says which invariant of
 docs/PROTOCOL.md it breaks and which test must fail. A mutation that survives means that the test does not test what
 its name says. The unmutated sources must pass all named tests in the same run.
 
@@ -24,7 +24,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from table import MUTATIONS, Mutation
+from mutation import Mutation
+from protocol import PROTOCOL
+from results import RESULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST_TIMEOUT_S = 60
@@ -241,7 +243,7 @@ def main() -> int:
         strict = os.environ.get("TW_STRICT") == "1"
         print(f"mutations: {'FAILED' if strict else 'SKIPPED'}: {missing}", file=sys.stderr)
         return 1 if strict else 0
-    chosen = [m for m in MUTATIONS if not arguments.only or any(part in m.name for part in arguments.only)]
+    chosen = [m for m in PROTOCOL + RESULTS if not arguments.only or any(part in m.name for part in arguments.only)]
     if not chosen:
         parser.error("no mutation has such a name")
     begin = time.monotonic()

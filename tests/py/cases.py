@@ -7,7 +7,7 @@ in operations that NumPy rounds alike everywhere.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,22 @@ class Case:
 def one(setup: Setup, *rounds: Round, **kwargs: Any) -> Case:
     """Rounds one after the other."""
     return Case(setup, tuple((r,) for r in rounds), **kwargs)
+
+
+def fewer_ranks(case: Case, ranks: int) -> Case:
+    """The same case for fewer ranks: what the last ones bring and hold is left out, or held by the first."""
+    setup = case.setup
+    if setup.ranks <= ranks:
+        return case
+    placed = setup.expert_map
+    if placed is not None:
+        home, before = [rank % ranks for rank in placed[0]], placed[1]
+        order = sorted(range(len(home)), key=lambda e: (before[e], e))
+        slot = [sum(home[f] == home[e] for f in order[: order.index(e)]) for e in range(len(home))]
+        placed = tuple(home), tuple(slot)
+    flights = tuple(tuple(replace(r, tokens=r.tokens[:ranks]) for r in flight) for flight in case.flights)
+    slow = None if case.slow is None else case.slow % ranks
+    return replace(case, setup=replace(setup, ranks=ranks, expert_map=placed), flights=flights, slow=slow)
 
 
 # ---- inputs --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import device_backend
 import harness
 import pytest
 
@@ -18,6 +19,39 @@ STRICT = os.environ.get("TW_STRICT") == "1"
 def pytest_addoption(parser: pytest.Parser) -> None:
     default = int(os.environ.get("ROUNDS", "600"))
     parser.addoption("--rounds", type=int, default=default, help="rounds of the soak test")
+    parser.addoption(
+        "--backend",
+        action="append",
+        choices=list(harness.BACKENDS),
+        help="what the tests of behaviour run against (default cpu); may be given more than once",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is imported, and before anything calls CUDA."""
+    harness.CHOSEN[:] = config.getoption("--backend") or ["cpu"]
+    if "nvlink" not in harness.CHOSEN:
+        return
+    # The suite expects a call's own errors from that call, as the CPU backend has it.
+    device_backend.prepare(blocking=True)
+    lacking = device_backend.missing()
+    if lacking:
+        raise pytest.UsageError(f"--backend nvlink: {lacking}")
+    os.environ.setdefault("EXAMPLES", "25")  # a device's time is dear, and the CPU's run has the many
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", harness.CHOSEN, indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "cpu" in harness.CHOSEN:
+        return
+    elsewhere = pytest.mark.skip(reason="is about the CPU backend, or about none: the run without --backend has it")
+    for item in items:
+        if "backend" not in getattr(item, "fixturenames", ()):
+            item.add_marker(elsewhere)
 
 
 def need(found: bool, what: str) -> None:
@@ -61,19 +95,54 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=["cpu"])
+@pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
     """Which backend; the suite is written for any."""
     return request.param
 
 
 @pytest.fixture
+def made_for(backend: str) -> Any:
+    """The backend's class in the harness: tensors, comms, and what sets it apart."""
+    return harness.BACKENDS[backend]
+
+
+def enough(backend: str, kind: str, nranks: int) -> None:
+    """Skips what has more ranks than a backend can have here."""
+    most = harness.BACKENDS[backend].most_ranks(kind)
+    if nranks > most:
+        pytest.skip(f"{nranks} {kind} on the {backend} backend: there are devices for {most}")
+
+
+@pytest.fixture
 def world(kind: str, backend: str) -> Any:
     """world(n): n ranks."""
-    return lambda nranks: harness.WORLDS[kind](backend, nranks)
+
+    def make(nranks: int) -> harness.Threads | harness.Processes:
+        enough(backend, kind, nranks)
+        return harness.WORLDS[kind](backend, nranks)
+
+    make.most = harness.BACKENDS[backend].most_ranks(kind)  # type: ignore[attr-defined]
+    return make
 
 
 @pytest.fixture
 def processes(backend: str) -> Any:
     """processes(n): n ranks, each a process."""
-    return lambda nranks: harness.Processes(backend, nranks)
+
+    def make(nranks: int) -> harness.Processes:
+        enough(backend, "processes", nranks)
+        return harness.Processes(backend, nranks)
+
+    return make
+
+
+@pytest.fixture
+def threads(backend: str) -> Any:
+    """threads(n): n ranks, each a thread."""
+
+    def make(nranks: int) -> harness.Threads:
+        enough(backend, "threads", nranks)
+        return harness.Threads(backend, nranks)
+
+    return make

@@ -26,17 +26,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from device_backend import COMM_TIMEOUT, Cuda
 
 import tokenway as tw
 
 HERE = Path(__file__).parent
-COMM_TIMEOUT = 60.0
 
 
 class Cpu:
-    """The backend of this version: tensors are NumPy's."""
+    """Ranks on the CPU: tensors are NumPy's."""
 
     name = "cpu"
+    checks_ids_on_host = True  # bad ids are refused
+    copies_routing = True  # ids and weights are the caller's again when route() returns
+    death_seen = 1.0  # seconds until a dead peer is known of
+
+    @staticmethod
+    def most_ranks(kind: str) -> int:
+        """Ranks that a world of this kind can have."""
+        return 1024
+
+    @staticmethod
+    def place(comm: tw.Comm) -> tuple[Any, Any]:
+        """(device, stream) of a rank."""
+        return None, None
+
+    @staticmethod
+    def context(device: Any, stream: Any) -> contextlib.AbstractContextManager[None]:
+        """Makes the calling thread work on a rank's device and stream."""
+        return contextlib.nullcontext()
 
     @staticmethod
     def comm(rank: int, nranks: int, address: str) -> tw.Comm:
@@ -57,7 +75,13 @@ class Cpu:
         return np.array(tensor)
 
 
-BACKENDS = {"cpu": Cpu}
+BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda}
+CHOSEN = ["cpu"]  # backends that the tests run against: the option --backend
+
+
+def most_ranks(kind: str) -> int:
+    """Ranks that a world of this kind can have on every backend that was chosen."""
+    return min(BACKENDS[name].most_ranks(kind) for name in CHOSEN)
 
 
 class Env:
@@ -68,7 +92,17 @@ class Env:
         self.backend = backend
         self.rank = comm.rank
         self.nranks = comm.nranks
+        self.device, self.stream = backend.place(comm)
         self.kept: dict[str, Any] = {}
+
+    def context(self) -> contextlib.AbstractContextManager[None]:
+        """Makes the calling thread this rank's. Worlds do it before they run a function."""
+        return self.backend.context(self.device, self.stream)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(env, *args) in the rank's context."""
+        with self.context():
+            return function(self, *args)
 
 
 class RankFailed(AssertionError):
@@ -167,7 +201,7 @@ def serve(fd: int) -> None:
             comm = BACKENDS[backend].comm(rank, nranks, address)
             env = Env(comm, BACKENDS[backend])
             envs[name, nranks] = generation, env
-        return function(env, *args)
+        return env.call(function, *args)
 
     while True:
         try:
@@ -249,7 +283,7 @@ class Threads:
         outcomes: list[tuple[bool, Any]] = [hung] * self.nranks
 
         def body(rank: int) -> None:
-            outcomes[rank] = attempt(function, envs[rank], *args)
+            outcomes[rank] = attempt(envs[rank].call, function, *args)
 
         threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(self.nranks)]
         for thread in threads:

@@ -74,6 +74,13 @@ LEAVES = {
 }
 
 
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+def one_rank(mine: int, everybody: int, size: int, context: int | None) -> int:
+    """An allgather that is right for one rank only."""
+    ctypes.memmove(everybody, mine, size)
+    return 0
+
+
 class Torment:
     """One seed's worth of calls."""
 
@@ -122,7 +129,11 @@ class Torment:
                 text = ctypes.create_string_buffer(rng.choice((b"", b"x" * 300, b"/nowhere/at/all", b"ok")))
                 self.keep.append(text)
                 return rng.choice((0, ctypes.addressof(text)))
-            return 0 if last == "alloc_context" else rng.choice((0, 1, 0xDEAD))
+            if last == "devices":
+                return rng.choice((0, self.memory.numbers.ctypes.data))
+            if last == "allgather":
+                return rng.choice((0, ctypes.cast(one_rank, ctypes.c_void_p).value or 0))
+            return 0 if last.endswith("_context") else rng.choice((0, 1, 0xDEAD))
         if last == "stride":
             return rng.choice(STRIDES)
         if last == "timeout_ms":
@@ -164,7 +175,7 @@ class Torment:
 
     def _spoil_size(self, buffer: Any, whole: int) -> None:
         rng = self.rng
-        older = rng.randrange(8, whole)
+        older = rng.randrange(8, whole, 8)  # half a pointer is one to memory that is not there
         size = rng.choice((0, 1, 7, 8, older, older, whole - 1, whole + 1, whole + 8, whole + 500))
         size = rng.choice((size, size, size, 65536, 65537, 2**31, 2**63, 2**64 - 1, rng.getrandbits(64)))
         ctypes.memmove(buffer, size.to_bytes(8, "little"), 8)
@@ -327,7 +338,8 @@ class Torment:
             failed = self.call("twCommCreateLocal", ctypes.addressof(made), nranks, at)
         else:
             rank, count = self.rng.choice((0, 0, 0, 1, -1, 2**31 - 1)), 1
-            failed = self.call("twCommCreateShm", ctypes.addressof(made), rank, nranks, at)
+            create = self.rng.choice(("twCommCreateShm", "twCommCreateShm", "twCommCreateCuda"))
+            failed = self.call(create, ctypes.addressof(made), rank, nranks, at)
         for pointer in [] if failed else list(made[:count]):
             assert not self.call("twCommDestroy", pointer)
         if not failed:
@@ -341,6 +353,7 @@ class Torment:
         rank = ctypes.c_int32()
         comm = self.rng.choice((*BAD_POINTERS, self.comm.pointer))
         self.call("twCommRank", comm, self.rng.choice((0, ctypes.addressof(rank))), 0)
+        self.call("twCommDevice", comm, self.rng.choice((0, ctypes.addressof(rank))))
         size = ctypes.c_size_t()
         self.call("twHandleMemBytes", self.any_group(), self.rng.choice((0, ctypes.addressof(size))))
 

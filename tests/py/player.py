@@ -41,6 +41,7 @@ class Player:
         self.setup = case.setup
         self.rng = np.random.default_rng([case.order, env.rank])
         self.spare: list[tw.Handle] = []
+        self.unread: dict[tw.Handle, tuple[Any, ...]] = {}  # routings that their handle's first dispatch will read
 
     def flights(self) -> list[list[Got]]:
         return [self.flight(rounds) for rounds in self.case.flights]
@@ -115,11 +116,13 @@ class Player:
         if round_.reuse and self.spare:
             handle = self.spare.pop()
             handle.update(ids, given)
-            return handle
-        memory = aligned_bytes(self.group.handle_bytes) if round_.memory else None
-        handle = self.group.route(ids, given, memory=memory)
-        if ids.size:
-            ids[...] = 99  # both are copied
+        else:
+            memory = self.tensor(aligned_bytes(self.group.handle_bytes)) if round_.memory else None
+            handle = self.group.route(ids, given, memory=memory)
+        if self.env.backend.copies_routing:
+            spoil(ids, given)
+        else:
+            self.unread[handle] = ids, given
         return handle
 
     def payloads(self, round_: Round) -> list[Any]:
@@ -128,7 +131,7 @@ class Player:
 
     def dispatch(self, round_: Round, handle: tw.Handle, inputs: list[Any], send_only: bool) -> Any:
         extra = {f"p{q}": p for q, p in enumerate(inputs[1:])}
-        return self.group.dispatch(
+        result = self.group.dispatch(
             handle,
             inputs[0],
             extra,
@@ -138,6 +141,8 @@ class Player:
             out=self.outputs(round_) if round_.own else None,
             send_only=send_only,
         )
+        spoil(*self.unread.pop(handle, ()))
+        return result
 
     def outputs(self, round_: Round) -> dict[str, Any]:
         """Tensors for everything that arrives, full of rubbish."""
@@ -201,6 +206,13 @@ class Player:
         kind = numpy_dtype(dtype)
         raw = np.full(int(np.prod(shape)) * kind.itemsize, 0xA5, np.uint8)
         return self.tensor(raw.view(kind).reshape(shape))
+
+
+def spoil(*routing: Any) -> None:
+    """Writes over ids and weights that have been copied: nobody may read them any more."""
+    for tensor in routing:
+        if tensor is not None:
+            tensor[...] = 99
 
 
 def spread(array: np.ndarray, apart: bool) -> np.ndarray:

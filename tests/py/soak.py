@@ -79,13 +79,13 @@ def random_case(rng: random.Random, setup: Setup, count: int) -> Case:
     return Case(setup, tuple(flights), slow=slow, order=rng.getrandbits(30))
 
 
-def soak(rounds: int, seed: int, ranks: tuple[int, ...] = (2, 3, 4), say: Any = None) -> int:
+def soak(rounds: int, seed: int, ranks: tuple[int, ...] = (2, 3, 4), say: Any = None, backend: str = "cpu") -> int:
     """Verifies so many rounds. A group lives for a few batches, so lanes reach high steps."""
     rng = random.Random(seed)
     done = 0
     while done < rounds:
         setup = random_setup(rng, rng.choice(ranks))
-        world = harness.Processes("cpu", setup.ranks)
+        world = harness.Processes(backend, setup.ranks)
         for _ in range(rng.randint(1, 4)):
             count = min(BATCH, rounds - done)
             case = random_case(rng, setup, count)
@@ -115,24 +115,24 @@ class Mishap:
     seen: list[float]
 
 
-def mishap(rng: random.Random, number: int) -> Mishap:
+def mishap(rng: random.Random, number: int, backend: str = "cpu") -> Mishap:
     """Kills or stops one of a few busy ranks at a random moment; what do the others make of it?"""
     timeout = 30.0 if number == signal.SIGKILL else 1.5
-    nranks = rng.randint(2, 5)
+    nranks = rng.randint(2, min(5, harness.BACKENDS[backend].most_ranks("processes")))
     victim = rng.randrange(nranks)
     setup = random_setup(rng, nranks)
     workers = harness.Workers(nranks)
     everyone = range(nranks)
     survivors = [r for r in everyone if r != victim]
-    key = ("mishap", 0, "cpu", f"mishap-{os.getpid()}-{rng.getrandbits(60):x}")
+    key = ("mishap", 0, backend, f"mishap-{os.getpid()}-{rng.getrandbits(60):x}")
     try:
         workers.send(everyone, mishaps.begin, setup, timeout, key=key)
-        harness.settle(workers.collect(everyone, 30))
+        harness.settle(workers.collect(everyone, 60))
         workers.send(everyone, mishaps.work_until_error, setup, rng.getrandbits(30), key=key)
         time.sleep(rng.random() * 0.3)
         struck = time.monotonic()
         workers.signal(victim, number)
-        limit = 1.0 if number == signal.SIGKILL else timeout + 1.0
+        limit = harness.BACKENDS[backend].death_seen if number == signal.SIGKILL else timeout + 1.0
         reports = harness.settle(workers.collect(survivors, limit + 20))
         for rank, report in zip(survivors, reports, strict=True):
             mishaps.judge(report, rank, victim, number, struck, limit)
@@ -151,7 +151,7 @@ def mishap(rng: random.Random, number: int) -> Mishap:
         workers.close()
 
 
-def suffer(kills: int, stops: int, seed: int, say: Any = None) -> None:
+def suffer(kills: int, stops: int, seed: int, say: Any = None, backend: str = "cpu") -> None:
     """So many mishaps, one after the other."""
     rng = random.Random(seed)
     numbers = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
@@ -159,7 +159,7 @@ def suffer(kills: int, stops: int, seed: int, say: Any = None) -> None:
     for n, number in enumerate(numbers):
         state = rng.getrandbits(50)
         try:
-            result = mishap(random.Random(state), number)
+            result = mishap(random.Random(state), number, backend)
         except BaseException:
             print(f"mishap {n} of seed {seed}: signal {number}, state {state}", file=sys.stderr)
             raise

@@ -141,6 +141,48 @@ def test_failures() -> None:
     assert len(values) == 3 and all(equal == compared for equal, compared in values)
 
 
+def test_quantised(backend: str) -> None:
+    """Every format takes the bytes that it promises, arrives as it was sent, and is as exact as it can be."""
+    out = example("05_quantised.py", "--device", "cuda" if backend == "nvlink" else "cpu")
+    found = re.findall(r"^(\S.*?)  +(\d+) +[\d.]+%   ([\d.]+)% .*  (\d+) values, bit for bit$", out, re.MULTILINE)
+    assert [line[:2] for line in found] == [
+        ("bf16", "2048"),
+        ("fp8", "1056"),
+        ("fp8, powers of two", "1056"),
+        ("nvfp4", "580"),
+    ], out
+    errors = [float(line[2]) for line in found]
+    assert errors == sorted(errors), out
+    assert all(int(line[3]) > 100000 for line in found)
+    assert "All checks hold." in out
+
+
+def test_quantised_is_not_blind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one scale changed on its way, or scales that are not applied: the example says so and fails."""
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import tokenway as tw\n"
+        "honest = tw.Group.dispatch\n"
+        "def dispatch(self, *args, **kwargs):\n"
+        "    recv = honest(self, *args, **kwargs)\n"
+        "    if self.rank == 1 and 'scales' in recv.payloads:\n"
+        "        recv.payloads['scales'].view('u1')[0, 0, 0] ^= 1\n"
+        "    return recv\n"
+        "tw.Group.dispatch = dispatch\n"
+    )
+    out = example("05_quantised.py", "--ranks", "2", code=1)
+    assert len(re.findall(r"\d values, 1 VALUES DIFFER$", out, re.MULTILINE)) == 3, out
+    (tmp_path / "sitecustomize.py").write_text(
+        "import tokenway as tw\n"
+        "honest = tw.dequantize_fp8\n"
+        "tw.dequantize_fp8 = lambda values, scales: honest(values, scales * 0.97)\n"
+    )
+    out = example("05_quantised.py", "--ranks", "2", code=1)
+    assert len(re.findall(r"^fp8.* WRONG .*bit for bit$", out, re.MULTILINE)) == 2, out
+    assert out.endswith("A check FAILED.\n")
+
+
 def load_job() -> ModuleType:
     """examples/main_job.py as a module."""
     spec = importlib.util.spec_from_file_location("main_job", EXAMPLES / "main_job.py")

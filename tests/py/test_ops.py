@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Round, Setup, make_ids, make_payloads, same
-from harness import Env, Threads, caught
-from test_torch import to_numpy, to_torch
+from harness import Env, caught
+from test_torch import with_torch
 
 import tokenway as tw
 from tokenway import reference as ref
@@ -31,10 +31,16 @@ def ops(torch) -> Any:
     return ops
 
 
-def arguments(rank: int) -> tuple[Any, Any, Any]:
+def arguments(env: Env) -> tuple[Any, Any, Any]:
     """(tokens, ids, weights) of a rank."""
-    ids, weights = make_ids(SETUP, ROUND, rank)
-    return to_torch(make_payloads(SETUP, ROUND, rank)[0]), to_torch(ids), to_torch(weights)
+    ids, weights = make_ids(SETUP, ROUND, env.rank)
+    tensor = with_torch(env).backend.tensor
+    return tensor(make_payloads(SETUP, ROUND, env.rank)[0]), tensor(ids), tensor(weights)
+
+
+def to_numpy(env: Env, tensor: Any) -> np.ndarray:
+    """A copy."""
+    return with_torch(env).backend.array(tensor)
 
 
 def layer(torch: Any, number: int, tokens: Any, ids: Any, weights: Any, order: Any, layout: str) -> Any:
@@ -76,14 +82,14 @@ def run_layers(env: Env, how: str, layout: str) -> Any:
             model = torch.compile(model, fullgraph=True, backend=how)
         with torch.no_grad():
             for _ in range(2):
-                first, second, order = model(*arguments(env.rank), ops.start())
+                first, second, order = model(*arguments(env), ops.start())
         assert order.shape == (1,) and order.dtype == torch.int64
-    return to_numpy(first), to_numpy(second)
+    return to_numpy(env, first), to_numpy(env, second)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_eager(layout) -> None:
-    for rank, outs in enumerate(Threads("cpu", 2).run(run_layers, "eager", layout)):
+def test_eager(threads, layout) -> None:
+    for rank, outs in enumerate(threads(2).run(run_layers, "eager", layout)):
         for out in outs:
             same("out", out, wanted(layout)[rank], f"rank {rank}, {layout}")
 
@@ -101,29 +107,29 @@ def test_compiled(processes, how) -> None:
 
 
 def alone(env: Env, check: Any) -> Any:
-    """check(group, its number) on a group of one rank."""
+    """check(group, its number, three tokens' inputs) on a group of one rank."""
+    import torch
+
     from tokenway import ops
 
     with tw.Group(env.comm, experts=4, top_k=2, hidden=8, max_tokens=8, lanes=64) as group:
-        return check(group, ops.register(group))
+        ids = torch.tensor([[0, 1], [2, -1], [3, 0]], dtype=torch.int32)
+        inputs = torch.randn(3, 8).bfloat16(), ids, torch.rand(3, 2)
+        return check(group, ops.register(group), [t.to(env.device or "cpu") for t in inputs])
 
 
-def on_one(check: Any) -> Any:
-    return Threads("cpu", 1).run(alone, check)[0]
+@pytest.fixture
+def on_one(threads) -> Any:
+    """on_one(check): `alone` on a rank."""
+    return lambda check: threads(1).run(alone, check)[0]
 
 
-def make_inputs(torch: Any, tokens: int = 3) -> Any:
-    ids = torch.tensor([[0, 1], [2, -1], [3, 0]] * 3, dtype=torch.int32)[:tokens]
-    return torch.randn(tokens, 8).bfloat16(), ids, torch.rand(tokens, 2)
-
-
-def test_opcheck(torch, ops) -> None:
+def test_opcheck(on_one, torch, ops) -> None:
     """Schema and fake implementation, as PyTorch itself checks them. Its other checks compare outputs of
     two calls, and here every call is another step."""
 
-    def check(group: tw.Group, number: int) -> None:
+    def check(group: tw.Group, number: int, inputs: Any) -> None:
         for layout in LAYOUTS:
-            inputs = make_inputs(torch)
             call = (*inputs, ops.start(), number, 8, layout)
             torch.library.opcheck(
                 torch.ops.tokenway.dispatch.default,
@@ -135,12 +141,11 @@ def test_opcheck(torch, ops) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fake_shapes(torch, ops, layout) -> None:
+def test_fake_shapes(on_one, torch, ops, layout) -> None:
     """The fake implementations say what the real ones return."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    def check(group: tw.Group, number: int) -> None:
-        inputs = make_inputs(torch)
+    def check(group: tw.Group, number: int, inputs: Any) -> None:
         real = torch.ops.tokenway.dispatch(*inputs, ops.start(), number, 8, layout)
         rows = real[0].float()
         out, order = torch.ops.tokenway.combine(rows, real[4], number, 3, "none")
@@ -156,11 +161,10 @@ def test_fake_shapes(torch, ops, layout) -> None:
     on_one(check)
 
 
-def test_outputs_are_fresh(torch, ops) -> None:
+def test_outputs_are_fresh(on_one, torch, ops) -> None:
     """A later step leaves what an earlier one returned."""
 
-    def check(group: tw.Group, number: int) -> None:
-        inputs = make_inputs(torch)
+    def check(group: tw.Group, number: int, inputs: Any) -> None:
         kept, order = [], ops.start()
         for factor in (1, 2, 3):
             recv, ids, weights, counts, order = torch.ops.tokenway.dispatch(
@@ -176,13 +180,12 @@ def test_outputs_are_fresh(torch, ops) -> None:
     on_one(check)
 
 
-def test_wrong_numbers(torch, ops) -> None:
-    def check(group: tw.Group, number: int) -> None:
-        inputs = make_inputs(torch)
+def test_wrong_numbers(on_one, torch, ops) -> None:
+    def check(group: tw.Group, number: int, inputs: Any) -> None:
         with pytest.raises(tw.InvalidArgument, match=r"group is 999999; it must be a number"):
             torch.ops.tokenway.dispatch(*inputs, ops.start(), 999999, 8, "rank_major")
         with pytest.raises(tw.InvalidArgument, match=r"order is 0; it must come from the dispatch"):
-            torch.ops.tokenway.combine(torch.zeros(1, 8, 8), ops.start(), number, 3, "none")
+            torch.ops.tokenway.combine(inputs[0].new_zeros(1, 8, 8), ops.start(), number, 3, "none")
         with pytest.raises(tw.InvalidArgument, match=r"input\.bound is 9"):
             torch.ops.tokenway.dispatch(*inputs, ops.start(), number, 9, "rank_major")
 
@@ -210,7 +213,7 @@ def run_unused(env: Env, how: str) -> Any:
 
         with torch.no_grad():
             compiled = torch.compile(model, fullgraph=True, backend=how)
-            compiled(*arguments(env.rank), ops.start())
+            compiled(*arguments(env), ops.start())
     return steps
 
 
@@ -229,16 +232,18 @@ def bad_ids(env: Env) -> Any:
 
     with tw.Group(env.comm, timeout=60, **SETUP.settings()) as group:
         number = ops.register(group)
-        tokens, ids, weights = arguments(env.rank)
+        tokens, ids, weights = arguments(env)
         call = (tokens, ids if env.rank != 1 else ids + 100, weights, ops.start(), number, 8, "rank_major")
         begin = time.monotonic()
         outcome = caught(torch.ops.tokenway.dispatch, *call)
         took = time.monotonic() - begin
         out, _ = layer(torch, number, tokens, ids, weights, ops.start(), "rank_major")
-    return outcome[:2], took, to_numpy(out)
+    return outcome[:2], took, to_numpy(env, out)
 
 
-def test_bad_ids_reach_the_peers(world) -> None:
+def test_bad_ids_reach_the_peers(world, made_for) -> None:
+    if not made_for.checks_ids_on_host:
+        pytest.skip("ids in device memory are not refused; tests/gpu/test_bad_ids.py has what becomes of them")
     by_rank = world(2).run(bad_ids)
     assert [outcome[0] for outcome, _, _ in by_rank] == ["twPeerRefused", "twInvalidArgument"]
     assert max(took for _, took, _ in by_rank) < 5
@@ -246,11 +251,11 @@ def test_bad_ids_reach_the_peers(world) -> None:
         same("out", out, wanted("rank_major")[rank], f"rank {rank}")
 
 
-def test_handles_end_with_their_group(torch, ops) -> None:
+def test_handles_end_with_their_group(on_one, torch, ops) -> None:
     """A dispatch that no combine answers keeps neither its handle nor the group alive."""
 
-    def check(group: tw.Group, number: int) -> Any:
-        torch.ops.tokenway.dispatch(*make_inputs(torch), ops.start(), number, 8, "rank_major")
+    def check(group: tw.Group, number: int, inputs: Any) -> Any:
+        torch.ops.tokenway.dispatch(*inputs, ops.start(), number, 8, "rank_major")
         (handle,) = group.op_handles.values()
         return weakref.ref(handle), weakref.ref(group)
 

@@ -41,16 +41,20 @@ def judge(world: harness.Processes | harness.Threads, case: Case) -> None:
             cases.verify(case.setup, round_, [mine[f][i] for mine in by_rank])
 
 
+PROCESSES = min(5, harness.most_ranks("processes"))
+
+
 @pytest.mark.processes
 @SETTINGS
 @example(HARD)
-@given(any_case())
-def test_any_case_on_processes(case: Case) -> None:
-    judge(harness.Processes("cpu", case.setup.ranks), case)
+@given(any_case(max_ranks=PROCESSES))
+def test_any_case_on_processes(backend: str, case: Case) -> None:
+    if case.setup.ranks <= harness.most_ranks("processes"):  # the example has more than some machines have GPUs
+        judge(harness.Processes(backend, case.setup.ranks), case)
 
 
 @SETTINGS
 @example(HARD)
 @given(any_case(max_ranks=8))
-def test_any_case_on_threads(case: Case) -> None:
-    judge(harness.Threads("cpu", case.setup.ranks), case)
+def test_any_case_on_threads(backend: str, case: Case) -> None:
+    judge(harness.Threads(backend, case.setup.ranks), case)

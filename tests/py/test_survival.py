@@ -11,22 +11,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Env, Workers, caught, settle
+from harness import BACKENDS, Env, Workers, caught, settle
+from refusals import adapt
 
 import tokenway as tw
 
 pytestmark = pytest.mark.processes
-AT_ONCE = 1.0  # seconds until every survivor has its record
+START = 60.0  # seconds until a process has its device
 
 
 class World:
     """Workers with a group that is made to break."""
 
-    def __init__(self, nranks: int, timeout: float = 60.0):
+    def __init__(self, backend: str, nranks: int, timeout: float = 60.0):
         self.workers = Workers(nranks, {"TOKENWAY_SHRINK_MS": "2000"})
-        self.key = ("survival", 0, "cpu", f"survival-{os.getpid()}-{time.monotonic_ns()}")
+        self.key = ("survival", 0, backend, f"survival-{os.getpid()}-{time.monotonic_ns()}")
         self.nranks = nranks
-        self.run(make_group, timeout)
+        self.at_once = BACKENDS[backend].death_seen  # until every survivor has its record
+        self.start(make_group, timeout)
+        self.collect(list(range(nranks)), START)
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         self.workers.send(range(self.nranks), function, *args, key=self.key)
@@ -45,12 +48,13 @@ class World:
 
 
 @pytest.fixture
-def broken() -> Iterator[Callable[..., World]]:
+def broken(backend, processes) -> Iterator[Callable[..., World]]:
     """broken(n): a world of n ranks; it ends with the test."""
     made: list[World] = []
 
     def make(nranks: int, **keywords: Any) -> World:
-        made.append(World(nranks, **keywords))
+        processes(nranks)  # where there can be so many
+        made.append(World(backend, nranks, **keywords))
         return made[-1]
 
     yield make
@@ -66,17 +70,17 @@ def make_group(env: Env, timeout: float) -> None:
     env.kept["group"] = tw.Group(env.comm, experts=n, top_k=n, hidden=1, max_tokens=1, dtype="float32", timeout=timeout)
 
 
-def exchange(group: tw.Group) -> None:
+def exchange(env: Env, group: tw.Group) -> None:
     """A round in which every rank sends to all."""
-    handle = group.route(np.arange(group.experts, dtype=np.int32)[None])
-    received = group.dispatch(handle, np.ones((1, 1), np.float32))
+    handle = group.route(adapt(env, np.arange(group.experts, dtype=np.int32)[None]))
+    received = group.dispatch(handle, adapt(env, np.ones((1, 1), np.float32)))
     group.combine(handle, received.tokens)
 
 
 def sleep_and_exchange(env: Env, naps: list[float]) -> Any:
     """The error of an exchange after a nap, and when it came."""
     time.sleep(naps[env.rank])
-    result, text, record = caught(exchange, env.kept["group"])
+    result, text, record = caught(exchange, env, env.kept["group"])
     return result, text, record, time.monotonic()
 
 
@@ -93,9 +97,9 @@ def fork_child(env: Env, rank: int) -> int:
 
 def leave(env: Env, rank: int, comms: list[str]) -> Any:
     """`rank` leaves a comm without a group; the others try to make one on it."""
-    comm = tw.Comm.shm(env.rank, env.nranks, comms[0], timeout=30)
+    comm = env.backend.comm(env.rank, env.nranks, comms[0])
     child = fork_child(env, rank)
-    exchange_of_two(comm)
+    exchange_of_two(env, comm)
     if env.rank == rank:
         time.sleep(0.5)
         begin = time.monotonic()
@@ -107,9 +111,9 @@ def leave(env: Env, rank: int, comms: list[str]) -> Any:
     return result, text, at
 
 
-def exchange_of_two(comm: tw.Comm) -> None:
+def exchange_of_two(env: Env, comm: tw.Comm) -> None:
     with tw.Group(comm, experts=2, top_k=2, hidden=1, max_tokens=1, dtype="float32") as group:
-        exchange(group)
+        exchange(env, group)
 
 
 def shrink_after(env: Env, naps: dict[int, float]) -> Any:
@@ -137,7 +141,7 @@ def test_a_death_behind_a_slow_rank(broken) -> None:
     (result, text, record, at), late = world.collect([0, 1])
     assert result == late[0] == "twPeerDied", (result, text, late)
     assert record.peer == late[2].peer == 2
-    assert at - struck < AT_ONCE
+    assert at - struck < world.at_once
 
 
 def test_two_deaths_at_once(broken) -> None:
@@ -147,7 +151,7 @@ def test_two_deaths_at_once(broken) -> None:
     struck = world.kill(2, 3)
     for result, text, record, at in world.collect([0, 1]):
         assert result == "twPeerDied" and record.peer in (2, 3), (result, text)
-        assert at - struck < AT_ONCE
+        assert at - struck < world.at_once
     world.start(shrink_after, {})
     for result, left, _, text in world.collect([0, 1]):
         assert (result, left) == ("twSuccess", [0, 1]), text
@@ -162,7 +166,7 @@ def test_a_killed_rank_with_a_forked_child(broken) -> None:
         struck = world.kill(1)
         ((result, text, record, at),) = world.collect([0])
         assert result == "twPeerDied" and record.peer == 1, text
-        assert at - struck < AT_ONCE
+        assert at - struck < world.at_once
     finally:
         end(child)
 
@@ -173,7 +177,7 @@ def test_a_closed_comm_with_a_forked_child(broken) -> None:
     (result, text, seen), (_, child, closed) = world.run(leave, 1, [f"leave-{os.getpid()}-{time.monotonic_ns()}"])
     end(child)
     assert result == "twPeerDied" and "rank 1" in text, (result, text)
-    assert seen - closed < AT_ONCE
+    assert seen - closed < world.at_once
 
 
 def end(child: int) -> None:

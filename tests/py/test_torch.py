@@ -1,4 +1,4 @@
-"""PyTorch on the CPU: tensors in and out, process groups as bootstrap, torchrun."""
+"""PyTorch: tensors in and out, process groups as bootstrap, torchrun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import FLOATS, Round, Setup, one, verify
-from harness import Env, Threads, caught
+from harness import Cpu, Env, caught
 from player import Player
 
 import tokenway as tw
@@ -49,7 +49,7 @@ def to_numpy(tensor: Any) -> np.ndarray:
     return np.array(tensor.numpy())
 
 
-class TorchCpu:
+class TorchCpu(Cpu):
     """The harness's backend with PyTorch tensors."""
 
     tensor = staticmethod(to_torch)
@@ -62,13 +62,18 @@ class TorchCpu:
         return to_numpy(tensor)
 
 
+def with_torch(env: Env) -> Env:
+    """The env with a backend whose tensors are PyTorch's: those of GPUs are."""
+    return Env(env.comm, TorchCpu) if env.backend is Cpu else env
+
+
 def play(env: Env, case: Any) -> Any:
     with tw.Group(env.comm, timeout=20, **case.setup.settings()) as group:
-        return Player(Env(env.comm, TorchCpu), group, case).flights()
+        return Player(with_torch(env), group, case).flights()
 
 
-def check(setup: Setup, *rounds: Round) -> None:
-    by_rank = Threads("cpu", setup.ranks).run(play, one(setup, *rounds))
+def check(threads: Any, setup: Setup, *rounds: Round) -> None:
+    by_rank = threads(setup.ranks).run(play, one(setup, *rounds))
     for f, round_ in enumerate(rounds):
         verify(setup, round_, [mine[f][0] for mine in by_rank])
 
@@ -82,17 +87,18 @@ MORE = ((5, "float8_e5m2"), (3, "uint16"), (1, "uint32"), (3, "uint64"), (1, "fl
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major"])
 @pytest.mark.parametrize("payloads", [PAYLOADS, MORE])
-def test_every_dtype(layout, payloads) -> None:
+def test_every_dtype(threads, layout, payloads) -> None:
     for dtype in FLOATS:
         setup = Setup(ranks=2, dtype=dtype, payloads=payloads, combine_dtype=dtype, id_dtype="int64")
         base = Round((5, 8), layout=layout, ids="int64", rows=dtype, out=dtype)
         own = Round((8, 0), layout=layout, own=True, strided=True, seed=3, special=True)
-        check(setup, base, own)
+        check(threads, setup, base, own)
 
 
-def test_views_and_sequences() -> None:
+def test_views_and_sequences(threads) -> None:
     setup = Setup(ranks=3, experts=7, dtype="float32", combine_dtype="float32", lanes=2)
     check(
+        threads,
         setup,
         Round((5, 8, 0), identity=True, memory=True),
         Round((5, 8, 1), again=True, late=True, fortran=True, seed=1),
@@ -105,12 +111,13 @@ def zero_copy(env: Env) -> None:
 
     settings: dict[str, Any] = {"experts": 2, "top_k": 1, "hidden": 4, "max_tokens": 2}
     with tw.Group(env.comm, **settings) as group:
-        ids = torch.tensor([[0], [1]])
+        ids = torch.tensor([[0], [1]], device=env.device)
         handle = group.route(ids)
-        tokens = torch.arange(8, dtype=torch.bfloat16).view(2, 4)
+        tokens = torch.arange(8, dtype=torch.bfloat16, device=env.device).view(2, 4)
         received = group.dispatch(handle, tokens)
         assert received.tokens.dtype == torch.bfloat16 and received.ids.dtype == torch.int32
-        assert type(received.offsets) is torch.Tensor
+        fields = [getattr(received, name) for name in ("tokens", "ids", "weights", "counts", "offsets")]
+        assert all(type(t) is torch.Tensor and t.device == tokens.device for t in fields), fields
         # A view of the window: what an expert writes there is what combine returns.
         received.tokens.mul_(2)
         out = group.combine(handle, received.tokens)
@@ -118,21 +125,23 @@ def zero_copy(env: Env) -> None:
         again = group.dispatch(handle, tokens)
         group.combine(handle, again.tokens)
         assert group.combine(handle, received.tokens.float(), dtype=torch.float32).dtype == torch.float32
+        if env.device is not None:
+            return
         # NumPy in, NumPy out; the two may be mixed from call to call.
         mixed = group.dispatch(handle, to_numpy(tokens))
         assert type(mixed.tokens) is np.ndarray
         assert type(group.combine(handle, mixed.tokens)) is np.ndarray
 
 
-def test_zero_copy() -> None:
-    Threads("cpu", 1).run(zero_copy)
+def test_zero_copy(threads) -> None:
+    threads(1).run(zero_copy)
 
 
 def refused(env: Env) -> list[Any]:
     import torch
 
     with tw.Group(env.comm, experts=2, top_k=1, hidden=4, max_tokens=2, dtype="float32") as group:
-        ids, rows = torch.tensor([[0], [1]]), torch.zeros(2, 4)
+        ids, rows = torch.tensor([[0], [1]], device=env.device), torch.zeros(2, 4, device=env.device)
         handle = group.route(ids)
         outcomes = [
             caught(group.dispatch, handle, rows.to("meta")),
@@ -150,9 +159,9 @@ def refused(env: Env) -> list[Any]:
     return outcomes
 
 
-def test_tensors_of_another_kind() -> None:
+def test_tensors_of_another_kind(threads) -> None:
     """On another device, sparse, of a dtype that is not known: refused like any other argument."""
-    for outcome in Threads("cpu", 1).run(refused)[0]:
+    for outcome in threads(1).run(refused)[0]:
         assert outcome[0] == "twInvalidArgument", outcome
         assert "dtype" in outcome[1] or "stride" in outcome[1] or "shape" in outcome[1], outcome
 
@@ -212,7 +221,7 @@ def test_tensors_that_are_elsewhere(torch) -> None:
     """The sentence says where, as the descriptor cannot."""
     with tw.local_comms(1)[0] as comm, tw.Group(comm, experts=1, top_k=1, hidden=2, max_tokens=4) as group:
         ids = torch.zeros(1, 1, dtype=torch.int32)
-        sentence = "is a meta tensor; this version's backend takes CPU tensors"
+        sentence = "is a meta tensor; this group is on the CPU"
         handle = group.route(ids)
         far, near = torch.zeros(1, 2, device="meta", dtype=torch.bfloat16), torch.zeros(1, 2).bfloat16()
         outcomes = [

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import verify
 from harness import Env, RankFailed, Workers, caught, settle
-from refusals import ROUND, SETUP, Calls
+from refusals import ROUND, SETUP, Calls, adapt
 
 import tokenway as tw
 
@@ -38,7 +39,7 @@ def no_free_lane(env: Env) -> Any:
     outcomes.append(caught(calls.dispatch, lane=2))
     outcomes.append(caught(calls.dispatch, lane=-1))
     outcomes.append(caught(calls.dispatch, handle=first, lane=1))
-    outcomes.append(caught(first.update, np.zeros((1, 2), np.int32)))
+    outcomes.append(caught(first.update, adapt(env, np.zeros((1, 2), np.int32))))
     for handle in (first, second):
         calls.combine(handle=handle)
     calls.combine(handle=first)  # once more, without a lease
@@ -240,17 +241,18 @@ def one_leaves(env: Env) -> Any:
     calls.dispatch()
     if env.rank == 1:
         os._exit(0)
-    out = np.zeros((ROUND.tokens[env.rank], 4), np.float32)
+    out = adapt(env, np.zeros((ROUND.tokens[env.rank], 4), np.float32))
     outcome = caught(calls.combine, out=out)
     left = shrink_and_close(calls.group)
     calls.group.close()
-    return outcome, bool(np.isnan(out).all()), left
+    return outcome, bool(np.isnan(env.backend.array(out)).all()), left
 
 
-def test_process_that_ends_orderly() -> None:
+def test_process_that_ends_orderly(processes, backend) -> None:
+    processes(3)  # where there can be so many
     workers = Workers(3)
     try:
-        key = ("leaves", 0, "cpu", f"leaves-{os.getpid()}")
+        key = ("leaves", 0, backend, f"leaves-{os.getpid()}")
         workers.send(range(3), one_leaves, key=key)
         for outcome, blank, left in settle(workers.collect([0, 2], 30)):
             said(outcome, "twPeerDied", "rank 1 is gone in combine")
@@ -281,7 +283,7 @@ def ends(env: Env) -> Any:
         caught(other.combine),
         caught(other.route),
         caught(other.handle.release),
-        caught(other.handle.update, np.zeros((1, 2), np.int32)),
+        caught(other.handle.update, adapt(env, np.zeros((1, 2), np.int32))),
         caught(other.handle.num_recv_tokens),
         caught(pending.hook),
         caught(calls.dispatch, handle=other.handle),
@@ -315,135 +317,106 @@ def test_closed_and_foreign(world) -> None:
     verify(SETUP, ROUND, [good for _, good in by_rank])
 
 
-def test_closed_comm() -> None:
-    comm = tw.local_comms(1)[0]
+class Alone:
+    """One rank, and a group of it for one token."""
+
+    def __init__(self, env: Env, **changes: Any):
+        self.env, self.comm = env, env.comm
+        settings = {"experts": 1, "top_k": 1, "hidden": 2, "max_tokens": 1, "dtype": "float32"}
+        self.group = tw.Group(self.comm, **settings | changes)
+
+    def route(self, **keywords: Any) -> tw.Handle:
+        return self.group.route(adapt(self.env, np.zeros((1, 1), np.int32)), **keywords)
+
+    def dispatch(self, handle: tw.Handle) -> tw.Received:
+        return self.group.dispatch(handle, adapt(self.env, np.zeros((1, 2), np.float32)))
+
+    def send_combine(self, handle: tw.Handle) -> tw.Pending:
+        return self.group.combine(handle, adapt(self.env, np.zeros((1, 1, 2), np.float32)), send_only=True)
+
+    def close(self) -> None:
+        self.group.close()
+        self.comm.close()
+
+
+@pytest.fixture
+def alone(made_for) -> Iterator[Callable[..., Alone]]:
+    """alone(**changes of settings): one rank on this thread."""
+    with ExitStack() as contexts:
+
+        def make(**changes: Any) -> Alone:
+            env = Env(made_for.local_comms(1)[0], made_for)
+            contexts.enter_context(env.context())
+            return Alone(env, **changes)
+
+        yield make
+
+
+def test_a_dropped_lane_warns(alone) -> None:
+    one = alone()
+    handle = one.route()
+    one.dispatch(handle)
+    with pytest.warns(ResourceWarning, match="leases a lane was dropped"):
+        del handle
+    one.close()
+
+
+def test_a_dropped_combine_without_a_lease(alone) -> None:
+    """It takes its lane along; later calls of this rank go on."""
+    one = alone(lanes=2)
+    handle = one.route()
+    received = one.dispatch(handle)
+    one.group.combine(handle, received.tokens)
+    pending = one.send_combine(handle)
+    assert handle.leased
+    with pytest.warns(ResourceWarning, match="leases a lane was dropped"):
+        del handle, pending, received
+    again = one.route()
+    one.group.combine(again, one.dispatch(again).tokens)
+    pending = one.send_combine(again)
+    pending.result()
+    assert not again.leased
+    one.close()
+
+
+def test_refused_memory_leaves_no_handle(alone, recwarn) -> None:
+    one = alone()
+    size = one.group.handle_bytes
+    for memory in (memoryview(bytearray(size)), adapt(one.env, np.zeros(9, np.uint8)), [1]):
+        said(caught(one.route, memory=memory), "twInvalidArgument", "^memory ")
+    assert not one.group._finished_handles and not recwarn.list
+    one.close()
+
+
+def test_group_not_closed_warns(alone) -> None:
+    one = alone()
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        one.group.__del__()
+    one.close()
+
+
+def test_closed_comm(made_for) -> None:
+    comm = made_for.local_comms(1)[0]
     comm.close()
     comm.close()
     said(caught(tw.Group, comm, experts=1, top_k=1, hidden=1, max_tokens=1), "twInvalidArgument", "closed")
-    for nranks in (0, -1, 1025):
-        said(caught(tw.local_comms, nranks), "twInvalidArgument", rf"nranks is {nranks}; .* 1 to 1024")
 
 
-def test_comm_does_not_hide_an_exception() -> None:
+def test_comm_does_not_hide_an_exception(made_for) -> None:
     group = None
-    with pytest.raises(KeyError, match="mine"), tw.local_comms(1)[0] as comm:
+    with pytest.raises(KeyError, match="mine"), made_for.local_comms(1)[0] as comm:
         group = tw.Group(comm, experts=1, top_k=1, hidden=1, max_tokens=1)
         raise KeyError("mine")
     group.close()
     comm.close()
 
 
-def alone(**changes: Any) -> tuple[tw.Comm, tw.Group, tw.Handle]:
-    """One rank, one token."""
-    comm = tw.local_comms(1)[0]
-    settings = {"experts": 1, "top_k": 1, "hidden": 2, "max_tokens": 1, "dtype": "float32"}
-    group = tw.Group(comm, **settings | changes)
-    return comm, group, group.route(np.zeros((1, 1), np.int32))
+def test_numbers_of_local_ranks() -> None:
+    for nranks in (0, -1, 1025):
+        said(caught(tw.local_comms, nranks), "twInvalidArgument", rf"nranks is {nranks}; .* 1 to 1024")
 
 
-def test_a_dropped_lane_warns() -> None:
-    comm, group, handle = alone()
-    group.dispatch(handle, np.zeros((1, 2), np.float32))
-    with pytest.warns(ResourceWarning, match="leases a lane was dropped"):
-        del handle
-    group.close()
-    comm.close()
-
-
-def test_a_dropped_combine_without_a_lease() -> None:
-    """It takes its lane along; later calls of this rank go on."""
-    comm, group, handle = alone(lanes=2)
-    row = np.zeros((1, 2), np.float32)
-    received = group.dispatch(handle, row)
-    group.combine(handle, received.tokens)
-    pending = group.combine(handle, np.zeros((1, 1, 2), np.float32), send_only=True)
-    assert handle.leased
-    with pytest.warns(ResourceWarning, match="leases a lane was dropped"):
-        del handle, pending, received
-    again = group.route(np.zeros((1, 1), np.int32))
-    group.combine(again, group.dispatch(again, row).tokens)
-    pending = group.combine(again, np.zeros((1, 1, 2), np.float32), send_only=True)
-    pending.result()
-    assert not again.leased
-    group.close()
-    comm.close()
-
-
-def test_refused_memory_leaves_no_handle(recwarn) -> None:
-    comm, group, _ = alone()
-    for memory in (memoryview(bytearray(group.handle_bytes)), np.zeros(9, np.uint8), [1]):
-        said(caught(group.route, np.zeros((1, 1), np.int32), memory=memory), "twInvalidArgument", "^memory ")
-    assert not group._finished_handles and not recwarn.list
-    group.close()
-    comm.close()
-
-
-def test_group_not_closed_warns() -> None:
-    comm = tw.local_comms(1)[0]
-    group = tw.Group(comm, experts=1, top_k=1, hidden=1, max_tokens=1)
-    with pytest.warns(ResourceWarning, match="was not closed"):
-        group.__del__()
-    group.close()
-    comm.close()
-
-
-# ---- addresses -----------------------------------------------------------------------------------
-
-
-def meet(*ranks: tuple[int, int], timeout: float = 1.0, address: str | None = None) -> list[Any]:
-    """Comm.shm on threads: the outcomes of (rank, nranks)."""
-    address = address or f"meet-{os.getpid()}-{time.monotonic_ns()}"
-    outcomes: list[Any] = [None] * len(ranks)
-
-    def join(i: int) -> None:
-        made = []
-        outcomes[i] = caught(lambda: made.append(tw.Comm.shm(*ranks[i], address, timeout=timeout)))
-        barrier.wait(20)
-        for comm in made:
-            comm.close()
-
-    barrier = threading.Barrier(len(ranks))
-    threads = [threading.Thread(target=join, args=(i,)) for i in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.02)
-    for thread in threads:
-        thread.join()
-    return outcomes
-
-
-def test_missing_ranks() -> None:
-    begin = time.monotonic()
-    for outcome in meet((0, 4), (2, 4)):
-        said(outcome, "twTimeout", r"rank 1(, 3)? of 4 did not arrive in time")
-    assert time.monotonic() - begin < 4
-    said(meet((1, 2), timeout=0.1)[0], "twTimeout", r"rank 0 of 2 did not arrive in time .* rank 1")
-
-
-def test_same_rank_twice() -> None:
-    outcomes = meet((0, 3), (1, 3), (1, 3))
-    sentence = r'config\.address "meet-.*" is in use for rank 1: .* each rank taken once'
-    said(outcomes[2], "twInvalidArgument", sentence)
-    said(outcomes[0], "twTimeout", r"rank 2 of 3 did not arrive")
-
-
-def test_wrong_numbers_of_ranks() -> None:
-    outcomes = meet((0, 2), (1, 3))
-    said(outcomes[0], "twConfigMismatch", "nranks: rank 0 has 2, rank 1 has 3")
-    assert outcomes[1][0] != "twSuccess"
-    for rank, nranks in ((2, 2), (-1, 2), (0, 0), (0, 1025)):
-        said(meet((rank, nranks))[0], "twInvalidArgument", r"n?ranks? is .*; it must be from")
-
-
-def test_addresses(tmp_path) -> None:
-    said(meet((0, 1), address="x" * 100)[0], "twInvalidArgument", "too long|at most")
-    assert meet((0, 1), address="x" * 80)[0][0] == "twSuccess"
-    said(caught(tw.Comm.shm, 0, 1, ""), "twInvalidArgument", "address is empty")
-    path = str(tmp_path / "sockets")
-    for _ in range(2):  # files that are left behind do not matter
-        assert [outcome[0] for outcome in meet((0, 2), (1, 2), address=path)] == ["twSuccess"] * 2
-    assert not list(tmp_path.iterdir())
-    said(meet((0, 1), address="/nonexistent/folder/x")[0], "twSystemError", "cannot bind")
+# ---- a rank that raises --------------------------------------------------------------------------
 
 
 def test_failed_rank_shows_its_traceback(world) -> None:
@@ -455,18 +428,15 @@ def divide(env: Env, by: int) -> float:
     return 1 / by
 
 
-# ---- a rank that raises --------------------------------------------------------------------------
-
-
 def raises_alone(env: Env) -> Any:
     """Rank 1 leaves its `with` block by an exception of its own while the others wait for it."""
     start = time.monotonic()
     try:
         with tw.Group(env.comm, experts=4, top_k=1, hidden=2, max_tokens=1, dtype="float32", timeout=60) as group:
-            handle = group.route(np.zeros((1, 1), np.int32))
+            handle = group.route(adapt(env, np.zeros((1, 1), np.int32)))
             if env.comm.rank == 1:
                 raise KeyError("not Tokenway's business")
-            group.dispatch(handle, np.zeros((1, 2), np.float32))
+            group.dispatch(handle, adapt(env, np.zeros((1, 2), np.float32)))
     except (KeyError, tw.PeerAborted) as error:
         peer = error.record.peer if isinstance(error, tw.PeerAborted) else None
         return type(error).__name__, peer, time.monotonic() - start

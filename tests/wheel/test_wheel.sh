@@ -3,7 +3,8 @@
 #
 #   tests/wheel/test_wheel.sh
 #
-# PYTHON names the Python that builds and runs it (default: the one of .venv, else python3).
+# PYTHON names the Python that builds and runs it (default: the one of .venv, else python3). TOKENWAY_CUDA is AUTO, ON
+# or OFF, as for make (default AUTO: with CUDA where nvcc is).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
@@ -22,7 +23,10 @@ die() { printf 'wheel: ERROR: %s\n' "$*" >&2; exit 1; }
 # ---- build --------------------------------------------------------------------------------------
 
 say "building"
-"$python" -m pip wheel "$root" --quiet --no-deps --wheel-dir "$work/dist"
+cuda=${TOKENWAY_CUDA:-AUTO}
+[[ $cuda != AUTO ]] || { command -v nvcc > /dev/null && cuda=ON; } || cuda=OFF
+"$python" -m pip wheel "$root" --quiet --no-deps --wheel-dir "$work/dist" \
+  --config-settings "cmake.define.TOKENWAY_CUDA=$cuda"
 wheels=("$work"/dist/*)
 [[ ${#wheels[@]} == 1 && -f ${wheels[0]} ]] || die "expected one wheel, got: ${wheels[*]}"
 wheel=${wheels[0]}
@@ -49,9 +53,13 @@ PYTHON
 package=$("${run[@]}" -c 'import importlib.resources as r; print(r.files("tokenway"))')
 [[ $package == "$work/venv/"* ]] || die "tokenway was imported from $package"
 library=$package/lib/libtokenway.so
-for file in "$library" "$package/include/tokenway/tokenway.h" "$package/py.typed"; do
+floor=$package/lib/tokenway-floor
+wanted=("$library" "$package/include/tokenway/tokenway.h" "$package/py.typed")
+[[ $cuda == OFF ]] || wanted+=("$floor")
+for file in "${wanted[@]}"; do
   [[ -f $file ]] || die "the wheel lacks ${file#"$package"/}"
 done
+[[ $cuda == OFF || -x $floor ]] || die "${floor#"$package"/} is not executable"
 
 # ---- the library --------------------------------------------------------------------------------
 
@@ -60,8 +68,28 @@ foreign=$(nm -D --defined-only "$library" | awk '$3 !~ /^tw[A-Z]/')
 [[ -z $foreign ]] || die "the library exports more than tw*:"$'\n'"$foreign"
 nm -D --defined-only "$library" | grep ' T twVersion$' > /dev/null ||
   die "twVersion is not exported"
-needed=$(ldd "$library")
-! grep -E 'libcuda|libcudart|not found' <<< "$needed" || die "a user may lack these"
+binaries=("$library")
+[[ $cuda == OFF ]] || binaries+=("$floor")
+for file in "${binaries[@]}"; do
+  needed=$(ldd "$file")
+  ! grep -E 'libcuda|libcudart|not found' <<< "$needed" || die "a user may lack these"
+done
+
+say "CUDA: $cuda"
+"${run[@]}" - "$cuda" << 'PYTHON'
+import sys
+
+import tokenway as tw
+
+try:
+    for comm in tw.local_comms(1, devices=[0]):
+        comm.close()
+    said = "a comm on a device"
+except tw.Unsupported as error:
+    said = str(error)
+assert (said == "this library was built without CUDA") == (sys.argv[1] == "OFF"), said
+print(said)
+PYTHON
 
 # ---- Python -------------------------------------------------------------------------------------
 

@@ -28,9 +28,9 @@ def missing() -> str | None:
 
 
 class Process:
-    """This process's place in a gloo process group. Creating it is collective."""
+    """This process's place in a process group. Creating it is collective."""
 
-    def __init__(self, control: Control):
+    def __init__(self, control: Control, backend: str = "gloo"):
         import torch
         import torch.distributed as dist
 
@@ -43,7 +43,7 @@ class Process:
         self._control = control
         store = dist.FileStore(os.path.join(self._folder, "store"), control.nranks)
         dist.init_process_group(
-            "gloo",
+            backend,
             store=store,
             rank=control.rank,
             world_size=control.nranks,

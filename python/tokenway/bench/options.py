@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenway.bench import baselines, gloo
+from tokenway.bench import baselines, gloo, nccl, nvlink_options
 from tokenway.bench.case import DTYPES, FP8, Case
 from tokenway.bench.control import MAX_RANKS
 from tokenway.bench.profiles import PROFILES
 from tokenway.bench.routing import GENERATORS, from_npz
+from tokenway.bench.usage import UsageError
+from tokenway.bench.usage import choice as _choice
+from tokenway.bench.usage import number as _number
 from tokenway.comm import NRANKS
 
 MAX_TOKENS = 1 << 20
-
-
-class UsageError(ValueError):
-    """A bad argument, told in one line."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class Settings:
     quick: bool = False
     json: str | None = None
     plot: str | None = None
+    nvlink: nvlink_options.Nvlink | None = None  # None: the CPU backend
 
     def cases(self) -> list[Case]:
         """The rows of the run, in order."""
@@ -71,10 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     add = parser.add_argument
     many: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-    add("--ranks", type=int, metavar="N", help="local processes (default 4)")
+    add("--ranks", type=int, metavar="N", help="local processes (default 4; on GPUs 2, one on each)")
     add("--profile", **many, help=f"all, or some of {', '.join(PROFILES)} (default deepseek-v3)")
     add("--routing", **many, help="all, or some of uniform, balanced, skewed, FILE.npz")
-    add("--tokens", nargs="+", metavar="T", help="per rank (default 1 8 128 512)")
+    add("--tokens", nargs="+", metavar="T", help="per rank (default 1 8 128 512; on GPUs up to 4096)")
     add("--dtype", help=f"{', '.join(DTYPES)} or fp8: float8 and a float32 scale per 128 elements")
     add("--layout", help="rank_major (default) or expert_major")
     add("--weighting", help="none (default) or topk")
@@ -82,31 +82,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, metavar="R", help="in which subjects take turns (default 5)")
     add("--warmup", type=int, metavar="W", help="iterations before each turn (default 2)")
     add("--seed", type=int, default=0, help="of tokens and routings")
-    add("--baselines", **many, help=f"auto, none, or some of {', '.join(baselines.NAMES)}")
+    add(
+        "--baselines",
+        **many,
+        help=f"auto, none, or some of {', '.join(baselines.NAMES)}; on GPUs of {', '.join(nccl.NAMES)}",
+    )
     add("--verify-only", action="store_true", help="compare with the oracle, time nothing")
     add("--overhead", action="store_true", help="what a call through Python adds (1 rank, 1 token)")
     add("--quick", action="store_true", help="small numbers of tokens and iterations")
     add("--json", metavar="FILE", help="write everything measured, with machine and versions")
     add("--plot", metavar="FILE.png", help="latency and bandwidth against tokens")
+    nvlink_options.add_arguments(parser)
 
 
 def from_arguments(args: argparse.Namespace) -> Settings:
     """Settings from parsed options and the environment. Raises UsageError."""
-    ranks, launched = _ranks(1 if args.overhead else args.ranks)
+    gpu = nvlink_options.from_arguments(args)
+    ranks, launched = _ranks(1 if args.overhead else args.ranks, gpu)
     quick: bool = args.quick
     untimed = args.verify_only or args.overhead
-    wanted, skipped = _baselines(["none"] if untimed else _names(args.baselines) or ["auto"])
+    wanted, skipped = _baselines(["none"] if untimed else _names(args.baselines) or ["auto"], gpu, ranks)
+    tokens, rounds = (Settings.tokens, 5) if gpu is None else (nvlink_options.TOKENS, 3)
+    dtype = nvlink_options.dtype(args)
     settings = Settings(
         ranks=ranks,
         launched=launched,
         profiles=_choices("--profile", _names(args.profile), list(PROFILES), ["deepseek-v3"]),
         routings=_routings(_names(args.routing) or ["uniform"]),
-        tokens=_tokens(_names(args.tokens)) or ((1, 8, 32) if quick else Settings.tokens),
-        dtype=_choice("--dtype", FP8 if args.dtype == "fp8" else args.dtype, DTYPES, "bfloat16"),
+        tokens=_tokens(_names(args.tokens)) or ((1, 8, 32) if quick else tokens),
+        dtype=_choice("--dtype", FP8 if dtype == "fp8" else dtype, DTYPES, "bfloat16"),
         layout=_choice("--layout", args.layout, ("rank_major", "expert_major"), "rank_major"),
         weighting=_choice("--weighting", args.weighting, ("none", "topk"), "none"),
-        iterations=_number("--iterations", args.iterations, 1, 10 if quick else 50),
-        rounds=_number("--rounds", args.rounds, 1, 5),
+        iterations=_number("--iterations", args.iterations, 1, 10 if quick else 50 if gpu is None else 60),
+        rounds=_number("--rounds", args.rounds, 1, rounds),
         warmup=_number("--warmup", args.warmup, 0, 1 if quick else 2),
         seed=_number("--seed", args.seed, 0, 0),
         baselines=wanted,
@@ -116,8 +124,11 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         quick=quick,
         json=_writable("--json", args.json),
         plot=_writable("--plot", args.plot),
+        nvlink=gpu,
     )
     _check_together(settings)
+    if gpu is not None:
+        nvlink_options.check(settings)
     return settings
 
 
@@ -148,22 +159,6 @@ def _choices(option: str, given: list[str], known: list[str], default: list[str]
     return tuple(_choice(option, name, known, "") for name in dict.fromkeys(given or default))
 
 
-def _choice(option: str, given: str | None, known: Sequence[str], default: str) -> str:
-    if given is None:
-        return default
-    if given not in known:
-        raise UsageError(f"{option}: {given!r}; allowed: {', '.join(known)}")
-    return given
-
-
-def _number(option: str, given: int | None, least: int, default: int) -> int:
-    if given is None:
-        return default
-    if given < least:
-        raise UsageError(f"{option}: {given}; must be at least {least}")
-    return given
-
-
 def _tokens(given: list[str]) -> tuple[int, ...]:
     for text in given:
         if not text.isdecimal() or not 1 <= int(text) <= MAX_TOKENS:
@@ -190,22 +185,31 @@ def _routings(given: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(routings))
 
 
-def _baselines(given: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _baselines(
+    given: list[str], gpu: nvlink_options.Nvlink | None, ranks: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(what is measured, what is not and why)."""
     if given == ["none"]:
         return (), ()
-    reason = gloo.missing()
+    if gpu is None:
+        names, reason, hint = baselines.NAMES, gloo.missing(), ": pip install 'tokenway[torch]'"
+    else:
+        names, reason, hint = nccl.NAMES, nccl.missing(gpu.local_ranks, ranks), ""
+    cannot = [n for n in names if n.startswith(("gloo", "nccl")) and reason]
     if given == ["auto"]:
-        cannot = [n for n in baselines.NAMES if n.startswith("gloo") and reason]
-        kept = tuple(n for n in baselines.NAMES if n not in cannot)
-        return kept, tuple(f"{n}: {reason}" for n in cannot)
-    chosen = _choices("--baselines", given, list(baselines.NAMES), [])
+        return tuple(n for n in names if n not in cannot), tuple(f"{n}: {reason}" for n in cannot)
+    chosen = _choices("--baselines", given, list(names), [])
     for name in chosen:
-        if name.startswith("gloo") and reason:
-            raise UsageError(f"--baselines: {name}: {reason}: pip install 'tokenway[torch]'")
+        if name in cannot:
+            raise UsageError(f"--baselines: {name}: {reason}{hint}")
     return chosen, ()
 
 
-def _ranks(given: int | None) -> tuple[int, bool]:
+def _ranks(given: int | None, gpu: nvlink_options.Nvlink | None = None) -> tuple[int, bool]:
+    if gpu is not None and gpu.local_ranks:
+        if given not in (None, gpu.local_ranks):
+            raise UsageError(f"--ranks: {given}, but --local-ranks is {gpu.local_ranks}")
+        given = gpu.local_ranks
     started = os.environ.get(NRANKS) or (os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None)
     if started is not None:
         if not started.isdecimal():
@@ -213,7 +217,7 @@ def _ranks(given: int | None) -> tuple[int, bool]:
         if given is not None and given != int(started):
             raise UsageError(f"--ranks: {given}; this process is one of {started} ranks already")
         given = int(started)
-    ranks = 4 if given is None else given
+    ranks = (4 if gpu is None else 2) if given is None else given
     if not 1 <= ranks <= MAX_RANKS:
         raise UsageError(f"--ranks: {ranks}; allowed 1..{MAX_RANKS}")
     return ranks, started is not None

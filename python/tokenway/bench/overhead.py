@@ -116,7 +116,7 @@ def _paths(case: Case, group: Group) -> tuple[dict[str, Pairs], list[str]]:
         notes.append("registered ops: they carry no further payloads")
     else:
         routed = [tensors.to_torch(a) for a in (x.ids[0], x.weight[0])]
-        paths["PyTorch ops, with routing and new tensors"] = _ops(group, made[0], made[1], routed)
+        paths["PyTorch ops, with routing and new tensors"] = ops_path(group, made[0], made[1], routed)
     return paths, notes
 
 
@@ -155,19 +155,21 @@ def _loop_in_c(loop: Any, group: Group, handle: Handle, args: tuple[Any, ...]) -
     return path
 
 
-def _ops(group: Group, tokens: Any, rows: Any, routed: list[Any]) -> Pairs:
+def ops_path(group: Group, tokens: Any, rows: Any, routed: list[Any], weighting: str = "none") -> Pairs:
+    """Pairs of the registered ops, rank_major, with a new routing and new tensors each time."""
     import torch
 
     from tokenway import ops
 
     number = ops.register(group)
     dispatch, combine = torch.ops.tokenway.dispatch, torch.ops.tokenway.combine
+    count_tokens = tokens.shape[0]
 
     def path(count: int) -> None:
         order = ops.start()
         for _ in range(count):
-            order = dispatch(tokens, *routed, order, number, 1, "rank_major")[-1]
-            order = combine(rows, order, number, 1, "none")[-1]
+            order = dispatch(tokens, *routed, order, number, count_tokens, "rank_major")[-1]
+            order = combine(rows, order, number, count_tokens, weighting)[-1]
 
     return path
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenway.bench.table import title
+from tokenway.bench import nvlink_plot
+from tokenway.bench.table import on_gpus, title
 
 
 def draw(run: dict[str, Any], path: str) -> None:
@@ -20,6 +21,10 @@ def draw(run: dict[str, Any], path: str) -> None:
     figure, axes = plt.subplots(len(groups), 2, figsize=(11, 4 * len(groups)), squeeze=False, layout="constrained")
     for (latency, bandwidth), ((profile, routing), rows) in zip(axes, groups.items(), strict=True):
         rows = sorted(rows, key=lambda row: row["tokens"])
+        if on_gpus(run):
+            latency.set_title(f"{profile}, {routing}")
+            nvlink_plot.panels(latency, bandwidth, rows)
+            continue
         _panel(latency, rows, "us")
         latency.set(ylabel="dispatch + combine, us", title=f"{profile}, {routing}")
         _panel(bandwidth, rows, "GB/s")

@@ -1,6 +1,7 @@
 """Measures everything that docs/PERFORMANCE.md shows: python -m tokenway.bench.record FOLDER [NAME ...]
 
-One JSON file per table, named as the table is; with names, only those. The machine should be quiet.
+One JSON file per table, named as the table is; with names, only those: "gpu" is all that need GPUs, which are left out
+without a name. The machine should be quiet.
 """
 
 from __future__ import annotations
@@ -20,17 +21,35 @@ RUNS = {
     "cpu-routings": ["--ranks", "4", "--routing", "all", "--tokens", "128", "--baselines", "memcpy,sockets"],
     "cpu-overhead": ["--overhead"],
 }
+_GPU = ["--backend", "nvlink"]
+_LOCAL = [*_GPU, "--tokens", "1", "8", "128", "--verify", "--no-floor", "--local-ranks"]
+GPU_RUNS = {
+    "nvlink-2-gpus": [*_GPU, "--ranks", "2", "--compare", "fp8", "--ablation", "--breakdown"],
+    "nvlink-verify": [*_GPU, "--ranks", "2", "--verify-only", "--routing", "all"],
+    "nvlink-expert-major": [
+        *(*_GPU, "--ranks", "2", "--layout", "expert_major", "--weighting", "topk"),
+        *("--tokens", "1", "8", "128", "512", "--verify"),
+    ],
+    "nvlink-one-sm": [*_GPU, "--ranks", "2", "--sm-limit", "1", "--tokens", "1", "128", "--verify", "--no-floor"],
+    **{f"nvlink-local-{n}": [*_LOCAL, str(n)] for n in (1, 2, 3, 4, 8)},
+}
+PLOTTED = ("nvlink-2-gpus",)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmarks one after the other; returns the first exit code that is not 0."""
-    if not argv or not Path(argv[0]).is_dir() or not set(argv[1:]) <= set(RUNS):
-        print(f"{(__doc__ or '').strip()}\n\nnames: {', '.join(RUNS)}", file=sys.stderr)
+    runs = RUNS | GPU_RUNS
+    if not argv or not Path(argv[0]).is_dir() or not set(argv[1:]) <= {*runs, "gpu"}:
+        print(f"{(__doc__ or '').strip()}\n\nnames: {', '.join(runs)}", file=sys.stderr)
         return 2
-    for name in argv[1:] or RUNS:
+    names = [name for given in argv[1:] or RUNS for name in (GPU_RUNS if given == "gpu" else [given])]
+    for name in names:
         start = time.monotonic()
-        command = [sys.executable, "-m", "tokenway.cli", "bench", *RUNS[name]]
-        done = subprocess.run([*command, "--json", str(Path(argv[0], f"{name}.json"))], check=False)
+        command = [sys.executable, "-m", "tokenway.cli", "bench", *runs[name]]
+        command += ["--json", str(Path(argv[0], f"{name}.json"))]
+        if name in PLOTTED:
+            command += ["--plot", str(Path(argv[0], f"{name}.png"))]
+        done = subprocess.run(command, check=False)
         print(f"{name}: {time.monotonic() - start:.0f} s\n", flush=True)
         if done.returncode:
             return done.returncode

@@ -14,24 +14,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenway.bench import table
+from tokenway.bench import nvlink_table, table
 
 
 def markdown(run: dict[str, Any]) -> str:
     """The table of a run with a line above that says where it comes from."""
-    settings, machine, versions = run["settings"], run["machine"], run["versions"]
-    cache = table.mebibytes(machine["last_level_cache_bytes"])
-    gib = machine["memory_bytes"] / (1 << 30)
-    where = (
-        f"{machine['cpu']}, {machine['usable_cores']} cores"
-        + (" of a virtual machine" if machine["virtual"] else "")
-        + f", {cache} MiB last-level cache, {gib:.0f} GiB memory, kernel {machine['kernel']}"
-    )
+    settings, versions = run["settings"], run["versions"]
     software = ", ".join(f"{name} {version}" for name, version in versions.items())
-    lines = [f"{where}; {software}; commit {run['commit'] or 'unknown'}; {run['date']}.", ""]
+    lines = [f"{_where(run)}; {software}; commit {run['commit'] or 'unknown'}; {run['date']}.", ""]
     if "overhead" in run:
         return "\n".join([*lines, *_overhead(run["overhead"])])
     what = f"{settings['ranks']} ranks, {settings['dtype']}, {settings['layout']}"
+    if table.on_gpus(run):
+        what = nvlink_table.what(run)
     if not settings["verify_only"]:
         what += (
             f"; medians of {settings['iterations']} iterations in {settings['rounds']} rounds, all subjects in turns"
@@ -40,7 +35,23 @@ def markdown(run: dict[str, Any]) -> str:
     align = ["---"] * 2 + ["---:"] * (len(heads) - 2)
     lines += [f"{what}.", "", _line(heads), _line(align), *(_line(row) for row in cells)]
     lines += ["", *(f"Not measured: {reason}." for reason in settings["skipped"])]
+    if table.on_gpus(run):
+        lines += ["", "```text", *nvlink_table.notes(run), "```"]
     return "\n".join(lines).rstrip()
+
+
+def _where(run: dict[str, Any]) -> str:
+    """The machine in a line."""
+    if table.on_gpus(run):
+        return nvlink_table.where(run)
+    machine = run["machine"]
+    cache = table.mebibytes(machine["last_level_cache_bytes"])
+    gib = machine["memory_bytes"] / (1 << 30)
+    return (
+        f"{machine['cpu']}, {machine['usable_cores']} cores"
+        + (" of a virtual machine" if machine["virtual"] else "")
+        + f", {cache} MiB last-level cache, {gib:.0f} GiB memory, kernel {machine['kernel']}"
+    )
 
 
 def _overhead(measured: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import datetime
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -31,7 +31,7 @@ def run_rank(settings: Settings) -> int:
     if settings.overhead:
         from tokenway.bench import overhead
 
-        return _finish(settings, {"overhead": overhead.measure(settings)})
+        return finish(settings, {"overhead": overhead.measure(settings)})
     with ExitStack() as stack:
         comm = stack.enter_context(connect())
         control = Control(comm)
@@ -54,11 +54,11 @@ def run_rank(settings: Settings) -> int:
             stack.pop_all()
             raise
         progress.close()
-        return _finish(settings, {"rows": rows}) if control.rank == 0 else 0
+        return finish(settings, {"rows": rows}) if control.rank == 0 else 0
 
 
 @contextmanager
-def _group(comm: Comm, **keywords: Any) -> Iterator[Group]:
+def open_group(comm: Comm, **keywords: Any) -> Iterator[Group]:
     """A group that is closed at the end, unless this rank alone failed."""
     group = Group(comm, **keywords)
     try:
@@ -69,17 +69,19 @@ def _group(comm: Comm, **keywords: Any) -> Iterator[Group]:
     group.close()
 
 
-def _finish(settings: Settings, results: dict[str, Any]) -> int:
-    """Prints and writes what was measured."""
+def finish(settings: Settings, results: dict[str, Any], versions: dict[str, str] | None = None) -> int:
+    """Prints and writes what was measured. versions: of more than is known here."""
     told = asdict(settings)
     del told["json"], told["plot"], told["launched"]  # where it was written is nobody's business
+    if told["nvlink"] is None:
+        del told["nvlink"]
     told["routings"] = [table.short(name) for name in settings.routings]
     run = {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": machine.commit(),
         "machine": machine.describe(),
-        "versions": machine.versions(),
+        "versions": machine.versions() | (versions or {}),
         "settings": told,
         **results,
     }
@@ -115,11 +117,11 @@ class Bench:
         cases = [case for case in self.settings.cases() if case.profile.name == name]
         keywords = cases[0].group_settings(max(case.tokens for case in cases))
         rows = []
-        with _group(self.control.comm, **keywords) as group:
+        with open_group(self.control.comm, **keywords) as group:
             for case in cases:
                 progress.doing(f"{case.name}: verifying")
                 ours, want = self._verified(case, group)
-                row = self._facts(case, group)
+                row = facts(case, group)
                 if not self.settings.verify_only:
                     progress.doing(f"{case.name}: timing")
                     row |= self._timed(case, ours, want)
@@ -155,34 +157,6 @@ class Bench:
             self._agree(_problem(verify.check_output, at, self.rank, made[2], want))
         assert handle is not None
         return timing.Ours(case, group, handle, sent, made), want
-
-    def _facts(self, case: Case, group: Group) -> dict[str, Any]:
-        """What is known of a row without timing it."""
-        total, _, _ = case.moved_rows()
-        window = group.window_bytes()
-        k, n = case.profile.top_k, case.ranks
-        return {
-            "profile": case.profile.name,
-            "hidden": case.profile.hidden,
-            "experts": case.profile.experts,
-            "top_k": k,
-            "routing": table.short(case.routing),
-            "tokens": case.tokens,
-            "ranks": n,
-            "dtype": case.dtype,
-            "combine_dtype": case.combine_dtype,
-            "layout": case.layout,
-            "weighting": case.weighting,
-            "verified_exchanges": EXCHANGES,
-            "dispatch_row_bytes": case.dispatch_row,
-            "combine_row_bytes": case.combine_row,
-            "rows_moved": total,
-            "bytes_moved": total * (case.dispatch_row + case.combine_row),
-            "formula_rows": case.tokens * min(n, k),
-            "window_bytes": window.window,
-            "expert_buffers_bytes": window.expert_buffers,
-            "max_tokens": group.max_tokens,
-        }
 
     def _timed(self, case: Case, ours: timing.Ours, want: np.ndarray) -> dict[str, Any]:
         """Times ours and the baselines in turns; checks afterwards that all were still right."""
@@ -229,6 +203,35 @@ class Bench:
         return found
 
 
+def facts(case: Case, group: Group, verified: int = EXCHANGES) -> dict[str, Any]:
+    """What is known of a row without timing it."""
+    total, _, _ = case.moved_rows()
+    window = group.window_bytes()
+    k, n = case.profile.top_k, case.ranks
+    return {
+        "profile": case.profile.name,
+        "hidden": case.profile.hidden,
+        "experts": case.profile.experts,
+        "top_k": k,
+        "routing": table.short(case.routing),
+        "tokens": case.tokens,
+        "ranks": n,
+        "dtype": case.dtype,
+        "combine_dtype": case.combine_dtype,
+        "layout": case.layout,
+        "weighting": case.weighting,
+        "verified_exchanges": verified,
+        "dispatch_row_bytes": case.dispatch_row,
+        "combine_row_bytes": case.combine_row,
+        "rows_moved": total,
+        "bytes_moved": total * (case.dispatch_row + case.combine_row),
+        "formula_rows": case.tokens * min(n, k),
+        "window_bytes": window.window,
+        "expert_buffers_bytes": window.expert_buffers,
+        "max_tokens": group.max_tokens,
+    }
+
+
 def _problem(check: Any, *args: Any) -> str | None:
     try:
         check(*args)
@@ -261,11 +264,15 @@ def _results(case: Case, times: dict[str, Any], route: dict[str, Any]) -> dict[s
     return row
 
 
-def run_ranks(settings: Settings) -> int:
-    """Runs the ranks as processes of this host; returns the exit code."""
-    with Ranks(run_rank, settings.ranks, settings) as ranks:
-        outcomes, culprit = ranks.wait_or_fail()
+def run_ranks(settings: Settings, rank: Callable[[Settings], int] = run_rank, limit: float | None = None) -> int:
+    """Runs the ranks as processes of this host, for `limit` seconds at most; returns the exit code."""
+    with Ranks(rank, settings.ranks, settings) as ranks:
+        outcomes, culprit = ranks.wait_or_fail(limit)
         if culprit is None:
+            late = [number for number, outcome in enumerate(outcomes) if outcome is None]
+            if late:
+                print(f"tokenway bench: ranks {late} did not end within {limit:.0f} s", file=sys.stderr)
+                return 1
             return max(int(outcome.value) for outcome in outcomes if outcome is not None)
         why = outcomes[culprit]
         assert why is not None

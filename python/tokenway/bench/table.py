@@ -23,6 +23,10 @@ def mebibytes(value: float) -> str:
 
 def columns(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """(heads, cells) of the table that shows a run."""
+    if on_gpus(run):
+        from tokenway.bench import nvlink_table
+
+        return nvlink_table.columns(run)
     rows: list[Row] = run["rows"]
     timed = any("pair_us" in row for row in rows)
     names = list(rows[0].get("baselines", {})) if rows else []
@@ -35,6 +39,11 @@ def columns(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         heads += ["exchanges verified", "rows moved"]
     heads += ["window MiB", "2*E*B MiB"]
     return heads, [_cells(row, names, timed) for row in rows]
+
+
+def on_gpus(run: dict[str, Any]) -> bool:
+    """Whether it is a run of `--backend nvlink`."""
+    return run.get("backend") == "nvlink"
 
 
 def _head(name: str) -> str:
@@ -67,6 +76,10 @@ def short(routing: str) -> str:
 
 def title(run: dict[str, Any]) -> str:
     """One line that says what was measured and where."""
+    if on_gpus(run):
+        from tokenway.bench import nvlink_table
+
+        return f"tokenway {run['versions']['tokenway']}: {nvlink_table.what(run)}; {nvlink_table.where(run)}"
     s, m = run["settings"], run["machine"]
     what = f"{s['ranks']} ranks, {s['dtype']}, {s['layout']}, weighting {s['weighting']}"
     where = f"{m['cpu']}, {m['usable_cores']} cores, kernel {m['kernel']}"
@@ -96,6 +109,10 @@ def show(run: dict[str, Any]) -> None:
         print(plain(heads, cells))
     for reason in run["settings"]["skipped"]:
         print(f"not measured: {reason}")
+    if on_gpus(run):
+        from tokenway.bench import nvlink_table
+
+        print("\n".join(nvlink_table.notes(run)))
 
 
 def plain(heads: list[str], cells: list[list[str]]) -> str:

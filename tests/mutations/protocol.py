@@ -1,49 +1,31 @@
-"""What run.py breaks: the bug, the invariant that it breaks, the test that must fail, and the edits.
+"""Mutations of the protocol: banks, waits, publishing, leases, what ends a wait (S1 to S6)."""
 
-An edit's old text occurs exactly once in its file; when the library's code moves, run.py says which text is gone.
-"""
-
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Edit:
-    file: str
-    old: str  # occurs exactly once
-    new: str
-
-
-@dataclass(frozen=True)
-class Mutation:
-    name: str
-    invariant: str
-    unit: str  # tests/cc/<unit>.cc, which holds the test
-    test: str  # a GoogleTest filter
-    edits: tuple[Edit, ...]
-
-
-WORDS = "src/exchange/words.h"
-STEP = "src/exchange/step.h"
-DISPATCH = "src/exchange/dispatch.h"
-COMBINE = "src/exchange/combine.h"
-ROUTING = "src/exchange/routing.h"
-SUMMATION = "src/exchange/summation.h"
-CALLS = "src/core/calls.cc"
-SHRINK = "src/core/shrink.cc"
-GROUP = "src/core/group.cc"
-LANES = "src/core/lanes.h"
-TRANSPORT_H = "src/cpu/transport.h"
-TRANSPORT = "src/cpu/transport.cc"
-WINDOW = "src/cpu/window.cc"
-VECTOR = "src/cpu/vector.cc"
-CHECK = "src/api/check.cc"
-MAP = "src/layout/window_map.h"
+from mutation import (
+    CALLS,
+    CHECK,
+    COMBINE,
+    DISPATCH,
+    GROUP,
+    LANES,
+    MAP,
+    SHRINK,
+    STEP,
+    TRANSPORT,
+    VECTOR,
+    WORDS,
+    Edit,
+    Mutation,
+)
 
 PUBLISH_DISPATCH = (
     "  publish_step(t, map, at, Mode::kDispatch, bound, [&](int peer) { return routing.send_counts[peer]; });\n"
 )
 PUBLISH_COMBINE = (
     "  publish_step(t, map, at, Mode::kCombine, bound, [&](int peer) { return received.counts[peer]; });\n"
+)
+
+BEGIN_DISPATCH = (
+    "  call->at = group.backend->on_device() ? group.lanes.begin_dispatch(lane) : group.lanes.begin(lane);\n"
 )
 
 # The number of completed cycles: it moves on with the first dispatch after a combine.
@@ -58,9 +40,8 @@ CYCLE = (
     Edit(LANES, "struct Lane {\n", "struct Lane {\n  int cycle = 0;\n  bool combined = false;\n"),
     Edit(
         CALLS,
-        "  call->at = group.lanes.begin(lane);\n",
-        "  call->at = group.lanes.begin(lane);\n"
-        "  if (group.lanes[lane].combined) ++group.lanes[lane].cycle;\n"
+        BEGIN_DISPATCH,
+        BEGIN_DISPATCH + "  if (group.lanes[lane].combined) ++group.lanes[lane].cycle;\n"
         "  group.lanes[lane].combined = false;\n"
         "  call->at.cycle = group.lanes[lane].cycle;\n",
     ),
@@ -85,7 +66,7 @@ CYCLE = (
     ),
 )
 
-MUTATIONS = (
+PROTOCOL = (
     Mutation(
         "one bank",
         "S1",
@@ -106,8 +87,8 @@ MUTATIONS = (
             ),
             Edit(
                 CALLS,
-                "  call->at = group.lanes.begin(lane);\n",
-                "  call->at = group.lanes.begin(lane);\n  call->at.kind = 0;\n",
+                BEGIN_DISPATCH,
+                BEGIN_DISPATCH + "  call->at.kind = 0;\n",
             ),
             Edit(
                 CALLS,
@@ -208,21 +189,7 @@ MUTATIONS = (
         "S3",
         "lanes_test",
         "Lanes.FastPeerOverwritesTheView",
-        (Edit(CHECK, "!group.backend->in_window(input.rows.data) &&", "true &&"),),
-    ),
-    Mutation(
-        "own rows summed where sums overwrite them",
-        "S9",
-        "exchange_test",
-        "Exchange.SumsOverTheirRows",
-        (Edit(CHECK, "return std::less_equal<>()(a.end, b.begin) ||", "return true ||"),),
-    ),
-    Mutation(
-        "a stale pointer names its successor",
-        "pointers",
-        "arguments_test",
-        "Arguments.StaleObjectsAreNotTheirSuccessors",
-        (Edit("src/core/quarantine.h", "constexpr size_t kKept = 256;", "constexpr size_t kKept = 0;"),),
+        (Edit(CHECK, "call->apart = !call->in_window && disjoint(", "call->apart = disjoint("),),
     ),
     Mutation(
         "dispatch publishes before the rows",
@@ -264,7 +231,7 @@ MUTATIONS = (
         "S2",
         "errors_test",
         "Errors.RefusedDispatchForgetsTheEarlierOne",
-        (Edit(CALLS, "  group.backend->send_refusal(at);\n", ""),),
+        (Edit(CALLS, "  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, dispatching, stream));\n", ""),),
     ),
     Mutation(
         "going on after a timeout",
@@ -346,149 +313,7 @@ MUTATIONS = (
         "S2",
         "sticky_test",
         "Sticky.TimeoutAtTheWrap",
-        (Edit(WINDOW, "pack({context.first_step, Mode::kNone, 0})", "pack({0, Mode::kNone, 0})"),),
-    ),
-    Mutation(
-        "slots by chance",
-        "S9",
-        "routing_test",
-        "Routing.*",
-        (Edit(ROUTING, "routing->send_counts[mine[i].rank]++;", "routing->send_counts[mine[i].rank]++ ^ 1;"),),
-    ),
-    Mutation(
-        "a rank twice for one token",
-        "S9",
-        "routing_test",
-        "Routing.*",
-        (Edit(ROUTING, "      if (at > 0 && mine[at - 1].rank == rank) continue;\n", ""),),
-    ),
-    Mutation(
-        "ranks in the order of k",
-        "S9",
-        "routing_test",
-        "Routing.*",
-        (Edit(ROUTING, "      while (at > 0 && mine[at - 1].rank > rank) --at;\n", ""),),
-    ),
-    Mutation(
-        "partials summed over ranks descending",
-        "S9",
-        "exchange_test",
-        "Exchange.LayoutsWeightingsTypes",
-        (Edit(COMBINE, "      rows[position] = t.local(", "      rows[count - 1 - position] = t.local("),),
-    ),
-    Mutation(
-        "own partial not rounded",
-        "S9",
-        "exchange_test",
-        "Exchange.LayoutsWeightingsTypes",
-        (
-            # The rank's own rows go around the wire type: kept as float32 until the sum.
-            Edit(
-                COMBINE,
-                "  int64_t row = 0;\n",
-                "  int64_t row = 0;\n  auto& kept = unrounded[t.local(0)];\n  kept.clear();\n",
-            ),
-            Edit(
-                COMBINE,
-                "      t.put(source, map.inbox(",
-                "      if (source == t.rank() && types.to == twBfloat16) {\n"
-                "        auto& wide = kept[meta.header->token];\n"
-                "        wide.resize(types.elements);\n"
-                "        sum(reinterpret_cast<std::byte*>(wide.data()), terms.rows,\n"
-                "            types.weighted ? terms.weights : nullptr, terms.count,\n"
-                "            RowTypes{types.from, twFloat32, types.elements, types.weighted});\n"
-                "      }\n"
-                "      t.put(source, map.inbox(",
-            ),
-            Edit(
-                COMBINE,
-                "    sum(out + token * out_stride, rows, nullptr, count, types);\n",
-                "    sum(out + token * out_stride, rows, nullptr, count, types);\n"
-                "    if (types.from != twBfloat16 || types.to != twFloat32) continue;\n"
-                "    if (!unrounded[t.local(0)].contains(token)) continue;\n"
-                "    for (int64_t i = 0; i < types.elements; ++i) {\n"
-                "      float total = 0;\n"
-                "      for (int32_t position = 0; position < count; ++position) {\n"
-                "        const bool own = routing.destinations[routing.first[token] + position].rank == t.rank();\n"
-                "        const uint32_t bits = static_cast<const uint16_t*>(rows[position])[i];\n"
-                "        const float term = own ? unrounded[t.local(0)][token][i] : std::bit_cast<float>(bits << 16);\n"
-                "        total = position == 0 ? term : total + term;\n"
-                "      }\n"
-                "      reinterpret_cast<float*>(out + token * out_stride)[i] = total;\n"
-                "    }\n",
-            ),
-            Edit(
-                COMBINE,
-                "// How rows are typed on their way.\n",
-                "inline std::map<const void*, std::map<int, std::vector<float>>> unrounded;\n\n"
-                "// How rows are typed on their way.\n",
-            ),
-            Edit(
-                COMBINE,
-                '#include "exchange/routing.h"\n',
-                '#include <map>\n#include <vector>\n\n#include "exchange/routing.h"\n',
-            ),
-        ),
-    ),
-    Mutation(
-        "sums started from 0",
-        "S9",
-        "summation_test",
-        "Summation.StartsFromTheFirstTerm",
-        (
-            Edit(
-                SUMMATION,
-                "float value = kFirst ? term(0, i) : sum[i] + term(0, i);",
-                "float value = (kFirst ? 0.0f : sum[i]) + term(0, i);",
-            ),
-        ),
-    ),
-    Mutation(
-        "ties rounded up instead of to even",
-        "S9",
-        "summation_test",
-        "Summation.NarrowBf16",
-        (Edit(SUMMATION, "(bits + 0x7fffu + (bits >> 16 & 1u)) >> 16", "(bits + 0x8000u) >> 16"),),
-    ),
-    Mutation(
-        "banks placed by the bound",
-        "S10",
-        "layout_test",
-        "Layout.BoundMovesNothingOutsideABank",
-        (
-            Edit(
-                MAP,
-                "    return bank_at(lane, bank) + payload_at_[q]",
-                "    const uint64_t bank_bytes = bank_bytes_ / shape_.max_tokens * bound;\n"
-                "    return lane_at(lane) + banks_at_ + bank_bytes * bank + payload_at_[q]",
-            ),
-            Edit(
-                MAP,
-                "    return bank_at(lane, bank) + meta_at_",
-                "    const uint64_t bank_bytes = bank_bytes_ / shape_.max_tokens * bound;\n"
-                "    return lane_at(lane) + banks_at_ + bank_bytes * bank + meta_at_",
-            ),
-        ),
-    ),
-    Mutation(
-        "lanes placed by the bound",
-        "S10",
-        "layout_test",
-        "Layout.BoundMovesNothingOutsideABank",
-        (
-            Edit(
-                MAP,
-                "    return bank_at(lane, bank) + payload_at_[q]",
-                "    const uint64_t lane_bytes = lane_bytes_ / shape_.max_tokens * bound;\n"
-                "    return lanes_at_ + lane_bytes * lane + banks_at_ + bank_bytes_ * bank + payload_at_[q]",
-            ),
-            Edit(
-                MAP,
-                "    return bank_at(lane, bank) + meta_at_",
-                "    const uint64_t lane_bytes = lane_bytes_ / shape_.max_tokens * bound;\n"
-                "    return lanes_at_ + lane_bytes * lane + banks_at_ + bank_bytes_ * bank + meta_at_",
-            ),
-        ),
+        (Edit(STEP, "pack({first_step, Mode::kNone, 0})", "pack({0, Mode::kNone, 0})"),),
     ),
     Mutation(
         "rows streamed without their last bytes",
@@ -496,5 +321,26 @@ MUTATIONS = (
         "streaming_test",
         "Streaming.EveryOffsetAndLength",
         (Edit(VECTOR, "  std::memcpy(out, in, n);\n}\n\nvoid stream_fence", "}\n\nvoid stream_fence"),),
+    ),
+    Mutation(
+        "a view lies in the other bank than its dispatch",
+        "S1",
+        "device_side_test",
+        "PretendedGroup.ViewsLieInTheBankOfTheLease",
+        (Edit(LANES, "    lanes_[lane].second = !lanes_[lane].second;\n", ""),),
+    ),
+    Mutation(
+        "a lease goes on with the banks of the one before",
+        "S1",
+        "device_side_test",
+        "PretendedGroup.ViewsLieInTheBankOfTheLease",
+        (Edit(CALLS, "  if (group.lanes[lane].holder != &handle) group.lanes[lane].second = false;\n", ""),),
+    ),
+    Mutation(
+        "calls go on after a device has found an error",
+        "S6",
+        "device_side_test",
+        "PretendedGroup.NewsOfTheDevice",
+        (Edit(GROUP, "  poll_device(group);\n  if (group.is_sticky()) {\n", "  if (group.is_sticky()) {\n"),),
     ),
 )

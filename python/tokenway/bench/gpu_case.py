@@ -1,0 +1,212 @@
+"""One case on one rank's GPU: its tensors, its handles, and the calls that are measured. Needs PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tokenway import tensors
+from tokenway.bench import verify
+from tokenway.bench.case import Case
+from tokenway.bench.graphs import COUNT, Graphs, Loop, Replay
+from tokenway.group import Group
+from tokenway.handle import Handle
+
+EXCHANGES = 2  # verified per row
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy on the host, with the dtype that NumPy and ml_dtypes have for it."""
+    host = tensor.detach().contiguous().cpu()
+    name = tensors.dtype_of(host)
+    if not host.numel():
+        return np.zeros(tuple(host.shape), tensors.numpy_dtype(name))
+    return host.view(torch.uint8).numpy().view(tensors.numpy_dtype(name))
+
+
+def here() -> torch.device:
+    """The rank's device."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class DeviceCase:
+    """What a rank keeps for a case. Everything that a measured call reads or writes is allocated here.
+
+    A graph has a handle for each of its dispatches, with a routing that no dispatch has seen: so each replay reads the
+    ids and works out the slots in every dispatch, as the layers of a model do.
+    """
+
+    def __init__(self, case: Case, group: Group):
+        self.case, self.group, self.rank = case, group, group.rank
+        self._place = here()
+        n, t, hidden = case.ranks, case.tokens, case.profile.hidden
+        answer = getattr(torch, case.combine_dtype)
+        expert_major = case.layout == "expert_major"
+        lead = (group.num_local_experts, n * t) if expert_major else (n, t)
+        self.out: dict[str, torch.Tensor] | None = self._outputs(lead) if expert_major else None
+        self.rows = torch.zeros((*lead, hidden), dtype=answer, device=self._place)
+        self.result = torch.zeros((t, hidden), dtype=answer, device=self._place)
+        self._load(case)
+        self.handles = [group.route(self.ids, self.weights) for _ in range(COUNT + 1)]
+        self.handle = group.route(self.ids, self.weights)  # of eager calls
+        torch.cuda.current_stream().synchronize()
+
+    def _outputs(self, lead: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        """Every output of a dispatch but the counts, in memory of the caller's."""
+        case = self.case
+        per_row = () if case.layout == "expert_major" else (case.profile.top_k,)
+        made = {
+            "tokens": ((*lead, case.profile.hidden), getattr(torch, case.dtype)),
+            "scales": ((*lead, case.scales), torch.float32),
+            "ids": ((*lead, *per_row), torch.int32),
+            "weights": ((*lead, *per_row), torch.float32),
+        }
+        if not case.scales:
+            del made["scales"]
+        return {name: torch.empty(shape, dtype=dtype, device=self._place) for name, (shape, dtype) in made.items()}
+
+    def _load(self, case: Case) -> None:
+        """Tokens and routing of a case of this shape."""
+        values, scales = case.inputs(self.rank)
+        self.tokens = self._device(values)
+        self.payloads = None if scales is None else {"scales": self._device(scales)}
+        self.ids = self._device(case.exchange.ids[self.rank])
+        self.weights = self._device(case.exchange.weight[self.rank])
+
+    def _device(self, array: np.ndarray) -> torch.Tensor:
+        return tensors.to_torch(np.ascontiguousarray(array)).to(self._place)
+
+    # ---------------------------------------------------------------------------------------------- measured calls
+
+    def dispatch(self, handle: Handle) -> Any:
+        """rank_major: rows stay in the window, and what is returned are views."""
+        case = self.case
+        return self.group.dispatch(
+            handle, self.tokens, self.payloads, layout=case.layout, bound=case.tokens, out=self.out
+        )
+
+    def combine(self, handle: Handle) -> None:
+        """Of rows in a buffer of the caller's, as experts leave them."""
+        self.group.combine(handle, self.rows, weighting=self.case.weighting, out=self.result)
+
+    def pair(self, handle: Handle) -> None:
+        """Dispatch and combine."""
+        self.dispatch(handle)
+        self.combine(handle)
+
+    def graphs(self, name: str = "tokenway") -> Graphs:
+        """pair; dispatch alone and combine alone, a handle's again and again: on the lane that it holds, and without
+        one; and pairs of one handle, whose routing is known from its first dispatch on ("cached")."""
+        first, others = self.handles[0], self.handles[1:]
+
+        def dispatches() -> None:
+            for _ in range(COUNT):
+                self.dispatch(first)
+            first.release()
+
+        def each(call: Callable[[Handle], None]) -> Callable[[], None]:
+            return lambda: [call(handle) for handle in others] and None
+
+        def again(call: Callable[[Handle], None]) -> Callable[[], None]:
+            return lambda: [call(first) for _ in range(COUNT)] and None
+
+        bodies = {
+            "pair": (self.pair, each(self.pair)),
+            "dispatch": (self.dispatch, dispatches),
+            "combine": (self.pair, again(self.combine)),
+            "cached": (self.pair, again(self.pair)),
+        }
+        replays = {}
+        for phase, (lead, body) in bodies.items():
+            for handle in self.handles:
+                handle.update(self.ids, self.weights)  # its next dispatch is its first
+            replays[phase] = Replay(lambda lead=lead: lead(first), body)  # type: ignore[misc]
+        return Graphs(name, replays)
+
+    def loops(self) -> list[Loop]:
+        """Eager subjects: what each call costs the host, and until the device is done."""
+        loops = [
+            Loop("direct", lambda: self.pair(self.handle)),
+            Loop("route", lambda: self.handle.update(self.ids, self.weights)),
+        ]
+        if self.case.layout == "rank_major":
+            given = self._outputs((self.case.ranks, self.case.tokens))
+            given["counts"] = torch.empty(self.case.ranks, dtype=torch.int32, device=self._place)
+            case = self.case
+
+            def all_given() -> None:
+                self.group.dispatch(self.handle, self.tokens, self.payloads, bound=case.tokens, out=given)
+                self.combine(self.handle)
+
+            loops.insert(1, Loop("all outputs given", all_given))
+        return loops
+
+    # ------------------------------------------------------------------------------------------------- verification
+
+    def settle(self, meet: Callable[[], object]) -> None:
+        """One exchange, whose rows are then the experts' answers of all measured calls. meet: a barrier of the hosts;
+        between exchanges kernels may be loaded, which must not wait for a peer's exchange. Collective."""
+        meet()
+        received = self.dispatch(self.handle)
+        torch.cuda.current_stream().synchronize()
+        meet()
+        self.rows.copy_(received.tokens)
+        torch.cuda.current_stream().synchronize()
+        meet()
+        self.combine(self.handle)
+        torch.cuda.current_stream().synchronize()
+        meet()
+
+    def verify(self, agree: Callable[[str | None], None]) -> None:
+        """Two exchanges with different data, in different banks, each compared bit for bit with the oracle. The last
+        one's tensors stay. agree: raises on all ranks what one has found. Collective."""
+        for turn in reversed(range(EXCHANGES)):
+            at = replace(self.case, seed=self.case.seed + turn)
+            self._load(at)
+            self.handle.update(self.ids, self.weights)
+            torch.cuda.current_stream().synchronize()
+            agree(None)  # nobody allocates any more
+            # Twice, as a recomputation does: what is checked lies in the other bank than it would without.
+            for _ in range(2 if turn % 2 == 1 else 1):
+                received = self.dispatch(self.handle)
+            torch.cuda.current_stream().synchronize()
+            agree(self._problem(lambda: self._answer(at, received)))  # noqa: B023  called at once
+            self.combine(self.handle)
+            torch.cuda.current_stream().synchronize()
+            want = verify.expected_output(at, self.rank)
+            agree(self._problem(lambda: verify.check_output(at, self.rank, to_numpy(self.result), want)))  # noqa: B023
+
+    def _answer(self, at: Case, received: Any) -> None:
+        """Checks what arrived, and lets the experts answer it."""
+        names = ("tokens", "ids", "weights", "counts")
+        got = SimpleNamespace(**{name: to_numpy(getattr(received, name)) for name in names})
+        got.payloads = {name: to_numpy(tensor) for name, tensor in received.payloads.items()}
+        verify.check_dispatch(at, self.rank, got)  # type: ignore[arg-type]
+        rows = np.zeros(tuple(self.rows.shape), tensors.numpy_dtype(at.combine_dtype))
+        verify.run_experts(at, self.rank, got, rows)  # type: ignore[arg-type]
+        self.rows.copy_(tensors.to_torch(rows))
+        torch.cuda.current_stream().synchronize()
+
+    def _problem(self, check: Callable[[], None]) -> str | None:
+        record = self.group.error
+        if record is not None:
+            return record.message
+        try:
+            check()
+        except verify.Mismatch as mismatch:
+            return str(mismatch)
+        return None
+
+    def check_again(self, before: torch.Tensor) -> str | None:
+        """What is wrong after the measurements: a step that ended in an error, or another result than before."""
+
+        def same() -> None:
+            if not torch.equal(self.result.view(torch.uint8), before.view(torch.uint8)):
+                raise verify.Mismatch(f"{self.case.name}: combined tokens on rank {self.rank} differ after the replays")
+
+        return self._problem(same)

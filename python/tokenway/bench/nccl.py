@@ -1,0 +1,146 @@
+"""Baselines over torch.distributed's NCCL backend: what a framework does on GPUs without this library.
+
+As with the CPU's baselines, ids and weights do not travel, counts and permutations are known beforehand, and all
+buffers are reused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+
+from tokenway import tensors
+from tokenway.bench.baselines import Plan, check_result
+from tokenway.bench.graphs import COUNT, Events, Graphs, Replay
+
+NAMES = ("nccl-alltoall", "nccl-allgather")
+
+
+def missing(local_ranks: int, ranks: int) -> str | None:
+    """Why these baselines cannot run, or None."""
+    if local_ranks:
+        return "NCCL connects processes, and --local-ranks are threads of one"
+    if ranks < 2:
+        return "one rank has no peer"
+    if importlib.util.find_spec("torch") is None:
+        return "PyTorch is not installed"
+    return None
+
+
+def _wide(array: np.ndarray) -> Any:
+    """Rows of bytes in the widest elements that divide them: index_select works by element."""
+    import torch
+
+    size = next(size for size in (8, 4, 2, 1) if array.shape[1] % size == 0)
+    kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[size]
+    return torch.from_numpy(np.ascontiguousarray(array)).view(kind)
+
+
+class AllToAll:
+    """`all_to_all_single` there and back, each (token, rank) row once."""
+
+    name = "nccl-alltoall"
+
+    def __init__(self, plan: Plan):
+        import torch
+
+        self._plan = plan
+        hidden, count = plan.case.profile.hidden, plan.rows.shape[0]
+        total, n = sum(plan.send_counts), plan.case.ranks
+        self._rows = _wide(plan.rows).cuda()
+        self._order = torch.from_numpy(np.concatenate(plan.to)).cuda()
+        self._send = self._rows.new_zeros((total, self._rows.shape[1]))
+        self._received = self._rows.new_zeros((sum(plan.recv_counts), self._rows.shape[1]))
+        self._parts = tensors.to_torch(np.concatenate(plan.parts)).cuda()
+        # One row more than come back: it stays zero, for tokens that went to fewer ranks.
+        self._back = self._parts.new_zeros((total + 1, hidden))
+        places = np.full((count, n), total)
+        begin = 0
+        for rank, tokens in enumerate(plan.to):
+            places[tokens, rank] = begin + np.arange(len(tokens))
+            begin += len(tokens)
+        self._places = torch.from_numpy(places.reshape(-1)).cuda()
+        self._gathered = self._parts.new_zeros((count * n, hidden))
+        self._by_rank = self._gathered.view(count, n, hidden)
+        self._out = self._parts.new_zeros((count, hidden))
+
+    def __call__(self) -> None:
+        """Dispatch and combine. The sum of bfloat16 rows accumulates in float32."""
+        import torch
+        import torch.distributed as dist
+
+        sends, receives = self._plan.send_counts, self._plan.recv_counts
+        torch.index_select(self._rows, 0, self._order, out=self._send)
+        dist.all_to_all_single(self._received, self._send, receives, sends)
+        dist.all_to_all_single(self._back[:-1], self._parts, sends, receives)
+        torch.index_select(self._back, 0, self._places, out=self._gathered)
+        torch.sum(self._by_rank, 1, out=self._out)
+
+    def check(self) -> None:
+        """Raises Mismatch unless the last call did its work."""
+        from tokenway.bench.gpu_case import to_numpy
+
+        received = to_numpy(self._received).view(np.uint8).reshape(-1, self._plan.rows.shape[1])
+        check_result(self._plan, self.name, received, to_numpy(self._out))
+
+
+class AllGather:
+    """All tokens to everybody; answers, zero where a rank has none, come back by reduce-scatter."""
+
+    name = "nccl-allgather"
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+        case, n = plan.case, plan.case.ranks
+        answers = np.zeros((n, case.tokens, case.profile.hidden), tensors.numpy_dtype(case.combine_dtype))
+        goes = [case.exchange.routing[s].goes[:, plan.rank] for s in range(n)]
+        for source in range(n):
+            answers[source, goes[source]] = plan.parts[source]
+        self._mine = np.concatenate(goes)
+        self._rows = _wide(plan.rows).cuda()
+        self._gathered = self._rows.new_zeros((n * case.tokens, self._rows.shape[1]))
+        self._answers = tensors.to_torch(answers.reshape(n * case.tokens, -1)).cuda()
+        self._out = self._answers.new_zeros((case.tokens, case.profile.hidden))
+
+    def __call__(self) -> None:
+        """Dispatch and combine."""
+        import torch.distributed as dist
+
+        dist.all_gather_into_tensor(self._gathered, self._rows)
+        dist.reduce_scatter_tensor(self._out, self._answers)
+
+    def check(self) -> None:
+        """Raises Mismatch unless the last call did its work."""
+        from tokenway.bench.gpu_case import to_numpy
+
+        gathered = to_numpy(self._gathered).view(np.uint8).reshape(-1, self._plan.rows.shape[1])
+        check_result(self._plan, self.name, gathered[self._mine], to_numpy(self._out))
+
+
+KINDS: dict[str, Any] = {"nccl-alltoall": AllToAll, "nccl-allgather": AllGather}
+
+
+def capture(baseline: Any, agree: Any) -> tuple[Any, str | None]:
+    """(what times a baseline, why it is not a graph or None). agree: the first problem of any rank. Collective.
+
+    A communicator sets itself up in its first calls, which cannot be captured: those are made before.
+    """
+    import torch
+
+    for _ in range(3):
+        baseline()
+    torch.cuda.current_stream().synchronize()
+    agree(None)
+    replay, problem = None, None
+    try:
+        replay = Replay(baseline, lambda: [baseline() for _ in range(COUNT)] and None)
+    except RuntimeError as error:
+        problem = (str(error).strip().splitlines() or ["capture failed"])[0]
+    problem = agree(problem)
+    if problem is None and replay is not None:
+        return Graphs(baseline.name, {"pair": replay}), None
+    if replay is not None:
+        replay.close()
+    return Events(baseline.name, baseline), problem

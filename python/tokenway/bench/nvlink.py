@@ -1,0 +1,289 @@
+"""`tokenway bench --backend nvlink`: one rank on a GPU, as a process of its own or as a thread of one process.
+
+What ranks tell each other goes over the CPU backend (control.py), so nothing that is measured is used to measure it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from tokenway.bench import baselines, floor, gloo, gpu_machine, nccl, nvlink_results, runner, timing, verify
+from tokenway.bench.case import Case
+from tokenway.bench.control import Control
+from tokenway.bench.options import Settings
+from tokenway.bench.progress import Progress
+from tokenway.comm import Comm, connect, local_comms
+from tokenway.group import Group
+
+TIMEOUT = 20.0  # of groups, seconds: a benchmark that is stuck ends
+LIMIT = 570.0  # of a run by the own launcher
+UNSAFE = "TOKENWAY_UNSAFE_NO_WAIT"  # read by the library when a group is created
+
+
+def run(settings: Settings) -> int:
+    """Runs the benchmark; returns the exit code."""
+    assert settings.nvlink is not None
+    if settings.nvlink.local_ranks:
+        return run_threads(settings)
+    if settings.launched:
+        return run_process(settings)
+    return runner.run_ranks(settings, run_process, LIMIT)
+
+
+def run_process(settings: Settings) -> int:
+    """One rank of a process per GPU; rank 0 prints and writes the results."""
+    with ExitStack() as stack:
+        control = Control(stack.enter_context(connect()))
+        stack.callback(control.close)
+        progress = Progress(len(settings.cases()), control.rank == 0)
+        stack.callback(progress.close)
+        try:
+            progress.doing("the floor")
+            document = _floor(settings) if control.rank == 0 else {}
+            control.allgather(None)  # nobody has touched a GPU before
+            import torch
+
+            index = int(os.environ.get("LOCAL_RANK", control.rank)) % torch.cuda.device_count()
+            torch.cuda.set_device(index)
+            comm = stack.enter_context(connect(device=f"cuda:{index}"))
+            results = _rank(settings, control, comm, document, progress)
+        except verify.Mismatch as problem:  # the same on all ranks
+            progress.close()
+            if control.rank == 0:
+                print(f"tokenway bench: {problem}", file=sys.stderr, flush=True)
+            return 1
+        except BaseException:
+            stack.pop_all()  # this rank alone failed, and closing would wait for the others: see runner.run_rank
+            raise
+        progress.close()
+        return _finish(settings, results) if control.rank == 0 else 0
+
+
+def run_threads(settings: Settings) -> int:
+    """All ranks as threads of this process, over the devices that there are."""
+    n = settings.ranks
+    devices = place(n, int(gpu_machine.device_count()))
+    progress = Progress(len(settings.cases()), True)
+    progress.doing("the floor")
+    document = _floor(settings)
+    controls, comms = local_comms(n), local_comms(n, devices=devices)
+
+    def rank_main(rank: int) -> dict[str, Any]:
+        control = Control(controls[rank])
+        results = _rank(settings, control, comms[rank], document, progress if rank == 0 else Progress(0, False))
+        control.close()
+        return results
+
+    with ThreadPoolExecutor(n) as pool:
+        futures = [pool.submit(rank_main, rank) for rank in range(n)]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        problem = next((error for future in done if (error := future.exception())), None)
+        progress.close()
+        if problem is not None:
+            kind = "" if isinstance(problem, verify.Mismatch) else f"{type(problem).__name__}: "
+            print(f"tokenway bench: {kind}{problem}", file=sys.stderr, flush=True)
+            os._exit(1)  # the other threads wait for this rank, and nothing could end them
+    for comm in [*comms, *controls]:
+        comm.close()
+    return _finish(settings, futures[0].result())
+
+
+def place(ranks: int, devices: int) -> list[int]:
+    """The device of each local rank: neighbours share one, as [0, 0, 1, 1]."""
+    return [rank * min(devices, ranks) // ranks for rank in range(ranks)]
+
+
+def _floor(settings: Settings) -> dict[str, Any]:
+    """The floor's document. Before any group is made, so that nothing else runs."""
+    assert settings.nvlink is not None
+    if not settings.nvlink.floor:
+        return {"missing": "no floor: left out"}
+    cases = settings.cases()
+    if settings.nvlink.compare:
+        cases += [replace(case, dtype=settings.nvlink.compare) for case in cases]
+    return floor.measure(cases)
+
+
+def _rank(settings: Settings, control: Control, comm: Comm, document: dict, progress: Progress) -> dict[str, Any]:
+    """All rows on one rank, on a stream of its own."""
+    import torch
+
+    torch.cuda.set_device(comm.device)
+    with ExitStack() as stack, torch.cuda.stream(torch.cuda.Stream(comm.device)):
+        bench = Bench(settings, control, comm, floor.Floor(document), stack)
+        try:
+            rows = [row for name in settings.profiles for row in bench.profile(name, progress)]
+        except verify.Mismatch:
+            raise
+        except BaseException:
+            stack.pop_all()
+            raise
+        return nvlink_results.run(settings, document, rows) if control.rank == 0 else {}
+
+
+def _finish(settings: Settings, results: dict[str, Any]) -> int:
+    results["gpu"] = gpu_machine.describe() | {"used": min(settings.ranks, int(gpu_machine.device_count()))}
+    return runner.finish(settings, results, gpu_machine.versions())
+
+
+class Bench:
+    """What the rows of a run share on one rank."""
+
+    def __init__(self, settings: Settings, control: Control, comm: Comm, bottom: floor.Floor, stack: ExitStack):
+        assert settings.nvlink is not None
+        self.settings, self.gpu, self.control, self.comm, self.floor = settings, settings.nvlink, control, comm, bottom
+        if settings.baselines:
+            stack.callback(gloo.Process(control, "nccl").close)
+
+    def profile(self, name: str, progress: Progress) -> list[dict[str, Any]]:
+        """All rows of one profile."""
+        cases = [case for case in self.settings.cases() if case.profile.name == name]
+        rows = []
+        with ExitStack() as groups:
+            group = groups.enter_context(self._group(cases))
+            other = None
+            if self.gpu.compare and not self.settings.verify_only:
+                other = groups.enter_context(self._group(self._compared(cases)))
+            for case in cases:
+                progress.doing(case.name)
+                rows.append(self._row(case, group, other))
+                progress.done()
+        if self.gpu.ablation and not self.settings.verify_only:
+            progress.doing(f"{name} without waiting")
+            self._without_waiting(cases, rows)
+        return rows
+
+    def _group(self, cases: list[Case]) -> Any:
+        keywords = cases[0].group_settings(max(case.tokens for case in cases))
+        return runner.open_group(
+            self.comm, **keywords, lanes=self.gpu.lanes, sm_limit=self.gpu.sm_limit, timeout=TIMEOUT
+        )
+
+    def _compared(self, cases: list[Case]) -> list[Case]:
+        assert self.gpu.compare is not None
+        return [replace(case, dtype=self.gpu.compare) for case in cases]
+
+    def _agree(self, problem: str | None) -> None:
+        """Raises Mismatch on all ranks if any has a problem. Collective."""
+        found = self.control.agree(problem)
+        if found:
+            raise verify.Mismatch(found)
+
+    def _meet(self) -> None:
+        """A barrier of the hosts: between what allocates, or loads a kernel, and an exchange."""
+        self.control.allgather(None)
+
+    def _prepared(self, case: Case, group: Group) -> Any:
+        """The case on the device, with one exchange made, or two verified."""
+        from tokenway.bench.gpu_case import DeviceCase
+
+        ours = DeviceCase(case, group)
+        if self.gpu.verify:
+            ours.verify(self._agree)
+        else:
+            ours.settle(self._meet)
+        return ours
+
+    def _row(self, case: Case, group: Group, other: Group | None) -> dict[str, Any]:
+        from tokenway.bench.gpu_case import EXCHANGES
+
+        ours = self._prepared(case, group)
+        row = runner.facts(case, group, EXCHANGES if self.gpu.verify else 0)
+        if self.settings.verify_only:
+            return row
+        subjects: list[Any] = [ours.graphs(), *ours.loops(), *self._ops(ours)]
+        kept = [(ours, ours.result.clone())]
+        if other is not None:
+            beside = self._prepared(self._compared([case])[0], other)
+            subjects.append(beside.graphs("compare"))
+            kept.append((beside, beside.result.clone()))
+        timed, checks, notes = self._baselines(case)
+        self._meet()
+        times = self._times([*subjects, *timed])
+        for one, before in kept:
+            self._agree(one.check_again(before))
+        for check in checks:
+            self._agree(_mismatch(check))
+        own = [float(value) for value in subjects[0].mine["pair"]]
+        by_rank = self.control.allgather(sorted(own)[len(own) // 2])
+        for subject in [*subjects, *timed]:
+            subject.close()
+        row |= nvlink_results.row(case, times, self.floor, notes)
+        row["by_rank_us"] = [round(value, 2) for value in by_rank]
+        if self.gpu.breakdown:
+            from tokenway.bench import breakdown
+
+            profiled = self.control.rank == 0
+            row["breakdown"] = breakdown.kernels(lambda: ours.pair(ours.handle), 10, self._meet, profiled)
+            self._meet()
+        return row
+
+    def _times(self, subjects: list[Any]) -> dict[str, Any]:
+        settings = self.settings
+        return timing.rounds_of(
+            subjects,
+            self.control,
+            rounds=settings.rounds,
+            iterations=settings.iterations,
+            warmup=settings.warmup,
+        )
+
+    def _ops(self, ours: Any) -> list[Any]:
+        """The registered ops. They allocate in every call, which local ranks must not."""
+        from tokenway.bench.graphs import COUNT, Loop
+
+        case = ours.case
+        if case.layout != "rank_major" or case.scales or self.gpu.local_ranks:
+            return []
+        from tokenway.bench.overhead import ops_path
+
+        path = ops_path(ours.group, ours.tokens, ours.rows, [ours.ids, ours.weights], case.weighting)
+        return [Loop("registered ops", lambda: path(COUNT), 1, COUNT)]
+
+    def _baselines(self, case: Case) -> tuple[list[Any], list[Callable[[], None]], dict[str, str]]:
+        """(what times the wanted baselines, their checks, why one is not a graph). Collective."""
+        timed, checks, notes = [], [], {}
+        plan = baselines.make_plan(case, self.control.rank) if self.settings.baselines else None
+        for name in self.settings.baselines:
+            assert plan is not None
+            baseline = nccl.KINDS[name](plan)
+            self._meet()
+            subject, problem = nccl.capture(baseline, self.control.agree)
+            if problem:
+                notes[name] = problem
+            self._agree(_mismatch(baseline.check))  # of the calls before the capture
+            timed.append(subject)
+            checks.append(baseline.check)
+        return timed, checks, notes
+
+    def _without_waiting(self, cases: list[Case], rows: list[dict[str, Any]]) -> None:
+        """The same graphs in a group whose kernels do not wait for their peers: what waiting costs. Results are wrong,
+        so nothing is checked."""
+        from tokenway.bench.gpu_case import DeviceCase
+
+        os.environ[UNSAFE] = "1"
+        self._meet()  # local ranks share the environment
+        with self._group(cases) as group:
+            self._meet()
+            os.environ.pop(UNSAFE, None)
+            for case, row in zip(cases, rows, strict=True):
+                ours = DeviceCase(case, group)
+                graphs = ours.graphs("unsafe")
+                self._meet()
+                row["without_waiting"] = nvlink_results.without_waiting(self._times([graphs])["unsafe"])
+                graphs.close()
+                self._meet()
+
+
+def _mismatch(check: Callable[[], None]) -> str | None:
+    try:
+        check()
+    except verify.Mismatch as mismatch:
+        return str(mismatch)
+    return None

@@ -1,0 +1,113 @@
+"""The options of `tokenway bench --backend nvlink`, checked."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from tokenway.bench import gpu_machine, usage
+from tokenway.bench.case import FP8
+from tokenway.bench.usage import UsageError
+
+BACKENDS = ("cpu", "nvlink")
+TOKENS = (1, 8, 128, 256, 512, 1024, 2048, 4096)
+PAYLOADS = {"bf16": "bfloat16", "fp8": FP8}
+MAX_LANES = 64  # TW_MAX_LANES
+MAX_LOCAL_RANKS = 16  # TW_MAX_LOCAL_RANKS: of one device
+# What ranks that share a device need before the first CUDA call: hardware queues of their own, and no module that is
+# loaded while a kernel waits for a peer.
+LOCAL_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+
+
+@dataclass(frozen=True)
+class Nvlink:
+    """What a run on GPUs measures beside what the CPU's does."""
+
+    local_ranks: int = 0  # all ranks as threads of one process; 0: a process per GPU
+    sm_limit: int = 0
+    lanes: int = 1
+    verify: bool = False
+    floor: bool = True
+    ablation: bool = False
+    breakdown: bool = False
+    compare: str | None = None  # a second dtype for tokens, measured in the same rounds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.add_argument("--backend", metavar="NAME", help="cpu (default) or nvlink")
+    add = parser.add_argument_group("with --backend nvlink").add_argument
+    add("--payload", metavar="NAME", help="bf16 (default) or fp8, short for --dtype")
+    add("--compare", metavar="NAME", help="fp8: measure it beside, in the same rounds")
+    add("--local-ranks", type=int, metavar="N", help="N ranks as threads of one process (default: a process per GPU)")
+    add("--sm-limit", type=int, metavar="S", help="thread blocks of a kernel at most (default: the library chooses)")
+    add("--lanes", type=int, metavar="L", help="lanes of the group (default 1)")
+    add("--verify", action="store_true", help="compare each row with the oracle before it is timed")
+    add("--no-floor", action="store_true", help="leave tokenway-floor out, and with it all ratios to the floor")
+    add("--ablation", action="store_true", help="also without waiting for peers; its results are wrong")
+    add("--breakdown", action="store_true", help="also the time of each kernel, from the profiler")
+
+
+_ONLY = ("payload", "compare", "local_ranks", "sm_limit", "lanes", "verify", "no_floor", "ablation", "breakdown")
+
+
+def from_arguments(args: argparse.Namespace) -> Nvlink | None:
+    """What was asked for; None with the CPU backend. Raises UsageError."""
+    if usage.choice("--backend", args.backend, BACKENDS, "cpu") == "cpu":
+        for name in _ONLY:
+            if getattr(args, name) not in (None, False):
+                raise UsageError(f"--{name.replace('_', '-')}: only with --backend nvlink")
+        return None
+    compare = None
+    if args.compare is not None:
+        compare = PAYLOADS[usage.choice("--compare", args.compare, ("fp8",), "")]
+    return Nvlink(
+        local_ranks=usage.number("--local-ranks", args.local_ranks, 1, 0),
+        sm_limit=usage.number("--sm-limit", args.sm_limit, 1, 0),
+        lanes=usage.number("--lanes", args.lanes, 1, 1),
+        verify=args.verify or args.verify_only,
+        floor=not (args.no_floor or args.verify_only),
+        ablation=args.ablation,
+        breakdown=args.breakdown,
+        compare=compare,
+    )
+
+
+def dtype(args: argparse.Namespace) -> str | None:
+    """What --payload and --dtype say together."""
+    if args.payload is None:
+        return args.dtype
+    named = PAYLOADS[usage.choice("--payload", args.payload, tuple(PAYLOADS), "")]
+    if args.dtype not in (None, named, args.payload):
+        raise UsageError(f"--payload: {args.payload!r}, but --dtype is {args.dtype!r}")
+    return named
+
+
+def check(settings: Any) -> None:
+    """Whether this machine can do it. Raises UsageError."""
+    gpu: Nvlink = settings.nvlink
+    if settings.overhead:
+        raise UsageError("--overhead measures the CPU backend; --backend nvlink tells its host costs in each row")
+    if gpu.compare == settings.dtype:
+        raise UsageError("--compare: fp8; the tokens are fp8 already")
+    if gpu.lanes > MAX_LANES:
+        raise UsageError(f"--lanes: {gpu.lanes}; allowed 1..{MAX_LANES}")
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("--backend nvlink needs PyTorch: pip install 'tokenway[torch]'")
+    if gpu.local_ranks:
+        for name, value in LOCAL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+    found = gpu_machine.device_count()
+    if isinstance(found, str):
+        raise UsageError(f"--backend nvlink: {found}")
+    if gpu.local_ranks:
+        if settings.launched:
+            raise UsageError("--local-ranks: this process is one of several ranks already")
+        if gpu.local_ranks > found * MAX_LOCAL_RANKS:
+            raise UsageError(f"--local-ranks: {gpu.local_ranks}; allowed 1..{found * MAX_LOCAL_RANKS} on {found} GPUs")
+    elif settings.ranks > found and not settings.launched:
+        told = "there is 1 GPU" if found == 1 else f"there are {found} GPUs"
+        raise UsageError(f"--ranks: {settings.ranks}, but {told}, and each rank needs one (or use --local-ranks)")

@@ -1,0 +1,96 @@
+"""What becomes of the times that were measured on GPUs: rows of a run's JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenway.bench import floor, timing
+from tokenway.bench.case import Case
+from tokenway.bench.graphs import COUNT
+from tokenway.bench.options import Settings
+from tokenway.settings import window_bytes
+
+BIG = {"ranks": 64, "experts": 512, "max_tokens": 128}  # a group that is computed, not made
+
+METHOD = {
+    "pair_us, dispatch_us, combine_us": (
+        f"{COUNT} calls in one CUDA graph, between two events that are nodes of it, after one call that brings the "
+        "ranks together; per call, the slowest rank of each replay; each dispatch works out a routing that is new to it"
+    ),
+    "cached_pair_us": "as pair_us, all pairs with one handle, whose routing is known",
+    "outside_pair_us": f"as pair_us, between events around the replay, over {COUNT + 1} pairs: the launch is in it",
+    "host": "loops without a graph: eager_us by the wall clock until the device is done, host_us the host's part",
+    "floor": "of tokenway-floor in the same run; times_floor against its fastest exchange of the same rows",
+    "percent_of_put": "remote bytes / time / two-way put ceiling; ids, weights and headers are remote bytes, too",
+}
+
+
+def run(settings: Settings, document: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run's results."""
+    case = settings.cases()[0]
+    keywords = case.group_settings(BIG["max_tokens"]) | {"experts": max(BIG["experts"], case.profile.experts)}
+    computed = window_bytes(BIG["ranks"], **keywords)
+    ratio = computed.expert_buffers / computed.window
+    return {
+        "backend": "nvlink",
+        "method": METHOD,
+        "floor": document,
+        "window_of_a_large_group": BIG
+        | {
+            "experts": keywords["experts"],
+            "window_bytes": computed.window,
+            "expert_buffers_bytes": computed.expert_buffers,
+            "times": round(ratio, 2),
+        },
+        "rows": rows,
+    }
+
+
+def row(case: Case, times: dict[str, Any], bottom: floor.Floor, notes: dict[str, str]) -> dict[str, Any]:
+    """Summaries of a row's times, ratios to the floor and to the baselines. times: of timing.rounds_of."""
+    ours = {phase: timing.summary(rounds) for phase, rounds in times["tokenway"].items()}
+    told: dict[str, Any] = {f"{phase}_us": ours[phase] for phase in ("pair", "dispatch", "combine")}
+    told["cached_pair_us"], told["outside_pair_us"] = ours["cached"], ours["outside"]
+    told["pair_less_dispatch_us"] = round(ours["pair"]["median"] - ours["dispatch"]["median"], 2)
+    told["floor"] = _beside_floor(case, ours, bottom)
+    told["baselines"], told["host"] = {}, {}
+    for name, phases in times.items():
+        if "eager" in phases:
+            told["host"][name] = {f"{phase}_us": timing.summary(rounds) for phase, rounds in phases.items()}
+        elif name == "compare":
+            told["compare"] = _compared(phases, ours)
+        elif name != "tokenway":
+            pair = timing.summary(phases["pair"])
+            told["baselines"][name] = {"pair_us": pair, "timed": "events" if name in notes else "graph"}
+            told["baselines"][name] |= timing.ratio(pair, ours["pair"])
+            if name in notes:
+                told["baselines"][name]["no_graph"] = notes[name]
+    return told
+
+
+def _beside_floor(case: Case, ours: dict[str, Any], bottom: floor.Floor) -> dict[str, Any]:
+    sent, back = floor.remote_rows(case)
+    both = {
+        "dispatch": bottom.compare(ours["dispatch"]["median"], sent, floor.wire_row(case)),
+        "combine": bottom.compare(ours["combine"]["median"], back, case.combine_row),
+    }
+    bottoms = [both[phase].get("floor_us") for phase in ("dispatch", "combine")]
+    if None not in bottoms:
+        total = sum(bottoms)
+        both["pair"] = {"floor_us": round(total, 3), "times_floor": round(ours["pair"]["median"] / total, 3)}
+    return both
+
+
+def _compared(phases: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """The second dtype: its times, and its dispatch as a part of ours."""
+    beside = {phase: timing.summary(phases[phase]) for phase in ("pair", "dispatch", "combine")}
+    told: dict[str, Any] = {f"{phase}_us": figures for phase, figures in beside.items()}
+    told["dispatch_ratio"] = round(beside["dispatch"]["median"] / ours["dispatch"]["median"], 4)
+    return told
+
+
+def without_waiting(phases: dict[str, Any]) -> dict[str, Any]:
+    """Times of kernels that do not wait, marked as what they are."""
+    told: dict[str, Any] = {"incorrect": True}
+    told |= {f"{phase}_us": timing.summary(phases[phase]) for phase in ("pair", "dispatch", "combine")}
+    return told

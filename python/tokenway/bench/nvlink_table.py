@@ -1,0 +1,162 @@
+"""A run on GPUs as text: the columns of its table, and what stands around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenway.bench.table import mebibytes, microseconds, short
+
+Row = dict[str, Any]
+
+
+def columns(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(heads, cells) of the table that shows a run."""
+    rows: list[Row] = run["rows"]
+    makers = [
+        ("profile", lambda row: row["profile"]),
+        ("routing", lambda row: short(row["routing"])),
+        ("tokens", lambda row: str(row["tokens"])),
+        *(_timed(run) if any("pair_us" in row for row in rows) else _untimed()),
+        ("window MiB", lambda row: mebibytes(row["window_bytes"])),
+        ("2*E*B MiB", lambda row: mebibytes(row["expert_buffers_bytes"])),
+    ]
+    return [head for head, _ in makers], [[cell(row) for _, cell in makers] for row in rows]
+
+
+def _untimed() -> list[tuple[str, Any]]:
+    return [
+        ("exchanges verified", lambda row: str(row["verified_exchanges"])),
+        ("rows moved", lambda row: str(row["rows_moved"])),
+    ]
+
+
+def _timed(run: dict[str, Any]) -> list[tuple[str, Any]]:
+    rows = run["rows"]
+    makers: list[tuple[str, Any]] = []
+    has_floor = any("times_floor" in row["floor"]["dispatch"] for row in rows)
+    for phase in ("pair", "dispatch", "combine"):
+        makers.append((f"{phase} us", _median(phase)))
+        if has_floor:
+            makers.append(("of floor", _times_floor(phase)))
+        if has_floor and phase != "pair":
+            makers.append(("of put", _percent(phase)))
+    for name in rows[0]["baselines"]:
+        makers.append((f"{name} us", _baseline(name)))
+    makers += [("eager us", _host("direct", "eager")), ("host us", _host("direct", "host"))]
+    if "registered ops" in rows[0]["host"]:
+        makers.append(("ops host us", _host("registered ops", "host")))
+    if "compare" in rows[0]:
+        makers.append(("fp8 dispatch us", _compared))
+    if "without_waiting" in rows[0]:
+        makers.append(("NOT WAITING, WRONG us", lambda row: microseconds(row["without_waiting"]["pair_us"]["median"])))
+    if run["settings"]["nvlink"]["local_ranks"]:
+        makers.append(("pair us / rank", lambda row: microseconds(row["pair_us"]["median"] / row["ranks"])))
+    return makers
+
+
+def _median(phase: str) -> Any:
+    return lambda row: _short_us(row[f"{phase}_us"]["median"])
+
+
+def _short_us(value: float) -> str:
+    """Two digits after the point where a GPU's exchange has few before it."""
+    return f"{value:.2f}" if value < 20 else microseconds(value)
+
+
+def _times_floor(phase: str) -> Any:
+    def cell(row: Row) -> str:
+        times = row["floor"].get(phase, {}).get("times_floor")
+        return "-" if times is None else f"{times:.2f}x"
+
+    return cell
+
+
+def _percent(phase: str) -> Any:
+    def cell(row: Row) -> str:
+        percent = row["floor"][phase].get("percent_of_put")
+        return "-" if percent is None else f"{percent:.0f} %"
+
+    return cell
+
+
+def _baseline(name: str) -> Any:
+    def cell(row: Row) -> str:
+        base = row["baselines"][name]
+        mark = "" if base["timed"] == "graph" else " eager"
+        return f"{microseconds(base['pair_us']['median'])} ({base['times_ours']:.1f}x{mark})"
+
+    return cell
+
+
+def _host(name: str, phase: str) -> Any:
+    return lambda row: microseconds(row["host"][name][f"{phase}_us"]["median"])
+
+
+def _compared(row: Row) -> str:
+    beside = row["compare"]
+    return f"{_short_us(beside['dispatch_us']['median'])} ({beside['dispatch_ratio']:.2f}x)"
+
+
+def where(run: dict[str, Any]) -> str:
+    """The machine in a line."""
+    gpu = run["gpu"]
+    first = gpu["gpus"][0] if gpu["gpus"] else {}
+    parts = [f"{gpu['used']} of {gpu['count']} {gpu['gpu']}", gpu["link"] and f"linked by {gpu['link']}"]
+    parts += [f"driver {gpu['driver']}"] if gpu["driver"] else []
+    if first:
+        parts.append(f"SM clock {first['sm_clock']} (most {first['max_sm_clock']}), {first['power_limit']}")
+    return ", ".join(part for part in parts if part)
+
+
+def what(run: dict[str, Any]) -> str:
+    """The shape in a line."""
+    s = run["settings"]
+    gpu = s["nvlink"]
+    told = f"{s['ranks']} {'local ranks' if gpu['local_ranks'] else 'ranks'}, {s['dtype']}, {s['layout']}"
+    told += f", weighting {s['weighting']}"
+    told += f", {gpu['lanes']} lanes" if gpu["lanes"] > 1 else ""
+    return told + (f", at most {gpu['sm_limit']} SMs" if gpu["sm_limit"] else "")
+
+
+def notes(run: dict[str, Any]) -> list[str]:
+    """What the table does not say."""
+    told = []
+    document = run["floor"]
+    if "missing" in document:
+        told.append(f"not measured: {document['missing']}")
+    else:
+        told.append(_floor_line(document))
+    big = run["window_of_a_large_group"]
+    told.append(
+        f"window of {big['ranks']} ranks, {big['experts']} experts, {big['max_tokens']} tokens (computed): "
+        f"{mebibytes(big['window_bytes'])} MiB; 2*E*B: {mebibytes(big['expert_buffers_bytes'])} MiB, "
+        f"{big['times']:.1f} times as much"
+    )
+    if any("without_waiting" in row for row in run["rows"]):
+        told.append("NOT WAITING: pairs whose kernels do not wait for their peers; their results are wrong")
+    for row in run["rows"]:
+        for name, base in row.get("baselines", {}).items():
+            if "no_graph" in base:
+                told.append(f"{name}, {row['tokens']} tokens: not captured ({base['no_graph']}), timed by events")
+        if "breakdown" in row:
+            told += _breakdown(row)
+    return told
+
+
+def _floor_line(document: dict[str, Any]) -> str:
+    ceilings = [
+        f"{c['kind']} {'both ways' if c['ways'] == 2 else 'one way'} {c['median_gb_s']:.0f}"
+        for c in document["ceilings"]
+        if c["sms"] == document["sms"]
+    ]
+    flags = f"{document['flag_relaxed_us']['median']:.2f} / {document['flag_release_acquire_us']['median']:.2f}"
+    empty = document["empty_kernel_us"]["median"]
+    return f"floor: GB/s {', '.join(ceilings)}; us: flags relaxed / ordered {flags}, empty kernel {empty:.2f}"
+
+
+def _breakdown(row: Row) -> list[str]:
+    found = row["breakdown"]
+    if "missing" in found:
+        return [f"kernels at {row['tokens']} tokens: not measured ({found['missing']})"]
+    lines = [f"kernels at {row['tokens']} tokens, mean us of eager calls:"]
+    return lines + [f"  {k['mean_us']:8.2f}  {k['calls']:4d}x  {k['name']}" for k in found["kernels"]]

@@ -1,0 +1,236 @@
+"""Tensors, memory and streams of groups on CUDA devices. All of it is PyTorch's, imported by the first such group.
+
+With TOKENWAY_NVTX=1 in the environment when the package is imported, the calls of groups on CUDA devices are NVTX
+ranges: tokenway.dispatch, tokenway.combine, tokenway.complete.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import numpy as np
+
+from tokenway import tensors
+from tokenway.errors import InternalError, InvalidArgument, Unsupported
+
+NVTX = "TOKENWAY_NVTX"
+LOCAL_RANK = "LOCAL_RANK"
+
+
+def import_torch(why: str) -> Any:
+    """PyTorch, or Unsupported: `why` needs it."""
+    try:
+        import torch
+    except ImportError as error:
+        raise Unsupported(f"{why} needs PyTorch, which cannot be imported: {error}") from error
+    return torch
+
+
+def index_of(device: Any) -> int | None:
+    """The number of a CUDA device from an int, "cuda:1" or a torch.device; None for "cuda", the current one."""
+    if isinstance(device, (int, np.integer)) and not isinstance(device, bool):
+        if 0 <= device < 2**31:
+            return int(device)
+    elif found := re.fullmatch(r"cuda(?::(\d+))?", str(device)):
+        return None if found[1] is None else int(found[1])
+    raise InvalidArgument(
+        f"device is {device!r}; it must be the number of a CUDA device, 'cuda', 'cuda:<number>' or a torch.device of "
+        "these"
+    )
+
+
+def current_device() -> int:
+    """PyTorch's current device; -1, which is the thread's current one for the C library, where PyTorch has not been
+    imported and so cannot have another."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else -1
+
+
+def choose_local_device() -> int:
+    """What "cuda" means to `connect`: the current device if another than the first has been chosen, else the one of
+    LOCAL_RANK, modulo their number, which becomes the current one."""
+    torch = import_torch("device='cuda'")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise Unsupported(f"device is 'cuda', but PyTorch {torch.__version__} finds no CUDA device")
+    chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    local = os.environ.get(LOCAL_RANK)
+    if chosen or local is None:
+        return chosen
+    if not local.isdecimal():
+        raise InvalidArgument(f"environment variable {LOCAL_RANK} is {local!r}; it must be an integer")
+    torch.cuda.set_device(int(local) % count)
+    return int(local) % count
+
+
+class _Memory:
+    """Device memory of the C library, as `torch.as_tensor` takes it."""
+
+    def __init__(self, pointer: int, count: int):
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class Cuda:
+    """Where the tensors of a group are: on one CUDA device. Has what `tensors.Host` has for the CPU, and streams."""
+
+    reusable = False  # blocks for handles: PyTorch's caching allocator reuses memory, in stream order
+
+    def __init__(self, index: int):
+        self.index = index
+        self.torch = torch = import_torch(f"a group on cuda:{index}")
+        if not torch.cuda.is_available():
+            raise Unsupported(f"a group on cuda:{index} takes CUDA tensors; PyTorch {torch.__version__} has none here")
+        self.device = torch.device("cuda", index)
+        self._raw_stream = _raw_stream_getter(torch)
+        self._kind, self._strided = torch.Tensor, torch.strided
+
+    # ------------------------------------------------------------------------------------------------------- tensors
+
+    def describe(self, x: Any) -> tuple[int, bytes]:
+        """As `tensors.describe`, of a tensor on this device."""
+        # get_device is -1 on the host, and beside CUDA no other accelerator has numbers: faster than comparing devices.
+        if isinstance(x, self._kind) and x.get_device() == self.index and x.layout is self._strided:
+            key = (x.dtype, x.shape, x.stride())
+            return x.data_ptr(), tensors.torch_metas.get(key) or tensors.torch_meta(key)
+        return tensors.NOTHING
+
+    def unlike(self, x: Any) -> str | None:
+        """What x is, if it is no tensor on this device, whatever its dtype and shape."""
+        if isinstance(x, self._kind):
+            if x.get_device() != self.index:
+                return f"a {x.device} tensor; this group is on {self.device}"
+            return None if x.layout is self._strided else f"a tensor of layout {x.layout}; it must be strided"
+        what = "a NumPy array" if type(x).__module__ == "numpy" else f"of type {type(x).__name__}"
+        return f"{what}; it must be a PyTorch tensor on {self.device}"
+
+    def problem_of_output(self, name: str, x: Any) -> InvalidArgument | None:
+        """Why nothing can be written to x, as far as a descriptor does not tell it."""
+        what = self.unlike(x)
+        return None if what is None else InvalidArgument(f"{name} is {what}")
+
+    def empty(self, shape: tuple[int, ...], name: str, like: Any) -> Any:
+        """A new tensor."""
+        return self.torch.empty(shape, dtype=getattr(self.torch, name), device=self.device)
+
+    # -------------------------------------------------------------------------------------------------------- memory
+
+    def new_block(self, count: int) -> Any:
+        """uint8[count], aligned as all that PyTorch allocates."""
+        return self.torch.empty(count, dtype=self.torch.uint8, device=self.device)
+
+    def block_of(self, memory: Any) -> Any:
+        """A caller's block of bytes as uint8[n], without a copy; InvalidArgument for what is none."""
+        what = self.unlike(memory)
+        if what is None:
+            if memory.dtype is not self.torch.uint8:
+                what = f"of dtype {tensors.dtype_of(memory)}"
+            elif not memory.is_contiguous():
+                what = "not contiguous"
+            else:
+                return memory.detach().view(-1)
+        raise InvalidArgument(f"memory is {what}; it must be a contiguous tensor of uint8")
+
+    @staticmethod
+    def address(block: Any) -> int:
+        """Of a block for a handle."""
+        return block.data_ptr()
+
+    def block_view(self, block: Any, begin: int, shape: tuple[int, ...], name: str, torch: bool) -> Any:
+        """A view of a part of a block, which it keeps alive."""
+        dtype = getattr(self.torch, name)
+        count = dtype.itemsize
+        for extent in shape:
+            count *= extent
+        return block[begin : begin + count].view(dtype).view(shape)
+
+    def window_view(self, pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Any:
+        """A view of memory that the C library owns: the allocator of PyTorch knows nothing of it."""
+        dtype = getattr(self.torch, name)
+        count = dtype.itemsize
+        for extent in shape:
+            count *= extent
+        with self.torch.inference_mode(False):  # views are kept: one of inference_mode could not be trained with later
+            if count == 0 or pointer == 0:
+                return self.torch.empty(shape, dtype=dtype, device=self.device)
+            raw = self.torch.as_tensor(_Memory(pointer, count), device=self.device)
+            if raw.data_ptr() != pointer:
+                raise InternalError("PyTorch has copied window memory that it was to view")
+            return raw.view(dtype).view(shape)
+
+    # ------------------------------------------------------------------------------------------------------- streams
+
+    def stream(self) -> int:
+        """The current stream of this device, a cudaStream_t."""
+        return self._raw_stream(self.index)
+
+    def current_stream(self) -> Any:
+        """The same as PyTorch's object: for what is not on the way of every token."""
+        return self.torch.cuda.current_stream(self.device)
+
+    def record(self, things: Iterable[Any]) -> None:
+        """Tells the allocator that the current stream uses tensors of another one's. Window views and what is no
+        tensor are nothing to it."""
+        stream = self.current_stream()
+        for x in things:
+            if isinstance(x, self._kind) and x.get_device() == self.index:
+                x.record_stream(stream)
+
+    def follow(self, sent: Any, things: Iterable[Any]) -> None:
+        """Before a call is completed on the current stream that stream `sent` has begun: orders the one after the
+        other, and keeps the memory of the call's tensors."""
+        if sent.cuda_stream != self.stream():
+            self.current_stream().wait_stream(sent)
+            self.record(things)
+
+    def capturing(self) -> bool:
+        """Whether this device's current stream is being captured into a graph."""
+        with self.torch.cuda.device(self.index):
+            return self.torch.cuda.is_current_stream_capturing()
+
+
+def _raw_stream_getter(torch: Any) -> Callable[[int], int]:
+    """How to ask for a device's current stream: in 0.1 us where PyTorch has what its own compiler uses for that, else
+    in over 1 us."""
+    fast = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return fast or (lambda index: torch.cuda.current_stream(index).cuda_stream)
+
+
+def offsets(counts: Any) -> Any:
+    """[n + 1] running sums of counts [n] int32, from 0, on their device: enqueued, and of fixed shape."""
+    torch = sys.modules["torch"]
+    sums = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
+    torch.cumsum(counts, 0, dtype=torch.int32, out=sums[1:])
+    return sums
+
+
+def ranged(name: str) -> Callable[[Any], Any]:
+    """A method of Group as an NVTX range, where the environment asks for it: the decorator costs nothing elsewhere."""
+    if os.environ.get(NVTX) != "1":
+        return lambda method: method
+
+    def decorate(method: Any) -> Any:
+        @wraps(method)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if group.device is None:
+                return method(group, *args, **kwargs)
+            nvtx = sys.modules["torch"].cuda.nvtx
+            nvtx.range_push(name)
+            try:
+                return method(group, *args, **kwargs)
+            finally:
+                nvtx.range_pop()
+
+        return call
+
+    return decorate

@@ -1,0 +1,177 @@
+// The entry points that make and end comms.
+#include <algorithm>
+#include <cstdlib>
+
+#include "api/check.h"
+#include "api/enter.h"
+#include "api/registry.h"
+#include "bootstrap/bootstrap.h"
+
+namespace {
+
+using tw::fail;
+using tw::Status;
+using tw::api::comms;
+using tw::api::enter;
+
+tw::TimePoint after(int32_t milliseconds) {
+  return std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
+}
+
+Status read_comm_config(const twCommConfig_t* given, tw::Environment* environment, twCommConfig_t* config) {
+  *config = TW_COMM_CONFIG_INIT;
+  if (given != nullptr) TW_RETURN_IF_FAILED(tw::api::read_struct("config", given, config));
+  TW_RETURN_IF_FAILED(tw::read_environment(environment));
+  if (config->timeout_ms < 0) {
+    return fail(twInvalidArgument, "config.timeout_ms is %d; it must be from 0 to %d", config->timeout_ms, INT32_MAX);
+  }
+  if (config->timeout_ms == 0) config->timeout_ms = environment->timeout_ms;
+  return {};
+}
+
+Status check_rank(int32_t rank, int32_t nranks) {
+  TW_RETURN_IF_FAILED(tw::api::check_ranks(nranks));
+  if (rank >= 0 && rank < nranks) return {};
+  return fail(twInvalidArgument, "rank is %d; it must be from 0 to %d", rank, nranks - 1);
+}
+
+Status connect(int32_t rank, int32_t nranks, const twCommConfig_t& config, std::unique_ptr<tw::Bootstrap>* mesh) {
+  const tw::TimePoint deadline = after(config.timeout_ms);
+  if (config.allgather != nullptr) {
+    const auto gather = [&](const void* mine, void* all, size_t bytes) {
+      return config.allgather(mine, all, bytes, config.allgather_context);
+    };
+    std::string address;
+    TW_RETURN_IF_FAILED(tw::agree_on_address(rank, nranks, gather, &address));
+    return tw::connect_mesh(rank, nranks, address, deadline, mesh);
+  }
+  if (config.address == nullptr || *config.address == '\0') {
+    return fail(twInvalidArgument,
+                "config.address is empty; it must name the comm, the same on all ranks (or give config.allgather)");
+  }
+  return tw::connect_mesh(rank, nranks, config.address, deadline, mesh);
+}
+
+twComm* make_comm(std::unique_ptr<tw::Bootstrap> bootstrap, const tw::Environment& environment, int32_t timeout_ms) {
+  auto comm = std::make_unique<twComm>();
+  comm->bootstrap = std::move(bootstrap);
+  comm->environment = environment;
+  comm->timeout_ms = timeout_ms;
+  comms.add(comm.get());
+  return comm.release();
+}
+
+Status find_device([[maybe_unused]] const char* name, [[maybe_unused]] int* device) {
+#if TOKENWAY_WITH_CUDA
+  if (*device < -1) return fail(twInvalidArgument, "%s is %d; it must be -1 (the current one) or more", name, *device);
+  return tw::check_device(device);
+#else
+  return fail(twUnsupported, "this library was built without CUDA");
+#endif
+}
+
+// The devices of local ranks. Ranks that share one wait for each other on it, each in a hardware queue of its own.
+Status local_devices(const int32_t* given, int32_t nranks, std::vector<int>* devices) {
+  devices->assign(given, given + nranks);
+  for (int32_t rank = 0; rank < nranks; ++rank) {
+    int& device = (*devices)[rank];
+    if (device < 0) return fail(twInvalidArgument, "config.devices[%d] is %d; it must be from 0 on", rank, device);
+    TW_RETURN_IF_FAILED(find_device("config.devices", &device));
+    const auto sharing = std::count(devices->begin(), devices->end(), device);
+    if (sharing > TW_MAX_LOCAL_RANKS) {
+      return fail(twInvalidArgument, "config.devices puts %d ranks on device %d; at most %d may share one",
+                  static_cast<int>(sharing), device, TW_MAX_LOCAL_RANKS);
+    }
+    constexpr int kUsualQueues = 8;
+    const char* const queues = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    if (sharing > 1 && sharing > (queues == nullptr ? kUsualQueues : std::atoi(queues))) {
+      return fail(twUnsupported,
+                  "%d ranks share device %d, and CUDA_DEVICE_MAX_CONNECTIONS is %s; set it to 32 before the first CUDA "
+                  "call, or their streams wait for each other in a common queue",
+                  static_cast<int>(sharing), device, queues == nullptr ? "not set" : queues);
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+twResult_t twCommCreateShm(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* given) {
+  return enter([&]() -> Status {
+    TW_CHECK_NOT_NULL(comm);
+    TW_RETURN_IF_FAILED(check_rank(rank, nranks));
+    tw::Environment environment;
+    twCommConfig_t config;
+    TW_RETURN_IF_FAILED(read_comm_config(given, &environment, &config));
+    std::unique_ptr<tw::Bootstrap> mesh;
+    TW_RETURN_IF_FAILED(connect(rank, nranks, config, &mesh));
+    *comm = make_comm(std::move(mesh), environment, config.timeout_ms);
+    return {};
+  });
+}
+
+twResult_t twCommCreateCuda(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* given) {
+  return enter([&]() -> Status {
+    TW_CHECK_NOT_NULL(comm);
+    TW_RETURN_IF_FAILED(check_rank(rank, nranks));
+    tw::Environment environment;
+    twCommConfig_t config;
+    TW_RETURN_IF_FAILED(read_comm_config(given, &environment, &config));
+    int device = config.device;
+    TW_RETURN_IF_FAILED(find_device("config.device", &device));
+    std::unique_ptr<tw::Bootstrap> mesh;
+    TW_RETURN_IF_FAILED(connect(rank, nranks, config, &mesh));
+    *comm = make_comm(std::move(mesh), environment, config.timeout_ms);
+    (*comm)->device = device;
+    return {};
+  });
+}
+
+twResult_t twCommCreateLocal(twComm_t* made, int32_t nranks, const twCommConfig_t* given) {
+  return enter([&]() -> Status {
+    if (made == nullptr) return fail(twInvalidArgument, "comms is NULL");
+    TW_RETURN_IF_FAILED(tw::api::check_ranks(nranks));
+    tw::Environment environment;
+    twCommConfig_t config;
+    TW_RETURN_IF_FAILED(read_comm_config(given, &environment, &config));
+    std::vector<int> devices;
+    if (config.devices != nullptr) TW_RETURN_IF_FAILED(local_devices(config.devices, nranks, &devices));
+    auto bootstraps = tw::make_local_bootstraps(nranks);
+    for (int32_t rank = 0; rank < nranks; ++rank) {
+      made[rank] = make_comm(std::move(bootstraps[rank]), environment, config.timeout_ms);
+      made[rank]->devices = devices;
+      if (!devices.empty()) made[rank]->device = devices[rank];
+    }
+    return {};
+  });
+}
+
+twResult_t twCommDestroy(twComm_t comm) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(comms.check("comm", comm));
+    if (comm->groups > 0) {
+      return fail(twInvalidUsage, "comm has %d groups; destroy them first", comm->groups.load());
+    }
+    comms.remove(comm);
+    delete comm;
+    return {};
+  });
+}
+
+twResult_t twCommRank(twComm_t comm, int32_t* rank, int32_t* nranks) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(comms.check("comm", comm));
+    if (rank != nullptr) *rank = comm->bootstrap->rank();
+    if (nranks != nullptr) *nranks = comm->bootstrap->size();
+    return {};
+  });
+}
+
+twResult_t twCommDevice(twComm_t comm, int32_t* device) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(comms.check("comm", comm));
+    TW_CHECK_NOT_NULL(device);
+    *device = comm->device;
+    return {};
+  });
+}

@@ -1,0 +1,32 @@
+// How every entry point runs: what a call throws or returns becomes a result, and the thread's sentence.
+#pragma once
+
+#include <exception>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "core/status.h"
+
+namespace tw::api {
+
+// What twLastError returns.
+inline thread_local std::string last_error;
+
+inline twResult_t report(Status status) {
+  if (!status.ok()) last_error = std::move(status.text);
+  return status.code;
+}
+
+template <class Call>
+twResult_t enter(Call&& call) {
+  try {
+    return report(call());
+  } catch (const std::bad_alloc&) {
+    return report(fail(twOutOfMemory, "out of memory for the library's own tables"));
+  } catch (const std::exception& error) {
+    return report(fail(twInternalError, "unexpected: %s", error.what()));
+  }
+}
+
+}  // namespace tw::api

@@ -1,0 +1,110 @@
+#include "bootstrap/shared_memory.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <map>
+#include <mutex>
+
+namespace tw {
+namespace {
+
+Status map_memory(int fd, uint64_t bytes, std::shared_ptr<Mapping>* mapping) {
+  void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (data == MAP_FAILED) return fail_errno("cannot map a window of %s", bytes_text(bytes).c_str());
+  *mapping = std::make_shared<Mapping>(static_cast<std::byte*>(data), bytes);
+  return {};
+}
+
+Status make_memfd(uint64_t bytes, Fd* fd) {
+  *fd = Fd(::memfd_create("tokenway-window", MFD_CLOEXEC));
+  if (!*fd) return fail_errno("cannot create a memfd");
+  if (::ftruncate(fd->get(), static_cast<off_t>(bytes)) != 0) {
+    return fail_errno("cannot give a window %s", bytes_text(bytes).c_str());
+  }
+  return {};
+}
+
+// Memory of this process that its other ranks may take, by number: a number that has gone is found missing, where a
+// pointer would dangle.
+class LocalMemory {
+ public:
+  uint64_t add(const std::shared_ptr<Mapping>& memory) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(memory_, [](const auto& entry) { return entry.second.expired(); });
+    memory_[++last_] = memory;
+    return last_;
+  }
+  std::shared_ptr<Mapping> find(uint64_t number) {
+    const std::lock_guard lock(mutex_);
+    const auto found = memory_.find(number);
+    return found == memory_.end() ? nullptr : found->second.lock();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<uint64_t, std::weak_ptr<Mapping>> memory_;
+  uint64_t last_ = 0;
+};
+
+LocalMemory& local_memory() {
+  static LocalMemory memory;
+  return memory;
+}
+
+Status take(bool in_process, int member, uint64_t number, const Parcel& parcel, uint64_t bytes,
+            std::shared_ptr<Mapping>* mapping) {
+  if (in_process) {
+    *mapping = local_memory().find(number);
+    return *mapping != nullptr ? Status{} : fail(twSystemError, "rank %d could not give its window", member);
+  }
+  struct stat size {};
+  if (!parcel.fd || ::fstat(parcel.fd.get(), &size) != 0) {
+    return fail(twSystemError, "rank %d could not give its window", member);
+  }
+  if (static_cast<uint64_t>(size.st_size) != bytes) {
+    return fail(twInternalError, "the window of rank %d has %lld bytes, not %llu", member,
+                static_cast<long long>(size.st_size), static_cast<unsigned long long>(bytes));
+  }
+  return map_memory(parcel.fd.get(), bytes, mapping);
+}
+
+}  // namespace
+
+Mapping::~Mapping() { ::munmap(data_, bytes_); }
+
+Status share_memory(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline,
+                    uint64_t bytes, const std::function<void(std::byte*)>& fill, const std::string& note,
+                    SharedMemory* memory) {
+  Parcel mine;
+  std::shared_ptr<Mapping> own;
+  Status made = make_memfd(bytes, &mine.fd);
+  if (made.ok()) made = map_memory(mine.fd.get(), bytes, &own);
+  if (made.ok()) {
+    fill(own->data());
+    const uint64_t number = bootstrap.in_process() ? local_memory().add(own) : 0;
+    mine.bytes = Packer().add(number).add_bytes(note.data(), note.size()).take();
+  } else {
+    mine.fd.reset();  // the others must not wait for it
+  }
+  std::vector<Parcel> all;
+  Status met = gather(bootstrap, members, tag, mine, deadline, "exchanging windows", &all);
+  TW_RETURN_IF_FAILED(std::move(made));
+  TW_RETURN_IF_FAILED(std::move(met));
+  memory->by_rank.resize(all.size());
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    Unpacker reader(all[rank].bytes);
+    const auto number = reader.get<uint64_t>();
+    memory->notes.push_back(reader.get_bytes());
+    std::shared_ptr<Mapping>& mapping = memory->by_rank[rank];
+    if (members[rank] == bootstrap.rank()) {
+      mapping = own;
+    } else {
+      TW_RETURN_IF_FAILED(take(bootstrap.in_process(), members[rank], number, all[rank], bytes, &mapping));
+    }
+  }
+  return {};
+}
+
+}  // namespace tw

@@ -1,0 +1,34 @@
+// Lines: how few rows travel. A line is 128 aligned bytes, 120 of data and 8 of flag, the step: who sees the flag sees
+// the data, so no fence and no word stands between writer and reader (NCCL calls its like LL128).
+//
+// A row is a stream of 8-byte words, 15 to a line. Of a dispatch: header, ids and weights (meta_bytes), then each
+// payload, padded to whole words. Of a combine: the partial.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/shape.h"
+
+namespace tw {
+
+inline constexpr uint64_t kLineBytes = 128;
+inline constexpr int kLineWords = 15;  // of data
+inline constexpr int kLineLanes = 8;   // threads that read or write a line together, 16 bytes each
+
+constexpr uint64_t words_of(uint64_t bytes) { return (bytes + 7) / 8; }
+constexpr uint64_t lines_of(uint64_t words) { return (words + kLineWords - 1) / kLineWords; }
+
+constexpr uint64_t dispatch_words(const Shape& shape) {
+  uint64_t words = words_of(meta_bytes(shape.top_k));
+  for (int q = 0; q < shape.payloads; ++q) words += words_of(shape.payload_bytes[q]);
+  return words;
+}
+
+// Bytes of the lines of one row, whichever way it goes. May wrap only where rows alone pass 64 bits.
+constexpr uint64_t line_row_bytes(const Shape& shape) {
+  const uint64_t dispatch = lines_of(dispatch_words(shape));
+  const uint64_t combine = lines_of(words_of(shape.combine_bytes));
+  return kLineBytes * (dispatch > combine ? dispatch : combine);
+}
+
+}  // namespace tw

@@ -1,0 +1,70 @@
+// The host's side of errors: the pages that all ranks' hosts and devices share, and a thread that looks after peers
+// while nobody else does.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "bootstrap/shared_memory.h"
+#include "core/backend.h"
+#include "nvlink/driver.h"
+#include "nvlink/params.h"
+
+namespace tw::nvlink {
+
+// A mapping as devices see it; registered with CUDA once in a process, however many of its ranks use it.
+class Registered;
+
+class Control {
+ public:
+  ~Control();
+
+  // Shares a page of every member with all of them. Collective; uses `tag`. Starts looking after the peers.
+  static Status create(const BackendInit& init, uint64_t tag, std::unique_ptr<Control>* control);
+
+  // The pages as this rank's device sees them, by rank.
+  const std::vector<ControlPage*>& on_device() const { return on_device_; }
+
+  void announce_abort(AbortWord reason);
+  AbortWord abort_of(int writer) const;
+  AbortWord find_abort() const;
+
+  // What kernels have reported since the last look; failure first. False if there is nothing new.
+  bool next_failure(Report* report);
+  bool next_call(Report* report);
+  // What a kernel waited for when it was stopped; false if none was.
+  bool stopped(Report* report) const;
+  // The rank whose process is gone, -1 if all live.
+  int dead() const { return dead_.load(std::memory_order_acquire); }
+  // Called, on the watching thread too, when kernels must stop.
+  void on_stop(std::function<void()> stop);
+
+ private:
+  Control() = default;
+  ControlPage& page(int rank) const { return *reinterpret_cast<ControlPage*>(pages_[rank]->data()); }
+  void watch();
+  void stop();
+  static bool take(const Report& from, uint32_t* seen, Report* to);
+
+  Bootstrap* bootstrap_ = nullptr;
+  std::vector<int> members_;
+  int me_ = 0;
+  std::vector<std::shared_ptr<Mapping>> pages_;
+  std::vector<std::shared_ptr<Registered>> registered_;
+  std::vector<ControlPage*> on_device_;
+  uint32_t failures_seen_ = 0;
+  uint32_t calls_seen_ = 0;
+  std::atomic<int> dead_ = -1;
+  std::function<void()> stop_;
+
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  bool ending_ = false;
+  std::thread watcher_;
+};
+
+}  // namespace tw::nvlink

@@ -1,0 +1,89 @@
+#include "nvlink/memory.h"
+
+#include <cstring>
+
+namespace tw::nvlink {
+
+Arena::~Arena() {
+  const OutsideCaptures outside;
+  if (stream_ != nullptr) {
+    if (tables_ != nullptr) cudaFreeAsync(tables_, stream_);
+    cudaStreamSynchronize(stream_);
+    cudaStreamDestroy(stream_);
+  }
+  if (one_ != nullptr) cudaFreeHost(one_);
+}
+
+Status Arena::create(const Context& context, const std::vector<std::byte*>& windows,
+                     const std::vector<ControlPage*>& pages, GroupView* view, std::unique_ptr<Arena>* arena) {
+  std::unique_ptr<Arena> made(new Arena);
+  const Shape& shape = context.map.shape();
+  std::vector<std::byte> host;
+  const auto place = [&](const void* data, size_t bytes) {
+    const size_t at = (host.size() + 63) / 64 * 64;
+    host.resize(at + bytes);
+    if (data != nullptr) std::memcpy(host.data() + at, data, bytes);
+    return at;
+  };
+  std::vector<uint32_t> experts(shape.experts);
+  for (int32_t e = 0; e < shape.experts; ++e) {
+    experts[e] = pack_expert(context.placement.rank[e], context.placement.slot[e]);
+  }
+  const size_t experts_at = place(experts.data(), sizeof(uint32_t) * experts.size());
+  const size_t windows_at = place(windows.data(), sizeof(std::byte*) * windows.size());
+  const size_t pages_at = place(pages.data(), sizeof(ControlPage*) * pages.size());
+  const size_t counter_at = place(nullptr, sizeof(uint32_t));
+  const size_t state_at = place(nullptr, sizeof(DeviceState));
+  const size_t lanes_at = place(nullptr, sizeof(LaneState) * static_cast<size_t>(shape.lanes));
+  for (int lane = 0; lane < shape.lanes; ++lane) {
+    const uint64_t step = context.first_step;
+    std::memcpy(host.data() + lanes_at + sizeof(LaneState) * lane + offsetof(LaneState, step), &step, sizeof step);
+  }
+  TW_CUDA(cudaStreamCreateWithFlags(&made->stream_, cudaStreamNonBlocking));
+  void* memory = nullptr;
+  TW_CUDA(cudaMallocHost(&memory, sizeof(uint32_t)));
+  made->one_ = static_cast<uint32_t*>(memory);
+  *made->one_ = 1;
+  TW_CUDA(cudaMallocAsync(&memory, host.size(), made->stream_));
+  made->tables_ = static_cast<std::byte*>(memory);
+  TW_CUDA(cudaMemcpyAsync(made->tables_, host.data(), host.size(), cudaMemcpyHostToDevice, made->stream_));
+  TW_CUDA(cudaStreamSynchronize(made->stream_));
+  view->experts = reinterpret_cast<const uint32_t*>(made->tables_ + experts_at);
+  std::copy_n(windows.begin(), std::min<size_t>(windows.size(), kNear), view->near_windows);
+  view->windows = reinterpret_cast<std::byte* const*>(made->tables_ + windows_at);
+  view->pages = reinterpret_cast<ControlPage* const*>(made->tables_ + pages_at);
+  view->state = made->state_ = reinterpret_cast<DeviceState*>(made->tables_ + state_at);
+  view->lanes = reinterpret_cast<LaneState*>(made->tables_ + lanes_at);
+  made->counter_ = reinterpret_cast<uint32_t*>(made->tables_ + counter_at);
+  *arena = std::move(made);
+  return {};
+}
+
+std::byte* Arena::allocate(size_t bytes) {
+  const OutsideCaptures outside;
+  void* block = nullptr;
+  const bool made = cudaMallocAsync(&block, bytes, stream_) == cudaSuccess &&
+                    cudaStreamSynchronize(stream_) == cudaSuccess;  // other streams may use it at once
+  (void)cudaGetLastError();
+  return made ? static_cast<std::byte*>(block) : nullptr;
+}
+
+void Arena::release(std::byte* block) {
+  const OutsideCaptures outside;
+  cudaFreeAsync(block, stream_);
+}
+
+Status Arena::with_counter(uint32_t* count, const std::function<Status(uint32_t*, cudaStream_t)>& run) {
+  TW_CUDA(cudaMemsetAsync(counter_, 0, sizeof *counter_, stream_));
+  TW_RETURN_IF_FAILED(run(counter_, stream_));
+  TW_CUDA(cudaMemcpyAsync(count, counter_, sizeof *count, cudaMemcpyDeviceToHost, stream_));
+  TW_CUDA(cudaStreamSynchronize(stream_));
+  return {};
+}
+
+void Arena::stop_kernels() {
+  cudaMemcpyAsync(&state_->sticky, one_, sizeof *one_, cudaMemcpyHostToDevice, stream_);
+  (void)cudaGetLastError();
+}
+
+}  // namespace tw::nvlink

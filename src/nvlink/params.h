@@ -1,0 +1,270 @@
+// What host and kernels have in common: the structs that kernels take by value, and the memory that outlives them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "exchange/routing.h"
+#include "layout/window_map.h"
+#include "tokenway/tokenway.h"
+
+namespace tw::nvlink {
+
+inline constexpr int kThreads = 1024;  // of a block: one block fills an SM, so a grid of SMs is all there at once
+inline constexpr int kBatch = 64;      // tokens that a block routes and sends at a time
+inline constexpr int kChunks = 32;     // chunks that a block sends between two of its barriers
+inline constexpr int kMaxBlocks = 1024;
+inline constexpr int kNear = 8;
+inline constexpr int kRanksAtOnce = 64;  // bits of a mask of ranks
+inline constexpr int kMaxTable = 8192;   // experts whose ranks a dispatch keeps in shared memory
+
+// An error as kernels report it; host memory, mapped. The serial is written last.
+struct Report {
+  uint32_t serial;
+  int32_t result;  // twResult_t
+  int32_t peer;
+  int32_t phase;
+  int32_t lane;
+  uint32_t step;
+  uint32_t seen;
+  uint32_t note;   // of a bound mismatch: the peer's bound
+  uint32_t bound;  // and this rank's
+  int32_t token;
+  int32_t k;
+  int64_t value;
+};
+
+// A page of host memory per rank that all ranks' hosts and devices map. Abort words lie here, not in the window, so
+// that hosts can read and write them without a device.
+struct ControlPage {
+  uint64_t abort[TW_MAX_RANKS];  // by writer: exchange/words.h
+  uint32_t stop;                 // something is wrong: kernels end their waits
+  uint32_t pad;
+  Report failure;  // sticky, by this rank's kernels alone
+  Report call;     // of one call
+  Report stopped;  // what a kernel waited for when it was told to stop
+};
+
+// Of one lane, on its own device: what its steps hand to each other. Steps of a lane are stream-ordered (S5), so one
+// kernel at a time uses this.
+struct alignas(64) LaneState {
+  uint64_t step;       // of the last step that ended
+  uint32_t arrived;    // blocks that have read `step`
+  uint32_t sent;       // blocks whose rows are all sent
+  uint32_t announced;  // blocks whose headers are all sent
+  uint32_t bad_step;   // low half of the last step with a bad id, which is reported once
+  uint32_t pad[8];
+  uint32_t done[kMaxBlocks];  // by block: low half of the last step that it has finished
+};
+
+struct DeviceState {
+  uint32_t sticky;    // the group is finished: kernels write nothing to peers any more
+  uint32_t reported;  // a failure has been reported
+  uint32_t lock;      // around Report call
+  uint32_t stopped;   // what was waited for has been reported
+};
+
+// Where an expert is, in one word: its rank and its slot there.
+constexpr int kSlotBits = 20;
+static_assert(TW_MAX_EXPERTS <= 1 << kSlotBits && TW_MAX_RANKS <= 1 << (32 - kSlotBits));
+constexpr uint32_t pack_expert(int32_t rank, int32_t slot) {
+  return static_cast<uint32_t>(rank) << kSlotBits | static_cast<uint32_t>(slot);
+}
+constexpr int32_t expert_rank(uint32_t packed) { return static_cast<int32_t>(packed >> kSlotBits); }
+constexpr int32_t expert_slot(uint32_t packed) { return static_cast<int32_t>(packed & ((1u << kSlotBits) - 1)); }
+
+// Everything about a group, for a kernel.
+struct GroupView {
+  WindowMap map;
+  int32_t me;
+  int32_t local_experts;
+  int32_t line_tokens;  // 0: lines are not in use
+  int32_t no_wait;
+  const uint32_t* experts;         // [E] pack_expert
+  std::byte* near_windows[kNear];  // of the first ranks: a kernel has its parameters before it can load anything
+  std::byte* const* windows;       // [N]
+  ControlPage* const* pages;       // [N]
+  DeviceState* state;
+  LaneState* lanes;
+  uint64_t timeout_ns;
+};
+
+// A handle's arrays. Destinations of token t begin at t * fan_out(); meta rows lie as slots do, [N, b].
+struct HandleView {
+  int32_t* ids;
+  float* weights;
+  int32_t* fan;  // [T]
+  Destination* destinations;
+  int32_t* send_counts;
+  int32_t* counts;
+  uint64_t* meta;
+  int32_t* places;
+  int32_t* expert_counts;
+  int32_t* status;
+};
+
+// x / d for x < 2^31, without a division. Granlund and Montgomery, "Division by invariant integers using
+// multiplication", PLDI 1994.
+struct Divider {
+  uint32_t divisor = 1;
+  uint32_t factor = 0;
+  uint32_t shift = 0;
+
+  static constexpr Divider make(uint32_t d) {
+    Divider by;
+    by.divisor = d;
+    while (by.shift < 32 && (uint64_t{1} << by.shift) < d) ++by.shift;
+    by.factor = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << by.shift) - d)) / d + 1);
+    return by;
+  }
+};
+
+struct PayloadIn {
+  const std::byte* data;
+  int64_t stride;       // bytes
+  int32_t width;        // bytes that every access may take: 16, 4 or 1
+  Divider vectors;      // of a row
+  uint32_t first_word;  // in the stream of a line (layout/lines.h)
+};
+
+struct IdsIn {
+  const void* ids;
+  const float* weights;
+  int64_t id_stride[2];
+  int64_t weight_stride[2];
+  int32_t wide;  // int64
+  int32_t own;   // these are the handle's own
+};
+
+// How received ids are shown; NULL: not wanted.
+struct Shown {
+  void* ids;
+  float* weights;
+  int32_t* counts;  // [N]
+  int32_t wide;
+  int32_t local;
+  int32_t invalid;
+};
+
+// Places in shared memory, from its beginning; decided on the host, so that a kernel finds them among its parameters
+// and keeps no pointers in registers.
+struct DispatchScratch {
+  uint32_t windows;       // std::byte* [N]
+  uint32_t destinations;  // Destination [kBatch, F] of the tokens of a batch
+  uint32_t meta;          // uint64 [kBatch, 1 + K] as it travels; the header's position is 0
+  uint32_t next;          // int32 [N] the next slot at each rank
+  uint32_t fan;           // int32 [kBatch]
+  uint32_t in_warp;       // int32 [warps, min(N, 64)] tokens of a warp that go to a rank
+  uint32_t source_n;      // int32 [N]
+  uint32_t source_mode;   // int32 [N]
+  uint32_t table;         // uint32 [E] where each expert is, if there are few
+  uint32_t bytes;
+
+  static DispatchScratch make(const Shape& shape);
+};
+// A set is what one row or token needs: where warps work alone, each has one.
+struct CombineScratch {
+  uint32_t windows;     // std::byte* [N]
+  uint32_t rows;        // const std::byte* [sets, K] the caller's rows of a partial, k ascending
+  uint32_t weights;     // float [sets, K]
+  uint32_t row_counts;  // int32 [sets]
+  uint32_t places;      // const std::byte* [sets, F] where a term of a token's sum is found
+  uint32_t kinds;       // int32 [sets, F]
+  uint32_t from;        // Destination [sets, F] who sends it, and in which slot
+  uint32_t fan;         // int32 [sets]
+  uint32_t counts;      // int32 [N] received from each owner
+  uint32_t sent;        // int32 [kChunks] rows of a chunk that are sent
+  uint32_t bytes;
+
+  static CombineScratch make(const Shape& shape, bool bulk);
+};
+
+struct DispatchParams {
+  GroupView group;
+  HandleView handle;
+  IdsIn in;
+  PayloadIn payloads[kMaxPayloads];
+  Shown shown;
+  int32_t lane;
+  int32_t bank;  // that the rows must go to
+  int32_t bound;
+  int32_t tokens;
+  int32_t send;
+  int32_t receive;
+  DispatchScratch at;
+  int32_t table;   // the expert table is kept in shared memory
+  int32_t whole;   // payloads allow 8 bytes at a time
+  uint32_t words;  // of a row as a stream
+};
+
+// The caller's rows of a combine; what their partials are made of: sum.cuh.
+struct CombineParams {
+  CombineScratch at;
+  GroupView group;
+  HandleView handle;
+  int32_t lane;
+  int32_t bound;
+  int32_t tokens;
+  int32_t send;
+  int32_t receive;
+  int32_t senders;  // the first so many blocks send
+  int32_t summers;  // the last so many blocks sum
+  int32_t expert_major;
+  int32_t weighted;
+  int32_t late_word;    // rows lie in the window: publishing must follow their last read (S3)
+  int32_t plain;        // a partial is one row, bit for bit
+  int32_t own_direct;   // this rank's own partials are made where they are summed
+  int32_t vectors_fit;  // rows, inbox and output allow 16 bytes of the wire's type at a time
+  int32_t words_fit;    // and 8
+  twDtype_t rows_dtype;
+  twDtype_t wire_dtype;
+  twDtype_t out_dtype;
+  int64_t elements;
+  const std::byte* rows;
+  int64_t block_stride;
+  int64_t row_stride;
+  std::byte* out;
+  int64_t out_stride;
+  uint32_t vectors;  // of 16 bytes in a row
+};
+
+// Copies out of the window: rank_major outputs that the caller gave, or expert_major ones.
+struct ViewParams {
+  GroupView group;
+  HandleView handle;
+  int32_t lane;
+  int32_t bound;
+  std::byte* payloads[kMaxPayloads];  // NULL: not wanted
+  int32_t width[kMaxPayloads];
+  Divider vectors[kMaxPayloads];
+  Shown shown;  // expert_major: [L, N*b]; counts are handle.expert_counts and `counts`
+};
+
+struct RefuseParams {
+  GroupView group;
+  int32_t lane;
+  int32_t bank;  // of the dispatch that is refused; -1: a combine
+};
+
+struct SelfTestParams {
+  GroupView group;
+  uint32_t* torn;  // lines found torn, plus peers that never answered
+  int32_t rounds;
+};
+
+// Launches; a cudaError_t comes back as int, so that the host side needs no CUDA header for this. `grid` blocks. Not
+// `bulk`: every rank's rows are few enough for lines, and none must go through this rank's own inbox.
+int launch_dispatch(const DispatchParams& params, bool bulk, int grid, void* stream);
+int launch_combine_lines(const CombineParams& params, int grid, void* stream);
+int launch_combine_bulk(const CombineParams& params, int grid, void* stream);
+int launch_rank_view(const ViewParams& params, int grid, void* stream);
+int launch_expert_view(const ViewParams& params, int grid, void* stream);
+int launch_refuse(const RefuseParams& params, void* stream);
+int launch_self_test(const SelfTestParams& params, void* stream);
+// Loads a kernel onto the current device and lets it have so much shared memory. Never less than before: groups of
+// other shapes use the same kernel.
+int allow_shared(const void* kernel, uint32_t bytes);
+// Loads every kernel, so that none is loaded while ranks wait for each other.
+int load_kernels(const Shape& shape);
+
+}  // namespace tw::nvlink

@@ -1,0 +1,171 @@
+// Partials and sums on a device: the order and the bits of exchange/summation.h, the terms of views/. Compiled without
+// contraction.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "nvlink/received.cuh"
+
+namespace tw::nvlink {
+
+__host__ __device__ constexpr int float_bytes(twDtype_t dtype) { return dtype == twFloat32 ? 4 : 2; }
+
+__device__ inline float widen(twDtype_t dtype, uint32_t bits) {
+  if (dtype == twBfloat16) return __uint_as_float(bits << 16);
+  if (dtype == twFloat16) return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+  return __uint_as_float(bits);
+}
+__device__ inline uint32_t narrow(twDtype_t dtype, float value) {
+  if (dtype == twBfloat16) return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+  if (dtype == twFloat16) return __half_as_ushort(__float2half_rn(value));
+  return __float_as_uint(value);
+}
+
+// The elements of 8 bytes: 4 of 16 bits, or 2 of 32.
+struct Quad {
+  float v[4];
+};
+__device__ inline Quad widen_word(twDtype_t dtype, uint64_t word) {
+  const auto low = static_cast<uint32_t>(word);
+  const auto high = static_cast<uint32_t>(word >> 32);
+  if (dtype == twBfloat16) {
+    return {__uint_as_float(low << 16), __uint_as_float(low & 0xffff0000u), __uint_as_float(high << 16),
+            __uint_as_float(high & 0xffff0000u)};
+  }
+  if (dtype == twFloat32) return {__uint_as_float(low), __uint_as_float(high), 0.0f, 0.0f};
+  const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&low));
+  const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&high));
+  return {a.x, a.y, b.x, b.y};
+}
+__device__ inline uint32_t narrow_two(twDtype_t dtype, float a, float b) {
+  if (dtype == twBfloat16) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&both);
+  }
+  const __half2 both = __floats2half2_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
+// 16-bit types alone.
+__device__ inline uint64_t narrow_word(twDtype_t dtype, const Quad& quad) {
+  return narrow_two(dtype, quad.v[0], quad.v[1]) | static_cast<uint64_t>(narrow_two(dtype, quad.v[2], quad.v[3])) << 32;
+}
+__device__ inline void add(Quad* sum, const Quad& term, bool first) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) sum->v[e] = first ? term.v[e] : __fadd_rn(sum->v[e], term.v[e]);
+}
+
+// The one row of a slot in rank_major.
+__device__ inline const std::byte* row_of(const CombineParams& p, int source, int slot) {
+  return p.rows + source * p.block_stride + slot * p.row_stride;
+}
+
+// What the partial of slot (source, p) is made of, into a set in shared memory. By one warp, whole.
+__device__ __noinline__ static void collect_terms(const CombineParams& p, int set, int source, int slot) {
+  const GroupView& g = p.group;
+  const int top_k = g.map.shape().top_k;
+  const int64_t row = static_cast<int64_t>(source) * p.bound + slot;
+  const auto* const ids = reinterpret_cast<const int32_t*>(p.handle.meta + row * (1 + top_k) + 1);
+  const auto* const weights = reinterpret_cast<const float*>(ids + top_k);
+  const auto rows = shared_at<const std::byte*>(p.at.rows) + set * top_k;
+  const auto row_weights = shared_at<float>(p.at.weights) + set * top_k;
+  const int lane = threadIdx.x % 32;
+  int count = 0;
+  float total = 0.0f;
+  bool first = true;
+#pragma unroll 1
+  for (int base = 0; base < top_k; base += 32) {
+    const int k = base + lane;
+    const int32_t id = k < top_k ? ids[k] : -1;
+    const float weight = k < top_k ? weights[k] : 0.0f;
+    const uint32_t expert = id >= 0 && id < g.map.shape().experts ? g.experts[id] : 0;
+    const bool local = id >= 0 && id < g.map.shape().experts && expert_rank(expert) == g.me;
+    uint32_t all = __ballot_sync(~0u, local);
+    if (p.expert_major && local) {
+      const int j = count + __popc(all & ((1u << lane) - 1));
+      rows[j] = p.rows + expert_slot(expert) * p.block_stride + p.handle.places[row * top_k + k] * p.row_stride;
+      row_weights[j] = weight;
+    }
+    count += __popc(all);
+    while (all != 0) {  // k ascending, as the sum of weights is defined
+      const float next = __shfl_sync(~0u, weight, __ffs(static_cast<int>(all)) - 1);
+      total = first ? next : __fadd_rn(total, next);
+      first = false;
+      all &= all - 1;
+    }
+  }
+  if (lane == 0) {
+    if (!p.expert_major) {
+      rows[0] = row_of(p, source, slot);
+      row_weights[0] = total;
+      count = 1;
+    }
+    shared_at<int32_t>(p.at.row_counts)[set] = count;
+  }
+  __syncwarp();
+}
+
+__device__ inline float load_element(const std::byte* row, twDtype_t dtype, int64_t i) {
+  if (dtype == twFloat32) return __uint_as_float(load_input<unsigned int>(row + 4 * i));
+  return widen(dtype, load_input<unsigned short>(row + 2 * i));
+}
+
+// 8 bytes of a set's partial, in the wire's type, whatever the types and weights; elements beyond the row are 0.
+__device__ __noinline__ static uint64_t sum_word(const CombineParams& p, int set, int64_t w) {
+  const int top_k = p.group.map.shape().top_k;
+  const auto rows = shared_at<const std::byte*>(p.at.rows) + set * top_k;
+  const auto weights = shared_at<float>(p.at.weights) + set * top_k;
+  const int count = shared_at<int32_t>(p.at.row_counts)[set];
+  const int size = float_bytes(p.wire_dtype);
+  const int per_word = 8 / size;
+  // A sum of one term is that term, bit for bit.
+  const bool same = !p.weighted && p.rows_dtype == p.wire_dtype;
+  if (same && count == 1) {
+    return load_bytes(rows[0] + 8 * w, static_cast<int64_t>(p.group.map.shape().combine_bytes) - 8 * w);
+  }
+  Quad sum{};
+  const bool vector = p.words_fit && p.rows_dtype == p.wire_dtype;
+#pragma unroll 1
+  for (int j = 0; j < count; ++j) {
+    const std::byte* const row = rows[j];
+    Quad term{};
+    if (vector) {
+      term = widen_word(p.rows_dtype, load_input<unsigned long long>(row + 8 * w));
+    } else {
+      for (int e = 0; e < per_word; ++e) {
+        if (w * per_word + e < p.elements) term.v[e] = load_element(row, p.rows_dtype, w * per_word + e);
+      }
+    }
+    if (p.weighted) {
+      for (int e = 0; e < 4; ++e) term.v[e] = __fmul_rn(weights[j], term.v[e]);
+    }
+    add(&sum, term, j == 0);
+  }
+  if (size == 2) return narrow_word(p.wire_dtype, sum);
+  return __float_as_uint(sum.v[0]) | static_cast<uint64_t>(__float_as_uint(sum.v[1])) << 32;
+}
+
+// Stores the elements of word w of a token's sum.
+__device__ __noinline__ static void store_elements(const CombineParams& p, std::byte* out, int64_t w, Quad quad) {
+  const int per_word = 8 / float_bytes(p.wire_dtype);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int64_t element = w * per_word + e;
+    if (e >= per_word || element >= p.elements) continue;
+    const uint32_t bits = narrow(p.out_dtype, quad.v[e]);
+    if (p.out_dtype == twFloat32) {
+      reinterpret_cast<uint32_t*>(out)[element] = bits;
+    } else {
+      reinterpret_cast<uint16_t*>(out)[element] = static_cast<uint16_t>(bits);
+    }
+  }
+}
+__device__ inline void store_quad(const CombineParams& p, std::byte* out, int64_t w, const Quad& quad) {
+  if (p.words_fit && p.wire_dtype != twFloat32 && p.out_dtype != twFloat32) {
+    *reinterpret_cast<uint64_t*>(out + 8 * w) = narrow_word(p.out_dtype, quad);
+  } else {
+    store_elements(p, out, w, quad);
+  }
+}
+
+}  // namespace tw::nvlink

@@ -1,0 +1,274 @@
+// Waiting, and what ends it (S6): the word comes, or time is up, or somebody has given the group up.
+#pragma once
+
+#include "exchange/words.h"
+#include "nvlink/device.cuh"
+
+namespace tw::nvlink {
+
+// What a rank knows of the step that it is in.
+struct Step {
+  uint64_t number;
+  int32_t lane;
+  int32_t bound;
+  twPhase_t phase;
+
+  __device__ int bank() const { return static_cast<int>(number & 1); }
+  __device__ uint32_t low() const { return static_cast<uint32_t>(number); }
+};
+
+// The first step of a kernel on a lane: the one after the last that ended.
+__device__ inline uint64_t next_step(const GroupView& g, int lane) {
+  return *reinterpret_cast<const volatile uint64_t*>(&g.lanes[lane].step) + 1;
+}
+__device__ inline bool is_sticky(const GroupView& g) {
+  return *reinterpret_cast<const volatile uint32_t*>(&g.state->sticky) != 0;
+}
+
+// A step ends in device memory when every block of the kernel has read the one before. Each says so, by one thread, and
+// looks at the reply much later, so that nobody waits for it.
+__device__ inline uint32_t begin_end(const GroupView& g, const Step& step) {
+  return atomicAdd(&g.lanes[step.lane].arrived, 1);
+}
+__device__ inline void end_step(const GroupView& g, const Step& step, uint32_t before) {
+  if (before != gridDim.x - 1) return;
+  g.lanes[step.lane].arrived = 0;
+  g.lanes[step.lane].step = step.number;
+}
+
+// The window of a rank, from where it is found soonest.
+__device__ inline std::byte* window_of(const GroupView& g, int rank) {
+  return rank < kNear ? g.near_windows[rank] : g.windows[rank];
+}
+
+// Says that this block has finished, in a place of its own: no reply is waited for, and no fence, which every kernel
+// would pay for. Who acts on it does so after an error, and sleeps long enough for any store to land.
+__device__ inline void say_done(const GroupView& g, const Step& step) {
+  *reinterpret_cast<volatile uint32_t*>(&g.lanes[step.lane].done[blockIdx.x]) = step.low();
+}
+// Waits for all other blocks of the kernel; only on the way of an error.
+__device__ __noinline__ static void await_done(const GroupView& g, Step step) {
+  for (uint32_t i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
+    while (i != blockIdx.x && *reinterpret_cast<volatile uint32_t*>(&g.lanes[step.lane].done[i]) != step.low()) {
+      __nanosleep(500);
+    }
+  }
+  for (int i = 0; i < 50; ++i) __nanosleep(1000);
+  __threadfence();
+  __syncthreads();
+}
+
+__device__ __noinline__ static void write_report(Report* report, const GroupView& g, Step step, twResult_t result,
+                                                 int peer, uint64_t seen, uint32_t note) {
+  volatile Report& to = *report;
+  to.result = result;
+  to.peer = peer;
+  to.phase = step.phase;
+  to.lane = step.lane;
+  to.step = step.low();
+  to.seen = static_cast<uint32_t>(seen >> 32);
+  to.note = note;
+  to.bound = static_cast<uint32_t>(step.bound);
+  to.token = -1;
+  to.k = -1;
+  to.value = 0;
+}
+
+__device__ inline void finish_report(Report* report) {
+  fence_system();
+  store_half(&report->serial, load_half(&report->serial) + 1);
+}
+
+// Makes an error of the group: told to this rank's host, and to the peers, with the culprit, so that they do not blame
+// each other.
+__device__ __noinline__ static void report_failure(const GroupView& g, Step step, twResult_t result, int peer,
+                                                   uint64_t seen) {
+  store_half(&g.state->sticky, 1);
+  if (atomicExch(&g.state->reported, 1) != 0) return;
+  ControlPage* const own = g.pages[g.me];
+  write_report(&own->failure, g, step, result, peer, seen, 0);
+  finish_report(&own->failure);
+  const uint64_t word =
+      pack(AbortWord{static_cast<uint32_t>(result), static_cast<uint32_t>(g.me), static_cast<uint32_t>(peer), false});
+  for (int rank = 0; rank < g.map.shape().ranks; ++rank) {
+    store_word(&g.pages[rank]->abort[g.me], word);
+    fence_system();
+    store_half(&g.pages[rank]->stop, 1);
+  }
+}
+
+// Somebody else has found the error; this rank's host learns what this rank waited for.
+__device__ __noinline__ static void report_stopped(const GroupView& g, Step step, int peer, uint64_t seen) {
+  if (g.no_wait || atomicExch(&g.state->stopped, 1) != 0) return;
+  Report* const stopped = &g.pages[g.me]->stopped;
+  write_report(stopped, g, step, twPeerAborted, peer, seen, 0);
+  finish_report(stopped);
+}
+
+// Reports what ended one call and leaves the group usable.
+template <class Write>
+__device__ inline void report_call(const GroupView& g, Write&& write) {
+  while (atomicCAS(&g.state->lock, 0, 1) != 0) __nanosleep(200);
+  Report* const report = &g.pages[g.me]->call;
+  write(report);
+  finish_report(report);
+  atomicExch(&g.state->lock, 0);
+}
+
+// How long a wait goes on. One look in kLooks is followed by a look around. The last of a kernel's blocks then looks
+// into the host's memory too, and tells the others; they do so rarely, as thousands of waiting warps would choke the
+// way.
+class Patience {
+ public:
+  __device__ explicit Patience(const GroupView& g) : g_(g) {}
+
+  // Called after each vain look. True when the group is finished, or when time is up: *late says which.
+  __device__ bool over(bool* late) {
+    *late = false;
+    if (g_.no_wait) return true;
+    if (++looks_ % kLooks != 0) return false;
+    const uint64_t now = now_ns();
+    if (start_ == 0) start_ = now;
+    if (is_sticky(g_)) return true;
+    const bool looks_far = blockIdx.x == gridDim.x - 1 || looks_ % (64 * kLooks) == 0;
+    if (looks_far && load_half(&g_.pages[g_.me]->stop) != 0) {
+      store_half(&g_.state->sticky, 1);
+      return true;
+    }
+    *late = now - start_ >= g_.timeout_ns;
+    return *late;
+  }
+  // Whether the last call looked around.
+  __device__ bool looked() const { return looks_ % kLooks == 0; }
+
+ private:
+  static constexpr uint32_t kLooks = 256;
+
+  const GroupView& g_;
+  uint64_t start_ = 0;
+  uint32_t looks_ = 0;
+};
+
+// What a source's word says of a step.
+struct Source {
+  Mode mode = Mode::kNone;  // kNone: nothing came
+  int32_t n = 0;            // rows, 0 if there was an error
+  twResult_t error = twSuccess;
+  uint64_t word = 0;
+  uint32_t note = 0;
+  bool announced = false;  // headers are here, rows may not be
+};
+
+// Judges a word that has the step.
+__device__ inline void judge(const Step& step, Source* source) {
+  const Word word = unpack(source->word);
+  source->mode = word.mode;
+  const bool dispatching = step.phase == twPhaseDispatch;
+  const bool fits =
+      dispatching ? word.mode == Mode::kDispatch || word.mode == Mode::kDispatchLines : word.mode == Mode::kCombine;
+  if (word.step != step.low()) {
+    source->error = twInternalError;  // S2 says that nobody is further ahead on this bank
+  } else if (word.mode == Mode::kRefused) {
+    source->error = twPeerRefused;
+  } else if (!fits) {
+    source->error = twCallMismatch;
+  } else if (source->note != static_cast<uint32_t>(step.bound)) {
+    source->error = twBoundMismatch;
+  } else if (word.n > static_cast<uint32_t>(step.bound)) {
+    source->error = twInternalError;
+  } else {
+    source->n = static_cast<int32_t>(word.n);
+  }
+}
+
+// What a wait for a source's word is for.
+enum class Look {
+  kWord,      // the word, and all that was written before it (S4)
+  kEarly,     // the announcement or the word, and all that was written before it
+  kTakesPart  // the word alone: rows have been seen otherwise
+};
+
+// Waits for a source's word of a step.
+__device__ inline Source await_source(const GroupView& g, const Step& step, int rank, Look look) {
+  const bool early = look == Look::kEarly;
+  const std::byte* const place = g.windows[g.me] + g.map.word(step.lane, step.bank(), rank);
+  Source source;
+  Patience patience(g);
+  for (;;) {
+    const Vec16 pair = load_pair(place);
+    const uint64_t announcement = early ? load_word(place + kAnnouncementOffset) : 0;
+    source.word = pair.a;
+    if (reached(unpack(pair.a).step, step.low())) {
+      source.note = static_cast<uint32_t>(pair.b);
+      if (look != Look::kTakesPart && unpack(pair.a).mode != Mode::kDispatchLines) fence_system();
+      // The note was written before the word or with it, but PTX does not promise that one load shows both.
+      if (source.note != static_cast<uint32_t>(step.bound)) {
+        fence_system();
+        source.note = static_cast<uint32_t>(load_word(place + kNoteOffset));
+      }
+      break;
+    }
+    // Equal, not reached: steps without an announcement leave an old one behind, which may wrap around.
+    if (early && unpack(announcement).step == step.low() && unpack(announcement).mode == Mode::kDispatch) {
+      fence_system();
+      source.word = announcement;
+      source.note = static_cast<uint32_t>(load_word(place + kNoteOffset));
+      source.announced = true;
+      break;
+    }
+    bool late = false;
+    if (!patience.over(&late)) continue;
+    if (g.no_wait) {  // as if it had come
+      source.word = pack(Word{step.low(), unpack(pair.a).mode, unpack(pair.a).n});
+      source.note = static_cast<uint32_t>(step.bound);
+      break;
+    }
+    source.error = late ? twTimeout : twPeerAborted;
+    return source;
+  }
+  judge(step, &source);
+  return source;
+}
+
+// Makes known what is wrong with a source, if anything is; for one block of a kernel.
+__device__ __noinline__ static void report_source(const GroupView& g, Step step, int rank, Source source) {
+  const twResult_t error = source.error;
+  if (error == twSuccess) return;
+  if (error == twPeerAborted) return report_stopped(g, step, rank, source.word);
+  if (error != twPeerRefused && error != twBoundMismatch) {
+    report_failure(g, step, error, error == twInternalError ? g.me : rank, source.word);
+    return;
+  }
+  report_call(g, [&](Report* to) { write_report(to, g, step, error, rank, source.word, source.note); });
+}
+
+// Publishes this rank's word of a step to every rank. `count(rank)`. Rows have been fenced by the caller; here the note
+// goes before the words, behind a fence of its own. By all threads of a block.
+template <class Count>
+__device__ inline void publish_words(const GroupView& g, const Step& step, uint64_t offset, Mode mode, Count count) {
+  const int ranks = g.map.shape().ranks;
+  const uint64_t place = g.map.word(step.lane, step.bank(), g.me);
+  for (int i = threadIdx.x; i < ranks; i += blockDim.x) {
+    const int rank = (g.me + 1 + i) % ranks;
+    store_word(g.windows[rank] + place + kNoteOffset, static_cast<uint64_t>(step.bound));
+  }
+  if (static_cast<int>(threadIdx.x) < ranks) fence_system();  // not by all: fences of a block's warps queue up
+  for (int i = threadIdx.x; i < ranks; i += blockDim.x) {
+    const int rank = (g.me + 1 + i) % ranks;
+    store_word(g.windows[rank] + place + offset, pack(Word{step.low(), mode, static_cast<uint32_t>(count(rank))}));
+  }
+}
+
+// The same without an order to anything: word and note in one store, for steps whose rows certify themselves.
+template <class Count>
+__device__ inline void publish_unordered(const GroupView& g, const Step& step, Mode mode, Count count) {
+  const int ranks = g.map.shape().ranks;
+  const uint64_t place = g.map.word(step.lane, step.bank(), g.me);
+  for (int i = threadIdx.x; i < ranks; i += blockDim.x) {
+    const int rank = (g.me + 1 + i) % ranks;
+    store_pair(g.windows[rank] + place, pack(Word{step.low(), mode, static_cast<uint32_t>(count(rank))}),
+               static_cast<uint64_t>(step.bound));
+  }
+}
+
+}  // namespace tw::nvlink

@@ -1,0 +1,220 @@
+#include "nvlink/window.h"
+
+#include <cstring>
+#include <map>
+#include <mutex>
+
+namespace tw::nvlink {
+namespace {
+
+uint64_t round_up(uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; }
+
+CUmemAllocationProp properties(int device, bool exported) {
+  CUmemAllocationProp prop{};
+  prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  prop.location.id = device;
+  if (exported) prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  return prop;
+}
+
+// What a rank tells of its device.
+struct Card {
+  int32_t device = -1;
+  char uuid[16] = {};
+};
+
+Card card_of(int device) {
+  Card card;
+  card.device = device;
+  cudaDeviceProp prop{};
+  if (cudaGetDeviceProperties(&prop, device) == cudaSuccess) std::memcpy(card.uuid, prop.uuid.bytes, sizeof card.uuid);
+  return card;
+}
+
+// The device of this process that a card describes; -1 if it is hidden from this process.
+int find_device(const Card& card) {
+  int count = 0;
+  cudaGetDeviceCount(&count);
+  for (int device = 0; device < count; ++device) {
+    if (std::memcmp(card_of(device).uuid, card.uuid, sizeof card.uuid) == 0) return device;
+  }
+  return -1;
+}
+
+// Ranks of this process take each other's mappings by number, as src/bootstrap/shared_memory.cc does.
+class LocalWindows {
+ public:
+  uint64_t add(const std::shared_ptr<DeviceMapping>& window) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(windows_, [](const auto& entry) { return entry.second.expired(); });
+    windows_[++last_] = window;
+    return last_;
+  }
+  std::shared_ptr<DeviceMapping> find(uint64_t number) {
+    const std::lock_guard lock(mutex_);
+    const auto found = windows_.find(number);
+    return found == windows_.end() ? nullptr : found->second.lock();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<uint64_t, std::weak_ptr<DeviceMapping>> windows_;
+  uint64_t last_ = 0;
+};
+
+LocalWindows& local_windows() {
+  static LocalWindows windows;
+  return windows;
+}
+
+// Zero, and every word at the first step. On a stream of its own: the caller's streams may be busy waiting.
+Status prepare(const Context& context, std::byte* window) {
+  const WindowMap& map = context.map;
+  cudaStream_t stream = nullptr;
+  TW_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const uint64_t count = 2 * kWordStride * static_cast<uint64_t>(map.shape().ranks);
+  std::vector<std::byte> host(count);
+  for (uint64_t at = 0; at < count; at += kWordStride) {
+    const uint64_t word = pack({context.first_step, Mode::kNone, 0});
+    std::memcpy(host.data() + at, &word, sizeof word);
+  }
+  cudaError_t error = cudaMemsetAsync(window, 0, map.bytes(), stream);
+  for (int lane = 0; lane < map.shape().lanes && error == cudaSuccess; ++lane) {
+    error = cudaMemcpyAsync(window + map.word(lane, 0, 0), host.data(), count, cudaMemcpyHostToDevice, stream);
+  }
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  return error == cudaSuccess ? Status{} : cuda_failure("preparing a window", error);
+}
+
+Status check_peer(int device, int other, int rank) {
+  if (device == other) return {};
+  int reachable = 0;
+  TW_CUDA(cudaDeviceCanAccessPeer(&reachable, device, other));
+  if (reachable != 0) return {};
+  return fail(twUnsupported,
+              "device %d cannot reach the memory of device %d (rank %d): the CUDA backend needs NVLink or PCIe peer "
+              "access between all its ranks",
+              device, other, rank);
+}
+
+bool is_linked(int device, int other) {
+  int rank = 1;  // 0 is the fastest way
+  return device == other ||
+         (cudaDeviceGetP2PAttribute(&rank, cudaDevP2PAttrNativeAtomicSupported, device, other) == cudaSuccess &&
+          rank != 0);
+}
+
+}  // namespace
+
+DeviceMapping::~DeviceMapping() {
+  if (mapped_) driver_->unmap(address_, bytes_);
+  if (address_ != 0) driver_->free_address(address_, bytes_);
+  if (has_handle_) driver_->release(handle_);
+}
+
+Status DeviceMapping::map(const std::vector<int>& readers) {
+  TW_RETURN_IF_FAILED(driver_->check("reserve addresses for a window", driver_->reserve(&address_, bytes_, 0, 0, 0)));
+  TW_RETURN_IF_FAILED(driver_->check("map a window", driver_->map(address_, bytes_, 0, handle_, 0)));
+  mapped_ = true;
+  std::vector<CUmemAccessDesc> access(readers.size());
+  for (size_t i = 0; i < readers.size(); ++i) {
+    access[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access[i].location.id = readers[i];
+    access[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  }
+  return driver_->check("make a window accessible",
+                        driver_->set_access(address_, bytes_, access.data(), access.size()));
+}
+
+Status DeviceMapping::create(const Driver& driver, int device, const std::vector<int>& readers, uint64_t bytes,
+                             bool exported, std::shared_ptr<DeviceMapping>* mapping) {
+  auto made = std::make_shared<DeviceMapping>();
+  made->driver_ = &driver;
+  const CUmemAllocationProp prop = properties(device, exported);
+  size_t granularity = 0;
+  TW_RETURN_IF_FAILED(
+      driver.check("size a window", driver.granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)));
+  made->bytes_ = round_up(bytes, granularity);
+  TW_RETURN_IF_FAILED(driver.check("allocate a window", driver.create(&made->handle_, made->bytes_, &prop, 0)));
+  made->has_handle_ = true;
+  TW_RETURN_IF_FAILED(made->map(readers));
+  *mapping = std::move(made);
+  return {};
+}
+
+Status DeviceMapping::import(const Driver& driver, int fd, int reader, uint64_t bytes,
+                             std::shared_ptr<DeviceMapping>* mapping) {
+  auto made = std::make_shared<DeviceMapping>();
+  made->driver_ = &driver;
+  const CUmemAllocationProp prop = properties(reader, true);
+  size_t granularity = 0;
+  TW_RETURN_IF_FAILED(
+      driver.check("size a window", driver.granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)));
+  made->bytes_ = round_up(bytes, granularity);
+  TW_RETURN_IF_FAILED(driver.check(
+      "import a peer's window", driver.import_handle(&made->handle_, reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
+                                                     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)));
+  made->has_handle_ = true;
+  TW_RETURN_IF_FAILED(made->map({reader}));
+  *mapping = std::move(made);
+  return {};
+}
+
+Status DeviceMapping::export_to(Fd* fd) const {
+  int raw = -1;
+  TW_RETURN_IF_FAILED(driver_->check(
+      "export a window", driver_->export_handle(&raw, handle_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0)));
+  *fd = Fd(raw);
+  return {};
+}
+
+Status map_device_windows(const BackendInit& init, DeviceWindows* windows) {
+  const Context& context = *init.context;
+  const bool local = init.bootstrap->in_process();
+  const uint64_t bytes = context.map.bytes();
+  const Driver* driver = nullptr;
+  std::shared_ptr<DeviceMapping> own;
+  Parcel mine;
+  std::vector<int> readers{init.device};
+  for (const int device : init.devices) {
+    if (std::find(readers.begin(), readers.end(), device) == readers.end()) readers.push_back(device);
+  }
+  Status made = find_driver(&driver);
+  for (size_t i = 0; i < readers.size() && made.ok(); ++i) made = check_peer(readers[i], init.device, context.me);
+  if (made.ok()) made = DeviceMapping::create(*driver, init.device, readers, bytes, !local, &own);
+  if (made.ok()) made = prepare(context, own->data());
+  if (made.ok() && !local) made = own->export_to(&mine.fd);
+  if (made.ok()) {
+    mine.bytes = Packer().add(card_of(init.device)).add<uint64_t>(local ? local_windows().add(own) : 0).take();
+  }
+  std::vector<Parcel> all;
+  Status met = gather(*init.bootstrap, init.members, init.tag, mine, init.deadline, "exchanging windows", &all);
+  TW_RETURN_IF_FAILED(std::move(made));
+  TW_RETURN_IF_FAILED(std::move(met));
+  windows->by_rank.resize(all.size());
+  windows->sharing = 0;
+  for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
+    Unpacker reader(all[rank].bytes);
+    const Card card = reader.get<Card>();
+    const auto number = reader.get<uint64_t>();
+    const int device = find_device(card);
+    if (device == init.device) ++windows->sharing;
+    if (!reader.ok()) return fail(twSystemError, "rank %d could not give its window", rank);
+    if (device >= 0) TW_RETURN_IF_FAILED(check_peer(init.device, device, rank));
+    windows->linked &= device >= 0 && is_linked(init.device, device);
+    std::shared_ptr<DeviceMapping>& window = windows->by_rank[rank];
+    if (rank == context.me) {
+      window = own;
+    } else if (local) {
+      window = local_windows().find(number);
+      if (window == nullptr) return fail(twSystemError, "rank %d could not give its window", rank);
+    } else {
+      TW_RETURN_IF_FAILED(DeviceMapping::import(*driver, all[rank].fd.get(), init.device, bytes, &window));
+    }
+  }
+  return {};
+}
+
+}  // namespace tw::nvlink

@@ -1,0 +1,52 @@
+// Window memory on devices: CUDA virtual memory of each rank, exported as a file descriptor and mapped by every peer,
+// or, between ranks of one process, the same mapping.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "core/backend.h"
+#include "nvlink/driver.h"
+
+namespace tw::nvlink {
+
+// Device memory at an address, unmapped and released once.
+class DeviceMapping {
+ public:
+  DeviceMapping() = default;
+  ~DeviceMapping();
+  DeviceMapping(const DeviceMapping&) = delete;
+  DeviceMapping& operator=(const DeviceMapping&) = delete;
+
+  // New memory of a device, readable and writable by `readers`.
+  static Status create(const Driver& driver, int device, const std::vector<int>& readers, uint64_t bytes, bool exported,
+                       std::shared_ptr<DeviceMapping>* mapping);
+  // A peer's memory, readable and writable by `reader`.
+  static Status import(const Driver& driver, int fd, int reader, uint64_t bytes,
+                       std::shared_ptr<DeviceMapping>* mapping);
+  // A descriptor for peers.
+  Status export_to(Fd* fd) const;
+
+  std::byte* data() const { return reinterpret_cast<std::byte*>(address_); }
+
+ private:
+  Status map(const std::vector<int>& readers);
+
+  const Driver* driver_ = nullptr;
+  CUmemGenericAllocationHandle handle_ = 0;
+  bool has_handle_ = false;
+  CUdeviceptr address_ = 0;
+  bool mapped_ = false;
+  uint64_t bytes_ = 0;
+};
+
+struct DeviceWindows {
+  std::vector<std::shared_ptr<DeviceMapping>> by_rank;  // of the group
+  int sharing = 1;                                      // ranks of the group on this rank's device
+  bool linked = true;                                   // every other device is reached over NVLink
+};
+
+// Makes this rank's window, zero but for its words, and maps those of all members. Collective; uses init.tag.
+Status map_device_windows(const BackendInit& init, DeviceWindows* windows);
+
+}  // namespace tw::nvlink

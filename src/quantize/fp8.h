@@ -1,0 +1,104 @@
+// Rows to e4m3 with a scale per block of 128 elements: what every bit is, for the host and for devices.
+//
+// A block is up to 128 consecutive elements of a row (the last block of a row may be shorter). Its scale:
+//
+//   all zero             1
+//   NaN or infinity      the NaN 0x7fc00000, and every value of the block is 0x7f, NaN: what spoils a block shows
+//   else                 largest magnitude / 448, rounded as IEEE says, or the smallest power of two that is not below
+//                        the exact quotient; in both modes at least kLeastScale, 2^-116
+//
+// and its values are e4m3(x / scale), with the division rounded as IEEE says, too. So zeros keep their sign, and no
+// quotient is beyond 448 by more than a rounding, which e4m3 rounds back.
+//
+// Why 2^-116: an input below the normal numbers (2^-126) then has a quotient below half of the smallest e4m3, and is 0
+// whether or not somebody has told the processor to flush subnormal numbers to 0. Blocks of magnitudes below 448 *
+// 2^-116, 5.4e-33, pay for it with precision.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/status.h"
+
+#if defined(__CUDACC__)
+#define TW_HOST_DEVICE __host__ __device__
+#else
+#define TW_HOST_DEVICE
+#endif
+
+namespace tw::quantize {
+
+inline constexpr int kBlock = 128;          // elements that share a scale
+inline constexpr float kLargest = 448.0f;   // of e4m3
+inline constexpr uint8_t kNanValue = 0x7f;  // of e4m3
+inline constexpr float kLeastScale = 0x1p-116f;
+
+inline constexpr uint32_t kMagnitude = 0x7fffffffu;  // a float without its sign
+inline constexpr uint32_t kInfinity = 0x7f800000u;   // magnitudes from here on are infinite or NaN
+
+// The quotient rounded to nearest even, whatever the flags of the compiler.
+TW_HOST_DEVICE inline float divide(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+
+// The scale of a block. `magnitude`: the largest of its magnitudes, compared as bits: then NaN is larger than infinity,
+// infinity larger than all numbers, and none of them is lost, in whatever order the elements are looked at.
+TW_HOST_DEVICE inline float scale_of(uint32_t magnitude, bool power_of_two) {
+  if (magnitude == 0) return 1.0f;
+  if (magnitude >= kInfinity) return std::bit_cast<float>(0x7fc00000u);
+  if (power_of_two) {
+    // 448 is 1.75 * 2^8: m * 2^e over 448 lies in (2^(e-9), 2^(e-8)] if m <= 1.75, else in (2^(e-8), 2^(e-7)). Adding
+    // 0x1fffff carries into the exponent exactly where the fraction is above 0.75.
+    const int exponent = static_cast<int>((magnitude + 0x1fffffu) >> 23) - 8;
+    constexpr int kLeast = 127 - 116;
+    return std::bit_cast<float>(static_cast<uint32_t>(exponent < kLeast ? kLeast : exponent) << 23);
+  }
+  const float scale = divide(std::bit_cast<float>(magnitude), kLargest);
+  return scale < kLeastScale ? kLeastScale : scale;
+}
+
+// e4m3 (no infinities, largest 448, NaN 0x7f and 0xff), rounded to nearest even; what rounds beyond 448 is NaN. Without
+// a branch, so that compilers vectorise it.
+TW_HOST_DEVICE inline uint8_t e4m3(float value) {
+  const uint32_t all = std::bit_cast<uint32_t>(value);
+  const uint32_t bits = all & kMagnitude;
+  // Below 2^-6 the addition of 2^14 puts the last place of a float32 at 2^-9, that of an e4m3 subnormal: the hardware
+  // rounds to nearest even.
+  constexpr uint32_t kShift = 141u << 23;
+  const uint32_t subnormal =
+      std::bit_cast<uint32_t>(std::bit_cast<float>(bits) + std::bit_cast<float>(kShift)) - kShift;
+  const uint32_t normal = (bits - ((127u - 7u) << 23) + 0x7ffffu + (bits >> 20 & 1u)) >> 20;
+  constexpr uint32_t kLeastNormal = 121u << 23;  // 2^-6
+  constexpr uint32_t kLastFinite = 0x43e80000u;  // 464, half way to what would be 480: to even, 448
+  uint32_t value8 = bits < kLeastNormal ? subnormal : normal;
+  value8 = bits > kLastFinite ? kNanValue : value8;
+  return static_cast<uint8_t>((all >> 24 & 0x80u) | value8);
+}
+
+// One call, checked.
+struct Call {
+  const std::byte* rows;  // [tokens, elements], elements contiguous
+  int64_t row_stride;     // bytes
+  twDtype_t dtype;        // twFloat32, twBfloat16 or twFloat16
+  int64_t tokens;
+  int64_t elements;  // of a row, > 0
+  uint8_t* values;   // [tokens, elements], contiguous
+  float* scales;     // [tokens, blocks()], contiguous
+  bool power_of_two;
+
+  TW_HOST_DEVICE int64_t blocks() const { return (elements + kBlock - 1) / kBlock; }  // of a row
+};
+
+// On the calling thread.
+void quantize_fp8_cpu(const Call& call);
+
+// Enqueues on `stream`, a cudaStream_t of `device`; does not wait, and can be captured. The thread's current device is
+// as before. Errors: twInvalidArgument for a device that is not there, twUnsupported without a driver, twSystemError.
+Status quantize_fp8_cuda(const Call& call, int32_t device, void* stream);
+
+}  // namespace tw::quantize

@@ -1,0 +1,404 @@
+// What the host decides for devices, without one: sizes, lanes, sentences, numbers that kernels take, and a group whose
+// backend only says that it is a device.
+#include <cstring>
+
+#include "core/group.h"
+#include "harness.h"
+#include "nvlink/params.h"
+
+namespace tw::test {
+namespace {
+
+// ------------------------------------------------------------------------------------------------------------- sizes
+
+Environment environment(int32_t line_tokens) {
+  Environment made{};
+  made.timeout_ms = 1000;
+  made.line_tokens = line_tokens;
+  return made;
+}
+
+GroupConfig checked(bool on_device, int32_t line_tokens, int32_t max_tokens = 300) {
+  GroupConfig config;
+  const Status status = check_config(make_config(8, 2, max_tokens), 4, on_device, environment(line_tokens), &config);
+  EXPECT_TRUE(status.ok()) << status.text;
+  EXPECT_EQ(config.on_device, on_device);
+  return config;
+}
+
+TEST(DeviceSide, LinesAndChunksOfAWindow) {
+  for (const int32_t wish : {-1, 0, 5, 1 << 20}) {
+    EXPECT_EQ(checked(false, wish).shape().line_tokens, 0) << "the CPU has no lines, whatever the environment says";
+    EXPECT_EQ(checked(false, wish).shape().chunk_rows, 0);
+    EXPECT_GE(checked(true, wish).shape().chunk_rows, 1);
+  }
+  EXPECT_EQ(checked(true, 0).shape().line_tokens, 0);
+  EXPECT_EQ(checked(true, 5).shape().line_tokens, 5);
+  EXPECT_EQ(checked(true, 1 << 20).shape().line_tokens, 300) << "more than max_tokens there never are";
+  EXPECT_EQ(checked(true, 64, 7).shape().line_tokens, 7);
+  const int32_t usual = checked(true, -1).shape().line_tokens;
+  EXPECT_GE(usual, 1);
+  EXPECT_LE(usual, 300);
+  EXPECT_GT(checked(true, 5).map.bytes(), checked(false, 5).map.bytes());
+}
+
+// Lines lie where the shape says: ranks that see different shapes must not meet.
+TEST(DeviceSide, LineTokensAreComparedBetweenRanks) {
+  std::vector<Parcel> parcels(2);
+  parcels[0].bytes = pack_config(checked(true, 5));
+  parcels[1].bytes = pack_config(checked(true, 5));
+  EXPECT_TRUE(compare_configs(parcels).ok());
+  parcels[1].bytes = pack_config(checked(true, 6));
+  const Status status = compare_configs(parcels);
+  EXPECT_EQ(status.code, twConfigMismatch);
+  EXPECT_NE(status.text.find("TOKENWAY_LINE_TOKENS"), std::string::npos) << status.text;
+}
+
+TEST(DeviceSide, HandlesOnADeviceHaveTwoArraysMore) {
+  const Shape shape{3, 8, 2, 5, 1, 1, {16}, 16};
+  const HandleMap cpu(shape, 3, 4, false);
+  const HandleMap device(shape, 3, 4, true);
+  EXPECT_EQ(cpu.ids, device.ids);
+  EXPECT_EQ(cpu.meta, device.meta);
+  EXPECT_EQ(cpu.shown_weights, device.shown_weights);
+  EXPECT_GE(device.places, device.shown_weights + 3 * 5 * 2 * sizeof(float));
+  EXPECT_GE(device.status, device.places + 3 * 5 * 2 * sizeof(int32_t));
+  EXPECT_GE(device.bytes, device.status + sizeof(int32_t));
+  EXPECT_EQ(cpu.bytes, device.places) << "on the CPU they take no room";
+}
+
+TEST(DeviceSide, WordsAreBornAtTheFirstStep) {
+  const Shape shape{2, 4, 2, 3, 2, 1, {8}, 8};
+  WindowMap map;
+  ASSERT_TRUE(WindowMap::make(shape, &map));
+  std::vector<std::byte> window(map.bytes());
+  prepare_words(map, 0xfffffff0u, window.data());
+  for (int lane = 0; lane < 2; ++lane) {
+    for (int bank = 0; bank < 2; ++bank) {
+      for (int source = 0; source < 2; ++source) {
+        uint64_t word = 0;
+        std::memcpy(&word, window.data() + map.word(lane, bank, source), sizeof word);
+        EXPECT_EQ(unpack(word), (Word{0xfffffff0u, Mode::kNone, 0}));
+      }
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------- lanes
+
+// A view's bank is known before the device has counted: the first dispatch of a lease is in bank 1, the next in bank 0.
+TEST(DeviceSide, BanksOfDispatchesAlternateFromOne) {
+  for (const uint32_t first_step : {0u, 1u, 7u, 0xfffffffeu, 0xffffffffu}) {
+    Lanes lanes(2, first_step);
+    uint32_t before = first_step;
+    const auto expect_next = [&](StepPlace at, int bank) {
+      EXPECT_EQ(at.lane, 1);
+      EXPECT_EQ(at.bank(), bank);
+      EXPECT_TRUE(at.step - before == 1 || at.step - before == 2) << before << " to " << at.step;
+      before = at.step;
+    };
+    for (int lease = 0; lease < 3; ++lease) {
+      lanes[1].second = false;  // as core/calls.cc does where the holder changes
+      for (int i = 0; i <= lease; ++i) expect_next(lanes.begin_dispatch(1), i % 2 == 0 ? 1 : 0);
+      const StepPlace combine = lanes.begin(1);
+      EXPECT_EQ(combine.step, before + 1);
+      before = combine.step;
+    }
+    EXPECT_EQ(lanes[0].step, first_step) << "other lanes stand still";
+  }
+}
+
+// Pairs of dispatch and combine need no skipped step.
+TEST(DeviceSide, PairsOfDispatchAndCombineSkipNothing) {
+  Lanes lanes(1, 0);
+  for (uint32_t pair = 0; pair < 4; ++pair) {
+    lanes[0].second = false;
+    EXPECT_EQ(lanes.begin_dispatch(0).step, 2 * pair + 1);
+    EXPECT_EQ(lanes.begin(0).step, 2 * pair + 2);
+  }
+}
+
+// A refusal takes the place of the dispatch that its peers make: same bank, and the next one is not put out of step.
+TEST(DeviceSide, RefusalStandsWhereTheDispatchWould) {
+  for (const bool second : {false, true}) {
+    Lanes refusing(1, 0);
+    Lanes dispatching(1, 0);
+    if (second) {
+      refusing.begin_dispatch(0);
+      dispatching.begin_dispatch(0);
+    }
+    const StepPlace refused = refusing.begin_refusal(0);
+    EXPECT_EQ(refused.step, dispatching.begin_dispatch(0).step);
+    EXPECT_EQ(refusing[0].second, second) << "nothing was dispatched";
+    EXPECT_EQ(refusing.begin_dispatch(0).bank(), refused.bank()) << "again";
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------- sentences
+
+std::string sentence(twResult_t result, twPhase_t phase, uint32_t bound = 0, uint32_t note = 0) {
+  twErrorRecord_t record = empty_record();
+  record.result = result;
+  record.phase = phase;
+  record.peer = 3;
+  record.reporter = 1;
+  record.lane = 2;
+  record.step = 9;
+  record.token = 5;
+  record.k = 1;
+  record.value = -7000000000;
+  describe_call_error(&record, bound, note);
+  return record.message;
+}
+
+TEST(DeviceSide, SentencesOfCallErrors) {
+  EXPECT_EQ(sentence(twPeerRefused, twPhaseDispatch), "rank 3 refused its arguments of twDispatch (step 9, lane 2)");
+  EXPECT_EQ(sentence(twPeerRefused, twPhaseCombine), "rank 3 refused its arguments of twCombine (step 9, lane 2)");
+  EXPECT_EQ(sentence(twBoundMismatch, twPhaseDispatch, 16, 32),
+            "input.bound of twDispatch differs: rank 1 has 16, rank 3 has 32");
+  EXPECT_EQ(sentence(twBoundMismatch, twPhaseCombine, 16, 32),
+            "twCombine answers different dispatches: that of rank 1 had bound 16, that of rank 3 bound 32");
+  EXPECT_EQ(
+      sentence(twInvalidArgument, twPhaseDispatch),
+      "ids[5, 1] is -7000000000 in device memory (step 9, lane 2); it must be -1 (no expert) or an expert that the "
+      "token does not have yet: it was taken for -1");
+}
+
+// ----------------------------------------------------------------------------------------------- numbers for kernels
+
+TEST(DeviceSide, PackedExperts) {
+  for (const int32_t rank : {0, 1, 513, TW_MAX_RANKS - 1}) {
+    for (const int32_t slot : {0, 1, 4711, TW_MAX_EXPERTS - 1}) {
+      const uint32_t packed = nvlink::pack_expert(rank, slot);
+      EXPECT_EQ(nvlink::expert_rank(packed), rank);
+      EXPECT_EQ(nvlink::expert_slot(packed), slot);
+    }
+  }
+}
+
+// As src/nvlink/device.cuh divides.
+uint32_t divide(uint32_t x, const nvlink::Divider& by) {
+  if (by.divisor == 1) return x;
+  const auto high = static_cast<uint32_t>(static_cast<uint64_t>(x) * by.factor >> 32);
+  return (high + ((x - high) >> 1)) >> (by.shift - 1);
+}
+
+TEST(DeviceSide, DivisionByMultiplication) {
+  constexpr uint32_t kLargest = 0x7fffffffu;
+  std::vector<uint32_t> divisors;
+  for (uint32_t d = 1; d <= 3000; ++d) divisors.push_back(d);
+  for (int bits = 12; bits < 31; ++bits) {
+    for (const int off : {-1, 0, 1}) divisors.push_back((1u << bits) + static_cast<uint32_t>(off));
+  }
+  for (uint32_t i = 0; i < 500; ++i) divisors.push_back(1 + mix({i, 1}) % kLargest);
+  divisors.push_back(kLargest);
+  for (const uint32_t d : divisors) {
+    const nvlink::Divider by = nvlink::Divider::make(d);
+    const auto check = [&](uint32_t x) { ASSERT_EQ(divide(x, by), x / d) << x << " / " << d; };
+    for (uint32_t i = 0; i < 40; ++i) {
+      const uint32_t multiple = kLargest / d == 0 ? 0 : mix({i, d}) % (kLargest / d + 1) * d;
+      ASSERT_NO_FATAL_FAILURE(check(multiple));
+      ASSERT_NO_FATAL_FAILURE(check(multiple > 0 ? multiple - 1 : 0));
+      ASSERT_NO_FATAL_FAILURE(check(mix({i, d, 2}) & kLargest));
+    }
+    for (const uint32_t x : {0u, 1u, d - 1, d, kLargest - 1, kLargest}) ASSERT_NO_FATAL_FAILURE(check(x));
+  }
+}
+
+// ---------------------------------------------------------------------------------------- a group's calls, pretended
+
+// Enqueues nothing and notes what it was asked for; every step is as good as done.
+class Pretended : public Backend {
+ public:
+  explicit Pretended(std::unique_ptr<Backend> window) : window_(std::move(window)) {}
+
+  Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
+    places.push_back(call.at);
+    sources.push_back(handle.source);
+    return refused;
+  }
+  Status send_combine(const CombineCall& call, HandleArrays&) override {
+    places.push_back(call.at);
+    return refused;
+  }
+  Status send_refusal(StepPlace at, bool dispatching, void*) override {
+    places.push_back(at);
+    refusals += dispatching ? "d" : "c";
+    return {};
+  }
+  StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays&) override {
+    streams.push_back(call.stream);
+    return {};
+  }
+  StepEnd finish_combine(const CombineCall& call, TimePoint, HandleArrays&) override {
+    streams.push_back(call.stream);
+    return {};
+  }
+  StepEnd drain(StepPlace, TimePoint) override { return {}; }
+  void* view(StepPlace at, int q) override { return window_->view(at, q); }
+  bool in_window(const void* address) override { return window_->in_window(address); }
+  void announce_abort(AbortWord reason) override { window_->announce_abort(reason); }
+  AbortWord find_abort() override { return window_->find_abort(); }
+  AbortWord abort_of(int writer) override { return window_->abort_of(writer); }
+
+  bool on_device() const override { return true; }
+  Status check_stream(const void*) const override { return {}; }
+  bool poll(twErrorRecord_t* record) override {
+    if (news.result == twSuccess) return false;
+    *record = news;
+    news = empty_record();
+    return true;
+  }
+
+  std::vector<StepPlace> places;
+  std::vector<RoutingSource> sources;
+  std::vector<void*> streams;
+  std::string refusals;
+  Status refused;
+  twErrorRecord_t news = empty_record();
+
+ protected:
+  int32_t ranks() const override { return 1; }
+
+ private:
+  std::unique_ptr<Backend> window_;
+};
+
+class PretendedGroup : public ::testing::Test {
+ protected:
+  PretendedGroup() : world(1, make_config(6, 2, 4)), group(*world[0]) {
+    auto made = std::make_unique<Pretended>(std::move(group.backend));
+    device = made.get();
+    group.backend = std::move(made);
+  }
+  twHandle_t make_handle() {
+    const twTensor_t tensor_of_ids = tensor(ids, twInt32, {4, 2});
+    twHandle_t handle = nullptr;
+    EXPECT_TW(twSuccess, twHandleCreate(&handle, &group, &tensor_of_ids, nullptr, nullptr));
+    return handle;
+  }
+  twResult_t dispatch(twHandle_t handle, int64_t tokens = 4, bool send_only = false) {
+    twDispatchInput_t input = TW_DISPATCH_INPUT_INIT;
+    input.stream = stream;
+    input.send_only = send_only ? 1 : 0;
+    input.payloads[0] = tensor(rows, twBfloat16, {tokens, 8});
+    received = TW_DISPATCH_OUTPUT_INIT;
+    return twDispatch(&group, handle, &input, &received);
+  }
+  twResult_t combine(twHandle_t handle) {
+    twCombineInput_t input = TW_COMBINE_INPUT_INIT;
+    input.stream = stream;
+    input.rows = received.payloads[0];
+    twCombineOutput_t output = TW_COMBINE_OUTPUT_INIT;
+    output.tokens = tensor(sums, twBfloat16, {4, 8});
+    return twCombine(&group, handle, &input, &output);
+  }
+
+  World world;
+  twGroup& group;
+  Pretended* device = nullptr;
+  void* stream = &world;  // any address
+  int32_t ids[8] = {0, 1, 2, 3, 4, 5, 1, 99};
+  uint16_t rows[32] = {};
+  uint16_t sums[32] = {};
+  twDispatchOutput_t received{};
+};
+
+// Ids lie in device memory: creating a handle must not read them (99 passes), only say where they are.
+TEST_F(PretendedGroup, IdsAreNotReadOnTheHost) {
+  twHandle_t handle = make_handle();
+  ASSERT_NE(handle, nullptr);
+  EXPECT_TW(twSuccess, dispatch(handle));
+  EXPECT_EQ(device->sources.at(0).ids, ids);
+  EXPECT_EQ(device->sources.at(0).id_stride[0], 2);
+  EXPECT_EQ(device->sources.at(0).id_stride[1], 1);
+  EXPECT_EQ(device->sources.at(0).weights, nullptr);
+  EXPECT_TW(twSuccess, combine(handle));
+  EXPECT_EQ(device->streams, (std::vector<void*>{stream, stream}));
+  EXPECT_TW(twSuccess, twHandleDestroy(handle));
+}
+
+// The view that a dispatch returns lies in the bank that the device was told of.
+TEST_F(PretendedGroup, ViewsLieInTheBankOfTheLease) {
+  twHandle_t first = make_handle();
+  twHandle_t second = make_handle();
+  for (int round = 0; round < 2; ++round) {
+    for (const int bank : {1, 0, 1}) {
+      EXPECT_TW(twSuccess, dispatch(first));
+      EXPECT_EQ(device->places.back().bank(), bank);
+      EXPECT_EQ(received.payloads[0].data, device->view(device->places.back(), 0));
+    }
+    EXPECT_TW(twSuccess, combine(first));
+    EXPECT_TW(twSuccess, dispatch(second));
+    EXPECT_EQ(device->places.back().bank(), 1) << "a new lease begins anew";
+    EXPECT_TW(twSuccess, combine(second));
+  }
+  EXPECT_TW(twSuccess, twHandleDestroy(first));
+  EXPECT_TW(twSuccess, twHandleDestroy(second));
+}
+
+TEST_F(PretendedGroup, RefusalsKeepTheirPlace) {
+  twHandle_t handle = make_handle();
+  EXPECT_TW(twInvalidArgument, dispatch(handle, 3));
+  EXPECT_EQ(device->refusals, "d");
+  EXPECT_EQ(device->places.back().bank(), 1);
+  EXPECT_TW(twSuccess, dispatch(handle));
+  EXPECT_EQ(device->places.back().bank(), 1);
+  received.payloads[0].dtype = twInt8;
+  EXPECT_TW(twInvalidArgument, combine(handle));
+  EXPECT_EQ(device->refusals, "dc");
+  EXPECT_TW(twSuccess, twHandleDestroy(handle));
+}
+
+// A launch that fails is this call's error; the handle is not left waiting for it.
+TEST_F(PretendedGroup, LaunchesThatFail) {
+  twHandle_t handle = make_handle();
+  device->refused = fail(twSystemError, "no launch");
+  EXPECT_TW(twSystemError, dispatch(handle));
+  EXPECT_TW(twSystemError, dispatch(handle, 4, true));
+  EXPECT_TW(twInvalidUsage, twComplete(&group, handle, stream)) << "nothing is pending";
+  device->refused = {};
+  EXPECT_TW(twSuccess, dispatch(handle));
+  EXPECT_TW(twSuccess, combine(handle));
+  EXPECT_TW(twSuccess, twHandleDestroy(handle));
+}
+
+// Completing may use another stream than sending did.
+TEST_F(PretendedGroup, CompletingHasAStreamOfItsOwn) {
+  twHandle_t handle = make_handle();
+  EXPECT_TW(twSuccess, dispatch(handle, 4, true));
+  EXPECT_TW(twSuccess, twComplete(&group, handle, &group));
+  EXPECT_EQ(device->streams.back(), static_cast<void*>(&group));
+  EXPECT_TW(twSuccess, combine(handle));
+  EXPECT_TW(twSuccess, twHandleDestroy(handle));
+}
+
+// What a step finds out later is in the record without a call, and, if it is sticky, in every later call.
+TEST_F(PretendedGroup, NewsOfTheDevice) {
+  twHandle_t handle = make_handle();
+  device->news.result = twInvalidArgument;
+  device->news.phase = twPhaseDispatch;
+  std::strcpy(device->news.message, "ids are bad");
+  EXPECT_EQ(error_of(&group).result, twInvalidArgument);
+  EXPECT_STREQ(error_of(&group).message, "ids are bad");
+  EXPECT_TW(twSuccess, dispatch(handle)) << "the group stays usable";
+  EXPECT_TW(twSuccess, combine(handle));
+  device->news.result = twTimeout;
+  device->news.phase = twPhaseCombine;
+  device->news.sticky = 1;
+  device->news.peer = 0;
+  device->news.reporter = 0;
+  device->news.lane = 0;
+  device->news.expected = 4;
+  device->news.seen = 3;
+  EXPECT_TW(twTimeout, dispatch(handle));
+  const twErrorRecord_t record = error_of(&group);
+  EXPECT_EQ(record.sticky, 1);
+  EXPECT_STREQ(record.message,
+               "rank 0 did not arrive in time in combine of step 4 on lane 0 (last seen: step 3); found by rank 0");
+  EXPECT_TW(twTimeout, dispatch(handle));
+  EXPECT_TW(twSuccess, twHandleDestroy(handle));
+}
+
+}  // namespace
+}  // namespace tw::test

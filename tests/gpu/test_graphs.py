@@ -1,0 +1,283 @@
+"""CUDA graphs: every replay is a sequence of steps like any other, with the inputs that lie in its buffers then."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import Case, Got, Round, Setup, exchange_of, make_ids, make_payloads, same, verify
+from device_oracle import DeviceOracle
+from gpu_world import TIMEOUT, Locals, capture, line_tokens
+from player import Player
+
+import tokenway as tw
+from tokenway import reference as ref
+
+SETUP = Setup(ranks=2, experts=9, top_k=4, hidden=96, max_tokens=40, payloads=((3, "uint8"),), lanes=2)
+BASE = Round((40, 23))
+BY_EXPERT = replace(BASE, layout="expert_major", seed=500)
+FEW = replace(BASE, tokens=(3, 1), bound=4, routing="holes", seed=700)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a graph holds: rounds, one after the other or all under way at once; the last may stay a dispatch."""
+
+    rounds: tuple[Round, ...]
+    together: bool = False
+    odd: bool = False
+
+
+PLANS = {
+    "p": Plan((BASE,)),
+    "x": Plan((BY_EXPERT,)),
+    "f": Plan((FEW,)),
+    "t": Plan(tuple(replace((BASE, FEW, BY_EXPERT)[i % 3], seed=i) for i in range(10))),
+    "l": Plan((BASE, replace(FEW, send_dispatch=True)), together=True),
+    "o": Plan((BASE,), odd=True),
+    "q": Plan((FEW, BASE), odd=True),
+}
+
+
+def now(round_: Round, turn: int) -> Round:
+    """The round with the inputs of a turn."""
+    return replace(round_, seed=round_.seed + 10000 * (turn + 1))
+
+
+# ---- on a rank -----------------------------------------------------------------------------------
+
+
+class Captured:
+    """A plan as a graph, its inputs in static buffers."""
+
+    def __init__(self, env: Any, group: tw.Group, setup: Setup, plan: Plan, before: Any = None):
+        self.env, self.group, self.setup, self.plan = env, group, setup, plan
+        self.oracle = DeviceOracle(setup, env.device)
+        self.static = [[env.backend.tensor(a) for a in self.arrays(r)] for r in plan.rounds]
+        self.handles: list[tw.Handle] = []  # their memory is written by every replay
+        self.steps()
+        env.stream.synchronize()
+        if before is not None:
+            before.wait(30)
+        self.graph, self.results = capture(env, self.steps)
+        if before is not None:
+            self.upload()
+            before.wait(30)
+
+    def arrays(self, round_: Round) -> list[np.ndarray]:
+        return [*make_ids(self.setup, round_, self.env.rank), *make_payloads(self.setup, round_, self.env.rank)]
+
+    def upload(self) -> None:
+        """What the first launch would do, and would synchronise for."""
+        launch = ctypes.c_void_p(self.graph.raw_cuda_graph_exec())
+        code = ctypes.CDLL("libcuda.so.1").cuGraphUpload(launch, ctypes.c_void_p(self.env.stream.cuda_stream))
+        assert code == 0, f"cuGraphUpload failed with {code}"
+        self.env.stream.synchronize()
+
+    def steps(self) -> list[dict[str, Any]]:
+        rounds = list(zip(self.plan.rounds, self.static, strict=True))
+        if self.plan.together:
+            sent = [self.send(round_, static) for round_, static in rounds]
+            received = [self.receive(*one) for one in sent]
+            return [self.back(r, one, last=False) for (r, _), one in zip(rounds, received, strict=True)]
+        last = len(rounds) - 1
+        return [self.back(r, self.receive(*self.send(r, s)), i == last) for i, (r, s) in enumerate(rounds)]
+
+    def send(self, round_: Round, static: list[Any]) -> tuple[tw.Handle, Any]:
+        ids, weights, tokens, extra = static
+        handle = self.group.route(ids, weights)
+        self.handles.append(handle)
+        more = {"layout": round_.layout, "bound": round_.bound, "send_only": round_.send_dispatch}
+        return handle, self.group.dispatch(handle, tokens, {"p0": extra}, **more)
+
+    def receive(self, handle: tw.Handle, pending: Any) -> tuple[tw.Handle, tw.Received, dict[str, Any]]:
+        got = pending.result() if isinstance(pending, tw.Pending) else pending
+        fields = {name: getattr(got, name) for name in ("tokens", "ids", "weights", "counts", "offsets")}
+        return handle, got, {name: t.clone() for name, t in (fields | {"p0": got.payloads["p0"]}).items()}
+
+    def back(self, round_: Round, received: tuple[tw.Handle, tw.Received, dict[str, Any]], last: bool) -> Any:
+        handle, got, kept = received
+        if self.plan.odd and last:
+            handle.release()
+            return kept
+        rows = self.oracle.answers(round_, self.env.rank, got.tokens, got.ids, got.weights)
+        kept["out"] = self.group.combine(
+            handle, rows, weighting=round_.weighting, dtype=round_.out, send_only=round_.send_dispatch
+        )
+        if round_.send_dispatch:
+            kept["out"] = kept["out"].result()
+        return kept
+
+    def replay(self, turn: int) -> list[Got]:
+        """With the inputs of a turn: ids, weights and rows."""
+        for round_, static in zip(self.plan.rounds, self.static, strict=True):
+            for to, array in zip(static, self.arrays(now(round_, turn)), strict=True):
+                to.copy_(self.env.backend.tensor(array))
+        self.graph.replay()
+        array = self.env.backend.array
+        results = []
+        for kept in self.results:
+            of = {name: array(tensor) for name, tensor in kept.items()}
+            beside = [of[name] for name in ("ids", "weights", "counts", "offsets")]
+            results.append(Got([of["tokens"], of["p0"]], *beside, of.get("out")))
+        return results
+
+
+def run(env: Any, sequence: str, most: int | None, barriers: Any = None, setup: Setup = SETUP) -> list[Any]:
+    """Replays graphs in a sequence, by the letters of PLANS; "e" is a round without a graph. What came by turn."""
+    with line_tokens(most), tw.Group(env.comm, timeout=TIMEOUT, **setup.settings()) as group:
+        graphs = {
+            letter: Captured(env, group, setup, PLANS[letter], barriers)
+            for letter in dict.fromkeys(sequence)
+            if letter in PLANS
+        }
+        turns = []
+        for turn, letter in enumerate(sequence):
+            if letter == "e":
+                flight = tuple(now(r, turn) for r in (BASE, FEW))
+                turns.append(Player(env, group, Case(setup, ())).flight(flight))
+            else:
+                turns.append(graphs[letter].replay(turn))
+        env.stream.synchronize()
+        graphs.clear()
+    return turns
+
+
+# ---- the judge -----------------------------------------------------------------------------------
+
+
+def verify_received(setup: Setup, round_: Round, got: Sequence[Got]) -> None:
+    """A dispatch alone against the oracle: every row where the view was, when the copy was made."""
+    x = exchange_of(setup, round_)
+    by_rank = [make_payloads(setup, round_, r) for r in range(setup.ranks)]
+    payloads = [list(of) for of in zip(*by_rank, strict=True)]
+    for rank, mine in enumerate(got):
+        want = ref.dispatch_rank_major(x, rank, payloads)
+        where = f"rank {rank} of {round_}"
+        same("counts", mine.counts, want.counts, where)
+        same("ids", mine.ids, want.ids.astype(setup.id_dtype), where)
+        same("weights", mine.weights, want.weights, where)
+        filled = np.arange(want.weights.shape[1]) < want.counts[:, None]
+        for q, (one, wanted) in enumerate(zip(mine.payloads, want.payloads, strict=True)):
+            size = wanted.itemsize
+            same(f"payload {q}", one.view(f"u{size}")[filled], wanted.view(f"u{size}")[filled], where)
+
+
+def check(sequence: str, by_rank: list[list[list[Got]]], setup: Setup = SETUP) -> None:
+    for turn, letter in enumerate(sequence):
+        rounds = (BASE, FEW) if letter == "e" else PLANS[letter].rounds
+        for i, round_ in enumerate(rounds):
+            got = [mine[turn][i] for mine in by_rank]
+            if got[0].out is None:
+                verify_received(setup, now(round_, turn), got)
+            else:
+                verify(setup, now(round_, turn), got)
+
+
+# ---- the tests -----------------------------------------------------------------------------------
+
+SEQUENCES = {
+    "fifty replays": "p" * 50,
+    "by expert": "x" * 12,
+    "few tokens": "f" * 12,
+    "between eager rounds": "pepeeppepxefepe",
+    "ten pairs": "tttett",
+    "two lanes": "lllelplell",
+    # A dispatch alone moves its lane by one step: the next is in the other bank, its view in the same place.
+    "odd": "opoeoopoooepqoepqqeqoepoetoqp",
+}
+
+
+@pytest.mark.parametrize("most", [None, 0])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_replays(pair, name, most) -> None:
+    sequence = SEQUENCES[name]
+    check(sequence, pair.run(run, sequence, most))
+
+
+@pytest.mark.parametrize("name", ["between eager rounds", "odd", "two lanes"])
+def test_replays_of_one_rank(lines, name) -> None:
+    sequence, alone = SEQUENCES[name], replace(SETUP, ranks=1)
+    with Locals(1) as ranks:
+        by_rank = ranks.run(run, sequence, None if lines == "lines" else 0, None, alone)
+    for turn, letter in enumerate(sequence):
+        for i, round_ in enumerate((BASE, FEW) if letter == "e" else PLANS[letter].rounds):
+            judged = replace(now(round_, turn), tokens=round_.tokens[:1])
+            got = [by_rank[0][turn][i]]
+            verify_received(alone, judged, got) if got[0].out is None else verify(alone, judged, got)
+
+
+@pytest.mark.parametrize("where", ["one device", "all devices"])
+@pytest.mark.parametrize("name", ["between eager rounds", "odd"])
+def test_replays_of_local_ranks(name, where) -> None:
+    """Every rank's graph is its own, uploaded before any rank launches."""
+    if not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec"):
+        pytest.skip("this PyTorch does not show a graph that could be uploaded")
+    sequence = SEQUENCES[name]
+    with Locals(2, devices=[0, 0] if where == "one device" else None) as ranks:
+        check(sequence, ranks.run(run, sequence, None, threading.Barrier(2)))
+
+
+# ---- registered ops ------------------------------------------------------------------------------
+
+
+def run_ops(env: Any, layout: str, turns: int) -> list[np.ndarray]:
+    """Two layers of registered ops in a graph."""
+    from tokenway import ops
+
+    results = []
+    with tw.Group(env.comm, timeout=TIMEOUT, **OPS_SETUP.settings()) as group:
+        number = ops.register(group)
+        static = [env.backend.tensor(a) for a in ops_inputs(env.rank, 0)]
+
+        def steps() -> list[Any]:
+            order, outs = ops.start(), []
+            for factor in (1, 2):
+                received, _, _, _, order = torch.ops.tokenway.dispatch(
+                    static[2] * factor, static[0], static[1], order, number, OPS_SETUP.max_tokens, layout
+                )
+                out, order = torch.ops.tokenway.combine(received * 0.5, order, number, len(static[0]), "topk")
+                outs.append(out)
+            return outs
+
+        steps()
+        graph, outs = capture(env, steps)
+        for turn in range(turns):
+            for to, array in zip(static, ops_inputs(env.rank, turn), strict=True):
+                to.copy_(env.backend.tensor(array))
+            graph.replay()
+            results.append(np.stack([env.backend.array(out) for out in outs]))
+        env.stream.synchronize()
+        del graph
+    return results
+
+
+OPS_SETUP = Setup(ranks=2, experts=6, top_k=3, hidden=8, dtype="float32", combine_dtype="float32")
+OPS_ROUND = Round((5, 8))
+
+
+def ops_inputs(rank: int, turn: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    round_ = now(OPS_ROUND, turn)
+    return (*make_ids(OPS_SETUP, round_, rank), make_payloads(OPS_SETUP, round_, rank)[0])
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major"])
+def test_registered_ops(pair, layout) -> None:
+    by_rank = pair.run(run_ops, layout, 6)
+    view = ref.dispatch_rank_major if layout == "rank_major" else ref.dispatch_expert_major
+    for turn in range(6):
+        inputs = [ops_inputs(rank, turn) for rank in range(2)]
+        ids, weights = [i for i, _, _ in inputs], [w for _, w, _ in inputs]
+        x = ref.Exchange(ids, weights, OPS_SETUP.experts, OPS_SETUP.max_tokens)
+        for layer, factor in enumerate((1, 2)):
+            tokens = [t * np.float32(factor) for _, _, t in inputs]
+            rows = [view(x, r, [tokens]).payloads[0] * np.float32(0.5) for r in range(2)]
+            wanted = ref.combine(x, rows, layout=layout, weighting="topk")
+            for rank in range(2):
+                same("out", by_rank[rank][turn][layer], wanted[rank], f"rank {rank}, turn {turn}, layer {layer}")

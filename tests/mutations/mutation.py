@@ -1,0 +1,40 @@
+"""What a row of the tables is: the bug, the invariant that it breaks, the test that must fail, and the edits.
+
+An edit's old text occurs exactly once in its file; when the library's code moves, run.py says which text is gone.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Edit:
+    file: str
+    old: str  # occurs exactly once
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    invariant: str
+    unit: str  # tests/cc/<unit>.cc, which holds the test
+    test: str  # a GoogleTest filter
+    edits: tuple[Edit, ...]
+
+
+WORDS = "src/exchange/words.h"
+STEP = "src/exchange/step.h"
+DISPATCH = "src/exchange/dispatch.h"
+COMBINE = "src/exchange/combine.h"
+ROUTING = "src/exchange/routing.h"
+SUMMATION = "src/exchange/summation.h"
+CONFIG = "src/core/config.cc"
+CALLS = "src/core/calls.cc"
+SHRINK = "src/core/shrink.cc"
+GROUP = "src/core/group.cc"
+LANES = "src/core/lanes.h"
+TRANSPORT_H = "src/cpu/transport.h"
+TRANSPORT = "src/cpu/transport.cc"
+VECTOR = "src/cpu/vector.cc"
+CHECK = "src/api/check.cc"
+MAP = "src/layout/window_map.h"

@@ -1,0 +1,192 @@
+"""Mutations of results: slots, sums, places in a window (S9, S10), and what pointers name."""
+
+from mutation import (
+    CHECK,
+    COMBINE,
+    CONFIG,
+    MAP,
+    ROUTING,
+    SUMMATION,
+    Edit,
+    Mutation,
+)
+
+RESULTS = (
+    Mutation(
+        "own rows summed where sums overwrite them",
+        "S9",
+        "exchange_test",
+        "Exchange.SumsOverTheirRows",
+        (Edit(CHECK, "return std::less_equal<>()(a.end, b.begin) ||", "return true ||"),),
+    ),
+    Mutation(
+        "a stale pointer names its successor",
+        "pointers",
+        "arguments_test",
+        "Arguments.StaleObjectsAreNotTheirSuccessors",
+        (Edit("src/core/quarantine.h", "constexpr size_t kKept = 256;", "constexpr size_t kKept = 0;"),),
+    ),
+    Mutation(
+        "slots by chance",
+        "S9",
+        "routing_test",
+        "Routing.*",
+        (Edit(ROUTING, "routing->send_counts[mine[i].rank]++;", "routing->send_counts[mine[i].rank]++ ^ 1;"),),
+    ),
+    Mutation(
+        "a rank twice for one token",
+        "S9",
+        "routing_test",
+        "Routing.*",
+        (Edit(ROUTING, "      if (at > 0 && mine[at - 1].rank == rank) continue;\n", ""),),
+    ),
+    Mutation(
+        "ranks in the order of k",
+        "S9",
+        "routing_test",
+        "Routing.*",
+        (Edit(ROUTING, "      while (at > 0 && mine[at - 1].rank > rank) --at;\n", ""),),
+    ),
+    Mutation(
+        "partials summed over ranks descending",
+        "S9",
+        "exchange_test",
+        "Exchange.LayoutsWeightingsTypes",
+        (Edit(COMBINE, "      rows[position] = t.local(", "      rows[count - 1 - position] = t.local("),),
+    ),
+    Mutation(
+        "own partial not rounded",
+        "S9",
+        "exchange_test",
+        "Exchange.LayoutsWeightingsTypes",
+        (
+            # The rank's own rows go around the wire type: kept as float32 until the sum.
+            Edit(
+                COMBINE,
+                "  int64_t row = 0;\n",
+                "  int64_t row = 0;\n  auto& kept = unrounded[t.local(0)];\n  kept.clear();\n",
+            ),
+            Edit(
+                COMBINE,
+                "      t.put(source, map.inbox(",
+                "      if (source == t.rank() && types.to == twBfloat16) {\n"
+                "        auto& wide = kept[meta.header->token];\n"
+                "        wide.resize(types.elements);\n"
+                "        sum(reinterpret_cast<std::byte*>(wide.data()), terms.rows,\n"
+                "            types.weighted ? terms.weights : nullptr, terms.count,\n"
+                "            RowTypes{types.from, twFloat32, types.elements, types.weighted});\n"
+                "      }\n"
+                "      t.put(source, map.inbox(",
+            ),
+            Edit(
+                COMBINE,
+                "    sum(out + token * out_stride, rows, nullptr, count, types);\n",
+                "    sum(out + token * out_stride, rows, nullptr, count, types);\n"
+                "    if (types.from != twBfloat16 || types.to != twFloat32) continue;\n"
+                "    if (!unrounded[t.local(0)].contains(token)) continue;\n"
+                "    for (int64_t i = 0; i < types.elements; ++i) {\n"
+                "      float total = 0;\n"
+                "      for (int32_t position = 0; position < count; ++position) {\n"
+                "        const bool own = routing.destinations[routing.first[token] + position].rank == t.rank();\n"
+                "        const uint32_t bits = static_cast<const uint16_t*>(rows[position])[i];\n"
+                "        const float term = own ? unrounded[t.local(0)][token][i] : std::bit_cast<float>(bits << 16);\n"
+                "        total = position == 0 ? term : total + term;\n"
+                "      }\n"
+                "      reinterpret_cast<float*>(out + token * out_stride)[i] = total;\n"
+                "    }\n",
+            ),
+            Edit(
+                COMBINE,
+                "// How rows are typed on their way.\n",
+                "inline std::map<const void*, std::map<int, std::vector<float>>> unrounded;\n\n"
+                "// How rows are typed on their way.\n",
+            ),
+            Edit(
+                COMBINE,
+                '#include "exchange/routing.h"\n',
+                '#include <map>\n#include <vector>\n\n#include "exchange/routing.h"\n',
+            ),
+        ),
+    ),
+    Mutation(
+        "sums started from 0",
+        "S9",
+        "summation_test",
+        "Summation.StartsFromTheFirstTerm",
+        (
+            Edit(
+                SUMMATION,
+                "float value = kFirst ? term(0, i) : sum[i] + term(0, i);",
+                "float value = (kFirst ? 0.0f : sum[i]) + term(0, i);",
+            ),
+        ),
+    ),
+    Mutation(
+        "ties rounded up instead of to even",
+        "S9",
+        "summation_test",
+        "Summation.NarrowBf16",
+        (Edit(SUMMATION, "(bits + 0x7fffu + (bits >> 16 & 1u)) >> 16", "(bits + 0x8000u) >> 16"),),
+    ),
+    Mutation(
+        "banks placed by the bound",
+        "S10",
+        "layout_test",
+        "Layout.BoundMovesNothingOutsideABank",
+        (
+            Edit(
+                MAP,
+                "    return bank_at(lane, bank) + payload_at_[q]",
+                "    const uint64_t bank_bytes = bank_bytes_ / shape_.max_tokens * bound;\n"
+                "    return lane_at(lane) + banks_at_ + bank_bytes * bank + payload_at_[q]",
+            ),
+            Edit(
+                MAP,
+                "    return bank_at(lane, bank) + meta_at_",
+                "    const uint64_t bank_bytes = bank_bytes_ / shape_.max_tokens * bound;\n"
+                "    return lane_at(lane) + banks_at_ + bank_bytes * bank + meta_at_",
+            ),
+        ),
+    ),
+    Mutation(
+        "lanes placed by the bound",
+        "S10",
+        "layout_test",
+        "Layout.BoundMovesNothingOutsideABank",
+        (
+            Edit(
+                MAP,
+                "    return bank_at(lane, bank) + payload_at_[q]",
+                "    const uint64_t lane_bytes = lane_bytes_ / shape_.max_tokens * bound;\n"
+                "    return lanes_at_ + lane_bytes * lane + banks_at_ + bank_bytes_ * bank + payload_at_[q]",
+            ),
+            Edit(
+                MAP,
+                "    return bank_at(lane, bank) + meta_at_",
+                "    const uint64_t lane_bytes = lane_bytes_ / shape_.max_tokens * bound;\n"
+                "    return lanes_at_ + lane_bytes * lane + banks_at_ + bank_bytes_ * bank + meta_at_",
+            ),
+        ),
+    ),
+    Mutation(
+        "lines over chunk words",
+        "S10",
+        "layout_test",
+        "Layout.RegionsNeverOverlap",
+        (Edit(MAP, "c.align(c.add(map->chunks_at_, chunk_words), kPageAlignment)", "map->chunks_at_"),),
+    ),
+    Mutation(
+        "ranks may disagree about lines",
+        "S10",
+        "device_side_test",
+        "DeviceSide.LineTokensAreComparedBetweenRanks",
+        (Edit(CONFIG, '  visit("TOKENWAY_LINE_TOKENS", line_tokens);\n', ""),),
+    ),
+    Mutation(
+        "ids in device memory read by the host",
+        "pointers",
+        "device_side_test",
+        "PretendedGroup.IdsAreNotReadOnTheHost",
+        (Edit(CHECK, "if (!group.backend->on_device()) TW_RETURN_IF_FAILED(check_id", "TW_RETURN_IF_FAILED(check_id"),),
+    ),
+)

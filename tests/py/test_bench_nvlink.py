@@ -1,0 +1,296 @@
+"""The benchmark of the NVLink backend, as far as it runs without a GPU: options, ratios, tables, and its whole course
+with PyTorch's CUDA calls on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+
+import pytest
+from conftest import need
+
+import tokenway as tw
+from tokenway import cli
+from tokenway.bench import baselines, breakdown, floor, gpu_machine, machine, nvlink, plot, report, table, verify
+from tokenway.bench.case import FP8, Case
+from tokenway.bench.control import Control
+from tokenway.bench.nvlink_options import Nvlink
+from tokenway.bench.options import Settings
+from tokenway.bench.profiles import PROFILES, Profile
+from tokenway.bench.progress import Progress
+
+CASE = Case(Profile("tiny", 160, 8, 3, "softmax_topk"), "uniform", 7, 1, "bfloat16", "rank_major", "none")
+
+
+TOPOLOGY = """
+\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tSYS\t0-15\t0\t\tN/A
+GPU1\tNV18\t X \tNODE\t0-15\t0\t\tN/A
+NIC0\tSYS\tNODE\t X \t\t\t
+
+Legend:
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+NVLINK = """GPU 0: NVIDIA H200 (UUID: GPU-0)
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+GPU 1: NVIDIA H200 (UUID: GPU-1)
+\t Link 0: 26.562 GB/s
+"""
+QUERIED = "NVIDIA H200, 580.95.05, 1980 MHz, 1980 MHz, 3201 MHz, 700.00 W\n"
+
+
+def test_what_nvidia_smi_tells() -> None:
+    assert gpu_machine.parse_topology(TOPOLOGY) == "NV18"
+    assert gpu_machine.parse_topology("") == "" == gpu_machine.parse_nvlink("")
+    assert gpu_machine.parse_nvlink(NVLINK) == "2 x 26.562 GB/s"
+    (gpu,) = gpu_machine.parse_query(QUERIED)
+    assert gpu["name"] == "NVIDIA H200" and gpu["sm_clock"] == "1980 MHz" and gpu["power_limit"] == "700.00 W"
+    assert gpu_machine.parse_query("Failed to initialize NVML: N/A\n") == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--sm-limit", "8"], "--sm-limit: only with --backend nvlink"),
+        (["--verify"], "--verify: only with"),
+        (["--backend", "tpu"], "--backend: 'tpu'; allowed: cpu, nvlink"),
+        (["--backend", "nvlink", "--lanes", "0"], "--lanes: 0"),
+        (["--backend", "nvlink", "--lanes", "65"], "--lanes: 65; allowed 1..64"),
+        (["--backend", "nvlink", "--payload", "int8"], "--payload: 'int8'"),
+        (["--backend", "nvlink", "--payload", "fp8", "--dtype", "float16"], "--dtype is 'float16'"),
+        (["--backend", "nvlink", "--payload", "fp8", "--compare", "fp8"], "fp8 already"),
+        (["--backend", "nvlink", "--overhead"], "--overhead"),
+        (["--backend", "nvlink", "--baselines", "sockets"], "--baselines: 'sockets'; allowed: nccl-alltoall"),
+        (["--backend", "nvlink", "--ranks", "3"], "--ranks: 3, but there are 2 GPUs"),
+        (["--backend", "nvlink", "--local-ranks", "33"], "--local-ranks: 33; allowed 1..32 on 2 GPUs"),
+        (["--backend", "nvlink", "--local-ranks", "4", "--ranks", "2"], "--local-ranks is 4"),
+        (["--backend", "nvlink", "--local-ranks", "2", "--baselines", "nccl-alltoall"], "threads"),
+    ],
+)
+def test_options_of_gpus(argv, told, torch, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_machine, "device_count", lambda: 2)
+    monkeypatch.setattr("tokenway.bench.nvlink_options.LOCAL_ENVIRONMENT", {})
+    assert cli.main(["bench", *argv]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+
+
+def test_settings_of_gpus(torch, monkeypatch) -> None:
+    asked: list[Settings] = []
+    monkeypatch.setattr(gpu_machine, "device_count", lambda: 2)
+    monkeypatch.setattr(nvlink, "run", lambda settings: asked.append(settings) or 0)
+    assert cli.main(["bench", "--backend", "nvlink", "--payload", "fp8", "--sm-limit", "8", "--lanes", "2"]) == 0
+    (settings,) = asked
+    assert settings.ranks == 2 and settings.dtype == FP8 and settings.tokens[-1] == 4096
+    assert settings.baselines == ("nccl-alltoall", "nccl-allgather")
+    assert settings.nvlink == Nvlink(sm_limit=8, lanes=2)
+    assert nvlink.place(4, 2) == [0, 0, 1, 1] and nvlink.place(3, 1) == [0, 0, 0] and nvlink.place(1, 2) == [0]
+
+
+def test_no_gpu(torch, capsys, monkeypatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("ctypes.CDLL", refuse)
+    assert cli.main(["bench", "--backend", "nvlink"]) == 2
+    assert "--backend nvlink: there is no CUDA driver on this machine" in capsys.readouterr().err
+
+
+def floor_document(cases: list[Case]) -> dict:
+    """As tokenway-floor writes it; lines win up to 100 rows."""
+    argv = floor.arguments(cases)
+    tokens, sizes = ([int(n) for n in argv[i].split(",")] for i in (1, 3))
+    figures = {"best": 1.0, "median": 2.0}
+    return {
+        "device": "NVIDIA H200",
+        "sms": 132,
+        **{f"{name}_us": figures for name in ("empty_kernel", "flag_relaxed", "flag_release_acquire")},
+        "ceilings": [
+            {"kind": "put", "ways": 2, "sms": sms, "best_gb_s": 370.0, "median_gb_s": rate}
+            for sms, rate in ((132, 360.0), (8, 350.0))
+        ],
+        "exchanges": [
+            {"kind": kind, "tokens": t, "row_bytes": size, "best_us": 1.0, "median_us": base + t * each}
+            for kind, base, each in (("lines", 2.0, 0.05), ("last_block", 4.0, 0.03))
+            for t in tokens
+            for size in sizes
+        ],
+    }
+
+
+def test_ratios_to_the_floor() -> None:
+    case = Case(PROFILES["deepseek-v3"], "balanced", 128, 2, "bfloat16", "rank_major", "none")
+    assert floor.remote_rows(case) == (128, 128) and floor.wire_row(case) == 14336 + 8 + 64
+    assert floor.remote_rows(replace(case, ranks=1)) == (0, 0)
+    found = floor.Floor(floor_document([case]))
+    assert found.put_gb_s() == 360.0
+    assert found.exchange(128, 14408) == ("last_block", pytest.approx(7.84))
+    told = found.compare(2 * 7.84, 128, 14408)
+    assert told["times_floor"] == 2.0 and told["remote_bytes"] == 128 * 14408
+    assert told["percent_of_put"] == pytest.approx(100 * 128 * 14408 / 15.68 / 1e3 / 360, abs=0.1)
+    assert "times_floor" not in floor.Floor({"missing": "why"}).compare(1.0, 1, 16)
+
+
+def test_floor_program(tmp_path, monkeypatch) -> None:
+    program = tmp_path / "tokenway-floor"
+    monkeypatch.setenv(floor.PATH, str(program))
+    assert "no floor program" in floor.measure([CASE])["missing"]
+    for line, told in (
+        ("echo '{}'", {}),
+        ("echo tokenway-floor: one GPU >&2; exit 1", {"missing": "no floor: one GPU"}),
+    ):
+        program.write_text(f"#!/bin/sh\n{line}\n")
+        program.chmod(0o755)
+        assert floor.measure([CASE]) == told
+    program.write_text('#!/bin/sh\necho "$@" > "$0.argv"; echo "{}"\n')
+    floor.measure([replace(CASE, ranks=2, routing="balanced")])
+    assert (tmp_path / "tokenway-floor.argv").read_text() == "--tokens 7 --row-bytes 320,352 --repeat 20\n"
+
+
+def test_names_of_kernels() -> None:
+    assert breakdown.short("void tw::(anonymous namespace)::dispatch<int, 8>(Side, int)") == "tw::dispatch<int, 8>"
+    assert breakdown.short("Memcpy DtoD (Device -> Device)") == "Memcpy DtoD"
+    assert len(breakdown.short("x" * 100)) == 60
+
+
+class PretendStream:
+    cuda_stream = 0
+
+    def __init__(self, *device: object):
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class PretendReplay:
+    """Makes the calls of a graph each time: collective, so not while it is made."""
+
+    def __init__(self, lead, body, count=10):
+        self._calls = lead, body, count
+
+    def once(self, control: Control) -> tuple[float, float]:
+        lead, body, count = self._calls
+        control.gate()
+        lead()
+        start = time.perf_counter_ns()
+        body()
+        return ((time.perf_counter_ns() - start) / count,) * 2
+
+    def close(self) -> None:
+        pass
+
+
+def run_on_pretended_gpus(monkeypatch, torch, settings: Settings) -> dict:
+    """A run as _rank makes it, on the CPU backend: everything but what only a device does."""
+    from tokenway.bench import gpu_case
+
+    monkeypatch.setattr(gpu_case, "here", lambda: torch.device("cpu"))
+    monkeypatch.setattr(gpu_case, "Replay", PretendReplay)
+    for name, stand_in in {
+        "set_device": lambda device: None,
+        "Stream": PretendStream,
+        "current_stream": PretendStream,
+        "stream": lambda stream: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    ours, others = (tw.local_comms(settings.ranks) for _ in range(2))
+    cases = settings.cases()
+    document = floor_document([*cases, *(replace(case, dtype=FP8) for case in cases)])
+
+    def rank_main(rank: int) -> dict:
+        control = Control(others[rank])
+        results = nvlink._rank(settings, control, ours[rank], document, Progress(0, False))
+        control.close()
+        return results
+
+    with ThreadPoolExecutor(settings.ranks) as pool:
+        results, *_ = pool.map(rank_main, range(settings.ranks))
+    for comm in [*ours, *others]:
+        comm.close()
+    gpus = gpu_machine.parse_query(QUERIED)
+    gpu = {"gpu": "NVIDIA H200", "count": 2, "used": 2, "driver": "580", "link": "NV18", "nvlink": "", "gpus": gpus}
+    versions = machine.versions() | {"nccl": "2.28.9"}
+    told = asdict(settings) | {"skipped": []}
+    return {"settings": told, "versions": versions, "gpu": gpu, "commit": None, "date": "today", **results}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "gpu"),
+    [
+        (1, "rank_major", Nvlink(verify=True)),
+        (2, "rank_major", Nvlink(local_ranks=2, compare=FP8, ablation=True, verify=True, breakdown=True)),
+        (2, "expert_major", Nvlink(local_ranks=2, verify=True)),
+    ],
+)
+def test_run_on_gpus(ranks, layout, gpu, torch, monkeypatch, tmp_path, capsys) -> None:
+    settings = Settings(
+        ranks=ranks, profiles=("gpt-oss-120b",), tokens=(1, 5), layout=layout, iterations=4, rounds=2, nvlink=gpu
+    )
+    run = run_on_pretended_gpus(monkeypatch, torch, settings)
+    for row in run["rows"]:
+        assert row["verified_exchanges"] == 2 and len(row["by_rank_us"]) == ranks
+        for phase in ("pair", "dispatch", "combine", "cached_pair", "outside_pair"):
+            assert 0 < row[f"{phase}_us"]["p10"] <= row[f"{phase}_us"]["median"] and row[f"{phase}_us"]["rounds"]
+        assert ("times_floor" in row["floor"]["dispatch"]) == (row["floor"]["dispatch"]["remote_rows"] > 0)
+        assert {"direct", "route"} <= set(row["host"])
+        assert ("registered ops" in row["host"]) == (ranks == 1)
+        assert ("compare" in row) == bool(gpu.compare) and ("breakdown" in row) == gpu.breakdown
+        assert gpu.ablation == bool(row.get("without_waiting", {}).get("incorrect"))
+    assert run["window_of_a_large_group"]["experts"] == 512
+    table.show(run)
+    shown = capsys.readouterr().out
+    assert ("of floor" in shown) == (ranks > 1) and "NV18" in shown and ("WRONG" in shown) == gpu.ablation
+    page = report.markdown(json.loads(json.dumps(run)))
+    assert page.count("\n| ") == 4 and "2.28.9" in page and "window of 64 ranks" in page
+    need(importlib.util.find_spec("matplotlib") is not None, "matplotlib")
+    plot.draw(run, str(tmp_path / "run.png"))
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_gpu_results_are_checked(torch, monkeypatch) -> None:
+    """A wrong result is found by the oracle before, and by comparison after the replays."""
+    settings = Settings(ranks=1, profiles=("gpt-oss-120b",), tokens=(3,), iterations=1, rounds=1)
+    honest = verify.expected_output
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "expected_output", lambda *a: -honest(*a))
+        with pytest.raises(verify.Mismatch, match="combined tokens on rank 0 differ from the oracle"):
+            run_on_pretended_gpus(patch, torch, replace(settings, nvlink=Nvlink(verify=True)))
+    from tokenway.bench import gpu_case
+
+    loops = gpu_case.DeviceCase.loops
+
+    def spoiled(self) -> list:
+        monkeypatch.setattr(self, "rows", self.rows * 2)
+        return loops(self)
+
+    monkeypatch.setattr(gpu_case.DeviceCase, "loops", spoiled)
+    with pytest.raises(verify.Mismatch, match="differ after the replays"):
+        run_on_pretended_gpus(monkeypatch, torch, replace(settings, nvlink=Nvlink()))
+
+
+@pytest.mark.parametrize("name", ["nccl-alltoall", "nccl-allgather"])
+def test_nccl_baselines(name, torch, monkeypatch) -> None:
+    """Permutations, counts and sums, with a group of one rank that gloo makes."""
+    import torch.distributed as dist
+
+    from tokenway.bench import nccl
+
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for dtype in ("bfloat16", FP8):
+            plan = baselines.make_plan(replace(CASE, dtype=dtype), 0)
+            baseline = nccl.KINDS[name](plan)
+            baseline()
+            baseline.check()
+            baseline._out.neg_()
+            with pytest.raises(verify.Mismatch, match="another sum"):
+                baseline.check()
+    finally:
+        dist.destroy_process_group()
