@@ -430,7 +430,9 @@ typedef struct {
 // the next free one. After a step that failed counts are 0 and ids invalid_id for sources whose rows did not arrive. A
 // failed dispatch gives its lane back, unless it was send_only: then the handle holds it until it is dispatched again,
 // released or destroyed. On the CUDA backend the peers of a rank that refused find out later: theirs give the lane back
-// by the handle's combine, which then does nothing but fill its output with NaN, or by twHandleRelease.
+// by the handle's combine, which then does nothing but fill its output with NaN, or by twHandleRelease. The handle of
+// the rank that refused holds its lane as well, until it is dispatched again, released or destroyed; a combine that was
+// refused has given it back.
 TW_API twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_t* input,
                              twDispatchOutput_t* output);
 

@@ -85,6 +85,7 @@ class Cuda:
     """Where the tensors of a group are: on one CUDA device. Has what `tensors.Host` has for the CPU, and streams."""
 
     reusable = False  # blocks for handles: PyTorch's caching allocator reuses memory, in stream order
+    learns_late = os.environ.get("TOKENWAY_BLOCKING", "0") != "1"  # of a peer's refusal: after the call has returned
 
     def __init__(self, index: int):
         self.index = index

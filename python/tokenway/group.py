@@ -216,7 +216,7 @@ class Group:
         if result:
             error = self._error(result, problem, handle=handle, tokens=tokens, **sent)
             if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
-                handle.leased = send_only  # as twDispatch documents
+                handle.leased = send_only or self._place.learns_late  # as twDispatch documents
             raise error
         handle.leased, handle.layout, handle.bound = True, layout, b
         if handle._unread is not None:
@@ -268,7 +268,10 @@ class Group:
             self._combine_in.stream = self._stream_of(handle)
         result = _native.lib.twCombine(self.pointer, arguments.pointer_of(handle), *self._addresses[2:])
         if result:
-            raise self._error(result, problem, handle=handle, rows=rows, out=out)
+            error = self._error(result, problem, handle=handle, rows=rows, out=out)
+            if isinstance(handle, Handle) and self._place.learns_late and isinstance(error, InvalidArgument):
+                handle.leased = False  # as twCombine documents
+            raise error
         if send_only:
             return Pending(handle, out, (rows, out), combining=True)
         handle.leased = False

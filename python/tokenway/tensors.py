@@ -250,6 +250,7 @@ class Host:
     """Where the tensors of a group are: here, on the CPU. `cuda.Cuda` is its like; groups and handles use either."""
 
     reusable = True  # blocks for handles, as a new one costs page faults, more than the rest of a route
+    learns_late = False  # of a peer's refusal: after the call has returned
     describe = staticmethod(describe)
     unlike = staticmethod(unlike)
     new_block = staticmethod(aligned_bytes)

@@ -70,6 +70,10 @@ std::string ranks_text(std::span<const int> ranks);
 Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
               const char* occasion, std::vector<Parcel>* all);
 
+// Every rank's result of something that each did alone: all fail if one did, and say which. Collective.
+Status agree(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline, const char* occasion,
+             const Status& mine);
+
 // A mesh of Unix sockets between processes of one host. `address` as in twCommConfig_t.
 Status connect_mesh(int rank, int size, const std::string& address, TimePoint deadline,
                     std::unique_ptr<Bootstrap>* bootstrap);

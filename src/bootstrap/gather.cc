@@ -35,4 +35,21 @@ Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, 
   return {};
 }
 
+Status agree(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline, const char* occasion,
+             const Status& mine) {
+  Packer packer;
+  packer.add<int32_t>(mine.code).add_bytes(mine.text.data(), mine.text.size());
+  std::vector<Parcel> all;
+  Status arrived = gather(bootstrap, members, tag, {packer.take(), {}}, deadline, occasion, &all);
+  if (!mine.ok()) return mine;
+  TW_RETURN_IF_FAILED(std::move(arrived));
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    Unpacker reader(all[rank].bytes);
+    const auto code = static_cast<twResult_t>(reader.get<int32_t>());
+    const std::string text = reader.get_bytes();
+    if (code != twSuccess) return fail(code, "rank %zu: %s", rank, text.c_str());
+  }
+  return {};
+}
+
 }  // namespace tw

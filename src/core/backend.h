@@ -45,6 +45,7 @@ struct HandleArrays {
   // Devices only.
   int32_t* places = nullptr;  // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
   int32_t* status = nullptr;  // twResult_t of the last dispatch, as the device knows it
+  void* stream = nullptr;     // of the last dispatch
 };
 
 // Where a received dispatch is shown to the caller. NULL: not wanted, or, for payloads, a view of the window suffices.
@@ -89,8 +90,8 @@ class Backend {
   // Start a step: everything is written and published on return, in stream order. Never wait for a peer.
   virtual Status send_dispatch(const DispatchCall& call, HandleArrays& handle) = 0;
   virtual Status send_combine(const CombineCall& call, HandleArrays& handle) = 0;
-  // `dispatching`: it stands where a dispatch would have stood.
-  virtual Status send_refusal(StepPlace at, bool dispatching, void* stream) = 0;
+  // `combining`: the handle, if a combine is refused; NULL: it stands where a dispatch would have stood.
+  virtual Status send_refusal(StepPlace at, const HandleArrays* combining, void* stream) = 0;
 
   // Finish it. After an error the targets are memory-safe: counts 0 and invalid ids for what did not arrive, NaN for
   // sums that could not be made.
@@ -117,6 +118,8 @@ class Backend {
     if (stream == nullptr) return {};
     return fail(twInvalidArgument, "stream is %p; it must be NULL on the CPU", stream);
   }
+  // Waits until nothing that was launched uses memory of the group any more.
+  virtual void settle() {}
   // What a step has found out since: fills the record and returns true if there is something new. Never blocks.
   virtual bool poll(twErrorRecord_t*) { return false; }
   // Memory for handles; NULL if there is none.

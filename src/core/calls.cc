@@ -118,7 +118,6 @@ Status check_not_pending(const twHandle& handle) {
 }
 
 void hold(twGroup& group, twHandle& handle, int lane) {
-  if (group.lanes[lane].holder != &handle) group.lanes[lane].second = false;
   handle.lane = lane;
   group.lanes[lane].holder = &handle;
 }
@@ -149,18 +148,27 @@ Status finish_combine(twGroup& group, twHandle& handle) {
   const StepEnd end = group.backend->finish_combine(call, deadline_of(group), handle);
   handle.pending = Pending::kNone;
   // A combine that a peer refused can be tried again, so its lease stays.
-  // On a device that is found out too late for a lease to depend on it (S5), so there it ends.
-  if (end.code == twSuccess || handle.lane_for_this_step || group.backend->on_device()) give_back(group, handle);
+  if (end.code == twSuccess || handle.lane_for_this_step) give_back(group, handle);
   return conclude(group, twPhaseCombine, call.at, static_cast<uint32_t>(call.bound), end);
 }
 
-Status refuse_on(twGroup& group, int lane, twPhase_t phase, void* stream, Status why) {
-  TW_RETURN_IF_FAILED(drain(group, lane, phase));
-  const bool dispatching = phase == twPhaseDispatch;
-  const StepPlace at =
-      group.backend->on_device() && dispatching ? group.lanes.begin_refusal(lane) : group.lanes.begin(lane);
+Status refuse_on(twGroup& group, int lane, const HandleArrays* combining, void* stream, Status why) {
+  TW_RETURN_IF_FAILED(drain(group, lane, combining == nullptr ? twPhaseDispatch : twPhaseCombine));
+  const bool at_bank = group.backend->on_device() && combining == nullptr;
+  const StepPlace at = at_bank ? group.lanes.begin_refusal(lane) : group.lanes.begin(lane);
   group.lanes[lane].draining = true;
-  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, dispatching, stream));
+  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, combining, stream));
+  return why;
+}
+
+// Whether ranks learn of a failed step only after their calls have returned.
+bool learns_late(const twGroup& group) { return group.backend->on_device() && !group.comm->environment.blocking; }
+
+// A step that could not be launched: the peers would wait for it, so the group ends, and they are told.
+Status fail_launch(twGroup& group, twHandle& handle, twPhase_t phase, StepPlace at, Status why) {
+  handle.pending = Pending::kNone;
+  if (handle.lane_for_this_step) give_back(group, handle);
+  (void)conclude(group, phase, at, 0, {twInternalError, group.me(), {}, 0});
   return why;
 }
 
@@ -180,8 +188,7 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   handle.dispatch = *call;
   handle.pending = Pending::kDispatch;
   Status sent = group.backend->send_dispatch(*call, handle);
-  if (!sent.ok()) handle.pending = Pending::kNone;
-  TW_RETURN_IF_FAILED(std::move(sent));
+  if (!sent.ok()) return fail_launch(group, handle, twPhaseDispatch, call->at, std::move(sent));
   return send_only ? Status{} : finish_dispatch(group, handle);
 }
 
@@ -197,8 +204,7 @@ Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_onl
   handle.combine = call;
   handle.pending = Pending::kCombine;
   Status sent = group.backend->send_combine(call, handle);
-  if (!sent.ok()) handle.pending = Pending::kNone;
-  TW_RETURN_IF_FAILED(std::move(sent));
+  if (!sent.ok()) return fail_launch(group, handle, twPhaseCombine, call.at, std::move(sent));
   return send_only ? Status{} : finish_combine(group, handle);
 }
 
@@ -219,11 +225,15 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
   // The step first: on a device it stands where the lease puts a dispatch, as the peers' does.
-  Status refused = refuse_on(group, lane, twPhaseDispatch, stream, std::move(why));
-  if (handle != nullptr) {  // as the failed dispatch does at the peers
-    handle->dispatched = false;
-    give_back(group, *handle);
-    if (send_only) hold(group, *handle, lane);
+  Status refused = refuse_on(group, lane, nullptr, stream, std::move(why));
+  if (handle == nullptr) return refused;
+  // Then the lease, as at the peers, whose dispatch has not failed yet as far as they know, or has.
+  handle->dispatched = false;
+  const bool second = group.lanes[lane].second;
+  give_back(group, *handle);
+  if (send_only || learns_late(group)) {
+    hold(group, *handle, lane);
+    group.lanes[lane].second = !second;
   }
   return refused;
 }
@@ -232,9 +242,8 @@ Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_combine_lane(group, handle, &lane));
-  Status refused = refuse_on(group, lane, twPhaseCombine, stream, std::move(why));
-  // On a device the peers do not know yet that the step failed, and have given their lanes back.
-  if (group.backend->on_device()) give_back(group, handle);
+  Status refused = refuse_on(group, lane, &handle, stream, std::move(why));
+  if (learns_late(group)) give_back(group, handle);  // as at the peers, who think that it went well
   return refused;
 }
 

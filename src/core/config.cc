@@ -113,6 +113,19 @@ Status check_ids(const twGroupConfig_t& given, const GroupConfig& config) {
   return {};
 }
 
+// Kernels count the pieces of a batch of rows in 32 bits.
+Status check_device_rows(const Shape& shape) {
+  constexpr uint64_t kLargest = 16u << 20;
+  for (int q = 0; q < shape.payloads; ++q) {
+    if (shape.payload_bytes[q] <= kLargest) continue;
+    return fail(twInvalidArgument, "config.payloads[%d] has rows of %s; on a device they may have %s", q,
+                bytes_text(shape.payload_bytes[q]).c_str(), bytes_text(kLargest).c_str());
+  }
+  if (shape.combine_bytes <= kLargest) return {};
+  return fail(twInvalidArgument, "config.combine_elements gives rows of %s; on a device they may have %s",
+              bytes_text(shape.combine_bytes).c_str(), bytes_text(kLargest).c_str());
+}
+
 // How a combine's rows are chunked, and how many tokens may travel as lines.
 void size_for_device(const Environment& environment, Shape* shape) {
   // Chunks of 64 to 128 KiB: the fence that ends one costs about 1 us, in which a block writes 30 KiB or so, and other
@@ -210,7 +223,10 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   config->local_experts.assign(ranks, 0);
   for (const int32_t rank : config->expert_rank) ++config->local_experts[rank];
   TW_RETURN_IF_FAILED(check_ids(given, *config));
-  if (on_device) size_for_device(environment, &shape);
+  if (on_device) {
+    TW_RETURN_IF_FAILED(check_device_rows(shape));
+    size_for_device(environment, &shape);
+  }
   if (!WindowMap::make(shape, &config->map)) {
     return fail(
         twInvalidArgument,

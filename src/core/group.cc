@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 namespace {
 
@@ -33,6 +34,7 @@ twGroup::twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, in
 }
 
 twGroup::~twGroup() {
+  if (backend != nullptr) backend->settle();
   for (twHandle* handle : handles) {
     if (handle->owns_block) release(handle->block);
     delete handle;
@@ -94,23 +96,6 @@ namespace {
 enum Stage : uint64_t { kCheckedStage, kCompareStage, kMemoryStage, kWindowStage, kMappedStage = kWindowStage + 8 };
 
 constexpr char kOccasion[] = "creating a group";
-
-// Every rank's result of something that each did alone: all fail if one did, and say which.
-Status agree(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline, const Status& mine) {
-  Packer packer;
-  packer.add<int32_t>(mine.code).add_bytes(mine.text.data(), mine.text.size());
-  std::vector<Parcel> all;
-  Status arrived = gather(bootstrap, members, tag, {packer.take(), {}}, deadline, kOccasion, &all);
-  if (!mine.ok()) return mine;
-  TW_RETURN_IF_FAILED(std::move(arrived));
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    Unpacker reader(all[rank].bytes);
-    const auto code = static_cast<twResult_t>(reader.get<int32_t>());
-    const std::string text = reader.get_bytes();
-    if (code != twSuccess) return fail(code, "rank %zu: %s", rank, text.c_str());
-  }
-  return {};
-}
 
 // The number in a file of one line; UINT64_MAX for "max", or where there is no such file.
 uint64_t read_limit(const char* path) {
@@ -186,12 +171,13 @@ Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& re
   const bool on_device = comm->device >= 0;
   const Status checked = readable.ok() ? check_config(given, ranks, on_device, comm->environment, &config) : readable;
   const TimePoint deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(comm->timeout_ms);
-  TW_RETURN_IF_FAILED(agree(bootstrap, members, tags + kCheckedStage, deadline, checked));
+  TW_RETURN_IF_FAILED(agree(bootstrap, members, tags + kCheckedStage, deadline, kOccasion, checked));
   std::vector<Parcel> configs;
   TW_RETURN_IF_FAILED(
       gather(bootstrap, members, tags + kCompareStage, {pack_config(config), {}}, deadline, kOccasion, &configs));
   TW_RETURN_IF_FAILED(compare_configs(configs));
-  TW_RETURN_IF_FAILED(agree(bootstrap, members, tags + kMemoryStage, deadline, check_memory(*comm, config, ranks)));
+  TW_RETURN_IF_FAILED(
+      agree(bootstrap, members, tags + kMemoryStage, deadline, kOccasion, check_memory(*comm, config, ranks)));
 
   auto group = std::make_unique<twGroup>(comm, std::move(config), std::move(members), rank);
   BackendInit init;
@@ -214,7 +200,7 @@ Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& re
 #else
   const Status mapped = make_cpu_backend(init, &group->backend);
 #endif
-  TW_RETURN_IF_FAILED(agree(bootstrap, group->members, tags + kMappedStage, deadline, mapped));
+  TW_RETURN_IF_FAILED(agree(bootstrap, group->members, tags + kMappedStage, deadline, kOccasion, mapped));
   *made = std::move(group);
   return {};
 }
@@ -263,6 +249,12 @@ Status check_usable(twGroup& group, twPhase_t phase) {
   }
   const AbortWord abort = group.backend->find_abort();
   if (abort.kind == 0) return {};
+  // A device tells within a moment where this rank was.
+  for (int look = 0; look < 30 && group.backend->on_device(); ++look) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    poll_device(group);
+    if (group.is_sticky()) return check_usable(group, phase);
+  }
   twErrorRecord_t record = empty_record();
   record.result = static_cast<twResult_t>(abort.kind);
   record.peer = static_cast<int32_t>(abort.culprit);

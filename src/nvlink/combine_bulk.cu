@@ -315,7 +315,8 @@ __global__ void __launch_bounds__(kThreads, 1) combine_bulk_kernel(const __grid_
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  if (usable && p.receive) end_step(p.group, s.step, arrived);
+  if (!usable || !p.receive) return;  // not done: this step will be another kernel's, unless the group is finished
+  end_step(p.group, s.step, arrived);
   say_done(p.group, s.step);
 }
 

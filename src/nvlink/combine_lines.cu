@@ -100,8 +100,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_lines_kernel(const __grid
   __syncthreads();
   if (!usable) {
     if (p.receive && blockIdx.x == 0) fill_nan(p, 0, p.tokens, threadIdx.x, blockDim.x);
-    if (threadIdx.x == 0) say_done(p.group, s.step);
-    return;
+    return;  // not done: this step will be another kernel's, unless the group is finished
   }
   uint32_t arrived = 0;
   if (p.receive && threadIdx.x == 0) arrived = begin_end(p.group, s.step);
@@ -122,7 +121,8 @@ __global__ void __launch_bounds__(kThreads, 1) combine_lines_kernel(const __grid
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  if (p.receive) end_step(p.group, s.step, arrived);
+  if (!p.receive) return;
+  end_step(p.group, s.step, arrived);
   say_done(p.group, s.step);
 }
 

@@ -75,7 +75,9 @@ void Control::on_stop(std::function<void()> stop) {
   watcher_ = std::thread([this] { watch(); });
 }
 
-Control::~Control() {
+Control::~Control() { end_watch(); }
+
+void Control::end_watch() {
   if (!watcher_.joinable()) return;
   {
     const std::lock_guard lock(mutex_);
@@ -130,6 +132,8 @@ bool Control::take(const Report& from, uint32_t* seen, Report* to) {
   const uint32_t serial = std::atomic_ref(const_cast<uint32_t&>(from.serial)).load(std::memory_order_acquire);
   if (serial == *seen) return false;
   std::memcpy(to, &from, sizeof *to);
+  // Overwritten meanwhile: the next look finds it whole.
+  if (std::atomic_ref(const_cast<uint32_t&>(from.serial)).load(std::memory_order_acquire) != serial) return false;
   *seen = serial;
   return true;
 }
@@ -141,5 +145,6 @@ bool Control::stopped(Report* report) const {
 
 bool Control::next_failure(Report* report) { return take(page(me_).failure, &failures_seen_, report); }
 bool Control::next_call(Report* report) { return take(page(me_).call, &calls_seen_, report); }
+bool Control::next_bad_id(Report* report) { return take(page(me_).bad_id, &bad_ids_seen_, report); }
 
 }  // namespace tw::nvlink

@@ -36,12 +36,15 @@ class Control {
   // What kernels have reported since the last look; failure first. False if there is nothing new.
   bool next_failure(Report* report);
   bool next_call(Report* report);
+  bool next_bad_id(Report* report);
   // What a kernel waited for when it was stopped; false if none was.
   bool stopped(Report* report) const;
   // The rank whose process is gone, -1 if all live.
   int dead() const { return dead_.load(std::memory_order_acquire); }
-  // Called, on the watching thread too, when kernels must stop.
+  // Called, on the watching thread too, when kernels must stop. Begins to watch.
   void on_stop(std::function<void()> stop);
+  // Ends that. The pages stay: kernels may still look at them.
+  void end_watch();
 
  private:
   Control() = default;
@@ -58,6 +61,7 @@ class Control {
   std::vector<ControlPage*> on_device_;
   uint32_t failures_seen_ = 0;
   uint32_t calls_seen_ = 0;
+  uint32_t bad_ids_seen_ = 0;
   std::atomic<int> dead_ = -1;
   std::function<void()> stop_;
 

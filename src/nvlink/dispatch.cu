@@ -44,7 +44,9 @@ __device__ __noinline__ bool skip_step(const DispatchParams& p, Step skipped) {
   bool passed = true;
   for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
     const Source source = await_source(g, skipped, i, Look::kTakesPart);
-    if (source.mode == Mode::kSkip || g.no_wait) continue;
+    // A peer may already be past the step that follows: then it has seen this rank's word of that one.
+    const uint32_t seen = unpack(source.word).step;
+    if (source.mode == Mode::kSkip || g.no_wait || (reached(seen, skipped.low()) && seen != skipped.low())) continue;
     passed = false;
     if (source.error != twPeerAborted) {
       report_failure(g, skipped, source.error == twTimeout ? twTimeout : twCallMismatch, i, source.word);
@@ -240,6 +242,7 @@ __device__ void publish_last(const Block& b, uint32_t* counter, uint64_t offset)
     if (last) *counter = 0;
   }
   if (!__shfl_sync(~0u, last, 0)) return;
+  __syncwarp();  // what lane 0 has synchronised with, all have
   const GroupView& g = b.p.group;
   const uint64_t place = g.map.word(b.step.lane, b.step.bank(), g.me);
   const int32_t* const counts = b.p.handle.send_counts;
@@ -471,7 +474,8 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  if (p.receive) end_step(g, step, arrived);
+  if (!p.receive) return;
+  end_step(g, step, arrived);
   say_done(g, step);
 }
 

@@ -54,7 +54,10 @@ Status check_device(int* device) {
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess) {
     (void)cudaGetLastError();
-    return fail(twUnsupported, "no CUDA device can be used: %s", cudaGetErrorString(error));
+    int driver = 0;
+    const bool none = cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0;
+    return fail(twUnsupported, "no CUDA device can be used: %s",
+                none ? "no NVIDIA driver is installed" : cudaGetErrorString(error));
   }
   if (*device == -1) TW_CUDA(cudaGetDevice(device));
   if (*device >= 0 && *device < count) return {};

@@ -11,7 +11,6 @@ Arena::~Arena() {
     cudaStreamSynchronize(stream_);
     cudaStreamDestroy(stream_);
   }
-  if (one_ != nullptr) cudaFreeHost(one_);
 }
 
 Status Arena::create(const Context& context, const std::vector<std::byte*>& windows,
@@ -41,9 +40,6 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   }
   TW_CUDA(cudaStreamCreateWithFlags(&made->stream_, cudaStreamNonBlocking));
   void* memory = nullptr;
-  TW_CUDA(cudaMallocHost(&memory, sizeof(uint32_t)));
-  made->one_ = static_cast<uint32_t*>(memory);
-  *made->one_ = 1;
   TW_CUDA(cudaMallocAsync(&memory, host.size(), made->stream_));
   made->tables_ = static_cast<std::byte*>(memory);
   TW_CUDA(cudaMemcpyAsync(made->tables_, host.data(), host.size(), cudaMemcpyHostToDevice, made->stream_));
@@ -82,7 +78,7 @@ Status Arena::with_counter(uint32_t* count, const std::function<Status(uint32_t*
 }
 
 void Arena::stop_kernels() {
-  cudaMemcpyAsync(&state_->sticky, one_, sizeof *one_, cudaMemcpyHostToDevice, stream_);
+  cudaMemsetAsync(&state_->sticky, 1, sizeof state_->sticky, stream_);  // anything but 0
   (void)cudaGetLastError();
 }
 

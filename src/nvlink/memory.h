@@ -36,7 +36,6 @@ class Arena {
   std::byte* tables_ = nullptr;
   DeviceState* state_ = nullptr;
   uint32_t* counter_ = nullptr;
-  uint32_t* one_ = nullptr;  // host memory, pinned
 };
 
 }  // namespace tw::nvlink

@@ -43,6 +43,7 @@ struct ControlPage {
   Report failure;  // sticky, by this rank's kernels alone
   Report call;     // of one call
   Report stopped;  // what a kernel waited for when it was told to stop
+  Report bad_id;
 };
 
 // Of one lane, on its own device: what its steps hand to each other. Steps of a lane are stream-ordered (S5), so one
@@ -243,7 +244,8 @@ struct ViewParams {
 struct RefuseParams {
   GroupView group;
   int32_t lane;
-  int32_t bank;  // of the dispatch that is refused; -1: a combine
+  int32_t bank;           // of the dispatch that is refused; -1: a combine
+  const int32_t* status;  // of the dispatch that a combine answers
 };
 
 struct SelfTestParams {

@@ -149,7 +149,7 @@ class Router {
 // Reports an id that is neither -1 nor an expert, or stands twice in its token; one for each step.
 __device__ __noinline__ static void report_id(const DispatchParams& p, Step step, int token, int k, int64_t id) {
   if (atomicExch(&p.group.lanes[step.lane].bad_step, step.low()) == step.low()) return;
-  report_call(p.group, [&](Report* to) {
+  report_call(p.group, &p.group.pages[p.group.me]->bad_id, [&](Report* to) {
     write_report(to, p.group, step, twInvalidArgument, p.group.me, 0, 0);
     volatile Report& report = *to;
     report.token = token;

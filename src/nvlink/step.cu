@@ -1,6 +1,8 @@
 // Steps without rows: a refusal, and the self-test of lines.
 #include <cuda_runtime.h>
 
+#include <mutex>
+
 #include "nvlink/wait.cuh"
 
 namespace tw::nvlink {
@@ -16,6 +18,7 @@ __device__ void wait_out(const GroupView& g, const Step& step) {
   for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
     const Source source = await_source(g, step, i, Look::kTakesPart);
     if (source.error == twTimeout) report_failure(g, step, twTimeout, i, source.word);
+    if (source.error == twPeerAborted) report_stopped(g, step, i, source.word);
   }
   __syncthreads();
 }
@@ -24,7 +27,8 @@ __device__ void wait_out(const GroupView& g, const Step& step) {
 // begins. A refused dispatch stands where the dispatch would have: see dispatch.cu, skip_step.
 __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
   Step step{next_step(p.group, p.lane), p.lane, 0, p.bank >= 0 ? twPhaseDispatch : twPhaseCombine};
-  if (is_sticky(p.group)) return;
+  // A combine of a dispatch that failed is no step: the peers skip it too.
+  if (is_sticky(p.group) || (p.status != nullptr && *p.status != twSuccess)) return;
   __syncthreads();
   if (p.bank >= 0 && static_cast<int>(step.number & 1) != p.bank) {
     publish_unordered(p.group, step, Mode::kSkip, [](int) { return 0; });
@@ -69,18 +73,20 @@ __global__ void self_test_kernel(const __grid_constant__ SelfTestParams p) {
         const bool active = lane < lanes;
         Vec16 value{};
         Patience patience(g);
-        bool late = false;
-        for (;;) {
+        for (bool late = false;;) {
           if (active) value = load_pair(line + 16 * lane);
           if (!__any_sync(~0u, active && flagged && value.b != flag)) break;
-          if (__any_sync(~0u, patience.over(&late))) break;
+          if (!__any_sync(~0u, patience.over(&late))) continue;
+          ++torn;  // it did not come
+          break;
         }
         if (!active) continue;
         if (value.a != test_word(round, 2 * lane)) ++torn;
         if (value.b != (flagged ? flag : test_word(round, 2 * lane + 1))) ++torn;
       }
     }
-    __syncthreads();  // all of this rank has read the round before it sends the next but one
+    // All of this rank has read the round before it sends the next but one; one failure is enough.
+    if (__syncthreads_or(torn != 0)) break;
   }
   if (torn != 0) atomicAdd(p.torn, torn);
 }
@@ -98,6 +104,8 @@ int launch_self_test(const SelfTestParams& params, void* stream) {
 }
 
 int allow_shared(const void* kernel, uint32_t bytes) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
   cudaFuncAttributes attributes;
   if (const cudaError_t loaded = cudaFuncGetAttributes(&attributes, kernel)) return loaded;
   if (static_cast<uint32_t>(attributes.maxDynamicSharedSizeBytes) >= bytes) return 0;

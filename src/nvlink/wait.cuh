@@ -49,7 +49,9 @@ __device__ inline void say_done(const GroupView& g, const Step& step) {
 // Waits for all other blocks of the kernel; only on the way of an error.
 __device__ __noinline__ static void await_done(const GroupView& g, Step step) {
   for (uint32_t i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
-    while (i != blockIdx.x && *reinterpret_cast<volatile uint32_t*>(&g.lanes[step.lane].done[i]) != step.low()) {
+    // Of a finished group some blocks may have left at once.
+    for (int look = 0; i != blockIdx.x && !(is_sticky(g) && look > 1000); ++look) {
+      if (*reinterpret_cast<volatile uint32_t*>(&g.lanes[step.lane].done[i]) == step.low()) break;
       __nanosleep(500);
     }
   }
@@ -107,9 +109,8 @@ __device__ __noinline__ static void report_stopped(const GroupView& g, Step step
 
 // Reports what ended one call and leaves the group usable.
 template <class Write>
-__device__ inline void report_call(const GroupView& g, Write&& write) {
+__device__ inline void report_call(const GroupView& g, Report* report, Write&& write) {
   while (atomicCAS(&g.state->lock, 0, 1) != 0) __nanosleep(200);
-  Report* const report = &g.pages[g.me]->call;
   write(report);
   finish_report(report);
   atomicExch(&g.state->lock, 0);
@@ -239,7 +240,8 @@ __device__ __noinline__ static void report_source(const GroupView& g, Step step,
     report_failure(g, step, error, error == twInternalError ? g.me : rank, source.word);
     return;
   }
-  report_call(g, [&](Report* to) { write_report(to, g, step, error, rank, source.word, source.note); });
+  report_call(g, &g.pages[g.me]->call,
+              [&](Report* to) { write_report(to, g, step, error, rank, source.word, source.note); });
 }
 
 // Publishes this rank's word of a step to every rank. `count(rank)`. Rows have been fenced by the caller; here the note

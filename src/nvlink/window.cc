@@ -170,7 +170,7 @@ Status DeviceMapping::export_to(Fd* fd) const {
   return {};
 }
 
-Status map_device_windows(const BackendInit& init, DeviceWindows* windows) {
+Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* windows) {
   const Context& context = *init.context;
   const bool local = init.bootstrap->in_process();
   const uint64_t bytes = context.map.bytes();
@@ -190,7 +190,7 @@ Status map_device_windows(const BackendInit& init, DeviceWindows* windows) {
     mine.bytes = Packer().add(card_of(init.device)).add<uint64_t>(local ? local_windows().add(own) : 0).take();
   }
   std::vector<Parcel> all;
-  Status met = gather(*init.bootstrap, init.members, init.tag, mine, init.deadline, "exchanging windows", &all);
+  Status met = gather(*init.bootstrap, init.members, tag, mine, init.deadline, "exchanging windows", &all);
   TW_RETURN_IF_FAILED(std::move(made));
   TW_RETURN_IF_FAILED(std::move(met));
   windows->by_rank.resize(all.size());

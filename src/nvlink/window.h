@@ -46,7 +46,7 @@ struct DeviceWindows {
   bool linked = true;                                   // every other device is reached over NVLink
 };
 
-// Makes this rank's window, zero but for its words, and maps those of all members. Collective; uses init.tag.
-Status map_device_windows(const BackendInit& init, DeviceWindows* windows);
+// Makes this rank's window, zero but for its words, and maps those of all members. Collective; uses `tag`.
+Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* windows);
 
 }  // namespace tw::nvlink

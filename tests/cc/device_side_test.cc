@@ -221,9 +221,9 @@ class Pretended : public Backend {
     places.push_back(call.at);
     return refused;
   }
-  Status send_refusal(StepPlace at, bool dispatching, void*) override {
+  Status send_refusal(StepPlace at, const HandleArrays* combining, void*) override {
     places.push_back(at);
-    refusals += dispatching ? "d" : "c";
+    refusals += combining == nullptr ? "d" : "c";
     return {};
   }
   StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays&) override {
@@ -339,27 +339,35 @@ TEST_F(PretendedGroup, ViewsLieInTheBankOfTheLease) {
 
 TEST_F(PretendedGroup, RefusalsKeepTheirPlace) {
   twHandle_t handle = make_handle();
-  EXPECT_TW(twInvalidArgument, dispatch(handle, 3));
-  EXPECT_EQ(device->refusals, "d");
-  EXPECT_EQ(device->places.back().bank(), 1);
-  EXPECT_TW(twSuccess, dispatch(handle));
-  EXPECT_EQ(device->places.back().bank(), 1);
-  received.payloads[0].dtype = twInt8;
-  EXPECT_TW(twInvalidArgument, combine(handle));
-  EXPECT_EQ(device->refusals, "dc");
+  for (int round = 0; round < 2; ++round) {
+    EXPECT_TW(twInvalidArgument, dispatch(handle, 3));
+    EXPECT_EQ(device->places.back().bank(), 1) << "where the peers' new lease begins, whatever came before";
+    EXPECT_TW(twSuccess, dispatch(handle));
+    EXPECT_EQ(device->places.back().bank(), 0) << "as the peers, which do not know yet and dispatch again";
+    EXPECT_TW(twInvalidArgument, dispatch(handle, 3));
+    EXPECT_EQ(device->places.back().bank(), 1);
+    EXPECT_TW(twSuccess, dispatch(handle));
+    received.payloads[0].dtype = twInt8;
+    EXPECT_TW(twInvalidArgument, combine(handle));
+    EXPECT_EQ(handle->lane, -1) << "the peers have given theirs back";
+    EXPECT_TW(twSuccess, dispatch(handle));
+    EXPECT_EQ(device->places.back().bank(), 1);
+    EXPECT_TW(twSuccess, combine(handle));
+  }
+  EXPECT_EQ(device->refusals, "ddcddc");
   EXPECT_TW(twSuccess, twHandleDestroy(handle));
 }
 
-// A launch that fails is this call's error; the handle is not left waiting for it.
+// A launch that fails is this call's error, with its sentence. The peers would wait for the step, so the group ends.
 TEST_F(PretendedGroup, LaunchesThatFail) {
   twHandle_t handle = make_handle();
   device->refused = fail(twSystemError, "no launch");
   EXPECT_TW(twSystemError, dispatch(handle));
-  EXPECT_TW(twSystemError, dispatch(handle, 4, true));
-  EXPECT_TW(twInvalidUsage, twComplete(&group, handle, stream)) << "nothing is pending";
+  EXPECT_STREQ(twLastError(), "no launch");
   device->refused = {};
-  EXPECT_TW(twSuccess, dispatch(handle));
-  EXPECT_TW(twSuccess, combine(handle));
+  EXPECT_TW(twInternalError, dispatch(handle));
+  EXPECT_TW(twInvalidUsage, twComplete(&group, handle, stream)) << "nothing is pending";
+  EXPECT_EQ(error_of(&group).sticky, 1);
   EXPECT_TW(twSuccess, twHandleDestroy(handle));
 }
 

@@ -334,7 +334,7 @@ PROTOCOL = (
         "S1",
         "device_side_test",
         "PretendedGroup.ViewsLieInTheBankOfTheLease",
-        (Edit(CALLS, "  if (group.lanes[lane].holder != &handle) group.lanes[lane].second = false;\n", ""),),
+        (Edit(CALLS, "    group.lanes[handle.lane].second = false;\n", ""),),
     ),
     Mutation(
         "calls go on after a device has found an error",

@@ -1,0 +1,149 @@
+// The CUDA backend's class: calls are in backend.cc, coming into being in creation.cc.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/backend.h"
+#include "nvlink/control.h"
+#include "nvlink/memory.h"
+#include "nvlink/window.h"
+
+namespace tw::nvlink {
+
+inline Status launched(const char* what, int error) { return error == 0 ? Status{} : cuda_failure(what, error); }
+
+class NvlinkBackend : public Backend {
+ public:
+  explicit NvlinkBackend(const BackendInit& init)
+      : context_(*init.context),
+        device_(init.device),
+        in_process_(init.bootstrap->in_process()),
+        blocking_(init.blocking),
+        sm_limit_(init.sm_limit) {}
+
+  ~NvlinkBackend() override {
+    const OnDevice on(device_);
+    if (control_ != nullptr) control_->end_watch();  // its thread uses the arena
+    settle();
+    arena_.reset();
+    control_.reset();  // after the last kernel that may look at its pages
+  }
+
+  Status open(const BackendInit& init);
+
+  bool on_device() const override { return true; }
+
+  Status check_stream(const void* stream) const override {
+    if (!in_process_ || (stream != nullptr && stream != cudaStreamLegacy)) return {};
+    return fail(twInvalidArgument,
+                "stream is %p, the default stream; local ranks may wait for each other on a device, so each needs a "
+                "non-blocking stream of its own",
+                stream);
+  }
+
+  // A call that receives too is one kernel, launched here.
+  Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
+    return run_dispatch(call, handle, true, !call.send_only);
+  }
+  Status send_combine(const CombineCall& call, HandleArrays& handle) override {
+    return run_combine(call, handle, true, !call.send_only);
+  }
+
+  Status send_refusal(StepPlace at, const HandleArrays* combining, void* stream) override {
+    const OnDevice on(device_);
+    remember(stream);
+    return launched("the refusal of a call", launch_refuse({view_, at.lane, combining == nullptr ? at.bank() : -1,
+                                                            combining == nullptr ? nullptr : combining->status},
+                                                           stream));
+  }
+
+  StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays& handle) override {
+    return end_of(call.stream, call.send_only ? run_dispatch(call, handle, false, true) : Status{});
+  }
+  StepEnd finish_combine(const CombineCall& call, TimePoint, HandleArrays& handle) override {
+    return end_of(call.stream, call.send_only ? run_combine(call, handle, false, true) : Status{});
+  }
+  // A refusal's kernel has waited for the peers.
+  StepEnd drain(StepPlace, TimePoint) override { return {}; }
+
+  void* view(StepPlace at, int q) override { return window() + context_.map.payload(at.lane, at.bank(), q, 0, 0, 0); }
+  bool in_window(const void* address) override {
+    const auto* const at = static_cast<const std::byte*>(address);
+    return std::less_equal<>()(window(), at) && std::less<>()(at, window() + context_.map.bytes());
+  }
+
+  void announce_abort(AbortWord reason) override { control_->announce_abort(reason); }
+  AbortWord find_abort() override { return control_->find_abort(); }
+  AbortWord abort_of(int writer) override { return control_->abort_of(writer); }
+
+  bool poll(twErrorRecord_t* record) override;
+
+  // Ranks of one process wait for their own streams only: a device that ranks share may hold a kernel of another rank
+  // that waits for a later call of this one.
+  void settle() override;
+
+  std::byte* allocate(size_t bytes) override {
+    const OnDevice on(device_);
+    return arena_->allocate(bytes);
+  }
+  void release(std::byte* block) override {
+    const OnDevice on(device_);
+    arena_->release(block);
+  }
+
+  Status copy_counts(const HandleArrays& handle, int32_t* counts) override {
+    const OnDevice on(device_);
+    const OutsideCaptures outside;
+    const auto stream = static_cast<cudaStream_t>(handle.stream);
+    TW_CUDA(cudaMemcpyAsync(counts, handle.received.counts, sizeof(int32_t) * ranks(), cudaMemcpyDeviceToHost, stream));
+    TW_CUDA(cudaStreamSynchronize(stream));
+    return {};
+  }
+
+ protected:
+  int32_t ranks() const override { return shape().ranks; }
+
+ private:
+  const Shape& shape() const { return context_.map.shape(); }
+  std::byte* window() const { return windows_.by_rank[context_.me]->data(); }
+
+  Status may_use_lines(bool* may);
+  Status test_lines();
+  Status fill_view(const BackendInit& init);
+  template <class Value>
+  Status least(const BackendInit& init, uint64_t tag, int32_t mine, Value* all);
+  Status run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive);
+  Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
+  Status run_views(const DispatchCall& call, HandleArrays& handle);
+  bool poll_others(twErrorRecord_t* record);
+  StepEnd end_of(void* stream, const Status& run);
+  HandleView view_of(const HandleArrays& handle) const;
+  Shown shown_of(const DispatchTargets& targets, const HandleArrays& handle) const;
+  void remember(void* stream);
+  int grid_of(int64_t work) const { return static_cast<int>(std::clamp<int64_t>(work, 1, max_grid_)); }
+
+  const Context& context_;
+  const int device_;
+  const bool in_process_;
+  const bool blocking_;
+  const int sm_limit_;
+  int sharing_ = 1;
+  int max_grid_ = 1;   // blocks of a kernel that waits: those of all lanes and ranks of a device fit on it (S8)
+  int view_grid_ = 1;  // of one that does not
+  DeviceWindows windows_;
+  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Control> control_;
+  GroupView view_{};
+  DispatchScratch dispatch_{};
+  CombineScratch combine_lines_{};
+  CombineScratch combine_bulk_{};
+  std::mutex reports_;         // they are taken by calls, and by whoever asks for the group's error
+  TimePoint trouble_since_{};  // when others' trouble was first seen
+  void* last_stream_ = nullptr;
+  std::vector<void*> streams_;  // that were used, to be waited for at the end
+};
+
+}  // namespace tw::nvlink

@@ -1,0 +1,115 @@
+// How the CUDA backend comes into being: every rank does a stage, then all meet.
+#include <algorithm>
+
+#include "nvlink/backend.h"
+
+namespace tw::nvlink {
+namespace {
+
+constexpr int kSelfTestRounds = 64;
+
+}  // namespace
+
+Status NvlinkBackend::fill_view(const BackendInit& init) {
+  cudaDeviceProp prop{};
+  TW_CUDA(cudaGetDeviceProperties(&prop, device_));
+  sharing_ = windows_.sharing;
+  const int limit = sm_limit_ > 0 ? std::min(sm_limit_, prop.multiProcessorCount) : prop.multiProcessorCount;
+  max_grid_ = std::clamp(std::min(limit, prop.multiProcessorCount / (sharing_ * shape().lanes)), 1, kMaxBlocks);
+  view_grid_ = sm_limit_ > 0 ? limit : 2 * limit;
+  dispatch_ = DispatchScratch::make(shape());
+  combine_lines_ = CombineScratch::make(shape(), false);
+  combine_bulk_ = CombineScratch::make(shape(), true);
+  view_.map = context_.map;
+  view_.me = context_.me;
+  view_.local_experts = context_.local_experts;
+  view_.line_tokens = shape().line_tokens;
+  view_.no_wait = init.no_wait ? 1 : 0;
+  view_.timeout_ns = static_cast<uint64_t>(init.timeout_ms) * 1000000;
+  if (sharing_ * shape().lanes <= prop.multiProcessorCount) return {};
+  return fail(twInvalidArgument,
+              "config.lanes is %d; %d ranks share a device of %d SMs, and a block of each lane of each must find room "
+              "there, so lanes must be from 1 to %d",
+              shape().lanes, sharing_, prop.multiProcessorCount, prop.multiProcessorCount / sharing_);
+}
+
+// Each stage that a rank does alone ends in a meeting, so that none waits for one that has failed. Tags of a comm must
+// rise: see Connection::take.
+Status NvlinkBackend::open(const BackendInit& init) {
+  const OnDevice on(device_);
+  const OutsideCaptures outside;
+  uint64_t tag = init.tag;
+  const auto meet = [&](const char* occasion, const Status& mine) {
+    return agree(*init.bootstrap, init.members, tag++, init.deadline, occasion, mine);
+  };
+  const Status mapped = map_device_windows(init, tag++, &windows_);
+  TW_RETURN_IF_FAILED(meet("mapping windows", mapped));
+  const Status controlled = Control::create(init, tag++, &control_);
+  TW_RETURN_IF_FAILED(meet("sharing control pages", controlled));
+  Status prepared = fill_view(init);
+  std::vector<std::byte*> windows;
+  for (const auto& window : windows_.by_rank) windows.push_back(window->data());
+  if (prepared.ok()) prepared = Arena::create(context_, windows, control_->on_device(), &view_, &arena_);
+  if (prepared.ok()) prepared = launched("loading the kernels", load_kernels(shape()));
+  bool testing = false;
+  if (prepared.ok()) prepared = may_use_lines(&testing);
+  TW_RETURN_IF_FAILED(meet("loading kernels", prepared));
+  // All test, or nobody: a test needs an answer.
+  TW_RETURN_IF_FAILED(least(init, tag++, testing ? 1 : 0, &testing));
+  const Status tested = testing ? test_lines() : Status{};
+  if (!testing) view_.line_tokens = 0;
+  TW_RETURN_IF_FAILED(meet("testing the links", tested));
+  // The least that any rank found is what all use: receivers must expect what senders send.
+  TW_RETURN_IF_FAILED(least(init, tag++, view_.line_tokens, &view_.line_tokens));
+  control_->on_stop([this] {
+    const OnDevice here(device_);
+    const OutsideCaptures apart;
+    arena_->stop_kernels();
+  });
+  return {};
+}
+
+// The least of all ranks' values.
+template <class Value>
+Status NvlinkBackend::least(const BackendInit& init, uint64_t tag, int32_t mine, Value* all) {
+  std::vector<Parcel> parcels;
+  TW_RETURN_IF_FAILED(gather(*init.bootstrap, init.members, tag, {Packer().add(mine).take(), {}}, init.deadline,
+                             "testing the links", &parcels));
+  for (const Parcel& parcel : parcels) mine = std::min(mine, Unpacker(parcel.bytes).get<int32_t>());
+  *all = static_cast<Value>(mine);
+  return {};
+}
+
+// Lines need 16-byte stores that arrive whole, which PTX does not promise. They are used where each pair of ranks has
+// seen so, on devices of compute capability 9.0 or more that reach each other over NVLink.
+Status NvlinkBackend::may_use_lines(bool* may) {
+  int major = 0;
+  TW_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_));
+  *may = shape().line_tokens > 0 && major >= 9 && windows_.linked;
+  return {};
+}
+
+Status NvlinkBackend::test_lines() {
+  uint32_t torn = 0;
+  GroupView view = view_;
+  view.timeout_ns = std::min<uint64_t>(view.timeout_ns, 10'000'000'000);
+  view.no_wait = 0;
+  TW_RETURN_IF_FAILED(arena_->with_counter(&torn, [&](uint32_t* counter, cudaStream_t stream) {
+    return launched("the test of lines", launch_self_test({view, counter, kSelfTestRounds}, stream));
+  }));
+  if (torn != 0) view_.line_tokens = 0;
+  return {};
+}
+
+}  // namespace tw::nvlink
+
+namespace tw {
+
+Status make_nvlink_backend(const BackendInit& init, std::unique_ptr<Backend>* backend) {
+  auto made = std::make_unique<nvlink::NvlinkBackend>(init);
+  TW_RETURN_IF_FAILED(made->open(init));
+  *backend = std::move(made);
+  return {};
+}
+
+}  // namespace tw
