@@ -217,7 +217,7 @@ PROTOCOL = (
         "S5",
         "errors_test",
         "Errors.RefusalLeavesLanesAlike",
-        (Edit(CALLS, "    if (send_only) hold(group, *handle, lane);\n", ""),),
+        (Edit(CALLS, "if (send_only || learns_late(group)) {", "if (learns_late(group)) {"),),
     ),
     Mutation(
         "a held lane leased again",
@@ -231,7 +231,7 @@ PROTOCOL = (
         "S2",
         "errors_test",
         "Errors.RefusedDispatchForgetsTheEarlierOne",
-        (Edit(CALLS, "  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, dispatching, stream));\n", ""),),
+        (Edit(CALLS, "  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, combining, stream));\n", ""),),
     ),
     Mutation(
         "going on after a timeout",
