@@ -94,37 +94,32 @@ Status local_devices(const int32_t* given, int32_t nranks, std::vector<int>* dev
   return {};
 }
 
+// A comm whose ranks are processes; its groups exchange through memory of the host, or of a device each. A device that
+// cannot be used is refused before anybody is met.
+Status create_between_processes(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* given,
+                                bool on_device) {
+  TW_CHECK_NOT_NULL(comm);
+  TW_RETURN_IF_FAILED(check_rank(rank, nranks));
+  tw::Environment environment;
+  twCommConfig_t config;
+  TW_RETURN_IF_FAILED(read_comm_config(given, &environment, &config));
+  int device = config.device;
+  if (on_device) TW_RETURN_IF_FAILED(find_device("config.device", &device));
+  std::unique_ptr<tw::Bootstrap> mesh;
+  TW_RETURN_IF_FAILED(connect(rank, nranks, config, &mesh));
+  *comm = make_comm(std::move(mesh), environment, config.timeout_ms);
+  if (on_device) (*comm)->device = device;
+  return {};
+}
+
 }  // namespace
 
 twResult_t twCommCreateShm(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* given) {
-  return enter([&]() -> Status {
-    TW_CHECK_NOT_NULL(comm);
-    TW_RETURN_IF_FAILED(check_rank(rank, nranks));
-    tw::Environment environment;
-    twCommConfig_t config;
-    TW_RETURN_IF_FAILED(read_comm_config(given, &environment, &config));
-    std::unique_ptr<tw::Bootstrap> mesh;
-    TW_RETURN_IF_FAILED(connect(rank, nranks, config, &mesh));
-    *comm = make_comm(std::move(mesh), environment, config.timeout_ms);
-    return {};
-  });
+  return enter([&] { return create_between_processes(comm, rank, nranks, given, false); });
 }
 
 twResult_t twCommCreateCuda(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* given) {
-  return enter([&]() -> Status {
-    TW_CHECK_NOT_NULL(comm);
-    TW_RETURN_IF_FAILED(check_rank(rank, nranks));
-    tw::Environment environment;
-    twCommConfig_t config;
-    TW_RETURN_IF_FAILED(read_comm_config(given, &environment, &config));
-    int device = config.device;
-    TW_RETURN_IF_FAILED(find_device("config.device", &device));
-    std::unique_ptr<tw::Bootstrap> mesh;
-    TW_RETURN_IF_FAILED(connect(rank, nranks, config, &mesh));
-    *comm = make_comm(std::move(mesh), environment, config.timeout_ms);
-    (*comm)->device = device;
-    return {};
-  });
+  return enter([&] { return create_between_processes(comm, rank, nranks, given, true); });
 }
 
 twResult_t twCommCreateLocal(twComm_t* made, int32_t nranks, const twCommConfig_t* given) {

@@ -4,8 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <map>
-#include <mutex>
+#include "bootstrap/local_registry.h"
 
 namespace tw {
 namespace {
@@ -26,30 +25,8 @@ Status make_memfd(uint64_t bytes, Fd* fd) {
   return {};
 }
 
-// Memory of this process that its other ranks may take, by number: a number that has gone is found missing, where a
-// pointer would dangle.
-class LocalMemory {
- public:
-  uint64_t add(const std::shared_ptr<Mapping>& memory) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(memory_, [](const auto& entry) { return entry.second.expired(); });
-    memory_[++last_] = memory;
-    return last_;
-  }
-  std::shared_ptr<Mapping> find(uint64_t number) {
-    const std::lock_guard lock(mutex_);
-    const auto found = memory_.find(number);
-    return found == memory_.end() ? nullptr : found->second.lock();
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<uint64_t, std::weak_ptr<Mapping>> memory_;
-  uint64_t last_ = 0;
-};
-
-LocalMemory& local_memory() {
-  static LocalMemory memory;
+LocalRegistry<Mapping>& local_memory() {
+  static LocalRegistry<Mapping> memory;
   return memory;
 }
 

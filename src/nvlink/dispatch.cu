@@ -8,8 +8,8 @@
 // that unpacking them hides behind the payloads. After the last byte there is only the word to wait for (S4), and one
 // block that does.
 //
-// A kernel of a few microseconds runs each instruction once or twice, so fetching them is a good part of its time: the
-// two ways are two kernels, and what few threads need is not inlined.
+// The two ways are two kernels, and what few threads need is not inlined: neither way pays for the registers of the
+// other.
 #include <cuda_runtime.h>
 
 #include "nvlink/received.cuh"

@@ -157,7 +157,6 @@ struct Source {
   twResult_t error = twSuccess;
   uint64_t word = 0;
   uint32_t note = 0;
-  bool announced = false;  // headers are here, rows may not be
 };
 
 // Judges a word that has the step.
@@ -214,7 +213,6 @@ __device__ inline Source await_source(const GroupView& g, const Step& step, int 
       fence_system();
       source.word = announcement;
       source.note = static_cast<uint32_t>(load_word(place + kNoteOffset));
-      source.announced = true;
       break;
     }
     bool late = false;

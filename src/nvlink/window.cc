@@ -1,8 +1,8 @@
 #include "nvlink/window.h"
 
 #include <cstring>
-#include <map>
-#include <mutex>
+
+#include "bootstrap/local_registry.h"
 
 namespace tw::nvlink {
 namespace {
@@ -16,6 +16,15 @@ CUmemAllocationProp properties(int device, bool exported) {
   prop.location.id = device;
   if (exported) prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   return prop;
+}
+
+// What a window takes: whole pieces of the size that the driver allocates and maps by.
+Status size_of(const Driver& driver, const CUmemAllocationProp& prop, uint64_t bytes, uint64_t* size) {
+  size_t granularity = 0;
+  TW_RETURN_IF_FAILED(
+      driver.check("size a window", driver.granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)));
+  *size = round_up(bytes, granularity);
+  return {};
 }
 
 // What a rank tells of its device.
@@ -42,29 +51,8 @@ int find_device(const Card& card) {
   return -1;
 }
 
-// Ranks of this process take each other's mappings by number, as src/bootstrap/shared_memory.cc does.
-class LocalWindows {
- public:
-  uint64_t add(const std::shared_ptr<DeviceMapping>& window) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(windows_, [](const auto& entry) { return entry.second.expired(); });
-    windows_[++last_] = window;
-    return last_;
-  }
-  std::shared_ptr<DeviceMapping> find(uint64_t number) {
-    const std::lock_guard lock(mutex_);
-    const auto found = windows_.find(number);
-    return found == windows_.end() ? nullptr : found->second.lock();
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<uint64_t, std::weak_ptr<DeviceMapping>> windows_;
-  uint64_t last_ = 0;
-};
-
-LocalWindows& local_windows() {
-  static LocalWindows windows;
+LocalRegistry<DeviceMapping>& local_windows() {
+  static LocalRegistry<DeviceMapping> windows;
   return windows;
 }
 
@@ -133,10 +121,7 @@ Status DeviceMapping::create(const Driver& driver, int device, const std::vector
   auto made = std::make_shared<DeviceMapping>();
   made->driver_ = &driver;
   const CUmemAllocationProp prop = properties(device, exported);
-  size_t granularity = 0;
-  TW_RETURN_IF_FAILED(
-      driver.check("size a window", driver.granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)));
-  made->bytes_ = round_up(bytes, granularity);
+  TW_RETURN_IF_FAILED(size_of(driver, prop, bytes, &made->bytes_));
   TW_RETURN_IF_FAILED(driver.check("allocate a window", driver.create(&made->handle_, made->bytes_, &prop, 0)));
   made->has_handle_ = true;
   TW_RETURN_IF_FAILED(made->map(readers));
@@ -149,10 +134,7 @@ Status DeviceMapping::import(const Driver& driver, int fd, int reader, uint64_t 
   auto made = std::make_shared<DeviceMapping>();
   made->driver_ = &driver;
   const CUmemAllocationProp prop = properties(reader, true);
-  size_t granularity = 0;
-  TW_RETURN_IF_FAILED(
-      driver.check("size a window", driver.granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)));
-  made->bytes_ = round_up(bytes, granularity);
+  TW_RETURN_IF_FAILED(size_of(driver, prop, bytes, &made->bytes_));
   TW_RETURN_IF_FAILED(driver.check(
       "import a peer's window", driver.import_handle(&made->handle_, reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
                                                      CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)));
