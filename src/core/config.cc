@@ -128,10 +128,10 @@ Status check_device_rows(const Shape& shape) {
 
 // How a combine's rows are chunked, and how many tokens may travel as lines.
 void size_for_device(const Environment& environment, Shape* shape) {
-  // Chunks of 64 to 128 KiB: the fence that ends one costs about 1 us, in which a block writes 30 KiB or so, and other
-  // blocks write on; the sum of the last one is what a combine ends with.
+  // Chunks of 8 to 16 KiB, or a row: a chunk is sent by one block, which has its share of the link alone, 5 us for 16
+  // KiB when all send at once, and what it carries is not summed before. Fences cost 1 us, of one warp out of eight.
   uint64_t rows = 1;
-  while (rows < 64 && 2 * rows * shape->combine_bytes <= (128u << 10)) rows *= 2;
+  while (rows < 64 && 2 * rows * shape->combine_bytes <= (16u << 10)) rows *= 2;
   shape->chunk_rows = static_cast<int32_t>(rows);
   // Lines win while they save a fence and a round trip; their eight flags in 128 bytes, and the copy out of them, cost
   // more from about 256 tokens for one peer on. With more peers each gets its share of that.

@@ -1,7 +1,7 @@
 // The byte map of a window. Written once, for the host and for devices; every offset that anyone uses comes from here.
 //
 //   header        waiters, one abort word per writer
-//   lane 0        words: bank 0, bank 1, each one 64-byte line per source: {word, note, announcement}
+//   lane 0        words: bank 0, bank 1, each one 64-byte line per source: {word, note, rows}
 //                 bank 0, bank 1: dispatched rows, or the inbox of combined rows
 //                 chunk words: bank 0, bank 1, per source one for every chunk of a combine   (devices)
 //                 lines: bank 0, bank 1, per source the lines of its first slots             (devices)
@@ -24,7 +24,7 @@ namespace tw {
 
 inline constexpr uint64_t kWordStride = 64;  // a cache line each: words have different writers
 inline constexpr uint64_t kNoteOffset = 8;
-inline constexpr uint64_t kAnnouncementOffset = 16;
+inline constexpr uint64_t kRowsOffset = 16;
 inline constexpr uint64_t kRegionAlignment = 256;
 inline constexpr uint64_t kPageAlignment = 4096;
 

@@ -1,5 +1,5 @@
 // The CUDA backend: arguments into kernel parameters, and what kernels report into errors. What happens to bytes is in
-// dispatch.cu, combine_lines.cu, combine_bulk.cu and views.cu.
+// dispatch.cu, combine.cu and views.cu.
 #include "nvlink/backend.h"
 
 #include <cstring>
@@ -10,10 +10,6 @@
 
 namespace tw::nvlink {
 namespace {
-
-constexpr int kSplit = 16;  // blocks from which on some send and some sum
-// One block in so many sends: a few fill a link, and sums need all the memory bandwidth that they can get.
-constexpr int kSenderShare = 3;
 
 // The largest power of two up to 16 that divides everything.
 int width_of(std::initializer_list<uint64_t> values) {
@@ -29,6 +25,25 @@ bool is_capturing(void* stream) {
 }
 
 uint64_t address_of(const void* at) { return reinterpret_cast<uintptr_t>(at); }
+
+// Rows of a call shared out to warps: while there are warps without work, in smaller parts. A warp has as much in
+// flight as its unit holds, so large units are for when all warps have some.
+// The first `whole` words of a row lie in one unit.
+Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps) {
+  Units units{};
+  units.words = static_cast<uint32_t>(words);
+  units.line_bytes = static_cast<uint32_t>(kLineBytes * lines_of(words));
+  units.groups = (units.line_bytes + 4 * kLineBytes - 1) / (4 * kLineBytes);
+  static_assert(words_of(meta_bytes(TW_MAX_TOP_K)) <= uint64_t{kMetaGroups} * 4 * kLineWords);
+  units.unit_groups = whole > 4 * kLineWords ? kMetaGroups : 1;
+  while (units.unit_groups < kUnitGroups && rows * units.groups > warps * units.unit_groups) units.unit_groups *= 2;
+  units.per_row = Divider::make((units.groups + units.unit_groups - 1) / units.unit_groups);
+  return units;
+}
+// Vectors of a row in a unit.
+uint32_t share_of(uint32_t vectors, const Units& units) {
+  return (vectors + units.per_row.divisor - 1) / units.per_row.divisor;
+}
 
 // Where this rank was: what a kernel has reported.
 void fill_place(const Report& report, twErrorRecord_t* record) {
@@ -86,6 +101,7 @@ Shown NvlinkBackend::shown_of(const DispatchTargets& targets, const HandleArrays
 Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
+  const bool capturing = is_capturing(call.stream);
   DispatchParams p{};
   p.group = view_;
   p.handle = view_of(handle);
@@ -110,11 +126,10 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
     const int width = width_of({address_of(rows.data), static_cast<uint64_t>(rows.stride), bytes});
     whole &= width >= 8;
     payload.width = width == 16 ? 16 : width >= 4 ? 4 : 1;  // what dispatch.cu has loops for
-    payload.vectors = Divider::make(static_cast<uint32_t>(bytes / static_cast<uint64_t>(payload.width)));
+    payload.vectors = static_cast<uint32_t>(bytes / static_cast<uint64_t>(payload.width));
     payload.first_word = static_cast<uint32_t>(word);
     word += words_of(bytes);
   }
-  p.words = static_cast<uint32_t>(word);
   const bool rank_major = call.targets.layout == twRankMajor;
   p.shown = shown_of(call.targets, handle);
   if (!rank_major) p.shown.ids = p.shown.weights = nullptr, p.shown.counts = handle.received.counts;
@@ -122,17 +137,21 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.bank = call.at.bank();
   p.bound = call.bound;
   p.tokens = handle.routing.tokens;
+  p.first_line = first_line(p.tokens);
   p.send = send;
   p.receive = receive;
   p.at = dispatch_;
   p.table = shape().experts <= kMaxTable;
   p.whole = whole;
-  const int64_t slots = static_cast<int64_t>(shape().ranks - 1) * call.bound;
-  const bool bulk = call.bound > view_.line_tokens;
-  const int grid = bulk ? max_grid_ : grid_of(p.tokens + slots);
-  TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, bulk, grid, call.stream)));
+  p.simple = whole && shape().payloads == 1;
+  const int64_t arriving = static_cast<int64_t>(shape().ranks - 1) * call.bound;
+  const int64_t rows = std::max<int64_t>(p.tokens, arriving);
+  p.units = units_of(word, words_of(meta_bytes(shape().top_k)), call.bound, int64_t{max_grid_} * kSendWarps);
+  for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
+  const int grid = grid_of(rows, p.units);
+  TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early_ && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
-  if (send && !is_capturing(call.stream)) handle.source = {};
+  if (send && !capturing) handle.source = {};
   handle.stream = call.stream;
   return receive ? run_views(call, handle) : Status{};
 }
@@ -165,6 +184,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
 Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
+  const bool early = early_ && is_capturing(call.stream);  // the launch itself takes the host 4 us longer
   CombineParams p{};
   p.group = view_;
   p.handle = view_of(handle);
@@ -193,22 +213,20 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.vectors_fit = width == 16;
   p.words_fit = width >= 8;
   p.vectors = static_cast<uint32_t>(shape().combine_bytes / 16);
-  const int64_t rows = static_cast<int64_t>(shape().ranks - 1) * call.bound;
-  const bool bulk = call.bound > view_.line_tokens || !call.apart;
-  const int grid = bulk ? max_grid_ : grid_of(std::max<int64_t>(p.tokens, rows));
-  const bool split = bulk && grid >= kSplit;
-  p.senders = split ? grid / kSenderShare : grid;
-  p.summers = split ? grid - p.senders : grid;
-  p.at = bulk ? combine_bulk_ : combine_lines_;
+  const int64_t returning = static_cast<int64_t>(shape().ranks - (call.apart ? 1 : 0)) * call.bound;
+  const int64_t rows = std::max<int64_t>(p.tokens, returning);
+  p.units = units_of(words_of(shape().combine_bytes), 0, call.bound, int64_t{max_grid_} * kSendWarps);
+  p.per_unit = share_of(p.vectors, p.units);
+  p.at = combine_;
+  const int grid = grid_of(rows, p.units);
   // Rows that the sums overwrite are all sent before the first sum.
   if (send && receive && !call.apart && !call.in_window) {
     p.receive = 0;
-    TW_RETURN_IF_FAILED(launched("a combine", launch_combine_bulk(p, grid, call.stream)));
+    TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, grid, early, call.stream)));
     p.send = 0;
     p.receive = 1;
   }
-  return launched("a combine",
-                  bulk ? launch_combine_bulk(p, grid, call.stream) : launch_combine_lines(p, grid, call.stream));
+  return launched("a combine", launch_combine(p, grid, early, call.stream));
 }
 
 // The end of a step, as far as the host knows it: launched, unless TOKENWAY_BLOCKING asks to wait.

@@ -123,7 +123,15 @@ class NvlinkBackend : public Backend {
   HandleView view_of(const HandleArrays& handle) const;
   Shown shown_of(const DispatchTargets& targets, const HandleArrays& handle) const;
   void remember(void* stream);
-  int grid_of(int64_t work) const { return static_cast<int>(std::clamp<int64_t>(work, 1, max_grid_)); }
+  // Blocks for so many rows, to be sent by half of their warps and received by the other.
+  int grid_of(int64_t rows, const Units& units) const {
+    return static_cast<int>(
+        std::clamp<int64_t>((rows * units.per_row.divisor + kSendWarps - 1) / kSendWarps, 1, max_grid_));
+  }
+  // The token from which on rows travel as lines.
+  int32_t first_line(int32_t tokens) const {
+    return tokens <= view_.line_tokens ? 0 : tokens - std::min<int32_t>(view_.line_tokens, kLineRounds * kRound);
+  }
 
   const Context& context_;
   const int device_;
@@ -138,8 +146,10 @@ class NvlinkBackend : public Backend {
   std::unique_ptr<Control> control_;
   GroupView view_{};
   DispatchScratch dispatch_{};
-  CombineScratch combine_lines_{};
-  CombineScratch combine_bulk_{};
+  CombineScratch combine_{};
+  // Kernels may be on the device before those before them have ended. Of one lane alone: with several, or several ranks
+  // on the device, one that is not yet needed could take the room of one that is (S8).
+  bool early_ = false;
   std::mutex reports_;         // they are taken by calls, and by whoever asks for the group's error
   TimePoint trouble_since_{};  // when others' trouble was first seen
   void* last_stream_ = nullptr;

@@ -1,14 +1,16 @@
-// What both ways of a combine share: what a token's sum is made of, sums of lines, and the end of the step.
+// Sums of a combine: what a token's sum is made of, and a warp's part of it. What is sent is in combine.cu.
 //
-// Whether rows go as lines follows from their number, which both ends know: the owner counted what it sent.
+// Whether a row travels as lines follows from its slot and from how many rows its owner has sent, which both ends know.
 #pragma once
 
+#include "nvlink/lines.cuh"
 #include "nvlink/sum.cuh"
 
 namespace tw::nvlink {
 
 enum Kind : int32_t { kOwn, kInbox, kLine };
 
+// A warp's view of the call; what a set holds is the warp's own.
 struct Sum {
   const CombineParams& p;
   Step step;
@@ -16,43 +18,25 @@ struct Sum {
   __device__ int ranks() const { return p.group.map.shape().ranks; }
   __device__ int fan_out() const { return p.group.map.shape().fan_out(); }
   __device__ int chunk_rows() const { return p.group.map.shape().chunk_rows; }
-  __device__ bool by_lines(int owner, int rows) const { return owner != p.group.me && rows <= p.group.line_tokens; }
-  __device__ uint32_t words() const { return static_cast<uint32_t>(words_of(p.group.map.shape().combine_bytes)); }
-  __device__ uint32_t lanes() const { return kLineLanes * static_cast<uint32_t>(lines_of(words())); }
+  // Of the rows that go between this rank and another, the first that goes as lines.
+  __device__ int first_line(int other, int rows) const {
+    return other == p.group.me ? rows : max(0, rows - p.group.line_tokens);
+  }
   // A partial is a row as it lies, and rows allow 8 bytes at a time.
   __device__ bool simple() const { return p.plain && p.words_fit; }
   __device__ std::byte* window() const { return window_of(p.group, p.group.me); }
 
+  __device__ int set() const { return static_cast<int>(threadIdx.x / 32); }
   __device__ std::byte** windows() const { return shared_at<std::byte*>(p.at.windows); }
   __device__ int32_t* counts() const { return shared_at<int32_t>(p.at.counts); }
-  __device__ int32_t* fan() const { return shared_at<int32_t>(p.at.fan); }
-  __device__ const std::byte** places(int set) const {
-    return shared_at<const std::byte*>(p.at.places) + set * fan_out();
-  }
-  __device__ int32_t* kinds(int set) const { return shared_at<int32_t>(p.at.kinds) + set * fan_out(); }
-  __device__ Destination* from(int set) const { return shared_at<Destination>(p.at.from) + set * fan_out(); }
+  __device__ int32_t* sent_rows() const { return shared_at<int32_t>(p.at.sent_rows); }
+  __device__ int32_t* failed() const { return shared_at<int32_t>(p.at.failed); }
+  __device__ const std::byte** places() const { return shared_at<const std::byte*>(p.at.places) + set() * fan_out(); }
+  __device__ int32_t* kinds() const { return shared_at<int32_t>(p.at.kinds) + set() * fan_out(); }
+  __device__ Destination* from() const { return shared_at<Destination>(p.at.from) + set() * fan_out(); }
 };
 
-__device__ inline uint32_t word_of(uint32_t lane) { return lane / kLineLanes * kLineWords + lane % kLineLanes * 2; }
-__device__ inline bool is_flag(uint32_t lane) { return lane % kLineLanes == kLineLanes - 1; }
-
-// 8 bytes of a partial: of the row itself where that is all there is to it.
-__device__ inline uint64_t partial_word(const Sum& s, const std::byte* row, int set, uint32_t w) {
-  if (s.simple()) return load_input<unsigned long long>(row + 8 * w);
-  return sum_word(s.p, set, w);
-}
-
-// A row of this rank's as lines to its owner, by `threads` threads that are whole warps.
-__device__ inline void send_line_row(const Sum& s, std::byte* line, const std::byte* row, int set, uint32_t thread,
-                                     uint32_t threads) {
-#pragma unroll 1
-  for (uint32_t lane = thread; lane < s.lanes(); lane += threads) {
-    const uint32_t w = word_of(lane);
-    uint64_t second = s.step.number;
-    if (!is_flag(lane)) second = w + 1 < s.words() ? partial_word(s, row, set, w + 1) : 0;
-    store_pair(line + 16 * lane, w < s.words() ? partial_word(s, row, set, w) : 0, second);
-  }
-}
+__device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
 
 // Whether a source's word says that its rows will not come. Looked at only now and then.
 __device__ __noinline__ static bool source_failed(const GroupView& g, Step step, int rank) {
@@ -61,83 +45,261 @@ __device__ __noinline__ static bool source_failed(const GroupView& g, Step step,
   source.word = load_word(place);
   if (!reached(unpack(source.word).step, step.low())) return false;
   fence_system();
-  source.note = static_cast<uint32_t>(load_word(place + kNoteOffset));
+  source.note = load_word(place + kNoteOffset);
   judge(step, &source);
   return source.error != twSuccess;
 }
 
-// Where one term of a token's sum is found. Not kInboxes: it is a line unless it is this rank's own.
-template <bool kInboxes>
-__device__ inline void find_term(const Sum& s, int set, int token, int position, Destination from) {
-  const CombineParams& p = s.p;
-  const WindowMap& map = p.group.map;
-  s.from(set)[position] = from;
-  if (from.rank == p.group.me && p.own_direct) {
-    s.kinds(set)[position] = kOwn;
-    s.places(set)[position] = row_of(p, from.rank, from.slot);
-  } else if (!kInboxes || s.by_lines(from.rank, p.handle.send_counts[from.rank])) {
-    s.kinds(set)[position] = kLine;
-    s.places(set)[position] =
-        s.window() + map.line(s.step.lane, s.step.bank(), from.rank, 0) + from.slot * map.line_row();
-  } else {
-    s.kinds(set)[position] = kInbox;
-    s.places(set)[position] = s.window() + map.inbox(s.step.lane, s.step.bank(), token, position);
+__device__ __noinline__ static bool await_chunk(const GroupView& g, Step step, int source, int chunk) {
+  const std::byte* const word = window_of(g, g.me) + g.map.chunk_word(step.lane, step.bank(), source, chunk);
+  Patience patience(g);
+#pragma unroll 1
+  while (load_acquire(word) != step.number) {  // S4
+    bool late = false;
+    if (patience.over(&late)) {
+      if (late) {
+        report_failure(g, step, twTimeout, source, 0);
+      } else {
+        report_stopped(g, step, source, 0);
+      }
+      return g.no_wait;
+    }
+    if (patience.looked() && source_failed(g, step, source)) return false;
+    __nanosleep(100);
   }
+  return true;
 }
 
-// 8 bytes of an inbox row, of which some may not exist.
-__device__ __noinline__ static uint64_t inbox_word(const std::byte* row, uint32_t w, int64_t row_bytes) {
+// What the terms of a token's sum are, all lanes alike.
+struct Terms {
+  int fan;
+  bool here;   // all that must lie in the inbox do
+  bool lines;  // some are
+  int own;     // this rank's slot, if its partial is made here; else -1
+};
+
+// Of a lane's part of a token's destinations.
+struct Sent {
+  Destination to;
+  int fan;  // of the token
+};
+__device__ inline Sent load_sent(const CombineParams& p, int token, int position) {
+  const int fan_out = p.group.map.shape().fan_out();
+  const auto fan = static_cast<int>(load_fresh<uint32_t>(p.handle.fan + token));
+  if (position >= fan_out) return {{}, fan};
+  const uint64_t to =
+      load_fresh<unsigned long long>(p.handle.destinations + static_cast<int64_t>(token) * fan_out + position);
+  return {{static_cast<int32_t>(to), static_cast<int32_t>(to >> 32)}, fan};
+}
+
+// Where the terms of a token's sum are found, into the warp's set. Waits for those in the inbox. `first`: the lane's
+// first destination.
+__device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
+  const CombineParams& p = s.p;
+  const WindowMap& map = p.group.map;
+  __syncwarp();  // the set is about to be overwritten
+  Terms terms{0, true, false, -1};
+#pragma unroll 1
+  for (int base = 0; base < s.fan_out(); base += 32) {
+    const int position = base + lane();
+    const Sent sent = base == 0 ? first : load_sent(p, token, position);
+    const Destination from = sent.to;
+    terms.fan = sent.fan;
+    if (position >= terms.fan) continue;
+    s.from()[position] = from;
+    const int first = s.first_line(from.rank, s.sent_rows()[from.rank]);
+    if (from.rank == p.group.me && p.own_direct) {
+      s.kinds()[position] = kOwn;
+      s.places()[position] = row_of(p, from.rank, from.slot);
+      terms.own = from.slot;
+    } else if (from.slot >= first) {
+      s.kinds()[position] = kLine;
+      s.places()[position] =
+          s.window() + map.line(s.step.lane, s.step.bank(), from.rank, 0) + (from.slot - first) * map.line_row();
+      terms.lines = true;
+    } else {
+      s.kinds()[position] = kInbox;
+      s.places()[position] = s.window() + map.inbox(s.step.lane, s.step.bank(), token, position);
+      terms.here &= await_chunk(p.group, s.step, from.rank, from.slot / s.chunk_rows());
+    }
+  }
+  __syncwarp();
+  terms.here = __all_sync(~0u, terms.here);  // S4: the lanes that have looked have acquired
+  terms.lines = __any_sync(~0u, terms.lines);
+  terms.own = __reduce_max_sync(~0u, terms.own);
+  return terms;
+}
+
+// 8 bytes of a term that is no line, of which some may not exist.
+__device__ __noinline__ static uint64_t load_any_term(const Sum& s, const std::byte* row, bool own, uint32_t w) {
+  if (own) return sum_word(s.p, s.set(), w);
+  const auto bytes = static_cast<int64_t>(s.p.group.map.shape().combine_bytes);
   uint64_t bits = 0;
-  for (int64_t at = 8 * static_cast<int64_t>(w); at < min(row_bytes, 8 * static_cast<int64_t>(w) + 8); at += 2) {
-    bits |= static_cast<uint64_t>(load_received<unsigned short>(reinterpret_cast<const unsigned short*>(row + at)))
+  for (int64_t at = 8 * static_cast<int64_t>(w); at < min(bytes, 8 * static_cast<int64_t>(w) + 8); at += 2) {
+    bits |= static_cast<uint64_t>(load_fresh<unsigned short>(reinterpret_cast<const unsigned short*>(row + at)))
             << (8 * (at % 8));
   }
   return bits;
 }
 
-// A token's sum by the geometry of lines, 16 bytes a thread; terms that are no lines are read alike. By `threads`
-// threads that are whole warps, of which this is number `thread`. False if lines did not come.
-template <bool kInboxes>
-__device__ inline bool sum_lines(const Sum& s, int set, int token, uint32_t thread, uint32_t threads) {
+// The thread's words of a unit's groups, of a row that allows 8 bytes at a time.
+__device__ inline Vec16 load_pair_of(const Units& units, const std::byte* row, uint32_t w) {
+  const auto* const words = reinterpret_cast<const unsigned long long*>(row);
+  Vec16 value{};
+  if (w < units.words) value.a = load_fresh<unsigned long long>(words + w);
+  if (w + 1 < units.words && !is_flag()) value.b = load_fresh<unsigned long long>(words + w + 1);
+  return value;
+}
+
+// The same of a row that does not. A condition of each thread's own before each call: device.cuh, lines.
+__device__ inline Vec16 load_any_pair(const Sum& s, const std::byte* row, bool own, uint32_t w) {
+  Vec16 value{};
+  if (w < s.p.units.words) value.a = load_any_term(s, row, own, w);
+  if (w + 1 < s.p.units.words && !is_flag()) value.b = load_any_term(s, row, own, w + 1);
+  return value;
+}
+
+// What is on its way to a thread at once.
+constexpr int kTerms = 2;
+constexpr int kGroups = 2;
+
+// Some terms of a unit; those that are no lines are loaded at once.
+__device__ inline void expect_terms(const Sum& s, int fan, int base, const Unit& unit, Parts<kTerms, kGroups>* parts) {
+#pragma unroll
+  for (int t = 0; t < kTerms; ++t) {
+    parts->at[t] = nullptr;
+    if (base + t >= fan) continue;
+    const std::byte* const place = s.places()[base + t];
+    const int kind = s.kinds()[base + t];
+    if (kind == kLine) {
+      parts->at[t] = place + line_place(unit.begin);
+      continue;
+    }
+    const bool fast = kind == kOwn ? s.simple() : s.p.words_fit != 0;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const uint32_t w = first_word(unit.begin + g);
+      if (unit.begin + g >= unit.end) continue;
+      parts->value[g][t] = fast ? load_pair_of(s.p.units, place, w) : load_any_pair(s, place, kind == kOwn, w);
+    }
+  }
+  parts->look();
+}
+
+// Some groups of a token's sum. False if lines did not come.
+template <twDtype_t kWire>
+__device__ inline bool sum_groups(const Sum& s, int token, int fan, const Unit& unit) {
   const CombineParams& p = s.p;
-  const int fan = s.fan()[set];
+  Quad sum[kGroups][2] = {};
+  Parts<kTerms, kGroups> parts;
+  parts.cover(p.units, unit);
 #pragma unroll 1
-  for (uint32_t base = thread / 32 * 32; base < s.lanes(); base += threads) {
-    const uint32_t lane = base + thread % 32;
-    const uint32_t w = word_of(lane);
-    const bool has_a = lane < s.lanes() && w < s.words();
-    const bool has_b = has_a && !is_flag(lane) && w + 1 < s.words();
-    Quad sum_a{};
-    Quad sum_b{};
-    Vec16 own{};  // is loaded before lines are waited for
-#pragma unroll 1
-    for (int position = 0; position < fan; ++position) {
-      if (s.kinds(set)[position] != kOwn) continue;
-      if (has_a) own.a = partial_word(s, s.places(set)[position], set, w);
-      if (has_b) own.b = partial_word(s, s.places(set)[position], set, w + 1);
+  for (int base = 0; base < fan; base += kTerms) {
+    expect_terms(s, fan, base, unit, &parts);
+    const auto source_of = [&](int t) { return s.from()[base + t].rank; };
+    if (!await_lines(p.group, s.step, &parts, source_of,
+                     [&](int source) { return source_failed(p.group, s.step, source); })) {
+      return false;
     }
-#pragma unroll 1
-    for (int position = 0; position < fan; ++position) {
-      const std::byte* const place = s.places(set)[position];
-      const int kind = s.kinds(set)[position];
-      Vec16 value = own;
-      if (kind == kLine) {
-        const bool here = await_lines(p.group, s.step, lane < s.lanes(), place + 16 * lane, s.from(set)[position].rank,
-                                      &value, [&](int source) { return source_failed(p.group, s.step, source); });
-        if (!here) return false;
-      } else if (kInboxes && kind == kInbox) {
-        const auto bytes = static_cast<int64_t>(p.group.map.shape().combine_bytes);
-        if (has_a) value.a = inbox_word(place, w, bytes);
-        if (has_b) value.b = inbox_word(place, w + 1, bytes);
+#pragma unroll
+    for (int t = 0; t < kTerms; ++t) {
+      if (base + t >= fan) continue;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (unit.begin + g >= unit.end) continue;
+        add(&sum[g][0], widen_word(kWire, parts.value[g][t].a), base + t == 0);
+        add(&sum[g][1], widen_word(kWire, parts.value[g][t].b), base + t == 0);
       }
-      add(&sum_a, widen_word(p.wire_dtype, value.a), position == 0);
-      add(&sum_b, widen_word(p.wire_dtype, value.b), position == 0);
     }
-    std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
-    if (has_a) store_quad(p, out, w, sum_a);
-    if (has_b) store_quad(p, out, w + 1, sum_b);
+  }
+  std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    const uint32_t w = first_word(unit.begin + g);
+    if (unit.begin + g >= unit.end) continue;
+    if (w < p.units.words) store_quad<kWire>(p, out, w, sum[g][0]);
+    if (w + 1 < p.units.words && !is_flag()) store_quad<kWire>(p, out, w + 1, sum[g][1]);
   }
   return true;
+}
+
+// A unit of a token's sum by the geometry of lines.
+template <twDtype_t kWire>
+__device__ inline bool sum_lines(const Sum& s, int token, int fan, const Unit& unit) {
+  bool here = true;
+#pragma unroll 1
+  for (uint32_t begin = unit.begin; begin < unit.end && here; begin += kGroups) {
+    here = sum_groups<kWire>(s, token, fan, {unit.number, begin, min(unit.end, begin + kGroups)});
+  }
+  return here;
+}
+
+// 16 bytes of the wire's type as floats, summed, to elements of the output's.
+template <twDtype_t kWire>
+__device__ inline void store_sums(const CombineParams& p, std::byte* out, uint32_t vector, const Quad& low,
+                                  const Quad& high) {
+  if (kWire == twFloat32) {  // 4 elements: two in each quad
+    const float v[4] = {low.v[0], low.v[1], high.v[0], high.v[1]};
+    if (p.out_dtype == twFloat32) {
+      reinterpret_cast<float4*>(out)[vector] = make_float4(v[0], v[1], v[2], v[3]);
+    } else {
+      reinterpret_cast<uint2*>(out)[vector] =
+          make_uint2(narrow_two(p.out_dtype, v[0], v[1]), narrow_two(p.out_dtype, v[2], v[3]));
+    }
+    return;
+  }
+  if (p.out_dtype == twFloat32) {
+    reinterpret_cast<float4*>(out)[2 * vector] = make_float4(low.v[0], low.v[1], low.v[2], low.v[3]);
+    reinterpret_cast<float4*>(out)[2 * vector + 1] = make_float4(high.v[0], high.v[1], high.v[2], high.v[3]);
+    return;
+  }
+  reinterpret_cast<uint4*>(out)[vector] =
+      make_uint4(narrow_two(p.out_dtype, low.v[0], low.v[1]), narrow_two(p.out_dtype, low.v[2], low.v[3]),
+                 narrow_two(p.out_dtype, high.v[0], high.v[1]), narrow_two(p.out_dtype, high.v[2], high.v[3]));
+}
+__device__ inline uint64_t low_half(const uint4& v) { return v.x | static_cast<uint64_t>(v.y) << 32; }
+__device__ inline uint64_t high_half(const uint4& v) { return v.z | static_cast<uint64_t>(v.w) << 32; }
+
+// A unit of a token's sum of whole vectors, where own rows are plain and all else lies in the inbox.
+template <twDtype_t kWire>
+__device__ inline void sum_vectors(const Sum& s, int token, int fan, uint32_t unit) {
+  constexpr int kAtOnce = 3;
+  constexpr int kPairs = 2;  // terms that are loaded before the first of them is added
+  const CombineParams& p = s.p;
+  const uint32_t end = min(p.vectors, (unit + 1) * p.per_unit);
+  const std::byte** const places = s.places();
+  std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
+#pragma unroll 1
+  for (uint32_t base = unit * p.per_unit + lane(); base < end; base += 32 * kAtOnce) {
+    Quad low[kAtOnce] = {};
+    Quad high[kAtOnce] = {};
+#pragma unroll 1
+    for (int position = 0; position < fan; position += kPairs) {
+      uint4 term[kAtOnce][kPairs];
+#pragma unroll
+      for (int t = 0; t < kPairs; ++t) {
+        if (position + t >= fan) continue;
+        const auto* const row = reinterpret_cast<const uint4*>(places[position + t]);
+#pragma unroll
+        for (int u = 0; u < kAtOnce; ++u) {
+          if (base + 32 * u < end) term[u][t] = load_fresh<uint4>(row + base + 32 * u);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+#pragma unroll
+        for (int t = 0; t < kPairs; ++t) {
+          if (position + t >= fan) continue;
+          add(&low[u], widen_word(kWire, low_half(term[u][t])), position + t == 0);
+          add(&high[u], widen_word(kWire, high_half(term[u][t])), position + t == 0);
+        }
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (base + 32 * u < end) store_sums<kWire>(p, out, base + 32 * u, low[u], high[u]);
+    }
+  }
 }
 
 // NaN for tokens [begin, begin + count), by `threads` threads.
@@ -154,32 +316,19 @@ __device__ __noinline__ static void fill_nan(const CombineParams& p, int begin, 
   }
 }
 
-// One block waits for every word (S2) and sees that every row that went out came back.
-__device__ inline void conclude(const Sum& s) {
+// A unit of one token's sum, by a warp.
+template <twDtype_t kWire>
+__device__ inline void sum_unit(const Sum& s, int token, const Unit& unit, const Sent& sent) {
   const CombineParams& p = s.p;
-  bool good = true;
-  for (int i = threadIdx.x; i < s.ranks(); i += blockDim.x) {
-    Source source = await_source(p.group, s.step, i, Look::kTakesPart);
-    if (p.group.no_wait) continue;
-    if (source.error == twSuccess && source.n != p.handle.send_counts[i]) source.error = twCallMismatch;
-    report_source(p.group, s.step, i, source);
-    good &= source.error == twSuccess;
+  const Terms terms = find_terms(s, token, sent);
+  bool here = terms.here;
+  if (here && terms.own >= 0 && !s.simple()) collect_terms(p, s.set(), p.group.me, terms.own);
+  if (here && p.vectors_fit && !terms.lines && (p.plain || terms.own < 0)) {
+    sum_vectors<kWire>(s, token, terms.fan, unit.number);
+  } else if (here) {
+    here = __all_sync(~0u, sum_lines<kWire>(s, token, terms.fan, unit));
   }
-  if (__syncthreads_and(good)) return;
-  await_done(p.group, s.step);
-  fill_nan(p, 0, p.tokens, threadIdx.x, blockDim.x);
-}
-
-// How both kernels begin: false if there is nothing to do. A dispatch that failed is answered by nobody: all ranks have
-// seen it fail, and skip this step alike.
-__device__ inline bool begin_combine(const Sum& s) {
-  const GroupView& g = s.p.group;
-  const bool usable = !is_sticky(g) && *reinterpret_cast<volatile int32_t*>(s.p.handle.status) == twSuccess;
-  for (int i = threadIdx.x; i < s.ranks(); i += blockDim.x) {
-    s.windows()[i] = window_of(g, i);
-    s.counts()[i] = s.p.handle.counts[i];
-  }
-  return usable;
+  if (!here) fill_nan(p, token, 1, lane(), 32);
 }
 
 }  // namespace tw::nvlink

@@ -15,18 +15,19 @@ Status NvlinkBackend::fill_view(const BackendInit& init) {
   TW_CUDA(cudaGetDeviceProperties(&prop, device_));
   sharing_ = windows_.sharing;
   const int limit = sm_limit_ > 0 ? std::min(sm_limit_, prop.multiProcessorCount) : prop.multiProcessorCount;
-  max_grid_ = std::clamp(std::min(limit, prop.multiProcessorCount / (sharing_ * shape().lanes)), 1, kMaxBlocks);
+  const int queues = sharing_ * shape().lanes;
+  max_grid_ = std::clamp(std::min(limit, prop.multiProcessorCount / queues), 1, kMaxBlocks);
+  early_ = queues == 1 && prop.major >= 9;
   view_grid_ = sm_limit_ > 0 ? limit : 2 * limit;
   dispatch_ = DispatchScratch::make(shape());
-  combine_lines_ = CombineScratch::make(shape(), false);
-  combine_bulk_ = CombineScratch::make(shape(), true);
+  combine_ = CombineScratch::make(shape());
   view_.map = context_.map;
   view_.me = context_.me;
   view_.local_experts = context_.local_experts;
   view_.line_tokens = shape().line_tokens;
   view_.no_wait = init.no_wait ? 1 : 0;
   view_.timeout_ns = static_cast<uint64_t>(init.timeout_ms) * 1000000;
-  if (sharing_ * shape().lanes <= prop.multiProcessorCount) return {};
+  if (queues <= prop.multiProcessorCount) return {};
   return fail(twInvalidArgument,
               "config.lanes is %d; %d ranks share a device of %d SMs, and a block of each lane of each must find room "
               "there, so lanes must be from 1 to %d",

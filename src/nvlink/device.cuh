@@ -31,6 +31,13 @@ __device__ inline void store_half(void* to, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
+// S4, the reader's side: what was written before the word can be read after this. Dearer fences are not needed for it.
+__device__ inline uint64_t load_acquire(const void* from) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // S4, both ways: cumulative, so it stands for every write that this thread has synchronised with.
 __device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
@@ -41,7 +48,10 @@ __device__ inline uint32_t arrive(uint32_t* counter) {
   return before;
 }
 
-// ---- Lines: 16 bytes in one access, flag and data together. PTX does not promise that; the self-test looks.
+// ---- Lines: 16 bytes in one access, flag and data together. PTX does not promise that; the self-test looks. Eight
+// threads must make it in one instruction, so a warp must be together there. What parts it is a call of a function that
+// its threads leave at different places; only a branch around the call that may itself part the warp brings it together
+// again. So such calls stand behind a condition of each thread's own. (A torn row has 23 of 24 words wrong.)
 
 __device__ inline void store_pair(void* to, uint64_t a, uint64_t b) {
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(a), "l"(b) : "memory");
@@ -52,22 +62,41 @@ __device__ inline Vec16 load_pair(const void* from) {
   return value;
 }
 
-// ---- Rows. Inputs are read once and not written meanwhile; what peers wrote is read past the first-level cache.
+// ---- Parts of a block, and kernels that follow each other.
+
+// Of whole warps, which need not be together: the barrier counts threads. __syncwarp would not bring a warp together
+// either: nvcc lets it run what comes next in the parts in which it came.
+template <int kCount>
+__device__ inline void meet(int name) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(name), "n"(kCount) : "memory");
+}
+
+// Programmatic dependent launch: the next kernel's blocks may come onto the device, where they find room; and this one
+// touches nothing that an earlier kernel may use before that one has ended (S3). Nothing, in a plain launch.
+__device__ inline void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Constants are cold when a kernel starts, 40 ns for each 64 bytes that are met one after the other; here that passes
+// while the kernel before runs.
+template <class Params>
+__device__ inline void warm(const Params& params) {
+  const auto* const words = reinterpret_cast<const uint32_t*>(&params);
+#pragma unroll
+  for (size_t i = 0; i < sizeof(Params) / 64; ++i) asm volatile("" ::"r"(words[16 * i]));
+}
+__device__ inline void await_earlier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---- What earlier kernels and peers wrote is read past the first-level cache: a kernel that comes onto the device
+// early may find there what it held before. The loads are volatile, so the compiler moves none to before await_earlier.
 
 template <class V>
-__device__ inline V load_input(const void* from) {
-  return __ldg(static_cast<const V*>(from));
-}
-template <>
-__device__ inline uint4 load_input<uint4>(const void* from) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
-  return v;
-}
-template <class V>
-__device__ inline V load_received(const void* from) {
+__device__ inline V load_fresh(const void* from) {
   return __ldcg(static_cast<const V*>(from));
 }
 
@@ -85,10 +114,10 @@ __device__ inline uint32_t divide(uint32_t x, const Divider& by) {
 
 // 8 bytes at any address, of which `bytes` (up to 8) exist; the rest reads as 0.
 __device__ inline uint64_t load_bytes(const std::byte* from, int64_t bytes) {
-  if (bytes >= 8 && reinterpret_cast<uintptr_t>(from) % 8 == 0) return load_input<unsigned long long>(from);
+  if (bytes >= 8 && reinterpret_cast<uintptr_t>(from) % 8 == 0) return load_fresh<unsigned long long>(from);
   uint64_t value = 0;
   for (int i = 0; i < 8 && i < bytes; ++i) {
-    value |= static_cast<uint64_t>(load_input<unsigned char>(from + i)) << (8 * i);
+    value |= static_cast<uint64_t>(load_fresh<unsigned char>(from + i)) << (8 * i);
   }
   return value;
 }

@@ -18,41 +18,38 @@ class Carver {
   uint32_t at_ = 0;
 };
 
-constexpr int kWarpsOfBlock = kThreads / 32;
-
 }  // namespace
 
 DispatchScratch DispatchScratch::make(const Shape& shape) {
   Carver carver;
   DispatchScratch at{};
   at.windows = carver.take<std::byte*>(shape.ranks);
-  at.destinations = carver.take<Destination>(static_cast<int64_t>(kBatch) * shape.fan_out());
-  at.meta = carver.take<uint64_t>(static_cast<int64_t>(kBatch) * (1 + shape.top_k));
-  at.next = carver.take<int32_t>(shape.ranks);
-  at.fan = carver.take<int32_t>(kBatch);
-  at.in_warp = carver.take<int32_t>(kWarpsOfBlock *
-                                    static_cast<int64_t>(shape.ranks < kRanksAtOnce ? shape.ranks : kRanksAtOnce));
-  at.source_n = carver.take<int32_t>(shape.ranks);
-  at.source_mode = carver.take<int32_t>(shape.ranks);
+  at.going = carver.take<uint32_t>(int64_t{kRounds} * (kRound / 32) * shape.ranks);
+  at.base = carver.take<int32_t>(int64_t{2} * kRounds * shape.ranks);
+  at.destinations = carver.take<Destination>(int64_t{kSendWarps} * shape.fan_out());
+  at.meta = carver.take<uint64_t>(int64_t{kThreads / 32} * (1 + shape.top_k));
+  at.plain = carver.take<uint32_t>(1);
+  at.source_error = carver.take<int32_t>(shape.ranks);
   at.table = carver.take<uint32_t>(shape.experts <= kMaxTable ? shape.experts : 0);
   at.bytes = carver.bytes();
   return at;
 }
 
-CombineScratch CombineScratch::make(const Shape& shape, bool bulk) {
+CombineScratch CombineScratch::make(const Shape& shape) {
   Carver carver;
   CombineScratch at{};
-  const int64_t sets = bulk ? kWarpsOfBlock : 1;
+  constexpr int64_t kSets = kThreads / 32;
   at.windows = carver.take<std::byte*>(shape.ranks);
-  at.rows = carver.take<const std::byte*>(sets * shape.top_k);
-  at.places = carver.take<const std::byte*>(sets * shape.fan_out());
-  at.from = carver.take<Destination>(sets * shape.fan_out());
-  at.weights = carver.take<float>(sets * shape.top_k);
-  at.kinds = carver.take<int32_t>(sets * shape.fan_out());
-  at.row_counts = carver.take<int32_t>(sets);
-  at.fan = carver.take<int32_t>(sets);
+  at.rows = carver.take<const std::byte*>(kSets * shape.top_k);
+  at.places = carver.take<const std::byte*>(kSets * shape.fan_out());
+  at.from = carver.take<Destination>(kSets * shape.fan_out());
+  at.weights = carver.take<float>(kSets * shape.top_k);
+  at.kinds = carver.take<int32_t>(kSets * shape.fan_out());
+  at.row_counts = carver.take<int32_t>(kSets);
   at.counts = carver.take<int32_t>(shape.ranks);
+  at.sent_rows = carver.take<int32_t>(shape.ranks);
   at.sent = carver.take<int32_t>(kChunks);
+  at.failed = carver.take<int32_t>(1);
   at.bytes = carver.bytes();
   return at;
 }

@@ -10,12 +10,22 @@
 
 namespace tw::nvlink {
 
-inline constexpr int kThreads = 1024;  // of a block: one block fills an SM, so a grid of SMs is all there at once
-inline constexpr int kBatch = 64;      // tokens that a block routes and sends at a time
-inline constexpr int kChunks = 32;     // chunks that a block sends between two of its barriers
+// Of a block that exchanges: half of its warps send; the others route, then receive or sum. Its threads may have 128
+// registers, so it fills an SM, and a grid of SMs is all there at once.
+inline constexpr int kSenders = 256;
+inline constexpr int kReceivers = 256;
+inline constexpr int kThreads = kSenders + kReceivers;
+inline constexpr int kSendWarps = kSenders / 32;
+inline constexpr int kReceiveWarps = kReceivers / 32;
+inline constexpr int kRound = kReceivers;  // tokens that a block routes at a time, one for each thread
+inline constexpr int kLineRounds = 1;      // the rounds whose tokens may be lines after others that are none
+inline constexpr int kUnitGroups = 4;      // at most so many groups of lines are one warp's at a time
+inline constexpr int kMetaGroups = 2;      // in so many lies what travels beside the payloads of a row
+inline constexpr int kChunks = 32;         // chunks that a block sends between two of its barriers
 inline constexpr int kMaxBlocks = 1024;
 inline constexpr int kNear = 8;
-inline constexpr int kRanksAtOnce = 64;  // bits of a mask of ranks
+inline constexpr int kRanksAtOnce = 32;  // bits of a mask of ranks
+inline constexpr int kRounds = 2;        // that are remembered: one is routed while another is sent
 inline constexpr int kMaxTable = 8192;   // experts whose ranks a dispatch keeps in shared memory
 
 // An error as kernels report it; host memory, mapped. The serial is written last.
@@ -49,12 +59,11 @@ struct ControlPage {
 // Of one lane, on its own device: what its steps hand to each other. Steps of a lane are stream-ordered (S5), so one
 // kernel at a time uses this.
 struct alignas(64) LaneState {
-  uint64_t step;       // of the last step that ended
-  uint32_t arrived;    // blocks that have read `step`
-  uint32_t sent;       // blocks whose rows are all sent
-  uint32_t announced;  // blocks whose headers are all sent
-  uint32_t bad_step;   // low half of the last step with a bad id, which is reported once
-  uint32_t pad[8];
+  uint64_t step;      // of the last step that ended
+  uint32_t arrived;   // blocks that have read `step`
+  uint32_t sent;      // blocks whose rows are all sent, but for lines
+  uint32_t bad_step;  // low half of the last step with a bad id, which is reported once
+  uint32_t pad[9];
   uint32_t done[kMaxBlocks];  // by block: low half of the last step that it has finished
 };
 
@@ -124,8 +133,19 @@ struct PayloadIn {
   const std::byte* data;
   int64_t stride;       // bytes
   int32_t width;        // bytes that every access may take: 16, 4 or 1
-  Divider vectors;      // of a row
+  uint32_t vectors;     // of that many bytes in a row
+  uint32_t per_unit;    // of them in a unit
   uint32_t first_word;  // in the stream of a line (layout/lines.h)
+};
+
+// How rows are shared out: a unit is a warp's, some groups of four lines of a row, or as large a part of the row as it
+// lies. Rows of one step may travel either way, so both have as many units.
+struct Units {
+  Divider per_row;
+  uint32_t unit_groups;  // groups of lines in a unit, the last of a row excepted
+  uint32_t groups;       // of a row
+  uint32_t words;        // of a row as a stream
+  uint32_t line_bytes;   // of a row's lines
 };
 
 struct IdsIn {
@@ -151,19 +171,18 @@ struct Shown {
 // and keeps no pointers in registers.
 struct DispatchScratch {
   uint32_t windows;       // std::byte* [N]
-  uint32_t destinations;  // Destination [kBatch, F] of the tokens of a batch
-  uint32_t meta;          // uint64 [kBatch, 1 + K] as it travels; the header's position is 0
-  uint32_t next;          // int32 [N] the next slot at each rank
-  uint32_t fan;           // int32 [kBatch]
-  uint32_t in_warp;       // int32 [warps, min(N, 64)] tokens of a warp that go to a rank
-  uint32_t source_n;      // int32 [N]
-  uint32_t source_mode;   // int32 [N]
+  uint32_t going;         // uint32 [kRounds, kRound / 32, N] which tokens of a warp go to a rank
+  uint32_t base;          // int32 [2 * kRounds, N] slots of a rank that earlier rounds have taken
+  uint32_t destinations;  // Destination [kSendWarps, F] of the row that a warp sends
+  uint32_t meta;   // uint64 [kThreads / 32, 1 + K] what travels beside a warp's row; of one sent, with position 0
+  uint32_t plain;  // uint32 sending warps whose rows are all sent, but for lines
+  uint32_t source_error;  // int32 [N] twResult_t
   uint32_t table;         // uint32 [E] where each expert is, if there are few
   uint32_t bytes;
 
   static DispatchScratch make(const Shape& shape);
 };
-// A set is what one row or token needs: where warps work alone, each has one.
+// A set is what one token's sum or one row's partial needs: every warp has one.
 struct CombineScratch {
   uint32_t windows;     // std::byte* [N]
   uint32_t rows;        // const std::byte* [sets, K] the caller's rows of a partial, k ascending
@@ -172,12 +191,13 @@ struct CombineScratch {
   uint32_t places;      // const std::byte* [sets, F] where a term of a token's sum is found
   uint32_t kinds;       // int32 [sets, F]
   uint32_t from;        // Destination [sets, F] who sends it, and in which slot
-  uint32_t fan;         // int32 [sets]
   uint32_t counts;      // int32 [N] received from each owner
-  uint32_t sent;        // int32 [kChunks] rows of a chunk that are sent
+  uint32_t sent_rows;   // int32 [N] sent to each rank
+  uint32_t sent;        // int32 [kChunks] slices of a chunk that are sent
+  uint32_t failed;      // int32 the step has
   uint32_t bytes;
 
-  static CombineScratch make(const Shape& shape, bool bulk);
+  static CombineScratch make(const Shape& shape);
 };
 
 struct DispatchParams {
@@ -190,12 +210,14 @@ struct DispatchParams {
   int32_t bank;  // that the rows must go to
   int32_t bound;
   int32_t tokens;
+  int32_t first_line;  // token from which on rows travel as lines
   int32_t send;
   int32_t receive;
   DispatchScratch at;
+  Units units;
   int32_t table;   // the expert table is kept in shared memory
   int32_t whole;   // payloads allow 8 bytes at a time
-  uint32_t words;  // of a row as a stream
+  int32_t simple;  // and there is only one
 };
 
 // The caller's rows of a combine; what their partials are made of: sum.cuh.
@@ -203,13 +225,12 @@ struct CombineParams {
   CombineScratch at;
   GroupView group;
   HandleView handle;
+  Units units;
   int32_t lane;
   int32_t bound;
   int32_t tokens;
   int32_t send;
   int32_t receive;
-  int32_t senders;  // the first so many blocks send
-  int32_t summers;  // the last so many blocks sum
   int32_t expert_major;
   int32_t weighted;
   int32_t late_word;    // rows lie in the window: publishing must follow their last read (S3)
@@ -226,7 +247,8 @@ struct CombineParams {
   int64_t row_stride;
   std::byte* out;
   int64_t out_stride;
-  uint32_t vectors;  // of 16 bytes in a row
+  uint32_t vectors;   // of 16 bytes in a row
+  uint32_t per_unit;  // of them in a unit
 };
 
 // Copies out of the window: rank_major outputs that the caller gave, or expert_major ones.
@@ -254,11 +276,10 @@ struct SelfTestParams {
   int32_t rounds;
 };
 
-// Launches; a cudaError_t comes back as int, so that the host side needs no CUDA header for this. `grid` blocks. Not
-// `bulk`: every rank's rows are few enough for lines, and none must go through this rank's own inbox.
-int launch_dispatch(const DispatchParams& params, bool bulk, int grid, void* stream);
-int launch_combine_lines(const CombineParams& params, int grid, void* stream);
-int launch_combine_bulk(const CombineParams& params, int grid, void* stream);
+// Launches; a cudaError_t comes back as int, so that the host side needs no CUDA header for this. `grid` blocks;
+// `early`: the kernel may come onto the device before the one before it in its stream has ended (launch.h).
+int launch_dispatch(const DispatchParams& params, int grid, bool early, void* stream);
+int launch_combine(const CombineParams& params, int grid, bool early, void* stream);
 int launch_rank_view(const ViewParams& params, int grid, void* stream);
 int launch_expert_view(const ViewParams& params, int grid, void* stream);
 int launch_refuse(const RefuseParams& params, void* stream);

@@ -1,10 +1,63 @@
-// What arrives at a rank: headers, ids and weights, into the handle and into what the caller sees; whole rows out of
-// lines.
+// What travels beside payloads, and the words that lines are made of: out of the caller's tensors, into the window, the
+// handle and what the caller sees.
 #pragma once
 
+#include "nvlink/lines.cuh"
 #include "nvlink/routing.cuh"
 
 namespace tw::nvlink {
+
+// Reports an id that is neither -1 nor an expert, or stands twice in its token; one for each step.
+__device__ __noinline__ static void report_id(const DispatchParams& p, Step step, int token, int k, int64_t id) {
+  if (atomicExch(&p.group.lanes[step.lane].bad_step, step.low()) == step.low()) return;
+  report_call(p.group, &p.group.pages[p.group.me]->bad_id, [&](Report* to) {
+    write_report(to, p.group, step, twInvalidArgument, p.group.me, 0, 0);
+    volatile Report& report = *to;
+    report.token = token;
+    report.k = k;
+    report.value = id;
+  });
+}
+
+// A token's k-th id and weight, of lane k % 32 of a warp.
+struct Choice {
+  int64_t id;
+  float weight;
+};
+__device__ inline Choice load_choice(const DispatchParams& p, int token, int k) {
+  if (k >= p.group.map.shape().top_k) return {-1, 0.0f};
+  return {raw_id(p, token, k), raw_weight(p, token, k)};
+}
+
+// Many ids: whether this one stands among the first 32 too.
+__device__ __noinline__ static bool stands_before(int64_t first, int64_t id) {
+  bool twice = false;
+  for (int i = 0; i < 32; ++i) twice |= __shfl_sync(~0u, first, i) == id;
+  return twice;
+}
+
+// What travels beside a token's payloads, into the warp's place, as it lies in memory. A bad id acts as -1.
+__device__ inline void stage_meta(const DispatchParams& p, const Scratch& scratch, const Step& step, int token,
+                                  const Choice& first) {
+  const int top_k = p.group.map.shape().top_k;
+  const int lane = threadIdx.x % 32;
+  auto* const meta = reinterpret_cast<uint32_t*>(scratch.meta());
+  if (lane == 0) *scratch.meta() = static_cast<uint32_t>(token);
+#pragma unroll 1
+  for (int base = 0; base < top_k; base += 32) {
+    const int k = base + lane;
+    const Choice choice = base == 0 ? first : load_choice(p, token, k);
+    int32_t id = valid_id(p, choice.id);
+    const uint32_t same = __match_any_sync(~0u, id);
+    bool twice = (same & ((1u << lane) - 1)) != 0;
+    if (base > 0) twice |= stands_before(first.id, choice.id);
+    if (twice) id = -1;
+    if (k >= top_k) continue;
+    if (id < 0 && choice.id != -1) report_id(p, step, token, k, choice.id);
+    meta[2 + k] = static_cast<uint32_t>(id);
+    meta[2 + top_k + k] = __float_as_uint(choice.weight);
+  }
+}
 
 __device__ inline void show_id(const Shown& shown, int64_t at, int32_t id) {
   if (shown.wide) {
@@ -22,61 +75,32 @@ __device__ inline int32_t shown_id(const DispatchParams& p, const Scratch& scrat
   return expert_rank(expert) == p.group.me ? expert_slot(expert) : p.shown.invalid;
 }
 
-// Row (source, slot) of the handle's copy of what travels beside payloads.
-__device__ inline uint64_t* kept_meta(const DispatchParams& p, int source, int slot) {
-  const int64_t row = static_cast<int64_t>(source) * p.bound + slot;
-  return p.handle.meta + row * (1 + p.group.map.shape().top_k);
-}
-
-// Keeps and shows the k-th id and weight of a slot.
-__device__ inline void take_choice(const DispatchParams& p, int source, int slot, int k, int32_t id, float weight) {
-  const int top_k = p.group.map.shape().top_k;
-  const int64_t at = (static_cast<int64_t>(source) * p.bound + slot) * top_k + k;
-  auto* const kept = reinterpret_cast<uint32_t*>(kept_meta(p, source, slot));
-  kept[2 + k] = static_cast<uint32_t>(id);
-  kept[2 + top_k + k] = __float_as_uint(weight);
-  if (p.shown.ids != nullptr) show_id(p.shown, at, shown_id(p, Scratch(p), id));
-  if (p.shown.weights != nullptr) p.shown.weights[at] = weight;
-}
-
-// Takes part i of what has arrived beside the payloads of a slot: 0 is the header, which is checked because combine
-// writes where it says; 1 + k the k-th id and weight.
-__device__ inline void take_meta(const DispatchParams& p, const std::byte* bank, const Step& step, int source, int slot,
-                                 int i) {
-  const WindowMap& map = p.group.map;
-  const int top_k = map.shape().top_k;
-  const int64_t row = static_cast<int64_t>(source) * p.bound + slot;
-  const auto* const meta = reinterpret_cast<const uint32_t*>(bank + map.meta_begin()) + row * (2 + 2 * top_k);
-  if (i > 0) {
-    take_choice(p, source, slot, i - 1, static_cast<int32_t>(load_received<unsigned int>(meta + 1 + i)),
-                __uint_as_float(load_received<unsigned int>(meta + 1 + top_k + i)));
-    return;
-  }
-  const uint32_t token = load_received<unsigned int>(meta);
-  const uint32_t position = load_received<unsigned int>(meta + 1);
-  *kept_meta(p, source, slot) = token | static_cast<uint64_t>(position) << 32;
-  const bool right = token < static_cast<uint32_t>(p.bound) && position < static_cast<uint32_t>(map.shape().fan_out());
-  if (!right) report_failure(p.group, step, twInternalError, p.group.me, 0);
-}
-
-// The same for the rows of a batch that stay here, out of shared memory. By `threads` threads.
-__device__ inline void take_own_meta(const DispatchParams& p, const Scratch& scratch, int count, int thread,
-                                     int threads) {
-  const int top_k = p.group.map.shape().top_k;
-  const int fan_out = p.group.map.shape().fan_out();
+// Keeps and shows what has arrived beside a row, `row` in [N * b]: words as they travel, in shared memory or in the
+// window. By a warp. The header is checked, because combine writes where it says.
+__device__ inline void take_meta(const DispatchParams& p, const Scratch& scratch, const Step& step, int64_t row,
+                                 const uint64_t* words, uint64_t header) {
+  const Shape& shape = p.group.map.shape();
+  const int top_k = shape.top_k;
+  const int lane = threadIdx.x % 32;
+  uint64_t* const kept = p.handle.meta + row * (1 + top_k);
+  const auto* const items = reinterpret_cast<const uint32_t*>(words + 1);
 #pragma unroll 1
-  for (int i = thread; i < count * top_k; i += threads) {
-    const int row = i / top_k;
-    const int k = i - row * top_k;
-    int own = 0;
-    const Destination* const to = scratch.destinations() + row * fan_out;
-    while (own < scratch.fan()[row] && to[own].rank != p.group.me) ++own;
-    if (own == scratch.fan()[row]) continue;
-    const auto* const meta = reinterpret_cast<const uint32_t*>(scratch.meta() + row * (1 + top_k));
-    take_choice(p, p.group.me, to[own].slot, k, static_cast<int32_t>(meta[2 + k]),
-                __uint_as_float(meta[2 + top_k + k]));
-    if (k == 0) *kept_meta(p, p.group.me, to[own].slot) = meta[0] | static_cast<uint64_t>(own) << 32;
+  for (int i = lane; i <= top_k; i += 32) kept[i] = i == 0 ? header : words[i];
+  const bool right = static_cast<uint32_t>(header) < static_cast<uint32_t>(p.bound) &&
+                     static_cast<uint32_t>(header >> 32) < static_cast<uint32_t>(shape.fan_out());
+  if (!right && lane == 0) report_failure(p.group, step, twInternalError, p.group.me, 0);
+#pragma unroll 1
+  for (int k = lane; k < top_k; k += 32) {
+    const auto id = static_cast<int32_t>(items[k]);
+    const float weight = __uint_as_float(items[top_k + k]);
+    if (p.shown.ids != nullptr) show_id(p.shown, row * top_k + k, shown_id(p, scratch, id));
+    if (p.shown.weights != nullptr) p.shown.weights[row * top_k + k] = weight;
   }
+}
+
+// Row (source, slot) of [N, b].
+__device__ inline int64_t row_at(const DispatchParams& p, int source, int slot) {
+  return static_cast<int64_t>(source) * p.bound + slot;
 }
 
 // Payload of a word of the stream, and its byte in the row.
@@ -88,79 +112,77 @@ __device__ inline int payload_of(const DispatchParams& p, uint32_t w, uint64_t* 
   return q;
 }
 
-// Rows that are no multiple of 8 bytes, or lie at odd addresses.
-__device__ __noinline__ static void store_odd(std::byte* to, uint64_t value, int64_t bytes) {
-  store_bytes(to, value, bytes);
-}
-__device__ __noinline__ static uint64_t load_odd(const std::byte* from, int64_t bytes) {
-  return load_bytes(from, bytes);
-}
-
-// Word w of a row's stream, to its place in this rank's window. `bank`: that of the step.
-__device__ inline void place_word(const DispatchParams& p, std::byte* bank, int source, int slot, uint32_t w,
-                                  uint64_t value) {
-  const WindowMap& map = p.group.map;
-  const int64_t row = static_cast<int64_t>(source) * p.bound + slot;
-  const auto meta_words = static_cast<uint32_t>(1 + map.shape().top_k);
-  if (w < meta_words) {
-    reinterpret_cast<uint64_t*>(bank + map.meta_begin())[row * meta_words + w] = value;
-    return;
-  }
-  uint64_t at = 0;
-  const int q = payload_of(p, w, &at);
-  const auto bytes = static_cast<int64_t>(map.shape().payload_bytes[q]);
-  std::byte* const to = bank + map.payload_begin(q) + row * bytes + at;
-  if (p.whole) {
-    *reinterpret_cast<uint64_t*>(to) = value;
-  } else if (static_cast<int64_t>(at) < bytes) {  // else padding of the last line
-    store_odd(to, value, bytes - static_cast<int64_t>(at));
-  }
-}
-
-// Word w of what is sent for a token: the payload part.
-__device__ inline uint64_t payload_word(const DispatchParams& p, int token, uint32_t w) {
+// Words of a row's payloads: of what is sent for a token, and to their place in this rank's window. Several payloads,
+// and rows that are no multiple of 8 bytes or lie at odd addresses.
+__device__ __noinline__ static uint64_t load_any_word(const DispatchParams& p, int token, uint32_t w) {
   uint64_t at = 0;
   const int q = payload_of(p, w, &at);
   const std::byte* const from = p.payloads[q].data + token * p.payloads[q].stride + at;
-  if (p.whole) return load_input<unsigned long long>(from);
-  return load_odd(from, static_cast<int64_t>(p.group.map.shape().payload_bytes[q]) - static_cast<int64_t>(at));
+  if (p.whole) return load_fresh<unsigned long long>(from);
+  return load_bytes(from, static_cast<int64_t>(p.group.map.shape().payload_bytes[q]) - static_cast<int64_t>(at));
 }
-
-// Sets ids and weights of slots that hold nothing: [from, to) of a source, this block's part of them.
-__device__ __noinline__ static void show_nothing(const DispatchParams& p, int source, int from, int to, int part,
-                                                 int parts) {
-  if (from >= to || (p.shown.ids == nullptr && p.shown.weights == nullptr)) return;
-  const int top_k = p.group.map.shape().top_k;
-  const int64_t begin = (static_cast<int64_t>(source) * p.bound + from) * top_k;
-  const int64_t count = static_cast<int64_t>(to - from) * top_k;
-#pragma unroll 1
-  for (int64_t i = static_cast<int64_t>(part) * blockDim.x + threadIdx.x; i < count;
-       i += static_cast<int64_t>(parts) * blockDim.x) {
-    if (p.shown.ids != nullptr) show_id(p.shown, begin + i, p.shown.invalid);
-    if (p.shown.weights != nullptr) p.shown.weights[begin + i] = 0.0f;
+__device__ __noinline__ static void place_any_word(const DispatchParams& p, std::byte* bank, int64_t row, uint32_t w,
+                                                   uint64_t value) {
+  uint64_t at = 0;
+  const int q = payload_of(p, w, &at);
+  const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
+  std::byte* const to = bank + p.group.map.payload_begin(q) + row * bytes + at;
+  if (p.whole) {
+    *reinterpret_cast<uint64_t*>(to) = value;
+  } else if (static_cast<int64_t>(at) < bytes) {  // else padding of the last line
+    store_bytes(to, value, bytes - static_cast<int64_t>(at));
   }
 }
 
-// A line, as eight neighbouring threads see it: 16 bytes each, the last 8 of them the flag. Waits until the whole
-// warp's lines have the step's flag; `active` threads have one, each of its own source. False if the wait ended
-// otherwise; failed(source) is asked now and then.
-template <class Failed>
-__device__ inline bool await_lines(const GroupView& g, const Step& step, bool active, const std::byte* at, int source,
-                                   Vec16* value, Failed&& failed) {
-  const bool flagged = active && threadIdx.x % kLineLanes == kLineLanes - 1;
-  Patience patience(g);
+// The thread's words of a unit's groups, of the payload of a token; others are 0.
+__device__ inline void load_words(const DispatchParams& p, int token, const Unit& unit, Vec16 (&pair)[kUnitGroups]) {
+  const auto* const row =
+      reinterpret_cast<const unsigned long long*>(p.payloads[0].data + token * p.payloads[0].stride);
+  const uint32_t first = p.payloads[0].first_word;
+  const uint32_t end = p.units.words - first;
+#pragma unroll
+  for (int g = 0; g < kUnitGroups; ++g) {
+    const uint32_t w = first_word(unit.begin + g);
+    Vec16 value{};
+    if (unit.begin + g < unit.end) {
+      if (p.simple) {  // what lies before the payload wraps
+        if (w - first < end) value.a = load_fresh<unsigned long long>(row + (w - first));
+        if (w + 1 - first < end && !is_flag()) value.b = load_fresh<unsigned long long>(row + (w + 1 - first));
+      } else {
+        if (w - first < end) value.a = load_any_word(p, token, w);
+        if (w + 1 - first < end && !is_flag()) value.b = load_any_word(p, token, w + 1);
+      }
+    }
+    pair[g] = value;
+  }
+}
+// And to their place in the window; `row` in [N * b].
+__device__ inline void place_words(const DispatchParams& p, std::byte* bank, int64_t row, const Unit& unit, int g,
+                                   const Vec16& pair) {
+  const uint32_t w = first_word(unit.begin + g);
+  const uint32_t first = p.payloads[0].first_word;
+  const uint32_t end = p.units.words - first;
+  if (!p.simple) {
+    if (w - first < end) place_any_word(p, bank, row, w, pair.a);
+    if (w + 1 - first < end && !is_flag()) place_any_word(p, bank, row, w + 1, pair.b);
+    return;
+  }
+  auto* const to = reinterpret_cast<uint64_t*>(bank + p.group.map.payload_begin(0)) + row * end;
+  if (w - first < end) to[w - first] = pair.a;
+  if (w + 1 - first < end && !is_flag()) to[w + 1 - first] = pair.b;
+}
+
+// Sets ids and weights of slots that hold nothing: [from, to) of a source. By `threads` threads.
+__device__ __noinline__ static void show_nothing(const DispatchParams& p, int source, int from, int to, int thread,
+                                                 int threads) {
+  if (from >= to || (p.shown.ids == nullptr && p.shown.weights == nullptr)) return;
+  const int top_k = p.group.map.shape().top_k;
+  const int64_t begin = row_at(p, source, from) * top_k;
+  const int64_t count = static_cast<int64_t>(to - from) * top_k;
 #pragma unroll 1
-  for (;;) {
-    if (active) *value = load_pair(at);
-    const bool here = !flagged || value->b == step.number;
-    if (!__any_sync(~0u, !here)) return true;
-    bool late = false;
-    const bool over = patience.over(&late);
-    if (g.no_wait) return true;
-    const bool lost = patience.looked() && active && failed(source);
-    if (late && !here) report_failure(g, step, twTimeout, source, 0);
-    if (over && !late && !here) report_stopped(g, step, source, 0);
-    if (__any_sync(~0u, over || lost)) return false;
+  for (int64_t i = thread; i < count; i += threads) {
+    if (p.shown.ids != nullptr) show_id(p.shown, begin + i, p.shown.invalid);
+    if (p.shown.weights != nullptr) p.shown.weights[begin + i] = 0.0f;
   }
 }
 

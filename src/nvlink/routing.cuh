@@ -1,16 +1,15 @@
-// Slots, in the kernel (S9). The slot of a token at a rank is the number of earlier tokens that go there too; a block
-// counts them itself, from the ids, so no block waits for another and there is no launch before the dispatch.
+// Slots, in the kernel (S9). The slot of a token at a rank is the number of earlier tokens that go there too; every
+// block counts them itself, from the ids, so no block waits for another and there is no launch before the dispatch.
 //
-// Counting is quadratic in all, but it runs under the wire: the first blocks start at once and a few of them fill a
-// link, while the last one reads 128 KiB of ids at 4096 tokens and top-8. The alternative, sums passed from block to
-// block, costs every block two trips to the second-level cache.
+// Half of a block's warps route, 256 tokens in a round, and are a round ahead of those that send. What they
+// leave is small, a bit for each token and rank, from which a sending warp finds the slots of its row by itself. All
+// blocks count all tokens, which is quadratic; but counting runs under the wire, and what a block sends first needs one
+// round. The alternative, sums passed from block to block, costs every block two trips to the second-level cache.
 #pragma once
 
 #include "nvlink/wait.cuh"
 
 namespace tw::nvlink {
-
-constexpr int kWarps = kThreads / 32;
 
 // The arrays in shared memory.
 extern __shared__ uint4 shared_memory[];
@@ -19,183 +18,186 @@ __device__ inline T* shared_at(uint32_t offset) {
   return reinterpret_cast<T*>(reinterpret_cast<std::byte*>(shared_memory) + offset);
 }
 
+// Barriers of a part of a block; the first is the whole block's.
+enum Name : int { kAmongSenders = 1, kRouted = 2 };
+
+constexpr int kRoundWarps = kRound / 32;
+
 class Scratch {
  public:
   __device__ explicit Scratch(const DispatchParams& p) : p_(p) {}
   __device__ std::byte** windows() const { return shared_at<std::byte*>(p_.at.windows); }
-  __device__ Destination* destinations() const { return shared_at<Destination>(p_.at.destinations); }
-  __device__ uint64_t* meta() const { return shared_at<uint64_t>(p_.at.meta); }
-  __device__ int32_t* next() const { return shared_at<int32_t>(p_.at.next); }
-  __device__ int32_t* fan() const { return shared_at<int32_t>(p_.at.fan); }
-  __device__ int32_t* in_warp() const { return shared_at<int32_t>(p_.at.in_warp); }
-  __device__ int32_t* source_n() const { return shared_at<int32_t>(p_.at.source_n); }
-  __device__ int32_t* source_mode() const { return shared_at<int32_t>(p_.at.source_mode); }
+  __device__ uint32_t* going(int round) const {
+    return shared_at<uint32_t>(p_.at.going) + round % kRounds * (kRoundWarps * ranks());
+  }
+  __device__ int32_t* base(int round) const { return shared_at<int32_t>(p_.at.base) + round % (2 * kRounds) * ranks(); }
+  __device__ Destination* destinations() const {
+    return shared_at<Destination>(p_.at.destinations) + threadIdx.x / 32 * p_.group.map.shape().fan_out();
+  }
+  __device__ uint64_t* meta() const {
+    return shared_at<uint64_t>(p_.at.meta) + threadIdx.x / 32 * (1 + p_.group.map.shape().top_k);
+  }
+  __device__ uint32_t* plain() const { return shared_at<uint32_t>(p_.at.plain); }
+  __device__ int32_t* source_error() const { return shared_at<int32_t>(p_.at.source_error); }
   __device__ uint32_t* table() const { return shared_at<uint32_t>(p_.at.table); }
 
+  // Tokens before this one that go to a rank: its slot. The token's round must be routed.
+  __device__ int before(int token, int rank) const {
+    const int round = token / kRound;
+    const uint32_t* const masks = going(round) + rank;
+    const int warp = token % kRound / 32;
+    int count = base(round)[rank];
+#pragma unroll 1
+    for (int i = 0; i < warp; ++i) count += __popc(masks[i * ranks()]);
+    return count + __popc(masks[warp * ranks()] & ((1u << (token % 32)) - 1));
+  }
+
  private:
+  __device__ int ranks() const { return p_.group.map.shape().ranks; }
+
   const DispatchParams& p_;
 };
 
-// Loads what does not depend on tokens. Needs a barrier after it.
-__device__ inline void load_tables(const DispatchParams& p, const Scratch& scratch) {
-  const Shape& shape = p.group.map.shape();
-  for (int i = threadIdx.x; i < shape.ranks; i += blockDim.x) {
-    scratch.windows()[i] = window_of(p.group, i);
-    scratch.next()[i] = 0;
-  }
-  if (!p.table) return;
-  for (int i = threadIdx.x; i < shape.experts; i += blockDim.x) scratch.table()[i] = p.group.experts[i];
-}
-
 // Where an expert is.
 __device__ inline uint32_t find_expert(const DispatchParams& p, const Scratch& scratch, int32_t id) {
-  return p.table ? scratch.table()[id] : p.group.experts[id];
+  const uint32_t* const table = p.table ? scratch.table() : p.group.experts;
+  return table[id];
 }
 
 // An id as the caller has it.
 __device__ inline int64_t raw_id(const DispatchParams& p, int token, int k) {
   const int64_t at = token * p.in.id_stride[0] + k * p.in.id_stride[1];
-  return p.in.wide ? load_input<long long>(static_cast<const long long*>(p.in.ids) + at)
-                   : load_input<int>(static_cast<const int*>(p.in.ids) + at);
+  return p.in.wide ? static_cast<int64_t>(load_fresh<unsigned long long>(static_cast<const int64_t*>(p.in.ids) + at))
+                   : static_cast<int32_t>(load_fresh<uint32_t>(static_cast<const int32_t*>(p.in.ids) + at));
 }
-// Loads the first of a token's ids for its place in the cache alone.
-__device__ inline uint32_t touch_ids(const DispatchParams& p, int token) {
-  uint32_t id;
-  const auto* const at = static_cast<const std::byte*>(p.in.ids) + (p.in.wide ? 8 : 4) * (token * p.in.id_stride[0]);
-  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(id) : "l"(at));
-  return id;
+__device__ inline float raw_weight(const DispatchParams& p, int token, int k) {
+  if (p.in.weights == nullptr) return 1.0f;
+  const int64_t at = token * p.in.weight_stride[0] + k * p.in.weight_stride[1];
+  return __uint_as_float(load_fresh<uint32_t>(p.in.weights + at));
 }
 // What is no expert becomes -1.
 __device__ inline int32_t valid_id(const DispatchParams& p, int64_t id) {
   return id >= 0 && id < p.group.map.shape().experts ? static_cast<int32_t>(id) : -1;
 }
 
-// Bit i: the token goes to rank base + i.
-__device__ inline uint64_t ranks_of(const DispatchParams& p, const Scratch& scratch, int token, int base) {
-  uint64_t mask = 0;
-#pragma unroll 4
-  for (int k = 0; k < p.group.map.shape().top_k; ++k) {
-    const int32_t id = valid_id(p, raw_id(p, token, k));
-    const int rank = id < 0 ? -1 : expert_rank(find_expert(p, scratch, id)) - base;
-    if (rank >= 0 && rank < kRanksAtOnce) mask |= uint64_t{1} << rank;
+constexpr int kIdsAtOnce = 8;
+
+// Some of a token's ids, -1 for those that are none.
+struct Ids {
+  int32_t id[kIdsAtOnce];
+};
+__device__ inline Ids load_ids(const DispatchParams& p, int token, int begin) {
+  Ids ids;
+  const int there = token < p.tokens ? p.group.map.shape().top_k - begin : 0;
+  const int64_t first = token * p.in.id_stride[0] + begin * p.in.id_stride[1];
+  if (p.in.wide) {
+    const auto* const at = static_cast<const int64_t*>(p.in.ids) + first;
+#pragma unroll
+    for (int i = 0; i < kIdsAtOnce; ++i) {
+      ids.id[i] = i < there
+                      ? valid_id(p, static_cast<int64_t>(load_fresh<unsigned long long>(at + i * p.in.id_stride[1])))
+                      : -1;
+    }
+    return ids;
+  }
+  const auto* const at = static_cast<const int32_t*>(p.in.ids) + first;
+#pragma unroll
+  for (int i = 0; i < kIdsAtOnce; ++i) {
+    ids.id[i] = i < there ? valid_id(p, static_cast<int32_t>(load_fresh<uint32_t>(at + i * p.in.id_stride[1]))) : -1;
+  }
+  return ids;
+}
+
+__device__ __noinline__ static uint32_t ranks_of_many(const DispatchParams& p, const uint32_t* table, int token,
+                                                      int base);
+
+// Bit i: one of the ids is of rank base + i.
+__device__ inline uint32_t ranks_of(const uint32_t* table, const Ids& ids, int base) {
+  uint32_t mask = 0;
+#pragma unroll
+  for (int i = 0; i < kIdsAtOnce; ++i) {
+    if (ids.id[i] < 0) continue;
+    const uint32_t rank = (table[ids.id[i]] >> kSlotBits) - static_cast<uint32_t>(base);
+    if (rank < kRanksAtOnce) mask |= 1u << rank;
   }
   return mask;
 }
 
-// Walks a rank's tokens in order and gives those of a batch their slots.
-class Router {
- public:
-  __device__ Router(const DispatchParams& p, const Scratch& scratch) : p_(p), scratch_(scratch) {}
+// Bit i: the token goes to rank base + i. `first`: the first of its ids.
+__device__ inline uint32_t ranks_of(const DispatchParams& p, const Scratch& scratch, int token, int base,
+                                    const Ids& first) {
+  if (!p.table) return ranks_of_many(p, p.group.experts, token, base);
+  if (p.group.map.shape().top_k > kIdsAtOnce) return ranks_of_many(p, scratch.table(), token, base);
+  return ranks_of(scratch.table(), first, base);
+}
 
-  // Destinations and slots of tokens [begin, begin + count), count <= kBatch, which come after those of the last call;
-  // next[] then counts all tokens so far. All threads; ends with a barrier.
-  __device__ void route(int begin, int count) {
-    const int end = begin + count;
-    for (int token = threadIdx.x; token < count; token += blockDim.x) scratch_.fan()[token] = 0;
-    __syncthreads();
-    for (; counted_ < end; counted_ += blockDim.x) {
-      const int token = counted_ + static_cast<int>(threadIdx.x);
-      for (int base = 0; base < p_.group.map.shape().ranks; base += kRanksAtOnce) walk(token, base, begin, end);
-    }
-    counted_ = end;
-  }
-
- private:
-  // One token per thread, up to 64 ranks.
-  __device__ void walk(int token, int base, int begin, int end) {
-    const Shape& shape = p_.group.map.shape();
-    const int ranks = min(kRanksAtOnce, shape.ranks - base);
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const uint64_t mask = token < end ? ranks_of(p_, scratch_, token, base) : 0;
+// Of many ids, or where the table of experts is in global memory.
+__device__ __noinline__ static uint32_t ranks_of_many(const DispatchParams& p, const uint32_t* table, int token,
+                                                      int base) {
+  uint32_t mask = 0;
 #pragma unroll 1
-    for (int i = 0; i < ranks; ++i) {
+  for (int begin = 0; begin < p.group.map.shape().top_k; begin += kIdsAtOnce) {
+    mask |= ranks_of(table, load_ids(p, token, begin), base);
+  }
+  return mask;
+}
+
+// Which of a warp's 32 tokens go where: one token per thread.
+__device__ inline void route_warp(const DispatchParams& p, const Scratch& scratch, int round, int token,
+                                  const Ids& first) {
+  const int ranks = p.group.map.shape().ranks;
+  uint32_t* const masks = scratch.going(round) + token % kRound / 32 * ranks;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int base = 0; base < ranks; base += kRanksAtOnce) {
+    const uint32_t mask = ranks_of(p, scratch, token, base, first);
+    uint32_t mine = 0;
+#pragma unroll 2
+    for (int i = 0; i < min(kRanksAtOnce, ranks - base); ++i) {
       const uint32_t going = __ballot_sync(~0u, mask >> i & 1);
-      if (lane == 0) scratch_.in_warp()[warp * ranks + i] = __popc(going);
+      if (lane == i) mine = going;
     }
-    __syncthreads();
-    if (token - lane + 31 >= begin && token - lane < end) {  // warps with tokens of the batch
-      const int row = token - begin;
-      const bool mine = row >= 0 && token < end;
-      int fan = mine ? scratch_.fan()[row] : 0;
-#pragma unroll 1
-      for (int i = 0; i < ranks; ++i) {
-        const uint32_t going = __ballot_sync(~0u, mask >> i & 1);
-        if (going == 0) continue;
-        int slot = scratch_.next()[base + i];
-#pragma unroll 4
-        for (int other = 0; other < warp; ++other) slot += scratch_.in_warp()[other * ranks + i];
-        if (!mine || (mask >> i & 1) == 0) continue;
-        slot += __popc(going & ((1u << lane) - 1));
-        scratch_.destinations()[row * shape.fan_out() + fan++] = {base + i, slot};
-      }
-      if (mine) scratch_.fan()[row] = fan;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < ranks; i += blockDim.x) {
-      int sum = 0;
-#pragma unroll 8
-      for (int other = 0; other < kWarps; ++other) sum += scratch_.in_warp()[other * ranks + i];
-      scratch_.next()[base + i] += sum;
-    }
-    __syncthreads();
+    if (base + lane < ranks) masks[base + lane] = mine;
   }
-
-  const DispatchParams& p_;
-  const Scratch& scratch_;
-  int counted_ = 0;
-};
-
-// Reports an id that is neither -1 nor an expert, or stands twice in its token; one for each step.
-__device__ __noinline__ static void report_id(const DispatchParams& p, Step step, int token, int k, int64_t id) {
-  if (atomicExch(&p.group.lanes[step.lane].bad_step, step.low()) == step.low()) return;
-  report_call(p.group, &p.group.pages[p.group.me]->bad_id, [&](Report* to) {
-    write_report(to, p.group, step, twInvalidArgument, p.group.me, 0, 0);
-    volatile Report& report = *to;
-    report.token = token;
-    report.k = k;
-    report.value = id;
-  });
 }
 
-// What travels beside the payloads of a batch, into shared memory; a bad id acts as -1. By `threads` threads.
-__device__ inline void stage_meta(const DispatchParams& p, const Scratch& scratch, const Step& step, int begin,
-                                  int count, int thread, int threads) {
-  const int top_k = p.group.map.shape().top_k;
+// By the routing threads, of which this is number `thread`: all tokens, round by round. `ids`: of the first round.
+// tell(rank, n): n tokens in all go to a rank.
+template <class Tell>
+__device__ inline void route(const DispatchParams& p, const Scratch& scratch, int thread, Ids ids, Tell&& tell) {
+  const int ranks = p.group.map.shape().ranks;
 #pragma unroll 1
-  for (int i = thread; i < count * top_k; i += threads) {
-    const int row = i / top_k;
-    const int k = i - row * top_k;
-    const int token = begin + row;
-    const float weight =
-        p.in.weights == nullptr ? 1.0f : p.in.weights[token * p.in.weight_stride[0] + k * p.in.weight_stride[1]];
-    const int64_t raw = raw_id(p, token, k);
-    int32_t id = valid_id(p, raw);
-    bool twice = false;
-#pragma unroll 4
-    for (int other = 0; other < k; ++other) twice |= raw_id(p, token, other) == raw;
-    if (twice) id = -1;
-    if (id < 0 && raw != -1) report_id(p, step, token, k, raw);
-    auto* const row_meta = reinterpret_cast<uint32_t*>(scratch.meta() + row * (1 + top_k));
-    row_meta[2 + k] = static_cast<uint32_t>(id);
-    row_meta[2 + top_k + k] = __float_as_uint(weight);
-    if (k == 0) row_meta[0] = static_cast<uint32_t>(token), row_meta[1] = 0;
-    if (!p.in.own) {
-      p.handle.ids[static_cast<int64_t>(token) * top_k + k] = id;
-      p.handle.weights[static_cast<int64_t>(token) * top_k + k] = weight;
+  for (int round = 0; round * kRound < p.tokens; ++round) {
+    route_warp(p, scratch, round, round * kRound + thread, ids);
+    const bool last = (round + 1) * kRound >= p.tokens;
+    if (!last) ids = load_ids(p, (round + 1) * kRound + thread, 0);
+    meet<kThreads>(kRouted);  // and the senders have left the round whose place the next one takes
+#pragma unroll 1
+    for (int rank = thread; rank < ranks; rank += kReceivers) {
+      int sum = scratch.base(round)[rank];
+#pragma unroll
+      for (int i = 0; i < kRoundWarps; ++i) sum += __popc(scratch.going(round)[i * ranks + rank]);
+      scratch.base(round + 1)[rank] = sum;
+      if (last) tell(rank, sum);
     }
   }
 }
 
-// The handle's copy of a batch's destinations, which its combine reads. By `threads` threads, after route().
-__device__ inline void keep_destinations(const DispatchParams& p, const Scratch& scratch, int begin, int count,
-                                         int thread, int threads) {
-  const int fan_out = p.group.map.shape().fan_out();
-  for (int row = thread; row < count; row += threads) {
-    p.handle.fan[begin + row] = scratch.fan()[row];
-    Destination* const to = p.handle.destinations + static_cast<int64_t>(begin + row) * fan_out;
-    for (int i = 0; i < scratch.fan()[row]; ++i) to[i] = scratch.destinations()[row * fan_out + i];
+// The ranks that a warp's token goes to, ascending, and its slots there, into the warp's place; their number.
+__device__ inline int find_destinations(const DispatchParams& p, const Scratch& scratch, int token) {
+  const int ranks = p.group.map.shape().ranks;
+  const uint32_t* const masks = scratch.going(token / kRound) + token % kRound / 32 * ranks;
+  const int lane = threadIdx.x % 32;
+  int fan = 0;
+#pragma unroll 1
+  for (int base = 0; base < ranks; base += 32) {
+    const int rank = base + lane;
+    const bool goes = rank < ranks && (masks[rank] >> (token % 32) & 1) != 0;
+    const uint32_t all = __ballot_sync(~0u, goes);
+    if (goes) scratch.destinations()[fan + __popc(all & ((1u << lane) - 1))] = {rank, scratch.before(token, rank)};
+    fan += __popc(all);
   }
+  return fan;
 }
 
 }  // namespace tw::nvlink

@@ -8,8 +8,7 @@
 namespace tw::nvlink {
 
 int load_dispatch(const Shape& shape);
-int load_combine_lines(const Shape& shape);
-int load_combine_bulk(const Shape& shape);
+int load_combine(const Shape& shape);
 int load_views(const Shape& shape);
 
 namespace {
@@ -31,11 +30,11 @@ __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
   if (is_sticky(p.group) || (p.status != nullptr && *p.status != twSuccess)) return;
   __syncthreads();
   if (p.bank >= 0 && static_cast<int>(step.number & 1) != p.bank) {
-    publish_unordered(p.group, step, Mode::kSkip, [](int) { return 0; });
+    publish_empty(p.group, step, Mode::kSkip);
     wait_out(p.group, step);
     ++step.number;
   }
-  publish_unordered(p.group, step, Mode::kRefused, [](int) { return 0; });
+  publish_empty(p.group, step, Mode::kRefused);
   wait_out(p.group, step);
   if (threadIdx.x == 0) end_step(p.group, step, begin_end(p.group, step));
 }
@@ -117,7 +116,7 @@ int load_kernels(const Shape& shape) {
        {reinterpret_cast<const void*>(refuse_kernel), reinterpret_cast<const void*>(self_test_kernel)}) {
     if (const int error = allow_shared(kernel, 0); error != 0) return error;
   }
-  for (const auto load : {load_dispatch, load_combine_lines, load_combine_bulk, load_views}) {
+  for (const auto load : {load_dispatch, load_combine, load_views}) {
     if (const int error = load(shape); error != 0) return error;
   }
   return 0;

@@ -5,7 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "nvlink/received.cuh"
+#include "nvlink/routing.cuh"
 
 namespace tw::nvlink {
 
@@ -76,14 +76,15 @@ __device__ __noinline__ static void collect_terms(const CombineParams& p, int se
 #pragma unroll 1
   for (int base = 0; base < top_k; base += 32) {
     const int k = base + lane;
-    const int32_t id = k < top_k ? ids[k] : -1;
-    const float weight = k < top_k ? weights[k] : 0.0f;
+    const int32_t id = k < top_k ? static_cast<int32_t>(load_fresh<uint32_t>(ids + k)) : -1;
+    const float weight = k < top_k ? __uint_as_float(load_fresh<uint32_t>(weights + k)) : 0.0f;
     const uint32_t expert = id >= 0 && id < g.map.shape().experts ? g.experts[id] : 0;
     const bool local = id >= 0 && id < g.map.shape().experts && expert_rank(expert) == g.me;
     uint32_t all = __ballot_sync(~0u, local);
     if (p.expert_major && local) {
       const int j = count + __popc(all & ((1u << lane) - 1));
-      rows[j] = p.rows + expert_slot(expert) * p.block_stride + p.handle.places[row * top_k + k] * p.row_stride;
+      rows[j] = p.rows + expert_slot(expert) * p.block_stride +
+                static_cast<int32_t>(load_fresh<uint32_t>(p.handle.places + row * top_k + k)) * p.row_stride;
       row_weights[j] = weight;
     }
     count += __popc(all);
@@ -106,8 +107,8 @@ __device__ __noinline__ static void collect_terms(const CombineParams& p, int se
 }
 
 __device__ inline float load_element(const std::byte* row, twDtype_t dtype, int64_t i) {
-  if (dtype == twFloat32) return __uint_as_float(load_input<unsigned int>(row + 4 * i));
-  return widen(dtype, load_input<unsigned short>(row + 2 * i));
+  if (dtype == twFloat32) return __uint_as_float(load_fresh<unsigned int>(row + 4 * i));
+  return widen(dtype, load_fresh<unsigned short>(row + 2 * i));
 }
 
 // 8 bytes of a set's partial, in the wire's type, whatever the types and weights; elements beyond the row are 0.
@@ -130,7 +131,7 @@ __device__ __noinline__ static uint64_t sum_word(const CombineParams& p, int set
     const std::byte* const row = rows[j];
     Quad term{};
     if (vector) {
-      term = widen_word(p.rows_dtype, load_input<unsigned long long>(row + 8 * w));
+      term = widen_word(p.rows_dtype, load_fresh<unsigned long long>(row + 8 * w));
     } else {
       for (int e = 0; e < per_word; ++e) {
         if (w * per_word + e < p.elements) term.v[e] = load_element(row, p.rows_dtype, w * per_word + e);
@@ -160,9 +161,10 @@ __device__ __noinline__ static void store_elements(const CombineParams& p, std::
     }
   }
 }
+template <twDtype_t kWire>
 __device__ inline void store_quad(const CombineParams& p, std::byte* out, int64_t w, const Quad& quad) {
-  if (p.words_fit && p.wire_dtype != twFloat32 && p.out_dtype != twFloat32) {
-    *reinterpret_cast<uint64_t*>(out + 8 * w) = narrow_word(p.out_dtype, quad);
+  if (kWire != twFloat32 && p.words_fit && p.out_dtype == kWire) {
+    *reinterpret_cast<uint64_t*>(out + 8 * w) = narrow_word(kWire, quad);
   } else {
     store_elements(p, out, w, quad);
   }

@@ -8,6 +8,7 @@ namespace tw::nvlink {
 namespace {
 
 constexpr int kViewThreads = 512;
+constexpr int kBatch = 64;      // rows whose experts a block finds at a time
 constexpr int kExperts = 4096;  // that are counted at a time
 
 // First row, in (source, slot) order, of each source. All threads; [N + 1] in shared memory.
@@ -54,7 +55,7 @@ __device__ void copy_payload(const ViewParams& p, int q, const int32_t* begin, i
         reinterpret_cast<const V*>(window + p.group.map.payload(p.lane, bank, q, slot.source, slot.p, p.bound));
     const int64_t at = static_cast<int64_t>(slot.source) * p.bound + slot.p;
     auto* const to = reinterpret_cast<V*>(p.payloads[q] + at * static_cast<int64_t>(shape.payload_bytes[q]));
-    for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) to[i] = load_received<V>(from + i);
+    for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) to[i] = load_fresh<V>(from + i);
   }
 }
 
@@ -181,7 +182,7 @@ __device__ void scatter_row(const ViewParams& p, int q, const Slot& slot, const 
   const auto* const from = reinterpret_cast<const V*>(
       p.group.windows[p.group.me] + p.group.map.payload(p.lane, bank, q, slot.source, slot.p, p.bound));
   for (uint32_t i = threadIdx.x; i < p.vectors[q].divisor; i += blockDim.x) {
-    const V value = load_received<V>(from + i);
+    const V value = load_fresh<V>(from + i);
     for (int k = 0; k < shape.top_k; ++k) {
       if (experts[k] < 0) continue;
       const int64_t at = experts[k] * per_expert + places[k];

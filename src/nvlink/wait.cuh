@@ -127,7 +127,15 @@ class Patience {
   __device__ bool over(bool* late) {
     *late = false;
     if (g_.no_wait) return true;
-    if (++looks_ % kLooks != 0) return false;
+    return ++looks_ % kLooks == 0 && look_around(late);
+  }
+  // Whether the last call looked around.
+  __device__ bool looked() const { return looks_ % kLooks == 0; }
+
+ private:
+  static constexpr uint32_t kLooks = 256;
+
+  __device__ __noinline__ bool look_around(bool* late) {
     const uint64_t now = now_ns();
     if (start_ == 0) start_ = now;
     if (is_sticky(g_)) return true;
@@ -139,11 +147,6 @@ class Patience {
     *late = now - start_ >= g_.timeout_ns;
     return *late;
   }
-  // Whether the last call looked around.
-  __device__ bool looked() const { return looks_ % kLooks == 0; }
-
- private:
-  static constexpr uint32_t kLooks = 256;
 
   const GroupView& g_;
   uint64_t start_ = 0;
@@ -154,9 +157,10 @@ class Patience {
 struct Source {
   Mode mode = Mode::kNone;  // kNone: nothing came
   int32_t n = 0;            // rows, 0 if there was an error
+  int32_t plain = 0;        // the first so many are no lines
   twResult_t error = twSuccess;
   uint64_t word = 0;
-  uint32_t note = 0;
+  uint64_t note = 0;
 };
 
 // Judges a word that has the step.
@@ -166,67 +170,78 @@ __device__ inline void judge(const Step& step, Source* source) {
   const bool dispatching = step.phase == twPhaseDispatch;
   const bool fits =
       dispatching ? word.mode == Mode::kDispatch || word.mode == Mode::kDispatchLines : word.mode == Mode::kCombine;
+  const auto plain = word.mode == Mode::kDispatchLines ? static_cast<uint32_t>(source->note >> 32) : word.n;
   if (word.step != step.low()) {
     source->error = twInternalError;  // S2 says that nobody is further ahead on this bank
   } else if (word.mode == Mode::kRefused) {
     source->error = twPeerRefused;
   } else if (!fits) {
     source->error = twCallMismatch;
-  } else if (source->note != static_cast<uint32_t>(step.bound)) {
+  } else if (static_cast<uint32_t>(source->note) != static_cast<uint32_t>(step.bound)) {
     source->error = twBoundMismatch;
-  } else if (word.n > static_cast<uint32_t>(step.bound)) {
+  } else if (word.n > static_cast<uint32_t>(step.bound) || plain > word.n) {
     source->error = twInternalError;
   } else {
     source->n = static_cast<int32_t>(word.n);
+    source->plain = static_cast<int32_t>(plain);
   }
 }
 
 // What a wait for a source's word is for.
 enum class Look {
   kWord,      // the word, and all that was written before it (S4)
-  kEarly,     // the announcement or the word, and all that was written before it
   kTakesPart  // the word alone: rows have been seen otherwise
 };
 
+// One look at a source's word. True when there is nothing more to wait for.
+__device__ inline bool look_at(const GroupView& g, const Step& step, int rank, Look look, Patience* patience,
+                               Source* source) {
+  const std::byte* const place = window_of(g, g.me) + g.map.word(step.lane, step.bank(), rank);
+  const Vec16 pair = load_pair(place);
+  source->word = pair.a;
+  source->note = pair.b;
+  if (reached(unpack(pair.a).step, step.low())) {
+    if (look != Look::kTakesPart && unpack(pair.a).mode != Mode::kDispatchLines) (void)load_acquire(place);
+    // The note was written before the word or with it, but PTX does not promise that one load shows both.
+    if (static_cast<uint32_t>(source->note) != static_cast<uint32_t>(step.bound)) {
+      fence_system();
+      source->note = load_word(place + kNoteOffset);
+    }
+    judge(step, source);
+    return true;
+  }
+  bool late = false;
+  if (!patience->over(&late)) return false;
+  if (g.no_wait) {  // as if it had come
+    source->word = pack(Word{step.low(), unpack(pair.a).mode, unpack(pair.a).n});
+    source->note = (source->note & ~uint64_t{0xffffffff}) | static_cast<uint32_t>(step.bound);
+    judge(step, source);
+    return true;
+  }
+  source->error = late ? twTimeout : twPeerAborted;
+  return true;
+}
+
 // Waits for a source's word of a step.
-__device__ inline Source await_source(const GroupView& g, const Step& step, int rank, Look look) {
-  const bool early = look == Look::kEarly;
-  const std::byte* const place = g.windows[g.me] + g.map.word(step.lane, step.bank(), rank);
+__device__ __noinline__ static Source await_source(const GroupView& g, Step step, int rank, Look look) {
   Source source;
   Patience patience(g);
-  for (;;) {
-    const Vec16 pair = load_pair(place);
-    const uint64_t announcement = early ? load_word(place + kAnnouncementOffset) : 0;
-    source.word = pair.a;
-    if (reached(unpack(pair.a).step, step.low())) {
-      source.note = static_cast<uint32_t>(pair.b);
-      if (look != Look::kTakesPart && unpack(pair.a).mode != Mode::kDispatchLines) fence_system();
-      // The note was written before the word or with it, but PTX does not promise that one load shows both.
-      if (source.note != static_cast<uint32_t>(step.bound)) {
-        fence_system();
-        source.note = static_cast<uint32_t>(load_word(place + kNoteOffset));
-      }
-      break;
-    }
-    // Equal, not reached: steps without an announcement leave an old one behind, which may wrap around.
-    if (early && unpack(announcement).step == step.low() && unpack(announcement).mode == Mode::kDispatch) {
-      fence_system();
-      source.word = announcement;
-      source.note = static_cast<uint32_t>(load_word(place + kNoteOffset));
-      break;
-    }
-    bool late = false;
-    if (!patience.over(&late)) continue;
-    if (g.no_wait) {  // as if it had come
-      source.word = pack(Word{step.low(), unpack(pair.a).mode, unpack(pair.a).n});
-      source.note = static_cast<uint32_t>(step.bound);
-      break;
-    }
-    source.error = late ? twTimeout : twPeerAborted;
-    return source;
+  while (!look_at(g, step, rank, look, &patience, &source)) {
   }
-  judge(step, &source);
   return source;
+}
+
+// Waits for the rows of a source that are no lines, where its word says that there are some beside lines (S4).
+__device__ __noinline__ static twResult_t await_rows(const GroupView& g, Step step, int rank) {
+  const std::byte* const place = window_of(g, g.me) + g.map.word(step.lane, step.bank(), rank) + kRowsOffset;
+  Patience patience(g);
+  while (load_word(place) != step.number) {
+    bool late = false;
+    if (patience.over(&late)) return g.no_wait ? twSuccess : late ? twTimeout : twPeerAborted;
+    __nanosleep(50);
+  }
+  (void)load_acquire(place);
+  return twSuccess;
 }
 
 // Makes known what is wrong with a source, if anything is; for one block of a kernel.
@@ -238,36 +253,43 @@ __device__ __noinline__ static void report_source(const GroupView& g, Step step,
     report_failure(g, step, error, error == twInternalError ? g.me : rank, source.word);
     return;
   }
-  report_call(g, &g.pages[g.me]->call,
-              [&](Report* to) { write_report(to, g, step, error, rank, source.word, source.note); });
+  report_call(g, &g.pages[g.me]->call, [&](Report* to) {
+    write_report(to, g, step, error, rank, source.word, static_cast<uint32_t>(source.note));
+  });
 }
 
 // Publishes this rank's word of a step to every rank. `count(rank)`. Rows have been fenced by the caller; here the note
-// goes before the words, behind a fence of its own. By all threads of a block.
+// goes before the words, behind a fence of its own. By `threads` threads, of which this is number `thread`.
 template <class Count>
-__device__ inline void publish_words(const GroupView& g, const Step& step, uint64_t offset, Mode mode, Count count) {
+__device__ inline void publish_words(const GroupView& g, const Step& step, Mode mode, Count count, int thread,
+                                     int threads) {
   const int ranks = g.map.shape().ranks;
   const uint64_t place = g.map.word(step.lane, step.bank(), g.me);
-  for (int i = threadIdx.x; i < ranks; i += blockDim.x) {
-    const int rank = (g.me + 1 + i) % ranks;
-    store_word(g.windows[rank] + place + kNoteOffset, static_cast<uint64_t>(step.bound));
+  for (int i = thread; i < ranks; i += threads) {
+    store_word(window_of(g, (g.me + 1 + i) % ranks) + place + kNoteOffset, static_cast<uint64_t>(step.bound));
   }
-  if (static_cast<int>(threadIdx.x) < ranks) fence_system();  // not by all: fences of a block's warps queue up
-  for (int i = threadIdx.x; i < ranks; i += blockDim.x) {
+  if (thread < ranks) fence_system();  // not by all: fences of a block's warps queue up
+  for (int i = thread; i < ranks; i += threads) {
     const int rank = (g.me + 1 + i) % ranks;
-    store_word(g.windows[rank] + place + offset, pack(Word{step.low(), mode, static_cast<uint32_t>(count(rank))}));
+    store_word(window_of(g, rank) + place, pack(Word{step.low(), mode, static_cast<uint32_t>(count(rank))}));
   }
 }
 
-// The same without an order to anything: word and note in one store, for steps whose rows certify themselves.
-template <class Count>
-__device__ inline void publish_unordered(const GroupView& g, const Step& step, Mode mode, Count count) {
-  const int ranks = g.map.shape().ranks;
-  const uint64_t place = g.map.word(step.lane, step.bank(), g.me);
-  for (int i = threadIdx.x; i < ranks; i += blockDim.x) {
-    const int rank = (g.me + 1 + i) % ranks;
-    store_pair(g.windows[rank] + place, pack(Word{step.low(), mode, static_cast<uint32_t>(count(rank))}),
-               static_cast<uint64_t>(step.bound));
+// The same for one rank and without an order to anything: word and note in one store, for steps whose rows certify
+// themselves. `plain`: rows that do not. Where such stores may be torn there are no lines, and none of those is there.
+__device__ inline void publish_word(const GroupView& g, const Step& step, int rank, Mode mode, int n, int plain) {
+  std::byte* const place = window_of(g, rank) + g.map.word(step.lane, step.bank(), g.me);
+  const uint64_t word = pack(Word{step.low(), mode, static_cast<uint32_t>(n)});
+  const uint64_t note = static_cast<uint64_t>(step.bound) | static_cast<uint64_t>(plain) << 32;
+  if (g.line_tokens > 0) return store_pair(place, word, note);
+  store_word(place + kNoteOffset, note);
+  fence_system();
+  store_word(place, word);
+}
+// A step without rows, to all ranks; by a block.
+__device__ inline void publish_empty(const GroupView& g, const Step& step, Mode mode) {
+  for (int rank = threadIdx.x; rank < g.map.shape().ranks; rank += blockDim.x) {
+    publish_word(g, step, rank, mode, 0, 0);
   }
 }
 

@@ -52,8 +52,8 @@ void add_header(const WindowMap& map, std::vector<Region>* regions) {
       for (int source = 0; source < shape.ranks; ++source) {
         regions->push_back({map.word(lane, bank, source), map.word(lane, bank, source) + 8, "word"});
         regions->push_back({map.note(lane, bank, source), map.note(lane, bank, source) + 8, "note"});
-        const uint64_t announcement = map.word(lane, bank, source) + kAnnouncementOffset;
-        regions->push_back({announcement, announcement + 8, "announcement"});
+        const uint64_t rows = map.word(lane, bank, source) + kRowsOffset;
+        regions->push_back({rows, rows + 8, "rows word"});
       }
     }
   }

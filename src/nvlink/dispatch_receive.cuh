@@ -1,0 +1,161 @@
+// The receiving side of a dispatch: the other half of a block's warps, after they have routed.
+#pragma once
+
+#include "nvlink/dispatch_send.cuh"
+
+namespace tw::nvlink {
+
+// The sources are taken in turns, this rank's own last: 32 at a time, one to each lane of a warp.
+struct Sources {
+  int begin;      // in that order
+  int count;      // of other ranks
+  Source source;  // of this lane
+  int rank;
+
+  __device__ int rank_of(const Block& b, int i) const { return (b.p.group.me + 1 + begin + i) % b.ranks(); }
+};
+
+__device__ inline void expect(const Block& b, const Sources& sources, const Share& in, Parts<1>* parts) {
+  const WindowMap& map = b.p.group.map;
+  parts->cover(b.p.units, in.unit);
+  parts->at[0] = b.scratch.windows()[b.p.group.me] +
+                 map.line(b.step.lane, b.step.bank(), sources.rank_of(b, in.turn), in.index) +
+                 line_place(in.unit.begin);
+}
+
+// A unit of a row that came as lines: into the window, as rows lie there, and what the caller sees.
+__device__ inline void take_lines(const Block& b, int64_t row, const Unit& unit, const Parts<1>& parts) {
+#pragma unroll
+  for (int g = 0; g < kUnitGroups; ++g) {
+    if (g < parts.groups) place_words(b.p, b.bank, row, unit, g, parts.value[g][0]);
+  }
+  if (!b.has_meta(unit)) return;
+  uint64_t* const window = reinterpret_cast<uint64_t*>(b.bank + b.p.group.map.meta_begin()) + row * b.meta_words();
+#pragma unroll
+  for (int g = 0; g < kMetaGroups; ++g) {
+    const uint32_t w = first_word(unit.begin + g);
+    if (g >= parts.groups || w >= b.meta_words()) continue;
+    window[w] = b.scratch.meta()[w] = parts.value[g][0].a;
+    if (w + 1 < b.meta_words() && !is_flag()) window[w + 1] = b.scratch.meta()[w + 1] = parts.value[g][0].b;
+  }
+  __syncwarp();
+  const uint64_t* const words = b.scratch.meta();
+  take_meta(b.p, b.scratch, b.step, row, words, words[0]);
+  __syncwarp();  // the place is the next row's
+}
+
+// Waits for the words of 32 sources; meanwhile the warp's first line may come, which is then found in *first.
+__device__ inline void await_words(const Block& b, Sources* sources, Parts<1>* first) {
+  bool waits = sources->begin + static_cast<int>(threadIdx.x % 32) < b.ranks();
+  Patience patience(b.p.group);
+#pragma unroll 1
+  for (int looks = 0;; ++looks) {
+    first->look();
+    if (waits) {
+      waits = !look_at(b.p.group, b.step, sources->rank, Look::kWord, &patience, &sources->source);
+    }
+    if (!__any_sync(~0u, waits)) return;
+    if (looks > 16) __nanosleep(100);
+  }
+}
+
+// Headers, ids and weights of the rows of a source that lie in the window, a warp's part of them.
+__device__ __noinline__ static void take_plain(const Block& b, int source, int rows, uint32_t warp, uint32_t warps) {
+  const auto* const meta = reinterpret_cast<const unsigned long long*>(b.bank + b.p.group.map.meta_begin());
+  uint64_t* const words = b.scratch.meta();
+#pragma unroll 1
+  for (uint32_t slot = warp; slot < static_cast<uint32_t>(rows); slot += warps) {
+    const int64_t row = row_at(b.p, source, static_cast<int>(slot));
+    for (uint32_t w = threadIdx.x % 32; w < b.meta_words(); w += 32) {
+      words[w] = load_fresh<unsigned long long>(meta + row * b.meta_words() + w);
+    }
+    __syncwarp();
+    take_meta(b.p, b.scratch, b.step, row, words, words[0]);
+    __syncwarp();  // the place is the next row's
+  }
+}
+
+// What lies in slots of 32 sources; and slots that hold nothing, of this rank too.
+__device__ inline void take_slots(const Block& b, Sources* sources, uint32_t warp, uint32_t warps) {
+  const DispatchParams& p = b.p;
+  Source& source = sources->source;
+  const bool there = sources->begin + static_cast<int>(threadIdx.x % 32) < b.ranks();
+  const bool other = there && sources->rank != p.group.me;
+  if (other && source.plain > 0 && source.mode == Mode::kDispatchLines) {
+    source.error = await_rows(p.group, b.step, sources->rank);
+    if (source.error != twSuccess) source.n = source.plain = 0;
+  }
+  // S4: the lanes that have looked have acquired, before all go on.
+  uint32_t plain = __ballot_sync(~0u, other && source.plain > 0);
+  uint32_t empty = __ballot_sync(~0u, there && source.n < p.bound);
+  for (; plain != 0; plain &= plain - 1) {
+    const int i = __ffs(static_cast<int>(plain)) - 1;
+    take_plain(b, sources->rank_of(b, i), __shfl_sync(~0u, source.plain, i), warp, warps);
+  }
+  for (; empty != 0; empty &= empty - 1) {
+    const int i = __ffs(static_cast<int>(empty)) - 1;
+    show_nothing(p, sources->rank_of(b, i), __shfl_sync(~0u, source.n, i), p.bound,
+                 static_cast<int>(warp * 32 + threadIdx.x % 32), static_cast<int>(warps * 32));
+  }
+}
+
+// Lines of 32 sources, a warp's units of them. `first`: the first unit's have been looked at.
+__device__ inline void take_sources(const Block& b, const Sources& sources, uint32_t warp, uint32_t warps, bool looked,
+                                    Parts<1>* first) {
+  const DispatchParams& p = b.p;
+  const int most = __reduce_max_sync(
+      ~0u, static_cast<int>(threadIdx.x % 32) < sources.count ? sources.source.n - sources.source.plain : 0);
+  const uint32_t end = static_cast<uint32_t>(most) * p.units.per_row.divisor * static_cast<uint32_t>(sources.count);
+#pragma unroll 1
+  for (uint32_t u = warp; u < end; u += warps) {
+    const Share in = share_of(p.units, static_cast<uint32_t>(sources.count), u);
+    const int plain = __shfl_sync(~0u, sources.source.plain, in.turn);
+    const int n = __shfl_sync(~0u, sources.source.n, in.turn);
+    if (plain + in.index < n) {
+      if (!looked) {
+        expect(b, sources, in, first);
+        first->look();
+      }
+      const int rank = sources.rank_of(b, in.turn);
+      if (await_lines(p.group, b.step, first, [&](int) { return rank; }, [](int) { return false; })) {
+        take_lines(b, row_at(p, rank, plain + in.index), in.unit, *first);
+      } else {  // nothing of this source can be trusted
+        show_nothing(p, rank, plain + in.index, plain + in.index + 1, static_cast<int>(threadIdx.x % 32), 32);
+        p.shown.counts[rank] = p.handle.counts[rank] = 0;
+        *p.handle.status = twInternalError;
+      }
+    }
+    looked = false;
+  }
+}
+
+__device__ inline void receive(const Block& b) {
+  const DispatchParams& p = b.p;
+  const auto lane = threadIdx.x % 32;
+  const uint32_t warp = blockIdx.x + (threadIdx.x - kSenders) / 32 * gridDim.x;
+  const uint32_t warps = gridDim.x * kReceiveWarps;
+  // No source has more rows than the bound, so none but lines: then a line's place is known before the word.
+  const bool few = p.bound <= p.group.line_tokens;
+  const bool clerk = warp == 0;  // alone makes known how many came, and what is wrong
+#pragma unroll 1
+  for (int begin = 0; begin < b.ranks(); begin += 32) {
+    Sources sources{begin, min(32, b.ranks() - 1 - begin), {}, 0};
+    sources.rank = sources.rank_of(b, static_cast<int>(lane));
+    Parts<1> lines{};
+    const uint32_t possible =
+        static_cast<uint32_t>(p.bound) * p.units.per_row.divisor * static_cast<uint32_t>(sources.count);
+    const bool looked = few && warp < possible;
+    if (looked) expect(b, sources, share_of(p.units, static_cast<uint32_t>(sources.count), warp), &lines);
+    await_words(b, &sources, &lines);
+    const bool valid = begin + static_cast<int>(lane) < b.ranks();
+    if (clerk && valid) p.shown.counts[sources.rank] = p.handle.counts[sources.rank] = sources.source.n;
+    take_sources(b, sources, warp, warps, looked, &lines);
+    take_slots(b, &sources, warp, warps);
+    if (clerk && valid) {
+      report_source(p.group, b.step, sources.rank, sources.source);
+      b.scratch.source_error()[sources.rank] = sources.source.error;
+    }
+  }
+}
+
+}  // namespace tw::nvlink

@@ -1,0 +1,30 @@
+// Launching the kernels of the exchange. For .cu files.
+//
+// `early` is programmatic dependent launch (CUDA programming guide): the kernel comes onto the device when all blocks
+// of the one before it in its stream have begun, and waits there (device.cuh, await_earlier). So what it costs to bring
+// it there passes while the other one runs. S8: for each lane and each rank of a device two kernels may then be there
+// at once, which is why the host asks for it only where two blocks fit on an SM.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "nvlink/params.h"
+
+namespace tw::nvlink {
+
+template <class Params>
+int launch_kernel(void (*kernel)(Params), const Params& params, int grid, uint32_t shared, bool early, void* stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace tw::nvlink

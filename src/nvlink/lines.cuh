@@ -1,0 +1,107 @@
+// Lines as a warp sees them: a group of four, 16 bytes a thread, the last of each eight with the flag.
+#pragma once
+
+#include "layout/lines.h"
+#include "nvlink/wait.cuh"
+
+namespace tw::nvlink {
+
+constexpr uint32_t kGroupBytes = 4 * kLineBytes;
+
+__device__ inline bool is_flag() { return threadIdx.x % kLineLanes == kLineLanes - 1; }
+// The first of the thread's two words in the stream.
+__device__ inline uint32_t first_word(uint32_t group) {
+  return (4 * group + threadIdx.x % 32 / kLineLanes) * kLineWords + threadIdx.x % kLineLanes * 2;
+}
+// Its place in a row's lines.
+__device__ inline uint32_t line_place(uint32_t group) { return group * kGroupBytes + threadIdx.x % 32 * 16; }
+
+// A part of a row.
+struct Unit {
+  uint32_t number;  // in the row
+  uint32_t begin;   // groups of lines
+  uint32_t end;
+};
+__device__ inline Unit unit_of(const Units& units, uint32_t number) {
+  const uint32_t begin = number * units.unit_groups;
+  return {number, begin, min(units.groups, begin + units.unit_groups)};
+}
+
+// Units of rows of several ranks, in turns: which unit, of which row of a rank, and which of the ranks.
+struct Share {
+  Unit unit;
+  int index;
+  int turn;
+};
+__device__ inline Share share_of(const Units& units, uint32_t ranks, uint32_t u) {
+  const uint32_t rest = divide(u, units.per_row);
+  const uint32_t index = ranks == 1 ? rest : rest / ranks;
+  return {unit_of(units, u - rest * units.per_row.divisor), static_cast<int>(index),
+          static_cast<int>(rest - index * ranks)};
+}
+
+// A thread's parts of a unit's lines, of a row or of several.
+template <int kRows, int kGroups = kUnitGroups>
+struct Parts {
+  const std::byte* at[kRows];  // its place in the unit's first group; nullptr: the row is no lines
+  uint32_t groups;             // in which it has a part
+  Vec16 value[kGroups][kRows];
+
+  __device__ void cover(const Units& units, const Unit& unit) {
+    const uint32_t place = line_place(unit.begin);
+    const uint32_t there = place < units.line_bytes ? (units.line_bytes - place + kGroupBytes - 1) / kGroupBytes : 0;
+    groups = min(there, unit.end - unit.begin);
+  }
+  __device__ void look() {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      if (at[row] == nullptr) continue;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (g < groups) value[g][row] = load_pair(at[row] + g * kGroupBytes);
+      }
+    }
+  }
+  // A row of which a flag is not there, -1 if all are.
+  __device__ int missing(const Step& step) const {
+    int found = -1;
+    if (!is_flag()) return found;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      if (at[row] == nullptr) continue;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (g < groups && value[g][row].b != step.number) found = row;
+      }
+    }
+    return found;
+  }
+};
+
+// Waits until all of a warp's lines have the step's flag; they have been looked at once. False if the wait ended
+// otherwise. source_of(row): who sends it; failed(source) is asked now and then.
+template <int kRows, int kGroups, class SourceOf, class Failed>
+__device__ inline bool await_lines(const GroupView& g, const Step& step, Parts<kRows, kGroups>* parts,
+                                   SourceOf&& source_of, Failed&& failed) {
+  constexpr int kEager =
+      16;  // looks, 0.3 us each; a long wait must not take the memory's bandwidth from those who send
+  Patience patience(g);
+#pragma unroll 1
+  for (int looks = 0;; ++looks) {
+    const int missing = parts->missing(step);
+    if (!__any_sync(~0u, missing >= 0)) return true;
+    bool late = false;
+    const bool over = patience.over(&late);
+    if (g.no_wait) return true;
+    if (__any_sync(~0u, over || patience.looked())) {
+      const bool lost = patience.looked() && missing >= 0 && failed(source_of(missing));
+      if (late && missing >= 0) report_failure(g, step, twTimeout, source_of(missing), 0);
+      if (over && !late && missing >= 0) report_stopped(g, step, source_of(missing), 0);
+      if (__any_sync(~0u, over || lost)) return false;
+    }
+    if (looks > kEager) __nanosleep(100);
+    parts->look();
+  }
+}
+
+}  // namespace tw::nvlink
