@@ -21,7 +21,7 @@ namespace {
 struct Ahead {
   Vec16 pair[kUnitGroups];
 };
-__device__ void load_ahead(const Sum& s, const std::byte* row, const Unit& unit, Ahead* ahead) {
+__device__ __forceinline__ void load_ahead(const Sum& s, const std::byte* row, const Unit& unit, Ahead* ahead) {
 #pragma unroll
   for (int g = 0; g < kUnitGroups; ++g) {
     const uint32_t w = first_word(unit.begin + g);
@@ -32,7 +32,7 @@ __device__ void load_ahead(const Sum& s, const std::byte* row, const Unit& unit,
 }
 
 // A unit of a row as lines to its owner.
-__device__ void send_lines(const Sum& s, int owner, int index, const Unit& unit, const Ahead& ahead) {
+__device__ __forceinline__ void send_lines(const Sum& s, int owner, int index, const Unit& unit, const Ahead& ahead) {
   const CombineParams& p = s.p;
   Parts<1> parts;
   parts.cover(p.units, unit);
@@ -259,6 +259,17 @@ __device__ void sum_tokens(const Sum& s, Sent sent) {
   }
 }
 
+// NaN for the tokens that a block's units belong to.
+__device__ __noinline__ void give_up(const Sum& s) {
+  const CombineParams& p = s.p;
+  if (threadIdx.x < kSenders) return;
+  const uint32_t end = static_cast<uint32_t>(p.tokens) * p.units.per_row.divisor;
+#pragma unroll 1
+  for (uint32_t u = first_sum(); u < end; u += gridDim.x * kReceiveWarps) {
+    fill_nan(p, static_cast<int>(divide(u, p.units.per_row)), 1, lane(), 32);
+  }
+}
+
 // One warp waits for every word (S2) and sees that every row that went out came back.
 __device__ void await_words(const Sum& s) {
   const CombineParams& p = s.p;
@@ -286,7 +297,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   await_earlier();
   s.step.number = next_step(g, p.lane);
   // A dispatch that failed is answered by nobody: all ranks have seen it fail, and skip this step alike.
-  const bool usable = !is_sticky(g) && *reinterpret_cast<volatile int32_t*>(p.handle.status) == twSuccess;
+  const bool good = !is_sticky(g) && *reinterpret_cast<volatile int32_t*>(p.handle.status) == twSuccess;
   Ahead ahead{};
   Sent sent{};
   if (threadIdx.x < kSenders) {
@@ -298,10 +309,10 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
     s.counts()[i] = static_cast<int>(load_fresh<uint32_t>(p.handle.counts + i));
     s.sent_rows()[i] = static_cast<int>(load_fresh<uint32_t>(p.handle.send_counts + i));
   }
-  __syncthreads();
+  const bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
   const auto thread = static_cast<int>(threadIdx.x);
   if (!usable) {
-    if (p.receive && blockIdx.x == 0) fill_nan(p, 0, p.tokens, thread, kThreads);
+    if (p.receive) give_up(s);
     return;  // not done: this step will be another kernel's, unless the group is finished
   }
   uint32_t arrived = 0;
@@ -321,9 +332,13 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   }
   if (!p.receive) return;
   __syncthreads();
-  if (concludes && *s.failed() != 0) {
-    await_done(g, s.step);
-    fill_nan(p, 0, p.tokens, thread, kThreads);
+  if (*s.failed() != 0) {
+    if (concludes) {
+      await_done(g, s.step);
+      fill_nan(p, 0, p.tokens, thread, kThreads);
+    } else {
+      give_up(s);  // units of a token that came after one that did not
+    }
   }
   if (thread != 0) return;
   end_step(g, s.step, arrived);

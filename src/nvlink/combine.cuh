@@ -328,7 +328,9 @@ __device__ inline void sum_unit(const Sum& s, int token, const Unit& unit, const
   } else if (here) {
     here = __all_sync(~0u, sum_lines<kWire>(s, token, terms.fan, unit));
   }
-  if (!here) fill_nan(p, token, 1, lane(), 32);
+  if (here) return;
+  fill_nan(p, token, 1, lane(), 32);
+  *s.failed() = 1;
 }
 
 }  // namespace tw::nvlink

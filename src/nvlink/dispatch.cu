@@ -55,7 +55,7 @@ __device__ __noinline__ void show_failure(const DispatchParams& p) {
   for (int i = thread; i < ranks; i += static_cast<int>(gridDim.x * blockDim.x)) {
     p.shown.counts[i] = p.handle.counts[i] = 0;
   }
-  if (thread == 0) *p.handle.status = twInternalError;
+  if (threadIdx.x == 0) *p.handle.status = twInternalError;  // other blocks may have begun before
   for (int i = 0; i < ranks; ++i) show_nothing(p, i, 0, p.bound, thread, static_cast<int>(gridDim.x * blockDim.x));
 }
 
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   const Unit unit = sent_unit(p.units, u, row);
   await_earlier();
   Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
-  bool usable = !is_sticky(g);
+  const bool sticky = is_sticky(g);
   Ahead ahead{};
   Ids ids{};
   if (p.send) {  // on their way while these two and the table are
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   }
   const bool skips = static_cast<int>(step.number & 1) != p.bank;
   if (skips) ++step.number;
-  __syncthreads();
+  bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
   uint32_t arrived = 0;
   if (p.receive && threadIdx.x == 0) {
     arrived = begin_end(g, step);

@@ -83,9 +83,10 @@ __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t war
   const bool other = there && sources->rank != p.group.me;
   if (other && source.plain > 0 && source.mode == Mode::kDispatchLines) {
     source.error = await_rows(p.group, b.step, sources->rank);
+    if (source.error == twTimeout) report_failure(p.group, b.step, twTimeout, sources->rank, source.word);
     if (source.error != twSuccess) source.n = source.plain = 0;
   }
-  // S4: the lanes that have looked have acquired, before all go on.
+  __syncwarp();  // S4: what the lanes that have looked have acquired, all have
   uint32_t plain = __ballot_sync(~0u, other && source.plain > 0);
   uint32_t empty = __ballot_sync(~0u, there && source.n < p.bound);
   for (; plain != 0; plain &= plain - 1) {
@@ -148,11 +149,22 @@ __device__ inline void receive(const Block& b) {
     if (looked) expect(b, sources, share_of(p.units, static_cast<uint32_t>(sources.count), warp), &lines);
     await_words(b, &sources, &lines);
     const bool valid = begin + static_cast<int>(lane) < b.ranks();
-    if (clerk && valid) p.shown.counts[sources.rank] = p.handle.counts[sources.rank] = sources.source.n;
+    const twResult_t error = sources.source.error;
+    // Each warp has a deadline of its own: one that has passed is the group's, or this warp's rows would be missing
+    // where nobody knows it.
+    if (valid && error == twTimeout) {
+      report_failure(p.group, b.step, twTimeout, sources.rank, sources.source.word);
+    }
+    if (clerk && valid) {
+      report_source(p.group, b.step, sources.rank, sources.source);
+      // Of the ranks before, lines may have been lost meanwhile: then nothing of these counts either.
+      const bool lost = begin > 0 && is_sticky(p.group);
+      p.shown.counts[sources.rank] = p.handle.counts[sources.rank] = lost ? 0 : sources.source.n;
+    }
     take_sources(b, sources, warp, warps, looked, &lines);
     take_slots(b, &sources, warp, warps);
     if (clerk && valid) {
-      report_source(p.group, b.step, sources.rank, sources.source);
+      if (error == twSuccess) report_source(p.group, b.step, sources.rank, sources.source);
       b.scratch.source_error()[sources.rank] = sources.source.error;
     }
   }

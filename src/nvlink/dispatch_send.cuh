@@ -178,6 +178,7 @@ __device__ __noinline__ static void finish_plain(const Block& b) {
     __threadfence_block();
     last = atomicAdd(b.scratch.plain(), 1) == kSendWarps - 1;
     if (last) {
+      __threadfence_block();  // the counter in the block, too, is acquired
       uint32_t* const sent = &g.lanes[b.step.lane].sent;
       last = arrive(sent) == gridDim.x - 1;
       if (last) *sent = 0;
