@@ -125,7 +125,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
     payload.stride = rows.stride;
     const int width = width_of({address_of(rows.data), static_cast<uint64_t>(rows.stride), bytes});
     whole &= width >= 8;
-    payload.width = width == 16 ? 16 : width >= 4 ? 4 : 1;  // what dispatch.cu has loops for
+    payload.width = width == 16 ? 16 : width >= 4 ? 4 : 1;  // what dispatch_send.cuh has loops for
     payload.vectors = static_cast<uint32_t>(bytes / static_cast<uint64_t>(payload.width));
     payload.first_word = static_cast<uint32_t>(word);
     word += words_of(bytes);

@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_ahead(const Sum& s, const std::byte* row, c
     const uint32_t w = first_word(unit.begin + g);
     ahead->pair[g] = {};
     if (unit.begin + g >= unit.end) continue;
-    ahead->pair[g] = s.simple() ? load_pair_of(s.p.units, row, w) : load_any_pair(s, row, true, w);
+    ahead->pair[g] = s.simple() ? load_two(row, w, s.p.units.words) : load_any_pair(s, row, true, w);
   }
 }
 
@@ -210,12 +210,7 @@ __device__ void push_chunks(const Sum& s) {
 __device__ void publish_last(const Sum& s) {
   meet<kSenders>(kAmongSenders);
   if (threadIdx.x >= 32) return;
-  int last = 0;
-  if (threadIdx.x == 0) {
-    uint32_t* const sent = &s.p.group.lanes[s.step.lane].sent;
-    last = arrive(sent) == gridDim.x - 1;
-    if (last) *sent = 0;
-  }
+  const int last = threadIdx.x == 0 && last_to_send(s.p.group, s.step);
   if (!__shfl_sync(~0u, last, 0)) return;
   __syncwarp();  // what lane 0 has synchronised with, all have
   publish_words(s.p.group, s.step, Mode::kCombine, [&](int rank) { return s.counts()[rank]; }, lane(), 32);

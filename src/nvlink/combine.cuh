@@ -40,14 +40,8 @@ __device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
 
 // Whether a source's word says that its rows will not come. Looked at only now and then.
 __device__ __noinline__ static bool source_failed(const GroupView& g, Step step, int rank) {
-  const std::byte* const place = window_of(g, g.me) + g.map.word(step.lane, step.bank(), rank);
   Source source;
-  source.word = load_word(place);
-  if (!reached(unpack(source.word).step, step.low())) return false;
-  fence_system();
-  source.note = load_word(place + kNoteOffset);
-  judge(step, &source);
-  return source.error != twSuccess;
+  return saw(g, step, rank, Look::kTakesPart, &source) && source.error != twSuccess;
 }
 
 __device__ __noinline__ static bool await_chunk(const GroupView& g, Step step, int source, int chunk) {
@@ -142,16 +136,8 @@ __device__ __noinline__ static uint64_t load_any_term(const Sum& s, const std::b
   return bits;
 }
 
-// The thread's words of a unit's groups, of a row that allows 8 bytes at a time.
-__device__ inline Vec16 load_pair_of(const Units& units, const std::byte* row, uint32_t w) {
-  const auto* const words = reinterpret_cast<const unsigned long long*>(row);
-  Vec16 value{};
-  if (w < units.words) value.a = load_fresh<unsigned long long>(words + w);
-  if (w + 1 < units.words && !is_flag()) value.b = load_fresh<unsigned long long>(words + w + 1);
-  return value;
-}
-
-// The same of a row that does not. A condition of each thread's own before each call: device.cuh, lines.
+// As load_two, of a row that does not allow 8 bytes at a time. A condition of each thread's own before each call:
+// device.cuh, lines.
 __device__ inline Vec16 load_any_pair(const Sum& s, const std::byte* row, bool own, uint32_t w) {
   Vec16 value{};
   if (w < s.p.units.words) value.a = load_any_term(s, row, own, w);
@@ -180,7 +166,7 @@ __device__ inline void expect_terms(const Sum& s, int fan, int base, const Unit&
     for (int g = 0; g < kGroups; ++g) {
       const uint32_t w = first_word(unit.begin + g);
       if (unit.begin + g >= unit.end) continue;
-      parts->value[g][t] = fast ? load_pair_of(s.p.units, place, w) : load_any_pair(s, place, kind == kOwn, w);
+      parts->value[g][t] = fast ? load_two(place, w, s.p.units.words) : load_any_pair(s, place, kind == kOwn, w);
     }
   }
   parts->look();

@@ -55,7 +55,7 @@ __device__ inline void await_words(const Block& b, Sources* sources, Parts<1>* f
       waits = !look_at(b.p.group, b.step, sources->rank, Look::kWord, &patience, &sources->source);
     }
     if (!__any_sync(~0u, waits)) return;
-    if (looks > 16) __nanosleep(100);
+    rest(looks);
   }
 }
 

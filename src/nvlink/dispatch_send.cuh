@@ -179,9 +179,7 @@ __device__ __noinline__ static void finish_plain(const Block& b) {
     last = atomicAdd(b.scratch.plain(), 1) == kSendWarps - 1;
     if (last) {
       __threadfence_block();  // the counter in the block, too, is acquired
-      uint32_t* const sent = &g.lanes[b.step.lane].sent;
-      last = arrive(sent) == gridDim.x - 1;
-      if (last) *sent = 0;
+      last = last_to_send(g, b.step);
     }
   }
   if (!__shfl_sync(~0u, last, 0)) return;
@@ -189,10 +187,7 @@ __device__ __noinline__ static void finish_plain(const Block& b) {
   const auto lane = static_cast<int>(threadIdx.x % 32);
   if (p.first_line == p.tokens) {  // there are no lines
     const int token = p.tokens - 1;
-    const auto count = [&](int rank) {
-      const uint32_t mask = b.scratch.going(token / kRound)[token % kRound / 32 * b.ranks() + rank];
-      return b.scratch.before(token, rank) + static_cast<int>(mask >> (token % 32) & 1);
-    };
+    const auto count = [&](int rank) { return b.scratch.before(token, rank) + (b.scratch.goes(token, rank) ? 1 : 0); };
     return publish_words(g, b.step, Mode::kDispatch, count, lane, 32);
   }
   fence_system();

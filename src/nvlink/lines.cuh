@@ -16,6 +16,20 @@ __device__ inline uint32_t first_word(uint32_t group) {
 // Its place in a row's lines.
 __device__ inline uint32_t line_place(uint32_t group) { return group * kGroupBytes + threadIdx.x % 32 * 16; }
 
+// Between looks, of 0.3 us each: a long wait must not take the memory's bandwidth from those who send.
+__device__ inline void rest(int looks) {
+  if (looks > 16) __nanosleep(100);
+}
+
+// Words w and w + 1 of a row that allows 8 bytes at a time and has `end` of them; of a flag's thread the first alone.
+__device__ inline Vec16 load_two(const std::byte* row, uint32_t w, uint32_t end) {
+  const auto* const words = reinterpret_cast<const unsigned long long*>(row);
+  Vec16 value{};
+  if (w < end) value.a = load_fresh<unsigned long long>(words + w);
+  if (w + 1 < end && !is_flag()) value.b = load_fresh<unsigned long long>(words + (w + 1));
+  return value;
+}
+
 // A part of a row.
 struct Unit {
   uint32_t number;  // in the row
@@ -83,8 +97,6 @@ struct Parts {
 template <int kRows, int kGroups, class SourceOf, class Failed>
 __device__ inline bool await_lines(const GroupView& g, const Step& step, Parts<kRows, kGroups>* parts,
                                    SourceOf&& source_of, Failed&& failed) {
-  constexpr int kEager =
-      16;  // looks, 0.3 us each; a long wait must not take the memory's bandwidth from those who send
   Patience patience(g);
 #pragma unroll 1
   for (int looks = 0;; ++looks) {
@@ -99,7 +111,7 @@ __device__ inline bool await_lines(const GroupView& g, const Step& step, Parts<k
       if (over && !late && missing >= 0) report_stopped(g, step, source_of(missing), 0);
       if (__any_sync(~0u, over || lost)) return false;
     }
-    if (looks > kEager) __nanosleep(100);
+    rest(looks);
     parts->look();
   }
 }

@@ -24,7 +24,7 @@ DispatchScratch DispatchScratch::make(const Shape& shape) {
   Carver carver;
   DispatchScratch at{};
   at.windows = carver.take<std::byte*>(shape.ranks);
-  at.going = carver.take<uint32_t>(int64_t{kRounds} * (kRound / 32) * shape.ranks);
+  at.going = carver.take<uint32_t>(int64_t{kRounds} * kRoundWarps * shape.ranks);
   at.base = carver.take<int32_t>(int64_t{2} * kRounds * shape.ranks);
   at.destinations = carver.take<Destination>(int64_t{kSendWarps} * shape.fan_out());
   at.meta = carver.take<uint64_t>(int64_t{kThreads / 32} * (1 + shape.top_k));

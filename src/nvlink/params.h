@@ -18,10 +18,11 @@ inline constexpr int kThreads = kSenders + kReceivers;
 inline constexpr int kSendWarps = kSenders / 32;
 inline constexpr int kReceiveWarps = kReceivers / 32;
 inline constexpr int kRound = kReceivers;  // tokens that a block routes at a time, one for each thread
-inline constexpr int kLineRounds = 1;      // the rounds whose tokens may be lines after others that are none
-inline constexpr int kUnitGroups = 4;      // at most so many groups of lines are one warp's at a time
-inline constexpr int kMetaGroups = 2;      // in so many lies what travels beside the payloads of a row
-inline constexpr int kChunks = 32;         // chunks that a block sends between two of its barriers
+inline constexpr int kRoundWarps = kRound / 32;
+inline constexpr int kLineRounds = 1;  // the rounds whose tokens may be lines after others that are none
+inline constexpr int kUnitGroups = 4;  // at most so many groups of lines are one warp's at a time
+inline constexpr int kMetaGroups = 2;  // in so many lies what travels beside the payloads of a row
+inline constexpr int kChunks = 32;     // chunks that a block sends between two of its barriers
 inline constexpr int kMaxBlocks = 1024;
 inline constexpr int kNear = 8;
 inline constexpr int kRanksAtOnce = 32;  // bits of a mask of ranks
@@ -171,7 +172,7 @@ struct Shown {
 // and keeps no pointers in registers.
 struct DispatchScratch {
   uint32_t windows;       // std::byte* [N]
-  uint32_t going;         // uint32 [kRounds, kRound / 32, N] which tokens of a warp go to a rank
+  uint32_t going;         // uint32 [kRounds, kRoundWarps, N] which tokens of a warp go to a rank
   uint32_t base;          // int32 [2 * kRounds, N] slots of a rank that earlier rounds have taken
   uint32_t destinations;  // Destination [kSendWarps, F] of the row that a warp sends
   uint32_t meta;   // uint64 [kThreads / 32, 1 + K] what travels beside a warp's row; of one sent, with position 0

@@ -136,8 +136,7 @@ __device__ __noinline__ static void place_any_word(const DispatchParams& p, std:
 
 // The thread's words of a unit's groups, of the payload of a token; others are 0.
 __device__ inline void load_words(const DispatchParams& p, int token, const Unit& unit, Vec16 (&pair)[kUnitGroups]) {
-  const auto* const row =
-      reinterpret_cast<const unsigned long long*>(p.payloads[0].data + token * p.payloads[0].stride);
+  const std::byte* const row = p.payloads[0].data + token * p.payloads[0].stride;
   const uint32_t first = p.payloads[0].first_word;
   const uint32_t end = p.units.words - first;
 #pragma unroll
@@ -145,9 +144,8 @@ __device__ inline void load_words(const DispatchParams& p, int token, const Unit
     const uint32_t w = first_word(unit.begin + g);
     Vec16 value{};
     if (unit.begin + g < unit.end) {
-      if (p.simple) {  // what lies before the payload wraps
-        if (w - first < end) value.a = load_fresh<unsigned long long>(row + (w - first));
-        if (w + 1 - first < end && !is_flag()) value.b = load_fresh<unsigned long long>(row + (w + 1 - first));
+      if (p.simple) {
+        value = load_two(row, w - first, end);  // what lies before the payload wraps
       } else {
         if (w - first < end) value.a = load_any_word(p, token, w);
         if (w + 1 - first < end && !is_flag()) value.b = load_any_word(p, token, w + 1);

@@ -21,8 +21,6 @@ __device__ inline T* shared_at(uint32_t offset) {
 // Barriers of a part of a block; the first is the whole block's.
 enum Name : int { kAmongSenders = 1, kRouted = 2 };
 
-constexpr int kRoundWarps = kRound / 32;
-
 class Scratch {
  public:
   __device__ explicit Scratch(const DispatchParams& p) : p_(p) {}
@@ -41,6 +39,9 @@ class Scratch {
   __device__ int32_t* source_error() const { return shared_at<int32_t>(p_.at.source_error); }
   __device__ uint32_t* table() const { return shared_at<uint32_t>(p_.at.table); }
 
+  // Where the masks of a token's warp are, one for each rank.
+  __device__ uint32_t* masks(int token) const { return going(token / kRound) + token % kRound / 32 * ranks(); }
+  __device__ bool goes(int token, int rank) const { return (masks(token)[rank] >> (token % 32) & 1) != 0; }
   // Tokens before this one that go to a rank: its slot. The token's round must be routed.
   __device__ int before(int token, int rank) const {
     const int round = token / kRound;
@@ -108,9 +109,6 @@ __device__ inline Ids load_ids(const DispatchParams& p, int token, int begin) {
   return ids;
 }
 
-__device__ __noinline__ static uint32_t ranks_of_many(const DispatchParams& p, const uint32_t* table, int token,
-                                                      int base);
-
 // Bit i: one of the ids is of rank base + i.
 __device__ inline uint32_t ranks_of(const uint32_t* table, const Ids& ids, int base) {
   uint32_t mask = 0;
@@ -121,14 +119,6 @@ __device__ inline uint32_t ranks_of(const uint32_t* table, const Ids& ids, int b
     if (rank < kRanksAtOnce) mask |= 1u << rank;
   }
   return mask;
-}
-
-// Bit i: the token goes to rank base + i. `first`: the first of its ids.
-__device__ inline uint32_t ranks_of(const DispatchParams& p, const Scratch& scratch, int token, int base,
-                                    const Ids& first) {
-  if (!p.table) return ranks_of_many(p, p.group.experts, token, base);
-  if (p.group.map.shape().top_k > kIdsAtOnce) return ranks_of_many(p, scratch.table(), token, base);
-  return ranks_of(scratch.table(), first, base);
 }
 
 // Of many ids, or where the table of experts is in global memory.
@@ -142,11 +132,18 @@ __device__ __noinline__ static uint32_t ranks_of_many(const DispatchParams& p, c
   return mask;
 }
 
+// Bit i: the token goes to rank base + i. `first`: the first of its ids.
+__device__ inline uint32_t ranks_of(const DispatchParams& p, const Scratch& scratch, int token, int base,
+                                    const Ids& first) {
+  if (!p.table) return ranks_of_many(p, p.group.experts, token, base);
+  if (p.group.map.shape().top_k > kIdsAtOnce) return ranks_of_many(p, scratch.table(), token, base);
+  return ranks_of(scratch.table(), first, base);
+}
+
 // Which of a warp's 32 tokens go where: one token per thread.
-__device__ inline void route_warp(const DispatchParams& p, const Scratch& scratch, int round, int token,
-                                  const Ids& first) {
+__device__ inline void route_warp(const DispatchParams& p, const Scratch& scratch, int token, const Ids& first) {
   const int ranks = p.group.map.shape().ranks;
-  uint32_t* const masks = scratch.going(round) + token % kRound / 32 * ranks;
+  uint32_t* const masks = scratch.masks(token);
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int base = 0; base < ranks; base += kRanksAtOnce) {
@@ -168,7 +165,7 @@ __device__ inline void route(const DispatchParams& p, const Scratch& scratch, in
   const int ranks = p.group.map.shape().ranks;
 #pragma unroll 1
   for (int round = 0; round * kRound < p.tokens; ++round) {
-    route_warp(p, scratch, round, round * kRound + thread, ids);
+    route_warp(p, scratch, round * kRound + thread, ids);
     const bool last = (round + 1) * kRound >= p.tokens;
     if (!last) ids = load_ids(p, (round + 1) * kRound + thread, 0);
     meet<kThreads>(kRouted);  // and the senders have left the round whose place the next one takes
@@ -186,13 +183,12 @@ __device__ inline void route(const DispatchParams& p, const Scratch& scratch, in
 // The ranks that a warp's token goes to, ascending, and its slots there, into the warp's place; their number.
 __device__ inline int find_destinations(const DispatchParams& p, const Scratch& scratch, int token) {
   const int ranks = p.group.map.shape().ranks;
-  const uint32_t* const masks = scratch.going(token / kRound) + token % kRound / 32 * ranks;
   const int lane = threadIdx.x % 32;
   int fan = 0;
 #pragma unroll 1
   for (int base = 0; base < ranks; base += 32) {
     const int rank = base + lane;
-    const bool goes = rank < ranks && (masks[rank] >> (token % 32) & 1) != 0;
+    const bool goes = rank < ranks && scratch.goes(token, rank);
     const uint32_t all = __ballot_sync(~0u, goes);
     if (goes) scratch.destinations()[fan + __popc(all & ((1u << lane) - 1))] = {rank, scratch.before(token, rank)};
     fan += __popc(all);

@@ -36,6 +36,14 @@ __device__ inline void end_step(const GroupView& g, const Step& step, uint32_t b
   g.lanes[step.lane].step = step.number;
 }
 
+// For one thread of each block that has sent: whether it is the last of all (S4: it has synchronised with the others).
+__device__ inline bool last_to_send(const GroupView& g, const Step& step) {
+  uint32_t* const sent = &g.lanes[step.lane].sent;
+  if (arrive(sent) != gridDim.x - 1) return false;
+  *sent = 0;
+  return true;
+}
+
 // The window of a rank, from where it is found soonest.
 __device__ inline std::byte* window_of(const GroupView& g, int rank) {
   return rank < kNear ? g.near_windows[rank] : g.windows[rank];
@@ -193,27 +201,31 @@ enum class Look {
   kTakesPart  // the word alone: rows have been seen otherwise
 };
 
-// One look at a source's word. True when there is nothing more to wait for.
-__device__ inline bool look_at(const GroupView& g, const Step& step, int rank, Look look, Patience* patience,
-                               Source* source) {
+// Whether a source's word of the step is there; what it says.
+__device__ inline bool saw(const GroupView& g, const Step& step, int rank, Look look, Source* source) {
   const std::byte* const place = window_of(g, g.me) + g.map.word(step.lane, step.bank(), rank);
   const Vec16 pair = load_pair(place);
   source->word = pair.a;
   source->note = pair.b;
-  if (reached(unpack(pair.a).step, step.low())) {
-    if (look != Look::kTakesPart && unpack(pair.a).mode != Mode::kDispatchLines) (void)load_acquire(place);
-    // The note was written before the word or with it, but PTX does not promise that one load shows both.
-    if (static_cast<uint32_t>(source->note) != static_cast<uint32_t>(step.bound)) {
-      fence_system();
-      source->note = load_word(place + kNoteOffset);
-    }
-    judge(step, source);
-    return true;
+  if (!reached(unpack(pair.a).step, step.low())) return false;
+  if (look != Look::kTakesPart && unpack(pair.a).mode != Mode::kDispatchLines) (void)load_acquire(place);
+  // The note was written before the word or with it, but PTX does not promise that one load shows both.
+  if (static_cast<uint32_t>(source->note) != static_cast<uint32_t>(step.bound)) {
+    fence_system();
+    source->note = load_word(place + kNoteOffset);
   }
+  judge(step, source);
+  return true;
+}
+
+// One look at a source's word. True when there is nothing more to wait for.
+__device__ inline bool look_at(const GroupView& g, const Step& step, int rank, Look look, Patience* patience,
+                               Source* source) {
+  if (saw(g, step, rank, look, source)) return true;
   bool late = false;
   if (!patience->over(&late)) return false;
   if (g.no_wait) {  // as if it had come
-    source->word = pack(Word{step.low(), unpack(pair.a).mode, unpack(pair.a).n});
+    source->word = pack(Word{step.low(), unpack(source->word).mode, unpack(source->word).n});
     source->note = (source->note & ~uint64_t{0xffffffff}) | static_cast<uint32_t>(step.bound);
     judge(step, source);
     return true;

@@ -1,5 +1,7 @@
 #include "nvlink/window.h"
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "bootstrap/local_registry.h"
@@ -27,28 +29,23 @@ Status size_of(const Driver& driver, const CUmemAllocationProp& prop, uint64_t b
   return {};
 }
 
-// What a rank tells of its device.
-struct Card {
-  int32_t device = -1;
-  char uuid[16] = {};
-};
+// What a rank tells of its device: the UUID.
+using Card = std::array<char, 16>;
 
 Card card_of(int device) {
-  Card card;
-  card.device = device;
+  Card card{};
   cudaDeviceProp prop{};
-  if (cudaGetDeviceProperties(&prop, device) == cudaSuccess) std::memcpy(card.uuid, prop.uuid.bytes, sizeof card.uuid);
+  if (cudaGetDeviceProperties(&prop, device) == cudaSuccess) std::memcpy(card.data(), prop.uuid.bytes, card.size());
   return card;
 }
 
-// The device of this process that a card describes; -1 if it is hidden from this process.
-int find_device(const Card& card) {
+// Of every device that this process can see.
+std::vector<Card> cards_here() {
   int count = 0;
   cudaGetDeviceCount(&count);
-  for (int device = 0; device < count; ++device) {
-    if (std::memcmp(card_of(device).uuid, card.uuid, sizeof card.uuid) == 0) return device;
-  }
-  return -1;
+  std::vector<Card> cards;
+  for (int device = 0; device < count; ++device) cards.push_back(card_of(device));
+  return cards;
 }
 
 LocalRegistry<DeviceMapping>& local_windows() {
@@ -177,11 +174,13 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
   TW_RETURN_IF_FAILED(std::move(met));
   windows->by_rank.resize(all.size());
   windows->sharing = 0;
+  const std::vector<Card> cards = cards_here();
   for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
     Unpacker reader(all[rank].bytes);
     const Card card = reader.get<Card>();
     const auto number = reader.get<uint64_t>();
-    const int device = find_device(card);
+    const auto found = std::find(cards.begin(), cards.end(), card);
+    const int device = found == cards.end() ? -1 : static_cast<int>(found - cards.begin());  // -1: hidden from us
     if (device == init.device) ++windows->sharing;
     if (!reader.ok()) return fail(twSystemError, "rank %d could not give its window", rank);
     if (device >= 0) TW_RETURN_IF_FAILED(check_peer(init.device, device, rank));
