@@ -98,6 +98,13 @@ Shown NvlinkBackend::shown_of(const DispatchTargets& targets, const HandleArrays
   return shown;
 }
 
+Roles NvlinkBackend::roles_of(int64_t rows, const Units& units, bool both, int most) const {
+  const int64_t shares = rows * units.per_row.divisor;
+  if (!both || max_grid_ == 1) return Roles::one(static_cast<int>(std::clamp<int64_t>(shares, 1, max_grid_)));
+  const int sending = static_cast<int>(std::clamp<int64_t>(shares, 1, std::max(1, most)));
+  return Roles::two(sending, static_cast<int>(std::clamp<int64_t>(shares, 1, max_grid_ - sending)));
+}
+
 Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
@@ -115,7 +122,12 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
     p.in.id_stride[i] = p.in.own ? own_stride : source.id_stride[i];
     p.in.weight_stride[i] = p.in.own ? own_stride : source.weight_stride[i];
   }
+  const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
+  p.in.vectors =
+      p.in.id_stride[1] == 1 && width_of({address_of(p.in.ids), static_cast<uint64_t>(p.in.id_stride[0]) * id_bytes,
+                                          static_cast<uint64_t>(shape().top_k) * id_bytes}) == 16;
   bool whole = true;
+  bool vectors = true;
   uint64_t word = words_of(meta_bytes(shape().top_k));
   for (int q = 0; q < shape().payloads; ++q) {
     const RowsIn& rows = call.payloads[q];
@@ -125,6 +137,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
     payload.stride = rows.stride;
     const int width = width_of({address_of(rows.data), static_cast<uint64_t>(rows.stride), bytes});
     whole &= width >= 8;
+    vectors &= width == 16;
     payload.width = width == 16 ? 16 : width >= 4 ? 4 : 1;  // what dispatch_send.cuh has loops for
     payload.vectors = static_cast<uint32_t>(bytes / static_cast<uint64_t>(payload.width));
     payload.first_word = static_cast<uint32_t>(word);
@@ -141,15 +154,17 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.send = send;
   p.receive = receive;
   p.at = dispatch_;
+  p.lines = LinesAt::make(context_.map, p.lane);
   p.table = shape().experts <= kMaxTable;
   p.whole = whole;
-  p.simple = whole && shape().payloads == 1;
+  p.fast = vectors && p.in.vectors && p.table && shape().payloads <= kFastPayloads && shape().top_k <= kFastIds &&
+           shape().ranks <= kRanksAtOnce;
   const int64_t arriving = static_cast<int64_t>(shape().ranks - 1) * call.bound;
   const int64_t rows = std::max<int64_t>(p.tokens, arriving);
-  p.units = units_of(word, words_of(meta_bytes(shape().top_k)), call.bound, int64_t{max_grid_} * kSendWarps);
+  p.units = units_of(word, words_of(meta_bytes(shape().top_k)), call.bound, int64_t{max_grid_} * kWarps / 2);
   for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
-  const int grid = grid_of(rows, p.units);
-  TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early_ && capturing, call.stream)));
+  p.roles = roles_of(rows, p.units, send && receive, max_grid_ / 2);
+  TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, p.roles.grid(), early_ && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
   if (send && !capturing) handle.source = {};
   handle.stream = call.stream;
@@ -197,6 +212,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.weighted = call.weighted;
   p.plain = !p.expert_major && !p.weighted && call.rows_dtype == context_.wire;
   p.own_direct = call.apart;
+  p.tail_lines = std::min<int32_t>(view_.line_tokens, kTailLines);
   p.late_word = call.in_window;
   p.rows_dtype = call.rows_dtype;
   p.wire_dtype = context_.wire;
@@ -213,20 +229,26 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.vectors_fit = width == 16;
   p.words_fit = width >= 8;
   p.vectors = static_cast<uint32_t>(shape().combine_bytes / 16);
+  p.fast = p.plain && p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype;
   const int64_t returning = static_cast<int64_t>(shape().ranks - (call.apart ? 1 : 0)) * call.bound;
   const int64_t rows = std::max<int64_t>(p.tokens, returning);
-  p.units = units_of(words_of(shape().combine_bytes), 0, call.bound, int64_t{max_grid_} * kSendWarps);
+  p.units = units_of(words_of(shape().combine_bytes), 0, call.bound, int64_t{max_grid_} * kWarps / 2);
   p.per_unit = share_of(p.vectors, p.units);
+  p.pushed_parts = static_cast<int32_t>(p.plain && p.vectors_fit ? (p.vectors + kPushedVectors - 1) / kPushedVectors
+                                                                 : p.units.per_row.divisor);
   p.at = combine_;
-  const int grid = grid_of(rows, p.units);
+  p.lines = LinesAt::make(context_.map, p.lane);
   // Rows that the sums overwrite are all sent before the first sum.
-  if (send && receive && !call.apart && !call.in_window) {
+  const bool twice = send && receive && !call.apart && !call.in_window;
+  p.roles = roles_of(rows, p.units, send && receive && !twice,
+                     call.bound > view_.line_tokens ? max_grid_ * 3 / 10 : max_grid_ / 2);
+  if (twice) {
     p.receive = 0;
-    TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, grid, early, call.stream)));
+    TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream)));
     p.send = 0;
     p.receive = 1;
   }
-  return launched("a combine", launch_combine(p, grid, early, call.stream));
+  return launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream));
 }
 
 // The end of a step, as far as the host knows it: launched, unless TOKENWAY_BLOCKING asks to wait.

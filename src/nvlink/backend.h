@@ -123,14 +123,12 @@ class NvlinkBackend : public Backend {
   HandleView view_of(const HandleArrays& handle) const;
   Shown shown_of(const DispatchTargets& targets, const HandleArrays& handle) const;
   void remember(void* stream);
-  // Blocks for so many rows, to be sent by half of their warps and received by the other.
-  int grid_of(int64_t rows, const Units& units) const {
-    return static_cast<int>(
-        std::clamp<int64_t>((rows * units.per_row.divisor + kSendWarps - 1) / kSendWarps, 1, max_grid_));
-  }
+  // Blocks for so many rows, to be sent and received or only one of the two; at most so many of them send. With little
+  // to do, a warp has an SM to itself.
+  Roles roles_of(int64_t rows, const Units& units, bool both, int most) const;
   // The token from which on rows travel as lines.
   int32_t first_line(int32_t tokens) const {
-    return tokens <= view_.line_tokens ? 0 : tokens - std::min<int32_t>(view_.line_tokens, kLineRounds * kRound);
+    return tokens <= view_.line_tokens ? 0 : tokens - std::min<int32_t>(view_.line_tokens, kTailLines);
   }
 
   const Context& context_;

@@ -20,11 +20,15 @@ struct Sum {
   __device__ int chunk_rows() const { return p.group.map.shape().chunk_rows; }
   // Of the rows that go between this rank and another, the first that goes as lines.
   __device__ int first_line(int other, int rows) const {
-    return other == p.group.me ? rows : max(0, rows - p.group.line_tokens);
+    if (other == p.group.me) return rows;
+    return rows <= p.group.line_tokens ? 0 : rows - p.tail_lines;
   }
   // A partial is a row as it lies, and rows allow 8 bytes at a time.
   __device__ bool simple() const { return p.plain && p.words_fit; }
   __device__ std::byte* window() const { return window_of(p.group, p.group.me); }
+
+  __device__ bool sends() const { return p.send && is_sender(p.roles); }
+  __device__ bool sums() const { return p.receive && is_receiver(p.roles); }
 
   __device__ int set() const { return static_cast<int>(threadIdx.x / 32); }
   __device__ std::byte** windows() const { return shared_at<std::byte*>(p.at.windows); }
@@ -35,8 +39,6 @@ struct Sum {
   __device__ int32_t* kinds() const { return shared_at<int32_t>(p.at.kinds) + set() * fan_out(); }
   __device__ Destination* from() const { return shared_at<Destination>(p.at.from) + set() * fan_out(); }
 };
-
-__device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
 
 // Whether a source's word says that its rows will not come. Looked at only now and then.
 __device__ __noinline__ static bool source_failed(const GroupView& g, Step step, int rank) {
@@ -108,8 +110,7 @@ __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
       terms.own = from.slot;
     } else if (from.slot >= first) {
       s.kinds()[position] = kLine;
-      s.places()[position] =
-          s.window() + map.line(s.step.lane, s.step.bank(), from.rank, 0) + (from.slot - first) * map.line_row();
+      s.places()[position] = s.window() + line_at(p.lines, s.step.bank(), from.rank, from.slot - first);
       terms.lines = true;
     } else {
       s.kinds()[position] = kInbox;
@@ -125,7 +126,7 @@ __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
 }
 
 // 8 bytes of a term that is no line, of which some may not exist.
-__device__ __noinline__ static uint64_t load_any_term(const Sum& s, const std::byte* row, bool own, uint32_t w) {
+__device__ __noinline__ static uint64_t load_any_term(Sum s, const std::byte* row, bool own, uint32_t w) {
   if (own) return sum_word(s.p, s.set(), w);
   const auto bytes = static_cast<int64_t>(s.p.group.map.shape().combine_bytes);
   uint64_t bits = 0;
@@ -150,6 +151,7 @@ constexpr int kTerms = 2;
 constexpr int kGroups = 2;
 
 // Some terms of a unit; those that are no lines are loaded at once.
+template <bool kFast>
 __device__ inline void expect_terms(const Sum& s, int fan, int base, const Unit& unit, Parts<kTerms, kGroups>* parts) {
 #pragma unroll
   for (int t = 0; t < kTerms; ++t) {
@@ -161,7 +163,7 @@ __device__ inline void expect_terms(const Sum& s, int fan, int base, const Unit&
       parts->at[t] = place + line_place(unit.begin);
       continue;
     }
-    const bool fast = kind == kOwn ? s.simple() : s.p.words_fit != 0;
+    const bool fast = kFast || (kind == kOwn ? s.simple() : s.p.words_fit != 0);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const uint32_t w = first_word(unit.begin + g);
@@ -173,7 +175,7 @@ __device__ inline void expect_terms(const Sum& s, int fan, int base, const Unit&
 }
 
 // Some groups of a token's sum. False if lines did not come.
-template <twDtype_t kWire>
+template <twDtype_t kWire, bool kFast>
 __device__ inline bool sum_groups(const Sum& s, int token, int fan, const Unit& unit) {
   const CombineParams& p = s.p;
   Quad sum[kGroups][2] = {};
@@ -181,7 +183,7 @@ __device__ inline bool sum_groups(const Sum& s, int token, int fan, const Unit& 
   parts.cover(p.units, unit);
 #pragma unroll 1
   for (int base = 0; base < fan; base += kTerms) {
-    expect_terms(s, fan, base, unit, &parts);
+    expect_terms<kFast>(s, fan, base, unit, &parts);
     const auto source_of = [&](int t) { return s.from()[base + t].rank; };
     if (!await_lines(p.group, s.step, &parts, source_of,
                      [&](int source) { return source_failed(p.group, s.step, source); })) {
@@ -203,30 +205,30 @@ __device__ inline bool sum_groups(const Sum& s, int token, int fan, const Unit& 
   for (int g = 0; g < kGroups; ++g) {
     const uint32_t w = first_word(unit.begin + g);
     if (unit.begin + g >= unit.end) continue;
-    if (w < p.units.words) store_quad<kWire>(p, out, w, sum[g][0]);
-    if (w + 1 < p.units.words && !is_flag()) store_quad<kWire>(p, out, w + 1, sum[g][1]);
+    if (w < p.units.words) store_quad<kWire, kFast>(p, out, w, sum[g][0]);
+    if (w + 1 < p.units.words && !is_flag()) store_quad<kWire, kFast>(p, out, w + 1, sum[g][1]);
   }
   return true;
 }
 
 // A unit of a token's sum by the geometry of lines.
-template <twDtype_t kWire>
+template <twDtype_t kWire, bool kFast>
 __device__ inline bool sum_lines(const Sum& s, int token, int fan, const Unit& unit) {
   bool here = true;
 #pragma unroll 1
   for (uint32_t begin = unit.begin; begin < unit.end && here; begin += kGroups) {
-    here = sum_groups<kWire>(s, token, fan, {unit.number, begin, min(unit.end, begin + kGroups)});
+    here = sum_groups<kWire, kFast>(s, token, fan, {unit.number, begin, min(unit.end, begin + kGroups)});
   }
   return here;
 }
 
 // 16 bytes of the wire's type as floats, summed, to elements of the output's.
-template <twDtype_t kWire>
+template <twDtype_t kWire, bool kFast>
 __device__ inline void store_sums(const CombineParams& p, std::byte* out, uint32_t vector, const Quad& low,
                                   const Quad& high) {
   if (kWire == twFloat32) {  // 4 elements: two in each quad
     const float v[4] = {low.v[0], low.v[1], high.v[0], high.v[1]};
-    if (p.out_dtype == twFloat32) {
+    if (kFast || p.out_dtype == twFloat32) {
       reinterpret_cast<float4*>(out)[vector] = make_float4(v[0], v[1], v[2], v[3]);
     } else {
       reinterpret_cast<uint2*>(out)[vector] =
@@ -234,20 +236,21 @@ __device__ inline void store_sums(const CombineParams& p, std::byte* out, uint32
     }
     return;
   }
-  if (p.out_dtype == twFloat32) {
+  const twDtype_t to = kFast ? kWire : p.out_dtype;
+  if (to == twFloat32) {
     reinterpret_cast<float4*>(out)[2 * vector] = make_float4(low.v[0], low.v[1], low.v[2], low.v[3]);
     reinterpret_cast<float4*>(out)[2 * vector + 1] = make_float4(high.v[0], high.v[1], high.v[2], high.v[3]);
     return;
   }
   reinterpret_cast<uint4*>(out)[vector] =
-      make_uint4(narrow_two(p.out_dtype, low.v[0], low.v[1]), narrow_two(p.out_dtype, low.v[2], low.v[3]),
-                 narrow_two(p.out_dtype, high.v[0], high.v[1]), narrow_two(p.out_dtype, high.v[2], high.v[3]));
+      make_uint4(narrow_two(to, low.v[0], low.v[1]), narrow_two(to, low.v[2], low.v[3]),
+                 narrow_two(to, high.v[0], high.v[1]), narrow_two(to, high.v[2], high.v[3]));
 }
 __device__ inline uint64_t low_half(const uint4& v) { return v.x | static_cast<uint64_t>(v.y) << 32; }
 __device__ inline uint64_t high_half(const uint4& v) { return v.z | static_cast<uint64_t>(v.w) << 32; }
 
 // A unit of a token's sum of whole vectors, where own rows are plain and all else lies in the inbox.
-template <twDtype_t kWire>
+template <twDtype_t kWire, bool kFast>
 __device__ inline void sum_vectors(const Sum& s, int token, int fan, uint32_t unit) {
   constexpr int kAtOnce = 3;
   constexpr int kPairs = 2;  // terms that are loaded before the first of them is added
@@ -283,7 +286,7 @@ __device__ inline void sum_vectors(const Sum& s, int token, int fan, uint32_t un
     }
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      if (base + 32 * u < end) store_sums<kWire>(p, out, base + 32 * u, low[u], high[u]);
+      if (base + 32 * u < end) store_sums<kWire, kFast>(p, out, base + 32 * u, low[u], high[u]);
     }
   }
 }
@@ -303,16 +306,16 @@ __device__ __noinline__ static void fill_nan(const CombineParams& p, int begin, 
 }
 
 // A unit of one token's sum, by a warp.
-template <twDtype_t kWire>
+template <twDtype_t kWire, bool kFast>
 __device__ inline void sum_unit(const Sum& s, int token, const Unit& unit, const Sent& sent) {
   const CombineParams& p = s.p;
   const Terms terms = find_terms(s, token, sent);
   bool here = terms.here;
-  if (here && terms.own >= 0 && !s.simple()) collect_terms(p, s.set(), p.group.me, terms.own);
-  if (here && p.vectors_fit && !terms.lines && (p.plain || terms.own < 0)) {
-    sum_vectors<kWire>(s, token, terms.fan, unit.number);
+  if (!kFast && here && terms.own >= 0 && !s.simple()) collect_terms(p, s.set(), p.group.me, terms.own);
+  if (here && !terms.lines && (kFast || (p.vectors_fit && (p.plain || terms.own < 0)))) {
+    sum_vectors<kWire, kFast>(s, token, terms.fan, unit.number);
   } else if (here) {
-    here = __all_sync(~0u, sum_lines<kWire>(s, token, terms.fan, unit));
+    here = __all_sync(~0u, sum_lines<kWire, kFast>(s, token, terms.fan, unit));
   }
   if (here) return;
   fill_nan(p, token, 1, lane(), 32);

@@ -49,9 +49,8 @@ __device__ inline uint32_t arrive(uint32_t* counter) {
 }
 
 // ---- Lines: 16 bytes in one access, flag and data together. PTX does not promise that; the self-test looks. Eight
-// threads must make it in one instruction, so a warp must be together there. What parts it is a call of a function that
-// its threads leave at different places; only a branch around the call that may itself part the warp brings it together
-// again. So such calls stand behind a condition of each thread's own. (A torn row has 23 of 24 words wrong.)
+// threads must make it in one instruction, and that they are together there is not promised either: __syncwarp does not
+// do it. So they look (lines.cuh). (Of a torn line all words are old but the one that the flag's thread has.)
 
 __device__ inline void store_pair(void* to, uint64_t a, uint64_t b) {
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(a), "l"(b) : "memory");
@@ -64,12 +63,9 @@ __device__ inline Vec16 load_pair(const void* from) {
 
 // ---- Parts of a block, and kernels that follow each other.
 
-// Of whole warps, which need not be together: the barrier counts threads. __syncwarp would not bring a warp together
+// Of a block. Warps need not be together: the barrier counts threads. __syncwarp would not bring a warp together
 // either: nvcc lets it run what comes next in the parts in which it came.
-template <int kCount>
-__device__ inline void meet(int name) {
-  asm volatile("barrier.cta.sync %0, %1;" ::"r"(name), "n"(kCount) : "memory");
-}
+__device__ inline void meet() { asm volatile("barrier.cta.sync 0;" ::: "memory"); }
 
 // Programmatic dependent launch: the next kernel's blocks may come onto the device, where they find room; and this one
 // touches nothing that an earlier kernel may use before that one has ended (S3). Nothing, in a plain launch.
@@ -98,6 +94,34 @@ __device__ inline void await_earlier() {
 template <class V>
 __device__ inline V load_fresh(const void* from) {
   return __ldcg(static_cast<const V*>(from));
+}
+template <>
+__device__ inline Vec16 load_fresh<Vec16>(const void* from) {
+  const ulonglong2 value = __ldcg(static_cast<const ulonglong2*>(from));
+  return {value.x, value.y};
+}
+
+// ---- A block's part of the work.
+
+__device__ inline bool is_sender(const Roles& roles) {
+  return !roles.apart || blockIdx.x < static_cast<uint32_t>(roles.sending);
+}
+__device__ inline bool is_receiver(const Roles& roles) { return !roles.apart || !is_sender(roles); }
+__device__ inline uint32_t first_receiver(const Roles& roles) {
+  return roles.apart ? static_cast<uint32_t>(roles.sending) : 0;
+}
+// A warp's share of what is to be sent, or to be received: from which on, and how far to the next. Warps of a block are
+// far apart.
+struct Shares {
+  uint32_t first;
+  uint32_t step;
+};
+__device__ inline Shares shares_of(uint32_t block, int blocks) {
+  return {block + threadIdx.x / 32 * static_cast<uint32_t>(blocks), static_cast<uint32_t>(kWarps * blocks)};
+}
+__device__ inline Shares sent_shares(const Roles& roles) { return shares_of(blockIdx.x, roles.sending); }
+__device__ inline Shares received_shares(const Roles& roles) {
+  return shares_of(blockIdx.x - first_receiver(roles), roles.receiving);
 }
 
 __device__ inline uint64_t now_ns() {

@@ -4,10 +4,10 @@
 // they are few, go as lines, which certify themselves. Those before them go as they lie; the fence and the word that
 // these need (S4) take some 4 us, which pass while the lines are on the wire.
 //
-// Warps work alone, on a unit of a row at a time: the senders need a bit for each token and rank, which the other half
-// of the block works out (routing.cuh) and they find the slots of their row from it; the receivers need a word of each
-// source, which they look at while their first line comes. Nothing is handed over by way of barriers and memory but the
-// bits, as each such step is half a microsecond.
+// Half of the blocks send, the others receive, and their warps work alone, on a unit of a row at a time: the senders
+// need a bit for each token and rank (routing.cuh) and find the slots of their row from it; the receivers need a word
+// of each source, which they look at while their first line comes. Nothing is handed over by way of barriers and memory
+// but the bits, as each such step is half a microsecond.
 #include <cuda_runtime.h>
 
 #include "nvlink/dispatch_receive.cuh"
@@ -24,7 +24,7 @@ __device__ __noinline__ bool skip_step(const DispatchParams& p, Step skipped) {
   if (blockIdx.x == 0) publish_empty(g, skipped, Mode::kSkip);
   bool passed = true;
   for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
-    const Source source = await_source(g, skipped, i, Look::kTakesPart);
+    const Source source = await_source(g, skipped, i, Look::kTakesPart, false);
     // A peer may already be past the step that follows: then it has seen this rank's word of that one.
     const uint32_t seen = unpack(source.word).step;
     if (source.mode == Mode::kSkip || g.no_wait || (reached(seen, skipped.low()) && seen != skipped.low())) continue;
@@ -37,7 +37,7 @@ __device__ __noinline__ bool skip_step(const DispatchParams& p, Step skipped) {
 }
 
 // Clears away after what has failed, by one block when all have done with it.
-__device__ __noinline__ void clear_failed(const Block& b) {
+__device__ __noinline__ void clear_failed(Block b) {
   const DispatchParams& p = b.p;
   await_done(p.group, b.step);
   for (int source = 0; source < b.ranks(); ++source) {
@@ -59,39 +59,15 @@ __device__ __noinline__ void show_failure(const DispatchParams& p) {
   for (int i = 0; i < ranks; ++i) show_nothing(p, i, 0, p.bound, thread, static_cast<int>(gridDim.x * blockDim.x));
 }
 
-// How many go to a rank: to that peer, which may learn it before the rows come where lines certify themselves, and to
-// the handle, whose combine checks what comes back. By one thread of one block.
-__device__ void tell(const Block& b, int rank, int n) {
-  const DispatchParams& p = b.p;
-  if (blockIdx.x != 0) return;
-  p.handle.send_counts[rank] = n;
-  if (p.tokens > 0 && p.first_line == p.tokens) return;  // no lines: a word will say it when the rows are there
-  const Mode mode = p.group.line_tokens > 0 ? Mode::kDispatchLines : Mode::kDispatch;
-  publish_word(p.group, b.step, rank, mode, n, b.plain_before(rank));
-}
-
-// Half of the block sends; the other half routes for it, then receives. S7: the senders wait for routing alone.
-__device__ void exchange(const Block& b, const Ahead& ahead, const Ids& ids) {
-  if (threadIdx.x < kSenders) {
-    if (b.p.send) send(b, ahead);
-    return;
-  }
-  const auto thread = static_cast<int>(threadIdx.x) - kSenders;
-  if (b.p.send) {
-    if (b.p.tokens == 0) {
-      for (int rank = thread; rank < b.ranks(); rank += kReceivers) tell(b, rank, 0);
-    }
-    route(b.p, b.scratch, thread, ids, [&](int rank, int n) { tell(b, rank, n); });
-  }
-  if (b.p.receive) receive(b);
-}
-
+template <bool kFast>
 __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   let_next_begin();
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
   const Scratch scratch(p);
   const int thread = static_cast<int>(threadIdx.x);
+  const bool sends = p.send && is_sender(p.roles);
+  const bool receives = p.receive && is_receiver(p.roles);
   warm(p);
   const uint32_t expert = p.table && thread < shape.experts ? g.experts[thread] : 0;
   for (int i = thread; i < shape.ranks; i += kThreads) {
@@ -99,9 +75,10 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     scratch.base(0)[i] = 0;
     scratch.source_error()[i] = twSuccess;
   }
-  if (thread == 0) *scratch.plain() = 0;
+  if (thread == 0) *scratch.plain() = 0, *scratch.routed() = 1;
+  if (thread < kWarps) scratch.progress()[thread] = 0;
   // What a sending warp sends first, though nobody knows yet where it goes.
-  const uint32_t u = blockIdx.x + threadIdx.x / 32 * gridDim.x;
+  const uint32_t u = sent_shares(p.roles).first;
   const uint32_t row = divide(u, p.units.per_row);
   const Unit unit = sent_unit(p.units, u, row);
   await_earlier();
@@ -109,12 +86,9 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   const bool sticky = is_sticky(g);
   Ahead ahead{};
   Ids ids{};
-  if (p.send) {  // on their way while these two and the table are
-    if (thread < kSenders) {
-      if (row < static_cast<uint32_t>(p.tokens)) load_ahead(p, static_cast<int>(row), unit, &ahead);
-    } else {
-      ids = load_ids(p, thread - kSenders, 0);
-    }
+  if (sends) {  // on their way while these two and the table are
+    ids = load_ids<kFast>(p, routed_token(p));
+    if (row < static_cast<uint32_t>(p.tokens)) load_ahead<kFast>(p, static_cast<int>(row), unit, &ahead);
   }
   if (p.table) {
     if (thread < shape.experts) scratch.table()[thread] = expert;
@@ -130,14 +104,16 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   }
   const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
   if (p.send && usable && skips) usable = skip_step(p, step);
+  if (thread == 0 && blockIdx.x == 0) clear_tickets(g, step);
   if (usable) {
-    exchange(b, ahead, ids);
+    if (sends) send<kFast>(b, ahead, ids);  // S7: nobody here waits
+    if (receives) receive<kFast>(b);
   } else if (p.receive) {
     show_failure(p);
   }
   if (!p.receive) return;
   __syncthreads();
-  if (usable && blockIdx.x == 0) {
+  if (usable && receives && blockIdx.x == first_receiver(p.roles)) {  // its first warp has judged the sources
     bool failed = false;
     for (int i = static_cast<int>(threadIdx.x); i < b.ranks(); i += kThreads) {
       failed |= scratch.source_error()[i] != twSuccess;
@@ -152,11 +128,14 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
 }  // namespace
 
 int launch_dispatch(const DispatchParams& params, int grid, bool early, void* stream) {
-  return launch_kernel(dispatch_kernel, params, grid, params.at.bytes, early, stream);
+  return launch_kernel(params.fast ? dispatch_kernel<true> : dispatch_kernel<false>, params, grid, params.at.bytes,
+                       early, stream);
 }
 
 int load_dispatch(const Shape& shape) {
-  return allow_shared(reinterpret_cast<const void*>(dispatch_kernel), DispatchScratch::make(shape).bytes);
+  const uint32_t bytes = DispatchScratch::make(shape).bytes;
+  if (const int error = allow_shared(reinterpret_cast<const void*>(dispatch_kernel<true>), bytes)) return error;
+  return allow_shared(reinterpret_cast<const void*>(dispatch_kernel<false>), bytes);
 }
 
 }  // namespace tw::nvlink

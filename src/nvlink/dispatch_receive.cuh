@@ -1,4 +1,4 @@
-// The receiving side of a dispatch: the other half of a block's warps, after they have routed.
+// The receiving side of a dispatch: warps that work alone, each on a unit of a row at a time.
 #pragma once
 
 #include "nvlink/dispatch_send.cuh"
@@ -16,23 +16,22 @@ struct Sources {
 };
 
 __device__ inline void expect(const Block& b, const Sources& sources, const Share& in, Parts<1>* parts) {
-  const WindowMap& map = b.p.group.map;
   parts->cover(b.p.units, in.unit);
   parts->at[0] = b.scratch.windows()[b.p.group.me] +
-                 map.line(b.step.lane, b.step.bank(), sources.rank_of(b, in.turn), in.index) +
-                 line_place(in.unit.begin);
+                 line_at(b.p.lines, b.step.bank(), sources.rank_of(b, in.turn), in.index) + line_place(in.unit.begin);
 }
 
 // A unit of a row that came as lines: into the window, as rows lie there, and what the caller sees.
+template <bool kFast>
 __device__ inline void take_lines(const Block& b, int64_t row, const Unit& unit, const Parts<1>& parts) {
+  Vec16 pair[kUnitGroups];
 #pragma unroll
-  for (int g = 0; g < kUnitGroups; ++g) {
-    if (g < parts.groups) place_words(b.p, b.bank, row, unit, g, parts.value[g][0]);
-  }
-  if (!b.has_meta(unit)) return;
+  for (int g = 0; g < kUnitGroups; ++g) pair[g] = parts.value[g][0];
+  place_words<kFast>(b.p, b.bank, row, unit, parts.groups, pair);
+  if (!has_meta(unit)) return;
   uint64_t* const window = reinterpret_cast<uint64_t*>(b.bank + b.p.group.map.meta_begin()) + row * b.meta_words();
 #pragma unroll
-  for (int g = 0; g < kMetaGroups; ++g) {
+  for (int g = 0; g < (kFast ? 1 : kMetaGroups); ++g) {
     const uint32_t w = first_word(unit.begin + g);
     if (g >= parts.groups || w >= b.meta_words()) continue;
     window[w] = b.scratch.meta()[w] = parts.value[g][0].a;
@@ -59,19 +58,29 @@ __device__ inline void await_words(const Block& b, Sources* sources, Parts<1>* f
   }
 }
 
-// Headers, ids and weights of the rows of a source that lie in the window, a warp's part of them.
-__device__ __noinline__ static void take_plain(const Block& b, int source, int rows, uint32_t warp, uint32_t warps) {
-  const auto* const meta = reinterpret_cast<const unsigned long long*>(b.bank + b.p.group.map.meta_begin());
-  uint64_t* const words = b.scratch.meta();
+// Headers, ids and weights of the rows of a source that lie in the window, a warp's part of them. As one run of words,
+// then as one of ids, so that each thread has about one of either.
+__device__ __noinline__ static void take_plain(Block b, int source, int rows, uint32_t warp, uint32_t warps) {
+  const DispatchParams& p = b.p;
+  const uint64_t first = static_cast<uint64_t>(row_at(p, source, 0));
+  const auto* const meta =
+      reinterpret_cast<const unsigned long long*>(b.bank + p.group.map.meta_begin()) + first * b.meta_words();
+  const auto thread = warp * 32 + static_cast<uint32_t>(lane());
+  const uint32_t words = static_cast<uint32_t>(rows) * b.meta_words();
 #pragma unroll 1
-  for (uint32_t slot = warp; slot < static_cast<uint32_t>(rows); slot += warps) {
-    const int64_t row = row_at(b.p, source, static_cast<int>(slot));
-    for (uint32_t w = threadIdx.x % 32; w < b.meta_words(); w += 32) {
-      words[w] = load_fresh<unsigned long long>(meta + row * b.meta_words() + w);
-    }
-    __syncwarp();
-    take_meta(b.p, b.scratch, b.step, row, words, words[0]);
-    __syncwarp();  // the place is the next row's
+  for (uint32_t w = thread; w < words; w += warps * 32) {
+    const uint64_t word = load_fresh<unsigned long long>(meta + w);
+    p.handle.meta[first * b.meta_words() + w] = word;
+    if (w % b.meta_words() == 0) check_header(p, b.step, word);
+  }
+  if (p.shown.ids == nullptr && p.shown.weights == nullptr) return;
+  const auto top_k = static_cast<uint32_t>(p.group.map.shape().top_k);
+#pragma unroll 1
+  for (uint32_t i = thread; i < static_cast<uint32_t>(rows) * top_k; i += warps * 32) {
+    const uint32_t row = i / top_k;
+    const auto* const items = reinterpret_cast<const uint32_t*>(meta + row * b.meta_words() + 1);
+    show_item(p, b.scratch, first * top_k + i, load_fresh<uint32_t>(items + (i - row * top_k)),
+              load_fresh<uint32_t>(items + top_k + (i - row * top_k)));
   }
 }
 
@@ -101,6 +110,7 @@ __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t war
 }
 
 // Lines of 32 sources, a warp's units of them. `first`: the first unit's have been looked at.
+template <bool kFast>
 __device__ inline void take_sources(const Block& b, const Sources& sources, uint32_t warp, uint32_t warps, bool looked,
                                     Parts<1>* first) {
   const DispatchParams& p = b.p;
@@ -119,7 +129,7 @@ __device__ inline void take_sources(const Block& b, const Sources& sources, uint
       }
       const int rank = sources.rank_of(b, in.turn);
       if (await_lines(p.group, b.step, first, [&](int) { return rank; }, [](int) { return false; })) {
-        take_lines(b, row_at(p, rank, plain + in.index), in.unit, *first);
+        take_lines<kFast>(b, row_at(p, rank, plain + in.index), in.unit, *first);
       } else {  // nothing of this source can be trusted
         show_nothing(p, rank, plain + in.index, plain + in.index + 1, static_cast<int>(threadIdx.x % 32), 32);
         p.shown.counts[rank] = p.handle.counts[rank] = 0;
@@ -130,25 +140,24 @@ __device__ inline void take_sources(const Block& b, const Sources& sources, uint
   }
 }
 
+template <bool kFast>
 __device__ inline void receive(const Block& b) {
   const DispatchParams& p = b.p;
-  const auto lane = threadIdx.x % 32;
-  const uint32_t warp = blockIdx.x + (threadIdx.x - kSenders) / 32 * gridDim.x;
-  const uint32_t warps = gridDim.x * kReceiveWarps;
+  const auto [warp, warps] = received_shares(p.roles);
   // No source has more rows than the bound, so none but lines: then a line's place is known before the word.
   const bool few = p.bound <= p.group.line_tokens;
   const bool clerk = warp == 0;  // alone makes known how many came, and what is wrong
 #pragma unroll 1
-  for (int begin = 0; begin < b.ranks(); begin += 32) {
+  for (int begin = 0; begin < (kFast ? 1 : b.ranks()); begin += 32) {
     Sources sources{begin, min(32, b.ranks() - 1 - begin), {}, 0};
-    sources.rank = sources.rank_of(b, static_cast<int>(lane));
+    sources.rank = sources.rank_of(b, lane());
     Parts<1> lines{};
     const uint32_t possible =
         static_cast<uint32_t>(p.bound) * p.units.per_row.divisor * static_cast<uint32_t>(sources.count);
     const bool looked = few && warp < possible;
     if (looked) expect(b, sources, share_of(p.units, static_cast<uint32_t>(sources.count), warp), &lines);
     await_words(b, &sources, &lines);
-    const bool valid = begin + static_cast<int>(lane) < b.ranks();
+    const bool valid = begin + lane() < b.ranks();
     const twResult_t error = sources.source.error;
     // Each warp has a deadline of its own: one that has passed is the group's, or this warp's rows would be missing
     // where nobody knows it.
@@ -161,7 +170,7 @@ __device__ inline void receive(const Block& b) {
       const bool lost = begin > 0 && is_sticky(p.group);
       p.shown.counts[sources.rank] = p.handle.counts[sources.rank] = lost ? 0 : sources.source.n;
     }
-    take_sources(b, sources, warp, warps, looked, &lines);
+    take_sources<kFast>(b, sources, warp, warps, looked, &lines);
     take_slots(b, &sources, warp, warps);
     if (clerk && valid) {
       if (error == twSuccess) report_source(p.group, b.step, sources.rank, sources.source);

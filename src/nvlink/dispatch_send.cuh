@@ -1,4 +1,4 @@
-// The sending side of a dispatch: half of a block's warps, each on a unit of a row at a time.
+// The sending side of a dispatch: warps that work alone, each on a unit of a row at a time.
 #pragma once
 
 #include "nvlink/received.cuh"
@@ -13,219 +13,295 @@ struct Block {
 
   __device__ int ranks() const { return p.group.map.shape().ranks; }
   __device__ uint32_t meta_words() const { return 1 + static_cast<uint32_t>(p.group.map.shape().top_k); }
-  // Whether a unit holds what travels beside the payloads: all of it lies in the first.
-  __device__ bool has_meta(const Unit& unit) const { return unit.number == 0; }
-  // Rows for a rank that are no lines.
-  __device__ int plain_before(int rank) const { return p.first_line > 0 ? scratch.before(p.first_line, rank) : 0; }
+  // Rows for a rank that are no lines; known when the round of the first line is routed.
+  __device__ int plain_before(int rank) const { return p.first_line > 0 ? scratch.before_lines()[rank] : 0; }
 };
+
+// Whether a unit holds what travels beside the payloads: all of it lies in the first.
+__device__ inline bool has_meta(const Unit& unit) { return unit.number == 0; }
 
 // What a warp has loaded of a unit before it knows where the row goes.
 struct Ahead {
-  Vec16 pair[kUnitGroups];  // of lines
+  Vec16 pair[kUnitGroups];  // of lines, or of the first payload as it lies, if it allows 16 bytes at a time
   Choice choice;
 };
 
+// The vectors of a payload's row that are a unit's.
+struct Span {
+  uint32_t begin;
+  uint32_t end;
+};
+__device__ inline Span span_of(const PayloadIn& payload, const Unit& unit) {
+  const uint32_t begin = unit.number * payload.per_unit;
+  return {begin, min(payload.vectors, begin + payload.per_unit)};
+}
+
+template <bool kFast>
 __device__ inline void load_ahead(const DispatchParams& p, int token, const Unit& unit, Ahead* ahead) {
-  if (unit.number == 0) ahead->choice = load_choice(p, token, static_cast<int>(threadIdx.x % 32));
-  if (token >= p.first_line) load_words(p, token, unit, ahead->pair);
+  if (has_meta(unit)) ahead->choice = load_choice(p, token, lane());
+  const PayloadIn& payload = p.payloads[0];
+  if (token >= p.first_line) {
+    load_words<kFast>(p, token, unit, ahead->pair);
+  } else if (kFast || payload.width == 16) {
+    const Span span = span_of(payload, unit);
+    const std::byte* const row = payload.data + token * payload.stride;
+#pragma unroll
+    for (uint32_t i = 0; i < kUnitGroups; ++i) {
+      const uint32_t v = span.begin + static_cast<uint32_t>(lane()) + 32 * i;
+      if (v < span.end) ahead->pair[i] = load_fresh<Vec16>(row + uint64_t{16} * v);
+    }
+  }
 }
 
-// A unit of a row's lines to all its ranks, and to this one's window, where no line is needed.
-__device__ inline void send_lines(const Block& b, const Unit& unit, int fan, Ahead* ahead) {
-  const DispatchParams& p = b.p;
-  const Destination* const to = b.scratch.destinations();
-  const uint64_t mine = p.group.map.line(b.step.lane, b.step.bank(), p.group.me, 0) + line_place(unit.begin);
+// A unit of a row's lines to another rank. `position`: of that rank among the token's.
+__device__ inline void send_lines(const Block& b, const Unit& unit, int rank, int slot, int position,
+                                  const Ahead& ahead) {
   Parts<1> parts;
-  parts.cover(p.units, unit);
-  if (b.has_meta(unit)) {
-    const uint32_t meta_words = b.meta_words();
+  parts.cover(b.p.units, unit);
+  std::byte* const line = b.scratch.windows()[rank] +
+                          line_at(b.p.lines, b.step.bank(), b.p.group.me, slot - b.plain_before(rank)) +
+                          line_place(unit.begin);
+  // The header's second half says which of the token's ranks this is.
+  const uint64_t header = first_word(unit.begin) == 0 ? static_cast<uint64_t>(position) << 32 : 0;
+  const bool together = is_together();
 #pragma unroll
-    for (int g = 0; g < kMetaGroups; ++g) {
-      const uint32_t w = first_word(unit.begin + g);
-      if (w < meta_words) ahead->pair[g].a = b.scratch.meta()[w];
-      if (w + 1 < meta_words) ahead->pair[g].b = b.scratch.meta()[w + 1];
-    }
-  }
-#pragma unroll 1
-  for (int position = 0; position < fan; ++position) {
-    const Destination dest = to[position];
-    if (dest.rank == p.group.me) {
-      const int64_t row = row_at(p, dest.rank, dest.slot);
-#pragma unroll
-      for (int g = 0; g < kUnitGroups; ++g) {
-        if (g < parts.groups) place_words(p, b.bank, row, unit, g, ahead->pair[g]);
-      }
-      continue;
-    }
-    const int index = dest.slot - b.plain_before(dest.rank);
-    std::byte* const line = b.scratch.windows()[dest.rank] + mine + index * p.group.map.line_row();
-    // The header's second half says which of the token's ranks this is.
-    const uint64_t header = first_word(unit.begin) == 0 ? static_cast<uint64_t>(position) << 32 : 0;
-#pragma unroll
-    for (int g = 0; g < kUnitGroups; ++g) {
-      if (g >= parts.groups) continue;
-      store_pair(line + g * kGroupBytes, g == 0 ? ahead->pair[g].a | header : ahead->pair[g].a,
-                 is_flag() ? b.step.number : ahead->pair[g].b);
-    }
+  for (int g = 0; g < kUnitGroups; ++g) {
+    if (g >= parts.groups) continue;
+    store_line(together, line + g * kGroupBytes, g == 0 ? ahead.pair[g].a | header : ahead.pair[g].a,
+               is_flag() ? b.step.number : ahead.pair[g].b);
   }
 }
 
-// A unit of a payload's row to all its ranks.
-template <class V, int kAtOnce>
-__device__ inline void carry(const Block& b, int q, int token, uint32_t unit, int fan) {
-  const PayloadIn& payload = b.p.payloads[q];
-  const WindowMap& map = b.p.group.map;
-  const Destination* const to = b.scratch.destinations();
-  const std::byte* const from = payload.data + static_cast<int64_t>(token) * payload.stride;
-  const uint64_t place = map.payload(b.step.lane, b.step.bank(), q, b.p.group.me, 0, b.p.bound);
-  const uint64_t bytes = map.shape().payload_bytes[q];
-  const uint32_t begin = unit * payload.per_unit;
-  const uint32_t end = min(payload.vectors, begin + payload.per_unit);
+template <class V>
+__device__ inline void copy_span(const std::byte* from, std::byte* to, const Span& span) {
 #pragma unroll 1
-  for (uint32_t base = begin + threadIdx.x % 32; base < end; base += 32 * kAtOnce) {
-    V value[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (base + 32 * i < end) value[i] = load_fresh<V>(from + sizeof(V) * (base + 32 * i));
-    }
-#pragma unroll 1
-    for (int position = 0; position < fan; ++position) {
-      std::byte* const row = b.scratch.windows()[to[position].rank] + place + to[position].slot * bytes;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (base + 32 * i < end) *reinterpret_cast<V*>(row + sizeof(V) * (base + 32 * i)) = value[i];
-      }
-    }
+  for (uint32_t v = span.begin + static_cast<uint32_t>(lane()); v < span.end; v += 32) {
+    reinterpret_cast<V*>(to)[v] = load_fresh<V>(from + sizeof(V) * v);
   }
 }
-
-__device__ __noinline__ static void carry_narrow(const Block& b, int q, int token, uint32_t unit, int fan) {
-  if (b.p.payloads[q].width >= 4) {
-    carry<uint32_t, 2>(b, q, token, unit, fan);
+__device__ __noinline__ static void copy_narrow(const std::byte* from, std::byte* to, Span span, int width) {
+  if (width >= 4) {
+    copy_span<uint32_t>(from, to, span);
   } else {
-    carry<unsigned char, 2>(b, q, token, unit, fan);
+    copy_span<unsigned char>(from, to, span);
   }
 }
 
-__device__ inline void send_plain(const Block& b, int token, uint32_t unit, int fan) {
-#pragma unroll 1
-  for (int q = 0; q < b.p.group.map.shape().payloads; ++q) {
-    const int width = b.p.payloads[q].width;
-    if (width == 16) {
-      carry<uint4, 4>(b, q, token, unit, fan);
-    } else {
-      carry_narrow(b, q, token, unit, fan);
-    }
-  }
-}
-
-// Header, ids and weights of a row to where they lie in the window: of a row that is no line to all its ranks, of one
-// that is to this rank alone. What stays here is taken at once. And the handle's copies of the routing, which its
-// combine and later dispatches read.
-__device__ inline void send_meta(const Block& b, int token, int fan) {
+// A unit of a row that is no line to a rank. The first payload's part is loaded; units are small enough for that
+// (backend.cc, units_of).
+template <bool kFast>
+__device__ inline void send_plain(const Block& b, int token, const Unit& unit, int rank, int slot, const Ahead& ahead) {
   const DispatchParams& p = b.p;
   const WindowMap& map = p.group.map;
-  const auto lane = static_cast<int>(threadIdx.x % 32);
-  const int top_k = map.shape().top_k;
-  const Destination* const to = b.scratch.destinations();
-  const uint64_t* const words = b.scratch.meta();
-  const uint64_t place = map.meta(b.step.lane, b.step.bank(), p.group.me, 0, p.bound);
 #pragma unroll 1
-  for (int position = 0; position < fan; ++position) {
-    const Destination dest = to[position];
-    if (token >= p.first_line && dest.rank != p.group.me) continue;
-    const uint64_t header = words[0] | static_cast<uint64_t>(position) << 32;
-    auto* const row =
-        reinterpret_cast<uint64_t*>(b.scratch.windows()[dest.rank] + place) + int64_t{dest.slot} * (1 + top_k);
-#pragma unroll 1
-    for (int w = lane; w <= top_k; w += 32) row[w] = w == 0 ? header : words[w];
-    if (dest.rank == p.group.me) take_meta(p, b.scratch, b.step, row_at(p, dest.rank, dest.slot), words, header);
+  for (int q = 0; q < map.shape().payloads; ++q) {
+    const PayloadIn& payload = p.payloads[q];
+    const Span span = span_of(payload, unit);
+    std::byte* const to =
+        b.scratch.windows()[rank] + map.payload(b.step.lane, b.step.bank(), q, p.group.me, slot, p.bound);
+    const std::byte* const from = payload.data + token * payload.stride;
+    if (!kFast && payload.width != 16) {
+      copy_narrow(from, to, span, payload.width);
+    } else if (q > 0) {
+      copy_span<Vec16>(from, to, span);
+    } else {
+#pragma unroll
+      for (uint32_t i = 0; i < kUnitGroups; ++i) {
+        const uint32_t v = span.begin + static_cast<uint32_t>(lane()) + 32 * i;
+        if (v < span.end) reinterpret_cast<Vec16*>(to)[v] = ahead.pair[i];
+      }
+    }
   }
-  if (lane == 0) p.handle.fan[token] = fan;
-  Destination* const kept = p.handle.destinations + int64_t{token} * map.shape().fan_out();
+}
+
+// Header, ids and weights of a row to where they lie in a rank's window; the header.
+__device__ inline uint64_t send_meta(const Block& b, int rank, int slot, int position) {
+  const DispatchParams& p = b.p;
+  const uint64_t* const words = b.scratch.meta();
+  const uint64_t header = words[0] | static_cast<uint64_t>(position) << 32;
+  auto* const row = reinterpret_cast<uint64_t*>(
+      b.scratch.windows()[rank] + p.group.map.meta(b.step.lane, b.step.bank(), p.group.me, slot, p.bound));
 #pragma unroll 1
-  for (int i = lane; i < fan; i += 32) kept[i] = to[i];
+  for (uint32_t w = static_cast<uint32_t>(lane()); w < b.meta_words(); w += 32) row[w] = w == 0 ? header : words[w];
+  return header;
+}
+// The same of a row that stays here, which is taken at once.
+__device__ inline void take_own(const Block& b, int slot, int position) {
+  const uint64_t header = send_meta(b, b.p.group.me, slot, position);
+  take_meta(b.p, b.scratch, b.step, row_at(b.p, b.p.group.me, slot), b.scratch.meta(), header);
+}
+
+// The handle's copy of a token's routing, which its combine and later dispatches read.
+__device__ inline void keep_choice(const Block& b, int token, int fan) {
+  const DispatchParams& p = b.p;
+  const int top_k = p.group.map.shape().top_k;
+  if (lane() == 0) p.handle.fan[token] = fan;
   if (p.in.own) return;
-  const auto* const items = reinterpret_cast<const uint32_t*>(words + 1);
+  const auto* const items = reinterpret_cast<const uint32_t*>(b.scratch.meta() + 1);
 #pragma unroll 1
-  for (int k = lane; k < top_k; k += 32) {
+  for (int k = lane(); k < top_k; k += 32) {
     p.handle.ids[int64_t{token} * top_k + k] = static_cast<int32_t>(items[k]);
     p.handle.weights[int64_t{token} * top_k + k] = __uint_as_float(items[top_k + k]);
   }
 }
 
-__device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ahead* ahead) {
-  __syncwarp();  // the warp's places are about to be overwritten
-  const int fan = find_destinations(b.p, b.scratch, token);
-  if (b.has_meta(unit)) stage_meta(b.p, b.scratch, b.step, token, ahead->choice);
-  __syncwarp();
-  if (token >= b.p.first_line) {
-    send_lines(b, unit, fan, ahead);
-  } else {
-    send_plain(b, token, unit.number, fan);
+// Puts what travels beside the payloads in front of a unit's words.
+template <bool kFast>
+__device__ inline void put_meta(const Block& b, const Unit& unit, Ahead* ahead) {
+#pragma unroll
+  for (int g = 0; g < (kFast ? 1 : kMetaGroups); ++g) {
+    const uint32_t w = first_word(unit.begin + g);
+    if (w < b.meta_words()) ahead->pair[g].a = b.scratch.meta()[w];
+    if (w + 1 < b.meta_words() && !is_flag()) ahead->pair[g].b = b.scratch.meta()[w + 1];
   }
-  if (b.has_meta(unit)) send_meta(b, token, fan);
+}
+
+// A unit of a token's row to all its ranks, ascending.
+template <bool kFast>
+__device__ inline void send_unit(const Block& b, const Routed& routed, int token, const Unit& unit, Ahead* ahead) {
+  const DispatchParams& p = b.p;
+  const bool lines = token >= p.first_line;
+  if (has_meta(unit)) {
+    __syncwarp();  // the warp's place is about to be overwritten
+    stage_meta(p, b.scratch, b.step, token, ahead->choice);
+    __syncwarp();
+    if (lines) put_meta<kFast>(b, unit, ahead);
+  }
+  int before = 0;  // ranks of the token below base
+#pragma unroll 1
+  for (int base = 0; base < (kFast ? 1 : b.ranks()); base += kRanksAtOnce) {
+    const Place place = find_place(p, b.scratch, routed, token, base);
+    const uint32_t all = __ballot_sync(~0u, place.goes);
+    const auto me = static_cast<uint32_t>(p.group.me - base);
+    const uint32_t own = me < kRanksAtOnce ? all & 1u << me : 0;
+#pragma unroll 1
+    for (uint32_t others = all & ~own; others != 0; others &= others - 1) {
+      const int i = __ffs(static_cast<int>(others)) - 1;
+      const int slot = __shfl_sync(~0u, place.slot, i);
+      const int position = before + __popc(all & below(i));
+      if (lines) {
+        send_lines(b, unit, base + i, slot, position, *ahead);
+      } else {
+        send_plain<kFast>(b, token, unit, base + i, slot, *ahead);
+        if (has_meta(unit)) send_meta(b, base + i, slot, position);
+      }
+    }
+    if (own != 0) {  // what nobody waits for comes last
+      const int slot = __shfl_sync(~0u, place.slot, static_cast<int>(me));
+      if (lines) {
+        place_words<kFast>(p, b.bank, row_at(p, p.group.me, slot), unit, unit.end - unit.begin, ahead->pair);
+      } else {
+        send_plain<kFast>(b, token, unit, p.group.me, slot, *ahead);
+      }
+      if (has_meta(unit)) take_own(b, slot, before + __popc(all & below(static_cast<int>(me))));
+    }
+    if (has_meta(unit) && place.goes) {
+      const int64_t at = int64_t{token} * p.group.map.shape().fan_out() + before + __popc(all & below(lane()));
+      p.handle.destinations[at] = {base + lane(), place.slot};
+    }
+    before += __popc(all);
+  }
+  if (has_meta(unit)) keep_choice(b, token, before);
 }
 
 // The last of all warps that have sent rows as they lie tells the peers. S4: each warp has synchronised its threads,
 // then counters chain them, in the block and on the device, then one fence is made for the system.
-__device__ __noinline__ static void finish_plain(const Block& b) {
+__device__ __noinline__ static void finish_plain(Block b) {
   const DispatchParams& p = b.p;
   const GroupView& g = p.group;
   __syncwarp();
   int last = 0;
-  if (threadIdx.x % 32 == 0) {
+  if (lane() == 0) {
     __threadfence_block();
-    last = atomicAdd(b.scratch.plain(), 1) == kSendWarps - 1;
+    last = atomicAdd(b.scratch.plain(), 1) == kWarps - 1;
     if (last) {
       __threadfence_block();  // the counter in the block, too, is acquired
-      last = last_to_send(g, b.step);
+      last = last_to_send(g, b.step, p.roles);
     }
   }
   if (!__shfl_sync(~0u, last, 0)) return;
-  __syncwarp();  // what lane 0 has synchronised with, all have
-  const auto lane = static_cast<int>(threadIdx.x % 32);
+  __syncwarp();                    // what lane 0 has synchronised with, all have
   if (p.first_line == p.tokens) {  // there are no lines
     const int token = p.tokens - 1;
     const auto count = [&](int rank) { return b.scratch.before(token, rank) + (b.scratch.goes(token, rank) ? 1 : 0); };
-    return publish_words(g, b.step, Mode::kDispatch, count, lane, 32);
+    return publish_words(g, b.step, Mode::kDispatch, count, lane(), 32);
   }
   fence_system();
   const uint64_t place = g.map.word(b.step.lane, b.step.bank(), g.me) + kRowsOffset;
-  for (int i = lane; i < b.ranks(); i += 32) store_word(b.scratch.windows()[i] + place, b.step.number);
+  for (int i = lane(); i < b.ranks(); i += 32) store_word(b.scratch.windows()[i] + place, b.step.number);
 }
 
 // Unit u of all, of a row. The first of a row is the one with most to do, so it is another warp's from row to row.
 __device__ inline Unit sent_unit(const Units& units, uint32_t u, uint32_t row) {
   const uint32_t per_row = units.per_row.divisor;
-  return unit_of(units, per_row == 1 ? 0 : (u - row * per_row + row) % per_row);
+  const uint32_t number = u - row * per_row + row - divide(row, units.per_row) * per_row;
+  return unit_of(units, number < per_row ? number : number - per_row);
 }
 
-// Units of all tokens in order, a warp's share of them. Tokens become known round by round. `ahead`: of the first unit.
-__device__ inline void send(const Block& b, Ahead ahead) {
+// How many go to a rank: to that peer, which may learn it before the rows come where lines certify themselves, and to
+// the handle, whose combine checks what comes back. By one thread of one block.
+__device__ inline void tell(const Block& b, int rank, int n) {
   const DispatchParams& p = b.p;
+  if (blockIdx.x != 0) return;
+  p.handle.send_counts[rank] = n;
+  if (p.tokens > 0 && p.first_line == p.tokens) return;  // no lines: a word will say it when the rows are there
+  const Mode mode = p.group.line_tokens > 0 ? Mode::kDispatchLines : Mode::kDispatch;
+  publish_word(p.group, b.step, rank, mode, n, b.plain_before(rank));
+}
+
+// Routes what is sent first; a warp alone routes all there is.
+template <bool kFast>
+__device__ inline Routed route(const Block& b, const Ids& ids) {
+  const DispatchParams& p = b.p;
+  if (!routes_alone(p)) {
+    route_first<kFast>(p, b.scratch, ids, [&](int rank, int n) { tell(b, rank, n); });
+    return {false, 0};
+  }
+  const uint32_t going = route_warp<kFast>(p, b.scratch, lane(), 0, ids);
+  if (static_cast<int>(threadIdx.x) < b.ranks()) tell(b, lane(), __popc(going));
+  return {true, going};
+}
+
+// Units of all tokens in order, to whichever warp is free, round by round. `ahead`: of a warp's first unit; `ids`: of
+// the first round.
+template <bool kFast>
+__device__ inline void send(const Block& b, Ahead ahead, const Ids& ids) {
+  const DispatchParams& p = b.p;
+  if (p.tokens == 0) {
+    for (int rank = static_cast<int>(threadIdx.x); rank < b.ranks(); rank += kThreads) tell(b, rank, 0);
+    return;
+  }
   const uint32_t per_row = p.units.per_row.divisor;
-  const uint32_t warps = gridDim.x * kSendWarps;
   const uint32_t first_line = static_cast<uint32_t>(p.first_line) * per_row;
-  uint32_t u = blockIdx.x + threadIdx.x / 32 * gridDim.x;
+  const uint32_t all = static_cast<uint32_t>(p.tokens) * per_row;
+  const bool rounds = p.tokens > kRound;
+  // Beyond those that everybody begins with; the warp that routes begins with none.
+  const uint32_t given = (rounds ? kWarps - 1 : kWarps) * static_cast<uint32_t>(p.roles.sending);
+  const auto draw = [&] { return lane() == 0 ? atomicAdd(tickets(p.group, b.step), 1) : 0; };
+  uint32_t u = sent_shares(p.roles).first;
   bool plain = p.first_line > 0;  // and not finished yet
   bool loaded = true;
+  const Routed routed = route<kFast>(b, ids);
+  if (rounds && u >= given) {
+    route_rest<kFast>(p, [b](int rank, int n) { tell(b, rank, n); });
+    u = given + __shfl_sync(~0u, draw(), 0);
+    loaded = false;
+  }
 #pragma unroll 1
   for (int round = 0; round * kRound < p.tokens; ++round) {
     const uint32_t end = static_cast<uint32_t>(min((round + 1) * kRound, p.tokens)) * per_row;
-    bool known = false;
+    await_round(b.scratch, round);
 #pragma unroll 1
-    for (; u < end; u += warps) {
+    while (u < end) {
+      const uint32_t ticket = all > given ? draw() : 0;  // on its way while this unit is sent
       const uint32_t row = divide(u, p.units.per_row);
       const Unit unit = sent_unit(p.units, u, row);
-      if (!loaded) load_ahead(p, static_cast<int>(row), unit, &ahead);
+      if (!loaded) load_ahead<kFast>(p, static_cast<int>(row), unit, &ahead);
       loaded = false;
-      if (!known) meet<kThreads>(kRouted);
-      known = true;
       if (plain && u >= first_line) finish_plain(b), plain = false;
-      send_unit(b, static_cast<int>(row), unit, &ahead);
+      send_unit<kFast>(b, routed, static_cast<int>(row), unit, &ahead);
+      u = all > given ? given + __shfl_sync(~0u, ticket, 0) : all;
     }
-    if (!known) meet<kThreads>(kRouted);
   }
   if (plain) finish_plain(b);
 }

@@ -16,6 +16,36 @@ __device__ inline uint32_t first_word(uint32_t group) {
 // Its place in a row's lines.
 __device__ inline uint32_t line_place(uint32_t group) { return group * kGroupBytes + threadIdx.x % 32 * 16; }
 
+// Whether the eight threads of a line make their next access in one instruction.
+__device__ inline bool is_together() {
+  uint32_t active;
+  asm volatile("activemask.b32 %0;" : "=r"(active)::"memory");
+  return (~active & (0xffu << (threadIdx.x % 32 / kLineLanes * kLineLanes))) == 0;
+}
+
+// The line of threads that are not: its flag follows its data.
+__device__ __noinline__ static void store_apart(void* to, uint64_t a, uint64_t b) {
+  if (!is_flag()) store_pair(to, a, b);
+  __syncwarp(0xffu << (threadIdx.x % 32 / kLineLanes * kLineLanes));
+  if (!is_flag()) return;
+  fence_system();
+  store_pair(to, a, b);
+}
+
+// A thread's part of a line. `together`: is_together(), just before.
+__device__ inline void store_line(bool together, void* to, uint64_t a, uint64_t b) {
+  if (together) {
+    store_pair(to, a, b);
+  } else {
+    store_apart(to, a, b);
+  }
+}
+
+// Where the lines of a source's slot are, in a window.
+__device__ inline uint64_t line_at(const LinesAt& lines, int bank, int source, int slot) {
+  return lines.bank[bank] + source * lines.source + static_cast<uint64_t>(static_cast<uint32_t>(slot)) * lines.row;
+}
+
 // Between looks, of 0.3 us each: a long wait must not take the memory's bandwidth from those who send.
 __device__ inline void rest(int looks) {
   if (looks > 16) __nanosleep(100);
@@ -59,6 +89,7 @@ template <int kRows, int kGroups = kUnitGroups>
 struct Parts {
   const std::byte* at[kRows];  // its place in the unit's first group; nullptr: the row is no lines
   uint32_t groups;             // in which it has a part
+  bool apart;                  // the last look took data and flags by instructions of their own
   Vec16 value[kGroups][kRows];
 
   __device__ void cover(const Units& units, const Unit& unit) {
@@ -67,6 +98,7 @@ struct Parts {
     groups = min(there, unit.end - unit.begin);
   }
   __device__ void look() {
+    apart = !is_together();
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       if (at[row] == nullptr) continue;
@@ -101,7 +133,14 @@ __device__ inline bool await_lines(const GroupView& g, const Step& step, Parts<k
 #pragma unroll 1
   for (int looks = 0;; ++looks) {
     const int missing = parts->missing(step);
-    if (!__any_sync(~0u, missing >= 0)) return true;
+    if (!__any_sync(~0u, missing >= 0)) {
+      // The flags are there, so all is; but data may have been looked at before them.
+      if (__any_sync(~0u, parts->apart)) {
+        fence_system();
+        parts->look();
+      }
+      return true;
+    }
     bool late = false;
     const bool over = patience.over(&late);
     if (g.no_wait) return true;

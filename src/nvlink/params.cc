@@ -18,16 +18,25 @@ class Carver {
   uint32_t at_ = 0;
 };
 
+constexpr uint32_t kMostMasks = 8192;  // of more rounds than two
+
 }  // namespace
 
 DispatchScratch DispatchScratch::make(const Shape& shape) {
   Carver carver;
   DispatchScratch at{};
   at.windows = carver.take<std::byte*>(shape.ranks);
-  at.going = carver.take<uint32_t>(int64_t{kRounds} * kRoundWarps * shape.ranks);
-  at.base = carver.take<int32_t>(int64_t{2} * kRounds * shape.ranks);
-  at.destinations = carver.take<Destination>(int64_t{kSendWarps} * shape.fan_out());
-  at.meta = carver.take<uint64_t>(int64_t{kThreads / 32} * (1 + shape.top_k));
+  at.rounds = 2;
+  while (at.rounds < kMostRounds && at.rounds * kRound < static_cast<uint32_t>(shape.max_tokens) &&
+         2 * at.rounds * kWarps * static_cast<uint32_t>(shape.ranks) <= kMostMasks) {
+    at.rounds *= 2;
+  }
+  at.going = carver.take<uint32_t>(int64_t{at.rounds} * kWarps * shape.ranks);
+  at.base = carver.take<int32_t>(int64_t{2} * at.rounds * shape.ranks);
+  at.routed = carver.take<int32_t>(1);
+  at.progress = carver.take<int32_t>(kWarps);
+  at.meta = carver.take<uint64_t>(int64_t{kWarps} * (1 + shape.top_k));
+  at.before_lines = carver.take<int32_t>(shape.ranks);
   at.plain = carver.take<uint32_t>(1);
   at.source_error = carver.take<int32_t>(shape.ranks);
   at.table = carver.take<uint32_t>(shape.experts <= kMaxTable ? shape.experts : 0);
@@ -38,7 +47,7 @@ DispatchScratch DispatchScratch::make(const Shape& shape) {
 CombineScratch CombineScratch::make(const Shape& shape) {
   Carver carver;
   CombineScratch at{};
-  constexpr int64_t kSets = kThreads / 32;
+  constexpr int64_t kSets = kWarps;
   at.windows = carver.take<std::byte*>(shape.ranks);
   at.rows = carver.take<const std::byte*>(kSets * shape.top_k);
   at.places = carver.take<const std::byte*>(kSets * shape.fan_out());
@@ -49,6 +58,8 @@ CombineScratch CombineScratch::make(const Shape& shape) {
   at.counts = carver.take<int32_t>(shape.ranks);
   at.sent_rows = carver.take<int32_t>(shape.ranks);
   at.sent = carver.take<int32_t>(kChunks);
+  at.taken = carver.take<int64_t>(kChunks);
+  at.published = carver.take<int32_t>(2);
   at.failed = carver.take<int32_t>(1);
   at.bytes = carver.bytes();
   return at;

@@ -10,23 +10,21 @@
 
 namespace tw::nvlink {
 
-// Of a block that exchanges: half of its warps send; the others route, then receive or sum. Its threads may have 128
-// registers, so it fills an SM, and a grid of SMs is all there at once.
-inline constexpr int kSenders = 256;
-inline constexpr int kReceivers = 256;
-inline constexpr int kThreads = kSenders + kReceivers;
-inline constexpr int kSendWarps = kSenders / 32;
-inline constexpr int kReceiveWarps = kReceivers / 32;
-inline constexpr int kRound = kReceivers;  // tokens that a block routes at a time, one for each thread
-inline constexpr int kRoundWarps = kRound / 32;
-inline constexpr int kLineRounds = 1;  // the rounds whose tokens may be lines after others that are none
-inline constexpr int kUnitGroups = 4;  // at most so many groups of lines are one warp's at a time
+// Of a block that exchanges. Its threads may have 128 registers, so it fills an SM, and a grid of SMs is all there at
+// once.
+inline constexpr int kThreads = 512;
+inline constexpr int kWarps = kThreads / 32;
+inline constexpr int kRound = kThreads;  // tokens that a block routes at a time, one for each thread
+inline constexpr int kTailLines = 128;   // of more tokens than go as lines, the last so many do; at most a round
+inline constexpr int kUnitGroups = 4;    // at most so many groups of lines are one warp's at a time
+inline constexpr uint32_t kPushedVectors = 32 * kUnitGroups;  // of 16 bytes, of a row into an inbox, likewise
 inline constexpr int kMetaGroups = 2;  // in so many lies what travels beside the payloads of a row
-inline constexpr int kChunks = 32;     // chunks that a block sends between two of its barriers
+inline constexpr int kChunks = 32;     // chunks of a block that may be under way or waiting for their fence
+inline constexpr int kTickets = 4;     // steps that have counters of their own
 inline constexpr int kMaxBlocks = 1024;
 inline constexpr int kNear = 8;
 inline constexpr int kRanksAtOnce = 32;  // bits of a mask of ranks
-inline constexpr int kRounds = 2;        // that are remembered: one is routed while another is sent
+inline constexpr int kMostRounds = 8;    // that are remembered at most
 inline constexpr int kMaxTable = 8192;   // experts whose ranks a dispatch keeps in shared memory
 
 // An error as kernels report it; host memory, mapped. The serial is written last.
@@ -64,8 +62,9 @@ struct alignas(64) LaneState {
   uint32_t arrived;   // blocks that have read `step`
   uint32_t sent;      // blocks whose rows are all sent, but for lines
   uint32_t bad_step;  // low half of the last step with a bad id, which is reported once
-  uint32_t pad[9];
-  uint32_t done[kMaxBlocks];  // by block: low half of the last step that it has finished
+  uint32_t pad[5];
+  uint32_t tickets[kTickets];  // by step: work that has been taken, beyond what everybody begins with
+  uint32_t done[kMaxBlocks];   // by block: low half of the last step that it has finished
 };
 
 struct DeviceState {
@@ -83,6 +82,22 @@ constexpr uint32_t pack_expert(int32_t rank, int32_t slot) {
 }
 constexpr int32_t expert_rank(uint32_t packed) { return static_cast<int32_t>(packed >> kSlotBits); }
 constexpr int32_t expert_slot(uint32_t packed) { return static_cast<int32_t>(packed & ((1u << kSlotBits) - 1)); }
+
+// x / d for x < 2^31, without a division. Granlund and Montgomery, "Division by invariant integers using
+// multiplication", PLDI 1994.
+struct Divider {
+  uint32_t divisor = 1;
+  uint32_t factor = 0;
+  uint32_t shift = 0;
+
+  static constexpr Divider make(uint32_t d) {
+    Divider by;
+    by.divisor = d;
+    while (by.shift < 32 && (uint64_t{1} << by.shift) < d) ++by.shift;
+    by.factor = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << by.shift) - d)) / d + 1);
+    return by;
+  }
+};
 
 // Everything about a group, for a kernel.
 struct GroupView {
@@ -114,22 +129,6 @@ struct HandleView {
   int32_t* status;
 };
 
-// x / d for x < 2^31, without a division. Granlund and Montgomery, "Division by invariant integers using
-// multiplication", PLDI 1994.
-struct Divider {
-  uint32_t divisor = 1;
-  uint32_t factor = 0;
-  uint32_t shift = 0;
-
-  static constexpr Divider make(uint32_t d) {
-    Divider by;
-    by.divisor = d;
-    while (by.shift < 32 && (uint64_t{1} << by.shift) < d) ++by.shift;
-    by.factor = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << by.shift) - d)) / d + 1);
-    return by;
-  }
-};
-
 struct PayloadIn {
   const std::byte* data;
   int64_t stride;       // bytes
@@ -149,13 +148,40 @@ struct Units {
   uint32_t line_bytes;   // of a row's lines
 };
 
+// WindowMap::line of a lane, without what a kernel need not compute.
+struct LinesAt {
+  uint64_t bank[2];
+  uint64_t source;  // bytes from one source's lines to the next
+  uint32_t row;     // and from one slot's
+
+  static LinesAt make(const WindowMap& map, int lane) {
+    return {{map.line(lane, 0, 0, 0), map.line(lane, 1, 0, 0)},
+            map.line_row() * static_cast<uint64_t>(map.shape().line_tokens),
+            static_cast<uint32_t>(map.line_row())};
+  }
+};
+
+// A grid's work: the first blocks send, the others receive or sum. What an SM loads waits behind what it has stored to
+// a link that is full: sums took three times as long where all SMs sent. A grid that is not apart does both in every
+// block, sending first (S7), or only one of the two.
+struct Roles {
+  int32_t apart;
+  int32_t sending;  // blocks
+  int32_t receiving;
+
+  static constexpr Roles two(int sending, int receiving) { return {1, sending, receiving}; }
+  static constexpr Roles one(int blocks) { return {0, blocks, blocks}; }
+  constexpr int grid() const { return apart != 0 ? sending + receiving : sending; }
+};
+
 struct IdsIn {
   const void* ids;
   const float* weights;
   int64_t id_stride[2];
   int64_t weight_stride[2];
-  int32_t wide;  // int64
-  int32_t own;   // these are the handle's own
+  int32_t vectors;  // of 16 bytes: a token's ids are some
+  int32_t wide;     // int64
+  int32_t own;      // these are the handle's own
 };
 
 // How received ids are shown; NULL: not wanted.
@@ -172,11 +198,14 @@ struct Shown {
 // and keeps no pointers in registers.
 struct DispatchScratch {
   uint32_t windows;       // std::byte* [N]
-  uint32_t going;         // uint32 [kRounds, kRoundWarps, N] which tokens of a warp go to a rank
-  uint32_t base;          // int32 [2 * kRounds, N] slots of a rank that earlier rounds have taken
-  uint32_t destinations;  // Destination [kSendWarps, F] of the row that a warp sends
-  uint32_t meta;   // uint64 [kThreads / 32, 1 + K] what travels beside a warp's row; of one sent, with position 0
-  uint32_t plain;  // uint32 sending warps whose rows are all sent, but for lines
+  uint32_t rounds;        // that are remembered; a power of two
+  uint32_t going;         // uint32 [rounds, kWarps, N] which tokens of 32 go to a rank
+  uint32_t base;          // int32 [2 * rounds, N] slots of a rank that earlier rounds have taken
+  uint32_t meta;          // uint64 [kWarps, 1 + K] what travels beside a warp's row; of one sent, with position 0
+  uint32_t before_lines;  // int32 [N] tokens for a rank that are no lines
+  uint32_t routed;        // int32 rounds that are
+  uint32_t progress;      // int32 [kWarps] the round that a sending warp is in
+  uint32_t plain;         // uint32 sending warps whose rows are all sent, but for lines
   uint32_t source_error;  // int32 [N] twResult_t
   uint32_t table;         // uint32 [E] where each expert is, if there are few
   uint32_t bytes;
@@ -194,7 +223,9 @@ struct CombineScratch {
   uint32_t from;        // Destination [sets, F] who sends it, and in which slot
   uint32_t counts;      // int32 [N] received from each owner
   uint32_t sent_rows;   // int32 [N] sent to each rank
-  uint32_t sent;        // int32 [kChunks] slices of a chunk that are sent
+  uint32_t sent;        // int32 [kChunks] units that are sent of the chunks that have had this place
+  uint32_t taken;       // int64 [kChunks] which chunk has it: combine.cu, Work
+  uint32_t published;   // int32 [2] turns of the block that are over, and where they end
   uint32_t failed;      // int32 the step has
   uint32_t bytes;
 
@@ -216,10 +247,19 @@ struct DispatchParams {
   int32_t receive;
   DispatchScratch at;
   Units units;
-  int32_t table;   // the expert table is kept in shared memory
-  int32_t whole;   // payloads allow 8 bytes at a time
-  int32_t simple;  // and there is only one
+  LinesAt lines;
+  Roles roles;
+  int32_t table;  // the expert table is kept in shared memory
+  int32_t whole;  // payloads allow 8 bytes at a time
+  int32_t fast;   // the call is of the usual kind (below)
 };
+
+// Kernels of the usual kind of call: instructions that a kernel meets for the first time take five to ten cycles each,
+// so what other calls need may not stand between. A dispatch: up to two payloads, of 16 bytes at a time; up to 8 ids,
+// which lie as whole vectors of 16 bytes; up to 32 ranks; a table of experts in shared memory. A combine: rows of the
+// wire's type, 16 bytes at a time, as they are; sums of that type; own rows where the caller has them.
+inline constexpr int kFastIds = 8;
+inline constexpr int kFastPayloads = 2;
 
 // The caller's rows of a combine; what their partials are made of: sum.cuh.
 struct CombineParams {
@@ -227,6 +267,8 @@ struct CombineParams {
   GroupView group;
   HandleView handle;
   Units units;
+  LinesAt lines;
+  Roles roles;
   int32_t lane;
   int32_t bound;
   int32_t tokens;
@@ -236,6 +278,8 @@ struct CombineParams {
   int32_t weighted;
   int32_t late_word;    // rows lie in the window: publishing must follow their last read (S3)
   int32_t plain;        // a partial is one row, bit for bit
+  int32_t fast;         // the call is of the usual kind (above)
+  int32_t tail_lines;   // of more rows for an owner than go as lines, the last so many do
   int32_t own_direct;   // this rank's own partials are made where they are summed
   int32_t vectors_fit;  // rows, inbox and output allow 16 bytes of the wire's type at a time
   int32_t words_fit;    // and 8
@@ -248,8 +292,9 @@ struct CombineParams {
   int64_t row_stride;
   std::byte* out;
   int64_t out_stride;
-  uint32_t vectors;   // of 16 bytes in a row
-  uint32_t per_unit;  // of them in a unit
+  uint32_t vectors;      // of 16 bytes in a row
+  uint32_t per_unit;     // of them in a unit
+  int32_t pushed_parts;  // units of a row that goes into an inbox
 };
 
 // Copies out of the window: rank_major outputs that the caller gave, or expert_major ones.

@@ -75,26 +75,33 @@ __device__ inline int32_t shown_id(const DispatchParams& p, const Scratch& scrat
   return expert_rank(expert) == p.group.me ? expert_slot(expert) : p.shown.invalid;
 }
 
-// Keeps and shows what has arrived beside a row, `row` in [N * b]: words as they travel, in shared memory or in the
-// window. By a warp. The header is checked, because combine writes where it says.
+// An id and a weight, bit for bit, of a row's: in [N * b * K].
+__device__ inline void show_item(const DispatchParams& p, const Scratch& scratch, uint64_t at, uint32_t id,
+                                 uint32_t weight) {
+  if (p.shown.ids != nullptr)
+    show_id(p.shown, static_cast<int64_t>(at), shown_id(p, scratch, static_cast<int32_t>(id)));
+  if (p.shown.weights != nullptr) p.shown.weights[at] = __uint_as_float(weight);
+}
+
+// A header is checked, because combine writes where it says.
+__device__ inline void check_header(const DispatchParams& p, const Step& step, uint64_t header) {
+  const bool right = static_cast<uint32_t>(header) < static_cast<uint32_t>(p.bound) &&
+                     static_cast<uint32_t>(header >> 32) < static_cast<uint32_t>(p.group.map.shape().fan_out());
+  if (!right) report_failure(p.group, step, twInternalError, p.group.me, 0);
+}
+
+// Keeps and shows what has arrived beside a row, `row` in [N * b]: words as they travel, in shared memory. By a warp.
 __device__ inline void take_meta(const DispatchParams& p, const Scratch& scratch, const Step& step, int64_t row,
                                  const uint64_t* words, uint64_t header) {
-  const Shape& shape = p.group.map.shape();
-  const int top_k = shape.top_k;
-  const int lane = threadIdx.x % 32;
+  const int top_k = p.group.map.shape().top_k;
   uint64_t* const kept = p.handle.meta + row * (1 + top_k);
   const auto* const items = reinterpret_cast<const uint32_t*>(words + 1);
 #pragma unroll 1
-  for (int i = lane; i <= top_k; i += 32) kept[i] = i == 0 ? header : words[i];
-  const bool right = static_cast<uint32_t>(header) < static_cast<uint32_t>(p.bound) &&
-                     static_cast<uint32_t>(header >> 32) < static_cast<uint32_t>(shape.fan_out());
-  if (!right && lane == 0) report_failure(p.group, step, twInternalError, p.group.me, 0);
+  for (int i = lane(); i <= top_k; i += 32) kept[i] = i == 0 ? header : words[i];
+  if (lane() == 0) check_header(p, step, header);
 #pragma unroll 1
-  for (int k = lane; k < top_k; k += 32) {
-    const auto id = static_cast<int32_t>(items[k]);
-    const float weight = __uint_as_float(items[top_k + k]);
-    if (p.shown.ids != nullptr) show_id(p.shown, row * top_k + k, shown_id(p, scratch, id));
-    if (p.shown.weights != nullptr) p.shown.weights[row * top_k + k] = weight;
+  for (int k = lane(); k < top_k; k += 32) {
+    show_item(p, scratch, static_cast<uint64_t>(row * top_k + k), items[k], items[top_k + k]);
   }
 }
 
@@ -112,8 +119,8 @@ __device__ inline int payload_of(const DispatchParams& p, uint32_t w, uint64_t* 
   return q;
 }
 
-// Words of a row's payloads: of what is sent for a token, and to their place in this rank's window. Several payloads,
-// and rows that are no multiple of 8 bytes or lie at odd addresses.
+// Words of a row's payloads: of what is sent for a token, and to their place in this rank's window. Many payloads, and
+// rows that are no multiple of 8 bytes or lie at odd addresses.
 __device__ __noinline__ static uint64_t load_any_word(const DispatchParams& p, int token, uint32_t w) {
   uint64_t at = 0;
   const int q = payload_of(p, w, &at);
@@ -134,40 +141,73 @@ __device__ __noinline__ static void place_any_word(const DispatchParams& p, std:
   }
 }
 
-// The thread's words of a unit's groups, of the payload of a token; others are 0.
+// Where a thread's words of a unit's first group lie in a row of each payload, if they do. From a group to the next it
+// is always the same way.
+constexpr uint32_t kGroupWords = 4 * kLineWords;
+template <class Byte>
+struct Rows {
+  Byte* at[kFastPayloads];
+
+  __device__ Byte* word(const DispatchParams& p, uint32_t w, int group, int next) const {
+    static_assert(kFastPayloads == 2);
+    const bool second = p.group.map.shape().payloads > 1 && w + next >= p.payloads[1].first_word;
+    return (second ? at[1] : at[0]) + 8 * (static_cast<int>(kGroupWords) * group + next);
+  }
+};
+
+// The thread's words of a unit's groups, of the payloads of a token; others are 0.
+template <bool kFast>
 __device__ inline void load_words(const DispatchParams& p, int token, const Unit& unit, Vec16 (&pair)[kUnitGroups]) {
-  const std::byte* const row = p.payloads[0].data + token * p.payloads[0].stride;
-  const uint32_t first = p.payloads[0].first_word;
-  const uint32_t end = p.units.words - first;
+  const uint32_t begin = p.payloads[0].first_word;
+  const uint32_t first = first_word(unit.begin);
+  Rows<const std::byte> rows;
+#pragma unroll
+  for (int q = 0; q < kFastPayloads; ++q) {
+    rows.at[q] = p.payloads[q].data + token * p.payloads[q].stride +
+                 int64_t{8} * (static_cast<int32_t>(first) - static_cast<int32_t>(p.payloads[q].first_word));
+  }
 #pragma unroll
   for (int g = 0; g < kUnitGroups; ++g) {
-    const uint32_t w = first_word(unit.begin + g);
-    Vec16 value{};
-    if (unit.begin + g < unit.end) {
-      if (p.simple) {
-        value = load_two(row, w - first, end);  // what lies before the payload wraps
-      } else {
-        if (w - first < end) value.a = load_any_word(p, token, w);
-        if (w + 1 - first < end && !is_flag()) value.b = load_any_word(p, token, w + 1);
-      }
+    const uint32_t w = first + kGroupWords * g;
+    pair[g] = {};
+    if (unit.begin + g >= unit.end) continue;
+    const bool a = w >= begin && w < p.units.words;
+    const bool b = w + 1 >= begin && w + 1 < p.units.words && !is_flag();
+    if (kFast) {
+      if (a) pair[g].a = load_fresh<unsigned long long>(rows.word(p, w, g, 0));
+      if (b) pair[g].b = load_fresh<unsigned long long>(rows.word(p, w, g, 1));
+    } else {
+      if (a) pair[g].a = load_any_word(p, token, w);
+      if (b) pair[g].b = load_any_word(p, token, w + 1);
     }
-    pair[g] = value;
   }
 }
 // And to their place in the window; `row` in [N * b].
-__device__ inline void place_words(const DispatchParams& p, std::byte* bank, int64_t row, const Unit& unit, int g,
-                                   const Vec16& pair) {
-  const uint32_t w = first_word(unit.begin + g);
-  const uint32_t first = p.payloads[0].first_word;
-  const uint32_t end = p.units.words - first;
-  if (!p.simple) {
-    if (w - first < end) place_any_word(p, bank, row, w, pair.a);
-    if (w + 1 - first < end && !is_flag()) place_any_word(p, bank, row, w + 1, pair.b);
-    return;
+template <bool kFast>
+__device__ inline void place_words(const DispatchParams& p, std::byte* bank, int64_t row, const Unit& unit,
+                                   uint32_t groups, const Vec16 (&pair)[kUnitGroups]) {
+  const uint32_t begin = p.payloads[0].first_word;
+  const uint32_t first = first_word(unit.begin);
+  Rows<std::byte> rows;
+#pragma unroll
+  for (int q = 0; q < kFastPayloads; ++q) {
+    rows.at[q] = bank + p.group.map.payload_begin(q) + row * p.group.map.shape().payload_bytes[q] +
+                 int64_t{8} * (static_cast<int32_t>(first) - static_cast<int32_t>(p.payloads[q].first_word));
   }
-  auto* const to = reinterpret_cast<uint64_t*>(bank + p.group.map.payload_begin(0)) + row * end;
-  if (w - first < end) to[w - first] = pair.a;
-  if (w + 1 - first < end && !is_flag()) to[w + 1 - first] = pair.b;
+#pragma unroll
+  for (int g = 0; g < kUnitGroups; ++g) {
+    const uint32_t w = first + kGroupWords * g;
+    if (g >= groups) continue;
+    const bool a = w >= begin && w < p.units.words;
+    const bool b = w + 1 >= begin && w + 1 < p.units.words && !is_flag();
+    if (kFast) {
+      if (a) *reinterpret_cast<uint64_t*>(rows.word(p, w, g, 0)) = pair[g].a;
+      if (b) *reinterpret_cast<uint64_t*>(rows.word(p, w, g, 1)) = pair[g].b;
+    } else {
+      if (a) place_any_word(p, bank, row, w, pair[g].a);
+      if (b) place_any_word(p, bank, row, w + 1, pair[g].b);
+    }
+  }
 }
 
 // Sets ids and weights of slots that hold nothing: [from, to) of a source. By `threads` threads.

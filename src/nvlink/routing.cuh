@@ -1,10 +1,13 @@
 // Slots, in the kernel (S9). The slot of a token at a rank is the number of earlier tokens that go there too; every
 // block counts them itself, from the ids, so no block waits for another and there is no launch before the dispatch.
 //
-// Half of a block's warps route, 256 tokens in a round, and are a round ahead of those that send. What they
-// leave is small, a bit for each token and rank, from which a sending warp finds the slots of its row by itself. All
-// blocks count all tokens, which is quadratic; but counting runs under the wire, and what a block sends first needs one
-// round. The alternative, sums passed from block to block, costs every block two trips to the second-level cache.
+// A round is 512 tokens. A block that sends routes the first with all its threads, one token each; later ones are one
+// warp's, ahead of the others, which so never wait for each other: under a full link a warp's unit takes up to 10 us.
+// What is left for those is small, a bit for each token and rank, from which they find the slots of their rows by
+// themselves. Of up to 32 tokens each warp makes that by itself and waits for nobody.
+//
+// All blocks count all tokens, which is quadratic; but the ids are small, and what a block sends first needs one round.
+// The alternative, sums passed from block to block, costs every block two trips to the second-level cache.
 #pragma once
 
 #include "nvlink/wait.cuh"
@@ -18,23 +21,25 @@ __device__ inline T* shared_at(uint32_t offset) {
   return reinterpret_cast<T*>(reinterpret_cast<std::byte*>(shared_memory) + offset);
 }
 
-// Barriers of a part of a block; the first is the whole block's.
-enum Name : int { kAmongSenders = 1, kRouted = 2 };
+__device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
+__device__ inline uint32_t below(int bit) { return (1u << bit) - 1; }
 
 class Scratch {
  public:
   __device__ explicit Scratch(const DispatchParams& p) : p_(p) {}
   __device__ std::byte** windows() const { return shared_at<std::byte*>(p_.at.windows); }
   __device__ uint32_t* going(int round) const {
-    return shared_at<uint32_t>(p_.at.going) + round % kRounds * (kRoundWarps * ranks());
+    return shared_at<uint32_t>(p_.at.going) + place(round) * (kWarps * ranks());
   }
-  __device__ int32_t* base(int round) const { return shared_at<int32_t>(p_.at.base) + round % (2 * kRounds) * ranks(); }
-  __device__ Destination* destinations() const {
-    return shared_at<Destination>(p_.at.destinations) + threadIdx.x / 32 * p_.group.map.shape().fan_out();
+  __device__ int32_t* base(int round) const {
+    return shared_at<int32_t>(p_.at.base) + (round & (2 * static_cast<int>(p_.at.rounds) - 1)) * ranks();
   }
   __device__ uint64_t* meta() const {
     return shared_at<uint64_t>(p_.at.meta) + threadIdx.x / 32 * (1 + p_.group.map.shape().top_k);
   }
+  __device__ int32_t* before_lines() const { return shared_at<int32_t>(p_.at.before_lines); }
+  __device__ volatile int32_t* routed() const { return shared_at<int32_t>(p_.at.routed); }
+  __device__ volatile int32_t* progress() const { return shared_at<int32_t>(p_.at.progress); }
   __device__ uint32_t* plain() const { return shared_at<uint32_t>(p_.at.plain); }
   __device__ int32_t* source_error() const { return shared_at<int32_t>(p_.at.source_error); }
   __device__ uint32_t* table() const { return shared_at<uint32_t>(p_.at.table); }
@@ -48,12 +53,13 @@ class Scratch {
     const uint32_t* const masks = going(round) + rank;
     const int warp = token % kRound / 32;
     int count = base(round)[rank];
-#pragma unroll 1
+#pragma unroll 4
     for (int i = 0; i < warp; ++i) count += __popc(masks[i * ranks()]);
-    return count + __popc(masks[warp * ranks()] & ((1u << (token % 32)) - 1));
+    return count + __popc(masks[warp * ranks()] & below(token % 32));
   }
 
  private:
+  __device__ int place(int round) const { return round & (static_cast<int>(p_.at.rounds) - 1); }
   __device__ int ranks() const { return p_.group.map.shape().ranks; }
 
   const DispatchParams& p_;
@@ -81,119 +87,178 @@ __device__ inline int32_t valid_id(const DispatchParams& p, int64_t id) {
   return id >= 0 && id < p.group.map.shape().experts ? static_cast<int32_t>(id) : -1;
 }
 
-constexpr int kIdsAtOnce = 8;
-
-// Some of a token's ids, -1 for those that are none.
+// A token's ids in a fast call, as they lie: as many vectors as there are, those beyond are -1.
 struct Ids {
-  int32_t id[kIdsAtOnce];
+  uint4 vector[kFastIds / 2];
 };
-__device__ inline Ids load_ids(const DispatchParams& p, int token, int begin) {
-  Ids ids;
-  const int there = token < p.tokens ? p.group.map.shape().top_k - begin : 0;
-  const int64_t first = token * p.in.id_stride[0] + begin * p.in.id_stride[1];
-  if (p.in.wide) {
-    const auto* const at = static_cast<const int64_t*>(p.in.ids) + first;
+template <bool kFast>
+__device__ inline Ids load_ids(const DispatchParams& p, int token) {
+  Ids ids{};
+  if (!kFast) return ids;
+  const int bytes = p.group.map.shape().top_k << (p.in.wide ? 3 : 2);
+  const auto* const at = static_cast<const std::byte*>(p.in.ids) + token * (p.in.id_stride[0] << (p.in.wide ? 3 : 2));
 #pragma unroll
-    for (int i = 0; i < kIdsAtOnce; ++i) {
-      ids.id[i] = i < there
-                      ? valid_id(p, static_cast<int64_t>(load_fresh<unsigned long long>(at + i * p.in.id_stride[1])))
-                      : -1;
-    }
-    return ids;
-  }
-  const auto* const at = static_cast<const int32_t*>(p.in.ids) + first;
-#pragma unroll
-  for (int i = 0; i < kIdsAtOnce; ++i) {
-    ids.id[i] = i < there ? valid_id(p, static_cast<int32_t>(load_fresh<uint32_t>(at + i * p.in.id_stride[1]))) : -1;
+  for (int i = 0; i < kFastIds / 2; ++i) {
+    ids.vector[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+    if (token < p.tokens && 16 * i < bytes) ids.vector[i] = load_fresh<uint4>(at + 16 * i);
   }
   return ids;
 }
 
-// Bit i: one of the ids is of rank base + i.
-__device__ inline uint32_t ranks_of(const uint32_t* table, const Ids& ids, int base) {
+// Bit i: one of the token's ids is of rank base + i.
+__device__ inline uint32_t fast_ranks(const DispatchParams& p, const Scratch& scratch, const Ids& ids) {
+  const auto& [a, b, c, d] = ids.vector;
+  const auto wide = [](uint32_t low, uint32_t high) { return high == 0 ? low : ~0u; };  // beyond 32 bits it is none
+  uint32_t id[kFastIds] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  if (p.in.wide) {
+    id[0] = wide(a.x, a.y), id[1] = wide(a.z, a.w), id[2] = wide(b.x, b.y), id[3] = wide(b.z, b.w);
+    id[4] = wide(c.x, c.y), id[5] = wide(c.z, c.w), id[6] = wide(d.x, d.y), id[7] = wide(d.z, d.w);
+  }
+  const auto experts = static_cast<uint32_t>(p.group.map.shape().experts);
+  const uint32_t* const table = scratch.table();
   uint32_t mask = 0;
 #pragma unroll
-  for (int i = 0; i < kIdsAtOnce; ++i) {
-    if (ids.id[i] < 0) continue;
-    const uint32_t rank = (table[ids.id[i]] >> kSlotBits) - static_cast<uint32_t>(base);
-    if (rank < kRanksAtOnce) mask |= 1u << rank;
+  for (int i = 0; i < kFastIds; ++i) {
+    const uint32_t bit = 1u << expert_rank(table[min(id[i], experts - 1)]);
+    if (id[i] < experts) mask |= bit;
   }
   return mask;
 }
-
-// Of many ids, or where the table of experts is in global memory.
-__device__ __noinline__ static uint32_t ranks_of_many(const DispatchParams& p, const uint32_t* table, int token,
-                                                      int base) {
+__device__ __noinline__ static uint32_t any_ranks(const DispatchParams& p, int token, int base) {
+  const Scratch scratch(p);
+  const int top_k = token < p.tokens ? p.group.map.shape().top_k : 0;
   uint32_t mask = 0;
 #pragma unroll 1
-  for (int begin = 0; begin < p.group.map.shape().top_k; begin += kIdsAtOnce) {
-    mask |= ranks_of(table, load_ids(p, token, begin), base);
+  for (int begin = 0; begin < top_k; begin += kFastIds) {
+    int32_t id[kFastIds];
+#pragma unroll
+    for (int i = 0; i < kFastIds; ++i) id[i] = begin + i < top_k ? valid_id(p, raw_id(p, token, begin + i)) : -1;
+#pragma unroll
+    for (int i = 0; i < kFastIds; ++i) {
+      if (id[i] < 0) continue;
+      const int rank = expert_rank(find_expert(p, scratch, id[i])) - base;
+      if (rank >= 0 && rank < kRanksAtOnce) mask |= 1u << rank;
+    }
   }
   return mask;
 }
 
-// Bit i: the token goes to rank base + i. `first`: the first of its ids.
-__device__ inline uint32_t ranks_of(const DispatchParams& p, const Scratch& scratch, int token, int base,
-                                    const Ids& first) {
-  if (!p.table) return ranks_of_many(p, p.group.experts, token, base);
-  if (p.group.map.shape().top_k > kIdsAtOnce) return ranks_of_many(p, scratch.table(), token, base);
-  return ranks_of(scratch.table(), first, base);
-}
-
-// Which of a warp's 32 tokens go where: one token per thread.
-__device__ inline void route_warp(const DispatchParams& p, const Scratch& scratch, int token, const Ids& first) {
-  const int ranks = p.group.map.shape().ranks;
-  uint32_t* const masks = scratch.masks(token);
-  const int lane = threadIdx.x % 32;
+// Which of a warp's 32 tokens go where: lane i has those of rank base + i.
+template <bool kFast>
+__device__ inline uint32_t route_warp(const DispatchParams& p, const Scratch& scratch, int token, int base,
+                                      const Ids& ids) {
+  const uint32_t mask = kFast ? fast_ranks(p, scratch, ids) : any_ranks(p, token, base);
+  uint32_t mine = 0;
 #pragma unroll 1
-  for (int base = 0; base < ranks; base += kRanksAtOnce) {
-    const uint32_t mask = ranks_of(p, scratch, token, base, first);
-    uint32_t mine = 0;
-#pragma unroll 2
-    for (int i = 0; i < min(kRanksAtOnce, ranks - base); ++i) {
-      const uint32_t going = __ballot_sync(~0u, mask >> i & 1);
-      if (lane == i) mine = going;
-    }
-    if (base + lane < ranks) masks[base + lane] = mine;
+  for (int i = 0; i < min(kRanksAtOnce, p.group.map.shape().ranks - base); ++i) {
+    const uint32_t going = __ballot_sync(~0u, mask >> i & 1);
+    if (lane() == i) mine = going;
   }
+  return mine;
 }
 
-// By the routing threads, of which this is number `thread`: all tokens, round by round. `ids`: of the first round.
-// tell(rank, n): n tokens in all go to a rank.
+// What a warp knows of the routing beside what is in shared memory.
+struct Routed {
+  bool alone;      // each warp has routed all tokens
+  uint32_t going;  // then: tokens that go to rank lane()
+};
+// Up to 32 tokens, all lines, to up to 32 ranks.
+__device__ inline bool routes_alone(const DispatchParams& p) {
+  return p.tokens <= 32 && p.first_line == 0 && p.group.map.shape().ranks <= kRanksAtOnce;
+}
+// The token that a thread routes first.
+__device__ inline int routed_token(const DispatchParams& p) {
+  return routes_alone(p) ? lane() : static_cast<int>(threadIdx.x);
+}
+
+// What the masks of a round say of all its tokens. tell(rank, n): n tokens in all go to a rank; by one thread for each,
+// of `threads` threads.
 template <class Tell>
-__device__ inline void route(const DispatchParams& p, const Scratch& scratch, int thread, Ids ids, Tell&& tell) {
-  const int ranks = p.group.map.shape().ranks;
+__device__ inline void count_round(const DispatchParams& p, const Scratch& scratch, int round, int thread, int threads,
+                                   Tell&& tell) {
+  const bool last = (round + 1) * kRound >= p.tokens;
+  const bool lines = p.first_line > 0 && p.first_line < p.tokens && p.first_line / kRound == round;
+  const int end = round * kRound + kRound - 1;
 #pragma unroll 1
-  for (int round = 0; round * kRound < p.tokens; ++round) {
-    route_warp(p, scratch, round * kRound + thread, ids);
-    const bool last = (round + 1) * kRound >= p.tokens;
-    if (!last) ids = load_ids(p, (round + 1) * kRound + thread, 0);
-    meet<kThreads>(kRouted);  // and the senders have left the round whose place the next one takes
-#pragma unroll 1
-    for (int rank = thread; rank < ranks; rank += kReceivers) {
-      int sum = scratch.base(round)[rank];
-#pragma unroll
-      for (int i = 0; i < kRoundWarps; ++i) sum += __popc(scratch.going(round)[i * ranks + rank]);
+  for (int rank = thread; rank < p.group.map.shape().ranks; rank += threads) {
+    if (lines) scratch.before_lines()[rank] = scratch.before(p.first_line, rank);
+    const int sum = scratch.before(end, rank) + (scratch.goes(end, rank) ? 1 : 0);
+    if (last) {
+      tell(rank, sum);
+    } else {
       scratch.base(round + 1)[rank] = sum;
-      if (last) tell(rank, sum);
     }
   }
 }
 
-// The ranks that a warp's token goes to, ascending, and its slots there, into the warp's place; their number.
-__device__ inline int find_destinations(const DispatchParams& p, const Scratch& scratch, int token) {
+// Where the tokens of a warp's threads go.
+template <bool kFast>
+__device__ inline void mark_tokens(const DispatchParams& p, const Scratch& scratch, int token, const Ids& ids) {
   const int ranks = p.group.map.shape().ranks;
-  const int lane = threadIdx.x % 32;
-  int fan = 0;
 #pragma unroll 1
-  for (int base = 0; base < ranks; base += 32) {
-    const int rank = base + lane;
-    const bool goes = rank < ranks && scratch.goes(token, rank);
-    const uint32_t all = __ballot_sync(~0u, goes);
-    if (goes) scratch.destinations()[fan + __popc(all & ((1u << lane) - 1))] = {rank, scratch.before(token, rank)};
-    fan += __popc(all);
+  for (int base = 0; base < (kFast ? 1 : ranks); base += kRanksAtOnce) {
+    const uint32_t going = route_warp<kFast>(p, scratch, token, base, ids);
+    if (base + lane() < ranks) scratch.masks(token)[base + lane()] = going;
   }
-  return fan;
+}
+
+// The first round, by a block.
+template <bool kFast, class Tell>
+__device__ inline void route_first(const DispatchParams& p, const Scratch& scratch, const Ids& ids, Tell&& tell) {
+  mark_tokens<kFast>(p, scratch, static_cast<int>(threadIdx.x), ids);
+  meet();
+  count_round(p, scratch, 0, static_cast<int>(threadIdx.x), kThreads, tell);
+  // Lines of this round and whoever routes the next need what has been counted.
+  if (p.tokens > kRound || (p.first_line > 0 && p.first_line < p.tokens)) meet();
+}
+
+// The others, by a warp. It stays so far ahead as there is place.
+template <bool kFast, class Tell>
+__device__ __noinline__ static void route_rest(const DispatchParams& p, Tell tell) {
+  const Scratch scratch(p);
+#pragma unroll 1
+  for (int round = 1; round * kRound < p.tokens; ++round) {
+    const auto left = [&] {  // the round whose place this one takes
+      return lane() >= kWarps - 1 || scratch.progress()[lane()] > round - static_cast<int>(p.at.rounds);
+    };
+    while (!__all_sync(~0u, left())) __nanosleep(200);
+    __threadfence_block();
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < kWarps; ++i) {
+      const int token = round * kRound + 32 * i + lane();
+      mark_tokens<kFast>(p, scratch, token, load_ids<kFast>(p, token));
+    }
+    __syncwarp();
+    count_round(p, scratch, round, lane(), 32, tell);
+    __threadfence_block();
+    __syncwarp();
+    if (lane() == 0) *scratch.routed() = round + 1;
+  }
+}
+__device__ inline void await_round(const Scratch& scratch, int round) {
+  if (round == 0) return;
+  __syncwarp();
+  if (lane() == 0) {
+    __threadfence_block();  // what was read of the round before may be overwritten
+    scratch.progress()[threadIdx.x / 32] = round;
+  }
+  while (*scratch.routed() <= round) __nanosleep(100);
+  __threadfence_block();
+  __syncwarp();
+}
+
+// Whether a token goes to rank base + lane(), and its slot there.
+struct Place {
+  bool goes;
+  int slot;
+};
+__device__ inline Place find_place(const DispatchParams& p, const Scratch& scratch, const Routed& routed, int token,
+                                   int base) {
+  if (routed.alone) return {(routed.going >> token & 1) != 0, __popc(routed.going & below(token))};
+  const int rank = base + lane();
+  if (rank >= p.group.map.shape().ranks || !scratch.goes(token, rank)) return {false, 0};
+  return {true, scratch.before(token, rank)};
 }
 
 }  // namespace tw::nvlink

@@ -15,7 +15,7 @@ namespace {
 
 __device__ void wait_out(const GroupView& g, const Step& step) {
   for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
-    const Source source = await_source(g, step, i, Look::kTakesPart);
+    const Source source = await_source(g, step, i, Look::kTakesPart, true);
     if (source.error == twTimeout) report_failure(g, step, twTimeout, i, source.word);
     if (source.error == twPeerAborted) report_stopped(g, step, i, source.word);
   }
@@ -34,6 +34,7 @@ __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
     wait_out(p.group, step);
     ++step.number;
   }
+  if (threadIdx.x == 0) clear_tickets(p.group, step);
   publish_empty(p.group, step, Mode::kRefused);
   wait_out(p.group, step);
   if (threadIdx.x == 0) end_step(p.group, step, begin_end(p.group, step));

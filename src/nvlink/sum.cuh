@@ -161,9 +161,11 @@ __device__ __noinline__ static void store_elements(const CombineParams& p, std::
     }
   }
 }
-template <twDtype_t kWire>
+template <twDtype_t kWire, bool kFast>
 __device__ inline void store_quad(const CombineParams& p, std::byte* out, int64_t w, const Quad& quad) {
-  if (kWire != twFloat32 && p.words_fit && p.out_dtype == kWire) {
+  if (kWire == twFloat32 && kFast) {
+    reinterpret_cast<float2*>(out)[w] = make_float2(quad.v[0], quad.v[1]);
+  } else if (kWire != twFloat32 && (kFast || (p.words_fit && p.out_dtype == kWire))) {
     *reinterpret_cast<uint64_t*>(out + 8 * w) = narrow_word(kWire, quad);
   } else {
     store_elements(p, out, w, quad);

@@ -36,10 +36,20 @@ __device__ inline void end_step(const GroupView& g, const Step& step, uint32_t b
   g.lanes[step.lane].step = step.number;
 }
 
+// Work goes to who is free: groups of SMs share the way to the link, and some sent twice as fast as others. A counter
+// is used in every fourth step and cleared two steps before, by a kernel that follows its last use and precedes the
+// next in stream order (S5); two, as a dispatch may skip a step.
+__device__ inline uint32_t* tickets(const GroupView& g, const Step& step) {
+  return &g.lanes[step.lane].tickets[step.number % kTickets];
+}
+__device__ inline void clear_tickets(const GroupView& g, const Step& step) {
+  for (const int ahead : {1, 2}) g.lanes[step.lane].tickets[(step.number + ahead) % kTickets] = 0;
+}
+
 // For one thread of each block that has sent: whether it is the last of all (S4: it has synchronised with the others).
-__device__ inline bool last_to_send(const GroupView& g, const Step& step) {
+__device__ inline bool last_to_send(const GroupView& g, const Step& step, const Roles& roles) {
   uint32_t* const sent = &g.lanes[step.lane].sent;
-  if (arrive(sent) != gridDim.x - 1) return false;
+  if (arrive(sent) != static_cast<uint32_t>(roles.sending) - 1) return false;
   *sent = 0;
   return true;
 }
@@ -124,18 +134,37 @@ __device__ inline void report_call(const GroupView& g, Report* report, Write&& w
   atomicExch(&g.state->lock, 0);
 }
 
+// How a wait stands. What a function that is called takes by reference lives in memory, in all that is around the call;
+// so these are values.
+enum class Outlook { kOpen, kOver, kLate };
+
+// Looks around, in a wait that began at `start`.
+__device__ __noinline__ static Outlook look_around(const GroupView& g, uint64_t start, bool looks_far) {
+  if (is_sticky(g)) return Outlook::kOver;
+  if (looks_far && load_half(&g.pages[g.me]->stop) != 0) {
+    store_half(&g.state->sticky, 1);
+    return Outlook::kOver;
+  }
+  return now_ns() - start >= g.timeout_ns ? Outlook::kLate : Outlook::kOpen;
+}
+
 // How long a wait goes on. One look in kLooks is followed by a look around. The last of a kernel's blocks then looks
 // into the host's memory too, and tells the others; they do so rarely, as thousands of waiting warps would choke the
 // way.
 class Patience {
  public:
-  __device__ explicit Patience(const GroupView& g) : g_(g) {}
+  __device__ explicit Patience(const GroupView& g, bool far = false) : g_(g), far_(far) {}
 
   // Called after each vain look. True when the group is finished, or when time is up: *late says which.
   __device__ bool over(bool* late) {
     *late = false;
     if (g_.no_wait) return true;
-    return ++looks_ % kLooks == 0 && look_around(late);
+    if (++looks_ % kLooks != 0) return false;
+    if (start_ == 0) start_ = now_ns();
+    const bool looks_far = far_ || blockIdx.x == gridDim.x - 1 || looks_ % (64 * kLooks) == 0;
+    const Outlook outlook = look_around(g_, start_, looks_far);
+    *late = outlook == Outlook::kLate;
+    return outlook != Outlook::kOpen;
   }
   // Whether the last call looked around.
   __device__ bool looked() const { return looks_ % kLooks == 0; }
@@ -143,20 +172,8 @@ class Patience {
  private:
   static constexpr uint32_t kLooks = 256;
 
-  __device__ __noinline__ bool look_around(bool* late) {
-    const uint64_t now = now_ns();
-    if (start_ == 0) start_ = now;
-    if (is_sticky(g_)) return true;
-    const bool looks_far = blockIdx.x == gridDim.x - 1 || looks_ % (64 * kLooks) == 0;
-    if (looks_far && load_half(&g_.pages[g_.me]->stop) != 0) {
-      store_half(&g_.state->sticky, 1);
-      return true;
-    }
-    *late = now - start_ >= g_.timeout_ns;
-    return *late;
-  }
-
   const GroupView& g_;
+  const bool far_;
   uint64_t start_ = 0;
   uint32_t looks_ = 0;
 };
@@ -234,10 +251,10 @@ __device__ inline bool look_at(const GroupView& g, const Step& step, int rank, L
   return true;
 }
 
-// Waits for a source's word of a step.
-__device__ __noinline__ static Source await_source(const GroupView& g, Step step, int rank, Look look) {
+// Waits for a source's word of a step. `far`: this is the one wait of a kernel that may last (Patience).
+__device__ __noinline__ static Source await_source(const GroupView& g, Step step, int rank, Look look, bool far) {
   Source source;
-  Patience patience(g);
+  Patience patience(g, far);
   while (!look_at(g, step, rank, look, &patience, &source)) {
   }
   return source;
