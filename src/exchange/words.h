@@ -18,7 +18,7 @@ enum class Mode : uint32_t {
   kDispatch = 1,       // n rows lie in the slots of (source, bank)
   kCombine = 2,        // n partials lie in the inbox of the bank
   kRefused = 3,        // the source was given bad arguments: no rows, the call fails everywhere
-  kDispatchLines = 4,  // n rows are on their way as lines, each of which certifies itself
+  kDispatchLines = 4,  // n rows are on their way, the last of them as lines, which certify themselves
   kSkip = 5,           // no rows: a step that only moves on to the other bank
 };
 

@@ -1,5 +1,6 @@
-// Lines: how few rows travel. A line is 128 aligned bytes, 120 of data and 8 of flag, the step: who sees the flag sees
-// the data, so no fence and no word stands between writer and reader (NCCL calls its like LL128).
+// Lines: how few rows travel, and the last of many. A line is 128 aligned bytes, 120 of data and 8 of flag, the step:
+// who sees the flag sees the data, so no fence and no word stands between writer and reader (NCCL calls its like
+// LL128).
 //
 // A row is a stream of 8-byte words, 15 to a line. Of a dispatch: header, ids and weights (meta_bytes), then each
 // payload, padded to whole words. Of a combine: the partial.

@@ -17,7 +17,7 @@ struct Shape {
   uint64_t payload_bytes[kMaxPayloads] = {};  // of one row
   uint64_t combine_bytes = 0;                 // of one row
   // What only devices have: 0 on the CPU.
-  int32_t line_tokens = 0;  // slots of a source that may travel as lines (layout/lines.h)
+  int32_t line_tokens = 0;  // rows of a source that may travel as lines (layout/lines.h)
   int32_t chunk_rows = 0;   // rows of a bulk combine that share a word
 
   // A token goes to at most this many ranks: places per token in the owner's inbox.

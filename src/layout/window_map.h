@@ -4,7 +4,7 @@
 //   lane 0        words: bank 0, bank 1, each one 64-byte line per source: {word, note, rows}
 //                 bank 0, bank 1: dispatched rows, or the inbox of combined rows
 //                 chunk words: bank 0, bank 1, per source one for every chunk of a combine   (devices)
-//                 lines: bank 0, bank 1, per source the lines of its first slots             (devices)
+//                 lines: bank 0, bank 1, per source the lines of rows that are some         (devices)
 //   lane 1 ...
 //
 // A bank is used by one step at a time (S1, S2), and a step is a dispatch or a combine, so rows and inbox share a
@@ -72,7 +72,7 @@ class WindowMap {
   constexpr uint64_t word(int lane, int bank, int source) const {
     return lane_at(lane) + kWordStride * (static_cast<uint64_t>(bank) * shape_.ranks + source);
   }
-  // uint64, written by `source` before its word: the bound of the step.
+  // uint64, written by `source` before its word or with it: the bound of the step, and on devices more (PROTOCOL.md).
   constexpr uint64_t note(int lane, int bank, int source) const { return word(lane, bank, source) + kNoteOffset; }
 
   // Slot p of a source, in a step of bound b. [N, b, row] without gaps, so that the region is a tensor.
@@ -88,7 +88,7 @@ class WindowMap {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
     return lane_at(lane) + chunks_at_ + sizeof(uint64_t) * (row * chunks_ + chunk);
   }
-  // Lines of slot p of a source, p < line_tokens, for dispatches and combines alike.
+  // Lines of the p-th row of a source that is some, p < line_tokens, for dispatches and combines alike.
   constexpr uint64_t line(int lane, int bank, int source, int p) const {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
     return lane_at(lane) + lines_at_ + (row * shape_.line_tokens + p) * line_row_;

@@ -1,4 +1,4 @@
-// Combine: half of the blocks send rows back to their owners, the others sum what arrives.
+// Combine: some blocks send rows back to their owners, the others sum what arrives.
 //
 // Floor: bytes over the link, then one flight with the last of them and its flag, and the sum of that. The last rows
 // for an owner, or all if they are few, go as lines, which are summed as they come. Those before them go into the
@@ -6,7 +6,8 @@
 // pushing all, waiting, then summing would take 1.3 times as long. What the fence and the word of a chunk take passes
 // while the lines are on their way.
 //
-// Warps work alone, on a unit of a row at a time, and wait for each other only where rows lie in the window.
+// Warps work alone, on a unit of a row at a time. Those of a block wait for each other for chunks (chunks.cuh), and
+// where rows lie in the window.
 #include <cuda_runtime.h>
 
 #include "nvlink/chunks.cuh"
@@ -117,7 +118,7 @@ __device__ void publish_last(const Sum& s) {
 template <bool kFast>
 __device__ void send(const Sum& s, const First& early, const Ahead& ahead) {
   const CombineParams& p = s.p;
-  // Every row has a word of its own or certifies itself. The step's word also says that nothing of the other bank is
+  // Every row has its chunk's word or certifies itself. The step's word also says that nothing of the other bank is
   // read any more (S3): where rows lie outside the window that is so from the start.
   if (!p.late_word && blockIdx.x == 0 && threadIdx.x < 32) {
 #pragma unroll 1

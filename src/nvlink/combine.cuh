@@ -1,4 +1,5 @@
-// Sums of a combine: what a token's sum is made of, and a warp's part of it. What is sent is in combine.cu.
+// Sums of a combine: what a token's sum is made of, and a warp's part of it. What is sent is in combine.cu and
+// chunks.cuh.
 //
 // Whether a row travels as lines follows from its slot and from how many rows its owner has sent, which both ends know.
 #pragma once
@@ -103,14 +104,14 @@ __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
     terms.fan = sent.fan;
     if (position >= terms.fan) continue;
     s.from()[position] = from;
-    const int first = s.first_line(from.rank, s.sent_rows()[from.rank]);
+    const int first_line = s.first_line(from.rank, s.sent_rows()[from.rank]);
     if (from.rank == p.group.me && p.own_direct) {
       s.kinds()[position] = kOwn;
       s.places()[position] = row_of(p, from.rank, from.slot);
       terms.own = from.slot;
-    } else if (from.slot >= first) {
+    } else if (from.slot >= first_line) {
       s.kinds()[position] = kLine;
-      s.places()[position] = s.window() + line_at(p.lines, s.step.bank(), from.rank, from.slot - first);
+      s.places()[position] = s.window() + line_at(p.lines, s.step.bank(), from.rank, from.slot - first_line);
       terms.lines = true;
     } else {
       s.kinds()[position] = kInbox;
@@ -137,8 +138,7 @@ __device__ __noinline__ static uint64_t load_any_term(Sum s, const std::byte* ro
   return bits;
 }
 
-// As load_two, of a row that does not allow 8 bytes at a time. A condition of each thread's own before each call:
-// device.cuh, lines.
+// As load_two, of a row that does not allow 8 bytes at a time.
 __device__ inline Vec16 load_any_pair(const Sum& s, const std::byte* row, bool own, uint32_t w) {
   Vec16 value{};
   if (w < s.p.units.words) value.a = load_any_term(s, row, own, w);

@@ -109,7 +109,7 @@ __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t war
   }
 }
 
-// Lines of 32 sources, a warp's units of them. `first`: the first unit's have been looked at.
+// Lines of 32 sources, a warp's units of them. `looked`: the first unit's have been looked at, and are in `first`.
 template <bool kFast>
 __device__ inline void take_sources(const Block& b, const Sources& sources, uint32_t warp, uint32_t warps, bool looked,
                                     Parts<1>* first) {

@@ -41,9 +41,9 @@ __device__ inline void store_line(bool together, void* to, uint64_t a, uint64_t 
   }
 }
 
-// Where the lines of a source's slot are, in a window.
-__device__ inline uint64_t line_at(const LinesAt& lines, int bank, int source, int slot) {
-  return lines.bank[bank] + source * lines.source + static_cast<uint64_t>(static_cast<uint32_t>(slot)) * lines.row;
+// Where the lines of a source's row are, in a window; `row` among those that are lines.
+__device__ inline uint64_t line_at(const LinesAt& lines, int bank, int source, int row) {
+  return lines.bank[bank] + source * lines.source + static_cast<uint64_t>(static_cast<uint32_t>(row)) * lines.row;
 }
 
 // Between looks, of 0.3 us each: a long wait must not take the memory's bandwidth from those who send.

@@ -1,13 +1,14 @@
 // Slots, in the kernel (S9). The slot of a token at a rank is the number of earlier tokens that go there too; every
-// block counts them itself, from the ids, so no block waits for another and there is no launch before the dispatch.
+// block that sends counts them itself, from the ids, so no block waits for another and there is no launch before the
+// dispatch.
 //
 // A round is 512 tokens. A block that sends routes the first with all its threads, one token each; later ones are one
 // warp's, ahead of the others, which so never wait for each other: under a full link a warp's unit takes up to 10 us.
 // What is left for those is small, a bit for each token and rank, from which they find the slots of their rows by
 // themselves. Of up to 32 tokens each warp makes that by itself and waits for nobody.
 //
-// All blocks count all tokens, which is quadratic; but the ids are small, and what a block sends first needs one round.
-// The alternative, sums passed from block to block, costs every block two trips to the second-level cache.
+// All of them count all tokens, which is quadratic; but the ids are small, and what a block sends first needs one
+// round. The alternative, sums passed from block to block, costs every block two trips to the second-level cache.
 #pragma once
 
 #include "nvlink/wait.cuh"

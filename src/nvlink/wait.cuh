@@ -37,8 +37,8 @@ __device__ inline void end_step(const GroupView& g, const Step& step, uint32_t b
 }
 
 // Work goes to who is free: groups of SMs share the way to the link, and some sent twice as fast as others. A counter
-// is used in every fourth step and cleared two steps before, by a kernel that follows its last use and precedes the
-// next in stream order (S5); two, as a dispatch may skip a step.
+// is used in every fourth step. A kernel clears those of the two steps after its own, as a dispatch may skip one: it
+// follows their last use and precedes the next in stream order (S5).
 __device__ inline uint32_t* tickets(const GroupView& g, const Step& step) {
   return &g.lanes[step.lane].tickets[step.number % kTickets];
 }
@@ -273,7 +273,7 @@ __device__ __noinline__ static twResult_t await_rows(const GroupView& g, Step st
   return twSuccess;
 }
 
-// Makes known what is wrong with a source, if anything is; for one block of a kernel.
+// Makes known what is wrong with a source, if anything is; for one warp of a kernel.
 __device__ __noinline__ static void report_source(const GroupView& g, Step step, int rank, Source source) {
   const twResult_t error = source.error;
   if (error == twSuccess) return;
@@ -287,8 +287,8 @@ __device__ __noinline__ static void report_source(const GroupView& g, Step step,
   });
 }
 
-// Publishes this rank's word of a step to every rank. `count(rank)`. Rows have been fenced by the caller; here the note
-// goes before the words, behind a fence of its own. By `threads` threads, of which this is number `thread`.
+// Publishes this rank's word of a step to every rank. `count(rank)`. The fence brings the note before the words, and
+// the rows that the caller has synchronised with (S4). By `threads` threads, of which this is number `thread`.
 template <class Count>
 __device__ inline void publish_words(const GroupView& g, const Step& step, Mode mode, Count count, int thread,
                                      int threads) {
@@ -297,7 +297,7 @@ __device__ inline void publish_words(const GroupView& g, const Step& step, Mode 
   for (int i = thread; i < ranks; i += threads) {
     store_word(window_of(g, (g.me + 1 + i) % ranks) + place + kNoteOffset, static_cast<uint64_t>(step.bound));
   }
-  if (thread < ranks) fence_system();  // not by all: fences of a block's warps queue up
+  if (thread < ranks) fence_system();
   for (int i = thread; i < ranks; i += threads) {
     const int rank = (g.me + 1 + i) % ranks;
     store_word(window_of(g, rank) + place, pack(Word{step.low(), mode, static_cast<uint32_t>(count(rank))}));
