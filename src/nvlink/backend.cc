@@ -2,8 +2,7 @@
 // dispatch.cu, combine.cu and views.cu.
 #include "nvlink/backend.h"
 
-#include <cstring>
-#include <functional>
+#include <algorithm>
 #include <mutex>
 
 #include "core/group.h"
