@@ -78,9 +78,9 @@ def test_routing_refused(alone, made_for, name) -> None:
 
 
 @pytest.mark.parametrize("name", refusals.SETTINGS)
-def test_settings_refused(world, name) -> None:
+def test_settings_refused(world, backend, name) -> None:
     """One rank's settings are impossible: it says why, and the others repeat it."""
-    changes, pattern = refusals.SETTINGS[name]
+    changes, pattern = refusals.SETTINGS[name][0], sentence(backend, refusals.SETTINGS[name][1])
     by_rank = world(3).run(refusals.settings_on, 1, changes)
     for rank, (outcome, took) in enumerate(by_rank):
         said(outcome, "twInvalidArgument", ("" if rank == 1 else "rank 1: ") + r"config\.?.*" + pattern)
