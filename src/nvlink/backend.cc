@@ -122,7 +122,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
     p.in.weight_stride[i] = p.in.own ? own_stride : source.weight_stride[i];
   }
   const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
-  p.in.vectors =
+  const bool whole_ids =
       p.in.id_stride[1] == 1 && width_of({address_of(p.in.ids), static_cast<uint64_t>(p.in.id_stride[0]) * id_bytes,
                                           static_cast<uint64_t>(shape().top_k) * id_bytes}) == 16;
   bool whole = true;
@@ -156,7 +156,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.lines = LinesAt::make(context_.map, p.lane);
   p.table = shape().experts <= kMaxTable;
   p.whole = whole;
-  p.fast = vectors && p.in.vectors && p.table && shape().payloads <= kFastPayloads && shape().top_k <= kFastIds &&
+  p.fast = vectors && whole_ids && p.table && shape().payloads <= kFastPayloads && shape().top_k <= kFastIds &&
            shape().ranks <= kRanksAtOnce;
   const int64_t arriving = static_cast<int64_t>(shape().ranks - 1) * call.bound;
   const int64_t rows = std::max<int64_t>(p.tokens, arriving);

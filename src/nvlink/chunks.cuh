@@ -31,11 +31,11 @@ __device__ inline void copy_unit(const Sum& s, int owner, const std::byte* row, 
 __device__ __noinline__ static void sum_into(Sum s, int owner, int slot, std::byte* to, const Unit& unit) {
   const CombineParams& p = s.p;
   const auto bytes = static_cast<int64_t>(p.group.map.shape().combine_bytes);
-  const uint32_t end = min(p.units.words, unit.end * 4 * kLineWords);
+  const uint32_t end = min(p.units.words, unit.end * kGroupWords);
   __syncwarp();  // the set is about to be overwritten
   collect_terms(p, s.set(), owner, slot);
 #pragma unroll 1
-  for (uint32_t w = unit.begin * 4 * kLineWords + lane(); w < end; w += 32) {
+  for (uint32_t w = unit.begin * kGroupWords + lane(); w < end; w += 32) {
     const uint64_t value = sum_word(p, s.set(), w);
     if (p.words_fit) {
       reinterpret_cast<uint64_t*>(to)[w] = value;

@@ -112,7 +112,7 @@ __device__ void publish_last(const Sum& s) {
   const int last = threadIdx.x == 0 && last_to_send(s.p.group, s.step, s.p.roles);
   if (!__shfl_sync(~0u, last, 0)) return;
   __syncwarp();  // what lane 0 has synchronised with, all have
-  publish_words(s.p.group, s.step, Mode::kCombine, [&](int rank) { return s.counts()[rank]; }, lane(), 32);
+  publish_words(s.p.group, s.step, Mode::kCombine, [&](int rank) { return s.counts()[rank]; });
 }
 
 template <bool kFast>

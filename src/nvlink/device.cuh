@@ -12,6 +12,9 @@ struct alignas(16) Vec16 {
   uint64_t a, b;
 };
 
+__device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
+__device__ inline uint32_t below(int bit) { return (1u << bit) - 1; }
+
 // ---- Words between ranks: relaxed, ordered by fences alone, one fence for many of them.
 
 __device__ inline void store_word(void* to, uint64_t value) {

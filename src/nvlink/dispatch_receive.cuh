@@ -45,7 +45,7 @@ __device__ inline void take_lines(const Block& b, int64_t row, const Unit& unit,
 
 // Waits for the words of 32 sources; meanwhile the warp's first line may come, which is then found in *first.
 __device__ inline void await_words(const Block& b, Sources* sources, Parts<1>* first) {
-  bool waits = sources->begin + static_cast<int>(threadIdx.x % 32) < b.ranks();
+  bool waits = sources->begin + lane() < b.ranks();
   Patience patience(b.p.group);
 #pragma unroll 1
   for (int looks = 0;; ++looks) {
@@ -88,7 +88,7 @@ __device__ __noinline__ static void take_plain(Block b, int source, int rows, ui
 __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t warp, uint32_t warps) {
   const DispatchParams& p = b.p;
   Source& source = sources->source;
-  const bool there = sources->begin + static_cast<int>(threadIdx.x % 32) < b.ranks();
+  const bool there = sources->begin + lane() < b.ranks();
   const bool other = there && sources->rank != p.group.me;
   if (other && source.plain > 0 && source.mode == Mode::kDispatchLines) {
     source.error = await_rows(p.group, b.step, sources->rank);
@@ -105,7 +105,7 @@ __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t war
   for (; empty != 0; empty &= empty - 1) {
     const int i = __ffs(static_cast<int>(empty)) - 1;
     show_nothing(p, sources->rank_of(b, i), __shfl_sync(~0u, source.n, i), p.bound,
-                 static_cast<int>(warp * 32 + threadIdx.x % 32), static_cast<int>(warps * 32));
+                 static_cast<int>(warp) * 32 + lane(), static_cast<int>(warps * 32));
   }
 }
 
@@ -114,8 +114,7 @@ template <bool kFast>
 __device__ inline void take_sources(const Block& b, const Sources& sources, uint32_t warp, uint32_t warps, bool looked,
                                     Parts<1>* first) {
   const DispatchParams& p = b.p;
-  const int most = __reduce_max_sync(
-      ~0u, static_cast<int>(threadIdx.x % 32) < sources.count ? sources.source.n - sources.source.plain : 0);
+  const int most = __reduce_max_sync(~0u, lane() < sources.count ? sources.source.n - sources.source.plain : 0);
   const uint32_t end = static_cast<uint32_t>(most) * p.units.per_row.divisor * static_cast<uint32_t>(sources.count);
 #pragma unroll 1
   for (uint32_t u = warp; u < end; u += warps) {
@@ -131,7 +130,7 @@ __device__ inline void take_sources(const Block& b, const Sources& sources, uint
       if (await_lines(p.group, b.step, first, [&](int) { return rank; }, [](int) { return false; })) {
         take_lines<kFast>(b, row_at(p, rank, plain + in.index), in.unit, *first);
       } else {  // nothing of this source can be trusted
-        show_nothing(p, rank, plain + in.index, plain + in.index + 1, static_cast<int>(threadIdx.x % 32), 32);
+        show_nothing(p, rank, plain + in.index, plain + in.index + 1, lane(), 32);
         p.shown.counts[rank] = p.handle.counts[rank] = 0;
         *p.handle.status = twInternalError;
       }

@@ -223,8 +223,8 @@ __device__ __noinline__ static void finish_plain(Block b) {
   __syncwarp();                    // what lane 0 has synchronised with, all have
   if (p.first_line == p.tokens) {  // there are no lines
     const int token = p.tokens - 1;
-    const auto count = [&](int rank) { return b.scratch.before(token, rank) + (b.scratch.goes(token, rank) ? 1 : 0); };
-    return publish_words(g, b.step, Mode::kDispatch, count, lane(), 32);
+    const auto count = [&](int rank) { return b.scratch.through(token, rank); };
+    return publish_words(g, b.step, Mode::kDispatch, count);
   }
   fence_system();
   const uint64_t place = g.map.word(b.step.lane, b.step.bank(), g.me) + kRowsOffset;

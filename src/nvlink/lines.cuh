@@ -7,6 +7,7 @@
 namespace tw::nvlink {
 
 constexpr uint32_t kGroupBytes = 4 * kLineBytes;
+constexpr uint32_t kGroupWords = 4 * kLineWords;
 
 __device__ inline bool is_flag() { return threadIdx.x % kLineLanes == kLineLanes - 1; }
 // The first of the thread's two words in the stream.
@@ -16,17 +17,20 @@ __device__ inline uint32_t first_word(uint32_t group) {
 // Its place in a row's lines.
 __device__ inline uint32_t line_place(uint32_t group) { return group * kGroupBytes + threadIdx.x % 32 * 16; }
 
-// Whether the eight threads of a line make their next access in one instruction.
+// The eight threads of a line.
+__device__ inline uint32_t line_threads() { return 0xffu << (threadIdx.x % 32 / kLineLanes * kLineLanes); }
+
+// Whether they make their next access in one instruction.
 __device__ inline bool is_together() {
   uint32_t active;
   asm volatile("activemask.b32 %0;" : "=r"(active)::"memory");
-  return (~active & (0xffu << (threadIdx.x % 32 / kLineLanes * kLineLanes))) == 0;
+  return (~active & line_threads()) == 0;
 }
 
 // The line of threads that are not: its flag follows its data.
 __device__ __noinline__ static void store_apart(void* to, uint64_t a, uint64_t b) {
   if (!is_flag()) store_pair(to, a, b);
-  __syncwarp(0xffu << (threadIdx.x % 32 / kLineLanes * kLineLanes));
+  __syncwarp(line_threads());
   if (!is_flag()) return;
   fence_system();
   store_pair(to, a, b);

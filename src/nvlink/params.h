@@ -179,9 +179,8 @@ struct IdsIn {
   const float* weights;
   int64_t id_stride[2];
   int64_t weight_stride[2];
-  int32_t vectors;  // of 16 bytes: a token's ids are some
-  int32_t wide;     // int64
-  int32_t own;      // these are the handle's own
+  int32_t wide;  // int64
+  int32_t own;   // these are the handle's own
 };
 
 // How received ids are shown; NULL: not wanted.

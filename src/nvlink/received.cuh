@@ -40,16 +40,15 @@ __device__ __noinline__ static bool stands_before(int64_t first, int64_t id) {
 __device__ inline void stage_meta(const DispatchParams& p, const Scratch& scratch, const Step& step, int token,
                                   const Choice& first) {
   const int top_k = p.group.map.shape().top_k;
-  const int lane = threadIdx.x % 32;
   auto* const meta = reinterpret_cast<uint32_t*>(scratch.meta());
-  if (lane == 0) *scratch.meta() = static_cast<uint32_t>(token);
+  if (lane() == 0) *scratch.meta() = static_cast<uint32_t>(token);
 #pragma unroll 1
   for (int base = 0; base < top_k; base += 32) {
-    const int k = base + lane;
+    const int k = base + lane();
     const Choice choice = base == 0 ? first : load_choice(p, token, k);
     int32_t id = valid_id(p, choice.id);
     const uint32_t same = __match_any_sync(~0u, id);
-    bool twice = (same & ((1u << lane) - 1)) != 0;
+    bool twice = (same & below(lane())) != 0;
     if (base > 0) twice |= stands_before(first.id, choice.id);
     if (twice) id = -1;
     if (k >= top_k) continue;
@@ -78,8 +77,8 @@ __device__ inline int32_t shown_id(const DispatchParams& p, const Scratch& scrat
 // An id and a weight, bit for bit, of a row's: in [N * b * K].
 __device__ inline void show_item(const DispatchParams& p, const Scratch& scratch, uint64_t at, uint32_t id,
                                  uint32_t weight) {
-  if (p.shown.ids != nullptr)
-    show_id(p.shown, static_cast<int64_t>(at), shown_id(p, scratch, static_cast<int32_t>(id)));
+  const auto shown = static_cast<int32_t>(id);
+  if (p.shown.ids != nullptr) show_id(p.shown, static_cast<int64_t>(at), shown_id(p, scratch, shown));
   if (p.shown.weights != nullptr) p.shown.weights[at] = __uint_as_float(weight);
 }
 
@@ -143,11 +142,18 @@ __device__ __noinline__ static void place_any_word(const DispatchParams& p, std:
 
 // Where a thread's words of a unit's first group lie in a row of each payload, if they do. From a group to the next it
 // is always the same way.
-constexpr uint32_t kGroupWords = 4 * kLineWords;
 template <class Byte>
 struct Rows {
   Byte* at[kFastPayloads];
 
+  // row_of(q): the row of payload q; `first`: the thread's first word of the group.
+  template <class RowOf>
+  __device__ Rows(const DispatchParams& p, uint32_t first, RowOf&& row_of) {
+#pragma unroll
+    for (int q = 0; q < kFastPayloads; ++q) {
+      at[q] = row_of(q) + int64_t{8} * (static_cast<int32_t>(first) - static_cast<int32_t>(p.payloads[q].first_word));
+    }
+  }
   __device__ Byte* word(const DispatchParams& p, uint32_t w, int group, int next) const {
     static_assert(kFastPayloads == 2);
     const bool second = p.group.map.shape().payloads > 1 && w + next >= p.payloads[1].first_word;
@@ -160,12 +166,7 @@ template <bool kFast>
 __device__ inline void load_words(const DispatchParams& p, int token, const Unit& unit, Vec16 (&pair)[kUnitGroups]) {
   const uint32_t begin = p.payloads[0].first_word;
   const uint32_t first = first_word(unit.begin);
-  Rows<const std::byte> rows;
-#pragma unroll
-  for (int q = 0; q < kFastPayloads; ++q) {
-    rows.at[q] = p.payloads[q].data + token * p.payloads[q].stride +
-                 int64_t{8} * (static_cast<int32_t>(first) - static_cast<int32_t>(p.payloads[q].first_word));
-  }
+  const Rows<const std::byte> rows(p, first, [&](int q) { return p.payloads[q].data + token * p.payloads[q].stride; });
 #pragma unroll
   for (int g = 0; g < kUnitGroups; ++g) {
     const uint32_t w = first + kGroupWords * g;
@@ -188,12 +189,9 @@ __device__ inline void place_words(const DispatchParams& p, std::byte* bank, int
                                    uint32_t groups, const Vec16 (&pair)[kUnitGroups]) {
   const uint32_t begin = p.payloads[0].first_word;
   const uint32_t first = first_word(unit.begin);
-  Rows<std::byte> rows;
-#pragma unroll
-  for (int q = 0; q < kFastPayloads; ++q) {
-    rows.at[q] = bank + p.group.map.payload_begin(q) + row * p.group.map.shape().payload_bytes[q] +
-                 int64_t{8} * (static_cast<int32_t>(first) - static_cast<int32_t>(p.payloads[q].first_word));
-  }
+  const Rows<std::byte> rows(p, first, [&](int q) {
+    return bank + p.group.map.payload_begin(q) + row * p.group.map.shape().payload_bytes[q];
+  });
 #pragma unroll
   for (int g = 0; g < kUnitGroups; ++g) {
     const uint32_t w = first + kGroupWords * g;

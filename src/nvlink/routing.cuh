@@ -22,9 +22,6 @@ __device__ inline T* shared_at(uint32_t offset) {
   return reinterpret_cast<T*>(reinterpret_cast<std::byte*>(shared_memory) + offset);
 }
 
-__device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
-__device__ inline uint32_t below(int bit) { return (1u << bit) - 1; }
-
 class Scratch {
  public:
   __device__ explicit Scratch(const DispatchParams& p) : p_(p) {}
@@ -58,6 +55,8 @@ class Scratch {
     for (int i = 0; i < warp; ++i) count += __popc(masks[i * ranks()]);
     return count + __popc(masks[warp * ranks()] & below(token % 32));
   }
+  // The same with this one.
+  __device__ int through(int token, int rank) const { return before(token, rank) + (goes(token, rank) ? 1 : 0); }
 
  private:
   __device__ int place(int round) const { return round & (static_cast<int>(p_.at.rounds) - 1); }
@@ -183,7 +182,7 @@ __device__ inline void count_round(const DispatchParams& p, const Scratch& scrat
 #pragma unroll 1
   for (int rank = thread; rank < p.group.map.shape().ranks; rank += threads) {
     if (lines) scratch.before_lines()[rank] = scratch.before(p.first_line, rank);
-    const int sum = scratch.before(end, rank) + (scratch.goes(end, rank) ? 1 : 0);
+    const int sum = scratch.through(end, rank);
     if (last) {
       tell(rank, sum);
     } else {

@@ -82,7 +82,7 @@ __device__ __noinline__ static void collect_terms(const CombineParams& p, int se
     const bool local = id >= 0 && id < g.map.shape().experts && expert_rank(expert) == g.me;
     uint32_t all = __ballot_sync(~0u, local);
     if (p.expert_major && local) {
-      const int j = count + __popc(all & ((1u << lane) - 1));
+      const int j = count + __popc(all & below(lane));
       rows[j] = p.rows + expert_slot(expert) * p.block_stride +
                 static_cast<int32_t>(load_fresh<uint32_t>(p.handle.places + row * top_k + k)) * p.row_stride;
       row_weights[j] = weight;

@@ -288,17 +288,16 @@ __device__ __noinline__ static void report_source(const GroupView& g, Step step,
 }
 
 // Publishes this rank's word of a step to every rank. `count(rank)`. The fence brings the note before the words, and
-// the rows that the caller has synchronised with (S4). By `threads` threads, of which this is number `thread`.
+// the rows that the caller has synchronised with (S4). By a warp.
 template <class Count>
-__device__ inline void publish_words(const GroupView& g, const Step& step, Mode mode, Count count, int thread,
-                                     int threads) {
+__device__ inline void publish_words(const GroupView& g, const Step& step, Mode mode, Count count) {
   const int ranks = g.map.shape().ranks;
   const uint64_t place = g.map.word(step.lane, step.bank(), g.me);
-  for (int i = thread; i < ranks; i += threads) {
+  for (int i = lane(); i < ranks; i += 32) {
     store_word(window_of(g, (g.me + 1 + i) % ranks) + place + kNoteOffset, static_cast<uint64_t>(step.bound));
   }
-  if (thread < ranks) fence_system();
-  for (int i = thread; i < ranks; i += threads) {
+  if (lane() < ranks) fence_system();
+  for (int i = lane(); i < ranks; i += 32) {
     const int rank = (g.me + 1 + i) % ranks;
     store_word(window_of(g, rank) + place, pack(Word{step.low(), mode, static_cast<uint32_t>(count(rank))}));
   }
