@@ -134,8 +134,8 @@ void size_for_device(const Environment& environment, Shape* shape) {
   while (rows < 64 && 2 * rows * shape->combine_bytes <= (16u << 10)) rows *= 2;
   shape->chunk_rows = static_cast<int32_t>(rows);
   // Lines win while they save a fence and a round trip; their flag in 128 bytes, and the copy out of them, cost more
-  // from about 256 tokens for one peer on. With more peers each gets its share of that.
-  const int32_t usual = std::clamp(512 / shape->ranks, 8, 256);
+  // from about 512 tokens for one peer on. With more peers each gets its share of that.
+  const int32_t usual = std::clamp(1024 / shape->ranks, 8, 512);
   const int32_t tokens = environment.line_tokens >= 0 ? environment.line_tokens : usual;
   shape->line_tokens = std::min(tokens, shape->max_tokens);
 }

@@ -39,6 +39,8 @@ Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps) {
   units.per_row = Divider::make((units.groups + units.unit_groups - 1) / units.unit_groups);
   return units;
 }
+// Rows that units are made for: of few tokens, a warp has one group of lines at a time.
+int64_t unit_rows(bool lines, int32_t tokens, int32_t bound) { return lines && tokens <= kFewTokens ? 0 : bound; }
 // Vectors of a row in a unit.
 uint32_t share_of(uint32_t vectors, const Units& units) {
   return (vectors + units.per_row.divisor - 1) / units.per_row.divisor;
@@ -104,6 +106,15 @@ Roles NvlinkBackend::roles_of(int64_t rows, const Units& units, bool both, int m
   return Roles::two(sending, static_cast<int>(std::clamp<int64_t>(shares, 1, max_grid_ - sending)));
 }
 
+Roles NvlinkBackend::line_roles(int64_t rows, const Units& units) const {
+  const int64_t shares = rows * units.per_row.divisor;
+  const int half = max_grid_ / 2;
+  const int quarter = std::max(1, max_grid_ / 4);
+  const auto blocks =
+      static_cast<int>(std::clamp<int64_t>(shares, 1, shares <= int64_t{quarter} * kWarps ? quarter : half));
+  return Roles::two(blocks, blocks);
+}
+
 Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
@@ -156,13 +167,16 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.lines = LinesAt::make(context_.map, p.lane);
   p.table = shape().experts <= kMaxTable;
   p.whole = whole;
-  p.fast = vectors && whole_ids && p.table && shape().payloads <= kFastPayloads && shape().top_k <= kFastIds &&
-           shape().ranks <= kRanksAtOnce;
+  const bool usual = vectors && whole_ids && p.table && shape().payloads <= kFastPayloads &&
+                     shape().top_k <= kFastIds && shape().ranks <= kRanksAtOnce;
   const int64_t arriving = static_cast<int64_t>(shape().ranks - 1) * call.bound;
   const int64_t rows = std::max<int64_t>(p.tokens, arriving);
-  p.units = units_of(word, words_of(meta_bytes(shape().top_k)), call.bound, int64_t{max_grid_} * kWarps / 2);
+  const bool lines = usual && all_lines(call.bound, send && receive);
+  p.kind = lines ? Kind::kLines : usual ? Kind::kUsual : Kind::kAny;
+  p.units = units_of(word, words_of(meta_bytes(shape().top_k)), unit_rows(lines, p.tokens, call.bound),
+                     int64_t{max_grid_} * kWarps / 2);
   for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
-  p.roles = roles_of(rows, p.units, send && receive, max_grid_ / 2);
+  p.roles = lines ? line_roles(rows, p.units) : roles_of(rows, p.units, send && receive, max_grid_ / 2);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, p.roles.grid(), early_ && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
   if (send && !capturing) handle.source = {};
@@ -228,10 +242,14 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.vectors_fit = width == 16;
   p.words_fit = width >= 8;
   p.vectors = static_cast<uint32_t>(shape().combine_bytes / 16);
-  p.fast = p.plain && p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype;
+  const bool usual =
+      p.plain && p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype && shape().ranks <= kRanksAtOnce;
+  const bool lines = usual && all_lines(call.bound, send && receive);
+  p.kind = lines ? Kind::kLines : usual ? Kind::kUsual : Kind::kAny;
   const int64_t returning = static_cast<int64_t>(shape().ranks - (call.apart ? 1 : 0)) * call.bound;
   const int64_t rows = std::max<int64_t>(p.tokens, returning);
-  p.units = units_of(words_of(shape().combine_bytes), 0, call.bound, int64_t{max_grid_} * kWarps / 2);
+  p.units = units_of(words_of(shape().combine_bytes), 0, unit_rows(lines, p.tokens, call.bound),
+                     int64_t{max_grid_} * kWarps / 2);
   p.per_unit = share_of(p.vectors, p.units);
   p.pushed_parts = static_cast<int32_t>(p.plain && p.vectors_fit ? (p.vectors + kPushedVectors - 1) / kPushedVectors
                                                                  : p.units.per_row.divisor);
@@ -239,8 +257,9 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.lines = LinesAt::make(context_.map, p.lane);
   // Rows that the sums overwrite are all sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
-  p.roles = roles_of(rows, p.units, send && receive && !twice,
-                     call.bound > view_.line_tokens ? max_grid_ * 3 / 10 : max_grid_ / 2);
+  p.roles = lines ? line_roles(rows, p.units)
+                  : roles_of(rows, p.units, send && receive && !twice,
+                             call.bound > view_.line_tokens ? max_grid_ * 3 / 10 : max_grid_ / 2);
   if (twice) {
     p.receive = 0;
     TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream)));

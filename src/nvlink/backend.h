@@ -126,6 +126,13 @@ class NvlinkBackend : public Backend {
   // Blocks for so many rows, to be sent and received or only one of the two; at most so many of them send. With little
   // to do, a warp has an SM to itself.
   Roles roles_of(int64_t rows, const Units& units, bool both, int most) const;
+  // The same where all rows are lines: while that gives every unit a warp, on half of the SMs, so that the next kernel
+  // finds the other half.
+  Roles line_roles(int64_t rows, const Units& units) const;
+  // Of calls of the usual kind (params.h): all rows are lines.
+  bool all_lines(int32_t bound, bool both) const {
+    return both && shape().ranks > 1 && max_grid_ > 1 && bound > 0 && bound <= std::min(view_.line_tokens, kRound);
+  }
   // The token from which on rows travel as lines.
   int32_t first_line(int32_t tokens) const {
     return tokens <= view_.line_tokens ? 0 : tokens - std::min<int32_t>(view_.line_tokens, kTailLines);

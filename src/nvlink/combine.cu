@@ -11,9 +11,13 @@
 #include <cuda_runtime.h>
 
 #include "nvlink/chunks.cuh"
+#include "nvlink/combine_end.cuh"
 #include "nvlink/launch.h"
 
 namespace tw::nvlink {
+
+int load_combine_lines(const Shape& shape);
+
 namespace {
 
 // ---- Sending
@@ -105,32 +109,12 @@ __device__ void push_lines(const Sum& s, const First& early, Ahead ahead, bool b
   }
 }
 
-// The last block whose rows are sent publishes, when all have been read and written (S3).
-__device__ void publish_last(const Sum& s) {
-  meet();
-  if (threadIdx.x >= 32) return;
-  const int last = threadIdx.x == 0 && last_to_send(s.p.group, s.step, s.p.roles);
-  if (!__shfl_sync(~0u, last, 0)) return;
-  __syncwarp();  // what lane 0 has synchronised with, all have
-  publish_words(s.p.group, s.step, Mode::kCombine, [&](int rank) { return s.counts()[rank]; });
-}
-
 template <bool kFast>
 __device__ void send(const Sum& s, const First& early, const Ahead& ahead) {
   const CombineParams& p = s.p;
-  // Every row has its chunk's word or certifies itself. The step's word also says that nothing of the other bank is
-  // read any more (S3): where rows lie outside the window that is so from the start.
-  if (!p.late_word && blockIdx.x == 0 && threadIdx.x < 32) {
-#pragma unroll 1
-    for (int i = lane(); i < s.ranks(); i += 32) {
-      publish_word(p.group, s.step, (p.group.me + 1 + i) % s.ranks(), Mode::kCombine,
-                   s.counts()[(p.group.me + 1 + i) % s.ranks()], 0);
-    }
-  }
   const bool chunks = p.bound > p.group.line_tokens || !p.own_direct;
   if (chunks) push_chunks<kFast>(s);
   if (!chunks || s.set() != kPushing) push_lines<kFast>(s, early, ahead, chunks);
-  if (p.late_word) publish_last(s);
 }
 
 // ---- Summing
@@ -152,38 +136,12 @@ __device__ void sum_tokens(const Sum& s, Sent sent) {
   }
 }
 
-// NaN for the tokens that a block's units belong to.
-__device__ __noinline__ void give_up(Sum s) {
-  const CombineParams& p = s.p;
-  if (!s.sums()) return;
-  const uint32_t end = static_cast<uint32_t>(p.tokens) * p.units.per_row.divisor;
-  const auto [begin, warps] = received_shares(p.roles);
-#pragma unroll 1
-  for (uint32_t u = begin; u < end; u += warps) {
-    fill_nan(p, static_cast<int>(divide(u, p.units.per_row)), 1, lane(), 32);
-  }
-}
-
-// One warp waits for every word (S2) and sees that every row that went out came back.
-__device__ void await_words(const Sum& s) {
-  const CombineParams& p = s.p;
-  bool good = true;
-#pragma unroll 1
-  for (int i = lane(); i < s.ranks(); i += 32) {
-    Source source = await_source(p.group, s.step, i, Look::kTakesPart, true);
-    if (p.group.no_wait) continue;
-    if (source.error == twSuccess && source.n != s.sent_rows()[i]) source.error = twCallMismatch;
-    report_source(p.group, s.step, i, source);
-    good &= source.error == twSuccess;
-  }
-  if (!__all_sync(~0u, good) && lane() == 0) *s.failed() = 1;
-}
-
 template <twDtype_t kWire, bool kFast>
 __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_constant__ CombineParams p) {
   let_next_begin();
   const GroupView& g = p.group;
   Sum s{p, Step{0, p.lane, p.bound, twPhaseCombine}};
+#pragma unroll 1
   for (int i = threadIdx.x; i < s.ranks(); i += kThreads) s.windows()[i] = window_of(g, i);
   if (threadIdx.x == 0) *s.failed() = 0;
   begin_work(s);
@@ -191,17 +149,14 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   const First early = first_of(s);
   const uint32_t token = divide(received_shares(p.roles).first, p.units.per_row);
   await_earlier();
-  s.step.number = next_step(g, p.lane);
-  // A dispatch that failed is answered by nobody: all ranks have seen it fail, and skip this step alike.
-  const bool good = !is_sticky(g) && *reinterpret_cast<volatile int32_t*>(p.handle.status) == twSuccess;
   Ahead ahead{};
   Sent sent{};
   if (early.loaded) load_ahead<kFast>(s, row_of(p, early.owner, early.share.index), early.share.unit, &ahead);
   if (s.sums() && token < static_cast<uint32_t>(p.tokens)) sent = load_sent(p, static_cast<int>(token), lane());
-  for (int i = threadIdx.x; i < s.ranks(); i += kThreads) {
-    s.counts()[i] = static_cast<int>(load_fresh<uint32_t>(p.handle.counts + i));
-    s.sent_rows()[i] = static_cast<int>(load_fresh<uint32_t>(p.handle.send_counts + i));
-  }
+  const Counts counts = load_counts(s, static_cast<int>(threadIdx.x));
+  s.step.number = next_step(g, p.lane);
+  const bool good = can_combine(p);
+  keep_counts(s, counts);
   const bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
   const auto thread = static_cast<int>(threadIdx.x);
   if (!usable) {
@@ -211,21 +166,14 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   uint32_t arrived = 0;
   if (p.receive && thread == 0) arrived = begin_end(g, s.step);
   if (thread == 0 && blockIdx.x == 0) clear_tickets(g, s.step);
-  // The last block that sends, or where none sends the last.
-  const bool concludes = p.receive && blockIdx.x + 1 == static_cast<uint32_t>(p.roles.sending);
-  if (s.sends()) send<kFast>(s, early, ahead);  // S7: nobody here waits
-  if (s.sums()) sum_tokens<kWire, kFast>(s, sent);
-  if (concludes && s.set() == kWarps - 1) await_words(s);
-  if (!p.receive) return;
-  __syncthreads();
-  if (*s.failed() != 0) {                  // then what others have summed does not count either
-    if (thread == 0) say_done(g, s.step);  // others may wait here likewise
-    await_done(g, s.step);
-    fill_nan(p, 0, p.tokens, thread, kThreads);
+  if (s.sends()) {
+    if (!p.late_word && blockIdx.x == 0 && s.set() == 0) publish_first(s);
+    send<kFast>(s, early, ahead);  // S7: nobody here waits
+    if (p.late_word) publish_last(s);
   }
-  if (thread != 0) return;
-  end_step(g, s.step, arrived);
-  say_done(g, s.step);
+  if (s.sums()) sum_tokens<kWire, kFast>(s, sent);
+  if (concludes(s) && s.set() == kWarps - 1) await_words(s);
+  if (p.receive) finish_combine(s, arrived);
 }
 
 }  // namespace
@@ -238,11 +186,13 @@ int with_kernel(twDtype_t wire, bool fast, Use&& use) {
 }
 
 int launch_combine(const CombineParams& params, int grid, bool early, void* stream) {
-  return with_kernel(params.wire_dtype, params.fast != 0,
+  if (params.kind == Kind::kLines) return launch_combine_lines(params, grid, early, stream);
+  return with_kernel(params.wire_dtype, params.kind == Kind::kUsual,
                      [&](auto* kernel) { return launch_kernel(kernel, params, grid, params.at.bytes, early, stream); });
 }
 
 int load_combine(const Shape& shape) {
+  if (const int error = load_combine_lines(shape)) return error;
   for (const twDtype_t wire : {twBfloat16, twFloat16, twFloat32}) {
     for (const bool fast : {false, true}) {
       const int error = with_kernel(wire, fast, [&](auto* kernel) {

@@ -9,7 +9,7 @@
 
 namespace tw::nvlink {
 
-enum Kind : int32_t { kOwn, kInbox, kLine };
+enum TermKind : int32_t { kOwn, kInbox, kLine };
 
 // A warp's view of the call; what a set holds is the warp's own.
 struct Sum {

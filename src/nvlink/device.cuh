@@ -14,6 +14,12 @@ struct alignas(16) Vec16 {
 
 __device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
 __device__ inline uint32_t below(int bit) { return (1u << bit) - 1; }
+// 0 beyond the 32nd.
+__device__ inline uint32_t bit_of(int bit) {
+  uint32_t mask;
+  asm("shl.b32 %0, 1, %1;" : "=r"(mask) : "r"(bit));
+  return mask;
+}
 
 // ---- Words between ranks: relaxed, ordered by fences alone, one fence for many of them.
 
@@ -62,6 +68,19 @@ __device__ inline Vec16 load_pair(const void* from) {
   Vec16 value;
   asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.a), "=l"(value.b) : "l"(from) : "memory");
   return value;
+}
+
+// Has a value worked out here: the compiler would do it where it is used, which may be where somebody waits.
+template <class... T>
+__device__ inline void pin(T&... values) {
+  const auto one = [](auto& value) {
+    if constexpr (sizeof(value) == 8) {
+      asm volatile("" : "+l"(value));
+    } else {
+      asm volatile("" : "+r"(value));
+    }
+  };
+  (one(values), ...);
 }
 
 // ---- Parts of a block, and kernels that follow each other.

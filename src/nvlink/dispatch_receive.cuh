@@ -22,11 +22,11 @@ __device__ inline void expect(const Block& b, const Sources& sources, const Shar
 }
 
 // A unit of a row that came as lines: into the window, as rows lie there, and what the caller sees.
-template <bool kFast>
-__device__ inline void take_lines(const Block& b, int64_t row, const Unit& unit, const Parts<1>& parts) {
-  Vec16 pair[kUnitGroups];
+template <bool kFast, int kGroups>
+__device__ inline void take_lines(const Block& b, int64_t row, const Unit& unit, const Parts<1, kGroups>& parts) {
+  Vec16 pair[kGroups];
 #pragma unroll
-  for (int g = 0; g < kUnitGroups; ++g) pair[g] = parts.value[g][0];
+  for (int g = 0; g < kGroups; ++g) pair[g] = parts.value[g][0];
   place_words<kFast>(b.p, b.bank, row, unit, parts.groups, pair);
   if (!has_meta(unit)) return;
   uint64_t* const window = reinterpret_cast<uint64_t*>(b.bank + b.p.group.map.meta_begin()) + row * b.meta_words();
@@ -173,7 +173,7 @@ __device__ inline void receive(const Block& b) {
     take_slots(b, &sources, warp, warps);
     if (clerk && valid) {
       if (error == twSuccess) report_source(p.group, b.step, sources.rank, sources.source);
-      b.scratch.source_error()[sources.rank] = sources.source.error;
+      if (sources.source.error != twSuccess) b.scratch.fail(sources.rank, sources.source.error);
     }
   }
 }

@@ -158,7 +158,7 @@ __device__ inline void put_meta(const Block& b, const Unit& unit, Ahead* ahead) 
 
 // A unit of a token's row to all its ranks, ascending.
 template <bool kFast>
-__device__ inline void send_unit(const Block& b, const Routed& routed, int token, const Unit& unit, Ahead* ahead) {
+__device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ahead* ahead) {
   const DispatchParams& p = b.p;
   const bool lines = token >= p.first_line;
   if (has_meta(unit)) {
@@ -170,7 +170,7 @@ __device__ inline void send_unit(const Block& b, const Routed& routed, int token
   int before = 0;  // ranks of the token below base
 #pragma unroll 1
   for (int base = 0; base < (kFast ? 1 : b.ranks()); base += kRanksAtOnce) {
-    const Place place = find_place(p, b.scratch, routed, token, base);
+    const Place place = find_place(p, b.scratch, token, base);
     const uint32_t all = __ballot_sync(~0u, place.goes);
     const auto me = static_cast<uint32_t>(p.group.me - base);
     const uint32_t own = me < kRanksAtOnce ? all & 1u << me : 0;
@@ -249,19 +249,6 @@ __device__ inline void tell(const Block& b, int rank, int n) {
   publish_word(p.group, b.step, rank, mode, n, b.plain_before(rank));
 }
 
-// Routes what is sent first; a warp alone routes all there is.
-template <bool kFast>
-__device__ inline Routed route(const Block& b, const Ids& ids) {
-  const DispatchParams& p = b.p;
-  if (!routes_alone(p)) {
-    route_first<kFast>(p, b.scratch, ids, [&](int rank, int n) { tell(b, rank, n); });
-    return {false, 0};
-  }
-  const uint32_t going = route_warp<kFast>(p, b.scratch, lane(), 0, ids);
-  if (static_cast<int>(threadIdx.x) < b.ranks()) tell(b, lane(), __popc(going));
-  return {true, going};
-}
-
 // Units of all tokens in order, to whichever warp is free, round by round. `ahead`: of a warp's first unit; `ids`: of
 // the first round.
 template <bool kFast>
@@ -281,7 +268,7 @@ __device__ inline void send(const Block& b, Ahead ahead, const Ids& ids) {
   uint32_t u = sent_shares(p.roles).first;
   bool plain = p.first_line > 0;  // and not finished yet
   bool loaded = true;
-  const Routed routed = route<kFast>(b, ids);
+  route_first<kFast>(p, b.scratch, ids, [b](int rank, int n) { tell(b, rank, n); });
   if (rounds && u >= given) {
     route_rest<kFast>(p, [b](int rank, int n) { tell(b, rank, n); });
     u = given + __shfl_sync(~0u, draw(), 0);
@@ -299,7 +286,7 @@ __device__ inline void send(const Block& b, Ahead ahead, const Ids& ids) {
       if (!loaded) load_ahead<kFast>(p, static_cast<int>(row), unit, &ahead);
       loaded = false;
       if (plain && u >= first_line) finish_plain(b), plain = false;
-      send_unit<kFast>(b, routed, static_cast<int>(row), unit, &ahead);
+      send_unit<kFast>(b, static_cast<int>(row), unit, &ahead);
       u = all > given ? given + __shfl_sync(~0u, ticket, 0) : all;
     }
   }

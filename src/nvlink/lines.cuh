@@ -88,6 +88,13 @@ __device__ inline Share share_of(const Units& units, uint32_t ranks, uint32_t u)
           static_cast<int>(rest - index * ranks)};
 }
 
+// In how many groups of a unit a thread has a part of a line.
+__device__ inline uint32_t part_of(const Units& units, const Unit& unit) {
+  const uint32_t place = line_place(unit.begin);
+  const uint32_t there = place < units.line_bytes ? (units.line_bytes - place + kGroupBytes - 1) / kGroupBytes : 0;
+  return min(there, unit.end - unit.begin);
+}
+
 // A thread's parts of a unit's lines, of a row or of several.
 template <int kRows, int kGroups = kUnitGroups>
 struct Parts {
@@ -96,11 +103,7 @@ struct Parts {
   bool apart;                  // the last look took data and flags by instructions of their own
   Vec16 value[kGroups][kRows];
 
-  __device__ void cover(const Units& units, const Unit& unit) {
-    const uint32_t place = line_place(unit.begin);
-    const uint32_t there = place < units.line_bytes ? (units.line_bytes - place + kGroupBytes - 1) / kGroupBytes : 0;
-    groups = min(there, unit.end - unit.begin);
-  }
+  __device__ void cover(const Units& units, const Unit& unit) { groups = part_of(units, unit); }
   __device__ void look() {
     apart = !is_together();
 #pragma unroll

@@ -39,7 +39,8 @@ DispatchScratch DispatchScratch::make(const Shape& shape) {
   at.before_lines = carver.take<int32_t>(shape.ranks);
   at.plain = carver.take<uint32_t>(1);
   at.source_error = carver.take<int32_t>(shape.ranks);
-  at.table = carver.take<uint32_t>(shape.experts <= kMaxTable ? shape.experts : 0);
+  at.failed = carver.take<int32_t>(1);
+  at.table = carver.take<uint32_t>(shape.experts <= kMaxTable ? shape.experts + 1 : 0);
   at.bytes = carver.bytes();
   return at;
 }

@@ -80,6 +80,7 @@ static_assert(TW_MAX_EXPERTS <= 1 << kSlotBits && TW_MAX_RANKS <= 1 << (32 - kSl
 constexpr uint32_t pack_expert(int32_t rank, int32_t slot) {
   return static_cast<uint32_t>(rank) << kSlotBits | static_cast<uint32_t>(slot);
 }
+constexpr uint32_t kNoExpert = ~0u;  // its rank is beyond all
 constexpr int32_t expert_rank(uint32_t packed) { return static_cast<int32_t>(packed >> kSlotBits); }
 constexpr int32_t expert_slot(uint32_t packed) { return static_cast<int32_t>(packed & ((1u << kSlotBits) - 1)); }
 
@@ -174,6 +175,18 @@ struct Roles {
   constexpr int grid() const { return apart != 0 ? sending + receiving : sending; }
 };
 
+// Each kind of call has a kernel: instructions that a kernel meets for the first time take five to ten cycles each, so
+// what other calls need may not stand between.
+//
+// Usual: of a dispatch, up to two payloads, of 16 bytes at a time; up to 8 ids, which lie as whole vectors of 16 bytes;
+// up to 32 ranks; a table of experts in shared memory. Of a combine, rows of the wire's type, 16 bytes at a time, as
+// they are; sums of that type; own rows where the caller has them; up to 32 ranks.
+//
+// Lines: usual, up to a round of tokens, all that is sent or received are lines; some blocks send, others receive.
+enum class Kind : int32_t { kAny, kUsual, kLines };
+inline constexpr int kFastIds = 8;
+inline constexpr int kFewTokens = 32;  // one for each lane of a warp
+
 struct IdsIn {
   const void* ids;
   const float* weights;
@@ -206,7 +219,8 @@ struct DispatchScratch {
   uint32_t progress;      // int32 [kWarps] the round that a sending warp is in
   uint32_t plain;         // uint32 sending warps whose rows are all sent, but for lines
   uint32_t source_error;  // int32 [N] twResult_t
-  uint32_t table;         // uint32 [E] where each expert is, if there are few
+  uint32_t failed;        // int32 one of these is an error
+  uint32_t table;         // uint32 [E + 1] where each expert is, if there are few; at last, of no rank
   uint32_t bytes;
 
   static DispatchScratch make(const Shape& shape);
@@ -250,14 +264,9 @@ struct DispatchParams {
   Roles roles;
   int32_t table;  // the expert table is kept in shared memory
   int32_t whole;  // payloads allow 8 bytes at a time
-  int32_t fast;   // the call is of the usual kind (below)
+  Kind kind;
 };
 
-// Kernels of the usual kind of call: instructions that a kernel meets for the first time take five to ten cycles each,
-// so what other calls need may not stand between. A dispatch: up to two payloads, of 16 bytes at a time; up to 8 ids,
-// which lie as whole vectors of 16 bytes; up to 32 ranks; a table of experts in shared memory. A combine: rows of the
-// wire's type, 16 bytes at a time, as they are; sums of that type; own rows where the caller has them.
-inline constexpr int kFastIds = 8;
 inline constexpr int kFastPayloads = 2;
 
 // The caller's rows of a combine; what their partials are made of: sum.cuh.
@@ -275,9 +284,9 @@ struct CombineParams {
   int32_t receive;
   int32_t expert_major;
   int32_t weighted;
-  int32_t late_word;    // rows lie in the window: publishing must follow their last read (S3)
-  int32_t plain;        // a partial is one row, bit for bit
-  int32_t fast;         // the call is of the usual kind (above)
+  int32_t late_word;  // rows lie in the window: publishing must follow their last read (S3)
+  int32_t plain;      // a partial is one row, bit for bit
+  Kind kind;
   int32_t tail_lines;   // of more rows for an owner than go as lines, the last so many do
   int32_t own_direct;   // this rank's own partials are made where they are summed
   int32_t vectors_fit;  // rows, inbox and output allow 16 bytes of the wire's type at a time
@@ -324,6 +333,8 @@ struct SelfTestParams {
 // Launches; a cudaError_t comes back as int, so that the host side needs no CUDA header for this. `grid` blocks;
 // `early`: the kernel may come onto the device before the one before it in its stream has ended (launch.h).
 int launch_dispatch(const DispatchParams& params, int grid, bool early, void* stream);
+int launch_dispatch_lines(const DispatchParams& params, int grid, bool early, void* stream);
+int launch_combine_lines(const CombineParams& params, int grid, bool early, void* stream);
 int launch_combine(const CombineParams& params, int grid, bool early, void* stream);
 int launch_rank_view(const ViewParams& params, int grid, void* stream);
 int launch_expert_view(const ViewParams& params, int grid, void* stream);

@@ -5,7 +5,7 @@
 // A round is 512 tokens. A block that sends routes the first with all its threads, one token each; later ones are one
 // warp's, ahead of the others, which so never wait for each other: under a full link a warp's unit takes up to 10 us.
 // What is left for those is small, a bit for each token and rank, from which they find the slots of their rows by
-// themselves. Of up to 32 tokens each warp makes that by itself and waits for nobody.
+// themselves. (Of up to 32 tokens each warp makes that by itself: dispatch_lines.cuh.)
 //
 // All of them count all tokens, which is quadratic; but the ids are small, and what a block sends first needs one
 // round. The alternative, sums passed from block to block, costs every block two trips to the second-level cache.
@@ -40,6 +40,9 @@ class Scratch {
   __device__ volatile int32_t* progress() const { return shared_at<int32_t>(p_.at.progress); }
   __device__ uint32_t* plain() const { return shared_at<uint32_t>(p_.at.plain); }
   __device__ int32_t* source_error() const { return shared_at<int32_t>(p_.at.source_error); }
+  __device__ int32_t* failed() const { return shared_at<int32_t>(p_.at.failed); }
+  // Remembers what a source's rows could not be had for.
+  __device__ void fail(int rank, twResult_t error) const { source_error()[rank] = error, *failed() = 1; }
   __device__ uint32_t* table() const { return shared_at<uint32_t>(p_.at.table); }
 
   // Where the masks of a token's warp are, one for each rank.
@@ -65,6 +68,13 @@ class Scratch {
   const DispatchParams& p_;
 };
 
+// The table never changes, so it is there before the kernel waits for the one before it.
+__device__ inline void fill_table(const Scratch& scratch, const GroupView& g, int experts) {
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i <= experts; i += kThreads) {
+    scratch.table()[i] = i < experts ? g.experts[i] : kNoExpert;
+  }
+}
 // Where an expert is.
 __device__ inline uint32_t find_expert(const DispatchParams& p, const Scratch& scratch, int32_t id) {
   const uint32_t* const table = p.table ? scratch.table() : p.group.experts;
@@ -91,18 +101,27 @@ __device__ inline int32_t valid_id(const DispatchParams& p, int64_t id) {
 struct Ids {
   uint4 vector[kFastIds / 2];
 };
-template <bool kFast>
-__device__ inline Ids load_ids(const DispatchParams& p, int token) {
-  Ids ids{};
-  if (!kFast) return ids;
-  const int bytes = p.group.map.shape().top_k << (p.in.wide ? 3 : 2);
-  const auto* const at = static_cast<const std::byte*>(p.in.ids) + token * (p.in.id_stride[0] << (p.in.wide ? 3 : 2));
+struct IdsAt {
+  const std::byte* from;
+  int bytes;  // 0 beyond the last token
+};
+__device__ inline IdsAt ids_at(const DispatchParams& p, int token) {
+  const int shift = p.in.wide ? 3 : 2;
+  return {static_cast<const std::byte*>(p.in.ids) + token * (p.in.id_stride[0] << shift),
+          token < p.tokens ? p.group.map.shape().top_k << shift : 0};
+}
+__device__ inline Ids load_ids(const IdsAt& at) {
+  Ids ids;
 #pragma unroll
   for (int i = 0; i < kFastIds / 2; ++i) {
     ids.vector[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
-    if (token < p.tokens && 16 * i < bytes) ids.vector[i] = load_fresh<uint4>(at + 16 * i);
+    if (16 * i < at.bytes) ids.vector[i] = load_fresh<uint4>(at.from + 16 * i);
   }
   return ids;
+}
+template <bool kFast>
+__device__ inline Ids load_ids(const DispatchParams& p, int token) {
+  return kFast ? load_ids(ids_at(p, token)) : Ids{};
 }
 
 // Bit i: one of the token's ids is of rank base + i.
@@ -118,10 +137,7 @@ __device__ inline uint32_t fast_ranks(const DispatchParams& p, const Scratch& sc
   const uint32_t* const table = scratch.table();
   uint32_t mask = 0;
 #pragma unroll
-  for (int i = 0; i < kFastIds; ++i) {
-    const uint32_t bit = 1u << expert_rank(table[min(id[i], experts - 1)]);
-    if (id[i] < experts) mask |= bit;
-  }
+  for (int i = 0; i < kFastIds; ++i) mask |= bit_of(expert_rank(table[min(id[i], experts)]));
   return mask;
 }
 __device__ __noinline__ static uint32_t any_ranks(const DispatchParams& p, int token, int base) {
@@ -155,20 +171,6 @@ __device__ inline uint32_t route_warp(const DispatchParams& p, const Scratch& sc
     if (lane() == i) mine = going;
   }
   return mine;
-}
-
-// What a warp knows of the routing beside what is in shared memory.
-struct Routed {
-  bool alone;      // each warp has routed all tokens
-  uint32_t going;  // then: tokens that go to rank lane()
-};
-// Up to 32 tokens, all lines, to up to 32 ranks.
-__device__ inline bool routes_alone(const DispatchParams& p) {
-  return p.tokens <= 32 && p.first_line == 0 && p.group.map.shape().ranks <= kRanksAtOnce;
-}
-// The token that a thread routes first.
-__device__ inline int routed_token(const DispatchParams& p) {
-  return routes_alone(p) ? lane() : static_cast<int>(threadIdx.x);
 }
 
 // What the masks of a round say of all its tokens. tell(rank, n): n tokens in all go to a rank; by one thread for each,
@@ -253,9 +255,7 @@ struct Place {
   bool goes;
   int slot;
 };
-__device__ inline Place find_place(const DispatchParams& p, const Scratch& scratch, const Routed& routed, int token,
-                                   int base) {
-  if (routed.alone) return {(routed.going >> token & 1) != 0, __popc(routed.going & below(token))};
+__device__ inline Place find_place(const DispatchParams& p, const Scratch& scratch, int token, int base) {
   const int rank = base + lane();
   if (rank >= p.group.map.shape().ranks || !scratch.goes(token, rank)) return {false, 0};
   return {true, scratch.before(token, rank)};

@@ -1,0 +1,252 @@
+// Combine of rows that all travel as lines, in calls of the usual kind (params.h, Kind::kLines). As in
+// dispatch_lines.cu each instruction counts.
+#include <cuda_runtime.h>
+
+#include "nvlink/combine_end.cuh"
+#include "nvlink/launch.h"
+
+namespace tw::nvlink {
+namespace {
+
+// A unit of a row to be sent, by its number among those of all slots of the other ranks: what of it this thread loads.
+// Whether or not there is such a row, its place is there: the caller's tensor has all slots up to the bound.
+template <int kGroups>
+struct Outgoing {
+  int owner;
+  int index;
+  uint32_t groups;         // of lines in which it has a part
+  uint32_t which;          // bit 2g + i: the i-th word of group g
+  const std::byte* words;  // the first of the first group
+  uint64_t line;           // in a window, of bank 0
+
+  __device__ Outgoing(const CombineParams& p, uint32_t u) : which(0) {
+    const int ranks = p.group.map.shape().ranks;
+    const Share share = share_of(p.units, static_cast<uint32_t>(ranks - 1), u);
+    owner = p.group.me + 1 + share.turn < ranks ? p.group.me + 1 + share.turn : p.group.me + 1 + share.turn - ranks;
+    index = share.index;
+    words = row_of(p, owner, index) + 8 * static_cast<uint64_t>(first_word(share.unit.begin));
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * kGroups; ++i) {
+      const uint32_t w = first_word(share.unit.begin) + kGroupWords * (i / 2) + i % 2;
+      const bool there = index < p.bound && i / 2 < share.unit.end - share.unit.begin && w < p.units.words;
+      if (there && !(i % 2 == 1 && is_flag())) which |= 1u << i;
+    }
+    groups = part_of(p.units, share.unit);
+    line = line_at(p.lines, 0, p.group.me, index) + line_place(share.unit.begin);
+  }
+};
+
+template <int kGroups>
+struct Loaded {
+  Vec16 pair[kGroups];
+
+  __device__ explicit Loaded(const Outgoing<kGroups>& out) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const std::byte* const at = out.words + 8 * kGroupWords * g;
+      pair[g] = {};
+      if ((out.which >> (2 * g) & 1) != 0) pair[g].a = load_fresh<unsigned long long>(at);
+      if ((out.which >> (2 * g + 1) & 1) != 0) pair[g].b = load_fresh<unsigned long long>(at + 8);
+    }
+  }
+};
+
+__device__ inline uint64_t bank_offset(const Sum& s) {
+  return s.step.bank() != 0 ? s.p.lines.bank[1] - s.p.lines.bank[0] : 0;
+}
+
+template <int kGroups>
+__device__ inline void send_unit(const Sum& s, const Outgoing<kGroups>& out, const Loaded<kGroups>& loaded) {
+  if (out.index >= s.counts()[out.owner]) return;
+  std::byte* const line = s.windows()[out.owner] + out.line + bank_offset(s);
+  const bool together = is_together();
+#pragma unroll
+  for (uint32_t g = 0; g < kGroups; ++g) {
+    if (g >= out.groups) continue;
+    store_line(together, line + g * kGroupBytes, loaded.pair[g].a, is_flag() ? s.step.number : loaded.pair[g].b);
+  }
+}
+
+// A unit of a token's sum; lane i has the i-th of its ranks. False if lines did not come.
+template <twDtype_t kWire, int kGroups>
+__device__ inline bool sum_line_unit(const Sum& s, int token, const Unit& unit, const Sent& sent) {
+  static_assert(kTerms == 2);
+  const CombineParams& p = s.p;
+  const auto address = reinterpret_cast<unsigned long long>(
+      sent.to.rank == p.group.me ? row_of(p, sent.to.rank, sent.to.slot)
+                                 : s.window() + line_at(p.lines, 0, sent.to.rank, sent.to.slot) + bank_offset(s));
+  Quad sum[kGroups][2] = {};
+  Parts<kTerms, kGroups> parts;
+  parts.cover(p.units, unit);
+#pragma unroll 1
+  for (int base = 0; base < sent.fan; base += kTerms) {
+    int rank[kTerms];
+#pragma unroll
+    for (int t = 0; t < kTerms; ++t) {
+      const auto* const at = reinterpret_cast<const std::byte*>(__shfl_sync(~0u, address, base + t));
+      rank[t] = __shfl_sync(~0u, sent.to.rank, base + t);
+      const bool own = rank[t] == p.group.me;
+      parts.at[t] = base + t < sent.fan && !own ? at + line_place(unit.begin) : nullptr;
+      if (base + t >= sent.fan || !own) continue;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (unit.begin + g < unit.end) parts.value[g][t] = load_two(at, first_word(unit.begin + g), p.units.words);
+      }
+    }
+    parts.look();
+    if (!await_lines(
+            p.group, s.step, &parts, [&](int t) { return t == 0 ? rank[0] : rank[1]; },
+            [&](int source) { return source_failed(p.group, s.step, source); })) {
+      return false;
+    }
+#pragma unroll
+    for (int t = 0; t < kTerms; ++t) {
+      if (base + t >= sent.fan) continue;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        add(&sum[g][0], widen_word(kWire, parts.value[g][t].a), base + t == 0);
+        add(&sum[g][1], widen_word(kWire, parts.value[g][t].b), base + t == 0);
+      }
+    }
+  }
+  std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    const uint32_t w = first_word(unit.begin + g);
+    if (unit.begin + g >= unit.end) continue;
+    if (w < p.units.words) store_quad<kWire, true>(p, out, w, sum[g][0]);
+    if (w + 1 < p.units.words && !is_flag()) store_quad<kWire, true>(p, out, w + 1, sum[g][1]);
+  }
+  return true;
+}
+
+// What lane i needs for the i-th rank of a token.
+struct SentAt {
+  const std::byte* fan;
+  const std::byte* destination;
+
+  __device__ SentAt(const CombineParams& p, int token) {
+    const int fan_out = p.group.map.shape().fan_out();
+    fan = token < p.tokens ? reinterpret_cast<const std::byte*>(p.handle.fan + token) : nullptr;
+    destination = token < p.tokens && lane() < fan_out
+                      ? reinterpret_cast<const std::byte*>(p.handle.destinations + token * fan_out + lane())
+                      : nullptr;
+  }
+  __device__ Sent load() const {
+    Sent sent{{-1, 0}, 0};
+    if (fan != nullptr) sent.fan = static_cast<int>(load_fresh<uint32_t>(fan));
+    if (destination == nullptr) return sent;
+    const uint64_t to = load_fresh<unsigned long long>(destination);
+    sent.to = {static_cast<int32_t>(to), static_cast<int32_t>(to >> 32)};
+    return sent;
+  }
+};
+
+template <int kGroups>
+__device__ inline void send_units(const Sum& s, Outgoing<kGroups> out, Loaded<kGroups> loaded) {
+  const Shares shares = sent_shares(s.p.roles);
+  const uint32_t all = static_cast<uint32_t>(s.p.bound * (s.ranks() - 1)) * s.p.units.per_row.divisor;
+#pragma unroll 1
+  for (uint32_t u = shares.first; u < all;) {
+    send_unit(s, out, loaded);
+    u += shares.step;
+    if (u >= all) break;
+    out = Outgoing<kGroups>(s.p, u);
+    loaded = Loaded<kGroups>(out);
+  }
+}
+
+template <twDtype_t kWire, int kGroups>
+__device__ inline void sum_units(const Sum& s, int token, Sent sent) {
+  const CombineParams& p = s.p;
+  const Shares shares = received_shares(p.roles);
+  const uint32_t all = static_cast<uint32_t>(p.tokens) * p.units.per_row.divisor;
+#pragma unroll 1
+  for (uint32_t u = shares.first; u < all;) {
+    const Unit unit = unit_of(p.units, u - static_cast<uint32_t>(token) * p.units.per_row.divisor);
+    u += shares.step;
+    const auto next = static_cast<int>(divide(u, p.units.per_row));
+    const Sent after = SentAt(p, next).load();  // on its way while this one is summed
+    if (!__all_sync(~0u, sum_line_unit<kWire, kGroups>(s, token, unit, sent))) {
+      fill_nan(p, token, 1, lane(), 32);
+      *s.failed() = 1;
+    }
+    token = next;
+    sent = after;
+  }
+}
+
+template <twDtype_t kWire, int kGroups>
+__global__ void __launch_bounds__(kThreads, 1) combine_lines_kernel(const __grid_constant__ CombineParams p) {
+  let_next_begin();
+  const GroupView& g = p.group;
+  const int thread = static_cast<int>(threadIdx.x);
+  Sum s{p, Step{0, p.lane, p.bound, twPhaseCombine}};
+  if (thread < s.ranks()) s.windows()[thread] = window_of(g, thread);
+  if (thread == 0) *s.failed() = 0;
+  warm(p);
+  const bool sends = is_sender(p.roles);
+  Outgoing<kGroups> out(p, sent_shares(p.roles).first);
+  auto token = static_cast<int>(divide(received_shares(p.roles).first, p.units.per_row));
+  SentAt sent_at(p, token);
+  if (!sends) out.which = 0;
+  if (sends) sent_at.fan = sent_at.destination = nullptr;
+  pin(out.owner, out.index, out.groups, out.which, out.words, out.line, sent_at.fan, sent_at.destination, token);
+  await_earlier();
+  const Loaded<kGroups> loaded(out);
+  const Sent sent = sent_at.load();
+  const Counts counts = load_counts(s, thread);
+  s.step.number = next_step(g, p.lane);
+  const bool good = can_combine(p);
+  keep_counts(s, counts);
+  if (__syncthreads_and(good) == 0) {  // threads that differ would wait for each other
+    give_up(s);
+    return;  // not done: this step will be another kernel's, unless the group is finished
+  }
+  uint32_t arrived = 0;
+  if (thread == 0) arrived = begin_end(g, s.step);
+  if (thread == 0 && blockIdx.x == 0) clear_tickets(g, s.step);
+  if (sends) {                                    // S7: nobody here waits
+    const bool last = thread / 32 == kWarps - 1;  // the warp with least to do
+    if (!p.late_word && blockIdx.x == 0 && last) publish_first(s);
+    send_units(s, out, loaded);
+    if (p.late_word) publish_last(s);
+    if (concludes(s) && last) await_words(s);
+  } else {
+    sum_units<kWire, kGroups>(s, token, sent);
+  }
+  finish_combine(s, arrived);
+}
+
+// Of few tokens a warp has one group at a time, so that nothing is there twice.
+template <twDtype_t kWire, class Use>
+int with_groups(uint32_t groups, Use&& use) {
+  if (groups == 1) return use(combine_lines_kernel<kWire, 1>);
+  return use(groups == 2 ? combine_lines_kernel<kWire, 2> : combine_lines_kernel<kWire, kUnitGroups>);
+}
+template <class Use>
+int with_kernel(twDtype_t wire, uint32_t groups, Use&& use) {
+  if (wire == twBfloat16) return with_groups<twBfloat16>(groups, use);
+  return wire == twFloat16 ? with_groups<twFloat16>(groups, use) : with_groups<twFloat32>(groups, use);
+}
+
+}  // namespace
+
+int launch_combine_lines(const CombineParams& params, int grid, bool early, void* stream) {
+  return with_kernel(params.wire_dtype, params.units.unit_groups,
+                     [&](auto* kernel) { return launch_kernel(kernel, params, grid, params.at.bytes, early, stream); });
+}
+
+int load_combine_lines(const Shape& shape) {
+  for (const twDtype_t wire : {twBfloat16, twFloat16, twFloat32}) {
+    for (const uint32_t groups : {1, 2, kUnitGroups}) {
+      const int error = with_kernel(wire, groups, [&](auto* kernel) {
+        return allow_shared(reinterpret_cast<const void*>(kernel), CombineScratch::make(shape).bytes);
+      });
+      if (error != 0) return error;
+    }
+  }
+  return 0;
+}
+
+}  // namespace tw::nvlink

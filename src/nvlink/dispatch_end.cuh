@@ -1,0 +1,52 @@
+// How a dispatch comes to its bank, and what it leaves when it has failed.
+#pragma once
+
+#include "nvlink/dispatch_send.cuh"
+
+namespace tw::nvlink {
+
+// Moves to the bank that the caller's view needs, by a step without rows, where the lane does not stand before it. All
+// blocks wait here before they send, so all must be there at once (S8). False if the wait failed.
+__device__ __noinline__ static bool skip_step(const DispatchParams& p, Step skipped) {
+  const GroupView& g = p.group;
+  skipped.number -= 1;
+  if (blockIdx.x == 0) publish_empty(g, skipped, Mode::kSkip);
+  bool passed = true;
+  for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
+    const Source source = await_source(g, skipped, i, Look::kTakesPart, false);
+    // A peer may already be past the step that follows: then it has seen this rank's word of that one.
+    const uint32_t seen = unpack(source.word).step;
+    if (source.mode == Mode::kSkip || g.no_wait || (reached(seen, skipped.low()) && seen != skipped.low())) continue;
+    passed = false;
+    if (source.error != twPeerAborted) {
+      report_failure(g, skipped, source.error == twTimeout ? twTimeout : twCallMismatch, i, source.word);
+    }
+  }
+  return __syncthreads_and(passed) != 0;
+}
+
+// Clears away after what has failed, by blocks that have seen it, when all have done with it.
+__device__ __noinline__ static void clear_failed(Block b) {
+  const DispatchParams& p = b.p;
+  if (threadIdx.x == 0) say_done(p.group, b.step);  // others may wait here likewise
+  await_done(p.group, b.step);
+  for (int source = 0; source < b.ranks(); ++source) {
+    if (b.scratch.source_error()[source] == twSuccess) continue;
+    if (threadIdx.x == 0) p.shown.counts[source] = p.handle.counts[source] = 0;
+    show_nothing(p, source, 0, p.bound, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+  }
+  if (threadIdx.x == 0) *p.handle.status = twInternalError;
+}
+
+// The group is finished: nothing goes out, and what the caller sees is safe.
+__device__ __noinline__ static void show_failure(const DispatchParams& p) {
+  const int ranks = p.group.map.shape().ranks;
+  const int thread = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  for (int i = thread; i < ranks; i += static_cast<int>(gridDim.x * blockDim.x)) {
+    p.shown.counts[i] = p.handle.counts[i] = 0;
+  }
+  if (threadIdx.x == 0) *p.handle.status = twInternalError;  // other blocks may have begun before
+  for (int i = 0; i < ranks; ++i) show_nothing(p, i, 0, p.bound, thread, static_cast<int>(gridDim.x * blockDim.x));
+}
+
+}  // namespace tw::nvlink
