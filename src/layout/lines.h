@@ -25,6 +25,11 @@ constexpr uint64_t dispatch_words(const Shape& shape) {
   return words;
 }
 
+// Bytes of the lines of what travels beside a row.
+constexpr uint64_t meta_line_bytes(const Shape& shape) {
+  return kLineBytes * lines_of(words_of(meta_bytes(shape.top_k)));
+}
+
 // Bytes of the lines of one row, whichever way it goes. May wrap only where rows alone pass 64 bits.
 constexpr uint64_t line_row_bytes(const Shape& shape) {
   const uint64_t dispatch = lines_of(dispatch_words(shape));

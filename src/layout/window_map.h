@@ -5,6 +5,7 @@
 //                 bank 0, bank 1: dispatched rows, or the inbox of combined rows
 //                 chunk words: bank 0, bank 1, per source one for every chunk of a combine   (devices)
 //                 lines: bank 0, bank 1, per source the lines of rows that are some         (devices)
+//                 meta lines: bank 0, bank 1, per source those beside rows that are none    (devices)
 //   lane 1 ...
 //
 // A bank is used by one step at a time (S1, S2), and a step is a dispatch or a combine, so rows and inbox share a
@@ -53,7 +54,10 @@ class WindowMap {
     map->lines_at_ = c.align(c.add(map->chunks_at_, chunk_words), kPageAlignment);
     map->line_row_ = shape.line_tokens > 0 ? line_row_bytes(shape) : 0;
     const uint64_t lines = c.mul(2, c.mul(c.mul(shape.ranks, shape.line_tokens), map->line_row_));
-    map->lane_bytes_ = c.align(c.add(map->lines_at_, lines), kPageAlignment);
+    map->meta_lines_at_ = c.add(map->lines_at_, lines);
+    map->meta_line_row_ = shape.line_tokens > 0 ? meta_line_bytes(shape) : 0;
+    const uint64_t meta_lines = c.mul(2, c.mul(rows, map->meta_line_row_));
+    map->lane_bytes_ = c.align(c.add(map->meta_lines_at_, meta_lines), kPageAlignment);
     map->lanes_at_ = c.align(kAbortAt + sizeof(uint64_t) * shape.ranks, kPageAlignment);
     map->bytes_ = c.add(map->lanes_at_, c.mul(shape.lanes, map->lane_bytes_));
     return !c.overflow;
@@ -93,6 +97,12 @@ class WindowMap {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
     return lane_at(lane) + lines_at_ + (row * shape_.line_tokens + p) * line_row_;
   }
+  // Lines of what travels beside the row in slot p of a source, where the row itself is no lines.
+  constexpr uint64_t meta_line(int lane, int bank, int source, int p) const {
+    const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
+    return lane_at(lane) + meta_lines_at_ + (row * shape_.max_tokens + p) * meta_line_row_;
+  }
+  constexpr uint64_t meta_line_row() const { return meta_line_row_; }
   constexpr uint64_t line_bytes() const {
     return 2 * static_cast<uint64_t>(shape_.ranks) * shape_.line_tokens * line_row_;
   }
@@ -137,8 +147,10 @@ class WindowMap {
   uint64_t banks_at_ = 0;   // in a lane
   uint64_t chunks_at_ = 0;  // in a lane
   uint64_t lines_at_ = 0;   // in a lane
-  uint64_t chunks_ = 0;     // of a source in a bank
-  uint64_t line_row_ = 0;   // bytes of all lines of a row
+  uint64_t meta_lines_at_ = 0;
+  uint64_t meta_line_row_ = 0;
+  uint64_t chunks_ = 0;    // of a source in a bank
+  uint64_t line_row_ = 0;  // bytes of all lines of a row
   uint64_t lane_bytes_ = 0;
   uint64_t lanes_at_ = 0;
   uint64_t bytes_ = 0;

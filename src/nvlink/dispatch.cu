@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   Unit unit = sent_unit(p.units, u, row);
   IdsAt ids_from = ids_at(p, thread);
   pin(row, unit.number, unit.begin, unit.end, ids_from.from, ids_from.bytes);
+  meet();  // the table
   await_earlier();
   Ahead ahead{};
   Ids ids{};
@@ -54,6 +55,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   }
   Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
   const bool sticky = is_sticky(g);
+  if (sends) mark_tokens<kFast>(p, scratch, thread, ids);
   const bool skips = static_cast<int>(step.number & 1) != p.bank;
   if (skips) ++step.number;
   bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   if (p.send && usable && skips) usable = skip_step(p, step);
   if (thread == 0 && blockIdx.x == 0) clear_tickets(g, step);
   if (usable) {
-    if (sends) send<kFast>(b, ahead, ids);  // S7: nobody here waits
+    if (sends) send<kFast>(b, ahead);  // S7: nobody here waits
     if (receives) receive<kFast>(b);
   } else if (p.receive) {
     show_failure(p);

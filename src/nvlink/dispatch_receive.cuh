@@ -84,6 +84,52 @@ __device__ __noinline__ static void take_plain(Block b, int source, int rows, ui
   }
 }
 
+// The i-th of the ids and weights of a row, in [N * b], is shown.
+__device__ inline void show_half(const DispatchParams& p, const Scratch& scratch, int64_t row, uint32_t i,
+                                 uint32_t value) {
+  const auto top_k = static_cast<uint32_t>(p.group.map.shape().top_k);
+  if (i < top_k) {
+    if (p.shown.ids != nullptr) show_id(p.shown, row * top_k + i, shown_id(p, scratch, static_cast<int32_t>(value)));
+  } else if (i < 2 * top_k && p.shown.weights != nullptr) {
+    p.shown.weights[row * top_k + (i - top_k)] = __uint_as_float(value);
+  }
+}
+
+// A word of what travels beside a row: into the window and the handle, and what the caller sees.
+__device__ inline void take_word(const Block& b, int64_t row, uint32_t w, uint64_t word) {
+  const DispatchParams& p = b.p;
+  if (w >= b.meta_words()) return;
+  const int64_t at = row * b.meta_words() + w;
+  reinterpret_cast<uint64_t*>(b.bank + p.group.map.meta_begin())[at] = p.handle.meta[at] = word;
+  if (w == 0) return check_header(p, b.step, word);
+  show_half(p, b.scratch, row, 2 * w - 2, static_cast<uint32_t>(word));
+  show_half(p, b.scratch, row, 2 * w - 1, static_cast<uint32_t>(word >> 32));
+}
+
+// The lines beside the first rows of a source, a warp's part of them, four lines at a time.
+__device__ inline void take_meta_lines(const Block& b, int source, int rows, uint32_t warp, uint32_t warps) {
+  const DispatchParams& p = b.p;
+  const auto per_row = static_cast<uint32_t>(p.group.map.meta_line_row() / kLineBytes);
+  const uint32_t lines = static_cast<uint32_t>(rows) * per_row;
+  const std::byte* const begin =
+      b.scratch.windows()[p.group.me] + p.group.map.meta_line(b.step.lane, b.step.bank(), source, 0);
+#pragma unroll 1
+  for (uint32_t group = warp; 4 * group < lines; group += warps) {
+    const uint32_t line = 4 * group + static_cast<uint32_t>(lane()) / kLineLanes;
+    Parts<1, 1> parts{};
+    parts.groups = line < lines ? 1 : 0;
+    parts.at[0] = begin + line_place(group);
+    parts.look();
+    const bool here = await_lines(p.group, b.step, &parts, [&](int) { return source; }, [](int) { return false; });
+    if (!here) b.scratch.fail(source, twInternalError);
+    if (!here || line >= lines) continue;
+    const uint32_t w = line % per_row * kLineWords + threadIdx.x % kLineLanes * 2;
+    const int64_t row = row_at(p, source, static_cast<int>(line / per_row));
+    take_word(b, row, w, parts.value[0][0].a);
+    if (!is_flag()) take_word(b, row, w + 1, parts.value[0][0].b);
+  }
+}
+
 // What lies in slots of 32 sources; and slots that hold nothing, of this rank too.
 __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t warp, uint32_t warps) {
   const DispatchParams& p = b.p;
@@ -98,7 +144,7 @@ __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t war
   __syncwarp();  // S4: what the lanes that have looked have acquired, all have
   uint32_t plain = __ballot_sync(~0u, other && source.plain > 0);
   uint32_t empty = __ballot_sync(~0u, there && source.n < p.bound);
-  for (; plain != 0; plain &= plain - 1) {
+  for (; p.group.line_tokens == 0 && plain != 0; plain &= plain - 1) {
     const int i = __ffs(static_cast<int>(plain)) - 1;
     take_plain(b, sources->rank_of(b, i), __shfl_sync(~0u, source.plain, i), warp, warps);
   }
@@ -129,10 +175,8 @@ __device__ inline void take_sources(const Block& b, const Sources& sources, uint
       const int rank = sources.rank_of(b, in.turn);
       if (await_lines(p.group, b.step, first, [&](int) { return rank; }, [](int) { return false; })) {
         take_lines<kFast>(b, row_at(p, rank, plain + in.index), in.unit, *first);
-      } else {  // nothing of this source can be trusted
-        show_nothing(p, rank, plain + in.index, plain + in.index + 1, lane(), 32);
-        p.shown.counts[rank] = p.handle.counts[rank] = 0;
-        *p.handle.status = twInternalError;
+      } else {
+        b.scratch.fail(rank, twInternalError);  // nothing of this source can be trusted
       }
     }
     looked = false;
@@ -168,6 +212,11 @@ __device__ inline void receive(const Block& b) {
       // Of the ranks before, lines may have been lost meanwhile: then nothing of these counts either.
       const bool lost = begin > 0 && is_sticky(p.group);
       p.shown.counts[sources.rank] = p.handle.counts[sources.rank] = lost ? 0 : sources.source.n;
+    }
+    for (uint32_t plain = __ballot_sync(~0u, lane() < sources.count && sources.source.plain > 0);
+         p.group.line_tokens > 0 && plain != 0; plain &= plain - 1) {
+      const int i = __ffs(static_cast<int>(plain)) - 1;
+      take_meta_lines(b, sources.rank_of(b, i), __shfl_sync(~0u, sources.source.plain, i), warp, warps);
     }
     take_sources<kFast>(b, sources, warp, warps, looked, &lines);
     take_slots(b, &sources, warp, warps);

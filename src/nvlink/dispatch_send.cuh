@@ -23,6 +23,7 @@ __device__ inline bool has_meta(const Unit& unit) { return unit.number == 0; }
 // What a warp has loaded of a unit before it knows where the row goes.
 struct Ahead {
   Vec16 pair[kUnitGroups];  // of lines, or of the first payload as it lies, if it allows 16 bytes at a time
+  Vec16 second;             // then of the second, in calls of the usual kind
   Choice choice;
 };
 
@@ -50,6 +51,10 @@ __device__ inline void load_ahead(const DispatchParams& p, int token, const Unit
       const uint32_t v = span.begin + static_cast<uint32_t>(lane()) + 32 * i;
       if (v < span.end) ahead->pair[i] = load_fresh<Vec16>(row + uint64_t{16} * v);
     }
+    if (!kFast || p.group.map.shape().payloads < 2) return;
+    const Span more = span_of(p.payloads[1], unit);
+    const uint32_t v = more.begin + static_cast<uint32_t>(lane());
+    if (v < more.end) ahead->second = load_fresh<Vec16>(p.payloads[1].data + token * p.payloads[1].stride + 16 * v);
   }
 }
 
@@ -103,7 +108,9 @@ __device__ inline void send_plain(const Block& b, int token, const Unit& unit, i
     if (!kFast && payload.width != 16) {
       copy_narrow(from, to, span, payload.width);
     } else if (q > 0) {
-      copy_span<Vec16>(from, to, span);
+      const uint32_t v = span.begin + static_cast<uint32_t>(lane());
+      if (kFast && v < span.end) reinterpret_cast<Vec16*>(to)[v] = ahead.second;
+      copy_span<Vec16>(from, to, {span.begin + (kFast ? 32 : 0), span.end});
     } else {
 #pragma unroll
       for (uint32_t i = 0; i < kUnitGroups; ++i) {
@@ -115,7 +122,7 @@ __device__ inline void send_plain(const Block& b, int token, const Unit& unit, i
 }
 
 // Header, ids and weights of a row to where they lie in a rank's window; the header.
-__device__ inline uint64_t send_meta(const Block& b, int rank, int slot, int position) {
+__device__ inline uint64_t place_meta(const Block& b, int rank, int slot, int position) {
   const DispatchParams& p = b.p;
   const uint64_t* const words = b.scratch.meta();
   const uint64_t header = words[0] | static_cast<uint64_t>(position) << 32;
@@ -125,9 +132,29 @@ __device__ inline uint64_t send_meta(const Block& b, int rank, int slot, int pos
   for (uint32_t w = static_cast<uint32_t>(lane()); w < b.meta_words(); w += 32) row[w] = w == 0 ? header : words[w];
   return header;
 }
+// To another rank: as lines, so that it need not wait for the word behind all rows before it takes them.
+__device__ inline void send_meta(const Block& b, int rank, int slot, int position) {
+  const DispatchParams& p = b.p;
+  if (p.group.line_tokens == 0) {
+    place_meta(b, rank, slot, position);
+    return;
+  }
+  const uint64_t* const words = b.scratch.meta();
+  std::byte* const line =
+      b.scratch.windows()[rank] + p.group.map.meta_line(b.step.lane, b.step.bank(), p.group.me, slot);
+  const uint64_t header = first_word(0) == 0 ? static_cast<uint64_t>(position) << 32 : 0;
+#pragma unroll 1
+  for (uint32_t g = 0; line_place(g) < p.group.map.meta_line_row(); ++g) {
+    const uint32_t w = first_word(g);
+    const uint64_t a = w < b.meta_words() ? words[w] : 0;
+    const uint64_t second = w + 1 < b.meta_words() ? words[w + 1] : 0;
+    const bool together = is_together();
+    store_line(together, line + line_place(g), g == 0 ? a | header : a, is_flag() ? b.step.number : second);
+  }
+}
 // The same of a row that stays here, which is taken at once.
 __device__ inline void take_own(const Block& b, int slot, int position) {
-  const uint64_t header = send_meta(b, b.p.group.me, slot, position);
+  const uint64_t header = place_meta(b, b.p.group.me, slot, position);
   take_meta(b.p, b.scratch, b.step, row_at(b.p, b.p.group.me, slot), b.scratch.meta(), header);
 }
 
@@ -249,10 +276,10 @@ __device__ inline void tell(const Block& b, int rank, int n) {
   publish_word(p.group, b.step, rank, mode, n, b.plain_before(rank));
 }
 
-// Units of all tokens in order, to whichever warp is free, round by round. `ahead`: of a warp's first unit; `ids`: of
-// the first round.
+// Units of all tokens in order, to whichever warp is free, round by round. `ahead`: of a warp's first unit. The first
+// round is marked.
 template <bool kFast>
-__device__ inline void send(const Block& b, Ahead ahead, const Ids& ids) {
+__device__ inline void send(const Block& b, Ahead ahead) {
   const DispatchParams& p = b.p;
   if (p.tokens == 0) {
     for (int rank = static_cast<int>(threadIdx.x); rank < b.ranks(); rank += kThreads) tell(b, rank, 0);
@@ -268,7 +295,7 @@ __device__ inline void send(const Block& b, Ahead ahead, const Ids& ids) {
   uint32_t u = sent_shares(p.roles).first;
   bool plain = p.first_line > 0;  // and not finished yet
   bool loaded = true;
-  route_first<kFast>(p, b.scratch, ids, [b](int rank, int n) { tell(b, rank, n); });
+  count_first(p, b.scratch, [b](int rank, int n) { tell(b, rank, n); });
   if (rounds && u >= given) {
     route_rest<kFast>(p, [b](int rank, int n) { tell(b, rank, n); });
     u = given + __shfl_sync(~0u, draw(), 0);

@@ -204,20 +204,24 @@ __device__ inline void mark_tokens(const DispatchParams& p, const Scratch& scrat
   }
 }
 
-// The first round, by a block.
-template <bool kFast, class Tell>
-__device__ inline void route_first(const DispatchParams& p, const Scratch& scratch, const Ids& ids, Tell&& tell) {
-  mark_tokens<kFast>(p, scratch, static_cast<int>(threadIdx.x), ids);
-  meet();
+// Whether some of the first round's tokens, but not all of these, go as lines: then their senders need its counts.
+__device__ inline bool begins_lines(const DispatchParams& p) {
+  return p.first_line > 0 && p.first_line < min(p.tokens, kRound);
+}
+
+// What is left to do of the first round when a block has marked its tokens.
+template <class Tell>
+__device__ inline void count_first(const DispatchParams& p, const Scratch& scratch, Tell&& tell) {
+  if (p.tokens > kRound && !begins_lines(p)) return;  // whoever routes the others does it
   count_round(p, scratch, 0, static_cast<int>(threadIdx.x), kThreads, tell);
-  // Lines of this round and whoever routes the next need what has been counted.
-  if (p.tokens > kRound || (p.first_line > 0 && p.first_line < p.tokens)) meet();
+  if (begins_lines(p)) meet();
 }
 
 // The others, by a warp. It stays so far ahead as there is place.
 template <bool kFast, class Tell>
 __device__ __noinline__ static void route_rest(const DispatchParams& p, Tell tell) {
   const Scratch scratch(p);
+  if (!begins_lines(p)) count_round(p, scratch, 0, lane(), 32, tell);
 #pragma unroll 1
   for (int round = 1; round * kRound < p.tokens; ++round) {
     const auto left = [&] {  // the round whose place this one takes
