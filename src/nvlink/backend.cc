@@ -106,7 +106,8 @@ Roles NvlinkBackend::roles_of(int64_t rows, const Units& units, bool both, int m
   return Roles::two(sending, static_cast<int>(std::clamp<int64_t>(shares, 1, max_grid_ - sending)));
 }
 
-Roles NvlinkBackend::line_roles(int64_t rows, const Units& units) const {
+Roles NvlinkBackend::line_roles(int64_t rows, const Units& units, bool both) const {
+  if (!both || max_grid_ == 1) return roles_of(rows, units, both, max_grid_);
   const int64_t shares = rows * units.per_row.divisor;
   const int half = max_grid_ / 2;
   const int quarter = std::max(1, max_grid_ / 4);
@@ -171,12 +172,15 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
                      shape().top_k <= kFastIds && shape().ranks <= kRanksAtOnce;
   const int64_t arriving = static_cast<int64_t>(shape().ranks - 1) * call.bound;
   const int64_t rows = std::max<int64_t>(p.tokens, arriving);
-  const bool lines = usual && all_lines(call.bound, send && receive);
+  const bool lines = usual && all_lines(call.bound);
   p.kind = lines ? Kind::kLines : usual ? Kind::kUsual : Kind::kAny;
   p.units = units_of(word, words_of(meta_bytes(shape().top_k)), unit_rows(lines, p.tokens, call.bound),
                      int64_t{max_grid_} * kWarps / 2);
   for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
-  p.roles = lines ? line_roles(rows, p.units) : roles_of(rows, p.units, send && receive, max_grid_ / 2);
+  // A quarter of the SMs fills the link; with more, units at the end wait longer behind each other.
+  p.roles =
+      lines ? line_roles(rows, p.units, send && receive)
+            : roles_of(rows, p.units, send && receive, call.bound > view_.line_tokens ? max_grid_ / 4 : max_grid_ / 2);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, p.roles.grid(), early_ && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
   if (send && !capturing) handle.source = {};
@@ -242,9 +246,8 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.vectors_fit = width == 16;
   p.words_fit = width >= 8;
   p.vectors = static_cast<uint32_t>(shape().combine_bytes / 16);
-  const bool usual =
-      p.plain && p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype && shape().ranks <= kRanksAtOnce;
-  const bool lines = usual && all_lines(call.bound, send && receive);
+  const bool usual = p.plain && p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype;
+  const bool lines = usual && all_lines(call.bound);
   p.kind = lines ? Kind::kLines : usual ? Kind::kUsual : Kind::kAny;
   const int64_t returning = static_cast<int64_t>(shape().ranks - (call.apart ? 1 : 0)) * call.bound;
   const int64_t rows = std::max<int64_t>(p.tokens, returning);
@@ -257,7 +260,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.lines = LinesAt::make(context_.map, p.lane);
   // Rows that the sums overwrite are all sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
-  p.roles = lines ? line_roles(rows, p.units)
+  p.roles = lines ? line_roles(rows, p.units, send && receive && !twice)
                   : roles_of(rows, p.units, send && receive && !twice,
                              call.bound > view_.line_tokens ? max_grid_ * 3 / 10 : max_grid_ / 2);
   if (twice) {

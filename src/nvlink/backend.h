@@ -128,10 +128,11 @@ class NvlinkBackend : public Backend {
   Roles roles_of(int64_t rows, const Units& units, bool both, int most) const;
   // The same where all rows are lines: while that gives every unit a warp, on half of the SMs, so that the next kernel
   // finds the other half.
-  Roles line_roles(int64_t rows, const Units& units) const;
+  Roles line_roles(int64_t rows, const Units& units, bool both) const;
   // Of calls of the usual kind (params.h): all rows are lines.
-  bool all_lines(int32_t bound, bool both) const {
-    return both && shape().ranks > 1 && max_grid_ > 1 && bound > 0 && bound <= std::min(view_.line_tokens, kRound);
+  bool all_lines(int32_t bound) const {
+    return shape().ranks > 1 && shape().ranks <= kRanksAtOnce && bound > 0 &&
+           bound <= std::min(view_.line_tokens, kRound);
   }
   // The token from which on rows travel as lines.
   int32_t first_line(int32_t tokens) const {

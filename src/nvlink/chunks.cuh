@@ -89,10 +89,10 @@ constexpr int kDrawn = 3;             // chunks that a block draws before it nee
 // A block's chunks, in the order in which it has drawn them: the first few are given, then each is drawn by whoever
 // begins the one kDrawn before. They are numbered (`turn`), and the place of number t is t % kChunks.
 struct Work {
-  volatile int64_t* taken;      // turn << 32 | chunk
-  volatile int32_t* sent;       // units sent of all chunks that have had the place
-  volatile int32_t* published;  // turns that are over
-  volatile int32_t* end;        // the first turn of which there is no chunk, if that is known
+  int64_t* taken;      // turn << 32 | chunk
+  int32_t* sent;       // units sent of all chunks that have had the place
+  int32_t* published;  // turns that are over
+  int32_t* end;        // the first turn of which there is no chunk, if that is known
 
   __device__ explicit Work(const Sum& s)
       : taken(shared_at<int64_t>(s.p.at.taken)),
@@ -104,21 +104,21 @@ struct Work {
   __device__ bool find(int turn, int* chunk) const {
 #pragma unroll 1
     while (true) {
-      const int64_t entry = taken[turn % kChunks];
+      const int64_t entry = peek(taken + turn % kChunks);
       *chunk = static_cast<int>(entry);
       if (entry >> 32 == turn) return true;
-      if (*end <= turn) return false;
+      if (peek(end) <= turn) return false;
       __nanosleep(20);
     }
   }
   // Makes known which chunk a turn has. By one thread.
   __device__ void give(int turn, int chunk, int chunks) const {
     if (chunk >= chunks) {
-      *end = turn;  // later ones are drawn later, so they have none either
+      put(end, turn);  // later ones are drawn later, so they have none either
       return;
     }
-    while (turn - *published >= kChunks) __nanosleep(100);  // the place is still another's
-    taken[turn % kChunks] = static_cast<int64_t>(turn) << 32 | chunk;
+    while (turn - peek(published) >= kChunks) __nanosleep(100);  // the place is still another's
+    put(taken + turn % kChunks, static_cast<int64_t>(turn) << 32 | chunk);
   }
 };
 
@@ -139,11 +139,11 @@ __device__ inline void publish_chunks(const Sum& s) {
 #pragma unroll 1
   while (true) {
     const int mine = turn + lane();
-    const int64_t entry = work.taken[mine % kChunks];
-    const bool full = entry >> 32 == mine && work.sent[mine % kChunks] >= units * (mine / kChunks + 1);
+    const int64_t entry = peek(work.taken + mine % kChunks);
+    const bool full = entry >> 32 == mine && peek(work.sent + mine % kChunks) >= units * (mine / kChunks + 1);
     const int done = __ffs(static_cast<int>(~__ballot_sync(~0u, full && lane() < 31))) - 1;
     if (done == 0) {
-      if (__any_sync(~0u, *work.end <= turn)) return;
+      if (__any_sync(~0u, peek(work.end) <= turn)) return;
       __nanosleep(100);
       continue;
     }
@@ -158,7 +158,7 @@ __device__ inline void publish_chunks(const Sum& s) {
       }
     }
     turn += done;
-    if (lane() == 0) *work.published = turn;
+    if (lane() == 0) put(work.published, turn);
   }
 }
 
@@ -180,7 +180,7 @@ __device__ inline void push_chunks(const Sum& s) {
   const int items = s.chunk_rows() * s.p.pushed_parts;
   const int blocks = s.p.roles.sending;
   if (threadIdx.x == 0) {
-    for (int turn = 0; turn < kDrawn && *work.end > turn; ++turn) {
+    for (int turn = 0; turn < kDrawn && peek(work.end) > turn; ++turn) {
       work.give(turn, static_cast<int>(blockIdx.x) + turn * blocks, chunks);
     }
   }

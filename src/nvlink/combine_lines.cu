@@ -185,12 +185,11 @@ __global__ void __launch_bounds__(kThreads, 1) combine_lines_kernel(const __grid
   if (thread < s.ranks()) s.windows()[thread] = window_of(g, thread);
   if (thread == 0) *s.failed() = 0;
   warm(p);
-  const bool sends = is_sender(p.roles);
   Outgoing<kGroups> out(p, sent_shares(p.roles).first);
   auto token = static_cast<int>(divide(received_shares(p.roles).first, p.units.per_row));
   SentAt sent_at(p, token);
-  if (!sends) out.which = 0;
-  if (sends) sent_at.fan = sent_at.destination = nullptr;
+  if (!s.sends()) out.which = 0;
+  if (!s.sums()) sent_at.fan = sent_at.destination = nullptr;
   pin(out.owner, out.index, out.groups, out.which, out.words, out.line, sent_at.fan, sent_at.destination, token);
   await_earlier();
   const Loaded<kGroups> loaded(out);
@@ -200,22 +199,21 @@ __global__ void __launch_bounds__(kThreads, 1) combine_lines_kernel(const __grid
   const bool good = can_combine(p);
   keep_counts(s, counts);
   if (__syncthreads_and(good) == 0) {  // threads that differ would wait for each other
-    give_up(s);
+    if (p.receive) give_up(s);
     return;  // not done: this step will be another kernel's, unless the group is finished
   }
   uint32_t arrived = 0;
-  if (thread == 0) arrived = begin_end(g, s.step);
+  if (p.receive && thread == 0) arrived = begin_end(g, s.step);
   if (thread == 0 && blockIdx.x == 0) clear_tickets(g, s.step);
-  if (sends) {                                    // S7: nobody here waits
-    const bool last = thread / 32 == kWarps - 1;  // the warp with least to do
+  const bool last = thread / 32 == kWarps - 1;  // the warp with least to do
+  if (s.sends()) {                              // S7: nobody here waits
     if (!p.late_word && blockIdx.x == 0 && last) publish_first(s);
     send_units(s, out, loaded);
     if (p.late_word) publish_last(s);
-    if (concludes(s) && last) await_words(s);
-  } else {
-    sum_units<kWire, kGroups>(s, token, sent);
   }
-  finish_combine(s, arrived);
+  if (s.sums()) sum_units<kWire, kGroups>(s, token, sent);
+  if (concludes(s) && last) await_words(s);
+  if (p.receive) finish_combine(s, arrived);
 }
 
 // Of few tokens a warp has one group at a time, so that nothing is there twice.

@@ -70,6 +70,18 @@ __device__ inline Vec16 load_pair(const void* from) {
   return value;
 }
 
+// ---- What warps of a block hand to each other in shared memory without a barrier. Atomic operations, since these are
+// what the language and its race checker know for it; a fence (__threadfence_block) orders what goes with them.
+
+__device__ inline int32_t peek(int32_t* at) { return atomicAdd(at, 0); }
+__device__ inline int64_t peek(int64_t* at) {
+  return static_cast<int64_t>(atomicAdd(reinterpret_cast<unsigned long long*>(at), 0ull));
+}
+__device__ inline void put(int32_t* at, int32_t value) { atomicExch(at, value); }
+__device__ inline void put(int64_t* at, int64_t value) {
+  atomicExch(reinterpret_cast<unsigned long long*>(at), static_cast<unsigned long long>(value));
+}
+
 // Has a value worked out here: the compiler would do it where it is used, which may be where somebody waits.
 template <class... T>
 __device__ inline void pin(T&... values) {

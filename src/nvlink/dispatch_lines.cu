@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_lines_kernel(const __gri
   }
   if (thread == 0) *scratch.failed() = 0;
   fill_table(scratch, g, shape.experts);
-  const bool sends = is_sender(p.roles);
+  const bool sends = p.send && is_sender(p.roles);
   const uint32_t none = static_cast<uint32_t>(p.tokens) * p.units.per_row.divisor;
   Outgoing<kGroups> out(p, sends ? sent_shares(p.roles).first : none);
   Incoming in(p, received_shares(p.roles).first);
@@ -422,20 +422,20 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_lines_kernel(const __gri
   if (skips) ++step.number;
   bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
   uint32_t arrived = 0;
-  if (thread == 0) {
+  if (p.receive && thread == 0) {
     arrived = begin_end(g, step);
     if (blockIdx.x == 0) *p.handle.status = twSuccess;  // until somebody finds otherwise
-    if (blockIdx.x == 0) clear_tickets(g, step);
   }
+  if (thread == 0 && blockIdx.x == 0) clear_tickets(g, step);
   const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
-  if (usable && skips) usable = skip_step(p, step);
-  if (!usable) {
+  if (p.send && usable && skips) usable = skip_step(p, step);
+  if (usable) {
+    if (sends) send_units(b, routing, out, loaded);  // S7: nobody here waits
+    if (p.receive && is_receiver(p.roles)) take_units<kGroups>(b, in);
+  } else if (p.receive) {
     show_failure(p);
-  } else if (sends) {
-    send_units(b, routing, out, loaded);  // S7: nobody here waits
-  } else {
-    take_units<kGroups>(b, in);
   }
+  if (!p.receive) return;
   __syncthreads();
   if (usable && *scratch.failed() != 0) clear_failed(b);
   if (thread != 0) return;

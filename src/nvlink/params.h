@@ -180,9 +180,9 @@ struct Roles {
 //
 // Usual: of a dispatch, up to two payloads, of 16 bytes at a time; up to 8 ids, which lie as whole vectors of 16 bytes;
 // up to 32 ranks; a table of experts in shared memory. Of a combine, rows of the wire's type, 16 bytes at a time, as
-// they are; sums of that type; own rows where the caller has them; up to 32 ranks.
+// they are; sums of that type; own rows where the caller has them.
 //
-// Lines: usual, up to a round of tokens, all that is sent or received are lines; some blocks send, others receive.
+// Lines: usual, up to a round of tokens and 32 ranks; all that is sent or received are lines.
 enum class Kind : int32_t { kAny, kUsual, kLines };
 inline constexpr int kFastIds = 8;
 inline constexpr int kFewTokens = 32;  // one for each lane of a warp

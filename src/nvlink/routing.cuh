@@ -5,7 +5,7 @@
 // A round is 512 tokens. A block that sends routes the first with all its threads, one token each; later ones are one
 // warp's, ahead of the others, which so never wait for each other: under a full link a warp's unit takes up to 10 us.
 // What is left for those is small, a bit for each token and rank, from which they find the slots of their rows by
-// themselves. (Of up to 32 tokens each warp makes that by itself: dispatch_lines.cuh.)
+// themselves. (Where all go as lines, dispatch_lines.cu is shorter.)
 //
 // All of them count all tokens, which is quadratic; but the ids are small, and what a block sends first needs one
 // round. The alternative, sums passed from block to block, costs every block two trips to the second-level cache.
@@ -36,8 +36,8 @@ class Scratch {
     return shared_at<uint64_t>(p_.at.meta) + threadIdx.x / 32 * (1 + p_.group.map.shape().top_k);
   }
   __device__ int32_t* before_lines() const { return shared_at<int32_t>(p_.at.before_lines); }
-  __device__ volatile int32_t* routed() const { return shared_at<int32_t>(p_.at.routed); }
-  __device__ volatile int32_t* progress() const { return shared_at<int32_t>(p_.at.progress); }
+  __device__ int32_t* routed() const { return shared_at<int32_t>(p_.at.routed); }
+  __device__ int32_t* progress() const { return shared_at<int32_t>(p_.at.progress); }
   __device__ uint32_t* plain() const { return shared_at<uint32_t>(p_.at.plain); }
   __device__ int32_t* source_error() const { return shared_at<int32_t>(p_.at.source_error); }
   __device__ int32_t* failed() const { return shared_at<int32_t>(p_.at.failed); }
@@ -225,7 +225,7 @@ __device__ __noinline__ static void route_rest(const DispatchParams& p, Tell tel
 #pragma unroll 1
   for (int round = 1; round * kRound < p.tokens; ++round) {
     const auto left = [&] {  // the round whose place this one takes
-      return lane() >= kWarps - 1 || scratch.progress()[lane()] > round - static_cast<int>(p.at.rounds);
+      return lane() >= kWarps - 1 || peek(scratch.progress() + lane()) > round - static_cast<int>(p.at.rounds);
     };
     while (!__all_sync(~0u, left())) __nanosleep(200);
     __threadfence_block();
@@ -239,7 +239,7 @@ __device__ __noinline__ static void route_rest(const DispatchParams& p, Tell tel
     count_round(p, scratch, round, lane(), 32, tell);
     __threadfence_block();
     __syncwarp();
-    if (lane() == 0) *scratch.routed() = round + 1;
+    if (lane() == 0) put(scratch.routed(), round + 1);
   }
 }
 __device__ inline void await_round(const Scratch& scratch, int round) {
@@ -247,9 +247,9 @@ __device__ inline void await_round(const Scratch& scratch, int round) {
   __syncwarp();
   if (lane() == 0) {
     __threadfence_block();  // what was read of the round before may be overwritten
-    scratch.progress()[threadIdx.x / 32] = round;
+    put(scratch.progress() + threadIdx.x / 32, round);
   }
-  while (*scratch.routed() <= round) __nanosleep(100);
+  while (peek(scratch.routed()) <= round) __nanosleep(100);
   __threadfence_block();
   __syncwarp();
 }
