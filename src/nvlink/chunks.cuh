@@ -89,25 +89,31 @@ constexpr int kDrawn = 3;             // chunks that a block draws before it nee
 // A block's chunks, in the order in which it has drawn them: the first few are given, then each is drawn by whoever
 // begins the one kDrawn before. They are numbered (`turn`), and the place of number t is t % kChunks.
 struct Work {
-  int64_t* taken;      // turn << 32 | chunk
+  int32_t* taken;      // entry_of; 0: nothing yet
   int32_t* sent;       // units sent of all chunks that have had the place
   int32_t* published;  // turns that are over
   int32_t* end;        // the first turn of which there is no chunk, if that is known
 
   __device__ explicit Work(const Sum& s)
-      : taken(shared_at<int64_t>(s.p.at.taken)),
+      : taken(shared_at<int32_t>(s.p.at.taken)),
         sent(shared_at<int32_t>(s.p.at.sent)),
         published(shared_at<int32_t>(s.p.at.published)),
         end(published + 1) {}
 
-  // Whether a turn has a chunk. Waits until that is known, as it is when the block's other warps get so far.
+  // A turn's chunk, and which turn: enough of its number to tell it from those that had the place before.
+  static __device__ uint32_t entry_of(int turn, int chunk) {
+    return static_cast<uint32_t>(kTurnBit | (turn / kChunks & kTurns) << kChunkBits | chunk);
+  }
+  static __device__ int chunk_of(uint32_t entry) { return static_cast<int>(entry & ((1u << kChunkBits) - 1)); }
+
+  // Whether a turn has a chunk. Waits until that is known, as it is when the block's other warps get so far. By a warp.
   __device__ bool find(int turn, int* chunk) const {
 #pragma unroll 1
     while (true) {
-      const int64_t entry = peek(taken + turn % kChunks);
-      *chunk = static_cast<int>(entry);
-      if (entry >> 32 == turn) return true;
-      if (peek(end) <= turn) return false;
+      const auto entry = static_cast<uint32_t>(peek_once(taken + turn % kChunks));
+      *chunk = chunk_of(entry);
+      if (entry == entry_of(turn, *chunk)) return true;
+      if (peek_once(end) <= turn) return false;
       __nanosleep(20);
     }
   }
@@ -118,14 +124,19 @@ struct Work {
       return;
     }
     while (turn - peek(published) >= kChunks) __nanosleep(100);  // the place is still another's
-    put(taken + turn % kChunks, static_cast<int64_t>(turn) << 32 | chunk);
+    put(taken + turn % kChunks, static_cast<int32_t>(entry_of(turn, chunk)));
   }
+
+ private:
+  static constexpr int kChunkBits = 26;
+  static constexpr uint32_t kTurnBit = 1u << 31;
+  static constexpr int kTurns = 31;
 };
 
 // Nobody has begun. By a block, before a barrier.
 __device__ inline void begin_work(const Sum& s) {
   const Work work(s);
-  for (int i = static_cast<int>(threadIdx.x); i < kChunks; i += kThreads) work.taken[i] = -1, work.sent[i] = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < kChunks; i += kThreads) work.taken[i] = 0, work.sent[i] = 0;
   if (threadIdx.x == 0) *work.published = 0, *work.end = INT32_MAX;
 }
 
@@ -139,18 +150,20 @@ __device__ inline void publish_chunks(const Sum& s) {
 #pragma unroll 1
   while (true) {
     const int mine = turn + lane();
-    const int64_t entry = peek(work.taken + mine % kChunks);
-    const bool full = entry >> 32 == mine && peek(work.sent + mine % kChunks) >= units * (mine / kChunks + 1);
+    const auto entry = static_cast<uint32_t>(peek(work.taken + mine % kChunks));
+    const int number = Work::chunk_of(entry);
+    const bool full =
+        entry == Work::entry_of(mine, number) && peek(work.sent + mine % kChunks) >= units * (mine / kChunks + 1);
     const int done = __ffs(static_cast<int>(~__ballot_sync(~0u, full && lane() < 31))) - 1;
     if (done == 0) {
-      if (__any_sync(~0u, peek(work.end) <= turn)) return;
+      if (peek_once(work.end) <= turn) return;
       __nanosleep(100);
       continue;
     }
     __syncwarp();
     if (lane() < done) {
       fence_system();  // one instruction of all these lanes, each of which stores a word
-      const Chunk chunk = chunk_of(s, static_cast<int>(entry));
+      const Chunk chunk = chunk_of(s, number);
       if (chunk.rows > 0) {
         store_word(
             s.windows()[chunk.owner] + s.p.group.map.chunk_word(s.step.lane, s.step.bank(), s.p.group.me, chunk.number),
@@ -190,7 +203,7 @@ __device__ inline void push_chunks(const Sum& s) {
     const int turn = x / items;
     const int item = x - turn * items;
     int number = 0;
-    if (!__all_sync(~0u, work.find(turn, &number))) return;
+    if (!work.find(turn, &number)) return;
     int drawn = 0;
     int before = 0;
     const bool draws = item == 0 && work.find(turn + kDrawn - 1, &before);  // so that they are drawn in order

@@ -59,7 +59,7 @@ CombineScratch CombineScratch::make(const Shape& shape) {
   at.counts = carver.take<int32_t>(shape.ranks);
   at.sent_rows = carver.take<int32_t>(shape.ranks);
   at.sent = carver.take<int32_t>(kChunks);
-  at.taken = carver.take<int64_t>(kChunks);
+  at.taken = carver.take<int32_t>(kChunks);
   at.published = carver.take<int32_t>(2);
   at.failed = carver.take<int32_t>(1);
   at.bytes = carver.bytes();

@@ -237,7 +237,7 @@ struct CombineScratch {
   uint32_t counts;      // int32 [N] received from each owner
   uint32_t sent_rows;   // int32 [N] sent to each rank
   uint32_t sent;        // int32 [kChunks] units that are sent of the chunks that have had this place
-  uint32_t taken;       // int64 [kChunks] which chunk has it: chunks.cuh, Work
+  uint32_t taken;       // int32 [kChunks] which chunk has it: chunks.cuh, Work
   uint32_t published;   // int32 [2] turns of the block that are over, and where they end
   uint32_t failed;      // int32 the step has
   uint32_t bytes;

@@ -249,7 +249,7 @@ __device__ inline void await_round(const Scratch& scratch, int round) {
     __threadfence_block();  // what was read of the round before may be overwritten
     put(scratch.progress() + threadIdx.x / 32, round);
   }
-  while (peek(scratch.routed()) <= round) __nanosleep(100);
+  while (peek_once(scratch.routed()) <= round) __nanosleep(100);
   __threadfence_block();
   __syncwarp();
 }

@@ -67,6 +67,8 @@ def run_process(settings: Settings) -> int:
 
 def run_threads(settings: Settings) -> int:
     """All ranks as threads of this process, over the devices that there are."""
+    import torch  # noqa: F401  # here: of threads that import it at the same time, some find half of it
+
     n = settings.ranks
     devices = place(n, int(gpu_machine.device_count()))
     progress = Progress(len(settings.cases()), True)
