@@ -304,7 +304,8 @@ unsigned __int128 wide_bytes(const Shape& s) {
   words = std::max(words, (static_cast<Wide>(s.combine_bytes) + 7) / 8);
   const Wide banks = align(static_cast<Wide>(2) * kWordStride * s.ranks, kPageAlignment) + 2 * bank;
   const Wide lines = static_cast<Wide>(2) * s.ranks * s.line_tokens * ((words + 14) / 15 * 128);
-  const Wide lane = align(banks + 16 * s.ranks * chunks, kPageAlignment) + align(lines, kPageAlignment);
+  const Wide beside = s.line_tokens == 0 ? 0 : 2 * rows * ((static_cast<Wide>(1) + s.top_k + 14) / 15 * 128);
+  const Wide lane = align(banks + 16 * s.ranks * chunks, kPageAlignment) + align(lines + beside, kPageAlignment);
   return align(64 + static_cast<Wide>(8) * s.ranks, kPageAlignment) + lane * s.lanes;
 }
 
