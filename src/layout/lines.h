@@ -3,7 +3,8 @@
 // LL128).
 //
 // A row is a stream of 8-byte words, 15 to a line. Of a dispatch: header, ids and weights (meta_bytes), then each
-// payload, padded to whole words. Of a combine: the partial.
+// payload, padded to whole words; where the payloads go as they lie, header, ids and weights alone. Of a combine: the
+// partial.
 #pragma once
 
 #include <cstdint>

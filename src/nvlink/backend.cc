@@ -1,5 +1,5 @@
 // The CUDA backend: arguments into kernel parameters, and what kernels report into errors. What happens to bytes is in
-// dispatch.cu, combine.cu and views.cu.
+// dispatch*.cu, combine*.cu and views.cu.
 #include "nvlink/backend.h"
 
 #include <algorithm>
@@ -260,7 +260,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.lines = LinesAt::make(context_.map, p.lane);
   // Rows that the sums overwrite are all sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
-  p.roles = lines ? line_roles(rows, p.units, send && receive && !twice)
+  p.roles = lines ? line_roles(rows, p.units, send && receive)
                   : roles_of(rows, p.units, send && receive && !twice,
                              call.bound > view_.line_tokens ? max_grid_ * 3 / 10 : max_grid_ / 2);
   if (twice) {

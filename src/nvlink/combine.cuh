@@ -1,5 +1,5 @@
 // Sums of a combine: what a token's sum is made of, and a warp's part of it. What is sent is in combine.cu and
-// chunks.cuh.
+// chunks.cuh; where all rows are lines, both are in combine_lines.cu.
 //
 // Whether a row travels as lines follows from its slot and from how many rows its owner has sent, which both ends know.
 #pragma once

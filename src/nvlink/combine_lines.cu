@@ -205,11 +205,10 @@ __global__ void __launch_bounds__(kThreads, 1) combine_lines_kernel(const __grid
   uint32_t arrived = 0;
   if (p.receive && thread == 0) arrived = begin_end(g, s.step);
   if (thread == 0 && blockIdx.x == 0) clear_tickets(g, s.step);
-  const bool last = thread / 32 == kWarps - 1;  // the warp with least to do
-  if (s.sends()) {                              // S7: nobody here waits
-    if (!p.late_word && blockIdx.x == 0 && last) publish_first(s);
+  const bool last = thread / 32 == kWarps - 1;      // the warp with least to do
+  if (s.sends()) {                                  // S7: nobody here waits
+    if (blockIdx.x == 0 && last) publish_first(s);  // such rows never lie in the window
     send_units(s, out, loaded);
-    if (p.late_word) publish_last(s);
   }
   if (s.sums()) sum_units<kWire, kGroups>(s, token, sent);
   if (concludes(s) && last) await_words(s);

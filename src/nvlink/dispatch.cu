@@ -4,7 +4,7 @@
 // they are few, go as lines, which certify themselves. Those before them go as they lie; the fence and the word that
 // these need (S4) take some 4 us, which pass while the lines are on the wire.
 //
-// Half of the blocks send, the others receive, and their warps work alone, on a unit of a row at a time: the senders
+// Some of the blocks send, the others receive, and their warps work alone, on a unit of a row at a time: the senders
 // need a bit for each token and rank (routing.cuh) and find the slots of their row from it; the receivers need a word
 // of each source, which they look at while their first line comes. Nothing is handed over by way of barriers and memory
 // but the bits, as each such step is half a microsecond.
@@ -71,11 +71,11 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     if (sends) send<kFast>(b, ahead);  // S7: nobody here waits
     if (receives) receive<kFast>(b);
   } else if (p.receive) {
-    show_failure(p);
+    give_up(b);
   }
   if (!p.receive) return;
   __syncthreads();
-  if (usable && *scratch.failed() != 0) clear_failed(b);
+  if (*scratch.failed() != 0) clear_failed(b);
   if (threadIdx.x != 0) return;
   end_step(g, step, arrived);
   say_done(g, step);

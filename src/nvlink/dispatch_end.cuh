@@ -38,15 +38,10 @@ __device__ __noinline__ static void clear_failed(Block b) {
   if (threadIdx.x == 0) *p.handle.status = twInternalError;
 }
 
-// The group is finished: nothing goes out, and what the caller sees is safe.
-__device__ __noinline__ static void show_failure(const DispatchParams& p) {
-  const int ranks = p.group.map.shape().ranks;
-  const int thread = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  for (int i = thread; i < ranks; i += static_cast<int>(gridDim.x * blockDim.x)) {
-    p.shown.counts[i] = p.handle.counts[i] = 0;
-  }
-  if (threadIdx.x == 0) *p.handle.status = twInternalError;  // other blocks may have begun before
-  for (int i = 0; i < ranks; ++i) show_nothing(p, i, 0, p.bound, thread, static_cast<int>(gridDim.x * blockDim.x));
+// The group is finished: nothing goes out, and what the caller sees is made safe, when all have done with it. Blocks
+// that have begun before may think otherwise, so each that knows clears everything.
+__device__ inline void give_up(const Block& b) {
+  for (int i = static_cast<int>(threadIdx.x); i < b.ranks(); i += kThreads) b.scratch.fail(i, twInternalError);
 }
 
 }  // namespace tw::nvlink

@@ -8,7 +8,6 @@
 #include <cuda_runtime.h>
 
 #include "nvlink/dispatch_end.cuh"
-#include "nvlink/dispatch_receive.cuh"
 #include "nvlink/launch.h"
 
 namespace tw::nvlink {
@@ -239,15 +238,16 @@ __device__ inline void tell_counts(const Block& b, const Routing<kAlone>& routin
   if (lane() >= b.ranks()) return;
   publish_word(p.group, b.step, lane(), Mode::kDispatchLines, n, 0);
   p.handle.send_counts[lane()] = n;
-  if (lane() == p.group.me) p.shown.counts[lane()] = p.handle.counts[lane()] = n;
 }
 
-// Slots that hold no row of this rank's own, by the first `warps` of those that send.
-template <bool kAlone>
-__device__ inline void show_empty(const Block& b, const Routing<kAlone>& routing, uint32_t warp, uint32_t warps) {
-  const int own = routing.count(b, b.p.group.me);
-  if (own == b.p.bound) return;
-  show_nothing(b.p, b.p.group.me, own, b.p.bound, static_cast<int>(warp) * 32 + lane(), static_cast<int>(warps) * 32);
+// How many rows are this rank's own, and slots that hold none of them: by the first `warps` warps of a side. Which one
+// follows from the launch alone: rows may be sent by a kernel of another kind, which leaves this to whoever receives.
+__device__ inline void show_own(const Block& b, int own, uint32_t warp, uint32_t warps) {
+  const DispatchParams& p = b.p;
+  const int me = p.group.me;
+  if (warp == 0 && lane() == 0) p.shown.counts[me] = p.handle.counts[me] = own;
+  if (own == p.bound) return;
+  show_nothing(p, me, own, p.bound, static_cast<int>(warp) * 32 + lane(), static_cast<int>(warps) * 32);
 }
 
 template <int kGroups, bool kAlone>
@@ -269,7 +269,7 @@ __device__ inline void send_units(const Block& b, const Routing<kAlone>& routing
     loaded = Loaded<kGroups>(out);
   }
   const uint32_t warps = all > 0 ? min(all, shares.step) : shares.step;
-  if (shares.first < warps) show_empty(b, routing, shares.first, warps);
+  if (p.receive && shares.first < warps) show_own(b, routing.count(b, p.group.me), shares.first, warps);
 }
 
 // ---- Receiving
@@ -375,6 +375,9 @@ __device__ inline void take_units(const Block& b, Incoming in) {
   const DispatchParams& p = b.p;
   const Shares shares = received_shares(p.roles);
   const uint32_t all = static_cast<uint32_t>(p.bound * (b.ranks() - 1)) * p.units.per_row.divisor;
+  if (!p.send) {  // an earlier kernel has
+    show_own(b, static_cast<int>(load_fresh<uint32_t>(p.handle.send_counts + p.group.me)), shares.first, shares.step);
+  }
 #pragma unroll 1
   for (uint32_t u = shares.first; u < all;) {
     take_unit<kGroups>(b, in);
@@ -433,11 +436,11 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_lines_kernel(const __gri
     if (sends) send_units(b, routing, out, loaded);  // S7: nobody here waits
     if (p.receive && is_receiver(p.roles)) take_units<kGroups>(b, in);
   } else if (p.receive) {
-    show_failure(p);
+    give_up(b);
   }
   if (!p.receive) return;
   __syncthreads();
-  if (usable && *scratch.failed() != 0) clear_failed(b);
+  if (*scratch.failed() != 0) clear_failed(b);
   if (thread != 0) return;
   end_step(g, step, arrived);
   say_done(g, step);

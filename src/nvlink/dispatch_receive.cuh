@@ -22,11 +22,11 @@ __device__ inline void expect(const Block& b, const Sources& sources, const Shar
 }
 
 // A unit of a row that came as lines: into the window, as rows lie there, and what the caller sees.
-template <bool kFast, int kGroups>
-__device__ inline void take_lines(const Block& b, int64_t row, const Unit& unit, const Parts<1, kGroups>& parts) {
-  Vec16 pair[kGroups];
+template <bool kFast>
+__device__ inline void take_lines(const Block& b, int64_t row, const Unit& unit, const Parts<1>& parts) {
+  Vec16 pair[kUnitGroups];
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) pair[g] = parts.value[g][0];
+  for (int g = 0; g < kUnitGroups; ++g) pair[g] = parts.value[g][0];
   place_words<kFast>(b.p, b.bank, row, unit, parts.groups, pair);
   if (!has_meta(unit)) return;
   uint64_t* const window = reinterpret_cast<uint64_t*>(b.bank + b.p.group.map.meta_begin()) + row * b.meta_words();
@@ -118,7 +118,7 @@ __device__ inline void take_meta_lines(const Block& b, int source, int rows, uin
     const uint32_t line = 4 * group + static_cast<uint32_t>(lane()) / kLineLanes;
     Parts<1, 1> parts{};
     parts.groups = line < lines ? 1 : 0;
-    parts.at[0] = begin + line_place(group);
+    parts.at[0] = begin + uint64_t{group} * kGroupBytes + line_place(0);
     parts.look();
     const bool here = await_lines(p.group, b.step, &parts, [&](int) { return source; }, [](int) { return false; });
     if (!here) b.scratch.fail(source, twInternalError);

@@ -14,7 +14,7 @@ namespace tw::nvlink {
 // once.
 inline constexpr int kThreads = 512;
 inline constexpr int kWarps = kThreads / 32;
-inline constexpr int kRound = kThreads;  // tokens that a block routes at a time, one for each thread
+inline constexpr int kRound = kThreads;  // tokens that are routed at a time; of the first round one by each thread
 inline constexpr int kTailLines = 128;   // of more tokens than go as lines, the last so many do; at most a round
 inline constexpr int kUnitGroups = 4;    // at most so many groups of lines are one warp's at a time
 inline constexpr uint32_t kPushedVectors = 32 * kUnitGroups;  // of 16 bytes, of a row into an inbox, likewise
@@ -182,7 +182,7 @@ struct Roles {
 // up to 32 ranks; a table of experts in shared memory. Of a combine, rows of the wire's type, 16 bytes at a time, as
 // they are; sums of that type; own rows where the caller has them.
 //
-// Lines: usual, up to a round of tokens and 32 ranks; all that is sent or received are lines.
+// Lines: usual, with a bound of up to a round of tokens, and up to 32 ranks; so all that is sent or received are lines.
 enum class Kind : int32_t { kAny, kUsual, kLines };
 inline constexpr int kFastIds = 8;
 inline constexpr int kFewTokens = 32;  // one for each lane of a warp

@@ -237,9 +237,11 @@ __device__ __noinline__ static void route_rest(const DispatchParams& p, Tell tel
     }
     __syncwarp();
     count_round(p, scratch, round, lane(), 32, tell);
-    __threadfence_block();
     __syncwarp();
-    if (lane() == 0) put(scratch.routed(), round + 1);
+    if (lane() == 0) {
+      __threadfence_block();  // behind what the other lanes have written, which lane 0 has synchronised with
+      put(scratch.routed(), round + 1);
+    }
   }
 }
 __device__ inline void await_round(const Scratch& scratch, int round) {

@@ -68,9 +68,10 @@ __device__ inline void say_done(const GroupView& g, const Step& step) {
 }
 // Waits for all other blocks of the kernel; only on the way of an error.
 __device__ __noinline__ static void await_done(const GroupView& g, Step step) {
+  constexpr int kMostLooks = 20000;  // 10 ms: a block that waits for unit after unit looks around once in 0.2 ms
   for (uint32_t i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
     // Of a finished group some blocks may have left at once.
-    for (int look = 0; i != blockIdx.x && !(is_sticky(g) && look > 1000); ++look) {
+    for (int look = 0; i != blockIdx.x && !(is_sticky(g) && look > kMostLooks); ++look) {
       if (*reinterpret_cast<volatile uint32_t*>(&g.lanes[step.lane].done[i]) == step.low()) break;
       __nanosleep(500);
     }

@@ -90,6 +90,17 @@ def test_one_block_a_rank(lines, where, nranks) -> None:
         check(setup, rounds, ranks.staged(setup, rounds, sm_limit=1))
 
 
+@pytest.mark.parametrize("top_k", [4, 8])
+def test_ids_by_column(lines, top_k) -> None:
+    """Staged: sent from the caller's ids, which lie apart, and received when the handle has them side by side, so by
+    kernels of different kinds. Slots that hold nothing of a rank's own are somebody's to empty all the same."""
+    setup = setup_of(2, experts=9, top_k=top_k, payloads=(), max_tokens=64)
+    rounds = [Round((11, 0), seed=s, fortran=True, bound=b, routing="holes") for s, b in enumerate((64, 24, 11))]
+    with Locals(2) as ranks:
+        check(setup, rounds, ranks.staged(setup, rounds))
+        check(setup, rounds, by_round(ranks.run(play, setup, rounds)))
+
+
 def test_limits_that_differ() -> None:
     """sm_limit is a rank's own."""
     setup = setup_of(3)
