@@ -78,6 +78,7 @@ typedef enum TW_AS_INT {
   // This call failed on every rank; the group stays usable.
   twPeerRefused = 7,    // a peer was given bad arguments; the record's `peer` says which
   twBoundMismatch = 8,  // ranks called with different bounds b
+  twRecvOverflow = 15,  // a rank would receive more than max_recv_tokens rows; the sentence says which, and how many
   // The group is finished (sticky): every later call returns the same error. See twGroupShrink.
   twTimeout = 9,         // a peer was later than the group's timeout
   twPeerDied = 10,       // a peer's process ended or closed its comm
@@ -93,6 +94,7 @@ typedef enum TW_AS_INT {
   twPhaseDispatch = 2,
   twPhaseCombine = 3,
   twPhaseShrink = 4,
+  twPhaseCounts = 5,
 } twPhase_t;
 
 // What ended a call, and who is to blame. Ranks are ranks of the group.
@@ -218,8 +220,16 @@ TW_API twResult_t twCommDevice(twComm_t comm, int32_t* device);
 
 typedef enum TW_AS_INT {
   twLowLatency = 0,
-  twHighThroughput = 1,  // not in this version: twUnsupported
+  // Exact layouts: ranks exchange counts first (twExchangeCounts), so that each row goes to its final place and outputs
+  // are as large as what comes. Not on the CUDA backend in this version: twUnsupported.
+  twHighThroughput = 1,
 } twMode_t;
+
+// What becomes of rows beyond max_recv_tokens.
+typedef enum TW_AS_INT {
+  twOverflowRefuse = 0,  // the exchange of counts fails on all ranks alike (twRecvOverflow); nothing is sent
+  twOverflowDrop = 1,    // they are not sent; a token's sum lacks the partials of ranks that it was dropped for
+} twOverflow_t;
 
 typedef enum TW_AS_INT {
   twIdLocal = 0,   // received ids are slots 0..L-1 of this rank; ids of experts elsewhere become invalid_id
@@ -254,6 +264,10 @@ typedef struct {
   twIdSpace_t id_space;
   int32_t invalid_id;  // what stands for "no expert" in received ids; default -1
   int32_t sm_limit;    // CUDA backend: thread blocks of a kernel, at most one per SM; 0: the backend chooses
+  // High throughput alone.
+  int32_t max_recv_tokens;  // R, rows of all sources that a rank may receive in a step, 1..N*B; 0: N*B
+  twOverflow_t overflow;
+  int32_t row_alignment;  // twGrouped: an expert's rows begin at multiples of this, a power of two, 1..256; 0: 1
   // Memory for the arrays of handles, device memory on the CUDA backend; both NULL: the library's own. alloc must
   // return 64-byte aligned blocks.
   void* (*alloc)(size_t bytes, void* context);
@@ -261,27 +275,11 @@ typedef struct {
   void* alloc_context;
 } twGroupConfig_t;
 
-#define TW_GROUP_CONFIG_INIT \
-  {sizeof(twGroupConfig_t),  \
-   twLowLatency,             \
-   0,                        \
-   0,                        \
-   0,                        \
-   0,                        \
-   {{twDtypeNone, 0}},       \
-   twBfloat16,               \
-   0,                        \
-   NULL,                     \
-   NULL,                     \
-   1,                        \
-   0,                        \
-   twInt32,                  \
-   twIdLocal,                \
-   -1,                       \
-   0,                        \
-   NULL,                     \
-   NULL,                     \
-   NULL}
+// clang-format off
+#define TW_GROUP_CONFIG_INIT                                                                                       \
+  {sizeof(twGroupConfig_t), twLowLatency, 0, 0, 0, 0, {{twDtypeNone, 0}}, twBfloat16, 0, NULL, NULL, 1, 0, twInt32, \
+   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL}
+// clang-format on
 
 typedef struct {
   size_t size;
@@ -344,7 +342,8 @@ TW_API twResult_t twGroupGetError(twGroup_t group, twErrorRecord_t* record);
 // On the CUDA backend they are copied, and the ids checked, by the handle's first dispatch, in stream order: the
 // tensors must stay as they are until then. Where that is part of a captured graph, each replay copies them anew. In
 // device memory a bad id acts as -1; the record names token, k and value.
-// Not collective. Errors: twInvalidArgument names token, k and value; nothing is created.
+// Not collective. Errors: twInvalidArgument names token, k and value; nothing is created. In high throughput the
+// handle's counts must be exchanged before it is dispatched: twExchangeCounts.
 TW_API twResult_t twHandleCreate(twHandle_t* handle, twGroup_t group, const twTensor_t* ids, const twTensor_t* weights,
                                  void* memory);
 
@@ -361,7 +360,8 @@ TW_API twResult_t twHandleRelease(twHandle_t handle);
 TW_API twResult_t twHandleMemBytes(twGroup_t group, size_t* bytes);
 
 // counts: [N], rows received from each rank by the handle's last completed dispatch; total: their sum. Either may be
-// NULL. twInvalidUsage before the first dispatch. On the CUDA backend it waits for that dispatch; not in a capture.
+// NULL. twInvalidUsage before the first dispatch, in high throughput before the exchange of counts. On the CUDA backend
+// it waits for that dispatch; not in a capture.
 TW_API twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* total);
 
 // -------------------------------------------------------------------------------------------------------- exchange
@@ -369,6 +369,10 @@ TW_API twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int3
 typedef enum TW_AS_INT {
   twRankMajor = 0,    // [N, b, ...]: slot p of source s at [s, p]; slots fill in token order
   twExpertMajor = 1,  // [L, N*b, ...]: rows of a local expert from 0 on, in (source, token) order
+  // High throughput alone, and there these alone.
+  twFlat = 2,     // [R', ...]: the R' rows that came, in (source, token) order
+  twGrouped = 3,  // [P, ...]: rows of local expert 0, then of 1 and so on, each in (source, token) order and padded
+                  // with zeros to a multiple of row_alignment: expert e has rows offsets[e] .. offsets[e + 1]
 } twLayout_t;
 
 typedef enum TW_AS_INT {
@@ -377,10 +381,28 @@ typedef enum TW_AS_INT {
                      // sum of the token's weights of this rank's experts, over k ascending
 } twWeighting_t;
 
+// High throughput alone: a step of all ranks, in which each tells all others how many rows it will send to whom and to
+// which expert. Then every rank knows where each row goes and how many come (twHandleNumRecvRows), and the handle may
+// be dispatched for as long as its routing stays. Takes a free lane for this one step. Errors: twInvalidUsage,
+// twRecvOverflow on all ranks alike, twPeerRefused, and the sticky ones.
+typedef struct {
+  size_t size;
+  int32_t lane;       // -1: the next free one, in the same order on all ranks
+  int32_t send_only;  // 1: return when everything is sent; twComplete receives
+  void* stream;
+} twCountsInput_t;
+#define TW_COUNTS_INPUT_INIT {sizeof(twCountsInput_t), -1, 0, NULL}
+
+TW_API twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsInput_t* input);
+
+// Rows of a layout that this rank will receive: of twFlat R', of twGrouped P, where rows that are dropped have places
+// too, which hold zeros. twInvalidUsage before the exchange of counts.
+TW_API twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
+
 typedef struct {
   size_t size;
   twTensor_t payloads[TW_MAX_PAYLOADS];  // [T, ...] each, as configured; T as in the handle
-  int32_t bound;                         // b, equal on all ranks, T <= b <= B; 0: B
+  int32_t bound;                         // b, equal on all ranks, T <= b <= B; 0: B. High throughput: 0
   int32_t lane;                          // -1: the next free one, in the same order on all ranks
   int32_t send_only;                     // 1: return when everything is sent; twComplete receives
   void* stream;
@@ -392,25 +414,32 @@ typedef struct {
 //   rank_major    payloads: a view of the window, valid until the next step on the lane starts (the handle's combine
 //                 may read it); ids, weights, counts: views of the handle, valid until its next dispatch or its end
 //   expert_major  not written (there is nothing to view), but for counts, a view of the handle
+//   flat          as rank_major
+//   grouped       as expert_major; offsets are a view of the handle too
 // All fields of the tensors are filled in.
 typedef struct {
   size_t size;
   twLayout_t layout;
   twTensor_t payloads[TW_MAX_PAYLOADS];  // rank_major [N, b, elements], expert_major [L, N*b, elements]; rows beyond
-                                         // the counts are not written
-  twTensor_t ids;      // id_dtype. rank_major [N, b, K]; expert_major [L, N*b]; invalid_id where there is nothing
+                                         // the counts are not written. flat [R', elements], grouped [P, elements]
+  twTensor_t ids;      // id_dtype. rank_major [N, b, K]; expert_major [L, N*b]; invalid_id where there is nothing;
+                       // flat [R', K], grouped [P]
   twTensor_t weights;  // twFloat32, the same shape; 0 where there is nothing
-  twTensor_t counts;   // twInt32. rank_major [N], expert_major [L]
+  twTensor_t counts;   // twInt32. rank_major and flat [N], expert_major and grouped [L]
+  twTensor_t offsets;  // twInt32 [L + 1], grouped alone: where the rows of each expert begin, and at last P
 } twDispatchOutput_t;
-#define TW_DISPATCH_OUTPUT_INIT \
-  {sizeof(twDispatchOutput_t), twRankMajor, {TW_TENSOR_INIT}, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT}
+// clang-format off
+#define TW_DISPATCH_OUTPUT_INIT                                                                                  \
+  {sizeof(twDispatchOutput_t), twRankMajor, {TW_TENSOR_INIT}, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT, \
+   TW_TENSOR_INIT}
+// clang-format on
 
 typedef struct {
   size_t size;
   twLayout_t layout;
   twWeighting_t weighting;
-  twTensor_t rows;  // [N, b, H] or [L, N*b, H] as dispatched; twFloat32, twBfloat16 or twFloat16; rows beyond the
-                    // counts are not read. May be the dispatch's view itself
+  twTensor_t rows;  // [N, b, H] or [L, N*b, H], [R', H] or [P, H] as dispatched; twFloat32, twBfloat16 or twFloat16;
+                    // rows beyond the counts are not read. May be the dispatch's view itself
   int32_t send_only;
   void* stream;
 } twCombineInput_t;

@@ -30,11 +30,12 @@ MAX_TOP_K = 64
 MAX_RANKS = 1024
 MAX_DIMS = 6
 
-LOW_LATENCY = 0
+MODES = {"low_latency": 0, "high_throughput": 1}
+OVERFLOWS = {"refuse": 0, "drop": 1}
 ID_SPACES = {"local": 0, "global": 1}
-LAYOUTS = {"rank_major": 0, "expert_major": 1}
+LAYOUTS = {"rank_major": 0, "expert_major": 1, "flat": 2, "grouped": 3}
 WEIGHTINGS = {"none": 0, "topk": 1}
-PHASES = ("none", "create", "dispatch", "combine", "shrink")
+PHASES = ("none", "create", "dispatch", "combine", "shrink", "counts")
 
 
 class Struct(ctypes.Structure):
@@ -94,6 +95,9 @@ class GroupConfig(Struct):
         ("id_space", c_int),
         ("invalid_id", c_int32),
         ("sm_limit", c_int32),
+        ("max_recv_tokens", c_int32),
+        ("overflow", c_int),
+        ("row_alignment", c_int32),
         ("alloc", c_void_p),
         ("release", c_void_p),
         ("alloc_context", c_void_p),
@@ -162,7 +166,12 @@ class DispatchOutput(Struct):
         ("ids", Tensor),
         ("weights", Tensor),
         ("counts", Tensor),
+        ("offsets", Tensor),
     ]
+
+
+class CountsInput(Struct):
+    _fields_ = [("size", c_size_t), ("lane", c_int32), ("send_only", c_int32), ("stream", c_void_p)]
 
 
 class CombineInput(Struct):
@@ -205,6 +214,8 @@ _FUNCTIONS = {
     "twHandleRelease": (c_int, [c_void_p]),
     "twHandleDestroy": (c_int, [c_void_p]),
     "twHandleNumRecvTokens": (c_int, [c_void_p, POINTER(c_int32), POINTER(c_int32)]),
+    "twHandleNumRecvRows": (c_int, [c_void_p, c_int, POINTER(c_int64)]),
+    "twExchangeCounts": (c_int, [c_void_p, c_void_p, POINTER(CountsInput)]),
     "twDispatch": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "twCombine": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "twComplete": (c_int, [c_void_p, c_void_p, c_void_p]),

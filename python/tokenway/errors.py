@@ -86,6 +86,13 @@ class BoundMismatch(TokenwayError, ValueError):
     result = "twBoundMismatch"
 
 
+class RecvOverflow(TokenwayError, RuntimeError):
+    """A rank would receive more than max_recv_tokens rows, so the exchange of counts failed on all ranks. The group
+    stays usable."""
+
+    result = "twRecvOverflow"
+
+
 class GroupFinished(TokenwayError, RuntimeError):
     """The group can send nothing more; `Group.shrink` goes on with the survivors. Creating a comm or a group fails
     with the same kinds, where there is no group to go on with."""
@@ -138,6 +145,7 @@ BY_RESULT: dict[str, type[TokenwayError]] = {
         ConfigMismatch,
         PeerRefused,
         BoundMismatch,
+        RecvOverflow,
         PeerTimeout,
         PeerDied,
         Excluded,

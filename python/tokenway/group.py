@@ -36,6 +36,11 @@ class Group:
     lanes: exchanges in flight. timeout: seconds after which a late peer is an error (default 100). id_dtype, id_space
     ("local": slots of this rank, "global": as sent) and invalid_id of received ids. sm_limit: on a CUDA device, thread
     blocks of a kernel, at most one on each SM (default 0: the backend chooses).
+    mode: "low_latency" (layouts "rank_major" and "expert_major", sized by a bound) or "high_throughput" (layouts "flat"
+    and "grouped", as large as what comes: `exchange_counts` before a dispatch; on the CPU). Of the latter alone:
+    max_recv_tokens, rows that a rank may receive in a step (default N*B); overflow, what becomes of more, "refuse"
+    (RecvOverflow) or "drop"; row_alignment, of which an expert's first row in "grouped" is a multiple, a power of two
+    to 256 (default 1).
 
     All ranks must give the same values, but for sm_limit; a difference is an error that names the field and the ranks.
     A group is for one thread at a time.
@@ -60,6 +65,10 @@ class Group:
         id_space: str = "local",
         invalid_id: int = -1,
         sm_limit: int = 0,
+        mode: str = "low_latency",
+        max_recv_tokens: int | None = None,
+        overflow: str = "refuse",
+        row_alignment: int | None = None,
     ):
         settings = Settings(
             experts=experts,
@@ -77,6 +86,10 @@ class Group:
             id_space=id_space,
             invalid_id=invalid_id,
             sm_limit=sm_limit,
+            mode=mode,
+            max_recv_tokens=max_recv_tokens,
+            overflow=overflow,
+            row_alignment=row_alignment,
         )
         pointer = c_void_p()
         base = comm.pointer
@@ -103,6 +116,7 @@ class Group:
         self.combine_hidden = settings.hidden if settings.combine_hidden is None else settings.combine_hidden
         self.combine_dtype = settings.combine_dtype_name()
         self.id_dtype = tensors.dtype_name(settings.id_dtype)
+        self.exact = settings.mode == "high_throughput"  # outputs are as large as what comes
         self._payload_specs = settings.all_payloads()
         self._extra_names = [name for name in self._payload_specs if name != "tokens"]
         info = _native.GroupInfo()
@@ -125,7 +139,7 @@ class Group:
         slot = partial(tensors.Slot, describe=place.describe)
         self._in_slots = [slot(self._in, t) for t in self._in.payloads]
         self._out_slots = {name: slot(self._out, self._out.payloads[q]) for q, name in enumerate(self._payload_specs)}
-        for name in ("ids", "weights", "counts"):
+        for name in ("ids", "weights", "counts", *["offsets"] * self.exact):
             self._out_slots[name] = slot(self._out, getattr(self._out, name))
         self._combine_in, self._combine_out = _native.CombineInput(), _native.CombineOutput()
         self._rows_slot = slot(self._combine_in, self._combine_in.rows)
@@ -158,6 +172,21 @@ class Group:
         handle.adopt_routing(ids, weights)
         return handle
 
+    def exchange_counts(self, handle: Handle, *, lane: int | None = None, send_only: bool = False) -> Any:
+        """In high throughput: ranks tell each other how many rows they will send, before a handle's first dispatch and
+        after each `Handle.update`. Returns the handle, whose `recv_rows` is known then, or `Pending` of it. A step of
+        all ranks. Errors: RecvOverflow on all ranks alike, InvalidUsage, PeerRefused, GroupFinished."""
+        self._free_finished()
+        given = _native.CountsInput()
+        given.lane = -1 if lane is None else arguments.int32(lane) if lane != -1 else -2
+        given.send_only = 1 if send_only else 0
+        if self.device is not None:
+            given.stream = self._stream_of(handle)
+        result = _native.lib.twExchangeCounts(self.pointer, arguments.pointer_of(handle), byref(given))
+        if result:
+            raise self._error(result, handle=handle)
+        return Pending(handle, handle, (handle,), combining=True) if send_only else handle
+
     @cuda.ranged("tokenway.dispatch")
     def dispatch(
         self,
@@ -165,7 +194,7 @@ class Group:
         tokens: Tensor,
         payloads: Mapping[str, Tensor] | None = None,
         *,
-        layout: str = "rank_major",
+        layout: str | None = None,
         bound: int | None = None,
         lane: int | None = None,
         out: Tensor | Mapping[str, Tensor] | None = None,
@@ -174,7 +203,8 @@ class Group:
         """Sends every token to the ranks of its experts; returns `Received`, or `Pending[Received]` with send_only.
 
         tokens: [T, H], rows may be strided. payloads: [T, elements] each. layout: "rank_major" (views of the window,
-        no copy) or "expert_major". bound: b, equal on all ranks, T <= b <= max_tokens (default max_tokens): outputs
+        no copy; the default) or "expert_major", in high throughput "flat" (views, no copy; the default) or "grouped".
+        bound (not in high throughput): b, equal on all ranks, T <= b <= max_tokens (default max_tokens): outputs
         are sized by it. lane: which one to lease (default: the next free one). out: a tensor for tokens, or a mapping
         of Received's fields and payload names, to have them written there.
         What is returned is detached: autograd does not know of the exchange.
@@ -182,7 +212,8 @@ class Group:
         BoundMismatch, GroupFinished.
         """
         self._free_finished()
-        b = self.max_tokens if bound is None else arguments.int32(bound) or -2
+        layout = layout or ("flat" if self.exact else "rank_major")
+        b = (0 if self.exact else self.max_tokens) if bound is None else arguments.int32(bound) or -2
         given = dict(out) if isinstance(out, Mapping) else {} if out is None else {"tokens": out}
         # What C cannot see is refused here, but not before C has told the peers.
         problem = None
@@ -195,8 +226,8 @@ class Group:
             else:
                 problem = problem or arguments.problem_of_payloads(payloads, self._extra_names)
         try:
-            if layout == "expert_major":
-                self._add_expert_major_out(b, given, tokens)
+            if layout in ("expert_major", "grouped"):
+                self._add_expert_out(handle, layout, b, given, tokens)
         except (MemoryError, RuntimeError) as error:
             problem = OutOfMemory(f"no memory for the outputs: {error}")
         self._in_slots[0].set(tokens)
@@ -239,8 +270,8 @@ class Group:
     ) -> Any:
         """Returns rows to their owners and sums them: [T, H], or `Pending` of it with send_only.
 
-        rows: as dispatched, [N, b, H] or [L, N*b, H] (leading dimensions may be flattened), float32, bfloat16 or
-        float16. weighting: "none" (rows are weighted already) or "topk". layout: that of rows (default: the
+        rows: as dispatched, [N, b, H] or [L, N*b, H] (leading dimensions may be flattened), [R', H] or [P, H], float32,
+        bfloat16 or float16. weighting: "none" (rows are weighted already) or "topk". layout: that of rows (default: the
         handle's last dispatch). dtype: of the result (default combine_dtype). out: [T, H] to write to.
         Sums are float32 over k, then over ranks, both ascending, rounded to combine_dtype in between: the same bits
         every time. The result is detached: autograd does not know of the exchange. Errors as `dispatch`; after a step
@@ -423,11 +454,13 @@ class Group:
         if result:
             raise self._error(result)
 
-    def _add_expert_major_out(self, b: int, made: dict[str, Tensor], like: Tensor) -> None:
+    def _add_expert_out(self, handle: Any, layout: str, b: int, made: dict[str, Tensor], like: Tensor) -> None:
         """New tensors for what the caller has not given: there is no window to view by expert."""
-        if not 0 < b <= self.max_tokens:
+        exact = layout == "grouped"
+        rows = handle.rows_of(layout) if exact and isinstance(handle, Handle) else None
+        if rows is None if exact else not 0 < b <= self.max_tokens:
             return  # refused anyway
-        lead = (self.num_local_experts, self.nranks * b)
+        lead = (rows,) if exact else (self.num_local_experts, self.nranks * b)
         for name, payload in self._payload_specs.items():
             if made.get(name) is None:
                 made[name] = self._place.empty((*lead, payload.elements), payload.dtype, like)
@@ -438,18 +471,20 @@ class Group:
 
     def _received(self, handle: Handle, layout: str, b: int, given: dict[str, Tensor], torch: bool) -> Received:
         late = {}
+        lead: tuple[int, ...] = (handle.rows_of("flat") or 0,) if self.exact else (self.nranks, b)
         for name, slot in self._out_slots.items():
             if given.get(name) is not None:
                 continue
             if (payload := self._payload_specs.get(name)) is not None:
-                shape = (self.nranks, b, payload.elements)
-                given[name] = self._view(slot.pointer(), shape, payload.dtype, torch)
+                given[name] = self._view(slot.pointer(), (*lead, payload.elements), payload.dtype, torch)
             elif name == "counts":
-                shape = (self.nranks if layout == "rank_major" else self.num_local_experts,)
+                shape = (self.nranks if layout in ("rank_major", "flat") else self.num_local_experts,)
                 late[name] = slot.pointer(), shape, "int32"
+            elif name == "offsets":
+                if layout == "grouped":
+                    late[name] = slot.pointer(), (self.num_local_experts + 1,), "int32"
             else:
-                shape = (self.nranks, b, self.top_k)
-                late[name] = slot.pointer(), shape, self.id_dtype if name == "ids" else "float32"
+                late[name] = slot.pointer(), (*lead, self.top_k), self.id_dtype if name == "ids" else "float32"
         extra = {name: given[name] for name in self._extra_names} if self._extra_names else {}
         return Received(handle, layout, extra, given, late, torch)
 

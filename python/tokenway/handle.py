@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from ctypes import byref, c_int32
+from ctypes import byref, c_int32, c_int64
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -34,10 +34,24 @@ class Received:
     offsets       [N + 1]             [L + 1]                  int32
     ============  ==================  =======================  =============
 
-    Rows beyond the counts hold nothing of use; ids are invalid_id and weights 0 there. offsets are the running sums
-    of counts. In rank_major, tokens and payloads are views of the window, valid until the next step on the lane
-    begins: experts may compute in place, and the combine of the same handle may read them; later calls may not, and
-    after `Group.close` the memory is gone. The other fields belong to the handle: its next dispatch overwrites them.
+    and in high throughput, of the R' rows that came:
+
+    ============  ==================  =======================  =============
+    field         flat                grouped                  dtype
+    ============  ==================  =======================  =============
+    tokens        [R', H]             [P, H]                   the group's
+    payloads[x]   [R', elements]      [P, elements]            the payload's
+    ids           [R', K]             [P]                      id_dtype
+    weights       [R', K]             [P]                      float32
+    counts        [N] per source      [L] per expert           int32
+    offsets       [N + 1]             [L + 1], padded          int32
+    ============  ==================  =======================  =============
+
+    Rows beyond the counts hold nothing of use (in grouped, zeros); ids are invalid_id and weights 0 there. offsets are
+    the running sums of counts; in grouped, where each expert's rows begin, and at last P. In rank_major and flat,
+    tokens and payloads are views of the window, valid until the next step on the lane begins: experts may compute in
+    place, and the combine of the same handle may read them; later calls may not, and after `Group.close` the memory is
+    gone. The other fields belong to the handle: its next dispatch overwrites them.
 
     On a CUDA device all of them are PyTorch tensors there, and hold what is said once the device has come to it, in
     order of the stream that the dispatch was called on. For another stream the same holds as for all of PyTorch: it
@@ -88,7 +102,10 @@ class Received:
 
     @property
     def offsets(self) -> Tensor:
-        """[N + 1] or [L + 1] int32: running sums of counts, from 0. On a CUDA device they are enqueued there."""
+        """[N + 1] or [L + 1] int32: running sums of counts, from 0; in grouped with what experts' rows are padded to.
+        On a CUDA device they are enqueued there."""
+        if self.layout == "grouped":
+            return self._field("offsets")
         if self.handle.group.device is not None:
             return cuda.offsets(self.counts)
         offsets = np.zeros(len(self.counts) + 1, np.int32)
@@ -233,6 +250,20 @@ class Handle:
         total = c_int32()
         _native.check(_native.lib.twHandleNumRecvTokens(self.pointer, counts, byref(total)), group.pointer)
         return np.array(counts, np.int32), total.value
+
+    def rows_of(self, layout: str) -> int | None:
+        """Rows of a layout of high throughput that this rank will receive; None before the exchange of counts."""
+        rows = c_int64()
+        code = _native.LAYOUTS[layout]
+        return None if _native.lib.twHandleNumRecvRows(self.pointer, code, byref(rows)) else rows.value
+
+    @property
+    def recv_rows(self) -> int:
+        """Rows that this rank will receive, once `Group.exchange_counts` is done: R' of the flat layout."""
+        rows = self.rows_of("flat")
+        if rows is None:
+            raise InvalidUsage("the handle's counts have not been exchanged since it was routed")
+        return rows
 
     def _living_group(self) -> Group:
         """The group, or InvalidUsage: handles end with it."""

@@ -28,7 +28,7 @@ import numpy as np
 Array = np.ndarray
 Placement = tuple[Array, Array]
 
-LAYOUTS = ("rank_major", "expert_major")
+LAYOUTS = ("rank_major", "expert_major", "flat", "grouped")
 WEIGHTINGS = ("none", "topk")
 DTYPES = tuple(np.dtype(d) for d in (np.float32, ml_dtypes.bfloat16, np.float16))
 
@@ -120,6 +120,8 @@ class Exchange:
     bound: b, at least every T. expert_map: (rank [E], slot [E]) or None for contiguous blocks.
     id_space: received ids are "local" slots or "global" expert ids. invalid_id: stands in
     received ids for no expert, an expert that lives elsewhere (local only), and empty rows.
+    For the exact layouts, flat and grouped: max_recv_tokens rows are all that a rank receives, those
+    of the last sources are dropped (None: no limit); experts' rows begin at multiples of alignment.
     """
 
     ids: Sequence[Array]
@@ -129,6 +131,8 @@ class Exchange:
     expert_map: Placement | None = None
     id_space: str = "local"
     invalid_id: int = -1
+    max_recv_tokens: int | None = None
+    alignment: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what no implementation accepts."""
@@ -180,6 +184,42 @@ class Exchange:
         """`expert_rows` of the exchange."""
         return expert_rows(self.ids, self.experts)
 
+    @cached_property
+    def kept(self) -> Array:
+        """[N, N] int64: rows from each rank (first) to each that are not dropped."""
+        counts = np.array([r.counts for r in self.routing], np.int64)
+        if self.max_recv_tokens is None:
+            return counts
+        room = self.max_recv_tokens - (counts.cumsum(axis=0) - counts)
+        return np.clip(room, 0, counts)
+
+    @cached_property
+    def kept_ids(self) -> list[Array]:
+        """Per rank [T, K]: the ids, -1 where the token's row to that expert's rank was dropped."""
+        ids = []
+        for s, of in enumerate(self.ids):
+            r = self.routing[s]
+            dropped = r.goes & (r.slot >= self.kept[s])
+            lost = np.take_along_axis(dropped, np.maximum(r.owner, 0), axis=1) & (r.owner >= 0)
+            ids.append(np.where(lost, -1, of))
+        return ids
+
+    @cached_property
+    def kept_row(self) -> list[Array]:
+        """`expert_rows` of what is not dropped."""
+        return expert_rows(self.kept_ids, self.experts)
+
+    def sources(self, rank: int) -> Array:
+        """[N + 1]: where each source's rows begin in the flat layout of `rank`."""
+        return np.append(0, self.kept[:, rank].cumsum())
+
+    def blocks(self, rank: int) -> Array:
+        """[L + 1] int32: where each local expert's rows begin in the grouped layout of `rank`. Dropped rows have places
+        too, which hold nothing: sizes follow from what was routed."""
+        chosen = np.concatenate([of[of >= 0] for of in self.ids])
+        rows = np.bincount(chosen, minlength=self.experts)[self.local_experts(rank)]
+        return np.append(0, (-(-rows // self.alignment) * self.alignment).cumsum()).astype(np.int32)
+
     def local_experts(self, rank: int) -> Array:
         """Expert ids that live on `rank`, by local slot: int [L]."""
         here = np.flatnonzero(self.placement[0] == rank)
@@ -195,6 +235,8 @@ class Received:
 
     rank_major: payloads [N, b, ...], counts [N] int32, ids [N, b, K], weights [N, b, K] float32.
     expert_major: payloads [L, N*b, ...], counts [L] int32, ids [L, N*b], weights [L, N*b] float32.
+    flat: payloads [R', ...], counts [N], ids [R', K], weights [R', K]; grouped: payloads [P, ...],
+    zero between experts, counts [L], ids [P], weights [P].
     ids have the type of the routing's ids; empty rows have ids = invalid_id and weights = 0.
     """
 
@@ -248,6 +290,42 @@ def dispatch_expert_major(x: Exchange, rank: int, payloads: Sequence[Sequence[Ar
     return Received(received, counts, ids, weights)
 
 
+def dispatch_flat(x: Exchange, rank: int, payloads: Sequence[Sequence[Array]]) -> Received:
+    """Dispatch, as `rank` receives it in high throughput: the rows of source 0, then of 1 and so on.
+
+    payloads[i][s]: [T_s, ...], any dtype; the bytes are copied.
+    """
+    rows = dispatch_rank_major(x, rank, payloads)
+    kept = x.kept[:, rank]
+
+    def flat(of: Array) -> Array:
+        return np.concatenate([of[s, :n] for s, n in enumerate(kept)])
+
+    return Received([flat(of) for of in rows.payloads], kept.astype(np.int32), flat(rows.ids), flat(rows.weights))
+
+
+def dispatch_grouped(x: Exchange, rank: int, payloads: Sequence[Sequence[Array]]) -> Received:
+    """Dispatch, as `rank` sees it by expert in high throughput: `x.blocks(rank)` says which rows are whose.
+
+    payloads[i][s]: [T_s, ...], any dtype; a token stands once under each of its local experts.
+    """
+    blocks = x.blocks(rank)
+    counts = np.zeros(len(blocks) - 1, np.int32)
+    ids = np.full(blocks[-1], x.invalid_id, x.ids[0].dtype)
+    weights = np.zeros(blocks[-1], np.float32)
+    received = [np.zeros((blocks[-1], *of[0].shape[1:]), of[0].dtype) for of in payloads]
+    for s in range(x.ranks):
+        t, k = np.nonzero((x.routing[s].owner == rank) & (x.kept_ids[s] >= 0))
+        expert = x.ids[s][t, k]
+        at = blocks[x.placement[1][expert]] + x.kept_row[s][t, k]
+        np.add.at(counts, x.placement[1][expert], 1)
+        ids[at] = _received_id(x, expert)
+        weights[at] = x.weight[s][t, k]
+        for out, of in zip(received, payloads, strict=True):
+            out[at] = of[s][t]
+    return Received(received, counts, ids, weights)
+
+
 def _received_id(x: Exchange, ids: Array) -> Array:
     """Ids as a receiver reads them: global as sent, or local slots. Same shape; -1: any value."""
     return ids if x.id_space == "global" else x.placement[1][ids]
@@ -269,9 +347,9 @@ def combine(
 ) -> list[Array]:
     """Combine, as all ranks (or only `owners`) receive it: per owner [T, H] of dtype `out`.
 
-    rows[r]: what rank r's experts returned, [N, b, H] (rank_major) or [L, N*b, H] (expert_major),
-    float32, bfloat16 or float16; rows beyond the counts are not read. `wire` is the dtype that
-    travels, `out` that of the result; both default to the dtype of the rows.
+    rows[r]: what rank r's experts returned, [N, b, H] (rank_major), [L, N*b, H] (expert_major), [R', H]
+    (flat) or [P, H] (grouped), float32, bfloat16 or float16; rows beyond the counts are not read.
+    `wire` is the dtype that travels, `out` that of the result; both default to the dtype of the rows.
 
     A token's partials are added over its ranks ascending, in float32, and rounded once to `out`;
     a token without experts gives zeros.
@@ -283,7 +361,7 @@ def combine(
     def terms(owner: int) -> Iterable[tuple[Array, Array]]:
         for r in range(x.ranks):
             part = partial_rows(x, r, owner, rows[r], layout=layout, weighting=weighting, wire=wire)
-            yield np.flatnonzero(x.routing[owner].goes[:, r]), part.astype(np.float32)
+            yield np.flatnonzero(x.routing[owner].goes[:, r])[: len(part)], part.astype(np.float32)
 
     hidden = rows[0].shape[-1]
     owners = range(x.ranks) if owners is None else owners
@@ -292,21 +370,26 @@ def combine(
 
 @np.errstate(all="ignore")
 def partial_rows(x: Exchange, rank: int, source: int, rows: Array, *, layout: str, weighting: str, wire: Any) -> Array:
-    """What `rank` sends back to `source`: [n, H] of dtype `wire`, row p for the token of slot p.
+    """What `rank` sends back to `source`: [n, H] of dtype `wire`, row p for the token of slot p; in the
+    exact layouts those are left out that were dropped.
 
-    rank_major: the row is the sum over the local experts already; with topk it is multiplied by
-    the sum of the token's local weights. expert_major: the rows of the token's local experts, with
+    rank_major and flat: the row is the sum over the local experts already; with topk it is multiplied by
+    the sum of the token's local weights. expert_major and grouped: the rows of the token's local experts, with
     topk each times its weight, are added. Both sums run over k ascending.
     """
     _one_of("layout", layout, LAYOUTS)
     _one_of("weighting", weighting, WEIGHTINGS)
     tokens = np.flatnonzero(x.routing[source].goes[:, rank])
+    if layout in ("flat", "grouped"):
+        tokens = tokens[: x.kept[source, rank]]
     here = x.routing[source].owner[tokens] == rank
     weights = x.weight[source][tokens]
     per_k = [(k, np.flatnonzero(here[:, k])) for k in range(x.top_k)]
 
-    if layout == "rank_major":
-        part = rows[source, : len(tokens)].astype(np.float32)
+    if layout in ("rank_major", "flat"):
+        begin = x.sources(rank)[source]
+        mine = rows[begin : begin + len(tokens)] if layout == "flat" else rows[source, : len(tokens)]
+        part = mine.astype(np.float32)
         if weighting == "topk":
             local = ((at, weights[at, k, None]) for k, at in per_k)
             part = _ordered_sum((len(tokens), 1), local) * part
@@ -315,8 +398,11 @@ def partial_rows(x: Exchange, rank: int, source: int, rows: Array, *, layout: st
     def terms() -> Iterable[tuple[Array, Array]]:
         for k, at in per_k:
             t = tokens[at]
-            row = rows[x.placement[1][x.ids[source][t, k]], x.expert_row[source][t, k]]
-            row = row.astype(np.float32)
+            expert = x.placement[1][x.ids[source][t, k]]
+            if layout == "grouped":
+                row = rows[x.blocks(rank)[expert] + x.kept_row[source][t, k]].astype(np.float32)
+            else:
+                row = rows[expert, x.expert_row[source][t, k]].astype(np.float32)
             yield at, row if weighting == "none" else weights[at, k, None] * row
 
     return _ordered_sum((len(tokens), rows.shape[-1]), terms()).astype(wire)

@@ -54,10 +54,14 @@ class Settings:
     id_space: str = "local"
     invalid_id: int = -1
     sm_limit: int = 0
+    mode: str = "low_latency"
+    max_recv_tokens: int | None = None
+    overflow: str = "refuse"
+    row_alignment: int | None = None
 
     def all_payloads(self) -> dict[str, Payload]:
         """Name to payload, in the order of the C API: tokens first. Dtypes by their common names."""
-        taken = {"tokens", "ids", "weights", "counts"}
+        taken = {"tokens", "ids", "weights", "counts", "offsets"}
         extra = {name: p if isinstance(p, Payload) else Payload(*p) for name, p in (self.payloads or {}).items()}
         if not taken.isdisjoint(extra):
             raise InvalidArgument(f"payloads are named {list(extra)}; {', '.join(sorted(taken))} are taken")
@@ -105,7 +109,7 @@ def telling(call: Callable[[Any], int]) -> Iterator[None]:
 def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
     """Settings as the C struct, and what must outlive it."""
     config = _native.GroupConfig()
-    config.mode = _native.LOW_LATENCY
+    config.mode = named("mode", settings.mode, _native.MODES)
     for field, name in (("num_experts", "experts"), ("top_k", "top_k"), ("max_tokens", "max_tokens")):
         setattr(config, field, fit(name, getattr(settings, name)))
     payloads = settings.all_payloads()
@@ -124,12 +128,23 @@ def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
     if settings.timeout is not None:
         config.timeout_ms = milliseconds(settings.timeout)
     config.id_dtype = tensors.CODES[tensors.dtype_name(settings.id_dtype)]
-    if settings.id_space not in _native.ID_SPACES:
-        raise InvalidArgument(f"id_space is {settings.id_space!r}; it must be one of {list(_native.ID_SPACES)}")
-    config.id_space = _native.ID_SPACES[settings.id_space]
+    config.id_space = named("id_space", settings.id_space, _native.ID_SPACES)
     config.invalid_id = fit("invalid_id", settings.invalid_id)
     config.sm_limit = fit("sm_limit", settings.sm_limit)
+    # As with lanes, 0 is not "default" here.
+    if settings.max_recv_tokens is not None:
+        config.max_recv_tokens = fit("max_recv_tokens", settings.max_recv_tokens) or -1
+    config.overflow = named("overflow", settings.overflow, _native.OVERFLOWS)
+    if settings.row_alignment is not None:
+        config.row_alignment = fit("row_alignment", settings.row_alignment) or -1
     return config, placement
+
+
+def named(field: str, value: str, codes: Mapping[str, int]) -> int:
+    """The C library's number for one of several words."""
+    if value not in codes:
+        raise InvalidArgument(f"{field} is {value!r}; it must be one of {list(codes)}")
+    return codes[value]
 
 
 def fit(name: str, value: int, bits: int = 31) -> int:

@@ -22,7 +22,7 @@ std::string shape_text(const twTensor_t& tensor) {
 struct RowsWanted {
   const char* name;
   twDtype_t dtype;
-  std::initializer_list<int64_t> lead;
+  std::vector<int64_t> lead;
   int64_t elements;
   bool output = false;  // C-contiguous throughout
   bool typed = true;    // read or written as its dtype, so aligned to it
@@ -45,7 +45,7 @@ Status wrong_shape(const RowsWanted& wanted, const twTensor_t& tensor) {
 int match_lead(const RowsWanted& wanted, const twTensor_t& tensor) {
   const int lead = static_cast<int>(wanted.lead.size());
   if (tensor.ndim >= lead && std::equal(wanted.lead.begin(), wanted.lead.end(), tensor.shape)) return lead;
-  if (lead == 2 && tensor.ndim >= 1 && tensor.shape[0] == wanted.lead.begin()[0] * wanted.lead.begin()[1]) return 1;
+  if (lead == 2 && tensor.ndim >= 1 && tensor.shape[0] == wanted.lead[0] * wanted.lead[1]) return 1;
   return 0;
 }
 
@@ -103,7 +103,7 @@ Status check_rows(const RowsWanted& wanted, const twTensor_t& tensor, int64_t st
   strides[1] = lead == 2 ? step(1) : 0;
   if (lead == 1 && wanted.lead.size() == 2) {  // [D0 * D1, ...] for [D0, D1, ...]
     strides[1] = strides[0];
-    strides[0] *= wanted.lead.begin()[1];
+    strides[0] *= wanted.lead[1];
   }
   return {};
 }
@@ -153,7 +153,7 @@ Status check_id_values(const Shape& shape, const twTensor_t& ids) {
   return {};
 }
 
-twTensor_t contiguous_tensor(void* data, twDtype_t dtype, std::initializer_list<int64_t> shape) {
+twTensor_t contiguous_tensor(void* data, twDtype_t dtype, const std::vector<int64_t>& shape) {
   twTensor_t tensor{};
   tensor.data = data;
   tensor.dtype = dtype;
@@ -167,18 +167,33 @@ twTensor_t contiguous_tensor(void* data, twDtype_t dtype, std::initializer_list<
   return tensor;
 }
 
-Status check_layout(const char* name, twLayout_t layout) {
+Status check_layout(const twGroup& group, const char* name, twLayout_t layout) {
+  if (group.shape().exact()) {
+    if (layout == twFlat || layout == twGrouped) return {};
+    return fail(twInvalidArgument, "%s is %d; in high throughput it must be twFlat (2) or twGrouped (3)", name, layout);
+  }
   if (layout == twRankMajor || layout == twExpertMajor) return {};
   return fail(twInvalidArgument, "%s is %d; it must be twRankMajor (0) or twExpertMajor (1)", name, layout);
 }
 
-// The leading dimensions of a layout: [N, b] or [L, N*b].
+// By source, with all ids of a row; else by expert, with one.
+bool by_source(twLayout_t layout) { return layout == twRankMajor || layout == twFlat; }
+
+// The leading dimensions of a layout: [N, b] or [L, N*b]; of an exact one its rows, in one dimension.
 struct Lead {
   int64_t blocks;
   int64_t rows;
+  bool exact = false;
+
+  // What RowsWanted asks for.
+  std::vector<int64_t> dimensions() const {
+    return exact ? std::vector<int64_t>{rows} : std::vector<int64_t>{blocks, rows};
+  }
 };
 
-Lead lead_of(const twGroup& group, twLayout_t layout, int32_t bound) {
+Lead lead_of(const twGroup& group, const twHandle& handle, twLayout_t layout, int32_t bound) {
+  if (layout == twFlat) return {1, handle.counts.source[group.ranks()], true};
+  if (layout == twGrouped) return {1, handle.expert_begin[group.context.local_experts], true};
   if (layout == twRankMajor) return {group.ranks(), bound};
   return {group.context.local_experts, static_cast<int64_t>(group.ranks()) * bound};
 }
@@ -205,7 +220,7 @@ bool disjoint(const Extent& a, const Extent& b) {
 Status check_targets(const twGroup& group, const twHandle& handle, const twDispatchOutput_t& output, int32_t bound,
                      DispatchTargets* targets) {
   const twGroupConfig_t& config = group.config.given;
-  const Lead lead = lead_of(group, output.layout, bound);
+  const Lead lead = lead_of(group, handle, output.layout, bound);
   int64_t strides[2];
   char name[40];
   targets->layout = output.layout;
@@ -213,29 +228,38 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
     if (output.payloads[q].data == nullptr) continue;
     std::snprintf(name, sizeof name, "output.payloads[%d]", q);
     const twPayload_t& payload = config.payloads[q];
-    TW_RETURN_IF_FAILED(check_rows({name, payload.dtype, {lead.blocks, lead.rows}, payload.elements, true, false},
+    TW_RETURN_IF_FAILED(check_rows({name, payload.dtype, lead.dimensions(), payload.elements, true, false},
                                    output.payloads[q], strides));
     targets->payloads[q] = static_cast<std::byte*>(output.payloads[q].data);
   }
-  const bool rank_major = output.layout == twRankMajor;
-  const int64_t per_row = rank_major ? config.top_k : 1;
-  targets->ids = rank_major ? handle.shown_ids : nullptr;
-  targets->weights = rank_major ? handle.shown_weights : nullptr;
-  targets->counts = rank_major ? handle.received.counts : handle.expert_counts;
+  const bool of_source = by_source(output.layout);
+  const int64_t per_row = of_source ? config.top_k : 1;
+  targets->ids = of_source ? handle.shown_ids : nullptr;
+  targets->weights = of_source ? handle.shown_weights : nullptr;
+  targets->counts = of_source ? handle.received.counts : handle.expert_counts;
+  targets->offsets = output.layout == twGrouped ? handle.offsets : nullptr;
   if (output.ids.data != nullptr) {
     TW_RETURN_IF_FAILED(
-        check_rows({"output.ids", config.id_dtype, {lead.blocks, lead.rows}, per_row, true}, output.ids, strides));
+        check_rows({"output.ids", config.id_dtype, lead.dimensions(), per_row, true}, output.ids, strides));
     targets->ids = output.ids.data;
   }
   if (output.weights.data != nullptr) {
     TW_RETURN_IF_FAILED(
-        check_rows({"output.weights", twFloat32, {lead.blocks, lead.rows}, per_row, true}, output.weights, strides));
+        check_rows({"output.weights", twFloat32, lead.dimensions(), per_row, true}, output.weights, strides));
     targets->weights = static_cast<float*>(output.weights.data);
   }
   if (output.counts.data != nullptr) {
-    TW_RETURN_IF_FAILED(check_rows({"output.counts", twInt32, {lead.blocks}, 1, true}, output.counts, strides));
+    const int64_t blocks = of_source ? group.ranks() : group.context.local_experts;
+    TW_RETURN_IF_FAILED(check_rows({"output.counts", twInt32, {blocks}, 1, true}, output.counts, strides));
     targets->counts = static_cast<int32_t*>(output.counts.data);
   }
+  if (output.offsets.data == nullptr) return {};
+  if (output.layout != twGrouped) {
+    return fail(twInvalidArgument, "output.offsets has data %p; only twGrouped has offsets", output.offsets.data);
+  }
+  const int64_t offsets = group.context.local_experts + 1;
+  TW_RETURN_IF_FAILED(check_rows({"output.offsets", twInt32, {offsets}, 1, true}, output.offsets, strides));
+  targets->offsets = static_cast<int32_t*>(output.offsets.data);
   return {};
 }
 
@@ -308,7 +332,14 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
   const twGroupConfig_t& config = group.config.given;
   TW_RETURN_IF_FAILED(group.backend->check_stream(input.stream));
   call->stream = input.stream;
-  TW_RETURN_IF_FAILED(check_layout("output.layout", output.layout));
+  TW_RETURN_IF_FAILED(check_layout(group, "output.layout", output.layout));
+  if (group.shape().exact() && !handle.counts.exchanged) {
+    return fail(twInvalidUsage,
+                "the handle's counts have not been exchanged since it was routed; call twExchangeCounts");
+  }
+  if (group.shape().exact() && input.bound != 0) {
+    return fail(twInvalidArgument, "input.bound is %d; in high throughput it must be 0", input.bound);
+  }
   call->bound = input.bound == 0 ? config.max_tokens : input.bound;
   if (call->bound < handle.routing.tokens || call->bound > config.max_tokens) {
     return fail(twInvalidArgument,
@@ -335,7 +366,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   const twGroupConfig_t& config = group.config.given;
   TW_RETURN_IF_FAILED(group.backend->check_stream(input.stream));
   call->stream = input.stream;
-  TW_RETURN_IF_FAILED(check_layout("input.layout", input.layout));
+  TW_RETURN_IF_FAILED(check_layout(group, "input.layout", input.layout));
   if (input.weighting != twWeightNone && input.weighting != twWeightTopk) {
     return fail(twInvalidArgument, "input.weighting is %d; it must be twWeightNone (0) or twWeightTopk (1)",
                 input.weighting);
@@ -350,15 +381,19 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
                 dtype_name(dtype), dtype);
   }
   int64_t strides[2];
-  const Lead lead = lead_of(group, input.layout, handle.bound);
-  TW_RETURN_IF_FAILED(check_rows({"input.rows", input.rows.dtype, {lead.blocks, lead.rows}, config.combine_elements},
-                                 input.rows, strides));
+  const Lead lead = lead_of(group, handle, input.layout, handle.bound);
+  TW_RETURN_IF_FAILED(
+      check_rows({"input.rows", input.rows.dtype, lead.dimensions(), config.combine_elements}, input.rows, strides));
   if (group.backend->in_window(input.rows.data) && !view_is_alive(group, handle)) {
     return fail(twInvalidUsage,
                 "input.rows is a view of the window, and its lane has made another step since the handle's dispatch; "
                 "combine from other memory, or dispatch again");
   }
   call->rows = {static_cast<const std::byte*>(input.rows.data), strides[0], strides[1]};
+  if (lead.exact) {
+    const int64_t* const first = input.layout == twFlat ? handle.counts.source : handle.expert_begin;
+    call->rows = {call->rows.data, 0, strides[0], first};
+  }
   TW_RETURN_IF_FAILED(
       check_rows({"output.tokens", output.tokens.dtype, {handle.routing.tokens}, config.combine_elements, true},
                  output.tokens, strides));
@@ -376,28 +411,36 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   call->apart = !call->in_window && disjoint(extent(call->rows, lead, rows_bytes),
                                              {call->out, call->out + handle.routing.tokens * call->out_stride});
   call->keep_own =
-      call->layout == twRankMajor && !call->weighted && call->rows_dtype == config.combine_dtype && call->apart;
+      by_source(call->layout) && !call->weighted && call->rows_dtype == config.combine_dtype && call->apart;
   return {};
 }
 
-void fill_views(twGroup& group, const DispatchCall& call, twDispatchOutput_t* output) {
+void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call, twDispatchOutput_t* output) {
   const twGroupConfig_t& config = group.config.given;
-  const bool rank_major = output->layout == twRankMajor;
-  const Lead lead = lead_of(group, output->layout, call.bound);
+  const bool of_source = by_source(output->layout);
+  const Lead lead = lead_of(group, handle, output->layout, call.bound);
+  const auto shaped = [&](void* data, twDtype_t dtype, std::initializer_list<int64_t> row) {
+    std::vector<int64_t> shape = lead.dimensions();
+    shape.insert(shape.end(), row);
+    return contiguous_tensor(data, dtype, shape);
+  };
   for (int q = 0; q < config.num_payloads; ++q) {
     const twPayload_t& payload = config.payloads[q];
     void* data = call.targets.payloads[q];
-    if (data == nullptr && rank_major) data = group.backend->view(call.at, q);
-    output->payloads[q] = contiguous_tensor(data, payload.dtype, {lead.blocks, lead.rows, payload.elements});
+    if (data == nullptr && of_source) data = group.backend->view(call.at, q);
+    output->payloads[q] = shaped(data, payload.dtype, {payload.elements});
   }
-  if (rank_major) {
-    output->ids = contiguous_tensor(call.targets.ids, config.id_dtype, {lead.blocks, lead.rows, config.top_k});
-    output->weights = contiguous_tensor(call.targets.weights, twFloat32, {lead.blocks, lead.rows, config.top_k});
+  if (of_source) {
+    output->ids = shaped(call.targets.ids, config.id_dtype, {config.top_k});
+    output->weights = shaped(call.targets.weights, twFloat32, {config.top_k});
   } else {
-    output->ids = contiguous_tensor(call.targets.ids, config.id_dtype, {lead.blocks, lead.rows});
-    output->weights = contiguous_tensor(call.targets.weights, twFloat32, {lead.blocks, lead.rows});
+    output->ids = shaped(call.targets.ids, config.id_dtype, {});
+    output->weights = shaped(call.targets.weights, twFloat32, {});
   }
-  output->counts = contiguous_tensor(call.targets.counts, twInt32, {lead.blocks});
+  const int64_t blocks = of_source ? group.ranks() : group.context.local_experts;
+  output->counts = contiguous_tensor(call.targets.counts, twInt32, {blocks});
+  if (output->layout != twGrouped) return;
+  output->offsets = contiguous_tensor(call.targets.offsets, twInt32, {group.context.local_experts + 1});
 }
 
 }  // namespace tw::api

@@ -65,6 +65,6 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
                      CombineCall* call);
 
 // Completes the caller's output tensors: shapes, and views where no memory was given.
-void fill_views(twGroup& group, const DispatchCall& call, twDispatchOutput_t* output);
+void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call, twDispatchOutput_t* output);
 
 }  // namespace tw::api

@@ -48,10 +48,17 @@ void place_arrays(const tw::HandleMap& map, twHandle* handle) {
   handle->shown_weights = reinterpret_cast<float*>(block + map.shown_weights);
   handle->places = reinterpret_cast<int32_t*>(block + map.places);
   handle->status = reinterpret_cast<int32_t*>(block + map.status);
+  handle->counts.sent = reinterpret_cast<int32_t*>(block + map.counts_sent);
+  handle->counts.experts = reinterpret_cast<int32_t*>(block + map.counts_experts);
+  handle->counts.begin = reinterpret_cast<int64_t*>(block + map.counts_begin);
+  handle->counts.source = reinterpret_cast<int64_t*>(block + map.counts_source);
+  handle->expert_begin = reinterpret_cast<int64_t*>(block + map.expert_begin);
+  handle->offsets = reinterpret_cast<int32_t*>(block + map.offsets);
 }
 
 void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandle* handle) {
   handle->dispatched = false;
+  handle->counts.exchanged = false;
   if (group.backend->on_device()) {  // its first dispatch copies and assigns
     handle->routing.tokens = checked.tokens;
     handle->source = tw::api::source_of(checked);
@@ -81,6 +88,7 @@ const char* twResultString(twResult_t result) {
     TW_NAME(twConfigMismatch)
     TW_NAME(twPeerRefused)
     TW_NAME(twBoundMismatch)
+    TW_NAME(twRecvOverflow)
     TW_NAME(twTimeout)
     TW_NAME(twPeerDied)
     TW_NAME(twExcluded)
@@ -266,12 +274,62 @@ twResult_t twHandleDestroy(twHandle_t handle) {
 twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* total) {
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(handles.check("handle", handle));
-    if (!handle->dispatched) return fail(twInvalidUsage, "the handle has not been dispatched since it was routed");
-    std::vector<int32_t> received(handle->group->ranks());
-    TW_RETURN_IF_FAILED(handle->group->backend->copy_counts(*handle, received.data()));
+    const twGroup& group = *handle->group;
+    const bool counted = handle->counts.exchanged;
+    if (!handle->dispatched && !counted) {
+      return fail(twInvalidUsage, "the handle has not been %s since it was routed",
+                  group.shape().exact() ? "counted" : "dispatched");
+    }
+    std::vector<int32_t> received(group.ranks());
+    if (!counted) TW_RETURN_IF_FAILED(group.backend->copy_counts(*handle, received.data()));
+    for (int32_t source = 0; source < group.ranks() && counted; ++source) {
+      received[source] = handle->counts.at(group.shape(), source, group.me());
+    }
     if (counts != nullptr) std::copy(received.begin(), received.end(), counts);
     if (total != nullptr) *total = std::accumulate(received.begin(), received.end(), 0);
     return {};
+  });
+}
+
+twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* rows) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(handles.check("handle", handle));
+    TW_CHECK_NOT_NULL(rows);
+    const twGroup& group = *handle->group;
+    if (layout != twFlat && layout != twGrouped) {
+      return fail(twInvalidArgument, "layout is %d; it must be twFlat (2) or twGrouped (3)", layout);
+    }
+    if (!handle->counts.exchanged) {
+      return fail(twInvalidUsage, "the handle's counts have not been exchanged since it was routed");
+    }
+    *rows = layout == twFlat ? handle->counts.source[group.ranks()] : handle->expert_begin[group.context.local_experts];
+    return {};
+  });
+}
+
+twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsInput_t* given) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseCounts));
+    if (!group->shape().exact()) {
+      return fail(twInvalidUsage, "config.mode is twLowLatency, which has no exchange of counts");
+    }
+    twCountsInput_t input = TW_COUNTS_INPUT_INIT;
+    Status status = tw::api::read_struct("input", given, &input);
+    if (status.ok()) status = group->backend->check_stream(input.stream);
+    if (status.ok()) status = check_handle(group, handle);
+    if (status.ok() && input.send_only != 0 && input.send_only != 1) {
+      status = fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", input.send_only);
+    }
+    if (status.ok() && handle->lane >= 0) {
+      status = fail(twInvalidUsage, "the handle holds lane %d; combine or release it first", handle->lane);
+    }
+    if (status.ok() && handle->counts.exchanged) {
+      status = fail(twInvalidUsage, "the handle's counts have been exchanged since it was routed");
+    }
+    // Peers are told at once, as of a dispatch.
+    if (!status.ok()) return tw::refuse_dispatch(*group, nullptr, input.lane, false, input.stream, std::move(status));
+    return tw::exchange_counts(*group, *handle, input.lane, input.send_only != 0, input.stream);
   });
 }
 
@@ -296,7 +354,7 @@ twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_
     }
     status = tw::dispatch(*group, *handle, &call, input.lane, input.send_only != 0);
     if (call.at.lane >= 0) {  // after an error too: what the caller then looks at is safe
-      tw::api::fill_views(*group, call, &out);
+      tw::api::fill_views(*group, *handle, call, &out);
       TW_RETURN_IF_FAILED(tw::api::write_struct("output", out, output));
     }
     return status;

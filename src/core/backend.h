@@ -7,6 +7,7 @@
 
 #include "bootstrap/bootstrap.h"
 #include "core/config.h"
+#include "exchange/counts.h"
 #include "exchange/dispatch.h"
 #include "exchange/step.h"
 #include "views/rank_major.h"
@@ -39,9 +40,13 @@ struct HandleArrays {
   Routing routing;
   Received received;
   int32_t* expert_counts = nullptr;  // [L]
-  void* shown_ids = nullptr;         // [N, B, K] of the group's id type
-  float* shown_weights = nullptr;    // [N, B, K]
+  void* shown_ids = nullptr;         // [N, B, K] or [R, K] of the group's id type
+  float* shown_weights = nullptr;    // likewise
   RoutingSource source;
+  // High throughput only.
+  Counts counts;
+  int64_t* expert_begin = nullptr;  // [L + 1] row of a grouped layout where each local expert's begin
+  int32_t* offsets = nullptr;       // the same, as it is shown
   // Devices only.
   int32_t* places = nullptr;  // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
   int32_t* status = nullptr;  // twResult_t of the last dispatch, as the device knows it
@@ -54,7 +59,8 @@ struct DispatchTargets {
   std::byte* payloads[kMaxPayloads] = {};
   void* ids = nullptr;
   float* weights = nullptr;
-  int32_t* counts = nullptr;  // [N] or [L] by layout; never NULL
+  int32_t* counts = nullptr;   // [N] or [L] by layout; never NULL
+  int32_t* offsets = nullptr;  // [L + 1], grouped alone
 };
 
 struct DispatchCall {
@@ -90,6 +96,8 @@ class Backend {
   // Start a step: everything is written and published on return, in stream order. Never wait for a peer.
   virtual Status send_dispatch(const DispatchCall& call, HandleArrays& handle) = 0;
   virtual Status send_combine(const CombineCall& call, HandleArrays& handle) = 0;
+  // Of high throughput alone, which a device does not have yet.
+  virtual Status send_counts(StepPlace, HandleArrays&, void*) { return fail(twUnsupported, "counts on this backend"); }
   // `combining`: the handle, if a combine is refused; NULL: it stands where a dispatch would have stood.
   virtual Status send_refusal(StepPlace at, const HandleArrays* combining, void* stream) = 0;
 
@@ -97,6 +105,10 @@ class Backend {
   // sums that could not be made.
   virtual StepEnd finish_dispatch(const DispatchCall& call, TimePoint deadline, HandleArrays& handle) = 0;
   virtual StepEnd finish_combine(const CombineCall& call, TimePoint deadline, HandleArrays& handle) = 0;
+  // `drop`: whether rows beyond a receiver's room are left out; *overflow says whether there are any.
+  virtual StepEnd finish_counts(StepPlace, TimePoint, HandleArrays&, bool /*drop*/, Overflow* /*overflow*/) {
+    return {twInternalError, -1, {}, 0};
+  }
   // Waits for a step that this rank refused.
   virtual StepEnd drain(StepPlace at, TimePoint deadline) = 0;
 

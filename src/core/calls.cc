@@ -1,5 +1,6 @@
 // The exchange as the host sees it: lanes leased and given back, steps begun and finished, errors recorded. What
 // happens to bytes is the backend's.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 
@@ -18,11 +19,14 @@ TimePoint deadline_of(twGroup& group) {
 
 void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note) {
   const bool dispatching = record->phase == twPhaseDispatch;
+  const char* const call = record->phase == twPhaseCounts ? "twExchangeCounts"
+                           : dispatching                  ? "twDispatch"
+                                                          : "twCombine";
   char* const text = record->message;
   constexpr size_t kSize = sizeof record->message;
   if (record->result == twPeerRefused) {
-    std::snprintf(text, kSize, "rank %d refused its arguments of %s (step %u, lane %d)", record->peer,
-                  dispatching ? "twDispatch" : "twCombine", record->step, record->lane);
+    std::snprintf(text, kSize, "rank %d refused its arguments of %s (step %u, lane %d)", record->peer, call,
+                  record->step, record->lane);
   } else if (record->result == twBoundMismatch) {
     std::snprintf(
         text, kSize,
@@ -113,8 +117,9 @@ Status choose_combine_lane(twGroup& group, const twHandle& handle, int* lane) {
 
 Status check_not_pending(const twHandle& handle) {
   if (handle.pending == Pending::kNone) return {};
+  const char* const names[] = {"", "dispatch", "combine", "exchange of counts"};
   return fail(twInvalidUsage, "the handle has a send_only %s pending; call twComplete first",
-              handle.pending == Pending::kDispatch ? "dispatch" : "combine");
+              names[static_cast<int>(handle.pending)]);
 }
 
 void hold(twGroup& group, twHandle& handle, int lane) {
@@ -152,6 +157,46 @@ Status finish_combine(twGroup& group, twHandle& handle) {
   return conclude(group, twPhaseCombine, call.at, static_cast<uint32_t>(call.bound), end);
 }
 
+// Where the rows of each local expert begin in a grouped layout.
+void place_experts(const twGroup& group, twHandle& handle) {
+  const int64_t alignment = group.config.given.row_alignment;
+  handle.expert_begin[0] = 0;
+  for (int32_t expert = 0; expert < group.context.local_experts; ++expert) {
+    const int64_t rows = (handle.counts.experts[expert] + alignment - 1) / alignment * alignment;
+    handle.expert_begin[expert + 1] = handle.expert_begin[expert] + rows;
+  }
+  std::copy_n(handle.expert_begin, group.context.local_experts + 1, handle.offsets);
+}
+
+// All ranks have the same counts, so they refuse alike, and the group stays usable.
+Status refuse_overflow(twGroup& group, const twHandle& handle, const Overflow& overflow) {
+  twErrorRecord_t record = empty_record();
+  record.result = twRecvOverflow;
+  record.peer = overflow.rank;
+  record.reporter = group.me();
+  record.phase = twPhaseCounts;
+  record.lane = handle.counts_at.lane;
+  record.step = record.expected = record.seen = handle.counts_at.step;
+  std::snprintf(record.message, sizeof record.message,
+                "rank %d would receive %lld rows; config.max_recv_tokens is %d (nothing was sent)", overflow.rank,
+                static_cast<long long>(overflow.rows), group.shape().recv_rows);
+  group.set_error(record);
+  return {twRecvOverflow, record.message};
+}
+
+Status finish_counts(twGroup& group, twHandle& handle) {
+  const bool drop = group.config.given.overflow == twOverflowDrop;
+  Overflow overflow;
+  const StepEnd end = group.backend->finish_counts(handle.counts_at, deadline_of(group), handle, drop, &overflow);
+  handle.pending = Pending::kNone;
+  give_back(group, handle);
+  if (end.code != twSuccess) return conclude(group, twPhaseCounts, handle.counts_at, 0, end);
+  if (overflow.rank >= 0 && !drop) return refuse_overflow(group, handle, overflow);
+  place_experts(group, handle);
+  handle.counts.exchanged = true;
+  return {};
+}
+
 Status refuse_on(twGroup& group, int lane, const HandleArrays* combining, void* stream, Status why) {
   TW_RETURN_IF_FAILED(drain(group, lane, combining == nullptr ? twPhaseDispatch : twPhaseCombine));
   const bool at_bank = group.backend->on_device() && combining == nullptr;
@@ -173,6 +218,19 @@ Status fail_launch(twGroup& group, twHandle& handle, twPhase_t phase, StepPlace 
 }
 
 }  // namespace
+
+Status exchange_counts(twGroup& group, twHandle& handle, int32_t wish, bool send_only, void* stream) {
+  TW_RETURN_IF_FAILED(check_not_pending(handle));
+  int lane = -1;
+  TW_RETURN_IF_FAILED(choose_lane(group, nullptr, wish, &lane));
+  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts));
+  hold(group, handle, lane);
+  handle.counts_at = group.lanes.begin(lane);
+  handle.pending = Pending::kCounts;
+  Status sent = group.backend->send_counts(handle.counts_at, handle, stream);
+  if (!sent.ok()) return fail_launch(group, handle, twPhaseCounts, handle.counts_at, std::move(sent));
+  return send_only ? Status{} : finish_counts(group, handle);
+}
 
 Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wish, bool send_only) {
   call->at.lane = -1;
@@ -210,7 +268,13 @@ Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_onl
 
 Status complete(twGroup& group, twHandle& handle, void* stream) {
   if (handle.pending == Pending::kNone) {
-    return fail(twInvalidUsage, "nothing is pending: twComplete follows a send_only twDispatch or twCombine");
+    return fail(twInvalidUsage,
+                "nothing is pending: twComplete follows a send_only twDispatch, twCombine or twExchangeCounts");
+  }
+  if (handle.pending == Pending::kCounts) {
+    Status counted = finish_counts(group, handle);
+    TW_RETURN_IF_FAILED(check_usable(group, twPhaseCounts));
+    return counted;
   }
   const bool dispatching = handle.pending == Pending::kDispatch;
   (dispatching ? handle.dispatch.stream : handle.combine.stream) = stream;

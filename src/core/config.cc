@@ -113,6 +113,28 @@ Status check_ids(const twGroupConfig_t& given, const GroupConfig& config) {
   return {};
 }
 
+// What high throughput has of its own, defaults filled in.
+Status check_throughput(int32_t ranks, const GroupConfig& config, twGroupConfig_t* given, Shape* shape) {
+  if (given->mode != twHighThroughput) {
+    TW_RETURN_IF_FAILED(in_range("max_recv_tokens of twLowLatency", given->max_recv_tokens, 0, 0));
+    TW_RETURN_IF_FAILED(in_range("overflow of twLowLatency", given->overflow, 0, 0));
+    return in_range("row_alignment of twLowLatency", given->row_alignment, 0, 0);
+  }
+  const int32_t most = ranks * given->max_tokens;
+  if (given->max_recv_tokens == 0) given->max_recv_tokens = most;
+  if (given->row_alignment == 0) given->row_alignment = 1;
+  TW_RETURN_IF_FAILED(in_range("max_recv_tokens", given->max_recv_tokens, 1, most));
+  TW_RETURN_IF_FAILED(in_range("overflow", given->overflow, twOverflowRefuse, twOverflowDrop));
+  TW_RETURN_IF_FAILED(in_range("row_alignment", given->row_alignment, 1, 256));
+  if ((given->row_alignment & (given->row_alignment - 1)) != 0) {
+    return fail(twInvalidArgument, "config.row_alignment is %d; it must be a power of two from 1 to 256",
+                given->row_alignment);
+  }
+  shape->recv_rows = given->max_recv_tokens;
+  shape->most_local_experts = *std::max_element(config.local_experts.begin(), config.local_experts.end());
+  return {};
+}
+
 // Kernels count the pieces of a batch of rows in 32 bits.
 Status check_device_rows(const Shape& shape) {
   constexpr uint64_t kLargest = 16u << 20;
@@ -163,6 +185,9 @@ void each_shared_field(const twGroupConfig_t& given, uint32_t first_step, int32_
   visit("id_dtype", given.id_dtype);
   visit("id_space", given.id_space);
   visit("invalid_id", given.invalid_id);
+  visit("max_recv_tokens", given.max_recv_tokens);
+  visit("overflow", given.overflow);
+  visit("row_alignment", given.row_alignment);
   visit("TOKENWAY_FIRST_STEP", first_step);
   visit("TOKENWAY_LINE_TOKENS", line_tokens);
 }
@@ -190,8 +215,10 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   if (given.id_dtype == twDtypeNone) given.id_dtype = twInt32;
 
   TW_RETURN_IF_FAILED(in_range("mode", given.mode, twLowLatency, twHighThroughput));
-  if (given.mode != twLowLatency) {
-    return fail(twUnsupported, "config.mode is twHighThroughput, which this version does not have; use twLowLatency");
+  if (given.mode == twHighThroughput && on_device) {
+    return fail(
+        twUnsupported,
+        "config.mode is twHighThroughput, which the CUDA backend does not have in this version; use twLowLatency");
   }
   TW_RETURN_IF_FAILED(in_range("num_experts", given.num_experts, 1, TW_MAX_EXPERTS));
   TW_RETURN_IF_FAILED(in_range("top_k", given.top_k, 1, std::min(TW_MAX_TOP_K, given.num_experts)));
@@ -222,6 +249,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   }
   config->local_experts.assign(ranks, 0);
   for (const int32_t rank : config->expert_rank) ++config->local_experts[rank];
+  TW_RETURN_IF_FAILED(check_throughput(ranks, *config, &given, &shape));
   TW_RETURN_IF_FAILED(check_ids(given, *config));
   if (on_device) {
     TW_RETURN_IF_FAILED(check_device_rows(shape));

@@ -94,6 +94,7 @@ void abort_group(twGroup& group);
 // the place of the step, lane -1 if none was begun.
 Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t lane, bool send_only);
 Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_only);
+Status exchange_counts(twGroup& group, twHandle& handle, int32_t lane, bool send_only, void* stream);
 Status complete(twGroup& group, twHandle& handle, void* stream);
 // For arguments that failed the check: peers are told at once, instead of waiting. Returns `why`.
 Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);

@@ -11,7 +11,7 @@ HandleMap::HandleMap(const Shape& shape, int32_t local_experts, int id_bytes, bo
   };
   const uint64_t tokens = shape.max_tokens;
   const uint64_t pairs = tokens * shape.top_k;
-  const uint64_t rows = tokens * shape.ranks;
+  const auto rows = static_cast<uint64_t>(shape.most_rows());
   ids = place(pairs, sizeof(int32_t));
   weights = place(pairs, sizeof(float));
   first = place(tokens + 1, sizeof(int64_t));
@@ -24,6 +24,13 @@ HandleMap::HandleMap(const Shape& shape, int32_t local_experts, int id_bytes, bo
   shown_weights = place(rows * shape.top_k, sizeof(float));
   places = place(on_device ? rows * shape.top_k : 0, sizeof(int32_t));
   status = place(on_device ? 1 : 0, sizeof(int32_t));
+  const uint64_t exact = shape.exact() ? 1 : 0;
+  counts_sent = place(exact * shape.ranks * shape.ranks, sizeof(int32_t));
+  counts_experts = place(exact * local_experts, sizeof(int32_t));
+  counts_begin = place(exact * shape.ranks, sizeof(int64_t));
+  counts_source = place(exact * (shape.ranks + 1), sizeof(int64_t));
+  expert_begin = place(exact * (local_experts + 1), sizeof(int64_t));
+  offsets = place(exact * (local_experts + 1), sizeof(int32_t));
   bytes = at;
 }
 

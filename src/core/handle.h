@@ -12,13 +12,14 @@ namespace tw {
 struct HandleMap {
   HandleMap(const Shape& shape, int32_t local_experts, int id_bytes, bool on_device);
 
-  uint64_t ids, weights, first, destinations, send_counts;         // what is sent
-  uint64_t counts, expert_counts, meta, shown_ids, shown_weights;  // what arrived
-  uint64_t places, status;                                         // devices only
+  uint64_t ids, weights, first, destinations, send_counts;                                   // what is sent
+  uint64_t counts, expert_counts, meta, shown_ids, shown_weights;                            // what arrived
+  uint64_t places, status;                                                                   // devices only
+  uint64_t counts_sent, counts_experts, counts_begin, counts_source, expert_begin, offsets;  // high throughput only
   uint64_t bytes;
 };
 
-enum class Pending { kNone, kDispatch, kCombine };
+enum class Pending { kNone, kDispatch, kCombine, kCounts };
 
 }  // namespace tw
 
@@ -34,4 +35,5 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   bool lane_for_this_step = false;  // a combine without a lease: give the lane back when it ends
   tw::DispatchCall dispatch;        // what twComplete finishes
   tw::CombineCall combine;
+  tw::StepPlace counts_at;
 };

@@ -26,7 +26,16 @@ class CpuBackend : public Backend {
 
   Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
     transport_.expect(step_bytes(handle.routing.destination_count(), dispatch_row_));
-    tw::send_dispatch(transport_, context_.map, call.at, handle.routing, call.payloads, call.bound);
+    const auto begin = [&](int rank) {
+      return shape().exact() ? handle.counts.begin[rank] : int64_t{context_.me} * call.bound;
+    };
+    tw::send_dispatch(transport_, context_.map, call.at, handle.routing, call.payloads, call.bound, begin);
+    return {};
+  }
+
+  Status send_counts(StepPlace at, HandleArrays& handle, void*) override {
+    transport_.expect(step_bytes(shape().ranks, WindowMap::counts_bytes(shape())));
+    tw::send_counts(transport_, context_.map, at, context_.placement, handle.routing);
     return {};
   }
 
@@ -39,7 +48,7 @@ class CpuBackend : public Backend {
       tw::send_combine(transport_, context_.map, call.at, received, types, static_cast<uint32_t>(call.bound), terms,
                        sum_rows, partial_.data(), call.keep_own);
     };
-    if (call.layout == twRankMajor) {
+    if (call.layout == twRankMajor || call.layout == twFlat) {
       send(RankMajorTerms{shape(), context_.placement, context_.me, call.rows});
     } else {
       ExpertPlaces places(shape(), context_.placement, context_.me, context_.local_experts, next_.data());
@@ -57,11 +66,27 @@ class CpuBackend : public Backend {
     Received& received = handle.received;
     StepEnd end = await_step(transport_, context_.map, call.at, Mode::kDispatch, static_cast<uint32_t>(call.bound),
                              deadline, received.counts);
-    if (!take_meta(transport_, context_.map, call.at, call.bound, &received)) {
+    for (int peer = 0; peer < shape().ranks && shape().exact() && end.code == twSuccess; ++peer) {
+      // As many as were announced, or the peer dispatches another handle.
+      if (received.counts[peer] == handle.counts.at(shape(), peer, context_.me)) continue;
+      end = {twCallMismatch, peer, {}, static_cast<uint32_t>(call.bound)};
+      std::fill_n(received.counts, shape().ranks, 0);
+    }
+    const auto begin = [&](int source) { return first_row(call, handle, source); };
+    if (!take_meta(transport_, context_.map, call.at, call.bound, &received, begin)) {
       if (end.code == twSuccess) end = {twInternalError, context_.me, {}, 0};
       std::fill_n(received.counts, shape().ranks, 0);
     }
-    show(call, received);
+    show(call, handle);
+    return end;
+  }
+
+  StepEnd finish_counts(StepPlace at, TimePoint deadline, HandleArrays& handle, bool drop,
+                        Overflow* overflow) override {
+    const StepEnd end = await_step(transport_, context_.map, at, Mode::kCounts, 0, deadline, counts_.data());
+    if (end.code != twSuccess) return end;
+    *overflow =
+        take_counts(transport_, context_.map, at, context_.local_experts, drop, &handle.routing, &handle.counts);
     return end;
   }
 
@@ -115,32 +140,48 @@ class CpuBackend : public Backend {
     return static_cast<uint64_t>(rows) * row_bytes * static_cast<uint64_t>(shape().ranks);
   }
 
-  const std::byte* window_row(const DispatchCall& call, int q, int source, int p) const {
-    return transport_.local(context_.map.payload(call.at.lane, call.at.bank(), q, source, p, call.bound));
+  // Where the rows of a source begin.
+  int64_t first_row(const DispatchCall& call, const HandleArrays& handle, int source) const {
+    return shape().exact() ? handle.counts.source[source] : int64_t{source} * call.bound;
   }
 
   // Fills the caller's tensors from what arrived.
-  void show(const DispatchCall& call, const Received& received) {
+  void show(const DispatchCall& call, const HandleArrays& handle) {
     const DispatchTargets& targets = call.targets;
-    if (targets.layout == twExpertMajor) {
+    const Received& received = handle.received;
+    const auto window_row = [&](int q, int source, int p) -> const std::byte* {
+      const auto row = static_cast<uint64_t>(first_row(call, handle, source) + p);
+      return transport_.local(context_.map.payload_row(call.at.lane, call.at.bank(), q, row));
+    };
+    if (targets.layout == twExpertMajor || targets.layout == twGrouped) {
       ExpertMajorOut out;
+      out.rows_per_expert = static_cast<int64_t>(shape().ranks) * call.bound;
+      if (targets.layout == twGrouped) out.first = handle.expert_begin;
       std::copy(std::begin(targets.payloads), std::end(targets.payloads), out.payloads);
       out.ids = targets.ids;
       out.weights = targets.weights;
       out.counts = targets.counts;
-      scatter_expert_major(shape(), context_.placement, received, context_.me, context_.local_experts, call.bound,
-                           context_.ids, out, [&](int q, int source, int p) { return window_row(call, q, source, p); });
+      scatter_expert_major(shape(), context_.placement, received, context_.me, context_.local_experts, context_.ids,
+                           out, window_row);
+      if (targets.offsets != nullptr && targets.offsets != handle.offsets) {
+        std::copy_n(handle.offsets, context_.local_experts + 1, targets.offsets);
+      }
       return;
     }
-    unpack_rank_major(shape(), context_.placement, received, context_.me, call.bound, context_.ids, targets.ids,
-                      targets.weights);
+    if (targets.layout == twFlat) {
+      unpack_flat(shape(), context_.placement, received, context_.me, handle.counts.source, context_.ids, targets.ids,
+                  targets.weights);
+    } else {
+      unpack_rank_major(shape(), context_.placement, received, context_.me, call.bound, context_.ids, targets.ids,
+                        targets.weights);
+    }
     if (targets.counts != received.counts) std::copy_n(received.counts, shape().ranks, targets.counts);
     for (int q = 0; q < shape().payloads; ++q) {
       if (targets.payloads[q] == nullptr) continue;
       for (int source = 0; source < shape().ranks; ++source) {
         const size_t bytes = received.counts[source] * shape().payload_bytes[q];
-        const size_t at = static_cast<size_t>(source) * call.bound * shape().payload_bytes[q];
-        if (bytes > 0) std::memcpy(targets.payloads[q] + at, window_row(call, q, source, 0), bytes);
+        const size_t at = static_cast<size_t>(first_row(call, handle, source)) * shape().payload_bytes[q];
+        if (bytes > 0) std::memcpy(targets.payloads[q] + at, window_row(q, source, 0), bytes);
       }
     }
   }

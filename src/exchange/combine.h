@@ -52,19 +52,20 @@ void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& rece
   publish_step(t, map, at, Mode::kCombine, bound, [&](int peer) { return received.counts[peer]; });
 }
 
-// Sums what came back, over ranks ascending (the order of positions). Needs a successful await_step. `own_row(slot)` is
+// Sums what came back, over ranks ascending (the order of positions); rows that were not sent do not count. Needs a
+// successful await_step. `own_row(slot)` is
 // where this rank's own partial of a slot was kept, NULL if it was put into the inbox like the others.
 template <Transport T, class OwnRow, class Sum>
 void receive_combine(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowTypes& types,
                      OwnRow&& own_row, std::byte* out, int64_t out_stride, Sum&& sum) {
   const void* rows[TW_MAX_TOP_K];
   for (int32_t token = 0; token < routing.tokens; ++token) {
-    const int32_t count = routing.fan_out(token);
-    for (int32_t position = 0; position < count; ++position) {
+    int32_t count = 0;
+    for (int32_t position = 0; position < routing.fan_out(token); ++position) {
       const Destination& from = routing.destinations[routing.first[token] + position];
+      if (from.slot >= routing.send_counts[from.rank]) continue;
       const void* const own = from.rank == t.rank() ? own_row(from.slot) : nullptr;
-      rows[position] = t.local(map.inbox(at.lane, at.bank(), token, position));
-      if (own != nullptr) rows[position] = own;
+      rows[count++] = own != nullptr ? own : t.local(map.inbox(at.lane, at.bank(), token, position));
     }
     sum(out + token * out_stride, rows, nullptr, count, types);
   }

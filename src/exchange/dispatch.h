@@ -14,10 +14,11 @@ struct RowsIn {
   int64_t stride = 0;  // bytes
 };
 
-// Writes all rows of a step and publishes it. Never waits: S2 has made the bank free.
-template <Transport T>
-void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowsIn* payloads,
-                   int bound) {
+// Writes all rows of a step and publishes it. Never waits: S2 has made the bank free. begin(rank): the row there that
+// is this rank's slot 0. Slots beyond send_counts are not sent.
+template <Transport T, class Begin>
+void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowsIn* payloads, int bound,
+                   Begin&& begin) {
   const Shape& shape = map.shape();
   const size_t ids_bytes = sizeof(int32_t) * shape.top_k;
   const size_t weights_bytes = sizeof(float) * shape.top_k;
@@ -29,12 +30,14 @@ void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& rout
     // All copies of a token follow each other: its row is read from memory once and from the cache after that.
     for (int32_t position = 0; position < routing.fan_out(token); ++position) {
       const Destination to = routing.destinations[routing.first[token] + position];
+      if (to.slot >= routing.send_counts[to.rank]) continue;
+      const auto row = static_cast<uint64_t>(begin(to.rank) + to.slot);
       const RowHeader header{token, position};
       std::memcpy(meta, &header, sizeof header);
-      t.put(to.rank, map.meta(at.lane, at.bank(), t.rank(), to.slot, bound), meta, meta_bytes(shape.top_k));
+      t.put(to.rank, map.meta_row(at.lane, at.bank(), row), meta, meta_bytes(shape.top_k));
       for (int q = 0; q < shape.payloads; ++q) {
-        t.put(to.rank, map.payload(at.lane, at.bank(), q, t.rank(), to.slot, bound),
-              payloads[q].data + token * payloads[q].stride, shape.payload_bytes[q]);
+        t.put(to.rank, map.payload_row(at.lane, at.bank(), q, row), payloads[q].data + token * payloads[q].stride,
+              shape.payload_bytes[q]);
       }
     }
   }
@@ -42,16 +45,17 @@ void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& rout
 }
 
 // Copies what arrived beside the payloads into the handle. Needs received->counts, from await_step. False if a header
-// is impossible: it is checked because combine writes where it says.
-template <Transport T>
-bool take_meta(T& t, const WindowMap& map, StepPlace at, int bound, Received* received) {
+// is impossible: it is checked because combine writes where it says. begin(source): its first row.
+template <Transport T, class Begin>
+bool take_meta(T& t, const WindowMap& map, StepPlace at, int bound, Received* received, Begin&& begin) {
   const Shape& shape = map.shape();
   int64_t row = 0;
   for (int source = 0; source < shape.ranks; ++source) {
     const int32_t n = received->counts[source];
     if (n == 0) continue;
     std::memcpy(received->meta + row * static_cast<int64_t>(meta_bytes(shape.top_k)),
-                t.local(map.meta(at.lane, at.bank(), source, 0, bound)), n * meta_bytes(shape.top_k));
+                t.local(map.meta_row(at.lane, at.bank(), static_cast<uint64_t>(begin(source)))),
+                n * meta_bytes(shape.top_k));
     for (int32_t p = 0; p < n; ++p, ++row) {
       const Received::Row at_row = received->row(row, shape.top_k);
       const RowHeader header = *at_row.header;

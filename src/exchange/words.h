@@ -20,6 +20,7 @@ enum class Mode : uint32_t {
   kRefused = 3,        // the source was given bad arguments: no rows, the call fails everywhere
   kDispatchLines = 4,  // n rows are on their way, the last of them as lines, which certify themselves
   kSkip = 5,           // no rows: a step that only moves on to the other bank
+  kCounts = 6,         // no rows, but how many will come (exchange/counts.h)
 };
 
 inline constexpr uint32_t kMaxCount = (1u << 28) - 1;

@@ -15,6 +15,7 @@
 // the step, since nobody reads a bank under another bound than its writers'.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -37,7 +38,7 @@ class WindowMap {
   static constexpr bool make(const Shape& shape, WindowMap* map) {
     Checked c;
     map->shape_ = shape;
-    const uint64_t rows = c.mul(shape.ranks, shape.max_tokens);
+    const uint64_t rows = shape.recv_rows > 0 ? shape.recv_rows : c.mul(shape.ranks, shape.max_tokens);
     uint64_t at = 0;
     for (int q = 0; q < shape.payloads; ++q) {
       map->payload_at_[q] = at;
@@ -46,7 +47,8 @@ class WindowMap {
     map->meta_at_ = at;
     const uint64_t dispatch = c.add(at, c.mul(rows, meta_bytes(shape.top_k)));
     const uint64_t inbox = c.mul(c.mul(shape.max_tokens, shape.fan_out()), shape.combine_bytes);
-    map->bank_bytes_ = c.align(dispatch > inbox ? dispatch : inbox, kPageAlignment);
+    const uint64_t counts = shape.recv_rows > 0 ? c.mul(shape.ranks, counts_bytes(shape)) : 0;
+    map->bank_bytes_ = c.align(std::max({dispatch, inbox, counts}), kPageAlignment);
     map->banks_at_ = c.align(2 * kWordStride * shape.ranks, kPageAlignment);
     map->chunks_at_ = c.add(map->banks_at_, c.mul(2, map->bank_bytes_));
     map->chunks_ = shape.chunk_rows > 0 ? (shape.max_tokens + shape.chunk_rows - 1) / shape.chunk_rows : 0;
@@ -79,12 +81,27 @@ class WindowMap {
   // uint64, written by `source` before its word or with it: the bound of the step, and on devices more (PROTOCOL.md).
   constexpr uint64_t note(int lane, int bank, int source) const { return word(lane, bank, source) + kNoteOffset; }
 
-  // Slot p of a source, in a step of bound b. [N, b, row] without gaps, so that the region is a tensor.
+  // A received row: (source, slot) of [N, b], or in high throughput one of all that come. Without gaps, so that the
+  // region is a tensor.
+  constexpr uint64_t payload_row(int lane, int bank, int q, uint64_t row) const {
+    return bank_at(lane, bank) + payload_at_[q] + row * shape_.payload_bytes[q];
+  }
+  constexpr uint64_t meta_row(int lane, int bank, uint64_t row) const {
+    return bank_at(lane, bank) + meta_at_ + row * meta_bytes(shape_.top_k);
+  }
+  // Slot p of a source, in a step of bound b.
   constexpr uint64_t payload(int lane, int bank, int q, int source, int p, int bound) const {
-    return bank_at(lane, bank) + payload_at_[q] + row(source, p, bound) * shape_.payload_bytes[q];
+    return payload_row(lane, bank, q, row(source, p, bound));
   }
   constexpr uint64_t meta(int lane, int bank, int source, int p, int bound) const {
-    return bank_at(lane, bank) + meta_at_ + row(source, p, bound) * meta_bytes(shape_.top_k);
+    return meta_row(lane, bank, row(source, p, bound));
+  }
+  // int32 [N] rows that a source sends to each rank, then [most_local_experts] rows for each expert of this one.
+  constexpr uint64_t counts(int lane, int bank, int source) const {
+    return bank_at(lane, bank) + source * counts_bytes(shape_);
+  }
+  static constexpr uint64_t counts_bytes(const Shape& shape) {
+    return sizeof(int32_t) * (static_cast<uint64_t>(shape.ranks) + static_cast<uint64_t>(shape.most_local_experts));
   }
 
   // uint64, the step: rows chunk * chunk_rows and on of a source are in the inbox.

@@ -1,5 +1,6 @@
-// expert_major: [L, N*b, ...], the rows of each local expert packed from 0 on, in (source, token) order. A row that
-// several local experts want stands once under each.
+// expert_major: [L, N*b, ...], the rows of each local expert packed from 0 on, in (source, token) order; grouped: [P,
+// ...], the same with blocks as large as they need to be, padded with zeros. A row that several local experts want
+// stands once under each.
 #pragma once
 
 #include <algorithm>
@@ -38,25 +39,28 @@ class ExpertPlaces {
 };
 
 struct ExpertMajorOut {
+  const int64_t* first = nullptr;  // grouped: [L + 1] where each expert's rows begin; NULL: each has as many
+  int64_t rows_per_expert = 0;
   std::byte* payloads[kMaxPayloads] = {};  // NULL: not wanted
   void* ids = nullptr;
   float* weights = nullptr;
   int32_t* counts = nullptr;  // [L]
+
+  int64_t begin(int64_t expert) const { return first != nullptr ? first[expert] : expert * rows_per_expert; }
 };
 
 // Copies received rows to their experts. window_row(q, source, p) is where payload q of a slot lies.
 template <class WindowRow>
 void scatter_expert_major(const Shape& shape, const Placement& placement, const Received& received, int32_t me,
-                          int32_t local_experts, int32_t bound, const IdStyle& style, const ExpertMajorOut& out,
+                          int32_t local_experts, const IdStyle& style, const ExpertMajorOut& out,
                           WindowRow&& window_row) {
-  const int64_t rows_per_expert = static_cast<int64_t>(shape.ranks) * bound;
   ExpertPlaces places(shape, placement, me, local_experts, out.counts);
   int64_t row = 0;
   for (int32_t source = 0; source < shape.ranks; ++source) {
     for (int32_t p = 0; p < received.counts[source]; ++p, ++row) {
       const Received::Row meta = received.row(row, shape.top_k);
       places.each(meta, [&](int32_t k, int32_t expert, int32_t place) {
-        const int64_t at = expert * rows_per_expert + place;
+        const int64_t at = out.begin(expert) + place;
         for (int q = 0; q < shape.payloads; ++q) {
           if (out.payloads[q] == nullptr) continue;
           std::memcpy(out.payloads[q] + at * static_cast<int64_t>(shape.payload_bytes[q]), window_row(q, source, p),
@@ -68,9 +72,13 @@ void scatter_expert_major(const Shape& shape, const Placement& placement, const 
     }
   }
   for (int32_t expert = 0; expert < local_experts; ++expert) {
-    for (int64_t place = out.counts[expert]; place < rows_per_expert; ++place) {
-      if (out.ids != nullptr) style.store(out.ids, expert * rows_per_expert + place, style.invalid);
-      if (out.weights != nullptr) out.weights[expert * rows_per_expert + place] = 0.0f;
+    for (int64_t at = out.begin(expert) + out.counts[expert]; at < out.begin(expert + 1); ++at) {
+      if (out.ids != nullptr) style.store(out.ids, at, style.invalid);
+      if (out.weights != nullptr) out.weights[at] = 0.0f;
+      for (int q = 0; q < shape.payloads && out.first != nullptr; ++q) {
+        const auto bytes = static_cast<int64_t>(shape.payload_bytes[q]);
+        if (out.payloads[q] != nullptr) std::memset(out.payloads[q] + at * bytes, 0, static_cast<size_t>(bytes));
+      }
     }
   }
 }

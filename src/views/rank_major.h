@@ -27,13 +27,17 @@ struct IdStyle {
   }
 };
 
-// Caller's rows as a grid: rank_major [source, slot], expert_major [local expert, place].
+// Caller's rows in blocks: of a source (rank_major, flat) or of a local expert (expert_major, grouped).
 struct Grid {
   const std::byte* data = nullptr;
   int64_t block_stride = 0;  // bytes
   int64_t row_stride = 0;
+  const int64_t* first = nullptr;  // of exact layouts: the row where each block begins
 
-  const void* at(int64_t block, int64_t row) const { return data + block * block_stride + row * row_stride; }
+  const void* at(int64_t block, int64_t row) const {
+    if (first != nullptr) return data + (first[block] + row) * row_stride;
+    return data + block * block_stride + row * row_stride;
+  }
 };
 
 // ids [N, b, K] and weights [N, b, K]; either may be NULL.
@@ -45,6 +49,23 @@ inline void unpack_rank_major(const Shape& shape, const Placement& placement, co
       const bool filled = p < received.counts[source];
       const Received::Row meta = filled ? received.row(row++, shape.top_k) : Received::Row{};
       const int64_t at = (static_cast<int64_t>(source) * bound + p) * shape.top_k;
+      for (int32_t k = 0; k < shape.top_k; ++k) {
+        if (ids != nullptr) style.store(ids, at + k, filled ? style.show(meta.ids[k], placement, me) : style.invalid);
+        if (weights != nullptr) weights[at + k] = filled ? meta.weights[k] : 0.0f;
+      }
+    }
+  }
+}
+
+// flat: ids [R', K] and weights [R', K]; either may be NULL. first: [N + 1] where each source's rows begin.
+inline void unpack_flat(const Shape& shape, const Placement& placement, const Received& received, int32_t me,
+                        const int64_t* first, const IdStyle& style, void* ids, float* weights) {
+  int64_t row = 0;
+  for (int32_t source = 0; source < shape.ranks; ++source) {
+    for (int64_t p = 0; p < first[source + 1] - first[source]; ++p) {
+      const bool filled = p < received.counts[source];  // or its source has failed
+      const Received::Row meta = filled ? received.row(row++, shape.top_k) : Received::Row{};
+      const int64_t at = (first[source] + p) * shape.top_k;
       for (int32_t k = 0; k < shape.top_k; ++k) {
         if (ids != nullptr) style.store(ids, at + k, filled ? style.show(meta.ids[k], placement, me) : style.invalid);
         if (weights != nullptr) weights[at + k] = filled ? meta.weights[k] : 0.0f;

@@ -171,6 +171,10 @@ TEST(Arguments, BadConfigurationsNameTheField) {
       {[](twGroupConfig_t* c) { c->id_dtype = twFloat32; }, "config.id_dtype"},
       {[](twGroupConfig_t* c) { c->invalid_id = 2; }, "config.invalid_id is 2"},
       {[](twGroupConfig_t* c) { c->size = 3; }, "config->size is 3"},
+      {[](twGroupConfig_t* c) { c->max_recv_tokens = 3; }, "config.max_recv_tokens of twLowLatency is 3"},
+      {[](twGroupConfig_t* c) { c->mode = twHighThroughput, c->max_recv_tokens = 9; },
+       "config.max_recv_tokens is 9; it must be from 1 to 8"},
+      {[](twGroupConfig_t* c) { c->mode = twHighThroughput, c->row_alignment = 12; }, "config.row_alignment is 12"},
       {[](twGroupConfig_t* c) { c->alloc = [](size_t, void*) -> void* { return nullptr; }; }, "config.alloc"},
   };
   for (const auto& [change, part] : cases) {
@@ -182,9 +186,26 @@ TEST(Arguments, BadConfigurationsNameTheField) {
     EXPECT_TW(twInvalidArgument, twGroupWindowBytes(&config, 2, &bytes));
     EXPECT_TRUE(says(part));
   }
+}
+
+// Windows hold the rows that there is room for, and the counts of all ranks.
+TEST(Arguments, RoomForRows) {
   twGroupConfig_t config = make_config(6, 2, 4);
+  config.payloads[0].elements = config.combine_elements = 4096;
+  twWindowBytes_t slots{};
+  slots.size = sizeof slots;
+  ASSERT_TW(twSuccess, twGroupWindowBytes(&config, 16, &slots));
   config.mode = twHighThroughput;
-  EXPECT_TW(twUnsupported, twGroupWindowBytes(&config, 2, nullptr));
+  twWindowBytes_t exact{};
+  exact.size = sizeof exact;
+  ASSERT_TW(twSuccess, twGroupWindowBytes(&config, 16, &exact));
+  EXPECT_EQ(exact.window, slots.window) << "as many rows, if none is said";
+  config.max_recv_tokens = 16;
+  ASSERT_TW(twSuccess, twGroupWindowBytes(&config, 16, &exact));
+  EXPECT_LT(exact.window, slots.window / 2);
+  config.max_recv_tokens = 1;
+  ASSERT_TW(twSuccess, twGroupWindowBytes(&config, 1024, &exact));
+  EXPECT_GT(exact.per_lane, 2u * 1024 * 1024 * sizeof(int32_t)) << "the matrix of counts, in both banks";
 }
 
 // What a C caller can write into an enum, though C++ has no such value.
@@ -223,7 +244,7 @@ TEST(Arguments, EnumsOutOfRange) {
     twTensor_t ids = tensor(nullptr, twInt32, {0, 2});
     set_number(&ids.dtype, number == 9 ? 16 : number);
     EXPECT_TW(twInvalidArgument, twHandleUpdate(side.handle, &ids, nullptr));
-    EXPECT_EQ(twResultString(static_cast<twResult_t>(15)), std::string("unknown result"));
+    EXPECT_EQ(twResultString(static_cast<twResult_t>(16)), std::string("unknown result"));
   }
 }
 

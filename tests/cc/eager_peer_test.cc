@@ -163,10 +163,11 @@ class Rank {
     }
     const RowsIn in{reinterpret_cast<const std::byte*>(rows), sizeof rows[0]};
     t_.begin(step);
-    send_dispatch(t_, t_.map(), {0, step}, routing_, &in, kBound);
+    send_dispatch(t_, t_.map(), {0, step}, routing_, &in, kBound, [&](int) { return int64_t{t_.rank()} * kBound; });
     const StepEnd end = await_step(t_, t_.map(), {0, step}, Mode::kDispatch, kBound, {}, counts_);
     ASSERT_EQ(end.code, twSuccess) << "step " << step << ", peer " << end.peer << " at step " << end.seen.step;
-    ASSERT_TRUE(take_meta(t_, t_.map(), {0, step}, kBound, &received_));
+    ASSERT_TRUE(
+        take_meta(t_, t_.map(), {0, step}, kBound, &received_, [](int source) { return int64_t{source} * kBound; }));
     ASSERT_EQ(counts_[0], 1);
     ASSERT_EQ(counts_[1], kTokens);
     ASSERT_EQ(counts_[2], kTokens);

@@ -38,6 +38,15 @@ class Setup:
     id_dtype: str = "int32"
     id_space: str = "local"
     invalid_id: int = -1
+    mode: str = "low_latency"
+    max_recv_tokens: int | None = None
+    overflow: str = "refuse"
+    row_alignment: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether counts are exchanged first, and outputs are as large as what comes."""
+        return self.mode == "high_throughput"
 
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of Group."""
@@ -163,26 +172,38 @@ def make_payloads(setup: Setup, round_: Round, rank: int) -> list[np.ndarray]:
 
 @np.errstate(all="ignore")
 def answers(
-    setup: Setup, round_: Round, rank: int, tokens: np.ndarray, ids: Any, weights: Any, counts: Any
+    setup: Setup, round_: Round, rank: int, tokens: np.ndarray, ids: Any, weights: Any, counts: Any, offsets: Any = None
 ) -> np.ndarray:
     """What the experts of `rank` make of what it received: rows as combine wants them.
 
     A float NaN stands wherever the library has no business reading.
     """
     home, slot = ref.placement(setup.experts, setup.ranks, setup.expert_map)
-    valid = np.arange(tokens.shape[1]) < np.asarray(counts)[:, None]
+    valid = filled(round_, tokens, counts, offsets)
     if round_.identity:
         rows = tokens.astype(np.float32)
-    elif round_.layout == "rank_major":
+    elif round_.layout in ("rank_major", "flat"):
         rows = _rank_major_answers(setup, round_, rank, tokens, ids, weights, home, slot)
     else:
         here = np.flatnonzero(home == rank)
         here = here[np.argsort(slot[here])]
-        rows = affine(_widen(tokens, setup.width), here[:, None, None])
+        expert = np.repeat(here, np.diff(offsets))[:, None] if round_.layout == "grouped" else here[:, None, None]
+        rows = affine(_widen(tokens, setup.width), expert)
         if round_.weighting == "none":
             rows = weights[..., None] * rows
     rows = np.where(valid[..., None], rows, np.float32(np.nan))
     return np.ascontiguousarray(rows.astype(numpy_dtype(round_.rows)))
+
+
+def filled(round_: Round, tokens: np.ndarray, counts: Any, offsets: Any) -> np.ndarray:
+    """Which rows of a layout hold something: bool, the leading dimensions of tokens."""
+    counts = np.asarray(counts)
+    if round_.layout == "flat":
+        return np.ones(len(tokens), bool)
+    if round_.layout == "grouped":
+        places = [np.arange(p) < n for p, n in zip(np.diff(offsets), counts, strict=True)]
+        return np.concatenate([np.zeros(0, bool), *places])
+    return np.arange(tokens.shape[1]) < counts[:, None]
 
 
 def _rank_major_answers(
@@ -246,7 +267,17 @@ def exchange_of(setup: Setup, round_: Round) -> ref.Exchange:
         expert_map=setup.expert_map,
         id_space=setup.id_space,
         invalid_id=setup.invalid_id,
+        max_recv_tokens=setup.max_recv_tokens if setup.overflow == "drop" else None,
+        alignment=setup.row_alignment or 1,
     )
+
+
+DISPATCHES = {
+    "rank_major": ref.dispatch_rank_major,
+    "expert_major": ref.dispatch_expert_major,
+    "flat": ref.dispatch_flat,
+    "grouped": ref.dispatch_grouped,
+}
 
 
 def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
@@ -254,25 +285,28 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
     x = exchange_of(setup, round_)
     by_rank = [make_payloads(setup, round_, r) for r in range(setup.ranks)]
     payloads = [list(of) for of in zip(*by_rank, strict=True)]
-    dispatch = ref.dispatch_rank_major if round_.layout == "rank_major" else ref.dispatch_expert_major
     rows = []
     for rank, mine in enumerate(got):
-        want = dispatch(x, rank, payloads)
+        want = DISPATCHES[round_.layout](x, rank, payloads)
         where = f"rank {rank} of {round_}\n in {setup}"
         same("counts", mine.counts, want.counts, where)
-        same("offsets", mine.offsets, np.append(0, want.counts.cumsum()).astype(np.int32), where)
+        sums = np.append(0, want.counts.cumsum()).astype(np.int32)
+        offsets = x.blocks(rank) if round_.layout == "grouped" else sums
+        same("offsets", mine.offsets, offsets, where)
         same("ids", mine.ids, want.ids.astype(setup.id_dtype), where)
         same("weights", mine.weights, want.weights, where)
-        filled = np.arange(want.weights.shape[1]) < want.counts[:, None]
+        valid = filled(round_, want.payloads[0], want.counts, offsets)
+        if round_.layout == "grouped":
+            valid[:] = True  # what is between experts is zero
         for q, (one_got, one_want) in enumerate(zip(mine.payloads, want.payloads, strict=True)):
             assert one_got.shape == one_want.shape, (one_got.shape, one_want.shape, where)
-            same(f"payload {q}", as_bits(one_got)[filled], as_bits(one_want)[filled], where)
-        per_source = np.array([r.counts[rank] for r in x.routing], np.int32)
+            same(f"payload {q}", as_bits(one_got)[valid], as_bits(one_want)[valid], where)
+        per_source = x.kept[:, rank].astype(np.int32)
         if mine.received is not None:
             same("num_recv_tokens", mine.received[0], per_source, where)
             assert mine.received[1] == per_source.sum(), where
         want_tokens = want.payloads[0]
-        rows.append(answers(setup, round_, rank, want_tokens, want.ids, want.weights, want.counts))
+        rows.append(answers(setup, round_, rank, want_tokens, want.ids, want.weights, want.counts, offsets))
     wire, out = numpy_dtype(setup.combine_dtype), numpy_dtype(round_.out)
     wanted = ref.combine(x, rows, layout=round_.layout, weighting=round_.weighting, wire=wire, out=out)
     for rank, mine in enumerate(got):

@@ -119,6 +119,9 @@ class Player:
         else:
             memory = self.tensor(aligned_bytes(self.group.handle_bytes)) if round_.memory else None
             handle = self.group.route(ids, given, memory=memory)
+        if self.setup.exact:
+            counted = self.group.exchange_counts(handle, send_only=round_.send_dispatch)
+            assert (counted.result() if round_.send_dispatch else counted) is handle
         if self.env.backend.copies_routing:
             spoil(ids, given)
         else:
@@ -138,25 +141,30 @@ class Player:
             layout=round_.layout,
             bound=round_.bound,
             lane=round_.lane,
-            out=self.outputs(round_) if round_.own else None,
+            out=self.outputs(round_, handle) if round_.own else None,
             send_only=send_only,
         )
         spoil(*self.unread.pop(handle, ()))
         return result
 
-    def outputs(self, round_: Round) -> dict[str, Any]:
+    def outputs(self, round_: Round, handle: tw.Handle) -> dict[str, Any]:
         """Tensors for everything that arrives, full of rubbish."""
         group, b = self.group, round_.bound or self.setup.max_tokens
         lead: tuple[int, ...] = (group.nranks, b)
         per_row: tuple[int, ...] = (group.top_k,)
-        if round_.layout == "expert_major":
-            lead, per_row = (group.num_local_experts, group.nranks * b), ()
+        blocks = group.nranks
+        if round_.layout in ("expert_major", "grouped"):
+            lead, per_row, blocks = (group.num_local_experts, group.nranks * b), (), group.num_local_experts
+        if self.setup.exact:
+            lead = (handle.rows_of(round_.layout) or 0,)
         shapes = {
             "tokens": ((*lead, self.setup.hidden), self.setup.dtype),
             "ids": ((*lead, *per_row), self.setup.id_dtype),
             "weights": ((*lead, *per_row), "float32"),
-            "counts": (lead[:1], "int32"),
+            "counts": ((blocks,), "int32"),
         }
+        if round_.layout == "grouped":
+            shapes["offsets"] = ((blocks + 1,), "int32")
         shapes |= {f"p{q}": ((*lead, n), d) for q, (n, d) in enumerate(self.setup.payloads)}
         return {name: self.rubbish(shape, dtype) for name, (shape, dtype) in shapes.items()}
 
@@ -190,7 +198,9 @@ class Player:
         if round_.identity and round_.rows == self.setup.dtype and self.setup.dtype in FLOATS:
             # Beyond the counts lies what earlier rounds left. A view ends with its lease.
             return self.copy(received.tokens) if round_.late or round_.release else received.tokens
-        made = answers(self.setup, round_, self.env.rank, got.payloads[0], got.ids, got.weights, got.counts)
+        made = answers(
+            self.setup, round_, self.env.rank, got.payloads[0], got.ids, got.weights, got.counts, got.offsets
+        )
         return self.tensor(spread(made, round_.strided))
 
     def tensor(self, array: np.ndarray) -> Any:

@@ -27,18 +27,26 @@ def expert_maps(draw: Any, experts: int, ranks: int) -> Any:
 
 
 @st.composite
-def setups(draw: Any, max_ranks: int = 5) -> Setup:
-    """A group of any kind."""
+def setups(draw: Any, max_ranks: int = 5, exact: bool = False) -> Setup:
+    """A group of any kind; `exact`: in high throughput."""
     ranks = draw(st.integers(1, max_ranks))
     experts = draw(st.integers(1, 13))
     id_space = draw(st.sampled_from(("local", "global")))
     payloads = st.lists(st.tuples(WIDTHS, st.sampled_from(PAYLOAD_DTYPES)), max_size=3)
+    most = draw(st.integers(1, 12))
+    more: dict[str, Any] = {}
+    if exact:
+        more["mode"] = "high_throughput"
+        more["row_alignment"] = draw(st.none() | st.sampled_from((1, 2, 8, 256)))
+        if draw(st.booleans()):  # with less room than there may be rows they are dropped
+            more |= {"overflow": "drop", "max_recv_tokens": draw(st.integers(1, ranks * most))}
     return Setup(
+        **more,
         ranks=ranks,
         experts=experts,
         top_k=draw(st.integers(1, min(experts, 9))),
         hidden=draw(WIDTHS),
-        max_tokens=draw(st.integers(1, 12)),
+        max_tokens=most,
         dtype=draw(st.sampled_from((*FLOATS, "uint8"))),
         payloads=tuple(draw(payloads)),
         combine_dtype=draw(st.sampled_from(FLOATS)),
@@ -69,8 +77,8 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
         tokens=tokens,
         seed=seed,
         routing=draw(st.sampled_from(ROUTINGS)),
-        bound=draw(st.none() | st.integers(max(1, *tokens), most)),
-        layout=draw(st.sampled_from(("rank_major", "expert_major"))),
+        bound=None if setup.exact else draw(st.none() | st.integers(max(1, *tokens), most)),
+        layout=draw(st.sampled_from(("flat", "grouped") if setup.exact else ("rank_major", "expert_major"))),
         weighting=draw(st.sampled_from(("none", "topk"))),
         ids=draw(st.sampled_from(("int32", "int64"))),
         rows=setup.dtype if chosen["identity"] else draw(st.sampled_from(FLOATS)),
@@ -82,9 +90,9 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
 
 
 @st.composite
-def cases(draw: Any, max_ranks: int = 5, max_flights: int = 3) -> Case:
+def cases(draw: Any, max_ranks: int = 5, max_flights: int = 3, exact: bool = False) -> Case:
     """A group and flights of rounds."""
-    setup = draw(setups(max_ranks))
+    setup = draw(setups(max_ranks, exact))
     flights = []
     for f in range(draw(st.integers(1, max_flights))):
         size = draw(st.integers(1, setup.lanes))

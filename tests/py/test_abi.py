@@ -32,6 +32,7 @@ STRUCTS = {
     "twErrorRecord_t": _native.ErrorRecord,
     "twDispatchInput_t": _native.DispatchInput,
     "twDispatchOutput_t": _native.DispatchOutput,
+    "twCountsInput_t": _native.CountsInput,
     "twCombineInput_t": _native.CombineInput,
     "twCombineOutput_t": _native.CombineOutput,
 }
@@ -134,7 +135,12 @@ def test_numbers(facts: dict[str, int]) -> None:
     assert facts["twWeightTopk"] == _native.WEIGHTINGS["topk"]
     assert facts["twIdLocal"] == _native.ID_SPACES["local"]
     assert facts["twIdGlobal"] == _native.ID_SPACES["global"]
-    assert facts["twLowLatency"] == _native.LOW_LATENCY
+    assert facts["twFlat"] == _native.LAYOUTS["flat"]
+    assert facts["twGrouped"] == _native.LAYOUTS["grouped"]
+    assert facts["twLowLatency"] == _native.MODES["low_latency"]
+    assert facts["twHighThroughput"] == _native.MODES["high_throughput"]
+    assert facts["twOverflowRefuse"] == _native.OVERFLOWS["refuse"]
+    assert facts["twOverflowDrop"] == _native.OVERFLOWS["drop"]
     assert _native.lib.twVersion() == facts["TW_VERSION"]
 
 

@@ -243,10 +243,43 @@ def test_dispatch_expert_major(case) -> None:
         assert same(got.weights, weights)
 
 
+BOUNDED = ("rank_major", "expert_major")
+
+
+@pytest.mark.parametrize("room", [1, 4, 9, 10, 30])
+def test_exact_layouts_hold_the_bounded_ones(room) -> None:
+    """flat is rank_major and grouped is expert_major without the gaps; what has no room is as if never routed there."""
+    rng = np.random.default_rng(room)
+    ids = [random_ids(rng, n, 6, 3, np.int32) for n in (5, 0, 5)]
+    tokens = [rng.standard_normal((len(i), 2)).astype(np.float32) for i in ids]
+    whole = ref.Exchange(ids, None, 6, bound=5)
+    x = ref.Exchange(ids, None, 6, bound=5, max_recv_tokens=room, alignment=4)
+    for r in range(3):
+        wanted = np.array([whole.routing[s].counts[r] for s in range(3)])
+        assert (x.kept[:, r] <= wanted).all() and x.kept[:, r].sum() == min(room, wanted.sum())
+        assert (x.kept[:, r].cumsum() == np.minimum(room, wanted.cumsum())).all(), "the last sources' rows are dropped"
+        flat, bounded = ref.dispatch_flat(x, r, [tokens]), ref.dispatch_rank_major(whole, r, [tokens])
+        for s, n in enumerate(x.kept[:, r]):
+            begin = x.sources(r)[s]
+            assert (flat.payloads[0][begin : begin + n] == bounded.payloads[0][s, :n]).all()
+            assert (flat.ids[begin : begin + n] == bounded.ids[s, :n]).all()
+        grouped, by_expert = ref.dispatch_grouped(x, r, [tokens]), ref.dispatch_expert_major(whole, r, [tokens])
+        blocks = x.blocks(r)
+        assert (blocks % 4 == 0).all() and blocks[-1] == len(grouped.payloads[0])
+        for e, n in enumerate(grouped.counts):
+            rows = grouped.payloads[0][blocks[e] : blocks[e + 1]]
+            assert (rows[:n] == by_expert.payloads[0][e, :n]).all(), "kept rows are the first of each expert"
+            assert not rows[n:].any() and n <= by_expert.counts[e]
+    sums = ref.combine(x, [ref.dispatch_flat(x, r, [tokens]).payloads[0] for r in range(3)], layout="flat")
+    for s, of in enumerate(sums):
+        ranks = (x.routing[s].goes & (x.routing[s].slot < x.kept[s])).sum(axis=1)
+        assert np.allclose(of, tokens[s] * ranks[:, None])
+
+
 @settings(max_examples=600, deadline=None)
 @given(
     exchanges(),
-    st.sampled_from(ref.LAYOUTS),
+    st.sampled_from(BOUNDED),
     st.sampled_from(ref.WEIGHTINGS),
     *[st.sampled_from(sorted(DTYPES))] * 3,
 )
@@ -313,7 +346,7 @@ def one_rank(ids: list[list[int]], weights: list[list[float]] | None = None) -> 
 @pytest.mark.parametrize("layout", ref.LAYOUTS)
 def test_negative_zero_passes_through(layout) -> None:
     x = one_rank([[2, -1]])
-    shape = (1, 1, 1) if layout == "rank_major" else (4, 1, 1)
+    shape = {"rank_major": (1, 1, 1), "expert_major": (4, 1, 1)}.get(layout, (1, 1))
     out = ref.combine(x, [np.full(shape, -0.0, np.float32)], layout=layout)[0]
     assert np.signbit(out[0, 0])
 
@@ -386,8 +419,8 @@ def test_bad_combine_options() -> None:
     x, rows = one_rank([[0, 1]]), [np.zeros((1, 1, 1), np.float32)]
     with pytest.raises(ValueError, match=r"wire: .*float64"):
         ref.combine(x, rows, wire=np.float64)
-    with pytest.raises(ValueError, match="layout: 'flat'"):
-        ref.combine(x, rows, layout="flat")
+    with pytest.raises(ValueError, match="layout: 'round'"):
+        ref.combine(x, rows, layout="round")
     with pytest.raises(ValueError, match="weighting: 'mean'"):
         ref.combine(x, rows, weighting="mean")
 
@@ -405,7 +438,7 @@ def test_dense_moe_identity(layout, ranks, experts, top_k) -> None:
     tokens = [rng.standard_normal((n, hidden)).astype(np.float32) for n in (7, 0, 12, 5)[:ranks]]
     ids = [random_ids(rng, len(t), experts, top_k, np.int32) for t in tokens]
     weights = [rng.random(i.shape).astype(np.float32) for i in ids]
-    x = ref.Exchange(ids, weights, experts, bound=12)
+    x = ref.Exchange(ids, weights, experts, bound=12, alignment=4)
 
     rows = []
     for r in range(ranks):
@@ -414,16 +447,23 @@ def test_dense_moe_identity(layout, ranks, experts, top_k) -> None:
             got = ref.dispatch_expert_major(x, r, [tokens])
             rows.append(np.einsum("lnh,lhg->lng", got.payloads[0], own))
             continue
-        got = ref.dispatch_rank_major(x, r, [tokens])
+        if layout == "grouped":
+            got = ref.dispatch_grouped(x, r, [tokens])
+            blocks = x.blocks(r)
+            expert_of = np.repeat(np.arange(len(own)), np.diff(blocks))
+            rows.append(np.einsum("ph,phg->pg", got.payloads[0], own[expert_of]))
+            continue
+        flat = layout == "flat"
+        got = (ref.dispatch_flat if flat else ref.dispatch_rank_major)(x, r, [tokens])
         result = np.zeros_like(got.payloads[0])
-        for s, n in enumerate(got.counts):
-            for p in range(n):
-                for e, w in zip(got.ids[s, p], got.weights[s, p], strict=True):
-                    if e != -1:
-                        result[s, p] += w * (got.payloads[0][s, p] @ own[e])
+        filled = np.full(len(result), True) if flat else np.arange(x.bound) < got.counts[:, None]
+        for at in map(tuple, np.argwhere(filled)):
+            for e, w in zip(got.ids[at], got.weights[at], strict=True):
+                if e != -1:
+                    result[at] += w * (got.payloads[0][at] @ own[e])
         rows.append(result)
 
-    weighting = "topk" if layout == "expert_major" else "none"
+    weighting = "topk" if layout in ("expert_major", "grouped") else "none"
     out = ref.combine(x, rows, layout=layout, weighting=weighting)
     eps = np.finfo(np.float32).eps
     for s in range(ranks):

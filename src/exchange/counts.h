@@ -1,0 +1,91 @@
+// The exchange of counts: before the first row of a routing goes out, every rank knows how many go from each rank to
+// each. So it knows where its own rows begin at each receiver, and how many it will receive itself.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "exchange/routing.h"
+#include "exchange/step.h"
+
+namespace tw {
+
+// What a routing's exchange of counts has brought; the arrays belong to a handle.
+struct Counts {
+  int32_t* sent = nullptr;     // [N, N] rows that go from each rank (first) to each, those that are dropped left out
+  int32_t* experts = nullptr;  // [L] rows for each local expert, from all ranks
+  int64_t* begin = nullptr;    // [N] row at each rank where this rank's begin
+  int64_t* source = nullptr;   // [N + 1] row here where each source's begin, and how many there are
+  bool exchanged = false;
+
+  int32_t& at(const Shape& shape, int from, int to) const {
+    return sent[static_cast<int64_t>(from) * shape.ranks + to];
+  }
+};
+
+// Rows that this rank sends to each expert: [E].
+inline std::vector<int32_t> expert_rows(const Shape& shape, const Routing& routing) {
+  std::vector<int32_t> rows(shape.experts, 0);
+  for (int64_t i = 0; i < static_cast<int64_t>(routing.tokens) * shape.top_k; ++i) {
+    if (routing.ids[i] >= 0) ++rows[routing.ids[i]];
+  }
+  return rows;
+}
+
+// Tells every rank. Never waits: S2 has made the bank free.
+template <Transport T>
+void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& placement, const Routing& routing) {
+  const Shape& shape = map.shape();
+  const std::vector<int32_t> rows = expert_rows(shape, routing);
+  std::vector<int32_t> told(WindowMap::counts_bytes(shape) / sizeof(int32_t));
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    std::fill(told.begin(), told.end(), 0);
+    std::copy_n(routing.send_counts, shape.ranks, told.begin());
+    for (int32_t expert = 0; expert < shape.experts; ++expert) {
+      if (placement.rank[expert] == rank) told[shape.ranks + placement.slot[expert]] = rows[expert];
+    }
+    t.put(rank, map.counts(at.lane, at.bank(), t.rank()), told.data(), told.size() * sizeof(int32_t));
+  }
+  publish_step(t, map, at, Mode::kCounts, 0, [](int) { return 0; });
+}
+
+// Which rank would receive more rows than there is room for, and how many.
+struct Overflow {
+  int rank = -1;
+  int64_t rows = 0;
+};
+
+// Takes what has come: after a successful await_step. Returns the first rank that would receive more rows than it has
+// room for. Those are of the last sources; with `drop` they are left out of `sent` and of the routing's send_counts.
+template <Transport T>
+Overflow take_counts(T& t, const WindowMap& map, StepPlace at, int32_t local_experts, bool drop, Routing* routing,
+                     Counts* counts) {
+  const Shape& shape = map.shape();
+  std::fill_n(counts->experts, local_experts, 0);
+  for (int source = 0; source < shape.ranks; ++source) {
+    const auto* const told = reinterpret_cast<const int32_t*>(t.local(map.counts(at.lane, at.bank(), source)));
+    std::copy_n(told, shape.ranks, &counts->at(shape, source, 0));
+    for (int32_t expert = 0; expert < local_experts; ++expert) counts->experts[expert] += told[shape.ranks + expert];
+  }
+  Overflow overflow;
+  for (int to = 0; to < shape.ranks; ++to) {
+    int64_t row = 0;
+    int64_t wanted = 0;
+    for (int from = 0; from < shape.ranks; ++from) {
+      int32_t& rows = counts->at(shape, from, to);
+      wanted += rows;
+      if (drop) rows = static_cast<int32_t>(std::min<int64_t>(rows, shape.recv_rows - row));
+      if (from == t.rank()) counts->begin[to] = row;
+      if (to == t.rank()) counts->source[from] = row;
+      row += rows;
+    }
+    if (to == t.rank()) counts->source[shape.ranks] = row;
+    if (wanted > shape.recv_rows && overflow.rank < 0) overflow = {to, wanted};
+    routing->send_counts[to] = counts->at(shape, t.rank(), to);
+  }
+  return overflow;
+}
+
+}  // namespace tw

@@ -1,0 +1,263 @@
+"""High throughput: exact layouts, counts that are exchanged first, room that does not suffice."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import replace
+from typing import Any
+
+import harness
+import numpy as np
+import pytest
+from cases import FLOATS, Case, Round, Setup, make_ids, make_payloads, one
+from hypothesis import HealthCheck, example, given, settings
+from strategies import cases as any_case
+from test_exchange import check
+from test_properties import judge
+
+import tokenway as tw
+
+EXAMPLES = int(os.environ.get("EXAMPLES", "150"))
+SETTINGS = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+EXACT = {"mode": "high_throughput"}
+LAYOUTS = ("flat", "grouped")
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(backend: str) -> None:
+    if backend != "cpu":
+        pytest.skip("is about the CPU backend, the only one that has high throughput in this version")
+
+
+def both(round_: Round) -> list[Round]:
+    """A round in both layouts."""
+    return [replace(round_, layout=layout, seed=round_.seed + i) for i, layout in enumerate(LAYOUTS)]
+
+
+# ---- whatever the shape, the oracle's bits ------------------------------------------------------------------
+
+HARD = Case(
+    Setup(
+        ranks=4,
+        experts=7,
+        top_k=5,
+        hidden=3,
+        payloads=((1, "uint8"), (17, "uint8")),
+        lanes=2,
+        row_alignment=8,
+        **EXACT,
+    ),
+    (
+        (
+            Round((0, 8, 1, 0), routing="holes", send_dispatch=True, layout="grouped"),
+            Round((8, 8, 8, 8), seed=1, layout="flat"),
+        ),
+        (Round((0, 0, 0, 0), seed=2, layout="flat"), Round((3, 0, 8, 1), seed=3, routing="one", layout="grouped")),
+    ),
+    slow=1,
+)
+TIGHT = replace(HARD, setup=replace(HARD.setup, max_recv_tokens=9, overflow="drop"))
+
+
+@pytest.mark.processes
+@SETTINGS
+@example(HARD)
+@example(TIGHT)
+@given(any_case(max_ranks=4, exact=True))
+def test_any_case_on_processes(backend: str, case: Case) -> None:
+    judge(harness.Processes(backend, case.setup.ranks), case)
+
+
+@SETTINGS
+@example(HARD)
+@example(TIGHT)
+@given(any_case(max_ranks=8, exact=True))
+def test_any_case_on_threads(backend: str, case: Case) -> None:
+    judge(harness.Threads(backend, case.setup.ranks), case)
+
+
+@pytest.mark.parametrize("nranks", [1, 2, 3, 8])
+def test_ranks(world: Any, nranks: int) -> None:
+    setup = Setup(ranks=nranks, experts=2 * nranks + 1, top_k=min(3, nranks + 1), max_tokens=9, **EXACT)
+    tokens = tuple(9 - r % 4 for r in range(nranks))
+    check(world, one(setup, *both(Round(tokens)), *both(Round(tokens, seed=5, routing="holes"))))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_special_values(world: Any, layout: str, dtype: str) -> None:
+    setup = Setup(ranks=3, experts=6, top_k=3, dtype=dtype, combine_dtype=dtype, hidden=33, row_alignment=4, **EXACT)
+    base = Round((8, 8, 3), layout=layout, special=True, rows=dtype, out=dtype)
+    plain = replace(base, weighting="none", identity=True, seed=4)
+    check(world, one(setup, base, plain, replace(base, rows="float32", out="float16", seed=9)))
+
+
+@pytest.mark.parametrize("room", [1, 5, 16, 23, 24])
+def test_rows_that_are_dropped(world: Any, room: int) -> None:
+    """The last sources' rows have no room; sums lack them, and every rank knows."""
+    tight = {"max_recv_tokens": room, "overflow": "drop", "row_alignment": 4}
+    setup = Setup(ranks=3, experts=4, top_k=3, max_tokens=8, lanes=2, **tight, **EXACT)
+    base = Round((8, 8, 8), again=True)
+    check(world, one(setup, *both(base), *both(replace(base, seed=3, again=False, late=True))))
+
+
+# ---- sizes are known before rows go out ---------------------------------------------------------------------
+
+
+def sizes(env: Any) -> list[Any]:
+    setup = Setup(ranks=env.comm.nranks, experts=5, top_k=2, hidden=4, max_tokens=6, row_alignment=4, **EXACT)
+    round_ = Round(tuple(6 - r for r in range(setup.ranks)))
+    with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
+        ids, weights = make_ids(setup, round_, env.rank)
+        handle = group.route(ids, weights)
+        with pytest.raises(tw.InvalidUsage, match="have not been exchanged"):
+            _ = handle.recv_rows
+        group.exchange_counts(handle)
+        found = [handle.recv_rows, handle.rows_of("grouped"), handle.num_recv_tokens()[1]]
+        received = group.dispatch(handle, make_payloads(setup, round_, env.rank)[0], layout="grouped")
+        group.combine(handle, np.zeros((found[1], 4), np.float32))
+        found += [len(received.tokens), int(received.offsets[-1])]
+        assert all(offset % 4 == 0 for offset in received.offsets)
+        handle.update(np.full_like(ids, -1), weights)
+        assert handle.rows_of("flat") is None
+        group.exchange_counts(handle)
+        found.append(handle.recv_rows)
+    return found
+
+
+def test_sizes_before_rows(world: Any) -> None:
+    for flat, grouped, total, rows, end, nothing in world(3).run(sizes):
+        assert flat == total and grouped == rows == end and nothing == 0
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------
+
+
+def overflow(env: Any) -> list[str]:
+    setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, max_recv_tokens=7, **EXACT)
+    said = []
+    with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
+        tokens = np.ones((6, 4), "float32").astype(tw.tensors.numpy_dtype("bfloat16"))
+        everything_to_one = group.route(np.full((6, 1), 3, np.int32))
+        for send_only in (False, True):
+            try:
+                pending = group.exchange_counts(everything_to_one, send_only=send_only)
+                pending.result()
+            except tw.RecvOverflow as error:
+                said.append(str(error))
+                assert error.record is not None and error.record.phase == "counts" and not error.record.sticky
+        # The group is as it was: fewer rows go.
+        everything_to_one.update(np.array([[3], [-1], [0], [-1], [-1], [-1]], np.int32))
+        group.exchange_counts(everything_to_one)
+        received = group.dispatch(everything_to_one, tokens)
+        out = group.combine(everything_to_one, np.array(received.tokens, np.float32))
+        assert out.astype(np.float32).sum(axis=1).tolist() == [4, 0, 4, 0, 0, 0]
+    return said
+
+
+def test_overflow_is_refused_alike(world: Any) -> None:
+    said = world(2).run(overflow)
+    assert said[0] == said[1] and len(said[0]) == 2
+    assert "rank 1 would receive 12 rows; config.max_recv_tokens is 7" in said[0][0]
+
+
+def wrong_order(env: Any) -> list[str]:
+    said = []
+    setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, lanes=2, **EXACT)
+
+    def refused(kind: type[Exception], call: Any) -> None:
+        with pytest.raises(kind) as caught:
+            call()
+        said.append(str(caught.value))
+
+    with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
+        ids = np.zeros((2, 1), np.int32)
+        tokens = np.zeros((2, 4), tw.tensors.numpy_dtype("bfloat16"))
+        handle = group.route(ids)
+        refused(tw.InvalidUsage, lambda: group.dispatch(handle, tokens))
+        refused(tw.InvalidArgument, lambda: group.dispatch(handle, tokens, layout="rank_major"))
+        group.exchange_counts(handle)
+        refused(tw.InvalidUsage, lambda: group.exchange_counts(handle))
+        refused(tw.InvalidArgument, lambda: group.dispatch(handle, tokens, bound=4))
+        rows = np.array(group.dispatch(handle, tokens).tokens)
+        refused(tw.InvalidArgument, lambda: group.combine(handle, np.zeros((len(rows) + 1, 4), np.float32)))
+        assert group.combine(handle, rows).shape == (2, 4)
+    with tw.Group(env.comm, timeout=20, **replace(setup, mode="low_latency").settings()) as group:
+        handle = group.route(ids)
+        refused(tw.InvalidUsage, lambda: group.exchange_counts(handle))
+    return said
+
+
+def test_calls_in_the_wrong_order(world: Any) -> None:
+    for said in world(2).run(wrong_order):
+        wanted = ("call twExchangeCounts", "twFlat (2) or twGrouped (3)", "have been exchanged", "it must be 0")
+        wanted += ("input.rows has shape", "twLowLatency, which has no exchange of counts")
+        assert len(said) == len(wanted)
+        for sentence, part in zip(said, wanted, strict=True):
+            assert part in sentence
+
+
+def one_refuses(env: Any) -> list[str]:
+    """What one rank's call lacks, the others learn at once, and the group goes on."""
+    setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, **EXACT)
+    with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
+        handle = group.route(np.zeros((2, 1), np.int32))
+        other = group.route(np.zeros((2, 1), np.int32))
+        group.exchange_counts(other)
+        with pytest.raises(tw.TokenwayError) as caught:
+            group.exchange_counts(other if env.rank == 0 else handle)
+        group.exchange_counts(handle)
+        return [type(caught.value).__name__, str(caught.value), str(handle.recv_rows)]
+
+
+def test_one_rank_refuses(world: Any) -> None:
+    said = world(2).run(one_refuses)
+    assert [name for name, _, _ in said] == ["InvalidUsage", "PeerRefused"]
+    assert "rank 0 refused its arguments" in said[1][1]
+    assert [rows for _, _, rows in said] == ["4", "0"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"max_recv_tokens": 0}, "config.max_recv_tokens is -1; it must be from 1 to 12"),
+        ({"max_recv_tokens": 13}, "config.max_recv_tokens is 13; it must be from 1 to 12"),
+        ({"row_alignment": 3}, "config.row_alignment is 3; it must be a power of two from 1 to 256"),
+        ({"row_alignment": 512}, "config.row_alignment is 512; it must be from 1 to 256"),
+        ({"overflow": "lose"}, "overflow is 'lose'; it must be one of ['refuse', 'drop']"),
+        ({"mode": "fast"}, "mode is 'fast'; it must be one of ['low_latency', 'high_throughput']"),
+        ({"mode": "low_latency", "row_alignment": 4}, "row_alignment of twLowLatency is 4"),
+    ],
+)
+def test_settings_are_refused(wrong: dict[str, Any], sentence: str) -> None:
+    with tw.local_comms(1)[0] as comm, pytest.raises(tw.InvalidArgument, match=re.escape(sentence)):
+        tw.Group(comm, **{"experts": 4, "top_k": 1, "hidden": 4, "max_tokens": 12, **EXACT, **wrong})
+
+
+def late_rank(env: Any) -> str:
+    setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, **EXACT)
+    group = tw.Group(env.comm, timeout=0.5, **setup.settings())
+    try:
+        handle = group.route(np.zeros((2, 1), np.int32))
+        if env.rank == 0:
+            return "silent"
+        with pytest.raises(tw.PeerTimeout) as caught:
+            group.exchange_counts(handle)
+        return str(caught.value)
+    finally:
+        if env.rank == 0:
+            time.sleep(1.0)
+        group.abort()
+        group.close()
+
+
+def test_a_rank_that_does_not_count(processes: Any) -> None:
+    said = processes(2).run(late_rank)
+    assert said[0] == "silent" and "rank 0 did not arrive in time in the exchange of counts" in said[1]
