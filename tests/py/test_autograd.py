@@ -130,6 +130,7 @@ def leaves(env: Env, group: tw.Group, case: Case) -> tuple[Any, ...]:
 
     from tokenway import reference
 
+    torch.set_num_threads(1)  # ranks share the cores, and threads that wait for work would take them
     made, dtype = tensors_of(case), getattr(torch, case.dtype)
     home, _ = reference.contiguous_placement(case.experts, case.ranks)
     mine = torch.from_numpy(home == env.rank)
