@@ -40,7 +40,8 @@ class ExpertParallelMoE(torch.nn.Module):
     ========  =================  ==============  ==================================================================
 
     Initial values are uniform within 1 / sqrt(columns), and follow from the seed and an expert's number, so they do not
-    depend on the number of ranks. `experts` says which experts the rank holds, in the order of the parameters.
+    depend on the number of ranks. `experts` says which experts the rank holds, in the order of the parameters; `chosen`
+    which of all the last forward chose, [..., S, K] int64.
 
     What an expert computes: down @ (silu(gate @ x) * (up @ x)), gate_up being gate above up. A token's result is the
     sum of its K experts' times its weights, the K largest of softmax(router @ x), float32.
@@ -57,6 +58,7 @@ class ExpertParallelMoE(torch.nn.Module):
         self.group = group
         self.inner = inner
         self.normalize = normalize
+        self.chosen: Tensor | None = None  # [..., S, K] int64: the experts that the last forward chose
         device = "cpu" if group.device is None else f"cuda:{group.device}"
         dtype, experts, hidden = getattr(torch, group.dtype), group.num_local_experts, group.hidden
         ranks, slots = reference.placement(group.experts, group.nranks, group.settings.expert_map)  # type: ignore[arg-type]
@@ -96,6 +98,7 @@ class ExpertParallelMoE(torch.nn.Module):
             self.group.refuse_dispatch()  # peers are in the dispatch already
             raise InvalidArgument(f"x has shape {list(x.shape)}; it must be [..., S, {hidden}]")
         ids, weights, probabilities = self.route(x)
+        self.chosen = ids
         tokens, k = x.reshape(-1, hidden), self.group.top_k
         routed = autograd.dispatch(self.group, tokens, ids.reshape(-1, k), weights.reshape(-1, k))
         grouped = autograd.by_expert(routed)
