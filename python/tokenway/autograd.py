@@ -110,7 +110,7 @@ def dispatch(group: Group, tokens: Tensor, ids: Tensor, weights: Tensor, *, boun
     gradients (see `make_group`).
     """
     with _telling(group.refuse_dispatch):
-        _check_group(group, weights.requires_grad and torch.is_grad_enabled())
+        check_group(group, weights.requires_grad and torch.is_grad_enabled())
         handle = group.route(ids, weights.detach())
     received, kept, places, counts = _Dispatch.apply(tokens, weights, handle, bound)
     # All weights of a token come with it. Those of other ranks' experts would give it gradients from several ranks.
@@ -177,8 +177,9 @@ def by_expert(routed: Routed) -> Grouped:
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def _check_group(group: Group, weights_too: bool) -> None:
-    """Whether rows of this group can carry gradients both ways."""
+def check_group(group: Group, weights_too: bool) -> None:
+    """Raises InvalidArgument unless rows of this group can carry gradients both ways: dtype float32 or bfloat16, the
+    same for combine_dtype, and combine_hidden with room for gradients of weights, if there are to be any."""
     dtype, hidden, returned = group.dtype, group.hidden, group.combine_hidden
     columns = weight_columns(group.top_k, dtype)
     if group.combine_dtype != dtype:
@@ -195,8 +196,11 @@ def _check_group(group: Group, weights_too: bool) -> None:
 def _send(handle: Handle, tokens: Tensor, bound: int | None, out: Mapping[str, Tensor]) -> None:
     """A dispatch into tensors of the caller's, that holds no lane afterwards: nothing of the window is needed then, and
     a combine of the handle leases a lane for itself. So no lane is lost where a backward pass never comes."""
-    handle.group.dispatch(handle, tokens, bound=bound, out=out)
-    handle.release()
+    try:
+        handle.group.dispatch(handle, tokens, bound=bound, out=out)
+    finally:
+        if handle.leased:  # not after a refusal, where that is known at once
+            handle.release()
 
 
 @contextmanager

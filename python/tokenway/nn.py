@@ -54,7 +54,7 @@ class ExpertParallelMoE(torch.nn.Module):
         super().__init__()
         if not isinstance(inner, int) or inner < 1:
             raise InvalidArgument(f"inner is {inner!r}; it must be an integer of at least 1")
-        autograd._check_group(group, True)
+        autograd.check_group(group, True)
         self.group = group
         self.inner = inner
         self.normalize = normalize

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import need
-from test_examples import EXAMPLES, example, need_rich
+from test_examples import EXAMPLES, ROOT, example, need_rich, run
 
 NAME = "04_train_moe_lm.py"
 SMALL = ["--layers", "2", "--hidden", "16", "--heads", "2", "--inner", "8", "--length", "16", "--batch", "6"]
@@ -117,6 +117,15 @@ def test_disagreement_is_told(monkeypatch, capsys, factor, again, says) -> None:
     assert ex.main() == (0 if says == "yesyes" else 1)
     out = capsys.readouterr().out
     assert "".join(re.findall(r": (yes|NO)$", out, re.MULTILINE)) == says, out
+
+
+def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of docs/TRAINING.md learns, as it stands there: who predicts 0 has a loss of 1."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two ranks share the cores
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "TRAINING.md").read_text(), re.DOTALL)
+    (tmp_path / "guide.py").write_text(program)
+    losses = re.fullmatch(r"\[(\d\.\d+), (\d\.\d+)\]\n", run(sys.executable, tmp_path / "guide.py"))
+    assert losses and all(float(loss) < 0.3 for loss in losses.groups()), losses
 
 
 def test_wrong_options(monkeypatch, capsys, tmp_path: Path) -> None:
