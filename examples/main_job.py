@@ -2,7 +2,7 @@
 
     python examples/main_job.py README.md
 
-1. the layer of 01_moe_layer.py on the text, over 4 processes; 2. the accidents of 04_failures.py;
+1. the layer of 01_moe_layer.py on the text, over 4 processes; 2. the accidents of 06_failures.py;
 3. a short table of times. Exit code 0 if everything is as it should be. Needs no PyTorch.
 """
 
@@ -24,7 +24,7 @@ def parts(text: str) -> list[tuple[str, list[str]]]:
     """(heading, command) of each part."""
     return [
         ("A mixture-of-experts layer over 4 processes", [str(HERE / "01_moe_layer.py"), text, "--ranks", "4"]),
-        ("What happens when something goes wrong", [str(HERE / "04_failures.py")]),
+        ("What happens when something goes wrong", [str(HERE / "06_failures.py")]),
         ("How long an exchange takes", ["-m", "tokenway.cli", "bench", *BENCH]),
     ]
 

@@ -207,7 +207,7 @@ class Group:
         bound (not in high throughput): b, equal on all ranks, T <= b <= max_tokens (default max_tokens): outputs
         are sized by it. lane: which one to lease (default: the next free one). out: a tensor for tokens, or a mapping
         of Received's fields and payload names, to have them written there.
-        What is returned is detached: autograd does not know of the exchange.
+        What is returned is detached: autograd does not know of the exchange (`tokenway.autograd` has one it knows of).
         A step of all ranks. Errors: InvalidArgument (peers get PeerRefused at once), InvalidUsage, PeerRefused,
         BoundMismatch, GroupFinished.
         """

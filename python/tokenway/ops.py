@@ -20,6 +20,8 @@ device would have to be waited for. `torch.cuda.graph` captures the ops as it ca
 repeats the steps of the capture. Inductor's own graphs (mode="reduce-overhead") leave out what has inputs on the CPU,
 and so compiled functions that take a token.
 
+The ops have no gradients: `tokenway.autograd` has dispatch and combine for training.
+
 Outputs are fresh tensors, never views of the window, so that a compiler may keep or move them. Ops go through
 `torch.library.Library.impl`, which costs a third of what `torch.library.custom_op` costs per call.
 """

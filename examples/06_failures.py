@@ -1,6 +1,6 @@
 """What happens when something goes wrong: every rank is told what and who, and the others go on.
 
-    python examples/04_failures.py
+    python examples/06_failures.py
 
 1. One rank holds a wrong table of experts: found when the group is created, on all ranks.
 2. A rank is killed while the others wait in combine: their calls end, and say who is gone.

@@ -1,0 +1,361 @@
+"""Dispatch and combine that gradients flow through, for training. Needs PyTorch; on the CPU and on CUDA devices.
+
+    group = tokenway.autograd.make_group(comm, experts=64, top_k=2, hidden=1024, max_tokens=512)
+    routed = tokenway.autograd.dispatch(group, tokens, topk_ids, topk_weights)
+    grouped = tokenway.autograd.by_expert(routed)  # rows in the order of this rank's experts
+    results = experts(grouped.rows, grouped.sizes)
+    out = tokenway.autograd.combine(routed, grouped.sum(results * grouped.weights[:, None]))
+
+The backward of dispatch is a combine of the same handle, that of combine a dispatch of it: the routing that the forward
+pass has cached serves both. Each is one step, so a layer takes two steps forward and two backward.
+
+Weights are applied where the experts are, in PyTorch: `Routed.weights` are differentiable, and their gradients go back
+to the owner in columns of their own, behind those of the tokens, in the same combine. Of the ranks that return a row
+exactly one has a gradient for a (token, k), and the others return 0, so the sum is that gradient, bit for bit. Where
+the rows are float32 a column holds it; bfloat16 rows have three columns for it, whose sum has the 24 bits of a float32
+(below 2^-110 the last of them are lost). `make_group` makes a group whose rows have room for that.
+
+What a step brings is copied out of the window at once and the lane given back: autograd never keeps a view of the
+window, and any number of layers may have passed forward before the first backward, with one lane. What a layer keeps
+until then is a `Handle`: ids, weights and slots, no rows. Rows that no token came to are 0, not arbitrary.
+
+Every rank must make the same steps in the same order, in the backward pass too. Autograd makes them in the reverse
+order of the forward pass, so it is enough that all ranks run the same model: the same layers, the same choice of what
+requires gradients, a backward on every rank, with zero tokens too. No part of the graph may be left out on a rank
+because no rows came (`if rows.shape[0]: ...`): a gradient of None is a step all the same, a node that is not there is
+not. `torch.utils.checkpoint` repeats a layer's forward steps in the backward pass, on all ranks alike.
+
+On CUDA devices all work is enqueued on the current stream; backward runs on the stream of its forward, as PyTorch has
+it. Only `by_expert` waits for the device, to learn how many rows there are. `torch.compile` compiles what is around
+these functions, not through them: not with fullgraph=True. Gradients of gradients are not supported.
+
+Errors are those of `Group.route`, `Group.dispatch` and `Group.combine`; what is raised in a backward pass comes out of
+`backward()`. A rank that raises tells its peers where it can (PeerRefused), else they hear when it leaves its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tokenway import tensors
+from tokenway.comm import Comm
+from tokenway.errors import InvalidArgument, TokenwayError
+from tokenway.group import Group
+from tokenway.handle import Handle
+
+Tensor = torch.Tensor
+
+# bfloat16 has 8 significant bits, float32 has 24.
+_PARTS = {"float32": 1, "bfloat16": 3}
+
+
+class Routed(NamedTuple):
+    """What `dispatch` brought, in the layout rank_major. N ranks, b the bound, K ids per token, H elements a token."""
+
+    tokens: Tensor  # [N, b, H] of the group's dtype, differentiable; 0 in rows that no token came to
+    weights: Tensor  # [N, b, K] float32, differentiable; 0 where ids has no expert of this rank
+    ids: Tensor  # [N, b, K] of the group's id_dtype: as Received.ids
+    counts: Tensor  # [N] int32: rows from each rank
+    handle: Handle  # the routing, dispatched, without a lane
+
+
+def weight_columns(top_k: int, dtype: Any = "bfloat16") -> int:
+    """Elements that a returned row needs beyond H for the gradients of `top_k` weights. dtype: of the rows, float32 or
+    bfloat16. Raises InvalidArgument for others."""
+    name = tensors.dtype_name(dtype)
+    if name not in _PARTS:
+        raise InvalidArgument(f"dtype is {name}; to train with it must be float32 or bfloat16")
+    return top_k * _PARTS[name]
+
+
+def make_group(
+    comm: Comm, *, experts: int, top_k: int, hidden: int, max_tokens: int, dtype: Any = "bfloat16", **settings: Any
+) -> Group:
+    """A `Group` that can be trained with: rows return in the dtype in which they are sent, with room for the gradients
+    of the weights. Collective.
+
+    dtype: of tokens and gradients, float32 or bfloat16. settings: further keywords of Group, but for combine_dtype and
+    combine_hidden. One group serves all layers of the same shape; it needs one lane.
+    """
+    columns = weight_columns(top_k, dtype)
+    return Group(
+        comm,
+        experts=experts,
+        top_k=top_k,
+        hidden=hidden,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        combine_dtype=dtype,
+        combine_hidden=hidden + columns,
+        **settings,
+    )
+
+
+def dispatch(group: Group, tokens: Tensor, ids: Tensor, weights: Tensor, *, bound: int | None = None) -> Routed:
+    """Sends every token to the ranks of its experts. A step of all ranks, and one in the backward pass if tokens or
+    weights require gradients, which must be so on all ranks or on none.
+
+    tokens: [T, H] of the group's dtype, differentiable. ids: [T, K] int32 or int64, -1 for "no expert", each id at most
+    once per token. weights: [T, K] float32, differentiable. bound: b, equal on all ranks, T <= b <= max_tokens (default
+    max_tokens).
+
+    Gradients: tokens' are summed over the ranks that received the token, ascending, in float32 and rounded once;
+    weights' are exact. Errors: as Group.route and Group.dispatch; InvalidArgument for a group whose rows cannot return
+    gradients (see `make_group`).
+    """
+    with _telling(group.refuse_dispatch):
+        check_group(group, weights.requires_grad and torch.is_grad_enabled())
+        handle = group.route(ids, weights.detach())
+    received, kept, places, counts = _Dispatch.apply(tokens, weights, handle, bound)
+    # All weights of a token come with it. Those of other ranks' experts would give it gradients from several ranks.
+    kept = kept.masked_fill(places == group.settings.invalid_id, 0.0)
+    return Routed(received, kept, places, counts, handle)
+
+
+def combine(routed: Routed, rows: Tensor) -> Tensor:
+    """Returns rows to their owners and sums them: [T, H] of the group's dtype. A step of all ranks, and one in the
+    backward pass if rows require gradients, which must be so on all ranks or on none.
+
+    rows: [N, b, H] of the group's dtype or float32, differentiable, weighted already: row [s, p] is the sum of what
+    this rank's experts made of `routed.tokens[s, p]`. Rows beyond the counts are not read, and their gradients are 0.
+
+    Sums are float32 over ranks, ascending; each row is rounded to the group's dtype before, and the result after.
+    Errors: as Group.combine.
+    """
+    return _Combine.apply(rows, routed.handle)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Rows by expert: what a grouped GEMM, or a loop over experts, works on. R rows, L experts of this rank."""
+
+    rows: Tensor  # [R, H]: a token's row once for each of its experts here; by expert, then by (source, slot)
+    weights: Tensor  # [R] float32, differentiable: the router's weight for that token and expert
+    sizes: list[int]  # [L]: rows of each expert, on the host
+    _sources: Tensor  # [R] int64: the row of [N * b] that each row was taken from
+    _places: Tensor  # [N * b, K] int64: where (row, k) went; R for those without an expert here
+    _shape: tuple[int, int]  # N, b
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """[R, H'] in this order, differentiable -> [N, b, H'] float32: summed over k ascending, by the row that each
+        was taken from; 0 where there is none. What `combine` takes, once rows are weighted."""
+        return _Sum.apply(rows, self._sources, self._places).view(*self._shape, rows.shape[-1])
+
+
+def by_expert(routed: Routed) -> Grouped:
+    """Groups what came by expert. Local; on a CUDA device it waits for the dispatch, since shapes depend on it.
+
+    The order is that of the layout expert_major, without its padding. The gradients of rows are summed over k,
+    ascending, in float32: the same bits every time, on CUDA devices too. Raises InvalidArgument for groups with
+    id_space="global".
+    """
+    group = routed.handle.group
+    if group.settings.id_space != "local":
+        raise InvalidArgument(f"the group's id_space is {group.settings.id_space!r}; by_expert needs 'local'")
+    experts, (nranks, b, k) = group.num_local_experts, routed.ids.shape
+    flat = routed.ids.reshape(-1).long()
+    here = (flat >= 0) & (flat < experts) & (flat != group.settings.invalid_id)
+    keys = torch.where(here, flat, experts)
+    sizes = torch.bincount(keys, minlength=experts + 1)[:experts].tolist()
+    total = sum(sizes)
+    # By expert; and, as the sort is stable, by (source, slot) within an expert: a token has an expert at most once.
+    order = torch.sort(keys, stable=True).indices
+    places = torch.full_like(order, total)
+    places[order[:total]] = torch.arange(total, device=order.device)
+    chosen = order[:total]
+    sources, places = chosen // k, places.view(-1, k)
+    rows = _Take.apply(routed.tokens.flatten(0, 1), sources, places)
+    return Grouped(rows, routed.weights.reshape(-1).index_select(0, chosen), sizes, sources, places, (nranks, b))
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def check_group(group: Group, weights_too: bool) -> None:
+    """Raises InvalidArgument unless rows of this group can carry gradients both ways: dtype float32 or bfloat16, the
+    same for combine_dtype, and combine_hidden with room for gradients of weights, if there are to be any."""
+    if group.exact:
+        raise InvalidArgument("the group's mode is 'high_throughput'; to train it must be 'low_latency'")
+    dtype, hidden, returned = group.dtype, group.hidden, group.combine_hidden
+    columns = weight_columns(group.top_k, dtype)
+    if group.combine_dtype != dtype:
+        raise InvalidArgument(
+            f"the group's combine_dtype is {group.combine_dtype}; to train it must be its dtype, {dtype}"
+        )
+    if returned < hidden + columns and (returned != hidden or weights_too):
+        raise InvalidArgument(
+            f"the group's combine_hidden is {returned}; for gradients of weights it must be at least "
+            f"{hidden + columns} (tokenway.autograd.make_group makes such a group)"
+        )
+
+
+def _send(handle: Handle, tokens: Tensor, bound: int | None, out: Mapping[str, Tensor]) -> None:
+    """A dispatch into tensors of the caller's, that holds no lane afterwards: nothing of the window is needed then, and
+    a combine of the handle leases a lane for itself. So no lane is lost where a backward pass never comes."""
+    try:
+        handle.group.dispatch(handle, tokens, bound=bound, out=out)
+    finally:
+        if handle.leased:  # not after a refusal, where that is known at once
+            handle.release()
+
+
+@contextmanager
+def _telling(refuse: Callable[[], None]) -> Iterator[None]:
+    """Around what can fail before a step that the peers are in already: they learn of it at once."""
+    try:
+        yield
+    except Exception:
+        refuse()
+        raise
+
+
+def _refuse_combine(handle: Handle) -> None:
+    """As Group.refuse_dispatch: no rows are refused, and the peers told."""
+    with suppress(TokenwayError):
+        handle.group.combine(handle, None)
+
+
+def _device(group: Group) -> torch.device:
+    return torch.device("cpu") if group.device is None else torch.device("cuda", group.device)
+
+
+def _no_rows(group: Group, bound: int, elements: int) -> Tensor:
+    """[N, b, elements] of 0. A dispatch writes the rows that come, and what it leaves must not be a NaN by chance."""
+    shape, dtype = (group.nranks, bound, elements), getattr(torch, group.dtype)
+    return torch.zeros(shape, dtype=dtype, device=_device(group))
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor, handle: Handle, bound: int | None) -> tuple[Tensor, ...]:
+        group = handle.group
+        with _telling(group.refuse_dispatch):
+            b = group.max_tokens if bound is None else bound
+            if not isinstance(b, int) or not 1 <= b <= group.max_tokens:
+                raise InvalidArgument(f"bound is {b!r}; it must be an integer from 1 to {group.max_tokens}")
+            lead, on = (group.nranks, b), _device(group)
+            out = {
+                "tokens": _no_rows(group, b, group.hidden),
+                "weights": torch.empty((*lead, group.top_k), dtype=torch.float32, device=on),
+                "ids": torch.empty((*lead, group.top_k), dtype=getattr(torch, group.id_dtype), device=on),
+                "counts": torch.empty(group.nranks, dtype=torch.int32, device=on),
+            }
+        _send(handle, tokens, bound, out)
+        ctx.handle = handle
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(out["ids"], out["counts"])
+        return out["tokens"], out["weights"], out["ids"], out["counts"]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, tokens: Tensor | None, weights: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        """Makes its step whatever gradients there are: those may differ from rank to rank, steps may not."""
+        handle: Handle = ctx.handle
+        group = handle.group
+        h, columns = group.hidden, weight_columns(group.top_k, group.dtype)
+        with _telling(lambda: _refuse_combine(handle)):
+            rows = _no_rows(group, handle.bound, group.combine_hidden)
+            if tokens is not None:
+                rows[..., :h] = tokens
+            if weights is not None and ctx.needs_input_grad[1]:
+                rows[..., h : h + columns] = _in_parts(weights, rows.dtype)
+        out = group.combine(handle, rows, layout="rank_major", dtype="float32")
+        of_tokens = out[:, :h].to(rows.dtype) if ctx.needs_input_grad[0] else None
+        of_weights = _whole(out[:, h : h + columns], group.top_k) if ctx.needs_input_grad[1] else None
+        return of_tokens, of_weights, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, handle: Handle) -> Tensor:
+        group = handle.group
+        ctx.handle, ctx.dtype = handle, rows.dtype
+        h = group.hidden
+        with _telling(lambda: _refuse_combine(handle)):
+            if rows.shape != (group.nranks, handle.bound, h):
+                wanted = [group.nranks, handle.bound, h]
+                raise InvalidArgument(f"rows has shape {list(rows.shape)}; it must be {wanted}")
+            if group.combine_hidden > h:
+                rows = torch.cat([rows, rows.new_zeros(*rows.shape[:2], group.combine_hidden - h)], dim=-1)
+        return group.combine(handle, rows, layout="rank_major")[:, :h].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out: Tensor) -> tuple[Any, ...]:
+        handle: Handle = ctx.handle
+        group = handle.group
+        with _telling(group.refuse_dispatch):
+            rows, out = _no_rows(group, handle.bound, group.hidden), out.contiguous()
+        _send(handle, out, handle.bound, {"tokens": rows})
+        return rows.to(ctx.dtype), None
+
+
+def _in_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 [..., K] -> [..., K * parts] of dtype, whose sum is x: each the rounded rest of those before."""
+    if dtype == torch.float32:
+        return x
+    parts = []
+    for _ in range(_PARTS["bfloat16"]):
+        parts.append(x.to(dtype))
+        x = x - parts[-1].float()
+    return torch.cat(parts, dim=-1)
+
+
+def _whole(parts: Tensor, k: int) -> Tensor:
+    """The inverse of `_in_parts` in float32: from the smallest up, so that each sum is exact."""
+    first, *rest = parts.split(k, dim=-1)
+    if not rest:
+        return first.contiguous()
+    middle, last = rest
+    # An infinity or NaN leaves NaN as its rest.
+    return torch.where(first.isfinite(), first + (middle + last), first)
+
+
+# ---- rows by expert --------------------------------------------------------------------------------
+
+
+def _sum_over_k(rows: Tensor, places: Tensor) -> Tensor:
+    """[R, H], [M, K] -> [M, H] float32. By reading, not by adding to places: that has no fixed order on a GPU."""
+    padded = torch.cat([rows.float(), rows.new_zeros((1, rows.shape[1]), dtype=torch.float32)])
+    total = padded[places[:, 0]]
+    for k in range(1, places.shape[1]):
+        total += padded[places[:, k]]
+    return total
+
+
+class _Take(torch.autograd.Function):
+    """tokens[sources]; its backward, unlike PyTorch's own, sums in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.dtype = tokens.dtype
+        return tokens[sources]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows: Tensor) -> tuple[Any, ...]:
+        (places,) = ctx.saved_tensors
+        return _sum_over_k(rows, places).to(ctx.dtype), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The adjoint of `_Take`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(sources)
+        ctx.dtype = rows.dtype
+        return _sum_over_k(rows, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, tokens: Tensor) -> tuple[Any, ...]:
+        (sources,) = ctx.saved_tensors
+        return tokens[sources].to(ctx.dtype), None, None
