@@ -16,7 +16,7 @@ from conftest import need
 
 import tokenway as tw
 from tokenway.bench import baselines, machine, report, runner, timing, verify
-from tokenway.bench.case import Case
+from tokenway.bench.case import LAYOUTS, Case
 from tokenway.bench.control import CHUNK, Control
 from tokenway.bench.options import Settings
 from tokenway.bench.profiles import PROFILES, Profile
@@ -62,6 +62,10 @@ def test_every_profile_and_routing_on_more_ranks(ranks) -> None:
         ("bfloat16", "expert_major", "topk"),
         ("fp8", "rank_major", "none"),
         ("fp8", "expert_major", "topk"),
+        ("bfloat16", "flat", "topk"),
+        ("float32", "grouped", "none"),
+        ("fp8", "flat", "none"),
+        ("fp8", "grouped", "topk"),
     ],
 )
 def test_every_kind_of_row(dtype, layout, weighting) -> None:
@@ -69,7 +73,7 @@ def test_every_kind_of_row(dtype, layout, weighting) -> None:
     bench("--ranks", "3", "--profile", "gpt-oss-120b", "--tokens", "1", "9", *kind, "--verify-only")
 
 
-@pytest.mark.parametrize("layout", ["rank_major", "expert_major"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_verification_notices(layout, dtype) -> None:
     """Whatever single value is wrong, in what was received or in what came back."""
@@ -78,11 +82,14 @@ def test_verification_notices(layout, dtype) -> None:
         handle = group.route(case.exchange.ids[0], case.exchange.weight[0])
         tokens, scales = case.inputs(0)
         payloads = None if scales is None else {"scales": scales}
-        made = verify.buffers(case, group)
-        received = group.dispatch(handle, tokens, payloads, layout=layout, bound=7, out=made[0])
+        if case.exact:
+            group.exchange_counts(handle)
+        made = verify.buffers(case, group, handle)
+        bound = None if case.exact else 7
+        received = group.dispatch(handle, tokens, payloads, layout=layout, bound=bound, out=made[0])
         verify.check_dispatch(case, 0, received)
         fields = {name: getattr(received, name) for name in ("tokens", "ids", "weights", "counts")}
-        last = (0, int(received.counts[0]) - 1)
+        last = (int(received.counts[0]) - 1,) if case.exact else (0, int(received.counts[0]) - 1)
         spots = {"tokens": (*last, 159), "ids": last, "weights": last, "counts": (0,), "scales": last}
         for name in [*fields, *received.payloads]:
             wrong = SimpleNamespace(**fields, payloads=dict(received.payloads))

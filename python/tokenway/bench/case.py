@@ -20,6 +20,8 @@ from tokenway.reference import Exchange
 
 Array = np.ndarray
 
+LAYOUTS = ("rank_major", "expert_major", "flat", "grouped")
+EXACT_LAYOUTS = ("flat", "grouped")  # of high throughput
 FP8 = "float8_e4m3fn"
 SCALE_BLOCK = 128  # elements of a float8 row that share a scale
 CHUNK_ROWS = 128  # rows that the expert function widens at a time
@@ -53,6 +55,11 @@ class Case:
         return f"{self.profile.name}, {self.routing}, {self.tokens} tokens"
 
     @property
+    def exact(self) -> bool:
+        """Whether the layout is one of high throughput."""
+        return self.layout in EXACT_LAYOUTS
+
+    @property
     def combine_dtype(self) -> str:
         """Of the experts' answers: float8 comes back as bfloat16."""
         return "bfloat16" if self.dtype == FP8 else self.dtype
@@ -82,7 +89,7 @@ class Case:
             "dtype": self.dtype,
             "combine_dtype": self.combine_dtype,
             "payloads": {"scales": (self.scales, "float32")} if self.scales else None,
-        }
+        } | ({"mode": "high_throughput"} if self.exact else {})
 
     @cached_property
     def exchange(self) -> Exchange:

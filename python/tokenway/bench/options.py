@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenway.bench import baselines, gloo, nccl, nvlink_options
-from tokenway.bench.case import DTYPES, FP8, Case
+from tokenway.bench.case import DTYPES, FP8, LAYOUTS, Case
 from tokenway.bench.control import MAX_RANKS
 from tokenway.bench.profiles import PROFILES
 from tokenway.bench.routing import GENERATORS, from_npz
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--routing", **many, help="all, or some of uniform, balanced, skewed, FILE.npz")
     add("--tokens", nargs="+", metavar="T", help="per rank (default 1 8 128 512; on GPUs up to 4096)")
     add("--dtype", help=f"{', '.join(DTYPES)} or fp8: float8 and a float32 scale per 128 elements")
-    add("--layout", help="rank_major (default) or expert_major")
+    add("--layout", help="rank_major (default) or expert_major; on the CPU also flat or grouped, of high throughput")
     add("--weighting", help="none (default) or topk")
     add("--iterations", type=int, metavar="I", help="timed, over all rounds (default 50)")
     add("--rounds", type=int, metavar="R", help="in which subjects take turns (default 5)")
@@ -111,7 +111,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         routings=_routings(_names(args.routing) or ["uniform"]),
         tokens=_tokens(_names(args.tokens)) or ((1, 8, 32) if quick else tokens),
         dtype=_choice("--dtype", FP8 if dtype == "fp8" else dtype, DTYPES, "bfloat16"),
-        layout=_choice("--layout", args.layout, ("rank_major", "expert_major"), "rank_major"),
+        layout=_choice("--layout", args.layout, LAYOUTS if gpu is None else LAYOUTS[:2], "rank_major"),
         weighting=_choice("--weighting", args.weighting, ("none", "topk"), "none"),
         iterations=_number("--iterations", args.iterations, 1, 10 if quick else 50 if gpu is None else 60),
         rounds=_number("--rounds", args.rounds, 1, rounds),

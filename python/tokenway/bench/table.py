@@ -32,7 +32,8 @@ def columns(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     names = list(rows[0].get("baselines", {})) if rows else []
     heads = ["profile", "routing", "tokens"]
     if timed:
-        heads += ["route us", "dispatch us", "combine us", "pair us", "p10", "p90"]
+        counted = any("counts_us" in row for row in rows)  # of high throughput
+        heads += ["route us", *["counts us"] * counted, "dispatch us", "combine us", "pair us", "p10", "p90"]
         heads += ["formula GB/s", "moved GB/s"]
         heads += [_head(name) for name in names]
     else:
@@ -53,7 +54,8 @@ def _head(name: str) -> str:
 def _cells(row: Row, names: Sequence[str], timed: bool) -> list[str]:
     cells = [row["profile"], row["routing"], str(row["tokens"])]
     if timed:
-        medians = [row[f"{p}_us"]["median"] for p in ("route", "dispatch", "combine", "pair")]
+        phases = ("route", *["counts"] * ("counts_us" in row), "dispatch", "combine", "pair")
+        medians = [row[f"{p}_us"]["median"] for p in phases]
         cells += [microseconds(m) for m in medians]
         cells += [microseconds(row["pair_us"][p]) for p in ("p10", "p90")]
         cells += [f"{row['formula_gb_s']['pair']:.2f}", f"{row['moved_gb_s']['pair']:.2f}"]

@@ -11,6 +11,7 @@ A rank checks what it received, and then what it got back for its own tokens:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,17 +27,21 @@ class Mismatch(AssertionError):
     """A rank has other bits than the oracle; says where."""
 
 
-def buffers(case: Case, group: Group) -> tuple[dict[str, Array], Array, Array]:
-    """(dispatch's out, the experts' rows, combine's out), allocated once for all calls of a case.
+def buffers(case: Case, group: Group, handle: Handle | None = None) -> tuple[dict[str, Array], Array, Array]:
+    """(dispatch's out, the experts' rows, combine's out), allocated once for all calls of a case; in high throughput
+    of a routing whose counts `handle` knows.
 
-    rank_major: dispatch's rows are views of the window, so its out is empty. expert_major takes
+    rank_major and flat: dispatch's rows are views of the window, so its out is empty. expert_major takes
     L * N * b rows of address space here, of which only the received ones are ever touched.
     """
     n, t, hidden = case.ranks, case.tokens, case.profile.hidden
-    lead = (n, t) if case.layout == "rank_major" else (group.num_local_experts, n * t)
+    lead: tuple[int, ...] = (n, t) if case.layout == "rank_major" else (group.num_local_experts, n * t)
+    if case.exact:
+        assert handle is not None
+        lead = (handle.rows_of(case.layout) or 0,)
     answer = tensors.numpy_dtype(case.combine_dtype)
     out: dict[str, Array] = {}
-    if case.layout == "expert_major":
+    if case.layout in ("expert_major", "grouped"):
         out["tokens"] = np.empty((*lead, hidden), tensors.numpy_dtype(case.dtype))
         if case.scales:
             out["scales"] = np.empty((*lead, case.scales), np.float32)
@@ -66,6 +71,16 @@ def _expect(what: str, case: Case, rank: int, got: Array, want: Array) -> None:
         raise Mismatch(f"{case.name}: {what} on rank {rank} differ from the oracle{where}")
 
 
+def filled(case: Case, rank: int, counts: Array) -> list[Any]:
+    """Where in a layout the rows lie that hold something: an index for each run of them, by source or by expert."""
+    if case.layout == "flat":
+        return [np.s_[: int(counts.sum())]]
+    if case.layout == "grouped":
+        begins = case.exchange.blocks(rank)
+        return [np.s_[begins[e] : begins[e] + n] for e, n in enumerate(counts)]
+    return [np.s_[block, :n] for block, n in enumerate(counts)]
+
+
 def check_dispatch(case: Case, rank: int, received: Received) -> None:
     """Compares counts, ids, weights and payload rows with the oracle's. Raises Mismatch."""
     x = case.exchange
@@ -75,18 +90,19 @@ def check_dispatch(case: Case, rank: int, received: Received) -> None:
     _expect("counts", case, rank, np.asarray(received.counts), want.counts)
     _expect("ids", case, rank, np.asarray(received.ids), want.ids)
     _expect("weights", case, rank, np.asarray(received.weights), want.weights)
-    filled = np.arange(want.payloads[0].shape[1]) < want.counts[:, None]
+    runs = filled(case, rank, want.counts)
     for source in range(x.ranks):
         sent = case.inputs(source)
-        mine = filled & (want.payloads[0] // max(case.tokens, 1) == source)
-        for block in np.flatnonzero(mine.any(axis=1)):
-            place = np.flatnonzero(mine[block])
-            token = want.payloads[0][block, place] - source * case.tokens
+        for at in runs:
+            place = np.flatnonzero(want.payloads[0][at] // max(case.tokens, 1) == source)
+            if place.size == 0:
+                continue
+            token = want.payloads[0][at][place] - source * case.tokens
             rows = slice(place[0], place[-1] + 1)  # one source's rows lie together
             what = f"rows from rank {source}"
-            _expect(what, case, rank, received.tokens[block, rows], sent[0][token])
+            _expect(what, case, rank, received.tokens[at][rows], sent[0][token])
             if sent[1] is not None:
-                got = received.payloads["scales"][block, rows]
+                got = received.payloads["scales"][at][rows]
                 _expect(f"scales from rank {source}", case, rank, got, sent[1][token])
 
 
@@ -94,10 +110,9 @@ def run_experts(case: Case, rank: int, received: Received, rows: Array) -> None:
     """This rank's experts: reads what arrived and fills `rows`, laid out alike."""
     home = np.append(case.exchange.local_experts(rank), -1)  # local slot to expert; -1 stays
     scales = received.payloads.get("scales")
-    for block, count in enumerate(received.counts):
-        at = np.s_[block, :count]
+    for at in filled(case, rank, np.asarray(received.counts)):
         ids, weights = received.ids[at], received.weights[at]
-        if case.layout == "expert_major":
+        if case.layout in ("expert_major", "grouped"):
             ids, weights = ids[:, None], weights[:, None]
         of = None if scales is None else scales[at]
         case.answers(received.tokens[at], of, home[ids], weights, rows[at])
@@ -107,7 +122,7 @@ class _Answers(Sequence[Array]):
     """The rows that each rank's experts return to one owner, made when the oracle asks for them.
 
     They stand where the oracle looks: rank_major in [owner, slot] (the same memory for every
-    source, as only the owner's is read), expert_major in [expert, row] of an array of which only
+    source, as only the owner's is read), in other layouts in their places of an array of which only
     those rows are touched.
     """
 
@@ -121,8 +136,8 @@ class _Answers(Sequence[Array]):
 
     def __getitem__(self, rank: int) -> Array:  # type: ignore[override]
         if self._last is None or self._last[0] != rank:
-            make = self._rank_major if self._case.layout == "rank_major" else self._expert_major
-            self._last = rank, make(rank)
+            by_source = self._case.layout in ("rank_major", "flat")
+            self._last = rank, self._by_source(rank) if by_source else self._by_expert(rank)
         return self._last[1]
 
     def __iter__(self) -> Iterator[Array]:
@@ -143,19 +158,28 @@ class _Answers(Sequence[Array]):
         self._case.answers(values[tokens], of, experts, weights, rows)
         return rows
 
-    def _rank_major(self, rank: int) -> Array:
+    def _by_source(self, rank: int) -> Array:
         tokens, experts = self._local(rank)
-        rows = self._answer(tokens, experts, self._case.exchange.weight[self._owner][tokens])
-        return np.broadcast_to(rows[None], (len(self), *rows.shape))
+        made = self._answer(tokens, experts, self._case.exchange.weight[self._owner][tokens])
+        if self._case.layout == "rank_major":
+            return np.broadcast_to(made[None], (len(self), *made.shape))
+        begins = self._case.exchange.sources(rank)
+        rows = np.empty((begins[-1], made.shape[1]), made.dtype)
+        rows[begins[self._owner] : begins[self._owner] + len(made)] = made
+        return rows
 
-    def _expert_major(self, rank: int) -> Array:
+    def _by_expert(self, rank: int) -> Array:
         case, x, owner = self._case, self._case.exchange, self._owner
         t, k = np.nonzero(x.routing[owner].owner == rank)
         expert = x.ids[owner][t, k]
         made = self._answer(t, expert[:, None], x.weight[owner][t, k][:, None])
-        shape = (len(x.local_experts(rank)), case.ranks * case.tokens, case.profile.hidden)
-        rows = np.empty(shape, made.dtype)
-        rows[x.placement[1][expert], x.expert_row[owner][t, k]] = made
+        slot, hidden = x.placement[1][expert], case.profile.hidden
+        if case.layout == "grouped":
+            rows = np.empty((x.blocks(rank)[-1], hidden), made.dtype)
+            rows[x.blocks(rank)[slot] + x.kept_row[owner][t, k]] = made
+            return rows
+        rows = np.empty((len(x.local_experts(rank)), case.ranks * case.tokens, hidden), made.dtype)
+        rows[slot, x.expert_row[owner][t, k]] = made
         return rows
 
 
@@ -194,6 +218,7 @@ def exchange_once(
     out, rows, _ = made
     payloads = None if sent[1] is None else {"scales": sent[1]}
     for _ in range(2 if twice else 1):
-        received = group.dispatch(handle, sent[0], payloads, layout=case.layout, bound=case.tokens, out=out)
+        bound = None if case.exact else case.tokens
+        received = group.dispatch(handle, sent[0], payloads, layout=case.layout, bound=bound, out=out)
     check_dispatch(case, group.rank, received)
     run_experts(case, group.rank, received, rows)
