@@ -35,10 +35,12 @@ Errors are those of `Group.route`, `Group.dispatch` and `Group.combine`; what is
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -50,9 +52,30 @@ from tokenway.group import Group
 from tokenway.handle import Handle
 
 Tensor = torch.Tensor
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 # bfloat16 has 8 significant bits, float32 has 24.
 _PARTS = {"float32": 1, "bfloat16": 3}
+
+
+_uncompiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _eager(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A function that `torch.compile` leaves alone, with all that it calls: the way of a tensor to the C library is
+    nothing that it could trace. PyTorch's own decorator loads the compiler, which takes seconds, at once; here only
+    where somebody else has."""
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if function not in _uncompiled:
+            _uncompiled[function] = torch.compiler.disable(function)
+        return _uncompiled[function](*args, **kwargs)
+
+    return call
 
 
 class Routed(NamedTuple):
@@ -97,6 +120,7 @@ def make_group(
     )
 
 
+@_eager
 def dispatch(group: Group, tokens: Tensor, ids: Tensor, weights: Tensor, *, bound: int | None = None) -> Routed:
     """Sends every token to the ranks of its experts. A step of all ranks, and one in the backward pass if tokens or
     weights require gradients, which must be so on all ranks or on none.
@@ -118,6 +142,7 @@ def dispatch(group: Group, tokens: Tensor, ids: Tensor, weights: Tensor, *, boun
     return Routed(received, kept, places, counts, handle)
 
 
+@_eager
 def combine(routed: Routed, rows: Tensor) -> Tensor:
     """Returns rows to their owners and sums them: [T, H] of the group's dtype. A step of all ranks, and one in the
     backward pass if rows require gradients, which must be so on all ranks or on none.
@@ -142,12 +167,14 @@ class Grouped:
     _places: Tensor  # [N * b, K] int64: where (row, k) went; R for those without an expert here
     _shape: tuple[int, int]  # N, b
 
+    @_eager
     def sum(self, rows: Tensor) -> Tensor:
         """[R, H'] in this order, differentiable -> [N, b, H'] float32: summed over k ascending, by the row that each
         was taken from; 0 where there is none. What `combine` takes, once rows are weighted."""
         return _Sum.apply(rows, self._sources, self._places).view(*self._shape, rows.shape[-1])
 
 
+@_eager
 def by_expert(routed: Routed) -> Grouped:
     """Groups what came by expert. Local; on a CUDA device it waits for the dispatch, since shapes depend on it.
 
