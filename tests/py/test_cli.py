@@ -46,7 +46,7 @@ def test_help_and_version(capsys) -> None:
         (["bench", "--tokens", "0"], "--tokens: '0'"),
         (["bench", "--tokens", "8", "-1"], "-1"),
         (["bench", "--dtype", "int8"], "--dtype: 'int8'; allowed: bfloat16"),
-        (["bench", "--layout", "flat"], "--layout: 'flat'"),
+        (["bench", "--layout", "round"], "--layout: 'round'"),
         (["bench", "--weighting", "all"], "--weighting: 'all'"),
         (["bench", "--iterations", "0"], "--iterations: 0"),
         (["bench", "--rounds", "0"], "--rounds: 0"),
