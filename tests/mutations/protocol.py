@@ -54,7 +54,7 @@ CYCLE = (
     ),
     Edit(
         MAP,
-        "c.align(dispatch > inbox ? dispatch : inbox, kPageAlignment)",
+        "c.align(std::max({dispatch, inbox, counts}), kPageAlignment)",
         "c.align(c.add(c.align(dispatch, kRegionAlignment), inbox), kPageAlignment)",
     ),
     Edit(
@@ -140,8 +140,8 @@ PROTOCOL = (
         (
             Edit(
                 CALLS,
-                "  if (handle.pending == Pending::kNone) return {};\n  return fail(",
-                "  return {};\n  return fail(",
+                "  if (handle.pending == Pending::kNone) return {};\n  const char* const names[]",
+                "  return {};\n  const char* const names[]",
             ),
         ),
     ),

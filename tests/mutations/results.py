@@ -52,7 +52,14 @@ RESULTS = (
         "S9",
         "exchange_test",
         "Exchange.LayoutsWeightingsTypes",
-        (Edit(COMBINE, "      rows[position] = t.local(", "      rows[count - 1 - position] = t.local("),),
+        (
+            Edit(
+                COMBINE,
+                "    sum(out + token * out_stride, rows, nullptr, count, types);\n",
+                "    std::reverse(rows, rows + count);\n"
+                "    sum(out + token * out_stride, rows, nullptr, count, types);\n",
+            ),
+        ),
     ),
     Mutation(
         "own partial not rounded",
@@ -136,15 +143,17 @@ RESULTS = (
         (
             Edit(
                 MAP,
-                "    return bank_at(lane, bank) + payload_at_[q]",
+                "    return payload_row(lane, bank, q, row(source, p, bound));",
                 "    const uint64_t bank_bytes = bank_bytes_ / shape_.max_tokens * bound;\n"
-                "    return lane_at(lane) + banks_at_ + bank_bytes * bank + payload_at_[q]",
+                "    return lane_at(lane) + banks_at_ + bank_bytes * bank + payload_at_[q] +\n"
+                "           row(source, p, bound) * shape_.payload_bytes[q];",
             ),
             Edit(
                 MAP,
-                "    return bank_at(lane, bank) + meta_at_",
+                "    return meta_row(lane, bank, row(source, p, bound));",
                 "    const uint64_t bank_bytes = bank_bytes_ / shape_.max_tokens * bound;\n"
-                "    return lane_at(lane) + banks_at_ + bank_bytes * bank + meta_at_",
+                "    return lane_at(lane) + banks_at_ + bank_bytes * bank + meta_at_ +\n"
+                "           row(source, p, bound) * meta_bytes(shape_.top_k);",
             ),
         ),
     ),
@@ -156,15 +165,17 @@ RESULTS = (
         (
             Edit(
                 MAP,
-                "    return bank_at(lane, bank) + payload_at_[q]",
+                "    return payload_row(lane, bank, q, row(source, p, bound));",
                 "    const uint64_t lane_bytes = lane_bytes_ / shape_.max_tokens * bound;\n"
-                "    return lanes_at_ + lane_bytes * lane + banks_at_ + bank_bytes_ * bank + payload_at_[q]",
+                "    return lanes_at_ + lane_bytes * lane + banks_at_ + bank_bytes_ * bank + payload_at_[q] +\n"
+                "           row(source, p, bound) * shape_.payload_bytes[q];",
             ),
             Edit(
                 MAP,
-                "    return bank_at(lane, bank) + meta_at_",
+                "    return meta_row(lane, bank, row(source, p, bound));",
                 "    const uint64_t lane_bytes = lane_bytes_ / shape_.max_tokens * bound;\n"
-                "    return lanes_at_ + lane_bytes * lane + banks_at_ + bank_bytes_ * bank + meta_at_",
+                "    return lanes_at_ + lane_bytes * lane + banks_at_ + bank_bytes_ * bank + meta_at_ +\n"
+                "           row(source, p, bound) * meta_bytes(shape_.top_k);",
             ),
         ),
     ),
