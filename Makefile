@@ -25,7 +25,7 @@ CONFIGURE = $(CMAKE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(NINJA) -S .
 CXX_FILES = $(shell find src include tests examples -regex '.*\.\(c\|cc\|h\|cu\|cuh\)')
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build:  ## the library, into build/
 	@$(SETUP) run
@@ -44,6 +44,7 @@ test:  ## everything: C++ plain and under sanitizers, models, Python, mutations,
 	@$(MAKE) test-cc
 	@$(STAGE) "models (spin)" $(PY) spec/run.py
 	@$(TREE) $(STAGE) "Python tests" $(PY) -m pytest tests/py
+	@$(STAGE) "CUDA kernels on emulated GPUs" $(PY) tests/emulator/run.py --quick
 	@$(TREE) $(STAGE) "mutations" $(PY) tests/mutations/run.py
 	@$(STAGE) "wheel" tests/wheel/test_wheel.sh
 
@@ -65,6 +66,10 @@ build/asan: TREE_FLAGS = -DCMAKE_BUILD_TYPE=Debug -DTOKENWAY_SANITIZE=address,un
 build/test build/tsan build/asan:
 	@$(CONFIGURE) -B $@ --log-level=NOTICE -DTOKENWAY_TESTS=ON -DTOKENWAY_CUDA=OFF $(TREE_FLAGS)
 	@$(CMAKE) --build $@ --target tokenway_tests
+
+test-emulated:  ## the CUDA kernels on emulated GPUs, whole (ARGS="-k rounds -x" and others)
+	@$(SETUP) run test
+	@$(PY) tests/emulator/run.py $(ARGS)
 
 soak: build  ## long and random: 10,000 rounds, 50 ranks killed, 20 stopped (tens of minutes)
 	@$(SETUP) run test
@@ -111,5 +116,5 @@ clean:  ## remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-.PHONY: help build run bench test test-cc build/test build/tsan build/asan soak spec lint format \
-	test-gpu bench-gpu gpu-library clean
+.PHONY: help build run bench test test-cc test-emulated build/test build/tsan build/asan soak spec lint \
+	format test-gpu bench-gpu gpu-library clean

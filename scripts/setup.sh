@@ -6,7 +6,7 @@
 #   run    NumPy, ml_dtypes, CMake, Ninja, rich, matplotlib
 #   lint   ruff and clang-format, pinned: their output differs from version to version
 #   spec   spin, through apt
-#   test   pytest, hypothesis, the wheel's build tools, PyTorch; GoogleTest through apt; and spec
+#   test   pytest, hypothesis, the wheel's build tools, PyTorch; GoogleTest and Boost.Context through apt; spec
 #
 # A group that is already there costs milliseconds: .venv/.stamp-GROUP holds a hash of this script.
 #
@@ -156,7 +156,7 @@ provide_system() {
   warn "$text; what needs it will fail or be skipped"
 }
 
-has_gtest() { printf '#if !__has_include(<gtest/gtest.h>)\n#error\n#endif\n' | c++ -E -x c++ -; }
+has_header() { printf '#if !__has_include(<%s>)\n#error\n#endif\n' "$1" | c++ -E -x c++ -; }
 
 # -------------------------------------------------------------------------------------------------
 
@@ -170,7 +170,8 @@ setup_group() {
     spec) provide_system spin command -v spin ;;
     test)
       is_stamped test || { install test "${test_packages[@]}"; stamp test; }
-      provide_system libgtest-dev has_gtest
+      provide_system libgtest-dev has_header gtest/gtest.h
+      provide_system libboost-context-dev has_header boost/context/continuation.hpp
       setup_group spec
       provide_torch
       ;;

@@ -1,73 +1,22 @@
-// Loads, stores and fences as the exchange means them. The memory model's words are PTX's (section 8 of its manual).
+// What every kernel of the exchange uses: hand-overs in shared memory, loads past the first-level cache, a block's part
+// of the work.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "nvlink/params.h"
+#include "nvlink/ptx.cuh"
 
 namespace tw::nvlink {
 
-struct alignas(16) Vec16 {
-  uint64_t a, b;
-};
-
 __device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
 __device__ inline uint32_t below(int bit) { return (1u << bit) - 1; }
-// 0 beyond the 32nd.
-__device__ inline uint32_t bit_of(int bit) {
-  uint32_t mask;
-  asm("shl.b32 %0, 1, %1;" : "=r"(mask) : "r"(bit));
-  return mask;
-}
 
-// ---- Words between ranks: relaxed, ordered by fences alone, one fence for many of them.
-
-__device__ inline void store_word(void* to, uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-}
-__device__ inline uint64_t load_word(const void* from) {
-  uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-  return value;
-}
-__device__ inline uint32_t load_half(const void* from) {
-  uint32_t value;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-__device__ inline void store_half(void* to, uint32_t value) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-}
-
-// S4, the reader's side: what was written before the word can be read after this. Dearer fences are not needed for it.
-__device__ inline uint64_t load_acquire(const void* from) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-  return value;
-}
-
-// S4, both ways: cumulative, so it stands for every write that this thread has synchronised with.
-__device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
-// Counts blocks; who gets the last number has synchronised with all of them.
-__device__ inline uint32_t arrive(uint32_t* counter) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
-
-// ---- Lines: 16 bytes in one access, flag and data together. PTX does not promise that; the self-test looks. Eight
-// threads must make it in one instruction, and that they are together there is not promised either: __syncwarp does not
-// do it. So they look (lines.cuh). (Of a torn line all words are old but the one that the flag's thread has.)
-
-__device__ inline void store_pair(void* to, uint64_t a, uint64_t b) {
-  asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(a), "l"(b) : "memory");
-}
-__device__ inline Vec16 load_pair(const void* from) {
-  Vec16 value;
-  asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.a), "=l"(value.b) : "l"(from) : "memory");
-  return value;
+// The block's arrays in shared memory, by where they begin.
+template <class T>
+__device__ inline T* shared_at(uint32_t offset) {
+  return reinterpret_cast<T*>(shared_bytes() + offset);
 }
 
 // ---- What warps of a block hand to each other in shared memory without a barrier. Atomic operations, since these are
@@ -82,44 +31,15 @@ __device__ inline int32_t peek_once(int32_t* at) {
   return __shfl_sync(~0u, value, 0);
 }
 
-// Has a value worked out here: the compiler would do it where it is used, which may be where somebody waits.
-template <class... T>
-__device__ inline void pin(T&... values) {
-  const auto one = [](auto& value) {
-    if constexpr (sizeof(value) == 8) {
-      asm volatile("" : "+l"(value));
-    } else {
-      asm volatile("" : "+r"(value));
-    }
-  };
-  (one(values), ...);
-}
+// ---- A kernel's begin.
 
-// ---- Parts of a block, and kernels that follow each other.
-
-// Of a block. Warps need not be together: the barrier counts threads. __syncwarp would not bring a warp together
-// either: nvcc lets it run what comes next in the parts in which it came.
-__device__ inline void meet() { asm volatile("barrier.cta.sync 0;" ::: "memory"); }
-
-// Programmatic dependent launch: the next kernel's blocks may come onto the device, where they find room; and this one
-// touches nothing that an earlier kernel may use before that one has ended (S3). Nothing, in a plain launch.
-__device__ inline void let_next_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 // Constants are cold when a kernel starts, 40 ns for each 64 bytes that are met one after the other; here that passes
 // while the kernel before runs.
 template <class Params>
 __device__ inline void warm(const Params& params) {
   const auto* const words = reinterpret_cast<const uint32_t*>(&params);
 #pragma unroll
-  for (size_t i = 0; i < sizeof(Params) / 64; ++i) asm volatile("" ::"r"(words[16 * i]));
-}
-__device__ inline void await_earlier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  for (size_t i = 0; i < sizeof(Params) / 64; ++i) pin_read(words[16 * i]);
 }
 
 // ---- What earlier kernels and peers wrote is read past the first-level cache: a kernel that comes onto the device
@@ -156,12 +76,6 @@ __device__ inline Shares shares_of(uint32_t block, int blocks) {
 __device__ inline Shares sent_shares(const Roles& roles) { return shares_of(blockIdx.x, roles.sending); }
 __device__ inline Shares received_shares(const Roles& roles) {
   return shares_of(blockIdx.x - first_receiver(roles), roles.receiving);
-}
-
-__device__ inline uint64_t now_ns() {
-  uint64_t time;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
-  return time;
 }
 
 __device__ inline uint32_t divide(uint32_t x, const Divider& by) {

@@ -13,13 +13,14 @@
 namespace tw::nvlink {
 
 template <class Params>
-int launch_kernel(void (*kernel)(Params), const Params& params, int grid, uint32_t shared, bool early, void* stream) {
+int launch_kernel(void (*kernel)(Params), const Params& params, int grid, uint32_t shared, bool early, void* stream,
+                  int threads = kThreads) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;

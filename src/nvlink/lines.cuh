@@ -21,11 +21,7 @@ __device__ inline uint32_t line_place(uint32_t group) { return group * kGroupByt
 __device__ inline uint32_t line_threads() { return 0xffu << (threadIdx.x % 32 / kLineLanes * kLineLanes); }
 
 // Whether they make their next access in one instruction.
-__device__ inline bool is_together() {
-  uint32_t active;
-  asm volatile("activemask.b32 %0;" : "=r"(active)::"memory");
-  return (~active & line_threads()) == 0;
-}
+__device__ inline bool is_together() { return (~active_threads() & line_threads()) == 0; }
 
 // The line of threads that are not: its flag follows its data.
 __device__ __noinline__ static void store_apart(void* to, uint64_t a, uint64_t b) {

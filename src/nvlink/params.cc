@@ -58,9 +58,10 @@ CombineScratch CombineScratch::make(const Shape& shape) {
   at.row_counts = carver.take<int32_t>(kSets);
   at.counts = carver.take<int32_t>(shape.ranks);
   at.sent_rows = carver.take<int32_t>(shape.ranks);
-  at.sent = carver.take<int32_t>(kChunks);
+  at.given = carver.take<uint64_t>(kChunks);
+  at.sent = carver.take<uint64_t>(kChunks);
+  at.free = carver.take<uint64_t>(kChunks);
   at.taken = carver.take<int32_t>(kChunks);
-  at.published = carver.take<int32_t>(2);
   at.failed = carver.take<int32_t>(1);
   at.bytes = carver.bytes();
   return at;

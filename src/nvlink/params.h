@@ -236,9 +236,10 @@ struct CombineScratch {
   uint32_t from;        // Destination [sets, F] who sends it, and in which slot
   uint32_t counts;      // int32 [N] received from each owner
   uint32_t sent_rows;   // int32 [N] sent to each rank
-  uint32_t sent;        // int32 [kChunks] units that are sent of the chunks that have had this place
-  uint32_t taken;       // int32 [kChunks] which chunk has it: chunks.cuh, Work
-  uint32_t published;   // int32 [2] turns of the block that are over, and where they end
+  uint32_t given;       // uint64 [kChunks] gate: it is known which chunk has this place (chunks.cuh, Work)
+  uint32_t sent;        // uint64 [kChunks] gate: all of it is
+  uint32_t free;        // uint64 [kChunks] gate: its word is stored
+  uint32_t taken;       // int32 [kChunks] the chunk that has the place; -1: none is left
   uint32_t failed;      // int32 the step has
   uint32_t bytes;
 

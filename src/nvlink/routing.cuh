@@ -15,13 +15,6 @@
 
 namespace tw::nvlink {
 
-// The arrays in shared memory.
-extern __shared__ uint4 shared_memory[];
-template <class T>
-__device__ inline T* shared_at(uint32_t offset) {
-  return reinterpret_cast<T*>(reinterpret_cast<std::byte*>(shared_memory) + offset);
-}
-
 class Scratch {
  public:
   __device__ explicit Scratch(const DispatchParams& p) : p_(p) {}

@@ -3,6 +3,7 @@
 
 #include <mutex>
 
+#include "nvlink/launch.h"
 #include "nvlink/wait.cuh"
 
 namespace tw::nvlink {
@@ -94,13 +95,11 @@ __global__ void self_test_kernel(const __grid_constant__ SelfTestParams p) {
 }  // namespace
 
 int launch_refuse(const RefuseParams& params, void* stream) {
-  refuse_kernel<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(refuse_kernel, params, 1, 0, false, stream, 256);
 }
 
 int launch_self_test(const SelfTestParams& params, void* stream) {
-  self_test_kernel<<<1, 1024, 0, static_cast<cudaStream_t>(stream)>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(self_test_kernel, params, 1, 0, false, stream, 1024);
 }
 
 int allow_shared(const void* kernel, uint32_t bytes) {

@@ -2,6 +2,7 @@
 // Blocks read the counts on the device; rows beyond them cost nothing.
 #include <cuda_runtime.h>
 
+#include "nvlink/launch.h"
 #include "nvlink/received.cuh"
 
 namespace tw::nvlink {
@@ -60,7 +61,7 @@ __device__ void copy_payload(const ViewParams& p, int q, const int32_t* begin, i
 }
 
 __global__ void __launch_bounds__(kViewThreads) rank_view_kernel(const __grid_constant__ ViewParams p) {
-  extern __shared__ int32_t shared[];
+  int32_t* const shared = shared_at<int32_t>(0);
   begin_rows(p, shared);
   const int bank = bank_of_lane(p);
   for (int q = 0; q < p.group.map.shape().payloads; ++q) {
@@ -93,8 +94,8 @@ struct ExpertScratch {
   int32_t* next;     // [kExperts] rows of an expert so far
   int32_t* total;    // [kExperts]
 
-  static size_t bytes(const Shape& shape) {
-    return 4 * (static_cast<size_t>(shape.ranks) + 1 + kBatch * static_cast<size_t>(shape.top_k) + 2 * kExperts);
+  static uint32_t bytes(const Shape& shape) {
+    return 4 * (static_cast<uint32_t>(shape.ranks) + 1 + kBatch * static_cast<uint32_t>(shape.top_k) + 2 * kExperts);
   }
   __device__ ExpertScratch(int32_t* at, const Shape& shape) {
     begin = at;
@@ -236,8 +237,7 @@ __device__ void scatter(const ViewParams& p, const ExpertScratch& s, int from, i
 }
 
 __global__ void __launch_bounds__(kViewThreads) expert_view_kernel(const __grid_constant__ ViewParams p) {
-  extern __shared__ int32_t shared[];
-  const ExpertScratch s(shared, p.group.map.shape());
+  const ExpertScratch s(shared_at<int32_t>(0), p.group.map.shape());
   begin_rows(p, s.begin);
   const int rows = s.begin[p.group.map.shape().ranks];
   const int blocks = static_cast<int>(gridDim.x);
@@ -253,27 +253,24 @@ __global__ void __launch_bounds__(kViewThreads) expert_view_kernel(const __grid_
   scatter(p, s, from, to, bank_of_lane(p));
 }
 
-size_t rank_view_bytes(const Shape& shape) { return 4 * (static_cast<size_t>(shape.ranks) + 1); }
+uint32_t rank_view_bytes(const Shape& shape) { return 4 * (static_cast<uint32_t>(shape.ranks) + 1); }
 
 }  // namespace
 
 int launch_rank_view(const ViewParams& params, int grid, void* stream) {
-  const size_t bytes = rank_view_bytes(params.group.map.shape());
-  rank_view_kernel<<<grid, kViewThreads, bytes, static_cast<cudaStream_t>(stream)>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(rank_view_kernel, params, grid, rank_view_bytes(params.group.map.shape()), false, stream,
+                       kViewThreads);
 }
 
 int launch_expert_view(const ViewParams& params, int grid, void* stream) {
-  const size_t bytes = ExpertScratch::bytes(params.group.map.shape());
-  expert_view_kernel<<<grid, kViewThreads, bytes, static_cast<cudaStream_t>(stream)>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(expert_view_kernel, params, grid, ExpertScratch::bytes(params.group.map.shape()), false, stream,
+                       kViewThreads);
 }
 
 int load_views(const Shape& shape) {
-  const auto rank_bytes = static_cast<uint32_t>(rank_view_bytes(shape));
-  if (const int error = allow_shared(reinterpret_cast<const void*>(rank_view_kernel), rank_bytes)) return error;
-  const auto expert_bytes = static_cast<uint32_t>(ExpertScratch::bytes(shape));
-  return allow_shared(reinterpret_cast<const void*>(expert_view_kernel), expert_bytes);
+  const auto* const rank_view = reinterpret_cast<const void*>(rank_view_kernel);
+  if (const int error = allow_shared(rank_view, rank_view_bytes(shape))) return error;
+  return allow_shared(reinterpret_cast<const void*>(expert_view_kernel), ExpertScratch::bytes(shape));
 }
 
 }  // namespace tw::nvlink

@@ -20,7 +20,7 @@ struct Step {
 // The first step of a kernel on a lane: the one after the last that ended. What a kernel loads without knowing it is
 // loaded before, so that all of it is on its way at once: whatever is made of the step waits for it.
 __device__ inline uint64_t next_step(const GroupView& g, int lane) {
-  asm volatile("" ::: "memory");  // or the compiler puts it first
+  keep_order();  // or the compiler puts it first
   return *reinterpret_cast<const volatile uint64_t*>(&g.lanes[lane].step) + 1;
 }
 __device__ inline bool is_sticky(const GroupView& g) {

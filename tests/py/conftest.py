@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import device_backend
+import emulated_backend
 import harness
 import pytest
 
@@ -30,6 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported, and before anything calls CUDA."""
     harness.CHOSEN[:] = config.getoption("--backend") or ["cpu"]
+    if "emulated" in harness.CHOSEN:
+        emulated_backend.prepare()
+        if lacking := emulated_backend.missing():
+            raise pytest.UsageError(f"--backend emulated: {lacking}")
+        os.environ.setdefault("EXAMPLES", "25")
     if "nvlink" not in harness.CHOSEN:
         return
     # The suite expects a call's own errors from that call, as the CPU backend has it.

@@ -120,12 +120,19 @@ class Cuda:
         return place.view(dtype).as_strided(array.shape, strides)
 
     @staticmethod
-    def array(tensor: Any) -> np.ndarray:
+    def wait() -> None:
+        """Until the work of the thread's stream is done."""
+        import torch
+
+        torch.cuda.current_stream().synchronize()
+
+    @classmethod
+    def array(cls, tensor: Any) -> np.ndarray:
         """A copy as a NumPy array; waits for the thread's stream, and only then copies: a copy that is queued behind a
         call which waits for another rank holds up the copies of all ranks on that device."""
         import torch
 
-        torch.cuda.current_stream().synchronize()
+        cls.wait()
         assert isinstance(tensor, torch.Tensor), f"{type(tensor)} came back, not a PyTorch tensor"
         name = str(tensor.dtype).removeprefix("torch.")
         bits = tensor.detach().view(getattr(torch, BITS[tensor.itemsize])).cpu().numpy()

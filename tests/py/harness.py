@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from device_backend import COMM_TIMEOUT, Cuda
+from emulated_backend import Emulated
 
 import tokenway as tw
 
@@ -75,7 +76,7 @@ class Cpu:
         return np.array(tensor)
 
 
-BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda}
+BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda, "emulated": Emulated}
 CHOSEN = ["cpu"]  # backends that the tests run against: the option --backend
 
 

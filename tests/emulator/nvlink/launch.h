@@ -1,0 +1,18 @@
+// src/nvlink/launch.h for the emulator.
+#pragma once
+
+#include "nvlink/params.h"
+
+namespace tw::nvlink {
+
+template <class Params>
+int launch_kernel(void (*kernel)(Params), const Params& params, int grid, uint32_t shared, bool early, void* stream,
+                  int threads = kThreads) {
+  static_cast<void>(early);
+  tw::emulator::launch(
+      stream, dim3(static_cast<unsigned>(grid)), dim3(static_cast<unsigned>(threads)), shared,
+      [kernel, params] { kernel(params); }, __PRETTY_FUNCTION__);
+  return 0;
+}
+
+}  // namespace tw::nvlink

@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+"""Builds the CUDA backend for emulated GPUs and runs the tests of behaviour against it.
+
+    python tests/emulator/run.py                         all of them
+    python tests/emulator/run.py --quick                 ranks as threads alone, and no deaths
+    python tests/emulator/run.py -k rounds -x            arguments of pytest
+
+Needs CUDA's headers and Boost.Context (Debian: libboost-context-dev); without them it says so and succeeds, unless
+TW_STRICT=1. TOKENWAY_EMULATOR_SEED chooses another order of threads, TOKENWAY_EMULATOR_SMS the blocks of a device.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "emulated"
+TOOLS = Path(sys.executable).parent  # CMake and Ninja are in the environment of this Python
+FILES = ("exchange", "errors", "usage", "properties", "rounds", "survival")
+QUICK = (("exchange", "errors", "properties", "rounds"), "not processes and not killed")
+NOTHING = "CUDA's headers or Boost.Context are missing"
+
+
+def build() -> bool:
+    """Builds the library. False if this machine has not what it takes."""
+    cmake = str(TOOLS / "cmake")
+    options = ["-DTOKENWAY_CUDA=OFF", "-DTOKENWAY_EMULATOR=ON", f"-DCMAKE_MAKE_PROGRAM={TOOLS / 'ninja'}"]
+    configure = [cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(BUILD), "--log-level=NOTICE", *options]
+    said = subprocess.run(configure, capture_output=True, text=True)
+    if said.returncode:
+        if "CUDAToolkit" not in said.stderr and "Boost" not in said.stderr:
+            sys.exit(said.stderr)
+        return False
+    subprocess.run([cmake, "--build", str(BUILD), "--target", "tokenway_emulated"], check=True)
+    return True
+
+
+def main(arguments: list[str]) -> int:
+    """Returns pytest's exit code."""
+    if not build():
+        print(f"emulated GPUs: skipped, {NOTHING}", file=sys.stderr)
+        return int(os.environ.get("TW_STRICT") == "1")
+    names, chosen = FILES, []
+    if "--quick" in arguments:
+        arguments = [a for a in arguments if a != "--quick"]
+        names, chosen = QUICK[0], ["-k", QUICK[1]]
+    files = [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in names]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT / "python"),
+        "TOKENWAY_LIBRARY": str(BUILD / "emulator" / "libtokenway.so"),
+    }
+    command = [sys.executable, "-m", "pytest", *files, "--backend", "emulated", *chosen, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

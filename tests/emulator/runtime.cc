@@ -1,0 +1,326 @@
+// The parts of CUDA's runtime and driver that the library calls, for devices that are the CPU: streams are threads with
+// a queue, device memory is the host's, and memory that processes share is a file without a name.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "prelude.h"
+
+#include <cuda.h>
+
+namespace tw::emulator {
+namespace {
+
+int number_of(const char* name, int otherwise) {
+  const char* const text = std::getenv(name);
+  return text == nullptr ? otherwise : std::atoi(text);
+}
+int devices() {
+  static const int count = number_of("TOKENWAY_EMULATOR_DEVICES", 16);
+  return count;
+}
+// Few: each block takes a thread of the CPU.
+int sms() {
+  static const int count = number_of("TOKENWAY_EMULATOR_SMS", 8);
+  return count;
+}
+
+thread_local int t_device = 0;
+
+class Stream {
+ public:
+  explicit Stream(int device) : device_(device), thread_([this] { serve(); }) { thread_.detach(); }
+
+  void add(std::function<void()> task) {
+    const std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
+    changed_.notify_all();
+  }
+  void wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return tasks_.empty(); });
+  }
+  int device() const { return device_; }
+
+ private:
+  void serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [this] { return !tasks_.empty(); });
+      const std::function<void()>& task = tasks_.front();  // stays there until it is over: wait()
+      lock.unlock();
+      task();
+      lock.lock();
+      tasks_.pop_front();
+      changed_.notify_all();
+    }
+  }
+
+  int device_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  std::thread thread_;
+};
+
+// Never destroyed, as their threads are not ended: a process may end while a kernel waits.
+struct Streams {
+  std::mutex mutex;
+  std::vector<Stream*> all;
+  std::map<int, Stream*> defaults;
+
+  Stream* make(int device) {
+    all.push_back(new Stream(device));
+    return all.back();
+  }
+};
+Streams& streams() {
+  static auto* const made = new Streams;
+  return *made;
+}
+Stream& find(cudaStream_t stream) {
+  if (stream != nullptr && stream != cudaStreamLegacy && stream != cudaStreamPerThread) {
+    return *reinterpret_cast<Stream*>(stream);
+  }
+  Streams& known = streams();
+  const std::lock_guard lock(known.mutex);
+  Stream*& found = known.defaults[t_device];
+  if (found == nullptr) found = known.make(t_device);
+  return *found;
+}
+
+struct Memory {
+  int fd;
+  size_t bytes;
+};
+
+thread_local cudaError_t t_last = cudaSuccess;
+cudaError_t say(cudaError_t error) {
+  if (error != cudaSuccess) t_last = error;
+  return error;
+}
+
+std::mutex limits_mutex;
+std::map<const void*, int>& shared_limits() {
+  static auto* const made = new std::map<const void*, int>;
+  return *made;
+}
+
+}  // namespace
+
+void launch(void* stream, dim3 blocks, dim3 threads, uint32_t shared, std::function<void()> kernel, const char* name) {
+  static const bool blocking = number_of("CUDA_LAUNCH_BLOCKING", 0) == 1;
+  Stream& on = find(static_cast<cudaStream_t>(stream));
+  on.add([=, kernel = std::move(kernel)] {
+    run_grid(blocks, threads, shared, kernel, name, static_cast<unsigned>(sms()));
+  });
+  if (blocking) on.wait();
+}
+
+// ---- The driver's virtual memory.
+
+namespace driver {
+
+CUresult error_string(CUresult error, const char** text) {
+  *text = error == CUDA_SUCCESS ? "no error" : "an error of the emulator";
+  return CUDA_SUCCESS;
+}
+CUresult granularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+  *bytes = 64 * 1024;
+  return CUDA_SUCCESS;
+}
+CUresult create(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*, unsigned long long) {
+  const int fd = memfd_create("tokenway-emulator", MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return CUDA_ERROR_OUT_OF_MEMORY;
+  *handle = reinterpret_cast<CUmemGenericAllocationHandle>(new Memory{fd, bytes});
+  return CUDA_SUCCESS;
+}
+CUresult release(CUmemGenericAllocationHandle handle) {
+  const auto* const memory = reinterpret_cast<Memory*>(handle);
+  close(memory->fd);
+  delete memory;
+  return CUDA_SUCCESS;
+}
+CUresult reserve(CUdeviceptr* at, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
+  void* const made = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (made == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  *at = reinterpret_cast<CUdeviceptr>(made);
+  return CUDA_SUCCESS;
+}
+CUresult free_address(CUdeviceptr at, size_t bytes) {
+  return munmap(reinterpret_cast<void*>(at), bytes) == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult map(CUdeviceptr at, size_t bytes, size_t, CUmemGenericAllocationHandle handle, unsigned long long) {
+  const auto* const memory = reinterpret_cast<Memory*>(handle);
+  // Not accessible before set_access.
+  void* const made = mmap(reinterpret_cast<void*>(at), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->fd, 0);
+  return made == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+CUresult unmap(CUdeviceptr at, size_t bytes) {
+  void* const made = mmap(reinterpret_cast<void*>(at), bytes, PROT_NONE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  return made == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+CUresult set_access(CUdeviceptr at, size_t bytes, const CUmemAccessDesc*, size_t) {
+  return mprotect(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE) == 0 ? CUDA_SUCCESS
+                                                                                   : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult export_handle(void* fd, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType, unsigned long long) {
+  *static_cast<int*>(fd) = fcntl(reinterpret_cast<Memory*>(handle)->fd, F_DUPFD_CLOEXEC, 0);
+  return CUDA_SUCCESS;
+}
+CUresult import_handle(CUmemGenericAllocationHandle* handle, void* fd, CUmemAllocationHandleType) {
+  const int own = fcntl(static_cast<int>(reinterpret_cast<intptr_t>(fd)), F_DUPFD_CLOEXEC, 0);
+  const off_t bytes = lseek(own, 0, SEEK_END);
+  if (bytes <= 0) return CUDA_ERROR_INVALID_HANDLE;
+  *handle = reinterpret_cast<CUmemGenericAllocationHandle>(new Memory{own, static_cast<size_t>(bytes)});
+  return CUDA_SUCCESS;
+}
+
+const std::map<std::string, void*>& entries() {
+  static const auto* const made = new std::map<std::string, void*>{
+      {"cuGetErrorString", reinterpret_cast<void*>(error_string)},
+      {"cuMemGetAllocationGranularity", reinterpret_cast<void*>(granularity)},
+      {"cuMemCreate", reinterpret_cast<void*>(create)},
+      {"cuMemRelease", reinterpret_cast<void*>(release)},
+      {"cuMemAddressReserve", reinterpret_cast<void*>(reserve)},
+      {"cuMemAddressFree", reinterpret_cast<void*>(free_address)},
+      {"cuMemMap", reinterpret_cast<void*>(map)},
+      {"cuMemUnmap", reinterpret_cast<void*>(unmap)},
+      {"cuMemSetAccess", reinterpret_cast<void*>(set_access)},
+      {"cuMemExportToShareableHandle", reinterpret_cast<void*>(export_handle)},
+      {"cuMemImportFromShareableHandle", reinterpret_cast<void*>(import_handle)},
+  };
+  return *made;
+}
+
+}  // namespace driver
+}  // namespace tw::emulator
+
+using namespace tw::emulator;
+
+// ---- The runtime.
+
+extern "C" {
+
+cudaError_t cudaGetDeviceCount(int* count) { return *count = devices(), cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) { return *device = t_device, cudaSuccess; }
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= devices()) return say(cudaErrorInvalidDevice);
+  t_device = device;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDA_VERSION, cudaSuccess; }
+cudaError_t cudaGetLastError() { return std::exchange(t_last, cudaSuccess); }
+const char* cudaGetErrorString(cudaError_t) { return "an error of the emulator"; }
+const char* cudaGetErrorName(cudaError_t error) { return error == cudaSuccess ? "cudaSuccess" : "cudaError"; }
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* prop, int device) {
+  *prop = {};
+  std::strcpy(prop->name, "emulated");
+  std::memset(prop->uuid.bytes, 0x7e, sizeof prop->uuid.bytes);
+  prop->uuid.bytes[0] = static_cast<char>(device);
+  prop->major = 9;
+  prop->multiProcessorCount = sms();
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9 : attribute == cudaDevAttrMultiProcessorCount ? sms() : 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 1, cudaSuccess; }
+cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr, int, int) { return *value = 1, cudaSuccess; }
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { return *free = *total = size_t{8} << 30, cudaSuccess; }
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  const auto found = driver::entries().find(name);
+  const bool known = found != driver::entries().end();
+  *function = known ? found->second : nullptr;
+  *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  Streams& known = streams();
+  const std::lock_guard lock(known.mutex);
+  *stream = reinterpret_cast<cudaStream_t>(known.make(t_device));
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }  // its work goes on; its thread waits for ever
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return find(stream).wait(), cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() {
+  std::vector<Stream*> all;
+  {
+    Streams& known = streams();
+    const std::lock_guard lock(known.mutex);
+    all = known.all;
+  }
+  for (Stream* const stream : all) {
+    if (stream->device() == t_device) stream->wait();
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+
+// Memory that is new holds anything.
+cudaError_t cudaMallocAsync(void** at, size_t bytes, cudaStream_t) {
+  *at = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
+  if (*at == nullptr) return say(cudaErrorMemoryAllocation);
+  std::memset(*at, 0xcd, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaFreeAsync(void* at, cudaStream_t stream) {
+  find(stream).add([at] { std::free(at); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stream) {
+  find(stream).add([=] { std::memset(at, value, bytes); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+  if (kind != cudaMemcpyHostToDevice) {
+    find(stream).add([=] { std::memcpy(to, from, bytes); });
+    return cudaSuccess;
+  }
+  const auto* const begin = static_cast<const std::byte*>(from);
+  find(stream).add([=, copy = std::vector(begin, begin + bytes)] { std::memcpy(to, copy.data(), bytes); });
+  return cudaSuccess;
+}
+cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
+cudaError_t cudaHostGetDevicePointer(void** on_device, void* on_host, unsigned) {
+  return *on_device = on_host, cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  const std::lock_guard lock(limits_mutex);
+  *attributes = {};
+  attributes->maxDynamicSharedSizeBytes = std::max(48 * 1024, shared_limits()[kernel]);
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+  if (value > static_cast<int>(kSharedBytes)) return say(cudaErrorInvalidValue);
+  const std::lock_guard lock(limits_mutex);
+  shared_limits()[kernel] = value;
+  return cudaSuccess;
+}
+// Of a kernel whose parameters' types nobody knows here.
+cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
+  return say(cudaErrorNotSupported);
+}
+
+}  // extern "C"

@@ -1,0 +1,94 @@
+"""The harness's backend on emulated GPUs: the CUDA backend with kernels that run on the CPU (tests/emulator), tensors
+PyTorch's of the CPU. The library must be the emulator's: TOKENWAY_LIBRARY.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from device_backend import Cuda
+from pretended import Pretended
+
+from tokenway import _native, cuda
+
+# A call's kernel has ended when the call returns: nothing orders the CPU's allocator by streams.
+ENVIRONMENT = {"CUDA_LAUNCH_BLOCKING": "1", "TOKENWAY_BLOCKING": "1"}
+DEVICES = 16  # one for each rank that a world of threads can have
+
+
+def prepare() -> None:
+    """Sets the environment of this process and its children, before the library is loaded."""
+    os.environ.update(ENVIRONMENT)
+
+
+def missing() -> str | None:
+    """What the tests need and the library has not, as a sentence; None if it has it all."""
+    if not hasattr(_native.lib, "cudaStreamCreateWithFlags"):
+        return f"{_native.lib._name} has no emulated devices; build it with -DTOKENWAY_EMULATOR=ON"
+    return None
+
+
+class Place(Pretended):
+    """Where the tensors of a group are: on the CPU, with a stream for each device."""
+
+    learns_late = False
+
+    def __init__(self, device: int):
+        import torch
+
+        super().__init__(torch)
+        self.now = stream_of(device)
+
+
+class Emulated(Cuda):
+    """Ranks on emulated devices, one for each."""
+
+    name = "emulated"
+
+    @staticmethod
+    @functools.cache
+    def device_count() -> int:
+        return DEVICES
+
+    @classmethod
+    def comm(cls, rank: int, nranks: int, address: str) -> Any:
+        cuda.Cuda = Place
+        return super().comm(rank, nranks, address)
+
+    @classmethod
+    def local_comms(cls, nranks: int) -> list[Any]:
+        cuda.Cuda = Place
+        return super().local_comms(nranks)
+
+    @staticmethod
+    def place(comm: Any) -> tuple[Any, Any]:
+        return None, stream_of(comm.device)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def context(device: Any, stream: Any) -> Iterator[None]:
+        yield
+
+    @staticmethod
+    def wait() -> None:
+        """Calls have waited."""
+
+    @classmethod
+    def empty(cls, nbytes: int) -> Any:
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@functools.cache
+def stream_of(device: int) -> int:
+    """A stream of a device, always the same one."""
+    library, made = _native.lib, ctypes.c_void_p()
+    library.cudaSetDevice(device)
+    library.cudaStreamCreateWithFlags(ctypes.byref(made), 1)
+    return made.value or 0
