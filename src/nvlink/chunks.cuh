@@ -112,6 +112,14 @@ struct Work {
     await_gate(given + place_of(turn), parity_of(turn));
     return taken[place_of(turn)];
   }
+  // Whether all turns that are given before the one to be drawn in this turn have chunks: they are drawn in order, and
+  // nobody draws behind the first without one.
+  __device__ bool goes_on(int turn) const {
+    for (int next = turn + 1; next < turn + kDrawn; ++next) {
+      if (find(next) < 0) return false;
+    }
+    return true;
+  }
   // Makes known which chunk a turn has, of so many. By one thread.
   __device__ void give(int turn, int chunk, int chunks) const {
     if (turn >= kChunks) await_gate(free + place_of(turn), parity_of(turn - kChunks));  // it was another's
@@ -190,7 +198,7 @@ __device__ inline void push_chunks(const Sum& s) {
 #pragma unroll 1
     for (; x < begin + items; x += kPushing) {
       int drawn = 0;
-      const bool draws = x == begin && work.find(turn + kDrawn - 1) >= 0;  // so that they are drawn in order
+      const bool draws = x == begin && work.goes_on(turn);
       if (draws && lane() == 0) drawn = static_cast<int>(atomicAdd(tickets(s.p.group, s.step), 1));
       push_item<kFast>(s, number, x - begin);
       __syncwarp();

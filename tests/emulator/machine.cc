@@ -7,6 +7,7 @@
 #include <atomic>
 #include <boost/context/continuation.hpp>
 #include <boost/context/stack_context.hpp>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -23,6 +24,7 @@ namespace {
 namespace context = boost::context;
 
 constexpr int kWarp = 32;
+constexpr std::chrono::seconds kLongest{60};  // longer than the waits of any test
 constexpr size_t kStack = 64 * 1024;
 
 // Stacks that are used again: a kernel has hundreds of fibers. Without pages that guard them, which would be two
@@ -81,6 +83,8 @@ struct Pooled {
 enum class State { kRuns, kPolls, kInCollective, kInBarrier, kInAccess, kOver };
 enum class Access { kTogether, kLoad, kStore };
 constexpr const char* kCollectives[] = {"__syncwarp", "a ballot", "a shuffle", "__match_any_sync", "__reduce_max_sync"};
+
+constexpr const char* kStates[] = {"running", "waiting for memory", "in ", "in a barrier", "in an access", "over"};
 
 struct Fiber {
   context::continuation body;
@@ -154,10 +158,15 @@ uint32_t seed() {
 
 void Block::fail(const char* what, const Fiber& fiber) const {
   std::fprintf(stderr, "emulated kernel %s, block %u, thread %u: %s\n", name_, place_.block.x, fiber.thread.x, what);
-  for (const Fiber& other : fibers_) {
-    if (other.state == State::kPolls || other.thread.x / kWarp != fiber.thread.x / kWarp) continue;
-    std::fprintf(stderr, "  thread %u: state %d, %s, mask %08x\n", other.thread.x, static_cast<int>(other.state),
-                 kCollectives[static_cast<int>(other.kind)], other.mask);
+  // Threads of a warp in the same state follow each other.
+  for (int i = 0, begin = 0; i < count_; ++i) {
+    const bool ends = i + 1 == count_ || (i + 1) % kWarp == 0 || fibers_[i + 1].state != fibers_[i].state;
+    if (!ends) continue;
+    const Fiber& other = fibers_[i];
+    const bool meets = other.state == State::kInCollective;
+    std::fprintf(stderr, "  threads %d to %d: %s%s, mask %08x\n", begin, i, kStates[static_cast<int>(other.state)],
+                 meets ? kCollectives[static_cast<int>(other.kind)] : "", meets ? other.mask : 0);
+    begin = i + 1;
   }
   std::abort();
 }
@@ -328,6 +337,8 @@ void Block::run() {
     });
   }
   const int warps = (count_ + kWarp - 1) / kWarp;
+  const auto begun = std::chrono::steady_clock::now();
+  uint32_t turns = 0;
   while (over_ < count_) {
     bool went = false;
     const int first = static_cast<int>(random_() % static_cast<uint32_t>(warps));
@@ -349,6 +360,9 @@ void Block::run() {
       }
     }
     sched_yield();
+    if (++turns % 65536 == 0 && std::chrono::steady_clock::now() - begun > kLongest) {
+      fail("the block has not ended in a minute", fibers_[0]);
+    }
   }
   t_block = nullptr;
 }
