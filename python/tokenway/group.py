@@ -13,7 +13,15 @@ from typing import Any
 
 from tokenway import _native, arguments, cuda, outputs, tensors
 from tokenway.comm import Comm
-from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
+from tokenway.errors import (
+    ErrorRecord,
+    InvalidArgument,
+    InvalidUsage,
+    OutOfMemory,
+    PeerRefused,
+    RecvOverflow,
+    TokenwayError,
+)
 from tokenway.handle import Handle, Pending, Tensor
 from tokenway.settings import Payload, Settings, WindowBytes, make_config, telling, window_bytes
 
@@ -175,7 +183,9 @@ class Group:
     def exchange_counts(self, handle: Handle, *, lane: int | None = None, send_only: bool = False) -> Any:
         """In high throughput: ranks tell each other how many rows they will send, before a handle's first dispatch and
         after each `Handle.update`. Returns the handle, whose `recv_rows` is known then, or `Pending` of it. A step of
-        all ranks. Errors: RecvOverflow on all ranks alike, InvalidUsage, PeerRefused, GroupFinished."""
+        all ranks. Errors: RecvOverflow on all ranks alike, InvalidUsage, PeerRefused, GroupFinished. After a send_only
+        call that a rank refused the handle holds the lane, there and at the peers, until its counts are exchanged or
+        it is released."""
         self._free_finished()
         given = _native.CountsInput()
         given.lane = -1 if lane is None else arguments.int32(lane) if lane != -1 else -2
@@ -184,8 +194,14 @@ class Group:
             given.stream = self._stream_of(handle)
         result = _native.lib.twExchangeCounts(self.pointer, arguments.pointer_of(handle), byref(given))
         if result:
-            raise self._error(result, handle=handle)
-        return Pending(handle, handle, (handle,), combining=True) if send_only else handle
+            error = self._error(result, handle=handle)
+            if isinstance(error, (PeerRefused, RecvOverflow)):
+                handle.leased = False  # what an earlier send_only call may have left
+            raise error
+        if send_only:
+            return Pending(handle, handle, (handle,), counting=True)
+        handle.leased = False
+        return handle
 
     @cuda.ranged("tokenway.dispatch")
     def dispatch(
