@@ -1,8 +1,8 @@
 // Tokenway: expert-parallel communication for mixture-of-experts models.
 //
 // One exchange: `dispatch` sends every token to the distinct ranks that hold its top-k experts, `combine` returns one
-// partial result per rank and sums them where the token came from. This header is the whole C API; it needs nothing
-// but a C99 compiler. A complete program stands in examples/03_c_api.c.
+// partial result per rank and sums them where the token came from. This header is the whole C API, with types.h; it
+// needs nothing but a C99 compiler. A complete program stands in examples/03_c_api.c.
 //
 // Conventions
 //   * Functions return twResult_t. A sentence that names the argument, its value and the allowed range is kept per
@@ -29,8 +29,7 @@
 #ifndef TOKENWAY_H_
 #define TOKENWAY_H_
 
-#include <stddef.h>
-#include <stdint.h>
+#include "tokenway/types.h"
 
 #define TW_VERSION_MAJOR 0
 #define TW_VERSION_MINOR 1
@@ -44,7 +43,6 @@
 #define TW_MAX_LOCAL_RANKS 16  // ranks of one process that share a CUDA device
 #define TW_MAX_EXPERTS 1048576
 #define TW_MAX_TOKENS ((1 << 28) - 1)  // max_tokens: a count has 28 bits in a published word
-#define TW_MAX_DIMS 6
 
 #if defined(__GNUC__)
 #define TW_API __attribute__((visibility("default")))
@@ -52,68 +50,11 @@
 #define TW_API
 #endif
 
-// Enums have the size of int, and in C++ any int is a value of theirs: what a caller gives is checked, not assumed.
-#if defined(__cplusplus) && __cplusplus >= 201103L
-#define TW_AS_INT : int
-#else
-#define TW_AS_INT
-#endif
-
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 // ---------------------------------------------------------------------------------------------------------- results
-
-// Grouped by what they break: nothing (the call did not happen), this call (on all ranks), or the group.
-typedef enum TW_AS_INT {
-  twSuccess = 0,
-  // Nothing was sent; the group is as it was.
-  twInvalidArgument = 1,  // an argument is out of range; twLastError() says which
-  twInvalidUsage = 2,     // right arguments at the wrong time: combine before dispatch, no free lane, ...
-  twOutOfMemory = 3,      // the sentence says how much is needed and how much is free
-  twSystemError = 4,      // an operating system call failed; the sentence holds errno
-  twUnsupported = 5,      // this build or machine cannot do it; the sentence says why
-  twConfigMismatch = 6,   // twGroupCreate: ranks disagree; the sentence names the field and the ranks
-  // This call failed on every rank; the group stays usable.
-  twPeerRefused = 7,    // a peer was given bad arguments; the record's `peer` says which
-  twBoundMismatch = 8,  // ranks called with different bounds b
-  twRecvOverflow = 15,  // a rank would receive more than max_recv_tokens rows; the sentence says which, and how many
-  // The group is finished (sticky): every later call returns the same error. See twGroupShrink.
-  twTimeout = 9,         // a peer was later than the group's timeout
-  twPeerDied = 10,       // a peer's process ended or closed its comm
-  twExcluded = 11,       // the peers gave this rank up (it was too slow) and go on without it
-  twCallMismatch = 12,   // ranks made different calls on the same lane: a dispatch and a combine, or different handles
-  twPeerAborted = 13,    // a peer, or this rank, called twGroupAbort
-  twInternalError = 14,  // a promise of the library is broken: please report
-} twResult_t;
-
-typedef enum TW_AS_INT {
-  twPhaseNone = 0,
-  twPhaseCreate = 1,
-  twPhaseDispatch = 2,
-  twPhaseCombine = 3,
-  twPhaseShrink = 4,
-  twPhaseCounts = 5,
-} twPhase_t;
-
-// What ended a call, and who is to blame. Ranks are ranks of the group.
-typedef struct {
-  size_t size;
-  twResult_t result;  // twSuccess: no error so far
-  int32_t sticky;     // 1: the group is finished
-  int32_t peer;       // the culprit, -1 if none
-  int32_t reporter;   // the rank that found out first
-  twPhase_t phase;    // what this rank was doing
-  int32_t lane;       // -1 if none
-  uint32_t step;      // step of the lane
-  uint32_t expected;  // step waited for in the culprit's word
-  uint32_t seen;      // step found there
-  int32_t token;      // for a bad id in device memory: its place [token, k] and value; else -1
-  int32_t k;
-  int64_t value;
-  char message[512];  // the same as a sentence
-} twErrorRecord_t;
 
 // The name of a result, for example "twPeerDied". Never NULL.
 TW_API const char* twResultString(twResult_t result);
@@ -127,43 +68,6 @@ TW_API int twVersion(void);
 // Describes the index-th environment variable that the library reads, from 0; twInvalidArgument past the last one.
 // The strings are static, but for `value`: the setting in force, valid until the thread's next call.
 TW_API twResult_t twEnvironment(int32_t index, const char** name, const char** value, const char** doc);
-
-// ---------------------------------------------------------------------------------------------------------- tensors
-
-typedef enum TW_AS_INT {
-  twDtypeNone = 0,
-  twUint8 = 1,
-  twInt8 = 2,
-  twInt16 = 3,
-  twUint16 = 4,
-  twInt32 = 5,
-  twUint32 = 6,
-  twInt64 = 7,
-  twUint64 = 8,
-  twFloat16 = 9,
-  twBfloat16 = 10,
-  twFloat32 = 11,
-  twFloat64 = 12,
-  twFloat8e4m3 = 13,
-  twFloat8e5m2 = 14,
-  twBool = 15,
-} twDtype_t;
-
-// A tensor of the caller. Strides count elements. Within a row (all dimensions after those that count rows) elements
-// must be contiguous; the strides over rows are free in inputs, and C-contiguous in outputs. data may be NULL if the
-// tensor has no elements; in an output, data == NULL asks for a view where a layout offers one, and else means
-// "not wanted".
-typedef struct {
-  void* data;
-  twDtype_t dtype;
-  int32_t ndim;
-  int64_t shape[TW_MAX_DIMS];
-  int64_t stride[TW_MAX_DIMS];
-} twTensor_t;
-#define TW_TENSOR_INIT               \
-  {                                  \
-    NULL, twDtypeNone, 0, {0}, { 0 } \
-  }
 
 // ------------------------------------------------------------------------------------------------------------- comm
 
@@ -316,8 +220,9 @@ TW_API twResult_t twGroupDestroy(twGroup_t group);
 // Collective among the ranks that are still there, usually after an error. They agree on who survives (ranks that died,
 // that an error record blames, or that do not answer within the timeout are left out) and create a new group over fresh
 // memory; the old one becomes sticky and must still be destroyed. config == NULL keeps the old configuration with the
-// default placement over the survivors. Returns twExcluded on a rank that the others have given up. May be called again
-// when it failed, as when another rank died meanwhile.
+// default placement over the survivors; max_recv_tokens beyond what survivors can send is as much as they can. Returns
+// twExcluded on a rank that the others have given up. May be called again when it failed, as when another rank died
+// meanwhile.
 TW_API twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* config, twGroup_t* survivors);
 
 // Gives the group up, here and at all peers: their calls, also those that wait, return twPeerAborted within moments,
@@ -384,7 +289,8 @@ typedef enum TW_AS_INT {
 // High throughput alone: a step of all ranks, in which each tells all others how many rows it will send to whom and to
 // which expert. Then every rank knows where each row goes and how many come (twHandleNumRecvRows), and the handle may
 // be dispatched for as long as its routing stays. Takes a free lane for this one step. Errors: twInvalidUsage,
-// twRecvOverflow on all ranks alike, twPeerRefused, and the sticky ones.
+// twRecvOverflow on all ranks alike, twPeerRefused, and the sticky ones. After a send_only call that a rank refused the
+// handle holds the lane, there and at the peers, until its counts are exchanged, or it is released or destroyed.
 typedef struct {
   size_t size;
   int32_t lane;       // -1: the next free one, in the same order on all ranks

@@ -11,10 +11,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tokenway import _native, arguments, cuda, tensors
+from tokenway import _native, arguments, cuda, outputs, tensors
 from tokenway.comm import Comm
-from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
-from tokenway.handle import Handle, Pending, Received, Tensor
+from tokenway.errors import (
+    ErrorRecord,
+    InvalidArgument,
+    InvalidUsage,
+    OutOfMemory,
+    PeerRefused,
+    RecvOverflow,
+    TokenwayError,
+)
+from tokenway.handle import Handle, Pending, Tensor
 from tokenway.settings import Payload, Settings, WindowBytes, make_config, telling, window_bytes
 
 
@@ -175,7 +183,9 @@ class Group:
     def exchange_counts(self, handle: Handle, *, lane: int | None = None, send_only: bool = False) -> Any:
         """In high throughput: ranks tell each other how many rows they will send, before a handle's first dispatch and
         after each `Handle.update`. Returns the handle, whose `recv_rows` is known then, or `Pending` of it. A step of
-        all ranks. Errors: RecvOverflow on all ranks alike, InvalidUsage, PeerRefused, GroupFinished."""
+        all ranks. Errors: RecvOverflow on all ranks alike, InvalidUsage, PeerRefused, GroupFinished. After a send_only
+        call that a rank refused the handle holds the lane, there and at the peers, until its counts are exchanged or
+        it is released."""
         self._free_finished()
         given = _native.CountsInput()
         given.lane = -1 if lane is None else arguments.int32(lane) if lane != -1 else -2
@@ -184,8 +194,14 @@ class Group:
             given.stream = self._stream_of(handle)
         result = _native.lib.twExchangeCounts(self.pointer, arguments.pointer_of(handle), byref(given))
         if result:
-            raise self._error(result, handle=handle)
-        return Pending(handle, handle, (handle,), combining=True) if send_only else handle
+            error = self._error(result, handle=handle)
+            if isinstance(error, (PeerRefused, RecvOverflow)):
+                handle.leased = False  # what an earlier send_only call may have left
+            raise error
+        if send_only:
+            return Pending(handle, handle, (handle,), counting=True)
+        handle.leased = False
+        return handle
 
     @cuda.ranged("tokenway.dispatch")
     def dispatch(
@@ -227,7 +243,7 @@ class Group:
                 problem = problem or arguments.problem_of_payloads(payloads, self._extra_names)
         try:
             if layout in ("expert_major", "grouped"):
-                self._add_expert_out(handle, layout, b, given, tokens)
+                outputs.add_by_expert(self, handle, layout, b, given, tokens)
         except (MemoryError, RuntimeError) as error:
             problem = OutOfMemory(f"no memory for the outputs: {error}")
         self._in_slots[0].set(tokens)
@@ -253,7 +269,7 @@ class Group:
         if handle._unread is not None:
             handle.was_read()
         kept = (tokens, *sent.values(), *given.values()) if send_only else ()
-        received = self._received(handle, layout, b, given, tensors.is_torch(tokens))
+        received = outputs.received(self, handle, layout, b, given, tensors.is_torch(tokens))
         return Pending(handle, received, kept) if send_only else received
 
     @cuda.ranged("tokenway.combine")
@@ -453,47 +469,3 @@ class Group:
         result = _native.lib.twComplete(self.pointer, handle.pointer, stream)
         if result:
             raise self._error(result)
-
-    def _add_expert_out(self, handle: Any, layout: str, b: int, made: dict[str, Tensor], like: Tensor) -> None:
-        """New tensors for what the caller has not given: there is no window to view by expert."""
-        exact = layout == "grouped"
-        rows = handle.rows_of(layout) if exact and isinstance(handle, Handle) else None
-        if rows is None if exact else not 0 < b <= self.max_tokens:
-            return  # refused anyway
-        lead = (rows,) if exact else (self.num_local_experts, self.nranks * b)
-        for name, payload in self._payload_specs.items():
-            if made.get(name) is None:
-                made[name] = self._place.empty((*lead, payload.elements), payload.dtype, like)
-        if made.get("ids") is None:
-            made["ids"] = self._place.empty(lead, self.id_dtype, like)
-        if made.get("weights") is None:
-            made["weights"] = self._place.empty(lead, "float32", like)
-
-    def _received(self, handle: Handle, layout: str, b: int, given: dict[str, Tensor], torch: bool) -> Received:
-        late = {}
-        lead: tuple[int, ...] = (handle.rows_of("flat") or 0,) if self.exact else (self.nranks, b)
-        for name, slot in self._out_slots.items():
-            if given.get(name) is not None:
-                continue
-            if (payload := self._payload_specs.get(name)) is not None:
-                given[name] = self._view(slot.pointer(), (*lead, payload.elements), payload.dtype, torch)
-            elif name == "counts":
-                shape = (self.nranks if layout in ("rank_major", "flat") else self.num_local_experts,)
-                late[name] = slot.pointer(), shape, "int32"
-            elif name == "offsets":
-                if layout == "grouped":
-                    late[name] = slot.pointer(), (self.num_local_experts + 1,), "int32"
-            else:
-                late[name] = slot.pointer(), (*lead, self.top_k), self.id_dtype if name == "ids" else "float32"
-        extra = {name: given[name] for name in self._extra_names} if self._extra_names else {}
-        return Received(handle, layout, extra, given, late, torch)
-
-    def _view(self, pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Tensor:
-        """A view of the window; there are few, so they are kept: making one takes longer than a small copy."""
-        key = (pointer, shape, name, torch)
-        found = self._views.get(key)
-        if found is None or (torch and found.requires_grad):  # autograd has taken the old one into a graph
-            if len(self._views) >= 1024:
-                self._views.clear()
-            found = self._views[key] = self._place.window_view(pointer, shape, name, torch)
-        return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from tokenway import _native, cuda, tensors
-from tokenway.errors import InvalidUsage, TokenwayError
+from tokenway.errors import InvalidUsage, PeerRefused, TokenwayError
 
 if TYPE_CHECKING:
     from tokenway.group import Group
@@ -120,11 +120,19 @@ class Pending(Generic[Result]):
     first holds at that moment. The tensors of the call, inputs and outputs, are recorded for it.
     """
 
-    def __init__(self, handle: Handle, result: Result, keep: tuple[Any, ...], combining: bool = False):
+    def __init__(
+        self,
+        handle: Handle,
+        result: Result,
+        keep: tuple[Any, ...],
+        combining: bool = False,
+        counting: bool = False,
+    ):
         self._handle = handle
+        self._counting = counting
         self._sent_on = handle.group._sending_stream()
         # What the handle leases once the call is complete, and when it fails: a combine may be tried again on a lease.
-        self._leased_after = handle.leased and not combining
+        self._leased_after = handle.leased and not combining and not counting
         self._leased_at_failure = handle.leased
         handle.leased = True  # until then the lane is in use, whoever drops what
         self._result = result
@@ -141,7 +149,8 @@ class Pending(Generic[Result]):
                 self._handle.leased = self._leased_after
             except TokenwayError as error:
                 self._error = error
-                self._handle.leased = self._leased_at_failure
+                refused = isinstance(error, PeerRefused)  # twExchangeCounts says who holds what then
+                self._handle.leased = refused if self._counting else self._leased_at_failure
             del kept
         if self._error is not None:
             raise self._error

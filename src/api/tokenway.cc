@@ -317,18 +317,19 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
     twCountsInput_t input = TW_COUNTS_INPUT_INIT;
     Status status = tw::api::read_struct("input", given, &input);
     if (status.ok()) status = group->backend->check_stream(input.stream);
-    if (status.ok()) status = check_handle(group, handle);
+    Status found = check_handle(group, handle);
+    twHandle* const known = found.ok() ? handle : nullptr;
+    if (status.ok()) status = std::move(found);
     if (status.ok() && input.send_only != 0 && input.send_only != 1) {
       status = fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", input.send_only);
-    }
-    if (status.ok() && handle->lane >= 0) {
-      status = fail(twInvalidUsage, "the handle holds lane %d; combine or release it first", handle->lane);
     }
     if (status.ok() && handle->counts.exchanged) {
       status = fail(twInvalidUsage, "the handle's counts have been exchanged since it was routed");
     }
     // Peers are told at once, as of a dispatch.
-    if (!status.ok()) return tw::refuse_dispatch(*group, nullptr, input.lane, false, input.stream, std::move(status));
+    if (!status.ok()) {
+      return tw::refuse_counts(*group, known, input.lane, input.send_only == 1, input.stream, std::move(status));
+    }
     return tw::exchange_counts(*group, *handle, input.lane, input.send_only != 0, input.stream);
   });
 }

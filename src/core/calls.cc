@@ -189,7 +189,8 @@ Status finish_counts(twGroup& group, twHandle& handle) {
   Overflow overflow;
   const StepEnd end = group.backend->finish_counts(handle.counts_at, deadline_of(group), handle, drop, &overflow);
   handle.pending = Pending::kNone;
-  give_back(group, handle);
+  // As a dispatch that fails: where the call was send_only, the lane stays held, as at the rank that refused (S5).
+  if (end.code == twSuccess || !handle.counts_send_only) give_back(group, handle);
   if (end.code != twSuccess) return conclude(group, twPhaseCounts, handle.counts_at, 0, end);
   if (overflow.rank >= 0 && !drop) return refuse_overflow(group, handle, overflow);
   place_experts(group, handle);
@@ -197,9 +198,9 @@ Status finish_counts(twGroup& group, twHandle& handle) {
   return {};
 }
 
-Status refuse_on(twGroup& group, int lane, const HandleArrays* combining, void* stream, Status why) {
-  TW_RETURN_IF_FAILED(drain(group, lane, combining == nullptr ? twPhaseDispatch : twPhaseCombine));
-  const bool at_bank = group.backend->on_device() && combining == nullptr;
+Status refuse_on(twGroup& group, twPhase_t phase, int lane, const HandleArrays* combining, void* stream, Status why) {
+  TW_RETURN_IF_FAILED(drain(group, lane, phase));
+  const bool at_bank = group.backend->on_device() && phase == twPhaseDispatch;
   const StepPlace at = at_bank ? group.lanes.begin_refusal(lane) : group.lanes.begin(lane);
   group.lanes[lane].draining = true;
   TW_RETURN_IF_FAILED(group.backend->send_refusal(at, combining, stream));
@@ -222,10 +223,11 @@ Status fail_launch(twGroup& group, twHandle& handle, twPhase_t phase, StepPlace 
 Status exchange_counts(twGroup& group, twHandle& handle, int32_t wish, bool send_only, void* stream) {
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
-  TW_RETURN_IF_FAILED(choose_lane(group, nullptr, wish, &lane));
+  TW_RETURN_IF_FAILED(choose_lane(group, &handle, wish, &lane));
   TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts));
   hold(group, handle, lane);
   handle.counts_at = group.lanes.begin(lane);
+  handle.counts_send_only = send_only;
   handle.pending = Pending::kCounts;
   Status sent = group.backend->send_counts(handle.counts_at, handle, stream);
   if (!sent.ok()) return fail_launch(group, handle, twPhaseCounts, handle.counts_at, std::move(sent));
@@ -289,7 +291,7 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
   // The step first: on a device it stands where the lease puts a dispatch, as the peers' does.
-  Status refused = refuse_on(group, lane, nullptr, stream, std::move(why));
+  Status refused = refuse_on(group, twPhaseDispatch, lane, nullptr, stream, std::move(why));
   if (handle == nullptr) return refused;
   // Then the lease, as at the peers, whose dispatch has not failed yet as far as they know, or has.
   handle->dispatched = false;
@@ -306,8 +308,21 @@ Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_combine_lane(group, handle, &lane));
-  Status refused = refuse_on(group, lane, &handle, stream, std::move(why));
+  Status refused = refuse_on(group, twPhaseCombine, lane, &handle, stream, std::move(why));
   if (learns_late(group)) give_back(group, handle);  // as at the peers, who think that it went well
+  return refused;
+}
+
+Status refuse_counts(twGroup& group, twHandle* handle, int32_t wish, bool send_only, void* stream, Status why) {
+  if (handle != nullptr) TW_RETURN_IF_FAILED(check_not_pending(*handle));
+  // A handle that was counted may hold the lane of its dispatch, whose view is none of this call's business.
+  if (handle != nullptr && handle->counts.exchanged) handle = nullptr;
+  int lane = -1;
+  TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
+  Status refused = refuse_on(group, twPhaseCounts, lane, nullptr, stream, std::move(why));
+  if (handle == nullptr) return refused;
+  give_back(group, *handle);
+  if (send_only) hold(group, *handle, lane);  // as at the peers, who give it back where they complete
   return refused;
 }
 

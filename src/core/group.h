@@ -98,6 +98,7 @@ Status exchange_counts(twGroup& group, twHandle& handle, int32_t lane, bool send
 Status complete(twGroup& group, twHandle& handle, void* stream);
 // For arguments that failed the check: peers are told at once, instead of waiting. Returns `why`.
 Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);
+Status refuse_counts(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);
 Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why);
 // Whether a view of the handle's dispatch is still good: no later step has begun on its lane.
 bool view_is_alive(twGroup& group, const twHandle& handle);

@@ -36,4 +36,5 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   tw::DispatchCall dispatch;        // what twComplete finishes
   tw::CombineCall combine;
   tw::StepPlace counts_at;
+  bool counts_send_only = false;
 };

@@ -132,8 +132,12 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
   retire(group);
   twGroupConfig_t config = given != nullptr ? *given : group.config.given;
   if (given == nullptr) config.expert_rank = config.expert_slot = nullptr;
+  std::vector<int> members = agreement.survivors();
+  // Fewer ranks send less: what held for all of them, or for a guess at how many survive, is as much as can come.
+  const int64_t most = static_cast<int64_t>(members.size()) * config.max_tokens;
+  if (config.max_recv_tokens > most) config.max_recv_tokens = 0;
   // Creation gets the upper half of the tags: the agreement took few.
-  return create_group(group.comm, config, readable, agreement.survivors(), tags + (1 << 15), survivors);
+  return create_group(group.comm, config, readable, std::move(members), tags + (1 << 15), survivors);
 }
 
 }  // namespace tw

@@ -15,6 +15,7 @@
 #include "cpu/transport.h"
 #include "cpu/vector.h"
 #include "exchange/combine.h"
+#include "exchange/counts.h"
 #include "exchange/dispatch.h"
 #include "reference.h"
 #include "views/rank_major.h"
@@ -28,16 +29,25 @@ constexpr int kElements = 4;
 constexpr int kTokens = 2;  // of every rank
 constexpr int kTopK = 2;
 constexpr int kBound = 3;
-constexpr Shape kShape{kRanks, kRanks, kTopK, kBound, 1, 1, {kElements * sizeof(float)}, kElements * sizeof(float)};
+constexpr uint64_t kRow = kElements * sizeof(float);
+constexpr int32_t kRows = kRanks * kBound;
+// With room for counts, and for as many rows as slots, so that one map serves every kind of step.
+constexpr Shape kShape{kRanks, kRanks, kTopK, kBound, 1, 1, {kRow}, kRow, kRows, 1};
 
 // Expert e lives on rank e. Our tokens go to ranks {1, 2} and {0, 2}; both tokens of a peer come to us.
 constexpr int32_t kExpertRank[] = {0, 1, 2};
 constexpr int32_t kExpertSlot[] = {0, 0, 0};
 constexpr int32_t kOurIds[] = {2, 1, 0, 2};
+constexpr int32_t kOurRows[] = {1, 1, 2};  // for each expert
 
 float value(uint32_t step, int source, int row, int i) {
   return static_cast<float>(
       test::mix({step, static_cast<uint64_t>(source), static_cast<uint64_t>(row), static_cast<uint64_t>(i)}) & 0xffff);
+}
+
+// What a peer tells: rows for each rank, and last for our expert.
+int32_t told(uint32_t step, int peer, int i) {
+  return static_cast<int32_t>(test::mix({step, static_cast<uint64_t>(peer), static_cast<uint64_t>(i)}) & 0xff);
 }
 
 WindowMap make_map() {
@@ -98,8 +108,11 @@ class EagerTransport {
       const uint64_t bank = map_.inbox(0, 1, 0, 0) - map_.inbox(0, 0, 0, 0);
       std::memset(local(map_.inbox(0, at.bank(), 0, 0)), 0xee, bank);
     }
-    const uint32_t n = planned->second == Mode::kDispatch ? send_rows(peer, at) : send_partials(peer, at);
-    write_word(kMe, map_.word(0, at.bank(), peer), {next, planned->second, n}, kBound);
+    const Mode mode = planned->second;
+    const uint32_t n = mode == Mode::kCounts     ? send_told(peer, at)
+                       : mode == Mode::kDispatch ? send_rows(peer, at)
+                                                 : send_partials(peer, at);
+    write_word(kMe, map_.word(0, at.bank(), peer), {next, mode, n}, mode == Mode::kCounts ? 0 : kBound);
   }
 
   uint32_t step = 0;
@@ -113,6 +126,14 @@ class EagerTransport {
     const uint64_t bits = pack(word);
     std::memcpy(local_of(peer, offset), &bits, sizeof bits);
     std::memcpy(local_of(peer, offset + kNoteOffset), &note, sizeof note);
+  }
+  // Any numbers: counts need not fit the rows of other steps.
+  uint32_t send_told(int peer, StepPlace at) {
+    for (int i = 0; i <= kRanks; ++i) {
+      const int32_t rows = told(at.step, peer, i);
+      std::memcpy(local(map_.counts(0, at.bank(), peer)) + i * sizeof rows, &rows, sizeof rows);
+    }
+    return 0;
   }
   uint32_t send_rows(int peer, StepPlace at) {
     for (int p = 0; p < kTokens; ++p) {
@@ -175,6 +196,36 @@ class Rank {
     for (int source = 0; source < kRanks; ++source) {
       for (int p = 0; p < counts_[source]; ++p) expect_row(view(source, p), source, p);
     }
+  }
+
+  void exchange_counts(uint32_t step) {
+    const StepPlace at{0, step};
+    t_.begin(step);
+    send_counts(t_, t_.map(), at, {kExpertRank, kExpertSlot}, routing_);
+    for (int peer = 0; peer < kRanks; ++peer) {
+      int32_t ours[kRanks + 1];
+      std::memcpy(ours, t_.at_peer(peer, t_.map().counts(0, at.bank(), kMe)), sizeof ours);
+      const int32_t want[] = {1, 1, 2, kOurRows[peer]};
+      for (int i = 0; i <= kRanks; ++i) ASSERT_EQ(ours[i], want[i]) << "step " << step << ", rank " << peer;
+    }
+    int32_t none[kRanks];
+    const StepEnd end = await_step(t_, t_.map(), at, Mode::kCounts, 0, {}, none);
+    ASSERT_EQ(end.code, twSuccess) << "step " << step << ", peer " << end.peer << " at step " << end.seen.step;
+    int32_t sent[kRanks * kRanks], experts[1], kept[kRanks];
+    int64_t begin[kRanks], source[kRanks + 1];
+    Counts counts{sent, experts, begin, source};
+    Routing routing = routing_;
+    routing.send_counts = kept;
+    take_counts(t_, t_.map(), at, 1, false, &routing, &counts);
+    for (int to = 0; to < kRanks; ++to) {
+      for (const int peer : {1, 2}) ASSERT_EQ(counts.at(kShape, peer, to), told(step, peer, to)) << "step " << step;
+      ASSERT_EQ(begin[to], 0) << "we are the first";
+      ASSERT_EQ(kept[to], send_counts_[to]);
+    }
+    ASSERT_EQ(experts[0], kOurRows[kMe] + told(step, 1, kRanks) + told(step, 2, kRanks)) << "step " << step;
+    ASSERT_EQ(source[1], 1);
+    ASSERT_EQ(source[2], 1 + told(step, 1, kMe));
+    ASSERT_EQ(source[3], 1 + told(step, 1, kMe) + told(step, 2, kMe));
   }
 
   // Rows straight from the view of the last dispatch, or from memory of the caller's.
@@ -241,12 +292,16 @@ class Rank {
   uint32_t dispatched_ = 0;
 };
 
-// Runs a sequence of steps: 'd' dispatch, 'c' combine from the view, 'w' the same weighted, 'm' combine from memory.
+// Runs a sequence of steps: 'd' dispatch, 'c' combine from the view, 'w' the same weighted, 'm' combine from memory,
+// 'x' exchange of counts.
 void run(const std::string& sequence, uint32_t before) {
   SCOPED_TRACE(sequence);
   std::map<uint32_t, Mode> plan;
   for (size_t i = 0; i < sequence.size(); ++i) {
-    plan[before + 1 + static_cast<uint32_t>(i)] = sequence[i] == 'd' ? Mode::kDispatch : Mode::kCombine;
+    const char kind = sequence[i];
+    plan[before + 1 + static_cast<uint32_t>(i)] = kind == 'x'   ? Mode::kCounts
+                                                  : kind == 'd' ? Mode::kDispatch
+                                                                : Mode::kCombine;
   }
   plan[before + 1 + static_cast<uint32_t>(sequence.size())] = Mode::kDispatch;  // the last step has a hurried peer too
   EagerTransport transport(plan);
@@ -254,7 +309,9 @@ void run(const std::string& sequence, uint32_t before) {
   Rank rank(transport);
   for (size_t i = 0; i < sequence.size(); ++i) {
     const uint32_t step = before + 1 + static_cast<uint32_t>(i);
-    if (sequence[i] == 'd') {
+    if (sequence[i] == 'x') {
+      rank.exchange_counts(step);
+    } else if (sequence[i] == 'd') {
       rank.dispatch(step);
     } else {
       rank.combine(step, sequence[i] != 'm', sequence[i] == 'w');
@@ -277,6 +334,8 @@ TEST(EagerPeer, AnySequence) {
     run(sequence, static_cast<uint32_t>(code));
   }
 }
+TEST(EagerPeer, Counts) { run("xxxdxdcxmxx", 4); }
+TEST(EagerPeer, CountsAcrossTheWrap) { run("xdcxxdcx", 0xfffffffb); }
 TEST(EagerPeer, AcrossTheWrap) { run("dcddcmdcdc", 0xfffffffa); }
 
 // The same with weights: partials go through the sum, in scratch memory. Weights of rank 0's expert are 1.

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <thread>
 
+#include "core/group.h"
 #include "harness.h"
 
 namespace tw::test {
@@ -215,6 +216,24 @@ TEST_F(Shrink, PendingOperationsEnd) {
   const auto begin = Clock::now();
   EXPECT_NE(exchange[0].complete(), twSuccess);
   EXPECT_LT(Clock::now() - begin, milliseconds(1500));
+}
+
+// The room for received rows is that of all ranks, by default or by name; survivors need less.
+TEST_F(Shrink, HighThroughputKeepsItsConfiguration) {
+  for (const int32_t room : {0, 12, 5}) {
+    SCOPED_TRACE(room);
+    twGroupConfig_t config = make_config(6, 2, 4);
+    config.mode = twHighThroughput;
+    config.max_recv_tokens = room;
+    World world(3, config);
+    world.kill(2);
+    on_all_ranks(2, [&](int rank) {
+      twGroup_t survivors = nullptr;
+      ASSERT_TW(twSuccess, twGroupShrink(world[rank], room == 12 ? &config : nullptr, &survivors));
+      EXPECT_EQ(survivors->config.given.max_recv_tokens, room == 5 ? 5 : 8);
+      EXPECT_TW(twSuccess, twGroupDestroy(survivors));
+    });
+  }
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ from tokenway.settings import Settings, make_config
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include"
-HEADER = (INCLUDE / "tokenway" / "tokenway.h").read_text()
+HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in ("types.h", "tokenway.h"))
 CODE = re.sub(r"//[^\n]*", "", HEADER)
 
 # The ctypes class of each struct of the header.

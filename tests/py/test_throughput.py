@@ -204,7 +204,7 @@ def test_calls_in_the_wrong_order(world: Any) -> None:
             assert part in sentence
 
 
-def one_refuses(env: Any) -> list[str]:
+def one_refuses(env: Any, send_only: bool) -> list[str]:
     """What one rank's call lacks, the others learn at once, and the group goes on."""
     setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, **EXACT)
     with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
@@ -212,13 +212,18 @@ def one_refuses(env: Any) -> list[str]:
         other = group.route(np.zeros((2, 1), np.int32))
         group.exchange_counts(other)
         with pytest.raises(tw.TokenwayError) as caught:
-            group.exchange_counts(other if env.rank == 0 else handle)
+            pending = group.exchange_counts(other if env.rank == 0 else handle, send_only=send_only)
+            if send_only:
+                pending.result()
+        assert handle.leased == (send_only and env.rank == 1)
         group.exchange_counts(handle)
+        assert not handle.leased
         return [type(caught.value).__name__, str(caught.value), str(handle.recv_rows)]
 
 
-def test_one_rank_refuses(world: Any) -> None:
-    said = world(2).run(one_refuses)
+@pytest.mark.parametrize("send_only", [False, True])
+def test_one_rank_refuses(world: Any, send_only: bool) -> None:
+    said = world(2).run(one_refuses, send_only)
     assert [name for name, _, _ in said] == ["InvalidUsage", "PeerRefused"]
     assert "rank 0 refused its arguments" in said[1][1]
     assert [rows for _, _, rows in said] == ["4", "0"]

@@ -54,7 +54,8 @@ package=$("${run[@]}" -c 'import importlib.resources as r; print(r.files("tokenw
 [[ $package == "$work/venv/"* ]] || die "tokenway was imported from $package"
 library=$package/lib/libtokenway.so
 floor=$package/lib/tokenway-floor
-wanted=("$library" "$package/include/tokenway/tokenway.h" "$package/py.typed")
+headers=$package/include/tokenway
+wanted=("$library" "$headers/tokenway.h" "$headers/types.h" "$package/py.typed")
 [[ $cuda == OFF ]] || wanted+=("$floor")
 for file in "${wanted[@]}"; do
   [[ -f $file ]] || die "the wheel lacks ${file#"$package"/}"

@@ -1,0 +1,107 @@
+// What every part of the C API speaks of: results, error records and tensors. tokenway.h includes it, and has the
+// conventions.
+#ifndef TOKENWAY_TYPES_H_
+#define TOKENWAY_TYPES_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define TW_MAX_DIMS 6
+
+// Enums have the size of int, and in C++ any int is a value of theirs: what a caller gives is checked, not assumed.
+#if defined(__cplusplus) && __cplusplus >= 201103L
+#define TW_AS_INT : int
+#else
+#define TW_AS_INT
+#endif
+
+// ---------------------------------------------------------------------------------------------------------- results
+
+// Grouped by what they break: nothing (the call did not happen), this call (on all ranks), or the group.
+typedef enum TW_AS_INT {
+  twSuccess = 0,
+  // Nothing was sent; the group is as it was.
+  twInvalidArgument = 1,  // an argument is out of range; twLastError() says which
+  twInvalidUsage = 2,     // right arguments at the wrong time: combine before dispatch, no free lane, ...
+  twOutOfMemory = 3,      // the sentence says how much is needed and how much is free
+  twSystemError = 4,      // an operating system call failed; the sentence holds errno
+  twUnsupported = 5,      // this build or machine cannot do it; the sentence says why
+  twConfigMismatch = 6,   // twGroupCreate: ranks disagree; the sentence names the field and the ranks
+  // This call failed on every rank; the group stays usable.
+  twPeerRefused = 7,    // a peer was given bad arguments; the record's `peer` says which
+  twBoundMismatch = 8,  // ranks called with different bounds b
+  twRecvOverflow = 15,  // a rank would receive more than max_recv_tokens rows; the sentence says which, and how many
+  // The group is finished (sticky): every later call returns the same error. See twGroupShrink.
+  twTimeout = 9,         // a peer was later than the group's timeout
+  twPeerDied = 10,       // a peer's process ended or closed its comm
+  twExcluded = 11,       // the peers gave this rank up (it was too slow) and go on without it
+  twCallMismatch = 12,   // ranks made different calls on the same lane: a dispatch and a combine, or different handles
+  twPeerAborted = 13,    // a peer, or this rank, called twGroupAbort
+  twInternalError = 14,  // a promise of the library is broken: please report
+} twResult_t;
+
+typedef enum TW_AS_INT {
+  twPhaseNone = 0,
+  twPhaseCreate = 1,
+  twPhaseDispatch = 2,
+  twPhaseCombine = 3,
+  twPhaseShrink = 4,
+  twPhaseCounts = 5,
+} twPhase_t;
+
+// What ended a call, and who is to blame. Ranks are ranks of the group.
+typedef struct {
+  size_t size;
+  twResult_t result;  // twSuccess: no error so far
+  int32_t sticky;     // 1: the group is finished
+  int32_t peer;       // the culprit, -1 if none
+  int32_t reporter;   // the rank that found out first
+  twPhase_t phase;    // what this rank was doing
+  int32_t lane;       // -1 if none
+  uint32_t step;      // step of the lane
+  uint32_t expected;  // step waited for in the culprit's word
+  uint32_t seen;      // step found there
+  int32_t token;      // for a bad id in device memory: its place [token, k] and value; else -1
+  int32_t k;
+  int64_t value;
+  char message[512];  // the same as a sentence
+} twErrorRecord_t;
+
+// ---------------------------------------------------------------------------------------------------------- tensors
+
+typedef enum TW_AS_INT {
+  twDtypeNone = 0,
+  twUint8 = 1,
+  twInt8 = 2,
+  twInt16 = 3,
+  twUint16 = 4,
+  twInt32 = 5,
+  twUint32 = 6,
+  twInt64 = 7,
+  twUint64 = 8,
+  twFloat16 = 9,
+  twBfloat16 = 10,
+  twFloat32 = 11,
+  twFloat64 = 12,
+  twFloat8e4m3 = 13,
+  twFloat8e5m2 = 14,
+  twBool = 15,
+} twDtype_t;
+
+// A tensor of the caller. Strides count elements. Within a row (all dimensions after those that count rows) elements
+// must be contiguous; the strides over rows are free in inputs, and C-contiguous in outputs. data may be NULL if the
+// tensor has no elements; in an output, data == NULL asks for a view where a layout offers one, and else means
+// "not wanted".
+typedef struct {
+  void* data;
+  twDtype_t dtype;
+  int32_t ndim;
+  int64_t shape[TW_MAX_DIMS];
+  int64_t stride[TW_MAX_DIMS];
+} twTensor_t;
+#define TW_TENSOR_INIT               \
+  {                                  \
+    NULL, twDtypeNone, 0, {0}, { 0 } \
+  }
+
+#endif  // TOKENWAY_TYPES_H_

@@ -1,0 +1,58 @@
+"""The outputs of a dispatch: what is allocated for it, and what it returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tokenway.handle import Handle, Received, Tensor
+
+if TYPE_CHECKING:
+    from tokenway.group import Group
+
+
+def add_by_expert(group: Group, handle: Any, layout: str, b: int, made: dict[str, Tensor], like: Tensor) -> None:
+    """New tensors for what the caller has not given: there is no window to view by expert."""
+    exact = layout == "grouped"
+    rows = handle.rows_of(layout) if exact and isinstance(handle, Handle) else None
+    if rows is None if exact else not 0 < b <= group.max_tokens:
+        return  # refused anyway
+    lead = (rows,) if exact else (group.num_local_experts, group.nranks * b)
+    for name, payload in group._payload_specs.items():
+        if made.get(name) is None:
+            made[name] = group._place.empty((*lead, payload.elements), payload.dtype, like)
+    if made.get("ids") is None:
+        made["ids"] = group._place.empty(lead, group.id_dtype, like)
+    if made.get("weights") is None:
+        made["weights"] = group._place.empty(lead, "float32", like)
+
+
+def received(group: Group, handle: Handle, layout: str, b: int, given: dict[str, Tensor], torch: bool) -> Received:
+    """What a dispatch returns: the tensors given, and views of the window and of the handle for the others."""
+    late = {}
+    lead: tuple[int, ...] = (handle.rows_of("flat") or 0,) if group.exact else (group.nranks, b)
+    for name, slot in group._out_slots.items():
+        if given.get(name) is not None:
+            continue
+        if (payload := group._payload_specs.get(name)) is not None:
+            given[name] = _view(group, slot.pointer(), (*lead, payload.elements), payload.dtype, torch)
+        elif name == "counts":
+            shape = (group.nranks if layout in ("rank_major", "flat") else group.num_local_experts,)
+            late[name] = slot.pointer(), shape, "int32"
+        elif name == "offsets":
+            if layout == "grouped":
+                late[name] = slot.pointer(), (group.num_local_experts + 1,), "int32"
+        else:
+            late[name] = slot.pointer(), (*lead, group.top_k), group.id_dtype if name == "ids" else "float32"
+    extra = {name: given[name] for name in group._extra_names} if group._extra_names else {}
+    return Received(handle, layout, extra, given, late, torch)
+
+
+def _view(group: Group, pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Tensor:
+    """A view of the window; there are few, so they are kept: making one takes longer than a small copy."""
+    key = (pointer, shape, name, torch)
+    found = group._views.get(key)
+    if found is None or (torch and found.requires_grad):  # autograd has taken the old one into a graph
+        if len(group._views) >= 1024:
+            group._views.clear()
+        found = group._views[key] = group._place.window_view(pointer, shape, name, torch)
+    return found

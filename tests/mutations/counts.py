@@ -1,0 +1,160 @@
+"""Mutations of the exchange of counts: the step, what it brings, and what must follow from it."""
+
+from mutation import CALLS, COUNTS_H, CPU, ENTRIES, Edit, Mutation
+
+PUBLISH = "  publish_step(t, map, at, Mode::kCounts, 0, [](int) { return 0; });\n"
+AWAIT = (
+    "    const StepEnd end = await_step(transport_, context_.map, at, Mode::kCounts, 0, deadline, counts_.data());\n"
+)
+
+COUNTS = (
+    Mutation(
+        "counts published before they are written",
+        "S4",
+        "eager_peer_test",
+        "EagerPeer.Counts",
+        (
+            Edit(COUNTS_H, PUBLISH, ""),
+            Edit(
+                COUNTS_H,
+                "  const Shape& shape = map.shape();\n  const std::vector",
+                PUBLISH + "  const Shape& shape = map.shape();\n  const std::vector",
+            ),
+        ),
+    ),
+    Mutation(
+        "counts written to the other bank",
+        "S1",
+        "eager_peer_test",
+        "EagerPeer.Counts",
+        (Edit(COUNTS_H, "map.counts(at.lane, at.bank(), t.rank())", "map.counts(at.lane, 1 - at.bank(), t.rank())"),),
+    ),
+    Mutation(
+        "counts of the step before",
+        "S1",
+        "eager_peer_test",
+        "EagerPeer.Counts",
+        (Edit(COUNTS_H, "map.counts(at.lane, at.bank(), source)", "map.counts(at.lane, 1 - at.bank(), source)"),),
+    ),
+    Mutation(
+        "counts taken without a wait",
+        "S4",
+        "counts_test",
+        "Counts.TimeoutNamesTheLateRank",
+        (Edit(CPU, AWAIT, "    (void)deadline;\n    const StepEnd end;\n"),),
+    ),
+    Mutation(
+        "counts taken from the word of another call",
+        "S5",
+        "counts_test",
+        "Counts.CallMismatch",
+        (Edit(CPU, AWAIT, AWAIT.replace("counts_.data()", "counts_.data(), true")),),
+    ),
+    Mutation(
+        "counts of an earlier routing",
+        "S9",
+        "counts_test",
+        "Counts.UpdateForgetsThem",
+        (Edit(ENTRIES, "  handle->counts.exchanged = false;\n", ""),),
+    ),
+    Mutation(
+        "counts that failed are taken for known",
+        "S6",
+        "counts_test",
+        "Counts.TimeoutNamesTheLateRank:Counts.DeadRank",
+        (
+            Edit(
+                CALLS,
+                "  if (end.code != twSuccess) return conclude(group, twPhaseCounts,",
+                "  handle.counts.exchanged = true;\n  if (end.code != twSuccess) return conclude(group, twPhaseCounts,",
+            ),
+        ),
+    ),
+    Mutation(
+        "a refused exchange of counts is not waited out",
+        "S2",
+        "counts_test",
+        "Counts.RefusedStepIsWaitedOut",
+        (Edit(CALLS, "  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts));\n", ""),),
+    ),
+    Mutation(
+        "a refused exchange of counts is told to nobody",
+        "S2",
+        "counts_test",
+        "Counts.RefusalLeavesLanesAlike",
+        (
+            Edit(
+                ENTRIES,
+                "return tw::refuse_counts(*group, known, input.lane, input.send_only == 1, input.stream, ",
+                "return (",
+            ),
+        ),
+    ),
+    Mutation(
+        "lanes depend on when a refused exchange of counts was completed",
+        "S5",
+        "counts_test",
+        "Counts.RefusalLeavesLanesAlike",
+        (Edit(CALLS, "  if (send_only) hold(group, *handle, lane);  // as at the peers", "  // as at the peers"),),
+    ),
+    Mutation(
+        "counts keep their lane",
+        "S5",
+        "counts_test",
+        "Counts.GiveTheirLaneBack",
+        (
+            Edit(
+                CALLS,
+                "  if (end.code == twSuccess || !handle.counts_send_only) give_back(group, handle);\n",
+                "  if (!handle.counts_send_only) give_back(group, handle);\n",
+            ),
+        ),
+    ),
+    Mutation(
+        "rows that were not announced",
+        "S9",
+        "counts_test",
+        "Counts.RowsThatWereNotAnnounced",
+        (
+            Edit(
+                CPU,
+                "      if (received.counts[peer] == handle.counts.at(shape(), peer, context_.me)) continue;\n",
+                "      continue;\n",
+            ),
+        ),
+    ),
+    Mutation(
+        "only the rank that lacks room refuses",
+        "S9",
+        "counts_test",
+        "Counts.OverflowIsRefusedAlike",
+        (
+            Edit(
+                COUNTS_H,
+                "    if (wanted > shape.recv_rows && overflow.rank < 0)",
+                "    if (wanted > shape.recv_rows && to == t.rank())",
+            ),
+        ),
+    ),
+    Mutation(
+        "rows begin behind those that were dropped",
+        "S9",
+        "counts_test",
+        "Counts.DroppedRows",
+        (Edit(COUNTS_H, "      row += rows;\n", "      row = wanted;\n"),),
+    ),
+    Mutation(
+        "rows that were dropped are sent",
+        "S9",
+        "counts_test",
+        "Counts.DroppedRows",
+        (Edit(COUNTS_H, "    routing->send_counts[to] = counts->at(shape, t.rank(), to);\n", ""),),
+    ),
+    Mutation(
+        "all experts' counts go to every rank",
+        "S9",
+        "counts_test",
+        "Counts.UnevenRanks",
+        (Edit(COUNTS_H, "      if (placement.rank[expert] == rank) told", "      told"),),
+    ),
+)
