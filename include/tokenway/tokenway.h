@@ -125,7 +125,7 @@ TW_API twResult_t twCommDevice(twComm_t comm, int32_t* device);
 typedef enum TW_AS_INT {
   twLowLatency = 0,
   // Exact layouts: ranks exchange counts first (twExchangeCounts), so that each row goes to its final place and outputs
-  // are as large as what comes. Not on the CUDA backend in this version: twUnsupported.
+  // are as large as what comes.
   twHighThroughput = 1,
 } twMode_t;
 
@@ -302,8 +302,15 @@ typedef struct {
 TW_API twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsInput_t* input);
 
 // Rows of a layout that this rank will receive: of twFlat R', of twGrouped P, where rows that are dropped have places
-// too, which hold zeros. twInvalidUsage before the exchange of counts.
+// too, which hold zeros. On a device the call waits until the exchange of counts has told the host, in memory that both
+// map: for no stream, and never for what was enqueued after it. Errors: twInvalidUsage before the exchange of counts, or
+// if that is captured into a graph, where the host cannot know; twRecvOverflow; twTimeout; the sticky ones.
 TW_API twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
+
+// Rows that the outputs of a dispatch have, which never waits: as twHandleNumRecvRows if the host knows them, as on the
+// CPU it always does; else, on a device, all that there is room for, of twFlat max_recv_tokens. Then ids beyond what
+// comes are invalid and weights 0, in twGrouped rows too; in a view of twFlat they hold anything.
+TW_API twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
 
 typedef struct {
   size_t size;

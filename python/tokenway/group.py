@@ -45,10 +45,12 @@ class Group:
     ("local": slots of this rank, "global": as sent) and invalid_id of received ids. sm_limit: on a CUDA device, thread
     blocks of a kernel, at most one on each SM (default 0: the backend chooses).
     mode: "low_latency" (layouts "rank_major" and "expert_major", sized by a bound) or "high_throughput" (layouts "flat"
-    and "grouped", as large as what comes: `exchange_counts` before a dispatch; on the CPU). Of the latter alone:
+    and "grouped", as large as what comes: `exchange_counts` before a dispatch). Of the latter alone:
     max_recv_tokens, rows that a rank may receive in a step (default N*B); overflow, what becomes of more, "refuse"
     (RecvOverflow) or "drop"; row_alignment, of which an expert's first row in "grouped" is a multiple, a power of two
-    to 256 (default 1).
+    to 256 (default 1). On a CUDA device a dispatch waits until the host knows how much comes, and for nothing else;
+    with max_recv_tokens given, or while a graph is captured, it does not: outputs then have that many rows, of which
+    `Received.counts` are used, ids of others being invalid.
 
     All ranks must give the same values, but for sm_limit; a difference is an error that names the field and the ranks.
     A group is for one thread at a time.
@@ -125,6 +127,8 @@ class Group:
         self.combine_dtype = settings.combine_dtype_name()
         self.id_dtype = tensors.dtype_name(settings.id_dtype)
         self.exact = settings.mode == "high_throughput"  # outputs are as large as what comes
+        # ... which the host of a device has to learn first, unless they have a fixed size.
+        self._sizes_outputs = self.exact and self.device is not None and settings.max_recv_tokens is None
         self._payload_specs = settings.all_payloads()
         self._extra_names = [name for name in self._payload_specs if name != "tokens"]
         info = _native.GroupInfo()
@@ -228,6 +232,8 @@ class Group:
         BoundMismatch, GroupFinished.
         """
         self._free_finished()
+        if self._sizes_outputs and isinstance(handle, Handle) and not self._place.capturing():
+            handle.learn_rows()
         layout = layout or ("flat" if self.exact else "rank_major")
         b = (0 if self.exact else self.max_tokens) if bound is None else arguments.int32(bound) or -2
         given = dict(out) if isinstance(out, Mapping) else {} if out is None else {"tokens": out}

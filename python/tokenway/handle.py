@@ -261,18 +261,28 @@ class Handle:
         return np.array(counts, np.int32), total.value
 
     def rows_of(self, layout: str) -> int | None:
-        """Rows of a layout of high throughput that this rank will receive; None before the exchange of counts."""
+        """Rows that the outputs of a dispatch in a layout of high throughput have: as many as come, if the host knows
+        that; on a device, before it has asked (`recv_rows`), as many as there is room for. None before the exchange of
+        counts. Never waits."""
         rows = c_int64()
         code = _native.LAYOUTS[layout]
-        return None if _native.lib.twHandleNumRecvRows(self.pointer, code, byref(rows)) else rows.value
+        return None if _native.lib.twHandleNumOutputRows(self.pointer, code, byref(rows)) else rows.value
+
+    def learn_rows(self) -> None:
+        """Has the host know how much comes, if counts were exchanged: where not, a dispatch is refused anyway."""
+        if self.rows_of("flat") is not None:
+            _ = self.recv_rows
 
     @property
     def recv_rows(self) -> int:
-        """Rows that this rank will receive, once `Group.exchange_counts` is done: R' of the flat layout."""
-        rows = self.rows_of("flat")
-        if rows is None:
-            raise InvalidUsage("the handle's counts have not been exchanged since it was routed")
-        return rows
+        """Rows that this rank will receive, after `Group.exchange_counts`: R' of the flat layout. On a CUDA device it
+        waits until that exchange has told the host, and for nothing else. Errors: InvalidUsage before the exchange, or
+        where it is captured into a graph; RecvOverflow; GroupFinished."""
+        group = self._living_group()
+        rows = c_int64()
+        code = _native.LAYOUTS["flat"]
+        _native.check(_native.lib.twHandleNumRecvRows(self.pointer, code, byref(rows)), group.pointer)
+        return rows.value
 
     def _living_group(self) -> Group:
         """The group, or InvalidUsage: handles end with it."""

@@ -48,6 +48,7 @@ void place_arrays(const tw::HandleMap& map, twHandle* handle) {
   handle->shown_weights = reinterpret_cast<float*>(block + map.shown_weights);
   handle->places = reinterpret_cast<int32_t*>(block + map.places);
   handle->status = reinterpret_cast<int32_t*>(block + map.status);
+  handle->overflow = reinterpret_cast<int32_t*>(block + map.overflow);
   handle->counts.sent = reinterpret_cast<int32_t*>(block + map.counts_sent);
   handle->counts.experts = reinterpret_cast<int32_t*>(block + map.counts_experts);
   handle->counts.begin = reinterpret_cast<int64_t*>(block + map.counts_begin);
@@ -59,6 +60,7 @@ void place_arrays(const tw::HandleMap& map, twHandle* handle) {
 void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandle* handle) {
   handle->dispatched = false;
   handle->counts.exchanged = false;
+  handle->counted = {};
   if (group.backend->on_device()) {  // its first dispatch copies and assigns
     handle->routing.tokens = checked.tokens;
     handle->source = tw::api::source_of(checked);
@@ -264,6 +266,7 @@ twResult_t twHandleDestroy(twHandle_t handle) {
     if (group.is_sticky()) handle->pending = tw::Pending::kNone;  // nobody will finish it
     TW_RETURN_IF_FAILED(tw::release_lane(group, *handle));
     handles.remove(handle);
+    group.backend->forget(*handle);
     group.handles.erase(handle);
     if (handle->owns_block) group.give_block(handle->block);
     delete handle;
@@ -281,9 +284,11 @@ twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* to
                   group.shape().exact() ? "counted" : "dispatched");
     }
     std::vector<int32_t> received(group.ranks());
-    if (!counted) TW_RETURN_IF_FAILED(group.backend->copy_counts(*handle, received.data()));
-    for (int32_t source = 0; source < group.ranks() && counted; ++source) {
-      received[source] = handle->counts.at(group.shape(), source, group.me());
+    if (counted) {
+      TW_RETURN_IF_FAILED(tw::learn_counts(*handle->group, *handle));
+      received = handle->counted.received;
+    } else {
+      TW_RETURN_IF_FAILED(group.backend->copy_counts(*handle, received.data()));
     }
     if (counts != nullptr) std::copy(received.begin(), received.end(), counts);
     if (total != nullptr) *total = std::accumulate(received.begin(), received.end(), 0);
@@ -291,18 +296,34 @@ twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* to
   });
 }
 
+namespace {
+
+// What asks for the rows of a layout must have.
+Status check_counted(twHandle_t handle, twLayout_t layout, const int64_t* rows) {
+  TW_RETURN_IF_FAILED(handles.check("handle", handle));
+  TW_CHECK_NOT_NULL(rows);
+  if (layout != twFlat && layout != twGrouped) {
+    return fail(twInvalidArgument, "layout is %d; it must be twFlat (2) or twGrouped (3)", layout);
+  }
+  if (handle->counts.exchanged) return {};
+  return fail(twInvalidUsage, "the handle's counts have not been exchanged since it was routed");
+}
+
+}  // namespace
+
 twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* rows) {
   return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(handles.check("handle", handle));
-    TW_CHECK_NOT_NULL(rows);
-    const twGroup& group = *handle->group;
-    if (layout != twFlat && layout != twGrouped) {
-      return fail(twInvalidArgument, "layout is %d; it must be twFlat (2) or twGrouped (3)", layout);
-    }
-    if (!handle->counts.exchanged) {
-      return fail(twInvalidUsage, "the handle's counts have not been exchanged since it was routed");
-    }
-    *rows = layout == twFlat ? handle->counts.source[group.ranks()] : handle->expert_begin[group.context.local_experts];
+    TW_RETURN_IF_FAILED(check_counted(handle, layout, rows));
+    TW_RETURN_IF_FAILED(tw::learn_counts(*handle->group, *handle));
+    *rows = tw::shown_rows(*handle->group, *handle, layout, true);
+    return {};
+  });
+}
+
+twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(check_counted(handle, layout, rows));
+    *rows = tw::shown_rows(*handle->group, *handle, layout, handle->counted.known);
     return {};
   });
 }

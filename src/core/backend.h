@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "bootstrap/bootstrap.h"
 #include "core/config.h"
@@ -51,6 +52,18 @@ struct HandleArrays {
   int32_t* places = nullptr;  // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
   int32_t* status = nullptr;  // twResult_t of the last dispatch, as the device knows it
   void* stream = nullptr;     // of the last dispatch
+  int32_t* overflow = nullptr;     // 1: the exchange of counts found too little room, so nothing is sent
+  void* counts_page = nullptr;     // of the backend: where the device tells the host of it
+  uint64_t counts_serial = 0;      // of the last exchange that tells the host; 0: none does
+};
+
+// An exchange of counts as the host knows it.
+struct KnownCounts {
+  bool known = false;
+  std::vector<int32_t> received;  // [N] rows from each rank
+  int64_t flat_rows = 0;
+  int64_t grouped_rows = 0;
+  Overflow overflow;
 };
 
 // Where a received dispatch is shown to the caller. NULL: not wanted, or, for payloads, a view of the window suffices.
@@ -61,6 +74,7 @@ struct DispatchTargets {
   float* weights = nullptr;
   int32_t* counts = nullptr;   // [N] or [L] by layout; never NULL
   int32_t* offsets = nullptr;  // [L + 1], grouped alone
+  int64_t rows = 0;            // of an exact layout
 };
 
 struct DispatchCall {
@@ -70,6 +84,14 @@ struct DispatchCall {
   bool send_only = false;
   RowsIn payloads[kMaxPayloads];
   DispatchTargets targets;
+};
+
+struct CountsCall {
+  StepPlace at;
+  void* stream = nullptr;
+  bool send_only = false;
+  int32_t alignment = 1;  // of an expert's rows in the grouped layout
+  bool drop = false;      // rows beyond a receiver's room are left out, instead of all
 };
 
 struct CombineCall {
@@ -96,8 +118,8 @@ class Backend {
   // Start a step: everything is written and published on return, in stream order. Never wait for a peer.
   virtual Status send_dispatch(const DispatchCall& call, HandleArrays& handle) = 0;
   virtual Status send_combine(const CombineCall& call, HandleArrays& handle) = 0;
-  // Of high throughput alone, which a device does not have yet.
-  virtual Status send_counts(StepPlace, HandleArrays&, void*) { return fail(twUnsupported, "counts on this backend"); }
+  // Of high throughput alone.
+  virtual Status send_counts(const CountsCall& call, HandleArrays& handle) = 0;
   // `combining`: the handle, if a combine is refused; NULL: it stands where a dispatch would have stood.
   virtual Status send_refusal(StepPlace at, const HandleArrays* combining, void* stream) = 0;
 
@@ -105,10 +127,9 @@ class Backend {
   // sums that could not be made.
   virtual StepEnd finish_dispatch(const DispatchCall& call, TimePoint deadline, HandleArrays& handle) = 0;
   virtual StepEnd finish_combine(const CombineCall& call, TimePoint deadline, HandleArrays& handle) = 0;
-  // `drop`: whether rows beyond a receiver's room are left out; *overflow says whether there are any.
-  virtual StepEnd finish_counts(StepPlace, TimePoint, HandleArrays&, bool /*drop*/, Overflow* /*overflow*/) {
-    return {twInternalError, -1, {}, 0};
-  }
+  // *known: what has come, unless a device tells it later.
+  virtual StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle,
+                                KnownCounts* known) = 0;
   // Waits for a step that this rank refused.
   virtual StepEnd drain(StepPlace at, TimePoint deadline) = 0;
 
@@ -137,6 +158,13 @@ class Backend {
   // Memory for handles; NULL if there is none.
   virtual std::byte* allocate(size_t) { return nullptr; }
   virtual void release(std::byte*) {}
+  // What a device has told the host of the last exchange of counts, which it may wait for until then. Never blocks the
+  // device or a stream.
+  virtual Status read_counts(const HandleArrays&, TimePoint /*until*/, KnownCounts*) { return {}; }
+  // Whether a call on a stream would be captured into a graph.
+  virtual bool captures(const void* /*stream*/) const { return false; }
+  // A handle is about to end.
+  virtual void forget(HandleArrays&) {}
   // The received counts of a dispatched handle, on the host. May wait for the device.
   virtual Status copy_counts(const HandleArrays& handle, int32_t* counts) {
     std::copy_n(handle.received.counts, ranks(), counts);

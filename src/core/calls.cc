@@ -33,6 +33,9 @@ void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note)
         dispatching ? "input.bound of twDispatch differs: rank %d has %u, rank %d has %u"
                     : "twCombine answers different dispatches: that of rank %d had bound %u, that of rank %d bound %u",
         record->reporter, bound, record->peer, note);
+  } else if (record->result == twRecvOverflow) {
+    std::snprintf(text, kSize, "rank %d would receive %lld rows; config.max_recv_tokens is %u (nothing was sent)",
+                  record->peer, static_cast<long long>(record->value), bound);
   } else {
     std::snprintf(
         text, kSize,
@@ -157,17 +160,6 @@ Status finish_combine(twGroup& group, twHandle& handle) {
   return conclude(group, twPhaseCombine, call.at, static_cast<uint32_t>(call.bound), end);
 }
 
-// Where the rows of each local expert begin in a grouped layout.
-void place_experts(const twGroup& group, twHandle& handle) {
-  const int64_t alignment = group.config.given.row_alignment;
-  handle.expert_begin[0] = 0;
-  for (int32_t expert = 0; expert < group.context.local_experts; ++expert) {
-    const int64_t rows = (handle.counts.experts[expert] + alignment - 1) / alignment * alignment;
-    handle.expert_begin[expert + 1] = handle.expert_begin[expert] + rows;
-  }
-  std::copy_n(handle.expert_begin, group.context.local_experts + 1, handle.offsets);
-}
-
 // All ranks have the same counts, so they refuse alike, and the group stays usable.
 Status refuse_overflow(twGroup& group, const twHandle& handle, const Overflow& overflow) {
   twErrorRecord_t record = empty_record();
@@ -175,25 +167,23 @@ Status refuse_overflow(twGroup& group, const twHandle& handle, const Overflow& o
   record.peer = overflow.rank;
   record.reporter = group.me();
   record.phase = twPhaseCounts;
-  record.lane = handle.counts_at.lane;
-  record.step = record.expected = record.seen = handle.counts_at.step;
-  std::snprintf(record.message, sizeof record.message,
-                "rank %d would receive %lld rows; config.max_recv_tokens is %d (nothing was sent)", overflow.rank,
-                static_cast<long long>(overflow.rows), group.shape().recv_rows);
+  record.lane = handle.counting.at.lane;
+  record.step = record.expected = record.seen = handle.counting.at.step;
+  record.value = overflow.rows;
+  describe_call_error(&record, static_cast<uint32_t>(group.shape().recv_rows), 0);
   group.set_error(record);
   return {twRecvOverflow, record.message};
 }
 
 Status finish_counts(twGroup& group, twHandle& handle) {
-  const bool drop = group.config.given.overflow == twOverflowDrop;
-  Overflow overflow;
-  const StepEnd end = group.backend->finish_counts(handle.counts_at, deadline_of(group), handle, drop, &overflow);
+  const CountsCall& call = handle.counting;
+  const StepEnd end = group.backend->finish_counts(call, deadline_of(group), handle, &handle.counted);
   handle.pending = Pending::kNone;
   // As a dispatch that fails: where the call was send_only, the lane stays held, as at the rank that refused (S5).
-  if (end.code == twSuccess || !handle.counts_send_only) give_back(group, handle);
-  if (end.code != twSuccess) return conclude(group, twPhaseCounts, handle.counts_at, 0, end);
-  if (overflow.rank >= 0 && !drop) return refuse_overflow(group, handle, overflow);
-  place_experts(group, handle);
+  if (end.code == twSuccess || !call.send_only) give_back(group, handle);
+  if (end.code != twSuccess) return conclude(group, twPhaseCounts, call.at, 0, end);
+  const Overflow& overflow = handle.counted.overflow;
+  if (handle.counted.known && overflow.rank >= 0 && !call.drop) return refuse_overflow(group, handle, overflow);
   handle.counts.exchanged = true;
   return {};
 }
@@ -226,12 +216,46 @@ Status exchange_counts(twGroup& group, twHandle& handle, int32_t wish, bool send
   TW_RETURN_IF_FAILED(choose_lane(group, &handle, wish, &lane));
   TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts));
   hold(group, handle, lane);
-  handle.counts_at = group.lanes.begin(lane);
-  handle.counts_send_only = send_only;
+  handle.counting = {group.lanes.begin(lane), stream, send_only, group.config.given.row_alignment,
+                     group.config.given.overflow == twOverflowDrop};
+  handle.counted = {};
   handle.pending = Pending::kCounts;
-  Status sent = group.backend->send_counts(handle.counts_at, handle, stream);
-  if (!sent.ok()) return fail_launch(group, handle, twPhaseCounts, handle.counts_at, std::move(sent));
+  Status sent = group.backend->send_counts(handle.counting, handle);
+  if (!sent.ok()) return fail_launch(group, handle, twPhaseCounts, handle.counting.at, std::move(sent));
   return send_only ? Status{} : finish_counts(group, handle);
+}
+
+Status learn_counts(twGroup& group, twHandle& handle) {
+  if (handle.counted.known) return {};
+  if (group.backend->captures(handle.counting.stream) || handle.counts_serial == 0) {
+    return fail(twInvalidUsage,
+                "the counts of an exchange that is captured into a graph are in device memory alone: the host cannot "
+                "wait for them");
+  }
+  TW_RETURN_IF_FAILED(group.backend->read_counts(handle, deadline_of(group), &handle.counted));
+  if (!handle.counted.known) {
+    TW_RETURN_IF_FAILED(check_usable(group, twPhaseCounts));
+    return fail(twTimeout, "the counts of step %u on lane %d have not come to the host in time",
+                handle.counting.at.step, handle.counting.at.lane);
+  }
+  const Overflow& overflow = handle.counted.overflow;
+  if (overflow.rank < 0 || handle.counting.drop) return {};
+  handle.counts.exchanged = false;
+  return refuse_overflow(group, handle, overflow);
+}
+
+int64_t shown_rows(const twGroup& group, const twHandle& handle, twLayout_t layout, bool sized) {
+  if (sized) return layout == twFlat ? handle.counted.flat_rows : handle.counted.grouped_rows;
+  const Shape& shape = group.shape();
+  if (layout == twFlat) return shape.recv_rows;
+  const int64_t alignment = group.config.given.row_alignment;
+  const int64_t experts = group.context.local_experts;
+  // Each row stands under so many experts at most; those of an expert are padded. Rows that are dropped have places too.
+  const int64_t sent = group.config.given.overflow == twOverflowDrop
+                           ? static_cast<int64_t>(shape.ranks) * shape.max_tokens
+                           : shape.recv_rows;
+  const int64_t rows = sent * std::min<int64_t>(shape.top_k, experts);
+  return (rows + experts * (alignment - 1)) / alignment * alignment;
 }
 
 Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wish, bool send_only) {
@@ -244,6 +268,7 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   call->at = group.backend->on_device() ? group.lanes.begin_dispatch(lane) : group.lanes.begin(lane);
   call->send_only = send_only;
   handle.bound = call->bound;
+  handle.sized = handle.counted.known;
   handle.dispatched = false;
   handle.dispatch = *call;
   handle.pending = Pending::kDispatch;
@@ -274,6 +299,7 @@ Status complete(twGroup& group, twHandle& handle, void* stream) {
                 "nothing is pending: twComplete follows a send_only twDispatch, twCombine or twExchangeCounts");
   }
   if (handle.pending == Pending::kCounts) {
+    handle.counting.stream = stream;
     Status counted = finish_counts(group, handle);
     TW_RETURN_IF_FAILED(check_usable(group, twPhaseCounts));
     return counted;

@@ -215,11 +215,6 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   if (given.id_dtype == twDtypeNone) given.id_dtype = twInt32;
 
   TW_RETURN_IF_FAILED(in_range("mode", given.mode, twLowLatency, twHighThroughput));
-  if (given.mode == twHighThroughput && on_device) {
-    return fail(
-        twUnsupported,
-        "config.mode is twHighThroughput, which the CUDA backend does not have in this version; use twLowLatency");
-  }
   TW_RETURN_IF_FAILED(in_range("num_experts", given.num_experts, 1, TW_MAX_EXPERTS));
   TW_RETURN_IF_FAILED(in_range("top_k", given.top_k, 1, std::min(TW_MAX_TOP_K, given.num_experts)));
   TW_RETURN_IF_FAILED(in_range("max_tokens", given.max_tokens, 1, TW_MAX_TOKENS));

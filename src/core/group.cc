@@ -36,6 +36,7 @@ twGroup::twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, in
 twGroup::~twGroup() {
   if (backend != nullptr) backend->settle();
   for (twHandle* handle : handles) {
+    backend->forget(*handle);
     if (handle->owns_block) release(handle->block);
     delete handle;
   }

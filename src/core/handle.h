@@ -14,7 +14,7 @@ struct HandleMap {
 
   uint64_t ids, weights, first, destinations, send_counts;                                   // what is sent
   uint64_t counts, expert_counts, meta, shown_ids, shown_weights;                            // what arrived
-  uint64_t places, status;                                                                   // devices only
+  uint64_t places, status, overflow;                                                         // devices only
   uint64_t counts_sent, counts_experts, counts_begin, counts_source, expert_begin, offsets;  // high throughput only
   uint64_t bytes;
 };
@@ -35,6 +35,7 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   bool lane_for_this_step = false;  // a combine without a lease: give the lane back when it ends
   tw::DispatchCall dispatch;        // what twComplete finishes
   tw::CombineCall combine;
-  tw::StepPlace counts_at;
-  bool counts_send_only = false;
+  tw::CountsCall counting;
+  tw::KnownCounts counted;  // what the host knows of the exchange of counts
+  bool sized = false;       // the last dispatch was shown in as many rows as come; else in as many as there is room for
 };

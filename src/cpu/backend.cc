@@ -33,9 +33,9 @@ class CpuBackend : public Backend {
     return {};
   }
 
-  Status send_counts(StepPlace at, HandleArrays& handle, void*) override {
+  Status send_counts(const CountsCall& call, HandleArrays& handle) override {
     transport_.expect(step_bytes(shape().ranks, WindowMap::counts_bytes(shape())));
-    tw::send_counts(transport_, context_.map, at, context_.placement, handle.routing);
+    tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing);
     return {};
   }
 
@@ -81,12 +81,18 @@ class CpuBackend : public Backend {
     return end;
   }
 
-  StepEnd finish_counts(StepPlace at, TimePoint deadline, HandleArrays& handle, bool drop,
-                        Overflow* overflow) override {
-    const StepEnd end = await_step(transport_, context_.map, at, Mode::kCounts, 0, deadline, counts_.data());
+  StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override {
+    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCounts, 0, deadline, counts_.data());
     if (end.code != twSuccess) return end;
-    *overflow =
-        take_counts(transport_, context_.map, at, context_.local_experts, drop, &handle.routing, &handle.counts);
+    known->overflow = take_counts(transport_, context_.map, call.at, context_.local_experts, call.drop,
+                                  &handle.routing, &handle.counts);
+    place_experts(call.alignment, handle);
+    for (int32_t source = 0; source < shape().ranks; ++source) {
+      known->received.push_back(handle.counts.at(shape(), source, context_.me));
+    }
+    known->flat_rows = handle.counts.source[shape().ranks];
+    known->grouped_rows = handle.expert_begin[context_.local_experts];
+    known->known = true;
     return end;
   }
 
@@ -138,6 +144,16 @@ class CpuBackend : public Backend {
   // What all ranks put in a step, were they all like this one.
   uint64_t step_bytes(int64_t rows, uint64_t row_bytes) const {
     return static_cast<uint64_t>(rows) * row_bytes * static_cast<uint64_t>(shape().ranks);
+  }
+
+  // Where the rows of each local expert begin in a grouped layout.
+  void place_experts(int64_t alignment, HandleArrays& handle) const {
+    handle.expert_begin[0] = 0;
+    for (int32_t expert = 0; expert < context_.local_experts; ++expert) {
+      const int64_t rows = (handle.counts.experts[expert] + alignment - 1) / alignment * alignment;
+      handle.expert_begin[expert + 1] = handle.expert_begin[expert] + rows;
+    }
+    std::copy_n(handle.expert_begin, context_.local_experts + 1, handle.offsets);
   }
 
   // Where the rows of a source begin.

@@ -58,6 +58,7 @@ class WindowMap {
     const uint64_t lines = c.mul(2, c.mul(c.mul(shape.ranks, shape.line_tokens), map->line_row_));
     map->meta_lines_at_ = c.add(map->lines_at_, lines);
     map->meta_line_row_ = shape.line_tokens > 0 ? meta_line_bytes(shape) : 0;
+    map->rows_ = rows;
     const uint64_t meta_lines = c.mul(2, c.mul(rows, map->meta_line_row_));
     map->lane_bytes_ = c.align(c.add(map->meta_lines_at_, meta_lines), kPageAlignment);
     map->lanes_at_ = c.align(kAbortAt + sizeof(uint64_t) * shape.ranks, kPageAlignment);
@@ -114,10 +115,9 @@ class WindowMap {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
     return lane_at(lane) + lines_at_ + (row * shape_.line_tokens + p) * line_row_;
   }
-  // Lines of what travels beside the row in slot p of a source, where the row itself is no lines.
-  constexpr uint64_t meta_line(int lane, int bank, int source, int p) const {
-    const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
-    return lane_at(lane) + meta_lines_at_ + (row * shape_.max_tokens + p) * meta_line_row_;
+  // Lines of what travels beside a received row (as of payload_row), where the row itself is no lines.
+  constexpr uint64_t meta_line(int lane, int bank, uint64_t row) const {
+    return lane_at(lane) + meta_lines_at_ + (bank * rows_ + row) * meta_line_row_;
   }
   constexpr uint64_t meta_line_row() const { return meta_line_row_; }
   constexpr uint64_t line_bytes() const {
@@ -158,6 +158,7 @@ class WindowMap {
   constexpr uint64_t bank_at(int lane, int bank) const { return lane_at(lane) + banks_at_ + bank_bytes_ * bank; }
 
   Shape shape_;
+  uint64_t rows_ = 0;                       // that a rank may receive
   uint64_t payload_at_[kMaxPayloads] = {};  // in a bank
   uint64_t meta_at_ = 0;                    // in a bank
   uint64_t bank_bytes_ = 0;

@@ -17,12 +17,6 @@ int width_of(std::initializer_list<uint64_t> values) {
   return static_cast<int>(all & (~all + 1));
 }
 
-bool is_capturing(void* stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess) (void)cudaGetLastError();
-  return status == cudaStreamCaptureStatusActive;
-}
-
 uint64_t address_of(const void* at) { return reinterpret_cast<uintptr_t>(at); }
 
 // Rows of a call shared out to warps: while there are warps without work, in smaller parts. A warp has as much in
@@ -56,6 +50,13 @@ void fill_place(const Report& report, twErrorRecord_t* record) {
 
 }  // namespace
 
+bool NvlinkBackend::captures(const void* stream) const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  auto* const on = static_cast<cudaStream_t>(const_cast<void*>(stream));
+  if (cudaStreamIsCapturing(on, &status) != cudaSuccess) (void)cudaGetLastError();
+  return status == cudaStreamCaptureStatusActive;
+}
+
 void NvlinkBackend::remember(void* stream) {
   if (stream == last_stream_ && !streams_.empty()) return;
   last_stream_ = stream;
@@ -85,6 +86,13 @@ HandleView NvlinkBackend::view_of(const HandleArrays& handle) const {
   view.places = handle.places;
   view.expert_counts = handle.expert_counts;
   view.status = handle.status;
+  view.sent_rows = handle.counts.sent;
+  view.experts = handle.counts.experts;
+  view.begin = handle.counts.begin;
+  view.source = handle.counts.source;
+  view.expert_begin = handle.expert_begin;
+  view.offsets = handle.offsets;
+  view.overflow = handle.overflow;
   return view;
 }
 
@@ -116,23 +124,30 @@ Roles NvlinkBackend::line_roles(int64_t rows, const Units& units, bool both) con
   return Roles::two(blocks, blocks);
 }
 
+// In high throughput the exchange of counts has copied what a dispatch needs.
+IdsIn NvlinkBackend::ids_of(const HandleArrays& handle, bool copied) const {
+  IdsIn in{};
+  const RoutingSource& source = handle.source;
+  in.own = copied || source.ids == nullptr;
+  in.ids = in.own ? handle.routing.ids : source.ids;
+  in.weights = in.own ? handle.routing.weights : source.weights;
+  in.wide = !in.own && source.id_dtype == twInt64;
+  for (const int i : {0, 1}) {
+    const int64_t own_stride = i == 0 ? shape().top_k : 1;
+    in.id_stride[i] = in.own ? own_stride : source.id_stride[i];
+    in.weight_stride[i] = in.own ? own_stride : source.weight_stride[i];
+  }
+  return in;
+}
+
 Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
-  const bool capturing = is_capturing(call.stream);
+  const bool capturing = captures(call.stream);
   DispatchParams p{};
   p.group = view_;
   p.handle = view_of(handle);
-  const RoutingSource& source = handle.source;
-  p.in.own = source.ids == nullptr;
-  p.in.ids = p.in.own ? handle.routing.ids : source.ids;
-  p.in.weights = p.in.own ? handle.routing.weights : source.weights;
-  p.in.wide = !p.in.own && source.id_dtype == twInt64;
-  for (const int i : {0, 1}) {
-    const int64_t own_stride = i == 0 ? shape().top_k : 1;
-    p.in.id_stride[i] = p.in.own ? own_stride : source.id_stride[i];
-    p.in.weight_stride[i] = p.in.own ? own_stride : source.weight_stride[i];
-  }
+  p.in = ids_of(handle, shape().exact());
   const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
   const bool whole_ids =
       p.in.id_stride[1] == 1 && width_of({address_of(p.in.ids), static_cast<uint64_t>(p.in.id_stride[0]) * id_bytes,
@@ -154,9 +169,10 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
     payload.first_word = static_cast<uint32_t>(word);
     word += words_of(bytes);
   }
-  const bool rank_major = call.targets.layout == twRankMajor;
+  const bool by_source = call.targets.layout == twRankMajor || call.targets.layout == twFlat;
   p.shown = shown_of(call.targets, handle);
-  if (!rank_major) p.shown.ids = p.shown.weights = nullptr, p.shown.counts = handle.received.counts;
+  p.rows = by_source ? static_cast<int32_t>(call.targets.rows) : 0;
+  if (!by_source) p.shown.ids = p.shown.weights = nullptr, p.shown.counts = handle.received.counts;
   p.lane = call.at.lane;
   p.bank = call.at.bank();
   p.bound = call.bound;
@@ -183,7 +199,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
             : roles_of(rows, p.units, send && receive, call.bound > view_.line_tokens ? max_grid_ / 4 : max_grid_ / 2);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, p.roles.grid(), early_ && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
-  if (send && !capturing) handle.source = {};
+  if (send && !capturing && !shape().exact()) handle.source = {};
   handle.stream = call.stream;
   return receive ? run_views(call, handle) : Status{};
 }
@@ -191,9 +207,9 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
 // What the caller wants written elsewhere than in the window.
 Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) {
   const DispatchTargets& targets = call.targets;
-  const bool expert_major = targets.layout == twExpertMajor;
+  const bool by_expert = targets.layout == twExpertMajor || targets.layout == twGrouped;
   ViewParams p{};
-  bool any = expert_major;
+  bool any = by_expert;
   for (int q = 0; q < shape().payloads; ++q) {
     p.payloads[q] = targets.payloads[q];
     any |= targets.payloads[q] != nullptr;
@@ -207,16 +223,17 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
   p.lane = call.at.lane;
   p.bound = call.bound;
   p.shown = shown_of(targets, handle);
-  const int64_t rows = static_cast<int64_t>(shape().ranks) * call.bound;
-  const int grid = static_cast<int>(std::clamp<int64_t>(rows, 1, view_grid_));
+  p.rows = static_cast<int32_t>(targets.rows);
+  p.offsets = targets.layout == twGrouped ? targets.offsets : nullptr;
+  const int grid = static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_));
   return launched("a view",
-                  expert_major ? launch_expert_view(p, grid, call.stream) : launch_rank_view(p, grid, call.stream));
+                  by_expert ? launch_expert_view(p, grid, call.stream) : launch_rank_view(p, grid, call.stream));
 }
 
 Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
-  const bool early = early_ && is_capturing(call.stream);  // the launch itself takes the host 4 us longer
+  const bool early = early_ && captures(call.stream);  // the launch itself takes the host 4 us longer
   CombineParams p{};
   p.group = view_;
   p.handle = view_of(handle);
@@ -225,7 +242,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.tokens = handle.routing.tokens;
   p.send = send;
   p.receive = receive;
-  p.expert_major = call.layout == twExpertMajor;
+  p.expert_major = call.layout == twExpertMajor || call.layout == twGrouped;
   p.weighted = call.weighted;
   p.plain = !p.expert_major && !p.weighted && call.rows_dtype == context_.wire;
   p.own_direct = call.apart;
@@ -279,7 +296,7 @@ StepEnd NvlinkBackend::end_of(void* stream, const Status& run) {
     end = {twInternalError, context_.me, {}, 0};
     return end;
   }
-  if (!blocking_ || is_capturing(stream)) return end;
+  if (!blocking_ || captures(stream)) return end;
   const OnDevice on(device_);
   if (cudaStreamSynchronize(static_cast<cudaStream_t>(stream)) != cudaSuccess) {
     return {twInternalError, context_.me, {}, 0};

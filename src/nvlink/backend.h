@@ -60,6 +60,17 @@ class NvlinkBackend : public Backend {
                                                            stream));
   }
 
+  Status send_counts(const CountsCall& call, HandleArrays& handle) override {
+    return run_counts(call, handle, true, !call.send_only);
+  }
+  StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override;
+  Status read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) override;
+  bool captures(const void* stream) const override;
+  void forget(HandleArrays& handle) override {
+    if (handle.counts_page != nullptr) arena_->give_page(static_cast<CountsOnHost*>(handle.counts_page));
+    handle.counts_page = nullptr;
+  }
+
   StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays& handle) override {
     return end_of(call.stream, call.send_only ? run_dispatch(call, handle, false, true) : Status{});
   }
@@ -118,6 +129,8 @@ class NvlinkBackend : public Backend {
   Status run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_views(const DispatchCall& call, HandleArrays& handle);
+  Status run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive);
+  IdsIn ids_of(const HandleArrays& handle, bool copied) const;
   bool poll_others(twErrorRecord_t* record);
   StepEnd end_of(void* stream, const Status& run);
   HandleView view_of(const HandleArrays& handle) const;
@@ -131,7 +144,7 @@ class NvlinkBackend : public Backend {
   Roles line_roles(int64_t rows, const Units& units, bool both) const;
   // Of calls of the usual kind (params.h): all rows are lines.
   bool all_lines(int32_t bound) const {
-    return shape().ranks > 1 && shape().ranks <= kRanksAtOnce && bound > 0 &&
+    return !shape().exact() && shape().ranks > 1 && shape().ranks <= kRanksAtOnce && bound > 0 &&
            bound <= std::min(view_.line_tokens, kRound);
   }
   // The token from which on rows travel as lines.
@@ -158,6 +171,7 @@ class NvlinkBackend : public Backend {
   bool early_ = false;
   std::mutex reports_;         // they are taken by calls, and by whoever asks for the group's error
   TimePoint trouble_since_{};  // when others' trouble was first seen
+  uint64_t counts_told_ = 0;   // exchanges of counts that the host learns of
   void* last_stream_ = nullptr;
   std::vector<void*> streams_;  // that were used, to be waited for at the end
 };

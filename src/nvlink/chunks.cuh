@@ -50,9 +50,9 @@ template <bool kFast>
 __device__ inline void push_unit(const Sum& s, int owner, int slot, const Unit& unit) {
   const CombineParams& p = s.p;
   const uint64_t header = load_fresh<unsigned long long>(
-      p.handle.meta + (static_cast<int64_t>(owner) * p.bound + slot) * (1 + p.group.map.shape().top_k));
+      p.handle.meta + meta_row(p, owner, slot) * (1 + p.group.map.shape().top_k));
   if (kFast || (p.plain && p.vectors_fit)) {
-    copy_unit(s, owner, row_of(p, owner, slot), header, unit.number);
+    copy_unit(s, owner, row_in(p, owner, slot), header, unit.number);
   } else {
     sum_into(s, owner, slot, place_of(s, owner, header), unit);
   }

@@ -62,6 +62,7 @@ struct First {
 __device__ First first_of(const Sum& s) {
   const CombineParams& p = s.p;
   if (!s.sends() || !s.simple() || s.ranks() == 1 || p.bound > p.group.line_tokens) return {};
+  if (p.group.map.shape().exact()) return {};  // where rows begin is not known yet
   const Share share = share_of(p.units, min(32u, static_cast<uint32_t>(s.ranks() - 1)), sent_shares(p.roles).first);
   const int owner = p.group.me + 1 + share.turn;
   return {share.index < p.bound, owner < s.ranks() ? owner : owner - s.ranks(), share};
@@ -101,7 +102,7 @@ __device__ void push_lines(const Sum& s, const First& early, Ahead ahead, bool b
           __syncwarp();  // the set is about to be overwritten
           collect_terms(p, s.set(), owner, slot);
         }
-        load_ahead<kFast>(s, row_of(p, owner, slot), share.unit, &ahead);
+        load_ahead<kFast>(s, row_in(p, owner, slot), share.unit, &ahead);
         send_lines(s, owner, share.index, share.unit, ahead);
       }
     }

@@ -101,21 +101,25 @@ __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
     const int position = base + lane();
     const Sent sent = base == 0 ? first : load_sent(p, token, position);
     const Destination from = sent.to;
-    terms.fan = sent.fan;
-    if (position >= terms.fan) continue;
-    s.from()[position] = from;
+    // What the receiver of an exact layout had no room for has not been sent, and is no term.
+    const bool kept = position < sent.fan && from.slot < s.sent_rows()[from.rank];
+    const uint32_t all = __ballot_sync(~0u, kept);
+    const int term = terms.fan + __popc(all & below(lane()));
+    terms.fan += __popc(all);
+    if (!kept) continue;
+    s.from()[term] = from;
     const int first_line = s.first_line(from.rank, s.sent_rows()[from.rank]);
     if (from.rank == p.group.me && p.own_direct) {
-      s.kinds()[position] = kOwn;
-      s.places()[position] = row_of(p, from.rank, from.slot);
+      s.kinds()[term] = kOwn;
+      s.places()[term] = row_in(p, from.rank, from.slot);
       terms.own = from.slot;
     } else if (from.slot >= first_line) {
-      s.kinds()[position] = kLine;
-      s.places()[position] = s.window() + line_at(p.lines, s.step.bank(), from.rank, from.slot - first_line);
+      s.kinds()[term] = kLine;
+      s.places()[term] = s.window() + line_at(p.lines, s.step.bank(), from.rank, from.slot - first_line);
       terms.lines = true;
     } else {
-      s.kinds()[position] = kInbox;
-      s.places()[position] = s.window() + map.inbox(s.step.lane, s.step.bank(), token, position);
+      s.kinds()[term] = kInbox;
+      s.places()[term] = s.window() + map.inbox(s.step.lane, s.step.bank(), token, position);
       terms.here &= await_chunk(p.group, s.step, from.rank, from.slot / s.chunk_rows());
     }
   }

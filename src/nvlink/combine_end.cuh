@@ -20,6 +20,9 @@ __device__ inline void keep_counts(const Sum& s, Counts counts) {
   for (int i = static_cast<int>(threadIdx.x); i < s.ranks(); i += kThreads) {
     s.counts()[i] = static_cast<int>(counts.received);
     s.sent_rows()[i] = static_cast<int>(counts.sent);
+    const bool exact = s.p.group.map.shape().exact();
+    shared_at<int32_t>(s.p.at.first)[i] =
+        exact ? static_cast<int32_t>(load_fresh<unsigned long long>(s.p.handle.source + i)) : 0;
     counts = load_counts(s, i + kThreads);
   }
 }

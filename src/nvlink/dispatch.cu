@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   pin(row, unit.number, unit.begin, unit.end, ids_from.from, ids_from.bytes);
   meet();  // the table
   await_earlier();
+  place_rows(p, scratch);
   Ahead ahead{};
   Ids ids{};
   if (sends) {
@@ -62,7 +63,9 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   uint32_t arrived = 0;
   if (p.receive && threadIdx.x == 0) {
     arrived = begin_end(g, step);
-    if (blockIdx.x == 0) *p.handle.status = twSuccess;  // until somebody finds otherwise
+    // Until somebody finds otherwise. Rows that do not fit go nowhere, and no combine answers.
+    const bool overflow = g.map.shape().exact() && load_fresh<uint32_t>(p.handle.overflow) != 0;
+    if (blockIdx.x == 0) *p.handle.status = overflow ? twRecvOverflow : twSuccess;
   }
   const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
   if (p.send && usable && skips) usable = skip_step(p, step);

@@ -30,10 +30,13 @@ __device__ __noinline__ static void clear_failed(Block b) {
   const DispatchParams& p = b.p;
   if (threadIdx.x == 0) say_done(p.group, b.step);  // others may wait here likewise
   await_done(p.group, b.step);
+  place_rows(p, b.scratch);  // which the kernel of lines has not done
+  __syncthreads();
   for (int source = 0; source < b.ranks(); ++source) {
     if (b.scratch.source_error()[source] == twSuccess) continue;
     if (threadIdx.x == 0) p.shown.counts[source] = p.handle.counts[source] = 0;
-    show_nothing(p, source, 0, p.bound, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+    show_nothing(p, b.row(source, 0), b.row(source, expected_rows(b, source)), static_cast<int>(threadIdx.x),
+                 static_cast<int>(blockDim.x));
   }
   if (threadIdx.x == 0) *p.handle.status = twInternalError;
 }

@@ -125,9 +125,9 @@ struct Loaded {
 // Lane j: the j-th of the token's 2K ids and weights, as they travel. A bad id acts as -1.
 __device__ inline uint32_t checked_item(const Block& b, int token, const Choice& choice) {
   const int top_k = b.p.group.map.shape().top_k;
-  int32_t id = valid_id(b.p, choice.id);
+  int32_t id = valid_id(b.p.group, choice.id);
   if ((__match_any_sync(~0u, id) & below(lane())) != 0) id = -1;
-  if (lane() < top_k && id < 0 && choice.id != -1) report_id(b.p, b.step, token, lane(), choice.id);
+  if (lane() < top_k && id < 0 && choice.id != -1) report_id(b.p.group, b.step, token, lane(), choice.id);
   const uint32_t weight = __shfl_sync(~0u, __float_as_uint(choice.weight), lane() - top_k);
   return lane() < top_k ? static_cast<uint32_t>(id) : weight;
 }
@@ -247,7 +247,7 @@ __device__ inline void show_own(const Block& b, int own, uint32_t warp, uint32_t
   const int me = p.group.me;
   if (warp == 0 && lane() == 0) p.shown.counts[me] = p.handle.counts[me] = own;
   if (own == p.bound) return;
-  show_nothing(p, me, own, p.bound, static_cast<int>(warp) * 32 + lane(), static_cast<int>(warps) * 32);
+  show_nothing(p, row_at(p, me, own), row_at(p, me, p.bound), static_cast<int>(warp) * 32 + lane(), static_cast<int>(warps) * 32);
 }
 
 template <int kGroups, bool kAlone>
@@ -361,7 +361,8 @@ __device__ inline void take_unit(const Block& b, const Incoming& in) {
       if (lane() == 0) check_header(p, b.step, pair[0].a);
     }
   } else if (good && has_meta(in.unit)) {
-    show_nothing(p, in.rank, in.slot, in.slot + 1, lane(), 32);
+    const int64_t row = row_at(p, in.rank, in.slot);
+    show_nothing(p, row, row + 1, lane(), 32);
   }
   if (lane() != 0) return;
   if (!good) b.scratch.fail(in.rank, source.error);

@@ -62,7 +62,7 @@ __device__ inline void await_words(const Block& b, Sources* sources, Parts<1>* f
 // then as one of ids, so that each thread has about one of either.
 __device__ __noinline__ static void take_plain(Block b, int source, int rows, uint32_t warp, uint32_t warps) {
   const DispatchParams& p = b.p;
-  const uint64_t first = static_cast<uint64_t>(row_at(p, source, 0));
+  const uint64_t first = static_cast<uint64_t>(b.row(source, 0));
   const auto* const meta =
       reinterpret_cast<const unsigned long long*>(b.bank + p.group.map.meta_begin()) + first * b.meta_words();
   const auto thread = warp * 32 + static_cast<uint32_t>(lane());
@@ -84,7 +84,7 @@ __device__ __noinline__ static void take_plain(Block b, int source, int rows, ui
   }
 }
 
-// The i-th of the ids and weights of a row, in [N * b], is shown.
+// The i-th of the ids and weights of a row is shown.
 __device__ inline void show_half(const DispatchParams& p, const Scratch& scratch, int64_t row, uint32_t i,
                                  uint32_t value) {
   const auto top_k = static_cast<uint32_t>(p.group.map.shape().top_k);
@@ -112,7 +112,7 @@ __device__ inline void take_meta_lines(const Block& b, int source, int rows, uin
   const auto per_row = static_cast<uint32_t>(p.group.map.meta_line_row() / kLineBytes);
   const uint32_t lines = static_cast<uint32_t>(rows) * per_row;
   const std::byte* const begin =
-      b.scratch.windows()[p.group.me] + p.group.map.meta_line(b.step.lane, b.step.bank(), source, 0);
+      b.scratch.windows()[p.group.me] + p.group.map.meta_line(b.step.lane, b.step.bank(), static_cast<uint64_t>(b.row(source, 0)));
 #pragma unroll 1
   for (uint32_t group = warp; 4 * group < lines; group += warps) {
     const uint32_t line = 4 * group + static_cast<uint32_t>(lane()) / kLineLanes;
@@ -124,7 +124,7 @@ __device__ inline void take_meta_lines(const Block& b, int source, int rows, uin
     if (!here) b.scratch.fail(source, twInternalError);
     if (!here || line >= lines) continue;
     const uint32_t w = line % per_row * kLineWords + threadIdx.x % kLineLanes * 2;
-    const int64_t row = row_at(p, source, static_cast<int>(line / per_row));
+    const int64_t row = b.row(source, static_cast<int>(line / per_row));
     take_word(b, row, w, parts.value[0][0].a);
     if (!is_flag()) take_word(b, row, w + 1, parts.value[0][0].b);
   }
@@ -134,6 +134,8 @@ __device__ inline void take_meta_lines(const Block& b, int source, int rows, uin
 __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t warp, uint32_t warps) {
   const DispatchParams& p = b.p;
   Source& source = sources->source;
+  const int thread = static_cast<int>(warp) * 32 + lane();
+  const int threads = static_cast<int>(warps * 32);
   const bool there = sources->begin + lane() < b.ranks();
   const bool other = there && sources->rank != p.group.me;
   if (other && source.plain > 0 && source.mode == Mode::kDispatchLines) {
@@ -143,15 +145,16 @@ __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t war
   }
   __syncwarp();  // S4: what the lanes that have looked have acquired, all have
   uint32_t plain = __ballot_sync(~0u, other && source.plain > 0);
-  uint32_t empty = __ballot_sync(~0u, there && source.n < p.bound);
+  uint32_t empty = __ballot_sync(~0u, there && source.n < expected_rows(b, sources->rank));
   for (; p.group.line_tokens == 0 && plain != 0; plain &= plain - 1) {
     const int i = __ffs(static_cast<int>(plain)) - 1;
     take_plain(b, sources->rank_of(b, i), __shfl_sync(~0u, source.plain, i), warp, warps);
   }
   for (; empty != 0; empty &= empty - 1) {
     const int i = __ffs(static_cast<int>(empty)) - 1;
-    show_nothing(p, sources->rank_of(b, i), __shfl_sync(~0u, source.n, i), p.bound,
-                 static_cast<int>(warp) * 32 + lane(), static_cast<int>(warps * 32));
+    const int rank = sources->rank_of(b, i);
+    const int n = __shfl_sync(~0u, source.n, i);
+    show_nothing(p, b.row(rank, n), b.row(rank, expected_rows(b, rank)), thread, threads);
   }
 }
 
@@ -174,7 +177,7 @@ __device__ inline void take_sources(const Block& b, const Sources& sources, uint
       }
       const int rank = sources.rank_of(b, in.turn);
       if (await_lines(p.group, b.step, first, [&](int) { return rank; }, [](int) { return false; })) {
-        take_lines<kFast>(b, row_at(p, rank, plain + in.index), in.unit, *first);
+        take_lines<kFast>(b, b.row(rank, plain + in.index), in.unit, *first);
       } else {
         b.scratch.fail(rank, twInternalError);  // nothing of this source can be trusted
       }
@@ -183,10 +186,21 @@ __device__ inline void take_sources(const Block& b, const Sources& sources, uint
   }
 }
 
+// As many as were announced, or the peer dispatches another handle.
+__device__ inline void check_count(const Block& b, int rank, Source* source) {
+  if (source->error != twSuccess || source->n == expected_rows(b, rank)) return;
+  source->error = twCallMismatch;
+  source->n = source->plain = 0;
+}
+
 template <bool kFast>
 __device__ inline void receive(const Block& b) {
   const DispatchParams& p = b.p;
   const auto [warp, warps] = received_shares(p.roles);
+  if (p.group.map.shape().exact()) {  // beyond all sources
+    show_nothing(p, b.row(b.ranks() - 1, expected_rows(b, b.ranks() - 1)), p.rows,
+                 static_cast<int>(warp) * 32 + lane(), static_cast<int>(warps * 32));
+  }
   // No source has more rows than the bound, so none but lines: then a line's place is known before the word.
   const bool few = p.bound <= p.group.line_tokens;
   const bool clerk = warp == 0;  // alone makes known how many came, and what is wrong
@@ -201,6 +215,7 @@ __device__ inline void receive(const Block& b) {
     if (looked) expect(b, sources, share_of(p.units, static_cast<uint32_t>(sources.count), warp), &lines);
     await_words(b, &sources, &lines);
     const bool valid = begin + lane() < b.ranks();
+    if (p.group.map.shape().exact() && valid) check_count(b, sources.rank, &sources.source);
     const twResult_t error = sources.source.error;
     // Each warp has a deadline of its own: one that has passed is the group's, or this warp's rows would be missing
     // where nobody knows it.

@@ -12,6 +12,11 @@ struct Block {
   std::byte* bank;  // of the step, in this rank's window
 
   __device__ int ranks() const { return p.group.map.shape().ranks; }
+  // Where the row in a slot of a source lies in this rank's window, and where that of this rank lies at another.
+  __device__ int64_t row(int source, int slot) const { return int64_t{scratch.here()[source]} + slot; }
+  __device__ uint64_t row_at(int rank, int slot) const {
+    return static_cast<uint64_t>(int64_t{scratch.there()[rank]} + slot);
+  }
   __device__ uint32_t meta_words() const { return 1 + static_cast<uint32_t>(p.group.map.shape().top_k); }
   // Rows for a rank that are no lines; known when the round of the first line is routed.
   __device__ int plain_before(int rank) const { return p.first_line > 0 ? scratch.before_lines()[rank] : 0; }
@@ -103,7 +108,7 @@ __device__ inline void send_plain(const Block& b, int token, const Unit& unit, i
     const PayloadIn& payload = p.payloads[q];
     const Span span = span_of(payload, unit);
     std::byte* const to =
-        b.scratch.windows()[rank] + map.payload(b.step.lane, b.step.bank(), q, p.group.me, slot, p.bound);
+        b.scratch.windows()[rank] + map.payload_row(b.step.lane, b.step.bank(), q, b.row_at(rank, slot));
     const std::byte* const from = payload.data + token * payload.stride;
     if (!kFast && payload.width != 16) {
       copy_narrow(from, to, span, payload.width);
@@ -127,7 +132,7 @@ __device__ inline uint64_t place_meta(const Block& b, int rank, int slot, int po
   const uint64_t* const words = b.scratch.meta();
   const uint64_t header = words[0] | static_cast<uint64_t>(position) << 32;
   auto* const row = reinterpret_cast<uint64_t*>(
-      b.scratch.windows()[rank] + p.group.map.meta(b.step.lane, b.step.bank(), p.group.me, slot, p.bound));
+      b.scratch.windows()[rank] + p.group.map.meta_row(b.step.lane, b.step.bank(), b.row_at(rank, slot)));
 #pragma unroll 1
   for (uint32_t w = static_cast<uint32_t>(lane()); w < b.meta_words(); w += 32) row[w] = w == 0 ? header : words[w];
   return header;
@@ -141,7 +146,7 @@ __device__ inline void send_meta(const Block& b, int rank, int slot, int positio
   }
   const uint64_t* const words = b.scratch.meta();
   std::byte* const line =
-      b.scratch.windows()[rank] + p.group.map.meta_line(b.step.lane, b.step.bank(), p.group.me, slot);
+      b.scratch.windows()[rank] + p.group.map.meta_line(b.step.lane, b.step.bank(), b.row_at(rank, slot));
   const uint64_t header = first_word(0) == 0 ? static_cast<uint64_t>(position) << 32 : 0;
 #pragma unroll 1
   for (uint32_t g = 0; line_place(g) < p.group.map.meta_line_row(); ++g) {
@@ -155,7 +160,7 @@ __device__ inline void send_meta(const Block& b, int rank, int slot, int positio
 // The same of a row that stays here, which is taken at once.
 __device__ inline void take_own(const Block& b, int slot, int position) {
   const uint64_t header = place_meta(b, b.p.group.me, slot, position);
-  take_meta(b.p, b.scratch, b.step, row_at(b.p, b.p.group.me, slot), b.scratch.meta(), header);
+  take_meta(b.p, b.scratch, b.step, b.row(b.p.group.me, slot), b.scratch.meta(), header);
 }
 
 // The handle's copy of a token's routing, which its combine and later dispatches read.
@@ -206,6 +211,7 @@ __device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ah
       const int i = __ffs(static_cast<int>(others)) - 1;
       const int slot = __shfl_sync(~0u, place.slot, i);
       const int position = before + __popc(all & below(i));
+      if (slot >= b.scratch.limit()[base + i]) continue;  // the receiver has no room for it
       if (lines) {
         send_lines(b, unit, base + i, slot, position, *ahead);
       } else {
@@ -215,12 +221,13 @@ __device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ah
     }
     if (own != 0) {  // what nobody waits for comes last
       const int slot = __shfl_sync(~0u, place.slot, static_cast<int>(me));
-      if (lines) {
-        place_words<kFast>(p, b.bank, row_at(p, p.group.me, slot), unit, unit.end - unit.begin, ahead->pair);
-      } else {
+      const bool goes = slot < b.scratch.limit()[p.group.me];
+      if (goes && lines) {
+        place_words<kFast>(p, b.bank, b.row(p.group.me, slot), unit, unit.end - unit.begin, ahead->pair);
+      } else if (goes) {
         send_plain<kFast>(b, token, unit, p.group.me, slot, *ahead);
       }
-      if (has_meta(unit)) take_own(b, slot, before + __popc(all & below(static_cast<int>(me))));
+      if (goes && has_meta(unit)) take_own(b, slot, before + __popc(all & below(static_cast<int>(me))));
     }
     if (has_meta(unit) && place.goes) {
       const int64_t at = int64_t{token} * p.group.map.shape().fan_out() + before + __popc(all & below(lane()));
@@ -250,7 +257,7 @@ __device__ __noinline__ static void finish_plain(Block b) {
   __syncwarp();                    // what lane 0 has synchronised with, all have
   if (p.first_line == p.tokens) {  // there are no lines
     const int token = p.tokens - 1;
-    const auto count = [&](int rank) { return b.scratch.through(token, rank); };
+    const auto count = [&](int rank) { return min(b.scratch.through(token, rank), b.scratch.limit()[rank]); };
     return publish_words(g, b.step, Mode::kDispatch, count);
   }
   fence_system();
@@ -265,15 +272,36 @@ __device__ inline Unit sent_unit(const Units& units, uint32_t u, uint32_t row) {
   return unit_of(units, number < per_row ? number : number - per_row);
 }
 
+// Where rows begin; by a block, before a barrier.
+__device__ inline void place_rows(const DispatchParams& p, const Scratch& scratch) {
+  const int ranks = p.group.map.shape().ranks;
+  const bool exact = p.group.map.shape().exact();
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < ranks; i += kThreads) {
+    const auto row = [&](const int64_t* rows) { return static_cast<int32_t>(load_fresh<unsigned long long>(rows + i)); };
+    scratch.here()[i] = exact ? row(p.handle.source) : i * p.bound;
+    scratch.there()[i] = exact ? row(p.handle.begin) : p.group.me * p.bound;
+    scratch.limit()[i] =
+        exact ? static_cast<int32_t>(load_fresh<uint32_t>(p.handle.sent_rows + p.group.me * ranks + i)) : INT32_MAX;
+  }
+}
+
+// Slots of a source, filled or not: of an exact layout, the rows that it announced.
+__device__ inline int expected_rows(const Block& b, int source) {
+  if (!b.p.group.map.shape().exact()) return b.p.bound;
+  return static_cast<int>(load_fresh<unsigned long long>(b.p.handle.source + source + 1)) - b.scratch.here()[source];
+}
+
 // How many go to a rank: to that peer, which may learn it before the rows come where lines certify themselves, and to
 // the handle, whose combine checks what comes back. By one thread of one block.
 __device__ inline void tell(const Block& b, int rank, int n) {
   const DispatchParams& p = b.p;
   if (blockIdx.x != 0) return;
+  n = min(n, b.scratch.limit()[rank]);
   p.handle.send_counts[rank] = n;
   if (p.tokens > 0 && p.first_line == p.tokens) return;  // no lines: a word will say it when the rows are there
   const Mode mode = p.group.line_tokens > 0 ? Mode::kDispatchLines : Mode::kDispatch;
-  publish_word(p.group, b.step, rank, mode, n, b.plain_before(rank));
+  publish_word(p.group, b.step, rank, mode, n, min(n, b.plain_before(rank)));
 }
 
 // Units of all tokens in order, to whichever warp is free, round by round. `ahead`: of a warp's first unit. The first

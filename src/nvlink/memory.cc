@@ -11,6 +11,7 @@ Arena::~Arena() {
     cudaStreamSynchronize(stream_);
     cudaStreamDestroy(stream_);
   }
+  for (CountsOnHost* const pages : page_blocks_) cudaFreeHost(pages);
 }
 
 Status Arena::create(const Context& context, const std::vector<std::byte*>& windows,
@@ -33,6 +34,9 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   const size_t pages_at = place(pages.data(), sizeof(ControlPage*) * pages.size());
   const size_t counter_at = place(nullptr, sizeof(uint32_t));
   const size_t state_at = place(nullptr, sizeof(DeviceState));
+  // Of the exchange of counts, by lane.
+  const size_t told = shape.exact() ? static_cast<size_t>(shape.ranks) + static_cast<size_t>(shape.experts) : 0;
+  const size_t told_at = place(nullptr, sizeof(int32_t) * told * static_cast<size_t>(shape.lanes));
   const size_t lanes_at = place(nullptr, sizeof(LaneState) * static_cast<size_t>(shape.lanes));
   for (int lane = 0; lane < shape.lanes; ++lane) {
     const uint64_t step = context.first_step;
@@ -51,8 +55,26 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   view->state = made->state_ = reinterpret_cast<DeviceState*>(made->tables_ + state_at);
   view->lanes = reinterpret_cast<LaneState*>(made->tables_ + lanes_at);
   made->counter_ = reinterpret_cast<uint32_t*>(made->tables_ + counter_at);
+  made->told_ = reinterpret_cast<int32_t*>(made->tables_ + told_at);
   *arena = std::move(made);
   return {};
+}
+
+CountsOnHost* Arena::take_page() {
+  if (free_pages_.empty()) {
+    const OutsideCaptures outside;
+    void* made = nullptr;
+    const bool there = cudaHostAlloc(&made, kPages * sizeof(CountsOnHost), cudaHostAllocPortable) == cudaSuccess;
+    (void)cudaGetLastError();
+    if (!there) return nullptr;
+    auto* const pages = static_cast<CountsOnHost*>(made);
+    std::memset(made, 0, kPages * sizeof(CountsOnHost));
+    page_blocks_.push_back(pages);
+    for (int i = kPages; i-- > 0;) free_pages_.push_back(pages + i);
+  }
+  CountsOnHost* const page = free_pages_.back();
+  free_pages_.pop_back();
+  return page;
 }
 
 std::byte* Arena::allocate(size_t bytes) {

@@ -23,6 +23,12 @@ class Arena {
   std::byte* allocate(size_t bytes);
   void release(std::byte* block);
 
+  // [N + E] of a lane: CountsParams::told.
+  int32_t* told(int lane, const Shape& shape) const { return told_ + int64_t{lane} * (shape.ranks + shape.experts); }
+  // A page of host memory for what an exchange of counts tells the host. NULL if there is none.
+  CountsOnHost* take_page();
+  void give_page(CountsOnHost* page) { free_pages_.push_back(page); }
+
   // Runs something on the arena's stream with a counter that is 0, waits for it and gives what it counted.
   Status with_counter(uint32_t* count, const std::function<Status(uint32_t*, cudaStream_t)>& run);
 
@@ -36,6 +42,10 @@ class Arena {
   std::byte* tables_ = nullptr;
   DeviceState* state_ = nullptr;
   uint32_t* counter_ = nullptr;
+  int32_t* told_ = nullptr;
+  static constexpr int kPages = 16;  // that are allocated at a time
+  std::vector<CountsOnHost*> page_blocks_;
+  std::vector<CountsOnHost*> free_pages_;
 };
 
 }  // namespace tw::nvlink

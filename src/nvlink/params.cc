@@ -26,6 +26,9 @@ DispatchScratch DispatchScratch::make(const Shape& shape) {
   Carver carver;
   DispatchScratch at{};
   at.windows = carver.take<std::byte*>(shape.ranks);
+  at.here = carver.take<int32_t>(shape.ranks);
+  at.there = carver.take<int32_t>(shape.ranks);
+  at.limit = carver.take<int32_t>(shape.ranks);
   at.rounds = 2;
   while (at.rounds < kMostRounds && at.rounds * kRound < static_cast<uint32_t>(shape.max_tokens) &&
          2 * at.rounds * kWarps * static_cast<uint32_t>(shape.ranks) <= kMostMasks) {
@@ -56,6 +59,7 @@ CombineScratch CombineScratch::make(const Shape& shape) {
   at.weights = carver.take<float>(kSets * shape.top_k);
   at.kinds = carver.take<int32_t>(kSets * shape.fan_out());
   at.row_counts = carver.take<int32_t>(kSets);
+  at.first = carver.take<int32_t>(shape.ranks);
   at.counts = carver.take<int32_t>(shape.ranks);
   at.sent_rows = carver.take<int32_t>(shape.ranks);
   at.given = carver.take<uint64_t>(kChunks);

@@ -43,6 +43,17 @@ struct Report {
   int64_t value;
 };
 
+// What the host learns of an exchange of counts; host memory, mapped. The serial is written last, and tells exchanges of
+// a handle apart.
+struct CountsOnHost {
+  uint64_t serial;
+  int32_t overflow_rank;  // the first rank that would receive too many rows; -1: none
+  int32_t pad;
+  int64_t overflow_rows;
+  int64_t grouped_rows;
+  int32_t received[TW_MAX_RANKS];  // from each rank, what is dropped left out
+};
+
 // A page of host memory per rank that all ranks' hosts and devices map. Abort words lie here, not in the window, so
 // that hosts can read and write them without a device.
 struct ControlPage {
@@ -128,6 +139,14 @@ struct HandleView {
   int32_t* places;
   int32_t* expert_counts;
   int32_t* status;
+  // High throughput alone: exchange/counts.h.
+  int32_t* sent_rows;      // [N, N]
+  int32_t* experts;        // [L]
+  int64_t* begin;          // [N]
+  int64_t* source;         // [N + 1]
+  int64_t* expert_begin;   // [L + 1]
+  int32_t* offsets;        // [L + 1]
+  int32_t* overflow;       // 1: a rank would receive too many rows, and none goes to any
 };
 
 struct PayloadIn {
@@ -210,6 +229,9 @@ struct Shown {
 // and keeps no pointers in registers.
 struct DispatchScratch {
   uint32_t windows;       // std::byte* [N]
+  uint32_t here;          // int32 [N] row of the window where each source's begin
+  uint32_t there;         // int32 [N] row at each rank where this rank's begin
+  uint32_t limit;         // int32 [N] rows that may go to a rank
   uint32_t rounds;        // that are remembered; a power of two
   uint32_t going;         // uint32 [rounds, kWarps, N] which tokens of 32 go to a rank
   uint32_t base;          // int32 [2 * rounds, N] slots of a rank that earlier rounds have taken
@@ -234,6 +256,7 @@ struct CombineScratch {
   uint32_t places;      // const std::byte* [sets, F] where a term of a token's sum is found
   uint32_t kinds;       // int32 [sets, F]
   uint32_t from;        // Destination [sets, F] who sends it, and in which slot
+  uint32_t first;       // int32 [N] of exact layouts: row where each source's begin; else 0
   uint32_t counts;      // int32 [N] received from each owner
   uint32_t sent_rows;   // int32 [N] sent to each rank
   uint32_t given;       // uint64 [kChunks] gate: it is known which chunk has this place (chunks.cuh, Work)
@@ -256,6 +279,7 @@ struct DispatchParams {
   int32_t bank;  // that the rows must go to
   int32_t bound;
   int32_t tokens;
+  int32_t rows;        // of an exact layout: that are shown, those beyond what comes too
   int32_t first_line;  // token from which on rows travel as lines
   int32_t send;
   int32_t receive;
@@ -315,7 +339,25 @@ struct ViewParams {
   std::byte* payloads[kMaxPayloads];  // NULL: not wanted
   int32_t width[kMaxPayloads];
   Divider vectors[kMaxPayloads];
-  Shown shown;  // expert_major: [L, N*b]; counts are handle.expert_counts and `counts`
+  Shown shown;       // by expert: [L, N*b] or grouped; counts are handle.expert_counts and `counts`
+  int32_t* offsets;  // grouped: [L + 1]
+  int32_t rows;      // grouped: that are shown, those beyond what comes too
+};
+
+// The exchange of counts.
+struct CountsParams {
+  GroupView group;
+  HandleView handle;
+  IdsIn in;
+  int32_t* told;  // [N + E] rows for each rank and expert, while they are counted; else 0
+  int32_t lane;
+  int32_t tokens;
+  int32_t alignment;  // of an expert's rows in the grouped layout
+  int32_t drop;       // rows beyond a receiver's room, instead of refusing them all
+  int32_t send;
+  int32_t receive;
+  CountsOnHost* on_host;  // NULL: the host does not want them
+  uint64_t serial;        // that tells it
 };
 
 struct RefuseParams {
@@ -339,6 +381,7 @@ int launch_combine_lines(const CombineParams& params, int grid, bool early, void
 int launch_combine(const CombineParams& params, int grid, bool early, void* stream);
 int launch_rank_view(const ViewParams& params, int grid, void* stream);
 int launch_expert_view(const ViewParams& params, int grid, void* stream);
+int launch_counts(const CountsParams& params, int grid, void* stream);
 int launch_refuse(const RefuseParams& params, void* stream);
 int launch_self_test(const SelfTestParams& params, void* stream);
 // Loads a kernel onto the current device and lets it have so much shared memory. Never less than before: groups of

@@ -7,18 +7,6 @@
 
 namespace tw::nvlink {
 
-// Reports an id that is neither -1 nor an expert, or stands twice in its token; one for each step.
-__device__ __noinline__ static void report_id(const DispatchParams& p, Step step, int token, int k, int64_t id) {
-  if (atomicExch(&p.group.lanes[step.lane].bad_step, step.low()) == step.low()) return;
-  report_call(p.group, &p.group.pages[p.group.me]->bad_id, [&](Report* to) {
-    write_report(to, p.group, step, twInvalidArgument, p.group.me, 0, 0);
-    volatile Report& report = *to;
-    report.token = token;
-    report.k = k;
-    report.value = id;
-  });
-}
-
 // A token's k-th id and weight, of lane k % 32 of a warp.
 struct Choice {
   int64_t id;
@@ -26,7 +14,7 @@ struct Choice {
 };
 __device__ inline Choice load_choice(const DispatchParams& p, int token, int k) {
   if (k >= p.group.map.shape().top_k) return {-1, 0.0f};
-  return {raw_id(p, token, k), raw_weight(p, token, k)};
+  return {raw_id(p.in, token, k), raw_weight(p.in, token, k)};
 }
 
 // Many ids: whether this one stands among the first 32 too.
@@ -46,13 +34,13 @@ __device__ inline void stage_meta(const DispatchParams& p, const Scratch& scratc
   for (int base = 0; base < top_k; base += 32) {
     const int k = base + lane();
     const Choice choice = base == 0 ? first : load_choice(p, token, k);
-    int32_t id = valid_id(p, choice.id);
+    int32_t id = valid_id(p.group, choice.id);
     const uint32_t same = __match_any_sync(~0u, id);
     bool twice = (same & below(lane())) != 0;
     if (base > 0) twice |= stands_before(first.id, choice.id);
     if (twice) id = -1;
     if (k >= top_k) continue;
-    if (id < 0 && choice.id != -1) report_id(p, step, token, k, choice.id);
+    if (id < 0 && choice.id != -1) report_id(p.group, step, token, k, choice.id);
     meta[2 + k] = static_cast<uint32_t>(id);
     meta[2 + top_k + k] = __float_as_uint(choice.weight);
   }
@@ -89,7 +77,7 @@ __device__ inline void check_header(const DispatchParams& p, const Step& step, u
   if (!right) report_failure(p.group, step, twInternalError, p.group.me, 0);
 }
 
-// Keeps and shows what has arrived beside a row, `row` in [N * b]: words as they travel, in shared memory. By a warp.
+// Keeps and shows what has arrived beside a row: words as they travel, in shared memory. By a warp.
 __device__ inline void take_meta(const DispatchParams& p, const Scratch& scratch, const Step& step, int64_t row,
                                  const uint64_t* words, uint64_t header) {
   const int top_k = p.group.map.shape().top_k;
@@ -104,7 +92,7 @@ __device__ inline void take_meta(const DispatchParams& p, const Scratch& scratch
   }
 }
 
-// Row (source, slot) of [N, b].
+// Row (source, slot) of [N, b]. Exact layouts have rows of their own: Block::row.
 __device__ inline int64_t row_at(const DispatchParams& p, int source, int slot) {
   return static_cast<int64_t>(source) * p.bound + slot;
 }
@@ -183,7 +171,7 @@ __device__ inline void load_words(const DispatchParams& p, int token, const Unit
     }
   }
 }
-// And to their place in the window; `row` in [N * b].
+// And to their place in the window.
 template <bool kFast, int kGroups>
 __device__ inline void place_words(const DispatchParams& p, std::byte* bank, int64_t row, const Unit& unit,
                                    uint32_t groups, const Vec16 (&pair)[kGroups]) {
@@ -208,13 +196,13 @@ __device__ inline void place_words(const DispatchParams& p, std::byte* bank, int
   }
 }
 
-// Sets ids and weights of slots that hold nothing: [from, to) of a source. By `threads` threads.
-__device__ __noinline__ static void show_nothing(const DispatchParams& p, int source, int from, int to, int thread,
+// Sets ids and weights of rows [from, to) that hold nothing. By `threads` threads.
+__device__ __noinline__ static void show_nothing(const DispatchParams& p, int64_t from, int64_t to, int thread,
                                                  int threads) {
   if (from >= to || (p.shown.ids == nullptr && p.shown.weights == nullptr)) return;
   const int top_k = p.group.map.shape().top_k;
-  const int64_t begin = row_at(p, source, from) * top_k;
-  const int64_t count = static_cast<int64_t>(to - from) * top_k;
+  const int64_t begin = from * top_k;
+  const int64_t count = (to - from) * top_k;
 #pragma unroll 1
   for (int64_t i = thread; i < count; i += threads) {
     if (p.shown.ids != nullptr) show_id(p.shown, begin + i, p.shown.invalid);

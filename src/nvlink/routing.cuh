@@ -11,7 +11,7 @@
 // round. The alternative, sums passed from block to block, costs every block two trips to the second-level cache.
 #pragma once
 
-#include "nvlink/wait.cuh"
+#include "nvlink/ids.cuh"
 
 namespace tw::nvlink {
 
@@ -19,6 +19,9 @@ class Scratch {
  public:
   __device__ explicit Scratch(const DispatchParams& p) : p_(p) {}
   __device__ std::byte** windows() const { return shared_at<std::byte*>(p_.at.windows); }
+  __device__ int32_t* here() const { return shared_at<int32_t>(p_.at.here); }
+  __device__ int32_t* there() const { return shared_at<int32_t>(p_.at.there); }
+  __device__ int32_t* limit() const { return shared_at<int32_t>(p_.at.limit); }
   __device__ uint32_t* going(int round) const {
     return shared_at<uint32_t>(p_.at.going) + place(round) * (kWarps * ranks());
   }
@@ -74,22 +77,6 @@ __device__ inline uint32_t find_expert(const DispatchParams& p, const Scratch& s
   return table[id];
 }
 
-// An id as the caller has it.
-__device__ inline int64_t raw_id(const DispatchParams& p, int token, int k) {
-  const int64_t at = token * p.in.id_stride[0] + k * p.in.id_stride[1];
-  return p.in.wide ? static_cast<int64_t>(load_fresh<unsigned long long>(static_cast<const int64_t*>(p.in.ids) + at))
-                   : static_cast<int32_t>(load_fresh<uint32_t>(static_cast<const int32_t*>(p.in.ids) + at));
-}
-__device__ inline float raw_weight(const DispatchParams& p, int token, int k) {
-  if (p.in.weights == nullptr) return 1.0f;
-  const int64_t at = token * p.in.weight_stride[0] + k * p.in.weight_stride[1];
-  return __uint_as_float(load_fresh<uint32_t>(p.in.weights + at));
-}
-// What is no expert becomes -1.
-__device__ inline int32_t valid_id(const DispatchParams& p, int64_t id) {
-  return id >= 0 && id < p.group.map.shape().experts ? static_cast<int32_t>(id) : -1;
-}
-
 // A token's ids in a fast call, as they lie: as many vectors as there are, those beyond are -1.
 struct Ids {
   uint4 vector[kFastIds / 2];
@@ -141,7 +128,7 @@ __device__ __noinline__ static uint32_t any_ranks(const DispatchParams& p, int t
   for (int begin = 0; begin < top_k; begin += kFastIds) {
     int32_t id[kFastIds];
 #pragma unroll
-    for (int i = 0; i < kFastIds; ++i) id[i] = begin + i < top_k ? valid_id(p, raw_id(p, token, begin + i)) : -1;
+    for (int i = 0; i < kFastIds; ++i) id[i] = begin + i < top_k ? valid_id(p.group, raw_id(p.in, token, begin + i)) : -1;
 #pragma unroll
     for (int i = 0; i < kFastIds; ++i) {
       if (id[i] < 0) continue;

@@ -10,6 +10,7 @@ namespace tw::nvlink {
 
 int load_dispatch(const Shape& shape);
 int load_combine(const Shape& shape);
+int load_counts(const Shape& shape);
 int load_views(const Shape& shape);
 
 namespace {
@@ -116,7 +117,7 @@ int load_kernels(const Shape& shape) {
        {reinterpret_cast<const void*>(refuse_kernel), reinterpret_cast<const void*>(self_test_kernel)}) {
     if (const int error = allow_shared(kernel, 0); error != 0) return error;
   }
-  for (const auto load : {load_dispatch, load_combine, load_views}) {
+  for (const auto load : {load_dispatch, load_combine, load_counts, load_views}) {
     if (const int error = load(shape); error != 0) return error;
   }
   return 0;

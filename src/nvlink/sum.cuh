@@ -55,16 +55,25 @@ __device__ inline void add(Quad* sum, const Quad& term, bool first) {
   for (int e = 0; e < 4; ++e) sum->v[e] = first ? term.v[e] : __fadd_rn(sum->v[e], term.v[e]);
 }
 
-// The one row of a slot in rank_major.
+// The one row of a slot in rank_major, of a call whose rows all go as lines.
 __device__ inline const std::byte* row_of(const CombineParams& p, int source, int slot) {
   return p.rows + source * p.block_stride + slot * p.row_stride;
+}
+
+// The same of any call, flat layouts included; and the row of what came beside it.
+__device__ inline const std::byte* row_in(const CombineParams& p, int source, int slot) {
+  return p.rows + source * p.block_stride + (shared_at<int32_t>(p.at.first)[source] + slot) * p.row_stride;
+}
+__device__ inline int64_t meta_row(const CombineParams& p, int source, int slot) {
+  const int64_t begin = p.group.map.shape().exact() ? 0 : int64_t{source} * p.bound;
+  return begin + shared_at<int32_t>(p.at.first)[source] + slot;
 }
 
 // What the partial of slot (source, p) is made of, into a set in shared memory. By one warp, whole.
 __device__ __noinline__ static void collect_terms(const CombineParams& p, int set, int source, int slot) {
   const GroupView& g = p.group;
   const int top_k = g.map.shape().top_k;
-  const int64_t row = static_cast<int64_t>(source) * p.bound + slot;
+  const int64_t row = meta_row(p, source, slot);
   const auto* const ids = reinterpret_cast<const int32_t*>(p.handle.meta + row * (1 + top_k) + 1);
   const auto* const weights = reinterpret_cast<const float*>(ids + top_k);
   const auto rows = shared_at<const std::byte*>(p.at.rows) + set * top_k;
@@ -97,7 +106,7 @@ __device__ __noinline__ static void collect_terms(const CombineParams& p, int se
   }
   if (lane == 0) {
     if (!p.expert_major) {
-      rows[0] = row_of(p, source, slot);
+      rows[0] = row_in(p, source, slot);
       row_weights[0] = total;
       count = 1;
     }

@@ -40,6 +40,13 @@ __device__ Slot slot_of(const int32_t* begin, int ranks, int row) {
   return {low, row - begin[low]};
 }
 
+// Which row of the window, and of what the handle keeps, it is.
+__device__ int64_t place_of(const ViewParams& p, const Slot& slot) {
+  const int64_t begin =
+      p.group.map.shape().exact() ? p.handle.source[slot.source] : static_cast<int64_t>(slot.source) * p.bound;
+  return begin + slot.p;
+}
+
 __device__ int bank_of_lane(const ViewParams& p) {
   // The dispatch was the last step of the lane that ended.
   return static_cast<int>(p.group.lanes[p.lane].step & 1);
@@ -52,9 +59,9 @@ __device__ void copy_payload(const ViewParams& p, int q, const int32_t* begin, i
   const uint32_t vectors = p.vectors[q].divisor;
   for (int row = static_cast<int>(blockIdx.x); row < begin[shape.ranks]; row += static_cast<int>(gridDim.x)) {
     const Slot slot = slot_of(begin, shape.ranks, row);
-    const auto* const from =
-        reinterpret_cast<const V*>(window + p.group.map.payload(p.lane, bank, q, slot.source, slot.p, p.bound));
-    const int64_t at = static_cast<int64_t>(slot.source) * p.bound + slot.p;
+    const int64_t at = place_of(p, slot);
+    const auto* const from = reinterpret_cast<const V*>(
+        window + p.group.map.payload_row(p.lane, bank, q, static_cast<uint64_t>(at)));
     auto* const to = reinterpret_cast<V*>(p.payloads[q] + at * static_cast<int64_t>(shape.payload_bytes[q]));
     for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) to[i] = load_fresh<V>(from + i);
   }
@@ -89,25 +96,33 @@ __global__ void __launch_bounds__(kViewThreads) rank_view_kernel(const __grid_co
 // ---- expert_major
 
 struct ExpertScratch {
+  int64_t* places;   // [K] where a row goes, -1 for nowhere
   int32_t* begin;    // [N + 1]
   int32_t* experts;  // [kBatch, K] local expert of each (row, k), -1 for none
   int32_t* next;     // [kExperts] rows of an expert so far
   int32_t* total;    // [kExperts]
 
   static uint32_t bytes(const Shape& shape) {
-    return 4 * (static_cast<uint32_t>(shape.ranks) + 1 + kBatch * static_cast<uint32_t>(shape.top_k) + 2 * kExperts);
+    return 8 * static_cast<uint32_t>(shape.top_k) +
+           4 * (static_cast<uint32_t>(shape.ranks) + 1 + kBatch * static_cast<uint32_t>(shape.top_k) + 2 * kExperts);
   }
   __device__ ExpertScratch(int32_t* at, const Shape& shape) {
-    begin = at;
+    places = reinterpret_cast<int64_t*>(at);
+    begin = at + 2 * shape.top_k;
     experts = begin + shape.ranks + 1;
     next = experts + kBatch * shape.top_k;
     total = next + kExperts;
   }
 };
 
-__device__ const int32_t* ids_of(const ViewParams& p, const Slot& slot) {
-  const int64_t row = static_cast<int64_t>(slot.source) * p.bound + slot.p;
+// `row`: place_of.
+__device__ const int32_t* ids_of(const ViewParams& p, int64_t row) {
   return reinterpret_cast<const int32_t*>(p.handle.meta + row * (1 + p.group.map.shape().top_k) + 1);
+}
+// Where the rows of a local expert begin, and how many places there are for them.
+__device__ int64_t begin_of(const ViewParams& p, int expert) {
+  if (p.group.map.shape().exact()) return p.handle.expert_begin[expert];
+  return static_cast<int64_t>(expert) * p.group.map.shape().ranks * p.bound;
 }
 __device__ int local_expert(const ViewParams& p, int32_t id) {
   const GroupView& g = p.group;
@@ -124,7 +139,8 @@ __device__ void count_experts(const ViewParams& p, const ExpertScratch& s, int l
   const int rows = s.begin[shape.ranks];
   for (int64_t i = threadIdx.x; i < static_cast<int64_t>(rows) * shape.top_k; i += blockDim.x) {
     const int at = static_cast<int>(i / shape.top_k);
-    const int expert = local_expert(p, ids_of(p, slot_of(s.begin, shape.ranks, at))[i % shape.top_k]) - low;
+    const int64_t place = place_of(p, slot_of(s.begin, shape.ranks, at));
+    const int expert = local_expert(p, ids_of(p, place)[i % shape.top_k]) - low;
     if (expert < 0 || expert >= kExperts) continue;
     atomicAdd(&s.total[expert], 1);
     if (at < row) atomicAdd(&s.next[expert], 1);
@@ -139,19 +155,20 @@ __device__ void assign_places(const ViewParams& p, const ExpertScratch& s, int l
   for (int begin = from; begin < to; begin += kBatch) {
     const int count = min(kBatch, to - begin);
     for (int i = threadIdx.x; i < count * top_k; i += blockDim.x) {
-      const Slot slot = slot_of(s.begin, shape.ranks, begin + i / top_k);
-      s.experts[i] = local_expert(p, ids_of(p, slot)[i % top_k]);
+      const int row = begin + i / top_k;
+      s.experts[i] = local_expert(p, ids_of(p, place_of(p, slot_of(s.begin, shape.ranks, row)))[i % top_k]);
     }
     __syncthreads();
     // Row after row by one warp: order is the meaning of a place. Within a row no expert stands twice.
     if (threadIdx.x < 32) {
       for (int row = 0; row < count; ++row) {
-        const Slot slot = slot_of(s.begin, shape.ranks, begin + row);
-        const int64_t at = (static_cast<int64_t>(slot.source) * p.bound + slot.p) * top_k;
+        const int64_t at = place_of(p, slot_of(s.begin, shape.ranks, begin + row)) * top_k;
         for (int k = threadIdx.x; k < top_k; k += 32) {
           const int expert = s.experts[row * top_k + k];
           if (expert < low || expert >= low + kExperts) continue;
-          p.handle.places[at + k] = s.next[expert - low]++;
+          // In the expert's block; where blocks have their own size, of all rows.
+          const auto before = static_cast<int32_t>(shape.exact() ? begin_of(p, expert) : 0);
+          p.handle.places[at + k] = before + s.next[expert - low]++;
         }
         __syncwarp();
       }
@@ -160,34 +177,54 @@ __device__ void assign_places(const ViewParams& p, const ExpertScratch& s, int l
   }
 }
 
-// ids and weights of places that hold nothing, and the counts.
+// A place that holds nothing; of an exact layout its rows are 0 too. By a block.
+__device__ void show_empty(const ViewParams& p, int64_t from, int64_t to) {
+  const Shape& shape = p.group.map.shape();
+  for (int64_t place = from + threadIdx.x; place < to; place += blockDim.x) {
+    if (p.shown.ids != nullptr) show_id(p.shown, place, p.shown.invalid);
+    if (p.shown.weights != nullptr) p.shown.weights[place] = 0.0f;
+  }
+  for (int q = 0; q < shape.payloads && shape.exact(); ++q) {
+    const auto bytes = static_cast<int64_t>(shape.payload_bytes[q]);
+    if (p.payloads[q] == nullptr) continue;
+    for (int64_t i = from * bytes + threadIdx.x; i < to * bytes; i += blockDim.x) p.payloads[q][i] = std::byte{0};
+  }
+}
+
+// What stands where no row does, and the counts.
 __device__ void finish_experts(const ViewParams& p, const ExpertScratch& s, int low) {
   const GroupView& g = p.group;
-  const int64_t per_expert = static_cast<int64_t>(g.map.shape().ranks) * p.bound;
   for (int i = static_cast<int>(blockIdx.x); i < kExperts && low + i < g.local_experts;
        i += static_cast<int>(gridDim.x)) {
     const int expert = low + i;
     if (threadIdx.x == 0) p.handle.expert_counts[expert] = p.shown.counts[expert] = s.total[i];
-    for (int64_t place = s.total[i] + threadIdx.x; place < per_expert; place += blockDim.x) {
-      if (p.shown.ids != nullptr) show_id(p.shown, expert * per_expert + place, p.shown.invalid);
-      if (p.shown.weights != nullptr) p.shown.weights[expert * per_expert + place] = 0.0f;
-    }
+    show_empty(p, begin_of(p, expert) + s.total[i], begin_of(p, expert + 1));
+  }
+}
+
+// Of a grouped layout, what lies beyond all experts, where it has a fixed capacity; and where each begins.
+__device__ void finish_grouped(const ViewParams& p) {
+  const GroupView& g = p.group;
+  const int64_t end = begin_of(p, g.local_experts);
+  const int64_t share = (p.rows - end + gridDim.x - 1) / static_cast<int64_t>(gridDim.x);
+  const int64_t from = end + static_cast<int64_t>(blockIdx.x) * share;
+  show_empty(p, from, min(static_cast<int64_t>(p.rows), from + share));
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i <= g.local_experts;
+       i += static_cast<int>(gridDim.x * blockDim.x)) {
+    p.offsets[i] = static_cast<int32_t>(begin_of(p, i));
   }
 }
 
 template <class V>
-__device__ void scatter_row(const ViewParams& p, int q, const Slot& slot, const int32_t* experts, const int32_t* places,
-                            int bank) {
+__device__ void scatter_row(const ViewParams& p, int q, int64_t row, const int64_t* places, int bank) {
   const Shape& shape = p.group.map.shape();
-  const int64_t per_expert = static_cast<int64_t>(shape.ranks) * p.bound;
   const auto* const from = reinterpret_cast<const V*>(
-      p.group.windows[p.group.me] + p.group.map.payload(p.lane, bank, q, slot.source, slot.p, p.bound));
+      p.group.windows[p.group.me] + p.group.map.payload_row(p.lane, bank, q, static_cast<uint64_t>(row)));
   for (uint32_t i = threadIdx.x; i < p.vectors[q].divisor; i += blockDim.x) {
     const V value = load_fresh<V>(from + i);
     for (int k = 0; k < shape.top_k; ++k) {
-      if (experts[k] < 0) continue;
-      const int64_t at = experts[k] * per_expert + places[k];
-      reinterpret_cast<V*>(p.payloads[q] + at * static_cast<int64_t>(shape.payload_bytes[q]))[i] = value;
+      if (places[k] < 0) continue;
+      reinterpret_cast<V*>(p.payloads[q] + places[k] * static_cast<int64_t>(shape.payload_bytes[q]))[i] = value;
     }
   }
 }
@@ -196,40 +233,38 @@ __device__ void scatter_row(const ViewParams& p, int q, const Slot& slot, const 
 __device__ void scatter(const ViewParams& p, const ExpertScratch& s, int from, int to, int bank) {
   const Shape& shape = p.group.map.shape();
   const int top_k = shape.top_k;
-  const int64_t per_expert = static_cast<int64_t>(shape.ranks) * p.bound;
-  int32_t* const places = s.experts + top_k;
-  for (int row = from; row < to; ++row) {
-    const Slot slot = slot_of(s.begin, shape.ranks, row);
-    const int64_t at = static_cast<int64_t>(slot.source) * p.bound + slot.p;
-    const int32_t* const ids = ids_of(p, slot);
+  int64_t* const places = s.places;
+  for (int i = from; i < to; ++i) {
+    const int64_t row = place_of(p, slot_of(s.begin, shape.ranks, i));
+    const int32_t* const ids = ids_of(p, row);
     __syncthreads();
     for (int k = threadIdx.x; k < top_k; k += blockDim.x) {
       const int expert = local_expert(p, ids[k]);
-      s.experts[k] = expert;
+      places[k] = -1;
       if (expert < 0) continue;
-      places[k] = p.handle.places[at * top_k + k];
-      const int64_t to_place = expert * per_expert + places[k];
-      if (p.shown.ids != nullptr) show_id(p.shown, to_place, p.shown.local ? expert : ids[k]);
-      if (p.shown.weights != nullptr) p.shown.weights[to_place] = reinterpret_cast<const float*>(ids + top_k)[k];
+      const int64_t place = (shape.exact() ? 0 : begin_of(p, expert)) + p.handle.places[row * top_k + k];
+      places[k] = place;
+      if (p.shown.ids != nullptr) show_id(p.shown, place, p.shown.local ? expert : ids[k]);
+      if (p.shown.weights != nullptr) p.shown.weights[place] = reinterpret_cast<const float*>(ids + top_k)[k];
     }
     __syncthreads();
     for (int q = 0; q < shape.payloads; ++q) {
       if (p.payloads[q] == nullptr) continue;
       switch (p.width[q]) {
         case 16:
-          scatter_row<uint4>(p, q, slot, s.experts, places, bank);
+          scatter_row<uint4>(p, q, row, places, bank);
           break;
         case 8:
-          scatter_row<unsigned long long>(p, q, slot, s.experts, places, bank);
+          scatter_row<unsigned long long>(p, q, row, places, bank);
           break;
         case 4:
-          scatter_row<unsigned int>(p, q, slot, s.experts, places, bank);
+          scatter_row<unsigned int>(p, q, row, places, bank);
           break;
         case 2:
-          scatter_row<unsigned short>(p, q, slot, s.experts, places, bank);
+          scatter_row<unsigned short>(p, q, row, places, bank);
           break;
         default:
-          scatter_row<unsigned char>(p, q, slot, s.experts, places, bank);
+          scatter_row<unsigned char>(p, q, row, places, bank);
           break;
       }
     }
@@ -250,6 +285,7 @@ __global__ void __launch_bounds__(kViewThreads) expert_view_kernel(const __grid_
     finish_experts(p, s, low);
     __syncthreads();
   }
+  if (p.offsets != nullptr) finish_grouped(p);
   scatter(p, s, from, to, bank_of_lane(p));
 }
 

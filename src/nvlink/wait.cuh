@@ -196,8 +196,8 @@ __device__ inline void judge(const Step& step, Source* source) {
   const Word word = unpack(source->word);
   source->mode = word.mode;
   const bool dispatching = step.phase == twPhaseDispatch;
-  const bool fits =
-      dispatching ? word.mode == Mode::kDispatch || word.mode == Mode::kDispatchLines : word.mode == Mode::kCombine;
+  const bool fits = dispatching ? word.mode == Mode::kDispatch || word.mode == Mode::kDispatchLines
+                                : word.mode == (step.phase == twPhaseCounts ? Mode::kCounts : Mode::kCombine);
   const auto plain = word.mode == Mode::kDispatchLines ? static_cast<uint32_t>(source->note >> 32) : word.n;
   if (word.step != step.low()) {
     source->error = twInternalError;  // S2 says that nobody is further ahead on this bank

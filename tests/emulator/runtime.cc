@@ -300,6 +300,11 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   find(stream).add([=, copy = std::vector(begin, begin + bytes)] { std::memcpy(to, copy.data(), bytes); });
   return cudaSuccess;
 }
+cudaError_t cudaHostAlloc(void** at, size_t bytes, unsigned) {
+  *at = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+  return *at == nullptr ? say(cudaErrorMemoryAllocation) : cudaSuccess;
+}
+cudaError_t cudaFreeHost(void* at) { return std::free(at), cudaSuccess; }
 cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
 cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
 cudaError_t cudaHostGetDevicePointer(void** on_device, void* on_host, unsigned) {

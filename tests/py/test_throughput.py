@@ -30,12 +30,6 @@ EXACT = {"mode": "high_throughput"}
 LAYOUTS = ("flat", "grouped")
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu(backend: str) -> None:
-    if backend != "cpu":
-        pytest.skip("is about the CPU backend, the only one that has high throughput in this version")
-
-
 def both(round_: Round) -> list[Round]:
     """A round in both layouts."""
     return [replace(round_, layout=layout, seed=round_.seed + i) for i, layout in enumerate(LAYOUTS)]

@@ -1,0 +1,67 @@
+// The exchange of counts on a device, as the host sees it: launched, and told through memory that both map.
+#include <algorithm>
+#include <thread>
+
+#include "nvlink/backend.h"
+
+namespace tw::nvlink {
+
+Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive) {
+  const OnDevice on(device_);
+  remember(call.stream);
+  const bool capturing = captures(call.stream);
+  CountsParams p{};
+  p.group = view_;
+  p.handle = view_of(handle);
+  p.in = ids_of(handle, false);
+  p.told = arena_->told(call.at.lane, shape());
+  p.lane = call.at.lane;
+  p.tokens = handle.routing.tokens;
+  p.alignment = call.alignment;
+  p.drop = call.drop ? 1 : 0;
+  p.send = send;
+  p.receive = receive;
+  // A replay would tell of an exchange that the host has not called.
+  if (receive && !capturing) {
+    if (handle.counts_page == nullptr) handle.counts_page = arena_->take_page();
+    if (handle.counts_page == nullptr) return fail(twOutOfMemory, "no host memory for counts that a device tells");
+    p.on_host = static_cast<CountsOnHost*>(handle.counts_page);
+    p.serial = handle.counts_serial = ++counts_told_;
+  } else if (receive) {
+    handle.counts_serial = 0;
+  }
+  const int blocks = send ? std::clamp((p.tokens + kThreads - 1) / kThreads, 1, max_grid_) : 1;
+  TW_RETURN_IF_FAILED(launched("an exchange of counts", launch_counts(p, blocks, call.stream)));
+  // As a dispatch: each replay reads the caller's tensors.
+  if (send && !capturing) handle.source = {};
+  handle.stream = call.stream;
+  return {};
+}
+
+StepEnd NvlinkBackend::finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle,
+                                     KnownCounts* known) {
+  const Status run = call.send_only ? run_counts(call, handle, false, true) : Status{};
+  const StepEnd end = end_of(call.stream, run);
+  if (end.code == twSuccess && blocking_ && !captures(call.stream)) (void)read_counts(handle, deadline, known);
+  return end;
+}
+
+Status NvlinkBackend::read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) {
+  const auto* const page = static_cast<const CountsOnHost*>(handle.counts_page);
+  const auto* const serial = &page->serial;
+  for (int looks = 0; __atomic_load_n(serial, __ATOMIC_ACQUIRE) != handle.counts_serial; ++looks) {
+    if (std::chrono::steady_clock::now() >= until || control_->find_abort().kind != 0 || control_->dead() >= 0) {
+      return {};
+    }
+    if (looks > 1000) std::this_thread::sleep_for(std::chrono::microseconds(20));  // it comes in some 10 us, or late
+  }
+  known->received.assign(page->received, page->received + shape().ranks);
+  known->flat_rows = 0;
+  for (const int32_t rows : known->received) known->flat_rows += rows;
+  known->grouped_rows = page->grouped_rows;
+  known->overflow = {page->overflow_rank, page->overflow_rows};
+  known->known = true;
+  return {};
+}
+
+}  // namespace tw::nvlink
