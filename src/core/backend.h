@@ -49,12 +49,12 @@ struct HandleArrays {
   int64_t* expert_begin = nullptr;  // [L + 1] row of a grouped layout where each local expert's begin
   int32_t* offsets = nullptr;       // the same, as it is shown
   // Devices only.
-  int32_t* places = nullptr;  // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
-  int32_t* status = nullptr;  // twResult_t of the last dispatch, as the device knows it
-  void* stream = nullptr;     // of the last dispatch
-  int32_t* overflow = nullptr;     // 1: the exchange of counts found too little room, so nothing is sent
-  void* counts_page = nullptr;     // of the backend: where the device tells the host of it
-  uint64_t counts_serial = 0;      // of the last exchange that tells the host; 0: none does
+  int32_t* places = nullptr;    // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
+  int32_t* status = nullptr;    // twResult_t of the last dispatch, as the device knows it
+  void* stream = nullptr;       // of the last dispatch
+  int32_t* overflow = nullptr;  // 1: the exchange of counts found too little room, so nothing is sent
+  void* counts_page = nullptr;  // of the backend: where the device tells the host of it
+  uint64_t counts_serial = 0;   // of the last exchange that tells the host; 0: none does
 };
 
 // An exchange of counts as the host knows it.

@@ -250,7 +250,8 @@ int64_t shown_rows(const twGroup& group, const twHandle& handle, twLayout_t layo
   if (layout == twFlat) return shape.recv_rows;
   const int64_t alignment = group.config.given.row_alignment;
   const int64_t experts = group.context.local_experts;
-  // Each row stands under so many experts at most; those of an expert are padded. Rows that are dropped have places too.
+  // Each row stands under so many experts at most; those of an expert are padded. Rows that are dropped have places
+  // too.
   const int64_t sent = group.config.given.overflow == twOverflowDrop
                            ? static_cast<int64_t>(shape.ranks) * shape.max_tokens
                            : shape.recv_rows;

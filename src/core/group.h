@@ -97,8 +97,8 @@ Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_onl
 Status exchange_counts(twGroup& group, twHandle& handle, int32_t lane, bool send_only, void* stream);
 // Has the host know an exchange of counts, for which it may have to wait for the device.
 Status learn_counts(twGroup& group, twHandle& handle);
-// Rows of an exact layout that the outputs of a dispatch have: what comes, if the host knows it, else what there is room
-// for.
+// Rows of an exact layout that the outputs of a dispatch have: what comes, if the host knows it, else what there is
+// room for.
 int64_t shown_rows(const twGroup& group, const twHandle& handle, twLayout_t layout, bool sized);
 Status complete(twGroup& group, twHandle& handle, void* stream);
 // For arguments that failed the check: peers are told at once, instead of waiting. Returns `why`.

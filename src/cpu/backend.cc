@@ -84,8 +84,8 @@ class CpuBackend : public Backend {
   StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override {
     const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCounts, 0, deadline, counts_.data());
     if (end.code != twSuccess) return end;
-    known->overflow = take_counts(transport_, context_.map, call.at, context_.local_experts, call.drop,
-                                  &handle.routing, &handle.counts);
+    known->overflow = take_counts(transport_, context_.map, call.at, context_.local_experts, call.drop, &handle.routing,
+                                  &handle.counts);
     place_experts(call.alignment, handle);
     for (int32_t source = 0; source < shape().ranks; ++source) {
       known->received.push_back(handle.counts.at(shape(), source, context_.me));

@@ -49,8 +49,8 @@ __device__ __noinline__ static void sum_into(Sum s, int owner, int slot, std::by
 template <bool kFast>
 __device__ inline void push_unit(const Sum& s, int owner, int slot, const Unit& unit) {
   const CombineParams& p = s.p;
-  const uint64_t header = load_fresh<unsigned long long>(
-      p.handle.meta + meta_row(p, owner, slot) * (1 + p.group.map.shape().top_k));
+  const uint64_t header =
+      load_fresh<unsigned long long>(p.handle.meta + meta_row(p, owner, slot) * (1 + p.group.map.shape().top_k));
   if (kFast || (p.plain && p.vectors_fit)) {
     copy_unit(s, owner, row_in(p, owner, slot), header, unit.number);
   } else {

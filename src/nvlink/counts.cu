@@ -1,12 +1,12 @@
 // The exchange of counts, in one kernel: exchange/counts.h says what is told and what follows from it.
 //
-// Floor: a flight, as of any word; the counts themselves are a few KiB. All blocks count tokens; the last to have done so
-// tells the peers and takes what they tell, so that no block waits for another (S7). Ids are read here, once: the
+// Floor: a flight, as of any word; the counts themselves are a few KiB. All blocks count tokens; the last to have done
+// so tells the peers and takes what they tell, so that no block waits for another (S7). Ids are read here, once: the
 // handle's copy serves the dispatches that follow.
 #include <cuda_runtime.h>
 
-#include "nvlink/launch.h"
 #include "nvlink/ids.cuh"
+#include "nvlink/launch.h"
 
 namespace tw::nvlink {
 namespace {
@@ -107,8 +107,8 @@ __device__ void send_nothing(const CountsParams& p) {
   for (int i = static_cast<int>(threadIdx.x); i < p.group.local_experts; i += blockDim.x) p.handle.experts[i] = 0;
 }
 
-// Rows of each local expert; then, by one thread, where each begins in a grouped layout. Rows that a receiver has no room
-// for are counted too, as on the host: which they are is known when rows have come.
+// Rows of each local expert; then, by one thread, where each begins in a grouped layout. Rows that a receiver has no
+// room for are counted too, as on the host: which they are is known when rows have come.
 __device__ void count_local(const CountsParams& p, const Step& step) {
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();

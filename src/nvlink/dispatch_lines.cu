@@ -247,7 +247,8 @@ __device__ inline void show_own(const Block& b, int own, uint32_t warp, uint32_t
   const int me = p.group.me;
   if (warp == 0 && lane() == 0) p.shown.counts[me] = p.handle.counts[me] = own;
   if (own == p.bound) return;
-  show_nothing(p, row_at(p, me, own), row_at(p, me, p.bound), static_cast<int>(warp) * 32 + lane(), static_cast<int>(warps) * 32);
+  show_nothing(p, row_at(p, me, own), row_at(p, me, p.bound), static_cast<int>(warp) * 32 + lane(),
+               static_cast<int>(warps) * 32);
 }
 
 template <int kGroups, bool kAlone>

@@ -112,7 +112,8 @@ __device__ inline void take_meta_lines(const Block& b, int source, int rows, uin
   const auto per_row = static_cast<uint32_t>(p.group.map.meta_line_row() / kLineBytes);
   const uint32_t lines = static_cast<uint32_t>(rows) * per_row;
   const std::byte* const begin =
-      b.scratch.windows()[p.group.me] + p.group.map.meta_line(b.step.lane, b.step.bank(), static_cast<uint64_t>(b.row(source, 0)));
+      b.scratch.windows()[p.group.me] +
+      p.group.map.meta_line(b.step.lane, b.step.bank(), static_cast<uint64_t>(b.row(source, 0)));
 #pragma unroll 1
   for (uint32_t group = warp; 4 * group < lines; group += warps) {
     const uint32_t line = 4 * group + static_cast<uint32_t>(lane()) / kLineLanes;
@@ -198,8 +199,8 @@ __device__ inline void receive(const Block& b) {
   const DispatchParams& p = b.p;
   const auto [warp, warps] = received_shares(p.roles);
   if (p.group.map.shape().exact()) {  // beyond all sources
-    show_nothing(p, b.row(b.ranks() - 1, expected_rows(b, b.ranks() - 1)), p.rows,
-                 static_cast<int>(warp) * 32 + lane(), static_cast<int>(warps * 32));
+    show_nothing(p, b.row(b.ranks() - 1, expected_rows(b, b.ranks() - 1)), p.rows, static_cast<int>(warp) * 32 + lane(),
+                 static_cast<int>(warps * 32));
   }
   // No source has more rows than the bound, so none but lines: then a line's place is known before the word.
   const bool few = p.bound <= p.group.line_tokens;

@@ -131,8 +131,8 @@ __device__ inline uint64_t place_meta(const Block& b, int rank, int slot, int po
   const DispatchParams& p = b.p;
   const uint64_t* const words = b.scratch.meta();
   const uint64_t header = words[0] | static_cast<uint64_t>(position) << 32;
-  auto* const row = reinterpret_cast<uint64_t*>(
-      b.scratch.windows()[rank] + p.group.map.meta_row(b.step.lane, b.step.bank(), b.row_at(rank, slot)));
+  auto* const row = reinterpret_cast<uint64_t*>(b.scratch.windows()[rank] +
+                                                p.group.map.meta_row(b.step.lane, b.step.bank(), b.row_at(rank, slot)));
 #pragma unroll 1
   for (uint32_t w = static_cast<uint32_t>(lane()); w < b.meta_words(); w += 32) row[w] = w == 0 ? header : words[w];
   return header;
@@ -278,7 +278,9 @@ __device__ inline void place_rows(const DispatchParams& p, const Scratch& scratc
   const bool exact = p.group.map.shape().exact();
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < ranks; i += kThreads) {
-    const auto row = [&](const int64_t* rows) { return static_cast<int32_t>(load_fresh<unsigned long long>(rows + i)); };
+    const auto row = [&](const int64_t* rows) {
+      return static_cast<int32_t>(load_fresh<unsigned long long>(rows + i));
+    };
     scratch.here()[i] = exact ? row(p.handle.source) : i * p.bound;
     scratch.there()[i] = exact ? row(p.handle.begin) : p.group.me * p.bound;
     scratch.limit()[i] =

@@ -43,8 +43,8 @@ struct Report {
   int64_t value;
 };
 
-// What the host learns of an exchange of counts; host memory, mapped. The serial is written last, and tells exchanges of
-// a handle apart.
+// What the host learns of an exchange of counts; host memory, mapped. The serial is written last, and tells exchanges
+// of a handle apart.
 struct CountsOnHost {
   uint64_t serial;
   int32_t overflow_rank;  // the first rank that would receive too many rows; -1: none
@@ -140,13 +140,13 @@ struct HandleView {
   int32_t* expert_counts;
   int32_t* status;
   // High throughput alone: exchange/counts.h.
-  int32_t* sent_rows;      // [N, N]
-  int32_t* experts;        // [L]
-  int64_t* begin;          // [N]
-  int64_t* source;         // [N + 1]
-  int64_t* expert_begin;   // [L + 1]
-  int32_t* offsets;        // [L + 1]
-  int32_t* overflow;       // 1: a rank would receive too many rows, and none goes to any
+  int32_t* sent_rows;     // [N, N]
+  int32_t* experts;       // [L]
+  int64_t* begin;         // [N]
+  int64_t* source;        // [N + 1]
+  int64_t* expert_begin;  // [L + 1]
+  int32_t* offsets;       // [L + 1]
+  int32_t* overflow;      // 1: a rank would receive too many rows, and none goes to any
 };
 
 struct PayloadIn {

@@ -128,7 +128,8 @@ __device__ __noinline__ static uint32_t any_ranks(const DispatchParams& p, int t
   for (int begin = 0; begin < top_k; begin += kFastIds) {
     int32_t id[kFastIds];
 #pragma unroll
-    for (int i = 0; i < kFastIds; ++i) id[i] = begin + i < top_k ? valid_id(p.group, raw_id(p.in, token, begin + i)) : -1;
+    for (int i = 0; i < kFastIds; ++i)
+      id[i] = begin + i < top_k ? valid_id(p.group, raw_id(p.in, token, begin + i)) : -1;
 #pragma unroll
     for (int i = 0; i < kFastIds; ++i) {
       if (id[i] < 0) continue;

@@ -60,8 +60,8 @@ __device__ void copy_payload(const ViewParams& p, int q, const int32_t* begin, i
   for (int row = static_cast<int>(blockIdx.x); row < begin[shape.ranks]; row += static_cast<int>(gridDim.x)) {
     const Slot slot = slot_of(begin, shape.ranks, row);
     const int64_t at = place_of(p, slot);
-    const auto* const from = reinterpret_cast<const V*>(
-        window + p.group.map.payload_row(p.lane, bank, q, static_cast<uint64_t>(at)));
+    const auto* const from =
+        reinterpret_cast<const V*>(window + p.group.map.payload_row(p.lane, bank, q, static_cast<uint64_t>(at)));
     auto* const to = reinterpret_cast<V*>(p.payloads[q] + at * static_cast<int64_t>(shape.payload_bytes[q]));
     for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) to[i] = load_fresh<V>(from + i);
   }

@@ -77,7 +77,8 @@ T atomicAdd(T* at, std::type_identity_t<T> by) {
 template <class T>
 T atomicMin(T* at, std::type_identity_t<T> value) {
   T before = __atomic_load_n(at, __ATOMIC_SEQ_CST);
-  while (value < before && !__atomic_compare_exchange_n(at, &before, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+  while (value < before &&
+         !__atomic_compare_exchange_n(at, &before, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
   }
   return before;
 }

@@ -108,18 +108,20 @@ def test_rows_that_are_dropped(world: Any, room: int) -> None:
 def sizes(env: Any) -> list[Any]:
     setup = Setup(ranks=env.comm.nranks, experts=5, top_k=2, hidden=4, max_tokens=6, row_alignment=4, **EXACT)
     round_ = Round(tuple(6 - r for r in range(setup.ranks)))
+    tensor, array = env.backend.tensor, env.backend.array
     with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
-        ids, weights = make_ids(setup, round_, env.rank)
+        ids, weights = (tensor(array) for array in make_ids(setup, round_, env.rank))
         handle = group.route(ids, weights)
         with pytest.raises(tw.InvalidUsage, match="have not been exchanged"):
             _ = handle.recv_rows
         group.exchange_counts(handle)
         found = [handle.recv_rows, handle.rows_of("grouped"), handle.num_recv_tokens()[1]]
-        received = group.dispatch(handle, make_payloads(setup, round_, env.rank)[0], layout="grouped")
-        group.combine(handle, np.zeros((found[1], 4), np.float32))
-        found += [len(received.tokens), int(received.offsets[-1])]
-        assert all(offset % 4 == 0 for offset in received.offsets)
-        handle.update(np.full_like(ids, -1), weights)
+        received = group.dispatch(handle, tensor(make_payloads(setup, round_, env.rank)[0]), layout="grouped")
+        group.combine(handle, tensor(np.zeros((found[1], 4), np.float32)))
+        offsets = array(received.offsets)
+        found += [len(received.tokens), int(offsets[-1])]
+        assert all(offset % 4 == 0 for offset in offsets)
+        handle.update(tensor(np.full_like(array(ids), -1)), weights)
         assert handle.rows_of("flat") is None
         group.exchange_counts(handle)
         found.append(handle.recv_rows)
@@ -138,8 +140,9 @@ def overflow(env: Any) -> list[str]:
     setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, max_recv_tokens=7, **EXACT)
     said = []
     with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
-        tokens = np.ones((6, 4), "float32").astype(tw.tensors.numpy_dtype("bfloat16"))
-        everything_to_one = group.route(np.full((6, 1), 3, np.int32))
+        tensor, array = env.backend.tensor, env.backend.array
+        tokens = tensor(np.ones((6, 4), "float32").astype(tw.tensors.numpy_dtype("bfloat16")))
+        everything_to_one = group.route(tensor(np.full((6, 1), 3, np.int32)))
         for send_only in (False, True):
             try:
                 pending = group.exchange_counts(everything_to_one, send_only=send_only)
@@ -148,11 +151,11 @@ def overflow(env: Any) -> list[str]:
                 said.append(str(error))
                 assert error.record is not None and error.record.phase == "counts" and not error.record.sticky
         # The group is as it was: fewer rows go.
-        everything_to_one.update(np.array([[3], [-1], [0], [-1], [-1], [-1]], np.int32))
+        everything_to_one.update(tensor(np.array([[3], [-1], [0], [-1], [-1], [-1]], np.int32)))
         group.exchange_counts(everything_to_one)
         received = group.dispatch(everything_to_one, tokens)
-        out = group.combine(everything_to_one, np.array(received.tokens, np.float32))
-        assert out.astype(np.float32).sum(axis=1).tolist() == [4, 0, 4, 0, 0, 0]
+        out = group.combine(everything_to_one, tensor(array(received.tokens).astype(np.float32)))
+        assert array(out).astype(np.float32).sum(axis=1).tolist() == [4, 0, 4, 0, 0, 0]
     return said
 
 
@@ -172,16 +175,17 @@ def wrong_order(env: Any) -> list[str]:
         said.append(str(caught.value))
 
     with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
-        ids = np.zeros((2, 1), np.int32)
-        tokens = np.zeros((2, 4), tw.tensors.numpy_dtype("bfloat16"))
+        tensor, array = env.backend.tensor, env.backend.array
+        ids = tensor(np.zeros((2, 1), np.int32))
+        tokens = tensor(np.zeros((2, 4), tw.tensors.numpy_dtype("bfloat16")))
         handle = group.route(ids)
         refused(tw.InvalidUsage, lambda: group.dispatch(handle, tokens))
         refused(tw.InvalidArgument, lambda: group.dispatch(handle, tokens, layout="rank_major"))
         group.exchange_counts(handle)
         refused(tw.InvalidUsage, lambda: group.exchange_counts(handle))
         refused(tw.InvalidArgument, lambda: group.dispatch(handle, tokens, bound=4))
-        rows = np.array(group.dispatch(handle, tokens).tokens)
-        refused(tw.InvalidArgument, lambda: group.combine(handle, np.zeros((len(rows) + 1, 4), np.float32)))
+        rows = tensor(array(group.dispatch(handle, tokens).tokens))
+        refused(tw.InvalidArgument, lambda: group.combine(handle, tensor(np.zeros((len(rows) + 1, 4), np.float32))))
         assert group.combine(handle, rows).shape == (2, 4)
     with tw.Group(env.comm, timeout=20, **replace(setup, mode="low_latency").settings()) as group:
         handle = group.route(ids)
@@ -202,8 +206,8 @@ def one_refuses(env: Any, send_only: bool) -> list[str]:
     """What one rank's call lacks, the others learn at once, and the group goes on."""
     setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, **EXACT)
     with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
-        handle = group.route(np.zeros((2, 1), np.int32))
-        other = group.route(np.zeros((2, 1), np.int32))
+        ids = env.backend.tensor(np.zeros((2, 1), np.int32))
+        handle, other = group.route(ids), group.route(ids)
         group.exchange_counts(other)
         with pytest.raises(tw.TokenwayError) as caught:
             pending = group.exchange_counts(other if env.rank == 0 else handle, send_only=send_only)
@@ -257,7 +261,7 @@ def late_rank(env: Any) -> str:
     setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, **EXACT)
     group = tw.Group(env.comm, timeout=0.5, **setup.settings())
     try:
-        handle = group.route(np.zeros((2, 1), np.int32))
+        handle = group.route(env.backend.tensor(np.zeros((2, 1), np.int32)))
         if env.rank == 0:
             return "silent"
         with pytest.raises(tw.PeerTimeout) as caught:
