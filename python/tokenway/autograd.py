@@ -36,8 +36,7 @@ Errors are those of `Group.route`, `Group.dispatch` and `Group.combine`; what is
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -45,19 +44,25 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenway import tensors
 from tokenway.comm import Comm
-from tokenway.errors import InvalidArgument, TokenwayError
+from tokenway.errors import InvalidArgument
+from tokenway.gradients import (
+    check_group,
+    device_of,
+    no_rows,
+    return_gradients,
+    return_rows,
+    send,
+    send_gradients,
+    telling,
+    weight_columns,
+)
 from tokenway.group import Group
 from tokenway.handle import Handle
 
 Tensor = torch.Tensor
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
-# bfloat16 has 8 significant bits, float32 has 24.
-_PARTS = {"float32": 1, "bfloat16": 3}
-
 
 _uncompiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
@@ -86,15 +91,6 @@ class Routed(NamedTuple):
     ids: Tensor  # [N, b, K] of the group's id_dtype: as Received.ids
     counts: Tensor  # [N] int32: rows from each rank
     handle: Handle  # the routing, dispatched, without a lane
-
-
-def weight_columns(top_k: int, dtype: Any = "bfloat16") -> int:
-    """Elements that a returned row needs beyond H for the gradients of `top_k` weights. dtype: of the rows, float32 or
-    bfloat16. Raises InvalidArgument for others."""
-    name = tensors.dtype_name(dtype)
-    if name not in _PARTS:
-        raise InvalidArgument(f"dtype is {name}; to train with it must be float32 or bfloat16")
-    return top_k * _PARTS[name]
 
 
 def make_group(
@@ -133,7 +129,7 @@ def dispatch(group: Group, tokens: Tensor, ids: Tensor, weights: Tensor, *, boun
     weights' are exact. Errors: as Group.route and Group.dispatch; InvalidArgument for a group whose rows cannot return
     gradients (see `make_group`).
     """
-    with _telling(group.refuse_dispatch):
+    with telling(group.refuse_dispatch):
         check_group(group, weights.requires_grad and torch.is_grad_enabled())
         handle = group.route(ids, weights.detach())
     received, kept, places, counts = _Dispatch.apply(tokens, weights, handle, bound)
@@ -204,76 +200,22 @@ def by_expert(routed: Routed) -> Grouped:
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def check_group(group: Group, weights_too: bool) -> None:
-    """Raises InvalidArgument unless rows of this group can carry gradients both ways: dtype float32 or bfloat16, the
-    same for combine_dtype, and combine_hidden with room for gradients of weights, if there are to be any."""
-    if group.exact:
-        raise InvalidArgument("the group's mode is 'high_throughput'; to train it must be 'low_latency'")
-    dtype, hidden, returned = group.dtype, group.hidden, group.combine_hidden
-    columns = weight_columns(group.top_k, dtype)
-    if group.combine_dtype != dtype:
-        raise InvalidArgument(
-            f"the group's combine_dtype is {group.combine_dtype}; to train it must be its dtype, {dtype}"
-        )
-    if returned < hidden + columns and (returned != hidden or weights_too):
-        raise InvalidArgument(
-            f"the group's combine_hidden is {returned}; for gradients of weights it must be at least "
-            f"{hidden + columns} (tokenway.autograd.make_group makes such a group)"
-        )
-
-
-def _send(handle: Handle, tokens: Tensor, bound: int | None, out: Mapping[str, Tensor]) -> None:
-    """A dispatch into tensors of the caller's, that holds no lane afterwards: nothing of the window is needed then, and
-    a combine of the handle leases a lane for itself. So no lane is lost where a backward pass never comes."""
-    try:
-        handle.group.dispatch(handle, tokens, bound=bound, out=out)
-    finally:
-        if handle.leased:  # not after a refusal, where that is known at once
-            handle.release()
-
-
-@contextmanager
-def _telling(refuse: Callable[[], None]) -> Iterator[None]:
-    """Around what can fail before a step that the peers are in already: they learn of it at once."""
-    try:
-        yield
-    except Exception:
-        refuse()
-        raise
-
-
-def _refuse_combine(handle: Handle) -> None:
-    """As Group.refuse_dispatch: no rows are refused, and the peers told."""
-    with suppress(TokenwayError):
-        handle.group.combine(handle, None)
-
-
-def _device(group: Group) -> torch.device:
-    return torch.device("cpu") if group.device is None else torch.device("cuda", group.device)
-
-
-def _no_rows(group: Group, bound: int, elements: int) -> Tensor:
-    """[N, b, elements] of 0. A dispatch writes the rows that come, and what it leaves must not be a NaN by chance."""
-    shape, dtype = (group.nranks, bound, elements), getattr(torch, group.dtype)
-    return torch.zeros(shape, dtype=dtype, device=_device(group))
-
-
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weights: Tensor, handle: Handle, bound: int | None) -> tuple[Tensor, ...]:
         group = handle.group
-        with _telling(group.refuse_dispatch):
+        with telling(group.refuse_dispatch):
             b = group.max_tokens if bound is None else bound
             if not isinstance(b, int) or not 1 <= b <= group.max_tokens:
                 raise InvalidArgument(f"bound is {b!r}; it must be an integer from 1 to {group.max_tokens}")
-            lead, on = (group.nranks, b), _device(group)
+            lead, on = (group.nranks, b), device_of(group)
             out = {
-                "tokens": _no_rows(group, b, group.hidden),
+                "tokens": no_rows(group, b, group.hidden),
                 "weights": torch.empty((*lead, group.top_k), dtype=torch.float32, device=on),
                 "ids": torch.empty((*lead, group.top_k), dtype=getattr(torch, group.id_dtype), device=on),
                 "counts": torch.empty(group.nranks, dtype=torch.int32, device=on),
             }
-        _send(handle, tokens, bound, out)
+        send(handle, tokens, bound, out)
         ctx.handle = handle
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(out["ids"], out["counts"])
@@ -282,66 +224,20 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, tokens: Tensor | None, weights: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        """Makes its step whatever gradients there are: those may differ from rank to rank, steps may not."""
-        handle: Handle = ctx.handle
-        group = handle.group
-        h, columns = group.hidden, weight_columns(group.top_k, group.dtype)
-        with _telling(lambda: _refuse_combine(handle)):
-            rows = _no_rows(group, handle.bound, group.combine_hidden)
-            if tokens is not None:
-                rows[..., :h] = tokens
-            if weights is not None and ctx.needs_input_grad[1]:
-                rows[..., h : h + columns] = _in_parts(weights, rows.dtype)
-        out = group.combine(handle, rows, layout="rank_major", dtype="float32")
-        of_tokens = out[:, :h].to(rows.dtype) if ctx.needs_input_grad[0] else None
-        of_weights = _whole(out[:, h : h + columns], group.top_k) if ctx.needs_input_grad[1] else None
-        return of_tokens, of_weights, None, None
+        of_tokens, of_weights = return_gradients(ctx.handle, tokens, weights, ctx.needs_input_grad[1])
+        return of_tokens if ctx.needs_input_grad[0] else None, of_weights, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, handle: Handle) -> Tensor:
-        group = handle.group
         ctx.handle, ctx.dtype = handle, rows.dtype
-        h = group.hidden
-        with _telling(lambda: _refuse_combine(handle)):
-            if rows.shape != (group.nranks, handle.bound, h):
-                wanted = [group.nranks, handle.bound, h]
-                raise InvalidArgument(f"rows has shape {list(rows.shape)}; it must be {wanted}")
-            if group.combine_hidden > h:
-                rows = torch.cat([rows, rows.new_zeros(*rows.shape[:2], group.combine_hidden - h)], dim=-1)
-        return group.combine(handle, rows, layout="rank_major")[:, :h].contiguous()
+        return return_rows(handle, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out: Tensor) -> tuple[Any, ...]:
-        handle: Handle = ctx.handle
-        group = handle.group
-        with _telling(group.refuse_dispatch):
-            rows, out = _no_rows(group, handle.bound, group.hidden), out.contiguous()
-        _send(handle, out, handle.bound, {"tokens": rows})
-        return rows.to(ctx.dtype), None
-
-
-def _in_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 [..., K] -> [..., K * parts] of dtype, whose sum is x: each the rounded rest of those before."""
-    if dtype == torch.float32:
-        return x
-    parts = []
-    for _ in range(_PARTS["bfloat16"]):
-        parts.append(x.to(dtype))
-        x = x - parts[-1].float()
-    return torch.cat(parts, dim=-1)
-
-
-def _whole(parts: Tensor, k: int) -> Tensor:
-    """The inverse of `_in_parts` in float32: from the smallest up, so that each sum is exact."""
-    first, *rest = parts.split(k, dim=-1)
-    if not rest:
-        return first.contiguous()
-    middle, last = rest
-    # An infinity or NaN leaves NaN as its rest.
-    return torch.where(first.isfinite(), first + (middle + last), first)
+        return send_gradients(ctx.handle, out).to(ctx.dtype), None
 
 
 # ---- rows by expert --------------------------------------------------------------------------------

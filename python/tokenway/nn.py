@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokenway import autograd, reference
+from tokenway import autograd, gradients, reference
 from tokenway.errors import InvalidArgument
 from tokenway.group import Group
 
@@ -54,7 +54,7 @@ class ExpertParallelMoE(torch.nn.Module):
         super().__init__()
         if not isinstance(inner, int) or inner < 1:
             raise InvalidArgument(f"inner is {inner!r}; it must be an integer of at least 1")
-        autograd.check_group(group, True)
+        gradients.check_group(group, True)
         self.group = group
         self.inner = inner
         self.normalize = normalize

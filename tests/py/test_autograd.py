@@ -151,11 +151,11 @@ def train(env: Env, case: Case, how: str = "plain", lost: bool = False) -> dict[
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from tokenway import autograd
+    from tokenway import gradients
 
-    honest = autograd._in_parts
+    honest = gradients.in_parts
     if lost:
-        autograd._in_parts = lambda x, dtype: honest(torch.zeros_like(x), dtype)
+        gradients.in_parts = lambda x, dtype: honest(torch.zeros_like(x), dtype)
     try:
         with group_of(env, case) as group:
             first, weights, ids, params, towards = leaves(env, group, case)
@@ -176,7 +176,7 @@ def train(env: Env, case: Case, how: str = "plain", lost: bool = False) -> dict[
                 "down": [d.detach() if d.grad is None else d.grad for _, d in params],
             }
     finally:
-        autograd._in_parts = honest
+        gradients.in_parts = honest
     return {name: [sent(t) for t in v] if isinstance(v, list) else sent(v) for name, v in found.items()}
 
 
