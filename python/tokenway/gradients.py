@@ -3,7 +3,7 @@
 A combine returns rows, and its backward, `send_gradients`, is a dispatch by the same routing. A dispatch sends tokens,
 and its backward, `return_gradients`, is a combine. Gradients of weights travel in columns behind those of the tokens:
 K of float32, or three times K of bfloat16, whose sums have the 24 bits of a float32 (below 2^-110 the last of them are
-lost).
+lost). Layouts are "rank_major", or "flat" and "grouped" of a group of high throughput.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ def weight_columns(top_k: int, dtype: Any = "bfloat16") -> int:
 def check_group(group: Group, weights_too: bool) -> None:
     """Raises InvalidArgument unless rows of this group can carry gradients both ways: dtype float32 or bfloat16, the
     same for combine_dtype, and combine_hidden with room for gradients of weights, if there are to be any."""
-    if group.exact:
-        raise InvalidArgument("the group's mode is 'high_throughput'; to train it must be 'low_latency'")
     dtype, hidden, returned = group.dtype, group.hidden, group.combine_hidden
     columns = weight_columns(group.top_k, dtype)
     if group.combine_dtype != dtype:
@@ -50,6 +48,27 @@ def check_group(group: Group, weights_too: bool) -> None:
             f"the group's combine_hidden is {returned}; for gradients of weights it must be at least "
             f"{hidden + columns} (tokenway.autograd.make_group makes such a group)"
         )
+
+
+def check_layout(group: Group, layout: str | None) -> str:
+    """The layout of a dispatch, None being the first one that the group has. Raises InvalidArgument for others, and for
+    "grouped" where gradients of weights could not find their way: that takes all rows, by local expert."""
+    allowed = ("flat", "grouped") if group.exact else ("rank_major",)
+    layout = allowed[0] if layout is None else layout
+    if layout not in allowed:
+        names = " or ".join(map(repr, allowed))
+        raise InvalidArgument(f"layout is {layout!r}; to train in the mode {group.settings.mode!r} it must be {names}")
+    if layout == "grouped" and group.settings.overflow == "drop":
+        raise InvalidArgument("the group's overflow is 'drop'; to train in the layout 'grouped' it must be 'refuse'")
+    if layout == "grouped":
+        check_local(group, "the layout 'grouped'")
+    return layout
+
+
+def check_local(group: Group, what: str) -> None:
+    """Raises InvalidArgument unless ids say which expert of this rank a row is for."""
+    if group.settings.id_space != "local":
+        raise InvalidArgument(f"the group's id_space is {group.settings.id_space!r}; {what} needs 'local'")
 
 
 # ---- what peers learn ------------------------------------------------------------------------------
@@ -79,59 +98,76 @@ def device_of(group: Group) -> torch.device:
     return torch.device("cpu") if group.device is None else torch.device("cuda", group.device)
 
 
-def no_rows(group: Group, bound: int, elements: int) -> Tensor:
-    """[N, b, elements] of 0. A dispatch writes the rows that come, and what it leaves must not be a NaN by chance."""
-    shape, dtype = (group.nranks, bound, elements), getattr(torch, group.dtype)
-    return torch.zeros(shape, dtype=dtype, device=device_of(group))
+def lead_of(handle: Handle, layout: str) -> tuple[int, ...]:
+    """The dimensions before a row's of a handle that was dispatched: N and b, or in the exact layouts R' or P."""
+    if layout == "rank_major":
+        return handle.group.nranks, handle.bound
+    rows = handle.rows_of(layout)
+    assert rows is not None, "counts are exchanged before the dispatch"
+    return (rows,)
 
 
-def send(handle: Handle, tokens: Tensor, bound: int | None, out: Mapping[str, Tensor]) -> None:
-    """A dispatch into tensors of the caller's, that holds no lane afterwards: nothing of the window is needed then, and
-    a combine of the handle leases a lane for itself. So no lane is lost where a backward pass never comes."""
+def no_rows(group: Group, lead: tuple[int, ...], elements: int) -> Tensor:
+    """[*lead, elements] of 0. A dispatch writes the rows that come, and what it leaves must not be a NaN by chance."""
+    return torch.zeros((*lead, elements), dtype=getattr(torch, group.dtype), device=device_of(group))
+
+
+@contextmanager
+def lane_given_back(handle: Handle) -> Iterator[None]:
+    """Around a dispatch and what is read of the window: a combine of the handle leases a lane for itself, so no lane is
+    lost where a backward pass never comes."""
     try:
-        handle.group.dispatch(handle, tokens, bound=bound, out=out)
+        yield
     finally:
         if handle.leased:  # not after a refusal, where that is known at once
             handle.release()
 
 
+def send(handle: Handle, tokens: Tensor, bound: int | None, out: Mapping[str, Tensor], layout: str) -> None:
+    """A dispatch into tensors of the caller's, that holds no lane afterwards: nothing of the window is needed then."""
+    with lane_given_back(handle):
+        handle.group.dispatch(handle, tokens, bound=bound, out=out, layout=layout)
+
+
 def return_gradients(
-    handle: Handle, tokens: Tensor | None, weights: Tensor | None, weights_too: bool
+    handle: Handle, tokens: Tensor | None, weights: Tensor | None, weights_too: bool, layout: str
 ) -> tuple[Tensor, Tensor | None]:
     """The backward of a dispatch: from gradients of what came, None being 0, those of the T tokens and, if there are to
     be any, of their weights. A step, whatever gradients there are: those may differ from rank to rank, steps may not.
+
+    tokens: [..., H], weights: [..., K], by layout; in "grouped" too, where a row has one k and 0 for the others.
     """
     group = handle.group
     h, columns = group.hidden, weight_columns(group.top_k, group.dtype)
     with telling(lambda: refuse_combine(handle)):
-        rows = no_rows(group, handle.bound, group.combine_hidden)
+        rows = no_rows(group, lead_of(handle, layout), group.combine_hidden)
         if tokens is not None:
             rows[..., :h] = tokens
         if weights is not None and weights_too:
             rows[..., h : h + columns] = in_parts(weights, rows.dtype)
-    out = group.combine(handle, rows, layout="rank_major", dtype="float32")
+    out = group.combine(handle, rows, layout=layout, dtype="float32")
     of_weights = whole(out[:, h : h + columns], group.top_k) if weights_too else None
     return out[:, :h].to(rows.dtype), of_weights
 
 
-def return_rows(handle: Handle, rows: Tensor) -> Tensor:
+def return_rows(handle: Handle, rows: Tensor, layout: str) -> Tensor:
     """A combine, of rows without columns: [T, H]."""
     group, h = handle.group, handle.group.hidden
     with telling(lambda: refuse_combine(handle)):
-        if rows.shape != (group.nranks, handle.bound, h):
-            wanted = [group.nranks, handle.bound, h]
-            raise InvalidArgument(f"rows has shape {list(rows.shape)}; it must be {wanted}")
+        wanted = (*lead_of(handle, layout), h)
+        if rows.shape != wanted:
+            raise InvalidArgument(f"rows has shape {list(rows.shape)}; it must be {list(wanted)}")
         if group.combine_hidden > h:
-            rows = torch.cat([rows, rows.new_zeros(*rows.shape[:2], group.combine_hidden - h)], dim=-1)
-    return group.combine(handle, rows, layout="rank_major")[:, :h].contiguous()
+            rows = torch.cat([rows, rows.new_zeros(*rows.shape[:-1], group.combine_hidden - h)], dim=-1)
+    return group.combine(handle, rows, layout=layout)[:, :h].contiguous()
 
 
-def send_gradients(handle: Handle, out: Tensor) -> Tensor:
+def send_gradients(handle: Handle, out: Tensor, layout: str) -> Tensor:
     """The backward of a combine: from gradients of the T sums those of the rows, 0 where there is none."""
     group = handle.group
     with telling(group.refuse_dispatch):
-        rows, out = no_rows(group, handle.bound, group.hidden), out.contiguous()
-    send(handle, out, handle.bound, {"tokens": rows})
+        rows, out = no_rows(group, lead_of(handle, layout), group.hidden), out.contiguous()
+    send(handle, out, handle.bound or None, {"tokens": rows}, layout)
     return rows
 
 
