@@ -147,7 +147,7 @@ def return_gradients(
             rows[..., h : h + columns] = in_parts(weights, rows.dtype)
     out = group.combine(handle, rows, layout=layout, dtype="float32")
     of_weights = whole(out[:, h : h + columns], group.top_k) if weights_too else None
-    return out[:, :h].to(rows.dtype), of_weights
+    return first_columns(out, h, rows.dtype), of_weights
 
 
 def return_rows(handle: Handle, rows: Tensor, layout: str) -> Tensor:
@@ -157,9 +157,8 @@ def return_rows(handle: Handle, rows: Tensor, layout: str) -> Tensor:
         wanted = (*lead_of(handle, layout), h)
         if rows.shape != wanted:
             raise InvalidArgument(f"rows has shape {list(rows.shape)}; it must be {list(wanted)}")
-        if group.combine_hidden > h:
-            rows = torch.cat([rows, rows.new_zeros(*rows.shape[:-1], group.combine_hidden - h)], dim=-1)
-    return group.combine(handle, rows, layout=layout)[:, :h].contiguous()
+        rows = widened(rows, group)
+    return first_columns(group.combine(handle, rows, layout=layout), h)
 
 
 def send_gradients(handle: Handle, out: Tensor, layout: str) -> Tensor:
@@ -172,6 +171,19 @@ def send_gradients(handle: Handle, out: Tensor, layout: str) -> Tensor:
 
 
 # ---- columns ---------------------------------------------------------------------------------------
+
+
+def widened(rows: Tensor, group: Group) -> Tensor:
+    """Rows of H elements as a group returns them: with columns of 0."""
+    missing = group.combine_hidden - group.hidden
+    return torch.cat([rows, rows.new_zeros(*rows.shape[:-1], missing)], dim=-1) if missing else rows
+
+
+def first_columns(x: Tensor, count: int, dtype: torch.dtype | None = None) -> Tensor:
+    """x[:, :count] in memory of its own, unless that is all of x."""
+    if x.shape[1] == count:
+        return x.to(dtype or x.dtype)
+    return x[:, :count].to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def in_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -189,7 +201,7 @@ def whole(parts: Tensor, k: int) -> Tensor:
     """The inverse of `in_parts` in float32: from the smallest up, so that each sum is exact."""
     first, *rest = parts.split(k, dim=-1)
     if not rest:
-        return first.contiguous()
+        return first.clone(memory_format=torch.contiguous_format)
     middle, last = rest
     # An infinity or NaN leaves NaN as its rest.
     return torch.where(first.isfinite(), first + (middle + last), first)
