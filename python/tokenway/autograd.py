@@ -58,9 +58,9 @@ from tokenway.gradients import (
     device_of,
     lane_given_back,
     lead_of,
-    no_rows,
     return_gradients,
     return_rows,
+    rows_to_come,
     send,
     send_gradients,
     telling,
@@ -267,7 +267,7 @@ def _receive(handle: Handle, tokens: Tensor, layout: str, bound: int | None) -> 
         lead = (group.nranks, bound) if bound is not None else lead_of(handle, layout)
         per_k, on = (*lead, group.top_k), device_of(group)
         out = {
-            "tokens": no_rows(group, lead, group.hidden),
+            "tokens": rows_to_come(group, lead, group.hidden, layout),
             "weights": torch.empty(per_k, dtype=torch.float32, device=on),
             "ids": torch.empty(per_k, dtype=getattr(torch, group.id_dtype), device=on),
             "counts": torch.empty(group.nranks, dtype=torch.int32, device=on),
@@ -301,8 +301,9 @@ def _receive_grouped(handle: Handle, tokens: Tensor) -> tuple[dict[str, Tensor],
             "ids": flat.ids.reshape(-1).index_select(0, taken),
             "counts": counts.int(),
         }
+    padding = (~filled).nonzero().flatten()  # by index: a mask would read all rows
     for name, nothing in (("tokens", 0), ("weights", 0), ("ids", group.settings.invalid_id)):
-        out[name][~filled] = nothing
+        out[name].index_fill_(0, padding, nothing)
     return out, (taken % group.top_k)[:, None]
 
 

@@ -112,6 +112,13 @@ def no_rows(group: Group, lead: tuple[int, ...], elements: int) -> Tensor:
     return torch.zeros((*lead, elements), dtype=getattr(torch, group.dtype), device=device_of(group))
 
 
+def rows_to_come(group: Group, lead: tuple[int, ...], elements: int, layout: str) -> Tensor:
+    """[*lead, elements] for a dispatch to write to: the exact layouts write all of it, padding too."""
+    if layout == "rank_major":
+        return no_rows(group, lead, elements)
+    return torch.empty((*lead, elements), dtype=getattr(torch, group.dtype), device=device_of(group))
+
+
 @contextmanager
 def lane_given_back(handle: Handle) -> Iterator[None]:
     """Around a dispatch and what is read of the window: a combine of the handle leases a lane for itself, so no lane is
@@ -165,7 +172,7 @@ def send_gradients(handle: Handle, out: Tensor, layout: str) -> Tensor:
     """The backward of a combine: from gradients of the T sums those of the rows, 0 where there is none."""
     group = handle.group
     with telling(group.refuse_dispatch):
-        rows, out = no_rows(group, lead_of(handle, layout), group.hidden), out.contiguous()
+        rows, out = rows_to_come(group, lead_of(handle, layout), group.hidden, layout), out.contiguous()
     send(handle, out, handle.bound or None, {"tokens": rows}, layout)
     return rows
 
