@@ -1,9 +1,8 @@
 """The steps of a layer that is trained, on plain tensors: what `autograd` and `ops` give to PyTorch's autograd.
 
 A combine returns rows, and its backward, `send_gradients`, is a dispatch by the same routing. A dispatch sends tokens,
-and its backward, `return_gradients`, is a combine. Gradients of weights travel in columns behind those of the tokens:
-K of float32, or three times K of bfloat16, whose sums have the 24 bits of a float32 (below 2^-110 the last of them are
-lost). Layouts are "rank_major", or "flat" and "grouped" of a group of high throughput.
+and its backward, `return_gradients`, is a combine, in which gradients of weights travel in columns behind those of the
+tokens. Layouts are "rank_major", or "flat" and "grouped" of a group of high throughput.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,20 +36,22 @@ def computed(tokens: Any, ids: Any, weights: Any, gate_up: Any, down: Any) -> An
     return total + 0 * tokens.float()  # without experts too, rows are of the graph
 
 
-def with_ops(number: int, bound: int) -> Any:
-    """All layers as a function of the ops."""
+def with_ops(number: int, bound: int, around: Any = None) -> Any:
+    """All layers as a function of the ops. around(layer, its arguments): instead of the call."""
     import torch
 
     dispatch, combine = torch.ops.tokenway.dispatch, torch.ops.tokenway.combine
 
+    def one(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, order: Any) -> Any:
+        tokens, places, shares, _, order = dispatch(x, ids, weights, order, number, bound, "rank_major")
+        rows = computed(tokens, places, shares, gate_up, down)
+        out, order = combine(rows, order, number, x.shape[0], "none")
+        return x + out / HIDDEN, order
+
     def model(x: Any, weights: Any, ids: Any, params: Any, order: Any) -> Any:
-        for layer, (gate_up, down) in enumerate(params):
-            tokens, places, shares, _, order = dispatch(
-                x, ids[layer], weights[layer], order, number, bound, "rank_major"
-            )
-            rows = computed(tokens, places, shares, gate_up, down)
-            out, order = combine(rows, order, number, x.shape[0], "none")
-            x = x + out / HIDDEN
+        for layer, pair in enumerate(params):
+            call = (x, ids[layer], weights[layer], *pair, order)
+            x, order = one(*call) if around is None else around(one, *call)
         return x, order
 
     return model
@@ -103,6 +106,33 @@ def run(env: Env, case: Case, how: str) -> Any:
         del out
         kept = len(group.op_handles)
     return found, steps, kept
+
+
+def run_checkpointed(env: Env, case: Case, reentrant: bool) -> Any:
+    """Gradients of a rank, each layer's forward steps being repeated in the backward pass; and the handles kept."""
+    from torch.utils.checkpoint import checkpoint
+
+    from tokenway import ops
+
+    with group_of(env, case) as group:
+        x, weights, ids, params, towards = leaves(env, group, case)
+        around = partial(checkpoint, use_reentrant=reentrant)
+        model = with_ops(ops.register(group), group.max_tokens, around)
+        out, order = model(x, weights, ids, params, ops.start())
+        (out * towards).sum().backward()
+        del out, order
+        return {"x": sent(x.grad), "weights": [sent(w.grad) for w in weights]}, len(group.op_handles)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed(processes, reentrant) -> None:
+    """The same bits."""
+    world = processes(DEEP.ranks)
+    for (found, kept), (want, _, _) in zip(
+        world.run(run_checkpointed, DEEP, reentrant), world.run(run, DEEP, "autograd"), strict=True
+    ):
+        assert_same(found, want)
+        assert kept == 0
 
 
 def check(case: Case, found: list[Any], bits: bool, want: list[Any]) -> None:
