@@ -15,6 +15,10 @@ exactly one has a gradient for a (token, k), and the others return 0, so the sum
 the rows are float32 a column holds it; bfloat16 rows have three columns for it, whose sum has the 24 bits of a float32
 (below 2^-110 the last of them are lost). `make_group` makes a group whose rows have room for that.
 
+In a group of high throughput layouts are "flat" and "grouped", as large as what comes. A dispatch then begins with the
+exchange of counts, a third step of the forward pass. The routing is cached with its counts, so the backward pass has
+two as ever.
+
 What a step brings is copied out of the window at once and the lane given back: autograd never keeps a view of the
 window, and any number of layers may have passed forward before the first backward, with one lane. What a layer keeps
 until then is a `Handle`: ids, weights and slots, no rows. Rows that no token came to are 0, not arbitrary.
@@ -36,28 +40,38 @@ Errors are those of `Group.route`, `Group.dispatch` and `Group.combine`; what is
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from tokenway import tensors
 from tokenway.comm import Comm
-from tokenway.errors import InvalidArgument, TokenwayError
+from tokenway.errors import InvalidArgument
+from tokenway.gradients import (
+    check_group,
+    check_layout,
+    check_local,
+    device_of,
+    lane_given_back,
+    lead_of,
+    return_gradients,
+    return_rows,
+    rows_to_come,
+    send,
+    send_gradients,
+    telling,
+    weight_columns,
+)
 from tokenway.group import Group
 from tokenway.handle import Handle
 
 Tensor = torch.Tensor
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
-# bfloat16 has 8 significant bits, float32 has 24.
-_PARTS = {"float32": 1, "bfloat16": 3}
-
 
 _uncompiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
@@ -79,22 +93,26 @@ def _eager(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
 
 
 class Routed(NamedTuple):
-    """What `dispatch` brought, in the layout rank_major. N ranks, b the bound, K ids per token, H elements a token."""
+    """What `dispatch` brought: fresh tensors of the shapes that Received documents. In rank_major, of N ranks, b the
+    bound, K ids per token, H elements a token; in flat [R', ...] for [N, b, ...]; in grouped [P, H], and [P] for the
+    others, a row being one of its token's K."""
 
     tokens: Tensor  # [N, b, H] of the group's dtype, differentiable; 0 in rows that no token came to
     weights: Tensor  # [N, b, K] float32, differentiable; 0 where ids has no expert of this rank
     ids: Tensor  # [N, b, K] of the group's id_dtype: as Received.ids
-    counts: Tensor  # [N] int32: rows from each rank
+    counts: Tensor  # [N] int32: rows from each rank; in grouped [L], of each expert
     handle: Handle  # the routing, dispatched, without a lane
+    layout: str = "rank_major"
 
-
-def weight_columns(top_k: int, dtype: Any = "bfloat16") -> int:
-    """Elements that a returned row needs beyond H for the gradients of `top_k` weights. dtype: of the rows, float32 or
-    bfloat16. Raises InvalidArgument for others."""
-    name = tensors.dtype_name(dtype)
-    if name not in _PARTS:
-        raise InvalidArgument(f"dtype is {name}; to train with it must be float32 or bfloat16")
-    return top_k * _PARTS[name]
+    @property
+    def offsets(self) -> Tensor:
+        """[N + 1] or [L + 1] int32: where the rows of each begin in flat and grouped, and at last all: as
+        Received.offsets."""
+        sizes = self.counts
+        if self.layout == "grouped":
+            alignment = _alignment(self.handle.group)
+            sizes = (sizes + alignment - 1) // alignment * alignment
+        return functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def make_group(
@@ -121,25 +139,37 @@ def make_group(
 
 
 @_eager
-def dispatch(group: Group, tokens: Tensor, ids: Tensor, weights: Tensor, *, bound: int | None = None) -> Routed:
+def dispatch(
+    group: Group,
+    tokens: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    layout: str | None = None,
+    bound: int | None = None,
+) -> Routed:
     """Sends every token to the ranks of its experts. A step of all ranks, and one in the backward pass if tokens or
     weights require gradients, which must be so on all ranks or on none.
 
     tokens: [T, H] of the group's dtype, differentiable. ids: [T, K] int32 or int64, -1 for "no expert", each id at most
-    once per token. weights: [T, K] float32, differentiable. bound: b, equal on all ranks, T <= b <= max_tokens (default
-    max_tokens).
+    once per token. weights: [T, K] float32, differentiable. layout: "rank_major", or of a group of high throughput
+    "flat" (the default there) or "grouped"; these take a step more, the exchange of counts, in the forward pass alone.
+    bound (of rank_major): b, equal on all ranks, T <= b <= max_tokens (default max_tokens).
 
     Gradients: tokens' are summed over the ranks that received the token, ascending, in float32 and rounded once;
-    weights' are exact. Errors: as Group.route and Group.dispatch; InvalidArgument for a group whose rows cannot return
-    gradients (see `make_group`).
+    weights' are exact. What was dropped for want of room contributes to neither; "grouped" is refused where the group
+    may drop. Errors: as Group.route, Group.exchange_counts and Group.dispatch; InvalidArgument for a group whose rows
+    cannot return gradients (see `make_group`).
     """
-    with _telling(group.refuse_dispatch):
+    with telling(group.refuse_dispatch):
         check_group(group, weights.requires_grad and torch.is_grad_enabled())
+        layout = check_layout(group, layout)
+        bound = _checked_bound(group, bound)
         handle = group.route(ids, weights.detach())
-    received, kept, places, counts = _Dispatch.apply(tokens, weights, handle, bound)
+    received, kept, places, counts = _Dispatch.apply(tokens, weights, handle, layout, bound)
     # All weights of a token come with it. Those of other ranks' experts would give it gradients from several ranks.
     kept = kept.masked_fill(places == group.settings.invalid_id, 0.0)
-    return Routed(received, kept, places, counts, handle)
+    return Routed(received, kept, places, counts, handle, layout)
 
 
 @_eager
@@ -147,13 +177,14 @@ def combine(routed: Routed, rows: Tensor) -> Tensor:
     """Returns rows to their owners and sums them: [T, H] of the group's dtype. A step of all ranks, and one in the
     backward pass if rows require gradients, which must be so on all ranks or on none.
 
-    rows: [N, b, H] of the group's dtype or float32, differentiable, weighted already: row [s, p] is the sum of what
-    this rank's experts made of `routed.tokens[s, p]`. Rows beyond the counts are not read, and their gradients are 0.
+    rows: as `routed.tokens`, of the group's dtype or float32, differentiable, weighted already: each is the sum of what
+    this rank's experts made of that token, in the layout grouped what the row's expert did. Rows beyond the counts, and
+    padding, are not read, and their gradients are 0.
 
-    Sums are float32 over ranks, ascending; each row is rounded to the group's dtype before, and the result after.
-    Errors: as Group.combine.
+    Sums are float32: in grouped over k, ascending, then in every layout over ranks, ascending. What a rank returns for
+    a token is rounded to the group's dtype before the latter, and the result after. Errors: as Group.combine.
     """
-    return _Combine.apply(rows, routed.handle)
+    return _Combine.apply(rows, routed.handle, routed.layout)
 
 
 @dataclass(frozen=True)
@@ -162,119 +193,133 @@ class Grouped:
 
     rows: Tensor  # [R, H]: a token's row once for each of its experts here; by expert, then by (source, slot)
     weights: Tensor  # [R] float32, differentiable: the router's weight for that token and expert
-    sizes: list[int]  # [L]: rows of each expert, on the host
-    _sources: Tensor  # [R] int64: the row of [N * b] that each row was taken from
-    _places: Tensor  # [N * b, K] int64: where (row, k) went; R for those without an expert here
-    _shape: tuple[int, int]  # N, b
+    sizes: list[int]  # [L]: rows of each expert, on the host; of the layout grouped with its padding, rows of 0
+    _sources: Tensor | None  # [R] int64: the row of [M] that each row was taken from; None: the rows are as they came
+    _places: Tensor | None  # [M, K] int64: where (row, k) went; R for those without an expert here
+    _lead: tuple[int, ...]  # of M rows: N, b or R'
 
     @_eager
     def sum(self, rows: Tensor) -> Tensor:
-        """[R, H'] in this order, differentiable -> [N, b, H'] float32: summed over k ascending, by the row that each
-        was taken from; 0 where there is none. What `combine` takes, once rows are weighted."""
-        return _Sum.apply(rows, self._sources, self._places).view(*self._shape, rows.shape[-1])
+        """[R, H'] in this order, differentiable -> what `combine` takes, once rows are weighted: [N, b, H'] or [R', H']
+        float32, summed over k ascending by the row that each was taken from; 0 where there is none. In the layout
+        grouped the rows as they are: the combine sums."""
+        if self._sources is None:
+            return rows
+        return _Sum.apply(rows, self._sources, self._places).view(*self._lead, rows.shape[-1])
 
 
 @_eager
 def by_expert(routed: Routed) -> Grouped:
     """Groups what came by expert. Local; on a CUDA device it waits for the dispatch, since shapes depend on it.
 
-    The order is that of the layout expert_major, without its padding. The gradients of rows are summed over k,
-    ascending, in float32: the same bits every time, on CUDA devices too. Raises InvalidArgument for groups with
-    id_space="global".
+    The order is that of the layouts expert_major and grouped, without their padding; what came in grouped is left as it
+    is. The gradients of rows are summed over k, ascending, in float32: the same bits every time, on CUDA devices too.
+    Raises InvalidArgument for groups with id_space="global".
     """
     group = routed.handle.group
-    if group.settings.id_space != "local":
-        raise InvalidArgument(f"the group's id_space is {group.settings.id_space!r}; by_expert needs 'local'")
-    experts, (nranks, b, k) = group.num_local_experts, routed.ids.shape
-    flat = routed.ids.reshape(-1).long()
+    check_local(group, "by_expert")
+    if routed.layout == "grouped":
+        sizes = routed.offsets.diff().tolist()
+        return Grouped(routed.tokens, routed.weights, sizes, None, None, routed.ids.shape)
+    chosen, counts = _chosen(group, routed.ids)
+    places = torch.full((routed.ids.numel(),), len(chosen), device=chosen.device)
+    places[chosen] = torch.arange(len(chosen), device=chosen.device)
+    lead, k = routed.ids.shape[:-1], group.top_k
+    sources, places = chosen // k, places.view(-1, k)
+    rows = _Take.apply(routed.tokens.view(-1, group.hidden), sources, places)
+    weights = routed.weights.reshape(-1).index_select(0, chosen)
+    return Grouped(rows, weights, counts.tolist(), sources, places, lead)
+
+
+def _chosen(group: Group, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Of ids [..., K]: the places in [M * K] that have an expert of this rank, by expert and then ascending, so by
+    (source, slot), as a token has an expert at most once; and how many each expert has, [L]. Both int64."""
+    experts, flat = group.num_local_experts, ids.reshape(-1).long()
     here = (flat >= 0) & (flat < experts) & (flat != group.settings.invalid_id)
     keys = torch.where(here, flat, experts)
-    sizes = torch.bincount(keys, minlength=experts + 1)[:experts].tolist()
-    total = sum(sizes)
-    # By expert; and, as the sort is stable, by (source, slot) within an expert: a token has an expert at most once.
-    order = torch.sort(keys, stable=True).indices
-    places = torch.full_like(order, total)
-    places[order[:total]] = torch.arange(total, device=order.device)
-    chosen = order[:total]
-    sources, places = chosen // k, places.view(-1, k)
-    rows = _Take.apply(routed.tokens.flatten(0, 1), sources, places)
-    return Grouped(rows, routed.weights.reshape(-1).index_select(0, chosen), sizes, sources, places, (nranks, b))
+    counts = torch.bincount(keys, minlength=experts + 1)[:experts]
+    return torch.sort(keys, stable=True).indices[: int(counts.sum())], counts
 
 
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def check_group(group: Group, weights_too: bool) -> None:
-    """Raises InvalidArgument unless rows of this group can carry gradients both ways: dtype float32 or bfloat16, the
-    same for combine_dtype, and combine_hidden with room for gradients of weights, if there are to be any."""
+def _checked_bound(group: Group, bound: int | None) -> int | None:
+    """The b of a dispatch; None in the exact layouts, which have none."""
     if group.exact:
-        raise InvalidArgument("the group's mode is 'high_throughput'; to train it must be 'low_latency'")
-    dtype, hidden, returned = group.dtype, group.hidden, group.combine_hidden
-    columns = weight_columns(group.top_k, dtype)
-    if group.combine_dtype != dtype:
-        raise InvalidArgument(
-            f"the group's combine_dtype is {group.combine_dtype}; to train it must be its dtype, {dtype}"
-        )
-    if returned < hidden + columns and (returned != hidden or weights_too):
-        raise InvalidArgument(
-            f"the group's combine_hidden is {returned}; for gradients of weights it must be at least "
-            f"{hidden + columns} (tokenway.autograd.make_group makes such a group)"
-        )
+        if bound is not None:
+            raise InvalidArgument(f"bound is {bound!r}; in the mode 'high_throughput' it must be None")
+        return None
+    b = group.max_tokens if bound is None else bound
+    if not isinstance(b, int) or not 1 <= b <= group.max_tokens:
+        raise InvalidArgument(f"bound is {b!r}; it must be an integer from 1 to {group.max_tokens}")
+    return b
 
 
-def _send(handle: Handle, tokens: Tensor, bound: int | None, out: Mapping[str, Tensor]) -> None:
-    """A dispatch into tensors of the caller's, that holds no lane afterwards: nothing of the window is needed then, and
-    a combine of the handle leases a lane for itself. So no lane is lost where a backward pass never comes."""
-    try:
-        handle.group.dispatch(handle, tokens, bound=bound, out=out)
-    finally:
-        if handle.leased:  # not after a refusal, where that is known at once
-            handle.release()
+def _alignment(group: Group) -> int:
+    return group.settings.row_alignment or 1
 
 
-@contextmanager
-def _telling(refuse: Callable[[], None]) -> Iterator[None]:
-    """Around what can fail before a step that the peers are in already: they learn of it at once."""
-    try:
-        yield
-    except Exception:
-        refuse()
-        raise
+def _receive(handle: Handle, tokens: Tensor, layout: str, bound: int | None) -> dict[str, Tensor]:
+    """A dispatch in rank_major or flat, into new tensors."""
+    group = handle.group
+    with telling(group.refuse_dispatch):
+        lead = (group.nranks, bound) if bound is not None else lead_of(handle, layout)
+        per_k, on = (*lead, group.top_k), device_of(group)
+        out = {
+            "tokens": rows_to_come(group, lead, group.hidden, layout),
+            "weights": torch.empty(per_k, dtype=torch.float32, device=on),
+            "ids": torch.empty(per_k, dtype=getattr(torch, group.id_dtype), device=on),
+            "counts": torch.empty(group.nranks, dtype=torch.int32, device=on),
+        }
+    send(handle, tokens, bound, out, layout)
+    return out
 
 
-def _refuse_combine(handle: Handle) -> None:
-    """As Group.refuse_dispatch: no rows are refused, and the peers told."""
-    with suppress(TokenwayError):
-        handle.group.combine(handle, None)
+def _receive_grouped(handle: Handle, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """A dispatch in grouped, into new tensors; and which k of its token each row is, [P, 1] int64.
 
-
-def _device(group: Group) -> torch.device:
-    return torch.device("cpu") if group.device is None else torch.device("cuda", group.device)
-
-
-def _no_rows(group: Group, bound: int, elements: int) -> Tensor:
-    """[N, b, elements] of 0. A dispatch writes the rows that come, and what it leaves must not be a NaN by chance."""
-    shape, dtype = (group.nranks, bound, elements), getattr(torch, group.dtype)
-    return torch.zeros(shape, dtype=dtype, device=_device(group))
+    Rows are taken from the view of flat, which the library itself would do as well: there alone are the ids of all k,
+    and a gradient of a weight must return in the column of its k.
+    """
+    group = handle.group
+    with lane_given_back(handle):
+        flat = group.dispatch(handle, tokens, layout="flat")
+        chosen, counts = _chosen(group, flat.ids)
+        alignment = _alignment(group)
+        sizes = (counts + alignment - 1) // alignment * alignment
+        # Each expert's rows lie behind the padding of those before it. Padding takes any row, and is set to 0 then.
+        gaps = (sizes - counts).cumsum(0) - (sizes - counts)
+        places = torch.arange(len(chosen), device=chosen.device) + gaps.repeat_interleave(counts)
+        filled = torch.zeros(int(sizes.sum()), dtype=torch.bool, device=chosen.device)
+        filled[places] = True
+        taken = chosen.new_zeros(len(filled))
+        taken[places] = chosen
+        out = {
+            "tokens": flat.tokens.index_select(0, taken // group.top_k),
+            "weights": flat.weights.reshape(-1).index_select(0, taken),
+            "ids": flat.ids.reshape(-1).index_select(0, taken),
+            "counts": counts.int(),
+        }
+    padding = (~filled).nonzero().flatten()  # by index: a mask would read all rows
+    for name, nothing in (("tokens", 0), ("weights", 0), ("ids", group.settings.invalid_id)):
+        out[name].index_fill_(0, padding, nothing)
+    return out, (taken % group.top_k)[:, None]
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weights: Tensor, handle: Handle, bound: int | None) -> tuple[Tensor, ...]:
-        group = handle.group
-        with _telling(group.refuse_dispatch):
-            b = group.max_tokens if bound is None else bound
-            if not isinstance(b, int) or not 1 <= b <= group.max_tokens:
-                raise InvalidArgument(f"bound is {b!r}; it must be an integer from 1 to {group.max_tokens}")
-            lead, on = (group.nranks, b), _device(group)
-            out = {
-                "tokens": _no_rows(group, b, group.hidden),
-                "weights": torch.empty((*lead, group.top_k), dtype=torch.float32, device=on),
-                "ids": torch.empty((*lead, group.top_k), dtype=getattr(torch, group.id_dtype), device=on),
-                "counts": torch.empty(group.nranks, dtype=torch.int32, device=on),
-            }
-        _send(handle, tokens, bound, out)
-        ctx.handle = handle
+    def forward(
+        ctx: Any, tokens: Tensor, weights: Tensor, handle: Handle, layout: str, bound: int | None
+    ) -> tuple[Tensor, ...]:
+        if handle.group.exact:
+            handle.group.exchange_counts(handle)
+        if layout == "grouped":
+            out, which = _receive_grouped(handle, tokens)
+            ctx.save_for_backward(which)
+        else:
+            out = _receive(handle, tokens, layout, bound)
+        ctx.handle, ctx.layout = handle, layout
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(out["ids"], out["counts"])
         return out["tokens"], out["weights"], out["ids"], out["counts"]
@@ -282,66 +327,25 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, tokens: Tensor | None, weights: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        """Makes its step whatever gradients there are: those may differ from rank to rank, steps may not."""
         handle: Handle = ctx.handle
-        group = handle.group
-        h, columns = group.hidden, weight_columns(group.top_k, group.dtype)
-        with _telling(lambda: _refuse_combine(handle)):
-            rows = _no_rows(group, handle.bound, group.combine_hidden)
-            if tokens is not None:
-                rows[..., :h] = tokens
-            if weights is not None and ctx.needs_input_grad[1]:
-                rows[..., h : h + columns] = _in_parts(weights, rows.dtype)
-        out = group.combine(handle, rows, layout="rank_major", dtype="float32")
-        of_tokens = out[:, :h].to(rows.dtype) if ctx.needs_input_grad[0] else None
-        of_weights = _whole(out[:, h : h + columns], group.top_k) if ctx.needs_input_grad[1] else None
-        return of_tokens, of_weights, None, None
+        if weights is not None and ctx.layout == "grouped":
+            (which,) = ctx.saved_tensors
+            per_k = weights.new_zeros(len(weights), handle.group.top_k)
+            weights = per_k.scatter_(1, which, weights[:, None])
+        of_tokens, of_weights = return_gradients(handle, tokens, weights, ctx.needs_input_grad[1], ctx.layout)
+        return of_tokens if ctx.needs_input_grad[0] else None, of_weights, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, handle: Handle) -> Tensor:
-        group = handle.group
-        ctx.handle, ctx.dtype = handle, rows.dtype
-        h = group.hidden
-        with _telling(lambda: _refuse_combine(handle)):
-            if rows.shape != (group.nranks, handle.bound, h):
-                wanted = [group.nranks, handle.bound, h]
-                raise InvalidArgument(f"rows has shape {list(rows.shape)}; it must be {wanted}")
-            if group.combine_hidden > h:
-                rows = torch.cat([rows, rows.new_zeros(*rows.shape[:2], group.combine_hidden - h)], dim=-1)
-        return group.combine(handle, rows, layout="rank_major")[:, :h].contiguous()
+    def forward(ctx: Any, rows: Tensor, handle: Handle, layout: str) -> Tensor:
+        ctx.handle, ctx.layout, ctx.dtype = handle, layout, rows.dtype
+        return return_rows(handle, rows, layout)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out: Tensor) -> tuple[Any, ...]:
-        handle: Handle = ctx.handle
-        group = handle.group
-        with _telling(group.refuse_dispatch):
-            rows, out = _no_rows(group, handle.bound, group.hidden), out.contiguous()
-        _send(handle, out, handle.bound, {"tokens": rows})
-        return rows.to(ctx.dtype), None
-
-
-def _in_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 [..., K] -> [..., K * parts] of dtype, whose sum is x: each the rounded rest of those before."""
-    if dtype == torch.float32:
-        return x
-    parts = []
-    for _ in range(_PARTS["bfloat16"]):
-        parts.append(x.to(dtype))
-        x = x - parts[-1].float()
-    return torch.cat(parts, dim=-1)
-
-
-def _whole(parts: Tensor, k: int) -> Tensor:
-    """The inverse of `_in_parts` in float32: from the smallest up, so that each sum is exact."""
-    first, *rest = parts.split(k, dim=-1)
-    if not rest:
-        return first.contiguous()
-    middle, last = rest
-    # An infinity or NaN leaves NaN as its rest.
-    return torch.where(first.isfinite(), first + (middle + last), first)
+        return send_gradients(ctx.handle, out, ctx.layout).to(ctx.dtype), None, None
 
 
 # ---- rows by expert --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokenway import autograd, reference
+from tokenway import autograd, gradients, reference
 from tokenway.errors import InvalidArgument
 from tokenway.group import Group
 
@@ -26,7 +26,8 @@ class ExpertParallelMoE(torch.nn.Module):
     """A router, E SwiGLU experts of which this rank holds L, and the exchange between the ranks.
 
     group: from `tokenway.autograd.make_group`; its experts, top_k, hidden (H), dtype, device and expert_map are the
-    layer's. Layers of the same shape share one. inner: elements inside an expert, I. normalize: divide a token's
+    layer's, and so is its mode: in high throughput rows come in the layout grouped, or, where the group may drop rows,
+    flat. Layers of the same shape share one. inner: elements inside an expert, I. normalize: divide a token's
     weights by their sum. seed: what the initial values follow from, the same on all ranks.
 
     Parameters:
@@ -54,10 +55,12 @@ class ExpertParallelMoE(torch.nn.Module):
         super().__init__()
         if not isinstance(inner, int) or inner < 1:
             raise InvalidArgument(f"inner is {inner!r}; it must be an integer of at least 1")
-        autograd.check_group(group, True)
+        gradients.check_group(group, True)
         self.group = group
         self.inner = inner
         self.normalize = normalize
+        # The library sums over a token's experts in grouped; where rows may be dropped, only flat can be trained.
+        self._layout = "grouped" if group.exact and group.settings.overflow == "refuse" else None
         self.chosen: Tensor | None = None  # [..., S, K] int64: the experts that the last forward chose
         device = "cpu" if group.device is None else f"cuda:{group.device}"
         dtype, experts, hidden = getattr(torch, group.dtype), group.num_local_experts, group.hidden
@@ -90,8 +93,8 @@ class ExpertParallelMoE(torch.nn.Module):
         """x: [..., S, H] of the group's dtype, at most max_tokens tokens in all, differently many on each rank, or
         none. Returns (the layer's output [..., S, H], the balance loss of `balance_loss`, a scalar float32).
 
-        Two steps of all ranks, and two in the backward pass. On a CUDA device it waits once, for the number of rows
-        that came. Errors: InvalidArgument, and those of `tokenway.autograd`.
+        Two steps of all ranks, in high throughput three, and two in the backward pass. On a CUDA device it waits once,
+        for the number of rows that came. Errors: InvalidArgument, and those of `tokenway.autograd`.
         """
         hidden = self.group.hidden
         if x.dim() < 2 or x.shape[-1] != hidden:
@@ -100,14 +103,15 @@ class ExpertParallelMoE(torch.nn.Module):
         ids, weights, probabilities = self.route(x)
         self.chosen = ids
         tokens, k = x.reshape(-1, hidden), self.group.top_k
-        routed = autograd.dispatch(self.group, tokens, ids.reshape(-1, k), weights.reshape(-1, k))
+        routed = autograd.dispatch(self.group, tokens, ids.reshape(-1, k), weights.reshape(-1, k), layout=self._layout)
         grouped = autograd.by_expert(routed)
         results = self.compute(grouped.rows, grouped.sizes)
         out = autograd.combine(routed, grouped.sum(results.float() * grouped.weights[:, None]))
         return out.view(x.shape), balance_loss(probabilities, ids)
 
     def compute(self, rows: Tensor, sizes: list[int]) -> Tensor:
-        """What this rank's experts make of their rows: [R, H] by expert -> [R, H]. sizes: [L], rows of each."""
+        """What this rank's experts make of their rows: [R, H] by expert -> [R, H]. sizes: [L], rows of each,
+        with its padding."""
         results = []
         # unbind and split: their gradients are one stack and one cat, those of indexing a whole tensor for each expert.
         for x, gate_up, down in zip(rows.split(sizes), self.gate_up.unbind(), self.down.unbind(), strict=True):

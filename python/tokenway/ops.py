@@ -15,12 +15,17 @@ registered as having side effects, so that FX keeps one whose outputs are unused
 A handle, and the lane that it leases, is kept from a dispatch to its combine, and at the longest until the group is
 closed: a dispatch that is never combined (a forward pass that stops there) takes a lane of the group for good.
 
+Gradients, of tokens, weights and rows, are those of `tokenway.autograd`: in the layout rank_major, with the weighting
+"none", in a group of `tokenway.autograd.make_group`. There rows may have H elements in both ops, those that no token
+came to are 0, and a handle holds no lane: the token of its dispatch keeps it while the backward pass needs it. The
+gradient of an order token is the order token of the backward pass, whose steps so are a chain too, that of the forward
+pass reversed. Begin each training step with a new token, or the chain would go on into the graph of the one before.
+Where no backward pass is to come, call the ops under `torch.no_grad`.
+
 The order token is a CPU tensor, on CUDA devices too: it says in which order the host makes calls, and a token on the
 device would have to be waited for. `torch.cuda.graph` captures the ops as it captures the calls of a group: each replay
 repeats the steps of the capture. Inductor's own graphs (mode="reduce-overhead") leave out what has inputs on the CPU,
 and so compiled functions that take a token.
-
-The ops have no gradients: `tokenway.autograd` has dispatch and combine for training.
 
 Outputs are fresh tensors, never views of the window, so that a compiler may keep or move them. Ops go through
 `torch.library.Library.impl`, which costs a third of what `torch.library.custom_op` costs per call.
@@ -28,18 +33,23 @@ Outputs are fresh tensors, never views of the window, so that a compiler may kee
 
 from __future__ import annotations
 
+import struct
 import weakref
+from typing import Any
 
+import numpy as np
 import torch
 import torch.fx
 
-from tokenway import tensors
+from tokenway import gradients, tensors
 from tokenway.errors import InvalidArgument
 from tokenway.group import Group
+from tokenway.handle import Handle
 
 _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 _last_group = 0
 _last_handle = 0
+_NUMBER, _FLOAT = struct.Struct("=q"), struct.Struct("=d")
 
 _library = torch.library.Library("tokenway", "DEF")
 _library.define(
@@ -47,6 +57,12 @@ _library.define(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define("combine(Tensor rows, Tensor order, int group, SymInt tokens, str weighting) -> (Tensor, Tensor)")
+# Their backward: of gradients of what came, and of the sums. routed: the order token that the dispatch returned.
+_library.define(
+    "return_gradients(Tensor received, Tensor weights, Tensor routed, Tensor order, int group, SymInt tokens)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_library.define("send_gradients(Tensor out, Tensor routed, Tensor order, int group, SymInt bound) -> (Tensor, Tensor)")
 
 
 def register(group: Group) -> int:
@@ -59,7 +75,7 @@ def register(group: Group) -> int:
 
 def start() -> torch.Tensor:
     """The order token of a first step: on the CPU, whatever the group's device and the default one."""
-    return torch.zeros(1, dtype=torch.int64, device="cpu")
+    return torch.zeros(1, dtype=torch.float64, device="cpu")
 
 
 def _group(number: int) -> Group:
@@ -76,6 +92,39 @@ def _check_order(order: torch.Tensor) -> None:
         )
 
 
+def _trains(group: Group) -> bool:
+    """Whether a group may have been made for training: its rows have room for gradients of weights."""
+    return group.combine_hidden > group.hidden
+
+
+def _keep(group: Group, handle: Handle) -> torch.Tensor:
+    """The order token of a dispatch: its bits are the number of the handle, which a combine finds by it.
+
+    A float, since others have no gradient, and practically 0, whatever is added up. In training no call is the last
+    one of a handle: it lives as long as the token's memory, which PyTorch's graph keeps.
+    """
+    global _last_handle
+    _last_handle += 1
+    memory = np.array([_last_handle], np.int64).view(np.float64)
+    group.op_handles[_last_handle] = handle
+    if _trains(group):
+        weakref.finalize(memory, group.op_handles.pop, _last_handle, None).atexit = False
+    return torch.from_numpy(memory)
+
+
+def _kept(group: Group, order: torch.Tensor) -> tuple[int, Handle]:
+    """(number, handle) of the dispatch that an order token came from."""
+    _check_order(order)
+    (number,) = _NUMBER.unpack(_FLOAT.pack(order.item()))
+    handle = group.op_handles.get(number)
+    if handle is None:
+        raise InvalidArgument(f"order is {number}; it must come from the dispatch that this combine answers")
+    return number, handle
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
 def _received(
     group: Group, like: torch.Tensor, bound: int, layout: str, device: torch.device | None = None
 ) -> tuple[torch.Tensor, ...]:
@@ -83,8 +132,9 @@ def _received(
     rank_major = layout == "rank_major"
     lead = (group.nranks, bound) if rank_major else (group.num_local_experts, group.nranks * bound)
     per_row = (group.top_k,) if rank_major else ()
+    make = like.new_zeros if _trains(group) else like.new_empty  # nobody may multiply a gradient with a NaN by chance
     return (
-        like.new_empty((*lead, group.hidden), device=device),
+        make((*lead, group.hidden), device=device),
         like.new_empty((*lead, *per_row), dtype=getattr(torch, group.id_dtype), device=device),
         like.new_empty((*lead, *per_row), dtype=torch.float32, device=device),
         like.new_empty((lead[0],), dtype=torch.int32, device=device),
@@ -100,7 +150,6 @@ def _dispatch(
     bound: int,
     layout: str,
 ) -> tuple[torch.Tensor, ...]:
-    global _last_handle
     on = _group(group)
     try:
         _check_order(order)
@@ -111,40 +160,128 @@ def _dispatch(
         on.refuse_dispatch()  # peers are in the dispatch already
         raise
     out = dict(zip(("tokens", "ids", "weights", "counts"), made, strict=True))
-    on.dispatch(handle, tokens, layout=layout, bound=bound, out=out)
-    _last_handle += 1
-    on.op_handles[_last_handle] = handle
-    return (*made, torch.full_like(order, _last_handle))
+    if _trains(on):
+        gradients.send(handle, tokens, bound, out, layout)
+    else:
+        on.dispatch(handle, tokens, layout=layout, bound=bound, out=out)
+    return (*made, _keep(on, handle))
 
 
 def _combine(
     rows: torch.Tensor, order: torch.Tensor, group: int, tokens: int, weighting: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     on = _group(group)
-    _check_order(order)
-    number = int(order.item())
-    handle = on.op_handles.get(number)
-    if handle is None:
-        raise InvalidArgument(f"order is {number}; it must come from the dispatch that this combine answers")
-    out = on.combine(handle, rows, weighting=weighting)
-    del on.op_handles[number]
+    number, handle = _kept(on, order)
+    if _without_columns(on, rows):
+        with gradients.telling(lambda: gradients.refuse_combine(handle)):
+            rows = gradients.widened(rows, on)
+        out = gradients.first_columns(on.combine(handle, rows, weighting=weighting), on.hidden)
+    else:
+        out = on.combine(handle, rows, weighting=weighting)
+    if not _trains(on):
+        del on.op_handles[number]
     return out, torch.zeros_like(order)
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("dispatch", _dispatch, _key)
-    _library.impl("combine", _combine, _key)
-for _op in (torch.ops.tokenway.dispatch.default, torch.ops.tokenway.combine.default):
-    torch.fx.node.has_side_effect(_op)
+def _without_columns(group: Group, rows: torch.Tensor) -> bool:
+    """Whether rows of a group for training are without the columns for gradients, which are added then."""
+    return _trains(group) and rows.dim() > 0 and rows.shape[-1] == group.hidden
 
 
-@torch.library.register_fake("tokenway::dispatch", lib=_library)
+# ---- backward ------------------------------------------------------------------------------------
+
+
+def _return_gradients(
+    received: torch.Tensor, weights: torch.Tensor, routed: torch.Tensor, order: torch.Tensor, group: int, tokens: int
+) -> tuple[torch.Tensor, ...]:
+    _, handle = _kept(_group(group), routed)
+    of_tokens, of_weights = gradients.return_gradients(handle, received, weights, True, "rank_major")
+    assert of_weights is not None
+    return of_tokens, of_weights, torch.zeros_like(order)
+
+
+def _send_gradients(
+    out: torch.Tensor, routed: torch.Tensor, order: torch.Tensor, group: int, bound: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, handle = _kept(_group(group), routed)
+    _check_layout(handle.layout)
+    return gradients.send_gradients(handle, out, "rank_major"), torch.zeros_like(order)
+
+
+def _check_layout(layout: str) -> None:
+    if layout != "rank_major":
+        raise InvalidArgument(f"layout is {layout!r}; for gradients it must be 'rank_major'")
+
+
+def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    tokens, _, _, _, ctx.group, _, ctx.layout = inputs
+    ctx.tokens = tokens.shape[0]
+    ctx.save_for_backward(output[4])
+
+
+def _dispatch_backward(ctx: Any, received: Any, _ids: Any, weights: Any, _counts: Any, order: Any) -> tuple[Any, ...]:
+    gradients.check_group(_group(ctx.group), True)
+    _check_layout(ctx.layout)
+    (routed,) = ctx.saved_tensors
+    step = torch.ops.tokenway.return_gradients
+    of_tokens, of_weights, order = step(received, weights, routed, order, ctx.group, ctx.tokens)
+    return of_tokens, None, of_weights, order, None, None, None
+
+
+def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    rows, routed, ctx.group, _, ctx.weighting = inputs
+    ctx.shape, ctx.dtype = rows.shape, rows.dtype
+    ctx.save_for_backward(routed)
+
+
+def _combine_backward(ctx: Any, out: Any, order: Any) -> tuple[Any, ...]:
+    on = _group(ctx.group)
+    gradients.check_group(on, True)
+    if ctx.weighting != "none":
+        raise InvalidArgument(f"weighting is {ctx.weighting!r}; for gradients it must be 'none'")
+    if ctx.shape[-1] != on.hidden:
+        raise InvalidArgument(f"rows has shape {list(ctx.shape)}; for gradients it must be [..., {on.hidden}]")
+    (routed,) = ctx.saved_tensors
+    bound = ctx.shape[:-1].numel() // on.nranks
+    rows, order = torch.ops.tokenway.send_gradients(out, routed, order, ctx.group, bound)
+    return rows.view(ctx.shape).to(ctx.dtype), order, None, None, None
+
+
+# ---- registration --------------------------------------------------------------------------------
+
+
 def _fake_dispatch(tokens, ids, weights, order, group, bound, layout):  # type: ignore[no-untyped-def]
     return (*_received(_group(group), tokens, bound, layout), torch.empty_like(order))
 
 
-@torch.library.register_fake("tokenway::combine", lib=_library)
 def _fake_combine(rows, order, group, tokens, weighting):  # type: ignore[no-untyped-def]
     on = _group(group)
     dtype = getattr(torch, tensors.dtype_name(on.combine_dtype))
-    return rows.new_empty((tokens, on.combine_hidden), dtype=dtype), torch.empty_like(order)
+    elements = on.hidden if _without_columns(on, rows) else on.combine_hidden
+    return rows.new_empty((tokens, elements), dtype=dtype), torch.empty_like(order)
+
+
+def _fake_return_gradients(received, weights, routed, order, group, tokens):  # type: ignore[no-untyped-def]
+    on = _group(group)
+    of_tokens = received.new_empty((tokens, on.hidden), dtype=getattr(torch, on.dtype))
+    return of_tokens, weights.new_empty((tokens, on.top_k)), torch.empty_like(order)
+
+
+def _fake_send_gradients(out, routed, order, group, bound):  # type: ignore[no-untyped-def]
+    on = _group(group)
+    dtype = getattr(torch, on.dtype)
+    return out.new_empty((on.nranks, bound, on.hidden), dtype=dtype), torch.empty_like(order)
+
+
+for _name, _implementation, _fake in (
+    ("dispatch", _dispatch, _fake_dispatch),
+    ("combine", _combine, _fake_combine),
+    ("return_gradients", _return_gradients, _fake_return_gradients),
+    ("send_gradients", _send_gradients, _fake_send_gradients),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _implementation, _key)
+    torch.library.register_fake(f"tokenway::{_name}", _fake, lib=_library)
+    torch.fx.node.has_side_effect(getattr(torch.ops.tokenway, _name).default)
+torch.library.register_autograd("tokenway::dispatch", _dispatch_backward, setup_context=_dispatch_context, lib=_library)
+torch.library.register_autograd("tokenway::combine", _combine_backward, setup_context=_combine_context, lib=_library)

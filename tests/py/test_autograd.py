@@ -34,6 +34,8 @@ class Case:
     dtype: str = "float32"
     layers: int = 1
     none: bool = False  # some ids are -1
+    layout: str = "rank_major"
+    room: tuple[tuple[str, Any], ...] = ()  # further settings of a group of high throughput
 
     @property
     def ranks(self) -> int:
@@ -98,6 +100,8 @@ def group_of(env: Env, case: Case, **more: Any) -> tw.Group:
     from tokenway import autograd
 
     most = max(1, *case.sizes)
+    if case.layout != "rank_major":
+        more |= {"mode": "high_throughput"} | dict(case.room)
     return autograd.make_group(
         env.comm,
         experts=case.experts,
@@ -110,13 +114,13 @@ def group_of(env: Env, case: Case, **more: Any) -> tw.Group:
     )
 
 
-def layer_of(group: tw.Group, x: Any, ids: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+def layer_of(group: tw.Group, x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, layout: Any = None) -> Any:
     """One layer, as a user writes it."""
     import torch
 
     from tokenway import autograd
 
-    routed = autograd.dispatch(group, x, ids, weights)
+    routed = autograd.dispatch(group, x, ids, weights, layout=layout)
     grouped = autograd.by_expert(routed)
     parts = grouped.rows.split(grouped.sizes)
     made = [experts_of(rows, gate_up[slot], down[slot]) for slot, rows in enumerate(parts)]
@@ -151,17 +155,17 @@ def train(env: Env, case: Case, how: str = "plain", lost: bool = False) -> dict[
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from tokenway import autograd
+    from tokenway import gradients
 
-    honest = autograd._in_parts
+    honest = gradients.in_parts
     if lost:
-        autograd._in_parts = lambda x, dtype: honest(torch.zeros_like(x), dtype)
+        gradients.in_parts = lambda x, dtype: honest(torch.zeros_like(x), dtype)
     try:
         with group_of(env, case) as group:
             first, weights, ids, params, towards = leaves(env, group, case)
             x = first
             for layer in range(case.layers):
-                call = (group, x, ids[layer], weights[layer], *params[layer])
+                call = (group, x, ids[layer], weights[layer], *params[layer], case.layout)
                 if how == "plain":
                     x = layer_of(*call)
                 else:
@@ -176,7 +180,7 @@ def train(env: Env, case: Case, how: str = "plain", lost: bool = False) -> dict[
                 "down": [d.detach() if d.grad is None else d.grad for _, d in params],
             }
     finally:
-        autograd._in_parts = honest
+        gradients.in_parts = honest
     return {name: [sent(t) for t in v] if isinstance(v, list) else sent(v) for name, v in found.items()}
 
 
@@ -249,7 +253,7 @@ def run_weights(env: Env, case: Case) -> tuple[Any, Any, Any]:
 
     with group_of(env, case) as group:
         x, weights, ids, _, _ = leaves(env, group, case)
-        routed = autograd.dispatch(group, x, ids[0], weights[0])
+        routed = autograd.dispatch(group, x, ids[0], weights[0], layout=case.layout)
         assert routed.weights.requires_grad and not routed.ids.requires_grad
         ((routed.weights**2).sum() / 2 + routed.tokens.float().sum()).backward()
         valid = torch.where(ids[0] >= 0, weights[0].detach(), torch.zeros_like(weights[0]))

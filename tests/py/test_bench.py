@@ -20,6 +20,7 @@ from tokenway.bench.case import LAYOUTS, Case
 from tokenway.bench.control import CHUNK, Control
 from tokenway.bench.options import Settings
 from tokenway.bench.profiles import PROFILES, Profile
+from tokenway.cli import main
 
 TINY = Profile("tiny", hidden=160, experts=8, top_k=3, gating="softmax_topk")
 CASE = Case(TINY, "uniform", 7, 1, "bfloat16", "rank_major", "none")
@@ -73,6 +74,47 @@ def test_every_kind_of_row(dtype, layout, weighting) -> None:
     bench("--ranks", "3", "--profile", "gpt-oss-120b", "--tokens", "1", "9", *kind, "--verify-only")
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(("layout", "weighting"), [("rank_major", "topk"), ("flat", "none"), ("grouped", "topk")])
+def test_backward(tmp_path, layout, weighting) -> None:
+    """Gradients are verified as what they are, and timed apart, together, and after the forward pass."""
+    data = tmp_path / "run.json"
+    kind = ["--layout", layout, "--weighting", weighting, "--quick", "--baselines", "none", "--backward"]
+    out = bench("--ranks", "2", "--profile", "gpt-oss-120b", "--tokens", "1", "9", *kind, "--json", str(data))
+    assert "backward us  both us" in out
+    run = json.loads(data.read_text())
+    for row in run["rows"]:
+        assert row["verified_exchanges"] == runner.EXCHANGES + 1
+        for phase in timing.BACKWARD:
+            assert 0 < row[f"{phase}_us"]["p10"] <= row[f"{phase}_us"]["median"]
+        assert row["moved_gb_s"]["both"] > 0 and row["moved_gb_s"]["backward"] > 0
+    assert "backward us | both us" in report.markdown(run)
+
+
+def test_gradients_are_other_values() -> None:
+    """By the same routing: a step that leaves the forward pass's rows there would be noticed."""
+    gradients = CASE.backward
+    assert not (gradients.inputs(0)[0] == CASE.inputs(0)[0]).all(axis=1).any()
+    assert all(np.array_equal(a, b) for a, b in zip(gradients.exchange.ids, CASE.exchange.ids, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [(["--dtype", "fp8"], "gradients return as bfloat16"), (["--overhead"], "which measures no backward pass")],
+)
+def test_backward_is_refused(capsys, more, why) -> None:
+    assert main(["bench", "--backward", *more]) == 2
+    assert f"--backward: not with {' '.join(more)}" in (told := capsys.readouterr().err) and why in told
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_many_tokens(dtype) -> None:
+    what = ["--profile", "gpt-oss-120b", "--tokens", "16384", "--layout", "flat", "--dtype", dtype, "--verify-only"]
+    assert " 16384 " in bench("--ranks", "2", *what)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_verification_notices(layout, dtype) -> None:
@@ -123,10 +165,14 @@ def test_every_expert_answers_differently() -> None:
     assert np.isfinite(rows.astype(np.float32)).all()
 
 
-def test_failure_ends_the_run(monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("backward", [False, True])
+def test_failure_ends_the_run(monkeypatch, capsys, backward) -> None:
+    """Of the forward pass, or of the gradients alone."""
     honest = verify.expected_output
-    monkeypatch.setattr(verify, "expected_output", lambda *a: -honest(*a))
-    settings = Settings(ranks=1, profiles=("mixtral-8x7b",), tokens=(2,), verify_only=True)
+    monkeypatch.setattr(
+        verify, "expected_output", lambda case, rank: honest(case, rank) * (-1 if case.gradients == backward else 1)
+    )
+    settings = Settings(ranks=1, profiles=("mixtral-8x7b",), tokens=(2,), verify_only=True, backward=backward)
     assert runner.run_rank(settings) == 1
     told = capsys.readouterr()
     assert told.out == "" and "combined tokens on rank 0 differ from the oracle" in told.err

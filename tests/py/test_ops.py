@@ -83,7 +83,7 @@ def run_layers(env: Env, how: str, layout: str) -> Any:
         with torch.no_grad():
             for _ in range(2):
                 first, second, order = model(*arguments(env), ops.start())
-        assert order.shape == (1,) and order.dtype == torch.int64
+        assert order.shape == (1,) and order.dtype == torch.float64
     return to_numpy(env, first), to_numpy(env, second)
 
 

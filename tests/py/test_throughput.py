@@ -244,19 +244,6 @@ def test_settings_are_refused(wrong: dict[str, Any], sentence: str) -> None:
         tw.Group(comm, **{"experts": 4, "top_k": 1, "hidden": 4, "max_tokens": 12, **EXACT, **wrong})
 
 
-def test_training_is_refused(torch: Any) -> None:
-    """Gradients go through slots in this version."""
-    from tokenway import autograd
-
-    sizes = {"experts": 2, "top_k": 1, "hidden": 4, "max_tokens": 4, "dtype": "float32"}
-    with (
-        tw.local_comms(1)[0] as comm,
-        autograd.make_group(comm, **sizes, **EXACT) as group,
-        pytest.raises(tw.InvalidArgument, match="the group's mode is 'high_throughput'"),
-    ):
-        autograd.dispatch(group, torch.zeros(1, 4), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
-
-
 def late_rank(env: Any) -> str:
     setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, **EXACT)
     group = tw.Group(env.comm, timeout=0.5, **setup.settings())

@@ -7,7 +7,7 @@ sends, and what its experts answer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -48,6 +48,7 @@ class Case:
     layout: str
     weighting: str
     seed: int = 0
+    gradients: bool = False  # of the backward pass: other values, by the same routing
 
     @property
     def name(self) -> str:
@@ -99,9 +100,15 @@ class Case:
         drawn = [generate(r, self.tokens, p.experts, p.top_k, self.seed, ranks=self.ranks) for r in range(self.ranks)]
         return Exchange([d[0] for d in drawn], [d[1] for d in drawn], p.experts, self.tokens)
 
+    @property
+    def backward(self) -> Case:
+        """What goes back over the same routing: a dispatch of the gradients of combine's results, and a combine of
+        those of dispatch's rows. Their weights are applied where the experts are."""
+        return replace(self, gradients=True, weighting="none")
+
     def inputs(self, rank: int) -> tuple[Array, Array | None]:
         """(tokens [T, H], scales float32 [T, S] or None) of a rank; every row is different."""
-        rng = np.random.default_rng([3, rank, self.seed, self.tokens])
+        rng = np.random.default_rng([3, rank, self.seed, self.tokens, *[1] * self.gradients])
         unsigned, kept, exponent = _VALUES[self.dtype]
         shape = (self.tokens, self.profile.hidden)
         raw = rng.bytes(int(np.prod(shape)) * np.dtype(unsigned).itemsize)

@@ -41,6 +41,7 @@ class Settings:
     seed: int = 0
     baselines: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()  # baselines that cannot run here, and why
+    backward: bool = False
     verify_only: bool = False
     overhead: bool = False
     quick: bool = False
@@ -87,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         **many,
         help=f"auto, none, or some of {', '.join(baselines.NAMES)}; on GPUs of {', '.join(nccl.NAMES)}",
     )
+    add("--backward", action="store_true", help="gradients too: by the cached routing, apart and after the pair")
     add("--verify-only", action="store_true", help="compare with the oracle, time nothing")
     add("--overhead", action="store_true", help="what a call through Python adds (1 rank, 1 token)")
     add("--quick", action="store_true", help="small numbers of tokens and iterations")
@@ -119,6 +121,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         seed=_number("--seed", args.seed, 0, 0),
         baselines=wanted,
         skipped=skipped,
+        backward=args.backward,
         verify_only=args.verify_only,
         overhead=args.overhead,
         quick=quick,
@@ -138,6 +141,12 @@ def _check_together(settings: Settings) -> None:
             raise UsageError("--plot needs matplotlib: pip install 'tokenway[plot]'")
         if settings.verify_only or settings.overhead:
             raise UsageError("--plot: nothing to plot with --verify-only or --overhead")
+    if settings.backward and settings.nvlink is not None:
+        raise UsageError("--backward: not with --backend nvlink; it measures the CPU backend")
+    if settings.backward and settings.overhead:
+        raise UsageError("--backward: not with --overhead, which measures no backward pass")
+    if settings.backward and settings.dtype == FP8:
+        raise UsageError("--backward: not with --dtype fp8; gradients return as bfloat16, in a group of their own")
     if settings.verify_only and settings.overhead:
         raise UsageError("--overhead measures: it cannot go with --verify-only")
     for case in settings.cases():

@@ -120,11 +120,11 @@ class Bench:
         with open_group(self.control.comm, **keywords) as group:
             for case in cases:
                 progress.doing(f"{case.name}: verifying")
-                ours, want = self._verified(case, group)
-                row = facts(case, group)
+                ours, wants = self._verified(case, group)
+                row = facts(case, group, EXCHANGES + self.settings.backward)
                 if not self.settings.verify_only:
                     progress.doing(f"{case.name}: timing")
-                    row |= self._timed(case, ours, want)
+                    row |= self._timed(case, ours, wants)
                 rows.append(row)
                 progress.done()
         return rows
@@ -135,14 +135,14 @@ class Bench:
         if found:
             raise verify.Mismatch(found)
 
-    def _verified(self, case: Case, group: Group) -> tuple[timing.Ours, np.ndarray]:
-        """Two exchanges with different data, in different banks, each compared with the oracle; the
-        last one's tensors stay for timing, with the output that is right."""
+    def _verified(self, case: Case, group: Group) -> tuple[timing.Ours, list[np.ndarray]]:
+        """Two exchanges with different data, in different banks, and one of gradients if they are wanted, each compared
+        with the oracle; the last ones' tensors stay for timing, with the outputs that are right."""
         made = None if case.exact else verify.buffers(case, group)
         handle = None
         for turn in reversed(range(EXCHANGES)):
             at = replace(case, seed=case.seed + turn)
-            x, sent, problem = at.exchange, at.inputs(self.rank), None
+            x, sent = at.exchange, at.inputs(self.rank)
             if handle is None:
                 handle = group.route(x.ids[self.rank], x.weight[self.rank])
             else:
@@ -150,21 +150,31 @@ class Bench:
             if case.exact:
                 made = verify.buffers(at, group, group.exchange_counts(handle))
             assert made is not None
-            try:
-                verify.exchange_once(at, group, handle, sent, made, twice=turn % 2 == 1)
-            except verify.Mismatch as mismatch:
-                problem = str(mismatch)
-            self._agree(problem)
-            group.combine(handle, made[1], weighting=case.weighting, out=made[2])
-            want = verify.expected_output(at, self.rank)
-            self._agree(_problem(verify.check_output, at, self.rank, made[2], want))
-        assert handle is not None and made is not None
-        return timing.Ours(case, group, handle, sent, made), want
+            there = timing.Exchanged(at, group, handle, sent, made)
+            wants = [self._exchanged(there, twice=turn % 2 == 1)]
+        assert handle is not None
+        back = None
+        if self.settings.backward:
+            case = case.backward
+            back = timing.Exchanged(case, group, handle, case.inputs(self.rank), verify.buffers(case, group, handle))
+            wants.append(self._exchanged(back))
+        return timing.Ours(there, back), wants
 
-    def _timed(self, case: Case, ours: timing.Ours, want: np.ndarray) -> dict[str, Any]:
+    def _exchanged(self, it: timing.Exchanged, twice: bool = False) -> np.ndarray:
+        """One exchange, compared with the oracle; what a combine returned that is right."""
+        self._agree(_problem(verify.exchange_once, it.case, it.group, it.handle, it.sent, it.made, twice))
+        it.combine()
+        want = verify.expected_output(it.case, self.rank)
+        self._agree(_problem(verify.check_output, it.case, self.rank, it.made[2], want))
+        return want
+
+    def _timed(self, case: Case, ours: timing.Ours, wants: list[np.ndarray]) -> dict[str, Any]:
         """Times ours and the baselines in turns; checks afterwards that all were still right."""
         subjects: list[timing.Subject] = [ours]
-        checks = [(verify.check_output, case, self.rank, ours.made[2], want)]
+        passes = [it for it in (ours.forward, ours.backward) if it is not None]
+        checks: list[tuple[Any, ...]] = [
+            (verify.check_output, it.case, self.rank, it.made[2], want) for it, want in zip(passes, wants, strict=True)
+        ]
         for name, call, check in self._baselines(case):
             subjects.append(timing.Pair(name, call))
             if check is not None:
@@ -181,7 +191,7 @@ class Bench:
         )
         for check, *args in checks:
             self._agree(_problem(check, *args))
-        route = timing.route_times(case, ours.handle, self.rank, settings.iterations)
+        route = timing.route_times(case, ours.forward.handle, self.rank, settings.iterations)
         slowest = self.control.slowest(route)
         return _results(case, times, timing.summary([slowest.round(2).tolist()]))
 
@@ -252,6 +262,8 @@ def _results(case: Case, times: dict[str, Any], route: dict[str, Any]) -> dict[s
     total, _, _ = case.moved_rows()
     moved = {"dispatch": case.dispatch_row, "combine": case.combine_row}
     moved["pair"] = moved["dispatch"] + moved["combine"]
+    if "both" in ours:
+        moved |= {"backward": 2 * case.combine_row, "both": moved["pair"] + 2 * case.combine_row}
     row["formula_gb_s"] = {
         phase: round(formula * size / ours[phase]["median"] / 1e3, 3) for phase, size in moved.items()
     }

@@ -34,6 +34,7 @@ def columns(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     if timed:
         counted = any("counts_us" in row for row in rows)  # of high throughput
         heads += ["route us", *["counts us"] * counted, "dispatch us", "combine us", "pair us", "p10", "p90"]
+        heads += ["backward us", "both us"] * any("both_us" in row for row in rows)
         heads += ["formula GB/s", "moved GB/s"]
         heads += [_head(name) for name in names]
     else:
@@ -58,6 +59,7 @@ def _cells(row: Row, names: Sequence[str], timed: bool) -> list[str]:
         medians = [row[f"{p}_us"]["median"] for p in phases]
         cells += [microseconds(m) for m in medians]
         cells += [microseconds(row["pair_us"][p]) for p in ("p10", "p90")]
+        cells += [microseconds(row[f"{p}_us"]["median"]) for p in ("backward", "both") if f"{p}_us" in row]
         cells += [f"{row['formula_gb_s']['pair']:.2f}", f"{row['moved_gb_s']['pair']:.2f}"]
         for name in names:
             base = row["baselines"][name]

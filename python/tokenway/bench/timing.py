@@ -2,11 +2,14 @@
 
 One iteration of a subject starts all ranks at the gate (see control.py) and ends when the last rank
 returns. Ours is timed three times per iteration: dispatch alone, combine alone, and the pair
-without a gate between them; outputs are allocated before, the handle is reused, and the rows that
-combine reads lie in a buffer of the caller's, as experts leave them. Routing is timed apart, as it
-needs no other rank. Subjects take turns: in each round every one of them runs its warm-up and its
-share of the iterations, so that what disturbs the machine for a while disturbs them all; ranks are
-spread over the cores before each turn.
+without a gate between them. A backward pass is timed likewise: a dispatch of the gradients of
+combine's results, by the routing that is cached, a combine of those of dispatch's rows, both, and
+both after a pair of the forward pass. Gradients are rows of H elements; those of weights, which
+training sends in columns behind them, are left out. Outputs are allocated before, the handle is
+reused, and the rows that combine reads lie in a buffer of the caller's, as experts leave them.
+Routing is timed apart, as it needs no other rank. Subjects take turns: in each round every one of
+them runs its warm-up and its share of the iterations, so that what disturbs the machine for a while
+disturbs them all; ranks are spread over the cores before each turn.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from tokenway.group import Group
 from tokenway.handle import Handle
 
 PHASES = ("dispatch", "combine", "pair")
+BACKWARD = ("combine_backward", "dispatch_backward", "backward", "both")  # a dispatch, a combine, these; with the pair
 
 
 class Subject(Protocol):
@@ -40,31 +44,17 @@ class Subject(Protocol):
 
 
 @dataclass
-class Ours:
-    """Dispatch and combine of this library, through Python."""
+class Exchanged:
+    """One pass over a routing: what a dispatch and a combine send, and where they leave it."""
 
     case: Case
     group: Group
     handle: Handle
     sent: tuple[Any, Any]
     made: tuple[dict[str, Any], Any, Any]
-    name: str = "tokenway"
 
-    @property
-    def phases(self) -> tuple[str, ...]:
-        """What `once` times: in high throughput the exchange of counts too, which a routing needs once."""
-        return (*PHASES, "counts") if self.case.exact else PHASES
-
-    def once(self, control: Control) -> tuple[int, ...]:
-        """Dispatch, then combine, then both."""
-        times = control.time(self._dispatch), control.time(self._combine), control.time(self._pair)
-        if not self.case.exact:
-            return times
-        x, rank = self.case.exchange, self.group.rank
-        self.handle.update(x.ids[rank], x.weight[rank])
-        return (*times, control.time(lambda: self.group.exchange_counts(self.handle)))
-
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
+        """A step of all ranks."""
         payloads = None if self.sent[1] is None else {"scales": self.sent[1]}
         self.group.dispatch(
             self.handle,
@@ -75,12 +65,47 @@ class Ours:
             out=self.made[0],
         )
 
-    def _combine(self) -> None:
+    def combine(self) -> None:
+        """A step of all ranks."""
         self.group.combine(self.handle, self.made[1], weighting=self.case.weighting, out=self.made[2])
 
-    def _pair(self) -> None:
-        self._dispatch()
-        self._combine()
+    def pair(self) -> None:
+        """Both."""
+        self.dispatch()
+        self.combine()
+
+
+@dataclass
+class Ours:
+    """Dispatch and combine of this library, through Python."""
+
+    forward: Exchanged
+    backward: Exchanged | None  # None: only the forward pass is timed
+    name: str = "tokenway"
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """What `once` times: in high throughput the exchange of counts too, which a routing needs once."""
+        names = PHASES if self.backward is None else PHASES + BACKWARD
+        return (*names, "counts") if self.forward.case.exact else names
+
+    def once(self, control: Control) -> tuple[int, ...]:
+        """Dispatch, then combine, then both; the same backward; counts."""
+        there, back = self.forward, self.backward
+        calls = [there.dispatch, there.combine, there.pair]
+        if back is not None:
+            calls += [back.dispatch, back.combine, back.pair, self._both]
+        times = tuple(control.time(call) for call in calls)
+        if not there.case.exact:
+            return times
+        x, rank = there.case.exchange, there.group.rank
+        there.handle.update(x.ids[rank], x.weight[rank])
+        return (*times, control.time(lambda: there.group.exchange_counts(there.handle)))
+
+    def _both(self) -> None:
+        assert self.backward is not None
+        self.forward.pair()
+        self.backward.pair()
 
 
 @dataclass

@@ -207,7 +207,6 @@ def exchange_once(
     handle: Handle,
     sent: tuple[Array, Array | None],
     made: tuple,
-    *,
     twice: bool,
 ) -> None:
     """One dispatch, checked, and the experts' rows for what it brought. made: of `buffers`.

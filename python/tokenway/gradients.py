@@ -1,0 +1,213 @@
+"""The steps of a layer that is trained, on plain tensors: what `autograd` and `ops` give to PyTorch's autograd.
+
+A combine returns rows, and its backward, `send_gradients`, is a dispatch by the same routing. A dispatch sends tokens,
+and its backward, `return_gradients`, is a combine, in which gradients of weights travel in columns behind those of the
+tokens. Layouts are "rank_major", or "flat" and "grouped" of a group of high throughput.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from tokenway import tensors
+from tokenway.errors import InvalidArgument, TokenwayError
+from tokenway.group import Group
+from tokenway.handle import Handle
+
+Tensor = torch.Tensor
+
+# bfloat16 has 8 significant bits, float32 has 24.
+_PARTS = {"float32": 1, "bfloat16": 3}
+
+
+def weight_columns(top_k: int, dtype: Any = "bfloat16") -> int:
+    """Elements that a returned row needs beyond H for the gradients of `top_k` weights. dtype: of the rows, float32 or
+    bfloat16. Raises InvalidArgument for others."""
+    name = tensors.dtype_name(dtype)
+    if name not in _PARTS:
+        raise InvalidArgument(f"dtype is {name}; to train with it must be float32 or bfloat16")
+    return top_k * _PARTS[name]
+
+
+def check_group(group: Group, weights_too: bool) -> None:
+    """Raises InvalidArgument unless rows of this group can carry gradients both ways: dtype float32 or bfloat16, the
+    same for combine_dtype, and combine_hidden with room for gradients of weights, if there are to be any."""
+    dtype, hidden, returned = group.dtype, group.hidden, group.combine_hidden
+    columns = weight_columns(group.top_k, dtype)
+    if group.combine_dtype != dtype:
+        raise InvalidArgument(
+            f"the group's combine_dtype is {group.combine_dtype}; to train it must be its dtype, {dtype}"
+        )
+    if returned < hidden + columns and (returned != hidden or weights_too):
+        raise InvalidArgument(
+            f"the group's combine_hidden is {returned}; for gradients of weights it must be at least "
+            f"{hidden + columns} (tokenway.autograd.make_group makes such a group)"
+        )
+
+
+def check_layout(group: Group, layout: str | None) -> str:
+    """The layout of a dispatch, None being the first one that the group has. Raises InvalidArgument for others, and for
+    "grouped" where gradients of weights could not find their way: that takes all rows, by local expert."""
+    allowed = ("flat", "grouped") if group.exact else ("rank_major",)
+    layout = allowed[0] if layout is None else layout
+    if layout not in allowed:
+        names = " or ".join(map(repr, allowed))
+        raise InvalidArgument(f"layout is {layout!r}; to train in the mode {group.settings.mode!r} it must be {names}")
+    if layout == "grouped" and group.settings.overflow == "drop":
+        raise InvalidArgument("the group's overflow is 'drop'; to train in the layout 'grouped' it must be 'refuse'")
+    if layout == "grouped":
+        check_local(group, "the layout 'grouped'")
+    return layout
+
+
+def check_local(group: Group, what: str) -> None:
+    """Raises InvalidArgument unless ids say which expert of this rank a row is for."""
+    if group.settings.id_space != "local":
+        raise InvalidArgument(f"the group's id_space is {group.settings.id_space!r}; {what} needs 'local'")
+
+
+# ---- what peers learn ------------------------------------------------------------------------------
+
+
+@contextmanager
+def telling(refuse: Callable[[], None]) -> Iterator[None]:
+    """Around what can fail before a step that the peers are in already: they learn of it at once."""
+    try:
+        yield
+    except Exception:
+        refuse()
+        raise
+
+
+def refuse_combine(handle: Handle) -> None:
+    """As Group.refuse_dispatch: no rows are refused, and the peers told."""
+    with suppress(TokenwayError):
+        handle.group.combine(handle, None)
+
+
+# ---- steps -----------------------------------------------------------------------------------------
+
+
+def device_of(group: Group) -> torch.device:
+    """Where the group's tensors are."""
+    return torch.device("cpu") if group.device is None else torch.device("cuda", group.device)
+
+
+def lead_of(handle: Handle, layout: str) -> tuple[int, ...]:
+    """The dimensions before a row's of a handle that was dispatched: N and b, or in the exact layouts R' or P."""
+    if layout == "rank_major":
+        return handle.group.nranks, handle.bound
+    rows = handle.rows_of(layout)
+    assert rows is not None, "counts are exchanged before the dispatch"
+    return (rows,)
+
+
+def no_rows(group: Group, lead: tuple[int, ...], elements: int) -> Tensor:
+    """[*lead, elements] of 0. A dispatch writes the rows that come, and what it leaves must not be a NaN by chance."""
+    return torch.zeros((*lead, elements), dtype=getattr(torch, group.dtype), device=device_of(group))
+
+
+def rows_to_come(group: Group, lead: tuple[int, ...], elements: int, layout: str) -> Tensor:
+    """[*lead, elements] for a dispatch to write to: the exact layouts write all of it, padding too."""
+    if layout == "rank_major":
+        return no_rows(group, lead, elements)
+    return torch.empty((*lead, elements), dtype=getattr(torch, group.dtype), device=device_of(group))
+
+
+@contextmanager
+def lane_given_back(handle: Handle) -> Iterator[None]:
+    """Around a dispatch and what is read of the window: a combine of the handle leases a lane for itself, so no lane is
+    lost where a backward pass never comes."""
+    try:
+        yield
+    finally:
+        if handle.leased:  # not after a refusal, where that is known at once
+            handle.release()
+
+
+def send(handle: Handle, tokens: Tensor, bound: int | None, out: Mapping[str, Tensor], layout: str) -> None:
+    """A dispatch into tensors of the caller's, that holds no lane afterwards: nothing of the window is needed then."""
+    with lane_given_back(handle):
+        handle.group.dispatch(handle, tokens, bound=bound, out=out, layout=layout)
+
+
+def return_gradients(
+    handle: Handle, tokens: Tensor | None, weights: Tensor | None, weights_too: bool, layout: str
+) -> tuple[Tensor, Tensor | None]:
+    """The backward of a dispatch: from gradients of what came, None being 0, those of the T tokens and, if there are to
+    be any, of their weights. A step, whatever gradients there are: those may differ from rank to rank, steps may not.
+
+    tokens: [..., H], weights: [..., K], by layout; in "grouped" too, where a row has one k and 0 for the others.
+    """
+    group = handle.group
+    h, columns = group.hidden, weight_columns(group.top_k, group.dtype)
+    with telling(lambda: refuse_combine(handle)):
+        rows = no_rows(group, lead_of(handle, layout), group.combine_hidden)
+        if tokens is not None:
+            rows[..., :h] = tokens
+        if weights is not None and weights_too:
+            rows[..., h : h + columns] = in_parts(weights, rows.dtype)
+    out = group.combine(handle, rows, layout=layout, dtype="float32")
+    of_weights = whole(out[:, h : h + columns], group.top_k) if weights_too else None
+    return first_columns(out, h, rows.dtype), of_weights
+
+
+def return_rows(handle: Handle, rows: Tensor, layout: str) -> Tensor:
+    """A combine, of rows without columns: [T, H]."""
+    group, h = handle.group, handle.group.hidden
+    with telling(lambda: refuse_combine(handle)):
+        wanted = (*lead_of(handle, layout), h)
+        if rows.shape != wanted:
+            raise InvalidArgument(f"rows has shape {list(rows.shape)}; it must be {list(wanted)}")
+        rows = widened(rows, group)
+    return first_columns(group.combine(handle, rows, layout=layout), h)
+
+
+def send_gradients(handle: Handle, out: Tensor, layout: str) -> Tensor:
+    """The backward of a combine: from gradients of the T sums those of the rows, 0 where there is none."""
+    group = handle.group
+    with telling(group.refuse_dispatch):
+        rows, out = rows_to_come(group, lead_of(handle, layout), group.hidden, layout), out.contiguous()
+    send(handle, out, handle.bound or None, {"tokens": rows}, layout)
+    return rows
+
+
+# ---- columns ---------------------------------------------------------------------------------------
+
+
+def widened(rows: Tensor, group: Group) -> Tensor:
+    """Rows of H elements as a group returns them: with columns of 0."""
+    missing = group.combine_hidden - group.hidden
+    return torch.cat([rows, rows.new_zeros(*rows.shape[:-1], missing)], dim=-1) if missing else rows
+
+
+def first_columns(x: Tensor, count: int, dtype: torch.dtype | None = None) -> Tensor:
+    """x[:, :count] in memory of its own, unless that is all of x."""
+    if x.shape[1] == count:
+        return x.to(dtype or x.dtype)
+    return x[:, :count].to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def in_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 [..., K] -> [..., K * parts] of dtype, whose sum is x: each the rounded rest of those before."""
+    if dtype == torch.float32:
+        return x
+    parts = []
+    for _ in range(_PARTS["bfloat16"]):
+        parts.append(x.to(dtype))
+        x = x - parts[-1].float()
+    return torch.cat(parts, dim=-1)
+
+
+def whole(parts: Tensor, k: int) -> Tensor:
+    """The inverse of `in_parts` in float32: from the smallest up, so that each sum is exact."""
+    first, *rest = parts.split(k, dim=-1)
+    if not rest:
+        return first.clone(memory_format=torch.contiguous_format)
+    middle, last = rest
+    # An infinity or NaN leaves NaN as its rest.
+    return torch.where(first.isfinite(), first + (middle + last), first)
