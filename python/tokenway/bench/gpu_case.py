@@ -46,20 +46,34 @@ class DeviceCase:
         self._place = here()
         n, t, hidden = case.ranks, case.tokens, case.profile.hidden
         answer = getattr(torch, case.combine_dtype)
-        expert_major = case.layout == "expert_major"
-        lead = (group.num_local_experts, n * t) if expert_major else (n, t)
-        self.out: dict[str, torch.Tensor] | None = self._outputs(lead) if expert_major else None
-        self.rows = torch.zeros((*lead, hidden), dtype=answer, device=self._place)
-        self.result = torch.zeros((t, hidden), dtype=answer, device=self._place)
+        self._by_expert = case.layout in ("expert_major", "grouped")
         self._load(case)
         self.handles = [group.route(self.ids, self.weights) for _ in range(COUNT + 1)]
         self.handle = group.route(self.ids, self.weights)  # of eager calls
+        lead: tuple[int, ...] = (group.num_local_experts, n * t) if self._by_expert else (n, t)
+        if case.exact:
+            self._count(self.handle)
+            lead = (self.handle.rows_of(case.layout) or 0,)
+        self.out: dict[str, torch.Tensor] | None = self._outputs(lead) if self._by_expert else None
+        self.rows = torch.zeros((*lead, hidden), dtype=answer, device=self._place)
+        self.result = torch.zeros((t, hidden), dtype=answer, device=self._place)
         torch.cuda.current_stream().synchronize()
+
+    def _count(self, handle: Handle) -> None:
+        """The exchange of counts, and the host learns them: outputs are as large as what comes. Collective."""
+        self.group.exchange_counts(handle)
+        handle.learn_rows()
+
+    def _update(self, handle: Handle) -> None:
+        """The routing again: the handle's next dispatch is its first. In high throughput collective."""
+        handle.update(self.ids, self.weights)
+        if self.case.exact:
+            self._count(handle)
 
     def _outputs(self, lead: tuple[int, ...]) -> dict[str, torch.Tensor]:
         """Every output of a dispatch but the counts, in memory of the caller's."""
         case = self.case
-        per_row = () if case.layout == "expert_major" else (case.profile.top_k,)
+        per_row = () if self._by_expert else (case.profile.top_k,)
         made = {
             "tokens": ((*lead, case.profile.hidden), getattr(torch, case.dtype)),
             "scales": ((*lead, case.scales), torch.float32),
@@ -84,11 +98,10 @@ class DeviceCase:
     # ---------------------------------------------------------------------------------------------- measured calls
 
     def dispatch(self, handle: Handle) -> Any:
-        """rank_major: rows stay in the window, and what is returned are views."""
+        """rank_major and flat: rows stay in the window, and what is returned are views."""
         case = self.case
-        return self.group.dispatch(
-            handle, self.tokens, self.payloads, layout=case.layout, bound=case.tokens, out=self.out
-        )
+        bound = None if case.exact else case.tokens
+        return self.group.dispatch(handle, self.tokens, self.payloads, layout=case.layout, bound=bound, out=self.out)
 
     def combine(self, handle: Handle) -> None:
         """Of rows in a buffer of the caller's, as experts leave them."""
@@ -101,7 +114,8 @@ class DeviceCase:
 
     def graphs(self, name: str = "tokenway") -> Graphs:
         """pair; dispatch alone and combine alone, a handle's again and again: on the lane that it holds, and without
-        one; and pairs of one handle, whose routing is known from its first dispatch on ("cached")."""
+        one; and pairs of one handle, whose routing is known from its first dispatch on ("cached"), as those of a
+        backward pass. In high throughput the pairs' counts are known; their exchange is apart ("counts")."""
         first, others = self.handles[0], self.handles[1:]
 
         def dispatches() -> None:
@@ -121,18 +135,28 @@ class DeviceCase:
             "combine": (self.pair, again(self.combine)),
             "cached": (self.pair, again(self.pair)),
         }
+        if self.case.exact:
+            bodies["counts"] = (self._recount, each(self._recount))
         replays = {}
         for phase, (lead, body) in bodies.items():
             for handle in self.handles:
-                handle.update(self.ids, self.weights)  # its next dispatch is its first
+                self._update(handle)
             replays[phase] = Replay(lambda lead=lead: lead(first), body)  # type: ignore[misc]
         return Graphs(name, replays)
+
+    def _reroute(self, handle: Handle) -> None:
+        handle.update(self.ids, self.weights)
+
+    def _recount(self, handle: Handle) -> None:
+        """The exchange of counts of a new routing."""
+        handle.update(self.ids, self.weights)
+        self.group.exchange_counts(handle)
 
     def loops(self) -> list[Loop]:
         """Eager subjects: what each call costs the host, and until the device is done."""
         loops = [
             Loop("direct", lambda: self.pair(self.handle)),
-            Loop("route", lambda: self.handle.update(self.ids, self.weights)),
+            Loop("route", lambda: (self._recount if self.case.exact else self._reroute)(self.handle)),
         ]
         if self.case.layout == "rank_major":
             given = self._outputs((self.case.ranks, self.case.tokens))
@@ -168,9 +192,9 @@ class DeviceCase:
         for turn in reversed(range(EXCHANGES)):
             at = replace(self.case, seed=self.case.seed + turn)
             self._load(at)
-            self.handle.update(self.ids, self.weights)
             torch.cuda.current_stream().synchronize()
             agree(None)  # nobody allocates any more
+            self._update(self.handle)
             # Twice, as a recomputation does: what is checked lies in the other bank than it would without.
             for _ in range(2 if turn % 2 == 1 else 1):
                 received = self.dispatch(self.handle)

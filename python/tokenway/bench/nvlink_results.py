@@ -18,6 +18,7 @@ METHOD = {
         "ranks together; per call, the slowest rank of each replay; each dispatch works out a routing that is new to it"
     ),
     "cached_pair_us": "as pair_us, all pairs with one handle, whose routing is known",
+    "counts_us": "as pair_us, of the exchange of counts of a new routing, which high throughput needs once for it",
     "outside_pair_us": f"as pair_us, between events around the replay, over {COUNT + 1} pairs: the launch is in it",
     "host": "loops without a graph: eager_us by the wall clock until the device is done, host_us the host's part",
     "floor": "of tokenway-floor in the same run; times_floor against its fastest exchange of the same rows",
@@ -51,6 +52,8 @@ def row(case: Case, times: dict[str, Any], bottom: floor.Floor, notes: dict[str,
     ours = {phase: timing.summary(rounds) for phase, rounds in times["tokenway"].items()}
     told: dict[str, Any] = {f"{phase}_us": ours[phase] for phase in ("pair", "dispatch", "combine")}
     told["cached_pair_us"], told["outside_pair_us"] = ours["cached"], ours["outside"]
+    if "counts" in ours:
+        told["counts_us"] = ours["counts"]
     told["pair_less_dispatch_us"] = round(ours["pair"]["median"] - ours["dispatch"]["median"], 2)
     told["floor"] = _beside_floor(case, ours, bottom)
     told["baselines"], told["host"] = {}, {}

@@ -40,6 +40,8 @@ def _timed(run: dict[str, Any]) -> list[tuple[str, Any]]:
             makers.append(("of floor", _times_floor(phase)))
         if has_floor and phase != "pair":
             makers.append(("of put", _percent(phase)))
+    if "counts_us" in rows[0]:
+        makers.append(("counts us", _median("counts")))
     for name in rows[0]["baselines"]:
         makers.append((f"{name} us", _baseline(name)))
     makers += [("eager us", _host("direct", "eager")), ("host us", _host("direct", "host"))]

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--routing", **many, help="all, or some of uniform, balanced, skewed, FILE.npz")
     add("--tokens", nargs="+", metavar="T", help="per rank (default 1 8 128 512; on GPUs up to 4096)")
     add("--dtype", help=f"{', '.join(DTYPES)} or fp8: float8 and a float32 scale per 128 elements")
-    add("--layout", help="rank_major (default) or expert_major; on the CPU also flat or grouped, of high throughput")
+    add("--layout", help="rank_major (default) or expert_major; flat or grouped, of high throughput")
     add("--weighting", help="none (default) or topk")
     add("--iterations", type=int, metavar="I", help="timed, over all rounds (default 50)")
     add("--rounds", type=int, metavar="R", help="in which subjects take turns (default 5)")
@@ -113,7 +113,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         routings=_routings(_names(args.routing) or ["uniform"]),
         tokens=_tokens(_names(args.tokens)) or ((1, 8, 32) if quick else tokens),
         dtype=_choice("--dtype", FP8 if dtype == "fp8" else dtype, DTYPES, "bfloat16"),
-        layout=_choice("--layout", args.layout, LAYOUTS if gpu is None else LAYOUTS[:2], "rank_major"),
+        layout=_choice("--layout", args.layout, LAYOUTS, "rank_major"),
         weighting=_choice("--weighting", args.weighting, ("none", "topk"), "none"),
         iterations=_number("--iterations", args.iterations, 1, 10 if quick else 50 if gpu is None else 60),
         rounds=_number("--rounds", args.rounds, 1, rounds),

@@ -30,6 +30,18 @@ GPU_RUNS = {
         *(*_GPU, "--ranks", "2", "--layout", "expert_major", "--weighting", "topk"),
         *("--tokens", "1", "8", "128", "512", "--verify"),
     ],
+    "nvlink-flat": [
+        *(*_GPU, "--ranks", "2", "--layout", "flat", "--compare", "fp8", "--verify"),
+        *("--tokens", "1024", "2048", "4096", "8192", "16384"),
+    ],
+    "nvlink-grouped": [*_GPU, "--ranks", "2", "--layout", "grouped", "--tokens", "1024", "4096", "8192", "--verify"],
+    **{
+        f"nvlink-flat-{n}-sms": [
+            *(*_GPU, "--ranks", "2", "--layout", "flat", "--sm-limit", str(n), "--tokens", "4096", "8192"),
+            *("--verify", "--baselines", "none"),
+        ]
+        for n in (8, 16, 24, 48, 96)
+    },
     "nvlink-one-sm": [*_GPU, "--ranks", "2", "--sm-limit", "1", "--tokens", "1", "128", "--verify", "--no-floor"],
     **{f"nvlink-local-{n}": [*_LOCAL, str(n)] for n in (1, 2, 3, 4, 8)},
 }
