@@ -44,25 +44,31 @@ class DeviceCase:
     def __init__(self, case: Case, group: Group):
         self.case, self.group, self.rank = case, group, group.rank
         self._place = here()
-        n, t, hidden = case.ranks, case.tokens, case.profile.hidden
-        answer = getattr(torch, case.combine_dtype)
+        t, hidden = case.tokens, case.profile.hidden
         self._by_expert = case.layout in ("expert_major", "grouped")
         self._load(case)
         self.handles = [group.route(self.ids, self.weights) for _ in range(COUNT + 1)]
         self.handle = group.route(self.ids, self.weights)  # of eager calls
-        lead: tuple[int, ...] = (group.num_local_experts, n * t) if self._by_expert else (n, t)
         if case.exact:
             self._count(self.handle)
-            lead = (self.handle.rows_of(case.layout) or 0,)
-        self.out: dict[str, torch.Tensor] | None = self._outputs(lead) if self._by_expert else None
-        self.rows = torch.zeros((*lead, hidden), dtype=answer, device=self._place)
-        self.result = torch.zeros((t, hidden), dtype=answer, device=self._place)
+        self._allocate()
+        self.result = torch.zeros((t, hidden), dtype=getattr(torch, case.combine_dtype), device=self._place)
         torch.cuda.current_stream().synchronize()
 
     def _count(self, handle: Handle) -> None:
         """The exchange of counts, and the host learns them: outputs are as large as what comes. Collective."""
         self.group.exchange_counts(handle)
         handle.learn_rows()
+
+    def _allocate(self) -> None:
+        """Memory for what comes: the outputs by expert, and the experts' rows."""
+        case, n, t = self.case, self.case.ranks, self.case.tokens
+        lead: tuple[int, ...] = (self.group.num_local_experts, n * t) if self._by_expert else (n, t)
+        if case.exact:
+            lead = (self.handle.rows_of(case.layout) or 0,)
+        self.out: dict[str, torch.Tensor] | None = self._outputs(lead) if self._by_expert else None
+        answer = getattr(torch, case.combine_dtype)
+        self.rows = torch.zeros((*lead, case.profile.hidden), dtype=answer, device=self._place)
 
     def _update(self, handle: Handle) -> None:
         """The routing again: the handle's next dispatch is its first. In high throughput collective."""
@@ -195,6 +201,12 @@ class DeviceCase:
             torch.cuda.current_stream().synchronize()
             agree(None)  # nobody allocates any more
             self._update(self.handle)
+            if self.case.exact:  # of other tokens, others come
+                torch.cuda.current_stream().synchronize()
+                agree(None)
+                self._allocate()
+                torch.cuda.current_stream().synchronize()
+                agree(None)
             # Twice, as a recomputation does: what is checked lies in the other bank than it would without.
             for _ in range(2 if turn % 2 == 1 else 1):
                 received = self.dispatch(self.handle)
