@@ -301,6 +301,15 @@ typedef struct {
 
 TW_API twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsInput_t* input);
 
+// ready: 1 if twComplete of the handle's send_only exchange of counts would not wait, as all counts have come, or
+// something has gone wrong, which it then tells; 1 too once the counts are known; else 0. timeout_ms: 0 asks and
+// returns at once; more waits for it, at most so long; -1 as long as twComplete would. Only the calling thread waits:
+// no lane, no stream and no device does. Sends nothing and gives no lane back, so ranks may call it when and as often
+// as they like. The first call begins the group's timeout, after which twComplete tells who is late. Errors:
+// twInvalidArgument; twInvalidUsage if no exchange of counts is under way; twUnsupported on the CUDA backend in this
+// version.
+TW_API twResult_t twHandleCountsReady(twHandle_t handle, int32_t timeout_ms, int32_t* ready);
+
 // Rows of a layout that this rank will receive: of twFlat R', of twGrouped P, where rows that are dropped have places
 // too, which hold zeros. twInvalidUsage before the exchange of counts.
 TW_API twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* rows);

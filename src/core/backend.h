@@ -109,6 +109,12 @@ class Backend {
   virtual StepEnd finish_counts(StepPlace, TimePoint, HandleArrays&, bool /*drop*/, Overflow* /*overflow*/) {
     return {twInternalError, -1, {}, 0};
   }
+  // Whether finish_counts would not wait: all counts have come, or something has gone wrong, which it then tells. Waits
+  // for that until `until` at most, on the calling thread alone; takes nothing and gives nothing back. A device has to
+  // show the host what it has seen, as in memory that both map: the step, stored behind the counts.
+  virtual Status counts_ready(StepPlace, const HandleArrays&, TimePoint /*until*/, bool* /*ready*/) {
+    return fail(twUnsupported, "counts on this backend");
+  }
   // Waits for a step that this rank refused.
   virtual StepEnd drain(StepPlace at, TimePoint deadline) = 0;
 

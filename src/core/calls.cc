@@ -186,8 +186,9 @@ Status refuse_overflow(twGroup& group, const twHandle& handle, const Overflow& o
 
 Status finish_counts(twGroup& group, twHandle& handle) {
   const bool drop = group.config.given.overflow == twOverflowDrop;
+  const TimePoint deadline = std::min(deadline_of(group), handle.counts_deadline);
   Overflow overflow;
-  const StepEnd end = group.backend->finish_counts(handle.counts_at, deadline_of(group), handle, drop, &overflow);
+  const StepEnd end = group.backend->finish_counts(handle.counts_at, deadline, handle, drop, &overflow);
   handle.pending = Pending::kNone;
   // As a dispatch that fails: where the call was send_only, the lane stays held, as at the rank that refused (S5).
   if (end.code == twSuccess || !handle.counts_send_only) give_back(group, handle);
@@ -228,10 +229,27 @@ Status exchange_counts(twGroup& group, twHandle& handle, int32_t wish, bool send
   hold(group, handle, lane);
   handle.counts_at = group.lanes.begin(lane);
   handle.counts_send_only = send_only;
+  handle.counts_deadline = TimePoint::max();
   handle.pending = Pending::kCounts;
   Status sent = group.backend->send_counts(handle.counts_at, handle, stream);
   if (!sent.ok()) return fail_launch(group, handle, twPhaseCounts, handle.counts_at, std::move(sent));
   return send_only ? Status{} : finish_counts(group, handle);
+}
+
+Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* ready) {
+  *ready = handle.counts.exchanged;
+  if (*ready) return {};
+  if (handle.pending != Pending::kCounts) {
+    return fail(twInvalidUsage, "no exchange of counts is under way: call twExchangeCounts with send_only first");
+  }
+  // S6: who only asks and asks must end too. The first question begins the wait that twComplete ends.
+  const TimePoint patience = std::min(deadline_of(group), handle.counts_deadline);
+  handle.counts_deadline = patience;
+  const TimePoint asked = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+  const TimePoint until = timeout_ms < 0 ? patience : std::min(patience, asked);
+  TW_RETURN_IF_FAILED(group.backend->counts_ready(handle.counts_at, handle, until, ready));
+  *ready = *ready || std::chrono::steady_clock::now() >= patience;
+  return {};
 }
 
 Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wish, bool send_only) {

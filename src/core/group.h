@@ -95,6 +95,9 @@ void abort_group(twGroup& group);
 Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t lane, bool send_only);
 Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_only);
 Status exchange_counts(twGroup& group, twHandle& handle, int32_t lane, bool send_only, void* stream);
+// Whether twComplete would not wait for a send_only exchange of counts; waits for that, timeout_ms at most, -1: as long
+// as twComplete would. Changes nothing, so that ranks may ask when and as often as they like (S5).
+Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* ready);
 Status complete(twGroup& group, twHandle& handle, void* stream);
 // For arguments that failed the check: peers are told at once, instead of waiting. Returns `why`.
 Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);

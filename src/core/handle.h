@@ -37,4 +37,5 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   tw::CombineCall combine;
   tw::StepPlace counts_at;
   bool counts_send_only = false;
+  tw::TimePoint counts_deadline = tw::TimePoint::max();  // of a wait that counts_ready has begun
 };

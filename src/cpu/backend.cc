@@ -90,6 +90,11 @@ class CpuBackend : public Backend {
     return end;
   }
 
+  Status counts_ready(StepPlace at, const HandleArrays&, TimePoint until, bool* ready) override {
+    *ready = would_end(transport_, context_.map, at, until);
+    return {};
+  }
+
   StepEnd finish_combine(const CombineCall& call, TimePoint deadline, HandleArrays& handle) override {
     const Routing& routing = handle.routing;
     StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCombine, static_cast<uint32_t>(call.bound),

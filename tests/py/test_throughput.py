@@ -137,6 +137,33 @@ def test_sizes_before_rows(world: Any) -> None:
         assert flat == total and grouped == rows == end and nothing == 0
 
 
+def asking(env: Any) -> list[Any]:
+    setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, lanes=2, **EXACT)
+    with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
+        handle = group.route(np.full((2, 1), 3, np.int32))
+        with pytest.raises(tw.InvalidUsage, match="no exchange of counts is under way"):
+            handle.counts_ready()
+        other = group.route(np.zeros((1, 1), np.int32))
+        if env.rank == 1:  # its word is the last one, and comes when rank 0 has seen that it is missing
+            group.exchange_counts(other, lane=1)
+        pending = group.exchange_counts(handle, lane=0, send_only=True)
+        found = [handle.counts_ready(), handle.counts_ready(0.01)] if env.rank == 0 else []
+        if env.rank == 0:
+            group.exchange_counts(other, lane=1)
+        for wrong in (-1.0, 1e9, float("nan")):
+            with pytest.raises(tw.InvalidArgument, match="it must be None or from 0 to 2e6 seconds"):
+                handle.counts_ready(wrong)
+        found.append(handle.counts_ready(None))
+        assert handle.rows_of("flat") is None, "asking takes nothing"
+        pending.result()
+        assert handle.counts_ready()
+        return [*found, handle.recv_rows]
+
+
+def test_asking_for_counts(world: Any) -> None:
+    assert world(2).run(asking) == [[False, False, True, 0], [True, 4]]
+
+
 # ---- refusals -----------------------------------------------------------------------------------------------
 
 
