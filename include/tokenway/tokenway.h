@@ -342,11 +342,14 @@ typedef struct {
   twTensor_t weights;  // twFloat32, the same shape; 0 where there is nothing
   twTensor_t counts;   // twInt32. rank_major and flat [N], expert_major and grouped [L]
   twTensor_t offsets;  // twInt32 [L + 1], grouped alone: where the rows of each expert begin, and at last P
+  // Set by the caller, grouped alone. 1: payload q comes by column, [elements, M], where M is P rounded up to whole 16
+  // bytes, with zeros from P on: as grouped GEMMs read the scales of their rows. 0: by row, as above.
+  int32_t column_major[TW_MAX_PAYLOADS];
 } twDispatchOutput_t;
 // clang-format off
 #define TW_DISPATCH_OUTPUT_INIT                                                                                  \
   {sizeof(twDispatchOutput_t), twRankMajor, {TW_TENSOR_INIT}, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT, \
-   TW_TENSOR_INIT}
+   TW_TENSOR_INIT, {0}}
 // clang-format on
 
 typedef struct {

@@ -167,6 +167,7 @@ class DispatchOutput(Struct):
         ("weights", Tensor),
         ("counts", Tensor),
         ("offsets", Tensor),
+        ("column_major", c_int32 * MAX_PAYLOADS),
     ]
 
 

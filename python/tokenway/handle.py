@@ -47,7 +47,8 @@ class Received:
     offsets       [N + 1]             [L + 1], padded          int32
     ============  ==================  =======================  =============
 
-    Rows beyond the counts hold nothing of use (in grouped, zeros); ids are invalid_id and weights 0 there. offsets are
+    Payloads that were asked for by column (`column_major`) are [elements, M] in grouped, zeros from row P on. Rows
+    beyond the counts hold nothing of use (in grouped, zeros); ids are invalid_id and weights 0 there. offsets are
     the running sums of counts; in grouped, where each expert's rows begin, and at last P. In rank_major and flat,
     tokens and payloads are views of the window, valid until the next step on the lane begins: experts may compute in
     place, and the combine of the same handle may read them; later calls may not, and after `Group.close` the memory is

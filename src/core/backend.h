@@ -10,6 +10,7 @@
 #include "exchange/counts.h"
 #include "exchange/dispatch.h"
 #include "exchange/step.h"
+#include "views/columns.h"
 #include "views/rank_major.h"
 
 namespace tw {
@@ -57,6 +58,7 @@ struct HandleArrays {
 struct DispatchTargets {
   twLayout_t layout = twRankMajor;
   std::byte* payloads[kMaxPayloads] = {};
+  Columns columns[kMaxPayloads];  // grouped alone
   void* ids = nullptr;
   float* weights = nullptr;
   int32_t* counts = nullptr;   // [N] or [L] by layout; never NULL

@@ -163,6 +163,7 @@ class CpuBackend : public Backend {
       out.rows_per_expert = static_cast<int64_t>(shape().ranks) * call.bound;
       if (targets.layout == twGrouped) out.first = handle.expert_begin;
       std::copy(std::begin(targets.payloads), std::end(targets.payloads), out.payloads);
+      std::copy(std::begin(targets.columns), std::end(targets.columns), out.columns);
       out.ids = targets.ids;
       out.weights = targets.weights;
       out.counts = targets.counts;
