@@ -26,6 +26,7 @@ struct RowsWanted {
   int64_t elements;
   bool output = false;  // C-contiguous throughout
   bool typed = true;    // read or written as its dtype, so aligned to it
+  bool single = false;  // the lead is all of it, with 1 element each
 };
 
 Status check_dtype(const RowsWanted& wanted, const twTensor_t& tensor) {
@@ -36,7 +37,7 @@ Status check_dtype(const RowsWanted& wanted, const twTensor_t& tensor) {
 
 Status wrong_shape(const RowsWanted& wanted, const twTensor_t& tensor) {
   std::vector<int64_t> shape(wanted.lead);
-  shape.push_back(wanted.elements);
+  if (!wanted.single) shape.push_back(wanted.elements);
   return fail(twInvalidArgument, "%s has shape %s; it must be %s", wanted.name, shape_text(tensor).c_str(),
               shape_text(shape.data(), static_cast<int>(shape.size())).c_str());
 }
@@ -249,7 +250,9 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
     const twPayload_t& payload = config.payloads[q];
     RowsWanted wanted{name, payload.dtype, lead.dimensions(), payload.elements, true, false};
     const Columns& columns = targets->columns[q];
-    if (columns.wanted()) wanted.lead = {payload.elements, columns.rows}, wanted.elements = 1;
+    if (columns.wanted()) {
+      wanted = {name, payload.dtype, {payload.elements, columns.rows}, 1, true, false, true};
+    }
     TW_RETURN_IF_FAILED(check_rows(wanted, output.payloads[q], strides));
     targets->payloads[q] = static_cast<std::byte*>(output.payloads[q].data);
   }

@@ -170,7 +170,7 @@ def test_columns_that_are_refused(world: Any) -> None:
         f"column_major is 1; {names}",
     ]
     wanted += ["output.column_major[1] is 1; only payloads of twGrouped (3), from 0 to 1, have columns"]
-    wanted += ["output.payloads[1] has shape [5, 2]; it must be [2, 8"]
+    wanted += ["output.payloads[1] has shape [5, 2]; it must be [2, 8]"]
     for sentence, part in zip(said, wanted, strict=True):
         assert part in sentence
 
