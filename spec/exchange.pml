@@ -20,6 +20,10 @@
  *     -DLATE_ALL     every wait of every rank may give up on whom it misses. Nothing is claimed about whom to blame.
  *     -DREFUSAL      in addition to rank 2's stopping, any rank may refuse any of its calls.
  *
+ *     -DCOUNTS       a third kind of step beside dispatch and combine, the exchange of counts of high throughput. It is a
+ *                    row of its own in the bytes of the others; and a dispatch, on whatever lane, needs the counts that
+ *                    were sent before it: a rank that does not know them yet puts its row where another's belongs.
+ *
  * -DONE_LANE and -DLENGTH=n make room for these. run.py has the list of what is searched: the first two on two lanes to
  * length 6, the other two, which are far larger, on one lane to length 6.
  *
@@ -66,6 +70,12 @@
 
 #define DISPATCH 0
 #define COMBINE 1
+#define COUNT 2
+#ifdef COUNTS
+#define KINDS 3
+#else
+#define KINDS 2
+#endif
 
 /* A word: step and mode. */
 #define REFUSED 8
@@ -73,11 +83,11 @@
 #define STEP_OF(value) ((value) & 7)
 
 /* A row's value; 0 is a blank, hence the 64. */
-#define ROW(source, kind, s) (64 | ((source) << 4) | ((kind) << 3) | (s))
+#define ROW(source, kind, s) (64 | ((source) << 4) | (((kind) & 1) << 3) | (((kind) >> 1) << 7) | (s))
 
 /*
- * A bank's dispatched rows and its inbox are the same bytes under two maps, so a row of one kind may destroy any row of
- * the other, whatever source that came from. The model lets it destroy all of them.
+ * A bank's dispatched rows, its inbox and its counts are the same bytes under different maps, so a row of one kind may
+ * destroy any row of another, whatever source that came from. The model lets it destroy all of them.
  */
 #define DESTROYED 1
 
@@ -88,18 +98,18 @@
 #define PEER(d) ((me + (d)) % N)
 #define LANE_AT(rank, l) ((rank) * LANES + (l))
 #define WORD_AT(rank, l, bank, d) ((LANE_AT(rank, l) * 2 + (bank)) * 2 + (d) - 1)
-#define ROW_AT(rank, l, bank, kind, d) (((LANE_AT(rank, l) * 2 + (bank)) * 2 + (kind)) * 2 + (d) - 1)
+#define ROW_AT(rank, l, bank, kind, d) (((LANE_AT(rank, l) * 2 + (bank)) * KINDS + (kind)) * 2 + (d) - 1)
 #define ABORT_AT(rank, d) ((rank) * 2 + (d) - 1)
 
 /* The windows. */
-byte row[N * LANES * 2 * 2 * 2];
+byte row[N * LANES * 2 * KINDS * 2];
 byte word[N * LANES * 2 * 2] = FIRST;
 byte abort_word[N * 2]; /* 1 + culprit */
 
 /* Each rank's counters: the last step begun on the lane. Global only so that claims can compare them. */
 byte step[N * LANES] = FIRST;
 
-/* The sequence, the same on all ranks (S5): 0 is not chosen yet, else 1 + 2 * lane + kind. */
+/* The sequence, the same on all ranks (S5): 0 is not chosen yet, else 1 + KINDS * lane + kind. */
 byte program[LENGTH];
 byte passed[LENGTH]; /* how many ranks have taken it */
 
@@ -108,7 +118,7 @@ bit gone; /* rank 2 has stopped */
 #if defined(MUTATION_ONE_BANK) || defined(MUTATION_BANK_BY_CYCLE) || defined(MUTATION_SHARED_COUNTER) || \
     defined(MUTATION_SEND_AHEAD) || defined(MUTATION_EARLY_PUBLISH) || defined(MUTATION_GO_ON_AFTER_TIMEOUT) || \
     defined(MUTATION_PUBLISH_BEFORE_ROWS) || defined(MUTATION_HOST_ORDER) || defined(MUTATION_NO_ABORT) || \
-    defined(MUTATION_REFUSE_WITHOUT_DRAIN) || defined(MUTATION_PLAIN_COMPARE)
+    defined(MUTATION_REFUSE_WITHOUT_DRAIN) || defined(MUTATION_PLAIN_COMPARE) || defined(MUTATION_COUNTS_AHEAD)
 #define MUTATED
 #endif
 
@@ -156,6 +166,12 @@ byte count[N * LANES];
 #define FREE(l) true
 #else
 #define FREE(l) ((flight & (1 << (l))) == 0) /* S2 */
+#endif
+
+#ifdef MUTATION_COUNTS_AHEAD
+#define KNOWN true
+#else
+#define KNOWN (!COUNTING) /* a handle is dispatched when its counts are known */
 #endif
 
 #ifdef MUTATION_HOST_ORDER /* rank 2 swaps every two steps */
@@ -209,9 +225,15 @@ byte count[N * LANES];
 #define VIEW_BIT 16
 
 #define LANE_BIT (1 << lane)
-#define KIND ((kinds >> lane) & 1)
+#define KIND_OF(l) ((kinds >> (2 * (l))) & 3)
+#define KIND KIND_OF(lane)
+#define COUNTING (((flight & 1) && KIND_OF(0) == COUNT) || ((flight & 2) && KIND_OF(1) == COUNT))
 #define REFUSING ((refusing >> lane) & 1)
 #define VIEW_OF(d) (ROW_BIT(d) << (2 * lane))
+
+/* The next step of the sequence; of one that is not chosen yet, no lane and no kind. */
+#define LANE_NEXT ((program[PLACE] - 1) / KINDS)
+#define KIND_NEXT (program[PLACE] == 0 -> KINDS : (program[PLACE] - 1) % KINDS)
 
 /* What the host does next: start the next step of the sequence, or complete (and block in) any that is in flight. */
 inline choose()
@@ -219,12 +241,17 @@ inline choose()
     if
     :: flight & 1 -> doing = COMPLETING; lane = 0
     :: flight & 2 -> doing = COMPLETING; lane = 1
-    :: at < LENGTH && (program[PLACE] == 0 -> FREE(0) || MAY_BE_OTHER : FREE((program[PLACE] - 1) / 2)) ->
+    :: at < LENGTH && (program[PLACE] == 0 -> FREE(0) || MAY_BE_OTHER : FREE(LANE_NEXT)) &&
+       (KIND_NEXT != DISPATCH || KNOWN) ->
         if
-        :: program[PLACE] == 0 && FREE(0) -> program[PLACE] = 1 + DISPATCH
+        :: program[PLACE] == 0 && FREE(0) && KNOWN -> program[PLACE] = 1 + DISPATCH
         :: program[PLACE] == 0 && FREE(0) -> program[PLACE] = 1 + COMBINE
-        :: program[PLACE] == 0 && MAY_BE_OTHER -> program[PLACE] = 3 + DISPATCH
-        :: program[PLACE] == 0 && MAY_BE_OTHER -> program[PLACE] = 3 + COMBINE
+        :: program[PLACE] == 0 && MAY_BE_OTHER && KNOWN -> program[PLACE] = 1 + KINDS + DISPATCH
+        :: program[PLACE] == 0 && MAY_BE_OTHER -> program[PLACE] = 1 + KINDS + COMBINE
+#ifdef COUNTS
+        :: program[PLACE] == 0 && FREE(0) -> program[PLACE] = 1 + COUNT
+        :: program[PLACE] == 0 && MAY_BE_OTHER -> program[PLACE] = 1 + KINDS + COUNT
+#endif
         :: program[PLACE] != 0
         fi;
         begin()
@@ -236,8 +263,8 @@ inline choose()
 inline begin()
 {
     doing = SENDING;
-    lane = (program[PLACE] - 1) / 2;
-    kinds = (kinds & ~LANE_BIT) | (((program[PLACE] - 1) % 2) << lane);
+    lane = LANE_NEXT;
+    kinds = (kinds & ~(3 << (2 * lane))) | (((program[PLACE] - 1) % KINDS) << (2 * lane));
     passed[PLACE]++;
     if
     :: passed[PLACE] == N -> program[PLACE] = 0; passed[PLACE] = 0
@@ -275,19 +302,43 @@ inline write(d)
 {
     row[ROW_AT(PEER(d), lane, BANK, KIND, N - (d))] = ROW(me, KIND, STEP);
     destroy(PEER(d));
+    misplace(d);
     todo = todo & ~ROW_BIT(d)
 }
 
-#define OTHERS(rank, d) row[ROW_AT(rank, lane, BANK, 1 - KIND, d)]
+/* Of three ranks: the row of the third one, at the peer. */
+#define THIRD(d) row[ROW_AT(PEER(d), lane, BANK, KIND, d)]
+
+inline misplace(d)
+{
+#ifdef COUNTS
+    if
+    :: KIND == DISPATCH && COUNTING -> THIRD(d) = (THIRD(d) -> DESTROYED : 0)
+    :: else
+    fi
+#else
+    skip
+#endif
+}
+
+#define OTHERS(rank, other, d) row[ROW_AT(rank, lane, BANK, (KIND + (other)) % KINDS, d)]
 
 inline destroy(rank) /* a blank stays one: it is dead already, or its own source has yet to write it */
 {
 #ifdef KINDS_APART
     skip
 #else
-    OTHERS(rank, 1) = (OTHERS(rank, 1) -> DESTROYED : 0);
-    OTHERS(rank, 2) = (OTHERS(rank, 2) -> DESTROYED : 0)
+    destroy_kind(rank, 1);
+#ifdef COUNTS
+    destroy_kind(rank, 2)
 #endif
+#endif
+}
+
+inline destroy_kind(rank, other)
+{
+    OTHERS(rank, other, 1) = (OTHERS(rank, other, 1) -> DESTROYED : 0);
+    OTHERS(rank, other, 2) = (OTHERS(rank, other, 2) -> DESTROYED : 0)
 }
 
 inline write_to_self() /* its own rows need no word and have no reader but its own stream; only the harm matters */
@@ -341,7 +392,10 @@ inline sent()
     fi
 }
 
-/* A source's row in the step that this rank completes. A combine's is summed now, a dispatch's is first seen now. */
+/*
+ * A source's row in the step that this rank completes. A combine's is summed now, counts are copied now, a dispatch's is
+ * first seen now.
+ */
 #define READ(d) row[ROW_AT(me, lane, BANK, KIND, d)]
 
 inline read(d)
@@ -364,7 +418,7 @@ inline read(d)
 inline completed()
 {
     flight = flight & ~LANE_BIT;
-    kinds = kinds & ~LANE_BIT;
+    kinds = kinds & ~(3 << (2 * lane));
     refusing = refusing & ~LANE_BIT;
     doing = IDLE
 }
@@ -409,7 +463,8 @@ active [N] proctype Rank()
     byte me = _pid;
     byte doing, lane, todo, culprit;
     byte at;                      /* place in the sequence */
-    byte flight, kinds, refusing; /* a bit per lane */
+    byte flight, refusing;        /* a bit per lane */
+    byte kinds;                   /* two bits per lane */
     byte views;                   /* two bits per lane: whose rows of the last dispatch may still be read */
 
     do

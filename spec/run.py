@@ -39,6 +39,10 @@ SEARCHES = [
     Search("late rank, 2 lanes, 6 steps", "LATE"),
     Search("stopped rank, 2 lanes, 6 steps", ""),
     Search("stopped rank, 2 lanes, 3 steps, rows apart", "LENGTH=3 ROWS_APART"),
+    Search("counts and stopped rank, 2 lanes, 4 steps", "COUNTS LENGTH=4"),
+    Search(
+        "counts, refusals, stopped rank, 1 lane, 4 steps, rows apart", "COUNTS LENGTH=4 REFUSAL ONE_LANE ROWS_APART"
+    ),
     Search("anyone late, 1 lane, 6 steps, rows apart", "LATE_ALL ONE_LANE ROWS_APART"),
     Search("refusals and stopped rank, 1 lane, 6 steps, rows apart", "REFUSAL ONE_LANE ROWS_APART"),
     Search("one-bank", "MUTATION_ONE_BANK ONE_LANE", ("S2", "S3")),
@@ -52,6 +56,7 @@ SEARCHES = [
     # Who goes on for more than half a wrap looks like somebody behind: that is S4.
     Search("go-on-after-timeout", "MUTATION_GO_ON_AFTER_TIMEOUT LATE_ALL ONE_LANE", ("S2", "S3", "S4")),
     Search("no-abort", "MUTATION_NO_ABORT LATE ONE_LANE", ("hang",)),
+    Search("counts-ahead", "MUTATION_COUNTS_AHEAD COUNTS LENGTH=3", ("S2",)),
     Search("refuse-without-drain", "MUTATION_REFUSE_WITHOUT_DRAIN REFUSAL ONE_LANE", ("S2", "S3")),
 ]
 
@@ -170,14 +175,14 @@ def main():
         return 0
 
     start = time.monotonic()
-    print(f"{'search':<56} {'states':>10} {'depth':>6} {'s':>6}  result", flush=True)
+    print(f"{'search':<60} {'states':>10} {'depth':>6} {'s':>6}  result", flush=True)
     with tempfile.TemporaryDirectory(prefix="tokenway-spec-") as scratch, ThreadPoolExecutor(2) as pool:
         results = []
         for result in pool.map(lambda search: run(search, compiler, scratch, bool(wanted)), searches):
             results.append(result)
             name = f"mutation {result.search.name}" if result.search.caught_by else result.search.name
             print(
-                f"{name:<56} {result.states:>10} {result.depth:>6} {result.seconds:>6.1f}  {result.verdict}", flush=True
+                f"{name:<60} {result.states:>10} {result.depth:>6} {result.seconds:>6.1f}  {result.verdict}", flush=True
             )
             if result.story:
                 print(result.story)

@@ -301,6 +301,16 @@ typedef struct {
 
 TW_API twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsInput_t* input);
 
+// ready: 1 if twComplete of the handle's send_only exchange of counts would not wait, as all counts have come, or
+// something has gone wrong, which it then tells; 1 too once the counts are known; else 0. timeout_ms: 0 asks and
+// returns at once; more waits for it, at most so long; -1 as long as twComplete would. Only the calling thread waits:
+// no lane, no stream and no device does. Sends nothing and gives no lane back, so ranks may call it when and as often
+// as they like. The first call begins the group's timeout, after which twComplete tells who is late. Errors:
+// twInvalidArgument; twInvalidUsage if no exchange of counts is under way. On a device, where twComplete never waits:
+// 1 while it is still to be called; after it, or after a call that was not send_only, whether the host knows the counts,
+// which then twHandleNumRecvRows tells without waiting.
+TW_API twResult_t twHandleCountsReady(twHandle_t handle, int32_t timeout_ms, int32_t* ready);
+
 // Rows of a layout that this rank will receive: of twFlat R', of twGrouped P, where rows that are dropped have places
 // too, which hold zeros. On a device the call waits until the exchange of counts has told the host, in memory that both
 // map: for no stream, and never for what was enqueued after it. Errors: twInvalidUsage before the exchange of counts, or
@@ -340,11 +350,14 @@ typedef struct {
   twTensor_t weights;  // twFloat32, the same shape; 0 where there is nothing
   twTensor_t counts;   // twInt32. rank_major and flat [N], expert_major and grouped [L]
   twTensor_t offsets;  // twInt32 [L + 1], grouped alone: where the rows of each expert begin, and at last P
+  // Set by the caller, grouped alone. 1: payload q comes by column, [elements, M], where M is P rounded up to whole 16
+  // bytes, with zeros from P on: as grouped GEMMs read the scales of their rows. 0: by row, as above.
+  int32_t column_major[TW_MAX_PAYLOADS];
 } twDispatchOutput_t;
 // clang-format off
 #define TW_DISPATCH_OUTPUT_INIT                                                                                  \
   {sizeof(twDispatchOutput_t), twRankMajor, {TW_TENSOR_INIT}, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT, \
-   TW_TENSOR_INIT}
+   TW_TENSOR_INIT, {0}}
 // clang-format on
 
 typedef struct {

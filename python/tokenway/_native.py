@@ -167,6 +167,7 @@ class DispatchOutput(Struct):
         ("weights", Tensor),
         ("counts", Tensor),
         ("offsets", Tensor),
+        ("column_major", c_int32 * MAX_PAYLOADS),
     ]
 
 
@@ -216,6 +217,7 @@ _FUNCTIONS = {
     "twHandleNumRecvTokens": (c_int, [c_void_p, POINTER(c_int32), POINTER(c_int32)]),
     "twHandleNumRecvRows": (c_int, [c_void_p, c_int, POINTER(c_int64)]),
     "twHandleNumOutputRows": (c_int, [c_void_p, c_int, POINTER(c_int64)]),
+    "twHandleCountsReady": (c_int, [c_void_p, c_int32, POINTER(c_int32)]),
     "twExchangeCounts": (c_int, [c_void_p, c_void_p, POINTER(CountsInput)]),
     "twDispatch": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "twCombine": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from ctypes import byref, c_size_t, c_void_p
 from dataclasses import replace
@@ -148,6 +148,7 @@ class Group:
         self.op_handles: dict[int, Handle] = {}  # of tokenway.ops: dispatched, not combined yet
         # Structs and descriptors for call after call: a group is for one thread at a time.
         self._in, self._out = _native.DispatchInput(), _native.DispatchOutput()
+        self._by_column = False  # whether the last dispatch has named payloads that come by column
         slot = partial(tensors.Slot, describe=place.describe)
         self._in_slots = [slot(self._in, t) for t in self._in.payloads]
         self._out_slots = {name: slot(self._out, self._out.payloads[q]) for q, name in enumerate(self._payload_specs)}
@@ -218,6 +219,7 @@ class Group:
         bound: int | None = None,
         lane: int | None = None,
         out: Tensor | Mapping[str, Tensor] | None = None,
+        column_major: Collection[str] | None = None,
         send_only: bool = False,
     ) -> Any:
         """Sends every token to the ranks of its experts; returns `Received`, or `Pending[Received]` with send_only.
@@ -226,7 +228,9 @@ class Group:
         no copy; the default) or "expert_major", in high throughput "flat" (views, no copy; the default) or "grouped".
         bound (not in high throughput): b, equal on all ranks, T <= b <= max_tokens (default max_tokens): outputs
         are sized by it. lane: which one to lease (default: the next free one). out: a tensor for tokens, or a mapping
-        of Received's fields and payload names, to have them written there.
+        of Received's fields and payload names, to have them written there. column_major: names of payloads (scales, for
+        example) that "grouped" returns by column, [elements, M], M being the rows rounded up to whole 16 bytes, with
+        zeros beyond them: as grouped GEMMs read scales.
         What is returned is detached: autograd does not know of the exchange (`tokenway.autograd` has one it knows of).
         A step of all ranks. Errors: InvalidArgument (peers get PeerRefused at once), InvalidUsage, PeerRefused,
         BoundMismatch, GroupFinished.
@@ -241,6 +245,8 @@ class Group:
         problem = None
         if given:
             problem = arguments.problem_of_outputs(self._place, given, self._out_slots)
+        if column_major is not None or self._by_column:
+            problem = outputs.choose_columns(self, column_major) or problem
         sent: Mapping[str, Tensor] = {}
         if payloads is not None:
             if isinstance(payloads, Mapping) and payloads.keys() <= self._payload_specs.keys() - {"tokens"}:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from tokenway import _native, cuda, tensors
-from tokenway.errors import InvalidUsage, PeerRefused, TokenwayError
+from tokenway.errors import InvalidArgument, InvalidUsage, PeerRefused, TokenwayError
 
 if TYPE_CHECKING:
     from tokenway.group import Group
@@ -47,7 +47,8 @@ class Received:
     offsets       [N + 1]             [L + 1], padded          int32
     ============  ==================  =======================  =============
 
-    Rows beyond the counts hold nothing of use (in grouped, zeros); ids are invalid_id and weights 0 there. offsets are
+    Payloads that were asked for by column (`column_major`) are [elements, M] in grouped, zeros from row P on. Rows
+    beyond the counts hold nothing of use (in grouped, zeros); ids are invalid_id and weights 0 there. offsets are
     the running sums of counts; in grouped, where each expert's rows begin, and at last P. In rank_major and flat,
     tokens and payloads are views of the window, valid until the next step on the lane begins: experts may compute in
     place, and the combine of the same handle may read them; later calls may not, and after `Group.close` the memory is
@@ -259,6 +260,20 @@ class Handle:
         total = c_int32()
         _native.check(_native.lib.twHandleNumRecvTokens(self.pointer, counts, byref(total)), group.pointer)
         return np.array(counts, np.int32), total.value
+
+    def counts_ready(self, timeout: float | None = 0.0) -> bool:
+        """Whether completing a `send_only` exchange of counts would not wait: all counts have come, or something has
+        gone wrong, which completing it then raises. True too once they are known. timeout: seconds to wait for that at
+        most (0: only ask; None: as long as completing would). Only the calling thread waits, without Python's lock.
+        Sends nothing and gives no lane back, so ranks may ask when and as often as they like. The first question begins
+        the group's timeout. InvalidUsage if no exchange of counts is under way."""
+        self._living_group()
+        if timeout is not None and not 0 <= timeout <= 2e6:
+            raise InvalidArgument(f"timeout is {timeout}; it must be None or from 0 to 2e6 seconds")
+        ready = c_int32()
+        limit = -1 if timeout is None else round(timeout * 1000)
+        _native.check(_native.lib.twHandleCountsReady(self.pointer, limit, byref(ready)))
+        return bool(ready.value)
 
     def rows_of(self, layout: str) -> int | None:
         """Rows that the outputs of a dispatch in a layout of high throughput have: as many as come, if the host knows

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from tokenway.errors import InvalidArgument
 from tokenway.handle import Handle, Received, Tensor
+from tokenway.tensors import numpy_dtype
 
 if TYPE_CHECKING:
     from tokenway.group import Group
+
+
+def choose_columns(group: Group, columns: Collection[str] | None) -> InvalidArgument | None:
+    """Tells C which payloads are wanted by column; none where there is a problem with them."""
+    known = list(group._payload_specs)
+    wanted = () if columns is None else columns
+    right = isinstance(wanted, Collection) and not isinstance(wanted, str) and all(name in known for name in wanted)
+    for q, name in enumerate(known):
+        group._out.column_major[q] = 1 if right and name in wanted else 0
+    group._by_column = columns is not None
+    if right:
+        return None
+    return InvalidArgument(f"column_major is {columns!r}; it must hold payloads of the group: {known}")
 
 
 def add_by_expert(group: Group, handle: Any, layout: str, b: int, made: dict[str, Tensor], like: Tensor) -> None:
@@ -17,9 +33,13 @@ def add_by_expert(group: Group, handle: Any, layout: str, b: int, made: dict[str
     if rows is None if exact else not 0 < b <= group.max_tokens:
         return  # refused anyway
     lead = (rows,) if exact else (group.num_local_experts, group.nranks * b)
-    for name, payload in group._payload_specs.items():
+    for q, (name, payload) in enumerate(group._payload_specs.items()):
         if made.get(name) is None:
-            made[name] = group._place.empty((*lead, payload.elements), payload.dtype, like)
+            shape = (*lead, payload.elements)
+            if rows is not None and group._out.column_major[q]:
+                step = 16 // numpy_dtype(payload.dtype).itemsize
+                shape = (payload.elements, -(-rows // step) * step)
+            made[name] = group._place.empty(shape, payload.dtype, like)
     if made.get("ids") is None:
         made["ids"] = group._place.empty(lead, group.id_dtype, like)
     if made.get("weights") is None:

@@ -304,10 +304,13 @@ def dispatch_flat(x: Exchange, rank: int, payloads: Sequence[Sequence[Array]]) -
     return Received([flat(of) for of in rows.payloads], kept.astype(np.int32), flat(rows.ids), flat(rows.weights))
 
 
-def dispatch_grouped(x: Exchange, rank: int, payloads: Sequence[Sequence[Array]]) -> Received:
+def dispatch_grouped(
+    x: Exchange, rank: int, payloads: Sequence[Sequence[Array]], column_major: Sequence[int] = ()
+) -> Received:
     """Dispatch, as `rank` sees it by expert in high throughput: `x.blocks(rank)` says which rows are whose.
 
-    payloads[i][s]: [T_s, ...], any dtype; a token stands once under each of its local experts.
+    payloads[i][s]: [T_s, ...], any dtype; a token stands once under each of its local experts. The payloads in
+    `column_major` come by column, as `columns` says.
     """
     blocks = x.blocks(rank)
     counts = np.zeros(len(blocks) - 1, np.int32)
@@ -323,7 +326,16 @@ def dispatch_grouped(x: Exchange, rank: int, payloads: Sequence[Sequence[Array]]
         weights[at] = x.weight[s][t, k]
         for out, of in zip(received, payloads, strict=True):
             out[at] = of[s][t]
+    received = [columns(rows) if i in column_major else rows for i, rows in enumerate(received)]
     return Received(received, counts, ids, weights)
+
+
+def columns(rows: Array) -> Array:
+    """Rows [P, elements] by column: [elements, M], where M is P rounded up to whole 16 bytes; zeros beyond P."""
+    step = 16 // rows.itemsize
+    by_column = np.zeros((rows.shape[1], -(-len(rows) // step) * step), rows.dtype)
+    by_column[:, : len(rows)] = rows.T
+    return by_column
 
 
 def _received_id(x: Exchange, ids: Array) -> Array:

@@ -26,6 +26,7 @@ struct RowsWanted {
   int64_t elements;
   bool output = false;  // C-contiguous throughout
   bool typed = true;    // read or written as its dtype, so aligned to it
+  bool single = false;  // the lead is all of it, with 1 element each
 };
 
 Status check_dtype(const RowsWanted& wanted, const twTensor_t& tensor) {
@@ -36,7 +37,7 @@ Status check_dtype(const RowsWanted& wanted, const twTensor_t& tensor) {
 
 Status wrong_shape(const RowsWanted& wanted, const twTensor_t& tensor) {
   std::vector<int64_t> shape(wanted.lead);
-  shape.push_back(wanted.elements);
+  if (!wanted.single) shape.push_back(wanted.elements);
   return fail(twInvalidArgument, "%s has shape %s; it must be %s", wanted.name, shape_text(tensor).c_str(),
               shape_text(shape.data(), static_cast<int>(shape.size())).c_str());
 }
@@ -216,6 +217,23 @@ bool disjoint(const Extent& a, const Extent& b) {
   return std::less_equal<>()(a.end, b.begin) || std::less_equal<>()(b.end, a.begin);
 }
 
+// Which payloads are wanted by column.
+Status check_columns(const twGroup& group, const twDispatchOutput_t& output, int64_t rows, Columns columns[]) {
+  const twGroupConfig_t& config = group.config.given;
+  for (int q = 0; q < TW_MAX_PAYLOADS; ++q) {
+    const int32_t wanted = output.column_major[q];
+    if (wanted == 0) continue;
+    if (wanted != 1) return fail(twInvalidArgument, "output.column_major[%d] is %d; it must be 0 or 1", q, wanted);
+    if (output.layout != twGrouped || q >= config.num_payloads) {
+      return fail(twInvalidArgument,
+                  "output.column_major[%d] is 1; only payloads of twGrouped (3), from 0 to %d, have columns", q,
+                  config.num_payloads - 1);
+    }
+    columns[q] = Columns::of(rows, dtype_bytes(config.payloads[q].dtype));
+  }
+  return {};
+}
+
 // Optional outputs of a dispatch that the caller gave memory for.
 Status check_targets(const twGroup& group, const twHandle& handle, const twDispatchOutput_t& output, int32_t bound,
                      DispatchTargets* targets) {
@@ -225,12 +243,17 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
   char name[40];
   targets->layout = output.layout;
   targets->rows = lead.exact ? lead.rows : 0;
+  TW_RETURN_IF_FAILED(check_columns(group, output, lead.rows, targets->columns));
   for (int q = 0; q < config.num_payloads; ++q) {
     if (output.payloads[q].data == nullptr) continue;
     std::snprintf(name, sizeof name, "output.payloads[%d]", q);
     const twPayload_t& payload = config.payloads[q];
-    TW_RETURN_IF_FAILED(check_rows({name, payload.dtype, lead.dimensions(), payload.elements, true, false},
-                                   output.payloads[q], strides));
+    RowsWanted wanted{name, payload.dtype, lead.dimensions(), payload.elements, true, false};
+    const Columns& columns = targets->columns[q];
+    if (columns.wanted()) {
+      wanted = {name, payload.dtype, {payload.elements, columns.rows}, 1, true, false, true};
+    }
+    TW_RETURN_IF_FAILED(check_rows(wanted, output.payloads[q], strides));
     targets->payloads[q] = static_cast<std::byte*>(output.payloads[q].data);
   }
   const bool of_source = by_source(output.layout);
@@ -429,7 +452,9 @@ void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call
     const twPayload_t& payload = config.payloads[q];
     void* data = call.targets.payloads[q];
     if (data == nullptr && of_source) data = group.backend->view(call.at, q);
-    output->payloads[q] = shaped(data, payload.dtype, {payload.elements});
+    const Columns& columns = call.targets.columns[q];
+    output->payloads[q] = columns.wanted() ? contiguous_tensor(data, payload.dtype, {payload.elements, columns.rows})
+                                           : shaped(data, payload.dtype, {payload.elements});
   }
   if (of_source) {
     output->ids = shaped(call.targets.ids, config.id_dtype, {config.top_k});

@@ -33,6 +33,12 @@ Status check_handle(twGroup_t group, twHandle_t handle) {
   if (handle->group == group) return {};
   return fail(twInvalidArgument, "handle %p belongs to another group", static_cast<void*>(handle));
 }
+
+Status check_exact(const twGroup& group) {
+  if (group.shape().exact()) return {};
+  return fail(twInvalidUsage, "config.mode is twLowLatency, which has no exchange of counts");
+}
+
 // Points the handle's arrays into its block.
 void place_arrays(const tw::HandleMap& map, twHandle* handle) {
   std::byte* const block = handle->block;
@@ -328,13 +334,27 @@ twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* 
   });
 }
 
+twResult_t twHandleCountsReady(twHandle_t handle, int32_t timeout_ms, int32_t* ready) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(handles.check("handle", handle));
+    TW_CHECK_NOT_NULL(ready);
+    if (timeout_ms < -1) {
+      return fail(twInvalidArgument, "timeout_ms is %d; it must be -1 (the group's timeout) or from 0 to %d",
+                  timeout_ms, INT32_MAX);
+    }
+    TW_RETURN_IF_FAILED(check_exact(*handle->group));
+    bool known = false;
+    TW_RETURN_IF_FAILED(tw::counts_ready(*handle->group, *handle, timeout_ms, &known));
+    *ready = known ? 1 : 0;
+    return {};
+  });
+}
+
 twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsInput_t* given) {
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(groups.check("group", group));
     TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseCounts));
-    if (!group->shape().exact()) {
-      return fail(twInvalidUsage, "config.mode is twLowLatency, which has no exchange of counts");
-    }
+    TW_RETURN_IF_FAILED(check_exact(*group));
     twCountsInput_t input = TW_COUNTS_INPUT_INIT;
     Status status = tw::api::read_struct("input", given, &input);
     if (status.ok()) status = group->backend->check_stream(input.stream);

@@ -11,6 +11,7 @@
 #include "exchange/counts.h"
 #include "exchange/dispatch.h"
 #include "exchange/step.h"
+#include "views/columns.h"
 #include "views/rank_major.h"
 
 namespace tw {
@@ -70,6 +71,7 @@ struct KnownCounts {
 struct DispatchTargets {
   twLayout_t layout = twRankMajor;
   std::byte* payloads[kMaxPayloads] = {};
+  Columns columns[kMaxPayloads];  // grouped alone
   void* ids = nullptr;
   float* weights = nullptr;
   int32_t* counts = nullptr;   // [N] or [L] by layout; never NULL
@@ -130,6 +132,9 @@ class Backend {
   // *known: what has come, unless a device tells it later.
   virtual StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle,
                                 KnownCounts* known) = 0;
+  // Whether finish_counts would not wait: all counts have come, or something has gone wrong, which it then tells. Waits
+  // for that until `until` at most, on the calling thread alone; takes nothing and gives nothing back.
+  virtual bool counts_ready(StepPlace, TimePoint /*until*/) { return true; }
   // Waits for a step that this rank refused.
   virtual StepEnd drain(StepPlace at, TimePoint deadline) = 0;
 
@@ -160,9 +165,7 @@ class Backend {
   virtual void release(std::byte*) {}
   // What a device has told the host of the last exchange of counts, which it may wait for until then. Never blocks the
   // device or a stream.
-  virtual Status read_counts(const HandleArrays&, TimePoint /*until*/, KnownCounts*) { return {}; }
-  // Whether a call on a stream would be captured into a graph.
-  virtual bool captures(const void* /*stream*/) const { return false; }
+  virtual void read_counts(const HandleArrays&, TimePoint /*until*/, KnownCounts*) {}
   // A handle is about to end.
   virtual void forget(HandleArrays&) {}
   // The received counts of a dispatched handle, on the host. May wait for the device.

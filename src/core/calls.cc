@@ -177,7 +177,8 @@ Status refuse_overflow(twGroup& group, const twHandle& handle, const Overflow& o
 
 Status finish_counts(twGroup& group, twHandle& handle) {
   const CountsCall& call = handle.counting;
-  const StepEnd end = group.backend->finish_counts(call, deadline_of(group), handle, &handle.counted);
+  const TimePoint deadline = std::min(deadline_of(group), handle.counts_deadline);
+  const StepEnd end = group.backend->finish_counts(call, deadline, handle, &handle.counted);
   handle.pending = Pending::kNone;
   // As a dispatch that fails: where the call was send_only, the lane stays held, as at the rank that refused (S5).
   if (end.code == twSuccess || !call.send_only) give_back(group, handle);
@@ -219,25 +220,33 @@ Status exchange_counts(twGroup& group, twHandle& handle, int32_t wish, bool send
   handle.counting = {group.lanes.begin(lane), stream, send_only, group.config.given.row_alignment,
                      group.config.given.overflow == twOverflowDrop};
   handle.counted = {};
+  handle.counts_deadline = TimePoint::max();
   handle.pending = Pending::kCounts;
   Status sent = group.backend->send_counts(handle.counting, handle);
   if (!sent.ok()) return fail_launch(group, handle, twPhaseCounts, handle.counting.at, std::move(sent));
   return send_only ? Status{} : finish_counts(group, handle);
 }
 
-Status learn_counts(twGroup& group, twHandle& handle) {
-  if (handle.counted.known) return {};
-  if (group.backend->captures(handle.counting.stream) || handle.counts_serial == 0) {
+namespace {
+
+// Waits until a device has told the host.
+Status await_counts(twGroup& group, twHandle& handle) {
+  if (handle.counts_serial == 0) {
     return fail(twInvalidUsage,
                 "the counts of an exchange that is captured into a graph are in device memory alone: the host cannot "
                 "wait for them");
   }
-  TW_RETURN_IF_FAILED(group.backend->read_counts(handle, deadline_of(group), &handle.counted));
-  if (!handle.counted.known) {
-    TW_RETURN_IF_FAILED(check_usable(group, twPhaseCounts));
-    return fail(twTimeout, "the counts of step %u on lane %d have not come to the host in time",
-                handle.counting.at.step, handle.counting.at.lane);
-  }
+  group.backend->read_counts(handle, deadline_of(group), &handle.counted);
+  if (handle.counted.known) return {};
+  TW_RETURN_IF_FAILED(check_usable(group, twPhaseCounts));
+  return fail(twTimeout, "the counts of step %u on lane %d have not come to the host in time", handle.counting.at.step,
+              handle.counting.at.lane);
+}
+
+}  // namespace
+
+Status learn_counts(twGroup& group, twHandle& handle) {
+  if (!handle.counted.known) TW_RETURN_IF_FAILED(await_counts(group, handle));
   const Overflow& overflow = handle.counted.overflow;
   if (overflow.rank < 0 || handle.counting.drop) return {};
   handle.counts.exchanged = false;
@@ -257,6 +266,30 @@ int64_t shown_rows(const twGroup& group, const twHandle& handle, twLayout_t layo
                            : shape.recv_rows;
   const int64_t rows = sent * std::min<int64_t>(shape.top_k, experts);
   return (rows + experts * (alignment - 1)) / alignment * alignment;
+}
+
+Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* ready) {
+  *ready = handle.counted.known;
+  if (*ready) return {};
+  const bool launched = handle.counts.exchanged && handle.counts_serial != 0;  // a device tells when they are there
+  if (handle.pending != Pending::kCounts && !launched) {
+    return fail(twInvalidUsage,
+                "no exchange of counts is under way that could tell the host: call twExchangeCounts, %s",
+                group.backend->on_device() ? "and not into a graph" : "send_only");
+  }
+  // S6: who only asks and asks must end too. The first question begins the wait that twComplete ends.
+  const TimePoint patience = std::min(deadline_of(group), handle.counts_deadline);
+  handle.counts_deadline = patience;
+  const TimePoint asked = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+  const TimePoint until = timeout_ms < 0 ? patience : std::min(patience, asked);
+  if (launched) {
+    group.backend->read_counts(handle, until, &handle.counted);
+    *ready = handle.counted.known || !check_usable(group, twPhaseCounts).ok();
+  } else {
+    *ready = group.backend->counts_ready(handle.counting.at, until);
+  }
+  *ready = *ready || std::chrono::steady_clock::now() >= patience;
+  return {};
 }
 
 Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wish, bool send_only) {

@@ -100,6 +100,9 @@ Status learn_counts(twGroup& group, twHandle& handle);
 // Rows of an exact layout that the outputs of a dispatch have: what comes, if the host knows it, else what there is
 // room for.
 int64_t shown_rows(const twGroup& group, const twHandle& handle, twLayout_t layout, bool sized);
+// Whether twComplete would not wait for a send_only exchange of counts; waits for that, timeout_ms at most, -1: as long
+// as twComplete would. Changes nothing, so that ranks may ask when and as often as they like (S5).
+Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* ready);
 Status complete(twGroup& group, twHandle& handle, void* stream);
 // For arguments that failed the check: peers are told at once, instead of waiting. Returns `why`.
 Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);

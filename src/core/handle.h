@@ -38,4 +38,5 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   tw::CountsCall counting;
   tw::KnownCounts counted;  // what the host knows of the exchange of counts
   bool sized = false;       // the last dispatch was shown in as many rows as come; else in as many as there is room for
+  tw::TimePoint counts_deadline = tw::TimePoint::max();  // of a wait that counts_ready has begun
 };

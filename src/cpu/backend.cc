@@ -96,6 +96,8 @@ class CpuBackend : public Backend {
     return end;
   }
 
+  bool counts_ready(StepPlace at, TimePoint until) override { return would_end(transport_, context_.map, at, until); }
+
   StepEnd finish_combine(const CombineCall& call, TimePoint deadline, HandleArrays& handle) override {
     const Routing& routing = handle.routing;
     StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCombine, static_cast<uint32_t>(call.bound),
@@ -174,6 +176,7 @@ class CpuBackend : public Backend {
       out.rows_per_expert = static_cast<int64_t>(shape().ranks) * call.bound;
       if (targets.layout == twGrouped) out.first = handle.expert_begin;
       std::copy(std::begin(targets.payloads), std::end(targets.payloads), out.payloads);
+      std::copy(std::begin(targets.columns), std::end(targets.columns), out.columns);
       out.ids = targets.ids;
       out.weights = targets.weights;
       out.counts = targets.counts;

@@ -63,16 +63,16 @@ void CpuTransport::publish(int peer, uint64_t offset, Word word, uint64_t note) 
   ::syscall(SYS_futex, step_half(place), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-bool CpuTransport::spin(uint64_t offset, uint32_t step) const {
+bool CpuTransport::spin(uint64_t offset, uint32_t step, TimePoint deadline) const {
   if (reached(load(offset).step, step)) return true;
   if (spin_.count() == 0) return false;
-  const TimePoint end = std::chrono::steady_clock::now() + spin_;
-  do {
+  const TimePoint end = std::min(std::chrono::steady_clock::now() + spin_, deadline);
+  while (std::chrono::steady_clock::now() < end) {
     for (int i = 0; i < 32; ++i) {
       pause();
       if (reached(load(offset).step, step)) return true;
     }
-  } while (std::chrono::steady_clock::now() < end);
+  }
   return false;
 }
 
@@ -103,7 +103,7 @@ int CpuTransport::find_dead(int peer, uint64_t offset, uint32_t step) const {
 }
 
 Waited CpuTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline) {
-  if (spin(offset, step)) return Wake::kArrived;
+  if (spin(offset, step, deadline)) return Wake::kArrived;
   for (;;) {
     sleep(offset, step, deadline);
     if (reached(load(offset).step, step)) return Wake::kArrived;

@@ -59,7 +59,7 @@ class CpuTransport {
   std::atomic_ref<uint32_t> sleepers(int peer) const {
     return std::atomic_ref(*reinterpret_cast<uint32_t*>(windows_[peer]->data() + WindowMap::waiters()));
   }
-  bool spin(uint64_t offset, uint32_t step) const;
+  bool spin(uint64_t offset, uint32_t step, TimePoint deadline) const;
   int find_dead(int peer, uint64_t offset, uint32_t step) const;
   void sleep(uint64_t offset, uint32_t step, TimePoint deadline);
 

@@ -84,4 +84,15 @@ StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint32_t
   return sticky.code != twSuccess ? sticky : refused;
 }
 
+// Whether await_step would end at once, in data or in an error. Waits for that until `until` at most; takes nothing.
+template <Transport T>
+bool would_end(T& t, const WindowMap& map, StepPlace at, TimePoint until) {
+  for (int peer = 0; peer < t.ranks(); ++peer) {
+    const Waited waited = t.wait(peer, map.word(at.lane, at.bank(), peer), at.step, until);
+    if (waited.wake == Wake::kLate) return false;
+    if (waited.wake != Wake::kArrived) return true;
+  }
+  return true;
+}
+
 }  // namespace tw

@@ -215,6 +215,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
     any |= targets.payloads[q] != nullptr;
     const uint64_t bytes = shape().payload_bytes[q];
     p.width[q] = width_of({address_of(targets.payloads[q]), bytes});
+    p.columns[q] = targets.columns[q];
     p.vectors[q] = Divider::make(static_cast<uint32_t>(bytes / static_cast<uint64_t>(p.width[q])));
   }
   if (!any) return {};

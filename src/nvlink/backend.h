@@ -64,8 +64,7 @@ class NvlinkBackend : public Backend {
     return run_counts(call, handle, true, !call.send_only);
   }
   StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override;
-  Status read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) override;
-  bool captures(const void* stream) const override;
+  void read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) override;
   void forget(HandleArrays& handle) override {
     if (handle.counts_page != nullptr) arena_->give_page(static_cast<CountsOnHost*>(handle.counts_page));
     handle.counts_page = nullptr;
@@ -132,6 +131,8 @@ class NvlinkBackend : public Backend {
   Status run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive);
   IdsIn ids_of(const HandleArrays& handle, bool copied) const;
   bool poll_others(twErrorRecord_t* record);
+  // Whether a call on a stream would be captured into a graph.
+  bool captures(const void* stream) const;
   StepEnd end_of(void* stream, const Status& run);
   HandleView view_of(const HandleArrays& handle) const;
   Shown shown_of(const DispatchTargets& targets, const HandleArrays& handle) const;

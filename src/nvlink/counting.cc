@@ -30,7 +30,8 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   } else if (receive) {
     handle.counts_serial = 0;
   }
-  const int blocks = send ? std::clamp((p.tokens + kThreads - 1) / kThreads, 1, max_grid_) : 1;
+  const int64_t ids = int64_t{p.tokens} * shape().top_k;
+  const int blocks = send ? static_cast<int>(std::clamp<int64_t>((ids + kThreads - 1) / kThreads, 1, max_grid_)) : 1;
   TW_RETURN_IF_FAILED(launched("an exchange of counts", launch_counts(p, blocks, call.stream)));
   // As a dispatch: each replay reads the caller's tensors.
   if (send && !capturing) handle.source = {};
@@ -42,16 +43,16 @@ StepEnd NvlinkBackend::finish_counts(const CountsCall& call, TimePoint deadline,
                                      KnownCounts* known) {
   const Status run = call.send_only ? run_counts(call, handle, false, true) : Status{};
   const StepEnd end = end_of(call.stream, run);
-  if (end.code == twSuccess && blocking_ && !captures(call.stream)) (void)read_counts(handle, deadline, known);
+  if (end.code == twSuccess && blocking_ && !captures(call.stream)) read_counts(handle, deadline, known);
   return end;
 }
 
-Status NvlinkBackend::read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) {
+void NvlinkBackend::read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) {
   const auto* const page = static_cast<const CountsOnHost*>(handle.counts_page);
   const auto* const serial = &page->serial;
   for (int looks = 0; __atomic_load_n(serial, __ATOMIC_ACQUIRE) != handle.counts_serial; ++looks) {
     if (std::chrono::steady_clock::now() >= until || control_->find_abort().kind != 0 || control_->dead() >= 0) {
-      return {};
+      return;
     }
     if (looks > 1000) std::this_thread::sleep_for(std::chrono::microseconds(20));  // it comes in some 10 us, or late
   }
@@ -61,7 +62,6 @@ Status NvlinkBackend::read_counts(const HandleArrays& handle, TimePoint until, K
   known->grouped_rows = page->grouped_rows;
   known->overflow = {page->overflow_rank, page->overflow_rows};
   known->known = true;
-  return {};
 }
 
 }  // namespace tw::nvlink

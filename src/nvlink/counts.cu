@@ -11,8 +11,54 @@
 namespace tw::nvlink {
 namespace {
 
-// A token's ids and weights into the handle, and its rows counted, by one thread. A bad id acts as -1 and is reported.
-__device__ void count_token(const CountsParams& p, const Step& step, int token) {
+// In shared memory: a block's own counters, if there are few, and what its warps tell each other.
+struct Tallies {
+  unsigned long long* worst;  // [1] the first rank with too little room: its number above, how many rows below
+  int64_t* sums;              // [kWarps]
+  int32_t* own;               // [N + E], or NULL
+
+  static uint32_t bytes(const Shape& shape) {
+    const int64_t own = int64_t{shape.ranks} + shape.experts;
+    return static_cast<uint32_t>(8 * (1 + kWarps) + (own <= kMaxTable ? 4 * own : 0));
+  }
+  __device__ explicit Tallies(const Shape& shape)
+      : worst(shared_at<unsigned long long>(0)),
+        sums(shared_at<int64_t>(8)),
+        own(shape.ranks + shape.experts <= kMaxTable ? shared_at<int32_t>(8 * (1 + kWarps)) : nullptr) {}
+};
+
+// One counter more for each lane that `counts`, lanes with the same counter together. By a warp.
+__device__ void count_together(int32_t* counters, int at, bool counts) {
+  const uint32_t same = __match_any_sync(~0u, counts ? at : -1);
+  if (counts && (same & below(lane())) == 0) atomicAdd(&counters[at], __popc(same));
+}
+
+// Ids and weights of as many tokens as a warp has lanes for, into the handle, and their rows counted. A bad id acts as
+// -1 and is reported. `top_k`: up to 32.
+__device__ void count_tokens(const CountsParams& p, const Step& step, int32_t* counters, int first) {
+  const Shape& shape = p.group.map.shape();
+  const int token = first + lane() / shape.top_k;
+  const int k = lane() % shape.top_k;
+  const bool there = lane() < 32 / shape.top_k * shape.top_k && token < p.tokens;
+  const int64_t raw = there ? raw_id(p.in, token, k) : -1;
+  const float weight = there ? raw_weight(p.in, token, k) : 0.0f;
+  int32_t id = valid_id(p.group, raw);
+  // An id of a token once, and a rank of a token once.
+  const auto key = [&](int32_t what) { return static_cast<long long>(lane() / shape.top_k) << 32 | what; };
+  const uint32_t same = __match_any_sync(~0u, id < 0 ? -1 - static_cast<long long>(lane()) : key(id));
+  if ((same & below(lane())) != 0) id = -1;
+  if (there && id < 0 && raw != -1) report_id(p.group, step, token, k, raw);
+  const int32_t rank = id < 0 ? -1 : expert_rank(p.group.experts[id]);
+  const uint32_t beside = __match_any_sync(~0u, id < 0 ? -1 - static_cast<long long>(lane()) : key(rank));
+  count_together(counters, shape.ranks + id, id >= 0);
+  count_together(counters, rank, id >= 0 && (beside & below(lane())) == 0);
+  if (!there || p.in.own) return;
+  p.handle.ids[static_cast<int64_t>(token) * shape.top_k + k] = id;
+  p.handle.weights[static_cast<int64_t>(token) * shape.top_k + k] = weight;
+}
+
+// The same of one token, by one thread, for any top_k.
+__device__ void count_token(const CountsParams& p, const Step& step, int32_t* counters, int token) {
   const Shape& shape = p.group.map.shape();
   int32_t* const ids = p.handle.ids + static_cast<int64_t>(token) * shape.top_k;
 #pragma unroll 1
@@ -20,7 +66,7 @@ __device__ void count_token(const CountsParams& p, const Step& step, int token) 
     const int64_t raw = raw_id(p.in, token, k);
     int32_t id = valid_id(p.group, raw);
     const int32_t rank = id < 0 ? -1 : expert_rank(p.group.experts[id]);
-    bool counted = id < 0;
+    bool counted = false;
     for (int i = 0; i < k; ++i) {
       if (ids[i] < 0) continue;
       if (ids[i] == id) id = -1;
@@ -32,8 +78,34 @@ __device__ void count_token(const CountsParams& p, const Step& step, int token) 
       p.handle.weights[static_cast<int64_t>(token) * shape.top_k + k] = raw_weight(p.in, token, k);
     }
     if (id < 0) continue;
-    atomicAdd(&p.told[shape.ranks + id], 1);
-    if (!counted) atomicAdd(&p.told[rank], 1);
+    atomicAdd(&counters[shape.ranks + id], 1);
+    if (!counted) atomicAdd(&counters[rank], 1);
+  }
+}
+
+// A block's share of the tokens, into the counters of the kernel.
+__device__ void count_share(const CountsParams& p, const Step& step, const Tallies& tallies) {
+  const Shape& shape = p.group.map.shape();
+  const int counts = shape.ranks + shape.experts;
+  const auto thread = static_cast<int>(threadIdx.x);
+  for (int i = thread; tallies.own != nullptr && i < counts; i += kThreads) tallies.own[i] = 0;
+  __syncthreads();
+  int32_t* const counters = tallies.own != nullptr ? tallies.own : p.told;
+  const auto block = static_cast<int>(blockIdx.x);
+  const auto blocks = static_cast<int>(gridDim.x);
+  if (shape.top_k <= 32) {
+    const int each = 32 / shape.top_k;
+    for (int token = (block * kWarps + thread / 32) * each; token < p.tokens; token += blocks * kWarps * each) {
+      count_tokens(p, step, counters, token);
+    }
+  } else {
+    for (int token = block * kThreads + thread; token < p.tokens; token += blocks * kThreads) {
+      count_token(p, step, counters, token);
+    }
+  }
+  __syncthreads();
+  for (int i = thread; tallies.own != nullptr && i < counts; i += kThreads) {
+    if (tallies.own[i] != 0) atomicAdd(&p.told[i], tallies.own[i]);
   }
 }
 
@@ -90,7 +162,6 @@ __device__ void place_rank(const CountsParams& p, const Step& step, int to, unsi
     row += rows;
   }
   if (to == g.me) p.handle.source[shape.ranks] = row;
-  // The first rank that has too little room: its number above, how many rows below.
   if (wanted > shape.recv_rows) {
     atomicMin(worst, static_cast<unsigned long long>(to) << 40 | static_cast<unsigned long long>(wanted));
   }
@@ -104,31 +175,50 @@ __device__ void send_nothing(const CountsParams& p) {
     p.handle.source[i] = 0;
     if (i < shape.ranks) p.handle.begin[i] = p.handle.send_counts[i] = 0;
   }
-  for (int i = static_cast<int>(threadIdx.x); i < p.group.local_experts; i += blockDim.x) p.handle.experts[i] = 0;
 }
 
-// Rows of each local expert; then, by one thread, where each begins in a grouped layout. Rows that a receiver has no
-// room for are counted too, as on the host: which they are is known when rows have come.
-__device__ void count_local(const CountsParams& p, const Step& step) {
+// Rows that come for a local expert. Those that a receiver has no room for are counted too, as on the host: which they
+// are is known when rows have come.
+__device__ int32_t rows_for(const CountsParams& p, const Step& step, int expert) {
   const GroupView& g = p.group;
-  const Shape& shape = g.map.shape();
-  for (int expert = static_cast<int>(threadIdx.x); expert < g.local_experts; expert += blockDim.x) {
-    int32_t rows = 0;
-    for (int from = 0; from < shape.ranks; ++from) {
-      const auto* const told =
-          reinterpret_cast<const int32_t*>(window_of(g, g.me) + g.map.counts(step.lane, step.bank(), from));
-      rows += static_cast<int32_t>(load_fresh<uint32_t>(told + shape.ranks + expert));
-    }
-    p.handle.experts[expert] = rows;
+  int32_t rows = 0;
+#pragma unroll 4
+  for (int from = 0; from < g.map.shape().ranks; ++from) {
+    const std::byte* const told = window_of(g, g.me) + g.map.counts(step.lane, step.bank(), from);
+    rows += static_cast<int32_t>(
+        load_fresh<uint32_t>(reinterpret_cast<const int32_t*>(told) + g.map.shape().ranks + expert));
   }
+  return rows;
 }
-__device__ void place_experts(const CountsParams& p) {
-  int64_t row = 0;
-  for (int expert = 0; expert <= p.group.local_experts; ++expert) {
-    p.handle.expert_begin[expert] = row;
-    p.handle.offsets[expert] = static_cast<int32_t>(row);
-    if (expert == p.group.local_experts) break;
-    row += (p.handle.experts[expert] + p.alignment - 1) / p.alignment * p.alignment;
+
+// How many rows each local expert has, and where they begin in a grouped layout. `none`: nobody has any. By a block.
+__device__ void place_experts(const CountsParams& p, const Step& step, const Tallies& tallies, bool none) {
+  const int experts = p.group.local_experts;
+  const auto thread = static_cast<int>(threadIdx.x);
+  int64_t before = 0;  // rows of the experts below base
+#pragma unroll 1
+  for (int base = 0; base <= experts; base += kThreads) {
+    const int expert = base + thread;
+    const int32_t rows = expert < experts && !none ? rows_for(p, step, expert) : 0;
+    const int64_t padded = int64_t{rows + p.alignment - 1} / p.alignment * p.alignment;
+    int64_t through = padded;
+    for (int by = 1; by < 32; by *= 2) {
+      const int64_t other = __shfl_sync(~0u, static_cast<long long>(through), max(lane() - by, 0));
+      if (lane() >= by) through += other;
+    }
+    if (lane() == 31) tallies.sums[thread / 32] = through;
+    __syncthreads();
+    int64_t total = before;
+    for (int warp = 0; warp < kWarps; ++warp) {
+      if (warp < thread / 32) through += tallies.sums[warp];
+      total += tallies.sums[warp];
+    }
+    const int64_t begin = before + through - padded;
+    if (expert < experts) p.handle.experts[expert] = rows;
+    if (expert <= experts)
+      p.handle.expert_begin[expert] = begin, p.handle.offsets[expert] = static_cast<int32_t>(begin);
+    before = total;
+    __syncthreads();  // the sums are about to be overwritten
   }
 }
 
@@ -149,55 +239,50 @@ __device__ void tell_host(const CountsParams& p, unsigned long long worst) {
 }
 
 // What has come, into the handle. By a block.
-__device__ void take_counts(const CountsParams& p, const Step& step, unsigned long long* worst) {
+__device__ void take_counts(const CountsParams& p, const Step& step, const Tallies& tallies) {
   const Shape& shape = p.group.map.shape();
-  for (int to = static_cast<int>(threadIdx.x); to < shape.ranks; to += blockDim.x) place_rank(p, step, to, worst);
-  count_local(p, step);
+  for (int to = static_cast<int>(threadIdx.x); to < shape.ranks; to += kThreads) {
+    place_rank(p, step, to, tallies.worst);
+  }
   __syncthreads();
-  const bool refused = *worst != ~0ull && !p.drop;
+  const unsigned long long worst = *tallies.worst;
+  const bool refused = worst != ~0ull && !p.drop;
   if (refused) send_nothing(p);
+  place_experts(p, step, tallies, refused);
   if (threadIdx.x == 0) *p.handle.overflow = refused ? 1 : 0;
-  __syncthreads();
-  if (threadIdx.x == 0) place_experts(p);
-  __syncthreads();
   if (refused && threadIdx.x == 0) {
     report_call(p.group, &p.group.pages[p.group.me]->call, [&](Report* to) {
-      write_report(to, p.group, step, twRecvOverflow, static_cast<int>(*worst >> 40), 0, 0);
+      write_report(to, p.group, step, twRecvOverflow, static_cast<int>(worst >> 40), 0, 0);
       volatile Report& report = *to;
       report.bound = static_cast<uint32_t>(shape.recv_rows);
-      report.value = static_cast<int64_t>(*worst & ((1ull << 40) - 1));
+      report.value = static_cast<int64_t>(worst & ((1ull << 40) - 1));
     });
   }
-  if (p.on_host != nullptr) tell_host(p, *worst);
+  if (p.on_host != nullptr) tell_host(p, worst);
 }
 
 __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant__ CountsParams p) {
   const GroupView& g = p.group;
-  auto* const worst = shared_at<unsigned long long>(0);  // [1]
+  const Tallies tallies(g.map.shape());
   const Step step{next_step(g, p.lane), p.lane, 0, twPhaseCounts};
   if (__syncthreads_or(is_sticky(g)) != 0) return;
   const uint32_t arrived = p.receive && threadIdx.x == 0 ? begin_end(g, step) : 0;
   if (threadIdx.x == 0 && blockIdx.x == 0) clear_tickets(g, step);
   bool last = blockIdx.x == 0;
   if (p.send) {
-    const int stride = static_cast<int>(gridDim.x * blockDim.x);
-    for (int token = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); token < p.tokens; token += stride) {
-      count_token(p, step, token);
-    }
+    count_share(p, step, tallies);
     __syncthreads();
     last = __syncthreads_or(threadIdx.x == 0 && last_to_send(g, step, Roles::one(static_cast<int>(gridDim.x)))) != 0;
     if (last) tell_counts(p, step);
   }
   if (p.receive && last) {
-    if (threadIdx.x == 0) *worst = ~0ull;
-    const bool came = await_counts(p, step);
-    if (came) {
-      take_counts(p, step, worst);
+    if (threadIdx.x == 0) *tallies.worst = ~0ull;
+    if (await_counts(p, step)) {
+      take_counts(p, step, tallies);
     } else {  // nothing may go out by counts that are not known
       send_nothing(p);
+      place_experts(p, step, tallies, true);
       if (threadIdx.x == 0) *p.handle.overflow = 1;
-      __syncthreads();
-      if (threadIdx.x == 0) place_experts(p);
     }
   }
   if (p.receive && threadIdx.x == 0) end_step(g, step, arrived);
@@ -206,9 +291,11 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
 }  // namespace
 
 int launch_counts(const CountsParams& params, int grid, void* stream) {
-  return launch_kernel(counts_kernel, params, grid, sizeof(unsigned long long), false, stream);
+  return launch_kernel(counts_kernel, params, grid, Tallies::bytes(params.group.map.shape()), false, stream);
 }
 
-int load_counts(const Shape&) { return allow_shared(reinterpret_cast<const void*>(counts_kernel), 0); }
+int load_counts(const Shape& shape) {
+  return allow_shared(reinterpret_cast<const void*>(counts_kernel), Tallies::bytes(shape));
+}
 
 }  // namespace tw::nvlink

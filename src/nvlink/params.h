@@ -7,6 +7,7 @@
 #include "exchange/routing.h"
 #include "layout/window_map.h"
 #include "tokenway/tokenway.h"
+#include "views/columns.h"
 
 namespace tw::nvlink {
 
@@ -339,6 +340,7 @@ struct ViewParams {
   std::byte* payloads[kMaxPayloads];  // NULL: not wanted
   int32_t width[kMaxPayloads];
   Divider vectors[kMaxPayloads];
+  Columns columns[kMaxPayloads];
   Shown shown;       // by expert: [L, N*b] or grouped; counts are handle.expert_counts and `counts`
   int32_t* offsets;  // grouped: [L + 1]
   int32_t rows;      // grouped: that are shown, those beyond what comes too

@@ -177,7 +177,23 @@ __device__ void assign_places(const ViewParams& p, const ExpertScratch& s, int l
   }
 }
 
-// A place that holds nothing; of an exact layout its rows are 0 too. By a block.
+// Where a byte of a place's row lies in a payload that is wanted by column.
+__device__ int64_t in_columns(const Columns& columns, int64_t place, uint32_t byte) {
+  const auto size = static_cast<uint32_t>(columns.element_bytes);
+  return (byte / size * columns.rows + place) * size + byte % size;
+}
+
+// Zeros for rows of a payload.
+__device__ void clear_rows(const ViewParams& p, int q, int64_t from, int64_t to) {
+  const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
+  const Columns& columns = p.columns[q];
+  for (int64_t i = from * bytes + threadIdx.x; i < to * bytes; i += blockDim.x) {
+    p.payloads[q][columns.wanted() ? in_columns(columns, i / bytes, static_cast<uint32_t>(i % bytes)) : i] =
+        std::byte{0};
+  }
+}
+
+// Places that hold nothing; of an exact layout their rows are 0 too. By a block.
 __device__ void show_empty(const ViewParams& p, int64_t from, int64_t to) {
   const Shape& shape = p.group.map.shape();
   for (int64_t place = from + threadIdx.x; place < to; place += blockDim.x) {
@@ -185,9 +201,7 @@ __device__ void show_empty(const ViewParams& p, int64_t from, int64_t to) {
     if (p.shown.weights != nullptr) p.shown.weights[place] = 0.0f;
   }
   for (int q = 0; q < shape.payloads && shape.exact(); ++q) {
-    const auto bytes = static_cast<int64_t>(shape.payload_bytes[q]);
-    if (p.payloads[q] == nullptr) continue;
-    for (int64_t i = from * bytes + threadIdx.x; i < to * bytes; i += blockDim.x) p.payloads[q][i] = std::byte{0};
+    if (p.payloads[q] != nullptr) clear_rows(p, q, from, to);
   }
 }
 
@@ -209,6 +223,9 @@ __device__ void finish_grouped(const ViewParams& p) {
   const int64_t share = (p.rows - end + gridDim.x - 1) / static_cast<int64_t>(gridDim.x);
   const int64_t from = end + static_cast<int64_t>(blockIdx.x) * share;
   show_empty(p, from, min(static_cast<int64_t>(p.rows), from + share));
+  for (int q = 0; q < g.map.shape().payloads && blockIdx.x == 0; ++q) {  // what columns are longer than there are rows
+    if (p.payloads[q] != nullptr && p.columns[q].wanted()) clear_rows(p, q, p.rows, p.columns[q].rows);
+  }
   for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i <= g.local_experts;
        i += static_cast<int>(gridDim.x * blockDim.x)) {
     p.offsets[i] = static_cast<int32_t>(begin_of(p, i));
@@ -225,6 +242,19 @@ __device__ void scatter_row(const ViewParams& p, int q, int64_t row, const int64
     for (int k = 0; k < shape.top_k; ++k) {
       if (places[k] < 0) continue;
       reinterpret_cast<V*>(p.payloads[q] + places[k] * static_cast<int64_t>(shape.payload_bytes[q]))[i] = value;
+    }
+  }
+}
+
+// The same into columns. Copied by bytes: neither row nor tensor need be aligned to elements, and such rows are short.
+__device__ void scatter_columns(const ViewParams& p, int q, int64_t row, const int64_t* places, int bank) {
+  const Shape& shape = p.group.map.shape();
+  const std::byte* const from =
+      p.group.windows[p.group.me] + p.group.map.payload_row(p.lane, bank, q, static_cast<uint64_t>(row));
+  for (uint32_t i = threadIdx.x; i < shape.payload_bytes[q]; i += blockDim.x) {
+    const auto value = static_cast<std::byte>(load_fresh<unsigned char>(from + i));
+    for (int k = 0; k < shape.top_k; ++k) {
+      if (places[k] >= 0) p.payloads[q][in_columns(p.columns[q], places[k], i)] = value;
     }
   }
 }
@@ -250,6 +280,10 @@ __device__ void scatter(const ViewParams& p, const ExpertScratch& s, int from, i
     __syncthreads();
     for (int q = 0; q < shape.payloads; ++q) {
       if (p.payloads[q] == nullptr) continue;
+      if (p.columns[q].wanted()) {
+        scatter_columns(p, q, row, places, bank);
+        continue;
+      }
       switch (p.width[q]) {
         case 16:
           scatter_row<uint4>(p, q, row, places, bank);

@@ -8,6 +8,7 @@
 
 #include "exchange/combine.h"
 #include "exchange/routing.h"
+#include "views/columns.h"
 #include "views/rank_major.h"
 
 namespace tw {
@@ -42,11 +43,24 @@ struct ExpertMajorOut {
   const int64_t* first = nullptr;  // grouped: [L + 1] where each expert's rows begin; NULL: each has as many
   int64_t rows_per_expert = 0;
   std::byte* payloads[kMaxPayloads] = {};  // NULL: not wanted
+  Columns columns[kMaxPayloads];
   void* ids = nullptr;
   float* weights = nullptr;
   int32_t* counts = nullptr;  // [L]
 
   int64_t begin(int64_t expert) const { return first != nullptr ? first[expert] : expert * rows_per_expert; }
+
+  // Row `at` of a payload; NULL: zeros.
+  void place(int q, int64_t at, const std::byte* row, uint64_t bytes) const {
+    if (payloads[q] == nullptr) return;
+    if (columns[q].wanted()) return columns[q].place(payloads[q], at, row, bytes);
+    std::byte* const to = payloads[q] + at * static_cast<int64_t>(bytes);
+    if (row != nullptr) {
+      std::memcpy(to, row, bytes);
+    } else {
+      std::memset(to, 0, bytes);
+    }
+  }
 };
 
 // Copies received rows to their experts. window_row(q, source, p) is where payload q of a slot lies.
@@ -61,11 +75,7 @@ void scatter_expert_major(const Shape& shape, const Placement& placement, const 
       const Received::Row meta = received.row(row, shape.top_k);
       places.each(meta, [&](int32_t k, int32_t expert, int32_t place) {
         const int64_t at = out.begin(expert) + place;
-        for (int q = 0; q < shape.payloads; ++q) {
-          if (out.payloads[q] == nullptr) continue;
-          std::memcpy(out.payloads[q] + at * static_cast<int64_t>(shape.payload_bytes[q]), window_row(q, source, p),
-                      shape.payload_bytes[q]);
-        }
+        for (int q = 0; q < shape.payloads; ++q) out.place(q, at, window_row(q, source, p), shape.payload_bytes[q]);
         if (out.ids != nullptr) style.store(out.ids, at, style.space == twIdLocal ? expert : meta.ids[k]);
         if (out.weights != nullptr) out.weights[at] = meta.weights[k];
       });
@@ -76,9 +86,13 @@ void scatter_expert_major(const Shape& shape, const Placement& placement, const 
       if (out.ids != nullptr) style.store(out.ids, at, style.invalid);
       if (out.weights != nullptr) out.weights[at] = 0.0f;
       for (int q = 0; q < shape.payloads && out.first != nullptr; ++q) {
-        const auto bytes = static_cast<int64_t>(shape.payload_bytes[q]);
-        if (out.payloads[q] != nullptr) std::memset(out.payloads[q] + at * bytes, 0, static_cast<size_t>(bytes));
+        out.place(q, at, nullptr, shape.payload_bytes[q]);
       }
+    }
+  }
+  for (int q = 0; q < shape.payloads; ++q) {  // what columns are longer than there are rows
+    for (int64_t at = out.begin(local_experts); at < out.columns[q].rows; ++at) {
+      out.place(q, at, nullptr, shape.payload_bytes[q]);
     }
   }
 }

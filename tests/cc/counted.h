@@ -90,7 +90,7 @@ class Counted {
   }
 
   // There and back, staged: every row at its place, and as many partials of 1 in each sum as were not dropped.
-  void use(twLayout_t layout) {
+  void use(twLayout_t layout, bool by_column = false) {
     std::vector<twDispatchOutput_t> received(world_.size(), twDispatchOutput_t(TW_DISPATCH_OUTPUT_INIT));
     std::vector<std::vector<int32_t>> rows(world_.size()), tokens(world_.size());
     for (int rank = 0; rank < world_.size(); ++rank) {
@@ -101,15 +101,19 @@ class Counted {
       input.payloads[0] = tensor(tokens[rank].data(), twInt32, {traffic_.tokens[rank], 2});
       int64_t n = 0;
       EXPECT_TW(twSuccess, twHandleNumRecvRows(handles[rank], layout, &n));
-      rows[rank].assign(2 * n + 1, -1);
+      const int64_t column = (n + 3) / 4 * 4;
+      rows[rank].assign(2 * (by_column ? column : n) + 1, -1);
       received[rank].layout = layout;
-      received[rank].payloads[0] = tensor(rows[rank].data(), twInt32, {n, 2});
+      received[rank].column_major[0] = by_column ? 1 : 0;
+      received[rank].payloads[0] =
+          by_column ? tensor(rows[rank].data(), twInt32, {2, column}) : tensor(rows[rank].data(), twInt32, {n, 2});
       EXPECT_TW(twSuccess, twDispatch(world_[rank], handles[rank], &input, &received[rank]));
     }
     for (int rank = 0; rank < world_.size(); ++rank) {
       EXPECT_TW(twSuccess, complete(rank));
       rows[rank].pop_back();
-      EXPECT_EQ(rows[rank], layout == twFlat ? flat(rank) : grouped(rank)) << "rank " << rank;
+      const std::vector<int32_t> want = layout == twFlat ? flat(rank) : grouped(rank);
+      EXPECT_EQ(rows[rank], by_column ? columns(want) : want) << "rank " << rank;
     }
     combine(layout);
   }
@@ -179,6 +183,13 @@ class Counted {
       rows.resize(end, 0);
     }
     return rows;
+  }
+  // Rows of two elements as two columns of whole 16 bytes.
+  static std::vector<int32_t> columns(const std::vector<int32_t>& rows) {
+    const size_t column = (rows.size() / 2 + 3) / 4 * 4;
+    std::vector<int32_t> made(2 * column, 0);
+    for (size_t i = 0; i < rows.size(); ++i) made[i % 2 * column + i / 2] = rows[i];
+    return made;
   }
   void combine(twLayout_t layout) {
     std::vector<std::vector<float>> rows(world_.size()), sums(world_.size());

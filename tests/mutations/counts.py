@@ -1,6 +1,6 @@
 """Mutations of the exchange of counts: the step, what it brings, and what must follow from it."""
 
-from mutation import CALLS, COUNTS_H, CPU, ENTRIES, Edit, Mutation
+from mutation import CALLS, COUNTS_H, CPU, ENTRIES, STEP, Edit, Mutation
 
 PUBLISH = "  publish_step(t, map, at, Mode::kCounts, 0, [](int) { return 0; });\n"
 AWAIT = (
@@ -156,5 +156,57 @@ COUNTS = (
         "counts_test",
         "Counts.UnevenRanks",
         (Edit(COUNTS_H, "      if (placement.rank[expert] == rank) told", "      told"),),
+    ),
+    Mutation(
+        "ready when the first counts have come",
+        "S4",
+        "counts_ready_test",
+        "CountsReady.OnceAllHaveCome",
+        (Edit(STEP, "    if (waited.wake != Wake::kArrived) return true;\n", "    return true;\n"),),
+    ),
+    Mutation(
+        "asking for counts waits",
+        "S6",
+        "counts_ready_test",
+        "CountsReady.OnceAllHaveCome",
+        (
+            Edit(
+                CALLS, "timeout_ms < 0 ? patience : std::min(patience, asked);", "asked < patience ? patience : asked;"
+            ),
+        ),
+    ),
+    Mutation(
+        "asking for counts never ends",
+        "S6",
+        "counts_ready_test",
+        "CountsReady.LateRank",
+        (Edit(CALLS, "  handle.counts_deadline = patience;\n", ""),),
+    ),
+    Mutation(
+        "whose counts are late is waited for once more",
+        "S6",
+        "counts_ready_test",
+        "CountsReady.LateRank",
+        (
+            Edit(
+                CALLS,
+                "std::min(deadline_of(group), handle.counts_deadline);\n  Overflow",
+                "deadline_of(group);\n  Overflow",
+            ),
+        ),
+    ),
+    Mutation(
+        "asking for counts gives their lane back",
+        "S5",
+        "counts_ready_test",
+        "CountsReady.ChangesNothing",
+        (
+            Edit(
+                CALLS,
+                "  *ready = *ready || std::chrono::steady_clock::now() >= patience;\n",
+                "  *ready = *ready || std::chrono::steady_clock::now() >= patience;\n"
+                "  if (*ready) give_back(group, handle);\n",
+            ),
+        ),
     ),
 )

@@ -126,9 +126,9 @@ PROTOCOL = (
             ),
             Edit(
                 TRANSPORT,
-                "  if (spin(offset, step)) return Wake::kArrived;\n",
+                "  if (spin(offset, step, deadline)) return Wake::kArrived;\n",
                 "  if (at(me_, 8).load() >= static_cast<uint64_t>(ranks()) * step) return Wake::kArrived;\n"
-                "  if (spin(offset, step)) return Wake::kArrived;\n",
+                "  if (spin(offset, step, deadline)) return Wake::kArrived;\n",
             ),
         ),
     ),

@@ -2,8 +2,10 @@
 
 from mutation import (
     CHECK,
+    COLUMNS,
     COMBINE,
     CONFIG,
+    EXPERT_MAJOR,
     MAP,
     ROUTING,
     SUMMATION,
@@ -199,5 +201,25 @@ RESULTS = (
         "device_side_test",
         "PretendedGroup.IdsAreNotReadOnTheHost",
         (Edit(CHECK, "if (!group.backend->on_device()) TW_RETURN_IF_FAILED(check_id", "TW_RETURN_IF_FAILED(check_id"),),
+    ),
+    Mutation(
+        "columns as long as there are rows",
+        "S9",
+        "columns_test",
+        "Columns.ShapeIsToldWhereNothingIsGiven",
+        (
+            Edit(
+                COLUMNS,
+                "return {(rows + step - 1) / step * step, element_bytes};",
+                "return {rows + 0 * step, element_bytes};",
+            ),
+        ),
+    ),
+    Mutation(
+        "the end of a column keeps what was there",
+        "S9",
+        "columns_test",
+        "Columns.HoldTheRowsOfGrouped",
+        (Edit(EXPERT_MAJOR, "at < out.columns[q].rows; ++at)", "at < 0; ++at)"),),
     ),
 )

@@ -142,6 +142,7 @@ class Player:
             bound=round_.bound,
             lane=round_.lane,
             out=self.outputs(round_, handle) if round_.own else None,
+            column_major=[f"p{q - 1}" for q in round_.columns] or None,
             send_only=send_only,
         )
         spoil(*self.unread.pop(handle, ()))
@@ -166,6 +167,9 @@ class Player:
         if round_.layout == "grouped":
             shapes["offsets"] = ((blocks + 1,), "int32")
         shapes |= {f"p{q}": ((*lead, n), d) for q, (n, d) in enumerate(self.setup.payloads)}
+        for q in round_.columns:
+            n, d = self.setup.payloads[q - 1]
+            shapes[f"p{q - 1}"] = (n, -(-lead[0] * numpy_dtype(d).itemsize // 16) * 16 // numpy_dtype(d).itemsize), d
         return {name: self.rubbish(shape, dtype) for name, (shape, dtype) in shapes.items()}
 
     def combine(self, round_: Round, handle: tw.Handle, rows: Any, send_only: bool) -> Any:

@@ -73,12 +73,15 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
     chosen["reuse"] &= not chosen["memory"]
     if after:
         chosen[after] = True
+    layout = draw(st.sampled_from(("flat", "grouped") if setup.exact else ("rank_major", "expert_major")))
+    extra = range(1, len(setup.payloads) + 1) if layout == "grouped" else ()
     return Round(
         tokens=tokens,
+        columns=tuple(q for q in extra if draw(st.booleans())),
         seed=seed,
         routing=draw(st.sampled_from(ROUTINGS)),
         bound=None if setup.exact else draw(st.none() | st.integers(max(1, *tokens), most)),
-        layout=draw(st.sampled_from(("flat", "grouped") if setup.exact else ("rank_major", "expert_major"))),
+        layout=layout,
         weighting=draw(st.sampled_from(("none", "topk"))),
         ids=draw(st.sampled_from(("int32", "int64"))),
         rows=setup.dtype if chosen["identity"] else draw(st.sampled_from(FLOATS)),

@@ -18,6 +18,7 @@ from test_exchange import check
 from test_properties import PROCESSES, judge
 
 import tokenway as tw
+from tokenway import reference as ref
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "150"))
 SETTINGS = settings(
@@ -105,6 +106,78 @@ def test_rows_that_are_dropped(world: Any, room: int) -> None:
     check(world, one(setup, *both(base), *both(replace(base, seed=3, again=False, late=True))))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "int32", "float64"])
+def test_payloads_by_column(world: Any, dtype: str) -> None:
+    """As grouped GEMMs read scales; whatever the size of an element, of a column and of what is left of 16 bytes."""
+    setup = Setup(ranks=3, experts=5, top_k=2, payloads=((3, dtype), (1, "float32")), row_alignment=2, **EXACT)
+    rounds = [
+        Round((8, 3, 5), seed=seed, layout="grouped", columns=columns, own=seed % 2 == 0, send_dispatch=seed > 3)
+        for seed, columns in enumerate([(1,), (2,), (1, 2), (), (2, 1)])
+    ]
+    nothing = Round((0, 0, 0), layout="grouped", columns=(1, 2), own=True)
+    check(world, one(setup, *rounds, nothing, replace(nothing, own=False)))
+    tight = replace(setup, max_recv_tokens=7, overflow="drop", row_alignment=None)
+    check(world, one(tight, *rounds))
+
+
+def test_the_oracle_by_column() -> None:
+    rows = np.arange(10, dtype=np.float32).reshape(5, 2)
+    wanted = [[0, 2, 4, 6, 8, 0, 0, 0], [1, 3, 5, 7, 9, 0, 0, 0]]
+    assert ref.columns(rows).tolist() == wanted and ref.columns(rows[:4]).tolist() == [w[:4] for w in wanted]
+    assert ref.columns(rows[:0]).shape == (2, 0) and ref.columns(rows.astype(np.uint8)).shape == (2, 16)
+    x = ref.Exchange([np.array([[1], [0], [1], [1], [1]])], None, experts=2, bound=5)
+    got = ref.dispatch_grouped(x, 0, [[rows], [rows]], column_major=[1])
+    assert got.payloads[0][:, 0].tolist() == [2, 0, 4, 6, 8]
+    assert got.payloads[1].tolist() == [[2, 0, 4, 6, 8, 0, 0, 0], [3, 1, 5, 7, 9, 0, 0, 0]]
+
+
+def columns_refused(env: Any) -> list[str]:
+    said = []
+    settings = {"payloads": {"scales": (2, "float32")}, "experts": 2, "top_k": 1, "hidden": 4, "max_tokens": 6}
+    tensor = env.backend.tensor
+    with tw.Group(env.comm, timeout=20, **settings, **EXACT) as group:
+        handle = group.exchange_counts(group.route(tensor(np.zeros((5, 1), np.int32))))
+        tokens = tensor(np.zeros((5, 4), tw.tensors.numpy_dtype("bfloat16")))
+        scales = tensor(np.ones((5, 2), np.float32))
+        wrong: list[dict[str, Any]] = [
+            {"layout": "grouped", "column_major": ["scale"]},
+            {"layout": "grouped", "column_major": "scales"},
+            {"layout": "grouped", "column_major": 1},
+            {"layout": "flat", "column_major": ["scales"]},
+            {
+                "layout": "grouped",
+                "column_major": ["scales"],
+                "out": {"scales": tensor(np.zeros((5, 2), np.float32))},
+            },
+        ]
+        for arguments in wrong:
+            with pytest.raises(tw.InvalidArgument) as caught:
+                group.dispatch(handle, tokens, {"scales": scales}, **arguments)
+            said.append(str(caught.value))
+        received = group.dispatch(handle, tokens, {"scales": scales}, layout="grouped", column_major=["scales"])
+        found = received.payloads["scales"]
+        assert found.shape == (2, 8) and found[:, :5].all() and not found[:, 5:].any()
+        group.combine(handle, tensor(np.zeros((5, 4), np.float32)))
+        received = group.dispatch(handle, tokens, {"scales": scales}, layout="grouped")
+        assert received.payloads["scales"].shape == (5, 2), "a wish is for one dispatch"
+        group.combine(handle, tensor(np.zeros((5, 4), np.float32)))
+    return said
+
+
+def test_columns_that_are_refused(world: Any) -> None:
+    (said,) = world(1).run(columns_refused)
+    names = "it must hold payloads of the group: ['tokens', 'scales']"
+    wanted = [
+        f"column_major is ['scale']; {names}",
+        f"column_major is 'scales'; {names}",
+        f"column_major is 1; {names}",
+    ]
+    wanted += ["output.column_major[1] is 1; only payloads of twGrouped (3), from 0 to 1, have columns"]
+    wanted += ["output.payloads[1] has shape [5, 2]; it must be [2, 8]"]
+    for sentence, part in zip(said, wanted, strict=True):
+        assert part in sentence
+
+
 # ---- sizes are known before rows go out ---------------------------------------------------------------------
 
 
@@ -134,6 +207,35 @@ def sizes(env: Any) -> list[Any]:
 def test_sizes_before_rows(world: Any) -> None:
     for flat, grouped, total, rows, end, nothing in world(3).run(sizes):
         assert flat == total and grouped == rows == end and nothing == 0
+
+
+def asking(env: Any) -> list[Any]:
+    setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, lanes=2, **EXACT)
+    with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
+        handle = group.route(np.full((2, 1), 3, np.int32))
+        with pytest.raises(tw.InvalidUsage, match="no exchange of counts is under way"):
+            handle.counts_ready()
+        other = group.route(np.zeros((1, 1), np.int32))
+        if env.rank == 1:  # its word is the last one, and comes when rank 0 has seen that it is missing
+            group.exchange_counts(other, lane=1)
+        pending = group.exchange_counts(handle, lane=0, send_only=True)
+        found = [handle.counts_ready(), handle.counts_ready(0.01)] if env.rank == 0 else []
+        if env.rank == 0:
+            group.exchange_counts(other, lane=1)
+        for wrong in (-1.0, 1e9, float("nan")):
+            with pytest.raises(tw.InvalidArgument, match="it must be None or from 0 to 2e6 seconds"):
+                handle.counts_ready(wrong)
+        found.append(handle.counts_ready(None))
+        assert handle.rows_of("flat") is None, "asking takes nothing"
+        pending.result()
+        assert handle.counts_ready()
+        return [*found, handle.recv_rows]
+
+
+def test_asking_for_counts(world: Any, backend: str) -> None:
+    if backend != "cpu":
+        pytest.skip("on a device completing never waits; tests/gpu/test_exact_layouts.py asks there")
+    assert world(2).run(asking) == [[False, False, True, 0], [True, 4]]
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------

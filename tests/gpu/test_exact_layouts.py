@@ -1,0 +1,209 @@
+"""High throughput with calls that return at once: counts on the device, outputs of a fixed size, graphs, questions."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import player
+import pytest
+import torch
+from cases import Case, Round, Setup, make_ids, one, verify
+from gpu_world import TIMEOUT, Locals, capture, line_tokens, sleep_on_device
+
+import tokenway as tw
+
+LAYOUTS = ("flat", "grouped")
+EXACT = {"mode": "high_throughput"}
+
+
+def cases_of(ranks: int) -> dict[str, Case]:
+    """What may go wrong if something is not in order of the stream."""
+    setup = Setup(ranks=ranks, experts=2 * ranks + 1, top_k=3, lanes=3, max_tokens=8, row_alignment=4, **EXACT)
+    base = Round((8, 3, 6, 0, 7)[:ranks])
+    both = [replace(base, layout=layout, seed=i) for i, layout in enumerate(LAYOUTS)]
+    many = replace(setup, experts=64, top_k=8, max_tokens=700, hidden=72)
+    rounds = [replace(r, tokens=(700, 411, 0, 5, 256)[:ranks]) for r in both]
+    flight = tuple(
+        replace(base, seed=20 + i, layout=LAYOUTS[i % 2], send_dispatch=True, send_combine=i != 1, again=i == 2)
+        for i in range(3)
+    )
+    return {
+        "many tokens": one(many, *rounds),
+        "few have room": one(replace(many, max_recv_tokens=500, overflow="drop"), *rounds),
+        "lanes": Case(setup, (flight,) * 3, order=5, slow=1),
+        "ids": one(replace(setup, id_dtype="int64"), *(replace(r, ids="int64", routing="holes") for r in both)),
+    }
+
+
+@pytest.mark.parametrize("most", [None, 0])
+@pytest.mark.parametrize("nranks", [1, 2, 3])
+@pytest.mark.parametrize("name", cases_of(2))
+def test_rounds(name: str, nranks: int, most: int | None) -> None:
+    case = cases_of(nranks)[name]
+    with line_tokens(most), Locals(nranks) as ranks:
+        by_rank = ranks.run(player.play, case)
+    for f, flight in enumerate(case.flights):
+        for i, round_ in enumerate(flight):
+            verify(case.setup, round_, [mine[f][i] for mine in by_rank])
+
+
+# ---- outputs of a fixed size --------------------------------------------------------------------------------
+
+TOKENS = (90, 41, 64)
+REPLAYS = 5
+
+
+class Layer:
+    """Counts, dispatch, identity experts and combine over static buffers; sums of whole numbers are exact."""
+
+    def __init__(self, env: Any, group: tw.Group, setup: Setup, layout: str):
+        self.env, self.group, self.setup, self.layout = env, group, setup, layout
+        self.tokens = torch.zeros((TOKENS[env.rank], setup.hidden), dtype=torch.float32, device=env.device)
+        ids, weights = make_ids(setup, Round(TOKENS[: setup.ranks]), env.rank)
+        self.ids, self.weights = env.backend.tensor(ids), env.backend.tensor(weights)
+        self.handle = group.route(self.ids, self.weights)
+
+    def load(self, turn: int) -> None:
+        """Other tokens and ids."""
+        round_ = Round(TOKENS[: self.setup.ranks], seed=turn, routing=("holes", "uniform")[turn % 2])
+        self.ids.copy_(self.env.backend.tensor(make_ids(self.setup, round_, self.env.rank)[0]))
+        values = torch.arange(self.tokens.numel(), device=self.env.device).view_as(self.tokens) * (turn + 1)
+        self.tokens.copy_(values % 251 - 125)
+
+    def step(self) -> Any:
+        self.handle.update(self.ids, self.weights)
+        self.group.exchange_counts(self.handle)
+        received = self.group.dispatch(self.handle, self.tokens, layout=self.layout)
+        out = self.group.combine(self.handle, received.tokens.clone())
+        return received, received.ids, received.counts, out
+
+    def check(self, results: Any) -> None:
+        """Each token comes back once from each rank that it went to, or from each expert."""
+        received, ids, counts, out = results
+        experts = self.setup.experts
+        here = -(-experts // self.setup.ranks)  # the default placement, of experts that ranks divide
+        valid = self.ids >= 0
+        if self.layout == "flat":
+            homes = torch.where(valid, self.ids // here, torch.full_like(self.ids, -1))
+            times = sum((homes == rank).any(dim=1).float() for rank in range(self.setup.ranks))
+        else:
+            times = valid.sum(dim=1).float()
+        assert torch.equal(out, self.tokens * times[:, None]), f"turn of {self.layout}"
+        used = int(counts.sum())
+        assert len(received.tokens) >= used and (self.layout == "grouped" or bool((ids[used:] == -1).all()))
+        assert int((ids >= 0).any(dim=1).sum() if self.layout == "flat" else (ids >= 0).sum()) == used
+
+
+def captured_layers(env: Any, layout: str) -> None:
+    ranks = env.nranks
+    setup = Setup(ranks=ranks, experts=4 * ranks, top_k=4, hidden=24, max_tokens=90, dtype="float32", **EXACT)
+    settings = setup.settings() | {"max_recv_tokens": 90 * ranks, "combine_dtype": "float32", "row_alignment": 8}
+    with tw.Group(env.comm, timeout=TIMEOUT, **settings) as group:
+        layer = Layer(env, group, setup, layout)
+        layer.load(0)
+        layer.check(layer.step())  # as large as there is room for, though nothing is captured
+        assert len(layer.step()[0].tokens) == layer.handle.rows_of(layout)
+        graph, results = capture(env, layer.step)
+        for turn in range(1, REPLAYS):
+            layer.load(turn)
+            graph.replay()
+            layer.check(results)
+        with pytest.raises(tw.InvalidUsage, match="captured into a graph"):
+            _ = layer.handle.recv_rows
+        layer.load(7)
+        layer.check(layer.step())  # eager calls go on
+        assert group.error is None
+        graph.reset()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_whole_layer_in_a_graph(pair: Any, layout: str) -> None:
+    pair.run(captured_layers, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_whole_layer_in_a_graph_alone(layout: str) -> None:
+    with Locals(1) as ranks:
+        ranks.run(captured_layers, layout)
+
+
+# ---- what the host asks -------------------------------------------------------------------------------------
+
+
+def asking(env: Any) -> list[Any]:
+    setup = Setup(ranks=env.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, lanes=2, **EXACT)
+    with tw.Group(env.comm, timeout=TIMEOUT, **setup.settings()) as group:
+        handle = group.route(torch.full((2, 1), 3, dtype=torch.int32, device=env.device))
+        with pytest.raises(tw.InvalidUsage, match="no exchange of counts is under way"):
+            handle.counts_ready()
+        if env.rank == 1:
+            sleep_on_device(0.3)
+        group.exchange_counts(handle)
+        found = [handle.counts_ready(), handle.counts_ready(0.01)] if env.rank == 0 else []
+        found += [handle.counts_ready(None), handle.counts_ready(), handle.recv_rows]
+        pending = group.exchange_counts(
+            group.route(torch.zeros((1, 1), dtype=torch.int32, device=env.device)), send_only=True
+        )
+        other = pending.result()
+        return [*found, other.recv_rows]
+
+
+def test_asking_for_counts() -> None:
+    with Locals(2) as ranks:
+        assert ranks.run(asking) == [[False, False, True, True, 0, 2], [True, True, 4, 0]]
+
+
+def overflow(env: Any) -> list[str]:
+    setup = Setup(ranks=env.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, max_recv_tokens=7, **EXACT)
+    with tw.Group(env.comm, timeout=TIMEOUT, **setup.settings()) as group:
+        tokens = torch.ones((6, 4), dtype=torch.bfloat16, device=env.device)
+        handle = group.route(torch.full((6, 1), 3, dtype=torch.int32, device=env.device))
+        group.exchange_counts(handle)
+        # Nobody has asked, so the dispatch is made: nothing is sent, and what it brings says so.
+        received = group.dispatch(handle, tokens)
+        out = group.combine(handle, torch.zeros_like(received.tokens))
+        assert not bool(received.counts.any()) and bool(out.isnan().all())
+        env.stream.synchronize()
+        with pytest.raises(tw.RecvOverflow) as late:
+            group.check()
+        with pytest.raises(tw.RecvOverflow) as asked:
+            _ = handle.recv_rows
+        handle.update(torch.tensor([[3], [-1], [0], [-1], [-1], [-1]], dtype=torch.int32, device=env.device))
+        group.exchange_counts(handle)
+        received = group.dispatch(handle, tokens)
+        out = group.combine(handle, received.tokens.clone())
+        assert out.sum(dim=1).tolist() == [4, 0, 4, 0, 0, 0]
+        return [str(late.value), str(asked.value)]
+
+
+def test_overflow_is_learnt_late() -> None:
+    with Locals(2) as ranks:
+        said = ranks.run(overflow)
+    wanted = "rank 1 would receive 12 rows; config.max_recv_tokens is 7 (nothing was sent)"
+    assert all(wanted in sentence for mine in said for sentence in mine)
+
+
+def late_rank(env: Any) -> str:
+    setup = Setup(ranks=env.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, **EXACT)
+    group = tw.Group(env.comm, timeout=0.5, **setup.settings())
+    try:
+        if env.rank == 0:
+            return "silent"
+        handle = group.route(torch.zeros((2, 1), dtype=torch.int32, device=env.device))
+        group.exchange_counts(handle)
+        with pytest.raises(tw.PeerTimeout) as caught:
+            _ = handle.recv_rows
+        return str(caught.value)
+    finally:
+        if env.rank == 0:
+            time.sleep(1.5)
+        group.abort()
+        group.close()
+
+
+def test_a_rank_that_does_not_count() -> None:
+    with Locals(2) as ranks:
+        said = ranks.run(late_rank)
+    assert said[0] == "silent" and "rank 0 did not arrive in time in the exchange of counts" in said[1]
