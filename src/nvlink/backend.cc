@@ -193,10 +193,10 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.units = units_of(word, words_of(meta_bytes(shape().top_k)), unit_rows(lines, p.tokens, call.bound),
                      int64_t{max_grid_} * kWarps / 2);
   for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
-  // A quarter of the SMs fills the link; with more, units at the end wait longer behind each other.
-  p.roles =
-      lines ? line_roles(rows, p.units, send && receive)
-            : roles_of(rows, p.units, send && receive, call.bound > view_.line_tokens ? max_grid_ / 4 : max_grid_ / 2);
+  // With more than a quarter of the device's SMs, units at the end wait longer behind each other.
+  p.roles = lines ? line_roles(rows, p.units, send && receive)
+                  : roles_of(rows, p.units, send && receive,
+                             call.bound > view_.line_tokens ? bulk_senders(25, 80) : max_grid_ / 2);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, p.roles.grid(), early_ && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
   if (send && !capturing && !shape().exact()) handle.source = {};
@@ -263,6 +263,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
                               static_cast<uint64_t>(call.out_stride), shape().combine_bytes});
   p.vectors_fit = width == 16;
   p.words_fit = width >= 8;
+  p.sums_fit = p.vectors_fit && call.rows_dtype == context_.wire;
   p.vectors = static_cast<uint32_t>(shape().combine_bytes / 16);
   const bool usual = p.plain && p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype;
   const bool lines = usual && all_lines(call.bound);
@@ -272,15 +273,19 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.units = units_of(words_of(shape().combine_bytes), 0, unit_rows(lines, p.tokens, call.bound),
                      int64_t{max_grid_} * kWarps / 2);
   p.per_unit = share_of(p.vectors, p.units);
-  p.pushed_parts = static_cast<int32_t>(p.plain && p.vectors_fit ? (p.vectors + kPushedVectors - 1) / kPushedVectors
-                                                                 : p.units.per_row.divisor);
+  // A partial that is a sum is made by one warp as a whole, where there are enough of them: what it is made of takes
+  // three dependent loads to find.
+  const auto parts = static_cast<int32_t>((p.vectors + kPushedVectors - 1) / kPushedVectors);
+  const bool whole = !p.plain && p.sums_fit && rows >= int64_t{max_grid_} * kWarps;
+  p.pushed_parts = whole ? 1 : p.sums_fit ? parts : static_cast<int32_t>(p.units.per_row.divisor);
+  p.pushed_vectors = (p.vectors + static_cast<uint32_t>(p.pushed_parts) - 1) / static_cast<uint32_t>(p.pushed_parts);
   p.at = combine_;
   p.lines = LinesAt::make(context_.map, p.lane);
   // Rows that the sums overwrite are all sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
   p.roles = lines ? line_roles(rows, p.units, send && receive)
                   : roles_of(rows, p.units, send && receive && !twice,
-                             call.bound > view_.line_tokens ? max_grid_ * 3 / 10 : max_grid_ / 2);
+                             call.bound > view_.line_tokens && p.plain ? bulk_senders(30, 50) : max_grid_ / 2);
   if (twice) {
     p.receive = 0;
     TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream)));

@@ -140,6 +140,11 @@ class NvlinkBackend : public Backend {
   // Blocks for so many rows, to be sent and received or only one of the two; at most so many of them send. With little
   // to do, a warp has an SM to itself.
   Roles roles_of(int64_t rows, const Units& units, bool both, int most) const;
+  // Blocks that send rows which are no lines: so many percent of the device's SMs fill the link, and where a kernel has
+  // few SMs, at most so many of those send.
+  int bulk_senders(int filling, int at_most) const {
+    return std::max({1, max_grid_ * filling / 100, std::min(device_sms_ * filling, max_grid_ * at_most) / 100});
+  }
   // The same where all rows are lines: while that gives every unit a warp, on half of the SMs, so that the next kernel
   // finds the other half.
   Roles line_roles(int64_t rows, const Units& units, bool both) const;
@@ -159,6 +164,7 @@ class NvlinkBackend : public Backend {
   const bool blocking_;
   const int sm_limit_;
   int sharing_ = 1;
+  int device_sms_ = 1;
   int max_grid_ = 1;   // blocks of a kernel that waits: those of all lanes and ranks of a device fit on it (S8)
   int view_grid_ = 1;  // of one that does not
   DeviceWindows windows_;

@@ -27,7 +27,26 @@ __device__ inline void copy_unit(const Sum& s, int owner, const std::byte* row, 
   }
 }
 
-// Of weighted rows, several rows to a partial, other types, odd sizes.
+// Of weighted rows, or several rows to a partial: their sum, in vectors.
+template <twDtype_t kWire>
+__device__ __noinline__ static void sum_vectors_into(Sum s, int owner, int slot, std::byte* to, uint32_t part) {
+  constexpr int kAtOnce = 2;
+  const CombineParams& p = s.p;
+  const uint32_t end = min(p.vectors, (part + 1) * p.pushed_vectors);
+  __syncwarp();  // the set is about to be overwritten
+  collect_terms(p, s.set(), owner, slot);
+#pragma unroll 1
+  for (uint32_t v = part * p.pushed_vectors + static_cast<uint32_t>(lane()); v < end; v += 32 * kAtOnce) {
+    uint4 bits[kAtOnce];
+    sum_partial<kWire>(p, s.set(), v, end, bits);
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (v + 32 * u < end) reinterpret_cast<uint4*>(to)[v + 32 * u] = bits[u];
+    }
+  }
+}
+
+// Of other types, odd sizes.
 __device__ __noinline__ static void sum_into(Sum s, int owner, int slot, std::byte* to, const Unit& unit) {
   const CombineParams& p = s.p;
   const auto bytes = static_cast<int64_t>(p.group.map.shape().combine_bytes);
@@ -46,13 +65,15 @@ __device__ __noinline__ static void sum_into(Sum s, int owner, int slot, std::by
 }
 
 // A unit of one row's partial into its owner's inbox, by a warp.
-template <bool kFast>
+template <twDtype_t kWire, bool kFast>
 __device__ inline void push_unit(const Sum& s, int owner, int slot, const Unit& unit) {
   const CombineParams& p = s.p;
   const uint64_t header =
       load_fresh<unsigned long long>(p.handle.meta + meta_row(p, owner, slot) * (1 + p.group.map.shape().top_k));
   if (kFast || (p.plain && p.vectors_fit)) {
     copy_unit(s, owner, row_in(p, owner, slot), header, unit.number);
+  } else if (p.sums_fit) {
+    sum_vectors_into<kWire>(s, owner, slot, place_of(s, owner, header), unit.number);
   } else {
     sum_into(s, owner, slot, place_of(s, owner, header), unit);
   }
@@ -169,17 +190,17 @@ __device__ inline void publish_chunks(const Sum& s) {
 }
 
 // One of a chunk's units, or nothing if it has not so many rows.
-template <bool kFast>
+template <twDtype_t kWire, bool kFast>
 __device__ inline void push_item(const Sum& s, int number, int item) {
   const int parts = s.p.pushed_parts;
   const Chunk chunk = chunk_of(s, number);
   const int row = item / parts;
   if (row >= chunk.rows) return;
-  push_unit<kFast>(s, chunk.owner, chunk.number * s.chunk_rows() + row,
-                   unit_of(s.p.units, static_cast<uint32_t>(item - row * parts)));
+  push_unit<kWire, kFast>(s, chunk.owner, chunk.number * s.chunk_rows() + row,
+                          unit_of(s.p.units, static_cast<uint32_t>(item - row * parts)));
 }
 
-template <bool kFast>
+template <twDtype_t kWire, bool kFast>
 __device__ inline void push_chunks(const Sum& s) {
   const Work work(s);
   const int chunks = chunks_of(s);
@@ -200,7 +221,7 @@ __device__ inline void push_chunks(const Sum& s) {
       int drawn = 0;
       const bool draws = x == begin && work.goes_on(turn);
       if (draws && lane() == 0) drawn = static_cast<int>(atomicAdd(tickets(s.p.group, s.step), 1));
-      push_item<kFast>(s, number, x - begin);
+      push_item<kWire, kFast>(s, number, x - begin);
       __syncwarp();
       if (draws && lane() == 0) work.give(turn + kDrawn, kDrawn * blocks + drawn, chunks);
     }

@@ -110,11 +110,11 @@ __device__ void push_lines(const Sum& s, const First& early, Ahead ahead, bool b
   }
 }
 
-template <bool kFast>
+template <twDtype_t kWire, bool kFast>
 __device__ void send(const Sum& s, const First& early, const Ahead& ahead) {
   const CombineParams& p = s.p;
   const bool chunks = p.bound > p.group.line_tokens || !p.own_direct;
-  if (chunks) push_chunks<kFast>(s);
+  if (chunks) push_chunks<kWire, kFast>(s);
   if (!chunks || s.set() != kPushing) push_lines<kFast>(s, early, ahead, chunks);
 }
 
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   if (thread == 0 && blockIdx.x == 0) clear_tickets(g, s.step);
   if (s.sends()) {
     if (!p.late_word && blockIdx.x == 0 && s.set() == 0) publish_first(s);
-    send<kFast>(s, early, ahead);  // S7: nobody here waits
+    send<kWire, kFast>(s, early, ahead);  // S7: nobody here waits
     if (p.late_word) publish_last(s);
   }
   if (s.sums()) sum_tokens<kWire, kFast>(s, sent);

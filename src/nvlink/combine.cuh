@@ -250,9 +250,6 @@ __device__ inline void store_sums(const CombineParams& p, std::byte* out, uint32
       make_uint4(narrow_two(to, low.v[0], low.v[1]), narrow_two(to, low.v[2], low.v[3]),
                  narrow_two(to, high.v[0], high.v[1]), narrow_two(to, high.v[2], high.v[3]));
 }
-__device__ inline uint64_t low_half(const uint4& v) { return v.x | static_cast<uint64_t>(v.y) << 32; }
-__device__ inline uint64_t high_half(const uint4& v) { return v.z | static_cast<uint64_t>(v.w) << 32; }
-
 // A unit of a token's sum of whole vectors, where own rows are plain and all else lies in the inbox.
 template <twDtype_t kWire, bool kFast>
 __device__ inline void sum_vectors(const Sum& s, int token, int fan, uint32_t unit) {
@@ -295,6 +292,42 @@ __device__ inline void sum_vectors(const Sum& s, int token, int fan, uint32_t un
   }
 }
 
+// The same where this rank's own partial, whose terms are in the set, is still to be made.
+template <twDtype_t kWire>
+__device__ __noinline__ static void sum_with_own(Sum s, int token, int fan, uint32_t unit) {
+  constexpr int kAtOnce = 2;
+  const CombineParams& p = s.p;
+  const uint32_t end = min(p.vectors, (unit + 1) * p.per_unit);
+  std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
+#pragma unroll 1
+  for (uint32_t base = unit * p.per_unit + lane(); base < end; base += 32 * kAtOnce) {
+    Quad low[kAtOnce] = {};
+    Quad high[kAtOnce] = {};
+#pragma unroll 1
+    for (int position = 0; position < fan; ++position) {
+      uint4 term[kAtOnce] = {};
+      if (s.kinds()[position] == kOwn) {
+        sum_partial<kWire>(p, s.set(), base, end, term);
+      } else {
+        const auto* const row = reinterpret_cast<const uint4*>(s.places()[position]);
+#pragma unroll
+        for (int u = 0; u < kAtOnce; ++u) {
+          if (base + 32 * u < end) term[u] = load_fresh<uint4>(row + base + 32 * u);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        add(&low[u], widen_word(kWire, low_half(term[u])), position == 0);
+        add(&high[u], widen_word(kWire, high_half(term[u])), position == 0);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (base + 32 * u < end) store_sums<kWire, false>(p, out, base + 32 * u, low[u], high[u]);
+    }
+  }
+}
+
 // NaN for tokens [begin, begin + count), by `threads` threads.
 __device__ __noinline__ static void fill_nan(const CombineParams& p, int begin, int count, int thread, int threads) {
   const uint32_t nan = p.out_dtype == twFloat32 ? 0x7fc00000u : p.out_dtype == twBfloat16 ? 0x7fc0u : 0x7e00u;
@@ -318,6 +351,8 @@ __device__ inline void sum_unit(const Sum& s, int token, const Unit& unit, const
   if (!kFast && here && terms.own >= 0 && !s.simple()) collect_terms(p, s.set(), p.group.me, terms.own);
   if (here && !terms.lines && (kFast || (p.vectors_fit && (p.plain || terms.own < 0)))) {
     sum_vectors<kWire, kFast>(s, token, terms.fan, unit.number);
+  } else if (!kFast && here && !terms.lines && p.sums_fit) {
+    sum_with_own<kWire>(s, token, terms.fan, unit.number);
   } else if (here) {
     here = __all_sync(~0u, sum_lines<kWire, kFast>(s, token, terms.fan, unit));
   }

@@ -16,6 +16,7 @@ Status NvlinkBackend::fill_view(const BackendInit& init) {
   sharing_ = windows_.sharing;
   const int limit = sm_limit_ > 0 ? std::min(sm_limit_, prop.multiProcessorCount) : prop.multiProcessorCount;
   const int queues = sharing_ * shape().lanes;
+  device_sms_ = prop.multiProcessorCount;
   max_grid_ = std::clamp(std::min(limit, prop.multiProcessorCount / queues), 1, kMaxBlocks);
   early_ = queues == 1 && prop.major >= 9;
   view_grid_ = sm_limit_ > 0 ? limit : 2 * limit;

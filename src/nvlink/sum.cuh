@@ -115,6 +115,69 @@ __device__ __noinline__ static void collect_terms(const CombineParams& p, int se
   __syncwarp();
 }
 
+// 16 bytes of the wire's type as the two quads of 8.
+__device__ inline uint64_t low_half(const uint4& v) { return v.x | static_cast<uint64_t>(v.y) << 32; }
+__device__ inline uint64_t high_half(const uint4& v) { return v.z | static_cast<uint64_t>(v.w) << 32; }
+template <twDtype_t kWire>
+__device__ inline uint4 narrow_vector(const Quad& low, const Quad& high) {
+  if (kWire == twFloat32) {
+    return make_uint4(__float_as_uint(low.v[0]), __float_as_uint(low.v[1]), __float_as_uint(high.v[0]),
+                      __float_as_uint(high.v[1]));
+  }
+  return make_uint4(narrow_two(kWire, low.v[0], low.v[1]), narrow_two(kWire, low.v[2], low.v[3]),
+                    narrow_two(kWire, high.v[0], high.v[1]), narrow_two(kWire, high.v[2], high.v[3]));
+}
+
+// Vectors first, first + 32, ... below `end` of a set's partial, where sums_fit. A sum of one term without a weight is
+// that term, bit for bit.
+template <twDtype_t kWire, int kAtOnce>
+__device__ inline void sum_partial(const CombineParams& p, int set, uint32_t first, uint32_t end,
+                                   uint4 (&bits)[kAtOnce]) {
+  constexpr int kRows = 2;  // that are on their way at once
+  const int top_k = p.group.map.shape().top_k;
+  const auto rows = shared_at<const std::byte*>(p.at.rows) + set * top_k;
+  const auto weights = shared_at<float>(p.at.weights) + set * top_k;
+  const int count = shared_at<int32_t>(p.at.row_counts)[set];
+  Quad low[kAtOnce] = {};
+  Quad high[kAtOnce] = {};
+#pragma unroll 1
+  for (int j = 0; j < count; j += kRows) {
+    uint4 term[kRows][kAtOnce] = {};
+#pragma unroll
+    for (int t = 0; t < kRows; ++t) {
+      if (j + t >= count) continue;
+      const auto* const row = reinterpret_cast<const uint4*>(rows[j + t]);
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (first + 32 * u < end) term[t][u] = load_fresh<uint4>(row + first + 32 * u);
+      }
+    }
+    if (count == 1 && !p.weighted) {
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) bits[u] = term[0][u];
+      return;
+    }
+#pragma unroll
+    for (int t = 0; t < kRows; ++t) {
+      if (j + t >= count) continue;
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        Quad a = widen_word(kWire, low_half(term[t][u]));
+        Quad b = widen_word(kWire, high_half(term[t][u]));
+#pragma unroll
+        for (int e = 0; p.weighted && e < 4; ++e) {
+          a.v[e] = __fmul_rn(weights[j + t], a.v[e]);
+          b.v[e] = __fmul_rn(weights[j + t], b.v[e]);
+        }
+        add(&low[u], a, j + t == 0);
+        add(&high[u], b, j + t == 0);
+      }
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kAtOnce; ++u) bits[u] = narrow_vector<kWire>(low[u], high[u]);
+}
+
 __device__ inline float load_element(const std::byte* row, twDtype_t dtype, int64_t i) {
   if (dtype == twFloat32) return __uint_as_float(load_fresh<unsigned int>(row + 4 * i));
   return widen(dtype, load_fresh<unsigned short>(row + 2 * i));
@@ -135,21 +198,25 @@ __device__ __noinline__ static uint64_t sum_word(const CombineParams& p, int set
   }
   Quad sum{};
   const bool vector = p.words_fit && p.rows_dtype == p.wire_dtype;
+  constexpr int kRows = 4;  // that are on their way at once
 #pragma unroll 1
-  for (int j = 0; j < count; ++j) {
-    const std::byte* const row = rows[j];
-    Quad term{};
-    if (vector) {
-      term = widen_word(p.rows_dtype, load_fresh<unsigned long long>(row + 8 * w));
-    } else {
-      for (int e = 0; e < per_word; ++e) {
-        if (w * per_word + e < p.elements) term.v[e] = load_element(row, p.rows_dtype, w * per_word + e);
+  for (int base = 0; base < count; base += kRows) {
+    uint64_t words[kRows] = {};
+#pragma unroll
+    for (int t = 0; t < kRows; ++t) {
+      if (vector && base + t < count) words[t] = load_fresh<unsigned long long>(rows[base + t] + 8 * w);
+    }
+#pragma unroll
+    for (int t = 0; t < kRows; ++t) {
+      const int j = base + t;
+      if (j >= count) continue;
+      Quad term = widen_word(p.rows_dtype, words[t]);
+      for (int e = 0; !vector && e < per_word; ++e) {
+        term.v[e] = w * per_word + e < p.elements ? load_element(rows[j], p.rows_dtype, w * per_word + e) : 0.0f;
       }
+      for (int e = 0; p.weighted && e < 4; ++e) term.v[e] = __fmul_rn(weights[j], term.v[e]);
+      add(&sum, term, j == 0);
     }
-    if (p.weighted) {
-      for (int e = 0; e < 4; ++e) term.v[e] = __fmul_rn(weights[j], term.v[e]);
-    }
-    add(&sum, term, j == 0);
   }
   if (size == 2) return narrow_word(p.wire_dtype, sum);
   return __float_as_uint(sum.v[0]) | static_cast<uint64_t>(__float_as_uint(sum.v[1])) << 32;

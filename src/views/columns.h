@@ -12,7 +12,7 @@ struct Columns {
   int64_t rows = 0;           // M, of a column with its padding
   int32_t element_bytes = 0;  // 1, 2, 4 or 8; 0: the payload is row-major
 
-  bool wanted() const { return element_bytes != 0; }
+  constexpr bool wanted() const { return element_bytes != 0; }
 
   // For so many rows.
   static constexpr Columns of(int64_t rows, int32_t element_bytes) {

@@ -47,6 +47,15 @@ def test_sixteen_ranks(world) -> None:
     check(world, one(setup, *both(Round((4,) * 15 + (0,)))))
 
 
+@pytest.mark.parametrize("weighting", ["none", "topk"])
+@pytest.mark.parametrize("wire", FLOATS)
+def test_wide_rows(world, wire, weighting) -> None:
+    """More vectors than a warp has lanes, at once and left over; sums of one row, two and five."""
+    setup = Setup(ranks=2, experts=10, top_k=5, hidden=16 * 67, dtype=wire, combine_dtype=wire, max_tokens=21)
+    base = Round((21, 18), weighting=weighting, rows=wire, out=wire)
+    check(world, one(setup, *both(base), *both(replace(base, seed=4, routing="holes", out="float32"))))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("weighting", ["none", "topk"])
 def test_dtypes(world, layout, weighting) -> None:

@@ -106,6 +106,13 @@ def test_rows_that_are_dropped(world: Any, room: int) -> None:
     check(world, one(setup, *both(base), *both(replace(base, seed=3, again=False, late=True))))
 
 
+@pytest.mark.parametrize("top_k", [1, 31, 33, 64])
+def test_many_ids(world: Any, top_k: int) -> None:
+    """As many as a warp has lanes, more, and most of all."""
+    setup = Setup(ranks=3, experts=70, top_k=top_k, **EXACT)
+    check(world, one(setup, *both(Round((8, 0, 5))), *both(Round((8, 8, 8), seed=3, routing="holes"))))
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "int32", "float64"])
 def test_payloads_by_column(world: Any, dtype: str) -> None:
     """As grouped GEMMs read scales; whatever the size of an element, of a column and of what is left of 16 bytes."""
