@@ -319,7 +319,7 @@ TW_API twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int6
 
 // Rows that the outputs of a dispatch have, which never waits: as twHandleNumRecvRows if the host knows them, as on the
 // CPU it always does; else, on a device, all that there is room for, of twFlat max_recv_tokens. Then ids beyond what
-// comes are invalid and weights 0, in twGrouped rows too; in a view of twFlat they hold anything.
+// comes are invalid, weights and rows 0; but rows of a view hold anything there.
 TW_API twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
 
 typedef struct {

@@ -161,7 +161,7 @@ def dispatch(
     may drop. Errors: as Group.route, Group.exchange_counts and Group.dispatch; InvalidArgument for a group whose rows
     cannot return gradients (see `make_group`).
     """
-    with telling(group.refuse_dispatch):
+    with telling(group.refuse_routing):
         check_group(group, weights.requires_grad and torch.is_grad_enabled())
         layout = check_layout(group, layout)
         bound = _checked_bound(group, bound)
@@ -314,6 +314,7 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         if handle.group.exact:
             handle.group.exchange_counts(handle)
+            handle.group.size_outputs(handle)
         if layout == "grouped":
             out, which = _receive_grouped(handle, tokens)
             ctx.save_for_backward(which)

@@ -94,7 +94,7 @@ def refuse_combine(handle: Handle) -> None:
 
 def device_of(group: Group) -> torch.device:
     """Where the group's tensors are."""
-    return torch.device("cpu") if group.device is None else torch.device("cuda", group.device)
+    return torch.device("cpu") if group.device is None else group._place.device
 
 
 def lead_of(handle: Handle, layout: str) -> tuple[int, ...]:

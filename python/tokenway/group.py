@@ -208,6 +208,12 @@ class Group:
         handle.leased = False
         return handle
 
+    def size_outputs(self, handle: Handle) -> None:
+        """In high throughput on a CUDA device: has the host know how much comes, unless outputs have a fixed size
+        (`max_recv_tokens`) or a graph is captured. A dispatch does it first, so who allocates its outputs asks too."""
+        if self._sizes_outputs and isinstance(handle, Handle) and not self._place.capturing():
+            handle.learn_rows()
+
     @cuda.ranged("tokenway.dispatch")
     def dispatch(
         self,
@@ -236,8 +242,7 @@ class Group:
         BoundMismatch, GroupFinished.
         """
         self._free_finished()
-        if self._sizes_outputs and isinstance(handle, Handle) and not self._place.capturing():
-            handle.learn_rows()
+        self.size_outputs(handle)
         layout = layout or ("flat" if self.exact else "rank_major")
         b = (0 if self.exact else self.max_tokens) if bound is None else arguments.int32(bound) or -2
         given = dict(out) if isinstance(out, Mapping) else {} if out is None else {"tokens": out}
@@ -441,6 +446,16 @@ class Group:
         describe = self._place.describe
         described = tensors.tensor_of(ids, describe), None if weights is None else tensors.tensor_of(weights, describe)
         return tuple(None if t is None else byref(t) for t in described)  # type: ignore[return-value]
+
+    def refuse_routing(self) -> None:
+        """As refuse_dispatch, where peers are in the first step of a routing: in high throughput the exchange of
+        counts."""
+        if not self.exact:
+            self.refuse_dispatch()
+        elif self._pointer is not None:
+            given = _native.CountsInput()
+            given.lane, given.stream = -1, self._place.stream()
+            _native.lib.twExchangeCounts(self._pointer, None, byref(given))
 
     def refuse_dispatch(self) -> None:
         """Tells peers, which wait in a dispatch, that this rank cannot make the call; for callers that raise next."""

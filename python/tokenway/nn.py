@@ -62,7 +62,7 @@ class ExpertParallelMoE(torch.nn.Module):
         # The library sums over a token's experts in grouped; where rows may be dropped, only flat can be trained.
         self._layout = "grouped" if group.exact and group.settings.overflow == "refuse" else None
         self.chosen: Tensor | None = None  # [..., S, K] int64: the experts that the last forward chose
-        device = "cpu" if group.device is None else f"cuda:{group.device}"
+        device = gradients.device_of(group)
         dtype, experts, hidden = getattr(torch, group.dtype), group.num_local_experts, group.hidden
         ranks, slots = reference.placement(group.experts, group.nranks, group.settings.expert_map)  # type: ignore[arg-type]
         local = np.flatnonzero(ranks == group.rank)
@@ -98,7 +98,7 @@ class ExpertParallelMoE(torch.nn.Module):
         """
         hidden = self.group.hidden
         if x.dim() < 2 or x.shape[-1] != hidden:
-            self.group.refuse_dispatch()  # peers are in the dispatch already
+            self.group.refuse_routing()  # peers are in the dispatch already
             raise InvalidArgument(f"x has shape {list(x.shape)}; it must be [..., S, {hidden}]")
         ids, weights, probabilities = self.route(x)
         self.chosen = ids

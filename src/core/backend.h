@@ -51,6 +51,7 @@ struct HandleArrays {
   int32_t* offsets = nullptr;       // the same, as it is shown
   // Devices only.
   int32_t* places = nullptr;    // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
+  bool placed = false;          // they are those of the last dispatch
   int32_t* status = nullptr;    // twResult_t of the last dispatch, as the device knows it
   void* stream = nullptr;       // of the last dispatch
   int32_t* overflow = nullptr;  // 1: the exchange of counts found too little room, so nothing is sent

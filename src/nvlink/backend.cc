@@ -204,12 +204,21 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   return receive ? run_views(call, handle) : Status{};
 }
 
+ViewParams NvlinkBackend::view_params(const HandleArrays& handle, int32_t lane, int32_t bound) const {
+  ViewParams p{};
+  p.group = view_;
+  p.handle = view_of(handle);
+  p.lane = lane;
+  p.bound = bound;
+  return p;
+}
+
 // What the caller wants written elsewhere than in the window.
 Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) {
   const DispatchTargets& targets = call.targets;
-  const bool by_expert = targets.layout == twExpertMajor || targets.layout == twGrouped;
-  ViewParams p{};
-  bool any = by_expert;
+  handle.placed = targets.layout == twExpertMajor || targets.layout == twGrouped;
+  ViewParams p = view_params(handle, call.at.lane, call.bound);
+  bool any = handle.placed;
   for (int q = 0; q < shape().payloads; ++q) {
     p.payloads[q] = targets.payloads[q];
     any |= targets.payloads[q] != nullptr;
@@ -219,16 +228,21 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
     p.vectors[q] = Divider::make(static_cast<uint32_t>(bytes / static_cast<uint64_t>(p.width[q])));
   }
   if (!any) return {};
-  p.group = view_;
-  p.handle = view_of(handle);
-  p.lane = call.at.lane;
-  p.bound = call.bound;
   p.shown = shown_of(targets, handle);
   p.rows = static_cast<int32_t>(targets.rows);
   p.offsets = targets.layout == twGrouped ? targets.offsets : nullptr;
   const int grid = static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_));
   return launched("a view",
-                  by_expert ? launch_expert_view(p, grid, call.stream) : launch_rank_view(p, grid, call.stream));
+                  handle.placed ? launch_expert_view(p, grid, call.stream) : launch_rank_view(p, grid, call.stream));
+}
+
+// Where rows stand by expert, for a combine by expert of a dispatch that was shown otherwise.
+Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) {
+  ViewParams p = view_params(handle, call.at.lane, call.bound);
+  p.shown.counts = handle.expert_counts;
+  handle.placed = true;
+  const int grid = static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_));
+  return launched("places by expert", launch_expert_view(p, grid, call.stream));
 }
 
 Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive) {
@@ -244,6 +258,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.send = send;
   p.receive = receive;
   p.expert_major = call.layout == twExpertMajor || call.layout == twGrouped;
+  if (p.expert_major && send && !handle.placed) TW_RETURN_IF_FAILED(run_places(call, handle));
   p.weighted = call.weighted;
   p.plain = !p.expert_major && !p.weighted && call.rows_dtype == context_.wire;
   p.own_direct = call.apart;
@@ -263,7 +278,9 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
                               static_cast<uint64_t>(call.out_stride), shape().combine_bytes});
   p.vectors_fit = width == 16;
   p.words_fit = width >= 8;
-  p.sums_fit = p.vectors_fit && call.rows_dtype == context_.wire;
+  const bool same = call.rows_dtype == context_.wire;
+  p.sums_fit = p.vectors_fit && same;
+  p.word_sums_fit = p.words_fit && same;
   p.vectors = static_cast<uint32_t>(shape().combine_bytes / 16);
   const bool usual = p.plain && p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype;
   const bool lines = usual && all_lines(call.bound);
@@ -273,12 +290,9 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.units = units_of(words_of(shape().combine_bytes), 0, unit_rows(lines, p.tokens, call.bound),
                      int64_t{max_grid_} * kWarps / 2);
   p.per_unit = share_of(p.vectors, p.units);
-  // A partial that is a sum is made by one warp as a whole, where there are enough of them: what it is made of takes
-  // three dependent loads to find.
-  const auto parts = static_cast<int32_t>((p.vectors + kPushedVectors - 1) / kPushedVectors);
-  const bool whole = !p.plain && p.sums_fit && rows >= int64_t{max_grid_} * kWarps;
-  p.pushed_parts = whole ? 1 : p.sums_fit ? parts : static_cast<int32_t>(p.units.per_row.divisor);
-  p.pushed_vectors = (p.vectors + static_cast<uint32_t>(p.pushed_parts) - 1) / static_cast<uint32_t>(p.pushed_parts);
+  // (In fewer parts, so that what a partial is made of is looked up less often, a block has too few of them under way.)
+  p.pushed_parts =
+      static_cast<int32_t>(p.sums_fit ? (p.vectors + kPushedVectors - 1) / kPushedVectors : p.units.per_row.divisor);
   p.at = combine_;
   p.lines = LinesAt::make(context_.map, p.lane);
   // Rows that the sums overwrite are all sent before the first sum.

@@ -128,6 +128,8 @@ class NvlinkBackend : public Backend {
   Status run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_views(const DispatchCall& call, HandleArrays& handle);
+  Status run_places(const CombineCall& call, HandleArrays& handle);
+  ViewParams view_params(const HandleArrays& handle, int32_t lane, int32_t bound) const;
   Status run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive);
   IdsIn ids_of(const HandleArrays& handle, bool copied) const;
   bool poll_others(twErrorRecord_t* record);

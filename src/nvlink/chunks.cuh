@@ -32,11 +32,11 @@ template <twDtype_t kWire>
 __device__ __noinline__ static void sum_vectors_into(Sum s, int owner, int slot, std::byte* to, uint32_t part) {
   constexpr int kAtOnce = 2;
   const CombineParams& p = s.p;
-  const uint32_t end = min(p.vectors, (part + 1) * p.pushed_vectors);
+  const uint32_t end = min(p.vectors, (part + 1) * kPushedVectors);
   __syncwarp();  // the set is about to be overwritten
   collect_terms(p, s.set(), owner, slot);
 #pragma unroll 1
-  for (uint32_t v = part * p.pushed_vectors + static_cast<uint32_t>(lane()); v < end; v += 32 * kAtOnce) {
+  for (uint32_t v = part * kPushedVectors + static_cast<uint32_t>(lane()); v < end; v += 32 * kAtOnce) {
     uint4 bits[kAtOnce];
     sum_partial<kWire>(p, s.set(), v, end, bits);
 #pragma unroll

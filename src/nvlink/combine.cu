@@ -26,8 +26,11 @@ namespace {
 struct Ahead {
   Vec16 pair[kUnitGroups];
 };
-template <bool kFast>
+template <twDtype_t kWire, bool kFast>
 __device__ __forceinline__ void load_ahead(const Sum& s, const std::byte* row, const Unit& unit, Ahead* ahead) {
+  if (!kFast && !s.simple() && s.p.word_sums_fit) {
+    return sum_pairs<kWire, kUnitGroups>(s.p, s.set(), unit.begin, unit.end, ahead->pair);
+  }
 #pragma unroll
   for (int g = 0; g < kUnitGroups; ++g) {
     const uint32_t w = first_word(unit.begin + g);
@@ -70,7 +73,7 @@ __device__ First first_of(const Sum& s) {
 
 // The last rows of all other owners, a warp's share of them. The first unit is in `ahead` if it is loaded. `busy`: a
 // warp of each block has other work.
-template <bool kFast>
+template <twDtype_t kWire, bool kFast>
 __device__ void push_lines(const Sum& s, const First& early, Ahead ahead, bool busy) {
   const CombineParams& p = s.p;
   auto [begins, warps] = sent_shares(p.roles);
@@ -102,7 +105,7 @@ __device__ void push_lines(const Sum& s, const First& early, Ahead ahead, bool b
           __syncwarp();  // the set is about to be overwritten
           collect_terms(p, s.set(), owner, slot);
         }
-        load_ahead<kFast>(s, row_in(p, owner, slot), share.unit, &ahead);
+        load_ahead<kWire, kFast>(s, row_in(p, owner, slot), share.unit, &ahead);
         send_lines(s, owner, share.index, share.unit, ahead);
       }
     }
@@ -115,7 +118,7 @@ __device__ void send(const Sum& s, const First& early, const Ahead& ahead) {
   const CombineParams& p = s.p;
   const bool chunks = p.bound > p.group.line_tokens || !p.own_direct;
   if (chunks) push_chunks<kWire, kFast>(s);
-  if (!chunks || s.set() != kPushing) push_lines<kFast>(s, early, ahead, chunks);
+  if (!chunks || s.set() != kPushing) push_lines<kWire, kFast>(s, early, ahead, chunks);
 }
 
 // ---- Summing
@@ -152,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   await_earlier();
   Ahead ahead{};
   Sent sent{};
-  if (early.loaded) load_ahead<kFast>(s, row_of(p, early.owner, early.share.index), early.share.unit, &ahead);
+  if (early.loaded) load_ahead<kWire, kFast>(s, row_of(p, early.owner, early.share.index), early.share.unit, &ahead);
   if (s.sums() && token < static_cast<uint32_t>(p.tokens)) sent = load_sent(p, static_cast<int>(token), lane());
   const Counts counts = load_counts(s, static_cast<int>(threadIdx.x));
   s.step.number = next_step(g, p.lane);

@@ -150,12 +150,52 @@ __device__ inline Vec16 load_any_pair(const Sum& s, const std::byte* row, bool o
   return value;
 }
 
+// The thread's words of some groups of a set's partial, where word_sums_fit: a row's are all on their way at once.
+template <twDtype_t kWire, int kGroups>
+__device__ inline void sum_pairs(const CombineParams& p, int set, uint32_t begin, uint32_t end,
+                                 Vec16 (&pair)[kGroups]) {
+  const int top_k = p.group.map.shape().top_k;
+  const auto rows = shared_at<const std::byte*>(p.at.rows) + set * top_k;
+  const auto weights = shared_at<float>(p.at.weights) + set * top_k;
+  const int count = shared_at<int32_t>(p.at.row_counts)[set];
+  Quad sum[kGroups][2] = {};
+#pragma unroll 1
+  for (int j = 0; j < count; ++j) {
+    Vec16 term[kGroups] = {};
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if (begin + g < end) term[g] = load_two(rows[j], first_word(begin + g), p.units.words);
+    }
+    if (count == 1 && !p.weighted) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) pair[g] = term[g];
+      return;
+    }
+    const float weight = p.weighted ? weights[j] : 1.0f;  // which changes no number
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      Quad both[2] = {widen_word(kWire, term[g].a), widen_word(kWire, term[g].b)};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) both[half].v[e] = __fmul_rn(weight, both[half].v[e]);
+        add(&sum[g][half], both[half], j == 0);
+      }
+    }
+  }
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    const uint4 bits = narrow_vector<kWire>(sum[g][0], sum[g][1]);
+    pair[g] = {low_half(bits), high_half(bits)};
+  }
+}
+
 // What is on its way to a thread at once.
 constexpr int kTerms = 2;
 constexpr int kGroups = 2;
 
 // Some terms of a unit; those that are no lines are loaded at once.
-template <bool kFast>
+template <twDtype_t kWire, bool kFast>
 __device__ inline void expect_terms(const Sum& s, int fan, int base, const Unit& unit, Parts<kTerms, kGroups>* parts) {
 #pragma unroll
   for (int t = 0; t < kTerms; ++t) {
@@ -165,6 +205,13 @@ __device__ inline void expect_terms(const Sum& s, int fan, int base, const Unit&
     const int kind = s.kinds()[base + t];
     if (kind == kLine) {
       parts->at[t] = place + line_place(unit.begin);
+      continue;
+    }
+    if (!kFast && kind == kOwn && !s.simple() && s.p.word_sums_fit) {
+      Vec16 own[kGroups] = {};
+      sum_pairs<kWire, kGroups>(s.p, s.set(), unit.begin, unit.end, own);
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) parts->value[g][t] = own[g];
       continue;
     }
     const bool fast = kFast || (kind == kOwn ? s.simple() : s.p.words_fit != 0);
@@ -187,7 +234,7 @@ __device__ inline bool sum_groups(const Sum& s, int token, int fan, const Unit& 
   parts.cover(p.units, unit);
 #pragma unroll 1
   for (int base = 0; base < fan; base += kTerms) {
-    expect_terms<kFast>(s, fan, base, unit, &parts);
+    expect_terms<kWire, kFast>(s, fan, base, unit, &parts);
     const auto source_of = [&](int t) { return s.from()[base + t].rank; };
     if (!await_lines(p.group, s.step, &parts, source_of,
                      [&](int source) { return source_failed(p.group, s.step, source); })) {

@@ -313,11 +313,12 @@ struct CombineParams {
   int32_t late_word;  // rows lie in the window: publishing must follow their last read (S3)
   int32_t plain;      // a partial is one row, bit for bit
   Kind kind;
-  int32_t tail_lines;   // of more rows for an owner than go as lines, the last so many do
-  int32_t own_direct;   // this rank's own partials are made where they are summed
-  int32_t vectors_fit;  // rows, inbox and output allow 16 bytes of the wire's type at a time
-  int32_t words_fit;    // and 8
-  int32_t sums_fit;     // vectors do, and rows are of the wire's type: partials are made of whole vectors
+  int32_t tail_lines;     // of more rows for an owner than go as lines, the last so many do
+  int32_t own_direct;     // this rank's own partials are made where they are summed
+  int32_t vectors_fit;    // rows, inbox and output allow 16 bytes of the wire's type at a time
+  int32_t words_fit;      // and 8
+  int32_t sums_fit;       // vectors do, and rows are of the wire's type: partials are made of whole vectors
+  int32_t word_sums_fit;  // likewise of words
   twDtype_t rows_dtype;
   twDtype_t wire_dtype;
   twDtype_t out_dtype;
@@ -327,10 +328,9 @@ struct CombineParams {
   int64_t row_stride;
   std::byte* out;
   int64_t out_stride;
-  uint32_t vectors;         // of 16 bytes in a row
-  uint32_t per_unit;        // of them in a unit
-  int32_t pushed_parts;     // units of a row that goes into an inbox
-  uint32_t pushed_vectors;  // of 16 bytes in one of them, where partials are made of whole vectors
+  uint32_t vectors;      // of 16 bytes in a row
+  uint32_t per_unit;     // of them in a unit
+  int32_t pushed_parts;  // units of a row that goes into an inbox
 };
 
 // Copies out of the window: rank_major outputs that the caller gave, or expert_major ones.

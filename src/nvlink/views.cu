@@ -67,12 +67,23 @@ __device__ void copy_payload(const ViewParams& p, int q, const int32_t* begin, i
   }
 }
 
+// Zeros for rows [from, to) of a payload, by the grid.
+__device__ void clear_beyond(const ViewParams& p, int q, int64_t from, int64_t to) {
+  const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = from * bytes + blockIdx.x * blockDim.x + threadIdx.x; i < to * bytes; i += step) {
+    p.payloads[q][i] = std::byte{0};
+  }
+}
+
 __global__ void __launch_bounds__(kViewThreads) rank_view_kernel(const __grid_constant__ ViewParams p) {
   int32_t* const shared = shared_at<int32_t>(0);
   begin_rows(p, shared);
   const int bank = bank_of_lane(p);
   for (int q = 0; q < p.group.map.shape().payloads; ++q) {
     if (p.payloads[q] == nullptr) continue;
+    // Of a fixed size, beyond what comes.
+    if (p.group.map.shape().exact()) clear_beyond(p, q, p.handle.source[p.group.map.shape().ranks], p.rows);
     switch (p.width[q]) {
       case 16:
         copy_payload<uint4>(p, q, shared, bank);

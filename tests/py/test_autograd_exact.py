@@ -31,12 +31,6 @@ LAYOUTS = ("flat", "grouped")
 BLOCKS = (("row_alignment", 4),)
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu(torch, backend: str) -> None:
-    if backend != "cpu":
-        pytest.skip("is about the CPU backend, the only one that has high throughput in this version")
-
-
 EXACT = [*CASES, Case(5, 3, (0, 0)), Case(6, 3, (7, 2, 5), none=True, room=BLOCKS)]
 
 
@@ -215,7 +209,9 @@ def run_refusals(env: Env, case: Case) -> list[Any]:
     return [outcome[:2] for outcome in found]
 
 
-def test_refusals(processes) -> None:
+def test_refusals(processes, made_for) -> None:
+    if not made_for.checks_ids_on_host:
+        pytest.skip("ids in device memory are not refused")
     others, mistaken = processes(2).run(run_refusals, Case(4, 2, (4, 5), layout="flat"))
     assert [result for result, _ in others] == ["twRecvOverflow", "twInvalidArgument", *["twPeerRefused"] * 6], others
     assert others[:1] == mistaken[:1], "all ranks refuse alike"

@@ -130,8 +130,6 @@ EXACT = {"mode": "high_throughput"}
 @pytest.mark.parametrize(("settings", "sizes", "normalize"), CASES[1:4], ids=str)
 def test_layer_of_high_throughput(processes, backend, settings, sizes, normalize, room) -> None:
     """The same layer, in the layout grouped, and in flat where rows may be dropped."""
-    if backend != "cpu":
-        pytest.skip("high throughput is of the CPU backend alone in this version")
     settings = settings | {"max_tokens": 18} | EXACT | room
     found = processes(len(sizes)).run(run_layer, settings, sizes, "float32", normalize)
     apart_by = compare(found, settings, sizes, "float32", normalize)
@@ -141,8 +139,6 @@ def test_layer_of_high_throughput(processes, backend, settings, sizes, normalize
 @pytest.mark.parametrize("more", [{}, EXACT], ids=str)
 def test_bfloat16(processes, backend, more) -> None:
     """Rows of 8 significant bits: 2^-8 a rounding, and the router decides in float32 as ever."""
-    if more and backend != "cpu":
-        pytest.skip("high throughput is of the CPU backend alone in this version")
     settings, sizes = {"experts": 7, "top_k": 3, "max_tokens": 18} | more, (3, 0, 2)
     found = processes(3).run(run_layer, settings, sizes, "bfloat16", True)
     apart_by = compare(found, settings, sizes, "bfloat16", True)
