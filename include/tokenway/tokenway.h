@@ -307,14 +307,14 @@ TW_API twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twC
 // no lane, no stream and no device does. Sends nothing and gives no lane back, so ranks may call it when and as often
 // as they like. The first call begins the group's timeout, after which twComplete tells who is late. Errors:
 // twInvalidArgument; twInvalidUsage if no exchange of counts is under way. On a device, where twComplete never waits:
-// 1 while it is still to be called; after it, or after a call that was not send_only, whether the host knows the counts,
-// which then twHandleNumRecvRows tells without waiting.
+// 1 while it is still to be called; after it, or after a call that was not send_only, whether the host knows the
+// counts, which then twHandleNumRecvRows tells without waiting.
 TW_API twResult_t twHandleCountsReady(twHandle_t handle, int32_t timeout_ms, int32_t* ready);
 
 // Rows of a layout that this rank will receive: of twFlat R', of twGrouped P, where rows that are dropped have places
 // too, which hold zeros. On a device the call waits until the exchange of counts has told the host, in memory that both
-// map: for no stream, and never for what was enqueued after it. Errors: twInvalidUsage before the exchange of counts, or
-// if that is captured into a graph, where the host cannot know; twRecvOverflow; twTimeout; the sticky ones.
+// map: for no stream, and never for what was enqueued after it. Errors: twInvalidUsage before the exchange of counts,
+// or if that is captured into a graph, where the host cannot know; twRecvOverflow; twTimeout; the sticky ones.
 TW_API twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
 
 // Rows that the outputs of a dispatch have, which never waits: as twHandleNumRecvRows if the host knows them, as on the

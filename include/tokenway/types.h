@@ -63,7 +63,7 @@ typedef struct {
   uint32_t seen;      // step found there
   int32_t token;      // for a bad id in device memory: its place [token, k] and value; else -1
   int32_t k;
-  int64_t value;  // also the rows of a twRecvOverflow
+  int64_t value;      // also the rows of a twRecvOverflow
   char message[512];  // the same as a sentence
 } twErrorRecord_t;
 
