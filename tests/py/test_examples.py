@@ -49,6 +49,13 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+def test_the_guide_to_overlap(tmp_path: Path) -> None:
+    """The program of docs/OVERLAP.md says that all sums are right."""
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "OVERLAP.md").read_text(), re.DOTALL)
+    (tmp_path / "guide.py").write_text(program)
+    assert run(sys.executable, tmp_path / "guide.py") == "[True, True]\n"
+
+
 def test_everyday_runs() -> None:
     """The first example returns all rows."""
     out = example("00_everyday.py")
