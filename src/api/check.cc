@@ -238,7 +238,7 @@ Status check_columns(const twGroup& group, const twDispatchOutput_t& output, int
 Status check_targets(const twGroup& group, const twHandle& handle, const twDispatchOutput_t& output, int32_t bound,
                      DispatchTargets* targets) {
   const twGroupConfig_t& config = group.config.given;
-  const Lead lead = lead_of(group, handle, output.layout, bound, handle.counted.known);
+  const Lead lead = lead_of(group, handle, output.layout, bound, handle.sizing.value_or(handle.counted.known));
   int64_t strides[2];
   char name[40];
   targets->layout = output.layout;

@@ -67,6 +67,7 @@ void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandl
   handle->dispatched = false;
   handle->counts.exchanged = false;
   handle->counted = {};
+  handle->sizing.reset();
   if (group.backend->on_device()) {  // its first dispatch copies and assigns
     handle->routing.tokens = checked.tokens;
     handle->source = tw::api::source_of(checked);
@@ -329,7 +330,7 @@ twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* ro
 twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows) {
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(check_counted(handle, layout, rows));
-    *rows = tw::shown_rows(*handle->group, *handle, layout, handle->counted.known);
+    *rows = tw::shown_rows(*handle->group, *handle, layout, handle->sizing.value_or(handle->counted.known));
     return {};
   });
 }
@@ -357,6 +358,8 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
     TW_RETURN_IF_FAILED(check_exact(*group));
     twCountsInput_t input = TW_COUNTS_INPUT_INIT;
     Status status = tw::api::read_struct("input", given, &input);
+    // As of a dispatch: on a stream that is no good not even the refusal can be sent.
+    if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
     if (status.ok()) status = group->backend->check_stream(input.stream);
     Status found = check_handle(group, handle);
     twHandle* const known = found.ok() ? handle : nullptr;

@@ -57,11 +57,13 @@ struct HandleArrays {
   int32_t* overflow = nullptr;  // 1: the exchange of counts found too little room, so nothing is sent
   void* counts_page = nullptr;  // of the backend: where the device tells the host of it
   uint64_t counts_serial = 0;   // of the last exchange that tells the host; 0: none does
+  uint64_t page_serial = 0;     // of the last that writes to the page
 };
 
 // An exchange of counts as the host knows it.
 struct KnownCounts {
   bool known = false;
+  bool failed = false;            // they did not come, on any rank
   std::vector<int32_t> received;  // [N] rows from each rank
   int64_t flat_rows = 0;
   int64_t grouped_rows = 0;
@@ -123,8 +125,8 @@ class Backend {
   virtual Status send_combine(const CombineCall& call, HandleArrays& handle) = 0;
   // Of high throughput alone.
   virtual Status send_counts(const CountsCall& call, HandleArrays& handle) = 0;
-  // `combining`: the handle, if a combine is refused; NULL: it stands where a dispatch would have stood.
-  virtual Status send_refusal(StepPlace at, const HandleArrays* combining, void* stream) = 0;
+  // `phase`: what the step would have been. `combining`: the handle, if a combine is refused; else NULL.
+  virtual Status send_refusal(StepPlace at, twPhase_t phase, const HandleArrays* combining, void* stream) = 0;
 
   // Finish it. After an error the targets are memory-safe: counts 0 and invalid ids for what did not arrive, NaN for
   // sums that could not be made.

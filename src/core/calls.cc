@@ -194,7 +194,7 @@ Status refuse_on(twGroup& group, twPhase_t phase, int lane, const HandleArrays* 
   const bool at_bank = group.backend->on_device() && phase == twPhaseDispatch;
   const StepPlace at = at_bank ? group.lanes.begin_refusal(lane) : group.lanes.begin(lane);
   group.lanes[lane].draining = true;
-  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, combining, stream));
+  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, phase, combining, stream));
   return why;
 }
 
@@ -220,6 +220,7 @@ Status exchange_counts(twGroup& group, twHandle& handle, int32_t wish, bool send
   handle.counting = {group.lanes.begin(lane), stream, send_only, group.config.given.row_alignment,
                      group.config.given.overflow == twOverflowDrop};
   handle.counted = {};
+  handle.sizing.reset();
   handle.counts_deadline = TimePoint::max();
   handle.pending = Pending::kCounts;
   Status sent = group.backend->send_counts(handle.counting, handle);
@@ -240,6 +241,11 @@ Status await_counts(twGroup& group, twHandle& handle) {
   group.backend->read_counts(handle, deadline_of(group) + std::chrono::seconds(1), &handle.counted);
   if (handle.counted.known) return {};
   TW_RETURN_IF_FAILED(check_usable(group, twPhaseCounts));
+  if (handle.counted.failed) {
+    handle.counts.exchanged = false;
+    const twErrorRecord_t record = group.error();  // a peer has refused the call
+    return {record.result, record.message};
+  }
   return fail(twTimeout, "the counts of step %u on lane %d have not come to the host in time", handle.counting.at.step,
               handle.counting.at.lane);
 }
@@ -285,7 +291,7 @@ Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* 
   const TimePoint until = timeout_ms < 0 ? patience : std::min(patience, asked);
   if (launched) {
     group.backend->read_counts(handle, until, &handle.counted);
-    *ready = handle.counted.known || !check_usable(group, twPhaseCounts).ok();
+    *ready = handle.counted.known || handle.counted.failed || !check_usable(group, twPhaseCounts).ok();
   } else {
     *ready = group.backend->counts_ready(handle.counting.at, until);
   }
@@ -303,7 +309,8 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   call->at = group.backend->on_device() ? group.lanes.begin_dispatch(lane) : group.lanes.begin(lane);
   call->send_only = send_only;
   handle.bound = call->bound;
-  handle.sized = handle.counted.known;
+  if (!handle.sizing) handle.sizing = handle.counted.known;  // the same until counts are exchanged again
+  handle.sized = *handle.sizing;
   handle.dispatched = false;
   handle.dispatch = *call;
   handle.pending = Pending::kDispatch;
@@ -383,7 +390,8 @@ Status refuse_counts(twGroup& group, twHandle* handle, int32_t wish, bool send_o
   Status refused = refuse_on(group, twPhaseCounts, lane, nullptr, stream, std::move(why));
   if (handle == nullptr) return refused;
   give_back(group, *handle);
-  if (send_only) hold(group, *handle, lane);  // as at the peers, who give it back where they complete
+  // As at the peers, who give it back where they complete; on a device that goes well, as far as they know.
+  if (send_only && !learns_late(group)) hold(group, *handle, lane);
   return refused;
 }
 

@@ -1,6 +1,8 @@
 // A handle: one routing, cached. Its arrays lie in one block, the group's or the caller's.
 #pragma once
 
+#include <optional>
+
 #include "core/backend.h"
 #include "core/quarantine.h"
 
@@ -36,7 +38,8 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   tw::DispatchCall dispatch;        // what twComplete finishes
   tw::CombineCall combine;
   tw::CountsCall counting;
-  tw::KnownCounts counted;  // what the host knows of the exchange of counts
-  bool sized = false;       // the last dispatch was shown in as many rows as come; else in as many as there is room for
+  tw::KnownCounts counted;     // what the host knows of the exchange of counts
+  std::optional<bool> sizing;  // what dispatches of these counts have decided
+  bool sized = false;  // the last dispatch was shown in as many rows as come; else in as many as there is room for
   tw::TimePoint counts_deadline = tw::TimePoint::max();  // of a wait that counts_ready has begun
 };

@@ -57,7 +57,7 @@ class CpuBackend : public Backend {
     return {};
   }
 
-  Status send_refusal(StepPlace at, const HandleArrays*, void*) override {
+  Status send_refusal(StepPlace at, twPhase_t, const HandleArrays*, void*) override {
     publish_step(transport_, context_.map, at, Mode::kRefused, 0, [](int) { return 0; });
     return {};
   }

@@ -240,7 +240,6 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
 Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) {
   ViewParams p = view_params(handle, call.at.lane, call.bound);
   p.shown.counts = handle.expert_counts;
-  handle.placed = true;
   const int grid = static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_));
   return launched("places by expert", launch_expert_view(p, grid, call.stream));
 }

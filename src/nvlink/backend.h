@@ -52,12 +52,12 @@ class NvlinkBackend : public Backend {
     return run_combine(call, handle, true, !call.send_only);
   }
 
-  Status send_refusal(StepPlace at, const HandleArrays* combining, void* stream) override {
+  Status send_refusal(StepPlace at, twPhase_t phase, const HandleArrays* combining, void* stream) override {
     const OnDevice on(device_);
     remember(stream);
-    return launched("the refusal of a call", launch_refuse({view_, at.lane, combining == nullptr ? at.bank() : -1,
-                                                            combining == nullptr ? nullptr : combining->status},
-                                                           stream));
+    const int bank = phase == twPhaseDispatch ? at.bank() : -1;
+    const int32_t* const status = combining == nullptr ? nullptr : combining->status;
+    return launched("the refusal of a call", launch_refuse({view_, at.lane, bank, status, phase}, stream));
   }
 
   Status send_counts(const CountsCall& call, HandleArrays& handle) override {
@@ -66,7 +66,9 @@ class NvlinkBackend : public Backend {
   StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override;
   void read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) override;
   void forget(HandleArrays& handle) override {
-    if (handle.counts_page != nullptr) arena_->give_page(static_cast<CountsOnHost*>(handle.counts_page));
+    if (handle.counts_page != nullptr) {
+      arena_->give_page(static_cast<CountsOnHost*>(handle.counts_page), handle.page_serial);
+    }
     handle.counts_page = nullptr;
   }
 

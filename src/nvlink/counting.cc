@@ -26,7 +26,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
     if (handle.counts_page == nullptr) handle.counts_page = arena_->take_page();
     if (handle.counts_page == nullptr) return fail(twOutOfMemory, "no host memory for counts that a device tells");
     p.on_host = static_cast<CountsOnHost*>(handle.counts_page);
-    p.serial = handle.counts_serial = ++counts_told_;
+    p.serial = handle.counts_serial = handle.page_serial = ++counts_told_;
   } else if (receive) {
     handle.counts_serial = 0;
   }
@@ -56,6 +56,8 @@ void NvlinkBackend::read_counts(const HandleArrays& handle, TimePoint until, Kno
     }
     if (looks > 1000) std::this_thread::sleep_for(std::chrono::microseconds(20));  // it comes in some 10 us, or late
   }
+  known->failed = page->failed != 0;
+  if (known->failed) return;
   known->received.assign(page->received, page->received + shape().ranks);
   known->flat_rows = 0;
   for (const int32_t rows : known->received) known->flat_rows += rows;

@@ -228,6 +228,7 @@ __device__ void tell_host(const CountsParams& p, unsigned long long worst) {
     p.on_host->received[i] = static_cast<int32_t>(p.handle.source[i + 1] - p.handle.source[i]);
   }
   if (threadIdx.x == 0) {
+    p.on_host->failed = 0;
     p.on_host->overflow_rank = worst == ~0ull ? -1 : static_cast<int32_t>(worst >> 40);
     p.on_host->overflow_rows = static_cast<int64_t>(worst & ((1ull << 40) - 1));
     p.on_host->grouped_rows = p.handle.expert_begin[p.group.local_experts];
@@ -261,11 +262,27 @@ __device__ void take_counts(const CountsParams& p, const Step& step, const Talli
   if (p.on_host != nullptr) tell_host(p, worst);
 }
 
+// Counts that did not come: nothing may go out by them, and nothing be shown. By a block; what several write is the
+// same.
+__device__ void leave_nothing(const CountsParams& p, const Step& step, const Tallies& tallies) {
+  send_nothing(p);
+  place_experts(p, step, tallies, true);
+  if (threadIdx.x != 0) return;
+  *p.handle.overflow = 1;
+  if (p.on_host == nullptr) return;
+  p.on_host->failed = 1;
+  fence_system();
+  store_word(&p.on_host->serial, p.serial);
+}
+
 __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant__ CountsParams p) {
   const GroupView& g = p.group;
   const Tallies tallies(g.map.shape());
   const Step step{next_step(g, p.lane), p.lane, 0, twPhaseCounts};
-  if (__syncthreads_or(is_sticky(g)) != 0) return;
+  if (__syncthreads_or(is_sticky(g)) != 0) {  // then no other block is the last
+    if (p.receive) leave_nothing(p, step, tallies);
+    return;
+  }
   const uint32_t arrived = p.receive && threadIdx.x == 0 ? begin_end(g, step) : 0;
   if (threadIdx.x == 0 && blockIdx.x == 0) clear_tickets(g, step);
   bool last = blockIdx.x == 0;
@@ -279,10 +296,8 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
     if (threadIdx.x == 0) *tallies.worst = ~0ull;
     if (await_counts(p, step)) {
       take_counts(p, step, tallies);
-    } else {  // nothing may go out by counts that are not known
-      send_nothing(p);
-      place_experts(p, step, tallies, true);
-      if (threadIdx.x == 0) *p.handle.overflow = 1;
+    } else {
+      leave_nothing(p, step, tallies);
     }
   }
   if (p.receive && threadIdx.x == 0) end_step(g, step, arrived);

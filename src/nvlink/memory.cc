@@ -56,11 +56,21 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   view->lanes = reinterpret_cast<LaneState*>(made->tables_ + lanes_at);
   made->counter_ = reinterpret_cast<uint32_t*>(made->tables_ + counter_at);
   made->told_ = reinterpret_cast<int32_t*>(made->tables_ + told_at);
+  // Now, as memory that is pinned while a peer waits for this rank may hold both up.
+  if (CountsOnHost* const first = shape.exact() ? made->take_page() : nullptr) made->free_pages_.push_back(first);
   *arena = std::move(made);
   return {};
 }
 
 CountsOnHost* Arena::take_page() {
+  const auto written = [](const GivenPage& given) {
+    return __atomic_load_n(&given.page->serial, __ATOMIC_ACQUIRE) == given.serial;
+  };
+  for (size_t i = given_pages_.size(); i-- > 0;) {
+    if (!written(given_pages_[i])) continue;
+    free_pages_.push_back(given_pages_[i].page);
+    given_pages_.erase(given_pages_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
   if (free_pages_.empty()) {
     const OutsideCaptures outside;
     void* made = nullptr;

@@ -27,7 +27,8 @@ class Arena {
   int32_t* told(int lane, const Shape& shape) const { return told_ + int64_t{lane} * (shape.ranks + shape.experts); }
   // A page of host memory for what an exchange of counts tells the host. NULL if there is none.
   CountsOnHost* take_page();
-  void give_page(CountsOnHost* page) { free_pages_.push_back(page); }
+  // `serial`: of the last exchange that writes to it, which may still be under way.
+  void give_page(CountsOnHost* page, uint64_t serial) { given_pages_.push_back({page, serial}); }
 
   // Runs something on the arena's stream with a counter that is 0, waits for it and gives what it counted.
   Status with_counter(uint32_t* count, const std::function<Status(uint32_t*, cudaStream_t)>& run);
@@ -45,6 +46,11 @@ class Arena {
   int32_t* told_ = nullptr;
   static constexpr int kPages = 16;  // that are allocated at a time
   std::vector<CountsOnHost*> page_blocks_;
+  struct GivenPage {
+    CountsOnHost* page;
+    uint64_t serial;
+  };
+  std::vector<GivenPage> given_pages_;
   std::vector<CountsOnHost*> free_pages_;
 };
 

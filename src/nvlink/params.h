@@ -49,7 +49,7 @@ struct Report {
 struct CountsOnHost {
   uint64_t serial;
   int32_t overflow_rank;  // the first rank that would receive too many rows; -1: none
-  int32_t pad;
+  int32_t failed;         // 1: they did not come
   int64_t overflow_rows;
   int64_t grouped_rows;
   int32_t received[TW_MAX_RANKS];  // from each rank, what is dropped left out
@@ -367,8 +367,9 @@ struct CountsParams {
 struct RefuseParams {
   GroupView group;
   int32_t lane;
-  int32_t bank;           // of the dispatch that is refused; -1: a combine
+  int32_t bank;           // of the dispatch that is refused; -1: of any other step
   const int32_t* status;  // of the dispatch that a combine answers
+  twPhase_t phase;
 };
 
 struct SelfTestParams {

@@ -27,7 +27,7 @@ __device__ void wait_out(const GroupView& g, const Step& step) {
 // Tells the peers, which wait in the same call, and waits for their words: S2 wants the step's end before the next one
 // begins. A refused dispatch stands where the dispatch would have: see dispatch_end.cuh, skip_step.
 __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
-  Step step{next_step(p.group, p.lane), p.lane, 0, p.bank >= 0 ? twPhaseDispatch : twPhaseCombine};
+  Step step{next_step(p.group, p.lane), p.lane, 0, p.phase};
   // A combine of a dispatch that failed is no step: the peers skip it too.
   if (is_sticky(p.group) || (p.status != nullptr && *p.status != twSuccess)) return;
   __syncthreads();

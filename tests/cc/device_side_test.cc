@@ -221,11 +221,13 @@ class Pretended : public Backend {
     places.push_back(call.at);
     return refused;
   }
-  Status send_refusal(StepPlace at, const HandleArrays* combining, void*) override {
+  Status send_refusal(StepPlace at, twPhase_t, const HandleArrays* combining, void*) override {
     places.push_back(at);
     refusals += combining == nullptr ? "d" : "c";
     return {};
   }
+  Status send_counts(const CountsCall&, HandleArrays&) override { return {}; }
+  StepEnd finish_counts(const CountsCall&, TimePoint, HandleArrays&, KnownCounts*) override { return {}; }
   StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays&) override {
     streams.push_back(call.stream);
     return {};

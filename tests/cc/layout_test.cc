@@ -248,15 +248,17 @@ TEST(Layout, DeviceRegionsAreArrays) {
           EXPECT_EQ(map.line(lane, bank, source, 1), at + map.line_row());
           const uint64_t beside = map.line(0, 0, 0, 0) + map.line_bytes() + lane * map.lane_bytes();
           const uint64_t meta_row = row * shape.max_tokens * map.meta_line_row();
-          EXPECT_EQ(map.meta_line(lane, bank, source, 0), beside + meta_row);
-          EXPECT_EQ(map.meta_line(lane, bank, source, 1), beside + meta_row + map.meta_line_row());
+          const auto first = static_cast<uint64_t>(source) * static_cast<uint64_t>(shape.max_tokens);
+          EXPECT_EQ(map.meta_line(lane, bank, first), beside + meta_row);
+          EXPECT_EQ(map.meta_line(lane, bank, first + 1), beside + meta_row + map.meta_line_row());
         }
       }
     }
     EXPECT_EQ(map.line_bytes(), map.line(0, 1, shape.ranks, 0) - lines);
     const uint64_t meta = shape.line_tokens > 0 ? kLineBytes * lines_of(1 + static_cast<uint64_t>(shape.top_k)) : 0;
     EXPECT_EQ(map.meta_line_row(), meta) << "header, ids and weights, a word for each two of these";
-    EXPECT_LE(map.meta_line(0, 1, shape.ranks, 0) - map.word(0, 0, 0), map.lane_bytes());
+    const uint64_t rows = static_cast<uint64_t>(shape.ranks) * static_cast<uint64_t>(shape.max_tokens);
+    EXPECT_LE(map.meta_line(0, 1, rows) - map.word(0, 0, 0), map.lane_bytes());
   });
 }
 
