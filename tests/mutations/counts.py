@@ -4,7 +4,7 @@ from mutation import CALLS, COUNTS_H, CPU, ENTRIES, STEP, Edit, Mutation
 
 PUBLISH = "  publish_step(t, map, at, Mode::kCounts, 0, [](int) { return 0; });\n"
 AWAIT = (
-    "    const StepEnd end = await_step(transport_, context_.map, at, Mode::kCounts, 0, deadline, counts_.data());\n"
+    "    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCounts, 0, deadline, counts_.data());\n"
 )
 
 COUNTS = (
@@ -95,7 +95,7 @@ COUNTS = (
         "S5",
         "counts_test",
         "Counts.RefusalLeavesLanesAlike",
-        (Edit(CALLS, "  if (send_only) hold(group, *handle, lane);  // as at the peers", "  // as at the peers"),),
+        (Edit(CALLS, "  if (send_only && !learns_late(group)) hold(group, *handle, lane);\n", ""),),
     ),
     Mutation(
         "counts keep their lane",
@@ -105,8 +105,8 @@ COUNTS = (
         (
             Edit(
                 CALLS,
-                "  if (end.code == twSuccess || !handle.counts_send_only) give_back(group, handle);\n",
-                "  if (!handle.counts_send_only) give_back(group, handle);\n",
+                "  if (end.code == twSuccess || !call.send_only) give_back(group, handle);\n",
+                "  if (!call.send_only) give_back(group, handle);\n",
             ),
         ),
     ),
@@ -190,8 +190,8 @@ COUNTS = (
         (
             Edit(
                 CALLS,
-                "std::min(deadline_of(group), handle.counts_deadline);\n  Overflow",
-                "deadline_of(group);\n  Overflow",
+                "std::min(deadline_of(group), handle.counts_deadline);\n  const StepEnd",
+                "deadline_of(group);\n  const StepEnd",
             ),
         ),
     ),
