@@ -61,7 +61,7 @@ COUNTS = (
         "counts that failed are taken for known",
         "S6",
         "counts_test",
-        "Counts.TimeoutNamesTheLateRank:Counts.DeadRank",
+        "Counts.RefusalOfABlockingCallFreesTheLane",
         (
             Edit(
                 CALLS,
