@@ -192,9 +192,8 @@ struct Lead {
   }
 };
 
-// `sized`: of an exact layout, whether it has as many rows as come.
-Lead lead_of(const twGroup& group, const twHandle& handle, twLayout_t layout, int32_t bound, bool sized) {
-  if (layout == twFlat || layout == twGrouped) return {1, shown_rows(group, handle, layout, sized), true};
+Lead lead_of(const twGroup& group, const twHandle& handle, twLayout_t layout, int32_t bound) {
+  if (layout == twFlat || layout == twGrouped) return {1, shown_rows(group, handle, layout, handle.is_sized()), true};
   if (layout == twRankMajor) return {group.ranks(), bound};
   return {group.context.local_experts, static_cast<int64_t>(group.ranks()) * bound};
 }
@@ -238,7 +237,7 @@ Status check_columns(const twGroup& group, const twDispatchOutput_t& output, int
 Status check_targets(const twGroup& group, const twHandle& handle, const twDispatchOutput_t& output, int32_t bound,
                      DispatchTargets* targets) {
   const twGroupConfig_t& config = group.config.given;
-  const Lead lead = lead_of(group, handle, output.layout, bound, handle.sizing.value_or(handle.counted.known));
+  const Lead lead = lead_of(group, handle, output.layout, bound);
   int64_t strides[2];
   char name[40];
   targets->layout = output.layout;
@@ -405,7 +404,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
                 dtype_name(dtype), dtype);
   }
   int64_t strides[2];
-  const Lead lead = lead_of(group, handle, input.layout, handle.bound, handle.sized);
+  const Lead lead = lead_of(group, handle, input.layout, handle.bound);
   TW_RETURN_IF_FAILED(
       check_rows({"input.rows", input.rows.dtype, lead.dimensions(), config.combine_elements}, input.rows, strides));
   if (group.backend->in_window(input.rows.data) && !view_is_alive(group, handle)) {
@@ -442,7 +441,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
 void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call, twDispatchOutput_t* output) {
   const twGroupConfig_t& config = group.config.given;
   const bool of_source = by_source(output->layout);
-  const Lead lead = lead_of(group, handle, output->layout, call.bound, handle.sized);
+  const Lead lead = lead_of(group, handle, output->layout, call.bound);
   const auto shaped = [&](void* data, twDtype_t dtype, std::initializer_list<int64_t> row) {
     std::vector<int64_t> shape = lead.dimensions();
     shape.insert(shape.end(), row);

@@ -330,7 +330,7 @@ twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* ro
 twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows) {
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(check_counted(handle, layout, rows));
-    *rows = tw::shown_rows(*handle->group, *handle, layout, handle->sizing.value_or(handle->counted.known));
+    *rows = tw::shown_rows(*handle->group, *handle, layout, handle->is_sized());
     return {};
   });
 }

@@ -309,8 +309,7 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   call->at = group.backend->on_device() ? group.lanes.begin_dispatch(lane) : group.lanes.begin(lane);
   call->send_only = send_only;
   handle.bound = call->bound;
-  if (!handle.sizing) handle.sizing = handle.counted.known;  // the same until counts are exchanged again
-  handle.sized = *handle.sizing;
+  handle.sizing = handle.is_sized();
   handle.dispatched = false;
   handle.dispatch = *call;
   handle.pending = Pending::kDispatch;

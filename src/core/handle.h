@@ -38,8 +38,10 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   tw::DispatchCall dispatch;        // what twComplete finishes
   tw::CombineCall combine;
   tw::CountsCall counting;
-  tw::KnownCounts counted;     // what the host knows of the exchange of counts
-  std::optional<bool> sizing;  // what dispatches of these counts have decided
-  bool sized = false;  // the last dispatch was shown in as many rows as come; else in as many as there is room for
+  tw::KnownCounts counted;  // what the host knows of the exchange of counts
+  // Whether outputs have as many rows as come, instead of as many as there is room for: as the first dispatch of these
+  // counts has decided; before it, whether the host knows how many come.
+  std::optional<bool> sizing;
+  bool is_sized() const { return sizing.value_or(counted.known); }
   tw::TimePoint counts_deadline = tw::TimePoint::max();  // of a wait that counts_ready has begun
 };

@@ -143,6 +143,13 @@ __device__ bool await_counts(const CountsParams& p, const Step& step) {
   return __syncthreads_and(good) != 0;
 }
 
+// The i-th of what a rank has told this one.
+__device__ int32_t told_by(const CountsParams& p, const Step& step, int rank, int i) {
+  const GroupView& g = p.group;
+  const std::byte* const told = window_of(g, g.me) + g.map.counts(step.lane, step.bank(), rank);
+  return static_cast<int32_t>(load_fresh<uint32_t>(reinterpret_cast<const int32_t*>(told) + i));
+}
+
 // Rows for one rank, from each: where they begin, and whether there is room. By one thread for each rank.
 __device__ void place_rank(const CountsParams& p, const Step& step, int to, unsigned long long* worst) {
   const GroupView& g = p.group;
@@ -150,9 +157,7 @@ __device__ void place_rank(const CountsParams& p, const Step& step, int to, unsi
   int64_t row = 0;
   int64_t wanted = 0;
   for (int from = 0; from < shape.ranks; ++from) {
-    const auto* const told =
-        reinterpret_cast<const int32_t*>(window_of(g, g.me) + g.map.counts(step.lane, step.bank(), from));
-    auto rows = static_cast<int32_t>(load_fresh<uint32_t>(told + to));
+    int32_t rows = told_by(p, step, from, to);
     wanted += rows;
     if (p.drop) rows = static_cast<int32_t>(min(static_cast<int64_t>(rows), shape.recv_rows - row));
     p.handle.sent_rows[static_cast<int64_t>(from) * shape.ranks + to] = rows;
@@ -180,14 +185,10 @@ __device__ void send_nothing(const CountsParams& p) {
 // Rows that come for a local expert. Those that a receiver has no room for are counted too, as on the host: which they
 // are is known when rows have come.
 __device__ int32_t rows_for(const CountsParams& p, const Step& step, int expert) {
-  const GroupView& g = p.group;
+  const int ranks = p.group.map.shape().ranks;
   int32_t rows = 0;
 #pragma unroll 4
-  for (int from = 0; from < g.map.shape().ranks; ++from) {
-    const std::byte* const told = window_of(g, g.me) + g.map.counts(step.lane, step.bank(), from);
-    rows += static_cast<int32_t>(
-        load_fresh<uint32_t>(reinterpret_cast<const int32_t*>(told) + g.map.shape().ranks + expert));
-  }
+  for (int from = 0; from < ranks; ++from) rows += told_by(p, step, from, ranks + expert);
   return rows;
 }
 
@@ -222,6 +223,11 @@ __device__ void place_experts(const CountsParams& p, const Step& step, const Tal
   }
 }
 
+// The host may look. By one thread, which has synchronised with those that wrote.
+__device__ void finish_telling(const CountsParams& p) {
+  fence_system();
+  store_word(&p.on_host->serial, p.serial);
+}
 __device__ void tell_host(const CountsParams& p, unsigned long long worst) {
   const Shape& shape = p.group.map.shape();
   for (int i = static_cast<int>(threadIdx.x); i < shape.ranks; i += blockDim.x) {
@@ -234,9 +240,7 @@ __device__ void tell_host(const CountsParams& p, unsigned long long worst) {
     p.on_host->grouped_rows = p.handle.expert_begin[p.group.local_experts];
   }
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  fence_system();
-  store_word(&p.on_host->serial, p.serial);
+  if (threadIdx.x == 0) finish_telling(p);
 }
 
 // What has come, into the handle. By a block.
@@ -271,8 +275,7 @@ __device__ void leave_nothing(const CountsParams& p, const Step& step, const Tal
   *p.handle.overflow = 1;
   if (p.on_host == nullptr) return;
   p.on_host->failed = 1;
-  fence_system();
-  store_word(&p.on_host->serial, p.serial);
+  finish_telling(p);
 }
 
 __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant__ CountsParams p) {

@@ -197,7 +197,7 @@ __device__ __noinline__ static uint64_t sum_word(const CombineParams& p, int set
     return load_bytes(rows[0] + 8 * w, static_cast<int64_t>(p.group.map.shape().combine_bytes) - 8 * w);
   }
   Quad sum{};
-  const bool vector = p.words_fit && p.rows_dtype == p.wire_dtype;
+  const bool vector = p.word_sums_fit != 0;
   constexpr int kRows = 4;  // that are on their way at once
 #pragma unroll 1
   for (int base = 0; base < count; base += kRows) {

@@ -67,12 +67,19 @@ __device__ void copy_payload(const ViewParams& p, int q, const int32_t* begin, i
   }
 }
 
-// Zeros for rows [from, to) of a payload, by the grid.
-__device__ void clear_beyond(const ViewParams& p, int q, int64_t from, int64_t to) {
+// Where a byte of a place's row lies in a payload that is wanted by column.
+__device__ int64_t in_columns(const Columns& columns, int64_t place, uint32_t byte) {
+  const auto size = static_cast<uint32_t>(columns.element_bytes);
+  return (byte / size * columns.rows + place) * size + byte % size;
+}
+
+// Zeros for rows [from, to) of a payload, by `threads` threads.
+__device__ void clear_rows(const ViewParams& p, int q, int64_t from, int64_t to, int64_t thread, int64_t threads) {
   const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
-  const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = from * bytes + blockIdx.x * blockDim.x + threadIdx.x; i < to * bytes; i += step) {
-    p.payloads[q][i] = std::byte{0};
+  const Columns& columns = p.columns[q];
+  for (int64_t i = from * bytes + thread; i < to * bytes; i += threads) {
+    p.payloads[q][columns.wanted() ? in_columns(columns, i / bytes, static_cast<uint32_t>(i % bytes)) : i] =
+        std::byte{0};
   }
 }
 
@@ -83,7 +90,10 @@ __global__ void __launch_bounds__(kViewThreads) rank_view_kernel(const __grid_co
   for (int q = 0; q < p.group.map.shape().payloads; ++q) {
     if (p.payloads[q] == nullptr) continue;
     // Of a fixed size, beyond what comes.
-    if (p.group.map.shape().exact()) clear_beyond(p, q, p.handle.source[p.group.map.shape().ranks], p.rows);
+    if (p.group.map.shape().exact()) {
+      clear_rows(p, q, p.handle.source[p.group.map.shape().ranks], p.rows,
+                 int64_t{blockIdx.x} * blockDim.x + threadIdx.x, int64_t{gridDim.x} * blockDim.x);
+    }
     switch (p.width[q]) {
       case 16:
         copy_payload<uint4>(p, q, shared, bank);
@@ -188,22 +198,6 @@ __device__ void assign_places(const ViewParams& p, const ExpertScratch& s, int l
   }
 }
 
-// Where a byte of a place's row lies in a payload that is wanted by column.
-__device__ int64_t in_columns(const Columns& columns, int64_t place, uint32_t byte) {
-  const auto size = static_cast<uint32_t>(columns.element_bytes);
-  return (byte / size * columns.rows + place) * size + byte % size;
-}
-
-// Zeros for rows of a payload.
-__device__ void clear_rows(const ViewParams& p, int q, int64_t from, int64_t to) {
-  const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
-  const Columns& columns = p.columns[q];
-  for (int64_t i = from * bytes + threadIdx.x; i < to * bytes; i += blockDim.x) {
-    p.payloads[q][columns.wanted() ? in_columns(columns, i / bytes, static_cast<uint32_t>(i % bytes)) : i] =
-        std::byte{0};
-  }
-}
-
 // Places that hold nothing; of an exact layout their rows are 0 too. By a block.
 __device__ void show_empty(const ViewParams& p, int64_t from, int64_t to) {
   const Shape& shape = p.group.map.shape();
@@ -212,7 +206,7 @@ __device__ void show_empty(const ViewParams& p, int64_t from, int64_t to) {
     if (p.shown.weights != nullptr) p.shown.weights[place] = 0.0f;
   }
   for (int q = 0; q < shape.payloads && shape.exact(); ++q) {
-    if (p.payloads[q] != nullptr) clear_rows(p, q, from, to);
+    if (p.payloads[q] != nullptr) clear_rows(p, q, from, to, threadIdx.x, blockDim.x);
   }
 }
 
@@ -235,7 +229,8 @@ __device__ void finish_grouped(const ViewParams& p) {
   const int64_t from = end + static_cast<int64_t>(blockIdx.x) * share;
   show_empty(p, from, min(static_cast<int64_t>(p.rows), from + share));
   for (int q = 0; q < g.map.shape().payloads && blockIdx.x == 0; ++q) {  // what columns are longer than there are rows
-    if (p.payloads[q] != nullptr && p.columns[q].wanted()) clear_rows(p, q, p.rows, p.columns[q].rows);
+    if (p.payloads[q] == nullptr || !p.columns[q].wanted()) continue;
+    clear_rows(p, q, p.rows, p.columns[q].rows, threadIdx.x, blockDim.x);
   }
   for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i <= g.local_experts;
        i += static_cast<int>(gridDim.x * blockDim.x)) {
