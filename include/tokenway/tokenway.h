@@ -353,11 +353,13 @@ typedef struct {
   // Set by the caller, grouped alone. 1: payload q comes by column, [elements, M], where M is P rounded up to whole 16
   // bytes, with zeros from P on: as grouped GEMMs read the scales of their rows. 0: by row, as above.
   int32_t column_major[TW_MAX_PAYLOADS];
+  twTensor_t origins;  // twInt64 [P], grouped alone, and only where the caller gives memory for it: row * K + k of the
+                       // flat layout that each row was taken from, -1 where there is nothing
 } twDispatchOutput_t;
 // clang-format off
 #define TW_DISPATCH_OUTPUT_INIT                                                                                  \
   {sizeof(twDispatchOutput_t), twRankMajor, {TW_TENSOR_INIT}, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT, \
-   TW_TENSOR_INIT, {0}}
+   TW_TENSOR_INIT, {0}, TW_TENSOR_INIT}
 // clang-format on
 
 typedef struct {

@@ -168,6 +168,7 @@ class DispatchOutput(Struct):
         ("counts", Tensor),
         ("offsets", Tensor),
         ("column_major", c_int32 * MAX_PAYLOADS),
+        ("origins", Tensor),
     ]
 
 

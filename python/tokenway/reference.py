@@ -236,7 +236,8 @@ class Received:
     rank_major: payloads [N, b, ...], counts [N] int32, ids [N, b, K], weights [N, b, K] float32.
     expert_major: payloads [L, N*b, ...], counts [L] int32, ids [L, N*b], weights [L, N*b] float32.
     flat: payloads [R', ...], counts [N], ids [R', K], weights [R', K]; grouped: payloads [P, ...],
-    zero between experts, counts [L], ids [P], weights [P].
+    zero between experts, counts [L], ids [P], weights [P], and origins [P]: row * K + k of the flat
+    layout that each row was taken from, -1 for none.
     ids have the type of the routing's ids; empty rows have ids = invalid_id and weights = 0.
     """
 
@@ -244,6 +245,7 @@ class Received:
     counts: Array
     ids: Array
     weights: Array
+    origins: Array | None = None
 
 
 def dispatch_rank_major(x: Exchange, rank: int, payloads: Sequence[Sequence[Array]]) -> Received:
@@ -316,18 +318,20 @@ def dispatch_grouped(
     counts = np.zeros(len(blocks) - 1, np.int32)
     ids = np.full(blocks[-1], x.invalid_id, x.ids[0].dtype)
     weights = np.zeros(blocks[-1], np.float32)
+    origins = np.full(blocks[-1], -1, np.int64)
     received = [np.zeros((blocks[-1], *of[0].shape[1:]), of[0].dtype) for of in payloads]
     for s in range(x.ranks):
         t, k = np.nonzero((x.routing[s].owner == rank) & (x.kept_ids[s] >= 0))
         expert = x.ids[s][t, k]
         at = blocks[x.placement[1][expert]] + x.kept_row[s][t, k]
+        origins[at] = (x.sources(rank)[s] + x.routing[s].slot[t, rank]) * x.top_k + k
         np.add.at(counts, x.placement[1][expert], 1)
         ids[at] = _received_id(x, expert)
         weights[at] = x.weight[s][t, k]
         for out, of in zip(received, payloads, strict=True):
             out[at] = of[s][t]
     received = [columns(rows) if i in column_major else rows for i, rows in enumerate(received)]
-    return Received(received, counts, ids, weights)
+    return Received(received, counts, ids, weights, origins)
 
 
 def columns(rows: Array) -> Array:

@@ -204,6 +204,7 @@ __device__ void show_empty(const ViewParams& p, int64_t from, int64_t to) {
   for (int64_t place = from + threadIdx.x; place < to; place += blockDim.x) {
     if (p.shown.ids != nullptr) show_id(p.shown, place, p.shown.invalid);
     if (p.shown.weights != nullptr) p.shown.weights[place] = 0.0f;
+    if (p.origins != nullptr) p.origins[place] = -1;
   }
   for (int q = 0; q < shape.payloads && shape.exact(); ++q) {
     if (p.payloads[q] != nullptr) clear_rows(p, q, from, to, threadIdx.x, blockDim.x);
@@ -282,6 +283,7 @@ __device__ void scatter(const ViewParams& p, const ExpertScratch& s, int from, i
       places[k] = place;
       if (p.shown.ids != nullptr) show_id(p.shown, place, p.shown.local ? expert : ids[k]);
       if (p.shown.weights != nullptr) p.shown.weights[place] = reinterpret_cast<const float*>(ids + top_k)[k];
+      if (p.origins != nullptr) p.origins[place] = row * top_k + k;
     }
     __syncthreads();
     for (int q = 0; q < shape.payloads; ++q) {
