@@ -1,7 +1,8 @@
-"""The experts' matrix products, for rows that lie by expert and whose number only the device knows. Needs PyTorch.
+"""What experts compute, for rows that lie by expert and whose number only the device knows. Needs PyTorch.
 
     ends = routed.offsets[1:]  # of a dispatch in the layout grouped: where each expert's rows end
-    results = experts.product(rows, weights, ends)
+    inside = experts.swiglu(experts.product(routed.tokens, gate_up, ends), routed.weights, ends[-1:])
+    out = autograd.combine(routed, experts.product(inside, down, ends))
 
 PyTorch's grouped product reads where groups end from device memory, so nothing waits, and a graph can capture it. Two
 things that it leaves to its caller are done here: rows beyond the last group, which it does not write
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from tokenway import activation
 
 Tensor = torch.Tensor
 
@@ -85,3 +88,25 @@ class _Product(torch.autograd.Function):
             empty = ends.diff(prepend=ends.new_zeros(1)) == 0
             of_weights.masked_fill_(empty[:, None, None], 0)
         return of_rows, of_weights, None
+
+
+def swiglu(gate_up: Tensor, weights: Tensor, counts: Tensor | None = None) -> Tensor:
+    """silu(gate) * up * weight of the valid rows: [P, 2 * I] and [P] float32 -> [P, I]. Differentiable.
+
+    counts: as of `tokenway.swiglu`; of grouped rows the last of the ends, `ends[-1:]`. Beyond, nothing is read, and
+    what is returned, here and as a gradient, is arbitrary. Keeps its arguments for the backward pass, and computes
+    anew."""
+    return _SwiGlu.apply(gate_up, weights, counts)
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor, counts: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate_up, weights, counts)
+        return activation.swiglu(gate_up, counts=counts, weights=weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, weights, counts = ctx.saved_tensors
+        return *activation.swiglu_backward(gate_up, out.contiguous(), counts=counts, weights=weights), None

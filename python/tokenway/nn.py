@@ -130,13 +130,13 @@ class ExpertParallelMoE(torch.nn.Module):
             return rows  # nothing came; still a part of the graph
         if isinstance(sizes, Tensor):
             ends = sizes[1:]
-            inside = swiglu(experts.product(rows, self.gate_up, ends), weights)
+            inside = experts.swiglu(experts.product(rows, self.gate_up, ends), weights, ends[-1:])
             return experts.product(inside, self.down, ends)
         results = []
         # unbind and split: their gradients are one stack and one cat, those of indexing a whole tensor for each expert.
         parts = zip(rows.split(sizes), weights.split(sizes), self.gate_up.unbind(), self.down.unbind(), strict=True)
         for x, w, gate_up, down in parts:
-            results.append(functional.linear(swiglu(functional.linear(x, gate_up), w), down))
+            results.append(functional.linear(experts.swiglu(functional.linear(x, gate_up), w), down))
         return torch.cat(results)
 
     def extra_repr(self) -> str:
@@ -145,12 +145,6 @@ class ExpertParallelMoE(torch.nn.Module):
             f"experts={g.experts}, here={self.experts}, top_k={g.top_k}, hidden={g.hidden}, inner={self.inner}, "
             f"normalize={self.normalize}"
         )
-
-
-def swiglu(inside: Tensor, weights: Tensor) -> Tensor:
-    """[R, 2 * I], gate beside up, and [R] float32 -> [R, I]: computed in float32, rounded once."""
-    gate, up = inside.float().chunk(2, dim=-1)
-    return (functional.silu(gate) * up * weights[:, None]).to(inside.dtype)
 
 
 def balance_loss(probabilities: Tensor, ids: Tensor) -> Tensor:
