@@ -21,23 +21,24 @@ template <class Visit>
 
 template <class In>
 [[gnu::always_inline]] inline void forward(const Call& call) {
-  each_row(call.rows, [&](int64_t row) {
-    const auto* const gate = reinterpret_cast<const In*>(call.gate_up.row(row));
-    const In* const up = gate + call.elements;
-    const float weight = call.weights != nullptr ? call.weights[row] : 1.0f;  // a product with 1 is exact
-    std::byte* const out = call.out.row(row);
-    for (int64_t first = 0, block = 0; first < call.elements; first += kBlock, ++block) {
-      const int n = static_cast<int>(std::min<int64_t>(kBlock, call.elements - first));
-      float values[kBlock];
-      for (int i = 0; i < n; ++i) values[i] = times(swiglu(widen(gate[first + i]), widen(up[first + i])), weight);
-      if (call.scales == nullptr) {
-        for (int i = 0; i < n; ++i) reinterpret_cast<In*>(out)[first + i] = narrow<In>(values[i]);
-      } else {
-        call.scales[row * call.scale_stride[0] + block * call.scale_stride[1]] =
-            quantize::quantize_block(values, n, call.power_of_two, reinterpret_cast<uint8_t*>(out) + first);
-      }
-    }
-  });
+  each_row(
+      call.rows, [&](int64_t row) __attribute__((always_inline)) {
+        const auto* const gate = reinterpret_cast<const In*>(call.gate_up.row(row));
+        const In* const up = gate + call.elements;
+        const float weight = call.weights != nullptr ? call.weights[row] : 1.0f;  // a product with 1 is exact
+        std::byte* const out = call.out.row(row);
+        for (int64_t first = 0, block = 0; first < call.elements; first += kBlock, ++block) {
+          const int n = static_cast<int>(std::min<int64_t>(kBlock, call.elements - first));
+          float values[kBlock];
+          for (int i = 0; i < n; ++i) values[i] = times(swiglu(widen(gate[first + i]), widen(up[first + i])), weight);
+          if (call.scales == nullptr) {
+            for (int i = 0; i < n; ++i) reinterpret_cast<In*>(out)[first + i] = narrow<In>(values[i]);
+          } else {
+            call.scales[row * call.scale_stride[0] + block * call.scale_stride[1]] =
+                quantize::quantize_block(values, n, call.power_of_two, reinterpret_cast<uint8_t*>(out) + first);
+          }
+        }
+      });
 }
 
 // The order of swiglu.h.
@@ -55,27 +56,36 @@ template <class In>
 
 template <class In>
 [[gnu::always_inline]] inline void backward(const Call& call) {
-  each_row(call.rows, [&](int64_t row) {
-    const auto* const gate = reinterpret_cast<const In*>(call.gate_up.row(row));
-    const auto* const out = reinterpret_cast<const In*>(call.out.row(row));
-    auto* const of_gate = reinterpret_cast<In*>(call.of_gate_up.row(row));
-    const In* const up = gate + call.elements;
-    In* const of_up = of_gate + call.elements;
-    const float weight = call.weights != nullptr ? call.weights[row] : 1.0f;
-    float sums[kAccumulators] = {};
-    for (int64_t first = 0; first < call.elements; first += kAccumulators) {
-      const int n = static_cast<int>(std::min<int64_t>(kAccumulators, call.elements - first));
-      for (int i = 0; i < n; ++i) {
-        const float gradient = widen(out[first + i]);
-        const Gradient made =
-            swiglu_gradient(widen(gate[first + i]), widen(up[first + i]), gradient, times(gradient, weight));
-        of_gate[first + i] = narrow<In>(made.gate);
-        of_up[first + i] = narrow<In>(made.up);
-        sums[i] = plus(sums[i], made.weight);
-      }
-    }
-    if (call.of_weights != nullptr) call.of_weights[row] = total(sums);
-  });
+  each_row(
+      call.rows, [&](int64_t row) __attribute__((always_inline)) {
+        const auto* const gate = reinterpret_cast<const In*>(call.gate_up.row(row));
+        const auto* const out = reinterpret_cast<const In*>(call.out.row(row));
+        auto* const of_gate = reinterpret_cast<In*>(call.of_gate_up.row(row));
+        const In* const up = gate + call.elements;
+        In* const of_up = of_gate + call.elements;
+        const float weight = call.weights != nullptr ? call.weights[row] : 1.0f;
+        float sums[kAccumulators] = {};
+        for (int64_t first = 0; first < call.elements; first += kAccumulators) {
+          const int n = static_cast<int>(std::min<int64_t>(kAccumulators, call.elements - first));
+          // By way of arrays, or a store to the output could change what is read next for all the compiler knows, which
+          // then does not vectorise.
+          float gates[kAccumulators];
+          float ups[kAccumulators];
+          float outs[kAccumulators];
+          for (int i = 0; i < n; ++i) gates[i] = widen(gate[first + i]);
+          for (int i = 0; i < n; ++i) ups[i] = widen(up[first + i]);
+          for (int i = 0; i < n; ++i) outs[i] = widen(out[first + i]);
+          for (int i = 0; i < n; ++i) {
+            const Gradient made = swiglu_gradient(gates[i], ups[i], outs[i], times(outs[i], weight));
+            gates[i] = made.gate;
+            ups[i] = made.up;
+            sums[i] = plus(sums[i], made.weight);
+          }
+          for (int i = 0; i < n; ++i) of_gate[first + i] = narrow<In>(gates[i]);
+          for (int i = 0; i < n; ++i) of_up[first + i] = narrow<In>(ups[i]);
+        }
+        if (call.of_weights != nullptr) call.of_weights[row] = total(sums);
+      });
 }
 
 // target_clones wants functions, not templates.
