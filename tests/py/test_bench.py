@@ -319,7 +319,7 @@ def test_aux(tmp_path) -> None:
 
 
 def test_aux_verifies(monkeypatch) -> None:
-    """A row that astray went is seen."""
+    """A result that is off by one is seen."""
     honest = auxiliary.swiglu
 
     def careless(x, **how):
