@@ -36,10 +36,11 @@ ALLOWED: dict[str, set[str]] = {
     "exchange": SHARED,
     "views": SHARED | {"views"},
     "quantize": SHARED | {"quantize", "core/status.h"},
+    "activation": SHARED | {"activation", "quantize", "core/status.h"},
     "balance": SHARED | {"balance", "core/status.h"},
     "bootstrap": SHARED | {"bootstrap", "core/status.h"},
     "core": SHARED | {"core", "views", "balance", "bootstrap"},
-    "api": SHARED | {"api", "core", "views", "quantize", "balance", "bootstrap"},
+    "api": SHARED | {"api", "core", "views", "quantize", "activation", "balance", "bootstrap"},
 }
 # Nobody includes a backend: core/backend.h declares the function that makes each of them.
 ALLOWED |= {name: ALLOWED["core"] | {name} for name in BACKENDS}

@@ -319,7 +319,8 @@ TW_API twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int6
 
 // Rows that the outputs of a dispatch have, which never waits: as twHandleNumRecvRows if the host knows them, as on the
 // CPU it always does; else, on a device, all that there is room for, of twFlat max_recv_tokens. Then ids beyond what
-// comes are invalid, weights and rows 0; but rows of a view hold anything there.
+// comes are invalid and weights 0; rows stay as they are there (in twGrouped from the last of the offsets on), so that
+// what a dispatch costs follows what comes.
 TW_API twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
 
 typedef struct {
@@ -353,11 +354,13 @@ typedef struct {
   // Set by the caller, grouped alone. 1: payload q comes by column, [elements, M], where M is P rounded up to whole 16
   // bytes, with zeros from P on: as grouped GEMMs read the scales of their rows. 0: by row, as above.
   int32_t column_major[TW_MAX_PAYLOADS];
+  twTensor_t origins;  // twInt64 [P], grouped alone, and only where the caller gives memory for it: row * K + k of the
+                       // flat layout that each row was taken from, -1 where there is nothing
 } twDispatchOutput_t;
 // clang-format off
 #define TW_DISPATCH_OUTPUT_INIT                                                                                  \
   {sizeof(twDispatchOutput_t), twRankMajor, {TW_TENSOR_INIT}, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT, \
-   TW_TENSOR_INIT, {0}}
+   TW_TENSOR_INIT, {0}, TW_TENSOR_INIT}
 // clang-format on
 
 typedef struct {
@@ -419,6 +422,30 @@ TW_API twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream);
 // there. Errors: twInvalidArgument; twUnsupported for a device in a build without CUDA.
 TW_API twResult_t twQuantizeFp8(const twTensor_t* rows, const twTensor_t* values, const twTensor_t* scales,
                                 int32_t power_of_two, int32_t device, void* stream);
+
+// ------------------------------------------------------------------------------------------------------ activation
+
+// What experts do between their two matrices, SwiGLU, over the valid rows of a dispatch's layout:
+//   out[i, j] = silu(gate_up[i, j]) * gate_up[i, I + j] [* weights[i]], silu(g) = g / (1 + exp(-g))
+// in float32, rounded once. src/activation/swiglu.h defines every bit, so that the CPU and devices have the same.
+//
+// gate_up: [M, 2 * I] twFloat32, twBfloat16 or twFloat16, rows may be strided. counts: [G] twInt32, beside the other
+// tensors: the rows are G blocks of M / G, of block g the first counts[g] are valid, and only they are read and
+// written. They are read when the call runs, so a captured graph follows them, and what it costs does. rank_major and
+// expert_major: the dispatch's counts; flat and grouped: the last of the offsets, alone. NULL or data NULL and no
+// dimensions: all rows. weights: [M] twFloat32, or likewise none. out: [M, I] of the type of gate_up, rows may be
+// strided; or twFloat8e4m3, C-contiguous, quantised as twQuantizeFp8 does, from float32, with scales: twFloat32
+// [M, ceil(I / 128)], rows or columns contiguous (strides {s, 1} or {1, s}); power_of_two as there. Without, scales is
+// NULL. Outputs must have memory of their own. device, stream and errors: as twQuantizeFp8.
+TW_API twResult_t twSwiGlu(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights,
+                           const twTensor_t* out, const twTensor_t* scales, int32_t power_of_two, int32_t device,
+                           void* stream);
+
+// Its backward, over the same rows: from the gradient of out, [M, I], those of gate_up, [M, 2 * I], both of the type of
+// gate_up, and of weights, [M] twFloat32 (NULL: not wanted), whose sums over a row have a fixed order.
+TW_API twResult_t twSwiGluBackward(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights,
+                                   const twTensor_t* gradient, const twTensor_t* of_gate_up,
+                                   const twTensor_t* of_weights, int32_t device, void* stream);
 
 #ifdef __cplusplus
 }

@@ -7,6 +7,7 @@ with tw.Group(comm, experts=256, top_k=8, hidden=7168, max_tokens=128) as group:
 """
 
 from tokenway._native import lib as _lib
+from tokenway.activation import swiglu, swiglu_backward
 from tokenway.comm import Comm, connect, local_comms
 from tokenway.errors import (
     BoundMismatch,
@@ -71,6 +72,8 @@ __all__ = [
     "pack_nvfp4",
     "quantize_fp8",
     "run",
+    "swiglu",
+    "swiglu_backward",
     "unpack_nvfp4",
     "window_bytes",
 ]

@@ -168,6 +168,7 @@ class DispatchOutput(Struct):
         ("counts", Tensor),
         ("offsets", Tensor),
         ("column_major", c_int32 * MAX_PAYLOADS),
+        ("origins", Tensor),
     ]
 
 
@@ -223,6 +224,8 @@ _FUNCTIONS = {
     "twCombine": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "twComplete": (c_int, [c_void_p, c_void_p, c_void_p]),
     "twQuantizeFp8": (c_int, [c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p]),
+    "twSwiGlu": (c_int, [*[c_void_p] * 5, c_int32, c_int32, c_void_p]),
+    "twSwiGluBackward": (c_int, [*[c_void_p] * 6, c_int32, c_void_p]),
 }
 
 

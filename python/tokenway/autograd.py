@@ -30,8 +30,10 @@ because no rows came (`if rows.shape[0]: ...`): a gradient of None is a step all
 not. `torch.utils.checkpoint` repeats a layer's forward steps in the backward pass, on all ranks alike.
 
 On CUDA devices all work is enqueued on the current stream; backward runs on the stream of its forward, as PyTorch has
-it. Only `by_expert` waits for the device, to learn how many rows there are. `torch.compile` compiles what is around
-these functions, not through them: not with fullgraph=True. Gradients of gradients are not supported.
+it. Only `by_expert` waits for the device, to learn how many rows there are, and in high throughput `dispatch`, unless
+the group has max_recv_tokens: then a graph can capture forward and backward, with experts that take `Routed.offsets`
+(`tokenway.experts`). Outputs have a fixed number of rows there, 0 beyond those that came. `torch.compile` compiles what
+is around these functions, not through them: not with fullgraph=True. Gradients of gradients are not supported.
 
 Errors are those of `Group.route`, `Group.dispatch` and `Group.combine`; what is raised in a backward pass comes out of
 `backward()`. A rank that raises tells its peers where it can (PeerRefused), else they hear when it leaves its group.
@@ -50,13 +52,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from tokenway.comm import Comm
-from tokenway.errors import InvalidArgument
+from tokenway.errors import InvalidArgument, InvalidUsage
 from tokenway.gradients import (
+    capturing,
     check_group,
     check_layout,
     check_local,
     device_of,
-    lane_given_back,
     lead_of,
     return_gradients,
     return_rows,
@@ -101,18 +103,9 @@ class Routed(NamedTuple):
     weights: Tensor  # [N, b, K] float32, differentiable; 0 where ids has no expert of this rank
     ids: Tensor  # [N, b, K] of the group's id_dtype: as Received.ids
     counts: Tensor  # [N] int32: rows from each rank; in grouped [L], of each expert
+    offsets: Tensor  # [N + 1] or [L + 1] int32: where the rows of each begin in flat and grouped, and at last all
     handle: Handle  # the routing, dispatched, without a lane
-    layout: str = "rank_major"
-
-    @property
-    def offsets(self) -> Tensor:
-        """[N + 1] or [L + 1] int32: where the rows of each begin in flat and grouped, and at last all: as
-        Received.offsets."""
-        sizes = self.counts
-        if self.layout == "grouped":
-            alignment = _alignment(self.handle.group)
-            sizes = (sizes + alignment - 1) // alignment * alignment
-        return functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    layout: str
 
 
 def make_group(
@@ -157,19 +150,19 @@ def dispatch(
     bound (of rank_major): b, equal on all ranks, T <= b <= max_tokens (default max_tokens).
 
     Gradients: tokens' are summed over the ranks that received the token, ascending, in float32 and rounded once;
-    weights' are exact. What was dropped for want of room contributes to neither; "grouped" is refused where the group
-    may drop. Errors: as Group.route, Group.exchange_counts and Group.dispatch; InvalidArgument for a group whose rows
-    cannot return gradients (see `make_group`).
+    weights' are exact. What was dropped for want of room contributes to neither. Errors: as Group.route,
+    Group.exchange_counts and Group.dispatch; InvalidArgument for a group whose rows cannot return gradients (see
+    `make_group`).
     """
     with telling(group.refuse_routing):
         check_group(group, weights.requires_grad and torch.is_grad_enabled())
         layout = check_layout(group, layout)
         bound = _checked_bound(group, bound)
         handle = group.route(ids, weights.detach())
-    received, kept, places, counts = _Dispatch.apply(tokens, weights, handle, layout, bound)
+    received, kept, places, counts, offsets = _Dispatch.apply(tokens, weights, handle, layout, bound)
     # All weights of a token come with it. Those of other ranks' experts would give it gradients from several ranks.
     kept = kept.masked_fill(places == group.settings.invalid_id, 0.0)
-    return Routed(received, kept, places, counts, handle, layout)
+    return Routed(received, kept, places, counts, offsets, handle, layout)
 
 
 @_eager
@@ -204,7 +197,8 @@ class Grouped:
         float32, summed over k ascending by the row that each was taken from; 0 where there is none. In the layout
         grouped the rows as they are: the combine sums."""
         if self._sources is None:
-            return rows
+            missing = self._lead[0] - len(rows)  # of a fixed number, those beyond what came
+            return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
         return _Sum.apply(rows, self._sources, self._places).view(*self._lead, rows.shape[-1])
 
 
@@ -214,13 +208,17 @@ def by_expert(routed: Routed) -> Grouped:
 
     The order is that of the layouts expert_major and grouped, without their padding; what came in grouped is left as it
     is. The gradients of rows are summed over k, ascending, in float32: the same bits every time, on CUDA devices too.
-    Raises InvalidArgument for groups with id_space="global".
+    Raises InvalidArgument for groups with id_space="global", InvalidUsage while a graph is captured: there, experts
+    take the layout grouped by `Routed.offsets`, as `tokenway.experts` does.
     """
     group = routed.handle.group
     check_local(group, "by_expert")
+    if capturing(group):
+        raise InvalidUsage("by_expert waits for the device, to learn how many rows there are; a captured stream cannot")
     if routed.layout == "grouped":
         sizes = routed.offsets.diff().tolist()
-        return Grouped(routed.tokens, routed.weights, sizes, None, None, routed.ids.shape)
+        used = sum(sizes)
+        return Grouped(routed.tokens[:used], routed.weights[:used], sizes, None, None, routed.ids.shape)
     chosen, counts = _chosen(group, routed.ids)
     places = torch.full((routed.ids.numel(),), len(chosen), device=chosen.device)
     places[chosen] = torch.arange(len(chosen), device=chosen.device)
@@ -256,55 +254,26 @@ def _checked_bound(group: Group, bound: int | None) -> int | None:
     return b
 
 
-def _alignment(group: Group) -> int:
-    return group.settings.row_alignment or 1
-
-
 def _receive(handle: Handle, tokens: Tensor, layout: str, bound: int | None) -> dict[str, Tensor]:
-    """A dispatch in rank_major or flat, into new tensors."""
-    group = handle.group
+    """A dispatch into new tensors: Routed's, and of grouped the origins of rows."""
+    group, grouped = handle.group, layout == "grouped"
     with telling(group.refuse_dispatch):
         lead = (group.nranks, bound) if bound is not None else lead_of(handle, layout)
-        per_k, on = (*lead, group.top_k), device_of(group)
+        per_row, on = lead if grouped else (*lead, group.top_k), device_of(group)
+        blocks = group.num_local_experts if grouped else group.nranks
         out = {
             "tokens": rows_to_come(group, lead, group.hidden, layout),
-            "weights": torch.empty(per_k, dtype=torch.float32, device=on),
-            "ids": torch.empty(per_k, dtype=getattr(torch, group.id_dtype), device=on),
-            "counts": torch.empty(group.nranks, dtype=torch.int32, device=on),
+            "weights": torch.empty(per_row, dtype=torch.float32, device=on),
+            "ids": torch.empty(per_row, dtype=getattr(torch, group.id_dtype), device=on),
+            "counts": torch.empty(blocks, dtype=torch.int32, device=on),
         }
+        if grouped:
+            out["offsets"] = torch.empty(blocks + 1, dtype=torch.int32, device=on)
+            out["origins"] = torch.empty(lead, dtype=torch.int64, device=on)
     send(handle, tokens, bound, out, layout)
+    if not grouped:
+        out["offsets"] = functional.pad(out["counts"].cumsum(0, dtype=torch.int32), (1, 0))
     return out
-
-
-def _receive_grouped(handle: Handle, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """A dispatch in grouped, into new tensors; and which k of its token each row is, [P, 1] int64.
-
-    Rows are taken from the view of flat, which the library itself would do as well: there alone are the ids of all k,
-    and a gradient of a weight must return in the column of its k.
-    """
-    group = handle.group
-    with lane_given_back(handle):
-        flat = group.dispatch(handle, tokens, layout="flat")
-        chosen, counts = _chosen(group, flat.ids)
-        alignment = _alignment(group)
-        sizes = (counts + alignment - 1) // alignment * alignment
-        # Each expert's rows lie behind the padding of those before it. Padding takes any row, and is set to 0 then.
-        gaps = (sizes - counts).cumsum(0) - (sizes - counts)
-        places = torch.arange(len(chosen), device=chosen.device) + gaps.repeat_interleave(counts)
-        filled = torch.zeros(int(sizes.sum()), dtype=torch.bool, device=chosen.device)
-        filled[places] = True
-        taken = chosen.new_zeros(len(filled))
-        taken[places] = chosen
-        out = {
-            "tokens": flat.tokens.index_select(0, taken // group.top_k),
-            "weights": flat.weights.reshape(-1).index_select(0, taken),
-            "ids": flat.ids.reshape(-1).index_select(0, taken),
-            "counts": counts.int(),
-        }
-    padding = (~filled).nonzero().flatten()  # by index: a mask would read all rows
-    for name, nothing in (("tokens", 0), ("weights", 0), ("ids", group.settings.invalid_id)):
-        out[name].index_fill_(0, padding, nothing)
-    return out, (taken % group.top_k)[:, None]
 
 
 class _Dispatch(torch.autograd.Function):
@@ -315,15 +284,13 @@ class _Dispatch(torch.autograd.Function):
         if handle.group.exact:
             handle.group.exchange_counts(handle)
             handle.group.size_outputs(handle)
-        if layout == "grouped":
-            out, which = _receive_grouped(handle, tokens)
-            ctx.save_for_backward(which)
-        else:
-            out = _receive(handle, tokens, layout, bound)
+        out = _receive(handle, tokens, layout, bound)
+        if layout == "grouped":  # a gradient of a weight returns in the column of its k; in padding, any
+            ctx.save_for_backward((out["origins"] % handle.group.top_k)[:, None])
         ctx.handle, ctx.layout = handle, layout
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(out["ids"], out["counts"])
-        return out["tokens"], out["weights"], out["ids"], out["counts"]
+        ctx.mark_non_differentiable(out["ids"], out["counts"], out["offsets"])
+        return tuple(out[name] for name in ("tokens", "weights", "ids", "counts", "offsets"))
 
     @staticmethod
     @once_differentiable

@@ -74,6 +74,10 @@ def _bench(args: argparse.Namespace) -> int:
     from tokenway.bench import runner
 
     settings = options.from_arguments(args)
+    if settings.aux:
+        from tokenway.bench import auxiliary
+
+        return auxiliary.run(settings)
     if settings.nvlink is not None:
         from tokenway.bench import nvlink
 

@@ -57,8 +57,6 @@ def check_layout(group: Group, layout: str | None) -> str:
     if layout not in allowed:
         names = " or ".join(map(repr, allowed))
         raise InvalidArgument(f"layout is {layout!r}; to train in the mode {group.settings.mode!r} it must be {names}")
-    if layout == "grouped" and group.settings.overflow == "drop":
-        raise InvalidArgument("the group's overflow is 'drop'; to train in the layout 'grouped' it must be 'refuse'")
     if layout == "grouped":
         check_local(group, "the layout 'grouped'")
     return layout
@@ -92,6 +90,11 @@ def refuse_combine(handle: Handle) -> None:
 # ---- steps -----------------------------------------------------------------------------------------
 
 
+def capturing(group: Group) -> bool:
+    """Whether calls are captured into a graph."""
+    return group.device is not None and group._place.capturing()
+
+
 def device_of(group: Group) -> torch.device:
     """Where the group's tensors are."""
     return torch.device("cpu") if group.device is None else group._place.device
@@ -112,8 +115,9 @@ def no_rows(group: Group, lead: tuple[int, ...], elements: int) -> Tensor:
 
 
 def rows_to_come(group: Group, lead: tuple[int, ...], elements: int, layout: str) -> Tensor:
-    """[*lead, elements] for a dispatch to write to: the exact layouts write all of it, padding too."""
-    if layout == "rank_major":
+    """[*lead, elements] for a dispatch to write to: the exact layouts write all of it, padding too, unless there are
+    more rows than come."""
+    if layout == "rank_major" or (group.device is not None and not group._sizes_outputs) or capturing(group):
         return no_rows(group, lead, elements)
     return torch.empty((*lead, elements), dtype=getattr(torch, group.dtype), device=device_of(group))
 

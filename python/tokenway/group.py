@@ -152,7 +152,7 @@ class Group:
         slot = partial(tensors.Slot, describe=place.describe)
         self._in_slots = [slot(self._in, t) for t in self._in.payloads]
         self._out_slots = {name: slot(self._out, self._out.payloads[q]) for q, name in enumerate(self._payload_specs)}
-        for name in ("ids", "weights", "counts", *["offsets"] * self.exact):
+        for name in ("ids", "weights", "counts", *("offsets", "origins") * self.exact):
             self._out_slots[name] = slot(self._out, getattr(self._out, name))
         self._combine_in, self._combine_out = _native.CombineInput(), _native.CombineOutput()
         self._rows_slot = slot(self._combine_in, self._combine_in.rows)

@@ -45,14 +45,17 @@ class Received:
     weights       [R', K]             [P]                      float32
     counts        [N] per source      [L] per expert           int32
     offsets       [N + 1]             [L + 1], padded          int32
+    origins                           [P]                      int64
     ============  ==================  =======================  =============
 
     Payloads that were asked for by column (`column_major`) are [elements, M] in grouped, zeros from row P on. Rows
-    beyond the counts hold nothing of use (in grouped, zeros); ids are invalid_id and weights 0 there. offsets are
-    the running sums of counts; in grouped, where each expert's rows begin, and at last P. In rank_major and flat,
-    tokens and payloads are views of the window, valid until the next step on the lane begins: experts may compute in
-    place, and the combine of the same handle may read them; later calls may not, and after `Group.close` the memory is
-    gone. The other fields belong to the handle: its next dispatch overwrites them.
+    beyond the counts hold nothing of use (in grouped, zeros up to the last of the offsets); ids are invalid_id and
+    weights 0 there. offsets are the running sums of counts; in grouped, where each expert's rows begin, and at last P.
+    origins, only where `out` has a tensor for it: row * K + k of the flat layout that each row was taken from, -1 where
+    there is nothing. In rank_major and flat, tokens and payloads are views of the window, valid until the next step on
+    the lane begins: experts may compute in place, and the combine of the same handle may read them; later calls may
+    not, and after `Group.close` the memory is gone. The other fields belong to the handle: its next dispatch overwrites
+    them.
 
     On a CUDA device all of them are PyTorch tensors there, and hold what is said once the device has come to it, in
     order of the stream that the dispatch was called on. For another stream the same holds as for all of PyTorch: it
@@ -100,6 +103,11 @@ class Received:
     def counts(self) -> Tensor:
         """[N] or [L] int32: rows from each rank, or of each expert."""
         return self._field("counts")
+
+    @property
+    def origins(self) -> Tensor | None:
+        """[P] int64, of grouped: where in flat each row was taken from; None if `out` had no tensor for it."""
+        return self._fields.get("origins")
 
     @property
     def offsets(self) -> Tensor:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokenway import autograd, gradients, reference
-from tokenway.errors import InvalidArgument
+from tokenway import autograd, experts, gradients, reference
+from tokenway.errors import InvalidArgument, InvalidUsage
 from tokenway.group import Group
 
 
@@ -26,9 +26,9 @@ class ExpertParallelMoE(torch.nn.Module):
     """A router, E SwiGLU experts of which this rank holds L, and the exchange between the ranks.
 
     group: from `tokenway.autograd.make_group`; its experts, top_k, hidden (H), dtype, device and expert_map are the
-    layer's, and so is its mode: in high throughput rows come in the layout grouped, or, where the group may drop rows,
-    flat. Layers of the same shape share one. inner: elements inside an expert, I. normalize: divide a token's
-    weights by their sum. seed: what the initial values follow from, the same on all ranks.
+    layer's, and so is its mode: in high throughput rows come in the layout grouped. Layers of the same shape share one.
+    inner: elements inside an expert, I. normalize: divide a token's weights by their sum. seed: what the initial values
+    follow from, the same on all ranks.
 
     Parameters:
 
@@ -44,8 +44,13 @@ class ExpertParallelMoE(torch.nn.Module):
     depend on the number of ranks. `experts` says which experts the rank holds, in the order of the parameters; `chosen`
     which of all the last forward chose, [..., S, K] int64.
 
-    What an expert computes: down @ (silu(gate @ x) * (up @ x)), gate_up being gate above up. A token's result is the
-    sum of its K experts' times its weights, the K largest of softmax(router @ x), float32.
+    What an expert computes: down @ (w * silu(gate @ x) * (up @ x)), gate_up being gate above up, and w the token's
+    weight for it. A token's result is the sum of its K experts'; its weights are the K largest of softmax(router @ x),
+    float32.
+
+    One CUDA graph can capture forward and backward, of any number of layers, where `uncapturable` is None: in high
+    throughput, for bfloat16 on devices for which PyTorch has grouped matrix products. With the group's max_recv_tokens
+    eager calls of such a layer do not wait for the device either.
 
     The gradient of an expert's parameters is that of the sum of the losses of all ranks, whichever ranks its tokens
     came from. So ranks with shares of one batch must give each token's loss the weight that it has in the whole.
@@ -59,17 +64,19 @@ class ExpertParallelMoE(torch.nn.Module):
         self.group = group
         self.inner = inner
         self.normalize = normalize
-        # The library sums over a token's experts in grouped; where rows may be dropped, only flat can be trained.
-        self._layout = "grouped" if group.exact and group.settings.overflow == "refuse" else None
         self.chosen: Tensor | None = None  # [..., S, K] int64: the experts that the last forward chose
         device = gradients.device_of(group)
-        dtype, experts, hidden = getattr(torch, group.dtype), group.num_local_experts, group.hidden
+        dtype, local_experts, hidden = getattr(torch, group.dtype), group.num_local_experts, group.hidden
+        # Why a graph cannot capture this layer, None if it can: what the device must tell the host.
+        self.uncapturable = experts.why_not(device, dtype, local_experts, hidden, inner)
+        if not group.exact:
+            self.uncapturable = "the group's mode is 'low_latency'; it must be 'high_throughput'"
         ranks, slots = reference.placement(group.experts, group.nranks, group.settings.expert_map)  # type: ignore[arg-type]
         local = np.flatnonzero(ranks == group.rank)
         self.experts: list[int] = local[np.argsort(slots[local])].tolist()  # global numbers, by slot
         self.router = torch.nn.Parameter(torch.empty(group.experts, hidden, device=device))
-        self.gate_up = torch.nn.Parameter(torch.empty(experts, 2 * inner, hidden, dtype=dtype, device=device))
-        self.down = torch.nn.Parameter(torch.empty(experts, hidden, inner, dtype=dtype, device=device))
+        self.gate_up = torch.nn.Parameter(torch.empty(local_experts, 2 * inner, hidden, dtype=dtype, device=device))
+        self.down = torch.nn.Parameter(torch.empty(local_experts, hidden, inner, dtype=dtype, device=device))
         self.reset_parameters(seed)
 
     @torch.no_grad()
@@ -93,31 +100,44 @@ class ExpertParallelMoE(torch.nn.Module):
         """x: [..., S, H] of the group's dtype, at most max_tokens tokens in all, differently many on each rank, or
         none. Returns (the layer's output [..., S, H], the balance loss of `balance_loss`, a scalar float32).
 
-        Two steps of all ranks, in high throughput three, and two in the backward pass. On a CUDA device it waits once,
-        for the number of rows that came. Errors: InvalidArgument, and those of `tokenway.autograd`.
+        Two steps of all ranks, in high throughput three, and two in the backward pass. On a CUDA device it waits for
+        the number of rows that came, unless that is fixed and the layer can be captured. Errors: InvalidArgument;
+        InvalidUsage in a capture if it cannot; those of `tokenway.autograd`.
         """
         hidden = self.group.hidden
+        if self.uncapturable is not None and gradients.capturing(self.group):
+            raise InvalidUsage(f"this layer cannot be captured into a graph: {self.uncapturable}")
         if x.dim() < 2 or x.shape[-1] != hidden:
             self.group.refuse_routing()  # peers are in the dispatch already
             raise InvalidArgument(f"x has shape {list(x.shape)}; it must be [..., S, {hidden}]")
         ids, weights, probabilities = self.route(x)
         self.chosen = ids
         tokens, k = x.reshape(-1, hidden), self.group.top_k
-        routed = autograd.dispatch(self.group, tokens, ids.reshape(-1, k), weights.reshape(-1, k), layout=self._layout)
-        grouped = autograd.by_expert(routed)
-        results = self.compute(grouped.rows, grouped.sizes)
-        out = autograd.combine(routed, grouped.sum(results.float() * grouped.weights[:, None]))
-        return out.view(x.shape), balance_loss(probabilities, ids)
+        layout = "grouped" if self.group.exact else None  # there the library sums over a token's experts
+        routed = autograd.dispatch(self.group, tokens, ids.reshape(-1, k), weights.reshape(-1, k), layout=layout)
+        if self.uncapturable is None:
+            results = self.compute(routed.tokens, routed.weights, routed.offsets)
+        else:
+            grouped = autograd.by_expert(routed)
+            results = grouped.sum(self.compute(grouped.rows, grouped.weights, grouped.sizes))
+        return autograd.combine(routed, results).view(x.shape), balance_loss(probabilities, ids)
 
-    def compute(self, rows: Tensor, sizes: list[int]) -> Tensor:
-        """What this rank's experts make of their rows: [R, H] by expert -> [R, H]. sizes: [L], rows of each,
-        with its padding."""
+    def compute(self, rows: Tensor, weights: Tensor, sizes: Tensor | list[int]) -> Tensor:
+        """What this rank's experts make of their rows, weighted: [R, H] by expert, [R] float32 -> [R, H]. sizes: [L],
+        rows of each with its padding; or on the device [L + 1] int32, where each expert's begin and at last all, beyond
+        which results and gradients are arbitrary."""
+        if not len(self.experts):
+            return rows  # nothing came; still a part of the graph
+        if isinstance(sizes, Tensor):
+            ends = sizes[1:]
+            inside = experts.swiglu(experts.product(rows, self.gate_up, ends), weights, ends[-1:])
+            return experts.product(inside, self.down, ends)
         results = []
         # unbind and split: their gradients are one stack and one cat, those of indexing a whole tensor for each expert.
-        for x, gate_up, down in zip(rows.split(sizes), self.gate_up.unbind(), self.down.unbind(), strict=True):
-            gate, up = functional.linear(x, gate_up).chunk(2, dim=-1)
-            results.append(functional.linear(functional.silu(gate) * up, down))
-        return torch.cat(results) if results else rows  # no experts here, so no rows; still a part of the graph
+        parts = zip(rows.split(sizes), weights.split(sizes), self.gate_up.unbind(), self.down.unbind(), strict=True)
+        for x, w, gate_up, down in parts:
+            results.append(functional.linear(experts.swiglu(functional.linear(x, gate_up), w), down))
+        return torch.cat(results)
 
     def extra_repr(self) -> str:
         g = self.group

@@ -61,6 +61,8 @@ def received(group: Group, handle: Handle, layout: str, b: int, given: dict[str,
         elif name == "offsets":
             if layout == "grouped":
                 late[name] = slot.pointer(), (group.num_local_experts + 1,), "int32"
+        elif name == "origins":
+            given[name] = None  # written only where it is asked for
         else:
             late[name] = slot.pointer(), (*lead, group.top_k), group.id_dtype if name == "ids" else "float32"
     extra = {name: given[name] for name in group._extra_names} if group._extra_names else {}

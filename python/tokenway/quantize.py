@@ -42,23 +42,23 @@ def quantize_fp8(
     CUDA tensors: enqueued on the current stream of x's device; nothing waits, and a graph can capture it.
     Errors: InvalidArgument; Unsupported for CUDA tensors in a build without CUDA.
     """
-    device, stream = _place("x", x)
+    device, stream = place_of("x", x)
     if out is None:
         if x.ndim != 2:
             raise InvalidArgument(f"x has shape {list(x.shape)}; it must be [T, H]")
         tokens, elements = x.shape
         out = (
-            _empty((tokens, elements), "float8_e4m3fn", x),
-            _empty((tokens, -(-elements // FP8_BLOCK)), "float32", x),
+            empty_like((tokens, elements), "float8_e4m3fn", x),
+            empty_like((tokens, -(-elements // FP8_BLOCK)), "float32", x),
         )
     elif not isinstance(out, tuple | list) or len(out) != 2:
         raise InvalidArgument(f"out is of type {type(out).__name__}; it must be (values, scales)")
     for name, tensor in zip(("values", "scales"), out, strict=True):
-        if _place(name, tensor)[0] != device:
-            raise InvalidArgument(f"{name} is on {_device_text(tensor)}, x on {_device_text(x)}; they must be together")
+        if place_of(name, tensor)[0] != device:
+            raise InvalidArgument(f"{name} is on {device_text(tensor)}, x on {device_text(x)}; they must be together")
         if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
             raise InvalidArgument(f"{name} is read-only")
-    rows, values, scales = (tensors.tensor_of(tensor, _describe) for tensor in (x, *out))
+    rows, values, scales = (tensors.tensor_of(tensor, describe_anywhere) for tensor in (x, *out))
     flag = 1 if power_of_two else 0
     _native.check(_native.lib.twQuantizeFp8(byref(rows), byref(values), byref(scales), flag, device, stream))
     return out[0], out[1]
@@ -90,7 +90,7 @@ def pack_nvfp4(x: Tensor, global_scale: Tensor | float | None = None) -> tuple[T
 
     The receiver needs the sender's global_scale: agree on one, or send it along, a payload of one float32 a row.
     """
-    _place("x", x)
+    place_of("x", x)
     if x.ndim < 1 or x.shape[-1] % NVFP4_BLOCK:
         raise InvalidArgument(f"x has shape {list(x.shape)}; its last dimension must be a multiple of {NVFP4_BLOCK}")
     if (name := tensors.dtype_of(x)) not in ("float32", "bfloat16", "float16"):
@@ -157,7 +157,7 @@ def _e2m1(lib: Any, x: Tensor, negative: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ NumPy and PyTorch
 
 
-def _place(name: str, x: Any) -> tuple[int, int]:
+def place_of(name: str, x: Any) -> tuple[int, int]:
     """(device, stream) for the C library: (-1, 0) for host memory."""
     if tensors.is_torch(x):
         torch = sys.modules["torch"]
@@ -173,11 +173,11 @@ def _place(name: str, x: Any) -> tuple[int, int]:
     return -1, 0
 
 
-def _device_text(x: Tensor) -> str:
+def device_text(x: Tensor) -> str:
     return str(x.device) if tensors.is_torch(x) and x.is_cuda else "the CPU"
 
 
-def _describe(x: Tensor) -> tuple[int, bytes]:
+def describe_anywhere(x: Tensor) -> tuple[int, bytes]:
     """As tensors.describe, on any device. The C library says whether it is right."""
     if not tensors.is_torch(x):
         return tensors.describe(x)
@@ -185,7 +185,7 @@ def _describe(x: Tensor) -> tuple[int, bytes]:
     return x.data_ptr(), tensors.torch_metas.get(key) or tensors.torch_meta(key)
 
 
-def _empty(shape: tuple[int, ...], name: str, like: Tensor) -> Tensor:
+def empty_like(shape: tuple[int, ...], name: str, like: Tensor) -> Tensor:
     if not tensors.is_torch(like):
         return np.empty(shape, tensors.numpy_dtype(name))
     torch = sys.modules["torch"]
@@ -224,8 +224,8 @@ def _spread(scales: Tensor, block: int) -> Tensor:
 
 
 def _same_kind(name: str, x: Any, other_name: str, other: Any) -> None:
-    if _place(name, x)[0] != _place(other_name, other)[0] or tensors.is_torch(x) != tensors.is_torch(other):
-        raise InvalidArgument(f"{name} is a {type(x).__name__} on {_device_text(x)}, {other_name} is not")
+    if place_of(name, x)[0] != place_of(other_name, other)[0] or tensors.is_torch(x) != tensors.is_torch(other):
+        raise InvalidArgument(f"{name} is a {type(x).__name__} on {device_text(x)}, {other_name} is not")
 
 
 def _check_shape(name: str, x: Tensor, wanted: tuple[int, ...]) -> None:

@@ -236,7 +236,8 @@ class Received:
     rank_major: payloads [N, b, ...], counts [N] int32, ids [N, b, K], weights [N, b, K] float32.
     expert_major: payloads [L, N*b, ...], counts [L] int32, ids [L, N*b], weights [L, N*b] float32.
     flat: payloads [R', ...], counts [N], ids [R', K], weights [R', K]; grouped: payloads [P, ...],
-    zero between experts, counts [L], ids [P], weights [P].
+    zero between experts, counts [L], ids [P], weights [P], and origins [P]: row * K + k of the flat
+    layout that each row was taken from, -1 for none.
     ids have the type of the routing's ids; empty rows have ids = invalid_id and weights = 0.
     """
 
@@ -244,6 +245,7 @@ class Received:
     counts: Array
     ids: Array
     weights: Array
+    origins: Array | None = None
 
 
 def dispatch_rank_major(x: Exchange, rank: int, payloads: Sequence[Sequence[Array]]) -> Received:
@@ -316,18 +318,20 @@ def dispatch_grouped(
     counts = np.zeros(len(blocks) - 1, np.int32)
     ids = np.full(blocks[-1], x.invalid_id, x.ids[0].dtype)
     weights = np.zeros(blocks[-1], np.float32)
+    origins = np.full(blocks[-1], -1, np.int64)
     received = [np.zeros((blocks[-1], *of[0].shape[1:]), of[0].dtype) for of in payloads]
     for s in range(x.ranks):
         t, k = np.nonzero((x.routing[s].owner == rank) & (x.kept_ids[s] >= 0))
         expert = x.ids[s][t, k]
         at = blocks[x.placement[1][expert]] + x.kept_row[s][t, k]
+        origins[at] = (x.sources(rank)[s] + x.routing[s].slot[t, rank]) * x.top_k + k
         np.add.at(counts, x.placement[1][expert], 1)
         ids[at] = _received_id(x, expert)
         weights[at] = x.weight[s][t, k]
         for out, of in zip(received, payloads, strict=True):
             out[at] = of[s][t]
     received = [columns(rows) if i in column_major else rows for i, rows in enumerate(received)]
-    return Received(received, counts, ids, weights)
+    return Received(received, counts, ids, weights, origins)
 
 
 def columns(rows: Array) -> Array:
@@ -418,6 +422,57 @@ def partial_rows(x: Exchange, rank: int, source: int, rows: Array, *, layout: st
             yield at, row if weighting == "none" else weights[at, k, None] * row
 
     return _ordered_sum((len(tokens), rows.shape[-1]), terms()).astype(wire)
+
+
+# ---- activation ----------------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")
+def exponential(x: Array) -> Array:
+    """exp of float32 as the library defines it, so that it has the same bits everywhere."""
+    f = np.float32
+    x = np.where(x < -104, f(-104), x)
+    x = np.where(x > 104, f(104), x)
+    shifted = x * f(1.44269504) + f(12582912)
+    n = shifted.view(np.int32) - f(12582912).view(np.int32)
+    whole = shifted - f(12582912)
+    r = (x - whole * f(0.693359375)) + whole * f(2.12194440e-4)
+    y = f(1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        y = y * r + f(c)
+    y = (y * (r * r) + r) + f(1)
+    low, high = ((part + 127 << 23).astype(np.int32).view(np.float32) for part in (n >> 1, n - (n >> 1)))
+    return (y * low) * high
+
+
+@np.errstate(all="ignore")
+def swiglu(gate_up: Array, weights: Array | None = None) -> Array:
+    """gate / (1 + exp(-gate)) * up [* weight]: [M, 2 * I] -> float32 [M, I], not yet rounded to its type."""
+    gate, up = np.split(gate_up.astype(np.float32), 2, axis=1)
+    out = gate / (np.float32(1) + exponential(-gate)) * up
+    return out if weights is None else out * weights[:, None]
+
+
+@np.errstate(all="ignore")
+def swiglu_backward(gate_up: Array, gradient: Array, weights: Array | None = None) -> tuple[Array, Array]:
+    """From the gradient of the result [M, I]: those of gate_up, of its dtype, and of the weights, float32 [M]."""
+    (gate, up), out, one = np.split(gate_up.astype(np.float32), 2, axis=1), gradient.astype(np.float32), np.float32(1)
+    s = one / (one + exponential(-gate))
+    a = gate * s
+    t = out if weights is None else out * weights[:, None]
+    made = np.concatenate([t * up * (s + a * (one - s)), t * a], axis=1).astype(gate_up.dtype)
+    terms = out * (a * up)
+    rows, inner = terms.shape
+    chunks = np.zeros((rows, -(-inner // 256) * 256), np.float32)
+    chunks[:, :inner] = terms
+    sums = np.zeros((rows, 32, 8), np.float32)
+    for begin in range(0, chunks.shape[1], 256):
+        sums = sums + chunks[:, begin : begin + 256].reshape(rows, 32, 8)
+    for by in (4, 2, 1):
+        sums = sums[..., :by] + sums[..., by : 2 * by]
+    for by in (16, 8, 4, 2, 1):
+        sums = sums[:, :by] + sums[:, by : 2 * by]
+    return made, sums.reshape(rows)
 
 
 def _ordered_sum(shape: tuple[int, int], terms: Iterable[tuple[Array, Array]]) -> Array:

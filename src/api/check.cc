@@ -233,6 +233,26 @@ Status check_columns(const twGroup& group, const twDispatchOutput_t& output, int
   return {};
 }
 
+// The outputs that twGrouped alone has.
+Status check_grouped_targets(const twGroup& group, const twDispatchOutput_t& output, int64_t rows,
+                             DispatchTargets* targets) {
+  int64_t strides[2];
+  for (const auto& [name, data] : {std::pair("offsets", output.offsets.data), {"origins", output.origins.data}}) {
+    if (data == nullptr || output.layout == twGrouped) continue;
+    return fail(twInvalidArgument, "output.%s has data %p; only twGrouped has %s", name, data, name);
+  }
+  if (output.offsets.data != nullptr) {
+    const int64_t offsets = group.context.local_experts + 1;
+    TW_RETURN_IF_FAILED(check_rows({"output.offsets", twInt32, {offsets}, 1, true}, output.offsets, strides));
+    targets->offsets = static_cast<int32_t*>(output.offsets.data);
+  }
+  if (output.origins.data != nullptr) {
+    TW_RETURN_IF_FAILED(check_rows({"output.origins", twInt64, {rows}, 1, true}, output.origins, strides));
+    targets->origins = static_cast<int64_t*>(output.origins.data);
+  }
+  return {};
+}
+
 // Optional outputs of a dispatch that the caller gave memory for.
 Status check_targets(const twGroup& group, const twHandle& handle, const twDispatchOutput_t& output, int32_t bound,
                      DispatchTargets* targets) {
@@ -276,14 +296,7 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
     TW_RETURN_IF_FAILED(check_rows({"output.counts", twInt32, {blocks}, 1, true}, output.counts, strides));
     targets->counts = static_cast<int32_t*>(output.counts.data);
   }
-  if (output.offsets.data == nullptr) return {};
-  if (output.layout != twGrouped) {
-    return fail(twInvalidArgument, "output.offsets has data %p; only twGrouped has offsets", output.offsets.data);
-  }
-  const int64_t offsets = group.context.local_experts + 1;
-  TW_RETURN_IF_FAILED(check_rows({"output.offsets", twInt32, {offsets}, 1, true}, output.offsets, strides));
-  targets->offsets = static_cast<int32_t*>(output.offsets.data);
-  return {};
+  return check_grouped_targets(group, output, lead.rows, targets);
 }
 
 }  // namespace
@@ -466,6 +479,7 @@ void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call
   output->counts = contiguous_tensor(call.targets.counts, twInt32, {blocks});
   if (output->layout != twGrouped) return;
   output->offsets = contiguous_tensor(call.targets.offsets, twInt32, {group.context.local_experts + 1});
+  output->origins = contiguous_tensor(call.targets.origins, twInt64, {lead.rows});
 }
 
 }  // namespace tw::api

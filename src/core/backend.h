@@ -79,6 +79,7 @@ struct DispatchTargets {
   float* weights = nullptr;
   int32_t* counts = nullptr;   // [N] or [L] by layout; never NULL
   int32_t* offsets = nullptr;  // [L + 1], grouped alone
+  int64_t* origins = nullptr;  // [P], likewise
   int64_t rows = 0;            // of an exact layout
 };
 

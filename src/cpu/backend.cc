@@ -179,6 +179,7 @@ class CpuBackend : public Backend {
       std::copy(std::begin(targets.columns), std::end(targets.columns), out.columns);
       out.ids = targets.ids;
       out.weights = targets.weights;
+      out.origins = targets.origins;
       out.counts = targets.counts;
       scatter_expert_major(shape(), context_.placement, received, context_.me, context_.local_experts, context_.ids,
                            out, window_row);

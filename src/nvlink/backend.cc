@@ -231,6 +231,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
   p.shown = shown_of(targets, handle);
   p.rows = static_cast<int32_t>(targets.rows);
   p.offsets = targets.layout == twGrouped ? targets.offsets : nullptr;
+  p.origins = targets.origins;
   const int grid = static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_));
   return launched("a view",
                   handle.placed ? launch_expert_view(p, grid, call.stream) : launch_rank_view(p, grid, call.stream));

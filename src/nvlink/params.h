@@ -345,6 +345,7 @@ struct ViewParams {
   Columns columns[kMaxPayloads];
   Shown shown;       // by expert: [L, N*b] or grouped; counts are handle.expert_counts and `counts`
   int32_t* offsets;  // grouped: [L + 1]
+  int64_t* origins;  // grouped, NULL: not wanted
   int32_t rows;      // grouped: that are shown, those beyond what comes too
 };
 

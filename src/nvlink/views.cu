@@ -12,16 +12,25 @@ constexpr int kViewThreads = 512;
 constexpr int kBatch = 64;      // rows whose experts a block finds at a time
 constexpr int kExperts = 4096;  // that are counted at a time
 
-// First row, in (source, slot) order, of each source. All threads; [N + 1] in shared memory.
+// First row, in (source, slot) order, of each source. All threads; [N + 1] in shared memory. By a warp, as one thread
+// would wait for the memory once for each rank of a large group.
 __device__ void begin_rows(const ViewParams& p, int32_t* begin) {
   const int ranks = p.group.map.shape().ranks;
-  if (threadIdx.x == 0) {
-    int total = 0;
-    for (int i = 0; i < ranks; ++i) {
-      begin[i] = total;
-      total += p.handle.counts[i];
+  if (threadIdx.x < 32) {
+    const auto lane = static_cast<int>(threadIdx.x);
+    int before = 0;
+#pragma unroll 1
+    for (int base = 0; base < ranks; base += 32) {
+      const int rows = base + lane < ranks ? p.handle.counts[base + lane] : 0;
+      int through = rows;
+      for (int by = 1; by < 32; by *= 2) {
+        const int other = __shfl_sync(~0u, through, max(lane - by, 0));
+        if (lane >= by) through += other;
+      }
+      if (base + lane < ranks) begin[base + lane] = before + through - rows;
+      before += __shfl_sync(~0u, through, 31);
     }
-    begin[ranks] = total;
+    if (lane == 0) begin[ranks] = before;
   }
   __syncthreads();
 }
@@ -73,11 +82,11 @@ __device__ int64_t in_columns(const Columns& columns, int64_t place, uint32_t by
   return (byte / size * columns.rows + place) * size + byte % size;
 }
 
-// Zeros for rows [from, to) of a payload, by `threads` threads.
-__device__ void clear_rows(const ViewParams& p, int q, int64_t from, int64_t to, int64_t thread, int64_t threads) {
+// Zeros for rows [from, to) of a payload. By a block.
+__device__ void clear_rows(const ViewParams& p, int q, int64_t from, int64_t to) {
   const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
   const Columns& columns = p.columns[q];
-  for (int64_t i = from * bytes + thread; i < to * bytes; i += threads) {
+  for (int64_t i = from * bytes + threadIdx.x; i < to * bytes; i += blockDim.x) {
     p.payloads[q][columns.wanted() ? in_columns(columns, i / bytes, static_cast<uint32_t>(i % bytes)) : i] =
         std::byte{0};
   }
@@ -89,11 +98,6 @@ __global__ void __launch_bounds__(kViewThreads) rank_view_kernel(const __grid_co
   const int bank = bank_of_lane(p);
   for (int q = 0; q < p.group.map.shape().payloads; ++q) {
     if (p.payloads[q] == nullptr) continue;
-    // Of a fixed size, beyond what comes.
-    if (p.group.map.shape().exact()) {
-      clear_rows(p, q, p.handle.source[p.group.map.shape().ranks], p.rows,
-                 int64_t{blockIdx.x} * blockDim.x + threadIdx.x, int64_t{gridDim.x} * blockDim.x);
-    }
     switch (p.width[q]) {
       case 16:
         copy_payload<uint4>(p, q, shared, bank);
@@ -198,15 +202,12 @@ __device__ void assign_places(const ViewParams& p, const ExpertScratch& s, int l
   }
 }
 
-// Places that hold nothing; of an exact layout their rows are 0 too. By a block.
+// Places that hold nothing. By a block.
 __device__ void show_empty(const ViewParams& p, int64_t from, int64_t to) {
-  const Shape& shape = p.group.map.shape();
   for (int64_t place = from + threadIdx.x; place < to; place += blockDim.x) {
     if (p.shown.ids != nullptr) show_id(p.shown, place, p.shown.invalid);
     if (p.shown.weights != nullptr) p.shown.weights[place] = 0.0f;
-  }
-  for (int q = 0; q < shape.payloads && shape.exact(); ++q) {
-    if (p.payloads[q] != nullptr) clear_rows(p, q, from, to, threadIdx.x, blockDim.x);
+    if (p.origins != nullptr) p.origins[place] = -1;
   }
 }
 
@@ -217,11 +218,16 @@ __device__ void finish_experts(const ViewParams& p, const ExpertScratch& s, int 
        i += static_cast<int>(gridDim.x)) {
     const int expert = low + i;
     if (threadIdx.x == 0) p.handle.expert_counts[expert] = p.shown.counts[expert] = s.total[i];
-    show_empty(p, begin_of(p, expert) + s.total[i], begin_of(p, expert + 1));
+    const int64_t from = begin_of(p, expert) + s.total[i];
+    show_empty(p, from, begin_of(p, expert + 1));
+    for (int q = 0; q < g.map.shape().payloads && g.map.shape().exact(); ++q) {  // there, padding is 0
+      if (p.payloads[q] != nullptr) clear_rows(p, q, from, begin_of(p, expert + 1));
+    }
   }
 }
 
-// Of a grouped layout, what lies beyond all experts, where it has a fixed capacity; and where each begins.
+// Of a grouped layout, what lies beyond all experts, where it has a fixed capacity; and where each begins. Rows stay as
+// they are there: what a dispatch costs must not follow from what could have come.
 __device__ void finish_grouped(const ViewParams& p) {
   const GroupView& g = p.group;
   const int64_t end = begin_of(p, g.local_experts);
@@ -230,7 +236,7 @@ __device__ void finish_grouped(const ViewParams& p) {
   show_empty(p, from, min(static_cast<int64_t>(p.rows), from + share));
   for (int q = 0; q < g.map.shape().payloads && blockIdx.x == 0; ++q) {  // what columns are longer than there are rows
     if (p.payloads[q] == nullptr || !p.columns[q].wanted()) continue;
-    clear_rows(p, q, p.rows, p.columns[q].rows, threadIdx.x, blockDim.x);
+    clear_rows(p, q, p.rows, p.columns[q].rows);
   }
   for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i <= g.local_experts;
        i += static_cast<int>(gridDim.x * blockDim.x)) {
@@ -282,6 +288,7 @@ __device__ void scatter(const ViewParams& p, const ExpertScratch& s, int from, i
       places[k] = place;
       if (p.shown.ids != nullptr) show_id(p.shown, place, p.shown.local ? expert : ids[k]);
       if (p.shown.weights != nullptr) p.shown.weights[place] = reinterpret_cast<const float*>(ids + top_k)[k];
+      if (p.origins != nullptr) p.origins[place] = row * top_k + k;
     }
     __syncthreads();
     for (int q = 0; q < shape.payloads; ++q) {

@@ -46,7 +46,8 @@ struct ExpertMajorOut {
   Columns columns[kMaxPayloads];
   void* ids = nullptr;
   float* weights = nullptr;
-  int32_t* counts = nullptr;  // [L]
+  int64_t* origins = nullptr;  // grouped: row * K + k of what stands there
+  int32_t* counts = nullptr;   // [L]
 
   int64_t begin(int64_t expert) const { return first != nullptr ? first[expert] : expert * rows_per_expert; }
 
@@ -78,6 +79,7 @@ void scatter_expert_major(const Shape& shape, const Placement& placement, const 
         for (int q = 0; q < shape.payloads; ++q) out.place(q, at, window_row(q, source, p), shape.payload_bytes[q]);
         if (out.ids != nullptr) style.store(out.ids, at, style.space == twIdLocal ? expert : meta.ids[k]);
         if (out.weights != nullptr) out.weights[at] = meta.weights[k];
+        if (out.origins != nullptr) out.origins[at] = row * shape.top_k + k;
       });
     }
   }
@@ -85,6 +87,7 @@ void scatter_expert_major(const Shape& shape, const Placement& placement, const 
     for (int64_t at = out.begin(expert) + out.counts[expert]; at < out.begin(expert + 1); ++at) {
       if (out.ids != nullptr) style.store(out.ids, at, style.invalid);
       if (out.weights != nullptr) out.weights[at] = 0.0f;
+      if (out.origins != nullptr) out.origins[at] = -1;
       for (int q = 0; q < shape.payloads && out.first != nullptr; ++q) {
         out.place(q, at, nullptr, shape.payload_bytes[q]);
       }

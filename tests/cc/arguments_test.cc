@@ -6,11 +6,6 @@
 namespace tw::test {
 namespace {
 
-::testing::AssertionResult says(const char* part) {
-  if (std::strstr(twLastError(), part) != nullptr) return ::testing::AssertionSuccess();
-  return ::testing::AssertionFailure() << '"' << twLastError() << "\" does not say \"" << part << '"';
-}
-
 TEST(Arguments, NullEverything) {
   const twTensor_t ids = tensor(nullptr, twInt32, {0, 2});
   int32_t number = 0;

@@ -9,11 +9,6 @@
 namespace tw::test {
 namespace {
 
-::testing::AssertionResult says(const std::string& part) {
-  if (std::strstr(twLastError(), part.c_str()) != nullptr) return ::testing::AssertionSuccess();
-  return ::testing::AssertionFailure() << '"' << twLastError() << "\" does not say \"" << part << '"';
-}
-
 // An allgather of threads. `touch` may change what a rank gave before all see it.
 class Meeting {
  public:

@@ -22,6 +22,13 @@ inline ::testing::AssertionResult same_result(const char*, const char* call, twR
   return ::testing::AssertionFailure() << call << " gave " << twResultString(got) << ", not " << twResultString(want)
                                        << (got == twSuccess ? "" : ": ") << (got == twSuccess ? "" : twLastError());
 }
+
+// Whether the last call's sentence has a part.
+inline ::testing::AssertionResult says(const std::string& part) {
+  if (std::string(twLastError()).find(part) != std::string::npos) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure() << '"' << twLastError() << "\" does not say \"" << part << '"';
+}
+
 #define EXPECT_TW(want, call) EXPECT_PRED_FORMAT2(::tw::test::same_result, want, call)
 #define ASSERT_TW(want, call) ASSERT_PRED_FORMAT2(::tw::test::same_result, want, call)
 

@@ -9,6 +9,7 @@
 namespace tw::quantize {
 namespace {
 
+using test::says;
 using test::tensor;
 
 // The value of a code without its sign, from the definition: 4 bits of exponent with bias 7, 3 of fraction.
@@ -207,11 +208,6 @@ TEST(Quantize, SpecialBlocks) {
     EXPECT_EQ(values[512], power_of_two ? 0x78 : 0x7e);  // 256 * 2^120 (the input is a rounding below 2^128), or 448
     EXPECT_EQ(values[513], 0);
   }
-}
-
-::testing::AssertionResult says(const char* part) {
-  if (std::strstr(twLastError(), part) != nullptr) return ::testing::AssertionSuccess();
-  return ::testing::AssertionFailure() << '"' << twLastError() << "\" does not say \"" << part << '"';
 }
 
 // A right call, to be spoilt.

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import player
 import pytest
 import torch
@@ -13,6 +14,7 @@ from cases import Case, Round, Setup, make_ids, one, verify
 from gpu_world import TIMEOUT, Locals, capture, line_tokens, sleep_on_device
 
 import tokenway as tw
+from tokenway.tensors import numpy_dtype
 
 LAYOUTS = ("flat", "grouped")
 EXACT = {"mode": "high_throughput"}
@@ -127,6 +129,44 @@ def test_a_whole_layer_in_a_graph(pair: Any, layout: str) -> None:
 def test_a_whole_layer_in_a_graph_alone(layout: str) -> None:
     with Locals(1) as ranks:
         ranks.run(captured_layers, layout)
+
+
+def with_room_to_spare(env: Any, layout: str) -> list[Any]:
+    """Of outputs with a fixed number of rows: ids and weights, and the rows that come and those beyond."""
+    setup = Setup(
+        ranks=env.comm.nranks, experts=4, top_k=2, hidden=6, max_tokens=9, payloads=((3, "float32"),), **EXACT
+    )
+    settings = setup.settings() | {"max_recv_tokens": 18, "row_alignment": 4}
+    with tw.Group(env.comm, timeout=TIMEOUT, **settings) as group:
+        tensor, array = env.backend.tensor, env.backend.array
+        tokens = tensor(np.ones((2, 6), numpy_dtype("bfloat16")))
+        scales = {"p0": tensor(np.ones((2, 3), np.float32))}
+        handle = group.route(tensor(np.array([[3, 0], [0, -1]], np.int32)))
+        group.exchange_counts(handle)
+        rows = handle.rows_of(layout) or 0
+        out = {
+            "tokens": tensor(np.full((rows, 6), 9, numpy_dtype("bfloat16"))),
+            "p0": tensor(np.full((rows, 3), 9, np.float32)),
+        }
+        received = group.dispatch(handle, tokens, scales, layout=layout, out=out)
+        used = int(array(received.offsets)[-1])
+        found = [array(out["tokens"]).astype(np.float32), array(out["p0"])]
+        group.combine(handle, received.tokens)
+        return [rows, used, *found, array(received.ids), array(received.weights)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_is_written_where_nothing_comes(layout: str) -> None:
+    """Of rows: what a dispatch costs a device follows from what comes, and not from the room for it."""
+    with Locals(2) as ranks:
+        by_rank = ranks.run(with_room_to_spare, layout)
+    for rank, (rows, used, tokens, scales, ids, weights) in enumerate(by_rank):
+        came = (4, 2)[rank]  # rank 0 has expert 0, with both tokens of both, rank 1 expert 3
+        padded = came if layout == "flat" else 4
+        assert used == padded and rows == (18 if layout == "flat" else 40), (rows, used)
+        for values in (tokens, scales):
+            assert (values[:came] == 1).all() and (values[came:used] == 0).all() and (values[used:] == 9).all()
+        assert (ids[used:] == -1).all() and not weights[used:].any()
 
 
 # ---- what the host asks -------------------------------------------------------------------------------------

@@ -29,6 +29,26 @@ RESULTS = (
         (Edit("src/core/quarantine.h", "constexpr size_t kKept = 256;", "constexpr size_t kKept = 0;"),),
     ),
     Mutation(
+        "activations of rows that did not come",
+        "valid rows",
+        "activation_test",
+        "Activation.ValidRowsAlone",
+        (Edit("src/activation/swiglu.h", "return n < 0 ? 0 : n < each ? n : each;", "return n < 0 ? 0 : each;"),),
+    ),
+    Mutation(
+        "a sum over a row in another order",
+        "bits",
+        "activation_test",
+        "Activation.TheOrderOfASum",
+        (
+            Edit(
+                "src/activation/swiglu.cc",
+                "for (int by = kAccumulators / 2; by >= kGroup; by /= 2) {",
+                "for (int by = kGroup; by < kAccumulators; by *= 2) {",
+            ),
+        ),
+    ),
+    Mutation(
         "slots by chance",
         "S9",
         "routing_test",

@@ -255,6 +255,7 @@ class Got:
     out: np.ndarray
     late: np.ndarray | None = None
     received: tuple[np.ndarray, int] | None = None  # num_recv_tokens()
+    origins: np.ndarray | None = None  # of grouped, where it was asked for
 
 
 def exchange_of(setup: Setup, round_: Round) -> ref.Exchange:
@@ -297,6 +298,8 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
         same("offsets", mine.offsets, offsets, where)
         same("ids", mine.ids, want.ids.astype(setup.id_dtype), where)
         same("weights", mine.weights, want.weights, where)
+        if mine.origins is not None:
+            same("origins", mine.origins, want.origins, where)
         valid = filled(round_, want.payloads[0], want.counts, offsets)
         if round_.layout == "grouped":
             valid[:] = True  # what is between experts is zero

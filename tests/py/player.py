@@ -166,7 +166,7 @@ class Player:
             "counts": ((blocks,), "int32"),
         }
         if round_.layout == "grouped":
-            shapes["offsets"] = ((blocks + 1,), "int32")
+            shapes |= {"offsets": ((blocks + 1,), "int32"), "origins": (lead, "int64")}
         shapes |= {f"p{q}": ((*lead, n), d) for q, (n, d) in enumerate(self.setup.payloads)}
         for q in round_.columns:
             n, d = self.setup.payloads[q - 1]
@@ -197,7 +197,10 @@ class Player:
         fields = [self.array(t) for t in payloads]
         rest = [self.array(getattr(received, n)) for n in ("ids", "weights", "counts", "offsets")]
         assert received.layout == round_.layout
-        return Got(fields, *rest, np.empty(0), received=received.handle.num_recv_tokens())
+        origins = None
+        if self.setup.exact and received.origins is not None:
+            origins = self.array(received.origins)
+        return Got(fields, *rest, np.empty(0), received=received.handle.num_recv_tokens(), origins=origins)
 
     def rows(self, round_: Round, received: tw.Received, got: Got) -> Any:
         if round_.identity and round_.rows == self.setup.dtype and self.setup.dtype in FLOATS:

@@ -15,7 +15,7 @@ import pytest
 from conftest import need
 
 import tokenway as tw
-from tokenway.bench import baselines, machine, report, runner, timing, verify
+from tokenway.bench import auxiliary, baselines, machine, report, runner, timing, verify
 from tokenway.bench.case import LAYOUTS, Case
 from tokenway.bench.control import CHUNK, Control
 from tokenway.bench.options import Settings
@@ -304,6 +304,34 @@ def test_overhead(tmp_path, compiler) -> None:
     paths = run["overhead"]["paths"]
     assert 0 < paths["C"]["us"] < paths["NumPy, out= given"]["us"]
     assert "adds" in out and "added to C" in report.markdown(run)
+
+
+@pytest.mark.processes
+def test_aux(tmp_path) -> None:
+    """What a rank does between the calls, verified first; the same rows at every size."""
+    data = tmp_path / "run.json"
+    out = bench("--aux", "--quick", "--json", str(data))
+    run = json.loads(data.read_text())
+    rows = run["auxiliary"]["rows"]
+    assert [(row["size"], row["room"], row["valid"]) for row in rows] == [(2, 16, 64), (4, 32, 64), (8, 64, 64)]
+    assert all(row[f"{name}_us"]["median"] > 0 for row in rows for name in auxiliary.PHASES[1:])
+    assert "room for" in out and "| group of | rows that come |" in report.markdown(run)
+
+
+def test_aux_verifies(monkeypatch) -> None:
+    """A result that is off by one is seen."""
+    honest = auxiliary.swiglu
+
+    def careless(x, **how):
+        made = honest(x, **how)
+        if "counts" in how and not how.get("quantize"):
+            made[3, 5] += made.dtype.type(1)
+        return made
+
+    monkeypatch.setattr(auxiliary, "swiglu", careless)
+    settings = Settings(ranks=1, tokens=(4,), iterations=1, rounds=1, quick=True, aux=True)
+    with pytest.raises(verify.Mismatch, match="activation of a group of 2 differs from the oracle"):
+        auxiliary.measure(settings, None)
 
 
 def test_last_level_cache() -> None:

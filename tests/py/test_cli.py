@@ -55,6 +55,8 @@ def test_help_and_version(capsys) -> None:
         (["bench", "--baselines", "nccl"], "--baselines: 'nccl'"),
         (["bench", "--json", "/no/such/folder/x.json"], "there is no such folder"),
         (["bench", "--verify-only", "--overhead"], "--overhead"),
+        (["bench", "--aux", "--overhead"], "--aux: not with --overhead"),
+        (["bench", "--aux", "--ranks", "65", "--backward"], "--aux: not with --backward"),
         (["launch", "script.py"], "-n"),
         (["launch", "-n", "0", "script.py"], "-n: 0; allowed 1.."),
         (["launch", "-n", "2", "/no/such/program"], "no such program: /no/such/program"),

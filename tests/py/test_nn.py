@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -42,17 +44,22 @@ def make_layer(env: Env, settings: dict[str, Any], dtype: str, **more: Any) -> t
     return group, nn.ExpertParallelMoE(group, INNER, seed=SEED, **more)
 
 
-def run_layer(env: Env, settings: dict[str, Any], sizes: tuple[int, ...], dtype: str, normalize: bool) -> Any:
-    """Output, balance loss and all gradients of a rank; the parameters that it began with."""
+def run_layer(
+    env: Env, settings: dict[str, Any], sizes: tuple[int, ...], dtype: str, normalize: bool, watch: Any = None
+) -> Any:
+    """Output, balance loss and all gradients of a rank; the parameters that it began with. watch: a context for the
+    forward and the backward pass."""
     import torch
 
     group, layer = make_layer(env, settings, dtype, normalize=normalize)
     with group:
         xs, towards = inputs(sizes, dtype)
         x = xs[env.rank].to(env.device or "cpu", getattr(torch, dtype)).requires_grad_()
-        out, balanced = layer(x)
+        wanted = towards[env.rank].to(x.device)
+        with watch() if watch else contextlib.nullcontext():
+            out, balanced = layer(x)
+            ((out.float() * wanted).sum() + 3.0 * balanced).backward()
         assert out.shape == x.shape and out.dtype == x.dtype
-        ((out.float() * towards[env.rank].to(out.device)).sum() + 3.0 * balanced).backward()
         grads = {name: sent(p if p.grad is None else p.grad) for name, p in layer.named_parameters()}
         values = {name: sent(p) for name, p in layer.named_parameters()}
     return {"out": sent(out), "balance": balanced.item(), "x": sent(x.grad), "here": layer.experts}, grads, values
@@ -126,14 +133,105 @@ def test_layer(processes, settings, sizes, normalize) -> None:
 EXACT = {"mode": "high_throughput"}
 
 
-@pytest.mark.parametrize("room", [{}, {"row_alignment": 8}, {"overflow": "drop"}], ids=str)
+ROOMS = [{}, {"row_alignment": 8}, {"overflow": "drop"}, {"max_recv_tokens": 40, "row_alignment": 4}]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=str)
 @pytest.mark.parametrize(("settings", "sizes", "normalize"), CASES[1:4], ids=str)
 def test_layer_of_high_throughput(processes, backend, settings, sizes, normalize, room) -> None:
-    """The same layer, in the layout grouped, and in flat where rows may be dropped."""
+    """The same layer, in the layout grouped."""
     settings = settings | {"max_tokens": 18} | EXACT | room
     found = processes(len(sizes)).run(run_layer, settings, sizes, "float32", normalize)
     apart_by = compare(found, settings, sizes, "float32", normalize)
     assert max(apart_by.values()) < 1e-5, apart_by
+
+
+@contextlib.contextmanager
+def unasked() -> Iterator[None]:
+    """Where nobody may ask how much comes, nor for any other value of a tensor, and memory is NaN until written."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from tokenway import handle
+
+    waits = {"_local_scalar_dense", "nonzero", "bincount", "_unique2", "masked_select", "equal", "is_nonzero"}
+
+    def asked(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the host asks what only the device knows")
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function.overloadpacket.__name__ in waits:
+                asked()
+            return function(*args, **(kwargs or {}))
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.MonkeyPatch.context() as patch, Mode():
+            for name in ("num_recv_tokens", "learn_rows"):
+                patch.setattr(handle.Handle, name, asked)
+            patch.setattr(handle.Handle, "recv_rows", property(asked))
+            for name in ("tolist", "numpy"):
+                patch.setattr(torch.Tensor, name, asked)
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def run_unasked(env: Env, *args: Any) -> Any:
+    return run_layer(env, *args, watch=unasked)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("settings", "sizes", "normalize"), CASES[:4], ids=str)
+def test_with_room_the_host_asks_nothing(processes, backend, settings, sizes, normalize, dtype) -> None:
+    """With a fixed capacity, in no step forward or backward; and what nobody wrote reaches no result."""
+    settings = settings | {"max_tokens": 18, "max_recv_tokens": 18 * len(sizes), "row_alignment": 8} | EXACT
+    found = processes(len(sizes)).run(run_unasked, settings, sizes, dtype, normalize)
+    apart_by = compare(found, settings, sizes, dtype, normalize)
+    assert max(apart_by.values()) < (1e-5 if dtype == "float32" else 3e-2), apart_by
+
+
+def run_both_ways(env: Env, settings: dict[str, Any]) -> tuple[Any, Any, str]:
+    """A layer's results by offsets and by sizes, as where PyTorch has no grouped products."""
+    from tokenway import experts
+
+    args = settings, (3, 1), "float32", True
+    by_offsets = run_layer(env, *args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "_grouped_mm", None)
+        by_sizes = run_layer(env, *args)
+        group, layer = make_layer(env, settings, "float32")
+        group.close()
+    return by_offsets, by_sizes, layer.uncapturable
+
+
+def test_both_ways(processes, backend) -> None:
+    settings = {"experts": 6, "top_k": 2, "max_tokens": 18, "max_recv_tokens": 36, "row_alignment": 4} | EXACT
+    for offsets, sizes, why in processes(2).run(run_both_ways, settings):
+        assert "has no grouped_mm" in why
+        for ours, theirs in zip(offsets[:2], sizes[:2], strict=True):
+            for name in ("out", "x", "router", "gate_up", "down"):
+                assert name not in ours or apart(ours[name], theirs[name]) < 1e-6, name
+
+
+def run_captured(env: Env, settings: dict[str, Any]) -> Any:
+    """What a layer says in a capture that it cannot be part of."""
+    group, layer = make_layer(env, settings, "float32")
+    with group, pytest.MonkeyPatch.context() as patch:
+        from tokenway import gradients
+
+        patch.setattr(gradients, "capturing", lambda _: True)
+        xs, _ = inputs((1, 1), "float32")
+        return caught(layer, xs[env.rank].float())[:2]
+
+
+def test_a_layer_says_why_it_cannot_be_captured(processes) -> None:
+    for result, text in processes(1).run(run_captured, {"experts": 4, "top_k": 2, "max_tokens": 8}):
+        assert result == "twInvalidUsage"
+        assert (
+            "cannot be captured into a graph: the group's mode is 'low_latency'; it must be 'high_throughput'" in text
+        )
 
 
 @pytest.mark.parametrize("more", [{}, EXACT], ids=str)

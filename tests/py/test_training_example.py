@@ -122,7 +122,7 @@ def test_disagreement_is_told(monkeypatch, capsys, factor, again, says) -> None:
 def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program of docs/TRAINING.md learns, as it stands there: who predicts 0 has a loss of 1."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two ranks share the cores
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "TRAINING.md").read_text(), re.DOTALL)
+    program = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "TRAINING.md").read_text(), re.DOTALL)[0]
     (tmp_path / "guide.py").write_text(program)
     losses = re.fullmatch(r"\[(\d\.\d+), (\d\.\d+)\]\n", run(sys.executable, tmp_path / "guide.py"))
     assert losses and all(float(loss) < 0.3 for loss in losses.groups()), losses

@@ -44,6 +44,7 @@ class Settings:
     backward: bool = False
     verify_only: bool = False
     overhead: bool = False
+    aux: bool = False
     quick: bool = False
     json: str | None = None
     plot: str | None = None
@@ -91,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backward", action="store_true", help="gradients too: by the cached routing, apart and after the pair")
     add("--verify-only", action="store_true", help="compare with the oracle, time nothing")
     add("--overhead", action="store_true", help="what a call through Python adds (1 rank, 1 token)")
+    add("--aux", action="store_true", help="what is done on a rank between the calls, at group sizes to 64 (1 rank)")
     add("--quick", action="store_true", help="small numbers of tokens and iterations")
     add("--json", metavar="FILE", help="write everything measured, with machine and versions")
     add("--plot", metavar="FILE.png", help="latency and bandwidth against tokens")
@@ -100,9 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def from_arguments(args: argparse.Namespace) -> Settings:
     """Settings from parsed options and the environment. Raises UsageError."""
     gpu = nvlink_options.from_arguments(args)
-    ranks, launched = _ranks(1 if args.overhead else args.ranks, gpu)
+    ranks, launched = _ranks(1 if args.overhead or args.aux else args.ranks, gpu)
     quick: bool = args.quick
-    untimed = args.verify_only or args.overhead
+    untimed = args.verify_only or args.overhead or args.aux
     wanted, skipped = _baselines(["none"] if untimed else _names(args.baselines) or ["auto"], gpu, ranks)
     tokens, rounds = (Settings.tokens, 5) if gpu is None else (nvlink_options.TOKENS, 3)
     dtype = nvlink_options.dtype(args)
@@ -111,7 +113,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         launched=launched,
         profiles=_choices("--profile", _names(args.profile), list(PROFILES), ["deepseek-v3"]),
         routings=_routings(_names(args.routing) or ["uniform"]),
-        tokens=_tokens(_names(args.tokens)) or ((1, 8, 32) if quick else tokens),
+        tokens=_tokens(_names(args.tokens))
+        or (((8,) if quick else (128,)) if args.aux else (1, 8, 32) if quick else tokens),
         dtype=_choice("--dtype", FP8 if dtype == "fp8" else dtype, DTYPES, "bfloat16"),
         layout=_choice("--layout", args.layout, LAYOUTS, "rank_major"),
         weighting=_choice("--weighting", args.weighting, ("none", "topk"), "none"),
@@ -124,6 +127,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         backward=args.backward,
         verify_only=args.verify_only,
         overhead=args.overhead,
+        aux=args.aux,
         quick=quick,
         json=_writable("--json", args.json),
         plot=_writable("--plot", args.plot),
@@ -141,6 +145,15 @@ def _check_together(settings: Settings) -> None:
             raise UsageError("--plot needs matplotlib: pip install 'tokenway[plot]'")
         if settings.verify_only or settings.overhead:
             raise UsageError("--plot: nothing to plot with --verify-only or --overhead")
+    if settings.aux:
+        others = {
+            "--overhead": settings.overhead,
+            "--verify-only": settings.verify_only,
+            "--backward": settings.backward,
+        }
+        others |= {"--plot": settings.plot, "--local-ranks": settings.nvlink and settings.nvlink.local_ranks}
+        if wrong := [name for name, given in others.items() if given]:
+            raise UsageError(f"--aux: not with {wrong[0]}; it measures one rank's own work")
     if settings.backward and settings.nvlink is not None:
         raise UsageError("--backward: not with --backend nvlink; it measures the CPU backend")
     if settings.backward and settings.overhead:

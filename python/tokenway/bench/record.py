@@ -20,6 +20,7 @@ RUNS = {
     "cpu-profiles": ["--ranks", "4", "--profile", "all", "--tokens", "128", "--baselines", "memcpy,sockets"],
     "cpu-routings": ["--ranks", "4", "--routing", "all", "--tokens", "128", "--baselines", "memcpy,sockets"],
     "cpu-overhead": ["--overhead"],
+    "cpu-aux": ["--aux"],
 }
 _GPU = ["--backend", "nvlink"]
 _LOCAL = [*_GPU, "--tokens", "1", "8", "128", "--verify", "--no-floor", "--local-ranks"]
@@ -43,6 +44,7 @@ GPU_RUNS = {
         for n in (8, 16, 24, 48, 96)
     },
     "nvlink-one-sm": [*_GPU, "--ranks", "2", "--sm-limit", "1", "--tokens", "1", "128", "--verify", "--no-floor"],
+    "nvlink-aux": [*_GPU, "--aux"],
     **{f"nvlink-local-{n}": [*_LOCAL, str(n)] for n in (1, 2, 3, 4, 8)},
 }
 PLOTTED = ("nvlink-2-gpus",)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenway.bench import nvlink_table, table
+from tokenway.bench import auxiliary, nvlink_table, table
 
 
 def markdown(run: dict[str, Any]) -> str:
@@ -24,6 +24,8 @@ def markdown(run: dict[str, Any]) -> str:
     lines = [f"{_where(run)}; {software}; commit {run['commit'] or 'unknown'}; {run['date']}.", ""]
     if "overhead" in run:
         return "\n".join([*lines, *_overhead(run["overhead"])])
+    if "auxiliary" in run:
+        return "\n".join([*lines, *_auxiliary(run["auxiliary"])])
     what = f"{settings['ranks']} ranks, {settings['dtype']}, {settings['layout']}"
     if table.on_gpus(run):
         what = nvlink_table.what(run)
@@ -64,6 +66,13 @@ def _overhead(measured: dict[str, Any]) -> list[str]:
         _line(["---", "---:", "---:"]),
         *rows,
     ]
+
+
+def _auxiliary(measured: dict[str, Any]) -> list[str]:
+    """The table of `--aux`."""
+    heads, cells = auxiliary.columns(measured)
+    lines = [heads, ["---:"] * len(heads), *cells]
+    return [f"{auxiliary.what(measured)}.", "", *(_line(line) for line in lines)]
 
 
 def _added(name: str, path: dict[str, Any]) -> str:

@@ -97,6 +97,11 @@ def show(run: dict[str, Any]) -> None:
 
         print(overhead.text(run["overhead"]))
         return
+    if "auxiliary" in run:
+        from tokenway.bench import auxiliary
+
+        print(auxiliary.text(run["auxiliary"]))
+        return
     heads, cells = columns(run)
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console

@@ -1,0 +1,123 @@
+"""What experts do between their two matrices, over the rows that are there.
+
+    recv = group.dispatch(handle, tokens, layout="grouped")
+    inside = grouped_gemm(recv.tokens, gate_up, recv.offsets)          # [P, 2 * I]
+    act = tw.swiglu(inside, counts=recv.offsets[-1:])                  # [P, I]
+    act, scales = tw.swiglu(inside, counts=recv.offsets[-1:], quantize=True, column_major=True)
+
+How many rows are valid is read where the rows are, when the kernel runs: no call waits for it, a CUDA graph can hold
+the calls, and they cost what came, not what there is room for. NumPy, and PyTorch on the CPU and on CUDA devices; for
+gradients see `tokenway.experts`.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Any
+
+import numpy as np
+
+from tokenway import _native, tensors
+from tokenway.errors import InvalidArgument
+from tokenway.quantize import FP8_BLOCK, Tensor, describe_anywhere, device_text, empty_like, place_of
+
+_ALIGNED = 16 // 4  # scales of a column: whole 16 bytes
+
+
+def swiglu(
+    gate_up: Tensor,
+    *,
+    counts: Tensor | None = None,
+    weights: Tensor | None = None,
+    quantize: bool = False,
+    power_of_two: bool = False,
+    column_major: bool = False,
+    out: Tensor | tuple[Tensor, Tensor] | None = None,
+) -> Any:
+    """silu(gate) * up [* weights] of every valid row: [M, I], or with quantize (values, scales).
+
+    gate_up: [M, 2 * I], gate beside up, float32, bfloat16 or float16; rows may be strided. Rows of a layout with
+    leading dimensions are flattened by the caller. counts: [G] int32, valid rows of each of G equal blocks of rows, its
+    first ones (default: all rows): `Received.counts` of rank_major and expert_major, `Received.offsets[-1:]` of flat
+    and grouped, whose padding counts as valid. Rows beyond are neither read nor written. weights: [M] float32.
+
+    quantize: to e4m3 with a float32 scale for 128 elements, as `quantize_fp8` (power_of_two too) makes them of the
+    float32 results: values [M, I], scales [M, ceil(I / 128)], or with column_major [ceil(I / 128), M'], M' being M
+    rounded up to a multiple of 4 (16 bytes), as grouped GEMMs read them.
+    out: [M, I], or (values, scales) of these shapes, to write to; else new memory, arbitrary beyond the valid rows.
+
+    Sums and products are float32 in a fixed order with an exp of their own (src/activation/swiglu.h), rounded once: the
+    same bits on the CPU and on a device, within 4 units in the last place of the true value before that. CUDA tensors:
+    enqueued on the current stream of their device; nothing waits. Errors: InvalidArgument; Unsupported for CUDA tensors
+    in a build without CUDA.
+    """
+    device, stream = place_of("gate_up", gate_up)
+    if gate_up.ndim != 2:
+        raise InvalidArgument(f"gate_up has shape {list(gate_up.shape)}; it must be [M, 2 * I]")
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    blocks = -(-inner // FP8_BLOCK)
+    if (column_major or power_of_two) and not quantize:
+        raise InvalidArgument("column_major and power_of_two are of scales; they need quantize=True")
+    scales_shape = (blocks, -(-rows // _ALIGNED) * _ALIGNED) if column_major else (rows, blocks)
+    if out is None:
+        out = empty_like((rows, inner), "float8_e4m3fn" if quantize else tensors.dtype_of(gate_up), gate_up)
+        if quantize:
+            out = out, empty_like(scales_shape, "float32", gate_up)
+    values, scales = _pair(out) if quantize else (out, None)
+    _check_together(gate_up, device, counts=counts, weights=weights)
+    _check_together(gate_up, device, True, out=values, scales=scales)
+    if scales is not None and tuple(scales.shape) != scales_shape:
+        raise InvalidArgument(f"scales has shape {list(scales.shape)}; it must be {list(scales_shape)}")
+    if quantize and tensors.dtype_of(values) != "float8_e4m3fn":
+        raise InvalidArgument(f"out has dtype {tensors.dtype_of(values)}; with quantize it must be float8_e4m3fn")
+    told = scales.T[:rows] if column_major and scales is not None else scales
+    given = [_described(t) for t in (gate_up, counts, weights, values, told)]
+    _native.check(_native.lib.twSwiGlu(*given, 1 if power_of_two else 0, device, stream))
+    return out
+
+
+def swiglu_backward(
+    gate_up: Tensor,
+    gradient: Tensor,
+    *,
+    counts: Tensor | None = None,
+    weights: Tensor | None = None,
+    out: tuple[Tensor, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """From the gradient of `swiglu`'s result, [M, I] of the dtype of gate_up, those of gate_up, [M, 2 * I], and of
+    weights, [M] float32 (None without weights). Of the valid rows, as there: nothing is kept from the forward call but
+    its arguments, and the rest is computed again. A weight's gradient is summed in a fixed order, so its bits are the
+    same everywhere too. out: the two to write to. Errors as `swiglu`."""
+    device, stream = place_of("gate_up", gate_up)
+    if out is None:
+        of_weights = None if weights is None else empty_like(tuple(weights.shape), "float32", gate_up)
+        out = empty_like(tuple(gate_up.shape), tensors.dtype_of(gate_up), gate_up), of_weights
+    of_gate_up, of_weights = _pair(out)
+    _check_together(gate_up, device, gradient=gradient, counts=counts, weights=weights)
+    _check_together(gate_up, device, True, of_gate_up=of_gate_up, of_weights=of_weights)
+    given = [_described(t) for t in (gate_up, counts, weights, gradient, of_gate_up, of_weights)]
+    _native.check(_native.lib.twSwiGluBackward(*given, device, stream))
+    return of_gate_up, of_weights
+
+
+def _described(x: Tensor | None) -> Any:
+    return None if x is None else byref(tensors.tensor_of(x, describe_anywhere))
+
+
+def _pair(out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise InvalidArgument(f"out is of type {type(out).__name__}; it must be a tuple of two tensors")
+    return out[0], out[1]
+
+
+def _check_together(like: Tensor, device: int, written: bool = False, **others: Tensor | None) -> None:
+    """All on the device of gate_up, and writable if they are to be written."""
+    for name, x in others.items():
+        if x is None:
+            continue
+        if place_of(name, x)[0] != device:
+            raise InvalidArgument(
+                f"{name} is on {device_text(x)}, gate_up on {device_text(like)}; they must be together"
+            )
+        if written and isinstance(x, np.ndarray) and not x.flags.writeable:
+            raise InvalidArgument(f"{name} is read-only")

@@ -1,0 +1,229 @@
+// twSwiGlu: what the caller gave is checked here, and computed in src/activation.
+#include "activation/swiglu.h"
+
+#include <vector>
+
+#include "api/enter.h"
+#include "api/matrix.h"
+#include "core/config.h"
+
+namespace {
+
+using tw::fail;
+using tw::Status;
+using tw::activation::Call;
+using tw::activation::Matrix;
+using tw::api::check_matrix;
+using tw::api::check_memory;
+using tw::api::check_stride;
+using tw::api::Extent;
+using tw::api::extent;
+using tw::api::shape_text;
+using tw::quantize::kBlock;
+
+bool given(const twTensor_t* tensor) { return tensor != nullptr && (tensor->data != nullptr || tensor->ndim != 0); }
+
+Matrix matrix_of(const twTensor_t& tensor) {
+  const int64_t stride = tensor.shape[0] > 1 ? tensor.stride[0] * tw::dtype_bytes(tensor.dtype) : 0;
+  return {static_cast<std::byte*>(tensor.data), stride};
+}
+
+// [n], contiguous.
+Status check_vector(const char* name, const twTensor_t& tensor, twDtype_t dtype) {
+  if (tensor.dtype != dtype) {
+    return fail(twInvalidArgument, "%s has dtype %s (%d); it must be %s", name, tw::dtype_name(tensor.dtype),
+                tensor.dtype, tw::dtype_name(dtype));
+  }
+  if (tensor.ndim != 1 || tensor.shape[0] < 0) {
+    return fail(twInvalidArgument, "%s has %d dimensions; it must have 1", name, tensor.ndim);
+  }
+  if (tensor.shape[0] > 1 && tensor.stride[0] != 1) {
+    return fail(twInvalidArgument, "%s has stride %lld; it must be 1: it is contiguous", name,
+                static_cast<long long>(tensor.stride[0]));
+  }
+  if (tensor.shape[0] == 0) return {};
+  if (tensor.data == nullptr) return fail(twInvalidArgument, "%s has data NULL", name);
+  if (reinterpret_cast<uintptr_t>(tensor.data) % sizeof(int32_t) == 0) return {};
+  return fail(twInvalidArgument, "%s has data %p; it must be aligned to 4 bytes", name, tensor.data);
+}
+
+Status check_row_vector(const char* name, const twTensor_t& tensor, int64_t rows) {
+  TW_RETURN_IF_FAILED(check_vector(name, tensor, twFloat32));
+  if (tensor.shape[0] == rows) return {};
+  return fail(twInvalidArgument, "%s has %lld elements; it must have one for each of the %lld rows", name,
+              static_cast<long long>(tensor.shape[0]), static_cast<long long>(rows));
+}
+
+// [M, I] or [M, 2 * I] of the dtype of gate_up.
+Status check_like(const char* name, const twTensor_t* tensor, const twTensor_t& gate_up, int64_t elements) {
+  TW_RETURN_IF_FAILED(tw::api::check_float_rows(name, tensor, "one row for each of gate_up"));
+  if (tensor->dtype != gate_up.dtype) {
+    return fail(twInvalidArgument, "%s has dtype %s (%d); it must be %s, as gate_up has it", name,
+                tw::dtype_name(tensor->dtype), tensor->dtype, tw::dtype_name(gate_up.dtype));
+  }
+  if (tensor->shape[0] == gate_up.shape[0] && tensor->shape[1] == elements) return {};
+  return fail(twInvalidArgument, "%s has shape %s; it must be %s, as gate_up has it", name,
+              shape_text({tensor->shape[0], tensor->shape[1]}).c_str(),
+              shape_text({gate_up.shape[0], elements}).c_str());
+}
+
+Status check_inputs(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights, Call* call) {
+  TW_RETURN_IF_FAILED(tw::api::check_float_rows("gate_up", gate_up, "[M, 2 * I]"));
+  const int64_t rows = gate_up->shape[0];
+  if (gate_up->shape[1] % 2 != 0) {
+    return fail(twInvalidArgument, "gate_up has shape %s; a row is gate and up, so it must have an even number",
+                shape_text({rows, gate_up->shape[1]}).c_str());
+  }
+  call->rows = {rows, rows, rows > 0 ? 1 : 0, nullptr};
+  if (given(counts)) {
+    TW_RETURN_IF_FAILED(check_vector("counts", *counts, twInt32));
+    const int64_t groups = counts->shape[0];
+    if (groups > INT32_MAX || (groups == 0 ? rows != 0 : rows % groups != 0)) {
+      return fail(twInvalidArgument, "counts has %lld elements; their number must divide that of the rows, %lld",
+                  static_cast<long long>(groups), static_cast<long long>(rows));
+    }
+    call->rows = {rows, groups > 0 ? rows / groups : 0, rows > 0 ? static_cast<int32_t>(groups) : 0,
+                  static_cast<const int32_t*>(counts->data)};
+  }
+  if (given(weights)) {
+    TW_RETURN_IF_FAILED(check_row_vector("weights", *weights, rows));
+    call->weights = static_cast<const float*>(weights->data);
+  }
+  call->elements = gate_up->shape[1] / 2;
+  call->dtype = gate_up->dtype;
+  call->gate_up = matrix_of(*gate_up);
+  return {};
+}
+
+// Results quantised: e4m3, and scales by row or by column.
+Status check_quantised(const twTensor_t* out, const twTensor_t* scales, int32_t power_of_two, Call* call) {
+  TW_RETURN_IF_FAILED(check_matrix("out", out, "[M, I]"));
+  if (out->shape[0] != call->rows.total || out->shape[1] != call->elements) {
+    return fail(twInvalidArgument, "out has shape %s; it must be %s, as gate_up has it",
+                shape_text({out->shape[0], out->shape[1]}).c_str(),
+                shape_text({call->rows.total, call->elements}).c_str());
+  }
+  TW_RETURN_IF_FAILED(check_memory("out", *out));
+  if (!given(scales)) return fail(twInvalidArgument, "scales is NULL; out of dtype float8_e4m3fn has scales");
+  TW_RETURN_IF_FAILED(check_matrix("scales", scales, "[M, ceil(I / 128)]"));
+  const int64_t blocks = (call->elements + kBlock - 1) / kBlock;
+  if (scales->dtype != twFloat32 || scales->shape[0] != call->rows.total || scales->shape[1] != blocks) {
+    return fail(twInvalidArgument, "scales is %s %s; it must be float32 %s", tw::dtype_name(scales->dtype),
+                shape_text({scales->shape[0], scales->shape[1]}).c_str(),
+                shape_text({call->rows.total, blocks}).c_str());
+  }
+  TW_RETURN_IF_FAILED(check_memory("scales", *scales));
+  TW_RETURN_IF_FAILED(tw::api::check_switch("power_of_two", power_of_two));
+  if (call->rows.total > 0 && call->elements > 0) {
+    TW_RETURN_IF_FAILED(check_stride("out", *out, 1, 1, "the elements of a row are contiguous"));
+    TW_RETURN_IF_FAILED(check_stride("out", *out, 0, call->elements, "quantised rows are C-contiguous"));
+  }
+  for (const int i : {0, 1}) call->scale_stride[i] = scales->shape[i] > 1 ? scales->stride[i] : 0;
+  const int64_t* const stride = call->scale_stride;
+  const bool by_row = scales->shape[1] <= 1 || (stride[1] == 1 && (scales->shape[0] <= 1 || stride[0] >= blocks));
+  const bool by_column =
+      scales->shape[0] <= 1 || (stride[0] == 1 && (scales->shape[1] <= 1 || stride[1] >= call->rows.total));
+  // With one row or one column a stride alone tells nothing of where others lie: any that is not negative is right.
+  if ((!by_row && !by_column) || stride[0] < 0 || stride[1] < 0 || (stride[0] == 0 && scales->shape[0] > 1) ||
+      (stride[1] == 0 && scales->shape[1] > 1)) {
+    return fail(twInvalidArgument, "scales has strides [%lld, %lld]; rows or columns must be contiguous, and apart",
+                static_cast<long long>(scales->stride[0]), static_cast<long long>(scales->stride[1]));
+  }
+  call->scales = static_cast<float*>(scales->data);
+  call->power_of_two = power_of_two == 1;
+  return {};
+}
+
+Status check_all_apart(const std::vector<Extent>& outputs, const std::vector<Extent>& inputs) {
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    for (const Extent& input : inputs) TW_RETURN_IF_FAILED(tw::api::check_apart(outputs[i], input));
+    for (size_t j = 0; j < i; ++j) TW_RETURN_IF_FAILED(tw::api::check_apart(outputs[i], outputs[j]));
+  }
+  return {};
+}
+
+// Of a vector, or of scales in either order.
+Extent extent_of(const char* name, const twTensor_t& tensor) {
+  int64_t last = 0;
+  for (int i = 0; i < tensor.ndim; ++i) last += tensor.shape[i] > 1 ? (tensor.shape[i] - 1) * tensor.stride[i] : 0;
+  const auto* const data = static_cast<const std::byte*>(tensor.data);
+  return {name, data, data + (last + 1) * tw::dtype_bytes(tensor.dtype)};
+}
+
+std::vector<Extent> inputs_of(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights) {
+  std::vector<Extent> inputs = {extent("gate_up", *gate_up)};
+  if (given(counts)) inputs.push_back(extent_of("counts", *counts));
+  if (given(weights)) inputs.push_back(extent_of("weights", *weights));
+  return inputs;
+}
+
+}  // namespace
+
+twResult_t twSwiGlu(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights,
+                    const twTensor_t* out, const twTensor_t* scales, int32_t power_of_two, int32_t device,
+                    void* stream) {
+  return tw::api::enter([&]() -> Status {
+    Call call{};
+    TW_RETURN_IF_FAILED(check_inputs(gate_up, counts, weights, &call));
+    const bool quantised = out != nullptr && out->dtype == twFloat8e4m3;
+    if (quantised) {
+      TW_RETURN_IF_FAILED(check_quantised(out, scales, power_of_two, &call));
+    } else {
+      TW_RETURN_IF_FAILED(check_like("out", out, *gate_up, call.elements));
+      if (given(scales)) {
+        return fail(twInvalidArgument, "scales is given, but out has dtype %s; only float8_e4m3fn has scales",
+                    tw::dtype_name(out->dtype));
+      }
+    }
+    TW_RETURN_IF_FAILED(tw::api::check_place(device, stream));
+    call.out = matrix_of(*out);
+    if (call.rows.total > 0 && call.elements > 0) {
+      std::vector<Extent> outputs = {extent("out", *out)};
+      if (quantised) outputs.push_back(extent_of("scales", *scales));
+      TW_RETURN_IF_FAILED(check_all_apart(outputs, inputs_of(gate_up, counts, weights)));
+    }
+    if (device >= 0) {
+#if TOKENWAY_WITH_CUDA
+      return tw::activation::swiglu_cuda(call, device, stream);
+#else
+      return tw::api::without_cuda(device);
+#endif
+    }
+    if (call.elements > 0) tw::activation::swiglu_cpu(call);
+    return {};
+  });
+}
+
+twResult_t twSwiGluBackward(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights,
+                            const twTensor_t* gradient, const twTensor_t* of_gate_up, const twTensor_t* of_weights,
+                            int32_t device, void* stream) {
+  return tw::api::enter([&]() -> Status {
+    Call call{};
+    TW_RETURN_IF_FAILED(check_inputs(gate_up, counts, weights, &call));
+    TW_RETURN_IF_FAILED(check_like("gradient", gradient, *gate_up, call.elements));
+    TW_RETURN_IF_FAILED(check_like("of_gate_up", of_gate_up, *gate_up, 2 * call.elements));
+    call.out = matrix_of(*gradient);
+    call.of_gate_up = matrix_of(*of_gate_up);
+    if (given(of_weights)) {
+      TW_RETURN_IF_FAILED(check_row_vector("of_weights", *of_weights, call.rows.total));
+      call.of_weights = static_cast<float*>(of_weights->data);
+    }
+    TW_RETURN_IF_FAILED(tw::api::check_place(device, stream));
+    if (call.rows.total > 0 && call.elements > 0) {
+      std::vector<Extent> outputs = {extent("of_gate_up", *of_gate_up)};
+      if (given(of_weights)) outputs.push_back(extent_of("of_weights", *of_weights));
+      std::vector<Extent> inputs = inputs_of(gate_up, counts, weights);
+      inputs.push_back(extent("gradient", *gradient));
+      TW_RETURN_IF_FAILED(check_all_apart(outputs, inputs));
+    }
+    if (device >= 0) {
+#if TOKENWAY_WITH_CUDA
+      return tw::activation::swiglu_backward_cuda(call, device, stream);
+#else
+      return tw::api::without_cuda(device);
+#endif
+    }
+    if (call.elements > 0) tw::activation::swiglu_backward_cpu(call);
+    return {};
+  });
+}

@@ -1,0 +1,36 @@
+// What the calls beside the exchange check of their tensors, [rows, elements] in host or device memory.
+#pragma once
+
+#include <cstddef>
+#include <initializer_list>
+#include <string>
+
+#include "core/status.h"
+
+namespace tw::api {
+
+std::string shape_text(std::initializer_list<int64_t> shape);
+
+// Two dimensions, none negative. wanted: what they are, for the sentence.
+Status check_matrix(const char* name, const twTensor_t* tensor, const char* wanted);
+// Data that is there, and aligned to its elements.
+Status check_memory(const char* name, const twTensor_t& tensor);
+Status check_stride(const char* name, const twTensor_t& tensor, int dimension, int64_t wanted, const char* why);
+// A matrix of float32, bfloat16 or float16 whose rows are contiguous.
+Status check_float_rows(const char* name, const twTensor_t* rows, const char* wanted);
+
+// Bytes from the first to the last that a tensor touches.
+struct Extent {
+  const char* name;
+  const std::byte* begin;
+  const std::byte* end;
+};
+Extent extent(const char* name, const twTensor_t& tensor);
+Status check_apart(const Extent& a, const Extent& b);
+
+Status check_place(int32_t device, const void* stream);
+Status check_switch(const char* name, int32_t value);
+// What a call for a device says in a library that has none.
+Status without_cuda(int32_t device);
+
+}  // namespace tw::api

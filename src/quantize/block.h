@@ -1,0 +1,35 @@
+// What the loops on the CPU have in common. For .cc files.
+#pragma once
+
+#include <algorithm>
+
+#include "exchange/summation.h"
+#include "quantize/fp8.h"
+
+// One binary, the widest vectors of the machine it runs on. Sanitizers are not ready when the loader resolves these.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(TOKENWAY_SANITIZED)
+#define TW_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define TW_CLONES
+#endif
+
+namespace tw::quantize {
+
+// Up to 128 elements to values; returns their scale. Three passes over a block that lies in the first-level cache; each
+// of them is a loop that compilers vectorise.
+template <class In>
+[[gnu::always_inline]] inline float quantize_block(const In* from, int n, bool power_of_two, uint8_t* values) {
+  float block[kBlock];
+  for (int i = 0; i < n; ++i) block[i] = widen(from[i]);
+  uint32_t magnitude = 0;
+  for (int i = 0; i < n; ++i) magnitude = std::max(magnitude, std::bit_cast<uint32_t>(block[i]) & kMagnitude);
+  const float scale = scale_of(magnitude, power_of_two);
+  if (magnitude >= kInfinity) {
+    std::fill_n(values, n, kNanValue);
+  } else {
+    for (int i = 0; i < n; ++i) values[i] = e4m3(divide(block[i], scale));
+  }
+  return scale;
+}
+
+}  // namespace tw::quantize

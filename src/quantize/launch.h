@@ -1,0 +1,22 @@
+// Launching a kernel of one parameter, on the current device. For .cu files.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace tw::quantize {
+
+// A thread block's shared memory, of the bytes that its launch asked for.
+template <class T>
+__device__ T* shared_memory() {
+  extern __shared__ __align__(16) unsigned char memory[];
+  return reinterpret_cast<T*>(memory);
+}
+
+template <class Call>
+cudaError_t launch(void (*kernel)(Call), const Call& call, dim3 grid, int threads, void* stream, size_t shared = 0) {
+  void* arguments[] = {const_cast<Call*>(&call)};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(static_cast<unsigned>(threads)), arguments,
+                          shared, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace tw::quantize
