@@ -35,6 +35,20 @@ Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps) {
 }
 // Rows that units are made for: of few tokens, a warp has one group of lines at a time.
 int64_t unit_rows(bool lines, int32_t tokens, int32_t bound) { return lines && tokens <= kFewTokens ? 0 : bound; }
+// Where few SMs send or sum, what a unit costs beside its bytes is what counts: its parts are as large as leave every
+// warp a few of them. (Where all SMs do, a unit that comes late is what counts: a combine of 4096 tokens took twice as
+// long with such parts.)
+constexpr int64_t kFewUnits = 4;
+Units widen_units(Units units, int64_t rows, int64_t warps) {
+  while (units.unit_groups < units.groups) {
+    const uint32_t larger = 2 * units.unit_groups;
+    const uint32_t per_row = (units.groups + larger - 1) / larger;
+    if (rows * per_row < warps * kFewUnits) break;
+    units.unit_groups = larger;
+    units.per_row = Divider::make(per_row);
+  }
+  return units;
+}
 // Vectors of a row in a unit.
 uint32_t share_of(uint32_t vectors, const Units& units) {
   return (vectors + units.per_row.divisor - 1) / units.per_row.divisor;
@@ -192,11 +206,13 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.kind = lines ? Kind::kLines : usual ? Kind::kUsual : Kind::kAny;
   p.units = units_of(word, words_of(meta_bytes(shape().top_k)), unit_rows(lines, p.tokens, call.bound),
                      int64_t{max_grid_} * kWarps / 2);
-  for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
   // With more than a quarter of the device's SMs, units at the end wait longer behind each other.
+  constexpr int kFilling = 25;
   p.roles = lines ? line_roles(rows, p.units, send && receive)
                   : roles_of(rows, p.units, send && receive,
-                             call.bound > view_.line_tokens ? bulk_senders(25, 80) : max_grid_ / 2);
+                             call.bound > view_.line_tokens ? bulk_senders(kFilling, 75) : max_grid_ / 2);
+  p.plain = is_few(p.roles, kFilling) ? widen_units(p.units, p.first_line, int64_t{p.roles.sending} * kWarps) : p.units;
+  for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.plain);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, p.roles.grid(), early_ && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
   if (send && !capturing && !shape().exact()) handle.source = {};
@@ -245,6 +261,23 @@ Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) 
   return launched("places by expert", launch_expert_view(p, grid, call.stream));
 }
 
+// Units of a combine whose roles are known. `few`: of SMs.
+void NvlinkBackend::share_combine(int64_t returning, bool few, CombineParams* params) const {
+  CombineParams& p = *params;
+  p.sums = few ? widen_units(p.units, p.tokens, int64_t{p.roles.receiving} * kWarps) : p.units;
+  p.per_unit = share_of(p.vectors, p.sums);
+  // (Of sums in fewer parts, so that what a partial is made of is looked up less often, a block has too few under way.)
+  p.pushed = kPushedVectors;
+  const auto parts = [&p](uint32_t pushed) { return (p.vectors + pushed - 1) / pushed; };
+  while (few && p.plain && p.vectors_fit && parts(p.pushed) > 1 &&
+         returning * parts(2 * p.pushed) >= int64_t{p.roles.sending} * kWarps * kFewUnits) {
+    p.pushed *= 2;
+  }
+  p.pushed_parts = static_cast<int32_t>(p.sums_fit ? parts(p.pushed) : p.units.per_row.divisor);
+  // As many as keep all warps of a block busy, but not many more: what is drawn early is not shared out any more.
+  p.drawn = std::clamp((kWarps - 1) / (shape().chunk_rows * p.pushed_parts) + 1, 3, kChunks / 2);
+}
+
 Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
@@ -289,17 +322,15 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   const int64_t rows = std::max<int64_t>(p.tokens, returning);
   p.units = units_of(words_of(shape().combine_bytes), 0, unit_rows(lines, p.tokens, call.bound),
                      int64_t{max_grid_} * kWarps / 2);
-  p.per_unit = share_of(p.vectors, p.units);
-  // (In fewer parts, so that what a partial is made of is looked up less often, a block has too few of them under way.)
-  p.pushed_parts =
-      static_cast<int32_t>(p.sums_fit ? (p.vectors + kPushedVectors - 1) / kPushedVectors : p.units.per_row.divisor);
   p.at = combine_;
   p.lines = LinesAt::make(context_.map, p.lane);
   // Rows that the sums overwrite are all sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
+  constexpr int kFilling = 30;
   p.roles = lines ? line_roles(rows, p.units, send && receive)
                   : roles_of(rows, p.units, send && receive && !twice,
-                             call.bound > view_.line_tokens && p.plain ? bulk_senders(30, 50) : max_grid_ / 2);
+                             call.bound > view_.line_tokens && p.plain ? bulk_senders(kFilling, 50) : max_grid_ / 2);
+  share_combine(returning, !lines && is_few(p.roles, kFilling), &p);
   if (twice) {
     p.receive = 0;
     TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream)));

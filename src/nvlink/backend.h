@@ -149,6 +149,9 @@ class NvlinkBackend : public Backend {
   int bulk_senders(int filling, int at_most) const {
     return std::max({1, max_grid_ * filling / 100, std::min(device_sms_ * filling, max_grid_ * at_most) / 100});
   }
+  // Whether so few blocks send that they do not fill the link by much.
+  bool is_few(const Roles& roles, int filling) const { return roles.sending < device_sms_ * filling / 100; }
+  void share_combine(int64_t returning, bool few, CombineParams* params) const;
   // The same where all rows are lines: while that gives every unit a warp, on half of the SMs, so that the next kernel
   // finds the other half.
   Roles line_roles(int64_t rows, const Units& units, bool both) const;

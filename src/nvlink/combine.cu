@@ -127,15 +127,16 @@ __device__ void send(const Sum& s, const First& early, const Ahead& ahead) {
 template <twDtype_t kWire, bool kFast>
 __device__ void sum_tokens(const Sum& s, Sent sent) {
   const CombineParams& p = s.p;
-  const uint32_t end = static_cast<uint32_t>(p.tokens) * p.units.per_row.divisor;
+  const Units& units = p.sums;
+  const uint32_t end = static_cast<uint32_t>(p.tokens) * units.per_row.divisor;
   const auto [begin, warps] = received_shares(p.roles);
 #pragma unroll 1
   for (uint32_t u = begin; u < end; u += warps) {
-    const uint32_t token = divide(u, p.units.per_row);
-    const uint32_t next = divide(u + warps, p.units.per_row);
+    const uint32_t token = divide(u, units.per_row);
+    const uint32_t next = divide(u + warps, units.per_row);
     Sent after{};  // of the next unit, on its way while this one is summed
     if (u + warps < end) after = load_sent(p, static_cast<int>(next), lane());
-    sum_unit<kWire, kFast>(s, static_cast<int>(token), unit_of(p.units, u - token * p.units.per_row.divisor), sent);
+    sum_unit<kWire, kFast>(s, static_cast<int>(token), unit_of(units, u - token * units.per_row.divisor), sent);
     sent = after;
   }
 }
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   begin_work(s);
   warm(p);
   const First early = first_of(s);
-  const uint32_t token = divide(received_shares(p.roles).first, p.units.per_row);
+  const uint32_t token = divide(received_shares(p.roles).first, p.sums.per_row);
   await_earlier();
   Ahead ahead{};
   Sent sent{};

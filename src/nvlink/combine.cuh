@@ -339,6 +339,61 @@ __device__ inline void sum_vectors(const Sum& s, int token, int fan, uint32_t un
   }
 }
 
+constexpr uint32_t kLongUnit = 256;  // vectors
+
+// A long unit of two terms, as most tokens have between two ranks. What comes next is on its way while this is summed:
+// with few SMs, what a warp has in flight is what limits a combine. (Loads that depend on a condition, as those of any
+// number of terms do, are kept in memory by the compiler, which is to wait for them.)
+template <twDtype_t kWire, bool kFast>
+__device__ inline void sum_two(const Sum& s, int token, uint32_t unit) {
+  constexpr uint32_t kAtOnce = 2;
+  struct Loaded {
+    uint4 term[kAtOnce][2];
+  };
+  const CombineParams& p = s.p;
+  const uint32_t begin = unit * p.per_unit;
+  const uint32_t end = min(p.vectors, begin + p.per_unit);
+  const uint32_t steps = (end - begin) / (32 * kAtOnce);
+  const auto* const one = reinterpret_cast<const uint4*>(s.places()[0]);
+  const auto* const other = reinterpret_cast<const uint4*>(s.places()[1]);
+  std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
+  const auto add_two = [&](uint32_t v, const uint4& a, const uint4& b) {
+    Quad low = widen_word(kWire, low_half(a));
+    Quad high = widen_word(kWire, high_half(a));
+    add(&low, widen_word(kWire, low_half(b)), false);
+    add(&high, widen_word(kWire, high_half(b)), false);
+    store_sums<kWire, kFast>(p, out, v, low, high);
+  };
+  const auto load = [&](uint32_t step, Loaded* to) {  // the last again instead of those beyond
+    const uint32_t v = begin + min(step, steps - 1) * 32 * kAtOnce + static_cast<uint32_t>(lane());
+#pragma unroll
+    for (uint32_t u = 0; u < kAtOnce; ++u) {
+      to->term[u][0] = load_fresh<uint4>(one + v + 32 * u);
+      to->term[u][1] = load_fresh<uint4>(other + v + 32 * u);
+    }
+  };
+  const auto sum = [&](uint32_t step, const Loaded& from) {
+    const uint32_t v = begin + step * 32 * kAtOnce + static_cast<uint32_t>(lane());
+#pragma unroll
+    for (uint32_t u = 0; u < kAtOnce; ++u) add_two(v + 32 * u, from.term[u][0], from.term[u][1]);
+  };
+  if (steps > 0) {
+    Loaded even, odd;  // two, as what is still on its way cannot be moved
+    load(0, &even);
+#pragma unroll 1
+    for (uint32_t step = 0; step < steps; step += 2) {
+      load(step + 1, &odd);
+      sum(step, even);
+      load(step + 2, &even);
+      if (step + 1 < steps) sum(step + 1, odd);
+    }
+  }
+#pragma unroll 1
+  for (uint32_t v = begin + steps * 32 * kAtOnce + static_cast<uint32_t>(lane()); v < end; v += 32) {
+    add_two(v, load_fresh<uint4>(one + v), load_fresh<uint4>(other + v));
+  }
+}
+
 // The same where this rank's own partial, whose terms are in the set, is still to be made.
 template <twDtype_t kWire>
 __device__ __noinline__ static void sum_with_own(Sum s, int token, int fan, uint32_t unit) {
@@ -397,7 +452,11 @@ __device__ inline void sum_unit(const Sum& s, int token, const Unit& unit, const
   bool here = terms.here;
   if (!kFast && here && terms.own >= 0 && !s.simple()) collect_terms(p, s.set(), p.group.me, terms.own);
   if (here && !terms.lines && (kFast || (p.vectors_fit && (p.plain || terms.own < 0)))) {
-    sum_vectors<kWire, kFast>(s, token, terms.fan, unit.number);
+    if (terms.fan == 2 && p.per_unit >= kLongUnit) {
+      sum_two<kWire, kFast>(s, token, unit.number);
+    } else {
+      sum_vectors<kWire, kFast>(s, token, terms.fan, unit.number);
+    }
   } else if (!kFast && here && !terms.lines && p.sums_fit) {
     sum_with_own<kWire>(s, token, terms.fan, unit.number);
   } else if (here) {

@@ -41,10 +41,10 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   if (thread < kWarps) scratch.progress()[thread] = 0;
   // What a sending warp sends first, though nobody knows yet where it goes.
   const uint32_t u = sent_shares(p.roles).first;
-  uint32_t row = divide(u, p.units.per_row);
-  Unit unit = sent_unit(p.units, u, row);
+  Item item = sent_item(p, u);
+  Unit& unit = item.unit;
   IdsAt ids_from = ids_at(p, thread);
-  pin(row, unit.number, unit.begin, unit.end, ids_from.from, ids_from.bytes);
+  pin(item.row, unit.number, unit.begin, unit.end, ids_from.from, ids_from.bytes);
   meet();  // the table
   await_earlier();
   place_rows(p, scratch);
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   Ids ids{};
   if (sends) {
     if (kFast) ids = load_ids(ids_from);
-    if (row < static_cast<uint32_t>(p.tokens)) load_ahead<kFast>(p, static_cast<int>(row), unit, &ahead);
+    if (item.row < static_cast<uint32_t>(p.tokens)) load_ahead<kFast>(p, static_cast<int>(item.row), unit, &ahead);
   }
   Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
   const bool sticky = is_sticky(g);

@@ -42,6 +42,23 @@ __device__ inline Span span_of(const PayloadIn& payload, const Unit& unit) {
   return {begin, min(payload.vectors, begin + payload.per_unit)};
 }
 
+// The first of some vectors of a row.
+template <int kCount = kUnitGroups>
+__device__ inline void load_vectors(const std::byte* row, const Span& span, Vec16* vectors) {
+#pragma unroll
+  for (uint32_t i = 0; i < kCount; ++i) {
+    const uint32_t v = span.begin + static_cast<uint32_t>(lane()) + 32 * i;
+    if (v < span.end) vectors[i] = load_fresh<Vec16>(row + uint64_t{16} * v);
+  }
+}
+__device__ inline void store_vectors(std::byte* row, const Span& span, const Vec16* vectors) {
+#pragma unroll
+  for (uint32_t i = 0; i < kUnitGroups; ++i) {
+    const uint32_t v = span.begin + static_cast<uint32_t>(lane()) + 32 * i;
+    if (v < span.end) reinterpret_cast<Vec16*>(row)[v] = vectors[i];
+  }
+}
+
 template <bool kFast>
 __device__ inline void load_ahead(const DispatchParams& p, int token, const Unit& unit, Ahead* ahead) {
   if (has_meta(unit)) ahead->choice = load_choice(p, token, lane());
@@ -49,13 +66,7 @@ __device__ inline void load_ahead(const DispatchParams& p, int token, const Unit
   if (token >= p.first_line) {
     load_words<kFast>(p, token, unit, ahead->pair);
   } else if (kFast || payload.width == 16) {
-    const Span span = span_of(payload, unit);
-    const std::byte* const row = payload.data + token * payload.stride;
-#pragma unroll
-    for (uint32_t i = 0; i < kUnitGroups; ++i) {
-      const uint32_t v = span.begin + static_cast<uint32_t>(lane()) + 32 * i;
-      if (v < span.end) ahead->pair[i] = load_fresh<Vec16>(row + uint64_t{16} * v);
-    }
+    load_vectors(payload.data + token * payload.stride, span_of(payload, unit), ahead->pair);
     if (!kFast || p.group.map.shape().payloads < 2) return;
     const Span more = span_of(p.payloads[1], unit);
     const uint32_t v = more.begin + static_cast<uint32_t>(lane());
@@ -97,32 +108,75 @@ __device__ __noinline__ static void copy_narrow(const std::byte* from, std::byte
   }
 }
 
-// A unit of a row that is no line to a rank. The first payload's part is loaded; units are small enough for that
-// (backend.cc, units_of).
-template <bool kFast>
-__device__ inline void send_plain(const Block& b, int token, const Unit& unit, int rank, int slot, const Ahead& ahead) {
-  const DispatchParams& p = b.p;
-  const WindowMap& map = p.group.map;
+// Where a payload of a row lies at a rank.
+__device__ inline std::byte* place_of(const Block& b, int payload, int rank, int slot) {
+  return b.scratch.windows()[rank] +
+         b.p.group.map.payload_row(b.step.lane, b.step.bank(), payload, b.row_at(rank, slot));
+}
+
+// A unit of a payload to all ranks of `to`, of which lane i knows where the row lies at rank i: read once. The first
+// vectors are loaded; those after some are on their way while these are stored.
+__device__ inline void send_vectors(const std::byte* from, const Span& unit, uint32_t ranks, std::byte* to,
+                                    Vec16 (&loaded)[kUnitGroups]) {
+  const auto store = [&](const Span& span, const Vec16* vectors) {
 #pragma unroll 1
-  for (int q = 0; q < map.shape().payloads; ++q) {
-    const PayloadIn& payload = p.payloads[q];
-    const Span span = span_of(payload, unit);
-    std::byte* const to =
-        b.scratch.windows()[rank] + map.payload_row(b.step.lane, b.step.bank(), q, b.row_at(rank, slot));
-    const std::byte* const from = payload.data + token * payload.stride;
-    if (!kFast && payload.width != 16) {
-      copy_narrow(from, to, span, payload.width);
-    } else if (q > 0) {
-      const uint32_t v = span.begin + static_cast<uint32_t>(lane());
-      if (kFast && v < span.end) reinterpret_cast<Vec16*>(to)[v] = ahead.second;
-      copy_span<Vec16>(from, to, {span.begin + (kFast ? 32 : 0), span.end});
-    } else {
-#pragma unroll
-      for (uint32_t i = 0; i < kUnitGroups; ++i) {
-        const uint32_t v = span.begin + static_cast<uint32_t>(lane()) + 32 * i;
-        if (v < span.end) reinterpret_cast<Vec16*>(to)[v] = ahead.pair[i];
-      }
+    for (uint32_t left = ranks; left != 0; left &= left - 1) {
+      const auto at = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(to), __ffs(static_cast<int>(left)) - 1);
+      store_vectors(reinterpret_cast<std::byte*>(at), span, vectors);
     }
+  };
+  constexpr uint32_t kAtOnce = 32 * kUnitGroups;
+  Vec16 odd[kUnitGroups];  // beside those loaded, as what is on its way cannot be moved
+#pragma unroll 1
+  for (Span span = unit; span.begin < span.end; span.begin += kAtOnce) {
+    const Span next{span.begin + kAtOnce, span.end};
+    load_vectors(from, next, odd);
+    store(span, loaded);
+    if (next.begin >= next.end) return;
+    span = next;
+    load_vectors(from, {span.begin + kAtOnce, span.end}, loaded);
+    store(span, odd);
+  }
+}
+
+// A unit of a row that is no line to all its ranks, in calls of the usual kind. Lane i knows whether it goes to rank i
+// and where it lies there.
+__device__ inline void send_usual(const Block& b, int token, const Unit& unit, const Place& place, Ahead* ahead) {
+  const DispatchParams& p = b.p;
+  const bool goes = place.goes && place.slot < b.scratch.limit()[lane()];
+  const uint32_t ranks = __ballot_sync(~0u, goes);
+#pragma unroll 1
+  for (int q = 0; q < p.group.map.shape().payloads; ++q) {
+    const PayloadIn& payload = p.payloads[q];
+    const std::byte* const from = payload.data + token * payload.stride;
+    std::byte* const to = goes ? place_of(b, q, lane(), place.slot) : nullptr;
+    const Span span = span_of(payload, unit);
+    if (q > 0) {
+      ahead->pair[0] = ahead->second;
+      load_vectors<kUnitGroups - 1>(from, {span.begin + 32, span.end}, ahead->pair + 1);
+    }
+    send_vectors(from, span, ranks, to, ahead->pair);
+  }
+}
+
+// The same to one rank, in any call.
+__device__ inline void send_any(const Block& b, int token, const Unit& unit, int rank, int slot, const Ahead& ahead) {
+  const DispatchParams& p = b.p;
+#pragma unroll 1
+  for (int q = 0; q < p.group.map.shape().payloads; ++q) {
+    const PayloadIn& payload = p.payloads[q];
+    Span span = span_of(payload, unit);
+    std::byte* const to = place_of(b, q, rank, slot);
+    const std::byte* const from = payload.data + token * payload.stride;
+    if (payload.width != 16) {
+      copy_narrow(from, to, span, payload.width);
+      continue;
+    }
+    if (q == 0) {
+      store_vectors(to, span, ahead.pair);
+      span.begin += 32 * kUnitGroups;
+    }
+    copy_span<Vec16>(from, to, span);
   }
 }
 
@@ -204,6 +258,7 @@ __device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ah
   for (int base = 0; base < (kFast ? 1 : b.ranks()); base += kRanksAtOnce) {
     const Place place = find_place(p, b.scratch, token, base);
     const uint32_t all = __ballot_sync(~0u, place.goes);
+    if (kFast && !lines) send_usual(b, token, unit, place, ahead);
     const auto me = static_cast<uint32_t>(p.group.me - base);
     const uint32_t own = me < kRanksAtOnce ? all & 1u << me : 0;
 #pragma unroll 1
@@ -215,7 +270,7 @@ __device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ah
       if (lines) {
         send_lines(b, unit, base + i, slot, position, *ahead);
       } else {
-        send_plain<kFast>(b, token, unit, base + i, slot, *ahead);
+        if (!kFast) send_any(b, token, unit, base + i, slot, *ahead);
         if (has_meta(unit)) send_meta(b, base + i, slot, position);
       }
     }
@@ -224,8 +279,8 @@ __device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ah
       const bool goes = slot < b.scratch.limit()[p.group.me];
       if (goes && lines) {
         place_words<kFast>(p, b.bank, b.row(p.group.me, slot), unit, unit.end - unit.begin, ahead->pair);
-      } else if (goes) {
-        send_plain<kFast>(b, token, unit, p.group.me, slot, *ahead);
+      } else if (goes && !kFast) {
+        send_any(b, token, unit, p.group.me, slot, *ahead);
       }
       if (goes && has_meta(unit)) take_own(b, slot, before + __popc(all & below(static_cast<int>(me))));
     }
@@ -265,11 +320,27 @@ __device__ __noinline__ static void finish_plain(Block b) {
   for (int i = lane(); i < b.ranks(); i += 32) store_word(b.scratch.windows()[i] + place, b.step.number);
 }
 
-// Unit u of all, of a row. The first of a row is the one with most to do, so it is another warp's from row to row.
-__device__ inline Unit sent_unit(const Units& units, uint32_t u, uint32_t row) {
+// Which row a unit is of, of all units of all tokens in order. The first of a row is the one with most to do, so it is
+// another warp's from row to row.
+struct Item {
+  uint32_t row;
+  Unit unit;
+};
+__device__ inline Item item_of(const Units& units, uint32_t u) {
   const uint32_t per_row = units.per_row.divisor;
+  const uint32_t row = divide(u, units.per_row);
   const uint32_t number = u - row * per_row + row - divide(row, units.per_row) * per_row;
-  return unit_of(units, number < per_row ? number : number - per_row);
+  return {row, unit_of(units, number < per_row ? number : number - per_row)};
+}
+__device__ inline uint32_t plain_units(const DispatchParams& p) {
+  return static_cast<uint32_t>(p.first_line) * p.plain.per_row.divisor;
+}
+__device__ inline Item sent_item(const DispatchParams& p, uint32_t u) {
+  const uint32_t plain = plain_units(p);
+  if (u < plain) return item_of(p.plain, u);
+  Item item = item_of(p.units, u - plain);
+  item.row += static_cast<uint32_t>(p.first_line);
+  return item;
 }
 
 // Where rows begin; by a block, before a barrier.
@@ -315,9 +386,8 @@ __device__ inline void send(const Block& b, Ahead ahead) {
     for (int rank = static_cast<int>(threadIdx.x); rank < b.ranks(); rank += kThreads) tell(b, rank, 0);
     return;
   }
-  const uint32_t per_row = p.units.per_row.divisor;
-  const uint32_t first_line = static_cast<uint32_t>(p.first_line) * per_row;
-  const uint32_t all = static_cast<uint32_t>(p.tokens) * per_row;
+  const uint32_t first_line = plain_units(p);
+  const uint32_t all = first_line + static_cast<uint32_t>(p.tokens - p.first_line) * p.units.per_row.divisor;
   const bool rounds = p.tokens > kRound;
   // Beyond those that everybody begins with; the warp that routes begins with none.
   const uint32_t given = (rounds ? kWarps - 1 : kWarps) * static_cast<uint32_t>(p.roles.sending);
@@ -331,20 +401,20 @@ __device__ inline void send(const Block& b, Ahead ahead) {
     u = given + __shfl_sync(~0u, draw(), 0);
     loaded = false;
   }
+  Item item = sent_item(p, u);
 #pragma unroll 1
   for (int round = 0; round * kRound < p.tokens; ++round) {
-    const uint32_t end = static_cast<uint32_t>(min((round + 1) * kRound, p.tokens)) * per_row;
+    const auto end = static_cast<uint32_t>((round + 1) * kRound);
     await_round(b.scratch, round);
 #pragma unroll 1
-    while (u < end) {
+    while (u < all && item.row < end) {
       const uint32_t ticket = all > given ? draw() : 0;  // on its way while this unit is sent
-      const uint32_t row = divide(u, p.units.per_row);
-      const Unit unit = sent_unit(p.units, u, row);
-      if (!loaded) load_ahead<kFast>(p, static_cast<int>(row), unit, &ahead);
+      if (!loaded) load_ahead<kFast>(p, static_cast<int>(item.row), item.unit, &ahead);
       loaded = false;
       if (plain && u >= first_line) finish_plain(b), plain = false;
-      send_unit<kFast>(b, static_cast<int>(row), unit, &ahead);
+      send_unit<kFast>(b, static_cast<int>(item.row), item.unit, &ahead);
       u = all > given ? given + __shfl_sync(~0u, ticket, 0) : all;
+      item = sent_item(p, u);
     }
   }
   if (plain) finish_plain(b);

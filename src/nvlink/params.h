@@ -155,12 +155,12 @@ struct PayloadIn {
   int64_t stride;       // bytes
   int32_t width;        // bytes that every access may take: 16, 4 or 1
   uint32_t vectors;     // of that many bytes in a row
-  uint32_t per_unit;    // of them in a unit
+  uint32_t per_unit;    // of them in a unit of a row that is no line
   uint32_t first_word;  // in the stream of a line (layout/lines.h)
 };
 
 // How rows are shared out: a unit is a warp's, some groups of four lines of a row, or as large a part of the row as it
-// lies. Rows of one step may travel either way, so both have as many units.
+// lies.
 struct Units {
   Divider per_row;
   uint32_t unit_groups;  // groups of lines in a unit, the last of a row excepted
@@ -285,7 +285,8 @@ struct DispatchParams {
   int32_t send;
   int32_t receive;
   DispatchScratch at;
-  Units units;
+  Units units;  // of rows that are lines
+  Units plain;  // of the others
   LinesAt lines;
   Roles roles;
   int32_t table;  // the expert table is kept in shared memory
@@ -300,7 +301,8 @@ struct CombineParams {
   CombineScratch at;
   GroupView group;
   HandleView handle;
-  Units units;
+  Units units;  // of rows that are sent
+  Units sums;   // of tokens' sums
   LinesAt lines;
   Roles roles;
   int32_t lane;
@@ -329,8 +331,10 @@ struct CombineParams {
   std::byte* out;
   int64_t out_stride;
   uint32_t vectors;      // of 16 bytes in a row
-  uint32_t per_unit;     // of them in a unit
-  int32_t pushed_parts;  // units of a row that goes into an inbox
+  uint32_t per_unit;     // of them in a unit of a sum
+  uint32_t pushed;       // of them in a unit of a row that goes into an inbox
+  int32_t pushed_parts;  // such units of a row
+  int32_t drawn;         // chunks that a block draws before it needs them
 };
 
 // Copies out of the window: rank_major outputs that the caller gave, or expert_major ones.
