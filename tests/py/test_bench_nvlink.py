@@ -248,6 +248,14 @@ def test_run_on_gpus(ranks, layout, gpu, torch, monkeypatch, tmp_path, capsys) -
     assert ("of floor" in shown) == (ranks > 1) and "NV18" in shown and ("WRONG" in shown) == gpu.ablation
     page = report.markdown(json.loads(json.dumps(run)))
     assert page.count("\n| ") == 4 and "2.28.9" in page and "window of 64 ranks" in page
+    few = json.loads(json.dumps(run))
+    few["settings"]["nvlink"]["sm_limit"] = 8
+    page = report.together([run, few])
+    assert page.count("\n| ") == 6 and page.count("\n| all | gpt") == page.count("\n| 8 | gpt") == 2
+    for row in few["rows"]:
+        row["counts_us"] = row["pair_us"]
+    with pytest.raises(ValueError, match="different columns"):
+        report.together([run, few])
     need(importlib.util.find_spec("matplotlib") is not None, "matplotlib")
     plot.draw(run, str(tmp_path / "run.png"))
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -186,6 +186,8 @@ def run_unasked(env: Env, *args: Any) -> Any:
 @pytest.mark.parametrize(("settings", "sizes", "normalize"), CASES[:4], ids=str)
 def test_with_room_the_host_asks_nothing(processes, backend, settings, sizes, normalize, dtype) -> None:
     """With a fixed capacity, in no step forward or backward; and what nobody wrote reaches no result."""
+    if (backend, dtype) == ("nvlink", "float32"):
+        pytest.skip("PyTorch has grouped matrix products on devices for bfloat16 alone")
     settings = settings | {"max_tokens": 18, "max_recv_tokens": 18 * len(sizes), "row_alignment": 8} | EXACT
     found = processes(len(sizes)).run(run_unasked, settings, sizes, dtype, normalize)
     apart_by = compare(found, settings, sizes, dtype, normalize)

@@ -2,7 +2,8 @@
 
 python -m tokenway.bench.report FILE.json ...           prints the tables
 python -m tokenway.bench.report --update PAGE.md DIR    puts those of DIR into a page, each between
-                                                        <!-- table: FILE.json --> and <!-- end of table -->
+                                                        <!-- table: FILE.json --> and <!-- end of table -->;
+                                                        of several files, one table of all their rows
 """
 
 from __future__ import annotations
@@ -40,6 +41,37 @@ def markdown(run: dict[str, Any]) -> str:
     if table.on_gpus(run):
         lines += ["", "```text", *nvlink_table.notes(run), "```"]
     return "\n".join(lines).rstrip()
+
+
+def together(runs: Sequence[dict[str, Any]]) -> str:
+    """One table of runs on GPUs that differ in how many SMs or ranks there were."""
+    apart = {
+        "SMs": [str(run["settings"]["nvlink"]["sm_limit"] or "all") for run in runs],
+        "ranks": [str(run["settings"]["ranks"]) for run in runs],
+    }
+    apart = {name: values for name, values in apart.items() if len(set(values)) > 1}
+    tables = [table.columns(run) for run in runs]
+    heads = tables[0][0]
+    if any(other != heads for other, _ in tables):
+        raise ValueError(f"tables of different columns: {' | '.join(heads)}, and others")
+    rows = [
+        [*(values[i] for values in apart.values()), *cells] for i, (_, lines) in enumerate(tables) for cells in lines
+    ]
+    dates = sorted(run["date"] for run in runs)
+    commits = ", ".join(dict.fromkeys(run["commit"] or "unknown" for run in runs))
+    settings = runs[0]["settings"]
+    align = ["---:"] * len(apart) + ["---"] * 2 + ["---:"] * (len(heads) - 2)
+    lines = [
+        f"{_where(runs[0])}; commit {commits}; {dates[0]} to {dates[-1]}.",
+        "",
+        f"{settings['dtype']}, {settings['layout']}; medians of {settings['iterations']} iterations in "
+        f"{settings['rounds']} rounds.",
+        "",
+        _line([*apart, *heads]),
+        _line(align),
+        *(_line(row) for row in rows),
+    ]
+    return "\n".join(lines)
 
 
 def _where(run: dict[str, Any]) -> str:
@@ -83,17 +115,18 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- table: (\S+(?: \S+)*) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
-def read(path: Path) -> str:
-    """The markdown of one file."""
-    return markdown(json.loads(path.read_text(encoding="utf-8")))
+def read(*paths: Path) -> str:
+    """The markdown of one file, or of several together."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return markdown(runs[0]) if len(runs) == 1 else together(runs)
 
 
 def update(page: str, folder: Path) -> str:
     """A page with its tables made anew from the files of a folder."""
-    return BLOCK.sub(lambda m: f"{m[1]}{read(folder / m[2])}\n{m[3]}", page)
+    return BLOCK.sub(lambda m: f"{m[1]}{read(*(folder / name for name in m[2].split()))}\n{m[3]}", page)
 
 
 def main(argv: Sequence[str]) -> int:
