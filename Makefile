@@ -44,6 +44,8 @@ test:  ## everything: C++ plain and under sanitizers, models, Python, mutations,
 	@$(MAKE) test-cc
 	@$(STAGE) "models (spin)" $(PY) spec/run.py
 	@$(TREE) $(STAGE) "Python tests" $(PY) -m pytest tests/py
+	@$(TREE) $(STAGE) "portable backend" $(PY) -m pytest tests/py/test_survival.py tests/py/test_exchange.py \
+	  --backend torch -k "not threads"
 	@$(STAGE) "CUDA kernels on emulated GPUs" $(PY) tests/emulator/run.py --quick
 	@$(TREE) $(STAGE) "mutations" $(PY) tests/mutations/run.py
 	@$(STAGE) "wheel" tests/wheel/test_wheel.sh
@@ -70,6 +72,10 @@ build/test build/tsan build/asan:
 test-emulated:  ## the CUDA kernels on emulated GPUs, whole (ARGS="-k rounds -x" and others)
 	@$(SETUP) run test
 	@$(PY) tests/emulator/run.py $(ARGS)
+
+test-netns: build  ## the portable backend between two network namespaces (root, or user namespaces; ARGS="-k cut")
+	@$(SETUP) run test
+	@$(TREE) $(PY) tests/netns/run_all.py $(ARGS)
 
 soak: build  ## long and random: 10,000 rounds, 50 ranks killed, 20 stopped (tens of minutes)
 	@$(SETUP) run test
@@ -116,5 +122,5 @@ clean:  ## remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-.PHONY: help build run bench test test-cc test-emulated build/test build/tsan build/asan soak spec lint \
+.PHONY: help build run bench test test-cc test-emulated test-netns build/test build/tsan build/asan soak spec lint \
 	format test-gpu bench-gpu gpu-library clean

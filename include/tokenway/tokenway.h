@@ -29,6 +29,7 @@
 #ifndef TOKENWAY_H_
 #define TOKENWAY_H_
 
+#include "tokenway/carrier.h"
 #include "tokenway/types.h"
 
 #define TW_VERSION_MAJOR 0
@@ -111,6 +112,13 @@ TW_API twResult_t twCommCreateCuda(twComm_t* comm, int32_t rank, int32_t nranks,
 // (copies of all streams of a device share queues: synchronise the stream first), and no two of them may be branches of
 // one graph.
 TW_API twResult_t twCommCreateLocal(twComm_t* comms, int32_t nranks, const twCommConfig_t* config);
+
+// Connects `nranks` processes, wherever they are, whose groups exchange through collectives of the caller's
+// (carrier.h). Groups are on the CPU, and are called as those of twCommCreateShm. Connections go to ports that the
+// system chooses, of addresses that the ranks' network interfaces have; on these nothing is encrypted. Collective.
+// Errors: twInvalidArgument; twTimeout, which names the ranks that could not be reached; twConfigMismatch;
+// twSystemError.
+TW_API twResult_t twCommCreatePortable(twComm_t* comm, int32_t rank, int32_t nranks, const twPortableConfig_t* config);
 
 // Frees this rank's comm. Its groups must have been destroyed (else twInvalidUsage). Peers see the rank as gone.
 TW_API twResult_t twCommDestroy(twComm_t comm);
@@ -231,6 +239,9 @@ TW_API twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* config, 
 TW_API twResult_t twGroupAbort(twGroup_t group);
 
 TW_API twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info);
+
+// twUnsupported for a group whose ranks share memory.
+TW_API twResult_t twGroupPortableInfo(twGroup_t group, twPortableInfo_t* info);
 
 // The record of the group's last error, whether sticky or of one call. Always returns twSuccess for a valid group;
 // never blocks; may be called from any thread.

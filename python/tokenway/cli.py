@@ -45,7 +45,8 @@ _BENCH = (
     "Verifies every row bit for bit against the NumPy oracle, then times dispatch, combine and "
     "both, in turns with baselines. Runs N processes of its own, or, started by torchrun or "
     "`tokenway launch`, as the ranks that it finds itself in. With --backend nvlink, the same on GPUs: "
-    "beside the floor of the same run, in CUDA graphs and without, verified where asked for."
+    "beside the floor of the same run, in CUDA graphs and without, verified where asked for. With "
+    "--backend torch, the portable backend's strategies beside each other, over gloo."
 )
 
 
@@ -82,6 +83,10 @@ def _bench(args: argparse.Namespace) -> int:
         from tokenway.bench import nvlink
 
         return nvlink.run(settings)
+    if settings.portable is not None:
+        from tokenway.bench import portable
+
+        return portable.run(settings)
     if settings.launched or settings.overhead:
         return runner.run_rank(settings)
     return runner.run_ranks(settings)

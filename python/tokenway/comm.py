@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from ctypes import byref, c_int32, c_void_p
 from typing import Any
 
-from tokenway import _native, cuda
-from tokenway.errors import InvalidArgument, PeerRefused, TokenwayError, Unsupported
+from tokenway import _native, cuda, portable
+from tokenway.errors import ConfigMismatch, InvalidArgument, InvalidUsage, PeerRefused, TokenwayError, Unsupported
 from tokenway.settings import milliseconds
+
+_log = logging.getLogger("tokenway")
 
 # What the package's own launcher tells its processes.
 RANK, NRANKS, ADDRESS = "TOKENWAY_RANK", "TOKENWAY_NRANKS", "TOKENWAY_ADDRESS"
@@ -23,12 +26,13 @@ LOCAL_RANK = cuda.LOCAL_RANK  # as torchrun does
 class Comm:
     """One rank's part in a set of ranks on which groups are created.
 
-    Use `connect()`, `Comm.shm(...)`, `Comm.cuda(...)` or `local_comms(n)` to make one. Closing frees it; groups must
-    be closed before.
+    Use `connect()`, `Comm.shm(...)`, `Comm.cuda(...)`, `Comm.portable(...)` or `local_comms(n)` to make one. Closing
+    frees it; groups must be closed before. `backend` is "shm", "nvlink" or "torch", `why` says why that one was taken.
     """
 
-    def __init__(self, pointer: int):
+    def __init__(self, pointer: int, carrier: Any = None):
         self._pointer: int | None = pointer
+        self._carrier = carrier  # of a portable comm: the C library calls it
         rank, nranks = c_int32(), c_int32()
         _native.check(_native.lib.twCommRank(pointer, byref(rank), byref(nranks)))
         self.rank: int = rank.value
@@ -36,6 +40,8 @@ class Comm:
         device = c_int32()
         _native.check(_native.lib.twCommDevice(pointer, byref(device)))
         self._device = device.value
+        self.backend = "torch" if carrier is not None else "shm" if self._device < 0 else "nvlink"
+        self.why = "it was asked for"
 
     @classmethod
     def shm(cls, rank: int, nranks: int, address: str, timeout: float | None = None) -> Comm:
@@ -67,6 +73,29 @@ class Comm:
         _native.check(_native.lib.twCommCreateCuda(byref(pointer), rank, nranks, byref(config)))
         return cls(pointer.value or 0)
 
+    @classmethod
+    def portable(
+        cls,
+        rank: int,
+        nranks: int,
+        allgather: Callable[[bytes], list[bytes]],
+        *,
+        process_group: Any = None,
+        strategy: str = "auto",
+        capacity: str | int | None = None,
+        timeout: float | None = None,
+    ) -> Comm:
+        """Connects processes on any hosts, on the CPU, whose groups exchange through torch.distributed. Collective.
+
+        `connect(backend="torch")` is the everyday form. allgather(mine): the bytes that every rank gives, in rank
+        order. process_group: groups exchange through further ones of its kind (default: gloo's). strategy and
+        capacity: as in `connect`. timeout: seconds to wait for the others (default 100).
+        """
+        connect = portable.connect_gloo if process_group is None else portable.connect_like(process_group)
+        limit = 0 if timeout is None else milliseconds(timeout)
+        options = {"strategy": strategy, "capacity": capacity, "timeout_ms": limit}
+        return cls(*portable.create(rank, nranks, allgather, connect=connect, **options))
+
     @property
     def device(self) -> int | None:
         """The CUDA device of this rank, None on the CPU."""
@@ -97,7 +126,7 @@ class Comm:
 
     def __repr__(self) -> str:
         where = "" if self.device is None else f", device={self.device}"
-        return f"Comm(rank={self.rank}, nranks={self.nranks}{where})"
+        return f"Comm(rank={self.rank}, nranks={self.nranks}{where}, backend={self.backend!r})"
 
 
 def _config(timeout: float | None) -> _native.CommConfig:
@@ -135,8 +164,19 @@ def local_comms(nranks: int, devices: Sequence[Any] | None = None, timeout: floa
     return [Comm(pointer) for pointer in pointers if pointer is not None]
 
 
-def connect(process_group: Any = None, *, device: Any = None, timeout: float | None = None) -> Comm:
-    """Connects this process with its peers on this host, however it was started. Collective.
+BACKENDS = ("auto", "shm", "nvlink", "torch")
+
+
+def connect(
+    process_group: Any = None,
+    *,
+    device: Any = None,
+    timeout: float | None = None,
+    backend: str = "auto",
+    strategy: str | None = None,
+    capacity: str | int | None = None,
+) -> Comm:
+    """Connects this process with its peers, however it was started. Collective.
 
     device: None or "cpu": on the CPU; else the CUDA device of this rank, one of its own: a number, "cuda:1" or a
     torch.device. "cuda" is PyTorch's current device if another than cuda:0 has been chosen; else that of LOCAL_RANK
@@ -146,27 +186,71 @@ def connect(process_group: Any = None, *, device: Any = None, timeout: float | N
     In this order: `process_group`, or the default one if torch.distributed is initialised; the package's own launcher
     (`tokenway launch`, `tokenway.run`); torchrun's environment; else one rank alone. May be called again, by all
     ranks in the same order, for further comms. timeout: seconds to wait for the others (default 100).
+
+    backend: "shm" (ranks of one host, on the CPU), "nvlink" (of one host, on CUDA devices), "torch" (ranks anywhere, on
+    the CPU, over torch.distributed, which must be initialised) or "auto": of the first two the one of `device` where
+    all ranks are on one host, else "torch". `Comm.backend` and `Comm.why` say which and why, as a line of the log
+    "tokenway" does. docs/BACKENDS.md is the guide.
+
+    Of "torch" alone, equal on all ranks: strategy: "routed" (ranks tell each other sizes, then send rows where they
+    belong), "gathered" (all tokens to all ranks) or "auto" (the default: by what was measured when the first group was
+    created). capacity: how much of each message travels at once, without its size being known: "exact" (nothing; the
+    default of "routed"), "fixed" (all, however much a step may bring), bytes, or "auto" (as measured; the default of
+    the others).
     """
+    if backend not in BACKENDS:
+        raise InvalidArgument(f"backend is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
     distributed = sys.modules.get("torch.distributed")
-    device = _Device(device)
+    wish = _Wish(device, backend, strategy, capacity, timeout)
     if process_group is not None or (
         distributed is not None and distributed.is_available() and distributed.is_initialized()
     ):
-        return _connect_torch(process_group, device, timeout)
-    if RANK in os.environ:
+        comm = _connect_torch(process_group, wish)
+    elif backend == "torch":
+        raise InvalidUsage(
+            "backend is 'torch', and torch.distributed is not initialised: call torch.distributed.init_process_group "
+            "first, or give a process_group"
+        )
+    elif RANK in os.environ:
         rank, nranks = _from_environment(RANK, NRANKS)
-        return device.comm(rank, nranks, _unique(os.environ[ADDRESS]), timeout)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _connect_torchrun(device, timeout)
-    return device.comm(0, 1, _unique(f"alone-{os.getpid()}"), timeout)
+        comm = wish.comm(rank, nranks, _unique(os.environ[ADDRESS]), "the package's launcher starts ranks on one host")
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        comm = _connect_torchrun(wish)
+    else:
+        comm = wish.comm(0, 1, _unique(f"alone-{os.getpid()}"), "there is one rank")
+    if comm.rank == 0:
+        _log.info("%d ranks, backend %r: %s", comm.nranks, comm.backend, comm.why)
+    return comm
 
 
-class _Device:
-    """What `connect` was asked for: the CPU, or a CUDA device."""
+class _Wish:
+    """What `connect` was asked for."""
 
-    def __init__(self, given: Any):
-        self._given = None if str(given) == "cpu" else given
-        self.backend = "CPU" if self._given is None else "NVLink"
+    def __init__(
+        self, device: Any, backend: str, strategy: str | None, capacity: str | int | None, timeout: float | None
+    ):
+        self._given = None if str(device) == "cpu" else device
+        on = {"shm": self._given is None, "nvlink": self._given is not None, "torch": self._given is None}
+        if not on.get(backend, True):
+            where = "the CPU" if self._given is None else f"device {self._given!r}"
+            raise Unsupported(f"backend {backend!r} is not for {where}")
+        self.backend = backend
+        self.one_host = "CPU" if self._given is None else "NVLink"  # the backend between ranks of one host
+        self.timeout = timeout
+        self.portable = {name: x for name, x in (("strategy", strategy), ("capacity", capacity)) if x is not None}
+        if "strategy" in self.portable:
+            portable.strategy_code(self.portable["strategy"])
+        if "capacity" in self.portable:
+            portable.inline_bytes(self.portable["capacity"])
+        if self.portable and backend in ("shm", "nvlink"):
+            raise InvalidArgument(
+                f"{' and '.join(self.portable)} is given, and backend {backend!r} has no choice: its ranks write where "
+                "rows are wanted, and never more of them than that"
+            )
+
+    @property
+    def on_host(self) -> bool:
+        return self._given is None
 
     def index(self) -> int | None:
         """The CUDA device, chosen if it is to be chosen; None for the CPU."""
@@ -175,12 +259,16 @@ class _Device:
         index = cuda.index_of(self._given)
         return cuda.choose_local_device() if index is None else index
 
-    def comm(self, rank: int, nranks: int, address: str, timeout: float | None) -> Comm:
-        """Meets the other ranks there."""
+    def comm(self, rank: int, nranks: int, address: str, why: str) -> Comm:
+        """Meets the other ranks, which are on this host."""
         index = self.index()
         if index is None:
-            return Comm.shm(rank, nranks, address, timeout)
-        return Comm.cuda(rank, nranks, address, index, timeout)
+            comm = Comm.shm(rank, nranks, address, self.timeout)
+        else:
+            comm = Comm.cuda(rank, nranks, address, index, self.timeout)
+        if self.backend == "auto":
+            comm.why = why
+        return comm
 
 
 _connected = 0
@@ -205,52 +293,69 @@ def _from_environment(*names: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _connect_torchrun(device: _Device, timeout: float | None) -> Comm:
+def _connect_torchrun(wish: _Wish) -> Comm:
     rank, nranks, local = _from_environment("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if local != nranks:
         raise Unsupported(
-            f"WORLD_SIZE is {nranks} and LOCAL_WORLD_SIZE {local}: the {device.backend} backend connects ranks of one "
-            "host only"
+            f"WORLD_SIZE is {nranks} and LOCAL_WORLD_SIZE {local}: the {wish.one_host} backend connects ranks of one "
+            "host only; initialise torch.distributed to have the portable one"
         )
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    return device.comm(rank, nranks, _unique("torchrun", *(os.environ.get(name, "") for name in names)), timeout)
+    address = _unique("torchrun", *(os.environ.get(name, "") for name in names))
+    return wish.comm(rank, nranks, address, "torchrun started all ranks on this host")
 
 
 def _host() -> str:
-    """Names this boot of this host: what shared memory needs ranks to have in common."""
+    """Names this boot of this host and the network namespace: what shared memory, whose descriptors travel over Unix
+    sockets, needs ranks to have in common."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return os.uname().nodename
 
 
-def _connect_torch(process_group: Any, device: _Device, timeout: float | None) -> Comm:
+def _connect_torch(process_group: Any, wish: _Wish) -> Comm:
     import torch
     import torch.distributed as dist
 
     rank, nranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     index, problem = None, None
     try:
-        index = device.index()
+        index = wish.index()
     except TokenwayError as error:  # the others, which wait in the gathering, learn of it first
         problem = error
-    mine = (os.uname().nodename, _host(), os.urandom(16).hex(), problem and str(problem))
-    all_ranks: list[Any] = [None] * nranks
-    # NCCL gathers over the current device, and refuses two ranks on one.
-    with nullcontext() if index is None else torch.cuda.device(index):
-        dist.all_gather_object(all_ranks, mine, group=process_group)
+
+    def allgather(mine: Any) -> list[Any]:
+        all_ranks: list[Any] = [None] * nranks
+        # NCCL gathers over the current device, and refuses two ranks on one.
+        with nullcontext() if index is None else torch.cuda.device(index):
+            dist.all_gather_object(all_ranks, mine, group=process_group)
+        return all_ranks
+
+    mine = os.uname().nodename, _host(), os.urandom(16).hex(), problem and str(problem), wish.backend
+    all_ranks = allgather(mine)
     if problem is not None:
         raise problem
-    for r, (_, _, _, text) in enumerate(all_ranks):
+    for r, (*_, text, backend) in enumerate(all_ranks):
         if text is not None:
             raise PeerRefused(f"rank {r} cannot connect: {text}")
-    apart = [r for r in range(nranks) if all_ranks[r][1] != all_ranks[0][1]]
-    if apart:
-        raise Unsupported(
-            f"rank 0 runs on {all_ranks[0][0]}, rank {apart[0]} on {all_ranks[apart[0]][0]}: the {device.backend} "
-            "backend connects ranks of one host only"
-        )
-    if index is None:
-        return Comm.shm(rank, nranks, all_ranks[0][2], timeout)
-    return Comm.cuda(rank, nranks, all_ranks[0][2], index, timeout)
+        if backend != all_ranks[0][4]:
+            raise ConfigMismatch(f"backend differs: rank 0 has {all_ranks[0][4]!r}, rank {r} has {backend!r}")
+    apart = next((r for r in range(nranks) if all_ranks[r][1] != all_ranks[0][1]), None)
+    if apart is None:
+        where = "all ranks are on one host"
+    elif all_ranks[apart][0] == all_ranks[0][0]:
+        where = f"rank 0 and rank {apart} run on {all_ranks[0][0]} in different network namespaces"
+    else:
+        where = f"rank 0 runs on {all_ranks[0][0]}, rank {apart} on {all_ranks[apart][0]}"
+    if apart is None and wish.backend != "torch":
+        return wish.comm(rank, nranks, all_ranks[0][2], where)
+    if wish.backend in ("shm", "nvlink") or not wish.on_host:
+        further = "" if wish.on_host else ", and the portable one is on the CPU"
+        raise Unsupported(f"{where}: the {wish.one_host} backend connects ranks of one host only{further}")
+    options = {"process_group": process_group or dist.group.WORLD, "timeout": wish.timeout, **wish.portable}
+    comm = Comm.portable(rank, nranks, allgather, **options)
+    if wish.backend == "auto":
+        comm.why = where
+    return comm

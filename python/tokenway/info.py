@@ -65,7 +65,7 @@ def collect() -> dict[str, Any]:
         "backends": {
             "cpu": _cpu_backend(),
             "nvlink": nvlink,
-            "torch": "not in this version (a process group can be the bootstrap: tokenway.connect)",
+            "torch": _portable_backend(),
             "gin": "not in this version",
         },
         "machine": here,
@@ -105,6 +105,15 @@ def _nvlink_backend() -> str:
     except TokenwayError as error:
         return f"not available: {error}"
     return AVAILABLE
+
+
+def _portable_backend() -> str:
+    from tokenway.bench import gloo
+
+    problem = gloo.missing()
+    if problem is None:
+        return f"{AVAILABLE} (on the CPU; connect() takes it where ranks are not all on one host)"
+    return f"not available: {problem}"
 
 
 def cuda_devices() -> list[dict[str, Any]]:

@@ -122,6 +122,57 @@ twResult_t twCommCreateCuda(twComm_t* comm, int32_t rank, int32_t nranks, const 
   return enter([&] { return create_between_processes(comm, rank, nranks, given, true); });
 }
 
+namespace {
+
+Status check_portable(const twPortableConfig_t& config) {
+  if (config.allgather == nullptr) return fail(twInvalidArgument, "config.allgather is NULL");
+  if (config.carrier == nullptr) return fail(twInvalidArgument, "config.carrier is NULL");
+  if (config.strategy < twRouted || config.strategy > twAuto) {
+    return fail(twInvalidArgument, "config.strategy is %d; it must be twRouted (0), twGathered (1) or twAuto (2)",
+                config.strategy);
+  }
+  if (config.inline_bytes < -1) {
+    return fail(twInvalidArgument, "config.inline_bytes is %lld; it must be -1 (as measured) or from 0 on",
+                static_cast<long long>(config.inline_bytes));
+  }
+  return {};
+}
+
+}  // namespace
+
+twResult_t twCommCreatePortable(twComm_t* comm, int32_t rank, int32_t nranks, const twPortableConfig_t* given) {
+  return enter([&]() -> Status {
+    TW_CHECK_NOT_NULL(comm);
+    TW_RETURN_IF_FAILED(check_rank(rank, nranks));
+    twPortableConfig_t config = TW_PORTABLE_CONFIG_INIT;
+    TW_RETURN_IF_FAILED(tw::api::read_struct("config", given, &config));
+    TW_RETURN_IF_FAILED(check_portable(config));
+    auto carrier = std::make_unique<tw::Carrier>();
+    TW_RETURN_IF_FAILED(tw::api::read_struct("config.carrier", config.carrier, &carrier->calls));
+    const twCarrier_t& calls = carrier->calls;
+    if (!calls.offer || !calls.open || !calls.close || !calls.start || !calls.wait) {
+      return fail(twInvalidArgument, "config.carrier has a function that is NULL");
+    }
+    carrier->strategy = config.strategy;
+    carrier->inline_bytes = config.inline_bytes;
+    twCommConfig_t common = TW_COMM_CONFIG_INIT;
+    common.timeout_ms = config.timeout_ms;
+    tw::Environment environment;
+    TW_RETURN_IF_FAILED(read_comm_config(&common, &environment, &common));
+    const auto gather = [&](const void* mine, void* all, size_t bytes) {
+      return config.allgather(mine, all, bytes, config.allgather_context);
+    };
+    const char* const names[] = {"routed", "gathered", "auto"};
+    const std::string note = std::string(names[config.strategy]) + " and " + std::to_string(config.inline_bytes);
+    std::unique_ptr<tw::Bootstrap> mesh;
+    TW_RETURN_IF_FAILED(tw::connect_tcp(rank, nranks, gather, note, "config.strategy or config.inline_bytes",
+                                        after(common.timeout_ms), &mesh));
+    *comm = make_comm(std::move(mesh), environment, common.timeout_ms);
+    (*comm)->carrier = std::move(carrier);
+    return {};
+  });
+}
+
 twResult_t twCommCreateLocal(twComm_t* made, int32_t nranks, const twCommConfig_t* given) {
   return enter([&]() -> Status {
     if (made == nullptr) return fail(twInvalidArgument, "comms is NULL");

@@ -203,6 +203,15 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
   });
 }
 
+twResult_t twGroupPortableInfo(twGroup_t group, twPortableInfo_t* info) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    twPortableInfo_t known{};
+    if (!group->backend->describe(&known)) return fail(twUnsupported, "the group's ranks share memory");
+    return tw::api::write_struct("info", known, info);
+  });
+}
+
 twResult_t twGroupGetError(twGroup_t group, twErrorRecord_t* record) {
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(groups.check("group", group));

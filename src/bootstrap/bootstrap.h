@@ -61,7 +61,18 @@ class Bootstrap {
 
   // False once a peer's process has ended or has destroyed its comm. Never blocks.
   virtual bool alive(int peer) = 0;
+
+  // ---- Between processes that share no memory. What a rank posts to a peer under a tag replaces what it posted there
+  // before. Never blocks.
+  virtual void post(int /*peer*/, uint64_t /*tag*/, const std::string& /*bytes*/) {}
+  // What has come from a peer under a tag; false if nothing has.
+  virtual bool posted(int /*peer*/, uint64_t /*tag*/, std::string* /*bytes*/) { return false; }
+  // IP addresses of the connection to a peer: this rank's own, and the peer's.
+  virtual void addresses(int /*peer*/, std::string* /*own*/, std::string* /*theirs*/) {}
 };
+
+// Tags of what is posted, apart from those of exchanges.
+inline constexpr uint64_t kPostTag = uint64_t{1} << 63;
 
 // "1, 2, 5", or "1, 2, 3, 4, 5, 6, 7, 8 and 90 others": ranks in a sentence.
 std::string ranks_text(std::span<const int> ranks);
@@ -77,6 +88,12 @@ Status agree(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, T
 // A mesh of Unix sockets between processes of one host. `address` as in twCommConfig_t.
 Status connect_mesh(int rank, int size, const std::string& address, TimePoint deadline,
                     std::unique_ptr<Bootstrap>* bootstrap);
+
+// A mesh of TCP connections, for ranks on any hosts: they tell each other their addresses by the caller's own
+// allgather(mine, all, bytes). Refuses ranks whose `note` differs, which `what` names.
+Status connect_tcp(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
+                   const std::string& note, const char* what, TimePoint deadline,
+                   std::unique_ptr<Bootstrap>* bootstrap);
 
 // An address that all ranks have in common, made by rank 0 and told by a caller's own allgather(mine, all, bytes),
 // which returns 0 if it worked. Refuses ranks on several hosts.

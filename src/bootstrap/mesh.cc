@@ -1,6 +1,8 @@
 // Every rank is connected to every other, so that each sees for itself when one is gone, and survivors can talk without
 // asking anybody. A star through rank 0 would need fewer sockets and would end with rank 0.
+#include <arpa/inet.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -19,6 +21,7 @@ namespace {
 constexpr int kRetryMs = 2;
 constexpr int kPollMs = 100;
 constexpr uint64_t kHelloTag = 0;
+constexpr std::chrono::seconds kAnswerTime{3};  // of who was dialled: another program may listen there
 
 int milliseconds_to(TimePoint deadline, int at_most) {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
@@ -29,24 +32,24 @@ struct Hello {
   int32_t version;
   int32_t rank;
   int32_t size;
+  uint64_t secret;
 };
 
 class Mesh : public Bootstrap {
  public:
-  Mesh(int rank, int size) : rank_(rank), size_(size), peers_(size) {}
+  Mesh(std::unique_ptr<Way> way, int rank, int size) : way_(std::move(way)), rank_(rank), size_(size), peers_(size) {}
   ~Mesh() override {
     // Closing alone would not tell the peers while a forked child holds the sockets too.
     for (Peer& peer : peers_) {
       if (peer.connection.fd() >= 0) ::shutdown(peer.connection.fd(), SHUT_RDWR);
     }
-    if (!socket_file_.empty()) ::unlink(socket_file_.c_str());
   }
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   bool in_process() const override { return false; }
 
-  Status connect(const std::string& address, TimePoint deadline);
+  Status connect(TimePoint deadline);
 
   // Asked by threads that wait in other groups, while one may be in exchange(): reads nothing that exchange() changes.
   bool alive(int peer) override {
@@ -65,6 +68,19 @@ class Mesh : public Bootstrap {
   std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
                                  std::vector<Parcel>* all) override;
 
+  void post(int peer, uint64_t tag, const std::string& bytes) override {
+    const std::lock_guard lock(exchange_mutex_);
+    peers_[peer].connection.queue(kPostTag | tag, bytes, -1);
+    peers_[peer].connection.pump();
+  }
+  bool posted(int peer, uint64_t tag, std::string* bytes) override {
+    const std::unique_lock lock(exchange_mutex_, std::try_to_lock);
+    if (!lock) return false;  // a meeting is under way, which reads too: who asks asks again
+    peers_[peer].connection.pump();
+    return peers_[peer].connection.find(kPostTag | tag, bytes);
+  }
+  void addresses(int peer, std::string* own, std::string* theirs) override;
+
  private:
   struct Peer {
     Connection connection;
@@ -72,16 +88,17 @@ class Mesh : public Bootstrap {
     std::atomic<bool> ended = false;
   };
 
-  Status dial(const std::string& address, int peer, TimePoint deadline);
+  Status dial(int peer, TimePoint deadline);
+  bool answers(Connection& connection, TimePoint deadline);
   Status greet(Fd socket, TimePoint deadline);
   Status adopt(int peer, Connection connection, int pid);
   Status missing() const;
 
+  std::unique_ptr<Way> way_;
   int rank_;
   int size_;
   std::vector<Peer> peers_;
   std::mutex exchange_mutex_;
-  std::string socket_file_;
 };
 
 Status Mesh::adopt(int peer, Connection connection, int pid) {
@@ -90,6 +107,7 @@ Status Mesh::adopt(int peer, Connection connection, int pid) {
   }
   peers_[peer].connection = std::move(connection);
 #ifdef SYS_pidfd_open
+  if (pid == 0) pid = way_->process(peer);
   if (pid > 0) peers_[peer].process = Fd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
 #endif
   return {};
@@ -104,41 +122,60 @@ Status Mesh::missing() const {
               size_, rank_);
 }
 
+// Whether who was dialled has the secret too.
+bool Mesh::answers(Connection& connection, TimePoint deadline) {
+  const TimePoint until = std::min(deadline, std::chrono::steady_clock::now() + kAnswerTime);
+  Parcel parcel;
+  while (!connection.take(kHelloTag, &parcel)) {
+    const int wait = milliseconds_to(until, kPollMs);
+    if (!connection.open() || wait == 0) return false;
+    pollfd readable{connection.fd(), POLLIN, 0};
+    ::poll(&readable, 1, wait);
+    connection.pump();
+  }
+  return Unpacker(parcel.bytes).get<Hello>().secret == way_->secret();
+}
+
 // Connects to a lower rank, which may not listen yet, and says who we are.
-Status Mesh::dial(const std::string& address, int peer, TimePoint deadline) {
-  Fd socket;
-  for (;;) {
-    const Status status = connect_to(address, peer, &socket);
-    if (status.ok()) break;
-    if (status.code != twTimeout) return status;
+Status Mesh::dial(int peer, TimePoint deadline) {
+  for (int attempt = 0;; ++attempt) {
+    Fd socket;
+    Status status = way_->dial(peer, attempt, &socket);
+    if (!status.ok() && status.code != twTimeout) return status;
+    int pid = 0;
+    if (status.ok()) {
+      TW_RETURN_IF_FAILED(way_->check(socket.get(), &pid));
+      Connection connection(std::move(socket));
+      const Hello hello{TW_VERSION, rank_, size_, way_->secret()};
+      connection.queue(kHelloTag, Packer().add(hello).take(), -1);
+      connection.pump();
+      if (way_->secret() == 0 || answers(connection, deadline)) return adopt(peer, std::move(connection), pid);
+    }
     if (std::chrono::steady_clock::now() >= deadline) return missing();
     ::usleep(kRetryMs * 1000);
   }
-  int pid = 0;
-  TW_RETURN_IF_FAILED(check_peer(socket.get(), &pid));
-  Connection connection(std::move(socket));
-  const Hello hello{TW_VERSION, rank_, size_};
-  connection.queue(kHelloTag, Packer().add(hello).take(), -1);
-  connection.pump();
-  return adopt(peer, std::move(connection), pid);
 }
 
 // Takes a connection from a higher rank, once it has said who it is.
 Status Mesh::greet(Fd socket, TimePoint deadline) {
   int pid = 0;
-  if (!check_peer(socket.get(), &pid).ok()) return {};  // turned away; ours may still come
+  if (!way_->check(socket.get(), &pid).ok()) return {};  // turned away; ours may still come
   const int fd = socket.get();
   Connection connection(std::move(socket));
   Parcel parcel;
+  // Where anybody can connect, one that says nothing must not hold up the others.
+  const bool public_way = way_->secret() != 0;
+  const TimePoint until = public_way ? std::min(deadline, std::chrono::steady_clock::now() + kAnswerTime) : deadline;
   while (!connection.take(kHelloTag, &parcel)) {
     if (!connection.open()) return {};
     pollfd readable{fd, POLLIN, 0};
-    const int wait = milliseconds_to(deadline, kPollMs);
-    if (wait == 0) return missing();
+    const int wait = milliseconds_to(until, kPollMs);
+    if (wait == 0) return public_way ? Status{} : missing();
     ::poll(&readable, 1, wait);
     connection.pump();
   }
   const Hello hello = Unpacker(parcel.bytes).get<Hello>();
+  if (hello.secret != way_->secret()) return {};
   if (hello.version != TW_VERSION) {
     return fail(twConfigMismatch, "library version: rank %d has %d, rank %d has %d", rank_, TW_VERSION, hello.rank,
                 hello.version);
@@ -150,14 +187,18 @@ Status Mesh::greet(Fd socket, TimePoint deadline) {
     return fail(twInvalidArgument, "a process says that it is rank %d; rank %d expected %d..%d", hello.rank, rank_,
                 rank_ + 1, size_ - 1);
   }
+  if (public_way) {
+    const Hello answer{TW_VERSION, rank_, size_, way_->secret()};
+    connection.queue(kHelloTag, Packer().add(answer).take(), -1);
+    connection.pump();
+  }
   return adopt(hello.rank, std::move(connection), pid);
 }
 
-Status Mesh::connect(const std::string& address, TimePoint deadline) {
+Status Mesh::connect(TimePoint deadline) {
   Fd listener;
-  TW_RETURN_IF_FAILED(listen_at(address, rank_, size_, &listener));
-  if (address[0] == '/') socket_file_ = address + "." + std::to_string(rank_);
-  for (int peer = 0; peer < rank_; ++peer) TW_RETURN_IF_FAILED(dial(address, peer, deadline));
+  TW_RETURN_IF_FAILED(way_->listen(rank_, size_, &listener));
+  for (int peer = 0; peer < rank_; ++peer) TW_RETURN_IF_FAILED(dial(peer, deadline));
   const auto arrived = [&] {
     return std::count_if(peers_.begin(), peers_.end(), [](const Peer& p) { return p.connection.fd() >= 0; });
   };
@@ -219,14 +260,59 @@ std::vector<Presence> Mesh::exchange(std::span<const int> members, uint64_t tag,
   }
 }
 
+void Mesh::addresses(int peer, std::string* own, std::string* theirs) {
+  const auto text = [](const sockaddr_storage& at) {
+    char name[INET6_ADDRSTRLEN] = "";
+    if (at.ss_family == AF_INET) {
+      ::inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in&>(at).sin_addr, name, sizeof name);
+    } else if (at.ss_family == AF_INET6) {
+      ::inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6&>(at).sin6_addr, name, sizeof name);
+    }
+    constexpr char kMapped[] = "::ffff:";  // an IPv4 address, on a socket that takes both
+    const std::string found = name;
+    return found.starts_with(kMapped) && found.find('.') != std::string::npos ? found.substr(sizeof kMapped - 1)
+                                                                              : found;
+  };
+  sockaddr_storage at{};
+  socklen_t length = sizeof at;
+  if (::getsockname(peers_[peer].connection.fd(), reinterpret_cast<sockaddr*>(&at), &length) == 0) *own = text(at);
+  length = sizeof at;
+  if (::getpeername(peers_[peer].connection.fd(), reinterpret_cast<sockaddr*>(&at), &length) == 0) *theirs = text(at);
+}
+
+// Unix sockets of one host.
+class UnixWay : public Way {
+ public:
+  explicit UnixWay(std::string address) : address_(std::move(address)) {}
+  ~UnixWay() override {
+    if (!socket_file_.empty()) ::unlink(socket_file_.c_str());
+  }
+  Status listen(int rank, int size, Fd* listener) override {
+    TW_RETURN_IF_FAILED(listen_at(address_, rank, size, listener));
+    if (address_[0] == '/') socket_file_ = address_ + "." + std::to_string(rank);
+    return {};
+  }
+  Status dial(int peer, int, Fd* socket) override { return connect_to(address_, peer, socket); }
+  Status check(int socket, int* pid) override { return check_peer(socket, pid); }
+
+ private:
+  std::string address_;
+  std::string socket_file_;
+};
+
 }  // namespace
+
+Status connect_over(std::unique_ptr<Way> way, int rank, int size, TimePoint deadline,
+                    std::unique_ptr<Bootstrap>* bootstrap) {
+  auto mesh = std::make_unique<Mesh>(std::move(way), rank, size);
+  TW_RETURN_IF_FAILED(mesh->connect(deadline));
+  *bootstrap = std::move(mesh);
+  return {};
+}
 
 Status connect_mesh(int rank, int size, const std::string& address, TimePoint deadline,
                     std::unique_ptr<Bootstrap>* bootstrap) {
-  auto mesh = std::make_unique<Mesh>(rank, size);
-  TW_RETURN_IF_FAILED(mesh->connect(address, deadline));
-  *bootstrap = std::move(mesh);
-  return {};
+  return connect_over(std::make_unique<UnixWay>(address), rank, size, deadline, bootstrap);
 }
 
 }  // namespace tw

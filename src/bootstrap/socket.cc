@@ -170,7 +170,11 @@ void Connection::parse() {
       descriptors_.pop_front();
     }
     input_.erase(0, sizeof header + header.length);
-    parcels_[header.tag] = std::move(parcel);
+    if ((header.tag & kPostTag) != 0) {
+      posts_[header.tag] = std::move(parcel.bytes);
+    } else {
+      parcels_[header.tag] = std::move(parcel);
+    }
   }
 }
 
@@ -180,6 +184,13 @@ bool Connection::take(uint64_t tag, Parcel* parcel) {
   if (found == parcels_.end()) return false;
   *parcel = std::move(found->second);
   parcels_.erase(found);
+  return true;
+}
+
+bool Connection::find(uint64_t tag, std::string* bytes) const {
+  const auto found = posts_.find(tag);
+  if (found == posts_.end()) return false;
+  *bytes = found->second;
   return true;
 }
 

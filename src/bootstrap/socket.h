@@ -1,4 +1,4 @@
-// Unix stream sockets as the mesh needs them: framed parcels, descriptors along with them, no blocking but in poll.
+// Stream sockets as the mesh needs them: framed parcels, descriptors along with them, no blocking but in poll.
 #pragma once
 
 #include <deque>
@@ -33,6 +33,8 @@ class Connection {
   void pump();
   // Removes and returns the parcel of a tag; false if it is not here. Parcels of older tags are dropped.
   bool take(uint64_t tag, Parcel* parcel);
+  // The bytes that came last under a tag of kPostTag; they stay.
+  bool find(uint64_t tag, std::string* bytes) const;
 
  private:
   struct Outgoing {
@@ -51,6 +53,7 @@ class Connection {
   std::string input_;
   std::deque<Fd> descriptors_;
   std::map<uint64_t, Parcel> parcels_;
+  std::map<uint64_t, std::string> posts_;
 };
 
 // A listening socket for `address` + rank, and a connection to one. An address is the name of abstract sockets, or,
@@ -61,5 +64,25 @@ Status connect_to(const std::string& address, int rank, Fd* socket);
 
 // Refuses peers of other users; gives the peer's process id (0 if it is in another pid namespace).
 Status check_peer(int socket, int* pid);
+
+// How the ranks of a mesh reach each other.
+class Way {
+ public:
+  virtual ~Way() = default;
+  virtual Status listen(int rank, int size, Fd* listener) = 0;
+  // Connects to a rank, which may have several addresses: `attempt` goes through them. twTimeout: not now, or not
+  // there.
+  virtual Status dial(int peer, int attempt, Fd* socket) = 0;
+  // Refuses a peer that is none; gives its process id, 0 if that is unknown here.
+  virtual Status check(int socket, int* pid) = 0;
+  // The process of a rank, where check() cannot tell; 0 if it is unknown here.
+  virtual int process(int /*peer*/) const { return 0; }
+  // What all ranks know and nobody else; 0 where sockets can be reached by the right ones alone. If there is one, who
+  // is dialled answers.
+  virtual uint64_t secret() const { return 0; }
+};
+
+Status connect_over(std::unique_ptr<Way> way, int rank, int size, TimePoint deadline,
+                    std::unique_ptr<Bootstrap>* bootstrap);
 
 }  // namespace tw

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bootstrap/bootstrap.h"
+#include "core/carrier.h"
 #include "core/config.h"
 #include "exchange/counts.h"
 #include "exchange/dispatch.h"
@@ -152,6 +153,9 @@ class Backend {
   virtual AbortWord find_abort() = 0;
   virtual AbortWord abort_of(int writer) = 0;
 
+  // How a carrier is used; false if there is none.
+  virtual bool describe(twPortableInfo_t*) const { return false; }
+
   // ---- Where a device runs the steps. There, send_* of a call that is not send_only launches all of it, and finish_*
   // returns at once: what goes wrong later is found by poll().
   virtual bool on_device() const { return false; }
@@ -191,6 +195,7 @@ struct BackendInit {
   TimePoint deadline;
   int32_t spin_us = -1;
   uint64_t cache_bytes = 0;
+  Carrier* carrier = nullptr;
   // Of devices.
   int device = -1;
   std::span<const int> devices;  // by rank of the bootstrap, where all are in this process
@@ -202,6 +207,10 @@ struct BackendInit {
 
 // src/cpu. Collective among members; a rank that fails on its own tells the others before it returns.
 Status make_cpu_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
+
+// src/cpu, over init.carrier: the ranks' memory stays their own. As make_cpu_backend; init.tag and the next seven are
+// its.
+Status make_carried_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
 
 // src/nvlink, in builds with CUDA. As make_cpu_backend; init.tag and the next seven are its.
 Status make_nvlink_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);

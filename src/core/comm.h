@@ -6,15 +6,17 @@
 #include <vector>
 
 #include "bootstrap/bootstrap.h"
+#include "core/carrier.h"
 #include "core/env.h"
 #include "core/quarantine.h"
 
 struct twComm : tw::Quarantined<twComm> {
   std::unique_ptr<tw::Bootstrap> bootstrap;
   tw::Environment environment{};
-  int32_t timeout_ms = 0;       // for meetings of all ranks
-  int device = -1;              // of this rank; -1: the CPU
-  std::vector<int> devices;     // of all ranks, where they are in this process
+  int32_t timeout_ms = 0;                // for meetings of all ranks
+  int device = -1;                       // of this rank; -1: the CPU
+  std::unique_ptr<tw::Carrier> carrier;  // of a portable comm
+  std::vector<int> devices;              // of all ranks, where they are in this process
   uint64_t occasions = 2;       // collective calls so far: the high part of a bootstrap tag, the same on all ranks
   std::atomic<int> groups = 0;  // alive
 

@@ -189,17 +189,18 @@ Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& re
   init.deadline = deadline;
   init.spin_us = comm->environment.spin_us;
   init.cache_bytes = comm->environment.cache_bytes;
+  init.carrier = comm->carrier.get();
   init.device = comm->device;
   init.devices = comm->devices;
   init.timeout_ms = group->config.given.timeout_ms;
   init.sm_limit = group->config.given.sm_limit;
   init.blocking = comm->environment.blocking;
   init.no_wait = comm->environment.no_wait;
+  const auto make = comm->carrier != nullptr ? make_carried_backend : make_cpu_backend;
 #if TOKENWAY_WITH_CUDA
-  const Status mapped =
-      on_device ? make_nvlink_backend(init, &group->backend) : make_cpu_backend(init, &group->backend);
+  const Status mapped = (on_device ? make_nvlink_backend : make)(init, &group->backend);
 #else
-  const Status mapped = make_cpu_backend(init, &group->backend);
+  const Status mapped = make(init, &group->backend);
 #endif
   TW_RETURN_IF_FAILED(agree(bootstrap, group->members, tags + kMappedStage, deadline, kOccasion, mapped));
   *made = std::move(group);

@@ -1,10 +1,12 @@
-// The CPU's backend: the shared exchange and views over CpuTransport.
+// The CPU's backends: the shared exchange and views, over memory that ranks have in common or over a carrier.
 #include "core/backend.h"
 
 #include <algorithm>
 #include <functional>
 #include <numeric>
 
+#include "cpu/carried.h"
+#include "cpu/gathered.h"
 #include "cpu/transport.h"
 #include "cpu/vector.h"
 #include "exchange/combine.h"
@@ -14,18 +16,24 @@
 namespace tw::cpu {
 namespace {
 
+template <class T>
 class CpuBackend : public Backend {
  public:
-  CpuBackend(const BackendInit& init, Windows windows)
+  CpuBackend(const BackendInit& init, std::unique_ptr<T> transport)
       : context_(*init.context),
-        transport_(init, std::move(windows)),
+        owned_(std::move(transport)),
+        transport_(*owned_),
         partial_(context_.map.shape().combine_bytes),
         next_(std::max(1, context_.local_experts)),
         counts_(context_.map.shape().ranks),
-        dispatch_row_(std::accumulate(shape().payload_bytes, shape().payload_bytes + shape().payloads, uint64_t{0})) {}
+        dispatch_row_(std::accumulate(shape().payload_bytes, shape().payload_bytes + shape().payloads,
+                                      meta_bytes(shape().top_k))) {}
 
   Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
-    transport_.expect(step_bytes(handle.routing.destination_count(), dispatch_row_));
+    if constexpr (kCarried) {
+      if (transport_.gathers(call.bound)) return send_gathered(call, handle);
+    }
+    transport_.begin(call.at, {handle.routing.send_counts, 1 + shape().payloads, dispatch_row_}, call.send_only);
     const auto begin = [&](int rank) {
       return shape().exact() ? handle.counts.begin[rank] : int64_t{context_.me} * call.bound;
     };
@@ -34,7 +42,7 @@ class CpuBackend : public Backend {
   }
 
   Status send_counts(const CountsCall& call, HandleArrays& handle) override {
-    transport_.expect(step_bytes(shape().ranks, WindowMap::counts_bytes(shape())));
+    transport_.begin(call.at, {nullptr, 1, WindowMap::counts_bytes(shape())}, call.send_only);
     tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing);
     return {};
   }
@@ -42,8 +50,7 @@ class CpuBackend : public Backend {
   Status send_combine(const CombineCall& call, HandleArrays& handle) override {
     const Received& received = handle.received;
     const RowTypes types{call.rows_dtype, context_.wire, context_.elements, call.weighted};
-    const int64_t rows = std::accumulate(received.counts, received.counts + shape().ranks, int64_t{0});
-    transport_.expect(step_bytes(rows, shape().combine_bytes));
+    transport_.begin(call.at, {received.counts, 1, shape().combine_bytes}, call.send_only);
     const auto send = [&](auto&& terms) {
       tw::send_combine(transport_, context_.map, call.at, received, types, static_cast<uint32_t>(call.bound), terms,
                        sum_rows, partial_.data(), call.keep_own);
@@ -58,6 +65,8 @@ class CpuBackend : public Backend {
   }
 
   Status send_refusal(StepPlace at, twPhase_t, const HandleArrays*, void*) override {
+    std::fill_n(counts_.begin(), shape().ranks, 0);
+    transport_.begin(at, {counts_.data(), 0, 0}, true);
     publish_step(transport_, context_.map, at, Mode::kRefused, 0, [](int) { return 0; });
     return {};
   }
@@ -133,6 +142,11 @@ class CpuBackend : public Backend {
     return std::less_equal<>()(window, at) && std::less<>()(at, window + context_.map.bytes());
   }
 
+  bool describe(twPortableInfo_t* info) const override {
+    if constexpr (kCarried) transport_.describe(info);
+    return kCarried;
+  }
+
   void announce_abort(AbortWord reason) override { transport_.announce_abort(reason); }
   AbortWord find_abort() override { return transport_.find_abort(); }
   AbortWord abort_of(int writer) override { return transport_.abort_of(writer); }
@@ -141,11 +155,22 @@ class CpuBackend : public Backend {
   int32_t ranks() const override { return shape().ranks; }
 
  private:
+  static constexpr bool kCarried = std::is_same_v<T, CarriedTransport>;
+
   const Shape& shape() const { return context_.map.shape(); }
 
-  // What all ranks put in a step, were they all like this one.
-  uint64_t step_bytes(int64_t rows, uint64_t row_bytes) const {
-    return static_cast<uint64_t>(rows) * row_bytes * static_cast<uint64_t>(shape().ranks);
+  // Sends all tokens to all ranks.
+  Status send_gathered(const DispatchCall& call, HandleArrays& handle) {
+    const Gathered gathered{context_, call.at, call.bound, shape().exact() ? &handle.counts : nullptr};
+    const auto unpack = [this, gathered](int source, const Frame& frame, const std::byte* message) {
+      unpack_gathered(transport_, gathered, source, static_cast<int32_t>(frame.tokens), message);
+    };
+    std::byte* const message = transport_.begin_gathered(call.at, handle.routing.tokens, call.send_only, unpack);
+    pack_gathered(shape(), handle.routing, call.payloads, message);
+    put_picked(transport_, gathered, context_.me, handle.routing, call.payloads);
+    publish_step(transport_, context_.map, call.at, Mode::kDispatch, static_cast<uint32_t>(call.bound),
+                 [&](int peer) { return handle.routing.send_counts[peer]; });
+    return {};
   }
 
   // Where the rows of each local expert begin in a grouped layout.
@@ -207,11 +232,12 @@ class CpuBackend : public Backend {
   }
 
   const Context& context_;
-  CpuTransport transport_;
+  std::unique_ptr<T> owned_;
+  T& transport_;
   std::vector<std::byte> partial_;  // one combined row
   std::vector<int32_t> next_;       // [L]
   std::vector<int32_t> counts_;     // [N]
-  uint64_t dispatch_row_;           // bytes of a token's payloads
+  uint64_t dispatch_row_;           // bytes of a token's payloads, and what travels beside them
 };
 
 }  // namespace
@@ -222,7 +248,15 @@ namespace tw {
 Status make_cpu_backend(const BackendInit& init, std::unique_ptr<Backend>* backend) {
   cpu::Windows windows;
   TW_RETURN_IF_FAILED(cpu::map_windows(init, &windows));
-  *backend = std::make_unique<cpu::CpuBackend>(init, std::move(windows));
+  auto transport = std::make_unique<cpu::CpuTransport>(init, std::move(windows));
+  *backend = std::make_unique<cpu::CpuBackend<cpu::CpuTransport>>(init, std::move(transport));
+  return {};
+}
+
+Status make_carried_backend(const BackendInit& init, std::unique_ptr<Backend>* backend) {
+  std::unique_ptr<cpu::CarriedTransport> transport;
+  TW_RETURN_IF_FAILED(cpu::CarriedTransport::make(init, &transport));
+  *backend = std::make_unique<cpu::CpuBackend<cpu::CarriedTransport>>(init, std::move(transport));
   return {};
 }
 

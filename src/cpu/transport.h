@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "cpu/outline.h"
 #include "cpu/vector.h"
 #include "cpu/window.h"
 #include "exchange/transport.h"
@@ -21,8 +22,10 @@ class CpuTransport {
   int rank() const { return me_; }
   int ranks() const { return static_cast<int>(windows_.size()); }
 
-  // Says how many bytes all ranks together are about to put in a step, to choose how.
-  void expect(uint64_t bytes) { streaming_ = bytes > cache_bytes_; }
+  // Chooses how to put, by the bytes that all ranks together are about to, were they all like this one.
+  void begin(StepPlace, const Outline& outline, bool /*send_only*/) {
+    streaming_ = outline.all_rows(ranks()) * outline.bytes * static_cast<uint64_t>(ranks()) > cache_bytes_;
+  }
 
   void put(int peer, uint64_t offset, const void* source, size_t n) {
     std::byte* const to = windows_[peer]->data() + offset;

@@ -70,6 +70,14 @@ World::World(int ranks, const twGroupConfig_t& given, const std::function<void(i
   });
 }
 
+World::World(std::vector<twComm_t> connected, const twGroupConfig_t& given)
+    : config(given),
+      homes(given, static_cast<int>(connected.size())),
+      comms(std::move(connected)),
+      groups(comms.size()) {
+  on_all_ranks(size(), [&](int rank) { EXPECT_TW(twSuccess, twGroupCreate(&groups[rank], comms[rank], &given)); });
+}
+
 World::~World() {
   destroy_groups();
   for (const twComm_t comm : comms) {

@@ -60,6 +60,8 @@ class World {
  public:
   // `each` may change a rank's configuration.
   World(int ranks, const twGroupConfig_t& config, const std::function<void(int, twGroupConfig_t*)>& each = {});
+  // Over comms of another kind, which become the world's.
+  World(std::vector<twComm_t> connected, const twGroupConfig_t& config);
   ~World();
   World(const World&) = delete;
   World& operator=(const World&) = delete;

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Breaks the library on purpose, once per row of protocol.py, counts.py and results.py; the named test must notice.
+"""Breaks the library on purpose, once per row of the tables beside it; the named test must notice.
 
     tests/mutations/run.py [--only NAME] [--jobs 2] [--keep]
 
@@ -24,6 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from carried import CARRIED
 from counts import COUNTS
 from mutation import Mutation
 from protocol import PROTOCOL
@@ -245,7 +246,9 @@ def main() -> int:
         print(f"mutations: {'FAILED' if strict else 'SKIPPED'}: {missing}", file=sys.stderr)
         return 1 if strict else 0
     chosen = [
-        m for m in PROTOCOL + COUNTS + RESULTS if not arguments.only or any(part in m.name for part in arguments.only)
+        m
+        for m in PROTOCOL + COUNTS + RESULTS + CARRIED
+        if not arguments.only or any(part in m.name for part in arguments.only)
     ]
     if not chosen:
         parser.error("no mutation has such a name")

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from device_backend import COMM_TIMEOUT, Cuda
 from emulated_backend import Emulated
+from portable_backend import variants
 
 import tokenway as tw
 
@@ -76,7 +77,7 @@ class Cpu:
         return np.array(tensor)
 
 
-BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda, "emulated": Emulated}
+BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda, "emulated": Emulated, **variants(Cpu)}
 CHOSEN = ["cpu"]  # backends that the tests run against: the option --backend
 
 
@@ -140,9 +141,11 @@ class Workers:
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])} | (env or {})
-        for _ in range(size):
+        apart = os.environ.get("TOKENWAY_TEST_APART")  # tests/netns: odd ranks are in another network namespace
+        for worker in range(size):
             ours, theirs = socket.socketpair()
-            command = [sys.executable, str(HERE / "harness.py"), str(theirs.fileno())]
+            where = ["nsenter", f"--net=/proc/{apart}/ns/net"] if apart and worker % 2 else []
+            command = [*where, sys.executable, str(HERE / "harness.py"), str(theirs.fileno())]
             process = subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()])
             theirs.close()
             self.connections.append(Connection(ours.detach()))

@@ -309,6 +309,8 @@ _ON_DEVICES = {
 
 def sentence(backend: str, pattern: str) -> str:
     """What a backend's refusal must match: what tensors it takes instead is its own business."""
+    if backend.startswith("torch"):
+        return pattern  # as the CPU's: host memory, NumPy's tensors
     if backend != "cpu" and pattern in _ON_DEVICES:
         return _ON_DEVICES[pattern]
     told_by_python = "NumPy array" in pattern or pattern.startswith("^memory")

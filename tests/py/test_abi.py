@@ -13,12 +13,12 @@ from typing import Any
 import conftest
 import pytest
 
-from tokenway import _native, errors, tensors
+from tokenway import _carrier, _native, errors, portable, tensors
 from tokenway.settings import Settings, make_config
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include"
-HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in ("types.h", "tokenway.h"))
+HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in ("types.h", "carrier.h", "tokenway.h"))
 CODE = re.sub(r"//[^\n]*", "", HEADER)
 
 # The ctypes class of each struct of the header.
@@ -35,6 +35,11 @@ STRUCTS = {
     "twCountsInput_t": _native.CountsInput,
     "twCombineInput_t": _native.CombineInput,
     "twCombineOutput_t": _native.CombineOutput,
+    "twChannelConfig_t": _carrier.ChannelConfig,
+    "twMove_t": _carrier.Move,
+    "twCarrier_t": _carrier.CarrierStruct,
+    "twPortableConfig_t": _carrier.PortableConfig,
+    "twPortableInfo_t": _carrier.PortableInfo,
 }
 
 DEFAULTS = ("mode", "combine_dtype", "lanes", "timeout_ms", "id_dtype", "id_space", "invalid_id", "sm_limit")
@@ -100,7 +105,10 @@ def test_every_struct_is_mirrored() -> None:
     declared = set(names(r"\} (tw\w+_t);")) - set(names(r"typedef enum (?:TW_AS_INT )?\{[^}]*\} (tw\w+_t);"))
     assert declared == set(STRUCTS)
     mirrored = {
-        value for value in vars(_native).values() if isinstance(value, type) and issubclass(value, ctypes.Structure)
+        value
+        for module in (_native, _carrier)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, ctypes.Structure)
     }
     assert mirrored - {_native.Struct, ctypes.Structure} == set(STRUCTS.values())
 
@@ -141,6 +149,11 @@ def test_numbers(facts: dict[str, int]) -> None:
     assert facts["twHighThroughput"] == _native.MODES["high_throughput"]
     assert facts["twOverflowRefuse"] == _native.OVERFLOWS["refuse"]
     assert facts["twOverflowDrop"] == _native.OVERFLOWS["drop"]
+    assert {f"tw{name.title()}": code for name, code in portable.STRATEGIES.items()} == {
+        name: facts[name] for name in ("twRouted", "twGathered", "twAuto")
+    }
+    moves = [facts[name] for name in ("twMoveBlocks", "twMoveExact", "twMoveGather")]
+    assert moves == [portable.BLOCKS, portable.EXACT, portable.GATHER]
     assert _native.lib.twVersion() == facts["TW_VERSION"]
 
 

@@ -320,7 +320,8 @@ def test_no_local_device(torch, monkeypatch) -> None:
 def test_connect_by_device(monkeypatch) -> None:
     """Whichever way the ranks were started, the device decides which kind of comm they get."""
     made = []
-    monkeypatch.setattr(tw.Comm, "cuda", lambda *args: made.append(args))
+    met = SimpleNamespace(rank=1)
+    monkeypatch.setattr(tw.Comm, "cuda", lambda *args: made.append(args) or met)
     for name in ("TOKENWAY_RANK", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     tw.connect(device=3)

@@ -64,7 +64,7 @@ class TorchCpu(Cpu):
 
 def with_torch(env: Env) -> Env:
     """The env with a backend whose tensors are PyTorch's: those of GPUs are."""
-    return Env(env.comm, TorchCpu) if env.backend is Cpu else env
+    return Env(env.comm, TorchCpu) if issubclass(env.backend, Cpu) else env
 
 
 def play(env: Env, case: Any) -> Any:

@@ -55,7 +55,7 @@ package=$("${run[@]}" -c 'import importlib.resources as r; print(r.files("tokenw
 library=$package/lib/libtokenway.so
 floor=$package/lib/tokenway-floor
 headers=$package/include/tokenway
-wanted=("$library" "$headers/tokenway.h" "$headers/types.h" "$package/py.typed")
+wanted=("$library" "$headers/tokenway.h" "$headers/types.h" "$headers/carrier.h" "$package/py.typed")
 [[ $cuda == OFF ]] || wanted+=("$floor")
 for file in "${wanted[@]}"; do
   [[ -f $file ]] || die "the wheel lacks ${file#"$package"/}"

@@ -12,7 +12,7 @@ from tokenway.bench import gpu_machine, usage
 from tokenway.bench.case import FP8
 from tokenway.bench.usage import UsageError
 
-BACKENDS = ("cpu", "nvlink")
+BACKENDS = ("cpu", "nvlink", "torch")
 TOKENS = (1, 8, 128, 256, 512, 1024, 2048, 4096)
 PAYLOADS = {"bf16": "bfloat16", "fp8": FP8}
 MAX_LANES = 64  # TW_MAX_LANES
@@ -38,7 +38,7 @@ class Nvlink:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument("--backend", metavar="NAME", help="cpu (default) or nvlink")
+    parser.add_argument("--backend", metavar="NAME", help="cpu (default), nvlink or torch")
     add = parser.add_argument_group("with --backend nvlink").add_argument
     add("--payload", metavar="NAME", help="bf16 (default) or fp8, short for --dtype")
     add("--compare", metavar="NAME", help="fp8: measure it beside, in the same rounds")
@@ -56,7 +56,7 @@ _ONLY = ("payload", "compare", "local_ranks", "sm_limit", "lanes", "verify", "no
 
 def from_arguments(args: argparse.Namespace) -> Nvlink | None:
     """What was asked for; None with the CPU backend. Raises UsageError."""
-    if usage.choice("--backend", args.backend, BACKENDS, "cpu") == "cpu":
+    if usage.choice("--backend", args.backend, BACKENDS, "cpu") != "nvlink":
         for name in _ONLY:
             if getattr(args, name) not in (None, False):
                 raise UsageError(f"--{name.replace('_', '-')}: only with --backend nvlink")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenway.bench import baselines, gloo, nccl, nvlink_options
+from tokenway.bench import baselines, gloo, nccl, nvlink_options, portable_options
 from tokenway.bench.case import DTYPES, FP8, LAYOUTS, Case
 from tokenway.bench.control import MAX_RANKS
 from tokenway.bench.profiles import PROFILES
@@ -49,6 +49,7 @@ class Settings:
     json: str | None = None
     plot: str | None = None
     nvlink: nvlink_options.Nvlink | None = None  # None: the CPU backend
+    portable: portable_options.Portable | None = None  # likewise
 
     def cases(self) -> list[Case]:
         """The rows of the run, in order."""
@@ -97,14 +98,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="write everything measured, with machine and versions")
     add("--plot", metavar="FILE.png", help="latency and bandwidth against tokens")
     nvlink_options.add_arguments(parser)
+    portable_options.add_arguments(parser)
 
 
 def from_arguments(args: argparse.Namespace) -> Settings:
     """Settings from parsed options and the environment. Raises UsageError."""
     gpu = nvlink_options.from_arguments(args)
+    apart = portable_options.from_arguments(args)
     ranks, launched = _ranks(1 if args.overhead or args.aux else args.ranks, gpu)
     quick: bool = args.quick
-    untimed = args.verify_only or args.overhead or args.aux
+    beside = apart is not None and not args.baselines  # the ways are measured beside each other
+    untimed = args.verify_only or args.overhead or args.aux or beside
     wanted, skipped = _baselines(["none"] if untimed else _names(args.baselines) or ["auto"], gpu, ranks)
     tokens, rounds = (Settings.tokens, 5) if gpu is None else (nvlink_options.TOKENS, 3)
     dtype = nvlink_options.dtype(args)
@@ -132,10 +136,13 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         json=_writable("--json", args.json),
         plot=_writable("--plot", args.plot),
         nvlink=gpu,
+        portable=apart,
     )
     _check_together(settings)
     if gpu is not None:
         nvlink_options.check(settings)
+    if apart is not None:
+        portable_options.check(settings)
     return settings
 
 

@@ -21,6 +21,10 @@ RUNS = {
     "cpu-routings": ["--ranks", "4", "--routing", "all", "--tokens", "128", "--baselines", "memcpy,sockets"],
     "cpu-overhead": ["--overhead"],
     "cpu-aux": ["--aux"],
+    **{
+        f"torch-{n}-ranks": ["--backend", "torch", "--ranks", str(n), "--tokens", "1", "8", "32", "128", "512"]
+        for n in (2, 4)
+    },
 }
 _GPU = ["--backend", "nvlink"]
 _LOCAL = [*_GPU, "--tokens", "1", "8", "128", "--verify", "--no-floor", "--local-ranks"]

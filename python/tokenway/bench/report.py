@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenway.bench import auxiliary, nvlink_table, table
+from tokenway.bench import auxiliary, nvlink_table, portable_table, table
 
 
 def markdown(run: dict[str, Any]) -> str:
@@ -40,6 +40,8 @@ def markdown(run: dict[str, Any]) -> str:
     lines += ["", *(f"Not measured: {reason}." for reason in settings["skipped"])]
     if table.on_gpus(run):
         lines += ["", "```text", *nvlink_table.notes(run), "```"]
+    if table.on_torch(run):
+        lines += ["", *(f"* {note}" for note in portable_table.notes(run))]
     return "\n".join(lines).rstrip()
 
 

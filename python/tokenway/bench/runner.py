@@ -73,8 +73,9 @@ def finish(settings: Settings, results: dict[str, Any], versions: dict[str, str]
     """Prints and writes what was measured. versions: of more than is known here."""
     told = asdict(settings)
     del told["json"], told["plot"], told["launched"]  # where it was written is nobody's business
-    if told["nvlink"] is None:
-        del told["nvlink"]
+    for name in ("nvlink", "portable"):
+        if told[name] is None:
+            del told[name]
     told["routings"] = [table.short(name) for name in settings.routings]
     run = {
         "schema": SCHEMA,

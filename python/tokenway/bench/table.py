@@ -27,6 +27,10 @@ def columns(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         from tokenway.bench import nvlink_table
 
         return nvlink_table.columns(run)
+    if on_torch(run):
+        from tokenway.bench import portable_table
+
+        return portable_table.columns(run)
     rows: list[Row] = run["rows"]
     timed = any("pair_us" in row for row in rows)
     names = list(rows[0].get("baselines", {})) if rows else []
@@ -46,6 +50,11 @@ def columns(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def on_gpus(run: dict[str, Any]) -> bool:
     """Whether it is a run of `--backend nvlink`."""
     return run.get("backend") == "nvlink"
+
+
+def on_torch(run: dict[str, Any]) -> bool:
+    """Whether it is a run of `--backend torch`."""
+    return run.get("backend") == "torch"
 
 
 def _head(name: str) -> str:
@@ -122,6 +131,10 @@ def show(run: dict[str, Any]) -> None:
         from tokenway.bench import nvlink_table
 
         print("\n".join(nvlink_table.notes(run)))
+    if on_torch(run):
+        from tokenway.bench import portable_table
+
+        print("\n".join(portable_table.notes(run)))
 
 
 def plain(heads: list[str], cells: list[list[str]]) -> str:

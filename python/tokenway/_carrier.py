@@ -1,0 +1,80 @@
+"""include/tokenway/carrier.h through ctypes: structs field by field, and the types of its functions."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from typing import ClassVar
+
+from tokenway import _native
+
+
+class ChannelConfig(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("size", c_size_t),
+        ("rank", c_int32),
+        ("nranks", c_int32),
+        ("comm_ranks", POINTER(c_int32)),
+        ("local", c_char_p),
+        ("host", c_char_p),
+        ("port", c_int32),
+        ("timeout_ms", c_int32),
+        ("queues", c_int32),
+        ("key", c_uint64),
+    ]
+
+
+class Move(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("size", c_size_t),
+        ("kind", c_int),
+        ("queue", c_int32),
+        ("send", c_void_p),
+        ("recv", c_void_p),
+        ("send_bytes", POINTER(c_uint64)),
+        ("recv_bytes", POINTER(c_uint64)),
+    ]
+
+
+class CarrierStruct(_native.Struct):
+    _fields_: ClassVar = [
+        ("size", c_size_t),
+        ("context", c_void_p),
+        ("offer", c_void_p),
+        ("open", c_void_p),
+        ("close", c_void_p),
+        ("start", c_void_p),
+        ("wait", c_void_p),
+    ]
+
+
+class PortableConfig(_native.Struct):
+    _fields_: ClassVar = [
+        ("size", c_size_t),
+        ("timeout_ms", c_int32),
+        ("allgather", c_void_p),
+        ("allgather_context", c_void_p),
+        ("carrier", c_void_p),
+        ("strategy", c_int),
+        ("inline_bytes", c_int64),
+    ]
+
+
+class PortableInfo(_native.Struct):
+    _fields_: ClassVar = [
+        ("size", c_size_t),
+        ("strategy", c_int),
+        ("inline_bytes", c_int64),
+        ("exchange_us", c_double),
+        ("exchange_rate", c_double),
+        ("gather_us", c_double),
+        ("gather_rate", c_double),
+    ]
+
+
+Allgather = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_void_p)
+Offer = ctypes.CFUNCTYPE(c_int32, c_void_p, POINTER(c_int32))
+Open = ctypes.CFUNCTYPE(c_int32, c_void_p, POINTER(ChannelConfig), POINTER(c_int64), c_void_p)
+Close = ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int32)
+Start = ctypes.CFUNCTYPE(c_int64, c_void_p, c_int64, POINTER(Move))
+Wait = ctypes.CFUNCTYPE(c_int32, c_void_p, c_int64, c_int64, c_int32)

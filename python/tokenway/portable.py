@@ -1,0 +1,330 @@
+"""Portable comms: ranks anywhere, whose groups exchange through collectives of torch.distributed.
+
+The C library makes a message for each peer and unpacks those that come (include/tokenway/carrier.h); here is what moves
+them. Each group has process groups of its own, so that its collectives are never mixed up with the caller's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable
+from ctypes import byref, c_char, c_void_p
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from tokenway import _carrier, _native
+from tokenway.errors import InvalidArgument, Unsupported
+
+_log = logging.getLogger("tokenway")
+
+STRATEGIES = {"routed": 0, "gathered": 1, "auto": 2}
+CAPACITIES = {"exact": 0, "fixed": 2**63 - 1, "auto": -1}
+_USUAL = {"routed": "exact", "gathered": "auto", "auto": "auto"}  # capacity of a strategy, where none is given
+
+BLOCKS, EXACT, GATHER = range(3)
+# Of a collective: the group's own timeout ends a wait, and must not find the connection broken by a shorter one.
+_FOREVER = timedelta(days=20)
+
+
+@dataclass(frozen=True)
+class PortableInfo:
+    """How a group of a portable comm exchanges, and what decided it.
+
+    inline_bytes of each message travel in the first collective of a step. Measured when the comm's first group was
+    created, the worst of any rank: microseconds of a collective of few bytes, and bytes per microsecond that a rank
+    sends in a large one; of an all-to-all (exchange) and of an all-gather.
+    """
+
+    strategy: str
+    inline_bytes: int
+    exchange_us: float
+    exchange_rate: float
+    gather_us: float
+    gather_rate: float
+
+
+def describe(group: int) -> PortableInfo | None:
+    """How a group exchanges; None if its ranks share memory."""
+    info = _carrier.PortableInfo()
+    if _native.lib.twGroupPortableInfo(group, byref(info)):
+        return None
+    names = {code: name for name, code in STRATEGIES.items()}
+    numbers = info.exchange_us, info.exchange_rate, info.gather_us, info.gather_rate
+    return PortableInfo(names[info.strategy], info.inline_bytes, *numbers)
+
+
+def inline_bytes(capacity: str | int) -> int:
+    """What the C library calls a capacity."""
+    if isinstance(capacity, str) and capacity in CAPACITIES:
+        return CAPACITIES[capacity]
+    if isinstance(capacity, int) and not isinstance(capacity, bool) and 0 <= capacity < 2**63:
+        return capacity
+    raise InvalidArgument(f"capacity is {capacity!r}; it must be 'auto', 'exact', 'fixed' or a number of bytes from 0")
+
+
+def strategy_code(strategy: str) -> int:
+    """What the C library calls a strategy."""
+    if strategy in STRATEGIES:
+        return STRATEGIES[strategy]
+    raise InvalidArgument(f"strategy is {strategy!r}; it must be 'routed', 'gathered' or 'auto'")
+
+
+# ------------------------------------------------------------------------------------------------------- process groups
+
+Connect = Callable[["Meeting"], Any]  # makes a process group of the ranks of a meeting
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks of a group that are about to connect."""
+
+    store: Any  # of torch.distributed, for these ranks and this purpose alone
+    rank: int
+    nranks: int
+    comm_ranks: list[int]
+    address: str  # of this rank, as its peers reach it
+    timeout: timedelta
+    shared: dict[str, Any]  # what the process groups of one comm have in common
+
+
+def connect_gloo(meeting: Meeting) -> Any:
+    """Gloo, over the address that the peers reach, or GLOO_SOCKET_IFNAME's."""
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()
+    options._timeout = meeting.timeout
+    devices = meeting.shared.get(meeting.address)
+    if devices is None:
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        chosen = [{"interface": name} for name in interfaces] or [{"hostname": meeting.address}]
+        devices = meeting.shared[meeting.address] = [ProcessGroupGloo.create_device(**one) for one in chosen]
+    options._devices = devices
+    options._threads = 1  # a lane has one collective under way
+    return ProcessGroupGloo(meeting.store, meeting.rank, meeting.nranks, options)
+
+
+def connect_like(process_group: Any) -> Connect:
+    """Process groups of the kind that a caller's one is, if that kind moves host memory; else gloo's."""
+    import torch.distributed as dist
+
+    base = dist.group.WORLD if process_group is None else process_group
+    kinds = dict(part.split(":", 1) for part in dist.get_backend_config(base).split(","))
+    name = kinds.get("cpu", "gloo")
+    if name == "gloo":
+        return connect_gloo
+    world = [dist.get_global_rank(base, rank) for rank in range(dist.get_world_size(base))]
+
+    def connect(meeting: Meeting) -> Any:
+        ranks = [world[rank] for rank in meeting.comm_ranks]
+        return dist.new_group(ranks, timeout=_FOREVER, backend=name, use_local_synchronization=name != "mpi")
+
+    return connect
+
+
+# -------------------------------------------------------------------------------------------------------------- carrier
+
+
+class Channel:
+    """What moves the messages of one group."""
+
+    def __init__(self, config: _carrier.ChannelConfig, connect: Connect, store: Any, shared: dict[str, Any]):
+        import torch
+        import torch.distributed as dist
+
+        timeout = timedelta(milliseconds=config.timeout_ms)
+        store.set_timeout(timeout)
+        ranks = [config.comm_ranks[rank] for rank in range(config.nranks)]
+        self._groups = []
+        for queue in range(config.queues):
+            own = dist.PrefixStore(f"tokenway-{config.key}-{queue}", store)
+            meeting = Meeting(own, config.rank, config.nranks, ranks, config.local.decode(), timeout, shared)
+            self._groups.append(connect(meeting))
+        self._torch = torch
+        self._nranks = config.nranks
+        self._exchange_options = dist.AllToAllOptions()
+        self._exchange_options.timeout = _FOREVER
+        self._gather_options = torch._C._distributed_c10d.AllgatherOptions()
+        self._gather_options.timeout = _FOREVER
+        self._works: dict[int, Any] = {}
+        self._next = 0
+        self._tensors: dict[tuple[int, int], Any] = {}
+
+    def _tensor(self, address: int, count: int) -> Any:
+        """uint8[count] over memory of the C library."""
+        key = address, count
+        found = self._tensors.get(key)
+        if found is None:
+            if len(self._tensors) > 64:
+                self._tensors.clear()
+            if count == 0:
+                found = self._torch.empty(0, dtype=self._torch.uint8)
+            else:
+                memory = (c_char * count).from_address(address)
+                found = self._torch.frombuffer(memory, dtype=self._torch.uint8)
+            self._tensors[key] = found
+        return found
+
+    def start(self, move: _carrier.Move) -> int:
+        group, n = self._groups[move.queue], self._nranks
+        if move.kind == EXACT:
+            sent, received = move.send_bytes[:n], move.recv_bytes[:n]
+            to, source = self._tensor(move.recv, sum(received)), self._tensor(move.send, sum(sent))
+            work = group.alltoall_base(to, source, received, sent, self._exchange_options)
+        else:
+            each = move.send_bytes[0]
+            to = self._tensor(move.recv, each * n)
+            if move.kind == GATHER:
+                work = group._allgather_base(to, self._tensor(move.send, each), self._gather_options)
+            else:
+                work = group.alltoall_base(to, self._tensor(move.send, each * n), [], [], self._exchange_options)
+        self._next += 1
+        self._works[self._next] = work
+        return self._next
+
+    def wait(self, move: int, timeout_ms: int) -> int:
+        work = self._works[move]
+        if timeout_ms <= 0 and not work.is_completed():
+            return 0
+        try:
+            work.wait(timedelta(milliseconds=max(timeout_ms, 1)))
+        except RuntimeError:
+            if not work.is_completed():
+                return 0
+            try:
+                work.wait(_FOREVER)  # it may have ended since
+            except RuntimeError:
+                del self._works[move]
+                return -1
+        del self._works[move]
+        return 1
+
+    def close(self, idle: bool) -> None:
+        if not idle:
+            # A collective that never ends cannot be called off, and its group's destructor would wait for it.
+            for group in self._groups:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._works))
+        self._groups.clear()
+        self._tensors.clear()
+
+
+class Carrier:
+    """The C library's twCarrier_t of one comm. Must live as long as the comm."""
+
+    def __init__(self, connect: Connect = connect_gloo):
+        self._connect = connect
+        self._channels: dict[int, Channel] = {}
+        # Meeting places, by address: kept for all groups, as connecting asks for names, which can take seconds.
+        self._stores: dict[tuple[str, int], Any] = {}
+        self._server: Any = None
+        self._shared: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._next = 0
+        self.struct = _carrier.CarrierStruct()
+        # Kept: C has the addresses.
+        self._functions = (
+            _carrier.Offer(self._offer),
+            _carrier.Open(self._open),
+            _carrier.Close(self._close),
+            _carrier.Start(self._start),
+            _carrier.Wait(self._wait),
+        )
+        for (name, _), function in zip(_carrier.CarrierStruct._fields_[2:], self._functions, strict=True):
+            setattr(self.struct, name, ctypes.cast(function, c_void_p))
+
+    def _offer(self, _: Any, port: Any) -> int:
+        import torch.distributed as dist
+
+        try:
+            if self._server is None:
+                self._server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+        except Exception:
+            _log.exception("the portable backend cannot open a store to meet at")
+            return -1
+        port[0] = self._server.port
+        return 0
+
+    def _open(self, _: Any, config: Any, channel: Any, error: Any) -> int:
+        try:
+            given = config.contents
+            made = Channel(given, self._connect, self._store(given), self._shared)
+        except Exception as problem:
+            text = f"{type(problem).__name__}: {problem}".encode()[:255]
+            ctypes.memmove(error, text + b"\0", len(text) + 1)
+            return -1
+        with self._lock:
+            self._next += 1
+            self._channels[self._next] = made
+            channel[0] = self._next
+        return 0
+
+    def _store(self, config: _carrier.ChannelConfig) -> Any:
+        import torch.distributed as dist
+
+        if config.rank == 0:
+            return self._server
+        host, port = config.host.decode(), config.port
+        if (host, port) not in self._stores:
+            timeout = timedelta(milliseconds=config.timeout_ms)
+            self._stores[host, port] = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        return self._stores[host, port]
+
+    def _close(self, _: Any, channel: int, idle: int) -> None:
+        self._channels.pop(channel).close(bool(idle))
+
+    def _start(self, _: Any, channel: int, move: Any) -> int:
+        try:
+            return self._channels[channel].start(move.contents)
+        except Exception:
+            _log.exception("a collective of the portable backend failed")
+            return -1
+
+    def _wait(self, _: Any, channel: int, move: int, timeout_ms: int) -> int:
+        try:
+            return self._channels[channel].wait(move, timeout_ms)
+        except Exception:
+            _log.exception("a collective of the portable backend failed")
+            return -1
+
+
+def create(
+    rank: int,
+    nranks: int,
+    allgather: Callable[[bytes], list[bytes]],
+    *,
+    connect: Connect = connect_gloo,
+    strategy: str = "auto",
+    capacity: str | int | None = None,
+    timeout_ms: int = 0,
+) -> tuple[int, Any]:
+    """(twComm_t, what must live as long). allgather(mine): what every rank gives, in rank order."""
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        raise Unsupported(f"the portable backend needs PyTorch, which cannot be imported: {error}") from error
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise Unsupported("this PyTorch has no torch.distributed with gloo, which the portable backend needs")
+    carrier = Carrier(connect)
+
+    def gather(mine: int, everyone: int, count: int, _: Any) -> int:
+        try:
+            parts = allgather(ctypes.string_at(mine, count))
+            ctypes.memmove(everyone, b"".join(parts), count * nranks)
+        except Exception:
+            return -1
+        return 0
+
+    function = _carrier.Allgather(gather)
+    config = _carrier.PortableConfig()
+    config.timeout_ms = timeout_ms
+    config.allgather = ctypes.cast(function, c_void_p)
+    config.carrier = ctypes.addressof(carrier.struct)
+    config.strategy = strategy_code(strategy)
+    config.inline_bytes = inline_bytes(_USUAL[strategy] if capacity is None else capacity)
+    pointer = c_void_p()
+    _native.check(_native.lib.twCommCreatePortable(byref(pointer), rank, nranks, byref(config)))
+    return pointer.value or 0, carrier

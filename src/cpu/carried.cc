@@ -1,0 +1,427 @@
+#include "cpu/carried.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <mutex>
+#include <thread>
+
+#include "bootstrap/shared_memory.h"
+
+namespace tw::cpu {
+namespace {
+
+constexpr uint64_t kMagic = 0x314d524643575431;
+constexpr std::chrono::milliseconds kLook{10};     // a wait looks up this often, for peers that died or gave up
+constexpr std::chrono::milliseconds kRarely{1};    // calls look for what was posted no more often than this
+constexpr std::chrono::milliseconds kNotice{50};   // of waiting, before the peers are told how far this rank is
+constexpr std::chrono::milliseconds kGrace{200};   // for what a rank that died has sent before
+constexpr std::chrono::milliseconds kBroken{900};  // for who broke a move to be known
+
+enum Post { kAbortPost, kNoticePost };
+
+struct PutHeader {
+  uint64_t offset;
+  uint64_t bytes;
+};
+static_assert(sizeof(PutHeader) == kPutHeader);
+
+int milliseconds(TimePoint::duration duration) {
+  return static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(duration).count());
+}
+
+}  // namespace
+
+void Buffer::resize(size_t bytes) {
+  constexpr size_t kAlignment = 64;
+  if (bytes <= bytes_) return;
+  auto memory = std::make_unique<std::byte[]>(bytes + kAlignment);  // zeros: nothing of the process leaves with it
+  auto* const data = memory.get() + (kAlignment - reinterpret_cast<uintptr_t>(memory.get()) % kAlignment);
+  if (bytes_ > 0) std::memcpy(data, data_, bytes_);
+  memory_ = std::move(memory);
+  data_ = data;
+  bytes_ = bytes;
+}
+
+void Buffer::leak() {
+  static std::mutex mutex;
+  static auto* const leaked = new std::vector<std::unique_ptr<std::byte[]>>;
+  const std::lock_guard lock(mutex);
+  leaked->push_back(std::move(memory_));
+}
+
+CarriedTransport::CarriedTransport(const BackendInit& init)
+    : context_(*init.context),
+      map_(init.context->map),
+      bootstrap_(init.bootstrap),
+      carrier_(init.carrier),
+      members_(init.members.begin(), init.members.end()),
+      tag_(init.tag),
+      me_(init.context->me),
+      ranks_(static_cast<int>(init.members.size())),
+      sent_(static_cast<size_t>(init.context->map.shape().lanes), init.context->first_step) {}
+
+CarriedTransport::~CarriedTransport() {
+  bool idle = true;
+  for (const auto& flight : flights_) {
+    if (flight->move < 0) continue;
+    idle = false;
+    for (Buffer* buffer : {&flight->send, &flight->recv, &flight->rest_send, &flight->rest_recv}) buffer->leak();
+  }
+  if (channel_ >= 0) carrier_->calls.close(carrier_->calls.context, channel_, idle ? 1 : 0);
+}
+
+// ------------------------------------------------------------------------------------------------------------ sending
+
+CarriedTransport::Flight& CarriedTransport::new_flight(StepPlace at) {
+  (void)advance_others(nullptr);
+  if (spare_.empty()) spare_.push_back(std::make_unique<Flight>());
+  flights_.push_back(std::move(spare_.back()));
+  spare_.pop_back();
+  Flight& flight = *flights_.back();
+  flight.at = at;
+  flight.stage = Stage::kBlocks;
+  flight.move = -1;
+  flight.gathered = flight.noticed = false;
+  flight.unpack = nullptr;
+  const size_t n = static_cast<size_t>(ranks_);
+  flight.send.resize(n * (sizeof(Frame) + inline_bytes_));
+  flight.recv.resize(n * (sizeof(Frame) + inline_bytes_));
+  flight.mine.assign(n, Frame{});
+  flight.begin.assign(n + 1, 0);
+  flight.filled.assign(n, 0);
+  flight.arrived.assign(n + 1, 0);
+  sending_ = &flight;
+  return flight;
+}
+
+void CarriedTransport::begin(StepPlace at, const Outline& outline, bool send_only) {
+  Flight& flight = new_flight(at);
+  flight.send_only = send_only;
+  uint64_t most = 0;
+  for (int peer = 0; peer < ranks_; ++peer) {
+    const auto rows = static_cast<uint64_t>(outline.rows == nullptr ? 1 : outline.rows[peer]);
+    const uint64_t bytes = peer == me_ ? 0 : rows * (outline.bytes + static_cast<uint64_t>(outline.puts) * kPutHeader);
+    flight.mine[peer].bytes = bytes;
+    flight.begin[peer + 1] = flight.begin[peer] + (is_long(flight.mine[peer]) ? bytes : 0);
+    most = std::max(most, bytes);
+  }
+  for (Frame& frame : flight.mine) frame.most = most;
+  flight.rest_send.resize(flight.begin[ranks_]);
+}
+
+bool CarriedTransport::gathers(int bound) const {
+  return ranks_ > 1 && choose_gathered(map_.shape(), carrier_->costs, carrier_->strategy, inline_bytes_, bound);
+}
+
+std::byte* CarriedTransport::begin_gathered(StepPlace at, int tokens, bool send_only, Unpack unpack) {
+  Flight& flight = new_flight(at);
+  flight.send_only = send_only;
+  flight.gathered = true;
+  flight.unpack = std::move(unpack);
+  const uint64_t bytes = static_cast<uint64_t>(tokens) * gathered_row_bytes(map_.shape());
+  for (Frame& frame : flight.mine) {
+    frame.bytes = frame.most = bytes;
+    frame.tokens = static_cast<uint64_t>(tokens);
+    frame.gathered = 1;
+  }
+  if (!is_long(flight.mine[me_])) return block(flight.send, me_) + sizeof(Frame);
+  flight.rest_send.resize(bytes);
+  return flight.rest_send.data();
+}
+
+std::byte* CarriedTransport::message(Flight& flight, int peer) {
+  if (is_long(flight.mine[peer])) return flight.rest_send.data() + flight.begin[peer];
+  return block(flight.send, peer) + sizeof(Frame);
+}
+
+void CarriedTransport::put(int peer, uint64_t offset, const void* source, size_t n) {
+  if (peer == me_) {
+    std::memcpy(local(offset), source, n);
+    return;
+  }
+  Flight& flight = *sending_;
+  std::byte* const to = message(flight, peer) + flight.filled[peer];
+  const PutHeader header{offset, n};
+  std::memcpy(to, &header, sizeof header);
+  std::memcpy(to + sizeof header, source, n);
+  flight.filled[peer] += sizeof header + n;
+}
+
+void CarriedTransport::publish(int peer, uint64_t offset, Word word, uint64_t note) {
+  Frame& frame = sending_->mine[peer];
+  frame.magic = kMagic;
+  frame.word = pack(word);
+  frame.note = note;
+  frame.lane = static_cast<uint32_t>(sending_->at.lane);
+  if (peer != me_) return;
+  store(offset, word, note);  // the last of a step: publish_step begins with the next rank
+  ship(*sending_);
+}
+
+void CarriedTransport::ship(Flight& flight) {
+  sending_ = nullptr;
+  sent_[static_cast<size_t>(flight.at.lane)] = flight.at.step;
+  if (ranks_ == 1) {
+    spare_.push_back(std::move(flights_.back()));
+    flights_.pop_back();
+    return;
+  }
+  for (int peer = 0; peer < ranks_; ++peer) {
+    std::memcpy(block(flight.send, peer), &flight.mine[peer], sizeof(Frame));
+    if (!flight.gathered || peer == me_ || is_long(flight.mine[me_])) continue;
+    std::memcpy(block(flight.send, peer) + sizeof(Frame), block(flight.send, me_) + sizeof(Frame),
+                flight.mine[me_].bytes);
+  }
+  const uint64_t bytes = sizeof(Frame) + inline_bytes_;
+  flight.move = start(flight.at.lane, twMoveBlocks, flight.send, flight.recv, &bytes, &bytes);
+  if (flight.move < 0) flight.stage = Stage::kFailed;
+  // Who does not wait now cannot say later, while it computes, that it is not the one who is late.
+  if (flight.send_only) notice(flight);
+}
+
+int64_t CarriedTransport::start(int queue, twMoveKind_t kind, Buffer& from, Buffer& to, const uint64_t* send,
+                                const uint64_t* recv) {
+  const twMove_t move{sizeof(twMove_t), kind, queue, from.data(), to.data(), send, recv};
+  return carrier_->calls.start(carrier_->calls.context, channel_, &move);
+}
+
+// ---------------------------------------------------------------------------------------------------------- receiving
+
+Word CarriedTransport::load(uint64_t offset) const {
+  uint64_t bits = 0;
+  std::memcpy(&bits, local(offset), sizeof bits);
+  return tw::unpack(bits);
+}
+
+void CarriedTransport::store(uint64_t offset, Word word, uint64_t note) {
+  const uint64_t bits = pack(word);
+  std::memcpy(local(offset + kNoteOffset), &note, sizeof note);
+  std::memcpy(local(offset), &bits, sizeof bits);
+}
+
+CarriedTransport::Flight* CarriedTransport::find(uint64_t offset, int source) {
+  for (const auto& flight : flights_) {
+    if (map_.word(flight->at.lane, flight->at.bank(), source) == offset) return flight.get();
+  }
+  return nullptr;
+}
+
+// Moves a step on. Waits for one move at most.
+void CarriedTransport::advance(Flight& flight, int timeout_ms) {
+  if (flight.move < 0) return;
+  const int32_t ended = carrier_->calls.wait(carrier_->calls.context, channel_, flight.move, timeout_ms);
+  if (ended == 0) return;
+  flight.move = -1;
+  if (ended < 0) {
+    flight.stage = Stage::kFailed;
+  } else if (flight.stage == Stage::kBlocks) {
+    read_frames(flight);
+  } else {
+    land(flight, true);
+  }
+}
+
+// Steps on other lanes begin their second move where the first has ended: the peers wait for it, and ranks complete in
+// whatever order they like. Returns whether any has still to.
+bool CarriedTransport::advance_others(const Flight* flight) {
+  bool any = false;
+  for (const auto& each : flights_) {
+    if (each.get() == flight || each->stage != Stage::kBlocks) continue;
+    advance(*each, 0);
+    any = any || each->stage == Stage::kBlocks;
+  }
+  return any;
+}
+
+// All frames are here. What follows from them is the same on all ranks: whether they agree, and on a second move.
+void CarriedTransport::read_frames(Flight& flight) {
+  const Frame& mine = flight.mine[me_];
+  bool agreed = true;
+  uint64_t most = 0;
+  for (int source = 0; source < ranks_; ++source) {
+    Frame frame;
+    std::memcpy(&frame, block(flight.recv, source), sizeof frame);
+    const Word word = tw::unpack(frame.word);
+    const Word own = tw::unpack(mine.word);
+    agreed = agreed && frame.magic == kMagic && frame.lane == mine.lane && word.step == own.step &&
+             word.mode == own.mode && frame.note == mine.note && frame.gathered == mine.gathered &&
+             frame.bytes <= frame.most;
+    most = std::max(most, frame.most);
+    flight.arrived[source + 1] = flight.arrived[source] + (is_long(frame) ? frame.bytes : 0);
+  }
+  if (!agreed || most <= inline_bytes_) {
+    land(flight, agreed);
+    return;
+  }
+  flight.stage = Stage::kRest;
+  if (flight.gathered) {
+    for (int source = 0; source < ranks_; ++source) flight.arrived[source + 1] = flight.arrived[source] + most;
+    flight.rest_send.resize(most);
+    flight.rest_recv.resize(flight.arrived[ranks_]);
+    flight.move = start(flight.at.lane, twMoveGather, flight.rest_send, flight.rest_recv, &most, &most);
+  } else {
+    std::vector<uint64_t> send(ranks_);
+    std::vector<uint64_t> recv(ranks_);
+    for (int peer = 0; peer < ranks_; ++peer) {
+      send[peer] = flight.begin[peer + 1] - flight.begin[peer];
+      recv[peer] = flight.arrived[peer + 1] - flight.arrived[peer];
+    }
+    flight.rest_recv.resize(flight.arrived[ranks_]);
+    flight.move = start(flight.at.lane, twMoveExact, flight.rest_send, flight.rest_recv, send.data(), recv.data());
+  }
+  if (flight.move < 0) flight.stage = Stage::kFailed;
+}
+
+// Rows into the own window, then the words that stand for them. Where ranks do not agree there are no rows.
+void CarriedTransport::land(Flight& flight, bool agreed) {
+  flight.stage = Stage::kLanded;
+  for (int source = 0; source < ranks_; ++source) {
+    if (source == me_) continue;
+    Frame frame;
+    std::memcpy(&frame, block(flight.recv, source), sizeof frame);
+    Word word = tw::unpack(frame.word);
+    const uint64_t offset = map_.word(flight.at.lane, flight.at.bank(), source);
+    if (!agreed) {
+      // What belongs to another step or lane is another call.
+      const bool here =
+          frame.magic == kMagic && word.step == flight.at.step && frame.lane == static_cast<uint32_t>(flight.at.lane);
+      word = here ? Word{word.step, word.mode, 0} : Word{flight.at.step, Mode::kNone, 0};
+      store(offset, word, frame.note);
+      continue;
+    }
+    const std::byte* const from =
+        is_long(frame) ? flight.rest_recv.data() + flight.arrived[source] : block(flight.recv, source) + sizeof(Frame);
+    if (flight.gathered) {
+      flight.unpack(source, frame, from);  // which stores the word
+    } else {
+      unpack(from, frame.bytes);
+      store(offset, word, frame.note);
+    }
+  }
+}
+
+void CarriedTransport::unpack(const std::byte* message, uint64_t bytes) {
+  const std::byte* const end = message + bytes;
+  while (message < end) {
+    PutHeader header;
+    std::memcpy(&header, message, sizeof header);
+    message += sizeof header;
+    if (header.bytes > static_cast<uint64_t>(end - message) || header.offset + header.bytes > map_.bytes()) return;
+    std::memcpy(local(header.offset), message, header.bytes);
+    message += header.bytes;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------- errors
+
+Waited CarriedTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline) {
+  Flight* const flight = find(offset, peer);
+  if (flight == nullptr) return reached(load(offset).step, step) ? Wake::kArrived : Wake::kLate;
+  const StepPlace at = flight->at;
+  const TimePoint began = std::chrono::steady_clock::now();
+  TimePoint now = began;
+  TimePoint dead_until = TimePoint::max();
+  for (;;) {
+    const auto look = advance_others(flight) ? kRarely : kLook;
+    advance(*flight, std::clamp(milliseconds(deadline - now), 0, milliseconds(look)));
+    if (flight->stage == Stage::kLanded) {
+      const auto place = std::find_if(flights_.begin(), flights_.end(), [&](auto& f) { return f.get() == flight; });
+      spare_.push_back(std::move(*place));
+      flights_.erase(place);
+      return Wake::kArrived;
+    }
+    now = std::chrono::steady_clock::now();
+    looked_ = {};
+    if (find_abort().kind != 0) return Wake::kAborted;
+    const int dead = find_dead(step, at);
+    if (flight->stage == Stage::kFailed) {
+      if (dead >= 0) return {Wake::kDied, dead};
+      dead_until = std::min(dead_until, now + kBroken);
+      if (now >= dead_until) return blame(peer, at, Wake::kDied);
+      std::this_thread::sleep_for(kRarely);
+    } else if (dead >= 0) {
+      dead_until = std::min(dead_until, now + kGrace);
+      if (now >= dead_until) return {Wake::kDied, dead};
+    }
+    if (now >= deadline) return dead >= 0 ? Waited{Wake::kDied, dead} : blame(peer, at, Wake::kLate);
+    if (!flight->noticed && now - began >= kNotice) notice(*flight);
+  }
+}
+
+// Tells the peers how far this rank is on each lane: a move that does not end says of nobody who holds it up.
+void CarriedTransport::notice(Flight& flight) {
+  flight.noticed = true;
+  const std::string steps(reinterpret_cast<const char*>(sent_.data()), sent_.size() * sizeof(uint32_t));
+  for (int peer = 0; peer < ranks_; ++peer) {
+    if (peer != me_) bootstrap_->post(members_[peer], tag(kNoticePost), steps);
+  }
+}
+
+// The first rank that has not said that it has sent the step; `peer` if all have.
+Waited CarriedTransport::blame(int peer, StepPlace at, Wake how) {
+  for (int i = 1; i < ranks_; ++i) {
+    const int rank = (me_ + i) % ranks_;
+    std::string steps;
+    uint32_t sent = context_.first_step;
+    const auto lane = static_cast<size_t>(at.lane);
+    if (bootstrap_->posted(members_[rank], tag(kNoticePost), &steps) && steps.size() >= (lane + 1) * sizeof sent) {
+      std::memcpy(&sent, steps.data() + lane * sizeof sent, sizeof sent);
+    }
+    if (!reached(sent, at.step)) return {how, rank};
+  }
+  return {how, peer};
+}
+
+// A rank that is gone and whose word of the step is not here, -1 if there is none.
+int CarriedTransport::find_dead(uint32_t step, StepPlace at) {
+  for (int rank = 0; rank < ranks_; ++rank) {
+    if (bootstrap_->alive(members_[rank])) continue;
+    if (!reached(load(map_.word(at.lane, at.bank(), rank)).step, step)) return rank;
+  }
+  return -1;
+}
+
+void CarriedTransport::announce_abort(AbortWord reason) {
+  const uint64_t bits = pack(reason);
+  const std::string bytes(reinterpret_cast<const char*>(&bits), sizeof bits);
+  std::memcpy(local(WindowMap::abort_word(me_)), &bits, sizeof bits);
+  for (int peer = 0; peer < ranks_; ++peer) {
+    if (peer != me_) bootstrap_->post(members_[peer], tag(kAbortPost), bytes);
+  }
+}
+
+AbortWord CarriedTransport::abort_of(int writer) {
+  uint64_t bits = 0;
+  std::string bytes;
+  if (writer != me_ && bootstrap_->posted(members_[writer], tag(kAbortPost), &bytes) && bytes.size() == sizeof bits) {
+    std::memcpy(local(WindowMap::abort_word(writer)), bytes.data(), sizeof bits);
+  }
+  std::memcpy(&bits, local(WindowMap::abort_word(writer)), sizeof bits);
+  return unpack_abort(bits);
+}
+
+AbortWord CarriedTransport::find_abort() {
+  const TimePoint now = std::chrono::steady_clock::now();
+  if (now - looked_ < kRarely) return {};
+  looked_ = now;
+  for (int writer = 0; writer < ranks_; ++writer) {
+    const AbortWord word = abort_of(writer);
+    if (word.kind != 0) {
+      looked_ = {};  // who asks again is told again
+      return word;
+    }
+  }
+  return {};
+}
+
+void CarriedTransport::describe(twPortableInfo_t* info) const {
+  info->strategy = carrier_->strategy;
+  info->inline_bytes = static_cast<int64_t>(inline_bytes_);
+  info->exchange_us = carrier_->costs.exchange_us;
+  info->exchange_rate = carrier_->costs.exchange_rate;
+  info->gather_us = carrier_->costs.gather_us;
+  info->gather_rate = carrier_->costs.gather_rate;
+}
+
+}  // namespace tw::cpu

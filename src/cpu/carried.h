@@ -1,0 +1,158 @@
+// The exchange's transport where ranks have no memory in common: what is put for a peer goes into a message, a carrier
+// moves all messages of a step, and they are unpacked into the own window when it is waited for. Everything else of an
+// exchange is as on shared memory, so layouts, sums and bits are too.
+//
+//   message   puts: {offset in the peer's window, bytes}, then the bytes; or, gathered, ids, weights and payloads of
+//   all
+//             this rank's tokens
+//   block     frame, and the message if it is short: one for each peer, all of one size, in the first move of a step
+//   rest      messages that are longer than a block holds, if there are any between any two ranks: the second move
+//
+// A block's size is the group's, whatever the step is. So the first move is the same call on all ranks even where they
+// call different things, or one was given bad arguments, and its frames tell all of them; the second happens only where
+// all ranks agree on what they do. Each lane has a queue of moves of its own: its steps follow each other, and those of
+// other lanes are begun in whatever order a rank likes.
+#pragma once
+
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "bootstrap/shared_memory.h"
+#include "core/backend.h"
+#include "core/carrier.h"
+#include "cpu/cost_model.h"
+#include "cpu/outline.h"
+#include "exchange/dispatch.h"
+#include "exchange/transport.h"
+
+namespace tw::cpu {
+
+// What each block begins with.
+struct Frame {
+  uint64_t magic;
+  uint64_t word;  // of exchange/words.h
+  uint64_t note;
+  uint64_t bytes;  // of the message to the receiver
+  uint64_t most;   // of this sender's longest message to anybody
+  uint32_t lane;
+  uint32_t gathered;
+  uint64_t tokens;  // gathered alone
+  uint64_t unused;
+};
+static_assert(sizeof(Frame) == 64);
+
+// Memory that grows, and keeps what it has.
+class Buffer {
+ public:
+  std::byte* data() { return data_; }
+  void resize(size_t bytes);
+  void leak();  // for ever: somebody may still write there
+
+ private:
+  std::unique_ptr<std::byte[]> memory_;
+  std::byte* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+class CarriedTransport {
+ public:
+  // What a gathered message is unpacked with: by source.
+  using Unpack = std::function<void(int source, const Frame& frame, const std::byte* message)>;
+
+  // Collective among members.
+  static Status make(const BackendInit& init, std::unique_ptr<CarriedTransport>* made);
+  ~CarriedTransport();
+  CarriedTransport(const CarriedTransport&) = delete;
+  CarriedTransport& operator=(const CarriedTransport&) = delete;
+
+  int rank() const { return me_; }
+  int ranks() const { return ranks_; }
+
+  // Begins a step; `send_only`: the caller will not wait at once.
+  void begin(StepPlace at, const Outline& outline, bool send_only);
+  // Of a gathered dispatch, whose message begin_gathered returns, to be filled before publishing.
+  bool gathers(int bound) const;
+  std::byte* begin_gathered(StepPlace at, int tokens, bool send_only, Unpack unpack);
+
+  void put(int peer, uint64_t offset, const void* source, size_t n);
+  void flush() {}
+  void publish(int peer, uint64_t offset, Word word, uint64_t note);
+  Word load(uint64_t offset) const;
+  std::byte* local(uint64_t offset) const { return window_->data() + offset; }
+  // A word in the own window.
+  void store(uint64_t offset, Word word, uint64_t note);
+
+  Waited wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline);
+
+  void announce_abort(AbortWord reason);
+  AbortWord find_abort();
+  AbortWord abort_of(int writer);
+
+  void describe(twPortableInfo_t* info) const;
+
+ private:
+  enum class Stage { kBlocks, kRest, kLanded, kFailed };
+
+  // A step that has been sent and not landed yet.
+  struct Flight {
+    StepPlace at;
+    Stage stage = Stage::kBlocks;
+    int64_t move = -1;
+    bool gathered = false;
+    bool send_only = false;
+    bool noticed = false;  // the peers have been told that it was sent
+    Unpack unpack;
+    Buffer send, recv, rest_send, rest_recv;
+    std::vector<Frame> mine;        // [N]
+    std::vector<uint64_t> begin;    // [N + 1] of the long messages, in rest_send
+    std::vector<uint64_t> filled;   // [N]
+    std::vector<uint64_t> arrived;  // [N + 1] of the long messages, in rest_recv
+  };
+
+  explicit CarriedTransport(const BackendInit& init);
+  Status open(const BackendInit& init);
+  Status measure(const BackendInit& init);
+  double time_moves(twMoveKind_t kind, uint64_t bytes, int rounds);
+
+  Flight& new_flight(StepPlace at);
+  Flight* find(uint64_t offset, int source);
+  bool is_long(const Frame& frame) const { return frame.bytes > inline_bytes_; }
+  std::byte* block(Buffer& buffer, int rank) const {
+    return buffer.data() + static_cast<uint64_t>(rank) * (sizeof(Frame) + inline_bytes_);
+  }
+  std::byte* message(Flight& flight, int peer);
+  void ship(Flight& flight);
+  int64_t start(int queue, twMoveKind_t kind, Buffer& from, Buffer& to, const uint64_t* send, const uint64_t* recv);
+  void advance(Flight& flight, int timeout_ms);
+  bool advance_others(const Flight* flight);
+  void read_frames(Flight& flight);
+  void land(Flight& flight, bool agreed);
+  void unpack(const std::byte* message, uint64_t bytes);
+  void notice(Flight& flight);
+  Waited blame(int peer, StepPlace at, Wake how);
+  int find_dead(uint32_t step, StepPlace at);
+  uint64_t tag(int kind) const { return tag_ + static_cast<uint64_t>(kind); }
+
+  const Context& context_;
+  const WindowMap& map_;
+  Bootstrap* bootstrap_;
+  Carrier* carrier_;
+  std::vector<int> members_;
+  uint64_t tag_;
+  int me_;
+  int ranks_;
+  std::unique_ptr<Mapping> window_;
+  int64_t channel_ = -1;
+  uint64_t inline_bytes_ = 0;
+  Flight* sending_ = nullptr;
+  std::vector<std::unique_ptr<Flight>> flights_;
+  std::vector<std::unique_ptr<Flight>> spare_;
+  std::vector<uint32_t> sent_;  // [lanes] last step sent
+  TimePoint looked_{};          // for what peers have posted
+};
+
+static_assert(Transport<CarriedTransport>);
+
+}  // namespace tw::cpu

@@ -1,0 +1,272 @@
+// The exchange over a carrier, whose moves are copies between threads: against the oracle in every way, and what
+// becomes of refusals, ranks that are late and moves that fail.
+#include "cpu/cost_model.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+
+#include "harness.h"
+
+namespace tw::test {
+namespace {
+
+// What all ranks' carriers have in common.
+class Hub {
+ public:
+  explicit Hub(int ranks) : ranks_(ranks) {}
+
+  void allgather(int rank, const void* mine, void* all, size_t bytes) {
+    std::unique_lock lock(mutex_);
+    parts_.resize(ranks_ * bytes);
+    std::memcpy(parts_.data() + rank * bytes, mine, bytes);
+    ++arrived_;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return arrived_ == ranks_; });
+    std::memcpy(all, parts_.data(), parts_.size());
+  }
+
+  struct Move {
+    int queue;
+    int64_t number;
+    int rank;
+    twMoveKind_t kind;
+    std::byte* recv;
+    std::vector<uint64_t> recv_bytes;
+  };
+
+  int64_t start(int64_t channel, int rank, const twMove_t& given) {
+    const std::lock_guard lock(mutex_);
+    if (broken_) return -1;
+    Move move{given.queue, next_[{channel, given.queue, rank}]++, rank,
+              given.kind,  static_cast<std::byte*>(given.recv),   {}};
+    auto& sent = sent_[{channel, move.queue, move.number}];
+    sent.resize(ranks_);
+    const auto* from = static_cast<const std::byte*>(given.send);
+    for (int peer = 0; peer < ranks_; ++peer) {
+      const uint64_t bytes = given.send_bytes[given.kind == twMoveExact ? peer : 0];
+      sent[rank].emplace_back(from, from + bytes);
+      if (given.kind != twMoveGather) from += bytes;
+      move.recv_bytes.push_back(given.recv_bytes[given.kind == twMoveExact ? peer : 0]);
+    }
+    moves_.push_back(move);
+    changed_.notify_all();
+    return static_cast<int64_t>(moves_.size()) - 1;
+  }
+
+  int32_t wait(int64_t channel, int64_t number, int32_t timeout_ms) {
+    std::unique_lock lock(mutex_);
+    const Move& move = moves_[static_cast<size_t>(number)];
+    auto& sent = sent_[{channel, move.queue, move.number}];
+    const auto complete = [&] {
+      return broken_ || std::all_of(sent.begin(), sent.end(), [](const auto& parts) { return !parts.empty(); });
+    };
+    if (!changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms), complete)) return 0;
+    if (broken_) return -1;
+    std::byte* to = move.recv;
+    for (int source = 0; source < ranks_; ++source) {
+      const std::vector<std::byte>& part = sent[source][move.rank];
+      EXPECT_EQ(part.size(), move.recv_bytes[source]) << "source " << source << ", kind " << move.kind;
+      std::copy(part.begin(), part.end(), to);
+      to += move.recv_bytes[source];
+    }
+    return 1;
+  }
+
+  void break_moves() {
+    const std::lock_guard lock(mutex_);
+    broken_ = true;
+    changed_.notify_all();
+  }
+  std::map<twMoveKind_t, int> count_moves() {
+    const std::lock_guard lock(mutex_);
+    std::map<twMoveKind_t, int> counts;
+    for (const Move& move : moves_) ++counts[move.kind];
+    return counts;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int ranks_;
+  int arrived_ = 0;
+  bool broken_ = false;
+  std::vector<std::byte> parts_;
+  std::map<std::tuple<int64_t, int, int>, int64_t> next_;
+  // [source][peer], by channel, queue and number.
+  std::map<std::tuple<int64_t, int, int64_t>, std::vector<std::vector<std::vector<std::byte>>>> sent_;
+  std::deque<Move> moves_;
+};
+
+// One rank's carrier.
+struct Ferry {
+  Hub* hub = nullptr;
+  int rank = 0;
+
+  static Ferry& of(void* context) { return *static_cast<Ferry*>(context); }
+  twCarrier_t calls() {
+    return {sizeof(twCarrier_t),
+            this,
+            [](void*, int32_t* port) {
+              *port = 1;
+              return 0;
+            },
+            [](void*, const twChannelConfig_t* config, int64_t* channel, char*) {
+              *channel = static_cast<int64_t>(config->key);
+              return 0;
+            },
+            [](void*, int64_t, int32_t) {},
+            [](void* c, int64_t channel, const twMove_t* move) { return of(c).hub->start(channel, of(c).rank, *move); },
+            [](void* c, int64_t channel, int64_t move, int32_t ms) { return of(c).hub->wait(channel, move, ms); }};
+  }
+};
+
+struct Carried {
+  Carried(int ranks, twStrategy_t strategy, int64_t inline_bytes) : hub(ranks), ferries(ranks), comms(ranks) {
+    on_all_ranks(ranks, [&](int rank) {
+      ferries[rank] = {&hub, rank};
+      const twCarrier_t calls = ferries[rank].calls();
+      twPortableConfig_t config = TW_PORTABLE_CONFIG_INIT;
+      config.timeout_ms = 20000;
+      config.carrier = &calls;
+      config.strategy = strategy;
+      config.inline_bytes = inline_bytes;
+      config.allgather = [](const void* mine, void* all, size_t bytes, void* context) {
+        Ferry::of(context).hub->allgather(Ferry::of(context).rank, mine, all, bytes);
+        return 0;
+      };
+      config.allgather_context = &ferries[rank];
+      ASSERT_TW(twSuccess, twCommCreatePortable(&comms[rank], rank, ranks, &config));
+    });
+  }
+
+  Hub hub;
+  std::vector<Ferry> ferries;
+  std::vector<twComm_t> comms;
+};
+
+struct Way {
+  twStrategy_t strategy;
+  int64_t inline_bytes;
+};
+constexpr Way kWays[] = {{twAuto, -1},          {twRouted, 0},    {twRouted, 200},
+                         {twRouted, INT64_MAX}, {twGathered, -1}, {twGathered, 0}};
+
+TEST(Carried, EveryWayAgainstTheOracle) {
+  for (const Way& way : kWays) {
+    SCOPED_TRACE(::testing::Message() << "strategy " << way.strategy << ", inline " << way.inline_bytes);
+    Carried carried(3, way.strategy, way.inline_bytes);
+    twGroupConfig_t config = make_config(7, 3, 9, 20);
+    config.lanes = 2;
+    config.timeout_ms = 5000;
+    World world(carried.comms, config);
+    uint32_t seed = 0;
+    for (const std::vector<int>& tokens : {std::vector{9, 0, 4}, {0, 0, 0}, {9, 9, 9}, {0, 0, 1}}) {
+      for (const twLayout_t layout : {twRankMajor, twExpertMajor}) {
+        const Style style{layout, twWeightTopk, twFloat32, twFloat32, 0, -1, false, false};
+        const Traffic traffic = make_traffic(config, tokens, ++seed);
+        on_all_ranks(3, [&](int rank) {
+          Side side(world, traffic, rank, style, seed);
+          for (const bool send_only : {false, true}) {
+            ASSERT_TW(twSuccess, side.dispatch(send_only));
+            if (send_only) {
+              ASSERT_TW(twSuccess, side.complete());
+            }
+            side.expect_received();
+            ASSERT_TW(twSuccess, side.combine(send_only));
+            if (send_only) {
+              ASSERT_TW(twSuccess, side.complete());
+            }
+            side.expect_tokens();
+          }
+        });
+        if (::testing::Test::HasFailure()) return;
+      }
+    }
+    const auto moves = carried.hub.count_moves();
+    EXPECT_EQ(way.inline_bytes == INT64_MAX, !moves.contains(twMoveExact)) << "fixed: one move a step";
+  }
+}
+
+// Ranks that give different bounds learn of it, whatever the messages' lengths, and go on.
+TEST(Carried, BoundsDiffer) {
+  for (const Way& way : kWays) {
+    SCOPED_TRACE(::testing::Message() << "strategy " << way.strategy << ", inline " << way.inline_bytes);
+    Carried carried(3, way.strategy, way.inline_bytes);
+    const twGroupConfig_t config = make_config(6, 2, 9, 20);
+    World world(carried.comms, config);
+    const Traffic traffic = make_traffic(config, {5, 5, 5}, 1);
+    on_all_ranks(3, [&](int rank) {
+      Style style;
+      style.bound = rank == 1 ? 6 : 5;
+      Side side(world, traffic, rank, style, 1);
+      EXPECT_TW(twBoundMismatch, side.dispatch());
+      Side good(world, traffic, rank, {}, 2);
+      ASSERT_TW(twSuccess, good.dispatch());
+      good.expect_received();
+      ASSERT_TW(twSuccess, good.combine());
+      good.expect_tokens();
+    });
+  }
+}
+
+// A rank that never comes is the one to blame, though a collective does not say who holds it up.
+TEST(Carried, LateRank) {
+  Carried carried(3, twAuto, -1);
+  twGroupConfig_t config = make_config(6, 2, 4);
+  config.timeout_ms = 400;
+  World world(carried.comms, config);
+  const Traffic traffic = make_traffic(config, {4, 4, 4}, 1);
+  on_all_ranks(3, [&](int rank) {
+    if (rank == 1) return;
+    Side side(world, traffic, rank, {}, 1);
+    EXPECT_TW(twTimeout, side.dispatch());
+    EXPECT_EQ(error_of(world[rank]).peer, 1);
+  });
+}
+
+// Moves that fail while all ranks are there end the group, on every rank and within moments.
+TEST(Carried, BrokenMoves) {
+  Carried carried(2, twAuto, -1);
+  const twGroupConfig_t config = make_config(4, 2, 4);
+  World world(carried.comms, config);
+  const Traffic traffic = make_traffic(config, {4, 4}, 1);
+  carried.hub.break_moves();
+  const auto begin = std::chrono::steady_clock::now();
+  on_all_ranks(2, [&](int rank) {
+    Side side(world, traffic, rank, {}, 1);
+    EXPECT_NE(twSuccess, side.dispatch());
+    EXPECT_EQ(error_of(world[rank]).sticky, 1);
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+}
+
+TEST(Carried, CostModel) {
+  Shape shape;
+  shape.ranks = 4;
+  shape.top_k = 2;
+  shape.max_tokens = 1000;
+  shape.payloads = 1;
+  shape.payload_bytes[0] = 10000;
+  shape.combine_bytes = 10000;
+  const Costs ring{200, 1000, 600, 800};
+  // Half of 200 us at 1000 bytes/us, for three peers.
+  EXPECT_EQ(cpu::choose_inline_bytes(shape, ring), 100000u / 3);
+  for (const int bound : {1, 10, 1000}) {
+    EXPECT_FALSE(cpu::choose_gathered(shape, ring, twAuto, 0, bound)) << bound;
+    EXPECT_TRUE(cpu::choose_gathered(shape, ring, twGathered, 0, bound)) << bound;
+    EXPECT_FALSE(cpu::choose_gathered(shape, ring, twRouted, 0, bound)) << bound;
+  }
+  // Where gathering is ten times as fast, it is worth sending to all what goes to less than half.
+  const Costs multicast{200, 1000, 200, 10000};
+  EXPECT_TRUE(cpu::choose_gathered(shape, multicast, twAuto, 0, 1000));
+  shape.max_tokens = 1;  // the longest message is shorter than what would pay
+  EXPECT_EQ(cpu::choose_inline_bytes(shape, ring), cpu::longest_message(shape));
+}
+
+}  // namespace
+}  // namespace tw::test

@@ -1,0 +1,51 @@
+"""Mutations of the exchange over a carrier: messages, the moves they take, and whom a wait blames."""
+
+from mutation import Edit, Mutation
+
+CARRIED_CC = "src/cpu/carried.cc"
+GATHERED = "src/cpu/gathered.h"
+
+NOTE = "      store(offset, word, flight.mine[me_].note);\n      continue;"
+LANDED = "      unpack(from, frame.bytes);\n      store(offset, word, flight.mine[me_].note);"
+
+CARRIED = (
+    Mutation(
+        "a second move that only some ranks make",
+        "S6",
+        "carried_test",
+        "Carried.EveryWayAgainstTheOracle",
+        (Edit(CARRIED_CC, "  for (Frame& frame : flight.mine) frame.most = most;\n", ""),),
+    ),
+    Mutation(
+        "long messages unpacked where the first one begins",
+        "S4",
+        "carried_test",
+        "Carried.EveryWayAgainstTheOracle",
+        (Edit(CARRIED_CC, "flight.rest_recv.data() + flight.arrived[source]", "flight.rest_recv.data()"),),
+    ),
+    Mutation(
+        "whoever is waited for is blamed",
+        "S6",
+        "carried_test",
+        "Carried.LateRank",
+        (Edit(CARRIED_CC, "if (!reached(sent, at.step)) return {how, rank};", "if (sent == 1) return {how, rank};"),),
+    ),
+    Mutation(
+        "a gathered row in the slots of its receiver",
+        "S9",
+        "carried_test",
+        "Carried.EveryWayAgainstTheOracle",
+        (Edit(GATHERED, "int64_t{source} * call.bound", "int64_t{call.context.me} * call.bound"),),
+    ),
+    Mutation(
+        "bounds of other ranks taken for one's own",
+        "S10",
+        "carried_test",
+        "Carried.BoundsDiffer",
+        (
+            Edit(CARRIED_CC, "      store(offset, word, frame.note);\n      continue;", NOTE),
+            Edit(CARRIED_CC, "word.mode == own.mode && frame.note == mine.note &&", "word.mode == own.mode &&"),
+            Edit(CARRIED_CC, "      unpack(from, frame.bytes);\n      store(offset, word, frame.note);", LANDED),
+        ),
+    ),
+)

@@ -1,0 +1,191 @@
+"""Ranks in two network namespaces: what connects them, and what happens when the link between them is cut."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import Env, Workers, caught, settle
+
+import tokenway as tw
+
+LINK = "tokenway0"
+TIMEOUT = 2.0
+
+
+class World:
+    """Worker processes, the odd ones in the other namespace."""
+
+    def __init__(self, nranks: int):
+        self.workers = Workers(nranks)
+        self.ranks = list(range(nranks))
+        self.key = ("apart", 0, "torch", f"apart-{os.getpid()}-{time.monotonic_ns()}")
+
+    def start(self, function: Any, *args: Any) -> None:
+        self.workers.send(self.ranks, function, *args, key=self.key)
+
+    def collect(self, timeout: float = 60.0) -> list[Any]:
+        return settle(self.workers.collect(self.ranks, timeout))
+
+    def run(self, function: Any, *args: Any) -> list[Any]:
+        self.start(function, *args)
+        return self.collect()
+
+
+def link(state: str) -> None:
+    subprocess.run(["ip", "link", "set", LINK, state], check=True)
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    made: list[World] = []
+
+    def make(nranks: int) -> World:
+        made.append(World(nranks))
+        return made[-1]
+
+    yield make
+    link("up")
+    for each in made:
+        each.workers.close()
+
+
+# ---- on the ranks --------------------------------------------------------------------------------
+
+
+def namespace(env: Env) -> str:
+    return os.readlink("/proc/self/ns/net")
+
+
+def make_group(env: Env, **options: Any) -> None:
+    n = env.nranks
+    env.kept["group"] = tw.Group(env.comm, experts=n, top_k=n, hidden=4, max_tokens=2, dtype="float32", **options)
+
+
+def exchange(env: Env) -> None:
+    """Every rank sends its number to all."""
+    group, n = env.kept["group"], env.nranks
+    handle = group.route(np.arange(n, dtype=np.int32)[None])
+    received = group.dispatch(handle, np.full((1, 4), env.rank, np.float32))
+    assert received.tokens[:, 0, 0].tolist() == list(range(n))
+    assert group.combine(handle, received.tokens).tolist() == [[n * env.rank] * 4]
+
+
+def exchange_until_error(env: Env) -> tuple[Any, float, Any]:
+    """Rounds until one fails: its outcome, how long it took, and what a call says after it."""
+    for _ in range(100000):
+        begin = time.monotonic()
+        outcome = caught(exchange, env)
+        took = time.monotonic() - begin
+        if outcome[0] != "twSuccess":
+            again = caught(exchange, env)
+            return outcome, took, again
+        time.sleep(0.002)
+    raise AssertionError("the link was never cut")
+
+
+def close_group(env: Env) -> float:
+    begin = time.monotonic()
+    env.kept.pop("group").close()
+    return time.monotonic() - begin
+
+
+def connect_by_torch(env: Env, port: int, backend: str) -> tuple[Any, str]:
+    """As a user's program does it: torch.distributed first."""
+    import torch.distributed as dist
+
+    local = "10.211.7.2" if env.rank % 2 else "10.211.7.1"
+    names = {"10.211.7.1": "tokenway0", "10.211.7.2": "tokenway1"}
+    os.environ["GLOO_SOCKET_IFNAME"] = names[local]
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tokenway").addHandler(handler)
+    logging.getLogger("tokenway").setLevel(logging.INFO)
+    dist.init_process_group("gloo", init_method=f"tcp://10.211.7.1:{port}", rank=env.rank, world_size=env.nranks)
+    try:
+        if backend == "shm":
+            return caught(tw.connect, backend=backend, timeout=20), ""
+        with tw.connect(backend=backend, timeout=20) as comm:
+            env.comm = comm
+            make_group(env)
+            exchange(env)
+            env.kept.pop("group").close()
+            return (comm.backend, comm.why), "\n".join(records)
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- tests ---------------------------------------------------------------------------------------
+
+
+def test_ranks_are_apart(world) -> None:
+    spaces = world(4).run(namespace)
+    assert spaces[0] == spaces[2] != spaces[1] == spaces[3]
+
+
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_cut(world, nranks) -> None:
+    """A link that is cut is an error on all ranks, within timeout + 1 s, and blames the other side."""
+    made = world(nranks)
+    made.run(make_timed_group)
+    made.start(exchange_until_error)
+    time.sleep(0.5)
+    link("down")
+    for rank, (outcome, took, again) in enumerate(made.collect()):
+        result, text, record = outcome
+        assert result in ("twTimeout", "twExcluded"), text
+        assert took < TIMEOUT + 1, text
+        assert record.sticky
+        assert again[0] == result
+        if nranks == 2:
+            assert (record.peer, result) == (1 - rank, "twTimeout"), text
+        else:
+            assert record.peer % 2 != record.reporter % 2, text
+    # Nobody waits for collectives that never end.
+    assert max(made.run(close_group)) < 1.0
+
+
+def make_timed_group(env: Env) -> None:
+    make_group(env, timeout=TIMEOUT)
+
+
+def test_cut_and_mended(world) -> None:
+    """A link that is away for less than the timeout delays, and nothing else."""
+    made = world(2)
+    made.run(make_patient_group)
+    made.start(exchange_often)
+    time.sleep(0.3)
+    link("down")
+    time.sleep(0.5)
+    link("up")
+    assert made.collect() == [300, 300]
+
+
+def make_patient_group(env: Env) -> None:
+    make_group(env, timeout=30.0)
+
+
+def exchange_often(env: Env) -> int:
+    for _ in range(300):
+        exchange(env)
+        time.sleep(0.002)
+    return 300
+
+
+def test_auto(world) -> None:
+    """Ranks that share a host but no network are no domain of shared memory: auto takes the portable backend, and says
+    why; shared memory is refused."""
+    for rank, ((backend, why), log) in enumerate(world(2).run(connect_by_torch, 29871, "auto")):
+        assert backend == "torch"
+        assert "rank 0 and rank 1 run on" in why and "in different network namespaces" in why
+        assert (f"2 ranks, backend 'torch': {why}" in log) == (rank == 0)
+    for outcome, _ in world(2).run(connect_by_torch, 29872, "shm"):
+        assert outcome[0] == "twUnsupported"
+        assert "in different network namespaces: the CPU backend connects ranks of one host only" in outcome[1]

@@ -1,0 +1,100 @@
+"""The harness's portable backends: groups over gloo, tensors NumPy's, one class for each way to exchange.
+
+torch           auto                           torch-exact      routed, sizes first
+torch-gathered  gathered, as measured          torch-fixed      routed, one collective however much a step brings
+                                               torch-ring       gathered, by an all-gather whatever its size
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from datetime import timedelta
+from typing import Any
+
+from device_backend import COMM_TIMEOUT
+
+import tokenway as tw
+
+WAYS = {
+    "torch": {},
+    "torch-exact": {"strategy": "routed"},
+    "torch-fixed": {"strategy": "routed", "capacity": "fixed"},
+    "torch-gathered": {"strategy": "gathered"},
+    "torch-ring": {"strategy": "gathered", "capacity": "exact"},
+}
+
+
+class Meeting:
+    """An allgather between threads."""
+
+    def __init__(self, nranks: int):
+        self._barrier = threading.Barrier(nranks)
+        self._parts: list[bytes] = [b""] * nranks
+
+    def allgather(self, rank: int, mine: bytes) -> list[bytes]:
+        self._parts[rank] = mine
+        self._barrier.wait(COMM_TIMEOUT)
+        return list(self._parts)
+
+
+def file_allgather(rank: int, nranks: int, address: str) -> Any:
+    """An allgather between processes that know a common name."""
+    import torch.distributed as dist
+
+    path = os.path.join(tempfile.gettempdir(), f"tokenway-{os.getuid()}-{address.replace('/', '-')}")
+    store = dist.FileStore(path, nranks)
+    store.set_timeout(timedelta(seconds=COMM_TIMEOUT))
+    calls = 0
+
+    def allgather(mine: bytes) -> list[bytes]:
+        nonlocal calls
+        calls += 1
+        store.set(f"{calls}-{rank}", mine)
+        return [store.get(f"{calls}-{r}") for r in range(nranks)]
+
+    return allgather
+
+
+def variants(base: Any) -> dict[str, Any]:
+    """A class of the harness for each way: as the CPU's, but for how ranks meet."""
+
+    def make(way: str, options: dict[str, Any]) -> Any:
+        class Portable(base):  # type: ignore[misc, valid-type]
+            name = way
+
+            @staticmethod
+            def most_ranks(kind: str) -> int:
+                """Connections grow with the square of it, and each group has its own."""
+                return 8
+
+            @staticmethod
+            def comm(rank: int, nranks: int, address: str) -> tw.Comm:
+                allgather = file_allgather(rank, nranks, address)
+                return tw.Comm.portable(rank, nranks, allgather, timeout=COMM_TIMEOUT, **options)
+
+            @staticmethod
+            def local_comms(nranks: int) -> list[tw.Comm]:
+                meeting = Meeting(nranks)
+                comms: list[Any] = [None] * nranks
+
+                def connect(rank: int) -> None:
+                    comms[rank] = tw.Comm.portable(
+                        rank,
+                        nranks,
+                        lambda mine: meeting.allgather(rank, mine),
+                        timeout=COMM_TIMEOUT,
+                        **options,
+                    )
+
+                threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(nranks)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                return comms
+
+        return Portable
+
+    return {way: make(way, options) for way, options in WAYS.items()}

@@ -1,0 +1,258 @@
+"""The portable backend beside the others: no way to exchange changes a bit, and connect() takes the right one. What a
+group does is tested by the suite: --backend torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import cases
+import harness
+import player
+import pytest
+from cases import Case, Round, Setup
+from harness import caught
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from portable_backend import WAYS
+from strategies import cases as any_case
+from test_properties import HARD
+
+import tokenway as tw
+from tokenway import portable
+
+pytestmark = pytest.mark.usefixtures("torch")
+
+EXAMPLES = max(4, int(os.environ.get("EXAMPLES", "150")) // 5)
+EVERY_WAY = pytest.mark.parametrize("way", list(WAYS))
+
+
+def play(way: str, case: Case) -> list[Any]:
+    return harness.Threads(way, case.setup.ranks).run(player.play, case)
+
+
+def judge(case: Case, by_rank: list[Any]) -> None:
+    for f, flight in enumerate(case.flights):
+        for i, round_ in enumerate(flight):
+            cases.verify(case.setup, round_, [mine[f][i] for mine in by_rank])
+
+
+@settings(max_examples=EXAMPLES, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+@example("torch", HARD)
+@example("torch-exact", HARD)
+@example("torch-fixed", HARD)
+@example("torch-gathered", HARD)
+@example("torch-ring", HARD)
+@given(st.sampled_from(list(WAYS)), any_case(max_ranks=4))
+def test_no_way_changes_a_bit(way: str, case: Case) -> None:
+    judge(case, play(way, case))
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("overflow", ["refuse", "drop"])
+def test_high_throughput(way: str, overflow: str) -> None:
+    """Rows go to their final places, and those that are dropped are dropped in every way."""
+    room = {"max_recv_tokens": 9} if overflow == "drop" else {}
+    setup = Setup(
+        ranks=3,
+        experts=7,
+        top_k=3,
+        hidden=9,
+        max_tokens=8,
+        payloads=((5, "uint8"),),
+        mode="high_throughput",
+        row_alignment=8,
+        overflow=overflow,
+        lanes=2,
+        **room,
+    )
+    rounds = [Round((8, 0, 5), seed=s, layout=layout) for s, layout in ((0, "flat"), (1, "grouped"))]
+    case = Case(setup, tuple((round_,) for round_ in rounds))
+    judge(case, play(way, case))
+
+
+@EVERY_WAY
+def test_completed_in_any_order(way: str) -> None:
+    """Ranks complete what they sent on several lanes in orders of their own: nobody waits for who waits for him."""
+    setup = Setup(ranks=3, experts=6, top_k=4, hidden=100, max_tokens=64, lanes=4)
+    rounds = tuple(Round((64, 64, 64), seed=s, send_dispatch=True, send_combine=True) for s in range(4))
+    for order in range(5):
+        case = Case(setup, (rounds,), order=order)
+        judge(case, play(way, case))
+
+
+def describe_group(env: harness.Env, settings: dict[str, Any]) -> portable.PortableInfo | None:
+    with tw.Group(env.comm, **settings) as group:
+        return portable.describe(group.pointer)
+
+
+def test_what_was_measured() -> None:
+    """Ranks agree on it, and a block is no longer than the longest message."""
+    setup = {"experts": 4, "top_k": 2, "hidden": 8, "max_tokens": 4}
+    infos = harness.Threads("torch", 3).run(describe_group, setup)
+    assert infos[0] == infos[1] == infos[2]
+    info = infos[0]
+    assert info.strategy == "auto"
+    assert min(info.exchange_us, info.exchange_rate, info.gather_us, info.gather_rate) > 0
+    # A row: 16 bytes of payload, header and routing of 8 + 2 * 8, and 16 for each of the two puts.
+    longest = -(-4 * (16 + 24 + 32) // 64) * 64
+    assert 0 <= info.inline_bytes <= longest
+    assert harness.Threads("torch-fixed", 2).run(describe_group, setup)[0].inline_bytes == longest
+    assert harness.Threads("torch-exact", 2).run(describe_group, setup)[0].inline_bytes == 0
+    assert harness.Threads("cpu", 2).run(describe_group, setup) == [None, None]
+
+
+def connect_differently(env: harness.Env) -> tuple[str, str, Any]:
+    from portable_backend import file_allgather
+
+    allgather = file_allgather(env.rank, env.nranks, f"differ-{os.getppid()}")
+    strategy = "routed" if env.rank else "gathered"
+    return caught(tw.Comm.portable, env.rank, env.nranks, allgather, strategy=strategy, capacity=64)
+
+
+def test_strategies_differ() -> None:
+    for result, text, _ in harness.Processes("cpu", 2).run(connect_differently):
+        assert result == "twConfigMismatch"
+        assert "config.strategy or config.inline_bytes differ: rank 0 has gathered and 64, rank 1 has routed" in text
+
+
+@pytest.mark.parametrize(
+    ("keywords", "kind", "text"),
+    [
+        (
+            {"backend": "tcp"},
+            tw.InvalidArgument,
+            "backend is 'tcp'; it must be one of 'auto', 'shm', 'nv",
+        ),
+        ({"backend": "torch"}, tw.InvalidUsage, "torch.distributed is not initialised"),
+        ({"backend": "nvlink"}, tw.Unsupported, "backend 'nvlink' is not for the CPU"),
+        ({"backend": "torch", "device": 0}, tw.Unsupported, "backend 'torch' is not for device 0"),
+        (
+            {"backend": "torch", "strategy": "ring"},
+            tw.InvalidArgument,
+            "strategy is 'ring'; it must be 'routed'",
+        ),
+        (
+            {"backend": "torch", "capacity": -1},
+            tw.InvalidArgument,
+            "capacity is -1; it must be 'auto', 'exa",
+        ),
+        ({"backend": "torch", "capacity": True}, tw.InvalidArgument, "capacity is True"),
+        ({"backend": "shm", "strategy": "routed"}, tw.InvalidArgument, "strategy is given, and backend 'shm' has no"),
+    ],
+)
+def test_connect_refuses(keywords: dict[str, Any], kind: Any, text: str) -> None:
+    with pytest.raises(kind, match=text):
+        tw.connect(**keywords)
+
+
+def connected(rank: int, port: int, kind: str) -> None:
+    """A user's program: prints what connect() took and why, and that an exchange works."""
+    import logging
+
+    import torch.distributed as dist
+    from launched import exchange
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
+    if kind != "gloo":  # a backend that somebody else has registered, for host memory
+        make = lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout)  # noqa: E731
+        dist.Backend.register_backend(kind, make, devices=["cpu"])
+    dist.init_process_group(kind, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    told = {}
+    for backend in ("auto", "shm", "torch"):
+        with tw.connect(backend=backend, timeout=30) as comm:
+            told[backend] = (comm.backend, comm.why, exchange(comm))
+    differs = caught(tw.connect, backend="shm" if rank else "torch", timeout=30)[:2]
+    print(json.dumps([told, differs]), flush=True)
+    dist.destroy_process_group()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["gloo", "anothers"])
+def test_connect_over_a_process_group(kind: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = "import sys, test_portable; test_portable.connected(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
+    here = os.path.dirname(__file__)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([here, *sys.path]), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", code]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(port), kind],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ends = [process.communicate(timeout=90) for process in ranks]
+    for rank, (out, log) in enumerate(ends):
+        assert ranks[rank].returncode == 0, log
+        told, differs = json.loads(out.splitlines()[-1])
+        assert told["auto"] == ["shm", "all ranks are on one host", [0, 1]]
+        assert told["shm"] == ["shm", "it was asked for", [0, 1]]
+        assert told["torch"] == ["torch", "it was asked for", [0, 1]]
+        assert differs == ["twConfigMismatch", "backend differs: rank 0 has 'torch', rank 1 has 'shm'"]
+        assert ("tokenway: 2 ranks, backend 'torch': it was asked for" in log) == (rank == 0)
+
+
+def test_bench() -> None:
+    """Every way of the bench is verified at every point."""
+    command = [sys.executable, "-m", "tokenway.cli", "bench", "--backend", "torch", "--ranks", "2", "--tokens", "1,3"]
+    ways = ["routed", "gathered", "auto", "fixed", "gathered-exact"]
+    command += [
+        "--top-k",
+        "1",
+        "4",
+        "--profile",
+        "qwen3-30b-a3b",
+        "--strategy",
+        *ways,
+        "--iterations",
+        "2",
+        "--rounds",
+        "1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("qwen3-30b-a3b")]
+    assert [line[1:3] for line in lines] == [["1", "1"], ["1", "3"], ["4", "1"], ["4", "3"]]
+    assert all(line.count("(1.00x)") >= 1 and len(line) == 4 + 2 * len(ways) for line in lines)
+    assert "auto takes at most" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--strategy", "auto"], "--strategy: only with --backend torch"),
+        (["--backend", "torch", "--strategy", "ring"], "--strategy: 'ring'"),
+        (["--backend", "torch", "--top-k", "0"], "--top-k: '0'; allowed 1..64"),
+        (["--backend", "torch", "--layout", "flat"], "--layout: rank_major or expert_major with --backend torch"),
+        (["--backend", "torch", "--backward"], "--backward: not with --backend torch"),
+    ],
+)
+def test_bench_refuses(arguments: list[str], text: str, capsys: Any) -> None:
+    from tokenway import cli
+
+    assert cli.main(["bench", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_info() -> None:
+    from tokenway import info
+
+    assert info.collect()["backends"]["torch"].startswith("available")
+
+
+def test_a_row_of_zeros_is_not_lost() -> None:
+    """A group whose ranks have nothing to send still exchanges: frames travel alone."""
+    setup = Setup(ranks=3, experts=6, top_k=2, hidden=4, max_tokens=8)
+    for way in WAYS:
+        case = Case(setup, ((Round((0, 0, 0)),), (Round((0, 8, 0), routing="one"),)))
+        judge(case, play(way, case))
