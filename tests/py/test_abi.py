@@ -18,7 +18,7 @@ from tokenway.settings import Settings, make_config
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include"
-HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in ("types.h", "tokenway.h"))
+HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in ("types.h", "tokenway.h", "collectives.h"))
 CODE = re.sub(r"//[^\n]*", "", HEADER)
 
 # The ctypes class of each struct of the header.
@@ -35,6 +35,10 @@ STRUCTS = {
     "twCountsInput_t": _native.CountsInput,
     "twCombineInput_t": _native.CombineInput,
     "twCombineOutput_t": _native.CombineOutput,
+    "twAllGatherVInput_t": _native.AllGatherVInput,
+    "twAllGatherVOutput_t": _native.AllGatherVOutput,
+    "twReduceScatterVInput_t": _native.ReduceScatterVInput,
+    "twReduceScatterVOutput_t": _native.ReduceScatterVOutput,
 }
 
 DEFAULTS = ("mode", "combine_dtype", "lanes", "timeout_ms", "id_dtype", "id_space", "invalid_id", "sm_limit")
