@@ -88,10 +88,11 @@ class _Sizes(NamedTuple):
             return _Sizes(host=tuple(sizes))
         return _Sizes(tensor=sizes)
 
-    def problem(self, nranks: int) -> InvalidArgument | None:
+    def problem(self, place: Any, nranks: int) -> InvalidArgument | None:
         """What C cannot see."""
         if self.host is None:
-            return None
+            what = None if self.tensor is None else place.unlike(self.tensor)
+            return None if what is None else InvalidArgument(f"sizes is {what}")
         if len(self.host) == nranks and all(isinstance(n, (int, np.integer)) for n in self.host):
             return None
         return InvalidArgument(
@@ -153,7 +154,7 @@ class Collectives:
             b = max((1, *(n for n in known.host if isinstance(n, (int, np.integer)))))
         else:
             b = self.max_tokens if known.tensor is None else _extent(given[0] if given else None, 0)
-        problem = known.problem(self.nranks)
+        problem = known.problem(self._place, self.nranks)
         lead = (
             (self.nranks, b)
             if layout == "rank_major"
@@ -213,7 +214,7 @@ class Collectives:
         b = 0 if bound is None else arguments.int32(bound) or -2
         if bound is None and (known.host is None and (known.tensor is not None or not flat)):
             b = room
-        problem = known.problem(self.nranks)
+        problem = known.problem(self._place, self.nranks)
         if known.own is not None and flat:
             problem = InvalidArgument(f"sizes is {sizes}; of one rank alone it may be where layout is 'rank_major'")
         own = room if known.host is None or problem is not None else int(known.host[self.rank])

@@ -371,7 +371,7 @@ void fill_gathered(const twGroup& group, const CollectiveCall& call, Sizes from,
     const CollectiveTensor& tensor = call.tensors[q];
     std::vector<int64_t> shape = lead_of(group, call, from);
     shape.push_back(tensor.elements);
-    void* const data = tensor.out == nullptr && !call.flat ? group.backend->view(call, q) : tensor.out;
+    void* const data = tensor.out == nullptr && !call.flat ? group.backend->view_gathered(call, q) : tensor.out;
     output->tensors[q] = contiguous_tensor(data, tensor.from, shape);
   }
   output->counts = contiguous_tensor(call.counts, twInt32, {group.ranks()});

@@ -192,7 +192,7 @@ class Backend {
   // Whether it is of a lane's.
   virtual bool in_lane(int lane, const void* address) = 0;
   // Where tensor q of a gather lies there, [N, b, row].
-  virtual void* view(const CollectiveCall& call, int q) = 0;
+  virtual void* view_gathered(const CollectiveCall& call, int q) = 0;
 
   // Tells every peer that this rank gives the group up; and whether a peer has.
   virtual void announce_abort(AbortWord reason) = 0;

@@ -169,7 +169,7 @@ class CpuBackend : public Backend {
     const auto* const at = static_cast<const std::byte*>(address);
     return in_window(address) && context_.map.in_lane(lane, static_cast<uint64_t>(at - transport_.local(0)));
   }
-  void* view(const CollectiveCall& call, int q) override {
+  void* view_gathered(const CollectiveCall& call, int q) override {
     return transport_.local(context_.map.bank(call.at.lane, call.at.bank()) + call.places.row(q, 0, 0));
   }
 

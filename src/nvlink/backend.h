@@ -101,7 +101,7 @@ class NvlinkBackend : public Backend {
     const auto* const at = static_cast<const std::byte*>(address);
     return in_window(address) && context_.map.in_lane(lane, static_cast<uint64_t>(at - window()));
   }
-  void* view(const CollectiveCall& call, int q) override {
+  void* view_gathered(const CollectiveCall& call, int q) override {
     return window() + context_.map.bank(call.at.lane, call.at.bank()) + call.places.row(q, 0, 0);
   }
 
