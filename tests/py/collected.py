@@ -67,6 +67,11 @@ class Plan:
     order: int = 0
 
 
+def group_of(ranks: int, hidden: int = 16, max_tokens: int = 9, **more: Any) -> Setup:
+    """A group whose rows have room for those of most tests, in float32 too."""
+    return Setup(ranks=ranks, experts=ranks, top_k=1, hidden=hidden, max_tokens=max_tokens, dtype="float32", **more)
+
+
 # ---- inputs --------------------------------------------------------------------------------------
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collected import Call, Collector, Plan, judge
+from collected import Call, Collector, Plan, group_of, judge
 from harness import Workers, caught, settle
-from test_collectives import group_of
 from test_errors import AT_ONCE
 
 import tokenway as tw

@@ -10,7 +10,7 @@ import harness
 import numpy as np
 import pytest
 from cases import FLOATS, Round, Setup
-from collected import HOW, Call, Plan, judge, play
+from collected import HOW, Call, Plan, group_of, judge, play
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_properties import EXAMPLES
@@ -21,11 +21,6 @@ SETTINGS = settings(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-
-
-def group_of(ranks: int, hidden: int = 16, max_tokens: int = 9, **more: Any) -> Setup:
-    """A group whose rows have room for those of most tests, in float32 too."""
-    return Setup(ranks=ranks, experts=ranks, top_k=1, hidden=hidden, max_tokens=max_tokens, dtype="float32", **more)
 
 
 def check(world: Any, *plans: Plan) -> None:
