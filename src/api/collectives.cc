@@ -173,6 +173,16 @@ Status place(const twGroup& group, const Given& given, CollectiveCall* call) {
     return fail(twInvalidArgument, "input.tensors have rows of %s; on a device they may have %s",
                 bytes_text(all).c_str(), bytes_text(kLargest).c_str());
   }
+  int64_t pieces = 0;
+  for (int32_t q = 0; q < given.num_tensors; ++q) pieces += static_cast<int64_t>(row_bytes[q] / 2048 + 1);
+  if (group.backend->on_device() && pieces * group.ranks() > INT32_MAX / call->bound) {
+    return fail(
+        twInvalidArgument,
+        "input.bound is %d, so the bound is %d; with rows in %lld pieces of 2 KiB for %d ranks it must be up to "
+        "%lld on a device",
+        given.bound, call->bound, static_cast<long long>(pieces), group.ranks(),
+        static_cast<long long>(INT32_MAX / (pieces * group.ranks())));
+  }
   constexpr int kMostHostSizes = 256;  // in a kernel's parameters
   if (group.backend->on_device() && given.host_sizes != nullptr && group.ranks() > kMostHostSizes) {
     return fail(twInvalidArgument, "input.host_sizes has %d sizes; on a device it may have %d, and input.sizes more",

@@ -140,6 +140,46 @@ TEST(Collectives, MoreThanLanes) {
   }
 }
 
+// A reduce of rows that lie in the window: after its word a peer may write there, and this rank still sums (S3).
+TEST(Collectives, OwnRowsOfAView) {
+  World world(2, config_of());
+  const Collected rows(world, {8, 8});
+  std::vector<int64_t> gathers, reduces;
+  std::vector<std::vector<float>> sums(2, std::vector<float>(8 * kElements, -1.0f));
+  twTensor_t view[2];
+  for (int rank = 0; rank < 2; ++rank) {
+    twAllGatherVInput_t input = TW_ALL_GATHER_V_INPUT_INIT;
+    input.tensors[0] = tensor(const_cast<float*>(rows.rows[rank].data()), twFloat32, {8, kElements});
+    input.send_only = 1;
+    twAllGatherVOutput_t output = TW_ALL_GATHER_V_OUTPUT_INIT;
+    output.layout = twRankMajor;
+    ASSERT_TW(twSuccess, twAllGatherV(world[rank], &input, &output));
+    gathers.push_back(output.request);
+    view[rank] = output.tensors[0];
+  }
+  for (int rank = 0; rank < 2; ++rank) ASSERT_TW(twSuccess, twCompleteRequest(world[rank], gathers[rank], nullptr));
+  for (int rank = 0; rank < 2; ++rank) {
+    twReduceScatterVInput_t input = TW_REDUCE_SCATTER_V_INPUT_INIT;
+    input.layout = twRankMajor;
+    input.tensors[0] = view[rank];
+    input.send_only = 1;
+    twReduceScatterVOutput_t output = TW_REDUCE_SCATTER_V_OUTPUT_INIT;
+    output.tensors[0] = tensor(sums[rank].data(), twFloat32, {8, kElements});
+    ASSERT_TW(twSuccess, twReduceScatterV(world[rank], &input, &output));
+    reduces.push_back(output.request);
+  }
+  ASSERT_TW(twSuccess, twCompleteRequest(world[1], reduces[1], nullptr));
+  Collected after(world, {1, 1});  // of another bound, so its rows lie where the view's of rank 0 do
+  ASSERT_TW(twSuccess, after.gather(1, true));
+  ASSERT_TW(twSuccess, twCompleteRequest(world[0], reduces[0], nullptr));
+  for (int rank = 0; rank < 2; ++rank) {
+    for (int64_t i = 0; i < 8 * kElements; ++i)
+      ASSERT_EQ(sums[rank][i], 2 * Collected::value(rank, i)) << rank << ", " << i;
+  }
+  ASSERT_TW(twSuccess, after.gather(0, true));
+  for (int rank = 0; rank < 2; ++rank) ASSERT_TW(twSuccess, after.complete(rank));
+}
+
 // A rank refuses; its peers learn of it when they complete, and all go on, on the same lanes (S5).
 TEST(Collectives, RefusedAmongSent) {
   for (const int lanes : {1, 2, 3}) {
