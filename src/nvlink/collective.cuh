@@ -350,7 +350,7 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Recei
   for (int i = thread; i < s.ranks(); i += kThreads) s.windows()[i] = window_of(g, i), s.came()[i] = 0;
   if (thread == 0) *s.failed() = 0;
   if (!kLines) begin_work(s);
-  warm(p);
+  warm(p, offsetof(CollectiveParams, rows) + 2 * sizeof(CollectiveRows));
   if (p.sizes_at != nullptr) meet();
   if (p.sizes_at != nullptr) await_earlier();
   load_sizes(s);

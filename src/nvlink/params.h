@@ -432,7 +432,7 @@ struct CollectiveParams {
   const void* sizes_at;  // NULL: the host knows them
   int32_t* counts;
   int32_t* offsets;
-  CollectiveRows rows[kMaxPayloads];
+  CollectiveRows rows[kMaxPayloads];  // few calls use more than the first: collective.cuh warms no others
   int32_t sizes[kMostHostSizes];
 };
 
