@@ -158,7 +158,7 @@ def _check_together(settings: Settings) -> None:
     if settings.aux:
         others = {
             "--overhead": settings.overhead,
-        "--aux": settings.aux,
+            "--collective": settings.collective,
             "--verify-only": settings.verify_only,
             "--backward": settings.backward,
         }
