@@ -159,9 +159,9 @@ typedef struct {
 typedef struct {
   size_t size;
   twMode_t mode;
-  int32_t num_experts;   // E, 1..TW_MAX_EXPERTS
-  int32_t top_k;         // K, 1..TW_MAX_TOP_K, at most E
-  int32_t max_tokens;    // B, 1..TW_MAX_TOKENS: tokens of one rank in one call
+  int32_t num_experts;  // E, 1..TW_MAX_EXPERTS; 0, with top_k 0: one on each rank, for a group that gathers and reduces
+  int32_t top_k;        // K, 1..TW_MAX_TOP_K, at most E
+  int32_t max_tokens;   // B, 1..TW_MAX_TOKENS: tokens of one rank in one call
   int32_t num_payloads;  // 1..TW_MAX_PAYLOADS
   twPayload_t payloads[TW_MAX_PAYLOADS];
   twDtype_t combine_dtype;   // of the rows on the wire: twFloat32, twBfloat16 or twFloat16
@@ -421,6 +421,10 @@ TW_API twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineI
 // Finishes the handle's pending send_only dispatch or combine. Errors: those of the call it finishes; twInvalidUsage if
 // nothing is pending.
 TW_API twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream);
+
+// ----------------------------------------------------------------------------------------------- gathers and reduces
+
+#include "tokenway/collectives.h"
 
 // -------------------------------------------------------------------------------------------------------- quantise
 

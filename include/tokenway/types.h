@@ -29,7 +29,7 @@ typedef enum TW_AS_INT {
   twConfigMismatch = 6,   // twGroupCreate: ranks disagree; the sentence names the field and the ranks
   // This call failed on every rank; the group stays usable.
   twPeerRefused = 7,    // a peer was given bad arguments; the record's `peer` says which
-  twBoundMismatch = 8,  // ranks called with different bounds b
+  twBoundMismatch = 8,  // ranks called with different bounds b, or gather or reduce different sizes of rows
   twRecvOverflow = 15,  // a rank would receive more than max_recv_tokens rows; the sentence says which, and how many
   // The group is finished (sticky): every later call returns the same error. See twGroupShrink.
   twTimeout = 9,         // a peer was later than the group's timeout
@@ -47,6 +47,8 @@ typedef enum TW_AS_INT {
   twPhaseCombine = 3,
   twPhaseShrink = 4,
   twPhaseCounts = 5,
+  twPhaseGather = 6,
+  twPhaseReduce = 7,
 } twPhase_t;
 
 // What ended a call, and who is to blame. Ranks are ranks of the group.
@@ -61,8 +63,8 @@ typedef struct {
   uint32_t step;      // step of the lane
   uint32_t expected;  // step waited for in the culprit's word
   uint32_t seen;      // step found there
-  int32_t token;      // for a bad id in device memory: its place [token, k] and value; else -1
-  int32_t k;
+  int32_t token;      // for a bad id in device memory: its place [token, k] and value; for a bad size: its rank,
+  int32_t k;          // k being -1; else -1
   int64_t value;      // also the rows of a twRecvOverflow
   char message[512];  // the same as a sentence
 } twErrorRecord_t;

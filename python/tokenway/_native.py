@@ -35,7 +35,7 @@ OVERFLOWS = {"refuse": 0, "drop": 1}
 ID_SPACES = {"local": 0, "global": 1}
 LAYOUTS = {"rank_major": 0, "expert_major": 1, "flat": 2, "grouped": 3}
 WEIGHTINGS = {"none": 0, "topk": 1}
-PHASES = ("none", "create", "dispatch", "combine", "shrink", "counts")
+PHASES = ("none", "create", "dispatch", "combine", "shrink", "counts", "gather", "reduce")
 
 
 class Struct(ctypes.Structure):
@@ -191,6 +191,50 @@ class CombineOutput(Struct):
     _fields_ = [("size", c_size_t), ("tokens", Tensor)]
 
 
+class AllGatherVInput(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("num_tensors", c_int32),
+        ("tensors", Tensor * MAX_PAYLOADS),
+        ("host_sizes", c_void_p),
+        ("sizes", Tensor),
+        ("bound", c_int32),
+        ("lane", c_int32),
+        ("send_only", c_int32),
+        ("stream", c_void_p),
+    ]
+
+
+class AllGatherVOutput(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("layout", c_int),
+        ("tensors", Tensor * MAX_PAYLOADS),
+        ("counts", Tensor),
+        ("offsets", Tensor),
+        ("request", c_int64),
+    ]
+
+
+class ReduceScatterVInput(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("layout", c_int),
+        ("num_tensors", c_int32),
+        ("tensors", Tensor * MAX_PAYLOADS),
+        ("host_sizes", c_void_p),
+        ("sizes", Tensor),
+        ("bound", c_int32),
+        ("lane", c_int32),
+        ("send_only", c_int32),
+        ("stream", c_void_p),
+    ]
+
+
+class ReduceScatterVOutput(Struct):
+    _fields_ = [("size", c_size_t), ("tensors", Tensor * MAX_PAYLOADS), ("request", c_int64)]
+
+
 # name: (result type, argument types). Pointers to structs are passed as addresses: no conversion on the way of a token.
 _FUNCTIONS = {
     "twResultString": (c_char_p, [c_int]),
@@ -225,6 +269,9 @@ _FUNCTIONS = {
     "twDispatch": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "twCombine": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "twComplete": (c_int, [c_void_p, c_void_p, c_void_p]),
+    "twAllGatherV": (c_int, [c_void_p, c_void_p, c_void_p]),
+    "twReduceScatterV": (c_int, [c_void_p, c_void_p, c_void_p]),
+    "twCompleteRequest": (c_int, [c_void_p, c_int64, c_void_p]),
     "twQuantizeFp8": (c_int, [c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p]),
     "twSwiGlu": (c_int, [*[c_void_p] * 5, c_int32, c_int32, c_void_p]),
     "twSwiGluBackward": (c_int, [*[c_void_p] * 6, c_int32, c_void_p]),

@@ -29,6 +29,9 @@ requires gradients, a backward on every rank, with zero tokens too. No part of t
 because no rows came (`if rows.shape[0]: ...`): a gradient of None is a step all the same, a node that is not there is
 not. `torch.utils.checkpoint` repeats a layer's forward steps in the backward pass, on all ranks alike.
 
+Gathers and reduce-scatters are each other's backward: `all_gatherv` and `reduce_scatterv` are those of `Group`, a step
+forward and one backward.
+
 On CUDA devices all work is enqueued on the current stream; backward runs on the stream of its forward, as PyTorch has
 it. Only `by_expert` waits for the device, to learn how many rows there are, and in high throughput `dispatch`, unless
 the group has max_recv_tokens: then a graph can capture forward and backward, with experts that take `Routed.offsets`
@@ -41,16 +44,15 @@ Errors are those of `Group.route`, `Group.dispatch` and `Group.combine`; what is
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from tokenway.collective_gradients import all_gatherv as all_gatherv
+from tokenway.collective_gradients import reduce_scatterv as reduce_scatterv
 from tokenway.comm import Comm
 from tokenway.errors import InvalidArgument, InvalidUsage
 from tokenway.gradients import (
@@ -59,6 +61,7 @@ from tokenway.gradients import (
     check_layout,
     check_local,
     device_of,
+    eager,
     lead_of,
     return_gradients,
     return_rows,
@@ -72,26 +75,6 @@ from tokenway.group import Group
 from tokenway.handle import Handle
 
 Tensor = torch.Tensor
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-_uncompiled: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def _eager(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """A function that `torch.compile` leaves alone, with all that it calls: the way of a tensor to the C library is
-    nothing that it could trace. PyTorch's own decorator loads the compiler, which takes seconds, at once; here only
-    where somebody else has."""
-
-    @wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        if function not in _uncompiled:
-            _uncompiled[function] = torch.compiler.disable(function)
-        return _uncompiled[function](*args, **kwargs)
-
-    return call
 
 
 class Routed(NamedTuple):
@@ -131,7 +114,7 @@ def make_group(
     )
 
 
-@_eager
+@eager
 def dispatch(
     group: Group,
     tokens: Tensor,
@@ -165,7 +148,7 @@ def dispatch(
     return Routed(received, kept, places, counts, offsets, handle, layout)
 
 
-@_eager
+@eager
 def combine(routed: Routed, rows: Tensor) -> Tensor:
     """Returns rows to their owners and sums them: [T, H] of the group's dtype. A step of all ranks, and one in the
     backward pass if rows require gradients, which must be so on all ranks or on none.
@@ -191,7 +174,7 @@ class Grouped:
     _places: Tensor | None  # [M, K] int64: where (row, k) went; R for those without an expert here
     _lead: tuple[int, ...]  # of M rows: N, b or R'
 
-    @_eager
+    @eager
     def sum(self, rows: Tensor) -> Tensor:
         """[R, H'] in this order, differentiable -> what `combine` takes, once rows are weighted: [N, b, H'] or [R', H']
         float32, summed over k ascending by the row that each was taken from; 0 where there is none. In the layout
@@ -202,7 +185,7 @@ class Grouped:
         return _Sum.apply(rows, self._sources, self._places).view(*self._lead, rows.shape[-1])
 
 
-@_eager
+@eager
 def by_expert(routed: Routed) -> Grouped:
     """Groups what came by expert. Local; on a CUDA device it waits for the dispatch, since shapes depend on it.
 

@@ -79,6 +79,10 @@ def _bench(args: argparse.Namespace) -> int:
         from tokenway.bench import auxiliary
 
         return auxiliary.run(settings)
+    if settings.collective is not None:
+        from tokenway.bench import collectives
+
+        return collectives.run(settings)
     if settings.nvlink is not None:
         from tokenway.bench import nvlink
 

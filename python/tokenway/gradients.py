@@ -7,9 +7,11 @@ tokens. Layouts are "rank_major", or "flat" and "grouped" of a group of high thr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -19,6 +21,27 @@ from tokenway.group import Group
 from tokenway.handle import Handle
 
 Tensor = torch.Tensor
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_uncompiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def eager(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A function that `torch.compile` leaves alone, with all that it calls: the way of a tensor to the C library is
+    nothing that it could trace. PyTorch's own decorator loads the compiler, which takes seconds, at once; here only
+    where somebody else has."""
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if function not in _uncompiled:
+            _uncompiled[function] = torch.compiler.disable(function)
+        return _uncompiled[function](*args, **kwargs)
+
+    return call
+
 
 # bfloat16 has 8 significant bits, float32 has 24.
 _PARTS = {"float32": 1, "bfloat16": 3}

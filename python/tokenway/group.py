@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from tokenway import _native, arguments, cuda, outputs, tensors
+from tokenway.collectives import Collectives
 from tokenway.comm import Comm
 from tokenway.errors import (
     ErrorRecord,
@@ -26,7 +27,7 @@ from tokenway.handle import Handle, Pending, Tensor
 from tokenway.settings import Payload, Settings, WindowBytes, make_config, telling, window_bytes
 
 
-class Group:
+class Group(Collectives):
     """Ranks that exchange tokens: how big, which experts where, over which memory. Collective, long-lived.
 
     On a comm of CUDA devices, tensors are PyTorch's on the device of this rank, and route, dispatch, combine and the
@@ -37,8 +38,9 @@ class Group:
     stream, or streams that wait for each other. Memory that Tokenway allocates may be used on other streams as any
     tensor's of PyTorch; what it reads of the caller's on another stream than the tensor's own, the caller records.
 
-    experts: E. top_k: K, 1..64. hidden: H, elements of a token. max_tokens: B, tokens of a rank in one call.
-    dtype: of tokens (default bfloat16). payloads: further tensors per token, name to Payload or (elements, dtype).
+    experts: E. top_k: K, 1..64; a group that gathers and reduces alone (`Collectives`) needs neither. hidden: H,
+    elements of a token. max_tokens: B, tokens of a rank in one call. dtype: of tokens (default bfloat16). payloads:
+    further tensors per token, name to Payload or (elements, dtype).
     combine_dtype: of rows on their way back, float32, bfloat16 or float16 (default: dtype if it is one of these, else
     bfloat16). combine_hidden: elements of those rows (default H). expert_map: (rank[E], slot[E]); default contiguous.
     lanes: exchanges in flight. timeout: seconds after which a late peer is an error (default 100). id_dtype, id_space
@@ -60,10 +62,10 @@ class Group:
         self,
         comm: Comm,
         *,
-        experts: int,
-        top_k: int,
         hidden: int,
         max_tokens: int,
+        experts: int | None = None,
+        top_k: int | None = None,
         dtype: Any = "bfloat16",
         payloads: Mapping[str, Payload | tuple[int, Any]] | None = None,
         combine_dtype: Any = None,
@@ -118,8 +120,6 @@ class Group:
         self._told: ErrorRecord | None = None
         self._pointer: int | None = pointer
         self.settings = settings
-        self.experts = settings.experts
-        self.top_k = settings.top_k
         self.hidden = settings.hidden
         self.max_tokens = settings.max_tokens
         self.dtype = tensors.dtype_name(settings.dtype)
@@ -135,6 +135,8 @@ class Group:
         _native.check(_native.lib.twGroupInfo(pointer, byref(info)))
         self.rank: int = info.rank
         self.nranks: int = info.nranks
+        self.experts: int = self.nranks if settings.experts is None else settings.experts
+        self.top_k: int = 1 if settings.top_k is None else settings.top_k
         self.num_local_experts: int = info.num_local_experts
         self.comm_ranks: list[int] = list(info.comm_ranks[: info.nranks])
         self._window_bytes: int = info.window_bytes

@@ -27,6 +27,11 @@ device would have to be waited for. `torch.cuda.graph` captures the ops as it ca
 repeats the steps of the capture. Inductor's own graphs (mode="reduce-overhead") leave out what has inputs on the CPU,
 and so compiled functions that take a token.
 
+Gathers and reduce-scatters of sizes that the host knows are ops too, with the same tokens, in any group:
+
+    rows, order = torch.ops.tokenway.all_gatherv(tokens, order, group_id, [3, 0, 5])
+    out, order = torch.ops.tokenway.reduce_scatterv(partials, order, group_id, [3, 0, 5])
+
 Outputs are fresh tensors, never views of the window, so that a compiler may keep or move them. Ops go through
 `torch.library.Library.impl`, which costs a third of what `torch.library.custom_op` costs per call.
 """
@@ -35,6 +40,7 @@ from __future__ import annotations
 
 import struct
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -42,7 +48,7 @@ import torch
 import torch.fx
 
 from tokenway import gradients, tensors
-from tokenway.errors import InvalidArgument
+from tokenway.errors import InvalidArgument, TokenwayError
 from tokenway.group import Group
 from tokenway.handle import Handle
 
@@ -63,6 +69,9 @@ _library.define(
     " -> (Tensor, Tensor, Tensor)"
 )
 _library.define("send_gradients(Tensor out, Tensor routed, Tensor order, int group, SymInt bound) -> (Tensor, Tensor)")
+# Each is the other's backward. sizes: the rows of each rank.
+_library.define("all_gatherv(Tensor rows, Tensor order, int group, SymInt[] sizes) -> (Tensor, Tensor)")
+_library.define("reduce_scatterv(Tensor rows, Tensor order, int group, SymInt[] sizes) -> (Tensor, Tensor)")
 
 
 def register(group: Group) -> int:
@@ -247,6 +256,49 @@ def _combine_backward(ctx: Any, out: Any, order: Any) -> tuple[Any, ...]:
     return rows.view(ctx.shape).to(ctx.dtype), order, None, None, None
 
 
+# ---- gathers and reduces -----------------------------------------------------------------------------
+
+
+def _all_gatherv(rows: torch.Tensor, order: torch.Tensor, group: int, sizes: list[int]) -> tuple[Any, ...]:
+    on = _group(group)
+    with gradients.telling(lambda: _refuse(on.all_gatherv)):
+        _check_order(order)
+    return on.all_gatherv(rows, list(sizes)).rows, torch.zeros_like(order)
+
+
+def _reduce_scatterv(rows: torch.Tensor, order: torch.Tensor, group: int, sizes: list[int]) -> tuple[Any, ...]:
+    on = _group(group)
+    with gradients.telling(lambda: _refuse(on.reduce_scatterv)):
+        _check_order(order)
+    return on.reduce_scatterv(rows, list(sizes)), torch.zeros_like(order)
+
+
+def _refuse(call: Any) -> None:
+    """Tells the peers, which are in the call already."""
+    with suppress(TokenwayError):
+        call(None)
+
+
+def _collective_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _, _, ctx.group, ctx.sizes = inputs
+
+
+def _all_gatherv_backward(ctx: Any, rows: Any, order: Any) -> tuple[Any, ...]:
+    return (*torch.ops.tokenway.reduce_scatterv(rows.contiguous(), order, ctx.group, ctx.sizes), None, None)
+
+
+def _reduce_scatterv_backward(ctx: Any, rows: Any, order: Any) -> tuple[Any, ...]:
+    return (*torch.ops.tokenway.all_gatherv(rows.contiguous(), order, ctx.group, ctx.sizes), None, None)
+
+
+def _fake_all_gatherv(rows, order, group, sizes):  # type: ignore[no-untyped-def]
+    return rows.new_empty((sum(sizes), *rows.shape[1:])), torch.empty_like(order)
+
+
+def _fake_reduce_scatterv(rows, order, group, sizes):  # type: ignore[no-untyped-def]
+    return rows.new_empty((sizes[_group(group).rank], *rows.shape[1:])), torch.empty_like(order)
+
+
 # ---- registration --------------------------------------------------------------------------------
 
 
@@ -278,6 +330,8 @@ for _name, _implementation, _fake in (
     ("combine", _combine, _fake_combine),
     ("return_gradients", _return_gradients, _fake_return_gradients),
     ("send_gradients", _send_gradients, _fake_send_gradients),
+    ("all_gatherv", _all_gatherv, _fake_all_gatherv),
+    ("reduce_scatterv", _reduce_scatterv, _fake_reduce_scatterv),
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _implementation, _key)
@@ -285,3 +339,5 @@ for _name, _implementation, _fake in (
     torch.fx.node.has_side_effect(getattr(torch.ops.tokenway, _name).default)
 torch.library.register_autograd("tokenway::dispatch", _dispatch_backward, setup_context=_dispatch_context, lib=_library)
 torch.library.register_autograd("tokenway::combine", _combine_backward, setup_context=_combine_context, lib=_library)
+for _name, _backward in (("all_gatherv", _all_gatherv_backward), ("reduce_scatterv", _reduce_scatterv_backward)):
+    torch.library.register_autograd(f"tokenway::{_name}", _backward, setup_context=_collective_context, lib=_library)

@@ -25,6 +25,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tokenway.collective_reference import all_gatherv as all_gatherv
+from tokenway.collective_reference import reduce_scatterv as reduce_scatterv
+
 Array = np.ndarray
 Placement = tuple[Array, Array]
 

@@ -39,10 +39,10 @@ class WindowBytes:
 class Settings:
     """The keywords of `Group`, which documents them."""
 
-    experts: int
-    top_k: int
     hidden: int
     max_tokens: int
+    experts: int | None = None
+    top_k: int | None = None
     dtype: Any = "bfloat16"
     payloads: Mapping[str, Payload | tuple[int, Any]] | None = None
     combine_dtype: Any = None
@@ -110,8 +110,12 @@ def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
     """Settings as the C struct, and what must outlive it."""
     config = _native.GroupConfig()
     config.mode = named("mode", settings.mode, _native.MODES)
-    for field, name in (("num_experts", "experts"), ("top_k", "top_k"), ("max_tokens", "max_tokens")):
-        setattr(config, field, fit(name, getattr(settings, name)))
+    config.max_tokens = fit("max_tokens", settings.max_tokens)
+    if (settings.experts, settings.top_k) != (None, None):  # else C's default, 0
+        config.num_experts = fit("experts", settings.experts)
+        config.top_k = fit("top_k", settings.top_k)
+        if config.num_experts == config.top_k == 0:
+            config.top_k = -1  # written out, 0 is as wrong as -1
     payloads = settings.all_payloads()
     config.num_payloads = len(payloads)
     for q, payload in enumerate(payloads.values()):

@@ -9,6 +9,7 @@
 #include "bootstrap/bootstrap.h"
 #include "core/carrier.h"
 #include "core/config.h"
+#include "exchange/collective.h"
 #include "exchange/counts.h"
 #include "exchange/dispatch.h"
 #include "exchange/step.h"
@@ -118,6 +119,43 @@ struct CombineCall {
   int64_t out_stride = 0;
 };
 
+// One tensor of a gather or reduce.
+struct CollectiveTensor {
+  const std::byte* in = nullptr;
+  int64_t block_stride = 0;  // bytes; of a gather 0, and of flat rows those that follow each other
+  int64_t row_stride = 0;
+  twDtype_t from = twUint8;  // of a reduce
+  twDtype_t to = twUint8;
+  int64_t elements = 0;
+  std::byte* out = nullptr;  // NULL: not wanted
+  int64_t out_stride = 0;
+};
+
+// A gather or a reduce (tokenway/collectives.h).
+struct CollectiveCall {
+  StepPlace at;
+  void* stream = nullptr;
+  bool send_only = false;
+  bool reduces = false;
+  bool flat = true;        // the rows of all ranks: a reduce's input, a gather's output
+  bool views = false;      // a gather's output is seen in the window
+  bool in_window = false;  // a reduce's input lies there
+  int32_t bound = 0;
+  int32_t rows = 0;                // of a gather's input, or a reduce's output: this rank's, or what there is room for
+  uint32_t digest = 0;             // of what ranks must have alike, but for sizes that the host does not know
+  bool all_sizes = false;          // are known, not this rank's alone
+  std::vector<int32_t> sizes;      // [N] or [1]; empty where they are in device memory
+  const void* sizes_at = nullptr;  // there
+  bool wide_sizes = false;         // int64
+  CollectiveMap places;
+  CollectiveTensor tensors[kMaxPayloads];
+  int32_t* counts = nullptr;   // [N], NULL: not wanted
+  int32_t* offsets = nullptr;  // [N + 1], likewise
+
+  twPhase_t phase() const { return reduces ? twPhaseReduce : twPhaseGather; }
+  Mode mode() const { return reduces ? Mode::kReduce : Mode::kGather; }
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -127,8 +165,11 @@ class Backend {
   virtual Status send_combine(const CombineCall& call, HandleArrays& handle) = 0;
   // Of high throughput alone.
   virtual Status send_counts(const CountsCall& call, HandleArrays& handle) = 0;
-  // `phase`: what the step would have been. `combining`: the handle, if a combine is refused; else NULL.
-  virtual Status send_refusal(StepPlace at, twPhase_t phase, const HandleArrays* combining, void* stream) = 0;
+  virtual Status send_collective(const CollectiveCall& call) = 0;
+  // `phase`: what the step would have been; `views`: it would have shown the window; `combining`: the handle, if a
+  // combine is refused, else NULL.
+  virtual Status send_refusal(StepPlace at, twPhase_t phase, bool views, const HandleArrays* combining,
+                              void* stream) = 0;
 
   // Finish it. After an error the targets are memory-safe: counts 0 and invalid ids for what did not arrive, NaN for
   // sums that could not be made.
@@ -137,6 +178,8 @@ class Backend {
   // *known: what has come, unless a device tells it later.
   virtual StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle,
                                 KnownCounts* known) = 0;
+  // After an error counts and offsets are 0, sums NaN.
+  virtual StepEnd finish_collective(const CollectiveCall& call, TimePoint deadline) = 0;
   // Whether finish_counts would not wait: all counts have come, or something has gone wrong, which it then tells. Waits
   // for that until `until` at most, on the calling thread alone; takes nothing and gives nothing back.
   virtual bool counts_ready(StepPlace, TimePoint /*until*/) { return true; }
@@ -147,6 +190,10 @@ class Backend {
   virtual void* view(StepPlace at, int q) = 0;
   // Whether an address lies in this rank's window.
   virtual bool in_window(const void* address) = 0;
+  // Whether it is of a lane's.
+  virtual bool in_lane(int lane, const void* address) = 0;
+  // Where tensor q of a gather lies there, [N, b, row].
+  virtual void* view_gathered(const CollectiveCall& call, int q) = 0;
 
   // Tells every peer that this rank gives the group up; and whether a peer has.
   virtual void announce_abort(AbortWord reason) = 0;

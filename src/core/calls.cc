@@ -4,10 +4,9 @@
 #include <chrono>
 #include <cstdio>
 
-#include "core/group.h"
+#include "core/steps.h"
 
 namespace tw {
-namespace {
 
 // A finished group waits for nobody: what has not come is an error at once.
 TimePoint deadline_of(twGroup& group) {
@@ -15,18 +14,26 @@ TimePoint deadline_of(twGroup& group) {
   return group.is_sticky() ? now : now + std::chrono::milliseconds(group.config.given.timeout_ms);
 }
 
-}  // namespace
-
 void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note) {
   const bool dispatching = record->phase == twPhaseDispatch;
-  const char* const call = record->phase == twPhaseCounts ? "twExchangeCounts"
-                           : dispatching                  ? "twDispatch"
-                                                          : "twCombine";
+  const bool collecting = record->phase == twPhaseGather || record->phase == twPhaseReduce;
+  const char* const call = record->phase == twPhaseCounts   ? "twExchangeCounts"
+                           : record->phase == twPhaseGather ? "twAllGatherV"
+                           : record->phase == twPhaseReduce ? "twReduceScatterV"
+                           : dispatching                    ? "twDispatch"
+                                                            : "twCombine";
   char* const text = record->message;
   constexpr size_t kSize = sizeof record->message;
   if (record->result == twPeerRefused) {
     std::snprintf(text, kSize, "rank %d refused its arguments of %s (step %u, lane %d)", record->peer, call,
                   record->step, record->lane);
+  } else if (record->result == twBoundMismatch && collecting && bound == note) {
+    std::snprintf(text, kSize,
+                  "ranks %d and %d differ in the sizes, tensors, rows or layout of %s; all ranks must give the same",
+                  record->reporter, record->peer, call);
+  } else if (record->result == twBoundMismatch && collecting) {
+    std::snprintf(text, kSize, "input.bound of %s differs: rank %d has %u, rank %d has %u", call, record->reporter,
+                  bound, record->peer, note);
   } else if (record->result == twBoundMismatch) {
     std::snprintf(
         text, kSize,
@@ -36,6 +43,12 @@ void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note)
   } else if (record->result == twRecvOverflow) {
     std::snprintf(text, kSize, "rank %d would receive %lld rows; config.max_recv_tokens is %u (nothing was sent)",
                   record->peer, static_cast<long long>(record->value), bound);
+  } else if (collecting) {
+    std::snprintf(
+        text, kSize,
+        "input.sizes of %s tell %lld rows of rank %d in device memory (step %u, lane %d); it must be from 0 to "
+        "%u: the nearest of these was taken",
+        call, static_cast<long long>(record->value), record->token, record->step, record->lane, bound);
   } else {
     std::snprintf(
         text, kSize,
@@ -44,8 +57,6 @@ void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note)
         record->token, record->k, static_cast<long long>(record->value), record->step, record->lane);
   }
 }
-
-namespace {
 
 // Turns the end of a step into a record and a sentence.
 Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, const StepEnd& end) {
@@ -72,9 +83,11 @@ Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, c
   return finish_group(group, record);
 }
 
-// Waits out a step that this rank refused earlier: S2 wants its end before the next step begins.
-Status drain(twGroup& group, int lane, twPhase_t phase) {
+// Ends the step before, where that is still to be done: a gather or reduce that was sent alone, and one that this rank
+// refused, which it waits out. S2 wants it before the next step begins.
+Status drain(twGroup& group, int lane, twPhase_t phase, void* stream) {
   Lane& state = group.lanes[lane];
+  if (state.request != 0) TW_RETURN_IF_FAILED(finish_request(group, lane, stream));
   if (!state.draining) return {};
   const StepPlace at{lane, state.step};
   const StepEnd end = group.backend->drain(at, deadline_of(group));
@@ -111,6 +124,8 @@ Status choose_lane(twGroup& group, const twHandle* handle, int32_t wish, int* la
               "one, or create the group with more lanes",
               count);
 }
+
+namespace {
 
 // The lane of a combine: the handle's, or a free one for this step.
 Status choose_combine_lane(twGroup& group, const twHandle& handle, int* lane) {
@@ -189,14 +204,19 @@ Status finish_counts(twGroup& group, twHandle& handle) {
   return {};
 }
 
-Status refuse_on(twGroup& group, twPhase_t phase, int lane, const HandleArrays* combining, void* stream, Status why) {
-  TW_RETURN_IF_FAILED(drain(group, lane, phase));
-  const bool at_bank = group.backend->on_device() && phase == twPhaseDispatch;
+}  // namespace
+
+Status refuse_on(twGroup& group, twPhase_t phase, bool views, int lane, const HandleArrays* combining, void* stream,
+                 Status why) {
+  TW_RETURN_IF_FAILED(drain(group, lane, phase, stream));
+  const bool at_bank = group.backend->on_device() && views;
   const StepPlace at = at_bank ? group.lanes.begin_refusal(lane) : group.lanes.begin(lane);
   group.lanes[lane].draining = true;
-  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, phase, combining, stream));
+  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, phase, at_bank, combining, stream));
   return why;
 }
+
+namespace {
 
 // Whether ranks learn of a failed step only after their calls have returned.
 bool learns_late(const twGroup& group) { return group.backend->on_device() && !group.comm->environment.blocking; }
@@ -215,7 +235,7 @@ Status exchange_counts(twGroup& group, twHandle& handle, int32_t wish, bool send
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, &handle, wish, &lane));
-  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts));
+  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts, stream));
   hold(group, handle, lane);
   handle.counting = {group.lanes.begin(lane), stream, send_only, group.config.given.row_alignment,
                      group.config.given.overflow == twOverflowDrop};
@@ -304,10 +324,11 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, &handle, wish, &lane));
-  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseDispatch));
+  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseDispatch, call->stream));
   hold(group, handle, lane);
   call->at = group.backend->on_device() ? group.lanes.begin_dispatch(lane) : group.lanes.begin(lane);
   call->send_only = send_only;
+  group.lanes[lane].viewed = call->at.step;
   handle.bound = call->bound;
   handle.sizing = handle.is_sized();
   handle.dispatched = false;
@@ -322,7 +343,7 @@ Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_onl
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_combine_lane(group, handle, &lane));
-  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCombine));
+  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCombine, call.stream));
   handle.lane_for_this_step = handle.lane < 0;
   hold(group, handle, lane);
   call.at = group.lanes.begin(lane);
@@ -358,7 +379,7 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
   // The step first: on a device it stands where the lease puts a dispatch, as the peers' does.
-  Status refused = refuse_on(group, twPhaseDispatch, lane, nullptr, stream, std::move(why));
+  Status refused = refuse_on(group, twPhaseDispatch, true, lane, nullptr, stream, std::move(why));
   if (handle == nullptr) return refused;
   // Then the lease, as at the peers, whose dispatch has not failed yet as far as they know, or has.
   handle->dispatched = false;
@@ -375,7 +396,7 @@ Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_combine_lane(group, handle, &lane));
-  Status refused = refuse_on(group, twPhaseCombine, lane, &handle, stream, std::move(why));
+  Status refused = refuse_on(group, twPhaseCombine, false, lane, &handle, stream, std::move(why));
   if (learns_late(group)) give_back(group, handle);  // as at the peers, who think that it went well
   return refused;
 }
@@ -386,7 +407,7 @@ Status refuse_counts(twGroup& group, twHandle* handle, int32_t wish, bool send_o
   if (handle != nullptr && handle->counts.exchanged) handle = nullptr;
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
-  Status refused = refuse_on(group, twPhaseCounts, lane, nullptr, stream, std::move(why));
+  Status refused = refuse_on(group, twPhaseCounts, false, lane, nullptr, stream, std::move(why));
   if (handle == nullptr) return refused;
   give_back(group, *handle);
   // As at the peers, who give it back where they complete; on a device that goes well, as far as they know.

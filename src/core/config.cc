@@ -213,6 +213,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   if (given.lanes == 0) given.lanes = 1;
   if (given.timeout_ms == 0) given.timeout_ms = environment.timeout_ms;
   if (given.id_dtype == twDtypeNone) given.id_dtype = twInt32;
+  if (given.num_experts == 0 && given.top_k == 0) given.num_experts = ranks, given.top_k = 1;
 
   TW_RETURN_IF_FAILED(in_range("mode", given.mode, twLowLatency, twHighThroughput));
   TW_RETURN_IF_FAILED(in_range("num_experts", given.num_experts, 1, TW_MAX_EXPERTS));

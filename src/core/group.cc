@@ -267,7 +267,8 @@ Status check_usable(twGroup& group, twPhase_t phase) {
 
 Status finish_group(twGroup& group, twErrorRecord_t record) {
   const twErrorRecord_t culprit = record;  // before the words are this rank's own
-  const char* const phases[] = {"an idle group", "creation", "dispatch", "combine", "shrink", "the exchange of counts"};
+  const char* const phases[] = {"an idle group",          "creation",     "dispatch",        "combine", "shrink",
+                                "the exchange of counts", "twAllGatherV", "twReduceScatterV"};
   char where[96] = "";
   if (record.lane >= 0) {
     std::snprintf(where, sizeof where, " of step %u on lane %d (last seen: step %u)", record.expected, record.lane,

@@ -1,6 +1,7 @@
 // A group: how big, on which ranks, over which window; its lanes, its handles and its error.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <unordered_set>
@@ -22,6 +23,13 @@ inline twErrorRecord_t empty_record() {
   return record;
 }
 
+// A send_only gather or reduce.
+struct Request {
+  CollectiveCall call;
+  bool finished = false;  // by a step that followed on its lane
+  Status status;          // then
+};
+
 }  // namespace tw
 
 struct twGroup : tw::Quarantined<twGroup> {
@@ -38,6 +46,8 @@ struct twGroup : tw::Quarantined<twGroup> {
   tw::Lanes lanes;
   tw::HandleMap handle_map;
   std::unordered_set<twHandle*> handles;
+  std::map<int64_t, tw::Request> requests;  // send_only gathers and reduces that the caller has not completed
+  int64_t last_request = 0;
   bool gave_up = false;  // by twGroupAbort
 
   int32_t me() const { return context.me; }
@@ -108,6 +118,14 @@ Status complete(twGroup& group, twHandle& handle, void* stream);
 Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);
 Status refuse_counts(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);
 Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why);
+// Gathers and reduces (collectives.cc). call->at becomes the place of the step, lane -1 if none was begun; *request: of
+// a send_only call.
+Status collect(twGroup& group, CollectiveCall* call, int32_t lane, int64_t* request);
+Status complete_request(twGroup& group, int64_t request, void* stream);
+// `views`: the call would have shown the window.
+Status refuse_collective(twGroup& group, twPhase_t phase, bool views, int32_t lane, void* stream, Status why);
+// Whether an address in this rank's window is of the last step that its lane has made.
+bool window_is_alive(twGroup& group, const void* address);
 // Whether a view of the handle's dispatch is still good: no later step has begun on its lane.
 bool view_is_alive(twGroup& group, const twHandle& handle);
 // Gives the handle's lane back.

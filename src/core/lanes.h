@@ -17,6 +17,8 @@ struct Lane {
   uint32_t step = 0;                 // of the last step that this rank began
   const twHandle* holder = nullptr;  // from dispatch to combine
   bool draining = false;             // this rank refused its last step, and has not waited for the peers' words of it
+  uint32_t viewed = 0;               // the last step of which the caller was shown the window
+  int64_t request = 0;               // the gather or reduce that is sent and not finished; 0: none
   bool second = false;               // the holder has dispatched an odd number of times on its lease
 };
 
@@ -53,7 +55,7 @@ class Lanes {
     lanes_[lane].second = !lanes_[lane].second;
     return at;
   }
-  // The same step, without the dispatch.
+  // The same step, without the dispatch: a refusal, or a gather that is seen in the window.
   StepPlace begin_refusal(int lane) {
     Lane& state = lanes_[lane];
     const int bank = state.second ? 0 : 1;

@@ -64,7 +64,19 @@ class CpuBackend : public Backend {
     return {};
   }
 
-  Status send_refusal(StepPlace at, twPhase_t, const HandleArrays*, void*) override {
+  Status send_collective(const CollectiveCall& call) override {
+    for (int rank = 0; rank < shape().ranks; ++rank) counts_[rank] = rows_for(call, rank);
+    transport_.begin(call.at, {counts_.data(), call.places.tensors, call.places.rows_bytes()}, call.send_only);
+    const std::vector<int64_t> first = first_rows(call);
+    tw::send_collective(
+        transport_, context_.map, call.at, call.places, call.mode(), collective_note(call.bound, call.digest),
+        [&](int rank) { return rows_for(call, rank); },
+        [&](int q, int rank, int32_t i) { return row_at(call, q, first[rank] + i, rank); },
+        call.views || call.in_window);
+    return {};
+  }
+
+  Status send_refusal(StepPlace at, twPhase_t, bool, const HandleArrays*, void*) override {
     std::fill_n(counts_.begin(), shape().ranks, 0);
     transport_.begin(at, {counts_.data(), 0, 0}, true);
     publish_step(transport_, context_.map, at, Mode::kRefused, 0, [](int) { return 0; });
@@ -128,6 +140,24 @@ class CpuBackend : public Backend {
     return end;
   }
 
+  StepEnd finish_collective(const CollectiveCall& call, TimePoint deadline) override {
+    StepEnd end = await_step(transport_, context_.map, call.at, call.mode(), collective_note(call.bound, call.digest),
+                             deadline, counts_.data());
+    for (int peer = 0; peer < shape().ranks && end.code == twSuccess; ++peer) {
+      if (!call.reduces && !call.all_sizes) continue;
+      // The digest has told that ranks give the same sizes.
+      const int32_t told = call.reduces ? rows_for(call, context_.me) : call.sizes[peer];
+      if (counts_[peer] != told) end = {twInternalError, context_.me, {}, 0};
+    }
+    if (end.code != twSuccess) std::fill(counts_.begin(), counts_.end(), 0);
+    if (call.reduces) {
+      sum(call, end.code == twSuccess);
+    } else {
+      gather(call, end.code == twSuccess);
+    }
+    return end;
+  }
+
   StepEnd drain(StepPlace at, TimePoint deadline) override {
     return await_step(transport_, context_.map, at, Mode::kNone, kMaxCount, deadline, counts_.data(), true);
   }
@@ -140,6 +170,13 @@ class CpuBackend : public Backend {
     const auto* const at = static_cast<const std::byte*>(address);
     const std::byte* const window = transport_.local(0);
     return std::less_equal<>()(window, at) && std::less<>()(at, window + context_.map.bytes());
+  }
+  bool in_lane(int lane, const void* address) override {
+    const auto* const at = static_cast<const std::byte*>(address);
+    return in_window(address) && context_.map.in_lane(lane, static_cast<uint64_t>(at - transport_.local(0)));
+  }
+  void* view_gathered(const CollectiveCall& call, int q) override {
+    return transport_.local(context_.map.bank(call.at.lane, call.at.bank()) + call.places.row(q, 0, 0));
   }
 
   bool describe(twPortableInfo_t* info) const override {
@@ -171,6 +208,76 @@ class CpuBackend : public Backend {
     publish_step(transport_, context_.map, call.at, Mode::kDispatch, static_cast<uint32_t>(call.bound),
                  [&](int peer) { return handle.routing.send_counts[peer]; });
     return {};
+  }
+
+  // Rows of a gather or reduce that this rank sends to a rank. In memory or not, the host knows all sizes that are
+  // given.
+  int32_t rows_for(const CollectiveCall& call, int rank) const {
+    if (!call.all_sizes) return call.reduces ? call.bound : call.sizes[0];
+    return call.sizes[call.reduces ? rank : context_.me];
+  }
+  // And of a reduce, those that it sums.
+  int32_t own_rows(const CollectiveCall& call) const { return call.sizes[call.all_sizes ? context_.me : 0]; }
+
+  // Of a reduce, the row of flat tensors where each rank's begin.
+  std::vector<int64_t> first_rows(const CollectiveCall& call) const {
+    std::vector<int64_t> first(shape().ranks, 0);
+    for (int rank = 1; rank < shape().ranks && call.reduces && call.flat; ++rank) {
+      first[rank] = first[rank - 1] + call.sizes[rank - 1];
+    }
+    return first;
+  }
+  static const std::byte* row_at(const CollectiveCall& call, int q, int64_t row, int rank) {
+    const CollectiveTensor& tensor = call.tensors[q];
+    return tensor.in + rank * tensor.block_stride + row * tensor.row_stride;
+  }
+
+  void sum(const CollectiveCall& call, bool good) {
+    const int32_t rows = own_rows(call);
+    const int64_t first = first_rows(call)[context_.me];
+    std::vector<const void*> terms(shape().ranks);
+    for (int32_t q = 0; q < call.places.tensors; ++q) {
+      const CollectiveTensor& tensor = call.tensors[q];
+      if (!good) {
+        fill_nan(tensor.out, tensor.to, rows * tensor.elements);
+        continue;
+      }
+      const RowTypes types{tensor.from, tensor.to, tensor.elements, false};
+      const auto own_row = [&](int32_t of, int32_t i) -> const void* {
+        return call.in_window ? nullptr : row_at(call, of, first + i, context_.me);
+      };
+      sum_collective(transport_, context_.map, call.at, call.places, q, rows, types, own_row, tensor.out,
+                     tensor.out_stride, terms.data(), sum_rows);
+    }
+  }
+
+  void gather(const CollectiveCall& call, bool good) {
+    int32_t begin = 0;
+    for (int32_t source = 0; source < shape().ranks; ++source) {
+      if (call.offsets != nullptr) call.offsets[source] = begin;
+      if (call.counts != nullptr) call.counts[source] = counts_[source];
+      const int64_t row = call.flat ? begin : int64_t{source} * call.bound;
+      for (int32_t q = 0; q < call.places.tensors && good; ++q) show(call, q, source, row);
+      begin += counts_[source];
+    }
+    if (call.offsets != nullptr) call.offsets[shape().ranks] = begin;
+  }
+  // The rows of a source to where the caller wants them, from `row` on.
+  void show(const CollectiveCall& call, int32_t q, int32_t source, int64_t row) {
+    const CollectiveTensor& tensor = call.tensors[q];
+    const uint64_t bytes = call.places.row_bytes[q];
+    const auto rows = static_cast<uint64_t>(counts_[source]);
+    if (tensor.out == nullptr || rows == 0) return;
+    std::byte* const to = tensor.out + row * tensor.out_stride;
+    if (source != context_.me || call.in_window) {
+      const uint64_t bank = context_.map.bank(call.at.lane, call.at.bank());
+      std::memcpy(to, transport_.local(bank + call.places.row(q, source, 0)), rows * bytes);
+      return;
+    }
+    if (to == tensor.in) return;  // in place
+    for (uint64_t i = 0; i < rows; ++i) {
+      std::memcpy(to + i * bytes, tensor.in + static_cast<int64_t>(i) * tensor.row_stride, bytes);
+    }
   }
 
   // Where the rows of each local expert begin in a grouped layout.

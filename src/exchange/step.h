@@ -21,12 +21,13 @@ inline void prepare_words(const WindowMap& map, uint32_t first_step, std::byte* 
 
 // Publishes this rank's word of a step to every rank, itself included: always, with n = 0 too. The caller has put all
 // rows of the step (S4) and read everything it wants of the previous step's bank (S3): after this, peers may move on.
+// `note`: the bound, and above it the digest of a gather or reduce.
 template <Transport T, class Count>
-void publish_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint32_t bound, Count count) {
+void publish_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t note, Count count) {
   t.flush();
   for (int i = 1; i <= t.ranks(); ++i) {
     const int peer = (t.rank() + i) % t.ranks();  // everyone starts elsewhere, so nobody is written to by all at once
-    t.publish(peer, map.word(at.lane, at.bank(), t.rank()), {at.step, mode, static_cast<uint32_t>(count(peer))}, bound);
+    t.publish(peer, map.word(at.lane, at.bank(), t.rank()), {at.step, mode, static_cast<uint32_t>(count(peer))}, note);
   }
 }
 
@@ -42,8 +43,9 @@ struct StepEnd {
 // Ends in data or in an error (S6). When a wait fails the other words are still looked at, without waiting, so that
 // what arrived is known; the first failure is the one reported. `any` accepts every mode: draining.
 template <Transport T>
-StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint32_t bound, TimePoint deadline,
+StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t note, TimePoint deadline,
                    int32_t* counts, bool any = false) {
+  const auto bound = static_cast<uint32_t>(note);
   StepEnd sticky;
   StepEnd refused;
   for (int i = 1; i <= t.ranks(); ++i) {
@@ -56,14 +58,15 @@ StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint32_t
     const Word word = t.load(offset);
     StepEnd end{twSuccess, peer, word, 0};
     if (waited.wake == Wake::kArrived) {
-      end.note = static_cast<uint32_t>(*reinterpret_cast<const uint64_t*>(t.local(offset + kNoteOffset)));
+      const uint64_t noted = *reinterpret_cast<const uint64_t*>(t.local(offset + kNoteOffset));
+      end.note = static_cast<uint32_t>(noted);
       if (word.step != at.step) {
         end.code = twInternalError;  // S2 says that nobody is further ahead than this step on this bank
       } else if (word.mode == Mode::kRefused && !any) {
         end.code = twPeerRefused;
       } else if (word.mode != mode && !any) {
         end.code = twCallMismatch;
-      } else if (end.note != bound && !any) {
+      } else if (noted != note && !any) {
         end.code = twBoundMismatch;
       } else if (word.n > bound && !any) {
         end.code = twInternalError;

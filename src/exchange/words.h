@@ -21,6 +21,8 @@ enum class Mode : uint32_t {
   kDispatchLines = 4,  // n rows are on their way, the last of them as lines, which certify themselves
   kSkip = 5,           // no rows: a step that only moves on to the other bank
   kCounts = 6,         // no rows, but how many will come (exchange/counts.h)
+  kGather = 7,         // n rows of the source lie in its places of the bank (layout/collective_map.h)
+  kReduce = 8,         // likewise n partials of the source
 };
 
 inline constexpr uint32_t kMaxCount = (1u << 28) - 1;

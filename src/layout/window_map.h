@@ -70,6 +70,11 @@ class WindowMap {
   constexpr uint64_t bytes() const { return bytes_; }
   constexpr uint64_t lane_bytes() const { return lane_bytes_; }
 
+  // Whether an offset is of a lane.
+  constexpr bool in_lane(int lane, uint64_t offset) const {
+    return offset >= lane_at(lane) && offset < lane_at(lane) + lane_bytes_;
+  }
+
   // uint32: threads of this rank that sleep on a word.
   static constexpr uint64_t waiters() { return 0; }
   // uint64, written by `writer` only: why it gave the group up, 0 if it did not.
@@ -127,7 +132,7 @@ class WindowMap {
   constexpr uint64_t payload_begin(int q) const { return payload_at_[q]; }
   constexpr uint64_t meta_begin() const { return meta_at_; }
   constexpr uint64_t line_row() const { return line_row_; }
-  // All of a bank: rows or inbox.
+  // All of a bank: rows or inbox; of gathers and reduces see layout/collective_map.h.
   constexpr uint64_t bank(int lane, int bank) const { return bank_at(lane, bank); }
   constexpr uint64_t bank_bytes() const { return bank_bytes_; }
 

@@ -8,7 +8,6 @@
 #include "core/group.h"
 
 namespace tw::nvlink {
-namespace {
 
 // The largest power of two up to 16 that divides everything.
 int width_of(std::initializer_list<uint64_t> values) {
@@ -16,8 +15,6 @@ int width_of(std::initializer_list<uint64_t> values) {
   for (const uint64_t value : values) all |= value;
   return static_cast<int>(all & (~all + 1));
 }
-
-uint64_t address_of(const void* at) { return reinterpret_cast<uintptr_t>(at); }
 
 // Rows of a call shared out to warps: while there are warps without work, in smaller parts. A warp has as much in
 // flight as its unit holds, so large units are for when all warps have some.
@@ -33,6 +30,8 @@ Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps) {
   units.per_row = Divider::make((units.groups + units.unit_groups - 1) / units.unit_groups);
   return units;
 }
+namespace {
+
 // Rows that units are made for: of few tokens, a warp has one group of lines at a time.
 int64_t unit_rows(bool lines, int32_t tokens, int32_t bound) { return lines && tokens <= kFewTokens ? 0 : bound; }
 // Where few SMs send or sum, what a unit costs beside its bytes is what counts: its parts are as large as leave every

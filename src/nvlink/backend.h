@@ -15,6 +15,12 @@ namespace tw::nvlink {
 
 inline Status launched(const char* what, int error) { return error == 0 ? Status{} : cuda_failure(what, error); }
 
+// The largest power of two up to 16 that divides everything.
+int width_of(std::initializer_list<uint64_t> values);
+inline uint64_t address_of(const void* at) { return reinterpret_cast<uintptr_t>(at); }
+// Rows of a call shared out to warps.
+Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps);
+
 class NvlinkBackend : public Backend {
  public:
   explicit NvlinkBackend(const BackendInit& init)
@@ -52,14 +58,18 @@ class NvlinkBackend : public Backend {
     return run_combine(call, handle, true, !call.send_only);
   }
 
-  Status send_refusal(StepPlace at, twPhase_t phase, const HandleArrays* combining, void* stream) override {
+  Status send_refusal(StepPlace at, twPhase_t phase, bool views, const HandleArrays* combining, void* stream) override {
     const OnDevice on(device_);
     remember(stream);
-    const int bank = phase == twPhaseDispatch ? at.bank() : -1;
+    const int bank = views ? at.bank() : -1;
     const int32_t* const status = combining == nullptr ? nullptr : combining->status;
     return launched("the refusal of a call", launch_refuse({view_, at.lane, bank, status, phase}, stream));
   }
 
+  Status send_collective(const CollectiveCall& call) override { return run_collective(call, true, !call.send_only); }
+  StepEnd finish_collective(const CollectiveCall& call, TimePoint) override {
+    return end_of(call.stream, call.send_only ? run_collective(call, false, true) : Status{});
+  }
   Status send_counts(const CountsCall& call, HandleArrays& handle) override {
     return run_counts(call, handle, true, !call.send_only);
   }
@@ -85,6 +95,14 @@ class NvlinkBackend : public Backend {
   bool in_window(const void* address) override {
     const auto* const at = static_cast<const std::byte*>(address);
     return std::less_equal<>()(window(), at) && std::less<>()(at, window() + context_.map.bytes());
+  }
+
+  bool in_lane(int lane, const void* address) override {
+    const auto* const at = static_cast<const std::byte*>(address);
+    return in_window(address) && context_.map.in_lane(lane, static_cast<uint64_t>(at - window()));
+  }
+  void* view_gathered(const CollectiveCall& call, int q) override {
+    return window() + context_.map.bank(call.at.lane, call.at.bank()) + call.places.row(q, 0, 0);
   }
 
   void announce_abort(AbortWord reason) override { control_->announce_abort(reason); }
@@ -129,6 +147,8 @@ class NvlinkBackend : public Backend {
   Status least(const BackendInit& init, uint64_t tag, int32_t mine, Value* all);
   Status run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
+  Status run_collective(const CollectiveCall& call, bool send, bool receive);
+  void share_out(const CollectiveCall& call, CollectiveParams* p) const;
   Status run_views(const DispatchCall& call, HandleArrays& handle);
   Status run_places(const CombineCall& call, HandleArrays& handle);
   ViewParams view_params(const HandleArrays& handle, int32_t lane, int32_t bound) const;
@@ -180,6 +200,7 @@ class NvlinkBackend : public Backend {
   GroupView view_{};
   DispatchScratch dispatch_{};
   CombineScratch combine_{};
+  CollectiveScratch collective_{};
   // Kernels may be on the device before those before them have ended. Of one lane alone: with several, or several ranks
   // on the device, one that is not yet needed could take the room of one that is (S8).
   bool early_ = false;

@@ -143,7 +143,8 @@ struct Work {
   int row = 0;         // of the turn that it finds next
   uint32_t ended = 0;  // rows that have
 
-  __device__ explicit Work(const Sum& s)
+  template <class Call>
+  __device__ explicit Work(const Call& s)
       : given(shared_at<uint64_t>(s.p.at.given)),
         sent(shared_at<uint64_t>(s.p.at.sent)),
         free(shared_at<uint64_t>(s.p.at.free)),
@@ -177,8 +178,9 @@ struct Work {
   }
 };
 
-// Nobody has begun. By a block, before a barrier.
-__device__ inline void begin_work(const Sum& s) {
+// Nobody has begun. By a block, before a barrier. `Call`: a Sum, or a Collect (collective.cuh).
+template <class Call>
+__device__ inline void begin_work(const Call& s) {
   const Work work(s);
   for (int i = static_cast<int>(threadIdx.x); i < kChunks; i += kThreads) {
     make_gate(work.given + i, 1);
@@ -190,7 +192,8 @@ __device__ inline void begin_work(const Sum& s) {
 // Makes chunks known when all their units are sent, by a warp that does nothing else: a fence takes as long as what is
 // on the wire before it, and a sender that made it would be the last to end its next unit too, and so make the next
 // fence as well. S4: the gate chains what the senders wrote, one fence brings all of that before the words.
-__device__ inline void publish_chunks(const Sum& s) {
+template <class Call>
+__device__ inline void publish_chunks(const Call& s) {
   Work work(s);
   int turn = 0;
 #pragma unroll 1
@@ -233,8 +236,8 @@ __device__ inline void push_item(const Sum& s, int number, int item, Meanwhile&&
                           unit_of(s.p.units, static_cast<uint32_t>(item - row * parts)), meanwhile);
 }
 
-template <twDtype_t kWire, bool kFast>
-__device__ inline void push_chunks(const Sum& s) {
+template <twDtype_t kWire, bool kFast, class Call>
+__device__ inline void push_chunks(const Call& s) {
   Work work(s);
   const int chunks = chunks_of(s);
   const int items = s.chunk_rows() * s.p.pushed_parts;

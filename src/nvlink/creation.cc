@@ -22,6 +22,7 @@ Status NvlinkBackend::fill_view(const BackendInit& init) {
   view_grid_ = sm_limit_ > 0 ? limit : 2 * limit;
   dispatch_ = DispatchScratch::make(shape());
   combine_ = CombineScratch::make(shape());
+  collective_ = CollectiveScratch::make(shape());
   view_.map = context_.map;
   view_.me = context_.me;
   view_.local_experts = context_.local_experts;

@@ -34,12 +34,12 @@ __device__ inline int32_t peek_once(int32_t* at) {
 // ---- A kernel's begin.
 
 // Constants are cold when a kernel starts, 40 ns for each 64 bytes that are met one after the other; here that passes
-// while the kernel before runs.
+// while the kernel before runs. `bytes`: of those that most calls use.
 template <class Params>
-__device__ inline void warm(const Params& params) {
+__device__ inline void warm(const Params& params, size_t bytes = sizeof(Params)) {
   const auto* const words = reinterpret_cast<const uint32_t*>(&params);
 #pragma unroll
-  for (size_t i = 0; i < sizeof(Params) / 64; ++i) pin_read(words[16 * i]);
+  for (size_t i = 0; i < bytes / 64; ++i) pin_read(words[16 * i]);
 }
 
 // ---- What earlier kernels and peers wrote is read past the first-level cache: a kernel that comes onto the device

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     if (blockIdx.x == 0) *p.handle.status = overflow ? twRecvOverflow : twSuccess;
   }
   const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
-  if (p.send && usable && skips) usable = skip_step(p, step);
+  if (p.send && usable && skips) usable = skip_step(g, step);
   if (thread == 0 && blockIdx.x == 0) clear_tickets(g, step);
   if (usable) {
     if (sends) send<kFast>(b, ahead);  // S7: nobody here waits

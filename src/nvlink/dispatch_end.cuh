@@ -1,29 +1,9 @@
-// How a dispatch comes to its bank, and what it leaves when it has failed.
+// What a dispatch leaves when it has failed.
 #pragma once
 
 #include "nvlink/dispatch_send.cuh"
 
 namespace tw::nvlink {
-
-// Moves to the bank that the caller's view needs, by a step without rows, where the lane does not stand before it. All
-// blocks wait here before they send, so all must be there at once (S8). False if the wait failed.
-__device__ __noinline__ static bool skip_step(const DispatchParams& p, Step skipped) {
-  const GroupView& g = p.group;
-  skipped.number -= 1;
-  if (blockIdx.x == 0) publish_empty(g, skipped, Mode::kSkip);
-  bool passed = true;
-  for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
-    const Source source = await_source(g, skipped, i, Look::kTakesPart, false);
-    // A peer may already be past the step that follows: then it has seen this rank's word of that one.
-    const uint32_t seen = unpack(source.word).step;
-    if (source.mode == Mode::kSkip || g.no_wait || (reached(seen, skipped.low()) && seen != skipped.low())) continue;
-    passed = false;
-    if (source.error != twPeerAborted) {
-      report_failure(g, skipped, source.error == twTimeout ? twTimeout : twCallMismatch, i, source.word);
-    }
-  }
-  return __syncthreads_and(passed) != 0;
-}
 
 // Clears away after what has failed, by blocks that have seen it, when all have done with it.
 __device__ __noinline__ static void clear_failed(Block b) {

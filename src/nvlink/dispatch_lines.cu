@@ -433,7 +433,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_lines_kernel(const __gri
   }
   if (thread == 0 && blockIdx.x == 0) clear_tickets(g, step);
   const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
-  if (p.send && usable && skips) usable = skip_step(p, step);
+  if (p.send && usable && skips) usable = skip_step(g, step);
   if (usable) {
     if (sends) send_units(b, routing, out, loaded);  // S7: nobody here waits
     if (p.receive && is_receiver(p.roles)) take_units<kGroups>(b, in);

@@ -71,4 +71,20 @@ CombineScratch CombineScratch::make(const Shape& shape) {
   return at;
 }
 
+CollectiveScratch CollectiveScratch::make(const Shape& shape) {
+  Carver carver;
+  CollectiveScratch at{};
+  at.windows = carver.take<std::byte*>(shape.ranks);
+  at.sizes = carver.take<int32_t>(shape.ranks);
+  at.first = carver.take<int32_t>(shape.ranks + 1);
+  at.came = carver.take<int32_t>(shape.ranks);
+  at.failed = carver.take<int32_t>(1);
+  at.given = carver.take<uint64_t>(kChunks);
+  at.sent = carver.take<uint64_t>(kChunks);
+  at.free = carver.take<uint64_t>(kChunks);
+  at.taken = carver.take<int32_t>(kChunks);
+  at.bytes = carver.bytes();
+  return at;
+}
+
 }  // namespace tw::nvlink

@@ -11,6 +11,8 @@ namespace tw::nvlink {
 int load_dispatch(const Shape& shape);
 int load_combine(const Shape& shape);
 int load_counts(const Shape& shape);
+int load_gather(const Shape& shape);
+int load_reduce(const Shape& shape);
 int load_views(const Shape& shape);
 
 namespace {
@@ -25,7 +27,7 @@ __device__ void wait_out(const GroupView& g, const Step& step) {
 }
 
 // Tells the peers, which wait in the same call, and waits for their words: S2 wants the step's end before the next one
-// begins. A refused dispatch stands where the dispatch would have: see dispatch_end.cuh, skip_step.
+// begins. A refused dispatch stands where the dispatch would have: see wait.cuh, skip_step.
 __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
   Step step{next_step(p.group, p.lane), p.lane, 0, p.phase};
   // A combine of a dispatch that failed is no step: the peers skip it too.
@@ -117,7 +119,7 @@ int load_kernels(const Shape& shape) {
        {reinterpret_cast<const void*>(refuse_kernel), reinterpret_cast<const void*>(self_test_kernel)}) {
     if (const int error = allow_shared(kernel, 0); error != 0) return error;
   }
-  for (const auto load : {load_dispatch, load_combine, load_counts, load_views}) {
+  for (const auto load : {load_dispatch, load_combine, load_counts, load_gather, load_reduce, load_views}) {
     if (const int error = load(shape); error != 0) return error;
   }
   return 0;

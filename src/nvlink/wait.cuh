@@ -1,6 +1,7 @@
 // Waiting, and what ends it (S6): the word comes, or time is up, or somebody has given the group up.
 #pragma once
 
+#include "exchange/notes.h"
 #include "exchange/words.h"
 #include "nvlink/device.cuh"
 
@@ -12,10 +13,23 @@ struct Step {
   int32_t lane;
   int32_t bound;
   twPhase_t phase;
+  uint32_t digest = 0;  // of a gather or reduce, what its notes hold above the bound
 
   __device__ int bank() const { return static_cast<int>(number & 1); }
   __device__ uint32_t low() const { return static_cast<uint32_t>(number); }
+  // Whether a note is that of a rank which makes the same call. Above the bound others' notes hold what differs.
+  __device__ bool matches(uint64_t note) const {
+    const bool collects = phase == twPhaseGather || phase == twPhaseReduce;
+    return collects ? note == collective_note(bound, digest)
+                    : static_cast<uint32_t>(note) == static_cast<uint32_t>(bound);
+  }
 };
+
+__device__ inline Mode mode_of(twPhase_t phase) {
+  if (phase == twPhaseGather) return Mode::kGather;
+  if (phase == twPhaseReduce) return Mode::kReduce;
+  return phase == twPhaseCounts ? Mode::kCounts : Mode::kCombine;
+}
 
 // The first step of a kernel on a lane: the one after the last that ended. What a kernel loads without knowing it is
 // loaded before, so that all of it is on its way at once: whatever is made of the step waits for it.
@@ -197,7 +211,7 @@ __device__ inline void judge(const Step& step, Source* source) {
   source->mode = word.mode;
   const bool dispatching = step.phase == twPhaseDispatch;
   const bool fits = dispatching ? word.mode == Mode::kDispatch || word.mode == Mode::kDispatchLines
-                                : word.mode == (step.phase == twPhaseCounts ? Mode::kCounts : Mode::kCombine);
+                                : word.mode == mode_of(step.phase);
   const auto plain = word.mode == Mode::kDispatchLines ? static_cast<uint32_t>(source->note >> 32) : word.n;
   if (word.step != step.low()) {
     source->error = twInternalError;  // S2 says that nobody is further ahead on this bank
@@ -205,7 +219,7 @@ __device__ inline void judge(const Step& step, Source* source) {
     source->error = twPeerRefused;
   } else if (!fits) {
     source->error = twCallMismatch;
-  } else if (static_cast<uint32_t>(source->note) != static_cast<uint32_t>(step.bound)) {
+  } else if (!step.matches(source->note)) {
     source->error = twBoundMismatch;
   } else if (word.n > static_cast<uint32_t>(step.bound) || plain > word.n) {
     source->error = twInternalError;
@@ -230,7 +244,7 @@ __device__ inline bool saw(const GroupView& g, const Step& step, int rank, Look 
   if (!reached(unpack(pair.a).step, step.low())) return false;
   if (look != Look::kTakesPart && unpack(pair.a).mode != Mode::kDispatchLines) (void)load_acquire(place);
   // The note was written before the word or with it, but PTX does not promise that one load shows both.
-  if (static_cast<uint32_t>(source->note) != static_cast<uint32_t>(step.bound)) {
+  if (!step.matches(source->note)) {
     fence_system();
     source->note = load_word(place + kNoteOffset);
   }
@@ -246,7 +260,8 @@ __device__ inline bool look_at(const GroupView& g, const Step& step, int rank, L
   if (!patience->over(&late)) return false;
   if (g.no_wait) {  // as if it had come
     source->word = pack(Word{step.low(), unpack(source->word).mode, unpack(source->word).n});
-    source->note = (source->note & ~uint64_t{0xffffffff}) | static_cast<uint32_t>(step.bound);
+    const auto above = static_cast<uint32_t>(step.digest != 0 ? step.digest : source->note >> 32);
+    source->note = collective_note(step.bound, above);
     judge(step, source);
     return true;
   }
@@ -297,7 +312,7 @@ __device__ inline void publish_words(const GroupView& g, const Step& step, Mode 
   const int ranks = g.map.shape().ranks;
   const uint64_t place = g.map.word(step.lane, step.bank(), g.me);
   for (int i = lane(); i < ranks; i += 32) {
-    store_word(window_of(g, (g.me + 1 + i) % ranks) + place + kNoteOffset, static_cast<uint64_t>(step.bound));
+    store_word(window_of(g, (g.me + 1 + i) % ranks) + place + kNoteOffset, collective_note(step.bound, step.digest));
   }
   if (lane() < ranks) fence_system();
   for (int i = lane(); i < ranks; i += 32) {
@@ -322,6 +337,25 @@ __device__ inline void publish_empty(const GroupView& g, const Step& step, Mode 
   for (int rank = threadIdx.x; rank < g.map.shape().ranks; rank += blockDim.x) {
     publish_word(g, step, rank, mode, 0, 0);
   }
+}
+
+// Moves to the bank that the caller's view needs, by a step without rows, where the lane does not stand before it. All
+// blocks wait here before they send, so all must be there at once (S8). False if the wait failed.
+__device__ __noinline__ static bool skip_step(const GroupView& g, Step skipped) {
+  skipped.number -= 1;
+  if (blockIdx.x == 0) publish_empty(g, skipped, Mode::kSkip);
+  bool passed = true;
+  for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
+    const Source source = await_source(g, skipped, i, Look::kTakesPart, false);
+    // A peer may already be past the step that follows: then it has seen this rank's word of that one.
+    const uint32_t seen = unpack(source.word).step;
+    if (source.mode == Mode::kSkip || g.no_wait || (reached(seen, skipped.low()) && seen != skipped.low())) continue;
+    passed = false;
+    if (source.error != twPeerAborted) {
+      report_failure(g, skipped, source.error == twTimeout ? twTimeout : twCallMismatch, i, source.word);
+    }
+  }
+  return __syncthreads_and(passed) != 0;
 }
 
 }  // namespace tw::nvlink

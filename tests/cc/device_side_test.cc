@@ -221,9 +221,18 @@ class Pretended : public Backend {
     places.push_back(call.at);
     return refused;
   }
-  Status send_refusal(StepPlace at, twPhase_t, const HandleArrays* combining, void*) override {
+  Status send_refusal(StepPlace at, twPhase_t phase, bool views, const HandleArrays* combining, void*) override {
     places.push_back(at);
-    refusals += combining == nullptr ? "d" : "c";
+    refusals += combining != nullptr ? "c" : phase == twPhaseGather ? (views ? "G" : "g") : "d";
+    return {};
+  }
+  Status send_collective(const CollectiveCall& call) override {
+    places.push_back(call.at);
+    collected.push_back(call);
+    return refused;
+  }
+  StepEnd finish_collective(const CollectiveCall& call, TimePoint) override {
+    streams.push_back(call.stream);
     return {};
   }
   Status send_counts(const CountsCall&, HandleArrays&) override { return {}; }
@@ -238,7 +247,9 @@ class Pretended : public Backend {
   }
   StepEnd drain(StepPlace, TimePoint) override { return {}; }
   void* view(StepPlace at, int q) override { return window_->view(at, q); }
+  void* view_gathered(const CollectiveCall& call, int q) override { return window_->view_gathered(call, q); }
   bool in_window(const void* address) override { return window_->in_window(address); }
+  bool in_lane(int lane, const void* address) override { return window_->in_lane(lane, address); }
   void announce_abort(AbortWord reason) override { window_->announce_abort(reason); }
   AbortWord find_abort() override { return window_->find_abort(); }
   AbortWord abort_of(int writer) override { return window_->abort_of(writer); }
@@ -255,6 +266,7 @@ class Pretended : public Backend {
   std::vector<StepPlace> places;
   std::vector<RoutingSource> sources;
   std::vector<void*> streams;
+  std::vector<CollectiveCall> collected;
   std::string refusals;
   Status refused;
   twErrorRecord_t news = empty_record();
@@ -337,6 +349,29 @@ TEST_F(PretendedGroup, ViewsLieInTheBankOfTheLease) {
   }
   EXPECT_TW(twSuccess, twHandleDestroy(first));
   EXPECT_TW(twSuccess, twHandleDestroy(second));
+}
+
+// A gather that shows the window makes the host know its bank; others go on where the lane stands.
+TEST_F(PretendedGroup, GathersThatShowTheWindow) {
+  const auto gather = [&](twLayout_t layout, int64_t count) {
+    twAllGatherVInput_t input = TW_ALL_GATHER_V_INPUT_INIT;
+    input.stream = stream;
+    input.tensors[0] = tensor(rows, twBfloat16, {count, 8});
+    twAllGatherVOutput_t output = TW_ALL_GATHER_V_OUTPUT_INIT;
+    output.layout = layout;
+    return twAllGatherV(&group, &input, &output);
+  };
+  for (const twLayout_t layout : {twRankMajor, twRankMajor, twFlat, twFlat, twRankMajor}) {
+    EXPECT_TW(twSuccess, gather(layout, 4));
+  }
+  ASSERT_EQ(device->places.size(), 5u);
+  for (const int i : {0, 1, 4}) EXPECT_EQ(device->places[i].bank(), 1) << i;
+  EXPECT_EQ(device->places[2].step + 1, device->places[3].step);
+  EXPECT_TW(twInvalidArgument, gather(twFlat, 99));
+  EXPECT_TW(twInvalidArgument, gather(twRankMajor, 99));
+  EXPECT_EQ(device->refusals, "gG");
+  EXPECT_EQ(device->places[6].bank(), 1);
+  EXPECT_EQ(device->collected[0].tensors[0].out, nullptr);
 }
 
 TEST_F(PretendedGroup, RefusalsKeepTheirPlace) {

@@ -158,9 +158,12 @@ uint32_t seed() {
 
 void Block::fail(const char* what, const Fiber& fiber) const {
   std::fprintf(stderr, "emulated kernel %s, block %u, thread %u: %s\n", name_, place_.block.x, fiber.thread.x, what);
+  const auto differ = [](const Fiber& a, const Fiber& b) {
+    return a.state != b.state || (a.state == State::kInCollective && (a.kind != b.kind || a.mask != b.mask));
+  };
   // Threads of a warp in the same state follow each other.
   for (int i = 0, begin = 0; i < count_; ++i) {
-    const bool ends = i + 1 == count_ || (i + 1) % kWarp == 0 || fibers_[i + 1].state != fibers_[i].state;
+    const bool ends = i + 1 == count_ || (i + 1) % kWarp == 0 || differ(fibers_[i], fibers_[i + 1]);
     if (!ends) continue;
     const Fiber& other = fibers_[i];
     const bool meets = other.state == State::kInCollective;

@@ -76,7 +76,7 @@ COUNTS = (
         "S2",
         "counts_test",
         "Counts.RefusedStepIsWaitedOut",
-        (Edit(CALLS, "  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts));\n", ""),),
+        (Edit(CALLS, "  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts, stream));\n", ""),),
     ),
     Mutation(
         "a refused exchange of counts is told to nobody",

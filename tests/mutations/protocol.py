@@ -231,7 +231,13 @@ PROTOCOL = (
         "S2",
         "errors_test",
         "Errors.RefusedDispatchForgetsTheEarlierOne",
-        (Edit(CALLS, "  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, phase, combining, stream));\n", ""),),
+        (
+            Edit(
+                CALLS,
+                "  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, phase, at_bank, combining, stream));\n",
+                "",
+            ),
+        ),
     ),
     Mutation(
         "going on after a timeout",

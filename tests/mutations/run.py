@@ -25,12 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from carried import CARRIED
+from collectives import COLLECTIVES
 from counts import COUNTS
 from mutation import Mutation
 from protocol import PROTOCOL
 from results import RESULTS
 
 ROOT = Path(__file__).resolve().parents[2]
+ALL = PROTOCOL + COUNTS + COLLECTIVES + RESULTS + CARRIED
 TEST_TIMEOUT_S = 60
 
 
@@ -245,11 +247,7 @@ def main() -> int:
         strict = os.environ.get("TW_STRICT") == "1"
         print(f"mutations: {'FAILED' if strict else 'SKIPPED'}: {missing}", file=sys.stderr)
         return 1 if strict else 0
-    chosen = [
-        m
-        for m in PROTOCOL + COUNTS + RESULTS + CARRIED
-        if not arguments.only or any(part in m.name for part in arguments.only)
-    ]
+    chosen = [m for m in ALL if not arguments.only or any(part in m.name for part in arguments.only)]
     if not chosen:
         parser.error("no mutation has such a name")
     begin = time.monotonic()

@@ -18,7 +18,8 @@ from tokenway.settings import Settings, make_config
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include"
-HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in ("types.h", "carrier.h", "tokenway.h"))
+NAMES = ("types.h", "carrier.h", "tokenway.h", "collectives.h")
+HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in NAMES)
 CODE = re.sub(r"//[^\n]*", "", HEADER)
 
 # The ctypes class of each struct of the header.
@@ -40,6 +41,10 @@ STRUCTS = {
     "twCarrier_t": _carrier.CarrierStruct,
     "twPortableConfig_t": _carrier.PortableConfig,
     "twPortableInfo_t": _carrier.PortableInfo,
+    "twAllGatherVInput_t": _native.AllGatherVInput,
+    "twAllGatherVOutput_t": _native.AllGatherVOutput,
+    "twReduceScatterVInput_t": _native.ReduceScatterVInput,
+    "twReduceScatterVOutput_t": _native.ReduceScatterVOutput,
 }
 
 DEFAULTS = ("mode", "combine_dtype", "lanes", "timeout_ms", "id_dtype", "id_space", "invalid_id", "sm_limit")

@@ -103,7 +103,7 @@ def test_no_gpu(torch, capsys, monkeypatch) -> None:
 
 def floor_document(cases: list[Case]) -> dict:
     """As tokenway-floor writes it; lines win up to 100 rows."""
-    argv = floor.arguments(cases)
+    argv = floor.arguments(*floor.sizes(cases))
     tokens, sizes = ([int(n) for n in argv[i].split(",")] for i in (1, 3))
     figures = {"best": 1.0, "median": 2.0}
     return {

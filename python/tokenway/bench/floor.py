@@ -45,23 +45,34 @@ def padded(row_bytes: int) -> int:
     return -(-row_bytes // 16) * 16
 
 
-def arguments(cases: Iterable[Case]) -> list[str]:
-    """Of the program, so that it measures the exchanges that these cases make."""
-    tokens, sizes = set(), set()
+def sizes(cases: Iterable[Case]) -> tuple[set[int], set[int]]:
+    """(rows, bytes of a row) of the exchanges that these cases make."""
+    tokens, row_bytes = set(), set()
     for case in cases:
-        tokens.update(max(rows, 1) for rows in remote_rows(case))
-        sizes.update((padded(wire_row(case)), padded(case.combine_row)))
-    listed = [",".join(str(n) for n in sorted(numbers)) for numbers in (tokens, sizes)]
+        tokens.update(remote_rows(case))
+        row_bytes.update((wire_row(case), case.combine_row))
+    return tokens, row_bytes
+
+
+def arguments(rows: Iterable[int], row_bytes: Iterable[int]) -> list[str]:
+    """Of the program, so that it measures exchanges of so many rows of so many bytes."""
+    of_both = {max(n, 1) for n in rows}, {padded(n) for n in row_bytes}
+    listed = [",".join(str(n) for n in sorted(numbers)) for numbers in of_both]
     return ["--tokens", listed[0], "--row-bytes", listed[1], "--repeat", str(REPEAT)]
 
 
 def measure(cases: Iterable[Case]) -> dict[str, Any]:
+    """The program's document for the exchanges of these cases."""
+    return measure_exchanges(*sizes(cases))
+
+
+def measure_exchanges(rows: Iterable[int], row_bytes: Iterable[int]) -> dict[str, Any]:
     """The program's document, or {"missing": why there is none}. Nothing else may use the GPUs meanwhile."""
     path = program()
     if not path.is_file():
         return {"missing": f"no floor program at {path.name} beside the library (build it, or set {PATH})"}
     try:
-        done = subprocess.run([str(path), *arguments(cases)], capture_output=True, text=True, timeout=LIMIT)
+        done = subprocess.run([str(path), *arguments(rows, row_bytes)], capture_output=True, text=True, timeout=LIMIT)
         if done.returncode == 0:
             return json.loads(done.stdout)
         why = done.stderr.strip().splitlines()[-1:] or [f"it ended with exit code {done.returncode}"]

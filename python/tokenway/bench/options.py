@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenway.bench import baselines, gloo, nccl, nvlink_options, portable_options
+from tokenway.bench import baselines, collective_baselines, gloo, nccl, nvlink_options, portable_options
 from tokenway.bench.case import DTYPES, FP8, LAYOUTS, Case
 from tokenway.bench.control import MAX_RANKS
 from tokenway.bench.profiles import PROFILES
@@ -21,6 +21,7 @@ from tokenway.bench.usage import number as _number
 from tokenway.comm import NRANKS
 
 MAX_TOKENS = 1 << 20
+COLLECTIVES = ("all_gatherv", "reduce_scatterv", "all")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Settings:
     baselines: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()  # baselines that cannot run here, and why
     backward: bool = False
+    collective: str | None = None  # all_gatherv, reduce_scatterv or all: these, instead of dispatch and combine
     verify_only: bool = False
     overhead: bool = False
     aux: bool = False
@@ -91,6 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"auto, none, or some of {', '.join(baselines.NAMES)}; on GPUs of {', '.join(nccl.NAMES)}",
     )
     add("--backward", action="store_true", help="gradients too: by the cached routing, apart and after the pair")
+    add(
+        "--collective",
+        metavar="NAME",
+        help="all_gatherv, reduce_scatterv or all: uneven gathers and reduces instead of dispatch and combine",
+    )
     add("--verify-only", action="store_true", help="compare with the oracle, time nothing")
     add("--overhead", action="store_true", help="what a call through Python adds (1 rank, 1 token)")
     add("--aux", action="store_true", help="what is done on a rank between the calls, at group sizes to 64 (1 rank)")
@@ -109,7 +116,9 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     quick: bool = args.quick
     beside = apart is not None and not args.baselines  # the ways are measured beside each other
     untimed = args.verify_only or args.overhead or args.aux or beside
-    wanted, skipped = _baselines(["none"] if untimed else _names(args.baselines) or ["auto"], gpu, ranks)
+    collective = _choice("--collective", args.collective, COLLECTIVES, "") or None
+    given = ["none"] if untimed else _names(args.baselines) or ["auto"]
+    wanted, skipped = _baselines(given, gpu, ranks, collective is not None)
     tokens, rounds = (Settings.tokens, 5) if gpu is None else (nvlink_options.TOKENS, 3)
     dtype = nvlink_options.dtype(args)
     settings = Settings(
@@ -129,6 +138,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         baselines=wanted,
         skipped=skipped,
         backward=args.backward,
+        collective=collective,
         verify_only=args.verify_only,
         overhead=args.overhead,
         aux=args.aux,
@@ -155,6 +165,7 @@ def _check_together(settings: Settings) -> None:
     if settings.aux:
         others = {
             "--overhead": settings.overhead,
+            "--collective": settings.collective,
             "--verify-only": settings.verify_only,
             "--backward": settings.backward,
         }
@@ -167,6 +178,9 @@ def _check_together(settings: Settings) -> None:
         raise UsageError("--backward: not with --overhead, which measures no backward pass")
     if settings.backward and settings.dtype == FP8:
         raise UsageError("--backward: not with --dtype fp8; gradients return as bfloat16, in a group of their own")
+    if settings.collective is not None:
+        _check_collective(settings)
+        return
     if settings.verify_only and settings.overhead:
         raise UsageError("--overhead measures: it cannot go with --verify-only")
     for case in settings.cases():
@@ -176,6 +190,20 @@ def _check_together(settings: Settings) -> None:
             case.exchange  # noqa: B018  a recording may have too few tokens, experts or ids
         except ValueError as error:
             raise UsageError(f"--routing with {case.profile.name}: {error}") from None
+
+
+def _check_collective(settings: Settings) -> None:
+    refused = {
+        "--plot": settings.plot,
+        "--backward": settings.backward,
+        "--overhead": settings.overhead,
+        "--aux": settings.aux,
+        "--dtype fp8": settings.dtype == FP8,
+        "--local-ranks": settings.nvlink is not None and settings.nvlink.local_ranks,
+    }
+    for option, given in refused.items():
+        if given:
+            raise UsageError(f"{option}: not with --collective")
 
 
 def _names(given: Sequence[str] | None) -> list[str]:
@@ -215,7 +243,7 @@ def _routings(given: list[str]) -> tuple[str, ...]:
 
 
 def _baselines(
-    given: list[str], gpu: nvlink_options.Nvlink | None, ranks: int
+    given: list[str], gpu: nvlink_options.Nvlink | None, ranks: int, collective: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(what is measured, what is not and why)."""
     if given == ["none"]:
@@ -224,6 +252,8 @@ def _baselines(
         names, reason, hint = baselines.NAMES, gloo.missing(), ": pip install 'tokenway[torch]'"
     else:
         names, reason, hint = nccl.NAMES, nccl.missing(gpu.local_ranks, ranks), ""
+    if collective:
+        names = collective_baselines.NAMES["gloo" if gpu is None else "nccl"]
     cannot = [n for n in names if n.startswith(("gloo", "nccl")) and reason]
     if given == ["auto"]:
         return tuple(n for n in names if n not in cannot), tuple(f"{n}: {reason}" for n in cannot)

@@ -19,6 +19,7 @@ RUNS = {
     "cpu-layouts": ["--ranks", "4", "--layout", "expert_major", "--weighting", "topk", "--tokens", "8", "128", "512"],
     "cpu-profiles": ["--ranks", "4", "--profile", "all", "--tokens", "128", "--baselines", "memcpy,sockets"],
     "cpu-routings": ["--ranks", "4", "--routing", "all", "--tokens", "128", "--baselines", "memcpy,sockets"],
+    "cpu-collectives": ["--collective", "all", "--ranks", "4", "--tokens", "1", "32", "512"],
     "cpu-overhead": ["--overhead"],
     "cpu-aux": ["--aux"],
     **{
@@ -40,6 +41,10 @@ GPU_RUNS = {
         *("--tokens", "1024", "2048", "4096", "8192", "16384"),
     ],
     "nvlink-grouped": [*_GPU, "--ranks", "2", "--layout", "grouped", "--tokens", "1024", "4096", "8192", "--verify"],
+    "nvlink-collectives": [
+        *(*_GPU, "--ranks", "2", "--collective", "all"),
+        *("--tokens", "1", "8", "32", "128", "512", "2048", "8192", "--iterations", "30"),
+    ],
     **{
         f"nvlink-flat-{n}-sms": [
             *(*_GPU, "--ranks", "2", "--layout", "flat", "--sm-limit", str(n), "--tokens", "4096", "8192"),

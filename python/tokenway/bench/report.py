@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenway.bench import auxiliary, nvlink_table, portable_table, table
+from tokenway.bench import auxiliary, collectives, nvlink_table, portable_table, table
 
 
 def markdown(run: dict[str, Any]) -> str:
@@ -28,7 +28,9 @@ def markdown(run: dict[str, Any]) -> str:
     if "auxiliary" in run:
         return "\n".join([*lines, *_auxiliary(run["auxiliary"])])
     what = f"{settings['ranks']} ranks, {settings['dtype']}, {settings['layout']}"
-    if table.on_gpus(run):
+    if "collectives" in run:
+        what = collectives.title(run)
+    elif table.on_gpus(run):
         what = nvlink_table.what(run)
     if not settings["verify_only"]:
         what += (
@@ -38,7 +40,7 @@ def markdown(run: dict[str, Any]) -> str:
     align = ["---"] * 2 + ["---:"] * (len(heads) - 2)
     lines += [f"{what}.", "", _line(heads), _line(align), *(_line(row) for row in cells)]
     lines += ["", *(f"Not measured: {reason}." for reason in settings["skipped"])]
-    if table.on_gpus(run):
+    if table.on_gpus(run) and "collectives" not in run:
         lines += ["", "```text", *nvlink_table.notes(run), "```"]
     if table.on_torch(run):
         lines += ["", *(f"* {note}" for note in portable_table.notes(run))]

@@ -23,6 +23,10 @@ def mebibytes(value: float) -> str:
 
 def columns(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """(heads, cells) of the table that shows a run."""
+    if "collectives" in run:
+        from tokenway.bench import collectives
+
+        return collectives.columns(run)
     if on_gpus(run):
         from tokenway.bench import nvlink_table
 
@@ -89,6 +93,10 @@ def short(routing: str) -> str:
 
 def title(run: dict[str, Any]) -> str:
     """One line that says what was measured and where."""
+    if "collectives" in run:
+        from tokenway.bench import collectives
+
+        return f"tokenway {run['versions']['tokenway']}: {collectives.title(run)}"
     if on_gpus(run):
         from tokenway.bench import nvlink_table
 
@@ -127,7 +135,7 @@ def show(run: dict[str, Any]) -> None:
         print(plain(heads, cells))
     for reason in run["settings"]["skipped"]:
         print(f"not measured: {reason}")
-    if on_gpus(run):
+    if on_gpus(run) and "collectives" not in run:
         from tokenway.bench import nvlink_table
 
         print("\n".join(nvlink_table.notes(run)))

@@ -1,0 +1,83 @@
+"""Gathers and reduce-scatters that gradients flow through, each the other's backward. `tokenway.autograd` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tokenway.gradients import eager
+from tokenway.group import Group
+
+Tensor = torch.Tensor
+
+
+@eager
+def all_gatherv(group: Group, rows: Tensor, sizes: Any = None, *, bound: int | None = None) -> Tensor:
+    """`Group.all_gatherv` in the layout flat, differentiable: [R, ...]. A step of all ranks, and one in the backward
+    pass if rows require gradients, which must be so on all ranks or on none.
+
+    rows: [n, ...], float32, bfloat16 or float16. sizes, bound: as there. Where sizes are not known here R is N*b, and
+    rows beyond those that came are 0. Gradients: summed over ranks ascending, in float32, rounded once. Errors: as
+    there."""
+    return _Gather.apply(rows, group, sizes, bound)
+
+
+@eager
+def reduce_scatterv(group: Group, rows: Tensor, sizes: Any = None, *, bound: int | None = None) -> Tensor:
+    """`Group.reduce_scatterv` in the layout flat, differentiable: [n, ...] of the dtype of rows. A step of all ranks,
+    and one in the backward pass if rows require gradients, which must be so on all ranks or on none.
+
+    rows: [R, ...], float32, bfloat16 or float16. sizes, bound: as there. With a tensor of sizes there are b rows, 0
+    beyond this rank's own. Gradients: those of all ranks' sums, bit for bit. Errors as there."""
+    return _Reduce.apply(rows, group, sizes, bound)
+
+
+def _is_known(sizes: Any) -> bool:
+    return isinstance(sizes, (list, tuple))
+
+
+def _gather(group: Group, rows: Tensor, sizes: Any, bound: int | None) -> tuple[Tensor, Any]:
+    """(rows of all ranks, 0 beyond them; sizes for the way back)."""
+    if _is_known(sizes):
+        return group.all_gatherv(rows, sizes, bound=bound).rows, sizes
+    room = bound or (group.max_tokens if sizes is None else rows.shape[0])
+    out = rows.new_zeros((group.nranks * room, *rows.shape[1:]))
+    gathered = group.all_gatherv(rows, sizes, bound=room, out=out)
+    return out, gathered.counts
+
+
+def _reduce(group: Group, rows: Tensor, sizes: Any, bound: int | None) -> Tensor:
+    if sizes is None or _is_known(sizes):
+        return group.reduce_scatterv(rows, sizes, bound=bound)
+    room = bound or rows.shape[0] // group.nranks
+    return group.reduce_scatterv(rows, sizes, bound=room, out=rows.new_zeros((room, *rows.shape[1:])))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group, sizes: Any, bound: int | None) -> Tensor:
+        out, ctx.sizes = _gather(group, rows.contiguous(), sizes, bound)
+        ctx.group, ctx.count = group, rows.shape[0]
+        ctx.bound = bound if _is_known(sizes) else out.shape[0] // group.nranks
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out: Tensor) -> tuple[Any, ...]:
+        return _reduce(ctx.group, out.contiguous(), ctx.sizes, ctx.bound)[: ctx.count], None, None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group, sizes: Any, bound: int | None) -> Tensor:
+        out = _reduce(group, rows.contiguous(), sizes, bound)
+        ctx.group, ctx.bound = group, bound
+        ctx.sizes = [out.shape[0]] * group.nranks if sizes is None else sizes
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out: Tensor) -> tuple[Any, ...]:
+        return _gather(ctx.group, out.contiguous(), ctx.sizes, ctx.bound)[0], None, None, None

@@ -1,0 +1,309 @@
+"""Gathers and reduces: the exchange with the set "every rank". `Group` has them as methods."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int32
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tokenway import _native, arguments, cuda, outputs, tensors
+from tokenway.errors import InvalidArgument, OutOfMemory, TokenwayError
+from tokenway.handle import Pending, Tensor
+
+if TYPE_CHECKING:
+    from tokenway.group import Group
+
+LAYOUTS = {name: _native.LAYOUTS[name] for name in ("flat", "rank_major")}
+Rows = Any  # a tensor, or a sequence of them
+
+
+class Gathered(NamedTuple):
+    """What a gather brought: rows as they were given, a tensor or a tuple of several, [R, ...] in flat and [N, b, ...]
+    in rank_major; the sizes, [N] int32, and where each rank's rows begin in flat, [N + 1] int32."""
+
+    rows: Rows
+    counts: Tensor
+    offsets: Tensor
+
+
+class Request(Pending[Any]):
+    """A `send_only` gather or reduce-scatter under way. The step that next begins on its lane finishes it too, if that
+    comes first: then a view of the window is over, and this tells how the call ended."""
+
+    def __init__(self, group: Group, number: int, result: Any, keep: tuple[Any, ...]):
+        self._group = group
+        self._number = number
+        self._sent_on = group._sending_stream()
+        self._result = result
+        self._keep: tuple[Any, ...] | None = keep
+        self._error: TokenwayError | None = None
+
+    def hook(self) -> None:
+        """Receives; does nothing if that is done, but for raising again what it raised then."""
+        if self._keep is not None:
+            self._keep, kept = None, self._keep
+            group, stream = self._group, None
+            if group.device is not None:
+                group._place.follow(self._sent_on, kept)
+                stream = group._place.stream()
+            result = _native.lib.twCompleteRequest(group.pointer, self._number, stream)
+            if result:
+                self._error = group._error(result)
+            del kept
+        if self._error is not None:
+            raise self._error
+
+
+class _Call:
+    """The structs of one kind of call, used again and again."""
+
+    def __init__(self, place: Any, given: Any, out: Any):
+        self.given, self.out = given, out
+        self.inputs = [tensors.Slot(given, t, place.describe) for t in given.tensors]
+        self.outputs = [tensors.Slot(out, t, place.describe) for t in out.tensors]
+        self.sizes = tensors.Slot(given, given.sizes, place.describe)
+        self.extra = [
+            tensors.Slot(out, getattr(out, n), place.describe) for n in ("counts", "offsets") if hasattr(out, n)
+        ]
+        self.addresses = ctypes.addressof(given), ctypes.addressof(out)
+
+
+class _Sizes(NamedTuple):
+    """Sizes as they are given."""
+
+    host: tuple[int, ...] | None = None  # known here, of all ranks
+    own: int | None = None  # or of this one
+    tensor: Tensor | None = None  # in memory
+
+    @staticmethod
+    def of(sizes: Any) -> _Sizes:
+        if sizes is None:
+            return _Sizes()
+        if isinstance(sizes, (int, np.integer)):
+            return _Sizes(own=int(sizes))
+        if isinstance(sizes, (list, tuple)):
+            return _Sizes(host=tuple(sizes))
+        return _Sizes(tensor=sizes)
+
+    def problem(self, place: Any, nranks: int) -> InvalidArgument | None:
+        """What C cannot see."""
+        if self.host is None:
+            what = None if self.tensor is None else place.unlike(self.tensor)
+            return None if what is None else InvalidArgument(f"sizes is {what}")
+        if len(self.host) == nranks and all(isinstance(n, (int, np.integer)) for n in self.host):
+            return None
+        return InvalidArgument(
+            f"sizes is {list(self.host)!r}; it must be {nranks} integers, or a tensor of int32 or int64"
+        )
+
+
+def _several(rows: Any) -> tuple[Any, ...]:
+    return tuple(rows) if isinstance(rows, (list, tuple)) else (rows,)
+
+
+def _extent(x: Any, dimension: int) -> int:
+    """Of a tensor; 0 for what is none or has not so many dimensions, which is refused."""
+    shape = getattr(x, "shape", ())
+    return int(shape[dimension]) if len(shape) > dimension else 0
+
+
+class Collectives:
+    """Gathers and reduces of a group. Each is a step of all ranks, like a dispatch, and leases no lane.
+
+    sizes, of the rows n_r that are rank r's own, 0 <= n_r <= b <= max_tokens, given in the same way on all ranks:
+    a list or tuple of N integers, known here, so that outputs are as large as what comes; or a tensor of the group's
+    device (on the CPU NumPy's too), int32 or int64, [N], or [1] with this rank's own, read when the step runs: tensors
+    then have as many rows as there is room for, b of each rank, and a captured graph reads the sizes anew in each
+    replay. None: see there.
+    """
+
+    @cuda.ranged("tokenway.all_gatherv")
+    def all_gatherv(
+        self: Group,  # type: ignore[misc]
+        rows: Rows,
+        sizes: Any = None,
+        *,
+        layout: str = "flat",
+        bound: int | None = None,
+        lane: int | None = None,
+        out: Rows | None = None,
+        send_only: bool = False,
+    ) -> Any:
+        """Brings the rows of every rank to every rank: `Gathered`, or `Pending[Gathered]` with send_only.
+
+        rows: a tensor [n, ...] of any dtype, or several, which travel together; they may be strided. sizes: see
+        `Collectives`; None: the tensors tell this rank's own, and others' are learned in the step. layout: "flat", the
+        rows of rank 0, then of rank 1 and so on: [R, ...], R being the sum of sizes that are known here, else N*b, of
+        which the first offsets[N] are used; or "rank_major", [N, b, ...]: row i of rank r at [r, i], a view of the
+        window without a copy, valid until the next step on the lane begins. bound: b, equal on all ranks (default: the
+        largest size that is known here; with a tensor of sizes the rows of the first tensor; else max_tokens).
+        out: a tensor, or as many as rows, to have rows written there; of known sizes it may hold rows in place.
+        What is returned is detached: `tokenway.autograd` has a gather that gradients flow through. Errors:
+        InvalidArgument and InvalidUsage (peers get PeerRefused at once), PeerRefused, BoundMismatch where ranks give
+        different sizes or rows, GroupFinished; after a step that failed counts and offsets are 0."""
+        call = self._collective_call(_native.AllGatherVInput, _native.AllGatherVOutput)
+        known, given = _Sizes.of(sizes), _several(rows)
+        if known.own is not None:
+            known = _Sizes(tensor=sizes)  # of a gather rows tell it: refused
+        if bound is not None:
+            b = arguments.int32(bound) or -2
+        elif known.host is not None:
+            b = max((1, *(n for n in known.host if isinstance(n, (int, np.integer)))))
+        else:
+            b = self.max_tokens if known.tensor is None else _extent(given[0] if given else None, 0)
+        problem = known.problem(self._place, self.nranks)
+        lead = (
+            (self.nranks, b)
+            if layout == "rank_major"
+            else (self.nranks * b if known.host is None else sum(known.host),)
+            if problem is None
+            else (0,)
+        )
+        made, problem = self._collective_outputs(given, out, None if layout == "rank_major" else lead, 1, None, problem)
+        counts = self._place.empty((self.nranks,), "int32", given[0] if given else None)
+        offsets = self._place.empty((self.nranks + 1,), "int32", given[0] if given else None)
+        call.extra[0].set(counts)
+        call.extra[1].set(offsets)
+        call.out.layout = arguments.code(LAYOUTS, layout) if problem is None else -1
+        function = _native.lib.twAllGatherV
+        self._collect(function, call, given, made, known, problem, b, lane, send_only)
+        if made is None:
+            torch = tensors.is_torch(given[0])
+            made = [
+                outputs._view(self, slot.pointer(), (*lead, *x.shape[1:]), tensors.dtype_of(x), torch)
+                for slot, x in zip(call.outputs, given, strict=False)
+            ]
+        result = Gathered(made[0] if given[0] is rows else tuple(made), counts, offsets)
+        if not send_only:
+            return result
+        return Request(self, call.out.request, result, (*given, *made, sizes, counts, offsets))
+
+    @cuda.ranged("tokenway.reduce_scatterv")
+    def reduce_scatterv(
+        self: Group,  # type: ignore[misc]
+        rows: Rows,
+        sizes: Any = None,
+        *,
+        layout: str = "flat",
+        bound: int | None = None,
+        lane: int | None = None,
+        dtype: Any = None,
+        out: Rows | None = None,
+        send_only: bool = False,
+    ) -> Any:
+        """Sums what all ranks have for each rank, there: [n, ...], or `Pending` of it with send_only.
+
+        rows: a tensor of partials, float32, bfloat16 or float16, or several, which travel together. layout: "flat",
+        [R, ...], those for rank 0, then for rank 1 and so on; or "rank_major", [N, b, ...], that for row i of rank r at
+        [r, i], which may be the view that a gather has returned. sizes: see `Collectives`; None: each rank has an equal
+        share of rows; an integer, of rank_major alone: this rank's own, the others' being not known here. With a
+        tensor of sizes rows are N*b, and the result has b rows, of which the first n are written. bound: b (default: as
+        rows and sizes say). dtype: of the result (default: that of rows). out: a tensor, or as many as rows, to write
+        to; of known sizes it may be this rank's own rows of `rows`, in place.
+        Sums are float32 over ranks ascending, rounded once to the result's dtype: the same bits every time. Detached,
+        and errors, as `all_gatherv`; after a step that failed the result is NaN."""
+        call = self._collective_call(_native.ReduceScatterVInput, _native.ReduceScatterVOutput)
+        known, given = _Sizes.of(sizes), _several(rows)
+        flat = layout != "rank_major"
+        room = (
+            _extent(given[0] if given else None, 0) // self.nranks if flat else _extent(given[0] if given else None, 1)
+        )
+        b = 0 if bound is None else arguments.int32(bound) or -2
+        if bound is None and (known.host is None and (known.tensor is not None or not flat)):
+            b = room
+        problem = known.problem(self._place, self.nranks)
+        if known.own is not None and flat:
+            problem = InvalidArgument(f"sizes is {sizes}; of one rank alone it may be where layout is 'rank_major'")
+        own = room if known.host is None or problem is not None else int(known.host[self.rank])
+        own = own if known.own is None else known.own
+        made, problem = self._collective_outputs(given, out, (own,), 1 if flat else 2, dtype, problem)
+        call.given.layout = arguments.code(LAYOUTS, layout) if problem is None else -1
+        function = _native.lib.twReduceScatterV
+        self._collect(function, call, given, made or (), known, problem, b, lane, send_only)
+        assert made is not None, "C has accepted the call"
+        result = made[0] if given[0] is rows else tuple(made)
+        return Request(self, call.out.request, result, (*given, *made, sizes)) if send_only else result
+
+    # ---------------------------------------------------------------------------------------------------- internals
+
+    def _collective_call(self: Group, given: Any, out: Any) -> _Call:  # type: ignore[misc]
+        calls: dict[Any, _Call] = self.__dict__.setdefault("_collective_calls", {})
+        if given not in calls:
+            calls[given] = _Call(self._place, given(), out())
+        return calls[given]
+
+    def _collective_outputs(
+        self: Group,  # type: ignore[misc]
+        given: Sequence[Any],
+        out: Any,
+        lead: tuple[int, ...] | None,
+        inner: int,
+        dtype: Any,
+        problem: TokenwayError | None,
+    ) -> tuple[list[Any] | None, TokenwayError | None]:
+        """(tensors to write to, what is wrong). lead: of new ones, None where the window is viewed; after it come the
+        dimensions of the inputs from `inner` on."""
+        if out is not None:
+            made = list(_several(out))
+            for name, x in zip(("out", *(f"out[{q}]" for q in range(1, len(made)))), made, strict=True):
+                problem = problem or self._place.problem_of_output(name, x)
+            if len(made) != len(given):
+                problem = problem or InvalidArgument(
+                    f"out has {len(made)} tensors; it must have as many as rows, {len(given)}"
+                )
+            return made, problem
+        if problem is not None or lead is None or any(self._place.unlike(x) for x in given) or min(lead) < 0:
+            return None, problem
+        try:
+            names = [tensors.dtype_of(x) if dtype is None else tensors.dtype_name(dtype) for x in given]
+            return [
+                self._place.empty((*lead, *x.shape[inner:]), tensors.dtype_name(n), x)
+                for x, n in zip(given, names, strict=True)
+            ], None
+        except InvalidArgument as error:
+            return None, error
+        except (MemoryError, RuntimeError, ValueError) as error:
+            return None, OutOfMemory(f"no memory for the result: {error}")
+
+    def _collect(
+        self: Group,  # type: ignore[misc]
+        function: Any,
+        call: _Call,
+        given: Sequence[Any],
+        made: Sequence[Any] | None,
+        sizes: _Sizes,
+        problem: TokenwayError | None,
+        bound: int,
+        lane: int | None,
+        send_only: bool,
+    ) -> None:
+        """Makes a call of which all that is its own is set."""
+        self._free_finished()
+        if not 1 <= len(given) <= _native.MAX_PAYLOADS:
+            problem = problem or InvalidArgument(
+                f"rows has {len(given)} tensors; it must have from 1 to {_native.MAX_PAYLOADS}"
+            )
+        call.given.num_tensors = len(given) if problem is None else -1
+        for q, x in enumerate(given[: _native.MAX_PAYLOADS]):
+            call.inputs[q].set(x)
+            if made is not None and q < len(made):
+                call.outputs[q].set(made[q])
+            else:
+                call.outputs[q].clear()
+        hosted = None
+        if sizes.host is not None and problem is None:
+            hosted = (c_int32 * self.nranks)(*(arguments.int32(n) for n in sizes.host))
+        call.given.host_sizes = None if hosted is None else ctypes.addressof(hosted)
+        call.sizes.set(sizes.tensor)
+        call.given.bound = bound
+        call.given.lane = -1 if lane is None else arguments.int32(lane) if lane != -1 else -2
+        call.given.send_only = 1 if send_only else 0
+        if self.device is not None:
+            call.given.stream = self._place.stream()
+        result = function(self.pointer, *call.addresses)
+        if result:
+            named = {"rows" if len(given) == 1 else f"rows[{q}]": x for q, x in enumerate(given)}
+            raise self._error(result, problem, sizes=sizes.tensor, **named)

@@ -1,0 +1,451 @@
+// The entry points of tokenway/collectives.h: what a gather or reduce is given, checked.
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <numeric>
+
+#include "api/check.h"
+#include "api/enter.h"
+#include "api/registry.h"
+#include "api/rows.h"
+
+namespace tw::api {
+namespace {
+
+// Where sizes come from.
+enum class Sizes { kHost, kMemory, kOwnInMemory, kOwn };
+
+// What the two inputs have in common.
+struct Given {
+  twLayout_t layout;
+  int32_t num_tensors;
+  const twTensor_t* tensors;
+  const int32_t* host_sizes;
+  const twTensor_t* sizes;
+  int32_t bound;
+  int32_t send_only;
+  void* stream;
+};
+
+// One size that the host can read: from 0 to the bound.
+Status check_size(const char* name, int rank, int64_t size, int32_t most) {
+  if (size >= 0 && size <= most) return {};
+  return fail(twInvalidArgument, "%s[%d] is %lld; it must be from 0 to %d", name, rank, static_cast<long long>(size),
+              most);
+}
+
+Status find_sizes(const twGroup& group, const Given& given, Sizes* from) {
+  const twTensor_t& sizes = *given.sizes;
+  const bool tensor = sizes.data != nullptr || sizes.ndim != 0 || sizes.dtype != twDtypeNone;
+  *from = given.host_sizes != nullptr ? Sizes::kHost : Sizes::kOwn;
+  if (!tensor) return {};
+  if (given.host_sizes != nullptr) {
+    return fail(twInvalidArgument, "input.host_sizes and input.sizes are both given; it must be one of them");
+  }
+  if (sizes.dtype != twInt32 && sizes.dtype != twInt64) {
+    return fail(twInvalidArgument, "input.sizes has dtype %s (%d); it must be int32 or int64", dtype_name(sizes.dtype),
+                sizes.dtype);
+  }
+  const int64_t count = sizes.ndim == 1 ? sizes.shape[0] : -1;
+  if (count != 1 && count != group.ranks()) {
+    return fail(twInvalidArgument, "input.sizes has shape %s; it must be [%d], the sizes of all ranks, or [1]",
+                shape_text(sizes).c_str(), group.ranks());
+  }
+  int64_t strides[2];
+  TW_RETURN_IF_FAILED(check_rows({"input.sizes", sizes.dtype, {count}, 1, true}, sizes, strides));
+  *from = count == group.ranks() ? Sizes::kMemory : Sizes::kOwnInMemory;
+  return {};
+}
+
+// The bound of a call: as given, or what follows from the sizes. `rows`: of one rank's tensor.
+Status find_bound(const twGroup& group, const Given& given, Sizes from, int64_t rows, int32_t* bound) {
+  const int32_t most = group.config.given.max_tokens;
+  int64_t wanted = given.bound;
+  if (given.bound == 0 && from == Sizes::kHost) {
+    wanted = std::max(1, *std::max_element(given.host_sizes, given.host_sizes + group.ranks()));
+  } else if (given.bound == 0) {
+    wanted = from == Sizes::kOwn ? most : rows;
+  }
+  if (wanted < 1 || wanted > most) {
+    return fail(twInvalidArgument,
+                "input.bound is %d, so the bound is %lld; it must be from 1 to max_tokens, %d (0 means what the sizes "
+                "say)",
+                given.bound, static_cast<long long>(wanted), most);
+  }
+  *bound = static_cast<int32_t>(wanted);
+  return {};
+}
+
+// Takes the sizes over, as far as the host can read them. `rows`: of this rank's own tensor, input or output.
+Status take_sizes(const twGroup& group, const Given& given, Sizes from, const char* rows_name, int64_t rows,
+                  CollectiveCall* call) {
+  call->all_sizes = from == Sizes::kHost || from == Sizes::kMemory;
+  const int count = call->all_sizes ? group.ranks() : 1;
+  if (from == Sizes::kHost) call->sizes.assign(given.host_sizes, given.host_sizes + count);
+  if (from == Sizes::kOwn) call->sizes.assign(1, static_cast<int32_t>(std::min<int64_t>(rows, INT32_MAX)));
+  const bool in_memory = from == Sizes::kMemory || from == Sizes::kOwnInMemory;
+  if (in_memory && group.backend->on_device()) {
+    call->sizes_at = given.sizes->data;
+    call->wide_sizes = given.sizes->dtype == twInt64;
+  }
+  for (int rank = 0; in_memory && !group.backend->on_device() && rank < count; ++rank) {
+    const int64_t size = given.sizes->dtype == twInt64 ? static_cast<const int64_t*>(given.sizes->data)[rank]
+                                                       : static_cast<const int32_t*>(given.sizes->data)[rank];
+    TW_RETURN_IF_FAILED(check_size("input.sizes", rank, size, call->bound));
+    call->sizes.push_back(static_cast<int32_t>(size));
+  }
+  for (int rank = 0; from == Sizes::kHost && rank < count; ++rank) {
+    TW_RETURN_IF_FAILED(check_size("input.host_sizes", rank, call->sizes[rank], call->bound));
+  }
+  const int64_t wanted = in_memory              ? call->bound
+                         : from == Sizes::kHost ? call->sizes[group.me()]
+                                                : std::min<int64_t>(rows, call->bound);
+  call->rows = static_cast<int32_t>(wanted);
+  if (rows == wanted) return {};
+  return fail(twInvalidArgument, "%s has %lld rows; it must have %s%lld, %s", rows_name, static_cast<long long>(rows),
+              from == Sizes::kOwn ? "from 0 to " : "", static_cast<long long>(wanted),
+              in_memory              ? "the bound, as sizes are in memory"
+              : from == Sizes::kHost ? "this rank's of input.host_sizes"
+                                     : "the bound");
+}
+
+// Elements of a row: those of the dimensions after the first few.
+int64_t elements_of(const twTensor_t& tensor, int lead) {
+  int64_t product = 1;
+  for (int i = lead; i < std::min(tensor.ndim, TW_MAX_DIMS); ++i) {
+    const int64_t extent = tensor.shape[i];
+    if (extent < 1 || product > std::numeric_limits<int32_t>::max() * int64_t{16} / extent) return 0;
+    product *= extent;
+  }
+  return product;
+}
+
+// What is wrong with a tensor before its rows are looked at; gives their elements.
+Status check_kind(const char* name, const twTensor_t& tensor, int lead, bool summed, int64_t* elements) {
+  if (tensor.ndim < lead || tensor.ndim > TW_MAX_DIMS) {
+    return fail(twInvalidArgument, "%s has %d dimensions; it must have from %d to %d", name, tensor.ndim, lead,
+                TW_MAX_DIMS);
+  }
+  if (summed ? !is_summable(tensor.dtype) : dtype_bytes(tensor.dtype) == 0) {
+    return fail(twInvalidArgument, "%s has dtype %s (%d); it must be %s", name, dtype_name(tensor.dtype), tensor.dtype,
+                summed ? "float32, bfloat16 or float16" : "one of twDtype_t");
+  }
+  *elements = elements_of(tensor, lead);
+  if (*elements > 0) return {};
+  return fail(twInvalidArgument, "%s has shape %s; a row must have from 1 to 2^35 elements", name,
+              shape_text(tensor).c_str());
+}
+
+Status check_common(const twGroup& group, const Given& given, const char* layout_name) {
+  TW_RETURN_IF_FAILED(group.backend->check_stream(given.stream));
+  if (given.layout != twFlat && given.layout != twRankMajor) {
+    return fail(twInvalidArgument, "%s is %d; it must be twFlat (2) or twRankMajor (0)", layout_name, given.layout);
+  }
+  if (given.num_tensors < 1 || given.num_tensors > TW_MAX_PAYLOADS) {
+    return fail(twInvalidArgument, "input.num_tensors is %d; it must be from 1 to %d", given.num_tensors,
+                TW_MAX_PAYLOADS);
+  }
+  if (given.send_only == 0 || given.send_only == 1) return {};
+  return fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", given.send_only);
+}
+
+// Places in the window, and what ranks must have alike.
+Status place(const twGroup& group, const Given& given, CollectiveCall* call) {
+  uint64_t row_bytes[kMaxPayloads];
+  uint64_t all = 0;
+  uint32_t digest = mix_digest(kDigestSeed, call->reduces ? 1 : 0);
+  digest = mix_digest(digest, call->flat && !call->reduces ? 1 : 0);  // a gather's layout decides on its bank
+  digest = mix_digest(digest, static_cast<uint64_t>(given.num_tensors));
+  for (int32_t q = 0; q < given.num_tensors; ++q) {
+    const CollectiveTensor& tensor = call->tensors[q];
+    row_bytes[q] = static_cast<uint64_t>(tensor.elements) * static_cast<uint64_t>(dtype_bytes(tensor.from));
+    all += row_bytes[q];
+    digest = mix_digest(digest, row_bytes[q]);
+    if (call->reduces) digest = mix_digest(digest, static_cast<uint64_t>(tensor.from));
+  }
+  digest = mix_digest(digest, call->all_sizes ? 1 : 0);
+  if (call->all_sizes) {
+    for (const int32_t size : call->sizes) digest = mix_digest(digest, static_cast<uint64_t>(size));
+  }
+  call->digest = digest;
+  constexpr uint64_t kLargest = 16u << 20;  // kernels count the pieces of rows in 32 bits
+  if (group.backend->on_device() && all > kLargest) {
+    return fail(twInvalidArgument, "input.tensors have rows of %s; on a device they may have %s",
+                bytes_text(all).c_str(), bytes_text(kLargest).c_str());
+  }
+  int64_t pieces = 0;
+  for (int32_t q = 0; q < given.num_tensors; ++q) pieces += static_cast<int64_t>(row_bytes[q] / 2048 + 1);
+  if (group.backend->on_device() && pieces * group.ranks() > INT32_MAX / call->bound) {
+    return fail(
+        twInvalidArgument,
+        "input.bound is %d, so the bound is %d; with rows in %lld pieces of 2 KiB for %d ranks it must be up to "
+        "%lld on a device",
+        given.bound, call->bound, static_cast<long long>(pieces), group.ranks(),
+        static_cast<long long>(INT32_MAX / (pieces * group.ranks())));
+  }
+  constexpr int kMostHostSizes = 256;  // in a kernel's parameters
+  if (group.backend->on_device() && given.host_sizes != nullptr && group.ranks() > kMostHostSizes) {
+    return fail(twInvalidArgument, "input.host_sizes has %d sizes; on a device it may have %d, and input.sizes more",
+                group.ranks(), kMostHostSizes);
+  }
+  call->places = CollectiveMap::make(group.ranks(), call->bound, row_bytes, given.num_tensors);
+  const uint64_t room = group.context.map.bank_bytes();
+  if (call->places.bytes <= room) return {};
+  return fail(twInvalidArgument,
+              "input.tensors need %s of the window: rows of %llu bytes for a bound of %d on %d ranks; a bank of this "
+              "group holds %s. Create it with larger rows or max_tokens, or give a smaller bound",
+              call->places.bytes == UINT64_MAX ? "more than 2^63 bytes" : bytes_text(call->places.bytes).c_str(),
+              static_cast<unsigned long long>(all), call->bound, group.ranks(), bytes_text(room).c_str());
+}
+
+Extent extent_of(const std::byte* data, int64_t rows, int64_t stride, int64_t row_bytes) {
+  if (rows == 0) return {data, data};
+  const int64_t span = (rows - 1) * stride;
+  return {data + std::min<int64_t>(span, 0), data + std::max<int64_t>(span, 0) + row_bytes};
+}
+
+Status check_overlap(int32_t q, const Extent& in, const Extent& out, bool in_place) {
+  if (in_place || disjoint(in, out)) return {};
+  return fail(twInvalidArgument,
+              "output.tensors[%d] overlaps input.tensors[%d]; it may be this rank's own rows of it, in place, and else "
+              "must be apart",
+              q, q);
+}
+
+// The row of flat tensors where this rank's begin; -1 if the host does not know.
+int64_t own_begin(const twGroup& group, const CollectiveCall& call) {
+  if (!call.all_sizes || call.sizes.empty()) return -1;
+  return std::accumulate(call.sizes.begin(), call.sizes.begin() + group.me(), int64_t{0});
+}
+
+// Rows of flat tensors.
+int64_t flat_rows(const twGroup& group, const CollectiveCall& call, Sizes from) {
+  if (from == Sizes::kHost) return std::accumulate(call.sizes.begin(), call.sizes.end(), int64_t{0});
+  return int64_t{group.ranks()} * call.bound;
+}
+
+std::vector<int64_t> lead_of(const twGroup& group, const CollectiveCall& call, Sizes from) {
+  if (call.flat) return {flat_rows(group, call, from)};
+  return {group.ranks(), call.bound};
+}
+
+// Whether an input is a view of the window, and a good one.
+Status check_window(twGroup& group, int32_t q, CollectiveCall* call) {
+  if (!group.backend->in_window(call->tensors[q].in)) return {};
+  call->in_window = true;
+  if (window_is_alive(group, call->tensors[q].in)) return {};
+  return fail(twInvalidUsage,
+              "input.tensors[%d] is a view of the window, and its lane has made another step since; give other memory, "
+              "or make the view again",
+              q);
+}
+
+Status check_gather_tensor(twGroup& group, int32_t q, const twTensor_t& in, const twTensor_t& out, Sizes from,
+                           CollectiveCall* call) {
+  char name[40];
+  std::snprintf(name, sizeof name, "input.tensors[%d]", q);
+  int64_t elements = 0;
+  int64_t strides[2];
+  TW_RETURN_IF_FAILED(check_kind(name, in, 1, false, &elements));
+  TW_RETURN_IF_FAILED(check_rows({name, in.dtype, {call->rows}, elements, false, false}, in, strides));
+  CollectiveTensor& tensor = call->tensors[q];
+  tensor.in = static_cast<const std::byte*>(in.data);
+  tensor.row_stride = strides[0];
+  tensor.from = tensor.to = in.dtype;
+  tensor.elements = elements;
+  const int64_t row_bytes = elements * dtype_bytes(in.dtype);
+  tensor.out_stride = row_bytes;
+  if (call->rows <= 1) tensor.row_stride = row_bytes;
+  TW_RETURN_IF_FAILED(check_window(group, q, call));
+  if (out.data == nullptr) return {};
+  std::snprintf(name, sizeof name, "output.tensors[%d]", q);
+  const std::vector<int64_t> lead = lead_of(group, *call, from);
+  TW_RETURN_IF_FAILED(check_rows({name, in.dtype, lead, elements, true, false}, out, strides));
+  tensor.out = static_cast<std::byte*>(out.data);
+  const int64_t rows = std::accumulate(lead.begin(), lead.end(), int64_t{1}, std::multiplies<>());
+  const int64_t begin = call->flat ? own_begin(group, *call) : int64_t{group.me()} * call->bound;
+  const bool in_place = begin >= 0 && tensor.row_stride == row_bytes && tensor.in == tensor.out + begin * row_bytes;
+  return check_overlap(q, extent_of(tensor.in, call->rows, tensor.row_stride, row_bytes),
+                       extent_of(tensor.out, rows, row_bytes, row_bytes), in_place);
+}
+
+Status check_optional(const char* name, const twTensor_t& tensor, int64_t count, int32_t** data) {
+  if (tensor.data == nullptr) return {};
+  int64_t strides[2];
+  TW_RETURN_IF_FAILED(check_rows({name, twInt32, {count}, 1, true}, tensor, strides));
+  *data = static_cast<int32_t*>(tensor.data);
+  return {};
+}
+
+Status check_gather(twGroup& group, const twAllGatherVInput_t& input, const twAllGatherVOutput_t& output, Sizes* from,
+                    CollectiveCall* call) {
+  const Given given{output.layout, input.num_tensors, input.tensors,   input.host_sizes,
+                    &input.sizes,  input.bound,       input.send_only, input.stream};
+  TW_RETURN_IF_FAILED(check_common(group, given, "output.layout"));
+  call->flat = given.layout == twFlat;
+  call->views = !call->flat;  // wanted or not: the bank that it decides on must not depend on what one rank wants
+  call->stream = given.stream;
+  call->send_only = given.send_only != 0;
+  const int64_t rows = input.tensors[0].ndim > 0 ? input.tensors[0].shape[0] : 0;
+  TW_RETURN_IF_FAILED(find_sizes(group, given, from));
+  TW_RETURN_IF_FAILED(find_bound(group, given, *from, rows, &call->bound));
+  TW_RETURN_IF_FAILED(take_sizes(group, given, *from, "input.tensors[0]", rows, call));
+  for (int32_t q = 0; q < given.num_tensors; ++q) {
+    TW_RETURN_IF_FAILED(check_gather_tensor(group, q, input.tensors[q], output.tensors[q], *from, call));
+  }
+  TW_RETURN_IF_FAILED(check_optional("output.counts", output.counts, group.ranks(), &call->counts));
+  TW_RETURN_IF_FAILED(check_optional("output.offsets", output.offsets, group.ranks() + 1, &call->offsets));
+  return place(group, given, call);
+}
+
+Status check_reduce_tensor(twGroup& group, int32_t q, const twTensor_t& in, const twTensor_t& out, Sizes from,
+                           CollectiveCall* call) {
+  char name[40];
+  std::snprintf(name, sizeof name, "input.tensors[%d]", q);
+  int64_t elements = 0;
+  int64_t strides[2];
+  TW_RETURN_IF_FAILED(check_kind(name, in, call->flat ? 1 : 2, true, &elements));
+  const std::vector<int64_t> lead = lead_of(group, *call, from);
+  TW_RETURN_IF_FAILED(check_rows({name, in.dtype, lead, elements}, in, strides));
+  CollectiveTensor& tensor = call->tensors[q];
+  tensor.in = static_cast<const std::byte*>(in.data);
+  tensor.block_stride = call->flat ? 0 : strides[0];
+  tensor.row_stride = call->flat ? strides[0] : strides[1];
+  tensor.from = in.dtype;
+  tensor.elements = elements;
+  int64_t same = 0;
+  std::snprintf(name, sizeof name, "output.tensors[%d]", q);
+  TW_RETURN_IF_FAILED(check_kind(name, out, 1, true, &same));
+  TW_RETURN_IF_FAILED(check_rows({name, out.dtype, {call->rows}, elements, true}, out, strides));
+  tensor.to = out.dtype;
+  tensor.out = static_cast<std::byte*>(out.data);
+  tensor.out_stride = elements * dtype_bytes(out.dtype);
+  TW_RETURN_IF_FAILED(check_window(group, q, call));
+  const int64_t row_bytes = elements * dtype_bytes(in.dtype);
+  const int64_t begin = own_begin(group, *call);
+  const std::byte* const own = tensor.in + group.me() * tensor.block_stride + begin * tensor.row_stride;
+  const bool knows = call->flat ? begin >= 0 : true;
+  const std::byte* const mine = call->flat ? own : tensor.in + group.me() * tensor.block_stride;
+  const bool in_place = knows && tensor.from == tensor.to && mine == tensor.out &&
+                        (call->rows <= 1 || tensor.row_stride == tensor.out_stride);
+  const Extent block = extent_of(tensor.in, lead.back(), tensor.row_stride, row_bytes);
+  const int64_t span = call->flat ? 0 : (group.ranks() - 1) * tensor.block_stride;
+  const Extent all{block.begin + std::min<int64_t>(span, 0), block.end + std::max<int64_t>(span, 0)};
+  return check_overlap(q, lead.back() == 0 ? Extent{block.begin, block.begin} : all,
+                       extent_of(tensor.out, call->rows, tensor.out_stride, tensor.out_stride), in_place);
+}
+
+Status check_reduce(twGroup& group, const twReduceScatterVInput_t& input, const twReduceScatterVOutput_t& output,
+                    CollectiveCall* call) {
+  Given given{input.layout, input.num_tensors, input.tensors,   input.host_sizes,
+              &input.sizes, input.bound,       input.send_only, input.stream};
+  TW_RETURN_IF_FAILED(check_common(group, given, "input.layout"));
+  call->reduces = true;
+  call->flat = given.layout == twFlat;
+  call->stream = given.stream;
+  call->send_only = given.send_only != 0;
+  Sizes from = Sizes::kOwn;
+  TW_RETURN_IF_FAILED(find_sizes(group, given, &from));
+  const int64_t rows = output.tensors[0].ndim > 0 ? output.tensors[0].shape[0] : 0;
+  std::vector<int32_t> equal;
+  if (call->flat && from == Sizes::kOwn) {
+    const int64_t all = input.tensors[0].ndim > 0 ? input.tensors[0].shape[0] : 0;
+    if (all < 0 || all % group.ranks() != 0 || all / group.ranks() > group.config.given.max_tokens) {
+      return fail(
+          twInvalidArgument,
+          "input.tensors[0] has %lld rows and no sizes are given; it must be an equal share of up to %d for each "
+          "of %d ranks",
+          static_cast<long long>(all), group.config.given.max_tokens, group.ranks());
+    }
+    equal.assign(group.ranks(), static_cast<int32_t>(all / group.ranks()));
+    given.host_sizes = equal.data();
+    from = Sizes::kHost;
+  }
+  if (call->flat && from == Sizes::kOwnInMemory && group.ranks() > 1) {
+    return fail(twInvalidArgument,
+                "input.sizes has shape [1]; of twFlat it must be [%d]: rows of all ranks follow each "
+                "other",
+                group.ranks());
+  }
+  TW_RETURN_IF_FAILED(find_bound(group, given, from, rows, &call->bound));
+  TW_RETURN_IF_FAILED(take_sizes(group, given, from, "output.tensors[0]", rows, call));
+  for (int32_t q = 0; q < given.num_tensors; ++q) {
+    TW_RETURN_IF_FAILED(check_reduce_tensor(group, q, input.tensors[q], output.tensors[q], from, call));
+  }
+  return place(group, given, call);
+}
+
+// Completes the caller's tensors: shapes, and views where no memory was given.
+void fill_gathered(const twGroup& group, const CollectiveCall& call, Sizes from, twAllGatherVOutput_t* output) {
+  for (int32_t q = 0; q < call.places.tensors; ++q) {
+    const CollectiveTensor& tensor = call.tensors[q];
+    std::vector<int64_t> shape = lead_of(group, call, from);
+    shape.push_back(tensor.elements);
+    void* const data = tensor.out == nullptr && !call.flat ? group.backend->view_gathered(call, q) : tensor.out;
+    output->tensors[q] = contiguous_tensor(data, tensor.from, shape);
+  }
+  output->counts = contiguous_tensor(call.counts, twInt32, {group.ranks()});
+  output->offsets = contiguous_tensor(call.offsets, twInt32, {group.ranks() + 1});
+}
+
+}  // namespace
+}  // namespace tw::api
+
+using tw::Status;
+using tw::api::enter;
+using tw::api::groups;
+
+twResult_t twAllGatherV(twGroup_t group, const twAllGatherVInput_t* given, twAllGatherVOutput_t* output) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseGather));
+    twAllGatherVInput_t input = TW_ALL_GATHER_V_INPUT_INIT;
+    twAllGatherVOutput_t out = TW_ALL_GATHER_V_OUTPUT_INIT;
+    tw::CollectiveCall call;
+    tw::api::Sizes from{};
+    Status status = tw::api::read_struct("input", given, &input);  // first: it names the lane that peers wait on
+    // Nothing can be sent on a stream that is no good, not even the refusal.
+    if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
+    if (status.ok()) status = tw::api::read_struct("output", output, &out);
+    if (status.ok()) status = tw::api::check_gather(*group, input, out, &from, &call);
+    if (!status.ok()) {
+      const bool views = out.layout == twRankMajor;
+      return tw::refuse_collective(*group, twPhaseGather, views, input.lane, input.stream, std::move(status));
+    }
+    int64_t request = 0;
+    status = tw::collect(*group, &call, input.lane, &request);
+    if (call.at.lane < 0) return status;
+    tw::api::fill_gathered(*group, call, from, &out);
+    out.request = request;
+    TW_RETURN_IF_FAILED(tw::api::write_struct("output", out, output));
+    return status;
+  });
+}
+
+twResult_t twReduceScatterV(twGroup_t group, const twReduceScatterVInput_t* given, twReduceScatterVOutput_t* output) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseReduce));
+    twReduceScatterVInput_t input = TW_REDUCE_SCATTER_V_INPUT_INIT;
+    twReduceScatterVOutput_t out = TW_REDUCE_SCATTER_V_OUTPUT_INIT;
+    tw::CollectiveCall call;
+    Status status = tw::api::read_struct("input", given, &input);
+    if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
+    if (status.ok()) status = tw::api::read_struct("output", output, &out);
+    if (status.ok()) status = tw::api::check_reduce(*group, input, out, &call);
+    if (!status.ok()) {
+      return tw::refuse_collective(*group, twPhaseReduce, false, input.lane, input.stream, std::move(status));
+    }
+    status = tw::collect(*group, &call, input.lane, &out.request);
+    if (call.send_only && status.ok()) TW_RETURN_IF_FAILED(tw::api::write_struct("output", out, output));
+    return status;
+  });
+}
+
+twResult_t twCompleteRequest(twGroup_t group, int64_t request, void* stream) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    TW_RETURN_IF_FAILED(group->backend->check_stream(stream));
+    return tw::complete_request(*group, request, stream);
+  });
+}

@@ -1,0 +1,121 @@
+#include "api/rows.h"
+
+#include <algorithm>
+#include <functional>
+
+#include "core/config.h"
+
+namespace tw::api {
+
+std::string shape_text(const int64_t* shape, int ndim) {
+  std::string text = "[";
+  for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + "]";
+}
+
+std::string shape_text(const twTensor_t& tensor) {
+  return shape_text(tensor.shape, std::clamp(tensor.ndim, 0, TW_MAX_DIMS));
+}
+
+namespace {
+
+Status check_dtype(const RowsWanted& wanted, const twTensor_t& tensor) {
+  if (tensor.dtype == wanted.dtype) return {};
+  return fail(twInvalidArgument, "%s has dtype %s (%d); it must be %s", wanted.name, dtype_name(tensor.dtype),
+              tensor.dtype, dtype_name(wanted.dtype));
+}
+
+Status wrong_shape(const RowsWanted& wanted, const twTensor_t& tensor) {
+  std::vector<int64_t> shape(wanted.lead);
+  if (!wanted.single) shape.push_back(wanted.elements);
+  return fail(twInvalidArgument, "%s has shape %s; it must be %s", wanted.name, shape_text(tensor).c_str(),
+              shape_text(shape.data(), static_cast<int>(shape.size())).c_str());
+}
+
+// Number of leading dimensions that match, 0 if none do.
+int match_lead(const RowsWanted& wanted, const twTensor_t& tensor) {
+  const int lead = static_cast<int>(wanted.lead.size());
+  if (tensor.ndim >= lead && std::equal(wanted.lead.begin(), wanted.lead.end(), tensor.shape)) return lead;
+  if (lead == 2 && tensor.ndim >= 1 && tensor.shape[0] == wanted.lead[0] * wanted.lead[1]) return 1;
+  return 0;
+}
+
+bool has_elements(const RowsWanted& wanted, const twTensor_t& tensor, int lead) {
+  int64_t product = 1;
+  for (int i = lead; i < tensor.ndim; ++i) {
+    if (tensor.shape[i] <= 0 || product > wanted.elements / tensor.shape[i]) return false;
+    product *= tensor.shape[i];
+  }
+  return product == wanted.elements;
+}
+
+}  // namespace
+
+Status check_stride(const char* name, const twTensor_t& tensor, int dimension) {
+  const int64_t stride = tensor.stride[dimension];
+  if (tensor.shape[dimension] <= 1) return {};
+  const int64_t largest = INT64_MAX / 32 / tensor.shape[dimension];  // all of it, in bytes, is still a 64-bit offset
+  if (stride <= largest && stride >= -largest) return {};
+  return fail(twInvalidArgument, "%s has stride %lld in dimension %d; it must be from %lld to %lld", name,
+              static_cast<long long>(stride), dimension, static_cast<long long>(-largest),
+              static_cast<long long>(largest));
+}
+
+Status check_rows(const RowsWanted& wanted, const twTensor_t& tensor, int64_t strides[2]) {
+  TW_RETURN_IF_FAILED(check_dtype(wanted, tensor));
+  if (tensor.ndim < 1 || tensor.ndim > TW_MAX_DIMS) {
+    return fail(twInvalidArgument, "%s has %d dimensions; it must have from 1 to %d", wanted.name, tensor.ndim,
+                TW_MAX_DIMS);
+  }
+  // [N, b] and [N*b, 1] cannot be told apart by the product alone: try two leading dimensions first.
+  const int lead = match_lead(wanted, tensor);
+  if (lead == 0 || !has_elements(wanted, tensor, lead)) return wrong_shape(wanted, tensor);
+  const int64_t bytes = dtype_bytes(tensor.dtype);
+  int64_t contiguous = 1;
+  int64_t rows = 1;
+  for (const int64_t n : wanted.lead) rows *= n;
+  for (int i = tensor.ndim - 1; i >= 0 && rows > 0; --i) {
+    const bool within = i >= lead;
+    if (tensor.shape[i] > 1 && (within || wanted.output) && tensor.stride[i] != contiguous) {
+      return fail(twInvalidArgument, "%s has stride %lld in dimension %d of shape %s; it must be %lld: %s", wanted.name,
+                  static_cast<long long>(tensor.stride[i]), i, shape_text(tensor).c_str(),
+                  static_cast<long long>(contiguous),
+                  wanted.output ? "an output is C-contiguous" : "the elements of a row are contiguous");
+    }
+    TW_RETURN_IF_FAILED(check_stride(wanted.name, tensor, i));
+    contiguous *= tensor.shape[i];
+  }
+  if (rows > 0 && tensor.data == nullptr) return fail(twInvalidArgument, "%s has data NULL", wanted.name);
+  if (wanted.typed && reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes) != 0) {
+    return fail(twInvalidArgument, "%s has data %p; it must be aligned to %lld bytes", wanted.name, tensor.data,
+                static_cast<long long>(bytes));
+  }
+  const auto step = [&](int i) { return tensor.shape[i] > 1 ? tensor.stride[i] * bytes : 0; };
+  strides[0] = step(0);
+  strides[1] = lead == 2 ? step(1) : 0;
+  if (lead == 1 && wanted.lead.size() == 2) {  // [D0 * D1, ...] for [D0, D1, ...]
+    strides[1] = strides[0];
+    strides[0] *= wanted.lead[1];
+  }
+  return {};
+}
+
+twTensor_t contiguous_tensor(void* data, twDtype_t dtype, const std::vector<int64_t>& shape) {
+  twTensor_t tensor{};
+  tensor.data = data;
+  tensor.dtype = dtype;
+  tensor.ndim = static_cast<int32_t>(shape.size());
+  std::copy(shape.begin(), shape.end(), tensor.shape);
+  int64_t stride = 1;
+  for (int i = tensor.ndim - 1; i >= 0; --i) {
+    tensor.stride[i] = stride;
+    stride *= tensor.shape[i];
+  }
+  return tensor;
+}
+
+bool disjoint(const Extent& a, const Extent& b) {
+  return std::less_equal<>()(a.end, b.begin) || std::less_equal<>()(b.end, a.begin);
+}
+
+}  // namespace tw::api

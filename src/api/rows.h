@@ -1,0 +1,43 @@
+// Tensors of rows: what one must be, where its rows lie, and which bytes it touches.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "core/status.h"
+
+namespace tw::api {
+
+std::string shape_text(const int64_t* shape, int ndim);
+std::string shape_text(const twTensor_t& tensor);
+
+// What a tensor of rows must be. `lead` are the dimensions that count rows; after them come elements, in one dimension
+// or more. Two leading dimensions may also be given as one.
+struct RowsWanted {
+  const char* name;
+  twDtype_t dtype;
+  std::vector<int64_t> lead;
+  int64_t elements;
+  bool output = false;  // C-contiguous throughout
+  bool typed = true;    // read or written as its dtype, so aligned to it
+  bool single = false;  // the lead is all of it, with 1 element each
+};
+
+Status check_stride(const char* name, const twTensor_t& tensor, int dimension);
+
+// Checks a tensor of rows and gives the byte strides of its one or two leading dimensions.
+Status check_rows(const RowsWanted& wanted, const twTensor_t& tensor, int64_t strides[2]);
+
+// What an output that is filled in here is.
+twTensor_t contiguous_tensor(void* data, twDtype_t dtype, const std::vector<int64_t>& shape);
+
+// Bytes that a tensor touches.
+struct Extent {
+  const std::byte* begin;
+  const std::byte* end;
+};
+
+bool disjoint(const Extent& a, const Extent& b);
+
+}  // namespace tw::api

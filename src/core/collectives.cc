@@ -1,0 +1,76 @@
+// Gathers and reduces as the host sees them. They hold no lane: what is sent alone is finished when the next step on
+// its lane begins, at the latest, as a refused step is (S2). So leases follow from the calls alone (S5), also where a
+// rank refuses a call that its peers complete later.
+#include "core/steps.h"
+
+namespace tw {
+namespace {
+
+Status finish(twGroup& group, const CollectiveCall& call) {
+  const StepEnd end = group.backend->finish_collective(call, deadline_of(group));
+  return conclude(group, call.phase(), call.at, static_cast<uint32_t>(call.bound), end);
+}
+
+}  // namespace
+
+Status finish_request(twGroup& group, int lane, void* stream) {
+  Request& request = group.requests.at(group.lanes[lane].request);
+  group.lanes[lane].request = 0;
+  request.call.stream = stream;
+  request.status = finish(group, request.call);
+  request.finished = true;
+  return check_usable(group, request.call.phase());
+}
+
+Status collect(twGroup& group, CollectiveCall* given, int32_t wish, int64_t* request) {
+  CollectiveCall& call = *given;
+  call.at.lane = -1;
+  int lane = -1;
+  TW_RETURN_IF_FAILED(choose_lane(group, nullptr, wish, &lane));
+  TW_RETURN_IF_FAILED(drain(group, lane, call.phase(), call.stream));
+  // Where a caller sees the window, the host must know the bank: as of a lease's first dispatch.
+  call.at = call.views && group.backend->on_device() ? group.lanes.begin_refusal(lane) : group.lanes.begin(lane);
+  if (call.views) group.lanes[lane].viewed = call.at.step;
+  if (Status sent = group.backend->send_collective(call); !sent.ok()) {
+    (void)conclude(group, call.phase(), call.at, 0, {twInternalError, group.me(), {}, 0});
+    return sent;
+  }
+  if (!call.send_only) return finish(group, call);
+  *request = ++group.last_request;
+  group.lanes[lane].request = *request;
+  group.requests[*request].call = call;
+  return {};
+}
+
+Status complete_request(twGroup& group, int64_t number, void* stream) {
+  const auto found = group.requests.find(number);
+  if (found == group.requests.end()) {
+    return fail(twInvalidArgument,
+                "request is %lld, which is no send_only gather or reduce that is still to be completed",
+                static_cast<long long>(number));
+  }
+  const int lane = found->second.call.at.lane;
+  const twPhase_t phase = found->second.call.phase();
+  if (!found->second.finished) (void)finish_request(group, lane, stream);
+  Status status = std::move(found->second.status);
+  group.requests.erase(found);
+  // Even when another lane's error has finished the group: the step ends, at once, and its outputs are safe to read.
+  TW_RETURN_IF_FAILED(check_usable(group, phase));
+  return status;
+}
+
+Status refuse_collective(twGroup& group, twPhase_t phase, bool views, int32_t wish, void* stream, Status why) {
+  int lane = -1;
+  TW_RETURN_IF_FAILED(choose_lane(group, nullptr, wish, &lane));
+  return refuse_on(group, phase, views, lane, nullptr, stream, std::move(why));
+}
+
+bool window_is_alive(twGroup& group, const void* address) {
+  for (int lane = 0; lane < group.lanes.size(); ++lane) {
+    if (!group.backend->in_lane(lane, address)) continue;
+    return group.lanes[lane].step == group.lanes[lane].viewed;
+  }
+  return false;
+}
+
+}  // namespace tw

@@ -1,0 +1,54 @@
+// Gathers and reduces: the exchange with the set "every rank". What is sent is the same in both: rows for each rank
+// into this rank's places there (layout/collective_map.h); a gather's are the same for all.
+#pragma once
+
+#include <cstring>
+
+#include "exchange/combine.h"
+#include "exchange/notes.h"
+#include "layout/collective_map.h"
+
+namespace tw {
+
+// Writes the rows of a step and publishes it. Never waits: S2 has made the bank free. count(rank): rows for a rank;
+// row_at(q, rank, i): the i-th of them. `own`: this rank's go into its own window too.
+template <Transport T, class Count, class RowAt>
+void send_collective(T& t, const WindowMap& map, StepPlace at, const CollectiveMap& places, Mode mode, uint64_t note,
+                     Count&& count, RowAt&& row_at, bool own) {
+  const uint64_t bank = map.bank(at.lane, at.bank());
+  const auto bound = static_cast<int32_t>(static_cast<uint32_t>(note));
+  for (int32_t i = 0; i < bound; ++i) {
+    bool any = false;
+    // All copies of a gathered row follow each other: it is read from memory once and from the cache after that.
+    for (int turn = 1; turn <= t.ranks(); ++turn) {
+      const int rank = (t.rank() + turn) % t.ranks();
+      if (i >= count(rank)) continue;
+      any = true;
+      if (rank == t.rank() && !own) continue;
+      for (int32_t q = 0; q < places.tensors; ++q) {
+        t.put(rank, bank + places.row(q, t.rank(), i), row_at(q, rank, i), places.row_bytes[q]);
+      }
+    }
+    if (!any) break;
+  }
+  // Only now, to all at once: rows may lie in the other bank (S3).
+  publish_step(t, map, at, mode, note, count);
+}
+
+// Row i of this rank is the sum over ranks ascending of what each has for it; own_row(q, i): this rank's, NULL if it is
+// in the window like the others'. Needs a successful await_step. `rows`: [N], scratch.
+template <Transport T, class OwnRow, class Sum>
+void sum_collective(T& t, const WindowMap& map, StepPlace at, const CollectiveMap& places, int32_t q, int32_t count,
+                    const RowTypes& types, OwnRow&& own_row, std::byte* out, int64_t out_stride, const void** rows,
+                    Sum&& sum) {
+  const uint64_t bank = map.bank(at.lane, at.bank());
+  for (int32_t i = 0; i < count; ++i) {
+    for (int32_t source = 0; source < t.ranks(); ++source) {
+      const void* const own = source == t.rank() ? own_row(q, i) : nullptr;
+      rows[source] = own != nullptr ? own : t.local(bank + places.row(q, source, i));
+    }
+    sum(out + i * out_stride, rows, nullptr, t.ranks(), types);
+  }
+}
+
+}  // namespace tw

@@ -1,0 +1,257 @@
+"""What is wrong with a gather or reduce is said with argument, value and range; peers learn at once, and all go on."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from collected import Call, Collector, Plan, group_of, judge
+from harness import Workers, caught, settle
+from test_errors import AT_ONCE
+
+import tokenway as tw
+from tokenway.tensors import numpy_dtype
+
+SIZES = (3, 0, 5)
+SETUP = group_of(3)
+GOOD = Plan(SETUP, ((Call(SIZES), Call(SIZES, True)),))
+BF16 = numpy_dtype("bfloat16")
+
+
+def _rows(count: int = 3, elements: int = 16, dtype: Any = BF16) -> np.ndarray:
+    return np.zeros((count, elements), dtype)
+
+
+# What rank 0 gives; what it is told. The others make the right call, a gather or a reduce of the same sizes.
+GATHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "too few rows": ({"rows": _rows(2)}, r"input\.tensors\[0\] has 2 rows; it must have 3, this rank's of input\.host"),
+    "no tensor": ({"rows": None}, r"input\.tensors\[0\] has 0 rows|rows is None|of type NoneType"),
+    "columns apart": ({"rows": _rows(3, 32)[:, ::2]}, r"input\.tensors\[0\] has stride 2 in dimension 1"),
+    "a scalar": ({"rows": np.zeros((), np.float32)}, r"input\.tensors\[0\] has 0 "),
+    "empty rows": ({"rows": _rows(3, 0)}, r"input\.tensors\[0\] has shape \[3, 0\]; a row must have from 1 to"),
+    "no room": (
+        {"rows": _rows(3, 5000)},
+        r"rows of 10000 bytes for a bound of 5 on 3 ranks; a bank of this group holds",
+    ),
+    "a size below 0": ({"sizes": [3, -1, 5]}, r"input\.host_sizes\[1\] is -1; it must be from 0 to 5"),
+    "a size above B": ({"sizes": [3, 10, 5]}, r"so the bound is 10; it must be from 1 to max_tokens, 9"),
+    "a size above b": ({"bound": 4}, r"input\.host_sizes\[2\] is 5; it must be from 0 to 4"),
+    "few sizes": ({"sizes": [3, 5]}, r"^sizes is \[3, 5\]; it must be 3 integers"),
+    "sizes of no type": ({"sizes": [3, "0", 5]}, r"^sizes is \[3, '0', 5\]; it must be 3 integers"),
+    "sizes are a string": ({"sizes": "305"}, r"^sizes is of type str; it must be a"),
+    "floats for sizes": (
+        {"sizes": np.array([3.0, 0.0, 5.0])},
+        r"input\.sizes has dtype float64 \(12\); it must be int32",
+    ),
+    "sizes of two": ({"sizes": np.array([3, 5])}, r"input\.sizes has shape \[2\]; it must be \[3\], .* or \[1\]"),
+    "rows beside sizes in memory": (
+        {"sizes": np.array([3, 0, 5]), "bound": 5},
+        r"has 3 rows; it must have 5, the bound",
+    ),
+    "bound": ({"bound": 10}, r"input\.bound is 10, so the bound is 10; it must be from 1 to max_tokens, 9"),
+    "bound of 0": ({"bound": 0}, r"input\.bound is -2"),
+    "layout": ({"layout": "expert_major"}, r"output\.layout is -1; it must be twFlat \(2\) or twRankMajor \(0\)"),
+    "out's rows": ({"out": _rows(7)}, r"output\.tensors\[0\] has shape \[7, 16\]; it must be \[8, 16\]"),
+    "out's dtype": ({"out": _rows(8, 16, np.float32)}, r"output\.tensors\[0\] has dtype float32 \(11\); it must be bf"),
+    "two outs": ({"out": [_rows(8), _rows(8)]}, r"^out has 2 tensors; it must have as many as rows, 1"),
+    "out is a string": ({"out": "there"}, r"^out is of type str"),
+    "nine tensors": ({"rows": [_rows()] * 9}, r"^rows has 9 tensors; it must have from 1 to 8"),
+    "none at all": ({"rows": []}, r"^rows has 0 tensors; it must have from 1 to 8"),
+}
+REDUCES: dict[str, tuple[dict[str, Any], str]] = {
+    "rows": ({"rows": _rows(7)}, r"input\.tensors\[0\] has shape \[7, 16\]; it must be \[8, 16\]"),
+    "dtype": ({"rows": _rows(8, 16, np.int32)}, r"input\.tensors\[0\] has dtype int32 \(5\); it must be float32, bf"),
+    "no shares": ({"rows": _rows(8), "sizes": None}, r"has 8 rows and no sizes are given; it must be an equal share"),
+    "one size of flat": ({"rows": _rows(9), "sizes": 3}, r"^sizes is 3; of one rank alone .* 'rank_major'"),
+    "[1] of flat": (
+        {"rows": _rows(9), "sizes": np.array([3])},
+        r"input\.sizes has shape \[1\]; of twFlat it must be \[3\]",
+    ),
+    "one dimension": ({"rows": _rows(8), "layout": "rank_major"}, r"input\.tensors\[0\] has shape \[8, 16\]; it must"),
+    "out's rows": ({"out": _rows(2)}, r"output\.tensors\[0\] has 2 rows; it must have 3"),
+    "out's dtype": ({"out": _rows(3, 16, np.int16)}, r"output\.tensors\[0\] has dtype int16 \(3\); it must be float32"),
+    "dtype of sums": ({"dtype": "float12"}, r"dtype is 'float12'; it must be one of"),
+}
+
+
+def wrong_call(env: Any, name: str, reduces: bool) -> Any:
+    """The call, wrong on rank 0; how long it took; and right calls after it."""
+    with tw.Group(env.comm, timeout=30, **SETUP.settings()) as group:
+        call = group.reduce_scatterv if reduces else group.all_gatherv
+        arguments: dict[str, Any] = {"rows": _rows(8 if reduces else SIZES[env.rank]), "sizes": list(SIZES)}
+        if env.rank == 0:
+            arguments |= (REDUCES if reduces else GATHERS)[name][0]
+        made = {k: adapt(env, v) for k, v in arguments.items()}
+        begin = time.monotonic()
+        outcome = caught(call, **made)
+        took = time.monotonic() - begin
+        return outcome, took, Collector(env, group, GOOD).flights()
+
+
+def adapt(env: Any, value: Any) -> Any:
+    if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
+        return [env.backend.tensor(x) for x in value]
+    return env.backend.tensor(value) if isinstance(value, np.ndarray) else value
+
+
+@pytest.mark.parametrize(("name", "reduces"), [*((n, False) for n in GATHERS), *((n, True) for n in REDUCES)])
+def test_refused(world, backend, name, reduces) -> None:
+    by_rank = world(3).run(wrong_call, name, reduces)
+    pattern = (REDUCES if reduces else GATHERS)[name][1]
+    (result, text, _), _, _ = by_rank[0]
+    assert result == "twInvalidArgument" and re.search(pattern, text), (result, text)
+    for rank, ((told, sentence, record), took, _) in enumerate(by_rank[1:], 1):
+        what = "twReduceScatterV" if reduces else "twAllGatherV"
+        assert told == "twPeerRefused" and f"rank 0 refused its arguments of {what}" in sentence, sentence
+        assert (record.peer, record.reporter, record.sticky) == (0, rank, False)
+        assert record.phase == ("reduce" if reduces else "gather")
+        assert took < AT_ONCE
+    judge(GOOD, [good for _, _, good in by_rank])
+
+
+DIFFERENCES = {
+    "sizes": {"sizes": [3, 1, 5]},
+    "bound": {"bound": 7},
+    "elements": {"rows": _rows(3, 8)},
+    "layout": {"layout": "rank_major"},
+    "tensors": {"rows": [_rows(), _rows(3, 1)]},
+    "knowledge": {"sizes": None, "bound": 5},
+}
+
+
+def different_call(env: Any, name: str) -> Any:
+    with tw.Group(env.comm, timeout=30, **SETUP.settings()) as group:
+        arguments: dict[str, Any] = {"rows": _rows(SIZES[env.rank]), "sizes": list(SIZES)}
+        if env.rank == 0:
+            arguments |= DIFFERENCES[name]
+        outcome = caught(group.all_gatherv, **{k: adapt(env, v) for k, v in arguments.items()})
+        return outcome, Collector(env, group, GOOD).flights() if outcome[0] == "twBoundMismatch" else None
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_differ(world, backend, name) -> None:
+    """All of them are told, and go on."""
+    if name == "layout" and backend != "cpu":
+        pytest.skip("on a device one of them makes another step first, which ends the group")
+    by_rank = world(3).run(different_call, name)
+    for rank, ((result, text, record), _) in enumerate(by_rank):
+        assert result == "twBoundMismatch", (rank, result, text)
+        assert not record.sticky and record.reporter == rank and record.phase == "gather"
+        assert record.peer == 0 or rank == 0
+        assert "bound" in text if name == "bound" else "differ in the sizes, tensors" in text
+    judge(GOOD, [good for _, good in by_rank])
+
+
+def refused_while_sent(env: Any) -> Any:
+    """Rank 0 refuses a call that the others have sent alone; then all make calls on all lanes."""
+    with tw.Group(env.comm, timeout=30, **group_of(3, lanes=2).settings()) as group:
+        rows = env.backend.tensor(_rows(8 if env.rank else 7))
+        begun: list[Any] = []
+        first = caught(lambda: begun.append(group.reduce_scatterv(rows, list(SIZES), send_only=True)))
+        again = [Collector(env, group, GOOD).flights() for _ in range(3)]
+        last = caught(begun[0].result) if begun else None
+        return first, last, again
+
+
+def test_refused_while_sent(world, made_for) -> None:
+    by_rank = world(3).run(refused_while_sent)
+    assert by_rank[0][0][0] == "twInvalidArgument"
+    for first, last, _ in by_rank[1:]:
+        assert first[0] == "twSuccess" and last[0] == "twPeerRefused"
+    for i in range(3):
+        judge(GOOD, [again[i] for _, _, again in by_rank])
+
+
+def stale_view(env: Any) -> Any:
+    with tw.Group(env.comm, timeout=30, **SETUP.settings()) as group:
+        rows = env.backend.tensor(_rows(SIZES[env.rank]))
+        view = group.all_gatherv(rows, list(SIZES), layout="rank_major").rows
+        group.all_gatherv(rows, list(SIZES))
+        return caught(group.reduce_scatterv, view, list(SIZES), layout="rank_major")
+
+
+def test_a_view_that_is_over(world) -> None:
+    for result, text, _ in world(3).run(stale_view):
+        assert result == "twInvalidUsage" and "its lane has made another step since" in text, text
+
+
+def overlapping(env: Any) -> Any:
+    with tw.Group(env.comm, timeout=30, **SETUP.settings()) as group:
+        whole = env.backend.tensor(_rows(9))
+        first = caught(group.reduce_scatterv, whole[:8], list(SIZES), out=whole[1 : 1 + SIZES[env.rank]])
+        second = caught(group.all_gatherv, whole[1 : 1 + SIZES[env.rank]], list(SIZES), out=whole[:8])
+        return first, second
+
+
+def test_outputs_that_overlap(world) -> None:
+    """In place or apart. (Ranks whose rows are in place, or none, make the call.)"""
+    first, second = world(3).run(overlapping)[0]
+    for result, text, _ in (first, second):
+        assert result == "twInvalidArgument" and "overlaps input.tensors[0]" in text, text
+
+
+# ---- ranks that do not come ------------------------------------------------------------------------
+
+
+def alone(env: Any, reduces: bool, timeout: float) -> Any:
+    group = env.kept["group"] = tw.Group(env.comm, timeout=timeout, **SETUP.settings())
+    if env.rank == 1:
+        time.sleep(2 * timeout)
+        return None
+    rows = env.backend.tensor(_rows(8 if reduces else SIZES[env.rank]))
+    begin = time.monotonic()
+    outcome = caught(group.reduce_scatterv if reduces else group.all_gatherv, rows, list(SIZES))
+    took = time.monotonic() - begin
+    return outcome, took, caught(group.all_gatherv, rows, list(SIZES))
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+def test_a_late_rank(world, reduces) -> None:
+    here = world(3)
+    by_rank = here.run(alone, reduces, 1.0)
+    here.forget()
+    for rank in (0, 2):
+        (result, text, record), took, again = by_rank[rank]
+        assert result == "twTimeout" and "rank 1 did not arrive in time" in text, text
+        assert record.sticky and record.peer == 1 and record.phase == ("reduce" if reduces else "gather")
+        assert 0.9 < took < 3.0 and again[0] == "twTimeout"
+
+
+def until_error(env: Any) -> Any:
+    group = env.kept["group"]
+    for seed in range(10**6):
+        plan = Plan(SETUP, ((Call(SIZES, seed=seed), Call(SIZES, True, seed=seed, send_only=True)),))
+        outcome = caught(Collector(env, group, plan).flights)
+        if outcome[0] != "twSuccess":
+            return outcome, time.monotonic()
+    return None
+
+
+def make_group(env: Any) -> None:
+    env.kept["group"] = tw.Group(env.comm, timeout=20, **SETUP.settings())
+
+
+@pytest.mark.processes
+def test_a_dead_rank(backend, made_for) -> None:
+    """Killed in the midst of gathers and reduces: the others name it within a second."""
+    if made_for.most_ranks("processes") < 3:
+        pytest.skip("there are not three devices")
+    workers = Workers(3)
+    key = "dead", 0, backend, f"collective-death-{time.time_ns()}"
+    try:
+        workers.send(range(3), make_group, key=key)
+        settle(workers.collect(range(3), 60))
+        workers.send(range(3), until_error, key=key)
+        time.sleep(0.5)
+        struck = time.monotonic()
+        workers.signal(1, signal.SIGKILL)
+        for (result, text, record), at in settle(workers.collect([0, 2], 30)):
+            assert result == "twPeerDied" and "rank 1 is gone" in text, text
+            assert record.peer == 1 and record.phase in ("gather", "reduce")
+            assert at - struck < made_for.death_seen + 0.5
+    finally:
+        workers.close()
