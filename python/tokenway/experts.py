@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from tokenway import activation
-from tokenway.autograd import _eager
+from tokenway.gradients import eager
 
 Tensor = torch.Tensor
 
@@ -63,7 +63,7 @@ def _runs_on_cpu(dtype: torch.dtype) -> bool:
     return True
 
 
-@_eager
+@eager
 def product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """rows [P, C] -> [P, D]: those of expert e, which end before row ends[e], times weights[e].T. Differentiable.
 
@@ -92,7 +92,7 @@ class _Product(torch.autograd.Function):
         return of_rows, of_weights, None
 
 
-@_eager
+@eager
 def swiglu(gate_up: Tensor, weights: Tensor, counts: Tensor | None = None) -> Tensor:
     """silu(gate) * up * weight of the valid rows: [P, 2 * I] and [P] float32 -> [P, I]. Differentiable.
 
