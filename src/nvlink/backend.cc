@@ -273,8 +273,7 @@ void NvlinkBackend::share_combine(int64_t returning, bool few, CombineParams* pa
     p.pushed *= 2;
   }
   p.pushed_parts = static_cast<int32_t>(p.sums_fit ? parts(p.pushed) : p.units.per_row.divisor);
-  // As many as keep all warps of a block busy, but not many more: what is drawn early is not shared out any more.
-  p.drawn = std::clamp((kWarps - 1) / (shape().chunk_rows * p.pushed_parts) + 1, 3, kChunks / 2);
+  p.drawn = turns_ahead(shape().chunk_rows * p.pushed_parts);
 }
 
 Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive) {

@@ -13,10 +13,8 @@ __device__ inline std::byte* place_of(const Sum& s, int owner, uint64_t header) 
 }
 
 // A unit of a plain row: 16 bytes a lane and several at once; the first and the row's header are on their way together,
-// and later ones while those before them are stored. meanwhile(): done while the first are on their way.
-template <class Meanwhile>
-__device__ inline void copy_unit(const Sum& s, int owner, const std::byte* row, uint64_t header, uint32_t unit,
-                                 Meanwhile&& meanwhile) {
+// and later ones while those before them are stored.
+__device__ inline void copy_unit(const Sum& s, int owner, const std::byte* row, uint64_t header, uint32_t unit) {
   const uint32_t end = min(s.p.vectors, (unit + 1) * s.p.pushed);
   constexpr uint32_t kAtOnce = 32 * kUnitGroups;
   const auto load = [&](uint32_t first, uint4* value) {
@@ -31,11 +29,12 @@ __device__ inline void copy_unit(const Sum& s, int owner, const std::byte* row, 
       if (first + 32 * u < end) reinterpret_cast<uint4*>(to)[first + 32 * u] = value[u];
     }
   };
-  uint4 even[kUnitGroups], odd[kUnitGroups];  // two, as what is still on its way cannot be moved
+  uint4 even[kUnitGroups];
   uint32_t first = unit * s.p.pushed + static_cast<uint32_t>(lane());
   load(first, even);
-  meanwhile();
   std::byte* const to = place_of(s, owner, header);
+  if (s.p.pushed == kAtOnce) return store(to, first, even);  // as where all SMs are there: nothing comes next
+  uint4 odd[kUnitGroups];  // beside the others, as what is still on its way cannot be moved
 #pragma unroll 1
   for (; first < end; first += 2 * kAtOnce) {
     load(first + kAtOnce, odd);
@@ -83,16 +82,14 @@ __device__ __noinline__ static void sum_into(Sum s, int owner, int slot, std::by
 }
 
 // A unit of one row's partial into its owner's inbox, by a warp.
-template <twDtype_t kWire, bool kFast, class Meanwhile>
-__device__ inline void push_unit(const Sum& s, int owner, int slot, const Unit& unit, Meanwhile&& meanwhile) {
+template <twDtype_t kWire, bool kFast>
+__device__ inline void push_unit(const Sum& s, int owner, int slot, const Unit& unit) {
   const CombineParams& p = s.p;
   const uint64_t header =
       load_fresh<unsigned long long>(p.handle.meta + meta_row(p, owner, slot) * (1 + p.group.map.shape().top_k));
   if (kFast || (p.plain && p.vectors_fit)) {
-    return copy_unit(s, owner, row_in(p, owner, slot), header, unit.number, meanwhile);
-  }
-  meanwhile();
-  if (p.sums_fit) {
+    copy_unit(s, owner, row_in(p, owner, slot), header, unit.number);
+  } else if (p.sums_fit) {
     sum_vectors_into<kWire>(s, owner, slot, place_of(s, owner, header), unit.number);
   } else {
     sum_into(s, owner, slot, place_of(s, owner, header), unit);
@@ -127,52 +124,35 @@ __device__ inline int chunks_of(const Sum& s) {
 constexpr int kPushing = kWarps - 1;  // warps of a block that send; the last publishes
 
 // A block's chunks, in the order in which it has drawn them (`turn`); the place of number t is t % kChunks. The first
-// few are given, p.drawn of them, then each is drawn by whoever begins the one p.drawn before. So turns that are
-// p.drawn apart make a row, which ends with its first turn without a chunk, and all rows of a block end. All pushing
-// warps pass all turns with chunks.
+// p.drawn are given, then one is drawn for each that is sent, by the warp that publishes: in order, so that no turn has
+// a chunk behind the first without. All pushing warps pass all turns up to that one.
 //
 // Gates, as a word that is looked at again and again is either a race to the language's rules or an atomic operation,
 // and with those a combine of 1024 tokens took 72 us instead of 54.
 struct Work {
   uint64_t* given;
   uint64_t* sent;
-  uint64_t* free;
   int32_t* taken;
-  int drawn;  // at most 16
-  // The warp's own knowledge, as it passes all turns in order.
-  int row = 0;         // of the turn that it finds next
-  uint32_t ended = 0;  // rows that have
+  int drawn;  // turns ahead of what is sent; at most half of the places
 
   template <class Call>
   __device__ explicit Work(const Call& s)
       : given(shared_at<uint64_t>(s.p.at.given)),
         sent(shared_at<uint64_t>(s.p.at.sent)),
-        free(shared_at<uint64_t>(s.p.at.free)),
         taken(shared_at<int32_t>(s.p.at.taken)),
         drawn(s.p.drawn) {}
 
   static __device__ int place_of(int turn) { return turn % kChunks; }
   static __device__ uint32_t parity_of(int turn) { return static_cast<uint32_t>(turn / kChunks % 2); }
 
-  __device__ bool over() const { return ended == (1u << drawn) - 1; }
-  // Whether the row has ended of the turn that comes so long after the one that was found last.
-  __device__ bool has_ended(int later) const { return (ended >> ((row + drawn - 1 + later) % drawn) & 1) != 0; }
-  // The next turn's chunk; -1 if there is none. Waits until that is known, as it is when the block's other warps get so
-  // far. (A gate of a row that has ended would tell what was long ago.)
-  __device__ int find(int turn) {
-    const uint32_t bit = 1u << row;
-    row = row + 1 < drawn ? row + 1 : 0;
-    if ((ended & bit) != 0) return -1;
+  // A turn's chunk; -1 if there is none. Waits until that is known.
+  __device__ int find(int turn) const {
     await_gate(given + place_of(turn), parity_of(turn));
-    const int chunk = taken[place_of(turn)];
-    if (chunk < 0) ended |= bit;
-    return chunk;
+    return taken[place_of(turn)];
   }
-  // Goes on by so many turns, of which the warp knows that they have chunks, and not to look at them again.
-  __device__ void pass(int turns) { row = (row + turns) % drawn; }
-  // Makes known which chunk a turn has, of so many. By one thread.
+  // Makes known which chunk a turn has, of so many. By one thread. The place is free: the turn that had it is sent, for
+  // which all warps have read it.
   __device__ void give(int turn, int chunk, int chunks) const {
-    if (turn >= kChunks) await_gate(free + place_of(turn), parity_of(turn - kChunks));  // it was another's
     taken[place_of(turn)] = chunk < chunks ? chunk : -1;
     arrive_at(given + place_of(turn));
   }
@@ -185,85 +165,72 @@ __device__ inline void begin_work(const Call& s) {
   for (int i = static_cast<int>(threadIdx.x); i < kChunks; i += kThreads) {
     make_gate(work.given + i, 1);
     make_gate(work.sent + i, kPushing);
-    make_gate(work.free + i, 1);
   }
 }
 
-// Makes chunks known when all their units are sent, by a warp that does nothing else: a fence takes as long as what is
-// on the wire before it, and a sender that made it would be the last to end its next unit too, and so make the next
-// fence as well. S4: the gate chains what the senders wrote, one fence brings all of that before the words.
+// Draws chunks, and makes them known when all their units are sent, by a warp that does nothing else: a fence takes as
+// long as what is on the wire before it, and a sender that made it would be the last to end its next unit too, and so
+// make the next fence as well. S4: the gate chains what the senders wrote, one fence brings all of that before the
+// words.
 template <class Call>
 __device__ inline void publish_chunks(const Call& s) {
-  Work work(s);
+  const Work work(s);
+  const int chunks = chunks_of(s);
+  const int blocks = s.p.roles.sending;
+  if (lane() < work.drawn) work.give(lane(), static_cast<int>(blockIdx.x) + lane() * blocks, chunks);
+  __syncwarp();
   int turn = 0;
 #pragma unroll 1
-  while (!work.over()) {
-    if (work.find(turn) < 0) {
-      ++turn;
-      continue;
-    }
+  while (work.find(turn) >= 0) {
     await_gate(work.sent + Work::place_of(turn), Work::parity_of(turn));
     const int mine = turn + lane();  // perhaps some after it are sent too: one fence for all
     const int place = Work::place_of(mine);
-    const uint32_t parity = Work::parity_of(mine);
-    const bool full = !work.has_ended(lane()) && has_opened(work.given + place, parity) && work.taken[place] >= 0 &&
-                      has_opened(work.sent + place, parity);
-    const int done = __ffs(static_cast<int>(~__ballot_sync(~0u, full && lane() < 31))) - 1;
+    const bool full =
+        lane() < work.drawn && work.taken[place] >= 0 && has_opened(work.sent + place, Work::parity_of(mine));
+    const int done = __ffs(static_cast<int>(~__ballot_sync(~0u, full))) - 1;
+    int drawn = 0;  // on its way while the words are made known
+    if (lane() == 0) drawn = static_cast<int>(atomicAdd(tickets(s.p.group, s.step), static_cast<uint32_t>(done)));
     if (lane() < done) {
-      fence_system();  // one instruction of all these lanes, each of which stores a word
       const Chunk chunk = chunk_of(s, work.taken[place]);
+      fence_system();  // one instruction of all these lanes, each of which stores a word
       if (chunk.rows > 0) {
         store_word(
             s.windows()[chunk.owner] + s.p.group.map.chunk_word(s.step.lane, s.step.bank(), s.p.group.me, chunk.number),
             s.step.number);
       }
-      arrive_at(work.free + place);
     }
+    __syncwarp();  // all have read what is about to be overwritten
+    drawn = __shfl_sync(~0u, drawn, 0);
+    if (lane() < done) work.give(mine + work.drawn, work.drawn * blocks + drawn + lane(), chunks);
     __syncwarp();
-    work.pass(done - 1);
     turn += done;
   }
 }
 
 // One of a chunk's units, or nothing if it has not so many rows.
-template <twDtype_t kWire, bool kFast, class Meanwhile>
-__device__ inline void push_item(const Sum& s, int number, int item, Meanwhile&& meanwhile) {
+template <twDtype_t kWire, bool kFast>
+__device__ inline void push_item(const Sum& s, int number, int item) {
   const int parts = s.p.pushed_parts;
   const Chunk chunk = chunk_of(s, number);
   const int row = item / parts;
-  if (row >= chunk.rows) return meanwhile();
+  if (row >= chunk.rows) return;
   push_unit<kWire, kFast>(s, chunk.owner, chunk.number * s.chunk_rows() + row,
-                          unit_of(s.p.units, static_cast<uint32_t>(item - row * parts)), meanwhile);
+                          unit_of(s.p.units, static_cast<uint32_t>(item - row * parts)));
 }
 
 template <twDtype_t kWire, bool kFast, class Call>
 __device__ inline void push_chunks(const Call& s) {
-  Work work(s);
-  const int chunks = chunks_of(s);
-  const int items = s.chunk_rows() * s.p.pushed_parts;
-  const int blocks = s.p.roles.sending;
-  if (threadIdx.x == 0) {
-    for (int turn = 0; turn < work.drawn; ++turn) {
-      work.give(turn, static_cast<int>(blockIdx.x) + turn * blocks, chunks);
-    }
-  }
   if (s.set() == kPushing) return publish_chunks(s);
+  const Work work(s);
+  const int items = s.chunk_rows() * s.p.pushed_parts;
   int x = s.set();  // of all units of all turns, the warp's next
 #pragma unroll 1
-  for (int turn = 0; !work.over(); ++turn) {
+  for (int turn = 0;; ++turn) {
     const int number = work.find(turn);
-    const int begin = turn * items;
+    if (number < 0) return;
+    const int end = (turn + 1) * items;
 #pragma unroll 1
-    for (; x < begin + items; x += kPushing) {
-      if (number < 0) continue;
-      const bool draws = x == begin && lane() == 0;
-      const int drawn = draws ? static_cast<int>(atomicAdd(tickets(s.p.group, s.step), 1)) : 0;
-      // Not after the unit: warps that find no more chunks wait to know it, and have lines to send.
-      push_item<kWire, kFast>(s, number, x - begin, [&] {
-        if (draws) work.give(turn + work.drawn, work.drawn * blocks + drawn, chunks);
-      });
-    }
-    if (number < 0) continue;
+    for (; x < end; x += kPushing) push_item<kWire, kFast>(s, number, x - turn * items);
     __syncwarp();
     if (lane() == 0) arrive_at(work.sent + Work::place_of(turn));
   }

@@ -52,7 +52,7 @@ void NvlinkBackend::share_out(const CollectiveCall& call, CollectiveParams* p) c
   p->chunk_rows = 1;
   while (p->chunk_rows < 64 && 2 * static_cast<uint64_t>(p->chunk_rows) * row_bytes <= (16u << 10)) p->chunk_rows *= 2;
   p->chunk_rows = std::max(p->chunk_rows, shape().chunk_rows);
-  p->drawn = std::clamp((kWarps - 1) / (p->chunk_rows * p->pushed_parts) + 1, 3, kChunks / 2);  // as of a combine
+  p->drawn = turns_ahead(p->chunk_rows * p->pushed_parts);
   const CollectiveRows& first = p->rows[0];
   const bool same = !call.reduces || first.from == first.to;
   p->usual = p->tensors == 1 && same && first.width >= (lines ? 8 : 16);

@@ -198,13 +198,10 @@ __device__ __noinline__ static void copy_any(std::byte* to, const std::byte* fro
     to[at] = static_cast<std::byte>(load_fresh<unsigned char>(from + at));
   }
 }
-// By a warp; all of it is on its way at once, while it does something else.
-template <class Meanwhile>
-__device__ inline void copy_part(const CollectiveRows& rows, std::byte* to, const std::byte* from, uint32_t part,
-                                 Meanwhile&& meanwhile) {
+// By a warp; all of it is on its way at once.
+__device__ inline void copy_part(const CollectiveRows& rows, std::byte* to, const std::byte* from, uint32_t part) {
   const uint32_t begin = part * kPartBytes;
   if (rows.width != 16) {
-    meanwhile();
     return copy_any(to, from, begin, min(rows.row_bytes, begin + kPartBytes), rows.width);
   }
   uint4 value[kUnitGroups];
@@ -214,7 +211,6 @@ __device__ inline void copy_part(const CollectiveRows& rows, std::byte* to, cons
   for (uint32_t u = 0; u < kUnitGroups; ++u) {
     if (first + 32 * u < end) value[u] = load_fresh<uint4>(from + uint64_t{16} * (first + 32 * u));
   }
-  meanwhile();
 #pragma unroll
   for (uint32_t u = 0; u < kUnitGroups; ++u) {
     if (first + 32 * u < end) reinterpret_cast<uint4*>(to)[first + 32 * u] = value[u];
@@ -235,16 +231,15 @@ __device__ inline int chunks_of(const Collect& s) {
   }
   return s.owners() * ((most + s.chunk_rows() - 1) / s.chunk_rows());
 }
-template <twDtype_t kWire, bool kFast, class Meanwhile>
-__device__ inline void push_item(const Collect& s, int number, int item, Meanwhile&& meanwhile) {
+template <twDtype_t kWire, bool kFast>
+__device__ inline void push_item(const Collect& s, int number, int item) {
   const Chunk chunk = chunk_of(s, number);
   const int row = item / s.p.pushed_parts;
-  if (row >= chunk.rows) return meanwhile();
+  if (row >= chunk.rows) return;
   const Part part = part_of(s.p, static_cast<uint32_t>(item - row * s.p.pushed_parts));
   const CollectiveRows& rows = s.p.rows[part.tensor];
   const int i = chunk.number * s.chunk_rows() + row;
-  copy_part(rows, s.bank(chunk.owner) + s.place(rows, s.me(), i), s.row_in(rows, chunk.owner, i), part.number,
-            meanwhile);
+  copy_part(rows, s.bank(chunk.owner) + s.place(rows, s.me(), i), s.row_in(rows, chunk.owner, i), part.number);
 }
 
 // ---- Rows that are lines

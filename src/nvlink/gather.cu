@@ -122,7 +122,7 @@ __device__ inline void take_chunks(const Collect& s) {
       from = s.bank(s.me()) + s.place(rows, source, i);
     }
     std::byte* const to = rows.out + (int64_t{s.first()[source]} + i) * rows.row_bytes;
-    if (to != from) copy_part(rows, to, from, part.number, [] {});  // else in place
+    if (to != from) copy_part(rows, to, from, part.number);  // else in place
   }
 }
 

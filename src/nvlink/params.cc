@@ -64,7 +64,6 @@ CombineScratch CombineScratch::make(const Shape& shape) {
   at.sent_rows = carver.take<int32_t>(shape.ranks);
   at.given = carver.take<uint64_t>(kChunks);
   at.sent = carver.take<uint64_t>(kChunks);
-  at.free = carver.take<uint64_t>(kChunks);
   at.taken = carver.take<int32_t>(kChunks);
   at.failed = carver.take<int32_t>(1);
   at.bytes = carver.bytes();
@@ -81,7 +80,6 @@ CollectiveScratch CollectiveScratch::make(const Shape& shape) {
   at.failed = carver.take<int32_t>(1);
   at.given = carver.take<uint64_t>(kChunks);
   at.sent = carver.take<uint64_t>(kChunks);
-  at.free = carver.take<uint64_t>(kChunks);
   at.taken = carver.take<int32_t>(kChunks);
   at.bytes = carver.bytes();
   return at;

@@ -1,6 +1,7 @@
 // What host and kernels have in common: the structs that kernels take by value, and the memory that outlives them.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -160,6 +161,10 @@ struct PayloadIn {
   uint32_t first_word;  // in the stream of a line (layout/lines.h)
 };
 
+// Of so many units each, the turns of chunks that a block has ahead of what it has sent (chunks.cuh): what keeps its
+// warps busy, and those whose fence is under way; not many more, as what is drawn early is not shared out any more.
+constexpr int32_t turns_ahead(int32_t items) { return std::min(kChunks / 2, (kWarps + items - 1) / items + 3); }
+
 // How rows are shared out: a unit is a warp's, some groups of four lines of a row, or as large a part of the row as it
 // lies.
 struct Units {
@@ -263,7 +268,6 @@ struct CombineScratch {
   uint32_t sent_rows;   // int32 [N] sent to each rank
   uint32_t given;       // uint64 [kChunks] gate: it is known which chunk has this place (chunks.cuh, Work)
   uint32_t sent;        // uint64 [kChunks] gate: all of it is
-  uint32_t free;        // uint64 [kChunks] gate: its word is stored
   uint32_t taken;       // int32 [kChunks] the chunk that has the place; -1: none is left
   uint32_t failed;      // int32 the step has
   uint32_t bytes;
@@ -335,7 +339,7 @@ struct CombineParams {
   uint32_t per_unit;     // of them in a unit of a sum
   uint32_t pushed;       // of them in a unit of a row that goes into an inbox
   int32_t pushed_parts;  // such units of a row
-  int32_t drawn;         // chunks that a block draws before it needs them
+  int32_t drawn;         // turns_ahead
 };
 
 // Copies out of the window: rank_major outputs that the caller gave, or expert_major ones.
@@ -396,7 +400,6 @@ struct CollectiveScratch {
   uint32_t failed;   // int32 the step has
   uint32_t given;    // uint64 [kChunks]
   uint32_t sent;     // uint64 [kChunks]
-  uint32_t free;     // uint64 [kChunks]
   uint32_t taken;    // int32 [kChunks]
   uint32_t bytes;
 
@@ -425,7 +428,7 @@ struct CollectiveParams {
   int32_t tensors;
   int32_t chunk_rows;
   int32_t pushed_parts;  // of a row of all tensors
-  int32_t drawn;         // chunks that a block draws before it needs them
+  int32_t drawn;         // turns_ahead
   uint32_t digest;
   int32_t all_sizes;
   int32_t wide_sizes;    // int64
