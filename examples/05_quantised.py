@@ -20,13 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from arrays import Array, Tensor, place, to_float32, to_numpy
 from ml_dtypes import bfloat16
 
 import tokenway as tw
 from tokenway import gating, reference
-
-Array = np.ndarray
-Tensor = Any  # a NumPy array on the CPU, a PyTorch tensor on a CUDA device
 
 EXPERTS, TOP_K, HIDDEN, INNER, TOKENS = 16, 4, 1024, 256, 96
 
@@ -179,25 +177,6 @@ def distance(results: list[Array], wanted: list[Array]) -> float:
 
 
 # ---- NumPy and PyTorch ---------------------------------------------------------------------------
-
-
-def place(x: Array, device: str) -> Tensor:
-    """An array where the rank computes; tokens travel as bf16, which PyTorch reads from their float32."""
-    if device == "cpu":
-        return x
-    import torch
-
-    if x.dtype == bfloat16:
-        return torch.from_numpy(x.astype(np.float32)).to("cuda", torch.bfloat16)
-    return torch.from_numpy(x).cuda()
-
-
-def to_float32(x: Tensor) -> Tensor:
-    return x.astype(np.float32) if isinstance(x, np.ndarray) else x.float()
-
-
-def to_numpy(x: Tensor) -> Array:
-    return x if isinstance(x, np.ndarray) else x.cpu().numpy()
 
 
 def to_bytes(x: Tensor) -> Array:

@@ -1,4 +1,4 @@
-"""Text to tokens, and a small MoE layer: what examples/01_moe_layer.py needs besides Tokenway.
+"""Text to tokens, and a small MoE layer: what examples/01_moe_layer.py needs besides Tokenway, and 07_dp_attention.py.
 
 All weights are random and fixed: they follow from an expert's number, a word's from its letters.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -81,11 +82,11 @@ def _matrix(seed: list[int], rows: int, columns: int) -> Array:
     return rng.standard_normal((rows, columns), np.float32) / np.float32(rows**0.5)
 
 
-def swiglu(x: Array, weights: tuple[Array, Array, Array]) -> Array:
-    """One expert on tokens [n, hidden], in the precision of x."""
+def swiglu(x: Array, weights: tuple[Array, Array, Array], exp: Callable[[Array], Array] = np.exp) -> Array:
+    """One expert on tokens [n, hidden], in the precision of x; exp: that of other tensors than NumPy's."""
     gate, up, down = weights
     inside = x @ gate
-    return (inside / (1 + np.exp(-inside)) * (x @ up)) @ down
+    return (inside / (1 + exp(-inside)) * (x @ up)) @ down
 
 
 def dense(layer: Layer, x: Array, ids: Array, weights: Array) -> tuple[Array, Array]:

@@ -190,6 +190,75 @@ def test_quantised_is_not_blind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert out.endswith("A check FAILED.\n")
 
 
+SMALL = ("--steps", "4", "--max-tokens", "12", "--hidden", "48", "--inner", "24", "--rounds", "1")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--ranks", "4"), ("--ranks", "3", "--experts", "2", "--top-k", "1"), ("--ranks", "1", "--layers", "1")],
+    ids=["four", "rank without experts", "one"],
+)
+def test_dp_attention(options: tuple[str, ...]) -> None:
+    """Both ways give the same bits, the right ones, and what each costs."""
+    check_dp_attention(example("07_dp_attention.py", *SMALL, *options), "shm")
+
+
+def test_dp_attention_with_pytorch(backend: str) -> None:
+    """The same over torch.distributed, and on GPUs."""
+    need(importlib.util.find_spec("torch") is not None, "PyTorch")
+    where = ("--device", "cuda") if backend == "nvlink" else ("--backend", "torch", "--ranks", "2")
+    check_dp_attention(example("07_dp_attention.py", *SMALL, *where), "nvlink" if backend == "nvlink" else "torch")
+
+
+def check_dp_attention(out: str, backend: str) -> None:
+    assert f"backend {backend}\n" in out
+    assert re.findall(r"^ +(\d+)  \[\d.*ed, by \d+%$", out, re.MULTILINE) == ["0", "1", "2", "3"], out
+    layers = re.search(r" (\d) layers", out)
+    assert layers
+    profile = re.findall(r"^(\w+) +(\w+|all_gatherv of sizes) +(\d+) .*%$", out, re.MULTILINE)
+    assert profile == [
+        ("routed", "all_gatherv of sizes", "1"),
+        ("routed", "dispatch", layers[1]),
+        ("routed", "combine", layers[1]),
+        ("gathered", "all_gatherv of sizes", "1"),
+        ("gathered", "all_gatherv", layers[1]),
+        ("gathered", "reduce_scatterv", layers[1]),
+    ], out
+    checked = re.findall(r"(\d+) of (\d+) values", out)
+    assert len(checked) == 5 and all(good == values and int(values) > 500 for good, values in checked), out
+    assert out.endswith("All checks hold.\n")
+
+
+def test_dp_attention_is_not_blind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one sum in one way, or the same mistake in both: the example says so and fails."""
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    wrong = (
+        "import tokenway as tw\n"
+        "def spoil(name, change):\n"
+        "    honest = getattr(tw.Group, name)\n"
+        "    def method(self, *args, **kwargs):\n"
+        "        sums = honest(self, *args, **kwargs)\n"
+        "        if self.rank == 1 and len(sums):\n"
+        "            change(sums)\n"
+        "        return sums\n"
+        "    setattr(tw.Group, name, method)\n"
+        "def bit(sums): sums.view('u2')[0, 0] ^= 1\n"
+        "def half(sums): sums[0, :8] *= 0.5\n"
+    )
+    for more, equal in (
+        ("spoil('reduce_scatterv', bit)", False),
+        ("for n in ('reduce_scatterv', 'combine'): spoil(n, half)", True),
+    ):
+        (tmp_path / "sitecustomize.py").write_text(wrong + more + "\n")
+        out = example("07_dp_attention.py", *SMALL, "--ranks", "2", code=1)
+        same = re.search(r"bit for bit: (\d+) of (\d+) values", out)
+        assert same and (same[1] == same[2]) is equal, out
+        block = re.search(r"MoE block +(\d+) of (\d+) values", out)
+        assert block and (block[1] == block[2]) is not equal, out
+        assert out.endswith("A check FAILED.\n")
+
+
 def load_job() -> ModuleType:
     """examples/main_job.py as a module."""
     spec = importlib.util.spec_from_file_location("main_job", EXAMPLES / "main_job.py")
