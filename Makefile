@@ -45,7 +45,7 @@ test:  ## everything: C++ plain and under sanitizers, models, Python, mutations,
 	@$(STAGE) "models (spin)" $(PY) spec/run.py
 	@$(TREE) $(STAGE) "Python tests" $(PY) -m pytest tests/py
 	@$(TREE) $(STAGE) "portable backend" $(PY) -m pytest tests/py/test_survival.py tests/py/test_exchange.py \
-	  --backend torch -k "not threads"
+	  tests/py/test_collectives.py --backend torch -k "not threads"
 	@$(STAGE) "CUDA kernels on emulated GPUs" $(PY) tests/emulator/run.py --quick
 	@$(TREE) $(STAGE) "mutations" $(PY) tests/mutations/run.py
 	@$(STAGE) "wheel" tests/wheel/test_wheel.sh

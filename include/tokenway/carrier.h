@@ -80,8 +80,8 @@ typedef struct {
   twStrategy_t strategy;       // of dispatches
   // A step is a move of equal blocks, each a frame and so many bytes of a message; if a message anywhere is longer,
   // all messages that are travel in a second move, exactly as long as they are. 0: exact sizes always. INT64_MAX: as
-  // much as the group's longest message, so always one move. -1: what takes no longer to move than a second move takes
-  // to begin, as measured when the group is created
+  // much as the group's longest message, so one move for each (two for a gather of many narrow tensors). -1: what takes
+  // no longer to move than a second move takes to begin, as measured when the group is created
   int64_t inline_bytes;
 } twPortableConfig_t;
 #define TW_PORTABLE_CONFIG_INIT {sizeof(twPortableConfig_t), 0, NULL, NULL, NULL, twAuto, -1}

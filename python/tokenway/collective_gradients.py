@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -55,9 +56,19 @@ def _reduce(group: Group, rows: Tensor, sizes: Any, bound: int | None) -> Tensor
     return group.reduce_scatterv(rows, sizes, bound=room, out=rows.new_zeros((room, *rows.shape[1:])))
 
 
+def _kept(sizes: Any) -> Any:
+    """Sizes as they are now, for the backward pass: the caller may write the next step's into the same place."""
+    if isinstance(sizes, Tensor):
+        return sizes.clone()
+    if isinstance(sizes, np.ndarray):
+        return sizes.copy()
+    return list(sizes) if isinstance(sizes, (list, tuple)) else sizes
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Group, sizes: Any, bound: int | None) -> Tensor:
+        sizes = _kept(sizes)
         out, ctx.sizes = _gather(group, rows.contiguous(), sizes, bound)
         ctx.group, ctx.count = group, rows.shape[0]
         ctx.bound = bound if _is_known(sizes) else out.shape[0] // group.nranks
@@ -72,6 +83,7 @@ class _Gather(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Group, sizes: Any, bound: int | None) -> Tensor:
+        sizes = _kept(sizes)
         out = _reduce(group, rows.contiguous(), sizes, bound)
         ctx.group, ctx.bound = group, bound
         ctx.sizes = [out.shape[0]] * group.nranks if sizes is None else sizes

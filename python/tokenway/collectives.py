@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tokenway import _native, arguments, cuda, outputs, tensors
-from tokenway.errors import InvalidArgument, OutOfMemory, TokenwayError
+from tokenway.errors import InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
 from tokenway.handle import Pending, Tensor
 
 if TYPE_CHECKING:
@@ -38,21 +38,26 @@ class Request(Pending[Any]):
         self._number = number
         self._sent_on = group._sending_stream()
         self._result = result
-        self._keep: tuple[Any, ...] | None = keep
         self._error: TokenwayError | None = None
+        self._received = False
+        # Of the group: a later step on the lane finishes this one, and writes its results, whoever has dropped them.
+        group._requests[number] = keep
 
     def hook(self) -> None:
         """Receives; does nothing if that is done, but for raising again what it raised then."""
-        if self._keep is not None:
-            self._keep, kept = None, self._keep
-            group, stream = self._group, None
+        group, stream = self._group, None
+        kept = group._requests.pop(self._number, None)
+        if kept is not None:
             if group.device is not None:
                 group._place.follow(self._sent_on, kept)
                 stream = group._place.stream()
             result = _native.lib.twCompleteRequest(group.pointer, self._number, stream)
             if result:
                 self._error = group._error(result)
+            self._received = True
             del kept
+        elif not self._received:
+            raise InvalidUsage("the group was closed before this was received")
         if self._error is not None:
             raise self._error
 
@@ -248,8 +253,8 @@ class Collectives:
         dimensions of the inputs from `inner` on."""
         if out is not None:
             made = list(_several(out))
-            for name, x in zip(("out", *(f"out[{q}]" for q in range(1, len(made)))), made, strict=True):
-                problem = problem or self._place.problem_of_output(name, x)
+            for q, x in enumerate(made):
+                problem = problem or self._place.problem_of_output("out" if q == 0 else f"out[{q}]", x)
             if len(made) != len(given):
                 problem = problem or InvalidArgument(
                     f"out has {len(made)} tensors; it must have as many as rows, {len(given)}"

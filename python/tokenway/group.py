@@ -147,6 +147,7 @@ class Group(Collectives):
         self._leased_forever: list[tuple[int, Tensor, bool]] = []
         self._spare_blocks: list[Tensor] = []
         self._views: dict[Any, Tensor] = {}
+        self._requests: dict[int, tuple[Any, ...]] = {}  # what gathers and reduces under way read and write
         self.op_handles: dict[int, Handle] = {}  # of tokenway.ops: dispatched, not combined yet
         # Structs and descriptors for call after call: a group is for one thread at a time.
         self._in, self._out = _native.DispatchInput(), _native.DispatchOutput()
@@ -373,9 +374,8 @@ class Group(Collectives):
             self._views.clear()
             _native.check(_native.lib.twGroupDestroy(self._pointer))
             self._pointer = None
-            self._finished_handles.clear()
-            self._leased_forever.clear()
-            self._spare_blocks.clear()
+            for held in (self._finished_handles, self._leased_forever, self._requests, self._spare_blocks):
+                held.clear()
             self.op_handles.clear()
 
     def __enter__(self) -> Group:

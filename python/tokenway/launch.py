@@ -45,7 +45,10 @@ def _variables(rank: int, nranks: int, address: str) -> dict[str, str]:
 def _child(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...], env: dict) -> None:
     os.environ.update(env)
     try:
-        connection.send(Outcome(function(*args)))
+        value = function(*args)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # whoever has all outcomes may end what still runs
+        connection.send(Outcome(value))
     except BaseException as error:
         by_peer = isinstance(error, _OF_PEERS)
         connection.send(Outcome(error=traceback.format_exc(), by_peer=by_peer))

@@ -183,9 +183,9 @@ Status place(const twGroup& group, const Given& given, CollectiveCall* call) {
         given.bound, call->bound, static_cast<long long>(pieces), group.ranks(),
         static_cast<long long>(INT32_MAX / (pieces * group.ranks())));
   }
-  constexpr int kMostHostSizes = 256;  // in a kernel's parameters
   if (group.backend->on_device() && given.host_sizes != nullptr && group.ranks() > kMostHostSizes) {
-    return fail(twInvalidArgument, "input.host_sizes has %d sizes; on a device it may have %d, and input.sizes more",
+    return fail(twInvalidArgument,
+                "the host knows the sizes of %d ranks; on a device it may know those of %d, and input.sizes tell more",
                 group.ranks(), kMostHostSizes);
   }
   call->places = CollectiveMap::make(group.ranks(), call->bound, row_bytes, given.num_tensors);

@@ -63,7 +63,7 @@ class Bootstrap {
   virtual bool alive(int peer) = 0;
 
   // ---- Between processes that share no memory. What a rank posts to a peer under a tag replaces what it posted there
-  // before. Never blocks.
+  // before. Never blocks, but for a meeting of this rank that is under way on another thread.
   virtual void post(int /*peer*/, uint64_t /*tag*/, const std::string& /*bytes*/) {}
   // What has come from a peer under a tag; false if nothing has.
   virtual bool posted(int /*peer*/, uint64_t /*tag*/, std::string* /*bytes*/) { return false; }

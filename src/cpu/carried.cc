@@ -62,7 +62,7 @@ CarriedTransport::CarriedTransport(const BackendInit& init)
       sent_(static_cast<size_t>(init.context->map.shape().lanes), init.context->first_step) {}
 
 CarriedTransport::~CarriedTransport() {
-  bool idle = true;
+  bool idle = !stuck_;
   for (const auto& flight : flights_) {
     if (flight->move < 0) continue;
     idle = false;

@@ -114,7 +114,7 @@ class CarriedTransport {
   explicit CarriedTransport(const BackendInit& init);
   Status open(const BackendInit& init);
   Status measure(const BackendInit& init);
-  double time_moves(twMoveKind_t kind, uint64_t bytes, int rounds);
+  double time_moves(twMoveKind_t kind, uint64_t bytes, int rounds, TimePoint deadline);
 
   Flight& new_flight(StepPlace at);
   Flight* find(uint64_t offset, int source);
@@ -145,6 +145,7 @@ class CarriedTransport {
   int ranks_;
   std::unique_ptr<Mapping> window_;
   int64_t channel_ = -1;
+  bool stuck_ = false;  // a move that was measured has not ended
   uint64_t inline_bytes_ = 0;
   Flight* sending_ = nullptr;
   std::vector<std::unique_ptr<Flight>> flights_;

@@ -86,17 +86,19 @@ Status CarriedTransport::open(const BackendInit& init) {
 
 // Microseconds of a move with so many bytes to each rank, the least of a few, as what disturbs them only adds; less
 // than 0 if one fails.
-double CarriedTransport::time_moves(twMoveKind_t kind, uint64_t bytes, int rounds) {
+double CarriedTransport::time_moves(twMoveKind_t kind, uint64_t bytes, int rounds, TimePoint deadline) {
   Buffer from;
   Buffer to;
   from.resize(bytes * static_cast<uint64_t>(ranks_));
   to.resize(bytes * static_cast<uint64_t>(ranks_));
-  constexpr int kPatienceMs = 60000;
   std::vector<double> times;
   for (int round = -1; round < rounds; ++round) {  // the first one connects
     const TimePoint begin = std::chrono::steady_clock::now();
     const int64_t move = start(0, kind, from, to, &bytes, &bytes);
-    if (move < 0 || carrier_->calls.wait(carrier_->calls.context, channel_, move, kPatienceMs) != 1) {
+    const int ended =
+        move < 0 ? -1 : carrier_->calls.wait(carrier_->calls.context, channel_, move, milliseconds_to(deadline));
+    if (ended != 1) {
+      stuck_ |= ended == 0;
       from.leak(), to.leak();
       return -1;
     }
@@ -117,8 +119,8 @@ Status CarriedTransport::measure(const BackendInit& init) {
     double rate[2];
     for (const twMoveKind_t kind : {twMoveBlocks, twMoveGather}) {
       const int i = kind == twMoveBlocks ? 0 : 1;
-      us[i] = time_moves(kind, sizeof(Frame), kSmallRounds);
-      const double large = us[i] < 0 ? -1 : time_moves(kind, each, kLargeRounds);
+      us[i] = time_moves(kind, sizeof(Frame), kSmallRounds, init.deadline);
+      const double large = us[i] < 0 ? -1 : time_moves(kind, each, kLargeRounds, init.deadline);
       if (large < 0) return fail(twSystemError, "%s: a move among %d ranks failed", kOccasion, ranks_);
       // Ranks that were late for the small moves must not make the large ones seem to take nothing.
       rate[i] = static_cast<double>(kLarge) / std::max(large - us[i], large / 4);

@@ -9,6 +9,8 @@
 
 namespace tw {
 
+inline constexpr int kMostHostSizes = 256;  // that a kernel's parameters hold, where the host knows them
+
 struct CollectiveMap {
   int32_t tensors = 0;
   int32_t bound = 0;

@@ -406,7 +406,6 @@ struct CollectiveScratch {
   static CollectiveScratch make(const Shape& shape);
 };
 
-inline constexpr int kMostHostSizes = 256;  // of sizes that the host knows, a kernel's parameters hold so many
 
 struct CollectiveParams {
   CollectiveScratch at;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import time
@@ -30,6 +31,7 @@ def _rows(count: int = 3, elements: int = 16, dtype: Any = BF16) -> np.ndarray:
 GATHERS: dict[str, tuple[dict[str, Any], str]] = {
     "too few rows": ({"rows": _rows(2)}, r"input\.tensors\[0\] has 2 rows; it must have 3, this rank's of input\.host"),
     "no tensor": ({"rows": None}, r"input\.tensors\[0\] has 0 rows|rows is None|of type NoneType"),
+    "no place for results": ({"out": ()}, r"^out has 0 tensors; it must have as many as rows, 1$"),
     "columns apart": ({"rows": _rows(3, 32)[:, ::2]}, r"input\.tensors\[0\] has stride 2 in dimension 1"),
     "a scalar": ({"rows": np.zeros((), np.float32)}, r"input\.tensors\[0\] has 0 "),
     "empty rows": ({"rows": _rows(3, 0)}, r"input\.tensors\[0\] has shape \[3, 0\]; a row must have from 1 to"),
@@ -172,6 +174,27 @@ def stale_view(env: Any) -> Any:
         view = group.all_gatherv(rows, list(SIZES), layout="rank_major").rows
         group.all_gatherv(rows, list(SIZES))
         return caught(group.reduce_scatterv, view, list(SIZES), layout="rank_major")
+
+
+def drop_what_is_sent(env: Any) -> tuple[bool, int, int]:
+    """A call whose result nobody wants is finished by the next step on its lane; into memory that is still its own."""
+    with tw.Group(env.comm, hidden=16, max_tokens=5) as group:
+        rows, sizes = _rows(5), [5] * group.nranks
+        rows[:] = 1 + group.rank
+        group.all_gatherv(rows, sizes, lane=0, send_only=True)
+        gc.collect()
+        others = [np.full((5 * group.nranks, 16), 7, BF16) for _ in range(64)]  # where it might have been
+        waiting = len(group._requests)
+        everyone = group.all_gatherv(rows, sizes, lane=0).rows
+        good = all((x == 7).all() for x in others) and [float(x) for x in everyone[::5, 0]] == [1.0, 2.0, 3.0]
+        kept = len(group._requests)
+    return good, waiting, kept
+
+
+def test_a_result_that_nobody_wants(threads, backend) -> None:
+    if backend != "cpu":
+        pytest.skip("with arrays of the host")
+    assert threads(3).run(drop_what_is_sent) == [(True, 1, 1)] * 3
 
 
 def test_a_view_that_is_over(world) -> None:
