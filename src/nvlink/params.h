@@ -406,7 +406,6 @@ struct CollectiveScratch {
   static CollectiveScratch make(const Shape& shape);
 };
 
-
 struct CollectiveParams {
   CollectiveScratch at;
   GroupView group;
