@@ -150,11 +150,7 @@ Status check_device_rows(const Shape& shape) {
 
 // How a combine's rows are chunked, and how many tokens may travel as lines.
 void size_for_device(const Environment& environment, Shape* shape) {
-  // Chunks of 8 to 16 KiB, or a row, or 64: a chunk is sent by one block, which has its share of the link alone, 2 us
-  // for 16 KiB when all senders do, and what it carries is not summed before. One warp of a block makes the fences.
-  uint64_t rows = 1;
-  while (rows < 64 && 2 * rows * shape->combine_bytes <= (16u << 10)) rows *= 2;
-  shape->chunk_rows = static_cast<int32_t>(rows);
+  shape->chunk_rows = chunk_rows_of(shape->combine_bytes);
   // Lines win while they save a fence and a round trip; their flag in 128 bytes, and the copy out of them, cost more
   // from about 512 tokens for one peer on. With more peers each gets its share of that.
   const int32_t usual = std::clamp(1024 / shape->ranks, 8, 512);

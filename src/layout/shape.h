@@ -7,6 +7,15 @@ namespace tw {
 
 inline constexpr int kMaxPayloads = 8;
 
+// Rows of so many bytes that share a word on a device: chunks of 8 to 16 KiB, or a row, or 64. A chunk is sent by one
+// block, which has its share of the link alone, 2 us for 16 KiB when all senders do, and what it carries is not summed
+// before. One warp of a block makes the fences.
+constexpr int32_t chunk_rows_of(uint64_t row_bytes) {
+  int32_t rows = 1;
+  while (rows < 64 && 2 * static_cast<uint64_t>(rows) * row_bytes <= (16u << 10)) rows *= 2;
+  return rows;
+}
+
 struct Shape {
   int32_t ranks = 0;       // N
   int32_t experts = 0;     // E

@@ -48,10 +48,8 @@ void NvlinkBackend::share_out(const CollectiveCall& call, CollectiveParams* p) c
   p->by_lines = lines;
   p->lines = LinesAt::make(context_.map, call.at.lane);
   p->lines.row = static_cast<uint32_t>(line_row);
-  // As size_for_device has it for rows of a combine; and not more chunks than there are words for them.
-  p->chunk_rows = 1;
-  while (p->chunk_rows < 64 && 2 * static_cast<uint64_t>(p->chunk_rows) * row_bytes <= (16u << 10)) p->chunk_rows *= 2;
-  p->chunk_rows = std::max(p->chunk_rows, shape().chunk_rows);
+  // Not more chunks than there are words for them.
+  p->chunk_rows = std::max(chunk_rows_of(row_bytes), shape().chunk_rows);
   p->drawn = turns_ahead(p->chunk_rows * p->pushed_parts);
   const CollectiveRows& first = p->rows[0];
   const bool same = !call.reduces || first.from == first.to;

@@ -13,20 +13,8 @@ namespace {
 // ---- Whatever types, sizes and places
 
 // Stores the elements of word w of a row's sum.
-__device__ __noinline__ static void store_any(const CollectiveRows& rows, int i, uint32_t w, Quad sum) {
-  std::byte* const out = rows.out + i * rows.out_stride;
-  const uint32_t per_word = 8 / float_bytes(rows.from);
-#pragma unroll
-  for (uint32_t e = 0; e < 4; ++e) {
-    const uint32_t element = w * per_word + e;
-    if (e >= per_word || element >= rows.elements) continue;
-    const uint32_t bits = narrow(rows.to, sum.v[e]);
-    if (rows.to == twFloat32) {
-      reinterpret_cast<uint32_t*>(out)[element] = bits;
-    } else {
-      reinterpret_cast<uint16_t*>(out)[element] = static_cast<uint16_t>(bits);
-    }
-  }
+__device__ inline void store_any(const CollectiveRows& rows, int i, uint32_t w, const Quad& sum) {
+  store_elements(rows.from, rows.to, rows.elements, rows.out + i * rows.out_stride, w, sum);
 }
 
 // Where a source's row i for this rank is, if it is no lines.

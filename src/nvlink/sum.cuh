@@ -222,15 +222,16 @@ __device__ __noinline__ static uint64_t sum_word(const CombineParams& p, int set
   return __float_as_uint(sum.v[0]) | static_cast<uint64_t>(__float_as_uint(sum.v[1])) << 32;
 }
 
-// Stores the elements of word w of a token's sum.
-__device__ __noinline__ static void store_elements(const CombineParams& p, std::byte* out, int64_t w, Quad quad) {
-  const int per_word = 8 / float_bytes(p.wire_dtype);
+// Stores the elements of word w of a row's sum, of so many elements, whose terms were of one type, in another.
+__device__ __noinline__ static void store_elements(twDtype_t from, twDtype_t to, int64_t elements, std::byte* out,
+                                                   int64_t w, Quad quad) {
+  const int per_word = 8 / float_bytes(from);
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const int64_t element = w * per_word + e;
-    if (e >= per_word || element >= p.elements) continue;
-    const uint32_t bits = narrow(p.out_dtype, quad.v[e]);
-    if (p.out_dtype == twFloat32) {
+    if (e >= per_word || element >= elements) continue;
+    const uint32_t bits = narrow(to, quad.v[e]);
+    if (to == twFloat32) {
       reinterpret_cast<uint32_t*>(out)[element] = bits;
     } else {
       reinterpret_cast<uint16_t*>(out)[element] = static_cast<uint16_t>(bits);
@@ -244,7 +245,7 @@ __device__ inline void store_quad(const CombineParams& p, std::byte* out, int64_
   } else if (kWire != twFloat32 && (kFast || (p.words_fit && p.out_dtype == kWire))) {
     *reinterpret_cast<uint64_t*>(out + 8 * w) = narrow_word(kWire, quad);
   } else {
-    store_elements(p, out, w, quad);
+    store_elements(p.wire_dtype, p.out_dtype, p.elements, out, w, quad);
   }
 }
 

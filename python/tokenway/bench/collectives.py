@@ -7,7 +7,6 @@ iteration is as in timing.py; on GPUs the calls are captured, ten in a graph, as
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -101,17 +100,9 @@ def run_process(settings: Settings) -> int:
         stack.callback(control.close)
         progress = Progress(len(rows_of(settings)), control.rank == 0)
         stack.callback(progress.close)
-        try:
-            results = _measure(settings, control, progress, stack)
-        except Mismatch as problem:  # the same on all ranks
-            progress.close()
-            if control.rank == 0:
-                print(f"tokenway bench: {problem}", file=sys.stderr, flush=True)
+        results = runner.measured(lambda: _measure(settings, control, progress, stack), control, progress, stack)
+        if results is None:
             return 1
-        except BaseException:
-            stack.pop_all()  # this rank alone failed, and closing would wait for the others: see runner.run_rank
-            raise
-        progress.close()
         if control.rank != 0:
             return 0
         versions = gpu_machine.versions() if settings.nvlink is not None else None

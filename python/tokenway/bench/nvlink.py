@@ -43,7 +43,8 @@ def run_process(settings: Settings) -> int:
         stack.callback(control.close)
         progress = Progress(len(settings.cases()), control.rank == 0)
         stack.callback(progress.close)
-        try:
+
+        def measure() -> Any:
             progress.doing("the floor")
             document = _floor(settings) if control.rank == 0 else {}
             control.allgather(None)  # nobody has touched a GPU before
@@ -52,16 +53,11 @@ def run_process(settings: Settings) -> int:
             index = int(os.environ.get("LOCAL_RANK", control.rank)) % torch.cuda.device_count()
             torch.cuda.set_device(index)
             comm = stack.enter_context(connect(device=f"cuda:{index}"))
-            results = _rank(settings, control, comm, document, progress)
-        except verify.Mismatch as problem:  # the same on all ranks
-            progress.close()
-            if control.rank == 0:
-                print(f"tokenway bench: {problem}", file=sys.stderr, flush=True)
+            return _rank(settings, control, comm, document, progress)
+
+        results = runner.measured(measure, control, progress, stack)
+        if results is None:
             return 1
-        except BaseException:
-            stack.pop_all()  # this rank alone failed, and closing would wait for the others: see runner.run_rank
-            raise
-        progress.close()
         return _finish(settings, results) if control.rank == 0 else 0
 
 

@@ -38,23 +38,33 @@ def run_rank(settings: Settings) -> int:
         stack.callback(control.close)
         progress = Progress(len(settings.cases()), control.rank == 0)
         stack.callback(progress.close)
-        rows = []
-        try:
+
+        def measure() -> dict[str, Any]:
             bench = Bench(settings, control, stack)
-            for profile in settings.profiles:
-                rows += bench.profile(profile, progress)
-        except verify.Mismatch as problem:  # the same on all ranks: see Bench._agree
-            progress.close()
-            if control.rank == 0:
-                print(f"tokenway bench: {problem}", file=sys.stderr, flush=True)
+            return {"rows": [row for profile in settings.profiles for row in bench.profile(profile, progress)]}
+
+        results = measured(measure, control, progress, stack)
+        if results is None:
             return 1
-        except BaseException:
-            # This rank alone failed. Closing is collective and would wait for peers that wait for
-            # this rank; they learn of it at once when this process ends.
-            stack.pop_all()
-            raise
+        return finish(settings, results) if control.rank == 0 else 0
+
+
+def measured(measure: Callable[[], Any], control: Control, progress: Progress, stack: ExitStack) -> Any:
+    """What was measured, by a rank whose open things are the stack's; None after a mismatch, which rank 0 tells."""
+    try:
+        results = measure()
+    except verify.Mismatch as problem:  # the same on all ranks: see Bench._agree
         progress.close()
-        return finish(settings, {"rows": rows}) if control.rank == 0 else 0
+        if control.rank == 0:
+            print(f"tokenway bench: {problem}", file=sys.stderr, flush=True)
+        return None
+    except BaseException:
+        # This rank alone failed. Closing is collective and would wait for peers that wait for
+        # this rank; they learn of it at once when this process ends.
+        stack.pop_all()
+        raise
+    progress.close()
+    return results
 
 
 @contextmanager
