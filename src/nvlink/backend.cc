@@ -34,20 +34,23 @@ namespace {
 
 // Rows that units are made for: of few tokens, a warp has one group of lines at a time.
 int64_t unit_rows(bool lines, int32_t tokens, int32_t bound) { return lines && tokens <= kFewTokens ? 0 : bound; }
-// Where few SMs send or sum, what a unit costs beside its bytes is what counts: its parts are as large as leave every
-// warp a few of them. (Where all SMs do, a unit that comes late is what counts: a combine of 4096 tokens took twice as
-// long with such parts.)
-constexpr int64_t kFewUnits = 4;
-Units widen_units(Units units, int64_t rows, int64_t warps) {
-  while (units.unit_groups < units.groups) {
-    const uint32_t larger = 2 * units.unit_groups;
-    const uint32_t per_row = (units.groups + larger - 1) / larger;
-    if (rows * per_row < warps * kFewUnits) break;
-    units.unit_groups = larger;
-    units.per_row = Divider::make(per_row);
-  }
-  return units;
+// As wide as leave every warp so many units, so that none is left with a long one. (Of 4096 tokens, a dispatch by 24
+// SMs took 189 us with whole rows, 185 with halves, which is this, and 196 with quarters.)
+constexpr int64_t kFewUnits = 16;
+WideUnits widen(const Units& units, int64_t rows, int64_t warps) {
+  const auto per_row = [&](uint32_t parts) { return (units.per_row.divisor + parts - 1) / parts; };
+  uint32_t parts = 1;
+  while (per_row(parts) > 1 && rows * per_row(2 * parts) >= warps * kFewUnits) parts *= 2;
+  return {Divider::make(per_row(parts)), parts, static_cast<uint32_t>(std::max<int64_t>(rows, 0))};
 }
+constexpr WideUnits kNoneWide{Divider{1, 0, 0}, 1, 0};
+// The units of the tokens that are summed last: one for each warp of the grid, and those that come as lines.
+uint32_t common_units(const CombineParams& p) {
+  const int64_t warps = int64_t{p.roles.grid()} * kWarps;
+  const int64_t tokens = p.tokens - p.tail_lines - warps / p.wide.per_row.divisor;
+  return static_cast<uint32_t>(std::max<int64_t>(tokens, 0)) * p.wide.per_row.divisor;
+}
+
 // Vectors of a row in a unit.
 uint32_t share_of(uint32_t vectors, const Units& units) {
   return (vectors + units.per_row.divisor - 1) / units.per_row.divisor;
@@ -210,8 +213,8 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.roles = lines ? line_roles(rows, p.units, send && receive)
                   : roles_of(rows, p.units, send && receive,
                              call.bound > view_.line_tokens ? bulk_senders(kFilling, 75) : max_grid_ / 2);
-  p.plain = is_few(p.roles, kFilling) ? widen_units(p.units, p.first_line, int64_t{p.roles.sending} * kWarps) : p.units;
-  for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.plain);
+  p.wide = is_few(p.roles, kFilling) ? widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps) : kNoneWide;
+  for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, p.roles.grid(), early_ && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
   if (send && !capturing && !shape().exact()) handle.source = {};
@@ -263,9 +266,10 @@ Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) 
 // Units of a combine whose roles are known. `few`: of SMs.
 void NvlinkBackend::share_combine(int64_t returning, bool few, CombineParams* params) const {
   CombineParams& p = *params;
-  p.sums = few ? widen_units(p.units, p.tokens, int64_t{p.roles.receiving} * kWarps) : p.units;
-  p.per_unit = share_of(p.vectors, p.sums);
-  // (Of sums in fewer parts, so that what a partial is made of is looked up less often, a block has too few under way.)
+  // Those whose rows come as lines, in narrow units anyway, stay so.
+  p.wide = few ? widen(p.units, p.tokens - p.tail_lines, int64_t{p.roles.receiving} * kWarps) : kNoneWide;
+  p.per_unit = share_of(p.vectors, p.units);
+  p.common = few ? common_units(p) : kNoUnit;
   p.pushed = kPushedVectors;
   const auto parts = [&p](uint32_t pushed) { return (p.vectors + pushed - 1) / pushed; };
   while (few && p.plain && p.vectors_fit && parts(p.pushed) > 1 &&
@@ -273,7 +277,11 @@ void NvlinkBackend::share_combine(int64_t returning, bool few, CombineParams* pa
     p.pushed *= 2;
   }
   p.pushed_parts = static_cast<int32_t>(p.sums_fit ? parts(p.pushed) : p.units.per_row.divisor);
-  p.drawn = turns_ahead(shape().chunk_rows * p.pushed_parts);
+  const int items = shape().chunk_rows * p.pushed_parts;
+  // A turn costs a round trip and a fence, whatever is in it: with one row in each, 12 SMs took 113 us for the turns of
+  // 4096 rows alone. With half a row for each warp, those that are free begin the next.
+  p.turn_chunks = few ? std::max(1, kWarps / 2 / items) : 1;
+  p.drawn = turns_ahead(p.turn_chunks * items);
 }
 
 Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive) {
@@ -327,7 +335,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   constexpr int kFilling = 30;
   p.roles = lines ? line_roles(rows, p.units, send && receive)
                   : roles_of(rows, p.units, send && receive && !twice,
-                             call.bound > view_.line_tokens && p.plain ? bulk_senders(kFilling, 50) : max_grid_ / 2);
+                             call.bound > view_.line_tokens && p.plain ? bulk_senders(kFilling, 38) : max_grid_ / 2);
   share_combine(returning, !lines && is_few(p.roles, kFilling), &p);
   if (twice) {
     p.receive = 0;

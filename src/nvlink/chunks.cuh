@@ -150,8 +150,8 @@ struct Work {
     await_gate(given + place_of(turn), parity_of(turn));
     return taken[place_of(turn)];
   }
-  // Makes known which chunk a turn has, of so many. By one thread. The place is free: the turn that had it is sent, for
-  // which all warps have read it.
+  // Makes known which chunks a turn has: those from this one on, of so many. By one thread. The place is free: the turn
+  // that had it is sent, for which all warps have read it.
   __device__ void give(int turn, int chunk, int chunks) const {
     taken[place_of(turn)] = chunk < chunks ? chunk : -1;
     arrive_at(given + place_of(turn));
@@ -177,7 +177,8 @@ __device__ inline void publish_chunks(const Call& s) {
   const Work work(s);
   const int chunks = chunks_of(s);
   const int blocks = s.p.roles.sending;
-  if (lane() < work.drawn) work.give(lane(), static_cast<int>(blockIdx.x) + lane() * blocks, chunks);
+  const int together = s.p.turn_chunks;
+  if (lane() < work.drawn) work.give(lane(), (static_cast<int>(blockIdx.x) + lane() * blocks) * together, chunks);
   __syncwarp();
   int turn = 0;
 #pragma unroll 1
@@ -190,8 +191,10 @@ __device__ inline void publish_chunks(const Call& s) {
     const int done = __ffs(static_cast<int>(~__ballot_sync(~0u, full))) - 1;
     int drawn = 0;  // on its way while the words are made known
     if (lane() == 0) drawn = static_cast<int>(atomicAdd(tickets(s.p.group, s.step), static_cast<uint32_t>(done)));
-    if (lane() < done) {
-      const Chunk chunk = chunk_of(s, work.taken[place]);
+#pragma unroll 1
+    for (int i = lane(); i < done * together; i += 32) {
+      const int of = i / together;
+      const Chunk chunk = chunk_of(s, work.taken[Work::place_of(turn + of)] + i - of * together);
       fence_system();  // one instruction of all these lanes, each of which stores a word
       if (chunk.rows > 0) {
         store_word(
@@ -201,7 +204,7 @@ __device__ inline void publish_chunks(const Call& s) {
     }
     __syncwarp();  // all have read what is about to be overwritten
     drawn = __shfl_sync(~0u, drawn, 0);
-    if (lane() < done) work.give(mine + work.drawn, work.drawn * blocks + drawn + lane(), chunks);
+    if (lane() < done) work.give(mine + work.drawn, (work.drawn * blocks + drawn + lane()) * together, chunks);
     __syncwarp();
     turn += done;
   }
@@ -223,14 +226,17 @@ __device__ inline void push_chunks(const Call& s) {
   if (s.set() == kPushing) return publish_chunks(s);
   const Work work(s);
   const int items = s.chunk_rows() * s.p.pushed_parts;
-  int x = s.set();  // of all units of all turns, the warp's next
+  int x = s.set();  // the warp's next, of the units of all chunks of all turns
+  int begin = 0;
 #pragma unroll 1
   for (int turn = 0;; ++turn) {
-    const int number = work.find(turn);
-    if (number < 0) return;
-    const int end = (turn + 1) * items;
+    const int first = work.find(turn);
+    if (first < 0) return;
 #pragma unroll 1
-    for (; x < end; x += kPushing) push_item<kWire, kFast>(s, number, x - turn * items);
+    for (int i = 0; i < s.p.turn_chunks; ++i, begin += items) {
+#pragma unroll 1
+      for (; x < begin + items; x += kPushing) push_item<kWire, kFast>(s, first + i, x - begin);
+    }
     __syncwarp();
     if (lane() == 0) arrive_at(work.sent + Work::place_of(turn));
   }

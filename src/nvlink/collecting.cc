@@ -50,6 +50,7 @@ void NvlinkBackend::share_out(const CollectiveCall& call, CollectiveParams* p) c
   p->lines.row = static_cast<uint32_t>(line_row);
   // Not more chunks than there are words for them.
   p->chunk_rows = std::max(chunk_rows_of(row_bytes), shape().chunk_rows);
+  p->turn_chunks = 1;
   p->drawn = turns_ahead(p->chunk_rows * p->pushed_parts);
   const CollectiveRows& first = p->rows[0];
   const bool same = !call.reduces || first.from == first.to;

@@ -123,22 +123,46 @@ __device__ void send(const Sum& s, const First& early, const Ahead& ahead) {
 
 // ---- Summing
 
-// Units of all tokens, a warp's share of them. `sent`: of the first.
+struct Item {
+  int token;
+  Unit unit;
+};
+__device__ inline Item summed_item(const CombineParams& p, uint32_t u) {
+  const uint32_t wide = p.wide.units();
+  const bool is_wide = u < wide;
+  if (!is_wide) u -= wide;
+  const Divider& per_row = is_wide ? p.wide.per_row : p.units.per_row;
+  const uint32_t parts = is_wide ? p.wide.parts : 1;
+  const uint32_t row = divide(u, per_row);
+  return {static_cast<int>(is_wide ? row : row + p.wide.rows),
+          unit_of(p.units, (u - row * per_row.divisor) * parts, parts)};
+}
+
+// Units of all tokens' sums from `u` to `end`, a warp's share of them. `sent`: of the first.
 template <twDtype_t kWire, bool kFast>
-__device__ void sum_tokens(const Sum& s, Sent sent) {
+__device__ inline void sum_share(const Sum& s, uint32_t u, uint32_t end, uint32_t step, Sent sent) {
   const CombineParams& p = s.p;
-  const Units& units = p.sums;
-  const uint32_t end = static_cast<uint32_t>(p.tokens) * units.per_row.divisor;
-  const auto [begin, warps] = received_shares(p.roles);
 #pragma unroll 1
-  for (uint32_t u = begin; u < end; u += warps) {
-    const uint32_t token = divide(u, units.per_row);
-    const uint32_t next = divide(u + warps, units.per_row);
+  for (; u < end; u += step) {
+    const Item item = summed_item(p, u);
     Sent after{};  // of the next unit, on its way while this one is summed
-    if (u + warps < end) after = load_sent(p, static_cast<int>(next), lane());
-    sum_unit<kWire, kFast>(s, static_cast<int>(token), unit_of(units, u - token * units.per_row.divisor), sent);
+    if (u + step < end) after = load_sent(p, summed_item(p, u + step).token, lane());
+    sum_unit<kWire, kFast>(s, item.token, item.unit, sent);
     sent = after;
   }
+}
+
+// A summing block's share, and then of what is everybody's: sending blocks sum too when they have sent.
+template <twDtype_t kWire, bool kFast>
+__device__ void sum_tokens(const Sum& s, const Sent& first) {
+  const CombineParams& p = s.p;
+  const uint32_t end = p.wide.units() + (static_cast<uint32_t>(p.tokens) - p.wide.rows) * p.units.per_row.divisor;
+  const Shares own = received_shares(p.roles);
+  if (s.sums()) sum_share<kWire, kFast>(s, own.first, min(end, p.common), own.step, first);
+  if (p.common >= end) return;
+  const Shares shared = shares_of(blockIdx.x, static_cast<int>(gridDim.x));
+  const uint32_t u = p.common + shared.first;
+  if (u < end) sum_share<kWire, kFast>(s, u, end, shared.step, load_sent(p, summed_item(p, u).token, lane()));
 }
 
 template <twDtype_t kWire, bool kFast>
@@ -152,12 +176,12 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   begin_work(s);
   warm(p);
   const First early = first_of(s);
-  const uint32_t token = divide(received_shares(p.roles).first, p.sums.per_row);
+  const int token = summed_item(p, received_shares(p.roles).first).token;
   await_earlier();
   Ahead ahead{};
   Sent sent{};
   if (early.loaded) load_ahead<kWire, kFast>(s, row_of(p, early.owner, early.share.index), early.share.unit, &ahead);
-  if (s.sums() && token < static_cast<uint32_t>(p.tokens)) sent = load_sent(p, static_cast<int>(token), lane());
+  if (s.sums() && token < p.tokens) sent = load_sent(p, token, lane());
   const Counts counts = load_counts(s, static_cast<int>(threadIdx.x));
   s.step.number = next_step(g, p.lane);
   const bool good = can_combine(p);
@@ -176,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
     send<kWire, kFast>(s, early, ahead);  // S7: nobody here waits
     if (p.late_word) publish_last(s);
   }
-  if (s.sums()) sum_tokens<kWire, kFast>(s, sent);
+  if (s.sums() || (p.receive && p.common != kNoUnit)) sum_tokens<kWire, kFast>(s, sent);
   if (concludes(s) && s.set() == kWarps - 1) await_words(s);
   if (p.receive) finish_combine(s, arrived);
 }

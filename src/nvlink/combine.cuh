@@ -268,7 +268,7 @@ __device__ inline bool sum_lines(const Sum& s, int token, int fan, const Unit& u
   bool here = true;
 #pragma unroll 1
   for (uint32_t begin = unit.begin; begin < unit.end && here; begin += kGroups) {
-    here = sum_groups<kWire, kFast>(s, token, fan, {unit.number, begin, min(unit.end, begin + kGroups)});
+    here = sum_groups<kWire, kFast>(s, token, fan, {unit.number, begin, min(unit.end, begin + kGroups), 1});
   }
   return here;
 }
@@ -299,15 +299,15 @@ __device__ inline void store_sums(const CombineParams& p, std::byte* out, uint32
 }
 // A unit of a token's sum of whole vectors, where own rows are plain and all else lies in the inbox.
 template <twDtype_t kWire, bool kFast>
-__device__ inline void sum_vectors(const Sum& s, int token, int fan, uint32_t unit) {
+__device__ inline void sum_vectors(const Sum& s, int token, int fan, const Unit& unit) {
   constexpr int kAtOnce = 3;
   constexpr int kPairs = 2;  // terms that are loaded before the first of them is added
   const CombineParams& p = s.p;
-  const uint32_t end = min(p.vectors, (unit + 1) * p.per_unit);
+  const uint32_t end = min(p.vectors, (unit.number + unit.parts) * p.per_unit);
   const std::byte** const places = s.places();
   std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
 #pragma unroll 1
-  for (uint32_t base = unit * p.per_unit + lane(); base < end; base += 32 * kAtOnce) {
+  for (uint32_t base = unit.number * p.per_unit + lane(); base < end; base += 32 * kAtOnce) {
     Quad low[kAtOnce] = {};
     Quad high[kAtOnce] = {};
 #pragma unroll 1
@@ -345,14 +345,14 @@ constexpr uint32_t kLongUnit = 256;  // vectors
 // with few SMs, what a warp has in flight is what limits a combine. (Loads that depend on a condition, as those of any
 // number of terms do, are kept in memory by the compiler, which is to wait for them.)
 template <twDtype_t kWire, bool kFast>
-__device__ inline void sum_two(const Sum& s, int token, uint32_t unit) {
+__device__ inline void sum_two(const Sum& s, int token, const Unit& unit) {
   constexpr uint32_t kAtOnce = 2;
   struct Loaded {
     uint4 term[kAtOnce][2];
   };
   const CombineParams& p = s.p;
-  const uint32_t begin = unit * p.per_unit;
-  const uint32_t end = min(p.vectors, begin + p.per_unit);
+  const uint32_t begin = unit.number * p.per_unit;
+  const uint32_t end = min(p.vectors, begin + unit.parts * p.per_unit);
   const uint32_t steps = (end - begin) / (32 * kAtOnce);
   const auto* const one = reinterpret_cast<const uint4*>(s.places()[0]);
   const auto* const other = reinterpret_cast<const uint4*>(s.places()[1]);
@@ -396,13 +396,13 @@ __device__ inline void sum_two(const Sum& s, int token, uint32_t unit) {
 
 // The same where this rank's own partial, whose terms are in the set, is still to be made.
 template <twDtype_t kWire>
-__device__ __noinline__ static void sum_with_own(Sum s, int token, int fan, uint32_t unit) {
+__device__ __noinline__ static void sum_with_own(Sum s, int token, int fan, Unit unit) {
   constexpr int kAtOnce = 2;
   const CombineParams& p = s.p;
-  const uint32_t end = min(p.vectors, (unit + 1) * p.per_unit);
+  const uint32_t end = min(p.vectors, (unit.number + unit.parts) * p.per_unit);
   std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
 #pragma unroll 1
-  for (uint32_t base = unit * p.per_unit + lane(); base < end; base += 32 * kAtOnce) {
+  for (uint32_t base = unit.number * p.per_unit + lane(); base < end; base += 32 * kAtOnce) {
     Quad low[kAtOnce] = {};
     Quad high[kAtOnce] = {};
 #pragma unroll 1
@@ -452,13 +452,13 @@ __device__ inline void sum_unit(const Sum& s, int token, const Unit& unit, const
   bool here = terms.here;
   if (!kFast && here && terms.own >= 0 && !s.simple()) collect_terms(p, s.set(), p.group.me, terms.own);
   if (here && !terms.lines && (kFast || (p.vectors_fit && (p.plain || terms.own < 0)))) {
-    if (terms.fan == 2 && p.per_unit >= kLongUnit) {
-      sum_two<kWire, kFast>(s, token, unit.number);
+    if (terms.fan == 2 && unit.parts * p.per_unit >= kLongUnit) {
+      sum_two<kWire, kFast>(s, token, unit);
     } else {
-      sum_vectors<kWire, kFast>(s, token, terms.fan, unit.number);
+      sum_vectors<kWire, kFast>(s, token, terms.fan, unit);
     }
   } else if (!kFast && here && !terms.lines && p.sums_fit) {
-    sum_with_own<kWire>(s, token, terms.fan, unit.number);
+    sum_with_own<kWire>(s, token, terms.fan, unit);
   } else if (here) {
     here = __all_sync(~0u, sum_lines<kWire, kFast>(s, token, terms.fan, unit));
   }

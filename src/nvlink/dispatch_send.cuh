@@ -39,7 +39,7 @@ struct Span {
 };
 __device__ inline Span span_of(const PayloadIn& payload, const Unit& unit) {
   const uint32_t begin = unit.number * payload.per_unit;
-  return {begin, min(payload.vectors, begin + payload.per_unit)};
+  return {begin, min(payload.vectors, begin + unit.parts * payload.per_unit)};
 }
 
 // The first of some vectors of a row.
@@ -326,21 +326,21 @@ struct Item {
   uint32_t row;
   Unit unit;
 };
-__device__ inline Item item_of(const Units& units, uint32_t u) {
-  const uint32_t per_row = units.per_row.divisor;
-  const uint32_t row = divide(u, units.per_row);
-  const uint32_t number = u - row * per_row + row - divide(row, units.per_row) * per_row;
-  return {row, unit_of(units, number < per_row ? number : number - per_row)};
-}
-__device__ inline uint32_t plain_units(const DispatchParams& p) {
-  return static_cast<uint32_t>(p.first_line) * p.plain.per_row.divisor;
-}
 __device__ inline Item sent_item(const DispatchParams& p, uint32_t u) {
-  const uint32_t plain = plain_units(p);
-  if (u < plain) return item_of(p.plain, u);
-  Item item = item_of(p.units, u - plain);
-  item.row += static_cast<uint32_t>(p.first_line);
-  return item;
+  const uint32_t wide = p.wide.units();
+  const bool is_wide = u < wide;
+  if (!is_wide) u -= wide;
+  const Divider& divider = is_wide ? p.wide.per_row : p.units.per_row;
+  const uint32_t parts = is_wide ? p.wide.parts : 1;
+  const uint32_t per_row = divider.divisor;
+  const uint32_t row = divide(u, divider);
+  uint32_t number = u - row * per_row + row - divide(row, divider) * per_row;
+  if (number >= per_row) number -= per_row;
+  return {is_wide ? row : row + p.wide.rows, unit_of(p.units, number * parts, parts)};
+}
+// Of all rows before one that is not among the wide.
+__device__ inline uint32_t units_before(const DispatchParams& p, int32_t token) {
+  return p.wide.units() + (static_cast<uint32_t>(token) - p.wide.rows) * p.units.per_row.divisor;
 }
 
 // Where rows begin; by a block, before a barrier.
@@ -386,8 +386,8 @@ __device__ inline void send(const Block& b, Ahead ahead) {
     for (int rank = static_cast<int>(threadIdx.x); rank < b.ranks(); rank += kThreads) tell(b, rank, 0);
     return;
   }
-  const uint32_t first_line = plain_units(p);
-  const uint32_t all = first_line + static_cast<uint32_t>(p.tokens - p.first_line) * p.units.per_row.divisor;
+  const uint32_t first_line = units_before(p, p.first_line);
+  const uint32_t all = units_before(p, p.tokens);
   const bool rounds = p.tokens > kRound;
   // Beyond those that everybody begins with; the warp that routes begins with none.
   const uint32_t given = (rounds ? kWarps - 1 : kWarps) * static_cast<uint32_t>(p.roles.sending);

@@ -65,10 +65,11 @@ struct Unit {
   uint32_t number;  // in the row
   uint32_t begin;   // groups of lines
   uint32_t end;
+  uint32_t parts;  // units of Units that it is made of
 };
-__device__ inline Unit unit_of(const Units& units, uint32_t number) {
+__device__ inline Unit unit_of(const Units& units, uint32_t number, uint32_t parts = 1) {
   const uint32_t begin = number * units.unit_groups;
-  return {number, begin, min(units.groups, begin + units.unit_groups)};
+  return {number, begin, min(units.groups, begin + parts * units.unit_groups), parts};
 }
 
 // Units of rows of several ranks, in turns: which unit, of which row of a rank, and which of the ranks.

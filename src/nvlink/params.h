@@ -18,7 +18,7 @@ namespace tw::nvlink {
 inline constexpr int kThreads = 512;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kRound = kThreads;  // tokens that are routed at a time; of the first round one by each thread
-inline constexpr int kTailLines = 128;   // of more tokens than go as lines, the last so many do; at most a round
+inline constexpr int kTailLines = 32;    // of more tokens than go as lines, the last so many do; at most a round
 inline constexpr int kUnitGroups = 4;    // at most so many groups of lines are one warp's at a time
 inline constexpr uint32_t kPushedVectors = 32 * kUnitGroups;  // of 16 bytes, of a row into an inbox, likewise
 inline constexpr int kMetaGroups = 2;  // in so many lies what travels beside the payloads of a row
@@ -175,6 +175,18 @@ struct Units {
   uint32_t line_bytes;   // of a row's lines
 };
 
+// The first rows in wider units, of several usual ones each, where few SMs work: there, what a unit costs beside its
+// bytes is what counts. (Where all SMs do, a unit that comes late is: a combine of 4096 tokens took twice as long.)
+struct WideUnits {
+  Divider per_row;
+  uint32_t parts;  // of the others in one
+  uint32_t rows;   // that are shared out so
+
+  constexpr uint32_t units() const { return rows * per_row.divisor; }
+};
+
+inline constexpr uint32_t kNoUnit = UINT32_MAX;
+
 // WindowMap::line of a lane, without what a kernel need not compute.
 struct LinesAt {
   uint64_t bank[2];
@@ -290,8 +302,8 @@ struct DispatchParams {
   int32_t send;
   int32_t receive;
   DispatchScratch at;
-  Units units;  // of rows that are lines
-  Units plain;  // of the others
+  Units units;
+  WideUnits wide;  // of rows that are no lines
   LinesAt lines;
   Roles roles;
   int32_t table;  // the expert table is kept in shared memory
@@ -306,8 +318,9 @@ struct CombineParams {
   CombineScratch at;
   GroupView group;
   HandleView handle;
-  Units units;  // of rows that are sent
-  Units sums;   // of tokens' sums
+  Units units;
+  WideUnits wide;   // of tokens' sums
+  uint32_t common;  // from this unit of them on, blocks that have sent sum too; kNoUnit: they do not
   LinesAt lines;
   Roles roles;
   int32_t lane;
@@ -339,6 +352,7 @@ struct CombineParams {
   uint32_t per_unit;     // of them in a unit of a sum
   uint32_t pushed;       // of them in a unit of a row that goes into an inbox
   int32_t pushed_parts;  // such units of a row
+  int32_t turn_chunks;   // that are drawn together
   int32_t drawn;         // turns_ahead
 };
 
@@ -426,6 +440,7 @@ struct CollectiveParams {
   int32_t tensors;
   int32_t chunk_rows;
   int32_t pushed_parts;  // of a row of all tensors
+  int32_t turn_chunks;   // that are drawn together
   int32_t drawn;         // turns_ahead
   uint32_t digest;
   int32_t all_sizes;

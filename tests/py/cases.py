@@ -42,6 +42,7 @@ class Setup:
     max_recv_tokens: int | None = None
     overflow: str = "refuse"
     row_alignment: int | None = None
+    sm_limit: int = 0
 
     @property
     def exact(self) -> bool:

@@ -56,6 +56,15 @@ def test_wide_rows(world, wire, weighting) -> None:
     check(world, one(setup, *both(base), *both(replace(base, seed=4, routing="holes", out="float32"))))
 
 
+@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
+def test_few_sms(world, mode) -> None:
+    """On a device with few SMs, rows are sent and summed whole, and sending blocks sum in the end."""
+    setup = Setup(ranks=2, experts=6, top_k=2, hidden=4096, max_tokens=640, mode=mode, sm_limit=2)
+    base = Round((640, 577), weighting="none", rows="bfloat16", out="bfloat16")
+    layouts = ("flat", "grouped") if mode == "high_throughput" else LAYOUTS
+    check(world, one(setup, *(replace(base, layout=layout, seed=i) for i, layout in enumerate(layouts))))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("weighting", ["none", "topk"])
 def test_dtypes(world, layout, weighting) -> None:
