@@ -4,6 +4,10 @@
 // all-to-all of the caller's (torch.distributed's in the Python package), and are unpacked into the peer's own window:
 // so layouts, sums and bits are those of the other backends. Ranks meet, tell each other of failures and notice each
 // other's death over TCP connections that the library makes itself.
+//
+// On CUDA devices kernels lay out a block for each rank, all of one size by the call's bound, collectives that are
+// enqueued behind them on the caller's stream move the blocks into the window, and kernels behind those show and sum
+// them: nothing waits for the host, and a sequence of calls can be captured into a graph.
 #ifndef TOKENWAY_CARRIER_H_
 #define TOKENWAY_CARRIER_H_
 
@@ -25,6 +29,7 @@ typedef struct {
   int32_t timeout_ms;         // for the meeting
   int32_t queues;             // how many: one for each lane of the group
   uint64_t key;               // of this channel: the same on its ranks, and never used twice
+  int32_t device;             // whose memory its moves are of; -1: the host's
 } twChannelConfig_t;
 
 typedef enum TW_AS_INT {
@@ -33,7 +38,7 @@ typedef enum TW_AS_INT {
   twMoveGather = 2,  // all-gather: the same send_bytes[0] bytes to every rank, as many from each
 } twMoveKind_t;
 
-// Host memory; parts of ranks follow each other without gaps. All of it stays until the move has ended, or, if it never
+// Host memory, or a device's; parts of ranks follow each other without gaps. All of it stays until the move has ended, or, if it never
 // does, for ever.
 typedef struct {
   size_t size;
@@ -60,6 +65,16 @@ typedef struct {
   // 1: ended, the bytes are there; 0: not in time; -1: failed, as when a connection broke. After 1 or -1 the number is
   // forgotten.
   int32_t (*wait)(void* context, int64_t channel, int64_t move, int32_t timeout_ms);
+  // The rest is of channels of a device alone, which call neither `start` nor `wait`; NULL where there are none.
+  // Begins `count` moves (twMoveBlocks, of one queue) behind what is on the stream (a cudaStream_t) so far. Never waits
+  // for a peer or the device, and may be captured. `at_once`: `join` follows. 0, or not.
+  int32_t (*enqueue)(void* context, int64_t channel, const twMove_t* moves, int32_t count, int32_t at_once,
+                     void* stream);
+  // What is put on the stream from now on comes behind the moves that a queue has begun. 0, or not.
+  int32_t (*join)(void* context, int64_t channel, int32_t queue, void* stream);
+  // Ends the moves that are under way, as their peers will never come; the streams go on. From any thread. Later moves
+  // of the channel fail.
+  void (*abort)(void* context, int64_t channel);
 } twCarrier_t;
 
 typedef enum TW_AS_INT {
@@ -83,8 +98,12 @@ typedef struct {
   // much as the group's longest message, so one move for each (two for a gather of many narrow tensors). -1: what takes
   // no longer to move than a second move takes to begin, as measured when the group is created
   int64_t inline_bytes;
+  // 1: ranks have a CUDA device each, `device` (-1: the current one), and so are the tensors of all calls. Blocks then
+  // have fixed sizes: strategy must be twRouted or twAuto, which are the same, and inline_bytes is not used.
+  int32_t on_device;
+  int32_t device;
 } twPortableConfig_t;
-#define TW_PORTABLE_CONFIG_INIT {sizeof(twPortableConfig_t), 0, NULL, NULL, NULL, twAuto, -1}
+#define TW_PORTABLE_CONFIG_INIT {sizeof(twPortableConfig_t), 0, NULL, NULL, NULL, twAuto, -1, 0, 0}
 
 // How the groups of a portable comm exchange, and what decided it.
 typedef struct {

@@ -21,6 +21,7 @@ class ChannelConfig(ctypes.Structure):
         ("timeout_ms", c_int32),
         ("queues", c_int32),
         ("key", c_uint64),
+        ("device", c_int32),
     ]
 
 
@@ -45,6 +46,9 @@ class CarrierStruct(_native.Struct):
         ("close", c_void_p),
         ("start", c_void_p),
         ("wait", c_void_p),
+        ("enqueue", c_void_p),
+        ("join", c_void_p),
+        ("abort", c_void_p),
     ]
 
 
@@ -57,6 +61,8 @@ class PortableConfig(_native.Struct):
         ("carrier", c_void_p),
         ("strategy", c_int),
         ("inline_bytes", c_int64),
+        ("on_device", c_int32),
+        ("device", c_int32),
     ]
 
 
@@ -77,4 +83,7 @@ Offer = ctypes.CFUNCTYPE(c_int32, c_void_p, POINTER(c_int32))
 Open = ctypes.CFUNCTYPE(c_int32, c_void_p, POINTER(ChannelConfig), POINTER(c_int64), c_void_p)
 Close = ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int32)
 Start = ctypes.CFUNCTYPE(c_int64, c_void_p, c_int64, POINTER(Move))
+Enqueue = ctypes.CFUNCTYPE(c_int32, c_void_p, c_int64, POINTER(Move), c_int32, c_int32, c_void_p)
+Join = ctypes.CFUNCTYPE(c_int32, c_void_p, c_int64, c_int32, c_void_p)
+Abort = ctypes.CFUNCTYPE(None, c_void_p, c_int64)
 Wait = ctypes.CFUNCTYPE(c_int32, c_void_p, c_int64, c_int64, c_int32)

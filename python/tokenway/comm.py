@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from ctypes import byref, c_int32, c_void_p
 from typing import Any
 
-from tokenway import _native, cuda, portable
+from tokenway import _native, carried, cuda, portable
 from tokenway.errors import ConfigMismatch, InvalidArgument, InvalidUsage, PeerRefused, TokenwayError, Unsupported
 from tokenway.settings import milliseconds
 
@@ -83,17 +83,25 @@ class Comm:
         process_group: Any = None,
         strategy: str = "auto",
         capacity: str | int | None = None,
+        device: Any = None,
         timeout: float | None = None,
     ) -> Comm:
-        """Connects processes on any hosts, on the CPU, whose groups exchange through torch.distributed. Collective.
+        """Connects processes on any hosts whose groups exchange through torch.distributed. Collective.
 
         `connect(backend="torch")` is the everyday form. allgather(mine): the bytes that every rank gives, in rank
-        order. process_group: groups exchange through further ones of its kind (default: gloo's). strategy and
-        capacity: as in `connect`. timeout: seconds to wait for the others (default 100).
+        order. process_group: groups exchange through further ones of its kind (default: gloo's, of devices NCCL's).
+        strategy and capacity: as in `connect`. device: of this rank, as in `cuda`, but that None is the CPU. timeout:
+        seconds to wait for the others (default 100).
         """
-        connect = portable.connect_gloo if process_group is None else portable.connect_like(process_group)
+        index = None if device is None else cuda.index_of(device)
+        if device is not None and index is None:
+            index = cuda.current_device()
+        if process_group is None:
+            connect = portable.connect_gloo if index is None else carried.connect
+        else:
+            connect = portable.connect_like(process_group, index is not None)
         limit = 0 if timeout is None else milliseconds(timeout)
-        options = {"strategy": strategy, "capacity": capacity, "timeout_ms": limit}
+        options = {"strategy": strategy, "capacity": capacity, "timeout_ms": limit, "device": index}
         return cls(*portable.create(rank, nranks, allgather, connect=connect, **options))
 
     @property
@@ -187,16 +195,17 @@ def connect(
     (`tokenway launch`, `tokenway.run`); torchrun's environment; else one rank alone. May be called again, by all
     ranks in the same order, for further comms. timeout: seconds to wait for the others (default 100).
 
-    backend: "shm" (ranks of one host, on the CPU), "nvlink" (of one host, on CUDA devices), "torch" (ranks anywhere, on
-    the CPU, over torch.distributed, which must be initialised) or "auto": of the first two the one of `device` where
-    all ranks are on one host, else "torch". `Comm.backend` and `Comm.why` say which and why, as a line of the log
-    "tokenway" does. docs/BACKENDS.md is the guide.
+    backend: "shm" (ranks of one host, on the CPU), "nvlink" (of one host, on CUDA devices), "torch" (ranks anywhere,
+    over torch.distributed, which must be initialised: on the CPU over gloo, on CUDA devices over NCCL) or "auto": of
+    the first two the one of `device` where all ranks are on one host, else "torch". `Comm.backend` and `Comm.why` say
+    which and why, as a line of the log "tokenway" does. docs/BACKENDS.md is the guide.
 
     Of "torch" alone, equal on all ranks: strategy: "routed" (ranks tell each other sizes, then send rows where they
     belong), "gathered" (all tokens to all ranks) or "auto" (the default: by what was measured when the first group was
     created). capacity: how much of each message travels at once, without its size being known: "exact" (nothing; the
     default of "routed"), "fixed" (all, however much a step may bring), bytes, or "auto" (as measured; the default of
-    the others).
+    the others). On CUDA devices nothing may wait for the host, so all is "routed", in blocks as large as a call's bound
+    allows: "fixed".
     """
     if backend not in BACKENDS:
         raise InvalidArgument(f"backend is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
@@ -230,7 +239,7 @@ class _Wish:
         self, device: Any, backend: str, strategy: str | None, capacity: str | int | None, timeout: float | None
     ):
         self._given = None if str(device) == "cpu" else device
-        on = {"shm": self._given is None, "nvlink": self._given is not None, "torch": self._given is None}
+        on = {"shm": self._given is None, "nvlink": self._given is not None}
         if not on.get(backend, True):
             where = "the CPU" if self._given is None else f"device {self._given!r}"
             raise Unsupported(f"backend {backend!r} is not for {where}")
@@ -247,10 +256,6 @@ class _Wish:
                 f"{' and '.join(self.portable)} is given, and backend {backend!r} has no choice: its ranks write where "
                 "rows are wanted, and never more of them than that"
             )
-
-    @property
-    def on_host(self) -> bool:
-        return self._given is None
 
     def index(self) -> int | None:
         """The CUDA device, chosen if it is to be chosen; None for the CPU."""
@@ -351,10 +356,10 @@ def _connect_torch(process_group: Any, wish: _Wish) -> Comm:
         where = f"rank 0 runs on {all_ranks[0][0]}, rank {apart} on {all_ranks[apart][0]}"
     if apart is None and wish.backend != "torch":
         return wish.comm(rank, nranks, all_ranks[0][2], where)
-    if wish.backend in ("shm", "nvlink") or not wish.on_host:
-        further = "" if wish.on_host else ", and the portable one is on the CPU"
-        raise Unsupported(f"{where}: the {wish.one_host} backend connects ranks of one host only{further}")
+    if wish.backend in ("shm", "nvlink"):
+        raise Unsupported(f"{where}: the {wish.one_host} backend connects ranks of one host only")
     options = {"process_group": process_group or dist.group.WORLD, "timeout": wish.timeout, **wish.portable}
+    options["device"] = index
     comm = Comm.portable(rank, nranks, allgather, **options)
     if wish.backend == "auto":
         comm.why = where

@@ -68,7 +68,7 @@ def choose_local_device() -> int:
     return int(local) % count
 
 
-class _Memory:
+class DeviceMemory:
     """Device memory of the C library, as `torch.as_tensor` takes it."""
 
     def __init__(self, pointer: int, count: int):
@@ -164,7 +164,7 @@ class Cuda:
         with self.torch.inference_mode(False):  # views are kept: one of inference_mode could not be trained with later
             if count == 0 or pointer == 0:
                 return self.torch.empty(shape, dtype=dtype, device=self.device)
-            raw = self.torch.as_tensor(_Memory(pointer, count), device=self.device)
+            raw = self.torch.as_tensor(DeviceMemory(pointer, count), device=self.device)
             if raw.data_ptr() != pointer:
                 raise InternalError("PyTorch has copied window memory that it was to view")
             return raw.view(dtype).view(shape)

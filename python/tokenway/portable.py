@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from tokenway import _carrier, _native
+from tokenway import _carrier, _native, carried
 from tokenway.errors import InvalidArgument, Unsupported
 
 _log = logging.getLogger("tokenway")
@@ -26,8 +26,9 @@ CAPACITIES = {"exact": 0, "fixed": 2**63 - 1, "auto": -1}
 _USUAL = {"routed": "exact", "gathered": "auto", "auto": "auto"}  # capacity of a strategy, where none is given
 
 BLOCKS, EXACT, GATHER = range(3)
-# Of a collective: the group's own timeout ends a wait, and must not find the connection broken by a shorter one.
-_FOREVER = timedelta(days=20)
+_FOREVER = (
+    carried.FOREVER
+)  # of a collective: the group's own timeout ends a wait, and must not find it broken by a shorter
 
 
 @dataclass(frozen=True)
@@ -107,13 +108,16 @@ def connect_gloo(meeting: Meeting) -> Any:
     return ProcessGroupGloo(meeting.store, meeting.rank, meeting.nranks, options)
 
 
-def connect_like(process_group: Any) -> Connect:
-    """Process groups of the kind that a caller's one is, if that kind moves host memory; else gloo's."""
+def connect_like(process_group: Any, on_device: bool = False) -> Connect:
+    """Process groups of the kind that a caller's one is, if that kind moves the memory; else gloo's, or, of devices,
+    NCCL's."""
     import torch.distributed as dist
 
     base = dist.group.WORLD if process_group is None else process_group
     kinds = dict(part.split(":", 1) for part in dist.get_backend_config(base).split(","))
-    name = kinds.get("cpu", "gloo")
+    name = kinds.get("cuda" if on_device else "cpu", "gloo")
+    if on_device and name in ("nccl", "gloo"):  # gloo has no all-to-all of device memory
+        return carried.connect
     if name == "gloo":
         return connect_gloo
     world = [dist.get_global_rank(base, rank) for rank in range(dist.get_world_size(base))]
@@ -128,6 +132,20 @@ def connect_like(process_group: Any) -> Connect:
 # -------------------------------------------------------------------------------------------------------------- carrier
 
 
+def connect_queues(config: _carrier.ChannelConfig, connect: Connect, store: Any, shared: dict[str, Any]) -> list[Any]:
+    """A process group for each queue of a channel."""
+    import torch.distributed as dist
+
+    timeout = timedelta(milliseconds=config.timeout_ms)
+    store.set_timeout(timeout)
+    ranks = [config.comm_ranks[rank] for rank in range(config.nranks)]
+    groups = []
+    for queue in range(config.queues):
+        own = dist.PrefixStore(f"tokenway-{config.key}-{queue}", store)
+        groups.append(connect(Meeting(own, config.rank, config.nranks, ranks, config.local.decode(), timeout, shared)))
+    return groups
+
+
 class Channel:
     """What moves the messages of one group."""
 
@@ -135,14 +153,7 @@ class Channel:
         import torch
         import torch.distributed as dist
 
-        timeout = timedelta(milliseconds=config.timeout_ms)
-        store.set_timeout(timeout)
-        ranks = [config.comm_ranks[rank] for rank in range(config.nranks)]
-        self._groups = []
-        for queue in range(config.queues):
-            own = dist.PrefixStore(f"tokenway-{config.key}-{queue}", store)
-            meeting = Meeting(own, config.rank, config.nranks, ranks, config.local.decode(), timeout, shared)
-            self._groups.append(connect(meeting))
+        self._groups = connect_queues(config, connect, store, shared)
         self._torch = torch
         self._nranks = config.nranks
         self._exchange_options = dist.AllToAllOptions()
@@ -217,7 +228,7 @@ class Carrier:
 
     def __init__(self, connect: Connect = connect_gloo):
         self._connect = connect
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, Any] = {}
         # Meeting places, by address: kept for all groups, as connecting asks for names, which can take seconds.
         self._stores: dict[tuple[str, int], Any] = {}
         self._server: Any = None
@@ -232,6 +243,9 @@ class Carrier:
             _carrier.Close(self._close),
             _carrier.Start(self._start),
             _carrier.Wait(self._wait),
+            _carrier.Enqueue(self._enqueue),
+            _carrier.Join(self._join),
+            _carrier.Abort(self._abort),
         )
         for (name, _), function in zip(_carrier.CarrierStruct._fields_[2:], self._functions, strict=True):
             setattr(self.struct, name, ctypes.cast(function, c_void_p))
@@ -251,7 +265,12 @@ class Carrier:
     def _open(self, _: Any, config: Any, channel: Any, error: Any) -> int:
         try:
             given = config.contents
-            made = Channel(given, self._connect, self._store(given), self._shared)
+            store = self._store(given)
+            if given.device < 0:
+                made: Any = Channel(given, self._connect, store, self._shared)
+            else:
+                groups = connect_queues(given, self._connect, store, self._shared)
+                made = carried.DeviceChannel(given, groups)
         except Exception as problem:
             text = f"{type(problem).__name__}: {problem}".encode()[:255]
             ctypes.memmove(error, text + b"\0", len(text) + 1)
@@ -290,6 +309,27 @@ class Carrier:
             _log.exception("a collective of the portable backend failed")
             return -1
 
+    def _enqueue(self, _: Any, channel: int, moves: Any, count: int, at_once: int, stream: int | None) -> int:
+        try:
+            self._channels[channel].enqueue(moves[:count], bool(at_once), stream or 0)
+        except Exception:
+            _log.exception("a collective of the portable backend failed")
+            return -1
+        return 0
+
+    def _join(self, _: Any, channel: int, queue: int, stream: int | None) -> int:
+        try:
+            return 0 if self._channels[channel].join(queue, stream or 0) else -1
+        except Exception:
+            _log.exception("a collective of the portable backend failed")
+            return -1
+
+    def _abort(self, _: Any, channel: int) -> None:
+        try:
+            self._channels[channel].abort()
+        except Exception:
+            _log.exception("a collective of the portable backend could not be called off")
+
 
 def create(
     rank: int,
@@ -300,8 +340,10 @@ def create(
     strategy: str = "auto",
     capacity: str | int | None = None,
     timeout_ms: int = 0,
+    device: int | None = None,
 ) -> tuple[int, Any]:
-    """(twComm_t, what must live as long). allgather(mine): what every rank gives, in rank order."""
+    """(twComm_t, what must live as long). allgather(mine): what every rank gives, in rank order. device: of this rank,
+    a CUDA device's number; None: the CPU."""
     try:
         import torch.distributed as dist
     except ImportError as error:
@@ -325,6 +367,13 @@ def create(
     config.carrier = ctypes.addressof(carrier.struct)
     config.strategy = strategy_code(strategy)
     config.inline_bytes = inline_bytes(_USUAL[strategy] if capacity is None else capacity)
+    if device is not None:
+        if capacity not in (None, "fixed", "auto"):
+            raise Unsupported(
+                f"capacity is {capacity!r}; on CUDA devices it must be 'fixed' or 'auto', which are the same there: "
+                "blocks are sized by the call's bound"
+            )
+        config.on_device, config.device, config.inline_bytes = 1, device, CAPACITIES["fixed"]
     pointer = c_void_p()
     _native.check(_native.lib.twCommCreatePortable(byref(pointer), rank, nranks, byref(config)))
     return pointer.value or 0, carrier

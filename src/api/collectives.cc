@@ -410,7 +410,7 @@ twResult_t twAllGatherV(twGroup_t group, const twAllGatherVInput_t* given, twAll
     if (status.ok()) status = tw::api::check_gather(*group, input, out, &from, &call);
     if (!status.ok()) {
       const bool views = out.layout == twRankMajor;
-      return tw::refuse_collective(*group, twPhaseGather, views, input.lane, input.stream, std::move(status));
+      return tw::refuse_collective(*group, twPhaseGather, views, call, input.lane, input.stream, std::move(status));
     }
     int64_t request = 0;
     status = tw::collect(*group, &call, input.lane, &request);
@@ -434,7 +434,7 @@ twResult_t twReduceScatterV(twGroup_t group, const twReduceScatterVInput_t* give
     if (status.ok()) status = tw::api::read_struct("output", output, &out);
     if (status.ok()) status = tw::api::check_reduce(*group, input, out, &call);
     if (!status.ok()) {
-      return tw::refuse_collective(*group, twPhaseReduce, false, input.lane, input.stream, std::move(status));
+      return tw::refuse_collective(*group, twPhaseReduce, false, call, input.lane, input.stream, std::move(status));
     }
     status = tw::collect(*group, &call, input.lane, &out.request);
     if (call.send_only && status.ok()) TW_RETURN_IF_FAILED(tw::api::write_struct("output", out, output));

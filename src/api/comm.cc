@@ -135,7 +135,22 @@ Status check_portable(const twPortableConfig_t& config) {
     return fail(twInvalidArgument, "config.inline_bytes is %lld; it must be -1 (as measured) or from 0 on",
                 static_cast<long long>(config.inline_bytes));
   }
+  if (config.on_device != 0 && config.on_device != 1) {
+    return fail(twInvalidArgument, "config.on_device is %d; it must be 0 or 1", config.on_device);
+  }
+  if (config.on_device == 1 && config.strategy == twGathered) {
+    return fail(twUnsupported,
+                "config.strategy is twGathered; on CUDA devices dispatches are routed, in blocks of fixed size: give "
+                "twRouted (0) or twAuto (2)");
+  }
   return {};
+}
+
+Status check_carrier(const twCarrier_t& calls, bool on_device) {
+  const bool host = calls.start && calls.wait;
+  const bool device = calls.enqueue && calls.join && calls.abort;
+  if (calls.offer && calls.open && calls.close && (on_device ? device : host)) return {};
+  return fail(twInvalidArgument, "config.carrier has a function that is NULL");
 }
 
 }  // namespace
@@ -149,10 +164,9 @@ twResult_t twCommCreatePortable(twComm_t* comm, int32_t rank, int32_t nranks, co
     TW_RETURN_IF_FAILED(check_portable(config));
     auto carrier = std::make_unique<tw::Carrier>();
     TW_RETURN_IF_FAILED(tw::api::read_struct("config.carrier", config.carrier, &carrier->calls));
-    const twCarrier_t& calls = carrier->calls;
-    if (!calls.offer || !calls.open || !calls.close || !calls.start || !calls.wait) {
-      return fail(twInvalidArgument, "config.carrier has a function that is NULL");
-    }
+    const bool on_device = config.on_device != 0;
+    TW_RETURN_IF_FAILED(check_carrier(carrier->calls, on_device));
+    if (on_device) TW_RETURN_IF_FAILED(find_device("config.device", &config.device));
     carrier->strategy = config.strategy;
     carrier->inline_bytes = config.inline_bytes;
     twCommConfig_t common = TW_COMM_CONFIG_INIT;
@@ -163,12 +177,14 @@ twResult_t twCommCreatePortable(twComm_t* comm, int32_t rank, int32_t nranks, co
       return config.allgather(mine, all, bytes, config.allgather_context);
     };
     const char* const names[] = {"routed", "gathered", "auto"};
-    const std::string note = std::string(names[config.strategy]) + " and " + std::to_string(config.inline_bytes);
+    std::string note = std::string(names[config.strategy]) + " and " + std::to_string(config.inline_bytes);
+    if (on_device) note += " on CUDA devices";
     std::unique_ptr<tw::Bootstrap> mesh;
-    TW_RETURN_IF_FAILED(tw::connect_tcp(rank, nranks, gather, note, "config.strategy or config.inline_bytes",
+    TW_RETURN_IF_FAILED(tw::connect_tcp(rank, nranks, gather, note, "config.strategy, config.inline_bytes or config.on_device",
                                         after(common.timeout_ms), &mesh));
     *comm = make_comm(std::move(mesh), environment, common.timeout_ms);
     (*comm)->carrier = std::move(carrier);
+    if (on_device) (*comm)->device = config.device;
     return {};
   });
 }

@@ -404,7 +404,8 @@ twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_
     if (status.ok()) status = tw::api::read_struct("output", output, &out);
     if (status.ok()) status = tw::api::check_dispatch(*group, *handle, input, out, &call);
     if (!status.ok()) {
-      return tw::refuse_dispatch(*group, known, input.lane, input.send_only == 1, input.stream, std::move(status));
+      return tw::refuse_dispatch(*group, known, input.lane, input.send_only == 1, input.bound, input.stream,
+                                 std::move(status));
     }
     status = tw::dispatch(*group, *handle, &call, input.lane, input.send_only != 0);
     if (call.at.lane >= 0) {  // after an error too: what the caller then looks at is safe

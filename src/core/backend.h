@@ -156,6 +156,16 @@ struct CollectiveCall {
   Mode mode() const { return reduces ? Mode::kReduce : Mode::kGather; }
 };
 
+// A call that this rank refuses, and what is known of its peers' calls.
+struct Refusal {
+  twPhase_t phase = twPhaseNone;            // what the step would have been
+  bool views = false;                       // it would have shown the window
+  const HandleArrays* combining = nullptr;  // the handle, if it is a combine
+  void* stream = nullptr;
+  int32_t bound = 0;     // 0: max_tokens
+  CollectiveMap places;  // of a gather or reduce; without tensors where the arguments do not tell
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -166,10 +176,9 @@ class Backend {
   // Of high throughput alone.
   virtual Status send_counts(const CountsCall& call, HandleArrays& handle) = 0;
   virtual Status send_collective(const CollectiveCall& call) = 0;
-  // `phase`: what the step would have been; `views`: it would have shown the window; `combining`: the handle, if a
-  // combine is refused, else NULL.
-  virtual Status send_refusal(StepPlace at, twPhase_t phase, bool views, const HandleArrays* combining,
-                              void* stream) = 0;
+  virtual Status send_refusal(StepPlace at, const Refusal& refusal) = 0;
+  // Whether peers can be told like that: where they wait in a collective, it must be known which.
+  virtual bool can_refuse(const Refusal&) const { return true; }
 
   // Finish it. After an error the targets are memory-safe: counts 0 and invalid ids for what did not arrive, NaN for
   // sums that could not be made.

@@ -206,13 +206,16 @@ Status finish_counts(twGroup& group, twHandle& handle) {
 
 }  // namespace
 
-Status refuse_on(twGroup& group, twPhase_t phase, bool views, int lane, const HandleArrays* combining, void* stream,
-                 Status why) {
-  TW_RETURN_IF_FAILED(drain(group, lane, phase, stream));
-  const bool at_bank = group.backend->on_device() && views;
-  const StepPlace at = at_bank ? group.lanes.begin_refusal(lane) : group.lanes.begin(lane);
+Status refuse_on(twGroup& group, Refusal refusal, int lane, Status why) {
+  TW_RETURN_IF_FAILED(drain(group, lane, refusal.phase, refusal.stream));
+  if (!group.backend->can_refuse(refusal)) {
+    abort_group(group);
+    return why;
+  }
+  refusal.views = refusal.views && group.backend->on_device();
+  const StepPlace at = refusal.views ? group.lanes.begin_refusal(lane) : group.lanes.begin(lane);
   group.lanes[lane].draining = true;
-  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, phase, at_bank, combining, stream));
+  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, refusal));
   return why;
 }
 
@@ -374,12 +377,13 @@ Status complete(twGroup& group, twHandle& handle, void* stream) {
   return status;
 }
 
-Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send_only, void* stream, Status why) {
+Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send_only, int32_t bound, void* stream,
+                       Status why) {
   if (handle != nullptr) TW_RETURN_IF_FAILED(check_not_pending(*handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
   // The step first: on a device it stands where the lease puts a dispatch, as the peers' does.
-  Status refused = refuse_on(group, twPhaseDispatch, true, lane, nullptr, stream, std::move(why));
+  Status refused = refuse_on(group, {twPhaseDispatch, true, nullptr, stream, bound, {}}, lane, std::move(why));
   if (handle == nullptr) return refused;
   // Then the lease, as at the peers, whose dispatch has not failed yet as far as they know, or has.
   handle->dispatched = false;
@@ -396,7 +400,7 @@ Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_combine_lane(group, handle, &lane));
-  Status refused = refuse_on(group, twPhaseCombine, false, lane, &handle, stream, std::move(why));
+  Status refused = refuse_on(group, {twPhaseCombine, false, &handle, stream, handle.bound, {}}, lane, std::move(why));
   if (learns_late(group)) give_back(group, handle);  // as at the peers, who think that it went well
   return refused;
 }
@@ -407,7 +411,7 @@ Status refuse_counts(twGroup& group, twHandle* handle, int32_t wish, bool send_o
   if (handle != nullptr && handle->counts.exchanged) handle = nullptr;
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
-  Status refused = refuse_on(group, twPhaseCounts, false, lane, nullptr, stream, std::move(why));
+  Status refused = refuse_on(group, {twPhaseCounts, false, nullptr, stream, 0, {}}, lane, std::move(why));
   if (handle == nullptr) return refused;
   give_back(group, *handle);
   // As at the peers, who give it back where they complete; on a device that goes well, as far as they know.

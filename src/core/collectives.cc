@@ -59,10 +59,11 @@ Status complete_request(twGroup& group, int64_t number, void* stream) {
   return status;
 }
 
-Status refuse_collective(twGroup& group, twPhase_t phase, bool views, int32_t wish, void* stream, Status why) {
+Status refuse_collective(twGroup& group, twPhase_t phase, bool views, const CollectiveCall& call, int32_t wish,
+                         void* stream, Status why) {
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, nullptr, wish, &lane));
-  return refuse_on(group, phase, views, lane, nullptr, stream, std::move(why));
+  return refuse_on(group, {phase, views, nullptr, stream, call.bound, call.places}, lane, std::move(why));
 }
 
 bool window_is_alive(twGroup& group, const void* address) {

@@ -201,7 +201,7 @@ const char* dtype_name(twDtype_t dtype) {
 bool is_summable(twDtype_t dtype) { return dtype == twFloat32 || dtype == twBfloat16 || dtype == twFloat16; }
 
 Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device, const Environment& environment,
-                    GroupConfig* config) {
+                    GroupConfig* config, bool carried) {
   config->given = caller;
   config->on_device = on_device;
   config->first_step = environment.first_step;
@@ -246,6 +246,8 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   if (on_device) {
     TW_RETURN_IF_FAILED(check_device_rows(shape));
     size_for_device(environment, &shape);
+    shape.carried = carried ? 1 : 0;
+    if (carried) shape.line_tokens = 0;  // what travels in blocks is there at once
   }
   if (!WindowMap::make(shape, &config->map)) {
     return fail(

@@ -29,9 +29,10 @@ const char* dtype_name(twDtype_t dtype);
 bool is_summable(twDtype_t dtype);
 
 // Checks a caller's configuration for a group of `ranks`. Errors name the field, its value and the allowed range.
-// `on_device`: for the CUDA backend, whose windows have lines and chunk words beside what the CPU's have.
+// `on_device`: for the CUDA backend, whose windows have lines and chunk words beside what the CPU's have. `carried`: its
+// rows go over a carrier, without lines.
 Status check_config(const twGroupConfig_t& given, int32_t ranks, bool on_device, const Environment& environment,
-                    GroupConfig* config);
+                    GroupConfig* config, bool carried = false);
 
 // The configuration as a parcel, and the first difference between ranks' parcels, as a sentence that names the field
 // and the ranks.

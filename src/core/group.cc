@@ -170,7 +170,9 @@ Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& re
   // A rank with a bad configuration takes part all the same, so that the others learn of it at once.
   GroupConfig config;
   const bool on_device = comm->device >= 0;
-  const Status checked = readable.ok() ? check_config(given, ranks, on_device, comm->environment, &config) : readable;
+  const bool carried = comm->carrier != nullptr;
+  const Status checked =
+      readable.ok() ? check_config(given, ranks, on_device, comm->environment, &config, carried) : readable;
   const TimePoint deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(comm->timeout_ms);
   TW_RETURN_IF_FAILED(agree(bootstrap, members, tags + kCheckedStage, deadline, kOccasion, checked));
   std::vector<Parcel> configs;

@@ -115,15 +115,18 @@ int64_t shown_rows(const twGroup& group, const twHandle& handle, twLayout_t layo
 Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* ready);
 Status complete(twGroup& group, twHandle& handle, void* stream);
 // For arguments that failed the check: peers are told at once, instead of waiting. Returns `why`.
-Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);
+// `bound`: of the call, 0 for max_tokens or where it is not known.
+Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send_only, int32_t bound, void* stream,
+                       Status why);
 Status refuse_counts(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);
 Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why);
 // Gathers and reduces (collectives.cc). call->at becomes the place of the step, lane -1 if none was begun; *request: of
 // a send_only call.
 Status collect(twGroup& group, CollectiveCall* call, int32_t lane, int64_t* request);
 Status complete_request(twGroup& group, int64_t request, void* stream);
-// `views`: the call would have shown the window.
-Status refuse_collective(twGroup& group, twPhase_t phase, bool views, int32_t lane, void* stream, Status why);
+// `call`: as far as its arguments were good.
+Status refuse_collective(twGroup& group, twPhase_t phase, bool views, const CollectiveCall& call, int32_t lane,
+                         void* stream, Status why);
 // Whether an address in this rank's window is of the last step that its lane has made.
 bool window_is_alive(twGroup& group, const void* address);
 // Whether a view of the handle's dispatch is still good: no later step has begun on its lane.

@@ -16,8 +16,7 @@ Status drain(twGroup& group, int lane, twPhase_t phase, void* stream);
 // Finishes the gather or reduce that was sent alone on a lane, and keeps how it ended for twCompleteRequest. Fails when
 // the group is finished.
 Status finish_request(twGroup& group, int lane, void* stream);
-// Publishes a refusal. `views`: the step would have shown the window. Returns `why`.
-Status refuse_on(twGroup& group, twPhase_t phase, bool views, int lane, const HandleArrays* combining, void* stream,
-                 Status why);
+// Publishes a refusal, or gives the group up where the peers cannot be told. Returns `why`.
+Status refuse_on(twGroup& group, Refusal refusal, int lane, Status why);
 
 }  // namespace tw

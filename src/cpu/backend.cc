@@ -76,7 +76,7 @@ class CpuBackend : public Backend {
     return {};
   }
 
-  Status send_refusal(StepPlace at, twPhase_t, bool, const HandleArrays*, void*) override {
+  Status send_refusal(StepPlace at, const Refusal&) override {
     std::fill_n(counts_.begin(), shape().ranks, 0);
     transport_.begin(at, {counts_.data(), 0, 0}, true);
     publish_step(transport_, context_.map, at, Mode::kRefused, 0, [](int) { return 0; });

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "bootstrap/shared_memory.h"
+#include "core/channel.h"
 #include "cpu/carried.h"
 
 namespace tw::cpu {
@@ -11,13 +12,6 @@ namespace {
 
 // Meetings, as offsets from the tag; the first two are those of posts.
 enum Stage : uint64_t { kOfferStage = 2, kCostsStage };
-
-constexpr char kOccasion[] = "connecting a group over its carrier";
-
-int milliseconds_to(TimePoint deadline) {
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
-  return static_cast<int>(std::clamp<int64_t>(left, 1, INT32_MAX));
-}
 
 }  // namespace
 
@@ -30,7 +24,6 @@ Status CarriedTransport::make(const BackendInit& init, std::unique_ptr<CarriedTr
 }
 
 Status CarriedTransport::open(const BackendInit& init) {
-  const twCarrier_t& calls = carrier_->calls;
   // The window first: a rank that has no memory for it must not leave the others waiting in a connection.
   void* const memory = ::mmap(nullptr, map_.bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   const bool mapped = memory != MAP_FAILED;
@@ -38,50 +31,9 @@ Status CarriedTransport::open(const BackendInit& init) {
     window_ = std::make_unique<Mapping>(static_cast<std::byte*>(memory), map_.bytes());
     prepare_words(map_, context_.first_step, window_->data());
   }
-  int32_t port = 0;
-  const bool offered = mapped && (me_ != 0 || ranks_ == 1 || calls.offer(calls.context, &port) == 0);
-  std::vector<Parcel> all;
-  const Parcel mine{Packer().add<uint8_t>(offered).add(port).take(), {}};
-  TW_RETURN_IF_FAILED(gather(*bootstrap_, members_, init.tag + kOfferStage, mine, init.deadline, kOccasion, &all));
-  if (!mapped) return fail(twOutOfMemory, "cannot map a window of %s", bytes_text(map_.bytes()).c_str());
-  for (int rank = 0; rank < ranks_; ++rank) {
-    Unpacker reader(all[rank].bytes);
-    if (reader.get<uint8_t>() == 0) return fail(twSystemError, "rank %d could not begin to connect", rank);
-    if (rank == 0) port = reader.get<int32_t>();
-  }
-  if (ranks_ == 1) return {};
-
-  // Peers on this host may know it as localhost; others cannot.
-  std::string local = "127.0.0.1";
-  std::string host = local;
-  for (int rank = 0; rank < ranks_; ++rank) {
-    if (rank == me_) continue;
-    std::string own;
-    std::string theirs;
-    bootstrap_->addresses(members_[rank], &own, &theirs);
-    if (rank == 0) host = theirs;
-    if (!own.empty() && own != "127.0.0.1" && own != "::1") local = own;
-  }
-  const std::vector<int32_t> comm_ranks(members_.begin(), members_.end());
-  twChannelConfig_t config{};
-  config.size = sizeof config;
-  config.rank = me_;
-  config.nranks = ranks_;
-  config.comm_ranks = comm_ranks.data();
-  config.local = local.c_str();
-  config.host = host.c_str();
-  config.port = port;
-  config.timeout_ms = milliseconds_to(init.deadline);
-  config.queues = map_.shape().lanes;
-  config.key = init.tag;
-  char error[256] = "";
-  int64_t channel = -1;
-  if (calls.open(calls.context, &config, &channel, error) != 0 || channel < 0) {
-    error[sizeof error - 1] = '\0';
-    return fail(twSystemError, "%s: %s", kOccasion, error);
-  }
-  channel_ = channel;
-  return {};
+  const Status ready =
+      mapped ? Status{} : fail(twOutOfMemory, "cannot map a window of %s", bytes_text(map_.bytes()).c_str());
+  return open_channel(init, init.tag + kOfferStage, -1, ready, &channel_);
 }
 
 // Microseconds of a move with so many bytes to each rank, the least of a few, as what disturbs them only adds; less
@@ -121,14 +73,14 @@ Status CarriedTransport::measure(const BackendInit& init) {
       const int i = kind == twMoveBlocks ? 0 : 1;
       us[i] = time_moves(kind, sizeof(Frame), kSmallRounds, init.deadline);
       const double large = us[i] < 0 ? -1 : time_moves(kind, each, kLargeRounds, init.deadline);
-      if (large < 0) return fail(twSystemError, "%s: a move among %d ranks failed", kOccasion, ranks_);
+      if (large < 0) return fail(twSystemError, "%s: a move among %d ranks failed", kConnecting, ranks_);
       // Ranks that were late for the small moves must not make the large ones seem to take nothing.
       rate[i] = static_cast<double>(kLarge) / std::max(large - us[i], large / 4);
     }
     const Costs mine{us[0], rate[0], us[1], rate[1]};
     std::vector<Parcel> all;
     TW_RETURN_IF_FAILED(gather(*bootstrap_, members_, init.tag + kCostsStage, {Packer().add(mine).take(), {}},
-                               init.deadline, kOccasion, &all));
+                               init.deadline, kConnecting, &all));
     costs = mine;
     for (const Parcel& parcel : all) {
       const auto theirs = Unpacker(parcel.bytes).get<Costs>();

@@ -31,6 +31,7 @@ struct Shape {
   // What only devices have: 0 on the CPU.
   int32_t line_tokens = 0;  // rows of a source that may travel as lines (layout/lines.h)
   int32_t chunk_rows = 0;   // rows of a bulk combine that share a word
+  int32_t carried = 0;      // 1: rows go over a carrier, in blocks by source: so an inbox has them as slots do
 
   constexpr bool exact() const { return recv_rows > 0; }
   // Rows that a rank may receive in a step.

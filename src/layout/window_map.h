@@ -38,7 +38,10 @@ class WindowMap {
   static constexpr bool make(const Shape& shape, WindowMap* map) {
     Checked c;
     map->shape_ = shape;
-    const uint64_t rows = shape.recv_rows > 0 ? shape.recv_rows : c.mul(shape.ranks, shape.max_tokens);
+    uint64_t rows = c.mul(shape.ranks, shape.max_tokens);
+    const uint64_t inbox_rows = shape.carried != 0 ? rows : c.mul(shape.max_tokens, shape.fan_out());
+    // Over a carrier blocks of all sources lie in a bank before their rows come together.
+    if (shape.recv_rows > 0) rows = shape.carried != 0 ? std::max<uint64_t>(rows, shape.recv_rows) : shape.recv_rows;
     uint64_t at = 0;
     for (int q = 0; q < shape.payloads; ++q) {
       map->payload_at_[q] = at;
@@ -46,7 +49,7 @@ class WindowMap {
     }
     map->meta_at_ = at;
     const uint64_t dispatch = c.add(at, c.mul(rows, meta_bytes(shape.top_k)));
-    const uint64_t inbox = c.mul(c.mul(shape.max_tokens, shape.fan_out()), shape.combine_bytes);
+    const uint64_t inbox = c.mul(inbox_rows, shape.combine_bytes);
     const uint64_t counts = shape.recv_rows > 0 ? c.mul(shape.ranks, counts_bytes(shape)) : 0;
     map->bank_bytes_ = c.align(std::max({dispatch, inbox, counts}), kPageAlignment);
     map->banks_at_ = c.align(2 * kWordStride * shape.ranks, kPageAlignment);
@@ -136,6 +139,10 @@ class WindowMap {
   constexpr uint64_t bank(int lane, int bank) const { return bank_at(lane, bank); }
   constexpr uint64_t bank_bytes() const { return bank_bytes_; }
 
+  // Over a carrier: place of the partial of the row in slot p of a source, in a step of bound b.
+  constexpr uint64_t inbox_slot(int lane, int bank, int source, int p, int bound) const {
+    return bank_at(lane, bank) + row(source, p, bound) * shape_.combine_bytes;
+  }
   // Place of the position-th rank's partial of a token.
   constexpr uint64_t inbox(int lane, int bank, int token, int position) const {
     return bank_at(lane, bank) + (static_cast<uint64_t>(token) * shape_.fan_out() + position) * shape_.combine_bytes;

@@ -161,7 +161,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   remember(call.stream);
   const bool capturing = captures(call.stream);
   DispatchParams p{};
-  p.group = view_;
+  p.group = view_at(call.at, !call.send_only);
   p.handle = view_of(handle);
   p.in = ids_of(handle, shape().exact());
   const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
@@ -289,9 +289,10 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   remember(call.stream);
   const bool early = early_ && captures(call.stream);  // the launch itself takes the host 4 us longer
   CombineParams p{};
-  p.group = view_;
+  p.group = view_at(call.at, !call.send_only);
   p.handle = view_of(handle);
   p.lane = call.at.lane;
+  p.bank = bank_of(call.at);
   p.bound = call.bound;
   p.tokens = handle.routing.tokens;
   p.send = send;
@@ -300,7 +301,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   if (p.expert_major && send && !handle.placed) TW_RETURN_IF_FAILED(run_places(call, handle));
   p.weighted = call.weighted;
   p.plain = !p.expert_major && !p.weighted && call.rows_dtype == context_.wire;
-  p.own_direct = call.apart;
+  p.own_direct = call.apart && carriage_ == nullptr;
   p.tail_lines = std::min<int32_t>(view_.line_tokens, kTailLines);
   p.late_word = call.in_window;
   p.rows_dtype = call.rows_dtype;
@@ -324,7 +325,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   const bool usual = p.plain && p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype;
   const bool lines = usual && all_lines(call.bound);
   p.kind = lines ? Kind::kLines : usual ? Kind::kUsual : Kind::kAny;
-  const int64_t returning = static_cast<int64_t>(shape().ranks - (call.apart ? 1 : 0)) * call.bound;
+  const int64_t returning = static_cast<int64_t>(shape().ranks - (p.own_direct ? 1 : 0)) * call.bound;
   const int64_t rows = std::max<int64_t>(p.tokens, returning);
   p.units = units_of(words_of(shape().combine_bytes), 0, unit_rows(lines, p.tokens, call.bound),
                      int64_t{max_grid_} * kWarps / 2);
@@ -344,6 +345,20 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
     p.receive = 1;
   }
   return launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream));
+}
+
+Status NvlinkBackend::run_refusal(StepPlace at, const Refusal& refusal, bool send, bool receive) {
+  const OnDevice on(device_);
+  remember(refusal.stream);
+  RefuseParams p{};
+  p.group = view_at(at, true);
+  p.lane = at.lane;
+  p.bank = refusal.views || carriage_ != nullptr ? at.bank() : -1;
+  p.status = refusal.combining == nullptr ? nullptr : refusal.combining->status;
+  p.phase = refusal.phase;
+  p.send = send;
+  p.receive = receive;
+  return launched("the refusal of a call", launch_refuse(p, refusal.stream));
 }
 
 // The end of a step, as far as the host knows it: launched, unless TOKENWAY_BLOCKING asks to wait.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "nvlink/carriage.h"
 #include "nvlink/control.h"
 #include "nvlink/memory.h"
 #include "nvlink/window.h"
@@ -34,6 +35,7 @@ class NvlinkBackend : public Backend {
     const OnDevice on(device_);
     if (control_ != nullptr) control_->end_watch();  // its thread uses the arena
     settle();
+    carriage_.reset();
     arena_.reset();
     control_.reset();  // after the last kernel that may look at its pages
   }
@@ -52,26 +54,29 @@ class NvlinkBackend : public Backend {
 
   // A call that receives too is one kernel, launched here.
   Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
+    if (carriage_ != nullptr) return carry_dispatch(call, handle, true);
     return run_dispatch(call, handle, true, !call.send_only);
   }
   Status send_combine(const CombineCall& call, HandleArrays& handle) override {
+    if (carriage_ != nullptr) return carry_combine(call, handle, true);
     return run_combine(call, handle, true, !call.send_only);
   }
 
-  Status send_refusal(StepPlace at, twPhase_t phase, bool views, const HandleArrays* combining, void* stream) override {
-    const OnDevice on(device_);
-    remember(stream);
-    const int bank = views ? at.bank() : -1;
-    const int32_t* const status = combining == nullptr ? nullptr : combining->status;
-    return launched("the refusal of a call", launch_refuse({view_, at.lane, bank, status, phase}, stream));
+  bool can_refuse(const Refusal& refusal) const override;
+  Status send_refusal(StepPlace at, const Refusal& refusal) override {
+    return carriage_ != nullptr ? carry_refusal(at, refusal) : run_refusal(at, refusal, true, true);
   }
 
-  Status send_collective(const CollectiveCall& call) override { return run_collective(call, true, !call.send_only); }
+  Status send_collective(const CollectiveCall& call) override {
+    return carriage_ != nullptr ? carry_collective(call, true) : run_collective(call, true, !call.send_only);
+  }
   StepEnd finish_collective(const CollectiveCall& call, TimePoint) override {
-    return end_of(call.stream, call.send_only ? run_collective(call, false, true) : Status{});
+    if (!call.send_only) return end_of(call.stream, {});
+    return end_of(call.stream,
+                  carriage_ != nullptr ? carry_collective(call, false) : run_collective(call, false, true));
   }
   Status send_counts(const CountsCall& call, HandleArrays& handle) override {
-    return run_counts(call, handle, true, !call.send_only);
+    return carriage_ != nullptr ? carry_counts(call, handle, true) : run_counts(call, handle, true, !call.send_only);
   }
   StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override;
   void read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) override;
@@ -83,10 +88,14 @@ class NvlinkBackend : public Backend {
   }
 
   StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays& handle) override {
-    return end_of(call.stream, call.send_only ? run_dispatch(call, handle, false, true) : Status{});
+    if (!call.send_only) return end_of(call.stream, {});
+    return end_of(call.stream, carriage_ != nullptr ? carry_dispatch(call, handle, false)
+                                                    : run_dispatch(call, handle, false, true));
   }
   StepEnd finish_combine(const CombineCall& call, TimePoint, HandleArrays& handle) override {
-    return end_of(call.stream, call.send_only ? run_combine(call, handle, false, true) : Status{});
+    if (!call.send_only) return end_of(call.stream, {});
+    return end_of(call.stream, carriage_ != nullptr ? carry_combine(call, handle, false)
+                                                    : run_combine(call, handle, false, true));
   }
   // A refusal's kernel has waited for the peers.
   StepEnd drain(StepPlace, TimePoint) override { return {}; }
@@ -140,6 +149,7 @@ class NvlinkBackend : public Backend {
   const Shape& shape() const { return context_.map.shape(); }
   std::byte* window() const { return windows_.by_rank[context_.me]->data(); }
 
+  Status connect(const BackendInit& init, uint64_t* tag);
   Status may_use_lines(bool* may);
   Status test_lines();
   Status fill_view(const BackendInit& init);
@@ -148,6 +158,23 @@ class NvlinkBackend : public Backend {
   Status run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_collective(const CollectiveCall& call, bool send, bool receive);
+  Status run_refusal(StepPlace at, const Refusal& refusal, bool send, bool receive);
+  // Over a carrier (carrying.cc). `sends`: else the step was sent alone, and is finished.
+  GroupView view_at(StepPlace at, bool waits) const;
+  std::vector<Region> dispatched(int32_t bound) const;
+  std::vector<Region> combined(int32_t bound) const;
+  std::vector<Region> collected(const CollectiveMap& places) const;
+  template <class Run>
+  Status carry(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only, void* stream, Run&& run);
+  template <class Run>
+  Status arrive(StepPlace at, bool at_once, void* stream, Run&& run);
+  Status land_rows(const DispatchCall& call, HandleArrays& handle);
+  Status carry_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends);
+  Status carry_combine(const CombineCall& call, HandleArrays& handle, bool sends);
+  Status carry_collective(const CollectiveCall& call, bool sends);
+  Status carry_counts(const CountsCall& call, HandleArrays& handle, bool sends);
+  Status carry_refusal(StepPlace at, const Refusal& refusal);
+  int bank_of(StepPlace at) const { return carriage_ != nullptr ? at.bank() : -1; }
   void share_out(const CollectiveCall& call, CollectiveParams* p) const;
   Status run_views(const DispatchCall& call, HandleArrays& handle);
   Status run_places(const CombineCall& call, HandleArrays& handle);
@@ -197,6 +224,7 @@ class NvlinkBackend : public Backend {
   DeviceWindows windows_;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Control> control_;
+  std::unique_ptr<Carriage> carriage_;  // NULL: devices write into each other's windows
   GroupView view_{};
   DispatchScratch dispatch_{};
   CombineScratch combine_{};

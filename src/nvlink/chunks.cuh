@@ -6,10 +6,15 @@
 
 namespace tw::nvlink {
 
-// Where the owner of a row wants its partial.
+// Where the owner of a row wants its partial. `header`: of the row; over a carrier, its slot.
 __device__ inline std::byte* place_of(const Sum& s, int owner, uint64_t header) {
+  const WindowMap& map = s.p.group.map;
+  if (is_carried(s.p.group)) {
+    return s.windows()[owner] +
+           map.inbox_slot(s.step.lane, s.step.bank(), owner, static_cast<int>(header), s.p.bound);
+  }
   return s.windows()[owner] +
-         s.p.group.map.inbox(s.step.lane, s.step.bank(), static_cast<int>(header), static_cast<int>(header >> 32));
+         map.inbox(s.step.lane, s.step.bank(), static_cast<int>(header), static_cast<int>(header >> 32));
 }
 
 // A unit of a plain row: 16 bytes a lane and several at once; the first and the row's header are on their way together,
@@ -86,7 +91,9 @@ template <twDtype_t kWire, bool kFast>
 __device__ inline void push_unit(const Sum& s, int owner, int slot, const Unit& unit) {
   const CombineParams& p = s.p;
   const uint64_t header =
-      load_fresh<unsigned long long>(p.handle.meta + meta_row(p, owner, slot) * (1 + p.group.map.shape().top_k));
+      is_carried(p.group)
+          ? static_cast<uint64_t>(slot)
+          : load_fresh<unsigned long long>(p.handle.meta + meta_row(p, owner, slot) * (1 + p.group.map.shape().top_k));
   if (kFast || (p.plain && p.vectors_fit)) {
     copy_unit(s, owner, row_in(p, owner, slot), header, unit.number);
   } else if (p.sums_fit) {
@@ -196,7 +203,7 @@ __device__ inline void publish_chunks(const Call& s) {
       const int of = i / together;
       const Chunk chunk = chunk_of(s, work.taken[Work::place_of(turn + of)] + i - of * together);
       fence_system();  // one instruction of all these lanes, each of which stores a word
-      if (chunk.rows > 0) {
+      if (chunk.rows > 0 && !is_carried(s.p.group)) {
         store_word(
             s.windows()[chunk.owner] + s.p.group.map.chunk_word(s.step.lane, s.step.bank(), s.p.group.me, chunk.number),
             s.step.number);

@@ -44,7 +44,7 @@ void NvlinkBackend::share_out(const CollectiveCall& call, CollectiveParams* p) c
   const uint64_t line_row = kLineBytes * lines_of(words);
   // The lines of a group are where they are whatever a step has in them (S10): a flag is never another line's data.
   const uint64_t room = static_cast<uint64_t>(view_.line_tokens) * context_.map.line_row();
-  const bool lines = shape().ranks > 1 && static_cast<uint64_t>(call.bound) * line_row <= room;
+  const bool lines = shape().ranks > 1 && view_.line_tokens > 0 && static_cast<uint64_t>(call.bound) * line_row <= room;
   p->by_lines = lines;
   p->lines = LinesAt::make(context_.map, call.at.lane);
   p->lines.row = static_cast<uint32_t>(line_row);
@@ -71,9 +71,9 @@ Status NvlinkBackend::run_collective(const CollectiveCall& call, bool send, bool
   remember(call.stream);
   CollectiveParams p{};
   p.at = collective_;
-  p.group = view_;
+  p.group = view_at(call.at, !call.send_only);
   p.lane = call.at.lane;
-  p.bank = call.views ? call.at.bank() : -1;
+  p.bank = call.views || carriage_ != nullptr ? call.at.bank() : -1;
   p.bound = call.bound;
   p.send = send;
   p.receive = receive;
@@ -91,7 +91,7 @@ Status NvlinkBackend::run_collective(const CollectiveCall& call, bool send, bool
   share_out(call, &p);
   const bool seen = call.views && !p.by_lines;  // the words alone say that rows are there
   p.late_word = call.in_window || seen;
-  p.own_pushed = call.in_window || seen;
+  p.own_pushed = call.in_window || seen || carriage_ != nullptr;
   const bool early = early_ && captures(call.stream);
   const auto launch = call.reduces ? launch_reduce : launch_gather;
   return launched(call.reduces ? "a reduce-scatter" : "a gather", launch(p, p.roles.grid(), early, call.stream));

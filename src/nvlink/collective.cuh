@@ -239,7 +239,8 @@ __device__ inline void push_item(const Collect& s, int number, int item) {
   const Part part = part_of(s.p, static_cast<uint32_t>(item - row * s.p.pushed_parts));
   const CollectiveRows& rows = s.p.rows[part.tensor];
   const int i = chunk.number * s.chunk_rows() + row;
-  copy_part(rows, s.bank(chunk.owner) + s.place(rows, s.me(), i), s.row_in(rows, chunk.owner, i), part.number);
+  copy_part(rows, s.bank(chunk.owner) + s.place(rows, source_at(s.p.group, chunk.owner), i),
+            s.row_in(rows, chunk.owner, i), part.number);
 }
 
 // ---- Rows that are lines
@@ -342,7 +343,7 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Recei
   const int thread = static_cast<int>(threadIdx.x);
   Collect s{p, Step{0, p.lane, p.bound, phase}};
 #pragma unroll 1
-  for (int i = thread; i < s.ranks(); i += kThreads) s.windows()[i] = window_of(g, i), s.came()[i] = 0;
+  for (int i = thread; i < s.ranks(); i += kThreads) s.windows()[i] = target_of(g, i, p.send), s.came()[i] = 0;
   if (thread == 0) *s.failed() = 0;
   if (!kLines) begin_work(s);
   warm(p, offsetof(CollectiveParams, rows) + 2 * sizeof(CollectiveRows));
@@ -359,7 +360,7 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Recei
   const bool skips = p.bank >= 0 && static_cast<int>(s.step.number & 1) != p.bank;
   if (skips) ++s.step.number;
   bool usable = __syncthreads_or(is_sticky(g)) == 0;  // threads that differ would wait for each other
-  if (usable && p.send && skips) usable = skip_step(g, s.step);
+  if (usable && p.send && skips && !is_carried(g)) usable = skip_step(g, s.step);
   if (!usable) {
     if (p.receive) clear(s);
     return;  // not done: the group is finished
@@ -368,6 +369,7 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Recei
   if (p.receive && thread == 0) arrived = begin_end(g, s.step);
   if (thread == 0 && blockIdx.x == 0) clear_tickets(g, s.step);
   if (p.send) report_sizes(s);
+  if (p.send && thread == 0 && blockIdx.x == 0) say_sent(g, s.step);
   if (p.sizes_at != nullptr) meet();  // what was noted of them is about to be overwritten
   const bool last = s.set() == kWarps - 1;
   if (s.sends()) {  // S7: nobody here waits

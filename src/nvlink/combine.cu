@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   const GroupView& g = p.group;
   Sum s{p, Step{0, p.lane, p.bound, twPhaseCombine}};
 #pragma unroll 1
-  for (int i = threadIdx.x; i < s.ranks(); i += kThreads) s.windows()[i] = window_of(g, i);
+  for (int i = threadIdx.x; i < s.ranks(); i += kThreads) s.windows()[i] = target_of(g, i, p.send);
   if (threadIdx.x == 0) *s.failed() = 0;
   begin_work(s);
   warm(p);
@@ -184,6 +184,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   if (s.sums() && token < p.tokens) sent = load_sent(p, token, lane());
   const Counts counts = load_counts(s, static_cast<int>(threadIdx.x));
   s.step.number = next_step(g, p.lane);
+  begin_at_bank(g, p.bank, &s.step.number);
   const bool good = can_combine(p);
   keep_counts(s, counts);
   const bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
@@ -195,6 +196,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   uint32_t arrived = 0;
   if (p.receive && thread == 0) arrived = begin_end(g, s.step);
   if (thread == 0 && blockIdx.x == 0) clear_tickets(g, s.step);
+  if (thread == 0 && blockIdx.x == 0 && p.send) say_sent(g, s.step);
   if (s.sends()) {
     if (!p.late_word && blockIdx.x == 0 && s.set() == 0) publish_first(s);
     send<kWire, kFast>(s, early, ahead);  // S7: nobody here waits

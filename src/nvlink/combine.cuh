@@ -49,6 +49,7 @@ __device__ __noinline__ static bool source_failed(const GroupView& g, Step step,
 
 __device__ __noinline__ static bool await_chunk(const GroupView& g, Step step, int source, int chunk) {
   const std::byte* const word = window_of(g, g.me) + g.map.chunk_word(step.lane, step.bank(), source, chunk);
+  if (is_carried(g)) return true;  // all is there, or the word is not
   Patience patience(g);
 #pragma unroll 1
   while (load_acquire(word) != step.number) {  // S4
@@ -119,7 +120,10 @@ __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
       terms.lines = true;
     } else {
       s.kinds()[term] = kInbox;
-      s.places()[term] = s.window() + map.inbox(s.step.lane, s.step.bank(), token, position);
+      s.places()[term] =
+          s.window() + (is_carried(p.group)
+                            ? map.inbox_slot(s.step.lane, s.step.bank(), from.rank, from.slot, p.bound)
+                            : map.inbox(s.step.lane, s.step.bank(), token, position));
       terms.here &= await_chunk(p.group, s.step, from.rank, from.slot / s.chunk_rows());
     }
   }

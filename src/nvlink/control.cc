@@ -1,5 +1,7 @@
 #include "nvlink/control.h"
 
+#include <sys/mman.h>
+
 #include <cstring>
 #include <map>
 
@@ -59,13 +61,37 @@ Status Control::create(const BackendInit& init, uint64_t tag, std::unique_ptr<Co
       share_memory(*init.bootstrap, init.members, tag, init.deadline, kPageBytes, [](std::byte*) {}, "", &memory));
   made->pages_ = std::move(memory.by_rank);
   for (const auto& page : made->pages_) {
-    std::shared_ptr<Registered> registered;
-    TW_RETURN_IF_FAILED(Registered::find(page, &registered));
-    made->registered_.push_back(std::move(registered));
-    void* pointer = nullptr;
-    TW_CUDA(cudaHostGetDevicePointer(&pointer, page->data(), 0));
-    made->on_device_.push_back(static_cast<ControlPage*>(pointer));
+    TW_RETURN_IF_FAILED(made->add_page(page));
   }
+  *control = std::move(made);
+  return {};
+}
+
+Status Control::add_page(const std::shared_ptr<Mapping>& page) {
+  std::shared_ptr<Registered> registered;
+  TW_RETURN_IF_FAILED(Registered::find(page, &registered));
+  registered_.push_back(std::move(registered));
+  void* pointer = nullptr;
+  TW_CUDA(cudaHostGetDevicePointer(&pointer, page->data(), 0));
+  on_device_.push_back(static_cast<ControlPage*>(pointer));
+  return {};
+}
+
+Status Control::create_apart(const BackendInit& init, std::unique_ptr<Control>* control) {
+  std::unique_ptr<Control> made(new Control);
+  made->bootstrap_ = init.bootstrap;
+  made->members_.assign(init.members.begin(), init.members.end());
+  made->me_ = init.context->me;
+  made->apart_ = true;
+  made->tag_ = init.tag;
+  made->first_step_ = init.context->first_step;
+  made->timeout_ = std::chrono::milliseconds(init.timeout_ms);
+  made->watched_.resize(static_cast<size_t>(init.context->map.shape().lanes));
+  void* const memory = ::mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return fail_errno("cannot map a control page");
+  const auto page = std::make_shared<Mapping>(static_cast<std::byte*>(memory), kPageBytes);
+  made->pages_.assign(made->members_.size(), page);
+  for (size_t rank = 0; rank < made->members_.size(); ++rank) TW_RETURN_IF_FAILED(made->add_page(page));
   *control = std::move(made);
   return {};
 }
@@ -91,6 +117,7 @@ void Control::end_watch() {
 void Control::watch() {
   std::unique_lock lock(mutex_);
   while (!ended_.wait_for(lock, kLook, [this] { return ending_; })) {
+    if (apart_) listen();
     for (int rank = 0; rank < static_cast<int>(members_.size()) && dead() < 0; ++rank) {
       if (bootstrap_->alive(members_[rank])) continue;
       if (ended_.wait_for(lock, kGrace, [this] { return ending_; })) return;
@@ -115,6 +142,7 @@ void Control::announce_abort(AbortWord reason) {
     std::atomic_ref(page(rank).abort[me_]).store(pack(reason), std::memory_order_release);
     std::atomic_ref(page(rank).stop).store(1, std::memory_order_release);
   }
+  if (apart_) tell(reason);
   if (stop_) stop_();
 }
 
@@ -143,7 +171,9 @@ bool Control::stopped(Report* report) const {
   return take(page(me_).stopped, &none, report);
 }
 
-bool Control::next_failure(Report* report) { return take(page(me_).failure, &failures_seen_, report); }
+bool Control::next_failure(Report* report) {
+  return take(page(me_).failure, &failures_seen_, report) || take(page(me_).late, &late_seen_, report);
+}
 bool Control::next_call(Report* report) { return take(page(me_).call, &calls_seen_, report); }
 bool Control::next_bad_id(Report* report) { return take(page(me_).bad_id, &bad_ids_seen_, report); }
 

@@ -27,6 +27,10 @@ class Control {
   // Shares a page of every member with all of them. Collective; uses `tag`. Starts looking after the peers.
   static Status create(const BackendInit& init, uint64_t tag, std::unique_ptr<Control>* control);
 
+  // Where ranks share no memory: one page stands for those of all, what is to be told to peers is posted to them over
+  // their connections, and this rank's thread watches how long its steps over the carrier take.
+  static Status create_apart(const BackendInit& init, std::unique_ptr<Control>* control);
+
   // The pages as this rank's device sees them, by rank.
   const std::vector<ControlPage*>& on_device() const { return on_device_; }
 
@@ -53,14 +57,37 @@ class Control {
   void watch();
   void stop();
   static bool take(const Report& from, uint32_t* seen, Report* to);
+  Status add_page(const std::shared_ptr<Mapping>& page);
+  // Of ranks apart: control_apart.cc.
+  void tell(AbortWord reason);
+  void listen();
+  void watch_steps(TimePoint now);
+  int behind(int lane, uint32_t step) const;
+  void find_late(int lane, uint32_t step);
+  uint64_t tag(int post) const { return tag_ + static_cast<uint64_t>(post); }
 
   Bootstrap* bootstrap_ = nullptr;
   std::vector<int> members_;
   int me_ = 0;
+  // How long a lane's step has been under way, and waited for.
+  struct Watched {
+    uint32_t sent = 0;
+    uint32_t waits = 0;
+    TimePoint sent_at{};
+    TimePoint waits_at{};
+  };
+  bool apart_ = false;
+  uint64_t tag_ = 0;
+  uint32_t first_step_ = 0;
+  std::chrono::milliseconds timeout_{};
+  std::vector<Watched> watched_;  // by lane
+  std::string noticed_;           // what the peers know of this rank's steps
+  std::atomic<uint64_t> told_ = 0;  // the abort word that they know
   std::vector<std::shared_ptr<Mapping>> pages_;
   std::vector<std::shared_ptr<Registered>> registered_;
   std::vector<ControlPage*> on_device_;
   uint32_t failures_seen_ = 0;
+  uint32_t late_seen_ = 0;
   uint32_t calls_seen_ = 0;
   uint32_t bad_ids_seen_ = 0;
   std::atomic<int> dead_ = -1;

@@ -11,11 +11,12 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   remember(call.stream);
   const bool capturing = captures(call.stream);
   CountsParams p{};
-  p.group = view_;
+  p.group = view_at(call.at, !call.send_only);
   p.handle = view_of(handle);
   p.in = ids_of(handle, false);
   p.told = arena_->told(call.at.lane, shape());
   p.lane = call.at.lane;
+  p.bank = bank_of(call.at);
   p.tokens = handle.routing.tokens;
   p.alignment = call.alignment;
   p.drop = call.drop ? 1 : 0;
@@ -41,7 +42,10 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
 
 StepEnd NvlinkBackend::finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle,
                                      KnownCounts* known) {
-  const Status run = call.send_only ? run_counts(call, handle, false, true) : Status{};
+  Status run;
+  if (call.send_only) {
+    run = carriage_ != nullptr ? carry_counts(call, handle, false) : run_counts(call, handle, false, true);
+  }
   const StepEnd end = end_of(call.stream, run);
   if (end.code == twSuccess && blocking_ && !captures(call.stream)) read_counts(handle, deadline, known);
   return end;

@@ -113,14 +113,16 @@ __device__ void count_share(const CountsParams& p, const Step& step, const Talli
 __device__ void tell_counts(const CountsParams& p, const Step& step) {
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
-  const uint64_t place = g.map.counts(step.lane, step.bank(), g.me);
+  const auto place = [&](int rank) {
+    return target_of(g, rank, true) + g.map.counts(step.lane, step.bank(), source_at(g, rank));
+  };
   for (int rank = 0; rank < shape.ranks; ++rank) {
-    auto* const to = reinterpret_cast<int32_t*>(window_of(g, rank) + place);
+    auto* const to = reinterpret_cast<int32_t*>(place(rank));
     for (int i = static_cast<int>(threadIdx.x); i < shape.ranks; i += blockDim.x) to[i] = p.told[i];
   }
   for (int id = static_cast<int>(threadIdx.x); id < shape.experts; id += blockDim.x) {
     const uint32_t expert = g.experts[id];
-    auto* const to = reinterpret_cast<int32_t*>(window_of(g, expert_rank(expert)) + place) + shape.ranks;
+    auto* const to = reinterpret_cast<int32_t*>(place(expert_rank(expert))) + shape.ranks;
     to[expert_slot(expert)] = p.told[shape.ranks + id];
   }
   __syncthreads();  // S4: what the fence of the words follows
@@ -281,7 +283,8 @@ __device__ void leave_nothing(const CountsParams& p, const Step& step, const Tal
 __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant__ CountsParams p) {
   const GroupView& g = p.group;
   const Tallies tallies(g.map.shape());
-  const Step step{next_step(g, p.lane), p.lane, 0, twPhaseCounts};
+  Step step{next_step(g, p.lane), p.lane, 0, twPhaseCounts};
+  begin_at_bank(g, p.bank, &step.number);
   if (__syncthreads_or(is_sticky(g)) != 0) {  // then no other block is the last
     if (p.receive) leave_nothing(p, step, tallies);
     return;
@@ -294,6 +297,7 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
     __syncthreads();
     last = __syncthreads_or(threadIdx.x == 0 && last_to_send(g, step, Roles::one(static_cast<int>(gridDim.x)))) != 0;
     if (last) tell_counts(p, step);
+    if (last && threadIdx.x == 0) say_sent(g, step);
   }
   if (p.receive && last) {
     if (threadIdx.x == 0) *tallies.worst = ~0ull;

@@ -18,7 +18,7 @@ Status NvlinkBackend::fill_view(const BackendInit& init) {
   const int queues = sharing_ * shape().lanes;
   device_sms_ = prop.multiProcessorCount;
   max_grid_ = std::clamp(std::min(limit, prop.multiProcessorCount / queues), 1, kMaxBlocks);
-  early_ = queues == 1 && prop.major >= 9;
+  early_ = queues == 1 && prop.major >= 9 && carriage_ == nullptr;  // what comes before may be a collective
   view_grid_ = sm_limit_ > 0 ? limit : 2 * limit;
   dispatch_ = DispatchScratch::make(shape());
   combine_ = CombineScratch::make(shape());
@@ -45,9 +45,18 @@ Status NvlinkBackend::open(const BackendInit& init) {
   const auto meet = [&](const char* occasion, const Status& mine) {
     return agree(*init.bootstrap, init.members, tag++, init.deadline, occasion, mine);
   };
-  const Status mapped = map_device_windows(init, tag++, &windows_);
-  TW_RETURN_IF_FAILED(meet("mapping windows", mapped));
-  const Status controlled = Control::create(init, tag++, &control_);
+  const bool carried = init.carrier != nullptr;
+  const Status mapped = carried ? make_own_window(init, &windows_) : map_device_windows(init, tag, &windows_);
+  ++tag;
+  if (carried) {
+    std::byte* const own = mapped.ok() ? window() : nullptr;
+    TW_RETURN_IF_FAILED(Carriage::create(init, tag++, mapped, own, &carriage_));
+  } else {
+    TW_RETURN_IF_FAILED(meet("mapping windows", mapped));
+  }
+  const Status controlled =
+      carried ? Control::create_apart(init, &control_) : Control::create(init, tag, &control_);
+  ++tag;
   TW_RETURN_IF_FAILED(meet("sharing control pages", controlled));
   Status prepared = fill_view(init);
   std::vector<std::byte*> windows;
@@ -68,6 +77,7 @@ Status NvlinkBackend::open(const BackendInit& init) {
     const OnDevice here(device_);
     const OutsideCaptures apart;
     arena_->stop_kernels();
+    if (carriage_ != nullptr) carriage_->abort();
   });
   return {};
 }

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   if (p.table) fill_table(scratch, g, shape.experts);
 #pragma unroll 1
   for (int i = thread; i < shape.ranks; i += kThreads) {
-    scratch.windows()[i] = window_of(g, i);
+    scratch.windows()[i] = target_of(g, i, p.send);
     scratch.base(0)[i] = 0;
     scratch.source_error()[i] = twSuccess;
   }
@@ -68,8 +68,9 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     if (blockIdx.x == 0) *p.handle.status = overflow ? twRecvOverflow : twSuccess;
   }
   const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
-  if (p.send && usable && skips) usable = skip_step(g, step);
+  if (p.send && usable && skips && !is_carried(g)) usable = skip_step(g, step);
   if (thread == 0 && blockIdx.x == 0) clear_tickets(g, step);
+  if (thread == 0 && blockIdx.x == 0 && p.send && usable) say_sent(g, step);
   if (usable) {
     if (sends) send<kFast>(b, ahead);  // S7: nobody here waits
     if (receives) receive<kFast>(b);

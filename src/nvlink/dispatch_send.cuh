@@ -353,7 +353,7 @@ __device__ inline void place_rows(const DispatchParams& p, const Scratch& scratc
       return static_cast<int32_t>(load_fresh<unsigned long long>(rows + i));
     };
     scratch.here()[i] = exact ? row(p.handle.source) : i * p.bound;
-    scratch.there()[i] = exact ? row(p.handle.begin) : p.group.me * p.bound;
+    scratch.there()[i] = is_carried(p.group) ? i * p.bound : exact ? row(p.handle.begin) : p.group.me * p.bound;
     scratch.limit()[i] =
         exact ? static_cast<int32_t>(load_fresh<uint32_t>(p.handle.sent_rows + p.group.me * ranks + i)) : INT32_MAX;
   }

@@ -57,13 +57,24 @@ struct CountsOnHost {
   int32_t received[TW_MAX_RANKS];  // from each rank, what is dropped left out
 };
 
+// How far a lane's steps over a carrier are, low halves of their numbers. A collective that does not end says nothing, so
+// the host watches these.
+struct CarriedLane {
+  uint32_t sent;   // the last step that was laid out to go
+  uint32_t waits;  // the last whose end this rank has begun to wait for
+  uint32_t ended;
+  int32_t phase;  // of the one that was sent
+};
+
 // A page of host memory per rank that all ranks' hosts and devices map. Abort words lie here, not in the window, so
 // that hosts can read and write them without a device.
 struct ControlPage {
   uint64_t abort[TW_MAX_RANKS];  // by writer: exchange/words.h
   uint32_t stop;                 // something is wrong: kernels end their waits
   uint32_t pad;
+  CarriedLane carried[TW_MAX_LANES];
   Report failure;  // sticky, by this rank's kernels alone
+  Report late;     // likewise, by its host, where it watches
   Report call;     // of one call
   Report stopped;  // what a kernel waited for when it was told to stop
   Report bad_id;
@@ -125,6 +136,11 @@ struct GroupView {
   std::byte* near_windows[kNear];  // of the first ranks: a kernel has its parameters before it can load anything
   std::byte* const* windows;       // [N]
   ControlPage* const* pages;       // [N]
+  // Over a carrier, else NULL: what goes out to all ranks, a block for each, instead of their windows. As the bank of
+  // the step in a window would begin, that of a window's beginning; and this rank's words, [N].
+  std::byte* out;
+  std::byte* out_words;
+  int32_t waits;  // the end of the step follows at once
   DeviceState* state;
   LaneState* lanes;
   uint64_t timeout_ns;
@@ -324,6 +340,7 @@ struct CombineParams {
   LinesAt lines;
   Roles roles;
   int32_t lane;
+  int32_t bank;  // that the rows must go to, over a carrier; else -1
   int32_t bound;
   int32_t tokens;
   int32_t send;
@@ -379,6 +396,7 @@ struct CountsParams {
   IdsIn in;
   int32_t* told;  // [N + E] rows for each rank and expert, while they are counted; else 0
   int32_t lane;
+  int32_t bank;  // over a carrier; else -1
   int32_t tokens;
   int32_t alignment;  // of an expert's rows in the grouped layout
   int32_t drop;       // rows beyond a receiver's room, instead of refusing them all
@@ -458,6 +476,23 @@ struct RefuseParams {
   int32_t bank;           // of the dispatch that is refused; -1: of any other step
   const int32_t* status;  // of the dispatch that a combine answers
   twPhase_t phase;
+  int32_t send;
+  int32_t receive;
+};
+
+// Rows that have come in blocks by source.
+struct LandParams {
+  GroupView group;
+  HandleView handle;
+  const std::byte* from;
+  int32_t lane;
+  int32_t bank;
+  int32_t bound;
+};
+
+struct AwaitParams {
+  GroupView group;
+  int32_t lane;
 };
 
 struct SelfTestParams {
@@ -478,6 +513,8 @@ int launch_counts(const CountsParams& params, int grid, void* stream);
 int launch_gather(const CollectiveParams& params, int grid, bool early, void* stream);
 int launch_reduce(const CollectiveParams& params, int grid, bool early, void* stream);
 int launch_refuse(const RefuseParams& params, void* stream);
+int launch_land(const LandParams& params, int grid, void* stream);
+int launch_await(const AwaitParams& params, void* stream);
 int launch_self_test(const SelfTestParams& params, void* stream);
 // Loads a kernel onto the current device and lets it have so much shared memory. Never less than before: groups of
 // other shapes use the same kernel.

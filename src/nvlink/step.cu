@@ -14,6 +14,7 @@ int load_counts(const Shape& shape);
 int load_gather(const Shape& shape);
 int load_reduce(const Shape& shape);
 int load_views(const Shape& shape);
+int load_land();
 
 namespace {
 
@@ -30,6 +31,7 @@ __device__ void wait_out(const GroupView& g, const Step& step) {
 // begins. A refused dispatch stands where the dispatch would have: see wait.cuh, skip_step.
 __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
   Step step{next_step(p.group, p.lane), p.lane, 0, p.phase};
+  begin_at_bank(p.group, p.bank, &step.number);
   // A combine of a dispatch that failed is no step: the peers skip it too.
   if (is_sticky(p.group) || (p.status != nullptr && *p.status != twSuccess)) return;
   __syncthreads();
@@ -39,7 +41,11 @@ __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
     ++step.number;
   }
   if (threadIdx.x == 0) clear_tickets(p.group, step);
-  publish_empty(p.group, step, Mode::kRefused);
+  if (p.send) {
+    publish_empty(p.group, step, Mode::kRefused);
+    if (threadIdx.x == 0) say_sent(p.group, step);
+  }
+  if (!p.receive) return;
   wait_out(p.group, step);
   if (threadIdx.x == 0) end_step(p.group, step, begin_end(p.group, step));
 }
@@ -122,7 +128,7 @@ int load_kernels(const Shape& shape) {
   for (const auto load : {load_dispatch, load_combine, load_counts, load_gather, load_reduce, load_views}) {
     if (const int error = load(shape); error != 0) return error;
   }
-  return 0;
+  return load_land();
 }
 
 }  // namespace tw::nvlink

@@ -41,6 +41,23 @@ __device__ inline bool is_sticky(const GroupView& g) {
   return *reinterpret_cast<const volatile uint32_t*>(&g.state->sticky) != 0;
 }
 
+// Over a carrier nobody writes to a peer: rows and words for it go into this rank's own outgoing blocks, by rank where a
+// window has them by source, and collectives behind the kernel move them. Then nobody but this rank's own stream writes
+// into its window either, so its banks are its own affair: the host names one, and a step is left out where the number
+// would give the other, without a word to the peers, who all do so alike.
+__device__ inline bool is_carried(const GroupView& g) { return g.out != nullptr; }
+__device__ inline void begin_at_bank(const GroupView& g, int bank, uint64_t* number) {
+  if (is_carried(g) && static_cast<int>(*number & 1) != bank) ++*number;
+}
+// The host's watch begins; by one thread of the kernel that sends.
+__device__ inline void say_sent(const GroupView& g, const Step& step) {
+  if (!is_carried(g)) return;
+  CarriedLane& to = g.pages[g.me]->carried[step.lane];
+  *reinterpret_cast<volatile int32_t*>(&to.phase) = step.phase;
+  store_half(&to.sent, step.low());
+  if (g.waits) store_half(&to.waits, step.low());
+}
+
 // A step ends in device memory when every block of the kernel has read the one before. Each says so, by one thread, and
 // looks at the reply much later, so that nobody waits for it.
 __device__ inline uint32_t begin_end(const GroupView& g, const Step& step) {
@@ -50,6 +67,7 @@ __device__ inline void end_step(const GroupView& g, const Step& step, uint32_t b
   if (before != gridDim.x - 1) return;
   g.lanes[step.lane].arrived = 0;
   g.lanes[step.lane].step = step.number;
+  if (is_carried(g)) store_half(&g.pages[g.me]->carried[step.lane].ended, step.low());
 }
 
 // Work goes to who is free: groups of SMs share the way to the link, and some sent twice as fast as others. A counter
@@ -73,6 +91,17 @@ __device__ inline bool last_to_send(const GroupView& g, const Step& step, const 
 // The window of a rank, from where it is found soonest.
 __device__ inline std::byte* window_of(const GroupView& g, int rank) {
   return rank < kNear ? g.near_windows[rank] : g.windows[rank];
+}
+
+// Where a kernel finds what is a rank's: its window. Over a carrier, of one that sends, what goes out.
+__device__ inline std::byte* target_of(const GroupView& g, int rank, bool sends) {
+  return sends && is_carried(g) ? g.out : window_of(g, rank);
+}
+// As whose this rank's rows lie there.
+__device__ inline int source_at(const GroupView& g, int rank) { return is_carried(g) ? rank : g.me; }
+__device__ inline std::byte* own_word_at(const GroupView& g, const Step& step, int rank) {
+  if (is_carried(g)) return g.out_words + kWordStride * static_cast<uint32_t>(rank);
+  return window_of(g, rank) + g.map.word(step.lane, step.bank(), g.me);
 }
 
 // Says that this block has finished, in a place of its own: no reply is waited for, and no fence, which every kernel
@@ -310,21 +339,20 @@ __device__ __noinline__ static void report_source(const GroupView& g, Step step,
 template <class Count>
 __device__ inline void publish_words(const GroupView& g, const Step& step, Mode mode, Count count) {
   const int ranks = g.map.shape().ranks;
-  const uint64_t place = g.map.word(step.lane, step.bank(), g.me);
   for (int i = lane(); i < ranks; i += 32) {
-    store_word(window_of(g, (g.me + 1 + i) % ranks) + place + kNoteOffset, collective_note(step.bound, step.digest));
+    store_word(own_word_at(g, step, (g.me + 1 + i) % ranks) + kNoteOffset, collective_note(step.bound, step.digest));
   }
   if (lane() < ranks) fence_system();
   for (int i = lane(); i < ranks; i += 32) {
     const int rank = (g.me + 1 + i) % ranks;
-    store_word(window_of(g, rank) + place, pack(Word{step.low(), mode, static_cast<uint32_t>(count(rank))}));
+    store_word(own_word_at(g, step, rank), pack(Word{step.low(), mode, static_cast<uint32_t>(count(rank))}));
   }
 }
 
 // The same for one rank and without an order to anything: word and note in one store, for steps whose rows certify
 // themselves. `plain`: rows that do not. Where such stores may be torn there are no lines, and none of those is there.
 __device__ inline void publish_word(const GroupView& g, const Step& step, int rank, Mode mode, int n, int plain) {
-  std::byte* const place = window_of(g, rank) + g.map.word(step.lane, step.bank(), g.me);
+  std::byte* const place = own_word_at(g, step, rank);
   const uint64_t word = pack(Word{step.low(), mode, static_cast<uint32_t>(n)});
   const uint64_t note = static_cast<uint64_t>(step.bound) | static_cast<uint64_t>(plain) << 32;
   if (g.line_tokens > 0) return store_pair(place, word, note);

@@ -149,6 +149,18 @@ Status DeviceMapping::export_to(Fd* fd) const {
   return {};
 }
 
+Status make_own_window(const BackendInit& init, DeviceWindows* windows) {
+  const Driver* driver = nullptr;
+  std::shared_ptr<DeviceMapping> own;
+  TW_RETURN_IF_FAILED(find_driver(&driver));
+  TW_RETURN_IF_FAILED(
+      DeviceMapping::create(*driver, init.device, {init.device}, init.context->map.bytes(), false, &own));
+  TW_RETURN_IF_FAILED(prepare(*init.context, own->data()));
+  windows->by_rank.assign(init.members.size(), own);
+  windows->linked = false;
+  return {};
+}
+
 Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* windows) {
   const Context& context = *init.context;
   const bool local = init.bootstrap->in_process();

@@ -48,5 +48,7 @@ struct DeviceWindows {
 
 // Makes this rank's window, zero but for its words, and maps those of all members. Collective; uses `tag`.
 Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* windows);
+// This rank's alone, which stands for all: over a carrier nobody maps another's.
+Status make_own_window(const BackendInit& init, DeviceWindows* windows);
 
 }  // namespace tw::nvlink

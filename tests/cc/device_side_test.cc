@@ -221,9 +221,10 @@ class Pretended : public Backend {
     places.push_back(call.at);
     return refused;
   }
-  Status send_refusal(StepPlace at, twPhase_t phase, bool views, const HandleArrays* combining, void*) override {
+  Status send_refusal(StepPlace at, const Refusal& refusal) override {
     places.push_back(at);
-    refusals += combining != nullptr ? "c" : phase == twPhaseGather ? (views ? "G" : "g") : "d";
+    const bool gathers = refusal.phase == twPhaseGather;
+    refusals += refusal.combining != nullptr ? "c" : gathers ? (refusal.views ? "G" : "g") : "d";
     return {};
   }
   Status send_collective(const CollectiveCall& call) override {

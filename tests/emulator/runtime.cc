@@ -283,6 +283,8 @@ cudaError_t cudaMallocAsync(void** at, size_t bytes, cudaStream_t) {
   std::memset(*at, 0xcd, bytes);
   return cudaSuccess;
 }
+cudaError_t cudaMalloc(void** at, size_t bytes) { return cudaMallocAsync(at, bytes, nullptr); }
+cudaError_t cudaFree(void* at) { return std::free(at), cudaSuccess; }
 cudaError_t cudaFreeAsync(void* at, cudaStream_t stream) {
   find(stream).add([at] { std::free(at); });
   return cudaSuccess;

@@ -31,10 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported, and before anything calls CUDA."""
     harness.CHOSEN[:] = config.getoption("--backend") or ["cpu"]
-    if "emulated" in harness.CHOSEN:
+    if emulated := {"emulated", "torch-emulated"} & set(harness.CHOSEN):
         emulated_backend.prepare()
         if lacking := emulated_backend.missing():
-            raise pytest.UsageError(f"--backend emulated: {lacking}")
+            raise pytest.UsageError(f"--backend {min(emulated)}: {lacking}")
         os.environ.setdefault("EXAMPLES", "25")
     if "nvlink" not in harness.CHOSEN:
         return

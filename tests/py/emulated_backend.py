@@ -11,10 +11,12 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from device_backend import Cuda
+from device_backend import COMM_TIMEOUT, Cuda
+from portable_backend import connect_threads, file_allgather
 from pretended import Pretended
 
-from tokenway import _native, cuda
+import tokenway as tw
+from tokenway import _native, carried, cuda, portable
 
 # A call's kernel has ended when the call returns: nothing orders the CPU's allocator by streams.
 ENVIRONMENT = {"CUDA_LAUNCH_BLOCKING": "1", "TOKENWAY_BLOCKING": "1"}
@@ -83,6 +85,54 @@ class Emulated(Cuda):
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class OnHost:
+    """As carried.OnCuda, of emulated devices, whose memory gloo reaches. Their kernels have ended when a call returns,
+    so collectives begin behind them; the host waits where a stream would."""
+
+    coalesces = False
+    waits = True
+
+    def __init__(self, index: int):
+        import torch
+
+        self.torch, self.device = torch, torch.device("cpu")
+
+    def tensor(self, address: int, count: int) -> Any:
+        memory = (ctypes.c_char * count).from_address(address)
+        return self.torch.frombuffer(memory, dtype=self.torch.uint8)
+
+    @contextlib.contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        yield
+
+    def settle(self) -> None:
+        """Calls have waited."""
+
+
+class Carried(Emulated):
+    """Ranks on emulated devices that do not reach each other's memory: groups exchange over gloo."""
+
+    name = "torch-emulated"
+
+    @classmethod
+    def most_ranks(cls, kind: str) -> int:
+        """Connections grow with the square of it, and each group has its own."""
+        return 8
+
+    @classmethod
+    def _comm(cls, rank: int, nranks: int, allgather: Any) -> Any:
+        cuda.Cuda, carried.on_device, carried.connect = Place, OnHost, portable.connect_gloo
+        return tw.Comm.portable(rank, nranks, allgather, device=rank, timeout=COMM_TIMEOUT)
+
+    @classmethod
+    def comm(cls, rank: int, nranks: int, address: str) -> Any:
+        return cls._comm(rank, nranks, file_allgather(rank, nranks, address))
+
+    @classmethod
+    def local_comms(cls, nranks: int) -> list[Any]:
+        return connect_threads(nranks, lambda rank, allgather: cls._comm(rank, nranks, allgather))
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from device_backend import COMM_TIMEOUT, Cuda
-from emulated_backend import Emulated
+from emulated_backend import Carried, Emulated
 from portable_backend import variants
 
 import tokenway as tw
@@ -77,7 +77,8 @@ class Cpu:
         return np.array(tensor)
 
 
-BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda, "emulated": Emulated, **variants(Cpu)}
+BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda, "emulated": Emulated, "torch-emulated": Carried}
+BACKENDS |= variants(Cpu)
 CHOSEN = ["cpu"]  # backends that the tests run against: the option --backend
 
 

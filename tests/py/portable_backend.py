@@ -39,6 +39,22 @@ class Meeting:
         return list(self._parts)
 
 
+def connect_threads(nranks: int, connect: Any) -> list[tw.Comm]:
+    """connect(rank, allgather) of all ranks, each on a thread."""
+    meeting = Meeting(nranks)
+    comms: list[Any] = [None] * nranks
+
+    def body(rank: int) -> None:
+        comms[rank] = connect(rank, lambda mine: meeting.allgather(rank, mine))
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(nranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return comms
+
+
 def file_allgather(rank: int, nranks: int, address: str) -> Any:
     """An allgather between processes that know a common name."""
     import torch.distributed as dist
@@ -76,24 +92,10 @@ def variants(base: Any) -> dict[str, Any]:
 
             @staticmethod
             def local_comms(nranks: int) -> list[tw.Comm]:
-                meeting = Meeting(nranks)
-                comms: list[Any] = [None] * nranks
-
-                def connect(rank: int) -> None:
-                    comms[rank] = tw.Comm.portable(
-                        rank,
-                        nranks,
-                        lambda mine: meeting.allgather(rank, mine),
-                        timeout=COMM_TIMEOUT,
-                        **options,
-                    )
-
-                threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(nranks)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-                return comms
+                return connect_threads(
+                    nranks,
+                    lambda rank, allgather: tw.Comm.portable(rank, nranks, allgather, timeout=COMM_TIMEOUT, **options),
+                )
 
         return Portable
 

@@ -1,0 +1,209 @@
+"""What moves the blocks of portable groups on CUDA devices: collectives of torch.distributed that are enqueued on the
+caller's stream, behind the kernel that lays the blocks out and before the one that shows what has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from tokenway import _carrier
+from tokenway.cuda import DeviceMemory
+from tokenway.errors import Unsupported
+
+# NCCL's process group watches its collectives by a thread that ends the process when one fails or is late, and by
+# another that watches this thread. Here the library watches, and a peer that is late or gone is an error of the group.
+# Read when a process group is made.
+_QUIET = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+FOREVER = timedelta(days=20)
+_MOST_TENSORS = 1024  # kept over memory of the C library: a few for each bound that calls give
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def connect_nccl(meeting: Any) -> Any:
+    """A process group of NCCL's for the ranks of a meeting."""
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        raise Unsupported("this PyTorch has no NCCL, which the portable backend needs for CUDA tensors")
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = FOREVER
+    with _environment(_QUIET):
+        return ProcessGroupNCCL(meeting.store, meeting.rank, meeting.nranks, options)
+
+
+class OnCuda:
+    """Memory and streams of a CUDA device."""
+
+    coalesces = True  # several collectives may be one
+    waits = False  # a work's wait() is the stream's, not the host's
+
+    def __init__(self, index: int):
+        import torch
+
+        self.torch = torch
+        self.device = torch.device("cuda", index)
+
+    def tensor(self, address: int, count: int) -> Any:
+        """uint8[count] over memory of the C library."""
+        return self.torch.as_tensor(DeviceMemory(address, count), device=self.device)
+
+    @contextlib.contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """Makes a stream the current one of this device."""
+        cuda = self.torch.cuda
+        with cuda.device(self.device):
+            if cuda.current_stream().cuda_stream == stream:
+                yield
+            else:
+                with cuda.stream(cuda.ExternalStream(stream, device=self.device)):
+                    yield
+
+    def settle(self) -> None:
+        """Waits for the current stream."""
+        self.torch.cuda.current_stream(self.device).synchronize()
+
+
+on_device: Any = OnCuda  # of which kind the memory of devices is
+connect: Any = connect_nccl  # and which process groups move it, where the caller's are of no such kind
+
+
+class DeviceChannel:
+    """What moves the blocks of one group."""
+
+    def __init__(self, config: _carrier.ChannelConfig, groups: list[Any]):
+        import torch.distributed as dist
+
+        self._groups = groups
+        self._memory = on_device(config.device)
+        self._nranks = config.nranks
+        self._options = {at_once: self._make_options(dist, at_once) for at_once in (False, True)}
+        self._works: list[list[Any]] = [[] for _ in groups]
+        self._tensors: dict[tuple[int, int], Any] = {}
+        self._over = False
+        self._warm()
+
+    def _make_options(self, dist: Any, at_once: bool) -> Any:
+        options = dist.AllToAllOptions()
+        options.timeout = FOREVER
+        # Else a collective runs on a stream of its own, so that the caller may compute meanwhile.
+        if at_once and not self._memory.waits and hasattr(options, "asyncOp"):
+            options.asyncOp = False
+        return options
+
+    def _warm(self) -> None:
+        """Connects all ranks now: it takes long, and could not be captured."""
+        torch = self._memory.torch
+        with torch.cuda.device(self._memory.device) if self._memory.coalesces else contextlib.nullcontext():
+            for queue, group in enumerate(self._groups):
+                for at_once in (True, False):
+                    given, taken = torch.ones(2, self._nranks, dtype=torch.uint8, device=self._memory.device)
+                    self._start(queue, [(given, taken)] * 2, at_once)
+                    self._join(queue)
+                    self._memory.settle()
+                del group
+
+    def _tensor(self, address: int, count: int) -> Any:
+        key = address, count
+        found = self._tensors.get(key)
+        if found is None:
+            if len(self._tensors) >= _MOST_TENSORS:
+                self._tensors.clear()
+            found = self._tensors[key] = self._memory.tensor(address, count)
+        return found
+
+    def _start(self, queue: int, pairs: list[tuple[Any, Any]], at_once: bool) -> None:
+        group, options = self._groups[queue], self._options[at_once]
+        together = self._memory.coalesces and len(pairs) > 1 and hasattr(group, "_start_coalescing")
+        if together:
+            group._start_coalescing(self._memory.device)
+        works = [group.alltoall_base(to, source, [], [], options) for source, to in pairs]
+        if together:
+            works = [group._end_coalescing(self._memory.device)]
+        self._works[queue] = [work for work in works if work is not None]
+
+    def _join(self, queue: int) -> bool:
+        works, self._works[queue] = self._works[queue], []
+        for work in works:
+            if not self._memory.waits:
+                work.wait()
+            elif not self._wait_on_host(work):
+                return False
+        return True
+
+    def _wait_on_host(self, work: Any) -> bool:
+        while not self._over:
+            try:
+                work.wait(timedelta(milliseconds=10))
+            except RuntimeError:
+                if not work.is_completed():
+                    continue
+                try:
+                    work.wait(FOREVER)  # it may have ended since
+                except RuntimeError:
+                    return False
+            return True
+        return False
+
+    def enqueue(self, moves: list[Any], at_once: bool, stream: int) -> None:
+        """Begins to move blocks, behind what is on a stream."""
+        n = self._nranks
+        pairs = []
+        for move in moves:
+            count = move.send_bytes[0] * n
+            pairs.append((self._tensor(move.send, count), self._tensor(move.recv, count)))
+        with self._memory.on(stream):
+            self._start(moves[0].queue, pairs, at_once)
+
+    def join(self, queue: int, stream: int) -> bool:
+        """Orders a stream behind what a queue has begun."""
+        with self._memory.on(stream):
+            return self._join(queue)
+
+    def abort(self) -> None:
+        """Calls off what is under way."""
+        self._over = True
+        for group in self._groups:
+            for name in ("abort", "_abort"):
+                if not self._memory.waits and hasattr(group, name):
+                    getattr(group, name)()
+                    break
+
+    def close(self, idle: bool) -> None:
+        """Lets go of the process groups; if not `idle`, of what has been called off nothing is waited for."""
+        for group in self._groups:
+            if not idle:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            elif not self._memory.waits:
+                for name in ("shutdown", "_shutdown"):
+                    if hasattr(group, name):
+                        getattr(group, name)()
+                        break
+        if not idle:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._works))
+        self._groups = []
+        self._tensors.clear()

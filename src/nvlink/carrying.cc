@@ -1,0 +1,112 @@
+// Steps over a carrier: a kernel that lays out what goes to each rank, the moves behind it, and a kernel that shows or
+// sums what has come. Which parts of a bank a step moves is decided here, from what all ranks have alike.
+#include "nvlink/backend.h"
+
+namespace tw::nvlink {
+
+GroupView NvlinkBackend::view_at(StepPlace at, bool waits) const {
+  GroupView view = view_;
+  if (carriage_ != nullptr) carriage_->place(at, &view);
+  view.waits = waits ? 1 : 0;
+  return view;
+}
+
+std::vector<Region> NvlinkBackend::dispatched(int32_t bound) const {
+  std::vector<Region> regions;
+  const auto rows = static_cast<uint64_t>(bound);
+  for (int q = 0; q < shape().payloads; ++q) {
+    regions.push_back({context_.map.payload_begin(q), rows * shape().payload_bytes[q]});
+  }
+  regions.push_back({context_.map.meta_begin(), rows * meta_bytes(shape().top_k)});
+  return regions;
+}
+
+std::vector<Region> NvlinkBackend::combined(int32_t bound) const {
+  return {{0, static_cast<uint64_t>(bound) * shape().combine_bytes}};
+}
+
+std::vector<Region> NvlinkBackend::collected(const CollectiveMap& places) const {
+  std::vector<Region> regions;
+  for (int q = 0; q < places.tensors; ++q) {
+    regions.push_back({places.begin[q], static_cast<uint64_t>(places.bound) * places.row_bytes[q]});
+  }
+  return regions;
+}
+
+// `run(send, receive)` launches. What could not be moved does not come: the kernel that waits for it finds that out, and
+// who is to blame.
+template <class Run>
+Status NvlinkBackend::carry(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only, void* stream,
+                            Run&& run) {
+  TW_RETURN_IF_FAILED(run(true, false));
+  (void)carriage_->start(at, regions, land, !send_only, stream);
+  return send_only ? Status{} : arrive(at, true, stream, run);
+}
+template <class Run>
+Status NvlinkBackend::arrive(StepPlace at, bool at_once, void* stream, Run&& run) {
+  const OnDevice on(device_);
+  if (!at_once) TW_RETURN_IF_FAILED(launched("a wait", launch_await({view_at(at, true), at.lane}, stream)));
+  (void)carriage_->join(at.lane, stream);
+  return run(false, true);
+}
+
+Status NvlinkBackend::land_rows(const DispatchCall& call, HandleArrays& handle) {
+  if (!shape().exact()) return {};
+  LandParams p{};
+  p.group = view_at(call.at, true);
+  p.handle = view_of(handle);
+  p.lane = call.at.lane;
+  p.bank = call.at.bank();
+  p.bound = call.bound;
+  p.from = carriage_->landing(call.at.lane);
+  const int grid = static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_));
+  return launched("rows of a dispatch", launch_land(p, grid, call.stream));
+}
+
+Status NvlinkBackend::carry_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends) {
+  const auto run = [&](bool send, bool receive) -> Status {
+    if (receive) TW_RETURN_IF_FAILED(land_rows(call, handle));
+    return run_dispatch(call, handle, send, receive);
+  };
+  if (!sends) return arrive(call.at, false, call.stream, run);
+  return carry(call.at, dispatched(call.bound), shape().exact(), call.send_only, call.stream, run);
+}
+
+Status NvlinkBackend::carry_combine(const CombineCall& call, HandleArrays& handle, bool sends) {
+  const auto run = [&](bool send, bool receive) { return run_combine(call, handle, send, receive); };
+  if (!sends) return arrive(call.at, false, call.stream, run);
+  return carry(call.at, combined(call.bound), false, call.send_only, call.stream, run);
+}
+
+Status NvlinkBackend::carry_collective(const CollectiveCall& call, bool sends) {
+  const auto run = [&](bool send, bool receive) { return run_collective(call, send, receive); };
+  if (!sends) return arrive(call.at, false, call.stream, run);
+  return carry(call.at, collected(call.places), false, call.send_only, call.stream, run);
+}
+
+Status NvlinkBackend::carry_counts(const CountsCall& call, HandleArrays& handle, bool sends) {
+  const auto run = [&](bool send, bool receive) { return run_counts(call, handle, send, receive); };
+  if (!sends) return arrive(call.at, false, call.stream, run);
+  return carry(call.at, {{0, WindowMap::counts_bytes(shape())}}, false, call.send_only, call.stream, run);
+}
+
+bool NvlinkBackend::can_refuse(const Refusal& refusal) const {
+  const bool collects = refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce;
+  return carriage_ == nullptr || !collects || refusal.places.tensors > 0;
+}
+
+// The peers' moves are made with them, or they would not end.
+Status NvlinkBackend::carry_refusal(StepPlace at, const Refusal& refusal) {
+  const bool known = refusal.bound > 0 && refusal.bound <= shape().max_tokens;
+  const int32_t bound = known ? refusal.bound : shape().max_tokens;
+  std::vector<Region> regions;
+  if (refusal.phase == twPhaseDispatch) regions = dispatched(bound);
+  if (refusal.phase == twPhaseCombine) regions = combined(bound);
+  if (refusal.phase == twPhaseCounts) regions = {{0, WindowMap::counts_bytes(shape())}};
+  if (refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce) regions = collected(refusal.places);
+  const bool land = refusal.phase == twPhaseDispatch && shape().exact();
+  return carry(at, regions, land, false, refusal.stream,
+               [&](bool send, bool receive) { return run_refusal(at, refusal, send, receive); });
+}
+
+}  // namespace tw::nvlink
