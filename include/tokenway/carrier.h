@@ -75,6 +75,8 @@ typedef struct {
   // Ends the moves that are under way, as their peers will never come; the streams go on. From any thread. Later moves
   // of the channel fail.
   void (*abort)(void* context, int64_t channel);
+  // Not 0: functions can no longer be called, as of an interpreter that ends. NULL: they always can.
+  const int32_t* ended;
 } twCarrier_t;
 
 typedef enum TW_AS_INT {

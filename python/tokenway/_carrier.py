@@ -49,6 +49,7 @@ class CarrierStruct(_native.Struct):
         ("enqueue", c_void_p),
         ("join", c_void_p),
         ("abort", c_void_p),
+        ("ended", c_void_p),
     ]
 
 

@@ -6,6 +6,7 @@ them. Each group has process groups of its own, so that its collectives are neve
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
@@ -223,6 +224,11 @@ class Channel:
         self._tensors.clear()
 
 
+# For threads of the library, which may outlive the interpreter.
+_ended = ctypes.c_int32(0)
+atexit.register(lambda: setattr(_ended, "value", 1))
+
+
 class Carrier:
     """The C library's twCarrier_t of one comm. Must live as long as the comm."""
 
@@ -247,8 +253,10 @@ class Carrier:
             _carrier.Join(self._join),
             _carrier.Abort(self._abort),
         )
-        for (name, _), function in zip(_carrier.CarrierStruct._fields_[2:], self._functions, strict=True):
+        fields = _carrier.CarrierStruct._fields_[2:-1]
+        for (name, _), function in zip(fields, self._functions, strict=True):
             setattr(self.struct, name, ctypes.cast(function, c_void_p))
+        self.struct.ended = ctypes.addressof(_ended)
 
     def _offer(self, _: Any, port: Any) -> int:
         import torch.distributed as dist

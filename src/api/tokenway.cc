@@ -404,8 +404,10 @@ twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_
     if (status.ok()) status = tw::api::read_struct("output", output, &out);
     if (status.ok()) status = tw::api::check_dispatch(*group, *handle, input, out, &call);
     if (!status.ok()) {
-      return tw::refuse_dispatch(*group, known, input.lane, input.send_only == 1, input.bound, input.stream,
-                                 std::move(status));
+      const int32_t tokens = known == nullptr ? 0 : known->routing.tokens;
+      const bool bounded = input.bound == 0 || (input.bound >= tokens && input.bound <= group->shape().max_tokens);
+      return tw::refuse_dispatch(*group, known, input.lane, input.send_only == 1, bounded ? input.bound : -1,
+                                 input.stream, std::move(status));
     }
     status = tw::dispatch(*group, *handle, &call, input.lane, input.send_only != 0);
     if (call.at.lane >= 0) {  // after an error too: what the caller then looks at is safe

@@ -162,7 +162,7 @@ struct Refusal {
   bool views = false;                       // it would have shown the window
   const HandleArrays* combining = nullptr;  // the handle, if it is a combine
   void* stream = nullptr;
-  int32_t bound = 0;     // 0: max_tokens
+  int32_t bound = 0;     // 0: max_tokens; -1: not known
   CollectiveMap places;  // of a gather or reduce; without tensors where the arguments do not tell
 };
 

@@ -115,7 +115,7 @@ int64_t shown_rows(const twGroup& group, const twHandle& handle, twLayout_t layo
 Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* ready);
 Status complete(twGroup& group, twHandle& handle, void* stream);
 // For arguments that failed the check: peers are told at once, instead of waiting. Returns `why`.
-// `bound`: of the call, 0 for max_tokens or where it is not known.
+// `bound`: of the call, 0 for max_tokens, -1 where it is what is wrong.
 Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send_only, int32_t bound, void* stream,
                        Status why);
 Status refuse_counts(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);

@@ -12,7 +12,7 @@ Carriage::Carriage(const BackendInit& init)
 }
 
 Carriage::~Carriage() {
-  if (channel_ >= 0) calls_.close(calls_.context, channel_, aborted_ ? 0 : 1);
+  if (channel_ >= 0 && !ended()) calls_.close(calls_.context, channel_, aborted_ ? 0 : 1);
   if (memory_ != nullptr && !aborted_) cudaFree(memory_);  // a collective that was called off may still be writing
 }
 
@@ -78,7 +78,7 @@ Status Carriage::join(int lane, void* stream) {
 }
 
 void Carriage::abort() {
-  if (channel_ < 0 || aborted_.exchange(true)) return;
+  if (channel_ < 0 || aborted_.exchange(true) || ended()) return;
   calls_.abort(calls_.context, channel_);
 }
 

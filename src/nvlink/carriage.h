@@ -43,6 +43,7 @@ class Carriage {
 
  private:
   explicit Carriage(const BackendInit& init);
+  bool ended() const { return calls_.ended != nullptr && __atomic_load_n(calls_.ended, __ATOMIC_ACQUIRE) != 0; }
   std::byte* lane_at(int lane) const { return memory_ + lane_bytes_ * static_cast<uint64_t>(lane); }
   std::byte* bank_of(int lane, int which) const {
     return lane_at(lane) + words_bytes_ + map_.bank_bytes() * static_cast<uint64_t>(which);

@@ -92,13 +92,12 @@ Status NvlinkBackend::carry_counts(const CountsCall& call, HandleArrays& handle,
 
 bool NvlinkBackend::can_refuse(const Refusal& refusal) const {
   const bool collects = refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce;
-  return carriage_ == nullptr || !collects || refusal.places.tensors > 0;
+  return carriage_ == nullptr || (refusal.bound >= 0 && (!collects || refusal.places.tensors > 0));
 }
 
 // The peers' moves are made with them, or they would not end.
 Status NvlinkBackend::carry_refusal(StepPlace at, const Refusal& refusal) {
-  const bool known = refusal.bound > 0 && refusal.bound <= shape().max_tokens;
-  const int32_t bound = known ? refusal.bound : shape().max_tokens;
+  const int32_t bound = refusal.bound > 0 ? refusal.bound : shape().max_tokens;
   std::vector<Region> regions;
   if (refusal.phase == twPhaseDispatch) regions = dispatched(bound);
   if (refusal.phase == twPhaseCombine) regions = combined(bound);

@@ -62,8 +62,15 @@ class Control {
   void tell(AbortWord reason);
   void listen();
   void watch_steps(TimePoint now);
-  int behind(int lane, uint32_t step) const;
-  void find_late(int lane, uint32_t step);
+  // What a rank tells of a lane.
+  struct Notice {
+    uint32_t sent;
+    uint32_t call;
+  };
+  bool noticed(int rank, int lane, Notice* notice) const;
+  int find_different(int lane) const;
+  int find_behind(int lane, uint32_t step) const;
+  void end_on(int lane, twResult_t result, int peer);
   uint64_t tag(int post) const { return tag_ + static_cast<uint64_t>(post); }
 
   Bootstrap* bootstrap_ = nullptr;

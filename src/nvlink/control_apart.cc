@@ -45,56 +45,75 @@ void Control::listen() {
 
 void Control::watch_steps(TimePoint now) {
   bool slow = false;
-  std::vector<uint32_t> sent(watched_.size());
-  for (size_t lane = 0; lane < watched_.size(); ++lane) {
+  std::vector<Notice> notices(watched_.size());
+  for (int lane = 0; lane < static_cast<int>(watched_.size()); ++lane) {
     const CarriedLane& at = page(me_).carried[lane];
-    Watched& watched = watched_[lane];
+    Watched& watched = watched_[static_cast<size_t>(lane)];
     const uint32_t ended = load(at.ended);
     const uint32_t waits = load(at.waits);
-    sent[lane] = load(at.sent);
-    if (sent[lane] != watched.sent || sent[lane] == ended) watched.sent = sent[lane], watched.sent_at = now;
-    if (waits != watched.waits || sent[lane] == ended) watched.waits = waits, watched.waits_at = now;
-    slow = slow || now - watched.sent_at >= kNotice;
-    if (waits == sent[lane] && now - watched.waits_at >= timeout_ + kGrace) {
-      return find_late(static_cast<int>(lane), waits);
-    }
+    const Notice notice = notices[static_cast<size_t>(lane)] = {load(at.sent), load(at.call)};
+    if (notice.sent != watched.sent || notice.sent == ended) watched.sent = notice.sent, watched.sent_at = now;
+    if (waits != watched.waits || waits == ended) watched.waits = waits, watched.waits_at = now;
+    if (now - watched.sent_at < kNotice) continue;
+    slow = true;
+    const int different = find_different(lane);
+    if (different >= 0) return end_on(lane, twCallMismatch, different);
+    if (now - watched.waits_at >= timeout_ + kGrace) return end_on(lane, twTimeout, find_behind(lane, waits));
   }
-  const std::string notice(reinterpret_cast<const char*>(sent.data()), sent.size() * sizeof(uint32_t));
-  if (!slow || notice == noticed_) return;
-  noticed_ = notice;
+  const std::string bytes(reinterpret_cast<const char*>(notices.data()), notices.size() * sizeof(Notice));
+  if (!slow || bytes == noticed_) return;
+  noticed_ = bytes;
   for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
-    if (rank != me_) bootstrap_->post(members_[rank], tag(kNoticePost), notice);
+    if (rank != me_) bootstrap_->post(members_[rank], tag(kNoticePost), bytes);
   }
 }
 
+bool Control::noticed(int rank, int lane, Notice* notice) const {
+  std::string bytes;
+  const auto at = static_cast<size_t>(lane) * sizeof *notice;
+  if (rank == me_ || !bootstrap_->posted(members_[rank], tag(kNoticePost), &bytes)) return false;
+  if (bytes.size() < at + sizeof *notice) return false;
+  std::memcpy(notice, bytes.data() + at, sizeof *notice);
+  return true;
+}
+
+// A rank that is in the same step of a lane and has not made the same call, whose collective so never ends; -1 if there
+// is none.
+int Control::find_different(int lane) const {
+  const CarriedLane& at = page(me_).carried[lane];
+  for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
+    Notice notice{};
+    if (!noticed(rank, lane, &notice) || notice.sent != load(at.sent)) continue;
+    const uint32_t mine = load(at.call);
+    if (notice.call != mine && notice.call != 0 && mine != 0) return rank;
+  }
+  return -1;
+}
+
 // The first rank that has not said that it has sent a step; the next one if all have.
-int Control::behind(int lane, uint32_t step) const {
+int Control::find_behind(int lane, uint32_t step) const {
   const auto ranks = static_cast<int>(members_.size());
   for (int i = 1; i < ranks; ++i) {
     const int rank = (me_ + i) % ranks;
-    const auto at = static_cast<size_t>(lane) * sizeof(uint32_t);
-    uint32_t sent = first_step_;
-    std::string steps;
-    if (bootstrap_->posted(members_[rank], tag(kNoticePost), &steps) && steps.size() >= at + sizeof sent) {
-      std::memcpy(&sent, steps.data() + at, sizeof sent);
-    }
-    if (!reached(sent, step)) return rank;
+    Notice notice{first_step_, 0};
+    (void)noticed(rank, lane, &notice);
+    if (!reached(notice.sent, step)) return rank;
   }
   return (me_ + 1) % ranks;
 }
 
-void Control::find_late(int lane, uint32_t step) {
-  const int late = behind(lane, step);
+void Control::end_on(int lane, twResult_t result, int peer) {
+  const CarriedLane& at = page(me_).carried[lane];
   Report& report = page(me_).late;
-  report.result = twTimeout;
-  report.peer = late;
-  report.phase = page(me_).carried[lane].phase;
+  report.result = result;
+  report.peer = peer;
+  report.phase = at.phase;
   report.lane = lane;
-  report.step = step;
-  report.seen = step - 1;
+  report.step = load(at.sent);
+  report.seen = report.step - 1;
   report.token = report.k = -1;
   std::atomic_ref(report.serial).store(report.serial + 1, std::memory_order_release);
-  announce_abort({static_cast<uint32_t>(twTimeout), static_cast<uint32_t>(me_), static_cast<uint32_t>(late), false});
+  announce_abort({static_cast<uint32_t>(result), static_cast<uint32_t>(me_), static_cast<uint32_t>(peer), false});
 }
 
 }  // namespace tw::nvlink

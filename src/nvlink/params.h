@@ -63,7 +63,8 @@ struct CarriedLane {
   uint32_t sent;   // the last step that was laid out to go
   uint32_t waits;  // the last whose end this rank has begun to wait for
   uint32_t ended;
-  int32_t phase;  // of the one that was sent
+  int32_t phase;   // of the one that was sent
+  uint32_t call;   // a digest of what ranks must give alike to it; 0: not known
 };
 
 // A page of host memory per rank that all ranks' hosts and devices map. Abort words lie here, not in the window, so

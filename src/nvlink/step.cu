@@ -43,7 +43,7 @@ __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
   if (threadIdx.x == 0) clear_tickets(p.group, step);
   if (p.send) {
     publish_empty(p.group, step, Mode::kRefused);
-    if (threadIdx.x == 0) say_sent(p.group, step);
+    if (threadIdx.x == 0) say_sent(p.group, step, true);
   }
   if (!p.receive) return;
   wait_out(p.group, step);

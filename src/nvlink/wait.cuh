@@ -49,11 +49,13 @@ __device__ inline bool is_carried(const GroupView& g) { return g.out != nullptr;
 __device__ inline void begin_at_bank(const GroupView& g, int bank, uint64_t* number) {
   if (is_carried(g) && static_cast<int>(*number & 1) != bank) ++*number;
 }
-// The host's watch begins; by one thread of the kernel that sends.
-__device__ inline void say_sent(const GroupView& g, const Step& step) {
+// The host's watch begins; by one thread of the kernel that sends. `refused`: nothing is known of the peers' call.
+__device__ inline void say_sent(const GroupView& g, const Step& step, bool refused = false) {
   if (!is_carried(g)) return;
   CarriedLane& to = g.pages[g.me]->carried[step.lane];
   *reinterpret_cast<volatile int32_t*>(&to.phase) = step.phase;
+  const uint32_t call = mix_digest(static_cast<uint32_t>(step.phase), collective_note(step.bound, step.digest));
+  store_half(&to.call, refused ? 0 : max(call, 1u));
   store_half(&to.sent, step.low());
   if (g.waits) store_half(&to.waits, step.low());
 }

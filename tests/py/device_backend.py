@@ -49,6 +49,7 @@ class Cuda:
     checks_ids_on_host = False  # bad ids act as -1, and the record tells of them
     copies_routing = False  # ids and weights are read by a handle's first dispatch
     death_seen = 2.0  # seconds until a dead peer is known of
+    knows_calls = True  # peers of a refused call need not know what it would have moved
 
     @staticmethod
     @functools.cache

@@ -115,6 +115,7 @@ class Carried(Emulated):
     """Ranks on emulated devices that do not reach each other's memory: groups exchange over gloo."""
 
     name = "torch-emulated"
+    knows_calls = False
 
     @classmethod
     def most_ranks(cls, kind: str) -> int:

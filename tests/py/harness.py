@@ -42,6 +42,7 @@ class Cpu:
     checks_ids_on_host = True  # bad ids are refused
     copies_routing = True  # ids and weights are the caller's again when route() returns
     death_seen = 1.0  # seconds until a dead peer is known of
+    knows_calls = True  # peers of a refused call need not know what it would have moved
 
     @staticmethod
     def most_ranks(kind: str) -> int:
