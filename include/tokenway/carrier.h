@@ -111,8 +111,8 @@ typedef struct {
 typedef struct {
   size_t size;
   twStrategy_t strategy;  // as configured
-  int64_t inline_bytes;   // of each message, in the first move
-  // Measured when the first group was created, the worst of any rank: microseconds of a move of few bytes, and bytes
+  int64_t inline_bytes;   // of each message, in the first move; on a device, of a dispatch's block for max_tokens rows
+  // Not on a device. Measured when the first group was created, the worst of any rank: microseconds of a move of few bytes, and bytes
   // per microsecond that a rank sends in a large one; of an all-to-all and of an all-gather.
   double exchange_us;
   double exchange_rate;

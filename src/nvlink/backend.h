@@ -43,6 +43,7 @@ class NvlinkBackend : public Backend {
   Status open(const BackendInit& init);
 
   bool on_device() const override { return true; }
+  bool describe(twPortableInfo_t* info) const override;
 
   Status check_stream(const void* stream) const override {
     if (!in_process_ || (stream != nullptr && stream != cudaStreamLegacy)) return {};

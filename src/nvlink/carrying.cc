@@ -90,6 +90,13 @@ Status NvlinkBackend::carry_counts(const CountsCall& call, HandleArrays& handle,
   return carry(call.at, {{0, WindowMap::counts_bytes(shape())}}, false, call.send_only, call.stream, run);
 }
 
+bool NvlinkBackend::describe(twPortableInfo_t* info) const {
+  if (carriage_ == nullptr) return false;
+  info->strategy = twRouted;
+  for (const Region& region : dispatched(shape().max_tokens)) info->inline_bytes += static_cast<int64_t>(region.bytes);
+  return true;
+}
+
 bool NvlinkBackend::can_refuse(const Refusal& refusal) const {
   const bool collects = refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce;
   return carriage_ == nullptr || (refusal.bound >= 0 && (!collects || refusal.places.tensors > 0));

@@ -117,7 +117,7 @@ void Control::end_watch() {
 void Control::watch() {
   std::unique_lock lock(mutex_);
   while (!ended_.wait_for(lock, kLook, [this] { return ending_; })) {
-    if (apart_) listen();
+    if (apart_) listen(lock);
     for (int rank = 0; rank < static_cast<int>(members_.size()) && dead() < 0; ++rank) {
       if (bootstrap_->alive(members_[rank])) continue;
       if (ended_.wait_for(lock, kGrace, [this] { return ending_; })) return;

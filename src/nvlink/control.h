@@ -60,7 +60,7 @@ class Control {
   Status add_page(const std::shared_ptr<Mapping>& page);
   // Of ranks apart: control_apart.cc.
   void tell(AbortWord reason);
-  void listen();
+  void listen(std::unique_lock<std::mutex>& lock);
   void watch_steps(TimePoint now);
   // What a rank tells of a lane.
   struct Notice {

@@ -12,6 +12,7 @@ enum Post { kAbortPost, kNoticePost };
 
 constexpr std::chrono::milliseconds kNotice{50};  // under way, before the peers are told how far this rank is
 constexpr std::chrono::milliseconds kGrace{60};   // for the last notices, behind the timeout
+constexpr std::chrono::milliseconds kSettling{100};
 
 uint32_t load(const uint32_t& word) {
   return std::atomic_ref(const_cast<uint32_t&>(word)).load(std::memory_order_acquire);
@@ -28,16 +29,22 @@ void Control::tell(AbortWord reason) {
   }
 }
 
-// What peers have posted, and what this rank's kernels want told; by the watching thread.
-void Control::listen() {
+// What peers have posted, and what this rank's kernels want told; by the watching thread. A rank that gives up may have
+// sent before, and what it has sent comes by another way: so its word counts a little later.
+void Control::listen(std::unique_lock<std::mutex>& lock) {
+  std::vector<uint64_t> heard(members_.size());
+  bool any = false;
   for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
-    uint64_t bits = 0;
     std::string bytes;
-    if (rank == me_ || !bootstrap_->posted(members_[rank], tag(kAbortPost), &bytes) || bytes.size() != sizeof bits) {
-      continue;
-    }
-    std::memcpy(&bits, bytes.data(), sizeof bits);
-    std::atomic_ref(page(me_).abort[rank]).store(bits, std::memory_order_release);
+    if (rank == me_ || !bootstrap_->posted(members_[rank], tag(kAbortPost), &bytes)) continue;
+    if (bytes.size() != sizeof(uint64_t)) continue;
+    std::memcpy(&heard[static_cast<size_t>(rank)], bytes.data(), sizeof(uint64_t));
+    any = true;
+  }
+  if (any) ended_.wait_for(lock, kSettling, [this] { return ending_; });
+  for (int rank = 0; rank < static_cast<int>(members_.size()) && any; ++rank) {
+    if (rank == me_) continue;
+    std::atomic_ref(page(me_).abort[rank]).store(heard[static_cast<size_t>(rank)], std::memory_order_release);
   }
   if (const AbortWord own = abort_of(me_); own.kind != 0) return tell(own);
   if (find_abort().kind == 0) watch_steps(std::chrono::steady_clock::now());

@@ -7,6 +7,7 @@
     python tests/gpu/run_all.py --part soak --rounds 20000 --replays 10000
 
     suite      the tests of behaviour of tests/py against the nvlink backend
+    nccl       the same against the portable one, over NCCL, and what sets that apart
     gpu        tests/gpu: what only a GPU has
     soak       random rounds and graph replays on two processes, a short form by default
     sanitize   compute-sanitizer, memcheck and racecheck, over a small workload
@@ -31,7 +32,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BEHAVIOUR = ("exchange", "errors", "usage", "throughput", "torch", "ops", "properties", "rounds", "survival")
-BUDGET = {"suite": 300, "gpu": 360, "soak": 300, "sanitize": 300}  # seconds
+BUDGET = {"suite": 300, "nccl": 420, "gpu": 360, "soak": 300, "sanitize": 300}  # seconds
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", "PYTHONUNBUFFERED": "1"}
 
 
@@ -57,8 +58,13 @@ def commands(part: str, args: argparse.Namespace) -> Iterator[tuple[str, list[st
     if part == "suite":
         files = [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in BEHAVIOUR]
         yield part, [*pytest, *files, "--backend", "nvlink", "--rounds", "150"]
+    elif part == "nccl":
+        names = (*BEHAVIOUR[:4], "carried", "collectives", "collective_errors", *BEHAVIOUR[4:])
+        files = [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in names]
+        yield part, [*pytest, *files, "--backend", "nccl", "--rounds", "60"]
+        yield f"{part}: gpu", [*pytest, str(here / "test_nccl.py")]
     elif part == "gpu":
-        yield part, [*pytest, str(here)]
+        yield part, [*pytest, str(here), "--ignore", str(here / "test_nccl.py")]
     elif part == "soak":
         sizes = ["--rounds", str(args.rounds), "--replays", str(args.replays)]
         seed = [] if args.seed is None else ["--seed", str(args.seed)]

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +112,48 @@ class OnHost:
         """Calls have waited."""
 
 
+class Move:
+    """An all-to-all of gloo's that begins when all ranks are known to move blocks of one size, and else never ends, as
+    NCCL's would not: gloo ends the process."""
+
+    def __init__(self, group: Any, to: Any, source: Any, options: Any):
+        import torch
+
+        self._arguments = to, source, [], [], options
+        self._group, self._ranks = group, group.size()
+        self._given = torch.full((self._ranks,), source.numel(), dtype=torch.int64)
+        self._sizes = torch.zeros(self._ranks, dtype=torch.int64)
+        self._asked = group.alltoall_base(self._sizes, self._given, [], [], options)
+        self._moved: Any = None
+
+    def is_completed(self) -> bool:
+        return self._moved is not None and self._moved.is_completed()
+
+    def wait(self, timeout: Any) -> None:
+        if self._moved is None:
+            self._asked.wait(timeout)
+            if len({*self._sizes.tolist()}) > 1:
+                time.sleep(timeout.total_seconds())
+                raise RuntimeError("ranks move blocks of different sizes")
+            self._moved = self._group.alltoall_base(*self._arguments)
+        self._moved.wait(timeout)
+
+
+class Group:
+    """A process group of such moves."""
+
+    def __init__(self, group: Any):
+        self._group = group
+
+    def alltoall_base(self, to: Any, source: Any, _: Any, __: Any, options: Any) -> Move:
+        return Move(self._group, to, source, options)
+
+
+def connect_group(meeting: Any) -> Group:
+    """As carried.connect_nccl."""
+    return Group(portable.connect_gloo(meeting))
+
+
 class Carried(Emulated):
     """Ranks on emulated devices that do not reach each other's memory: groups exchange over gloo."""
 
@@ -124,7 +167,7 @@ class Carried(Emulated):
 
     @classmethod
     def _comm(cls, rank: int, nranks: int, allgather: Any) -> Any:
-        cuda.Cuda, carried.on_device, carried.connect = Place, OnHost, portable.connect_gloo
+        cuda.Cuda, carried.on_device, carried.connect = Place, OnHost, connect_group
         return tw.Comm.portable(rank, nranks, allgather, device=rank, timeout=COMM_TIMEOUT)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The harness's portable backends: groups over gloo, tensors NumPy's, one class for each way to exchange.
+"""The harness's portable backends: groups over gloo, tensors NumPy's, a class for each way to exchange; and over NCCL.
 
 torch           auto                           torch-exact      routed, sizes first
 torch-gathered  gathered, as measured          torch-fixed      routed, one collective however much a step brings
@@ -13,7 +13,7 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from device_backend import COMM_TIMEOUT
+from device_backend import COMM_TIMEOUT, Cuda
 
 import tokenway as tw
 
@@ -71,6 +71,28 @@ def file_allgather(rank: int, nranks: int, address: str) -> Any:
         return [store.get(f"{calls}-{r}") for r in range(nranks)]
 
     return allgather
+
+
+class Nccl(Cuda):
+    """Ranks on CUDA devices whose groups exchange over NCCL, each with a device of its own."""
+
+    name = "nccl"
+    knows_calls = False
+
+    @classmethod
+    def most_ranks(cls, kind: str) -> int:
+        return cls.device_count()
+
+    @staticmethod
+    def comm(rank: int, nranks: int, address: str) -> tw.Comm:
+        return tw.Comm.portable(rank, nranks, file_allgather(rank, nranks, address), device=rank, timeout=COMM_TIMEOUT)
+
+    @classmethod
+    def local_comms(cls, nranks: int) -> list[tw.Comm]:
+        return connect_threads(
+            nranks,
+            lambda rank, allgather: tw.Comm.portable(rank, nranks, allgather, device=rank, timeout=COMM_TIMEOUT),
+        )
 
 
 def variants(base: Any) -> dict[str, Any]:

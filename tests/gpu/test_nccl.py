@@ -1,0 +1,148 @@
+"""The portable backend on GPUs, over NCCL, with calls that return at once: graphs, streams, and peers that do not come.
+The suite against it is run_all.py's part nccl.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import harness
+import pytest
+import torch
+from cases import Case, Round, Setup, verify
+from harness import Workers, caught, settle
+from player import Player
+from test_graphs import PLANS, SEQUENCES, SETUP, check, run
+
+import tokenway as tw
+
+START = 90.0  # seconds until a process has its device and its communicators
+
+
+@pytest.fixture(scope="session")
+def pair(devices: int) -> Any:
+    """Two ranks, each a process with a device of its own, that exchange over NCCL."""
+    if devices < 2:
+        pytest.skip(f"NCCL wants a GPU for each rank; there are {devices}")
+    return harness.Processes("nccl", 2)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_replays(pair, name) -> None:
+    """Collectives in a graph move blocks of the bound's size in every replay, whatever the ids are then."""
+    assert {letter for letter in SEQUENCES[name]} <= {*PLANS, "e"}
+    check(SEQUENCES[name], pair.run(run, SEQUENCES[name], None))
+
+
+def rounds(env: Any, drawn: tuple[Round, ...], setup: Setup) -> list[Any]:
+    with tw.Group(env.comm, timeout=30, **setup.settings()) as group:
+        return Player(env, group, Case(setup, (drawn,))).flights()[0]
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_rounds_without_waiting(pair, sent) -> None:
+    """Several under way at once, on lanes of their own, some sent alone."""
+    setup = replace(SETUP, lanes=3, hidden=1024, max_tokens=300)
+    base = Round((300, 123), send_dispatch=sent, send_combine=sent)
+    drawn = (base, replace(base, layout="expert_major", seed=3), replace(base, tokens=(0, 7), bound=9, seed=5))
+    by_rank = pair.run(rounds, drawn, setup)
+    for i, round_ in enumerate(drawn):
+        verify(setup, round_, [got[i] for got in by_rank])
+
+
+# ---- peers that do not come ----------------------------------------------------------------------
+
+
+def open_group(env: Any, timeout: float) -> None:
+    settings = {"experts": 4, "top_k": 4, "hidden": 64, "max_tokens": 8, "dtype": "float32", "timeout": timeout}
+    group = env.kept["group"] = tw.Group(env.comm, **settings)
+    dispatch(env, group)
+    env.stream.synchronize()
+
+
+def dispatch(env: Any, group: tw.Group) -> Any:
+    ids = torch.arange(4, dtype=torch.int32, device=env.device)[None]
+    handle = group.route(ids)
+    received = group.dispatch(handle, torch.ones((1, 64), device=env.device))
+    return group.combine(handle, received.tokens)
+
+
+def await_record(env: Any, nap: float) -> dict[str, Any]:
+    """What a rank sees of a peer that does not come: its calls return, the stream goes on, the process lives."""
+    group = env.kept["group"]
+    time.sleep(nap)
+    begin = time.monotonic()
+    out = caught(lambda: env.kept.__setitem__("out", dispatch(env, group)))
+    returned = time.monotonic() - begin
+    env.stream.synchronize()
+    ended = time.monotonic() - begin
+    record = group.error
+    later = caught(dispatch, env, group)
+    alive = float(torch.ones(8, device=env.device).sum())
+    result = env.kept.pop("out", None)
+    return {
+        "first": out[0],
+        "returned": returned,
+        "ended": ended,
+        "record": record,
+        "later": later[0],
+        "alive": alive,
+        "nan": result is None or bool(torch.isnan(result).all()),
+    }
+
+
+def shrink(env: Any) -> list[int]:
+    with env.kept.pop("group").shrink(timeout=30) as survivors:
+        out = dispatch(env, survivors)
+        env.stream.synchronize()
+        assert not torch.isnan(out).any()
+        return survivors.comm_ranks
+
+
+@pytest.fixture
+def workers(devices: int) -> Iterator[Any]:
+    if devices < 2:
+        pytest.skip(f"NCCL wants a GPU for each rank; there are {devices}")
+    made = Workers(2, {"TOKENWAY_SHRINK_MS": "3000"})
+    yield made
+    made.close()
+
+
+def key() -> Any:
+    return "nccl", 0, "nccl", f"nccl-{os.getpid()}-{time.monotonic_ns()}"
+
+
+def test_a_late_rank(workers) -> None:
+    """Its peers end the collective that waits for it, and say who is late; it learns that they went on."""
+    name = key()
+    workers.send([0, 1], open_group, 2.0, key=name)
+    settle(workers.collect([0, 1], START))
+    workers.connections[0].send((name, 0, 2, await_record, (0.0,)))
+    workers.connections[1].send((name, 1, 2, await_record, (6.0,)))
+    waited, late = settle(workers.collect([0, 1], 60))
+    assert waited["first"] == "twSuccess" and waited["returned"] < 1.0
+    assert 1.9 < waited["ended"] < 3.5
+    record = waited["record"]
+    assert (record.result, record.peer, record.phase, record.sticky) == ("twTimeout", 1, "dispatch", True), record
+    assert waited["later"] == "twTimeout" and waited["alive"] == 8.0 and waited["nan"]
+    assert late["first"] == "twExcluded" and late["alive"] == 8.0
+
+
+def test_a_rank_that_dies(workers) -> None:
+    """NCCL's own watchdog does not take the survivor down; it goes on alone."""
+    name = key()
+    workers.send([0, 1], open_group, 60.0, key=name)
+    settle(workers.collect([0, 1], START))
+    workers.connections[0].send((name, 0, 2, await_record, (0.0,)))
+    time.sleep(1.0)
+    workers.signal(1, signal.SIGKILL)
+    (seen,) = settle(workers.collect([0], 60))
+    assert seen["ended"] < 4.0 and seen["alive"] == 8.0 and seen["nan"]
+    assert (seen["record"].result, seen["record"].peer) == ("twPeerDied", 1), seen["record"]
+    workers.connections[0].send((name, 0, 2, shrink, ()))
+    assert settle(workers.collect([0], 60)) == [[0]]
