@@ -38,8 +38,8 @@ typedef enum TW_AS_INT {
   twMoveGather = 2,  // all-gather: the same send_bytes[0] bytes to every rank, as many from each
 } twMoveKind_t;
 
-// Host memory, or a device's; parts of ranks follow each other without gaps. All of it stays until the move has ended, or, if it never
-// does, for ever.
+// Host memory, or a device's; parts of ranks follow each other without gaps. All of it stays until the move has ended,
+// or, if it never does, for ever.
 typedef struct {
   size_t size;
   twMoveKind_t kind;
@@ -112,8 +112,8 @@ typedef struct {
   size_t size;
   twStrategy_t strategy;  // as configured
   int64_t inline_bytes;   // of each message, in the first move; on a device, of a dispatch's block for max_tokens rows
-  // Not on a device. Measured when the first group was created, the worst of any rank: microseconds of a move of few bytes, and bytes
-  // per microsecond that a rank sends in a large one; of an all-to-all and of an all-gather.
+  // Not on a device. Measured when the first group was created, the worst of any rank: microseconds of a move of few
+  // bytes, and bytes per microsecond that a rank sends in a large one; of an all-to-all and of an all-gather.
   double exchange_us;
   double exchange_rate;
   double gather_us;

@@ -180,7 +180,8 @@ twResult_t twCommCreatePortable(twComm_t* comm, int32_t rank, int32_t nranks, co
     std::string note = std::string(names[config.strategy]) + " and " + std::to_string(config.inline_bytes);
     if (on_device) note += " on CUDA devices";
     std::unique_ptr<tw::Bootstrap> mesh;
-    TW_RETURN_IF_FAILED(tw::connect_tcp(rank, nranks, gather, note, "config.strategy, config.inline_bytes or config.on_device",
+    TW_RETURN_IF_FAILED(tw::connect_tcp(rank, nranks, gather, note,
+                                        "config.strategy, config.inline_bytes or config.on_device",
                                         after(common.timeout_ms), &mesh));
     *comm = make_comm(std::move(mesh), environment, common.timeout_ms);
     (*comm)->carrier = std::move(carrier);

@@ -424,16 +424,17 @@ twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t*
     TW_RETURN_IF_FAILED(groups.check("group", group));
     TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseCombine));
     TW_RETURN_IF_FAILED(check_handle(group, handle));
+    twCombineInput_t input{};
+    Status status = tw::api::read_struct("input", given, &input);
     if (!handle->dispatched) {
+      if (status.ok()) tw::keep_pace(*group, *handle, input.stream);
       return fail(twInvalidUsage, "%s",
                   handle->pending == tw::Pending::kDispatch
                       ? "the handle's dispatch is pending; call twComplete before twCombine"
                       : "combine before dispatch: the handle has not been dispatched");
     }
-    twCombineInput_t input{};
     twCombineOutput_t out{};
     tw::CombineCall call;
-    Status status = tw::api::read_struct("input", given, &input);
     if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
     if (status.ok()) status = tw::api::read_struct("output", output, &out);
     if (status.ok()) status = tw::api::check_combine(*group, *handle, input, out, &call);

@@ -180,6 +180,10 @@ class Backend {
   // Whether peers can be told like that: where they wait in a collective, it must be known which.
   virtual bool can_refuse(const Refusal&) const { return true; }
 
+  // The peers' hosts take a dispatch that this rank refused for a good one and combine: moves what they move, over a
+  // carrier, where they would wait for it.
+  virtual Status keep_pace(StepPlace, int32_t /*bound*/, void* /*stream*/) { return {}; }
+
   // Finish it. After an error the targets are memory-safe: counts 0 and invalid ids for what did not arrive, NaN for
   // sums that could not be made.
   virtual StepEnd finish_dispatch(const DispatchCall& call, TimePoint deadline, HandleArrays& handle) = 0;

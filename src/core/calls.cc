@@ -334,7 +334,7 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   group.lanes[lane].viewed = call->at.step;
   handle.bound = call->bound;
   handle.sizing = handle.is_sized();
-  handle.dispatched = false;
+  handle.dispatched = handle.refused = false;
   handle.dispatch = *call;
   handle.pending = Pending::kDispatch;
   Status sent = group.backend->send_dispatch(*call, handle);
@@ -389,11 +389,20 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
   handle->dispatched = false;
   const bool second = group.lanes[lane].second;
   give_back(group, *handle);
+  handle->refused = learns_late(group);
+  handle->bound = bound > 0 ? bound : group.shape().max_tokens;
   if (send_only || learns_late(group)) {
     hold(group, *handle, lane);
     group.lanes[lane].second = !second;
   }
   return refused;
+}
+
+void keep_pace(twGroup& group, twHandle& handle, void* stream) {
+  if (!handle.refused || handle.lane < 0 || group.comm->carrier == nullptr) return;
+  handle.refused = false;
+  (void)group.backend->keep_pace(group.lanes.begin(handle.lane), handle.bound, stream);
+  give_back(group, handle);  // as at the peers, who think that it went well
 }
 
 Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why) {

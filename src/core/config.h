@@ -29,8 +29,8 @@ const char* dtype_name(twDtype_t dtype);
 bool is_summable(twDtype_t dtype);
 
 // Checks a caller's configuration for a group of `ranks`. Errors name the field, its value and the allowed range.
-// `on_device`: for the CUDA backend, whose windows have lines and chunk words beside what the CPU's have. `carried`: its
-// rows go over a carrier, without lines.
+// `on_device`: for the CUDA backend, whose windows have lines and chunk words beside what the CPU's have. `carried`:
+// its rows go over a carrier, without lines.
 Status check_config(const twGroupConfig_t& given, int32_t ranks, bool on_device, const Environment& environment,
                     GroupConfig* config, bool carried = false);
 

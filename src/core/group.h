@@ -120,6 +120,8 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send
                        Status why);
 Status refuse_counts(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);
 Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why);
+// For a combine of a handle whose dispatch this rank has refused, which is no step, but a call of the peers' hosts.
+void keep_pace(twGroup& group, twHandle& handle, void* stream);
 // Gathers and reduces (collectives.cc). call->at becomes the place of the step, lane -1 if none was begun; *request: of
 // a send_only call.
 Status collect(twGroup& group, CollectiveCall* call, int32_t lane, int64_t* request);

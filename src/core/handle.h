@@ -32,6 +32,7 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
 
   int lane = -1;            // held, or lent to a combine under way
   bool dispatched = false;  // `received` is good: a combine may follow
+  bool refused = false;     // its last dispatch was, and the peers' hosts may not know
   int32_t bound = 0;        // of the last dispatch
   tw::Pending pending = tw::Pending::kNone;
   bool lane_for_this_step = false;  // a combine without a lease: give the lane back when it ends

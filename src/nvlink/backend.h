@@ -64,6 +64,7 @@ class NvlinkBackend : public Backend {
   }
 
   bool can_refuse(const Refusal& refusal) const override;
+  Status keep_pace(StepPlace at, int32_t bound, void* stream) override;
   Status send_refusal(StepPlace at, const Refusal& refusal) override {
     return carriage_ != nullptr ? carry_refusal(at, refusal) : run_refusal(at, refusal, true, true);
   }
@@ -90,13 +91,13 @@ class NvlinkBackend : public Backend {
 
   StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays& handle) override {
     if (!call.send_only) return end_of(call.stream, {});
-    return end_of(call.stream, carriage_ != nullptr ? carry_dispatch(call, handle, false)
-                                                    : run_dispatch(call, handle, false, true));
+    return end_of(call.stream,
+                  carriage_ != nullptr ? carry_dispatch(call, handle, false) : run_dispatch(call, handle, false, true));
   }
   StepEnd finish_combine(const CombineCall& call, TimePoint, HandleArrays& handle) override {
     if (!call.send_only) return end_of(call.stream, {});
-    return end_of(call.stream, carriage_ != nullptr ? carry_combine(call, handle, false)
-                                                    : run_combine(call, handle, false, true));
+    return end_of(call.stream,
+                  carriage_ != nullptr ? carry_combine(call, handle, false) : run_combine(call, handle, false, true));
   }
   // A refusal's kernel has waited for the peers.
   StepEnd drain(StepPlace, TimePoint) override { return {}; }

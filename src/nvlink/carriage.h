@@ -1,7 +1,7 @@
-// What goes out over a carrier, where a group's devices do not reach each other's memory: kernels write a block for each
-// rank into memory of their own device, laid out as a bank of a window is, and the carrier's collectives move the blocks
-// into the windows, behind the kernels on their stream. Blocks of one step have one size, which follows from the call's
-// bound and the group's rows, so the host need not know how many rows there are.
+// What goes out over a carrier, where a group's devices do not reach each other's memory: kernels write a block for
+// each rank into memory of their own device, laid out as a bank of a window is, and the carrier's collectives move the
+// blocks into the windows, behind the kernels on their stream. Blocks of one step have one size, which follows from the
+// call's bound and the group's rows, so the host need not know how many rows there are.
 #pragma once
 
 #include <atomic>

@@ -33,8 +33,8 @@ std::vector<Region> NvlinkBackend::collected(const CollectiveMap& places) const 
   return regions;
 }
 
-// `run(send, receive)` launches. What could not be moved does not come: the kernel that waits for it finds that out, and
-// who is to blame.
+// `run(send, receive)` launches. What could not be moved does not come: the kernel that waits for it finds that out,
+// and who is to blame.
 template <class Run>
 Status NvlinkBackend::carry(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only, void* stream,
                             Run&& run) {
@@ -100,6 +100,14 @@ bool NvlinkBackend::describe(twPortableInfo_t* info) const {
 bool NvlinkBackend::can_refuse(const Refusal& refusal) const {
   const bool collects = refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce;
   return carriage_ == nullptr || (refusal.bound >= 0 && (!collects || refusal.places.tensors > 0));
+}
+
+Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, void* stream) {
+  if (carriage_ == nullptr) return {};
+  const OnDevice on(device_);
+  remember(stream);
+  TW_RETURN_IF_FAILED(carriage_->start(at, combined(bound), false, true, stream));
+  return carriage_->join(at.lane, stream);
 }
 
 // The peers' moves are made with them, or they would not end.

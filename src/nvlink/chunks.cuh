@@ -10,8 +10,7 @@ namespace tw::nvlink {
 __device__ inline std::byte* place_of(const Sum& s, int owner, uint64_t header) {
   const WindowMap& map = s.p.group.map;
   if (is_carried(s.p.group)) {
-    return s.windows()[owner] +
-           map.inbox_slot(s.step.lane, s.step.bank(), owner, static_cast<int>(header), s.p.bound);
+    return s.windows()[owner] + map.inbox_slot(s.step.lane, s.step.bank(), owner, static_cast<int>(header), s.p.bound);
   }
   return s.windows()[owner] +
          map.inbox(s.step.lane, s.step.bank(), static_cast<int>(header), static_cast<int>(header >> 32));

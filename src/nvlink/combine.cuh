@@ -121,9 +121,8 @@ __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
     } else {
       s.kinds()[term] = kInbox;
       s.places()[term] =
-          s.window() + (is_carried(p.group)
-                            ? map.inbox_slot(s.step.lane, s.step.bank(), from.rank, from.slot, p.bound)
-                            : map.inbox(s.step.lane, s.step.bank(), token, position));
+          s.window() + (is_carried(p.group) ? map.inbox_slot(s.step.lane, s.step.bank(), from.rank, from.slot, p.bound)
+                                            : map.inbox(s.step.lane, s.step.bank(), token, position));
       terms.here &= await_chunk(p.group, s.step, from.rank, from.slot / s.chunk_rows());
     }
   }

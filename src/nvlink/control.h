@@ -87,8 +87,8 @@ class Control {
   uint64_t tag_ = 0;
   uint32_t first_step_ = 0;
   std::chrono::milliseconds timeout_{};
-  std::vector<Watched> watched_;  // by lane
-  std::string noticed_;           // what the peers know of this rank's steps
+  std::vector<Watched> watched_;    // by lane
+  std::string noticed_;             // what the peers know of this rank's steps
   std::atomic<uint64_t> told_ = 0;  // the abort word that they know
   std::vector<std::shared_ptr<Mapping>> pages_;
   std::vector<std::shared_ptr<Registered>> registered_;

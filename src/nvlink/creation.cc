@@ -54,8 +54,7 @@ Status NvlinkBackend::open(const BackendInit& init) {
   } else {
     TW_RETURN_IF_FAILED(meet("mapping windows", mapped));
   }
-  const Status controlled =
-      carried ? Control::create_apart(init, &control_) : Control::create(init, tag, &control_);
+  const Status controlled = carried ? Control::create_apart(init, &control_) : Control::create(init, tag, &control_);
   ++tag;
   TW_RETURN_IF_FAILED(meet("sharing control pages", controlled));
   Status prepared = fill_view(init);

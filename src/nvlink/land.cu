@@ -1,5 +1,5 @@
-// Rows of a dispatch of high throughput that have come over a carrier, in blocks by source: to where they belong, without
-// gaps. Their number is known in device memory alone.
+// Rows of a dispatch of high throughput that have come over a carrier, in blocks by source: to where they belong,
+// without gaps. Their number is known in device memory alone.
 #include <cuda_runtime.h>
 
 #include "nvlink/launch.h"

@@ -41,10 +41,10 @@ __device__ inline bool is_sticky(const GroupView& g) {
   return *reinterpret_cast<const volatile uint32_t*>(&g.state->sticky) != 0;
 }
 
-// Over a carrier nobody writes to a peer: rows and words for it go into this rank's own outgoing blocks, by rank where a
-// window has them by source, and collectives behind the kernel move them. Then nobody but this rank's own stream writes
-// into its window either, so its banks are its own affair: the host names one, and a step is left out where the number
-// would give the other, without a word to the peers, who all do so alike.
+// Over a carrier nobody writes to a peer: rows and words for it go into this rank's own outgoing blocks, by rank where
+// a window has them by source, and collectives behind the kernel move them. Then nobody but this rank's own stream
+// writes into its window either, so its banks are its own affair: the host names one, and a step is left out where the
+// number would give the other, without a word to the peers, who all do so alike.
 __device__ inline bool is_carried(const GroupView& g) { return g.out != nullptr; }
 __device__ inline void begin_at_bank(const GroupView& g, int bank, uint64_t* number) {
   if (is_carried(g) && static_cast<int>(*number & 1) != bank) ++*number;

@@ -8,7 +8,8 @@ import contextlib
 import ctypes
 import functools
 import os
-import time
+import queue
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -117,36 +118,52 @@ class Move:
     NCCL's would not: gloo ends the process."""
 
     def __init__(self, group: Any, to: Any, source: Any, options: Any):
+        self._group, self._arguments = group, (to, source, [], [], options)
+        self._over, self._problem = threading.Event(), ""
+
+    def run(self) -> None:
+        """By the group's thread."""
         import torch
 
-        self._arguments = to, source, [], [], options
-        self._group, self._ranks = group, group.size()
-        self._given = torch.full((self._ranks,), source.numel(), dtype=torch.int64)
-        self._sizes = torch.zeros(self._ranks, dtype=torch.int64)
-        self._asked = group.alltoall_base(self._sizes, self._given, [], [], options)
-        self._moved: Any = None
+        to, source, _, _, options = self._arguments
+        given = torch.full((self._group.size(),), source.numel(), dtype=torch.int64)
+        sizes = torch.zeros_like(given)
+        try:
+            self._group.alltoall_base(sizes, given, [], [], options).wait(carried.FOREVER)
+            if len({*sizes.tolist()}) > 1:
+                return
+            self._group.alltoall_base(to, source, [], [], options).wait(carried.FOREVER)
+        except RuntimeError as error:
+            self._problem = str(error)
+        self._over.set()
 
     def is_completed(self) -> bool:
-        return self._moved is not None and self._moved.is_completed()
+        return self._over.is_set()
 
     def wait(self, timeout: Any) -> None:
-        if self._moved is None:
-            self._asked.wait(timeout)
-            if len({*self._sizes.tolist()}) > 1:
-                time.sleep(timeout.total_seconds())
-                raise RuntimeError("ranks move blocks of different sizes")
-            self._moved = self._group.alltoall_base(*self._arguments)
-        self._moved.wait(timeout)
+        if not self._over.wait(timeout.total_seconds()):
+            raise RuntimeError("not in time")
+        if self._problem:
+            raise RuntimeError(self._problem)
 
 
 class Group:
-    """A process group of such moves."""
+    """A process group of such moves, which a thread makes one after the other."""
 
     def __init__(self, group: Any):
         self._group = group
+        self._moves: queue.SimpleQueue[Move] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, args=(self._moves,), daemon=True).start()
+
+    @staticmethod
+    def _serve(moves: queue.SimpleQueue[Move]) -> None:
+        while True:
+            moves.get().run()
 
     def alltoall_base(self, to: Any, source: Any, _: Any, __: Any, options: Any) -> Move:
-        return Move(self._group, to, source, options)
+        move = Move(self._group, to, source, options)
+        self._moves.put(move)
+        return move
 
 
 def connect_group(meeting: Any) -> Group:

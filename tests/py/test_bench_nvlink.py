@@ -69,6 +69,10 @@ def test_what_nvidia_smi_tells() -> None:
         (["--backend", "nvlink", "--ranks", "3"], "--ranks: 3, but there are 2 GPUs"),
         (["--backend", "nvlink", "--local-ranks", "33"], "--local-ranks: 33; allowed 1..32 on 2 GPUs"),
         (["--backend", "nvlink", "--local-ranks", "4", "--ranks", "2"], "--local-ranks is 4"),
+        (["--backend", "nvlink", "--over", "tcp"], "--over: 'tcp'; allowed: nvlink, nccl"),
+        (["--backend", "nvlink", "--over", "nccl", "--local-ranks", "2"], "--local-ranks: not with --over nccl"),
+        (["--backend", "nvlink", "--over", "nccl", "--ablation"], "--ablation: not with --over nccl"),
+        (["--over", "nccl"], "--over: only with --backend nvlink"),
         (["--backend", "nvlink", "--local-ranks", "2", "--baselines", "nccl-alltoall"], "threads"),
     ],
 )

@@ -124,9 +124,11 @@ def _measure(settings: Settings, control: Control, progress: Progress, stack: Ex
         control.allgather(None)  # nobody has touched a GPU before
         import torch
 
+        from tokenway.bench.nvlink import connect_gpu
+
         index = int(os.environ.get("LOCAL_RANK", control.rank)) % torch.cuda.device_count()
         torch.cuda.set_device(index)
-        comm = stack.enter_context(connect(device=f"cuda:{index}"))
+        comm = stack.enter_context(connect_gpu(settings, control, index))
         stack.enter_context(torch.cuda.stream(torch.cuda.Stream(index)))
         if settings.baselines:
             stack.callback(gloo.Process(control, "nccl").close)

@@ -52,13 +52,21 @@ def run_process(settings: Settings) -> int:
 
             index = int(os.environ.get("LOCAL_RANK", control.rank)) % torch.cuda.device_count()
             torch.cuda.set_device(index)
-            comm = stack.enter_context(connect(device=f"cuda:{index}"))
+            comm = stack.enter_context(connect_gpu(settings, control, index))
             return _rank(settings, control, comm, document, progress)
 
         results = runner.measured(measure, control, progress, stack)
         if results is None:
             return 1
         return _finish(settings, results) if control.rank == 0 else 0
+
+
+def connect_gpu(settings: Settings, control: Control, index: int) -> Comm:
+    """The comm that is measured. Collective."""
+    assert settings.nvlink is not None
+    if settings.nvlink.over == "nccl":
+        return Comm.portable(control.rank, control.nranks, control.allgather, device=index)
+    return connect(device=f"cuda:{index}")
 
 
 def run_threads(settings: Settings) -> int:

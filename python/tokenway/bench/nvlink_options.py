@@ -13,6 +13,7 @@ from tokenway.bench.case import FP8
 from tokenway.bench.usage import UsageError
 
 BACKENDS = ("cpu", "nvlink", "torch")
+OVER = ("nvlink", "nccl")
 TOKENS = (1, 8, 128, 256, 512, 1024, 2048, 4096)
 PAYLOADS = {"bf16": "bfloat16", "fp8": FP8}
 MAX_LANES = 64  # TW_MAX_LANES
@@ -34,6 +35,7 @@ class Nvlink:
     ablation: bool = False
     breakdown: bool = False
     compare: str | None = None  # a second dtype for tokens, measured in the same rounds
+    over: str = "nvlink"  # or "nccl": the portable backend
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("with --backend nvlink").add_argument
     add("--payload", metavar="NAME", help="bf16 (default) or fp8, short for --dtype")
     add("--compare", metavar="NAME", help="fp8: measure it beside, in the same rounds")
+    add("--over", metavar="NAME", help="nvlink (default), or nccl: the portable backend")
     add("--local-ranks", type=int, metavar="N", help="N ranks as threads of one process (default: a process per GPU)")
     add("--sm-limit", type=int, metavar="S", help="thread blocks of a kernel at most (default: the library chooses)")
     add("--lanes", type=int, metavar="L", help="lanes of the group (default 1)")
@@ -51,7 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--breakdown", action="store_true", help="also the time of each kernel, from the profiler")
 
 
-_ONLY = ("payload", "compare", "local_ranks", "sm_limit", "lanes", "verify", "no_floor", "ablation", "breakdown")
+_ONLY = (
+    "payload",
+    "compare",
+    "over",
+    "local_ranks",
+    "sm_limit",
+    "lanes",
+    "verify",
+    "no_floor",
+    "ablation",
+    "breakdown",
+)
 
 
 def from_arguments(args: argparse.Namespace) -> Nvlink | None:
@@ -73,6 +87,7 @@ def from_arguments(args: argparse.Namespace) -> Nvlink | None:
         ablation=args.ablation,
         breakdown=args.breakdown,
         compare=compare,
+        over=usage.choice("--over", args.over, OVER, OVER[0]),
     )
 
 
@@ -95,6 +110,9 @@ def check(settings: Any) -> None:
         raise UsageError("--compare: fp8; the tokens are fp8 already")
     if gpu.lanes > MAX_LANES:
         raise UsageError(f"--lanes: {gpu.lanes}; allowed 1..{MAX_LANES}")
+    for name in ("local_ranks", "ablation"):
+        if gpu.over == "nccl" and getattr(gpu, name):
+            raise UsageError(f"--{name.replace('_', '-')}: not with --over nccl, whose ranks wait in collectives")
     if importlib.util.find_spec("torch") is None:
         raise UsageError("--backend nvlink needs PyTorch: pip install 'tokenway[torch]'")
     if gpu.local_ranks:

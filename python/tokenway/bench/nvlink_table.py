@@ -116,6 +116,7 @@ def what(run: dict[str, Any]) -> str:
     gpu = s["nvlink"]
     told = f"{s['ranks']} {'local ranks' if gpu['local_ranks'] else 'ranks'}, {s['dtype']}, {s['layout']}"
     told += f", weighting {s['weighting']}"
+    told += ", over NCCL" if gpu.get("over") == "nccl" else ""
     told += f", {gpu['lanes']} lanes" if gpu["lanes"] > 1 else ""
     return told + (f", at most {gpu['sm_limit']} SMs" if gpu["sm_limit"] else "")
 
