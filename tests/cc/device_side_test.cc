@@ -42,6 +42,40 @@ TEST(DeviceSide, LinesAndChunksOfAWindow) {
   EXPECT_GT(checked(true, 5).map.bytes(), checked(false, 5).map.bytes());
 }
 
+// Over a carrier a block of each source lies in one piece, for any bound: what one all-to-all moves.
+TEST(DeviceSide, BlocksOfASourceInAWindow) {
+  for (const bool exact : {false, true}) {
+    twGroupConfig_t given = make_config(8, 2, 300);
+    if (exact) given.mode = twHighThroughput, given.max_recv_tokens = 40;
+    GroupConfig config;
+    const Status status = check_config(given, 4, true, environment(-1), &config, true);
+    ASSERT_TRUE(status.ok()) << status.text;
+    const WindowMap& map = config.map;
+    const Shape& shape = map.shape();
+    EXPECT_EQ(shape.carried, 1);
+    EXPECT_EQ(shape.line_tokens, 0) << "all is there at once, so nothing need certify itself";
+    for (const int bound : {1, 7, 300}) {
+      const uint64_t block = shape.combine_bytes * static_cast<uint64_t>(bound);
+      for (int source = 0; source < 4; ++source) {
+        const uint64_t begin = map.inbox_slot(0, 1, source, 0, bound);
+        EXPECT_EQ(begin, map.bank(0, 1) + block * static_cast<uint64_t>(source));
+        EXPECT_EQ(map.inbox_slot(0, 1, source, bound - 1, bound) + shape.combine_bytes, begin + block);
+        EXPECT_LE(begin + block, map.bank(0, 1) + map.bank_bytes());
+      }
+      // Blocks of a dispatch land as large as the bound, however few rows a rank may receive.
+      const uint64_t rows = 4 * static_cast<uint64_t>(bound);
+      EXPECT_LE(map.meta_row(0, 1, rows), map.bank(0, 1) + map.bank_bytes());
+      for (int q = 0; q + 1 < shape.payloads; ++q) {
+        EXPECT_LE(map.payload_row(0, 1, q, rows), map.bank(0, 1) + map.payload_begin(q + 1));
+      }
+      EXPECT_LE(map.payload_row(0, 1, shape.payloads - 1, rows), map.bank(0, 1) + map.meta_begin());
+    }
+  }
+  GroupConfig plain;
+  ASSERT_TRUE(check_config(make_config(8, 2, 300), 4, false, environment(-1), &plain, true).ok());
+  EXPECT_EQ(plain.map.shape().carried, 0) << "on the CPU messages say where each row goes";
+}
+
 // Lines lie where the shape says: ranks that see different shapes must not meet.
 TEST(DeviceSide, LineTokensAreComparedBetweenRanks) {
   std::vector<Parcel> parcels(2);

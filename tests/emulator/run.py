@@ -3,6 +3,7 @@
 
     python tests/emulator/run.py                         all of them
     python tests/emulator/run.py --quick                 ranks as threads alone, and no deaths
+    python tests/emulator/run.py --carried               the portable backend: devices apart, whose blocks gloo moves
     python tests/emulator/run.py -k rounds -x            arguments of pytest
 
 Needs CUDA's headers and Boost.Context (Debian: libboost-context-dev); without them it says so and succeeds, unless
@@ -47,13 +48,17 @@ def main(arguments: list[str]) -> int:
     if "--quick" in arguments:
         arguments = [a for a in arguments if a != "--quick"]
         names, chosen = QUICK[0], ["-k", QUICK[1]]
+    backend = "emulated"
+    if "--carried" in arguments:
+        arguments = [a for a in arguments if a != "--carried"]
+        names, backend = (*names, "carried", "collectives", "collective_errors"), "torch-emulated"
     files = [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in names]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT / "python"),
         "TOKENWAY_LIBRARY": str(BUILD / "emulator" / "libtokenway.so"),
     }
-    command = [sys.executable, "-m", "pytest", *files, "--backend", "emulated", *chosen, *arguments]
+    command = [sys.executable, "-m", "pytest", *files, "--backend", backend, *chosen, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 

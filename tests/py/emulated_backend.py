@@ -176,6 +176,7 @@ class Carried(Emulated):
 
     name = "torch-emulated"
     knows_calls = False
+    death_seen = 6.0  # kernels that wait share the CPU with the threads that move blocks and watch
 
     @classmethod
     def most_ranks(cls, kind: str) -> int:
