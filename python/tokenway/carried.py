@@ -103,8 +103,12 @@ class DeviceChannel:
         self._nranks = config.nranks
         self._options = {at_once: self._make_options(dist, at_once) for at_once in (False, True)}
         self._works: list[list[Any]] = [[] for _ in groups]
+        # What torch.distributed's own groups want to know, and those of one backend, as connect_nccl's, do not.
+        own = bool(groups) and isinstance(groups[0], dist.ProcessGroup)
+        self._where = (self._memory.device,) if own else ()
         self._tensors: dict[tuple[int, int], Any] = {}
         self._over = False
+        self._together = self._memory.coalesces and all(hasattr(group, "_start_coalescing") for group in groups)
         self._warm()
 
     def _make_options(self, dist: Any, at_once: bool) -> Any:
@@ -116,16 +120,32 @@ class DeviceChannel:
         return options
 
     def _warm(self) -> None:
-        """Connects all ranks now: it takes long, and could not be captured."""
+        """Connects all ranks now: it takes long, and could not be captured. Finds out whether several collectives can
+        be one."""
         torch = self._memory.torch
-        with torch.cuda.device(self._memory.device) if self._memory.coalesces else contextlib.nullcontext():
-            for queue, group in enumerate(self._groups):
+        with torch.cuda.device(self._memory.device) if not self._memory.waits else contextlib.nullcontext():
+            for queue in range(len(self._groups)):
                 for at_once in (True, False):
-                    given, taken = torch.ones(2, self._nranks, dtype=torch.uint8, device=self._memory.device)
-                    self._start(queue, [(given, taken)] * 2, at_once)
-                    self._join(queue)
-                    self._memory.settle()
-                del group
+                    if not self._try(queue, at_once) and self._together:
+                        self._together = False
+                        self._try(queue, at_once)
+
+    def _try(self, queue: int, at_once: bool) -> bool:
+        """Moves a byte to each rank, twice at a time. What one rank cannot do here, none can."""
+        torch = self._memory.torch
+        given = torch.ones(2, self._nranks, dtype=torch.uint8, device=self._memory.device)
+        taken = torch.zeros_like(given)
+        try:
+            self._start(queue, list(zip(given, taken, strict=True)), at_once)
+            self._join(queue)
+        except (TypeError, NotImplementedError):
+            if not self._together:
+                raise
+            return False
+        self._memory.settle()
+        if not self._together and not taken.all():
+            raise RuntimeError("an all-to-all has ended, and what it was to bring is not there")
+        return bool(taken.all())
 
     def _tensor(self, address: int, count: int) -> Any:
         key = address, count
@@ -138,12 +158,12 @@ class DeviceChannel:
 
     def _start(self, queue: int, pairs: list[tuple[Any, Any]], at_once: bool) -> None:
         group, options = self._groups[queue], self._options[at_once]
-        together = self._memory.coalesces and len(pairs) > 1 and hasattr(group, "_start_coalescing")
+        together = self._together and len(pairs) > 1
         if together:
-            group._start_coalescing(self._memory.device)
+            group._start_coalescing(*self._where)
         works = [group.alltoall_base(to, source, [], [], options) for source, to in pairs]
         if together:
-            works = [group._end_coalescing(self._memory.device)]
+            works = [group._end_coalescing(*self._where)]
         self._works[queue] = [work for work in works if work is not None]
 
     def _join(self, queue: int) -> bool:

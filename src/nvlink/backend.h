@@ -163,6 +163,7 @@ class NvlinkBackend : public Backend {
   Status run_refusal(StepPlace at, const Refusal& refusal, bool send, bool receive);
   // Over a carrier (carrying.cc). `sends`: else the step was sent alone, and is finished.
   GroupView view_at(StepPlace at, bool waits) const;
+  bool in_trouble() const;
   std::vector<Region> dispatched(int32_t bound) const;
   std::vector<Region> combined(int32_t bound) const;
   std::vector<Region> collected(const CollectiveMap& places) const;

@@ -1,5 +1,7 @@
 // Steps over a carrier: a kernel that lays out what goes to each rank, the moves behind it, and a kernel that shows or
 // sums what has come. Which parts of a bank a step moves is decided here, from what all ranks have alike.
+#include <thread>
+
 #include "nvlink/backend.h"
 
 namespace tw::nvlink {
@@ -33,13 +35,25 @@ std::vector<Region> NvlinkBackend::collected(const CollectiveMap& places) const 
   return regions;
 }
 
+// Whether somebody else is to blame for moves that cannot be made: that is known in a moment, or not at all.
+bool NvlinkBackend::in_trouble() const {
+  constexpr std::chrono::milliseconds kMoment{500};
+  const TimePoint until = std::chrono::steady_clock::now() + kMoment;
+  while (std::chrono::steady_clock::now() < until) {
+    if (control_->dead() >= 0 || control_->find_abort().kind != 0) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return false;
+}
+
 // `run(send, receive)` launches. What could not be moved does not come: the kernel that waits for it finds that out,
 // and who is to blame.
 template <class Run>
 Status NvlinkBackend::carry(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only, void* stream,
                             Run&& run) {
   TW_RETURN_IF_FAILED(run(true, false));
-  (void)carriage_->start(at, regions, land, !send_only, stream);
+  Status started = carriage_->start(at, regions, land, !send_only, stream);
+  if (!started.ok() && !in_trouble()) return started;
   return send_only ? Status{} : arrive(at, true, stream, run);
 }
 template <class Run>

@@ -153,8 +153,9 @@ Status make_own_window(const BackendInit& init, DeviceWindows* windows) {
   const Driver* driver = nullptr;
   std::shared_ptr<DeviceMapping> own;
   TW_RETURN_IF_FAILED(find_driver(&driver));
+  // Of the kind that could be exported, as NCCL may want to where its collectives are captured.
   TW_RETURN_IF_FAILED(
-      DeviceMapping::create(*driver, init.device, {init.device}, init.context->map.bytes(), false, &own));
+      DeviceMapping::create(*driver, init.device, {init.device}, init.context->map.bytes(), true, &own));
   TW_RETURN_IF_FAILED(prepare(*init.context, own->data()));
   windows->by_rank.assign(init.members.size(), own);
   windows->linked = false;
