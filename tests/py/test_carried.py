@@ -19,6 +19,8 @@ from test_errors import AT_ONCE, said
 import tokenway as tw
 from tokenway import portable
 
+NAP = 1.0
+
 
 @pytest.fixture
 def carried(made_for) -> Any:
@@ -33,6 +35,8 @@ def refuse(env: Any, changes: dict[str, Any]) -> tuple[Any, float]:
     calls = Calls(env)
     calls.good_round()
     begin = time.monotonic()
+    if env.rank == 0:
+        time.sleep(NAP)  # all have ended the good round
     outcome = caught(calls.dispatch, **(changes if env.rank == 0 else {}))
     took = time.monotonic() - begin
     calls.group.close()
@@ -46,7 +50,7 @@ def test_unknown_moves_end_the_group(carried, world, name) -> None:
     (outcome, _), (told, took) = world(2).run(refuse, changes)
     said(outcome, "twInvalidArgument", pattern)
     said(told, "twPeerAborted", "rank 0 gave the group up")
-    assert took < AT_ONCE
+    assert took < NAP + AT_ONCE
 
 
 def bounded(env: Any, rounds: tuple[Round, ...]) -> list[Any]:
@@ -130,4 +134,4 @@ def test_a_collective_that_does_not_end(carried, world) -> None:
         if rank == 1:
             continue
         said(outcome, "twTimeout", r"rank 1 did not arrive in time in dispatch of step \d+ on lane 0")
-        assert 1.4 < took < 3.0, took
+        assert 1.4 < took < 1.5 + 2.5, took
