@@ -234,7 +234,7 @@ PROTOCOL = (
         (
             Edit(
                 CALLS,
-                "  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, phase, at_bank, combining, stream));\n",
+                "  TW_RETURN_IF_FAILED(group.backend->send_refusal(at, refusal));\n",
                 "",
             ),
         ),
