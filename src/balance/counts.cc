@@ -1,0 +1,187 @@
+// How many replicas each expert gets.
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "balance/packing.h"
+
+namespace tw::balance {
+namespace {
+
+constexpr int32_t kColdest = 32;  // experts of least load that may be given a replica more, so as to fill a rank with less
+constexpr int32_t kHottest = 64;  // and of largest share, beyond those of the ranks that carry most
+constexpr int32_t kPasses = 24;
+
+// A bound on what the hottest rank carries by the counts alone. The hottest i + 1 replicas are on at most as many ranks,
+// whose other slots hold at least the smallest: so a rank carries at least the mean of the first i + 1 rungs, where rung
+// i is the i-th largest share with the next S - 1 of the smallest. With two slots a rank a single rung is a bound too,
+// and the highest of them is reached by pairing the largest with the smallest: the P + 1 - i slots from the i-th
+// smallest on cannot all be paired among the others.
+class Ladder {
+ public:
+  Ladder(const Problem& problem, std::vector<int32_t>* counts) : problem_(problem), counts_(*counts) { fill(); }
+
+  // The bound, or anything not below `limit` if it is not below that.
+  Units peak(Units limit, int32_t* rung = nullptr) const {
+    Run none[2] = {};
+    return climb(Side<1>(sizes_, none, none), Side<-1>(sizes_, none, none), limit, rung);
+  }
+
+  // The same if `to` had a replica more and `from` a replica less.
+  Units peak_with(int32_t from, int32_t to, Units limit) const {
+    const Run gone[2] = {run(from, counts_[from]), run(to, counts_[to])};
+    const Run come[2] = {run(from, counts_[from] - 1), run(to, counts_[to] + 1)};
+    return climb(Side<1>(sizes_, gone, come), Side<-1>(sizes_, gone, come), limit, nullptr);
+  }
+
+  void apply(int32_t from, int32_t to) {
+    --counts_[from];
+    ++counts_[to];
+    fill();
+  }
+
+  Units size(int32_t i) const { return sizes_[i]; }
+
+ private:
+  struct Run {
+    Units size = 0;
+    int32_t left = 0;
+  };
+
+  // The sizes from the largest down (1) or from the smallest up (-1), without those gone and with those that came.
+  template <int kStep>
+  class Side {
+   public:
+    Side(const std::vector<Units>& sizes, const Run* gone, const Run* come)
+        : at_(kStep > 0 ? sizes.data() : sizes.data() + sizes.size() - 1),
+          left_(static_cast<int32_t>(sizes.size())),
+          gone_{gone[0], gone[1]},
+          come_{come[0], come[1]} {
+      if (before(come_[1].size, come_[0].size)) std::swap(come_[0], come_[1]);
+      if (come_[0].left == 0) std::swap(come_[0], come_[1]);
+    }
+
+    Units next() {
+      while (left_ > 0 && (take(&gone_[0]) || take(&gone_[1]))) {
+      }
+      if (come_[0].left > 0 && (left_ == 0 || !before(*at_, come_[0].size))) {
+        const Units size = come_[0].size;
+        if (--come_[0].left == 0) std::swap(come_[0], come_[1]);
+        return size;
+      }
+      const Units size = *at_;
+      at_ += kStep;
+      --left_;
+      return size;
+    }
+
+   private:
+    static bool before(Units a, Units b) { return kStep > 0 ? a > b : a < b; }
+
+    bool take(Run* run) {
+      if (run->left == 0 || run->size != *at_) return false;
+      --run->left;
+      at_ += kStep;
+      --left_;
+      return true;
+    }
+
+    const Units* at_;
+    int32_t left_;
+    Run gone_[2], come_[2];
+  };
+
+  Units climb(Side<1> largest, Side<-1> smallest, Units limit, int32_t* rung) const {
+    const int32_t mates = problem_.shape.slots - 1;
+    Units highest = 0, sum = 0;
+    for (int32_t i = 0; i < problem_.shape.ranks && highest < limit; ++i) {
+      Units step = largest.next();
+      for (int32_t k = 0; k < mates; ++k) step += smallest.next();
+      sum += step;
+      const Units bound = mates == 1 ? step : (sum + i) / (i + 1);
+      if (bound > highest) {
+        highest = bound;
+        if (rung != nullptr) *rung = i;
+      }
+    }
+    return highest;
+  }
+
+  void fill() {
+    sizes_.clear();
+    for (int32_t e = 0; e < problem_.shape.experts; ++e) {
+      sizes_.insert(sizes_.end(), counts_[e], share(problem_.loads[e], counts_[e]));
+    }
+    std::sort(sizes_.begin(), sizes_.end(), std::greater<>());
+  }
+
+  Run run(int32_t expert, int32_t replicas) const { return {share(problem_.loads[expert], replicas), replicas}; }
+
+  const Problem& problem_;
+  std::vector<int32_t>& counts_;
+  std::vector<Units> sizes_;  // shares of all slots, the largest first
+};
+
+}  // namespace
+
+std::vector<int32_t> apportion(const Units* loads, int32_t experts, int32_t places, int32_t limit) {
+  std::vector<int32_t> counts(experts, 1);
+  // A heap of (share, expert), the largest share on top, of equal ones the lower expert.
+  std::vector<std::pair<Units, int32_t>> heap;
+  for (int32_t e = 0; e < experts; ++e) {
+    if (limit > 1) heap.emplace_back(loads[e], -e);
+  }
+  std::make_heap(heap.begin(), heap.end());
+  for (int32_t left = places - experts; left > 0 && !heap.empty(); --left) {
+    std::pop_heap(heap.begin(), heap.end());
+    const int32_t e = -heap.back().second;
+    ++counts[e];
+    if (counts[e] < limit) {
+      heap.back().first = share(loads[e], counts[e]);
+      std::push_heap(heap.begin(), heap.end());
+    } else {
+      heap.pop_back();
+    }
+  }
+  return counts;
+}
+
+void refine_counts(const Problem& problem, Units goal, std::vector<int32_t>* counts) {
+  const int32_t experts = problem.shape.experts;
+  if (problem.shape.slots < 2 || problem.shape.places() == experts) return;
+  Ladder ladder(problem, counts);
+  std::vector<int32_t> by_load(experts), givers, takers;
+  for (int32_t e = 0; e < experts; ++e) by_load[e] = e;
+  std::stable_sort(by_load.begin(), by_load.end(),
+                   [&](int32_t a, int32_t b) { return problem.loads[a] < problem.loads[b]; });
+  for (int32_t pass = 0; pass < kPasses; ++pass) {
+    int32_t rung = 0;
+    Units best = ladder.peak(INT64_MAX, &rung);
+    if (best <= goal) return;
+    const Units hot = ladder.size(std::min(rung + kHottest, problem.shape.ranks - 1));
+    givers.clear();
+    takers.assign(by_load.begin(), by_load.begin() + std::min(kColdest, experts));
+    for (int32_t e = 0; e < experts; ++e) {
+      if ((*counts)[e] > 1) givers.push_back(e);
+      if (share(problem.loads[e], (*counts)[e]) >= hot) takers.push_back(e);
+    }
+    int32_t from = -1, to = -1;
+    for (const int32_t e : takers) {
+      if ((*counts)[e] >= problem.shape.ranks) continue;
+      for (const int32_t f : givers) {
+        // What the giver's replicas then carry must itself find room.
+        if (f == e || share(problem.loads[f], (*counts)[f] - 1) >= best) continue;
+        const Units peak = ladder.peak_with(f, e, best);
+        if (peak < best) {
+          best = peak;
+          from = f;
+          to = e;
+        }
+      }
+    }
+    if (from < 0) return;
+    ladder.apply(from, to);
+  }
+}
+
+}  // namespace tw::balance

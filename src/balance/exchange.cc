@@ -1,0 +1,126 @@
+// Makes the hottest rank cooler by exchanging slots with another: first one for one, then two for two.
+//
+// Ranks r and q that exchange slots whose shares differ by d carry load(r) - d and load(q) + d; best is d half of what
+// they differ by. Sorted by share, the best partner of each slot is found in one walk over both.
+#include <algorithm>
+#include <array>
+#include <numeric>
+
+#include "balance/packing.h"
+
+namespace tw::balance {
+namespace {
+
+constexpr int32_t kPairSlots = 16;  // two for two is tried among at most so many slots of a rank: 120 pairs
+constexpr int32_t kPatience = 2;     // times the ranks: searches for one that blocks the hottest
+
+struct Found {
+  Units peak;  // of the two ranks afterwards
+  std::array<int32_t, 2> from{-1, -1}, to{-1, -1};
+};
+
+// Of one rank: sums of shares of one or two of its slots, the largest first.
+struct Option {
+  Units sum;
+  std::array<int32_t, 2> places;
+};
+
+bool fits(const Packing& packing, const Option& a, const Option& b) {
+  const int32_t slots = packing.problem().shape.slots;
+  const int32_t r = a.places[0] / slots, q = b.places[0] / slots;
+  const auto enters = [&](const Option& coming, const Option& leaving, int32_t rank) {
+    for (const int32_t place : coming.places) {
+      if (place < 0) continue;
+      const int32_t e = packing.at(place);
+      for (const int32_t other : leaving.places) {
+        if (other >= 0 && packing.at(other) == e) return false;  // it would only change its place
+      }
+      if (packing.holds(rank, e)) return false;
+    }
+    return true;
+  };
+  return enters(a, b, q) && enters(b, a, r);
+}
+
+// Walks the options of r and q, both sorted, and keeps the best exchange that fits.
+void walk(const Packing& packing, const std::vector<Option>& of_r, const std::vector<Option>& of_q, Units hot,
+          Units cool, Found* best) {
+  const Units difference = hot - cool;
+  size_t j = 0;
+  for (const Option& a : of_r) {
+    const Units wanted = a.sum - difference / 2;
+    while (j < of_q.size() && of_q[j].sum > wanted) ++j;
+    // The last above what is wanted, and the first not above.
+    for (size_t k = j > 0 ? j - 1 : 0; k <= j && k < of_q.size(); ++k) {
+      const Units d = a.sum - of_q[k].sum;
+      if (d <= 0 || d >= difference) continue;
+      const Units peak = std::max(hot - d, cool + d);
+      if (peak < best->peak && fits(packing, a, of_q[k])) *best = {peak, a.places, of_q[k].places};
+    }
+  }
+}
+
+void list_singles(const Packing& packing, int32_t rank, std::vector<Option>* options) {
+  const int32_t slots = packing.problem().shape.slots;
+  options->clear();
+  for (int32_t place = rank * slots; place < (rank + 1) * slots; ++place) {
+    options->push_back({packing.share_at(place), {place, -1}});
+  }
+}
+
+void list_pairs(const Packing& packing, int32_t rank, std::vector<Option>* options) {
+  const int32_t slots = packing.problem().shape.slots, first = rank * slots;
+  options->clear();
+  for (int32_t i = 0; i < slots; ++i) {
+    for (int32_t k = i + 1; k < slots; ++k) {
+      options->push_back({packing.share_at(first + i) + packing.share_at(first + k), {first + i, first + k}});
+    }
+  }
+  std::stable_sort(options->begin(), options->end(), [](const Option& a, const Option& b) { return a.sum > b.sum; });
+}
+
+template <class List>
+Found search(const Packing& packing, int32_t r, int32_t first, int32_t last, List&& list) {
+  static thread_local std::vector<Option> of_r, of_q;
+  Found best{packing.load(r)};
+  list(packing, r, &of_r);
+  for (int32_t q = first; q < last; ++q) {
+    // Even the best exchange leaves the mean of both.
+    if (q == r || (packing.load(r) + packing.load(q)) / 2 >= best.peak) continue;
+    list(packing, q, &of_q);
+    walk(packing, of_r, of_q, packing.load(r), packing.load(q), &best);
+  }
+  return best;
+}
+
+}  // namespace
+
+// Stops when no rank above the goal can be helped. It ends: of the two ranks of an exchange the loads come closer, so the
+// sum of squares over all ranks falls each time.
+void exchange(Packing* packing, int32_t first, int32_t last, Units goal) {
+  const int32_t slots = packing->problem().shape.slots;
+  for (int32_t r = first; r < last; ++r) packing->sort_rank(r);
+  std::vector<char> stuck(last, 0);  // since the last exchange
+  int32_t patience = kPatience * (last - first);
+  for (;;) {
+    // A hot rank may be blocked by another that is almost as hot, which then is the one to cool first.
+    int32_t r = -1;
+    for (int32_t q = first; q < last; ++q) {
+      if (!stuck[q] && packing->load(q) > goal && (r < 0 || packing->load(q) > packing->load(r))) r = q;
+    }
+    const bool hottest = r == packing->hottest(first, last);
+    if (r < 0 || (!hottest && --patience < 0)) return;
+    Found found = search(*packing, r, first, last, list_singles);
+    if (found.from[0] < 0 && hottest && slots > 2 && slots <= kPairSlots) found = search(*packing, r, first, last, list_pairs);
+    if (found.from[0] < 0) {
+      stuck[r] = 1;
+      continue;
+    }
+    for (int i = 0; i < 2 && found.from[i] >= 0; ++i) packing->swap(found.from[i], found.to[i]);
+    packing->sort_rank(r);
+    packing->sort_rank(found.to[0] / slots);
+    stuck.assign(last, 0);
+  }
+}
+
+}  // namespace tw::balance

@@ -1,0 +1,78 @@
+// Which expert is in which slot, and what every rank then carries; moves keep both in step.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "balance/problem.h"
+
+namespace tw::balance {
+
+class Packing {
+ public:
+  // experts: [N * S], rank major.
+  Packing(const Problem& problem, std::vector<int32_t> experts);
+
+  const Problem& problem() const { return *problem_; }
+  const std::vector<int32_t>& experts() const { return experts_; }  // [N * S], rank major
+  const std::vector<int32_t>& counts() const { return counts_; }    // [E]
+  Units load(int32_t rank) const { return loads_[rank]; }
+  Units share_of(int32_t expert) const { return shares_[expert]; }
+  Units share_at(int32_t place) const { return shares_[experts_[place]]; }
+  int32_t at(int32_t place) const { return experts_[place]; }
+  int32_t count(int32_t expert) const { return counts_[expert]; }
+
+  bool holds(int32_t rank, int32_t expert) const {
+    const int32_t* const first = experts_.data() + static_cast<int64_t>(rank) * slots_;
+    for (int32_t i = 0; i < slots_; ++i) {
+      if (first[i] == expert) return true;
+    }
+    return false;
+  }
+  // The hottest of ranks first..last-1, the lowest of several.
+  int32_t hottest(int32_t first, int32_t last) const;
+  Units peak() const;
+
+  void swap(int32_t a, int32_t b);               // places of two ranks
+  void replace(int32_t place, int32_t expert);   // a replica less of one expert, one more of another
+  void sort_rank(int32_t rank);                  // its slots by share, the largest first; the lower expert first
+
+  // Whether the expert at `a` may come to the rank of `b` and the other way round.
+  bool can_swap(int32_t a, int32_t b) const;
+
+ private:
+  void set_share(int32_t expert, Units share);
+
+  const Problem* problem_;
+  int32_t slots_;
+  std::vector<int32_t> experts_, counts_;
+  std::vector<Units> shares_;  // [E]
+  std::vector<Units> loads_;   // [N]
+};
+
+// Replicas of each expert so that the largest share is as small as can be: each slot beyond one per expert goes to the
+// expert whose replicas carry most (the lower of equals). Optimal: it stops at the least T for which
+// sum ceil(load / T) fits. An expert gets at most `limit`; slots are left over if that is too few for all.
+std::vector<int32_t> apportion(const Units* loads, int32_t experts, int32_t places, int32_t limit);
+
+// Moves replicas from one expert to another while the counts alone keep a rank above `goal` (see Ladder in counts.cc).
+void refine_counts(const Problem& problem, Units goal, std::vector<int32_t>* counts);
+
+// Replicas of an expert that are to be packed, and what each of them carries.
+struct Item {
+  Units size;
+  int32_t expert;
+  int32_t count;  // at most the ranks
+};
+std::vector<Item> items_of(const Problem& problem, const std::vector<int32_t>& counts);
+
+// Longest processing time first: the largest item to the coolest ranks that have a free slot, to as many different ones
+// as it has replicas. Items fill ranks * slots; the result is as long, rank major, and has an expert once on a rank.
+// With `company`, ranks that would be hotter than `goal` beside the smallest items get these first.
+enum class Start { kPlain, kCompany };
+std::vector<int32_t> pack(std::vector<Item> items, int32_t ranks, int32_t slots, Start start, Units goal);
+
+// Exchanges slots between ranks first..last-1 until the hottest carries at most `goal`, or none makes it cooler.
+void exchange(Packing* packing, int32_t first, int32_t last, Units goal);
+
+}  // namespace tw::balance

@@ -1,0 +1,27 @@
+// A layer's plan from nothing.
+#pragma once
+
+#include <vector>
+
+#include "balance/packing.h"
+
+namespace tw::balance {
+
+// How near the mean (or the bound) a plan must come for the search to end: 10 parts in a million.
+inline Units goal_of(Units bound) { return bound + bound / 100000; }
+
+// Wherever it is best: [N * S].
+std::vector<int32_t> place_anywhere(const Problem& problem);
+
+// Each group of experts on one node, and beyond that as few slots elsewhere as bring every node's load within
+// `tolerance` (parts in a million) of the mean of all. Needs shape.groups, a multiple of shape.nodes.
+std::vector<int32_t> place_on_nodes(const Problem& problem, int64_t tolerance);
+
+// Of a small problem: the best plan there is, if it can be found within some effort; else `known`, or better.
+std::vector<int32_t> place_exactly(const Problem& problem, std::vector<int32_t> known);
+
+// Of slots that a placement fills, which carry load of a group that has its home on another node. Homes: [groups], nodes.
+std::vector<int32_t> homes_of(const Problem& problem, const std::vector<int32_t>& experts);
+double stray_share(const Problem& problem, const std::vector<int32_t>& experts);
+
+}  // namespace tw::balance

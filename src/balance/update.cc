@@ -1,0 +1,242 @@
+// Changes few slots of a plan. A write costs a copy of an expert's weights, so what counts is how much cooler the hot
+// ranks become for each.
+//
+// For a limit T, the excess is the sum over ranks of what they carry above T. Step by step the hottest rank gets the
+// change that lowers the excess most per write: an exchange of two slots (two writes), or one slot given to another
+// expert, whose replicas all carry less then (one write). T itself is narrowed down by halving: a T too low spends writes
+// on ranks that need none, one too high leaves some unused.
+#include "balance/update.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "balance/bound.h"
+#include "balance/place.h"
+
+namespace tw::balance {
+namespace {
+
+constexpr int32_t kHalvings = 7;
+
+struct Change {
+  Units gain = 0;      // of excess
+  int32_t writes = 0;  // that it adds: less than one if slots get back what they had
+  int32_t place = -1, expert = -1;
+  int32_t other = -1, other_expert = -1;  // of an exchange
+
+  // A change without writes counts as half of one.
+  int64_t cost() const { return writes > 0 ? 2 * writes : 1; }
+  bool better_than(const Change& than) const { return gain * than.cost() > than.gain * cost(); }
+};
+
+class Updater {
+ public:
+  Updater(const Problem& problem, const std::vector<int32_t>& old, int32_t budget, int64_t tolerance)
+      : shape_(problem.shape),
+        problem_(problem),
+        old_(old),
+        budget_(budget),
+        packing_(problem, old),
+        ranks_of_(shape_.experts),
+        deltas_(shape_.ranks, 0) {
+    if (shape_.groups > 0) {
+      homes_ = homes_of(problem, old);
+      const Units mean = problem.total / shape_.nodes;
+      most_of_node_ = mean + static_cast<Units>(static_cast<double>(mean) * (static_cast<double>(tolerance) / 1e6));
+    }
+    for (int32_t place = 0; place < shape_.places(); ++place) ranks_of_[old[place]].push_back(place / shape_.slots);
+  }
+
+  // Lowers the excess over `limit` as far as the budget goes.
+  void run(Units limit) {
+    limit_ = limit;
+    std::vector<char> stuck(shape_.ranks, 0);
+    for (;;) {
+      int32_t r = -1;
+      for (int32_t q = 0; q < shape_.ranks; ++q) {
+        if (!stuck[q] && packing_.load(q) > limit && (r < 0 || packing_.load(q) > packing_.load(r))) r = q;
+      }
+      if (r < 0) return;
+      const Change change = find(r);
+      if (change.place < 0) {
+        stuck[r] = 1;
+        continue;
+      }
+      apply(change);
+      stuck.assign(shape_.ranks, 0);
+    }
+  }
+
+  const Packing& packing() const { return packing_; }
+  int32_t writes() const { return writes_; }
+
+ private:
+  Units excess(Units load) const { return std::max<Units>(load - limit_, 0); }
+
+  int32_t cost_of(int32_t place, int32_t expert) const {
+    return (expert != old_[place] ? 1 : 0) - (packing_.at(place) != old_[place] ? 1 : 0);
+  }
+
+  // Whether an expert may come to rank q so that rank r gets cooler.
+  bool may_come(int32_t expert, int32_t q, int32_t r) const {
+    if (shape_.groups == 0 || homes_[expert / (shape_.experts / shape_.groups)] == shape_.node_of(q)) return true;
+    const int32_t node = shape_.node_of(r), ranks = shape_.ranks_per_node();
+    if (node == shape_.node_of(q)) return false;
+    Units carried = 0;
+    for (int32_t i = node * ranks; i < (node + 1) * ranks; ++i) carried += packing_.load(i);
+    return carried > most_of_node_;
+  }
+
+  Change find(int32_t r) {
+    Change best;
+    for (int32_t i = r * shape_.slots; i < (r + 1) * shape_.slots; ++i) {
+      find_exchange(r, i, &best);
+      find_replica(r, packing_.at(i), &best);
+      if (packing_.count(packing_.at(i)) > 1) find_replacement(r, i, &best);
+    }
+    return best;
+  }
+
+  void consider(const Change& change, Change* best) const {
+    if (change.gain <= 0 || writes_ + change.writes > budget_) return;
+    if (best->place < 0 || change.better_than(*best)) *best = change;
+  }
+
+  void find_exchange(int32_t r, int32_t i, Change* best) const {
+    const int32_t e = packing_.at(i);
+    const Units size = packing_.share_at(i), hot = packing_.load(r);
+    for (int32_t q = 0; q < shape_.ranks; ++q) {
+      const Units room = limit_ - packing_.load(q);
+      if (q == r || room <= 0) continue;
+      for (int32_t j = q * shape_.slots; j < (q + 1) * shape_.slots; ++j) {
+        const Units d = size - packing_.share_at(j);
+        if (d <= 0) continue;
+        const Change change{std::min(d, hot - limit_) - std::max<Units>(d - room, 0),
+                            cost_of(i, packing_.at(j)) + cost_of(j, e),
+                            i,
+                            packing_.at(j),
+                            j,
+                            e};
+        if (change.gain <= 0 || (best->place >= 0 && !change.better_than(*best))) continue;
+        if (!packing_.can_swap(i, j) || !may_come(e, q, r) || !may_come(packing_.at(j), r, r)) continue;
+        consider(change, best);
+      }
+    }
+  }
+
+  // The excess that goes if `place` gets `expert` instead of another that has more replicas.
+  Units gain_of(int32_t place, int32_t expert) {
+    const int32_t before = packing_.at(place), q = place / shape_.slots;
+    const Units less = packing_.share_of(expert) - share(problem_.loads[expert], packing_.count(expert) + 1);
+    const Units more = share(problem_.loads[before], packing_.count(before) - 1) - packing_.share_of(before);
+    touched_.clear();
+    const auto add = [&](int32_t rank, Units delta) {
+      if (deltas_[rank] == 0) touched_.push_back(rank);
+      deltas_[rank] += delta;
+    };
+    add(q, packing_.share_of(expert) - less - packing_.share_of(before) - more);
+    for (const int32_t rank : ranks_of_[expert]) add(rank, -less);
+    for (const int32_t rank : ranks_of_[before]) add(rank, more);
+    Units gain = 0;
+    for (const int32_t rank : touched_) {
+      gain += excess(packing_.load(rank)) - excess(packing_.load(rank) + deltas_[rank]);
+      deltas_[rank] = 0;  // so that a rank listed twice counts once
+    }
+    return gain;
+  }
+
+  // The most that a further replica of an expert can lower the excess by.
+  Units promise(int32_t expert) const {
+    const Units less = packing_.share_of(expert) - share(problem_.loads[expert], packing_.count(expert) + 1);
+    Units gain = 0;
+    for (const int32_t rank : ranks_of_[expert]) gain += std::min(less, excess(packing_.load(rank)));
+    return gain;
+  }
+
+  // A further replica of an expert of rank r, elsewhere.
+  void find_replica(int32_t r, int32_t e, Change* best) {
+    const Units most = promise(e);
+    for (int32_t place = 0; place < shape_.places(); ++place) {
+      const int32_t q = place / shape_.slots, f = packing_.at(place);
+      if (q == r || f == e || packing_.count(f) < 2) continue;
+      // Two more cheap tests before the dear one: what q can gain beyond, and what cannot beat the best.
+      Change change{most + excess(packing_.load(q)), cost_of(place, e), place, e};
+      if (change.gain <= 0 || (best->place >= 0 && !change.better_than(*best))) continue;
+      if (packing_.holds(q, e) || !may_come(e, q, r)) continue;
+      change.gain = gain_of(place, e);
+      consider(change, best);
+    }
+  }
+
+  // Another expert instead of a replica that rank r holds.
+  void find_replacement(int32_t r, int32_t place, Change* best) {
+    const int32_t f = packing_.at(place);
+    for (int32_t e = 0; e < shape_.experts; ++e) {
+      if (e == f || share(problem_.loads[e], packing_.count(e) + 1) >= packing_.share_of(f)) continue;
+      Change change{promise(e) + excess(packing_.load(r)), cost_of(place, e), place, e};
+      if (best->place >= 0 && !change.better_than(*best)) continue;
+      if (packing_.holds(r, e) || !may_come(e, r, r)) continue;
+      change.gain = gain_of(place, e);
+      consider(change, best);
+    }
+  }
+
+  void apply(const Change& change) {
+    writes_ += change.writes;
+    const int32_t rank = change.place / shape_.slots, before = packing_.at(change.place);
+    move(before, rank, -1);
+    move(change.expert, -1, rank);
+    if (change.other < 0) {
+      packing_.replace(change.place, change.expert);
+      return;
+    }
+    const int32_t other = change.other / shape_.slots;
+    move(change.expert, other, -1);
+    move(before, -1, other);
+    packing_.swap(change.place, change.other);
+  }
+
+  void move(int32_t expert, int32_t from, int32_t to) {
+    auto& ranks = ranks_of_[expert];
+    if (from >= 0) ranks.erase(std::find(ranks.begin(), ranks.end(), from));
+    if (to >= 0) ranks.push_back(to);
+  }
+
+  const Shape& shape_;
+  const Problem& problem_;
+  const std::vector<int32_t>& old_;
+  int32_t budget_, writes_ = 0;
+  Packing packing_;
+  std::vector<std::vector<int32_t>> ranks_of_;  // of each expert, one entry a replica
+  std::vector<int32_t> homes_;
+  Units most_of_node_ = 0, limit_ = 0;
+  std::vector<Units> deltas_;  // [N], all zero between uses
+  std::vector<int32_t> touched_;
+};
+
+}  // namespace
+
+std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& old, int32_t budget,
+                            int64_t tolerance) {
+  Packing best(problem, old);
+  Units low = lower_bound(problem, 0), high = best.peak();
+  if (budget == 0 || high <= goal_of(low)) return old;
+  for (int32_t i = 0; i < kHalvings; ++i) {
+    // The first tries are nearer to the bound, as that is where a large budget gets to.
+    const Units limit = low + (high - low) / (i == 0 ? 64 : i == 1 ? 8 : 2);
+    Updater updater(problem, old, budget, tolerance);
+    updater.run(limit);
+    const Units peak = updater.packing().peak();
+    if (peak < best.peak()) best = updater.packing();
+    if (peak <= limit) {
+      high = limit;
+    } else {
+      low = limit;
+      high = std::min(high, peak);
+    }
+    if (high - low <= problem.mean() / 2000) break;
+  }
+  return best.experts();
+}
+
+}  // namespace tw::balance

@@ -1,0 +1,19 @@
+// A plan from one that is there.
+#pragma once
+
+#include <vector>
+
+#include "balance/packing.h"
+
+namespace tw::balance {
+
+// Changes at most `budget` slots of `old` [N * S] so that the hottest rank carries as little as that allows. With
+// shape.groups, load leaves its home only from a node that carries more than `tolerance` (parts in a million) above the
+// mean.
+std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& old, int32_t budget, int64_t tolerance);
+
+// Renames the ranks of a plan, and orders its slots, so that as many as possible hold what they held in `old`. Ranks of
+// one node stay together.
+std::vector<int32_t> relabel(const Shape& shape, const std::vector<int32_t>& plan, const std::vector<int32_t>& old);
+
+}  // namespace tw::balance
