@@ -426,6 +426,10 @@ TW_API twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream);
 
 #include "tokenway/collectives.h"
 
+// ----------------------------------------------------------------------------------------------- placement of experts
+
+#include "tokenway/balance.h"
+
 // -------------------------------------------------------------------------------------------------------- quantise
 
 // Rows to 8-bit floats with one scale per block of 128 elements, so that they can travel as two payloads:

@@ -6,15 +6,15 @@
 // 2. Hottest expert. Let d_e be the ranks that hold e. One of them carries at least w_e / d_e of it, so d_e >= w_e / T,
 //    and the sum of d_e is at most P, each at most N. Hence T is at least the least T for which
 //    sum max(1, ceil(w_e / T)) <= P with every term at most N: what apportion() finds, as it always splits the largest
-//    share. Beside a slot of the hottest expert stand S - 1 others; if P = E, where no expert can have a second replica,
-//    these carry at least the S - 1 smallest loads: T >= w_max + these.
+//    share. Beside a slot of the hottest expert stand S - 1 others; if P = E, where no expert can have a second
+//    replica, these carry at least the S - 1 smallest loads: T >= w_max + these.
 //
 // 3. Company. Take 0 < t <= T / 2 and call a slot big if it carries more than T - t, small if less than t. A rank holds
-//    at most one big slot (two carry more than 2 (T - t) >= T), and beside it only small ones, else it carries more than
-//    T. So a plan within T has at least (S - 1) small slots for each big one: sum over e of g_e(c_e) >= 0, where g_e(c)
-//    is -(S - 1) c, 0 or c as its replicas are big, neither or small. For each e, c_e is at least ceil(w_e / T). The
-//    largest that the sum can be, the c_e adding up to P, is at most what it is with parts of slots: each g_e replaced
-//    by its concave hull, and slots given where they add most. If even that is negative, no plan is within T.
+//    at most one big slot (two carry more than 2 (T - t) >= T), and beside it only small ones, else it carries more
+//    than T. So a plan within T has at least (S - 1) small slots for each big one: sum over e of g_e(c_e) >= 0, where
+//    g_e(c) is -(S - 1) c, 0 or c as its replicas are big, neither or small. For each e, c_e is at least ceil(w_e / T).
+//    The largest that the sum can be, the c_e adding up to P, is at most what it is with parts of slots: each g_e
+//    replaced by its concave hull, and slots given where they add most. If even that is negative, no plan is within T.
 //    Any t may be tried; T is narrowed down by halving.
 #include "balance/bound.h"
 

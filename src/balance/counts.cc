@@ -8,15 +8,16 @@
 namespace tw::balance {
 namespace {
 
-constexpr int32_t kColdest = 32;  // experts of least load that may be given a replica more, so as to fill a rank with less
+constexpr int32_t kColdest =
+    32;  // experts of least load that may be given a replica more, so as to fill a rank with less
 constexpr int32_t kHottest = 64;  // and of largest share, beyond those of the ranks that carry most
 constexpr int32_t kPasses = 24;
 
-// A bound on what the hottest rank carries by the counts alone. The hottest i + 1 replicas are on at most as many ranks,
-// whose other slots hold at least the smallest: so a rank carries at least the mean of the first i + 1 rungs, where rung
-// i is the i-th largest share with the next S - 1 of the smallest. With two slots a rank a single rung is a bound too,
-// and the highest of them is reached by pairing the largest with the smallest: the P + 1 - i slots from the i-th
-// smallest on cannot all be paired among the others.
+// A bound on what the hottest rank carries by the counts alone. The hottest i + 1 replicas are on at most as many
+// ranks, whose other slots hold at least the smallest: so a rank carries at least the mean of the first i + 1 rungs,
+// where rung i is the i-th largest share with the next S - 1 of the smallest. With two slots a rank a single rung is a
+// bound too, and the highest of them is reached by pairing the largest with the smallest: the P + 1 - i slots from the
+// i-th smallest on cannot all be paired among the others.
 class Ladder {
  public:
   Ladder(const Problem& problem, std::vector<int32_t>* counts) : problem_(problem), counts_(*counts) { fill(); }

@@ -1,4 +1,5 @@
-// Small problems: all counts, and for each all ways to pack them, cut off where they cannot be better than what is known.
+// Small problems: all counts, and for each all ways to pack them, cut off where they cannot be better than what is
+// known.
 #include <algorithm>
 #include <utility>
 

@@ -12,7 +12,7 @@ namespace tw::balance {
 namespace {
 
 constexpr int32_t kPairSlots = 16;  // two for two is tried among at most so many slots of a rank: 120 pairs
-constexpr int32_t kPatience = 2;     // times the ranks: searches for one that blocks the hottest
+constexpr int32_t kPatience = 2;    // times the ranks: searches for one that blocks the hottest
 
 struct Found {
   Units peak;  // of the two ranks afterwards
@@ -95,8 +95,8 @@ Found search(const Packing& packing, int32_t r, int32_t first, int32_t last, Lis
 
 }  // namespace
 
-// Stops when no rank above the goal can be helped. It ends: of the two ranks of an exchange the loads come closer, so the
-// sum of squares over all ranks falls each time.
+// Stops when no rank above the goal can be helped. It ends: of the two ranks of an exchange the loads come closer, so
+// the sum of squares over all ranks falls each time.
 void exchange(Packing* packing, int32_t first, int32_t last, Units goal) {
   const int32_t slots = packing->problem().shape.slots;
   for (int32_t r = first; r < last; ++r) packing->sort_rank(r);
@@ -111,7 +111,8 @@ void exchange(Packing* packing, int32_t first, int32_t last, Units goal) {
     const bool hottest = r == packing->hottest(first, last);
     if (r < 0 || (!hottest && --patience < 0)) return;
     Found found = search(*packing, r, first, last, list_singles);
-    if (found.from[0] < 0 && hottest && slots > 2 && slots <= kPairSlots) found = search(*packing, r, first, last, list_pairs);
+    if (found.from[0] < 0 && hottest && slots > 2 && slots <= kPairSlots)
+      found = search(*packing, r, first, last, list_pairs);
     if (found.from[0] < 0) {
       stuck[r] = 1;
       continue;

@@ -102,7 +102,8 @@ std::vector<int32_t> deal(const std::vector<Item>& items, int32_t ranks, int32_t
   std::vector<int32_t> experts(static_cast<size_t>(ranks) * slots);
   int32_t k = 0;
   for (const Item& item : items) {
-    for (int32_t i = 0; i < item.count; ++i, ++k) experts[static_cast<size_t>(k % ranks) * slots + k / ranks] = item.expert;
+    for (int32_t i = 0; i < item.count; ++i, ++k)
+      experts[static_cast<size_t>(k % ranks) * slots + k / ranks] = item.expert;
   }
   return experts;
 }
@@ -111,7 +112,8 @@ std::vector<int32_t> deal(const std::vector<Item>& items, int32_t ranks, int32_t
 
 std::vector<Item> items_of(const Problem& problem, const std::vector<int32_t>& counts) {
   std::vector<Item> items;
-  for (int32_t e = 0; e < problem.shape.experts; ++e) items.push_back({share(problem.loads[e], counts[e]), e, counts[e]});
+  for (int32_t e = 0; e < problem.shape.experts; ++e)
+    items.push_back({share(problem.loads[e], counts[e]), e, counts[e]});
   return items;
 }
 

@@ -55,9 +55,8 @@ void Packing::replace(int32_t place, int32_t expert) {
 
 void Packing::sort_rank(int32_t rank) {
   const auto first = experts_.begin() + static_cast<int64_t>(rank) * slots_;
-  std::sort(first, first + slots_, [this](int32_t a, int32_t b) {
-    return shares_[a] != shares_[b] ? shares_[a] > shares_[b] : a < b;
-  });
+  std::sort(first, first + slots_,
+            [this](int32_t a, int32_t b) { return shares_[a] != shares_[b] ? shares_[a] > shares_[b] : a < b; });
 }
 
 bool Packing::can_swap(int32_t a, int32_t b) const {

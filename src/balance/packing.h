@@ -33,9 +33,9 @@ class Packing {
   int32_t hottest(int32_t first, int32_t last) const;
   Units peak() const;
 
-  void swap(int32_t a, int32_t b);               // places of two ranks
-  void replace(int32_t place, int32_t expert);   // a replica less of one expert, one more of another
-  void sort_rank(int32_t rank);                  // its slots by share, the largest first; the lower expert first
+  void swap(int32_t a, int32_t b);              // places of two ranks
+  void replace(int32_t place, int32_t expert);  // a replica less of one expert, one more of another
+  void sort_rank(int32_t rank);                 // its slots by share, the largest first; the lower expert first
 
   // Whether the expert at `a` may come to the rank of `b` and the other way round.
   bool can_swap(int32_t a, int32_t b) const;

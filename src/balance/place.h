@@ -20,7 +20,8 @@ std::vector<int32_t> place_on_nodes(const Problem& problem, int64_t tolerance);
 // Of a small problem: the best plan there is, if it can be found within some effort; else `known`, or better.
 std::vector<int32_t> place_exactly(const Problem& problem, std::vector<int32_t> known);
 
-// Of slots that a placement fills, which carry load of a group that has its home on another node. Homes: [groups], nodes.
+// Of slots that a placement fills, which carry load of a group that has its home on another node. Homes: [groups],
+// nodes.
 std::vector<int32_t> homes_of(const Problem& problem, const std::vector<int32_t>& experts);
 double stray_share(const Problem& problem, const std::vector<int32_t>& experts);
 

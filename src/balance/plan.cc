@@ -68,20 +68,45 @@ void plan_layer(const Request& request, int32_t layer, const double* loads, Resu
   const auto experts = place(request, problem, old);
   const Packing packing(problem, experts);
   std::copy(experts.begin(), experts.end(), result->experts);
-  // In the caller's numbers, each share rounded, and added by slot.
-  double hottest = 0;
-  for (int32_t r = 0; r < shape.ranks; ++r) {
-    double load = 0;
-    for (int32_t i = r * shape.slots; i < (r + 1) * shape.slots; ++i) {
-      load += loads[experts[i]] / packing.count(experts[i]);
-    }
-    result->loads[r] = load;
-    hottest = std::max(hottest, load);
-  }
+  add_up(shape, result->experts, packing.counts().data(), loads, result->loads);
+  const double hottest = *std::max_element(result->loads, result->loads + shape.ranks);
   const Units bound = lower_bound(problem, packing.peak());
   // Not above what was reached: both are rounded.
   result->bound = std::min(std::ldexp(static_cast<double>(bound), scale), hottest);
   result->stray = stray_share(problem, experts);
+}
+
+void add_up(const Shape& shape, const int32_t* map, const int32_t* replicas, const double* loads, double* rank_loads) {
+  for (int32_t r = 0; r < shape.ranks; ++r) {
+    double load = 0;
+    for (int32_t i = r * shape.slots; i < (r + 1) * shape.slots; ++i) load += loads[map[i]] / replicas[map[i]];
+    rank_loads[r] = load;
+  }
+}
+
+std::vector<Move> moves_between(const Shape& shape, const int32_t* from, const int32_t* to) {
+  std::vector<std::vector<int32_t>> holders(shape.experts);
+  for (int32_t slot = 0; slot < shape.places(); ++slot) holders[from[slot]].push_back(slot);
+  std::vector<int32_t> copied(shape.places(), 0);  // from each slot
+  std::vector<Move> moves;
+  for (int32_t slot = 0; slot < shape.places(); ++slot) {
+    if (from[slot] == to[slot]) continue;
+    const int32_t rank = slot / shape.slots;
+    const auto distance = [&](int32_t other) {
+      const int32_t there = other / shape.slots;
+      return there == rank ? 0 : shape.node_of(there) == shape.node_of(rank) ? 1 : 2;
+    };
+    int32_t best = -1;
+    for (const int32_t other : holders[to[slot]]) {
+      if (best < 0 || distance(other) < distance(best) ||
+          (distance(other) == distance(best) && copied[other] < copied[best])) {
+        best = other;
+      }
+    }
+    ++copied[best];
+    moves.push_back({slot, to[slot], from[slot], best});
+  }
+  return moves;
 }
 
 }  // namespace tw::balance

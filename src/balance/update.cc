@@ -3,8 +3,8 @@
 //
 // For a limit T, the excess is the sum over ranks of what they carry above T. Step by step the hottest rank gets the
 // change that lowers the excess most per write: an exchange of two slots (two writes), or one slot given to another
-// expert, whose replicas all carry less then (one write). T itself is narrowed down by halving: a T too low spends writes
-// on ranks that need none, one too high leaves some unused.
+// expert, whose replicas all carry less then (one write). T itself is narrowed down by halving: a T too low spends
+// writes on ranks that need none, one too high leaves some unused.
 #include "balance/update.h"
 
 #include <algorithm>
@@ -38,12 +38,15 @@ class Updater {
         budget_(budget),
         packing_(problem, old),
         ranks_of_(shape_.experts),
+        with_one_more_(shape_.experts),
+        with_one_less_(shape_.experts),
         deltas_(shape_.ranks, 0) {
     if (shape_.groups > 0) {
       homes_ = homes_of(problem, old);
       const Units mean = problem.total / shape_.nodes;
       most_of_node_ = mean + static_cast<Units>(static_cast<double>(mean) * (static_cast<double>(tolerance) / 1e6));
     }
+    for (int32_t e = 0; e < shape_.experts; ++e) divide(e);
     for (int32_t place = 0; place < shape_.places(); ++place) ranks_of_[old[place]].push_back(place / shape_.slots);
   }
 
@@ -56,7 +59,7 @@ class Updater {
       for (int32_t q = 0; q < shape_.ranks; ++q) {
         if (!stuck[q] && packing_.load(q) > limit && (r < 0 || packing_.load(q) > packing_.load(r))) r = q;
       }
-      if (r < 0) return;
+      if (r < 0 || writes_ >= budget_) return;
       const Change change = find(r);
       if (change.place < 0) {
         stuck[r] = 1;
@@ -127,8 +130,8 @@ class Updater {
   // The excess that goes if `place` gets `expert` instead of another that has more replicas.
   Units gain_of(int32_t place, int32_t expert) {
     const int32_t before = packing_.at(place), q = place / shape_.slots;
-    const Units less = packing_.share_of(expert) - share(problem_.loads[expert], packing_.count(expert) + 1);
-    const Units more = share(problem_.loads[before], packing_.count(before) - 1) - packing_.share_of(before);
+    const Units less = packing_.share_of(expert) - with_one_more_[expert];
+    const Units more = with_one_less_[before] - packing_.share_of(before);
     touched_.clear();
     const auto add = [&](int32_t rank, Units delta) {
       if (deltas_[rank] == 0) touched_.push_back(rank);
@@ -147,7 +150,7 @@ class Updater {
 
   // The most that a further replica of an expert can lower the excess by.
   Units promise(int32_t expert) const {
-    const Units less = packing_.share_of(expert) - share(problem_.loads[expert], packing_.count(expert) + 1);
+    const Units less = packing_.share_of(expert) - with_one_more_[expert];
     Units gain = 0;
     for (const int32_t rank : ranks_of_[expert]) gain += std::min(less, excess(packing_.load(rank)));
     return gain;
@@ -172,7 +175,7 @@ class Updater {
   void find_replacement(int32_t r, int32_t place, Change* best) {
     const int32_t f = packing_.at(place);
     for (int32_t e = 0; e < shape_.experts; ++e) {
-      if (e == f || share(problem_.loads[e], packing_.count(e) + 1) >= packing_.share_of(f)) continue;
+      if (e == f || with_one_more_[e] >= packing_.share_of(f)) continue;
       Change change{promise(e) + excess(packing_.load(r)), cost_of(place, e), place, e};
       if (best->place >= 0 && !change.better_than(*best)) continue;
       if (packing_.holds(r, e) || !may_come(e, r, r)) continue;
@@ -188,12 +191,21 @@ class Updater {
     move(change.expert, -1, rank);
     if (change.other < 0) {
       packing_.replace(change.place, change.expert);
+      divide(before);
+      divide(change.expert);
       return;
     }
     const int32_t other = change.other / shape_.slots;
     move(change.expert, other, -1);
     move(before, -1, other);
     packing_.swap(change.place, change.other);
+  }
+
+  // Divisions are dear, and these are asked for again and again.
+  void divide(int32_t e) {
+    const int32_t count = packing_.count(e);
+    with_one_more_[e] = share(problem_.loads[e], count + 1);
+    with_one_less_[e] = count > 1 ? share(problem_.loads[e], count - 1) : 0;
   }
 
   void move(int32_t expert, int32_t from, int32_t to) {
@@ -207,7 +219,8 @@ class Updater {
   const std::vector<int32_t>& old_;
   int32_t budget_, writes_ = 0;
   Packing packing_;
-  std::vector<std::vector<int32_t>> ranks_of_;  // of each expert, one entry a replica
+  std::vector<std::vector<int32_t>> ranks_of_;        // of each expert, one entry a replica
+  std::vector<Units> with_one_more_, with_one_less_;  // share of each expert at another count; 0 without a replica
   std::vector<int32_t> homes_;
   Units most_of_node_ = 0, limit_ = 0;
   std::vector<Units> deltas_;  // [N], all zero between uses

@@ -13,12 +13,12 @@ from typing import Any
 import conftest
 import pytest
 
-from tokenway import _carrier, _native, errors, portable, tensors
+from tokenway import _balance, _carrier, _native, errors, portable, tensors
 from tokenway.settings import Settings, make_config
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include"
-NAMES = ("types.h", "carrier.h", "tokenway.h", "collectives.h")
+NAMES = ("types.h", "carrier.h", "tokenway.h", "collectives.h", "balance.h")
 HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in NAMES)
 CODE = re.sub(r"//[^\n]*", "", HEADER)
 
@@ -45,6 +45,9 @@ STRUCTS = {
     "twAllGatherVOutput_t": _native.AllGatherVOutput,
     "twReduceScatterVInput_t": _native.ReduceScatterVInput,
     "twReduceScatterVOutput_t": _native.ReduceScatterVOutput,
+    "twPlanConfig_t": _balance.PlanConfig,
+    "twPlanOutput_t": _balance.PlanOutput,
+    "twPlanMove_t": _balance.PlanMove,
 }
 
 DEFAULTS = ("mode", "combine_dtype", "lanes", "timeout_ms", "id_dtype", "id_space", "invalid_id", "sm_limit")
@@ -111,7 +114,7 @@ def test_every_struct_is_mirrored() -> None:
     assert declared == set(STRUCTS)
     mirrored = {
         value
-        for module in (_native, _carrier)
+        for module in (_native, _carrier, _balance)
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, ctypes.Structure)
     }

@@ -1,0 +1,45 @@
+"""Expert placement: plans that even out what ranks carry, the loads to try them on, and what online use would give.
+
+    from tokenway import balance
+
+    plan = balance.plan(loads, ranks=32, slots=9)            # loads [layers, experts], 288 slots
+    plan.physical_to_logical, plan.imbalance, plan.bound_imbalance
+    later = balance.plan(new_loads, ranks=32, slots=9, old=plan, writes=16)
+    later.moves                                              # which slot gets which expert, and from where
+
+docs/BALANCING.md is the guide. Nothing here needs PyTorch; its tensors are taken where they are given.
+"""
+
+from tokenway.balance.planner import (
+    Plan,
+    contiguous,
+    imbalance,
+    moves_between,
+    plan,
+    rank_loads,
+    rebalance_experts,
+)
+from tokenway.balance.simulation import Outcome, replay, sampled_imbalance
+from tokenway.balance.traces import Recording, read
+from tokenway.balance.workloads import dirichlet, domains, drifting, lognormal, sample, zipf
+
+__all__ = [
+    "Outcome",
+    "Plan",
+    "Recording",
+    "contiguous",
+    "dirichlet",
+    "domains",
+    "drifting",
+    "imbalance",
+    "lognormal",
+    "moves_between",
+    "plan",
+    "rank_loads",
+    "read",
+    "rebalance_experts",
+    "replay",
+    "sample",
+    "sampled_imbalance",
+    "zipf",
+]

@@ -1,0 +1,113 @@
+"""Loads to plan for where there is no trace: shapes seen in practice, by seed.
+
+All are float64, of mean 1 per layer; multiply by tokens * top_k / experts to have tokens, or draw them with `sample`.
+Public statistics of DeepSeek's models look lognormal, with a sigma of 0.70 to 0.85.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tokenway.errors import InvalidArgument
+
+Array = np.ndarray
+
+
+def lognormal(layers: int, experts: int, sigma: float = 0.75, seed: int = 0) -> Array:
+    """[layers, experts]: exp of a normal distribution of standard deviation sigma."""
+    _check(layers=layers, experts=experts)
+    return _of_mean_1(np.exp(sigma * _rng(seed).standard_normal((layers, experts))))
+
+
+def zipf(layers: int, experts: int, exponent: float = 1.0, seed: int = 0) -> Array:
+    """[layers, experts]: the r-th hottest expert carries r ** -exponent of the hottest, in an order of each layer's own."""
+    _check(layers=layers, experts=experts)
+    falling = np.arange(1, experts + 1, dtype=np.float64) ** -exponent
+    return _of_mean_1(_rng(seed).permuted(np.tile(falling, (layers, 1)), axis=1))
+
+
+def dirichlet(layers: int, experts: int, alpha: float = 1.0, seed: int = 0) -> Array:
+    """[layers, experts]: a symmetric Dirichlet distribution; the smaller alpha, the more skewed."""
+    _check(layers=layers, experts=experts)
+    if not alpha > 0:
+        raise InvalidArgument(f"alpha is {alpha}; it must be above 0")
+    # Gammas beside a least value, so that a tiny alpha leaves no layer without load.
+    return _of_mean_1(_rng(seed).standard_gamma(alpha, (layers, experts)) + 1e-300)
+
+
+def drifting(
+    windows: int,
+    layers: int,
+    experts: int,
+    sigma: float = 0.75,
+    *,
+    memory: float = 0.99,
+    hot: int = 0,
+    boost: float = 4.0,
+    stay: int = 8,
+    seed: int = 0,
+) -> Array:
+    """[windows, layers, experts]: lognormal loads whose logarithms drift, each window `memory` of the last and the rest
+    new, so that sigma stays; and a hot set, `hot` experts of a layer that carry `boost` times theirs for `stay` windows,
+    then others."""
+    _check(windows=windows, layers=layers, experts=experts, stay=stay)
+    if not 0 <= memory <= 1:
+        raise InvalidArgument(f"memory is {memory}; allowed 0..1")
+    if not 0 <= hot <= experts:
+        raise InvalidArgument(f"hot is {hot}; allowed 0..{experts} (experts)")
+    rng = _rng(seed)
+    state = rng.standard_normal((layers, experts))
+    fresh = np.sqrt(1 - memory**2)
+    factor = np.ones((layers, experts))
+    made = np.empty((windows, layers, experts))
+    for window in range(windows):
+        if window:
+            state = memory * state + fresh * rng.standard_normal((layers, experts))
+        if hot and window % stay == 0:
+            chosen = rng.random((layers, experts)).argsort(axis=1)[:, :hot]
+            factor = np.ones((layers, experts))
+            np.put_along_axis(factor, chosen, boost, axis=1)
+        made[window] = np.exp(sigma * state) * factor
+    return _of_mean_1(made)
+
+
+def domains(
+    windows: int, layers: int, experts: int, sigma: float = 0.75, *, count: int = 3, stay: int = 8, seed: int = 0
+) -> Array:
+    """[windows, layers, experts]: `count` domains (code, law, another language, ...) with lognormal loads of their own.
+    Traffic is of one for `stay` windows and then another's, half of it in the window between."""
+    _check(windows=windows, layers=layers, experts=experts, count=count, stay=stay)
+    rng = _rng(seed)
+    of_domain = _of_mean_1(np.exp(sigma * rng.standard_normal((count, layers, experts))))
+    made = np.empty((windows, layers, experts))
+    now = before = 0
+    for window in range(windows):
+        turns = window > 0 and window % stay == 0
+        if turns and count > 1:
+            before, now = now, (now + 1 + int(rng.integers(count - 1))) % count
+        made[window] = (of_domain[before] + of_domain[now]) / 2 if turns else of_domain[now]
+    return made
+
+
+def sample(loads: Array, choices: int, seed: int = 0) -> Array:
+    """int64 of the shape of loads [..., experts]: how often each expert is chosen in `choices` independent choices (tokens
+    * top_k), by its share of the load."""
+    _check(choices=choices)
+    flat = np.asarray(loads, np.float64).reshape(-1, np.shape(loads)[-1])
+    totals = flat.sum(axis=1, keepdims=True)
+    shares = np.divide(flat, totals, out=np.full_like(flat, 1 / flat.shape[1]), where=totals > 0)
+    return _rng(seed).multinomial(choices, shares).reshape(np.shape(loads))
+
+
+def _of_mean_1(loads: Array) -> Array:
+    return loads / loads.mean(axis=-1, keepdims=True)
+
+
+def _rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def _check(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise InvalidArgument(f"{name} is {value}; it must be at least 1")
