@@ -1,4 +1,4 @@
-"""The command `tokenway`: bench, info and launch."""
+"""The command `tokenway`: balance, bench, info and launch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import tokenway
 from tokenway import launch
+from tokenway.balance import options as balance_options
 from tokenway.bench import options
 from tokenway.errors import TokenwayError
 
@@ -26,7 +27,10 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tokenway", description="Expert-parallel communication.")
     parser.add_argument("--version", action="version", version=tokenway.__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="bench|info|launch")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="balance|bench|info|launch")
+    place = commands.add_parser("balance", help="plan where experts go", description=balance_options.DESCRIPTION)
+    balance_options.add_arguments(place)
+    place.set_defaults(run=_balance)
     bench = commands.add_parser("bench", help="verify and time dispatch and combine", description=_BENCH)
     options.add_arguments(bench)
     bench.set_defaults(run=_bench)
@@ -94,6 +98,12 @@ def _bench(args: argparse.Namespace) -> int:
     if settings.launched or settings.overhead:
         return runner.run_rank(settings)
     return runner.run_ranks(settings)
+
+
+def _balance(args: argparse.Namespace) -> int:
+    from tokenway.balance import command
+
+    return command.run(balance_options.from_arguments(args))
 
 
 def _info(args: argparse.Namespace) -> int:

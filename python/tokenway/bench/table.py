@@ -120,19 +120,7 @@ def show(run: dict[str, Any]) -> None:
         print(auxiliary.text(run["auxiliary"]))
         return
     heads, cells = columns(run)
-    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
-        from rich.console import Console
-        from rich.table import Table
-
-        made = Table(title=title(run))
-        for i, head in enumerate(heads):
-            made.add_column(head, justify="left" if i < 2 else "right")
-        for line in cells:
-            made.add_row(*line)
-        Console().print(made)
-    else:
-        print(title(run))
-        print(plain(heads, cells))
+    show_columns(title(run), heads, cells)
     for reason in run["settings"]["skipped"]:
         print(f"not measured: {reason}")
     if on_gpus(run) and "collectives" not in run:
@@ -143,6 +131,23 @@ def show(run: dict[str, Any]) -> None:
         from tokenway.bench import portable_table
 
         print("\n".join(portable_table.notes(run)))
+
+
+def show_columns(head: str, heads: list[str], cells: list[list[str]]) -> None:
+    """Prints one table under a line that says what it is; its first two columns are texts."""
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.table import Table
+
+        made = Table(title=head)
+        for i, name in enumerate(heads):
+            made.add_column(name, justify="left" if i < 2 else "right")
+        for line in cells:
+            made.add_row(*line)
+        Console().print(made)
+    else:
+        print(head)
+        print(plain(heads, cells))
 
 
 def plain(heads: list[str], cells: list[list[str]]) -> str:

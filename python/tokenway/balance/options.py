@@ -1,0 +1,162 @@
+"""The options of `tokenway balance`, checked."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from tokenway.balance import simulation, traces, workloads
+from tokenway.bench.usage import UsageError, choice, number
+from tokenway.errors import InvalidArgument
+
+DESCRIPTION = (
+    "Plans where experts and their replicas go, so that all ranks carry the same, and prints what that gives: per layer "
+    "the imbalance (how much the hottest rank carries above the mean) before, after, and what no plan is below. Loads "
+    "come from a recorded routing (.npz of ids), from counts (.json of logical_count[layer][expert]), or are made up. "
+    "With --online the plan is played against the windows that follow the one it was made from."
+)
+SHAPES = ("lognormal", "zipf", "dirichlet", "drifting", "domains")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `tokenway balance` was asked for."""
+
+    source: str
+    file: str | None
+    ranks: int
+    slots: int
+    nodes: int
+    groups: int
+    tolerance: float
+    layers: int
+    experts: int | None
+    sigma: float
+    windows: int
+    memory: float
+    seed: int
+    online: bool
+    window: int
+    policies: tuple[str, ...]
+    writes: tuple[int, ...]
+    decay: float
+    tokens: tuple[int, ...]
+    top_k: int
+    old: str | None
+    save: str | None
+    expert_mib: float | None
+    plot: str | None
+    json: str | None
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """ranks and slots, as the planner takes them."""
+        return {"ranks": self.ranks, "slots": self.slots}
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """All that says where experts may go."""
+        return {**self.shape, "nodes": self.nodes, "groups": self.groups, "node_tolerance": self.tolerance}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `tokenway balance`."""
+    add = parser.add_argument
+    add("source", help=f"FILE.npz, FILE.json, or one of {', '.join(SHAPES)}")
+    add("--ranks", type=int, required=True, metavar="N")
+    add("--slots", type=int, metavar="S", help="physical experts of a rank; default: one more than is needed")
+    add("--nodes", type=int, default=1, help="ranks are N / NODES to a node")
+    add("--groups", type=int, default=0, help="of experts, each of which keeps to a node; 0: nodes are not looked at")
+    add("--tolerance", type=float, default=0.01, help="by how much of the mean a node may exceed it (0.01)")
+    add("--layers", type=int, default=8, help="of loads that are made up (8)")
+    add("--experts", type=int, help="logical ones; made up: 256")
+    add("--sigma", type=float, default=0.75, help="of lognormal, drifting and domains (0.75); of zipf the exponent")
+    add("--windows", type=int, default=24, help="of drifting and domains (24)")
+    add("--memory", type=float, default=0.998, help="of drifting: how much of a window's logarithms the next keeps")
+    add("--seed", type=int, default=0)
+    add("--online", action="store_true", help="play all windows: policies beside each other")
+    add("--window", type=int, default=1, metavar="STEPS", help="of a recording: steps in a window (1)")
+    add("--policies", nargs="+", metavar="P", help=f"of --online: {', '.join(simulation.POLICIES)}")
+    add("--writes", type=int, nargs="+", metavar="W", help="slots of a layer that an update may change (half a slot per "
+        "rank); several with --online")  # fmt: skip
+    add("--decay", type=float, default=0.5, help="of --online: what is left of older windows after one more (0.5)")
+    add(
+        "--tokens", type=int, nargs="+", default=[], metavar="T", help="per rank: what the noise of such batches leaves"
+    )
+    add("--top-k", type=int, default=8, help="of --tokens (8)")
+    add("--old", metavar="FILE.json", help="a plan that is in use, as --save writes it: update that")
+    add("--save", metavar="FILE.json", help="keep the plan")
+    add(
+        "--expert-mib", type=float, metavar="MIB", help="of one expert's weights in one layer: tell the memory of slots"
+    )
+    add("--plot", metavar="FILE.png", help="load per rank before and after; imbalance by slots, budget and time")
+    add("--json", metavar="FILE", help="all figures")
+
+
+def from_arguments(args: argparse.Namespace) -> Options:
+    """Raises UsageError for what cannot be."""
+    made_up = args.source in SHAPES
+    if not made_up and not args.source.endswith((".npz", ".json")):
+        raise UsageError(f"balance: {args.source!r}; allowed: FILE.npz, FILE.json, {', '.join(SHAPES)}")
+    for name, least in (("ranks", 1), ("nodes", 1), ("layers", 1), ("windows", 1), ("window", 1), ("top_k", 1)):
+        number(f"--{name.replace('_', '-')}", getattr(args, name), least, least)
+    for name in ("slots", "experts"):
+        number(f"--{name}", getattr(args, name), 1, 1)
+    for name, least in (("writes", 0), ("tokens", 1)):
+        for value in getattr(args, name) or []:
+            number(f"--{name}", value, least, least)
+    policies = args.policies or ["static", "update", "replan"]
+    for policy in policies:
+        choice("--policies", policy, simulation.POLICIES, policy)
+    if args.writes and len(args.writes) > 1 and not args.online:
+        raise UsageError(f"--writes: {len(args.writes)} budgets; several need --online")
+    return Options(
+        source=args.source,
+        file=None if made_up else args.source,
+        slots=args.slots or 0,
+        experts=args.experts or (256 if made_up else None),
+        policies=tuple(policies),
+        writes=tuple(args.writes or ()),
+        tokens=tuple(args.tokens),
+        **{
+            name: getattr(args, name)
+            for name in (
+                *("ranks", "nodes", "groups", "tolerance", "layers", "sigma", "windows", "memory", "seed", "online"),
+                *("window", "decay", "top_k", "old", "save", "expert_mib", "plot", "json"),
+            )
+        },
+    )
+
+
+def read_windows(options: Options) -> Any:
+    """Loads [windows, layers, experts] of the source."""
+    try:
+        if options.file is not None:
+            recording = traces.read(options.file, options.experts)
+            if not len(recording.counts) // options.window:
+                raise UsageError(f"--window: {options.window}; {options.source} has {len(recording.counts)} steps")
+            return recording.windows(options.window)
+        return _made_up(options)
+    except InvalidArgument as error:
+        raise UsageError(f"balance: {error}") from None
+    except ValueError as error:
+        raise UsageError(f"balance: {error}") from None
+
+
+def _made_up(options: Options) -> Any:
+    shape = (options.layers, options.experts or 1)
+    if options.source == "drifting":
+        given = {"memory": options.memory, "seed": options.seed}
+        return workloads.drifting(options.windows, *shape, options.sigma, **given)
+    if options.source == "domains":
+        return workloads.domains(options.windows, *shape, options.sigma, seed=options.seed)
+    if options.source == "dirichlet":
+        return workloads.dirichlet(*shape, seed=options.seed)[None]
+    kind = workloads.zipf if options.source == "zipf" else workloads.lognormal
+    return kind(*shape, options.sigma, seed=options.seed)[None]
+
+
+def slots_of(options: Options, experts: int) -> int:
+    """Of a rank: as given, else one more than is needed."""
+    return options.slots or -(-experts // options.ranks) + 1
