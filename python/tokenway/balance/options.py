@@ -11,8 +11,8 @@ from tokenway.bench.usage import UsageError, choice, number
 from tokenway.errors import InvalidArgument
 
 DESCRIPTION = (
-    "Plans where experts and their replicas go, so that all ranks carry the same, and prints what that gives: per layer "
-    "the imbalance (how much the hottest rank carries above the mean) before, after, and what no plan is below. Loads "
+    "Plans where experts and their replicas go, so that all ranks carry the same, and prints what that gives: per "
+    "layer the imbalance (how much the hottest rank carries above the mean) before, after, and what no plan is below. Loads "
     "come from a recorded routing (.npz of ids), from counts (.json of logical_count[layer][expert]), or are made up. "
     "With --online the plan is played against the windows that follow the one it was made from."
 )
@@ -78,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--online", action="store_true", help="play all windows: policies beside each other")
     add("--window", type=int, default=1, metavar="STEPS", help="of a recording: steps in a window (1)")
     add("--policies", nargs="+", metavar="P", help=f"of --online: {', '.join(simulation.POLICIES)}")
-    add("--writes", type=int, nargs="+", metavar="W", help="slots of a layer that an update may change (half a slot per "
-        "rank); several with --online")  # fmt: skip
+    changed = "slots of a layer that an update may change (half a slot per rank); several with --online"
+    add("--writes", type=int, nargs="+", metavar="W", help=changed)
     add("--decay", type=float, default=0.5, help="of --online: what is left of older windows after one more (0.5)")
     add(
         "--tokens", type=int, nargs="+", default=[], metavar="T", help="per rank: what the noise of such batches leaves"
@@ -87,9 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, default=8, help="of --tokens (8)")
     add("--old", metavar="FILE.json", help="a plan that is in use, as --save writes it: update that")
     add("--save", metavar="FILE.json", help="keep the plan")
-    add(
-        "--expert-mib", type=float, metavar="MIB", help="of one expert's weights in one layer: tell the memory of slots"
-    )
+    add("--expert-mib", type=float, metavar="MIB", help="of an expert's weights in a layer: tell the memory")
     add("--plot", metavar="FILE.png", help="load per rank before and after; imbalance by slots, budget and time")
     add("--json", metavar="FILE", help="all figures")
 

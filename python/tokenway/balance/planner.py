@@ -25,8 +25,8 @@ class Plan:
 
     physical_to_logical: int32 [layers, P], the expert in each slot (what Placement takes as slot_expert).
     rank_loads: float64 [layers, N], what each rank carries of the loads that were planned for, an expert's load split
-    evenly over its replicas. bounds: float64 [layers], no plan's hottest rank carries less. stray: float64 [layers], share
-    of the load on another node than its group's home. old: the map that was updated, or None.
+    evenly over its replicas. bounds: float64 [layers], no plan's hottest rank carries less. stray: float64 [layers],
+    share of the load on another node than its group's home. old: the map that was updated, or None.
     """
 
     loads: Array
@@ -49,7 +49,8 @@ class Plan:
     def bound_imbalance(self) -> Array:
         """[layers] the same of `bounds`: what no plan is below."""
         means = self.rank_loads.mean(axis=1)
-        return np.divide(self.bounds, means, out=np.ones_like(means), where=means > 0) - 1
+        above = np.divide(self.bounds, means, out=np.ones_like(means), where=means > 0) - 1
+        return np.maximum(above, 0)  # the mean is a bound itself, but rounded
 
     @cached_property
     def logical_to_physical(self) -> Array:
@@ -64,8 +65,8 @@ class Plan:
 
     @cached_property
     def moves(self) -> Array:
-        """What changes from `old`, by layer and slot: a record array of layer, slot, expert, before (what the slot held)
-        and source (a slot that held the expert: on the same rank, else the same node, else elsewhere)."""
+        """What changes from `old`, by layer and slot: a record array of layer, slot, expert, before (what the slot
+        held) and source (a slot that held the expert: on the same rank, else the same node, else elsewhere)."""
         if self.old is None:
             return np.empty(0, MOVE)
         return moves_between(self.old, self.physical_to_logical, *self.shape, nodes=self.nodes)
@@ -96,17 +97,17 @@ def plan(
 ) -> Plan:
     """Plans the placement of all layers' experts, so that ranks carry as nearly the same as can be.
 
-    loads: [layers, E] or [E], tokens per expert or anything proportional, at least 0: NumPy or PyTorch, float32, float64,
-    int32 or int64 (others are converted to float64). slots: of each rank, ranks * slots >= E. No rank holds an expert
-    twice unless slots > E.
+    loads: [layers, E] or [E], tokens per expert or anything proportional, at least 0: NumPy or PyTorch, float32,
+    float64, int32 or int64 (others are converted to float64). slots: of each rank, ranks * slots >= E. No rank holds an
+    expert twice unless slots > E.
 
-    groups: of consecutive experts that a router limits tokens to (DeepSeek's group-limited gating). Each then has a home
-    node, and load leaves it only so far that no node carries more than 1 + node_tolerance times the mean; a tolerance of
-    1 keeps all at home. 0: nodes are not looked at.
+    groups: of consecutive experts that a router limits tokens to (DeepSeek's group-limited gating). Each then has a
+    home node, and load leaves it only so far that no node carries more than 1 + node_tolerance times the mean; a
+    tolerance of 1 keeps all at home. 0: nodes are not looked at.
 
-    old: a Plan or a map [layers, ranks * slots] that is in use. It is then updated: at most `writes` slots of a layer get
-    another expert; None: half a slot per rank, at least 4. With ranks * slots or more the plan is made anew, and its
-    ranks renamed so that most slots stay.
+    old: a Plan or a map [layers, ranks * slots] that is in use. It is then updated: at most `writes` slots of a layer
+    get another expert; None: half a slot per rank, at least 4. With ranks * slots or more the plan is made anew, and
+    its ranks renamed so that most slots stay.
 
     The same arguments give the same plan everywhere, so every rank may plan for itself. Errors: InvalidArgument.
     """
@@ -190,8 +191,8 @@ def rebalance_experts(
     balance, see plan's node_tolerance), else placement is global.
 
     Returns (physical_to_logical_map [layers, num_replicas], logical_to_physical_map [layers, num_logical_experts,
-    most replicas], -1 where an expert has fewer, logical_count [layers, num_logical_experts]), int64: PyTorch tensors on
-    the CPU for a PyTorch weight, else NumPy arrays.
+    most replicas], -1 where an expert has fewer, logical_count [layers, num_logical_experts]), int64: PyTorch tensors
+    on the CPU for a PyTorch weight, else NumPy arrays.
     """
     replicas, gpus = _int(num_replicas, "num_replicas"), _int(num_gpus, "num_gpus")
     groups, nodes = _int(num_groups, "num_groups"), _int(num_nodes, "num_nodes")

@@ -19,8 +19,8 @@ _ROUNDS = 50  # of levelling, in the split "best"
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Of each window and layer: imbalance float64 [windows, layers], what the hottest rank carries above the mean, under
-    the plan that was in force; writes int32 alike, the slots that got another expert just before the window."""
+    """Of each window and layer: imbalance float64 [windows, layers], what the hottest rank carries above the mean,
+    under the plan that was in force; writes int32 alike, the slots that got another expert just before the window."""
 
     policy: str
     imbalance: Array
@@ -40,12 +40,12 @@ def replay(
     groups: int = 0,
     node_tolerance: float = 0.01,
 ) -> Outcome:
-    """Plays windows [windows, layers, E] of loads: before each, the plan may change, by what the windows before it showed;
-    then the window is scored, with even splits.
+    """Plays windows [windows, layers, E] of loads: before each, the plan may change, by what the windows before it
+    showed; then the window is scored, with even splits.
 
     policy: none (experts in order, no plan), static (a plan from the first window, kept), update (that, and at most
-    `writes` slots of a layer changed every `every` windows), replan (made anew then). The first window is what the first
-    plan is made from: it is scored as if it had been known, so leave it out of averages. decay: what is left, in the
+    `writes` slots of a layer changed every `every` windows), replan (made anew then). The first window is what the
+    first plan is made from: it is scored as if it had been known, so leave it out of averages. decay: what is left, in the
     loads that are planned for, of all windows before the last one (0: the last alone counts).
     """
     windows = np.asarray(windows, np.float64)

@@ -37,7 +37,7 @@ class Recording:
 def read(path: str | Path, experts: int | None = None) -> Recording:
     """Reads a recording. experts: how many there are; None: as the file says, or one more than the highest id.
 
-    .npz: `chosen` [steps, layers, ..., K] (what examples/04_train_moe_lm.py --record-routing writes, with `experts`), or
+    .npz: `chosen` [steps, layers, ..., K], with `experts` (what examples/04_train_moe_lm.py --record-routing writes), or
     `ids` [steps, tokens, K] or [tokens, K] of one layer, as `tokenway bench --routing` replays; -1 is no expert.
     .json: {"logical_count": [[...], ...]}, or that list alone: [layers][experts], or [steps][layers][experts].
     Errors: ValueError, which names what is wrong; OSError.
@@ -53,7 +53,7 @@ def read(path: str | Path, experts: int | None = None) -> Recording:
 
 def _from_npz(name: str, path: str | Path, experts: int | None) -> Array:
     with np.load(path, allow_pickle=False) as file:
-        chosen = file["chosen"] if "chosen" in file else None
+        chosen = file.get("chosen")
         if experts is None and "experts" in file:
             experts = int(file["experts"])
     if chosen is None:

@@ -20,7 +20,7 @@ def lognormal(layers: int, experts: int, sigma: float = 0.75, seed: int = 0) -> 
 
 
 def zipf(layers: int, experts: int, exponent: float = 1.0, seed: int = 0) -> Array:
-    """[layers, experts]: the r-th hottest expert carries r ** -exponent of the hottest, in an order of each layer's own."""
+    """[layers, experts]: the r-th hottest expert carries r ** -exponent of the hottest, in each layer's own order."""
     _check(layers=layers, experts=experts)
     falling = np.arange(1, experts + 1, dtype=np.float64) ** -exponent
     return _of_mean_1(_rng(seed).permuted(np.tile(falling, (layers, 1)), axis=1))
@@ -48,8 +48,8 @@ def drifting(
     seed: int = 0,
 ) -> Array:
     """[windows, layers, experts]: lognormal loads whose logarithms drift, each window `memory` of the last and the rest
-    new, so that sigma stays; and a hot set, `hot` experts of a layer that carry `boost` times theirs for `stay` windows,
-    then others."""
+    new, so that sigma stays; and a hot set, `hot` experts of a layer that carry `boost` times theirs for `stay`
+    windows, then others."""
     _check(windows=windows, layers=layers, experts=experts, stay=stay)
     if not 0 <= memory <= 1:
         raise InvalidArgument(f"memory is {memory}; allowed 0..1")
@@ -90,8 +90,8 @@ def domains(
 
 
 def sample(loads: Array, choices: int, seed: int = 0) -> Array:
-    """int64 of the shape of loads [..., experts]: how often each expert is chosen in `choices` independent choices (tokens
-    * top_k), by its share of the load."""
+    """int64 of the shape of loads [..., experts]: how often each expert is chosen in `choices` independent choices
+    (tokens * top_k), by its share of the load."""
     _check(choices=choices)
     flat = np.asarray(loads, np.float64).reshape(-1, np.shape(loads)[-1])
     totals = flat.sum(axis=1, keepdims=True)
