@@ -12,7 +12,7 @@ namespace tw::balance {
 namespace {
 
 constexpr int32_t kPairSlots = 16;  // two for two is tried among at most so many slots of a rank: 120 pairs
-constexpr int32_t kPatience = 2;    // times the ranks: searches for one that blocks the hottest
+constexpr int32_t kPatience = 1;    // times the ranks: searches for one that blocks the hottest
 
 struct Found {
   Units peak;  // of the two ranks afterwards

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "balance/bound.h"
+#include "balance/update.h"
 
 namespace tw::balance {
 namespace {
@@ -35,6 +36,11 @@ std::vector<int32_t> place_anywhere(const Problem& problem) {
     Packing other(problem, pack(items, shape.ranks, shape.slots, Start::kCompany, simple));
     exchange(&other, 0, shape.ranks, goal);
     if (other.peak() < best.peak()) best = std::move(other);
+  }
+  // Replicas moved one by one, where counts and packing do not fit each other. With two slots a rank the counts are as
+  // good as that gets, without replicas there is nothing to move.
+  if (shape.slots > 2 && shape.places() > shape.experts && best.peak() - simple > simple / 500) {
+    best = Packing(problem, polish(problem, best.experts(), goal));
   }
   if (shape.places() <= kSmallPlaces && shape.experts <= kSmallExperts && best.peak() > simple) {
     return place_exactly(problem, best.experts());

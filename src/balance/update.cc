@@ -17,6 +17,7 @@ namespace tw::balance {
 namespace {
 
 constexpr int32_t kHalvings = 7;
+constexpr int32_t kPolishPatience = 4;
 
 struct Change {
   Units gain = 0;      // of excess
@@ -50,8 +51,8 @@ class Updater {
     for (int32_t place = 0; place < shape_.places(); ++place) ranks_of_[old[place]].push_back(place / shape_.slots);
   }
 
-  // Lowers the excess over `limit` as far as the budget goes.
-  void run(Units limit) {
+  // Lowers the excess over `limit` as far as the budget goes, or until so many ranks could not be helped.
+  void run(Units limit, int32_t patience) {
     limit_ = limit;
     std::vector<char> stuck(shape_.ranks, 0);
     for (;;) {
@@ -62,6 +63,7 @@ class Updater {
       if (r < 0 || writes_ >= budget_) return;
       const Change change = find(r);
       if (change.place < 0) {
+        if (--patience < 0) return;
         stuck[r] = 1;
         continue;
       }
@@ -238,7 +240,7 @@ std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& 
     // The first tries are nearer to the bound, as that is where a large budget gets to.
     const Units limit = low + (high - low) / (i == 0 ? 64 : i == 1 ? 8 : 2);
     Updater updater(problem, old, budget, tolerance);
-    updater.run(limit);
+    updater.run(limit, INT32_MAX);
     const Units peak = updater.packing().peak();
     if (peak < best.peak()) best = updater.packing();
     if (peak <= limit) {
@@ -250,6 +252,12 @@ std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& 
     if (high - low <= problem.mean() / 2000) break;
   }
   return best.experts();
+}
+
+std::vector<int32_t> polish(const Problem& problem, const std::vector<int32_t>& plan, Units goal) {
+  Updater updater(problem, plan, problem.shape.places(), 0);
+  updater.run(goal, kPolishPatience);
+  return updater.packing().peak() < Packing(problem, plan).peak() ? updater.packing().experts() : plan;
 }
 
 }  // namespace tw::balance

@@ -45,8 +45,8 @@ def replay(
 
     policy: none (experts in order, no plan), static (a plan from the first window, kept), update (that, and at most
     `writes` slots of a layer changed every `every` windows), replan (made anew then). The first window is what the
-    first plan is made from: it is scored as if it had been known, so leave it out of averages. decay: what is left, in the
-    loads that are planned for, of all windows before the last one (0: the last alone counts).
+    first plan is made from: it is scored as if it had been known, so leave it out of averages. decay: what is left, in
+    the loads that are planned for, of all windows before the last one (0: the last alone counts).
     """
     windows = np.asarray(windows, np.float64)
     if windows.ndim != 3:

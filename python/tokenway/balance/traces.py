@@ -37,7 +37,7 @@ class Recording:
 def read(path: str | Path, experts: int | None = None) -> Recording:
     """Reads a recording. experts: how many there are; None: as the file says, or one more than the highest id.
 
-    .npz: `chosen` [steps, layers, ..., K], with `experts` (what examples/04_train_moe_lm.py --record-routing writes), or
+    .npz: `chosen` [steps, layers, ..., K], with `experts` (examples/04_train_moe_lm.py --record-routing writes it), or
     `ids` [steps, tokens, K] or [tokens, K] of one layer, as `tokenway bench --routing` replays; -1 is no expert.
     .json: {"logical_count": [[...], ...]}, or that list alone: [layers][experts], or [steps][layers][experts].
     Errors: ValueError, which names what is wrong; OSError.
