@@ -19,9 +19,9 @@ from tokenway.balance.planner import (
     rank_loads,
     rebalance_experts,
 )
-from tokenway.balance.simulation import Outcome, replay, sampled_imbalance
+from tokenway.balance.simulation import Outcome, replay, rows_between_nodes, sampled_imbalance
 from tokenway.balance.traces import Recording, read
-from tokenway.balance.workloads import dirichlet, domains, drifting, lognormal, sample, zipf
+from tokenway.balance.workloads import dirichlet, domains, drifting, group_limited, lognormal, sample, zipf
 
 __all__ = [
     "Outcome",
@@ -31,6 +31,7 @@ __all__ = [
     "dirichlet",
     "domains",
     "drifting",
+    "group_limited",
     "imbalance",
     "lognormal",
     "moves_between",
@@ -39,6 +40,7 @@ __all__ = [
     "read",
     "rebalance_experts",
     "replay",
+    "rows_between_nodes",
     "sample",
     "sampled_imbalance",
     "zipf",

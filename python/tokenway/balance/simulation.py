@@ -99,6 +99,19 @@ def sampled_imbalance(
     return found
 
 
+def rows_between_nodes(plan: planner.Plan, ids: Array, layer: int = 0) -> float:
+    """Rows that a token sends to other nodes, on average: one to each where a slot that it chose lies. ids: int
+    [tokens, K], distinct, no -1, spread over all ranks in turn; token t takes an expert's replicas in turn."""
+    per_node = plan.slots * plan.ranks // plan.nodes
+    tokens = np.arange(len(ids))
+    lists, counts = plan.logical_to_physical[layer][ids], plan.replicas[layer][ids]
+    slots = np.take_along_axis(lists, (tokens[:, None] % counts)[..., None], axis=2)[..., 0]
+    at = np.zeros((len(ids), plan.nodes), bool)
+    np.put_along_axis(at, slots // per_node, True, axis=1)
+    at[tokens, tokens // plan.ranks % plan.nodes] = False
+    return float(at.sum(axis=1).mean())
+
+
 def _rows(counts: Array, holders: list[list[int]], ranks: int, split: str, rng: np.random.Generator) -> Array:
     """[ranks] rows of a batch."""
     rows = np.zeros(ranks)

@@ -13,10 +13,19 @@ from tokenway.errors import InvalidArgument
 Array = np.ndarray
 
 
-def lognormal(layers: int, experts: int, sigma: float = 0.75, seed: int = 0) -> Array:
-    """[layers, experts]: exp of a normal distribution of standard deviation sigma."""
-    _check(layers=layers, experts=experts)
-    return _of_mean_1(np.exp(sigma * _rng(seed).standard_normal((layers, experts))))
+def lognormal(
+    layers: int, experts: int, sigma: float = 0.75, seed: int = 0, *, groups: int = 1, group_sigma: float = 0.0
+) -> Array:
+    """[layers, experts]: exp of a normal distribution of standard deviation sigma. With groups of consecutive experts
+    that are liked or disliked together, each of them has such a factor of its own, of group_sigma."""
+    _check(layers=layers, experts=experts, groups=groups)
+    if experts % groups:
+        raise InvalidArgument(f"groups is {groups}; it must divide experts, {experts}")
+    rng = _rng(seed)
+    logarithms = sigma * rng.standard_normal((layers, experts))
+    if group_sigma:
+        logarithms += np.repeat(group_sigma * rng.standard_normal((layers, groups)), experts // groups, axis=1)
+    return _of_mean_1(np.exp(logarithms))
 
 
 def zipf(layers: int, experts: int, exponent: float = 1.0, seed: int = 0) -> Array:
@@ -87,6 +96,26 @@ def domains(
             before, now = now, (now + 1 + int(rng.integers(count - 1))) % count
         made[window] = (of_domain[before] + of_domain[now]) / 2 if turns else of_domain[now]
     return made
+
+
+def group_limited(
+    loads: Array, tokens: int, top_k: int, *, groups: int, top_groups: int, noise: float = 1.0, seed: int = 0
+) -> Array:
+    """int32 [tokens, top_k]: distinct ids as a group-limited router gives them (DeepSeek-V3's, section 2.1.2 of
+    https://arxiv.org/abs/2412.19437): an expert's score is the logarithm of its load and a Gumbel noise of each token,
+    a group's the sum of its two best, and the top_k experts are those of the top_groups best groups. loads: [E], above
+    0."""
+    experts = len(loads)
+    _check(tokens=tokens, top_k=top_k, groups=groups, top_groups=top_groups)
+    if experts % groups or top_groups > groups or top_k > experts // groups * top_groups:
+        told = f"{groups}, {top_groups} and {top_k} with {experts} experts"
+        raise InvalidArgument(f"groups, top_groups and top_k are {told}; groups must divide them, and hold top_k")
+    scores = np.log(loads) + noise * _rng(seed).gumbel(size=(tokens, experts))
+    by_group = scores.reshape(tokens, groups, -1)
+    best = np.sort(by_group, axis=2)[:, :, -2:].sum(axis=2)
+    out = np.argsort(-best, axis=1, kind="stable")[:, top_groups:]
+    np.put_along_axis(by_group, out[:, :, None], -np.inf, axis=1)
+    return np.argsort(-scores, axis=1, kind="stable")[:, :top_k].astype(np.int32)
 
 
 def sample(loads: Array, choices: int, seed: int = 0) -> Array:

@@ -56,19 +56,22 @@ GPU_RUNS = {
     "nvlink-aux": [*_GPU, "--aux"],
     **{f"nvlink-local-{n}": [*_LOCAL, str(n)] for n in (1, 2, 3, 4, 8)},
 }
+# Programs of their own.
+PROGRAMS = {"balance": "tokenway.bench.placement"}
 PLOTTED = ("nvlink-2-gpus",)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmarks one after the other; returns the first exit code that is not 0."""
-    runs = RUNS | GPU_RUNS
+    runs = RUNS | GPU_RUNS | {name: [] for name in PROGRAMS}
     if not argv or not Path(argv[0]).is_dir() or not set(argv[1:]) <= {*runs, "gpu"}:
         print(f"{(__doc__ or '').strip()}\n\nnames: {', '.join(runs)}", file=sys.stderr)
         return 2
-    names = [name for given in argv[1:] or RUNS for name in (GPU_RUNS if given == "gpu" else [given])]
+    names = [name for given in argv[1:] or [*RUNS, *PROGRAMS] for name in (GPU_RUNS if given == "gpu" else [given])]
     for name in names:
         start = time.monotonic()
-        command = [sys.executable, "-m", "tokenway.cli", "bench", *runs[name]]
+        program = [PROGRAMS[name]] if name in PROGRAMS else ["tokenway.cli", "bench", *runs[name]]
+        command = [sys.executable, "-m", *program]
         command += ["--json", str(Path(argv[0], f"{name}.json"))]
         if name in PLOTTED:
             command += ["--plot", str(Path(argv[0], f"{name}.png"))]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenway.bench import auxiliary, collectives, nvlink_table, portable_table, table
+from tokenway.bench import auxiliary, collectives, nvlink_table, placement, portable_table, table
 
 
 def markdown(run: dict[str, Any]) -> str:
@@ -27,6 +27,8 @@ def markdown(run: dict[str, Any]) -> str:
         return "\n".join([*lines, *_overhead(run["overhead"])])
     if "auxiliary" in run:
         return "\n".join([*lines, *_auxiliary(run["auxiliary"])])
+    if "placement" in run:
+        return "\n".join([*lines, *_placement(run)]).rstrip()
     what = f"{settings['ranks']} ranks, {settings['dtype']}, {settings['layout']}"
     if "collectives" in run:
         what = collectives.title(run)
@@ -109,6 +111,15 @@ def _auxiliary(measured: dict[str, Any]) -> list[str]:
     heads, cells = auxiliary.columns(measured)
     lines = [heads, ["---:"] * len(heads), *cells]
     return [f"{auxiliary.what(measured)}.", "", *(_line(line) for line in lines)]
+
+
+def _placement(run: dict[str, Any]) -> list[str]:
+    """The tables of plans."""
+    lines: list[str] = []
+    for title, heads, cells in placement.tables(run):
+        align = ["---"] + ["---:"] * (len(heads) - 1)
+        lines += [f"{title}.", "", _line(heads), _line(align), *(_line(row) for row in cells), ""]
+    return lines
 
 
 def _added(name: str, path: dict[str, Any]) -> str:

@@ -1,0 +1,261 @@
+"""How good the planner's plans are, and how long it takes: python -m tokenway.bench.placement [--json FILE] [--seeds N]
+
+58 layers of 256 experts with lognormal loads of sigma 0.75, as public statistics of DeepSeek's models have them; a plan
+is scored on the loads that it was made for. Times are CPU milliseconds of one thread for all layers, the median over
+seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenway import balance
+from tokenway.bench import eplb, machine, table
+
+Array = np.ndarray
+LAYERS, EXPERTS, SIGMA = 58, 256, 0.75
+SHAPES = ((32, 9), (72, 4), (32, 8), (144, 2))  # ranks, slots of a rank
+NODES = {"ranks": 32, "slots": 9, "nodes": 4, "groups": 8}
+BUDGETS = (0, 4, 8, 16, 64, 288)
+MEMORY = 0.94  # leaves a plan of the loads before with an imbalance of 0.22
+SEARCHED, TRIES = 8, 40000  # layers, and steps of the long search in each
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.process_time()
+    made = call()
+    return made, 1e3 * (time.process_time() - start)
+
+
+def _max_by_mean(loads: Array, placed: Any, shape: dict[str, int]) -> Array:
+    return 1 + balance.imbalance(balance.rank_loads(loads, placed, ranks=shape["ranks"], slots=shape["slots"]))
+
+
+def full(seeds: int) -> list[dict[str, Any]]:
+    """Plans from nothing, beside greedy ones and the bound."""
+    rows = []
+    for ranks, slots in SHAPES:
+        shape = {"ranks": ranks, "slots": slots}
+        ours, theirs, bounds, times = [], [], [], []
+        for seed in range(seeds):
+            loads = balance.lognormal(LAYERS, EXPERTS, SIGMA, seed=seed)
+            plan, took = _timed(lambda loads=loads, shape=shape: balance.plan(loads, **shape))
+            ours.append(1 + plan.imbalance)
+            bounds.append(1 + plan.bound_imbalance)
+            theirs.append(_max_by_mean(loads, eplb.greedy(loads, ranks * slots, 1, 1, ranks), shape))
+            times.append(took)
+        row = {
+            **shape,
+            "mean": float(np.mean(ours)),
+            "worst": float(np.max(ours)),
+            "bound": float(np.mean(bounds)),
+            "greedy": float(np.mean(theirs)),
+            "greedy_worst": float(np.max(theirs)),
+            "layers_worse": int(np.sum(np.array(ours) > np.array(theirs) * (1 + 1e-12))),
+            "ms": float(np.median(times)),
+        }
+        if slots == 2:
+            row |= _searched(ranks)
+        rows.append(row)
+    return rows
+
+
+def _searched(ranks: int) -> dict[str, Any]:
+    """A long search beside the plans of the first layers of seed 0."""
+    loads = balance.lognormal(LAYERS, EXPERTS, SIGMA, seed=0)[:SEARCHED]
+    plan = balance.plan(loads, ranks=ranks, slots=2)
+    found = [climb(loads[i], ranks, plan.replicas[i], TRIES, i) for i in range(SEARCHED)]
+    return {"searched": float(np.mean(found)), "plan_of_searched": float((1 + plan.imbalance).mean())}
+
+
+def climb(loads: Array, ranks: int, counts: Array, tries: int, seed: int) -> float:
+    """The best max / mean at two slots a rank that a long walk over replica counts finds, from `counts` on: with given
+    counts, pairing the largest with the smallest is optimal (but for a pair of one expert, which it allows itself)."""
+    rng = np.random.default_rng(seed)
+    mean = loads.sum() / ranks
+
+    def sums(tried: Array) -> Array:
+        shares = np.sort(np.repeat(loads / tried, tried))
+        return (shares[:ranks] + shares[: ranks - 1 : -1]) / mean
+
+    def cost(found: Array) -> float:  # smooth, so that the walk sees how many ranks are hot and not only the hottest
+        return float(np.log((found**40).sum())) / 40
+
+    found = sums(counts)
+    now, best = cost(found), found.max()
+    for i in range(tries):
+        tried = counts.copy()
+        for _ in range(1 + int(rng.random() < 0.3)):
+            tried[rng.integers(len(loads))] += 1
+            tried[rng.choice(np.flatnonzero(tried > 1))] -= 1
+        found = sums(tried)
+        new = cost(found)
+        if new < now or rng.random() < np.exp((now - new) / (0.01 * (1 - i / tries) + 1e-6)):
+            counts, now = tried, new
+            best = min(best, found.max())
+    return float(best)
+
+
+def on_nodes(seeds: int) -> list[dict[str, Any]]:
+    """Four nodes: how even ranks are, and what it costs between nodes."""
+    rows = []
+    for group_sigma in (0.0, 0.6):
+        plans: dict[str, list[tuple[float, float, float]]] = {}
+        for seed in range(seeds):
+            loads, ids = _routed(group_sigma, seed)
+            made = {"greedy by group": _as_plan(loads, eplb.greedy(loads, 288, 8, 4, 32))}
+            for tolerance in (1, 0.03, 0.01, 0):
+                made[f"plan, tolerance {tolerance}"] = balance.plan(loads, node_tolerance=tolerance, **NODES)
+            made["plan without groups"] = balance.plan(loads, **{**NODES, "groups": 0})
+            for name, plan in made.items():
+                sent = np.mean([balance.rows_between_nodes(plan, ids[i], i) for i in range(len(ids))])
+                even = 1 / _max_by_mean(loads, plan, NODES)
+                plans.setdefault(name, []).append((float(even.mean()), float(plan.stray.mean()), float(sent)))
+        for name, found in plans.items():
+            even, stray, sent = np.mean(found, axis=0).tolist()
+            rows.append({"group_sigma": group_sigma, "name": name, "even": even, "stray": stray, "rows_sent": sent})
+    return rows
+
+
+def _routed(group_sigma: float, seed: int) -> tuple[Array, Array]:
+    """(loads [layers, E], ids [layers, tokens, K]) of a router that takes 8 experts of 4 groups of 8; 8 layers."""
+    wanted = balance.lognormal(8, EXPERTS, SIGMA, seed=seed, groups=8, group_sigma=group_sigma)
+    router = {"groups": 8, "top_groups": 4}
+    ids = np.stack([balance.group_limited(w, 8192, 8, seed=seed * 100 + i, **router) for i, w in enumerate(wanted)])
+    return np.stack([np.bincount(i.ravel(), minlength=EXPERTS) for i in ids]).astype(np.float64), ids
+
+
+def _as_plan(loads: Array, placed: Array) -> balance.Plan:
+    """A map as a plan that is in use and stays."""
+    return balance.plan(loads, old=placed, writes=0, **NODES)
+
+
+def updates(seeds: int) -> list[dict[str, Any]]:
+    """A plan that is out of date, and how few writes mend it."""
+    found: dict[int, list[tuple[float, float, float]]] = {}
+    for seed in range(seeds):
+        before, after = balance.drifting(2, LAYERS, EXPERTS, SIGMA, memory=MEMORY, seed=seed)
+        old = balance.plan(before, ranks=32, slots=9)
+        for budget in BUDGETS:
+            asked = {"ranks": 32, "slots": 9, "old": old, "writes": budget}
+            plan, took = _timed(lambda asked=asked, after=after: balance.plan(after, **asked))
+            written = (plan.physical_to_logical != old.physical_to_logical).sum(axis=1).mean()
+            found.setdefault(budget, []).append((float(plan.imbalance.mean()), float(written), took))
+    return [
+        {"writes": b, **dict(zip(("imbalance", "written", "ms"), np.median(f, axis=0).tolist(), strict=True))}
+        for b, f in found.items()
+    ]
+
+
+def drift(seeds: int) -> list[dict[str, Any]]:
+    """Windows that drift and hot sets that change, each scored under the plan made before it."""
+    rows = []
+    for hot in (0, 2):
+        for policy, writes in (("static", None), ("update", 4), ("update", 16), ("replan", None)):
+            later = []
+            for seed in range(min(seeds, 4)):
+                windows = balance.drifting(32, 8, EXPERTS, SIGMA, memory=0.998, hot=hot, boost=2.0, seed=seed)
+                played = balance.replay(windows, ranks=32, slots=9, policy=policy, writes=writes)
+                later.append(played.imbalance[1:].mean(axis=1))
+            found = np.array(later)
+            rows.append(
+                {
+                    "hot": hot,
+                    "policy": policy,
+                    "writes": writes,
+                    "mean": float(found.mean()),
+                    "median_window": float(np.median(found)),
+                    "last": float(found[:, -8:].mean()),
+                }
+            )
+    return rows
+
+
+def measure(seeds: int) -> dict[str, Any]:
+    """Everything, with where it was measured."""
+    figures = {"full": full(seeds), "nodes": on_nodes(seeds), "updates": updates(seeds), "drift": drift(seeds)}
+    return {
+        "placement": figures,
+        "settings": {"layers": LAYERS, "experts": EXPERTS, "sigma": SIGMA, "seeds": seeds},
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def tables(run: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(title, heads, cells) of each table."""
+    figures, settings = run["placement"], run["settings"]
+    where = f"{settings['layers']} layers, {settings['experts']} experts, lognormal {settings['sigma']}"
+    made = []
+    heads = ["ranks", "slots", "max/mean", "worst layer", "bound", "long search", "greedy", "its worst", "ms"]
+    cells = [
+        [
+            *(str(row["ranks"]), str(row["ranks"] * row["slots"])),
+            *(f"{row[name]:.5f}" for name in ("mean", "worst", "bound")),
+            f"{row['searched']:.5f} ({row['plan_of_searched']:.5f})" if "searched" in row else "",
+            *(f"{row[name]:.5f}" for name in ("greedy", "greedy_worst")),
+            f"{row['ms']:.0f}",
+        ]
+        for row in figures["full"]
+    ]
+    title = f"Plans of {where}, {settings['seeds']} seeds; ms: CPU time of one thread for all layers"
+    made.append((title, heads, cells))
+    heads = ["plan", "groups differ by", "mean/max", "astray", "rows between nodes, a token"]
+    cells = [
+        [
+            row["name"],
+            f"{row['group_sigma']}",
+            f"{row['even']:.4f}",
+            f"{100 * row['stray']:.2f} %",
+            f"{row['rows_sent']:.3f}",
+        ]
+        for row in figures["nodes"]
+    ]
+    made.append(("4 nodes, 32 ranks, 288 slots, 8 groups; a token takes 8 experts of 4 groups", heads, cells))
+    heads = ["writes allowed", "written", "imbalance", "ms"]
+    cells = [
+        [str(row["writes"]), f"{row['written']:.1f}", f"{row['imbalance']:.4f}", f"{row['ms']:.0f}"]
+        for row in figures["updates"]
+    ]
+    made.append((f"Updates of a plan that is out of date: 32 ranks, 288 slots, {where}", heads, cells))
+    heads = ["policy", "writes", "hot set", "mean", "median window", "last 8 windows"]
+    cells = [
+        [
+            row["policy"],
+            str(row["writes"] or ""),
+            str(row["hot"]),
+            *(f"{row[n]:.4f}" for n in ("mean", "median_window", "last")),
+        ]
+        for row in figures["drift"]
+    ]
+    made.append(("Drifting loads, 32 windows: imbalance under the plan made before each", heads, cells))
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints, and writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args(argv)
+    run = measure(options.seeds)
+    for title, heads, cells in tables(run):
+        table.show_columns(title, heads, cells)
+        print()
+    if options.json:
+        Path(options.json).write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
