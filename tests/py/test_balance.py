@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from tokenway.errors import InvalidArgument
 
 Array = np.ndarray
 LAYERS, EXPERTS, SIGMA = 58, 256, 0.75
-SEEDS = range(2)  # python -m tokenway.bench.record FOLDER balance has twenty
+SEEDS = range(2)  # python -m tokenway.bench.record FOLDER cpu-balance has twenty
 
 
 def max_by_mean(carried: Array) -> Array:
@@ -281,6 +283,17 @@ def test_torch_in_torch_out() -> None:
 def test_no_torch_is_imported() -> None:
     code = "import sys, tokenway.balance; assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_program_of_the_guide() -> None:
+    """The first of docs/BALANCING.md, as it stands there, and its other one after it."""
+    text = (Path(__file__).parents[2] / "docs" / "BALANCING.md").read_text()
+    names: dict[str, Any] = {}
+    for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(program, names)
+    assert names["plan"].imbalance.mean() < 1e-4
+    assert (names["update"].moves["layer"] < 58).all() and len(names["update"].moves) <= 16 * 58
+    assert names["update"].imbalance.mean() < 0.05 and names["logical_count"].sum() == 58 * 288
 
 
 # ---- refusals ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_help_and_version(capsys) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"{tw.__version__}\n"
-    for command in ([], ["bench"], ["info"], ["launch"]):
+    for command in ([], ["balance"], ["bench"], ["info"], ["launch"]):
         assert cli.main([*command, "--help"]) == 0
         assert "usage: tokenway" in capsys.readouterr().out
 

@@ -96,16 +96,15 @@ def online(options: Options, windows: Array) -> list[dict[str, Any]]:
         raise UsageError(f"--online: {len(windows)} window; at least 2 are needed (drifting, domains, or a recording)")
     rows = []
     for policy in options.policies:
-        for budget in options.writes or (None,):
-            if policy != "update" and budget not in (None, options.writes[0]):
-                continue
+        budgets = options.writes if policy == "update" and options.writes else (None,)
+        for budget in budgets:
             asked = {"writes": budget, "decay": options.decay, **options.where}
             played = simulation.replay(windows, policy=policy, **asked)
             later = played.imbalance[1:]
             rows.append(
                 {
                     "policy": policy,
-                    "writes": budget if policy == "update" else None,
+                    "writes": budget,
                     "mean": float(later.mean()),
                     "worst_window": float(later.mean(axis=1).max()),
                     "written": float(played.writes[1:].mean()),

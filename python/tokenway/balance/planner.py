@@ -23,7 +23,7 @@ class Plan:
     """Where the experts of all layers go. E experts, N ranks, P = N * slots slots; slot p is local slot p % slots of
     rank p // slots.
 
-    physical_to_logical: int32 [layers, P], the expert in each slot (what Placement takes as slot_expert).
+    physical_to_logical: int32 [layers, P], the expert in each slot.
     rank_loads: float64 [layers, N], what each rank carries of the loads that were planned for, an expert's load split
     evenly over its replicas. bounds: float64 [layers], no plan's hottest rank carries less. stray: float64 [layers],
     share of the load on another node than its group's home. old: the map that was updated, or None.

@@ -57,7 +57,7 @@ GPU_RUNS = {
     **{f"nvlink-local-{n}": [*_LOCAL, str(n)] for n in (1, 2, 3, 4, 8)},
 }
 # Programs of their own.
-PROGRAMS = {"balance": "tokenway.bench.placement"}
+PROGRAMS = {"cpu-balance": "tokenway.bench.placement"}
 PLOTTED = ("nvlink-2-gpus",)
 
 

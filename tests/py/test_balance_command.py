@@ -1,0 +1,257 @@
+"""`tokenway balance`, what it reads, and the loads that it makes up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokenway import balance, cli
+from tokenway.bench import placement, report
+from tokenway.errors import InvalidArgument
+
+EXPERTS, TOP_K = 16, 2
+
+
+def run(*argv: object) -> int:
+    return cli.main(["balance", *map(str, argv)])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """The one line on stderr of a command that must be refused."""
+    assert run(*argv) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("tokenway: ") and told.err.count("\n") == 1, told.err
+    return told.err
+
+
+def skewed_ids(steps: int, tokens: int, seed: int = 0) -> np.ndarray:
+    """Ids of a router that likes low experts."""
+    rng = np.random.default_rng(seed)
+    scores = -np.log(np.arange(1, EXPERTS + 1)) + rng.gumbel(size=(steps, tokens, EXPERTS))
+    return np.argsort(-scores, axis=2)[..., :TOP_K].astype(np.int32)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """As `tokenway bench --routing` reads it; a few tokens have no second expert."""
+    ids = skewed_ids(6, 200)
+    ids[:, :7, 1] = -1
+    np.savez(tmp_path / "trace.npz", ids=ids)
+    return tmp_path / "trace.npz"
+
+
+def test_a_recorded_routing(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    assert run(trace, "--ranks", 4, "--slots", 5, "--experts", EXPERTS, "--json", out, "--expert-mib", 2) == 0
+    told = capsys.readouterr().out
+    ids = np.load(trace)["ids"]
+    counts = np.bincount(ids[ids >= 0], minlength=EXPERTS).astype(float)
+    before = balance.rank_loads(counts, balance.contiguous(1, EXPERTS, 4, 5), ranks=4, slots=5)
+    figures = json.loads(out.read_text())
+    assert figures["before"] == balance.imbalance(before).tolist()
+    assert figures["bound"][0] <= figures["after"][0] <= figures["before"][0]
+    assert f"{100 * figures['before'][0]:.2f} %" in told and f"{100 * figures['after'][0]:.2f} %" in told
+    # 4 slots more than experts: 1 a rank, of 2 MiB.
+    assert "slots beyond one per expert: 4 a layer, 1.00 a rank; 2.0 MiB on a rank" in told
+    assert f"copy {2 * sum(figures['moves']):.1f} MiB" in told
+
+
+def test_what_the_training_example_records(tmp_path: Path) -> None:
+    """chosen [steps, layers, batch, S, K] and how many experts there are."""
+    chosen = np.stack([skewed_ids(3, 40, seed).reshape(3, 4, 10, TOP_K) for seed in range(2)], axis=1)
+    path = tmp_path / "routing.npz"
+    np.savez_compressed(path, chosen=chosen.astype(np.uint16), experts=EXPERTS + 3, batch=4, seed=0)
+    recording = balance.read(path)
+    assert recording.counts.shape == (3, 2, EXPERTS + 3) and recording.choices == 40 * TOP_K
+    for step in range(3):
+        for layer in range(2):
+            wanted = np.bincount(chosen[step, layer].ravel(), minlength=EXPERTS + 3)
+            assert (recording.counts[step, layer] == wanted).all()
+    assert (recording.loads == recording.counts.sum(axis=0)).all()
+    assert (recording.windows(2)[0] == recording.counts[:2].sum(axis=0)).all() and len(recording.windows(2)) == 1
+
+
+@pytest.mark.parametrize("held", [[[1, 2, 3]], {"logical_count": [[1, 2, 3]]}, {"logical_count": [[[1, 2, 3]]]}])
+def test_counts_as_json(held: Any, tmp_path: Path) -> None:
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps(held))
+    assert balance.read(path).loads.tolist() == [[1, 2, 3]]
+    assert run(path, "--ranks", 2) == 0
+
+
+def test_save_and_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, out = tmp_path / "plan.json", tmp_path / "figures.json"
+    shape = ["--ranks", 4, "--layers", 3, "--experts", 32]
+    assert run("lognormal", *shape, "--save", saved) == 0
+    again = [*shape, "--old", saved, "--json", out]
+    assert run("lognormal", *again) == 0
+    assert json.loads(out.read_text())["moves"] == [0, 0, 0]
+    assert run("lognormal", *again, "--seed", 1, "--writes", 2) == 0
+    figures = json.loads(out.read_text())
+    assert max(figures["moves"]) <= 2 and np.mean(figures["after"]) < np.mean(figures["before"])
+    assert "is for 4 ranks of 9 slots, 3 layers" in refused_after(capsys, "lognormal", *again, "--slots", 10)
+    saved.write_text("{}")
+    assert "KeyError" in refused_after(capsys, "lognormal", *again)
+
+
+def refused_after(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    capsys.readouterr()
+    return refused(capsys, *argv)
+
+
+def test_online_and_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    shape = ["--ranks", 8, "--slots", 12, "--layers", 2, "--experts", 64, "--windows", 6, "--memory", 0.95]
+    asked = ["--online", "--policies", "none", "static", "update", "replan", "--writes", 2, 8, "--tokens", 8, 64]
+    assert run("drifting", *shape, *asked, "--json", out) == 0
+    figures = json.loads(out.read_text())
+    rows = {(row["policy"], row["writes"]): row for row in figures["online"]}
+    assert set(rows) == {("none", None), ("static", None), ("update", 2), ("update", 8), ("replan", None)}
+    assert rows["none", None]["mean"] > rows["static", None]["mean"] > rows["update", 8]["mean"]
+    assert rows["update", 2]["written"] <= 2 and rows["update", 8]["written"] <= 8 < rows["replan", None]["written"]
+    for row in figures["sampled"]:
+        assert row["best"] < row["even"] and row["best"] < row["random"]
+    assert figures["sampled"][0]["even"] > figures["sampled"][1]["even"]
+    told = capsys.readouterr().out
+    assert "worst window" in told and "tokens" in told
+
+
+def test_groups_on_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    shape = ["--ranks", 8, "--nodes", 2, "--groups", 4, "--layers", 2, "--experts", 64]
+    assert run("lognormal", *shape, "--tolerance", 1, "--json", out) == 0
+    assert json.loads(out.read_text())["stray"] == [0, 0]
+    assert "astray" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib")
+@pytest.mark.parametrize("source", ["lognormal", "drifting"])
+def test_plots(source: str, tmp_path: Path) -> None:
+    out = tmp_path / "plot.png"
+    online = ["--online", "--windows", 3] if source == "drifting" else []
+    assert run(source, "--ranks", 4, "--layers", 2, "--experts", 32, "--plot", out, *online) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["lognormal"], "--ranks"),
+        (["nonsense", "--ranks", 4], "'nonsense'; allowed: FILE.npz, FILE.json, lognormal"),
+        (["gone.json", "--ranks", 4], "gone.json"),
+        (["lognormal", "--ranks", 0], "--ranks: 0; must be at least 1"),
+        (["lognormal", "--ranks", 4, "--slots", 3], "--slots: 3; 256 experts on 4 ranks need at least 64"),
+        (["lognormal", "--ranks", 4, "--nodes", 3], "config.num_nodes is 3"),
+        (["lognormal", "--ranks", 4, "--online"], "--online: 1 window; at least 2 are needed"),
+        (["lognormal", "--ranks", 4, "--writes", 1, 2], "--writes: 2 budgets"),
+        (["drifting", "--ranks", 4, "--writes", -1], "--writes: -1"),
+        (["drifting", "--ranks", 4, "--memory", 2], "memory is 2.0; allowed 0..1"),
+        (["drifting", "--ranks", 4, "--online", "--policies", "magic"], "--policies: 'magic'; allowed: none"),
+        (["drifting", "--ranks", 4, "--online", "--decay", 1], "decay 1.0"),
+    ],
+)
+def test_refusals(argv: list[object], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if argv[0] == "gone.json":
+        assert run(*argv) == 1
+        assert told in capsys.readouterr().err
+        return
+    assert told in refused(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[[1, NaN]]", "logical_count[0, 1]: nan; must be finite and at least 0"),
+        ("[[1, -2]]", "must be finite and at least 0"),
+        ("[[1, 2], [3]]", "rows of numbers"),
+        ("[1, 2]", "shape (2,)"),
+        ('{"counts": [[1]]}', "must have 'logical_count'"),
+        ("[[1,", "no JSON"),
+    ],
+)
+def test_bad_counts(text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "counts.json"
+    path.write_text(text)
+    assert told in refused(capsys, path, "--ranks", 2)
+
+
+def test_bad_traces(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "allowed -1..3 (experts)" in refused(capsys, trace, "--ranks", 2, "--experts", 4)
+    assert "--window: 7; " in refused(capsys, trace, "--ranks", 2, "--window", 7)
+    np.savez(tmp_path / "other.npz", chosen=np.zeros((2, 3), np.int32))
+    assert "must be integers [steps, layers, ..., K]" in refused(capsys, tmp_path / "other.npz", "--ranks", 2)
+    np.savez(tmp_path / "empty.npz", x=np.zeros(1))
+    assert "must have 'ids'" in refused(capsys, tmp_path / "empty.npz", "--ranks", 2)
+
+
+# ---- loads that are made up ----------------------------------------------------------------------
+
+
+def test_workloads_are_what_they_say() -> None:
+    for made in (
+        balance.lognormal(3, 50, seed=1),
+        balance.zipf(3, 50, seed=1),
+        balance.dirichlet(3, 50, 0.01, seed=1),
+        balance.drifting(4, 3, 50, hot=5, stay=2, seed=1),
+        balance.domains(9, 3, 50, stay=2, seed=1),
+    ):
+        assert np.allclose(made.mean(axis=-1), 1) and (made >= 0).all()
+    assert np.std(np.log(balance.lognormal(50, 500, 0.7, seed=3))) == pytest.approx(0.7, rel=0.05)
+    falling = np.sort(balance.zipf(2, 10, 1.5, seed=0), axis=1)[:, ::-1]
+    assert np.allclose(falling / falling[:, :1], np.arange(1, 11) ** -1.5)
+    assert (balance.lognormal(2, 8, seed=1) == balance.lognormal(2, 8, seed=1)).all()
+    assert (balance.lognormal(2, 8, seed=1) != balance.lognormal(2, 8, seed=2)).all()
+    logs = np.log(balance.lognormal(20, 64, 0.0, seed=0, groups=4, group_sigma=1.0))
+    assert np.ptp(logs.reshape(20, 4, 16), axis=2).max() < 1e-12 < np.ptp(logs, axis=1).min()
+
+
+def test_drift_and_hot_sets_change_as_said() -> None:
+    windows = np.log(balance.drifting(40, 4, 256, 0.75, memory=0.9, seed=1))
+    near = [np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in pairwise(windows)]
+    assert np.mean(near) == pytest.approx(0.9, abs=0.02)
+    assert windows[-1].std() == pytest.approx(0.75, rel=0.1)
+    flat = balance.drifting(4, 1, 100, 0.0, hot=10, boost=5.0, stay=2, seed=1)[:, 0]
+    hot = [set(np.flatnonzero(window > 1).tolist()) for window in flat]
+    assert hot[0] == hot[1] != hot[2] == hot[3] and len(hot[0]) == 10
+    mixed = balance.domains(5, 1, 20, count=2, stay=2, seed=1)[:, 0]
+    assert (mixed[0] == mixed[1]).all() and np.allclose(mixed[2], (mixed[1] + mixed[3]) / 2)
+
+
+def test_samples_and_routers() -> None:
+    loads = balance.lognormal(2, 32, seed=1)
+    counts = balance.sample(loads, 100000, seed=1)
+    assert (counts.sum(axis=1) == 100000).all() and np.abs(counts / 100000 * 32 - loads).max() < 0.1
+    assert balance.sample(np.zeros((1, 4)), 400, seed=1).sum() == 400
+    ids = balance.group_limited(loads[0], 500, 4, groups=8, top_groups=2, seed=1)
+    assert ids.shape == (500, 4) and all(len(set(row)) == 4 for row in ids.tolist())
+    assert max(len(set(row)) for row in (ids // 4).tolist()) == 2
+    with pytest.raises(InvalidArgument, match="groups, top_groups and top_k are 8, 2 and 9"):
+        balance.group_limited(loads[0], 5, 9, groups=8, top_groups=2)
+
+
+def test_rows_between_nodes() -> None:
+    plan = balance.plan(np.ones(8), ranks=4, slots=2, nodes=2)
+    at = np.array([plan.expert_map()[e][0][0] // 2 for e in range(8)])
+    both = [int(np.flatnonzero(at == n)[0]) for n in range(2)]
+    # Tokens 0..3 are of ranks and nodes 0, 1, 0, 1 in turn: one expert on each node is one row to the other.
+    assert balance.rows_between_nodes(plan, np.array([both] * 8)) == 1
+    assert balance.rows_between_nodes(plan, np.array([[both[0]]] * 8)) == 0.5
+
+
+def test_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All its tables, as the page shows them."""
+    monkeypatch.setattr(placement, "LAYERS", 2)
+    monkeypatch.setattr(placement, "SEARCHED", 1)
+    monkeypatch.setattr(placement, "TRIES", 5)
+    out = tmp_path / "balance.json"
+    assert placement.main(["--seeds", "1", "--json", str(out)]) == 0
+    text = report.read(out)
+    assert text.count("| ---") >= 4 and "greedy by group" in text and "144 | 288" in text
+    rows = json.loads(out.read_text())["placement"]["full"]
+    assert all(row["layers_worse"] == 0 and row["bound"] <= row["mean"] for row in rows)
