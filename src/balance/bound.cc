@@ -29,6 +29,7 @@ namespace {
 
 constexpr int32_t kThresholds = 24;  // of each kind
 constexpr int32_t kHalvings = 9;
+constexpr int32_t kCompanySlots = 8;  // more of them, and there always is company
 
 struct Gain {
   int64_t slots, value;  // so many slots add so much; compared by value / slots
@@ -139,7 +140,8 @@ Units lower_bound(const Problem& problem, Units reached) {
     for (int32_t i = 0; i + 1 < shape.slots; ++i) company_of_hottest += loads[i];
     bound = std::max(bound, company_of_hottest);
   }
-  if (shape.slots > 1 && shape.slots < shape.experts && reached - bound > bound / 1000) {
+  if (shape.slots > 1 && shape.slots <= kCompanySlots && shape.slots < shape.experts &&
+      reached - bound > bound / 1000) {
     bound = std::max(bound, company(problem, bound, reached));
   }
   return bound;

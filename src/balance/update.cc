@@ -16,7 +16,7 @@
 namespace tw::balance {
 namespace {
 
-constexpr int32_t kHalvings = 7;
+constexpr int32_t kHalvings = 6;
 constexpr int32_t kPolishPatience = 4;
 
 struct Change {
@@ -41,6 +41,8 @@ class Updater {
         ranks_of_(shape_.experts),
         with_one_more_(shape_.experts),
         with_one_less_(shape_.experts),
+        sizes_(shape_.places()),
+        changed_(shape_.places()),
         deltas_(shape_.ranks, 0) {
     if (shape_.groups > 0) {
       homes_ = homes_of(problem, old);
@@ -94,6 +96,12 @@ class Updater {
 
   Change find(int32_t r) {
     Change best;
+    spare_.clear();
+    for (int32_t place = 0; place < shape_.places(); ++place) {
+      sizes_[place] = packing_.share_at(place);
+      changed_[place] = packing_.at(place) != old_[place];
+      if (packing_.count(packing_.at(place)) > 1) spare_.push_back({place, harm_of(place)});
+    }
     for (int32_t i = r * shape_.slots; i < (r + 1) * shape_.slots; ++i) {
       find_exchange(r, i, &best);
       find_replica(r, packing_.at(i), &best);
@@ -109,21 +117,19 @@ class Updater {
 
   void find_exchange(int32_t r, int32_t i, Change* best) const {
     const int32_t e = packing_.at(i);
-    const Units size = packing_.share_at(i), hot = packing_.load(r);
+    const Units size = sizes_[i], over = packing_.load(r) - limit_;
     for (int32_t q = 0; q < shape_.ranks; ++q) {
       const Units room = limit_ - packing_.load(q);
       if (q == r || room <= 0) continue;
       for (int32_t j = q * shape_.slots; j < (q + 1) * shape_.slots; ++j) {
-        const Units d = size - packing_.share_at(j);
-        if (d <= 0) continue;
-        const Change change{std::min(d, hot - limit_) - std::max<Units>(d - room, 0),
-                            cost_of(i, packing_.at(j)) + cost_of(j, e),
-                            i,
-                            packing_.at(j),
-                            j,
-                            e};
-        if (change.gain <= 0 || (best->place >= 0 && !change.better_than(*best))) continue;
-        if (!packing_.can_swap(i, j) || !may_come(e, q, r) || !may_come(packing_.at(j), r, r)) continue;
+        const Units d = size - sizes_[j];
+        Change change{std::min(d, over) - std::max<Units>(d - room, 0), 2, i, -1, j, e};
+        if (d <= 0 || change.gain <= 0) continue;
+        change.expert = packing_.at(j);
+        // Two slots that are as they were get what they did not hold.
+        if (changed_[i] || changed_[j]) change.writes = cost_of(i, change.expert) + cost_of(j, e);
+        if (best->place >= 0 && !change.better_than(*best)) continue;
+        if (!packing_.can_swap(i, j) || !may_come(e, q, r) || !may_come(change.expert, r, r)) continue;
         consider(change, best);
       }
     }
@@ -150,6 +156,11 @@ class Updater {
     return gain;
   }
 
+  // Of excess, if a rank carries so much more.
+  Units gain_at(int32_t rank, Units more) const {
+    return excess(packing_.load(rank)) - excess(packing_.load(rank) + more);
+  }
+
   // The most that a further replica of an expert can lower the excess by.
   Units promise(int32_t expert) const {
     const Units less = packing_.share_of(expert) - with_one_more_[expert];
@@ -158,32 +169,43 @@ class Updater {
     return gain;
   }
 
+  // The excess that comes if the expert at `place` has a replica less, there: of its other replicas' ranks.
+  Units harm_of(int32_t place) const {
+    const int32_t e = packing_.at(place), q = place / shape_.slots;
+    const Units more = with_one_less_[e] - sizes_[place];
+    Units harm = 0;
+    for (const int32_t rank : ranks_of_[e]) {
+      if (rank != q) harm -= gain_at(rank, more);
+    }
+    return harm;
+  }
+
   // A further replica of an expert of rank r, elsewhere.
   void find_replica(int32_t r, int32_t e, Change* best) {
     const Units most = promise(e);
-    for (int32_t place = 0; place < shape_.places(); ++place) {
-      const int32_t q = place / shape_.slots, f = packing_.at(place);
-      if (q == r || f == e || packing_.count(f) < 2) continue;
-      // Two more cheap tests before the dear one: what q can gain beyond, and what cannot beat the best.
-      Change change{most + excess(packing_.load(q)), cost_of(place, e), place, e};
-      if (change.gain <= 0 || (best->place >= 0 && !change.better_than(*best))) continue;
-      if (packing_.holds(q, e) || !may_come(e, q, r)) continue;
-      change.gain = gain_of(place, e);
-      consider(change, best);
+    for (const auto& [place, harm] : spare_) {
+      const int32_t q = place / shape_.slots;
+      if (q != r && packing_.at(place) != e) try_replica(most - harm, place, e, r, best);
     }
   }
 
   // Another expert instead of a replica that rank r holds.
   void find_replacement(int32_t r, int32_t place, Change* best) {
-    const int32_t f = packing_.at(place);
+    const Units size = sizes_[place], harm = harm_of(place);
     for (int32_t e = 0; e < shape_.experts; ++e) {
-      if (e == f || with_one_more_[e] >= packing_.share_of(f)) continue;
-      Change change{promise(e) + excess(packing_.load(r)), cost_of(place, e), place, e};
-      if (best->place >= 0 && !change.better_than(*best)) continue;
-      if (packing_.holds(r, e) || !may_come(e, r, r)) continue;
-      change.gain = gain_of(place, e);
-      consider(change, best);
+      if (e != packing_.at(place) && with_one_more_[e] < size) try_replica(promise(e) - harm, place, e, r, best);
     }
+  }
+
+  // `elsewhere`: what a replica of e at `place` gains on the other ranks, if none holds both e and the expert that
+  // makes room. Asked before the dear question what it does.
+  void try_replica(Units elsewhere, int32_t place, int32_t e, int32_t r, Change* best) {
+    const int32_t q = place / shape_.slots;
+    Change change{elsewhere + gain_at(q, with_one_more_[e] - sizes_[place]), cost_of(place, e), place, e};
+    if (change.gain <= 0 || (best->place >= 0 && !change.better_than(*best))) return;
+    if (packing_.holds(q, e) || !may_come(e, q, r)) return;
+    change.gain = gain_of(place, e);
+    consider(change, best);
   }
 
   void apply(const Change& change) {
@@ -225,7 +247,10 @@ class Updater {
   std::vector<Units> with_one_more_, with_one_less_;  // share of each expert at another count; 0 without a replica
   std::vector<int32_t> homes_;
   Units most_of_node_ = 0, limit_ = 0;
-  std::vector<Units> deltas_;  // [N], all zero between uses
+  std::vector<Units> sizes_;                      // share in each slot, for one search
+  std::vector<std::pair<int32_t, Units>> spare_;  // places whose expert has another, and the harm of giving them up
+  std::vector<char> changed_;                     // whether it holds another expert than in the old plan
+  std::vector<Units> deltas_;                     // [N], all zero between uses
   std::vector<int32_t> touched_;
 };
 
@@ -240,7 +265,7 @@ std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& 
     // The first tries are nearer to the bound, as that is where a large budget gets to.
     const Units limit = low + (high - low) / (i == 0 ? 64 : i == 1 ? 8 : 2);
     Updater updater(problem, old, budget, tolerance);
-    updater.run(limit, INT32_MAX);
+    updater.run(limit, 6);
     const Units peak = updater.packing().peak();
     if (peak < best.peak()) best = updater.packing();
     if (peak <= limit) {

@@ -12,7 +12,7 @@ namespace tw::balance {
 // mean.
 std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& old, int32_t budget, int64_t tolerance);
 
-// The same of a plan that is not in use yet, without groups or a budget, and with a seventh of the effort.
+// The same of a plan that is not in use yet, without groups or a budget, and with less effort.
 std::vector<int32_t> polish(const Problem& problem, const std::vector<int32_t>& plan, Units goal);
 
 // Renames the ranks of a plan, and orders its slots, so that as many as possible hold what they held in `old`. Ranks of
