@@ -128,6 +128,10 @@ TW_API twResult_t twCommRank(twComm_t comm, int32_t* rank, int32_t* nranks);
 // The CUDA device of this rank, -1 on the CPU.
 TW_API twResult_t twCommDevice(twComm_t comm, int32_t* device);
 
+// -------------------------------------------------------------------------------------------------------- placement
+
+#include "tokenway/placement.h"
+
 // ------------------------------------------------------------------------------------------------------------ group
 
 typedef enum TW_AS_INT {
@@ -168,6 +172,7 @@ typedef struct {
   int64_t combine_elements;  // H of combined rows
   // Placement. NULL: contiguous blocks, the first E mod N ranks hold one more. Else expert e lives on rank
   // expert_rank[e] as its local expert expert_slot[e]; a rank's slots are 0..L-1, each once; L may be 0. Copied.
+  // With `placement`, below, the same of P physical slots: [P].
   const int32_t* expert_rank;  // [E]
   const int32_t* expert_slot;  // [E]
   int32_t lanes;               // exchanges in flight, 1..TW_MAX_LANES; 0: 1
@@ -185,12 +190,13 @@ typedef struct {
   void* (*alloc)(size_t bytes, void* context);
   void (*release)(void* block, void* context);
   void* alloc_context;
+  const twPlacement_t* placement;  // placement.h: experts in several slots, maps by layer, counts; NULL: none of it
 } twGroupConfig_t;
 
 // clang-format off
 #define TW_GROUP_CONFIG_INIT                                                                                       \
   {sizeof(twGroupConfig_t), twLowLatency, 0, 0, 0, 0, {{twDtypeNone, 0}}, twBfloat16, 0, NULL, NULL, 1, 0, twInt32, \
-   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL}
+   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, NULL}
 // clang-format on
 
 typedef struct {
@@ -341,8 +347,9 @@ typedef struct {
   int32_t lane;                          // -1: the next free one, in the same order on all ranks
   int32_t send_only;                     // 1: return when everything is sent; twComplete receives
   void* stream;
+  int32_t uncounted;  // 1: not for twGroupLoads (a further pass over tokens that were counted); the same on all ranks
 } twDispatchInput_t;
-#define TW_DISPATCH_INPUT_INIT {sizeof(twDispatchInput_t), {TW_TENSOR_INIT}, 0, -1, 0, NULL}
+#define TW_DISPATCH_INPUT_INIT {sizeof(twDispatchInput_t), {TW_TENSOR_INIT}, 0, -1, 0, NULL, 0}
 
 // What arrives. The caller may set `data` of any tensor to memory of its own (C-contiguous, of the shape given here) to
 // have it written there; shape and dtype are then checked. With data == NULL:

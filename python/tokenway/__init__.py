@@ -32,6 +32,7 @@ from tokenway.errors import (
 from tokenway.group import Group
 from tokenway.handle import Handle, Pending, Received
 from tokenway.launch import Outcome, Ranks, run
+from tokenway.placement import Placement
 from tokenway.quantize import dequantize_fp8, pack_nvfp4, quantize_fp8, unpack_nvfp4
 from tokenway.settings import Payload, WindowBytes, window_bytes
 
@@ -59,6 +60,7 @@ __all__ = [
     "PeerRefused",
     "PeerTimeout",
     "Pending",
+    "Placement",
     "Ranks",
     "Received",
     "RecvOverflow",

@@ -12,6 +12,7 @@ from ctypes import (
     byref,
     c_char,
     c_char_p,
+    c_float,
     c_int,
     c_int32,
     c_int64,
@@ -35,6 +36,7 @@ OVERFLOWS = {"refuse": 0, "drop": 1}
 ID_SPACES = {"local": 0, "global": 1}
 LAYOUTS = {"rank_major": 0, "expert_major": 1, "flat": 2, "grouped": 3}
 WEIGHTINGS = {"none": 0, "topk": 1}
+POLICIES = {"round_robin": 0, "local_first": 1, "shares": 2, "balanced": 3}
 PHASES = ("none", "create", "dispatch", "combine", "shrink", "counts", "gather", "reduce")
 
 
@@ -101,6 +103,20 @@ class GroupConfig(Struct):
         ("alloc", c_void_p),
         ("release", c_void_p),
         ("alloc_context", c_void_p),
+        ("placement", c_void_p),
+    ]
+
+
+class Placement(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("num_layers", c_int32),
+        ("num_slots", c_int32),
+        ("slot_expert", c_void_p),
+        ("slot_shares", c_void_p),
+        ("policy", c_int),
+        ("count_loads", c_int32),
+        ("load_decay", c_float),
     ]
 
 
@@ -155,6 +171,7 @@ class DispatchInput(Struct):
         ("lane", c_int32),
         ("send_only", c_int32),
         ("stream", c_void_p),
+        ("uncounted", c_int32),
     ]
 
 
@@ -258,6 +275,10 @@ _FUNCTIONS = {
     "twGroupGetError": (c_int, [c_void_p, POINTER(ErrorRecord)]),
     "twHandleMemBytes": (c_int, [c_void_p, POINTER(c_size_t)]),
     "twHandleCreate": (c_int, [POINTER(c_void_p), c_void_p, c_void_p, c_void_p, c_void_p]),
+    "twHandleCreateForLayer": (c_int, [POINTER(c_void_p), c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
+    "twGroupReplaceMap": (c_int, [c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
+    "twGroupMap": (c_int, [c_void_p, c_int32, c_void_p]),
+    "twGroupLoads": (c_int, [c_void_p, c_void_p, c_void_p]),
     "twHandleUpdate": (c_int, [c_void_p, c_void_p, c_void_p]),
     "twHandleRelease": (c_int, [c_void_p]),
     "twHandleDestroy": (c_int, [c_void_p]),

@@ -14,20 +14,14 @@ from typing import Any
 from tokenway import _native, arguments, cuda, outputs, tensors
 from tokenway.collectives import Collectives
 from tokenway.comm import Comm
-from tokenway.errors import (
-    ErrorRecord,
-    InvalidArgument,
-    InvalidUsage,
-    OutOfMemory,
-    PeerRefused,
-    RecvOverflow,
-    TokenwayError,
-)
+from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
+from tokenway.exact import Exact
 from tokenway.handle import Handle, Pending, Tensor
+from tokenway.placement import Placed, Placement
 from tokenway.settings import Payload, Settings, WindowBytes, make_config, telling, window_bytes
 
 
-class Group(Collectives):
+class Group(Exact, Placed, Collectives):
     """Ranks that exchange tokens: how big, which experts where, over which memory. Collective, long-lived.
 
     On a comm of CUDA devices, tensors are PyTorch's on the device of this rank, and route, dispatch, combine and the
@@ -42,7 +36,9 @@ class Group(Collectives):
     elements of a token. max_tokens: B, tokens of a rank in one call. dtype: of tokens (default bfloat16). payloads:
     further tensors per token, name to Payload or (elements, dtype).
     combine_dtype: of rows on their way back, float32, bfloat16 or float16 (default: dtype if it is one of these, else
-    bfloat16). combine_hidden: elements of those rows (default H). expert_map: (rank[E], slot[E]); default contiguous.
+    bfloat16). combine_hidden: elements of those rows (default H). expert_map: where experts
+    are, (rank[E], slot[E]); default contiguous. For experts in several slots, maps by layer and counting a `Placement`,
+    or what it is made from: the expert in each of P slots, [P], or (rank[E, R], slot[E, R]) with -1 for none.
     lanes: exchanges in flight. timeout: seconds after which a late peer is an error (default 100). id_dtype, id_space
     ("local": slots of this rank, "global": as sent) and invalid_id of received ids. sm_limit: on a CUDA device, thread
     blocks of a kernel, at most one on each SM (default 0: the backend chooses).
@@ -70,7 +66,7 @@ class Group(Collectives):
         payloads: Mapping[str, Payload | tuple[int, Any]] | None = None,
         combine_dtype: Any = None,
         combine_hidden: int | None = None,
-        expert_map: Sequence[Any] | None = None,
+        expert_map: Sequence[Any] | Placement | None = None,
         lanes: int = 1,
         timeout: float | None = None,
         id_dtype: Any = "int32",
@@ -164,10 +160,13 @@ class Group(Collectives):
 
     # ------------------------------------------------------------------------------------------------- everyday use
 
-    def route(self, ids: Tensor, weights: Tensor | None = None, *, memory: Tensor | None = None) -> Handle:
+    def route(
+        self, ids: Tensor, weights: Tensor | None = None, *, layer: int = 0, memory: Tensor | None = None
+    ) -> Handle:
         """Caches a routing. ids: [T, K] int32 or int64, -1 for "no expert", each id at most once per token;
         weights: [T, K] float32, or None for all 1. Both are copied. memory: a contiguous, writable uint8 tensor of
-        `handle_bytes` for the handle's arrays, 64-byte aligned (default: a new one). Not collective.
+        `handle_bytes` for the handle's arrays, 64-byte aligned (default: a new one). layer: whose map turns the ids
+        into slots, of a group with a `Placement`. Not collective.
         Errors: InvalidArgument names token, k and value. On a CUDA device ids and weights are read, and ids checked,
         by the handle's first dispatch: they must not change before it in stream order, and `check` tells of bad ids,
         which act as -1."""
@@ -181,41 +180,12 @@ class Group(Collectives):
         handle = Handle(self, block, reusable=memory is None and self._place.reusable)
         pointer = c_void_p()
         args = self._routing_args(ids, weights)
-        result = _native.lib.twHandleCreate(byref(pointer), self.pointer, *args, handle._base)
+        result = _native.lib.twHandleCreateForLayer(byref(pointer), self.pointer, layer, *args, handle._base)
         if result:
             raise self._error(result, ids=ids, weights=weights)
         handle.pointer = pointer.value or 0
         handle.adopt_routing(ids, weights)
         return handle
-
-    def exchange_counts(self, handle: Handle, *, lane: int | None = None, send_only: bool = False) -> Any:
-        """In high throughput: ranks tell each other how many rows they will send, before a handle's first dispatch and
-        after each `Handle.update`. Returns the handle, whose `recv_rows` is known then, or `Pending` of it. A step of
-        all ranks. Errors: RecvOverflow on all ranks alike, InvalidUsage, PeerRefused, GroupFinished. After a send_only
-        call that a rank refused the handle holds the lane, there and at the peers, until its counts are exchanged or
-        it is released."""
-        self._free_finished()
-        given = _native.CountsInput()
-        given.lane = -1 if lane is None else arguments.int32(lane) if lane != -1 else -2
-        given.send_only = 1 if send_only else 0
-        if self.device is not None:
-            given.stream = self._stream_of(handle)
-        result = _native.lib.twExchangeCounts(self.pointer, arguments.pointer_of(handle), byref(given))
-        if result:
-            error = self._error(result, handle=handle)
-            if isinstance(error, (PeerRefused, RecvOverflow)):
-                handle.leased = False  # what an earlier send_only call may have left
-            raise error
-        if send_only:
-            return Pending(handle, handle, (handle,), counting=True)
-        handle.leased = False
-        return handle
-
-    def size_outputs(self, handle: Handle) -> None:
-        """In high throughput on a CUDA device: has the host know how much comes, unless outputs have a fixed size
-        (`max_recv_tokens`) or a graph is captured. A dispatch does it first, so who allocates its outputs asks too."""
-        if self._sizes_outputs and isinstance(handle, Handle) and not self._place.capturing():
-            handle.learn_rows()
 
     @cuda.ranged("tokenway.dispatch")
     def dispatch(
@@ -229,6 +199,7 @@ class Group(Collectives):
         lane: int | None = None,
         out: Tensor | Mapping[str, Tensor] | None = None,
         column_major: Collection[str] | None = None,
+        count: bool = True,
         send_only: bool = False,
     ) -> Any:
         """Sends every token to the ranks of its experts; returns `Received`, or `Pending[Received]` with send_only.
@@ -239,7 +210,8 @@ class Group(Collectives):
         are sized by it. lane: which one to lease (default: the next free one). out: a tensor for tokens, or a mapping
         of Received's fields and payload names, to have them written there. column_major: names of payloads (scales, for
         example) that "grouped" returns by column, [elements, M], M being the rows rounded up to whole 16 bytes, with
-        zeros beyond them: as grouped GEMMs read scales.
+        zeros beyond them: as grouped GEMMs read scales. count: whether `loads` counts it, on all ranks alike; not for
+        further passes over tokens that were counted, as of multi-token prediction.
         What is returned is detached: autograd does not know of the exchange (`tokenway.autograd` has one it knows of).
         A step of all ranks. Errors: InvalidArgument (peers get PeerRefused at once), InvalidUsage, PeerRefused,
         BoundMismatch, GroupFinished.
@@ -276,6 +248,7 @@ class Group(Collectives):
         self._in.bound = b
         self._in.lane = -1 if lane is None else arguments.int32(lane) if lane != -1 else -2
         self._in.send_only = 1 if send_only else 0
+        self._in.uncounted = 0 if count else 1
         self._out.layout = arguments.code(_native.LAYOUTS, layout) if problem is None else -1
         if self.device is not None:
             self._in.stream = self._stream_of(handle)
@@ -348,13 +321,13 @@ class Group(Collectives):
         """A new group among the ranks that are still there, over fresh memory. Collective among them.
 
         They agree on who survives; ranks are renumbered (`comm_ranks` names them). Keeps this group's settings with
-        the default placement, but for `changes` (keywords of Group). This group stays to be closed. Raises Excluded
-        on a rank that the others have given up.
+        the default places of experts, but for `changes` (keywords of Group). This group stays to be closed. Raises
+        Excluded on a rank that the others have given up.
         """
         survivors = c_void_p()
         base = self.pointer
         with telling(lambda nothing: _native.lib.twGroupShrink(base, nothing, byref(survivors))):
-            settings = replace(self.settings, **({"expert_map": None} | changes))
+            settings = replace(self.settings, **({"expert_map": self._survivors_map()} | changes))
             config, keep = make_config(settings)
         _native.check(_native.lib.twGroupShrink(base, byref(config), byref(survivors)), base)
         del keep

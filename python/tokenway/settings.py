@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import byref
+from ctypes import addressof, byref
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from tokenway import _native, tensors
 from tokenway.errors import InvalidArgument, TokenwayError
+from tokenway.placement import Placement
 
 COMBINABLE = ("float32", "bfloat16", "float16")
 
@@ -47,7 +48,7 @@ class Settings:
     payloads: Mapping[str, Payload | tuple[int, Any]] | None = None
     combine_dtype: Any = None
     combine_hidden: int | None = None
-    expert_map: Sequence[Any] | None = None
+    expert_map: Sequence[Any] | Placement | None = None
     lanes: int = 1
     timeout: float | None = None
     id_dtype: Any = "int32"
@@ -77,18 +78,23 @@ class Settings:
         name = tensors.dtype_name(self.dtype)
         return name if name in COMBINABLE else "bfloat16"
 
-    def placement(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """expert_map as contiguous int32 arrays (rank[E], slot[E])."""
-        if self.expert_map is None:
+    def places(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Where experts, or physical slots, are: contiguous int32 arrays (rank, place there); None: in blocks."""
+        placement = self.placement()
+        given = self.expert_map if placement is None else placement.where
+        if given is None:
             return None
-        if len(self.expert_map) != 2:
-            raise InvalidArgument(f"expert_map has {len(self.expert_map)} parts; it must be (rank[E], slot[E])")
-        rank, slot = (np.ascontiguousarray(part, dtype=np.int32) for part in self.expert_map)
-        if rank.shape != (self.experts,) or slot.shape != (self.experts,):
-            raise InvalidArgument(
-                f"expert_map has shapes {rank.shape} and {slot.shape}; they must be ({self.experts},)"
-            )
+        if len(given) != 2:
+            raise InvalidArgument(f"expert_map has {len(given)} parts; it must be (rank[E], slot[E])")
+        rank, slot = (np.ascontiguousarray(part, dtype=np.int32) for part in given)
+        count = self.experts if placement is None else placement.num_slots(self.experts)
+        if rank.shape != (count,) or slot.shape != (count,):
+            raise InvalidArgument(f"expert_map has shapes {rank.shape} and {slot.shape}; they must be ({count},)")
         return rank, slot
+
+    def placement(self) -> Placement | None:
+        """expert_map, where experts may have several slots or are counted."""
+        return Placement.of(self.expert_map, self.experts)
 
 
 @contextmanager
@@ -124,9 +130,11 @@ def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
     config.combine_dtype = tensors.CODES[settings.combine_dtype_name()]
     elements = settings.hidden if settings.combine_hidden is None else settings.combine_hidden
     config.combine_elements = fit("combine_hidden", elements, 63)
-    placement = settings.placement()
-    if placement is not None:
-        config.expert_rank, config.expert_slot = (part.ctypes.data for part in placement)
+    places, placement = settings.places(), settings.placement()
+    if places is not None:
+        config.expert_rank, config.expert_slot = (part.ctypes.data for part in places)
+    native, keep = (None, None) if placement is None else placement.native(settings.experts)
+    config.placement = None if native is None else addressof(native)
     # The C library's 0 means "default"; here the default is written out, so 0 is as wrong as -1.
     config.lanes = fit("lanes", settings.lanes) or -1
     if settings.timeout is not None:
@@ -141,7 +149,7 @@ def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
     config.overflow = named("overflow", settings.overflow, _native.OVERFLOWS)
     if settings.row_alignment is not None:
         config.row_alignment = fit("row_alignment", settings.row_alignment) or -1
-    return config, placement
+    return config, (places, native, keep)
 
 
 def named(field: str, value: str, codes: Mapping[str, int]) -> int:

@@ -39,9 +39,9 @@ Status check_id_values(const Shape& shape, const twTensor_t& ids) {
     for (int32_t k = 0; k < shape.top_k; ++k) {
       const int64_t id = id_at(ids, token, k);
       if (id == -1) continue;
-      if (id < 0 || id >= shape.experts) {
+      if (id < 0 || id >= shape.choices()) {
         return fail(twInvalidArgument, "ids[%lld, %d] is %lld; it must be -1 (no expert) or from 0 to %d",
-                    static_cast<long long>(token), k, static_cast<long long>(id), shape.experts - 1);
+                    static_cast<long long>(token), k, static_cast<long long>(id), shape.choices() - 1);
       }
       if (std::find(seen, seen + count, static_cast<int32_t>(id)) != seen + count) {
         return fail(twInvalidArgument, "ids[%lld, %d] is %lld, which the token has already; an id stands at most once",
@@ -260,6 +260,10 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
   if (input.send_only != 0 && input.send_only != 1) {
     return fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", input.send_only);
   }
+  if (input.uncounted != 0 && input.uncounted != 1) {
+    return fail(twInvalidArgument, "input.uncounted is %d; it must be 0 or 1", input.uncounted);
+  }
+  call->counted = input.uncounted == 0;
   for (int q = 0; q < config.num_payloads; ++q) {
     char name[40];
     std::snprintf(name, sizeof name, "input.payloads[%d]", q);

@@ -44,6 +44,7 @@ Status write_struct(const char* name, const Struct& known, Struct* given) {
 }
 
 Status check_ranks(int32_t nranks);
+Status check_layer(const twGroup& group, int32_t layer);
 
 struct CheckedRouting {
   const twTensor_t* ids;

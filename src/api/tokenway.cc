@@ -68,12 +68,17 @@ void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandl
   handle->counts.exchanged = false;
   handle->counted = {};
   handle->sizing.reset();
+  const tw::ExpertMap* const map = group.maps.empty() ? nullptr : &group.maps[handle->layer];
+  handle->digest = map == nullptr ? 0 : map->digest();
   if (group.backend->on_device()) {  // its first dispatch copies and assigns
     handle->routing.tokens = checked.tokens;
     handle->source = tw::api::source_of(checked);
     return;
   }
   tw::api::copy_routing(group.shape(), checked, &handle->routing);
+  if (map != nullptr) {
+    tw::choose_slots(group.shape(), group.context.placement, *map, group.config.placement.policy, &handle->routing);
+  }
   tw::assign_slots(group.shape(), group.context.placement, &handle->routing);
 }
 
@@ -231,9 +236,15 @@ twResult_t twHandleMemBytes(twGroup_t group, size_t* bytes) {
 
 twResult_t twHandleCreate(twHandle_t* handle, twGroup_t group, const twTensor_t* ids, const twTensor_t* weights,
                           void* memory) {
+  return twHandleCreateForLayer(handle, group, 0, ids, weights, memory);
+}
+
+twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, int32_t layer, const twTensor_t* ids,
+                                  const twTensor_t* weights, void* memory) {
   return enter([&]() -> Status {
     TW_CHECK_NOT_NULL(handle);
     TW_RETURN_IF_FAILED(groups.check("group", group));
+    TW_RETURN_IF_FAILED(tw::api::check_layer(*group, layer));
     if (reinterpret_cast<uintptr_t>(memory) % 64 != 0) {
       return fail(twInvalidArgument, "memory is %p; it must be aligned to 64 bytes", memory);
     }
@@ -241,6 +252,7 @@ twResult_t twHandleCreate(twHandle_t* handle, twGroup_t group, const twTensor_t*
     TW_RETURN_IF_FAILED(tw::api::check_routing(*group, ids, weights, &checked));
     auto made = std::make_unique<twHandle>();
     made->group = group;
+    made->layer = layer;
     made->owns_block = memory == nullptr;
     made->block = memory == nullptr ? group->take_block() : static_cast<std::byte*>(memory);
     if (made->block == nullptr) {

@@ -28,6 +28,8 @@ struct Context {
   twDtype_t wire = twBfloat16;  // of combined rows
   int64_t elements = 0;         // of a combined row
   uint32_t first_step = 0;
+  const PlacementSpec* spec = nullptr;           // of all layers' maps
+  const std::vector<ExpertMap>* maps = nullptr;  // [layers], none without a placement
 };
 
 // Where a device finds a routing that its handle has not copied yet. Strides count elements.
@@ -47,6 +49,8 @@ struct HandleArrays {
   void* shown_ids = nullptr;         // [N, B, K] or [R, K] of the group's id type
   float* shown_weights = nullptr;    // likewise
   RoutingSource source;
+  int32_t layer = 0;
+  uint32_t digest = 0;  // of the map that its slots are from; 0 without a placement
   // High throughput only.
   Counts counts;
   int64_t* expert_begin = nullptr;  // [L + 1] row of a grouped layout where each local expert's begin
@@ -90,6 +94,7 @@ struct DispatchCall {
   void* stream = nullptr;
   int32_t bound = 0;
   bool send_only = false;
+  bool counted = true;  // for twGroupLoads
   RowsIn payloads[kMaxPayloads];
   DispatchTargets targets;
 };
@@ -212,6 +217,12 @@ class Backend {
   virtual void announce_abort(AbortWord reason) = 0;
   virtual AbortWord find_abort() = 0;
   virtual AbortWord abort_of(int writer) = 0;
+
+  // A layer's map is replaced, for routings that are read after what is enqueued on the stream.
+  virtual Status replace_map(int32_t /*layer*/, const ExpertMap& /*map*/, void* /*stream*/) { return {}; }
+
+  // The averages of all layers, of a group that counts: tokenway/placement.h. NULL: not wanted. Never waits.
+  virtual void read_loads(float* /*loads*/, int64_t* /*dispatches*/) {}
 
   // How a carrier is used; false if there is none.
   virtual bool describe(twPortableInfo_t*) const { return false; }

@@ -34,6 +34,9 @@ void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note)
   } else if (record->result == twBoundMismatch && collecting) {
     std::snprintf(text, kSize, "input.bound of %s differs: rank %d has %u, rank %d has %u", call, record->reporter,
                   bound, record->peer, note);
+  } else if (record->result == twBoundMismatch && bound == note) {
+    std::snprintf(text, kSize, "ranks %d and %d differ in the layer, its map or the counting of %s", record->reporter,
+                  record->peer, call);
   } else if (record->result == twBoundMismatch) {
     std::snprintf(
         text, kSize,

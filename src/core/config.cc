@@ -1,6 +1,7 @@
 #include "core/config.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace tw {
 namespace {
@@ -61,8 +62,7 @@ void place_contiguously(int32_t experts, int32_t ranks, GroupConfig* config) {
   }
 }
 
-Status place_as_given(const twGroupConfig_t& given, int32_t ranks, GroupConfig* config) {
-  const int32_t experts = given.num_experts;
+Status place_as_given(const twGroupConfig_t& given, int32_t experts, int32_t ranks, GroupConfig* config) {
   if (given.expert_rank == nullptr || given.expert_slot == nullptr) {
     return fail(twInvalidArgument, "config.expert_rank and config.expert_slot must be given together");
   }
@@ -104,7 +104,7 @@ Status check_ids(const twGroupConfig_t& given, const GroupConfig& config) {
   }
   TW_RETURN_IF_FAILED(in_range("id_space", given.id_space, twIdLocal, twIdGlobal));
   const int32_t ids = given.id_space == twIdGlobal
-                          ? given.num_experts
+                          ? config.placement.slots
                           : *std::max_element(config.local_experts.begin(), config.local_experts.end());
   if (given.invalid_id >= 0 && given.invalid_id < ids) {
     return fail(twInvalidArgument, "config.invalid_id is %d, which is a valid id; it must be negative or at least %d",
@@ -160,7 +160,8 @@ void size_for_device(const Environment& environment, Shape* shape) {
 
 // Every scalar field that must be equal on all ranks, with its name.
 template <class Visit>
-void each_shared_field(const twGroupConfig_t& given, uint32_t first_step, int32_t line_tokens, Visit&& visit) {
+void each_shared_field(const twGroupConfig_t& given, const PlacementSpec& placement, uint32_t first_step,
+                       int32_t line_tokens, Visit&& visit) {
   visit("mode", given.mode);
   visit("num_experts", given.num_experts);
   visit("top_k", given.top_k);
@@ -184,6 +185,12 @@ void each_shared_field(const twGroupConfig_t& given, uint32_t first_step, int32_
   visit("max_recv_tokens", given.max_recv_tokens);
   visit("overflow", given.overflow);
   visit("row_alignment", given.row_alignment);
+  visit("placement", placement.given);
+  visit("placement->num_layers", placement.layers);
+  visit("placement->num_slots", placement.slots);
+  visit("placement->policy", placement.policy);
+  visit("placement->count_loads", placement.counts_loads);
+  visit("placement->load_decay (bits)", std::bit_cast<int32_t>(placement.decay));
   visit("TOKENWAY_FIRST_STEP", first_step);
   visit("TOKENWAY_LINE_TOKENS", line_tokens);
 }
@@ -229,15 +236,17 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   }
   Shape shape;
   shape.ranks = ranks;
-  shape.experts = given.num_experts;
+  TW_RETURN_IF_FAILED(check_placement(given.placement, given.num_experts, &config->placement));
+  shape.experts = config->placement.slots;
+  shape.logical_experts = config->placement.given ? given.num_experts : 0;
   shape.top_k = given.top_k;
   shape.max_tokens = given.max_tokens;
   shape.lanes = given.lanes;
   TW_RETURN_IF_FAILED(check_payloads(given, &shape));
   if (given.expert_rank == nullptr && given.expert_slot == nullptr) {
-    place_contiguously(given.num_experts, ranks, config);
+    place_contiguously(shape.experts, ranks, config);
   } else {
-    TW_RETURN_IF_FAILED(place_as_given(given, ranks, config));
+    TW_RETURN_IF_FAILED(place_as_given(given, shape.experts, ranks, config));
   }
   config->local_experts.assign(ranks, 0);
   for (const int32_t rank : config->expert_rank) ++config->local_experts[rank];
@@ -261,10 +270,12 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
 
 std::string pack_config(const GroupConfig& config) {
   Packer packer;
-  each_shared_field(config.given, config.first_step, config.shape().line_tokens,
+  each_shared_field(config.given, config.placement, config.first_step, config.shape().line_tokens,
                     [&](const char*, int64_t value) { packer.add<int64_t>(value); });
   packer.add_bytes(config.expert_rank.data(), config.expert_rank.size() * sizeof(int32_t));
   packer.add_bytes(config.expert_slot.data(), config.expert_slot.size() * sizeof(int32_t));
+  packer.add_bytes(config.placement.slot_expert.data(), config.placement.slot_expert.size() * sizeof(int32_t));
+  packer.add_bytes(config.placement.slot_shares.data(), config.placement.slot_shares.size() * sizeof(float));
   return packer.take();
 }
 
@@ -273,17 +284,21 @@ Status compare_configs(const std::vector<Parcel>& parcels) {
     Unpacker first(parcels[0].bytes);
     Unpacker other(parcels[rank].bytes);
     Status difference;
-    each_shared_field(twGroupConfig_t{}, 0, 0, [&](const char* name, int64_t) {
+    each_shared_field(twGroupConfig_t{}, {}, 0, 0, [&](const char* name, int64_t) {
       const int64_t a = first.get<int64_t>();
       const int64_t b = other.get<int64_t>();
       if (a == b || !difference.ok()) return;
       difference = fail(twConfigMismatch, "config.%s differs: rank 0 has %lld, rank %zu has %lld", name,
                         static_cast<long long>(a), rank, static_cast<long long>(b));
     });
-    for (const char* name : {"expert_rank", "expert_slot"}) {
+    for (const char* name : {"expert_rank", "expert_slot", "placement->slot_expert", "placement->slot_shares (bits)"}) {
       const std::string a = first.get_bytes();
       const std::string b = other.get_bytes();
       const size_t size = std::min(a.size(), b.size()) / sizeof(int32_t);
+      if (a.size() != b.size() && difference.ok()) {
+        difference = fail(twConfigMismatch, "config.%s differs: rank 0 has %zu values, rank %zu has %zu", name,
+                          a.size() / sizeof(int32_t), rank, b.size() / sizeof(int32_t));
+      }
       for (size_t e = 0; e < size && difference.ok(); ++e) {
         int32_t x = 0;
         int32_t y = 0;
@@ -310,7 +325,7 @@ twWindowBytes_t window_bytes(const GroupConfig& config) {
   for (int q = 0; q < shape.payloads; ++q) bytes.dispatch_row += shape.payload_bytes[q];
   bytes.combine_row = shape.combine_bytes;
   // The row of the earlier design: the payloads, without our header and routing.
-  const uint64_t places = 2ull * static_cast<uint64_t>(shape.experts) * static_cast<uint64_t>(shape.max_tokens);
+  const uint64_t places = 2ull * static_cast<uint64_t>(shape.choices()) * static_cast<uint64_t>(shape.max_tokens);
   if (__builtin_mul_overflow(places, bytes.dispatch_row - meta_bytes(shape.top_k), &bytes.expert_buffers)) {
     bytes.expert_buffers = UINT64_MAX;
   }

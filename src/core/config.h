@@ -5,6 +5,7 @@
 
 #include "bootstrap/bootstrap.h"
 #include "core/env.h"
+#include "core/placement.h"
 #include "core/status.h"
 #include "layout/window_map.h"
 
@@ -14,8 +15,9 @@ struct GroupConfig {
   twGroupConfig_t given{};  // as the caller gave it, defaults filled in; its pointers are not used
   uint32_t first_step = 0;
   bool on_device = false;
-  std::vector<int32_t> expert_rank;    // [E]
-  std::vector<int32_t> expert_slot;    // [E]
+  PlacementSpec placement;
+  std::vector<int32_t> expert_rank;    // [E], or [P] of physical slots
+  std::vector<int32_t> expert_slot;    // likewise
   std::vector<int32_t> local_experts;  // [N]
   WindowMap map;
 

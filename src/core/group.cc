@@ -8,8 +8,19 @@
 
 namespace {
 
-tw::Context make_context(const tw::GroupConfig& config, int32_t rank) {
+std::vector<tw::ExpertMap> make_maps(const tw::GroupConfig& config, int32_t rank) {
+  std::vector<tw::ExpertMap> maps;
+  const tw::Placement placement{config.expert_rank.data(), config.expert_slot.data()};
+  for (int32_t layer = 0; config.placement.given && layer < config.placement.layers; ++layer) {
+    maps.emplace_back(config.placement, layer, placement, rank);
+  }
+  return maps;
+}
+
+tw::Context make_context(const tw::GroupConfig& config, const std::vector<tw::ExpertMap>& maps, int32_t rank) {
   tw::Context context;
+  context.spec = &config.placement;
+  context.maps = &maps;
   context.map = config.map;
   context.me = rank;
   context.placement = {config.expert_rank.data(), config.expert_slot.data()};
@@ -27,7 +38,8 @@ twGroup::twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, in
     : comm(on),
       config(std::move(checked)),
       members(std::move(ranks)),
-      context(make_context(config, rank)),
+      maps(make_maps(config, rank)),
+      context(make_context(config, maps, rank)),
       lanes(config.given.lanes, config.first_step),
       handle_map(config.shape(), config.local_experts[rank], tw::dtype_bytes(config.given.id_dtype), config.on_device) {
   ++comm->groups;

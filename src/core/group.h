@@ -40,7 +40,8 @@ struct twGroup : tw::Quarantined<twGroup> {
 
   twComm* comm;
   tw::GroupConfig config;
-  std::vector<int> members;  // ranks of the comm
+  std::vector<int> members;         // ranks of the comm
+  std::vector<tw::ExpertMap> maps;  // [layers], none without a placement
   tw::Context context;
   std::unique_ptr<tw::Backend> backend;
   tw::Lanes lanes;

@@ -132,6 +132,8 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
   retire(group);
   twGroupConfig_t config = given != nullptr ? *given : group.config.given;
   if (given == nullptr) config.expert_rank = config.expert_slot = nullptr;
+  const twPlacement_t placement = group.config.placement.as_given();
+  if (given == nullptr && group.config.placement.given) config.placement = &placement;
   std::vector<int> members = agreement.survivors();
   // Fewer ranks send less: what held for all of them, or for a guess at how many survive, is as much as can come.
   const int64_t most = static_cast<int64_t>(members.size()) * config.max_tokens;

@@ -37,13 +37,14 @@ class CpuBackend : public Backend {
     const auto begin = [&](int rank) {
       return shape().exact() ? handle.counts.begin[rank] : int64_t{context_.me} * call.bound;
     };
-    tw::send_dispatch(transport_, context_.map, call.at, handle.routing, call.payloads, call.bound, begin);
+    tw::send_dispatch(transport_, context_.map, call.at, handle.routing, call.payloads, note_of(call, handle), begin);
     return {};
   }
 
   Status send_counts(const CountsCall& call, HandleArrays& handle) override {
     transport_.begin(call.at, {nullptr, 1, WindowMap::counts_bytes(shape())}, call.send_only);
-    tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing);
+    tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing,
+                    collective_note(0, handle.digest));
     return {};
   }
 
@@ -85,8 +86,8 @@ class CpuBackend : public Backend {
 
   StepEnd finish_dispatch(const DispatchCall& call, TimePoint deadline, HandleArrays& handle) override {
     Received& received = handle.received;
-    StepEnd end = await_step(transport_, context_.map, call.at, Mode::kDispatch, static_cast<uint32_t>(call.bound),
-                             deadline, received.counts);
+    StepEnd end = await_step(transport_, context_.map, call.at, Mode::kDispatch, note_of(call, handle), deadline,
+                             received.counts);
     for (int peer = 0; peer < shape().ranks && shape().exact() && end.code == twSuccess; ++peer) {
       // As many as were announced, or the peer dispatches another handle.
       if (received.counts[peer] == handle.counts.at(shape(), peer, context_.me)) continue;
@@ -103,7 +104,8 @@ class CpuBackend : public Backend {
   }
 
   StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override {
-    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCounts, 0, deadline, counts_.data());
+    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCounts, collective_note(0, handle.digest),
+                                   deadline, counts_.data());
     if (end.code != twSuccess) return end;
     known->overflow = take_counts(transport_, context_.map, call.at, context_.local_experts, call.drop, &handle.routing,
                                   &handle.counts);
@@ -196,16 +198,22 @@ class CpuBackend : public Backend {
 
   const Shape& shape() const { return context_.map.shape(); }
 
+  // What ranks must have alike in a dispatch.
+  uint64_t note_of(const DispatchCall& call, const HandleArrays& handle) const {
+    return collective_note(call.bound, handle.digest == 0 ? 0 : mix_counted(handle.digest, call.counted));
+  }
+
   // Sends all tokens to all ranks.
   Status send_gathered(const DispatchCall& call, HandleArrays& handle) {
-    const Gathered gathered{context_, call.at, call.bound, shape().exact() ? &handle.counts : nullptr};
+    const uint64_t note = note_of(call, handle);
+    const Gathered gathered{context_, call.at, call.bound, note, shape().exact() ? &handle.counts : nullptr};
     const auto unpack = [this, gathered](int source, const Frame& frame, const std::byte* message) {
       unpack_gathered(transport_, gathered, source, static_cast<int32_t>(frame.tokens), message);
     };
     std::byte* const message = transport_.begin_gathered(call.at, handle.routing.tokens, call.send_only, unpack);
     pack_gathered(shape(), handle.routing, call.payloads, message);
     put_picked(transport_, gathered, context_.me, handle.routing, call.payloads);
-    publish_step(transport_, context_.map, call.at, Mode::kDispatch, static_cast<uint32_t>(call.bound),
+    publish_step(transport_, context_.map, call.at, Mode::kDispatch, note,
                  [&](int peer) { return handle.routing.send_counts[peer]; });
     return {};
   }

@@ -21,6 +21,7 @@ struct Gathered {
   const Context& context;
   StepPlace at;
   int32_t bound;
+  uint64_t note;
   const Counts* counts;  // high throughput alone
 };
 
@@ -54,7 +55,7 @@ inline void put_picked(CarriedTransport& transport, const Gathered& call, int so
   const auto begin = [&](int) {
     return call.counts != nullptr ? call.counts->source[source] : int64_t{source} * call.bound;
   };
-  send_dispatch(picker, call.context.map, call.at, routing, payloads, call.bound, begin);
+  send_dispatch(picker, call.context.map, call.at, routing, payloads, call.note, begin);
 }
 
 // ids, weights, then each payload of all tokens.

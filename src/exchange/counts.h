@@ -36,7 +36,8 @@ inline std::vector<int32_t> expert_rows(const Shape& shape, const Routing& routi
 
 // Tells every rank. Never waits: S2 has made the bank free.
 template <Transport T>
-void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& placement, const Routing& routing) {
+void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& placement, const Routing& routing,
+                 uint64_t note) {
   const Shape& shape = map.shape();
   const std::vector<int32_t> rows = expert_rows(shape, routing);
   std::vector<int32_t> told(WindowMap::counts_bytes(shape) / sizeof(int32_t));
@@ -48,7 +49,7 @@ void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& plac
     }
     t.put(rank, map.counts(at.lane, at.bank(), t.rank()), told.data(), told.size() * sizeof(int32_t));
   }
-  publish_step(t, map, at, Mode::kCounts, 0, [](int) { return 0; });
+  publish_step(t, map, at, Mode::kCounts, note, [](int) { return 0; });
 }
 
 // Which rank would receive more rows than there is room for, and how many.

@@ -17,8 +17,8 @@ struct RowsIn {
 // Writes all rows of a step and publishes it. Never waits: S2 has made the bank free. begin(rank): the row there that
 // is this rank's slot 0. Slots beyond send_counts are not sent.
 template <Transport T, class Begin>
-void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowsIn* payloads, int bound,
-                   Begin&& begin) {
+void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowsIn* payloads,
+                   uint64_t note, Begin&& begin) {
   const Shape& shape = map.shape();
   const size_t ids_bytes = sizeof(int32_t) * shape.top_k;
   const size_t weights_bytes = sizeof(float) * shape.top_k;
@@ -41,7 +41,7 @@ void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& rout
       }
     }
   }
-  publish_step(t, map, at, Mode::kDispatch, bound, [&](int peer) { return routing.send_counts[peer]; });
+  publish_step(t, map, at, Mode::kDispatch, note, [&](int peer) { return routing.send_counts[peer]; });
 }
 
 // Copies what arrived beside the payloads into the handle. Needs received->counts, from await_step. False if a header

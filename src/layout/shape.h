@@ -18,7 +18,7 @@ constexpr int32_t chunk_rows_of(uint64_t row_bytes) {
 
 struct Shape {
   int32_t ranks = 0;       // N
-  int32_t experts = 0;     // E
+  int32_t experts = 0;     // E; of a group with a placement P, its physical slots
   int32_t top_k = 0;       // K
   int32_t max_tokens = 0;  // B
   int32_t lanes = 0;
@@ -32,8 +32,12 @@ struct Shape {
   int32_t line_tokens = 0;  // rows of a source that may travel as lines (layout/lines.h)
   int32_t chunk_rows = 0;   // rows of a bulk combine that share a word
   int32_t carried = 0;      // 1: rows go over a carrier, in blocks by source: so an inbox has them as slots do
+  // Of a group with a placement alone, else 0 (tokenway/placement.h).
+  int32_t logical_experts = 0;  // E
 
   constexpr bool exact() const { return recv_rows > 0; }
+  // Ids that a caller may give: below this.
+  constexpr int32_t choices() const { return logical_experts > 0 ? logical_experts : experts; }
   // Rows that a rank may receive in a step.
   constexpr int64_t most_rows() const { return recv_rows > 0 ? recv_rows : static_cast<int64_t>(ranks) * max_tokens; }
   // A token goes to at most this many ranks: places per token in the owner's inbox.

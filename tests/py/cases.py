@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+import tokenway as tw
 from tokenway import reference as ref
+from tokenway import replica_reference as replicas
 from tokenway.tensors import numpy_dtype
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -43,6 +45,10 @@ class Setup:
     overflow: str = "refuse"
     row_alignment: int | None = None
     sm_limit: int = 0
+    # Experts in several slots, which expert_map then places.
+    slot_expert: tuple[int, ...] | None = None
+    policy: str = "round_robin"
+    shares: tuple[float, ...] | None = None
 
     @property
     def exact(self) -> bool:
@@ -52,9 +58,27 @@ class Setup:
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of Group."""
         settings = asdict(self)
-        del settings["ranks"]
+        for name in ("ranks", "slot_expert", "policy", "shares"):
+            del settings[name]
+        if self.slot_expert is not None:
+            settings["expert_map"] = tw.Placement(
+                self.slot_expert, where=self.expert_map, policy=self.policy, shares=self.shares
+            )
         settings["payloads"] = {f"p{q}": payload for q, payload in enumerate(self.payloads)}
         return settings
+
+    @property
+    def slots(self) -> int:
+        """Places of experts: what the ids of an exchange name, behind the maps."""
+        return self.experts if self.slot_expert is None else len(self.slot_expert)
+
+    def slots_of(self, ids: np.ndarray, rank: int) -> np.ndarray:
+        """The slots that serve the choices of a rank."""
+        if self.slot_expert is None:
+            return ids
+        home, _ = ref.placement(self.slots, self.ranks, self.expert_map)
+        shares = None if self.shares is None else np.array(self.shares, np.float32)
+        return replicas.slots_of(ids, np.array(self.slot_expert), rank, self.policy, home, shares)
 
     @property
     def width(self) -> int:
@@ -180,7 +204,7 @@ def answers(
 
     A float NaN stands wherever the library has no business reading.
     """
-    home, slot = ref.placement(setup.experts, setup.ranks, setup.expert_map)
+    home, slot = ref.placement(setup.slots, setup.ranks, setup.expert_map)
     valid = filled(round_, tokens, counts, offsets)
     if round_.identity:
         rows = tokens.astype(np.float32)
@@ -212,12 +236,12 @@ def _rank_major_answers(
     setup: Setup, round_: Round, rank: int, tokens: Any, ids: Any, weights: Any, home: Any, slot: Any
 ) -> np.ndarray:
     """Sum over the local experts of each row, k ascending, as an MoE module returns it."""
-    expert_at = np.full(setup.experts + 1, -1)
+    expert_at = np.full(setup.slots + 1, -1)
     expert_at[slot[home == rank]] = np.flatnonzero(home == rank)
     wide = _widen(tokens, setup.width)
     total = np.zeros_like(wide)
     for k in range(setup.top_k):
-        known = (ids[..., k] >= 0) & (ids[..., k] < setup.experts)
+        known = (ids[..., k] >= 0) & (ids[..., k] < setup.slots)
         expert = np.where(known, ids[..., k], -1)
         if setup.id_space == "global":
             expert = np.where(np.append(home, -1)[expert] == rank, expert, -1)
@@ -263,9 +287,9 @@ def exchange_of(setup: Setup, round_: Round) -> ref.Exchange:
     """The oracle's exchange of a round."""
     made = [make_ids(setup, round_, r) for r in range(setup.ranks)]
     return ref.Exchange(
-        [ids for ids, _ in made],
+        [setup.slots_of(ids, r) for r, (ids, _) in enumerate(made)],
         [weights for _, weights in made] if round_.weights else None,
-        experts=setup.experts,
+        experts=setup.slots,
         bound=setup.max_tokens if round_.bound is None else round_.bound,
         expert_map=setup.expert_map,
         id_space=setup.id_space,

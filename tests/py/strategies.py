@@ -7,6 +7,8 @@ from typing import Any
 from cases import FLOATS, ROUTINGS, Case, Round, Setup
 from hypothesis import strategies as st
 
+from tokenway.replica_reference import POLICIES
+
 # Sizes that vectors do not like, and a few that they do.
 WIDTHS = st.sampled_from([1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 100])
 PAYLOAD_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float32", "float64", "float8_e4m3fn", "bool")
@@ -27,10 +29,28 @@ def expert_maps(draw: Any, experts: int, ranks: int) -> Any:
 
 
 @st.composite
-def setups(draw: Any, max_ranks: int = 5, exact: bool = False) -> Setup:
-    """A group of any kind; `exact`: in high throughput."""
+def replica_maps(draw: Any, experts: int) -> dict[str, Any]:
+    """Fields of a Setup: each expert in a slot and some in more, some slots empty, by any policy."""
+    more = draw(st.lists(st.integers(-1, experts - 1), max_size=9))
+    table = tuple(draw(st.permutations([*range(experts), *more])))
+    policy = draw(st.sampled_from(POLICIES))
+    chosen: dict[str, Any] = {"slot_expert": table, "policy": policy}
+    if policy == "shares" and draw(st.booleans()):
+        shares = [draw(st.sampled_from((0.0, 0.25, 1.0, 3.0, 1e-30))) for _ in table]
+        for expert in range(experts):  # none may have nothing
+            first = table.index(expert)
+            shares[first] = shares[first] or 1.0
+        chosen["shares"] = tuple(shares)
+    return chosen
+
+
+@st.composite
+def setups(draw: Any, max_ranks: int = 5, exact: bool = False, replicas: bool = False) -> Setup:
+    """A group of any kind; `exact`: in high throughput; `replicas`: of experts in several slots."""
     ranks = draw(st.integers(1, max_ranks))
     experts = draw(st.integers(1, 13))
+    placed = draw(replica_maps(experts)) if replicas else {}
+    slots = len(placed["slot_expert"]) if replicas else experts
     id_space = draw(st.sampled_from(("local", "global")))
     payloads = st.lists(st.tuples(WIDTHS, st.sampled_from(PAYLOAD_DTYPES)), max_size=3)
     most = draw(st.integers(1, 12))
@@ -42,6 +62,7 @@ def setups(draw: Any, max_ranks: int = 5, exact: bool = False) -> Setup:
             more |= {"overflow": "drop", "max_recv_tokens": draw(st.integers(1, ranks * most))}
     return Setup(
         **more,
+        **placed,
         ranks=ranks,
         experts=experts,
         top_k=draw(st.integers(1, min(experts, 9))),
@@ -51,11 +72,11 @@ def setups(draw: Any, max_ranks: int = 5, exact: bool = False) -> Setup:
         payloads=tuple(draw(payloads)),
         combine_dtype=draw(st.sampled_from(FLOATS)),
         combine_hidden=draw(st.none() | WIDTHS),
-        expert_map=draw(expert_maps(experts, ranks)),
+        expert_map=draw(expert_maps(slots, ranks)),
         lanes=draw(st.integers(1, 4)),
         id_dtype=draw(st.sampled_from(("int32", "int64"))),
         id_space=id_space,
-        invalid_id=draw(st.sampled_from((-1, -7, experts, 2**31 - 1))),
+        invalid_id=draw(st.sampled_from((-1, -7, slots, 2**31 - 1))),
     )
 
 
@@ -93,9 +114,9 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
 
 
 @st.composite
-def cases(draw: Any, max_ranks: int = 5, max_flights: int = 3, exact: bool = False) -> Case:
+def cases(draw: Any, max_ranks: int = 5, max_flights: int = 3, exact: bool = False, replicas: bool = False) -> Case:
     """A group and flights of rounds."""
-    setup = draw(setups(max_ranks, exact))
+    setup = draw(setups(max_ranks, exact, replicas))
     flights = []
     for f in range(draw(st.integers(1, max_flights))):
         size = draw(st.integers(1, setup.lanes))

@@ -18,7 +18,7 @@ from tokenway.settings import Settings, make_config
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include"
-NAMES = ("types.h", "carrier.h", "tokenway.h", "collectives.h", "balance.h")
+NAMES = ("types.h", "carrier.h", "tokenway.h", "placement.h", "collectives.h", "balance.h")
 HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in NAMES)
 CODE = re.sub(r"//[^\n]*", "", HEADER)
 
@@ -27,6 +27,7 @@ STRUCTS = {
     "twTensor_t": _native.Tensor,
     "twCommConfig_t": _native.CommConfig,
     "twPayload_t": _native.Payload,
+    "twPlacement_t": _native.Placement,
     "twGroupConfig_t": _native.GroupConfig,
     "twGroupInfo_t": _native.GroupInfo,
     "twWindowBytes_t": _native.WindowBytes,
@@ -162,6 +163,9 @@ def test_numbers(facts: dict[str, int]) -> None:
     }
     moves = [facts[name] for name in ("twMoveBlocks", "twMoveExact", "twMoveGather")]
     assert moves == [portable.BLOCKS, portable.EXACT, portable.GATHER]
+    assert {f"twReplica{name.title().replace('_', '')}": code for name, code in _native.POLICIES.items()} == {
+        name: facts[name] for name in facts if name.startswith("twReplica")
+    }
     assert _native.lib.twVersion() == facts["TW_VERSION"]
 
 

@@ -1,0 +1,165 @@
+"""Experts in several slots: the maps of a group's layers, the policy that chooses among them, and how often experts are
+chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tokenway import _native
+from tokenway.errors import InvalidArgument
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Which physical slots hold which expert, and which of them serves a choice. Give it as a group's `expert_map`; an
+    array [P] there is the same with everything else by default.
+
+    slot_expert: [P], or [layers, P], the expert in each slot, -1 for none; each expert in at least one (default: slot i
+    holds expert i mod E). slots: P (default: what slot_expert has, else E). layers: maps, for a model whose layers
+    share the group (default: what slot_expert has, else 1). where: (rank [P], place there [P]) of each slot; default
+    blocks, the first P mod N ranks with one more. policy: which of an expert's R slots serves the choice of token t of rank r:
+        "round_robin"  the ((r + t) mod R)-th
+        "local_first"  those of this rank in turn if it has some, else as above
+        "shares"       by `shares`, [P] or [layers, P] float32, spread evenly over tokens (default: all alike)
+        "balanced"     as levels the ranks' loads best by the counts of this rank's batch
+    count_loads: dispatches count what is chosen (`Group.loads`). load_decay: what is left of older ones after one more.
+    All ranks must give the same.
+    """
+
+    slot_expert: Any = None
+    slots: int | None = None
+    layers: int | None = None
+    where: Sequence[Any] | None = None
+    policy: str = "round_robin"
+    shares: Any = None
+    count_loads: bool = False
+    load_decay: float = 0.99
+
+    @classmethod
+    def of(cls, expert_map: Any, experts: int | None) -> Placement | None:
+        """A group's expert_map, if it is more than one place for each expert."""
+        if expert_map is None or isinstance(expert_map, Placement):
+            return expert_map
+        parts = list(expert_map)
+        if parts and all(np.ndim(part) == 0 for part in parts):
+            return cls(slot_expert=np.asarray(expert_map))
+        if len(parts) == 2 and all(np.ndim(part) == 2 for part in parts):
+            return cls.of_places(*parts, experts)
+        return None
+
+    @classmethod
+    def of_places(cls, rank: Any, place: Any, experts: int | None) -> Placement:
+        """From where experts are: (rank [E, R], place there [E, R]), -1 where an expert has fewer than R slots."""
+        rank, place = np.asarray(rank, np.int32), np.asarray(place, np.int32)
+        if rank.shape != place.shape or rank.shape[0] != experts:
+            raise InvalidArgument(
+                f"expert_map has shapes {rank.shape} and {place.shape}; they must be ({experts}, slots of an expert)"
+            )
+        expert, column = np.nonzero(rank >= 0)
+        order = np.lexsort((place[expert, column], rank[expert, column]))
+        at = expert[order], column[order]
+        return cls(slot_expert=at[0].astype(np.int32), where=(rank[at], place[at]))
+
+    def num_slots(self, experts: int | None) -> int:
+        """P."""
+        if self.slots is not None:
+            return int(self.slots)
+        return int(experts or 0) if self.slot_expert is None else int(np.shape(self.slot_expert)[-1])
+
+    def num_layers(self) -> int:
+        """Maps."""
+        shape = np.shape(self.slot_expert) if self.slot_expert is not None else ()
+        return int(self.layers) if self.layers is not None else int(shape[0]) if len(shape) == 2 else 1
+
+    def native(self, experts: int | None) -> tuple[_native.Placement, Any]:
+        """The C struct, and what must outlive it."""
+        if self.policy not in _native.POLICIES:
+            raise InvalidArgument(f"policy is {self.policy!r}; it must be one of {list(_native.POLICIES)}")
+        shape = self.num_layers(), self.num_slots(experts)
+        given = _native.Placement()
+        given.num_layers, given.num_slots = (n or -1 for n in shape)  # C's 0 is "default", here it is as wrong as -1
+        table = None if self.slot_expert is None else _spread("slot_expert", self.slot_expert, shape, np.int32)
+        shares = None if self.shares is None else _spread("shares", self.shares, shape, np.float32)
+        given.slot_expert = None if table is None else table.ctypes.data
+        given.slot_shares = None if shares is None else shares.ctypes.data
+        given.policy = _native.POLICIES[self.policy]
+        given.count_loads = 1 if self.count_loads else 0
+        given.load_decay = self.load_decay
+        return given, (table, shares)
+
+
+def _spread(name: str, values: Any, shape: tuple[int, int], dtype: Any) -> np.ndarray:
+    """[P] for every layer, or [layers, P], as C takes it."""
+    array = np.asarray(values)
+    if array.shape not in (shape, shape[1:]):
+        raise InvalidArgument(f"{name} has shape {array.shape}; it must be {shape[1:]} or {shape}")
+    if dtype is np.int32 and not (array.dtype.kind in "iu" and (np.abs(array) < 2**31).all()):
+        raise InvalidArgument(f"{name} has dtype {array.dtype}; it must hold 32-bit integers")
+    return np.ascontiguousarray(np.broadcast_to(array, shape), dtype=dtype)
+
+
+class Placed:
+    """What a group offers for them."""
+
+    pointer: int
+    experts: int
+    settings: Any
+    _place: Any
+
+    @property
+    def layers(self) -> int:
+        """Maps of this group, 1 without a `Placement`."""
+        placement = self.settings.placement()
+        return 1 if placement is None else placement.num_layers()
+
+    @property
+    def slots(self) -> int:
+        """P: physical slots of all ranks; E without a `Placement`."""
+        placement = self.settings.placement()
+        return self.experts if placement is None else placement.num_slots(self.experts)
+
+    def expert_of_slot(self, layer: int = 0) -> np.ndarray:
+        """[P] int32: the expert in each slot, -1 for none. Received ids are slots: of id_space "global" places in this
+        array, of "local" places in `expert_of_slot()[own slots]`. InvalidUsage without a `Placement`."""
+        table = np.empty(self.slots, np.int32)
+        _native.check(_native.lib.twGroupMap(self.pointer, layer, table.ctypes.data))
+        return table
+
+    def replace_map(self, slot_expert: Any, layer: int = 0, shares: Any = None) -> None:
+        """Replaces a layer's map: slot_expert [P], shares [P] (of policy "shares"; default all alike). All ranks at the
+        same place in their calls; a rank that has another map when it dispatches is BoundMismatch on all of them. A
+        handle keeps the slots that it has. Where slots are stays, and weights are the caller's to move. On a CUDA device it
+        waits for the current stream, and replays of captured graphs follow it."""
+        shape = 1, self.slots
+        table = _spread("slot_expert", slot_expert, shape, np.int32)
+        of = None if shares is None else _spread("shares", shares, shape, np.float32)
+        given = table.ctypes.data, None if of is None else of.ctypes.data
+        _native.check(_native.lib.twGroupReplaceMap(self.pointer, layer, *given, self._place.stream()))
+
+    @property
+    def loads(self) -> np.ndarray:
+        """[layers, E] float32: how often each expert is chosen by all ranks in a dispatch, as a decaying average. Read
+        without waiting for a rank or a device; the last dispatch of each lane is not in it yet. The same on ranks that
+        have made the same steps. InvalidUsage unless the group counts (`Placement.count_loads`)."""
+        loads = np.empty((self.layers, self.experts), np.float32)
+        _native.check(_native.lib.twGroupLoads(self.pointer, loads.ctypes.data, None))
+        return loads
+
+    @property
+    def counted_dispatches(self) -> np.ndarray:
+        """[layers] int64: dispatches that `loads` is made of."""
+        loads, counted = np.empty((self.layers, self.experts), np.float32), np.empty(self.layers, np.int64)
+        _native.check(_native.lib.twGroupLoads(self.pointer, loads.ctypes.data, counted.ctypes.data))
+        return counted
+
+    def _survivors_map(self) -> Placement | None:
+        """The placement of a group of fewer ranks: the maps as they are, over slots in blocks."""
+        placement = self.settings.placement()
+        if placement is None:
+            return None
+        tables = np.stack([self.expert_of_slot(layer) for layer in range(self.layers)])
+        return Placement(**{**vars(placement), "where": None, "slot_expert": tables, "shares": None})

@@ -1,0 +1,79 @@
+// The entry points of placement.h, but for twHandleCreateForLayer, which stands beside the other one.
+#include "core/placement.h"
+
+#include <algorithm>
+
+#include "api/check.h"
+#include "api/enter.h"
+#include "api/registry.h"
+
+namespace tw::api {
+
+Status check_layer(const twGroup& group, int32_t layer) {
+  const int32_t layers = group.config.placement.layers;
+  if (layer >= 0 && layer < layers) return {};
+  return fail(twInvalidArgument, "layer is %d; it must be from 0 to %d", layer, layers - 1);
+}
+
+namespace {
+
+Status check_mapped(twGroup_t group, int32_t layer) {
+  TW_RETURN_IF_FAILED(groups.check("group", group));
+  if (!group->config.placement.given) {
+    return fail(twInvalidUsage, "the group was created without config.placement, so its experts have no map");
+  }
+  return check_layer(*group, layer);
+}
+
+}  // namespace
+}  // namespace tw::api
+
+using tw::fail;
+using tw::Status;
+using tw::api::check_mapped;
+using tw::api::enter;
+using tw::api::groups;
+
+twResult_t twGroupReplaceMap(twGroup_t group, int32_t layer, const int32_t* slot_expert, const float* slot_shares,
+                             void* stream) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(check_mapped(group, layer));
+    TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseNone));
+    TW_CHECK_NOT_NULL(slot_expert);
+    tw::PlacementSpec& spec = group->config.placement;
+    if (slot_shares != nullptr && spec.policy != twReplicaShares) {
+      return fail(twInvalidArgument, "slot_shares is given; only policy twReplicaShares (%d) has them",
+                  twReplicaShares);
+    }
+    TW_RETURN_IF_FAILED(tw::check_map(spec, "", slot_expert, slot_shares));
+    TW_RETURN_IF_FAILED(group->backend->check_stream(stream));
+    const tw::PlacementSpec one = spec.with(layer, slot_expert, slot_shares);
+    const tw::ExpertMap map(one, layer, group->context.placement, group->me());
+    TW_RETURN_IF_FAILED(group->backend->replace_map(layer, map, stream));
+    spec = one;
+    group->maps[layer] = map;
+    return {};
+  });
+}
+
+twResult_t twGroupMap(twGroup_t group, int32_t layer, int32_t* slot_expert) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(check_mapped(group, layer));
+    TW_CHECK_NOT_NULL(slot_expert);
+    const tw::PlacementSpec& spec = group->config.placement;
+    std::copy_n(spec.map(layer), spec.slots, slot_expert);
+    return {};
+  });
+}
+
+twResult_t twGroupLoads(twGroup_t group, float* loads, int64_t* dispatches) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(check_mapped(group, 0));
+    TW_CHECK_NOT_NULL(loads);
+    if (!group->config.placement.counts_loads) {
+      return fail(twInvalidUsage, "the group was created with config.placement->count_loads 0, so nothing is counted");
+    }
+    group->backend->read_loads(loads, dispatches);
+    return {};
+  });
+}

@@ -1,0 +1,168 @@
+#include "core/placement.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "exchange/notes.h"
+
+namespace tw {
+
+Status check_map(const PlacementSpec& spec, const char* what, const int32_t* slot_expert, const float* shares) {
+  std::vector<int32_t> held(spec.experts, 0);
+  std::vector<double> shared(spec.experts, 0.0);
+  for (int32_t p = 0; p < spec.slots; ++p) {
+    const int32_t expert = slot_expert[p];
+    if (expert < -1 || expert >= spec.experts) {
+      return fail(twInvalidArgument, "%sslot_expert[%d] is %d; it must be -1 (none) or from 0 to %d", what, p, expert,
+                  spec.experts - 1);
+    }
+    if (shares != nullptr && !(shares[p] >= 0.0f && std::isfinite(shares[p]))) {
+      return fail(twInvalidArgument, "%sslot_shares[%d] is %g; it must be finite and at least 0", what, p,
+                  static_cast<double>(shares[p]));
+    }
+    if (expert < 0) continue;
+    ++held[expert];
+    shared[expert] += shares != nullptr ? static_cast<double>(shares[p]) : 1.0;
+  }
+  for (int32_t e = 0; e < spec.experts; ++e) {
+    if (held[e] == 0) {
+      return fail(twInvalidArgument, "%sslot_expert has no slot of expert %d; each of 0 to %d must have one", what, e,
+                  spec.experts - 1);
+    }
+    if (shared[e] <= 0.0) {
+      return fail(twInvalidArgument, "%sslot_shares of expert %d are all 0; one of its slots must have more", what, e);
+    }
+  }
+  return {};
+}
+
+Status check_placement(const twPlacement_t* given, int32_t experts, PlacementSpec* spec) {
+  spec->experts = spec->slots = experts;
+  if (given == nullptr) return {};
+  const auto in_range = [](const char* field, int64_t value, int64_t low, int64_t high) -> Status {
+    if (value >= low && value <= high) return {};
+    return fail(twInvalidArgument, "config.placement->%s is %lld; it must be from %lld to %lld", field,
+                static_cast<long long>(value), static_cast<long long>(low), static_cast<long long>(high));
+  };
+  spec->given = true;
+  if (given->num_layers != 0) spec->layers = given->num_layers;
+  if (given->num_slots != 0) spec->slots = given->num_slots;
+  spec->policy = given->policy;
+  TW_RETURN_IF_FAILED(in_range("num_layers", spec->layers, 1, TW_MAX_LAYERS));
+  TW_RETURN_IF_FAILED(in_range("num_slots", spec->slots, experts, TW_MAX_EXPERTS));
+  TW_RETURN_IF_FAILED(in_range("policy", given->policy, twReplicaRoundRobin, twReplicaBalanced));
+  TW_RETURN_IF_FAILED(in_range("count_loads", given->count_loads, 0, 1));
+  spec->counts_loads = given->count_loads != 0;
+  spec->decay = given->load_decay;
+  if (!(spec->decay >= 0.0f && spec->decay < 1.0f)) {
+    return fail(twInvalidArgument, "config.placement->load_decay is %g; it must be at least 0 and below 1",
+                static_cast<double>(spec->decay));
+  }
+  if (given->slot_shares != nullptr && spec->policy != twReplicaShares) {
+    return fail(twInvalidArgument, "config.placement->slot_shares is given; only policy twReplicaShares (%d) has them",
+                twReplicaShares);
+  }
+  const auto all = static_cast<size_t>(spec->layers) * static_cast<size_t>(spec->slots);
+  if (given->slot_expert != nullptr) {
+    spec->slot_expert.assign(given->slot_expert, given->slot_expert + all);
+  } else {
+    for (size_t i = 0; i < all; ++i) {
+      spec->slot_expert.push_back(static_cast<int32_t>(i % static_cast<size_t>(spec->slots)) % experts);
+    }
+  }
+  if (given->slot_shares != nullptr) spec->slot_shares.assign(given->slot_shares, given->slot_shares + all);
+  for (int32_t layer = 0; layer < spec->layers; ++layer) {
+    char what[64];
+    std::snprintf(what, sizeof what, "config.placement (layer %d)->", layer);
+    TW_RETURN_IF_FAILED(check_map(*spec, what, spec->map(layer), spec->shares(layer)));
+  }
+  return {};
+}
+
+PlacementSpec PlacementSpec::with(int32_t layer, const int32_t* experts_of, const float* shares_of) const {
+  PlacementSpec other = *this;
+  const int64_t begin = int64_t{layer} * slots;
+  std::copy_n(experts_of, slots, other.slot_expert.begin() + begin);
+  if (shares_of != nullptr && other.slot_shares.empty()) other.slot_shares.assign(slot_expert.size(), 1.0f);
+  if (shares_of != nullptr) std::copy_n(shares_of, slots, other.slot_shares.begin() + begin);
+  if (shares_of == nullptr && !slot_shares.empty()) std::fill_n(other.slot_shares.begin() + begin, slots, 1.0f);
+  return other;
+}
+
+ExpertMap::ExpertMap(const PlacementSpec& spec, int32_t layer, const Placement& placement, int32_t me)
+    : rank_(me), digest_(kDigestSeed), slot_expert_(spec.map(layer), spec.map(layer) + spec.slots) {
+  const float* const shares = spec.policy == twReplicaShares ? spec.shares(layer) : nullptr;
+  digest_ = mix_digest(digest_, static_cast<uint64_t>(layer));
+  std::vector<std::vector<int32_t>> by_expert(spec.experts);
+  for (int32_t p = 0; p < spec.slots; ++p) {
+    const float given = shares != nullptr ? shares[p] : 1.0f;
+    uint32_t share = 0;
+    std::memcpy(&share, &given, sizeof share);
+    digest_ = mix_digest(digest_, static_cast<uint32_t>(slot_expert_[p]) | uint64_t{share} << 32);
+    if (slot_expert_[p] < 0 || (shares != nullptr && shares[p] == 0.0f)) continue;
+    by_expert[slot_expert_[p]].push_back(p);
+  }
+  for (int32_t e = 0; e < spec.experts; ++e) {
+    std::vector<int32_t>& slots = by_expert[e];
+    const auto elsewhere = [&](int32_t p) { return placement.rank[p] != me; };
+    if (spec.policy == twReplicaLocalFirst && !std::all_of(slots.begin(), slots.end(), elsewhere)) {
+      slots.erase(std::remove_if(slots.begin(), slots.end(), elsewhere), slots.end());
+    }
+    first_.push_back(static_cast<int32_t>(slots_.size()));
+    if (slots.size() > 1) several_.push_back(e);
+    double total = 0.0;
+    for (const int32_t p : slots) total += shares != nullptr ? static_cast<double>(shares[p]) : 1.0;
+    double before = 0.0;
+    for (const int32_t p : slots) {
+      slots_.push_back(p);
+      if (spec.policy != twReplicaShares) continue;
+      lower_.push_back(static_cast<uint32_t>(std::min(std::floor(before / total * 4294967296.0), 4294967295.0)));
+      before += shares != nullptr ? static_cast<double>(shares[p]) : 1.0;
+    }
+  }
+  first_.push_back(static_cast<int32_t>(slots_.size()));
+}
+
+Replicas ExpertMap::view() const {
+  Replicas view;
+  view.first = first_.data();
+  view.slots = slots_.data();
+  view.lower = lower_.empty() ? nullptr : lower_.data();
+  view.several = several_.data();
+  view.several_count = static_cast<int32_t>(several_.size());
+  view.rank = rank_;
+  return view;
+}
+
+void choose_slots(const Shape& shape, const Placement& placement, const ExpertMap& map, twReplicaPolicy_t policy,
+                  Routing* routing) {
+  const Replicas replicas = map.view();
+  const int64_t choices = static_cast<int64_t>(routing->tokens) * shape.top_k;
+  if (policy != twReplicaBalanced) {
+    for (int64_t i = 0; i < choices; ++i) {
+      int32_t& id = routing->ids[i];
+      if (id >= 0) id = replicas.choose(id, static_cast<int32_t>(i / shape.top_k));
+    }
+    return;
+  }
+  std::vector<int32_t> counts(shape.choices(), 0);
+  std::vector<int32_t> load(shape.ranks, 0);
+  std::vector<int32_t> quota(shape.experts, 0);
+  for (int64_t i = 0; i < choices; ++i) {
+    const int32_t id = routing->ids[i];
+    if (id < 0) continue;
+    ++counts[id];
+    if (replicas.count(id) == 1) ++load[placement.rank[replicas.slots[replicas.first[id]]]];
+  }
+  level_loads(replicas, [&](int32_t slot) { return placement.rank[slot]; }, counts.data(), load.data(), quota.data());
+  std::fill(counts.begin(), counts.end(), 0);
+  for (int64_t i = 0; i < choices; ++i) {
+    int32_t& id = routing->ids[i];
+    if (id < 0) continue;
+    const int32_t n = counts[id]++;
+    id = replicas.count(id) == 1 ? replicas.slots[replicas.first[id]] : quota_slot(replicas, quota.data(), id, n);
+  }
+}
+
+}  // namespace tw

@@ -1,0 +1,73 @@
+// A group's maps from experts to slots, one for each layer: read from what callers give, and made into what routing
+// uses.
+#pragma once
+
+#include <vector>
+
+#include "core/status.h"
+#include "exchange/replicas.h"
+#include "exchange/routing.h"
+
+namespace tw {
+
+// As all ranks have it.
+struct PlacementSpec {
+  bool given = false;
+  int32_t layers = 1;
+  int32_t experts = 0;  // E
+  int32_t slots = 0;    // P
+  twReplicaPolicy_t policy = twReplicaRoundRobin;
+  bool counts_loads = false;
+  float decay = 0.0f;
+  std::vector<int32_t> slot_expert;  // [layers, P]
+  std::vector<float> slot_shares;    // likewise, or empty
+
+  // For another group. Points into this object.
+  twPlacement_t as_given() const {
+    return {sizeof(twPlacement_t),
+            layers,
+            slots,
+            slot_expert.data(),
+            slot_shares.empty() ? nullptr : slot_shares.data(),
+            policy,
+            counts_loads ? 1 : 0,
+            decay};
+  }
+  // The same with another map for a layer.
+  PlacementSpec with(int32_t layer, const int32_t* experts_of, const float* shares_of) const;
+  const int32_t* map(int32_t layer) const { return slot_expert.data() + int64_t{layer} * slots; }
+  const float* shares(int32_t layer) const {
+    return slot_shares.empty() ? nullptr : slot_shares.data() + int64_t{layer} * slots;
+  }
+};
+
+// Checks a caller's placement. `experts`: E. Errors name the field, its value and the allowed range.
+Status check_placement(const twPlacement_t* given, int32_t experts, PlacementSpec* spec);
+// The same of one map. shares: NULL, or as in twPlacement_t. `what`: of the arguments.
+Status check_map(const PlacementSpec& spec, const char* what, const int32_t* slot_expert, const float* shares);
+
+// A layer's map as a rank uses it.
+class ExpertMap {
+ public:
+  ExpertMap(const PlacementSpec& spec, int32_t layer, const Placement& placement, int32_t me);
+
+  // Points into this object.
+  Replicas view() const;
+  uint32_t digest() const { return digest_; }
+  const std::vector<int32_t>& slot_expert() const { return slot_expert_; }
+
+ private:
+  int32_t rank_;
+  uint32_t digest_;
+  std::vector<int32_t> slot_expert_;
+  std::vector<int32_t> first_;
+  std::vector<int32_t> slots_;
+  std::vector<uint32_t> lower_;
+  std::vector<int32_t> several_;
+};
+
+// Replaces the experts of a routing's ids by slots.
+void choose_slots(const Shape& shape, const Placement& placement, const ExpertMap& map, twReplicaPolicy_t policy,
+                  Routing* routing);
+
+}  // namespace tw
