@@ -21,7 +21,8 @@ class Placement:
     slot_expert: [P], or [layers, P], the expert in each slot, -1 for none; each expert in at least one (default: slot i
     holds expert i mod E). slots: P (default: what slot_expert has, else E). layers: maps, for a model whose layers
     share the group (default: what slot_expert has, else 1). where: (rank [P], place there [P]) of each slot; default
-    blocks, the first P mod N ranks with one more. policy: which of an expert's R slots serves the choice of token t of rank r:
+    blocks, the first P mod N ranks with one more. policy: which of an expert's R slots serves the choice of
+    token t of rank r:
         "round_robin"  the ((r + t) mod R)-th
         "local_first"  those of this rank in turn if it has some, else as above
         "shares"       by `shares`, [P] or [layers, P] float32, spread evenly over tokens (default: all alike)
@@ -132,8 +133,8 @@ class Placed:
     def replace_map(self, slot_expert: Any, layer: int = 0, shares: Any = None) -> None:
         """Replaces a layer's map: slot_expert [P], shares [P] (of policy "shares"; default all alike). All ranks at the
         same place in their calls; a rank that has another map when it dispatches is BoundMismatch on all of them. A
-        handle keeps the slots that it has. Where slots are stays, and weights are the caller's to move. On a CUDA device it
-        waits for the current stream, and replays of captured graphs follow it."""
+        handle keeps the slots that it has. Where slots are stays, and weights are the caller's to move. On a CUDA device
+        it waits for the current stream, and replays of captured graphs follow it."""
         shape = 1, self.slots
         table = _spread("slot_expert", slot_expert, shape, np.int32)
         of = None if shares is None else _spread("shares", shares, shape, np.float32)

@@ -229,6 +229,7 @@ RoutingSource source_of(const CheckedRouting& checked) {
   const auto strides = [](const twTensor_t& tensor, int64_t to[2]) {
     for (const int i : {0, 1}) to[i] = tensor.shape[i] > 1 ? tensor.stride[i] : 0;
   };
+  source.unread = true;
   source.ids = checked.ids->data;
   source.id_dtype = checked.ids->dtype;
   strides(*checked.ids, source.id_stride);

@@ -54,6 +54,7 @@ void place_arrays(const tw::HandleMap& map, twHandle* handle) {
   handle->shown_weights = reinterpret_cast<float*>(block + map.shown_weights);
   handle->places = reinterpret_cast<int32_t*>(block + map.places);
   handle->status = reinterpret_cast<int32_t*>(block + map.status);
+  handle->digest_here = reinterpret_cast<uint32_t*>(block + map.digest);
   handle->overflow = reinterpret_cast<int32_t*>(block + map.overflow);
   handle->counts.sent = reinterpret_cast<int32_t*>(block + map.counts_sent);
   handle->counts.experts = reinterpret_cast<int32_t*>(block + map.counts_experts);

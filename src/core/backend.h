@@ -34,7 +34,8 @@ struct Context {
 
 // Where a device finds a routing that its handle has not copied yet. Strides count elements.
 struct RoutingSource {
-  const void* ids = nullptr;  // NULL: the handle's own copy
+  bool unread = false;  // else the handle has its own copy
+  const void* ids = nullptr;
   twDtype_t id_dtype = twInt32;
   int64_t id_stride[2] = {};       // of token and k
   const float* weights = nullptr;  // NULL: all 1
@@ -56,14 +57,15 @@ struct HandleArrays {
   int64_t* expert_begin = nullptr;  // [L + 1] row of a grouped layout where each local expert's begin
   int32_t* offsets = nullptr;       // the same, as it is shown
   // Devices only.
-  int32_t* places = nullptr;    // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
-  bool placed = false;          // they are those of the last dispatch
-  int32_t* status = nullptr;    // twResult_t of the last dispatch, as the device knows it
-  void* stream = nullptr;       // of the last dispatch
-  int32_t* overflow = nullptr;  // 1: the exchange of counts found too little room, so nothing is sent
-  void* counts_page = nullptr;  // of the backend: where the device tells the host of it
-  uint64_t counts_serial = 0;   // of the last exchange that tells the host; 0: none does
-  uint64_t page_serial = 0;     // of the last that writes to the page
+  int32_t* places = nullptr;        // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
+  bool placed = false;              // they are those of the last dispatch
+  uint32_t* digest_here = nullptr;  // `digest`, as the device has read it
+  int32_t* status = nullptr;        // twResult_t of the last dispatch, as the device knows it
+  void* stream = nullptr;           // of the last dispatch
+  int32_t* overflow = nullptr;      // 1: the exchange of counts found too little room, so nothing is sent
+  void* counts_page = nullptr;      // of the backend: where the device tells the host of it
+  uint64_t counts_serial = 0;       // of the last exchange that tells the host; 0: none does
+  uint64_t page_serial = 0;         // of the last that writes to the page
 };
 
 // An exchange of counts as the host knows it.

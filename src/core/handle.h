@@ -16,7 +16,7 @@ struct HandleMap {
 
   uint64_t ids, weights, first, destinations, send_counts;                                   // what is sent
   uint64_t counts, expert_counts, meta, shown_ids, shown_weights;                            // what arrived
-  uint64_t places, status, overflow;                                                         // devices only
+  uint64_t places, status, overflow, digest;                                                 // devices only
   uint64_t counts_sent, counts_experts, counts_begin, counts_source, expert_begin, offsets;  // high throughput only
   uint64_t bytes;
 };

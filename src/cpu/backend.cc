@@ -200,7 +200,7 @@ class CpuBackend : public Backend {
 
   // What ranks must have alike in a dispatch.
   uint64_t note_of(const DispatchCall& call, const HandleArrays& handle) const {
-    return collective_note(call.bound, handle.digest == 0 ? 0 : mix_counted(handle.digest, call.counted));
+    return collective_note(call.bound, mix_counted(handle.digest, call.counted));
   }
 
   // Sends all tokens to all ranks.

@@ -1,6 +1,7 @@
 // The notes of gathers and reduces: what ranks must give alike beside the bound, as one number.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 namespace tw {
@@ -11,6 +12,15 @@ constexpr uint32_t kDigestSeed = 2166136261u;
 constexpr uint32_t mix_digest(uint32_t digest, uint64_t value) {
   digest = (digest ^ static_cast<uint32_t>(value)) * 16777619u;
   return (digest ^ static_cast<uint32_t>(value >> 32)) * 16777619u;
+}
+// Of a dispatch, the digest is that of its map, 0 for none. On devices rows that are no lines are noted above the
+// bound: each takes so many bits as max_tokens does, and the digest those that are left, in either half.
+constexpr int note_bits(int32_t max_tokens) { return std::bit_width(static_cast<uint32_t>(max_tokens)); }
+constexpr uint32_t noted(uint32_t half, int bits) { return half & ((1u << bits) - 1); }
+constexpr uint64_t dispatch_note(int32_t bound, int32_t plain, uint32_t digest, int bits) {
+  const uint32_t low = static_cast<uint32_t>(bound) | digest << bits;
+  const uint32_t high = static_cast<uint32_t>(plain) | digest >> bits << bits;
+  return static_cast<uint64_t>(high) << 32 | low;
 }
 constexpr uint64_t collective_note(int32_t bound, uint32_t digest) {
   return static_cast<uint64_t>(digest) << 32 | static_cast<uint32_t>(bound);

@@ -102,6 +102,7 @@ HandleView NvlinkBackend::view_of(const HandleArrays& handle) const {
   view.places = handle.places;
   view.expert_counts = handle.expert_counts;
   view.status = handle.status;
+  view.digest = handle.digest_here;
   view.sent_rows = handle.counts.sent;
   view.experts = handle.counts.experts;
   view.begin = handle.counts.begin;
@@ -144,7 +145,7 @@ Roles NvlinkBackend::line_roles(int64_t rows, const Units& units, bool both) con
 IdsIn NvlinkBackend::ids_of(const HandleArrays& handle, bool copied) const {
   IdsIn in{};
   const RoutingSource& source = handle.source;
-  in.own = copied || source.ids == nullptr;
+  in.own = copied || !source.unread;
   in.ids = in.own ? handle.routing.ids : source.ids;
   in.weights = in.own ? handle.routing.weights : source.weights;
   in.wide = !in.own && source.id_dtype == twInt64;
@@ -153,7 +154,37 @@ IdsIn NvlinkBackend::ids_of(const HandleArrays& handle, bool copied) const {
     in.id_stride[i] = in.own ? own_stride : source.id_stride[i];
     in.weight_stride[i] = in.own ? own_stride : source.weight_stride[i];
   }
+  in.limit = in.own ? shape().experts : shape().choices();
+  if (context_.maps->empty()) return in;
+  in.map = in.own ? nullptr : arena_->map(handle.layer, shape());
+  in.digest = in.own ? handle.digest_here : in.map + MapWords::kDigest;
   return in;
+}
+
+// Where slots are chosen by quotas, a kernel does that before the ids are used: they are the handle's own from then on.
+Status NvlinkBackend::choose_slots(const HandleArrays& handle, int32_t lane, twPhase_t phase, void* stream, IdsIn* in) {
+  if (in->map == nullptr || context_.spec->policy != twReplicaBalanced) return {};
+  BalanceParams p{};
+  p.group = view_;
+  p.handle = view_of(handle);
+  p.in = *in;
+  p.scratch = arena_->balance(lane, shape());
+  p.lane = lane;
+  p.tokens = handle.routing.tokens;
+  p.phase = phase;
+  TW_RETURN_IF_FAILED(launched("balancing a batch", launch_balance(p, stream)));
+  *in = ids_of(handle, true);
+  return {};
+}
+
+Status NvlinkBackend::replace_map(int32_t layer, const ExpertMap& map, void* stream) {
+  const OnDevice on(device_);
+  if (captures(stream)) {
+    return fail(twInvalidUsage, "twGroupReplaceMap waits for the device, which a stream that is captured cannot");
+  }
+  remember(stream);
+  settle();
+  return arena_->write_map(layer, shape(), map);
 }
 
 Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive) {
@@ -164,6 +195,8 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.group = view_at(call.at, !call.send_only);
   p.handle = view_of(handle);
   p.in = ids_of(handle, shape().exact());
+  p.counted = call.counted ? 1 : 0;
+  if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at.lane, twPhaseDispatch, call.stream, &p.in));
   const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
   const bool whole_ids =
       p.in.id_stride[1] == 1 && width_of({address_of(p.in.ids), static_cast<uint64_t>(p.in.id_stride[0]) * id_bytes,
@@ -198,7 +231,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.receive = receive;
   p.at = dispatch_;
   p.lines = LinesAt::make(context_.map, p.lane);
-  p.table = shape().experts <= kMaxTable;
+  p.table = fits_tables(shape());
   p.whole = whole;
   const bool usual = vectors && whole_ids && p.table && shape().payloads <= kFastPayloads &&
                      shape().top_k <= kFastIds && shape().ranks <= kRanksAtOnce;

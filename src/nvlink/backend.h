@@ -120,6 +120,7 @@ class NvlinkBackend : public Backend {
   AbortWord find_abort() override { return control_->find_abort(); }
   AbortWord abort_of(int writer) override { return control_->abort_of(writer); }
 
+  Status replace_map(int32_t layer, const ExpertMap& map, void* stream) override;
   bool poll(twErrorRecord_t* record) override;
 
   // Ranks of one process wait for their own streams only: a device that ranks share may hold a kernel of another rank
@@ -184,6 +185,7 @@ class NvlinkBackend : public Backend {
   ViewParams view_params(const HandleArrays& handle, int32_t lane, int32_t bound) const;
   Status run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive);
   IdsIn ids_of(const HandleArrays& handle, bool copied) const;
+  Status choose_slots(const HandleArrays& handle, int32_t lane, twPhase_t phase, void* stream, IdsIn* in);
   bool poll_others(twErrorRecord_t* record);
   // Whether a call on a stream would be captured into a graph.
   bool captures(const void* stream) const;

@@ -14,6 +14,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   p.group = view_at(call.at, !call.send_only);
   p.handle = view_of(handle);
   p.in = ids_of(handle, false);
+  if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at.lane, twPhaseCounts, call.stream, &p.in));
   p.told = arena_->told(call.at.lane, shape());
   p.lane = call.at.lane;
   p.bank = bank_of(call.at);

@@ -42,7 +42,7 @@ __device__ void count_tokens(const CountsParams& p, const Step& step, int32_t* c
   const bool there = lane() < 32 / shape.top_k * shape.top_k && token < p.tokens;
   const int64_t raw = there ? raw_id(p.in, token, k) : -1;
   const float weight = there ? raw_weight(p.in, token, k) : 0.0f;
-  int32_t id = valid_id(p.group, raw);
+  int32_t id = slot_of(p.group, p.in, valid_id(p.in, raw), token);
   // An id of a token once, and a rank of a token once.
   const auto key = [&](int32_t what) { return static_cast<long long>(lane() / shape.top_k) << 32 | what; };
   const uint32_t same = __match_any_sync(~0u, id < 0 ? -1 - static_cast<long long>(lane()) : key(id));
@@ -64,7 +64,7 @@ __device__ void count_token(const CountsParams& p, const Step& step, int32_t* co
 #pragma unroll 1
   for (int k = 0; k < shape.top_k; ++k) {
     const int64_t raw = raw_id(p.in, token, k);
-    int32_t id = valid_id(p.group, raw);
+    int32_t id = slot_of(p.group, p.in, valid_id(p.in, raw), token);
     const int32_t rank = id < 0 ? -1 : expert_rank(p.group.experts[id]);
     bool counted = false;
     for (int i = 0; i < k; ++i) {
@@ -283,8 +283,10 @@ __device__ void leave_nothing(const CountsParams& p, const Step& step, const Tal
 __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant__ CountsParams p) {
   const GroupView& g = p.group;
   const Tallies tallies(g.map.shape());
-  Step step{next_step(g, p.lane), p.lane, 0, twPhaseCounts};
+  const uint32_t digest = load_digest(p.in.digest);
+  Step step{next_step(g, p.lane), p.lane, 0, twPhaseCounts, digest};
   begin_at_bank(g, p.bank, &step.number);
+  if (p.in.map != nullptr && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.digest = digest;
   if (__syncthreads_or(is_sticky(g)) != 0) {  // then no other block is the last
     if (p.receive) leave_nothing(p, step, tallies);
     return;

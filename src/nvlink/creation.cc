@@ -28,6 +28,8 @@ Status NvlinkBackend::fill_view(const BackendInit& init) {
   view_.local_experts = context_.local_experts;
   view_.line_tokens = shape().line_tokens;
   view_.no_wait = init.no_wait ? 1 : 0;
+  view_.by_shares = context_.spec->policy == twReplicaShares ? 1 : 0;
+  view_.note_bits = note_bits(shape().max_tokens);
   view_.timeout_ns = static_cast<uint64_t>(init.timeout_ms) * 1000000;
   if (queues <= prop.multiProcessorCount) return {};
   return fail(twInvalidArgument,

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   const bool sends = p.send && is_sender(p.roles);
   const bool receives = p.receive && is_receiver(p.roles);
   warm(p);
-  if (p.table) fill_table(scratch, g, shape.experts);
+  if (p.table) fill_table(p, scratch);
 #pragma unroll 1
   for (int i = thread; i < shape.ranks; i += kThreads) {
     scratch.windows()[i] = target_of(g, i, p.send);
@@ -54,7 +54,8 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     if (kFast) ids = load_ids(ids_from);
     if (item.row < static_cast<uint32_t>(p.tokens)) load_ahead<kFast>(p, static_cast<int>(item.row), unit, &ahead);
   }
-  Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
+  const uint32_t digest = load_digest(p.in.digest);
+  Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch, mix_counted(digest, p.counted), g.note_bits};
   const bool sticky = is_sticky(g);
   if (sends) mark_tokens<kFast>(p, scratch, thread, ids);
   const bool skips = static_cast<int>(step.number & 1) != p.bank;
@@ -67,6 +68,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     const bool overflow = g.map.shape().exact() && load_fresh<uint32_t>(p.handle.overflow) != 0;
     if (blockIdx.x == 0) *p.handle.status = overflow ? twRecvOverflow : twSuccess;
   }
+  if (p.in.map != nullptr && thread == 0 && blockIdx.x == 0) *p.handle.digest = digest;
   const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
   if (p.send && usable && skips && !is_carried(g)) usable = skip_step(g, step);
   if (thread == 0 && blockIdx.x == 0) clear_tickets(g, step);

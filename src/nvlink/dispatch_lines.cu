@@ -125,9 +125,10 @@ struct Loaded {
 // Lane j: the j-th of the token's 2K ids and weights, as they travel. A bad id acts as -1.
 __device__ inline uint32_t checked_item(const Block& b, int token, const Choice& choice) {
   const int top_k = b.p.group.map.shape().top_k;
-  int32_t id = valid_id(b.p.group, choice.id);
+  int32_t id = valid_id(b.p.in, choice.id);
   if ((__match_any_sync(~0u, id) & below(lane())) != 0) id = -1;
   if (lane() < top_k && id < 0 && choice.id != -1) report_id(b.p.group, b.step, token, lane(), choice.id);
+  id = find_slot(b.p, id, token);
   const uint32_t weight = __shfl_sync(~0u, __float_as_uint(choice.weight), lane() - top_k);
   return lane() < top_k ? static_cast<uint32_t>(id) : weight;
 }
@@ -300,6 +301,7 @@ template <int kGroups>
 __device__ inline Source await_unit(const Block& b, const Incoming& in, Parts<1, kGroups>* lines) {
   const GroupView& g = b.p.group;
   const auto bound = static_cast<uint32_t>(b.p.bound);
+  const uint64_t note = b.step.note(0);
   const std::byte* const place =
       b.scratch.windows()[g.me] + in.word + (b.step.bank() != 0 ? g.map.word(0, 1, 0) - g.map.word(0, 0, 0) : 0);
   const uint64_t usual = pack(Word{b.step.low(), Mode::kDispatchLines, 0});
@@ -314,7 +316,7 @@ __device__ inline Source await_unit(const Block& b, const Incoming& in, Parts<1,
       const uint32_t n = static_cast<uint32_t>(word.a) & kMaxCount;
       source.word = word.a;
       source.n = static_cast<int>(n);
-      known = __all_sync(~0u, (word.a ^ usual) >> 28 == 0 && word.b == bound && n <= bound);
+      known = __all_sync(~0u, (word.a ^ usual) >> 28 == 0 && word.b == note && n <= bound);
       if (!known && __any_sync(~0u, g.no_wait || reached(unpack(word.a).step, b.step.low()))) {
         known = true;  // something else, which that function judges
         source = await_source(g, b.step, in.rank, Look::kTakesPart, false);
@@ -404,7 +406,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_lines_kernel(const __gri
     scratch.source_error()[thread] = twSuccess;
   }
   if (thread == 0) *scratch.failed() = 0;
-  fill_table(scratch, g, shape.experts);
+  fill_table(p, scratch);
   const bool sends = p.send && is_sender(p.roles);
   const uint32_t none = static_cast<uint32_t>(p.tokens) * p.units.per_row.divisor;
   Outgoing<kGroups> out(p, sends ? sent_shares(p.roles).first : none);
@@ -419,7 +421,8 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_lines_kernel(const __gri
   await_earlier();
   const Ids ids = load_ids(ids_from);
   const Loaded<kGroups> loaded(out);
-  Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
+  const uint32_t digest = load_digest(p.in.digest);
+  Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch, mix_counted(digest, p.counted), g.note_bits};
   const bool sticky = is_sticky(g);
   Routing<kAlone> routing;
   if (routes) routing.make(p, scratch, ids);
@@ -431,6 +434,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_lines_kernel(const __gri
     arrived = begin_end(g, step);
     if (blockIdx.x == 0) *p.handle.status = twSuccess;  // until somebody finds otherwise
   }
+  if (p.in.map != nullptr && thread == 0 && blockIdx.x == 0) *p.handle.digest = digest;
   if (thread == 0 && blockIdx.x == 0) clear_tickets(g, step);
   const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
   if (p.send && usable && skips) usable = skip_step(g, step);

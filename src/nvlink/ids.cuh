@@ -16,10 +16,30 @@ __device__ inline float raw_weight(const IdsIn& in, int token, int k) {
   const int64_t at = token * in.weight_stride[0] + k * in.weight_stride[1];
   return __uint_as_float(load_fresh<uint32_t>(in.weights + at));
 }
-// What is no expert becomes -1.
-__device__ inline int32_t valid_id(const GroupView& g, int64_t id) {
-  return id >= 0 && id < g.map.shape().experts ? static_cast<int32_t>(id) : -1;
+// What is none that there is becomes -1.
+__device__ inline int32_t valid_id(const IdsIn& in, int64_t id) {
+  return id >= 0 && id < in.limit ? static_cast<int32_t>(id) : -1;
 }
+
+// A layer's map, where it lies from `first` on (params.h, MapWords).
+__device__ inline Replicas replicas_at(const GroupView& g, const int32_t* first) {
+  const Shape& shape = g.map.shape();
+  Replicas replicas;
+  replicas.first = first;
+  replicas.slots = first + shape.choices() + 1;
+  replicas.lower = g.by_shares ? reinterpret_cast<const uint32_t*>(replicas.slots + shape.experts) : nullptr;
+  replicas.several = replicas.slots + 2 * shape.experts;
+  replicas.rank = g.me;
+  return replicas;
+}
+// The slot that a valid id stands for, out of device memory.
+__device__ inline int32_t slot_of(const GroupView& g, const IdsIn& in, int32_t id, int token) {
+  if (in.map == nullptr || id < 0) return id;
+  return replicas_at(g, reinterpret_cast<const int32_t*>(in.map) + MapWords::kFirst).choose(id, token);
+}
+
+// What a dispatch, or an exchange of counts, tells of the map that its slots are from. `at`: where that is; NULL: none.
+__device__ inline uint32_t load_digest(const uint32_t* at) { return at == nullptr ? 0 : load_fresh<uint32_t>(at); }
 
 // Reports an id that is neither -1 nor an expert, or stands twice in its token; one for each step.
 __device__ __noinline__ static void report_id(const GroupView& g, Step step, int token, int k, int64_t id) {

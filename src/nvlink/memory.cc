@@ -4,6 +4,25 @@
 
 namespace tw::nvlink {
 
+namespace {
+
+std::vector<uint32_t> words_of_map(const Shape& shape, const ExpertMap& map) {
+  const Replicas replicas = map.view();
+  std::vector<uint32_t> words(MapWords::all(shape), 0);
+  words[MapWords::kDigest] = map.digest();
+  words[MapWords::kSeveral] = static_cast<uint32_t>(replicas.several_count);
+  uint32_t* const first = words.data() + MapWords::kFirst;
+  uint32_t* const slots = first + shape.choices() + 1;
+  const int32_t chosen = replicas.first[shape.choices()];
+  std::copy_n(replicas.first, shape.choices() + 1, first);
+  std::copy_n(replicas.slots, chosen, slots);
+  if (replicas.lower != nullptr) std::copy_n(replicas.lower, chosen, slots + shape.experts);
+  std::copy_n(replicas.several, replicas.several_count, slots + 2 * shape.experts);
+  return words;
+}
+
+}  // namespace
+
 Arena::~Arena() {
   const OutsideCaptures outside;
   if (stream_ != nullptr) {
@@ -37,6 +56,15 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   // Of the exchange of counts, by lane.
   const size_t told = shape.exact() ? static_cast<size_t>(shape.ranks) + static_cast<size_t>(shape.experts) : 0;
   const size_t told_at = place(nullptr, sizeof(int32_t) * told * static_cast<size_t>(shape.lanes));
+  std::vector<uint32_t> maps;
+  for (const ExpertMap& map : *context.maps) {
+    const std::vector<uint32_t> words = words_of_map(shape, map);
+    maps.insert(maps.end(), words.begin(), words.end());
+  }
+  const size_t maps_at = place(maps.data(), sizeof(uint32_t) * maps.size());
+  const bool balances = context.spec->given && context.spec->policy == twReplicaBalanced && !BalanceParams::fits(shape);
+  const size_t balance_at =
+      place(nullptr, balances ? sizeof(int32_t) * BalanceParams::scratch_words(shape) * shape.lanes : 0);
   const size_t lanes_at = place(nullptr, sizeof(LaneState) * static_cast<size_t>(shape.lanes));
   for (int lane = 0; lane < shape.lanes; ++lane) {
     const uint64_t step = context.first_step;
@@ -55,6 +83,8 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   view->state = made->state_ = reinterpret_cast<DeviceState*>(made->tables_ + state_at);
   view->lanes = reinterpret_cast<LaneState*>(made->tables_ + lanes_at);
   made->counter_ = reinterpret_cast<uint32_t*>(made->tables_ + counter_at);
+  made->maps_ = reinterpret_cast<uint32_t*>(made->tables_ + maps_at);
+  made->balance_ = reinterpret_cast<int32_t*>(made->tables_ + balance_at);
   made->told_ = reinterpret_cast<int32_t*>(made->tables_ + told_at);
   // Now, as memory that is pinned while a peer waits for this rank may hold both up.
   if (CountsOnHost* const first = shape.exact() ? made->take_page() : nullptr) made->free_pages_.push_back(first);
@@ -85,6 +115,15 @@ CountsOnHost* Arena::take_page() {
   CountsOnHost* const page = free_pages_.back();
   free_pages_.pop_back();
   return page;
+}
+
+Status Arena::write_map(int32_t layer, const Shape& shape, const ExpertMap& map) {
+  const OutsideCaptures outside;
+  const std::vector<uint32_t> words = words_of_map(shape, map);
+  uint32_t* const at = maps_ + static_cast<int64_t>(layer) * MapWords::all(shape);
+  TW_CUDA(cudaMemcpyAsync(at, words.data(), words.size() * sizeof(uint32_t), cudaMemcpyHostToDevice, stream_));
+  TW_CUDA(cudaStreamSynchronize(stream_));
+  return {};
 }
 
 std::byte* Arena::allocate(size_t bytes) {

@@ -25,6 +25,14 @@ class Arena {
 
   // [N + E] of a lane: CountsParams::told.
   int32_t* told(int lane, const Shape& shape) const { return told_ + int64_t{lane} * (shape.ranks + shape.experts); }
+  // MapWords of a layer.
+  const uint32_t* map(int32_t layer, const Shape& shape) const { return maps_ + int64_t{layer} * MapWords::all(shape); }
+  // Replaces it, while no kernel of this rank runs.
+  Status write_map(int32_t layer, const Shape& shape, const ExpertMap& map);
+  // BalanceParams::scratch of a lane.
+  int32_t* balance(int32_t lane, const Shape& shape) const {
+    return BalanceParams::fits(shape) ? nullptr : balance_ + int64_t{lane} * BalanceParams::scratch_words(shape);
+  }
   // A page of host memory for what an exchange of counts tells the host. NULL if there is none.
   CountsOnHost* take_page();
   // `serial`: of the last exchange that writes to it, which may still be under way.
@@ -44,6 +52,8 @@ class Arena {
   DeviceState* state_ = nullptr;
   uint32_t* counter_ = nullptr;
   int32_t* told_ = nullptr;
+  uint32_t* maps_ = nullptr;
+  int32_t* balance_ = nullptr;
   static constexpr int kPages = 16;  // that are allocated at a time
   std::vector<CountsOnHost*> page_blocks_;
   struct GivenPage {

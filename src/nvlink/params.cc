@@ -43,7 +43,8 @@ DispatchScratch DispatchScratch::make(const Shape& shape) {
   at.plain = carver.take<uint32_t>(1);
   at.source_error = carver.take<int32_t>(shape.ranks);
   at.failed = carver.take<int32_t>(1);
-  at.table = carver.take<uint32_t>(shape.experts <= kMaxTable ? shape.experts + 1 : 0);
+  at.table = carver.take<uint32_t>(fits_tables(shape) ? shape.experts + 1 : 0);
+  at.map = carver.take<uint32_t>(fits_tables(shape) ? MapWords::used(shape) : 0);
   at.bytes = carver.bytes();
   return at;
 }

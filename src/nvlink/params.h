@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "exchange/notes.h"
+#include "exchange/replicas.h"
 #include "exchange/routing.h"
 #include "layout/collective_map.h"
 #include "layout/window_map.h"
@@ -28,7 +30,7 @@ inline constexpr int kChunks = 32;     // chunks of a block that may be under wa
 inline constexpr int kNear = 8;
 inline constexpr int kRanksAtOnce = 32;  // bits of a mask of ranks
 inline constexpr int kMostRounds = 8;    // that are remembered at most
-inline constexpr int kMaxTable = 8192;   // experts whose ranks a dispatch keeps in shared memory
+inline constexpr int kMaxTable = 8192;   // words of tables of experts that a dispatch keeps in shared memory
 
 // Where an expert is, in one word: its rank and its slot there.
 constexpr int kSlotBits = 20;
@@ -56,6 +58,22 @@ struct Divider {
   }
 };
 
+// A layer's map in device memory, in words: what Replicas points to.
+struct MapWords {
+  static constexpr uint32_t kDigest = 0;
+  static constexpr uint32_t kSeveral = 1;  // how many experts have several slots
+  static constexpr uint32_t kFirst = 2;    // [E + 1], then slots [P], lower [P] and several [E]
+  // Of what all choices need.
+  static constexpr uint32_t used(const Shape& shape) {
+    return shape.logical_experts > 0 ? static_cast<uint32_t>(shape.logical_experts) + 1 + 2 * shape.experts : 0;
+  }
+  static constexpr uint32_t all(const Shape& shape) { return kFirst + used(shape) + shape.logical_experts; }
+};
+// Whether a dispatch keeps its tables in shared memory.
+constexpr bool fits_tables(const Shape& shape) {
+  return static_cast<uint32_t>(shape.experts) + MapWords::used(shape) <= kMaxTable;
+}
+
 // Everything about a group, for a kernel.
 struct GroupView {
   WindowMap map;
@@ -63,7 +81,9 @@ struct GroupView {
   int32_t local_experts;
   int32_t line_tokens;  // 0: lines are not in use
   int32_t no_wait;
-  const uint32_t* experts;         // [E] pack_expert
+  int32_t by_shares;               // slots are chosen by their shares
+  int32_t note_bits;               // exchange/notes.h
+  const uint32_t* experts;         // [E] pack_expert; of a group with a placement its slots, [P]
   std::byte* near_windows[kNear];  // of the first ranks: a kernel has its parameters before it can load anything
   std::byte* const* windows;       // [N]
   ControlPage* const* pages;       // [N]
@@ -89,6 +109,7 @@ struct HandleView {
   int32_t* places;
   int32_t* expert_counts;
   int32_t* status;
+  uint32_t* digest;  // of the map that the slots in `ids` are from
   // High throughput alone: exchange/counts.h.
   int32_t* sent_rows;     // [N, N]
   int32_t* experts;       // [L]
@@ -177,8 +198,11 @@ struct IdsIn {
   const float* weights;
   int64_t id_stride[2];
   int64_t weight_stride[2];
-  int32_t wide;  // int64
-  int32_t own;   // these are the handle's own
+  int32_t wide;            // int64
+  int32_t own;             // these are the handle's own
+  int32_t limit;           // ids are below this
+  const uint32_t* map;     // MapWords: ids are experts, of which it has the slots. NULL: they are what experts are here
+  const uint32_t* digest;  // of that map, or of the one that own ids are from. NULL: there are none
 };
 
 // How received ids are shown; NULL: not wanted.
@@ -209,6 +233,7 @@ struct DispatchScratch {
   uint32_t source_error;  // int32 [N] twResult_t
   uint32_t failed;        // int32 one of these is an error
   uint32_t table;         // uint32 [E + 1] where each expert is, if there are few; at last, of no rank
+  uint32_t map;           // MapWords from kFirst on, without `several`, likewise
   uint32_t bytes;
 
   static DispatchScratch make(const Shape& shape);
@@ -253,8 +278,9 @@ struct DispatchParams {
   WideUnits wide;  // of rows that are no lines
   LinesAt lines;
   Roles roles;
-  int32_t table;  // the expert table is kept in shared memory
-  int32_t whole;  // payloads allow 8 bytes at a time
+  int32_t table;    // the expert table is kept in shared memory
+  int32_t whole;    // payloads allow 8 bytes at a time
+  int32_t counted;  // mix_counted
   Kind kind;
 };
 
@@ -335,6 +361,22 @@ struct CountsParams {
   int32_t receive;
   CountsOnHost* on_host;  // NULL: the host does not want them
   uint64_t serial;        // that tells it
+};
+
+// Slots by quotas of the batch, into the handle (balance.cu).
+struct BalanceParams {
+  GroupView group;
+  HandleView handle;
+  IdsIn in;
+  int32_t* scratch;  // [E + N + P], NULL: shared memory has room
+  int32_t lane;
+  int32_t tokens;
+  twPhase_t phase;
+
+  static uint32_t scratch_words(const Shape& shape) {
+    return static_cast<uint32_t>(shape.logical_experts + shape.ranks + shape.experts);
+  }
+  static bool fits(const Shape& shape) { return scratch_words(shape) <= kMaxTable; }
 };
 
 // One tensor of a gather or reduce.
@@ -440,6 +482,7 @@ int launch_combine_lines(const CombineParams& params, int grid, bool early, void
 int launch_combine(const CombineParams& params, int grid, bool early, void* stream);
 int launch_rank_view(const ViewParams& params, int grid, void* stream);
 int launch_expert_view(const ViewParams& params, int grid, void* stream);
+int launch_balance(const BalanceParams& params, void* stream);
 int launch_counts(const CountsParams& params, int grid, void* stream);
 int launch_gather(const CollectiveParams& params, int grid, bool early, void* stream);
 int launch_reduce(const CollectiveParams& params, int grid, bool early, void* stream);

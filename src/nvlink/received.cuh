@@ -34,14 +34,14 @@ __device__ inline void stage_meta(const DispatchParams& p, const Scratch& scratc
   for (int base = 0; base < top_k; base += 32) {
     const int k = base + lane();
     const Choice choice = base == 0 ? first : load_choice(p, token, k);
-    int32_t id = valid_id(p.group, choice.id);
+    int32_t id = valid_id(p.in, choice.id);
     const uint32_t same = __match_any_sync(~0u, id);
     bool twice = (same & below(lane())) != 0;
     if (base > 0) twice |= stands_before(first.id, choice.id);
     if (twice) id = -1;
     if (k >= top_k) continue;
     if (id < 0 && choice.id != -1) report_id(p.group, step, token, k, choice.id);
-    meta[2 + k] = static_cast<uint32_t>(id);
+    meta[2 + k] = static_cast<uint32_t>(find_slot(p, id, token));
     meta[2 + top_k + k] = __float_as_uint(choice.weight);
   }
 }

@@ -40,6 +40,7 @@ class Scratch {
   // Remembers what a source's rows could not be had for.
   __device__ void fail(int rank, twResult_t error) const { source_error()[rank] = error, *failed() = 1; }
   __device__ uint32_t* table() const { return shared_at<uint32_t>(p_.at.table); }
+  __device__ uint32_t* map() const { return shared_at<uint32_t>(p_.at.map); }
 
   // Where the masks of a token's warp are, one for each rank.
   __device__ uint32_t* masks(int token) const { return going(token / kRound) + token % kRound / 32 * ranks(); }
@@ -64,12 +65,29 @@ class Scratch {
   const DispatchParams& p_;
 };
 
-// The table never changes, so it is there before the kernel waits for the one before it.
-__device__ inline void fill_table(const Scratch& scratch, const GroupView& g, int experts) {
+// The tables change only while no kernel of this rank runs, so they are there before the kernel waits for the one
+// before it.
+__device__ inline void fill_table(const DispatchParams& p, const Scratch& scratch) {
+  const GroupView& g = p.group;
+  const int experts = g.map.shape().experts;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i <= experts; i += kThreads) {
     scratch.table()[i] = i < experts ? g.experts[i] : kNoExpert;
   }
+  if (p.in.map == nullptr) return;
+  const auto words = static_cast<int>(MapWords::used(g.map.shape()));
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < words; i += kThreads) {
+    scratch.map()[i] = load_fresh<uint32_t>(p.in.map + MapWords::kFirst + i);
+  }
+}
+// The slot that a valid id stands for; ids of the handle's own are slots.
+__device__ __noinline__ static int32_t mapped_slot(const DispatchParams& p, int32_t id, int token) {
+  if (!p.table) return slot_of(p.group, p.in, id, token);
+  return replicas_at(p.group, shared_at<int32_t>(p.at.map)).choose(id, token);
+}
+__device__ inline int32_t find_slot(const DispatchParams& p, int32_t id, int token) {
+  return p.in.map == nullptr || id < 0 ? id : mapped_slot(p, id, token);
 }
 // Where an expert is.
 __device__ inline uint32_t find_expert(const DispatchParams& p, const Scratch& scratch, int32_t id) {
@@ -105,7 +123,7 @@ __device__ inline Ids load_ids(const DispatchParams& p, int token) {
 }
 
 // Bit i: one of the token's ids is of rank base + i.
-__device__ inline uint32_t fast_ranks(const DispatchParams& p, const Scratch& scratch, const Ids& ids) {
+__device__ inline uint32_t fast_ranks(const DispatchParams& p, const Scratch& scratch, const Ids& ids, int token) {
   const auto& [a, b, c, d] = ids.vector;
   const auto wide = [](uint32_t low, uint32_t high) { return high == 0 ? low : ~0u; };  // beyond 32 bits it is none
   uint32_t id[kFastIds] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
@@ -115,6 +133,13 @@ __device__ inline uint32_t fast_ranks(const DispatchParams& p, const Scratch& sc
   }
   const auto experts = static_cast<uint32_t>(p.group.map.shape().experts);
   const uint32_t* const table = scratch.table();
+  if (p.in.map != nullptr) {
+    const auto limit = static_cast<uint32_t>(p.in.limit);
+#pragma unroll
+    for (int i = 0; i < kFastIds; ++i) {
+      id[i] = id[i] < limit ? static_cast<uint32_t>(mapped_slot(p, static_cast<int32_t>(id[i]), token)) : ~0u;
+    }
+  }
   uint32_t mask = 0;
 #pragma unroll
   for (int i = 0; i < kFastIds; ++i) mask |= bit_of(expert_rank(table[min(id[i], experts)]));
@@ -129,7 +154,7 @@ __device__ __noinline__ static uint32_t any_ranks(const DispatchParams& p, int t
     int32_t id[kFastIds];
 #pragma unroll
     for (int i = 0; i < kFastIds; ++i)
-      id[i] = begin + i < top_k ? valid_id(p.group, raw_id(p.in, token, begin + i)) : -1;
+      id[i] = begin + i < top_k ? find_slot(p, valid_id(p.in, raw_id(p.in, token, begin + i)), token) : -1;
 #pragma unroll
     for (int i = 0; i < kFastIds; ++i) {
       if (id[i] < 0) continue;
@@ -144,7 +169,7 @@ __device__ __noinline__ static uint32_t any_ranks(const DispatchParams& p, int t
 template <bool kFast>
 __device__ inline uint32_t route_warp(const DispatchParams& p, const Scratch& scratch, int token, int base,
                                       const Ids& ids) {
-  const uint32_t mask = kFast ? fast_ranks(p, scratch, ids) : any_ranks(p, token, base);
+  const uint32_t mask = kFast ? fast_ranks(p, scratch, ids, token) : any_ranks(p, token, base);
   uint32_t mine = 0;
 #pragma unroll 1
   for (int i = 0; i < min(kRanksAtOnce, p.group.map.shape().ranks - base); ++i) {

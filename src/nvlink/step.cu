@@ -10,6 +10,7 @@ namespace tw::nvlink {
 
 int load_dispatch(const Shape& shape);
 int load_combine(const Shape& shape);
+int load_balance(const Shape& shape);
 int load_counts(const Shape& shape);
 int load_gather(const Shape& shape);
 int load_reduce(const Shape& shape);
@@ -125,7 +126,8 @@ int load_kernels(const Shape& shape) {
        {reinterpret_cast<const void*>(refuse_kernel), reinterpret_cast<const void*>(self_test_kernel)}) {
     if (const int error = allow_shared(kernel, 0); error != 0) return error;
   }
-  for (const auto load : {load_dispatch, load_combine, load_counts, load_gather, load_reduce, load_views}) {
+  for (const auto load :
+       {load_dispatch, load_combine, load_counts, load_balance, load_gather, load_reduce, load_views}) {
     if (const int error = load(shape); error != 0) return error;
   }
   return load_land();

@@ -13,15 +13,26 @@ struct Step {
   int32_t lane;
   int32_t bound;
   twPhase_t phase;
-  uint32_t digest = 0;  // of a gather or reduce, what its notes hold above the bound
+  uint32_t digest = 0;     // of what all ranks must have alike, beside the bound (exchange/notes.h)
+  int32_t note_bits = 28;  // of a dispatch's notes
 
   __device__ int bank() const { return static_cast<int>(number & 1); }
   __device__ uint32_t low() const { return static_cast<uint32_t>(number); }
-  // Whether a note is that of a rank which makes the same call. Above the bound others' notes hold what differs.
-  __device__ bool matches(uint64_t note) const {
-    const bool collects = phase == twPhaseGather || phase == twPhaseReduce;
-    return collects ? note == collective_note(bound, digest)
-                    : static_cast<uint32_t>(note) == static_cast<uint32_t>(bound);
+  // What this rank notes. `plain`: of a dispatch, rows that are no lines.
+  __device__ uint64_t note(int plain) const {
+    return phase == twPhaseDispatch ? dispatch_note(bound, plain, digest, note_bits) : collective_note(bound, digest);
+  }
+  __device__ int plain_of(uint64_t note) const {
+    return static_cast<int>(noted(static_cast<uint32_t>(note >> 32), note_bits));
+  }
+  __device__ uint32_t bound_of(uint64_t note) const {
+    const auto half = static_cast<uint32_t>(note);
+    return phase == twPhaseDispatch ? noted(half, note_bits) : half;
+  }
+  // Whether a note is that of a rank which makes the same call. A combine's holds nothing above the bound.
+  __device__ bool matches(uint64_t seen) const {
+    if (phase == twPhaseCombine) return static_cast<uint32_t>(seen) == static_cast<uint32_t>(bound);
+    return seen == note(plain_of(seen));
   }
 };
 
@@ -243,7 +254,7 @@ __device__ inline void judge(const Step& step, Source* source) {
   const bool dispatching = step.phase == twPhaseDispatch;
   const bool fits = dispatching ? word.mode == Mode::kDispatch || word.mode == Mode::kDispatchLines
                                 : word.mode == mode_of(step.phase);
-  const auto plain = word.mode == Mode::kDispatchLines ? static_cast<uint32_t>(source->note >> 32) : word.n;
+  const auto plain = word.mode == Mode::kDispatchLines ? static_cast<uint32_t>(step.plain_of(source->note)) : word.n;
   if (word.step != step.low()) {
     source->error = twInternalError;  // S2 says that nobody is further ahead on this bank
   } else if (word.mode == Mode::kRefused) {
@@ -291,8 +302,7 @@ __device__ inline bool look_at(const GroupView& g, const Step& step, int rank, L
   if (!patience->over(&late)) return false;
   if (g.no_wait) {  // as if it had come
     source->word = pack(Word{step.low(), unpack(source->word).mode, unpack(source->word).n});
-    const auto above = static_cast<uint32_t>(step.digest != 0 ? step.digest : source->note >> 32);
-    source->note = collective_note(step.bound, above);
+    source->note = step.note(step.plain_of(source->note));
     judge(step, source);
     return true;
   }
@@ -331,9 +341,8 @@ __device__ __noinline__ static void report_source(const GroupView& g, Step step,
     report_failure(g, step, error, error == twInternalError ? g.me : rank, source.word);
     return;
   }
-  report_call(g, &g.pages[g.me]->call, [&](Report* to) {
-    write_report(to, g, step, error, rank, source.word, static_cast<uint32_t>(source.note));
-  });
+  report_call(g, &g.pages[g.me]->call,
+              [&](Report* to) { write_report(to, g, step, error, rank, source.word, step.bound_of(source.note)); });
 }
 
 // Publishes this rank's word of a step to every rank. `count(rank)`. The fence brings the note before the words, and
@@ -342,7 +351,7 @@ template <class Count>
 __device__ inline void publish_words(const GroupView& g, const Step& step, Mode mode, Count count) {
   const int ranks = g.map.shape().ranks;
   for (int i = lane(); i < ranks; i += 32) {
-    store_word(own_word_at(g, step, (g.me + 1 + i) % ranks) + kNoteOffset, collective_note(step.bound, step.digest));
+    store_word(own_word_at(g, step, (g.me + 1 + i) % ranks) + kNoteOffset, step.note(0));
   }
   if (lane() < ranks) fence_system();
   for (int i = lane(); i < ranks; i += 32) {
@@ -352,11 +361,12 @@ __device__ inline void publish_words(const GroupView& g, const Step& step, Mode 
 }
 
 // The same for one rank and without an order to anything: word and note in one store, for steps whose rows certify
-// themselves. `plain`: rows that do not. Where such stores may be torn there are no lines, and none of those is there.
+// themselves. `plain`: of a dispatch, rows that do not. Where such stores may be torn there are no lines, and none of
+// those is there.
 __device__ inline void publish_word(const GroupView& g, const Step& step, int rank, Mode mode, int n, int plain) {
   std::byte* const place = own_word_at(g, step, rank);
   const uint64_t word = pack(Word{step.low(), mode, static_cast<uint32_t>(n)});
-  const uint64_t note = static_cast<uint64_t>(step.bound) | static_cast<uint64_t>(plain) << 32;
+  const uint64_t note = step.note(plain);
   if (g.line_tokens > 0) return store_pair(place, word, note);
   store_word(place + kNoteOffset, note);
   fence_system();

@@ -246,7 +246,7 @@ BAD = {
     "no slot": ({"slot_expert": [0, 1, 2, 3, 4, 5, 5]}, "has no slot of expert 6"),
     "range": (
         {"slot_expert": [0, 1, 2, 3, 4, 5, 6, 7]},
-        r"slot_expert\[7\] is 7; it must be -1 \(none\) or from 0 to 6",
+        r"slot_expert\[7\] is 7; it must be -1 \(none\) or from 0",
     ),
     "few": ({"slot_expert": [0, 1]}, "num_slots is 2; it must be from 7 to"),
     "shape": ({"slot_expert": [[[0]]]}, "slot_expert has shape"),
