@@ -54,6 +54,7 @@ void place_arrays(const tw::HandleMap& map, twHandle* handle) {
   handle->shown_weights = reinterpret_cast<float*>(block + map.shown_weights);
   handle->places = reinterpret_cast<int32_t*>(block + map.places);
   handle->status = reinterpret_cast<int32_t*>(block + map.status);
+  handle->choices = reinterpret_cast<int32_t*>(block + map.choices);
   handle->digest_here = reinterpret_cast<uint32_t*>(block + map.digest);
   handle->overflow = reinterpret_cast<int32_t*>(block + map.overflow);
   handle->counts.sent = reinterpret_cast<int32_t*>(block + map.counts_sent);
@@ -77,6 +78,7 @@ void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandl
     return;
   }
   tw::api::copy_routing(group.shape(), checked, &handle->routing);
+  if (group.shape().counts_loads != 0) tw::count_choices(group.shape(), handle->routing, handle->choices);
   if (map != nullptr) {
     tw::choose_slots(group.shape(), group.context.placement, *map, group.config.placement.policy, &handle->routing);
   }

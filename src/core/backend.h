@@ -51,7 +51,8 @@ struct HandleArrays {
   float* shown_weights = nullptr;    // likewise
   RoutingSource source;
   int32_t layer = 0;
-  uint32_t digest = 0;  // of the map that its slots are from; 0 without a placement
+  int32_t* choices = nullptr;  // [E] of its tokens, of a group that counts
+  uint32_t digest = 0;         // of the map that its slots are from; 0 without a placement
   // High throughput only.
   Counts counts;
   int64_t* expert_begin = nullptr;  // [L + 1] row of a grouped layout where each local expert's begin

@@ -239,6 +239,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   TW_RETURN_IF_FAILED(check_placement(given.placement, given.num_experts, &config->placement));
   shape.experts = config->placement.slots;
   shape.logical_experts = config->placement.given ? given.num_experts : 0;
+  shape.counts_loads = config->placement.counts_loads ? 1 : 0;
   shape.top_k = given.top_k;
   shape.max_tokens = given.max_tokens;
   shape.lanes = given.lanes;

@@ -26,6 +26,7 @@ HandleMap::HandleMap(const Shape& shape, int32_t local_experts, int id_bytes, bo
   status = place(on_device ? 1 : 0, sizeof(int32_t));
   overflow = place(on_device ? 1 : 0, sizeof(int32_t));
   digest = place(on_device ? 1 : 0, sizeof(uint32_t));
+  choices = place(shape.counts_loads != 0 ? shape.choices() : 0, sizeof(int32_t));
   const uint64_t exact = shape.exact() ? 1 : 0;
   counts_sent = place(exact * shape.ranks * shape.ranks, sizeof(int32_t));
   counts_experts = place(exact * local_experts, sizeof(int32_t));

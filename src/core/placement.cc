@@ -135,6 +135,28 @@ Replicas ExpertMap::view() const {
   return view;
 }
 
+void sum_lanes(const PlacementSpec& spec, const Shape& shape, const float* averages, const int64_t* dispatches,
+               float* loads, int64_t* counted) {
+  const int64_t all = int64_t{spec.layers} * spec.experts;
+  for (int64_t i = 0; i < all && loads != nullptr; ++i) {
+    loads[i] = averages[i];
+    for (int32_t lane = 1; lane < shape.lanes; ++lane) loads[i] += averages[lane * all + i];
+  }
+  for (int32_t layer = 0; layer < spec.layers && counted != nullptr; ++layer) {
+    counted[layer] = 0;
+    for (int32_t lane = 0; lane < shape.lanes; ++lane) {
+      counted[layer] += dispatches[int64_t{lane} * spec.layers + layer];
+    }
+  }
+}
+
+void count_choices(const Shape& shape, const Routing& routing, int32_t* choices) {
+  std::fill_n(choices, shape.choices(), 0);
+  for (int64_t i = 0; i < static_cast<int64_t>(routing.tokens) * shape.top_k; ++i) {
+    if (routing.ids[i] >= 0) ++choices[routing.ids[i]];
+  }
+}
+
 void choose_slots(const Shape& shape, const Placement& placement, const ExpertMap& map, twReplicaPolicy_t policy,
                   Routing* routing) {
   const Replicas replicas = map.view();

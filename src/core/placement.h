@@ -66,6 +66,14 @@ class ExpertMap {
   std::vector<int32_t> several_;
 };
 
+// What twGroupLoads shows of the averages [lanes, layers, E] and dispatches [lanes, layers] that a backend keeps. NULL:
+// not wanted.
+void sum_lanes(const PlacementSpec& spec, const Shape& shape, const float* averages, const int64_t* dispatches,
+               float* loads, int64_t* counted);
+
+// How often a routing's tokens choose each expert: [E]. Its ids are still experts.
+void count_choices(const Shape& shape, const Routing& routing, int32_t* choices);
+
 // Replaces the experts of a routing's ids by slots.
 void choose_slots(const Shape& shape, const Placement& placement, const ExpertMap& map, twReplicaPolicy_t policy,
                   Routing* routing);

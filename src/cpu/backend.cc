@@ -7,6 +7,7 @@
 
 #include "cpu/carried.h"
 #include "cpu/gathered.h"
+#include "cpu/loads.h"
 #include "cpu/transport.h"
 #include "cpu/vector.h"
 #include "exchange/combine.h"
@@ -26,6 +27,7 @@ class CpuBackend : public Backend {
         partial_(context_.map.shape().combine_bytes),
         next_(std::max(1, context_.local_experts)),
         counts_(context_.map.shape().ranks),
+        loads_(context_),
         dispatch_row_(std::accumulate(shape().payload_bytes, shape().payload_bytes + shape().payloads,
                                       meta_bytes(shape().top_k))) {}
 
@@ -33,7 +35,14 @@ class CpuBackend : public Backend {
     if constexpr (kCarried) {
       if (transport_.gathers(call.bound)) return send_gathered(call, handle);
     }
-    transport_.begin(call.at, {handle.routing.send_counts, 1 + shape().payloads, dispatch_row_}, call.send_only);
+    transport_.begin(call.at, {handle.routing.send_counts, 1 + shape().payloads, dispatch_row_, loads_.bytes()},
+                     call.send_only);
+    if (loads_.counts()) {
+      const void* const told = loads_.tell(call, handle);
+      for (int rank = 0; rank < shape().ranks; ++rank) {
+        transport_.put(rank, loads_.place(call.at, context_.me), told, loads_.bytes());
+      }
+    }
     const auto begin = [&](int rank) {
       return shape().exact() ? handle.counts.begin[rank] : int64_t{context_.me} * call.bound;
     };
@@ -99,6 +108,7 @@ class CpuBackend : public Backend {
       if (end.code == twSuccess) end = {twInternalError, context_.me, {}, 0};
       std::fill_n(received.counts, shape().ranks, 0);
     }
+    if (end.code == twSuccess) loads_.take(transport_, call, handle);
     show(call, handle);
     return end;
   }
@@ -181,6 +191,8 @@ class CpuBackend : public Backend {
     return transport_.local(context_.map.bank(call.at.lane, call.at.bank()) + call.places.row(q, 0, 0));
   }
 
+  void read_loads(float* loads, int64_t* dispatches) override { loads_.read(loads, dispatches); }
+
   bool describe(twPortableInfo_t* info) const override {
     if constexpr (kCarried) transport_.describe(info);
     return kCarried;
@@ -209,9 +221,20 @@ class CpuBackend : public Backend {
     const Gathered gathered{context_, call.at, call.bound, note, shape().exact() ? &handle.counts : nullptr};
     const auto unpack = [this, gathered](int source, const Frame& frame, const std::byte* message) {
       unpack_gathered(transport_, gathered, source, static_cast<int32_t>(frame.tokens), message);
+      if (frame.bytes != frame.tokens * gathered_row_bytes(shape()) + loads_.bytes()) return;
+      if (!loads_.counts()) return;
+      std::memcpy(transport_.local(loads_.place(gathered.at, source)), message + frame.bytes - loads_.bytes(),
+                  loads_.bytes());
     };
-    std::byte* const message = transport_.begin_gathered(call.at, handle.routing.tokens, call.send_only, unpack);
+    std::byte* const message =
+        transport_.begin_gathered(call.at, handle.routing.tokens, loads_.bytes(), call.send_only, unpack);
     pack_gathered(shape(), handle.routing, call.payloads, message);
+    if (loads_.counts()) {
+      const void* const told = loads_.tell(call, handle);
+      const auto tokens = static_cast<uint64_t>(handle.routing.tokens);
+      std::memcpy(message + tokens * gathered_row_bytes(shape()), told, loads_.bytes());
+      std::memcpy(transport_.local(loads_.place(call.at, context_.me)), told, loads_.bytes());
+    }
     put_picked(transport_, gathered, context_.me, handle.routing, call.payloads);
     publish_step(transport_, context_.map, call.at, Mode::kDispatch, note,
                  [&](int peer) { return handle.routing.send_counts[peer]; });
@@ -352,7 +375,8 @@ class CpuBackend : public Backend {
   std::vector<std::byte> partial_;  // one combined row
   std::vector<int32_t> next_;       // [L]
   std::vector<int32_t> counts_;     // [N]
-  uint64_t dispatch_row_;           // bytes of a token's payloads, and what travels beside them
+  Loads loads_;
+  uint64_t dispatch_row_;  // bytes of a token's payloads, and what travels beside them
 };
 
 }  // namespace

@@ -101,7 +101,9 @@ void CarriedTransport::begin(StepPlace at, const Outline& outline, bool send_onl
   uint64_t most = 0;
   for (int peer = 0; peer < ranks_; ++peer) {
     const auto rows = static_cast<uint64_t>(outline.rows == nullptr ? 1 : outline.rows[peer]);
-    const uint64_t bytes = peer == me_ ? 0 : rows * (outline.bytes + static_cast<uint64_t>(outline.puts) * kPutHeader);
+    const uint64_t once = outline.once > 0 ? outline.once + kPutHeader : 0;
+    const uint64_t bytes =
+        peer == me_ ? 0 : rows * (outline.bytes + static_cast<uint64_t>(outline.puts) * kPutHeader) + once;
     flight.mine[peer].bytes = bytes;
     flight.begin[peer + 1] = flight.begin[peer] + (is_long(flight.mine[peer]) ? bytes : 0);
     most = std::max(most, bytes);
@@ -114,12 +116,12 @@ bool CarriedTransport::gathers(int bound) const {
   return ranks_ > 1 && choose_gathered(map_.shape(), carrier_->costs, carrier_->strategy, inline_bytes_, bound);
 }
 
-std::byte* CarriedTransport::begin_gathered(StepPlace at, int tokens, bool send_only, Unpack unpack) {
+std::byte* CarriedTransport::begin_gathered(StepPlace at, int tokens, uint64_t more, bool send_only, Unpack unpack) {
   Flight& flight = new_flight(at);
   flight.send_only = send_only;
   flight.gathered = true;
   flight.unpack = std::move(unpack);
-  const uint64_t bytes = static_cast<uint64_t>(tokens) * gathered_row_bytes(map_.shape());
+  const uint64_t bytes = static_cast<uint64_t>(tokens) * gathered_row_bytes(map_.shape()) + more;
   for (Frame& frame : flight.mine) {
     frame.bytes = frame.most = bytes;
     frame.tokens = static_cast<uint64_t>(tokens);

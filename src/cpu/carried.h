@@ -74,7 +74,8 @@ class CarriedTransport {
   void begin(StepPlace at, const Outline& outline, bool send_only);
   // Of a gathered dispatch, whose message begin_gathered returns, to be filled before publishing.
   bool gathers(int bound) const;
-  std::byte* begin_gathered(StepPlace at, int tokens, bool send_only, Unpack unpack);
+  // `more`: bytes behind the tokens.
+  std::byte* begin_gathered(StepPlace at, int tokens, uint64_t more, bool send_only, Unpack unpack);
 
   void put(int peer, uint64_t offset, const void* source, size_t n);
   void flush() {}

@@ -34,6 +34,7 @@ struct Shape {
   int32_t carried = 0;      // 1: rows go over a carrier, in blocks by source: so an inbox has them as slots do
   // Of a group with a placement alone, else 0 (tokenway/placement.h).
   int32_t logical_experts = 0;  // E
+  int32_t counts_loads = 0;     // 1: dispatches tell what is chosen
 
   constexpr bool exact() const { return recv_rows > 0; }
   // Ids that a caller may give: below this.

@@ -6,6 +6,7 @@
 //                 chunk words: bank 0, bank 1, per source one for every chunk of a combine   (devices)
 //                 lines: bank 0, bank 1, per source the lines of rows that are some         (devices)
 //                 meta lines: bank 0, bank 1, per source those beside rows that are none    (devices)
+//                 loads: of four dispatches, per source what was chosen                     (groups that count)
 //   lane 1 ...
 //
 // A bank is used by one step at a time (S1, S2), and a step is a dispatch or a combine, so rows and inbox share a
@@ -63,7 +64,10 @@ class WindowMap {
     map->meta_line_row_ = shape.line_tokens > 0 ? meta_line_bytes(shape) : 0;
     map->rows_ = rows;
     const uint64_t meta_lines = c.mul(2, c.mul(rows, map->meta_line_row_));
-    map->lane_bytes_ = c.align(c.add(map->meta_lines_at_, meta_lines), kPageAlignment);
+    map->loads_at_ = c.align(c.add(map->meta_lines_at_, meta_lines), kRegionAlignment);
+    const uint64_t told = c.mul(sizeof(uint64_t), c.mul(shape.ranks, loads_words(shape)));
+    const uint64_t loads = shape.counts_loads != 0 ? c.mul(kLoadsBanks, told) : 0;
+    map->lane_bytes_ = c.align(c.add(map->loads_at_, loads), kPageAlignment);
     map->lanes_at_ = c.align(kAbortAt + sizeof(uint64_t) * shape.ranks, kPageAlignment);
     map->bytes_ = c.add(map->lanes_at_, c.mul(shape.lanes, map->lane_bytes_));
     return !c.overflow;
@@ -127,6 +131,14 @@ class WindowMap {
   constexpr uint64_t meta_line(int lane, int bank, uint64_t row) const {
     return lane_at(lane) + meta_lines_at_ + (bank * rows_ + row) * meta_line_row_;
   }
+  // uint64 [1 + E] that a source tells in a dispatch (exchange/loads.h). Where steps have banks, theirs; on devices,
+  // which take it later, the number of the dispatch on its lane, mod 4.
+  static constexpr int kLoadsBanks = 4;
+  constexpr uint64_t loads(int lane, int bank, int source) const {
+    const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
+    return lane_at(lane) + loads_at_ + sizeof(uint64_t) * row * loads_words(shape_);
+  }
+  static constexpr uint64_t loads_words(const Shape& shape) { return 1 + static_cast<uint64_t>(shape.choices()); }
   constexpr uint64_t meta_line_row() const { return meta_line_row_; }
   constexpr uint64_t line_bytes() const {
     return 2 * static_cast<uint64_t>(shape_.ranks) * shape_.line_tokens * line_row_;
@@ -179,6 +191,7 @@ class WindowMap {
   uint64_t lines_at_ = 0;   // in a lane
   uint64_t meta_lines_at_ = 0;
   uint64_t meta_line_row_ = 0;
+  uint64_t loads_at_ = 0;
   uint64_t chunks_ = 0;    // of a source in a bank
   uint64_t line_row_ = 0;  // bytes of all lines of a row
   uint64_t lane_bytes_ = 0;

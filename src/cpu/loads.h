@@ -1,0 +1,66 @@
+// Counting on the CPU: what a dispatch tells goes out with its rows and is taken when they have come.
+#pragma once
+
+#include <vector>
+
+#include "core/backend.h"
+#include "exchange/loads.h"
+
+namespace tw::cpu {
+
+class Loads {
+ public:
+  explicit Loads(const Context& context) : context_(context), told_(words()) {
+    const auto layers = static_cast<size_t>(context.spec->layers) * static_cast<size_t>(shape().lanes);
+    if (!counts()) return;
+    averages_.assign(layers * static_cast<size_t>(shape().choices()), 0.0f);
+    dispatches_.assign(layers, 0);
+  }
+
+  bool counts() const { return shape().counts_loads != 0; }
+  uint64_t bytes() const { return counts() ? told_.size() * sizeof(uint64_t) : 0; }
+  uint64_t place(StepPlace at, int source) const { return context_.map.loads(at.lane, at.bank(), source); }
+
+  // What this rank tells of a dispatch: bytes() of it.
+  const void* tell(const DispatchCall& call, const HandleArrays& handle) {
+    const auto layer = static_cast<uint32_t>(handle.layer);
+    told_[0] = told_word(call.at.step, call.counted ? layer + 1 : 0);
+    for (int32_t e = 0; e < shape().choices(); ++e) {
+      told_[1 + e] = told_word(call.at.step, static_cast<uint32_t>(handle.choices[e]));
+    }
+    return told_.data();
+  }
+
+  // Takes what all ranks have told of a dispatch that went well. The notes have said that all count, or none does.
+  template <class T>
+  void take(T& transport, const DispatchCall& call, const HandleArrays& handle) {
+    if (!counts() || !call.counted) return;
+    const int64_t row = int64_t{call.at.lane} * context_.spec->layers + handle.layer;
+    float* const averages = averages_.data() + row * shape().choices();
+    sums_.assign(static_cast<size_t>(shape().choices()), 0);
+    for (int source = 0; source < shape().ranks; ++source) {
+      const auto* const told = reinterpret_cast<const uint64_t*>(transport.local(place(call.at, source)));
+      for (int32_t e = 0; e < shape().choices(); ++e) sums_[e] += told_value(told[1 + e]);
+    }
+    for (int32_t e = 0; e < shape().choices(); ++e) {
+      averages[e] = average_load(averages[e], context_.spec->decay, sums_[e]);
+    }
+    ++dispatches_[row];
+  }
+
+  void read(float* loads, int64_t* dispatches) const {
+    sum_lanes(*context_.spec, shape(), averages_.data(), dispatches_.data(), loads, dispatches);
+  }
+
+ private:
+  const Shape& shape() const { return context_.map.shape(); }
+  size_t words() const { return counts() ? WindowMap::loads_words(shape()) : 0; }
+
+  const Context& context_;
+  std::vector<uint64_t> told_;
+  std::vector<uint32_t> sums_;
+  std::vector<float> averages_;      // [lanes, layers, E]
+  std::vector<int64_t> dispatches_;  // [lanes, layers]
+};
+
+}  // namespace tw::cpu

@@ -1,0 +1,136 @@
+"""What dispatches count: the same on all ranks, as the oracle counts, on every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import Round, Setup, make_ids, make_payloads, same
+from test_replicas import OTHER, TABLE
+
+import tokenway as tw
+from tokenway.replica_reference import POLICIES, loads_of
+
+DECAY = 0.75
+LAYERS = 3
+# Of each dispatch: tokens of the ranks, its layer and lane, whether it counts.
+STEPS = (
+    ((9, 0, 4, 1), 0, 0, True),
+    ((24, 24, 24, 24), 2, 1, True),
+    ((3, 5, 7, 9), 0, 1, True),
+    ((3, 5, 7, 9), 0, 1, False),
+    ((0, 0, 0, 0), 2, 0, True),
+    ((17, 1, 0, 24), 0, 0, True),
+    ((17, 1, 0, 24), 0, 0, True),
+)
+
+
+def rounds_of(ranks: int) -> list[tuple[Round, int, int, bool]]:
+    routings = ("random", "holes", "one", "none", "few")
+    return [
+        (Round(tokens[:ranks], seed=i, routing=routings[i % 5]), layer, lane, count)
+        for i, (tokens, layer, lane, count) in enumerate(STEPS)
+    ]
+
+
+def expected(setup: Setup) -> tuple[np.ndarray, np.ndarray]:
+    """(loads [layers, E], dispatches [layers])."""
+    loads = np.zeros((LAYERS, setup.experts), np.float32)
+    dispatches = np.zeros(LAYERS, np.int64)
+    for layer in range(LAYERS):
+        for lane in range(setup.lanes):
+            counts = []
+            for round_, at, on, count in rounds_of(setup.ranks):
+                if (at, on, count) != (layer, lane, True):
+                    continue
+                ids = np.concatenate([make_ids(setup, round_, r)[0].ravel() for r in range(setup.ranks)])
+                counts.append(np.bincount(ids[ids >= 0], minlength=setup.experts))
+            dispatches[layer] += len(counts)
+            of_lane = loads_of(counts, DECAY) if counts else np.zeros(setup.experts, np.float32)
+            loads[layer] = of_lane if lane == 0 else loads[layer] + of_lane
+    return loads, dispatches
+
+
+def count(env: Any, setup: Setup) -> tuple[np.ndarray, np.ndarray]:
+    made: dict[str, Any] = setup.settings()
+    table = np.stack([TABLE, OTHER, TABLE])
+    made["expert_map"] = tw.Placement(table, policy=setup.policy, count_loads=True, load_decay=DECAY)
+    backend = env.backend
+    with env.context(), tw.Group(env.comm, **made) as group:
+        assert not group.loads.any() and not group.counted_dispatches.any()
+        for round_, layer, lane, counted in rounds_of(setup.ranks):
+            ids, weights = make_ids(setup, round_, env.rank)
+            handle = group.route(backend.tensor(ids), backend.tensor(weights), layer=layer)
+            tokens = backend.tensor(make_payloads(setup, round_, env.rank)[0])
+            if setup.exact:
+                group.exchange_counts(handle)
+            received = group.dispatch(handle, tokens, lane=lane, count=counted)
+            group.combine(handle, received.tokens)
+        # What the last of each lane has told is taken by the next one.
+        nothing = backend.tensor(np.zeros((0, setup.top_k), np.int32))
+        rows = backend.tensor(np.zeros((0, setup.hidden), tokens_dtype(setup)))
+        for lane in range(setup.lanes):
+            handle = group.route(nothing)
+            if setup.exact:
+                group.exchange_counts(handle)
+            group.dispatch(handle, rows, lane=lane, count=False)
+            handle.release()
+        return group.loads, group.counted_dispatches
+
+
+def tokens_dtype(setup: Setup) -> Any:
+    return np.dtype(setup.dtype)
+
+
+@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_loads(world, policy, mode) -> None:
+    ranks = min(4, world.most)
+    setup = Setup(
+        ranks=ranks,
+        experts=7,
+        top_k=5,
+        lanes=2,
+        max_tokens=24,
+        dtype="float32",
+        combine_dtype="float32",
+        slot_expert=TABLE,
+        policy=policy,
+        mode=mode,
+    )
+    loads, dispatches = expected(setup)
+    for found, counted in world(ranks).run(count, setup):
+        same("loads", found, loads)
+        same("dispatches", counted, dispatches)
+
+
+def again(env: Any, refuses: bool) -> np.ndarray:
+    """A handle is dispatched twice; one dispatch is refused by a rank."""
+    made = {"experts": 4, "top_k": 2, "hidden": 4, "max_tokens": 4, "dtype": "float32", "combine_dtype": "float32"}
+    placement = tw.Placement([0, 1, 2, 3, 1, 0], count_loads=True, load_decay=0.5)
+    backend = env.backend
+    with env.context(), tw.Group(env.comm, **made, expert_map=placement) as group:
+        handle = group.route(backend.tensor(np.array([[0, 1], [1, -1]], np.int32)))
+        rows = backend.tensor(np.zeros((2, 4), np.float32))
+        group.dispatch(handle, rows)
+        group.replace_map([3, 2, 1, 0, 3, 2])  # the handle's slots stay
+        try:
+            if refuses:
+                bad = backend.tensor(np.zeros((2, 4), np.int32)) if env.rank == 0 else rows
+                group.dispatch(handle, bad)
+        except (tw.InvalidArgument, tw.PeerRefused):
+            pass
+        handle.release()
+        group.dispatch(handle, rows)
+        handle.release()
+        empty = group.route(backend.tensor(np.zeros((0, 2), np.int32)))
+        group.dispatch(empty, backend.tensor(np.zeros((0, 4), np.float32)), count=False)
+        empty.release()
+        return group.loads[0]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_handles_dispatched_again(threads, refuses) -> None:
+    for loads in threads(2).run(again, refuses):
+        assert loads.tolist() == [1.5, 3.0, 0.0, 0.0]
