@@ -103,6 +103,7 @@ HandleView NvlinkBackend::view_of(const HandleArrays& handle) const {
   view.expert_counts = handle.expert_counts;
   view.status = handle.status;
   view.digest = handle.digest_here;
+  view.choices = handle.choices;
   view.sent_rows = handle.counts.sent;
   view.experts = handle.counts.experts;
   view.begin = handle.counts.begin;
@@ -196,6 +197,8 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.handle = view_of(handle);
   p.in = ids_of(handle, shape().exact());
   p.counted = call.counted ? 1 : 0;
+  p.layer = handle.layer;
+  p.tally = send ? tally_ : Tally::kNone;
   if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at.lane, twPhaseDispatch, call.stream, &p.in));
   const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
   const bool whole_ids =
@@ -248,7 +251,8 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
                              call.bound > view_.line_tokens ? bulk_senders(kFilling, 75) : max_grid_ / 2);
   p.wide = is_few(p.roles, kFilling) ? widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps) : kNoneWide;
   for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
-  TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, p.roles.grid(), early_ && capturing, call.stream)));
+  const int grid = p.roles.grid() + (p.tally == Tally::kApart ? 1 : 0);
+  TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early_ && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
   if (send && !capturing && !shape().exact()) handle.source = {};
   handle.stream = call.stream;

@@ -120,6 +120,7 @@ class NvlinkBackend : public Backend {
   AbortWord find_abort() override { return control_->find_abort(); }
   AbortWord abort_of(int writer) override { return control_->abort_of(writer); }
 
+  void read_loads(float* loads, int64_t* dispatches) override { arena_->read_loads(context_, loads, dispatches); }
   Status replace_map(int32_t layer, const ExpertMap& map, void* stream) override;
   bool poll(twErrorRecord_t* record) override;
 
@@ -237,6 +238,7 @@ class NvlinkBackend : public Backend {
   // Kernels may be on the device before those before them have ended. Of one lane alone: with several, or several ranks
   // on the device, one that is not yet needed could take the room of one that is (S8).
   bool early_ = false;
+  Tally tally_ = Tally::kNone;
   std::mutex reports_;         // they are taken by calls, and by whoever asks for the group's error
   TimePoint trouble_since_{};  // when others' trouble was first seen
   uint64_t counts_told_ = 0;   // exchanges of counts that the host learns of

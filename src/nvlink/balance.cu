@@ -4,6 +4,7 @@
 // has a quota of.
 #include <cuda_runtime.h>
 
+#include "nvlink/balance.h"
 #include "nvlink/ids.cuh"
 #include "nvlink/launch.h"
 
@@ -88,6 +89,9 @@ __global__ void __launch_bounds__(kThreads) balance_kernel(const __grid_constant
   __syncthreads();
   count_choices(p, replicas, batch);
   __syncthreads();
+  for (int e = thread; shape.counts_loads != 0 && e < shape.choices(); e += kThreads) {
+    p.handle.choices[e] = batch.counts[e];
+  }
   if (thread == 0) level_loads(replicas, RankOf{p.group.experts}, batch.counts, batch.load, batch.quota);
   __syncthreads();
 #pragma unroll 1

@@ -53,6 +53,7 @@ __device__ void count_tokens(const CountsParams& p, const Step& step, int32_t* c
   count_together(counters, shape.ranks + id, id >= 0);
   count_together(counters, rank, id >= 0 && (beside & below(lane())) == 0);
   if (!there || p.in.own) return;
+  if (shape.counts_loads != 0 && id >= 0) atomicAdd(&p.handle.choices[raw], 1);
   p.handle.ids[static_cast<int64_t>(token) * shape.top_k + k] = id;
   p.handle.weights[static_cast<int64_t>(token) * shape.top_k + k] = weight;
 }
@@ -78,6 +79,7 @@ __device__ void count_token(const CountsParams& p, const Step& step, int32_t* co
       p.handle.weights[static_cast<int64_t>(token) * shape.top_k + k] = raw_weight(p.in, token, k);
     }
     if (id < 0) continue;
+    if (shape.counts_loads != 0 && !p.in.own) atomicAdd(&p.handle.choices[raw], 1);
     atomicAdd(&counters[shape.ranks + id], 1);
     if (!counted) atomicAdd(&counters[rank], 1);
   }

@@ -18,7 +18,15 @@ Status NvlinkBackend::fill_view(const BackendInit& init) {
   const int queues = sharing_ * shape().lanes;
   device_sms_ = prop.multiProcessorCount;
   max_grid_ = std::clamp(std::min(limit, prop.multiProcessorCount / queues), 1, kMaxBlocks);
+  if (shape().counts_loads != 0) {
+    tally_ = max_grid_ > 1 ? Tally::kApart : Tally::kLast;
+    max_grid_ = std::max(1, max_grid_ - 1);  // a block of each dispatch counts
+  }
   early_ = queues == 1 && prop.major >= 9 && carriage_ == nullptr;  // what comes before may be a collective
+  if (shape().counts_loads != 0 && carriage_ != nullptr) {
+    return fail(twUnsupported,
+                "config.placement->count_loads is 1; between CUDA devices over a carrier dispatches tell no counts");
+  }
   view_grid_ = sm_limit_ > 0 ? limit : 2 * limit;
   dispatch_ = DispatchScratch::make(shape());
   combine_ = CombineScratch::make(shape());

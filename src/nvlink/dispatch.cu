@@ -13,6 +13,7 @@
 #include "nvlink/dispatch_end.cuh"
 #include "nvlink/dispatch_receive.cuh"
 #include "nvlink/launch.h"
+#include "nvlink/tally.cuh"
 
 namespace tw::nvlink {
 
@@ -27,8 +28,9 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   const Shape& shape = g.map.shape();
   const Scratch scratch(p);
   const int thread = static_cast<int>(threadIdx.x);
-  const bool sends = p.send && is_sender(p.roles);
-  const bool receives = p.receive && is_receiver(p.roles);
+  const bool tallies = does_nothing_else(p);
+  const bool sends = p.send && !tallies && is_sender(p.roles);
+  const bool receives = p.receive && !tallies && is_receiver(p.roles);
   warm(p);
   if (p.table) fill_table(p, scratch);
 #pragma unroll 1
@@ -76,6 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   if (usable) {
     if (sends) send<kFast>(b, ahead);  // S7: nobody here waits
     if (receives) receive<kFast>(b);
+    if (p.tally != Tally::kNone && blockIdx.x == gridDim.x - 1) tally(p);
   } else if (p.receive) {
     give_up(b);
   }

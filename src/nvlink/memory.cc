@@ -30,6 +30,7 @@ Arena::~Arena() {
     cudaStreamSynchronize(stream_);
     cudaStreamDestroy(stream_);
   }
+  if (averages_ != nullptr) cudaFreeHost(averages_);
   for (CountsOnHost* const pages : page_blocks_) cudaFreeHost(pages);
 }
 
@@ -65,6 +66,11 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   const bool balances = context.spec->given && context.spec->policy == twReplicaBalanced && !BalanceParams::fits(shape);
   const size_t balance_at =
       place(nullptr, balances ? sizeof(int32_t) * BalanceParams::scratch_words(shape) * shape.lanes : 0);
+  // What is counted.
+  const auto rows = static_cast<size_t>(shape.counts_loads * shape.lanes * context.spec->layers);
+  const size_t averages = rows * static_cast<size_t>(shape.choices());
+  const size_t averages_at = place(nullptr, sizeof(float) * averages);
+  const size_t dispatches_at = place(nullptr, sizeof(long long) * rows);
   const size_t lanes_at = place(nullptr, sizeof(LaneState) * static_cast<size_t>(shape.lanes));
   for (int lane = 0; lane < shape.lanes; ++lane) {
     const uint64_t step = context.first_step;
@@ -83,6 +89,19 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   view->state = made->state_ = reinterpret_cast<DeviceState*>(made->tables_ + state_at);
   view->lanes = reinterpret_cast<LaneState*>(made->tables_ + lanes_at);
   made->counter_ = reinterpret_cast<uint32_t*>(made->tables_ + counter_at);
+  view->loads.layers = context.spec->layers;
+  view->loads.decay = context.spec->decay;
+  if (rows > 0) {
+    void* there = nullptr;
+    const size_t before = (sizeof(float) * averages + 63) / 64 * 64;
+    TW_CUDA(cudaHostAlloc(&there, before + sizeof(long long) * rows, cudaHostAllocPortable));
+    std::memset(there, 0, before + sizeof(long long) * rows);
+    view->loads.averages = reinterpret_cast<float*>(made->tables_ + averages_at);
+    view->loads.dispatches = reinterpret_cast<long long*>(made->tables_ + dispatches_at);
+    view->loads.averages_there = made->averages_ = static_cast<float*>(there);
+    made->dispatches_ = reinterpret_cast<long long*>(static_cast<std::byte*>(there) + before);
+    view->loads.dispatches_there = made->dispatches_;
+  }
   made->maps_ = reinterpret_cast<uint32_t*>(made->tables_ + maps_at);
   made->balance_ = reinterpret_cast<int32_t*>(made->tables_ + balance_at);
   made->told_ = reinterpret_cast<int32_t*>(made->tables_ + told_at);
@@ -115,6 +134,17 @@ CountsOnHost* Arena::take_page() {
   CountsOnHost* const page = free_pages_.back();
   free_pages_.pop_back();
   return page;
+}
+
+void Arena::read_loads(const Context& context, float* loads, int64_t* dispatches) const {
+  const Shape& shape = context.map.shape();
+  const auto rows = static_cast<size_t>(shape.lanes * context.spec->layers);
+  std::vector<float> averages(rows * static_cast<size_t>(shape.choices()));
+  std::vector<int64_t> counted(rows);
+  // The device may be writing: each number is read once, as it is.
+  for (size_t i = 0; i < averages.size(); ++i) __atomic_load(&averages_[i], &averages[i], __ATOMIC_RELAXED);
+  for (size_t i = 0; i < rows; ++i) counted[i] = __atomic_load_n(&dispatches_[i], __ATOMIC_RELAXED);
+  sum_lanes(*context.spec, shape, averages.data(), counted.data(), loads, dispatches);
 }
 
 Status Arena::write_map(int32_t layer, const Shape& shape, const ExpertMap& map) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "nvlink/balance.h"
 #include "nvlink/driver.h"
 #include "nvlink/params.h"
 
@@ -33,6 +34,8 @@ class Arena {
   int32_t* balance(int32_t lane, const Shape& shape) const {
     return BalanceParams::fits(shape) ? nullptr : balance_ + int64_t{lane} * BalanceParams::scratch_words(shape);
   }
+  // What twGroupLoads shows, as far as the device has told it.
+  void read_loads(const Context& context, float* loads, int64_t* dispatches) const;
   // A page of host memory for what an exchange of counts tells the host. NULL if there is none.
   CountsOnHost* take_page();
   // `serial`: of the last exchange that writes to it, which may still be under way.
@@ -54,6 +57,8 @@ class Arena {
   int32_t* told_ = nullptr;
   uint32_t* maps_ = nullptr;
   int32_t* balance_ = nullptr;
+  float* averages_ = nullptr;  // on the host: TallyView
+  long long* dispatches_ = nullptr;
   static constexpr int kPages = 16;  // that are allocated at a time
   std::vector<CountsOnHost*> page_blocks_;
   struct GivenPage {

@@ -6,11 +6,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "exchange/notes.h"
 #include "exchange/replicas.h"
 #include "exchange/routing.h"
 #include "layout/collective_map.h"
 #include "layout/window_map.h"
+#include "nvlink/maps.h"
 #include "nvlink/state.h"
 #include "tokenway/tokenway.h"
 #include "views/columns.h"
@@ -30,7 +30,6 @@ inline constexpr int kChunks = 32;     // chunks of a block that may be under wa
 inline constexpr int kNear = 8;
 inline constexpr int kRanksAtOnce = 32;  // bits of a mask of ranks
 inline constexpr int kMostRounds = 8;    // that are remembered at most
-inline constexpr int kMaxTable = 8192;   // words of tables of experts that a dispatch keeps in shared memory
 
 // Where an expert is, in one word: its rank and its slot there.
 constexpr int kSlotBits = 20;
@@ -58,22 +57,6 @@ struct Divider {
   }
 };
 
-// A layer's map in device memory, in words: what Replicas points to.
-struct MapWords {
-  static constexpr uint32_t kDigest = 0;
-  static constexpr uint32_t kSeveral = 1;  // how many experts have several slots
-  static constexpr uint32_t kFirst = 2;    // [E + 1], then slots [P], lower [P] and several [E]
-  // Of what all choices need.
-  static constexpr uint32_t used(const Shape& shape) {
-    return shape.logical_experts > 0 ? static_cast<uint32_t>(shape.logical_experts) + 1 + 2 * shape.experts : 0;
-  }
-  static constexpr uint32_t all(const Shape& shape) { return kFirst + used(shape) + shape.logical_experts; }
-};
-// Whether a dispatch keeps its tables in shared memory.
-constexpr bool fits_tables(const Shape& shape) {
-  return static_cast<uint32_t>(shape.experts) + MapWords::used(shape) <= kMaxTable;
-}
-
 // Everything about a group, for a kernel.
 struct GroupView {
   WindowMap map;
@@ -95,6 +78,7 @@ struct GroupView {
   DeviceState* state;
   LaneState* lanes;
   uint64_t timeout_ns;
+  TallyView loads;
 };
 
 // A handle's arrays. Destinations of token t begin at t * fan_out(); meta rows lie as slots do, [N, b].
@@ -109,6 +93,7 @@ struct HandleView {
   int32_t* places;
   int32_t* expert_counts;
   int32_t* status;
+  int32_t* choices;  // [E] of its tokens, of a group that counts
   uint32_t* digest;  // of the map that the slots in `ids` are from
   // High throughput alone: exchange/counts.h.
   int32_t* sent_rows;     // [N, N]
@@ -281,6 +266,8 @@ struct DispatchParams {
   int32_t table;    // the expert table is kept in shared memory
   int32_t whole;    // payloads allow 8 bytes at a time
   int32_t counted;  // mix_counted
+  int32_t layer;
+  Tally tally;
   Kind kind;
 };
 
@@ -361,22 +348,6 @@ struct CountsParams {
   int32_t receive;
   CountsOnHost* on_host;  // NULL: the host does not want them
   uint64_t serial;        // that tells it
-};
-
-// Slots by quotas of the batch, into the handle (balance.cu).
-struct BalanceParams {
-  GroupView group;
-  HandleView handle;
-  IdsIn in;
-  int32_t* scratch;  // [E + N + P], NULL: shared memory has room
-  int32_t lane;
-  int32_t tokens;
-  twPhase_t phase;
-
-  static uint32_t scratch_words(const Shape& shape) {
-    return static_cast<uint32_t>(shape.logical_experts + shape.ranks + shape.experts);
-  }
-  static bool fits(const Shape& shape) { return scratch_words(shape) <= kMaxTable; }
 };
 
 // One tensor of a gather or reduce.
@@ -482,7 +453,6 @@ int launch_combine_lines(const CombineParams& params, int grid, bool early, void
 int launch_combine(const CombineParams& params, int grid, bool early, void* stream);
 int launch_rank_view(const ViewParams& params, int grid, void* stream);
 int launch_expert_view(const ViewParams& params, int grid, void* stream);
-int launch_balance(const BalanceParams& params, void* stream);
 int launch_counts(const CountsParams& params, int grid, void* stream);
 int launch_gather(const CollectiveParams& params, int grid, bool early, void* stream);
 int launch_reduce(const CollectiveParams& params, int grid, bool early, void* stream);

@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "nvlink/launch.h"
+#include "nvlink/tally.cuh"
 #include "nvlink/wait.cuh"
 
 namespace tw::nvlink {
@@ -43,6 +44,7 @@ __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
   }
   if (threadIdx.x == 0) clear_tickets(p.group, step);
   if (p.send) {
+    if (p.phase == twPhaseDispatch) tell_refusal(p.group, p.lane);
     publish_empty(p.group, step, Mode::kRefused);
     if (threadIdx.x == 0) say_sent(p.group, step, true);
   }

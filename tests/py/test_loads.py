@@ -66,7 +66,7 @@ def count(env: Any, setup: Setup) -> tuple[np.ndarray, np.ndarray]:
             if setup.exact:
                 group.exchange_counts(handle)
             received = group.dispatch(handle, tokens, lane=lane, count=counted)
-            group.combine(handle, received.tokens)
+            group.combine(handle, backend.tensor(backend.array(received.tokens)), weighting="topk")
         # What the last of each lane has told is taken by the next one.
         nothing = backend.tensor(np.zeros((0, setup.top_k), np.int32))
         rows = backend.tensor(np.zeros((0, setup.hidden), tokens_dtype(setup)))

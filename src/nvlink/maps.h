@@ -1,0 +1,44 @@
+// Tables of experts in device memory: maps (core/placement.h), and what is counted of them.
+#pragma once
+
+#include <cstdint>
+
+#include "exchange/notes.h"
+#include "exchange/replicas.h"
+#include "layout/shape.h"
+
+namespace tw::nvlink {
+
+inline constexpr int kMaxTable = 8192;  // words of tables of experts that a dispatch keeps in shared memory
+
+// A layer's map in device memory, in words: what Replicas points to.
+struct MapWords {
+  static constexpr uint32_t kDigest = 0;
+  static constexpr uint32_t kSeveral = 1;  // how many experts have several slots
+  static constexpr uint32_t kFirst = 2;    // [E + 1], then slots [P], lower [P] and several [E]
+  // Of what all choices need.
+  static constexpr uint32_t used(const Shape& shape) {
+    return shape.logical_experts > 0 ? static_cast<uint32_t>(shape.logical_experts) + 1 + 2 * shape.experts : 0;
+  }
+  static constexpr uint32_t all(const Shape& shape) { return kFirst + used(shape) + shape.logical_experts; }
+};
+// Whether a dispatch keeps its tables in shared memory.
+constexpr bool fits_tables(const Shape& shape) {
+  return static_cast<uint32_t>(shape.experts) + MapWords::used(shape) <= kMaxTable;
+}
+
+// Averages of a group that counts, [lanes, layers, E] and [lanes, layers]: here, and in memory that the host maps,
+// where it reads them when it likes.
+struct TallyView {
+  float* averages;
+  float* averages_there;
+  long long* dispatches;
+  long long* dispatches_there;
+  int32_t layers;
+  float decay;
+};
+
+// Which block of a dispatch counts: none, one more than the others are, or, where there is no room for it, the last.
+enum class Tally : int32_t { kNone, kApart, kLast };
+
+}  // namespace tw::nvlink
