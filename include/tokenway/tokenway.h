@@ -149,7 +149,7 @@ typedef enum TW_AS_INT {
 
 typedef enum TW_AS_INT {
   twIdLocal = 0,   // received ids are slots 0..L-1 of this rank; ids of experts elsewhere become invalid_id
-  twIdGlobal = 1,  // received ids are as sent
+  twIdGlobal = 1,  // received ids are as sent; with config.placement, the slots that serve them
 } twIdSpace_t;
 
 // One tensor that travels with every token: `elements` values of `dtype` per row, copied and never interpreted.

@@ -131,9 +131,9 @@ class Placed:
         return table
 
     def replace_map(self, slot_expert: Any, layer: int = 0, shares: Any = None) -> None:
-        """Replaces a layer's map: slot_expert [P], shares [P] (of policy "shares"; default all alike). All ranks at the
+        """Replaces a layer's map: slot_expert [P], shares [P] (of policy "shares"; default alike). All ranks at the
         same place in their calls; a rank that has another map when it dispatches is BoundMismatch on all of them. A
-        handle keeps the slots that it has. Where slots are stays, and weights are the caller's to move. On a CUDA device
+        handle keeps the slots that it has. Where slots are stays, weights are the caller's to move. On a CUDA device
         it waits for the current stream, and replays of captured graphs follow it."""
         shape = 1, self.slots
         table = _spread("slot_expert", slot_expert, shape, np.int32)

@@ -46,7 +46,7 @@ struct Shape {
 };
 
 // What travels beside the payloads of a row: who it is at its owner, and its routing. In memory the header is followed
-// by ids int32[K], global, as the owner gave them, and weights float32[K].
+// by ids int32[K], global, as the owner gave them or the slots that serve them, and weights float32[K].
 struct RowHeader {
   int32_t token;     // row at the owner
   int32_t position;  // of the receiving rank among the token's ranks, ascending: its place in the owner's inbox

@@ -28,11 +28,12 @@ from carried import CARRIED
 from collectives import COLLECTIVES
 from counts import COUNTS
 from mutation import Mutation
+from placement import PLACEMENT
 from protocol import PROTOCOL
 from results import RESULTS
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = PROTOCOL + COUNTS + COLLECTIVES + RESULTS + CARRIED
+ALL = PROTOCOL + COUNTS + COLLECTIVES + PLACEMENT + RESULTS + CARRIED
 TEST_TIMEOUT_S = 60
 
 
