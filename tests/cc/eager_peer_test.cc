@@ -201,7 +201,7 @@ class Rank {
   void exchange_counts(uint32_t step) {
     const StepPlace at{0, step};
     t_.begin(step);
-    send_counts(t_, t_.map(), at, {kExpertRank, kExpertSlot}, routing_);
+    send_counts(t_, t_.map(), at, {kExpertRank, kExpertSlot}, routing_, 0);
     for (int peer = 0; peer < kRanks; ++peer) {
       int32_t ours[kRanks + 1];
       std::memcpy(ours, t_.at_peer(peer, t_.map().counts(0, at.bank(), kMe)), sizeof ours);

@@ -204,11 +204,15 @@ TEST(Replicas, RanksThatDifferAreTold) {
   config.placement = &placement;
   test::World world(2, config);
   test::on_all_ranks(2, [&](int rank) {
-    if (rank == 1) EXPECT_TW(twSuccess, twGroupReplaceMap(world[rank], 0, kOther, nullptr, nullptr));
+    if (rank == 1) {
+      EXPECT_TW(twSuccess, twGroupReplaceMap(world[rank], 0, kOther, nullptr, nullptr));
+    }
     twHandle_t handle = route_two(world[rank], {0, 1, 2, 0});
     EXPECT_TW(twBoundMismatch, dispatch_two(world[rank], handle));
     EXPECT_TRUE(test::says("differ in the layer, its map or the counting of twDispatch"));
-    if (rank == 0) EXPECT_TW(twSuccess, twGroupReplaceMap(world[rank], 0, kOther, nullptr, nullptr));
+    if (rank == 0) {
+      EXPECT_TW(twSuccess, twGroupReplaceMap(world[rank], 0, kOther, nullptr, nullptr));
+    }
     EXPECT_TW(twSuccess, twHandleDestroy(handle));
     handle = route_two(world[rank], {0, 1, 2, 0});
     EXPECT_TW(twSuccess, dispatch_two(world[rank], handle));
