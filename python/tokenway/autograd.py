@@ -123,6 +123,7 @@ def dispatch(
     *,
     layout: str | None = None,
     bound: int | None = None,
+    layer: int = 0,
 ) -> Routed:
     """Sends every token to the ranks of its experts. A step of all ranks, and one in the backward pass if tokens or
     weights require gradients, which must be so on all ranks or on none.
@@ -130,7 +131,7 @@ def dispatch(
     tokens: [T, H] of the group's dtype, differentiable. ids: [T, K] int32 or int64, -1 for "no expert", each id at most
     once per token. weights: [T, K] float32, differentiable. layout: "rank_major", or of a group of high throughput
     "flat" (the default there) or "grouped"; these take a step more, the exchange of counts, in the forward pass alone.
-    bound (of rank_major): b, equal on all ranks, T <= b <= max_tokens (default max_tokens).
+    bound (of rank_major): b, equal on all ranks, T <= b <= max_tokens (default max_tokens). layer: as Group.route.
 
     Gradients: tokens' are summed over the ranks that received the token, ascending, in float32 and rounded once;
     weights' are exact. What was dropped for want of room contributes to neither. Errors: as Group.route,
@@ -141,7 +142,7 @@ def dispatch(
         check_group(group, weights.requires_grad and torch.is_grad_enabled())
         layout = check_layout(group, layout)
         bound = _checked_bound(group, bound)
-        handle = group.route(ids, weights.detach())
+        handle = group.route(ids, weights.detach(), layer=layer)
     received, kept, places, counts, offsets = _Dispatch.apply(tokens, weights, handle, layout, bound)
     # All weights of a token come with it. Those of other ranks' experts would give it gradients from several ranks.
     kept = kept.masked_fill(places == group.settings.invalid_id, 0.0)

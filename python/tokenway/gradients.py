@@ -156,10 +156,12 @@ def lane_given_back(handle: Handle) -> Iterator[None]:
             handle.release()
 
 
-def send(handle: Handle, tokens: Tensor, bound: int | None, out: Mapping[str, Tensor], layout: str) -> None:
+def send(
+    handle: Handle, tokens: Tensor, bound: int | None, out: Mapping[str, Tensor], layout: str, count: bool = True
+) -> None:
     """A dispatch into tensors of the caller's, that holds no lane afterwards: nothing of the window is needed then."""
     with lane_given_back(handle):
-        handle.group.dispatch(handle, tokens, bound=bound, out=out, layout=layout)
+        handle.group.dispatch(handle, tokens, bound=bound, out=out, layout=layout, count=count)
 
 
 def return_gradients(
@@ -199,7 +201,7 @@ def send_gradients(handle: Handle, out: Tensor, layout: str) -> Tensor:
     group = handle.group
     with telling(group.refuse_dispatch):
         rows, out = rows_to_come(group, lead_of(handle, layout), group.hidden, layout), out.contiguous()
-    send(handle, out, handle.bound or None, {"tokens": rows}, layout)
+    send(handle, out, handle.bound or None, {"tokens": rows}, layout, count=False)  # the forward pass was counted
     return rows
 
 

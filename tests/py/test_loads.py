@@ -134,3 +134,29 @@ def again(env: Any, refuses: bool) -> np.ndarray:
 def test_handles_dispatched_again(threads, refuses) -> None:
     for loads in threads(2).run(again, refuses):
         assert loads.tolist() == [1.5, 3.0, 0.0, 0.0]
+
+
+def train(env: Any) -> np.ndarray:
+    """A forward and a backward pass through experts with replicas, of which the first is counted."""
+    import torch
+
+    from tokenway import autograd
+
+    placement = tw.Placement([[0, 1, 2, 3, 1, 0]] * 2, count_loads=True, load_decay=0.5)
+    made = {"experts": 4, "top_k": 2, "hidden": 8, "max_tokens": 4, "dtype": "float32", "expert_map": placement}
+    with autograd.make_group(env.comm, **made) as group:
+        ids = torch.tensor([[0, 1], [1, 2]])
+        x = torch.ones(2, 8, requires_grad=True)
+        weights = torch.full((2, 2), 0.5, requires_grad=True)
+        routed = autograd.dispatch(group, x, ids, weights, layer=1)
+        rows = routed.tokens * routed.weights.sum(-1, keepdim=True)
+        autograd.combine(routed, rows).sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, torch.ones(2, 8))
+        return group.loads
+
+
+def test_backward_is_not_counted(threads, torch, backend) -> None:
+    if backend != "cpu":
+        pytest.skip("of gradients the tests on the CPU tell")
+    for loads in threads(2).run(train):
+        assert loads.tolist() == [[0, 0, 0, 0], [1, 2, 1, 0]]
