@@ -27,6 +27,19 @@ constexpr bool fits_tables(const Shape& shape) {
   return static_cast<uint32_t>(shape.experts) + MapWords::used(shape) <= kMaxTable;
 }
 
+// Where a kernel finds the ids and weights of a routing, and what the ids mean. Strides count elements.
+struct IdsIn {
+  const void* ids;
+  const float* weights;
+  int64_t id_stride[2];
+  int64_t weight_stride[2];
+  int32_t wide;            // int64
+  int32_t own;             // these are the handle's own
+  int32_t limit;           // ids are below this
+  const uint32_t* map;     // MapWords: ids are experts, of which it has the slots. NULL: they are what experts are here
+  const uint32_t* digest;  // of that map, or of the one that own ids are from. NULL: there are none
+};
+
 // Averages of a group that counts, [lanes, layers, E] and [lanes, layers]: here, and in memory that the host maps,
 // where it reads them when it likes.
 struct TallyView {

@@ -178,18 +178,6 @@ enum class Kind : int32_t { kAny, kUsual, kLines };
 inline constexpr int kFastIds = 8;
 inline constexpr int kFewTokens = 32;  // one for each lane of a warp
 
-struct IdsIn {
-  const void* ids;
-  const float* weights;
-  int64_t id_stride[2];
-  int64_t weight_stride[2];
-  int32_t wide;            // int64
-  int32_t own;             // these are the handle's own
-  int32_t limit;           // ids are below this
-  const uint32_t* map;     // MapWords: ids are experts, of which it has the slots. NULL: they are what experts are here
-  const uint32_t* digest;  // of that map, or of the one that own ids are from. NULL: there are none
-};
-
 // How received ids are shown; NULL: not wanted.
 struct Shown {
   void* ids;
