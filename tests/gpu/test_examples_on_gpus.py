@@ -1,7 +1,8 @@
-"""A model trained on GPUs, each rank a process with one: examples/04_train_moe_lm.py."""
+"""Examples on GPUs, each rank a process with one: a model trained, and a timeline."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "04_train_moe_lm.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--layers", "3", "--hidden", "64", "--heads", "4", "--inner", "32", "--length", "32", "--batch", "6"]
 
 
@@ -22,8 +23,22 @@ def test_repeated_runs_have_the_same_bits(pair, tmp_path) -> None:
     (tmp_path / "text.txt").write_text(" ".join(words) * 1000)
     options = ["--text", str(tmp_path / "text.txt"), *SMALL, "--experts", "5", "--check-ranks", "--device", "cuda"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(EXAMPLE), *options]
+    command = [sys.executable, str(EXAMPLES / "04_train_moe_lm.py"), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert re.search(r"(2|4) ranks twice, the same bits: yes", done.stdout), done.stdout
     assert re.search(r"Losses of 1(,| and) 2 (and 4 )?ranks within 0.0001: yes", done.stdout), done.stdout
+
+
+def test_timeline(pair, tmp_path) -> None:
+    """examples/08_timeline.py: parts noted by events on their streams, which overlap where two lanes allow it."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    kept = tmp_path / "times.json"
+    command = [sys.executable, str(EXAMPLES / "08_timeline.py"), "--device", "cuda", "--json", str(kept)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "The same bits in both orders." in done.stdout
+    told = json.loads(kept.read_text())
+    assert told["summary"]["in turn"]["experts_while_rows_travel_us"] == 0
+    assert told["summary"]["overlapped"]["experts_while_rows_travel_us"] > 0
+    assert all(0 <= i["begin"] < i["end"] for i in told["intervals"])
