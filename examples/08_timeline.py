@@ -6,7 +6,7 @@
 Two micro-batches go through dispatch, experts and combine twice: one after the other on one stream, and overlapped,
 each on a lane of its own. Every part is noted with its begin and end: on GPUs by CUDA events on the stream that it runs
 on, on the CPU by the clock around the calls. Printed is how long both orders take, and in how much of the experts' time
-rows travel; --plot draws all of it, --json keeps the numbers. docs/OVERLAP.md explains what overlaps with what.
+rows travel; --plot draws all of it, --json keeps the numbers. docs/OVERLAP.md explains what overlaps.
 
 Experts are matrix products. Even ranks have more of them in the first micro-batch, odd ranks in the second. The results
 of both orders must have the same bits: exit code 0 if they do. Needs PyTorch with --device cuda, matplotlib with --plot.
