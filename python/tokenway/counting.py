@@ -133,6 +133,8 @@ class Counting:
                 continue
             payload = self._payload_specs[name]
             given[name] = self._place.empty((rows, payload.elements), payload.dtype, like)
+            if self.device is not None and not self._sizes_outputs:
+                given[name].zero_()  # as a lease would be, if it was asked for
             if self._copies == 0:
                 now = self.leases
                 _log.warning(

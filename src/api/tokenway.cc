@@ -382,15 +382,14 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
     if (status.ok() && handle->counts.exchanged && group->leases == nullptr) {
       status = fail(twInvalidUsage, "the handle's counts have been exchanged since it was routed");
     }
-    if (status.ok() && handle->counts.exchanged && handle->lane >= 0) {
-      status =
-          fail(twInvalidUsage, "handle holds lane %d; combine or release it before twExchangeCounts", handle->lane);
-    }
     tw::CountsCall call;
     call.stream = input.stream;
     call.send_only = input.send_only != 0;
     std::vector<std::byte*> leases;
     if (status.ok()) status = tw::api::check_landing(*group, input, &call, &leases);
+    if (status.ok() && handle->counts.exchanged && handle->lane >= 0) {  // as on all ranks, so there is nobody to tell
+      return fail(twInvalidUsage, "handle holds lane %d; combine or release it before twExchangeCounts", handle->lane);
+    }
     // Peers are told at once, as of a dispatch.
     if (!status.ok()) {
       return tw::refuse_counts(*group, known, input.lane, input.send_only == 1, input.stream, std::move(status));

@@ -43,7 +43,7 @@ inline void restore_counts(const Shape& shape, Routing* routing) {
 }
 
 // Tells every rank. Never waits: S2 has made the bank free. landing: [payloads] of this rank, as WindowMap::counts has
-// it.
+// it; NULL: none.
 template <Transport T>
 void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& placement, const Routing& routing,
                  const uint64_t* landing) {
@@ -56,7 +56,7 @@ void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& plac
     for (int32_t expert = 0; expert < shape.experts; ++expert) {
       if (placement.rank[expert] == rank) told[shape.ranks + placement.slot[expert]] = rows[expert];
     }
-    if (shape.leases()) {
+    if (shape.leases() && landing != nullptr) {
       std::memcpy(told.data() + WindowMap::landing_begin(shape) / sizeof(int32_t), landing,
                   sizeof(uint64_t) * static_cast<size_t>(shape.payloads));
     }
