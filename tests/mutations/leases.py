@@ -31,7 +31,8 @@ LEASES_MUTATIONS = (
         (
             Edit(
                 LEASES,
-                "  if (found->second.announced) {\n    found->second.given = true;\n  } else {\n    leases_.erase(found);\n  }\n",
+                "  if (found->second.announced) {\n    found->second.given = true;\n"
+                "  } else {\n    leases_.erase(found);\n  }\n",
                 "  leases_.erase(found);\n",
             ),
         ),

@@ -167,6 +167,61 @@ def test_payloads(world) -> None:
     world(3).run(run_payloads)
 
 
+# ---- bytes ------------------------------------------------------------------------------------------------------
+
+CANARY = 0xA5
+
+
+def launches() -> int | None:
+    """Kernels that this thread has launched; None where nobody counts them."""
+    count = getattr(_native.lib, "tokenway_emulated_launches", None)
+    return None if count is None else count()
+
+
+def run_written(env: Env) -> None:
+    """Every byte that a dispatch may have written to, before and after."""
+    hidden, most = 64, env.nranks * TOKENS
+    with (
+        group_with(env, 4 * most * 11, hidden=hidden) as group,
+        tw.Group(env.comm, hidden=1, max_tokens=1, dtype="float32", timeout=20) as others,
+    ):
+        one = env.backend.tensor(np.ones((1, 1), np.float32))
+        handle, _ = routed(env, group, 0)
+        tokens = env.backend.tensor(
+            np.random.default_rng(env.rank).integers(1, 99, (TOKENS, hidden)).astype(np.float32)
+        )
+        group.exchange_counts(handle)
+        banks = [group.dispatch(handle, tokens).tokens for _ in range(2)]  # views: one of each bank
+        want = copy(env, banks[1])
+        handle.release()
+        memory = c_void_p()
+        _native.check(_native.lib.twWindowAlloc(group.pointer, group.leases.bytes, byref(memory)))
+        area = group._place.window_view(memory.value or 0, (group.leases.bytes,), "uint8", group.device is not None)
+        assert env.backend.array(others.all_gatherv(one).rows).sum() == env.nranks  # nobody writes to a bank any more
+        for tensor in (*banks, area):
+            tensor[...] = CANARY
+        assert env.backend.array(others.all_gatherv(one).rows).sum() == env.nranks  # and now all may
+        _native.check(_native.lib.twWindowFree(memory.value))
+        group.exchange_counts(handle, lease=True)
+        before = launches()
+        received = group.dispatch(handle, tokens)
+        assert received.leased and (before is None or launches() == before + 1), "a dispatch, and nothing behind it"
+        rows = copy(env, received.tokens)
+        assert np.array_equal(rows, want)
+        for bank in banks:
+            # Counts and what travels beside rows are in a bank; of rows, nothing behind the counts.
+            assert (copy(env, bank)[1:] == CANARY).all(), "rows in a bank, too"
+        written = np.flatnonzero(copy(env, area) != CANARY)
+        # The lease is the first piece. float32 of small whole numbers has bytes of 0, so all of a row differ.
+        assert len(written) == rows.nbytes and written[-1] == rows.nbytes - 1, (len(written), rows.nbytes)
+        handle.release()
+
+
+def test_rows_are_written_once(world) -> None:
+    """To the lease, all of them and nothing beyond; no bank has them too, and no kernel copies them."""
+    world(3).run(run_written)
+
+
 # ---- refusals ----------------------------------------------------------------------------------------------------
 
 
