@@ -9,7 +9,8 @@ on, on the CPU by the clock around the calls. Printed is how long both orders ta
 rows travel; --plot draws all of it, --json keeps the numbers. docs/OVERLAP.md explains what overlaps.
 
 Experts are matrix products. Even ranks have more of them in the first micro-batch, odd ranks in the second. The results
-of both orders must have the same bits: exit code 0 if they do. Needs PyTorch with --device cuda, matplotlib with --plot.
+of both orders must have the same bits: exit code 0 if they do. Needs PyTorch with --device cuda,
+matplotlib with --plot.
 """
 
 from __future__ import annotations
