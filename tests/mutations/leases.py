@@ -42,7 +42,14 @@ LEASES_MUTATIONS = (
         "leases",
         "leases_test",
         "Leases.LandsOnce",
-        (Edit(CALLS, "  call->lands = handle.lands;\n  handle.lands = false;\n", "  call->lands = handle.lands;\n"),),
+        (
+            Edit(CALLS, "  call->lands = handle.lands;\n  handle.lands = false;\n", "  call->lands = handle.lands;\n"),
+            Edit(
+                CALLS,
+                "  handle.lands = false;\n  if (handle.leases.empty()) return;\n",
+                "  if (handle.leases.empty()) return;\n",
+            ),
+        ),
     ),
     Mutation(
         "one rank's rows land, another's do not, and nobody notices",
