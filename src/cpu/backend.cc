@@ -37,13 +37,15 @@ class CpuBackend : public Backend {
     const auto begin = [&](int rank) {
       return shape().exact() ? handle.counts.begin[rank] : int64_t{context_.me} * call.bound;
     };
-    tw::send_dispatch(transport_, context_.map, call.at, handle.routing, call.payloads, call.bound, begin);
+    tw::send_dispatch(transport_, context_.map, call.at, handle.routing, call.payloads, call.bound,
+                      landing_of(call, handle), begin);
     return {};
   }
 
   Status send_counts(const CountsCall& call, HandleArrays& handle) override {
     transport_.begin(call.at, {nullptr, 1, WindowMap::counts_bytes(shape())}, call.send_only);
-    tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing);
+    if (call.again) restore_counts(shape(), &handle.routing);
+    tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing, call.landing);
     return {};
   }
 
@@ -85,7 +87,7 @@ class CpuBackend : public Backend {
 
   StepEnd finish_dispatch(const DispatchCall& call, TimePoint deadline, HandleArrays& handle) override {
     Received& received = handle.received;
-    StepEnd end = await_step(transport_, context_.map, call.at, Mode::kDispatch, static_cast<uint32_t>(call.bound),
+    StepEnd end = await_step(transport_, context_.map, call.at, Mode::kDispatch, dispatch_note(call.bound, call.lands),
                              deadline, received.counts);
     for (int peer = 0; peer < shape().ranks && shape().exact() && end.code == twSuccess; ++peer) {
       // As many as were announced, or the peer dispatches another handle.
@@ -105,8 +107,10 @@ class CpuBackend : public Backend {
   StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override {
     const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCounts, 0, deadline, counts_.data());
     if (end.code != twSuccess) return end;
+    *known = {};
     known->overflow = take_counts(transport_, context_.map, call.at, context_.local_experts, call.drop, &handle.routing,
                                   &handle.counts);
+    if (!is_landing(context_.map, handle.counts)) return {twInternalError, context_.me, {}, 0};
     place_experts(call.alignment, handle);
     for (int32_t source = 0; source < shape().ranks; ++source) {
       known->received.push_back(handle.counts.at(shape(), source, context_.me));
@@ -166,10 +170,11 @@ class CpuBackend : public Backend {
     return transport_.local(context_.map.payload(at.lane, at.bank(), q, 0, 0, 0));
   }
 
+  std::byte* window() override { return transport_.local(0); }
+  std::shared_ptr<void> keep_window() override { return transport_.window(); }
   bool in_window(const void* address) override {
     const auto* const at = static_cast<const std::byte*>(address);
-    const std::byte* const window = transport_.local(0);
-    return std::less_equal<>()(window, at) && std::less<>()(at, window + context_.map.bytes());
+    return std::less_equal<>()(window(), at) && std::less<>()(at, window() + context_.map.leases());
   }
   bool in_lane(int lane, const void* address) override {
     const auto* const at = static_cast<const std::byte*>(address);
@@ -198,14 +203,15 @@ class CpuBackend : public Backend {
 
   // Sends all tokens to all ranks.
   Status send_gathered(const DispatchCall& call, HandleArrays& handle) {
-    const Gathered gathered{context_, call.at, call.bound, shape().exact() ? &handle.counts : nullptr};
+    const Gathered gathered{context_, call.at, call.bound, shape().exact() ? &handle.counts : nullptr,
+                            landing_of(call, handle)};
     const auto unpack = [this, gathered](int source, const Frame& frame, const std::byte* message) {
       unpack_gathered(transport_, gathered, source, static_cast<int32_t>(frame.tokens), message);
     };
     std::byte* const message = transport_.begin_gathered(call.at, handle.routing.tokens, call.send_only, unpack);
     pack_gathered(shape(), handle.routing, call.payloads, message);
     put_picked(transport_, gathered, context_.me, handle.routing, call.payloads);
-    publish_step(transport_, context_.map, call.at, Mode::kDispatch, static_cast<uint32_t>(call.bound),
+    publish_step(transport_, context_.map, call.at, Mode::kDispatch, dispatch_note(call.bound, call.lands),
                  [&](int peer) { return handle.routing.send_counts[peer]; });
     return {};
   }
@@ -290,6 +296,10 @@ class CpuBackend : public Backend {
     std::copy_n(handle.expert_begin, context_.local_experts + 1, handle.offsets);
   }
 
+  static const uint64_t* landing_of(const DispatchCall& call, const HandleArrays& handle) {
+    return call.lands ? handle.counts.landing : nullptr;
+  }
+
   // Where the rows of a source begin.
   int64_t first_row(const DispatchCall& call, const HandleArrays& handle, int source) const {
     return shape().exact() ? handle.counts.source[source] : int64_t{source} * call.bound;
@@ -301,7 +311,7 @@ class CpuBackend : public Backend {
     const Received& received = handle.received;
     const auto window_row = [&](int q, int source, int p) -> const std::byte* {
       const auto row = static_cast<uint64_t>(first_row(call, handle, source) + p);
-      return transport_.local(context_.map.payload_row(call.at.lane, call.at.bank(), q, row));
+      return transport_.local(row_place(context_.map, call.at, landing_of(call, handle), context_.me, q, row));
     };
     if (targets.layout == twExpertMajor || targets.layout == twGrouped) {
       ExpertMajorOut out;

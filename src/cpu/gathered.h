@@ -21,7 +21,8 @@ struct Gathered {
   const Context& context;
   StepPlace at;
   int32_t bound;
-  const Counts* counts;  // high throughput alone
+  const Counts* counts;     // high throughput alone
+  const uint64_t* landing;  // as of row_place
 };
 
 // One source's puts, of which those for this rank are made.
@@ -54,7 +55,7 @@ inline void put_picked(CarriedTransport& transport, const Gathered& call, int so
   const auto begin = [&](int) {
     return call.counts != nullptr ? call.counts->source[source] : int64_t{source} * call.bound;
   };
-  send_dispatch(picker, call.context.map, call.at, routing, payloads, call.bound, begin);
+  send_dispatch(picker, call.context.map, call.at, routing, payloads, call.bound, call.landing, begin);
 }
 
 // ids, weights, then each payload of all tokens.

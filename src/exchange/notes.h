@@ -1,12 +1,16 @@
-// The notes of gathers and reduces: what ranks must give alike beside the bound, as one number.
+// Notes: the bound of a step, and what ranks must give alike beside it.
 #pragma once
 
 #include <cstdint>
 
 namespace tw {
 
-// Of all that ranks must give alike, beside the bound in a note: as soon as two ranks differ, each meets a note that is
-// not its own. FNV-1a, by 32 bits at a time.
+// In a dispatch's note, beside the bound: its rows go where the exchange of counts before it has announced. Ranks that
+// differ in that would write and read at different places.
+inline constexpr uint32_t kLanding = 1u << 31;
+
+// Of gathers and reduces. Of all that ranks must give alike, beside the bound in a note: as soon as two ranks differ,
+// each meets a note that is not its own. FNV-1a, by 32 bits at a time.
 constexpr uint32_t kDigestSeed = 2166136261u;
 constexpr uint32_t mix_digest(uint32_t digest, uint64_t value) {
   digest = (digest ^ static_cast<uint32_t>(value)) * 16777619u;

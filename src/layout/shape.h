@@ -28,12 +28,14 @@ struct Shape {
   // High throughput alone, else 0.
   int32_t recv_rows = 0;           // R: rows of all sources together
   int32_t most_local_experts = 0;  // of any rank
+  uint64_t lease_bytes = 0;        // for leases (core/leases.h), whole pages
   // What only devices have: 0 on the CPU.
   int32_t line_tokens = 0;  // rows of a source that may travel as lines (layout/lines.h)
   int32_t chunk_rows = 0;   // rows of a bulk combine that share a word
   int32_t carried = 0;      // 1: rows go over a carrier, in blocks by source: so an inbox has them as slots do
 
   constexpr bool exact() const { return recv_rows > 0; }
+  constexpr bool leases() const { return lease_bytes > 0; }
   // Rows that a rank may receive in a step.
   constexpr int64_t most_rows() const { return recv_rows > 0 ? recv_rows : static_cast<int64_t>(ranks) * max_tokens; }
   // A token goes to at most this many ranks: places per token in the owner's inbox.

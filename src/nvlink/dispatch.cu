@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     if (kFast) ids = load_ids(ids_from);
     if (item.row < static_cast<uint32_t>(p.tokens)) load_ahead<kFast>(p, static_cast<int>(item.row), unit, &ahead);
   }
-  Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
+  Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch, 0, p.lands ? kLanding : 0};
   const bool sticky = is_sticky(g);
   if (sends) mark_tokens<kFast>(p, scratch, thread, ids);
   const bool skips = static_cast<int>(step.number & 1) != p.bank;

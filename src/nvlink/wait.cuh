@@ -13,15 +13,16 @@ struct Step {
   int32_t lane;
   int32_t bound;
   twPhase_t phase;
-  uint32_t digest = 0;  // of a gather or reduce, what its notes hold above the bound
+  uint32_t digest = 0;   // of a gather or reduce, what its notes hold above the bound
+  uint32_t landing = 0;  // of a dispatch, beside it: kLanding or 0
 
   __device__ int bank() const { return static_cast<int>(number & 1); }
   __device__ uint32_t low() const { return static_cast<uint32_t>(number); }
+  __device__ uint32_t low_note() const { return static_cast<uint32_t>(bound) | landing; }
   // Whether a note is that of a rank which makes the same call. Above the bound others' notes hold what differs.
   __device__ bool matches(uint64_t note) const {
     const bool collects = phase == twPhaseGather || phase == twPhaseReduce;
-    return collects ? note == collective_note(bound, digest)
-                    : static_cast<uint32_t>(note) == static_cast<uint32_t>(bound);
+    return collects ? note == collective_note(bound, digest) : static_cast<uint32_t>(note) == low_note();
   }
 };
 
@@ -136,7 +137,7 @@ __device__ __noinline__ static void write_report(Report* report, const GroupView
   to.step = step.low();
   to.seen = static_cast<uint32_t>(seen >> 32);
   to.note = note;
-  to.bound = static_cast<uint32_t>(step.bound);
+  to.bound = step.low_note();
   to.token = -1;
   to.k = -1;
   to.value = 0;
@@ -292,7 +293,7 @@ __device__ inline bool look_at(const GroupView& g, const Step& step, int rank, L
   if (g.no_wait) {  // as if it had come
     source->word = pack(Word{step.low(), unpack(source->word).mode, unpack(source->word).n});
     const auto above = static_cast<uint32_t>(step.digest != 0 ? step.digest : source->note >> 32);
-    source->note = collective_note(step.bound, above);
+    source->note = collective_note(step.bound, above) | step.landing;
     judge(step, source);
     return true;
   }
@@ -342,7 +343,8 @@ template <class Count>
 __device__ inline void publish_words(const GroupView& g, const Step& step, Mode mode, Count count) {
   const int ranks = g.map.shape().ranks;
   for (int i = lane(); i < ranks; i += 32) {
-    store_word(own_word_at(g, step, (g.me + 1 + i) % ranks) + kNoteOffset, collective_note(step.bound, step.digest));
+    store_word(own_word_at(g, step, (g.me + 1 + i) % ranks) + kNoteOffset,
+               collective_note(step.bound, step.digest) | step.landing);
   }
   if (lane() < ranks) fence_system();
   for (int i = lane(); i < ranks; i += 32) {
@@ -356,7 +358,7 @@ __device__ inline void publish_words(const GroupView& g, const Step& step, Mode 
 __device__ inline void publish_word(const GroupView& g, const Step& step, int rank, Mode mode, int n, int plain) {
   std::byte* const place = own_word_at(g, step, rank);
   const uint64_t word = pack(Word{step.low(), mode, static_cast<uint32_t>(n)});
-  const uint64_t note = static_cast<uint64_t>(step.bound) | static_cast<uint64_t>(plain) << 32;
+  const uint64_t note = uint64_t{step.low_note()} | static_cast<uint64_t>(plain) << 32;
   if (g.line_tokens > 0) return store_pair(place, word, note);
   store_word(place + kNoteOffset, note);
   fence_system();

@@ -27,12 +27,13 @@ from pathlib import Path
 from carried import CARRIED
 from collectives import COLLECTIVES
 from counts import COUNTS
+from leases import LEASES_MUTATIONS
 from mutation import Mutation
 from protocol import PROTOCOL
 from results import RESULTS
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = PROTOCOL + COUNTS + COLLECTIVES + RESULTS + CARRIED
+ALL = PROTOCOL + COUNTS + LEASES_MUTATIONS + COLLECTIVES + RESULTS + CARRIED
 TEST_TIMEOUT_S = 60
 
 

@@ -43,6 +43,7 @@ class Setup:
     overflow: str = "refuse"
     row_alignment: int | None = None
     sm_limit: int = 0
+    lease_bytes: int = 0
 
     @property
     def exact(self) -> bool:
@@ -81,6 +82,7 @@ class Round:
     send_combine: bool = False
     again: bool = False  # dispatch twice
     late: bool = False  # combine once more, without a lease
+    lease: bool = False  # rows land in leases, if there is room, and stay there; and once more by the same routing
     release: bool = False  # give the lane back before the combine, which then has no lease
     strided: bool = False  # rows of all inputs are apart
     own: bool = False  # outputs are given
