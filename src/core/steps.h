@@ -5,6 +5,9 @@
 
 namespace tw {
 
+// The sentence of a record of a step, into its message. `bound` and `note`: what this rank and the other gave.
+void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note);
+
 // Until when a call waits for its peers.
 TimePoint deadline_of(twGroup& group);
 // Turns the end of a step into a record and a sentence.
