@@ -157,8 +157,13 @@ class DeviceCase:
         }
         if self.back is not None:
             back = self.back.pair
+
+            def there_and_back(handle: Handle) -> None:
+                self.pair(handle)
+                back(handle)
+
             bodies["backward"] = (self.pair, again(back))
-            bodies["both"] = (self.pair, each(lambda handle: None))
+            bodies["both"] = (self.pair, each(there_and_back))
         if self.case.exact:
             bodies["counts"] = (self._recount, each(self._recount))
         replays = {}
