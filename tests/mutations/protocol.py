@@ -18,7 +18,8 @@ from mutation import (
 )
 
 PUBLISH_DISPATCH = (
-    "  publish_step(t, map, at, Mode::kDispatch, bound, [&](int peer) { return routing.send_counts[peer]; });\n"
+    "  publish_step(t, map, at, Mode::kDispatch, dispatch_note(bound, landing != nullptr),\n"
+    "               [&](int peer) { return routing.send_counts[peer]; });\n"
 )
 PUBLISH_COMBINE = (
     "  publish_step(t, map, at, Mode::kCombine, bound, [&](int peer) { return received.counts[peer]; });\n"
