@@ -91,6 +91,7 @@ lint:  ## style, formatting and the rules of the tree
 	@$(STAGE) "ruff format" $(PY) -m ruff format --check .
 	@$(STAGE) "clang-format" .venv/bin/clang-format --dry-run -Werror $(CXX_FILES)
 	@$(STAGE) "rules of the tree" $(PY) scripts/check_tree.py
+	@$(STAGE) "texts of mutations" $(PY) tests/mutations/run.py --texts
 
 format:  ## put the formatting right
 	@$(SETUP) lint

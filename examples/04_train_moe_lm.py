@@ -5,13 +5,14 @@
     python examples/04_train_moe_lm.py --text FOLDER --record-routing routing.npz
     python examples/04_train_moe_lm.py --device cuda --ranks 8  # a GPU each
     python examples/04_train_moe_lm.py --check-ranks            # the same losses, however many ranks there are?
+    python examples/04_train_moe_lm.py --check-ranks --device cuda
 
 A decoder on bytes: attention is data-parallel, each layer's 16 experts are expert-parallel, two per byte. Some files
 are never trained on; their loss is printed beside that of a model that knows only which byte follows which. At the end
 the model writes some text. The model is examples/moe_lm.py, and docs/TRAINING.md explains what happens here.
 
 One batch of every step is split over the ranks, whatever their number, so the losses are the same but for rounding, and
-repeated runs on the CPU have the same bits. Needs PyTorch; --plot needs matplotlib. Exit code 0 if the model, trained
+repeated runs have the same bits, on GPUs too. Needs PyTorch; --plot needs matplotlib. Exit code 0 if the model, trained
 for 300 steps or more, is better than the bigrams, or with --check-ranks if all losses agree.
 """
 
@@ -90,6 +91,8 @@ def rank_main(job: Job) -> Learned:
     comm = tw.connect(device=None if job.device == "cpu" else job.device)
     if comm.device is None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // comm.nranks))  # ranks share the cores
+    else:
+        torch.use_deterministic_algorithms(True)  # attention's backward pass, for one, has others
     with comm, layer_group(comm, job.shape, -(-job.batch // comm.nranks)) as group:
         return Training(job, comm, group).run()
 
@@ -287,7 +290,10 @@ def train(console: Console, job: Job, options: argparse.Namespace) -> int:
 def check_ranks(console: Console, job: Job) -> int:
     """The first steps on 1, 2 and 4 ranks, and on 4 once more."""
     job = replace(job, steps=CHECKED, sample=0, evaluate_every=CHECKED)
-    runs = [(ranks, tw.run(rank_main, ranks, job)[0]) for ranks in (1, 2, 4, 4)]
+    counts = [n for n in (1, 2, 4) if job.device == "cpu" or n <= torch.cuda.device_count()]
+    if not counts:
+        raise ValueError("--device cuda: PyTorch finds no GPU")
+    runs = [(ranks, tw.run(rank_main, ranks, job)[0]) for ranks in (*counts, counts[-1])]
     base = np.array(runs[0][1].losses)
     table = Table(box=box.SIMPLE_HEAD, title=f"{CHECKED} steps, float32", title_justify="left")
     for name in ("ranks", "first loss", "last loss", "withheld", "largest difference from 1 rank"):
@@ -304,8 +310,10 @@ def check_ranks(console: Console, job: Job) -> int:
     console.print(table)
     (_, a), (_, b) = runs[-2:]
     same = a.losses == b.losses and a.withheld == b.withheld
-    console.print(f"Losses of 1, 2 and 4 ranks within {TOLERANCE:g}: {'yes' if worst <= TOLERANCE else 'NO'}")
-    console.print(f"4 ranks twice, the same bits: {'yes' if same else 'NO'}")
+    *fewer, most = map(str, counts)
+    told = f"{', '.join(fewer)} and {most} ranks" if fewer else "1 rank"
+    console.print(f"Losses of {told} within {TOLERANCE:g}: {'yes' if worst <= TOLERANCE else 'NO'}")
+    console.print(f"{most} rank{'s' * (counts[-1] > 1)} twice, the same bits: {'yes' if same else 'NO'}")
     return 0 if same and worst <= TOLERANCE else 1
 
 
@@ -333,7 +341,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=400, help="bytes to write at the end (default %(default)s)")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses")
     parser.add_argument("--record-routing", metavar="FILE.npz", help="keep which experts every byte was sent to")
-    parser.add_argument("--check-ranks", action="store_true", help=f"{CHECKED} steps on 1, 2 and 4 ranks, compared")
+    parser.add_argument(
+        "--check-ranks", action="store_true", help=f"{CHECKED} steps on 1, 2 and 4 ranks, or as many GPUs, compared"
+    )
     options = parser.parse_args(arguments)
     for name in (
         "ranks",
@@ -377,6 +387,7 @@ def main() -> int:
     console = Console(highlight=False)
     # Ranks may be more than cores: threads of PyTorch that wait for each other must not hold a core meanwhile.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without, sums of products may differ from run to run
     try:
         return check_ranks(console, job) if options.check_ranks else train(console, job, options)
     except (OSError, ValueError) as error:

@@ -190,13 +190,14 @@ typedef struct {
   void* (*alloc)(size_t bytes, void* context);
   void (*release)(void* block, void* context);
   void* alloc_context;
+  uint64_t lease_bytes;  // high throughput alone: of the window, for leases (leases.h); 0: none
   const twPlacement_t* placement;  // placement.h: experts in several slots, maps by layer, counts; NULL: none of it
 } twGroupConfig_t;
 
 // clang-format off
 #define TW_GROUP_CONFIG_INIT                                                                                       \
   {sizeof(twGroupConfig_t), twLowLatency, 0, 0, 0, 0, {{twDtypeNone, 0}}, twBfloat16, 0, NULL, NULL, 1, 0, twInt32, \
-   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, NULL}
+   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL}
 // clang-format on
 
 typedef struct {
@@ -313,8 +314,12 @@ typedef struct {
   int32_t lane;       // -1: the next free one, in the same order on all ranks
   int32_t send_only;  // 1: return when everything is sent; twComplete receives
   void* stream;
+  void* landing[TW_MAX_PAYLOADS];  // of each payload, a lease for the rows of the next dispatch (leases.h), or NULL
 } twCountsInput_t;
-#define TW_COUNTS_INPUT_INIT {sizeof(twCountsInput_t), -1, 0, NULL}
+#define TW_COUNTS_INPUT_INIT                       \
+  {                                                \
+    sizeof(twCountsInput_t), -1, 0, NULL, { NULL } \
+  }
 
 TW_API twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsInput_t* input);
 
@@ -436,6 +441,10 @@ TW_API twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream);
 // ----------------------------------------------------------------------------------------------- placement of experts
 
 #include "tokenway/balance.h"
+
+// ------------------------------------------------------------------------------------------------------------ leases
+
+#include "tokenway/leases.h"
 
 // -------------------------------------------------------------------------------------------------------- quantise
 

@@ -103,6 +103,7 @@ class GroupConfig(Struct):
         ("alloc", c_void_p),
         ("release", c_void_p),
         ("alloc_context", c_void_p),
+        ("lease_bytes", c_uint64),
         ("placement", c_void_p),
     ]
 
@@ -190,7 +191,23 @@ class DispatchOutput(Struct):
 
 
 class CountsInput(Struct):
-    _fields_ = [("size", c_size_t), ("lane", c_int32), ("send_only", c_int32), ("stream", c_void_p)]
+    _fields_ = [
+        ("size", c_size_t),
+        ("lane", c_int32),
+        ("send_only", c_int32),
+        ("stream", c_void_p),
+        ("landing", c_void_p * MAX_PAYLOADS),
+    ]
+
+
+class LeaseInfo(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("bytes", c_uint64),
+        ("used", c_uint64),
+        ("largest", c_uint64),
+        ("leases", c_int32),
+    ]
 
 
 class CombineInput(Struct):
@@ -297,6 +314,10 @@ _FUNCTIONS = {
     "twPlanLoads": (c_int, [*[c_void_p] * 4]),
     "twPlanSlots": (c_int, [*[c_void_p] * 4, c_int32]),
     "twPlanMoves": (c_int, [*[c_void_p] * 4, c_int64, POINTER(c_int64)]),
+    "twWindowAlloc": (c_int, [c_void_p, c_uint64, POINTER(c_void_p)]),
+    "twWindowTrim": (c_int, [c_void_p, c_uint64]),
+    "twWindowFree": (c_int, [c_void_p]),
+    "twGroupLeaseInfo": (c_int, [c_void_p, POINTER(LeaseInfo)]),
     "twQuantizeFp8": (c_int, [c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p]),
     "twSwiGlu": (c_int, [*[c_void_p] * 5, c_int32, c_int32, c_void_p]),
     "twSwiGluBackward": (c_int, [*[c_void_p] * 6, c_int32, c_void_p]),

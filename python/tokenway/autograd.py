@@ -62,10 +62,11 @@ from tokenway.gradients import (
     check_local,
     device_of,
     eager,
+    exchange_counts,
     lead_of,
+    outputs_to_come,
     return_gradients,
     return_rows,
-    rows_to_come,
     send,
     send_gradients,
     telling,
@@ -246,7 +247,7 @@ def _receive(handle: Handle, tokens: Tensor, layout: str, bound: int | None) -> 
         per_row, on = lead if grouped else (*lead, group.top_k), device_of(group)
         blocks = group.num_local_experts if grouped else group.nranks
         out = {
-            "tokens": rows_to_come(group, lead, group.hidden, layout),
+            **outputs_to_come(handle, layout, lead),
             "weights": torch.empty(per_row, dtype=torch.float32, device=on),
             "ids": torch.empty(per_row, dtype=getattr(torch, group.id_dtype), device=on),
             "counts": torch.empty(blocks, dtype=torch.int32, device=on),
@@ -254,7 +255,7 @@ def _receive(handle: Handle, tokens: Tensor, layout: str, bound: int | None) -> 
         if grouped:
             out["offsets"] = torch.empty(blocks + 1, dtype=torch.int32, device=on)
             out["origins"] = torch.empty(lead, dtype=torch.int64, device=on)
-    send(handle, tokens, bound, out, layout)
+    out["tokens"] = send(handle, tokens, bound, out, layout).tokens
     if not grouped:
         out["offsets"] = functional.pad(out["counts"].cumsum(0, dtype=torch.int32), (1, 0))
     return out
@@ -266,8 +267,7 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, tokens: Tensor, weights: Tensor, handle: Handle, layout: str, bound: int | None
     ) -> tuple[Tensor, ...]:
         if handle.group.exact:
-            handle.group.exchange_counts(handle)
-            handle.group.size_outputs(handle)
+            exchange_counts(handle, layout)
         out = _receive(handle, tokens, layout, bound)
         if layout == "grouped":  # a gradient of a weight returns in the column of its k; in padding, any
             ctx.save_for_backward((out["origins"] % handle.group.top_k)[:, None])

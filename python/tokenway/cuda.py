@@ -71,7 +71,8 @@ def choose_local_device() -> int:
 class DeviceMemory:
     """Device memory of the C library, as `torch.as_tensor` takes it."""
 
-    def __init__(self, pointer: int, count: int):
+    def __init__(self, pointer: int, count: int, keep: Any = None):
+        self.keep = keep  # as long as the tensor, which holds this object
         self.__cuda_array_interface__ = {
             "shape": (count,),
             "typestr": "|u1",
@@ -155,8 +156,9 @@ class Cuda:
             count *= extent
         return block[begin : begin + count].view(dtype).view(shape)
 
-    def window_view(self, pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Any:
-        """A view of memory that the C library owns: the allocator of PyTorch knows nothing of it."""
+    def window_view(self, pointer: int, shape: tuple[int, ...], name: str, torch: bool, keep: Any = None) -> Any:
+        """A view of memory that the C library owns: the allocator of PyTorch knows nothing of it. keep: lives as long
+        as the view, and views of it."""
         dtype = getattr(self.torch, name)
         count = dtype.itemsize
         for extent in shape:
@@ -164,7 +166,7 @@ class Cuda:
         with self.torch.inference_mode(False):  # views are kept: one of inference_mode could not be trained with later
             if count == 0 or pointer == 0:
                 return self.torch.empty(shape, dtype=dtype, device=self.device)
-            raw = self.torch.as_tensor(DeviceMemory(pointer, count), device=self.device)
+            raw = self.torch.as_tensor(DeviceMemory(pointer, count, keep), device=self.device)
             if raw.data_ptr() != pointer:
                 raise InternalError("PyTorch has copied window memory that it was to view")
             return raw.view(dtype).view(shape)

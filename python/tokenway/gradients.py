@@ -145,6 +145,30 @@ def rows_to_come(group: Group, lead: tuple[int, ...], elements: int, layout: str
     return torch.empty((*lead, elements), dtype=getattr(torch, group.dtype), device=device_of(group))
 
 
+def leases(group: Group, layout: str) -> bool:
+    """Whether rows of a dispatch are to stay where they arrive, in a lease. By the group's settings alone, as all ranks
+    exchange counts for it: where a graph is captured a rank leases nothing, since memory that is given back would be
+    written to by replays, but it makes the same steps."""
+    return group.settings.lease_bytes > 0 and layout == "flat"
+
+
+def exchange_counts(handle: Handle, layout: str) -> None:
+    """Before a dispatch: where its counts are not known, or its rows need a place of their own."""
+    group = handle.group
+    lease = leases(group, layout)
+    if lease or handle.rows_of(layout) is None:
+        group.exchange_counts(handle, lease="zeros" if lease and not capturing(group) else False)
+    group.size_outputs(handle)
+
+
+def outputs_to_come(handle: Handle, layout: str, lead: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+    """`out` of a dispatch for its tokens: none where they have a lease, or are copied for want of one."""
+    group = handle.group
+    if leases(group, layout) and not capturing(group):
+        return {}
+    return {"tokens": rows_to_come(group, lead or lead_of(handle, layout), group.hidden, layout)}
+
+
 @contextmanager
 def lane_given_back(handle: Handle) -> Iterator[None]:
     """Around a dispatch and what is read of the window: a combine of the handle leases a lane for itself, so no lane is
@@ -158,10 +182,11 @@ def lane_given_back(handle: Handle) -> Iterator[None]:
 
 def send(
     handle: Handle, tokens: Tensor, bound: int | None, out: Mapping[str, Tensor], layout: str, count: bool = True
-) -> None:
-    """A dispatch into tensors of the caller's, that holds no lane afterwards: nothing of the window is needed then."""
+) -> Any:
+    """A dispatch into tensors of the caller's, or leases, that holds no lane afterwards: nothing of a window's bank is
+    needed then. Returns Received."""
     with lane_given_back(handle):
-        handle.group.dispatch(handle, tokens, bound=bound, out=out, layout=layout, count=count)
+        return handle.group.dispatch(handle, tokens, bound=bound, out=out, layout=layout, count=count)
 
 
 def return_gradients(
@@ -199,10 +224,16 @@ def return_rows(handle: Handle, rows: Tensor, layout: str) -> Tensor:
 def send_gradients(handle: Handle, out: Tensor, layout: str) -> Tensor:
     """The backward of a combine: from gradients of the T sums those of the rows, 0 where there is none."""
     group = handle.group
+    lands = leases(group, layout)
+    if lands:
+        with telling(group.refuse_routing):
+            out = out.contiguous()
+        exchange_counts(handle, layout)
     with telling(group.refuse_dispatch):
-        rows, out = rows_to_come(group, lead_of(handle, layout), group.hidden, layout), out.contiguous()
-    send(handle, out, handle.bound or None, {"tokens": rows}, layout, count=False)  # the forward pass was counted
-    return rows
+        given = outputs_to_come(handle, layout)
+        out = out.contiguous()
+    # The forward pass was counted.
+    return send(handle, out, handle.bound or None, given, layout, count=False).tokens
 
 
 # ---- columns ---------------------------------------------------------------------------------------

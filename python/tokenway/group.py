@@ -14,14 +14,14 @@ from typing import Any
 from tokenway import _native, arguments, cuda, outputs, tensors
 from tokenway.collectives import Collectives
 from tokenway.comm import Comm
+from tokenway.counting import Counting
 from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
-from tokenway.exact import Exact
 from tokenway.handle import Handle, Pending, Tensor
 from tokenway.placement import Placed, Placement
 from tokenway.settings import Payload, Settings, WindowBytes, make_config, telling, window_bytes
 
 
-class Group(Exact, Placed, Collectives):
+class Group(Counting, Placed, Collectives):
     """Ranks that exchange tokens: how big, which experts where, over which memory. Collective, long-lived.
 
     On a comm of CUDA devices, tensors are PyTorch's on the device of this rank, and route, dispatch, combine and the
@@ -46,9 +46,11 @@ class Group(Exact, Placed, Collectives):
     and "grouped", as large as what comes: `exchange_counts` before a dispatch). Of the latter alone:
     max_recv_tokens, rows that a rank may receive in a step (default N*B); overflow, what becomes of more, "refuse"
     (RecvOverflow) or "drop"; row_alignment, of which an expert's first row in "grouped" is a multiple, a power of two
-    to 256 (default 1). On a CUDA device a dispatch waits until the host knows how much comes, and for nothing else;
-    with max_recv_tokens given, or while a graph is captured, it does not: outputs then have that many rows, of which
-    `Received.counts` are used, ids of others being invalid.
+    to 256 (default 1); lease_bytes, of the window, for rows that outlive their step (default 0: none): autograd keeps
+    its rows there instead of in copies, and `exchange_counts(lease=True)` asks for it. On a CUDA device a dispatch
+    waits until the host knows how much comes, and for nothing else; with max_recv_tokens given, or while a graph is
+    captured, it does not: outputs then have that many rows, of which `Received.counts` are used, ids of others being
+    invalid.
 
     All ranks must give the same values, but for sm_limit; a difference is an error that names the field and the ranks.
     A group is for one thread at a time.
@@ -77,6 +79,7 @@ class Group(Exact, Placed, Collectives):
         max_recv_tokens: int | None = None,
         overflow: str = "refuse",
         row_alignment: int | None = None,
+        lease_bytes: int = 0,
     ):
         settings = Settings(
             experts=experts,
@@ -98,6 +101,7 @@ class Group(Exact, Placed, Collectives):
             max_recv_tokens=max_recv_tokens,
             overflow=overflow,
             row_alignment=row_alignment,
+            lease_bytes=lease_bytes,
         )
         pointer = c_void_p()
         base = comm.pointer
@@ -125,12 +129,14 @@ class Group(Exact, Placed, Collectives):
         self.exact = settings.mode == "high_throughput"  # outputs are as large as what comes
         # ... which the host of a device has to learn first, unless they have a fixed size.
         self._sizes_outputs = self.exact and self.device is not None and settings.max_recv_tokens is None
+        self._copies = 0
         self._payload_specs = settings.all_payloads()
         self._extra_names = [name for name in self._payload_specs if name != "tokens"]
         info = _native.GroupInfo()
         _native.check(_native.lib.twGroupInfo(pointer, byref(info)))
         self.rank: int = info.rank
         self.nranks: int = info.nranks
+        self.max_recv_rows = min(settings.max_recv_tokens or 2**31, self.nranks * self.max_tokens)
         self.experts: int = self.nranks if settings.experts is None else settings.experts
         self.top_k: int = 1 if settings.top_k is None else settings.top_k
         self.num_local_experts: int = info.num_local_experts
@@ -236,6 +242,8 @@ class Group(Exact, Placed, Collectives):
         try:
             if layout in ("expert_major", "grouped"):
                 outputs.add_by_expert(self, handle, layout, b, given, tokens)
+            elif isinstance(handle, Handle) and handle._landing is not None:
+                self._copy_out(handle, given, tokens)
         except (MemoryError, RuntimeError) as error:
             problem = OutOfMemory(f"no memory for the outputs: {error}")
         self._in_slots[0].set(tokens)
@@ -257,13 +265,18 @@ class Group(Exact, Placed, Collectives):
             error = self._error(result, problem, handle=handle, tokens=tokens, **sent)
             if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
                 handle.leased = send_only or self._place.learns_late  # as twDispatch documents
+                handle._landing = None
             raise error
         handle.leased, handle.layout, handle.bound = True, layout, b
         if handle._unread is not None:
             handle.was_read()
         kept = (tokens, *sent.values(), *given.values()) if send_only else ()
         received = outputs.received(self, handle, layout, b, given, tensors.is_torch(tokens))
-        return Pending(handle, received, kept) if send_only else received
+        if send_only:
+            return Pending(handle, received, kept)
+        if handle._landed:
+            handle.trim_leases()
+        return received
 
     @cuda.ranged("tokenway.combine")
     def combine(
@@ -422,16 +435,6 @@ class Group(Exact, Placed, Collectives):
         described = tensors.tensor_of(ids, describe), None if weights is None else tensors.tensor_of(weights, describe)
         return tuple(None if t is None else byref(t) for t in described)  # type: ignore[return-value]
 
-    def refuse_routing(self) -> None:
-        """As refuse_dispatch, where peers are in the first step of a routing: in high throughput the exchange of
-        counts."""
-        if not self.exact:
-            self.refuse_dispatch()
-        elif self._pointer is not None:
-            given = _native.CountsInput()
-            given.lane, given.stream = -1, self._place.stream()
-            _native.lib.twExchangeCounts(self._pointer, None, byref(given))
-
     def refuse_dispatch(self) -> None:
         """Tells peers, which wait in a dispatch, that this rank cannot make the call; for callers that raise next."""
         if self._pointer is not None:
@@ -469,5 +472,7 @@ class Group(Exact, Placed, Collectives):
             self._place.follow(sent_on, kept)
             stream = self._stream_of(handle)
         result = _native.lib.twComplete(self.pointer, handle.pointer, stream)
+        if handle._landed:
+            handle.trim_leases()
         if result:
             raise self._error(result)

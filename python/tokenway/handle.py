@@ -12,6 +12,7 @@ from tokenway import _native, cuda, tensors
 from tokenway.errors import InvalidArgument, InvalidUsage, PeerRefused, TokenwayError
 
 if TYPE_CHECKING:
+    from tokenway.counting import Lease
     from tokenway.group import Group
 
 Tensor = Any  # np.ndarray or torch.Tensor
@@ -54,8 +55,9 @@ class Received:
     origins, only where `out` has a tensor for it: row * K + k of the flat layout that each row was taken from, -1 where
     there is nothing. In rank_major and flat, tokens and payloads are views of the window, valid until the next step on
     the lane begins: experts may compute in place, and the combine of the same handle may read them; later calls may
-    not, and after `Group.close` the memory is gone. The other fields belong to the handle: its next dispatch overwrites
-    them.
+    not, and after `Group.close` the memory is gone. Where counts were exchanged with `lease` they own their memory
+    instead, for as long as they live, and `leased` is True, if there was room. The other fields belong to the handle:
+    its next dispatch overwrites them.
 
     On a CUDA device all of them are PyTorch tensors there, and hold what is said once the device has come to it, in
     order of the stream that the dispatch was called on. For another stream the same holds as for all of PyTorch: it
@@ -63,7 +65,7 @@ class Received:
     which no allocator takes back. The next step on the lane must be ordered after whatever reads them.
     """
 
-    __slots__ = ("_fields", "_late", "_torch", "handle", "layout", "payloads", "tokens")
+    __slots__ = ("_fields", "_late", "_torch", "handle", "layout", "leased", "payloads", "tokens")
 
     def __init__(
         self,
@@ -73,9 +75,11 @@ class Received:
         fields: dict[str, Tensor],
         late: dict[str, tuple[int, tuple[int, ...], str]],
         torch: bool,
+        leased: bool = False,
     ):
         self.handle = handle
         self.layout = layout
+        self.leased = leased
         self.tokens: Tensor = fields["tokens"]
         self.payloads = payloads
         self._fields = fields
@@ -181,6 +185,8 @@ class Handle:
     __slots__ = (
         "__weakref__",
         "_base",
+        "_landed",
+        "_landing",
         "_memory",
         "_reusable",
         "_streams",
@@ -211,6 +217,9 @@ class Handle:
         self.stream: int = group._place.stream()
         self._streams: tuple[int, ...] = (self.stream,)
         self._unread: tuple[Tensor, ...] | None = None
+        # Leases: announced for the next dispatch, by payload, and those that a dispatch writes to, with what it needs.
+        self._landing: dict[str, Lease | None] | None = None
+        self._landed: list[tuple[Lease, int]] = []
 
     def update(self, ids: Tensor, weights: Tensor | None = None) -> None:
         """Replaces the routing, as `Group.route` would make it. Refused while a lane is leased."""
@@ -224,6 +233,7 @@ class Handle:
     def adopt_routing(self, ids: Tensor, weights: Tensor | None) -> None:
         """After the C library has taken a routing: its size and, on a CUDA device, what the first dispatch reads."""
         self.tokens = int(ids.shape[0])
+        self._landing = None
         if self.group.device is not None:
             self.follow_stream()
             self._unread = (ids, weights)
@@ -249,6 +259,12 @@ class Handle:
         place: Any = self.group._place
         if not place.capturing():
             self._unread = None
+
+    def trim_leases(self) -> None:
+        """After a dispatch: of its leases, what rows have come to is enough."""
+        for lease, count in self._landed:
+            lease.trim(count)
+        self._landed.clear()
 
     def release(self) -> None:
         """Gives the lane of a dispatch back without a combine, at all ranks at the same place in their calls."""

@@ -54,7 +54,7 @@ def received(group: Group, handle: Handle, layout: str, b: int, given: dict[str,
         if given.get(name) is not None:
             continue
         if (payload := group._payload_specs.get(name)) is not None:
-            given[name] = _view(group, slot.pointer(), (*lead, payload.elements), payload.dtype, torch)
+            given[name] = _shown(group, handle, name, slot.pointer(), (*lead, payload.elements), torch)
         elif name == "counts":
             shape = (group.nranks if layout in ("rank_major", "flat") else group.num_local_experts,)
             late[name] = slot.pointer(), shape, "int32"
@@ -66,7 +66,19 @@ def received(group: Group, handle: Handle, layout: str, b: int, given: dict[str,
         else:
             late[name] = slot.pointer(), (*lead, group.top_k), group.id_dtype if name == "ids" else "float32"
     extra = {name: given[name] for name in group._extra_names} if group._extra_names else {}
-    return Received(handle, layout, extra, given, late, torch)
+    leased = len(handle._landed) == len(group._payload_specs)
+    handle._landing = None
+    return Received(handle, layout, extra, given, late, torch, leased)
+
+
+def _shown(group: Group, handle: Handle, name: str, pointer: int, shape: tuple[int, ...], torch: bool) -> Tensor:
+    """Rows where they have come to: in a lease, which the tensor then owns, or in a bank of the window."""
+    payload = group._payload_specs[name]
+    lease = (handle._landing or {}).get(name)
+    if lease is None or lease.pointer != pointer:
+        return _view(group, pointer, shape, payload.dtype, torch)
+    handle._landed.append((lease, shape[0] * payload.row_bytes()))
+    return group._place.window_view(pointer, shape, payload.dtype, torch, lease)
 
 
 def _view(group: Group, pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Tensor:

@@ -24,6 +24,10 @@ class Payload:
     elements: int
     dtype: Any
 
+    def row_bytes(self) -> int:
+        """Of one token."""
+        return self.elements * tensors.numpy_dtype(tensors.dtype_name(self.dtype)).itemsize
+
 
 @dataclass(frozen=True)
 class WindowBytes:
@@ -59,6 +63,7 @@ class Settings:
     max_recv_tokens: int | None = None
     overflow: str = "refuse"
     row_alignment: int | None = None
+    lease_bytes: int = 0
 
     def all_payloads(self) -> dict[str, Payload]:
         """Name to payload, in the order of the C API: tokens first. Dtypes by their common names."""
@@ -149,6 +154,9 @@ def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
     config.overflow = named("overflow", settings.overflow, _native.OVERFLOWS)
     if settings.row_alignment is not None:
         config.row_alignment = fit("row_alignment", settings.row_alignment) or -1
+    if (lease_bytes := fit("lease_bytes", settings.lease_bytes, 62)) < 0:
+        raise InvalidArgument(f"lease_bytes is {lease_bytes}; it must be at least 0")
+    config.lease_bytes = lease_bytes
     return config, (places, native, keep)
 
 

@@ -246,6 +246,14 @@ def to_torch(array: np.ndarray) -> Any:
         return torch.from_numpy(array)
 
 
+class _Kept:
+    """Memory as `np.asarray` takes it: what keeps it lives as long as the array, and all views of that."""
+
+    def __init__(self, pointer: int, count: int, keep: Any):
+        self.keep = keep
+        self.__array_interface__ = {"shape": (count,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+
+
 class Host:
     """Where the tensors of a group are: here, on the CPU. `cuda.Cuda` is its like; groups and handles use either."""
 
@@ -275,12 +283,14 @@ class Host:
         return to_torch(array) if torch else array
 
     @staticmethod
-    def window_view(pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Any:
-        """A view of memory that the C library owns."""
+    def window_view(pointer: int, shape: tuple[int, ...], name: str, torch: bool, keep: Any = None) -> Any:
+        """A view of memory that the C library owns. keep: lives as long as the view, and views of it."""
         dtype = numpy_dtype(name)
         count = math.prod(shape)
         if count == 0 or pointer == 0:
             array = np.empty(shape, dtype)
+        elif keep is not None:
+            array = np.asarray(_Kept(pointer, count * dtype.itemsize, keep)).view(dtype).reshape(shape)
         else:
             raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
             array = np.frombuffer(raw, dtype, count).reshape(shape)

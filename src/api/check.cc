@@ -343,7 +343,10 @@ void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call
   for (int q = 0; q < config.num_payloads; ++q) {
     const twPayload_t& payload = config.payloads[q];
     void* data = call.targets.payloads[q];
-    if (data == nullptr && of_source) data = group.backend->view(call.at, q);
+    if (data == nullptr && of_source) {
+      const bool lands = call.lands && call.landing[q] != 0;
+      data = lands ? group.backend->window() + call.landing[q] : group.backend->view(call.at, q);
+    }
     const Columns& columns = call.targets.columns[q];
     output->payloads[q] = columns.wanted() ? contiguous_tensor(data, payload.dtype, {payload.elements, columns.rows})
                                            : shaped(data, payload.dtype, {payload.elements});

@@ -65,6 +65,9 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
 Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& input, const twCombineOutput_t& output,
                      CombineCall* call);
 
+// Where an exchange of counts says that rows are to land, and the leases that it lies in. leases.cc
+Status check_landing(twGroup& group, const twCountsInput_t& input, CountsCall* call, std::vector<std::byte*>* leases);
+
 // Completes the caller's output tensors: shapes, and views where no memory was given.
 void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call, twDispatchOutput_t* output);
 

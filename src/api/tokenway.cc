@@ -61,6 +61,7 @@ void place_arrays(const tw::HandleMap& map, twHandle* handle) {
   handle->counts.experts = reinterpret_cast<int32_t*>(block + map.counts_experts);
   handle->counts.begin = reinterpret_cast<int64_t*>(block + map.counts_begin);
   handle->counts.source = reinterpret_cast<int64_t*>(block + map.counts_source);
+  handle->counts.landing = reinterpret_cast<uint64_t*>(block + map.landing);
   handle->expert_begin = reinterpret_cast<int64_t*>(block + map.expert_begin);
   handle->offsets = reinterpret_cast<int32_t*>(block + map.offsets);
 }
@@ -278,6 +279,7 @@ twResult_t twHandleUpdate(twHandle_t handle, const twTensor_t* ids, const twTens
     }
     tw::api::CheckedRouting checked;
     TW_RETURN_IF_FAILED(tw::api::check_routing(*handle->group, ids, weights, &checked));
+    tw::part_leases(*handle->group, *handle);
     route(*handle->group, checked, handle);
     return {};
   });
@@ -296,6 +298,7 @@ twResult_t twHandleDestroy(twHandle_t handle) {
     twGroup& group = *handle->group;
     if (group.is_sticky()) handle->pending = tw::Pending::kNone;  // nobody will finish it
     TW_RETURN_IF_FAILED(tw::release_lane(group, *handle));
+    tw::part_leases(group, *handle);
     handles.remove(handle);
     group.backend->forget(*handle);
     group.handles.erase(handle);
@@ -391,14 +394,22 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
     if (status.ok() && input.send_only != 0 && input.send_only != 1) {
       status = fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", input.send_only);
     }
-    if (status.ok() && handle->counts.exchanged) {
+    if (status.ok() && handle->counts.exchanged && group->leases == nullptr) {
       status = fail(twInvalidUsage, "the handle's counts have been exchanged since it was routed");
+    }
+    tw::CountsCall call;
+    call.stream = input.stream;
+    call.send_only = input.send_only != 0;
+    std::vector<std::byte*> leases;
+    if (status.ok()) status = tw::api::check_landing(*group, input, &call, &leases);
+    if (status.ok() && handle->counts.exchanged && handle->lane >= 0) {  // as on all ranks, so there is nobody to tell
+      return fail(twInvalidUsage, "handle holds lane %d; combine or release it before twExchangeCounts", handle->lane);
     }
     // Peers are told at once, as of a dispatch.
     if (!status.ok()) {
       return tw::refuse_counts(*group, known, input.lane, input.send_only == 1, input.stream, std::move(status));
     }
-    return tw::exchange_counts(*group, *handle, input.lane, input.send_only != 0, input.stream);
+    return tw::exchange_counts(*group, *handle, call, input.lane, std::move(leases));
   });
 }
 

@@ -97,6 +97,10 @@ struct DispatchCall {
   void* stream = nullptr;
   int32_t bound = 0;
   bool send_only = false;
+  // Rows go where the exchange of counts before has announced: here, of each payload, an offset in this rank's window;
+  // 0: in the bank.
+  bool lands = false;
+  uint64_t landing[kMaxPayloads] = {};
   bool counted = true;  // for twGroupLoads
   RowsIn payloads[kMaxPayloads];
   DispatchTargets targets;
@@ -106,8 +110,10 @@ struct CountsCall {
   StepPlace at;
   void* stream = nullptr;
   bool send_only = false;
-  int32_t alignment = 1;  // of an expert's rows in the grouped layout
-  bool drop = false;      // rows beyond a receiver's room are left out, instead of all
+  int32_t alignment = 1;                // of an expert's rows in the grouped layout
+  bool drop = false;                    // rows beyond a receiver's room are left out, instead of all
+  bool again = false;                   // of counts that are known: what is new is the landing
+  uint64_t landing[kMaxPayloads] = {};  // as of the dispatch that follows
 };
 
 struct CombineCall {
@@ -209,7 +215,10 @@ class Backend {
 
   // Where payload q of a step lies in this rank's window, [N, b, row]: the zero-copy view.
   virtual void* view(StepPlace at, int q) = 0;
-  // Whether an address lies in this rank's window.
+  // This rank's window; and what keeps it mapped, for as long as anybody has it.
+  virtual std::byte* window() = 0;
+  virtual std::shared_ptr<void> keep_window() = 0;
+  // Whether an address lies in this rank's window, leases apart: where the steps of a lane overwrite it.
   virtual bool in_window(const void* address) = 0;
   // Whether it is of a lane's.
   virtual bool in_lane(int lane, const void* address) = 0;

@@ -2,7 +2,6 @@
 // happens to bytes is the backend's.
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 
 #include "core/steps.h"
 
@@ -12,53 +11,6 @@ namespace tw {
 TimePoint deadline_of(twGroup& group) {
   const auto now = std::chrono::steady_clock::now();
   return group.is_sticky() ? now : now + std::chrono::milliseconds(group.config.given.timeout_ms);
-}
-
-void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note) {
-  const bool dispatching = record->phase == twPhaseDispatch;
-  const bool collecting = record->phase == twPhaseGather || record->phase == twPhaseReduce;
-  const char* const call = record->phase == twPhaseCounts   ? "twExchangeCounts"
-                           : record->phase == twPhaseGather ? "twAllGatherV"
-                           : record->phase == twPhaseReduce ? "twReduceScatterV"
-                           : dispatching                    ? "twDispatch"
-                                                            : "twCombine";
-  char* const text = record->message;
-  constexpr size_t kSize = sizeof record->message;
-  if (record->result == twPeerRefused) {
-    std::snprintf(text, kSize, "rank %d refused its arguments of %s (step %u, lane %d)", record->peer, call,
-                  record->step, record->lane);
-  } else if (record->result == twBoundMismatch && collecting && bound == note) {
-    std::snprintf(text, kSize,
-                  "ranks %d and %d differ in the sizes, tensors, rows or layout of %s; all ranks must give the same",
-                  record->reporter, record->peer, call);
-  } else if (record->result == twBoundMismatch && collecting) {
-    std::snprintf(text, kSize, "input.bound of %s differs: rank %d has %u, rank %d has %u", call, record->reporter,
-                  bound, record->peer, note);
-  } else if (record->result == twBoundMismatch && bound == note) {
-    std::snprintf(text, kSize, "ranks %d and %d differ in the layer, its map or the counting of %s", record->reporter,
-                  record->peer, call);
-  } else if (record->result == twBoundMismatch) {
-    std::snprintf(
-        text, kSize,
-        dispatching ? "input.bound of twDispatch differs: rank %d has %u, rank %d has %u"
-                    : "twCombine answers different dispatches: that of rank %d had bound %u, that of rank %d bound %u",
-        record->reporter, bound, record->peer, note);
-  } else if (record->result == twRecvOverflow) {
-    std::snprintf(text, kSize, "rank %d would receive %lld rows; config.max_recv_tokens is %u (nothing was sent)",
-                  record->peer, static_cast<long long>(record->value), bound);
-  } else if (collecting) {
-    std::snprintf(
-        text, kSize,
-        "input.sizes of %s tell %lld rows of rank %d in device memory (step %u, lane %d); it must be from 0 to "
-        "%u: the nearest of these was taken",
-        call, static_cast<long long>(record->value), record->token, record->step, record->lane, bound);
-  } else {
-    std::snprintf(
-        text, kSize,
-        "ids[%d, %d] is %lld in device memory (step %u, lane %d); it must be -1 (no expert) or an expert that "
-        "the token does not have yet: it was taken for -1",
-        record->token, record->k, static_cast<long long>(record->value), record->step, record->lane);
-  }
 }
 
 // Turns the end of a step into a record and a sentence.
@@ -95,7 +47,25 @@ Status drain(twGroup& group, int lane, twPhase_t phase, void* stream) {
   const StepPlace at{lane, state.step};
   const StepEnd end = group.backend->drain(at, deadline_of(group));
   state.draining = false;
-  return conclude(group, phase, at, 0, end);
+  TW_RETURN_IF_FAILED(conclude(group, phase, at, 0, end));
+  if (!group.parted.empty() && !group.lanes.drains()) {
+    group.leases->release(group.parted);
+    group.parted.clear();
+  }
+  return {};
+}
+
+void part_leases(twGroup& group, twHandle& handle) {
+  handle.lands = false;
+  if (handle.leases.empty()) return;
+  if (group.is_sticky()) {
+    // A peer that is merely slow may still write there: they stay announced for ever.
+  } else if (group.lanes.drains()) {  // which step that is no matter: peers may be in the dispatch
+    group.parted.insert(group.parted.end(), handle.leases.begin(), handle.leases.end());
+  } else {
+    group.leases->release(handle.leases);
+  }
+  handle.leases.clear();
 }
 
 // The lane of a dispatch: the handle's, or the one asked for, or the next free one.
@@ -162,11 +132,14 @@ Status finish_dispatch(twGroup& group, twHandle& handle) {
   const StepEnd end = group.backend->finish_dispatch(call, deadline_of(group), handle);
   handle.pending = Pending::kNone;
   handle.dispatched = end.code == twSuccess;
+  // All words have come, so all rows have.
+  Status ended = conclude(group, twPhaseDispatch, call.at, with_landing(call.bound, call.lands), end);
+  part_leases(group, handle);
   // Leases must follow from the calls alone (S5). A blocking dispatch that fails does so in the same call on all ranks.
   // A send_only one fails here, in twComplete, where a rank that refused it never comes: so the lane stays held on
   // both.
   if (!handle.dispatched && !call.send_only) give_back(group, handle);
-  return conclude(group, twPhaseDispatch, call.at, static_cast<uint32_t>(call.bound), end);
+  return ended;
 }
 
 Status finish_combine(twGroup& group, twHandle& handle) {
@@ -196,14 +169,23 @@ Status refuse_overflow(twGroup& group, const twHandle& handle, const Overflow& o
 Status finish_counts(twGroup& group, twHandle& handle) {
   const CountsCall& call = handle.counting;
   const TimePoint deadline = std::min(deadline_of(group), handle.counts_deadline);
-  const StepEnd end = group.backend->finish_counts(call, deadline, handle, &handle.counted);
+  KnownCounts known = handle.counted;
+  const StepEnd end = group.backend->finish_counts(call, deadline, handle, call.again ? &known : &handle.counted);
   handle.pending = Pending::kNone;
   // As a dispatch that fails: where the call was send_only, the lane stays held, as at the rank that refused (S5).
   if (end.code == twSuccess || !call.send_only) give_back(group, handle);
-  if (end.code != twSuccess) return conclude(group, twPhaseCounts, call.at, 0, end);
+  if (end.code != twSuccess) {
+    handle.counts.exchanged = false;
+    part_leases(group, handle);  // no dispatch may follow
+    return conclude(group, twPhaseCounts, call.at, 0, end);
+  }
   const Overflow& overflow = handle.counted.overflow;
-  if (handle.counted.known && overflow.rank >= 0 && !call.drop) return refuse_overflow(group, handle, overflow);
+  if (handle.counted.known && overflow.rank >= 0 && !call.drop) {
+    part_leases(group, handle);
+    return refuse_overflow(group, handle, overflow);
+  }
   handle.counts.exchanged = true;
+  handle.lands = group.leases != nullptr;
   return {};
 }
 
@@ -237,21 +219,30 @@ Status fail_launch(twGroup& group, twHandle& handle, twPhase_t phase, StepPlace 
 
 }  // namespace
 
-Status exchange_counts(twGroup& group, twHandle& handle, int32_t wish, bool send_only, void* stream) {
+Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call, int32_t wish,
+                       std::vector<std::byte*> leases) {
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, &handle, wish, &lane));
-  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts, stream));
+  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts, call.stream));
   hold(group, handle, lane);
-  handle.counting = {group.lanes.begin(lane), stream, send_only, group.config.given.row_alignment,
-                     group.config.given.overflow == twOverflowDrop};
-  handle.counted = {};
-  handle.sizing.reset();
+  part_leases(group, handle);  // of an exchange that no dispatch followed
+  if (!leases.empty()) group.leases->claim(leases);
+  handle.leases = std::move(leases);
+  handle.counting = call;
+  handle.counting.at = group.lanes.begin(lane);
+  handle.counting.alignment = group.config.given.row_alignment;
+  handle.counting.drop = group.config.given.overflow == twOverflowDrop;
+  handle.counting.again = handle.counts.exchanged;
+  if (!handle.counting.again) {
+    handle.counted = {};
+    handle.sizing.reset();
+  }
   handle.counts_deadline = TimePoint::max();
   handle.pending = Pending::kCounts;
   Status sent = group.backend->send_counts(handle.counting, handle);
   if (!sent.ok()) return fail_launch(group, handle, twPhaseCounts, handle.counting.at, std::move(sent));
-  return send_only ? Status{} : finish_counts(group, handle);
+  return call.send_only ? Status{} : finish_counts(group, handle);
 }
 
 namespace {
@@ -283,6 +274,7 @@ Status learn_counts(twGroup& group, twHandle& handle) {
   const Overflow& overflow = handle.counted.overflow;
   if (overflow.rank < 0 || handle.counting.drop) return {};
   handle.counts.exchanged = false;
+  part_leases(group, handle);
   return refuse_overflow(group, handle, overflow);
 }
 
@@ -334,6 +326,15 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   hold(group, handle, lane);
   call->at = group.backend->on_device() ? group.lanes.begin_dispatch(lane) : group.lanes.begin(lane);
   call->send_only = send_only;
+  call->lands = handle.lands;
+  handle.lands = false;
+  for (int q = 0; q < kMaxPayloads && call->lands; ++q) {
+    call->landing[q] = handle.counting.landing[q];
+    // Into the lease itself: there is nothing to copy.
+    std::byte*& target = call->targets.payloads[q];
+    const bool here = call->landing[q] != 0 && target == group.backend->window() + call->landing[q];
+    if (here && call->targets.layout == twFlat) target = nullptr;
+  }
   group.lanes[lane].viewed = call->at.step;
   handle.bound = call->bound;
   handle.sizing = handle.is_sized();
@@ -388,6 +389,7 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
   // The step first: on a device it stands where the lease puts a dispatch, as the peers' does.
   Status refused = refuse_on(group, {twPhaseDispatch, true, nullptr, stream, bound, {}}, lane, std::move(why));
   if (handle == nullptr) return refused;
+  part_leases(group, *handle);
   // Then the lease, as at the peers, whose dispatch has not failed yet as far as they know, or has.
   handle->dispatched = false;
   const bool second = group.lanes[lane].second;
@@ -420,7 +422,13 @@ Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why
 Status refuse_counts(twGroup& group, twHandle* handle, int32_t wish, bool send_only, void* stream, Status why) {
   if (handle != nullptr) TW_RETURN_IF_FAILED(check_not_pending(*handle));
   // A handle that was counted may hold the lane of its dispatch, whose view is none of this call's business.
-  if (handle != nullptr && handle->counts.exchanged) handle = nullptr;
+  if (handle != nullptr && handle->counts.exchanged) {
+    if (group.leases != nullptr && handle->lane < 0) {  // as at the peers, whose exchange fails
+      handle->counts.exchanged = false;
+      part_leases(group, *handle);
+    }
+    handle = nullptr;
+  }
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
   Status refused = refuse_on(group, {twPhaseCounts, false, nullptr, stream, 0, {}}, lane, std::move(why));

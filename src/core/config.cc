@@ -115,7 +115,12 @@ Status check_ids(const twGroupConfig_t& given, const GroupConfig& config) {
 
 // What high throughput has of its own, defaults filled in.
 Status check_throughput(int32_t ranks, const GroupConfig& config, twGroupConfig_t* given, Shape* shape) {
+  if (given->lease_bytes > static_cast<uint64_t>(INT64_MAX / 2)) {
+    return fail(twInvalidArgument, "config.lease_bytes is %llu; it must be from 0 to %lld",
+                static_cast<unsigned long long>(given->lease_bytes), static_cast<long long>(INT64_MAX / 2));
+  }
   if (given->mode != twHighThroughput) {
+    TW_RETURN_IF_FAILED(in_range("lease_bytes of twLowLatency", static_cast<int64_t>(given->lease_bytes), 0, 0));
     TW_RETURN_IF_FAILED(in_range("max_recv_tokens of twLowLatency", given->max_recv_tokens, 0, 0));
     TW_RETURN_IF_FAILED(in_range("overflow of twLowLatency", given->overflow, 0, 0));
     return in_range("row_alignment of twLowLatency", given->row_alignment, 0, 0);
@@ -131,6 +136,7 @@ Status check_throughput(int32_t ranks, const GroupConfig& config, twGroupConfig_
                 given->row_alignment);
   }
   shape->recv_rows = given->max_recv_tokens;
+  shape->lease_bytes = (given->lease_bytes + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
   shape->most_local_experts = *std::max_element(config.local_experts.begin(), config.local_experts.end());
   return {};
 }
@@ -185,6 +191,7 @@ void each_shared_field(const twGroupConfig_t& given, const PlacementSpec& placem
   visit("max_recv_tokens", given.max_recv_tokens);
   visit("overflow", given.overflow);
   visit("row_alignment", given.row_alignment);
+  visit("lease_bytes", static_cast<int64_t>(given.lease_bytes));
   visit("placement", placement.given);
   visit("placement->num_layers", placement.layers);
   visit("placement->num_slots", placement.slots);
@@ -257,6 +264,12 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
     TW_RETURN_IF_FAILED(check_device_rows(shape));
     size_for_device(environment, &shape);
     shape.carried = carried ? 1 : 0;
+    if (carried && shape.leases()) {
+      return fail(
+          twUnsupported,
+          "config.lease_bytes is %llu; rows that collectives move between CUDA devices land in the window: give 0",
+          static_cast<unsigned long long>(given.lease_bytes));
+    }
     if (carried) shape.line_tokens = 0;  // what travels in blocks is there at once
   }
   if (!WindowMap::make(shape, &config->map)) {

@@ -165,7 +165,8 @@ Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks
 #endif
   if (needed <= free / static_cast<uint64_t>(ranks)) return {};
   return fail(twOutOfMemory,
-              "windows of %d ranks need %d x %s, and %s are free; lower max_tokens (%d), lanes (%d) or the row sizes",
+              "windows of %d ranks need %d x %s, and %s are free; lower max_tokens (%d), lanes (%d), lease_bytes or "
+              "the row sizes",
               ranks, ranks, bytes_text(needed).c_str(), bytes_text(free).c_str(), config.given.max_tokens,
               config.given.lanes);
 }
@@ -217,6 +218,11 @@ Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& re
   const Status mapped = make(init, &group->backend);
 #endif
   TW_RETURN_IF_FAILED(agree(bootstrap, group->members, tags + kMappedStage, deadline, kOccasion, mapped));
+  if (group->shape().leases()) {
+    Backend& own = *group->backend;
+    group->leases = std::make_shared<LeaseArea>(own.window() + group->config.map.leases(), group->shape().lease_bytes,
+                                                own.keep_window());
+  }
   *made = std::move(group);
   return {};
 }

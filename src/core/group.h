@@ -12,6 +12,7 @@
 #include "core/config.h"
 #include "core/handle.h"
 #include "core/lanes.h"
+#include "core/leases.h"
 
 namespace tw {
 
@@ -49,7 +50,9 @@ struct twGroup : tw::Quarantined<twGroup> {
   std::unordered_set<twHandle*> handles;
   std::map<int64_t, tw::Request> requests;  // send_only gathers and reduces that the caller has not completed
   int64_t last_request = 0;
-  bool gave_up = false;  // by twGroupAbort
+  bool gave_up = false;                   // by twGroupAbort
+  std::shared_ptr<tw::LeaseArea> leases;  // NULL: there are none. A lease keeps it
+  std::vector<std::byte*> parted;         // leases that a step may write to which this rank has refused
 
   int32_t me() const { return context.me; }
   int32_t ranks() const { return static_cast<int32_t>(members.size()); }
@@ -86,9 +89,6 @@ void destroy_group(std::unique_ptr<twGroup> group);
 Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& readable,
                     std::unique_ptr<twGroup>* survivors);
 
-// The sentence of an error that leaves the group usable. `bound` is this rank's, `note` the peer's.
-void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note);
-
 // Takes over what steps on a device have found out. Never blocks.
 void poll_device(twGroup& group);
 
@@ -105,7 +105,11 @@ void abort_group(twGroup& group);
 // the place of the step, lane -1 if none was begun.
 Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t lane, bool send_only);
 Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_only);
-Status exchange_counts(twGroup& group, twHandle& handle, int32_t lane, bool send_only, void* stream);
+// landing: as of CountsCall; leases: those that it lies in.
+Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call, int32_t lane,
+                       std::vector<std::byte*> leases);
+// No dispatch of the handle will write to the leases that were announced for it.
+void part_leases(twGroup& group, twHandle& handle);
 // Has the host know an exchange of counts, for which it may have to wait for the device.
 Status learn_counts(twGroup& group, twHandle& handle);
 // Rows of an exact layout that the outputs of a dispatch have: what comes, if the host knows it, else what there is

@@ -34,6 +34,7 @@ HandleMap::HandleMap(const Shape& shape, int32_t local_experts, int id_bytes, bo
   counts_source = place(exact * (shape.ranks + 1), sizeof(int64_t));
   expert_begin = place(exact * (local_experts + 1), sizeof(int64_t));
   offsets = place(exact * (local_experts + 1), sizeof(int32_t));
+  landing = place(shape.leases() ? static_cast<uint64_t>(shape.ranks) * shape.payloads : 0, sizeof(uint64_t));
   bytes = at;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include "core/backend.h"
 #include "core/quarantine.h"
@@ -14,11 +15,11 @@ namespace tw {
 struct HandleMap {
   HandleMap(const Shape& shape, int32_t local_experts, int id_bytes, bool on_device);
 
-  uint64_t ids, weights, first, destinations, send_counts;  // what is sent
-  uint64_t choices;
-  uint64_t counts, expert_counts, meta, shown_ids, shown_weights;                            // what arrived
-  uint64_t places, status, overflow, digest;                                                 // devices only
-  uint64_t counts_sent, counts_experts, counts_begin, counts_source, expert_begin, offsets;  // high throughput only
+  uint64_t ids, weights, first, destinations, send_counts, choices;  // what is sent
+  uint64_t counts, expert_counts, meta, shown_ids, shown_weights;    // what arrived
+  uint64_t places, status, overflow, digest;                         // devices only
+  uint64_t counts_sent, counts_experts, counts_begin, counts_source, expert_begin, offsets,
+      landing;  // high throughput only
   uint64_t bytes;
 };
 
@@ -45,5 +46,9 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   // counts has decided; before it, whether the host knows how many come.
   std::optional<bool> sizing;
   bool is_sized() const { return sizing.value_or(counted.known); }
+  // Of groups with leases: the next dispatch's rows go where the last exchange of counts has announced, as on all
+  // ranks.
+  bool lands = false;
+  std::vector<std::byte*> leases;                        // that peers may write to until it has ended
   tw::TimePoint counts_deadline = tw::TimePoint::max();  // of a wait that counts_ready has begun
 };

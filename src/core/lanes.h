@@ -4,6 +4,7 @@
 // order lease the same lanes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -40,6 +41,11 @@ class Lanes {
       return lane;
     }
     return -1;
+  }
+
+  // Whether a step that this rank refused has not been waited for.
+  bool drains() const {
+    return std::any_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.draining; });
   }
 
   // Begins a step: S1 follows from the place. S2 is the callers': a handle with a step pending begins no other, and a

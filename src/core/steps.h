@@ -1,9 +1,12 @@
-// What calls.cc and collectives.cc have in common: how a step is begun, refused and ended.
+// What calls.cc, collectives.cc and backends have in common: how a step is begun, refused and ended.
 #pragma once
 
 #include "core/group.h"
 
 namespace tw {
+
+// The sentence of a record of a step, into its message. `bound` and `note`: what this rank and the other gave.
+void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note);
 
 // Until when a call waits for its peers.
 TimePoint deadline_of(twGroup& group);

@@ -46,13 +46,15 @@ class CpuBackend : public Backend {
     const auto begin = [&](int rank) {
       return shape().exact() ? handle.counts.begin[rank] : int64_t{context_.me} * call.bound;
     };
-    tw::send_dispatch(transport_, context_.map, call.at, handle.routing, call.payloads, note_of(call, handle), begin);
+    tw::send_dispatch(transport_, context_.map, call.at, handle.routing, call.payloads, note_of(call, handle),
+                      landing_of(call, handle), begin);
     return {};
   }
 
   Status send_counts(const CountsCall& call, HandleArrays& handle) override {
     transport_.begin(call.at, {nullptr, 1, WindowMap::counts_bytes(shape())}, call.send_only);
-    tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing,
+    if (call.again) restore_counts(shape(), &handle.routing);
+    tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing, call.landing,
                     collective_note(0, handle.digest));
     return {};
   }
@@ -117,8 +119,10 @@ class CpuBackend : public Backend {
     const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCounts, collective_note(0, handle.digest),
                                    deadline, counts_.data());
     if (end.code != twSuccess) return end;
+    *known = {};
     known->overflow = take_counts(transport_, context_.map, call.at, context_.local_experts, call.drop, &handle.routing,
                                   &handle.counts);
+    if (!is_landing(context_.map, handle.counts)) return {twInternalError, context_.me, {}, 0};
     place_experts(call.alignment, handle);
     for (int32_t source = 0; source < shape().ranks; ++source) {
       known->received.push_back(handle.counts.at(shape(), source, context_.me));
@@ -178,10 +182,11 @@ class CpuBackend : public Backend {
     return transport_.local(context_.map.payload(at.lane, at.bank(), q, 0, 0, 0));
   }
 
+  std::byte* window() override { return transport_.local(0); }
+  std::shared_ptr<void> keep_window() override { return transport_.window(); }
   bool in_window(const void* address) override {
     const auto* const at = static_cast<const std::byte*>(address);
-    const std::byte* const window = transport_.local(0);
-    return std::less_equal<>()(window, at) && std::less<>()(at, window + context_.map.bytes());
+    return std::less_equal<>()(window(), at) && std::less<>()(at, window() + context_.map.leases());
   }
   bool in_lane(int lane, const void* address) override {
     const auto* const at = static_cast<const std::byte*>(address);
@@ -212,13 +217,14 @@ class CpuBackend : public Backend {
 
   // What ranks must have alike in a dispatch.
   uint64_t note_of(const DispatchCall& call, const HandleArrays& handle) const {
-    return collective_note(call.bound, mix_counted(handle.digest, call.counted));
+    return collective_note(with_landing(call.bound, call.lands), mix_counted(handle.digest, call.counted));
   }
 
   // Sends all tokens to all ranks.
   Status send_gathered(const DispatchCall& call, HandleArrays& handle) {
     const uint64_t note = note_of(call, handle);
-    const Gathered gathered{context_, call.at, call.bound, note, shape().exact() ? &handle.counts : nullptr};
+    const Gathered gathered{context_, call.at, call.bound, note, shape().exact() ? &handle.counts : nullptr,
+                            landing_of(call, handle)};
     const auto unpack = [this, gathered](int source, const Frame& frame, const std::byte* message) {
       unpack_gathered(transport_, gathered, source, static_cast<int32_t>(frame.tokens), message);
       if (frame.bytes != frame.tokens * gathered_row_bytes(shape()) + loads_.bytes()) return;
@@ -321,6 +327,10 @@ class CpuBackend : public Backend {
     std::copy_n(handle.expert_begin, context_.local_experts + 1, handle.offsets);
   }
 
+  static const uint64_t* landing_of(const DispatchCall& call, const HandleArrays& handle) {
+    return call.lands ? handle.counts.landing : nullptr;
+  }
+
   // Where the rows of a source begin.
   int64_t first_row(const DispatchCall& call, const HandleArrays& handle, int source) const {
     return shape().exact() ? handle.counts.source[source] : int64_t{source} * call.bound;
@@ -332,7 +342,7 @@ class CpuBackend : public Backend {
     const Received& received = handle.received;
     const auto window_row = [&](int q, int source, int p) -> const std::byte* {
       const auto row = static_cast<uint64_t>(first_row(call, handle, source) + p);
-      return transport_.local(context_.map.payload_row(call.at.lane, call.at.bank(), q, row));
+      return transport_.local(row_place(context_.map, call.at, landing_of(call, handle), context_.me, q, row));
     };
     if (targets.layout == twExpertMajor || targets.layout == twGrouped) {
       ExpertMajorOut out;

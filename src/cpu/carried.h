@@ -82,6 +82,7 @@ class CarriedTransport {
   void publish(int peer, uint64_t offset, Word word, uint64_t note);
   Word load(uint64_t offset) const;
   std::byte* local(uint64_t offset) const { return window_->data() + offset; }
+  std::shared_ptr<void> window() const { return window_; }
   // A word in the own window.
   void store(uint64_t offset, Word word, uint64_t note);
 
@@ -144,7 +145,7 @@ class CarriedTransport {
   uint64_t tag_;
   int me_;
   int ranks_;
-  std::unique_ptr<Mapping> window_;
+  std::shared_ptr<Mapping> window_;
   int64_t channel_ = -1;
   bool stuck_ = false;  // a move that was measured has not ended
   uint64_t inline_bytes_ = 0;

@@ -28,7 +28,7 @@ Status CarriedTransport::open(const BackendInit& init) {
   void* const memory = ::mmap(nullptr, map_.bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   const bool mapped = memory != MAP_FAILED;
   if (mapped) {
-    window_ = std::make_unique<Mapping>(static_cast<std::byte*>(memory), map_.bytes());
+    window_ = std::make_shared<Mapping>(static_cast<std::byte*>(memory), map_.bytes());
     prepare_words(map_, context_.first_step, window_->data());
   }
   const Status ready =

@@ -22,7 +22,8 @@ struct Gathered {
   StepPlace at;
   int32_t bound;
   uint64_t note;
-  const Counts* counts;  // high throughput alone
+  const Counts* counts;     // high throughput alone
+  const uint64_t* landing;  // as of row_place
 };
 
 // One source's puts, of which those for this rank are made.
@@ -55,7 +56,7 @@ inline void put_picked(CarriedTransport& transport, const Gathered& call, int so
   const auto begin = [&](int) {
     return call.counts != nullptr ? call.counts->source[source] : int64_t{source} * call.bound;
   };
-  send_dispatch(picker, call.context.map, call.at, routing, payloads, call.note, begin);
+  send_dispatch(picker, call.context.map, call.at, routing, payloads, call.note, call.landing, begin);
 }
 
 // ids, weights, then each payload of all tokens.

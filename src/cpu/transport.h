@@ -46,6 +46,7 @@ class CpuTransport {
   Word load(uint64_t offset) const { return unpack(at(me_, offset).load(std::memory_order_acquire)); }
 
   std::byte* local(uint64_t offset) const { return windows_[me_]->data() + offset; }
+  std::shared_ptr<void> window() const { return windows_[me_]; }
 
   Waited wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline);
 

@@ -14,10 +14,12 @@ namespace tw {
 
 // What a routing's exchange of counts has brought; the arrays belong to a handle.
 struct Counts {
-  int32_t* sent = nullptr;     // [N, N] rows that go from each rank (first) to each, those that are dropped left out
-  int32_t* experts = nullptr;  // [L] rows for each local expert, from all ranks
-  int64_t* begin = nullptr;    // [N] row at each rank where this rank's begin
-  int64_t* source = nullptr;   // [N + 1] row here where each source's begin, and how many there are
+  int32_t* sent = nullptr;      // [N, N] rows that go from each rank (first) to each, those that are dropped left out
+  int32_t* experts = nullptr;   // [L] rows for each local expert, from all ranks
+  int64_t* begin = nullptr;     // [N] row at each rank where this rank's begin
+  int64_t* source = nullptr;    // [N + 1] row here where each source's begin, and how many there are
+  uint64_t* landing = nullptr;  // [N, payloads] of groups with leases: where the next dispatch's rows land at each
+                                // rank, as WindowMap::counts has it
   bool exchanged = false;
 
   int32_t& at(const Shape& shape, int from, int to) const {
@@ -34,10 +36,17 @@ inline std::vector<int32_t> expert_rows(const Shape& shape, const Routing& routi
   return rows;
 }
 
-// Tells every rank. Never waits: S2 has made the bank free.
+// A routing's send_counts as they were before rows were dropped.
+inline void restore_counts(const Shape& shape, Routing* routing) {
+  std::fill_n(routing->send_counts, shape.ranks, 0);
+  for (int64_t i = 0; i < routing->first[routing->tokens]; ++i) ++routing->send_counts[routing->destinations[i].rank];
+}
+
+// Tells every rank. Never waits: S2 has made the bank free. landing: [payloads] of this rank, as WindowMap::counts has
+// it; NULL: none.
 template <Transport T>
 void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& placement, const Routing& routing,
-                 uint64_t note) {
+                 const uint64_t* landing, uint64_t note) {
   const Shape& shape = map.shape();
   const std::vector<int32_t> rows = expert_rows(shape, routing);
   std::vector<int32_t> told(WindowMap::counts_bytes(shape) / sizeof(int32_t));
@@ -47,9 +56,27 @@ void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& plac
     for (int32_t expert = 0; expert < shape.experts; ++expert) {
       if (placement.rank[expert] == rank) told[shape.ranks + placement.slot[expert]] = rows[expert];
     }
+    if (shape.leases() && landing != nullptr) {
+      std::memcpy(told.data() + WindowMap::landing_begin(shape) / sizeof(int32_t), landing,
+                  sizeof(uint64_t) * static_cast<size_t>(shape.payloads));
+    }
     t.put(rank, map.counts(at.lane, at.bank(), t.rank()), told.data(), told.size() * sizeof(int32_t));
   }
   publish_step(t, map, at, Mode::kCounts, note, [](int) { return 0; });
+}
+
+// Whether rows that land where a rank has announced stay among its leases. What comes from another process is checked,
+// because a dispatch writes there.
+inline bool is_landing(const WindowMap& map, const Counts& counts) {
+  const Shape& shape = map.shape();
+  for (int64_t i = 0; i < static_cast<int64_t>(shape.ranks) * shape.payloads && shape.leases(); ++i) {
+    const uint64_t at = counts.landing[i];
+    const uint64_t bytes = static_cast<uint64_t>(shape.recv_rows) * shape.payload_bytes[i % shape.payloads];
+    if (at != 0 && (at < map.leases() || bytes > shape.lease_bytes || at - map.leases() > shape.lease_bytes - bytes)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 // Which rank would receive more rows than there is room for, and how many.
@@ -69,6 +96,10 @@ Overflow take_counts(T& t, const WindowMap& map, StepPlace at, int32_t local_exp
     const auto* const told = reinterpret_cast<const int32_t*>(t.local(map.counts(at.lane, at.bank(), source)));
     std::copy_n(told, shape.ranks, &counts->at(shape, source, 0));
     for (int32_t expert = 0; expert < local_experts; ++expert) counts->experts[expert] += told[shape.ranks + expert];
+    if (!shape.leases()) continue;
+    std::memcpy(counts->landing + static_cast<int64_t>(source) * shape.payloads,
+                told + WindowMap::landing_begin(shape) / sizeof(int32_t),
+                sizeof(uint64_t) * static_cast<size_t>(shape.payloads));
   }
   Overflow overflow;
   for (int to = 0; to < shape.ranks; ++to) {

@@ -14,11 +14,17 @@ struct RowsIn {
   int64_t stride = 0;  // bytes
 };
 
+// Where row `row` of payload q lies at a rank. landing: Counts::landing, if the rows go there; else NULL.
+inline uint64_t row_place(const WindowMap& map, StepPlace at, const uint64_t* landing, int rank, int q, uint64_t row) {
+  const uint64_t base = landing != nullptr ? landing[static_cast<int64_t>(rank) * map.shape().payloads + q] : 0;
+  return base != 0 ? base + row * map.shape().payload_bytes[q] : map.payload_row(at.lane, at.bank(), q, row);
+}
+
 // Writes all rows of a step and publishes it. Never waits: S2 has made the bank free. begin(rank): the row there that
-// is this rank's slot 0. Slots beyond send_counts are not sent.
+// is this rank's slot 0. Slots beyond send_counts are not sent. landing: as of row_place.
 template <Transport T, class Begin>
 void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowsIn* payloads,
-                   uint64_t note, Begin&& begin) {
+                   uint64_t note, const uint64_t* landing, Begin&& begin) {
   const Shape& shape = map.shape();
   const size_t ids_bytes = sizeof(int32_t) * shape.top_k;
   const size_t weights_bytes = sizeof(float) * shape.top_k;
@@ -36,7 +42,7 @@ void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& rout
       std::memcpy(meta, &header, sizeof header);
       t.put(to.rank, map.meta_row(at.lane, at.bank(), row), meta, meta_bytes(shape.top_k));
       for (int q = 0; q < shape.payloads; ++q) {
-        t.put(to.rank, map.payload_row(at.lane, at.bank(), q, row), payloads[q].data + token * payloads[q].stride,
+        t.put(to.rank, row_place(map, at, landing, to.rank, q, row), payloads[q].data + token * payloads[q].stride,
               shape.payload_bytes[q]);
       }
     }

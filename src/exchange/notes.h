@@ -1,4 +1,4 @@
-// The notes of gathers and reduces: what ranks must give alike beside the bound, as one number.
+// Notes: the bound of a step, and what ranks must give alike beside it.
 #pragma once
 
 #include <bit>
@@ -6,24 +6,37 @@
 
 namespace tw {
 
-// Of all that ranks must give alike, beside the bound in a note: as soon as two ranks differ, each meets a note that is
-// not its own. FNV-1a, by 32 bits at a time.
+// In a dispatch's note, beside the bound: its rows go where the exchange of counts before it has announced. Ranks that
+// differ in that would write and read at different places.
+inline constexpr uint32_t kLanding = 1u << 31;
+constexpr uint32_t with_landing(int32_t bound, bool lands) {
+  return static_cast<uint32_t>(bound) | (lands ? kLanding : 0);
+}
+
+// Of gathers and reduces. Of all that ranks must give alike, beside the bound in a note: as soon as two ranks differ,
+// each meets a note that is not its own. FNV-1a, by 32 bits at a time.
 constexpr uint32_t kDigestSeed = 2166136261u;
 constexpr uint32_t mix_digest(uint32_t digest, uint64_t value) {
   digest = (digest ^ static_cast<uint32_t>(value)) * 16777619u;
   return (digest ^ static_cast<uint32_t>(value >> 32)) * 16777619u;
 }
 // Of a dispatch, the digest is that of its map, 0 for none. On devices rows that are no lines are noted above the
-// bound: each takes so many bits as max_tokens does, and the digest those that are left, in either half.
-constexpr int note_bits(int32_t max_tokens) { return std::bit_width(static_cast<uint32_t>(max_tokens)); }
+// bound: each takes one bit more than max_tokens does, which is kLanding's beside a bound, and the digest those that are
+// left, in either half.
+constexpr int note_bits(int32_t max_tokens) { return std::bit_width(static_cast<uint32_t>(max_tokens)) + 1; }
 constexpr uint32_t noted(uint32_t half, int bits) { return half & ((1u << bits) - 1); }
-constexpr uint64_t dispatch_note(int32_t bound, int32_t plain, uint32_t digest, int bits) {
-  const uint32_t low = static_cast<uint32_t>(bound) | digest << bits;
+constexpr uint32_t noted_bound(uint64_t note, int bits) {
+  const uint32_t bound = noted(static_cast<uint32_t>(note), bits - 1);
+  return bound | (static_cast<uint32_t>(note) >> (bits - 1) & 1) << 31;
+}
+// bound: with kLanding or without.
+constexpr uint64_t dispatch_note(uint32_t bound, int32_t plain, uint32_t digest, int bits) {
+  const uint32_t low = (bound & ~kLanding) | (bound >> 31) << (bits - 1) | digest << bits;
   const uint32_t high = static_cast<uint32_t>(plain) | digest >> bits << bits;
   return static_cast<uint64_t>(high) << 32 | low;
 }
-constexpr uint64_t collective_note(int32_t bound, uint32_t digest) {
-  return static_cast<uint64_t>(digest) << 32 | static_cast<uint32_t>(bound);
+constexpr uint64_t collective_note(uint32_t bound, uint32_t digest) {
+  return static_cast<uint64_t>(digest) << 32 | bound;
 }
 
 }  // namespace tw

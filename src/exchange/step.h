@@ -1,6 +1,7 @@
 // A step's two ends, the same for every kind of step: publish to all, wait for all.
 #pragma once
 
+#include "exchange/notes.h"
 #include "exchange/transport.h"
 #include "exchange/words.h"
 #include "layout/window_map.h"
@@ -21,7 +22,7 @@ inline void prepare_words(const WindowMap& map, uint32_t first_step, std::byte* 
 
 // Publishes this rank's word of a step to every rank, itself included: always, with n = 0 too. The caller has put all
 // rows of the step (S4) and read everything it wants of the previous step's bank (S3): after this, peers may move on.
-// `note`: the bound, and above it the digest of a gather or reduce.
+// `note`: the bound, and what exchange/notes.h puts beside it.
 template <Transport T, class Count>
 void publish_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t note, Count count) {
   t.flush();
@@ -45,7 +46,7 @@ struct StepEnd {
 template <Transport T>
 StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t note, TimePoint deadline,
                    int32_t* counts, bool any = false) {
-  const auto bound = static_cast<uint32_t>(note);
+  const uint32_t bound = static_cast<uint32_t>(note) & ~kLanding;
   StepEnd sticky;
   StepEnd refused;
   for (int i = 1; i <= t.ranks(); ++i) {

@@ -28,6 +28,7 @@ struct Shape {
   // High throughput alone, else 0.
   int32_t recv_rows = 0;           // R: rows of all sources together
   int32_t most_local_experts = 0;  // of any rank
+  uint64_t lease_bytes = 0;        // for leases (core/leases.h), whole pages
   // What only devices have: 0 on the CPU.
   int32_t line_tokens = 0;  // rows of a source that may travel as lines (layout/lines.h)
   int32_t chunk_rows = 0;   // rows of a bulk combine that share a word
@@ -37,6 +38,7 @@ struct Shape {
   int32_t counts_loads = 0;     // 1: dispatches tell what is chosen
 
   constexpr bool exact() const { return recv_rows > 0; }
+  constexpr bool leases() const { return lease_bytes > 0; }
   // Ids that a caller may give: below this.
   constexpr int32_t choices() const { return logical_experts > 0 ? logical_experts : experts; }
   // Rows that a rank may receive in a step.

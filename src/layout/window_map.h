@@ -8,6 +8,7 @@
 //                 meta lines: bank 0, bank 1, per source those beside rows that are none    (devices)
 //                 loads: of four dispatches, per source what was chosen                     (groups that count)
 //   lane 1 ...
+//   leases        rows of dispatches that outlive their step                                (high throughput)
 //
 // A bank is used by one step at a time (S1, S2), and a step is a dispatch or a combine, so rows and inbox share a
 // bank's bytes: a bank is as large as the larger of the two, not as both together.
@@ -69,13 +70,17 @@ class WindowMap {
     const uint64_t loads = shape.counts_loads != 0 ? c.mul(kLoadsBanks, told) : 0;
     map->lane_bytes_ = c.align(c.add(map->loads_at_, loads), kPageAlignment);
     map->lanes_at_ = c.align(kAbortAt + sizeof(uint64_t) * shape.ranks, kPageAlignment);
-    map->bytes_ = c.add(map->lanes_at_, c.mul(shape.lanes, map->lane_bytes_));
+    map->leases_at_ = c.add(map->lanes_at_, c.mul(shape.lanes, map->lane_bytes_));
+    map->bytes_ = c.add(map->leases_at_, shape.lease_bytes);
     return !c.overflow;
   }
 
   constexpr const Shape& shape() const { return shape_; }
   constexpr uint64_t bytes() const { return bytes_; }
   constexpr uint64_t lane_bytes() const { return lane_bytes_; }
+
+  // Where leases begin: the last of a window.
+  constexpr uint64_t leases() const { return leases_at_; }
 
   // Whether an offset is of a lane.
   constexpr bool in_lane(int lane, uint64_t offset) const {
@@ -109,12 +114,18 @@ class WindowMap {
   constexpr uint64_t meta(int lane, int bank, int source, int p, int bound) const {
     return meta_row(lane, bank, row(source, p, bound));
   }
-  // int32 [N] rows that a source sends to each rank, then [most_local_experts] rows for each expert of this one.
+  // int32 [N] rows that a source sends to each rank, then [most_local_experts] rows for each expert of this one; in
+  // groups with leases then, at landing_begin, uint64 [payloads] where rows for the source land: an offset in its
+  // window, 0: in the bank.
   constexpr uint64_t counts(int lane, int bank, int source) const {
     return bank_at(lane, bank) + source * counts_bytes(shape_);
   }
   static constexpr uint64_t counts_bytes(const Shape& shape) {
-    return sizeof(int32_t) * (static_cast<uint64_t>(shape.ranks) + static_cast<uint64_t>(shape.most_local_experts));
+    const uint64_t told = sizeof(int32_t) * (static_cast<uint64_t>(shape.ranks) + shape.most_local_experts);
+    return shape.leases() ? landing_begin(shape) + sizeof(uint64_t) * static_cast<uint64_t>(shape.payloads) : told;
+  }
+  static constexpr uint64_t landing_begin(const Shape& shape) {
+    return (sizeof(int32_t) * (static_cast<uint64_t>(shape.ranks) + shape.most_local_experts) + 7) / 8 * 8;
   }
 
   // uint64, the step: rows chunk * chunk_rows and on of a source are in the inbox.
@@ -196,6 +207,7 @@ class WindowMap {
   uint64_t line_row_ = 0;  // bytes of all lines of a row
   uint64_t lane_bytes_ = 0;
   uint64_t lanes_at_ = 0;
+  uint64_t leases_at_ = 0;
   uint64_t bytes_ = 0;
 };
 

@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "core/group.h"
+#include "core/steps.h"
 
 namespace tw::nvlink {
 
@@ -111,6 +112,7 @@ HandleView NvlinkBackend::view_of(const HandleArrays& handle) const {
   view.expert_begin = handle.expert_begin;
   view.offsets = handle.offsets;
   view.overflow = handle.overflow;
+  view.landing = handle.counts.landing;
   return view;
 }
 
@@ -188,6 +190,12 @@ Status NvlinkBackend::replace_map(int32_t layer, const ExpertMap& map, void* str
   return arena_->write_map(layer, shape(), map);
 }
 
+void NvlinkBackend::fill_landing(const DispatchCall& call, std::byte** landing) {
+  for (int q = 0; q < shape().payloads && call.lands; ++q) {
+    if (call.landing[q] != 0) landing[q] = window() + call.landing[q];
+  }
+}
+
 Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
@@ -232,6 +240,8 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.first_line = first_line(p.tokens);
   p.send = send;
   p.receive = receive;
+  p.lands = call.lands;
+  fill_landing(call, p.landing);
   p.at = dispatch_;
   p.lines = LinesAt::make(context_.map, p.lane);
   p.table = fits_tables(shape());
@@ -274,6 +284,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
   handle.placed = targets.layout == twExpertMajor || targets.layout == twGrouped;
   ViewParams p = view_params(handle, call.at.lane, call.bound);
   bool any = handle.placed;
+  fill_landing(call, p.landing);
   for (int q = 0; q < shape().payloads; ++q) {
     p.payloads[q] = targets.payloads[q];
     any |= targets.payloads[q] != nullptr;

@@ -103,9 +103,10 @@ class NvlinkBackend : public Backend {
   StepEnd drain(StepPlace, TimePoint) override { return {}; }
 
   void* view(StepPlace at, int q) override { return window() + context_.map.payload(at.lane, at.bank(), q, 0, 0, 0); }
+  std::shared_ptr<void> keep_window() override;
   bool in_window(const void* address) override {
     const auto* const at = static_cast<const std::byte*>(address);
-    return std::less_equal<>()(window(), at) && std::less<>()(at, window() + context_.map.bytes());
+    return std::less_equal<>()(window(), at) && std::less<>()(at, window() + context_.map.leases());
   }
 
   bool in_lane(int lane, const void* address) override {
@@ -151,7 +152,9 @@ class NvlinkBackend : public Backend {
 
  private:
   const Shape& shape() const { return context_.map.shape(); }
-  std::byte* window() const { return windows_.by_rank[context_.me]->data(); }
+  std::byte* window() override { return windows_.by_rank[context_.me]->data(); }
+  // Where the rows of each payload land here.
+  void fill_landing(const DispatchCall& call, std::byte** landing);
 
   Status connect(const BackendInit& init, uint64_t* tag);
   Status may_use_lines(bool* may);

@@ -25,10 +25,12 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   p.tokens = handle.routing.tokens;
   p.alignment = call.alignment;
   p.drop = call.drop ? 1 : 0;
+  std::copy(std::begin(call.landing), std::end(call.landing), p.landing);
   p.send = send;
   p.receive = receive;
-  // A replay would tell of an exchange that the host has not called.
-  if (receive && !capturing) {
+  // A replay would tell of an exchange that the host has not called; and what it knows it need not be told again.
+  if (call.again) {
+  } else if (receive && !capturing) {
     if (handle.counts_page == nullptr) handle.counts_page = arena_->take_page();
     if (handle.counts_page == nullptr) return fail(twOutOfMemory, "no host memory for counts that a device tells");
     p.on_host = static_cast<CountsOnHost*>(handle.counts_page);
@@ -52,7 +54,7 @@ StepEnd NvlinkBackend::finish_counts(const CountsCall& call, TimePoint deadline,
     run = carriage_ != nullptr ? carry_counts(call, handle, false) : run_counts(call, handle, false, true);
   }
   const StepEnd end = end_of(call.stream, run);
-  if (end.code == twSuccess && blocking_ && !captures(call.stream)) read_counts(handle, deadline, known);
+  if (end.code == twSuccess && blocking_ && !call.again && !captures(call.stream)) read_counts(handle, deadline, known);
   return end;
 }
 

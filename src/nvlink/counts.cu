@@ -121,6 +121,10 @@ __device__ void tell_counts(const CountsParams& p, const Step& step) {
   for (int rank = 0; rank < shape.ranks; ++rank) {
     auto* const to = reinterpret_cast<int32_t*>(place(rank));
     for (int i = static_cast<int>(threadIdx.x); i < shape.ranks; i += blockDim.x) to[i] = p.told[i];
+    auto* const landing = reinterpret_cast<uint64_t*>(place(rank) + WindowMap::landing_begin(shape));
+    for (int q = static_cast<int>(threadIdx.x); shape.leases() && q < shape.payloads; q += blockDim.x) {
+      landing[q] = p.landing[q];
+    }
   }
   for (int id = static_cast<int>(threadIdx.x); id < shape.experts; id += blockDim.x) {
     const uint32_t expert = g.experts[id];
@@ -152,6 +156,17 @@ __device__ int32_t told_by(const CountsParams& p, const Step& step, int rank, in
   const GroupView& g = p.group;
   const std::byte* const told = window_of(g, g.me) + g.map.counts(step.lane, step.bank(), rank);
   return static_cast<int32_t>(load_fresh<uint32_t>(reinterpret_cast<const int32_t*>(told) + i));
+}
+
+// Where rows for a rank land. By one thread for each rank.
+__device__ void take_landing(const CountsParams& p, const Step& step, int rank) {
+  const GroupView& g = p.group;
+  const Shape& shape = g.map.shape();
+  const std::byte* const told = window_of(g, g.me) + g.map.counts(step.lane, step.bank(), rank);
+  const auto* const landing = reinterpret_cast<const uint64_t*>(told + WindowMap::landing_begin(shape));
+  for (int q = 0; shape.leases() && q < shape.payloads; ++q) {
+    p.handle.landing[rank * shape.payloads + q] = load_fresh<unsigned long long>(landing + q);
+  }
 }
 
 // Rows for one rank, from each: where they begin, and whether there is room. By one thread for each rank.
@@ -252,6 +267,7 @@ __device__ void take_counts(const CountsParams& p, const Step& step, const Talli
   const Shape& shape = p.group.map.shape();
   for (int to = static_cast<int>(threadIdx.x); to < shape.ranks; to += kThreads) {
     place_rank(p, step, to, tallies.worst);
+    take_landing(p, step, to);
   }
   __syncthreads();
   const unsigned long long worst = *tallies.worst;

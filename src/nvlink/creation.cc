@@ -91,6 +91,19 @@ Status NvlinkBackend::open(const BackendInit& init) {
   return {};
 }
 
+// Where leases outlive the group, kernels may still read them when the last is given back.
+std::shared_ptr<void> NvlinkBackend::keep_window() {
+  std::shared_ptr<DeviceMapping> mapping = windows_.by_rank[context_.me];
+  return {mapping->data(), [mapping, device = device_](void*) mutable {
+            if (mapping.use_count() > 1) return;  // the group has it still
+            const OnDevice on(device);
+            const OutsideCaptures apart;
+            cudaDeviceSynchronize();
+            (void)cudaGetLastError();
+            mapping.reset();
+          }};
+}
+
 // The least of all ranks' values.
 template <class Value>
 Status NvlinkBackend::least(const BackendInit& init, uint64_t tag, int32_t mine, Value* all) {

@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     if (item.row < static_cast<uint32_t>(p.tokens)) load_ahead<kFast>(p, static_cast<int>(item.row), unit, &ahead);
   }
   const uint32_t digest = load_digest(p.in.digest);
-  Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch, mix_counted(digest, p.counted), g.note_bits};
+  Step step{next_step(g, p.lane),           p.lane,      p.bound, twPhaseDispatch,
+            mix_counted(digest, p.counted), g.note_bits, p.lands};
   const bool sticky = is_sticky(g);
   if (sends) mark_tokens<kFast>(p, scratch, thread, ids);
   const bool skips = static_cast<int>(step.number & 1) != p.bank;

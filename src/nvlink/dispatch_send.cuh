@@ -110,8 +110,14 @@ __device__ __noinline__ static void copy_narrow(const std::byte* from, std::byte
 
 // Where a payload of a row lies at a rank.
 __device__ inline std::byte* place_of(const Block& b, int payload, int rank, int slot) {
-  return b.scratch.windows()[rank] +
-         b.p.group.map.payload_row(b.step.lane, b.step.bank(), payload, b.row_at(rank, slot));
+  const WindowMap& map = b.p.group.map;
+  std::byte* const window = b.scratch.windows()[rank];
+  const uint64_t row = b.row_at(rank, slot);
+  if (b.p.lands) {
+    const uint64_t begin = load_fresh<unsigned long long>(b.p.handle.landing + rank * map.shape().payloads + payload);
+    if (begin != 0) return window + begin + row * map.shape().payload_bytes[payload];
+  }
+  return window + map.payload_row(b.step.lane, b.step.bank(), payload, row);
 }
 
 // A unit of a payload to all ranks of `to`, of which lane i knows where the row lies at rank i: read once. The first

@@ -103,6 +103,7 @@ struct HandleView {
   int64_t* expert_begin;  // [L + 1]
   int32_t* offsets;       // [L + 1]
   int32_t* overflow;      // 1: a rank would receive too many rows, and none goes to any
+  uint64_t* landing;      // [N, payloads] as of Counts
 };
 
 struct PayloadIn {
@@ -246,6 +247,8 @@ struct DispatchParams {
   int32_t first_line;  // token from which on rows travel as lines
   int32_t send;
   int32_t receive;
+  int32_t lands;                     // rows go where handle.landing says
+  std::byte* landing[kMaxPayloads];  // that of this rank; NULL: in the bank
   DispatchScratch at;
   Units units;
   WideUnits wide;  // of rows that are no lines
@@ -312,6 +315,7 @@ struct ViewParams {
   int32_t lane;
   int32_t bound;
   std::byte* payloads[kMaxPayloads];  // NULL: not wanted
+  std::byte* landing[kMaxPayloads];   // where the rows are; NULL: in the bank
   int32_t width[kMaxPayloads];
   Divider vectors[kMaxPayloads];
   Columns columns[kMaxPayloads];
@@ -330,8 +334,9 @@ struct CountsParams {
   int32_t lane;
   int32_t bank;  // over a carrier; else -1
   int32_t tokens;
-  int32_t alignment;  // of an expert's rows in the grouped layout
-  int32_t drop;       // rows beyond a receiver's room, instead of refusing them all
+  int32_t alignment;               // of an expert's rows in the grouped layout
+  int32_t drop;                    // rows beyond a receiver's room, instead of refusing them all
+  uint64_t landing[kMaxPayloads];  // as of CountsCall
   int32_t send;
   int32_t receive;
   CountsOnHost* on_host;  // NULL: the host does not want them

@@ -106,6 +106,12 @@ __device__ inline int payload_of(const DispatchParams& p, uint32_t w, uint64_t* 
   return q;
 }
 
+// Where the rows of a payload begin that have come to this rank.
+__device__ inline std::byte* rows_begin(const DispatchParams& p, std::byte* bank, int payload) {
+  std::byte* const landing = p.landing[payload];
+  return landing != nullptr ? landing : bank + p.group.map.payload_begin(payload);
+}
+
 // Words of a row's payloads: of what is sent for a token, and to their place in this rank's window. Many payloads, and
 // rows that are no multiple of 8 bytes or lie at odd addresses.
 __device__ __noinline__ static uint64_t load_any_word(const DispatchParams& p, int token, uint32_t w) {
@@ -120,7 +126,7 @@ __device__ __noinline__ static void place_any_word(const DispatchParams& p, std:
   uint64_t at = 0;
   const int q = payload_of(p, w, &at);
   const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
-  std::byte* const to = bank + p.group.map.payload_begin(q) + row * bytes + at;
+  std::byte* const to = rows_begin(p, bank, q) + row * bytes + at;
   if (p.whole) {
     *reinterpret_cast<uint64_t*>(to) = value;
   } else if (static_cast<int64_t>(at) < bytes) {  // else padding of the last line
@@ -177,9 +183,8 @@ __device__ inline void place_words(const DispatchParams& p, std::byte* bank, int
                                    uint32_t groups, const Vec16 (&pair)[kGroups]) {
   const uint32_t begin = p.payloads[0].first_word;
   const uint32_t first = first_word(unit.begin);
-  const Rows<std::byte> rows(p, first, [&](int q) {
-    return bank + p.group.map.payload_begin(q) + row * p.group.map.shape().payload_bytes[q];
-  });
+  const Rows<std::byte> rows(
+      p, first, [&](int q) { return rows_begin(p, bank, q) + row * p.group.map.shape().payload_bytes[q]; });
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     const uint32_t w = first + kGroupWords * g;

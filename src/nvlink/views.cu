@@ -61,16 +61,21 @@ __device__ int bank_of_lane(const ViewParams& p) {
   return static_cast<int>(p.group.lanes[p.lane].step & 1);
 }
 
+// Row `row` of a payload, where it has come to.
+__device__ const std::byte* row_of(const ViewParams& p, int q, int bank, int64_t row) {
+  const WindowMap& map = p.group.map;
+  if (p.landing[q] != nullptr) return p.landing[q] + row * static_cast<int64_t>(map.shape().payload_bytes[q]);
+  return p.group.windows[p.group.me] + map.payload_row(p.lane, bank, q, static_cast<uint64_t>(row));
+}
+
 template <class V>
 __device__ void copy_payload(const ViewParams& p, int q, const int32_t* begin, int bank) {
   const Shape& shape = p.group.map.shape();
-  const std::byte* const window = p.group.windows[p.group.me];
   const uint32_t vectors = p.vectors[q].divisor;
   for (int row = static_cast<int>(blockIdx.x); row < begin[shape.ranks]; row += static_cast<int>(gridDim.x)) {
     const Slot slot = slot_of(begin, shape.ranks, row);
     const int64_t at = place_of(p, slot);
-    const auto* const from =
-        reinterpret_cast<const V*>(window + p.group.map.payload_row(p.lane, bank, q, static_cast<uint64_t>(at)));
+    const auto* const from = reinterpret_cast<const V*>(row_of(p, q, bank, at));
     auto* const to = reinterpret_cast<V*>(p.payloads[q] + at * static_cast<int64_t>(shape.payload_bytes[q]));
     for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) to[i] = load_fresh<V>(from + i);
   }
@@ -247,8 +252,7 @@ __device__ void finish_grouped(const ViewParams& p) {
 template <class V>
 __device__ void scatter_row(const ViewParams& p, int q, int64_t row, const int64_t* places, int bank) {
   const Shape& shape = p.group.map.shape();
-  const auto* const from = reinterpret_cast<const V*>(
-      p.group.windows[p.group.me] + p.group.map.payload_row(p.lane, bank, q, static_cast<uint64_t>(row)));
+  const auto* const from = reinterpret_cast<const V*>(row_of(p, q, bank, row));
   for (uint32_t i = threadIdx.x; i < p.vectors[q].divisor; i += blockDim.x) {
     const V value = load_fresh<V>(from + i);
     for (int k = 0; k < shape.top_k; ++k) {
@@ -261,8 +265,7 @@ __device__ void scatter_row(const ViewParams& p, int q, int64_t row, const int64
 // The same into columns. Copied by bytes: neither row nor tensor need be aligned to elements, and such rows are short.
 __device__ void scatter_columns(const ViewParams& p, int q, int64_t row, const int64_t* places, int bank) {
   const Shape& shape = p.group.map.shape();
-  const std::byte* const from =
-      p.group.windows[p.group.me] + p.group.map.payload_row(p.lane, bank, q, static_cast<uint64_t>(row));
+  const std::byte* const from = row_of(p, q, bank, row);
   for (uint32_t i = threadIdx.x; i < shape.payload_bytes[q]; i += blockDim.x) {
     const auto value = static_cast<std::byte>(load_fresh<unsigned char>(from + i));
     for (int k = 0; k < shape.top_k; ++k) {

@@ -14,20 +14,22 @@ struct Step {
   int32_t bound;
   twPhase_t phase;
   uint32_t digest = 0;     // of what all ranks must have alike, beside the bound (exchange/notes.h)
-  int32_t note_bits = 28;  // of a dispatch's notes
+  int32_t note_bits = 29;  // of a dispatch's notes
+  int32_t lands = 0;       // of a dispatch, noted beside its bound
 
   __device__ int bank() const { return static_cast<int>(number & 1); }
   __device__ uint32_t low() const { return static_cast<uint32_t>(number); }
   // What this rank notes. `plain`: of a dispatch, rows that are no lines.
   __device__ uint64_t note(int plain) const {
-    return phase == twPhaseDispatch ? dispatch_note(bound, plain, digest, note_bits) : collective_note(bound, digest);
+    return phase == twPhaseDispatch ? dispatch_note(full_bound(), plain, digest, note_bits)
+                                    : collective_note(bound, digest);
   }
+  __device__ uint32_t full_bound() const { return with_landing(bound, lands != 0); }
   __device__ int plain_of(uint64_t note) const {
     return static_cast<int>(noted(static_cast<uint32_t>(note >> 32), note_bits));
   }
   __device__ uint32_t bound_of(uint64_t note) const {
-    const auto half = static_cast<uint32_t>(note);
-    return phase == twPhaseDispatch ? noted(half, note_bits) : half;
+    return phase == twPhaseDispatch ? noted_bound(note, note_bits) : static_cast<uint32_t>(note);
   }
   // Whether a note is that of a rank which makes the same call. A combine's holds nothing above the bound.
   __device__ bool matches(uint64_t seen) const {
@@ -147,7 +149,7 @@ __device__ __noinline__ static void write_report(Report* report, const GroupView
   to.step = step.low();
   to.seen = static_cast<uint32_t>(seen >> 32);
   to.note = note;
-  to.bound = static_cast<uint32_t>(step.bound);
+  to.bound = step.full_bound();
   to.token = -1;
   to.k = -1;
   to.value = 0;

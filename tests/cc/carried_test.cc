@@ -121,7 +121,11 @@ struct Ferry {
             },
             [](void*, int64_t, int32_t) {},
             [](void* c, int64_t channel, const twMove_t* move) { return of(c).hub->start(channel, of(c).rank, *move); },
-            [](void* c, int64_t channel, int64_t move, int32_t ms) { return of(c).hub->wait(channel, move, ms); }};
+            [](void* c, int64_t channel, int64_t move, int32_t ms) { return of(c).hub->wait(channel, move, ms); },
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr};
   }
 };
 

@@ -283,6 +283,8 @@ class Pretended : public Backend {
   StepEnd drain(StepPlace, TimePoint) override { return {}; }
   void* view(StepPlace at, int q) override { return window_->view(at, q); }
   void* view_gathered(const CollectiveCall& call, int q) override { return window_->view_gathered(call, q); }
+  std::byte* window() override { return nullptr; }
+  std::shared_ptr<void> keep_window() override { return nullptr; }
   bool in_window(const void* address) override { return window_->in_window(address); }
   bool in_lane(int lane, const void* address) override { return window_->in_lane(lane, address); }
   void announce_abort(AbortWord reason) override { window_->announce_abort(reason); }

@@ -184,7 +184,8 @@ class Rank {
     }
     const RowsIn in{reinterpret_cast<const std::byte*>(rows), sizeof rows[0]};
     t_.begin(step);
-    send_dispatch(t_, t_.map(), {0, step}, routing_, &in, kBound, [&](int) { return int64_t{t_.rank()} * kBound; });
+    send_dispatch(t_, t_.map(), {0, step}, routing_, &in, kBound, nullptr,
+                  [&](int) { return int64_t{t_.rank()} * kBound; });
     const StepEnd end = await_step(t_, t_.map(), {0, step}, Mode::kDispatch, kBound, {}, counts_);
     ASSERT_EQ(end.code, twSuccess) << "step " << step << ", peer " << end.peer << " at step " << end.seen.step;
     ASSERT_TRUE(
@@ -201,7 +202,7 @@ class Rank {
   void exchange_counts(uint32_t step) {
     const StepPlace at{0, step};
     t_.begin(step);
-    send_counts(t_, t_.map(), at, {kExpertRank, kExpertSlot}, routing_, 0);
+    send_counts(t_, t_.map(), at, {kExpertRank, kExpertSlot}, routing_, nullptr, 0);
     for (int peer = 0; peer < kRanks; ++peer) {
       int32_t ours[kRanks + 1];
       std::memcpy(ours, t_.at_peer(peer, t_.map().counts(0, at.bank(), kMe)), sizeof ours);

@@ -148,11 +148,17 @@ TEST(Replicas, NotesHoldAllOfADigestThatHasRoom) {
   for (const int32_t most : {1, 24, 512, 65535, (1 << 28) - 1}) {
     const int bits = note_bits(most);
     const auto limit = (uint64_t{1} << bits) - 1;
-    EXPECT_LE(static_cast<uint64_t>(most), limit);
+    EXPECT_LE(2 * static_cast<uint64_t>(most), limit);
     const uint64_t note = dispatch_note(most, most, 0xdeadbeefu, bits);
-    EXPECT_EQ(noted(static_cast<uint32_t>(note), bits), static_cast<uint32_t>(most));
+    EXPECT_EQ(noted_bound(note, bits), static_cast<uint32_t>(most));
     EXPECT_EQ(noted(static_cast<uint32_t>(note >> 32), bits), static_cast<uint32_t>(most));
     EXPECT_EQ(dispatch_note(most, 0, 0, bits), static_cast<uint64_t>(most));
+    for (const bool lands : {false, true}) {
+      const uint64_t of_rows = dispatch_note(with_landing(most, lands), most, 0xdeadbeefu, bits);
+      EXPECT_EQ(noted_bound(of_rows, bits), with_landing(most, lands)) << most;
+      EXPECT_EQ(noted(static_cast<uint32_t>(of_rows >> 32), bits), static_cast<uint32_t>(most));
+      EXPECT_EQ(of_rows == note, !lands) << most;
+    }
     // A bit of the digest that differs is a bit of the note that does, where 2 * bits <= 32.
     for (int bit = 0; bit < 32 && 2 * bits <= 32; ++bit) {
       EXPECT_NE(dispatch_note(most, most, 0xdeadbeefu ^ 1u << bit, bits), note) << most << " bit " << bit;

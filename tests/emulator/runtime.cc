@@ -118,7 +118,10 @@ std::map<const void*, int>& shared_limits() {
 
 }  // namespace
 
+thread_local int t_launches = 0;
+
 void launch(void* stream, dim3 blocks, dim3 threads, uint32_t shared, std::function<void()> kernel, const char* name) {
+  ++t_launches;
   static const bool blocking = number_of("CUDA_LAUNCH_BLOCKING", 0) == 1;
   Stream& on = find(static_cast<cudaStream_t>(stream));
   on.add([=, kernel = std::move(kernel)] {
@@ -212,6 +215,9 @@ using namespace tw::emulator;
 // ---- The runtime.
 
 extern "C" {
+
+// For tests: kernels that the calling thread has launched so far.
+int tokenway_emulated_launches() { return t_launches; }
 
 cudaError_t cudaGetDeviceCount(int* count) { return *count = devices(), cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) { return *device = t_device, cudaSuccess; }

@@ -81,7 +81,9 @@ def await_record(env: Any, nap: float) -> dict[str, Any]:
     returned = time.monotonic() - begin
     env.stream.synchronize()
     ended = time.monotonic() - begin
-    record = group.error
+    until = time.monotonic() + 1.0  # a kernel that was stopped is given a moment to say where it was
+    while (record := group.error) is None and time.monotonic() < until:
+        time.sleep(0.01)
     later = caught(dispatch, env, group)
     alive = float(torch.ones(8, device=env.device).sum())
     result = env.kept.pop("out", None)

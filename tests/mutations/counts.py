@@ -67,8 +67,8 @@ COUNTS = (
         (
             Edit(
                 CALLS,
-                "  if (end.code != twSuccess) return conclude(group, twPhaseCounts,",
-                "  handle.counts.exchanged = true;\n  if (end.code != twSuccess) return conclude(group, twPhaseCounts,",
+                "    handle.counts.exchanged = false;\n    part_leases(group, handle);  // no dispatch may follow\n",
+                "    handle.counts.exchanged = true;\n    part_leases(group, handle);\n",
             ),
         ),
     ),
@@ -77,7 +77,7 @@ COUNTS = (
         "S2",
         "counts_test",
         "Counts.RefusedStepIsWaitedOut",
-        (Edit(CALLS, "  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts, stream));\n", ""),),
+        (Edit(CALLS, "  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts, call.stream));\n", ""),),
     ),
     Mutation(
         "a refused exchange of counts is told to nobody",
@@ -192,8 +192,8 @@ COUNTS = (
         (
             Edit(
                 CALLS,
-                "std::min(deadline_of(group), handle.counts_deadline);\n  const StepEnd",
-                "deadline_of(group);\n  const StepEnd",
+                "deadline = std::min(deadline_of(group), handle.counts_deadline);\n",
+                "deadline = deadline_of(group);\n",
             ),
         ),
     ),

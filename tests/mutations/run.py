@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Breaks the library on purpose, once per row of the tables beside it; the named test must notice.
 
-    tests/mutations/run.py [--only NAME] [--jobs 2] [--keep]
+    tests/mutations/run.py [--only NAME] [--jobs 2] [--keep] [--texts]
 
 Each mutation is a bug that earlier designs had, or that a later hand may bring in; its row says which invariant of
 docs/PROTOCOL.md it breaks and which test must fail. A mutation that survives means that the test does not test what
@@ -27,13 +27,14 @@ from pathlib import Path
 from carried import CARRIED
 from collectives import COLLECTIVES
 from counts import COUNTS
+from leases import LEASES_MUTATIONS
 from mutation import Mutation
 from placement import PLACEMENT
 from protocol import PROTOCOL
 from results import RESULTS
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = PROTOCOL + COUNTS + COLLECTIVES + PLACEMENT + RESULTS + CARRIED
+ALL = PROTOCOL + COUNTS + LEASES_MUTATIONS + COLLECTIVES + PLACEMENT + RESULTS + CARRIED
 TEST_TIMEOUT_S = 60
 
 
@@ -59,6 +60,32 @@ def call(command: list[str], timeout: float | None = None) -> str:
     if done.returncode != 0:
         raise BuildError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
+
+
+def mutate(tree: Path, mutation: Mutation) -> dict[str, str]:
+    """The changed files."""
+    changed: dict[str, str] = {}
+    for edit in mutation.edits:
+        text = changed.get(edit.file) or (tree / edit.file).read_text()
+        if text.count(edit.old) != 1:
+            raise BuildError(
+                f"{mutation.name}: {edit.file} holds the text to change {text.count(edit.old)} times, not once:\n"
+                f"{edit.old}"
+            )
+        changed[edit.file] = text.replace(edit.old, edit.new)
+    return changed
+
+
+def check_texts(mutations: list[Mutation]) -> int:
+    """A source that changed leaves its mutations behind; this says so without building any."""
+    problems = []
+    for mutation in mutations:
+        try:
+            mutate(ROOT, mutation)
+        except BuildError as error:
+            problems.append(str(error))
+    print("\n".join(problems) or f"{len(mutations)} mutations still find what they change")
+    return 1 if problems else 0
 
 
 class Workshop:
@@ -120,19 +147,10 @@ class Workshop:
         names = [str(path) for path in objects]
         call([self.compiler, *names, str(self.archive), *LIBRARIES, *(more or []), "-o", str(out)])
 
-    def mutate(self, mutation: Mutation, overlay: Path) -> None:
-        for edit in mutation.edits:
-            target = overlay / edit.file
-            text = (target if target.exists() else self.tree / edit.file).read_text()
-            if text.count(edit.old) != 1:
-                raise BuildError(
-                    f"{edit.file} holds the text to change {text.count(edit.old)} times, not once:\n{edit.old}"
-                )
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text.replace(edit.old, edit.new))
-
     def build_mutant(self, mutation: Mutation, overlay: Path) -> Path:
-        self.mutate(mutation, overlay)
+        for file, text in mutate(self.tree, mutation).items():
+            (overlay / file).parent.mkdir(parents=True, exist_ok=True)
+            (overlay / file).write_text(text)
         changed = {Path(edit.file) for edit in mutation.edits}
         rebuilt = []
         unit = Path(f"tests/cc/{mutation.unit}.cc")
@@ -242,7 +260,10 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="a mutation's name or a part of it")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--keep", action="store_true", help="keep the folder that it builds in")
+    parser.add_argument("--texts", action="store_true", help="build nothing: only look for the texts to change")
     arguments = parser.parse_args()
+    if arguments.texts:
+        return check_texts(list(ALL))
     compiler = os.environ.get("CXX", "g++")
     if missing := missing_tools(compiler):
         strict = os.environ.get("TW_STRICT") == "1"

@@ -16,7 +16,15 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SUITE = ("test_exchange", "test_rounds", "test_errors", "test_survival", "test_throughput", "test_properties")
+SUITE = (
+    "test_exchange",
+    "test_rounds",
+    "test_errors",
+    "test_survival",
+    "test_throughput",
+    "test_leases",
+    "test_properties",
+)
 INSIDE = "TOKENWAY_TEST_INSIDE"
 APART = "TOKENWAY_TEST_APART"  # the process that holds the other namespace
 ADDRESSES = ("10.211.7.1", "10.211.7.2")

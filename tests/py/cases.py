@@ -45,6 +45,7 @@ class Setup:
     overflow: str = "refuse"
     row_alignment: int | None = None
     sm_limit: int = 0
+    lease_bytes: int = 0
     # Experts in several slots, which expert_map then places.
     slot_expert: tuple[int, ...] | None = None
     policy: str = "round_robin"
@@ -105,6 +106,7 @@ class Round:
     send_combine: bool = False
     again: bool = False  # dispatch twice
     late: bool = False  # combine once more, without a lease
+    lease: bool = False  # rows land in leases, if there is room, and stay there; and once more by the same routing
     release: bool = False  # give the lane back before the combine, which then has no lease
     strided: bool = False  # rows of all inputs are apart
     own: bool = False  # outputs are given

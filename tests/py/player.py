@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,10 +42,15 @@ class Player:
         self.setup = case.setup
         self.rng = np.random.default_rng([case.order, env.rank])
         self.spare: list[tw.Handle] = []
+        self.leased: list[tuple[Any, np.ndarray]] = []  # what came into leases, and what it was
         self.unread: dict[tw.Handle, tuple[Any, ...]] = {}  # routings that their handle's first dispatch will read
 
     def flights(self) -> list[list[Got]]:
-        return [self.flight(rounds) for rounds in self.case.flights]
+        got = [self.flight(rounds) for rounds in self.case.flights]
+        for tensor, was in self.leased:
+            now = self.array(tensor)
+            assert np.array_equal(now.view(np.uint8), was.view(np.uint8)), "a lease was written to while it lived"
+        return got
 
     def pause(self) -> None:
         """The slow rank is late by a few milliseconds, now and then."""
@@ -79,8 +85,23 @@ class Player:
             if rounds[i].late:
                 self.pause()
                 got[i].late = self.array(self.combine(rounds[i], handles[i], rows[i], False))
+        for i in [i for i in everyone if rounds[i].lease and self.setup.lease_bytes]:
+            self.dispatch_again(rounds[i], handles[i], inputs[i], got[i])
         self.spare = [h for h, r in zip(handles, rounds, strict=True) if not r.memory]
         return got
+
+    def dispatch_again(self, round_: Round, handle: tw.Handle, inputs: list[Any], got: Got) -> None:
+        """As a backward pass: by the routing that is known, into leases of its own."""
+        self.pause()
+        self.group.exchange_counts(handle, lease=True)
+        extra = {f"p{q}": p for q, p in enumerate(inputs[1:])}
+        received = self.group.dispatch(handle, inputs[0], extra, layout="flat")
+        again = self.snapshot(replace(round_, layout="flat"), received)
+        if round_.layout == "flat":
+            wholes = zip((*got.payloads, got.ids), (*again.payloads, again.ids), strict=True)
+            rows = int(again.counts.sum())
+            assert all(np.array_equal(a[:rows].view(np.uint8), b[:rows].view(np.uint8)) for a, b in wholes)
+        handle.release()
 
     def receive(self, rounds: tuple[Round, ...], pending: dict[int, Any]) -> dict[int, tw.Received]:
         received = {}
@@ -120,7 +141,7 @@ class Player:
             memory = self.tensor(aligned_bytes(self.group.handle_bytes)) if round_.memory else None
             handle = self.group.route(ids, given, memory=memory)
         if self.setup.exact:
-            counted = self.group.exchange_counts(handle, send_only=round_.send_dispatch)
+            counted = self.group.exchange_counts(handle, send_only=round_.send_dispatch, lease=round_.lease)
             assert (counted.result() if round_.send_dispatch else counted) is handle
             handle.learn_rows()  # so that outputs are as large as what comes, on a device too
         if self.env.backend.copies_routing:
@@ -195,6 +216,8 @@ class Player:
         """A copy of everything that arrived."""
         payloads = [received.tokens, *(received.payloads[f"p{q}"] for q in range(len(self.setup.payloads)))]
         fields = [self.array(t) for t in payloads]
+        if received.leased:
+            self.leased += zip(payloads, fields, strict=True)
         rest = [self.array(getattr(received, n)) for n in ("ids", "weights", "counts", "offsets")]
         assert received.layout == round_.layout
         origins = None
@@ -205,7 +228,8 @@ class Player:
     def rows(self, round_: Round, received: tw.Received, got: Got) -> Any:
         if round_.identity and round_.rows == self.setup.dtype and self.setup.dtype in FLOATS:
             # Beyond the counts lies what earlier rounds left. A view ends with its lease.
-            return self.copy(received.tokens) if round_.late or round_.release else received.tokens
+            ends = (round_.late or round_.release) and not received.leased
+            return self.copy(received.tokens) if ends else received.tokens
         made = answers(
             self.setup, round_, self.env.rank, got.payloads[0], got.ids, got.weights, got.counts, got.offsets
         )

@@ -57,6 +57,7 @@ def setups(draw: Any, max_ranks: int = 5, exact: bool = False, replicas: bool = 
     more: dict[str, Any] = {}
     if exact:
         more["mode"] = "high_throughput"
+        more["lease_bytes"] = draw(st.sampled_from((0, 4096, 1 << 14, 1 << 20)))
         more["row_alignment"] = draw(st.none() | st.sampled_from((1, 2, 8, 256)))
         if draw(st.booleans()):  # with less room than there may be rows they are dropped
             more |= {"overflow": "drop", "max_recv_tokens": draw(st.integers(1, ranks * most))}
@@ -92,6 +93,7 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
     # Experts that return what they got need rows that are fit to be combined.
     chosen["identity"] &= setup.dtype in FLOATS and setup.width == setup.hidden
     chosen["reuse"] &= not chosen["memory"]
+    chosen["lease"] = setup.exact and draw(st.booleans())
     if after:
         chosen[after] = True
     layout = draw(st.sampled_from(("flat", "grouped") if setup.exact else ("rank_major", "expert_major")))

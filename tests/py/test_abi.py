@@ -18,7 +18,7 @@ from tokenway.settings import Settings, make_config
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include"
-NAMES = ("types.h", "carrier.h", "tokenway.h", "placement.h", "collectives.h", "balance.h")
+NAMES = ("types.h", "carrier.h", "tokenway.h", "placement.h", "collectives.h", "balance.h", "leases.h")
 HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in NAMES)
 CODE = re.sub(r"//[^\n]*", "", HEADER)
 
@@ -35,6 +35,7 @@ STRUCTS = {
     "twDispatchInput_t": _native.DispatchInput,
     "twDispatchOutput_t": _native.DispatchOutput,
     "twCountsInput_t": _native.CountsInput,
+    "twLeaseInfo_t": _native.LeaseInfo,
     "twCombineInput_t": _native.CombineInput,
     "twCombineOutput_t": _native.CombineOutput,
     "twChannelConfig_t": _carrier.ChannelConfig,

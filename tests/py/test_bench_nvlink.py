@@ -65,6 +65,10 @@ def test_what_nvidia_smi_tells() -> None:
         (["--backend", "nvlink", "--payload", "fp8", "--dtype", "float16"], "--dtype is 'float16'"),
         (["--backend", "nvlink", "--payload", "fp8", "--compare", "fp8"], "fp8 already"),
         (["--backend", "nvlink", "--overhead"], "--overhead"),
+        (["--backend", "nvlink", "--backward", "--compare", "fp8"], "--backward: not with --compare"),
+        (["--mode", "fast"], "--mode: 'fast'; allowed: low_latency, high_throughput"),
+        (["--mode", "low_latency", "--layout", "flat"], "'flat'; allowed: rank_major, expert_major"),
+        (["--mode", "high_throughput", "--layout", "rank_major"], "'rank_major'; allowed: flat, grouped"),
         (["--backend", "nvlink", "--baselines", "sockets"], "--baselines: 'sockets'; allowed: nccl-alltoall"),
         (["--backend", "nvlink", "--ranks", "3"], "--ranks: 3, but there are 2 GPUs"),
         (["--backend", "nvlink", "--local-ranks", "33"], "--local-ranks: 33; allowed 1..32 on 2 GPUs"),
@@ -92,7 +96,9 @@ def test_settings_of_gpus(torch, monkeypatch) -> None:
     (settings,) = asked
     assert settings.ranks == 2 and settings.dtype == FP8 and settings.tokens[-1] == 4096
     assert settings.baselines == ("nccl-alltoall", "nccl-allgather")
-    assert settings.nvlink == Nvlink(sm_limit=8, lanes=2)
+    assert settings.nvlink == Nvlink(sm_limit=8, lanes=2) and settings.layout == "rank_major"
+    assert cli.main(["bench", "--backend", "nvlink", "--mode", "high_throughput", "--backward"]) == 0
+    assert asked[1].layout == "flat" and asked[1].backward
     assert nvlink.place(4, 2) == [0, 0, 1, 1] and nvlink.place(3, 1) == [0, 0, 0] and nvlink.place(1, 2) == [0]
 
 
@@ -263,6 +269,72 @@ def test_run_on_gpus(ranks, layout, gpu, torch, monkeypatch, tmp_path, capsys) -
     need(importlib.util.find_spec("matplotlib") is not None, "matplotlib")
     plot.draw(run, str(tmp_path / "run.png"))
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "flat", "grouped"])
+def test_backward_on_gpus(layout, torch, monkeypatch, capsys) -> None:
+    """Gradients by the cached routing, verified, timed apart and behind the pair."""
+    given = {"profiles": ("gpt-oss-120b",), "tokens": (1, 5), "iterations": 4, "rounds": 2, "backward": True}
+    gpu = Nvlink(local_ranks=2, verify=True)
+    run = run_on_pretended_gpus(monkeypatch, torch, Settings(ranks=2, layout=layout, nvlink=gpu, **given))
+    for row in run["rows"]:
+        assert row["verified_exchanges"] == 3 and ("counts_us" in row) == (layout != "rank_major")
+        assert row["backward_us"]["median"] > 0 and row["both_us"]["median"] > 0
+    table.show(run)
+    assert "backward us  both us" in capsys.readouterr().out
+    honest = verify.expected_output
+    monkeypatch.setattr(
+        verify, "expected_output", lambda case, rank: honest(case, rank) * (-1 if case.gradients else 1)
+    )
+    with pytest.raises(verify.Mismatch, match="combined tokens on rank 0 differ from the oracle"):
+        run_on_pretended_gpus(monkeypatch, torch, Settings(ranks=2, layout=layout, nvlink=gpu, **given))
+
+
+class PretendEvent:
+    """Notes the time of the host."""
+
+    def __init__(self, **kind: bool):
+        self.at = 0
+
+    def record(self) -> None:
+        self.at = time.perf_counter_ns()
+
+    def elapsed_time(self, other) -> float:
+        return (other.at - self.at) / 1e6
+
+
+class Counted:
+    """A baseline that counts its calls."""
+
+    name = "nccl-x"
+
+    def __init__(self, calls: list[None]):
+        self._calls = calls
+
+    def __call__(self) -> None:
+        self._calls.append(None)
+
+
+def test_baselines_of_both_passes(torch, monkeypatch) -> None:
+    """A baseline's backward pass is its calls once more, in a graph or, where it cannot be captured, by events."""
+    from tokenway.bench import nccl
+
+    monkeypatch.setattr(torch.cuda, "current_stream", PretendStream)
+    monkeypatch.setattr(torch.cuda, "Event", PretendEvent)
+    control = Control(tw.local_comms(1)[0])
+    for captures in (True, False):
+        calls: list[None] = []
+
+        def refuse(*_: object) -> None:
+            raise RuntimeError("cannot be captured")
+
+        monkeypatch.setattr(nccl, "Replay", PretendReplay if captures else refuse)
+        subject, problem = nccl.capture(Counted(calls), lambda found: found, True)
+        assert (problem is None) == captures and subject.phases == ("pair", "both", "outside")
+        calls.clear()
+        assert len(subject.once(control)) == 3 and len(calls) == 10 + 20 + 2
+        subject.close()
+    control.close()
 
 
 def test_gpu_results_are_checked(torch, monkeypatch) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -120,6 +122,31 @@ def test_moe_layer_without_words(tmp_path: Path) -> None:
 def test_overlap() -> None:
     """Both orders give the same bits."""
     assert example("02_overlap.py").count("the same bits") == 2
+
+
+def test_timeline(tmp_path: Path) -> None:
+    """One after the other nothing overlaps; with two lanes rows travel while experts compute, with the same bits."""
+    need(importlib.util.find_spec("matplotlib") is not None, "matplotlib")
+    plot, kept = tmp_path / "timeline.png", tmp_path / "timeline.json"
+    size = ["--ranks", "3", "--tokens", "40", "--hidden", "64", "--inner", "32"]
+    out = example("08_timeline.py", *size, "--plot", plot, "--json", kept)
+    assert "The same bits in both orders." in out and "in turn: " in out and "overlapped: " in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    told = json.loads(kept.read_text())
+    for order, overlaps in {"in turn": False, "overlapped": True}.items():
+        assert (told["summary"][order]["experts_while_rows_travel_us"] > 0) == overlaps
+        of = [i for i in told["intervals"] if i["order"] == order]
+        assert all(0 <= i["begin"] <= i["end"] for i in of)
+        parts = Counter((i["rank"], i["batch"], i["what"]) for i in of if i["what"] not in ("send", "wait"))
+        assert parts == {(r, b, w): 1 for r in range(3) for b in range(2) for w in ("dispatch", "experts", "combine")}
+
+
+@pytest.mark.parametrize("option", ["ranks", "tokens", "inner"])
+def test_timeline_of_nothing(option: str) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "08_timeline.py", f"--{option}", "0"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and f"--{option} is 0; it must be at least 1" in done.stderr
 
 
 def test_c_api(tmp_path: Path) -> None:

@@ -376,3 +376,24 @@ def late_rank(env: Any) -> str:
 def test_a_rank_that_does_not_count(processes: Any) -> None:
     said = processes(2).run(late_rank)
     assert said[0] == "silent" and "rank 0 did not arrive in time in the exchange of counts" in said[1]
+
+
+# ---- leases: rows that outlive their step ----------------------------------------------------------------------
+
+LEASED = {"lanes": 2, "payloads": ((1, "uint8"), (17, "uint8")), **EXACT}
+
+
+@pytest.mark.parametrize("room", [1 << 20, 4096, 256, 0])
+@pytest.mark.parametrize("nranks", [1, 3, 8])
+def test_leases(world: Any, nranks: int, room: int) -> None:
+    """Of all rows, of some, of none: the same bits, which later steps leave as they are."""
+    setup = Setup(ranks=nranks, experts=2 * nranks + 1, top_k=min(3, nranks + 1), hidden=5, lease_bytes=room, **LEASED)
+    full, odd = (8,) * nranks, tuple(8 * (r % 3) // 2 for r in range(nranks))
+    several = [
+        Round(full, lease=True, send_dispatch=True, layout="flat"),
+        Round(odd, lease=True, seed=1, layout="flat", late=True, identity=True, rows="bfloat16"),
+    ]
+    none = (0,) * nranks
+    others = [Round(none, lease=True, layout="flat"), Round(full, lease=True, layout="grouped", seed=3, again=True)]
+    mixed = [Round(odd, layout="flat", seed=4), Round(full, lease=True, own=True, layout="flat", seed=5, again=True)]
+    check(world, Case(setup, (tuple(several), tuple(others), tuple(mixed), tuple(several)), slow=nranks - 1))

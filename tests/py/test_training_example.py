@@ -119,6 +119,28 @@ def test_disagreement_is_told(monkeypatch, capsys, factor, again, says) -> None:
     assert "".join(re.findall(r": (yes|NO)$", out, re.MULTILINE)) == says, out
 
 
+@pytest.mark.parametrize("gpus", [0, 1, 2])
+def test_ranks_that_are_compared(monkeypatch, capsys, gpus) -> None:
+    """On GPUs, as many as there are; the most of them twice."""
+    ex = module(monkeypatch)
+    asked = []
+
+    def run(function: Any, ranks: int, job: Any) -> list[Any]:
+        asked.append(ranks)
+        return [ex.Learned([5.0, 4.0], [(50, 4.5)], "", 1, 1, 1.0, None)] * ranks
+
+    monkeypatch.setattr(ex.tw, "run", run)
+    monkeypatch.setattr(ex.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(sys, "argv", [NAME, "--check-ranks", "--device", "cuda"])
+    assert ex.main() == (2 if gpus == 0 else 0)
+    assert asked == [[], [1, 1], [1, 2, 2]][gpus]
+    told = capsys.readouterr()
+    if gpus == 0:
+        assert "finds no GPU" in told.err
+    else:
+        assert ["1 rank twice", "2 ranks twice"][gpus - 1] in told.out
+
+
 def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program of docs/TRAINING.md learns, as it stands there: who predicts 0 has a loss of 1."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two ranks share the cores

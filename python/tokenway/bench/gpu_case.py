@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -53,7 +54,19 @@ class DeviceCase:
             self._count(self.handle)
         self._allocate()
         self.result = torch.zeros((t, hidden), dtype=getattr(torch, case.combine_dtype), device=self._place)
+        self.back: DeviceCase | None = None  # the backward pass, if it is measured
         torch.cuda.current_stream().synchronize()
+
+    def gradients(self) -> DeviceCase:
+        """The backward pass over the routing that `handle` has: a dispatch of the gradients of combine's results, and a
+        combine of those of dispatch's rows. Handles are this case's, all other memory is its own."""
+        back = copy.copy(self)
+        back.case = self.case.backward
+        back._load(back.case)
+        back._allocate()
+        back.result = torch.zeros_like(self.result)
+        torch.cuda.current_stream().synchronize()
+        return back
 
     def _count(self, handle: Handle) -> None:
         """The exchange of counts, and the host learns them: outputs are as large as what comes. Collective."""
@@ -121,7 +134,8 @@ class DeviceCase:
     def graphs(self, name: str = "tokenway") -> Graphs:
         """pair; dispatch alone and combine alone, a handle's again and again: on the lane that it holds, and without
         one; and pairs of one handle, whose routing is known from its first dispatch on ("cached"), as those of a
-        backward pass. In high throughput the pairs' counts are known; their exchange is apart ("counts")."""
+        backward pass. In high throughput the pairs' counts are known; their exchange is apart ("counts"). Where the
+        backward pass is measured, it alone ("backward"), and after a pair by the same handle ("both")."""
         first, others = self.handles[0], self.handles[1:]
 
         def dispatches() -> None:
@@ -141,6 +155,15 @@ class DeviceCase:
             "combine": (self.pair, again(self.combine)),
             "cached": (self.pair, again(self.pair)),
         }
+        if self.back is not None:
+            back = self.back.pair
+
+            def there_and_back(handle: Handle) -> None:
+                self.pair(handle)
+                back(handle)
+
+            bodies["backward"] = (self.pair, again(back))
+            bodies["both"] = (self.pair, each(there_and_back))
         if self.case.exact:
             bodies["counts"] = (self._recount, each(self._recount))
         replays = {}
@@ -208,14 +231,18 @@ class DeviceCase:
                 torch.cuda.current_stream().synchronize()
                 agree(None)
             # Twice, as a recomputation does: what is checked lies in the other bank than it would without.
-            for _ in range(2 if turn % 2 == 1 else 1):
-                received = self.dispatch(self.handle)
-            torch.cuda.current_stream().synchronize()
-            agree(self._problem(lambda: self._answer(at, received)))  # noqa: B023  called at once
-            self.combine(self.handle)
-            torch.cuda.current_stream().synchronize()
-            want = verify.expected_output(at, self.rank)
-            agree(self._problem(lambda: verify.check_output(at, self.rank, to_numpy(self.result), want)))  # noqa: B023
+            self.exchange(at, agree, 2 if turn % 2 == 1 else 1)
+
+    def exchange(self, at: Case, agree: Callable[[str | None], None], dispatches: int = 1) -> None:
+        """One exchange of what is loaded, compared bit for bit with the oracle. agree: as of `verify`. Collective."""
+        for _ in range(dispatches):
+            received = self.dispatch(self.handle)
+        torch.cuda.current_stream().synchronize()
+        agree(self._problem(lambda: self._answer(at, received)))
+        self.combine(self.handle)
+        torch.cuda.current_stream().synchronize()
+        want = verify.expected_output(at, self.rank)
+        agree(self._problem(lambda: verify.check_output(at, self.rank, to_numpy(self.result), want)))
 
     def _answer(self, at: Case, received: Any) -> None:
         """Checks what arrived, and lets the experts answer it."""

@@ -108,27 +108,30 @@ class Graphs:
 class Events:
     """Calls timed by events around a loop, for what cannot be captured."""
 
-    phases = ("pair", "outside")
-
-    def __init__(self, name: str, call: Call, count: int = COUNT):
+    def __init__(self, name: str, call: Call, times: dict[str, int] | None = None, count: int = COUNT):
+        """times: phase to the calls that it has, instead of one for a pair."""
         import torch
 
         self.name = name
         self._call, self._count = call, count
+        self._times = {"pair": 1} if times is None else times
+        self.phases = (*self._times, "outside")
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._stream = torch.cuda.current_stream()
 
-    def once(self, control: Control) -> tuple[float, float]:
-        """One loop on all ranks, after one call that brings them together."""
-        control.gate()
-        self._call()
-        self._events[0].record()
-        for _ in range(self._count):
+    def once(self, control: Control) -> tuple[float, ...]:
+        """A loop for each phase on all ranks, after one call that brings them together; last the pair's again."""
+        spent = []
+        for calls in self._times.values():
+            control.gate()
             self._call()
-        self._events[1].record()
-        self._stream.synchronize()
-        spent = self._events[0].elapsed_time(self._events[1]) * 1e6 / self._count
-        return spent, spent
+            self._events[0].record()
+            for _ in range(self._count * calls):
+                self._call()
+            self._events[1].record()
+            self._stream.synchronize()
+            spent.append(self._events[0].elapsed_time(self._events[1]) * 1e6 / self._count)
+        return (*spent, spent[0])
 
     def close(self) -> None:
         """Nothing to free."""

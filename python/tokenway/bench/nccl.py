@@ -122,8 +122,12 @@ class AllGather:
 KINDS: dict[str, Any] = {"nccl-alltoall": AllToAll, "nccl-allgather": AllGather}
 
 
-def capture(baseline: Any, agree: Any) -> tuple[Any, str | None]:
+def capture(baseline: Any, agree: Any, backward: bool = False) -> tuple[Any, str | None]:
     """(what times a baseline, why it is not a graph or None). agree: the first problem of any rank. Collective.
+
+    backward: "both" too. The gradient of all_to_all_single is one with the counts exchanged, that of a permutation the
+    other permutation, those of all_gather and reduce_scatter each other: so the backward pass is the forward pass's
+    calls once more, on gradients.
 
     A communicator sets itself up in its first calls, which cannot be captured: those are made before.
     """
@@ -133,14 +137,17 @@ def capture(baseline: Any, agree: Any) -> tuple[Any, str | None]:
         baseline()
     torch.cuda.current_stream().synchronize()
     agree(None)
-    replay, problem = None, None
+    times = {"pair": 1} | ({"both": 2} if backward else {})
+    replays: dict[str, Replay] = {}
+    problem = None
     try:
-        replay = Replay(baseline, lambda: [baseline() for _ in range(COUNT)] and None)
+        for phase, calls in times.items():
+            replays[phase] = Replay(baseline, lambda calls=calls: [baseline() for _ in range(calls * COUNT)] and None)
     except RuntimeError as error:
         problem = (str(error).strip().splitlines() or ["capture failed"])[0]
     problem = agree(problem)
-    if problem is None and replay is not None:
-        return Graphs(baseline.name, {"pair": replay}), None
-    if replay is not None:
+    if problem is None:
+        return Graphs(baseline.name, replays), None
+    for replay in replays.values():
         replay.close()
-    return Events(baseline.name, baseline), problem
+    return Events(baseline.name, baseline, times), problem

@@ -194,17 +194,25 @@ class Bench:
             ours.verify(self._agree)
         else:
             ours.settle(self._meet)
+        if not self.settings.backward:
+            return ours
+        ours.back = ours.gradients()
+        self._meet()
+        if self.gpu.verify:
+            ours.back.exchange(ours.back.case, self._agree)
+        else:
+            ours.back.settle(self._meet)
         return ours
 
     def _row(self, case: Case, group: Group, other: Group | None) -> dict[str, Any]:
         from tokenway.bench.gpu_case import EXCHANGES
 
         ours = self._prepared(case, group)
-        row = runner.facts(case, group, EXCHANGES if self.gpu.verify else 0)
+        row = runner.facts(case, group, EXCHANGES + self.settings.backward if self.gpu.verify else 0)
         if self.settings.verify_only:
             return row
         subjects: list[Any] = [ours.graphs(), *ours.loops(), *self._ops(ours)]
-        kept = [(ours, ours.result.clone())]
+        kept = [(one, one.result.clone()) for one in (ours, ours.back) if one is not None]
         if other is not None:
             beside = self._prepared(self._compared([case])[0], other)
             subjects.append(beside.graphs("compare"))
@@ -260,7 +268,7 @@ class Bench:
             assert plan is not None
             baseline = nccl.KINDS[name](plan)
             self._meet()
-            subject, problem = nccl.capture(baseline, self.control.agree)
+            subject, problem = nccl.capture(baseline, self.control.agree, self.settings.backward)
             if problem:
                 notes[name] = problem
             self._agree(_mismatch(baseline.check))  # of the calls before the capture

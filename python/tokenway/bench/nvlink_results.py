@@ -19,6 +19,10 @@ METHOD = {
     ),
     "cached_pair_us": "as pair_us, all pairs with one handle, whose routing is known",
     "counts_us": "as pair_us, of the exchange of counts of a new routing, which high throughput needs once for it",
+    "backward_us, both_us": (
+        "as cached_pair_us, of gradients, which are rows of H elements: by a routing that is known, and after a pair "
+        "whose routing is new; of a baseline its calls twice, since its backward pass is the same calls on gradients"
+    ),
     "outside_pair_us": f"as pair_us, between events around the replay, over {COUNT + 1} pairs: the launch is in it",
     "host": "loops without a graph: eager_us by the wall clock until the device is done, host_us the host's part",
     "floor": "of tokenway-floor in the same run; times_floor against its fastest exchange of the same rows",
@@ -52,8 +56,7 @@ def row(case: Case, times: dict[str, Any], bottom: floor.Floor, notes: dict[str,
     ours = {phase: timing.summary(rounds) for phase, rounds in times["tokenway"].items()}
     told: dict[str, Any] = {f"{phase}_us": ours[phase] for phase in ("pair", "dispatch", "combine")}
     told["cached_pair_us"], told["outside_pair_us"] = ours["cached"], ours["outside"]
-    if "counts" in ours:
-        told["counts_us"] = ours["counts"]
+    told |= {f"{phase}_us": ours[phase] for phase in ("counts", "backward", "both") if phase in ours}
     told["pair_less_dispatch_us"] = round(ours["pair"]["median"] - ours["dispatch"]["median"], 2)
     told["floor"] = _beside_floor(case, ours, bottom)
     told["baselines"], told["host"] = {}, {}
@@ -66,6 +69,9 @@ def row(case: Case, times: dict[str, Any], bottom: floor.Floor, notes: dict[str,
             pair = timing.summary(phases["pair"])
             told["baselines"][name] = {"pair_us": pair, "timed": "events" if name in notes else "graph"}
             told["baselines"][name] |= timing.ratio(pair, ours["pair"])
+            if "both" in phases:
+                both = timing.summary(phases["both"])
+                told["baselines"][name]["both"] = {"both_us": both} | timing.ratio(both, ours["both"])
             if name in notes:
                 told["baselines"][name]["no_graph"] = notes[name]
     return told

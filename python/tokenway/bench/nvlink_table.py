@@ -44,6 +44,9 @@ def _timed(run: dict[str, Any]) -> list[tuple[str, Any]]:
         makers.append(("counts us", _median("counts")))
     for name in rows[0]["baselines"]:
         makers.append((f"{name} us", _baseline(name)))
+    if "both_us" in rows[0]:
+        makers += [("backward us", _median("backward")), ("both us", _median("both"))]
+        makers += [(f"{name} both us", _baseline(name, "both")) for name in rows[0]["baselines"]]
     makers += [("eager us", _host("direct", "eager")), ("host us", _host("direct", "host"))]
     if "registered ops" in rows[0]["host"]:
         makers.append(("ops host us", _host("registered ops", "host")))
@@ -81,11 +84,12 @@ def _percent(phase: str) -> Any:
     return cell
 
 
-def _baseline(name: str) -> Any:
+def _baseline(name: str, phase: str = "pair") -> Any:
     def cell(row: Row) -> str:
         base = row["baselines"][name]
         mark = "" if base["timed"] == "graph" else " eager"
-        return f"{microseconds(base['pair_us']['median'])} ({base['times_ours']:.1f}x{mark})"
+        told = base if phase == "pair" else base[phase]
+        return f"{microseconds(told[f'{phase}_us']['median'])} ({told['times_ours']:.1f}x{mark})"
 
     return cell
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenway._native import MODES
 from tokenway.bench import baselines, collective_baselines, gloo, nccl, nvlink_options, portable_options
-from tokenway.bench.case import DTYPES, FP8, LAYOUTS, Case
+from tokenway.bench.case import DTYPES, EXACT_LAYOUTS, FP8, LAYOUTS, Case
 from tokenway.bench.control import MAX_RANKS
 from tokenway.bench.profiles import PROFILES
 from tokenway.bench.routing import GENERATORS, from_npz
@@ -82,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", nargs="+", metavar="T", help="per rank (default 1 8 128 512; on GPUs up to 4096)")
     add("--dtype", help=f"{', '.join(DTYPES)} or fp8: float8 and a float32 scale per 128 elements")
     add("--layout", help="rank_major (default) or expert_major; flat or grouped, of high throughput")
+    add(
+        "--mode",
+        metavar="NAME",
+        help="low_latency or high_throughput, whose default layout is flat (default: by --layout)",
+    )
     add("--weighting", help="none (default) or topk")
     add("--iterations", type=int, metavar="I", help="timed, over all rounds (default 50)")
     add("--rounds", type=int, metavar="R", help="in which subjects take turns (default 5)")
@@ -129,7 +135,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         tokens=_tokens(_names(args.tokens))
         or (((8,) if quick else (128,)) if args.aux else (1, 8, 32) if quick else tokens),
         dtype=_choice("--dtype", FP8 if dtype == "fp8" else dtype, DTYPES, "bfloat16"),
-        layout=_choice("--layout", args.layout, LAYOUTS, "rank_major"),
+        layout=_layout(args.mode, args.layout),
         weighting=_choice("--weighting", args.weighting, ("none", "topk"), "none"),
         iterations=_number("--iterations", args.iterations, 1, 10 if quick else 50 if gpu is None else 60),
         rounds=_number("--rounds", args.rounds, 1, rounds),
@@ -156,6 +162,15 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     return settings
 
 
+def _layout(mode: str | None, layout: str | None) -> str:
+    """What --mode and --layout say together."""
+    if mode is None:
+        return _choice("--layout", layout, LAYOUTS, "rank_major")
+    exact = _choice("--mode", mode, tuple(MODES), "") == "high_throughput"
+    allowed = tuple(name for name in LAYOUTS if (name in EXACT_LAYOUTS) == exact)
+    return _choice(f"--layout, with --mode {mode}", layout, allowed, allowed[0])
+
+
 def _check_together(settings: Settings) -> None:
     if settings.plot:
         if importlib.util.find_spec("matplotlib") is None:
@@ -172,10 +187,10 @@ def _check_together(settings: Settings) -> None:
         others |= {"--plot": settings.plot, "--local-ranks": settings.nvlink and settings.nvlink.local_ranks}
         if wrong := [name for name, given in others.items() if given]:
             raise UsageError(f"--aux: not with {wrong[0]}; it measures one rank's own work")
-    if settings.backward and settings.nvlink is not None:
-        raise UsageError("--backward: not with --backend nvlink; it measures the CPU backend")
     if settings.backward and settings.overhead:
         raise UsageError("--backward: not with --overhead, which measures no backward pass")
+    if settings.backward and settings.nvlink is not None and settings.nvlink.compare:
+        raise UsageError("--backward: not with --compare; gradients are not fp8")
     if settings.backward and settings.dtype == FP8:
         raise UsageError("--backward: not with --dtype fp8; gradients return as bfloat16, in a group of their own")
     if settings.collective is not None:

@@ -1,0 +1,50 @@
+// Leases: parts of this rank's window that the caller owns, so that rows which peers write there outlive their step. A
+// dispatch otherwise leaves its rows in a bank of the window, which the next steps overwrite: who keeps them, as
+// training does from a layer's forward to its backward pass, would have to copy them out. Included by tokenway.h, which
+// has the conventions.
+//
+// High throughput alone, in groups with lease_bytes. What a rank leases and when is its own affair: addresses and sizes
+// differ from rank to rank, and a rank may have none where others have some.
+//
+//   1. twWindowAlloc, of as many rows as may come: config.max_recv_tokens of a payload, each of its bytes.
+//   2. twExchangeCounts with `landing`, which tells the peers. In groups with leases it may be called again for a
+//   handle
+//      whose counts are known and which holds no lane: for another dispatch by the same routing, as in a backward pass.
+//   3. The handle's next dispatch, and that one alone, writes there. In twFlat its output with data == NULL is the
+//   lease
+//      then. All other outputs are as ever: copies, of rows that lie in the lease instead of in a bank.
+//   4. twWindowTrim gives back what no row came to, twWindowFree the rest.
+//
+// From the exchange that announced it to the end of that dispatch a lease belongs to the peers; before and after,
+// nobody but this rank writes there. An announcement says, as a published word does, that this rank has read what was
+// there before: on a device in stream order. So a lease that was freed may be leased again while kernels still read it,
+// if they are ahead in the order of streams of the exchange that announces it next.
+#ifndef TOKENWAY_LEASES_H_
+#define TOKENWAY_LEASES_H_
+
+// *memory: `bytes` of this rank's window, aligned to 256, device memory on the CUDA backend; their contents are what
+// was there. Waits for nobody, sends nothing; may be called from any thread, beside the calls of the group. Errors:
+// twInvalidArgument; twInvalidUsage for a group without lease_bytes; twOutOfMemory where no gap is large enough, which
+// leaves the group as it was: rows are then copied out of the bank.
+TW_API twResult_t twWindowAlloc(twGroup_t group, uint64_t bytes, void** memory);
+
+// Gives back what lies beyond `bytes`, 1 up to what the lease has. While a dispatch is to come or under way that the
+// lease was announced for: twInvalidUsage. From any thread.
+TW_API twResult_t twWindowTrim(void* memory, uint64_t bytes);
+
+// Gives a lease back. If a dispatch is to come or under way that it was announced for, it is leased to nobody else
+// before that has ended. A lease may outlive its group, whose window is then unmapped with its last lease. From any
+// thread, such as one that collects garbage. Errors: twInvalidArgument for what is no lease.
+TW_API twResult_t twWindowFree(void* memory);
+
+typedef struct {
+  size_t size;
+  uint64_t bytes;    // for leases, in all: lease_bytes in whole pages
+  uint64_t used;     // leased, or freed and still announced
+  uint64_t largest;  // that could be leased now
+  int32_t leases;
+} twLeaseInfo_t;
+
+TW_API twResult_t twGroupLeaseInfo(twGroup_t group, twLeaseInfo_t* info);
+
+#endif  // TOKENWAY_LEASES_H_

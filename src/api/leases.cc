@@ -1,0 +1,119 @@
+// The entry points of leases.h.
+#include <pthread.h>
+
+#include <map>
+
+#include "api/check.h"
+#include "api/enter.h"
+#include "api/registry.h"
+
+namespace tw::api {
+namespace {
+
+// Every lease, with what keeps its memory: a lease may outlive its group. Never destroyed, as tensors may outlive all.
+struct Leases {
+  std::mutex mutex;
+  std::map<std::byte*, std::shared_ptr<LeaseArea>> areas;
+};
+Leases& all() {
+  static auto* const leases = new Leases;
+  return *leases;
+}
+// So that no other thread holds the lock in a child.
+const int at_fork =
+    pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); }, [] { all().mutex.unlock(); });
+
+Status find(void* memory, std::shared_ptr<LeaseArea>* area) {
+  const auto found = all().areas.find(static_cast<std::byte*>(memory));
+  if (found == all().areas.end()) {
+    return fail(twInvalidArgument, "memory is %p, which is no lease, or no longer", memory);
+  }
+  *area = found->second;
+  return {};
+}
+
+Status check_leases(const twGroup& group) {
+  if (group.leases != nullptr) return {};
+  return fail(twInvalidUsage, "the group has no leases: config.lease_bytes is 0");
+}
+
+}  // namespace
+
+Status check_landing(twGroup& group, const twCountsInput_t& input, CountsCall* call, std::vector<std::byte*>* leases) {
+  const Shape& shape = group.shape();
+  char name[40];
+  for (int q = 0; q < TW_MAX_PAYLOADS; ++q) {
+    const auto* const memory = static_cast<const std::byte*>(input.landing[q]);
+    if (memory == nullptr) continue;
+    std::snprintf(name, sizeof name, "input.landing[%d]", q);
+    if (q >= shape.payloads || group.leases == nullptr) {
+      return fail(twInvalidArgument, "%s is %p; it must be NULL: the group has %d payloads, and %s", name,
+                  input.landing[q], shape.payloads, group.leases == nullptr ? "config.lease_bytes 0" : "leases");
+    }
+    const uint64_t bytes = static_cast<uint64_t>(shape.recv_rows) * shape.payload_bytes[q];
+    std::byte* lease = nullptr;
+    TW_RETURN_IF_FAILED(group.leases->may_announce(name, memory, bytes, &lease));
+    for (int other = 0; other < q; ++other) {
+      const auto* const before = static_cast<const std::byte*>(input.landing[other]);
+      const uint64_t taken = static_cast<uint64_t>(shape.recv_rows) * shape.payload_bytes[other];
+      if (before == nullptr || before + taken <= memory || memory + bytes <= before) continue;
+      return fail(twInvalidArgument, "%s is %p, where rows of input.landing[%d], %p, land too", name, input.landing[q],
+                  other, input.landing[other]);
+    }
+    leases->push_back(lease);
+    call->landing[q] = static_cast<uint64_t>(memory - group.backend->window());
+  }
+  return {};
+}
+
+}  // namespace tw::api
+
+using tw::fail;
+using tw::Status;
+using tw::api::enter;
+using tw::api::groups;
+
+twResult_t twWindowAlloc(twGroup_t group, uint64_t bytes, void** memory) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    TW_CHECK_NOT_NULL(memory);
+    TW_RETURN_IF_FAILED(tw::api::check_leases(*group));
+    const std::lock_guard lock(tw::api::all().mutex);
+    std::byte* taken = nullptr;
+    TW_RETURN_IF_FAILED(group->leases->take(bytes, &taken));
+    tw::api::all().areas[taken] = group->leases;
+    *memory = taken;
+    return {};
+  });
+}
+
+twResult_t twWindowTrim(void* memory, uint64_t bytes) {
+  return enter([&]() -> Status {
+    const std::lock_guard lock(tw::api::all().mutex);
+    std::shared_ptr<tw::LeaseArea> area;
+    TW_RETURN_IF_FAILED(tw::api::find(memory, &area));
+    return area->trim(static_cast<std::byte*>(memory), bytes);
+  });
+}
+
+twResult_t twWindowFree(void* memory) {
+  return enter([&]() -> Status {
+    std::shared_ptr<tw::LeaseArea> area;  // the last one unmaps the window, outside the lock
+    const std::lock_guard lock(tw::api::all().mutex);
+    TW_RETURN_IF_FAILED(tw::api::find(memory, &area));
+    tw::api::all().areas.erase(static_cast<std::byte*>(memory));
+    return area->give(static_cast<std::byte*>(memory));
+  });
+}
+
+twResult_t twGroupLeaseInfo(twGroup_t group, twLeaseInfo_t* info) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(groups.check("group", group));
+    twLeaseInfo_t known{};
+    if (group->leases != nullptr) {
+      const tw::LeaseArea::Info now = group->leases->info();
+      known = {sizeof known, now.bytes, now.used, now.largest, now.leases};
+    }
+    return tw::api::write_struct("info", known, info);
+  });
+}
