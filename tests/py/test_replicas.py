@@ -314,7 +314,7 @@ def test_maps_that_differ_at_birth(threads) -> None:
 
 def shrink(env: Any) -> list[int]:
     """The maps stay with those that are left."""
-    group = tw.Group(env.comm, experts=4, top_k=2, hidden=4, max_tokens=2, expert_map=[0, 1, 2, 3, 0, 1], timeout=30)
+    group = tw.Group(env.comm, experts=4, top_k=2, hidden=4, max_tokens=2, expert_map=[0, 1, 2, 3, 0, 1], timeout=4)
     if env.rank == 2:
         group.abort()
         group.close()
@@ -327,5 +327,9 @@ def shrink(env: Any) -> list[int]:
 
 
 def test_shrink_keeps_the_map(threads) -> None:
-    maps = threads(3).run(shrink)
+    world = threads(3)
+    try:
+        maps = world.run(shrink)
+    finally:
+        world.forget()
     assert maps[:2] == [[0, 1, 2, 3, 0, 1]] * 2
