@@ -190,7 +190,7 @@ typedef struct {
   void* (*alloc)(size_t bytes, void* context);
   void (*release)(void* block, void* context);
   void* alloc_context;
-  uint64_t lease_bytes;  // high throughput alone: of the window, for leases (leases.h); 0: none
+  uint64_t lease_bytes;            // high throughput alone: of the window, for leases (leases.h); 0: none
   const twPlacement_t* placement;  // placement.h: experts in several slots, maps by layer, counts; NULL: none of it
 } twGroupConfig_t;
 

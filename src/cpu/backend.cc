@@ -223,8 +223,8 @@ class CpuBackend : public Backend {
   // Sends all tokens to all ranks.
   Status send_gathered(const DispatchCall& call, HandleArrays& handle) {
     const uint64_t note = note_of(call, handle);
-    const Gathered gathered{context_, call.at, call.bound, note, shape().exact() ? &handle.counts : nullptr,
-                            landing_of(call, handle)};
+    const Gathered gathered{
+        context_, call.at, call.bound, note, shape().exact() ? &handle.counts : nullptr, landing_of(call, handle)};
     const auto unpack = [this, gathered](int source, const Frame& frame, const std::byte* message) {
       unpack_gathered(transport_, gathered, source, static_cast<int32_t>(frame.tokens), message);
       if (frame.bytes != frame.tokens * gathered_row_bytes(shape()) + loads_.bytes()) return;
