@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "core/group.h"
+#include "core/steps.h"
 #include "harness.h"
 #include "nvlink/params.h"
 
