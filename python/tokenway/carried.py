@@ -6,14 +6,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 from tokenway import _carrier
 from tokenway.cuda import DeviceMemory
 from tokenway.errors import Unsupported
+
+_log = logging.getLogger("tokenway")
 
 # NCCL's process group watches its collectives by a thread that ends the process when one fails or is late, and by
 # another that watches this thread. Here the library watches, and a peer that is late or gone is an error of the group.
@@ -25,6 +30,10 @@ _QUIET = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
 FOREVER = timedelta(days=20)
+# Seconds to wait for communicators to end. They end when the last graph that holds collectives of theirs has been freed
+# (ncclCommDestroy and ncclCommAbort, since NCCL 2.26), which is the caller's affair and may be never.
+CALLING_OFF = 1.0
+CLOSING = 3.0  # less than peers wait for each other when they close a group
 _MOST_TENSORS = 1024  # kept over memory of the C library: a few for each bound that calls give
 
 
@@ -90,6 +99,29 @@ class OnCuda:
 
 on_device: Any = OnCuda  # of which kind the memory of devices is
 connect: Any = connect_nccl  # and which process groups move it, where the caller's are of no such kind
+
+
+def end_groups(groups: Sequence[Any], names: Sequence[str], moment: float) -> bool:
+    """Calls the first of these methods that a process group has, of each, and waits a moment for all of them; whether
+    they have ended. Those that have not go on, and nothing waits for them: each has a thread of its own, since one that
+    does not end must not keep the next from being told."""
+    threads = []
+    for group in groups:
+        method = next((getattr(group, name) for name in names if hasattr(group, name)), None)
+        if method is not None:
+            threads.append(threading.Thread(target=_attempt, args=(method,), name="tokenway-end", daemon=True))
+            threads[-1].start()
+    until = time.monotonic() + moment
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+def _attempt(method: Any) -> None:
+    try:
+        method()
+    except Exception:
+        _log.exception("a communicator of the portable backend did not end")
 
 
 class DeviceChannel:
@@ -205,25 +237,19 @@ class DeviceChannel:
             return self._join(queue)
 
     def abort(self) -> None:
-        """Calls off what is under way."""
+        """Calls off what is under way: soon, and without waiting for graphs that hold it."""
         self._over = True
-        for group in self._groups:
-            for name in ("abort", "_abort"):
-                if not self._memory.waits and hasattr(group, name):
-                    getattr(group, name)()
-                    break
+        if not self._memory.waits:
+            end_groups(self._groups, ("abort", "_abort"), CALLING_OFF)
 
     def close(self, idle: bool) -> None:
         """Lets go of the process groups; if not `idle`, of what has been called off nothing is waited for."""
-        for group in self._groups:
-            if not idle:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-            elif not self._memory.waits:
-                for name in ("shutdown", "_shutdown"):
-                    if hasattr(group, name):
-                        getattr(group, name)()
-                        break
         if not idle:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._works))
+            for kept in (*self._groups, self._works):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        elif not self._memory.waits and not end_groups(self._groups, ("shutdown", "_shutdown"), CLOSING):
+            _log.warning(
+                "a group was closed whose collectives are in CUDA graphs: its communicators end when these are freed"
+            )
         self._groups = []
         self._tensors.clear()

@@ -13,13 +13,17 @@ Carriage::Carriage(const BackendInit& init)
 
 Carriage::~Carriage() {
   if (channel_ >= 0 && !ended()) calls_.close(calls_.context, channel_, aborted_ ? 0 : 1);
-  if (memory_ != nullptr && !aborted_) cudaFree(memory_);  // a collective that was called off may still be writing
+  if (!aborted_) {
+    cudaFree(memory_);
+  } else {
+    new std::shared_ptr<DeviceMapping>(std::move(window_));  // a collective that was called off may still be writing
+  }
 }
 
-Status Carriage::create(const BackendInit& init, uint64_t tag, const Status& ready, std::byte* window,
-                        std::unique_ptr<Carriage>* made) {
+Status Carriage::create(const BackendInit& init, uint64_t tag, const Status& ready,
+                        std::shared_ptr<DeviceMapping> window, std::unique_ptr<Carriage>* made) {
   std::unique_ptr<Carriage> carriage(new Carriage(init));
-  carriage->window_ = window;
+  carriage->window_ = std::move(window);
   const uint64_t bytes = carriage->lane_bytes_ * static_cast<uint64_t>(carriage->map_.shape().lanes);
   const auto allocate = [&]() -> Status {
     void* memory = nullptr;
@@ -49,7 +53,8 @@ void Carriage::place(StepPlace at, GroupView* view) const {
 }
 
 Status Carriage::start(StepPlace at, const std::vector<Region>& regions, bool land, bool at_once, void* stream) {
-  std::byte* const to = land ? bank_of(at.lane, 1) : window_ + map_.bank(at.lane, at.bank());
+  std::byte* const window = window_->data();
+  std::byte* const to = land ? bank_of(at.lane, 1) : window + map_.bank(at.lane, at.bank());
   std::vector<twMove_t> moves;
   std::vector<uint64_t> sizes{kWordStride};
   for (const Region& region : regions) sizes.push_back(region.bytes);
@@ -59,7 +64,7 @@ Status Carriage::start(StepPlace at, const std::vector<Region>& regions, bool la
   for (size_t i = 0; i < regions.size(); ++i) {
     add(bank_of(at.lane, 0) + regions[i].begin, to + regions[i].begin, &sizes[i + 1]);
   }
-  add(lane_at(at.lane), window_ + map_.word(at.lane, at.bank(), 0), sizes.data());
+  add(lane_at(at.lane), window + map_.word(at.lane, at.bank(), 0), sizes.data());
   if (channel_ < 0) {  // one rank alone
     for (const twMove_t& move : moves) {
       TW_CUDA(cudaMemcpyAsync(move.recv, move.send, *move.send_bytes, cudaMemcpyDeviceToDevice,

@@ -11,6 +11,7 @@
 #include "core/backend.h"
 #include "nvlink/driver.h"
 #include "nvlink/params.h"
+#include "nvlink/window.h"
 
 namespace tw::nvlink {
 
@@ -23,8 +24,8 @@ struct Region {
 class Carriage {
  public:
   // Collective; uses `tag`. `window`: of this rank.
-  static Status create(const BackendInit& init, uint64_t tag, const Status& ready, std::byte* window,
-                       std::unique_ptr<Carriage>* made);
+  static Status create(const BackendInit& init, uint64_t tag, const Status& ready,
+                       std::shared_ptr<DeviceMapping> window, std::unique_ptr<Carriage>* made);
   ~Carriage();
   Carriage(const Carriage&) = delete;
   Carriage& operator=(const Carriage&) = delete;
@@ -38,7 +39,7 @@ class Carriage {
   Status start(StepPlace at, const std::vector<Region>& regions, bool land, bool at_once, void* stream);
   // What comes next on the stream comes behind that.
   Status join(int lane, void* stream);
-  // Ends what is under way; from any thread.
+  // Ends what is under way, in a moment; from any thread.
   void abort();
 
  private:
@@ -53,7 +54,7 @@ class Carriage {
   const twCarrier_t calls_;
   const int device_;
   int64_t channel_ = -1;
-  std::byte* window_ = nullptr;
+  std::shared_ptr<DeviceMapping> window_;
   std::byte* memory_ = nullptr;
   uint64_t words_bytes_ = 0;
   uint64_t lane_bytes_ = 0;

@@ -59,8 +59,9 @@ Status NvlinkBackend::open(const BackendInit& init) {
   const Status mapped = carried ? make_own_window(init, &windows_) : map_device_windows(init, tag, &windows_);
   ++tag;
   if (carried) {
-    std::byte* const own = mapped.ok() ? window() : nullptr;
-    TW_RETURN_IF_FAILED(Carriage::create(init, tag++, mapped, own, &carriage_));
+    std::shared_ptr<DeviceMapping> own;
+    if (mapped.ok()) own = windows_.by_rank[context_.me];
+    TW_RETURN_IF_FAILED(Carriage::create(init, tag++, mapped, std::move(own), &carriage_));
   } else {
     TW_RETURN_IF_FAILED(meet("mapping windows", mapped));
   }

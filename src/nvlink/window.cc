@@ -94,6 +94,10 @@ bool is_linked(int device, int other) {
 }  // namespace
 
 DeviceMapping::~DeviceMapping() {
+  if (plain_) {
+    cudaFree(data());
+    return;
+  }
   if (mapped_) driver_->unmap(address_, bytes_);
   if (address_ != 0) driver_->free_address(address_, bytes_);
   if (has_handle_) driver_->release(handle_);
@@ -126,6 +130,19 @@ Status DeviceMapping::create(const Driver& driver, int device, const std::vector
   return {};
 }
 
+Status DeviceMapping::allocate(uint64_t bytes, std::shared_ptr<DeviceMapping>* mapping) {
+  auto made = std::make_shared<DeviceMapping>();
+  void* memory = nullptr;
+  if (const cudaError_t error = cudaMalloc(&memory, bytes); error != cudaSuccess) {
+    return cuda_failure("allocating a window", error);
+  }
+  made->address_ = reinterpret_cast<CUdeviceptr>(memory);
+  made->bytes_ = bytes;
+  made->plain_ = true;
+  *mapping = std::move(made);
+  return {};
+}
+
 Status DeviceMapping::import(const Driver& driver, int fd, int reader, uint64_t bytes,
                              std::shared_ptr<DeviceMapping>* mapping) {
   auto made = std::make_shared<DeviceMapping>();
@@ -149,13 +166,14 @@ Status DeviceMapping::export_to(Fd* fd) const {
   return {};
 }
 
+// Of cudaMalloc, as what goes out is (carriage.cc). Where NCCL's collectives are captured, it has the peers map what it
+// can export, which is virtual memory and not cudaMalloc's, and reads and writes there without a copy. It asks each end
+// for itself, but both must be so: a sender that is not never takes the place that the receiver offers it, and the next
+// collective waits for that place to be free (NCCL 2.29, device/prims_simple.h, setDataPtrs). Blocks of up to 16 KB go
+// another way. Nor may one rank replay a graph while another makes the call eagerly, if both ends can be exported.
 Status make_own_window(const BackendInit& init, DeviceWindows* windows) {
-  const Driver* driver = nullptr;
   std::shared_ptr<DeviceMapping> own;
-  TW_RETURN_IF_FAILED(find_driver(&driver));
-  // Of the kind that could be exported, as NCCL may want to where its collectives are captured.
-  TW_RETURN_IF_FAILED(
-      DeviceMapping::create(*driver, init.device, {init.device}, init.context->map.bytes(), true, &own));
+  TW_RETURN_IF_FAILED(DeviceMapping::allocate(init.context->map.bytes(), &own));
   TW_RETURN_IF_FAILED(prepare(*init.context, own->data()));
   windows->by_rank.assign(init.members.size(), own);
   windows->linked = false;

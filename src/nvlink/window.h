@@ -1,5 +1,5 @@
 // Window memory on devices: CUDA virtual memory of each rank, exported as a file descriptor and mapped by every peer,
-// or, between ranks of one process, the same mapping.
+// or, between ranks of one process, the same mapping; over a carrier, memory of a rank's own.
 #pragma once
 
 #include <memory>
@@ -21,6 +21,8 @@ class DeviceMapping {
   // New memory of a device, readable and writable by `readers`.
   static Status create(const Driver& driver, int device, const std::vector<int>& readers, uint64_t bytes, bool exported,
                        std::shared_ptr<DeviceMapping>* mapping);
+  // New memory of the current device as cudaMalloc gives it, which no other device reaches.
+  static Status allocate(uint64_t bytes, std::shared_ptr<DeviceMapping>* mapping);
   // A peer's memory, readable and writable by `reader`.
   static Status import(const Driver& driver, int fd, int reader, uint64_t bytes,
                        std::shared_ptr<DeviceMapping>* mapping);
@@ -37,6 +39,7 @@ class DeviceMapping {
   bool has_handle_ = false;
   CUdeviceptr address_ = 0;
   bool mapped_ = false;
+  bool plain_ = false;  // cudaMalloc's
   uint64_t bytes_ = 0;
 };
 

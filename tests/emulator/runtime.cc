@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -163,13 +164,27 @@ CUresult reserve(CUdeviceptr* at, size_t bytes, size_t, CUdeviceptr, unsigned lo
 CUresult free_address(CUdeviceptr at, size_t bytes) {
   return munmap(reinterpret_cast<void*>(at), bytes) == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
+// What is mapped: begin to end.
+std::mutex mapped_mutex;
+std::map<CUdeviceptr, CUdeviceptr>& mapped() {
+  static auto* const made = new std::map<CUdeviceptr, CUdeviceptr>;
+  return *made;
+}
+
 CUresult map(CUdeviceptr at, size_t bytes, size_t, CUmemGenericAllocationHandle handle, unsigned long long) {
   const auto* const memory = reinterpret_cast<Memory*>(handle);
   // Not accessible before set_access.
   void* const made = mmap(reinterpret_cast<void*>(at), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->fd, 0);
-  return made == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+  if (made == MAP_FAILED) return CUDA_ERROR_INVALID_VALUE;
+  const std::lock_guard lock(mapped_mutex);
+  mapped()[at] = at + bytes;
+  return CUDA_SUCCESS;
 }
 CUresult unmap(CUdeviceptr at, size_t bytes) {
+  {
+    const std::lock_guard lock(mapped_mutex);
+    mapped().erase(at);
+  }
   void* const made = mmap(reinterpret_cast<void*>(at), bytes, PROT_NONE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   return made == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
@@ -218,6 +233,13 @@ extern "C" {
 
 // For tests: kernels that the calling thread has launched so far.
 int tokenway_emulated_launches() { return t_launches; }
+// For tests: whether memory is the driver's virtual memory, which other processes could map.
+int tokenway_emulated_exportable(const void* at) {
+  const auto address = reinterpret_cast<CUdeviceptr>(at);
+  const std::lock_guard lock(driver::mapped_mutex);
+  const auto after = driver::mapped().upper_bound(address);
+  return after != driver::mapped().begin() && address < std::prev(after)->second ? 1 : 0;
+}
 
 cudaError_t cudaGetDeviceCount(int* count) { return *count = devices(), cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) { return *device = t_device, cudaSuccess; }

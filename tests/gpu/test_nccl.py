@@ -15,9 +15,10 @@ import harness
 import pytest
 import torch
 from cases import Case, Round, Setup, verify
+from gpu_world import TIMEOUT
 from harness import Workers, caught, settle
 from player import Player
-from test_graphs import PLANS, SEQUENCES, SETUP, check, run
+from test_graphs import PLANS, SEQUENCES, SETUP, Captured, check, run
 
 import tokenway as tw
 
@@ -37,6 +38,34 @@ def test_replays(pair, name) -> None:
     """Collectives in a graph move blocks of the bound's size in every replay, whatever the ids are then."""
     assert {letter for letter in SEQUENCES[name]} <= {*PLANS, "e"}
     check(SEQUENCES[name], pair.run(run, SEQUENCES[name], None))
+
+
+# Blocks of 1.75 MiB for each rank, and smaller ones: NCCL moves more than 16 KB otherwise than less, and in graphs
+# otherwise than in eager calls.
+LARGE = replace(SETUP, hidden=7168, max_tokens=128)
+
+
+@pytest.mark.parametrize("name", ["by expert", "between eager rounds", "two lanes"])
+def test_replays_of_large_blocks(pair, name) -> None:
+    check(SEQUENCES[name], pair.run(run, SEQUENCES[name], None, None, LARGE), LARGE)
+
+
+def replay_and_close(env: Any) -> float:
+    """Closes a group while a graph that holds its collectives lives on; the seconds that it took."""
+    group = tw.Group(env.comm, timeout=TIMEOUT, **LARGE.settings())
+    captured = Captured(env, group, LARGE, PLANS["p"])
+    captured.replay(0)
+    env.stream.synchronize()
+    begin = time.monotonic()
+    group.close()
+    took = time.monotonic() - begin
+    captured.graph.reset()
+    return took
+
+
+def test_a_graph_that_outlives_its_group(pair) -> None:
+    """NCCL ends a communicator when the last graph with its collectives is gone; closing does not wait for that."""
+    assert max(pair.run(replay_and_close)) < 15.0
 
 
 def rounds(env: Any, drawn: tuple[Round, ...], setup: Setup) -> list[Any]:
@@ -133,6 +162,46 @@ def test_a_late_rank(workers) -> None:
     assert (record.result, record.peer, record.phase, record.sticky) == ("twTimeout", 1, "dispatch", True), record
     assert waited["later"] == "twTimeout" and waited["alive"] == 8.0 and waited["nan"]
     assert late["first"] == "twExcluded" and late["alive"] == 8.0
+
+
+def capture_large(env: Any) -> None:
+    group = env.kept["group"] = tw.Group(env.comm, timeout=3.0, **LARGE.settings())
+    env.kept["captured"] = captured = Captured(env, group, LARGE, PLANS["l"])
+    captured.replay(0)
+    env.stream.synchronize()
+
+
+def replay_late(env: Any, nap: float) -> tuple[Any, float, float, str]:
+    """(the record, seconds until a replay had ended, until the group was closed, what a later call says). The graph
+    lives on; after an error nothing is replayed."""
+    time.sleep(nap)
+    group, captured = env.kept.pop("group"), env.kept["captured"]
+    begin = time.monotonic()
+    if group.error is None:
+        captured.graph.replay()
+        env.stream.synchronize()
+    ended = time.monotonic() - begin
+    until = time.monotonic() + 1.0
+    while (record := group.error) is None and time.monotonic() < until:
+        time.sleep(0.01)
+    later = caught(group.check)[0]
+    begin = time.monotonic()
+    group.close()
+    return record, ended, time.monotonic() - begin, later
+
+
+def test_a_late_rank_in_a_replay(workers) -> None:
+    """The collectives of a graph are ended like others, on every lane, though the graph keeps the communicators."""
+    name = key()
+    workers.send([0, 1], capture_large, key=name)
+    settle(workers.collect([0, 1], START))
+    workers.connections[0].send((name, 0, 2, replay_late, (0.0,)))
+    workers.connections[1].send((name, 1, 2, replay_late, (8.0,)))
+    (record, ended, closed, later), (_, _, late_closed, late) = settle(workers.collect([0, 1], 90))
+    assert (record.result, record.peer) == ("twTimeout", 1), record
+    assert 2.9 < ended < 6.0
+    assert max(closed, late_closed) < 15.0
+    assert (later, late) == ("twTimeout", "twExcluded")
 
 
 def test_a_rank_that_dies(workers) -> None:

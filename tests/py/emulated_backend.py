@@ -113,6 +113,11 @@ class OnHost:
         """Calls have waited."""
 
 
+def exportable(tensor: Any) -> bool:
+    """Whether other processes could map a tensor's memory."""
+    return bool(_native.lib.tokenway_emulated_exportable(ctypes.c_void_p(tensor.data_ptr())))
+
+
 class Move:
     """An all-to-all of gloo's that begins when all ranks are known to move blocks of one size, and else never ends, as
     NCCL's would not: gloo ends the process."""
@@ -148,7 +153,12 @@ class Move:
 
 
 class Group:
-    """A process group of such moves, which a thread makes one after the other."""
+    """A process group of such moves, which a thread makes one after the other.
+
+    In a graph, NCCL writes to memory that peers can map without a copy, but each end decides that for itself: blocks
+    between memory that is and memory that is not come to nothing, and the next move on the connection never ends. Here
+    no move may be like that, as each could be captured.
+    """
 
     def __init__(self, group: Any):
         self._group = group
@@ -161,6 +171,8 @@ class Group:
             moves.get().run()
 
     def alltoall_base(self, to: Any, source: Any, _: Any, __: Any, options: Any) -> Move:
+        if exportable(to) != exportable(source):
+            raise RuntimeError("blocks go between memory that peers could map and memory that they could not")
         move = Move(self._group, to, source, options)
         self._moves.put(move)
         return move

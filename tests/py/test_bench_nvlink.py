@@ -358,6 +358,23 @@ def test_gpu_results_are_checked(torch, monkeypatch) -> None:
         run_on_pretended_gpus(monkeypatch, torch, replace(settings, nvlink=Nvlink()))
 
 
+def test_an_error_ends_the_timing(torch, monkeypatch) -> None:
+    """Graphs are not replayed after their group's error."""
+    replays: list[None] = []
+    once = PretendReplay.once
+
+    def fail(_: object) -> None:
+        if len(replays) > 4:
+            raise tw.PeerTimeout("rank 1 did not arrive in time")
+
+    monkeypatch.setattr(PretendReplay, "once", lambda self, control: replays.append(None) or once(self, control))
+    monkeypatch.setattr(tw.Group, "check", fail)
+    settings = Settings(ranks=1, profiles=("gpt-oss-120b",), tokens=(3,), iterations=90, rounds=1, nvlink=Nvlink())
+    with pytest.raises(tw.PeerTimeout, match="did not arrive"):
+        run_on_pretended_gpus(monkeypatch, torch, settings)
+    assert 4 < len(replays) < 10
+
+
 @pytest.mark.parametrize("name", ["nccl-alltoall", "nccl-allgather"])
 def test_nccl_baselines(name, torch, monkeypatch) -> None:
     """Permutations, counts and sums, with a group of one rank that gloo makes."""

@@ -21,6 +21,7 @@ from tokenway.bench.options import Settings
 from tokenway.bench.profiles import PROFILES
 from tokenway.bench.progress import Progress
 from tokenway.bench.verify import Mismatch, same_bits
+from tokenway.bench.watch import SILENT, Watch
 from tokenway.comm import connect
 from tokenway.group import Group
 
@@ -98,7 +99,8 @@ def run_process(settings: Settings) -> int:
     with ExitStack() as stack:
         control = Control(stack.enter_context(connect()))
         stack.callback(control.close)
-        progress = Progress(len(rows_of(settings)), control.rank == 0)
+        watch = SILENT if settings.nvlink is None else stack.enter_context(Watch(control))
+        progress = Progress(len(rows_of(settings)), control.rank == 0, watch)
         stack.callback(progress.close)
         results = runner.measured(lambda: _measure(settings, control, progress, stack), control, progress, stack)
         if results is None:
@@ -143,13 +145,18 @@ def _measure(settings: Settings, control: Control, progress: Progress, stack: Ex
         with runner.open_group(comm, hidden=hidden, **keywords) as group:
             for row in (row for row in rows if row.hidden == hidden):
                 progress.doing(f"{row.collective}, {row.tokens} tokens")
-                measured.append(_row(row, bench, group))
+                measured.append(_row(row, bench, group, progress.at))
                 progress.done()
     return {"collectives": measured, **more}
 
 
-def _row(row: Row, bench: Any, group: Group) -> dict[str, Any]:
-    """A line: verified, timed, verified again."""
+def _row(row: Row, bench: Any, group: Group, doing: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """A line: verified, timed, verified again. doing: told what comes."""
+
+    def told_of(where: str) -> None:
+        doing(where)
+        group.check()  # after an error graphs must not be replayed
+
     want = row.wanted(group.rank)
     ours = Ours(row, group, bench.tensor)
     told = {
@@ -169,6 +176,7 @@ def _row(row: Row, bench: Any, group: Group) -> dict[str, Any]:
         kind = bench.baselines.get(name)
         if kind is None or not kind.does(row):
             continue
+        doing(f"first calls and capture of {name}")
         baseline = kind(row, group.rank, bench.tensor)
         baseline()
         bench.agree(_problem(row, group.rank, name, bench.array(baseline.out), want, exact=False))
@@ -182,7 +190,9 @@ def _row(row: Row, bench: Any, group: Group) -> dict[str, Any]:
         rounds=bench.settings.rounds,
         iterations=bench.settings.iterations,
         warmup=bench.settings.warmup,
+        told=told_of,
     )
+    doing("freeing the graphs")
     for subject in subjects:
         getattr(subject, "close", lambda: None)()
     ours()

@@ -17,6 +17,7 @@ from tokenway.group import Group
 MAX_RANKS = 64  # one expert per rank and all of them chosen: top_k = N
 CHUNK = 32768
 PATIENCE = 120  # seconds to wait at the gate for a rank that may have failed
+NOTE = 120  # bytes of a rank's note
 NAP = 50e-6  # seconds between looks at the gate
 LEAD = 300_000, 20_000  # nanoseconds from naming an instant to it: a constant, and per rank
 
@@ -46,6 +47,7 @@ class Control:
             combine_hidden=1,
         )
         self._everyone = self.group.route(np.arange(self.nranks, dtype=np.int32)[None])
+        self._notes_at = 8 * (2 + self.nranks)
         self._page, self._words = self._share_page()
         self._turn = 0
         self._lead = LEAD[0] + LEAD[1] * self.nranks
@@ -93,6 +95,21 @@ class Control:
             os.sched_yield()
         return start
 
+    def note(self, text: str) -> None:
+        """Says where this rank is, to whoever asks. Not collective."""
+        written = text.encode()[:NOTE]
+        begin = self._notes_at + NOTE * self.rank
+        self._page[begin : begin + NOTE] = written.ljust(NOTE, b"\0")
+
+    def notes(self) -> list[str]:
+        """What every rank has said last, by rank; also where ranks do not answer."""
+        begins = (self._notes_at + NOTE * rank for rank in range(self.nranks))
+        return [self._page[at : at + NOTE].rstrip(b"\0").decode(errors="replace") for at in begins]
+
+    def where(self) -> str:
+        """Where every rank is, in words."""
+        return "; ".join(f"rank {rank} at {note or 'its start'}" for rank, note in enumerate(self.notes()))
+
     def time(self, call: Callable[[], Any]) -> int:
         """Nanoseconds from a common start of all ranks to the end of this rank's call."""
         start = self.gate()
@@ -114,10 +131,10 @@ class Control:
         while not done():
             time.sleep(NAP)
             if time.monotonic() > end:
-                raise TimeoutError(f"a rank did not reach the gate within {PATIENCE} s")
+                raise TimeoutError(f"a rank did not reach the gate within {PATIENCE} s: {self.where()}")
 
     def _share_page(self) -> tuple[mmap.mmap, memoryview]:
-        size = max(mmap.PAGESIZE, 8 * (2 + self.nranks))
+        size = self._notes_at + NOTE * self.nranks
         fd = os.memfd_create("tokenway-bench") if self.rank == 0 else -1
         if fd >= 0:
             os.ftruncate(fd, size)

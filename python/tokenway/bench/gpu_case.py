@@ -131,11 +131,12 @@ class DeviceCase:
         self.dispatch(handle)
         self.combine(handle)
 
-    def graphs(self, name: str = "tokenway") -> Graphs:
+    def graphs(self, name: str = "tokenway", told: Callable[[str], None] = lambda _: None) -> Graphs:
         """pair; dispatch alone and combine alone, a handle's again and again: on the lane that it holds, and without
         one; and pairs of one handle, whose routing is known from its first dispatch on ("cached"), as those of a
         backward pass. In high throughput the pairs' counts are known; their exchange is apart ("counts"). Where the
-        backward pass is measured, it alone ("backward"), and after a pair by the same handle ("both")."""
+        backward pass is measured, it alone ("backward"), and after a pair by the same handle ("both"). told: what
+        comes."""
         first, others = self.handles[0], self.handles[1:]
 
         def dispatches() -> None:
@@ -168,6 +169,7 @@ class DeviceCase:
             bodies["counts"] = (self._recount, each(self._recount))
         replays = {}
         for phase, (lead, body) in bodies.items():
+            told(f"capturing {phase} of {name}")
             for handle in self.handles:
                 self._update(handle)
             replays[phase] = Replay(lambda lead=lead: lead(first), body)  # type: ignore[misc]

@@ -18,6 +18,7 @@ from tokenway.bench.case import Case
 from tokenway.bench.control import Control
 from tokenway.bench.options import Settings
 from tokenway.bench.progress import Progress
+from tokenway.bench.watch import Watch
 from tokenway.comm import Comm, connect, local_comms
 from tokenway.group import Group
 
@@ -41,7 +42,7 @@ def run_process(settings: Settings) -> int:
     with ExitStack() as stack:
         control = Control(stack.enter_context(connect()))
         stack.callback(control.close)
-        progress = Progress(len(settings.cases()), control.rank == 0)
+        progress = Progress(len(settings.cases()), control.rank == 0, stack.enter_context(Watch(control)))
         stack.callback(progress.close)
 
         def measure() -> Any:
@@ -52,6 +53,7 @@ def run_process(settings: Settings) -> int:
 
             index = int(os.environ.get("LOCAL_RANK", control.rank)) % torch.cuda.device_count()
             torch.cuda.set_device(index)
+            progress.doing("connecting")
             comm = stack.enter_context(connect_gpu(settings, control, index))
             return _rank(settings, control, comm, document, progress)
 
@@ -122,9 +124,9 @@ def _rank(settings: Settings, control: Control, comm: Comm, document: dict, prog
 
     torch.cuda.set_device(comm.device)
     with ExitStack() as stack, torch.cuda.stream(torch.cuda.Stream(comm.device)):
-        bench = Bench(settings, control, comm, floor.Floor(document), stack)
+        bench = Bench(settings, control, comm, floor.Floor(document), progress, stack)
         try:
-            rows = [row for name in settings.profiles for row in bench.profile(name, progress)]
+            rows = [row for name in settings.profiles for row in bench.profile(name)]
         except verify.Mismatch:
             raise
         except BaseException:
@@ -141,14 +143,24 @@ def _finish(settings: Settings, results: dict[str, Any]) -> int:
 class Bench:
     """What the rows of a run share on one rank."""
 
-    def __init__(self, settings: Settings, control: Control, comm: Comm, bottom: floor.Floor, stack: ExitStack):
+    def __init__(
+        self,
+        settings: Settings,
+        control: Control,
+        comm: Comm,
+        bottom: floor.Floor,
+        progress: Progress,
+        stack: ExitStack,
+    ):
         assert settings.nvlink is not None
+        self.progress = progress
         self.settings, self.gpu, self.control, self.comm, self.floor = settings, settings.nvlink, control, comm, bottom
         if settings.baselines:
             stack.callback(gloo.Process(control, "nccl").close)
 
-    def profile(self, name: str, progress: Progress) -> list[dict[str, Any]]:
+    def profile(self, name: str) -> list[dict[str, Any]]:
         """All rows of one profile."""
+        progress = self.progress
         cases = [case for case in self.settings.cases() if case.profile.name == name]
         rows = []
         with ExitStack() as groups:
@@ -160,6 +172,7 @@ class Bench:
                 progress.doing(case.name)
                 rows.append(self._row(case, group, other))
                 progress.done()
+            progress.at("closing the groups")
         if self.gpu.ablation and not self.settings.verify_only:
             progress.doing(f"{name} without waiting")
             self._without_waiting(cases, rows)
@@ -189,6 +202,7 @@ class Bench:
         """The case on the device, with one exchange made, or two verified."""
         from tokenway.bench.gpu_case import DeviceCase
 
+        self.progress.at(f"first exchanges, {case.dtype}")
         ours = DeviceCase(case, group)
         if self.gpu.verify:
             ours.verify(self._agree)
@@ -211,21 +225,24 @@ class Bench:
         row = runner.facts(case, group, EXCHANGES + self.settings.backward if self.gpu.verify else 0)
         if self.settings.verify_only:
             return row
-        subjects: list[Any] = [ours.graphs(), *ours.loops(), *self._ops(ours)]
+        told = self.progress.at
+        subjects: list[Any] = [ours.graphs(told=told), *ours.loops(), *self._ops(ours)]
         kept = [(one, one.result.clone()) for one in (ours, ours.back) if one is not None]
         if other is not None:
             beside = self._prepared(self._compared([case])[0], other)
-            subjects.append(beside.graphs("compare"))
+            subjects.append(beside.graphs("compare", told))
             kept.append((beside, beside.result.clone()))
         timed, checks, notes = self._baselines(case)
         self._meet()
-        times = self._times([*subjects, *timed])
+        times = self._times([*subjects, *timed], [one.group for one, _ in kept])
+        told("checking")
         for one, before in kept:
             self._agree(one.check_again(before))
         for check in checks:
             self._agree(_mismatch(check))
         own = [float(value) for value in subjects[0].mine["pair"]]
         by_rank = self.control.allgather(sorted(own)[len(own) // 2])
+        told("freeing the graphs")
         for subject in [*subjects, *timed]:
             subject.close()
         row |= nvlink_results.row(case, times, self.floor, notes)
@@ -233,19 +250,27 @@ class Bench:
         if self.gpu.breakdown:
             from tokenway.bench import breakdown
 
+            told("the profiler")
             profiled = self.control.rank == 0
             row["breakdown"] = breakdown.kernels(lambda: ours.pair(ours.handle), 10, self._meet, profiled)
             self._meet()
         return row
 
-    def _times(self, subjects: list[Any]) -> dict[str, Any]:
+    def _times(self, subjects: list[Any], groups: list[Group]) -> dict[str, Any]:
         settings = self.settings
+
+        def told(where: str) -> None:
+            self.progress.at(where)
+            for group in groups:
+                group.check()  # after an error graphs must not be replayed
+
         return timing.rounds_of(
             subjects,
             self.control,
             rounds=settings.rounds,
             iterations=settings.iterations,
             warmup=settings.warmup,
+            told=told,
         )
 
     def _ops(self, ours: Any) -> list[Any]:
@@ -266,6 +291,7 @@ class Bench:
         plan = baselines.make_plan(case, self.control.rank) if self.settings.baselines else None
         for name in self.settings.baselines:
             assert plan is not None
+            self.progress.at(f"first calls and capture of {name}")
             baseline = nccl.KINDS[name](plan)
             self._meet()
             subject, problem = nccl.capture(baseline, self.control.agree, self.settings.backward)
@@ -288,9 +314,9 @@ class Bench:
             os.environ.pop(UNSAFE, None)
             for case, row in zip(cases, rows, strict=True):
                 ours = DeviceCase(case, group)
-                graphs = ours.graphs("unsafe")
+                graphs = ours.graphs("unsafe", self.progress.at)
                 self._meet()
-                row["without_waiting"] = nvlink_results.without_waiting(self._times([graphs])["unsafe"])
+                row["without_waiting"] = nvlink_results.without_waiting(self._times([graphs], [])["unsafe"])
                 graphs.close()
                 self._meet()
 

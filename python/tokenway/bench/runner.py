@@ -62,6 +62,8 @@ def measured(measure: Callable[[], Any], control: Control, progress: Progress, s
         # This rank alone failed. Closing is collective and would wait for peers that wait for
         # this rank; they learn of it at once when this process ends.
         stack.pop_all()
+        if any(control.notes()):
+            print(f"tokenway bench: rank {control.rank} failed: {control.where()}", file=sys.stderr, flush=True)
         raise
     progress.close()
     return results

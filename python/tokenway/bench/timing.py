@@ -122,20 +122,32 @@ class Pair:
 
 
 def rounds_of(
-    subjects: Sequence[Subject], control: Control, *, rounds: int, iterations: int, warmup: int
+    subjects: Sequence[Subject],
+    control: Control,
+    *,
+    rounds: int,
+    iterations: int,
+    warmup: int,
+    told: Callable[[str], None] = lambda _: None,
 ) -> dict[str, dict[str, list[list[float]]]]:
-    """Times in us: subject, phase, round, iteration; of the rank that was last. Collective."""
+    """Times in us: subject, phase, round, iteration; of the rank that was last. told: what comes, before each
+    iteration. Collective."""
     mine: dict[str, list[list[tuple[int, ...]]]] = {s.name: [] for s in subjects}
     share = max(1, -(-iterations // rounds))
     gc.collect()
     gc.disable()
     try:
-        for _ in range(rounds):
+        for number in range(rounds):
             for subject in subjects:
                 _spread(control.rank)
+
+                def once(subject: Subject = subject, where: str = f"timing {subject.name}, round {number}") -> Any:
+                    told(where)
+                    return subject.once(control)
+
                 for _ in range(warmup):
-                    subject.once(control)
-                mine[subject.name].append([subject.once(control) for _ in range(share)])
+                    once()
+                mine[subject.name].append([once() for _ in range(share)])
     finally:
         gc.enable()
     times = {}
