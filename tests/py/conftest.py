@@ -53,6 +53,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        mark, spec = item.get_closest_marker("needs"), getattr(item, "callspec", None)
+        chosen = harness.BACKENDS.get(spec.params.get("backend", "")) if spec else None
+        if mark and chosen and mark.args[0] in chosen.lacks:
+            item.add_marker(pytest.mark.skip(reason=f"groups of {chosen.name} have no {mark.args[0]}"))
     if "cpu" in harness.CHOSEN:
         return
     elsewhere = pytest.mark.skip(reason="is about the CPU backend, or about none: the run without --backend has it")

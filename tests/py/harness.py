@@ -43,6 +43,7 @@ class Cpu:
     copies_routing = True  # ids and weights are the caller's again when route() returns
     death_seen = 1.0  # seconds until a dead peer is known of
     knows_calls = True  # peers of a refused call need not know what it would have moved
+    lacks: frozenset[str] = frozenset()  # what tests say they need, by the mark `needs`
 
     @staticmethod
     def most_ranks(kind: str) -> int:

@@ -78,6 +78,7 @@ class Nccl(Cuda):
 
     name = "nccl"
     knows_calls = False
+    lacks = frozenset({"leases", "loads"})  # docs/BACKENDS.md
 
     @classmethod
     def most_ranks(cls, kind: str) -> int:

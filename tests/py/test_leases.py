@@ -17,6 +17,8 @@ from test_autograd import Case, assert_same, group_of, leaves, train
 import tokenway as tw
 from tokenway import _native
 
+pytestmark = pytest.mark.needs("leases")
+
 HIDDEN, TOKENS = 6, 8
 ROW = 4 * HIDDEN
 SETTINGS: dict[str, Any] = {"experts": 6, "top_k": 2, "hidden": HIDDEN, "max_tokens": TOKENS, "dtype": "float32"}

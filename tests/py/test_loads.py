@@ -12,6 +12,8 @@ from test_replicas import OTHER, TABLE
 import tokenway as tw
 from tokenway.replica_reference import POLICIES, loads_of
 
+pytestmark = pytest.mark.needs("loads")
+
 DECAY = 0.75
 LAYERS = 3
 # Of each dispatch: tokens of the ranks, its layer and lane, whether it counts.

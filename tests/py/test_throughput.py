@@ -383,6 +383,7 @@ def test_a_rank_that_does_not_count(processes: Any) -> None:
 LEASED = {"lanes": 2, "payloads": ((1, "uint8"), (17, "uint8")), **EXACT}
 
 
+@pytest.mark.needs("leases")
 @pytest.mark.parametrize("room", [1 << 20, 4096, 256, 0])
 @pytest.mark.parametrize("nranks", [1, 3, 8])
 def test_leases(world: Any, nranks: int, room: int) -> None:
