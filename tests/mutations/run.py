@@ -41,14 +41,34 @@ TEST_TIMEOUT_S = 60
 # As CMake compiles the tests, but quicker.
 FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-ffp-contract=off", "-pthread", "-w"]
 LIBRARIES = ["-lgtest", "-lgtest_main", "-pthread"]
-PRECOMPILED = """#include <gtest/gtest.h>
+# Compiled once: without, half of the time goes into the standard library's headers.
+PRECOMPILED = {
+    "src": """#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+""",
+    "tests": """#include <gtest/gtest.h>
 #include <functional>
 #include <map>
 #include <memory>
 #include <random>
 #include <string>
 #include <vector>
-"""
+""",
+}
 
 
 class BuildError(Exception):
@@ -99,7 +119,8 @@ class Workshop:
         for folder in ("src", "include", "tests/cc"):
             shutil.copytree(ROOT / folder, self.tree / folder)
         self.objects.mkdir()
-        (self.objects / "pre.h").write_text(PRECOMPILED)
+        for folder, text in PRECOMPILED.items():
+            self.precompiled(folder).write_text(text)
         self.needs: dict[str, dict[Path, set[Path]]] = {}  # unit -> source -> files that it includes
 
     def compile(self, source: Path, out: Path, overlay: Path | None = None) -> None:
@@ -107,10 +128,13 @@ class Workshop:
         roots = [self.tree] if overlay is None else [overlay, self.tree]
         path = next(root / source for root in roots if (root / source).exists())
         includes = [f"-I{root / folder}" for folder in ("src", "include", "tests/cc") for root in roots]
-        pre = ["-include", str(self.objects / "pre.h")] if source.parts[0] == "tests" else []
+        pre = ["-include", str(self.precompiled(source.parts[0]))]
         out.parent.mkdir(parents=True, exist_ok=True)
         dependencies = ["-MMD", "-MF", f"{out}.d"]
         call([self.compiler, *FLAGS, *includes, *pre, *dependencies, "-c", str(path), "-o", str(out)])
+
+    def precompiled(self, folder: str) -> Path:
+        return self.objects / f"{folder}.h"
 
     def object_of(self, source: Path) -> Path:
         return self.objects / (str(source).replace("/", "~") + ".o")
@@ -120,8 +144,8 @@ class Workshop:
         return {Path(name).relative_to(self.tree) for name in text.split() if name.startswith(str(self.tree))}
 
     def build_control(self, units: list[str], pool: concurrent.futures.Executor) -> None:
-        pre = self.objects / "pre.h"
-        call([self.compiler, *FLAGS, "-x", "c++-header", str(pre), "-o", f"{pre}.gch"])
+        for pre in map(self.precompiled, PRECOMPILED):
+            call([self.compiler, *FLAGS, "-x", "c++-header", str(pre), "-o", f"{pre}.gch"])
         shared = sorted(path.relative_to(self.tree) for path in self.tree.glob("src/*/*.cc"))
         shared = [path for path in shared if path.parts[1] not in ("nvlink", "gin")]
         shared += [Path("tests/cc/harness.cc"), Path("tests/cc/side.cc")]
