@@ -22,6 +22,7 @@
 #include <cmath>
 
 #include "balance/game.h"
+#include "balance/thresholds.h"
 
 namespace tw::balance {
 namespace {
@@ -31,10 +32,10 @@ constexpr int32_t kRows = 24;                  // of a game
 constexpr double kUnit = 1 << 20;              // of weights
 constexpr int32_t kStep = 2000, kFine = 4000;  // of the limit: first step below what was reached; where halving ends
 
-// A count of an expert. Small for the thresholds from `at` on, or (big) big for these.
+// A count of an expert.
 struct Option {
-  int32_t count, at;
-  bool big;
+  int64_t count;
+  Worth worth;
 };
 
 // From one option of an expert to a later one.
@@ -45,20 +46,21 @@ struct Gain {
 
 class Company {
  public:
-  explicit Company(const Problem& problem) : problem_(problem), mates_(problem.shape.slots - 1) {}
+  explicit Company(const Problem& problem) : problem_(problem) {}
 
   // Whether no plan keeps all ranks within `limit`.
   bool refutes(Units limit) {
     left_ = problem_.shape.places();
-    for (const Units w : problem_.loads) left_ -= least(w, limit);
+    for (const Units w : problem_.loads) left_ -= least_count(w, limit);
     if (left_ < 0) return true;
-    list_thresholds(limit);
-    if (thresholds_.empty()) return false;
-    list_options(limit);
+    const Thresholds thresholds(problem_, limit, kThresholds);
+    const size_t n = thresholds.size();
+    if (n == 0) return false;
+    list_options(limit, thresholds);
     // Weights that were good for another limit are a start here.
-    if (weights_.empty()) weights_.assign(thresholds_.size(), 1.0 / static_cast<double>(thresholds_.size()));
-    weights_.resize(thresholds_.size(), 0);
-    Game game(static_cast<int32_t>(thresholds_.size()), problem_.shape.places() * problem_.shape.slots + 1.0);
+    if (weights_.empty()) weights_.assign(n, 1.0 / static_cast<double>(n));
+    weights_.resize(n, 0);
+    Game game(static_cast<int32_t>(n), problem_.shape.places() * problem_.shape.slots + 1.0);
     for (int32_t i = 0; i < kRows; ++i) {
       if (answer() < 0) return true;
       if (!game.add(row_)) return false;
@@ -69,44 +71,18 @@ class Company {
   }
 
  private:
-  static int64_t least(Units w, Units limit) { return std::max<Units>((w + limit - 1) / limit, 1); }
-
-  // Of each share above half the limit the least t for which it is big: a higher one only makes more slots small.
-  void list_thresholds(Units limit) {
-    thresholds_.clear();
-    for (const Units w : problem_.loads) {
-      for (int64_t c = least(w, limit); 2 * w > limit * c; ++c) {
-        const Units t = limit + 1 - share(w, static_cast<int32_t>(c));
-        if (2 * t <= limit) thresholds_.push_back(t);
-      }
-    }
-    std::sort(thresholds_.begin(), thresholds_.end());
-    thresholds_.erase(std::unique(thresholds_.begin(), thresholds_.end()), thresholds_.end());
-    const size_t n = thresholds_.size();
-    if (n <= kThresholds) return;
-    for (size_t i = 0; i < kThresholds; ++i) thresholds_[i] = thresholds_[i * n / kThresholds];
-    thresholds_.resize(kThresholds);
-  }
-
-  void list_options(Units limit) {
+  void list_options(Units limit, const Thresholds& thresholds) {
     options_.clear();
     first_.clear();
-    const auto after = [&](Units t) {
-      return static_cast<int32_t>(std::upper_bound(thresholds_.begin(), thresholds_.end(), t) - thresholds_.begin());
-    };
     for (const Units w : problem_.loads) {
       first_.push_back(options_.size());
-      int64_t c = least(w, limit);
-      const int64_t most = c + left_;
-      for (; c <= most && 2 * w > limit * c; ++c) {
-        options_.push_back({static_cast<int32_t>(c), after(limit - share(w, static_cast<int32_t>(c))), true});
-      }
-      // Between counts where more thresholds make it small, a slot adds no more than L.
-      while (c <= most) {
-        const int32_t at = after(w / c);
-        options_.push_back({static_cast<int32_t>(c), at, false});
-        if (at == 0) break;
-        c = std::max(c + 1, w / thresholds_[at - 1] + 1);
+      const int64_t least = least_count(w, limit);
+      for (int64_t c = least; c <= least + left_;) {
+        options_.push_back({c, thresholds.of(w, c)});
+        const auto [value, at] = options_.back().worth;
+        if (value > 0 && at == 0) break;
+        // Between counts where more thresholds make it small, a slot adds no more than L.
+        c = value < 0 ? c + 1 : std::max(c + 1, w / thresholds[at - 1] + 1);
       }
     }
     first_.push_back(options_.size());
@@ -114,7 +90,7 @@ class Company {
 
   // The largest sum against the weights, rounded up; row_: what those counts are worth for each threshold.
   int64_t answer() {
-    const size_t n = thresholds_.size();
+    const size_t n = weights_.size();
     above_.assign(n + 1, 0);
     for (size_t i = n; i-- > 0;) above_[i] = above_[i + 1] + std::llrint(weights_[i] * kUnit);
     const int64_t all = above_[0];
@@ -163,21 +139,19 @@ class Company {
     return best.to;
   }
 
-  int64_t worth(const Option& option) const { return option.count * above_[option.at] * (option.big ? -mates_ : 1); }
+  int64_t worth(const Option& option) const { return option.worth.value * above_[option.worth.at]; }
 
   void enter(size_t option, double part) {
-    const Option& chosen = options_[option];
-    row_[chosen.at] += part * static_cast<double>(chosen.count * (chosen.big ? -mates_ : 1));
+    const auto [value, at] = options_[option].worth;
+    row_[at] += part * static_cast<double>(value);
   }
 
   const Problem& problem_;
-  const int64_t mates_;
-  int64_t left_ = 0;               // slots beyond the least of each expert
-  std::vector<Units> thresholds_;  // ascending
-  std::vector<Option> options_;    // of all experts, each by count
-  std::vector<size_t> first_;      // of each expert, and the end
-  std::vector<double> weights_;    // of the thresholds
-  std::vector<int64_t> above_;     // sums of weights from each threshold on, in whole numbers
+  int64_t left_ = 0;             // slots beyond the least of each expert
+  std::vector<Option> options_;  // of all experts, each by count
+  std::vector<size_t> first_;    // of each expert, and the end
+  std::vector<double> weights_;  // of the thresholds
+  std::vector<int64_t> above_;   // sums of weights from each threshold on, in whole numbers
   std::vector<Gain> gains_;
   std::vector<double> row_;
 };
@@ -187,14 +161,14 @@ class Company {
 Units company_bound(const Problem& problem, Units low, Units high) {
   Company company(problem);
   // What was reached is often almost the best: steps down from there, each three times the last, then halving.
-  for (Units step = high / kStep; high - step > low; step *= 3) {
+  for (Units step = high / kStep + 1; high - step > low; step *= 3) {
     if (company.refutes(high - step)) {
       low = high - step;
       break;
     }
     high -= step;
   }
-  while (high - low > problem.mean() / kFine) {
+  while (high - low > problem.mean() / kFine + 1) {
     const Units middle = low + (high - low) / 2;
     (company.refutes(middle) ? low : high) = middle;
   }
