@@ -134,7 +134,7 @@ std::vector<int32_t> find_homes(const Problem& problem) {
   Problem groups{{shape.groups, shape.nodes, shape.groups / shape.nodes, 1, 0}, {}, problem.total};
   groups.loads.assign(shape.groups, 0);
   for (int32_t e = 0; e < shape.experts; ++e) groups.loads[e / (shape.experts / shape.groups)] += problem.loads[e];
-  const auto placed = place_anywhere(groups);
+  const auto placed = place_anywhere(groups).experts;
   std::vector<int32_t> homes(shape.groups);
   for (int32_t i = 0; i < shape.groups; ++i) homes[placed[i]] = i / groups.shape.slots;
   return homes;

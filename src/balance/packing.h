@@ -58,6 +58,9 @@ std::vector<int32_t> apportion(const Units* loads, int32_t experts, int32_t plac
 // Moves replicas from one expert to another while the counts alone keep a rank above `goal` (see Ladder in counts.cc).
 void refine_counts(const Problem& problem, Units goal, std::vector<int32_t>* counts);
 
+// The same for two slots a rank and some replicas, with more effort. Returns what no plan is below.
+Units fit_pairs(const Problem& problem, std::vector<int32_t>* counts);
+
 // Replicas of an expert that are to be packed, and what each of them carries.
 struct Item {
   Units size;

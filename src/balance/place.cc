@@ -22,11 +22,15 @@ std::vector<int32_t> place_everywhere(const Shape& shape) {
 
 }  // namespace
 
-std::vector<int32_t> place_anywhere(const Problem& problem) {
+Placed place_anywhere(const Problem& problem) {
   const Shape& shape = problem.shape;
-  if (shape.slots >= shape.experts) return place_everywhere(shape);
-  const Units simple = lower_bound(problem, 0), goal = goal_of(simple);
+  if (shape.slots >= shape.experts) return {place_everywhere(shape)};
+  const bool spare = shape.places() > shape.experts;
+  const Units simple = lower_bound(problem, 0);
   auto counts = apportion(problem.loads.data(), shape.experts, shape.places(), shape.ranks);
+  Placed placed;
+  if (shape.slots == 2 && spare) placed.bound = fit_pairs(problem, &counts);
+  const Units goal = goal_of(std::max(simple, placed.bound));
   refine_counts(problem, goal, &counts);
   const auto items = items_of(problem, counts);
   Packing best(problem, pack(items, shape.ranks, shape.slots, Start::kPlain, goal));
@@ -39,13 +43,14 @@ std::vector<int32_t> place_anywhere(const Problem& problem) {
   }
   // Replicas moved one by one, where counts and packing do not fit each other. With two slots a rank the counts are as
   // good as that gets, without replicas there is nothing to move.
-  if (shape.slots > 2 && shape.places() > shape.experts && best.peak() - simple > simple / 500) {
+  if (shape.slots > 2 && spare && best.peak() - simple > simple / 500) {
     best = Packing(problem, polish(problem, best.experts(), goal));
   }
+  placed.experts = best.experts();
   if (shape.places() <= kSmallPlaces && shape.experts <= kSmallExperts && best.peak() > simple) {
-    return place_exactly(problem, best.experts());
+    placed.experts = place_exactly(problem, std::move(placed.experts));
   }
-  return best.experts();
+  return placed;
 }
 
 }  // namespace tw::balance

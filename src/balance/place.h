@@ -10,8 +10,14 @@ namespace tw::balance {
 // How near the mean (or the bound) a plan must come for the search to end: 10 parts in a million.
 inline Units goal_of(Units bound) { return bound + bound / 100000; }
 
-// Wherever it is best: [N * S].
-std::vector<int32_t> place_anywhere(const Problem& problem);
+// A plan [N * S], and what no plan is below, as far as that was looked for.
+struct Placed {
+  std::vector<int32_t> experts;
+  Units bound = 0;
+};
+
+// Wherever it is best.
+Placed place_anywhere(const Problem& problem);
 
 // Each group of experts on one node, and beyond that as few slots elsewhere as bring every node's load within
 // `tolerance` (parts in a million) of the mean of all. Needs shape.groups, a multiple of shape.nodes.

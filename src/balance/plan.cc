@@ -35,26 +35,27 @@ int32_t writes_between(const std::vector<int32_t>& a, const std::vector<int32_t>
   return writes;
 }
 
-std::vector<int32_t> place(const Request& request, const Problem& problem, const int32_t* old) {
+Placed place(const Request& request, const Problem& problem, const int32_t* old) {
   const Shape& shape = request.shape;
   const auto from_nothing = [&] {
-    return shape.groups > 0 ? place_on_nodes(problem, request.tolerance) : place_anywhere(problem);
+    return shape.groups > 0 ? Placed{place_on_nodes(problem, request.tolerance)} : place_anywhere(problem);
   };
   if (old == nullptr) {
-    Packing packing(problem, from_nothing());
+    const Placed made = from_nothing();
+    Packing packing(problem, made.experts);
     for (int32_t r = 0; r < shape.ranks; ++r) packing.sort_rank(r);
-    return packing.experts();
+    return {packing.experts(), made.bound};
   }
   const std::vector<int32_t> before(old, old + shape.places());
   const int32_t few = shape.places() / 2;  // up to so many writes, a plan from nothing has no chance
   std::vector<int32_t> best = before;
   if (request.budget < shape.places()) best = update(problem, before, request.budget, request.tolerance);
   if (request.budget > few) {
-    auto made = relabel(shape, from_nothing(), before);
+    auto made = relabel(shape, from_nothing().experts, before);
     const bool allowed = writes_between(before, made) <= request.budget;
     if (allowed && Packing(problem, made).peak() < Packing(problem, best).peak()) best = std::move(made);
   }
-  return best;
+  return {std::move(best)};
 }
 
 }  // namespace
@@ -65,12 +66,12 @@ void plan_layer(const Request& request, int32_t layer, const double* loads, Resu
   const Problem problem = to_units(shape, loads, &scale);
   const int32_t* const old =
       request.old == nullptr ? nullptr : request.old + static_cast<int64_t>(layer) * shape.places();
-  const auto experts = place(request, problem, old);
+  const auto [experts, known] = place(request, problem, old);
   const Packing packing(problem, experts);
   std::copy(experts.begin(), experts.end(), result->experts);
   add_up(shape, result->experts, packing.counts().data(), loads, result->loads);
   const double hottest = *std::max_element(result->loads, result->loads + shape.ranks);
-  const Units bound = lower_bound(problem, packing.peak());
+  const Units bound = known > 0 ? known : lower_bound(problem, packing.peak());
   // Not above what was reached: both are rounded.
   result->bound = std::min(std::ldexp(static_cast<double>(bound), scale), hottest);
   result->stray = stray_share(problem, experts);

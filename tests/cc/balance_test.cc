@@ -4,13 +4,16 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "balance/bound.h"
+#include "balance/game.h"
 #include "balance/packing.h"
 #include "balance/place.h"
 #include "balance/plan.h"
@@ -157,13 +160,112 @@ TEST(Balance, EightExpertsAreOptimal) {
 
 TEST(Balance, BoundsHoldForAllPlans) {
   // Few slots a rank, where the third bound counts: against every plan.
-  for (uint32_t seed = 0; seed < 60; ++seed) {
-    const Shape shape{5 + static_cast<int32_t>(seed % 3), 4, 2, 1, 0};
+  int tight = 0, trials = 0;
+  const auto expect_below = [&](const Shape& shape, uint32_t seed) {
     const auto loads = random_loads(shape.experts, seed);
     const Problem problem = problem_of(shape, loads);
     const double best = BruteForce(shape, loads).best();
-    const Units bound = tw::balance::lower_bound(problem, std::numeric_limits<Units>::max() / 4);
-    EXPECT_LE(static_cast<double>(bound), best * (1 + 1e-12) + 1) << "seed " << seed;
+    for (const double reached : {best, 1.02 * best, 3 * best}) {
+      const auto bound = static_cast<double>(tw::balance::lower_bound(problem, static_cast<Units>(reached) + 1));
+      EXPECT_LE(bound, best * (1 + 1e-12) + 1) << shape.ranks << " ranks of " << shape.slots << ", seed " << seed;
+      ++trials;
+      tight += bound > 0.99 * best ? 1 : 0;
+    }
+  };
+  for (uint32_t seed = 0; seed < 60; ++seed) {
+    expect_below({5 + static_cast<int32_t>(seed % 3), 4, 2, 1, 0}, seed);
+    expect_below({6, 5, 2, 1, 0}, seed);
+    expect_below({6, 3, 3, 1, 0}, seed);
+  }
+  EXPECT_GT(tight, trials / 2);  // and it says something
+  // Loads of few units, where steps towards a bound are none.
+  for (uint32_t seed = 0; seed < 40; ++seed) {
+    std::vector<Units> loads = random_loads(6, seed);
+    for (Units& load : loads) load %= 7;
+    const Shape shape{6, 4, 2, 1, 0};
+    const Units bound = tw::balance::lower_bound(problem_of(shape, loads), 50);
+    EXPECT_LE(static_cast<double>(bound), BruteForce(shape, loads).best() + 1) << "seed " << seed;
+  }
+}
+
+// The least that the hottest pair can carry, by trying all counts, the largest paired with the smallest: optimal but
+// for pairs of one expert, which no plan has.
+double best_of_pairs(const Shape& shape, const std::vector<Units>& loads) {
+  double best = std::numeric_limits<double>::infinity();
+  std::vector<int32_t> counts(shape.experts, 1);
+  const std::function<void(int32_t, int32_t)> choose = [&](int32_t e, int32_t spare) {
+    if (e + 1 < shape.experts) {
+      for (int32_t more = 0; more <= spare; ++more) {
+        counts[e] = 1 + more;
+        choose(e + 1, spare - more);
+      }
+      return;
+    }
+    counts[e] = 1 + spare;
+    std::vector<double> sizes;
+    for (int32_t i = 0; i < shape.experts; ++i) {
+      sizes.insert(sizes.end(), counts[i], static_cast<double>(loads[i]) / counts[i]);
+    }
+    std::sort(sizes.begin(), sizes.end());
+    double peak = 0;
+    for (size_t i = 0; i < sizes.size() / 2; ++i) peak = std::max(peak, sizes[i] + sizes[sizes.size() - 1 - i]);
+    best = std::min(best, peak);
+  };
+  choose(0, shape.places() - shape.experts);
+  return best;
+}
+
+TEST(Balance, PairsAreNearlyOptimal) {
+  // Too many slots for place_exactly().
+  double sum = 0;
+  int32_t trials = 0;
+  for (const Shape& shape : {Shape{20, 12, 2, 1, 0}, Shape{30, 17, 2, 1, 0}, Shape{40, 21, 2, 1, 0}}) {
+    for (uint32_t seed = 0; seed < 20; ++seed) {
+      auto loads = random_loads(shape.experts, 500 + seed);
+      // Less heavy-tailed: else one expert alone decides.
+      for (Units& load : loads) load = static_cast<Units>(std::sqrt(static_cast<double>(load)));
+      const Planned planned = plan(shape, as_doubles(loads));
+      expect_valid(shape, planned.experts);
+      const double best = best_of_pairs(shape, loads);
+      EXPECT_LE(planned.bound, best * (1 + 1e-12)) << shape.ranks << " ranks, seed " << seed;
+      EXPECT_LE(planned.peak, 1.05 * best) << shape.ranks << " ranks, seed " << seed;
+      sum += planned.peak / best;
+      ++trials;
+    }
+  }
+  EXPECT_LE(sum / trials, 1.003);
+}
+
+TEST(Balance, GamesAreSolved) {
+  std::mt19937 random(5);
+  for (int trial = 0; trial < 200; ++trial) {
+    const int32_t columns = 1 + random() % 4, rows = 1 + random() % 8;
+    tw::balance::Game game(columns, 100);
+    std::vector<std::vector<double>> payoffs;
+    const auto most = [&](const std::vector<double>& weights) {
+      double found = -100;
+      for (const auto& row : payoffs) {
+        found = std::max(found, std::inner_product(row.begin(), row.end(), weights.begin(), 0.0));
+      }
+      return found;
+    };
+    for (int32_t i = 0; i < rows; ++i) {
+      payoffs.emplace_back();
+      for (int32_t k = 0; k < columns; ++k) payoffs.back().push_back(static_cast<double>(random() % 40) - 20);
+      ASSERT_TRUE(game.add(payoffs.back()));
+      const auto weights = game.weights();
+      EXPECT_NEAR(std::accumulate(weights.begin(), weights.end(), 0.0), 1, 1e-9);
+      EXPECT_NEAR(most(weights), game.value(), 1e-7);
+      // None of random mixtures, and no column alone, pays less.
+      for (int other = 0; other < 300; ++other) {
+        std::vector<double> tried(columns, 0);
+        double sum = 0;
+        for (double& weight : tried) sum += weight = static_cast<double>(random() % 5);
+        if (sum == 0) sum = tried[random() % columns] = 1;
+        for (double& weight : tried) weight /= sum;
+        EXPECT_GE(most(tried), game.value() - 1e-7);
+      }
+    }
   }
 }
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenway import balance
-from tokenway.bench import eplb, placement
+from tokenway.bench import eplb
 from tokenway.errors import InvalidArgument
 
 Array = np.ndarray
@@ -54,11 +54,14 @@ def test_plans_without_replicas_reach_the_bound() -> None:
         assert ((1 + plan.imbalance) / (1 + plan.bound_imbalance)).mean() <= 1.005
 
 
-@pytest.mark.slow
-def test_two_slots_a_rank_come_near_a_long_search() -> None:
-    plan = balance.plan(loads_of(0, 4), ranks=144, slots=2)
-    searched = [placement.climb(plan.loads[i], 144, plan.replicas[i], 5000, i) for i in range(4)]
-    assert (1 + plan.imbalance).mean() <= 1.005 * np.mean(searched)
+@pytest.mark.parametrize(("ranks", "most"), [(144, 1.0015), (192, 1.0085)])
+def test_two_slots_a_rank_come_near_the_bound(ranks: int, most: float) -> None:
+    """Which is proven: no search could find better plans."""
+    for seed in SEEDS:
+        plan = balance.plan(loads_of(seed, 58 if ranks == 144 else 20), ranks=ranks, slots=2)
+        above = (1 + plan.imbalance) / (1 + plan.bound_imbalance)
+        assert above.mean() <= most and above.max() <= 1.015 and above.min() >= 1
+        assert duplicates(plan) == 0
 
 
 @pytest.mark.parametrize(("ranks", "slots"), [(32, 9), (72, 4), (32, 8), (144, 2)])

@@ -10,6 +10,7 @@
 docs/BALANCING.md is the guide. Nothing here needs PyTorch; its tensors are taken where they are given.
 """
 
+from tokenway.balance.forecast import Forecast
 from tokenway.balance.planner import (
     Plan,
     contiguous,
@@ -24,6 +25,7 @@ from tokenway.balance.traces import Recording, read
 from tokenway.balance.workloads import dirichlet, domains, drifting, group_limited, lognormal, sample, zipf
 
 __all__ = [
+    "Forecast",
     "Outcome",
     "Plan",
     "Recording",

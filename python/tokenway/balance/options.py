@@ -40,7 +40,7 @@ class Options:
     window: int
     policies: tuple[str, ...]
     writes: tuple[int, ...]
-    decay: float
+    decay: float | None
     tokens: tuple[int, ...]
     top_k: int
     old: str | None
@@ -80,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policies", nargs="+", metavar="P", help=f"of --online: {', '.join(simulation.POLICIES)}")
     changed = "slots of a layer that an update may change (half a slot per rank); several with --online"
     add("--writes", type=int, nargs="+", metavar="W", help=changed)
-    add("--decay", type=float, default=0.5, help="of --online: what is left of older windows after one more (0.5)")
+    kept = "of --online: what is left of older windows after one more (of each layer what foretold the last ones best)"
+    add("--decay", type=float, help=kept)
     add(
         "--tokens", type=int, nargs="+", default=[], metavar="T", help="per rank: what the noise of such batches leaves"
     )

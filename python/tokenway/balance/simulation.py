@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tokenway.balance import planner, workloads
+from tokenway.balance.forecast import DECAYS, Forecast
 from tokenway.errors import InvalidArgument
 
 Array = np.ndarray
@@ -35,7 +36,8 @@ def replay(
     policy: str = "update",
     writes: int | None = None,
     every: int = 1,
-    decay: float = 0.5,
+    decay: float | None = None,
+    counted: Array | None = None,
     nodes: int = 1,
     groups: int = 0,
     node_tolerance: float = 0.01,
@@ -46,31 +48,38 @@ def replay(
     policy: none (experts in order, no plan), static (a plan from the first window, kept), update (that, and at most
     `writes` slots of a layer changed every `every` windows), replan (made anew then). The first window is what the
     first plan is made from: it is scored as if it had been known, so leave it out of averages. decay: what is left, in
-    the loads that are planned for, of all windows before the last one (0: the last alone counts).
+    the loads that are planned for, of all windows before the last one (0: the last alone counts); None: what would have
+    foretold the windows so far best (Forecast). counted: what plans are made from, of the shape of windows (None: the
+    windows themselves): for windows that are expected loads, say, the counts of some tokens.
     """
     windows = np.asarray(windows, np.float64)
     if windows.ndim != 3:
         raise InvalidArgument(f"windows has shape {list(windows.shape)}; it must be [windows, layers, experts]")
     if policy not in POLICIES:
         raise InvalidArgument(f"policy is {policy!r}; allowed: {', '.join(POLICIES)}")
-    if every < 1 or not 0 <= decay < 1:
+    if every < 1 or not 0 <= (decay or 0) < 1:
         raise InvalidArgument(f"every is {every}, decay {decay}; allowed are at least 1, and 0..1 without 1")
+    counted = windows if counted is None else np.asarray(counted, np.float64)
+    if counted.shape != windows.shape:
+        raise InvalidArgument(
+            f"counted has shape {list(counted.shape)}; it must be that of windows, {list(windows.shape)}"
+        )
     count, layers, experts = windows.shape
     shape: dict[str, Any] = {"ranks": ranks, "slots": slots}
     where = {**shape, "nodes": nodes, "groups": groups, "node_tolerance": node_tolerance}
     placed = planner.contiguous(layers, experts, ranks, slots)
     if policy != "none" and count:
-        placed = planner.plan(windows[0], **where).physical_to_logical
-    seen = np.zeros((layers, experts))
+        placed = planner.plan(counted[0], **where).physical_to_logical
+    seen = Forecast(DECAYS if decay is None else [decay])
     scored, written = np.empty((count, layers)), np.zeros((count, layers), np.int32)
     for i, now in enumerate(windows):
         if policy in ("update", "replan") and i and i % every == 0:
             budget = ranks * slots if policy == "replan" else writes
-            after = planner.plan(seen, old=placed, writes=budget, **where).physical_to_logical
+            after = planner.plan(seen.loads, old=placed, writes=budget, **where).physical_to_logical
             written[i] = (after != placed).sum(axis=1)
             placed = after
         scored[i] = planner.imbalance(planner.rank_loads(now, placed, **shape))
-        seen = decay * seen + (1 - decay) * now
+        seen.add(counted[i])
     return Outcome(policy, scored, written)
 
 

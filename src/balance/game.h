@@ -1,0 +1,44 @@
+// Two-player games given by their payoffs, row by row.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace tw::balance {
+
+// One side has a column of each row paid, mixes columns and wants to pay little; the other picks the row that is paid
+// most. Rows come one by one, and the best mixture follows by a few pivots of the dual simplex method. In doubles: what
+// is proven with a mixture must be proven by other means (no contraction or reordering is compiled, so that all
+// machines get the same).
+class Game {
+ public:
+  // Payoffs lie strictly between -bound and bound.
+  Game(int32_t columns, double bound) : columns_(columns), bound_(bound) {}
+
+  // payoffs: [columns]. False if rounding left no way on.
+  bool add(const std::vector<double>& payoffs);
+
+  // Of the best mixture: weights [columns] that add up to 1, and what the best row is paid. After the first row.
+  std::vector<double> weights() const;
+  double value() const;
+
+ private:
+  // With b = 1 + payoff / bound > 0, the best weights are those x >= 0 of the largest sum for which b x <= 1 in all
+  // rows, divided by that sum. A table has a line per row, and one of costs; the last column is the right-hand side.
+  // Variables are x (0..columns-1) and the slack of each row (from columns on); those of the lines are the basis.
+  struct Line {
+    std::vector<double> cells;
+    int32_t basic;
+  };
+
+  void pivot(size_t line, int32_t column);
+
+  int32_t columns_;
+  double bound_;
+  std::vector<Line> lines_;
+  std::vector<double> costs_;
+  std::vector<int32_t> outside_;  // of each column, the variable
+};
+
+}  // namespace tw::balance

@@ -1,0 +1,33 @@
+#include "balance/thresholds.h"
+
+#include <algorithm>
+
+namespace tw::balance {
+
+Thresholds::Thresholds(const Problem& problem, Units limit, size_t most)
+    : limit_(limit), mates_(problem.shape.slots - 1) {
+  for (const Units w : problem.loads) {
+    for (int64_t c = least_count(w, limit); 2 * w > limit * c; ++c) {
+      const Units t = limit + 1 - share(w, static_cast<int32_t>(c));
+      if (2 * t <= limit) values_.push_back(t);
+    }
+  }
+  std::sort(values_.begin(), values_.end());
+  values_.erase(std::unique(values_.begin(), values_.end()), values_.end());
+  const size_t n = values_.size();
+  if (n <= most) return;
+  for (size_t i = 0; i < most; ++i) values_[i] = values_[i * n / most];
+  values_.resize(most);
+}
+
+Worth Thresholds::of(Units load, int64_t count) const {
+  // Big: load / count > limit - t. Small: load / count < t.
+  const bool big = share(2 * load, static_cast<int32_t>(count)) > limit_;
+  const Units below = big ? limit_ - share(load, static_cast<int32_t>(count)) : load / count;
+  const auto at = std::upper_bound(values_.begin(), values_.end(), below) - values_.begin();
+  return {big ? -mates_ * count : count, static_cast<int32_t>(at)};
+}
+
+int64_t least_count(Units load, Units limit) { return std::max<Units>((load + limit - 1) / limit, 1); }
+
+}  // namespace tw::balance

@@ -1,0 +1,38 @@
+// What makes a slot big or small where ranks are to carry at most T (see company.cc).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "balance/problem.h"
+
+namespace tw::balance {
+
+// The replicas of an expert add so much, for the thresholds from `at` on: their number if these make them small, S - 1
+// times that, negative, if big.
+struct Worth {
+  int64_t value;
+  int32_t at;
+};
+
+class Thresholds {
+ public:
+  // For each share above half of `limit` that an expert can have within it, the least t that makes it big: a higher one
+  // only makes more slots small. At most so many, evenly picked.
+  Thresholds(const Problem& problem, Units limit, size_t most);
+
+  size_t size() const { return values_.size(); }
+  Units operator[](size_t i) const { return values_[i]; }  // ascending
+  Worth of(Units load, int64_t count) const;
+
+ private:
+  Units limit_;
+  int64_t mates_;
+  std::vector<Units> values_;
+};
+
+// The fewest replicas that carry at most `limit` each.
+int64_t least_count(Units load, Units limit);
+
+}  // namespace tw::balance
