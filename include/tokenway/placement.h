@@ -33,7 +33,7 @@ typedef enum TW_AS_INT {
 // The same on every rank.
 typedef struct {
   size_t size;
-  int32_t num_layers;          // 1..TW_MAX_LAYERS; 0: 1
+  int32_t num_layers;          // 1..TW_MAX_LAYERS, with num_layers * P at most 2^24; 0: 1
   int32_t num_slots;           // P, from E to TW_MAX_EXPERTS; 0: E
   const int32_t* slot_expert;  // [num_layers, P] the expert in each slot, -1: none; every expert in at least one.
                                // Copied. NULL: slot i holds expert i mod E

@@ -176,6 +176,14 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
 
 }  // namespace
 
+Status read_config(const twGroupConfig_t* given, ReadConfig* known) {
+  TW_RETURN_IF_FAILED(read_struct("config", given, &known->config));
+  if (known->config.placement == nullptr) return {};
+  TW_RETURN_IF_FAILED(read_struct("config.placement", known->config.placement, &known->placement));
+  known->config.placement = &known->placement;
+  return {};
+}
+
 Status check_ranks(int32_t nranks) {
   if (nranks >= 1 && nranks <= TW_MAX_RANKS) return {};
   return fail(twInvalidArgument, "nranks is %d; it must be from 1 to %d", nranks, TW_MAX_RANKS);

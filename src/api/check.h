@@ -43,6 +43,14 @@ Status write_struct(const char* name, const Struct& known, Struct* given) {
   return {};
 }
 
+// A group's config, and what it points to, which has a size of its own.
+struct ReadConfig {
+  twGroupConfig_t config = TW_GROUP_CONFIG_INIT;
+  twPlacement_t placement = TW_PLACEMENT_INIT;
+};
+// The config then points into `known`.
+Status read_config(const twGroupConfig_t* given, ReadConfig* known);
+
 Status check_ranks(int32_t nranks);
 Status check_layer(const twGroup& group, int32_t layer);
 

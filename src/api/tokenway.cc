@@ -138,12 +138,12 @@ twResult_t twEnvironment(int32_t index, const char** name, const char** value, c
 twResult_t twGroupWindowBytes(const twGroupConfig_t* given, int32_t nranks, twWindowBytes_t* bytes) {
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(tw::api::check_ranks(nranks));
-    twGroupConfig_t known = TW_GROUP_CONFIG_INIT;
-    TW_RETURN_IF_FAILED(tw::api::read_struct("config", given, &known));
+    tw::api::ReadConfig known;
+    TW_RETURN_IF_FAILED(tw::api::read_config(given, &known));
     tw::Environment environment;
     TW_RETURN_IF_FAILED(tw::read_environment(&environment));
     tw::GroupConfig config;
-    TW_RETURN_IF_FAILED(tw::check_config(known, nranks, false, environment, &config));
+    TW_RETURN_IF_FAILED(tw::check_config(known.config, nranks, false, environment, &config));
     return tw::api::write_struct("bytes", tw::window_bytes(config), bytes);
   });
 }
@@ -151,14 +151,14 @@ twResult_t twGroupWindowBytes(const twGroupConfig_t* given, int32_t nranks, twWi
 twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t* given) {
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(comms.check("comm", comm));
-    twGroupConfig_t known = TW_GROUP_CONFIG_INIT;
+    tw::api::ReadConfig known;
     // What is wrong with this rank's arguments is told to the others, which wait in the same call.
-    Status readable = tw::api::read_struct("config", given, &known);
+    Status readable = tw::api::read_config(given, &known);
     if (group == nullptr) readable = fail(twInvalidArgument, "group is NULL");
     std::vector<int> members(comm->bootstrap->size());
     std::iota(members.begin(), members.end(), 0);
     std::unique_ptr<twGroup> made;
-    TW_RETURN_IF_FAILED(tw::create_group(comm, known, readable, std::move(members), comm->next_tags(), &made));
+    TW_RETURN_IF_FAILED(tw::create_group(comm, known.config, readable, std::move(members), comm->next_tags(), &made));
     groups.add(made.get());
     *group = made.release();
     return {};
@@ -178,11 +178,11 @@ twResult_t twGroupDestroy(twGroup_t group) {
 twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* given, twGroup_t* survivors) {
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(groups.check("group", group));
-    twGroupConfig_t known = TW_GROUP_CONFIG_INIT;
-    Status readable = given != nullptr ? tw::api::read_struct("config", given, &known) : Status{};
+    tw::api::ReadConfig known;
+    Status readable = given != nullptr ? tw::api::read_config(given, &known) : Status{};
     if (survivors == nullptr) readable = fail(twInvalidArgument, "survivors is NULL");
     std::unique_ptr<twGroup> made;
-    TW_RETURN_IF_FAILED(tw::shrink_group(*group, given != nullptr ? &known : nullptr, readable, &made));
+    TW_RETURN_IF_FAILED(tw::shrink_group(*group, given != nullptr ? &known.config : nullptr, readable, &made));
     groups.add(made.get());
     *survivors = made.release();
     return {};

@@ -7,6 +7,9 @@
 #include "exchange/notes.h"
 
 namespace tw {
+namespace {
+constexpr int64_t kMaxEntries = int64_t{1} << 24;  // of all layers' maps, which each rank keeps and compares
+}
 
 Status check_map(const PlacementSpec& spec, const char* what, const int32_t* slot_expert, const float* shares) {
   std::vector<int32_t> held(spec.experts, 0);
@@ -51,6 +54,11 @@ Status check_placement(const twPlacement_t* given, int32_t experts, PlacementSpe
   spec->policy = given->policy;
   TW_RETURN_IF_FAILED(in_range("num_layers", spec->layers, 1, TW_MAX_LAYERS));
   TW_RETURN_IF_FAILED(in_range("num_slots", spec->slots, experts, TW_MAX_EXPERTS));
+  const auto entries = int64_t{spec->layers} * spec->slots;
+  if (entries > kMaxEntries) {
+    return fail(twInvalidArgument, "config.placement->num_layers is %d; with %d slots it must be from 1 to %lld",
+                spec->layers, spec->slots, static_cast<long long>(kMaxEntries / spec->slots));
+  }
   TW_RETURN_IF_FAILED(in_range("policy", given->policy, twReplicaRoundRobin, twReplicaBalanced));
   TW_RETURN_IF_FAILED(in_range("count_loads", given->count_loads, 0, 1));
   spec->counts_loads = given->count_loads != 0;
@@ -63,7 +71,7 @@ Status check_placement(const twPlacement_t* given, int32_t experts, PlacementSpe
     return fail(twInvalidArgument, "config.placement->slot_shares is given; only policy twReplicaShares (%d) has them",
                 twReplicaShares);
   }
-  const auto all = static_cast<size_t>(spec->layers) * static_cast<size_t>(spec->slots);
+  const auto all = static_cast<size_t>(entries);
   if (given->slot_expert != nullptr) {
     spec->slot_expert.assign(given->slot_expert, given->slot_expert + all);
   } else {

@@ -226,6 +226,26 @@ TEST(Replicas, RanksThatDifferAreTold) {
   });
 }
 
+// A placement has a size of its own, as configs have, and what it does not hold is the default.
+TEST(Replicas, PlacementsOfOtherVersions) {
+  twGroupConfig_t config = test::make_config(3, 2, 4);
+  twPlacement_t placement = TW_PLACEMENT_INIT;
+  config.placement = &placement;
+  twWindowBytes_t bytes{};
+  bytes.size = sizeof bytes;
+  placement.size = 8;
+  placement.num_layers = -5;  // beyond what the caller's version has
+  EXPECT_TW(twSuccess, twGroupWindowBytes(&config, 2, &bytes));
+  placement.size = 0;
+  EXPECT_TW(twInvalidArgument, twGroupWindowBytes(&config, 2, &bytes));
+  EXPECT_TRUE(test::says("config.placement->size is 0"));
+  placement = TW_PLACEMENT_INIT;
+  placement.num_layers = TW_MAX_LAYERS;
+  placement.num_slots = TW_MAX_EXPERTS;
+  EXPECT_TW(twInvalidArgument, twGroupWindowBytes(&config, 2, &bytes));
+  EXPECT_TRUE(test::says("config.placement->num_layers is 4096; with 1048576 slots it must be from 1 to 16"));
+}
+
 TEST(Loads, AllRanksAlike) {
   twGroupConfig_t config = test::make_config(3, 2, 4);
   const twPlacement_t placement = placed(kTable);

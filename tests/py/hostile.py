@@ -35,6 +35,8 @@ CANARY = 0xCD
 
 SETUP = cases.Setup(ranks=1, experts=6, hidden=4, lanes=3, payloads=((3, "uint8"),))
 CONFIG = cases.Setup(ranks=1).settings()
+PLACEMENT = _native.Placement()
+PLACEMENT.num_layers, PLACEMENT.load_decay = 1, 0.5
 TOKENS = 5
 
 
@@ -90,6 +92,9 @@ class Torment:
         self.comm = tw.local_comms(1)[0]
         self.env = harness.Env(self.comm, harness.Cpu)
         self.group = tw.Group(self.comm, **SETUP.settings())
+        table = tw.Placement([0, 1, 2, 0], count_loads=True)
+        self.mapped = tw.Group(self.comm, **CONFIG | {"experts": 3, "top_k": 2, "expert_map": table})
+        self.seen = (ctypes.c_int64 * 64)()
         self.handles: list[int] = []
         self.stale: list[int] = [1, 8]
         self.results: collections.Counter[str] = collections.Counter()
@@ -123,7 +128,9 @@ class Torment:
         if kind in (ctypes.c_void_p, ctypes.c_char_p):
             if last == "data":
                 return self.memory.pointer(rng)
-            if last in ("expert_rank", "expert_slot"):
+            if last == "placement":
+                return rng.choice((0, self.placement(), self.placement()))
+            if last in ("expert_rank", "expert_slot", "slot_expert", "slot_shares"):
                 return rng.choice((0, self.memory.numbers.ctypes.data))
             if last == "address":
                 text = ctypes.create_string_buffer(rng.choice((b"", b"x" * 300, b"/nowhere/at/all", b"ok")))
@@ -295,6 +302,14 @@ class Torment:
         self.call(name, self.any_group(), self.rng.choice((at, at, at, 0)))
         self.unharmed(buffer, kind)
 
+    def placement(self) -> int:
+        buffer, at = self.struct(_native.Placement, PLACEMENT, self.spoil())
+        seen = _native.Placement.from_buffer(buffer)
+        most = len(self.memory.numbers)  # and as many experts as there can be, each in one slot of its own
+        if seen.num_layers * (seen.num_slots or most) > most:
+            seen.slot_expert = seen.slot_shares = None
+        return at
+
     def config(self) -> tuple[Any, int]:
         config, keep = make_config(Settings(**CONFIG))
         config.timeout_ms = 1000
@@ -319,6 +334,15 @@ class Torment:
             assert not self.call("twGroupDestroy", made.value)
             assert self.call("twGroupDestroy", made.value)
             self.stale.append(made.value or 0)
+
+    def maps(self) -> None:
+        """Of a group that has a map, or of another."""
+        numbers, layer = self.memory.numbers.ctypes.data, self.rng.choice(INT32)
+        group = self.rng.choice((self.mapped.pointer,) * 3 + (self.any_group(),))
+        places = [self.rng.choice((0, numbers, numbers)) for _ in range(2)]
+        self.call("twGroupReplaceMap", group, layer, *places, 0)
+        self.call("twGroupMap", group, layer, self.rng.choice((0, ctypes.addressof(self.seen))))
+        self.call("twGroupLoads", group, *(self.rng.choice((0, ctypes.addressof(self.seen))) for _ in range(2)))
 
     def shrink(self, group: int) -> None:
         _, at = self.config()
@@ -378,7 +402,7 @@ class Torment:
         calls = [
             *often,
             *(self.update, self.release, self.destroy_handle, self.received, self.ask, self.sizes),
-            *(self.create_group, self.comms, self.odds),
+            *(self.create_group, self.maps, self.comms, self.odds),
         ]
         for n in range(count):
             self.rng.choice(calls)()
@@ -386,6 +410,7 @@ class Torment:
                 self.still_works(n)
         self.still_works(count)
         self.group.close()
+        self.mapped.close()
         self.comm.close()
 
 

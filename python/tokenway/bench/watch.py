@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import os
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -61,9 +62,11 @@ class Watch:
 
     def _end(self) -> None:
         told = f"rank {self._control.rank} gave no sign for {self._patience:.0f} s: {self._control.where()}"
+        with tempfile.TemporaryFile() as stacks:  # so that all is written at once: other ranks end at the same time
+            faulthandler.dump_traceback(file=stacks)
+            stacks.seek(0)
+            told += "\n" + stacks.read().decode(errors="replace")
         print(f"tokenway bench: {told}", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError, ValueError):
-            faulthandler.dump_traceback(file=sys.__stderr__)
         os._exit(EXIT)  # whoever waits in a call cannot be told otherwise; peers see that this process has ended
 
 
