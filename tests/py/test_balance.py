@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tokenway as tw
 from tokenway import balance
 from tokenway.bench import eplb
 from tokenway.errors import InvalidArgument
@@ -288,8 +290,8 @@ def test_no_torch_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_program_of_the_guide() -> None:
-    """The first of docs/BALANCING.md, as it stands there, and its other one after it."""
+def test_the_programs_of_the_guide() -> None:
+    """Those of docs/BALANCING.md, as they stand there, one after another."""
     text = (Path(__file__).parents[2] / "docs" / "BALANCING.md").read_text()
     names: dict[str, Any] = {}
     for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
@@ -297,6 +299,36 @@ def test_the_program_of_the_guide() -> None:
     assert names["plan"].imbalance.mean() < 1e-4
     assert (names["update"].moves["layer"] < 58).all() and len(names["update"].moves) <= 16 * 58
     assert names["update"].imbalance.mean() < 0.05 and names["logical_count"].sum() == 58 * 288
+    follow_in_threads(names["follow"])
+
+
+def follow_in_threads(follow: Any) -> None:
+    """The guide's loop: what is hot changes on the way, and the plans, the same on all ranks, go after it."""
+    hot = balance.lognormal(4, 16, 0.75, 0)
+
+    def of_rank(comm: tw.Comm) -> list[Any]:
+        rng = np.random.default_rng(comm.rank)
+        moved = []
+
+        def choose(step: int, layer: int) -> tuple[Any, Any]:
+            scores = rng.gumbel(size=(32, 16)) + np.log(hot[layer + 2 * (step >= 32)])
+            return np.ones((32, 64), np.float32), np.argsort(-scores)[:, :2].astype(np.int32)
+
+        plans = follow(comm, choose, moved.append)
+        assert [len(moves) for moves in moved] == [len(plan.moves) for plan in plans[1:]]
+        return plans
+
+    comms = tw.local_comms(4)
+    with ThreadPoolExecutor(4) as pool:
+        ranks = list(pool.map(of_rank, comms))
+    for comm in comms:
+        comm.close()
+    for plans in zip(*ranks, strict=True):
+        assert all(np.array_equal(plan.physical_to_logical, plans[0].physical_to_logical) for plan in plans)
+    first, *_, last = [plan.physical_to_logical for plan in ranks[0]]
+    carried = [balance.rank_loads(hot[2:], table, ranks=4, slots=6) for table in (first, last)]
+    left = [balance.imbalance(each).mean() for each in carried]
+    assert left[1] < 0.5 * left[0], left
 
 
 # ---- refusals ------------------------------------------------------------------------------------
