@@ -12,6 +12,7 @@ import device_backend
 import emulated_backend
 import harness
 import pytest
+from hypothesis import settings
 
 NO_TORCH = os.environ.get("TORCH") == "0"
 STRICT = os.environ.get("TW_STRICT") == "1"
@@ -30,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported, and before anything calls CUDA."""
+    if STRICT:  # what must pass is the same each time; elsewhere each run looks further
+        settings.register_profile("strict", derandomize=True)
+        settings.load_profile("strict")
     harness.CHOSEN[:] = config.getoption("--backend") or ["cpu"]
     if emulated := {"emulated", "torch-emulated"} & set(harness.CHOSEN):
         emulated_backend.prepare()

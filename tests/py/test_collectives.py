@@ -221,7 +221,7 @@ def calls(draw: Any, ranks: int, most: int, seed: int) -> Call:
 @st.composite
 def plans(draw: Any, max_ranks: int) -> Plan:
     ranks, most = draw(st.integers(1, max_ranks)), draw(st.integers(1, 12))
-    setup = group_of(ranks, 120, most, lanes=draw(st.integers(1, 3)))
+    setup = group_of(ranks, 400, most, lanes=draw(st.integers(1, 3)))
     flights = []
     for f in range(draw(st.integers(1, 3))):
         flight = [draw(calls(ranks, most, 10 * f + i)) for i in range(draw(st.integers(1, 3)))]
