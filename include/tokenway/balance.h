@@ -5,7 +5,8 @@
 // p % slots_per_rank of rank p / slots_per_rank. A plan says which expert each slot holds, so that every expert has one
 // at least. An expert's load is split evenly over its replicas. All calls are on the host, synchronous, need no comm,
 // and may be made by several threads at once. The same arguments give the same plan on every rank and machine: loads
-// become whole numbers (52 bits a layer), which are compared with fixed tie-breaks.
+// become whole numbers (52 bits a layer), which are compared with fixed tie-breaks; where a rank has two slots, doubles
+// guide the search, rounded to nearest as IEEE 754 has it.
 #ifndef TOKENWAY_BALANCE_H_
 #define TOKENWAY_BALANCE_H_
 

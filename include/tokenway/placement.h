@@ -54,22 +54,26 @@ TW_API twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, in
 
 // Replaces a layer's map, and of twReplicaShares its shares; [P] each, slot_shares NULL: alike. Not collective, but all
 // ranks must do it at the same place in their order of calls. Where slots are does not change: whoever replaces a map
-// has moved the weights. On the CUDA backend the call waits for `stream`, and replays of captured graphs follow it.
-// Errors: twInvalidArgument, twInvalidUsage for a group without config.placement, and the sticky ones.
+// has moved the weights. On the CUDA backend the call waits for the device, or, where ranks are threads of a process,
+// for the streams that calls of this group have used; none of them may be captured meanwhile. Replays of captured
+// graphs follow the new map. Errors: twInvalidArgument, twInvalidUsage for a group without config.placement, and the
+// sticky ones.
 TW_API twResult_t twGroupReplaceMap(twGroup_t group, int32_t layer, const int32_t* slot_expert,
                                     const float* slot_shares, void* stream);
 
-// A layer's map as it is: [P]. twGroupReplaceMap says what errors there are.
-TW_API twResult_t twGroupMap(twGroup_t group, int32_t layer, int32_t* slot_expert);
+// A layer's map as it is, and its shares (all 1 without any given): [P]; NULL: not wanted. twGroupReplaceMap says what
+// errors there are.
+TW_API twResult_t twGroupMap(twGroup_t group, int32_t layer, int32_t* slot_expert, float* slot_shares);
 
 // How often each expert has been chosen: loads [num_layers, E], the decaying average of the choices of all ranks in a
 // dispatch of that layer,
-//   load = load_decay * load + (1 - load_decay) * choices, from 0 on, in float32, summed over lanes;
-// dispatches: [num_layers], how many of them are in it, or NULL. Each dispatch with a place in a lane's order tells
-// what the one before it on that lane has brought, so the last of each lane is not in it yet. Neither a call of other
-// ranks nor the device is waited for; ranks that have made the same steps read the same. Rows that are dropped for lack
-// of room are not counted, nor a dispatch that failed or has input.uncounted. Errors: twInvalidUsage without
-// count_loads.
+//   load = load_decay * load + (1 - load_decay) * choices, from 0 on, in float32,
+// over the layer's dispatches on all lanes, in the order of calls; dispatches: [num_layers], how many of them are in
+// it, or NULL. On the CUDA backend the last dispatch of each lane is not in it yet: the next one on the lane takes what
+// it has told. Neither a call of other ranks nor the device is waited for; ranks that have made the same steps, and
+// whose devices have done them, read the same. A choice counts even if its row is dropped for lack of room. A dispatch
+// with input.uncounted does not count, nor one that a rank has refused, nor, but for a bound or map that differs on the
+// CUDA backend, one that failed. Errors: twInvalidUsage without count_loads.
 TW_API twResult_t twGroupLoads(twGroup_t group, float* loads, int64_t* dispatches);
 
 #endif  // TOKENWAY_PLACEMENT_H_

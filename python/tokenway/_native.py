@@ -294,7 +294,7 @@ _FUNCTIONS = {
     "twHandleCreate": (c_int, [POINTER(c_void_p), c_void_p, c_void_p, c_void_p, c_void_p]),
     "twHandleCreateForLayer": (c_int, [POINTER(c_void_p), c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
     "twGroupReplaceMap": (c_int, [c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
-    "twGroupMap": (c_int, [c_void_p, c_int32, c_void_p]),
+    "twGroupMap": (c_int, [c_void_p, c_int32, c_void_p, c_void_p]),
     "twGroupLoads": (c_int, [c_void_p, c_void_p, c_void_p]),
     "twHandleUpdate": (c_int, [c_void_p, c_void_p, c_void_p]),
     "twHandleRelease": (c_int, [c_void_p]),

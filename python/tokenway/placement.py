@@ -126,15 +126,20 @@ class Placed:
     def expert_of_slot(self, layer: int = 0) -> np.ndarray:
         """[P] int32: the expert in each slot, -1 for none. Received ids are slots: of id_space "global" places in this
         array, of "local" places in `expert_of_slot()[own slots]`. InvalidUsage without a `Placement`."""
-        table = np.empty(self.slots, np.int32)
-        _native.check(_native.lib.twGroupMap(self.pointer, layer, table.ctypes.data))
-        return table
+        return self._map(layer)[0]
+
+    def _map(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """A layer's map and shares."""
+        table, shares = np.empty(self.slots, np.int32), np.empty(self.slots, np.float32)
+        _native.check(_native.lib.twGroupMap(self.pointer, layer, table.ctypes.data, shares.ctypes.data))
+        return table, shares
 
     def replace_map(self, slot_expert: Any, layer: int = 0, shares: Any = None) -> None:
         """Replaces a layer's map: slot_expert [P], shares [P] (of policy "shares"; default alike). All ranks at the
         same place in their calls; a rank that has another map when it dispatches is BoundMismatch on all of them. A
         handle keeps the slots that it has. Where slots are stays, weights are the caller's to move. On a CUDA device
-        it waits for the current stream, and replays of captured graphs follow it."""
+        it waits for the device, on which nothing may be captured meanwhile, and replays of captured graphs follow the
+        new map."""
         shape = 1, self.slots
         table = _spread("slot_expert", slot_expert, shape, np.int32)
         of = None if shares is None else _spread("shares", shares, shape, np.float32)
@@ -143,9 +148,10 @@ class Placed:
 
     @property
     def loads(self) -> np.ndarray:
-        """[layers, E] float32: how often each expert is chosen by all ranks in a dispatch, as a decaying average. Read
-        without waiting for a rank or a device; the last dispatch of each lane is not in it yet. The same on ranks that
-        have made the same steps. InvalidUsage unless the group counts (`Placement.count_loads`)."""
+        """[layers, E] float32: how often each expert is chosen by all ranks in a dispatch, as a decaying average over
+        the layer's dispatches on all lanes. Read without waiting for a rank or a device: on a CUDA device the last
+        dispatch of each lane is not in it yet, nor what the device has still to do. The same on ranks that have made
+        the same steps. InvalidUsage unless the group counts (`Placement.count_loads`)."""
         loads = np.empty((self.layers, self.experts), np.float32)
         _native.check(_native.lib.twGroupLoads(self.pointer, loads.ctypes.data, None))
         return loads
@@ -162,5 +168,6 @@ class Placed:
         placement = self.settings.placement()
         if placement is None:
             return None
-        tables = np.stack([self.expert_of_slot(layer) for layer in range(self.layers)])
-        return Placement(**{**vars(placement), "where": None, "slot_expert": tables, "shares": None})
+        tables, shares = (np.stack(parts) for parts in zip(*map(self._map, range(self.layers)), strict=True))
+        kept = {"slot_expert": tables, "shares": shares if placement.policy == "shares" else None}
+        return Placement(**{**vars(placement), "where": None, **kept})

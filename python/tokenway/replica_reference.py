@@ -112,11 +112,28 @@ def _fill(load: list[int], count: int, turn: int) -> list[int]:
     return quota
 
 
-def loads_of(dispatches: Sequence[Array], decay: float) -> Array:
-    """Float32 [E] of one layer on one lane: the decaying average of the experts' counts, int [E] of each dispatch."""
+def loads_of(dispatches: Sequence[tuple[int, Array]], decay: float) -> Array:
+    """Float32 [E] of a layer: the decaying average of the experts' counts, (lane, int [E]) of each dispatch in the
+    order of calls. Each lane has an average of its own, aged by the layer's dispatches on the others."""
     keep = np.float32(decay)
     take = np.float32(1) - keep
-    load = np.zeros(dispatches[0].shape if len(dispatches) else 0, np.float32)
-    for counts in dispatches:
-        load = load * keep + take * counts.astype(np.float32)
-    return load
+    loads: dict[int, Array] = {}
+    last: dict[int, int] = {}
+    for number, (lane, counts) in enumerate(dispatches):
+        load = loads.get(lane, np.zeros(counts.shape, np.float32))
+        load = _aged(load, keep, max(0, number - last.get(lane, -1) - 1))
+        loads[lane], last[lane] = load * keep + take * counts.astype(np.float32), number
+    total = np.float32(0)
+    for lane in sorted(loads):
+        total = total + _aged(loads[lane], keep, len(dispatches) - 1 - last[lane])
+    return total
+
+
+def _aged(load: Array, keep: np.float32, dispatches: int) -> Array:
+    """load * keep ** dispatches, by squares."""
+    power, left = keep, np.float32(1)
+    while dispatches:
+        if dispatches & 1:
+            left = left * power
+        power, dispatches = power * power, dispatches >> 1
+    return load * left

@@ -56,12 +56,14 @@ twResult_t twGroupReplaceMap(twGroup_t group, int32_t layer, const int32_t* slot
   });
 }
 
-twResult_t twGroupMap(twGroup_t group, int32_t layer, int32_t* slot_expert) {
+twResult_t twGroupMap(twGroup_t group, int32_t layer, int32_t* slot_expert, float* slot_shares) {
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(check_mapped(group, layer));
-    TW_CHECK_NOT_NULL(slot_expert);
     const tw::PlacementSpec& spec = group->config.placement;
-    std::copy_n(spec.map(layer), spec.slots, slot_expert);
+    if (slot_expert != nullptr) std::copy_n(spec.map(layer), spec.slots, slot_expert);
+    const float* const shares = spec.shares(layer);
+    if (slot_shares != nullptr && shares != nullptr) std::copy_n(shares, spec.slots, slot_shares);
+    if (slot_shares != nullptr && shares == nullptr) std::fill_n(slot_shares, spec.slots, 1.0f);
     return {};
   });
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "exchange/loads.h"
 #include "exchange/notes.h"
 
 namespace tw {
@@ -143,17 +144,21 @@ Replicas ExpertMap::view() const {
   return view;
 }
 
-void sum_lanes(const PlacementSpec& spec, const Shape& shape, const float* averages, const int64_t* dispatches,
-               float* loads, int64_t* counted) {
-  const int64_t all = int64_t{spec.layers} * spec.experts;
-  for (int64_t i = 0; i < all && loads != nullptr; ++i) {
-    loads[i] = averages[i];
-    for (int32_t lane = 1; lane < shape.lanes; ++lane) loads[i] += averages[lane * all + i];
-  }
-  for (int32_t layer = 0; layer < spec.layers && counted != nullptr; ++layer) {
-    counted[layer] = 0;
+void sum_lanes(const PlacementSpec& spec, const Shape& shape, const LaneLoads& lanes, float* loads, int64_t* counted) {
+  if (loads != nullptr) std::fill_n(loads, int64_t{spec.layers} * spec.experts, 0.0f);
+  if (counted != nullptr) std::fill_n(counted, spec.layers, 0);
+  for (int32_t layer = 0; layer < spec.layers; ++layer) {
+    uint32_t newest = lanes.clocks[layer];
+    for (int32_t lane = 1; lane < shape.lanes; ++lane) {
+      newest += CountedCall::since(lanes.clocks[int64_t{lane} * spec.layers + layer], newest);
+    }
     for (int32_t lane = 0; lane < shape.lanes; ++lane) {
-      counted[layer] += dispatches[int64_t{lane} * spec.layers + layer];
+      const int64_t row = int64_t{lane} * spec.layers + layer;
+      if (counted != nullptr) counted[layer] += lanes.dispatches[row];
+      const uint32_t age = CountedCall::since(newest, lanes.clocks[row]);
+      for (int32_t e = 0; e < spec.experts && loads != nullptr; ++e) {
+        loads[int64_t{layer} * spec.experts + e] += aged_load(lanes.averages[row * spec.experts + e], spec.decay, age);
+      }
     }
   }
 }

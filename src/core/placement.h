@@ -66,10 +66,15 @@ class ExpertMap {
   std::vector<int32_t> several_;
 };
 
-// What twGroupLoads shows of the averages [lanes, layers, E] and dispatches [lanes, layers] that a backend keeps. NULL:
-// not wanted.
-void sum_lanes(const PlacementSpec& spec, const Shape& shape, const float* averages, const int64_t* dispatches,
-               float* loads, int64_t* counted);
+// What a backend keeps of each lane.
+struct LaneLoads {
+  const float* averages;      // [lanes, layers, E]
+  const int64_t* dispatches;  // [lanes, layers]
+  const uint32_t* clocks;     // [lanes, layers] CountedCall's, of the last that is in the averages
+};
+// What twGroupLoads shows of it: the lanes' averages, aged to that of the lane that has counted last, are those of all
+// dispatches in one row. NULL: not wanted.
+void sum_lanes(const PlacementSpec& spec, const Shape& shape, const LaneLoads& lanes, float* loads, int64_t* counted);
 
 // How often a routing's tokens choose each expert: [E]. Its ids are still experts.
 void count_choices(const Shape& shape, const Routing& routing, int32_t* choices);

@@ -1,6 +1,7 @@
 // Counting on the CPU: what a dispatch tells goes out with its rows and is taken when they have come.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "core/backend.h"
@@ -15,6 +16,8 @@ class Loads {
     if (!counts()) return;
     averages_.assign(layers * static_cast<size_t>(shape().choices()), 0.0f);
     dispatches_.assign(layers, 0);
+    clocks_.assign(layers, 0);
+    told_of_.assign(static_cast<size_t>(context.spec->layers), 0);
   }
 
   bool counts() const { return shape().counts_loads != 0; }
@@ -23,8 +26,8 @@ class Loads {
 
   // What this rank tells of a dispatch: bytes() of it.
   const void* tell(const DispatchCall& call, const HandleArrays& handle) {
-    const auto layer = static_cast<uint32_t>(handle.layer);
-    told_[0] = told_word(call.at.step, call.counted ? layer + 1 : 0);
+    const uint32_t counted = call.counted ? CountedCall::value(handle.layer, ++told_of_[handle.layer]) : 0;
+    told_[0] = told_word(call.at.step, counted);
     for (int32_t e = 0; e < shape().choices(); ++e) {
       told_[1 + e] = told_word(call.at.step, static_cast<uint32_t>(handle.choices[e]));
     }
@@ -38,18 +41,23 @@ class Loads {
     const int64_t row = int64_t{call.at.lane} * context_.spec->layers + handle.layer;
     float* const averages = averages_.data() + row * shape().choices();
     sums_.assign(static_cast<size_t>(shape().choices()), 0);
+    uint32_t later = CountedCall::kTurns;
     for (int source = 0; source < shape().ranks; ++source) {
       const auto* const told = reinterpret_cast<const uint64_t*>(transport.local(place(call.at, source)));
+      later = std::min(later, CountedCall::since(CountedCall::clock(told_value(told[0])), clocks_[row]));
       for (int32_t e = 0; e < shape().choices(); ++e) sums_[e] += told_value(told[1 + e]);
     }
+    later = std::max(later, 1u);  // a rank that has refused dispatches is behind
+    const float decay = context_.spec->decay;
     for (int32_t e = 0; e < shape().choices(); ++e) {
-      averages[e] = average_load(averages[e], context_.spec->decay, sums_[e]);
+      averages[e] = average_load(aged_load(averages[e], decay, later - 1), decay, sums_[e]);
     }
+    clocks_[row] += later;
     ++dispatches_[row];
   }
 
   void read(float* loads, int64_t* dispatches) const {
-    sum_lanes(*context_.spec, shape(), averages_.data(), dispatches_.data(), loads, dispatches);
+    sum_lanes(*context_.spec, shape(), {averages_.data(), dispatches_.data(), clocks_.data()}, loads, dispatches);
   }
 
  private:
@@ -61,6 +69,8 @@ class Loads {
   std::vector<uint32_t> sums_;
   std::vector<float> averages_;      // [lanes, layers, E]
   std::vector<int64_t> dispatches_;  // [lanes, layers]
+  std::vector<uint32_t> clocks_;     // [lanes, layers] CountedCall's, of the last that is in the averages
+  std::vector<uint32_t> told_of_;    // [layers] how many this rank has told
 };
 
 }  // namespace tw::cpu

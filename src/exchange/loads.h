@@ -6,14 +6,46 @@
 #include <cstdint>
 
 #include "layout/shape.h"
+#include "tokenway/placement.h"
 
 namespace tw {
 
-// A word that tells: tag:32 | value:32. The first of a rank's in a dispatch has layer + 1, 0 for a dispatch that does
-// not count; the others how often the rank's tokens have chosen each expert.
+// A word that tells: tag:32 | value:32. The first of a rank's in a dispatch has a CountedCall, 0 for a dispatch that
+// does not count; the others how often the rank's tokens have chosen each expert.
 constexpr uint64_t told_word(uint32_t tag, uint32_t value) { return static_cast<uint64_t>(tag) << 32 | value; }
 constexpr uint32_t told_tag(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
 constexpr uint32_t told_value(uint64_t word) { return static_cast<uint32_t>(word); }
+
+// Which layer a dispatch counts for, and the how manieth of that layer it is at the rank that tells it, on whatever
+// lane. Lanes run side by side, so each keeps averages of its own; by that number all ranks know alike how old those of
+// a lane are beside another's.
+struct CountedCall {
+  static constexpr int kLayerBits = 13;
+  static constexpr uint32_t kTurns = 1u << (32 - kLayerBits);
+  static_assert(TW_MAX_LAYERS < 1 << kLayerBits);
+
+  static constexpr uint32_t value(int32_t layer, uint32_t clock) {
+    return (static_cast<uint32_t>(layer) + 1) | clock << kLayerBits;
+  }
+  static constexpr int32_t layer(uint32_t value) { return static_cast<int32_t>(value & ((1u << kLayerBits) - 1)) - 1; }
+  static constexpr uint32_t clock(uint32_t value) { return value >> kLayerBits; }
+  // Dispatches from `before` to `clock`, of which there are less than kTurns / 2; 0 if that is not later.
+  static constexpr uint32_t since(uint32_t clock, uint32_t before) {
+    const uint32_t turns = (clock - before) & (kTurns - 1);
+    return turns < kTurns / 2 ? turns : 0;
+  }
+};
+
+// What is left of an average after so many dispatches that brought nothing.
+constexpr float aged_load(float load, float decay, uint32_t dispatches) {
+  float power = decay;
+  float left = 1.0f;
+  for (; dispatches != 0; dispatches >>= 1) {
+    if ((dispatches & 1) != 0) left = left * power;
+    power = power * power;
+  }
+  return load * left;
+}
 
 // The average after one more dispatch, in which all ranks' tokens have chosen an expert so often. Each operation is
 // rounded, none is fused, and who adds up adds integers: the same bits on all ranks.

@@ -80,15 +80,20 @@ void NvlinkBackend::remember(void* stream) {
   if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
 }
 
-void NvlinkBackend::settle() {
+void NvlinkBackend::settle() { (void)wait_for_calls(); }
+
+cudaError_t NvlinkBackend::wait_for_calls() {
   const OnDevice on(device_);
   const OutsideCaptures outside;
+  cudaError_t first = cudaSuccess;
+  const auto keep = [&first](cudaError_t error) { first = first == cudaSuccess ? error : first; };
   if (in_process_) {
-    for (void* stream : streams_) cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
+    for (void* stream : streams_) keep(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
   } else {
-    cudaDeviceSynchronize();
+    keep(cudaDeviceSynchronize());
   }
   (void)cudaGetLastError();  // of a stream that has gone, say: the next launch must not find it
+  return first;
 }
 
 HandleView NvlinkBackend::view_of(const HandleArrays& handle) const {
@@ -186,7 +191,10 @@ Status NvlinkBackend::replace_map(int32_t layer, const ExpertMap& map, void* str
     return fail(twInvalidUsage, "twGroupReplaceMap waits for the device, which a stream that is captured cannot");
   }
   remember(stream);
-  settle();
+  // Kernels that read a map while it changes would choose other slots in each of their blocks (S9).
+  if (const cudaError_t error = wait_for_calls(); error != cudaSuccess) {
+    return cuda_failure("waiting for calls before a map is replaced", error);
+  }
   return arena_->write_map(layer, shape(), map);
 }
 
@@ -203,7 +211,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   DispatchParams p{};
   p.group = view_at(call.at, !call.send_only);
   p.handle = view_of(handle);
-  p.in = ids_of(handle, shape().exact());
+  p.in = ids_of(handle, shape().exact() || !send);  // what was sent stays, whatever map there is now
   p.counted = call.counted ? 1 : 0;
   p.layer = handle.layer;
   p.tally = send ? tally_ : Tally::kNone;

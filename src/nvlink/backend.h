@@ -128,6 +128,7 @@ class NvlinkBackend : public Backend {
   // Ranks of one process wait for their own streams only: a device that ranks share may hold a kernel of another rank
   // that waits for a later call of this one.
   void settle() override;
+  cudaError_t wait_for_calls();  // the first error of it
 
   std::byte* allocate(size_t bytes) override {
     const OnDevice on(device_);

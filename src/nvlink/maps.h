@@ -40,13 +40,16 @@ struct IdsIn {
   const uint32_t* digest;  // of that map, or of the one that own ids are from. NULL: there are none
 };
 
-// Averages of a group that counts, [lanes, layers, E] and [lanes, layers]: here, and in memory that the host maps,
-// where it reads them when it likes.
+// Averages of a group that counts, [lanes, layers, E], and [lanes, layers] of their dispatches and clocks
+// (CountedCall): here, and in memory that the host maps, where it reads them when it likes.
 struct TallyView {
   float* averages;
   float* averages_there;
   long long* dispatches;
   long long* dispatches_there;
+  uint32_t* clocks;
+  uint32_t* clocks_there;
+  uint32_t* told_of;  // [layers] dispatches that this rank has told, on whatever lane
   int32_t layers;
   float decay;
 };

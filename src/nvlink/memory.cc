@@ -71,6 +71,8 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   const size_t averages = rows * static_cast<size_t>(shape.choices());
   const size_t averages_at = place(nullptr, sizeof(float) * averages);
   const size_t dispatches_at = place(nullptr, sizeof(long long) * rows);
+  const size_t clocks_at = place(nullptr, sizeof(uint32_t) * rows);
+  const size_t told_of_at = place(nullptr, sizeof(uint32_t) * rows);
   const size_t lanes_at = place(nullptr, sizeof(LaneState) * static_cast<size_t>(shape.lanes));
   for (int lane = 0; lane < shape.lanes; ++lane) {
     const uint64_t step = context.first_step;
@@ -94,13 +96,17 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   if (rows > 0) {
     void* there = nullptr;
     const size_t before = (sizeof(float) * averages + 63) / 64 * 64;
-    TW_CUDA(cudaHostAlloc(&there, before + sizeof(long long) * rows, cudaHostAllocPortable));
-    std::memset(there, 0, before + sizeof(long long) * rows);
+    const size_t bytes = before + (sizeof(long long) + sizeof(uint32_t)) * rows;
+    TW_CUDA(cudaHostAlloc(&there, bytes, cudaHostAllocPortable));
+    std::memset(there, 0, bytes);
     view->loads.averages = reinterpret_cast<float*>(made->tables_ + averages_at);
     view->loads.dispatches = reinterpret_cast<long long*>(made->tables_ + dispatches_at);
     view->loads.averages_there = made->averages_ = static_cast<float*>(there);
     made->dispatches_ = reinterpret_cast<long long*>(static_cast<std::byte*>(there) + before);
     view->loads.dispatches_there = made->dispatches_;
+    view->loads.clocks = reinterpret_cast<uint32_t*>(made->tables_ + clocks_at);
+    view->loads.clocks_there = made->clocks_ = reinterpret_cast<uint32_t*>(made->dispatches_ + rows);
+    view->loads.told_of = reinterpret_cast<uint32_t*>(made->tables_ + told_of_at);
   }
   made->maps_ = reinterpret_cast<uint32_t*>(made->tables_ + maps_at);
   made->balance_ = reinterpret_cast<int32_t*>(made->tables_ + balance_at);
@@ -141,10 +147,14 @@ void Arena::read_loads(const Context& context, float* loads, int64_t* dispatches
   const auto rows = static_cast<size_t>(shape.lanes * context.spec->layers);
   std::vector<float> averages(rows * static_cast<size_t>(shape.choices()));
   std::vector<int64_t> counted(rows);
+  std::vector<uint32_t> clocks(rows);
   // The device may be writing: each number is read once, as it is.
   for (size_t i = 0; i < averages.size(); ++i) __atomic_load(&averages_[i], &averages[i], __ATOMIC_RELAXED);
-  for (size_t i = 0; i < rows; ++i) counted[i] = __atomic_load_n(&dispatches_[i], __ATOMIC_RELAXED);
-  sum_lanes(*context.spec, shape, averages.data(), counted.data(), loads, dispatches);
+  for (size_t i = 0; i < rows; ++i) {
+    counted[i] = __atomic_load_n(&dispatches_[i], __ATOMIC_RELAXED);
+    clocks[i] = __atomic_load_n(&clocks_[i], __ATOMIC_RELAXED);
+  }
+  sum_lanes(*context.spec, shape, {averages.data(), counted.data(), clocks.data()}, loads, dispatches);
 }
 
 Status Arena::write_map(int32_t layer, const Shape& shape, const ExpertMap& map) {

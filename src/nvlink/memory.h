@@ -59,6 +59,7 @@ class Arena {
   int32_t* balance_ = nullptr;
   float* averages_ = nullptr;  // on the host: TallyView
   long long* dispatches_ = nullptr;
+  uint32_t* clocks_ = nullptr;
   static constexpr int kPages = 16;  // that are allocated at a time
   std::vector<CountsOnHost*> page_blocks_;
   struct GivenPage {

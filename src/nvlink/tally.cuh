@@ -68,15 +68,24 @@ __device__ inline void count_ids(const DispatchParams& p, int32_t* counts) {
 __device__ __noinline__ static void take_told(const GroupView& g, int lane_of, uint32_t dispatch) {
   const Shape& shape = g.map.shape();
   const auto thread = static_cast<int>(threadIdx.x);
-  uint32_t first = 0;
-  bool good = take_word(g, lane_of, dispatch, g.me, 0, &first) && first != 0;
+  const TallyView& loads = g.loads;
+  uint32_t mine = 0;
+  bool good = take_word(g, lane_of, dispatch, g.me, 0, &mine) && mine != 0;
+  const int32_t layer = CountedCall::layer(mine);
   for (int source = thread; good && source < shape.ranks; source += static_cast<int>(blockDim.x)) {
-    uint32_t layer = 0;
-    good = take_word(g, lane_of, dispatch, source, 0, &layer) && layer == first;
+    uint32_t told = 0;
+    good = take_word(g, lane_of, dispatch, source, 0, &told) && CountedCall::layer(told) == layer;
   }
   if (__syncthreads_and(good) == 0) return;
-  const TallyView& loads = g.loads;
-  const int64_t row = int64_t{lane_of} * loads.layers + (first - 1);
+  const int64_t row = int64_t{lane_of} * loads.layers + layer;
+  const uint32_t before_it = load_fresh<uint32_t>(&loads.clocks[row]);
+  uint32_t later = CountedCall::kTurns;
+  for (int source = 0; source < shape.ranks; ++source) {
+    uint32_t told = 0;
+    if (!take_word(g, lane_of, dispatch, source, 0, &told)) continue;  // it has come
+    later = min(later, CountedCall::since(CountedCall::clock(told), before_it));
+  }
+  later = max(later, 1u);  // a rank that has refused dispatches is behind
 #pragma unroll 1
   for (int e = thread; e < shape.choices(); e += static_cast<int>(blockDim.x)) {
     uint32_t sum = 0;
@@ -89,11 +98,14 @@ __device__ __noinline__ static void take_told(const GroupView& g, int lane_of, u
     if (!all) continue;
     const int64_t at = row * shape.choices() + e;
     const float before = __uint_as_float(load_fresh<uint32_t>(&loads.averages[at]));
-    const float average = average_load(before, loads.decay, sum);
+    const float average = average_load(aged_load(before, loads.decay, later - 1), loads.decay, sum);
     loads.averages[at] = average;
     *const_cast<volatile float*>(&loads.averages_there[at]) = average;
   }
+  __syncthreads();  // all have read the clock
   if (thread != 0) return;
+  loads.clocks[row] = before_it + later;
+  *const_cast<volatile uint32_t*>(&loads.clocks_there[row]) = before_it + later;
   const auto counted = static_cast<long long>(load_fresh<unsigned long long>(&loads.dispatches[row])) + 1;
   loads.dispatches[row] = counted;
   *const_cast<volatile long long*>(&loads.dispatches_there[row]) = counted;
@@ -111,7 +123,13 @@ __device__ __noinline__ static void tally(const DispatchParams& p) {
   int32_t* const counts = shared ? shared_at<int32_t>(p.at.table) : p.handle.choices;
   __syncthreads();  // the table is not needed any more
   if (routed) count_ids(p, counts);
-  if (thread == 0) tell_word(g, p.lane, dispatch, 0, p.counted ? static_cast<uint32_t>(p.layer) + 1 : 0);
+  // A dispatch that is made although its counts were refused for lack of room moves nothing.
+  const bool moves = !shape.exact() || load_fresh<uint32_t>(p.handle.overflow) == 0;
+  if (thread == 0) {
+    const bool counted = p.counted && moves;
+    const uint32_t turn = counted ? atomicAdd(&g.loads.told_of[p.layer], 1) + 1 : 0;
+    tell_word(g, p.lane, dispatch, 0, counted ? CountedCall::value(p.layer, turn) : 0);
+  }
   for (int e = thread; e < shape.choices(); e += kThreads) {
     const uint32_t chosen = shared ? static_cast<uint32_t>(counts[e]) : load_fresh<uint32_t>(&p.handle.choices[e]);
     if (shared) p.handle.choices[e] = static_cast<int32_t>(chosen);

@@ -67,7 +67,10 @@ __device__ inline void say_sent(const GroupView& g, const Step& step, bool refus
   if (!is_carried(g)) return;
   CarriedLane& to = g.pages[g.me]->carried[step.lane];
   *reinterpret_cast<volatile int32_t*>(&to.phase) = step.phase;
-  const uint32_t call = mix_digest(static_cast<uint32_t>(step.phase), collective_note(step.bound, step.digest));
+  // What makes blocks differ in size. A digest of maps does not: those calls end, and then tell of it.
+  const bool collects = step.phase == twPhaseGather || step.phase == twPhaseReduce;
+  const uint64_t blocks = collective_note(static_cast<uint32_t>(step.bound), collects ? step.digest : 0);
+  const uint32_t call = mix_digest(static_cast<uint32_t>(step.phase), blocks);
   store_half(&to.call, refused ? 0 : max(call, 1u));
   store_half(&to.sent, step.low());
   if (g.waits) store_half(&to.waits, step.low());
@@ -209,8 +212,9 @@ __device__ __noinline__ static Outlook look_around(const GroupView& g, uint64_t 
   return now_ns() - start >= g.timeout_ns ? Outlook::kLate : Outlook::kOpen;
 }
 
-// How long a wait goes on. One look in kLooks is followed by a look around. The last of a kernel's blocks then looks
-// into the host's memory too, and tells the others; they do so rarely, as thousands of waiting warps would choke the
+// How long a wait goes on. One look in kLooks is followed by a look around. The last of a kernel's blocks (or the one
+// before, where the last may be one that counts and waits for nobody) then looks into the host's memory too, and tells
+// the others; they do so rarely, as thousands of waiting warps would choke the
 // way.
 class Patience {
  public:
@@ -222,7 +226,8 @@ class Patience {
     if (g_.no_wait) return true;
     if (++looks_ % kLooks != 0) return false;
     if (start_ == 0) start_ = now_ns();
-    const bool looks_far = far_ || blockIdx.x == gridDim.x - 1 || looks_ % (64 * kLooks) == 0;
+    const bool looks_far =
+        far_ || blockIdx.x + 1 + (g_.loads.averages != nullptr ? 1 : 0) >= gridDim.x || looks_ % (64 * kLooks) == 0;
     const Outlook outlook = look_around(g_, start_, looks_far);
     *late = outlook == Outlook::kLate;
     return outlook != Outlook::kOpen;

@@ -246,6 +246,34 @@ TEST(Replicas, PlacementsOfOtherVersions) {
   EXPECT_TRUE(test::says("config.placement->num_layers is 4096; with 1048576 slots it must be from 1 to 16"));
 }
 
+// A lane's average is as old as it is beside that of the lane which has counted last, also where clocks begin anew.
+TEST(Loads, LanesThatStandStillAge) {
+  PlacementSpec spec;
+  spec.layers = 1;
+  spec.experts = 2;
+  spec.decay = 0.5f;
+  Shape shape;
+  shape.lanes = 2;
+  const float averages[] = {8, 4, 2, 6};
+  const int64_t dispatches[] = {5, 2};
+  for (const uint32_t first : {5u, CountedCall::kTurns - 1, CountedCall::kTurns - 2, ~0u}) {
+    for (const bool swapped : {false, true}) {
+      const uint32_t clocks[] = {swapped ? first + 2 : first, swapped ? first : first + 2};
+      float loads[2] = {-1, -1};
+      int64_t counted = -1;
+      sum_lanes(spec, shape, {averages, dispatches, clocks}, loads, &counted);
+      EXPECT_EQ(loads[0], swapped ? 8.5f : 4.0f) << first;
+      EXPECT_EQ(loads[1], swapped ? 5.5f : 7.0f) << first;
+      EXPECT_EQ(counted, 7);
+    }
+  }
+  EXPECT_EQ(aged_load(3.0f, 0.5f, 0), 3.0f);
+  EXPECT_EQ(aged_load(3.0f, 0.5f, 5), 3.0f / 32);
+  const uint32_t value = CountedCall::value(TW_MAX_LAYERS - 1, 77);
+  EXPECT_EQ(CountedCall::layer(value), TW_MAX_LAYERS - 1);
+  EXPECT_EQ(CountedCall::clock(value), 77u);
+}
+
 TEST(Loads, AllRanksAlike) {
   twGroupConfig_t config = test::make_config(3, 2, 4);
   const twPlacement_t placement = placed(kTable);

@@ -25,6 +25,7 @@ class Mutation:
 WORDS = "src/exchange/words.h"
 STEP = "src/exchange/step.h"
 NOTES = "src/exchange/notes.h"
+LOADS_H = "src/exchange/loads.h"
 DISPATCH = "src/exchange/dispatch.h"
 COMBINE = "src/exchange/combine.h"
 COUNTS_H = "src/exchange/counts.h"

@@ -1,6 +1,6 @@
 """Mutations of experts in several slots: which slot, what ranks must have alike, and what is counted."""
 
-from mutation import CPU, CPU_LOADS, ENTRIES, REPLICAS, Edit, Mutation
+from mutation import CPU, CPU_LOADS, ENTRIES, LOADS_H, REPLICAS, Edit, Mutation
 
 COUNT = "  if (group.shape().counts_loads != 0) tw::count_choices(group.shape(), handle->routing, handle->choices);\n"
 
@@ -80,5 +80,12 @@ PLACEMENT = (
             Edit(ENTRIES, COUNT, ""),
             Edit(ENTRIES, "  tw::assign_slots(group.shape(),", COUNT + "  tw::assign_slots(group.shape(),"),
         ),
+    ),
+    Mutation(
+        "what a lane has counted long ago stays as it was",
+        "S9",
+        "replicas_test",
+        "Loads.LanesThatStandStillAge",
+        (Edit(LOADS_H, "  return load * left;", "  return load;"),),
     ),
 )

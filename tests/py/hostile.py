@@ -341,7 +341,7 @@ class Torment:
         group = self.rng.choice((self.mapped.pointer,) * 3 + (self.any_group(),))
         places = [self.rng.choice((0, numbers, numbers)) for _ in range(2)]
         self.call("twGroupReplaceMap", group, layer, *places, 0)
-        self.call("twGroupMap", group, layer, self.rng.choice((0, ctypes.addressof(self.seen))))
+        self.call("twGroupMap", group, layer, *(self.rng.choice((0, ctypes.addressof(self.seen))) for _ in range(2)))
         self.call("twGroupLoads", group, *(self.rng.choice((0, ctypes.addressof(self.seen))) for _ in range(2)))
 
     def shrink(self, group: int) -> None:

@@ -25,6 +25,8 @@ STEPS = (
     ((0, 0, 0, 0), 2, 0, True),
     ((17, 1, 0, 24), 0, 0, True),
     ((17, 1, 0, 24), 0, 0, True),
+    # A lane that serves a layer no longer.
+    *[((17, 1, 0, 24), 2, 1, True)] * 3,
 )
 
 
@@ -41,16 +43,15 @@ def expected(setup: Setup) -> tuple[np.ndarray, np.ndarray]:
     loads = np.zeros((LAYERS, setup.experts), np.float32)
     dispatches = np.zeros(LAYERS, np.int64)
     for layer in range(LAYERS):
-        for lane in range(setup.lanes):
-            counts = []
-            for round_, at, on, count in rounds_of(setup.ranks):
-                if (at, on, count) != (layer, lane, True):
-                    continue
-                ids = np.concatenate([make_ids(setup, round_, r)[0].ravel() for r in range(setup.ranks)])
-                counts.append(np.bincount(ids[ids >= 0], minlength=setup.experts))
-            dispatches[layer] += len(counts)
-            of_lane = loads_of(counts, DECAY) if counts else np.zeros(setup.experts, np.float32)
-            loads[layer] = of_lane if lane == 0 else loads[layer] + of_lane
+        counts = []
+        for round_, at, lane, count in rounds_of(setup.ranks):
+            if (at, count) != (layer, True):
+                continue
+            ids = np.concatenate([make_ids(setup, round_, r)[0].ravel() for r in range(setup.ranks)])
+            counts.append((lane, np.bincount(ids[ids >= 0], minlength=setup.experts)))
+        dispatches[layer] = len(counts)
+        if counts:
+            loads[layer] = loads_of(counts, DECAY)
     return loads, dispatches
 
 
@@ -130,6 +131,32 @@ def again(env: Any, refuses: bool) -> np.ndarray:
         group.dispatch(empty, backend.tensor(np.zeros((0, 4), np.float32)), count=False)
         empty.release()
         return group.loads[0]
+
+
+def dropped(env: Any, overflow: str) -> tuple[np.ndarray, np.ndarray]:
+    """Too many rows for rank 0: what is dropped was chosen all the same, what is refused was not dispatched."""
+    made = {"experts": 4, "top_k": 1, "hidden": 4, "max_tokens": 4, "dtype": "float32", "mode": "high_throughput"}
+    made |= {"overflow": overflow, "max_recv_tokens": 3}
+    placement = tw.Placement([0, 1, 2, 3], count_loads=True, load_decay=0.5)
+    backend = env.backend
+    with env.context(), tw.Group(env.comm, **made, expert_map=placement) as group:
+        rows = backend.tensor(np.zeros((4, 4), np.float32))
+        for expert in (0, 0, 3):
+            handle = group.route(backend.tensor(np.full((4, 1), expert if env.rank == 0 else 3 - expert, np.int32)))
+            try:
+                group.exchange_counts(handle)
+                group.dispatch(handle, rows, count=expert == 0)
+            except tw.RecvOverflow:
+                assert overflow == "refuse"
+            handle.release()
+        return group.loads[0], group.counted_dispatches
+
+
+@pytest.mark.parametrize("overflow", ["drop", "refuse"])
+def test_rows_without_room(threads, overflow) -> None:
+    for loads, counted in threads(2).run(dropped, overflow):
+        both = overflow == "drop"
+        assert counted.tolist() == [2 if both else 0] and loads.tolist() == ([3.0, 0, 0, 3.0] if both else [0] * 4)
 
 
 @pytest.mark.parametrize("refuses", [False, True])

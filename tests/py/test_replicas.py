@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -214,7 +215,10 @@ def differ(env: Any, setup: Setup, how: str) -> list[str]:
         try:
             if setup.exact:
                 group.exchange_counts(handle)
-            group.dispatch(handle, tokens, count=not (odd and how == "count"))
+            sent = group.dispatch(handle, tokens, count=not (odd and how == "count"), send_only=how == "layer")
+            if how == "layer":
+                time.sleep(0.15)  # long enough for a watching thread to look at what the others have begun
+                sent.result()
             ended.append("went well")
         except tw.BoundMismatch as error:
             ended.append(str(error))
