@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/placement.h"
 #include "exchange/loads.h"
 #include "exchange/notes.h"
 #include "harness.h"
