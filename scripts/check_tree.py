@@ -4,8 +4,8 @@
     python scripts/check_tree.py [folder of the repository]
 
 Files are at most 500 lines long, includes point one way only (the data's way, told in
-docs/ARCHITECTURE.md), every include within the project is written from src/ or include/, and no
-unfinished work is left marked in the text.
+docs/ARCHITECTURE.md), every include within the project is written from src/ or include/, no two
+files of tests have one name, and no unfinished work is left marked in the text.
 """
 
 from __future__ import annotations
@@ -107,10 +107,21 @@ def check_file(root: Path, path: Path) -> Iterator[str]:
         yield from check_includes(root, path, lines)
 
 
+def check_test_names(files: list[Path]) -> Iterator[str]:
+    """Processes that run a test's functions import its file by its name alone, from any folder of tests."""
+    first: dict[str, Path] = {}
+    for path in files:
+        if path.parts[0] != "tests" or not path.match("test_*.py"):
+            continue
+        if (other := first.setdefault(path.name, path)) != path:
+            yield f"{path}: {other} has that name too; processes would import one in place of the other"
+
+
 def main() -> int:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent).resolve()
     files = files_of(root)
     problems = [problem for path in files for problem in check_file(root, path)]
+    problems += check_test_names(files)
     for problem in problems:
         print(problem)
     print(f"{len(files)} files, {len(problems)} problems")

@@ -31,7 +31,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BEHAVIOUR = ("exchange", "errors", "usage", "throughput", "leases", "torch", "ops", "properties", "rounds", "survival")
+BEHAVIOUR = (
+    "exchange",
+    "errors",
+    "usage",
+    "throughput",
+    "leases",
+    "replicas",
+    "loads",
+    "torch",
+    "ops",
+    "properties",
+    "rounds",
+    "survival",
+)
 BUDGET = {"suite": 300, "nccl": 420, "gpu": 360, "soak": 300, "sanitize": 300}  # seconds
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", "PYTHONUNBUFFERED": "1"}
 
