@@ -40,6 +40,10 @@ GPU_RUNS = {
         *(*_GPU, "--ranks", "2", "--layout", "flat", "--compare", "fp8", "--verify"),
         *("--tokens", "1024", "2048", "4096", "8192", "16384"),
     ],
+    "nvlink-backward": [
+        *(*_GPU, "--ranks", "2", "--layout", "flat", "--backward", "--verify"),
+        *("--tokens", "4096", "8192"),
+    ],
     "nvlink-grouped": [*_GPU, "--ranks", "2", "--layout", "grouped", "--tokens", "1024", "4096", "8192", "--verify"],
     "nvlink-collectives": [
         *(*_GPU, "--ranks", "2", "--collective", "all"),
@@ -55,6 +59,10 @@ GPU_RUNS = {
     "nvlink-one-sm": [*_GPU, "--ranks", "2", "--sm-limit", "1", "--tokens", "1", "128", "--verify", "--no-floor"],
     "nvlink-aux": [*_GPU, "--aux"],
     **{f"nvlink-local-{n}": [*_LOCAL, str(n)] for n in (1, 2, 3, 4, 8)},
+    "nccl-2-gpus": [
+        *(*_GPU, "--over", "nccl", "--ranks", "2", "--verify", "--no-floor"),
+        *("--tokens", "1", "8", "32", "128", "512", "1024", "--iterations", "20"),
+    ],
 }
 # Programs of their own.
 PROGRAMS = {"cpu-balance": "tokenway.bench.placement"}
