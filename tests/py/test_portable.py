@@ -19,6 +19,7 @@ from harness import caught
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from portable_backend import WAYS
+from strategies import EXAMPLES
 from strategies import cases as any_case
 from test_properties import HARD
 
@@ -27,7 +28,6 @@ from tokenway import portable
 
 pytestmark = pytest.mark.usefixtures("torch")
 
-EXAMPLES = max(4, int(os.environ.get("EXAMPLES", "150")) // 5)
 EVERY_WAY = pytest.mark.parametrize("way", list(WAYS))
 
 
@@ -41,7 +41,7 @@ def judge(case: Case, by_rank: list[Any]) -> None:
             cases.verify(case.setup, round_, [mine[f][i] for mine in by_rank])
 
 
-@settings(max_examples=EXAMPLES, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(4, EXAMPLES // 5), deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
 @example("torch", HARD)
 @example("torch-exact", HARD)
 @example("torch-fixed", HARD)

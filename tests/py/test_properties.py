@@ -5,23 +5,14 @@ A failing example shrinks to a small Case and prints it; `test_exchange.check` p
 
 from __future__ import annotations
 
-import os
-
 import cases
 import harness
 import player
 import pytest
 from cases import Case, Round, Setup
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
+from strategies import SETTINGS
 from strategies import cases as any_case
-
-EXAMPLES = int(os.environ.get("EXAMPLES", "150"))
-SETTINGS = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 
 # The hard ones together: nothing from some ranks, -1, odd top-k, odd rows, E not divisible by N.
 HARD = Case(

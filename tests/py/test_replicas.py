@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from dataclasses import replace
@@ -12,8 +11,9 @@ import harness
 import numpy as np
 import pytest
 from cases import Case, Round, Setup, exchange_of, make_ids, make_payloads, one, same
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from strategies import SETTINGS
 from strategies import cases as any_case
 from test_exchange import check
 from test_properties import judge
@@ -23,13 +23,6 @@ from tokenway import replica_reference as rr
 from tokenway.reference import dispatch_rank_major
 from tokenway.replica_reference import POLICIES
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "150"))
-SETTINGS = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 # Seven experts in twelve slots of four ranks: one everywhere, one three times, two on one rank, a slot without any.
 TABLE = (0, 1, 2, 0, 3, 2, 4, 5, 0, 6, 2, -1, 0, 5, 5)
 LAYOUTS = {"low_latency": ("rank_major", "expert_major"), "high_throughput": ("flat", "grouped")}
