@@ -5,11 +5,10 @@ A failing example shrinks to a small Case and prints it; `test_exchange.check` p
 
 from __future__ import annotations
 
-import cases
 import harness
 import player
 import pytest
-from cases import Case, Round, Setup
+from cases import Case, Round, Setup, verify_case
 from hypothesis import example, given
 from strategies import SETTINGS
 from strategies import cases as any_case
@@ -26,10 +25,7 @@ HARD = Case(
 
 
 def judge(world: harness.Processes | harness.Threads, case: Case) -> None:
-    by_rank = world.run(player.play, case)
-    for f, flight in enumerate(case.flights):
-        for i, round_ in enumerate(flight):
-            cases.verify(case.setup, round_, [mine[f][i] for mine in by_rank])
+    verify_case(case, world.run(player.play, case))
 
 
 PROCESSES = min(5, harness.most_ranks("processes"))
