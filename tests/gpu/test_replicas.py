@@ -71,7 +71,7 @@ def test_replays(pair, policy, tokens) -> None:
     counts = []
     for round_ in rounds:
         ids = np.concatenate([make_ids(SETUP, round_, r)[0].ravel() for r in range(2)])
-        counts.append(np.bincount(ids[ids >= 0], minlength=SETUP.experts))
+        counts.append((0, np.bincount(ids[ids >= 0], minlength=SETUP.experts)))
     for rank, (found, loads, dispatches) in enumerate(pair.run(replays, policy, tokens)):
         for turn, (setup, round_) in enumerate(zip(setups, rounds, strict=True)):
             payloads = [[make_payloads(setup, round_, r)[0] for r in range(2)]]
