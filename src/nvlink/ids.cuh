@@ -1,6 +1,7 @@
 // The caller's ids and weights: read, checked, and reported where they are bad.
 #pragma once
 
+#include "exchange/replicas.h"
 #include "nvlink/wait.cuh"
 
 namespace tw::nvlink {

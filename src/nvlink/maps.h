@@ -3,8 +3,6 @@
 
 #include <cstdint>
 
-#include "exchange/notes.h"
-#include "exchange/replicas.h"
 #include "layout/shape.h"
 
 namespace tw::nvlink {
