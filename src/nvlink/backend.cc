@@ -193,14 +193,15 @@ IdsIn NvlinkBackend::ids_of(const HandleArrays& handle, bool copied) const {
 }
 
 // Where slots are chosen by quotas, a kernel does that before the ids are used: they are the handle's own from then on.
-Status NvlinkBackend::choose_slots(const HandleArrays& handle, int32_t lane, twPhase_t phase, void* stream, IdsIn* in) {
+Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in) {
   if (in->map == nullptr || context_.spec->policy != twReplicaBalanced) return {};
   BalanceParams p{};
   p.group = view_;
   p.handle = view_of(handle);
   p.in = *in;
-  p.scratch = arena_->balance(lane, shape());
-  p.lane = lane;
+  p.scratch = arena_->balance(at.lane, shape());
+  p.lane = at.lane;
+  p.bank = phase == twPhaseDispatch ? at.bank() : bank_of(at);
   p.tokens = handle.routing.tokens;
   p.phase = phase;
   TW_RETURN_IF_FAILED(launched("balancing a batch", launch_balance(p, stream)));
@@ -238,7 +239,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.counted = call.counted ? 1 : 0;
   p.layer = handle.layer;
   p.tally = send ? tally_ : Tally::kNone;
-  if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at.lane, twPhaseDispatch, call.stream, &p.in));
+  if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at, twPhaseDispatch, call.stream, &p.in));
   const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
   const bool whole_ids =
       p.in.id_stride[1] == 1 && width_of({address_of(p.in.ids), static_cast<uint64_t>(p.in.id_stride[0]) * id_bytes,
