@@ -45,9 +45,9 @@ __device__ inline Replicas replicas_at(const GroupView& g, const int32_t* first)
   const Shape& shape = g.map.shape();
   Replicas replicas;
   replicas.first = first;
-  replicas.slots = first + shape.choices() + 1;
-  replicas.lower = g.by_shares ? reinterpret_cast<const uint32_t*>(replicas.slots + shape.experts) : nullptr;
-  replicas.several = replicas.slots + 2 * shape.experts;
+  replicas.slots = first + MapWords::slots(shape);
+  replicas.lower = g.by_shares ? reinterpret_cast<const uint32_t*>(first + MapWords::lower(shape)) : nullptr;
+  replicas.several = first + MapWords::several(shape);
   replicas.rank = g.me;
   return replicas;
 }
