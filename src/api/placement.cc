@@ -2,6 +2,7 @@
 #include "core/placement.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "api/check.h"
 #include "api/enter.h"
@@ -47,11 +48,10 @@ twResult_t twGroupReplaceMap(twGroup_t group, int32_t layer, const int32_t* slot
     }
     TW_RETURN_IF_FAILED(tw::check_map(spec, "", slot_expert, slot_shares));
     TW_RETURN_IF_FAILED(group->backend->check_stream(stream));
-    const tw::PlacementSpec one = spec.with(layer, slot_expert, slot_shares);
-    const tw::ExpertMap map(one, layer, group->context.placement, group->me());
+    tw::ExpertMap map(spec, layer, slot_expert, slot_shares, group->context.placement, group->me());
     TW_RETURN_IF_FAILED(group->backend->replace_map(layer, map, stream));
-    spec = one;
-    group->maps[layer] = map;
+    spec.replace(layer, slot_expert, slot_shares);
+    group->maps[layer] = std::move(map);
     return {};
   });
 }

@@ -233,7 +233,7 @@ class Backend {
   // A layer's map is replaced, for routings that are read after what is enqueued on the stream.
   virtual Status replace_map(int32_t /*layer*/, const ExpertMap& /*map*/, void* /*stream*/) { return {}; }
 
-  // The averages of all layers, of a group that counts: tokenway/placement.h. NULL: not wanted. Never waits.
+  // The averages of all layers, of a group that counts: tokenway/placement.h. dispatches: or NULL. Never waits.
   virtual void read_loads(float* /*loads*/, int64_t* /*dispatches*/) {}
 
   // How a carrier is used; false if there is none.

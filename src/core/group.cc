@@ -12,7 +12,8 @@ std::vector<tw::ExpertMap> make_maps(const tw::GroupConfig& config, int32_t rank
   std::vector<tw::ExpertMap> maps;
   const tw::Placement placement{config.expert_rank.data(), config.expert_slot.data()};
   for (int32_t layer = 0; config.placement.given && layer < config.placement.layers; ++layer) {
-    maps.emplace_back(config.placement, layer, placement, rank);
+    maps.emplace_back(config.placement, layer, config.placement.map(layer), config.placement.shares(layer), placement,
+                      rank);
   }
   return maps;
 }

@@ -1,8 +1,8 @@
 #include "core/placement.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
-#include <cstring>
 
 #include "exchange/loads.h"
 #include "exchange/notes.h"
@@ -89,28 +89,23 @@ Status check_placement(const twPlacement_t* given, int32_t experts, PlacementSpe
   return {};
 }
 
-PlacementSpec PlacementSpec::with(int32_t layer, const int32_t* experts_of, const float* shares_of) const {
-  PlacementSpec other = *this;
+void PlacementSpec::replace(int32_t layer, const int32_t* experts_of, const float* shares_of) {
   const int64_t begin = int64_t{layer} * slots;
-  std::copy_n(experts_of, slots, other.slot_expert.begin() + begin);
-  if (shares_of != nullptr && other.slot_shares.empty()) other.slot_shares.assign(slot_expert.size(), 1.0f);
-  if (shares_of != nullptr) std::copy_n(shares_of, slots, other.slot_shares.begin() + begin);
-  if (shares_of == nullptr && !slot_shares.empty()) std::fill_n(other.slot_shares.begin() + begin, slots, 1.0f);
-  return other;
+  std::copy_n(experts_of, slots, slot_expert.begin() + begin);
+  if (shares_of != nullptr && slot_shares.empty()) slot_shares.assign(slot_expert.size(), 1.0f);
+  if (shares_of != nullptr) std::copy_n(shares_of, slots, slot_shares.begin() + begin);
+  if (shares_of == nullptr && !slot_shares.empty()) std::fill_n(slot_shares.begin() + begin, slots, 1.0f);
 }
 
-ExpertMap::ExpertMap(const PlacementSpec& spec, int32_t layer, const Placement& placement, int32_t me)
-    : rank_(me), digest_(kDigestSeed), slot_expert_(spec.map(layer), spec.map(layer) + spec.slots) {
-  const float* const shares = spec.policy == twReplicaShares ? spec.shares(layer) : nullptr;
-  digest_ = mix_digest(digest_, static_cast<uint64_t>(layer));
+ExpertMap::ExpertMap(const PlacementSpec& spec, int32_t layer, const int32_t* experts_of, const float* shares_of,
+                     const Placement& placement, int32_t me)
+    : rank_(me), digest_(mix_digest(kDigestSeed, static_cast<uint64_t>(layer))) {
+  const auto share_of = [&](int32_t p) { return shares_of != nullptr ? shares_of[p] : 1.0f; };
   std::vector<std::vector<int32_t>> by_expert(spec.experts);
   for (int32_t p = 0; p < spec.slots; ++p) {
-    const float given = shares != nullptr ? shares[p] : 1.0f;
-    uint32_t share = 0;
-    std::memcpy(&share, &given, sizeof share);
-    digest_ = mix_digest(digest_, static_cast<uint32_t>(slot_expert_[p]) | uint64_t{share} << 32);
-    if (slot_expert_[p] < 0 || (shares != nullptr && shares[p] == 0.0f)) continue;
-    by_expert[slot_expert_[p]].push_back(p);
+    const uint64_t share = std::bit_cast<uint32_t>(share_of(p));
+    digest_ = mix_digest(digest_, static_cast<uint32_t>(experts_of[p]) | share << 32);
+    if (experts_of[p] >= 0 && share_of(p) > 0.0f) by_expert[experts_of[p]].push_back(p);
   }
   for (int32_t e = 0; e < spec.experts; ++e) {
     std::vector<int32_t>& slots = by_expert[e];
@@ -120,14 +115,14 @@ ExpertMap::ExpertMap(const PlacementSpec& spec, int32_t layer, const Placement& 
     }
     first_.push_back(static_cast<int32_t>(slots_.size()));
     if (slots.size() > 1) several_.push_back(e);
+    slots_.insert(slots_.end(), slots.begin(), slots.end());
+    if (spec.policy != twReplicaShares) continue;
     double total = 0.0;
-    for (const int32_t p : slots) total += shares != nullptr ? static_cast<double>(shares[p]) : 1.0;
+    for (const int32_t p : slots) total += static_cast<double>(share_of(p));
     double before = 0.0;
     for (const int32_t p : slots) {
-      slots_.push_back(p);
-      if (spec.policy != twReplicaShares) continue;
       lower_.push_back(static_cast<uint32_t>(std::min(std::floor(before / total * 4294967296.0), 4294967295.0)));
-      before += shares != nullptr ? static_cast<double>(shares[p]) : 1.0;
+      before += static_cast<double>(share_of(p));
     }
   }
   first_.push_back(static_cast<int32_t>(slots_.size()));
@@ -145,7 +140,7 @@ Replicas ExpertMap::view() const {
 }
 
 void sum_lanes(const PlacementSpec& spec, const Shape& shape, const LaneLoads& lanes, float* loads, int64_t* counted) {
-  if (loads != nullptr) std::fill_n(loads, int64_t{spec.layers} * spec.experts, 0.0f);
+  std::fill_n(loads, int64_t{spec.layers} * spec.experts, 0.0f);
   if (counted != nullptr) std::fill_n(counted, spec.layers, 0);
   for (int32_t layer = 0; layer < spec.layers; ++layer) {
     uint32_t newest = lanes.clocks[layer];
@@ -156,7 +151,7 @@ void sum_lanes(const PlacementSpec& spec, const Shape& shape, const LaneLoads& l
       const int64_t row = int64_t{lane} * spec.layers + layer;
       if (counted != nullptr) counted[layer] += lanes.dispatches[row];
       const uint32_t age = CountedCall::since(newest, lanes.clocks[row]);
-      for (int32_t e = 0; e < spec.experts && loads != nullptr; ++e) {
+      for (int32_t e = 0; e < spec.experts; ++e) {
         loads[int64_t{layer} * spec.experts + e] += aged_load(lanes.averages[row * spec.experts + e], spec.decay, age);
       }
     }
@@ -181,22 +176,18 @@ void choose_slots(const Shape& shape, const Placement& placement, const ExpertMa
     }
     return;
   }
-  std::vector<int32_t> counts(shape.choices(), 0);
+  std::vector<int32_t> counts(shape.choices());
   std::vector<int32_t> load(shape.ranks, 0);
   std::vector<int32_t> quota(shape.experts, 0);
-  for (int64_t i = 0; i < choices; ++i) {
-    const int32_t id = routing->ids[i];
-    if (id < 0) continue;
-    ++counts[id];
-    if (replicas.count(id) == 1) ++load[placement.rank[replicas.slots[replicas.first[id]]]];
+  count_choices(shape, *routing, counts.data());
+  for (int32_t e = 0; e < shape.choices(); ++e) {
+    if (replicas.count(e) == 1) load[placement.rank[replicas.slots[replicas.first[e]]]] += counts[e];
   }
   level_loads(replicas, [&](int32_t slot) { return placement.rank[slot]; }, counts.data(), load.data(), quota.data());
   std::fill(counts.begin(), counts.end(), 0);
   for (int64_t i = 0; i < choices; ++i) {
     int32_t& id = routing->ids[i];
-    if (id < 0) continue;
-    const int32_t n = counts[id]++;
-    id = replicas.count(id) == 1 ? replicas.slots[replicas.first[id]] : quota_slot(replicas, quota.data(), id, n);
+    if (id >= 0) id = quota_slot(replicas, quota.data(), id, counts[id]++);
   }
 }
 

@@ -33,8 +33,8 @@ struct PlacementSpec {
             counts_loads ? 1 : 0,
             decay};
   }
-  // The same with another map for a layer.
-  PlacementSpec with(int32_t layer, const int32_t* experts_of, const float* shares_of) const;
+  // Another map for a layer. shares_of: NULL, alike.
+  void replace(int32_t layer, const int32_t* experts_of, const float* shares_of);
   const int32_t* map(int32_t layer) const { return slot_expert.data() + int64_t{layer} * slots; }
   const float* shares(int32_t layer) const {
     return slot_shares.empty() ? nullptr : slot_shares.data() + int64_t{layer} * slots;
@@ -49,17 +49,17 @@ Status check_map(const PlacementSpec& spec, const char* what, const int32_t* slo
 // A layer's map as a rank uses it.
 class ExpertMap {
  public:
-  ExpertMap(const PlacementSpec& spec, int32_t layer, const Placement& placement, int32_t me);
+  // experts_of: [P] the expert in each slot. shares_of: likewise, or NULL.
+  ExpertMap(const PlacementSpec& spec, int32_t layer, const int32_t* experts_of, const float* shares_of,
+            const Placement& placement, int32_t me);
 
   // Points into this object.
   Replicas view() const;
   uint32_t digest() const { return digest_; }
-  const std::vector<int32_t>& slot_expert() const { return slot_expert_; }
 
  private:
   int32_t rank_;
   uint32_t digest_;
-  std::vector<int32_t> slot_expert_;
   std::vector<int32_t> first_;
   std::vector<int32_t> slots_;
   std::vector<uint32_t> lower_;
@@ -73,7 +73,7 @@ struct LaneLoads {
   const uint32_t* clocks;     // [lanes, layers] CountedCall's, of the last that is in the averages
 };
 // What twGroupLoads shows of it: the lanes' averages, aged to that of the lane that has counted last, are those of all
-// dispatches in one row. NULL: not wanted.
+// dispatches in one row. counted: [layers], or NULL.
 void sum_lanes(const PlacementSpec& spec, const Shape& shape, const LaneLoads& lanes, float* loads, int64_t* counted);
 
 // How often a routing's tokens choose each expert: [E]. Its ids are still experts.

@@ -20,9 +20,12 @@ constexpr uint32_t mix_digest(uint32_t digest, uint64_t value) {
   digest = (digest ^ static_cast<uint32_t>(value)) * 16777619u;
   return (digest ^ static_cast<uint32_t>(value >> 32)) * 16777619u;
 }
-// Of a dispatch, the digest is that of its map, 0 for none. On devices rows that are no lines are noted above the
-// bound: each takes one bit more than max_tokens does, which is kLanding's beside a bound, and the digest those that
-// are left, in either half.
+// Of a dispatch, the digest is that of its map, which has the layer in it, and of whether it counts. 0 without a map.
+constexpr uint32_t mix_counted(uint32_t digest, bool counted) {
+  return counted || digest == 0 ? digest : digest ^ 0x80402010u;
+}
+// On devices rows that are no lines are noted above the bound: each takes one bit more than max_tokens does, which is
+// kLanding's beside a bound, and the digest those that are left, in either half.
 constexpr int note_bits(int32_t max_tokens) { return std::bit_width(static_cast<uint32_t>(max_tokens)) + 1; }
 constexpr uint32_t noted(uint32_t half, int bits) { return half & ((1u << bits) - 1); }
 constexpr uint32_t noted_bound(uint64_t note, int bits) {

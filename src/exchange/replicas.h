@@ -106,12 +106,4 @@ constexpr int32_t quota_slot(const Replicas& replicas, const int32_t* quota, int
   return replicas.slots[at];
 }
 
-// ---- Notes
-
-// What ranks that dispatch must have alike: of a map, its layer and whether the dispatch counts.
-// 0 without a map.
-constexpr uint32_t mix_counted(uint32_t digest, bool counted) {
-  return counted || digest == 0 ? digest : digest ^ 0x80402010u;
-}
-
 }  // namespace tw

@@ -57,6 +57,29 @@ uint32_t share_of(uint32_t vectors, const Units& units) {
   return (vectors + units.per_row.divisor - 1) / units.per_row.divisor;
 }
 
+// Of a dispatch's rows as a stream, and of where they lie.
+struct PayloadFit {
+  int width = 16;      // bytes that all payloads allow at a time
+  uint64_t words = 0;  // of a row, with what travels beside it
+};
+PayloadFit fill_payloads(const Shape& shape, const RowsIn* rows, PayloadIn* payloads) {
+  PayloadFit fit;
+  fit.words = words_of(meta_bytes(shape.top_k));
+  for (int q = 0; q < shape.payloads; ++q) {
+    const uint64_t bytes = shape.payload_bytes[q];
+    PayloadIn& payload = payloads[q];
+    payload.data = rows[q].data;
+    payload.stride = rows[q].stride;
+    const int width = width_of({address_of(rows[q].data), static_cast<uint64_t>(rows[q].stride), bytes});
+    fit.width = std::min(fit.width, width);
+    payload.width = width == 16 ? 16 : width >= 4 ? 4 : 1;  // what dispatch_send.cuh has loops for
+    payload.vectors = static_cast<uint32_t>(bytes / static_cast<uint64_t>(payload.width));
+    payload.first_word = static_cast<uint32_t>(fit.words);
+    fit.words += words_of(bytes);
+  }
+  return fit;
+}
+
 // Where this rank was: what a kernel has reported.
 void fill_place(const Report& report, twErrorRecord_t* record) {
   record->phase = static_cast<twPhase_t>(report.phase);
@@ -170,14 +193,15 @@ IdsIn NvlinkBackend::ids_of(const HandleArrays& handle, bool copied) const {
 }
 
 // Where slots are chosen by quotas, a kernel does that before the ids are used: they are the handle's own from then on.
-Status NvlinkBackend::choose_slots(const HandleArrays& handle, int32_t lane, twPhase_t phase, void* stream, IdsIn* in) {
+Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in) {
   if (in->map == nullptr || context_.spec->policy != twReplicaBalanced) return {};
   BalanceParams p{};
   p.group = view_;
   p.handle = view_of(handle);
   p.in = *in;
-  p.scratch = arena_->balance(lane, shape());
-  p.lane = lane;
+  p.scratch = arena_->balance(at.lane, shape());
+  p.lane = at.lane;
+  p.bank = phase == twPhaseDispatch ? at.bank() : bank_of(at);
   p.tokens = handle.routing.tokens;
   p.phase = phase;
   TW_RETURN_IF_FAILED(launched("balancing a batch", launch_balance(p, stream)));
@@ -215,28 +239,12 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.counted = call.counted ? 1 : 0;
   p.layer = handle.layer;
   p.tally = send ? tally_ : Tally::kNone;
-  if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at.lane, twPhaseDispatch, call.stream, &p.in));
+  if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at, twPhaseDispatch, call.stream, &p.in));
   const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
   const bool whole_ids =
       p.in.id_stride[1] == 1 && width_of({address_of(p.in.ids), static_cast<uint64_t>(p.in.id_stride[0]) * id_bytes,
                                           static_cast<uint64_t>(shape().top_k) * id_bytes}) == 16;
-  bool whole = true;
-  bool vectors = true;
-  uint64_t word = words_of(meta_bytes(shape().top_k));
-  for (int q = 0; q < shape().payloads; ++q) {
-    const RowsIn& rows = call.payloads[q];
-    const uint64_t bytes = shape().payload_bytes[q];
-    PayloadIn& payload = p.payloads[q];
-    payload.data = rows.data;
-    payload.stride = rows.stride;
-    const int width = width_of({address_of(rows.data), static_cast<uint64_t>(rows.stride), bytes});
-    whole &= width >= 8;
-    vectors &= width == 16;
-    payload.width = width == 16 ? 16 : width >= 4 ? 4 : 1;  // what dispatch_send.cuh has loops for
-    payload.vectors = static_cast<uint32_t>(bytes / static_cast<uint64_t>(payload.width));
-    payload.first_word = static_cast<uint32_t>(word);
-    word += words_of(bytes);
-  }
+  const PayloadFit fit = fill_payloads(shape(), call.payloads, p.payloads);
   const bool by_source = call.targets.layout == twRankMajor || call.targets.layout == twFlat;
   p.shown = shown_of(call.targets, handle);
   p.rows = by_source ? static_cast<int32_t>(call.targets.rows) : 0;
@@ -253,14 +261,14 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.at = dispatch_;
   p.lines = LinesAt::make(context_.map, p.lane);
   p.table = fits_tables(shape());
-  p.whole = whole;
-  const bool usual = vectors && whole_ids && p.table && shape().payloads <= kFastPayloads &&
+  p.whole = fit.width >= 8;
+  const bool usual = fit.width == 16 && whole_ids && p.table && shape().payloads <= kFastPayloads &&
                      shape().top_k <= kFastIds && shape().ranks <= kRanksAtOnce;
   const int64_t arriving = static_cast<int64_t>(shape().ranks - 1) * call.bound;
   const int64_t rows = std::max<int64_t>(p.tokens, arriving);
   const bool lines = usual && all_lines(call.bound);
   p.kind = lines ? Kind::kLines : usual ? Kind::kUsual : Kind::kAny;
-  p.units = units_of(word, words_of(meta_bytes(shape().top_k)), unit_rows(lines, p.tokens, call.bound),
+  p.units = units_of(fit.words, words_of(meta_bytes(shape().top_k)), unit_rows(lines, p.tokens, call.bound),
                      int64_t{max_grid_} * kWarps / 2);
   // With more than a quarter of the device's SMs, units at the end wait longer behind each other.
   constexpr int kFilling = 25;

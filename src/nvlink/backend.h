@@ -190,7 +190,7 @@ class NvlinkBackend : public Backend {
   ViewParams view_params(const HandleArrays& handle, int32_t lane, int32_t bound) const;
   Status run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive);
   IdsIn ids_of(const HandleArrays& handle, bool copied) const;
-  Status choose_slots(const HandleArrays& handle, int32_t lane, twPhase_t phase, void* stream, IdsIn* in);
+  Status choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in);
   bool poll_others(twErrorRecord_t* record);
   // Whether a call on a stream would be captured into a graph.
   bool captures(const void* stream) const;

@@ -35,27 +35,18 @@ __device__ inline int32_t settled(int32_t slot) { return -2 - slot; }
 
 // Ids and weights into the handle, counted. A bad id acts as -1 and is reported.
 __device__ void count_choices(const BalanceParams& p, const Replicas& replicas, const Batch& batch) {
-  const int top_k = p.group.map.shape().top_k;
-  const Step step{next_step(p.group, p.lane), p.lane, 0, p.phase};
-  const int64_t choices = int64_t{p.tokens} * top_k;
-#pragma unroll 1
-  for (int64_t i = threadIdx.x; i < choices; i += kThreads) {
-    const auto token = static_cast<int>(i / top_k);
-    const auto k = static_cast<int>(i - int64_t{token} * top_k);
-    const int64_t raw = raw_id(p.in, token, k);
-    int32_t id = valid_id(p.in, raw);
-    for (int before = 0; id >= 0 && before < k; ++before) {
-      if (raw_id(p.in, token, before) == raw) id = -1;
-    }
+  Step step{next_step(p.group, p.lane), p.lane, 0, p.phase};
+  if (p.bank >= 0 && step.bank() != p.bank) ++step.number;  // the one that the exchange will have
+  visit_choices(p.in, p.tokens, p.group.map.shape().top_k, [&](int64_t i, int token, int k, int64_t raw, int32_t id) {
     if (id < 0 && raw != -1) report_id(p.group, step, token, k, raw);
     p.handle.ids[i] = id;
     p.handle.weights[i] = raw_weight(p.in, token, k);
-    if (id < 0) continue;
+    if (id < 0) return;
     atomicAdd(&batch.counts[id], 1);
-    if (replicas.count(id) > 1) continue;
+    if (replicas.count(id) > 1) return;
     const int32_t slot = replicas.slots[replicas.first[id]];
     atomicAdd(&batch.load[expert_rank(p.group.experts[slot])], 1);
-  }
+  });
 }
 
 // The choices of an expert in the order of tokens, by a warp.

@@ -12,6 +12,7 @@ struct BalanceParams {
   IdsIn in;
   int32_t* scratch;  // [E + N + P], NULL: shared memory has room
   int32_t lane;
+  int32_t bank;  // of the step that follows; -1: it takes any
   int32_t tokens;
   twPhase_t phase;
 

@@ -14,7 +14,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   p.group = view_at(call.at, !call.send_only);
   p.handle = view_of(handle);
   p.in = ids_of(handle, !send);
-  if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at.lane, twPhaseCounts, call.stream, &p.in));
+  if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at, twPhaseCounts, call.stream, &p.in));
   if (send && !p.in.own && shape().counts_loads != 0) {
     TW_CUDA(cudaMemsetAsync(handle.choices, 0, sizeof(int32_t) * static_cast<size_t>(shape().choices()),
                             static_cast<cudaStream_t>(call.stream)));

@@ -1,6 +1,7 @@
 // How the CUDA backend comes into being: every rank does a stage, then all meet.
 #include <algorithm>
 
+#include "exchange/notes.h"
 #include "nvlink/backend.h"
 
 namespace tw::nvlink {

@@ -1,6 +1,7 @@
 // The caller's ids and weights: read, checked, and reported where they are bad.
 #pragma once
 
+#include "exchange/replicas.h"
 #include "nvlink/wait.cuh"
 
 namespace tw::nvlink {
@@ -21,14 +22,32 @@ __device__ inline int32_t valid_id(const IdsIn& in, int64_t id) {
   return id >= 0 && id < in.limit ? static_cast<int32_t>(id) : -1;
 }
 
-// A layer's map, where it lies from `first` on (params.h, MapWords).
+// Each choice of a batch: visit(i, token, k, raw, id), the i-th of all. id: -1 unless `raw` is an expert's that stands
+// nowhere before in its token. By a block; a thread has one choice at a time.
+template <class Visit>
+__device__ inline void visit_choices(const IdsIn& in, int tokens, int top_k, Visit&& visit) {
+  const int64_t choices = int64_t{tokens} * top_k;
+#pragma unroll 1
+  for (int64_t i = threadIdx.x; i < choices; i += kThreads) {
+    const auto token = static_cast<int>(i / top_k);
+    const auto k = static_cast<int>(i - int64_t{token} * top_k);
+    const int64_t raw = raw_id(in, token, k);
+    int32_t id = valid_id(in, raw);
+    for (int before = 0; id >= 0 && before < k; ++before) {
+      if (raw_id(in, token, before) == raw) id = -1;
+    }
+    visit(i, token, k, raw, id);
+  }
+}
+
+// A layer's map, where it lies from `first` on (maps.h, MapWords).
 __device__ inline Replicas replicas_at(const GroupView& g, const int32_t* first) {
   const Shape& shape = g.map.shape();
   Replicas replicas;
   replicas.first = first;
-  replicas.slots = first + shape.choices() + 1;
-  replicas.lower = g.by_shares ? reinterpret_cast<const uint32_t*>(replicas.slots + shape.experts) : nullptr;
-  replicas.several = replicas.slots + 2 * shape.experts;
+  replicas.slots = first + MapWords::slots(shape);
+  replicas.lower = g.by_shares ? reinterpret_cast<const uint32_t*>(first + MapWords::lower(shape)) : nullptr;
+  replicas.several = first + MapWords::several(shape);
   replicas.rank = g.me;
   return replicas;
 }

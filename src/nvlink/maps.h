@@ -3,8 +3,6 @@
 
 #include <cstdint>
 
-#include "exchange/notes.h"
-#include "exchange/replicas.h"
 #include "layout/shape.h"
 
 namespace tw::nvlink {
@@ -15,11 +13,12 @@ inline constexpr int kMaxTable = 8192;  // words of tables of experts that a dis
 struct MapWords {
   static constexpr uint32_t kDigest = 0;
   static constexpr uint32_t kSeveral = 1;  // how many experts have several slots
-  static constexpr uint32_t kFirst = 2;    // [E + 1], then slots [P], lower [P] and several [E]
+  static constexpr uint32_t kFirst = 2;    // [E + 1], and behind it, counted from there:
+  static constexpr uint32_t slots(const Shape& shape) { return static_cast<uint32_t>(shape.choices()) + 1; }  // [P]
+  static constexpr uint32_t lower(const Shape& shape) { return slots(shape) + shape.experts; }                // [P]
+  static constexpr uint32_t several(const Shape& shape) { return lower(shape) + shape.experts; }              // [E]
   // Of what all choices need.
-  static constexpr uint32_t used(const Shape& shape) {
-    return shape.logical_experts > 0 ? static_cast<uint32_t>(shape.logical_experts) + 1 + 2 * shape.experts : 0;
-  }
+  static constexpr uint32_t used(const Shape& shape) { return shape.logical_experts > 0 ? several(shape) : 0; }
   static constexpr uint32_t all(const Shape& shape) { return kFirst + used(shape) + shape.logical_experts; }
 };
 // Whether a dispatch keeps its tables in shared memory.

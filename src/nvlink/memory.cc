@@ -12,12 +12,11 @@ std::vector<uint32_t> words_of_map(const Shape& shape, const ExpertMap& map) {
   words[MapWords::kDigest] = map.digest();
   words[MapWords::kSeveral] = static_cast<uint32_t>(replicas.several_count);
   uint32_t* const first = words.data() + MapWords::kFirst;
-  uint32_t* const slots = first + shape.choices() + 1;
   const int32_t chosen = replicas.first[shape.choices()];
   std::copy_n(replicas.first, shape.choices() + 1, first);
-  std::copy_n(replicas.slots, chosen, slots);
-  if (replicas.lower != nullptr) std::copy_n(replicas.lower, chosen, slots + shape.experts);
-  std::copy_n(replicas.several, replicas.several_count, slots + 2 * shape.experts);
+  std::copy_n(replicas.slots, chosen, first + MapWords::slots(shape));
+  if (replicas.lower != nullptr) std::copy_n(replicas.lower, chosen, first + MapWords::lower(shape));
+  std::copy_n(replicas.several, replicas.several_count, first + MapWords::several(shape));
   return words;
 }
 

@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "exchange/replicas.h"
 #include "exchange/routing.h"
 #include "layout/collective_map.h"
 #include "layout/window_map.h"

@@ -50,16 +50,9 @@ __device__ inline void count_ids(const DispatchParams& p, int32_t* counts) {
   const auto thread = static_cast<int>(threadIdx.x);
   for (int e = thread; e < shape.choices(); e += kThreads) counts[e] = 0;
   __syncthreads();
-  const int64_t choices = int64_t{p.tokens} * shape.top_k;
-#pragma unroll 1
-  for (int64_t i = thread; i < choices; i += kThreads) {
-    const auto token = static_cast<int>(i / shape.top_k);
-    const auto k = static_cast<int>(i - int64_t{token} * shape.top_k);
-    const int64_t raw = raw_id(p.in, token, k);
-    bool counts_here = valid_id(p.in, raw) >= 0;
-    for (int before = 0; counts_here && before < k; ++before) counts_here = raw_id(p.in, token, before) != raw;
-    if (counts_here) atomicAdd(&counts[raw], 1);
-  }
+  visit_choices(p.in, p.tokens, shape.top_k, [counts](int64_t, int, int, int64_t, int32_t id) {
+    if (id >= 0) atomicAdd(&counts[id], 1);
+  });
   __syncthreads();
 }
 

@@ -180,13 +180,21 @@ TEST(Loads, Average) {
 constexpr int32_t kTable[] = {0, 1, 2, 0};
 constexpr int32_t kOther[] = {0, 1, 2, 1};
 
-twPlacement_t placed(const int32_t* table) {
+twPlacement_t placed() {
   twPlacement_t placement = TW_PLACEMENT_INIT;
   placement.num_slots = 4;
-  placement.slot_expert = table;
+  placement.slot_expert = kTable;
   placement.count_loads = 1;
   placement.load_decay = 0.5f;
   return placement;
+}
+
+// Two ranks with three experts in four slots, counted.
+test::World make_world() {
+  static const twPlacement_t placement = placed();  // the world's configuration goes on pointing to it
+  twGroupConfig_t config = test::make_config(3, 2, 4);
+  config.placement = &placement;
+  return {2, config};
 }
 
 twResult_t dispatch_two(twGroup_t group, twHandle_t handle, int32_t uncounted = 0) {
@@ -206,10 +214,7 @@ twHandle_t route_two(twGroup_t group, std::vector<int32_t> ids) {
 }
 
 TEST(Replicas, RanksThatDifferAreTold) {
-  twGroupConfig_t config = test::make_config(3, 2, 4);
-  const twPlacement_t placement = placed(kTable);
-  config.placement = &placement;
-  test::World world(2, config);
+  const test::World world = make_world();
   test::on_all_ranks(2, [&](int rank) {
     if (rank == 1) {
       EXPECT_TW(twSuccess, twGroupReplaceMap(world[rank], 0, kOther, nullptr, nullptr));
@@ -276,10 +281,7 @@ TEST(Loads, LanesThatStandStillAge) {
 }
 
 TEST(Loads, AllRanksAlike) {
-  twGroupConfig_t config = test::make_config(3, 2, 4);
-  const twPlacement_t placement = placed(kTable);
-  config.placement = &placement;
-  test::World world(2, config);
+  const test::World world = make_world();
   test::on_all_ranks(2, [&](int rank) {
     twHandle_t handle =
         route_two(world[rank], rank == 0 ? std::vector<int32_t>{0, 1, 2, 0} : std::vector<int32_t>{0, -1, -1, 0});

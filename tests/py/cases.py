@@ -351,6 +351,13 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
             same("result of the combine without a lease", mine.late, wanted[rank], where)
 
 
+def verify_case(case: Case, by_rank: list[Any]) -> None:
+    """The same of all its rounds; of each rank, flights as `player.play` returns them."""
+    for f, flight in enumerate(case.flights):
+        for i, round_ in enumerate(flight):
+            verify(case.setup, round_, [mine[f][i] for mine in by_rank])
+
+
 def as_bits(array: np.ndarray) -> np.ndarray:
     """The same memory as unsigned integers."""
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")

@@ -20,11 +20,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import cases
 import harness
 import mishaps
 import player
-from cases import FLOATS, ROUTINGS, Case, Round, Setup
+from cases import FLOATS, ROUTINGS, Case, Round, Setup, verify_case
 
 BATCH = 50  # rounds between two meetings with the judge
 
@@ -89,10 +88,7 @@ def soak(rounds: int, seed: int, ranks: tuple[int, ...] = (2, 3, 4), say: Any = 
         for _ in range(rng.randint(1, 4)):
             count = min(BATCH, rounds - done)
             case = random_case(rng, setup, count)
-            by_rank = world.run(player.play_on, "soak", case, timeout=60)
-            for f, flight in enumerate(case.flights):
-                for i, round_ in enumerate(flight):
-                    cases.verify(setup, round_, [mine[f][i] for mine in by_rank])
+            verify_case(case, world.run(player.play_on, "soak", case, timeout=60))
             done += count
             if say:
                 say(f"{done} of {rounds} rounds")

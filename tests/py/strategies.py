@@ -1,13 +1,23 @@
-"""Hypothesis strategies for cases: every hard thing is in reach of one draw."""
+"""Hypothesis for cases: how many are tried, and strategies in which every hard thing is in reach of one draw."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from cases import FLOATS, ROUTINGS, Case, Round, Setup
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tokenway.replica_reference import POLICIES
+
+EXAMPLES = int(os.environ.get("EXAMPLES", "150"))
+SETTINGS = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 # Sizes that vectors do not like, and a few that they do.
 WIDTHS = st.sampled_from([1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 100])

@@ -11,16 +11,9 @@ import numpy as np
 import pytest
 from cases import FLOATS, Round, Setup
 from collected import HOW, Call, Plan, group_of, judge, play
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from test_properties import EXAMPLES
-
-SETTINGS = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+from strategies import SETTINGS
 
 
 def check(world: Any, *plans: Plan) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import player
 import pytest
-from cases import FLOATS, Case, Round, Setup, fewer_ranks, one, verify
+from cases import FLOATS, Case, Round, Setup, fewer_ranks, one, verify_case
 
 LAYOUTS = ("rank_major", "expert_major")
 
@@ -20,10 +20,7 @@ LAYOUTS = ("rank_major", "expert_major")
 def check(world: Any, *cases: Case) -> None:
     """Plays cases and compares every round. Where a world cannot have so many ranks, they are played with fewer."""
     for case in (fewer_ranks(case, world.most) for case in cases):
-        by_rank = world(case.setup.ranks).run(player.play, case)
-        for f, flight in enumerate(case.flights):
-            for i, round_ in enumerate(flight):
-                verify(case.setup, round_, [mine[f][i] for mine in by_rank])
+        verify_case(case, world(case.setup.ranks).run(player.play, case))
 
 
 def both(round_: Round) -> list[Round]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Round, Setup, make_ids, make_payloads, same
-from test_replicas import OTHER, TABLE
+from test_replicas import OTHER, TABLE, setup_of
 
 import tokenway as tw
 from tokenway.replica_reference import POLICIES, loads_of
@@ -90,18 +90,7 @@ def tokens_dtype(setup: Setup) -> Any:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_loads(world, policy, mode) -> None:
     ranks = min(4, world.most)
-    setup = Setup(
-        ranks=ranks,
-        experts=7,
-        top_k=5,
-        lanes=2,
-        max_tokens=24,
-        dtype="float32",
-        combine_dtype="float32",
-        slot_expert=TABLE,
-        policy=policy,
-        mode=mode,
-    )
+    setup = setup_of(policy, mode, ranks=ranks, dtype="float32", combine_dtype="float32")
     loads, dispatches = expected(setup)
     for found, counted in world(ranks).run(count, setup):
         same("loads", found, loads)

@@ -10,15 +10,15 @@ import subprocess
 import sys
 from typing import Any
 
-import cases
 import harness
 import player
 import pytest
-from cases import Case, Round, Setup
+from cases import Case, Round, Setup, verify_case
 from harness import caught
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from portable_backend import WAYS
+from strategies import EXAMPLES
 from strategies import cases as any_case
 from test_properties import HARD
 
@@ -27,7 +27,6 @@ from tokenway import portable
 
 pytestmark = pytest.mark.usefixtures("torch")
 
-EXAMPLES = max(4, int(os.environ.get("EXAMPLES", "150")) // 5)
 EVERY_WAY = pytest.mark.parametrize("way", list(WAYS))
 
 
@@ -35,13 +34,7 @@ def play(way: str, case: Case) -> list[Any]:
     return harness.Threads(way, case.setup.ranks).run(player.play, case)
 
 
-def judge(case: Case, by_rank: list[Any]) -> None:
-    for f, flight in enumerate(case.flights):
-        for i, round_ in enumerate(flight):
-            cases.verify(case.setup, round_, [mine[f][i] for mine in by_rank])
-
-
-@settings(max_examples=EXAMPLES, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(4, EXAMPLES // 5), deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
 @example("torch", HARD)
 @example("torch-exact", HARD)
 @example("torch-fixed", HARD)
@@ -49,7 +42,7 @@ def judge(case: Case, by_rank: list[Any]) -> None:
 @example("torch-ring", HARD)
 @given(st.sampled_from(list(WAYS)), any_case(max_ranks=4))
 def test_no_way_changes_a_bit(way: str, case: Case) -> None:
-    judge(case, play(way, case))
+    verify_case(case, play(way, case))
 
 
 @EVERY_WAY
@@ -72,7 +65,7 @@ def test_high_throughput(way: str, overflow: str) -> None:
     )
     rounds = [Round((8, 0, 5), seed=s, layout=layout) for s, layout in ((0, "flat"), (1, "grouped"))]
     case = Case(setup, tuple((round_,) for round_ in rounds))
-    judge(case, play(way, case))
+    verify_case(case, play(way, case))
 
 
 @EVERY_WAY
@@ -82,7 +75,7 @@ def test_completed_in_any_order(way: str) -> None:
     rounds = tuple(Round((64, 64, 64), seed=s, send_dispatch=True, send_combine=True) for s in range(4))
     for order in range(5):
         case = Case(setup, (rounds,), order=order)
-        judge(case, play(way, case))
+        verify_case(case, play(way, case))
 
 
 def describe_group(env: harness.Env, settings: dict[str, Any]) -> portable.PortableInfo | None:
@@ -255,4 +248,4 @@ def test_a_row_of_zeros_is_not_lost() -> None:
     setup = Setup(ranks=3, experts=6, top_k=2, hidden=4, max_tokens=8)
     for way in WAYS:
         case = Case(setup, ((Round((0, 0, 0)),), (Round((0, 8, 0), routing="one"),)))
-        judge(case, play(way, case))
+        verify_case(case, play(way, case))

@@ -5,23 +5,13 @@ A failing example shrinks to a small Case and prints it; `test_exchange.check` p
 
 from __future__ import annotations
 
-import os
-
-import cases
 import harness
 import player
 import pytest
-from cases import Case, Round, Setup
-from hypothesis import HealthCheck, example, given, settings
+from cases import Case, Round, Setup, verify_case
+from hypothesis import example, given
+from strategies import SETTINGS
 from strategies import cases as any_case
-
-EXAMPLES = int(os.environ.get("EXAMPLES", "150"))
-SETTINGS = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 
 # The hard ones together: nothing from some ranks, -1, odd top-k, odd rows, E not divisible by N.
 HARD = Case(
@@ -35,10 +25,7 @@ HARD = Case(
 
 
 def judge(world: harness.Processes | harness.Threads, case: Case) -> None:
-    by_rank = world.run(player.play, case)
-    for f, flight in enumerate(case.flights):
-        for i, round_ in enumerate(flight):
-            cases.verify(case.setup, round_, [mine[f][i] for mine in by_rank])
+    verify_case(case, world.run(player.play, case))
 
 
 PROCESSES = min(5, harness.most_ranks("processes"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from dataclasses import replace
@@ -12,7 +11,8 @@ import harness
 import numpy as np
 import pytest
 from cases import FLOATS, Case, Round, Setup, make_ids, make_payloads, one
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
+from strategies import SETTINGS
 from strategies import cases as any_case
 from test_exchange import check
 from test_properties import PROCESSES, judge
@@ -20,13 +20,6 @@ from test_properties import PROCESSES, judge
 import tokenway as tw
 from tokenway import reference as ref
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "150"))
-SETTINGS = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 EXACT = {"mode": "high_throughput"}
 LAYOUTS = ("flat", "grouped")
 
