@@ -253,7 +253,6 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.bank = call.at.bank();
   p.bound = call.bound;
   p.tokens = handle.routing.tokens;
-  p.first_line = first_line(p.tokens);
   p.send = send;
   p.receive = receive;
   p.lands = call.lands;
@@ -275,7 +274,9 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.roles = lines ? line_roles(rows, p.units, send && receive)
                   : roles_of(rows, p.units, send && receive,
                              call.bound > view_.line_tokens ? bulk_senders(kFilling, 75) : max_grid_ / 2);
-  p.wide = is_few(p.roles, kFilling) ? widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps) : kNoneWide;
+  const bool few = is_few(p.roles, kFilling);
+  p.first_line = first_line(p.tokens, few);
+  p.wide = few ? widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps) : kNoneWide;
   for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
   const int grid = p.roles.grid() + (p.tally == Tally::kApart ? 1 : 0);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early_ && capturing, call.stream)));

@@ -217,9 +217,11 @@ class NvlinkBackend : public Backend {
     return !shape().exact() && shape().ranks > 1 && shape().ranks <= kRanksAtOnce && bound > 0 &&
            bound <= std::min(view_.line_tokens, kRound);
   }
-  // The token from which on rows travel as lines.
-  int32_t first_line(int32_t tokens) const {
-    return tokens <= view_.line_tokens ? 0 : tokens - std::min<int32_t>(view_.line_tokens, kTailLines);
+  // The token from which on rows travel as lines: so many rows as pass the link in the time of the fence and the word
+  // behind those before them. `few`: of SMs, which take longer for lines.
+  int32_t first_line(int32_t tokens, bool few) const {
+    const int tail = few ? kTailLines : std::max(kTailLines, kTailRows / std::max(1, shape().ranks - 1));
+    return tokens <= view_.line_tokens ? 0 : tokens - std::min<int32_t>(view_.line_tokens, tail);
   }
 
   const Context& context_;

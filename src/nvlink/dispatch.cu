@@ -24,13 +24,13 @@ namespace {
 template <bool kFast>
 __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   let_next_begin();
+  if (does_nothing_else(p)) return tally_alone(p);
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
   const Scratch scratch(p);
   const int thread = static_cast<int>(threadIdx.x);
-  const bool tallies = does_nothing_else(p);
-  const bool sends = p.send && !tallies && is_sender(p.roles);
-  const bool receives = p.receive && !tallies && is_receiver(p.roles);
+  const bool sends = p.send && is_sender(p.roles);
+  const bool receives = p.receive && is_receiver(p.roles);
   warm(p);
   if (p.table) fill_table(p, scratch);
 #pragma unroll 1
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   if (usable) {
     if (sends) send<kFast>(b, ahead);  // S7: nobody here waits
     if (receives) receive<kFast>(b);
-    if (p.tally != Tally::kNone && blockIdx.x == gridDim.x - 1) tally(p);
+    if (p.tally == Tally::kLast && blockIdx.x == gridDim.x - 1) tally(p);
   } else if (p.receive) {
     give_up(b);
   }

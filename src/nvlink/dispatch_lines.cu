@@ -396,6 +396,7 @@ __device__ inline void take_units(const Block& b, Incoming in) {
 template <int kGroups, bool kAlone>
 __global__ void __launch_bounds__(kThreads, 1) dispatch_lines_kernel(const __grid_constant__ DispatchParams p) {
   let_next_begin();
+  if (does_nothing_else(p)) return tally_alone(p);
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
   const Scratch scratch(p);
@@ -408,8 +409,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_lines_kernel(const __gri
   }
   if (thread == 0) *scratch.failed() = 0;
   fill_table(p, scratch);
-  const bool tallies = does_nothing_else(p);
-  const bool sends = p.send && !tallies && is_sender(p.roles);
+  const bool sends = p.send && is_sender(p.roles);
   const uint32_t none = static_cast<uint32_t>(p.tokens) * p.units.per_row.divisor;
   Outgoing<kGroups> out(p, sends ? sent_shares(p.roles).first : none);
   Incoming in(p, received_shares(p.roles).first);
@@ -442,8 +442,8 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_lines_kernel(const __gri
   if (p.send && usable && skips) usable = skip_step(g, step);
   if (usable) {
     if (sends) send_units(b, routing, out, loaded);  // S7: nobody here waits
-    if (p.receive && !tallies && is_receiver(p.roles)) take_units<kGroups>(b, in);
-    if (p.tally != Tally::kNone && blockIdx.x == gridDim.x - 1) tally(p);
+    if (p.receive && is_receiver(p.roles)) take_units<kGroups>(b, in);
+    if (p.tally == Tally::kLast && blockIdx.x == gridDim.x - 1) tally(p);
   } else if (p.receive) {
     give_up(b);
   }

@@ -22,6 +22,19 @@ __device__ inline int32_t valid_id(const IdsIn& in, int64_t id) {
   return id >= 0 && id < in.limit ? static_cast<int32_t>(id) : -1;
 }
 
+// Whether an id stands before in its token. Several of those before it are on their way at once: to look at one after
+// the other takes as long as a small dispatch.
+__device__ inline bool repeats(const IdsIn& in, int token, int k, int64_t raw) {
+  constexpr int kAtOnce = 8;
+  bool found = false;
+#pragma unroll 1
+  for (int base = 0; base < k; base += kAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) found |= base + i < k && raw_id(in, token, base + i) == raw;
+  }
+  return found;
+}
+
 // Each choice of a batch: visit(i, token, k, raw, id), the i-th of all. id: -1 unless `raw` is an expert's that stands
 // nowhere before in its token. By a block; a thread has one choice at a time.
 template <class Visit>
@@ -32,11 +45,8 @@ __device__ inline void visit_choices(const IdsIn& in, int tokens, int top_k, Vis
     const auto token = static_cast<int>(i / top_k);
     const auto k = static_cast<int>(i - int64_t{token} * top_k);
     const int64_t raw = raw_id(in, token, k);
-    int32_t id = valid_id(in, raw);
-    for (int before = 0; id >= 0 && before < k; ++before) {
-      if (raw_id(in, token, before) == raw) id = -1;
-    }
-    visit(i, token, k, raw, id);
+    const bool again = repeats(in, token, k, raw);
+    visit(i, token, k, raw, again ? -1 : valid_id(in, raw));
   }
 }
 

@@ -21,7 +21,8 @@ namespace tw::nvlink {
 inline constexpr int kThreads = 512;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kRound = kThreads;  // tokens that are routed at a time; of the first round one by each thread
-inline constexpr int kTailLines = 32;    // of more tokens than go as lines, the last so many do; at most a round
+inline constexpr int kTailLines = 32;    // of more rows than go as lines, the last so many do; at most a round
+inline constexpr int kTailRows = 96;     // the same of a dispatch's tokens, of which there is one for each peer
 inline constexpr int kUnitGroups = 4;    // at most so many groups of lines are one warp's at a time
 inline constexpr uint32_t kPushedVectors = 32 * kUnitGroups;  // of 16 bytes, of a row into an inbox, likewise
 inline constexpr int kMetaGroups = 2;  // in so many lies what travels beside the payloads of a row

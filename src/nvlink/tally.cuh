@@ -27,23 +27,6 @@ __device__ inline void tell_word(const GroupView& g, int lane_of, uint32_t dispa
   }
 }
 
-// What a source has told in a dispatch. False if it never comes, as of a group that has ended.
-__device__ inline bool take_word(const GroupView& g, int lane_of, uint32_t dispatch, int source, uint64_t word,
-                                 uint32_t* value) {
-  const int bank = static_cast<int>(dispatch % WindowMap::kLoadsBanks);
-  const std::byte* const place = window_of(g, g.me) + g.map.loads(lane_of, bank, source) + sizeof(uint64_t) * word;
-  Patience patience(g);
-#pragma unroll 1
-  for (;;) {
-    const uint64_t told = load_word(place);
-    *value = told_value(told);
-    if (told_tag(told) == dispatch) return true;
-    bool late = false;
-    if (patience.over(&late)) return false;
-    __nanosleep(50);
-  }
-}
-
 // How often this rank's tokens choose each expert, into the counters. A bad id counts as none. By a block.
 __device__ inline void count_ids(const DispatchParams& p, int32_t* counts) {
   const Shape& shape = p.group.map.shape();
@@ -56,50 +39,94 @@ __device__ inline void count_ids(const DispatchParams& p, int32_t* counts) {
   __syncthreads();
 }
 
+// What a source has told in a dispatch, given what was found at first. Of another dispatch if it never comes, as of a
+// group that has ended.
+__device__ __noinline__ static uint64_t await_told(const GroupView& g, const std::byte* place, uint32_t dispatch,
+                                                   uint64_t told) {
+  Patience patience(g);
+  bool late = false;
+#pragma unroll 1
+  while (told_tag(told) != dispatch && !patience.over(&late)) {
+    __nanosleep(50);
+    told = load_word(place);
+  }
+  return told;
+}
+
+// What all ranks have told of a dispatch.
+struct Told {
+  bool good;       // all of it is there, and all have counted the same layer
+  int32_t layer;   // -1: none
+  uint32_t clock;  // the least of all
+  uint32_t sum;    // of an expert's choices
+};
+// `expert`: the thread's, or -1. The words of several sources are on their way at once.
+__device__ inline Told load_told(const GroupView& g, int lane_of, uint32_t dispatch, int expert) {
+  constexpr int kAtOnce = 4;
+  const int ranks = g.map.shape().ranks;
+  const int bank = static_cast<int>(dispatch % WindowMap::kLoadsBanks);
+  const auto place = [&](int source, int word) {
+    return window_of(g, g.me) + g.map.loads(lane_of, bank, source) + sizeof(uint64_t) * static_cast<uint64_t>(word);
+  };
+  Told told{true, -1, 0, 0};
+#pragma unroll 1
+  for (int base = 0; base < ranks && told.good; base += kAtOnce) {
+    uint64_t call[kAtOnce];
+    uint64_t chosen[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (base + i >= ranks) continue;
+      call[i] = load_word(place(base + i, 0));
+      chosen[i] = load_word(place(base + i, 1 + max(expert, 0)));
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (base + i >= ranks || !told.good) continue;
+      const auto await = [&](uint64_t& word, int number) {
+        if (told_tag(word) != dispatch) word = await_told(g, place(base + i, number), dispatch, word);
+        return told_tag(word) == dispatch;
+      };
+      told.good = await(call[i], 0);
+      const uint32_t value = told_value(call[i]);
+      const uint32_t clock = CountedCall::clock(value);
+      if (base + i == 0) told.layer = CountedCall::layer(value), told.clock = clock;
+      if (CountedCall::since(told.clock, clock) != 0) told.clock = clock;
+      // Who has refused tells nothing more.
+      told.good =
+          told.good && value != 0 && CountedCall::layer(value) == told.layer && await(chosen[i], 1 + max(expert, 0));
+      told.sum += told_value(chosen[i]);
+    }
+  }
+  return told;
+}
+
 // The averages after what all ranks have told of a dispatch. Nothing changes unless all have counted the same layer: a
 // rank that refused the dispatch has told that it counts none. By a block.
 __device__ __noinline__ static void take_told(const GroupView& g, int lane_of, uint32_t dispatch) {
-  const Shape& shape = g.map.shape();
+  const int experts = g.map.shape().choices();
   const auto thread = static_cast<int>(threadIdx.x);
+  const auto threads = static_cast<int>(blockDim.x);
   const TallyView& loads = g.loads;
-  uint32_t mine = 0;
-  bool good = take_word(g, lane_of, dispatch, g.me, 0, &mine) && mine != 0;
-  const int32_t layer = CountedCall::layer(mine);
-  for (int source = thread; good && source < shape.ranks; source += static_cast<int>(blockDim.x)) {
-    uint32_t told = 0;
-    good = take_word(g, lane_of, dispatch, source, 0, &told) && CountedCall::layer(told) == layer;
-  }
-  if (__syncthreads_and(good) == 0) return;
-  const int64_t row = int64_t{lane_of} * loads.layers + layer;
+  Told told = load_told(g, lane_of, dispatch, thread < experts ? thread : -1);
+  if (__syncthreads_and(told.good) == 0) return;
+  const int64_t row = int64_t{lane_of} * loads.layers + told.layer;
   const uint32_t before_it = load_fresh<uint32_t>(&loads.clocks[row]);
-  uint32_t later = CountedCall::kTurns;
-  for (int source = 0; source < shape.ranks; ++source) {
-    uint32_t told = 0;
-    if (!take_word(g, lane_of, dispatch, source, 0, &told)) continue;  // it has come
-    later = min(later, CountedCall::since(CountedCall::clock(told), before_it));
-  }
-  later = max(later, 1u);  // a rank that has refused dispatches is behind
+  const long long counted = thread == 0 ? load_fresh<unsigned long long>(&loads.dispatches[row]) + 1 : 0;
+  // A rank that has refused dispatches is behind.
+  const uint32_t later = max(CountedCall::since(told.clock, before_it), 1u);
 #pragma unroll 1
-  for (int e = thread; e < shape.choices(); e += static_cast<int>(blockDim.x)) {
-    uint32_t sum = 0;
-    bool all = true;
-    for (int source = 0; all && source < shape.ranks; ++source) {
-      uint32_t told = 0;
-      all = take_word(g, lane_of, dispatch, source, 1 + static_cast<uint64_t>(e), &told);
-      sum += told;
-    }
-    if (!all) continue;
-    const int64_t at = row * shape.choices() + e;
+  for (int e = thread; e < experts && told.good; e += threads) {
+    const int64_t at = row * experts + e;
     const float before = __uint_as_float(load_fresh<uint32_t>(&loads.averages[at]));
-    const float average = average_load(aged_load(before, loads.decay, later - 1), loads.decay, sum);
+    const float average = average_load(aged_load(before, loads.decay, later - 1), loads.decay, told.sum);
     loads.averages[at] = average;
     *const_cast<volatile float*>(&loads.averages_there[at]) = average;
+    if (e + threads < experts) told = load_told(g, lane_of, dispatch, e + threads);
   }
   __syncthreads();  // all have read the clock
   if (thread != 0) return;
   loads.clocks[row] = before_it + later;
   *const_cast<volatile uint32_t*>(&loads.clocks_there[row]) = before_it + later;
-  const auto counted = static_cast<long long>(load_fresh<unsigned long long>(&loads.dispatches[row])) + 1;
   loads.dispatches[row] = counted;
   *const_cast<volatile long long*>(&loads.dispatches_there[row]) = counted;
 }
@@ -114,15 +141,15 @@ __device__ __noinline__ static void tally(const DispatchParams& p) {
   const bool routed = !p.in.own;  // else whoever made the ids the handle's own has counted them
   const bool shared = routed && p.table != 0;
   int32_t* const counts = shared ? shared_at<int32_t>(p.at.table) : p.handle.choices;
-  __syncthreads();  // the table is not needed any more
-  if (routed) count_ids(p, counts);
-  // A dispatch that is made although its counts were refused for lack of room moves nothing.
-  const bool moves = !shape.exact() || load_fresh<uint32_t>(p.handle.overflow) == 0;
-  if (thread == 0) {
+  __syncthreads();               // the table is not needed any more
+  if (thread == kThreads - 1) {  // whose warp seldom has tokens to count
+    // A dispatch that is made although its counts were refused for lack of room moves nothing.
+    const bool moves = !shape.exact() || load_fresh<uint32_t>(p.handle.overflow) == 0;
     const bool counted = p.counted && moves;
     const uint32_t turn = counted ? atomicAdd(&g.loads.told_of[p.layer], 1) + 1 : 0;
     tell_word(g, p.lane, dispatch, 0, counted ? CountedCall::value(p.layer, turn) : 0);
   }
+  if (routed) count_ids(p, counts);
   for (int e = thread; e < shape.choices(); e += kThreads) {
     const uint32_t chosen = shared ? static_cast<uint32_t>(counts[e]) : load_fresh<uint32_t>(&p.handle.choices[e]);
     if (shared) p.handle.choices[e] = static_cast<int32_t>(chosen);
@@ -131,6 +158,22 @@ __device__ __noinline__ static void tally(const DispatchParams& p) {
   if (dispatch > 1) take_told(g, p.lane, dispatch - 1);
   __syncthreads();
   if (thread == 0) lane_state.dispatches = dispatch;
+}
+
+// A block that does nothing else, from its begin: without what the others prepare it ends before they do, with 128
+// tokens and more.
+__device__ __noinline__ static void tally_alone(const DispatchParams& p) {
+  const GroupView& g = p.group;
+  await_earlier();
+  Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
+  if (static_cast<int>(step.number & 1) != p.bank) ++step.number;  // the others skip one
+  const bool usable = __syncthreads_or(is_sticky(g)) == 0;
+  const uint32_t arrived = p.receive && threadIdx.x == 0 ? begin_end(g, step) : 0;
+  if (usable) tally(p);
+  __syncthreads();
+  if (!p.receive || threadIdx.x != 0) return;
+  end_step(g, step, arrived);
+  say_done(g, step);
 }
 
 // A dispatch that this rank refuses: it counts for nobody. By a block.

@@ -333,7 +333,6 @@ __device__ __noinline__ static twResult_t await_rows(const GroupView& g, Step st
   while (load_word(place) != step.number) {
     bool late = false;
     if (patience.over(&late)) return g.no_wait ? twSuccess : late ? twTimeout : twPeerAborted;
-    __nanosleep(50);
   }
   (void)load_acquire(place);
   return twSuccess;
