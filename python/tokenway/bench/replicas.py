@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 import tokenway as tw
-from tokenway.bench import machine, routing
+from tokenway.bench import gpu_machine, machine, routing
 from tokenway.replica_reference import POLICIES, slots_of
 
 EXPERTS, TOP_K = 256, 8
@@ -266,6 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for rank, found in enumerate(by_rank):
         share = found["difference"] / found["not counting"]
         print(f"rank {rank}: {found}; counting takes {share:.2%} of a dispatch", flush=True)
+    if args.device:
+        results |= {"gpu": gpu_machine.describe(), "versions": gpu_machine.versions()}
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
     return 0
