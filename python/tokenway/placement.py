@@ -4,7 +4,7 @@ chosen."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -169,5 +169,5 @@ class Placed:
         if placement is None:
             return None
         tables, shares = (np.stack(parts) for parts in zip(*map(self._map, range(self.layers)), strict=True))
-        kept = {"slot_expert": tables, "shares": shares if placement.policy == "shares" else None}
-        return Placement(**{**vars(placement), "where": None, **kept})
+        shares = shares if placement.policy == "shares" else None
+        return replace(placement, slot_expert=tables, shares=shares, where=None)

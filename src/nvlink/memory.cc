@@ -20,6 +20,15 @@ std::vector<uint32_t> words_of_map(const Shape& shape, const ExpertMap& map) {
   return words;
 }
 
+std::vector<uint32_t> words_of_maps(const Shape& shape, const std::vector<ExpertMap>& maps) {
+  std::vector<uint32_t> all;
+  for (const ExpertMap& map : maps) {
+    const std::vector<uint32_t> words = words_of_map(shape, map);
+    all.insert(all.end(), words.begin(), words.end());
+  }
+  return all;
+}
+
 }  // namespace
 
 Arena::~Arena() {
@@ -29,7 +38,7 @@ Arena::~Arena() {
     cudaStreamSynchronize(stream_);
     cudaStreamDestroy(stream_);
   }
-  if (averages_ != nullptr) cudaFreeHost(averages_);
+  if (loads_.averages_there != nullptr) cudaFreeHost(loads_.averages_there);
   for (CountsOnHost* const pages : page_blocks_) cudaFreeHost(pages);
 }
 
@@ -56,11 +65,7 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   // Of the exchange of counts, by lane.
   const size_t told = shape.exact() ? static_cast<size_t>(shape.ranks) + static_cast<size_t>(shape.experts) : 0;
   const size_t told_at = place(nullptr, sizeof(int32_t) * told * static_cast<size_t>(shape.lanes));
-  std::vector<uint32_t> maps;
-  for (const ExpertMap& map : *context.maps) {
-    const std::vector<uint32_t> words = words_of_map(shape, map);
-    maps.insert(maps.end(), words.begin(), words.end());
-  }
+  const std::vector<uint32_t> maps = words_of_maps(shape, *context.maps);
   const size_t maps_at = place(maps.data(), sizeof(uint32_t) * maps.size());
   const bool balances = context.spec->given && context.spec->policy == twReplicaBalanced && !BalanceParams::fits(shape);
   const size_t balance_at =
@@ -72,11 +77,9 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   const size_t dispatches_at = place(nullptr, sizeof(long long) * rows);
   const size_t clocks_at = place(nullptr, sizeof(uint32_t) * rows);
   const size_t told_of_at = place(nullptr, sizeof(uint32_t) * rows);
-  const size_t lanes_at = place(nullptr, sizeof(LaneState) * static_cast<size_t>(shape.lanes));
-  for (int lane = 0; lane < shape.lanes; ++lane) {
-    const uint64_t step = context.first_step;
-    std::memcpy(host.data() + lanes_at + sizeof(LaneState) * lane + offsetof(LaneState, step), &step, sizeof step);
-  }
+  std::vector<LaneState> lanes(static_cast<size_t>(shape.lanes), LaneState{});
+  for (LaneState& lane : lanes) lane.step = context.first_step;
+  const size_t lanes_at = place(lanes.data(), sizeof(LaneState) * lanes.size());
   TW_CUDA(cudaStreamCreateWithFlags(&made->stream_, cudaStreamNonBlocking));
   void* memory = nullptr;
   TW_CUDA(cudaMallocAsync(&memory, host.size(), made->stream_));
@@ -90,29 +93,35 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   view->state = made->state_ = reinterpret_cast<DeviceState*>(made->tables_ + state_at);
   view->lanes = reinterpret_cast<LaneState*>(made->tables_ + lanes_at);
   made->counter_ = reinterpret_cast<uint32_t*>(made->tables_ + counter_at);
-  view->loads.layers = context.spec->layers;
-  view->loads.decay = context.spec->decay;
+  made->loads_.layers = context.spec->layers;
+  made->loads_.decay = context.spec->decay;
   if (rows > 0) {
-    void* there = nullptr;
-    const size_t before = (sizeof(float) * averages + 63) / 64 * 64;
-    const size_t bytes = before + (sizeof(long long) + sizeof(uint32_t)) * rows;
-    TW_CUDA(cudaHostAlloc(&there, bytes, cudaHostAllocPortable));
-    std::memset(there, 0, bytes);
-    view->loads.averages = reinterpret_cast<float*>(made->tables_ + averages_at);
-    view->loads.dispatches = reinterpret_cast<long long*>(made->tables_ + dispatches_at);
-    view->loads.averages_there = made->averages_ = static_cast<float*>(there);
-    made->dispatches_ = reinterpret_cast<long long*>(static_cast<std::byte*>(there) + before);
-    view->loads.dispatches_there = made->dispatches_;
-    view->loads.clocks = reinterpret_cast<uint32_t*>(made->tables_ + clocks_at);
-    view->loads.clocks_there = made->clocks_ = reinterpret_cast<uint32_t*>(made->dispatches_ + rows);
-    view->loads.told_of = reinterpret_cast<uint32_t*>(made->tables_ + told_of_at);
+    TW_RETURN_IF_FAILED(made->show_loads(averages, rows));
+    made->loads_.averages = reinterpret_cast<float*>(made->tables_ + averages_at);
+    made->loads_.dispatches = reinterpret_cast<long long*>(made->tables_ + dispatches_at);
+    made->loads_.clocks = reinterpret_cast<uint32_t*>(made->tables_ + clocks_at);
+    made->loads_.told_of = reinterpret_cast<uint32_t*>(made->tables_ + told_of_at);
   }
+  view->loads = made->loads_;
   made->maps_ = reinterpret_cast<uint32_t*>(made->tables_ + maps_at);
   made->balance_ = reinterpret_cast<int32_t*>(made->tables_ + balance_at);
   made->told_ = reinterpret_cast<int32_t*>(made->tables_ + told_at);
   // Now, as memory that is pinned while a peer waits for this rank may hold both up.
   if (CountsOnHost* const first = shape.exact() ? made->take_page() : nullptr) made->free_pages_.push_back(first);
   *arena = std::move(made);
+  return {};
+}
+
+// Gives the host a place for what it is told: so many averages, and dispatches and clocks of so many rows.
+Status Arena::show_loads(size_t averages, size_t rows) {
+  const size_t before = (sizeof(float) * averages + 63) / 64 * 64;
+  const size_t bytes = before + (sizeof(long long) + sizeof(uint32_t)) * rows;
+  void* there = nullptr;
+  TW_CUDA(cudaHostAlloc(&there, bytes, cudaHostAllocPortable));
+  std::memset(there, 0, bytes);
+  loads_.averages_there = static_cast<float*>(there);
+  loads_.dispatches_there = reinterpret_cast<long long*>(static_cast<std::byte*>(there) + before);
+  loads_.clocks_there = reinterpret_cast<uint32_t*>(loads_.dispatches_there + rows);
   return {};
 }
 
@@ -148,10 +157,12 @@ void Arena::read_loads(const Context& context, float* loads, int64_t* dispatches
   std::vector<int64_t> counted(rows);
   std::vector<uint32_t> clocks(rows);
   // The device may be writing: each number is read once, as it is.
-  for (size_t i = 0; i < averages.size(); ++i) __atomic_load(&averages_[i], &averages[i], __ATOMIC_RELAXED);
+  for (size_t i = 0; i < averages.size(); ++i) {
+    __atomic_load(&loads_.averages_there[i], &averages[i], __ATOMIC_RELAXED);
+  }
   for (size_t i = 0; i < rows; ++i) {
-    counted[i] = __atomic_load_n(&dispatches_[i], __ATOMIC_RELAXED);
-    clocks[i] = __atomic_load_n(&clocks_[i], __ATOMIC_RELAXED);
+    counted[i] = __atomic_load_n(&loads_.dispatches_there[i], __ATOMIC_RELAXED);
+    clocks[i] = __atomic_load_n(&loads_.clocks_there[i], __ATOMIC_RELAXED);
   }
   sum_lanes(*context.spec, shape, {averages.data(), counted.data(), clocks.data()}, loads, dispatches);
 }

@@ -49,6 +49,7 @@ class Arena {
 
  private:
   Arena() = default;
+  Status show_loads(size_t averages, size_t rows);
 
   cudaStream_t stream_ = nullptr;
   std::byte* tables_ = nullptr;
@@ -57,9 +58,7 @@ class Arena {
   int32_t* told_ = nullptr;
   uint32_t* maps_ = nullptr;
   int32_t* balance_ = nullptr;
-  float* averages_ = nullptr;  // on the host: TallyView
-  long long* dispatches_ = nullptr;
-  uint32_t* clocks_ = nullptr;
+  TallyView loads_{};
   static constexpr int kPages = 16;  // that are allocated at a time
   std::vector<CountsOnHost*> page_blocks_;
   struct GivenPage {

@@ -214,8 +214,7 @@ __device__ __noinline__ static Outlook look_around(const GroupView& g, uint64_t 
 
 // How long a wait goes on. One look in kLooks is followed by a look around. The last of a kernel's blocks (or the one
 // before, where the last may be one that counts and waits for nobody) then looks into the host's memory too, and tells
-// the others; they do so rarely, as thousands of waiting warps would choke the
-// way.
+// the others; they do so rarely, as thousands of waiting warps would choke the way.
 class Patience {
  public:
   __device__ explicit Patience(const GroupView& g, bool far = false) : g_(g), far_(far) {}

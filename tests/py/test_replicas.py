@@ -23,7 +23,8 @@ from tokenway import replica_reference as rr
 from tokenway.reference import dispatch_rank_major
 from tokenway.replica_reference import POLICIES
 
-# Seven experts in twelve slots of four ranks: one everywhere, one three times, two on one rank, a slot without any.
+# Seven experts in fifteen slots of four ranks: one in four slots, two of them on one rank, two experts in three, and a
+# slot without any.
 TABLE = (0, 1, 2, 0, 3, 2, 4, 5, 0, 6, 2, -1, 0, 5, 5)
 LAYOUTS = {"low_latency": ("rank_major", "expert_major"), "high_throughput": ("flat", "grouped")}
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 import tokenway as tw
+from tokenway.balance import planner
 from tokenway.bench import gpu_machine, machine, routing
 from tokenway.replica_reference import POLICIES, slots_of
 
@@ -84,11 +85,6 @@ def planned_shares(table: np.ndarray, popularity: np.ndarray, ranks: int) -> np.
 # ---- imbalance -----------------------------------------------------------------------------------
 
 
-def spread(loads: np.ndarray) -> float:
-    """The largest over the mean, less 1."""
-    return float(loads.max() / loads.mean() - 1)
-
-
 def on_all(ranks: int, make: Callable[[int], Any]) -> list[Any]:
     """make(rank) in a thread for each rank: what is collective."""
     made: list[Any] = [None] * ranks
@@ -133,9 +129,9 @@ def imbalance(ranks: int, slots: int, tokens: Sequence[int], batches: int, seeds
             for seed in range(seeds):
                 for batch in range(batches):
                     ids = _batch(ranks, n, seed, batch)
-                    whole[name][i].append(spread(received(groups, ids, seed)))
+                    whole[name][i].append(planner.imbalance(received(groups, ids, seed)))
                     if name == "balanced":
-                        whole["all counts known"][i].append(spread(_known(ids, tables[seed], ranks)))
+                        whole["all counts known"][i].append(planner.imbalance(_known(ids, tables[seed], ranks)))
         on_all(ranks, lambda r: groups[r].close())  # noqa: B023
     for name, found in whole.items():
         for row, values in zip(rows, found, strict=True):
@@ -146,7 +142,7 @@ def imbalance(ranks: int, slots: int, tokens: Sequence[int], batches: int, seeds
 def _batch(ranks: int, tokens: int, seed: int, batch: int) -> list[np.ndarray]:
     """Of one popularity, other tokens in each batch."""
     drawn = [
-        routing._gumbel_top_k(
+        routing.gumbel_top_k(
             np.random.default_rng([seed, batch, rank, 5]), routing.log_popularity(EXPERTS, seed), tokens, TOP_K
         )
         for rank in range(ranks)

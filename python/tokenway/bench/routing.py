@@ -31,7 +31,7 @@ def uniform(
     """Every set of K experts is equally likely, per token and independently."""
     _check(rank, tokens, experts, top_k, seed, ranks)
     rng = _rng(seed, rank)
-    return _gumbel_top_k(rng, np.zeros(experts), tokens, top_k), _weights(rng, tokens, top_k)
+    return gumbel_top_k(rng, np.zeros(experts), tokens, top_k), _weights(rng, tokens, top_k)
 
 
 def skewed(
@@ -45,7 +45,7 @@ def skewed(
     _check(rank, tokens, experts, top_k, seed, ranks)
     rng = _rng(seed, rank)
     popularity = log_popularity(experts, seed)
-    return _gumbel_top_k(rng, popularity, tokens, top_k), _weights(rng, tokens, top_k)
+    return gumbel_top_k(rng, popularity, tokens, top_k), _weights(rng, tokens, top_k)
 
 
 def log_popularity(experts: int, seed: int) -> Array:
@@ -181,7 +181,7 @@ def _rng(seed: int, rank: int | None = None) -> np.random.Generator:
     return np.random.default_rng([1, 0, seed] if rank is None else [2, rank, seed])
 
 
-def _gumbel_top_k(rng: np.random.Generator, log_weight: Array, tokens: int, top_k: int) -> Array:
+def gumbel_top_k(rng: np.random.Generator, log_weight: Array, tokens: int, top_k: int) -> Array:
     """K distinct indices per token, drawn in proportion to exp(log_weight): int32 [T, K]."""
     keys = log_weight + rng.gumbel(size=(tokens, len(log_weight)))
     return np.argsort(-keys, axis=1, kind="stable")[:, :top_k].astype(np.int32)
