@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Breaks the library on purpose, once per row of the tables beside it; the named test must notice.
 
-    tests/mutations/run.py [--only NAME] [--jobs 2] [--keep] [--texts]
+    tests/mutations/run.py [--only NAME] [--jobs N] [--keep] [--texts]
 
 Each mutation is a bug that earlier designs had, or that a later hand may bring in; its row says which invariant of
 docs/PROTOCOL.md it breaks and which test must fail. A mutation that survives means that the test does not test what
@@ -36,6 +36,7 @@ from results import RESULTS
 ROOT = Path(__file__).resolve().parents[2]
 ALL = PROTOCOL + COUNTS + LEASES_MUTATIONS + COLLECTIVES + PLACEMENT + RESULTS + CARRIED
 TEST_TIMEOUT_S = 60
+CORES = len(os.sched_getaffinity(0))
 
 
 # As CMake compiles the tests, but quicker.
@@ -288,7 +289,7 @@ def missing_tools(compiler: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="a mutation's name or a part of it")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=min(16, CORES + 1), help="some tests wait, so one more than cores")
     parser.add_argument("--keep", action="store_true", help="keep the folder that it builds in")
     parser.add_argument("--texts", action="store_true", help="build nothing: only look for the texts to change")
     arguments = parser.parse_args()
