@@ -11,13 +11,12 @@ namespace {
 
 using tw::fail;
 using tw::Status;
-using tw::activation::Call;
 using tw::activation::Matrix;
 using tw::api::check_matrix;
 using tw::api::check_memory;
 using tw::api::check_stride;
-using tw::api::Extent;
 using tw::api::extent;
+using tw::api::NamedExtent;
 using tw::api::shape_text;
 using tw::quantize::kBlock;
 
@@ -67,7 +66,8 @@ Status check_like(const char* name, const twTensor_t* tensor, const twTensor_t& 
               shape_text({gate_up.shape[0], elements}).c_str());
 }
 
-Status check_inputs(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights, Call* call) {
+Status check_inputs(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights,
+                    tw::activation::Call* call) {
   TW_RETURN_IF_FAILED(tw::api::check_float_rows("gate_up", gate_up, "[M, 2 * I]"));
   const int64_t rows = gate_up->shape[0];
   if (gate_up->shape[1] % 2 != 0) {
@@ -96,7 +96,8 @@ Status check_inputs(const twTensor_t* gate_up, const twTensor_t* counts, const t
 }
 
 // Results quantised: e4m3, and scales by row or by column.
-Status check_quantised(const twTensor_t* out, const twTensor_t* scales, int32_t power_of_two, Call* call) {
+Status check_quantised(const twTensor_t* out, const twTensor_t* scales, int32_t power_of_two,
+                       tw::activation::Call* call) {
   TW_RETURN_IF_FAILED(check_matrix("out", out, "[M, I]"));
   if (out->shape[0] != call->rows.total || out->shape[1] != call->elements) {
     return fail(twInvalidArgument, "out has shape %s; it must be %s, as gate_up has it",
@@ -134,24 +135,24 @@ Status check_quantised(const twTensor_t* out, const twTensor_t* scales, int32_t 
   return {};
 }
 
-Status check_all_apart(const std::vector<Extent>& outputs, const std::vector<Extent>& inputs) {
+Status check_all_apart(const std::vector<NamedExtent>& outputs, const std::vector<NamedExtent>& inputs) {
   for (size_t i = 0; i < outputs.size(); ++i) {
-    for (const Extent& input : inputs) TW_RETURN_IF_FAILED(tw::api::check_apart(outputs[i], input));
+    for (const NamedExtent& input : inputs) TW_RETURN_IF_FAILED(tw::api::check_apart(outputs[i], input));
     for (size_t j = 0; j < i; ++j) TW_RETURN_IF_FAILED(tw::api::check_apart(outputs[i], outputs[j]));
   }
   return {};
 }
 
 // Of a vector, or of scales in either order.
-Extent extent_of(const char* name, const twTensor_t& tensor) {
+NamedExtent extent_of(const char* name, const twTensor_t& tensor) {
   int64_t last = 0;
   for (int i = 0; i < tensor.ndim; ++i) last += tensor.shape[i] > 1 ? (tensor.shape[i] - 1) * tensor.stride[i] : 0;
   const auto* const data = static_cast<const std::byte*>(tensor.data);
-  return {name, data, data + (last + 1) * tw::dtype_bytes(tensor.dtype)};
+  return {name, {data, data + (last + 1) * tw::dtype_bytes(tensor.dtype)}};
 }
 
-std::vector<Extent> inputs_of(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights) {
-  std::vector<Extent> inputs = {extent("gate_up", *gate_up)};
+std::vector<NamedExtent> inputs_of(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights) {
+  std::vector<NamedExtent> inputs = {extent("gate_up", *gate_up)};
   if (given(counts)) inputs.push_back(extent_of("counts", *counts));
   if (given(weights)) inputs.push_back(extent_of("weights", *weights));
   return inputs;
@@ -163,7 +164,7 @@ twResult_t twSwiGlu(const twTensor_t* gate_up, const twTensor_t* counts, const t
                     const twTensor_t* out, const twTensor_t* scales, int32_t power_of_two, int32_t device,
                     void* stream) {
   return tw::api::enter([&]() -> Status {
-    Call call{};
+    tw::activation::Call call{};
     TW_RETURN_IF_FAILED(check_inputs(gate_up, counts, weights, &call));
     const bool quantised = out != nullptr && out->dtype == twFloat8e4m3;
     if (quantised) {
@@ -178,7 +179,7 @@ twResult_t twSwiGlu(const twTensor_t* gate_up, const twTensor_t* counts, const t
     TW_RETURN_IF_FAILED(tw::api::check_place(device, stream));
     call.out = matrix_of(*out);
     if (call.rows.total > 0 && call.elements > 0) {
-      std::vector<Extent> outputs = {extent("out", *out)};
+      std::vector<NamedExtent> outputs = {extent("out", *out)};
       if (quantised) outputs.push_back(extent_of("scales", *scales));
       TW_RETURN_IF_FAILED(check_all_apart(outputs, inputs_of(gate_up, counts, weights)));
     }
@@ -198,7 +199,7 @@ twResult_t twSwiGluBackward(const twTensor_t* gate_up, const twTensor_t* counts,
                             const twTensor_t* gradient, const twTensor_t* of_gate_up, const twTensor_t* of_weights,
                             int32_t device, void* stream) {
   return tw::api::enter([&]() -> Status {
-    Call call{};
+    tw::activation::Call call{};
     TW_RETURN_IF_FAILED(check_inputs(gate_up, counts, weights, &call));
     TW_RETURN_IF_FAILED(check_like("gradient", gradient, *gate_up, call.elements));
     TW_RETURN_IF_FAILED(check_like("of_gate_up", of_gate_up, *gate_up, 2 * call.elements));
@@ -210,9 +211,9 @@ twResult_t twSwiGluBackward(const twTensor_t* gate_up, const twTensor_t* counts,
     }
     TW_RETURN_IF_FAILED(tw::api::check_place(device, stream));
     if (call.rows.total > 0 && call.elements > 0) {
-      std::vector<Extent> outputs = {extent("of_gate_up", *of_gate_up)};
+      std::vector<NamedExtent> outputs = {extent("of_gate_up", *of_gate_up)};
       if (given(of_weights)) outputs.push_back(extent_of("of_weights", *of_weights));
-      std::vector<Extent> inputs = inputs_of(gate_up, counts, weights);
+      std::vector<NamedExtent> inputs = inputs_of(gate_up, counts, weights);
       inputs.push_back(extent("gradient", *gradient));
       TW_RETURN_IF_FAILED(check_all_apart(outputs, inputs));
     }

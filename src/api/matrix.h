@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "api/rows.h"
 #include "core/status.h"
 
 namespace tw::api {
@@ -19,14 +20,13 @@ Status check_stride(const char* name, const twTensor_t& tensor, int dimension, i
 // A matrix of float32, bfloat16 or float16 whose rows are contiguous.
 Status check_float_rows(const char* name, const twTensor_t* rows, const char* wanted);
 
-// Bytes from the first to the last that a tensor touches.
-struct Extent {
+// What a tensor touches, and its name.
+struct NamedExtent {
   const char* name;
-  const std::byte* begin;
-  const std::byte* end;
+  Extent bytes;
 };
-Extent extent(const char* name, const twTensor_t& tensor);
-Status check_apart(const Extent& a, const Extent& b);
+NamedExtent extent(const char* name, const twTensor_t& tensor);
+Status check_apart(const NamedExtent& a, const NamedExtent& b);
 
 Status check_place(int32_t device, const void* stream);
 Status check_switch(const char* name, int32_t value);

@@ -15,10 +15,9 @@ using tw::api::check_memory;
 using tw::api::check_place;
 using tw::api::check_stride;
 using tw::api::check_switch;
-using tw::api::Extent;
 using tw::api::extent;
+using tw::api::NamedExtent;
 using tw::api::shape_text;
-using tw::quantize::Call;
 using tw::quantize::kBlock;
 
 Status check_output(const char* name, const twTensor_t* tensor, twDtype_t dtype, int64_t tokens, int64_t elements) {
@@ -38,7 +37,7 @@ Status check_output(const char* name, const twTensor_t* tensor, twDtype_t dtype,
 }
 
 Status check_call(const twTensor_t* rows, const twTensor_t* values, const twTensor_t* scales, int32_t power_of_two,
-                  int32_t device, const void* stream, Call* call) {
+                  int32_t device, const void* stream, tw::quantize::Call* call) {
   TW_RETURN_IF_FAILED(check_float_rows("rows", rows, "[T, H]"));
   const int64_t tokens = rows->shape[0];
   const int64_t elements = rows->shape[1];
@@ -47,7 +46,7 @@ Status check_call(const twTensor_t* rows, const twTensor_t* values, const twTens
   TW_RETURN_IF_FAILED(check_switch("power_of_two", power_of_two));
   TW_RETURN_IF_FAILED(check_place(device, stream));
   if (tokens > 0 && elements > 0) {
-    const Extent extents[] = {extent("rows", *rows), extent("values", *values), extent("scales", *scales)};
+    const NamedExtent extents[] = {extent("rows", *rows), extent("values", *values), extent("scales", *scales)};
     for (const auto& [a, b] : {std::pair(1, 0), {2, 0}, {2, 1}}) {
       TW_RETURN_IF_FAILED(check_apart(extents[a], extents[b]));
     }
@@ -68,7 +67,7 @@ Status check_call(const twTensor_t* rows, const twTensor_t* values, const twTens
 twResult_t twQuantizeFp8(const twTensor_t* rows, const twTensor_t* values, const twTensor_t* scales,
                          int32_t power_of_two, int32_t device, void* stream) {
   return tw::api::enter([&]() -> Status {
-    Call call{};
+    tw::quantize::Call call{};
     TW_RETURN_IF_FAILED(check_call(rows, values, scales, power_of_two, device, stream, &call));
     if (device >= 0) {
 #if TOKENWAY_WITH_CUDA

@@ -32,7 +32,7 @@ Status check_rows(const RowsWanted& wanted, const twTensor_t& tensor, int64_t st
 // What an output that is filled in here is.
 twTensor_t contiguous_tensor(void* data, twDtype_t dtype, const std::vector<int64_t>& shape);
 
-// Bytes that a tensor touches.
+// Bytes from the first to the last that a tensor touches.
 struct Extent {
   const std::byte* begin;
   const std::byte* end;

@@ -20,15 +20,15 @@ struct Found {
 };
 
 // Of one rank: sums of shares of one or two of its slots, the largest first.
-struct Option {
+struct Choice {
   Units sum;
   std::array<int32_t, 2> places;
 };
 
-bool fits(const Packing& packing, const Option& a, const Option& b) {
+bool fits(const Packing& packing, const Choice& a, const Choice& b) {
   const int32_t slots = packing.problem().shape.slots;
   const int32_t r = a.places[0] / slots, q = b.places[0] / slots;
-  const auto enters = [&](const Option& coming, const Option& leaving, int32_t rank) {
+  const auto enters = [&](const Choice& coming, const Choice& leaving, int32_t rank) {
     for (const int32_t place : coming.places) {
       if (place < 0) continue;
       const int32_t e = packing.at(place);
@@ -42,12 +42,12 @@ bool fits(const Packing& packing, const Option& a, const Option& b) {
   return enters(a, b, q) && enters(b, a, r);
 }
 
-// Walks the options of r and q, both sorted, and keeps the best exchange that fits.
-void walk(const Packing& packing, const std::vector<Option>& of_r, const std::vector<Option>& of_q, Units hot,
+// Walks the choices of r and q, both sorted, and keeps the best exchange that fits.
+void walk(const Packing& packing, const std::vector<Choice>& of_r, const std::vector<Choice>& of_q, Units hot,
           Units cool, Found* best) {
   const Units difference = hot - cool;
   size_t j = 0;
-  for (const Option& a : of_r) {
+  for (const Choice& a : of_r) {
     const Units wanted = a.sum - difference / 2;
     while (j < of_q.size() && of_q[j].sum > wanted) ++j;
     // The last above what is wanted, and the first not above.
@@ -60,28 +60,28 @@ void walk(const Packing& packing, const std::vector<Option>& of_r, const std::ve
   }
 }
 
-void list_singles(const Packing& packing, int32_t rank, std::vector<Option>* options) {
+void list_singles(const Packing& packing, int32_t rank, std::vector<Choice>* choices) {
   const int32_t slots = packing.problem().shape.slots;
-  options->clear();
+  choices->clear();
   for (int32_t place = rank * slots; place < (rank + 1) * slots; ++place) {
-    options->push_back({packing.share_at(place), {place, -1}});
+    choices->push_back({packing.share_at(place), {place, -1}});
   }
 }
 
-void list_pairs(const Packing& packing, int32_t rank, std::vector<Option>* options) {
+void list_pairs(const Packing& packing, int32_t rank, std::vector<Choice>* choices) {
   const int32_t slots = packing.problem().shape.slots, first = rank * slots;
-  options->clear();
+  choices->clear();
   for (int32_t i = 0; i < slots; ++i) {
     for (int32_t k = i + 1; k < slots; ++k) {
-      options->push_back({packing.share_at(first + i) + packing.share_at(first + k), {first + i, first + k}});
+      choices->push_back({packing.share_at(first + i) + packing.share_at(first + k), {first + i, first + k}});
     }
   }
-  std::stable_sort(options->begin(), options->end(), [](const Option& a, const Option& b) { return a.sum > b.sum; });
+  std::stable_sort(choices->begin(), choices->end(), [](const Choice& a, const Choice& b) { return a.sum > b.sum; });
 }
 
 template <class List>
 Found search(const Packing& packing, int32_t r, int32_t first, int32_t last, List&& list) {
-  static thread_local std::vector<Option> of_r, of_q;
+  static thread_local std::vector<Choice> of_r, of_q;
   Found best{packing.load(r)};
   list(packing, r, &of_r);
   for (int32_t q = first; q < last; ++q) {

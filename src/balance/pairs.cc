@@ -16,10 +16,10 @@
 namespace tw::balance {
 namespace {
 
-constexpr size_t kThresholds = 256;  // with more of them, keeping to these is not all: what is reached is looked at
-constexpr int32_t kTries = 6;        // limits
-constexpr int32_t kSteps = 80;       // for each
-constexpr int32_t kRest = 4;         // steps in which an expert that has changed does not change back
+constexpr size_t kPairThresholds = 256;  // with more of them, keeping to these is not all: what is reached is looked at
+constexpr int32_t kTries = 6;            // limits
+constexpr int32_t kSteps = 80;           // for each
+constexpr int32_t kRest = 4;             // steps in which an expert that has changed does not change back
 
 constexpr Worth kNothing{0, 0};
 
@@ -28,7 +28,7 @@ class Fit {
   Fit(const Problem& problem, Units limit, const std::vector<int32_t>& counts)
       : problem_(problem),
         limit_(limit),
-        thresholds_(problem, limit, kThresholds),
+        thresholds_(problem, limit, kPairThresholds),
         counts_(counts),
         rests_(counts.size(), 0),
         lacks_(thresholds_.size(), 0),

@@ -13,7 +13,7 @@ namespace tw::cpu {
 namespace {
 
 // A sleeper looks up this often, for peers that died or gave up: they cannot wake it.
-constexpr std::chrono::milliseconds kLook{10};
+constexpr std::chrono::milliseconds kLongestSleep{10};
 
 // From the kernel: sysconf reads the processor's own table, which virtual machines leave as it was on a larger host.
 uint64_t last_level_cache() {
@@ -80,7 +80,7 @@ void CpuTransport::sleep(uint64_t offset, uint32_t step, TimePoint deadline) {
   sleepers(me_).fetch_add(1, std::memory_order_seq_cst);
   const Word seen = unpack(at(me_, offset).load(std::memory_order_seq_cst));
   if (!reached(seen.step, step)) {
-    const auto left = std::min<std::chrono::nanoseconds>(deadline - std::chrono::steady_clock::now(), kLook);
+    const auto left = std::min<std::chrono::nanoseconds>(deadline - std::chrono::steady_clock::now(), kLongestSleep);
     if (left.count() > 0) {
       const timespec limit{0, static_cast<long>(left.count())};
       ::syscall(SYS_futex, step_half(local(offset)), FUTEX_WAIT, seen.step, &limit, nullptr, 0);

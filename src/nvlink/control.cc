@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kLook{20};
 // From seeing that a peer is gone to stopping: its last words may be on their way through a kernel.
-constexpr std::chrono::milliseconds kGrace{100};
+constexpr std::chrono::milliseconds kLastWords{100};
 
 constexpr uint64_t kPageBytes = (sizeof(ControlPage) + 4095) / 4096 * 4096;
 
@@ -120,7 +120,7 @@ void Control::watch() {
     if (apart_) listen(lock);
     for (int rank = 0; rank < static_cast<int>(members_.size()) && dead() < 0; ++rank) {
       if (bootstrap_->alive(members_[rank])) continue;
-      if (ended_.wait_for(lock, kGrace, [this] { return ending_; })) return;
+      if (ended_.wait_for(lock, kLastWords, [this] { return ending_; })) return;
       dead_.store(rank, std::memory_order_release);
       stop();
     }

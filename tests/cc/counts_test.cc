@@ -11,14 +11,14 @@ namespace {
 
 using std::chrono::milliseconds;
 
-twGroupConfig_t impatient() {
+twGroupConfig_t impatient_counting() {
   twGroupConfig_t config = counting(6, 2, 4);
   config.timeout_ms = 60;
   return config;
 }
 
 // The group still does what it should.
-void expect_usable(const World& world, uint32_t seed) {
+void expect_counts(const World& world, uint32_t seed) {
   Counted counted(world, std::vector<int>(world.size(), 3), seed);
   counted.exchange();
   counted.use(twFlat);
@@ -49,7 +49,7 @@ TEST(Counts, NoTokensAnywhere) {
     counted.exchange();
     counted.use(seed % 2 == 0 ? twFlat : twGrouped);
   }
-  expect_usable(world, 4);
+  expect_counts(world, 4);
 }
 
 // A rank may hold no expert at all, and then receives nothing.
@@ -177,7 +177,7 @@ TEST(Counts, OverflowIsRefusedAlike) {
     int64_t rows = 0;
     EXPECT_TW(twInvalidUsage, twHandleNumRecvRows(counted.handles[rank], twFlat, &rows)) << "there are none";
   }
-  expect_usable(world, 4);
+  expect_counts(world, 4);
 }
 
 TEST(Counts, RefusalIsToldAtOnce) {
@@ -251,7 +251,7 @@ TEST(Counts, RefusalKeepsWhatTheHandleHas) {
 
 // Nobody else sends, so the next step on the lane has to wait for the refused one's words, and says so (S2).
 TEST(Counts, RefusedStepIsWaitedOut) {
-  World world(2, impatient());
+  World world(2, impatient_counting());
   Counted counted(world, {4, 4}, 1);
   twCountsInput_t wrong = TW_COUNTS_INPUT_INIT;
   wrong.send_only = 2;
@@ -277,7 +277,7 @@ void expect_finished(const World& world, int rank, Counted& counted, twResult_t 
 }
 
 TEST(Counts, TimeoutNamesTheLateRank) {
-  World world(3, impatient());
+  World world(3, impatient_counting());
   Counted counted(world, {4, 4, 4}, 1);
   EXPECT_TW(twSuccess, counted.exchange(0, true));
   EXPECT_TW(twSuccess, counted.exchange(1, true));

@@ -27,6 +27,12 @@ twGroupConfig_t make_config(int experts, int top_k, int max_tokens, int64_t elem
   return config;
 }
 
+twGroupConfig_t impatient(int timeout_ms) {
+  twGroupConfig_t config = make_config(6, 2, 4);
+  config.timeout_ms = timeout_ms;
+  return config;
+}
+
 twTensor_t tensor(void* data, twDtype_t dtype, std::initializer_list<int64_t> shape) {
   twTensor_t made{};
   made.data = data;

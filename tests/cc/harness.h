@@ -49,6 +49,8 @@ void on_all_ranks(int ranks, const std::function<void(int)>& run);
 
 // One bfloat16 payload of `elements`, combined in bfloat16.
 twGroupConfig_t make_config(int experts, int top_k, int max_tokens, int64_t elements = 8);
+// 6 experts, top 2, 4 tokens; waits end soon.
+twGroupConfig_t impatient(int timeout_ms = 60);
 
 twTensor_t tensor(void* data, twDtype_t dtype, std::initializer_list<int64_t> shape);
 twErrorRecord_t error_of(twGroup_t group);

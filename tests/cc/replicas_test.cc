@@ -15,9 +15,9 @@ namespace tw {
 namespace {
 
 // Of slots by expert, on ranks.
-class Owned {
+class Slots {
  public:
-  Owned(const std::vector<std::vector<int32_t>>& by_expert, std::vector<int32_t> ranks, int32_t me)
+  Slots(const std::vector<std::vector<int32_t>>& by_expert, std::vector<int32_t> ranks, int32_t me)
       : rank_of(std::move(ranks)) {
     for (const std::vector<int32_t>& mine : by_expert) {
       if (mine.size() > 1) several.push_back(static_cast<int32_t>(first.size()));
@@ -45,7 +45,7 @@ class Owned {
 };
 
 TEST(Replicas, InTurn) {
-  const Owned owned({{0, 3, 5}, {1}}, {0, 0, 0, 1, 1, 2}, 2);
+  const Slots owned({{0, 3, 5}, {1}}, {0, 0, 0, 1, 1, 2}, 2);
   const Replicas& of = owned.replicas;
   EXPECT_EQ(of.choose(0, 0), 5);  // the (rank + token)-th
   EXPECT_EQ(of.choose(0, 1), 0);
@@ -55,7 +55,7 @@ TEST(Replicas, InTurn) {
 }
 
 TEST(Replicas, SharesByInterval) {
-  Owned owned({{0, 1, 2}}, {0, 1, 2}, 0);
+  Slots owned({{0, 1, 2}}, {0, 1, 2}, 0);
   const std::vector<uint32_t> lower = {0, 1u << 31, 3u << 30};  // a half, a quarter, a quarter
   owned.replicas.lower = lower.data();
   std::vector<int> got(3, 0);
@@ -66,7 +66,7 @@ TEST(Replicas, SharesByInterval) {
 }
 
 // The least largest load there is, by trying all.
-int32_t best(const Owned& owned, const std::vector<int32_t>& counts, const std::vector<int32_t>& load, size_t at) {
+int32_t best(const Slots& owned, const std::vector<int32_t>& counts, const std::vector<int32_t>& load, size_t at) {
   if (at == owned.several.size()) return *std::max_element(load.begin(), load.end());
   const int32_t expert = owned.several[at];
   const int32_t begin = owned.first[expert];
@@ -106,7 +106,7 @@ TEST(Replicas, QuotasAddUpAndLevel) {
         rank_of.push_back(home);
       }
     }
-    Owned owned(by_expert, rank_of, static_cast<int32_t>(seed % 4));
+    Slots owned(by_expert, rank_of, static_cast<int32_t>(seed % 4));
     std::vector<int32_t> counts(7);
     std::vector<int32_t> load(4, 0);
     for (int32_t e = 0; e < 7; ++e)
@@ -137,7 +137,7 @@ TEST(Replicas, QuotasAddUpAndLevel) {
 TEST(Replicas, WhatIsLeftGoesElsewhereOnEachRank) {
   std::vector<int32_t> sum(3, 0);
   for (int32_t me = 0; me < 3; ++me) {
-    Owned owned({{0, 1, 2}}, {0, 1, 2}, me);
+    Slots owned({{0, 1, 2}}, {0, 1, 2}, me);
     std::vector<int32_t> load(3, 0);
     owned.quotas({1}, &load);
     for (int rank = 0; rank < 3; ++rank) sum[rank] += load[rank];

@@ -13,9 +13,9 @@ namespace tw {
 namespace {
 
 // The arrays of a routing, larger than needed: a wrong routing then fails a test instead of writing past an end.
-class Owned {
+class Routed {
  public:
-  Owned(const Shape& shape, std::vector<int32_t> given)
+  Routed(const Shape& shape, std::vector<int32_t> given)
       : ids(std::move(given)),
         first(ids.size() / shape.top_k + 1, -7),
         destinations(ids.size() + 1, {-7, -7}),
@@ -47,10 +47,10 @@ TEST(Routing, ByHand) {
   const std::vector<int32_t> rank = {2, 0, 1, 0, 2, 1};  // of experts 0..5
   const std::vector<int32_t> slot = {0, 0, 0, 1, 1, 1};
   const Shape shape{3, 6, 3, 8, 1, 1, {4}, 4};
-  Owned owned(shape, {0, 4, 1,     // ranks 2, 2, 0
-                      -1, -1, -1,  // nowhere
-                      5, -1, 2,    // rank 1 twice
-                      4, 3, 5});   // all
+  Routed owned(shape, {0, 4, 1,     // ranks 2, 2, 0
+                       -1, -1, -1,  // nowhere
+                       5, -1, 2,    // rank 1 twice
+                       4, 3, 5});   // all
   assign_slots(shape, {rank.data(), slot.data()}, &owned.routing);
   EXPECT_EQ(owned.of(0), (Pairs{{0, 0}, {2, 0}}));
   EXPECT_EQ(owned.of(1), Pairs{});
@@ -79,7 +79,7 @@ void expect_slots(const Shape& shape, int tokens, uint32_t seed) {
   std::vector<int32_t> slot(shape.experts, 0);
   for (int e = 0; e < shape.experts; ++e)
     rank[e] = static_cast<int32_t>(test::mix({seed, 77, static_cast<uint64_t>(e)}) % shape.ranks);
-  Owned owned(shape, random_ids(shape, tokens, seed));
+  Routed owned(shape, random_ids(shape, tokens, seed));
   assign_slots(shape, {rank.data(), slot.data()}, &owned.routing);
   std::map<int32_t, int32_t> sent;
   for (int t = 0; t < tokens; ++t) {
@@ -107,7 +107,7 @@ TEST(Routing, RanksOnceAscendingSlotsInTokenOrder) {
 
 TEST(Routing, NoTokens) {
   const Shape shape{3, 6, 3, 8, 1, 1, {4}, 4};
-  Owned owned(shape, {});
+  Routed owned(shape, {});
   assign_slots(shape, {nullptr, nullptr}, &owned.routing);
   EXPECT_EQ(owned.first[0], 0);
   EXPECT_EQ(owned.counts, (std::vector<int32_t>{0, 0, 0}));
@@ -118,9 +118,9 @@ TEST(Routing, Deterministic) {
   const Shape shape{4, 16, 6, 20, 1, 1, {4}, 4};
   const std::vector<int32_t> rank = {3, 1, 2, 0, 0, 1, 2, 3, 3, 3, 1, 0, 2, 2, 1, 0};
   const std::vector<int32_t> slot(16, 0);
-  Owned once(shape, random_ids(shape, 20, 1));
+  Routed once(shape, random_ids(shape, 20, 1));
   assign_slots(shape, {rank.data(), slot.data()}, &once.routing);
-  Owned again(shape, random_ids(shape, 20, 2));
+  Routed again(shape, random_ids(shape, 20, 2));
   assign_slots(shape, {rank.data(), slot.data()}, &again.routing);
   std::copy(once.ids.begin(), once.ids.end(), again.ids.begin());
   assign_slots(shape, {rank.data(), slot.data()}, &again.routing);

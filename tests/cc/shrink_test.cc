@@ -16,12 +16,6 @@ using Clock = std::chrono::steady_clock;
 constexpr milliseconds kPatience{300};
 constexpr int kNever = -1;  // alive, but does not come
 
-twGroupConfig_t impatient() {
-  twGroupConfig_t config = make_config(6, 2, 4);
-  config.timeout_ms = 100;
-  return config;
-}
-
 struct Outcome {
   twResult_t result = twSuccess;
   std::vector<int> members;  // of the new group, as ranks of the comm
@@ -47,7 +41,7 @@ Outcome shrink(twGroup_t group) {
   // A group that its other members do not have cannot be used, nor ended in a barrier.
   const twErrorRecord_t old = error_of(group);
   EXPECT_EQ(old.sticky, 1);
-  dispatch_nothing(survivors, impatient());
+  dispatch_nothing(survivors, impatient(100));
   EXPECT_TW(twSuccess, twGroupDestroy(survivors));
   return outcome;
 }
@@ -55,7 +49,7 @@ Outcome shrink(twGroup_t group) {
 // Ranks enter shrink at these times, in milliseconds; the last one beyond them is dead.
 std::vector<Outcome> shrink_at(const std::vector<int>& entries) {
   const int alive = static_cast<int>(entries.size());
-  World world(alive + 1, impatient());
+  World world(alive + 1, impatient(100));
   world.kill(alive);
   std::vector<Outcome> outcomes(alive);
   const auto begin = Clock::now();
@@ -164,7 +158,7 @@ TEST_F(Shrink, AnyTimes) {
 // An exception often hits several ranks alike: they give the group up at once, and the others need not wait for them.
 void shrink_without(int ranks, const std::vector<int>& aborters, bool noticed) {
   SCOPED_TRACE(::testing::Message() << ranks << " ranks, aborters " << text(aborters) << ", noticed " << noticed);
-  World world(ranks, impatient());
+  World world(ranks, impatient(100));
   const Traffic traffic = make_traffic(world.config, std::vector<int>(ranks, 4), 1);
   for (const int rank : aborters) {
     if (noticed && rank != aborters.front()) {  // it gives up a group that is finished already
@@ -207,7 +201,7 @@ TEST_F(Shrink, ThreeAbortersOfFour) { shrink_without(4, {1, 2, 3}, true); }
 
 // What was under way ends at once when the group was shrunk, though it had no error.
 TEST_F(Shrink, PendingOperationsEnd) {
-  twGroupConfig_t config = impatient();
+  twGroupConfig_t config = impatient(100);
   config.timeout_ms = 4000;
   World world(3, config);
   Exchange exchange(world, make_traffic(config, {4, 4, 4}, 1), {}, 1);

@@ -10,12 +10,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-twGroupConfig_t impatient(int timeout_ms = 60) {
-  twGroupConfig_t config = make_config(6, 2, 4);
-  config.timeout_ms = timeout_ms;
-  return config;
-}
-
 // What a failed dispatch leaves: nothing from whom it did not hear.
 void expect_nothing_from(const World& world, const Side& side, int source) {
   ASSERT_NE(side.received.counts.data, nullptr);
