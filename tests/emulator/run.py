@@ -28,7 +28,8 @@ NOTHING = "CUDA's headers or Boost.Context are missing"
 def build() -> bool:
     """Builds the library. False if this machine has not what it takes."""
     cmake = str(TOOLS / "cmake")
-    options = ["-DTOKENWAY_CUDA=OFF", "-DTOKENWAY_EMULATOR=ON", "-DCMAKE_UNITY_BUILD=ON", f"-DCMAKE_MAKE_PROGRAM={TOOLS / 'ninja'}"]
+    options = ["-DTOKENWAY_CUDA=OFF", "-DTOKENWAY_EMULATOR=ON", "-DCMAKE_UNITY_BUILD=ON"]
+    options += [f"-DCMAKE_MAKE_PROGRAM={TOOLS / 'ninja'}"]
     configure = [cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(BUILD), "--log-level=NOTICE", *options]
     said = subprocess.run(configure, capture_output=True, text=True)
     if said.returncode:
