@@ -46,7 +46,7 @@ double CarriedTransport::time_moves(twMoveKind_t kind, uint64_t bytes, int round
   std::vector<double> times;
   for (int round = -1; round < rounds; ++round) {  // the first one connects
     const TimePoint begin = std::chrono::steady_clock::now();
-    const int64_t move = start(0, kind, from, to, &bytes, &bytes);
+    const int64_t move = start(0, kind, from.data(), to.data(), &bytes, &bytes);
     const int ended =
         move < 0 ? -1 : carrier_->calls.wait(carrier_->calls.context, channel_, move, milliseconds_to(deadline));
     if (ended != 1) {

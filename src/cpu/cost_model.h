@@ -40,9 +40,9 @@ constexpr uint64_t longest_message(const Shape& shape) {
   return std::max(row * static_cast<uint64_t>(shape.max_tokens), shape.exact() ? counts : 0);
 }
 
-// Bytes of each message that travel with its frame: as many, to all peers together, as take half as long as a second
-// move takes to begin. So a step takes at most half a move longer than with the sizes known beforehand, and a small one
-// half the time that asking for the sizes would take.
+// Bytes of each message that travel with its frame, in the first move of a step: as many, to all peers together, as take
+// half as long as a second move takes to begin. A step whose messages fit is one move. Of one whose messages are longer
+// the second move has only the rest, so blocks cost it nothing but what shorter messages leave empty beside longer ones.
 inline uint64_t choose_inline_bytes(const Shape& shape, const Costs& costs) {
   const double bytes = costs.exchange_us * costs.exchange_rate / 2 / std::max(1, shape.ranks - 1);
   return static_cast<uint64_t>(std::clamp(bytes, 0.0, static_cast<double>(longest_message(shape))));
@@ -59,7 +59,8 @@ inline double dispatch_us(const Shape& shape, const Costs& costs, uint64_t inlin
   const double blocks = costs.exchange_us + peers * static_cast<double>(inline_bytes) / costs.exchange_rate;
   if (message <= static_cast<double>(inline_bytes)) return blocks;
   const double start = gathered ? costs.gather_us : costs.exchange_us;
-  return blocks + start + peers * message / (gathered ? costs.gather_rate : costs.exchange_rate);
+  const double rest = message - static_cast<double>(inline_bytes);
+  return blocks + start + peers * rest / (gathered ? costs.gather_rate : costs.exchange_rate);
 }
 
 inline bool choose_gathered(const Shape& shape, const Costs& costs, twStrategy_t strategy, uint64_t inline_bytes,

@@ -157,8 +157,9 @@ struct Way {
   twStrategy_t strategy;
   int64_t inline_bytes;
 };
-constexpr Way kWays[] = {{twAuto, -1},          {twRouted, 0},    {twRouted, 200},
-                         {twRouted, INT64_MAX}, {twGathered, -1}, {twGathered, 0}};
+// 200 bytes are the beginning of many a message here, and end within a row or the 16 bytes before it.
+constexpr Way kWays[] = {{twAuto, -1},     {twRouted, 0},   {twRouted, 200},  {twRouted, INT64_MAX},
+                         {twGathered, -1}, {twGathered, 0}, {twGathered, 200}};
 
 TEST(Carried, EveryWayAgainstTheOracle) {
   for (const Way& way : kWays) {
@@ -271,6 +272,22 @@ TEST(Carried, CostModel) {
   EXPECT_TRUE(cpu::choose_gathered(shape, multicast, twAuto, 0, 1000));
   shape.max_tokens = 1;  // the longest message is shorter than what would pay
   EXPECT_EQ(cpu::choose_inline_bytes(shape, ring), cpu::longest_message(shape));
+}
+
+// A dispatch whose messages are longer than a block pays for what is left of them alone: blocks cost little where there
+// is more to send, and much where there is nothing.
+TEST(Carried, CostOfBlocks) {
+  Shape shape;
+  shape.ranks = 2;
+  shape.top_k = 64;  // all tokens go to the other rank
+  shape.max_tokens = 100;
+  shape.payloads = 1;
+  shape.payload_bytes[0] = 10000;
+  const Costs costs{200, 1000, 600, 800};
+  const double row = static_cast<double>(cpu::routed_row_bytes(shape));
+  EXPECT_DOUBLE_EQ(cpu::dispatch_us(shape, costs, 0, 50, false), 400 + 50 * row / 1000);
+  EXPECT_DOUBLE_EQ(cpu::dispatch_us(shape, costs, 100000, 50, false), 400 + 50 * row / 1000);
+  EXPECT_DOUBLE_EQ(cpu::dispatch_us(shape, costs, 100000, 1, false), 200 + 100);
 }
 
 }  // namespace

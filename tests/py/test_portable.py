@@ -47,6 +47,7 @@ def judge(case: Case, by_rank: list[Any]) -> None:
 @example("torch-fixed", HARD)
 @example("torch-gathered", HARD)
 @example("torch-ring", HARD)
+@example("torch-split", HARD)
 @given(st.sampled_from(list(WAYS)), any_case(max_ranks=4))
 def test_no_way_changes_a_bit(way: str, case: Case) -> None:
     judge(case, play(way, case))
