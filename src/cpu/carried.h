@@ -119,7 +119,8 @@ class CarriedTransport {
   explicit CarriedTransport(const BackendInit& init);
   Status open(const BackendInit& init);
   Status measure(const BackendInit& init);
-  double time_moves(twMoveKind_t kind, uint64_t bytes, int rounds, TimePoint deadline);
+  Status measure_moves(const BackendInit& init, std::vector<TimedRound>* rounds);
+  double time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline);
 
   Flight& new_flight(StepPlace at);
   Flight* find(uint64_t offset, int source);
