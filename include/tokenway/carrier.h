@@ -96,9 +96,11 @@ typedef struct {
   const twCarrier_t* carrier;  // copied
   twStrategy_t strategy;       // of dispatches
   // A step is a move of equal blocks, each a frame and so many bytes of a message; if a message anywhere is longer,
-  // all messages that are travel in a second move, exactly as long as they are. 0: exact sizes always. INT64_MAX: as
-  // much as the group's longest message, so one move for each (two for a gather of many narrow tensors). -1: what takes
-  // no longer to move than a second move takes to begin, as measured when the group is created
+  // what is left of all that are travels in a second move, exactly as long as it is. 0: exact sizes always. INT64_MAX:
+  // as much as the group's longest message, so one move for each (two for a gather of many narrow tensors). -1: as
+  // much, to all ranks together, as takes two thirds of the time that a second move takes to begin; the longest
+  // message, where that takes no longer than a second move's beginning. As measured when the comm's first group is
+  // created
   int64_t inline_bytes;
   // 1: ranks have a CUDA device each, `device` (-1: the current one), and so are the tensors of all calls. Blocks then
   // have fixed sizes: strategy must be twRouted or twAuto, which are the same, and inline_bytes is not used.
@@ -112,8 +114,10 @@ typedef struct {
   size_t size;
   twStrategy_t strategy;  // as configured
   int64_t inline_bytes;   // of each message, in the first move; on a device, of a dispatch's block for max_tokens rows
-  // Not on a device. Measured when the first group was created, the worst of any rank: microseconds of a move of few
-  // bytes, and bytes per microsecond that a rank sends in a large one; of an all-to-all and of an all-gather.
+  // Not on a device. Measured when the first group was created, in up to 20 rounds or some 250 ms, the least of the
+  // ranks' mean times: microseconds of a move of few bytes, and bytes per microsecond that a rank sends in a large one
+  // (1 MiB to all peers together, less the time of a small one, but three quarters of its time at least); of an
+  // all-to-all and of an all-gather. The same on all ranks.
   double exchange_us;
   double exchange_rate;
   double gather_us;

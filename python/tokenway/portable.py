@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+
 from tokenway import _carrier, _native, carried
 from tokenway.errors import InvalidArgument, Unsupported
 
@@ -37,9 +39,9 @@ class PortableInfo:
     """How a group of a portable comm exchanges, and what decided it.
 
     inline_bytes of each message travel in the first collective of a step. Measured when the comm's first group was
-    created, the worst of any rank: microseconds of a collective of few bytes, and bytes per microsecond that a rank
-    sends in a large one; of an all-to-all (exchange) and of an all-gather. On CUDA devices nothing is measured, and
-    inline_bytes are those of a dispatch's block for max_tokens rows.
+    created, the same on all ranks: microseconds of a collective of few bytes, and bytes per microsecond that a rank
+    sends in a large one; of an all-to-all (exchange) and of an all-gather, over gloo made of an all-to-all too. On CUDA
+    devices nothing is measured, and inline_bytes are those of a dispatch's block for max_tokens rows.
     """
 
     strategy: str
@@ -157,6 +159,7 @@ class Channel:
 
         self._groups = connect_queues(config, connect, store, shared)
         self._torch = torch
+        self._gloo = dist.ProcessGroupGloo if dist.is_gloo_available() else ()
         self._nranks = config.nranks
         self._exchange_options = dist.AllToAllOptions()
         self._exchange_options.timeout = _FOREVER
@@ -165,6 +168,7 @@ class Channel:
         self._works: dict[int, Any] = {}
         self._next = 0
         self._tensors: dict[tuple[int, int], Any] = {}
+        self._copies: dict[int, Any] = {}  # by queue: uint8, what a gather over gloo sends
 
     def _tensor(self, address: int, count: int) -> Any:
         """uint8[count] over memory of the C library."""
@@ -181,6 +185,21 @@ class Channel:
             self._tensors[key] = found
         return found
 
+    def _repeated(self, move: _carrier.Move, each: int) -> Any:
+        """uint8[N * each]: a gather's part once for each rank.
+
+        Gloo's own all-gather goes round a ring, and PyTorch copies what it brings with as many threads as there are
+        cores, in each rank, which wait for each other by spinning: with 2 ranks on 2 cores 15 to 30 ms for 1 MiB from
+        each, which an all-to-all of copies takes 1 for. The bytes on the wire are the same.
+        """
+        count = each * self._nranks
+        kept = self._copies.get(move.queue)
+        if kept is None or kept.numel() < count:
+            kept = self._copies[move.queue] = self._torch.empty(count, dtype=self._torch.uint8)
+        copies = kept[:count]
+        np.copyto(copies.numpy().reshape(self._nranks, each), self._tensor(move.send, each).numpy())
+        return copies
+
     def start(self, move: _carrier.Move) -> int:
         group, n = self._groups[move.queue], self._nranks
         if move.kind == EXACT:
@@ -190,7 +209,9 @@ class Channel:
         else:
             each = move.send_bytes[0]
             to = self._tensor(move.recv, each * n)
-            if move.kind == GATHER:
+            if move.kind == GATHER and isinstance(group, self._gloo):
+                work = group.alltoall_base(to, self._repeated(move, each), [], [], self._exchange_options)
+            elif move.kind == GATHER:
                 work = group._allgather_base(to, self._tensor(move.send, each), self._gather_options)
             else:
                 work = group.alltoall_base(to, self._tensor(move.send, each * n), [], [], self._exchange_options)
@@ -218,9 +239,8 @@ class Channel:
     def close(self, idle: bool) -> None:
         if not idle:
             # A collective that never ends cannot be called off, and its group's destructor would wait for it.
-            for group in self._groups:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._works))
+            for kept in (*self._groups, self._works, self._copies):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         self._groups.clear()
         self._tensors.clear()
 

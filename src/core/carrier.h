@@ -5,7 +5,7 @@
 
 namespace tw {
 
-// What moves take, the worst of any rank: so it is the same on all.
+// What moves take; the same on all ranks.
 struct Costs {
   double exchange_us = 0;    // a move of few bytes, all-to-all
   double exchange_rate = 1;  // bytes per microsecond that a rank sends

@@ -105,7 +105,7 @@ void CarriedTransport::begin(StepPlace at, const Outline& outline, bool send_onl
     const uint64_t bytes =
         peer == me_ ? 0 : rows * (outline.bytes + static_cast<uint64_t>(outline.puts) * kPutHeader) + once;
     flight.mine[peer].bytes = bytes;
-    flight.begin[peer + 1] = flight.begin[peer] + (is_long(flight.mine[peer]) ? bytes : 0);
+    flight.begin[peer + 1] = flight.begin[peer] + rest_of(bytes);
     most = std::max(most, bytes);
   }
   for (Frame& frame : flight.mine) frame.most = most;
@@ -127,14 +127,20 @@ std::byte* CarriedTransport::begin_gathered(StepPlace at, int tokens, uint64_t m
     frame.tokens = static_cast<uint64_t>(tokens);
     frame.gathered = 1;
   }
-  if (!is_long(flight.mine[me_])) return block(flight.send, me_) + sizeof(Frame);
-  flight.rest_send.resize(bytes);
+  flight.rest_send.resize(std::max<uint64_t>(bytes, 1));
   return flight.rest_send.data();
 }
 
-std::byte* CarriedTransport::message(Flight& flight, int peer) {
-  if (is_long(flight.mine[peer])) return flight.rest_send.data() + flight.begin[peer];
-  return block(flight.send, peer) + sizeof(Frame);
+// To a message: what fits into its block, then the rest.
+void CarriedTransport::append(Flight& flight, int peer, const void* from, uint64_t n) {
+  const uint64_t at = flight.filled[peer];
+  const uint64_t first = std::min(n, inline_bytes_ - std::min(at, inline_bytes_));
+  if (first > 0) std::memcpy(block(flight.send, peer) + sizeof(Frame) + at, from, first);
+  if (first < n) {
+    std::byte* const rest = flight.rest_send.data() + flight.begin[peer];
+    std::memcpy(rest + (at + first - inline_bytes_), static_cast<const std::byte*>(from) + first, n - first);
+  }
+  flight.filled[peer] += n;
 }
 
 void CarriedTransport::put(int peer, uint64_t offset, const void* source, size_t n) {
@@ -142,12 +148,9 @@ void CarriedTransport::put(int peer, uint64_t offset, const void* source, size_t
     std::memcpy(local(offset), source, n);
     return;
   }
-  Flight& flight = *sending_;
-  std::byte* const to = message(flight, peer) + flight.filled[peer];
   const PutHeader header{offset, n};
-  std::memcpy(to, &header, sizeof header);
-  std::memcpy(to + sizeof header, source, n);
-  flight.filled[peer] += sizeof header + n;
+  append(*sending_, peer, &header, sizeof header);
+  append(*sending_, peer, source, n);
 }
 
 void CarriedTransport::publish(int peer, uint64_t offset, Word word, uint64_t note) {
@@ -171,20 +174,19 @@ void CarriedTransport::ship(Flight& flight) {
   }
   for (int peer = 0; peer < ranks_; ++peer) {
     std::memcpy(block(flight.send, peer), &flight.mine[peer], sizeof(Frame));
-    if (!flight.gathered || peer == me_ || is_long(flight.mine[me_])) continue;
-    std::memcpy(block(flight.send, peer) + sizeof(Frame), block(flight.send, me_) + sizeof(Frame),
-                flight.mine[me_].bytes);
+    if (!flight.gathered || peer == me_) continue;
+    append(flight, peer, flight.rest_send.data(), std::min(flight.mine[me_].bytes, inline_bytes_));
   }
   const uint64_t bytes = sizeof(Frame) + inline_bytes_;
-  flight.move = start(flight.at.lane, twMoveBlocks, flight.send, flight.recv, &bytes, &bytes);
+  flight.move = start(flight.at.lane, twMoveBlocks, flight.send.data(), flight.recv.data(), &bytes, &bytes);
   if (flight.move < 0) flight.stage = Stage::kFailed;
   // Who does not wait now cannot say later, while it computes, that it is not the one who is late.
   if (flight.send_only) notice(flight);
 }
 
-int64_t CarriedTransport::start(int queue, twMoveKind_t kind, Buffer& from, Buffer& to, const uint64_t* send,
-                                const uint64_t* recv) {
-  const twMove_t move{sizeof(twMove_t), kind, queue, from.data(), to.data(), send, recv};
+int64_t CarriedTransport::start(int queue, twMoveKind_t kind, const std::byte* from, std::byte* to,
+                                const uint64_t* send, const uint64_t* recv) {
+  const twMove_t move{sizeof(twMove_t), kind, queue, from, to, send, recv};
   return carrier_->calls.start(carrier_->calls.context, channel_, &move);
 }
 
@@ -250,7 +252,7 @@ void CarriedTransport::read_frames(Flight& flight) {
              word.mode == own.mode && frame.note == mine.note && frame.gathered == mine.gathered &&
              frame.bytes <= frame.most;
     most = std::max(most, frame.most);
-    flight.arrived[source + 1] = flight.arrived[source] + (is_long(frame) ? frame.bytes : 0);
+    flight.arrived[source + 1] = flight.arrived[source] + rest_of(frame.bytes);
   }
   if (!agreed || most <= inline_bytes_) {
     land(flight, agreed);
@@ -258,10 +260,12 @@ void CarriedTransport::read_frames(Flight& flight) {
   }
   flight.stage = Stage::kRest;
   if (flight.gathered) {
-    for (int source = 0; source < ranks_; ++source) flight.arrived[source + 1] = flight.arrived[source] + most;
+    const uint64_t each = rest_of(most);
+    for (int source = 0; source < ranks_; ++source) flight.arrived[source + 1] = flight.arrived[source] + each;
     flight.rest_send.resize(most);
-    flight.rest_recv.resize(flight.arrived[ranks_]);
-    flight.move = start(flight.at.lane, twMoveGather, flight.rest_send, flight.rest_recv, &most, &most);
+    flight.rest_recv.resize(inline_bytes_ + flight.arrived[ranks_]);
+    flight.move = start(flight.at.lane, twMoveGather, flight.rest_send.data() + inline_bytes_,
+                        flight.rest_recv.data() + inline_bytes_, &each, &each);
   } else {
     std::vector<uint64_t> send(ranks_);
     std::vector<uint64_t> recv(ranks_);
@@ -269,8 +273,9 @@ void CarriedTransport::read_frames(Flight& flight) {
       send[peer] = flight.begin[peer + 1] - flight.begin[peer];
       recv[peer] = flight.arrived[peer + 1] - flight.arrived[peer];
     }
-    flight.rest_recv.resize(flight.arrived[ranks_]);
-    flight.move = start(flight.at.lane, twMoveExact, flight.rest_send, flight.rest_recv, send.data(), recv.data());
+    flight.rest_recv.resize(inline_bytes_ + flight.arrived[ranks_]);
+    flight.move = start(flight.at.lane, twMoveExact, flight.rest_send.data(), flight.rest_recv.data() + inline_bytes_,
+                        send.data(), recv.data());
   }
   if (flight.move < 0) flight.stage = Stage::kFailed;
 }
@@ -292,8 +297,13 @@ void CarriedTransport::land(Flight& flight, bool agreed) {
       store(offset, word, frame.note);
       continue;
     }
-    const std::byte* const from =
-        is_long(frame) ? flight.rest_recv.data() + flight.arrived[source] : block(flight.recv, source) + sizeof(Frame);
+    std::byte* from = block(flight.recv, source) + sizeof(Frame);
+    if (rest_of(frame.bytes) > 0) {
+      // The beginning goes before the rest: there are rests of sources that have been unpacked, or room.
+      std::byte* const whole = flight.rest_recv.data() + flight.arrived[source];
+      std::memcpy(whole, from, inline_bytes_);
+      from = whole;
+    }
     if (flight.gathered) {
       flight.unpack(source, frame, from);  // which stores the word
     } else {

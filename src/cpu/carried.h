@@ -5,8 +5,9 @@
 //   message   puts: {offset in the peer's window, bytes}, then the bytes; or, gathered, ids, weights and payloads of
 //   all
 //             this rank's tokens
-//   block     frame, and the message if it is short: one for each peer, all of one size, in the first move of a step
-//   rest      messages that are longer than a block holds, if there are any between any two ranks: the second move
+//   block     frame, and as much of the message as it holds: one for each peer, all of one size, in the first move of a
+//             step
+//   rest      what is left of longer messages, if there are any between any two ranks: the second move
 //
 // A block's size is the group's, whatever the step is. So the first move is the same call on all ranks even where they
 // call different things, or one was given bad arguments, and its frames tell all of them; the second happens only where
@@ -106,27 +107,31 @@ class CarriedTransport {
     bool send_only = false;
     bool noticed = false;  // the peers have been told that it was sent
     Unpack unpack;
-    Buffer send, recv, rest_send, rest_recv;
+    Buffer send, recv;
+    Buffer rest_send;               // gathered: the whole message, of which the rest goes out from here
+    Buffer rest_recv;               // behind room for the beginning of a message
     std::vector<Frame> mine;        // [N]
-    std::vector<uint64_t> begin;    // [N + 1] of the long messages, in rest_send
-    std::vector<uint64_t> filled;   // [N]
-    std::vector<uint64_t> arrived;  // [N + 1] of the long messages, in rest_recv
+    std::vector<uint64_t> begin;    // [N + 1] of rests, in rest_send
+    std::vector<uint64_t> filled;   // [N] of messages
+    std::vector<uint64_t> arrived;  // [N + 1] of rests, in rest_recv
   };
 
   explicit CarriedTransport(const BackendInit& init);
   Status open(const BackendInit& init);
   Status measure(const BackendInit& init);
-  double time_moves(twMoveKind_t kind, uint64_t bytes, int rounds, TimePoint deadline);
+  Status measure_moves(const BackendInit& init, std::vector<TimedRound>* rounds);
+  double time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline);
 
   Flight& new_flight(StepPlace at);
   Flight* find(uint64_t offset, int source);
-  bool is_long(const Frame& frame) const { return frame.bytes > inline_bytes_; }
+  uint64_t rest_of(uint64_t message) const { return message > inline_bytes_ ? message - inline_bytes_ : 0; }
   std::byte* block(Buffer& buffer, int rank) const {
     return buffer.data() + static_cast<uint64_t>(rank) * (sizeof(Frame) + inline_bytes_);
   }
-  std::byte* message(Flight& flight, int peer);
+  void append(Flight& flight, int peer, const void* from, uint64_t n);
   void ship(Flight& flight);
-  int64_t start(int queue, twMoveKind_t kind, Buffer& from, Buffer& to, const uint64_t* send, const uint64_t* recv);
+  int64_t start(int queue, twMoveKind_t kind, const std::byte* from, std::byte* to, const uint64_t* send,
+                const uint64_t* recv);
   void advance(Flight& flight, int timeout_ms);
   bool advance_others(const Flight* flight);
   void read_frames(Flight& flight);

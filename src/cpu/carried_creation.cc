@@ -13,6 +13,14 @@ namespace {
 // Meetings, as offsets from the tag; the first two are those of posts.
 enum Stage : uint64_t { kOfferStage = 2, kCostsStage };
 
+constexpr int kFewestRounds = 4;
+constexpr int kMostRounds = 20;
+constexpr double kMeasureUs = 220e3;  // and no further round
+
+double microseconds_since(TimePoint begin) {
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count();
+}
+
 }  // namespace
 
 Status CarriedTransport::make(const BackendInit& init, std::unique_ptr<CarriedTransport>* made) {
@@ -36,64 +44,68 @@ Status CarriedTransport::open(const BackendInit& init) {
   return open_channel(init, init.tag + kOfferStage, -1, ready, &channel_);
 }
 
-// Microseconds of a move with so many bytes to each rank, the least of a few, as what disturbs them only adds; less
-// than 0 if one fails.
-double CarriedTransport::time_moves(twMoveKind_t kind, uint64_t bytes, int rounds, TimePoint deadline) {
+// Microseconds that a move with so many bytes to each rank takes here; less than 0 if it fails.
+double CarriedTransport::time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline) {
+  const TimePoint begin = std::chrono::steady_clock::now();
+  const int64_t move = start(0, kind, from.data(), to.data(), &bytes, &bytes);
+  const int ended =
+      move < 0 ? -1 : carrier_->calls.wait(carrier_->calls.context, channel_, move, milliseconds_to(deadline));
+  stuck_ |= ended == 0;
+  return ended == 1 ? microseconds_since(begin) : -1;
+}
+
+// The rounds of this rank. As many on all ranks: each says in a round's first move how long it has measured.
+Status CarriedTransport::measure_moves(const BackendInit& init, std::vector<TimedRound>* rounds) {
+  const auto n = static_cast<uint64_t>(ranks_);
+  const uint64_t each = std::max(kLargeMove / (n - 1), sizeof(Frame));
   Buffer from;
   Buffer to;
-  from.resize(bytes * static_cast<uint64_t>(ranks_));
-  to.resize(bytes * static_cast<uint64_t>(ranks_));
-  std::vector<double> times;
-  for (int round = -1; round < rounds; ++round) {  // the first one connects
-    const TimePoint begin = std::chrono::steady_clock::now();
-    const int64_t move = start(0, kind, from, to, &bytes, &bytes);
-    const int ended =
-        move < 0 ? -1 : carrier_->calls.wait(carrier_->calls.context, channel_, move, milliseconds_to(deadline));
-    if (ended != 1) {
-      stuck_ |= ended == 0;
-      from.leak(), to.leak();
-      return -1;
+  from.resize(each * n);
+  to.resize(each * n);
+  const TimePoint began = std::chrono::steady_clock::now();
+  for (int round = -1; round < kMostRounds; ++round) {  // the first one connects
+    double longest = microseconds_since(began);
+    for (uint64_t peer = 0; peer < n; ++peer) std::memcpy(from.data() + peer * sizeof(Frame), &longest, sizeof longest);
+    TimedRound timed;
+    for (size_t i = 0; i < timed.size(); ++i) {
+      const TimedMove& move = kTimedMoves[i];
+      timed[i] = time_move(move.kind, move.large ? each : sizeof(Frame), from, to, init.deadline);
+      if (timed[i] < 0) {
+        from.leak(), to.leak();
+        return fail(twSystemError, "%s: a move among %d ranks failed", kConnecting, ranks_);
+      }
+      for (uint64_t peer = 0; i == 0 && peer < n; ++peer) {
+        double theirs = 0;
+        std::memcpy(&theirs, to.data() + peer * sizeof(Frame), sizeof theirs);
+        longest = std::max(longest, theirs);
+      }
+      if (round >= kFewestRounds && longest >= kMeasureUs) return {};
     }
-    const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
-    if (round >= 0) times.push_back(took.count());
+    if (round >= 0) rounds->push_back(timed);
   }
-  return *std::min_element(times.begin(), times.end());
+  return {};
 }
 
 Status CarriedTransport::measure(const BackendInit& init) {
-  constexpr int kSmallRounds = 15;
-  constexpr int kLargeRounds = 5;
-  constexpr uint64_t kLarge = 1 << 20;  // that a rank sends
-  Costs& costs = carrier_->costs;
   if (ranks_ > 1 && !carrier_->measured) {
-    const uint64_t each = kLarge / static_cast<uint64_t>(ranks_ - 1);
-    double us[2];
-    double rate[2];
-    for (const twMoveKind_t kind : {twMoveBlocks, twMoveGather}) {
-      const int i = kind == twMoveBlocks ? 0 : 1;
-      us[i] = time_moves(kind, sizeof(Frame), kSmallRounds, init.deadline);
-      const double large = us[i] < 0 ? -1 : time_moves(kind, each, kLargeRounds, init.deadline);
-      if (large < 0) return fail(twSystemError, "%s: a move among %d ranks failed", kConnecting, ranks_);
-      // Ranks that were late for the small moves must not make the large ones seem to take nothing.
-      rate[i] = static_cast<double>(kLarge) / std::max(large - us[i], large / 4);
-    }
-    const Costs mine{us[0], rate[0], us[1], rate[1]};
+    std::vector<TimedRound> mine;
+    TW_RETURN_IF_FAILED(measure_moves(init, &mine));
+    Packer packer;
+    for (const TimedRound& round : mine) packer.add(round);
     std::vector<Parcel> all;
-    TW_RETURN_IF_FAILED(gather(*bootstrap_, members_, init.tag + kCostsStage, {Packer().add(mine).take(), {}},
-                               init.deadline, kConnecting, &all));
-    costs = mine;
+    TW_RETURN_IF_FAILED(
+        gather(*bootstrap_, members_, init.tag + kCostsStage, {packer.take(), {}}, init.deadline, kConnecting, &all));
+    std::vector<std::vector<TimedRound>> rounds;
     for (const Parcel& parcel : all) {
-      const auto theirs = Unpacker(parcel.bytes).get<Costs>();
-      costs.exchange_us = std::max(costs.exchange_us, theirs.exchange_us);
-      costs.exchange_rate = std::min(costs.exchange_rate, theirs.exchange_rate);
-      costs.gather_us = std::max(costs.gather_us, theirs.gather_us);
-      costs.gather_rate = std::min(costs.gather_rate, theirs.gather_rate);
+      Unpacker unpacker(parcel.bytes);
+      for (TimedRound& round : rounds.emplace_back(mine.size())) round = unpacker.get<TimedRound>();
     }
+    carrier_->costs = costs_of(rounds);
     carrier_->measured = true;
   }
   const auto longest = longest_message(map_.shape());
   inline_bytes_ = carrier_->inline_bytes < 0
-                      ? choose_inline_bytes(map_.shape(), costs)
+                      ? choose_inline_bytes(map_.shape(), carrier_->costs)
                       : std::min<uint64_t>(longest, static_cast<uint64_t>(carrier_->inline_bytes));
   inline_bytes_ = (inline_bytes_ + 63) / 64 * 64;
   return {};

@@ -157,8 +157,9 @@ struct Way {
   twStrategy_t strategy;
   int64_t inline_bytes;
 };
-constexpr Way kWays[] = {{twAuto, -1},          {twRouted, 0},    {twRouted, 200},
-                         {twRouted, INT64_MAX}, {twGathered, -1}, {twGathered, 0}};
+// 200 bytes are the beginning of many a message here, and end within a row or the 16 bytes before it.
+constexpr Way kWays[] = {{twAuto, -1},     {twRouted, 0},   {twRouted, 200},  {twRouted, INT64_MAX},
+                         {twGathered, -1}, {twGathered, 0}, {twGathered, 200}};
 
 TEST(Carried, EveryWayAgainstTheOracle) {
   for (const Way& way : kWays) {
@@ -259,8 +260,8 @@ TEST(Carried, CostModel) {
   shape.payload_bytes[0] = 10000;
   shape.combine_bytes = 10000;
   const Costs ring{200, 1000, 600, 800};
-  // Half of 200 us at 1000 bytes/us, for three peers.
-  EXPECT_EQ(cpu::choose_inline_bytes(shape, ring), 100000u / 3);
+  // Two thirds of 200 us at 1000 bytes/us, for three peers.
+  EXPECT_EQ(cpu::choose_inline_bytes(shape, ring), 400000u / 9);
   for (const int bound : {1, 10, 1000}) {
     EXPECT_FALSE(cpu::choose_gathered(shape, ring, twAuto, 0, bound)) << bound;
     EXPECT_TRUE(cpu::choose_gathered(shape, ring, twGathered, 0, bound)) << bound;
@@ -269,8 +270,54 @@ TEST(Carried, CostModel) {
   // Where gathering is ten times as fast, it is worth sending to all what goes to less than half.
   const Costs multicast{200, 1000, 200, 10000};
   EXPECT_TRUE(cpu::choose_gathered(shape, multicast, twAuto, 0, 1000));
-  shape.max_tokens = 1;  // the longest message is shorter than what would pay
+  // Messages that all together take as long as a move takes to begin are never worth asking for their lengths.
+  shape.max_tokens = 6;
+  ASSERT_LT(3 * cpu::longest_message(shape), 200000u);
   EXPECT_EQ(cpu::choose_inline_bytes(shape, ring), cpu::longest_message(shape));
+  shape.max_tokens = 7;
+  ASSERT_GT(3 * cpu::longest_message(shape), 200000u);
+  EXPECT_EQ(cpu::choose_inline_bytes(shape, ring), 400000u / 9);
+}
+
+// A dispatch whose messages are longer than a block pays for what is left of them alone: blocks cost little where there
+// is more to send, and much where there is nothing.
+TEST(Carried, CostOfBlocks) {
+  Shape shape;
+  shape.ranks = 2;
+  shape.top_k = 64;  // all tokens go to the other rank
+  shape.max_tokens = 100;
+  shape.payloads = 1;
+  shape.payload_bytes[0] = 10000;
+  const Costs costs{200, 1000, 600, 800};
+  const double row = static_cast<double>(cpu::routed_row_bytes(shape));
+  EXPECT_DOUBLE_EQ(cpu::dispatch_us(shape, costs, 0, 50, false), 400 + 50 * row / 1000);
+  EXPECT_DOUBLE_EQ(cpu::dispatch_us(shape, costs, 100000, 50, false), 400 + 50 * row / 1000);
+  EXPECT_DOUBLE_EQ(cpu::dispatch_us(shape, costs, 100000, 1, false), 200 + 100);
+}
+
+// Costs are what moves take where nothing disturbs them, whichever rank was late and however many were disturbed.
+TEST(Carried, CostsOfRounds) {
+  constexpr int kRounds = 8;
+  constexpr double kTrue[] = {200, 200, 200, 200, 1200, 300, 300, 2400};
+  std::vector<std::vector<cpu::TimedRound>> ranks(2, std::vector<cpu::TimedRound>(kRounds));
+  for (size_t round = 0; round < kRounds; ++round) {
+    for (size_t i = 0; i < std::size(kTrue); ++i) {
+      const double lost = (round + i) % 4 == 0 ? 0 : 3000;  // to whoever else computes
+      const double late = round % 2 == 0 ? 90 : -150;       // one waits for the other
+      ranks[0][round][i] = kTrue[i] + lost + late;
+      ranks[1][round][i] = kTrue[i] + lost - late;
+    }
+  }
+  const Costs costs = cpu::costs_of(ranks);
+  EXPECT_DOUBLE_EQ(costs.exchange_us, 200);
+  EXPECT_DOUBLE_EQ(costs.exchange_rate, static_cast<double>(cpu::kLargeMove) / 1000);
+  EXPECT_DOUBLE_EQ(costs.gather_us, 300);
+  EXPECT_DOUBLE_EQ(costs.gather_rate, static_cast<double>(cpu::kLargeMove) / 2100);
+  // Where every move waits for a core, bytes seem to cost nothing. They do.
+  for (auto& rounds : ranks) {
+    for (cpu::TimedRound& round : rounds) round.fill(4000);
+  }
+  EXPECT_DOUBLE_EQ(cpu::costs_of(ranks).exchange_rate, static_cast<double>(cpu::kLargeMove) / 3000);
 }
 
 }  // namespace

@@ -17,11 +17,25 @@ CARRIED = (
         (Edit(CARRIED_CC, "  for (Frame& frame : flight.mine) frame.most = most;\n", ""),),
     ),
     Mutation(
-        "long messages unpacked where the first one begins",
+        "rests of messages taken from where the first one is",
         "S4",
         "carried_test",
         "Carried.EveryWayAgainstTheOracle",
         (Edit(CARRIED_CC, "flight.rest_recv.data() + flight.arrived[source]", "flight.rest_recv.data()"),),
+    ),
+    Mutation(
+        "a long message without its beginning",
+        "S4",
+        "carried_test",
+        "Carried.EveryWayAgainstTheOracle",
+        (Edit(CARRIED_CC, "      std::memcpy(whole, from, inline_bytes_);\n", ""),),
+    ),
+    Mutation(
+        "the part of a row that its block had no room for is its beginning again",
+        "S9",
+        "carried_test",
+        "Carried.EveryWayAgainstTheOracle",
+        (Edit(CARRIED_CC, "static_cast<const std::byte*>(from) + first, n - first", "from, n - first"),),
     ),
     Mutation(
         "whoever is waited for is blamed",

@@ -2,7 +2,8 @@
 
 torch           auto                           torch-exact      routed, sizes first
 torch-gathered  gathered, as measured          torch-fixed      routed, one collective however much a step brings
-                                               torch-ring       gathered, by an all-gather whatever its size
+torch-split     gathered, of messages longer   torch-ring       gathered, by an all-gather whatever its size
+                than 128 bytes the rest apart
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ WAYS = {
     "torch-fixed": {"strategy": "routed", "capacity": "fixed"},
     "torch-gathered": {"strategy": "gathered"},
     "torch-ring": {"strategy": "gathered", "capacity": "exact"},
+    "torch-split": {"strategy": "gathered", "capacity": 128},
 }
 
 

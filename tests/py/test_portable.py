@@ -24,6 +24,7 @@ from test_properties import HARD
 
 import tokenway as tw
 from tokenway import portable
+from tokenway.bench import portable_table, report, timing
 
 pytestmark = pytest.mark.usefixtures("torch")
 
@@ -40,6 +41,7 @@ def play(way: str, case: Case) -> list[Any]:
 @example("torch-fixed", HARD)
 @example("torch-gathered", HARD)
 @example("torch-ring", HARD)
+@example("torch-split", HARD)
 @given(st.sampled_from(list(WAYS)), any_case(max_ranks=4))
 def test_no_way_changes_a_bit(way: str, case: Case) -> None:
     verify_case(case, play(way, case))
@@ -195,8 +197,9 @@ def test_connect_over_a_process_group(kind: str) -> None:
         assert ("tokenway: 2 ranks, backend 'torch': it was asked for" in log) == (rank == 0)
 
 
-def test_bench() -> None:
-    """Every way of the bench is verified at every point."""
+def test_bench(tmp_path) -> None:
+    """Every way of the bench is verified at every point; gathered has auto's blocks, and auto two turns."""
+    data = tmp_path / "run.json"
     command = [sys.executable, "-m", "tokenway.cli", "bench", "--backend", "torch", "--ranks", "2", "--tokens", "1,3"]
     ways = ["routed", "gathered", "auto", "fixed", "gathered-exact"]
     command += [
@@ -211,13 +214,49 @@ def test_bench() -> None:
         "2",
         "--rounds",
         "1",
+        "--quick",
+        "--json",
+        str(data),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("qwen3-30b-a3b")]
     assert [line[1:3] for line in lines] == [["1", "1"], ["1", "3"], ["4", "1"], ["4", "3"]]
-    assert all(line.count("(1.00x)") >= 1 and len(line) == 4 + 2 * len(ways) for line in lines)
-    assert "auto takes at most" in done.stdout
+    assert all(line.count("(1.00x)") >= 1 and len(line) == 4 + 2 * len(ways) + 2 for line in lines)
+    assert "auto takes at most" in done.stdout and "auto's two turns" in done.stdout
+    run = json.loads(data.read_text())
+    for row in run["rows"]:
+        assert list(row["ways"]) == ways and len(row["again"]["rounds"]) == 1
+        assert row["portable"]["gathered"]["inline_bytes"] == row["portable"]["auto"]["inline_bytes"]
+    assert "medians of 2 iterations in 1 rounds" in report.markdown(run)
+
+
+def timed(*rounds: float) -> dict[str, Any]:
+    return timing.summary([[us, us] for us in rounds])
+
+
+def test_bench_table() -> None:
+    """Ratios are those of turns that followed each other, so a machine that is busy for some rounds changes none."""
+    quick = {"routed": timed(10, 90, 10), "gathered": timed(16, 144, 16), "auto": timed(90, 11, 11)}
+    busy = {"routed": timed(10, 90, 90), "gathered": timed(20, 180, 180), "auto": timed(12, 12, 108)}
+    rows = [
+        {"profile": "p", "top_k": 1, "tokens": t, "rows_moved": 3, "ways": ways, "again": timed(9, 99, 12)}
+        for t, ways in ((1, quick), (2, busy))
+    ]
+    settings = {"portable": {"strategies": ["routed", "gathered", "auto"]}, "iterations": 6, "rounds": 3}
+    heads, cells = portable_table.columns({"settings": settings, "rows": rows})
+    assert heads[-2:] == ["auto / better", "auto / itself"]
+    assert [line[-2] for line in cells] == ["1.10x", "1.20x"]
+    run = {"settings": settings, "rows": rows}
+    assert portable_table.notes(run)[2] == "auto takes at most 1.20x the better one, 1.10x or less at 1 of 2 points"
+    assert portable_table.iterations(run) == "6 iterations in 3 rounds"
+    rows[0]["ways"]["routed"] = timed(*[10] * 9)
+    assert portable_table.iterations(run) == "6 to 18 iterations in 3 to 9 rounds"
+    for row in rows:  # nothing to compare
+        del row["ways"]["auto"], row["again"]
+    settings["portable"]["strategies"].remove("auto")
+    heads, cells = portable_table.columns(run)
+    assert heads[-1] == "gathered us" and all(len(line) == len(heads) for line in cells)
 
 
 @pytest.mark.parametrize(

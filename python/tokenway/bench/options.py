@@ -90,8 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--weighting", help="none (default) or topk")
     add("--iterations", type=int, metavar="I", help="timed, over all rounds (default 50)")
-    add("--rounds", type=int, metavar="R", help="in which subjects take turns (default 5)")
-    add("--warmup", type=int, metavar="W", help="iterations before each turn (default 2)")
+    add("--rounds", type=int, metavar="R", help="in which subjects take turns (default 5; 25 with --backend torch)")
+    add("--warmup", type=int, metavar="W", help="iterations before each turn (default 2; 1 with --backend torch)")
     add("--seed", type=int, default=0, help="of tokens and routings")
     add(
         "--baselines",
@@ -126,6 +126,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     given = ["none"] if untimed else _names(args.baselines) or ["auto"]
     wanted, skipped = _baselines(given, gpu, ranks, collective is not None)
     tokens, rounds = (Settings.tokens, 5) if gpu is None else (nvlink_options.TOKENS, 3)
+    fine = apart is not None and not quick  # turns are short, so that ways that follow each other meet the same
     dtype = nvlink_options.dtype(args)
     settings = Settings(
         ranks=ranks,
@@ -138,8 +139,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         layout=_layout(args.mode, args.layout),
         weighting=_choice("--weighting", args.weighting, ("none", "topk"), "none"),
         iterations=_number("--iterations", args.iterations, 1, 10 if quick else 50 if gpu is None else 60),
-        rounds=_number("--rounds", args.rounds, 1, rounds),
-        warmup=_number("--warmup", args.warmup, 0, 1 if quick else 2),
+        rounds=_number("--rounds", args.rounds, 1, 25 if fine else rounds),
+        warmup=_number("--warmup", args.warmup, 0, 1 if quick or fine else 2),
         seed=_number("--seed", args.seed, 0, 0),
         baselines=wanted,
         skipped=skipped,

@@ -1,14 +1,20 @@
 """`tokenway bench --backend torch`: the portable backend's strategies side by side, over tokens and top-k, on gloo.
 
 What ranks tell each other goes over the CPU backend (control.py), so nothing that is measured is used to measure it.
-Every point is compared with the oracle, bit for bit, in every way, before it is timed; ways take turns.
+Every point is compared with the oracle, bit for bit, in every way, before it is timed; ways take turns. `auto` has two
+turns in each round: what these differ by is what the machine adds to any comparison. `gathered` moves the blocks that
+`auto` has measured, so that strategies are compared, not two measurements of the same thing. Where iterations are short
+there are more of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
+
+import numpy as np
 
 from tokenway.bench import runner, timing, verify
 from tokenway.bench.case import Case
@@ -18,6 +24,11 @@ from tokenway.bench.progress import Progress
 from tokenway.comm import Comm, connect
 from tokenway.group import Group
 from tokenway.portable import describe
+
+SPENT = 5e6  # us of timing at a point, up to which it has more rounds than were asked for
+MOST = 10  # times as many
+NEAR = 4.0  # times as long as the fastest, up to which a way is worth it
+AGAIN = "auto again"
 
 
 def run(settings: Any) -> int:
@@ -33,12 +44,11 @@ def run_rank(settings: Any) -> int:
         asked: Portable = settings.portable
         progress = Progress(len(settings.cases()) * len(asked.top_k), control.rank == 0)
         stack.callback(progress.close)
-        comms = {way: stack.enter_context(_comm(control, way)) for way in asked.strategies}
         rows = []
         try:
             for profile in settings.profiles:
                 for top_k in asked.top_k:
-                    rows += _points(settings, control, comms, profile, top_k, progress)
+                    rows += _points(settings, control, profile, top_k, progress)
         except BaseException:
             stack.pop_all()  # closing is collective: the others learn of it when this process ends
             raise
@@ -48,25 +58,40 @@ def run_rank(settings: Any) -> int:
         return runner.finish(settings, {"backend": "torch", "rows": rows})
 
 
-def _comm(control: Control, way: str) -> Comm:
-    return Comm.portable(control.rank, control.nranks, control.allgather, **WAYS[way])
+def _open(control: Control, stack: ExitStack, ways: Sequence[str], keywords: dict[str, Any]) -> dict[str, Group]:
+    """A group for each way, of a comm of its own, which the stack closes."""
+    groups = {}
+    for way in sorted(ways, key=lambda way: way != "auto"):
+        options: dict[str, Any] = dict(WAYS[way])
+        if way == "gathered" and "auto" in groups:
+            options["capacity"] = _describe(groups["auto"])["inline_bytes"]
+        comm = stack.enter_context(Comm.portable(control.rank, control.nranks, control.allgather, **options))
+        groups[way] = Group(comm, **keywords)
+    return {way: groups[way] for way in ways}
 
 
-def _points(
-    settings: Any, control: Control, comms: dict[str, Comm], profile: str, top_k: int, progress: Progress
-) -> list[dict[str, Any]]:
-    """The rows of one top-k: a group for each way."""
+def _describe(group: Group) -> dict[str, Any]:
+    return asdict(describe(group.pointer))  # type: ignore[arg-type]
+
+
+def _points(settings: Any, control: Control, profile: str, top_k: int, progress: Progress) -> list[dict[str, Any]]:
+    """The rows of one top-k: a group for each way, and a measurement of the machine for each of them."""
     cases = [case for case in settings.cases() if case.profile.name == profile]
     cases = [replace(case, profile=replace(case.profile, top_k=top_k)) for case in cases]
     keywords = cases[0].group_settings(max(case.tokens for case in cases))
-    groups = {way: Group(comm, **keywords) for way, comm in comms.items()}
     rows = []
-    for case in cases:
-        progress.doing(f"{case.name}, top-{top_k}")
-        rows.append(_point(settings, control, groups, case))
-        progress.done()
-    for group in groups.values():
-        group.close()
+    with ExitStack() as stack:
+        try:
+            groups = _open(control, stack, settings.portable.strategies, keywords)
+            for case in cases:
+                progress.doing(f"{case.name}, top-{top_k}")
+                rows.append(_point(settings, control, groups, case))
+                progress.done()
+        except BaseException:
+            stack.pop_all()  # closing is collective, as in run_rank
+            raise
+        for group in groups.values():
+            group.close()
     return rows
 
 
@@ -92,17 +117,35 @@ def _point(settings: Any, control: Control, groups: dict[str, Group], case: Case
         "ranks": case.ranks,
         "rows_moved": total,
         "ways": {},
-        "portable": {way: asdict(describe(group.pointer)) for way, group in groups.items()},  # type: ignore[arg-type]
+        "portable": {way: _describe(group) for way, group in groups.items()},
     }
     if settings.verify_only:
         return row
-    times = timing.rounds_of(
-        subjects, control, rounds=settings.rounds, iterations=settings.iterations, warmup=settings.warmup
-    )
+    if "auto" in groups and len(groups) > 1:
+        subjects.append(timing.Pair(AGAIN, next(s.call for s in subjects if s.name == "auto")))
+    times = _times(settings, control, subjects)
     for arguments in checks:
         _agree(control, verify.check_output, *arguments)
-    row["ways"] = {way: timing.summary(phases["pair"]) for way, phases in times.items()}
+    row["ways"] = {way: timing.summary(rounds) for way, rounds in times.items()}
+    if AGAIN in times:
+        row["again"] = row["ways"].pop(AGAIN)
     return row
+
+
+def _times(settings: Any, control: Control, subjects: list[timing.Pair]) -> dict[str, list[list[float]]]:
+    """us of each subject, by round: as many as was asked for, and more of those that are short and near the fastest, as
+    long as that takes not much longer. Collective."""
+    how = {"iterations": settings.iterations, "warmup": settings.warmup}
+    first = timing.rounds_of(subjects, control, rounds=settings.rounds, **how)
+    times = {name: phases["pair"] for name, phases in first.items()}
+    medians = {name: float(np.median(rounds)) for name, rounds in times.items()}
+    near = [subject for subject in subjects if medians[subject.name] <= NEAR * min(medians.values())]
+    each = sum(medians[subject.name] for subject in near) * settings.iterations
+    more = 0 if settings.quick else min(MOST, int(SPENT / each)) - 1
+    for _ in range(more):
+        for name, phases in timing.rounds_of(near, control, rounds=settings.rounds, **how).items():
+            times[name] += phases["pair"]
+    return times
 
 
 def _agree(control: Control, function: Any, *args: Any) -> None:

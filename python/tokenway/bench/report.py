@@ -35,9 +35,10 @@ def markdown(run: dict[str, Any]) -> str:
     elif table.on_gpus(run):
         what = nvlink_table.what(run)
     if not settings["verify_only"]:
-        what += (
-            f"; medians of {settings['iterations']} iterations in {settings['rounds']} rounds, all subjects in turns"
-        )
+        count = f"{settings['iterations']} iterations in {settings['rounds']} rounds"
+        if table.on_torch(run):
+            count = portable_table.iterations(run)
+        what += f"; medians of {count}, all subjects in turns"
     heads, cells = table.columns(run)
     align = ["---"] * 2 + ["---:"] * (len(heads) - 2)
     lines += [f"{what}.", "", _line(heads), _line(align), *(_line(row) for row in cells)]
