@@ -114,10 +114,10 @@ typedef struct {
   size_t size;
   twStrategy_t strategy;  // as configured
   int64_t inline_bytes;   // of each message, in the first move; on a device, of a dispatch's block for max_tokens rows
-  // Not on a device. Measured when the first group was created, in up to 20 rounds or some 250 ms, the least of the
-  // ranks' mean times: microseconds of a move of few bytes, and bytes per microsecond that a rank sends in a large one
-  // (1 MiB to all peers together, less the time of a small one, but three quarters of its time at least); of an
-  // all-to-all and of an all-gather. The same on all ranks.
+  // Not on a device. Measured when the first group was created, in up to 20 rounds or some 250 ms, the lowest
+  // decile of the ranks' mean times: microseconds of a move of few bytes, and bytes per microsecond that a rank sends
+  // in a large one (1 MiB to all peers together, less the time of a small one, but two thirds of its time at
+  // least); of an all-to-all and of an all-gather. The same on all ranks.
   double exchange_us;
   double exchange_rate;
   double gather_us;

@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstdint>
 #include <iterator>
-#include <limits>
 #include <vector>
 
 #include "core/carrier.h"
@@ -32,29 +31,32 @@ using TimedRound = std::array<double, std::size(kTimedMoves)>;  // microseconds 
 // What moves take, from the rounds of each rank, as many of every one: the same on all ranks that have the same.
 //
 // A rank that comes late to a move waits less than the others, so the ranks' mean is taken: the sum of these is the
-// time that has passed. Of a kind the least, as what disturbs moves only adds. A quartile or a median says as much of
-// who else has used the cores for that moment (measured with a compiler beside two ranks: 2 and 3.7 ms, where the least
-// was 0.2 to 0.3, as on a quiet machine), and a group would believe for ever that bytes cost nothing beside moves. For
-// the same reason no more than a quarter of a large move's time counts as its beginning.
+// time that has passed. Of a kind the lowest decile, as what disturbs moves only adds. A quartile or a median says as
+// much of who else has used the cores for that moment (with a compiler beside two ranks 2 and 3.7 ms, where it was 0.2
+// to 0.3 on a quiet machine), and a group would believe for ever that bytes cost nothing beside moves; the least is
+// that of a move for which everything was there already, and differs from one time to the next. For the same reasons no
+// more than a third of a large move's time counts as its beginning.
 inline Costs costs_of(const std::vector<std::vector<TimedRound>>& ranks) {
-  const auto least = [&](twMoveKind_t kind, bool large) {
-    double found = std::numeric_limits<double>::infinity();
+  const auto typical = [&](twMoveKind_t kind, bool large) {
+    std::vector<double> means;
     for (size_t round = 0; round < ranks[0].size(); ++round) {
       for (size_t i = 0; i < std::size(kTimedMoves); ++i) {
         if (kTimedMoves[i].kind != kind || kTimedMoves[i].large != large) continue;
         double sum = 0;
         for (const std::vector<TimedRound>& rounds : ranks) sum += rounds[round][i];
-        found = std::min(found, sum / static_cast<double>(ranks.size()));
+        means.push_back(sum / static_cast<double>(ranks.size()));
       }
     }
-    return found;
+    const auto decile = means.begin() + static_cast<std::ptrdiff_t>(means.size() / 10);
+    std::nth_element(means.begin(), decile, means.end());
+    return *decile;
   };
   const auto rate = [&](twMoveKind_t kind, double begin) {
-    const double large = least(kind, true);
-    return static_cast<double>(kLargeMove) / std::max(large - begin, large * 3 / 4);
+    const double large = typical(kind, true);
+    return static_cast<double>(kLargeMove) / std::max(large - begin, large * 2 / 3);
   };
-  const double exchange = least(twMoveBlocks, false);
-  const double gather = least(twMoveGather, false);
+  const double exchange = typical(twMoveBlocks, false);
+  const double gather = typical(twMoveGather, false);
   return {exchange, rate(twMoveBlocks, exchange), gather, rate(twMoveGather, gather)};
 }
 

@@ -317,7 +317,7 @@ TEST(Carried, CostsOfRounds) {
   for (auto& rounds : ranks) {
     for (cpu::TimedRound& round : rounds) round.fill(4000);
   }
-  EXPECT_DOUBLE_EQ(cpu::costs_of(ranks).exchange_rate, static_cast<double>(cpu::kLargeMove) / 3000);
+  EXPECT_DOUBLE_EQ(cpu::costs_of(ranks).exchange_rate, static_cast<double>(cpu::kLargeMove) / (4000 * 2 / 3.0));
 }
 
 }  // namespace

@@ -198,7 +198,7 @@ def test_connect_over_a_process_group(kind: str) -> None:
 
 
 def test_bench(tmp_path) -> None:
-    """Every way of the bench is verified at every point; gathered has auto's blocks, and auto two turns."""
+    """Every way of the bench is verified at every point; gathered has auto's blocks, and auto two groups."""
     data = tmp_path / "run.json"
     command = [sys.executable, "-m", "tokenway.cli", "bench", "--backend", "torch", "--ranks", "2", "--tokens", "1,3"]
     ways = ["routed", "gathered", "auto", "fixed", "gathered-exact"]
@@ -223,7 +223,7 @@ def test_bench(tmp_path) -> None:
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("qwen3-30b-a3b")]
     assert [line[1:3] for line in lines] == [["1", "1"], ["1", "3"], ["4", "1"], ["4", "3"]]
     assert all(line.count("(1.00x)") >= 1 and len(line) == 4 + 2 * len(ways) + 2 for line in lines)
-    assert "auto takes at most" in done.stdout and "auto's two turns" in done.stdout
+    assert "auto takes at most" in done.stdout and "two groups of auto's" in done.stdout
     run = json.loads(data.read_text())
     for row in run["rows"]:
         assert list(row["ways"]) == ways and len(row["again"]["rounds"]) == 1

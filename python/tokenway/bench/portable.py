@@ -1,10 +1,10 @@
 """`tokenway bench --backend torch`: the portable backend's strategies side by side, over tokens and top-k, on gloo.
 
 What ranks tell each other goes over the CPU backend (control.py), so nothing that is measured is used to measure it.
-Every point is compared with the oracle, bit for bit, in every way, before it is timed; ways take turns. `auto` has two
-turns in each round: what these differ by is what the machine adds to any comparison. `gathered` moves the blocks that
-`auto` has measured, so that strategies are compared, not two measurements of the same thing. Where iterations are short
-there are more of them.
+Every point is compared with the oracle, bit for bit, in every way, before it is timed; ways take turns. `auto` is
+there twice, with a comm and a group for each: what the two differ by is what the machine adds to any comparison. The
+second one and `gathered` move the blocks that the first has measured, so that strategies are compared, not two
+measurements of the same thing. Where iterations are short there are more of them.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ def run_rank(settings: Any) -> int:
 
 def _open(control: Control, stack: ExitStack, ways: Sequence[str], keywords: dict[str, Any]) -> dict[str, Group]:
     """A group for each way, of a comm of its own, which the stack closes."""
-    groups = {}
+    groups: dict[str, Group] = {}
+    ways = [*ways, AGAIN] if "auto" in ways and len(ways) > 1 else ways
     for way in sorted(ways, key=lambda way: way != "auto"):
-        options: dict[str, Any] = dict(WAYS[way])
-        if way == "gathered" and "auto" in groups:
+        options: dict[str, Any] = dict(WAYS.get(way, WAYS["auto"]))
+        if way in ("gathered", AGAIN) and "auto" in groups:
             options["capacity"] = _describe(groups["auto"])["inline_bytes"]
         comm = stack.enter_context(Comm.portable(control.rank, control.nranks, control.allgather, **options))
         groups[way] = Group(comm, **keywords)
@@ -117,12 +118,10 @@ def _point(settings: Any, control: Control, groups: dict[str, Group], case: Case
         "ranks": case.ranks,
         "rows_moved": total,
         "ways": {},
-        "portable": {way: _describe(group) for way, group in groups.items()},
+        "portable": {way: _describe(group) for way, group in groups.items() if way != AGAIN},
     }
     if settings.verify_only:
         return row
-    if "auto" in groups and len(groups) > 1:
-        subjects.append(timing.Pair(AGAIN, next(s.call for s in subjects if s.name == "auto")))
     times = _times(settings, control, subjects)
     for arguments in checks:
         _agree(control, verify.check_output, *arguments)

@@ -45,7 +45,7 @@ def _to_better(row: dict[str, Any]) -> float:
 
 
 def _to_itself(row: dict[str, Any]) -> float:
-    """Between auto's two turns, the longer to the shorter; 0 if there was one."""
+    """Between two groups of auto's, the longer to the shorter; 0 if there was one."""
     if "again" not in row:
         return 0.0
     ratio = _ratio(row["again"], row["ways"]["auto"])
@@ -81,7 +81,7 @@ def notes(run: dict[str, Any]) -> list[str]:
     if noise := [ratio for row in run["rows"] if (ratio := _to_itself(row))]:
         near = sum(ratio <= WINS for ratio in noise)
         lines.append(
-            f"auto's two turns, which are the same calls, differ by up to {max(noise):.2f}x, by {WINS:.2f}x or less at "
-            f"{near} of {len(noise)} points"
+            f"two groups of auto's, which make the same calls, differ by up to {max(noise):.2f}x, by {WINS:.2f}x or "
+            f"less at {near} of {len(noise)} points"
         )
     return lines
