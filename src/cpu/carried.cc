@@ -297,31 +297,29 @@ void CarriedTransport::land(Flight& flight, bool agreed) {
       store(offset, word, frame.note);
       continue;
     }
-    std::byte* from = block(flight.recv, source) + sizeof(Frame);
-    if (rest_of(frame.bytes) > 0) {
-      // The beginning goes before the rest: there are rests of sources that have been unpacked, or room.
-      std::byte* const whole = flight.rest_recv.data() + flight.arrived[source];
-      std::memcpy(whole, from, inline_bytes_);
-      from = whole;
-    }
-    if (flight.gathered) {
-      flight.unpack(source, frame, from);  // which stores the word
-    } else {
-      unpack(from, frame.bytes);
+    const std::byte* const beginning = block(flight.recv, source) + sizeof(Frame);
+    const uint64_t rest = rest_of(frame.bytes);
+    std::byte* const whole = flight.rest_recv.data() + flight.arrived[source];
+    if (!flight.gathered) {
+      unpack({beginning, frame.bytes - rest, rest > 0 ? whole + inline_bytes_ : nullptr, rest});
       store(offset, word, frame.note);
+    } else if (rest == 0) {
+      flight.unpack(source, frame, beginning);  // which stores the word
+    } else {
+      // Before the rest there are rests of sources that have been unpacked, or room.
+      std::memcpy(whole, beginning, inline_bytes_);
+      flight.unpack(source, frame, whole);
     }
   }
 }
 
-void CarriedTransport::unpack(const std::byte* message, uint64_t bytes) {
-  const std::byte* const end = message + bytes;
-  while (message < end) {
-    PutHeader header;
-    std::memcpy(&header, message, sizeof header);
-    message += sizeof header;
-    if (header.bytes > static_cast<uint64_t>(end - message) || header.offset + header.bytes > map_.bytes()) return;
-    std::memcpy(local(header.offset), message, header.bytes);
-    message += header.bytes;
+void CarriedTransport::unpack(Message message) {
+  PutHeader header;
+  while (message.left() >= sizeof header) {
+    message.take(&header, sizeof header);
+    if (header.bytes > message.left() || header.bytes > map_.bytes()) return;
+    if (header.offset > map_.bytes() - header.bytes) return;
+    message.take(local(header.offset), header.bytes);
   }
 }
 

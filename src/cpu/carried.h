@@ -15,6 +15,7 @@
 // other lanes are begun in whatever order a rank likes.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -55,6 +56,23 @@ class Buffer {
   std::unique_ptr<std::byte[]> memory_;
   std::byte* data_ = nullptr;
   size_t bytes_ = 0;
+};
+
+// What has come of a message, in two parts, read from its beginning.
+struct Message {
+  const std::byte* first;
+  uint64_t first_bytes;
+  const std::byte* rest;
+  uint64_t rest_bytes;
+
+  uint64_t left() const { return first_bytes + rest_bytes; }
+  void take(void* to, uint64_t n) {  // n <= left()
+    const uint64_t here = std::min(n, first_bytes);
+    if (here > 0) std::memcpy(to, first, here);
+    if (here < n) std::memcpy(static_cast<std::byte*>(to) + here, rest, n - here);
+    first += here, first_bytes -= here;
+    rest += n - here, rest_bytes -= n - here;
+  }
 };
 
 class CarriedTransport {
@@ -109,7 +127,7 @@ class CarriedTransport {
     Unpack unpack;
     Buffer send, recv;
     Buffer rest_send;               // gathered: the whole message, of which the rest goes out from here
-    Buffer rest_recv;               // behind room for the beginning of a message
+    Buffer rest_recv;               // behind room for the beginning of a gathered message
     std::vector<Frame> mine;        // [N]
     std::vector<uint64_t> begin;    // [N + 1] of rests, in rest_send
     std::vector<uint64_t> filled;   // [N] of messages
@@ -136,7 +154,7 @@ class CarriedTransport {
   bool advance_others(const Flight* flight);
   void read_frames(Flight& flight);
   void land(Flight& flight, bool agreed);
-  void unpack(const std::byte* message, uint64_t bytes);
+  void unpack(Message message);
   void notice(Flight& flight);
   Waited blame(int peer, StepPlace at, Wake how);
   int find_dead(uint32_t step, StepPlace at);

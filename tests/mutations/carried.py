@@ -6,7 +6,8 @@ CARRIED_CC = "src/cpu/carried.cc"
 GATHERED = "src/cpu/gathered.h"
 
 NOTE = "      store(offset, word, flight.mine[me_].note);\n      continue;"
-LANDED = "      unpack(from, frame.bytes);\n      store(offset, word, flight.mine[me_].note);"
+UNPACKED = "      unpack({beginning, frame.bytes - rest, rest > 0 ? whole + inline_bytes_ : nullptr, rest});\n"
+STORED = "      store(offset, word, frame.note);"
 
 CARRIED = (
     Mutation(
@@ -28,7 +29,7 @@ CARRIED = (
         "S4",
         "carried_test",
         "Carried.EveryWayAgainstTheOracle",
-        (Edit(CARRIED_CC, "      std::memcpy(whole, from, inline_bytes_);\n", ""),),
+        (Edit(CARRIED_CC, "      std::memcpy(whole, beginning, inline_bytes_);\n", ""),),
     ),
     Mutation(
         "the part of a row that its block had no room for is its beginning again",
@@ -59,7 +60,7 @@ CARRIED = (
         (
             Edit(CARRIED_CC, "      store(offset, word, frame.note);\n      continue;", NOTE),
             Edit(CARRIED_CC, "word.mode == own.mode && frame.note == mine.note &&", "word.mode == own.mode &&"),
-            Edit(CARRIED_CC, "      unpack(from, frame.bytes);\n      store(offset, word, frame.note);", LANDED),
+            Edit(CARRIED_CC, UNPACKED + STORED, UNPACKED + STORED.replace("frame.note", "flight.mine[me_].note")),
         ),
     ),
 )
