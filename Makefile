@@ -51,15 +51,16 @@ test:  ## everything: C++ plain and under sanitizers, models, Python, mutations,
 	@$(STAGE) "wheel" tests/wheel/test_wheel.sh
 
 # setarch -R: ThreadSanitizer of GCC 12 cannot map its shadow under much address randomisation.
-FIXED = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+RUN_TESTS = tokenway_tests --gtest_brief=1
+FIXED     = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 test-cc:  ## the C++ tests in three builds: plain, thread, address and undefined
 	@$(SETUP) run test
 	@$(STAGE) "C++ tests: build" $(MAKE) build/test
-	@$(STAGE) "C++ tests" tests/cc/run.sh build/test/tokenway_tests
+	@$(STAGE) "C++ tests" build/test/$(RUN_TESTS)
 	@$(STAGE) "C++ tests, thread sanitizer: build" $(MAKE) build/tsan
-	@$(STAGE) "C++ tests, thread sanitizer" tests/cc/run.sh $(FIXED) build/tsan/tokenway_tests
+	@$(STAGE) "C++ tests, thread sanitizer" $(FIXED) build/tsan/$(RUN_TESTS)
 	@$(STAGE) "C++ tests, address and undefined sanitizers: build" $(MAKE) build/asan
-	@$(STAGE) "C++ tests, address and undefined sanitizers" tests/cc/run.sh build/asan/tokenway_tests
+	@$(STAGE) "C++ tests, address and undefined sanitizers" build/asan/$(RUN_TESTS)
 
 # In unity builds (8 sources at once): half of the time otherwise goes into the same headers again and again.
 build/test: TREE_FLAGS = -DCMAKE_BUILD_TYPE=Release
