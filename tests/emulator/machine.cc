@@ -252,9 +252,10 @@ uint64_t Block::collect(Collective kind, uint32_t mask, uint64_t value, uint32_t
     const Fiber& other = warp[i];
     if ((mask >> i & 1) == 0) continue;
     if (other.state == State::kOver) fail("a collective with a thread that has ended", fiber);
-    if (other.state != State::kInCollective) {
-      all = false;
-    } else if (other.kind != kind || other.mask != fiber.mask) {
+    if (other.state == State::kInCollective && other.kind == kind && other.mask == fiber.mask) continue;
+    all = false;
+    // One of a part of the warp, without this thread, ends without it; two that wait for each other do not.
+    if (other.state == State::kInCollective && (other.mask >> lane & 1) != 0) {
       fail("threads of a warp meet in different collectives", fiber);
     }
   }
