@@ -158,8 +158,10 @@ Status check_device_rows(const Shape& shape) {
 void size_for_device(const Environment& environment, Shape* shape) {
   shape->chunk_rows = chunk_rows_of(shape->combine_bytes);
   // Lines win while they save a fence and a round trip; their flag in 128 bytes, and the copy out of them, cost more
-  // from about 512 tokens for one peer on. With more peers each gets its share of that.
-  const int32_t usual = std::clamp(1024 / shape->ranks, 8, 512);
+  // from about 1500 tokens for one peer on, or 512 where counts are exchanged first. With more peers each gets its
+  // share of that; with many the half, as a window has room for all of them in both banks.
+  const bool longest = !shape->exact() && shape->ranks <= 8;
+  const int32_t usual = std::clamp((longest ? 2048 : 1024) / shape->ranks, 8, longest ? 1024 : 512);
   const int32_t tokens = environment.line_tokens >= 0 ? environment.line_tokens : usual;
   shape->line_tokens = std::min(tokens, shape->max_tokens);
 }

@@ -20,14 +20,14 @@ int width_of(std::initializer_list<uint64_t> values) {
 // Rows of a call shared out to warps: while there are warps without work, in smaller parts. A warp has as much in
 // flight as its unit holds, so large units are for when all warps have some.
 // The first `whole` words of a row lie in one unit.
-Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps) {
+Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps, uint32_t most) {
   Units units{};
   units.words = static_cast<uint32_t>(words);
   units.line_bytes = static_cast<uint32_t>(kLineBytes * lines_of(words));
   units.groups = (units.line_bytes + 4 * kLineBytes - 1) / (4 * kLineBytes);
   static_assert(words_of(meta_bytes(TW_MAX_TOP_K)) <= uint64_t{kMetaGroups} * 4 * kLineWords);
   units.unit_groups = whole > 4 * kLineWords ? kMetaGroups : 1;
-  while (units.unit_groups < kUnitGroups && rows * units.groups > warps * units.unit_groups) units.unit_groups *= 2;
+  while (units.unit_groups < most && rows * units.groups > warps * units.unit_groups) units.unit_groups *= 2;
   units.per_row = Divider::make((units.groups + units.unit_groups - 1) / units.unit_groups);
   return units;
 }
@@ -162,11 +162,15 @@ Roles NvlinkBackend::roles_of(int64_t rows, const Units& units, bool both, int m
   return Roles::two(sending, static_cast<int>(std::clamp<int64_t>(shares, 1, max_grid_ - sending)));
 }
 
-Roles NvlinkBackend::line_roles(int64_t rows, const Units& units, bool both) const {
+Roles NvlinkBackend::line_roles(int64_t rows, const Units& units, bool both, int filling) const {
   if (!both || max_grid_ == 1) return roles_of(rows, units, both, max_grid_);
   const int64_t shares = rows * units.per_row.divisor;
   const int half = max_grid_ / 2;
   const int quarter = std::max(1, max_grid_ / 4);
+  if (shares > int64_t{half} * kWarps) {
+    const int sending = std::max(1, std::min(half, device_sms_ * filling / 100));
+    return Roles::two(sending, max_grid_ - sending);
+  }
   const auto blocks =
       static_cast<int>(std::clamp<int64_t>(shares, 1, shares <= int64_t{quarter} * kWarps ? quarter : half));
   return Roles::two(blocks, blocks);
@@ -217,14 +221,18 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   const int64_t rows = std::max<int64_t>(p.tokens, arriving);
   const bool lines = usual && all_lines(call.bound);
   p.kind = lines ? Kind::kLines : usual ? Kind::kUsual : Kind::kAny;
+  // A dispatch draws its lines, so narrower units are for longer better: 256 tokens took 15.1 us with two groups, 16.3
+  // with four. (1024 took 60 and 49.)
   p.units = units_of(fit.words, words_of(meta_bytes(shape().top_k)), unit_rows(lines, p.tokens, call.bound),
-                     int64_t{max_grid_} * kWarps / 2);
-  // With more than a quarter of the device's SMs, units at the end wait longer behind each other.
-  constexpr int kFilling = 25;
-  p.roles = lines ? line_roles(rows, p.units, send && receive)
+                     int64_t{max_grid_} * kWarps / 2, lines && call.bound <= kRound ? 2 : kUnitGroups);
+  // With more than a quarter of the device's SMs, units at the end wait longer behind each other. Rows of several
+  // payloads are stored in smaller parts, which take an SM longer: 4096 tokens of fp8 with their scales took 109 us
+  // with a quarter of the SMs, 97 with a third.
+  const int filling = shape().payloads > 1 ? 33 : 25;
+  p.roles = lines ? line_roles(rows, p.units, send && receive, 30)
                   : roles_of(rows, p.units, send && receive,
-                             call.bound > view_.line_tokens ? bulk_senders(kFilling, 75) : max_grid_ / 2);
-  const bool few = is_few(p.roles, kFilling);
+                             call.bound > view_.line_tokens ? bulk_senders(filling, 75) : max_grid_ / 2);
+  const bool few = is_few(p.roles, filling);
   p.first_line = first_line(p.tokens, few);
   p.wide = few ? widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps) : kNoneWide;
   for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
@@ -349,7 +357,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   // Rows that the sums overwrite are all sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
   constexpr int kFilling = 30;
-  p.roles = lines ? line_roles(rows, p.units, send && receive)
+  p.roles = lines ? line_roles(rows, p.units, send && receive, 25)
                   : roles_of(rows, p.units, send && receive && !twice,
                              call.bound > view_.line_tokens && p.plain ? bulk_senders(kFilling, 38) : max_grid_ / 2);
   share_combine(returning, !lines && is_few(p.roles, kFilling), &p);

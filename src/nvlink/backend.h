@@ -20,7 +20,7 @@ inline Status launched(const char* what, int error) { return error == 0 ? Status
 int width_of(std::initializer_list<uint64_t> values);
 inline uint64_t address_of(const void* at) { return reinterpret_cast<uintptr_t>(at); }
 // Rows of a call shared out to warps.
-Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps);
+Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps, uint32_t most = kUnitGroups);
 
 class NvlinkBackend : public Backend {
  public:
@@ -210,12 +210,13 @@ class NvlinkBackend : public Backend {
   bool is_few(const Roles& roles, int filling) const { return roles.sending < device_sms_ * filling / 100; }
   void share_combine(int64_t returning, bool few, CombineParams* params) const;
   // The same where all rows are lines: while that gives every unit a warp, on half of the SMs, so that the next kernel
-  // finds the other half.
-  Roles line_roles(int64_t rows, const Units& units, bool both) const;
+  // finds the other half. With more, so many percent of the device's SMs fill the link, and what the others take does
+  // not wait behind stores: where half of them sent, 512 tokens took 57 us there and back instead of 53.
+  Roles line_roles(int64_t rows, const Units& units, bool both, int filling) const;
   // Of calls of the usual kind (params.h): all rows are lines.
   bool all_lines(int32_t bound) const {
     return !shape().exact() && shape().ranks > 1 && shape().ranks <= kRanksAtOnce && bound > 0 &&
-           bound <= std::min(view_.line_tokens, kRound);
+           bound <= std::min(view_.line_tokens, kMostLines);
   }
   // The token from which on rows travel as lines: so many rows as pass the link in the time of the fence and the word
   // behind those before them. `few`: of SMs, which take longer for lines.

@@ -367,7 +367,7 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Recei
   }
   uint32_t arrived = 0;
   if (p.receive && thread == 0) arrived = begin_end(g, s.step);
-  if (thread == 0 && blockIdx.x == 0) clear_tickets(g, s.step);
+  if (thread == 0 && blockIdx.x == 0) clear_counters(g, s.step);
   if (p.send) report_sizes(s);
   if (p.send && thread == 0 && blockIdx.x == 0) say_sent(g, s.step);
   if (p.sizes_at != nullptr) meet();  // what was noted of them is about to be overwritten

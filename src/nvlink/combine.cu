@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   }
   uint32_t arrived = 0;
   if (p.receive && thread == 0) arrived = begin_end(g, s.step);
-  if (thread == 0 && blockIdx.x == 0) clear_tickets(g, s.step);
+  if (thread == 0 && blockIdx.x == 0) clear_counters(g, s.step);
   if (thread == 0 && blockIdx.x == 0 && p.send) say_sent(g, s.step);
   if (s.sends()) {
     if (!p.late_word && blockIdx.x == 0 && s.set() == 0) publish_first(s);

@@ -75,6 +75,8 @@ __device__ inline bool sum_line_unit(const Sum& s, int token, const Unit& unit, 
   const auto address = reinterpret_cast<unsigned long long>(
       sent.to.rank == p.group.me ? row_of(p, sent.to.rank, sent.to.slot)
                                  : s.window() + line_at(p.lines, 0, sent.to.rank, sent.to.slot) + bank_offset(s));
+  std::byte* out = p.out + static_cast<int64_t>(token) * p.out_stride;
+  pin(out);  // before the wait
   Quad sum[kGroups][2] = {};
   Parts<kTerms, kGroups> parts;
   parts.cover(p.units, unit);
@@ -109,7 +111,6 @@ __device__ inline bool sum_line_unit(const Sum& s, int token, const Unit& unit, 
       }
     }
   }
-  std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     const uint32_t w = first_word(unit.begin + g);
@@ -148,8 +149,11 @@ __device__ inline void send_units(const Sum& s, Outgoing<kGroups> out, Loaded<kG
   const uint32_t all = static_cast<uint32_t>(s.p.bound * (s.ranks() - 1)) * s.p.units.per_row.divisor;
 #pragma unroll 1
   for (uint32_t u = shares.first; u < all;) {
+    const bool draws = all > shares.step;  // beyond those that everybody begins with
+    const uint32_t ticket = draw(tickets(s.p.group, s.step), draws && lane() == 0);  // on its way while this is sent
     send_unit(s, out, loaded);
-    u += shares.step;
+    if (!draws) break;
+    u = shares.step + __shfl_sync(~0u, ticket, 0);
     if (u >= all) break;
     out = Outgoing<kGroups>(s.p, u);
     loaded = Loaded<kGroups>(out);
@@ -202,14 +206,13 @@ __global__ void __launch_bounds__(kThreads, 1) combine_lines_kernel(const __grid
     if (p.receive) give_up(s);
     return;  // not done: this step will be another kernel's, unless the group is finished
   }
-  uint32_t arrived = 0;
-  if (p.receive && thread == 0) arrived = begin_end(g, s.step);
-  if (thread == 0 && blockIdx.x == 0) clear_tickets(g, s.step);
   const bool last = thread / 32 == kWarps - 1;      // the warp with least to do
   if (s.sends()) {                                  // S7: nobody here waits
     if (blockIdx.x == 0 && last) publish_first(s);  // such rows never lie in the window
     send_units(s, out, loaded);
   }
+  const uint32_t arrived = begin_end(g, s.step, p.receive && thread == 0);
+  if (thread == 0 && blockIdx.x == 0) clear_counters(g, s.step);
   if (s.sums()) sum_units<kWire, kGroups>(s, token, sent);
   if (concludes(s) && last) await_words(s);
   if (p.receive) finish_combine(s, arrived);

@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
     return;
   }
   const uint32_t arrived = p.receive && threadIdx.x == 0 ? begin_end(g, step) : 0;
-  if (threadIdx.x == 0 && blockIdx.x == 0) clear_tickets(g, step);
+  if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(g, step);
   bool last = blockIdx.x == 0;
   if (p.send) {
     count_share(p, step, tallies);

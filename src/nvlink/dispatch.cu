@@ -60,12 +60,13 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   Step step{next_step(g, p.lane),           p.lane,      p.bound, twPhaseDispatch,
             mix_counted(digest, p.counted), g.note_bits, p.lands};
   const bool sticky = is_sticky(g);
-  if (sends) mark_tokens<kFast>(p, scratch, thread, ids);
+  if (sends) mark_tokens<kFast>(p, scratch, thread, ids, scratch.marks(thread));
   const bool skips = static_cast<int>(step.number & 1) != p.bank;
   if (skips) ++step.number;
+  mark_rest<kFast>(p, scratch, step);
   bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
   uint32_t arrived = 0;
-  if (p.receive && threadIdx.x == 0) {
+  if (p.receive && thread == 0) {
     arrived = begin_end(g, step);
     // Until somebody finds otherwise. Rows that do not fit go nowhere, and no combine answers.
     const bool overflow = g.map.shape().exact() && load_fresh<uint32_t>(p.handle.overflow) != 0;
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   if (p.in.map != nullptr && thread == 0 && blockIdx.x == 0) *p.handle.digest = digest;
   const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
   if (p.send && usable && skips && !is_carried(g)) usable = skip_step(g, step);
-  if (thread == 0 && blockIdx.x == 0) clear_tickets(g, step);
+  if (thread == 0 && blockIdx.x == 0) clear_counters(g, step);
   if (thread == 0 && blockIdx.x == 0 && p.send && usable) say_sent(g, step);
   if (usable) {
     if (sends) send<kFast>(b, ahead);  // S7: nobody here waits

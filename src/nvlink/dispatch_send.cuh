@@ -397,14 +397,14 @@ __device__ inline void send(const Block& b, Ahead ahead) {
   const bool rounds = p.tokens > kRound;
   // Beyond those that everybody begins with; the warp that routes begins with none.
   const uint32_t given = (rounds ? kWarps - 1 : kWarps) * static_cast<uint32_t>(p.roles.sending);
-  const auto draw = [&] { return lane() == 0 ? atomicAdd(tickets(p.group, b.step), 1) : 0; };
+  const auto take_ticket = [&](bool more) { return draw(tickets(p.group, b.step), more && lane() == 0); };
   uint32_t u = sent_shares(p.roles).first;
   bool plain = p.first_line > 0;  // and not finished yet
   bool loaded = true;
   count_first(p, b.scratch, [b](int rank, int n) { tell(b, rank, n); });
   if (rounds && u >= given) {
-    route_rest<kFast>(p, [b](int rank, int n) { tell(b, rank, n); });
-    u = given + __shfl_sync(~0u, draw(), 0);
+    route_rest(p, b.step, [b](int rank, int n) { tell(b, rank, n); });
+    u = given + __shfl_sync(~0u, take_ticket(true), 0);
     loaded = false;
   }
   Item item = sent_item(p, u);
@@ -414,7 +414,7 @@ __device__ inline void send(const Block& b, Ahead ahead) {
     await_round(b.scratch, round);
 #pragma unroll 1
     while (u < all && item.row < end) {
-      const uint32_t ticket = all > given ? draw() : 0;  // on its way while this unit is sent
+      const uint32_t ticket = take_ticket(all > given);  // on its way while this unit is sent
       if (!loaded) load_ahead<kFast>(p, static_cast<int>(item.row), item.unit, &ahead);
       loaded = false;
       if (plain && u >= first_line) finish_plain(b), plain = false;

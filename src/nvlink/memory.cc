@@ -77,6 +77,7 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   const size_t dispatches_at = place(nullptr, sizeof(long long) * rows);
   const size_t clocks_at = place(nullptr, sizeof(uint32_t) * rows);
   const size_t told_of_at = place(nullptr, sizeof(uint32_t) * rows);
+  const size_t marks_at = place(nullptr, sizeof(uint32_t) * static_cast<size_t>(mark_words(shape) * shape.lanes));
   std::vector<LaneState> lanes(static_cast<size_t>(shape.lanes), LaneState{});
   for (LaneState& lane : lanes) lane.step = context.first_step;
   const size_t lanes_at = place(lanes.data(), sizeof(LaneState) * lanes.size());
@@ -92,6 +93,7 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   view->pages = reinterpret_cast<ControlPage* const*>(made->tables_ + pages_at);
   view->state = made->state_ = reinterpret_cast<DeviceState*>(made->tables_ + state_at);
   view->lanes = reinterpret_cast<LaneState*>(made->tables_ + lanes_at);
+  view->marks = reinterpret_cast<uint32_t*>(made->tables_ + marks_at);
   made->counter_ = reinterpret_cast<uint32_t*>(made->tables_ + counter_at);
   made->loads_.layers = context.spec->layers;
   made->loads_.decay = context.spec->decay;

@@ -21,9 +21,11 @@ namespace tw::nvlink {
 inline constexpr int kThreads = 512;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kRound = kThreads;  // tokens that are routed at a time; of the first round one by each thread
-inline constexpr int kTailLines = 32;    // of more rows than go as lines, the last so many do; at most a round
-inline constexpr int kTailRows = 96;     // the same of a dispatch's tokens, of which there is one for each peer
-inline constexpr int kUnitGroups = 4;    // at most so many groups of lines are one warp's at a time
+inline constexpr int kMostLines = 2 * kRound;  // tokens of a bound with which all rows may go as lines
+inline constexpr int kGroup = 32;              // tokens that a warp marks at a time, and that a word has bits for
+inline constexpr int kTailLines = 32;          // of more rows than go as lines, the last so many do; at most a round
+inline constexpr int kTailRows = 96;           // the same of a dispatch's tokens, of which there is one for each peer
+inline constexpr int kUnitGroups = 4;          // at most so many groups of lines are one warp's at a time
 inline constexpr uint32_t kPushedVectors = 32 * kUnitGroups;  // of 16 bytes, of a row into an inbox, likewise
 inline constexpr int kMetaGroups = 2;  // in so many lies what travels beside the payloads of a row
 inline constexpr int kChunks = 32;     // chunks of a block that may be under way or waiting for their fence
@@ -77,9 +79,15 @@ struct GroupView {
   int32_t waits;  // the end of the step follows at once
   DeviceState* state;
   LaneState* lanes;
+  uint32_t* marks;  // [lanes, mark_words] which tokens of each 32 go to each rank (routing.cuh)
   uint64_t timeout_ns;
   TallyView loads;
 };
+
+// [groups of tokens, N] of a lane; the first round's stay where they are made.
+constexpr int64_t mark_words(const Shape& shape) {
+  return shape.max_tokens > kRound ? int64_t{(shape.max_tokens + kGroup - 1) / kGroup} * shape.ranks : 0;
+}
 
 // A handle's arrays. Destinations of token t begin at t * fan_out(); meta rows lie as slots do, [N, b].
 struct HandleView {
@@ -174,7 +182,8 @@ struct Roles {
 // up to 32 ranks; a table of experts in shared memory. Of a combine, rows of the wire's type, 16 bytes at a time, as
 // they are; sums of that type; own rows where the caller has them.
 //
-// Lines: usual, with a bound of up to a round of tokens, and up to 32 ranks; so all that is sent or received are lines.
+// Lines: usual, with a bound of up to two rounds of tokens, and up to 32 ranks; so all that is sent or received are
+// lines.
 enum class Kind : int32_t { kAny, kUsual, kLines };
 inline constexpr int kFastIds = 8;
 inline constexpr int kFewTokens = 32;  // one for each lane of a warp

@@ -41,11 +41,29 @@ __device__ inline uint64_t load_acquire(const void* from) {
 // S4, both ways: cumulative, so it stands for every write that this thread has synchronised with.
 __device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// Counts blocks; who gets the last number has synchronised with all of them.
-__device__ inline uint32_t arrive(uint32_t* counter) {
+// Counts who arrives on the device; who gets the last number has synchronised with all of them.
+__device__ inline uint32_t arrive(uint32_t* counter, uint32_t by = 1) {
   uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");
   return before;
+}
+// How many have; who sees all of them has synchronised with them.
+__device__ inline uint32_t arrived(const uint32_t* counter) {
+  uint32_t count;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  return count;
+}
+
+// Draws the next number of a counter that began at 0 on the device, by the threads for which `draws` holds; the others
+// get 0. The reply is waited for where it is used. The counter counts down: of additions ptxas makes one operation for
+// the warp, whose reply it hands out at once, so that whoever drew waited for it, 1 us, before it did anything else.
+__device__ inline uint32_t draw(uint32_t* counter, bool draws) {
+  uint32_t before = 0;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p atom.relaxed.gpu.global.dec.u32 %0, [%1], 0xffffffff; }"
+               : "+r"(before)
+               : "l"(counter), "r"(static_cast<uint32_t>(draws))
+               : "memory");
+  return 0 - before;
 }
 
 // ---- Lines: 16 bytes in one access, flag and data together. PTX does not promise that; the self-test looks. Eight

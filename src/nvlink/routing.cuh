@@ -1,14 +1,14 @@
 // Slots, in the kernel (S9). The slot of a token at a rank is the number of earlier tokens that go there too; every
-// block that sends counts them itself, from the ids, so no block waits for another and there is no launch before the
-// dispatch.
+// block that sends counts them itself, so there is no launch before the dispatch.
 //
-// A round is 512 tokens. A block that sends routes the first with all its threads, one token each; later ones are one
-// warp's, ahead of the others, which so never wait for each other: under a full link a warp's unit takes up to 10 us.
-// What is left for those is small, a bit for each token and rank, from which they find the slots of their rows by
-// themselves. (Where all go as lines, dispatch_lines.cu is shorter.)
+// What is counted are marks, a bit for each token and rank. A round is 512 tokens. A block that sends makes the marks
+// of the first itself, one token a thread, so that what it sends first waits for no other block. Those of later rounds
+// are made once on the device, 32 tokens a warp, by blocks that receive, which have nothing else to do yet; one warp of
+// each sending block takes them into its shared memory, a few rounds ahead of the others, which so never wait for each
+// other: under a full link a warp's unit takes up to 10 us. (When that warp made the marks from the ids itself, a round
+// took it 16 us, as its loads wait behind its block's stores: longer than 512 rows of 7 KB take to send.)
 //
-// All of them count all tokens, which is quadratic; but the ids are small, and what a block sends first needs one
-// round. The alternative, sums passed from block to block, costs every block two trips to the second-level cache.
+// Where all rows go as lines, dispatch_lines.cu is shorter.
 #pragma once
 
 #include "nvlink/ids.cuh"
@@ -42,23 +42,31 @@ class Scratch {
   __device__ uint32_t* table() const { return shared_at<uint32_t>(p_.at.table); }
   __device__ uint32_t* map() const { return shared_at<uint32_t>(p_.at.map); }
 
-  // Where the masks of a token's warp are, one for each rank.
-  __device__ uint32_t* masks(int token) const { return going(token / kRound) + token % kRound / 32 * ranks(); }
-  __device__ bool goes(int token, int rank) const { return (masks(token)[rank] >> (token % 32) & 1) != 0; }
+  // The marks of a token's group, one word for each rank.
+  __device__ uint32_t* marks(int token) const { return going(token / kRound) + token % kRound / kGroup * ranks(); }
+  __device__ bool goes(int token, int rank) const { return (marks(token)[rank] >> (token & (kGroup - 1)) & 1) != 0; }
   // Tokens before this one that go to a rank: its slot. The token's round must be routed.
   __device__ int before(int token, int rank) const {
     const int round = token / kRound;
-    const uint32_t* const masks = going(round) + rank;
-    const int warp = token % kRound / 32;
-    int count = base(round)[rank];
-#pragma unroll 4
-    for (int i = 0; i < warp; ++i) count += __popc(masks[i * ranks()]);
-    return count + __popc(masks[warp * ranks()] & below(token % 32));
+    return base(round)[rank] + count(going(round) + rank, token % kRound);
+  }
+  // Of a dispatch of up to two rounds of lines: the rounds' marks follow each other, and nobody has counted them.
+  __device__ int before_line(int token, int rank) const { return count(going(0) + rank, token); }
+  __device__ int lines(int tokens, int rank) const {
+    return tokens == 0 ? 0 : before_line(tokens - 1, rank) + (goes(tokens - 1, rank) ? 1 : 0);
   }
   // The same with this one.
   __device__ int through(int token, int rank) const { return before(token, rank) + (goes(token, rank) ? 1 : 0); }
 
  private:
+  // How many of the first tokens have a mark.
+  __device__ int count(const uint32_t* marks, int tokens) const {
+    const int group = tokens / kGroup;
+    int n = __popc(marks[group * ranks()] & below(tokens & (kGroup - 1)));
+#pragma unroll 4
+    for (int i = 0; i < group; ++i) n += __popc(marks[i * ranks()]);
+    return n;
+  }
   __device__ int place(int round) const { return round & (static_cast<int>(p_.at.rounds) - 1); }
   __device__ int ranks() const { return p_.group.map.shape().ranks; }
 
@@ -165,7 +173,7 @@ __device__ __noinline__ static uint32_t any_ranks(const DispatchParams& p, int t
   return mask;
 }
 
-// Which of a warp's 32 tokens go where: lane i has those of rank base + i.
+// Which tokens of a group go where: lane i has those of rank base + i. `token`: of the thread.
 template <bool kFast>
 __device__ inline uint32_t route_warp(const DispatchParams& p, const Scratch& scratch, int token, int base,
                                       const Ids& ids) {
@@ -179,7 +187,7 @@ __device__ inline uint32_t route_warp(const DispatchParams& p, const Scratch& sc
   return mine;
 }
 
-// What the masks of a round say of all its tokens. tell(rank, n): n tokens in all go to a rank; by one thread for each,
+// What the marks of a round say of all its tokens. tell(rank, n): n tokens in all go to a rank; by one thread for each,
 // of `threads` threads.
 template <class Tell>
 __device__ inline void count_round(const DispatchParams& p, const Scratch& scratch, int round, int thread, int threads,
@@ -201,13 +209,40 @@ __device__ inline void count_round(const DispatchParams& p, const Scratch& scrat
 
 // Where the tokens of a warp's threads go.
 template <bool kFast>
-__device__ inline void mark_tokens(const DispatchParams& p, const Scratch& scratch, int token, const Ids& ids) {
+__device__ inline void mark_tokens(const DispatchParams& p, const Scratch& scratch, int token, const Ids& ids,
+                                   uint32_t* marks) {
   const int ranks = p.group.map.shape().ranks;
 #pragma unroll 1
   for (int base = 0; base < (kFast ? 1 : ranks); base += kRanksAtOnce) {
     const uint32_t going = route_warp<kFast>(p, scratch, token, base, ids);
-    if (base + lane() < ranks) scratch.masks(token)[base + lane()] = going;
+    if (base + lane() < ranks) marks[base + lane()] = going;
   }
+}
+
+// Where those of later rounds are made and taken from: one group's after the other.
+__device__ inline uint32_t* later_marks(const DispatchParams& p, uint32_t group) {
+  const Shape& shape = p.group.map.shape();
+  return p.group.marks + p.lane * mark_words(shape) + int64_t{group} * shape.ranks;
+}
+constexpr uint32_t kFirstLater = kRound / kGroup;  // group
+__device__ inline uint32_t groups_of(const DispatchParams& p) {
+  return (static_cast<uint32_t>(p.tokens) + kGroup - 1) / kGroup;
+}
+
+// A warp's share of the groups of later rounds; by blocks that receive, or where those send too by all, also if the
+// group is finished: others may not know that yet, and wait.
+template <bool kFast>
+__device__ inline void mark_rest(const DispatchParams& p, const Scratch& scratch, const Step& step) {
+  if (!p.send || p.tokens <= kRound || !is_receiver(p.roles)) return;
+  const Shares shares = received_shares(p.roles);
+  uint32_t made = 0;
+#pragma unroll 1
+  for (uint32_t group = kFirstLater + shares.first; group < groups_of(p); group += shares.step, ++made) {
+    const int token = static_cast<int>(group) * kGroup + lane();
+    mark_tokens<kFast>(p, scratch, token, load_ids<kFast>(p, token), later_marks(p, group));
+  }
+  __syncwarp();
+  if (made > 0 && lane() == 0) arrive(marked(p.group, step), made);
 }
 
 // Whether some of the first round's tokens, but not all of these, go as lines: then their senders need its counts.
@@ -224,10 +259,12 @@ __device__ inline void count_first(const DispatchParams& p, const Scratch& scrat
 }
 
 // The others, by a warp. It stays so far ahead as there is place.
-template <bool kFast, class Tell>
-__device__ __noinline__ static void route_rest(const DispatchParams& p, Tell tell) {
+template <class Tell>
+__device__ __noinline__ static void route_rest(const DispatchParams& p, Step step, Tell tell) {
   const Scratch scratch(p);
+  const int ranks = p.group.map.shape().ranks;
   if (!begins_lines(p)) count_round(p, scratch, 0, lane(), 32, tell);
+  while (arrived(marked(p.group, step)) != groups_of(p) - kFirstLater) __nanosleep(100);
 #pragma unroll 1
   for (int round = 1; round * kRound < p.tokens; ++round) {
     const auto left = [&] {  // the round whose place this one takes
@@ -236,10 +273,12 @@ __device__ __noinline__ static void route_rest(const DispatchParams& p, Tell tel
     while (!__all_sync(~0u, left())) __nanosleep(200);
     __threadfence_block();
     __syncwarp();
-#pragma unroll 1
-    for (int i = 0; i < kWarps; ++i) {
-      const int token = round * kRound + 32 * i + lane();
-      mark_tokens<kFast>(p, scratch, token, load_ids<kFast>(p, token));
+    const uint32_t first = static_cast<uint32_t>(round) * kFirstLater;
+    const uint32_t* const from = later_marks(p, first);
+    const int there = static_cast<int>(min(groups_of(p) - first, kFirstLater)) * ranks;
+#pragma unroll 4
+    for (int i = lane(); i < static_cast<int>(kFirstLater) * ranks; i += 32) {
+      scratch.going(round)[i] = i < there ? load_fresh<uint32_t>(from + i) : 0;
     }
     __syncwarp();
     count_round(p, scratch, round, lane(), 32, tell);

@@ -42,7 +42,7 @@ __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
     wait_out(p.group, step);
     ++step.number;
   }
-  if (threadIdx.x == 0) clear_tickets(p.group, step);
+  if (threadIdx.x == 0) clear_counters(p.group, step);
   if (p.send) {
     if (p.phase == twPhaseDispatch) tell_refusal(p.group, p.lane);
     publish_empty(p.group, step, Mode::kRefused);

@@ -77,9 +77,14 @@ __device__ inline void say_sent(const GroupView& g, const Step& step, bool refus
 }
 
 // A step ends in device memory when every block of the kernel has read the one before. Each says so, by one thread, and
-// looks at the reply much later, so that nobody waits for it.
+// looks at the reply much later.
 __device__ inline uint32_t begin_end(const GroupView& g, const Step& step) {
   return atomicAdd(&g.lanes[step.lane].arrived, 1);
+}
+// The same by the one thread that `says` it; nobody waits for the reply. For kernels where all rows go as lines: of one
+// token it saves 0.1 us, but a bulk combine of 4096 took 183 us instead of 176.
+__device__ inline uint32_t begin_end(const GroupView& g, const Step& step, bool says) {
+  return draw(&g.lanes[step.lane].arrived, says);
 }
 __device__ inline void end_step(const GroupView& g, const Step& step, uint32_t before) {
   if (before != gridDim.x - 1) return;
@@ -94,8 +99,14 @@ __device__ inline void end_step(const GroupView& g, const Step& step, uint32_t b
 __device__ inline uint32_t* tickets(const GroupView& g, const Step& step) {
   return &g.lanes[step.lane].tickets[step.number % kTickets];
 }
-__device__ inline void clear_tickets(const GroupView& g, const Step& step) {
-  for (const int ahead : {1, 2}) g.lanes[step.lane].tickets[(step.number + ahead) % kTickets] = 0;
+__device__ inline uint32_t* marked(const GroupView& g, const Step& step) {
+  return &g.lanes[step.lane].marked[step.number % kTickets];
+}
+__device__ inline void clear_counters(const GroupView& g, const Step& step) {
+  for (const int ahead : {1, 2}) {
+    g.lanes[step.lane].tickets[(step.number + ahead) % kTickets] = 0;
+    g.lanes[step.lane].marked[(step.number + ahead) % kTickets] = 0;
+  }
 }
 
 // For one thread of each block that has sent: whether it is the last of all (S4: it has synchronised with the others).

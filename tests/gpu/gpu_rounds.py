@@ -37,7 +37,7 @@ def random_setup(rng: random.Random, ranks: int) -> Setup:
         experts=experts,
         top_k=rng.randint(1, min(experts, 8)),
         hidden=rng.choice((1, 3, 17, 64, 127, 256, 1000)),
-        max_tokens=rng.choice((1, 5, 16, 24, 64, 130, 300)),
+        max_tokens=rng.choice((1, 5, 16, 24, 64, 130, 300, 700, 1300)),
         dtype=rng.choice((*FLOATS, "uint8")),
         payloads=rng.choice(((), ((1, "uint8"),), ((3, "float32"), (17, "int8")), ((7, "float8_e4m3fn"),))),
         combine_dtype=rng.choice(FLOATS),

@@ -57,6 +57,10 @@ def cases_of(ranks: int) -> dict[str, Case]:
             replace(setup, experts=64, top_k=8, max_tokens=700, hidden=72),
             *(replace(r, tokens=(700, 411, 0, 5, 256)[:ranks]) for r in both),
         ),
+        "more rounds": one(
+            replace(setup, experts=64, top_k=8, max_tokens=1700, hidden=72),
+            *(replace(r, tokens=(1700, 1411, 0, 5, 256)[:ranks]) for r in both),
+        ),
         "64 ids": one(replace(setup, experts=70, top_k=64), *both),
         "slow": one(setup, *(replace(r, seed=s) for s in range(6) for r in both), slow=ranks - 1),
     }

@@ -19,7 +19,7 @@ TABLE = (0, 1, 2, 0, 3, 2, 4, 5, 0, 6, 2, -1)
 OTHER = (6, 5, 4, 3, 2, 1, 0, 0, 1, 2, 3, -1)
 DECAY = 0.5
 SETUP = Setup(
-    ranks=2, experts=7, top_k=4, hidden=32, max_tokens=600, dtype="float32", id_space="global", slot_expert=TABLE
+    ranks=2, experts=7, top_k=4, hidden=32, max_tokens=1100, dtype="float32", id_space="global", slot_expert=TABLE
 )
 TURNS = 4
 REPLACED = 2  # before this one
@@ -63,7 +63,9 @@ def replays(env: Any, policy: str, tokens: tuple[int, ...]) -> tuple[list[np.nda
         return found, group.loads[0], group.counted_dispatches
 
 
-@pytest.mark.parametrize("tokens", [(8, 3), (120, 70), (600, 530)], ids=["few", "lines", "bulk"])
+@pytest.mark.parametrize(
+    "tokens", [(8, 3), (120, 70), (600, 530), (1100, 1030)], ids=["few", "lines", "two rounds", "bulk"]
+)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replays(pair, policy, tokens) -> None:
     setups = [replace(SETUP, policy=policy, slot_expert=OTHER if t >= REPLACED else TABLE) for t in range(TURNS)]

@@ -56,8 +56,8 @@ def test_wide_rows(world, wire, weighting) -> None:
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
 def test_few_sms(world, mode) -> None:
     """On a device with few SMs, rows are sent and summed whole, and sending blocks sum in the end."""
-    setup = Setup(ranks=2, experts=6, top_k=2, hidden=4096, max_tokens=640, mode=mode, sm_limit=2)
-    base = Round((640, 577), weighting="none", rows="bfloat16", out="bfloat16")
+    setup = Setup(ranks=2, experts=6, top_k=2, hidden=2048, max_tokens=1100, mode=mode, sm_limit=2)
+    base = Round((1100, 1037), weighting="none", rows="bfloat16", out="bfloat16")
     layouts = ("flat", "grouped") if mode == "high_throughput" else LAYOUTS
     check(world, one(setup, *(replace(base, layout=layout, seed=i) for i, layout in enumerate(layouts))))
 
@@ -207,9 +207,12 @@ def test_expert_maps(world, name, id_space) -> None:
     check(world, one(setup, *both(Round((8, 4, 6))), *both(Round((8, 4, 6), own=True, seed=3))))
 
 
-def test_many_tokens(world) -> None:
-    setup = Setup(ranks=2, experts=64, top_k=8, max_tokens=500, hidden=24)
-    check(world, one(setup, *both(Round((500, 371))), *both(Round((2, 500), seed=4))))
+@pytest.mark.parametrize("tokens", [500, 1000, 1600])
+@pytest.mark.parametrize("top_k", [8, 12])
+def test_many_tokens(world, tokens, top_k) -> None:
+    """On a device: one round of routing, two of lines alone, and more, whose marks blocks make for each other."""
+    setup = Setup(ranks=2, experts=64, top_k=top_k, max_tokens=tokens, hidden=24)
+    check(world, one(setup, *both(Round((tokens, 371))), Round((2, tokens), seed=4)))
 
 
 # ---- sequences -----------------------------------------------------------------------------------

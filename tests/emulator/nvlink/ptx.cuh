@@ -30,7 +30,10 @@ inline uint32_t load_half(const void* from) { return load_and_wait<uint32_t>(fro
 inline void store_half(void* to, uint32_t value) { store_late(to, value); }
 inline uint64_t load_acquire(const void* from) { return load_and_wait<uint64_t>(from); }
 inline void fence_system() { __threadfence(); }
-inline uint32_t arrive(uint32_t* counter) { return atomicAdd(counter, 1u); }
+inline uint32_t arrive(uint32_t* counter, uint32_t by = 1) { return atomicAdd(counter, by); }
+inline uint32_t arrived(const uint32_t* counter) { return load_and_wait<uint32_t>(counter); }
+
+inline uint32_t draw(uint32_t* counter, bool draws) { return draws ? 0 - atomicAdd(counter, ~0u) : 0; }
 
 inline void store_pair(void* to, uint64_t a, uint64_t b) { tw::emulator::store_together(to, {a, b}); }
 inline Vec16 load_pair(const void* from) {
