@@ -77,9 +77,9 @@ __device__ inline void say_sent(const GroupView& g, const Step& step, bool refus
 }
 
 // A step ends in device memory when every block of the kernel has read the one before. Each says so, by one thread, and
-// looks at the reply much later.
+// looks at the reply much later. The counter counts down (ptx.cuh, draw).
 __device__ inline uint32_t begin_end(const GroupView& g, const Step& step) {
-  return atomicAdd(&g.lanes[step.lane].arrived, 1);
+  return 0 - atomicAdd(&g.lanes[step.lane].arrived, ~0u);
 }
 // The same by the one thread that `says` it; nobody waits for the reply. For kernels where all rows go as lines: of one
 // token it saves 0.1 us, but a bulk combine of 4096 took 183 us instead of 176.

@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "emulated"
 TOOLS = Path(sys.executable).parent  # CMake and Ninja are in the environment of this Python
-FILES = ("exchange", "errors", "usage", "throughput", "leases", "properties", "rounds", "survival")
-QUICK = (("exchange", "errors", "throughput", "leases", "properties", "rounds"), "not processes and not killed")
+FILES = ("exchange", "errors", "usage", "throughput", "leases", "loads", "properties", "rounds", "survival")
+QUICK = (tuple(name for name in FILES if name not in ("usage", "survival")), "not processes and not killed")
 NOTHING = "CUDA's headers or Boost.Context are missing"
 
 

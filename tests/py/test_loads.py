@@ -86,11 +86,12 @@ def tokens_dtype(setup: Setup) -> Any:
     return np.dtype(setup.dtype)
 
 
+@pytest.mark.parametrize("top_k", [5, 4])  # on a device, ids that are no whole vectors, and such that are
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_loads(world, policy, mode) -> None:
+def test_loads(world, policy, mode, top_k) -> None:
     ranks = min(4, world.most)
-    setup = setup_of(policy, mode, ranks=ranks, dtype="float32", combine_dtype="float32")
+    setup = setup_of(policy, mode, ranks=ranks, top_k=top_k, dtype="float32", combine_dtype="float32")
     loads, dispatches = expected(setup)
     for found, counted in world(ranks).run(count, setup):
         same("loads", found, loads)
