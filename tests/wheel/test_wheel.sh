@@ -28,7 +28,7 @@ cuda=${TOKENWAY_CUDA:-AUTO}
 # Begins with the objects of `make build`, if they are there. With the same tools, Ninja compiles only what differs.
 mkdir "$work/build"
 cp -a "$root"/build/{CMakeFiles,.ninja_log,.ninja_deps} "$work/build" 2> /dev/null || true
-CC=cc CXX=c++ PATH=$(dirname "$python"):$PATH "$python" -m pip wheel "$root" --quiet --no-deps \
+CC=${CC:-cc} CXX=${CXX:-c++} PATH=$(dirname "$python"):$PATH "$python" -m pip wheel "$root" --quiet --no-deps \
   --wheel-dir "$work/dist" --config-settings "build-dir=$work/build" \
   --config-settings "cmake.define.TOKENWAY_CUDA=$cuda"
 wheels=("$work"/dist/*)
