@@ -18,7 +18,7 @@ from tokenway.counting import Counting
 from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
 from tokenway.handle import Handle, Pending, Tensor
 from tokenway.placement import Placed, Placement
-from tokenway.settings import Payload, Settings, WindowBytes, make_config, telling, window_bytes
+from tokenway.settings import Payload, Settings, WindowBytes, make_config, telling, window_of
 
 
 class Group(Counting, Placed, Collectives):
@@ -417,7 +417,7 @@ class Group(Counting, Placed, Collectives):
 
     def window_bytes(self) -> WindowBytes:
         """What this group takes per rank."""
-        found = window_bytes(self.nranks, **vars(self.settings))
+        found = window_of(self.nranks, self.settings)
         return replace(found, window=self._window_bytes or found.window)
 
     # ---------------------------------------------------------------------------------------------------- internals

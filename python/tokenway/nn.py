@@ -61,7 +61,7 @@ class ExpertParallelMoE(torch.nn.Module):
         if not isinstance(inner, int) or inner < 1:
             raise InvalidArgument(f"inner is {inner!r}; it must be an integer of at least 1")
         gradients.check_group(group, True)
-        if group.settings.placement() is not None:
+        if group.settings.placement is not None:
             raise InvalidArgument(
                 "the group's expert_map has experts in slots of their own; this layer trains each expert in one place"
             )

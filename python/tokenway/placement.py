@@ -114,13 +114,13 @@ class Placed:
     @property
     def layers(self) -> int:
         """Maps of this group, 1 without a `Placement`."""
-        placement = self.settings.placement()
+        placement = self.settings.placement
         return 1 if placement is None else placement.num_layers()
 
     @property
     def slots(self) -> int:
         """P: physical slots of all ranks; E without a `Placement`."""
-        placement = self.settings.placement()
+        placement = self.settings.placement
         return self.experts if placement is None else placement.num_slots(self.experts)
 
     def expert_of_slot(self, layer: int = 0) -> np.ndarray:
@@ -165,7 +165,7 @@ class Placed:
 
     def _survivors_map(self) -> Placement | None:
         """The placement of a group of fewer ranks: the maps as they are, over slots in blocks."""
-        placement = self.settings.placement()
+        placement = self.settings.placement
         if placement is None:
             return None
         tables, shares = (np.stack(parts) for parts in zip(*map(self._map, range(self.layers)), strict=True))

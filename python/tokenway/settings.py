@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, byref
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -85,18 +86,20 @@ class Settings:
 
     def places(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Where experts, or physical slots, are: contiguous int32 arrays (rank, place there); None: in blocks."""
-        placement = self.placement()
-        given = self.expert_map if placement is None else placement.where
+        placement = self.placement
+        name, given, count = "expert_map", self.expert_map, self.experts
+        if placement is not None:
+            name, given, count = "expert_map.where", placement.where, placement.num_slots(self.experts)
         if given is None:
             return None
         if len(given) != 2:
-            raise InvalidArgument(f"expert_map has {len(given)} parts; it must be (rank[E], slot[E])")
+            raise InvalidArgument(f"{name} has {len(given)} parts; it must be (rank[E], slot[E])")
         rank, slot = (np.ascontiguousarray(part, dtype=np.int32) for part in given)
-        count = self.experts if placement is None else placement.num_slots(self.experts)
         if rank.shape != (count,) or slot.shape != (count,):
-            raise InvalidArgument(f"expert_map has shapes {rank.shape} and {slot.shape}; they must be ({count},)")
+            raise InvalidArgument(f"{name} has shapes {rank.shape} and {slot.shape}; they must be ({count},)")
         return rank, slot
 
+    @cached_property
     def placement(self) -> Placement | None:
         """expert_map, where experts may have several slots or are counted."""
         return Placement.of(self.expert_map, self.experts)
@@ -135,7 +138,7 @@ def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
     config.combine_dtype = tensors.CODES[settings.combine_dtype_name()]
     elements = settings.hidden if settings.combine_hidden is None else settings.combine_hidden
     config.combine_elements = fit("combine_hidden", elements, 63)
-    places, placement = settings.places(), settings.placement()
+    places, placement = settings.places(), settings.placement
     if places is not None:
         config.expert_rank, config.expert_slot = (part.ctypes.data for part in places)
     native, keep = (None, None) if placement is None else placement.native(settings.experts)
@@ -183,7 +186,12 @@ def milliseconds(timeout: float) -> int:
 
 def window_bytes(nranks: int, **settings: Any) -> WindowBytes:
     """What a Group of these settings would take per rank on `nranks` ranks; creates nothing."""
-    config, keep = make_config(Settings(**settings))
+    return window_of(nranks, Settings(**settings))
+
+
+def window_of(nranks: int, settings: Settings) -> WindowBytes:
+    """What `window_bytes` says, of settings that there are."""
+    config, keep = make_config(settings)
     found = _native.WindowBytes()
     _native.check(_native.lib.twGroupWindowBytes(byref(config), nranks, byref(found)))
     del keep

@@ -121,6 +121,10 @@ CANNOT_HOLD = [
     ({"id_space": "lunar"}, r"id_space is 'lunar'; it must be one of"),
     ({"expert_map": ([0] * 5, [0] * 5)}, r"expert_map has shapes \(5,\) and \(5,\); .* \(6,\)"),
     ({"expert_map": ([0],)}, r"expert_map has 1 parts"),
+    (
+        {"expert_map": tw.Placement(range(6), where=([0] * 5, [0] * 5))},
+        r"expert_map.where has shapes \(5,\) and \(5,\); .* \(6,\)",
+    ),
     ({"timeout": 0}, r"timeout is 0; it must be from 0.001"),
     ({"timeout": -5}, r"timeout is -5; it must be from 0.001"),
     ({"invalid_id": 2**31}, r"invalid_id is 2147483648; it must be an integer of 32 bits"),
