@@ -19,6 +19,8 @@ Status NvlinkBackend::fill_view(const BackendInit& init) {
   const int queues = sharing_ * shape().lanes;
   device_sms_ = prop.multiProcessorCount;
   max_grid_ = std::clamp(std::min(limit, prop.multiProcessorCount / queues), 1, kMaxBlocks);
+  // Few SMs send more than a round of rows sooner as they lie, in wide units, than as lines.
+  const bool few = max_grid_ < device_sms_ / 2;
   if (shape().counts_loads != 0) {
     tally_ = max_grid_ > 1 ? Tally::kApart : Tally::kLast;
     max_grid_ = std::max(1, max_grid_ - 1);  // a block of each dispatch counts
@@ -35,7 +37,7 @@ Status NvlinkBackend::fill_view(const BackendInit& init) {
   view_.map = context_.map;
   view_.me = context_.me;
   view_.local_experts = context_.local_experts;
-  view_.line_tokens = shape().line_tokens;
+  view_.line_tokens = few ? std::min(shape().line_tokens, kRound) : shape().line_tokens;
   view_.no_wait = init.no_wait ? 1 : 0;
   view_.by_shares = context_.spec->policy == twReplicaShares ? 1 : 0;
   view_.note_bits = note_bits(shape().max_tokens);

@@ -356,7 +356,6 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_lines_kernel(const __gri
   warm(p);
   if (thread < shape.ranks) {
     scratch.windows()[thread] = window_of(g, thread);
-    scratch.base(0)[thread] = 0;
     scratch.source_error()[thread] = twSuccess;
   }
   if (thread == 0) *scratch.failed() = 0;

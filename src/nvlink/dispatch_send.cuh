@@ -403,7 +403,7 @@ __device__ inline void send(const Block& b, Ahead ahead) {
   bool loaded = true;
   count_first(p, b.scratch, [b](int rank, int n) { tell(b, rank, n); });
   if (rounds && u >= given) {
-    route_rest(p, b.step, [b](int rank, int n) { tell(b, rank, n); });
+    route_rest<kFast>(p, b.step, [b](int rank, int n) { tell(b, rank, n); });
     u = given + __shfl_sync(~0u, take_ticket(true), 0);
     loaded = false;
   }

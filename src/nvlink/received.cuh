@@ -156,13 +156,13 @@ struct Rows {
 };
 
 // The thread's words of a unit's groups, of the payloads of a token; others are 0.
-template <bool kFast, int kGroups>
-__device__ inline void load_words(const DispatchParams& p, int token, const Unit& unit, Vec16 (&pair)[kGroups]) {
+template <bool kFast>
+__device__ inline void load_words(const DispatchParams& p, int token, const Unit& unit, Vec16 (&pair)[kUnitGroups]) {
   const uint32_t begin = p.payloads[0].first_word;
   const uint32_t first = first_word(unit.begin);
   const Rows<const std::byte> rows(p, first, [&](int q) { return p.payloads[q].data + token * p.payloads[q].stride; });
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
+  for (int g = 0; g < kUnitGroups; ++g) {
     const uint32_t w = first + kGroupWords * g;
     pair[g] = {};
     if (unit.begin + g >= unit.end) continue;
@@ -178,15 +178,15 @@ __device__ inline void load_words(const DispatchParams& p, int token, const Unit
   }
 }
 // And to their place in the window.
-template <bool kFast, int kGroups>
+template <bool kFast>
 __device__ inline void place_words(const DispatchParams& p, std::byte* bank, int64_t row, const Unit& unit,
-                                   uint32_t groups, const Vec16 (&pair)[kGroups]) {
+                                   uint32_t groups, const Vec16 (&pair)[kUnitGroups]) {
   const uint32_t begin = p.payloads[0].first_word;
   const uint32_t first = first_word(unit.begin);
   const Rows<std::byte> rows(
       p, first, [&](int q) { return rows_begin(p, bank, q) + row * p.group.map.shape().payload_bytes[q]; });
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
+  for (int g = 0; g < kUnitGroups; ++g) {
     const uint32_t w = first + kGroupWords * g;
     if (g >= groups) continue;
     const bool a = w >= begin && w < p.units.words;

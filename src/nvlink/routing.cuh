@@ -5,8 +5,9 @@
 // of the first itself, one token a thread, so that what it sends first waits for no other block. Those of later rounds
 // are made once on the device, 32 tokens a warp, by blocks that receive, which have nothing else to do yet; one warp of
 // each sending block takes them into its shared memory, a few rounds ahead of the others, which so never wait for each
-// other: under a full link a warp's unit takes up to 10 us. (When that warp made the marks from the ids itself, a round
-// took it 16 us, as its loads wait behind its block's stores: longer than 512 rows of 7 KB take to send.)
+// other: under a full link a warp's unit takes up to 10 us. Where the marks do not come, as other kernels have the SMs
+// of the blocks that make them, that warp makes them too (S7). It takes 16 us for a round, as its loads wait behind its
+// block's stores: longer than 512 rows of 7 KB take to send.
 //
 // Where all rows go as lines, dispatch_lines.cu is shorter.
 #pragma once
@@ -258,13 +259,45 @@ __device__ inline void count_first(const DispatchParams& p, const Scratch& scrat
   if (begins_lines(p)) meet();
 }
 
-// The others, by a warp. It stays so far ahead as there is place.
-template <class Tell>
-__device__ __noinline__ static void route_rest(const DispatchParams& p, Step step, Tell tell) {
-  const Scratch scratch(p);
+// Whether all marks of later rounds are there, after so many looks; each lane that has seen it has acquired them.
+__device__ inline bool await_marks(const DispatchParams& p, const Step& step, int looks) {
+  const uint32_t groups = groups_of(p) - kFirstLater;
+#pragma unroll 1
+  while (!__all_sync(~0u, static_cast<int32_t>(arrived(marked(p.group, step)) - groups) >= 0)) {
+    if (--looks <= 0) return false;
+    __nanosleep(100);
+  }
+  return true;
+}
+
+// A later round's marks into the block's memory, by a warp: those that have been made, or its own.
+template <bool kFast>
+__device__ inline void fetch_marks(const DispatchParams& p, const Scratch& scratch, int round, bool made) {
   const int ranks = p.group.map.shape().ranks;
+  const uint32_t first = static_cast<uint32_t>(round) * kFirstLater;
+  if (made) {
+    const uint32_t* const from = later_marks(p, first);
+    const int there = static_cast<int>(min(groups_of(p) - first, kFirstLater)) * ranks;
+#pragma unroll 4
+    for (int i = lane(); i < static_cast<int>(kFirstLater) * ranks; i += 32) {
+      scratch.going(round)[i] = i < there ? load_fresh<uint32_t>(from + i) : 0;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < static_cast<int>(kFirstLater); ++i) {
+    const int token = round * kRound + i * kGroup + lane();
+    mark_tokens<kFast>(p, scratch, token, load_ids<kFast>(p, token), scratch.going(round) + i * ranks);
+  }
+}
+
+// The others, by a warp. It stays so far ahead as there is place.
+template <bool kFast, class Tell>
+__device__ __noinline__ static void route_rest(const DispatchParams& p, Step step, Tell tell) {
+  constexpr int kLooks = 32;  // of 0.7 us and more each
+  const Scratch scratch(p);
   if (!begins_lines(p)) count_round(p, scratch, 0, lane(), 32, tell);
-  while (arrived(marked(p.group, step)) != groups_of(p) - kFirstLater) __nanosleep(100);
+  bool made = await_marks(p, step, kLooks);
 #pragma unroll 1
   for (int round = 1; round * kRound < p.tokens; ++round) {
     const auto left = [&] {  // the round whose place this one takes
@@ -273,13 +306,8 @@ __device__ __noinline__ static void route_rest(const DispatchParams& p, Step ste
     while (!__all_sync(~0u, left())) __nanosleep(200);
     __threadfence_block();
     __syncwarp();
-    const uint32_t first = static_cast<uint32_t>(round) * kFirstLater;
-    const uint32_t* const from = later_marks(p, first);
-    const int there = static_cast<int>(min(groups_of(p) - first, kFirstLater)) * ranks;
-#pragma unroll 4
-    for (int i = lane(); i < static_cast<int>(kFirstLater) * ranks; i += 32) {
-      scratch.going(round)[i] = i < there ? load_fresh<uint32_t>(from + i) : 0;
-    }
+    made = made || await_marks(p, step, 1);
+    fetch_marks<kFast>(p, scratch, round, made);
     __syncwarp();
     count_round(p, scratch, round, lane(), 32, tell);
     __syncwarp();

@@ -67,12 +67,12 @@ struct ControlPage {
 // kernel at a time uses this.
 struct alignas(64) LaneState {
   uint64_t step;               // of the last step that ended
-  uint32_t arrived;            // blocks that have read `step`
+  uint32_t arrived;            // blocks that have read `step`, counted down from 0
   uint32_t sent;               // blocks whose rows are all sent, but for lines
   uint32_t bad_step;           // low half of the last step with a bad id, which is reported once
   uint32_t dispatches;         // of a group that counts: those that ended, refused ones too
   uint32_t marked[kTickets];   // by step: groups of tokens whose marks are there (routing.cuh)
-  uint32_t tickets[kTickets];  // by step: work that has been taken, beyond what everybody begins with
+  uint32_t tickets[kTickets];  // by step: work beyond what everybody begins with, drawn downwards; chunks upwards
   uint32_t done[kMaxBlocks];   // by block: low half of the last step that it has finished
 };
 

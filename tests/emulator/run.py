@@ -7,7 +7,8 @@
     python tests/emulator/run.py -k rounds -x            arguments of pytest
 
 Needs CUDA's headers and Boost.Context (Debian: libboost-context-dev); without them it says so and succeeds, unless
-TW_STRICT=1. TOKENWAY_EMULATOR_SEED chooses another order of threads, TOKENWAY_EMULATOR_SMS the blocks of a device.
+TW_STRICT=1. TOKENWAY_EMULATOR_SEED chooses another order of threads, TOKENWAY_EMULATOR_SMS the blocks of a device,
+TOKENWAY_EMULATOR_ROOM those of a kernel that are there at once.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -35,6 +36,9 @@ int sms() {
   static const int count = number_of("TOKENWAY_EMULATOR_SMS", 8);
   return count;
 }
+
+// Blocks of a kernel that are on a device at once; looked up for each, so that a test may have others take the rest.
+int room() { return std::clamp(number_of("TOKENWAY_EMULATOR_ROOM", sms()), 1, sms()); }
 
 thread_local int t_device = 0;
 
@@ -126,7 +130,7 @@ void launch(void* stream, dim3 blocks, dim3 threads, uint32_t shared, std::funct
   static const bool blocking = number_of("CUDA_LAUNCH_BLOCKING", 0) == 1;
   Stream& on = find(static_cast<cudaStream_t>(stream));
   on.add([=, kernel = std::move(kernel)] {
-    run_grid(blocks, threads, shared, kernel, name, static_cast<unsigned>(sms()));
+    run_grid(blocks, threads, shared, kernel, name, static_cast<unsigned>(room()));
   });
   if (blocking) on.wait();
 }

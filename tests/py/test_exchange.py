@@ -53,10 +53,11 @@ def test_wide_rows(world, wire, weighting) -> None:
     check(world, one(setup, *both(base), *both(replace(base, seed=4, routing="holes", out="float32"))))
 
 
+@pytest.mark.parametrize("sm_limit", [1, 2])
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
-def test_few_sms(world, mode) -> None:
+def test_few_sms(world, mode, sm_limit) -> None:
     """On a device with few SMs, rows are sent and summed whole, and sending blocks sum in the end."""
-    setup = Setup(ranks=2, experts=6, top_k=2, hidden=2048, max_tokens=1100, mode=mode, sm_limit=2)
+    setup = Setup(ranks=2, experts=6, top_k=2, hidden=2048, max_tokens=1100, mode=mode, sm_limit=sm_limit)
     base = Round((1100, 1037), weighting="none", rows="bfloat16", out="bfloat16")
     layouts = ("flat", "grouped") if mode == "high_throughput" else LAYOUTS
     check(world, one(setup, *(replace(base, layout=layout, seed=i) for i, layout in enumerate(layouts))))
@@ -213,6 +214,15 @@ def test_many_tokens(world, tokens, top_k) -> None:
     """On a device: one round of routing, two of lines alone, and more, whose marks blocks make for each other."""
     setup = Setup(ranks=2, experts=64, top_k=top_k, max_tokens=tokens, hidden=24)
     check(world, one(setup, *both(Round((tokens, 371))), Round((2, tokens), seed=4)))
+
+
+@pytest.mark.parametrize("kind", ["threads"])
+@pytest.mark.parametrize("top_k", [8, 12])
+def test_blocks_without_room(world, top_k, monkeypatch) -> None:
+    """S7: a block that sends waits for none that may have no SM yet. On an emulated device, of one SM that is free."""
+    monkeypatch.setenv("TOKENWAY_EMULATOR_ROOM", "1")
+    setup = Setup(ranks=2, experts=64, top_k=top_k, max_tokens=1600, hidden=24)
+    check(world, one(setup, Round((1600, 1371)), Round((513, 1025), seed=4)))
 
 
 # ---- sequences -----------------------------------------------------------------------------------
