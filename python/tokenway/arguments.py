@@ -19,7 +19,7 @@ def code(table: Mapping[str, int], name: Any) -> int:
 
 def pointer_of(handle: Any) -> int | None:
     """Of a handle; NULL, which the C library refuses, for one of a closed group and for everything else."""
-    return handle.pointer if isinstance(handle, Handle) and not handle.group.closed else None
+    return handle.pointer if isinstance(handle, Handle) and handle.group._pointer is not None else None
 
 
 def int32(value: Any) -> int:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -94,7 +94,8 @@ class Cuda:
         if not torch.cuda.is_available():
             raise Unsupported(f"a group on cuda:{index} takes CUDA tensors; PyTorch {torch.__version__} has none here")
         self.device = torch.device("cuda", index)
-        self._raw_stream = _raw_stream_getter(torch)
+        # The current stream of this device, a cudaStream_t.
+        self.stream: Callable[[], int] = partial(_raw_stream_getter(torch), index)
         self._kind, self._strided = torch.Tensor, torch.strided
 
     # ------------------------------------------------------------------------------------------------------- tensors
@@ -102,9 +103,8 @@ class Cuda:
     def describe(self, x: Any) -> tuple[int, bytes]:
         """As `tensors.describe`, of a tensor on this device."""
         # get_device is -1 on the host, and beside CUDA no other accelerator has numbers: faster than comparing devices.
-        if isinstance(x, self._kind) and x.get_device() == self.index and x.layout is self._strided:
-            key = (x.dtype, x.shape, x.stride())
-            return x.data_ptr(), tensors.torch_metas.get(key) or tensors.torch_meta(key)
+        if isinstance(x, self._kind) and x.get_device() == self.index:
+            return tensors.describe_torch(x)
         return tensors.NOTHING
 
     def unlike(self, x: Any) -> str | None:
@@ -115,6 +115,10 @@ class Cuda:
             return None if x.layout is self._strided else f"a tensor of layout {x.layout}; it must be strided"
         what = "a NumPy array" if type(x).__module__ == "numpy" else f"of type {type(x).__name__}"
         return f"{what}; it must be a PyTorch tensor on {self.device}"
+
+    @staticmethod
+    def unwritable(_name: str, _x: Any) -> None:
+        """Nothing: all of PyTorch's tensors can be written to."""
 
     def problem_of_output(self, name: str, x: Any) -> InvalidArgument | None:
         """Why nothing can be written to x, as far as a descriptor does not tell it."""
@@ -172,10 +176,6 @@ class Cuda:
             return raw.view(dtype).view(shape)
 
     # ------------------------------------------------------------------------------------------------------- streams
-
-    def stream(self) -> int:
-        """The current stream of this device, a cudaStream_t."""
-        return self._raw_stream(self.index)
 
     def current_stream(self) -> Any:
         """The same as PyTorch's object: for what is not on the way of every token."""

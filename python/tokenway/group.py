@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from ctypes import byref, c_size_t, c_void_p
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from tokenway import _native, arguments, cuda, outputs, tensors
@@ -19,6 +17,7 @@ from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, OutOfMem
 from tokenway.handle import Handle, Pending, Tensor
 from tokenway.placement import Placed, Placement
 from tokenway.settings import Payload, Settings, WindowBytes, make_config, telling, window_of
+from tokenway.structs import REFUSED, Structs
 
 
 class Group(Counting, Placed, Collectives):
@@ -149,20 +148,10 @@ class Group(Counting, Placed, Collectives):
         self._leased_forever: list[tuple[int, Tensor, bool]] = []
         self._spare_blocks: list[Tensor] = []
         self._views: dict[Any, Tensor] = {}
+        self._shown: dict[Any, outputs.Shown] = {}
         self._requests: dict[int, tuple[Any, ...]] = {}  # what gathers and reduces under way read and write
         self.op_handles: dict[int, Handle] = {}  # of tokenway.ops: dispatched, not combined yet
-        # Structs and descriptors for call after call: a group is for one thread at a time.
-        self._in, self._out = _native.DispatchInput(), _native.DispatchOutput()
-        self._by_column = False  # whether the last dispatch has named payloads that come by column
-        slot = partial(tensors.Slot, describe=place.describe)
-        self._in_slots = [slot(self._in, t) for t in self._in.payloads]
-        self._out_slots = {name: slot(self._out, self._out.payloads[q]) for q, name in enumerate(self._payload_specs)}
-        for name in ("ids", "weights", "counts", *("offsets", "origins") * self.exact):
-            self._out_slots[name] = slot(self._out, getattr(self._out, name))
-        self._combine_in, self._combine_out = _native.CombineInput(), _native.CombineOutput()
-        self._rows_slot = slot(self._combine_in, self._combine_in.rows)
-        self._tokens_slot = slot(self._combine_out, self._combine_out.tokens)
-        self._addresses = [ctypes.addressof(s) for s in (self._in, self._out, self._combine_in, self._combine_out)]
+        self.structs = Structs(place, self._payload_specs, self.exact)
 
     # ------------------------------------------------------------------------------------------------- everyday use
 
@@ -222,16 +211,20 @@ class Group(Counting, Placed, Collectives):
         A step of all ranks. Errors: InvalidArgument (peers get PeerRefused at once), InvalidUsage, PeerRefused,
         BoundMismatch, GroupFinished.
         """
-        self._free_finished()
-        self.size_outputs(handle)
+        if self._finished_handles:
+            self._free_finished()
+        if self._sizes_outputs:
+            self.size_outputs(handle)
+        structs = self.structs
         layout = layout or ("flat" if self.exact else "rank_major")
         b = (0 if self.exact else self.max_tokens) if bound is None else arguments.int32(bound) or -2
-        given = dict(out) if isinstance(out, Mapping) else {} if out is None else {"tokens": out}
+        given = {} if out is None else dict(out) if isinstance(out, Mapping) else {"tokens": out}
+        structs.ask(layout)
         # What C cannot see is refused here, but not before C has told the peers.
         problem = None
         if given:
-            problem = arguments.problem_of_outputs(self._place, given, self._out_slots)
-        if column_major is not None or self._by_column:
+            problem = arguments.problem_of_outputs(self._place, given, structs.outputs)
+        if column_major is not None:
             problem = outputs.choose_columns(self, column_major) or problem
         sent: Mapping[str, Tensor] = {}
         if payloads is not None:
@@ -246,21 +239,16 @@ class Group(Counting, Placed, Collectives):
                 self._copy_out(handle, given, tokens)
         except (MemoryError, RuntimeError) as error:
             problem = OutOfMemory(f"no memory for the outputs: {error}")
-        self._in_slots[0].set(tokens)
-        for q, name in enumerate(self._payload_specs):
-            if q > 0:
-                self._in_slots[q].set(sent.get(name))
-        for name, slot in self._out_slots.items():
-            tensor = given.get(name)
-            slot.clear() if tensor is None else slot.set(tensor)
-        self._in.bound = b
-        self._in.lane = -1 if lane is None else arguments.int32(lane) if lane != -1 else -2
-        self._in.send_only = 1 if send_only else 0
-        self._in.uncounted = 0 if count else 1
-        self._out.layout = arguments.code(_native.LAYOUTS, layout) if problem is None else -1
-        if self.device is not None:
-            self._in.stream = self._stream_of(handle)
-        result = _native.lib.twDispatch(self.pointer, arguments.pointer_of(handle), *self._addresses[:2])
+        structs.tokens.set(tokens)
+        for name in self._extra_names:
+            structs.inputs[name].set(sent.get(name))
+        for name, tensor in given.items():
+            if tensor is not None and name in structs.outputs:
+                structs.outputs[name].set(tensor)
+        structs.call(b, lane, send_only, count, 0 if self.device is None else self._stream_of(handle))
+        if problem is not None:
+            structs.dispatch_out.layout = REFUSED
+        result = _native.lib.twDispatch(self.pointer, arguments.pointer_of(handle), *structs.addresses[:2])
         if result:
             error = self._error(result, problem, handle=handle, tokens=tokens, **sent)
             if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
@@ -302,7 +290,7 @@ class Group(Counting, Placed, Collectives):
         # What C cannot see is refused here, but not before C has told the peers.
         problem: TokenwayError | None = None
         if out is not None:
-            problem = self._place.problem_of_output("out", out)
+            problem = self._place.unwritable("out", out)
         elif isinstance(handle, Handle):
             try:
                 name = self.combine_dtype if dtype is None else tensors.dtype_name(dtype)
@@ -311,15 +299,17 @@ class Group(Counting, Placed, Collectives):
                 problem = error
             except (MemoryError, RuntimeError) as error:
                 problem = OutOfMemory(f"no memory for the result: {error}")
-        self._rows_slot.set(rows)
-        self._tokens_slot.set(out)
+        structs = self.structs
+        structs.rows.set(rows)
+        structs.result.set(out)
         wanted = getattr(handle, "layout", None) if layout is None else layout
-        self._combine_in.layout = arguments.code(_native.LAYOUTS, wanted) if problem is None else -1
-        self._combine_in.weighting = arguments.code(_native.WEIGHTINGS, weighting)
-        self._combine_in.send_only = 1 if send_only else 0
+        asked = structs.combine_in
+        asked.layout = arguments.code(_native.LAYOUTS, wanted) if problem is None else REFUSED
+        asked.weighting = arguments.code(_native.WEIGHTINGS, weighting)
+        asked.send_only = 1 if send_only else 0
         if self.device is not None:
-            self._combine_in.stream = self._stream_of(handle)
-        result = _native.lib.twCombine(self.pointer, arguments.pointer_of(handle), *self._addresses[2:])
+            asked.stream = self._stream_of(handle)
+        result = _native.lib.twCombine(self.pointer, arguments.pointer_of(handle), *structs.addresses[2:])
         if result:
             error = self._error(result, problem, handle=handle, rows=rows, out=out)
             if isinstance(handle, Handle) and self._place.learns_late and isinstance(error, InvalidArgument):
@@ -358,6 +348,7 @@ class Group(Counting, Placed, Collectives):
         """Collective. Frees the window and all handles: views into them must not be used any more."""
         if self._pointer is not None:
             self._views.clear()
+            self._shown.clear()
             _native.check(_native.lib.twGroupDestroy(self._pointer))
             self._pointer = None
             for held in (self._finished_handles, self._leased_forever, self._requests, self._spare_blocks):
@@ -438,8 +429,8 @@ class Group(Counting, Placed, Collectives):
     def refuse_dispatch(self) -> None:
         """Tells peers, which wait in a dispatch, that this rank cannot make the call; for callers that raise next."""
         if self._pointer is not None:
-            self._in.lane, self._in.send_only, self._in.stream = -1, 0, self._place.stream()
-            _native.lib.twDispatch(self._pointer, None, *self._addresses[:2])
+            self.structs.call(0, None, False, True, self._place.stream())
+            _native.lib.twDispatch(self._pointer, None, *self.structs.addresses[:2])
 
     def _error(self, result: int, problem: TokenwayError | None = None, **given: Any) -> TokenwayError:
         """The exception of a call that C refused: with a problem that C cannot see, or by an argument that was no

@@ -65,7 +65,7 @@ class Received:
     which no allocator takes back. The next step on the lane must be ordered after whatever reads them.
     """
 
-    __slots__ = ("_fields", "_late", "_torch", "handle", "layout", "leased", "payloads", "tokens")
+    __slots__ = ("_fields", "_late", "_made", "_torch", "handle", "layout", "leased", "payloads", "tokens")
 
     def __init__(
         self,
@@ -82,16 +82,21 @@ class Received:
         self.leased = leased
         self.tokens: Tensor = fields["tokens"]
         self.payloads = payloads
+        # Both may be those of other dispatches too. `late`: (address, shape, dtype) of views of the handle, made when
+        # they are asked for, as making one takes a microsecond.
         self._fields = fields
-        # (address, shape, dtype) of views of the handle: made when asked for, as making one takes a microsecond.
         self._late = late
+        self._made: dict[str, Tensor] | None = None
         self._torch = torch
 
     def _field(self, name: str) -> Tensor:
-        late = self._late.pop(name, None)
-        if late is not None:
-            self._fields[name] = self.handle.view(*late, self._torch)
-        return self._fields[name]
+        if name not in self._late:
+            return self._fields[name]
+        if self._made is None:
+            self._made = {}
+        if name not in self._made:
+            self._made[name] = self.handle.view(*self._late[name], self._torch)
+        return self._made[name]
 
     @property
     def ids(self) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenway.errors import InvalidArgument
 from tokenway.handle import Handle, Received, Tensor
@@ -13,14 +13,20 @@ if TYPE_CHECKING:
     from tokenway.group import Group
 
 
+class Shown(NamedTuple):
+    """What a dispatch returns that was given no outputs: where C shows them, call after call in few places."""
+
+    fields: dict[str, Tensor]  # views of the window
+    late: dict[str, tuple[int, tuple[int, ...], str]]  # as Received has it
+
+
 def choose_columns(group: Group, columns: Collection[str] | None) -> InvalidArgument | None:
     """Tells C which payloads are wanted by column; none where there is a problem with them."""
     known = list(group._payload_specs)
     wanted = () if columns is None else columns
     right = isinstance(wanted, Collection) and not isinstance(wanted, str) and all(name in known for name in wanted)
     for q, name in enumerate(known):
-        group._out.column_major[q] = 1 if right and name in wanted else 0
-    group._by_column = columns is not None
+        group.structs.dispatch_out.column_major[q] = 1 if right and name in wanted else 0
     if right:
         return None
     return InvalidArgument(f"column_major is {columns!r}; it must hold payloads of the group: {known}")
@@ -36,7 +42,7 @@ def add_by_expert(group: Group, handle: Any, layout: str, b: int, made: dict[str
     for q, (name, payload) in enumerate(group._payload_specs.items()):
         if made.get(name) is None:
             shape = (*lead, payload.elements)
-            if rows is not None and group._out.column_major[q]:
+            if rows is not None and group.structs.dispatch_out.column_major[q]:
                 step = 16 // numpy_dtype(payload.dtype).itemsize
                 shape = (payload.elements, -(-rows // step) * step)
             made[name] = group._place.empty(shape, payload.dtype, like)
@@ -48,30 +54,61 @@ def add_by_expert(group: Group, handle: Any, layout: str, b: int, made: dict[str
 
 def received(group: Group, handle: Handle, layout: str, b: int, given: dict[str, Tensor], torch: bool) -> Received:
     """What a dispatch returns: the tensors given, and views of the window and of the handle for the others."""
-    late = {}
     lead: tuple[int, ...] = (handle.rows_of("flat") or 0,) if group.exact else (group.nranks, b)
-    for name, slot in group._out_slots.items():
-        if given.get(name) is not None:
+    pointers = group.structs.shown()
+    if given or handle._landing is not None:
+        fields, late = _fields(group, handle, layout, lead, given, pointers, torch)
+        leased = len(handle._landed) == len(group._payload_specs)
+        handle._landing = None
+    else:
+        fields, late = _shown(group, handle, layout, lead, pointers, torch)
+        leased = False
+    extra = {name: fields[name] for name in group._extra_names} if group._extra_names else {}
+    return Received(handle, layout, extra, fields, late, torch, leased)
+
+
+def _shown(
+    group: Group, handle: Handle, layout: str, lead: tuple[int, ...], pointers: tuple[int, ...], torch: bool
+) -> Shown:
+    """All of them views. Kept: finding out anew what is where takes longer than the rest of `received`."""
+    key = (pointers, lead, layout, torch)
+    found = group._shown.get(key)
+    if found is not None and not (torch and any(view.requires_grad for view in found.fields.values())):
+        return found
+    if len(group._shown) >= 1024:
+        group._shown.clear()
+    found = group._shown[key] = _fields(group, handle, layout, lead, {}, pointers, torch)
+    return found
+
+
+def _fields(
+    group: Group,
+    handle: Handle,
+    layout: str,
+    lead: tuple[int, ...],
+    fields: dict[str, Tensor],
+    pointers: tuple[int, ...],
+    torch: bool,
+) -> Shown:
+    """`fields` and what it lacks, which is added to it."""
+    late: dict[str, tuple[int, tuple[int, ...], str]] = {}
+    for name, pointer in zip(group.structs.outputs, pointers, strict=True):
+        if fields.get(name) is not None:
             continue
         if (payload := group._payload_specs.get(name)) is not None:
-            given[name] = _shown(group, handle, name, slot.pointer(), (*lead, payload.elements), torch)
+            fields[name] = _rows(group, handle, name, pointer, (*lead, payload.elements), torch)
         elif name == "counts":
             shape = (group.nranks if layout in ("rank_major", "flat") else group.num_local_experts,)
-            late[name] = slot.pointer(), shape, "int32"
+            late[name] = pointer, shape, "int32"
         elif name == "offsets":
             if layout == "grouped":
-                late[name] = slot.pointer(), (group.num_local_experts + 1,), "int32"
-        elif name == "origins":
-            given[name] = None  # written only where it is asked for
-        else:
-            late[name] = slot.pointer(), (*lead, group.top_k), group.id_dtype if name == "ids" else "float32"
-    extra = {name: given[name] for name in group._extra_names} if group._extra_names else {}
-    leased = len(handle._landed) == len(group._payload_specs)
-    handle._landing = None
-    return Received(handle, layout, extra, given, late, torch, leased)
+                late[name] = pointer, (group.num_local_experts + 1,), "int32"
+        elif name != "origins":  # written only where they are asked for
+            late[name] = pointer, (*lead, group.top_k), group.id_dtype if name == "ids" else "float32"
+    return Shown(fields, late)
 
 
-def _shown(group: Group, handle: Handle, name: str, pointer: int, shape: tuple[int, ...], torch: bool) -> Tensor:
+def _rows(group: Group, handle: Handle, name: str, pointer: int, shape: tuple[int, ...], torch: bool) -> Tensor:
     """Rows where they have come to: in a lease, which the tensor then owns, or in a bank of the window."""
     payload = group._payload_specs[name]
     lease = (handle._landing or {}).get(name)

@@ -181,8 +181,7 @@ def describe_anywhere(x: Tensor) -> tuple[int, bytes]:
     """As tensors.describe, on any device. The C library says whether it is right."""
     if not tensors.is_torch(x):
         return tensors.describe(x)
-    key = (x.dtype, x.shape, x.stride())
-    return x.data_ptr(), tensors.torch_metas.get(key) or tensors.torch_meta(key)
+    return tensors.describe_torch(x)
 
 
 def empty_like(shape: tuple[int, ...], name: str, like: Tensor) -> Tensor:

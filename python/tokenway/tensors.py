@@ -118,11 +118,14 @@ def _choose_address() -> Callable[[np.ndarray], int]:
 _address = _choose_address()
 
 Describe = Callable[[Any], tuple[int, bytes]]
+_tensor_type: type | None = None  # PyTorch's, once one was described
 
 
 def describe(x: Any) -> tuple[int, bytes]:
-    """(address, the descriptor's bytes after it) of a tensor; NOTHING-like for what is none."""
-    if type(x) is np.ndarray:
+    """(address, the descriptor's bytes after it) of a tensor; NOTHING for what is none."""
+    global _tensor_type
+    kind = type(x)
+    if kind is np.ndarray:
         key = (x.dtype, x.shape, x.strides)
         meta = _numpy_metas.get(key)
         if meta is None:
@@ -130,16 +133,24 @@ def describe(x: Any) -> tuple[int, bytes]:
                 _numpy_metas.clear()
             meta = _numpy_metas[key] = _numpy_meta(x)
         return _address(x), meta
-    if is_torch(x) and x.is_cpu and x.layout is sys.modules["torch"].strided:
-        key = (x.dtype, x.shape, x.stride())
-        return x.data_ptr(), torch_metas.get(key) or torch_meta(key)
+    if kind is _tensor_type or is_torch(x):
+        _tensor_type = sys.modules["torch"].Tensor
+        return describe_torch(x) if x.is_cpu else NOTHING
     if isinstance(x, np.ndarray):
         return describe(np.asarray(x))
     return NOTHING
 
 
-def torch_meta(key: tuple[Any, ...]) -> bytes:
-    """What `torch_metas` lacks: the descriptor of a PyTorch tensor of (dtype, shape, strides), without its pointer."""
+def describe_torch(x: Any) -> tuple[int, bytes]:
+    """The same of a PyTorch tensor, wherever it is."""
+    try:
+        key = (x.dtype, x.shape, x.stride())
+        return x.data_ptr(), torch_metas.get(key) or _torch_meta(key)
+    except RuntimeError:  # other layouts have no strides; asking each for its layout takes longer
+        return NOTHING
+
+
+def _torch_meta(key: tuple[Any, ...]) -> bytes:
     if len(torch_metas) >= _CACHE_LIMIT:
         torch_metas.clear()
     meta = torch_metas[key] = _pack(str(key[0]).removeprefix("torch."), *key[1:])
@@ -149,24 +160,24 @@ def torch_meta(key: tuple[Any, ...]) -> bytes:
 class Slot:
     """The place of one tensor descriptor in a C struct that is used for call after call."""
 
-    __slots__ = ("_bytes", "_describe", "_offset")
+    __slots__ = ("_bytes", "_describe", "offset")
 
     def __init__(self, owner: ctypes.Structure, tensor: _native.Tensor, describe: Describe = describe):
         self._describe = describe
         self._bytes = memoryview(owner).cast("B")
-        self._offset = ctypes.addressof(tensor) - ctypes.addressof(owner)
+        self.offset = ctypes.addressof(tensor) - ctypes.addressof(owner)
 
     def set(self, x: Any) -> None:
         """Describes x."""
-        _WHOLE.pack_into(self._bytes, self._offset, *self._describe(x))
+        _WHOLE.pack_into(self._bytes, self.offset, *self._describe(x))
 
     def clear(self) -> None:
         """No data: asks an output for a view."""
-        _POINTER.pack_into(self._bytes, self._offset, 0)
+        _POINTER.pack_into(self._bytes, self.offset, 0)
 
     def pointer(self) -> int:
         """The address that the C library has filled in."""
-        return _POINTER.unpack_from(self._bytes, self._offset)[0]
+        return _POINTER.unpack_from(self._bytes, self.offset)[0]
 
 
 def tensor_of(x: Any, describe: Describe = describe) -> _native.Tensor:
@@ -192,10 +203,15 @@ def unlike(x: Any) -> str | None:
     return f"of type {type(x).__name__}; it must be a NumPy array or a PyTorch tensor"
 
 
+def unwritable(name: str, x: Any) -> InvalidArgument | None:
+    """Why nothing can be written to a tensor whose descriptor is as good as any."""
+    return InvalidArgument(f"{name} is read-only") if isinstance(x, np.ndarray) and not x.flags.writeable else None
+
+
 def problem_of_output(name: str, x: Any) -> InvalidArgument | None:
     """Why nothing can be written to x, as far as a descriptor does not tell it."""
     if isinstance(x, np.ndarray):
-        return None if x.flags.writeable else InvalidArgument(f"{name} is read-only")
+        return unwritable(name, x)
     what = unlike(x)
     return None if what is None else InvalidArgument(f"{name} is {what}")
 
@@ -263,6 +279,7 @@ class Host:
     unlike = staticmethod(unlike)
     new_block = staticmethod(aligned_bytes)
     block_of = staticmethod(block_of)
+    unwritable = staticmethod(unwritable)
     problem_of_output = staticmethod(problem_of_output)
 
     @staticmethod

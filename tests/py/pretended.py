@@ -29,7 +29,7 @@ class Pretended(cuda.Cuda):
         self.device = torch.device("cpu") if index < 0 else torch.device("cuda", index)
         self._kind, self._strided = torch.Tensor, torch.strided
         self.now = FIRST
-        self._raw_stream = lambda index: self.now
+        self.stream = lambda: self.now
         self.waits: list[tuple[int, int]] = []
         self.recorded: list[tuple[int, int]] = []  # (address, stream)
         self.captured = False

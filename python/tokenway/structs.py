@@ -1,0 +1,64 @@
+"""The C structs of a group's dispatches and combines, filled call after call: a group is for one thread at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from tokenway import _native, arguments, tensors
+
+_LAYOUT_AT = _native.DispatchOutput.layout.offset
+REFUSED = -1  # a code that the C library refuses
+
+
+class Structs:
+    """A group's, with a slot for each tensor. place: tensors.Host or cuda.Cuda. names: of payloads."""
+
+    def __init__(self, place: Any, names: Iterable[str], exact: bool):
+        self.dispatch_in, self.dispatch_out = _native.DispatchInput(), _native.DispatchOutput()
+        self.combine_in, self.combine_out = _native.CombineInput(), _native.CombineOutput()
+        given, wanted = self.dispatch_in, self.dispatch_out
+        slot = partial(tensors.Slot, describe=place.describe)
+        names = list(names)
+        self.inputs = {name: slot(given, given.payloads[q]) for q, name in enumerate(names)}
+        self.tokens = self.inputs[names[0]]
+        self.outputs = {name: slot(wanted, wanted.payloads[q]) for q, name in enumerate(names)}
+        for name in ("ids", "weights", "counts", *("offsets", "origins") * exact):
+            self.outputs[name] = slot(wanted, getattr(wanted, name))
+        self.rows = slot(self.combine_in, self.combine_in.rows)
+        self.result = slot(self.combine_out, self.combine_out.tokens)
+        structs = (given, wanted, self.combine_in, self.combine_out)
+        self.addresses = [ctypes.addressof(each) for each in structs]
+        self._wanted = memoryview(wanted).cast("B")
+        self._blank = {name: self._image(code) for name, code in _native.LAYOUTS.items()}
+        self._refused = self._image(REFUSED)
+        # Addresses in the order of `outputs`, which is that of the struct.
+        places = [slot.offset for slot in self.outputs.values()]
+        between = "".join(f"{after - before - 8}xQ" for before, after in itertools.pairwise(places))
+        self._pointers, self._pointers_at = struct.Struct(f"=Q{between}"), places[0]
+
+    def _image(self, code: int) -> bytes:
+        blank = _native.DispatchOutput()
+        blank.layout = code
+        return bytes(blank)[_LAYOUT_AT:]
+
+    def ask(self, layout: Any) -> None:
+        """For outputs in a layout: views, where no slot is set after this, and nothing by column."""
+        self._wanted[_LAYOUT_AT:] = self._blank.get(layout, self._refused) if type(layout) is str else self._refused
+
+    def call(self, bound: int, lane: int | None, send_only: bool, count: bool, stream: int) -> None:
+        """The rest of a DispatchInput."""
+        given = self.dispatch_in
+        given.bound = bound
+        given.lane = -1 if lane is None else -2 if lane == -1 else arguments.int32(lane)
+        given.send_only = 1 if send_only else 0
+        given.stream = stream
+        given.uncounted = 0 if count else 1
+
+    def shown(self) -> tuple[int, ...]:
+        """The addresses of `outputs` that the C library has filled in."""
+        return self._pointers.unpack_from(self._wanted, self._pointers_at)
