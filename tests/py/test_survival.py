@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -146,6 +147,32 @@ def shrink_while(env: Env, how: str) -> Any:
         return at, survivors.comm_ranks, time.monotonic() - at
 
 
+def abort_beside_a_meeting(env: Env) -> Any:
+    """Rank 0 gives a group up while a thread of its own creates another, which rank 1 comes to only when it has heard:
+    when it was, or was heard."""
+    group, others = env.kept["group"], []
+
+    def create() -> None:
+        with env.context():
+            others.append(tw.Group(env.comm, experts=2, top_k=1, hidden=1, max_tokens=1))
+
+    if env.rank == 0:
+        creates = threading.Thread(target=create)
+        creates.start()
+        time.sleep(0.2)
+        at = time.monotonic()
+        group.abort()
+        creates.join()
+        told = "twSuccess"
+    else:
+        told = caught(exchange, env, group)[0]
+        at = time.monotonic()
+        create()
+    group.close()
+    others[0].close()
+    return told, at
+
+
 # ---- the cases -----------------------------------------------------------------------------------
 
 
@@ -185,6 +212,13 @@ def test_one_leaves_while_others_shrink(broken) -> None:
         for at, members, made in told:
             assert members == list(range(number - 1))
             assert at - left < 1 + 10 * made, (how, at - left, made)
+
+
+def test_a_rank_gives_up_while_it_creates_another_group(broken) -> None:
+    """What it tells passes by the meeting that waits."""
+    world = broken(2, timeout=15.0)
+    (_, left), (told, heard) = world.run(abort_beside_a_meeting)
+    assert told == "twPeerAborted" and heard - left < world.at_once, heard - left
 
 
 def test_a_killed_rank_with_a_forked_child(broken) -> None:
