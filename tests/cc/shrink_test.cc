@@ -1,4 +1,6 @@
 // Survivors must agree on who they are, whenever each of them comes: whoever gets a group gets the same one.
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -320,9 +322,21 @@ TEST_F(LeftWaiting, ForOneThatAnErrorBlames) {
   EXPECT_TW(twExcluded, twGroupShrink(world[2], nullptr, &none));
 }
 
+// Comms that meet over sockets, as processes do: there a parcel comes to nobody but whom it was sent to.
+std::vector<twComm_t> connect(int ranks) {
+  const std::string address = "shrink-test-" + std::to_string(::getpid());
+  std::vector<twComm_t> comms(ranks);
+  on_all_ranks(ranks, [&](int rank) {
+    twCommConfig_t config = TW_COMM_CONFIG_INIT;
+    config.address = address.c_str();
+    EXPECT_TW(twSuccess, twCommCreateShm(&comms[rank], rank, ranks, &config));
+  });
+  return comms;
+}
+
 // Rank 2 hears that it made a different call, which need not be true: it asks the others, who do not ask it.
 TEST_F(LeftWaiting, OneThatOthersGaveUpForAnotherReason) {
-  World world(3, impatient(kLong.count()));
+  World world(connect(3), impatient(kLong.count()));
   for (const int rank : {0, 1}) world[rank]->backend->announce_abort({twCallMismatch, 0, 2, false});
   std::barrier ended(3);
   on_all_ranks(3, [&](int rank) {
