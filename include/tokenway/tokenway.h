@@ -232,12 +232,14 @@ TW_API twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupCo
 // a handle must not be used, nor destroyed, afterwards. Views into the window end here.
 TW_API twResult_t twGroupDestroy(twGroup_t group);
 
-// Collective among the ranks that are still there, usually after an error. They agree on who survives (ranks that died,
-// that an error record blames, or that do not answer within the timeout are left out) and create a new group over fresh
-// memory; the old one becomes sticky and must still be destroyed. config == NULL keeps the old configuration, maps
-// and shares of config.placement included, with experts (or its slots) in blocks over the survivors; max_recv_tokens
-// beyond what survivors can send is as much as they can. Returns twExcluded on a rank that the others have given up.
-// May be called again when it failed, as when another rank died meanwhile.
+// Collective among the ranks that are still there, usually after an error. They agree on who survives (ranks that
+// died, that an error record blames, that gave the group up or destroyed it, or that do not answer within the
+// timeout, and 10 s at least (TOKENWAY_SHRINK_MS), are left out) and create a new group over fresh memory; the old
+// one becomes sticky and must still be destroyed. Only a rank that does not answer costs that time: the others are
+// left out as soon as it is known of them, also while the call waits. config == NULL keeps the old configuration,
+// maps and shares of config.placement included, with experts (or its slots) in blocks over the survivors;
+// max_recv_tokens beyond what survivors can send is as much as they can. Returns twExcluded on a rank that the
+// others have given up. May be called again when it failed, as when another rank died meanwhile.
 TW_API twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* config, twGroup_t* survivors);
 
 // Gives the group up, here and at all peers: their calls, also those that wait, return twPeerAborted within moments,

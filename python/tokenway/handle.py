@@ -287,7 +287,7 @@ class Handle:
             raise InvalidUsage("num_recv_tokens waits for the device, which a stream that is captured cannot")
         counts = (c_int32 * group.nranks)()
         total = c_int32()
-        _native.check(_native.lib.twHandleNumRecvTokens(self.pointer, counts, byref(total)), group.pointer)
+        self._check(_native.lib.twHandleNumRecvTokens(self.pointer, counts, byref(total)))
         return np.array(counts, np.int32), total.value
 
     def counts_ready(self, timeout: float | None = 0.0) -> bool:
@@ -301,7 +301,7 @@ class Handle:
             raise InvalidArgument(f"timeout is {timeout}; it must be None or from 0 to 2e6 seconds")
         ready = c_int32()
         limit = -1 if timeout is None else round(timeout * 1000)
-        _native.check(_native.lib.twHandleCountsReady(self.pointer, limit, byref(ready)))
+        self._check(_native.lib.twHandleCountsReady(self.pointer, limit, byref(ready)))
         return bool(ready.value)
 
     def rows_of(self, layout: str) -> int | None:
@@ -322,11 +322,15 @@ class Handle:
         """Rows that this rank will receive, after `Group.exchange_counts`: R' of the flat layout. On a CUDA device it
         waits until that exchange has told the host, and for nothing else. Errors: InvalidUsage before the exchange, or
         where it is captured into a graph; RecvOverflow; GroupFinished."""
-        group = self._living_group()
+        self._living_group()
         rows = c_int64()
-        code = _native.LAYOUTS["flat"]
-        _native.check(_native.lib.twHandleNumRecvRows(self.pointer, code, byref(rows)), group.pointer)
+        self._check(_native.lib.twHandleNumRecvRows(self.pointer, _native.LAYOUTS["flat"], byref(rows)))
         return rows.value
+
+    def _check(self, result: int) -> None:
+        """Raises unless a call succeeded; then `Group.check` need not tell of it any more."""
+        if result:
+            raise self.group._error(result)
 
     def _living_group(self) -> Group:
         """The group, or InvalidUsage: handles end with it."""

@@ -44,6 +44,9 @@ struct Parcel {
 
 enum class Presence { kHere, kLate, kGone };
 
+// Whether a member will not come, though its process lives.
+using Left = std::function<bool(int member)>;
+
 class Bootstrap {
  public:
   virtual ~Bootstrap() = default;
@@ -56,14 +59,17 @@ class Bootstrap {
   // Gives `mine` to every member and takes theirs: (*all)[i] is members[i]'s. Collective among members, which hold this
   // rank, ascending, the same everywhere; `tag` names the occasion, the same everywhere and never used twice. Returns
   // when each member's parcel is here, or the member is gone, or the deadline has passed: presence[i] says which.
+  // `left` is asked every few milliseconds, by this thread, of those that are not here; who has left is gone, but what
+  // it gave before still counts. One meeting at a time.
   virtual std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine,
-                                         TimePoint deadline, std::vector<Parcel>* all) = 0;
+                                         TimePoint deadline, std::vector<Parcel>* all, const Left& left = {}) = 0;
 
   // False once a peer's process has ended or has destroyed its comm. Never blocks.
   virtual bool alive(int peer) = 0;
 
-  // ---- Between processes that share no memory. What a rank posts to a peer under a tag replaces what it posted there
-  // before. Never blocks, but for a meeting of this rank that is under way on another thread.
+  // ---- Between processes that share no memory, from any thread, also while another is in a meeting: neither waits for
+  // anything but a socket to take or give what it can at once. What a rank posts to a peer under a tag replaces what it
+  // posted there before.
   virtual void post(int /*peer*/, uint64_t /*tag*/, const std::string& /*bytes*/) {}
   // What has come from a peer under a tag; false if nothing has.
   virtual bool posted(int /*peer*/, uint64_t /*tag*/, std::string* /*bytes*/) { return false; }

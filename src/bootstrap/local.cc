@@ -1,4 +1,5 @@
 // All ranks in one process: a table under a mutex.
+#include <algorithm>
 #include <condition_variable>
 #include <map>
 #include <mutex>
@@ -37,7 +38,7 @@ class LocalBootstrap : public Bootstrap {
   }
 
   std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
-                                 std::vector<Parcel>* all) override {
+                                 std::vector<Parcel>* all, const Left& left) override {
     std::unique_lock lock(table_->mutex);
     table_->parcels[{tag, rank_}] = mine.bytes;
     table_->changed.notify_all();
@@ -54,13 +55,21 @@ class LocalBootstrap : public Bootstrap {
           presence[i] = Presence::kHere;
         } else if (table_->gone[members[i]]) {
           presence[i] = Presence::kGone;
-        } else {
+        } else if (presence[i] == Presence::kLate) {
           done = false;
         }
       }
       return done;
     };
-    table_->changed.wait_until(lock, deadline, complete);
+    for (;;) {
+      const TimePoint look = left ? std::min(deadline, std::chrono::steady_clock::now() + kLook) : deadline;
+      if (table_->changed.wait_until(lock, look, complete) || look == deadline) break;
+      lock.unlock();
+      for (size_t i = 0; i < members.size(); ++i) {
+        if (presence[i] == Presence::kLate && left(members[i])) presence[i] = Presence::kGone;
+      }
+      lock.lock();  // what it gave before it left is here now
+    }
     // Who gives its parcel of tag t+2 has seen everybody's of t+1, given after they took t: older ones can go.
     sent_.push_back(tag);
     if (sent_.size() > kKept) {
@@ -71,6 +80,7 @@ class LocalBootstrap : public Bootstrap {
   }
 
  private:
+  static constexpr std::chrono::milliseconds kLook{10};  // for members that have left
   static constexpr size_t kKept = 64;  // shrinking asks some members only, so keep more than the two that theory needs
 
   std::shared_ptr<Table> table_;

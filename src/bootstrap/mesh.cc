@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -20,6 +21,7 @@ namespace {
 
 constexpr int kRetryMs = 2;
 constexpr int kPollMs = 100;
+constexpr int kLookMs = 10;  // for members that have left
 constexpr uint64_t kHelloTag = 0;
 constexpr std::chrono::seconds kAnswerTime{3};  // of who was dialled: another program may listen there
 
@@ -66,17 +68,16 @@ class Mesh : public Bootstrap {
   }
 
   std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
-                                 std::vector<Parcel>* all) override;
+                                 std::vector<Parcel>* all, const Left& left) override;
 
   void post(int peer, uint64_t tag, const std::string& bytes) override {
-    const std::lock_guard lock(exchange_mutex_);
+    const std::lock_guard lock(connections_mutex_);
     peers_[peer].connection.queue(kPostTag | tag, bytes, -1);
-    peers_[peer].connection.pump();
+    pump_beside_meeting(peers_[peer].connection);
   }
   bool posted(int peer, uint64_t tag, std::string* bytes) override {
-    const std::unique_lock lock(exchange_mutex_, std::try_to_lock);
-    if (!lock) return false;  // a meeting is under way, which reads too: who asks asks again
-    peers_[peer].connection.pump();
+    const std::lock_guard lock(connections_mutex_);
+    pump_beside_meeting(peers_[peer].connection);
     return peers_[peer].connection.find(kPostTag | tag, bytes);
   }
   void addresses(int peer, std::string* own, std::string* theirs) override;
@@ -93,12 +94,18 @@ class Mesh : public Bootstrap {
   Status greet(Fd socket, TimePoint deadline);
   Status adopt(int peer, Connection connection, int pid);
   Status missing() const;
+  struct Meeting;
+  bool advance(Meeting& meeting, std::vector<pollfd>* watched);
+  bool take(Meeting& meeting, size_t i);
+  void pump_beside_meeting(Connection& connection);
 
   std::unique_ptr<Way> way_;
   int rank_;
   int size_;
   std::vector<Peer> peers_;
-  std::mutex exchange_mutex_;
+  std::mutex meeting_mutex_;      // of exchange() alone, which waits with it
+  std::mutex connections_mutex_;  // nobody waits with it
+  Fd wake_;                       // an eventfd: another thread has taken from a socket what a meeting waits for
 };
 
 Status Mesh::adopt(int peer, Connection connection, int pid) {
@@ -196,6 +203,8 @@ Status Mesh::greet(Fd socket, TimePoint deadline) {
 }
 
 Status Mesh::connect(TimePoint deadline) {
+  wake_ = Fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!wake_) return fail_errno("cannot make an eventfd");
   Fd listener;
   TW_RETURN_IF_FAILED(way_->listen(rank_, size_, &listener));
   for (int peer = 0; peer < rank_; ++peer) TW_RETURN_IF_FAILED(dial(peer, deadline));
@@ -217,46 +226,84 @@ Status Mesh::connect(TimePoint deadline) {
   return gather(*this, everyone, kHelloTag + 1, {}, deadline, "connecting", &parcels);
 }
 
+// What exchange() has so far.
+struct Mesh::Meeting {
+  std::span<const int> members;
+  uint64_t tag;
+  std::vector<Presence> presence;
+  std::vector<Parcel>* all;
+};
+
+// A thread that looks for posts also takes what a meeting, which waits in poll, will then not see there.
+void Mesh::pump_beside_meeting(Connection& connection) {
+  if (!connection.pump() && !connection.has_output()) return;
+  const uint64_t one = 1;
+  (void)!::write(wake_.get(), &one, sizeof one);
+}
+
+bool Mesh::take(Meeting& meeting, size_t i) {
+  if (!peers_[meeting.members[i]].connection.take(meeting.tag, &(*meeting.all)[i])) return false;
+  meeting.presence[i] = Presence::kHere;
+  return true;
+}
+
+// Sends and takes what can be; returns whether more is to be sent. *watched: the sockets to wait for.
+bool Mesh::advance(Meeting& meeting, std::vector<pollfd>* watched) {
+  const std::lock_guard lock(connections_mutex_);
+  bool sending = false;
+  for (size_t i = 0; i < meeting.members.size(); ++i) {
+    const int member = meeting.members[i];
+    if (member == rank_) continue;
+    Peer& peer = peers_[member];
+    peer.connection.pump();
+    Presence& presence = meeting.presence[i];
+    if (presence == Presence::kLate && !take(meeting, i) && (!peer.connection.open() || !alive(member))) {
+      peer.connection.pump();  // its last words may have come in between
+      if (!take(meeting, i)) presence = Presence::kGone;
+    }
+    const bool output = peer.connection.open() && !peer.ended && peer.connection.has_output();
+    sending |= output;
+    if (presence == Presence::kLate || output) {
+      watched->push_back({peer.connection.fd(), static_cast<short>(POLLIN | (output ? POLLOUT : 0)), 0});
+    }
+  }
+  return sending;
+}
+
 std::vector<Presence> Mesh::exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
-                                     std::vector<Parcel>* all) {
-  const std::lock_guard lock(exchange_mutex_);
-  std::vector<Presence> presence(members.size(), Presence::kLate);
+                                     std::vector<Parcel>* all, const Left& left) {
+  const std::lock_guard one_at_a_time(meeting_mutex_);
+  Meeting meeting{members, tag, std::vector<Presence>(members.size(), Presence::kLate), all};
   all->clear();
   all->resize(members.size());
   for (size_t i = 0; i < members.size(); ++i) {
     if (members[i] == rank_) {
       (*all)[i].bytes = mine.bytes;
       if (mine.fd) (*all)[i].fd = Fd(::fcntl(mine.fd.get(), F_DUPFD_CLOEXEC, 0));
-      presence[i] = Presence::kHere;
+      meeting.presence[i] = Presence::kHere;
     } else {
+      const std::lock_guard lock(connections_mutex_);
       peers_[members[i]].connection.queue(tag, mine.bytes, mine.fd.get());
     }
   }
   for (;;) {
-    std::vector<pollfd> watched;
-    bool sending = false;
+    std::vector<pollfd> watched{{wake_.get(), POLLIN, 0}};
+    const bool sending = advance(meeting, &watched);
+    bool waiting = false;
     for (size_t i = 0; i < members.size(); ++i) {
-      if (members[i] == rank_) continue;
-      Peer& peer = peers_[members[i]];
-      peer.connection.pump();
-      if (presence[i] == Presence::kLate) {
-        if (peer.connection.take(tag, &(*all)[i])) {
-          presence[i] = Presence::kHere;
-        } else if (!peer.connection.open() || !alive(members[i])) {
-          peer.connection.pump();  // its last words may have come in between
-          presence[i] = peer.connection.take(tag, &(*all)[i]) ? Presence::kHere : Presence::kGone;
-        }
+      if (meeting.presence[i] != Presence::kLate) continue;
+      if (left && left(members[i])) {
+        const std::lock_guard lock(connections_mutex_);
+        peers_[members[i]].connection.pump();  // given before it left
+        if (!take(meeting, i)) meeting.presence[i] = Presence::kGone;
       }
-      const bool output = peer.connection.open() && !peer.ended && peer.connection.has_output();
-      sending |= output;
-      if (presence[i] == Presence::kLate || output) {
-        watched.push_back({peer.connection.fd(), static_cast<short>(POLLIN | (output ? POLLOUT : 0)), 0});
-      }
+      waiting = waiting || meeting.presence[i] == Presence::kLate;
     }
-    const bool waiting = std::count(presence.begin(), presence.end(), Presence::kLate) > 0;
-    const int wait = milliseconds_to(deadline, kPollMs);
-    if ((!waiting && !sending) || wait == 0) return presence;
+    const int wait = milliseconds_to(deadline, left ? kLookMs : kPollMs);
+    if ((!waiting && !sending) || wait == 0) return meeting.presence;
     ::poll(watched.data(), watched.size(), wait);
+    uint64_t woken = 0;
+    (void)!::read(wake_.get(), &woken, sizeof woken);
   }
 }
 

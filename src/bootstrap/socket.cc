@@ -88,12 +88,12 @@ void Connection::queue(uint64_t tag, const std::string& bytes, int fd) {
   output_.push_back(std::move(frame));
 }
 
-void Connection::pump() {
+bool Connection::pump() {
   while (open() && send_some()) {
   }
   while (open() && receive_some()) {
   }
-  parse();
+  return parse();
 }
 
 bool Connection::send_some() {
@@ -154,15 +154,16 @@ bool Connection::receive_some() {
   return true;
 }
 
-void Connection::parse() {
+bool Connection::parse() {
   FrameHeader header;
+  bool came = false;
   while (input_.size() >= sizeof header) {
     std::memcpy(&header, input_.data(), sizeof header);
     if (header.magic != kMagic) {
       closed_ = true;  // not one of us
-      return;
+      return came;
     }
-    if (input_.size() - sizeof header < header.length) return;
+    if (input_.size() - sizeof header < header.length) return came;
     Parcel parcel;
     parcel.bytes = input_.substr(sizeof header, header.length);
     if (header.has_fd != 0 && !descriptors_.empty()) {
@@ -174,8 +175,10 @@ void Connection::parse() {
       posts_[header.tag] = std::move(parcel.bytes);
     } else {
       parcels_[header.tag] = std::move(parcel);
+      came = true;
     }
   }
+  return came;
 }
 
 bool Connection::take(uint64_t tag, Parcel* parcel) {

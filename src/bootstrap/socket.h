@@ -30,7 +30,8 @@ class Connection {
   // Queues a parcel, with a duplicate of the descriptor, if any.
   void queue(uint64_t tag, const std::string& bytes, int fd);
   // Moves what the socket takes or gives without blocking. Marks the connection closed when the peer has closed it.
-  void pump();
+  // Returns whether a parcel of a meeting has come.
+  bool pump();
   // Removes and returns the parcel of a tag; false if it is not here. Parcels of older tags are dropped.
   bool take(uint64_t tag, Parcel* parcel);
   // The bytes that came last under a tag of kPostTag; they stay.
@@ -45,7 +46,7 @@ class Connection {
 
   bool send_some();
   bool receive_some();
-  void parse();
+  bool parse();
 
   Fd socket_;
   bool closed_ = false;

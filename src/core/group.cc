@@ -232,12 +232,19 @@ void destroy_group(std::unique_ptr<twGroup> group) {
   twComm* const comm = group->comm;
   const uint64_t tags = comm->next_tags();
   poll_device(*group);
-  if (group->is_sticky() || group->backend->find_abort().kind != 0) return;
+  const auto finished = [&] { return group->is_sticky() || group->backend->find_abort().kind != 0; };
+  if (finished()) return leave_group(*group);
   // Bounded: a peer that never comes must not hold up an orderly exit for the whole timeout.
   const auto bound =
       std::min(std::chrono::milliseconds(group->config.given.timeout_ms), std::chrono::milliseconds(5000));
   std::vector<Parcel> all;
-  comm->bootstrap->exchange(group->members, tags, {}, std::chrono::steady_clock::now() + bound, &all);
+  const auto presence = comm->bootstrap->exchange(group->members, tags, {}, std::chrono::steady_clock::now() + bound,
+                                                  &all, [&](int) { return finished(); });
+  bool together = !finished();
+  for (size_t i = 0; i < all.size(); ++i) {  // bytes are of one who shrinks, and hears by this parcel that nobody comes
+    together = together && presence[i] == Presence::kHere && all[i].bytes.empty();
+  }
+  if (!together) return leave_group(*group);
   if (!group->config.on_device) return;
   // Device memory is free when the last peer has let go of it too, and then the call may say so.
   const std::vector<int> members = group->members;
@@ -321,10 +328,16 @@ void abort_group(twGroup& group) {
     record.result = twPeerAborted;
     record.peer = record.reporter = group.me();
     (void)finish_group(group, record);
-  } else if (const twErrorRecord_t record = group.error(); record.peer >= 0) {
-    // Finished by somebody else's error, which stays the reason. Still, survivors must not wait for this rank.
-    announce(group, record);
+  } else {
+    leave_group(group);  // finished by somebody else's error, which stays the reason
   }
+}
+
+void leave_group(twGroup& group, bool went_on) {
+  AbortWord word = group.backend->abort_of(group.me());
+  if (word.left || word.went_on) return;
+  (went_on ? word.went_on : word.left) = true;
+  group.backend->announce_abort(word);
 }
 
 }  // namespace tw

@@ -101,6 +101,10 @@ Status finish_group(twGroup& group, twErrorRecord_t record);
 // Gives the group up on behalf of this rank.
 void abort_group(twGroup& group);
 
+// Tells those who shrink the group not to wait for this rank: it will not, or went on, to a group that they are not in.
+// An error that it has announced stays.
+void leave_group(twGroup& group, bool went_on = false);
+
 // The exchange; arguments have been checked. `lane` is the caller's wish, -1 for the next free one; call->at becomes
 // the place of the step, lane -1 if none was begun.
 Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t lane, bool send_only);

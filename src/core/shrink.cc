@@ -1,6 +1,7 @@
-// Survivors of an error agree on who they are. Each starts from what it knows (whom its error blames, who has given the
-// group up, whose process is gone) and tells all others that it does not suspect; suspicions are joined, round by
-// round.
+// Survivors of an error agree on who they are. Each starts from what it knows (whom its error blames, who has left the
+// group, whose process is gone) and tells all others that it does not suspect; suspicions are joined, round by round.
+// What it comes to know while it waits for an answer ends that wait: only a rank that is silently stuck costs the
+// deadline.
 //
 // A round is calm for a rank if everybody that it asked answered with the set that it had sent itself. One calm round
 // is not enough: what I heard from a rank does not say what that rank heard. So everyone says whether its last round
@@ -21,8 +22,6 @@ namespace {
 class Agreement {
  public:
   explicit Agreement(twGroup& group) : group_(group), bootstrap_(*group.comm->bootstrap), suspects_(group.ranks()) {
-    const twErrorRecord_t record = group.error();
-    if (record.sticky && record.peer >= 0 && record.peer != group.me()) suspects_[record.peer] = true;
     // Not the group's own timeout if that is shorter: survivors notice an error up to one timeout apart.
     patience_ = std::chrono::milliseconds(std::max(group.config.given.timeout_ms, group.comm->environment.shrink_ms));
   }
@@ -57,27 +56,54 @@ class Agreement {
                 group_.me());
   }
 
-  // Who is gone, and who has given the group up itself.
+  // The error that finished the group, which this rank may learn of only now, from a peer's abort word.
+  void learn() {
+    if (told_) return;
+    told_ = !check_usable(group_, twPhaseShrink).ok();
+    if (!told_) return;
+    const twErrorRecord_t record = group_.error();
+    excluded_ = record.result == twExcluded;
+    if (record.peer >= 0 && record.peer != group_.me()) suspects_[record.peer] = true;
+  }
+
+  // Whose process is gone, or who has left the group. An answer that it gave before counts all the same: others have it
+  // too, and whether a round was calm must follow from the same answers for all. One who has a new group has one
+  // without this rank, whom creating it would have waited for.
+  bool has_left(int rank) {
+    const AbortWord word = group_.backend->abort_of(rank);
+    excluded_ = excluded_ || word.went_on;
+    return word.left || word.went_on || !bootstrap_.alive(group_.members[rank]);
+  }
+
   void look_around() {
+    learn();
     for (int rank = 0; rank < group_.ranks(); ++rank) {
-      if (rank == group_.me()) continue;
-      if (group_.backend->abort_of(rank).left || !bootstrap_.alive(group_.members[rank])) suspects_[rank] = true;
+      if (rank != group_.me() && has_left(rank)) suspects_[rank] = true;
     }
+  }
+
+  // Of a rank whose answer is not here.
+  bool is_waited_for(int rank) {
+    learn();
+    return !excluded_ && !suspects_[rank] && !has_left(rank);
   }
 
   Status hold_round(uint64_t tag, bool was_calm, bool* calm, bool* all_were_calm) {
     look_around();
+    if (excluded_) return given_up();
     const std::vector<uint8_t> sent = suspects_;
     const std::vector<int> asked = survivors();
     const Parcel mine{Packer().add<uint8_t>(was_calm).add_bytes(sent.data(), sent.size()).take(), {}};
     std::vector<Parcel> all;
-    const auto presence = bootstrap_.exchange(asked, tag, mine, std::chrono::steady_clock::now() + patience_, &all);
+    const auto presence = bootstrap_.exchange(asked, tag, mine, std::chrono::steady_clock::now() + patience_, &all,
+                                              [&](int member) { return !is_waited_for(rank_of(member)); });
+    if (excluded_) return given_up();
     *calm = *all_were_calm = true;
-    look_around();  // who left meanwhile is gone rather than silent
     for (size_t i = 0; i < asked.size(); ++i) {
       const int rank = rank_of(asked[i]);
-      if (presence[i] != Presence::kHere) {
-        silent_ += suspects_[rank] ? 0 : 1;
+      // Who has nothing to say destroys the group (destroy_group) at this occasion.
+      if (presence[i] != Presence::kHere || all[i].bytes.empty()) {
+        silent_ += presence[i] == Presence::kLate ? 1 : 0;
         suspects_[rank] = true;
         *calm = false;
         continue;
@@ -92,7 +118,11 @@ class Agreement {
       }
     }
     if (suspects_ != sent) *calm = false;
-    if (!suspects_[group_.me()]) return {};
+    return suspects_[group_.me()] ? given_up() : Status{};
+  }
+
+  Status given_up() {
+    if (excluded_) leave_group(group_);  // no later call will answer either
     return fail(twExcluded, "rank %d was given up by its peers, which go on without it", group_.me());
   }
 
@@ -102,6 +132,8 @@ class Agreement {
 
   twGroup& group_;
   Bootstrap& bootstrap_;
+  bool told_ = false;      // the error that finished the group
+  bool excluded_ = false;  // it blames this rank, or peers have gone on
   std::vector<uint8_t> suspects_;
   size_t silent_ = 0;
   std::chrono::milliseconds patience_{};
@@ -125,6 +157,7 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
   const uint64_t tags = group.comm->next_tags();
   const twErrorRecord_t record = group.error();
   if (group.gave_up || (record.sticky && record.result == twExcluded)) {
+    leave_group(group);  // no later call will answer either
     return fail(twExcluded, "the peers of rank %d go on without it: %s", group.me(), record.message);
   }
   Agreement agreement(group);
@@ -139,7 +172,10 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
   const int64_t most = static_cast<int64_t>(members.size()) * config.max_tokens;
   if (config.max_recv_tokens > most) config.max_recv_tokens = 0;
   // Creation gets the upper half of the tags: the agreement took few.
-  return create_group(group.comm, config, readable, std::move(members), tags + (1 << 15), survivors);
+  const bool all = members.size() == group.members.size();
+  TW_RETURN_IF_FAILED(create_group(group.comm, config, readable, std::move(members), tags + (1 << 15), survivors));
+  if (!all) leave_group(group, true);
+  return {};
 }
 
 }  // namespace tw

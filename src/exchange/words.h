@@ -60,24 +60,26 @@ struct StepPlace {
   constexpr int bank() const { return bank_of(step); }
 };
 
-// An abort word says why its writer gave the group up: left:1 | kind:8 | reporter:16 | culprit:16, 0 for "it did not".
-// The reporter is the rank that found out first, so that the others do not blame each other. `left`: the writer itself
-// takes no part any more, not even in a shrink.
+// An abort word says why its writer gave the group up: went_on:1 | left:1 | kind:8 | reporter:16 | culprit:16, 0 for
+// "it did not". The reporter is the rank that found out first, so that the others do not blame each other. The two bits
+// are for those who shrink the group, and may stand without a kind, where nothing is wrong.
 struct AbortWord {
   uint32_t kind = 0;  // twResult_t
   uint32_t reporter = 0;
   uint32_t culprit = 0;
-  bool left = false;
+  bool left = false;     // the writer will not shrink the group
+  bool went_on = false;  // it has, and is in the new group
 };
 
 constexpr uint64_t pack(AbortWord word) {
-  return static_cast<uint64_t>(word.left) << 40 | static_cast<uint64_t>(word.kind & 0xff) << 32 |
-         static_cast<uint64_t>(word.reporter & 0xffff) << 16 | (word.culprit & 0xffff);
+  return static_cast<uint64_t>(word.went_on) << 41 | static_cast<uint64_t>(word.left) << 40 |
+         static_cast<uint64_t>(word.kind & 0xff) << 32 | static_cast<uint64_t>(word.reporter & 0xffff) << 16 |
+         (word.culprit & 0xffff);
 }
 
 constexpr AbortWord unpack_abort(uint64_t bits) {
   return {static_cast<uint32_t>(bits >> 32 & 0xff), static_cast<uint32_t>(bits >> 16 & 0xffff),
-          static_cast<uint32_t>(bits & 0xffff), (bits >> 40 & 1) != 0};
+          static_cast<uint32_t>(bits & 0xffff), (bits >> 40 & 1) != 0, (bits >> 41 & 1) != 0};
 }
 
 }  // namespace tw

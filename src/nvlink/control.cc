@@ -116,8 +116,10 @@ void Control::end_watch() {
 // Nobody but this thread sees that a peer's process has ended: a kernel cannot.
 void Control::watch() {
   std::unique_lock lock(mutex_);
+  bool over = false;
   while (!ended_.wait_for(lock, kLook, [this] { return ending_; })) {
     if (apart_) listen(lock);
+    if (over) continue;
     for (int rank = 0; rank < static_cast<int>(members_.size()) && dead() < 0; ++rank) {
       if (bootstrap_->alive(members_[rank])) continue;
       if (ended_.wait_for(lock, kLastWords, [this] { return ending_; })) return;
@@ -126,9 +128,10 @@ void Control::watch() {
     }
     if (dead() < 0 && find_abort().kind != 0) {
       stop();
-      return;
+      over = true;
     }
-    if (dead() >= 0) return;
+    over = over || dead() >= 0;
+    if (over && !apart_) return;  // apart, survivors hear by this thread who has left
   }
 }
 
@@ -140,10 +143,10 @@ void Control::stop() {
 void Control::announce_abort(AbortWord reason) {
   for (int rank = 0; rank < static_cast<int>(pages_.size()); ++rank) {
     std::atomic_ref(page(rank).abort[me_]).store(pack(reason), std::memory_order_release);
-    std::atomic_ref(page(rank).stop).store(1, std::memory_order_release);
+    if (reason.kind != 0) std::atomic_ref(page(rank).stop).store(1, std::memory_order_release);
   }
   if (apart_) tell(reason);
-  if (stop_) stop_();
+  if (reason.kind != 0 && stop_) stop_();
 }
 
 AbortWord Control::abort_of(int writer) const { return unpack_abort(load(page(me_).abort[writer])); }

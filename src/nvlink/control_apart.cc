@@ -38,8 +38,9 @@ void Control::listen(std::unique_lock<std::mutex>& lock) {
     std::string bytes;
     if (rank == me_ || !bootstrap_->posted(members_[rank], tag(kAbortPost), &bytes)) continue;
     if (bytes.size() != sizeof(uint64_t)) continue;
-    std::memcpy(&heard[static_cast<size_t>(rank)], bytes.data(), sizeof(uint64_t));
-    any = true;
+    uint64_t& word = heard[static_cast<size_t>(rank)];
+    std::memcpy(&word, bytes.data(), sizeof word);
+    any = any || word != pack(abort_of(rank));
   }
   if (any) ended_.wait_for(lock, kSettling, [this] { return ending_; });
   for (int rank = 0; rank < static_cast<int>(members_.size()) && any; ++rank) {
@@ -47,7 +48,7 @@ void Control::listen(std::unique_lock<std::mutex>& lock) {
     std::atomic_ref(page(me_).abort[rank]).store(heard[static_cast<size_t>(rank)], std::memory_order_release);
   }
   if (const AbortWord own = abort_of(me_); own.kind != 0) return tell(own);
-  if (find_abort().kind == 0) watch_steps(std::chrono::steady_clock::now());
+  if (find_abort().kind == 0 && dead() < 0) watch_steps(std::chrono::steady_clock::now());
 }
 
 void Control::watch_steps(TimePoint now) {

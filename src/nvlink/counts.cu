@@ -277,7 +277,9 @@ __device__ void take_counts(const CountsParams& p, const Step& step, const Talli
   if (threadIdx.x == 0) *p.handle.overflow = refused ? 1 : 0;
   if (refused && threadIdx.x == 0) {
     report_call(p.group, &p.group.pages[p.group.me]->call, [&](Report* to) {
-      write_report(to, p.group, step, twRecvOverflow, static_cast<int>(worst >> 40), 0, 0);
+      // As the host records it, which may find the same in its page: an overflow is told once.
+      const uint64_t seen = pack(Word{step.low(), Mode::kCounts, 0});
+      write_report(to, p.group, step, twRecvOverflow, static_cast<int>(worst >> 40), seen, 0);
       volatile Report& report = *to;
       report.bound = static_cast<uint32_t>(shape.recv_rows);
       report.value = static_cast<int64_t>(worst & ((1ull << 40) - 1));

@@ -1,5 +1,7 @@
 // Errors that finish a group: late peers, dead peers, different calls; what follows, and the way out (S6).
+#include <barrier>
 #include <chrono>
+#include <latch>
 #include <thread>
 
 #include "core/group.h"
@@ -209,17 +211,22 @@ void use_survivors(twGroup_t group, int rank, int ranks, const twGroupConfig_t& 
 TEST(Sticky, ShrinkAfterATimeout) {
   World world(3, impatient(300));
   const Traffic traffic = make_traffic(world.config, {4, 4, 4}, 1);
+  const twGroupConfig_t patient = impatient(20000);
+  std::barrier together(2);
+  std::latch late(2);
   on_all_ranks(3, [&](int rank) {
     twGroup_t survivors = nullptr;
-    if (rank == 1) {  // much too late
-      std::this_thread::sleep_for(milliseconds(800));
+    if (rank == 1) {
+      late.wait();
       EXPECT_TW(twExcluded, twGroupShrink(world[rank], nullptr, &survivors));
       EXPECT_EQ(survivors, nullptr);
       return;
     }
     Side side(world, traffic, rank, {}, 1);
+    together.arrive_and_wait();  // or they miss each other
     EXPECT_TW(twTimeout, side.dispatch());
-    ASSERT_TW(twSuccess, twGroupShrink(world[rank], nullptr, &survivors));
+    late.count_down();
+    ASSERT_TW(twSuccess, twGroupShrink(world[rank], &patient, &survivors));
     EXPECT_TW(twTimeout, side.dispatch()) << "the old group stays finished";
     use_survivors(survivors, rank == 0 ? 0 : 1, 2, world.config);
     twGroupInfo_t info{};

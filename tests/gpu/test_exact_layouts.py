@@ -210,6 +210,13 @@ def overflow(env: Any) -> list[str]:
             group.check()
         with pytest.raises(tw.RecvOverflow) as asked:
             _ = handle.recv_rows
+        group.check()  # told already
+        handle.update(torch.full((6, 1), 3, dtype=torch.int32, device=env.device))
+        group.exchange_counts(handle)
+        with pytest.raises(tw.RecvOverflow):
+            _ = handle.recv_rows
+        env.stream.synchronize()
+        group.check()
         handle.update(torch.tensor([[3], [-1], [0], [-1], [-1], [-1]], dtype=torch.int32, device=env.device))
         group.exchange_counts(handle)
         received = group.dispatch(handle, tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,8 +24,8 @@ START = 60.0  # seconds until a process has its device
 class World:
     """Workers with a group that is made to break."""
 
-    def __init__(self, backend: str, nranks: int, timeout: float = 60.0):
-        self.workers = Workers(nranks, {"TOKENWAY_SHRINK_MS": "2000"})
+    def __init__(self, backend: str, nranks: int, timeout: float = 60.0, patience: float = 2.0):
+        self.workers = Workers(nranks, {"TOKENWAY_SHRINK_MS": str(int(patience * 1000))})
         self.key = ("survival", 0, backend, f"survival-{os.getpid()}-{time.monotonic_ns()}")
         self.nranks = nranks
         self.at_once = BACKENDS[backend].death_seen  # until every survivor has its record
@@ -129,6 +130,49 @@ def shrink_after(env: Env, naps: dict[int, float]) -> Any:
     return result, left, time.monotonic() - begin, text
 
 
+def shrink_while(env: Env, how: str) -> Any:
+    """The last rank leaves the group while the others shrink it: when it did; or when they had the new group, of whom,
+    and how long another one takes them."""
+    group = env.kept.pop("group", None)
+    if group is None:  # left before
+        return None
+    if group.rank == group.nranks - 1:
+        time.sleep(0.1)
+        left = time.monotonic()
+        getattr(group, how)()
+        return left, time.monotonic()
+    with group, group.shrink(experts=12, top_k=2) as survivors:
+        at = time.monotonic()
+        env.kept["group"] = survivors.shrink()
+        return at, survivors.comm_ranks, time.monotonic() - at
+
+
+def abort_beside_a_meeting(env: Env) -> Any:
+    """Rank 0 gives a group up while a thread of its own creates another, which rank 1 comes to only when it has heard:
+    when it was, or was heard."""
+    group, others = env.kept["group"], []
+
+    def create() -> None:
+        with env.context():
+            others.append(tw.Group(env.comm, experts=2, top_k=1, hidden=1, max_tokens=1))
+
+    if env.rank == 0:
+        creates = threading.Thread(target=create)
+        creates.start()
+        time.sleep(0.2)
+        at = time.monotonic()
+        group.abort()
+        creates.join()
+        told = "twSuccess"
+    else:
+        told = caught(exchange, env, group)[0]
+        at = time.monotonic()
+        create()
+    group.close()
+    others[0].close()
+    return told, at
+
+
 # ---- the cases -----------------------------------------------------------------------------------
 
 
@@ -155,6 +199,26 @@ def test_two_deaths_at_once(broken) -> None:
     world.start(shrink_after, {})
     for result, left, _, text in world.collect([0, 1]):
         assert (result, left) == ("twSuccess", [0, 1]), text
+
+
+def test_one_leaves_while_others_shrink(broken) -> None:
+    """Who has left is not waited for, also where the news comes when the others wait already."""
+    patience = 40.0
+    world = broken(4, timeout=patience, patience=patience)
+    for number, how in ((4, "abort"), (3, "close")):
+        told = world.run(shrink_while, how)[:number]
+        left, gone = told.pop()
+        assert gone - left < patience / 4, "the leaver itself waits for nobody"
+        for at, members, made in told:
+            assert members == list(range(number - 1))
+            assert at - left < 1 + 10 * made, (how, at - left, made)
+
+
+def test_a_rank_gives_up_while_it_creates_another_group(broken) -> None:
+    """What it tells passes by the meeting that waits."""
+    world = broken(2, timeout=15.0)
+    (_, left), (told, heard) = world.run(abort_beside_a_meeting)
+    assert told == "twPeerAborted" and heard - left < world.at_once, heard - left
 
 
 def test_a_killed_rank_with_a_forked_child(broken) -> None:

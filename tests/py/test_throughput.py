@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import harness
@@ -268,6 +270,58 @@ def test_overflow_is_refused_alike(world: Any) -> None:
     said = world(2).run(overflow)
     assert said[0] == said[1] and len(said[0]) == 2
     assert "rank 1 would receive 12 rows; config.max_recv_tokens is 7" in said[0][0]
+
+
+def telling(env: Any) -> list[list[tuple[str, ...]]]:
+    """Who raises an overflow: of calls in several orders, each with Group.check behind it, twice."""
+    setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, max_recv_tokens=7, **EXACT)
+    orders = []
+    with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
+        tensor = env.backend.tensor
+        tokens = tensor(np.zeros((6, 4), tw.tensors.numpy_dtype("bfloat16")))
+
+        def check() -> None:
+            if env.stream is not None:
+                env.backend.wait()
+            group.check()
+
+        for order in (("recv_rows",), ("check", "recv_rows"), ("dispatch", "recv_rows"), ("check", "dispatch")):
+            handle = group.route(tensor(np.full((6, 1), 3, np.int32)))
+            calls: dict[str, Callable[[], Any]] = {
+                "exchange_counts": partial(group.exchange_counts, handle),
+                "recv_rows": partial(getattr, handle, "recv_rows"),
+                "dispatch": partial(group.dispatch, handle, tokens),
+                "check": check,
+            }
+            told = [
+                name
+                for name in ("exchange_counts", *order, "check", "check")
+                if harness.caught(calls[name])[0] == "twRecvOverflow"
+            ]
+            if handle.leased:
+                handle.release()
+            orders.append(tuple(told))
+    return orders
+
+
+def test_an_overflow_is_told_once(threads: Any) -> None:
+    at_once = [("exchange_counts",)] * 4
+    assert threads(2).run(telling) == [at_once] * 2
+
+
+def test_an_overflow_that_is_learnt_late_is_told_once(threads: Any, backend: str, monkeypatch: Any) -> None:
+    """Group.check tells it, or the call that cannot do without; Group.check nothing that a call has told."""
+    if "emulated" not in backend:
+        pytest.skip("tests/gpu has it, and elsewhere calls return what they find")
+    monkeypatch.setenv("TOKENWAY_BLOCKING", "0")
+    world = threads(2)
+    world.forget()
+    try:
+        world.run(lambda env: monkeypatch.setattr(tw.cuda.Cuda, "learns_late", True))
+        late = [("recv_rows",), ("check", "recv_rows"), ("recv_rows",), ("check",)]
+        assert world.run(telling) == [late] * 2
+    finally:
+        world.forget()
 
 
 def wrong_order(env: Any) -> list[str]:
