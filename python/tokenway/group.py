@@ -323,9 +323,10 @@ class Group(Counting, Placed, Collectives):
     def shrink(self, **changes: Any) -> Group:
         """A new group among the ranks that are still there, over fresh memory. Collective among them.
 
-        They agree on who survives; ranks are renumbered (`comm_ranks` names them). Keeps this group's settings with
-        the default places of experts, but for `changes` (keywords of Group). This group stays to be closed. Raises
-        Excluded on a rank that the others have given up.
+        They agree on who survives; ranks are renumbered (`comm_ranks` names them). Who has died, given the group up or
+        closed it is left out at once, one that does not answer after the timeout (10 s at least). Keeps this group's
+        settings with the default places of experts, but for `changes` (keywords of Group). This group stays to be
+        closed. Raises Excluded on a rank that the others have given up.
         """
         survivors = c_void_p()
         base = self.pointer
