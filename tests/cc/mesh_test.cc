@@ -17,14 +17,14 @@ namespace {
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kLong = 20s;  // nobody waits as long, unless something is wrong
+constexpr auto kFarOff = 20s;  // nobody waits as long, unless something is wrong
 
 struct MeshOf {
   explicit MeshOf(int size) : ranks(size) {
     static std::atomic<int> serial = 0;
     const std::string address = "mesh-test-" + std::to_string(::getpid()) + "-" + std::to_string(serial++);
     on_all_ranks(size, [&](int rank) {
-      const Status connected = connect_mesh(rank, size, address, Clock::now() + kLong, &ranks[rank]);
+      const Status connected = connect_mesh(rank, size, address, Clock::now() + kFarOff, &ranks[rank]);
       ASSERT_TRUE(connected.ok()) << connected.text;
     });
   }
@@ -39,7 +39,7 @@ class Waiting {
       : thread_([this, &mesh] {
           const std::vector<int> members{0, 1};
           std::vector<Parcel> all;
-          presence = mesh[0].exchange(members, 7, {"mine", {}}, Clock::now() + kLong, &all, [this](int member) {
+          presence = mesh[0].exchange(members, 7, {"mine", {}}, Clock::now() + kFarOff, &all, [this](int member) {
             EXPECT_EQ(member, 1);
             waits_.release_once();
             return left.load();
@@ -67,7 +67,7 @@ class Waiting {
 };
 
 std::string await_post(Bootstrap& mesh, int peer, uint64_t tag) {
-  const auto until = Clock::now() + kLong / 2;
+  const auto until = Clock::now() + kFarOff / 2;
   std::string bytes;
   while (!mesh.posted(peer, tag, &bytes) && Clock::now() < until) std::this_thread::sleep_for(1ms);
   return bytes;
@@ -105,7 +105,7 @@ TEST(Mesh, AMeetingHearsWhatAnotherThreadHasRead) {
       const std::string mine = std::to_string(i) + " of rank " + std::to_string(rank);
       const auto begin = Clock::now();
       std::vector<Parcel> all;
-      const auto presence = mesh[rank].exchange(members, 10 + i, {mine, {}}, Clock::now() + kLong, &all);
+      const auto presence = mesh[rank].exchange(members, 10 + i, {mine, {}}, Clock::now() + kFarOff, &all);
       if (rank == 0) took[i] = Clock::now() - begin;
       EXPECT_EQ(presence, (std::vector<Presence>(2, Presence::kHere)));
       EXPECT_EQ(all[1 - rank].bytes, std::to_string(i) + " of rank " + std::to_string(1 - rank));
@@ -130,11 +130,11 @@ TEST(Mesh, WhatWasGivenBeforeLeavingCounts) {
     bool given = false;
     const auto left = [&](int) {
       std::vector<Parcel> theirs;
-      if (!given) (void)both[1]->exchange(members, 5, {"last words", {}}, Clock::now() + kLong, &theirs);
+      if (!given) (void)both[1]->exchange(members, 5, {"last words", {}}, Clock::now() + kFarOff, &theirs);
       given = true;
       return true;
     };
-    const auto presence = both[0]->exchange(members, 5, {"mine", {}}, Clock::now() + kLong, &all, left);
+    const auto presence = both[0]->exchange(members, 5, {"mine", {}}, Clock::now() + kFarOff, &all, left);
     EXPECT_EQ(presence[1], Presence::kHere);
     EXPECT_EQ(all[1].bytes, "last words");
   }
