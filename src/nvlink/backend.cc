@@ -250,6 +250,9 @@ ViewParams NvlinkBackend::view_params(const HandleArrays& handle, int32_t lane, 
   p.handle = view_of(handle);
   p.lane = lane;
   p.bound = bound;
+  const auto top_k = static_cast<uint32_t>(shape().top_k);
+  p.ids = Divider::make(top_k);
+  p.pairs = Divider::make((top_k + 1) / 2);
   return p;
 }
 

@@ -323,6 +323,8 @@ struct ViewParams {
   HandleView handle;
   int32_t lane;
   int32_t bound;
+  Divider ids;                        // of a row
+  Divider pairs;                      // of them
   std::byte* payloads[kMaxPayloads];  // NULL: not wanted
   std::byte* landing[kMaxPayloads];   // where the rows are; NULL: in the bank
   int32_t width[kMaxPayloads];

@@ -193,6 +193,14 @@ def test_fewer_experts_than_ranks(world) -> None:
     check(world, one(setup, *both(Round((3, 4, 8, 0, 1)))))
 
 
+@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
+def test_many_experts(world, mode) -> None:
+    """More on a rank than a device counts at a time, 4096; one row goes to experts of both times."""
+    setup = Setup(ranks=2, experts=9001, top_k=24, hidden=8, max_tokens=40, mode=mode)
+    layout = "grouped" if mode == "high_throughput" else "expert_major"
+    check(world, one(setup, Round((40, 23), layout=layout), Round((40, 23), seed=2, layout=layout, routing="holes")))
+
+
 MAPS = {
     "reversed": ((2, 2, 1, 1, 0, 0), (0, 1, 0, 1, 0, 1)),
     "slots mixed": ((0, 1, 2, 0, 1, 2), (1, 0, 1, 0, 1, 0)),
