@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from ctypes import byref, c_char, c_void_p
 from dataclasses import dataclass
@@ -169,6 +170,7 @@ class Channel:
         self._next = 0
         self._tensors: dict[tuple[int, int], Any] = {}
         self._copies: dict[int, Any] = {}  # by queue: uint8, what a gather over gloo sends
+        _channels.add(self)
 
     def _tensor(self, address: int, count: int) -> Any:
         """uint8[count] over memory of the C library."""
@@ -238,16 +240,26 @@ class Channel:
 
     def close(self, idle: bool) -> None:
         if not idle:
-            # A collective that never ends cannot be called off, and its group's destructor would wait for it.
-            for kept in (*self._groups, self._works, self._copies):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+            self.keep()
         self._groups.clear()
         self._tensors.clear()
 
+    def keep(self) -> None:
+        """For ever: a collective that never ends cannot be called off, and its group's destructor would wait for it."""
+        for kept in (*self._groups, self._works, self._copies):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
-# For threads of the library, which may outlive the interpreter.
-_ended = ctypes.c_int32(0)
-atexit.register(lambda: setattr(_ended, "value", 1))
+
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+_ended = ctypes.c_int32(0)  # for threads of the library, which may outlive the interpreter
+
+
+@atexit.register
+def _end() -> None:
+    """A process that an error ends, with groups that nobody has closed, must not wait for a peer that is late."""
+    _ended.value = 1
+    for channel in list(_channels):
+        channel.keep()
 
 
 class Carrier:

@@ -11,6 +11,8 @@ import sys
 from typing import Any
 
 import harness
+import ml_dtypes
+import numpy as np
 import player
 import pytest
 from cases import Case, Round, Setup, verify_case
@@ -166,26 +168,58 @@ def connected(rank: int, port: int, kind: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("kind", ["gloo", "anothers"])
-def test_connect_over_a_process_group(kind: str) -> None:
+def started(function: str, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Two ranks that call a function of this file with their rank, a free port and the arguments."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    code = "import sys, test_portable; test_portable.connected(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
-    here = os.path.dirname(__file__)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([here, *sys.path]), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", code]
-    ranks = [
+    code = f"import sys, test_portable; test_portable.{function}(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return [
         subprocess.Popen(
-            [*command, str(rank), str(port), kind],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", code, str(rank), str(port), *arguments], env=environment, text=True, **pipes
         )
         for rank in range(2)
     ]
+
+
+def left(rank: int, port: int) -> None:
+    """Rank 0 ends by an error, with its group open, while rank 1 does not come."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    group = tw.Group(tw.connect(backend="torch", timeout=30), experts=2, top_k=1, hidden=4, max_tokens=2, timeout=0.5)
+    handle = group.route(np.array([[1 - rank]], np.int32))
+    print("here", flush=True)
+    if rank == 1:
+        sys.stdin.read()
+        os._exit(0)
+    group.dispatch(handle, np.ones((1, 4), ml_dtypes.bfloat16))
+
+
+@pytest.mark.processes
+def test_leaving_by_an_error() -> None:
+    """A process that ends so is not kept by a peer that is late."""
+    early, late = started("left")
+    try:
+        assert late.stdout is not None and late.stdout.readline() == "here\n"
+        log = early.communicate(timeout=60)[1]
+        assert "PeerTimeout: rank 1 did not arrive in time in dispatch" in log
+        assert early.returncode == 1 and late.poll() is None
+    finally:
+        early.kill()
+        late.kill()
+        late.communicate()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["gloo", "anothers"])
+def test_connect_over_a_process_group(kind: str) -> None:
+    ranks = started("connected", kind)
     ends = [process.communicate(timeout=90) for process in ranks]
     for rank, (out, log) in enumerate(ends):
         assert ranks[rank].returncode == 0, log
