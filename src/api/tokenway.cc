@@ -52,7 +52,7 @@ void place_arrays(const tw::HandleMap& map, twHandle* handle) {
   handle->expert_counts = reinterpret_cast<int32_t*>(block + map.expert_counts);
   handle->shown_ids = block + map.shown_ids;
   handle->shown_weights = reinterpret_cast<float*>(block + map.shown_weights);
-  handle->places = reinterpret_cast<int32_t*>(block + map.places);
+  handle->places = reinterpret_cast<tw::ExpertRow*>(block + map.places);
   handle->status = reinterpret_cast<int32_t*>(block + map.status);
   handle->choices = reinterpret_cast<int32_t*>(block + map.choices);
   handle->digest_here = reinterpret_cast<uint32_t*>(block + map.digest);

@@ -58,7 +58,7 @@ struct HandleArrays {
   int64_t* expert_begin = nullptr;  // [L + 1] row of a grouped layout where each local expert's begin
   int32_t* offsets = nullptr;       // the same, as it is shown
   // Devices only.
-  int32_t* places = nullptr;        // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
+  ExpertRow* places = nullptr;      // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
   bool placed = false;              // they are those of the last dispatch
   uint32_t* digest_here = nullptr;  // `digest`, as the device has read it
   int32_t* status = nullptr;        // twResult_t of the last dispatch, as the device knows it

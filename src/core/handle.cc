@@ -22,7 +22,7 @@ HandleMap::HandleMap(const Shape& shape, int32_t local_experts, int id_bytes, bo
   meta = place(rows, meta_bytes(shape.top_k));
   shown_ids = place(rows * shape.top_k, id_bytes);
   shown_weights = place(rows * shape.top_k, sizeof(float));
-  places = place(on_device ? rows * shape.top_k : 0, sizeof(int32_t));
+  places = place(on_device ? rows * shape.top_k : 0, sizeof(ExpertRow));
   status = place(on_device ? 1 : 0, sizeof(int32_t));
   overflow = place(on_device ? 1 : 0, sizeof(int32_t));
   digest = place(on_device ? 1 : 0, sizeof(uint32_t));

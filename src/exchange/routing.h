@@ -24,6 +24,12 @@ struct Destination {
   int32_t slot;
 };
 
+// Where a received (row, k) stands by expert.
+struct ExpertRow {
+  int32_t expert;  // local; -1: at none of this rank's
+  int32_t row;     // in the expert's block; where blocks have their own size, of all rows
+};
+
 // One routing as its owner knows it; the arrays belong to a handle.
 struct Routing {
   int32_t tokens = 0;                   // T

@@ -251,7 +251,6 @@ ViewParams NvlinkBackend::view_params(const HandleArrays& handle, int32_t lane, 
   p.lane = lane;
   p.bound = bound;
   const auto top_k = static_cast<uint32_t>(shape().top_k);
-  p.ids = Divider::make(top_k);
   p.pairs = Divider::make((top_k + 1) / 2);
   return p;
 }
@@ -277,8 +276,9 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
   p.offsets = targets.layout == twGrouped ? targets.offsets : nullptr;
   p.origins = targets.origins;
   const int grid = static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_));
-  return launched("a view",
-                  handle.placed ? launch_expert_view(p, grid, call.stream) : launch_rank_view(p, grid, call.stream));
+  const bool early = early_ && captures(call.stream);
+  return launched("a view", handle.placed ? launch_expert_view(p, grid, early, call.stream)
+                                          : launch_rank_view(p, grid, early, call.stream));
 }
 
 // Where rows stand by expert, for a combine by expert of a dispatch that was shown otherwise.
@@ -286,7 +286,7 @@ Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) 
   ViewParams p = view_params(handle, call.at.lane, call.bound);
   p.shown.counts = handle.expert_counts;
   const int grid = static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_));
-  return launched("places by expert", launch_expert_view(p, grid, call.stream));
+  return launched("places by expert", launch_expert_view(p, grid, early_ && captures(call.stream), call.stream));
 }
 
 // Units of a combine whose roles are known. `few`: of SMs.
@@ -348,19 +348,20 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.sums_fit = p.vectors_fit && same;
   p.word_sums_fit = p.words_fit && same;
   p.vectors = static_cast<uint32_t>(shape().combine_bytes / 16);
-  const bool usual = p.plain && p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype;
-  const bool lines = usual && all_lines(call.bound);
+  const bool direct = p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype;
+  const bool usual = direct && p.plain;
+  const bool lines = direct && (p.plain || (p.expert_major && same)) && all_lines(call.bound);
   p.kind = lines ? Kind::kLines : usual ? Kind::kUsual : Kind::kAny;
   const int64_t returning = static_cast<int64_t>(shape().ranks - (p.own_direct ? 1 : 0)) * call.bound;
   const int64_t rows = std::max<int64_t>(p.tokens, returning);
   p.units = units_of(words_of(shape().combine_bytes), 0, unit_rows(lines, p.tokens, call.bound),
-                     int64_t{max_grid_} * kWarps / 2);
+                     int64_t{max_grid_} * kWarps / 2, lines && !p.plain ? kSummedGroups : kUnitGroups);
   p.at = combine_;
   p.lines = LinesAt::make(context_.map, p.lane);
   // Rows that the sums overwrite are all sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
   constexpr int kFilling = 30;
-  p.roles = lines ? line_roles(rows, p.units, send && receive, 25)
+  p.roles = lines ? line_roles(rows, p.units, send && receive, p.plain ? 25 : 50)
                   : roles_of(rows, p.units, send && receive && !twice,
                              call.bound > view_.line_tokens && p.plain ? bulk_senders(kFilling, 38) : max_grid_ / 2);
   share_combine(returning, !lines && is_few(p.roles, kFilling), &p);

@@ -50,12 +50,12 @@ __device__ inline void copy_unit(const Sum& s, int owner, const std::byte* row, 
 
 // Of weighted rows, or several rows to a partial: their sum, in vectors.
 template <twDtype_t kWire>
-__device__ __noinline__ static void sum_vectors_into(Sum s, int owner, int slot, std::byte* to, uint32_t part) {
+__device__ __noinline__ static void sum_vectors_into(Sum s, int owner, int slot, uint64_t header, uint32_t part) {
   constexpr int kAtOnce = 2;
   const CombineParams& p = s.p;
   const uint32_t end = min(p.vectors, (part + 1) * p.pushed);
-  __syncwarp();  // the set is about to be overwritten
-  collect_terms(p, s.set(), owner, slot);
+  collect_terms(p, s.set(), owner, slot, load_choice(p, meta_row(p, owner, slot), lane()));
+  std::byte* const to = place_of(s, owner, header);  // which came with the choices
 #pragma unroll 1
   for (uint32_t v = part * p.pushed + static_cast<uint32_t>(lane()); v < end; v += 32 * kAtOnce) {
     uint4 bits[kAtOnce];
@@ -72,8 +72,7 @@ __device__ __noinline__ static void sum_into(Sum s, int owner, int slot, std::by
   const CombineParams& p = s.p;
   const auto bytes = static_cast<int64_t>(p.group.map.shape().combine_bytes);
   const uint32_t end = min(p.units.words, unit.end * kGroupWords);
-  __syncwarp();  // the set is about to be overwritten
-  collect_terms(p, s.set(), owner, slot);
+  collect_terms(p, s.set(), owner, slot, load_choice(p, meta_row(p, owner, slot), lane()));
 #pragma unroll 1
   for (uint32_t w = unit.begin * kGroupWords + lane(); w < end; w += 32) {
     const uint64_t value = sum_word(p, s.set(), w);
@@ -96,7 +95,7 @@ __device__ inline void push_unit(const Sum& s, int owner, int slot, const Unit& 
   if (kFast || (p.plain && p.vectors_fit)) {
     copy_unit(s, owner, row_in(p, owner, slot), header, unit.number);
   } else if (p.sums_fit) {
-    sum_vectors_into<kWire>(s, owner, slot, place_of(s, owner, header), unit.number);
+    sum_vectors_into<kWire>(s, owner, slot, header, unit.number);
   } else {
     sum_into(s, owner, slot, place_of(s, owner, header), unit);
   }

@@ -102,8 +102,7 @@ __device__ void push_lines(const Sum& s, const First& early, Ahead ahead, bool b
       if (slot < __shfl_sync(~0u, rows, share.turn)) {
         const int owner = (p.group.me + 1 + begin + share.turn) % s.ranks();
         if (!kFast && !s.simple()) {
-          __syncwarp();  // the set is about to be overwritten
-          collect_terms(p, s.set(), owner, slot);
+          collect_terms(p, s.set(), owner, slot, load_choice(p, meta_row(p, owner, slot), lane()));
         }
         load_ahead<kWire, kFast>(s, row_in(p, owner, slot), share.unit, &ahead);
         send_lines(s, owner, share.index, share.unit, ahead);

@@ -153,36 +153,45 @@ __device__ inline Vec16 load_any_pair(const Sum& s, const std::byte* row, bool o
   return value;
 }
 
-// The thread's words of some groups of a set's partial, where word_sums_fit: a row's are all on their way at once.
+// The thread's words of some groups of a set's partial, where word_sums_fit.
 template <twDtype_t kWire, int kGroups>
 __device__ inline void sum_pairs(const CombineParams& p, int set, uint32_t begin, uint32_t end,
                                  Vec16 (&pair)[kGroups]) {
+  constexpr int kRows = 4 / kGroups;  // that are on their way at once, as registers allow
   const int top_k = p.group.map.shape().top_k;
   const auto rows = shared_at<const std::byte*>(p.at.rows) + set * top_k;
   const auto weights = shared_at<float>(p.at.weights) + set * top_k;
   const int count = shared_at<int32_t>(p.at.row_counts)[set];
   Quad sum[kGroups][2] = {};
 #pragma unroll 1
-  for (int j = 0; j < count; ++j) {
-    Vec16 term[kGroups] = {};
+  for (int j = 0; j < count; j += kRows) {
+    Vec16 term[kRows][kGroups] = {};
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if (begin + g < end) term[g] = load_two(rows[j], first_word(begin + g), p.units.words);
+    for (int t = 0; t < kRows; ++t) {
+      if (j + t >= count) continue;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (begin + g < end) term[t][g] = load_two(rows[j + t], first_word(begin + g), p.units.words);
+      }
     }
     if (count == 1 && !p.weighted) {
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) pair[g] = term[g];
+      for (int g = 0; g < kGroups; ++g) pair[g] = term[0][g];
       return;
     }
-    const float weight = p.weighted ? weights[j] : 1.0f;  // which changes no number
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      Quad both[2] = {widen_word(kWire, term[g].a), widen_word(kWire, term[g].b)};
+    for (int t = 0; t < kRows; ++t) {
+      if (j + t >= count) continue;
+      const float weight = p.weighted ? weights[j + t] : 1.0f;  // which changes no number
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int g = 0; g < kGroups; ++g) {
+        Quad both[2] = {widen_word(kWire, term[t][g].a), widen_word(kWire, term[t][g].b)};
 #pragma unroll
-        for (int e = 0; e < 4; ++e) both[half].v[e] = __fmul_rn(weight, both[half].v[e]);
-        add(&sum[g][half], both[half], j == 0);
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) both[half].v[e] = __fmul_rn(weight, both[half].v[e]);
+          add(&sum[g][half], both[half], j + t == 0);
+        }
       }
     }
   }
@@ -397,34 +406,41 @@ __device__ inline void sum_two(const Sum& s, int token, const Unit& unit) {
   }
 }
 
-// The same where this rank's own partial, whose terms are in the set, is still to be made.
+// The same where this rank's own partial, whose terms are in the set, is still to be made. Of the other terms the next
+// is on its way meanwhile.
 template <twDtype_t kWire>
 __device__ __noinline__ static void sum_with_own(Sum s, int token, int fan, Unit unit) {
   constexpr int kAtOnce = 2;
   const CombineParams& p = s.p;
   const uint32_t end = min(p.vectors, (unit.number + unit.parts) * p.per_unit);
   std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
+  const auto load_from = [&](int position, uint32_t base, uint4(&ahead)[kAtOnce]) {
+    if (position < fan && s.kinds()[position] == kOwn) ++position;  // there is one
+    if (position >= fan) return;
+    const auto* const row = reinterpret_cast<const uint4*>(s.places()[position]);
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (base + 32 * u < end) ahead[u] = load_fresh<uint4>(row + base + 32 * u);
+    }
+  };
 #pragma unroll 1
   for (uint32_t base = unit.number * p.per_unit + lane(); base < end; base += 32 * kAtOnce) {
     Quad low[kAtOnce] = {};
     Quad high[kAtOnce] = {};
+    uint4 ahead[kAtOnce] = {};
+    load_from(0, base, ahead);
 #pragma unroll 1
     for (int position = 0; position < fan; ++position) {
+      const bool own = s.kinds()[position] == kOwn;
       uint4 term[kAtOnce] = {};
-      if (s.kinds()[position] == kOwn) {
-        sum_partial<kWire>(p, s.set(), base, end, term);
-      } else {
-        const auto* const row = reinterpret_cast<const uint4*>(s.places()[position]);
-#pragma unroll
-        for (int u = 0; u < kAtOnce; ++u) {
-          if (base + 32 * u < end) term[u] = load_fresh<uint4>(row + base + 32 * u);
-        }
-      }
+      if (own) sum_partial<kWire>(p, s.set(), base, end, term);
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
+        if (!own) term[u] = ahead[u];
         add(&low[u], widen_word(kWire, low_half(term[u])), position == 0);
         add(&high[u], widen_word(kWire, high_half(term[u])), position == 0);
       }
+      if (!own) load_from(position + 1, base, ahead);
     }
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
@@ -453,7 +469,9 @@ __device__ inline void sum_unit(const Sum& s, int token, const Unit& unit, const
   const CombineParams& p = s.p;
   const Terms terms = find_terms(s, token, sent);
   bool here = terms.here;
-  if (!kFast && here && terms.own >= 0 && !s.simple()) collect_terms(p, s.set(), p.group.me, terms.own);
+  if (!kFast && here && terms.own >= 0 && !s.simple()) {
+    collect_terms(p, s.set(), p.group.me, terms.own, load_choice(p, meta_row(p, p.group.me, terms.own), lane()));
+  }
   if (here && !terms.lines && (kFast || (p.vectors_fit && (p.plain || terms.own < 0)))) {
     if (terms.fan == 2 && unit.parts * p.per_unit >= kLongUnit) {
       sum_two<kWire, kFast>(s, token, unit);

@@ -1,5 +1,8 @@
 // Combine of rows that all travel as lines, in calls of the usual kind (params.h, Kind::kLines). As in
 // dispatch_lines.cu each instruction counts.
+//
+// kSums: a partial is the sum of a row's answers by expert, not a row as it lies. Which answers those are is loaded
+// where a plain row is, before it is known whether there is such a row; the answers follow when it is.
 #include <cuda_runtime.h>
 
 #include "nvlink/combine_end.cuh"
@@ -9,11 +12,14 @@ namespace tw::nvlink {
 namespace {
 
 // A unit of a row to be sent, by its number among those of all slots of the other ranks: what of it this thread loads.
-// Whether or not there is such a row, its place is there: the caller's tensor has all slots up to the bound.
+// Whether or not there is such a row, its place is there: the caller's tensor has all slots up to the bound, and so has
+// what a handle keeps.
 template <int kGroups>
 struct Outgoing {
   int owner;
   int index;
+  uint32_t begin;  // groups of lines
+  uint32_t end;
   uint32_t groups;         // of lines in which it has a part
   uint32_t which;          // bit 2g + i: the i-th word of group g
   const std::byte* words;  // the first of the first group
@@ -24,6 +30,8 @@ struct Outgoing {
     const Share share = share_of(p.units, static_cast<uint32_t>(ranks - 1), u);
     owner = p.group.me + 1 + share.turn < ranks ? p.group.me + 1 + share.turn : p.group.me + 1 + share.turn - ranks;
     index = share.index;
+    begin = share.unit.begin;
+    end = share.unit.end;
     words = row_of(p, owner, index) + 8 * static_cast<uint64_t>(first_word(share.unit.begin));
 #pragma unroll
     for (uint32_t i = 0; i < 2 * kGroups; ++i) {
@@ -36,17 +44,27 @@ struct Outgoing {
   }
 };
 
-template <int kGroups>
+// Slots of a source lie one after the other in layouts whose rows all go as lines.
+__device__ inline Choice choice_in(const CombineParams& p, int source, int slot) {
+  return load_choice(p, static_cast<int64_t>(source) * p.bound + slot, lane());
+}
+
+template <int kGroups, bool kSums>
 struct Loaded {
   Vec16 pair[kGroups];
+  Choice choice{};
 
-  __device__ explicit Loaded(const Outgoing<kGroups>& out) {
+  __device__ Loaded(const CombineParams& p, const Outgoing<kGroups>& out) {
+    if constexpr (kSums) {
+      if (out.index < p.bound) choice = choice_in(p, out.owner, out.index);
+    } else {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const std::byte* const at = out.words + 8 * kGroupWords * g;
-      pair[g] = {};
-      if ((out.which >> (2 * g) & 1) != 0) pair[g].a = load_fresh<unsigned long long>(at);
-      if ((out.which >> (2 * g + 1) & 1) != 0) pair[g].b = load_fresh<unsigned long long>(at + 8);
+      for (int g = 0; g < kGroups; ++g) {
+        const std::byte* const at = out.words + 8 * kGroupWords * g;
+        pair[g] = {};
+        if ((out.which >> (2 * g) & 1) != 0) pair[g].a = load_fresh<unsigned long long>(at);
+        if ((out.which >> (2 * g + 1) & 1) != 0) pair[g].b = load_fresh<unsigned long long>(at + 8);
+      }
     }
   }
 };
@@ -55,9 +73,13 @@ __device__ inline uint64_t bank_offset(const Sum& s) {
   return s.step.bank() != 0 ? s.p.lines.bank[1] - s.p.lines.bank[0] : 0;
 }
 
-template <int kGroups>
-__device__ inline void send_unit(const Sum& s, const Outgoing<kGroups>& out, const Loaded<kGroups>& loaded) {
+template <twDtype_t kWire, int kGroups, bool kSums>
+__device__ inline void send_unit(const Sum& s, const Outgoing<kGroups>& out, Loaded<kGroups, kSums> loaded) {
   if (out.index >= s.counts()[out.owner]) return;
+  if (kSums) {
+    collect_terms(s.p, s.set(), out.owner, out.index, loaded.choice);
+    sum_pairs<kWire, kGroups>(s.p, s.set(), out.begin, out.end, loaded.pair);
+  }
   std::byte* const line = s.windows()[out.owner] + out.line + bank_offset(s);
   const bool together = is_together();
 #pragma unroll
@@ -68,7 +90,7 @@ __device__ inline void send_unit(const Sum& s, const Outgoing<kGroups>& out, con
 }
 
 // A unit of a token's sum; lane i has the i-th of its ranks. False if lines did not come.
-template <twDtype_t kWire, int kGroups>
+template <twDtype_t kWire, int kGroups, bool kSums>
 __device__ inline bool sum_line_unit(const Sum& s, int token, const Unit& unit, const Sent& sent) {
   static_assert(kTerms == 2);
   const CombineParams& p = s.p;
@@ -83,6 +105,7 @@ __device__ inline bool sum_line_unit(const Sum& s, int token, const Unit& unit, 
 #pragma unroll 1
   for (int base = 0; base < sent.fan; base += kTerms) {
     int rank[kTerms];
+    int own_term = -1;
 #pragma unroll
     for (int t = 0; t < kTerms; ++t) {
       const auto* const at = reinterpret_cast<const std::byte*>(__shfl_sync(~0u, address, base + t));
@@ -90,12 +113,26 @@ __device__ inline bool sum_line_unit(const Sum& s, int token, const Unit& unit, 
       const bool own = rank[t] == p.group.me;
       parts.at[t] = base + t < sent.fan && !own ? at + line_place(unit.begin) : nullptr;
       if (base + t >= sent.fan || !own) continue;
+      own_term = t;
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
+      for (int g = 0; g < kGroups && !kSums; ++g) {
         if (unit.begin + g < unit.end) parts.value[g][t] = load_two(at, first_word(unit.begin + g), p.units.words);
       }
     }
     parts.look();
+    if (kSums && own_term >= 0) {  // while lines may be on their way
+      const int slot = __shfl_sync(~0u, sent.to.slot, base + own_term);
+      collect_terms(p, s.set(), p.group.me, slot, choice_in(p, p.group.me, slot));
+      Vec16 here[kGroups] = {};
+      sum_pairs<kWire, kGroups>(p, s.set(), unit.begin, unit.end, here);
+#pragma unroll
+      for (int t = 0; t < kTerms; ++t) {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          if (t == own_term) parts.value[g][t] = here[g];
+        }
+      }
+    }
     if (!await_lines(
             p.group, s.step, &parts, [&](int t) { return t == 0 ? rank[0] : rank[1]; },
             [&](int source) { return source_failed(p.group, s.step, source); })) {
@@ -143,24 +180,24 @@ struct SentAt {
   }
 };
 
-template <int kGroups>
-__device__ inline void send_units(const Sum& s, Outgoing<kGroups> out, Loaded<kGroups> loaded) {
+template <twDtype_t kWire, int kGroups, bool kSums>
+__device__ inline void send_units(const Sum& s, Outgoing<kGroups> out, Loaded<kGroups, kSums> loaded) {
   const Shares shares = sent_shares(s.p.roles);
   const uint32_t all = static_cast<uint32_t>(s.p.bound * (s.ranks() - 1)) * s.p.units.per_row.divisor;
 #pragma unroll 1
   for (uint32_t u = shares.first; u < all;) {
     const bool draws = all > shares.step;  // beyond those that everybody begins with
     const uint32_t ticket = draw(tickets(s.p.group, s.step), draws && lane() == 0);  // on its way while this is sent
-    send_unit(s, out, loaded);
+    send_unit<kWire>(s, out, loaded);
     if (!draws) break;
     u = shares.step + __shfl_sync(~0u, ticket, 0);
     if (u >= all) break;
     out = Outgoing<kGroups>(s.p, u);
-    loaded = Loaded<kGroups>(out);
+    loaded = Loaded<kGroups, kSums>(s.p, out);
   }
 }
 
-template <twDtype_t kWire, int kGroups>
+template <twDtype_t kWire, int kGroups, bool kSums>
 __device__ inline void sum_units(const Sum& s, int token, Sent sent) {
   const CombineParams& p = s.p;
   const Shares shares = received_shares(p.roles);
@@ -171,7 +208,7 @@ __device__ inline void sum_units(const Sum& s, int token, Sent sent) {
     u += shares.step;
     const auto next = static_cast<int>(divide(u, p.units.per_row));
     const Sent after = SentAt(p, next).load();  // on its way while this one is summed
-    if (!__all_sync(~0u, sum_line_unit<kWire, kGroups>(s, token, unit, sent))) {
+    if (!__all_sync(~0u, sum_line_unit<kWire, kGroups, kSums>(s, token, unit, sent))) {
       fill_nan(p, token, 1, lane(), 32);
       *s.failed() = 1;
     }
@@ -180,7 +217,7 @@ __device__ inline void sum_units(const Sum& s, int token, Sent sent) {
   }
 }
 
-template <twDtype_t kWire, int kGroups>
+template <twDtype_t kWire, int kGroups, bool kSums>
 __global__ void __launch_bounds__(kThreads, 1) combine_lines_kernel(const __grid_constant__ CombineParams p) {
   let_next_begin();
   const GroupView& g = p.group;
@@ -192,11 +229,11 @@ __global__ void __launch_bounds__(kThreads, 1) combine_lines_kernel(const __grid
   Outgoing<kGroups> out(p, sent_shares(p.roles).first);
   auto token = static_cast<int>(divide(received_shares(p.roles).first, p.units.per_row));
   SentAt sent_at(p, token);
-  if (!s.sends()) out.which = 0;
+  if (!s.sends()) out.which = 0, out.index = p.bound;
   if (!s.sums()) sent_at.fan = sent_at.destination = nullptr;
   pin(out.owner, out.index, out.groups, out.which, out.words, out.line, sent_at.fan, sent_at.destination, token);
   await_earlier();
-  const Loaded<kGroups> loaded(out);
+  const Loaded<kGroups, kSums> loaded(p, out);
   const Sent sent = sent_at.load();
   const Counts counts = load_counts(s, thread);
   s.step.number = next_step(g, p.lane);
@@ -209,41 +246,50 @@ __global__ void __launch_bounds__(kThreads, 1) combine_lines_kernel(const __grid
   const bool last = thread / 32 == kWarps - 1;      // the warp with least to do
   if (s.sends()) {                                  // S7: nobody here waits
     if (blockIdx.x == 0 && last) publish_first(s);  // such rows never lie in the window
-    send_units(s, out, loaded);
+    send_units<kWire>(s, out, loaded);
   }
   const uint32_t arrived = begin_end(g, s.step, p.receive && thread == 0);
   if (thread == 0 && blockIdx.x == 0) clear_counters(g, s.step);
-  if (s.sums()) sum_units<kWire, kGroups>(s, token, sent);
+  if (s.sums()) sum_units<kWire, kGroups, kSums>(s, token, sent);
   if (concludes(s) && last) await_words(s);
   if (p.receive) finish_combine(s, arrived);
 }
 
 // Of few tokens a warp has one group at a time, so that nothing is there twice.
-template <twDtype_t kWire, class Use>
+template <twDtype_t kWire, bool kSums, class Use>
 int with_groups(uint32_t groups, Use&& use) {
-  if (groups == 1) return use(combine_lines_kernel<kWire, 1>);
-  return use(groups == 2 ? combine_lines_kernel<kWire, 2> : combine_lines_kernel<kWire, kUnitGroups>);
+  if (groups == 1) return use(combine_lines_kernel<kWire, 1, kSums>);
+  if constexpr (!kSums) {
+    if (groups > kSummedGroups) return use(combine_lines_kernel<kWire, kUnitGroups, kSums>);
+  }
+  return use(combine_lines_kernel<kWire, kSummedGroups, kSums>);
+}
+template <bool kSums, class Use>
+int with_wire(twDtype_t wire, uint32_t groups, Use&& use) {
+  if (wire == twBfloat16) return with_groups<twBfloat16, kSums>(groups, use);
+  return wire == twFloat16 ? with_groups<twFloat16, kSums>(groups, use) : with_groups<twFloat32, kSums>(groups, use);
 }
 template <class Use>
-int with_kernel(twDtype_t wire, uint32_t groups, Use&& use) {
-  if (wire == twBfloat16) return with_groups<twBfloat16>(groups, use);
-  return wire == twFloat16 ? with_groups<twFloat16>(groups, use) : with_groups<twFloat32>(groups, use);
+int with_kernel(twDtype_t wire, uint32_t groups, bool sums, Use&& use) {
+  return sums ? with_wire<true>(wire, groups, use) : with_wire<false>(wire, groups, use);
 }
 
 }  // namespace
 
 int launch_combine_lines(const CombineParams& params, int grid, bool early, void* stream) {
-  return with_kernel(params.wire_dtype, params.units.unit_groups,
+  return with_kernel(params.wire_dtype, params.units.unit_groups, params.plain == 0,
                      [&](auto* kernel) { return launch_kernel(kernel, params, grid, params.at.bytes, early, stream); });
 }
 
 int load_combine_lines(const Shape& shape) {
   for (const twDtype_t wire : {twBfloat16, twFloat16, twFloat32}) {
     for (const uint32_t groups : {1, 2, kUnitGroups}) {
-      const int error = with_kernel(wire, groups, [&](auto* kernel) {
-        return allow_shared(reinterpret_cast<const void*>(kernel), CombineScratch::make(shape).bytes);
-      });
-      if (error != 0) return error;
+      for (const bool sums : {false, true}) {
+        const int error = with_kernel(wire, groups, sums, [&](auto* kernel) {
+          return allow_shared(reinterpret_cast<const void*>(kernel), CombineScratch::make(shape).bytes);
+        });
+        if (error != 0) return error;
+      }
     }
   }
   return 0;

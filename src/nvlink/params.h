@@ -26,6 +26,7 @@ inline constexpr int kGroup = 32;              // tokens that a warp marks at a 
 inline constexpr int kTailLines = 32;          // of more rows than go as lines, the last so many do; at most a round
 inline constexpr int kTailRows = 96;           // the same of a dispatch's tokens, of which there is one for each peer
 inline constexpr int kUnitGroups = 4;          // at most so many groups of lines are one warp's at a time
+inline constexpr int kSummedGroups = 2;        // or so many, of rows that are sums: registers
 inline constexpr uint32_t kPushedVectors = 32 * kUnitGroups;  // of 16 bytes, of a row into an inbox, likewise
 inline constexpr int kMetaGroups = 2;  // in so many lies what travels beside the payloads of a row
 inline constexpr int kChunks = 32;     // chunks of a block that may be under way or waiting for their fence
@@ -98,7 +99,7 @@ struct HandleView {
   int32_t* send_counts;
   int32_t* counts;
   uint64_t* meta;
-  int32_t* places;
+  ExpertRow* places;
   int32_t* expert_counts;
   int32_t* status;
   int32_t* choices;  // [E] of its tokens, of a group that counts
@@ -183,7 +184,7 @@ struct Roles {
 // they are; sums of that type; own rows where the caller has them.
 //
 // Lines: usual, with a bound of up to two rounds of tokens, and up to 32 ranks; so all that is sent or received are
-// lines.
+// lines. Of a combine also rows by expert, whose sums are made on the way.
 enum class Kind : int32_t { kAny, kUsual, kLines };
 inline constexpr int kFastIds = 8;
 inline constexpr int kFewTokens = 32;  // one for each lane of a warp
@@ -323,8 +324,7 @@ struct ViewParams {
   HandleView handle;
   int32_t lane;
   int32_t bound;
-  Divider ids;                        // of a row
-  Divider pairs;                      // of them
+  Divider pairs;                      // of ids in a row
   std::byte* payloads[kMaxPayloads];  // NULL: not wanted
   std::byte* landing[kMaxPayloads];   // where the rows are; NULL: in the bank
   int32_t width[kMaxPayloads];
@@ -455,8 +455,8 @@ int launch_dispatch(const DispatchParams& params, int grid, bool early, void* st
 int launch_dispatch_lines(const DispatchParams& params, int grid, bool early, void* stream);
 int launch_combine_lines(const CombineParams& params, int grid, bool early, void* stream);
 int launch_combine(const CombineParams& params, int grid, bool early, void* stream);
-int launch_rank_view(const ViewParams& params, int grid, void* stream);
-int launch_expert_view(const ViewParams& params, int grid, void* stream);
+int launch_rank_view(const ViewParams& params, int grid, bool early, void* stream);
+int launch_expert_view(const ViewParams& params, int grid, bool early, void* stream);
 int launch_counts(const CountsParams& params, int grid, void* stream);
 int launch_gather(const CollectiveParams& params, int grid, bool early, void* stream);
 int launch_reduce(const CollectiveParams& params, int grid, bool early, void* stream);

@@ -69,42 +69,60 @@ __device__ inline int64_t meta_row(const CombineParams& p, int source, int slot)
   return begin + shared_at<int32_t>(p.at.first)[source] + slot;
 }
 
-// What the partial of slot (source, p) is made of, into a set in shared memory. By one warp, whole.
-__device__ __noinline__ static void collect_terms(const CombineParams& p, int set, int source, int slot) {
+// What is kept of the k-th choice of a row.
+struct Choice {
+  ExpertRow place;  // expert -1: there is none, or it is another rank's; of a rank_major row the rest means nothing
+  float weight;     // where weights are wanted
+};
+// `row`: meta_row. By expert the dispatch's places say all, so that one round trip is enough.
+__device__ inline Choice load_choice(const CombineParams& p, int64_t row, int k) {
   const GroupView& g = p.group;
   const int top_k = g.map.shape().top_k;
-  const int64_t row = meta_row(p, source, slot);
+  Choice choice{{-1, 0}, 0.0f};
+  if (k >= top_k) return choice;
   const auto* const ids = reinterpret_cast<const int32_t*>(p.handle.meta + row * (1 + top_k) + 1);
-  const auto* const weights = reinterpret_cast<const float*>(ids + top_k);
+  if (p.weighted) choice.weight = __uint_as_float(load_fresh<uint32_t>(ids + top_k + k));
+  if (p.expert_major) {
+    const uint64_t place = load_fresh<unsigned long long>(p.handle.places + row * top_k + k);
+    choice.place = {static_cast<int32_t>(place), static_cast<int32_t>(place >> 32)};
+    return choice;
+  }
+  const auto id = static_cast<int32_t>(load_fresh<uint32_t>(ids + k));
+  const bool real = id >= 0 && id < g.map.shape().experts;
+  const uint32_t expert = real ? g.experts[id] : 0;
+  if (real && expert_rank(expert) == g.me) choice.place.expert = expert_slot(expert);
+  return choice;
+}
+
+// What the partial of slot (source, p) is made of, into a set in shared memory. `first`: the lane's choice. By one
+// warp, whole.
+__device__ __noinline__ static void collect_terms(const CombineParams& p, int set, int source, int slot, Choice first) {
+  const int top_k = p.group.map.shape().top_k;
   const auto rows = shared_at<const std::byte*>(p.at.rows) + set * top_k;
   const auto row_weights = shared_at<float>(p.at.weights) + set * top_k;
-  const int lane = threadIdx.x % 32;
   int count = 0;
   float total = 0.0f;
-  bool first = true;
+  __syncwarp();  // the set is about to be overwritten
 #pragma unroll 1
   for (int base = 0; base < top_k; base += 32) {
-    const int k = base + lane;
-    const int32_t id = k < top_k ? static_cast<int32_t>(load_fresh<uint32_t>(ids + k)) : -1;
-    const float weight = k < top_k ? __uint_as_float(load_fresh<uint32_t>(weights + k)) : 0.0f;
-    const uint32_t expert = id >= 0 && id < g.map.shape().experts ? g.experts[id] : 0;
-    const bool local = id >= 0 && id < g.map.shape().experts && expert_rank(expert) == g.me;
+    const Choice choice = base == 0 ? first : load_choice(p, meta_row(p, source, slot), base + lane());
+    const bool local = choice.place.expert >= 0;
     uint32_t all = __ballot_sync(~0u, local);
     if (p.expert_major && local) {
-      const int j = count + __popc(all & below(lane));
-      rows[j] = p.rows + expert_slot(expert) * p.block_stride +
-                static_cast<int32_t>(load_fresh<uint32_t>(p.handle.places + row * top_k + k)) * p.row_stride;
-      row_weights[j] = weight;
+      const int j = count + __popc(all & below(lane()));
+      rows[j] = p.rows + choice.place.expert * p.block_stride + choice.place.row * p.row_stride;
+      row_weights[j] = choice.weight;
     }
+    const bool begun = count != 0;
     count += __popc(all);
-    while (all != 0) {  // k ascending, as the sum of weights is defined
-      const float next = __shfl_sync(~0u, weight, __ffs(static_cast<int>(all)) - 1);
-      total = first ? next : __fadd_rn(total, next);
-      first = false;
+    if (p.expert_major) continue;
+    for (bool begins = !begun; all != 0; begins = false) {  // k ascending, as the sum of weights is defined
+      const float next = __shfl_sync(~0u, choice.weight, __ffs(static_cast<int>(all)) - 1);
+      total = begins ? next : __fadd_rn(total, next);
       all &= all - 1;
     }
   }
-  if (lane == 0) {
+  if (lane() == 0) {
     if (!p.expert_major) {
       rows[0] = row_in(p, source, slot);
       row_weights[0] = total;
@@ -133,7 +151,7 @@ __device__ inline uint4 narrow_vector(const Quad& low, const Quad& high) {
 template <twDtype_t kWire, int kAtOnce>
 __device__ inline void sum_partial(const CombineParams& p, int set, uint32_t first, uint32_t end,
                                    uint4 (&bits)[kAtOnce]) {
-  constexpr int kRows = 2;  // that are on their way at once
+  constexpr int kRows = 4;  // that are on their way at once
   const int top_k = p.group.map.shape().top_k;
   const auto rows = shared_at<const std::byte*>(p.at.rows) + set * top_k;
   const auto weights = shared_at<float>(p.at.weights) + set * top_k;

@@ -12,53 +12,62 @@ constexpr int kViewThreads = 512;
 constexpr int kBatch = 64;      // rows whose experts a block finds at a time
 constexpr int kExperts = 4096;  // that are counted at a time
 
-// First row, in (source, slot) order, of each source. All threads; [N + 1] in shared memory. By a warp, as one thread
-// would wait for the memory once for each rank of a large group.
-__device__ void begin_rows(const ViewParams& p, int32_t* begin) {
-  const int ranks = p.group.map.shape().ranks;
+// What comes before the dispatch has ended.
+__device__ void begin_view(const ViewParams& p) {
+  let_next_begin();
+  warm(p);
+}
+
+// The rows that have come, as they lie: in shared memory.
+struct Rows {
+  int32_t* begin;  // [N + 1] first row, in (source, slot) order, of each source
+  int32_t* at;     // [N] which row of the window, and of what the handle keeps, that is
+
+  static uint32_t words(const Shape& shape) { return 2 * static_cast<uint32_t>(shape.ranks) + 1; }
+  __device__ Rows(int32_t* words, const Shape& shape) : begin(words), at(words + shape.ranks + 1) {}
+};
+
+// All threads, but by a warp, as one thread would wait for the memory once for each rank of a large group.
+__device__ void begin_rows(const ViewParams& p, const Rows& rows) {
+  const Shape& shape = p.group.map.shape();
   if (threadIdx.x < 32) {
-    const auto lane = static_cast<int>(threadIdx.x);
     int before = 0;
 #pragma unroll 1
-    for (int base = 0; base < ranks; base += 32) {
-      const int rows = base + lane < ranks ? p.handle.counts[base + lane] : 0;
-      int through = rows;
-      for (int by = 1; by < 32; by *= 2) {
-        const int other = __shfl_sync(~0u, through, max(lane - by, 0));
-        if (lane >= by) through += other;
+    for (int base = 0; base < shape.ranks; base += 32) {
+      const int source = base + lane();
+      int count = 0;
+      if (source < shape.ranks) {
+        count = static_cast<int>(load_fresh<uint32_t>(p.handle.counts + source));
+        rows.at[source] = shape.exact() ? static_cast<int>(load_fresh<unsigned long long>(p.handle.source + source))
+                                        : source * p.bound;
       }
-      if (base + lane < ranks) begin[base + lane] = before + through - rows;
+      int through = count;
+      for (int by = 1; by < 32; by *= 2) {
+        const int other = __shfl_sync(~0u, through, max(lane() - by, 0));
+        if (lane() >= by) through += other;
+      }
+      if (source < shape.ranks) rows.begin[source] = before + through - count;
       before += __shfl_sync(~0u, through, 31);
     }
-    if (lane == 0) begin[ranks] = before;
+    if (lane() == 0) rows.begin[shape.ranks] = before;
   }
   __syncthreads();
 }
 
-struct Slot {
-  int source;
-  int p;
-};
-__device__ Slot slot_of(const int32_t* begin, int ranks, int row) {
+// Which row of the window, and of what the handle keeps, the row of this number is.
+__device__ int64_t place_of(const Rows& rows, int ranks, int row) {
   int low = 0;
   int high = ranks;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    (begin[middle] <= row ? low : high) = middle;
+    (rows.begin[middle] <= row ? low : high) = middle;
   }
-  return {low, row - begin[low]};
-}
-
-// Which row of the window, and of what the handle keeps, it is.
-__device__ int64_t place_of(const ViewParams& p, const Slot& slot) {
-  const int64_t begin =
-      p.group.map.shape().exact() ? p.handle.source[slot.source] : static_cast<int64_t>(slot.source) * p.bound;
-  return begin + slot.p;
+  return rows.at[low] + (row - rows.begin[low]);
 }
 
 __device__ int bank_of_lane(const ViewParams& p) {
   // The dispatch was the last step of the lane that ended.
-  return static_cast<int>(p.group.lanes[p.lane].step & 1);
+  return static_cast<int>(load_fresh<unsigned long long>(&p.group.lanes[p.lane].step) & 1);
 }
 
 // Row `row` of a payload, where it has come to.
@@ -69,12 +78,11 @@ __device__ const std::byte* row_of(const ViewParams& p, int q, int bank, int64_t
 }
 
 template <class V>
-__device__ void copy_payload(const ViewParams& p, int q, const int32_t* begin, int bank) {
+__device__ void copy_payload(const ViewParams& p, int q, const Rows& rows, int bank) {
   const Shape& shape = p.group.map.shape();
   const uint32_t vectors = p.vectors[q].divisor;
-  for (int row = static_cast<int>(blockIdx.x); row < begin[shape.ranks]; row += static_cast<int>(gridDim.x)) {
-    const Slot slot = slot_of(begin, shape.ranks, row);
-    const int64_t at = place_of(p, slot);
+  for (int row = static_cast<int>(blockIdx.x); row < rows.begin[shape.ranks]; row += static_cast<int>(gridDim.x)) {
+    const int64_t at = place_of(rows, shape.ranks, row);
     const auto* const from = reinterpret_cast<const V*>(row_of(p, q, bank, at));
     auto* const to = reinterpret_cast<V*>(p.payloads[q] + at * static_cast<int64_t>(shape.payload_bytes[q]));
     for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) to[i] = load_fresh<V>(from + i);
@@ -103,26 +111,28 @@ __device__ void clear_rows(const ViewParams& p, int q, int64_t from, int64_t to)
 }
 
 __global__ void __launch_bounds__(kViewThreads) rank_view_kernel(const __grid_constant__ ViewParams p) {
-  int32_t* const shared = shared_at<int32_t>(0);
-  begin_rows(p, shared);
+  const Rows rows(shared_at<int32_t>(0), p.group.map.shape());
+  begin_view(p);
+  await_earlier();
   const int bank = bank_of_lane(p);
+  begin_rows(p, rows);
   for (int q = 0; q < p.group.map.shape().payloads; ++q) {
     if (p.payloads[q] == nullptr) continue;
     switch (p.width[q]) {
       case 16:
-        copy_payload<uint4>(p, q, shared, bank);
+        copy_payload<uint4>(p, q, rows, bank);
         break;
       case 8:
-        copy_payload<unsigned long long>(p, q, shared, bank);
+        copy_payload<unsigned long long>(p, q, rows, bank);
         break;
       case 4:
-        copy_payload<unsigned int>(p, q, shared, bank);
+        copy_payload<unsigned int>(p, q, rows, bank);
         break;
       case 2:
-        copy_payload<unsigned short>(p, q, shared, bank);
+        copy_payload<unsigned short>(p, q, rows, bank);
         break;
       default:
-        copy_payload<unsigned char>(p, q, shared, bank);
+        copy_payload<unsigned char>(p, q, rows, bank);
         break;
     }
   }
@@ -135,21 +145,22 @@ __global__ void __launch_bounds__(kViewThreads) rank_view_kernel(const __grid_co
 // rows, each by itself, so that many are under way.
 
 struct ExpertScratch {
-  int32_t* begin;    // [N + 1]
-  int32_t* experts;  // [kBatch, K] local expert of each (row, k), -1 for none
-  int32_t* nth;      // [kBatch, K] the how manieth row of its expert this is
+  Rows rows;
+  int32_t* experts;  // [kBatch, pitch] local expert of each (row, k), -1 for none
+  int32_t* nth;      // [kBatch, pitch] the how manieth row of its expert this is
   int32_t* next;     // [kExperts] rows of an expert so far
   int32_t* total;    // [kExperts]
 
-  static uint32_t bytes(const Shape& shape) {
-    return 4 * (static_cast<uint32_t>(shape.ranks) + 1 + 2 * kBatch * static_cast<uint32_t>(shape.top_k) +
-                2 * counted(shape));
+  static __host__ __device__ uint32_t pitch(const Shape& shape) {  // whole pairs of ids
+    return (static_cast<uint32_t>(shape.top_k) + 1) / 2 * 2;
   }
-  __device__ ExpertScratch(int32_t* at, const Shape& shape) {
-    begin = at;
-    experts = begin + shape.ranks + 1;
-    nth = experts + kBatch * shape.top_k;
-    next = nth + kBatch * shape.top_k;
+  static uint32_t bytes(const Shape& shape) {
+    return 4 * (Rows::words(shape) + 2 * kBatch * pitch(shape) + 2 * counted(shape));
+  }
+  __device__ ExpertScratch(int32_t* at, const Shape& shape) : rows(at, shape) {
+    experts = rows.at + shape.ranks;
+    nth = experts + kBatch * pitch(shape);
+    next = nth + kBatch * pitch(shape);
     total = next + counted(shape);
   }
   static __host__ __device__ uint32_t counted(const Shape& shape) {
@@ -163,7 +174,8 @@ __device__ const int32_t* ids_of(const ViewParams& p, int64_t row) {
 }
 // Where the rows of a local expert begin, and how many places there are for them.
 __device__ int64_t begin_of(const ViewParams& p, int expert) {
-  if (p.group.map.shape().exact()) return p.handle.expert_begin[expert];
+  if (p.group.map.shape().exact())
+    return static_cast<int64_t>(load_fresh<unsigned long long>(p.handle.expert_begin + expert));
   return static_cast<int64_t>(expert) * p.group.map.shape().ranks * p.bound;
 }
 __device__ int local_expert(const ViewParams& p, int32_t id) {
@@ -173,61 +185,81 @@ __device__ int local_expert(const ViewParams& p, int32_t id) {
   return expert_rank(expert) == g.me ? expert_slot(expert) : -1;
 }
 
+// Two ids of a row, read together: ids begin at a multiple of 8 bytes and weights follow them.
+struct IdPairs {
+  const ViewParams& p;
+  const ExpertScratch& s;
+
+  __device__ uint32_t each() const { return p.pairs.divisor; }  // row
+  __device__ uint64_t load(int row, uint32_t pair) const {
+    const Shape& shape = p.group.map.shape();
+    const int32_t* const ids = ids_of(p, place_of(s.rows, shape.ranks, row));
+    const uint64_t two = load_fresh<unsigned long long>(ids + 2 * pair);
+    return static_cast<int>(2 * pair) + 1 == shape.top_k ? two | ~uint64_t{0} << 32 : two;  // a weight
+  }
+  __device__ int expert(uint64_t two, uint32_t which) const {
+    return local_expert(p, static_cast<int32_t>(two >> 32 * which));
+  }
+};
+
 // The local experts of the rows [from, from + count), into the block's memory.
 __device__ void find_experts(const ViewParams& p, const ExpertScratch& s, int from, int count) {
-  const Shape& shape = p.group.map.shape();
-  for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(count * shape.top_k); i += blockDim.x) {
-    const uint32_t row = divide(i, p.ids);
-    const int64_t place = place_of(p, slot_of(s.begin, shape.ranks, from + static_cast<int>(row)));
-    s.experts[i] =
-        local_expert(p, static_cast<int32_t>(load_fresh<uint32_t>(ids_of(p, place) + (i - row * p.ids.divisor))));
+  const IdPairs ids{p, s};
+  for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(count) * ids.each(); i += blockDim.x) {
+    const uint32_t row = divide(i, p.pairs);
+    const uint64_t two = ids.load(from + static_cast<int>(row), i - row * ids.each());
+    s.experts[2 * i] = ids.expert(two, 0);
+    s.experts[2 * i + 1] = ids.expert(two, 1);
   }
 }
 
-// Rows of each expert in [low, low + kExperts): those before `row` to `next`, all to `total`. Ids are read two at a
-// time, as a row's begin at a multiple of 8 bytes and weights follow them; and several such at once.
-__device__ void count_experts(const ViewParams& p, const ExpertScratch& s, int low, int row) {
-  constexpr uint32_t kAtOnce = 4;
-  const Shape& shape = p.group.map.shape();
+// None yet of the experts in [low, low + kExperts).
+__device__ void clear_counts(const ViewParams& p, const ExpertScratch& s, int low) {
   const int experts = min(p.group.local_experts - low, kExperts);
   for (int i = threadIdx.x; i < experts; i += blockDim.x) s.next[i] = s.total[i] = 0;
-  __syncthreads();
-  const uint32_t items = static_cast<uint32_t>(s.begin[shape.ranks]) * p.pairs.divisor;
+}
+
+// Rows of each expert in [low, low + kExperts): those before row `from` to `next`, all to `total`. On the way, the
+// experts of the `count` rows from that one on, as find_experts. Several pairs of ids are on their way at once.
+__device__ void count_experts(const ViewParams& p, const ExpertScratch& s, int low, int from, int count) {
+  constexpr uint32_t kAtOnce = 4;
+  const IdPairs ids{p, s};
+  const int experts = min(p.group.local_experts - low, kExperts);
+  const uint32_t items = static_cast<uint32_t>(s.rows.begin[p.group.map.shape().ranks]) * ids.each();
+  const uint32_t first = static_cast<uint32_t>(from) * ids.each();
   for (uint32_t base = threadIdx.x; base < items; base += kAtOnce * blockDim.x) {
-    uint64_t pair[kAtOnce];
-    bool before[kAtOnce];
+    uint64_t two[kAtOnce];
 #pragma unroll
     for (uint32_t u = 0; u < kAtOnce; ++u) {
       const uint32_t i = base + u * blockDim.x;
-      pair[u] = ~uint64_t{0};
+      two[u] = ~uint64_t{0};
       if (i >= items) continue;
-      const auto at = static_cast<int>(divide(i, p.pairs));
-      const uint32_t k = 2 * (i - static_cast<uint32_t>(at) * p.pairs.divisor);
-      before[u] = at < row;
-      pair[u] = load_fresh<unsigned long long>(ids_of(p, place_of(p, slot_of(s.begin, shape.ranks, at))) + k);
-      if (static_cast<int>(k) + 1 == shape.top_k) pair[u] |= ~uint64_t{0} << 32;  // a weight
+      const uint32_t row = divide(i, p.pairs);
+      two[u] = ids.load(static_cast<int>(row), i - row * ids.each());
     }
 #pragma unroll
     for (uint32_t u = 0; u < 2 * kAtOnce; ++u) {
-      const int expert = local_expert(p, static_cast<int32_t>(pair[u / 2] >> 32 * (u % 2))) - low;
-      if (expert >= 0 && expert < experts) atomicAdd((before[u / 2] ? s.next : s.total) + expert, 1);
+      const uint32_t i = base + u / 2 * blockDim.x;
+      const int expert = ids.expert(two[u / 2], u % 2);
+      if (i - first < static_cast<uint32_t>(count) * ids.each()) s.experts[2 * (i - first) + u % 2] = expert;
+      if (expert >= low && expert < low + experts) atomicAdd((i < first ? s.next : s.total) + (expert - low), 1);
     }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < experts; i += blockDim.x) s.total[i] += s.next[i];
-  __syncthreads();
 }
 
 // The how manieth of their experts the batch's `count` rows are. Row after row by one warp: order is the meaning of a
 // place. Within a row no expert stands twice.
 __device__ void number_rows(const ViewParams& p, const ExpertScratch& s, int low, int count) {
   const int top_k = p.group.map.shape().top_k;
+  const int pitch = static_cast<int>(ExpertScratch::pitch(p.group.map.shape()));
   const int experts = min(p.group.local_experts - low, kExperts);
   for (int row = 0; row < count && threadIdx.x < 32; ++row) {
-    for (int k = static_cast<int>(threadIdx.x); k < top_k; k += 32) {
-      const int expert = s.experts[row * top_k + k] - low;
+    for (int k = lane(); k < top_k; k += 32) {
+      const int expert = s.experts[row * pitch + k] - low;
       const bool here = expert >= 0 && expert < experts;
-      s.nth[row * top_k + k] = here ? s.next[expert]++ : -1;
+      s.nth[row * pitch + k] = here ? s.next[expert]++ : -1;
     }
     __syncwarp();
   }
@@ -358,11 +390,10 @@ __device__ void scatter_payloads(const ViewParams& p, int64_t row, int bank, uin
   }
 }
 
-// What goes with a row's k-th choice: where it is, for a combine, and what the caller sees.
-__device__ void show_choice(const ViewParams& p, int64_t row, int k, int expert, int32_t place_here, int64_t place) {
+// What the caller sees of a row's k-th choice.
+__device__ void show_choice(const ViewParams& p, int64_t row, int k, int expert, int64_t place) {
   const int top_k = p.group.map.shape().top_k;
   const int32_t* const ids = ids_of(p, row);
-  p.handle.places[row * top_k + k] = place_here;
   if (p.shown.ids != nullptr) show_id(p.shown, place, p.shown.local ? expert : ids[k]);
   if (p.shown.weights != nullptr) p.shown.weights[place] = reinterpret_cast<const float*>(ids + top_k)[k];
   if (p.origins != nullptr) p.origins[place] = row * top_k + k;
@@ -377,18 +408,22 @@ __device__ void scatter(const ViewParams& p, const ExpertScratch& s, int from, i
   for (int u = static_cast<int>(threadIdx.x / 32); u < count * parts; u += kViewWarps) {
     const int i = u / parts;
     const int part = u - i * parts;
-    const int64_t row = place_of(p, slot_of(s.begin, shape.ranks, from + i));
+    const int64_t row = place_of(s.rows, shape.ranks, from + i);
     for (int base = 0; base < shape.top_k; base += 32) {
       const int k = base + lane();
-      const int at = i * shape.top_k + k;
+      const int at = i * static_cast<int>(ExpertScratch::pitch(shape)) + k;
       const int nth = k < shape.top_k ? s.nth[at] : -1;
+      const int expert = k < shape.top_k ? s.experts[at] : -1;
       Places places{0, __ballot_sync(~0u, nth >= 0)};
+      int64_t begin = 0;
       if (nth >= 0) {
-        const int64_t begin = begin_of(p, s.experts[at]);
+        begin = begin_of(p, expert);
         places.place = begin + nth;
-        // In the expert's block; where blocks have their own size, of all rows.
-        if (part == 0)
-          show_choice(p, row, k, s.experts[at], static_cast<int32_t>(shape.exact() ? begin : 0) + nth, places.place);
+        if (part == 0) show_choice(p, row, k, expert, places.place);
+      }
+      // For a combine. Of an expert that is counted later it is written then.
+      if (part == 0 && k < shape.top_k && (nth >= 0 || expert < 0)) {
+        p.handle.places[row * shape.top_k + k] = {expert, static_cast<int32_t>(shape.exact() ? begin : 0) + nth};
       }
       if (places.lanes != 0)
         scatter_payloads(p, row, bank, static_cast<uint32_t>(part), static_cast<uint32_t>(parts), places);
@@ -398,42 +433,53 @@ __device__ void scatter(const ViewParams& p, const ExpertScratch& s, int from, i
 
 __global__ void __launch_bounds__(kViewThreads, 2) expert_view_kernel(const __grid_constant__ ViewParams p) {
   const ExpertScratch s(shared_at<int32_t>(0), p.group.map.shape());
-  begin_rows(p, s.begin);
+  begin_view(p);
+  clear_counts(p, s, 0);
+  await_earlier();
   const int bank = bank_of_lane(p);
-  const int rows = s.begin[p.group.map.shape().ranks];
+  begin_rows(p, s.rows);
+  const int rows = s.rows.begin[p.group.map.shape().ranks];
   const int blocks = static_cast<int>(gridDim.x);
   const int each = (rows + blocks - 1) / blocks;
   const int from = min(static_cast<int>(blockIdx.x) * each, rows);
   const int to = min(from + each, rows);
+#pragma unroll 1
   for (int low = 0; low < p.group.local_experts; low += kExperts) {
-    if (low == 0) find_experts(p, s, from, min(kBatch, to - from));  // on their way while others are counted
-    count_experts(p, s, low, from);
+    if (low > 0) {
+      clear_counts(p, s, low);
+      __syncthreads();
+    }
+    count_experts(p, s, low, from, min(kBatch, to - from));
+#pragma unroll 1
     for (int begin = from; begin < to; begin += kBatch) {
       const int count = min(kBatch, to - begin);
-      if (low > 0 || begin > from) find_experts(p, s, begin, count);
+      if (begin > from) {
+        __syncthreads();
+        find_experts(p, s, begin, count);
+      }
       __syncthreads();
       number_rows(p, s, low, count);
       __syncthreads();
       scatter(p, s, begin, count, bank);
-      __syncthreads();
     }
+    __syncthreads();
     finish_experts(p, s, low);
     __syncthreads();
   }
   if (p.offsets != nullptr) finish_grouped(p);
 }
 
-uint32_t rank_view_bytes(const Shape& shape) { return 4 * (static_cast<uint32_t>(shape.ranks) + 1); }
+uint32_t rank_view_bytes(const Shape& shape) { return 4 * Rows::words(shape); }
 
 }  // namespace
 
-int launch_rank_view(const ViewParams& params, int grid, void* stream) {
-  return launch_kernel(rank_view_kernel, params, grid, rank_view_bytes(params.group.map.shape()), false, stream,
+int launch_rank_view(const ViewParams& params, int grid, bool early, void* stream) {
+  return launch_kernel(rank_view_kernel, params, grid, rank_view_bytes(params.group.map.shape()), early, stream,
                        kViewThreads);
 }
 
-int launch_expert_view(const ViewParams& params, int grid, void* stream) {
-  return launch_kernel(expert_view_kernel, params, grid, ExpertScratch::bytes(params.group.map.shape()), false, stream,
+int launch_expert_view(const ViewParams& params, int grid, bool early, void* stream) {
+  return launch_kernel(expert_view_kernel, params, grid, ExpertScratch::bytes(params.group.map.shape()), early, stream,
                        kViewThreads);
 }
 
