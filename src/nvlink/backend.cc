@@ -38,10 +38,13 @@ int64_t unit_rows(bool lines, int32_t tokens, int32_t bound) { return lines && t
 // As wide as leave every warp so many units, so that none is left with a long one. (Of 4096 tokens, a dispatch by 24
 // SMs took 189 us with whole rows, 185 with halves, which is this, and 196 with quarters.)
 constexpr int64_t kFewUnits = 16;
-WideUnits widen(const Units& units, int64_t rows, int64_t warps) {
+// The same of sums by expert, or weighted: what a unit is made of must be found first. (With 2 KB to a unit, as where
+// rows are only moved, a combine of 4096 tokens took 640 us between two ranks of one device; so, 472.)
+constexpr int64_t kSumUnits = 2;
+WideUnits widen(const Units& units, int64_t rows, int64_t warps, int64_t each) {
   const auto per_row = [&](uint32_t parts) { return (units.per_row.divisor + parts - 1) / parts; };
   uint32_t parts = 1;
-  while (per_row(parts) > 1 && rows * per_row(2 * parts) >= warps * kFewUnits) parts *= 2;
+  while (per_row(parts) > 1 && rows * per_row(2 * parts) >= warps * each) parts *= 2;
   return {Divider::make(per_row(parts)), parts, static_cast<uint32_t>(std::max<int64_t>(rows, 0))};
 }
 constexpr WideUnits kNoneWide{Divider{1, 0, 0}, 1, 0};
@@ -234,7 +237,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
                              call.bound > view_.line_tokens ? bulk_senders(filling, 75) : max_grid_ / 2);
   const bool few = is_few(p.roles, filling);
   p.first_line = first_line(p.tokens, few);
-  p.wide = few ? widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps) : kNoneWide;
+  p.wide = few ? widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps, kFewUnits) : kNoneWide;
   for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
   const int grid = p.roles.grid() + (p.tally == Tally::kApart ? 1 : 0);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early_ && capturing, call.stream)));
@@ -261,14 +264,19 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
   handle.placed = targets.layout == twExpertMajor || targets.layout == twGrouped;
   ViewParams p = view_params(handle, call.at.lane, call.bound);
   bool any = handle.placed;
-  fill_landing(call, p.landing);
+  std::byte* landing[kMaxPayloads] = {};
+  fill_landing(call, landing);
   for (int q = 0; q < shape().payloads; ++q) {
     p.payloads[q] = targets.payloads[q];
+    for (int bank = 0; bank < 2; ++bank) {
+      p.from[bank][q] =
+          landing[q] != nullptr ? landing[q] : window() + context_.map.payload_row(call.at.lane, bank, q, 0);
+    }
     any |= targets.payloads[q] != nullptr;
     const uint64_t bytes = shape().payload_bytes[q];
     p.width[q] = width_of({address_of(targets.payloads[q]), bytes});
     p.columns[q] = targets.columns[q];
-    p.vectors[q] = Divider::make(static_cast<uint32_t>(bytes / static_cast<uint64_t>(p.width[q])));
+    p.vectors[q] = static_cast<uint32_t>(bytes / static_cast<uint64_t>(p.width[q]));
   }
   if (!any) return {};
   p.shown = shown_of(targets, handle);
@@ -292,14 +300,17 @@ Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) 
 // Units of a combine whose roles are known. `few`: of SMs.
 void NvlinkBackend::share_combine(int64_t returning, bool few, CombineParams* params) const {
   CombineParams& p = *params;
+  const bool sums = p.kind == Kind::kAny && !p.plain && p.sums_fit;
+  const bool wide = few || sums;
+  const int64_t each = sums ? kSumUnits : kFewUnits;
   // Those whose rows come as lines, in narrow units anyway, stay so.
-  p.wide = few ? widen(p.units, p.tokens - p.tail_lines, int64_t{p.roles.receiving} * kWarps) : kNoneWide;
+  p.wide = wide ? widen(p.units, p.tokens - p.tail_lines, int64_t{p.roles.receiving} * kWarps, each) : kNoneWide;
   p.per_unit = share_of(p.vectors, p.units);
-  p.common = few ? common_units(p) : kNoUnit;
+  p.common = wide ? common_units(p) : kNoUnit;
   p.pushed = kPushedVectors;
   const auto parts = [&p](uint32_t pushed) { return (p.vectors + pushed - 1) / pushed; };
-  while (few && p.plain && p.vectors_fit && parts(p.pushed) > 1 &&
-         returning * parts(2 * p.pushed) >= int64_t{p.roles.sending} * kWarps * kFewUnits) {
+  while (wide && (sums || (p.plain && p.vectors_fit)) && parts(p.pushed) > 1 &&
+         returning * parts(2 * p.pushed) >= int64_t{p.roles.sending} * kWarps * each) {
     p.pushed *= 2;
   }
   p.pushed_parts = static_cast<int32_t>(p.sums_fit ? parts(p.pushed) : p.units.per_row.divisor);
@@ -362,7 +373,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   const bool twice = send && receive && !call.apart && !call.in_window;
   constexpr int kFilling = 30;
   p.roles = lines ? line_roles(rows, p.units, send && receive, p.plain ? 25 : 50)
-                  : roles_of(rows, p.units, send && receive && !twice,
+                  : roles_of(rows, p.units, send && receive && !twice && returning > 0,
                              call.bound > view_.line_tokens && p.plain ? bulk_senders(kFilling, 38) : max_grid_ / 2);
   share_combine(returning, !lines && is_few(p.roles, kFilling), &p);
   if (twice) {

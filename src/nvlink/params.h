@@ -326,9 +326,11 @@ struct ViewParams {
   int32_t bound;
   Divider pairs;                      // of ids in a row
   std::byte* payloads[kMaxPayloads];  // NULL: not wanted
-  std::byte* landing[kMaxPayloads];   // where the rows are; NULL: in the bank
+  // Where its rows begin, by bank: worked out on the host, as kernels take some ten cycles for each instruction that
+  // they meet for the first time.
+  const std::byte* from[2][kMaxPayloads];
   int32_t width[kMaxPayloads];
-  Divider vectors[kMaxPayloads];
+  uint32_t vectors[kMaxPayloads];  // of that many bytes in a row
   Columns columns[kMaxPayloads];
   Shown shown;       // by expert: [L, N*b] or grouped; counts are handle.expert_counts and `counts`
   int32_t* offsets;  // grouped: [L + 1]
