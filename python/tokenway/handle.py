@@ -227,7 +227,9 @@ class Handle:
         self._landed: list[tuple[Lease, int]] = []
 
     def update(self, ids: Tensor, weights: Tensor | None = None) -> None:
-        """Replaces the routing, as `Group.route` would make it. Refused while a lane is leased."""
+        """Replaces the routing, as `Group.route` would make it. Raises InvalidUsage while a lane is leased, and where
+        a CUDA graph has a dispatch of this handle with outputs of as many rows as were known to come: a replay might
+        write more."""
         group = self._living_group()
         args = group._routing_args(ids, weights)
         result = _native.lib.twHandleUpdate(self.pointer, *args)

@@ -247,6 +247,8 @@ class Backend {
     if (stream == nullptr) return {};
     return fail(twInvalidArgument, "stream is %p; it must be NULL on the CPU", stream);
   }
+  // Whether a call on it would be captured into a graph.
+  virtual bool captures(const void* /*stream*/) const { return false; }
   // Waits until nothing that was launched uses memory of the group any more.
   virtual void settle() {}
   // What a step has found out since: fills the record and returns true if there is something new. Never blocks.

@@ -338,6 +338,7 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   group.lanes[lane].viewed = call->at.step;
   handle.bound = call->bound;
   handle.sizing = handle.is_sized();
+  handle.sized_in_graph |= group.shape().exact() && handle.is_sized() && group.backend->captures(call->stream);
   handle.dispatched = handle.refused = false;
   handle.dispatch = *call;
   handle.pending = Pending::kDispatch;

@@ -45,6 +45,7 @@ class NvlinkBackend : public Backend {
   bool on_device() const override { return true; }
   bool describe(twPortableInfo_t* info) const override;
 
+  bool captures(const void* stream) const override;
   Status check_stream(const void* stream) const override {
     if (!in_process_ || (stream != nullptr && stream != cudaStreamLegacy)) return {};
     return fail(twInvalidArgument,
@@ -192,8 +193,6 @@ class NvlinkBackend : public Backend {
   IdsIn ids_of(const HandleArrays& handle, bool copied) const;
   Status choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in);
   bool poll_others(twErrorRecord_t* record);
-  // Whether a call on a stream would be captured into a graph.
-  bool captures(const void* stream) const;
   StepEnd end_of(void* stream, const Status& run);
   HandleView view_of(const HandleArrays& handle) const;
   Shown shown_of(const DispatchTargets& targets, const HandleArrays& handle) const;

@@ -131,6 +131,41 @@ def test_a_whole_layer_in_a_graph_alone(layout: str) -> None:
         ranks.run(captured_layers, layout)
 
 
+def sized_in_a_graph(env: Any, layout: str) -> None:
+    settings = {"experts": 4 * env.nranks, "top_k": 2, "hidden": 16, "max_tokens": 9, "dtype": "float32", **EXACT}
+    ids = torch.tensor([[0, 1]] * 5, dtype=torch.int32, device=env.device)
+    tokens = torch.arange(80, dtype=torch.float32, device=env.device).reshape(5, 16)
+    with tw.Group(env.comm, timeout=TIMEOUT, **settings) as group:
+        handle = group.route(ids)
+        group.exchange_counts(handle)
+        handle.learn_rows()
+        rows = handle.rows_of(layout)
+
+        def step() -> Any:
+            received = group.dispatch(handle, tokens, layout=layout)
+            return received.tokens, group.combine(handle, received.tokens, layout=layout)
+
+        graph, (received, out) = capture(env, step)
+        assert len(received) == rows
+        with pytest.raises(tw.InvalidUsage, match="a captured dispatch of this handle has outputs of as many rows"):
+            handle.update(ids.flip(1))
+        graph.replay()
+        env.stream.synchronize()
+        copies = 1 if layout == "flat" else 2  # of a row at its rank
+        assert torch.equal(out, tokens * copies)
+        other = group.route(ids[:3])
+        group.exchange_counts(other)
+        other.update(ids)  # no graph has it
+        assert group.error is None
+        graph.reset()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_counts_that_a_graph_relies_on(layout: str) -> None:
+    with Locals(1) as ranks:
+        ranks.run(sized_in_a_graph, layout)
+
+
 def with_room_to_spare(env: Any, layout: str) -> list[Any]:
     """Of outputs with a fixed number of rows: ids and weights, and the rows that come and those beyond."""
     setup = Setup(

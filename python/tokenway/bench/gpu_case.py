@@ -19,6 +19,7 @@ from tokenway.group import Group
 from tokenway.handle import Handle
 
 EXCHANGES = 2  # verified per row
+GRAPHS = 7  # of a case at most
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -48,7 +49,10 @@ class DeviceCase:
         t, hidden = case.tokens, case.profile.hidden
         self._by_expert = case.layout in ("expert_major", "grouped")
         self._load(case)
-        self.handles = [group.route(self.ids, self.weights) for _ in range(COUNT + 1)]
+        # In high throughput each graph has its own, whose counts stay; allocated before anybody exchanges.
+        graphs = GRAPHS if case.exact else 1
+        self._sets = [[group.route(self.ids, self.weights) for _ in range(COUNT + 1)] for _ in range(graphs)]
+        self.handles = self._sets[0]
         self.handle = group.route(self.ids, self.weights)  # of eager calls
         if case.exact:
             self._count(self.handle)
@@ -88,6 +92,12 @@ class DeviceCase:
         handle.update(self.ids, self.weights)
         if self.case.exact:
             self._count(handle)
+
+    def _reset_handles(self, graph: int) -> None:
+        """Handles for the graph of this number, whose dispatches are their first. In high throughput collective."""
+        self.handles = self._sets[graph % len(self._sets)]
+        for handle in self.handles:
+            self._update(handle)
 
     def _outputs(self, lead: tuple[int, ...]) -> dict[str, torch.Tensor]:
         """Every output of a dispatch but the counts, in memory of the caller's."""
@@ -137,18 +147,18 @@ class DeviceCase:
         backward pass. In high throughput the pairs' counts are known; their exchange is apart ("counts"). Where the
         backward pass is measured, it alone ("backward"), and after a pair by the same handle ("both"). told: what
         comes."""
-        first, others = self.handles[0], self.handles[1:]
 
         def dispatches() -> None:
+            first = self.handles[0]
             for _ in range(COUNT):
                 self.dispatch(first)
             first.release()
 
         def each(call: Callable[[Handle], None]) -> Callable[[], None]:
-            return lambda: [call(handle) for handle in others] and None
+            return lambda: [call(handle) for handle in self.handles[1:]] and None
 
         def again(call: Callable[[Handle], None]) -> Callable[[], None]:
-            return lambda: [call(first) for _ in range(COUNT)] and None
+            return lambda: [call(self.handles[0]) for _ in range(COUNT)] and None
 
         bodies = {
             "pair": (self.pair, each(self.pair)),
@@ -168,11 +178,10 @@ class DeviceCase:
         if self.case.exact:
             bodies["counts"] = (self._recount, each(self._recount))
         replays = {}
-        for phase, (lead, body) in bodies.items():
+        for number, (phase, (lead, body)) in enumerate(bodies.items()):
             told(f"capturing {phase} of {name}")
-            for handle in self.handles:
-                self._update(handle)
-            replays[phase] = Replay(lambda lead=lead: lead(first), body)  # type: ignore[misc]
+            self._reset_handles(number)
+            replays[phase] = Replay(lambda lead=lead: lead(self.handles[0]), body)  # type: ignore[misc]
         return Graphs(name, replays)
 
     def _reroute(self, handle: Handle) -> None:
