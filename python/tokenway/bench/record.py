@@ -45,6 +45,15 @@ GPU_RUNS = {
         *("--tokens", "4096", "8192"),
     ],
     "nvlink-grouped": [*_GPU, "--ranks", "2", "--layout", "grouped", "--tokens", "1024", "4096", "8192", "--verify"],
+    # With CUDA_VISIBLE_DEVICES=0: ranks that share a device, and its memory.
+    "nvlink-expert-one-gpu": [
+        *(*_GPU, "--local-ranks", "2", "--layout", "expert_major", "--weighting", "topk"),
+        *("--tokens", "1", "8", "128", "512", "--verify", "--no-floor", "--baselines", "none"),
+    ],
+    "nvlink-grouped-one-gpu": [
+        *(*_GPU, "--local-ranks", "2", "--layout", "grouped"),
+        *("--tokens", "512", "4096", "--verify", "--no-floor", "--baselines", "none"),
+    ],
     "nvlink-collectives": [
         *(*_GPU, "--ranks", "2", "--collective", "all"),
         *("--tokens", "1", "8", "32", "128", "512", "2048", "8192", "--iterations", "30"),
