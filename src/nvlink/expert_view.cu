@@ -224,8 +224,9 @@ __device__ void finish_grouped(const ViewParams& p) {
 __device__ void show_choice(const ViewParams& p, int64_t row, int k, int expert, int64_t place) {
   const int top_k = p.group.map.shape().top_k;
   const int32_t* const ids = ids_of(p, row);
-  if (p.shown.ids != nullptr) show_id(p.shown, place, p.shown.local ? expert : ids[k]);
-  if (p.shown.weights != nullptr) p.shown.weights[place] = reinterpret_cast<const float*>(ids + top_k)[k];
+  const auto id = static_cast<int32_t>(load_fresh<uint32_t>(ids + k));
+  if (p.shown.ids != nullptr) show_id(p.shown, place, p.shown.local ? expert : id);
+  if (p.shown.weights != nullptr) p.shown.weights[place] = __uint_as_float(load_fresh<uint32_t>(ids + top_k + k));
   if (p.origins != nullptr) p.origins[place] = row * top_k + k;
 }
 
