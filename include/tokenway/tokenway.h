@@ -272,8 +272,8 @@ TW_API twResult_t twGroupGetError(twGroup_t group, twErrorRecord_t* record);
 TW_API twResult_t twHandleCreate(twHandle_t* handle, twGroup_t group, const twTensor_t* ids, const twTensor_t* weights,
                                  void* memory);
 
-// Replaces the routing of a handle that has no dispatch or combine pending and no lane leased, and no dispatch in a
-// CUDA graph whose outputs have as many rows as the host knew that would come (else twInvalidUsage).
+// Replaces the routing of a handle that has no dispatch or combine pending and no lane leased, and none in a CUDA graph
+// whose tensors have as many rows as the host knew that would come (else twInvalidUsage).
 TW_API twResult_t twHandleUpdate(twHandle_t handle, const twTensor_t* ids, const twTensor_t* weights);
 
 // Gives back the handle's lane, if it holds one, and frees it. As twHandleRelease, the same host order on all ranks.

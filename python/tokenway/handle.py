@@ -228,8 +228,8 @@ class Handle:
 
     def update(self, ids: Tensor, weights: Tensor | None = None) -> None:
         """Replaces the routing, as `Group.route` would make it. Raises InvalidUsage while a lane is leased, and where
-        a CUDA graph has a dispatch of this handle with outputs of as many rows as were known to come: a replay might
-        write more."""
+        a CUDA graph has a dispatch or combine of this handle with tensors of as many rows as were known to come: a
+        replay might go beyond them."""
         group = self._living_group()
         args = group._routing_args(ids, weights)
         result = _native.lib.twHandleUpdate(self.pointer, *args)

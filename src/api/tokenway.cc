@@ -280,9 +280,9 @@ twResult_t twHandleUpdate(twHandle_t handle, const twTensor_t* ids, const twTens
     if (handle->sized_in_graph) {
       return fail(
           twInvalidUsage,
-          "a captured dispatch of this handle has outputs of as many rows as its counts told, and a replay after "
-          "twHandleUpdate might write more; update a handle whose counts are exchanged in the graph, or create "
-          "one");
+          "a captured dispatch or combine of this handle has tensors of as many rows as its counts told, and a replay "
+          "after twHandleUpdate might go beyond them; update a handle whose counts are exchanged in the graph, or "
+          "create one");
     }
     tw::api::CheckedRouting checked;
     TW_RETURN_IF_FAILED(tw::api::check_routing(*handle->group, ids, weights, &checked));

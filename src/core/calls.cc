@@ -356,6 +356,7 @@ Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_onl
   hold(group, handle, lane);
   call.at = group.lanes.begin(lane);
   call.send_only = send_only;
+  handle.sized_in_graph |= group.shape().exact() && handle.is_sized() && group.backend->captures(call.stream);
   handle.combine = call;
   handle.pending = Pending::kCombine;
   Status sent = group.backend->send_combine(call, handle);

@@ -46,7 +46,8 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   // counts has decided; before it, whether the host knows how many come.
   std::optional<bool> sizing;
   bool is_sized() const { return sizing.value_or(counted.known); }
-  // A dispatch whose outputs are as large as these counts is in a graph: replays with others would write beyond them.
+  // A dispatch or combine whose tensors are as large as these counts is in a graph: replays with others would go beyond
+  // them.
   bool sized_in_graph = false;
   // Of groups with leases: the next dispatch's rows go where the last exchange of counts has announced, as on all
   // ranks.

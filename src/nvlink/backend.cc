@@ -1,5 +1,5 @@
 // The CUDA backend: arguments into kernel parameters, and what kernels report into errors. What happens to bytes is in
-// dispatch*.cu, combine*.cu and views.cu.
+// dispatch*.cu, combine*.cu and *_view.cu.
 #include "nvlink/backend.h"
 
 #include <algorithm>
@@ -254,7 +254,9 @@ ViewParams NvlinkBackend::view_params(const HandleArrays& handle, int32_t lane, 
   p.lane = lane;
   p.bound = bound;
   const auto top_k = static_cast<uint32_t>(shape().top_k);
+  p.ids = Divider::make(top_k);
   p.pairs = Divider::make((top_k + 1) / 2);
+  p.slots = Divider::make(static_cast<uint32_t>(std::max(bound, 1)));
   return p;
 }
 
@@ -284,7 +286,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
   p.offsets = targets.layout == twGrouped ? targets.offsets : nullptr;
   p.origins = targets.origins;
   const int grid = static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_));
-  const bool early = early_ && captures(call.stream);
+  const bool early = early_views_ && captures(call.stream);
   return launched("a view", handle.placed ? launch_expert_view(p, grid, early, call.stream)
                                           : launch_rank_view(p, grid, early, call.stream));
 }
@@ -294,7 +296,7 @@ Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) 
   ViewParams p = view_params(handle, call.at.lane, call.bound);
   p.shown.counts = handle.expert_counts;
   const int grid = static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_));
-  return launched("places by expert", launch_expert_view(p, grid, early_ && captures(call.stream), call.stream));
+  return launched("places by expert", launch_expert_view(p, grid, early_views_ && captures(call.stream), call.stream));
 }
 
 // Units of a combine whose roles are known. `few`: of SMs.

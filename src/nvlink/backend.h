@@ -244,6 +244,7 @@ class NvlinkBackend : public Backend {
   // Kernels may be on the device before those before them have ended. Of one lane alone: with several, or several ranks
   // on the device, one that is not yet needed could take the room of one that is (S8).
   bool early_ = false;
+  bool early_views_ = false;
   Tally tally_ = Tally::kNone;
   std::mutex reports_;         // they are taken by calls, and by whoever asks for the group's error
   TimePoint trouble_since_{};  // when others' trouble was first seen

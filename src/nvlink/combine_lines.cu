@@ -45,14 +45,14 @@ struct Outgoing {
 };
 
 // Slots of a source lie one after the other in layouts whose rows all go as lines.
-__device__ inline Choice choice_in(const CombineParams& p, int source, int slot) {
+__device__ inline KeptChoice choice_in(const CombineParams& p, int source, int slot) {
   return load_choice(p, static_cast<int64_t>(source) * p.bound + slot, lane());
 }
 
 template <int kGroups, bool kSums>
 struct Loaded {
   Vec16 pair[kGroups];
-  Choice choice{};
+  KeptChoice choice{};
 
   __device__ Loaded(const CombineParams& p, const Outgoing<kGroups>& out) {
     if constexpr (kSums) {

@@ -26,6 +26,8 @@ Status NvlinkBackend::fill_view(const BackendInit& init) {
     max_grid_ = std::max(1, max_grid_ - 1);  // a block of each dispatch counts
   }
   early_ = queues == 1 && prop.major >= 9 && carriage_ == nullptr;  // what comes before may be a collective
+  // A view would hold SMs while the dispatch before it waits for peers: not where the others are somebody else's.
+  early_views_ = early_ && sm_limit_ == 0;
   if (shape().counts_loads != 0 && carriage_ != nullptr) {
     return fail(twUnsupported,
                 "config.placement->count_loads is 1; between CUDA devices over a carrier dispatches tell no counts");

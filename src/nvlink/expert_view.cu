@@ -7,14 +7,15 @@
 // is instructions that are met for the first time, so there are few of them on that way.
 #include <cuda_runtime.h>
 
+#include "nvlink/expert_view.cuh"
 #include "nvlink/launch.h"
-#include "nvlink/view.cuh"
 
 namespace tw::nvlink {
 namespace {
 
 constexpr int kBatch = 64;      // rows whose experts a block finds at a time
 constexpr int kExperts = 4096;  // that are counted at a time
+static_assert(kTabled <= kExperts);
 
 struct ExpertScratch {
   Arrived rows;
@@ -28,7 +29,7 @@ struct ExpertScratch {
     return (static_cast<uint32_t>(shape.top_k) + 1) / 2 * 2;
   }
   static uint32_t bytes(const Shape& shape) {
-    const uint32_t table = tabled(shape) ? counted(shape) + 1 : 0;
+    const uint32_t table = is_tabled(shape) ? counted(shape) + 1 : 0;
     return 4 * (Arrived::words(shape) + 2 * kBatch * pitch(shape) + 2 * counted(shape) + table);
   }
   __device__ ExpertScratch(int32_t* at, const Shape& shape) : rows(at, shape) {
@@ -38,39 +39,17 @@ struct ExpertScratch {
     total = next + counted(shape);
     table = reinterpret_cast<uint32_t*>(total + counted(shape));
   }
-  static __host__ __device__ bool tabled(const Shape& shape) { return shape.experts <= kExperts; }
   static __host__ __device__ uint32_t counted(const Shape& shape) {
     return static_cast<uint32_t>(shape.experts < kExperts ? shape.experts : kExperts);
   }
 };
 
-// `row`: place_of.
-__device__ const int32_t* ids_of(const ViewParams& p, int64_t row) {
-  return reinterpret_cast<const int32_t*>(p.handle.meta + row * (1 + p.group.map.shape().top_k) + 1);
-}
 // Where the rows of a local expert begin, and how many places there are for them.
 __device__ int64_t begin_of(const ViewParams& p, int expert) {
   if (p.group.map.shape().exact())
     return static_cast<int64_t>(load_fresh<unsigned long long>(p.handle.expert_begin + expert));
   return static_cast<int64_t>(expert) * p.group.map.shape().ranks * p.bound;
 }
-// As in a dispatch (routing.cuh, fill_table), the table is there before the kernel waits for the one before it.
-__device__ void fill_table(const ViewParams& p, const ExpertScratch& s) {
-  const int experts = p.group.map.shape().experts;
-  if (!ExpertScratch::tabled(p.group.map.shape())) return;
-  for (int i = threadIdx.x; i <= experts; i += blockDim.x) s.table[i] = i < experts ? p.group.experts[i] : kNoExpert;
-}
-__device__ int local_expert(const ViewParams& p, const ExpertScratch& s, int32_t id) {
-  const auto experts = static_cast<uint32_t>(p.group.map.shape().experts);
-  uint32_t expert = kNoExpert;
-  if (ExpertScratch::tabled(p.group.map.shape())) {
-    expert = s.table[min(static_cast<uint32_t>(id), experts)];
-  } else if (static_cast<uint32_t>(id) < experts) {
-    expert = p.group.experts[id];
-  }
-  return expert_rank(expert) == p.group.me ? expert_slot(expert) : -1;
-}
-
 // Two ids of a row, read together: ids begin at a multiple of 8 bytes and weights follow them.
 struct IdPairs {
   const ViewParams& p;
@@ -84,7 +63,7 @@ struct IdPairs {
     return static_cast<int>(2 * pair) + 1 == shape.top_k ? two | ~uint64_t{0} << 32 : two;  // a weight
   }
   __device__ int expert(uint64_t two, uint32_t which) const {
-    return local_expert(p, s, static_cast<int32_t>(two >> 32 * which));
+    return local_expert(p, s.table, static_cast<int32_t>(two >> 32 * which));
   }
 };
 
@@ -163,15 +142,6 @@ __device__ void number_rows(const ViewParams& p, const ExpertScratch& s, int low
   }
 }
 
-// Places that hold nothing. By a block.
-__device__ void show_empty(const ViewParams& p, int64_t from, int64_t to) {
-  for (int64_t place = from + threadIdx.x; place < to; place += blockDim.x) {
-    if (p.shown.ids != nullptr) show_id(p.shown, place, p.shown.invalid);
-    if (p.shown.weights != nullptr) p.shown.weights[place] = 0.0f;
-    if (p.origins != nullptr) p.origins[place] = -1;
-  }
-}
-
 // Zeros for rows [from, to) of a payload. By a block.
 __device__ void clear_rows(const ViewParams& p, int q, int64_t from, int64_t to) {
   const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
@@ -195,7 +165,7 @@ __device__ void finish_experts(const ViewParams& p, const ExpertScratch& s, int 
     const int expert = low + i;
     if (threadIdx.x == 0) p.handle.expert_counts[expert] = p.shown.counts[expert] = s.total[i];
     const int64_t from = begin_of(p, expert) + s.total[i];
-    show_empty(p, from, begin_of(p, expert + 1));
+    show_empty(p, from, begin_of(p, expert + 1), static_cast<int>(threadIdx.x), kViewThreads);
     for (int q = 0; q < g.map.shape().payloads && g.map.shape().exact(); ++q) {  // there, padding is 0
       if (p.payloads[q] != nullptr) clear_rows(p, q, from, begin_of(p, expert + 1));
     }
@@ -209,7 +179,7 @@ __device__ void finish_grouped(const ViewParams& p) {
   const int64_t end = begin_of(p, g.local_experts);
   const int64_t share = (p.rows - end + gridDim.x - 1) / static_cast<int64_t>(gridDim.x);
   const int64_t from = end + static_cast<int64_t>(blockIdx.x) * share;
-  show_empty(p, from, min(static_cast<int64_t>(p.rows), from + share));
+  show_empty(p, from, min(static_cast<int64_t>(p.rows), from + share), static_cast<int>(threadIdx.x), kViewThreads);
   for (int q = 0; q < g.map.shape().payloads && blockIdx.x == 0; ++q) {  // what columns are longer than there are rows
     if (p.payloads[q] == nullptr || !p.columns[q].wanted()) continue;
     clear_rows(p, q, p.rows, p.columns[q].rows);
@@ -218,16 +188,6 @@ __device__ void finish_grouped(const ViewParams& p) {
        i += static_cast<int>(gridDim.x * blockDim.x)) {
     p.offsets[i] = static_cast<int32_t>(begin_of(p, i));
   }
-}
-
-// What the caller sees of a row's k-th choice.
-__device__ void show_choice(const ViewParams& p, int64_t row, int k, int expert, int64_t place) {
-  const int top_k = p.group.map.shape().top_k;
-  const int32_t* const ids = ids_of(p, row);
-  const auto id = static_cast<int32_t>(load_fresh<uint32_t>(ids + k));
-  if (p.shown.ids != nullptr) show_id(p.shown, place, p.shown.local ? expert : id);
-  if (p.shown.weights != nullptr) p.shown.weights[place] = __uint_as_float(load_fresh<uint32_t>(ids + top_k + k));
-  if (p.origins != nullptr) p.origins[place] = row * top_k + k;
 }
 
 // Copies a batch's rows [from, from + count) to the experts whose rows are numbered, with their ids and weights. Of few
@@ -251,7 +211,11 @@ __device__ void scatter(const ViewParams& p, const ExpertScratch& s, int from, i
         scatter_payloads(p, row, bank, static_cast<uint32_t>(part), static_cast<uint32_t>(parts), places);
       }
       if (part != 0 || k >= shape.top_k) continue;
-      if (nth >= 0) show_choice(p, row, k, expert, places.place);
+      if (nth >= 0) {
+        const int32_t* const ids = ids_of(p, row);
+        const uint32_t weight = load_fresh<uint32_t>(ids + shape.top_k + k);
+        show_choice(p, row, k, expert, static_cast<int32_t>(load_fresh<uint32_t>(ids + k)), weight, places.place);
+      }
       // For a combine. Of an expert that is counted later it is written then.
       if (nth >= 0 || expert < 0) {
         p.handle.places[row * shape.top_k + k] = {expert, static_cast<int32_t>(shape.exact() ? begin : 0) + nth};
@@ -264,7 +228,7 @@ __global__ void __launch_bounds__(kViewThreads, 2) expert_view_kernel(const __gr
   const ExpertScratch s(shared_at<int32_t>(0), p.group.map.shape());
   begin_view(p);
   clear_counts(p, s, 0);
-  fill_table(p, s);
+  fill_table(p, s.table);
   await_earlier();
   const int bank = bank_of_lane(p);
   begin_rows(p, s.rows);
@@ -302,6 +266,7 @@ __global__ void __launch_bounds__(kViewThreads, 2) expert_view_kernel(const __gr
 }  // namespace
 
 int launch_expert_view(const ViewParams& params, int grid, bool early, void* stream) {
+  if (has_few_rows(params, grid)) return launch_few_rows_view(params, grid, early, stream);
   return launch_kernel(expert_view_kernel, params, grid, ExpertScratch::bytes(params.group.map.shape()), early, stream,
                        kViewThreads);
 }

@@ -324,7 +324,9 @@ struct ViewParams {
   HandleView handle;
   int32_t lane;
   int32_t bound;
-  Divider pairs;                      // of ids in a row
+  Divider ids;                        // of a row
+  Divider pairs;                      // of them
+  Divider slots;                      // of a source
   std::byte* payloads[kMaxPayloads];  // NULL: not wanted
   // Where its rows begin, by bank: worked out on the host, as kernels take some ten cycles for each instruction that
   // they meet for the first time.

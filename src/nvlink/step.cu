@@ -17,6 +17,7 @@ int load_gather(const Shape& shape);
 int load_reduce(const Shape& shape);
 int load_rank_view(const Shape& shape);
 int load_expert_view(const Shape& shape);
+int load_few_rows_view(const Shape& shape);
 int load_land();
 
 namespace {
@@ -130,7 +131,7 @@ int load_kernels(const Shape& shape) {
     if (const int error = allow_shared(kernel, 0); error != 0) return error;
   }
   for (const auto load : {load_dispatch, load_combine, load_counts, load_balance, load_gather, load_reduce,
-                          load_rank_view, load_expert_view}) {
+                          load_rank_view, load_expert_view, load_few_rows_view}) {
     if (const int error = load(shape); error != 0) return error;
   }
   return load_land();

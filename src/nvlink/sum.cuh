@@ -70,15 +70,15 @@ __device__ inline int64_t meta_row(const CombineParams& p, int source, int slot)
 }
 
 // What is kept of the k-th choice of a row.
-struct Choice {
+struct KeptChoice {
   ExpertRow place;  // expert -1: there is none, or it is another rank's; of a rank_major row the rest means nothing
   float weight;     // where weights are wanted
 };
 // `row`: meta_row. By expert the dispatch's places say all, so that one round trip is enough.
-__device__ inline Choice load_choice(const CombineParams& p, int64_t row, int k) {
+__device__ inline KeptChoice load_choice(const CombineParams& p, int64_t row, int k) {
   const GroupView& g = p.group;
   const int top_k = g.map.shape().top_k;
-  Choice choice{{-1, 0}, 0.0f};
+  KeptChoice choice{{-1, 0}, 0.0f};
   if (k >= top_k) return choice;
   const auto* const ids = reinterpret_cast<const int32_t*>(p.handle.meta + row * (1 + top_k) + 1);
   if (p.weighted) choice.weight = __uint_as_float(load_fresh<uint32_t>(ids + top_k + k));
@@ -96,7 +96,8 @@ __device__ inline Choice load_choice(const CombineParams& p, int64_t row, int k)
 
 // What the partial of slot (source, p) is made of, into a set in shared memory. `first`: the lane's choice. By one
 // warp, whole.
-__device__ __noinline__ static void collect_terms(const CombineParams& p, int set, int source, int slot, Choice first) {
+__device__ __noinline__ static void collect_terms(const CombineParams& p, int set, int source, int slot,
+                                                  KeptChoice first) {
   const int top_k = p.group.map.shape().top_k;
   const auto rows = shared_at<const std::byte*>(p.at.rows) + set * top_k;
   const auto row_weights = shared_at<float>(p.at.weights) + set * top_k;
@@ -105,7 +106,7 @@ __device__ __noinline__ static void collect_terms(const CombineParams& p, int se
   __syncwarp();  // the set is about to be overwritten
 #pragma unroll 1
   for (int base = 0; base < top_k; base += 32) {
-    const Choice choice = base == 0 ? first : load_choice(p, meta_row(p, source, slot), base + lane());
+    const KeptChoice choice = base == 0 ? first : load_choice(p, meta_row(p, source, slot), base + lane());
     const bool local = choice.place.expert >= 0;
     uint32_t all = __ballot_sync(~0u, local);
     if (p.expert_major && local) {

@@ -60,7 +60,8 @@ def main(arguments: list[str]) -> int:
         "PYTHONPATH": str(ROOT / "python"),
         "TOKENWAY_LIBRARY": str(BUILD / "emulator" / "libtokenway.so"),
     }
-    command = [sys.executable, "-m", "pytest", *files, "--backend", backend, *chosen, *arguments]
+    # Capture of Python alone: what the emulator says before it aborts would be lost with the files of the other.
+    command = [sys.executable, "-m", "pytest", *files, "--backend", backend, "--capture=sys", *chosen, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 

@@ -147,7 +147,7 @@ def sized_in_a_graph(env: Any, layout: str) -> None:
 
         graph, (received, out) = capture(env, step)
         assert len(received) == rows
-        with pytest.raises(tw.InvalidUsage, match="a captured dispatch of this handle has outputs of as many rows"):
+        with pytest.raises(tw.InvalidUsage, match="a captured dispatch or combine of this handle"):
             handle.update(ids.flip(1))
         graph.replay()
         env.stream.synchronize()
