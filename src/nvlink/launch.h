@@ -2,8 +2,9 @@
 //
 // `early` is programmatic dependent launch (CUDA programming guide): the kernel comes onto the device when all blocks
 // of the one before it in its stream have begun, and waits there (device.cuh, await_earlier). So what it costs to bring
-// it there passes while the other one runs. S8: for each lane and each rank of a device two kernels may then be there
-// at once, which is why the host asks for it only where a device has one of each.
+// it there passes while the other one runs. S8: of each lane and each rank of a device
+// the kernels that come next may then be there too, which is why the host asks for it only where a device has one of
+// each.
 #pragma once
 
 #include <cuda_runtime.h>
