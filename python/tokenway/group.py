@@ -289,8 +289,9 @@ class Group(Counting, Placed, Collectives):
         """
         # What C cannot see is refused here, but not before C has told the peers.
         problem: TokenwayError | None = None
-        if out is not None:
-            problem = self._place.unwritable("out", out)
+        given = out
+        if given is not None:
+            problem = self._place.unwritable("out", given)
         elif isinstance(handle, Handle):
             try:
                 name = self.combine_dtype if dtype is None else tensors.dtype_name(dtype)
@@ -311,6 +312,8 @@ class Group(Counting, Placed, Collectives):
             asked.stream = self._stream_of(handle)
         result = _native.lib.twCombine(self.pointer, arguments.pointer_of(handle), *structs.addresses[2:])
         if result:
+            if given is not None and problem is None:  # found here, so that calls that are right do not pay for it
+                problem = self._place.problem_of_output("out", given)
             error = self._error(result, problem, handle=handle, rows=rows, out=out)
             if isinstance(handle, Handle) and self._place.learns_late and isinstance(error, InvalidArgument):
                 handle.leased = False  # as twCombine documents

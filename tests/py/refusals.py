@@ -165,7 +165,7 @@ COMBINES: dict[str, tuple[dict[str, Any], str]] = {
         {"out": np.zeros((3, 5), np.float32)[:, :4]},
         r"output\.tokens has stride 5 in dimension 0",
     ),
-    "out is a list": ({"out": []}, r"out is of type list; it must be a NumPy array"),
+    "out is a list": ({"out": []}, r"^out is of type list; it must be a NumPy array"),
     "out is read-only": ({"out": _read_only((3, 4), np.float32)}, r"^out is read-only$"),
     "no dtype": ({"dtype": "float33"}, r"^dtype is 'float33'; it must be one of uint8"),
     "a dtype that is none": ({"dtype": object()}, r"^dtype is <object .*; it must be one of"),
