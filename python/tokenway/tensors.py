@@ -134,7 +134,8 @@ def describe(x: Any) -> tuple[int, bytes]:
             meta = _numpy_metas[key] = _numpy_meta(x)
         return _address(x), meta
     if kind is _tensor_type or is_torch(x):
-        _tensor_type = sys.modules["torch"].Tensor
+        if _tensor_type is None:
+            _tensor_type = sys.modules["torch"].Tensor
         return describe_torch(x) if x.is_cpu else NOTHING
     if isinstance(x, np.ndarray):
         return describe(np.asarray(x))

@@ -113,6 +113,11 @@ Status check_not_pending(const twHandle& handle) {
               names[static_cast<int>(handle.pending)]);
 }
 
+// Of a dispatch or combine about to be made. (Sized are counts of exact layouts alone.)
+void note_capture(const twGroup& group, twHandle& handle, const void* stream) {
+  handle.sized_in_graph |= handle.is_sized() && group.backend->captures(stream);
+}
+
 void hold(twGroup& group, twHandle& handle, int lane) {
   handle.lane = lane;
   group.lanes[lane].holder = &handle;
@@ -338,7 +343,7 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   group.lanes[lane].viewed = call->at.step;
   handle.bound = call->bound;
   handle.sizing = handle.is_sized();
-  handle.sized_in_graph |= group.shape().exact() && handle.is_sized() && group.backend->captures(call->stream);
+  note_capture(group, handle, call->stream);
   handle.dispatched = handle.refused = false;
   handle.dispatch = *call;
   handle.pending = Pending::kDispatch;
@@ -356,7 +361,7 @@ Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_onl
   hold(group, handle, lane);
   call.at = group.lanes.begin(lane);
   call.send_only = send_only;
-  handle.sized_in_graph |= group.shape().exact() && handle.is_sized() && group.backend->captures(call.stream);
+  note_capture(group, handle, call.stream);
   handle.combine = call;
   handle.pending = Pending::kCombine;
   Status sent = group.backend->send_combine(call, handle);

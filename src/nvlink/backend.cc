@@ -260,6 +260,10 @@ ViewParams NvlinkBackend::view_params(const HandleArrays& handle, int32_t lane, 
   return p;
 }
 
+Status NvlinkBackend::run_view(const char* what, LaunchView* launch, const ViewParams& params, void* stream) {
+  return launched(what, launch(params, view_blocks(), early_views_ && captures(stream), stream));
+}
+
 // What the caller wants written elsewhere than in the window.
 Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) {
   const DispatchTargets& targets = call.targets;
@@ -285,18 +289,14 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
   p.rows = static_cast<int32_t>(targets.rows);
   p.offsets = targets.layout == twGrouped ? targets.offsets : nullptr;
   p.origins = targets.origins;
-  const int grid = static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_));
-  const bool early = early_views_ && captures(call.stream);
-  return launched("a view", handle.placed ? launch_expert_view(p, grid, early, call.stream)
-                                          : launch_rank_view(p, grid, early, call.stream));
+  return run_view("a view", handle.placed ? launch_expert_view : launch_rank_view, p, call.stream);
 }
 
 // Where rows stand by expert, for a combine by expert of a dispatch that was shown otherwise.
 Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) {
   ViewParams p = view_params(handle, call.at.lane, call.bound);
   p.shown.counts = handle.expert_counts;
-  const int grid = static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_));
-  return launched("places by expert", launch_expert_view(p, grid, early_views_ && captures(call.stream), call.stream));
+  return run_view("places by expert", launch_expert_view, p, call.stream);
 }
 
 // Units of a combine whose roles are known. `few`: of SMs.

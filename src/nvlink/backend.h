@@ -189,6 +189,10 @@ class NvlinkBackend : public Backend {
   Status run_views(const DispatchCall& call, HandleArrays& handle);
   Status run_places(const CombineCall& call, HandleArrays& handle);
   ViewParams view_params(const HandleArrays& handle, int32_t lane, int32_t bound) const;
+  using LaunchView = int(const ViewParams& params, int grid, bool early, void* stream);
+  Status run_view(const char* what, LaunchView* launch, const ViewParams& params, void* stream);
+  // Blocks of a kernel that copies rows and waits for nobody.
+  int view_blocks() const { return static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_)); }
   Status run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive);
   IdsIn ids_of(const HandleArrays& handle, bool copied) const;
   Status choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in);

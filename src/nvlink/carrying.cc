@@ -73,8 +73,7 @@ Status NvlinkBackend::land_rows(const DispatchCall& call, HandleArrays& handle) 
   p.bank = call.at.bank();
   p.bound = call.bound;
   p.from = carriage_->landing(call.at.lane);
-  const int grid = static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, view_grid_));
-  return launched("rows of a dispatch", launch_land(p, grid, call.stream));
+  return launched("rows of a dispatch", launch_land(p, view_blocks(), call.stream));
 }
 
 Status NvlinkBackend::carry_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends) {

@@ -85,9 +85,7 @@ __device__ inline Sent load_sent(const CombineParams& p, int token, int position
   const int fan_out = p.group.map.shape().fan_out();
   const auto fan = static_cast<int>(load_fresh<uint32_t>(p.handle.fan + token));
   if (position >= fan_out) return {{}, fan};
-  const uint64_t to =
-      load_fresh<unsigned long long>(p.handle.destinations + static_cast<int64_t>(token) * fan_out + position);
-  return {{static_cast<int32_t>(to), static_cast<int32_t>(to >> 32)}, fan};
+  return {load_both(p.handle.destinations + static_cast<int64_t>(token) * fan_out + position), fan};
 }
 
 // Where the terms of a token's sum are found, into the warp's set. Waits for those in the inbox. `first`: the lane's

@@ -174,8 +174,7 @@ struct SentAt {
     Sent sent{{-1, 0}, 0};
     if (fan != nullptr) sent.fan = static_cast<int>(load_fresh<uint32_t>(fan));
     if (destination == nullptr) return sent;
-    const uint64_t to = load_fresh<unsigned long long>(destination);
-    sent.to = {static_cast<int32_t>(to), static_cast<int32_t>(to >> 32)};
+    sent.to = load_both(reinterpret_cast<const Destination*>(destination));
     return sent;
   }
 };

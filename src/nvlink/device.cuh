@@ -55,6 +55,28 @@ __device__ inline Vec16 load_fresh<Vec16>(const void* from) {
   return {value.x, value.y};
 }
 
+// Two int32 that lie together, as {a, b} of a T.
+template <class T>
+__device__ inline T load_both(const T* from) {
+  const uint64_t both = load_fresh<unsigned long long>(from);
+  return {static_cast<int32_t>(both), static_cast<int32_t>(both >> 32)};
+}
+
+// What a handle keeps of a received row: ids, then weights.
+__device__ inline const int32_t* kept_ids(const HandleView& handle, int top_k, int64_t row) {
+  return reinterpret_cast<const int32_t*>(handle.meta + row * (1 + top_k) + 1);
+}
+
+// Where experts are, [E + 1]: the last is nowhere, for ids that are none. By a block of so many threads. The tables
+// change only while no kernel of this rank runs, so they are there before a kernel waits for the one before it.
+__device__ inline void fill_experts(const GroupView& g, uint32_t* table, int threads) {
+  const int experts = g.map.shape().experts;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i <= experts; i += threads) {
+    table[i] = i < experts ? g.experts[i] : kNoExpert;
+  }
+}
+
 // ---- A block's part of the work.
 
 __device__ inline bool is_sender(const Roles& roles) {

@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kViewThreads, 2) expert_view_kernel(const __gr
   const ExpertScratch s(shared_at<int32_t>(0), p.group.map.shape());
   begin_view(p);
   clear_counts(p, s, 0);
-  fill_table(p, s.table);
+  if (is_tabled(p.group.map.shape())) fill_experts(p.group, s.table, kViewThreads);
   await_earlier();
   const int bank = bank_of_lane(p);
   begin_rows(p, s.rows);

@@ -5,20 +5,14 @@
 
 namespace tw::nvlink {
 
-// What the handle keeps of a row (place_of): ids, then weights.
+// `row`: place_of.
 __device__ inline const int32_t* ids_of(const ViewParams& p, int64_t row) {
-  return reinterpret_cast<const int32_t*>(p.handle.meta + row * (1 + p.group.map.shape().top_k) + 1);
+  return kept_ids(p.handle, p.group.map.shape().top_k, row);
 }
 
-// Where experts are, in shared memory, [E + 1], if they are so few: as in a dispatch (routing.cuh, fill_table), it is
-// there before the kernel waits for the one before it.
+// Where experts are, in shared memory (fill_experts), if they are so few.
 constexpr int kTabled = 4096;
 __host__ __device__ constexpr bool is_tabled(const Shape& shape) { return shape.experts <= kTabled; }
-__device__ inline void fill_table(const ViewParams& p, uint32_t* table) {
-  const int experts = p.group.map.shape().experts;
-  if (!is_tabled(p.group.map.shape())) return;
-  for (int i = threadIdx.x; i <= experts; i += blockDim.x) table[i] = i < experts ? p.group.experts[i] : kNoExpert;
-}
 __device__ inline int local_expert(const ViewParams& p, const uint32_t* table, int32_t id) {
   const auto experts = static_cast<uint32_t>(p.group.map.shape().experts);
   uint32_t expert = kNoExpert;

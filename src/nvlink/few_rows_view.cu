@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kViewThreads, 2) few_rows_view_kernel(const __
   const FewScratch s(shared_at<int32_t>(0), shape);
   begin_view(p);
   for (int i = threadIdx.x; i < p.group.local_experts; i += kViewThreads) s.before[i] = s.others[i] = 0;
-  fill_table(p, s.table);
+  fill_experts(p.group, s.table, kViewThreads);
   const auto slots = static_cast<uint32_t>(shape.ranks) * p.slots.divisor;
   const bool has_slot = blockIdx.x < slots;
   const uint32_t own = has_slot ? blockIdx.x : 0;

@@ -74,15 +74,9 @@ class Scratch {
   const DispatchParams& p_;
 };
 
-// The tables change only while no kernel of this rank runs, so they are there before the kernel waits for the one
-// before it.
 __device__ inline void fill_table(const DispatchParams& p, const Scratch& scratch) {
   const GroupView& g = p.group;
-  const int experts = g.map.shape().experts;
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i <= experts; i += kThreads) {
-    scratch.table()[i] = i < experts ? g.experts[i] : kNoExpert;
-  }
+  fill_experts(g, scratch.table(), kThreads);
   if (p.in.map == nullptr) return;
   const auto words = static_cast<int>(MapWords::used(g.map.shape()));
 #pragma unroll 1

@@ -80,11 +80,10 @@ __device__ inline KeptChoice load_choice(const CombineParams& p, int64_t row, in
   const int top_k = g.map.shape().top_k;
   KeptChoice choice{{-1, 0}, 0.0f};
   if (k >= top_k) return choice;
-  const auto* const ids = reinterpret_cast<const int32_t*>(p.handle.meta + row * (1 + top_k) + 1);
+  const int32_t* const ids = kept_ids(p.handle, top_k, row);
   if (p.weighted) choice.weight = __uint_as_float(load_fresh<uint32_t>(ids + top_k + k));
   if (p.expert_major) {
-    const uint64_t place = load_fresh<unsigned long long>(p.handle.places + row * top_k + k);
-    choice.place = {static_cast<int32_t>(place), static_cast<int32_t>(place >> 32)};
+    choice.place = load_both(p.handle.places + row * top_k + k);
     return choice;
   }
   const auto id = static_cast<int32_t>(load_fresh<uint32_t>(ids + k));
