@@ -60,8 +60,15 @@ def devices() -> int:
 
 
 @pytest.fixture(scope="session")
-def pair(devices: int) -> Any:
-    """Two ranks, each a process with a device of its own."""
+def two_devices(devices: int) -> None:
     if devices < 2:
-        pytest.skip(f"two processes need two GPUs; there are {devices}")
+        pytest.skip(f"it needs two GPUs; there are {devices}")
+
+
+@pytest.fixture(scope="session")
+def pair() -> Any:
+    """Two ranks, each a process with a device of its own."""
+    most = harness.BACKENDS["nvlink"].most_ranks("processes")
+    if most < 2:
+        pytest.skip(f"two processes need two GPUs, or to take turns on one ({device_backend.PROCESSES}=2)")
     return harness.Processes("nvlink", 2)

@@ -5,6 +5,7 @@
     python tests/gpu/run_all.py --part suite -x        one part; the first failure ends it
     python tests/gpu/run_all.py --part gpu -k graphs   some of its tests
     python tests/gpu/run_all.py --part soak --rounds 20000 --replays 10000
+    python tests/gpu/run_all.py --processes 2          on one GPU: processes that want two take turns there
 
     suite      the tests of behaviour of tests/py against the nvlink backend
     nccl       the same against the portable one, over NCCL, and what sets that apart
@@ -126,8 +127,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3000, help="of the soak")
     parser.add_argument("--replays", type=int, default=1500, help="of the soak")
     parser.add_argument("--seed", type=int, help="of the soak")
+    parser.add_argument("--processes", type=int, help="ranks that are processes, where there are fewer GPUs")
     args = parser.parse_args()
     os.environ |= ENVIRONMENT
+    if args.processes:
+        os.environ["TOKENWAY_TEST_PROCESSES"] = str(args.processes)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ.setdefault("TOKENWAY_LIBRARY", str(ROOT / "build" / "gpu" / "libtokenway.so"))
     outcomes = []

@@ -46,7 +46,7 @@ def soak(rounds: int, replays: int, groups: int, seed: int, say: Callable[[str],
     """Runs it all. The counts of what was done and of what was wrong."""
     import gpu_rounds
 
-    ranks = min(2, harness.BACKENDS["nvlink"].device_count())
+    ranks = min(2, harness.BACKENDS["nvlink"].most_ranks("processes"))
     world = harness.Processes("nvlink", ranks)
     start = time.monotonic()
     drawn = world.run(gpu_rounds.begin, seed, groups, timeout=PATIENCE)

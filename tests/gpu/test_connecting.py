@@ -25,7 +25,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("mode", [[], ["gloo"], ["nccl"]], ids=["environment", "gloo", "nccl"])
-def test_torchrun(pair, mode) -> None:
+def test_torchrun(two_devices, mode) -> None:
     """With torchrun's environment alone, and over process groups."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
@@ -36,7 +36,7 @@ def test_torchrun(pair, mode) -> None:
         assert f"rank {rank} of 2 on cuda:{rank}: [0, 1]" in done.stdout, done.stdout
 
 
-def test_own_launcher(pair) -> None:
+def test_own_launcher(two_devices) -> None:
     assert tw.run(launched_gpu.meet, 2, timeout=120) == [(0, [0, 1]), (1, [0, 1])]
 
 

@@ -21,6 +21,9 @@ from tokenway import tensors
 
 COMM_TIMEOUT = 60.0
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+# So many processes may be ranks where there are fewer devices. They take turns there: the driver gives each process a
+# slice of time, whatever its kernels wait for. That tells what is right, and nothing of how long anything takes.
+PROCESSES = "TOKENWAY_TEST_PROCESSES"
 BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -61,12 +64,12 @@ class Cuda:
 
     @classmethod
     def most_ranks(cls, kind: str) -> int:
-        """Ranks that a world of this kind can have: a process has a device of its own."""
-        return cls.device_count() if kind == "processes" else 16
+        """Ranks that a world of this kind can have: a process has a device of its own, or takes turns."""
+        return max(cls.device_count(), int(os.environ.get(PROCESSES, "0"))) if kind == "processes" else 16
 
-    @staticmethod
-    def comm(rank: int, nranks: int, address: str) -> tw.Comm:
-        return tw.Comm.cuda(rank, nranks, address, device=rank, timeout=COMM_TIMEOUT)
+    @classmethod
+    def comm(cls, rank: int, nranks: int, address: str) -> tw.Comm:
+        return tw.Comm.cuda(rank, nranks, address, device=rank % cls.device_count(), timeout=COMM_TIMEOUT)
 
     @classmethod
     def local_comms(cls, nranks: int) -> list[tw.Comm]:

@@ -76,7 +76,7 @@ def file_allgather(rank: int, nranks: int, address: str) -> Any:
 
 
 class Nccl(Cuda):
-    """Ranks on CUDA devices whose groups exchange over NCCL, each with a device of its own."""
+    """Ranks on CUDA devices whose groups exchange over NCCL, each with a device of its own, or processes by turns."""
 
     name = "nccl"
     knows_calls = False
@@ -84,11 +84,16 @@ class Nccl(Cuda):
 
     @classmethod
     def most_ranks(cls, kind: str) -> int:
-        return cls.device_count()
+        return super().most_ranks(kind) if kind == "processes" else cls.device_count()
 
-    @staticmethod
-    def comm(rank: int, nranks: int, address: str) -> tw.Comm:
-        return tw.Comm.portable(rank, nranks, file_allgather(rank, nranks, address), device=rank, timeout=COMM_TIMEOUT)
+    @classmethod
+    def comm(cls, rank: int, nranks: int, address: str) -> tw.Comm:
+        if nranks > cls.device_count():  # NCCL takes processes of one device only for those of different hosts
+            os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo")
+        device = rank % cls.device_count()
+        return tw.Comm.portable(
+            rank, nranks, file_allgather(rank, nranks, address), device=device, timeout=COMM_TIMEOUT
+        )
 
     @classmethod
     def local_comms(cls, nranks: int) -> list[tw.Comm]:
