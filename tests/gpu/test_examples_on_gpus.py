@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--layers", "3", "--hidden", "64", "--heads", "4", "--inner", "32", "--length", "32", "--batch", "6"]
 
 
-def test_repeated_runs_have_the_same_bits(pair, tmp_path) -> None:
+def test_repeated_runs_have_the_same_bits(two_devices, tmp_path) -> None:
     """50 steps, of which another run on as many GPUs has every loss bit for bit, and one GPU those losses but for
     rounding; shares of the batch are even, those of the experts are not."""
     rng = np.random.default_rng(3)
@@ -30,7 +30,7 @@ def test_repeated_runs_have_the_same_bits(pair, tmp_path) -> None:
     assert re.search(r"Losses of 1(,| and) 2 (and 4 )?ranks within 0.0001: yes", done.stdout), done.stdout
 
 
-def test_timeline(pair, tmp_path) -> None:
+def test_timeline(two_devices, tmp_path) -> None:
     """examples/08_timeline.py: parts noted by events on their streams, which overlap where two lanes allow it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     kept = tmp_path / "times.json"

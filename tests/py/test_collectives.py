@@ -225,7 +225,7 @@ def plans(draw: Any, max_ranks: int) -> Plan:
 
 
 @SETTINGS
-@given(plans(max_ranks=8))
+@given(plans(max_ranks=min(8, harness.most_ranks("threads"))))
 def test_any_plan_on_threads(backend: str, plan: Plan) -> None:
     judge(plan, harness.Threads(backend, plan.setup.ranks).run(play, plan))
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from strategies import SETTINGS
 from strategies import cases as any_case
 from test_exchange import check
-from test_properties import judge
+from test_properties import THREADS, judge
 
 import tokenway as tw
 from tokenway import replica_reference as rr
@@ -80,13 +80,13 @@ HARD = Case(
 
 @SETTINGS
 @example(HARD)
-@given(any_case(max_ranks=6, replicas=True))
+@given(any_case(max_ranks=min(6, THREADS), replicas=True))
 def test_any_case(backend: str, case: Case) -> None:
     judge(harness.Threads(backend, case.setup.ranks), case)
 
 
 @SETTINGS
-@given(any_case(max_ranks=5, exact=True, replicas=True))
+@given(any_case(max_ranks=min(5, THREADS), exact=True, replicas=True))
 def test_any_exact_case(backend: str, case: Case) -> None:
     judge(harness.Threads(backend, case.setup.ranks), case)
 

@@ -17,7 +17,7 @@ from hypothesis import example, given
 from strategies import SETTINGS
 from strategies import cases as any_case
 from test_exchange import check
-from test_properties import PROCESSES, judge
+from test_properties import PROCESSES, THREADS, judge
 
 import tokenway as tw
 from tokenway import reference as ref
@@ -62,14 +62,13 @@ TIGHT = replace(HARD, setup=replace(HARD.setup, max_recv_tokens=9, overflow="dro
 @example(TIGHT)
 @given(any_case(max_ranks=min(4, PROCESSES), exact=True))
 def test_any_case_on_processes(backend: str, case: Case) -> None:
-    if case.setup.ranks <= harness.most_ranks("processes"):  # the examples have more than some machines have GPUs
-        judge(harness.Processes(backend, case.setup.ranks), case)
+    judge(harness.Processes(backend, case.setup.ranks), case)
 
 
 @SETTINGS
 @example(HARD)
 @example(TIGHT)
-@given(any_case(max_ranks=8, exact=True))
+@given(any_case(max_ranks=THREADS, exact=True))
 def test_any_case_on_threads(backend: str, case: Case) -> None:
     judge(harness.Threads(backend, case.setup.ranks), case)
 
