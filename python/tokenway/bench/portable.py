@@ -4,7 +4,8 @@ What ranks tell each other goes over the CPU backend (control.py), so nothing th
 Every point is compared with the oracle, bit for bit, in every way, before it is timed; ways take turns. `auto` is
 there twice, with a comm and a group for each: what the two differ by is what the machine adds to any comparison. The
 second one and `gathered` move the blocks that the first has measured, so that strategies are compared, not two
-measurements of the same thing. Where iterations are short there are more of them.
+measurements of the same thing. Where iterations are short there are more of them. All groups are made several times: for
+as long as two groups live, calls of one may take 15 % longer than equal ones of the other, by threads and sockets.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from tokenway.comm import Comm, connect
 from tokenway.group import Group
 from tokenway.portable import describe
 
-SPENT = 5e6  # us of timing at a point, up to which it has more rounds than were asked for
+MADE = 3  # times
+SPENT = 3e6  # us of timing at a point each time, up to which it has more rounds than were asked for
 MOST = 10  # times as many
 NEAR = 4.0  # times as long as the fastest, up to which a way is worth it
 AGAIN = "auto again"
+Times = dict[str, list[list[float]]]  # us by way, round and iteration
 
 
 def run(settings: Any) -> int:
@@ -42,7 +45,7 @@ def run_rank(settings: Any) -> int:
         control = Control(stack.enter_context(connect(backend="shm")))
         stack.callback(control.close)
         asked: Portable = settings.portable
-        progress = Progress(len(settings.cases()) * len(asked.top_k), control.rank == 0)
+        progress = Progress(_made(settings) * len(settings.cases()) * len(asked.top_k), control.rank == 0)
         stack.callback(progress.close)
         rows = []
         try:
@@ -75,28 +78,54 @@ def _describe(group: Group) -> dict[str, Any]:
     return asdict(describe(group.pointer))  # type: ignore[arg-type]
 
 
+def _made(settings: Any) -> int:
+    """How often groups are."""
+    return 1 if settings.quick or settings.verify_only else MADE
+
+
 def _points(settings: Any, control: Control, profile: str, top_k: int, progress: Progress) -> list[dict[str, Any]]:
     """The rows of one top-k: a group for each way, and a measurement of the machine for each of them."""
     cases = [case for case in settings.cases() if case.profile.name == profile]
     cases = [replace(case, profile=replace(case.profile, top_k=top_k)) for case in cases]
     keywords = cases[0].group_settings(max(case.tokens for case in cases))
-    rows = []
-    with ExitStack() as stack:
-        try:
-            groups = _open(control, stack, settings.portable.strategies, keywords)
-            for case in cases:
-                progress.doing(f"{case.name}, top-{top_k}")
-                rows.append(_point(settings, control, groups, case))
-                progress.done()
-        except BaseException:
-            stack.pop_all()  # closing is collective, as in run_rank
-            raise
-        for group in groups.values():
-            group.close()
-    return rows
+    times: list[Times] = [{} for _ in cases]
+    for _ in range(_made(settings)):
+        with ExitStack() as stack:
+            try:
+                groups = _open(control, stack, settings.portable.strategies, keywords)
+                chosen = {way: _describe(group) for way, group in groups.items() if way != AGAIN}
+                for case, rounds in zip(cases, times, strict=True):
+                    progress.doing(f"{case.name}, top-{top_k}")
+                    for way, found in _point(settings, control, groups, case).items():
+                        rounds.setdefault(way, []).extend(found)
+                    progress.done()
+            except BaseException:
+                stack.pop_all()  # closing is collective, as in run_rank
+                raise
+            for group in groups.values():
+                group.close()
+    return [_row(case, chosen, rounds) for case, rounds in zip(cases, times, strict=True)]
 
 
-def _point(settings: Any, control: Control, groups: dict[str, Group], case: Case) -> dict[str, Any]:
+def _row(case: Case, chosen: dict[str, Any], times: Times) -> dict[str, Any]:
+    """Of the results. chosen: by the groups that were made last."""
+    row: dict[str, Any] = {
+        "profile": case.profile.name,
+        "hidden": case.profile.hidden,
+        "top_k": case.profile.top_k,
+        "tokens": case.tokens,
+        "ranks": case.ranks,
+        "rows_moved": case.moved_rows()[0],
+        "portable": chosen,
+        "ways": {way: timing.summary(rounds) for way, rounds in times.items()},
+    }
+    if AGAIN in row["ways"]:
+        row["again"] = row["ways"].pop(AGAIN)
+    return row
+
+
+def _point(settings: Any, control: Control, groups: dict[str, Group], case: Case) -> Times:
+    """us of a case by each way, after the results have been compared; empty if that is all."""
     rank, x = control.rank, case.exchange
     subjects, checks = [], []
     for way, group in groups.items():
@@ -109,29 +138,15 @@ def _point(settings: Any, control: Control, groups: dict[str, Group], case: Case
         _agree(control, verify.check_output, case, rank, made[2], want)
         subjects.append(timing.Pair(way, it.pair))
         checks.append((case, rank, made[2], want))
-    total, _, _ = case.moved_rows()
-    row: dict[str, Any] = {
-        "profile": case.profile.name,
-        "hidden": case.profile.hidden,
-        "top_k": case.profile.top_k,
-        "tokens": case.tokens,
-        "ranks": case.ranks,
-        "rows_moved": total,
-        "ways": {},
-        "portable": {way: _describe(group) for way, group in groups.items() if way != AGAIN},
-    }
     if settings.verify_only:
-        return row
+        return {}
     times = _times(settings, control, subjects)
     for arguments in checks:
         _agree(control, verify.check_output, *arguments)
-    row["ways"] = {way: timing.summary(rounds) for way, rounds in times.items()}
-    if AGAIN in times:
-        row["again"] = row["ways"].pop(AGAIN)
-    return row
+    return times
 
 
-def _times(settings: Any, control: Control, subjects: list[timing.Pair]) -> dict[str, list[list[float]]]:
+def _times(settings: Any, control: Control, subjects: list[timing.Pair]) -> Times:
     """us of each subject, by round: as many as was asked for, and more of those that are short and near the fastest, as
     long as that takes not much longer. Collective."""
     how = {"iterations": settings.iterations, "warmup": settings.warmup}
