@@ -4,8 +4,8 @@ What ranks tell each other goes over the CPU backend (control.py), so nothing th
 Every point is compared with the oracle, bit for bit, in every way, before it is timed; ways take turns. `auto` is
 there twice, with a comm and a group for each: what the two differ by is what the machine adds to any comparison. The
 second one and `gathered` move the blocks that the first has measured, so that strategies are compared, not two
-measurements of the same thing. Where iterations are short there are more of them. All groups are made several times: for
-as long as two groups live, calls of one may take 15 % longer than equal ones of the other, by threads and sockets.
+measurements of the same thing. Where iterations are short there are more of them. All groups are made several times:
+for as long as two groups live, calls of one may take 15 % longer than equal ones of the other.
 """
 
 from __future__ import annotations
