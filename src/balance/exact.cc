@@ -3,23 +3,25 @@
 #include <algorithm>
 #include <utility>
 
+#include "balance/bound.h"
 #include "balance/place.h"
 
 namespace tw::balance {
 namespace {
 
-constexpr int64_t kEffort = 4000000;  // ways to place a slot that are tried: 20 to 40 ms
-
 class Search {
  public:
-  Search(const Problem& problem, std::vector<int32_t> known)
+  Search(const Problem& problem, std::vector<int32_t> known, int64_t effort)
       : problem_(problem),
         shape_(problem.shape),
+        left_(effort),
         best_(std::move(known)),
         peak_(Packing(problem, best_).peak()),
+        floor_(lower_bound(problem, 0)),
         counts_(shape_.experts, 1),
         loads_(shape_.ranks, 0),
         filled_(shape_.ranks, 0),
+        held_(shape_.ranks, 0),
         trial_(shape_.places(), -1) {}
 
   std::vector<int32_t> run() {
@@ -30,7 +32,7 @@ class Search {
  private:
   // Counts of the experts from e on, with so many slots beyond one each.
   void choose(int32_t e, int32_t spare) {
-    if (effort_ >= kEffort) return;
+    if (over()) return;
     if (e == shape_.experts) {
       if (spare == 0) try_counts();
       return;
@@ -45,7 +47,10 @@ class Search {
     counts_[e] = 1;
   }
 
+  bool over() const { return left_ <= 0 || peak_ <= floor_; }
+
   void try_counts() {
+    --left_;
     items_.clear();
     for (int32_t e = 0; e < shape_.experts; ++e) {
       items_.insert(items_.end(), counts_[e], {share(problem_.loads[e], counts_[e]), e});
@@ -53,53 +58,79 @@ class Search {
     std::sort(items_.begin(), items_.end(), [](const auto& a, const auto& b) {
       return a.first != b.first ? a.first > b.first : a.second < b.second;
     });
+    if (ladder() >= peak_) return;
     Units total = 0;
     for (const auto& item : items_) total += item.first;
     place(0, 0, total);
   }
 
+  // What no packing of these counts is below: as Ladder in counts.cc.
+  Units ladder() const {
+    Units highest = 0, sum = 0;
+    auto smallest = items_.rbegin();
+    for (int32_t i = 0; i < shape_.ranks; ++i) {
+      Units rung = items_[i].first;
+      for (int32_t k = 1; k < shape_.slots; ++k) rung += (smallest++)->first;
+      sum += rung;
+      highest = std::max(highest, shape_.slots == 2 ? rung : (sum + i) / (i + 1));
+    }
+    return highest;
+  }
+
   // The items from k on. `from`: where the last replica went, as those of one expert go to ascending ranks.
   void place(int32_t k, int32_t from, Units left) {
-    if (++effort_ >= kEffort) return;
+    --left_;
+    if (over()) return;
     if (k == shape_.places()) {
       peak_ = *std::max_element(loads_.begin(), loads_.end());
       best_ = trial_;
       return;
     }
     Units room = 0;
+    const Units smallest = items_.back().first;
     for (int32_t r = 0; r < shape_.ranks; ++r) {
-      if (filled_[r] < shape_.slots) room += peak_ - 1 - loads_[r];
+      const int32_t open = shape_.slots - filled_[r];
+      if (loads_[r] + open * smallest >= peak_) return;
+      if (open > 0) room += std::min(peak_ - 1 - loads_[r], open * items_[k].first);
     }
     if (room < left) return;
     const auto [size, e] = items_[k];
     const bool again = k > 0 && items_[k - 1].second == e;
-    bool tried_empty = false;
     for (int32_t r = again ? from + 1 : 0; r < shape_.ranks; ++r) {
-      if (filled_[r] == shape_.slots || loads_[r] + size >= peak_) continue;
-      if (filled_[r] == 0 && std::exchange(tried_empty, true)) break;  // all empty ranks are alike
+      if (filled_[r] == shape_.slots || loads_[r] + size >= peak_ || like_an_earlier(r)) continue;
       trial_[r * shape_.slots + filled_[r]++] = e;
       loads_[r] += size;
+      held_[r] |= 1u << e;
       place(k + 1, r, left - size);
+      held_[r] &= ~(1u << e);
       loads_[r] -= size;
       --filled_[r];
     }
   }
 
+  // Ranks that hold the same are alike, so the lowest of them is served first.
+  bool like_an_earlier(int32_t r) const {
+    return std::find(held_.begin(), held_.begin() + r, held_[r]) != held_.begin() + r;
+  }
+
   const Problem& problem_;
   const Shape& shape_;
+  int64_t left_;  // of the effort: ways to place a slot, and counts
   std::vector<int32_t> best_;
-  Units peak_;  // of best_: only what is below is looked for
+  Units peak_;   // of best_: only what is below is looked for
+  Units floor_;  // and what nothing is below
   std::vector<int32_t> counts_;
   std::vector<Units> loads_;
-  std::vector<int32_t> filled_, trial_;
+  std::vector<int32_t> filled_;
+  std::vector<uint32_t> held_;  // [N], a bit for each expert
+  std::vector<int32_t> trial_;
   std::vector<std::pair<Units, int32_t>> items_;  // (size, expert), the largest first
-  int64_t effort_ = 0;
 };
 
 }  // namespace
 
-std::vector<int32_t> place_exactly(const Problem& problem, std::vector<int32_t> known) {
-  return Search(problem, std::move(known)).run();
+std::vector<int32_t> place_exactly(const Problem& problem, std::vector<int32_t> known, int64_t effort) {
+  return Search(problem, std::move(known), effort).run();
 }
 
 }  // namespace tw::balance

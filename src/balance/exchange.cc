@@ -25,7 +25,7 @@ struct Choice {
   std::array<int32_t, 2> places;
 };
 
-bool fits(const Packing& packing, const Choice& a, const Choice& b) {
+bool fits(const Packing& packing, const Choice& a, const Choice& b, Among among) {
   const int32_t slots = packing.problem().shape.slots;
   const int32_t r = a.places[0] / slots, q = b.places[0] / slots;
   const auto enters = [&](const Choice& coming, const Choice& leaving, int32_t rank) {
@@ -39,12 +39,16 @@ bool fits(const Packing& packing, const Choice& a, const Choice& b) {
     }
     return true;
   };
-  return enters(a, b, q) && enters(b, a, r);
+  const auto several = [&](const Choice& choice) {
+    return std::count_if(choice.places.begin(), choice.places.end(),
+                         [&](int32_t place) { return place >= 0 && packing.count(packing.at(place)) > 1; });
+  };
+  return enters(a, b, q) && enters(b, a, r) && (among == Among::kAll || several(a) == several(b));
 }
 
 // Walks the choices of r and q, both sorted, and keeps the best exchange that fits.
 void walk(const Packing& packing, const std::vector<Choice>& of_r, const std::vector<Choice>& of_q, Units hot,
-          Units cool, Found* best) {
+          Units cool, Among among, Found* best) {
   const Units difference = hot - cool;
   size_t j = 0;
   for (const Choice& a : of_r) {
@@ -55,7 +59,7 @@ void walk(const Packing& packing, const std::vector<Choice>& of_r, const std::ve
       const Units d = a.sum - of_q[k].sum;
       if (d <= 0 || d >= difference) continue;
       const Units peak = std::max(hot - d, cool + d);
-      if (peak < best->peak && fits(packing, a, of_q[k])) *best = {peak, a.places, of_q[k].places};
+      if (peak < best->peak && fits(packing, a, of_q[k], among)) *best = {peak, a.places, of_q[k].places};
     }
   }
 }
@@ -80,7 +84,7 @@ void list_pairs(const Packing& packing, int32_t rank, std::vector<Choice>* choic
 }
 
 template <class List>
-Found search(const Packing& packing, int32_t r, int32_t first, int32_t last, List&& list) {
+Found search(const Packing& packing, int32_t r, int32_t first, int32_t last, Among among, List&& list) {
   static thread_local std::vector<Choice> of_r, of_q;
   Found best{packing.load(r)};
   list(packing, r, &of_r);
@@ -88,7 +92,7 @@ Found search(const Packing& packing, int32_t r, int32_t first, int32_t last, Lis
     // Even the best exchange leaves the mean of both.
     if (q == r || (packing.load(r) + packing.load(q)) / 2 >= best.peak) continue;
     list(packing, q, &of_q);
-    walk(packing, of_r, of_q, packing.load(r), packing.load(q), &best);
+    walk(packing, of_r, of_q, packing.load(r), packing.load(q), among, &best);
   }
   return best;
 }
@@ -97,7 +101,7 @@ Found search(const Packing& packing, int32_t r, int32_t first, int32_t last, Lis
 
 // Stops when no rank above the goal can be helped. It ends: of the two ranks of an exchange the loads come closer, so
 // the sum of squares over all ranks falls each time.
-void exchange(Packing* packing, int32_t first, int32_t last, Units goal) {
+void exchange(Packing* packing, int32_t first, int32_t last, Units goal, Among among) {
   const int32_t slots = packing->problem().shape.slots;
   for (int32_t r = first; r < last; ++r) packing->sort_rank(r);
   std::vector<char> stuck(last, 0);  // since the last exchange
@@ -110,9 +114,9 @@ void exchange(Packing* packing, int32_t first, int32_t last, Units goal) {
     }
     const bool hottest = r == packing->hottest(first, last);
     if (r < 0 || (!hottest && --patience < 0)) return;
-    Found found = search(*packing, r, first, last, list_singles);
+    Found found = search(*packing, r, first, last, among, list_singles);
     if (found.from[0] < 0 && hottest && slots > 2 && slots <= kPairSlots)
-      found = search(*packing, r, first, last, list_pairs);
+      found = search(*packing, r, first, last, among, list_pairs);
     if (found.from[0] < 0) {
       stuck[r] = 1;
       continue;

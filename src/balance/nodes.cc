@@ -140,14 +140,10 @@ std::vector<int32_t> find_homes(const Problem& problem) {
   return homes;
 }
 
-}  // namespace
-
-std::vector<int32_t> place_on_nodes(const Problem& problem, int64_t tolerance) {
+// What each node has, over its ranks.
+Packing pack_nodes(const Problem& problem, const Nodes& nodes) {
   const Shape& shape = problem.shape;
   const int32_t ranks = shape.ranks_per_node();
-  Nodes nodes(problem, find_homes(problem));
-  const Units mean = problem.total / shape.nodes;
-  nodes.even_out(mean + static_cast<Units>(static_cast<double>(mean) * (static_cast<double>(tolerance) / 1e6)));
   std::vector<int32_t> experts;
   const Units goal = goal_of(problem.mean());
   for (int32_t node = 0; node < shape.nodes; ++node) {
@@ -160,7 +156,20 @@ std::vector<int32_t> place_on_nodes(const Problem& problem, int64_t tolerance) {
     for (int32_t r = node * ranks; r < (node + 1) * ranks; ++r) carried += packing.load(r);
     exchange(&packing, node * ranks, (node + 1) * ranks, goal_of(std::max(carried / ranks, problem.mean())));
   }
-  return packing.experts();
+  return packing;
+}
+
+}  // namespace
+
+std::vector<int32_t> place_on_nodes(const Problem& problem, int64_t tolerance) {
+  const Shape& shape = problem.shape;
+  Nodes nodes(problem, find_homes(problem));
+  const Packing at_home = pack_nodes(problem, nodes);
+  const Units mean = problem.total / shape.nodes;
+  nodes.even_out(mean + static_cast<Units>(static_cast<double>(mean) * (static_cast<double>(tolerance) / 1e6)));
+  const Packing even = pack_nodes(problem, nodes);
+  // Nodes that carry the same can have ranks that do not, above all where there is a slot for each expert and no more.
+  return even.peak() < at_home.peak() ? even.experts() : at_home.experts();
 }
 
 std::vector<int32_t> homes_of(const Problem& problem, const std::vector<int32_t>& experts) {

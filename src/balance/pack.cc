@@ -119,7 +119,8 @@ std::vector<Item> items_of(const Problem& problem, const std::vector<int32_t>& c
 
 std::vector<int32_t> pack(std::vector<Item> items, int32_t ranks, int32_t slots, Start start, Units goal) {
   // Of equal sizes, the expert that must be on more ranks first.
-  std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+  std::sort(items.begin(), items.end(), [start](const Item& a, const Item& b) {
+    if (start == Start::kSpread && (a.count > 1) != (b.count > 1)) return a.count > 1;
     if (a.size != b.size) return a.size > b.size;
     return a.count != b.count ? a.count > b.count : a.expert < b.expert;
   });

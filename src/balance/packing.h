@@ -71,11 +71,14 @@ std::vector<Item> items_of(const Problem& problem, const std::vector<int32_t>& c
 
 // Longest processing time first: the largest item to the coolest ranks that have a free slot, to as many different ones
 // as it has replicas. Items fill ranks * slots; the result is as long, rank major, and has an expert once on a rank.
-// With `company`, ranks that would be hotter than `goal` beside the smallest items get these first.
-enum class Start { kPlain, kCompany };
+// kSpread: experts of several replicas before the others. kCompany: ranks that would be hotter than `goal` beside the
+// smallest items get these first.
+enum class Start { kPlain, kSpread, kCompany };
 std::vector<int32_t> pack(std::vector<Item> items, int32_t ranks, int32_t slots, Start start, Units goal);
 
 // Exchanges slots between ranks first..last-1 until the hottest carries at most `goal`, or none makes it cooler.
-void exchange(Packing* packing, int32_t first, int32_t last, Units goal);
+// kAlike: so that each rank keeps as many slots of experts that have several.
+enum class Among { kAll, kAlike };
+void exchange(Packing* packing, int32_t first, int32_t last, Units goal, Among among = Among::kAll);
 
 }  // namespace tw::balance

@@ -23,8 +23,9 @@ Placed place_anywhere(const Problem& problem);
 // `tolerance` (parts in a million) of the mean of all. Needs shape.groups, a multiple of shape.nodes.
 std::vector<int32_t> place_on_nodes(const Problem& problem, int64_t tolerance);
 
-// Of a small problem: the best plan there is, if it can be found within some effort; else `known`, or better.
-std::vector<int32_t> place_exactly(const Problem& problem, std::vector<int32_t> known);
+// Of a small problem, up to 32 experts: the best plan there is, if it can be found within an effort (20 million take
+// half a second); else `known`, or better.
+std::vector<int32_t> place_exactly(const Problem& problem, std::vector<int32_t> known, int64_t effort);
 
 // Of slots that a placement fills, which carry load of a group that has its home on another node. Homes: [groups],
 // nodes.

@@ -32,12 +32,14 @@ struct Change {
 
 class Updater {
  public:
-  Updater(const Problem& problem, const std::vector<int32_t>& old, int32_t budget, int64_t tolerance)
+  // Begins with `start`, whose writes count.
+  Updater(const Problem& problem, const std::vector<int32_t>& old, const std::vector<int32_t>& start, int32_t budget,
+          int64_t tolerance)
       : shape_(problem.shape),
         problem_(problem),
         old_(old),
         budget_(budget),
-        packing_(problem, old),
+        packing_(problem, start),
         ranks_of_(shape_.experts),
         with_one_more_(shape_.experts),
         with_one_less_(shape_.experts),
@@ -50,7 +52,10 @@ class Updater {
       most_of_node_ = mean + static_cast<Units>(static_cast<double>(mean) * (static_cast<double>(tolerance) / 1e6));
     }
     for (int32_t e = 0; e < shape_.experts; ++e) divide(e);
-    for (int32_t place = 0; place < shape_.places(); ++place) ranks_of_[old[place]].push_back(place / shape_.slots);
+    for (int32_t place = 0; place < shape_.places(); ++place) {
+      ranks_of_[start[place]].push_back(place / shape_.slots);
+      writes_ += start[place] != old[place] ? 1 : 0;
+    }
   }
 
   // Lowers the excess over `limit` as far as the budget goes, or until so many ranks could not be helped.
@@ -254,17 +259,45 @@ class Updater {
   std::vector<int32_t> touched_;
 };
 
+// A plan in which ranks hold no expert twice, as far as the budget goes: each second replica makes room for the expert
+// whose replicas carry most, of those that the rank lacks; of experts that are at home there, if there are such.
+std::vector<int32_t> without_doubles(const Problem& problem, const std::vector<int32_t>& old, int32_t budget) {
+  const Shape& shape = problem.shape;
+  Packing packing(problem, old);
+  if (shape.slots > shape.experts) return old;
+  const std::vector<int32_t> homes = shape.groups > 0 ? homes_of(problem, old) : std::vector<int32_t>{};
+  for (int32_t place = 0; place < shape.places() && budget > 0; ++place) {
+    const int32_t rank = place / shape.slots;
+    const auto first = packing.experts().begin() + rank * shape.slots, here = packing.experts().begin() + place;
+    if (std::find(first, here, *here) == here) continue;
+    int32_t best = -1;
+    bool best_at_home = false;
+    for (int32_t e = 0; e < shape.experts; ++e) {
+      if (packing.holds(rank, e)) continue;
+      const bool at_home = homes.empty() || homes[e / (shape.experts / shape.groups)] == shape.node_of(rank);
+      if (best < 0 || std::pair(at_home, packing.share_of(e)) > std::pair(best_at_home, packing.share_of(best))) {
+        best = e;
+        best_at_home = at_home;
+      }
+    }
+    packing.replace(place, best);
+    --budget;
+  }
+  return packing.experts();
+}
+
 }  // namespace
 
 std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& old, int32_t budget,
                             int64_t tolerance) {
-  Packing best(problem, old);
+  const std::vector<int32_t> start = without_doubles(problem, old, budget);
+  Packing best(problem, start);
   Units low = lower_bound(problem, 0), high = best.peak();
-  if (budget == 0 || high <= goal_of(low)) return old;
+  if (budget == 0 || high <= goal_of(low)) return start;
   for (int32_t i = 0; i < kHalvings; ++i) {
     // The first tries are nearer to the bound, as that is where a large budget gets to.
     const Units limit = low + (high - low) / (i == 0 ? 64 : i == 1 ? 8 : 2);
-    Updater updater(problem, old, budget, tolerance);
+    Updater updater(problem, old, start, budget, tolerance);
     updater.run(limit, 6);
     const Units peak = updater.packing().peak();
     if (peak < best.peak()) best = updater.packing();
@@ -280,7 +313,7 @@ std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& 
 }
 
 std::vector<int32_t> polish(const Problem& problem, const std::vector<int32_t>& plan, Units goal) {
-  Updater updater(problem, plan, problem.shape.places(), 0);
+  Updater updater(problem, plan, plan, problem.shape.places(), 0);
   updater.run(goal, kPolishPatience);
   return updater.packing().peak() < Packing(problem, plan).peak() ? updater.packing().experts() : plan;
 }

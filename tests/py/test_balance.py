@@ -66,13 +66,82 @@ def test_two_slots_a_rank_come_near_the_bound(ranks: int, most: float) -> None:
         assert duplicates(plan) == 0
 
 
-@pytest.mark.parametrize(("ranks", "slots"), [(32, 9), (72, 4), (32, 8), (144, 2)])
-def test_no_layer_is_worse_than_greedy(ranks: int, slots: int) -> None:
-    loads = loads_of(5)
+def twice(table: Array, ranks: int) -> Array:
+    """[L] whether a rank holds an expert more than once."""
+    held = np.sort(table.reshape(len(table), ranks, -1), axis=2)
+    return (held[:, :, 1:] == held[:, :, :-1]).any(axis=(1, 2))
+
+
+SHAPES = [(256, 32, 9), (256, 72, 4), (256, 32, 8), (256, 144, 2), (256, 160, 2), (64, 40, 2), (64, 16, 5), (16, 8, 3)]
+SHAPES += [(60, 7, 9), (33, 11, 4), (24, 13, 2), (20, 6, 4)]
+
+
+@pytest.mark.parametrize(("experts", "ranks", "slots"), SHAPES)
+def test_no_layer_is_worse_than_greedy(experts: int, ranks: int, slots: int) -> None:
+    """But for layers in which it puts replicas of an expert on one rank."""
+    loads = balance.lognormal(LAYERS, experts, SIGMA, seed=5)
     plan = balance.plan(loads, ranks=ranks, slots=slots)
     other = eplb.greedy(loads, ranks * slots, 1, 1, ranks)
     carried = balance.rank_loads(loads, other, ranks=ranks, slots=slots)
+    fair = ~twice(other, ranks)
+    assert fair.any() and (plan.rank_loads.max(axis=1) <= carried.max(axis=1) * (1 + 1e-12))[fair].all()
+
+
+@pytest.mark.parametrize(("slots", "group_sigma"), [(8, 0.6), (8, 0.3), (9, 0.6)])
+def test_no_layer_is_worse_than_greedy_on_nodes(slots: int, group_sigma: float) -> None:
+    """Also where each expert has one slot, so that nodes can hardly be evened out without making ranks uneven."""
+    loads = balance.lognormal(LAYERS, EXPERTS, SIGMA, seed=1, groups=8, group_sigma=group_sigma)
+    plan = balance.plan(loads, ranks=32, slots=slots, nodes=4, groups=8)
+    other = eplb.greedy(loads, 32 * slots, 8, 4, 32)
+    carried = balance.rank_loads(loads, other, ranks=32, slots=slots)
     assert (plan.rank_loads.max(axis=1) <= carried.max(axis=1) * (1 + 1e-12)).all()
+
+
+# What the hottest rank carries in the best plans there are, as a search without the planner's shortcuts found them: it
+# looked at some 10^8 ways each.
+BEST = {
+    (8, 3): (1.00261183658, 1.00230197503),
+    (6, 4): (1.33402549006, 1.33625609782),
+    (9, 3): (0.890566371724, 0.88987516789),
+    (12, 2): (0.684863528283, 0.682687939897),
+    (13, 2): (0.623144701609, 0.62139941487),
+    (4, 6): (2.00016018821, 2.0014022983),
+}
+
+
+@pytest.mark.parametrize(("ranks", "slots"), BEST)
+def test_eight_experts_are_optimal(ranks: int, slots: int) -> None:
+    """Smaller shapes are compared with brute force in tests/cc/balance_test.cc."""
+    plan = balance.plan(balance.lognormal(3, 8, SIGMA, seed=11)[:2], ranks=ranks, slots=slots)
+    assert np.allclose(plan.rank_loads.max(axis=1), BEST[ranks, slots], rtol=1e-9, atol=0)
+
+
+def test_second_replicas_on_a_rank_go() -> None:
+    """Of plans that are somebody else's, as far as the writes allow."""
+    loads = np.array([[1.0, 1, 1, 1]])
+    old = np.array([[0, 0, 1, 2, 3, 3]])
+    assert twice(balance.plan(loads, ranks=2, slots=3, old=old, writes=1).physical_to_logical, 2).all()
+    assert not twice(balance.plan(loads, ranks=2, slots=3, old=old, writes=2).physical_to_logical, 2).any()
+    loads = balance.lognormal(4, 24, 1.2, seed=3)
+    old = eplb.greedy(loads, 40, 1, 1, 8)
+    plan = balance.plan(loads, ranks=8, slots=5, old=old, writes=16)
+    assert twice(old, 8).any() and not twice(plan.physical_to_logical, 8).any()
+    assert ((plan.physical_to_logical != old).sum(axis=1) <= 16).all()
+
+
+def test_a_new_plan_takes_groups_home() -> None:
+    """However cool the ranks of an old plan are that knew nothing of nodes."""
+    loads = balance.lognormal(2, 64, SIGMA, seed=4, groups=8, group_sigma=0.6)
+    shape: dict[str, Any] = {"ranks": 16, "slots": 5, "nodes": 4, "groups": 8, "node_tolerance": 1.0}
+    old = balance.plan(loads, ranks=16, slots=5)
+    assert balance.plan(loads, **shape, old=old, writes=80).stray.max() == 0
+
+
+def test_ranks_share_experts_of_several_slots() -> None:
+    """So that each can be levelled when a batch is there."""
+    plan = balance.plan(loads_of(2), ranks=32, slots=9)
+    several = np.take_along_axis(plan.replicas, plan.physical_to_logical, axis=1) > 1
+    assert several.reshape(LAYERS, 32, 9).sum(axis=2).min() >= 1
 
 
 def test_planning_is_quick() -> None:
@@ -181,7 +250,8 @@ def test_properties(problem: dict[str, Any], writes: int, seed: int) -> None:
     changed = updated.physical_to_logical != plan.physical_to_logical
     assert changed.sum(axis=1).max(initial=0) <= writes
     stale = balance.rank_loads(after, plan, ranks=plan.ranks, slots=plan.slots)
-    assert (updated.rank_loads.max(axis=1) <= stale.max(axis=1) * (1 + 1e-9)).all()
+    if writes < plan.ranks * plan.slots:  # else it is a new plan
+        assert (updated.rank_loads.max(axis=1) <= stale.max(axis=1) * (1 + 1e-9)).all()
     check_moves(plan, updated)
 
 
@@ -225,7 +295,7 @@ def test_the_same_plan_everywhere() -> None:
     assert digest == DIGEST
 
 
-DIGEST = 920765915
+DIGEST = 928176273
 
 
 @pytest.mark.parametrize("loads", [np.zeros((1, 16)), np.eye(16)[:1], np.full((1, 16), 1e307)])

@@ -4,8 +4,8 @@
                                       [--cost-only] [--device cuda]
 
 Imbalance: all ranks of a group in this process, real dispatches. Experts have lognormal popularity (`skewed` of
-bench/routing.py) and each seed its own; slots are replicated and placed by that popularity, so what is left is what a
-batch differs from it by, and what the policy makes of that. A load is the choices that a rank's slots serve,
+bench/routing.py) and each seed its own; slots are planned by that popularity (tokenway.balance), so what is left is
+what a batch differs from it by, and what the policy makes of that. A load is the choices that a rank's slots serve,
 imbalance the largest over the mean less 1, averaged over batches. Beside the policies: each expert in one slot, and,
 for all ranks' counts together, the level that no rank can know.
 
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 import tokenway as tw
-from tokenway.balance import planner
+from tokenway.balance import plan, planner
 from tokenway.bench import gpu_machine, machine, routing
 from tokenway.replica_reference import POLICIES, slots_of
 
@@ -38,27 +38,6 @@ COST_TOKENS, COST_HIDDEN, GRAPH_CALLS = 128, 7168, 50
 
 
 # ---- a placement to measure with -----------------------------------------------------------------
-
-
-def place(popularity: np.ndarray, ranks: int, slots: int) -> np.ndarray:
-    """[P] the expert in each slot: a slot more for whoever has most per slot, then the largest first to the rank that
-    has least, has room, and does not have the expert yet. Those with several slots come first, so that each rank gets
-    some of them: what a policy can shift, it shifts there."""
-    count = np.ones(len(popularity), int)
-    for _ in range(slots - len(popularity)):
-        each = np.where(count < ranks, popularity / count, -1)
-        count[each.argmax()] += 1
-    share = popularity / count
-    held: list[list[int]] = [[] for _ in range(ranks)]
-    load = np.zeros(ranks)
-    for e in np.lexsort((-share, count == 1)):
-        for _ in range(count[e]):
-            room = [r for r in range(ranks) if len(held[r]) < slots // ranks]
-            free = [r for r in room if e not in held[r]] or room
-            rank = min(free, key=lambda r: load[r])
-            held[rank].append(int(e))
-            load[rank] += share[e]
-    return np.concatenate([np.array(of, np.int32) for of in held])
 
 
 def planned_shares(table: np.ndarray, popularity: np.ndarray, ranks: int) -> np.ndarray:
@@ -112,7 +91,7 @@ def received(groups: list[tw.Group], ids: list[np.ndarray], layer: int) -> np.nd
 def imbalance(ranks: int, slots: int, tokens: Sequence[int], batches: int, seeds: int) -> list[dict[str, Any]]:
     """A row for each number of tokens: the mean imbalance by policy."""
     popularity = [np.exp(routing.log_popularity(EXPERTS, seed)) for seed in range(seeds)]
-    tables = np.stack([place(of, ranks, slots) for of in popularity])
+    tables = plan(popularity, ranks=ranks, slots=slots // ranks).physical_to_logical
     shares = np.stack([planned_shares(t, of, ranks) for t, of in zip(tables, popularity, strict=True)])
     placements: dict[str, Any] = {
         policy: tw.Placement(tables, policy=policy, shares=shares if policy == "shares" else None)
