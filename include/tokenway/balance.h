@@ -43,7 +43,8 @@ typedef struct {
 #define TW_PLAN_OUTPUT_INIT {sizeof(twPlanOutput_t), NULL, NULL, NULL, NULL, NULL}
 
 // Plans all layers. loads: [num_layers, E] twFloat32, twFloat64, twInt32 or twInt64 in host memory, of any strides:
-// tokens or anything proportional; zero is allowed. No rank holds an expert twice unless slots_per_rank > E. Errors:
+// tokens or anything proportional; zero is allowed. No rank holds an expert twice unless slots_per_rank > E, or
+// old_map has it so and max_writes are too few to mend that. Errors:
 // twInvalidArgument, which names the layer and expert of a load that is NaN, infinite or negative, or the layer whose
 // loads add up to more than a double holds.
 TW_API twResult_t twPlan(const twPlanConfig_t* config, const twTensor_t* loads, const twPlanOutput_t* output);
@@ -61,7 +62,8 @@ TW_API twResult_t twPlanSlots(const twPlanConfig_t* config, const int32_t* map, 
 
 // A slot that gets another expert, and a slot that held it before, to copy its weights from: one on the same rank if
 // there is, else on the same node, else elsewhere; of several the one that fewest have copied from, the lower of
-// equals.
+// equals. Sources are slots of the old map, also such that get another expert themselves: read all of them before any
+// is written, or keep copies.
 typedef struct {
   int32_t layer;
   int32_t slot;

@@ -52,10 +52,11 @@ def _plan(options: Options, windows: Array) -> tuple[dict[str, Any], planner.Pla
     loads = windows[0] if options.online else windows.sum(axis=0)
     layers, experts = loads.shape
     old = None if options.old is None else _old(options, layers)
+    least, most = -(-experts // options.ranks), planner.MOST_SLOTS // options.ranks
+    if not least <= options.slots <= most:
+        told = f"{experts} experts on {options.ranks} ranks; allowed {least}..{most}"
+        raise UsageError(f"--slots: {options.slots}; {told}")
     before = planner.contiguous(layers, experts, options.ranks, options.slots) if old is None else old
-    if options.ranks * options.slots < experts:
-        least = -(-experts // options.ranks)
-        raise UsageError(f"--slots: {options.slots}; {experts} experts on {options.ranks} ranks need at least {least}")
     # A first plan too keeps what it can of where experts are.
     first = options.ranks * options.slots
     budget = first if old is None else options.writes[0] if options.writes else None

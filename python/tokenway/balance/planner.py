@@ -15,6 +15,7 @@ from tokenway._balance import PlanConfig, PlanMove, PlanOutput
 from tokenway.errors import InvalidArgument
 
 Array = np.ndarray
+MOST_SLOTS = 1 << 20  # of all ranks: TW_MAX_EXPERTS
 MOVE = np.dtype([(name, np.int32) for name, _ in PlanMove._fields_])
 
 
@@ -66,7 +67,8 @@ class Plan:
     @cached_property
     def moves(self) -> Array:
         """What changes from `old`, by layer and slot: a record array of layer, slot, expert, before (what the slot
-        held) and source (a slot that held the expert: on the same rank, else the same node, else elsewhere)."""
+        held) and source (a slot that held the expert: on the same rank, else the same node, else elsewhere). Sources
+        are slots of `old`, also such that get another expert themselves: read all before any is written."""
         if self.old is None:
             return np.empty(0, MOVE)
         return moves_between(self.old, self.physical_to_logical, *self.shape, nodes=self.nodes)
@@ -99,7 +101,7 @@ def plan(
 
     loads: [layers, E] or [E], tokens per expert or anything proportional, at least 0: NumPy or PyTorch, float32,
     float64, int32 or int64 (others are converted to float64). slots: of each rank, ranks * slots >= E. No rank holds an
-    expert twice unless slots > E.
+    expert twice unless slots > E, or `old` has it so and `writes` are too few to mend that.
 
     groups: of consecutive experts that a router limits tokens to (DeepSeek's group-limited gating). Each then has a
     home node, and load leaves it only so far that no node carries more than 1 + node_tolerance times the mean; a
@@ -107,7 +109,7 @@ def plan(
 
     old: a Plan or a map [layers, ranks * slots] that is in use. It is then updated: at most `writes` slots of a layer
     get another expert; None: half a slot per rank, at least 4. With ranks * slots or more the plan is made anew, and
-    its ranks renamed so that most slots stay.
+    its ranks renamed so that most slots stay. With fewer, groups keep the homes that `old` gives them.
 
     The same arguments give the same plan everywhere, so every rank may plan for itself. Errors: InvalidArgument.
     """
@@ -115,7 +117,10 @@ def plan(
     layers, experts = given.shape
     config = _config(layers, experts, ranks, slots, nodes)
     config.num_groups = _int(groups, "groups")
-    config.node_tolerance = float(node_tolerance)
+    try:
+        config.node_tolerance = float(node_tolerance)
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"node_tolerance is {node_tolerance!r}; it must be a number from 0") from None
     before = None
     if old is not None:
         before = _map("old", old, layers, config)
@@ -124,7 +129,7 @@ def plan(
     elif writes is not None:
         raise InvalidArgument(f"writes is {writes}, and old is None; writes belongs to an update of `old`")
     # So that what is too large is refused before there is memory for it.
-    places = max(0, min(config.num_ranks * config.slots_per_rank, 1 << 20))
+    places = max(0, min(config.num_ranks * config.slots_per_rank, MOST_SLOTS))
     made = Plan(
         loads=given,
         ranks=config.num_ranks,
@@ -235,7 +240,11 @@ def _loads(loads: Any) -> Array:
     if tensors.is_torch(loads):
         loads = loads.detach().cpu()
         loads = (loads if "bfloat16" not in str(loads.dtype) else loads.float()).numpy()
-    array = np.asarray(loads)
+    try:
+        array = np.asarray(loads)
+    except ValueError:
+        told = "loads has rows of different lengths; it must be [layers, experts] or [experts]"
+        raise InvalidArgument(told) from None
     if array.dtype.kind not in "iuf":
         raise InvalidArgument(f"loads has dtype {array.dtype}; it must be a type of numbers")
     if array.dtype.newbyteorder("=") not in (np.float32, np.float64, np.int32, np.int64):

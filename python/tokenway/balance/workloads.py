@@ -11,6 +11,7 @@ import numpy as np
 from tokenway.errors import InvalidArgument
 
 Array = np.ndarray
+MOST_SIGMA, MOST_FACTOR = 20.0, 1e6  # loads stay finite
 
 
 def lognormal(
@@ -19,6 +20,7 @@ def lognormal(
     """[layers, experts]: exp of a normal distribution of standard deviation sigma. With groups of consecutive experts
     that are liked or disliked together, each of them has such a factor of its own, of group_sigma."""
     _check(layers=layers, experts=experts, groups=groups)
+    _check_within(MOST_SIGMA, sigma=sigma, group_sigma=group_sigma)
     if experts % groups:
         raise InvalidArgument(f"groups is {groups}; it must divide experts, {experts}")
     rng = _rng(seed)
@@ -31,6 +33,7 @@ def lognormal(
 def zipf(layers: int, experts: int, exponent: float = 1.0, seed: int = 0) -> Array:
     """[layers, experts]: the r-th hottest expert carries r ** -exponent of the hottest, in each layer's own order."""
     _check(layers=layers, experts=experts)
+    _check_within(MOST_SIGMA, exponent=exponent)
     falling = np.arange(1, experts + 1, dtype=np.float64) ** -exponent
     return _of_mean_1(_rng(seed).permuted(np.tile(falling, (layers, 1)), axis=1))
 
@@ -38,8 +41,8 @@ def zipf(layers: int, experts: int, exponent: float = 1.0, seed: int = 0) -> Arr
 def dirichlet(layers: int, experts: int, alpha: float = 1.0, seed: int = 0) -> Array:
     """[layers, experts]: a symmetric Dirichlet distribution; the smaller alpha, the more skewed."""
     _check(layers=layers, experts=experts)
-    if not alpha > 0:
-        raise InvalidArgument(f"alpha is {alpha}; it must be above 0")
+    if not 0 < alpha <= MOST_FACTOR:
+        raise InvalidArgument(f"alpha is {alpha}; it must be above 0, at most {MOST_FACTOR:g}")
     # Gammas beside a least value, so that a tiny alpha leaves no layer without load.
     return _of_mean_1(_rng(seed).standard_gamma(alpha, (layers, experts)) + 1e-300)
 
@@ -50,7 +53,7 @@ def drifting(
     experts: int,
     sigma: float = 0.75,
     *,
-    memory: float = 0.99,
+    memory: float = 0.998,
     hot: int = 0,
     boost: float = 4.0,
     stay: int = 8,
@@ -60,6 +63,8 @@ def drifting(
     new, so that sigma stays; and a hot set, `hot` experts of a layer that carry `boost` times theirs for `stay`
     windows, then others."""
     _check(windows=windows, layers=layers, experts=experts, stay=stay)
+    _check_within(MOST_SIGMA, sigma=sigma)
+    _check_within(MOST_FACTOR, boost=boost)
     if not 0 <= memory <= 1:
         raise InvalidArgument(f"memory is {memory}; allowed 0..1")
     if not 0 <= hot <= experts:
@@ -86,6 +91,7 @@ def domains(
     """[windows, layers, experts]: `count` domains (code, law, another language, ...) with lognormal loads of their own.
     Traffic is of one for `stay` windows and then another's, half of it in the window between."""
     _check(windows=windows, layers=layers, experts=experts, count=count, stay=stay)
+    _check_within(MOST_SIGMA, sigma=sigma)
     rng = _rng(seed)
     of_domain = _of_mean_1(np.exp(sigma * rng.standard_normal((count, layers, experts))))
     made = np.empty((windows, layers, experts))
@@ -134,6 +140,12 @@ def _of_mean_1(loads: Array) -> Array:
 
 def _rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
+
+
+def _check_within(most: float, **values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value <= most:
+            raise InvalidArgument(f"{name} is {value}; allowed 0..{most:g}")
 
 
 def _check(**counts: int) -> None:
