@@ -128,13 +128,17 @@ class Nodes {
   std::vector<Units> loads_;     // [nodes]
 };
 
-// The same number of groups to every node, as even as can be: a problem like that of experts and ranks.
-std::vector<int32_t> find_homes(const Problem& problem) {
+// The same number of groups to every node, as even as can be: a problem like that of experts and ranks; or the largest
+// to the coolest, as DeepSeek's algorithm does.
+enum class Homes { kEven, kGreedy };
+std::vector<int32_t> find_homes(const Problem& problem, Homes how) {
   const Shape& shape = problem.shape;
   Problem groups{{shape.groups, shape.nodes, shape.groups / shape.nodes, 1, 0}, {}, problem.total};
   groups.loads.assign(shape.groups, 0);
   for (int32_t e = 0; e < shape.experts; ++e) groups.loads[e / (shape.experts / shape.groups)] += problem.loads[e];
-  const auto placed = place_anywhere(groups).experts;
+  const auto one_each = items_of(groups, std::vector<int32_t>(shape.groups, 1));
+  const auto placed = how == Homes::kEven ? place_anywhere(groups).experts
+                                          : pack(one_each, shape.nodes, groups.shape.slots, Start::kPlain, 0);
   std::vector<int32_t> homes(shape.groups);
   for (int32_t i = 0; i < shape.groups; ++i) homes[placed[i]] = i / groups.shape.slots;
   return homes;
@@ -163,13 +167,15 @@ Packing pack_nodes(const Problem& problem, const Nodes& nodes) {
 
 std::vector<int32_t> place_on_nodes(const Problem& problem, int64_t tolerance) {
   const Shape& shape = problem.shape;
-  Nodes nodes(problem, find_homes(problem));
-  const Packing at_home = pack_nodes(problem, nodes);
+  Nodes nodes(problem, find_homes(problem, Homes::kEven));
+  Packing best = pack_nodes(problem, nodes);
+  const Packing greedy = pack_nodes(problem, Nodes(problem, find_homes(problem, Homes::kGreedy)));
+  if (greedy.peak() < best.peak()) best = greedy;
   const Units mean = problem.total / shape.nodes;
   nodes.even_out(mean + static_cast<Units>(static_cast<double>(mean) * (static_cast<double>(tolerance) / 1e6)));
   const Packing even = pack_nodes(problem, nodes);
   // Nodes that carry the same can have ranks that do not, above all where there is a slot for each expert and no more.
-  return even.peak() < at_home.peak() ? even.experts() : at_home.experts();
+  return even.peak() < best.peak() ? even.experts() : best.experts();
 }
 
 std::vector<int32_t> homes_of(const Problem& problem, const std::vector<int32_t>& experts) {

@@ -12,8 +12,8 @@ namespace {
 // Where place_exactly() comes to an end (test_balance.py has the shapes), and where it is worth a try of 20 ms.
 constexpr int32_t kFewExperts = 8, kFewPlaces = 30;
 constexpr int32_t kSmallExperts = 12, kSmallPlaces = 24;
-constexpr Units kNearly = 10000;
 constexpr int64_t kAllEffort = 40000000, kSomeEffort = 800000;
+constexpr Units kNearly = 10000;  // one part of so many above the bound is as even as is worth anything
 
 int64_t effort_for(const Shape& shape) {
   if (shape.experts <= kFewExperts && shape.places() <= kFewPlaces) return kAllEffort;
@@ -45,7 +45,8 @@ Placed place_anywhere(const Problem& problem) {
   Packing best(problem, pack(items, shape.ranks, shape.slots, Start::kPlain, goal));
   exchange(&best, 0, shape.ranks, goal);
   // A batch is levelled by what experts of several replicas can shift, so each rank should have some, where ranks can
-  // be even so: at 32 ranks, 288 slots and 128 tokens a rank the policy `balanced` then leaves 3.5 % instead of 5.1.
+  // be even so: at 32 ranks, 288 slots and 128 tokens a rank the policy `balanced` then leaves two thirds of what it
+  // would.
   if (spare && best.peak() - simple <= simple / kNearly) {
     Packing spread(problem, pack(items, shape.ranks, shape.slots, Start::kSpread, goal));
     exchange(&spread, 0, shape.ranks, goal, Among::kAlike);

@@ -20,7 +20,8 @@ struct Placed {
 Placed place_anywhere(const Problem& problem);
 
 // Each group of experts on one node, and beyond that as few slots elsewhere as bring every node's load within
-// `tolerance` (parts in a million) of the mean of all. Needs shape.groups, a multiple of shape.nodes.
+// `tolerance` (parts in a million) of the mean of all, if that makes the hottest rank cooler. Needs shape.groups, a
+// multiple of shape.nodes.
 std::vector<int32_t> place_on_nodes(const Problem& problem, int64_t tolerance);
 
 // Of a small problem, up to 32 experts: the best plan there is, if it can be found within an effort (20 million take

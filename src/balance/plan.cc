@@ -53,9 +53,10 @@ Placed place(const Request& request, const Problem& problem, const int32_t* old)
   if (request.budget > few) {
     auto made = relabel(shape, from_nothing().experts, before);
     const bool allowed = writes_between(before, made) <= request.budget;
-    // With groups, cooler ranks are not all that was asked for.
-    const bool anew = shape.groups > 0 && request.budget >= shape.places();
-    if (anew || (allowed && Packing(problem, made).peak() < Packing(problem, best).peak())) best = std::move(made);
+    // Cooler ranks are not all that was asked for.
+    const bool anew = (shape.groups > 0 && request.budget >= shape.places()) || has_doubles(shape, best);
+    const bool cooler = Packing(problem, made).peak() < Packing(problem, best).peak();
+    if (allowed && (anew || cooler)) best = std::move(made);
   }
   return {std::move(best)};
 }

@@ -8,6 +8,7 @@
 #include "balance/update.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "balance/bound.h"
@@ -15,6 +16,12 @@
 
 namespace tw::balance {
 namespace {
+
+// Whether a rank holds the expert at `place` before it too.
+bool is_double(const Shape& shape, const std::vector<int32_t>& experts, int32_t place) {
+  const auto first = experts.begin() + place / shape.slots * shape.slots, here = experts.begin() + place;
+  return std::find(first, here, *here) != here;
+}
 
 constexpr int32_t kHalvings = 6;
 constexpr int32_t kPolishPatience = 4;
@@ -259,34 +266,43 @@ class Updater {
   std::vector<int32_t> touched_;
 };
 
-// A plan in which ranks hold no expert twice, as far as the budget goes: each second replica makes room for the expert
-// whose replicas carry most, of those that the rank lacks; of experts that are at home there, if there are such.
+// A plan in which ranks hold no expert twice, as far as the budget goes. Each second replica makes room for the expert
+// with which the hottest rank carries least, of those that the rank lacks; of those at home there, if there are such.
 std::vector<int32_t> without_doubles(const Problem& problem, const std::vector<int32_t>& old, int32_t budget) {
   const Shape& shape = problem.shape;
+  if (!has_doubles(shape, old)) return old;
   Packing packing(problem, old);
-  if (shape.slots > shape.experts) return old;
   const std::vector<int32_t> homes = shape.groups > 0 ? homes_of(problem, old) : std::vector<int32_t>{};
   for (int32_t place = 0; place < shape.places() && budget > 0; ++place) {
+    if (!is_double(shape, packing.experts(), place)) continue;
     const int32_t rank = place / shape.slots;
-    const auto first = packing.experts().begin() + rank * shape.slots, here = packing.experts().begin() + place;
-    if (std::find(first, here, *here) == here) continue;
-    int32_t best = -1;
+    std::optional<Packing> best;
     bool best_at_home = false;
     for (int32_t e = 0; e < shape.experts; ++e) {
-      if (packing.holds(rank, e)) continue;
       const bool at_home = homes.empty() || homes[e / (shape.experts / shape.groups)] == shape.node_of(rank);
-      if (best < 0 || std::pair(at_home, packing.share_of(e)) > std::pair(best_at_home, packing.share_of(best))) {
-        best = e;
-        best_at_home = at_home;
-      }
+      if (packing.holds(rank, e) || (best_at_home && !at_home)) continue;
+      Packing trial = packing;
+      trial.replace(place, e);
+      const auto carried = [&](const Packing& made) { return std::pair(made.peak(), made.load(rank)); };
+      if (best && at_home == best_at_home && carried(trial) >= carried(*best)) continue;
+      best = std::move(trial);
+      best_at_home = at_home;
     }
-    packing.replace(place, best);
+    packing = std::move(*best);
     --budget;
   }
   return packing.experts();
 }
 
 }  // namespace
+
+bool has_doubles(const Shape& shape, const std::vector<int32_t>& experts) {
+  if (shape.slots > shape.experts) return false;
+  for (int32_t place = 0; place < shape.places(); ++place) {
+    if (is_double(shape, experts, place)) return true;
+  }
+  return false;
+}
 
 std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& old, int32_t budget,
                             int64_t tolerance) {

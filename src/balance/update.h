@@ -9,11 +9,14 @@ namespace tw::balance {
 
 // Changes at most `budget` slots of `old` [N * S] so that the hottest rank carries as little as that allows. With
 // shape.groups, load leaves its home only from a node that carries more than `tolerance` (parts in a million) above the
-// mean.
+// mean. Second replicas of an expert on a rank go first, also where a rank gets hotter by that.
 std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& old, int32_t budget, int64_t tolerance);
 
 // The same of a plan that is not in use yet, without groups or a budget, and with less effort.
 std::vector<int32_t> polish(const Problem& problem, const std::vector<int32_t>& plan, Units goal);
+
+// Whether a rank holds an expert twice though it need not.
+bool has_doubles(const Shape& shape, const std::vector<int32_t>& experts);
 
 // Renames the ranks of a plan, and orders its slots, so that as many as possible hold what they held in `old`. Ranks of
 // one node stay together.

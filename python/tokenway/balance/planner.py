@@ -109,7 +109,8 @@ def plan(
 
     old: a Plan or a map [layers, ranks * slots] that is in use. It is then updated: at most `writes` slots of a layer
     get another expert; None: half a slot per rank, at least 4. With ranks * slots or more the plan is made anew, and
-    its ranks renamed so that most slots stay. With fewer, groups keep the homes that `old` gives them.
+    its ranks renamed so that most slots stay. With up to half of that, groups keep the
+    homes that `old` gives them.
 
     The same arguments give the same plan everywhere, so every rank may plan for itself. Errors: InvalidArgument.
     """
@@ -119,7 +120,7 @@ def plan(
     config.num_groups = _int(groups, "groups")
     try:
         config.node_tolerance = float(node_tolerance)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidArgument(f"node_tolerance is {node_tolerance!r}; it must be a number from 0") from None
     before = None
     if old is not None:

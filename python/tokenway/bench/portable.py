@@ -96,8 +96,7 @@ def _points(settings: Any, control: Control, profile: str, top_k: int, progress:
                 chosen = {way: _describe(group) for way, group in groups.items() if way != AGAIN}
                 for case, rounds in zip(cases, times, strict=True):
                     progress.doing(f"{case.name}, top-{top_k}")
-                    for way, found in _point(settings, control, groups, case).items():
-                        rounds.setdefault(way, []).extend(found)
+                    _join(rounds, _point(settings, control, groups, case))
                     progress.done()
             except BaseException:
                 stack.pop_all()  # closing is collective, as in run_rank
@@ -105,6 +104,14 @@ def _points(settings: Any, control: Control, profile: str, top_k: int, progress:
             for group in groups.values():
                 group.close()
     return [_row(case, chosen, rounds) for case, rounds in zip(cases, times, strict=True)]
+
+
+def _join(times: Times, found: Times) -> None:
+    """Adds the rounds of groups made anew, as many of each way that is compared, so that rounds stay neighbours."""
+    compared = {"routed", "gathered", "auto", AGAIN} & found.keys()
+    least = min((len(found[way]) for way in compared), default=0)
+    for way, rounds in found.items():
+        times.setdefault(way, []).extend(rounds[:least] if way in compared else rounds)
 
 
 def _row(case: Case, chosen: dict[str, Any], times: Times) -> dict[str, Any]:
