@@ -3,6 +3,7 @@
 #include <functional>
 #include <utility>
 
+#include "balance/ladder.h"
 #include "balance/packing.h"
 
 namespace tw::balance {
@@ -13,11 +14,7 @@ constexpr int32_t kColdest =
 constexpr int32_t kHottest = 64;  // and of largest share, beyond those of the ranks that carry most
 constexpr int32_t kPasses = 24;
 
-// A bound on what the hottest rank carries by the counts alone. The hottest i + 1 replicas are on at most as many
-// ranks, whose other slots hold at least the smallest: so a rank carries at least the mean of the first i + 1 rungs,
-// where rung i is the i-th largest share with the next S - 1 of the smallest. With two slots a rank a single rung is a
-// bound too, and the highest of them is reached by pairing the largest with the smallest: the P + 1 - i slots from the
-// i-th smallest on cannot all be paired among the others.
+// The shares of a layer's replicas, and the bound (climb) by them and by those with one replica moved.
 class Ladder {
  public:
   Ladder(const Problem& problem, std::vector<int32_t>* counts) : problem_(problem), counts_(*counts) { fill(); }
@@ -93,19 +90,8 @@ class Ladder {
   };
 
   Units climb(Side<1> largest, Side<-1> smallest, Units limit, int32_t* rung) const {
-    const int32_t mates = problem_.shape.slots - 1;
-    Units highest = 0, sum = 0;
-    for (int32_t i = 0; i < problem_.shape.ranks && highest < limit; ++i) {
-      Units step = largest.next();
-      for (int32_t k = 0; k < mates; ++k) step += smallest.next();
-      sum += step;
-      const Units bound = mates == 1 ? step : (sum + i) / (i + 1);
-      if (bound > highest) {
-        highest = bound;
-        if (rung != nullptr) *rung = i;
-      }
-    }
-    return highest;
+    return tw::balance::climb(
+        problem_.shape, limit, [&] { return largest.next(); }, [&] { return smallest.next(); }, rung);
   }
 
   void fill() {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "balance/bound.h"
+#include "balance/ladder.h"
 #include "balance/place.h"
 
 namespace tw::balance {
@@ -58,23 +59,13 @@ class Search {
     std::sort(items_.begin(), items_.end(), [](const auto& a, const auto& b) {
       return a.first != b.first ? a.first > b.first : a.second < b.second;
     });
-    if (ladder() >= peak_) return;
+    auto largest = items_.begin();
+    auto smallest = items_.rbegin();
+    const auto next = [](auto* item) { return ((*item)++)->first; };
+    if (climb(shape_, peak_, [&] { return next(&largest); }, [&] { return next(&smallest); }) >= peak_) return;
     Units total = 0;
     for (const auto& item : items_) total += item.first;
     place(0, 0, total);
-  }
-
-  // What no packing of these counts is below: as Ladder in counts.cc.
-  Units ladder() const {
-    Units highest = 0, sum = 0;
-    auto smallest = items_.rbegin();
-    for (int32_t i = 0; i < shape_.ranks; ++i) {
-      Units rung = items_[i].first;
-      for (int32_t k = 1; k < shape_.slots; ++k) rung += (smallest++)->first;
-      sum += rung;
-      highest = std::max(highest, shape_.slots == 2 ? rung : (sum + i) / (i + 1));
-    }
-    return highest;
   }
 
   // The items from k on. `from`: where the last replica went, as those of one expert go to ascending ranks.

@@ -61,7 +61,7 @@ class Packer {
     const auto ranks = static_cast<int32_t>(filled_.size());
     for (int32_t place = 0; place < ranks * slots_; ++place) {
       const int32_t r = place / slots_, e = experts_[place];
-      if (std::find(experts_.begin() + r * slots_, experts_.begin() + place, e) == experts_.begin() + place) continue;
+      if (!is_double(experts_, slots_, place)) continue;
       bool done = false;
       for (int32_t other = 0; other < ranks * slots_ && !done; ++other) {
         if (other / slots_ == r || holds(other / slots_, e) || holds(r, experts_[other])) continue;

@@ -1,12 +1,19 @@
 // Which expert is in which slot, and what every rank then carries; moves keep both in step.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "balance/problem.h"
 
 namespace tw::balance {
+
+// Whether the rank of a place holds its expert in a place before it too. experts: [N * S], rank major.
+inline bool is_double(const std::vector<int32_t>& experts, int32_t slots, int32_t place) {
+  const auto first = experts.begin() + place / slots * slots, here = experts.begin() + place;
+  return std::find(first, here, *here) != here;
+}
 
 class Packing {
  public:
@@ -55,7 +62,7 @@ class Packing {
 // sum ceil(load / T) fits. An expert gets at most `limit`; slots are left over if that is too few for all.
 std::vector<int32_t> apportion(const Units* loads, int32_t experts, int32_t places, int32_t limit);
 
-// Moves replicas from one expert to another while the counts alone keep a rank above `goal` (see Ladder in counts.cc).
+// Moves replicas from one expert to another while the counts alone keep a rank above `goal` (ladder.h).
 void refine_counts(const Problem& problem, Units goal, std::vector<int32_t>* counts);
 
 // The same for two slots a rank and some replicas, with more effort. Returns what no plan is below.

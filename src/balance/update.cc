@@ -17,12 +17,6 @@
 namespace tw::balance {
 namespace {
 
-// Whether a rank holds the expert at `place` before it too.
-bool is_double(const Shape& shape, const std::vector<int32_t>& experts, int32_t place) {
-  const auto first = experts.begin() + place / shape.slots * shape.slots, here = experts.begin() + place;
-  return std::find(first, here, *here) != here;
-}
-
 constexpr int32_t kHalvings = 6;
 constexpr int32_t kPolishPatience = 4;
 
@@ -274,7 +268,7 @@ std::vector<int32_t> without_doubles(const Problem& problem, const std::vector<i
   Packing packing(problem, old);
   const std::vector<int32_t> homes = shape.groups > 0 ? homes_of(problem, old) : std::vector<int32_t>{};
   for (int32_t place = 0; place < shape.places() && budget > 0; ++place) {
-    if (!is_double(shape, packing.experts(), place)) continue;
+    if (!is_double(packing.experts(), shape.slots, place)) continue;
     const int32_t rank = place / shape.slots;
     std::optional<Packing> best;
     bool best_at_home = false;
@@ -299,7 +293,7 @@ std::vector<int32_t> without_doubles(const Problem& problem, const std::vector<i
 bool has_doubles(const Shape& shape, const std::vector<int32_t>& experts) {
   if (shape.slots > shape.experts) return false;
   for (int32_t place = 0; place < shape.places(); ++place) {
-    if (is_double(shape, experts, place)) return true;
+    if (is_double(experts, shape.slots, place)) return true;
   }
   return false;
 }

@@ -109,8 +109,7 @@ def plan(
 
     old: a Plan or a map [layers, ranks * slots] that is in use. It is then updated: at most `writes` slots of a layer
     get another expert; None: half a slot per rank, at least 4. With ranks * slots or more the plan is made anew, and
-    its ranks renamed so that most slots stay. With up to half of that, groups keep the
-    homes that `old` gives them.
+    its ranks renamed so that most slots stay. With up to half of that, groups keep the homes that `old` gives them.
 
     The same arguments give the same plan everywhere, so every rank may plan for itself. Errors: InvalidArgument.
     """

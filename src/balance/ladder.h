@@ -1,0 +1,32 @@
+// What the counts of replicas alone keep the hottest rank above.
+//
+// The hottest i + 1 replicas are on at most as many ranks, whose other slots hold at least the smallest: so a rank
+// carries at least the mean of the first i + 1 rungs, where rung i is the i-th largest share with the next S - 1 of the
+// smallest. With two slots a rank a single rung is a bound too, and the highest of them is reached by pairing the
+// largest with the smallest: the P + 1 - i slots from the i-th smallest on cannot all be paired among the others.
+#pragma once
+
+#include "balance/problem.h"
+
+namespace tw::balance {
+
+// The bound, or anything not below `limit` if it is not below that. largest(), smallest(): the next share from that
+// end. `rung`: which of them it is by.
+template <class Largest, class Smallest>
+Units climb(const Shape& shape, Units limit, Largest&& largest, Smallest&& smallest, int32_t* rung = nullptr) {
+  const int32_t mates = shape.slots - 1;
+  Units highest = 0, sum = 0;
+  for (int32_t i = 0; i < shape.ranks && highest < limit; ++i) {
+    Units step = largest();
+    for (int32_t k = 0; k < mates; ++k) step += smallest();
+    sum += step;
+    const Units bound = mates == 1 ? step : (sum + i) / (i + 1);
+    if (bound > highest) {
+      highest = bound;
+      if (rung != nullptr) *rung = i;
+    }
+  }
+  return highest;
+}
+
+}  // namespace tw::balance
