@@ -261,22 +261,22 @@ __device__ __noinline__ static uint64_t load_any_word(Collect s, int rank, int i
   return load_bytes(s.row_in(rows, rank, i) + 8 * uint64_t{at.word}, int64_t{rows.row_bytes} - 8 * int64_t{at.word});
 }
 
-// The thread's words of a unit of row i for a rank.
+// The thread's words of the g-th group of a unit of row i for a rank.
+template <bool kFast>
+__device__ inline Vec16 load_group(const Collect& s, int rank, int i, const Unit& unit, uint32_t g) {
+  const uint32_t w = first_word(unit.begin + g);
+  const uint32_t end = s.p.units.words;
+  if (unit.begin + g >= unit.end) return {};
+  if (kFast) return load_two(s.row_in(s.p.rows[0], rank, i), w, end);
+  Vec16 pair{};
+  if (w < end) pair.a = load_any_word(s, rank, i, w);
+  if (w + 1 < end && !is_flag()) pair.b = load_any_word(s, rank, i, w + 1);
+  return pair;
+}
 template <bool kFast, int kGroups>
 __device__ inline void load_unit(const Collect& s, int rank, int i, const Unit& unit, Vec16 (&pair)[kGroups]) {
-  const uint32_t end = s.p.units.words;
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    const uint32_t w = first_word(unit.begin + g);
-    pair[g] = {};
-    if (unit.begin + g >= unit.end) continue;
-    if (kFast) {
-      pair[g] = load_two(s.row_in(s.p.rows[0], rank, i), w, end);
-    } else {
-      if (w < end) pair[g].a = load_any_word(s, rank, i, w);
-      if (w + 1 < end && !is_flag()) pair[g].b = load_any_word(s, rank, i, w + 1);
-    }
-  }
+  for (int g = 0; g < kGroups; ++g) pair[g] = load_group<kFast>(s, rank, i, unit, g);
 }
 
 // A rank's share of units of lines: whose, which row, which part.
@@ -310,8 +310,9 @@ struct Ahead {
   }
 };
 
-template <bool kFast, int kGroups>
-__device__ inline void send_lines(const Collect& s, Ahead<kFast, kGroups> ahead) {
+// `sent(out, pair)`: of each unit, when it is on its way.
+template <bool kFast, int kGroups, class Sent>
+__device__ inline void send_lines(const Collect& s, Ahead<kFast, kGroups> ahead, Sent&& sent) {
   const CollectiveParams& p = s.p;
   const Shares shares = sent_shares(p.roles);
   const uint32_t all = units_to_send(s);
@@ -329,15 +330,17 @@ __device__ inline void send_lines(const Collect& s, Ahead<kFast, kGroups> ahead)
       if (g >= groups) continue;
       store_line(together, line + g * kGroupBytes, ahead.pair[g].a, is_flag() ? s.step.number : ahead.pair[g].b);
     }
+    sent(out, ahead.pair);
   }
 }
 
 // ---- The kernel
 
-// `receive(s)`: by all threads of a block that receives. `clear(s)`: what is left of outputs after an error; by a
-// block.
-template <bool kLines, bool kFast, int kGroups, class Receive, class Clear>
-__device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Receive&& receive, Clear&& clear) {
+// `sent(s, out, pair)`: of each unit of lines that is on its way. `receive(s)`: by all threads of a block that
+// receives. `clear(s)`: what is left of outputs after an error; by a block.
+template <bool kLines, bool kFast, int kGroups, class Sent, class Receive, class Clear>
+__device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Sent&& sent, Receive&& receive,
+                               Clear&& clear) {
   let_next_begin();
   const GroupView& g = p.group;
   const int thread = static_cast<int>(threadIdx.x);
@@ -375,7 +378,7 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Recei
   if (s.sends()) {  // S7: nobody here waits
     if (!p.late_word && blockIdx.x == 0 && last) publish_first(s);
     if constexpr (kLines) {
-      send_lines<kFast, kGroups>(s, ahead);
+      send_lines(s, ahead, [&](const Outgoing& out, const auto& pair) { sent(s, out, pair); });
     } else {
       push_chunks<twDtypeNone, kFast>(s);
     }

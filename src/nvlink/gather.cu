@@ -67,10 +67,11 @@ template <bool kFast, int kGroups>
 __device__ inline void take_lines(const Collect& s) {
   const CollectiveParams& p = s.p;
   const Shares shares = received_shares(p.roles);
-  const uint32_t all = static_cast<uint32_t>(p.bound * s.ranks()) * p.units.per_row.divisor;
+  const int sources = s.ranks() - (p.own_sent ? 1 : 0);
+  const uint32_t all = static_cast<uint32_t>(p.bound * sources) * p.units.per_row.divisor;
 #pragma unroll 1
   for (uint32_t u = shares.first; u < all; u += shares.step) {
-    const Share in = share_of(p.units, static_cast<uint32_t>(s.ranks()), u);
+    const Share in = share_of(p.units, static_cast<uint32_t>(sources), u);
     const int source = (s.me() + 1 + in.turn) % s.ranks();  // its own last
     if (in.index >= s.sizes()[source]) continue;
     const int64_t row = int64_t{s.first()[source]} + in.index;
@@ -139,6 +140,11 @@ template <bool kLines, bool kFast, int kGroups>
 __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_constant__ CollectiveParams p) {
   collect<kLines, kFast, kGroups>(
       p, twPhaseGather,
+      [](const Collect& s, const Outgoing& out, const Vec16(&pair)[kGroups]) {
+        // Its own rows too, once: nobody waits for them.
+        if (!s.p.own_sent || out.share.turn != 0) return;
+        store_unit<kFast>(s, int64_t{s.first()[s.me()]} + out.share.index, out.share.unit, pair);
+      },
       [](const Collect& s) {
         if (!s.p.all_sizes && !learn_sizes(s)) return;
         if constexpr (kLines) {

@@ -406,6 +406,7 @@ struct CollectiveParams {
   int32_t by_lines;    // all rows travel as lines
   int32_t late_word;   // publishing must follow all reads and stores: rows lie in the window, or are seen there
   int32_t own_pushed;  // this rank's own rows go through its window, as others' do
+  int32_t own_sent;    // who sends a gather's lines also puts this rank's own rows where they belong
   int32_t usual;       // one tensor, of vectors, or of words where all rows are lines; and sums of its own type
   int32_t tensors;
   int32_t chunk_rows;

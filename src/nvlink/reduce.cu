@@ -77,10 +77,8 @@ __device__ inline bool sum_line_unit(const Collect& s, int i, const Unit& unit) 
                         ? s.windows()[s.me()] + line_at(p.lines, s.step.bank(), source, i) + line_place(unit.begin)
                         : nullptr;
       if (!own) continue;
-      Vec16 mine[kGroups];
-      load_unit<kFast>(s, source, i, unit, mine);
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) parts.value[g][t] = mine[g];
+      for (int g = 0; g < kGroups; ++g) parts.value[g][t] = load_group<kFast>(s, source, i, unit, g);
     }
     parts.look();
     if (!await_lines(
@@ -227,7 +225,7 @@ __device__ __noinline__ static void fill_nan(Collect s) {
 template <bool kLines, twDtype_t kWire, int kGroups>
 __global__ void __launch_bounds__(kThreads, 1) reduce_kernel(const __grid_constant__ CollectiveParams p) {
   collect<kLines, kWire != twDtypeNone, kGroups>(
-      p, twPhaseReduce,
+      p, twPhaseReduce, [](const auto&...) {},
       [](const Collect& s) {
         if constexpr (kLines) {
           sum_lines<kWire, kGroups>(s);
