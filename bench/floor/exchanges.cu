@@ -145,12 +145,11 @@ struct Way {
   Kernel kernel;
   bool unpacks;      // rows end in `out`, not in the inbox
   bool all_waiting;  // blocks wait for each other's counterparts, so all of them must be on the device
-  bool flag_a_unit;
 };
 constexpr Way kWays[] = {
-    {"lines", lines, true, true, false},
-    {"last_block", last_block, false, false, false},
-    {"row_flags", row_flags, false, true, true},
+    {"lines", lines, true, false},
+    {"last_block", last_block, false, false},
+    {"row_flags", row_flags, false, true},
 };
 
 void check_received(Pair& pair, const Way& way, const Shape& shape) {

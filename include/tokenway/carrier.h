@@ -1,4 +1,4 @@
-// What moves the bytes of a portable comm: collectives of the caller's own, behind five functions. Part of tokenway.h.
+// What moves the bytes of a portable comm: collectives of the caller's own, behind a few functions. Part of tokenway.h.
 //
 // A portable comm has no memory in common. What a step writes for a peer goes into a message, messages travel by an
 // all-to-all of the caller's (torch.distributed's in the Python package), and are unpacked into the peer's own window:

@@ -94,8 +94,8 @@ typedef struct {
 // (else twInvalidArgument, with the numbers): a group whose rows are at least as large always has it. An output may
 // be the memory of the input in place (tensors[q] being rows offsets[rank] and on of output.tensors[q], host_sizes
 // given), and must not overlap it otherwise. Step of all ranks. Errors: twInvalidArgument and twInvalidUsage (peers get
-// twPeerRefused at once, unless it is about which lane, which is refused alike everywhere), twPeerRefused,
-// twBoundMismatch, and the sticky ones. After a step that failed counts and offsets are 0.
+// twPeerRefused at once, but for what twDispatch names), twPeerRefused, twBoundMismatch, and the sticky ones. Over a
+// carrier between devices tensors that are refused end the group. After a step that failed counts and offsets are 0.
 TW_API twResult_t twAllGatherV(twGroup_t group, const twAllGatherVInput_t* input, twAllGatherVOutput_t* output);
 
 // Sums what all ranks have for each rank, there: output row i = sum over ranks ascending of the row i that each has for

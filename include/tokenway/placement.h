@@ -61,8 +61,8 @@ TW_API twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, in
 TW_API twResult_t twGroupReplaceMap(twGroup_t group, int32_t layer, const int32_t* slot_expert,
                                     const float* slot_shares, void* stream);
 
-// A layer's map as it is, and its shares (all 1 without any given): [P]; NULL: not wanted. twGroupReplaceMap says what
-// errors there are.
+// A layer's map as it is, and its shares (all 1 without any given): [P]; NULL: not wanted. Of the errors of
+// twGroupReplaceMap those about arguments.
 TW_API twResult_t twGroupMap(twGroup_t group, int32_t layer, int32_t* slot_expert, float* slot_shares);
 
 // How often each expert has been chosen: loads [num_layers, E], the decaying average of the choices of all ranks in a

@@ -1,8 +1,8 @@
 // Tokenway: expert-parallel communication for mixture-of-experts models.
 //
 // One exchange: `dispatch` sends every token to the distinct ranks that hold its top-k experts, `combine` returns one
-// partial result per rank and sums them where the token came from. This header is the whole C API, with types.h; it
-// needs nothing but a C99 compiler. A complete program stands in examples/03_c_api.c.
+// partial result per rank and sums them where the token came from. This header brings the whole C API, with those
+// beside it, and needs nothing but a C99 compiler. A complete program stands in examples/03_c_api.c.
 //
 // Conventions
 //   * Functions return twResult_t. A sentence that names the argument, its value and the allowed range is kept per
@@ -114,10 +114,11 @@ TW_API twResult_t twCommCreateCuda(twComm_t* comm, int32_t rank, int32_t nranks,
 TW_API twResult_t twCommCreateLocal(twComm_t* comms, int32_t nranks, const twCommConfig_t* config);
 
 // Connects `nranks` processes, wherever they are, whose groups exchange through collectives of the caller's
-// (carrier.h). Groups are on the CPU, and are called as those of twCommCreateShm. Connections go to ports that the
+// (carrier.h). Groups are on the CPU, and are called as those of twCommCreateShm, or with config.on_device on CUDA
+// devices, and are called as those of twCommCreateCuda. Connections go to ports that the
 // system chooses, of addresses that the ranks' network interfaces have; on these nothing is encrypted. Collective.
 // Errors: twInvalidArgument; twTimeout, which names the ranks that could not be reached; twConfigMismatch;
-// twSystemError.
+// twSystemError; twUnsupported for devices in a build without CUDA, or a strategy that devices have not.
 TW_API twResult_t twCommCreatePortable(twComm_t* comm, int32_t rank, int32_t nranks, const twPortableConfig_t* config);
 
 // Frees this rank's comm. Its groups must have been destroyed (else twInvalidUsage). Peers see the rank as gone.
@@ -165,7 +166,7 @@ typedef struct {
   twMode_t mode;
   int32_t num_experts;  // E, 1..TW_MAX_EXPERTS; 0, with top_k 0: one on each rank, for a group that gathers and reduces
   int32_t top_k;        // K, 1..TW_MAX_TOP_K, at most E
-  int32_t max_tokens;   // B, 1..TW_MAX_TOKENS: tokens of one rank in one call
+  int32_t max_tokens;   // B, 1..TW_MAX_TOKENS: tokens of one rank in one call; N * B is at most 2^31 - 1
   int32_t num_payloads;  // 1..TW_MAX_PAYLOADS
   twPayload_t payloads[TW_MAX_PAYLOADS];
   twDtype_t combine_dtype;   // of the rows on the wire: twFloat32, twBfloat16 or twFloat16
@@ -179,7 +180,7 @@ typedef struct {
   int32_t timeout_ms;          // a peer later than this is an error; 0: TOKENWAY_TIMEOUT_MS, else 100 s
   twDtype_t id_dtype;          // of received ids: twInt32 or twInt64; twDtypeNone: twInt32
   twIdSpace_t id_space;
-  int32_t invalid_id;  // what stands for "no expert" in received ids; default -1
+  int32_t invalid_id;  // what stands for "no expert" in received ids: negative, or no id that may come; default -1
   int32_t sm_limit;    // CUDA backend: thread blocks of a kernel, at most one per SM; 0: the backend chooses
   // High throughput alone.
   int32_t max_recv_tokens;  // R, rows of all sources that a rank may receive in a step, 1..N*B; 0: N*B
@@ -276,7 +277,8 @@ TW_API twResult_t twHandleCreate(twHandle_t* handle, twGroup_t group, const twTe
 // whose tensors have as many rows as the host knew that would come (else twInvalidUsage).
 TW_API twResult_t twHandleUpdate(twHandle_t handle, const twTensor_t* ids, const twTensor_t* weights);
 
-// Gives back the handle's lane, if it holds one, and frees it. As twHandleRelease, the same host order on all ranks.
+// Gives back the handle's lane, if it holds one, and frees it. As twHandleRelease, the same host order on all ranks,
+// and refused (twInvalidUsage, nothing is freed) while a send is pending.
 TW_API twResult_t twHandleDestroy(twHandle_t handle);
 
 // Gives back the lane that the handle's dispatch leased, without a combine. Sends nothing; all ranks do it at the same
@@ -409,14 +411,16 @@ typedef struct {
 // Sends every token to the ranks of its experts and receives what the others send here. Leases a lane
 // until the handle's combine (or twHandleRelease); a handle that holds a lane dispatches again on the
 // same one. Step of all ranks. Errors: twInvalidArgument, twInvalidUsage (peers get twPeerRefused at
-// once, unless it is about which lane, which is refused alike everywhere), twPeerRefused,
-// twBoundMismatch, and the sticky ones. A call that the handle or the struct does not tell the lane of is refused on
-// the next free one. After a step that failed counts are 0 and ids invalid_id for sources whose rows did not arrive. A
-// failed dispatch gives its lane back, unless it was send_only: then the handle holds it until it is dispatched again,
-// released or destroyed. On the CUDA backend the peers of a rank that refused find out later: theirs give the lane back
-// by the handle's combine, which then does nothing but fill its output with NaN, or by twHandleRelease. The handle of
-// the rank that refused holds its lane as well, until it is dispatched again, released or destroyed; a combine that was
-// refused has given it back.
+// once, unless it is about which lane or a send that is pending, which is refused alike everywhere, or
+// about the stream of a device, on which nothing can be sent: then they wait for this rank, up to their
+// timeout), twPeerRefused, twBoundMismatch, and the sticky ones. Over a carrier between devices a bound
+// that is out of range ends the group (docs/BACKENDS.md). A call that the handle or the struct does not tell the lane
+// of is refused on the next free one. After a step that failed counts are 0 and ids invalid_id for sources whose rows
+// did not arrive. A failed dispatch gives its lane back, unless it was send_only: then the handle holds it until it is
+// dispatched again, released or destroyed. On the CUDA backend the peers of a rank that refused find out later: theirs
+// give the lane back by the handle's combine, which then does nothing but fill its output with NaN, or by
+// twHandleRelease. The handle of the rank that refused holds its lane as well, until it is dispatched again, released
+// or destroyed; a combine that was refused has given it back.
 TW_API twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_t* input,
                              twDispatchOutput_t* output);
 

@@ -20,7 +20,8 @@
 // Grouped by what they break: nothing (the call did not happen), this call (on all ranks), or the group.
 typedef enum TW_AS_INT {
   twSuccess = 0,
-  // Nothing was sent; the group is as it was.
+  // Nothing was sent; the group is as it was. But where a device or a carrier could not do this rank's part of a step,
+  // for which the peers wait, the rank has given the group up, as by twGroupAbort: twGroupGetError tells it.
   twInvalidArgument = 1,  // an argument is out of range; twLastError() says which
   twInvalidUsage = 2,     // right arguments at the wrong time: combine before dispatch, no free lane, ...
   twOutOfMemory = 3,      // the sentence says how much is needed and how much is free

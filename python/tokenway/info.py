@@ -66,7 +66,6 @@ def collect() -> dict[str, Any]:
             "cpu": _cpu_backend(),
             "nvlink": nvlink,
             "torch": _portable_backend(),
-            "gin": "not in this version",
         },
         "machine": here,
         "kernel": kernel_features(),

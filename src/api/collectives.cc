@@ -361,7 +361,7 @@ Status check_reduce(twGroup& group, const twReduceScatterVInput_t& input, const 
     given.host_sizes = equal.data();
     from = Sizes::kHost;
   }
-  if (call->flat && from == Sizes::kOwnInMemory && group.ranks() > 1) {
+  if (call->flat && from == Sizes::kOwnInMemory) {
     return fail(twInvalidArgument,
                 "input.sizes has shape [1]; of twFlat it must be [%d]: rows of all ranks follow each "
                 "other",

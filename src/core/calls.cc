@@ -218,7 +218,7 @@ bool learns_late(const twGroup& group) { return group.backend->on_device() && !g
 Status fail_launch(twGroup& group, twHandle& handle, twPhase_t phase, StepPlace at, Status why) {
   handle.pending = Pending::kNone;
   if (handle.lane_for_this_step) give_back(group, handle);
-  (void)conclude(group, phase, at, 0, {twInternalError, group.me(), {}, 0});
+  (void)conclude(group, phase, at, 0, {twPeerAborted, group.me(), {}, 0});
   return why;
 }
 

@@ -32,7 +32,7 @@ Status collect(twGroup& group, CollectiveCall* given, int32_t wish, int64_t* req
   call.at = call.views && group.backend->on_device() ? group.lanes.begin_refusal(lane) : group.lanes.begin(lane);
   if (call.views) group.lanes[lane].viewed = call.at.step;
   if (Status sent = group.backend->send_collective(call); !sent.ok()) {
-    (void)conclude(group, call.phase(), call.at, 0, {twInternalError, group.me(), {}, 0});
+    (void)conclude(group, call.phase(), call.at, 0, {twPeerAborted, group.me(), {}, 0});
     return sent;
   }
   if (!call.send_only) return finish(group, call);

@@ -39,7 +39,6 @@ struct Routing {
   Destination* destinations = nullptr;  // of token t: first[t] .. first[t + 1], ranks ascending
   int32_t* send_counts = nullptr;       // [N]
 
-  int64_t destination_count() const { return first[tokens]; }
   int32_t fan_out(int32_t token) const { return static_cast<int32_t>(first[token + 1] - first[token]); }
 };
 

@@ -135,9 +135,9 @@ def notes(run: dict[str, Any]) -> list[str]:
         told.append(_floor_line(document))
     big = run["window_of_a_large_group"]
     told.append(
-        f"window of {big['ranks']} ranks, {big['experts']} experts, {big['max_tokens']} tokens (computed): "
-        f"{mebibytes(big['window_bytes'])} MiB; 2*E*B: {mebibytes(big['expert_buffers_bytes'])} MiB, "
-        f"{big['times']:.1f} times as much"
+        f"window of {big['ranks']} ranks, {big['experts']} experts, {big['max_tokens']} tokens (computed, without what "
+        f"lines and chunks take): {mebibytes(big['window_bytes'])} MiB; 2*E*B: "
+        f"{mebibytes(big['expert_buffers_bytes'])} MiB, {big['times']:.1f} times as much"
     )
     if any("without_waiting" in row for row in run["rows"]):
         told.append("NOT WAITING: pairs whose kernels do not wait for their peers; their results are wrong")

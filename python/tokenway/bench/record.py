@@ -1,4 +1,4 @@
-"""Measures everything that docs/PERFORMANCE.md shows: python -m tokenway.bench.record FOLDER [NAME ...]
+"""Measures what docs/PERFORMANCE.md shows: python -m tokenway.bench.record FOLDER [NAME ...]
 
 One JSON file per table, named as the table is; with names, only those: "gpu" is all that need GPUs, which are left out
 without a name. The machine should be quiet.
@@ -74,22 +74,26 @@ GPU_RUNS = {
     ],
 }
 # Programs of their own.
-PROGRAMS = {"cpu-balance": "tokenway.bench.placement"}
+PROGRAMS = {
+    "cpu-balance": ["tokenway.bench.placement"],
+    "cpu-replicas": ["tokenway.bench.replicas", "--batches", "8"],
+}
+GPU_PROGRAMS = {"nvlink-counting": ["tokenway.bench.replicas", "--cost-only", "--device", "cuda"]}
 PLOTTED = ("nvlink-2-gpus",)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmarks one after the other; returns the first exit code that is not 0."""
-    runs = RUNS | GPU_RUNS | {name: [] for name in PROGRAMS}
-    if not argv or not Path(argv[0]).is_dir() or not set(argv[1:]) <= {*runs, "gpu"}:
-        print(f"{(__doc__ or '').strip()}\n\nnames: {', '.join(runs)}", file=sys.stderr)
+    bench = {name: ["tokenway.cli", "bench", *options] for name, options in (RUNS | GPU_RUNS).items()}
+    programs = bench | PROGRAMS | GPU_PROGRAMS
+    if not argv or not Path(argv[0]).is_dir() or not set(argv[1:]) <= {*programs, "gpu"}:
+        print(f"{(__doc__ or '').strip()}\n\nnames: {', '.join(programs)}", file=sys.stderr)
         return 2
-    names = [name for given in argv[1:] or [*RUNS, *PROGRAMS] for name in (GPU_RUNS if given == "gpu" else [given])]
+    gpu = [*GPU_RUNS, *GPU_PROGRAMS]
+    names = [name for given in argv[1:] or [*RUNS, *PROGRAMS] for name in (gpu if given == "gpu" else [given])]
     for name in names:
         start = time.monotonic()
-        program = [PROGRAMS[name]] if name in PROGRAMS else ["tokenway.cli", "bench", *runs[name]]
-        command = [sys.executable, "-m", *program]
-        command += ["--json", str(Path(argv[0], f"{name}.json"))]
+        command = [sys.executable, "-m", *programs[name], "--json", str(Path(argv[0], f"{name}.json"))]
         if name in PLOTTED:
             command += ["--plot", str(Path(argv[0], f"{name}.png"))]
         done = subprocess.run(command, check=False)
