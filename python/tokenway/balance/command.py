@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,6 @@ Array = np.ndarray
 
 def run(options: Options) -> int:
     """Reads, plans, prints and draws; returns the exit code."""
-    if options.plot and not importlib.util.find_spec("matplotlib"):
-        raise UsageError("--plot: needs matplotlib (pip install tokenway[plot])")
     windows = given.read_windows(options)
     options = replace(options, slots=given.slots_of(options, windows.shape[2]))
     try:

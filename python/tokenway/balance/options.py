@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tokenway.balance import simulation, traces, workloads
-from tokenway.bench.usage import UsageError, choice, number
+from tokenway.bench.usage import UsageError, choice, number, plot
 from tokenway.errors import InvalidArgument
 
 DESCRIPTION = (
@@ -18,7 +17,6 @@ DESCRIPTION = (
     "Loads come from a recorded routing (.npz of ids), from counts (.json of logical_count[layer][expert]), or are "
     "made up. With --online the plan is played against the windows that follow the one it was made from."
 )
-PLOTS = (".png", ".pdf", ".svg")
 SHAPES = ("lognormal", "zipf", "dirichlet", "drifting", "domains")
 
 
@@ -110,8 +108,7 @@ def from_arguments(args: argparse.Namespace) -> Options:
             number(f"--{name}", value, least, least)
     if args.expert_mib is not None and not 0 < args.expert_mib < math.inf:
         raise UsageError(f"--expert-mib: {args.expert_mib}; must be above 0")
-    if args.plot and Path(args.plot).suffix.lower() not in PLOTS:
-        raise UsageError(f"--plot: {args.plot!r}; must end in {', '.join(PLOTS)}")
+    plot("--plot", args.plot)
     policies = args.policies or ["static", "update", "replan"]
     for policy in policies:
         choice("--policies", policy, simulation.POLICIES, policy)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tokenway._native import MODES
-from tokenway.bench import baselines, collective_baselines, gloo, nccl, nvlink_options, portable_options
+from tokenway.bench import baselines, collective_baselines, gloo, nccl, nvlink_options, portable_options, usage
 from tokenway.bench.case import DTYPES, EXACT_LAYOUTS, FP8, LAYOUTS, Case
 from tokenway.bench.control import MAX_RANKS
 from tokenway.bench.profiles import PROFILES
@@ -150,8 +148,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         overhead=args.overhead,
         aux=args.aux,
         quick=quick,
-        json=_writable("--json", args.json),
-        plot=_writable("--plot", args.plot),
+        json=usage.writable("--json", args.json),
+        plot=usage.plot("--plot", args.plot),
         nvlink=gpu,
         portable=apart,
     )
@@ -173,11 +171,8 @@ def _layout(mode: str | None, layout: str | None) -> str:
 
 
 def _check_together(settings: Settings) -> None:
-    if settings.plot:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise UsageError("--plot needs matplotlib: pip install 'tokenway[plot]'")
-        if settings.verify_only or settings.overhead:
-            raise UsageError("--plot: nothing to plot with --verify-only or --overhead")
+    if settings.plot and (settings.verify_only or settings.overhead):
+        raise UsageError("--plot: nothing to plot with --verify-only or --overhead")
     if settings.aux:
         others = {
             "--overhead": settings.overhead,
@@ -296,11 +291,3 @@ def _ranks(given: int | None, gpu: nvlink_options.Nvlink | None = None) -> tuple
     if not 1 <= ranks <= MAX_RANKS:
         raise UsageError(f"--ranks: {ranks}; allowed 1..{MAX_RANKS}")
     return ranks, started is not None
-
-
-def _writable(option: str, path: str | None) -> str | None:
-    if path is None:
-        return None
-    if not Path(path).absolute().parent.is_dir():
-        raise UsageError(f"{option}: {path}: there is no such folder")
-    return os.path.abspath(path)

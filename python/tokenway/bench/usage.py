@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
+from pathlib import Path
+
+PLOTS = (".png", ".pdf", ".svg")
 
 
 class UsageError(ValueError):
@@ -25,3 +30,23 @@ def number(option: str, given: int | None, least: int, default: int) -> int:
     if given < least:
         raise UsageError(f"{option}: {given}; must be at least {least}")
     return given
+
+
+def writable(option: str, path: str | None) -> str | None:
+    """A file to be written, in a folder that is there: its absolute path."""
+    if path is None:
+        return None
+    if not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"{option}: {path}: there is no such folder")
+    return os.path.abspath(path)
+
+
+def plot(option: str, path: str | None) -> str | None:
+    """The same of a picture, where there is what draws it."""
+    if path is None:
+        return None
+    if Path(path).suffix.lower() not in PLOTS:
+        raise UsageError(f"{option}: {path!r}; must end in {', '.join(PLOTS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(f"{option}: needs matplotlib (pip install 'tokenway[plot]')")
+    return writable(option, path)
