@@ -7,9 +7,10 @@
 // each slot holds. Received ids are slots too: of this rank (twIdLocal), or of all (twIdGlobal); the expert is
 // slot_expert of that. Choices of one token are of different experts, so of different slots; weights stay with them.
 //
-// A group has a map for each of its layers, as a model's layers share a group. Ranks must have the same maps when they
-// dispatch: a dispatch (in high throughput the exchange of counts) whose maps, layers or counting differ between ranks
-// is twBoundMismatch on all of them.
+// A group has a map for each of its layers, as a model's layers share a group. Ranks must have the same maps when slots
+// are chosen, which is when a handle is created or updated, and on the CUDA backend in its first dispatch: a dispatch
+// (in high throughput the exchange of counts) for which maps, layers or counting differed between ranks is
+// twBoundMismatch on all of them. So a map is replaced between the same two routings on all ranks.
 #ifndef TOKENWAY_PLACEMENT_H_
 #define TOKENWAY_PLACEMENT_H_
 

@@ -6,6 +6,7 @@ A test compiles the header and compares every size and offset with these classes
 from __future__ import annotations
 
 import ctypes
+import numbers
 import os
 from ctypes import (
     POINTER,
@@ -402,3 +403,10 @@ def environment() -> list[tuple[str, str, str]]:
     while lib.twEnvironment(len(variables), byref(name), byref(value), byref(doc)) == 0:
         variables.append((name.value.decode(), value.value.decode(), doc.value.decode()))
     return variables
+
+
+def fit(name: str, value: int, bits: int = 31) -> int:
+    """An integer that C can hold; ctypes would cut it silently."""
+    if not isinstance(value, numbers.Integral) or not -(2**bits) <= value < 2**bits:
+        raise errors.InvalidArgument(f"{name} is {value!r}; it must be an integer of {bits + 1} bits")
+    return int(value)

@@ -65,6 +65,7 @@ from tokenway.gradients import (
     exchange_counts,
     lead_of,
     outputs_to_come,
+    refuse_combine,
     return_gradients,
     return_rows,
     send,
@@ -162,6 +163,9 @@ def combine(routed: Routed, rows: Tensor) -> Tensor:
     Sums are float32: in grouped over k, ascending, then in every layout over ranks, ascending. What a rank returns for
     a token is rounded to the group's dtype before the latter, and the result after. Errors: as Group.combine.
     """
+    with telling(lambda: refuse_combine(routed.handle)):
+        if not isinstance(rows, Tensor):
+            raise InvalidArgument(f"rows is of type {type(rows).__name__}; it must be a tensor as `routed.tokens`")
     return _Combine.apply(rows, routed.handle, routed.layout)
 
 

@@ -39,7 +39,7 @@ class Request(Pending[Any]):
         self._sent_on = group._sending_stream()
         self._result = result
         self._error: TokenwayError | None = None
-        self._received = False
+        self._received = self._interrupted = False
         # Of the group: a later step on the lane finishes this one, and writes its results, whoever has dropped them.
         group._requests[number] = keep
 
@@ -48,12 +48,19 @@ class Request(Pending[Any]):
         group, stream = self._group, None
         kept = group._requests.pop(self._number, None)
         if kept is not None:
-            if group.device is not None:
-                group._place.follow(self._sent_on, kept)
-                stream = group._place.stream()
-            result = _native.lib.twCompleteRequest(group.pointer, self._number, stream)
+            try:
+                if group.device is not None:
+                    group._place.follow(self._sent_on, kept)
+                    stream = group._place.stream()
+                result = _native.lib.twCompleteRequest(group.pointer, self._number, stream)
+            except BaseException:  # a signal's handler, before the C call or behind it
+                group._requests[self._number] = kept
+                self._interrupted = True
+                raise
             if result:
                 self._error = group._error(result)
+            if self._interrupted and isinstance(self._error, InvalidArgument):  # it had ended: nobody has told how
+                self._error = group.untold()
             self._received = True
             del kept
         elif not self._received:
@@ -312,3 +319,5 @@ class Collectives:
         if result:
             named = {"rows" if len(given) == 1 else f"rows[{q}]": x for q, x in enumerate(given)}
             raise self._error(result, problem, sizes=sizes.tensor, **named)
+        if self._carrier is not None:
+            self._carrier.tell_interrupt()

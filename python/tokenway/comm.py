@@ -23,6 +23,10 @@ RANK, NRANKS, ADDRESS = "TOKENWAY_RANK", "TOKENWAY_NRANKS", "TOKENWAY_ADDRESS"
 LOCAL_RANK = cuda.LOCAL_RANK  # as torchrun does
 
 
+def _place(rank: int, nranks: int) -> tuple[int, int]:
+    return _native.fit("rank", rank), _native.fit("nranks", nranks)
+
+
 class Comm:
     """One rank's part in a set of ranks on which groups are created.
 
@@ -32,7 +36,7 @@ class Comm:
 
     def __init__(self, pointer: int, carrier: Any = None):
         self._pointer: int | None = pointer
-        self._carrier = carrier  # of a portable comm: the C library calls it
+        self.carrier = carrier  # of a portable comm: the C library calls it
         rank, nranks = c_int32(), c_int32()
         _native.check(_native.lib.twCommRank(pointer, byref(rank), byref(nranks)))
         self.rank: int = rank.value
@@ -53,7 +57,7 @@ class Comm:
         config = _config(timeout)
         config.address = address.encode()
         pointer = c_void_p()
-        _native.check(_native.lib.twCommCreateShm(byref(pointer), rank, nranks, byref(config)))
+        _native.check(_native.lib.twCommCreateShm(byref(pointer), *_place(rank, nranks), byref(config)))
         return cls(pointer.value or 0)
 
     @classmethod
@@ -70,7 +74,7 @@ class Comm:
         config.address = address.encode()
         config.device = cuda.current_device() if index is None else index
         pointer = c_void_p()
-        _native.check(_native.lib.twCommCreateCuda(byref(pointer), rank, nranks, byref(config)))
+        _native.check(_native.lib.twCommCreateCuda(byref(pointer), *_place(rank, nranks), byref(config)))
         return cls(pointer.value or 0)
 
     @classmethod

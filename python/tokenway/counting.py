@@ -101,6 +101,8 @@ class Counting:
                 handle.leased = False  # what an earlier send_only call may have left
             raise error
         handle._landing = landing
+        if self._carrier is not None:  # type: ignore[attr-defined]
+            self._carrier.tell_interrupt()  # type: ignore[attr-defined]
         if send_only:
             return Pending(handle, handle, (handle,), counting=True)
         handle.leased = False

@@ -38,7 +38,8 @@ class Group(Counting, Placed, Collectives):
     bfloat16). combine_hidden: elements of those rows (default H). expert_map: where experts
     are, (rank[E], slot[E]); default contiguous. For experts in several slots, maps by layer and counting a `Placement`,
     or what it is made from: the expert in each of P slots, [P], or (rank[E, R], slot[E, R]) with -1 for none.
-    lanes: exchanges in flight. timeout: seconds after which a late peer is an error (default 100). id_dtype, id_space
+    lanes: exchanges in flight. timeout: seconds after which a late peer is an error
+    (default 100); while the group is made, the comm's. Ctrl-C is heard when a wait ends. id_dtype, id_space
     ("local": slots of this rank, "global": as sent) and invalid_id of received ids. sm_limit: on a CUDA device, thread
     blocks of a kernel, at most one on each SM (default 0: the backend chooses).
     mode: "low_latency" (layouts "rank_major" and "expert_major", sized by a bound) or "high_throughput" (layouts "flat"
@@ -114,6 +115,7 @@ class Group(Counting, Placed, Collectives):
     def _adopt(self, comm: Comm, pointer: int, settings: Settings, place: Any) -> None:
         """Takes a group of the C library over: this is what __init__ and shrink have in common."""
         self.comm = comm
+        self._carrier = comm.carrier  # what may have been interrupted in a call; None: nothing can
         self.device = comm.device  # the CUDA device of this rank, None on the CPU
         self._place: Any = place  # tensors.Host or cuda.Cuda
         self._told: ErrorRecord | None = None
@@ -174,8 +176,8 @@ class Group(Counting, Placed, Collectives):
                 raise InvalidArgument(f"memory has {block.nbytes} bytes; it must have {self.handle_bytes}")
         handle = Handle(self, block, reusable=memory is None and self._place.reusable)
         pointer = c_void_p()
-        args = self._routing_args(ids, weights)
-        result = _native.lib.twHandleCreateForLayer(byref(pointer), self.pointer, layer, *args, handle._base)
+        args = _native.fit("layer", layer), *self._routing_args(ids, weights)
+        result = _native.lib.twHandleCreateForLayer(byref(pointer), self.pointer, *args, handle._base)
         if result:
             raise self._error(result, ids=ids, weights=weights)
         handle.pointer = pointer.value or 0
@@ -260,6 +262,8 @@ class Group(Counting, Placed, Collectives):
             handle.was_read()
         kept = (tokens, *sent.values(), *given.values()) if send_only else ()
         received = outputs.received(self, handle, layout, b, given, tensors.is_torch(tokens))
+        if self._carrier is not None:
+            self._carrier.tell_interrupt()
         if send_only:
             return Pending(handle, received, kept)
         if handle._landed:
@@ -321,6 +325,8 @@ class Group(Counting, Placed, Collectives):
         if send_only:
             return Pending(handle, out, (rows, out), combining=True)
         handle.leased = False
+        if self._carrier is not None:
+            self._carrier.tell_interrupt()
         return out
 
     def shrink(self, **changes: Any) -> Group:
@@ -405,10 +411,17 @@ class Group(Counting, Placed, Collectives):
         """Raises what the record tells: a sticky error every time, another one once, and only if no call has raised it.
         Never blocks: on a CUDA device it sees what steps have found that have run, so synchronise first. There, bad
         ids are InvalidArgument, whose record has token, k and value."""
+        error = self.untold()
+        if error is not None:
+            raise error
+
+    def untold(self) -> TokenwayError | None:
+        """What `check` would raise."""
         record = self.error
-        if record is not None and (record.sticky or record != self._told):
-            self._told = record
-            raise _native.error_of_record(record)
+        if record is None or not (record.sticky or record != self._told):
+            return None
+        self._told = record
+        return _native.error_of_record(record)
 
     def window_bytes(self) -> WindowBytes:
         """What this group takes per rank."""
@@ -428,6 +441,8 @@ class Group(Counting, Placed, Collectives):
     def _routing_args(self, ids: Tensor, weights: Tensor | None) -> tuple[Any, Any]:
         describe = self._place.describe
         described = tensors.tensor_of(ids, describe), None if weights is None else tensors.tensor_of(weights, describe)
+        if described[1] is not None and not described[1].data and not described[1].ndim:  # which to C are none: all 1
+            raise InvalidArgument(f"weights is {self._place.unlike(weights) or 'a tensor that cannot be read'}")
         return tuple(None if t is None else byref(t) for t in described)  # type: ignore[return-value]
 
     def refuse_dispatch(self) -> None:
@@ -441,6 +456,8 @@ class Group(Counting, Placed, Collectives):
         tensor for C, what C could not say."""
         error = _native.error_of(result, self._pointer)
         self._told = error.record or self._told
+        if self._carrier is not None:
+            self._carrier.tell_interrupt()
         if not isinstance(error, InvalidArgument):
             return error
         if problem is not None:
@@ -469,5 +486,7 @@ class Group(Counting, Placed, Collectives):
         result = _native.lib.twComplete(self.pointer, handle.pointer, stream)
         if handle._landed:
             handle.trim_leases()
+        if self._carrier is not None:
+            self._carrier.tell_interrupt()
         if result:
             raise self._error(result)

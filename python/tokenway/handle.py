@@ -156,22 +156,36 @@ class Pending(Generic[Result]):
         self._result = result
         # Tensors that the C library reads or writes until the call is complete; None from then on.
         self._keep: tuple[Any, ...] | None = keep
+        self._interrupted = False
         self._error: TokenwayError | None = None
 
     def hook(self) -> None:
-        """Receives; does nothing if that is done, but for raising again what it raised then."""
+        """Receives; does nothing if that is done, but for raising again what it raised then. What a signal's handler
+        raises meanwhile (Ctrl-C) comes through, and the call is still to be completed."""
         if self._keep is not None:
             self._keep, kept = None, self._keep
             try:
-                self._handle.group._complete(self._handle, kept, self._sent_on)
+                self._receive(kept)
                 self._handle.leased = self._leased_after
             except TokenwayError as error:
                 self._error = error
                 refused = isinstance(error, PeerRefused)  # twExchangeCounts says who holds what then
                 self._handle.leased = refused if self._counting else self._leased_at_failure
+            except BaseException:
+                self._keep, self._interrupted = kept, True
+                raise
             del kept
         if self._error is not None:
             raise self._error
+
+    def _receive(self, kept: tuple[Any, ...]) -> None:
+        group = self._handle.group
+        try:
+            group._complete(self._handle, kept, self._sent_on)
+        except InvalidUsage:
+            if not self._interrupted:
+                raise
+            group.check()  # the interrupt came behind the C call, which had ended: nobody has told how
 
     def result(self) -> Result:
         """Receives if that is not done, and returns what the call without `send_only` would have returned."""
@@ -183,7 +197,8 @@ class Handle:
     """One routing, cached: made by `Group.route`, used by any number of dispatches and combines.
 
     Leases a lane from a dispatch to its combine. Ranks must lease and give back in the same order, so garbage
-    collection never does: `combine` or `release` a handle that was dispatched. On a CUDA device, a handle that is used
+    collection never does: `combine` or `release` a handle that was dispatched, and complete what was begun with
+    `send_only`: a `Pending` that is dropped takes the lane along. On a CUDA device, a handle that is used
     in a graph which was not made in it must live as long as the graph.
     """
 
@@ -348,6 +363,9 @@ class Handle:
             begin = pointer - self._base
             found = self._views[key] = self.group._place.block_view(self._memory, begin, shape, name, torch)
         return found
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a handle cannot be copied or pickled: it is one of the C library's")
 
     def __del__(self) -> None:
         # Freed by the group's own thread, at its next call. A leased lane stays leased until the group is closed.

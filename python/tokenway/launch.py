@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from tokenway.comm import ADDRESS, LOCAL_RANK, NRANKS, RANK
 from tokenway.errors import PeerAborted, PeerDied, PeerRefused, PeerTimeout
 
 _GRACE = 5.0  # seconds between asking a process to end and ending it
+_LOOK = 0.2  # seconds between looks at processes
 _CULPRIT = 1.0  # seconds that the one to blame has to fail, once another has failed because of it
 _OF_PEERS = (PeerAborted, PeerDied, PeerRefused, PeerTimeout)
 
@@ -113,13 +115,25 @@ class Ranks:
             }
             if not waiting or (left is not None and left <= 0):
                 return
-            for ready in wait(list(waiting), left):
-                rank = waiting[ready]  # type: ignore[index]
-                try:
-                    self._outcomes[rank] = self._connections[rank].recv()
-                except (EOFError, OSError):
-                    self.processes[rank].join()
-                    self._outcomes[rank] = Outcome(exitcode=self.processes[rank].exitcode or 0)
+            wait(list(waiting), _LOOK if left is None else min(left, _LOOK))
+            for connection, rank in waiting.items():
+                self._outcomes[rank] = self._outcome(connection, self.processes[rank])
+
+    @staticmethod
+    def _outcome(connection: Connection, process: Any) -> Outcome | None:
+        """What a rank has sent, or how it ended without; None: it runs. The connection alone would not tell of its end
+        while a process that it has forked lives."""
+        ended = process.exitcode is not None
+        try:
+            if connection.poll():
+                return connection.recv()
+        except (EOFError, OSError):
+            process.join()
+            ended = True
+        if not ended:
+            return None
+        code = process.exitcode
+        return Outcome(exitcode=code, error=None if code else "the process ended before the function had returned")
 
     def close(self) -> None:
         """Ends what still runs, stopped processes included."""
@@ -164,9 +178,13 @@ def launch(command: Sequence[str], nranks: int) -> int:
     Returns the exit code of the first that failed, else 0.
     """
     address = f"launch-{os.getpid()}-{os.urandom(8).hex()}"
-    children = [subprocess.Popen(command, env=os.environ | _variables(rank, nranks, address)) for rank in range(nranks)]
+    children: list[subprocess.Popen] = []
     failed = 0
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _terminate) if main else None
     try:
+        for rank in range(nranks):
+            children.append(subprocess.Popen(command, env=os.environ | _variables(rank, nranks, address)))
         codes: list[int | None] = [None]
         while None in codes and not failed:
             time.sleep(0.02)
@@ -174,9 +192,21 @@ def launch(command: Sequence[str], nranks: int) -> int:
             failed = next((code for code in codes if code), 0)
     except KeyboardInterrupt:
         failed = 128 + signal.SIGINT
+    except _Terminated:
+        failed = 128 + signal.SIGTERM
     finally:
         _end(children)
+        if main:
+            signal.signal(signal.SIGTERM, before)
     return failed if failed >= 0 else 128 - failed
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as schedulers send it: the ranks must not outlive who has started them."""
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
 
 
 def _end(children: list[subprocess.Popen]) -> None:

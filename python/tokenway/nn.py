@@ -94,7 +94,8 @@ class ExpertParallelMoE(torch.nn.Module):
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """tokens [..., H] -> ids [..., K] int64 by descending probability, weights [..., K] float32, and the
         probabilities of all experts [..., E] float32."""
-        probabilities = functional.linear(tokens.float(), self.router.float()).softmax(dim=-1)
+        with torch.autocast(tokens.device.type, enabled=False):  # weights are float32, whatever the experts compute in
+            probabilities = functional.linear(tokens.float(), self.router.float()).softmax(dim=-1)
         weights, ids = probabilities.topk(self.group.top_k, dim=-1)
         if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -111,12 +112,14 @@ class ExpertParallelMoE(torch.nn.Module):
         hidden = self.group.hidden
         if self.uncapturable is not None and gradients.capturing(self.group):
             raise InvalidUsage(f"this layer cannot be captured into a graph: {self.uncapturable}")
-        if x.dim() < 2 or x.shape[-1] != hidden:
-            self.group.refuse_routing()  # peers are in the dispatch already
-            raise InvalidArgument(f"x has shape {list(x.shape)}; it must be [..., S, {hidden}]")
-        ids, weights, probabilities = self.route(x)
+        with gradients.telling(self.group.refuse_routing):  # peers are in the dispatch already
+            if not isinstance(x, Tensor):
+                raise InvalidArgument(f"x is of type {type(x).__name__}; it must be a tensor [..., S, {hidden}]")
+            if x.dim() < 2 or x.shape[-1] != hidden:
+                raise InvalidArgument(f"x has shape {list(x.shape)}; it must be [..., S, {hidden}]")
+            ids, weights, probabilities = self.route(x)
+            tokens, k = x.reshape(-1, hidden), self.group.top_k
         self.chosen = ids
-        tokens, k = x.reshape(-1, hidden), self.group.top_k
         layout = "grouped" if self.group.exact else None  # there the library sums over a token's experts
         routed = autograd.dispatch(self.group, tokens, ids.reshape(-1, k), weights.reshape(-1, k), layout=layout)
         if self.uncapturable is None:

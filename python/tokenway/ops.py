@@ -181,6 +181,9 @@ def _combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     on = _group(group)
     number, handle = _kept(on, order)
+    with gradients.telling(lambda: gradients.refuse_combine(handle)):
+        if tokens != handle.tokens:
+            raise InvalidArgument(f"tokens is {tokens}; it must be those of the dispatch, {handle.tokens}")
     if _without_columns(on, rows):
         with gradients.telling(lambda: gradients.refuse_combine(handle)):
             rows = gradients.widened(rows, on)

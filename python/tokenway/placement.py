@@ -82,7 +82,8 @@ class Placement:
             raise InvalidArgument(f"policy is {self.policy!r}; it must be one of {list(_native.POLICIES)}")
         shape = self.num_layers(), self.num_slots(experts)
         given = _native.Placement()
-        given.num_layers, given.num_slots = (n or -1 for n in shape)  # C's 0 is "default", here it is as wrong as -1
+        given.num_layers = _native.fit("layers", shape[0]) or -1
+        given.num_slots = _native.fit("slots", shape[1]) or -1  # C's 0 is "default", here it is as wrong as -1
         table = None if self.slot_expert is None else _spread("slot_expert", self.slot_expert, shape, np.int32)
         shares = None if self.shares is None else _spread("shares", self.shares, shape, np.float32)
         given.slot_expert = None if table is None else table.ctypes.data
@@ -131,19 +132,22 @@ class Placed:
     def _map(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """A layer's map and shares."""
         table, shares = np.empty(self.slots, np.int32), np.empty(self.slots, np.float32)
+        layer = _native.fit("layer", layer)
         _native.check(_native.lib.twGroupMap(self.pointer, layer, table.ctypes.data, shares.ctypes.data))
         return table, shares
 
     def replace_map(self, slot_expert: Any, layer: int = 0, shares: Any = None) -> None:
         """Replaces a layer's map: slot_expert [P], shares [P] (of policy "shares"; default alike). All ranks at the
-        same place in their calls; a rank that has another map when it dispatches is BoundMismatch on all of them. A
-        handle keeps the slots that it has. Where slots are stays, weights are the caller's to move. On a CUDA device
+        same place in their calls, between the same routings: a rank whose routing was made by another map (on a CUDA
+        device in its first dispatch) is BoundMismatch on all of them when it dispatches. A handle keeps the slots that
+        it has. Where slots are stays, weights are the caller's to move. On a CUDA device
         it waits for the device, on which nothing may be captured meanwhile, and replays of captured graphs follow the
         new map."""
         shape = 1, self.slots
         table = _spread("slot_expert", slot_expert, shape, np.int32)
         of = None if shares is None else _spread("shares", shares, shape, np.float32)
         given = table.ctypes.data, None if of is None else of.ctypes.data
+        layer = _native.fit("layer", layer)
         _native.check(_native.lib.twGroupReplaceMap(self.pointer, layer, *given, self._place.stream()))
 
     @property

@@ -274,6 +274,7 @@ class Carrier:
         self._shared: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._next = 0
+        self._interrupt: BaseException | None = None
         self.struct = _carrier.CarrierStruct()
         # Kept: C has the addresses.
         self._functions = (
@@ -342,13 +343,26 @@ class Carrier:
         except Exception:
             _log.exception("a collective of the portable backend failed")
             return -1
+        except BaseException as interrupt:
+            self._interrupt = interrupt
+            return -1
 
     def _wait(self, _: Any, channel: int, move: int, timeout_ms: int) -> int:
         try:
             return self._channels[channel].wait(move, timeout_ms)
-        except Exception:
+        except RuntimeError:  # PyTorch's
             _log.exception("a collective of the portable backend failed")
             return -1
+        except BaseException as interrupt:  # a signal's handler: no peer is to blame, so the wait goes on
+            self._interrupt = interrupt
+            return 0
+
+    def tell_interrupt(self) -> None:
+        """Raises what a signal's handler (Ctrl-C) has raised while the C library waited: through its frames nothing
+        can."""
+        if self._interrupt is not None:
+            interrupt, self._interrupt = self._interrupt, None
+            raise interrupt
 
     def _enqueue(self, _: Any, channel: int, moves: Any, count: int, at_once: int, stream: int | None) -> int:
         try:
@@ -416,5 +430,9 @@ def create(
             )
         config.on_device, config.device, config.inline_bytes = 1, device, CAPACITIES["fixed"]
     pointer = c_void_p()
-    _native.check(_native.lib.twCommCreatePortable(byref(pointer), rank, nranks, byref(config)))
+    _native.check(
+        _native.lib.twCommCreatePortable(
+            byref(pointer), _native.fit("rank", rank), _native.fit("nranks", nranks), byref(config)
+        )
+    )
     return pointer.value or 0, carrier

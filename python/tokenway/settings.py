@@ -124,40 +124,40 @@ def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
     """Settings as the C struct, and what must outlive it."""
     config = _native.GroupConfig()
     config.mode = named("mode", settings.mode, _native.MODES)
-    config.max_tokens = fit("max_tokens", settings.max_tokens)
+    config.max_tokens = _native.fit("max_tokens", settings.max_tokens)
     if (settings.experts, settings.top_k) != (None, None):  # else C's default, 0
-        config.num_experts = fit("experts", settings.experts)
-        config.top_k = fit("top_k", settings.top_k)
+        config.num_experts = _native.fit("experts", settings.experts)
+        config.top_k = _native.fit("top_k", settings.top_k)
         if config.num_experts == config.top_k == 0:
             config.top_k = -1  # written out, 0 is as wrong as -1
     payloads = settings.all_payloads()
     config.num_payloads = len(payloads)
     for q, payload in enumerate(payloads.values()):
         config.payloads[q].dtype = tensors.CODES[payload.dtype]
-        config.payloads[q].elements = fit("elements", payload.elements, 63)
+        config.payloads[q].elements = _native.fit("elements", payload.elements, 63)
     config.combine_dtype = tensors.CODES[settings.combine_dtype_name()]
     elements = settings.hidden if settings.combine_hidden is None else settings.combine_hidden
-    config.combine_elements = fit("combine_hidden", elements, 63)
+    config.combine_elements = _native.fit("combine_hidden", elements, 63)
     places, placement = settings.places(), settings.placement
     if places is not None:
         config.expert_rank, config.expert_slot = (part.ctypes.data for part in places)
     native, keep = (None, None) if placement is None else placement.native(settings.experts)
     config.placement = None if native is None else addressof(native)
     # The C library's 0 means "default"; here the default is written out, so 0 is as wrong as -1.
-    config.lanes = fit("lanes", settings.lanes) or -1
+    config.lanes = _native.fit("lanes", settings.lanes) or -1
     if settings.timeout is not None:
         config.timeout_ms = milliseconds(settings.timeout)
     config.id_dtype = tensors.CODES[tensors.dtype_name(settings.id_dtype)]
     config.id_space = named("id_space", settings.id_space, _native.ID_SPACES)
-    config.invalid_id = fit("invalid_id", settings.invalid_id)
-    config.sm_limit = fit("sm_limit", settings.sm_limit)
+    config.invalid_id = _native.fit("invalid_id", settings.invalid_id)
+    config.sm_limit = _native.fit("sm_limit", settings.sm_limit)
     # As with lanes, 0 is not "default" here.
     if settings.max_recv_tokens is not None:
-        config.max_recv_tokens = fit("max_recv_tokens", settings.max_recv_tokens) or -1
+        config.max_recv_tokens = _native.fit("max_recv_tokens", settings.max_recv_tokens) or -1
     config.overflow = named("overflow", settings.overflow, _native.OVERFLOWS)
     if settings.row_alignment is not None:
-        config.row_alignment = fit("row_alignment", settings.row_alignment) or -1
-    if (lease_bytes := fit("lease_bytes", settings.lease_bytes, 62)) < 0:
+        config.row_alignment = _native.fit("row_alignment", settings.row_alignment) or -1
+    if (lease_bytes := _native.fit("lease_bytes", settings.lease_bytes, 62)) < 0:
         raise InvalidArgument(f"lease_bytes is {lease_bytes}; it must be at least 0")
     config.lease_bytes = lease_bytes
     return config, (places, native, keep)
@@ -168,13 +168,6 @@ def named(field: str, value: str, codes: Mapping[str, int]) -> int:
     if value not in codes:
         raise InvalidArgument(f"{field} is {value!r}; it must be one of {list(codes)}")
     return codes[value]
-
-
-def fit(name: str, value: int, bits: int = 31) -> int:
-    """An integer that C can hold; ctypes would cut it silently."""
-    if not isinstance(value, (int, np.integer)) or not -(2**bits) <= value < 2**bits:
-        raise InvalidArgument(f"{name} is {value!r}; it must be an integer of {bits + 1} bits")
-    return int(value)
 
 
 def milliseconds(timeout: float) -> int:
@@ -193,6 +186,6 @@ def window_of(nranks: int, settings: Settings) -> WindowBytes:
     """What `window_bytes` says, of settings that there are."""
     config, keep = make_config(settings)
     found = _native.WindowBytes()
-    _native.check(_native.lib.twGroupWindowBytes(byref(config), nranks, byref(found)))
+    _native.check(_native.lib.twGroupWindowBytes(byref(config), _native.fit("nranks", nranks), byref(found)))
     del keep
     return WindowBytes(found.window, found.per_lane, found.dispatch_row, found.combine_row, found.expert_buffers)

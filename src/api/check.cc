@@ -154,7 +154,7 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
   const int64_t per_row = of_source ? config.top_k : 1;
   targets->ids = of_source ? handle.shown_ids : nullptr;
   targets->weights = of_source ? handle.shown_weights : nullptr;
-  targets->counts = of_source ? handle.received.counts : handle.expert_counts;
+  targets->counts = of_source ? handle.shown_counts : handle.expert_counts;
   targets->offsets = output.layout == twGrouped ? handle.offsets : nullptr;
   if (output.ids.data != nullptr) {
     TW_RETURN_IF_FAILED(

@@ -50,6 +50,7 @@ void place_arrays(const tw::HandleMap& map, twHandle* handle) {
   handle->received.counts = reinterpret_cast<int32_t*>(block + map.counts);
   handle->received.meta = block + map.meta;
   handle->expert_counts = reinterpret_cast<int32_t*>(block + map.expert_counts);
+  handle->shown_counts = reinterpret_cast<int32_t*>(block + map.shown_counts);
   handle->shown_ids = block + map.shown_ids;
   handle->shown_weights = reinterpret_cast<float*>(block + map.shown_weights);
   handle->places = reinterpret_cast<tw::ExpertRow*>(block + map.places);

@@ -47,8 +47,10 @@ struct HandleArrays {
   Routing routing;
   Received received;
   int32_t* expert_counts = nullptr;  // [L]
-  void* shown_ids = nullptr;         // [N, B, K] or [R, K] of the group's id type
-  float* shown_weights = nullptr;    // likewise
+  // What callers see, and may write to: nothing here is read again.
+  int32_t* shown_counts = nullptr;  // [N]
+  void* shown_ids = nullptr;        // [N, B, K] or [R, K] of the group's id type
+  float* shown_weights = nullptr;   // likewise
   RoutingSource source;
   int32_t layer = 0;
   int32_t* choices = nullptr;  // [E] of its tokens, of a group that counts

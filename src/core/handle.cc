@@ -20,6 +20,7 @@ HandleMap::HandleMap(const Shape& shape, int32_t local_experts, int id_bytes, bo
   counts = place(shape.ranks, sizeof(int32_t));
   expert_counts = place(local_experts, sizeof(int32_t));
   meta = place(rows, meta_bytes(shape.top_k));
+  shown_counts = place(shape.ranks, sizeof(int32_t));
   shown_ids = place(rows * shape.top_k, id_bytes);
   shown_weights = place(rows * shape.top_k, sizeof(float));
   places = place(on_device ? rows * shape.top_k : 0, sizeof(ExpertRow));

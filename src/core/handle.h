@@ -15,9 +15,9 @@ namespace tw {
 struct HandleMap {
   HandleMap(const Shape& shape, int32_t local_experts, int id_bytes, bool on_device);
 
-  uint64_t ids, weights, first, destinations, send_counts, choices;  // what is sent
-  uint64_t counts, expert_counts, meta, shown_ids, shown_weights;    // what arrived
-  uint64_t places, status, overflow, digest;                         // devices only
+  uint64_t ids, weights, first, destinations, send_counts, choices;              // what is sent
+  uint64_t counts, expert_counts, meta, shown_counts, shown_ids, shown_weights;  // what arrived
+  uint64_t places, status, overflow, digest;                                     // devices only
   uint64_t counts_sent, counts_experts, counts_begin, counts_source, expert_begin, offsets,
       landing;  // high throughput only
   uint64_t bytes;

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "emulated"
 TOOLS = Path(sys.executable).parent  # CMake and Ninja are in the environment of this Python
 FILES = (
-    *("exchange", "errors", "usage", "throughput", "leases", "loads", "collectives", "collective_errors"),
-    *("properties", "rounds", "survival"),
+    *("exchange", "errors", "usage", "handles", "throughput", "leases", "loads", "collectives"),
+    *("collective_errors", "properties", "rounds", "survival"),
 )
 QUICK = (
     tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival")),

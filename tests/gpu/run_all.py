@@ -36,6 +36,7 @@ BEHAVIOUR = (
     "exchange",
     "errors",
     "usage",
+    "handles",
     "throughput",
     "collectives",
     "collective_errors",

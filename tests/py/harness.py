@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -313,6 +314,12 @@ WORLDS = {"threads": Threads, "processes": Processes}
 
 
 # ---- what tests say about errors -----------------------------------------------------------------
+
+
+def said(outcome: Any, result: str, pattern: str) -> None:
+    """Asserts what `caught` has returned."""
+    assert outcome[0] == result, outcome
+    assert re.search(pattern, outcome[1]), f"{outcome[1]!r} does not match {pattern!r}"
 
 
 def caught(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str, Any]:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from typing import Any
 
-from harness import caught
+from harness import caught, said
 
 import tokenway as tw
-
-
-def said(outcome: Any, result: str, pattern: str) -> None:
-    assert outcome[0] == result, outcome
-    assert re.search(pattern, outcome[1]), f"{outcome[1]!r} does not match {pattern!r}"
 
 
 def meet(*ranks: tuple[int, int], timeout: float = 1.0, address: str | None = None) -> list[Any]:

@@ -349,6 +349,9 @@ def run_refusals(env: Env, case: Case) -> list[Any]:
         ]
         routed = autograd.dispatch(group, x, *call)
         found.append(caught(autograd.combine, routed, routed.tokens[:, :2] if wrong else routed.tokens))
+        routed = autograd.dispatch(group, x, *call)
+        found.append(caught(autograd.combine, routed, None if wrong else routed.tokens))
+        routed = autograd.dispatch(group, x, *call)
         out = autograd.combine(routed, routed.tokens)  # the group goes on
         assert torch.isfinite(out).all()
     settings: dict[str, Any] = {"experts": case.experts, "top_k": case.top_k, "hidden": HIDDEN, "max_tokens": 16}
@@ -370,13 +373,14 @@ def test_refusals(processes, made_for) -> None:
     if not made_for.checks_ids_on_host:
         pytest.skip("ids in device memory are not refused; tests/gpu/test_bad_ids.py has what becomes of them")
     others, mistaken = processes(2).run(run_refusals, Case(4, 2, (3, 5)))
-    assert [result for result, _ in mistaken] == ["twInvalidArgument"] * 8, mistaken
-    assert [result for result, _ in others] == ["twPeerRefused"] * 4 + ["twInvalidArgument"] * 4, others
+    assert [result for result, _ in mistaken] == ["twInvalidArgument"] * 9, mistaken
+    assert [result for result, _ in others] == ["twPeerRefused"] * 5 + ["twInvalidArgument"] * 4, others
     sentences = [
         r"ids[0, 0] is ",
         "dtype float64",
         "bound is 99; it must be an integer from 1 to 6",
         "rows has shape [2, 2, 12]; it must be [2, 6, 12]",
+        "rows is of type NoneType",
         "combine_hidden is 12; for gradients of weights it must be at least 14",
         "combine_dtype is bfloat16; to train it must be its dtype, float32",
         "id_space is 'global'; by_expert needs 'local'",

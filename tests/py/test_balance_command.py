@@ -152,6 +152,14 @@ def test_plots(source: str, tmp_path: Path) -> None:
         (["zipf", "--ranks", 4, "--sigma", "nan"], "exponent is nan; allowed 0..20"),
         (["lognormal", "--ranks", 4, "--expert-mib", -5], "--expert-mib: -5.0; must be above 0"),
         (["lognormal", "--ranks", 4, "--expert-mib", "nan"], "--expert-mib: nan; must be above 0"),
+        (
+            ["lognormal", "--ranks", 4, "--json", "/no/such/folder/x.json"],
+            "--json: /no/such/folder/x.json: there is no such folder",
+        ),
+        (
+            ["lognormal", "--ranks", 4, "--save", "/no/such/folder/x.json"],
+            "--save: /no/such/folder/x.json: there is no such folder",
+        ),
         (["lognormal", "--ranks", 4, "--plot", "plan.xyz"], "--plot: 'plan.xyz'; must end in .png, .pdf, .svg"),
         (["lognormal", "--ranks", 4, "--nodes", 3], "config.num_nodes is 3"),
         (["lognormal", "--ranks", 4, "--online"], "--online: 1 window; at least 2 are needed"),

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
 import pytest
 import refusals
 from cases import verify
-from harness import BACKENDS, Env, Threads, caught
+from harness import BACKENDS, Env, Threads, caught, said
 from refusals import ROUND, SETUP, Calls, adapt, sentence
 
 import tokenway as tw
 
 AT_ONCE = 2.0  # seconds: far below any timeout, far above what a busy machine makes of it
-
-
-def said(outcome: Any, result: str, pattern: str) -> None:
-    assert outcome[0] == result, outcome
-    assert re.search(pattern, outcome[1]), f"{outcome[1]!r} does not match {pattern!r}"
 
 
 def check_refused_call(by_rank: Any, pattern: str, call: str) -> None:

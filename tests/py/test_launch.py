@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -72,6 +73,22 @@ def fail_in_a_group(rank: int) -> None:
         group.dispatch(handle, np.zeros((1, 2), np.float32))
 
 
+def leave_a_child_on(rank: int) -> None:
+    """The rank is killed, and a process that it has forked lives on with all that it had open."""
+    with tw.connect(timeout=30) as comm:
+        if comm.rank == rank:
+            if os.fork() == 0:
+                time.sleep(30)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30)
+
+
+def return_nothing(rank: int) -> None:
+    if os.environ["TOKENWAY_RANK"] == str(rank):
+        os._exit(0)
+
+
 def unpicklable() -> Any:
     return lambda: 1
 
@@ -108,6 +125,18 @@ def test_the_culprit_is_named() -> None:
 def test_a_rank_that_exits() -> None:
     with pytest.raises(RuntimeError, match=r"rank 0 of 2: ended with exit code 3"):
         tw.run(leave_on, 2, 0, timeout=60)
+
+
+def test_a_rank_that_is_killed_with_a_child() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2: ended with exit code -9"):
+        tw.run(leave_a_child_on, 2, 1, timeout=60)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_rank_that_leaves_without_a_value() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2: the process ended before the function had returned"):
+        tw.run(return_nothing, 2, 1, timeout=60)
 
 
 def test_a_value_that_cannot_travel() -> None:
@@ -177,6 +206,24 @@ def test_launch_ends_the_others() -> None:
 def test_launch_of_a_rank_that_is_killed() -> None:
     text = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert launch([sys.executable, "-c", text], 2) == 128 + signal.SIGKILL
+
+
+def test_launch_that_is_terminated(tmp_path) -> None:
+    """Ranks do not outlive who has started them."""
+    text = f"import os, time; open(os.path.join({str(tmp_path)!r}, str(os.getpid())), 'w').close(); time.sleep(60)"
+    code = f"import sys; from tokenway.launch import launch; sys.exit(launch([sys.executable, '-c', {text!r}], 2))"
+    starter = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    try:
+        deadline = time.monotonic() + 30
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        starter.terminate()
+        assert starter.wait(20) == 128 + signal.SIGTERM
+    finally:
+        starter.kill()
+    ranks = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(ranks) == 2
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
 def test_launch_of_nothing() -> None:

@@ -274,6 +274,21 @@ def test_initial_values(processes) -> None:
         assert shared == ["0.weight", "0.bias", "1.router"] and own == ["1.gate_up", "1.down"]
 
 
+def run_autocast(env: Env) -> Any:
+    import torch
+
+    group, layer = make_layer(env, {"experts": 4, "top_k": 2, "max_tokens": 8}, "float32")
+    with group:
+        x = torch.randn(1, 6, HIDDEN, device=env.device or "cpu")
+        want = [t.detach() for t in layer.route(x)]
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return [torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(layer.route(x), want, strict=True)]
+
+
+def test_routing_is_float32_under_autocast(processes) -> None:
+    assert processes(1).run(run_autocast) == [[True] * 3]
+
+
 def run_wrong(env: Env) -> list[Any]:
     """Rank 0 gives shapes that the layer does not take; then both go on."""
     import torch
@@ -284,7 +299,7 @@ def run_wrong(env: Env) -> list[Any]:
     with group:
         on = env.device or "cpu"
         x = torch.randn(1, 6, HIDDEN, device=on)
-        wrong = [x[..., :4], x[0, 0], x.repeat(2, 1, 1)]
+        wrong = [x[..., :4], x[0, 0], x.repeat(2, 1, 1), None]
         found = [caught(layer, bad if env.rank == 0 else x)[:2] for bad in wrong]
         found.append(caught(nn.ExpertParallelMoE, group, 0)[:2])
         layer(x)[0].sum().backward()
@@ -294,8 +309,14 @@ def run_wrong(env: Env) -> list[Any]:
 
 def test_wrong_shapes(processes) -> None:
     mistaken, other = processes(2).run(run_wrong)
-    assert [result for result, _ in other] == ["twPeerRefused"] * 3 + ["twInvalidArgument"]
-    sentences = ["x has shape [1, 6, 4]; it must be [..., S, 16]", "x has shape [16]; it must be", "12", "inner is 0"]
+    assert [result for result, _ in other] == ["twPeerRefused"] * 4 + ["twInvalidArgument"]
+    sentences = [
+        "x has shape [1, 6, 4]; it must be [..., S, 16]",
+        "x has shape [16]; it must be",
+        "12",
+        "x is of type NoneType",
+        "inner is 0",
+    ]
     for (result, text), sentence in zip(mistaken, sentences, strict=True):
         assert result == "twInvalidArgument" and sentence in text, (text, sentence)
 

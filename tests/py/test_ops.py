@@ -184,6 +184,12 @@ def test_wrong_numbers(on_one, torch, ops) -> None:
     def check(group: tw.Group, number: int, inputs: Any) -> None:
         with pytest.raises(tw.InvalidArgument, match=r"group is 999999; it must be a number"):
             torch.ops.tokenway.dispatch(*inputs, ops.start(), 999999, 8, "rank_major")
+        recv, *_, order = torch.ops.tokenway.dispatch(*inputs, ops.start(), number, SETUP.max_tokens, "rank_major")
+        count = len(inputs[0])
+        with pytest.raises(
+            tw.InvalidArgument, match=rf"tokens is {count + 1}; it must be those of the dispatch, {count}"
+        ):
+            torch.ops.tokenway.combine(recv, order, number, count + 1, "none")
         with pytest.raises(tw.InvalidArgument, match=r"order is 0; it must come from the dispatch"):
             torch.ops.tokenway.combine(inputs[0].new_zeros(1, 8, 8), ops.start(), number, 3, "none")
         with pytest.raises(tw.InvalidArgument, match=r"input\.bound is 9"):

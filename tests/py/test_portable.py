@@ -322,3 +322,19 @@ def test_a_row_of_zeros_is_not_lost() -> None:
     for way in WAYS:
         case = Case(setup, ((Round((0, 0, 0)),), (Round((0, 8, 0), routing="one"),)))
         verify_case(case, play(way, case))
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), TimeoutError("a watchdog's")])
+def test_an_interrupt_ends_no_wait(interrupt: BaseException) -> None:
+    """What a signal's handler raises while the C library waits: told afterwards, and no peer is taken for gone."""
+
+    class Interrupted:
+        def wait(self, move: int, timeout_ms: int) -> int:
+            raise interrupt
+
+    carrier = portable.Carrier()
+    carrier._channels[1] = Interrupted()
+    assert carrier._wait(None, 1, 1, 100) == 0
+    with pytest.raises(type(interrupt)):
+        carrier.tell_interrupt()
+    carrier.tell_interrupt()

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import verify
-from harness import Env, RankFailed, Workers, caught, settle
+from harness import Env, RankFailed, Workers, caught, said, settle
 from refusals import ROUND, SETUP, Calls, adapt
 
 import tokenway as tw
-
-
-def said(outcome: Any, result: str, pattern: str) -> None:
-    assert outcome[0] == result, outcome
-    assert re.search(pattern, outcome[1]), f"{outcome[1]!r} does not match {pattern!r}"
-
 
 # ---- lanes and handles ---------------------------------------------------------------------------
 
@@ -323,84 +314,6 @@ def test_closed_and_foreign(world) -> None:
         for outcome, (result, sentence) in zip(outcomes, sentences, strict=True):
             said(outcome, result, sentence)
     verify(SETUP, ROUND, [good for _, good in by_rank])
-
-
-class Alone:
-    """One rank, and a group of it for one token."""
-
-    def __init__(self, env: Env, **changes: Any):
-        self.env, self.comm = env, env.comm
-        settings = {"experts": 1, "top_k": 1, "hidden": 2, "max_tokens": 1, "dtype": "float32"}
-        self.group = tw.Group(self.comm, **settings | changes)
-
-    def route(self, **keywords: Any) -> tw.Handle:
-        return self.group.route(adapt(self.env, np.zeros((1, 1), np.int32)), **keywords)
-
-    def dispatch(self, handle: tw.Handle) -> tw.Received:
-        return self.group.dispatch(handle, adapt(self.env, np.zeros((1, 2), np.float32)))
-
-    def send_combine(self, handle: tw.Handle) -> tw.Pending:
-        return self.group.combine(handle, adapt(self.env, np.zeros((1, 1, 2), np.float32)), send_only=True)
-
-    def close(self) -> None:
-        self.group.close()
-        self.comm.close()
-
-
-@pytest.fixture
-def alone(made_for) -> Iterator[Callable[..., Alone]]:
-    """alone(**changes of settings): one rank on this thread."""
-    with ExitStack() as contexts:
-
-        def make(**changes: Any) -> Alone:
-            env = Env(made_for.local_comms(1)[0], made_for)
-            contexts.enter_context(env.context())
-            return Alone(env, **changes)
-
-        yield make
-
-
-def test_a_dropped_lane_warns(alone) -> None:
-    one = alone()
-    handle = one.route()
-    one.dispatch(handle)
-    with pytest.warns(ResourceWarning, match="leases a lane was dropped"):
-        del handle
-    one.close()
-
-
-def test_a_dropped_combine_without_a_lease(alone) -> None:
-    """It takes its lane along; later calls of this rank go on."""
-    one = alone(lanes=2)
-    handle = one.route()
-    received = one.dispatch(handle)
-    one.group.combine(handle, received.tokens)
-    pending = one.send_combine(handle)
-    assert handle.leased
-    with pytest.warns(ResourceWarning, match="leases a lane was dropped"):
-        del handle, pending, received
-    again = one.route()
-    one.group.combine(again, one.dispatch(again).tokens)
-    pending = one.send_combine(again)
-    pending.result()
-    assert not again.leased
-    one.close()
-
-
-def test_refused_memory_leaves_no_handle(alone, recwarn) -> None:
-    one = alone()
-    size = one.group.handle_bytes
-    for memory in (memoryview(bytearray(size)), adapt(one.env, np.zeros(9, np.uint8)), [1]):
-        said(caught(one.route, memory=memory), "twInvalidArgument", "^memory ")
-    assert not one.group._finished_handles and not recwarn.list
-    one.close()
-
-
-def test_group_not_closed_warns(alone) -> None:
-    one = alone()
-    with pytest.warns(ResourceWarning, match="was not closed"):
-        one.group.__del__()
-    one.close()
 
 
 def test_closed_comm(made_for) -> None:

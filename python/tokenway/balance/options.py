@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenway.balance import simulation, traces, workloads
-from tokenway.bench.usage import UsageError, choice, number, plot
+from tokenway.bench.usage import UsageError, choice, number, plot, writable
 from tokenway.errors import InvalidArgument
 
 DESCRIPTION = (
@@ -109,6 +109,8 @@ def from_arguments(args: argparse.Namespace) -> Options:
     if args.expert_mib is not None and not 0 < args.expert_mib < math.inf:
         raise UsageError(f"--expert-mib: {args.expert_mib}; must be above 0")
     plot("--plot", args.plot)
+    for name in ("json", "save"):
+        writable(f"--{name}", getattr(args, name))
     policies = args.policies or ["static", "update", "replan"]
     for policy in policies:
         choice("--policies", policy, simulation.POLICIES, policy)
