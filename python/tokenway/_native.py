@@ -410,3 +410,8 @@ def fit(name: str, value: int, bits: int = 31) -> int:
     if not isinstance(value, numbers.Integral) or not -(2**bits) <= value < 2**bits:
         raise errors.InvalidArgument(f"{name} is {value!r}; it must be an integer of {bits + 1} bits")
     return int(value)
+
+
+def fit_place(rank: int, nranks: int) -> tuple[int, int]:
+    """A rank and the number of ranks, likewise."""
+    return fit("rank", rank), fit("nranks", nranks)

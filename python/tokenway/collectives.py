@@ -62,6 +62,7 @@ class Request(Pending[Any]):
             if self._interrupted and isinstance(self._error, InvalidArgument):  # it had ended: nobody has told how
                 self._error = group.untold()
             self._received = True
+            group._tell_interrupt()
             del kept
         elif not self._received:
             raise InvalidUsage("the group was closed before this was received")
@@ -319,5 +320,4 @@ class Collectives:
         if result:
             named = {"rows" if len(given) == 1 else f"rows[{q}]": x for q, x in enumerate(given)}
             raise self._error(result, problem, sizes=sizes.tensor, **named)
-        if self._carrier is not None:
-            self._carrier.tell_interrupt()
+        self._tell_interrupt()

@@ -23,10 +23,6 @@ RANK, NRANKS, ADDRESS = "TOKENWAY_RANK", "TOKENWAY_NRANKS", "TOKENWAY_ADDRESS"
 LOCAL_RANK = cuda.LOCAL_RANK  # as torchrun does
 
 
-def _place(rank: int, nranks: int) -> tuple[int, int]:
-    return _native.fit("rank", rank), _native.fit("nranks", nranks)
-
-
 class Comm:
     """One rank's part in a set of ranks on which groups are created.
 
@@ -57,7 +53,7 @@ class Comm:
         config = _config(timeout)
         config.address = address.encode()
         pointer = c_void_p()
-        _native.check(_native.lib.twCommCreateShm(byref(pointer), *_place(rank, nranks), byref(config)))
+        _native.check(_native.lib.twCommCreateShm(byref(pointer), *_native.fit_place(rank, nranks), byref(config)))
         return cls(pointer.value or 0)
 
     @classmethod
@@ -74,7 +70,7 @@ class Comm:
         config.address = address.encode()
         config.device = cuda.current_device() if index is None else index
         pointer = c_void_p()
-        _native.check(_native.lib.twCommCreateCuda(byref(pointer), *_place(rank, nranks), byref(config)))
+        _native.check(_native.lib.twCommCreateCuda(byref(pointer), *_native.fit_place(rank, nranks), byref(config)))
         return cls(pointer.value or 0)
 
     @classmethod

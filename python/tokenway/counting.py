@@ -101,8 +101,7 @@ class Counting:
                 handle.leased = False  # what an earlier send_only call may have left
             raise error
         handle._landing = landing
-        if self._carrier is not None:  # type: ignore[attr-defined]
-            self._carrier.tell_interrupt()  # type: ignore[attr-defined]
+        self._tell_interrupt()  # type: ignore[attr-defined]
         if send_only:
             return Pending(handle, handle, (handle,), counting=True)
         handle.leased = False

@@ -115,7 +115,6 @@ class Group(Counting, Placed, Collectives):
     def _adopt(self, comm: Comm, pointer: int, settings: Settings, place: Any) -> None:
         """Takes a group of the C library over: this is what __init__ and shrink have in common."""
         self.comm = comm
-        self._carrier = comm.carrier  # what may have been interrupted in a call; None: nothing can
         self.device = comm.device  # the CUDA device of this rank, None on the CPU
         self._place: Any = place  # tensors.Host or cuda.Cuda
         self._told: ErrorRecord | None = None
@@ -262,8 +261,7 @@ class Group(Counting, Placed, Collectives):
             handle.was_read()
         kept = (tokens, *sent.values(), *given.values()) if send_only else ()
         received = outputs.received(self, handle, layout, b, given, tensors.is_torch(tokens))
-        if self._carrier is not None:
-            self._carrier.tell_interrupt()
+        self._tell_interrupt()
         if send_only:
             return Pending(handle, received, kept)
         if handle._landed:
@@ -325,8 +323,7 @@ class Group(Counting, Placed, Collectives):
         if send_only:
             return Pending(handle, out, (rows, out), combining=True)
         handle.leased = False
-        if self._carrier is not None:
-            self._carrier.tell_interrupt()
+        self._tell_interrupt()
         return out
 
     def shrink(self, **changes: Any) -> Group:
@@ -456,8 +453,7 @@ class Group(Counting, Placed, Collectives):
         tensor for C, what C could not say."""
         error = _native.error_of(result, self._pointer)
         self._told = error.record or self._told
-        if self._carrier is not None:
-            self._carrier.tell_interrupt()
+        self._tell_interrupt()
         if not isinstance(error, InvalidArgument):
             return error
         if problem is not None:
@@ -466,6 +462,11 @@ class Group(Counting, Placed, Collectives):
         if seen:
             error.args = ("; ".join([str(error), *seen]),)
         return error
+
+    def _tell_interrupt(self) -> None:
+        """After a call: raises what a signal's handler has raised in it, where Python ran within C."""
+        if self.comm.carrier is not None:
+            self.comm.carrier.tell_interrupt()
 
     def _stream_of(self, handle: Any) -> int:
         """The stream of a call on a CUDA device; its handle, if it is one of this group, learns of it."""
@@ -486,7 +487,6 @@ class Group(Counting, Placed, Collectives):
         result = _native.lib.twComplete(self.pointer, handle.pointer, stream)
         if handle._landed:
             handle.trim_leases()
-        if self._carrier is not None:
-            self._carrier.tell_interrupt()
+        self._tell_interrupt()
         if result:
             raise self._error(result)

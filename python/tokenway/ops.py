@@ -181,15 +181,15 @@ def _combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     on = _group(group)
     number, handle = _kept(on, order)
+    narrow = _without_columns(on, rows)
     with gradients.telling(lambda: gradients.refuse_combine(handle)):
         if tokens != handle.tokens:
             raise InvalidArgument(f"tokens is {tokens}; it must be those of the dispatch, {handle.tokens}")
-    if _without_columns(on, rows):
-        with gradients.telling(lambda: gradients.refuse_combine(handle)):
+        if narrow:
             rows = gradients.widened(rows, on)
-        out = gradients.first_columns(on.combine(handle, rows, weighting=weighting), on.hidden)
-    else:
-        out = on.combine(handle, rows, weighting=weighting)
+    out = on.combine(handle, rows, weighting=weighting)
+    if narrow:
+        out = gradients.first_columns(out, on.hidden)
     if not _trains(on):
         del on.op_handles[number]
     return out, torch.zeros_like(order)

@@ -430,9 +430,5 @@ def create(
             )
         config.on_device, config.device, config.inline_bytes = 1, device, CAPACITIES["fixed"]
     pointer = c_void_p()
-    _native.check(
-        _native.lib.twCommCreatePortable(
-            byref(pointer), _native.fit("rank", rank), _native.fit("nranks", nranks), byref(config)
-        )
-    )
+    _native.check(_native.lib.twCommCreatePortable(byref(pointer), *_native.fit_place(rank, nranks), byref(config)))
     return pointer.value or 0, carrier

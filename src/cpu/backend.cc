@@ -368,7 +368,7 @@ class CpuBackend : public Backend {
       unpack_rank_major(shape(), context_.placement, received, context_.me, call.bound, context_.ids, targets.ids,
                         targets.weights);
     }
-    if (targets.counts != received.counts) std::copy_n(received.counts, shape().ranks, targets.counts);
+    std::copy_n(received.counts, shape().ranks, targets.counts);
     for (int q = 0; q < shape().payloads; ++q) {
       if (targets.payloads[q] == nullptr) continue;
       for (int source = 0; source < shape().ranks; ++source) {

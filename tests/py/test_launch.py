@@ -37,10 +37,10 @@ def fail_on(rank: int) -> int:
         return comm.rank
 
 
-def leave_on(rank: int) -> int:
+def leave_on(rank: int, code: int) -> int:
     with tw.connect(timeout=30) as comm:
         if comm.rank == rank:
-            os._exit(3)
+            os._exit(code)
         return comm.rank
 
 
@@ -84,11 +84,6 @@ def leave_a_child_on(rank: int) -> None:
         time.sleep(30)
 
 
-def return_nothing(rank: int) -> None:
-    if os.environ["TOKENWAY_RANK"] == str(rank):
-        os._exit(0)
-
-
 def unpicklable() -> Any:
     return lambda: 1
 
@@ -122,9 +117,12 @@ def test_the_culprit_is_named() -> None:
         tw.run(fail_in_a_group, 3, 2, timeout=60)
 
 
-def test_a_rank_that_exits() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 0 of 2: ended with exit code 3"):
-        tw.run(leave_on, 2, 0, timeout=60)
+@pytest.mark.parametrize(
+    ("code", "told"), [(3, "ended with exit code 3"), (0, "the process ended before the function had returned")]
+)
+def test_a_rank_that_exits(code: int, told: str) -> None:
+    with pytest.raises(RuntimeError, match=f"rank 0 of 2: {told}"):
+        tw.run(leave_on, 2, 0, code, timeout=60)
 
 
 def test_a_rank_that_is_killed_with_a_child() -> None:
@@ -132,11 +130,6 @@ def test_a_rank_that_is_killed_with_a_child() -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 of 2: ended with exit code -9"):
         tw.run(leave_a_child_on, 2, 1, timeout=60)
     assert time.monotonic() - begin < 20
-
-
-def test_a_rank_that_leaves_without_a_value() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 1 of 2: the process ended before the function had returned"):
-        tw.run(return_nothing, 2, 1, timeout=60)
 
 
 def test_a_value_that_cannot_travel() -> None:
