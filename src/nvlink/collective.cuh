@@ -261,52 +261,65 @@ __device__ __noinline__ static uint64_t load_any_word(Collect s, int rank, int i
   return load_bytes(s.row_in(rows, rank, i) + 8 * uint64_t{at.word}, int64_t{rows.row_bytes} - 8 * int64_t{at.word});
 }
 
-// The thread's words of the g-th group of a unit of row i for a rank.
+// The thread's words of the g-th group of a unit of row i for a rank; `row`: where that is, of the first tensor.
 template <bool kFast>
-__device__ inline Vec16 load_group(const Collect& s, int rank, int i, const Unit& unit, uint32_t g) {
+__device__ inline Vec16 load_group(const Collect& s, const std::byte* row, int rank, int i, const Unit& unit,
+                                   uint32_t g) {
   const uint32_t w = first_word(unit.begin + g);
   const uint32_t end = s.p.units.words;
   if (unit.begin + g >= unit.end) return {};
-  if (kFast) return load_two(s.row_in(s.p.rows[0], rank, i), w, end);
+  if (kFast) return load_two(row, w, end);
   Vec16 pair{};
   if (w < end) pair.a = load_any_word(s, rank, i, w);
   if (w + 1 < end && !is_flag()) pair.b = load_any_word(s, rank, i, w + 1);
   return pair;
 }
 template <bool kFast, int kGroups>
-__device__ inline void load_unit(const Collect& s, int rank, int i, const Unit& unit, Vec16 (&pair)[kGroups]) {
+__device__ inline void load_unit(const Collect& s, const std::byte* row, int rank, int i, const Unit& unit,
+                                 Vec16 (&pair)[kGroups]) {
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) pair[g] = load_group<kFast>(s, rank, i, unit, g);
+  for (int g = 0; g < kGroups; ++g) pair[g] = load_group<kFast>(s, row, rank, i, unit, g);
 }
 
 // A rank's share of units of lines: whose, which row, which part.
 struct Outgoing {
-  int owner;
-  Share share;
-  bool there;
+  int owner = 0;
+  int there = 0;  // whether there is such a row
+  Share share{};
+  const std::byte* row = nullptr;  // of the first tensor
+  std::byte* line = nullptr;       // in bank 0
 };
 __device__ inline Outgoing outgoing(const Collect& s, uint32_t u) {
-  const Share share = share_of(s.p.units, static_cast<uint32_t>(s.owners()), u);
-  const int owner = s.me() + 1 + share.turn;
-  const int rank = owner < s.ranks() ? owner : owner - s.ranks();
-  return {rank, share, share.index < s.rows_for(rank)};
+  const CollectiveParams& p = s.p;
+  Outgoing out;
+  out.share = share_of(p.units, static_cast<uint32_t>(s.owners()), u);
+  const int owner = s.me() + 1 + out.share.turn;
+  out.owner = owner < s.ranks() ? owner : owner - s.ranks();
+  out.there = out.share.index < s.rows_for(out.owner);
+  out.row = s.row_in(p.rows[0], out.owner, out.share.index);
+  out.line = s.windows()[out.owner] + line_at(p.lines, 0, s.me(), out.share.index) + line_place(out.share.unit.begin);
+  return out;
 }
 __device__ inline uint32_t units_to_send(const Collect& s) {
   const int most = s.p.reduces ? s.p.bound : s.sizes()[s.me()];
   return static_cast<uint32_t>(most * s.owners()) * s.p.units.per_row.divisor;
 }
 
-// The first unit is loaded before the step is known.
+// The first unit: found before the wait for what comes before in the stream, if sizes are known there, and loaded
+// before the step is known.
 template <bool kFast, int kGroups>
 struct Ahead {
+  Outgoing out;
   Vec16 pair[kGroups] = {};
 
   __device__ explicit Ahead(const Collect& s) {
     const uint32_t u = sent_shares(s.p.roles).first;
-    if (!s.sends() || u >= units_to_send(s)) return;
-    if (const Outgoing out = outgoing(s, u); out.there) {
-      load_unit<kFast>(s, out.owner, out.share.index, out.share.unit, pair);
-    }
+    if (s.sends() && u < units_to_send(s)) out = outgoing(s, u);
+    pin(out.owner, out.there, out.row, out.line, out.share.index, out.share.turn, out.share.unit.begin,
+        out.share.unit.end);
+  }
+  __device__ void load(const Collect& s) {
+    if (out.there) load_unit<kFast>(s, out.row, out.owner, out.share.index, out.share.unit, pair);
   }
 };
 
@@ -316,21 +329,20 @@ __device__ inline void send_lines(const Collect& s, Ahead<kFast, kGroups> ahead,
   const CollectiveParams& p = s.p;
   const Shares shares = sent_shares(p.roles);
   const uint32_t all = units_to_send(s);
+  const uint64_t bank = bank_offset(p.lines, s.step);
 #pragma unroll 1
   for (uint32_t u = shares.first; u < all; u += shares.step) {
-    const Outgoing out = outgoing(s, u);
-    if (!out.there) continue;
-    if (u != shares.first) load_unit<kFast>(s, out.owner, out.share.index, out.share.unit, ahead.pair);
-    std::byte* const line = s.windows()[out.owner] + line_at(p.lines, s.step.bank(), s.me(), out.share.index) +
-                            line_place(out.share.unit.begin);
-    const uint32_t groups = part_of(p.units, out.share.unit);
+    if (u != shares.first) ahead.out = outgoing(s, u), ahead.load(s);
+    if (!ahead.out.there) continue;
+    std::byte* const line = ahead.out.line + bank;
+    const uint32_t groups = part_of(p.units, ahead.out.share.unit);
     const bool together = is_together();
 #pragma unroll
     for (uint32_t g = 0; g < kGroups; ++g) {
       if (g >= groups) continue;
       store_line(together, line + g * kGroupBytes, ahead.pair[g].a, is_flag() ? s.step.number : ahead.pair[g].b);
     }
-    sent(out, ahead.pair);
+    sent(ahead.out, ahead.pair);
   }
 }
 
@@ -356,8 +368,9 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Sent&
   meet();
   if (knows_first(s)) find_first(s, s.sizes());
   meet();
+  [[maybe_unused]] Ahead<kFast, kGroups> ahead(s);
   if (p.sizes_at == nullptr) await_earlier();
-  [[maybe_unused]] const Ahead<kFast, kGroups> ahead(s);
+  if (kLines) ahead.load(s);
   s.step.number = next_step(g, p.lane);
   s.step.digest = digest_of(s);
   const bool skips = p.bank >= 0 && static_cast<int>(s.step.number & 1) != p.bank;

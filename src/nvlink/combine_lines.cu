@@ -69,10 +69,6 @@ struct Loaded {
   }
 };
 
-__device__ inline uint64_t bank_offset(const Sum& s) {
-  return s.step.bank() != 0 ? s.p.lines.bank[1] - s.p.lines.bank[0] : 0;
-}
-
 template <twDtype_t kWire, int kGroups, bool kSums>
 __device__ inline void send_unit(const Sum& s, const Outgoing<kGroups>& out, Loaded<kGroups, kSums> loaded) {
   if (out.index >= s.counts()[out.owner]) return;
@@ -80,7 +76,7 @@ __device__ inline void send_unit(const Sum& s, const Outgoing<kGroups>& out, Loa
     collect_terms(s.p, s.set(), out.owner, out.index, loaded.choice);
     sum_pairs<kWire, kGroups>(s.p, s.set(), out.begin, out.end, loaded.pair);
   }
-  std::byte* const line = s.windows()[out.owner] + out.line + bank_offset(s);
+  std::byte* const line = s.windows()[out.owner] + out.line + bank_offset(s.p.lines, s.step);
   const bool together = is_together();
 #pragma unroll
   for (uint32_t g = 0; g < kGroups; ++g) {
@@ -95,8 +91,9 @@ __device__ inline bool sum_line_unit(const Sum& s, int token, const Unit& unit, 
   static_assert(kTerms == 2);
   const CombineParams& p = s.p;
   const auto address = reinterpret_cast<unsigned long long>(
-      sent.to.rank == p.group.me ? row_of(p, sent.to.rank, sent.to.slot)
-                                 : s.window() + line_at(p.lines, 0, sent.to.rank, sent.to.slot) + bank_offset(s));
+      sent.to.rank == p.group.me
+          ? row_of(p, sent.to.rank, sent.to.slot)
+          : s.window() + line_at(p.lines, 0, sent.to.rank, sent.to.slot) + bank_offset(s.p.lines, s.step));
   std::byte* out = p.out + static_cast<int64_t>(token) * p.out_stride;
   pin(out);  // before the wait
   Quad sum[kGroups][2] = {};

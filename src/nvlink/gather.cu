@@ -77,7 +77,7 @@ __device__ inline void take_lines(const Collect& s) {
     const int64_t row = int64_t{s.first()[source]} + in.index;
     if (s.is_direct(source)) {
       Vec16 own[kGroups];
-      load_unit<kFast>(s, source, in.index, in.unit, own);
+      load_unit<kFast>(s, s.row_in(p.rows[0], source, in.index), source, in.index, in.unit, own);
       store_unit<kFast>(s, row, in.unit, own);
       continue;
     }

@@ -46,6 +46,11 @@ __device__ inline uint64_t line_at(const LinesAt& lines, int bank, int source, i
   return lines.bank[bank] + source * lines.source + static_cast<uint64_t>(static_cast<uint32_t>(row)) * lines.row;
 }
 
+// From the first bank to a step's.
+__device__ inline uint64_t bank_offset(const LinesAt& lines, const Step& step) {
+  return step.bank() != 0 ? lines.bank[1] - lines.bank[0] : 0;
+}
+
 // Between looks, of 0.3 us each: a long wait must not take the memory's bandwidth from those who send.
 __device__ inline void rest(int looks) {
   if (looks > 16) __nanosleep(100);

@@ -77,8 +77,9 @@ __device__ inline bool sum_line_unit(const Collect& s, int i, const Unit& unit) 
                         ? s.windows()[s.me()] + line_at(p.lines, s.step.bank(), source, i) + line_place(unit.begin)
                         : nullptr;
       if (!own) continue;
+      const std::byte* const row = s.row_in(p.rows[0], source, i);
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) parts.value[g][t] = load_group<kFast>(s, source, i, unit, g);
+      for (int g = 0; g < kGroups; ++g) parts.value[g][t] = load_group<kFast>(s, row, source, i, unit, g);
     }
     parts.look();
     if (!await_lines(
