@@ -405,6 +405,19 @@ def environment() -> list[tuple[str, str, str]]:
     return variables
 
 
+class Shared:
+    """An object of the C library's that others hold: copies of these, as a model's average, share it."""
+
+    def __copy__(self) -> Shared:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Shared:
+        return self
+
+    def __reduce__(self) -> str:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled: it is the C library's, of this process")
+
+
 def fit(name: str, value: int, bits: int = 31) -> int:
     """An integer that C can hold; ctypes would cut it silently."""
     if not isinstance(value, numbers.Integral) or not -(2**bits) <= value < 2**bits:

@@ -63,6 +63,8 @@ from tokenway.gradients import (
     device_of,
     eager,
     exchange_counts,
+    keep_for_order,
+    kept_for_order,
     lead_of,
     outputs_to_come,
     refuse_combine,
@@ -273,8 +275,9 @@ class _Dispatch(torch.autograd.Function):
         if handle.group.exact:
             exchange_counts(handle, layout)
         out = _receive(handle, tokens, layout, bound)
-        if layout == "grouped":  # a gradient of a weight returns in the column of its k; in padding, any
-            ctx.save_for_backward((out["origins"] % handle.group.top_k)[:, None])
+        # A gradient of a weight returns in the column of its k; in padding, in any.
+        which = (out["origins"] % handle.group.top_k)[:, None] if layout == "grouped" else None
+        keep_for_order(ctx, out["counts"] if which is None else which)
         ctx.handle, ctx.layout = handle, layout
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(out["ids"], out["counts"], out["offsets"])
@@ -284,8 +287,8 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, tokens: Tensor | None, weights: Tensor | None, *_: Any) -> tuple[Any, ...]:
         handle: Handle = ctx.handle
+        which = kept_for_order(ctx)
         if weights is not None and ctx.layout == "grouped":
-            (which,) = ctx.saved_tensors
             per_k = weights.new_zeros(len(weights), handle.group.top_k)
             weights = per_k.scatter_(1, which, weights[:, None])
         of_tokens, of_weights = return_gradients(handle, tokens, weights, ctx.needs_input_grad[1], ctx.layout)

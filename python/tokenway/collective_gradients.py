@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenway.gradients import eager
+from tokenway.gradients import eager, keep_for_order, kept_for_order
 from tokenway.group import Group
 
 Tensor = torch.Tensor
@@ -71,12 +71,14 @@ class _Gather(torch.autograd.Function):
         sizes = _kept(sizes)
         out, ctx.sizes = _gather(group, rows.contiguous(), sizes, bound)
         ctx.group, ctx.count = group, rows.shape[0]
+        keep_for_order(ctx, rows.new_empty(0))
         ctx.bound = bound if _is_known(sizes) else out.shape[0] // group.nranks
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out: Tensor) -> tuple[Any, ...]:
+        kept_for_order(ctx)
         return _reduce(ctx.group, out.contiguous(), ctx.sizes, ctx.bound)[: ctx.count], None, None, None
 
 

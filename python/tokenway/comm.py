@@ -23,7 +23,7 @@ RANK, NRANKS, ADDRESS = "TOKENWAY_RANK", "TOKENWAY_NRANKS", "TOKENWAY_ADDRESS"
 LOCAL_RANK = cuda.LOCAL_RANK  # as torchrun does
 
 
-class Comm:
+class Comm(_native.Shared):
     """One rank's part in a set of ranks on which groups are created.
 
     Use `connect()`, `Comm.shm(...)`, `Comm.cuda(...)`, `Comm.portable(...)` or `local_comms(n)` to make one. Closing

@@ -37,10 +37,28 @@ def eager(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if function not in _uncompiled:
+            # Nor this frame, of which there is one for all functions: it would be compiled for each of them anew, up to
+            # PyTorch's limit.
+            sys.modules["torch._dynamo"].eval_frame.skip_code(call.__code__)
             _uncompiled[function] = torch.compiler.disable(function)
         return _uncompiled[function](*args, **kwargs)
 
     return call
+
+
+def keep_for_order(ctx: Any, tensor: Tensor) -> None:
+    """In the forward pass of a step that brings rows: saves a tensor, to be asked for before their gradients return.
+
+    A checkpoint that is not reentrant repeats the forward pass when the first tensor saved in it is asked for. In
+    between a rank without experts may have saved none: it would repeat its steps after one that other ranks repeat
+    theirs before."""
+    ctx.save_for_backward(tensor)
+
+
+def kept_for_order(ctx: Any) -> Tensor:
+    """In its backward pass, first of all: that tensor."""
+    (tensor,) = ctx.saved_tensors
+    return tensor
 
 
 # bfloat16 has 8 significant bits, float32 has 24.

@@ -20,7 +20,7 @@ from tokenway.settings import Payload, Settings, WindowBytes, make_config, telli
 from tokenway.structs import REFUSED, Structs
 
 
-class Group(Counting, Placed, Collectives):
+class Group(Counting, Placed, Collectives, _native.Shared):
     """Ranks that exchange tokens: how big, which experts where, over which memory. Collective, long-lived.
 
     On a comm of CUDA devices, tensors are PyTorch's on the device of this rank, and route, dispatch, combine and the

@@ -52,6 +52,9 @@ class ExpertParallelMoE(torch.nn.Module):
     throughput, for bfloat16 on devices for which PyTorch has grouped matrix products. With the group's max_recv_tokens
     eager calls of such a layer do not wait for the device either.
 
+    Under autocast the router computes in float32 and the experts in the group's dtype, to which x is cast; elsewhere x
+    must have it.
+
     The gradient of an expert's parameters is that of the sum of the losses of all ranks, whichever ranks its tokens
     came from. So ranks with shares of one batch must give each token's loss the weight that it has in the whole.
     """
@@ -117,16 +120,19 @@ class ExpertParallelMoE(torch.nn.Module):
                 raise InvalidArgument(f"x is of type {type(x).__name__}; it must be a tensor [..., S, {hidden}]")
             if x.dim() < 2 or x.shape[-1] != hidden:
                 raise InvalidArgument(f"x has shape {list(x.shape)}; it must be [..., S, {hidden}]")
+            if torch.is_autocast_enabled(x.device.type):
+                x = x.to(self.gate_up.dtype)
             ids, weights, probabilities = self.route(x)
             tokens, k = x.reshape(-1, hidden), self.group.top_k
         self.chosen = ids
         layout = "grouped" if self.group.exact else None  # there the library sums over a token's experts
         routed = autograd.dispatch(self.group, tokens, ids.reshape(-1, k), weights.reshape(-1, k), layout=layout)
-        if self.uncapturable is None:
-            results = self.compute(routed.tokens, routed.weights, routed.offsets)
-        else:
-            grouped = autograd.by_expert(routed)
-            results = grouped.sum(self.compute(grouped.rows, grouped.weights, grouped.sizes))
+        with torch.autocast(x.device.type, enabled=False):  # or some of the ways to multiply would, and others not
+            if self.uncapturable is None:
+                results = self.compute(routed.tokens, routed.weights, routed.offsets)
+            else:
+                grouped = autograd.by_expert(routed)
+                results = grouped.sum(self.compute(grouped.rows, grouped.weights, grouped.sizes))
         return autograd.combine(routed, results).view(x.shape), balance_loss(probabilities, ids)
 
     def compute(self, rows: Tensor, weights: Tensor, sizes: Tensor | list[int]) -> Tensor:

@@ -82,6 +82,41 @@ def test_stacked_layers(processes, how, layout) -> None:
         assert_same(ours, plain)
 
 
+def run_unlike(env: Env, layout: str, collective: bool) -> list[np.ndarray]:
+    """Gradients, plain and checkpointed, where rank 0 alone saves something between the two steps of a layer."""
+    from torch.utils.checkpoint import checkpoint
+
+    from tokenway import autograd
+
+    case, sizes = Case(4, 2, (3, 5, 0), layout=layout), [3, 5, 0]
+    with group_of(env, case) as group:
+
+        def layer(x: Any) -> Any:
+            def compute(rows: Any) -> Any:
+                return rows.sin() if env.rank == 0 else rows * 2  # of which the first saves its argument
+
+            if collective:
+                return autograd.reduce_scatterv(group, compute(autograd.all_gatherv(group, x, sizes)), sizes)
+            routed = autograd.dispatch(group, x, ids[0], weights[0].detach(), layout=layout)
+            return autograd.combine(routed, compute(routed.tokens))
+
+        found = []
+        for how in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+            x, weights, ids, _, towards = leaves(env, group, case)
+            (how(how(x)) * towards).sum().backward()
+            found.append(sent(x.grad))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "collective"), [("rank_major", False), ("flat", False), ("grouped", False), ("flat", True)]
+)
+def test_checkpointed_unlike_others(processes, layout, collective) -> None:
+    """Ranks repeat their steps in the same order, whatever they save in between."""
+    for plain, again in processes(3).run(run_unlike, layout, collective):
+        assert np.array_equal(plain, again)
+
+
 # ---- what comes ---------------------------------------------------------------------------------------------
 
 

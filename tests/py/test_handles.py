@@ -146,6 +146,15 @@ def test_handles_are_not_copied(alone) -> None:
     one.close()
 
 
+def test_groups_and_comms_are_shared(alone) -> None:
+    one = alone()
+    for of in (one.group, one.env.comm):
+        assert copy.copy(of) is of and copy.deepcopy([of])[0] is of
+        with pytest.raises(TypeError, match=f"a {type(of).__name__} cannot be pickled"):
+            pickle.dumps(of)
+    one.close()
+
+
 def test_weights_that_are_no_tensor(alone) -> None:
     """Not the same as none, which are all 1."""
     one = alone()

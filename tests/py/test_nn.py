@@ -274,19 +274,57 @@ def test_initial_values(processes) -> None:
         assert shared == ["0.weight", "0.bias", "1.router"] and own == ["1.gate_up", "1.down"]
 
 
-def run_autocast(env: Env) -> Any:
+def run_autocast(env: Env, mode: str) -> Any:
+    """Whether routing and output are the bits of those without, for x of either dtype."""
     import torch
 
-    group, layer = make_layer(env, {"experts": 4, "top_k": 2, "max_tokens": 8}, "float32")
+    settings = {"experts": 4, "top_k": 2, "max_tokens": 8, "mode": mode}
+    group, layer = make_layer(env, settings, "float32")
     with group:
-        x = torch.randn(1, 6, HIDDEN, device=env.device or "cpu")
-        want = [t.detach() for t in layer.route(x)]
+        x = torch.randn(1, 6, HIDDEN, device=env.device or "cpu").bfloat16()
+        want = [*layer.route(x), *layer(x.float())]
         with torch.autocast(x.device.type, torch.bfloat16):
-            return [torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(layer.route(x), want, strict=True)]
+            found = [[*layer.route(given), *layer(given)] for given in (x, x.float())]
+    return [torch.equal(a, b) and a.dtype == b.dtype for f in found for a, b in zip(f, want, strict=True)]
 
 
-def test_routing_is_float32_under_autocast(processes) -> None:
-    assert processes(1).run(run_autocast) == [[True] * 3]
+@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
+def test_autocast(processes, mode) -> None:
+    assert processes(1).run(run_autocast, mode) == [[True] * 10]
+
+
+def run_compiled(env: Env) -> None:
+    """PyTorch's limit of compilations of one function is an error here."""
+    import torch
+
+    group, layer = make_layer(env, {"experts": 4, "top_k": 2, "max_tokens": 32}, "float32")
+    with group:
+        compiled = torch.compile(layer, backend="eager")
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for count in (2, 3, 1):
+                compiled(torch.randn(count, 8, HIDDEN))[0].sum().backward()
+                with torch.no_grad():
+                    compiled(torch.randn(count, 8, HIDDEN))
+
+
+@pytest.mark.slow
+def test_compiled(processes) -> None:
+    """What is around the exchange is compiled, and of the exchange nothing."""
+    assert processes(2).run(run_compiled, timeout=240) == [None, None]
+
+
+def run_copied(env: Env) -> bool:
+    """Whether an average of a model computes what the model does."""
+    import torch
+
+    group, layer = make_layer(env, {"experts": 4, "top_k": 2, "max_tokens": 32}, "float32")
+    with group:
+        x = torch.randn(2, 8, HIDDEN)
+        return torch.equal(torch.optim.swa_utils.AveragedModel(layer)(x)[0], layer(x)[0])
+
+
+def test_copied(processes) -> None:
+    assert processes(2).run(run_copied) == [True, True]
 
 
 def run_wrong(env: Env) -> list[Any]:
