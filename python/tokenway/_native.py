@@ -25,7 +25,7 @@ from ctypes import (
 from importlib import resources
 from pathlib import Path
 
-from tokenway import errors
+from tokenway import errors, sentences
 
 MAX_PAYLOADS = 8
 MAX_TOP_K = 64
@@ -365,7 +365,7 @@ def read_record(group: int) -> errors.ErrorRecord:
         token=record.token,
         k=record.k,
         value=record.value,
-        message=record.message.decode(errors="replace"),
+        message=sentences.in_python(record.message.decode(errors="replace")),
     )
 
 
@@ -376,7 +376,7 @@ _RECORDED = (errors.PeerRefused, errors.BoundMismatch, errors.GroupFinished)
 def error_of(result: int, group: int | None = None) -> errors.TokenwayError:
     """The exception of a result that is not success, with the sentence of this thread's last call."""
     name = lib.twResultString(result).decode()
-    message = lib.twLastError().decode(errors="replace")
+    message = sentences.in_python(lib.twLastError().decode(errors="replace"))
     kind = errors.BY_RESULT.get(name, errors.InternalError)
     record = None if group is None else read_record(group)
     # Arguments have a record if a device has found them wrong. Then it is this error's, else that of an earlier call.

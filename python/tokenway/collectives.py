@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_int32
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -181,8 +181,8 @@ class Collectives:
         call.extra[0].set(counts)
         call.extra[1].set(offsets)
         call.out.layout = arguments.code(LAYOUTS, layout) if problem is None else -1
-        function = _native.lib.twAllGatherV
-        self._collect(function, call, given, made, known, problem, b, lane, send_only)
+        function, asked = _native.lib.twAllGatherV, {"bound": bound, "lane": lane, "layout": layout}
+        self._collect(function, call, given, made, known, problem, b, asked, send_only)
         if made is None:
             torch = tensors.is_torch(given[0])
             made = [
@@ -234,8 +234,8 @@ class Collectives:
         own = own if known.own is None else known.own
         made, problem = self._collective_outputs(given, out, (own,), 1 if flat else 2, dtype, problem)
         call.given.layout = arguments.code(LAYOUTS, layout) if problem is None else -1
-        function = _native.lib.twReduceScatterV
-        self._collect(function, call, given, made or (), known, problem, b, lane, send_only)
+        function, asked = _native.lib.twReduceScatterV, {"bound": bound, "lane": lane, "layout": layout}
+        self._collect(function, call, given, made or (), known, problem, b, asked, send_only)
         assert made is not None, "C has accepted the call"
         result = made[0] if given[0] is rows else tuple(made)
         return Request(self, call.out.request, result, (*given, *made, sizes)) if send_only else result
@@ -290,10 +290,10 @@ class Collectives:
         sizes: _Sizes,
         problem: TokenwayError | None,
         bound: int,
-        lane: int | None,
+        asked: Mapping[str, Any],
         send_only: bool,
     ) -> None:
-        """Makes a call of which all that is its own is set."""
+        """Makes a call of which all that is its own is set. asked: what the caller gave for bound, lane and layout."""
         self._free_finished()
         if not 1 <= len(given) <= _native.MAX_PAYLOADS:
             problem = problem or InvalidArgument(
@@ -311,7 +311,7 @@ class Collectives:
             hosted = (c_int32 * self.nranks)(*(arguments.int32(n) for n in sizes.host))
         call.given.host_sizes = None if hosted is None else ctypes.addressof(hosted)
         call.sizes.set(sizes.tensor)
-        call.given.bound = bound
+        call.given.bound, lane = bound, asked["lane"]
         call.given.lane = -1 if lane is None else arguments.int32(lane) if lane != -1 else -2
         call.given.send_only = 1 if send_only else 0
         if self.device is not None:
@@ -319,5 +319,5 @@ class Collectives:
         result = function(self.pointer, *call.addresses)
         if result:
             named = {"rows" if len(given) == 1 else f"rows[{q}]": x for q, x in enumerate(given)}
-            raise self._error(result, problem, sizes=sizes.tensor, **named)
+            raise self._error(result, problem, named, asked, sizes=sizes.tensor)
         self._tell_interrupt()

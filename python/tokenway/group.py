@@ -9,7 +9,7 @@ from ctypes import byref, c_size_t, c_void_p
 from dataclasses import replace
 from typing import Any
 
-from tokenway import _native, arguments, cuda, outputs, tensors
+from tokenway import _native, arguments, cuda, outputs, sentences, tensors
 from tokenway.collectives import Collectives
 from tokenway.comm import Comm
 from tokenway.counting import Counting
@@ -251,7 +251,9 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             structs.dispatch_out.layout = REFUSED
         result = _native.lib.twDispatch(self.pointer, arguments.pointer_of(handle), *structs.addresses[:2])
         if result:
-            error = self._error(result, problem, handle=handle, tokens=tokens, **sent)
+            values = {"bound": bound, "lane": lane, "layout": layout}
+            extra = {f"payloads[{name!r}]": sent.get(name) for name in self._extra_names}
+            error = self._error(result, problem, {"tokens": tokens, **extra}, values, handle=handle)
             if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
                 handle.leased = send_only or self._place.learns_late  # as twDispatch documents
                 handle._landing = None
@@ -316,7 +318,8 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         if result:
             if given is not None and problem is None:  # found here, so that calls that are right do not pay for it
                 problem = self._place.problem_of_output("out", given)
-            error = self._error(result, problem, handle=handle, rows=rows, out=out)
+            values = {"layout": wanted, "weighting": weighting}
+            error = self._error(result, problem, {"rows": rows}, values, handle=handle, out=out)
             if isinstance(handle, Handle) and self._place.learns_late and isinstance(error, InvalidArgument):
                 handle.leased = False  # as twCombine documents
             raise error
@@ -439,7 +442,8 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         describe = self._place.describe
         described = tensors.tensor_of(ids, describe), None if weights is None else tensors.tensor_of(weights, describe)
         if described[1] is not None and not described[1].data and not described[1].ndim:  # which to C are none: all 1
-            raise InvalidArgument(f"weights is {self._place.unlike(weights) or 'a tensor that cannot be read'}")
+            seen = self._place.unlike(weights) or "a tensor that cannot be read, as in a transform of torch.func"
+            raise InvalidArgument(f"weights is {seen}")
         return tuple(None if t is None else byref(t) for t in described)  # type: ignore[return-value]
 
     def refuse_dispatch(self) -> None:
@@ -448,9 +452,12 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             self.structs.call(0, None, False, True, self._place.stream())
             _native.lib.twDispatch(self._pointer, None, *self.structs.addresses[:2])
 
-    def _error(self, result: int, problem: TokenwayError | None = None, **given: Any) -> TokenwayError:
+    def _error(
+        self, result: int, problem: TokenwayError | None = None, inputs: Any = None, values: Any = None, **others: Any
+    ) -> TokenwayError:
         """The exception of a call that C refused: with a problem that C cannot see, or by an argument that was no
-        tensor for C, what C could not say."""
+        tensor for C, what C could not say. inputs: by name, the tensors that C has by number; values: see
+        sentences.of_call."""
         error = _native.error_of(result, self._pointer)
         self._told = error.record or self._told
         self._tell_interrupt()
@@ -458,9 +465,9 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             return error
         if problem is not None:
             return problem
+        given = (inputs or {}) | others
         seen = [f"{name} is {what}" for name, x in given.items() if (what := arguments.unlike(self._place, name, x))]
-        if seen:
-            error.args = ("; ".join([str(error), *seen]),)
+        error.args = ("; ".join([sentences.of_call(str(error), inputs or {}, values or {}), *seen]),)
         return error
 
     def _tell_interrupt(self) -> None:

@@ -263,7 +263,7 @@ def overflow(env: Any) -> list[str]:
 def test_overflow_is_learnt_late() -> None:
     with Locals(2) as ranks:
         said = ranks.run(overflow)
-    wanted = "rank 1 would receive 12 rows; config.max_recv_tokens is 7 (nothing was sent)"
+    wanted = "rank 1 would receive 12 rows; max_recv_tokens is 7 (nothing was sent)"
     assert all(wanted in sentence for mine in said for sentence in mine)
 
 

@@ -210,7 +210,7 @@ def crowded(env: Any, overflow: str) -> Any:
 def test_overflow_is_refused_in_a_replay(pair: Any) -> None:
     for fits, crowds, said, _ in pair.run(crowded, "refuse"):
         assert np.isfinite(fits["out"]).all() and np.isnan(crowds["out"]).all()
-        assert "would receive 128 rows; config.max_recv_tokens is 100 (nothing was sent)" in said
+        assert "would receive 128 rows; max_recv_tokens is 100 (nothing was sent)" in said
 
 
 def test_overflow_is_dropped_in_a_replay(pair: Any) -> None:

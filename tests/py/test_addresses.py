@@ -44,7 +44,7 @@ def test_missing_ranks() -> None:
 
 def test_same_rank_twice() -> None:
     outcomes = meet((0, 3), (1, 3), (1, 3))
-    sentence = r'config\.address "meet-.*" is in use for rank 1: .* each rank taken once'
+    sentence = r'address "meet-.*" is in use for rank 1: .* each rank taken once'
     said(outcomes[2], "twInvalidArgument", sentence)
     said(outcomes[0], "twTimeout", r"rank 2 of 3 did not arrive")
 

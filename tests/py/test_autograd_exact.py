@@ -250,7 +250,7 @@ def test_refusals(processes, made_for) -> None:
     assert [result for result, _ in others] == ["twRecvOverflow", *["twPeerRefused"] * 6], others
     assert others[:1] == mistaken[:1], "all ranks refuse alike"
     sentences = [
-        "config.max_recv_tokens is 5",
+        "max_recv_tokens is 5",
         "ids[0, 0] is ",
         "dtype float64",
         "bound is 3; in the mode 'high_throughput' it must be None",

@@ -161,7 +161,7 @@ def test_plots(source: str, tmp_path: Path) -> None:
             "--save: /no/such/folder/x.json: there is no such folder",
         ),
         (["lognormal", "--ranks", 4, "--plot", "plan.xyz"], "--plot: 'plan.xyz'; must end in .png, .pdf, .svg"),
-        (["lognormal", "--ranks", 4, "--nodes", 3], "config.num_nodes is 3"),
+        (["lognormal", "--ranks", 4, "--nodes", 3], "nodes is 3"),
         (["lognormal", "--ranks", 4, "--online"], "--online: 1 window; at least 2 are needed"),
         (["lognormal", "--ranks", 4, "--writes", 1, 2], "--writes: 2 budgets"),
         (["drifting", "--ranks", 4, "--writes", -1], "--writes: -1"),

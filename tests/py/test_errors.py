@@ -20,7 +20,7 @@ def check_refused_call(by_rank: Any, pattern: str, call: str) -> None:
     (outcome, _, _), *others = by_rank
     said(outcome, "twInvalidArgument", pattern)
     for rank, (told, took, _) in enumerate(others, 1):
-        said(told, "twPeerRefused", rf"rank 0 refused its arguments of tw{call}")
+        said(told, "twPeerRefused", rf"rank 0 refused its arguments of {call.lower()}")
         record = told[2]
         assert (record.peer, record.reporter, record.sticky) == (0, rank, False)
         assert record.phase == call.lower() and record.result == "twPeerRefused"
@@ -81,7 +81,7 @@ def test_settings_refused(world, backend, name) -> None:
     changes, pattern = refusals.SETTINGS[name][0], sentence(backend, refusals.SETTINGS[name][1])
     by_rank = world(3).run(refusals.settings_on, 1, changes)
     for rank, (outcome, took) in enumerate(by_rank):
-        said(outcome, "twInvalidArgument", ("" if rank == 1 else "rank 1: ") + r"config\.?.*" + pattern)
+        said(outcome, "twInvalidArgument", ("" if rank == 1 else "rank 1: ") + ".*" + pattern)
         assert took < AT_ONCE
 
 
@@ -89,7 +89,7 @@ def test_settings_refused(world, backend, name) -> None:
 def test_settings_differ(world, name) -> None:
     changes, pattern = refusals.MISMATCHES[name]
     for outcome, took in world(3).run(refusals.settings_on, 1, changes):
-        said(outcome, "twConfigMismatch", r"config\." + pattern)
+        said(outcome, "twConfigMismatch", pattern)
         assert took < AT_ONCE
 
 
@@ -144,7 +144,7 @@ def test_settings_that_c_cannot_hold(changes, told) -> None:
 )
 def test_peers_learn_what_c_cannot_hold(world, changes, told) -> None:
     for rank, (outcome, took) in enumerate(world(3).run(refusals.settings_on, 1, changes)):
-        said(outcome, "twInvalidArgument", told if rank == 1 else r"rank 1: config.*size is 0")
+        said(outcome, "twInvalidArgument", told if rank == 1 else "rank 1: its settings were refused there")
         assert took < AT_ONCE
 
 
@@ -155,7 +155,7 @@ def test_peers_learn_that_shrinking_cannot_be(world, changes) -> None:
     here.forget()
     for rank, (outcome, took) in enumerate(by_rank):
         own = "experts is 2147483648|no_such_setting"
-        said(outcome, "twInvalidArgument", own if rank == 1 else r"rank 1: config.*size is 0")
+        said(outcome, "twInvalidArgument", own if rank == 1 else "rank 1: its settings were refused there")
         assert took < AT_ONCE
 
 

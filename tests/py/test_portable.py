@@ -114,7 +114,7 @@ def connect_differently(env: harness.Env) -> tuple[str, str, Any]:
 def test_strategies_differ() -> None:
     for result, text, _ in harness.Processes("cpu", 2).run(connect_differently):
         assert result == "twConfigMismatch"
-        assert "config.strategy, config.inline_bytes or config.on_device differ: rank 0 has gathered and 64, r" in text
+        assert "strategy, inline_bytes or on_device differ: rank 0 has gathered and 64, r" in text
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ BAD = {
     "shares": ({"policy": "shares", "shares": [1, 1, 1, 1, 1, 1, -1]}, r"slot_shares\[6\] is -1; it must be finite"),
     "nan": ({"policy": "shares", "shares": [1, 1, 1, 1, 1, 1, float("nan")]}, r"slot_shares\[6\] is -?nan"),
     "nothing": ({"policy": "shares", "shares": [1, 1, 1, 1, 1, 1, 0]}, "slot_shares of expert 6 are all 0"),
-    "not shares": ({"shares": [1] * 7}, "only policy twReplicaShares"),
+    "not shares": ({"shares": [1] * 7}, "only policy 'shares'"),
     "decay": ({"count_loads": True, "load_decay": 1.0}, "load_decay is 1; it must be at least 0 and below 1"),
     "layers": ({"layers": 0}, "num_layers is -1; it must be from 1 to 4096"),
 }
@@ -308,7 +308,7 @@ def misuse(env: Any) -> None:
     made = {"experts": 4, "top_k": 2, "hidden": 4, "max_tokens": 2}
     with env.context(), tw.Group(env.comm, **made) as group:
         for call in (lambda: group.expert_of_slot(), lambda: group.replace_map([0, 1, 2, 3]), lambda: group.loads):
-            with pytest.raises(tw.InvalidUsage, match=r"without config\.placement"):
+            with pytest.raises(tw.InvalidUsage, match=r"without placement"):
                 call()
         with pytest.raises(tw.InvalidArgument, match="layer is 1; it must be from 0 to 0"):
             group.route(env.backend.tensor(np.zeros((0, 2), np.int32)), layer=1)
@@ -337,7 +337,7 @@ def config_differs(env: Any) -> str:
 
 def test_maps_that_differ_at_birth(threads) -> None:
     for said in threads(2).run(config_differs):
-        assert "config.placement->slot_expert[4] differs: rank 0 has 0, rank 1 has 1" in said
+        assert "placement.slot_expert[4] differs: rank 0 has 0, rank 1 has 1" in said
 
 
 def shrink(env: Any) -> list[int]:

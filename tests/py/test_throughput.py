@@ -173,8 +173,8 @@ def test_columns_that_are_refused(world: Any) -> None:
         f"column_major is 'scales'; {names}",
         f"column_major is 1; {names}",
     ]
-    wanted += ["output.column_major[1] is 1; only payloads of twGrouped (3), from 0 to 1, have columns"]
-    wanted += ["output.payloads[1] has shape [5, 2]; it must be [2, 8]"]
+    wanted += ["column_major[1] is 1; only payloads of 'grouped', from 0 to 1, have columns"]
+    wanted += ["out['scales'] has shape [5, 2]; it must be [2, 8]"]
     for sentence, part in zip(said, wanted, strict=True):
         assert part in sentence
 
@@ -268,7 +268,7 @@ def overflow(env: Any) -> list[str]:
 def test_overflow_is_refused_alike(world: Any) -> None:
     said = world(2).run(overflow)
     assert said[0] == said[1] and len(said[0]) == 2
-    assert "rank 1 would receive 12 rows; config.max_recv_tokens is 7" in said[0][0]
+    assert "rank 1 would receive 12 rows; max_recv_tokens is 7" in said[0][0]
 
 
 def telling(env: Any) -> list[list[tuple[str, ...]]]:
@@ -353,8 +353,8 @@ def wrong_order(env: Any) -> list[str]:
 
 def test_calls_in_the_wrong_order(world: Any) -> None:
     for said in world(2).run(wrong_order):
-        wanted = ("call twExchangeCounts", "twFlat (2) or twGrouped (3)", "have been exchanged", "it must be 0")
-        wanted += ("input.rows has shape", "twLowLatency, which has no exchange of counts")
+        wanted = ("call exchange_counts", "'flat' or 'grouped'", "have been exchanged", "it must be 0")
+        wanted += ("rows has shape", "'low_latency', which has no exchange of counts")
         assert len(said) == len(wanted)
         for sentence, part in zip(said, wanted, strict=True):
             assert part in sentence
@@ -388,13 +388,13 @@ def test_one_rank_refuses(world: Any, send_only: bool) -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"max_recv_tokens": 0}, "config.max_recv_tokens is -1; it must be from 1 to 12"),
-        ({"max_recv_tokens": 13}, "config.max_recv_tokens is 13; it must be from 1 to 12"),
-        ({"row_alignment": 3}, "config.row_alignment is 3; it must be a power of two from 1 to 256"),
-        ({"row_alignment": 512}, "config.row_alignment is 512; it must be from 1 to 256"),
+        ({"max_recv_tokens": 0}, "max_recv_tokens is -1; it must be from 1 to 12"),
+        ({"max_recv_tokens": 13}, "max_recv_tokens is 13; it must be from 1 to 12"),
+        ({"row_alignment": 3}, "row_alignment is 3; it must be a power of two from 1 to 256"),
+        ({"row_alignment": 512}, "row_alignment is 512; it must be from 1 to 256"),
         ({"overflow": "lose"}, "overflow is 'lose'; it must be one of ['refuse', 'drop']"),
         ({"mode": "fast"}, "mode is 'fast'; it must be one of ['low_latency', 'high_throughput']"),
-        ({"mode": "low_latency", "row_alignment": 4}, "row_alignment of twLowLatency is 4"),
+        ({"mode": "low_latency", "row_alignment": 4}, "row_alignment of 'low_latency' is 4"),
     ],
 )
 def test_settings_are_refused(wrong: dict[str, Any], sentence: str) -> None:

@@ -43,10 +43,10 @@ def test_lanes(world) -> None:
     by_rank = world(3).run(no_free_lane)
     sentences = [
         ("twInvalidUsage", r"no free lane: all 2 are held by handles .* more lanes"),
-        ("twInvalidUsage", r"input\.lane 1 is held by another handle"),
-        ("twInvalidArgument", r"input\.lane is 2; it must be -1 .* or from 0 to 1"),
+        ("twInvalidUsage", r"lane 1 is held by another handle"),
+        ("twInvalidArgument", r"lane is 2; it must be -1 .* or from 0 to 1"),
         ("twInvalidArgument", r"lane is -\d+; it must be"),
-        ("twInvalidUsage", r"input\.lane is 1, but the handle holds lane 0"),
+        ("twInvalidUsage", r"lane is 1, but the handle holds lane 0"),
         ("twInvalidUsage", r"handle holds lane 0; combine or release it"),
     ]
     for outcomes, _ in by_rank:
@@ -76,11 +76,11 @@ def test_wrong_order(world) -> None:
     sentences = [
         r"combine before dispatch: the handle has not been dispatched",
         r"has not been dispatched since it was routed",
-        r"the handle's dispatch is pending; call twComplete",
-        r"send_only dispatch pending; call twComplete first",
-        r"send_only dispatch pending; call twComplete first",
-        r"send_only combine pending; call twComplete first",
-        r"send_only combine pending; call twComplete first",
+        r"the handle's dispatch is pending; call Pending.result",
+        r"send_only dispatch pending; call Pending.result first",
+        r"send_only dispatch pending; call Pending.result first",
+        r"send_only combine pending; call Pending.result first",
+        r"send_only combine pending; call Pending.result first",
     ]
     for outcomes, _ in by_rank:
         for outcome, sentence in zip(outcomes, sentences, strict=True):
@@ -156,7 +156,7 @@ def test_bounds_differ(world, made_for) -> None:
     # Rank 1 has 8 tokens, so only ranks 0 and 2 can have a tighter bound.
     for outcome, good in world(3).run(other_bound):
         by_rank.append(good)
-        said(outcome, "twBoundMismatch", r"input\.bound of twDispatch differs: rank \d has \d, rank \d has \d")
+        said(outcome, "twBoundMismatch", r"bound of dispatch differs: rank \d has \d, rank \d has \d")
         assert "rank 2 has 7" in outcome[1]
         assert not outcome[2].sticky and outcome[2].phase == "dispatch"
     verify(SETUP, ROUND, by_rank)
