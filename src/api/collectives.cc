@@ -323,10 +323,9 @@ Status check_reduce_tensor(twGroup& group, int32_t q, const twTensor_t& in, cons
   TW_RETURN_IF_FAILED(check_window(group, q, call));
   const int64_t row_bytes = elements * dtype_bytes(in.dtype);
   const int64_t begin = own_begin(group, *call);
-  const std::byte* const own = tensor.in + group.me() * tensor.block_stride + begin * tensor.row_stride;
-  const bool knows = call->flat ? begin >= 0 : true;
-  const std::byte* const mine = call->flat ? own : tensor.in + group.me() * tensor.block_stride;
-  const bool in_place = knows && tensor.from == tensor.to && mine == tensor.out &&
+  const bool knows = !call->flat || begin >= 0;
+  const int64_t before = call->flat ? begin * tensor.row_stride : group.me() * tensor.block_stride;
+  const bool in_place = knows && tensor.from == tensor.to && tensor.in + before == tensor.out &&
                         (call->rows <= 1 || tensor.row_stride == tensor.out_stride);
   const Extent block = extent_of(tensor.in, lead.back(), tensor.row_stride, row_bytes);
   const int64_t span = call->flat ? 0 : (group.ranks() - 1) * tensor.block_stride;

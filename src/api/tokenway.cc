@@ -39,34 +39,6 @@ Status check_exact(const twGroup& group) {
   return fail(twInvalidUsage, "config.mode is twLowLatency, which has no exchange of counts");
 }
 
-// Points the handle's arrays into its block.
-void place_arrays(const tw::HandleMap& map, twHandle* handle) {
-  std::byte* const block = handle->block;
-  handle->routing.ids = reinterpret_cast<int32_t*>(block + map.ids);
-  handle->routing.weights = reinterpret_cast<float*>(block + map.weights);
-  handle->routing.first = reinterpret_cast<int64_t*>(block + map.first);
-  handle->routing.destinations = reinterpret_cast<tw::Destination*>(block + map.destinations);
-  handle->routing.send_counts = reinterpret_cast<int32_t*>(block + map.send_counts);
-  handle->received.counts = reinterpret_cast<int32_t*>(block + map.counts);
-  handle->received.meta = block + map.meta;
-  handle->expert_counts = reinterpret_cast<int32_t*>(block + map.expert_counts);
-  handle->shown_counts = reinterpret_cast<int32_t*>(block + map.shown_counts);
-  handle->shown_ids = block + map.shown_ids;
-  handle->shown_weights = reinterpret_cast<float*>(block + map.shown_weights);
-  handle->places = reinterpret_cast<tw::ExpertRow*>(block + map.places);
-  handle->status = reinterpret_cast<int32_t*>(block + map.status);
-  handle->choices = reinterpret_cast<int32_t*>(block + map.choices);
-  handle->digest_here = reinterpret_cast<uint32_t*>(block + map.digest);
-  handle->overflow = reinterpret_cast<int32_t*>(block + map.overflow);
-  handle->counts.sent = reinterpret_cast<int32_t*>(block + map.counts_sent);
-  handle->counts.experts = reinterpret_cast<int32_t*>(block + map.counts_experts);
-  handle->counts.begin = reinterpret_cast<int64_t*>(block + map.counts_begin);
-  handle->counts.source = reinterpret_cast<int64_t*>(block + map.counts_source);
-  handle->counts.landing = reinterpret_cast<uint64_t*>(block + map.landing);
-  handle->expert_begin = reinterpret_cast<int64_t*>(block + map.expert_begin);
-  handle->offsets = reinterpret_cast<int32_t*>(block + map.offsets);
-}
-
 void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandle* handle) {
   handle->dispatched = false;
   handle->counts.exchanged = false;
@@ -234,7 +206,7 @@ twResult_t twHandleMemBytes(twGroup_t group, size_t* bytes) {
   return enter([&]() -> Status {
     TW_RETURN_IF_FAILED(groups.check("group", group));
     TW_CHECK_NOT_NULL(bytes);
-    *bytes = group->handle_map.bytes;
+    *bytes = group->handle_bytes;
     return {};
   });
 }
@@ -261,9 +233,9 @@ twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, int32_t l
     made->owns_block = memory == nullptr;
     made->block = memory == nullptr ? group->take_block() : static_cast<std::byte*>(memory);
     if (made->block == nullptr) {
-      return fail(twOutOfMemory, "no memory for a handle of %s", tw::bytes_text(group->handle_map.bytes).c_str());
+      return fail(twOutOfMemory, "no memory for a handle of %s", tw::bytes_text(group->handle_bytes).c_str());
     }
-    place_arrays(group->handle_map, made.get());
+    group->place_arrays(made->block, made.get());
     route(*group, checked, made.get());
     group->handles.insert(made.get());
     handles.add(made.get());

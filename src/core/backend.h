@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -184,6 +185,7 @@ struct Refusal {
 
 class Backend {
  public:
+  explicit Backend(const Context& context) : context_(context) {}
   virtual ~Backend() = default;
 
   // Start a step: everything is written and published on return, in stream order. Never wait for a peer.
@@ -215,17 +217,25 @@ class Backend {
   // Waits for a step that this rank refused.
   virtual StepEnd drain(StepPlace at, TimePoint deadline) = 0;
 
-  // Where payload q of a step lies in this rank's window, [N, b, row]: the zero-copy view.
-  virtual void* view(StepPlace at, int q) = 0;
   // This rank's window; and what keeps it mapped, for as long as anybody has it.
   virtual std::byte* window() = 0;
   virtual std::shared_ptr<void> keep_window() = 0;
-  // Whether an address lies in this rank's window, leases apart: where the steps of a lane overwrite it.
-  virtual bool in_window(const void* address) = 0;
-  // Whether it is of a lane's.
-  virtual bool in_lane(int lane, const void* address) = 0;
+  // Where payload q of a step lies in it, [N, b, row]: the zero-copy view.
+  void* view(StepPlace at, int q) { return window() + context_.map.payload(at.lane, at.bank(), q, 0, 0, 0); }
   // Where tensor q of a gather lies there, [N, b, row].
-  virtual void* view_gathered(const CollectiveCall& call, int q) = 0;
+  void* view_gathered(const CollectiveCall& call, int q) {
+    return window() + context_.map.bank(call.at.lane, call.at.bank()) + call.places.row(q, 0, 0);
+  }
+  // Whether an address lies in this rank's window, leases apart: where the steps of a lane overwrite it.
+  bool in_window(const void* address) {
+    const auto* const at = static_cast<const std::byte*>(address);
+    return std::less_equal<>()(window(), at) && std::less<>()(at, window() + context_.map.leases());
+  }
+  // Whether it is of a lane's.
+  bool in_lane(int lane, const void* address) {
+    const auto* const at = static_cast<const std::byte*>(address);
+    return in_window(address) && context_.map.in_lane(lane, static_cast<uint64_t>(at - window()));
+  }
 
   // Tells every peer that this rank gives the group up; and whether a peer has.
   virtual void announce_abort(AbortWord reason) = 0;
@@ -265,12 +275,14 @@ class Backend {
   virtual void forget(HandleArrays&) {}
   // The received counts of a dispatched handle, on the host. May wait for the device.
   virtual Status copy_counts(const HandleArrays& handle, int32_t* counts) {
-    std::copy_n(handle.received.counts, ranks(), counts);
+    std::copy_n(handle.received.counts, shape().ranks, counts);
     return {};
   }
 
  protected:
-  virtual int32_t ranks() const = 0;
+  const Shape& shape() const { return context_.map.shape(); }
+
+  const Context& context_;
 };
 
 // What a backend needs to come into being: it makes this rank's window and maps the others'.

@@ -13,7 +13,6 @@ TimePoint deadline_of(twGroup& group) {
   return group.is_sticky() ? now : now + std::chrono::milliseconds(group.config.given.timeout_ms);
 }
 
-// Turns the end of a step into a record and a sentence.
 Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, const StepEnd& end) {
   if (end.code == twSuccess) return {};
   twErrorRecord_t record = empty_record();
@@ -68,7 +67,6 @@ void part_leases(twGroup& group, twHandle& handle) {
   handle.leases.clear();
 }
 
-// The lane of a dispatch: the handle's, or the one asked for, or the next free one.
 Status choose_lane(twGroup& group, const twHandle* handle, int32_t wish, int* lane) {
   const int count = group.lanes.size();
   if (wish < -1 || wish >= count) {

@@ -41,8 +41,9 @@ twGroup::twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, in
       members(std::move(ranks)),
       maps(make_maps(config, rank)),
       context(make_context(config, maps, rank)),
-      lanes(config.given.lanes, config.first_step),
-      handle_map(config.shape(), config.local_experts[rank], tw::dtype_bytes(config.given.id_dtype), config.on_device) {
+      lanes(config.given.lanes, config.first_step) {
+  tw::HandleArrays measured;
+  handle_bytes = place_arrays(nullptr, &measured);
   ++comm->groups;
 }
 
@@ -56,6 +57,11 @@ twGroup::~twGroup() {
   for (std::byte* block : free_blocks_) release(block);
   backend.reset();
   --comm->groups;
+}
+
+uint64_t twGroup::place_arrays(std::byte* block, tw::HandleArrays* arrays) const {
+  return tw::place_arrays(shape(), context.local_experts, tw::dtype_bytes(config.given.id_dtype), config.on_device,
+                          block, arrays);
 }
 
 std::byte* twGroup::allocate(size_t bytes) {
@@ -80,7 +86,7 @@ void twGroup::release(std::byte* block) {
 }
 
 std::byte* twGroup::take_block() {
-  if (free_blocks_.empty()) return allocate(handle_map.bytes);
+  if (free_blocks_.empty()) return allocate(handle_bytes);
   std::byte* const block = free_blocks_.back();
   free_blocks_.pop_back();
   return block;

@@ -46,7 +46,7 @@ struct twGroup : tw::Quarantined<twGroup> {
   tw::Context context;
   std::unique_ptr<tw::Backend> backend;
   tw::Lanes lanes;
-  tw::HandleMap handle_map;
+  uint64_t handle_bytes;  // of a block for a handle
   std::unordered_set<twHandle*> handles;
   std::map<int64_t, tw::Request> requests;  // send_only gathers and reduces that the caller has not completed
   int64_t last_request = 0;
@@ -58,6 +58,8 @@ struct twGroup : tw::Quarantined<twGroup> {
   int32_t ranks() const { return static_cast<int32_t>(members.size()); }
   const tw::Shape& shape() const { return context.map.shape(); }
 
+  // As tw::place_arrays, of a handle of this group.
+  uint64_t place_arrays(std::byte* block, tw::HandleArrays* arrays) const;
   // Memory by the configuration's allocator; 64-byte aligned, NULL if there is none.
   std::byte* allocate(size_t bytes);
   void release(std::byte* block);

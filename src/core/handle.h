@@ -11,17 +11,10 @@ struct twGroup;
 
 namespace tw {
 
-// Byte offsets of a handle's arrays; from the group's maxima alone, so that blocks are alike and can be reused.
-struct HandleMap {
-  HandleMap(const Shape& shape, int32_t local_experts, int id_bytes, bool on_device);
-
-  uint64_t ids, weights, first, destinations, send_counts, choices;              // what is sent
-  uint64_t counts, expert_counts, meta, shown_counts, shown_ids, shown_weights;  // what arrived
-  uint64_t places, status, overflow, digest;                                     // devices only
-  uint64_t counts_sent, counts_experts, counts_begin, counts_source, expert_begin, offsets,
-      landing;  // high throughput only
-  uint64_t bytes;
-};
+// Points a handle's arrays into its block and returns the bytes that they take there; where the block is NULL, that
+// alone. By the group's maxima, so that blocks are alike and can be reused.
+uint64_t place_arrays(const Shape& shape, int32_t local_experts, int id_bytes, bool on_device, std::byte* block,
+                      HandleArrays* arrays);
 
 enum class Pending { kNone, kDispatch, kCombine, kCounts };
 

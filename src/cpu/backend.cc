@@ -2,7 +2,6 @@
 #include "core/backend.h"
 
 #include <algorithm>
-#include <functional>
 #include <numeric>
 
 #include "cpu/carried.h"
@@ -21,7 +20,7 @@ template <class T>
 class CpuBackend : public Backend {
  public:
   CpuBackend(const BackendInit& init, std::unique_ptr<T> transport)
-      : context_(*init.context),
+      : Backend(*init.context),
         owned_(std::move(transport)),
         transport_(*owned_),
         partial_(context_.map.shape().combine_bytes),
@@ -178,23 +177,8 @@ class CpuBackend : public Backend {
     return await_step(transport_, context_.map, at, Mode::kNone, kMaxCount, deadline, counts_.data(), true);
   }
 
-  void* view(StepPlace at, int q) override {
-    return transport_.local(context_.map.payload(at.lane, at.bank(), q, 0, 0, 0));
-  }
-
   std::byte* window() override { return transport_.local(0); }
   std::shared_ptr<void> keep_window() override { return transport_.window(); }
-  bool in_window(const void* address) override {
-    const auto* const at = static_cast<const std::byte*>(address);
-    return std::less_equal<>()(window(), at) && std::less<>()(at, window() + context_.map.leases());
-  }
-  bool in_lane(int lane, const void* address) override {
-    const auto* const at = static_cast<const std::byte*>(address);
-    return in_window(address) && context_.map.in_lane(lane, static_cast<uint64_t>(at - transport_.local(0)));
-  }
-  void* view_gathered(const CollectiveCall& call, int q) override {
-    return transport_.local(context_.map.bank(call.at.lane, call.at.bank()) + call.places.row(q, 0, 0));
-  }
 
   void read_loads(float* loads, int64_t* dispatches) override { loads_.read(loads, dispatches); }
 
@@ -207,13 +191,8 @@ class CpuBackend : public Backend {
   AbortWord find_abort() override { return transport_.find_abort(); }
   AbortWord abort_of(int writer) override { return transport_.abort_of(writer); }
 
- protected:
-  int32_t ranks() const override { return shape().ranks; }
-
  private:
   static constexpr bool kCarried = std::is_same_v<T, CarriedTransport>;
-
-  const Shape& shape() const { return context_.map.shape(); }
 
   // What ranks must have alike in a dispatch.
   uint64_t note_of(const DispatchCall& call, const HandleArrays& handle) const {
@@ -379,7 +358,6 @@ class CpuBackend : public Backend {
     }
   }
 
-  const Context& context_;
   std::unique_ptr<T> owned_;
   T& transport_;
   std::vector<std::byte> partial_;  // one combined row

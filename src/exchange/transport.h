@@ -1,4 +1,4 @@
-// What the exchange asks of a backend's memory. Host code and kernels alike are written against this.
+// What the exchange asks of a backend's memory, on hosts; kernels have loops of their own.
 #pragma once
 
 #include <chrono>
@@ -34,8 +34,7 @@ struct Waited {
 //   load      one acquire load of a word in this rank's window
 //   local     this rank's window
 //   wait      until the word at an offset of this rank's window, written by `peer`, reaches a step; ends at once when
-//   any
-//             rank is gone whose word of that step is not here
+//             any rank is gone whose word of that step is not here
 template <class T>
 concept Transport = requires(T& t, int peer, uint64_t offset, const void* source, size_t n, Word word, uint64_t note,
                              uint32_t step, TimePoint deadline) {

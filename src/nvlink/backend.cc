@@ -1,5 +1,5 @@
 // The CUDA backend: arguments into kernel parameters, and what kernels report into errors. What happens to bytes is in
-// dispatch*.cu, combine*.cu and *_view.cu.
+// the kernels, the files that end in .cu.
 #include "nvlink/backend.h"
 
 #include <algorithm>

@@ -1,7 +1,6 @@
 // The CUDA backend's class: calls are in backend.cc, coming into being in creation.cc.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -25,7 +24,7 @@ Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps, uint
 class NvlinkBackend : public Backend {
  public:
   explicit NvlinkBackend(const BackendInit& init)
-      : context_(*init.context),
+      : Backend(*init.context),
         device_(init.device),
         in_process_(init.bootstrap->in_process()),
         blocking_(init.blocking),
@@ -54,32 +53,27 @@ class NvlinkBackend : public Backend {
                 stream);
   }
 
-  // A call that receives too is one kernel, launched here.
+  // A call that receives too is all of the step, launched here; else finish_* launches the rest.
   Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
-    if (carriage_ != nullptr) return carry_dispatch(call, handle, true);
-    return run_dispatch(call, handle, true, !call.send_only);
+    return make_dispatch(call, handle, true);
   }
   Status send_combine(const CombineCall& call, HandleArrays& handle) override {
-    if (carriage_ != nullptr) return carry_combine(call, handle, true);
-    return run_combine(call, handle, true, !call.send_only);
+    return make_combine(call, handle, true);
   }
-
+  Status send_counts(const CountsCall& call, HandleArrays& handle) override { return make_counts(call, handle, true); }
+  Status send_collective(const CollectiveCall& call) override { return make_collective(call, true); }
   bool can_refuse(const Refusal& refusal) const override;
+  Status send_refusal(StepPlace at, const Refusal& refusal) override;
   Status keep_pace(StepPlace at, int32_t bound, void* stream) override;
-  Status send_refusal(StepPlace at, const Refusal& refusal) override {
-    return carriage_ != nullptr ? carry_refusal(at, refusal) : run_refusal(at, refusal, true, true);
-  }
 
-  Status send_collective(const CollectiveCall& call) override {
-    return carriage_ != nullptr ? carry_collective(call, true) : run_collective(call, true, !call.send_only);
+  StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays& handle) override {
+    return end_of(call.stream, call.send_only ? make_dispatch(call, handle, false) : Status{});
+  }
+  StepEnd finish_combine(const CombineCall& call, TimePoint, HandleArrays& handle) override {
+    return end_of(call.stream, call.send_only ? make_combine(call, handle, false) : Status{});
   }
   StepEnd finish_collective(const CollectiveCall& call, TimePoint) override {
-    if (!call.send_only) return end_of(call.stream, {});
-    return end_of(call.stream,
-                  carriage_ != nullptr ? carry_collective(call, false) : run_collective(call, false, true));
-  }
-  Status send_counts(const CountsCall& call, HandleArrays& handle) override {
-    return carriage_ != nullptr ? carry_counts(call, handle, true) : run_counts(call, handle, true, !call.send_only);
+    return end_of(call.stream, call.send_only ? make_collective(call, false) : Status{});
   }
   StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override;
   void read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) override;
@@ -90,33 +84,10 @@ class NvlinkBackend : public Backend {
     handle.counts_page = nullptr;
   }
 
-  StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays& handle) override {
-    if (!call.send_only) return end_of(call.stream, {});
-    return end_of(call.stream,
-                  carriage_ != nullptr ? carry_dispatch(call, handle, false) : run_dispatch(call, handle, false, true));
-  }
-  StepEnd finish_combine(const CombineCall& call, TimePoint, HandleArrays& handle) override {
-    if (!call.send_only) return end_of(call.stream, {});
-    return end_of(call.stream,
-                  carriage_ != nullptr ? carry_combine(call, handle, false) : run_combine(call, handle, false, true));
-  }
   // A refusal's kernel has waited for the peers.
   StepEnd drain(StepPlace, TimePoint) override { return {}; }
 
-  void* view(StepPlace at, int q) override { return window() + context_.map.payload(at.lane, at.bank(), q, 0, 0, 0); }
   std::shared_ptr<void> keep_window() override;
-  bool in_window(const void* address) override {
-    const auto* const at = static_cast<const std::byte*>(address);
-    return std::less_equal<>()(window(), at) && std::less<>()(at, window() + context_.map.leases());
-  }
-
-  bool in_lane(int lane, const void* address) override {
-    const auto* const at = static_cast<const std::byte*>(address);
-    return in_window(address) && context_.map.in_lane(lane, static_cast<uint64_t>(at - window()));
-  }
-  void* view_gathered(const CollectiveCall& call, int q) override {
-    return window() + context_.map.bank(call.at.lane, call.at.bank()) + call.places.row(q, 0, 0);
-  }
 
   void announce_abort(AbortWord reason) override { control_->announce_abort(reason); }
   AbortWord find_abort() override { return control_->find_abort(); }
@@ -144,16 +115,13 @@ class NvlinkBackend : public Backend {
     const OnDevice on(device_);
     const OutsideCaptures outside;
     const auto stream = static_cast<cudaStream_t>(handle.stream);
-    TW_CUDA(cudaMemcpyAsync(counts, handle.received.counts, sizeof(int32_t) * ranks(), cudaMemcpyDeviceToHost, stream));
+    TW_CUDA(cudaMemcpyAsync(counts, handle.received.counts, sizeof(int32_t) * shape().ranks, cudaMemcpyDeviceToHost,
+                            stream));
     TW_CUDA(cudaStreamSynchronize(stream));
     return {};
   }
 
- protected:
-  int32_t ranks() const override { return shape().ranks; }
-
  private:
-  const Shape& shape() const { return context_.map.shape(); }
   std::byte* window() override { return windows_.by_rank[context_.me]->data(); }
   // Where the rows of each payload land here.
   void fill_landing(const DispatchCall& call, std::byte** landing);
@@ -168,22 +136,26 @@ class NvlinkBackend : public Backend {
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_collective(const CollectiveCall& call, bool send, bool receive);
   Status run_refusal(StepPlace at, const Refusal& refusal, bool send, bool receive);
-  // Over a carrier (carrying.cc). `sends`: else the step was sent alone, and is finished.
+  // A step (carrying.cc): one kernel, or, over a carrier, one before the moves and one behind them. `sends`: else it
+  // was sent alone, and is finished.
+  template <class Call, class Regions, class Run>
+  Status make(const Call& call, bool sends, bool land, Regions&& regions, Run&& run);
+  Status make_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends);
+  Status make_combine(const CombineCall& call, HandleArrays& handle, bool sends);
+  Status make_counts(const CountsCall& call, HandleArrays& handle, bool sends);
+  Status make_collective(const CollectiveCall& call, bool sends);
+  // Over a carrier.
   GroupView view_at(StepPlace at, bool waits) const;
   bool in_trouble() const;
   std::vector<Region> dispatched(int32_t bound) const;
   std::vector<Region> combined(int32_t bound) const;
+  std::vector<Region> counted() const;
   std::vector<Region> collected(const CollectiveMap& places) const;
   template <class Run>
   Status carry(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only, void* stream, Run&& run);
   template <class Run>
   Status arrive(StepPlace at, bool at_once, void* stream, Run&& run);
   Status land_rows(const DispatchCall& call, HandleArrays& handle);
-  Status carry_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends);
-  Status carry_combine(const CombineCall& call, HandleArrays& handle, bool sends);
-  Status carry_collective(const CollectiveCall& call, bool sends);
-  Status carry_counts(const CountsCall& call, HandleArrays& handle, bool sends);
-  Status carry_refusal(StepPlace at, const Refusal& refusal);
   int bank_of(StepPlace at) const { return carriage_ != nullptr ? at.bank() : -1; }
   void share_out(const CollectiveCall& call, CollectiveParams* p) const;
   Status run_views(const DispatchCall& call, HandleArrays& handle);
@@ -228,7 +200,6 @@ class NvlinkBackend : public Backend {
     return tokens <= view_.line_tokens ? 0 : tokens - std::min<int32_t>(view_.line_tokens, tail);
   }
 
-  const Context& context_;
   const int device_;
   const bool in_process_;
   const bool blocking_;

@@ -1,5 +1,6 @@
-// Steps over a carrier: a kernel that lays out what goes to each rank, the moves behind it, and a kernel that shows or
-// sums what has come. Which parts of a bank a step moves is decided here, from what all ranks have alike.
+// How a step is made. Where devices write into each other's windows, by one kernel; over a carrier, by a kernel that
+// lays out what goes to each rank, the moves behind it, and a kernel that shows or sums what has come. Which parts of a
+// bank a step moves is decided here, from what all ranks have alike.
 #include <thread>
 
 #include "nvlink/backend.h"
@@ -26,6 +27,8 @@ std::vector<Region> NvlinkBackend::dispatched(int32_t bound) const {
 std::vector<Region> NvlinkBackend::combined(int32_t bound) const {
   return {{0, static_cast<uint64_t>(bound) * shape().combine_bytes}};
 }
+
+std::vector<Region> NvlinkBackend::counted() const { return {{0, WindowMap::counts_bytes(shape())}}; }
 
 std::vector<Region> NvlinkBackend::collected(const CollectiveMap& places) const {
   std::vector<Region> regions;
@@ -76,31 +79,38 @@ Status NvlinkBackend::land_rows(const DispatchCall& call, HandleArrays& handle) 
   return launched("rows of a dispatch", launch_land(p, view_blocks(), call.stream));
 }
 
-Status NvlinkBackend::carry_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends) {
-  const auto run = [&](bool send, bool receive) -> Status {
-    if (receive) TW_RETURN_IF_FAILED(land_rows(call, handle));
-    return run_dispatch(call, handle, send, receive);
-  };
+template <class Call, class Regions, class Run>
+Status NvlinkBackend::make(const Call& call, bool sends, bool land, Regions&& regions, Run&& run) {
+  if (carriage_ == nullptr) return run(sends, !sends || !call.send_only);
   if (!sends) return arrive(call.at, false, call.stream, run);
-  return carry(call.at, dispatched(call.bound), shape().exact(), call.send_only, call.stream, run);
+  return carry(call.at, regions(), land, call.send_only, call.stream, run);
 }
 
-Status NvlinkBackend::carry_combine(const CombineCall& call, HandleArrays& handle, bool sends) {
-  const auto run = [&](bool send, bool receive) { return run_combine(call, handle, send, receive); };
-  if (!sends) return arrive(call.at, false, call.stream, run);
-  return carry(call.at, combined(call.bound), false, call.send_only, call.stream, run);
+Status NvlinkBackend::make_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends) {
+  return make(
+      call, sends, shape().exact(), [&] { return dispatched(call.bound); },
+      [&](bool send, bool receive) -> Status {
+        if (carriage_ != nullptr && receive) TW_RETURN_IF_FAILED(land_rows(call, handle));
+        return run_dispatch(call, handle, send, receive);
+      });
 }
 
-Status NvlinkBackend::carry_collective(const CollectiveCall& call, bool sends) {
-  const auto run = [&](bool send, bool receive) { return run_collective(call, send, receive); };
-  if (!sends) return arrive(call.at, false, call.stream, run);
-  return carry(call.at, collected(call.places), false, call.send_only, call.stream, run);
+Status NvlinkBackend::make_combine(const CombineCall& call, HandleArrays& handle, bool sends) {
+  return make(
+      call, sends, false, [&] { return combined(call.bound); },
+      [&](bool send, bool receive) { return run_combine(call, handle, send, receive); });
 }
 
-Status NvlinkBackend::carry_counts(const CountsCall& call, HandleArrays& handle, bool sends) {
-  const auto run = [&](bool send, bool receive) { return run_counts(call, handle, send, receive); };
-  if (!sends) return arrive(call.at, false, call.stream, run);
-  return carry(call.at, {{0, WindowMap::counts_bytes(shape())}}, false, call.send_only, call.stream, run);
+Status NvlinkBackend::make_counts(const CountsCall& call, HandleArrays& handle, bool sends) {
+  return make(
+      call, sends, false, [&] { return counted(); },
+      [&](bool send, bool receive) { return run_counts(call, handle, send, receive); });
+}
+
+Status NvlinkBackend::make_collective(const CollectiveCall& call, bool sends) {
+  return make(
+      call, sends, false, [&] { return collected(call.places); },
+      [&](bool send, bool receive) { return run_collective(call, send, receive); });
 }
 
 bool NvlinkBackend::describe(twPortableInfo_t* info) const {
@@ -123,13 +133,14 @@ Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, void* stream) {
   return carriage_->join(at.lane, stream);
 }
 
-// The peers' moves are made with them, or they would not end.
-Status NvlinkBackend::carry_refusal(StepPlace at, const Refusal& refusal) {
+// Over a carrier the peers' moves are made with them, or they would not end.
+Status NvlinkBackend::send_refusal(StepPlace at, const Refusal& refusal) {
+  if (carriage_ == nullptr) return run_refusal(at, refusal, true, true);
   const int32_t bound = refusal.bound > 0 ? refusal.bound : shape().max_tokens;
   std::vector<Region> regions;
   if (refusal.phase == twPhaseDispatch) regions = dispatched(bound);
   if (refusal.phase == twPhaseCombine) regions = combined(bound);
-  if (refusal.phase == twPhaseCounts) regions = {{0, WindowMap::counts_bytes(shape())}};
+  if (refusal.phase == twPhaseCounts) regions = counted();
   if (refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce) regions = collected(refusal.places);
   const bool land = refusal.phase == twPhaseDispatch && shape().exact();
   return carry(at, regions, land, false, refusal.stream,

@@ -49,11 +49,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
 
 StepEnd NvlinkBackend::finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle,
                                      KnownCounts* known) {
-  Status run;
-  if (call.send_only) {
-    run = carriage_ != nullptr ? carry_counts(call, handle, false) : run_counts(call, handle, false, true);
-  }
-  const StepEnd end = end_of(call.stream, run);
+  const StepEnd end = end_of(call.stream, call.send_only ? make_counts(call, handle, false) : Status{});
   if (end.code == twSuccess && blocking_ && !call.again && !captures(call.stream)) read_counts(handle, deadline, known);
   return end;
 }

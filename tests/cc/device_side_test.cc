@@ -89,17 +89,26 @@ TEST(DeviceSide, LineTokensAreComparedBetweenRanks) {
   EXPECT_NE(status.text.find("TOKENWAY_LINE_TOKENS"), std::string::npos) << status.text;
 }
 
-TEST(DeviceSide, HandlesOnADeviceHaveTwoArraysMore) {
+TEST(DeviceSide, HandlesOnADeviceHaveMoreArrays) {
   const Shape shape{3, 8, 2, 5, 1, 1, {16}, 16};
-  const HandleMap cpu(shape, 3, 4, false);
-  const HandleMap device(shape, 3, 4, true);
-  EXPECT_EQ(cpu.ids, device.ids);
-  EXPECT_EQ(cpu.meta, device.meta);
-  EXPECT_EQ(cpu.shown_weights, device.shown_weights);
-  EXPECT_GE(device.places, device.shown_weights + 3 * 5 * 2 * sizeof(float));
-  EXPECT_GE(device.status, device.places + 3 * 5 * 2 * sizeof(int32_t));
-  EXPECT_GE(device.bytes, device.status + sizeof(int32_t));
-  EXPECT_EQ(cpu.bytes, device.places) << "on the CPU they take no room";
+  std::vector<std::byte> block(1 << 14);
+  HandleArrays cpu, device;
+  const uint64_t cpu_bytes = place_arrays(shape, 3, 4, false, block.data(), &cpu);
+  const uint64_t device_bytes = place_arrays(shape, 3, 4, true, block.data(), &device);
+  ASSERT_LE(device_bytes, block.size());
+  EXPECT_EQ(place_arrays(shape, 3, 4, true, nullptr, &device), device_bytes);
+  EXPECT_EQ(device.routing.ids, nullptr) << "where there is no block there is nothing to point to";
+  place_arrays(shape, 3, 4, true, block.data(), &device);
+  const auto at = [&](const auto* array) {
+    return static_cast<uint64_t>(reinterpret_cast<const std::byte*>(array) - block.data());
+  };
+  EXPECT_EQ(at(cpu.routing.ids), at(device.routing.ids));
+  EXPECT_EQ(at(cpu.received.meta), at(device.received.meta));
+  EXPECT_EQ(at(cpu.shown_weights), at(device.shown_weights));
+  EXPECT_GE(at(device.places), at(device.shown_weights) + 3 * 5 * 2 * sizeof(float));
+  EXPECT_GE(at(device.status), at(device.places) + 3 * 5 * 2 * sizeof(ExpertRow));
+  EXPECT_GE(device_bytes, at(device.status) + sizeof(int32_t));
+  EXPECT_EQ(cpu_bytes, at(device.places)) << "on the CPU they take no room";
 }
 
 TEST(DeviceSide, WordsAreBornAtTheFirstStep) {
@@ -245,7 +254,7 @@ TEST(DeviceSide, DivisionByMultiplication) {
 // Enqueues nothing and notes what it was asked for; every step is as good as done.
 class Pretended : public Backend {
  public:
-  explicit Pretended(std::unique_ptr<Backend> window) : window_(std::move(window)) {}
+  Pretended(const Context& context, std::unique_ptr<Backend> window) : Backend(context), window_(std::move(window)) {}
 
   Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
     places.push_back(call.at);
@@ -282,12 +291,8 @@ class Pretended : public Backend {
     return {};
   }
   StepEnd drain(StepPlace, TimePoint) override { return {}; }
-  void* view(StepPlace at, int q) override { return window_->view(at, q); }
-  void* view_gathered(const CollectiveCall& call, int q) override { return window_->view_gathered(call, q); }
-  std::byte* window() override { return nullptr; }
+  std::byte* window() override { return window_->window(); }
   std::shared_ptr<void> keep_window() override { return nullptr; }
-  bool in_window(const void* address) override { return window_->in_window(address); }
-  bool in_lane(int lane, const void* address) override { return window_->in_lane(lane, address); }
   void announce_abort(AbortWord reason) override { window_->announce_abort(reason); }
   AbortWord find_abort() override { return window_->find_abort(); }
   AbortWord abort_of(int writer) override { return window_->abort_of(writer); }
@@ -309,9 +314,6 @@ class Pretended : public Backend {
   Status refused;
   twErrorRecord_t news = empty_record();
 
- protected:
-  int32_t ranks() const override { return 1; }
-
  private:
   std::unique_ptr<Backend> window_;
 };
@@ -319,7 +321,7 @@ class Pretended : public Backend {
 class PretendedGroup : public ::testing::Test {
  protected:
   PretendedGroup() : world(1, make_config(6, 2, 4)), group(*world[0]) {
-    auto made = std::make_unique<Pretended>(std::move(group.backend));
+    auto made = std::make_unique<Pretended>(group.context, std::move(group.backend));
     device = made.get();
     group.backend = std::move(made);
   }
