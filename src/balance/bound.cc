@@ -26,7 +26,7 @@ constexpr int32_t kCompanySlots = 8;  // more of them, and there always is compa
 
 Units lower_bound(const Problem& problem, Units reached) {
   const Shape& shape = problem.shape;
-  const auto counts = apportion(problem.loads.data(), shape.experts, shape.places(), shape.ranks);
+  const auto counts = apportion(problem.loads.data(), std::vector<int32_t>(shape.experts, shape.ranks), shape.places());
   Units hottest = 0;
   for (int32_t e = 0; e < shape.experts; ++e) {
     // Rounded down, as nothing here may be above what is true.

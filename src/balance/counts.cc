@@ -111,19 +111,20 @@ class Ladder {
 
 }  // namespace
 
-std::vector<int32_t> apportion(const Units* loads, int32_t experts, int32_t places, int32_t limit) {
+std::vector<int32_t> apportion(const Units* loads, const std::vector<int32_t>& limits, int32_t places) {
+  const auto experts = static_cast<int32_t>(limits.size());
   std::vector<int32_t> counts(experts, 1);
   // A heap of (share, expert), the largest share on top, of equal ones the lower expert.
   std::vector<std::pair<Units, int32_t>> heap;
   for (int32_t e = 0; e < experts; ++e) {
-    if (limit > 1) heap.emplace_back(loads[e], -e);
+    if (limits[e] > 1) heap.emplace_back(loads[e], -e);
   }
   std::make_heap(heap.begin(), heap.end());
   for (int32_t left = places - experts; left > 0 && !heap.empty(); --left) {
     std::pop_heap(heap.begin(), heap.end());
     const int32_t e = -heap.back().second;
     ++counts[e];
-    if (counts[e] < limit) {
+    if (counts[e] < limits[e]) {
       heap.back().first = share(loads[e], counts[e]);
       std::push_heap(heap.begin(), heap.end());
     } else {

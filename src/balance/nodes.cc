@@ -58,7 +58,7 @@ class Nodes {
       loads.push_back(problem_.loads[e]);
     }
     const auto n = static_cast<int32_t>(experts.size());
-    const auto counts = apportion(loads.data(), n, slots(), shape_.ranks_per_node());
+    const auto counts = apportion(loads.data(), std::vector<int32_t>(n, shape_.ranks_per_node()), slots());
     for (int32_t i = 0; i < n; ++i) totals_[experts[i]] = count(node, experts[i]) = counts[i];
   }
 

@@ -59,8 +59,8 @@ class Packing {
 
 // Replicas of each expert so that the largest share is as small as can be: each slot beyond one per expert goes to the
 // expert whose replicas carry most (the lower of equals). Optimal: it stops at the least T for which
-// sum ceil(load / T) fits. An expert gets at most `limit`; slots are left over if that is too few for all.
-std::vector<int32_t> apportion(const Units* loads, int32_t experts, int32_t places, int32_t limit);
+// sum ceil(load / T) fits. An expert gets at most its limit; slots are left over if that is too few for all.
+std::vector<int32_t> apportion(const Units* loads, const std::vector<int32_t>& limits, int32_t places);
 
 // Moves replicas from one expert to another while the counts alone keep a rank above `goal` (ladder.h).
 void refine_counts(const Problem& problem, Units goal, std::vector<int32_t>* counts);

@@ -1,6 +1,8 @@
 #include "balance/place.h"
 
 #include <algorithm>
+#include <array>
+#include <numeric>
 #include <utility>
 
 #include "balance/bound.h"
@@ -13,7 +15,8 @@ namespace {
 constexpr int32_t kFewExperts = 8, kFewPlaces = 30;
 constexpr int32_t kSmallExperts = 12, kSmallPlaces = 24;
 constexpr int64_t kAllEffort = 40000000, kSomeEffort = 800000;
-constexpr Units kNearly = 10000;  // one part of so many above the bound is as even as is worth anything
+constexpr int32_t kTriedSlots = 8192;  // of a problem, packed in search of better counts
+constexpr Units kNearly = 10000;       // one part of so many above the bound is as even as is worth anything
 
 int64_t effort_for(const Shape& shape) {
   if (shape.experts <= kFewExperts && shape.places() <= kFewPlaces) return kAllEffort;
@@ -28,6 +31,65 @@ std::vector<int32_t> place_everywhere(const Shape& shape) {
   return experts;
 }
 
+// How many replicas fewer each of the hottest experts gets.
+using Fewer = std::array<int32_t, 5>;
+
+// All ways with up to two of each, the fewest in all first.
+std::vector<Fewer> ways_to_hold_back() {
+  std::vector<Fewer> ways{Fewer{}};
+  for (size_t i = 0; i < Fewer{}.size(); ++i) {
+    for (size_t way = 0, before = ways.size(); way < 2 * before; ++way) {
+      ways.push_back(ways[way % before]);
+      ways.back()[i] = way < before ? 1 : 2;
+    }
+  }
+  const auto sum = [](const Fewer& way) { return std::accumulate(way.begin(), way.end(), 0); };
+  std::stable_sort(ways.begin(), ways.end(), [&](const Fewer& a, const Fewer& b) { return sum(a) < sum(b); });
+  return ways;
+}
+
+// Counts of replicas with some fewer for the hottest experts; empty if an expert has not so many, or nobody can have
+// them. What is left over goes where it makes the largest share as small as can be, or to the coldest experts, where it
+// fills a slot with least.
+std::vector<int32_t> hold_back(const Problem& problem, const std::vector<int32_t>& by_load, const Fewer& fewer,
+                               bool to_coldest) {
+  const Shape& shape = problem.shape;
+  std::vector<int32_t> limits(shape.experts, shape.ranks);
+  auto counts = apportion(problem.loads.data(), limits, shape.places());
+  for (size_t i = 0; i < std::min(fewer.size(), by_load.size()); ++i) {
+    if (fewer[i] > 0) limits[by_load[i]] = counts[by_load[i]] -= fewer[i];
+  }
+  if (*std::min_element(limits.begin(), limits.end()) < 1) return {};
+  if (!to_coldest) counts = apportion(problem.loads.data(), limits, shape.places());
+  int32_t left = shape.places() - std::accumulate(counts.begin(), counts.end(), 0);
+  for (auto e = by_load.rbegin(); to_coldest && left > 0 && e != by_load.rend(); ++e) {
+    if (counts[*e] < limits[*e]) ++counts[*e], --left;
+  }
+  return left > 0 ? std::vector<int32_t>{} : counts;
+}
+
+// A plan with fewer replicas of some of the hottest experts, if one is better. Where the next hottest fills most of a
+// rank, a replica more of the hottest has no place.
+Packing with_fewer(const Problem& problem, Units goal, Packing best) {
+  const Shape& shape = problem.shape;
+  std::vector<int32_t> by_load(shape.experts);
+  std::iota(by_load.begin(), by_load.end(), 0);
+  std::stable_sort(by_load.begin(), by_load.end(),
+                   [&](int32_t a, int32_t b) { return problem.loads[a] > problem.loads[b]; });
+  int32_t tries = kTriedSlots / shape.places();
+  for (const Fewer& fewer : ways_to_hold_back()) {
+    for (const bool to_coldest : {false, true}) {
+      const auto counts = hold_back(problem, by_load, fewer, to_coldest);
+      if (counts.empty()) continue;
+      if (--tries < 0 || best.peak() <= goal) return best;
+      Packing other(problem, pack(items_of(problem, counts), shape.ranks, shape.slots, Start::kPlain, goal));
+      exchange(&other, 0, shape.ranks, goal);
+      if (other.peak() < best.peak()) best = std::move(other);
+    }
+  }
+  return best;
+}
+
 }  // namespace
 
 Placed place_anywhere(const Problem& problem) {
@@ -35,7 +97,8 @@ Placed place_anywhere(const Problem& problem) {
   if (shape.slots >= shape.experts) return {place_everywhere(shape)};
   const bool spare = shape.places() > shape.experts;
   const Units simple = lower_bound(problem, 0);
-  auto counts = apportion(problem.loads.data(), shape.experts, shape.places(), shape.ranks);
+  const std::vector<int32_t> limits(shape.experts, shape.ranks);
+  auto counts = apportion(problem.loads.data(), limits, shape.places());
   const auto even = items_of(problem, counts);
   Placed placed;
   if (shape.slots == 2 && spare) placed.bound = fit_pairs(problem, &counts);
@@ -58,6 +121,8 @@ Placed place_anywhere(const Problem& problem) {
     exchange(&other, 0, shape.ranks, goal);
     if (other.peak() < best.peak()) best = std::move(other);
   }
+  if (shape.slots > 2 && spare && best.peak() - simple > simple / 500)
+    best = with_fewer(problem, goal, std::move(best));
   // Replicas moved one by one, where counts and packing do not fit each other. With two slots a rank the counts are as
   // good as that gets, without replicas there is nothing to move.
   if (shape.slots > 2 && spare && best.peak() - simple > simple / 500) {

@@ -94,6 +94,25 @@ def test_few_slots_are_no_worse_than_greedy(experts: int, ranks: int, slots: int
     assert fair.any() and (plan.rank_loads.max(axis=1) <= carried.max(axis=1) * (1 + 1e-12))[fair].all()
 
 
+@pytest.mark.parametrize(("experts", "ranks", "slots"), [(13, 6, 3), (17, 4, 5), (25, 2, 13), (16, 3, 6), (20, 6, 4)])
+def test_hot_experts_hold_back(experts: int, ranks: int, slots: int) -> None:
+    """Where one has fewer replicas than its load asks for, others find room: greedy plans, which have some of them on
+    one rank by chance, are hardly ever better."""
+    loads = balance.lognormal(300, experts, 2.2, seed=3)
+    plan = balance.plan(loads, ranks=ranks, slots=slots)
+    other = eplb.greedy(loads, ranks * slots, 1, 1, ranks)
+    carried = balance.rank_loads(loads, other, ranks=ranks, slots=slots).max(axis=1)
+    assert (plan.rank_loads.max(axis=1) <= 1.16 * carried).all()
+    assert (plan.rank_loads.max(axis=1) <= 1.01 * carried).mean() > 0.97
+
+
+def test_a_hot_expert_holds_back() -> None:
+    """With three replicas of the hottest, the next hottest would have to share a rank with one."""
+    loads = np.array([784, 133, 279, 35, 670, 9415, 75, 23, 3550, 42, 6, 8, 119, 571, 114, 174])
+    plan = balance.plan(loads, ranks=3, slots=6)
+    assert plan.replicas[0, 5] == 2 and plan.imbalance[0] < 0.001
+
+
 @pytest.mark.parametrize(
     ("experts", "ranks", "slots", "nodes", "group_sigma"),
     [(256, 32, 8, 4, 0.6), (256, 32, 8, 4, 0.3), (256, 32, 9, 4, 0.6), (64, 16, 4, 2, 0.5), (64, 16, 5, 2, 0.5)],

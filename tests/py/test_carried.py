@@ -106,7 +106,7 @@ def refused_options(env: Any) -> list[Any]:
 
 def test_what_devices_do_not_offer(carried, world) -> None:
     (gathered, exact, some), *_ = world(1).run(refused_options)
-    said(gathered, "twUnsupported", r"strategy is twGathered; on CUDA devices dispatches are routed")
+    said(gathered, "twUnsupported", r"strategy is 'gathered'; on CUDA devices dispatches are routed")
     said(exact, "twUnsupported", r"capacity is 'exact'; on CUDA devices it must be 'fixed' or 'auto'")
     said(some, "twUnsupported", r"capacity is 4096; ")
 

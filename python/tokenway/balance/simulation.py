@@ -110,7 +110,8 @@ def sampled_imbalance(
 
 def rows_between_nodes(plan: planner.Plan, ids: Array, layer: int = 0) -> float:
     """Rows that a token sends to other nodes, on average: one to each where a slot that it chose lies. ids: int
-    [tokens, K], distinct, no -1, spread over all ranks in turn; token t takes an expert's replicas in turn."""
+    [tokens, K], distinct, no -1. Tokens come from the nodes in turn, as many at a time as there are ranks, and token t
+    takes an expert's replicas in turn."""
     per_node = plan.slots * plan.ranks // plan.nodes
     tokens = np.arange(len(ids))
     lists, counts = plan.logical_to_physical[layer][ids], plan.replicas[layer][ids]
