@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -22,6 +24,9 @@ _GRACE = 5.0  # seconds between asking a process to end and ending it
 _LOOK = 0.2  # seconds between looks at processes
 _CULPRIT = 1.0  # seconds that the one to blame has to fail, once another has failed because of it
 _OF_PEERS = (PeerAborted, PeerDied, PeerRefused, PeerTimeout)
+_ENDS = (signal.SIGTERM, signal.SIGHUP)  # as schedulers and closed terminals send them
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
 @dataclass
@@ -45,6 +50,7 @@ def _variables(rank: int, nranks: int, address: str) -> dict[str, str]:
 
 
 def _child(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...], env: dict) -> None:
+    threading.Thread(target=_leave_with_parent, name="tokenway-parent", daemon=True).start()
     os.environ.update(env)
     try:
         value = function(*args)
@@ -54,6 +60,15 @@ def _child(connection: Connection, function: Callable[..., Any], args: tuple[Any
     except BaseException as error:
         by_peer = isinstance(error, _OF_PEERS)
         connection.send(Outcome(error=traceback.format_exc(), by_peer=by_peer))
+
+
+def _leave_with_parent() -> None:
+    """Ranks must not outlive who has started them, however that ends. (The kernel's signal for this comes at the end of
+    the parent's thread, and Ranks may be made in one that ends before they do.)"""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class Ranks:
@@ -181,10 +196,14 @@ def launch(command: Sequence[str], nranks: int) -> int:
     children: list[subprocess.Popen] = []
     failed = 0
     main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _terminate) if main else None
+    # What is ignored stays so: nohup.
+    heeded = [number for number in _ENDS if main and signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _terminate) for number in heeded}
+    bound = partial(_die_with, os.getpid())
     try:
         for rank in range(nranks):
-            children.append(subprocess.Popen(command, env=os.environ | _variables(rank, nranks, address)))
+            env = os.environ | _variables(rank, nranks, address)
+            children.append(subprocess.Popen(command, env=env, preexec_fn=bound))
         codes: list[int | None] = [None]
         while None in codes and not failed:
             time.sleep(0.02)
@@ -192,21 +211,33 @@ def launch(command: Sequence[str], nranks: int) -> int:
             failed = next((code for code in codes if code), 0)
     except KeyboardInterrupt:
         failed = 128 + signal.SIGINT
-    except _Terminated:
-        failed = 128 + signal.SIGTERM
+    except _Terminated as end:
+        failed = 128 + end.number
     finally:
         _end(children)
-        if main:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return failed if failed >= 0 else 128 - failed
 
 
 class _Terminated(BaseException):
-    """SIGTERM, as schedulers send it: the ranks must not outlive who has started them."""
+    """A signal to end: the ranks must not outlive who has started them."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
 
 
-def _terminate(*_: object) -> None:
-    raise _Terminated
+def _terminate(number: int, _: object) -> None:
+    raise _Terminated(number)
+
+
+def _die_with(launcher: int) -> None:
+    """In a new process, before it becomes the command: the kernel kills it when the launcher's thread, which waits for
+    it, ends without a word (SIGKILL)."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)
 
 
 def _end(children: list[subprocess.Popen]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -82,6 +83,11 @@ def leave_a_child_on(rank: int) -> None:
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(30)
+
+
+def note_and_sleep(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(60)
 
 
 def unpicklable() -> Any:
@@ -201,22 +207,58 @@ def test_launch_of_a_rank_that_is_killed() -> None:
     assert launch([sys.executable, "-c", text], 2) == 128 + signal.SIGKILL
 
 
-def test_launch_that_is_terminated(tmp_path) -> None:
+def lives(process: int) -> bool:
+    """Whether it runs: one that nobody has waited for yet does not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+SLEEP = "import os, sys, time; open(os.path.join(sys.argv[1], str(os.getpid())), 'w').close(); time.sleep(60)"
+STARTERS = {
+    "launch": f"from tokenway.launch import launch; sys.exit(launch([sys.executable, '-c', {SLEEP!r}, sys.argv[1]], 2))",
+    "run": "import tokenway, test_launch; tokenway.run(test_launch.note_and_sleep, 2, sys.argv[1])",
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("starter", STARTERS)
+def test_a_starter_that_is_ended(starter, number, tmp_path) -> None:
     """Ranks do not outlive who has started them."""
-    text = f"import os, time; open(os.path.join({str(tmp_path)!r}, str(os.getpid())), 'w').close(); time.sleep(60)"
-    code = f"import sys; from tokenway.launch import launch; sys.exit(launch([sys.executable, '-c', {text!r}], 2))"
-    starter = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", f"import sys; {STARTERS[starter]}", str(tmp_path)], env=env)
     try:
         deadline = time.monotonic() + 30
         while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        starter.terminate()
-        assert starter.wait(20) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        told = starter == "launch" and number != signal.SIGKILL
+        assert process.wait(20) == (128 + number if told else -number)
     finally:
-        starter.kill()
+        process.kill()
     ranks = [int(path.name) for path in tmp_path.iterdir()]
     assert len(ranks) == 2
-    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+    deadline = time.monotonic() + 10
+    while any(map(lives, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [rank for rank in ranks if lives(rank)]
+
+
+def test_launch_under_nohup(tmp_path) -> None:
+    code = f"import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); {STARTERS['launch']}"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=env)
+    try:
+        deadline = time.monotonic() + 30
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        assert all(lives(int(path.name)) for path in tmp_path.iterdir())
+    finally:
+        process.terminate()
+        process.wait(20)
 
 
 def test_launch_of_nothing() -> None:
