@@ -11,7 +11,7 @@ from typing import NoReturn
 import tokenway
 from tokenway import launch
 from tokenway.balance import options as balance_options
-from tokenway.bench import options
+from tokenway.bench import options, usage
 from tokenway.errors import TokenwayError
 
 BAD_ARGUMENTS = 2
@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code: 0, 1 when it failed, 2 for bad arguments."""
     try:
         args = _parser().parse_args(argv)
-        return int(args.run(args))
+        with usage.printing():
+            return int(args.run(args))
+        return 0  # who reads has seen enough
     except options.UsageError as error:
         print(f"tokenway: {_one_line(error)}", file=sys.stderr)
         return BAD_ARGUMENTS

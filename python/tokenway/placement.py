@@ -99,7 +99,7 @@ def _spread(name: str, values: Any, shape: tuple[int, int], dtype: Any) -> np.nd
     array = np.asarray(values)
     if array.shape not in (shape, shape[1:]):
         raise InvalidArgument(f"{name} has shape {array.shape}; it must be {shape[1:]} or {shape}")
-    if dtype is np.int32 and not (array.dtype.kind in "iu" and (np.abs(array) < 2**31).all()):
+    if dtype is np.int32 and not (array.dtype.kind in "iu" and ((array >= -(2**31)) & (array < 2**31)).all()):
         raise InvalidArgument(f"{name} has dtype {array.dtype}; it must hold 32-bit integers")
     return np.ascontiguousarray(np.broadcast_to(array, shape), dtype=dtype)
 

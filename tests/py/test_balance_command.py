@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -165,6 +169,9 @@ def test_plots(source: str, tmp_path: Path) -> None:
         (["lognormal", "--ranks", 4, "--online"], "--online: 1 window; at least 2 are needed"),
         (["lognormal", "--ranks", 4, "--writes", 1, 2], "--writes: 2 budgets"),
         (["drifting", "--ranks", 4, "--writes", -1], "--writes: -1"),
+        (["lognormal", "--ranks", 4, "--writes", 2], "--writes: a first plan has no budget"),
+        (["drifting", "--ranks", 4, "--online", "--old", "plan.json"], "--old: with --online the first plan"),
+        (["lognormal", "--ranks", 4, "--save", "."], "--save: .: is a folder"),
         (["drifting", "--ranks", 4, "--memory", 2], "memory is 2.0; allowed 0..1"),
         (["drifting", "--ranks", 4, "--online", "--policies", "magic"], "--policies: 'magic'; allowed: none"),
         (["drifting", "--ranks", 4, "--online", "--decay", 1], "decay 1.0"),
@@ -188,6 +195,8 @@ def test_refusals(argv: list[object], told: str, capsys: pytest.CaptureFixture[s
         ("[1, 2]", "shape (2,)"),
         ('{"counts": [[1]]}', "must have 'logical_count'"),
         ("[[1,", "no JSON"),
+        ("[" * 100000, "no JSON"),
+        (f"[[1, {10**400}]]", "rows of numbers"),
     ],
 )
 def test_bad_counts(text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,6 +212,48 @@ def test_bad_traces(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "must be integers [steps, layers, ..., K]" in refused(capsys, tmp_path / "other.npz", "--ranks", 2)
     np.savez(tmp_path / "empty.npz", x=np.zeros(1))
     assert "must have 'ids'" in refused(capsys, tmp_path / "empty.npz", "--ranks", 2)
+    np.savez(tmp_path / "other.npz", chosen=np.full((2, 1, 3, 2), 2**64 - 1, np.uint64), experts=4)
+    assert "allowed -1..3 (experts)" in refused(capsys, tmp_path / "other.npz", "--ranks", 2)
+    np.savez(tmp_path / "other.npz", chosen=np.zeros((2, 1, 3, 2), np.int32), experts=[4, 4])
+    assert "experts: int64 (2,); must be an integer" in refused(capsys, tmp_path / "other.npz", "--ranks", 2)
+
+
+@pytest.mark.parametrize("command", [["balance", "--ranks", "2"], ["bench", "--routing"]])
+def test_damaged_traces(command: list[str], trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = trace.read_bytes()
+    np.save(tmp_path / "single.npy", np.zeros(3))
+    middle = len(whole) // 2
+    damaged = {
+        "empty": b"",
+        "cut": whole[:500],
+        "turned": whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :],
+        "text": b"ids",
+        "single": (tmp_path / "single.npy").read_bytes(),
+    }
+    for name, content in damaged.items():
+        path = tmp_path / f"{name}.npz"
+        path.write_bytes(content)
+        assert cli.main([*command, str(path)]) == 2, name
+        assert f"{name}.npz: " in (told := capsys.readouterr().err) and "damaged" in told, told
+
+
+def test_output_that_nobody_reads(trace: Path, tmp_path: Path) -> None:
+    """Files are written whoever reads the table, and whatever he can read."""
+    shutil.copy(trace, tmp_path / "\u00fcn\u00ef.npz")
+    for name, source, env in (
+        ("closed", "lognormal --layers 3000 --experts 16", {}),
+        ("ascii", "\u00fcn\u00ef.npz", {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}),
+    ):
+        command = f"{sys.executable} -m tokenway.cli balance {source} --ranks 4 --save {name}.json"
+        shell = subprocess.run(
+            ["bash", "-c", f"set -o pipefail; {command} | head -1"],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | env,
+            capture_output=True,
+            text=True,
+        )
+        assert (tmp_path / f"{name}.json").exists(), shell.stderr
+        assert shell.returncode == 0 and not shell.stderr, shell
 
 
 # ---- loads that are made up ----------------------------------------------------------------------

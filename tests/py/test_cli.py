@@ -54,6 +54,7 @@ def test_help_and_version(capsys) -> None:
         (["bench", "--seed", "-1"], "--seed: -1"),
         (["bench", "--baselines", "nccl"], "--baselines: 'nccl'"),
         (["bench", "--json", "/no/such/folder/x.json"], "there is no such folder"),
+        (["bench", "--json", "/"], "--json: /: is a folder"),
         (["bench", "--plot", "times.xyz"], "--plot: 'times.xyz'; must end in .png, .pdf, .svg"),
         (["bench", "--verify-only", "--overhead"], "--overhead"),
         (["bench", "--aux", "--overhead"], "--aux: not with --overhead"),

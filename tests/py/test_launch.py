@@ -214,9 +214,10 @@ def lives(process: int) -> bool:
     return False
 
 
-SLEEP = "import os, sys, time; open(os.path.join(sys.argv[1], str(os.getpid())), 'w').close(); time.sleep(60)"
+SLEEP = "import os, sys, time; open(f'{sys.argv[1]}/{os.getpid()}', 'w').close(); time.sleep(60)"
+TWO_SLEEP = f"launch([sys.executable, '-c', {SLEEP!r}, sys.argv[1]], 2)"
 STARTERS = {
-    "launch": f"from tokenway.launch import launch; sys.exit(launch([sys.executable, '-c', {SLEEP!r}, sys.argv[1]], 2))",
+    "launch": f"from tokenway.launch import launch; sys.exit({TWO_SLEEP})",
     "run": "import tokenway, test_launch; tokenway.run(test_launch.note_and_sleep, 2, sys.argv[1])",
 }
 

@@ -279,6 +279,7 @@ BAD = {
     "few": ({"slot_expert": [0, 1]}, "num_slots is 2; it must be from 7 to"),
     "shape": ({"slot_expert": [[[0]]]}, "slot_expert has shape"),
     "floats": ({"slot_expert": np.zeros(9)}, "must hold 32-bit integers"),
+    "64 bits": ({"slot_expert": np.array([-(2**63), *range(8)])}, "must hold 32-bit integers"),
     "policy": ({"policy": "best"}, "policy is 'best'"),
     "shares": ({"policy": "shares", "shares": [1, 1, 1, 1, 1, 1, -1]}, r"slot_shares\[6\] is -1; it must be finite"),
     "nan": ({"policy": "shares", "shares": [1, 1, 1, 1, 1, 1, float("nan")]}, r"slot_shares\[6\] is -?nan"),

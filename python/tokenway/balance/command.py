@@ -31,7 +31,6 @@ def run(options: Options) -> int:
             figures["sampled"] = sampled(options, plan)
     except InvalidArgument as error:
         raise UsageError(f"balance: {error}") from None
-    _show(options, figures, plan)
     if options.save:
         held = {"ranks": plan.ranks, "slots": plan.slots, "physical_to_logical": plan.physical_to_logical.tolist()}
         Path(options.save).write_text(json.dumps(held), encoding="utf-8")
@@ -41,6 +40,7 @@ def run(options: Options) -> int:
         from tokenway.balance import plots
 
         plots.draw(options, figures, plan, windows)
+    _show(options, figures, plan)  # last: who reads it may be gone
     return 0
 
 
@@ -80,8 +80,10 @@ def _old(options: Options, layers: int) -> Array:
         held = json.loads(Path(str(options.old)).read_text(encoding="utf-8"))
         placed = np.array(held["physical_to_logical"], np.int32)
         shape = (int(held["ranks"]), int(held["slots"]))
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(f"--old: {options.old}: {type(error).__name__}: {error}") from None
+    if placed.ndim != 2:
+        raise UsageError(f"--old: {options.old}: physical_to_logical has shape {placed.shape}; must be [layers][slots]")
     if shape != (options.ranks, options.slots) or placed.shape != (layers, shape[0] * shape[1]):
         what = f"{shape[0]} ranks of {shape[1]} slots, {len(placed)} layers"
         raise UsageError(f"--old: {options.old} is for {what}, not {options.ranks} of {options.slots}, {layers}")

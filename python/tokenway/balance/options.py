@@ -116,6 +116,10 @@ def from_arguments(args: argparse.Namespace) -> Options:
         choice("--policies", policy, simulation.POLICIES, policy)
     if args.writes and len(args.writes) > 1 and not args.online:
         raise UsageError(f"--writes: {len(args.writes)} budgets; several need --online")
+    if args.writes and not args.online and args.old is None:
+        raise UsageError("--writes: a first plan has no budget; give --old or --online")
+    if args.online and args.old is not None:
+        raise UsageError("--old: with --online the first plan is made from the first window")
     return Options(
         source=args.source,
         file=None if made_up else args.source,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tokenway.balance import planner
 from tokenway.bench import routing
 
 Array = np.ndarray
@@ -52,10 +53,13 @@ def read(path: str | Path, experts: int | None = None) -> Recording:
 
 
 def _from_npz(name: str, path: str | Path, experts: int | None) -> Array:
-    with np.load(path, allow_pickle=False) as file:
+    with routing.arrays(path) as file:
         chosen = file.get("chosen")
         if experts is None and "experts" in file:
-            experts = int(file["experts"])
+            held = file["experts"]
+            if held.size != 1 or held.dtype.kind not in "iu":
+                raise ValueError(f"{name}: experts: {held.dtype} {held.shape}; must be an integer")
+            experts = int(held.item())
     if chosen is None:
         chosen = routing.from_npz(path).ids[:, None]
     if chosen.dtype.kind not in "iu" or chosen.ndim < 4:
@@ -63,10 +67,13 @@ def _from_npz(name: str, path: str | Path, experts: int | None) -> Array:
     if not all(chosen.shape):
         raise ValueError(f"{name}: chosen: shape {chosen.shape}; it holds nothing")
     steps, layers = chosen.shape[:2]
+    least, most = int(chosen.min()), int(chosen.max())
+    experts = most + 1 if experts is None else experts
+    if experts < 1 or most >= experts or least < -1:
+        raise ValueError(f"{name}: ids are {least}..{most}; allowed -1..{experts - 1} (experts)")
+    if experts > planner.MOST_SLOTS:
+        raise ValueError(f"{name}: {experts} experts; allowed up to {planner.MOST_SLOTS}")
     flat = chosen.reshape(steps * layers, -1).astype(np.int64)
-    experts = int(flat.max()) + 1 if experts is None else experts
-    if experts < 1 or flat.max() >= experts or flat.min() < -1:
-        raise ValueError(f"{name}: ids are {flat.min()}..{flat.max()}; allowed -1..{experts - 1} (experts)")
     # One row more for -1.
     at = flat + 1 + (experts + 1) * np.arange(len(flat))[:, None]
     counts = np.bincount(at.ravel(), minlength=len(flat) * (experts + 1))
@@ -76,7 +83,7 @@ def _from_npz(name: str, path: str | Path, experts: int | None) -> Array:
 def _from_json(name: str, path: str | Path) -> Array:
     try:
         held: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{name}: no JSON: {error}") from None
     if isinstance(held, dict):
         if "logical_count" not in held:
@@ -84,7 +91,7 @@ def _from_json(name: str, path: str | Path) -> Array:
         held = held["logical_count"]
     try:
         counts = np.array(held, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name}: logical_count: rows of numbers, all of one length, are needed") from None
     if counts.ndim not in (2, 3) or not all(counts.shape):
         raise ValueError(f"{name}: logical_count: shape {counts.shape}; must be [layers][experts] or [steps] of that")

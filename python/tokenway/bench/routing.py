@@ -11,9 +11,13 @@ of the group, where it is known; only `balanced` needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -122,6 +126,23 @@ class Trace:
         return ids, (chosen / np.maximum(chosen.sum(axis=1, keepdims=True), 1)).astype(np.float32)
 
 
+@contextmanager
+def arrays(path: str | Path) -> Iterator[Any]:
+    """An .npz file's arrays by name. Errors: ValueError where it is none, or damaged; OSError."""
+    name = Path(path).name
+    try:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ValueError("a single array")
+    except (ValueError, EOFError, zipfile.BadZipFile):
+        raise ValueError(f"{name}: no .npz file, or a damaged one") from None
+    with file:
+        try:
+            yield file
+        except (EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"{name}: damaged: {error}") from None
+
+
 def from_npz(path: str | Path) -> Trace:
     """Read a recorded routing from an .npz file.
 
@@ -129,7 +150,7 @@ def from_npz(path: str | Path) -> Trace:
     Array `weights`, optional: floats of the same shape.
     """
     name = Path(path).name
-    with np.load(path, allow_pickle=False) as file:
+    with arrays(path) as file:
         if "ids" not in file:
             raise ValueError(f"{name}: arrays: {sorted(file)}; must have 'ids'")
         ids = file["ids"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenway.bench import baselines, gloo, machine, table, timing, verify
+from tokenway.bench import baselines, gloo, machine, table, timing, usage, verify
 from tokenway.bench.case import Case
 from tokenway.bench.control import Control
 from tokenway.bench.options import Settings
@@ -98,6 +98,8 @@ def finish(settings: Settings, results: dict[str, Any], versions: dict[str, str]
         "settings": told,
         **results,
     }
+    with usage.printing():  # first: the rest may fail
+        table.show(run)
     if settings.json:
         with open(settings.json, "w", encoding="utf-8") as file:
             # Numbers of one list on one line: a file that people can page through.
@@ -107,7 +109,6 @@ def finish(settings: Settings, results: dict[str, Any], versions: dict[str, str]
         from tokenway.bench import plot
 
         plot.draw(run, settings.plot)
-    table.show(run)
     return 0
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 PLOTS = (".png", ".pdf", ".svg")
@@ -32,12 +35,30 @@ def number(option: str, given: int | None, least: int, default: int) -> int:
     return given
 
 
+@contextmanager
+def printing() -> Iterator[None]:
+    """Around what prints: a character that cannot be encoded, or a reader that has seen enough, ends nothing else."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # the interpreter's end would try once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def writable(option: str, path: str | None) -> str | None:
     """A file to be written, in a folder that is there: its absolute path."""
     if path is None:
         return None
-    if not Path(path).absolute().parent.is_dir():
+    file = Path(path).absolute()
+    if not file.parent.is_dir():
         raise UsageError(f"{option}: {path}: there is no such folder")
+    if file.is_dir():
+        raise UsageError(f"{option}: {path}: is a folder; it must be a file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UsageError(f"{option}: {path}: cannot be written")
     return os.path.abspath(path)
 
 
