@@ -96,7 +96,7 @@ class Cuda:
         self.device = torch.device("cuda", index)
         # The current stream of this device, a cudaStream_t.
         self.stream: Callable[[], int] = partial(_raw_stream_getter(torch), index)
-        self._kind, self._strided = torch.Tensor, torch.strided
+        self._kind = torch.Tensor
 
     # ------------------------------------------------------------------------------------------------------- tensors
 
@@ -112,7 +112,7 @@ class Cuda:
         if isinstance(x, self._kind):
             if x.get_device() != self.index:
                 return f"a {x.device} tensor; this group is on {self.device}"
-            return None if x.layout is self._strided else f"a tensor of layout {x.layout}; it must be strided"
+            return tensors.unlike_torch(x)
         what = "a NumPy array" if type(x).__module__ == "numpy" else f"of type {type(x).__name__}"
         return f"{what}; it must be a PyTorch tensor on {self.device}"
 

@@ -145,10 +145,22 @@ def describe(x: Any) -> tuple[int, bytes]:
 def describe_torch(x: Any) -> tuple[int, bytes]:
     """The same of a PyTorch tensor, wherever it is."""
     try:
-        key = (x.dtype, x.shape, x.stride())
+        strides = x.stride()
+        # What lies in memory is not what the tensor says: the imaginary part of a conjugate. Its elements never follow
+        # each other, so no other tensor is asked.
+        if strides and strides[-1] != 1 and x.is_neg():
+            return NOTHING
+        key = (x.dtype, x.shape, strides)
         return x.data_ptr(), torch_metas.get(key) or _torch_meta(key)
     except RuntimeError:  # other layouts have no strides; asking each for its layout takes longer
         return NOTHING
+
+
+def unlike_torch(x: Any) -> str | None:
+    """What a PyTorch tensor is that no descriptor can tell of, wherever it is, whatever its dtype and shape."""
+    if x.layout is not sys.modules["torch"].strided:
+        return f"a tensor of layout {x.layout}; it must be strided"
+    return "a negated view (torch.Tensor.is_neg); it must be resolved (resolve_neg)" if x.is_neg() else None
 
 
 def _torch_meta(key: tuple[Any, ...]) -> bytes:
@@ -193,12 +205,7 @@ def tensor_of(x: Any, describe: Describe = describe) -> _native.Tensor:
 def unlike(x: Any) -> str | None:
     """What x is, if it is no tensor that a group on the CPU can take, whatever its dtype and shape."""
     if is_torch(x):
-        torch = sys.modules["torch"]
-        if not x.is_cpu:
-            return f"a {x.device} tensor; this group is on the CPU"
-        if x.layout is not torch.strided:
-            return f"a tensor of layout {x.layout}; it must be strided"
-        return None
+        return unlike_torch(x) if x.is_cpu else f"a {x.device} tensor; this group is on the CPU"
     if isinstance(x, np.ndarray):
         return None
     return f"of type {type(x).__name__}; it must be a NumPy array or a PyTorch tensor"

@@ -159,6 +159,28 @@ def refused(env: Env) -> list[Any]:
     return outcomes
 
 
+def negated(env: Env) -> list[Any]:
+    import torch
+
+    with tw.Group(env.comm, experts=2, top_k=1, hidden=1, max_tokens=2, dtype="float32") as group:
+        handle = group.route(torch.tensor([[0], [1]], device=env.device))
+        rows = torch.tensor([[1 + 2j], [3 + 4j]], device=env.device).conj().imag
+        out = torch.zeros(2, 1, dtype=torch.complex64, device=env.device).conj().imag
+        outcomes = [caught(group.dispatch, handle, rows)]
+        answers = group.dispatch(handle, rows.resolve_neg()).tokens.clone()
+        outcomes += [caught(group.combine, handle, answers, out=out)]
+        outcomes += [group.combine(handle, answers).flatten().tolist()]
+    return outcomes
+
+
+def test_negated_views(threads) -> None:
+    """What lies in memory is not what the tensor says: refused, nothing is lost, and the resolved one is taken."""
+    tokens, out, combined = threads(1).run(negated)[0]
+    assert tokens[0] == out[0] == "twInvalidArgument"
+    assert "tokens is a negated view" in tokens[1] and "out is a negated view" in out[1], (tokens, out)
+    assert combined == [-2.0, -4.0]
+
+
 def test_tensors_of_another_kind(threads) -> None:
     """On another device, sparse, of a dtype that is not known: refused like any other argument."""
     for outcome in threads(1).run(refused)[0]:
