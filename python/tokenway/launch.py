@@ -17,8 +17,9 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tokenway import _native
 from tokenway.comm import ADDRESS, LOCAL_RANK, NRANKS, RANK
-from tokenway.errors import PeerAborted, PeerDied, PeerRefused, PeerTimeout
+from tokenway.errors import InvalidArgument, PeerAborted, PeerDied, PeerRefused, PeerTimeout
 
 _GRACE = 5.0  # seconds between asking a process to end and ending it
 _LOOK = 0.2  # seconds between looks at processes
@@ -85,6 +86,8 @@ class Ranks:
         *args: Any,
         env: dict[str, str] | None = None,
     ):
+        if not 1 <= nranks <= _native.MAX_RANKS:
+            raise InvalidArgument(f"nranks is {nranks}; allowed 1..{_native.MAX_RANKS}")
         context = multiprocessing.get_context("spawn")
         address = f"launch-{os.getpid()}-{os.urandom(8).hex()}"
         self._connections: list[Connection] = []
@@ -171,7 +174,8 @@ def run(function: Callable[..., Any], nranks: int, *args: Any, timeout: float | 
     """Runs `function(*args)` in `nranks` processes and returns their values by rank.
 
     As soon as a rank fails, ends the others and raises RuntimeError with its traceback; of several, that of one whose
-    error does not tell of a peer. Raises TimeoutError after `timeout` seconds.
+    error does not tell of a peer. Raises TimeoutError after `timeout` seconds, and InvalidArgument for fewer than one
+    rank or more than a comm can have.
     """
     with Ranks(function, nranks, *args) as ranks:
         outcomes, culprit = ranks.wait_or_fail(timeout)

@@ -103,6 +103,12 @@ def test_values(nranks) -> None:
     assert values == [(r, list(range(nranks)), ("a", 2)) for r in range(nranks)]
 
 
+@pytest.mark.parametrize("nranks", [0, -1, 1025])
+def test_numbers_of_ranks(nranks) -> None:
+    with pytest.raises(tw.InvalidArgument, match=rf"nranks is {nranks}; allowed 1\.\.1024"):
+        tw.run(os.getpid, nranks)
+
+
 def test_a_rank_that_raises() -> None:
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2: .*ValueError: rank 1 does not want to"):
