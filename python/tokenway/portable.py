@@ -30,9 +30,8 @@ CAPACITIES = {"exact": 0, "fixed": 2**63 - 1, "auto": -1}
 _USUAL = {"routed": "exact", "gathered": "auto", "auto": "auto"}  # capacity of a strategy, where none is given
 
 BLOCKS, EXACT, GATHER = range(3)
-_FOREVER = (
-    carried.FOREVER
-)  # of a collective: the group's own timeout ends a wait, and must not find it broken by a shorter
+# Of a collective: the group's own timeout ends a wait, and must not find it broken by a shorter.
+_FOREVER = carried.FOREVER
 
 
 @dataclass(frozen=True)
