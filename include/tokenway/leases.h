@@ -33,8 +33,9 @@ TW_API twResult_t twWindowAlloc(twGroup_t group, uint64_t bytes, void** memory);
 TW_API twResult_t twWindowTrim(void* memory, uint64_t bytes);
 
 // Gives a lease back. If a dispatch is to come or under way that it was announced for, it is leased to nobody else
-// before that has ended. A lease may outlive its group, whose window is then unmapped with its last lease. From any
-// thread, such as one that collects garbage. Errors: twInvalidArgument for what is no lease.
+// before that has ended. A lease may outlive its group, whose window is then unmapped with its last lease, on a device
+// when what runs there has ended. Never waits for a device. From any thread, such as one that collects garbage. Errors:
+// twInvalidArgument for what is no lease.
 TW_API twResult_t twWindowFree(void* memory);
 
 typedef struct {

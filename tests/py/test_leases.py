@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from ctypes import byref, c_void_p
 from typing import Any
 
@@ -103,6 +104,34 @@ def run_outliving(env: Env) -> None:
 
 def test_a_lease_outlives_its_group(world) -> None:
     world(2).run(run_outliving)
+
+
+LATE: list[Any] = []  # of all ranks that are threads
+
+
+def run_given_back_late(env: Env) -> None:
+    """The last rank gives leases of all back while the others wait for it. Whoever does, perhaps garbage collection in
+    any thread, must not wait for what their devices do."""
+    with group_with(env, 4 * env.nranks * TOKENS) as group:
+        handle, tokens = routed(env, group, 0)
+        group.exchange_counts(handle, lease=True)
+        LATE.append(group.dispatch(handle, tokens).tokens)
+        handle.release()
+    del group, handle
+    gc.collect()
+    with tw.Group(env.comm, **(SETTINGS | {"timeout": 8})) as other:
+        handle, tokens = routed(env, other, 1)
+        if env.rank == env.nranks - 1:
+            time.sleep(0.5)
+            LATE.clear()
+            gc.collect()
+        other.exchange_counts(handle)
+        other.combine(handle, env.backend.tensor(copy(env, other.dispatch(handle, tokens).tokens)))
+    LATE.clear()
+
+
+def test_a_lease_is_given_back_late(world) -> None:
+    world(2).run(run_given_back_late)
 
 
 def run_told(env: Env) -> list[str]:
