@@ -47,13 +47,22 @@ WideUnits widen(const Units& units, int64_t rows, int64_t warps, int64_t each) {
   while (per_row(parts) > 1 && rows * per_row(2 * parts) >= warps * each) parts *= 2;
   return {Divider::make(per_row(parts)), parts, static_cast<uint32_t>(std::max<int64_t>(rows, 0))};
 }
-constexpr WideUnits kNoneWide{Divider{1, 0, 0}, 1, 0};
-// The units of the tokens that are summed last: one for each warp of the grid, and those that come as lines.
-uint32_t common_units(const CombineParams& p) {
-  const int64_t warps = int64_t{p.roles.grid()} * kWarps;
-  const int64_t tokens = p.tokens - p.tail_lines - warps / p.wide.per_row.divisor;
-  return static_cast<uint32_t>(std::max<int64_t>(tokens, 0)) * p.wide.per_row.divisor;
+// With more SMs, those that each warp of a dispatch begins with are of two: what the link takes while the warps meet
+// the instructions behind them.
+WideUnits first_wide(const Units& units, int64_t rows, int64_t warps) {
+  const uint32_t parts = std::min(2u, units.per_row.divisor);
+  const uint32_t per_row = (units.per_row.divisor + parts - 1) / parts;
+  return {Divider::make(per_row), parts, static_cast<uint32_t>(std::min(rows, warps / per_row))};
 }
+// Of the lines behind other rows, units that go first: two for each block that sends, as usually twice as many receive,
+// which are to take one each. They are none of those that warps begin with.
+int32_t early_units(const DispatchParams& p) {
+  const auto lines = static_cast<int64_t>(p.tokens - p.first_line) * p.units.per_row.divisor;
+  const int64_t begun = int64_t{p.roles.sending} * (kWarps - 1);
+  const int64_t drawn = p.wide.units() + (int64_t{p.tokens} - p.wide.rows) * p.units.per_row.divisor - begun;
+  return static_cast<int32_t>(std::clamp<int64_t>(std::min(lines / 4, drawn), 0, 2 * p.roles.sending));
+}
+constexpr WideUnits kNoneWide{Divider{1, 0, 0}, 1, 0};
 
 // Vectors of a row in a unit.
 uint32_t share_of(uint32_t vectors, const Units& units) {
@@ -234,10 +243,15 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   const int filling = shape().payloads > 1 ? 33 : 25;
   p.roles = lines ? line_roles(rows, p.units, send && receive, 30)
                   : roles_of(rows, p.units, send && receive,
-                             call.bound > view_.line_tokens ? bulk_senders(filling, 75) : max_grid_ / 2);
+                             call.bound > view_.line_tokens ? bulk_senders(filling, 80) : max_grid_ / 2);
   const bool few = is_few(p.roles, filling);
+  // Those that receive rows as they lie have little to do: a quarter of the SMs is left to the kernel that comes next.
+  if (!lines && !few && p.roles.apart) p.roles.receiving = std::min(p.roles.receiving, max_grid_ / 2);
   p.first_line = first_line(p.tokens, few);
-  p.wide = few ? widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps, kFewUnits) : kNoneWide;
+  p.wide = few                      ? widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps, kFewUnits)
+           : p.kind == Kind::kUsual ? first_wide(p.units, p.first_line, int64_t{p.roles.sending} * (kWarps - 1))
+                                    : kNoneWide;
+  if (p.kind == Kind::kUsual && !few && p.first_line > 0 && p.tokens > kRound) p.early = early_units(p);
   for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
   const int grid = p.roles.grid() + (p.tally == Tally::kApart ? 1 : 0);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early_ && capturing, call.stream)));
@@ -308,7 +322,7 @@ void NvlinkBackend::share_combine(int64_t returning, bool few, CombineParams* pa
   // Those whose rows come as lines, in narrow units anyway, stay so.
   p.wide = wide ? widen(p.units, p.tokens - p.tail_lines, int64_t{p.roles.receiving} * kWarps, each) : kNoneWide;
   p.per_unit = share_of(p.vectors, p.units);
-  p.common = wide ? common_units(p) : kNoUnit;
+  p.joins = wide ? 1 : 0;
   p.pushed = kPushedVectors;
   const auto parts = [&p](uint32_t pushed) { return (p.vectors + pushed - 1) / pushed; };
   while (wide && (sums || (p.plain && p.vectors_fit)) && parts(p.pushed) > 1 &&
@@ -341,7 +355,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.weighted = call.weighted;
   p.plain = !p.expert_major && !p.weighted && call.rows_dtype == context_.wire;
   p.own_direct = call.apart && carriage_ == nullptr;
-  p.tail_lines = std::min<int32_t>(view_.line_tokens, kTailLines);
+  p.tail_lines = std::min(view_.line_tokens, summed_tail_);
   p.late_word = call.in_window;
   p.rows_dtype = call.rows_dtype;
   p.wire_dtype = context_.wire;
@@ -373,10 +387,10 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.lines = LinesAt::make(context_.map, p.lane);
   // Rows that the sums overwrite are all sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
-  constexpr int kFilling = 30;
-  p.roles = lines ? line_roles(rows, p.units, send && receive, p.plain ? 25 : 50)
+  constexpr int kFilling = 36;
+  p.roles = lines ? line_roles(rows, p.units, send && receive, p.plain ? 20 : 50)
                   : roles_of(rows, p.units, send && receive && !twice && returning > 0,
-                             call.bound > view_.line_tokens && p.plain ? bulk_senders(kFilling, 38) : max_grid_ / 2);
+                             call.bound > view_.line_tokens && p.plain ? bulk_senders(kFilling, 42) : max_grid_ / 2);
   share_combine(returning, !lines && is_few(p.roles, kFilling), &p);
   if (twice) {
     p.receive = 0;

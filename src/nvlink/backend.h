@@ -1,6 +1,7 @@
 // The CUDA backend's class: calls are in backend.cc, coming into being in creation.cc.
 #pragma once
 
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -130,8 +131,7 @@ class NvlinkBackend : public Backend {
   Status may_use_lines(bool* may);
   Status test_lines();
   Status fill_view(const BackendInit& init);
-  template <class Value>
-  Status least(const BackendInit& init, uint64_t tag, int32_t mine, Value* all);
+  Status least(const BackendInit& init, uint64_t tag, std::initializer_list<int32_t*> values);
   Status run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_collective(const CollectiveCall& call, bool send, bool receive);
@@ -186,7 +186,7 @@ class NvlinkBackend : public Backend {
   void share_combine(int64_t returning, bool few, CombineParams* params) const;
   // The same where all rows are lines: while that gives every unit a warp, on half of the SMs, so that the next kernel
   // finds the other half. With more, so many percent of the device's SMs fill the link, and what the others take does
-  // not wait behind stores: where half of them sent, 512 tokens took 57 us there and back instead of 53.
+  // not wait behind stores: where half of them sent, 512 tokens took 57 us there and back instead of 52.
   Roles line_roles(int64_t rows, const Units& units, bool both, int filling) const;
   // Of calls of the usual kind (params.h): all rows are lines.
   bool all_lines(int32_t bound) const {
@@ -196,8 +196,11 @@ class NvlinkBackend : public Backend {
   // The token from which on rows travel as lines: so many rows as pass the link in the time of the fence and the word
   // behind those before them. `few`: of SMs, which take longer for lines.
   int32_t first_line(int32_t tokens, bool few) const {
-    const int tail = few ? kTailLines : std::max(kTailLines, kTailRows / std::max(1, shape().ranks - 1));
-    return tokens <= view_.line_tokens ? 0 : tokens - std::min<int32_t>(view_.line_tokens, tail);
+    return tokens <= view_.line_tokens ? 0 : tokens - std::min<int32_t>(view_.line_tokens, tail_of(kTailSent, few));
+  }
+  // Such rows for each peer, of so many in all.
+  int tail_of(int all, bool few) const {
+    return few ? kTailLines : std::max(kTailLines, all / std::max(1, shape().ranks - 1));
   }
 
   const int device_;
@@ -208,6 +211,7 @@ class NvlinkBackend : public Backend {
   int device_sms_ = 1;
   int max_grid_ = 1;   // blocks of a kernel that waits: those of all lanes and ranks of a device fit on it (S8)
   int view_grid_ = 1;  // of one that does not
+  int32_t summed_tail_ = kTailLines;  // rows of a combine that are lines behind others, for each owner; of all ranks
   DeviceWindows windows_;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Control> control_;

@@ -107,23 +107,30 @@ struct Chunk {
   int number;
   int rows;  // 0: there is no such chunk
 };
-// Chunks of all owners in turns, so that none waits for the others'. Own rows that are summed where they lie have none.
-__device__ inline Chunk chunk_of(const Sum& s, int i) {
-  const int owners = s.ranks() - (s.p.own_direct ? 1 : 0);
-  const int owner = (s.p.group.me + 1 + i % owners) % s.ranks();
-  const int number = i / owners;
-  const int rows = s.first_line(owner, s.counts()[owner]);
-  return {owner, number, max(0, min(s.chunk_rows(), rows - number * s.chunk_rows()))};
+// Chunks of all owners in turns, so that none waits for the others': whose the i-th is, whether or not there is such a
+// one. `Call`: a Sum, or a Collect (collective.cuh).
+template <class Call>
+__device__ inline Chunk place_of_chunk(const Call& s, int i) {
+  const int number = quotient(i, s.owners());
+  const int owner = s.me() + 1 + i - number * s.owners();
+  return {owner < s.ranks() ? owner : owner - s.ranks(), number, s.chunk_rows()};
+}
+template <class Call>
+__device__ inline Chunk chunk_of(const Call& s, int i) {
+  Chunk chunk = place_of_chunk(s, i);
+  chunk.rows = max(0, min(chunk.rows, s.rows_for(chunk.owner) - chunk.number * chunk.rows));
+  return chunk;
 }
 
 // Of all owners, those of which there are fewer left out.
-__device__ inline int chunks_of(const Sum& s) {
+template <class Call>
+__device__ inline int chunks_of(const Call& s) {
   int most = 0;
 #pragma unroll 1
   for (int i = 0; i < s.ranks(); ++i) {
-    if (i != s.p.group.me || !s.p.own_direct) most = max(most, s.first_line(i, s.counts()[i]));
+    if (!s.is_direct(i)) most = max(most, s.rows_for(i));
   }
-  return (s.ranks() - (s.p.own_direct ? 1 : 0)) * ((most + s.chunk_rows() - 1) / s.chunk_rows());
+  return s.owners() * quotient(most + s.chunk_rows() - 1, s.chunk_rows());
 }
 
 constexpr int kPushing = kWarps - 1;  // warps of a block that send; the last publishes
@@ -163,7 +170,7 @@ struct Work {
   }
 };
 
-// Nobody has begun. By a block, before a barrier. `Call`: a Sum, or a Collect (collective.cuh).
+// Nobody has begun. By a block, before a barrier.
 template <class Call>
 __device__ inline void begin_work(const Call& s) {
   const Work work(s);
@@ -220,18 +227,75 @@ template <twDtype_t kWire, bool kFast>
 __device__ inline void push_item(const Sum& s, int number, int item) {
   const int parts = s.p.pushed_parts;
   const Chunk chunk = chunk_of(s, number);
-  const int row = item / parts;
+  const int row = s.chunk_rows() == 1 ? 0 : item / parts;
   if (row >= chunk.rows) return;
   push_unit<kWire, kFast>(s, chunk.owner, chunk.number * s.chunk_rows() + row,
                           unit_of(s.p.units, static_cast<uint32_t>(item - row * parts)));
 }
 
+// The unit that a pushing warp begins with, of usual calls, which is of the chunks that its block is given
+// (publish_chunks): loaded while nobody knows yet whether there is such a row, and stored as soon as that is known. To
+// meet the instructions that find and send any other unit takes a warp 4 us from there; so long the link has these.
+// (With two for each warp, chunks were made known 4 us later, and 4096 tokens took 176 us instead of 174.5.)
+struct FirstPush {
+  bool given;
+  int owner;
+  int slot;
+  uint32_t begin;    // the lane's first vector of the row
+  uint32_t vectors;  // of the lane
+  const std::byte* row;
+  const uint64_t* header;
+  uint64_t to;  // the header
+  uint4 value[kUnitGroups];
+
+  __device__ explicit FirstPush(const Sum& s) {
+    const CombineParams& p = s.p;
+    const int items = s.chunk_rows() * p.pushed_parts;
+    const int turn = s.set() / (items * p.turn_chunks);
+    const int item = s.set() % items;
+    const int number =
+        (static_cast<int>(blockIdx.x) + turn * p.roles.sending) * p.turn_chunks + s.set() / items % p.turn_chunks;
+    given = s.sends() && s.set() < kPushing && s.owners() > 0 && p.pushed == kPushedVectors &&
+            p.bound > p.group.line_tokens && turn < p.drawn;
+    const Chunk chunk = given ? place_of_chunk(s, number) : Chunk{};
+    owner = chunk.owner;
+    slot = chunk.number * s.chunk_rows() + item / p.pushed_parts;
+    given = given && slot < p.bound;
+    begin = static_cast<uint32_t>(item % p.pushed_parts) * kPushedVectors + static_cast<uint32_t>(lane());
+    vectors = given && begin < p.vectors ? min(uint32_t{kUnitGroups}, (p.vectors - begin + 31) / 32) : 0;
+  }
+  // Where it lies. `first`: of an exact layout, the row where the owner's begin.
+  __device__ void find(const CombineParams& p, int first) {
+    const int64_t source = p.group.map.shape().exact() ? 0 : int64_t{owner} * p.bound;
+    const int64_t index = int64_t{first} + slot;
+    row = p.rows + owner * p.block_stride + index * p.row_stride + uint64_t{16} * begin;
+    header = p.handle.meta + (source + index) * (1 + p.group.map.shape().top_k);
+    pin(row, header, begin, vectors);
+  }
+  __device__ void load() {
+    if (!given) return;
+    to = load_fresh<unsigned long long>(header);
+#pragma unroll
+    for (uint32_t i = 0; i < kUnitGroups; ++i) {
+      if (i < vectors) value[i] = load_fresh<uint4>(row + 512 * i);
+    }
+  }
+  __device__ void store(const Sum& s) const {
+    auto* const at = reinterpret_cast<uint4*>(place_of(s, owner, to)) + begin;
+#pragma unroll
+    for (uint32_t i = 0; i < kUnitGroups; ++i) {
+      if (i < vectors) at[32 * i] = value[i];
+    }
+  }
+};
+
+// `begun`: the warp's first unit is sent, or there is none.
 template <twDtype_t kWire, bool kFast, class Call>
-__device__ inline void push_chunks(const Call& s) {
+__device__ inline void push_chunks(const Call& s, bool begun = false) {
   if (s.set() == kPushing) return publish_chunks(s);
   const Work work(s);
   const int items = s.chunk_rows() * s.p.pushed_parts;
-  int x = s.set();  // the warp's next, of the units of all chunks of all turns
+  int x = s.set() + (begun ? kPushing : 0);  // the warp's next, of the units of all chunks of all turns
   int begin = 0;
 #pragma unroll 1
   for (int turn = 0;; ++turn) {

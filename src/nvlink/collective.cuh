@@ -217,20 +217,6 @@ __device__ inline void copy_part(const CollectiveRows& rows, std::byte* to, cons
   }
 }
 
-// Chunks of all ranks in turns, so that none waits for the others'.
-__device__ inline Chunk chunk_of(const Collect& s, int i) {
-  const int owner = (s.me() + 1 + i % s.owners()) % s.ranks();
-  const int number = i / s.owners();
-  return {owner, number, max(0, min(s.chunk_rows(), s.rows_for(owner) - number * s.chunk_rows()))};
-}
-__device__ inline int chunks_of(const Collect& s) {
-  int most = 0;
-#pragma unroll 1
-  for (int i = 0; i < s.ranks(); ++i) {
-    if (!s.is_direct(i)) most = max(most, s.rows_for(i));
-  }
-  return s.owners() * ((most + s.chunk_rows() - 1) / s.chunk_rows());
-}
 template <twDtype_t kWire, bool kFast>
 __device__ inline void push_item(const Collect& s, int number, int item) {
   const Chunk chunk = chunk_of(s, number);

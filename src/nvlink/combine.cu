@@ -12,6 +12,7 @@
 
 #include "nvlink/chunks.cuh"
 #include "nvlink/combine_end.cuh"
+#include "nvlink/combine_units.cuh"
 #include "nvlink/launch.h"
 
 namespace tw::nvlink {
@@ -71,20 +72,14 @@ __device__ First first_of(const Sum& s) {
   return {share.index < p.bound, owner < s.ranks() ? owner : owner - s.ranks(), share};
 }
 
-// The last rows of all other owners, a warp's share of them. The first unit is in `ahead` if it is loaded. `busy`: a
-// warp of each block has other work.
+// The last rows of all other owners, a warp's share of them beyond the first `before` units. `busy`: a warp of each
+// block has other work.
 template <twDtype_t kWire, bool kFast>
-__device__ void push_lines(const Sum& s, const First& early, Ahead ahead, bool busy) {
+__device__ void push_lines(const Sum& s, uint32_t before, bool busy) {
   const CombineParams& p = s.p;
-  auto [begins, warps] = sent_shares(p.roles);
-  if (busy) warps = warps / kWarps * kPushing;  // one warp of each block still publishes
-  uint32_t warp = begins;
-  if (early.loaded) {
-    if (early.share.index < s.counts()[early.owner]) {
-      send_lines(s, early.owner, early.share.index, early.share.unit, ahead);
-    }
-    warp += warps;
-  }
+  const auto [begins, all] = sent_shares(p.roles);
+  const uint32_t warps = busy ? all / kWarps * kPushing : all;
+  uint32_t warp = begins + before * warps;
   const uint32_t per_slot = p.units.per_row.divisor * static_cast<uint32_t>(s.ranks() - 1);
   if (s.ranks() <= 33 && warp >= static_cast<uint32_t>(min(p.bound, p.group.line_tokens)) * per_slot) return;
 #pragma unroll 1
@@ -104,6 +99,7 @@ __device__ void push_lines(const Sum& s, const First& early, Ahead ahead, bool b
         if (!kFast && !s.simple()) {
           collect_terms(p, s.set(), owner, slot, load_choice(p, meta_row(p, owner, slot), lane()));
         }
+        Ahead ahead;
         load_ahead<kWire, kFast>(s, row_in(p, owner, slot), share.unit, &ahead);
         send_lines(s, owner, share.index, share.unit, ahead);
       }
@@ -112,12 +108,19 @@ __device__ void push_lines(const Sum& s, const First& early, Ahead ahead, bool b
   }
 }
 
+// `first`: the unit that the warp sends first, if all go as lines, loaded. `begun`: see push_chunks.
 template <twDtype_t kWire, bool kFast>
-__device__ void send(const Sum& s, const First& early, const Ahead& ahead) {
+__device__ void send(const Sum& s, const First& first, const Ahead& ahead, bool begun) {
   const CombineParams& p = s.p;
   const bool chunks = p.bound > p.group.line_tokens || !p.own_direct;
-  if (chunks) push_chunks<kWire, kFast>(s);
-  if (!chunks || s.set() != kPushing) push_lines<kWire, kFast>(s, early, ahead, chunks);
+  if (!chunks) {
+    if (first.loaded && first.share.index < s.counts()[first.owner]) {
+      send_lines(s, first.owner, first.share.index, first.share.unit, ahead);
+    }
+    return push_lines<kWire, kFast>(s, first.loaded ? 1 : 0, false);
+  }
+  push_chunks<kWire, kFast>(s, begun);
+  if (s.set() != kPushing) push_lines<kWire, kFast>(s, 0, true);
 }
 
 // ---- Summing
@@ -137,31 +140,30 @@ __device__ inline Item summed_item(const CombineParams& p, uint32_t u) {
           unit_of(p.units, (u - row * per_row.divisor) * parts, parts)};
 }
 
-// Units of all tokens' sums from `u` to `end`, a warp's share of them. `sent`: of the first.
+// Units of all tokens' sums, in order, to whichever warp is free: some SMs load at a fraction of others' speed, those
+// beside one that sends to a full link. The next unit is drawn when this one's rows are here: who waits holds no other.
+// Blocks that have sent join in where units are wide. `sent`: of the first unit of a block that begins with sums.
 template <twDtype_t kWire, bool kFast>
-__device__ inline void sum_share(const Sum& s, uint32_t u, uint32_t end, uint32_t step, Sent sent) {
-  const CombineParams& p = s.p;
-#pragma unroll 1
-  for (; u < end; u += step) {
-    const Item item = summed_item(p, u);
-    Sent after{};  // of the next unit, on its way while this one is summed
-    if (u + step < end) after = load_sent(p, summed_item(p, u + step).token, lane());
-    sum_unit<kWire, kFast>(s, item.token, item.unit, sent);
-    sent = after;
-  }
-}
-
-// A summing block's share, and then of what is everybody's: sending blocks sum too when they have sent.
-template <twDtype_t kWire, bool kFast>
-__device__ void sum_tokens(const Sum& s, const Sent& first) {
+__device__ void sum_tokens(const Sum& s, Sent sent) {
   const CombineParams& p = s.p;
   const uint32_t end = p.wide.units() + (static_cast<uint32_t>(p.tokens) - p.wide.rows) * p.units.per_row.divisor;
   const Shares own = received_shares(p.roles);
-  if (s.sums()) sum_share<kWire, kFast>(s, own.first, min(end, p.common), own.step, first);
-  if (p.common >= end) return;
-  const Shares shared = shares_of(blockIdx.x, static_cast<int>(gridDim.x));
-  const uint32_t u = p.common + shared.first;
-  if (u < end) sum_share<kWire, kFast>(s, u, end, shared.step, load_sent(p, summed_item(p, u).token, lane()));
+  const bool draws = end > own.step;
+  const auto take_ticket = [&] { return draw(sum_tickets(p.group, s.step), draws && lane() == 0); };
+  const auto drawn = [&](uint32_t ticket) { return draws ? own.step + __shfl_sync(~0u, ticket, 0) : end; };
+  uint32_t u = own.first;
+  if (!s.sums()) {
+    u = drawn(take_ticket());
+    if (u < end) sent = load_sent(p, summed_item(p, u).token, lane());
+  }
+#pragma unroll 1
+  while (u < end) {
+    const Item item = summed_item(p, u);
+    uint32_t ticket = 0;
+    sum_unit<kWire, kFast>(s, item.token, item.unit, sent, [&] { ticket = take_ticket(); });
+    u = drawn(ticket);
+    if (u < end) sent = load_sent(p, summed_item(p, u).token, lane());
+  }
 }
 
 template <twDtype_t kWire, bool kFast>
@@ -174,12 +176,16 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   if (threadIdx.x == 0) *s.failed() = 0;
   begin_work(s);
   warm(p);
-  const First early = first_of(s);
+  const First first = kFast ? First{} : first_of(s);  // usual calls of lines alone have another kernel, but for a few
+  const bool exact = g.map.shape().exact();
+  FirstPush push(s);
+  if (kFast && !exact) push.find(p, 0);
   const int token = summed_item(p, received_shares(p.roles).first).token;
   await_earlier();
+  if (kFast && !exact) push.load();
   Ahead ahead{};
   Sent sent{};
-  if (early.loaded) load_ahead<kWire, kFast>(s, row_of(p, early.owner, early.share.index), early.share.unit, &ahead);
+  if (first.loaded) load_ahead<kWire, kFast>(s, row_of(p, first.owner, first.share.index), first.share.unit, &ahead);
   if (s.sums() && token < p.tokens) sent = load_sent(p, token, lane());
   const Counts counts = load_counts(s, static_cast<int>(threadIdx.x));
   s.step.number = next_step(g, p.lane);
@@ -192,16 +198,23 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
     if (p.receive) give_up(s);
     return;  // not done: this step will be another kernel's, unless the group is finished
   }
+  if (kFast && push.given && push.slot < s.first_line(push.owner, s.counts()[push.owner])) {
+    if (exact) {
+      push.find(p, shared_at<int32_t>(p.at.first)[push.owner]);
+      push.load();
+    }
+    push.store(s);
+  }
   uint32_t arrived = 0;
   if (p.receive && thread == 0) arrived = begin_end(g, s.step);
   if (thread == 0 && blockIdx.x == 0) clear_counters(g, s.step);
   if (thread == 0 && blockIdx.x == 0 && p.send) say_sent(g, s.step);
   if (s.sends()) {
     if (!p.late_word && blockIdx.x == 0 && s.set() == 0) publish_first(s);
-    send<kWire, kFast>(s, early, ahead);  // S7: nobody here waits
+    send<kWire, kFast>(s, first, ahead, kFast && push.given);  // S7: nobody here waits
     if (p.late_word) publish_last(s);
   }
-  if (s.sums() || (p.receive && p.common != kNoUnit)) sum_tokens<kWire, kFast>(s, sent);
+  if (s.sums() || (p.receive && p.joins)) sum_tokens<kWire, kFast>(s, sent);
   if (concludes(s) && s.set() == kWarps - 1) await_words(s);
   if (p.receive) finish_combine(s, arrived);
 }

@@ -23,6 +23,7 @@ Status NvlinkBackend::fill_view(const BackendInit& init) {
   max_grid_ = std::clamp(std::min(limit, prop.multiProcessorCount / queues), 1, kMaxBlocks);
   // Few SMs send more than a round of rows sooner as they lie, in wide units, than as lines.
   const bool few = max_grid_ < device_sms_ / 2;
+  summed_tail_ = tail_of(kTailSummed, few);
   if (shape().counts_loads != 0) {
     tally_ = max_grid_ > 1 ? Tally::kApart : Tally::kLast;
     max_grid_ = std::max(1, max_grid_ - 1);  // a block of each dispatch counts
@@ -80,16 +81,17 @@ Status NvlinkBackend::open(const BackendInit& init) {
   for (const auto& window : windows_.by_rank) windows.push_back(window->data());
   if (prepared.ok()) prepared = Arena::create(context_, windows, control_->on_device(), &view_, &arena_);
   if (prepared.ok()) prepared = launched("loading the kernels", load_kernels(shape()));
-  bool testing = false;
-  if (prepared.ok()) prepared = may_use_lines(&testing);
+  bool may = false;
+  if (prepared.ok()) prepared = may_use_lines(&may);
   TW_RETURN_IF_FAILED(meet("loading kernels", prepared));
   // All test, or nobody: a test needs an answer.
-  TW_RETURN_IF_FAILED(least(init, tag++, testing ? 1 : 0, &testing));
-  const Status tested = testing ? test_lines() : Status{};
-  if (!testing) view_.line_tokens = 0;
+  int32_t testing = may ? 1 : 0;
+  TW_RETURN_IF_FAILED(least(init, tag++, {&testing}));
+  const Status tested = testing != 0 ? test_lines() : Status{};
+  if (testing == 0) view_.line_tokens = 0;
   TW_RETURN_IF_FAILED(meet("testing the links", tested));
   // The least that any rank found is what all use: receivers must expect what senders send.
-  TW_RETURN_IF_FAILED(least(init, tag++, view_.line_tokens, &view_.line_tokens));
+  TW_RETURN_IF_FAILED(least(init, tag++, {&view_.line_tokens, &summed_tail_}));
   control_->on_stop([this] {
     const OnDevice here(device_);
     const OutsideCaptures apart;
@@ -121,14 +123,17 @@ std::shared_ptr<void> NvlinkBackend::keep_window() {
           }};
 }
 
-// The least of all ranks' values.
-template <class Value>
-Status NvlinkBackend::least(const BackendInit& init, uint64_t tag, int32_t mine, Value* all) {
+// Values become the least of all ranks'.
+Status NvlinkBackend::least(const BackendInit& init, uint64_t tag, std::initializer_list<int32_t*> values) {
+  Packer mine;
+  for (const int32_t* value : values) mine.add(*value);
   std::vector<Parcel> parcels;
-  TW_RETURN_IF_FAILED(gather(*init.bootstrap, init.members, tag, {Packer().add(mine).take(), {}}, init.deadline,
-                             "testing the links", &parcels));
-  for (const Parcel& parcel : parcels) mine = std::min(mine, Unpacker(parcel.bytes).get<int32_t>());
-  *all = static_cast<Value>(mine);
+  TW_RETURN_IF_FAILED(
+      gather(*init.bootstrap, init.members, tag, {mine.take(), {}}, init.deadline, "testing the links", &parcels));
+  for (const Parcel& parcel : parcels) {
+    Unpacker theirs(parcel.bytes);
+    for (int32_t* value : values) *value = std::min(*value, theirs.get<int32_t>());
+  }
   return {};
 }
 

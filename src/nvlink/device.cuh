@@ -100,6 +100,10 @@ __device__ inline Shares received_shares(const Roles& roles) {
   return shares_of(blockIdx.x - first_receiver(roles), roles.receiving);
 }
 
+// x / by, of what is not negative. Most calls divide by one: one other rank, chunks of a row; and a division is some 25
+// instructions, which a kernel meets before it sends anything.
+__device__ inline int quotient(int x, int by) { return by == 1 ? x : x / by; }
+
 __device__ inline uint32_t divide(uint32_t x, const Divider& by) {
   if (by.divisor == 1) return x;
   const uint32_t high = __umulhi(x, by.factor);

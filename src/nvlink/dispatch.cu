@@ -10,6 +10,7 @@
 // but the bits, as each such step is half a microsecond.
 #include <cuda_runtime.h>
 
+#include "nvlink/dispatch_course.cuh"
 #include "nvlink/dispatch_end.cuh"
 #include "nvlink/dispatch_receive.cuh"
 #include "nvlink/launch.h"
@@ -43,42 +44,59 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   if (thread < kWarps) scratch.progress()[thread] = 0;
   // What a sending warp sends first, though nobody knows yet where it goes.
   const uint32_t u = sent_shares(p.roles).first;
-  Item item = sent_item(p, u);
-  Unit& unit = item.unit;
+  const bool begins = sends && u < sending_warps(p);
+  const bool begins_plain = kFast && begins && u < units_before(p, p.first_line);
+  PlainUnit plain{};
+  if constexpr (kFast) {
+    plain.find(p, u, begins_plain);
+    plain.pin();
+  }
   IdsAt ids_from = ids_at(p, thread);
-  pin(item.row, unit.number, unit.begin, unit.end, ids_from.from, ids_from.bytes);
+  pin(ids_from.from, ids_from.bytes);
   meet();  // the table
   await_earlier();
-  place_rows(p, scratch);
-  Ahead ahead{};
   Ids ids{};
-  if (sends) {
-    if (kFast) ids = load_ids(ids_from);
-    if (item.row < static_cast<uint32_t>(p.tokens)) load_ahead<kFast>(p, static_cast<int>(item.row), unit, &ahead);
+  if (sends && kFast) {
+    ids = load_ids(ids_from);
+    plain.load(p);
   }
   const uint32_t digest = load_digest(p.in.digest);
   Step step{next_step(g, p.lane),           p.lane,      p.bound, twPhaseDispatch,
             mix_counted(digest, p.counted), g.note_bits, p.lands};
   const bool sticky = is_sticky(g);
+  Ahead ahead{};
+  if (begins && !begins_plain) {
+    const Item item = sent_item(p, u);
+    const auto token = static_cast<int>(item.row);
+    if (token < p.tokens) load_ahead<kFast>(p, token, item.unit, &ahead);
+  }
+  place_rows(p, scratch);
   if (sends) mark_tokens<kFast>(p, scratch, thread, ids, scratch.marks(thread));
   const bool skips = static_cast<int>(step.number & 1) != p.bank;
   if (skips) ++step.number;
-  mark_rest<kFast>(p, scratch, step);
   bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
-  uint32_t arrived = 0;
-  if (p.receive && thread == 0) {
-    arrived = begin_end(g, step);
-    // Until somebody finds otherwise. Rows that do not fit go nowhere, and no combine answers.
-    const bool overflow = g.map.shape().exact() && load_fresh<uint32_t>(p.handle.overflow) != 0;
-    if (blockIdx.x == 0) *p.handle.status = overflow ? twRecvOverflow : twSuccess;
-  }
-  if (p.in.map != nullptr && thread == 0 && blockIdx.x == 0) *p.handle.digest = digest;
   const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
   if (p.send && usable && skips && !is_carried(g)) usable = skip_step(g, step);
-  if (thread == 0 && blockIdx.x == 0) clear_counters(g, step);
-  if (thread == 0 && blockIdx.x == 0 && p.send && usable) say_sent(g, step);
+  // To meet the instructions for any other unit takes a warp 4 us from here; so long the link has these. Not of later
+  // rounds, of which nobody knows yet where tokens go.
+  const auto token = static_cast<int>(plain.item.row);
+  const bool stored = begins_plain && token < kRound;
+  if (stored && usable) send_plain(b, &plain, find_place(p, scratch, token, 0));
+  mark_rest<kFast>(p, scratch, step);
+  const bool first = thread == 0 && blockIdx.x == 0;
+  if (first && p.send && usable) say_sent(g, step);
+  if (usable && sends) send<kFast>(b, plain, stored, ahead);  // S7: nobody here waits
+  uint32_t arrived = 0;
+  if (p.receive && thread == 0) arrived = begin_end(g, step);
+  if (first) {  // what no peer waits for
+    // Until a block that has seen an error knows all others to be done, or the group is finished, which a combine sees
+    // first. Rows that do not fit go nowhere, and no combine answers.
+    const bool overflow = g.map.shape().exact() && load_fresh<uint32_t>(p.handle.overflow) != 0;
+    if (p.receive) *p.handle.status = overflow ? twRecvOverflow : twSuccess;
+    if (p.in.map != nullptr) *p.handle.digest = digest;
+    clear_counters(g, step);
+  }
   if (usable) {
-    if (sends) send<kFast>(b, ahead);  // S7: nobody here waits
     if (receives) receive<kFast>(b);
     if (p.tally == Tally::kLast && blockIdx.x == gridDim.x - 1) tally(p);
   } else if (p.receive) {

@@ -28,7 +28,6 @@ __device__ inline bool has_meta(const Unit& unit) { return unit.number == 0; }
 // What a warp has loaded of a unit before it knows where the row goes.
 struct Ahead {
   Vec16 pair[kUnitGroups];  // of lines, or of the first payload as it lies, if it allows 16 bytes at a time
-  Vec16 second;             // then of the second, in calls of the usual kind
   Choice choice;
 };
 
@@ -59,18 +58,15 @@ __device__ inline void store_vectors(std::byte* row, const Span& span, const Vec
   }
 }
 
+// In usual calls: of a row that is lines.
 template <bool kFast>
 __device__ inline void load_ahead(const DispatchParams& p, int token, const Unit& unit, Ahead* ahead) {
   if (has_meta(unit)) ahead->choice = load_choice(p, token, lane());
   const PayloadIn& payload = p.payloads[0];
-  if (token >= p.first_line) {
+  if (kFast || token >= p.first_line) {
     load_words<kFast>(p, token, unit, ahead->pair);
-  } else if (kFast || payload.width == 16) {
+  } else if (payload.width == 16) {
     load_vectors(payload.data + token * payload.stride, span_of(payload, unit), ahead->pair);
-    if (!kFast || p.group.map.shape().payloads < 2) return;
-    const Span more = span_of(p.payloads[1], unit);
-    const uint32_t v = more.begin + static_cast<uint32_t>(lane());
-    if (v < more.end) ahead->second = load_fresh<Vec16>(p.payloads[1].data + token * p.payloads[1].stride + 16 * v);
   }
 }
 
@@ -120,52 +116,7 @@ __device__ inline std::byte* place_of(const Block& b, int payload, int rank, int
   return window + map.payload_row(b.step.lane, b.step.bank(), payload, row);
 }
 
-// A unit of a payload to all ranks of `to`, of which lane i knows where the row lies at rank i: read once. The first
-// vectors are loaded; those after some are on their way while these are stored.
-__device__ inline void send_vectors(const std::byte* from, const Span& unit, uint32_t ranks, std::byte* to,
-                                    Vec16 (&loaded)[kUnitGroups]) {
-  const auto store = [&](const Span& span, const Vec16* vectors) {
-#pragma unroll 1
-    for (uint32_t left = ranks; left != 0; left &= left - 1) {
-      const auto at = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(to), __ffs(static_cast<int>(left)) - 1);
-      store_vectors(reinterpret_cast<std::byte*>(at), span, vectors);
-    }
-  };
-  constexpr uint32_t kAtOnce = 32 * kUnitGroups;
-  Vec16 odd[kUnitGroups];  // beside those loaded, as what is on its way cannot be moved
-#pragma unroll 1
-  for (Span span = unit; span.begin < span.end; span.begin += kAtOnce) {
-    const Span next{span.begin + kAtOnce, span.end};
-    load_vectors(from, next, odd);
-    store(span, loaded);
-    if (next.begin >= next.end) return;
-    span = next;
-    load_vectors(from, {span.begin + kAtOnce, span.end}, loaded);
-    store(span, odd);
-  }
-}
-
-// A unit of a row that is no line to all its ranks, in calls of the usual kind. Lane i knows whether it goes to rank i
-// and where it lies there.
-__device__ inline void send_usual(const Block& b, int token, const Unit& unit, const Place& place, Ahead* ahead) {
-  const DispatchParams& p = b.p;
-  const bool goes = place.goes && place.slot < b.scratch.limit()[lane()];
-  const uint32_t ranks = __ballot_sync(~0u, goes);
-#pragma unroll 1
-  for (int q = 0; q < p.group.map.shape().payloads; ++q) {
-    const PayloadIn& payload = p.payloads[q];
-    const std::byte* const from = payload.data + token * payload.stride;
-    std::byte* const to = goes ? place_of(b, q, lane(), place.slot) : nullptr;
-    const Span span = span_of(payload, unit);
-    if (q > 0) {
-      ahead->pair[0] = ahead->second;
-      load_vectors<kUnitGroups - 1>(from, {span.begin + 32, span.end}, ahead->pair + 1);
-    }
-    send_vectors(from, span, ranks, to, ahead->pair);
-  }
-}
-
-// The same to one rank, in any call.
+// A unit of a row that is no line to one of its ranks, in any call.
 __device__ inline void send_any(const Block& b, int token, const Unit& unit, int rank, int slot, const Ahead& ahead) {
   const DispatchParams& p = b.p;
 #pragma unroll 1
@@ -248,11 +199,33 @@ __device__ inline void put_meta(const Block& b, const Unit& unit, Ahead* ahead) 
   }
 }
 
-// A unit of a token's row to all its ranks, ascending.
+// What travels beside a token's row, which is staged: to those of its ranks from `base` on that lane i knows the i-th
+// of. Lines have it with them. `before`: of the token's ranks, those below.
+__device__ inline void send_beside(const Block& b, int token, bool lines, const Place& place, int base, int before) {
+  const uint32_t all = __ballot_sync(~0u, place.goes);
+  const auto me = static_cast<uint32_t>(b.p.group.me - base);
+#pragma unroll 1
+  for (uint32_t left = lines ? all & bit_of(static_cast<int>(me)) : all; left != 0; left &= left - 1) {
+    const int i = __ffs(static_cast<int>(left)) - 1;
+    const int slot = __shfl_sync(~0u, place.slot, i);
+    const int position = before + __popc(all & below(i));
+    if (slot >= b.scratch.limit()[base + i]) continue;  // the receiver has no room for it
+    if (i == static_cast<int>(me)) {
+      take_own(b, slot, position);
+    } else if (!lines) {
+      send_meta(b, base + i, slot, position);
+    }
+  }
+  if (!place.goes) return;
+  const int64_t at = int64_t{token} * b.p.group.map.shape().fan_out() + before + __popc(all & below(lane()));
+  b.p.handle.destinations[at] = {base + lane(), place.slot};
+}
+
+// A unit of a token's row to all its ranks, ascending; in usual calls one that is lines.
 template <bool kFast>
 __device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ahead* ahead) {
   const DispatchParams& p = b.p;
-  const bool lines = token >= p.first_line;
+  const bool lines = kFast || token >= p.first_line;
   if (has_meta(unit)) {
     __syncwarp();  // the warp's place is about to be overwritten
     stage_meta(p, b.scratch, b.step, token, ahead->choice);
@@ -264,7 +237,6 @@ __device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ah
   for (int base = 0; base < (kFast ? 1 : b.ranks()); base += kRanksAtOnce) {
     const Place place = find_place(p, b.scratch, token, base);
     const uint32_t all = __ballot_sync(~0u, place.goes);
-    if (kFast && !lines) send_usual(b, token, unit, place, ahead);
     const auto me = static_cast<uint32_t>(p.group.me - base);
     const uint32_t own = me < kRanksAtOnce ? all & 1u << me : 0;
 #pragma unroll 1
@@ -275,9 +247,8 @@ __device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ah
       if (slot >= b.scratch.limit()[base + i]) continue;  // the receiver has no room for it
       if (lines) {
         send_lines(b, unit, base + i, slot, position, *ahead);
-      } else {
-        if (!kFast) send_any(b, token, unit, base + i, slot, *ahead);
-        if (has_meta(unit)) send_meta(b, base + i, slot, position);
+      } else if (!kFast) {
+        send_any(b, token, unit, base + i, slot, *ahead);
       }
     }
     if (own != 0) {  // what nobody waits for comes last
@@ -288,65 +259,11 @@ __device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ah
       } else if (goes && !kFast) {
         send_any(b, token, unit, p.group.me, slot, *ahead);
       }
-      if (goes && has_meta(unit)) take_own(b, slot, before + __popc(all & below(static_cast<int>(me))));
     }
-    if (has_meta(unit) && place.goes) {
-      const int64_t at = int64_t{token} * p.group.map.shape().fan_out() + before + __popc(all & below(lane()));
-      p.handle.destinations[at] = {base + lane(), place.slot};
-    }
+    if (has_meta(unit)) send_beside(b, token, lines, place, base, before);
     before += __popc(all);
   }
   if (has_meta(unit)) keep_choice(b, token, before);
-}
-
-// The last of all warps that have sent rows as they lie tells the peers. S4: each warp has synchronised its threads,
-// then counters chain them, in the block and on the device, then one fence is made for the system.
-__device__ __noinline__ static void finish_plain(Block b) {
-  const DispatchParams& p = b.p;
-  const GroupView& g = p.group;
-  __syncwarp();
-  int last = 0;
-  if (lane() == 0) {
-    __threadfence_block();
-    last = atomicAdd(b.scratch.plain(), 1) == kWarps - 1;
-    if (last) {
-      __threadfence_block();  // the counter in the block, too, is acquired
-      last = last_to_send(g, b.step, p.roles);
-    }
-  }
-  if (!__shfl_sync(~0u, last, 0)) return;
-  __syncwarp();                    // what lane 0 has synchronised with, all have
-  if (p.first_line == p.tokens) {  // there are no lines
-    const int token = p.tokens - 1;
-    const auto count = [&](int rank) { return min(b.scratch.through(token, rank), b.scratch.limit()[rank]); };
-    return publish_words(g, b.step, Mode::kDispatch, count);
-  }
-  fence_system();
-  const uint64_t place = g.map.word(b.step.lane, b.step.bank(), g.me) + kRowsOffset;
-  for (int i = lane(); i < b.ranks(); i += 32) store_word(b.scratch.windows()[i] + place, b.step.number);
-}
-
-// Which row a unit is of, of all units of all tokens in order. The first of a row is the one with most to do, so it is
-// another warp's from row to row.
-struct Item {
-  uint32_t row;
-  Unit unit;
-};
-__device__ inline Item sent_item(const DispatchParams& p, uint32_t u) {
-  const uint32_t wide = p.wide.units();
-  const bool is_wide = u < wide;
-  if (!is_wide) u -= wide;
-  const Divider& divider = is_wide ? p.wide.per_row : p.units.per_row;
-  const uint32_t parts = is_wide ? p.wide.parts : 1;
-  const uint32_t per_row = divider.divisor;
-  const uint32_t row = divide(u, divider);
-  uint32_t number = u - row * per_row + row - divide(row, divider) * per_row;
-  if (number >= per_row) number -= per_row;
-  return {is_wide ? row : row + p.wide.rows, unit_of(p.units, number * parts, parts)};
-}
-// Of all rows before one that is not among the wide.
-__device__ inline uint32_t units_before(const DispatchParams& p, int32_t token) {
-  return p.wide.units() + (static_cast<uint32_t>(token) - p.wide.rows) * p.units.per_row.divisor;
 }
 
 // Where rows begin; by a block, before a barrier.
@@ -369,61 +286,6 @@ __device__ inline void place_rows(const DispatchParams& p, const Scratch& scratc
 __device__ inline int expected_rows(const Block& b, int source) {
   if (!b.p.group.map.shape().exact()) return b.p.bound;
   return static_cast<int>(load_fresh<unsigned long long>(b.p.handle.source + source + 1)) - b.scratch.here()[source];
-}
-
-// How many go to a rank: to that peer, which may learn it before the rows come where lines certify themselves, and to
-// the handle, whose combine checks what comes back. By one thread of one block.
-__device__ inline void tell(const Block& b, int rank, int n) {
-  const DispatchParams& p = b.p;
-  if (blockIdx.x != 0) return;
-  n = min(n, b.scratch.limit()[rank]);
-  p.handle.send_counts[rank] = n;
-  if (p.tokens > 0 && p.first_line == p.tokens) return;  // no lines: a word will say it when the rows are there
-  const Mode mode = p.group.line_tokens > 0 ? Mode::kDispatchLines : Mode::kDispatch;
-  publish_word(p.group, b.step, rank, mode, n, min(n, b.plain_before(rank)));
-}
-
-// Units of all tokens in order, to whichever warp is free, round by round. `ahead`: of a warp's first unit. The first
-// round is marked.
-template <bool kFast>
-__device__ inline void send(const Block& b, Ahead ahead) {
-  const DispatchParams& p = b.p;
-  if (p.tokens == 0) {
-    for (int rank = static_cast<int>(threadIdx.x); rank < b.ranks(); rank += kThreads) tell(b, rank, 0);
-    return;
-  }
-  const uint32_t first_line = units_before(p, p.first_line);
-  const uint32_t all = units_before(p, p.tokens);
-  const bool rounds = p.tokens > kRound;
-  // Beyond those that everybody begins with; the warp that routes begins with none.
-  const uint32_t given = (rounds ? kWarps - 1 : kWarps) * static_cast<uint32_t>(p.roles.sending);
-  const auto take_ticket = [&](bool more) { return draw(tickets(p.group, b.step), more && lane() == 0); };
-  uint32_t u = sent_shares(p.roles).first;
-  bool plain = p.first_line > 0;  // and not finished yet
-  bool loaded = true;
-  count_first(p, b.scratch, [b](int rank, int n) { tell(b, rank, n); });
-  if (rounds && u >= given) {
-    route_rest<kFast>(p, b.step, [b](int rank, int n) { tell(b, rank, n); });
-    u = given + __shfl_sync(~0u, take_ticket(true), 0);
-    loaded = false;
-  }
-  Item item = sent_item(p, u);
-#pragma unroll 1
-  for (int round = 0; round * kRound < p.tokens; ++round) {
-    const auto end = static_cast<uint32_t>((round + 1) * kRound);
-    await_round(b.scratch, round);
-#pragma unroll 1
-    while (u < all && item.row < end) {
-      const uint32_t ticket = take_ticket(all > given);  // on its way while this unit is sent
-      if (!loaded) load_ahead<kFast>(p, static_cast<int>(item.row), item.unit, &ahead);
-      loaded = false;
-      if (plain && u >= first_line) finish_plain(b), plain = false;
-      send_unit<kFast>(b, static_cast<int>(item.row), item.unit, &ahead);
-      u = all > given ? given + __shfl_sync(~0u, ticket, 0) : all;
-      item = sent_item(p, u);
-    }
-  }
-  if (plain) finish_plain(b);
 }
 
 }  // namespace tw::nvlink

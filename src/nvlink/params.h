@@ -23,8 +23,9 @@ inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kRound = kThreads;  // tokens that are routed at a time; of the first round one by each thread
 inline constexpr int kMostLines = 2 * kRound;  // tokens of a bound with which all rows may go as lines
 inline constexpr int kGroup = 32;              // tokens that a warp marks at a time, and that a word has bits for
-inline constexpr int kTailLines = 32;          // of more rows than go as lines, the last so many do; at most a round
-inline constexpr int kTailRows = 96;           // the same of a dispatch's tokens, of which there is one for each peer
+inline constexpr int kTailLines = 32;          // of more rows than go as lines, at least so many, the last, do
+inline constexpr int kTailSent = 128;          // in all, of a dispatch's tokens; at most a round
+inline constexpr int kTailSummed = 64;         // and of a combine's rows
 inline constexpr int kUnitGroups = 4;          // at most so many groups of lines are one warp's at a time
 inline constexpr int kSummedGroups = 2;        // or so many, of rows that are sums: registers
 inline constexpr uint32_t kPushedVectors = 32 * kUnitGroups;  // of 16 bytes, of a row into an inbox, likewise
@@ -138,8 +139,9 @@ struct Units {
   uint32_t line_bytes;   // of a row's lines
 };
 
-// The first rows in wider units, of several usual ones each, where few SMs work: there, what a unit costs beside its
-// bytes is what counts. (Where all SMs do, a unit that comes late is: a combine of 4096 tokens took twice as long.)
+// The first rows in wider units, of several usual ones each. Where few SMs work all rows that are no lines: there, what
+// a unit costs beside its bytes is what counts. (Where all SMs do, a unit that comes late is: a combine of 4096 tokens
+// took twice as long.) Else those that the warps of a dispatch begin with.
 struct WideUnits {
   Divider per_row;
   uint32_t parts;  // of the others in one
@@ -147,8 +149,6 @@ struct WideUnits {
 
   constexpr uint32_t units() const { return rows * per_row.divisor; }
 };
-
-inline constexpr uint32_t kNoUnit = UINT32_MAX;
 
 // WindowMap::line of a lane, without what a kernel need not compute.
 struct LinesAt {
@@ -255,6 +255,7 @@ struct DispatchParams {
   int32_t tokens;
   int32_t rows;        // of an exact layout: that are shown, those beyond what comes too
   int32_t first_line;  // token from which on rows travel as lines
+  int32_t early;       // units of the last lines that the warps that route send, before any of the others
   int32_t send;
   int32_t receive;
   int32_t lands;                     // rows go where handle.landing says
@@ -280,8 +281,8 @@ struct CombineParams {
   GroupView group;
   HandleView handle;
   Units units;
-  WideUnits wide;   // of tokens' sums
-  uint32_t common;  // from this unit of them on, blocks that have sent sum too; kNoUnit: they do not
+  WideUnits wide;  // of tokens' sums
+  int32_t joins;   // blocks that have sent sum too
   LinesAt lines;
   Roles roles;
   int32_t lane;

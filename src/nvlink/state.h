@@ -73,6 +73,7 @@ struct alignas(64) LaneState {
   uint32_t dispatches;         // of a group that counts: those that ended, refused ones too
   uint32_t marked[kTickets];   // by step: groups of tokens whose marks are there (routing.cuh)
   uint32_t tickets[kTickets];  // by step: work beyond what everybody begins with, drawn downwards; chunks upwards
+  uint32_t sums[kTickets];     // by step: units of a bulk combine's sums beyond those, drawn downwards
   uint32_t done[kMaxBlocks];   // by block: low half of the last step that it has finished
 };
 

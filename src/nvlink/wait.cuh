@@ -102,9 +102,13 @@ __device__ inline uint32_t* tickets(const GroupView& g, const Step& step) {
 __device__ inline uint32_t* marked(const GroupView& g, const Step& step) {
   return &g.lanes[step.lane].marked[step.number % kTickets];
 }
+__device__ inline uint32_t* sum_tickets(const GroupView& g, const Step& step) {
+  return &g.lanes[step.lane].sums[step.number % kTickets];
+}
 __device__ inline void clear_counters(const GroupView& g, const Step& step) {
   for (const int ahead : {1, 2}) {
     g.lanes[step.lane].tickets[(step.number + ahead) % kTickets] = 0;
+    g.lanes[step.lane].sums[(step.number + ahead) % kTickets] = 0;
     g.lanes[step.lane].marked[(step.number + ahead) % kTickets] = 0;
   }
 }
@@ -340,11 +344,11 @@ __device__ __noinline__ static Source await_source(const GroupView& g, Step step
 __device__ __noinline__ static twResult_t await_rows(const GroupView& g, Step step, int rank) {
   const std::byte* const place = window_of(g, g.me) + g.map.word(step.lane, step.bank(), rank) + kRowsOffset;
   Patience patience(g);
-  while (load_word(place) != step.number) {
+  // One looks, so that each look may acquire: one more, of the word when it is there, would take 0.7 us.
+  while (load_acquire(place) != step.number) {
     bool late = false;
     if (patience.over(&late)) return g.no_wait ? twSuccess : late ? twTimeout : twPeerAborted;
   }
-  (void)load_acquire(place);
   return twSuccess;
 }
 

@@ -31,13 +31,10 @@ int devices() {
   static const int count = number_of("TOKENWAY_EMULATOR_DEVICES", 16);
   return count;
 }
-// Few: each block takes a thread of the CPU.
-int sms() {
-  static const int count = number_of("TOKENWAY_EMULATOR_SMS", 8);
-  return count;
-}
+// Few: each block takes a thread of the CPU. Looked up each time, so that a test may have more.
+int sms() { return number_of("TOKENWAY_EMULATOR_SMS", 8); }
 
-// Blocks of a kernel that are on a device at once; looked up for each, so that a test may have others take the rest.
+// Blocks of a kernel that are on a device at once; looked up likewise, so that a test may have others take the rest.
 int room() { return std::clamp(number_of("TOKENWAY_EMULATOR_ROOM", sms()), 1, sms()); }
 
 thread_local int t_device = 0;

@@ -224,6 +224,29 @@ def test_many_tokens(world, tokens, top_k) -> None:
     check(world, one(setup, *both(Round((tokens, 371))), Round((2, tokens), seed=4)))
 
 
+@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
+@pytest.mark.parametrize("payloads", [(), ((32, "float32"),), ((4112, "uint8"),)])
+def test_many_large_rows(world, mode, payloads) -> None:
+    """On a device rows as they lie, in units of several sizes and with a second payload, then lines; sums are drawn."""
+    hidden = 2048 if len(payloads) == 0 or payloads[0][0] == 32 else 16
+    setup = Setup(
+        ranks=2, experts=16, top_k=8, hidden=hidden, combine_hidden=2048, payloads=payloads, max_tokens=1200, mode=mode
+    )
+    layout = "flat" if setup.exact else "rank_major"
+    base = Round((1200, 1077), weighting="none", rows="bfloat16", out="bfloat16", layout=layout)
+    check(world, one(setup, base, replace(base, tokens=(3, 1200), seed=2, routing="holes")))
+
+
+@pytest.mark.parametrize("kind", ["threads"])
+@pytest.mark.parametrize("payloads", [(), ((32, "uint8"),)])
+def test_many_blocks(world, payloads, monkeypatch) -> None:
+    """More warps begin with a row than a round has tokens. On an emulated device, of more SMs than usual."""
+    monkeypatch.setenv("TOKENWAY_EMULATOR_SMS", "48")
+    setup = Setup(ranks=2, experts=64, top_k=8, max_tokens=1600, hidden=24, payloads=payloads)
+    base = Round((1600, 1371), weighting="none", rows="bfloat16", out="bfloat16")
+    check(world, one(setup, replace(base, send_dispatch=True), replace(base, seed=3), replace(base, seed=4, late=True)))
+
+
 @pytest.mark.parametrize("kind", ["threads"])
 @pytest.mark.parametrize("top_k", [8, 12])
 def test_blocks_without_room(world, top_k, monkeypatch) -> None:

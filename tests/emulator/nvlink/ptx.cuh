@@ -45,6 +45,7 @@ inline uint32_t bit_of(int bit) { return bit >= 0 && bit < 32 ? 1u << bit : 0; }
 template <class... T>
 inline void pin(T&...) {}
 inline void pin_read(uint32_t) {}
+inline void prefetch(const void*) {}
 inline void keep_order() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 inline uint32_t active_threads() { return tw::emulator::together(); }
 inline uint64_t now_ns() {

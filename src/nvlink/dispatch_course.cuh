@@ -1,0 +1,255 @@
+// A sending warp's way through the units of all tokens: rows as they lie, then lines.
+#pragma once
+
+#include "nvlink/dispatch_send.cuh"
+
+namespace tw::nvlink {
+
+// ---- Which row a unit is of, of all units of all tokens in order. The first of a row is the one with most to do, so
+// it is another warp's from row to row.
+
+struct Item {
+  uint32_t row;
+  Unit unit;
+};
+__device__ inline Item sent_item(const DispatchParams& p, uint32_t u) {
+  const uint32_t wide = p.wide.units();
+  const bool is_wide = u < wide;
+  if (!is_wide) u -= wide;
+  const Divider& divider = is_wide ? p.wide.per_row : p.units.per_row;
+  const uint32_t parts = is_wide ? p.wide.parts : 1;
+  const uint32_t per_row = divider.divisor;
+  const uint32_t row = divide(u, divider);
+  uint32_t number = u - row * per_row + row - divide(row, divider) * per_row;
+  if (number >= per_row) number -= per_row;
+  return {is_wide ? row : row + p.wide.rows, unit_of(p.units, number * parts, parts)};
+}
+// Of all rows before one that is not among the wide.
+__device__ inline uint32_t units_before(const DispatchParams& p, int32_t token) {
+  return p.wide.units() + (static_cast<uint32_t>(token) - p.wide.rows) * p.units.per_row.divisor;
+}
+
+// Warps that begin with a unit; the other units are drawn, by whichever warp is free. The warp that routes later rounds
+// begins with none.
+__device__ inline uint32_t sending_warps(const DispatchParams& p) {
+  return (p.tokens > kRound ? kWarps - 1 : kWarps) * static_cast<uint32_t>(p.roles.sending);
+}
+
+// ---- Rows as they lie, in usual calls
+
+// A unit of such a row, and the first of its vectors that the lane has: found before it is known whether they are
+// there, loaded before it is known where they go.
+struct PlainUnit {
+  bool there;
+  Item item;
+  const std::byte* from;    // in the first payload; the lane's
+  uint32_t vectors;         // of the lane, from there on
+  const std::byte* second;  // in the second payload; NULL: nothing of it is the lane's
+  Vec16 even[kUnitGroups];
+  Vec16 odd[kUnitGroups];  // those behind, if the unit is so wide
+  Vec16 beside;
+  Choice choice;  // of a unit that what travels beside the row goes with
+
+  // `is`: whether there is one of this number, or else nothing of it is loaded.
+  __device__ void find(const DispatchParams& p, uint32_t u, bool is) {
+    there = is;
+    item = sent_item(p, u);
+    const auto lane_of = [&](const PayloadIn& payload, uint32_t* count) {
+      const Span span = span_of(payload, item.unit);
+      const uint32_t v = span.begin + static_cast<uint32_t>(lane());
+      *count = is && v < span.end ? (span.end - v + 31) / 32 : 0;
+      return payload.data + static_cast<int>(item.row) * payload.stride + uint64_t{16} * v;
+    };
+    from = lane_of(p.payloads[0], &vectors);
+    second = nullptr;
+    if (p.group.map.shape().payloads < 2) return;
+    uint32_t more = 0;
+    const std::byte* const at = lane_of(p.payloads[1], &more);
+    if (more > 0) second = at;
+  }
+  __device__ void pin() { nvlink::pin(item.row, item.unit.number, item.unit.parts, from, vectors, second); }
+  __device__ void load(const DispatchParams& p) {
+    if (there && has_meta(item.unit)) choice = load_choice(p, static_cast<int>(item.row), lane());
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * kUnitGroups; ++i) {
+      if (i < vectors) (i < kUnitGroups ? even : odd)[i % kUnitGroups] = load_fresh<Vec16>(from + 512 * i);
+    }
+    if (second != nullptr) beside = load_fresh<Vec16>(second);
+  }
+};
+
+// Vectors of a payload to all ranks of `to`, of which lane i knows where the row lies at rank i: read once. The first
+// are loaded; those after them are on their way while others are stored.
+__device__ inline void send_vectors(const std::byte* from, Span span, uint32_t ranks, std::byte* to,
+                                    Vec16 (&even)[kUnitGroups], Vec16 (&odd)[kUnitGroups]) {
+  const auto store = [&](const Vec16* vectors) {
+#pragma unroll 1
+    for (uint32_t left = ranks; left != 0; left &= left - 1) {
+      const auto at = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(to), __ffs(static_cast<int>(left)) - 1);
+      store_vectors(reinterpret_cast<std::byte*>(at), span, vectors);
+    }
+  };
+  constexpr uint32_t kAtOnce = 32 * kUnitGroups;
+#pragma unroll 1
+  while (true) {
+    store(even);
+    span.begin += kAtOnce;
+    if (span.begin >= span.end) return;
+    load_vectors(from, {span.begin + kAtOnce, span.end}, even);
+    store(odd);
+    span.begin += kAtOnce;
+    if (span.begin >= span.end) return;
+    load_vectors(from, {span.begin + kAtOnce, span.end}, odd);
+  }
+}
+
+// To all ranks of the row. Lane i knows whether it goes to rank i and where it lies there.
+__device__ inline void send_plain(const Block& b, PlainUnit* unit, const Place& place) {
+  const DispatchParams& p = b.p;
+  const bool goes = place.goes && place.slot < b.scratch.limit()[lane()];
+  const uint32_t ranks = __ballot_sync(~0u, goes);
+#pragma unroll 1
+  for (int q = 0; q < p.group.map.shape().payloads; ++q) {
+    const PayloadIn& payload = p.payloads[q];
+    const std::byte* const from = payload.data + static_cast<int>(unit->item.row) * payload.stride;
+    std::byte* const to = goes ? place_of(b, q, lane(), place.slot) : nullptr;
+    const Span span = span_of(payload, unit->item.unit);
+    if (q > 0) {
+      unit->even[0] = unit->beside;
+      load_vectors<kUnitGroups - 1>(from, {span.begin + 32, span.end}, unit->even + 1);
+      load_vectors(from, {span.begin + 32 * kUnitGroups, span.end}, unit->odd);
+    }
+    send_vectors(from, span, ranks, to, unit->even, unit->odd);
+  }
+}
+
+// What travels beside the payloads of a row. Apart from the loop that all warps run: one unit of a row has it.
+__device__ __noinline__ static void send_beside_plain(Block b, int token, Choice choice, Place place) {
+  __syncwarp();  // the warp's place is about to be overwritten
+  stage_meta(b.p, b.scratch, b.step, token, choice);
+  __syncwarp();
+  send_beside(b, token, false, place, 0, 0);
+  keep_choice(b, token, __popc(__ballot_sync(~0u, place.goes)));
+}
+
+// The last of all warps that have sent rows as they lie tells the peers. S4: each warp has synchronised its threads,
+// then counters chain them, in the block and on the device, then one fence is made for the system.
+__device__ __noinline__ static void finish_plain(Block b) {
+  const DispatchParams& p = b.p;
+  const GroupView& g = p.group;
+  __syncwarp();
+  int last = 0;
+  if (lane() == 0) {
+    __threadfence_block();
+    last = atomicAdd(b.scratch.plain(), 1) == kWarps - 1;
+    if (last) {
+      __threadfence_block();  // the counter in the block, too, is acquired
+      last = last_to_send(g, b.step, p.roles);
+    }
+  }
+  if (!__shfl_sync(~0u, last, 0)) return;
+  __syncwarp();                    // what lane 0 has synchronised with, all have
+  if (p.first_line == p.tokens) {  // there are no lines
+    const int token = p.tokens - 1;
+    const auto count = [&](int rank) { return min(b.scratch.through(token, rank), b.scratch.limit()[rank]); };
+    return publish_words(g, b.step, Mode::kDispatch, count);
+  }
+  fence_system();
+  const uint64_t place = g.map.word(b.step.lane, b.step.bank(), g.me) + kRowsOffset;
+  for (int i = lane(); i < b.ranks(); i += 32) store_word(b.scratch.windows()[i] + place, b.step.number);
+}
+
+// ---- All of them
+
+// How many go to a rank: to that peer, which may learn it before the rows come where lines certify themselves, and to
+// the handle, whose combine checks what comes back. By one thread of one block.
+__device__ inline void tell(const Block& b, int rank, int n) {
+  const DispatchParams& p = b.p;
+  if (blockIdx.x != 0) return;
+  n = min(n, b.scratch.limit()[rank]);
+  p.handle.send_counts[rank] = n;
+  if (p.tokens > 0 && p.first_line == p.tokens) return;  // no lines: a word will say it when the rows are there
+  const Mode mode = p.group.line_tokens > 0 ? Mode::kDispatchLines : Mode::kDispatch;
+  publish_word(p.group, b.step, rank, mode, n, min(n, b.plain_before(rank)));
+}
+
+// Units of all tokens in order, round by round; the first round is marked. A kernel that waits for another finds its
+// instructions in no cache, and a warp that meets one takes five times as long for it. So each kind of rows has a place
+// of its own in the loop, and the warp that routes sends some of the last lines when it has: who sends and takes the
+// others, at the end, has met what that takes.
+//
+// `first`: in usual calls the warp's first unit, if it is of a row as it lies; `sent`: it is, but for what travels
+// beside it. `ahead`: else that.
+template <bool kFast>
+__device__ inline void send(const Block& b, PlainUnit first, bool sent, Ahead ahead) {
+  const DispatchParams& p = b.p;
+  if (p.tokens == 0) {
+    for (int rank = static_cast<int>(threadIdx.x); rank < b.ranks(); rank += kThreads) tell(b, rank, 0);
+    return;
+  }
+  const uint32_t first_line = units_before(p, p.first_line);
+  const uint32_t all = units_before(p, p.tokens);
+  const uint32_t given = sending_warps(p);
+  const auto blocks = static_cast<uint32_t>(p.roles.sending);
+  uint32_t u = sent_shares(p.roles).first;
+  const bool routes = p.tokens > kRound && u >= given;
+  const uint32_t end = all - static_cast<uint32_t>(p.early);  // of what is drawn
+  bool drawn = true;                                          // this unit is, or given
+  bool loaded = true;
+  bool plain = p.first_line > 0;  // and not finished yet
+  int round = 0;
+  uint32_t ticket = 0;
+  const auto draw_next = [&] {  // on its way while this unit is sent
+    ticket = draw(tickets(p.group, b.step), end > given && (drawn || u + blocks >= all) && lane() == 0);
+  };
+  const auto find_next = [&] {
+    if (!drawn && u + blocks < all) return u + blocks;
+    drawn = true;
+    const uint32_t next = given + __shfl_sync(~0u, ticket, 0);
+    return end > given && next < end ? next : all;
+  };
+  const auto enter = [&](int last) {
+    while (round < last) await_round(b.scratch, ++round);
+  };
+  count_first(p, b.scratch, [b](int rank, int n) { tell(b, rank, n); });
+  if (routes) {
+    route_rest<kFast>(p, b.step, [b](int rank, int n) { tell(b, rank, n); });
+    loaded = false;
+    drawn = end + blockIdx.x >= all;
+    u = end + blockIdx.x;
+    if (drawn) {
+      draw_next();
+      u = find_next();
+    }
+  }
+#pragma unroll 1
+  while (u < all) {
+    if (kFast && u < first_line) {
+      if (!loaded) {
+        first.find(p, u, true);
+        first.load(p);
+      }
+      const auto token = static_cast<int>(first.item.row);
+      enter(token / kRound);
+      const Place place = find_place(p, b.scratch, token, 0);
+      draw_next();
+      if (!sent) send_plain(b, &first, place);
+      sent = false;
+      if (has_meta(first.item.unit)) send_beside_plain(b, token, first.choice, place);
+    } else {
+      const Item item = sent_item(p, u);
+      const auto token = static_cast<int>(item.row);
+      if (!loaded) load_ahead<kFast>(p, token, item.unit, &ahead);
+      enter(token / kRound);
+      draw_next();
+      if (plain && drawn && u >= first_line) finish_plain(b), plain = false;
+      send_unit<kFast>(b, token, item.unit, &ahead);
+    }
+    loaded = false;
+    u = find_next();
+  }
+  enter((p.tokens - 1) / kRound);
+  if (plain) finish_plain(b);
+}
+
+}  // namespace tw::nvlink
