@@ -109,7 +109,7 @@ class Soak:
         setup = random_setup(self.rng, self.env.nranks)
         limit = self.rng.choice((0, 0, 0, 1, 4))
         with line_tokens((None, None, 0, 64)[number % 4]):
-            group = tw.Group(self.env.comm, timeout=TIMEOUT, sm_limit=limit, **setup.settings())
+            group = tw.Group(self.env.comm, timeout=TIMEOUT, **setup.settings() | {"sm_limit": limit})
         return Open(setup, group, DeviceOracle(setup, self.env.device))
 
     def settle(self) -> None:
