@@ -249,7 +249,8 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         structs.call(b, lane, send_only, count, 0 if self.device is None else self._stream_of(handle))
         if problem is not None:
             structs.dispatch_out.layout = REFUSED
-        result = _native.lib.twDispatch(self.pointer, arguments.pointer_of(handle), *structs.addresses[:2])
+        asked, wanted = structs.dispatch_at
+        result = _native.lib.twDispatch(self.pointer, arguments.pointer_of(handle), asked, wanted)
         if result:
             values = {"bound": bound, "lane": lane, "layout": layout}
             extra = {f"payloads[{name!r}]": sent.get(name) for name in self._extra_names}
@@ -307,18 +308,17 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         structs = self.structs
         structs.rows.set(rows)
         structs.result.set(out)
-        wanted = getattr(handle, "layout", None) if layout is None else layout
-        asked = structs.combine_in
-        asked.layout = arguments.code(_native.LAYOUTS, wanted) if problem is None else REFUSED
-        asked.weighting = arguments.code(_native.WEIGHTINGS, weighting)
-        asked.send_only = 1 if send_only else 0
-        if self.device is not None:
-            asked.stream = self._stream_of(handle)
-        result = _native.lib.twCombine(self.pointer, arguments.pointer_of(handle), *structs.addresses[2:])
+        if layout is None:
+            layout = getattr(handle, "layout", None)
+        code = arguments.code(_native.LAYOUTS, layout) if problem is None else REFUSED
+        stream = 0 if self.device is None else self._stream_of(handle)
+        structs.call_combine(code, arguments.code(_native.WEIGHTINGS, weighting), send_only, stream)
+        asked, wanted = structs.combine_at
+        result = _native.lib.twCombine(self.pointer, arguments.pointer_of(handle), asked, wanted)
         if result:
             if given is not None and problem is None:  # found here, so that calls that are right do not pay for it
                 problem = self._place.problem_of_output("out", given)
-            values = {"layout": wanted, "weighting": weighting}
+            values = {"layout": layout, "weighting": weighting}
             error = self._error(result, problem, {"rows": rows}, values, handle=handle, out=out)
             if isinstance(handle, Handle) and self._place.learns_late and isinstance(error, InvalidArgument):
                 handle.leased = False  # as twCombine documents
@@ -450,7 +450,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         """Tells peers, which wait in a dispatch, that this rank cannot make the call; for callers that raise next."""
         if self._pointer is not None:
             self.structs.call(0, None, False, True, self._place.stream())
-            _native.lib.twDispatch(self._pointer, None, *self.structs.addresses[:2])
+            _native.lib.twDispatch(self._pointer, None, *self.structs.dispatch_at)
 
     def _error(
         self, result: int, problem: TokenwayError | None = None, inputs: Any = None, values: Any = None, **others: Any

@@ -32,7 +32,10 @@ class Structs:
         self.rows = slot(self.combine_in, self.combine_in.rows)
         self.result = slot(self.combine_out, self.combine_out.tokens)
         structs = (given, wanted, self.combine_in, self.combine_out)
-        self.addresses = [ctypes.addressof(each) for each in structs]
+        at = [ctypes.addressof(each) for each in structs]
+        self.dispatch_at, self.combine_at = (at[0], at[1]), (at[2], at[3])
+        self._called: tuple[int, ...] = ()
+        self._combined: tuple[int, ...] = ()
         self._wanted = memoryview(wanted).cast("B")
         self._blank = {name: self._image(code) for name, code in _native.LAYOUTS.items()}
         self._refused = self._image(REFUSED)
@@ -51,13 +54,30 @@ class Structs:
         self._wanted[_LAYOUT_AT:] = self._blank.get(layout, self._refused) if type(layout) is str else self._refused
 
     def call(self, bound: int, lane: int | None, send_only: bool, count: bool, stream: int) -> None:
-        """The rest of a DispatchInput."""
+        """The rest of a DispatchInput. Most calls say what the last did, and comparing takes less than assigning."""
+        lane = -1 if lane is None else -2 if lane == -1 else arguments.int32(lane)
+        called = bound, lane, not send_only, not count, stream
+        if called == self._called:
+            return
+        self._called = called
         given = self.dispatch_in
         given.bound = bound
-        given.lane = -1 if lane is None else -2 if lane == -1 else arguments.int32(lane)
+        given.lane = lane
         given.send_only = 1 if send_only else 0
         given.stream = stream
         given.uncounted = 0 if count else 1
+
+    def call_combine(self, layout: int, weighting: int, send_only: bool, stream: int) -> None:
+        """The rest of a CombineInput, likewise."""
+        called = layout, weighting, not send_only, stream
+        if called == self._combined:
+            return
+        self._combined = called
+        given = self.combine_in
+        given.layout = layout
+        given.weighting = weighting
+        given.send_only = 1 if send_only else 0
+        given.stream = stream
 
     def shown(self) -> tuple[int, ...]:
         """The addresses of `outputs` that the C library has filled in."""

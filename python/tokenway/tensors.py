@@ -182,7 +182,8 @@ class Slot:
 
     def set(self, x: Any) -> None:
         """Describes x."""
-        _WHOLE.pack_into(self._bytes, self.offset, *self._describe(x))
+        pointer, meta = self._describe(x)
+        _WHOLE.pack_into(self._bytes, self.offset, pointer, meta)
 
     def clear(self) -> None:
         """No data: asks an output for a view."""
