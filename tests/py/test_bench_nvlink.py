@@ -248,7 +248,7 @@ def test_run_on_gpus(ranks, layout, gpu, torch, monkeypatch, tmp_path, capsys) -
         for phase in ("pair", "dispatch", "combine", "cached_pair", "outside_pair"):
             assert 0 < row[f"{phase}_us"]["p10"] <= row[f"{phase}_us"]["median"] and row[f"{phase}_us"]["rounds"]
         assert ("times_floor" in row["floor"]["dispatch"]) == (row["floor"]["dispatch"]["remote_rows"] > 0)
-        assert {"direct", "route"} <= set(row["host"])
+        assert {"direct", "route", "two additions"} <= set(row["host"])
         assert ("registered ops" in row["host"]) == (ranks == 1)
         assert ("compare" in row) == bool(gpu.compare) and ("breakdown" in row) == gpu.breakdown
         assert gpu.ablation == bool(row.get("without_waiting", {}).get("incorrect"))

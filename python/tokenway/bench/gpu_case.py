@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,13 +129,22 @@ class DeviceCase:
 
     def dispatch(self, handle: Handle) -> Any:
         """rank_major and flat: rows stay in the window, and what is returned are views."""
-        case = self.case
-        bound = None if case.exact else case.tokens
-        return self.group.dispatch(handle, self.tokens, self.payloads, layout=case.layout, bound=bound, out=self.out)
+        return self._dispatch(handle, self.out)()
 
     def combine(self, handle: Handle) -> None:
         """Of rows in a buffer of the caller's, as experts leave them."""
-        self.group.combine(handle, self.rows, weighting=self.case.weighting, out=self.result)
+        self._combine(handle)()
+
+    def _dispatch(self, handle: Handle, out: Any) -> Callable[[], Any]:
+        """The call with all its arguments."""
+        case = self.case
+        bound = None if case.exact else case.tokens
+        return partial(
+            self.group.dispatch, handle, self.tokens, self.payloads, layout=case.layout, bound=bound, out=out
+        )
+
+    def _combine(self, handle: Handle) -> Callable[[], Any]:
+        return partial(self.group.combine, handle, self.rows, weighting=self.case.weighting, out=self.result)
 
     def pair(self, handle: Handle) -> None:
         """Dispatch and combine."""
@@ -193,21 +203,24 @@ class DeviceCase:
         self.group.exchange_counts(handle)
 
     def loops(self) -> list[Loop]:
-        """Eager subjects: what each call costs the host, and until the device is done."""
+        """Eager subjects: what each call costs the host, and until the device is done. Beside them what two launches
+        cost at least that go through PyTorch."""
+        combine = self._combine(self.handle)
+
+        def pairs(out: Any) -> Callable[[], object]:
+            dispatch = self._dispatch(self.handle, out)
+            return lambda: (dispatch(), combine())
+
+        one = torch.zeros(1, device=self._place)
         loops = [
-            Loop("direct", lambda: self.pair(self.handle)),
+            Loop("direct", pairs(self.out)),
+            Loop("two additions", lambda: (one.add_(1), one.add_(1))),
             Loop("route", lambda: (self._recount if self.case.exact else self._reroute)(self.handle)),
         ]
         if self.case.layout == "rank_major":
             given = self._outputs((self.case.ranks, self.case.tokens))
             given["counts"] = torch.empty(self.case.ranks, dtype=torch.int32, device=self._place)
-            case = self.case
-
-            def all_given() -> None:
-                self.group.dispatch(self.handle, self.tokens, self.payloads, bound=case.tokens, out=given)
-                self.combine(self.handle)
-
-            loops.insert(1, Loop("all outputs given", all_given))
+            loops.append(Loop("all outputs given", pairs(given)))
         return loops
 
     # ------------------------------------------------------------------------------------------------- verification

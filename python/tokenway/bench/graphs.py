@@ -17,6 +17,7 @@ from typing import Any
 from tokenway.bench.control import Control
 
 COUNT = 10  # calls in a graph
+LAYERS = 58  # pairs in a loop without a graph: as many as DeepSeek-V3 has layers with experts
 _CAPTURE = threading.Lock()  # local ranks capture one after the other: PyTorch's allocator knows one capture at a time
 
 Call = Callable[[], Any]
@@ -143,7 +144,7 @@ class Loop:
 
     phases = ("eager", "host")
 
-    def __init__(self, name: str, call: Call, count: int = COUNT, each: int = 1):
+    def __init__(self, name: str, call: Call, count: int = LAYERS, each: int = 1):
         """each: what one `call` counts for."""
         import torch
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tokenway.bench import baselines, floor, gloo, gpu_machine, nccl, nvlink_results, runner, timing, verify
@@ -127,6 +128,7 @@ def _rank(settings: Settings, control: Control, comm: Comm, document: dict, prog
         bench = Bench(settings, control, comm, floor.Floor(document), progress, stack)
         try:
             rows = [row for name in settings.profiles for row in bench.profile(name)]
+            bench.break_down(rows)
         except verify.Mismatch:
             raise
         except BaseException:
@@ -161,7 +163,7 @@ class Bench:
     def profile(self, name: str) -> list[dict[str, Any]]:
         """All rows of one profile."""
         progress = self.progress
-        cases = [case for case in self.settings.cases() if case.profile.name == name]
+        cases = self._cases(name)
         rows = []
         with ExitStack() as groups:
             group = groups.enter_context(self._group(cases))
@@ -177,6 +179,29 @@ class Bench:
             progress.doing(f"{name} without waiting")
             self._without_waiting(cases, rows)
         return rows
+
+    def break_down(self, rows: list[dict[str, Any]]) -> None:
+        """Adds the kernels of a pair to all rows, if that is wanted. Last: once the profiler has run in a process, a
+        launch takes the host longer, and a dispatch and a combine took it 50 us instead of 35."""
+        if not self.gpu.breakdown or self.settings.verify_only:
+            return
+        from tokenway.bench import breakdown
+        from tokenway.bench.gpu_case import DeviceCase
+
+        told = iter(rows)
+        for name in self.settings.profiles:
+            cases = self._cases(name)
+            with self._group(cases) as group:
+                for case in cases:
+                    self.progress.doing(f"{case.name}: the profiler")
+                    ours = DeviceCase(case, group)
+                    ours.settle(self._meet)
+                    pair = partial(ours.pair, ours.handle)
+                    next(told)["breakdown"] = breakdown.kernels(pair, 10, self._meet, self.control.rank == 0)
+                    self._meet()
+
+    def _cases(self, name: str) -> list[Case]:
+        return [case for case in self.settings.cases() if case.profile.name == name]
 
     def _group(self, cases: list[Case]) -> Any:
         keywords = cases[0].group_settings(max(case.tokens for case in cases))
@@ -247,13 +272,6 @@ class Bench:
             subject.close()
         row |= nvlink_results.row(case, times, self.floor, notes)
         row["by_rank_us"] = [round(value, 2) for value in by_rank]
-        if self.gpu.breakdown:
-            from tokenway.bench import breakdown
-
-            told("the profiler")
-            profiled = self.control.rank == 0
-            row["breakdown"] = breakdown.kernels(lambda: ours.pair(ours.handle), 10, self._meet, profiled)
-            self._meet()
         return row
 
     def _times(self, subjects: list[Any], groups: list[Group]) -> dict[str, Any]:
@@ -275,7 +293,7 @@ class Bench:
 
     def _ops(self, ours: Any) -> list[Any]:
         """The registered ops. They allocate in every call, which local ranks must not."""
-        from tokenway.bench.graphs import COUNT, Loop
+        from tokenway.bench.graphs import LAYERS, Loop
 
         case = ours.case
         if case.layout != "rank_major" or case.scales or self.gpu.local_ranks:
@@ -283,7 +301,7 @@ class Bench:
         from tokenway.bench.overhead import ops_path
 
         path = ops_path(ours.group, ours.tokens, ours.rows, [ours.ids, ours.weights], case.weighting)
-        return [Loop("registered ops", lambda: path(COUNT), 1, COUNT)]
+        return [Loop("registered ops", lambda: path(LAYERS), 1, LAYERS)]
 
     def _baselines(self, case: Case) -> tuple[list[Any], list[Callable[[], None]], dict[str, str]]:
         """(what times the wanted baselines, their checks, why one is not a graph). Collective."""

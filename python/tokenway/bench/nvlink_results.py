@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenway.bench import floor, timing
 from tokenway.bench.case import Case
-from tokenway.bench.graphs import COUNT
+from tokenway.bench.graphs import COUNT, LAYERS
 from tokenway.bench.options import Settings
 from tokenway.settings import window_bytes
 
@@ -24,7 +24,10 @@ METHOD = {
         "whose routing is new; of a baseline its calls twice, since its backward pass is the same calls on gradients"
     ),
     "outside_pair_us": f"as pair_us, between events around the replay, over {COUNT + 1} pairs: the launch is in it",
-    "host": "loops without a graph: eager_us by the wall clock until the device is done, host_us the host's part",
+    "host": (
+        f"loops of {LAYERS} pairs without a graph: eager_us by the wall clock until the device is done, host_us the "
+        "host's part; two additions: PyTorch's, in place, of one number"
+    ),
     "floor": "of tokenway-floor in the same run; times_floor against its fastest exchange of the same rows",
     "percent_of_put": "remote bytes / time / two-way put ceiling; ids, weights and headers are remote bytes, too",
 }

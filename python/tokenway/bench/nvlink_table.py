@@ -48,6 +48,8 @@ def _timed(run: dict[str, Any]) -> list[tuple[str, Any]]:
         makers += [("backward us", _median("backward")), ("both us", _median("both"))]
         makers += [(f"{name} both us", _baseline(name, "both")) for name in rows[0]["baselines"]]
     makers += [("eager us", _host("direct", "eager")), ("host us", _host("direct", "host"))]
+    if "two additions" in rows[0]["host"]:
+        makers.append(("2 add_ us", _host("two additions", "host")))
     if "registered ops" in rows[0]["host"]:
         makers.append(("ops host us", _host("registered ops", "host")))
     if "compare" in rows[0]:
