@@ -15,7 +15,19 @@ from conftest import need
 
 import tokenway as tw
 from tokenway import cli
-from tokenway.bench import baselines, breakdown, floor, gpu_machine, machine, nvlink, plot, report, table, verify
+from tokenway.bench import (
+    baselines,
+    breakdown,
+    floor,
+    gpu_machine,
+    machine,
+    nvlink,
+    plot,
+    report,
+    table,
+    timing,
+    verify,
+)
 from tokenway.bench.case import FP8, Case
 from tokenway.bench.control import Control
 from tokenway.bench.nvlink_options import Nvlink
@@ -228,6 +240,25 @@ def run_on_pretended_gpus(monkeypatch, torch, settings: Settings) -> dict:
     versions = machine.versions() | {"nccl": "2.28.9"}
     told = asdict(settings) | {"skipped": []}
     return {"settings": told, "versions": versions, "gpu": gpu, "commit": None, "date": "today", **results}
+
+
+def test_the_profiler_runs_when_all_is_timed(torch, monkeypatch) -> None:
+    # Launches take longer from then on.
+    seen = []
+
+    def noted(module, name: str) -> None:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, **named: [seen.append(name), real(*given, **named)][1])
+
+    noted(timing, "rounds_of")
+    noted(breakdown, "kernels")
+    gpu = Nvlink(local_ranks=1, ablation=True, breakdown=True)
+    settings = Settings(
+        ranks=1, profiles=("gpt-oss-120b", "deepseek-v3"), tokens=(1, 2), iterations=1, rounds=1, nvlink=gpu
+    )
+    rows = run_on_pretended_gpus(monkeypatch, torch, settings)["rows"]
+    assert all("breakdown" in row for row in rows) and len(rows) == 4
+    assert seen == ["rounds_of"] * 8 + ["kernels"] * 4  # of rows with waiting, and without
 
 
 @pytest.mark.parametrize(
