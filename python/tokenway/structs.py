@@ -59,25 +59,27 @@ class Structs:
         called = bound, lane, not send_only, not count, stream
         if called == self._called:
             return
-        self._called = called
+        self._called = ()  # until all is written: a signal's handler may raise in between
         given = self.dispatch_in
         given.bound = bound
         given.lane = lane
         given.send_only = 1 if send_only else 0
         given.stream = stream
         given.uncounted = 0 if count else 1
+        self._called = called
 
     def call_combine(self, layout: int, weighting: int, send_only: bool, stream: int) -> None:
         """The rest of a CombineInput, likewise."""
         called = layout, weighting, not send_only, stream
         if called == self._combined:
             return
-        self._combined = called
+        self._combined = ()
         given = self.combine_in
         given.layout = layout
         given.weighting = weighting
         given.send_only = 1 if send_only else 0
         given.stream = stream
+        self._combined = called
 
     def shown(self) -> tuple[int, ...]:
         """The addresses of `outputs` that the C library has filled in."""

@@ -182,7 +182,7 @@ class Bench:
 
     def break_down(self, rows: list[dict[str, Any]]) -> None:
         """Adds the kernels of a pair to all rows, if that is wanted. Last: once the profiler has run in a process, a
-        launch takes the host longer, and a dispatch and a combine took it 50 us instead of 35."""
+        launch takes the host longer, and a dispatch and a combine took it 36 us instead of 24."""
         if not self.gpu.breakdown or self.settings.verify_only:
             return
         from tokenway.bench import breakdown

@@ -25,8 +25,8 @@ METHOD = {
     ),
     "outside_pair_us": f"as pair_us, between events around the replay, over {COUNT + 1} pairs: the launch is in it",
     "host": (
-        f"loops of {LAYERS} pairs without a graph: eager_us by the wall clock until the device is done, host_us the "
-        "host's part; two additions: PyTorch's, in place, of one number"
+        f"loops of {LAYERS} turns without a graph; eager_us per turn by the clock until the device is done, host_us "
+        "the host's part; a turn is a pair, or route's call, or two of PyTorch's, additions in place of one number"
     ),
     "floor": "of tokenway-floor in the same run; times_floor against its fastest exchange of the same rows",
     "percent_of_put": "remote bytes / time / two-way put ceiling; ids, weights and headers are remote bytes, too",
