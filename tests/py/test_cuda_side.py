@@ -188,6 +188,26 @@ def test_completed_on_another_stream(torch, group, place) -> None:
     assert place.recorded[len(wanted) :] == [(x.data_ptr(), THIRD) for x in (got.tokens, out, handle._memory)]
 
 
+def test_each_call_is_on_the_stream_of_its_moment(torch, group, place) -> None:
+    tokens, ids, _ = inputs(torch)
+    handle, rows = group.route(ids), torch.zeros(1, 2, 4)
+
+    def dispatch() -> None:
+        group.dispatch(handle, tokens)
+
+    def combine() -> None:
+        group.combine(handle, rows)
+
+    for call in (dispatch, combine):
+        for _ in range(2):
+            place.now = FIRST
+            dispatch()
+            call()
+            place.now = 5  # which C sees, and refuses on the CPU
+            with pytest.raises(tw.InvalidArgument, match="stream is 0x5"):
+                call()
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_routing_lives_until_it_is_read(torch, group, place, captured) -> None:
     """By the first dispatch; where that is captured, each replay reads it again."""
