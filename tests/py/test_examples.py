@@ -169,7 +169,7 @@ def test_c_api(tmp_path: Path) -> None:
 def test_failures() -> None:
     """The wrong table is named, the death is seen by all survivors, and they go on."""
     out = example("06_failures.py")
-    assert out.count("expert_rank[5] differs: rank 0 has 0, rank 1 has 1") == 4
+    assert out.count(": ConfigMismatch: expert_rank[5] differs: rank 0 has 0, rank 1 has 1\n") == 4
     assert len(re.findall(r"PeerDied .* twPeerDied +2 +combine ", out)) == 3
     values = re.findall(r"is rank \d of 3 now; (\d+) of (\d+) values equal the oracle's", out)
     assert len(values) == 3 and all(equal == compared for equal, compared in values)
