@@ -10,6 +10,8 @@
 // where rows lie in the window.
 #include <cuda_runtime.h>
 
+#include <utility>
+
 #include "nvlink/chunks.cuh"
 #include "nvlink/combine_end.cuh"
 #include "nvlink/combine_units.cuh"
@@ -142,9 +144,12 @@ __device__ inline Item summed_item(const CombineParams& p, uint32_t u) {
 
 // Units of all tokens' sums, in order, to whichever warp is free: some SMs load at a fraction of others' speed, those
 // beside one that sends to a full link. The next unit is drawn when this one's rows are here: who waits holds no other.
-// Blocks that have sent join in where units are wide. `sent`: of the first unit of a block that begins with sums.
-template <twDtype_t kWire, bool kFast>
+// Few SMs have so many units each that a warp may hold two: who sends the next one is on its way while this one is
+// summed (8 SMs: 475 us for 4096 tokens instead of 529). Blocks that have sent join in where units are wide. `sent`: of
+// the first unit of a block that begins with sums.
+template <twDtype_t kWire, Kind kKind>
 __device__ void sum_tokens(const Sum& s, Sent sent) {
+  constexpr bool kFast = kKind != Kind::kAny;
   const CombineParams& p = s.p;
   const uint32_t end = p.wide.units() + (static_cast<uint32_t>(p.tokens) - p.wide.rows) * p.units.per_row.divisor;
   const Shares own = received_shares(p.roles);
@@ -152,22 +157,34 @@ __device__ void sum_tokens(const Sum& s, Sent sent) {
   const auto take_ticket = [&] { return draw(sum_tickets(p.group, s.step), draws && lane() == 0); };
   const auto drawn = [&](uint32_t ticket) { return draws ? own.step + __shfl_sync(~0u, ticket, 0) : end; };
   uint32_t u = own.first;
+  const auto load = [&](uint32_t of, Sent* to) {
+    if (of < end) *to = load_sent(p, summed_item(p, of).token, lane());
+  };
   if (!s.sums()) {
     u = drawn(take_ticket());
-    if (u < end) sent = load_sent(p, summed_item(p, u).token, lane());
+    load(u, &sent);
   }
+  uint32_t next = kKind == Kind::kFew ? drawn(take_ticket()) : end;
 #pragma unroll 1
   while (u < end) {
     const Item item = summed_item(p, u);
+    Sent after{};
+    if (kKind == Kind::kFew) load(next, &after);
     uint32_t ticket = 0;
     sum_unit<kWire, kFast>(s, item.token, item.unit, sent, [&] { ticket = take_ticket(); });
     u = drawn(ticket);
-    if (u < end) sent = load_sent(p, summed_item(p, u).token, lane());
+    if (kKind == Kind::kFew) {
+      std::swap(u, next);
+      sent = after;
+    } else {
+      load(u, &sent);
+    }
   }
 }
 
-template <twDtype_t kWire, bool kFast>
+template <twDtype_t kWire, Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_constant__ CombineParams p) {
+  constexpr bool kFast = kKind != Kind::kAny;
   let_next_begin();
   const GroupView& g = p.group;
   Sum s{p, Step{0, p.lane, p.bound, twPhaseCombine}};
@@ -214,31 +231,35 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
     send<kWire, kFast>(s, first, ahead, kFast && push.given);  // S7: nobody here waits
     if (p.late_word) publish_last(s);
   }
-  if (s.sums() || (p.receive && p.joins)) sum_tokens<kWire, kFast>(s, sent);
+  if (s.sums() || (p.receive && p.joins)) sum_tokens<kWire, kKind>(s, sent);
   if (concludes(s) && s.set() == kWarps - 1) await_words(s);
   if (p.receive) finish_combine(s, arrived);
 }
 
-}  // namespace
-
-template <class Use>
-int with_kernel(twDtype_t wire, bool fast, Use&& use) {
-  if (wire == twBfloat16) return use(fast ? combine_kernel<twBfloat16, true> : combine_kernel<twBfloat16, false>);
-  if (wire == twFloat16) return use(fast ? combine_kernel<twFloat16, true> : combine_kernel<twFloat16, false>);
-  return use(fast ? combine_kernel<twFloat32, true> : combine_kernel<twFloat32, false>);
+template <twDtype_t kWire, class Use>
+int with_kind(Kind kind, Use&& use) {
+  if (kind == Kind::kFew) return use(combine_kernel<kWire, Kind::kFew>);
+  return use(kind == Kind::kUsual ? combine_kernel<kWire, Kind::kUsual> : combine_kernel<kWire, Kind::kAny>);
 }
+template <class Use>
+int with_kernel(twDtype_t wire, Kind kind, Use&& use) {
+  if (wire == twBfloat16) return with_kind<twBfloat16>(kind, use);
+  return wire == twFloat16 ? with_kind<twFloat16>(kind, use) : with_kind<twFloat32>(kind, use);
+}
+
+}  // namespace
 
 int launch_combine(const CombineParams& params, int grid, bool early, void* stream) {
   if (params.kind == Kind::kLines) return launch_combine_lines(params, grid, early, stream);
-  return with_kernel(params.wire_dtype, params.kind == Kind::kUsual,
+  return with_kernel(params.wire_dtype, params.kind,
                      [&](auto* kernel) { return launch_kernel(kernel, params, grid, params.at.bytes, early, stream); });
 }
 
 int load_combine(const Shape& shape) {
   if (const int error = load_combine_lines(shape)) return error;
   for (const twDtype_t wire : {twBfloat16, twFloat16, twFloat32}) {
-    for (const bool fast : {false, true}) {
-      const int error = with_kernel(wire, fast, [&](auto* kernel) {
+    for (const Kind kind : {Kind::kAny, Kind::kUsual, Kind::kFew}) {
+      const int error = with_kernel(wire, kind, [&](auto* kernel) {
         return allow_shared(reinterpret_cast<const void*>(kernel), CombineScratch::make(shape).bytes);
       });
       if (error != 0) return error;

@@ -22,8 +22,9 @@ int load_dispatch_lines(const Shape& shape);
 
 namespace {
 
-template <bool kFast>
+template <Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
+  constexpr bool kFast = kKind != Kind::kAny;
   let_next_begin();
   if (does_nothing_else(p)) return tally_alone(p);
   const GroupView& g = p.group;
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   mark_rest<kFast>(p, scratch, step);
   const bool first = thread == 0 && blockIdx.x == 0;
   if (first && p.send && usable) say_sent(g, step);
-  if (usable && sends) send<kFast>(b, plain, stored, ahead);  // S7: nobody here waits
+  if (usable && sends) send<kKind>(b, plain, stored, ahead);  // S7: nobody here waits
   uint32_t arrived = 0;
   if (p.receive && thread == 0) arrived = begin_end(g, step);
   if (first) {  // what no peer waits for
@@ -110,19 +111,29 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   say_done(g, step);
 }
 
+template <class Use>
+int with_kernel(Kind kind, Use&& use) {
+  if (kind == Kind::kFew) return use(dispatch_kernel<Kind::kFew>);
+  return use(kind == Kind::kUsual ? dispatch_kernel<Kind::kUsual> : dispatch_kernel<Kind::kAny>);
+}
+
 }  // namespace
 
 int launch_dispatch(const DispatchParams& params, int grid, bool early, void* stream) {
   if (params.kind == Kind::kLines) return launch_dispatch_lines(params, grid, early, stream);
-  return launch_kernel(params.kind == Kind::kUsual ? dispatch_kernel<true> : dispatch_kernel<false>, params, grid,
-                       params.at.bytes, early, stream);
+  return with_kernel(params.kind,
+                     [&](auto* kernel) { return launch_kernel(kernel, params, grid, params.at.bytes, early, stream); });
 }
 
 int load_dispatch(const Shape& shape) {
   const uint32_t bytes = DispatchScratch::make(shape).bytes;
   if (const int error = load_dispatch_lines(shape)) return error;
-  if (const int error = allow_shared(reinterpret_cast<const void*>(dispatch_kernel<true>), bytes)) return error;
-  return allow_shared(reinterpret_cast<const void*>(dispatch_kernel<false>), bytes);
+  for (const Kind kind : {Kind::kAny, Kind::kUsual, Kind::kFew}) {
+    const int error =
+        with_kernel(kind, [&](auto* kernel) { return allow_shared(reinterpret_cast<const void*>(kernel), bytes); });
+    if (error != 0) return error;
+  }
+  return 0;
 }
 
 }  // namespace tw::nvlink

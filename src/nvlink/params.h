@@ -183,9 +183,12 @@ struct Roles {
 // up to 32 ranks; a table of experts in shared memory. Of a combine, rows of the wire's type, 16 bytes at a time, as
 // they are; sums of that type; own rows where the caller has them.
 //
+// Few: usual, by so few SMs that each row, or nearly, is one unit: what a warp does for it is done while something of
+// it is on its way.
+//
 // Lines: usual, with a bound of up to two rounds of tokens, and up to 32 ranks; so all that is sent or received are
 // lines. Of a combine also rows by expert, whose sums are made on the way.
-enum class Kind : int32_t { kAny, kUsual, kLines };
+enum class Kind : int32_t { kAny, kUsual, kFew, kLines };
 inline constexpr int kFastIds = 8;
 inline constexpr int kFewTokens = 32;  // one for each lane of a warp
 
