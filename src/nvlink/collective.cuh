@@ -79,7 +79,7 @@ __device__ inline void load_sizes(const Collect& s) {
 }
 __device__ inline void report_sizes(const Collect& s) {
   const CollectiveParams& p = s.p;
-  if (p.sizes_at == nullptr || blockIdx.x != 0) return;
+  if (blockIdx.x != 0) return;
 #pragma unroll 1
   for (int rank = static_cast<int>(threadIdx.x); rank < s.ranks(); rank += kThreads) {
     if (s.came()[rank] == 0) continue;
@@ -144,13 +144,13 @@ __device__ inline void await_words(const Collect& s) {
   bool good = true;
 #pragma unroll 1
   for (int i = lane(); i < s.ranks(); i += 32) {
-    Source source = await_source(p.group, s.step, i, p.late_word ? Look::kWord : Look::kTakesPart, true);
-    s.came()[i] = source.n;
-    if (p.group.no_wait) continue;
     // The digest has told that all give the same sizes.
-    const int told = p.reduces ? s.rows_for(s.me()) : p.all_sizes ? s.sizes()[i] : source.n;
-    if (source.error == twSuccess && source.n != told) source.error = twInternalError;
-    report_source(p.group, s.step, i, source);
+    const int told = p.reduces ? s.rows_for(s.me()) : p.all_sizes ? s.sizes()[i] : -1;
+    s.came()[i] = told;
+    if (told >= 0 && !p.late_word && await_usual(p.group, s.step, i, told)) continue;
+    const Look look = p.late_word ? Look::kWord : Look::kTakesPart;
+    const Source source = await_told(p.group, s.step, i, look, told, twInternalError);
+    s.came()[i] = source.n;
     good &= source.error == twSuccess;
   }
   __syncwarp();
@@ -158,6 +158,7 @@ __device__ inline void await_words(const Collect& s) {
     if (lane() == 0) *s.failed() = 1;
     return;
   }
+  if (p.counts == nullptr && p.offsets == nullptr) return;
 #pragma unroll 1
   for (int i = lane(); i < s.ranks(); i += 32) {
     int32_t before = 0;
@@ -371,10 +372,12 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Sent&
   if constexpr (!kLines) {
     if (p.receive && thread == 0) arrived = begin_end(g, s.step);
     if (thread == 0 && blockIdx.x == 0) clear_counters(g, s.step);
+    if (p.send && thread == 0 && blockIdx.x == 0) say_sent(g, s.step);  // over a carrier there are no lines
   }
-  if (p.send) report_sizes(s);
-  if (p.send && thread == 0 && blockIdx.x == 0) say_sent(g, s.step);
-  if (p.sizes_at != nullptr) meet();  // what was noted of them is about to be overwritten
+  if (p.sizes_at != nullptr) {
+    if (p.send) report_sizes(s);
+    meet();  // what was noted of them is about to be overwritten
+  }
   const bool last = s.set() == kWarps - 1;
   if (s.sends()) {  // S7: nobody here waits
     if (!p.late_word && blockIdx.x == 0 && last) publish_first(s);

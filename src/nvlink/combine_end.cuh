@@ -58,15 +58,13 @@ __device__ inline bool concludes(const Sum& s) {
 }
 // One warp waits for every word (S2) and sees that every row that went out came back.
 __device__ inline void await_words(const Sum& s) {
-  const CombineParams& p = s.p;
+  const GroupView& g = s.p.group;
   bool good = true;
 #pragma unroll 1
   for (int i = lane(); i < s.ranks(); i += 32) {
-    Source source = await_source(p.group, s.step, i, Look::kTakesPart, true);
-    if (p.group.no_wait) continue;
-    if (source.error == twSuccess && source.n != s.sent_rows()[i]) source.error = twCallMismatch;
-    report_source(p.group, s.step, i, source);
-    good &= source.error == twSuccess;
+    const int n = s.sent_rows()[i];
+    if (await_usual(g, s.step, i, n)) continue;
+    good &= await_told(g, s.step, i, Look::kTakesPart, n, twCallMismatch).error == twSuccess;
   }
   if (!__all_sync(~0u, good) && lane() == 0) *s.failed() = 1;
 }
