@@ -174,7 +174,7 @@ Roles NvlinkBackend::roles_of(int64_t rows, const Units& units, bool both, int m
   return Roles::two(sending, static_cast<int>(std::clamp<int64_t>(shares, 1, max_grid_ - sending)));
 }
 
-Roles NvlinkBackend::line_roles(int64_t rows, const Units& units, bool both, int filling) const {
+Roles NvlinkBackend::line_roles(int64_t rows, const Units& units, bool both, int filling, int busy) const {
   if (!both || max_grid_ == 1) return roles_of(rows, units, both, max_grid_);
   const int64_t shares = rows * units.per_row.divisor;
   const int half = max_grid_ / 2;
@@ -183,8 +183,9 @@ Roles NvlinkBackend::line_roles(int64_t rows, const Units& units, bool both, int
     const int sending = std::max(1, std::min(half, device_sms_ * filling / 100));
     return Roles::two(sending, max_grid_ - sending);
   }
-  const auto blocks =
-      static_cast<int>(std::clamp<int64_t>(shares, 1, shares <= int64_t{quarter} * kWarps ? quarter : half));
+  const int eighth = std::min(quarter, std::max(1, device_sms_ / 8));
+  const int most = shares <= int64_t{eighth} * busy ? eighth : shares <= int64_t{quarter} * kWarps ? quarter : half;
+  const auto blocks = static_cast<int>(std::clamp<int64_t>(shares, 1, most));
   return Roles::two(blocks, blocks);
 }
 
@@ -241,7 +242,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   // payloads are stored in smaller parts, which take an SM longer: 4096 tokens of fp8 with their scales took 109 us
   // with a quarter of the SMs, 97 with a third.
   const int filling = shape().payloads > 1 ? 33 : 25;
-  p.roles = lines ? line_roles(rows, p.units, send && receive, 30)
+  p.roles = lines ? line_roles(rows, p.units, send && receive, 30, 4)
                   : roles_of(rows, p.units, send && receive,
                              call.bound > view_.line_tokens ? bulk_senders(filling, 80) : max_grid_ / 2);
   const bool few = is_few(p.roles, filling);
@@ -389,7 +390,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   // Rows that the sums overwrite are all sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
   constexpr int kFilling = 36;
-  p.roles = lines ? line_roles(rows, p.units, send && receive, p.plain ? 20 : 50)
+  p.roles = lines ? line_roles(rows, p.units, send && receive, p.plain ? 20 : 50, 4)
                   : roles_of(rows, p.units, send && receive && !twice && returning > 0,
                              call.bound > view_.line_tokens && p.plain ? bulk_senders(kFilling, 42) : max_grid_ / 2);
   const bool few = !lines && is_few(p.roles, kFilling);

@@ -73,7 +73,7 @@ void NvlinkBackend::share_out(const CollectiveCall& call, CollectiveParams* p) c
   p->units = units_of(words, 0, lines && call.bound <= kFewTokens ? 0 : call.bound, int64_t{max_grid_} * kWarps / 2);
   const bool both = p->send && p->receive;
   // Beyond lines: a third of the SMs fills the link.
-  p->roles = lines ? line_roles(rows, p->units, both, 50)
+  p->roles = lines ? line_roles(rows, p->units, both, 50, kWarps)
                    : roles_of(rows * p->pushed_parts, p->units, both, bulk_senders(30, 50));
 }
 
