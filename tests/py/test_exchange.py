@@ -53,11 +53,12 @@ def test_wide_rows(world, wire, weighting) -> None:
     check(world, one(setup, *both(base), *both(replace(base, seed=4, routing="holes", out="float32"))))
 
 
-@pytest.mark.parametrize("sm_limit", [1, 2])
+@pytest.mark.parametrize(("sm_limit", "top_k"), [(1, 4), (2, 4), (2, 2)])
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
-def test_few_sms(world, mode, sm_limit) -> None:
+def test_few_sms(world, mode, sm_limit, top_k) -> None:
     """On a device with few SMs, rows are sent and summed whole, and sending blocks sum in the end."""
-    setup = Setup(ranks=2, experts=6, top_k=2, hidden=2048, max_tokens=1100, mode=mode, sm_limit=sm_limit)
+    # 4 ids of a token lie as a vector of 16 bytes, so that a dispatch has its kernel of few SMs; 2 do not.
+    setup = Setup(ranks=2, experts=6, top_k=top_k, hidden=2048, max_tokens=1100, mode=mode, sm_limit=sm_limit)
     base = Round((1100, 1037), weighting="none", rows="bfloat16", out="bfloat16")
     layouts = ("flat", "grouped") if mode == "high_throughput" else LAYOUTS
     check(world, one(setup, *(replace(base, layout=layout, seed=i) for i, layout in enumerate(layouts))))
