@@ -367,7 +367,7 @@ __device__ __noinline__ static void report_source(const GroupView& g, Step step,
 
 // The end of a kernel that knows what a source's word will say: whether it says so. False: another has come, or none in
 // a while. To judge whatever may come is some hundred instructions that nobody has met before, and a reduce of 1 row
-// took 1 us longer with them.
+// took 0.7 us longer with them.
 __device__ inline bool await_usual(const GroupView& g, const Step& step, int rank, int n) {
   constexpr int kMostLooks = 64;
   const std::byte* const place = window_of(g, g.me) + g.map.word(step.lane, step.bank(), rank);
