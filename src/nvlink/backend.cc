@@ -253,7 +253,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
            : p.kind == Kind::kUsual ? first_wide(p.units, p.first_line, int64_t{p.roles.sending} * (kWarps - 1))
                                     : kNoneWide;
   if (p.kind == Kind::kUsual && !few && p.first_line > 0 && p.tokens > kRound) p.early = early_units(p);
-  if (p.kind == Kind::kUsual && few) p.kind = Kind::kFew;
+  if (p.kind == Kind::kUsual && by_few_sms()) p.kind = Kind::kFew;
   for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
   const int grid = p.roles.grid() + (p.tally == Tally::kApart ? 1 : 0);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early_ && capturing, call.stream)));
@@ -394,7 +394,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
                   : roles_of(rows, p.units, send && receive && !twice && returning > 0,
                              call.bound > view_.line_tokens && p.plain ? bulk_senders(kFilling, 42) : max_grid_ / 2);
   const bool few = !lines && is_few(p.roles, kFilling);
-  if (few && p.kind == Kind::kUsual) p.kind = Kind::kFew;
+  if (p.kind == Kind::kUsual && by_few_sms()) p.kind = Kind::kFew;
   share_combine(returning, few, &p);
   if (twice) {
     p.receive = 0;

@@ -183,14 +183,17 @@ class NvlinkBackend : public Backend {
   }
   // Whether so few blocks send that they do not fill the link by much.
   bool is_few(const Roles& roles, int filling) const { return roles.sending < device_sms_ * filling / 100; }
+  // Whether kernels are used whose warps hide what a unit costs beside its bytes (params.h, Kind::kFew): 8, 16 and 24
+  // of 132 SMs gain by them.
+  bool by_few_sms() const { return 4 * max_grid_ <= device_sms_; }
   void share_combine(int64_t returning, bool few, CombineParams* params) const;
   // The same where all rows are lines: while that gives every unit a warp, on half of the SMs, so that the next kernel
   // finds the other half. With more, so many percent of the device's SMs fill the link, and what the others take does
   // not wait behind stores: where half of them sent, 512 tokens took 57 us there and back instead of 52.
   //
-  // With up to `busy` units for each block of an eighth of the SMs, those send (and as many receive): what the blocks
-  // of the next kernel do when they come delays this one's. A reduce of 1 row took 3.8 us so, with 30 blocks to a
-  // side 4.2; but a dispatch of 8 rows 4.3, with 33 blocks 4.1.
+  // With up to `busy` units for each block of an eighth of the SMs, those send (and as many receive): what the next
+  // kernel's blocks do when they come takes this one time. A reduce of 1 row took 3.8 us so, with 30 blocks to a side
+  // 4.2; but a dispatch of 8 rows 4.28, with 33 blocks 4.13.
   Roles line_roles(int64_t rows, const Units& units, bool both, int filling, int busy) const;
   // Of calls of the usual kind (params.h): all rows are lines.
   bool all_lines(int32_t bound) const {

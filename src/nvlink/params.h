@@ -183,8 +183,8 @@ struct Roles {
 // up to 32 ranks; a table of experts in shared memory. Of a combine, rows of the wire's type, 16 bytes at a time, as
 // they are; sums of that type; own rows where the caller has them.
 //
-// Few: usual, by so few SMs that each row, or nearly, is one unit: what a warp does for it is done while something of
-// it is on its way.
+// Few: usual, by up to a quarter of the device's SMs (backend.h, by_few_sms). Units are whole rows, or large parts:
+// what a warp does beside moving one is done while something of it is on its way.
 //
 // Lines: usual, with a bound of up to two rounds of tokens, and up to 32 ranks; so all that is sent or received are
 // lines. Of a combine also rows by expert, whose sums are made on the way.

@@ -61,7 +61,12 @@ def test_few_sms(world, mode, sm_limit, top_k) -> None:
     setup = Setup(ranks=2, experts=6, top_k=top_k, hidden=2048, max_tokens=1100, mode=mode, sm_limit=sm_limit)
     base = Round((1100, 1037), weighting="none", rows="bfloat16", out="bfloat16")
     layouts = ("flat", "grouped") if mode == "high_throughput" else LAYOUTS
-    check(world, one(setup, *(replace(base, layout=layout, seed=i) for i, layout in enumerate(layouts))))
+    beside = replace(setup, payloads=((4, "float32"),))
+    check(
+        world,
+        one(setup, *(replace(base, layout=layout, seed=i) for i, layout in enumerate(layouts))),
+        one(beside, replace(base, layout=layouts[0], seed=7, routing="holes", send_dispatch=True, late=True)),
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
