@@ -176,6 +176,7 @@ def test_floor_program(tmp_path, monkeypatch) -> None:
 
 def test_names_of_kernels() -> None:
     assert breakdown.short("void tw::(anonymous namespace)::dispatch<int, 8>(Side, int)") == "tw::dispatch<int, 8>"
+    assert breakdown.short("void tw::combine<(twDtype_t)9, (tw::Kind)2, true>(tw::Params)") == "tw::combine<9, 2, true>"
     assert breakdown.short("Memcpy DtoD (Device -> Device)") == "Memcpy DtoD"
     assert len(breakdown.short("x" * 100)) == 60
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,8 @@ def _mean(events: Any) -> list[dict[str, Any]]:
 
 
 def short(name: str) -> str:
-    """A kernel's name without its arguments and its return type."""
+    """A kernel's name without its arguments and its return type; enumerators in it as numbers alone."""
     name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    name = re.sub(r"\([\w:]+\)(?=-?\d)", "", name)
     name = name.split("(", 1)[0].strip() or name
     return name if len(name) <= 60 else name[:57] + "..."
