@@ -149,7 +149,7 @@ __device__ inline void await_words(const Collect& s) {
     s.came()[i] = told;
     if (told >= 0 && !p.late_word && await_usual(p.group, s.step, i, told)) continue;
     const Look look = p.late_word ? Look::kWord : Look::kTakesPart;
-    const Source source = await_judged(p.group, s.step, i, look, told, twInternalError);
+    const Source source = await_word(p.group, s.step, i, look, told, twInternalError);
     s.came()[i] = source.n;
     good &= source.error == twSuccess;
   }

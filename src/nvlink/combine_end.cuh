@@ -64,7 +64,7 @@ __device__ inline void await_words(const Sum& s) {
   for (int i = lane(); i < s.ranks(); i += 32) {
     const int n = s.sent_rows()[i];
     if (await_usual(g, s.step, i, n)) continue;
-    good &= await_judged(g, s.step, i, Look::kTakesPart, n, twCallMismatch).error == twSuccess;
+    good &= await_word(g, s.step, i, Look::kTakesPart, n, twCallMismatch).error == twSuccess;
   }
   if (!__all_sync(~0u, good) && lane() == 0) *s.failed() = 1;
 }

@@ -383,8 +383,8 @@ __device__ inline bool await_usual(const GroupView& g, const Step& step, int ran
 }
 // Waits for it, whatever it says, and reports what is wrong. `n`: how many rows it is to tell of, or the error is
 // `otherwise`; -1: any number.
-__device__ __noinline__ static Source await_judged(const GroupView& g, Step step, int rank, Look look, int n,
-                                                   twResult_t otherwise) {
+__device__ __noinline__ static Source await_word(const GroupView& g, Step step, int rank, Look look, int n,
+                                                 twResult_t otherwise) {
   Source source = await_source(g, step, rank, look, true);
   if (g.no_wait) {
     source.error = twSuccess;
