@@ -233,7 +233,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   const int64_t arriving = static_cast<int64_t>(shape().ranks - 1) * call.bound;
   const int64_t rows = std::max<int64_t>(p.tokens, arriving);
   const bool lines = usual && all_lines(call.bound);
-  p.kind = lines ? Kind::kLines : usual ? Kind::kUsual : Kind::kAny;
+  p.kind = kind_of(usual, lines);
   // A dispatch draws its lines, so narrower units are for longer better: 256 tokens took 15.1 us with two groups, 16.3
   // with four. (1024 took 60 and 49.)
   p.units = units_of(fit.words, words_of(meta_bytes(shape().top_k)), unit_rows(lines, p.tokens, call.bound),
@@ -249,11 +249,10 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   // Those that receive rows as they lie have little to do: a quarter of the SMs is left to the kernel that comes next.
   if (!lines && !few && p.roles.apart) p.roles.receiving = std::min(p.roles.receiving, max_grid_ / 2);
   p.first_line = first_line(p.tokens, few);
-  p.wide = few                      ? widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps, kFewUnits)
-           : p.kind == Kind::kUsual ? first_wide(p.units, p.first_line, int64_t{p.roles.sending} * (kWarps - 1))
-                                    : kNoneWide;
-  if (p.kind == Kind::kUsual && !few && p.first_line > 0 && p.tokens > kRound) p.early = early_units(p);
-  if (p.kind == Kind::kUsual && by_few_sms()) p.kind = Kind::kFew;
+  p.wide = few               ? widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps, kFewUnits)
+           : usual && !lines ? first_wide(p.units, p.first_line, int64_t{p.roles.sending} * (kWarps - 1))
+                             : kNoneWide;
+  if (usual && !lines && !few && p.first_line > 0 && p.tokens > kRound) p.early = early_units(p);
   for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
   const int grid = p.roles.grid() + (p.tally == Tally::kApart ? 1 : 0);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early_ && capturing, call.stream)));
@@ -380,7 +379,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   const bool direct = p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype;
   const bool usual = direct && p.plain;
   const bool lines = direct && (p.plain || (p.expert_major && same)) && all_lines(call.bound);
-  p.kind = lines ? Kind::kLines : usual ? Kind::kUsual : Kind::kAny;
+  p.kind = kind_of(usual, lines);
   const int64_t returning = static_cast<int64_t>(shape().ranks - (p.own_direct ? 1 : 0)) * call.bound;
   const int64_t rows = std::max<int64_t>(p.tokens, returning);
   p.units = units_of(words_of(shape().combine_bytes), 0, unit_rows(lines, p.tokens, call.bound),
@@ -393,9 +392,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.roles = lines ? line_roles(rows, p.units, send && receive, p.plain ? 20 : 50, 4)
                   : roles_of(rows, p.units, send && receive && !twice && returning > 0,
                              call.bound > view_.line_tokens && p.plain ? bulk_senders(kFilling, 42) : max_grid_ / 2);
-  const bool few = !lines && is_few(p.roles, kFilling);
-  if (p.kind == Kind::kUsual && by_few_sms()) p.kind = Kind::kFew;
-  share_combine(returning, few, &p);
+  share_combine(returning, !lines && is_few(p.roles, kFilling), &p);
   if (twice) {
     p.receive = 0;
     TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream)));

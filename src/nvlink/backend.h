@@ -183,9 +183,13 @@ class NvlinkBackend : public Backend {
   }
   // Whether so few blocks send that they do not fill the link by much.
   bool is_few(const Roles& roles, int filling) const { return roles.sending < device_sms_ * filling / 100; }
-  // Whether kernels are used whose warps hide what a unit costs beside its bytes (params.h, Kind::kFew): 8, 16 and 24
-  // of 132 SMs gain by them.
-  bool by_few_sms() const { return 4 * max_grid_ <= device_sms_; }
+  // Of a call; `lines`: all its rows are. Few SMs have kernels whose warps hide what a unit costs beside its bytes: 8,
+  // 16 and 24 of 132 gain by them.
+  Kind kind_of(bool usual, bool lines) const {
+    if (lines) return Kind::kLines;
+    if (!usual) return Kind::kAny;
+    return 4 * max_grid_ <= device_sms_ ? Kind::kFew : Kind::kUsual;
+  }
   void share_combine(int64_t returning, bool few, CombineParams* params) const;
   // The same where all rows are lines: while that gives every unit a warp, on half of the SMs, so that the next kernel
   // finds the other half. With more, so many percent of the device's SMs fill the link, and what the others take does

@@ -236,15 +236,13 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   if (p.receive) finish_combine(s, arrived);
 }
 
-template <twDtype_t kWire, class Use>
-int with_kind(Kind kind, Use&& use) {
-  if (kind == Kind::kFew) return use(combine_kernel<kWire, Kind::kFew>);
-  return use(kind == Kind::kUsual ? combine_kernel<kWire, Kind::kUsual> : combine_kernel<kWire, Kind::kAny>);
-}
 template <class Use>
 int with_kernel(twDtype_t wire, Kind kind, Use&& use) {
-  if (wire == twBfloat16) return with_kind<twBfloat16>(kind, use);
-  return wire == twFloat16 ? with_kind<twFloat16>(kind, use) : with_kind<twFloat32>(kind, use);
+  return with_kind(kind, [&](auto of) {
+    constexpr Kind kKind = decltype(of)::value;
+    if (wire == twBfloat16) return use(combine_kernel<twBfloat16, kKind>);
+    return use(wire == twFloat16 ? combine_kernel<twFloat16, kKind> : combine_kernel<twFloat32, kKind>);
+  });
 }
 
 }  // namespace
@@ -258,7 +256,7 @@ int launch_combine(const CombineParams& params, int grid, bool early, void* stre
 int load_combine(const Shape& shape) {
   if (const int error = load_combine_lines(shape)) return error;
   for (const twDtype_t wire : {twBfloat16, twFloat16, twFloat32}) {
-    for (const Kind kind : {Kind::kAny, Kind::kUsual, Kind::kFew}) {
+    for (const Kind kind : kBulkKinds) {
       const int error = with_kernel(wire, kind, [&](auto* kernel) {
         return allow_shared(reinterpret_cast<const void*>(kernel), CombineScratch::make(shape).bytes);
       });

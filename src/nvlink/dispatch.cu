@@ -113,8 +113,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
 
 template <class Use>
 int with_kernel(Kind kind, Use&& use) {
-  if (kind == Kind::kFew) return use(dispatch_kernel<Kind::kFew>);
-  return use(kind == Kind::kUsual ? dispatch_kernel<Kind::kUsual> : dispatch_kernel<Kind::kAny>);
+  return with_kind(kind, [&](auto of) { return use(dispatch_kernel<decltype(of)::value>); });
 }
 
 }  // namespace
@@ -128,7 +127,7 @@ int launch_dispatch(const DispatchParams& params, int grid, bool early, void* st
 int load_dispatch(const Shape& shape) {
   const uint32_t bytes = DispatchScratch::make(shape).bytes;
   if (const int error = load_dispatch_lines(shape)) return error;
-  for (const Kind kind : {Kind::kAny, Kind::kUsual, Kind::kFew}) {
+  for (const Kind kind : kBulkKinds) {
     const int error =
         with_kernel(kind, [&](auto* kernel) { return allow_shared(reinterpret_cast<const void*>(kernel), bytes); });
     if (error != 0) return error;

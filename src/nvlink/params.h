@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "exchange/routing.h"
 #include "layout/collective_map.h"
@@ -183,12 +184,20 @@ struct Roles {
 // up to 32 ranks; a table of experts in shared memory. Of a combine, rows of the wire's type, 16 bytes at a time, as
 // they are; sums of that type; own rows where the caller has them.
 //
-// Few: usual, by up to a quarter of the device's SMs (backend.h, by_few_sms). Units are whole rows, or large parts:
+// Few: usual, by up to a quarter of the device's SMs (backend.h, kind_of). Units are whole rows, or large parts:
 // what a warp does beside moving one is done while something of it is on its way.
 //
 // Lines: usual, with a bound of up to two rounds of tokens, and up to 32 ranks; so all that is sent or received are
 // lines. Of a combine also rows by expert, whose sums are made on the way.
 enum class Kind : int32_t { kAny, kUsual, kFew, kLines };
+// Those that a bulk kernel is made for; `use(std::integral_constant<Kind, ...>)`: of one of them.
+inline constexpr Kind kBulkKinds[] = {Kind::kAny, Kind::kUsual, Kind::kFew};
+template <class Use>
+int with_kind(Kind kind, Use&& use) {
+  if (kind == Kind::kFew) return use(std::integral_constant<Kind, Kind::kFew>{});
+  if (kind == Kind::kUsual) return use(std::integral_constant<Kind, Kind::kUsual>{});
+  return use(std::integral_constant<Kind, Kind::kAny>{});
+}
 inline constexpr int kFastIds = 8;
 inline constexpr int kFewTokens = 32;  // one for each lane of a warp
 
