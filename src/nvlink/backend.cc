@@ -54,6 +54,12 @@ WideUnits first_wide(const Units& units, int64_t rows, int64_t warps) {
   const uint32_t per_row = (units.per_row.divisor + parts - 1) / parts;
   return {Divider::make(per_row), parts, static_cast<uint32_t>(std::min(rows, warps / per_row))};
 }
+// Whether all that warps begin with are rows of the first round as they lie, which are rehearsed.
+bool may_rehearse(const DispatchParams& p) {
+  if (p.roles.apart == 0 || p.first_line <= kRound || p.wide.rows > kRound) return false;
+  const int64_t units = p.wide.units() + int64_t{kRound - p.wide.rows} * p.units.per_row.divisor;
+  return units >= int64_t{p.roles.sending} * kWarps;
+}
 // Of the lines behind other rows, units that go first: two for each block that sends, as usually twice as many receive,
 // which are to take one each. They are none of those that warps begin with.
 int32_t early_units(const DispatchParams& p) {
@@ -254,6 +260,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
                              : kNoneWide;
   if (usual && !lines && !few && p.first_line > 0 && p.tokens > kRound) p.early = early_units(p);
   for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
+  p.rehearses = may_rehearse(p) ? 1 : 0;
   const int grid = p.roles.grid() + (p.tally == Tally::kApart ? 1 : 0);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early_ && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
@@ -393,6 +400,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
                   : roles_of(rows, p.units, send && receive && !twice && returning > 0,
                              call.bound > view_.line_tokens && p.plain ? bulk_senders(kFilling, 42) : max_grid_ / 2);
   share_combine(returning, !lines && is_few(p.roles, kFilling), &p);
+  p.rehearses = p.roles.apart && p.bound > view_.line_tokens;
   if (twice) {
     p.receive = 0;
     TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream)));

@@ -14,6 +14,8 @@ namespace tw::nvlink {
 struct Collect {
   const CollectiveParams& p;
   Step step;
+  static constexpr bool real = true;
+  __device__ static constexpr bool yields() { return false; }
 
   __device__ int ranks() const { return p.group.map.shape().ranks; }
   __device__ int me() const { return p.group.me; }

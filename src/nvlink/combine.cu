@@ -122,7 +122,7 @@ __device__ void send(const Sum& s, const First& first, const Ahead& ahead, bool 
     return push_lines<kWire, kFast>(s, first.loaded ? 1 : 0, false);
   }
   push_chunks<kWire, kFast>(s, begun);
-  if (s.set() != kPushing) push_lines<kWire, kFast>(s, 0, true);
+  if (s.real && s.set() != kPushing) push_lines<kWire, kFast>(s, 0, true);
 }
 
 // ---- Summing
@@ -153,6 +153,11 @@ __device__ void sum_tokens(const Sum& s, Sent sent) {
   const CombineParams& p = s.p;
   const uint32_t end = p.wide.units() + (static_cast<uint32_t>(p.tokens) - p.wide.rows) * p.units.per_row.divisor;
   const Shares own = received_shares(p.roles);
+  // Tokens whose sums are made by the geometry of lines, whatever comes: the first of each block, where no unit is
+  // wide, which so has met the instructions that the last need, which are lines. (They took 1.5 us longer; a combine
+  // 0.4.)
+  const auto met =
+      static_cast<int>(divide(static_cast<uint32_t>(p.roles.receiving) + p.units.per_row.divisor - 1, p.units.per_row));
   const bool draws = end > own.step;
   const auto take_ticket = [&] { return draw(sum_tickets(p.group, s.step), draws && lane() == 0); };
   const auto drawn = [&](uint32_t ticket) { return draws ? own.step + __shfl_sync(~0u, ticket, 0) : end; };
@@ -171,7 +176,8 @@ __device__ void sum_tokens(const Sum& s, Sent sent) {
     Sent after{};
     if (kKind == Kind::kFew) load(next, &after);
     uint32_t ticket = 0;
-    sum_unit<kWire, kFast>(s, item.token, item.unit, sent, [&] { ticket = take_ticket(); });
+    const bool as_lines = kKind == Kind::kUsual && item.token < met;
+    sum_unit<kWire, kFast>(s, item.token, item.unit, sent, as_lines, [&] { ticket = take_ticket(); });
     u = drawn(ticket);
     if (kKind == Kind::kFew) {
       std::swap(u, next);
@@ -182,58 +188,82 @@ __device__ void sum_tokens(const Sum& s, Sent sent) {
   }
 }
 
+// Has what a block loads first on its way to the second-level cache (dispatch.cu). `token`: of its first sum.
+template <bool kFast>
+__device__ inline void bring_near(const Sum& s, const FirstPush& push, int token) {
+  const CombineParams& p = s.p;
+  if (kFast) push.bring_near(p);
+  if (threadIdx.x < 32 && lane() < s.ranks()) bring_counts_near(p, lane());
+  if (threadIdx.x == 0) prefetch(&p.group.lanes[p.lane]), prefetch(p.group.state), prefetch(p.handle.status);
+  if (!s.sums() || token >= p.tokens) return;
+  prefetch(p.handle.fan + token);
+  prefetch(p.handle.destinations + static_cast<int64_t>(token) * s.fan_out());
+}
+
+// What is left when a block has sent. `sent`: of its first sum.
+template <twDtype_t kWire, Kind kKind>
+__device__ inline void conclude(const Sum& s, const Sent& sent) {
+  const CombineParams& p = s.p;
+  uint32_t arrived = 0;
+  if (p.receive && threadIdx.x == 0) arrived = begin_end(p.group, s.step);
+  if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(p.group, s.step);
+  if (s.sums() || (p.receive && p.joins)) sum_tokens<kWire, kKind>(s, sent);
+  if (concludes(s) && s.set() == kWarps - 1) await_words(s);
+  if (p.receive) finish_combine(s, arrived);
+}
+
+// Blocks that only send go through their beginning, up to the first units, twice where they come onto the device early:
+// dispatch.cu says why.
 template <twDtype_t kWire, Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_constant__ CombineParams p) {
   constexpr bool kFast = kKind != Kind::kAny;
   let_next_begin();
   const GroupView& g = p.group;
+  const auto thread = static_cast<int>(threadIdx.x);
   Sum s{p, Step{0, p.lane, p.bound, twPhaseCombine}};
 #pragma unroll 1
-  for (int i = threadIdx.x; i < s.ranks(); i += kThreads) s.windows()[i] = target_of(g, i, p.send);
-  if (threadIdx.x == 0) *s.failed() = 0;
+  for (int i = thread; i < s.ranks(); i += kThreads) s.windows()[i] = target_of(g, i, p.send);
+  if (thread == 0) *s.failed() = 0;
   begin_work(s);
   warm(p);
   const First first = kFast ? First{} : first_of(s);  // usual calls of lines alone have another kernel, but for a few
-  const bool exact = g.map.shape().exact();
-  FirstPush push(s);
-  if (kFast && !exact) push.find(p, 0);
+  FirstPush found(s);
+  if (kFast) found.find(p);
   const int token = summed_item(p, received_shares(p.roles).first).token;
-  await_earlier();
-  if (kFast && !exact) push.load();
-  Ahead ahead{};
-  Sent sent{};
-  if (first.loaded) load_ahead<kWire, kFast>(s, row_of(p, first.owner, first.share.index), first.share.unit, &ahead);
-  if (s.sums() && token < p.tokens) sent = load_sent(p, token, lane());
-  const Counts counts = load_counts(s, static_cast<int>(threadIdx.x));
-  s.step.number = next_step(g, p.lane);
-  begin_at_bank(g, p.bank, &s.step.number);
-  const bool good = can_combine(p);
-  keep_counts(s, counts);
-  const bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
-  const auto thread = static_cast<int>(threadIdx.x);
-  if (!usable) {
-    if (p.receive) give_up(s);
-    return;  // not done: this step will be another kernel's, unless the group is finished
-  }
-  if (kFast && push.given && push.slot < s.first_line(push.owner, s.counts()[push.owner])) {
-    if (exact) {
-      push.find(p, shared_at<int32_t>(p.at.first)[push.owner]);
-      push.load();
+  bring_near<kFast>(s, found, token);
+  const bool exact = g.map.shape().exact();
+  s.real = !(kKind == Kind::kUsual && p.rehearses && s.sends());
+#pragma unroll 1
+  for (;; s.real = true) {
+    if (s.real) await_earlier();
+    FirstPush push = found;
+    if (!s.real) push.vectors = 0;
+    const Counts of_owner = kFast && push.given && exact && s.real ? load_counts(s, push.owner) : Counts{};
+    Ahead ahead{};
+    Sent sent{};
+    if (first.loaded) load_ahead<kWire, kFast>(s, row_of(p, first.owner, first.share.index), first.share.unit, &ahead);
+    if (s.sums() && token < p.tokens) sent = load_sent(p, token, lane());
+    const Counts counts = load_counts(s, thread);
+    s.step.number = next_step(g, p.lane);
+    const bool good = can_combine(p);
+    if (kFast) push.load(p, static_cast<int>(of_owner.first), static_cast<int>(of_owner.received));
+    begin_at_bank(g, p.bank, &s.step.number);
+    keep_counts(s, counts);
+    const bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
+    if (s.real && !usable) {
+      if (p.receive) give_up(s);
+      return;  // not done: this step will be another kernel's, unless the group is finished
     }
-    push.store(s);
+    const bool given = kFast && push.given;
+    if (given && (!s.real || push.slot < s.first_line(push.owner, s.counts()[push.owner]))) push.store(s);
+    if (s.real && p.send && thread == 0 && blockIdx.x == 0) say_sent(g, s.step);
+    if (s.sends()) {
+      if (s.real && !p.late_word && blockIdx.x == 0 && s.set() == 0) publish_first(s);
+      send<kWire, kFast>(s, first, ahead, given);  // S7: nobody here waits
+      if (s.real && p.late_word) publish_last(s);
+    }
+    if (s.real) return conclude<kWire, kKind>(s, sent);
   }
-  uint32_t arrived = 0;
-  if (p.receive && thread == 0) arrived = begin_end(g, s.step);
-  if (thread == 0 && blockIdx.x == 0) clear_counters(g, s.step);
-  if (thread == 0 && blockIdx.x == 0 && p.send) say_sent(g, s.step);
-  if (s.sends()) {
-    if (!p.late_word && blockIdx.x == 0 && s.set() == 0) publish_first(s);
-    send<kWire, kFast>(s, first, ahead, kFast && push.given);  // S7: nobody here waits
-    if (p.late_word) publish_last(s);
-  }
-  if (s.sums() || (p.receive && p.joins)) sum_tokens<kWire, kKind>(s, sent);
-  if (concludes(s) && s.set() == kWarps - 1) await_words(s);
-  if (p.receive) finish_combine(s, arrived);
 }
 
 template <class Use>
@@ -249,8 +279,10 @@ int with_kernel(twDtype_t wire, Kind kind, Use&& use) {
 
 int launch_combine(const CombineParams& params, int grid, bool early, void* stream) {
   if (params.kind == Kind::kLines) return launch_combine_lines(params, grid, early, stream);
-  return with_kernel(params.wire_dtype, params.kind,
-                     [&](auto* kernel) { return launch_kernel(kernel, params, grid, params.at.bytes, early, stream); });
+  CombineParams p = params;
+  p.rehearses = p.rehearses && comes_early(early);
+  return with_kernel(p.wire_dtype, p.kind,
+                     [&](auto* kernel) { return launch_kernel(kernel, p, grid, p.at.bytes, early, stream); });
 }
 
 int load_combine(const Shape& shape) {

@@ -16,6 +16,7 @@ enum TermKind : int32_t { kOwn, kInbox, kLine };
 struct Sum {
   const CombineParams& p;
   Step step;
+  bool real = true;  // else this is a rehearsal
 
   __device__ int ranks() const { return p.group.map.shape().ranks; }
   __device__ int fan_out() const { return p.group.map.shape().fan_out(); }
@@ -26,6 +27,8 @@ struct Sum {
     return rows <= p.group.line_tokens ? 0 : rows - p.tail_lines;
   }
   __device__ int me() const { return p.group.me; }
+  // Whether a slow block leaves the last chunks to others (chunks.cuh, leaves): where each turn is one.
+  __device__ bool yields() const { return p.kind == Kind::kUsual && p.turn_chunks == 1; }
   // Of chunks (chunks.cuh): whose rows go in such, which own rows that are summed where they lie do not, and how many.
   __device__ int owners() const { return ranks() - (p.own_direct ? 1 : 0); }
   __device__ bool is_direct(int owner) const { return owner == me() && p.own_direct; }

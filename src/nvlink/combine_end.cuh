@@ -9,21 +9,31 @@ namespace tw::nvlink {
 struct Counts {
   uint32_t received;
   uint32_t sent;
+  uint32_t first;  // of an exact layout, the row where those that came begin
 };
+// `kLines`: of a call whose rows all go as lines, which is of no exact layout.
+template <bool kLines = false>
 __device__ inline Counts load_counts(const Sum& s, int rank) {
   if (rank >= s.ranks()) return {};
-  return {load_fresh<uint32_t>(s.p.handle.counts + rank), load_fresh<uint32_t>(s.p.handle.send_counts + rank)};
+  const HandleView& handle = s.p.handle;
+  Counts counts{load_fresh<uint32_t>(handle.counts + rank), load_fresh<uint32_t>(handle.send_counts + rank), 0};
+  if (!kLines && s.p.group.map.shape().exact()) counts.first = load_fresh<uint32_t>(handle.source + rank);
+  return counts;
+}
+__device__ inline void bring_counts_near(const CombineParams& p, int rank) {
+  prefetch(p.handle.counts + rank);
+  prefetch(p.handle.send_counts + rank);
+  if (p.group.map.shape().exact()) prefetch(p.handle.source + rank);
 }
 // Those of all ranks, for a block, before a barrier. `counts`: of rank threadIdx.x.
+template <bool kLines = false>
 __device__ inline void keep_counts(const Sum& s, Counts counts) {
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < s.ranks(); i += kThreads) {
     s.counts()[i] = static_cast<int>(counts.received);
     s.sent_rows()[i] = static_cast<int>(counts.sent);
-    const bool exact = s.p.group.map.shape().exact();
-    shared_at<int32_t>(s.p.at.first)[i] =
-        exact ? static_cast<int32_t>(load_fresh<unsigned long long>(s.p.handle.source + i)) : 0;
-    counts = load_counts(s, i + kThreads);
+    shared_at<int32_t>(s.p.at.first)[i] = static_cast<int32_t>(counts.first);
+    counts = load_counts<kLines>(s, i + kThreads);
   }
 }
 

@@ -231,10 +231,10 @@ __global__ void __launch_bounds__(kThreads, 1) combine_lines_kernel(const __grid
   await_earlier();
   const Loaded<kGroups, kSums> loaded(p, out);
   const Sent sent = sent_at.load();
-  const Counts counts = load_counts(s, thread);
+  const Counts counts = load_counts<true>(s, thread);
   s.step.number = next_step(g, p.lane);
   const bool good = can_combine(p);
-  keep_counts(s, counts);
+  keep_counts<true>(s, counts);
   if (__syncthreads_and(good) == 0) {  // threads that differ would wait for each other
     if (p.receive) give_up(s);
     return;  // not done: this step will be another kernel's, unless the group is finished

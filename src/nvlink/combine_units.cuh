@@ -184,8 +184,10 @@ __device__ inline void prefetch_own(const Sum& s, const Unit& unit, const Sent& 
 }
 
 // A unit of one token's sum, by a warp. `found()`: to be done when all that is waited for is there, but for lines.
+// `as_lines`: by their geometry, whatever the terms are; of all units of the token alike.
 template <twDtype_t kWire, bool kFast, class Found>
-__device__ inline void sum_unit(const Sum& s, int token, const Unit& unit, const Sent& sent, Found&& found) {
+__device__ inline void sum_unit(const Sum& s, int token, const Unit& unit, const Sent& sent, bool as_lines,
+                                Found&& found) {
   const CombineParams& p = s.p;
   if (kFast) prefetch_own(s, unit, sent);
   const Terms terms = find_terms(s, token, sent);
@@ -194,13 +196,14 @@ __device__ inline void sum_unit(const Sum& s, int token, const Unit& unit, const
   if (!kFast && here && terms.own >= 0 && !s.simple()) {
     collect_terms(p, s.set(), p.group.me, terms.own, load_choice(p, meta_row(p, p.group.me, terms.own), lane()));
   }
-  if (here && !terms.lines && (kFast || (p.vectors_fit && (p.plain || terms.own < 0)))) {
+  const bool lines = terms.lines || as_lines;
+  if (here && !lines && (kFast || (p.vectors_fit && (p.plain || terms.own < 0)))) {
     if (terms.fan == 2 && unit.parts * p.per_unit >= kLongUnit) {
       sum_two<kWire, kFast>(s, token, unit);
     } else {
       sum_vectors<kWire, kFast>(s, token, terms.fan, unit);
     }
-  } else if (!kFast && here && !terms.lines && p.sums_fit) {
+  } else if (!kFast && here && !lines && p.sums_fit) {
     sum_with_own<kWire>(s, token, terms.fan, unit);
   } else if (here) {
     here = __all_sync(~0u, sum_lines<kWire, kFast>(s, token, terms.fan, unit));

@@ -22,6 +22,25 @@ int load_dispatch_lines(const Shape& shape);
 
 namespace {
 
+// What a block's warps share, before a barrier.
+__device__ inline void begin_block(const DispatchParams& p, const Scratch& scratch) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if (p.table) fill_table(p, scratch);
+#pragma unroll 1
+  for (int i = thread; i < p.group.map.shape().ranks; i += kThreads) {
+    scratch.windows()[i] = target_of(p.group, i, p.send);
+    scratch.base(0)[i] = 0;
+    scratch.source_error()[i] = twSuccess;
+  }
+  if (thread == 0) *scratch.failed() = 0, *scratch.plain() = 0, *scratch.routed() = 1;
+  if (thread < kWarps) scratch.progress()[thread] = 0;
+}
+
+// Blocks that send go through all of it twice where they come onto the device early (Kind::kUsual, `rehearses`): first
+// without effect, before the wait for the kernel before. Instructions are met in device memory, as those of the last
+// dispatch have left the caches since. From the wait to a warp's second unit 13 us passed so, of which the link had
+// work for 6: a dispatch and a combine of 4096 tokens took 2.3 us longer, 0.4 of it the combine's part. What a
+// rehearsal loads may be of any time, and is used for nothing but where nothing goes.
 template <Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   constexpr bool kFast = kKind != Kind::kAny;
@@ -34,15 +53,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   const bool sends = p.send && is_sender(p.roles);
   const bool receives = p.receive && is_receiver(p.roles);
   warm(p);
-  if (p.table) fill_table(p, scratch);
-#pragma unroll 1
-  for (int i = thread; i < shape.ranks; i += kThreads) {
-    scratch.windows()[i] = target_of(g, i, p.send);
-    scratch.base(0)[i] = 0;
-    scratch.source_error()[i] = twSuccess;
-  }
-  if (thread == 0) *scratch.failed() = 0, *scratch.plain() = 0, *scratch.routed() = 1;
-  if (thread < kWarps) scratch.progress()[thread] = 0;
+  begin_block(p, scratch);
   // What a sending warp sends first, though nobody knows yet where it goes.
   const uint32_t u = sent_shares(p.roles).first;
   const bool begins = sends && u < sending_warps(p);
@@ -54,61 +65,87 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   }
   IdsAt ids_from = ids_at(p, thread);
   pin(ids_from.from, ids_from.bytes);
-  meet();  // the table
-  await_earlier();
-  Ids ids{};
+  // What is loaded first comes to the second-level cache while the kernel before runs: between bulk kernels more passes
+  // through that cache than it holds.
   if (sends && kFast) {
-    ids = load_ids(ids_from);
-    plain.load(p);
+    if (ids_from.bytes > 0) prefetch(ids_from.from);
+    plain.bring_near(p);
   }
-  const uint32_t digest = load_digest(p.in.digest);
-  Step step{next_step(g, p.lane),           p.lane,      p.bound, twPhaseDispatch,
-            mix_counted(digest, p.counted), g.note_bits, p.lands};
-  const bool sticky = is_sticky(g);
-  Ahead ahead{};
-  if (begins && !begins_plain) {
-    const Item item = sent_item(p, u);
-    const auto token = static_cast<int>(item.row);
-    if (token < p.tokens) load_ahead<kFast>(p, token, item.unit, &ahead);
+  if (thread < shape.ranks) bring_begins_near(p, thread);
+  if (thread == 0) prefetch(&g.lanes[p.lane]), prefetch(g.state);
+  meet();  // the table
+  const int bytes = ids_from.bytes;
+  const uint32_t vectors = plain.vectors;
+  const std::byte* const second = plain.second;
+#pragma unroll 1
+  for (bool real = !(kKind == Kind::kUsual && p.rehearses && sends && !receives);; real = true) {
+    if (real) await_earlier();
+    ids_from.bytes = real ? bytes : 0;
+    plain.vectors = real ? vectors : 0;
+    plain.second = real ? second : nullptr;
+    plain.there = real && begins_plain;
+    for (int i = 0; i < kUnitGroups; ++i) plain.even[i] = plain.odd[i] = {};
+    plain.beside = {};
+    Ids ids{};
+    if (sends && kFast) ids = load_ids(ids_from);
+    const Begins rows = load_begins(p, thread);
+    const uint32_t digest = load_digest(p.in.digest);
+    Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
+    const bool sticky = is_sticky(g);
+    if (sends && kFast) plain.load(p);
+    Ahead ahead{};
+    if (!kFast && begins) {
+      const Item item = sent_item(p, u);
+      const auto token = static_cast<int>(item.row);
+      if (token < p.tokens) load_ahead<kFast>(p, token, item.unit, &ahead);
+    }
+    keep_begins<kFast>(p, scratch, rows);
+    if (sends) mark_tokens<kFast>(p, scratch, thread, ids, scratch.marks(thread));
+    const bool skips = static_cast<int>(step.number & 1) != p.bank;
+    if (skips) ++step.number;
+    step.digest = mix_counted(digest, p.counted), step.note_bits = g.note_bits, step.lands = p.lands;
+    bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
+    const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
+    if (real && p.send && usable && skips && !is_carried(g)) usable = skip_step(g, step);
+    // Before all else: so long as a warp finds and loads its next unit, the link has these. Not of later rounds, of
+    // which nobody knows yet where tokens go.
+    const auto token = static_cast<int>(plain.item.row);
+    const bool stored = begins_plain && token < kRound;
+    if ((stored && usable) || !real) {
+      Place to = find_place(p, scratch, token, 0);
+      if (!real) to.goes = lane() == 0;
+      send_plain(b, &plain, to);
+    }
+    if (real) mark_rest<kFast>(p, scratch, step);
+    const bool first = thread == 0 && blockIdx.x == 0;
+    if (real && first && p.send && usable) say_sent(g, step);
+    if ((usable || !real) && sends)
+      send<kKind>(b, plain, begins_plain, stored && real, ahead, real);  // S7: nobody here waits
+    if (!real) continue;
+    uint32_t arrived = 0;
+    if (p.receive && thread == 0) arrived = begin_end(g, step);
+    if (first) {  // what no peer waits for
+      // Until a block that has seen an error knows all others to be done, or the group is finished, which a combine
+      // sees first. Rows that do not fit go nowhere, and no combine answers.
+      const bool overflow = g.map.shape().exact() && load_fresh<uint32_t>(p.handle.overflow) != 0;
+      if (p.receive) *p.handle.status = overflow ? twRecvOverflow : twSuccess;
+      if (p.in.map != nullptr) *p.handle.digest = digest;
+      clear_counters(g, step);
+    }
+    if (usable) {
+      if (receives) receive<kFast>(b);
+      if (p.tally == Tally::kLast && blockIdx.x == gridDim.x - 1) tally(p);
+    } else if (p.receive) {
+      give_up(b);
+    }
+    if (!p.receive) return;
+    __syncthreads();
+    if (*scratch.failed() != 0) clear_failed(b);
+    if (threadIdx.x != 0) return;
+    end_step(g, step, arrived);
+    say_done(g, step);
+    return;
   }
-  place_rows(p, scratch);
-  if (sends) mark_tokens<kFast>(p, scratch, thread, ids, scratch.marks(thread));
-  const bool skips = static_cast<int>(step.number & 1) != p.bank;
-  if (skips) ++step.number;
-  bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
-  const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
-  if (p.send && usable && skips && !is_carried(g)) usable = skip_step(g, step);
-  // To meet the instructions for any other unit takes a warp 4 us from here; so long the link has these. Not of later
-  // rounds, of which nobody knows yet where tokens go.
-  const auto token = static_cast<int>(plain.item.row);
-  const bool stored = begins_plain && token < kRound;
-  if (stored && usable) send_plain(b, &plain, find_place(p, scratch, token, 0));
-  mark_rest<kFast>(p, scratch, step);
-  const bool first = thread == 0 && blockIdx.x == 0;
-  if (first && p.send && usable) say_sent(g, step);
-  if (usable && sends) send<kKind>(b, plain, stored, ahead);  // S7: nobody here waits
-  uint32_t arrived = 0;
-  if (p.receive && thread == 0) arrived = begin_end(g, step);
-  if (first) {  // what no peer waits for
-    // Until a block that has seen an error knows all others to be done, or the group is finished, which a combine sees
-    // first. Rows that do not fit go nowhere, and no combine answers.
-    const bool overflow = g.map.shape().exact() && load_fresh<uint32_t>(p.handle.overflow) != 0;
-    if (p.receive) *p.handle.status = overflow ? twRecvOverflow : twSuccess;
-    if (p.in.map != nullptr) *p.handle.digest = digest;
-    clear_counters(g, step);
-  }
-  if (usable) {
-    if (receives) receive<kFast>(b);
-    if (p.tally == Tally::kLast && blockIdx.x == gridDim.x - 1) tally(p);
-  } else if (p.receive) {
-    give_up(b);
-  }
-  if (!p.receive) return;
-  __syncthreads();
-  if (*scratch.failed() != 0) clear_failed(b);
-  if (threadIdx.x != 0) return;
-  end_step(g, step, arrived);
-  say_done(g, step);
 }
 
 template <class Use>
@@ -120,8 +157,9 @@ int with_kernel(Kind kind, Use&& use) {
 
 int launch_dispatch(const DispatchParams& params, int grid, bool early, void* stream) {
   if (params.kind == Kind::kLines) return launch_dispatch_lines(params, grid, early, stream);
-  return with_kernel(params.kind,
-                     [&](auto* kernel) { return launch_kernel(kernel, params, grid, params.at.bytes, early, stream); });
+  DispatchParams p = params;
+  p.rehearses = p.rehearses && comes_early(early);
+  return with_kernel(p.kind, [&](auto* kernel) { return launch_kernel(kernel, p, grid, p.at.bytes, early, stream); });
 }
 
 int load_dispatch(const Shape& shape) {

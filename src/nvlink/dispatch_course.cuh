@@ -42,34 +42,43 @@ __device__ inline uint32_t sending_warps(const DispatchParams& p) {
 struct PlainUnit {
   bool there;
   Item item;
-  const std::byte* from;    // in the first payload; the lane's
+  uint32_t at;              // of the lane, in a row of the first payload
+  const std::byte* from;    // there
   uint32_t vectors;         // of the lane, from there on
   const std::byte* second;  // in the second payload; NULL: nothing of it is the lane's
   Vec16 even[kUnitGroups];
   Vec16 odd[kUnitGroups];  // those behind, if the unit is so wide
   Vec16 beside;
-  Choice choice;  // of a unit that what travels beside the row goes with
 
-  // `is`: whether there is one of this number, or else nothing of it is loaded.
+  // `is`: whether there is one of this number, or else nothing of it is loaded or sent.
   __device__ void find(const DispatchParams& p, uint32_t u, bool is) {
     there = is;
     item = sent_item(p, u);
+    const auto row_of = [&](const PayloadIn& payload) {
+      return payload.data + static_cast<int>(item.row) * payload.stride;
+    };
     const auto lane_of = [&](const PayloadIn& payload, uint32_t* count) {
       const Span span = span_of(payload, item.unit);
       const uint32_t v = span.begin + static_cast<uint32_t>(lane());
       *count = is && v < span.end ? (span.end - v + 31) / 32 : 0;
-      return payload.data + static_cast<int>(item.row) * payload.stride + uint64_t{16} * v;
+      return 16 * v;
     };
-    from = lane_of(p.payloads[0], &vectors);
+    at = lane_of(p.payloads[0], &vectors);
+    from = row_of(p.payloads[0]) + at;
     second = nullptr;
     if (p.group.map.shape().payloads < 2) return;
     uint32_t more = 0;
-    const std::byte* const at = lane_of(p.payloads[1], &more);
-    if (more > 0) second = at;
+    const uint32_t beside_at = lane_of(p.payloads[1], &more);
+    if (more > 0) second = row_of(p.payloads[1]) + beside_at;
   }
-  __device__ void pin() { nvlink::pin(item.row, item.unit.number, item.unit.parts, from, vectors, second); }
+  __device__ void pin() { nvlink::pin(item.row, item.unit.number, item.unit.parts, at, from, vectors, second); }
+  __device__ void bring_near(const DispatchParams& p) const {
+    constexpr uint32_t kEach = 128 / 16;  // vectors
+    const Span span = span_of(p.payloads[0], item.unit);
+    const uint32_t v = span.begin + kEach * static_cast<uint32_t>(lane());
+    if (there && v < span.end) nvlink::prefetch(from + 16 * int64_t{v} - at);
+  }
   __device__ void load(const DispatchParams& p) {
-    if (there && has_meta(item.unit)) choice = load_choice(p, static_cast<int>(item.row), lane());
 #pragma unroll
     for (uint32_t i = 0; i < 2 * kUnitGroups; ++i) {
       if (i < vectors) (i < kUnitGroups ? even : odd)[i % kUnitGroups] = load_fresh<Vec16>(from + 512 * i);
@@ -78,16 +87,24 @@ struct PlainUnit {
   }
 };
 
+// use(to) for each rank of a mask, this one, whose rows nobody waits for, last. `to`: lane i's, of rank i.
+template <class Use>
+__device__ inline void visit_ranks(int me, uint32_t ranks, std::byte* to, Use&& use) {
+#pragma unroll 1
+  while (ranks != 0) {
+    const uint32_t others = ranks & ~bit_of(me);
+    const int rank = __ffs(static_cast<int>(others != 0 ? others : ranks)) - 1;
+    ranks &= ~bit_of(rank);
+    use(reinterpret_cast<std::byte*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(to), rank)));
+  }
+}
+
 // Vectors of a payload to all ranks of `to`, of which lane i knows where the row lies at rank i: read once. The first
 // are loaded; those after them are on their way while others are stored.
-__device__ inline void send_vectors(const std::byte* from, Span span, uint32_t ranks, std::byte* to,
+__device__ inline void send_vectors(int me, const std::byte* from, Span span, uint32_t ranks, std::byte* to,
                                     Vec16 (&even)[kUnitGroups], Vec16 (&odd)[kUnitGroups]) {
   const auto store = [&](const Vec16* vectors) {
-#pragma unroll 1
-    for (uint32_t left = ranks; left != 0; left &= left - 1) {
-      const auto at = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(to), __ffs(static_cast<int>(left)) - 1);
-      store_vectors(reinterpret_cast<std::byte*>(at), span, vectors);
-    }
+    visit_ranks(me, ranks, to, [&](std::byte* row) { store_vectors(row, span, vectors); });
   };
   constexpr uint32_t kAtOnce = 32 * kUnitGroups;
 #pragma unroll 1
@@ -106,20 +123,21 @@ __device__ inline void send_vectors(const std::byte* from, Span span, uint32_t r
 // To all ranks of the row. Lane i knows whether it goes to rank i and where it lies there.
 __device__ inline void send_plain(const Block& b, PlainUnit* unit, const Place& place) {
   const DispatchParams& p = b.p;
-  const bool goes = place.goes && place.slot < b.scratch.limit()[lane()];
+  const bool goes = place.goes && (!unit->there || place.slot < b.scratch.limit()[lane()]);
   const uint32_t ranks = __ballot_sync(~0u, goes);
 #pragma unroll 1
   for (int q = 0; q < p.group.map.shape().payloads; ++q) {
     const PayloadIn& payload = p.payloads[q];
     const std::byte* const from = payload.data + static_cast<int>(unit->item.row) * payload.stride;
     std::byte* const to = goes ? place_of(b, q, lane(), place.slot) : nullptr;
-    const Span span = span_of(payload, unit->item.unit);
+    Span span = span_of(payload, unit->item.unit);
+    if (!unit->there) span.end = span.begin;
     if (q > 0) {
       unit->even[0] = unit->beside;
       load_vectors<kUnitGroups - 1>(from, {span.begin + 32, span.end}, unit->even + 1);
       load_vectors(from, {span.begin + 32 * kUnitGroups, span.end}, unit->odd);
     }
-    send_vectors(from, span, ranks, to, unit->even, unit->odd);
+    send_vectors(p.group.me, from, span, ranks, to, unit->even, unit->odd);
   }
 }
 
@@ -131,9 +149,10 @@ __device__ inline void send_beside_row(const Block& b, int token, const Choice& 
   send_beside(b, token, false, place, 0, 0);
   keep_choice(b, token, __popc(__ballot_sync(~0u, place.goes)));
 }
-// Apart from the loop that all warps run, where one unit of a row has it.
-__device__ __noinline__ static void send_beside_apart(Block b, int token, Choice choice, Place place) {
-  send_beside_row(b, token, choice, place);
+// Apart from the loop that all warps run, where one unit of a row has it. The choice is loaded here: with the row,
+// there was no register for it, and a warp waited for it before it asked for anything else.
+__device__ __noinline__ static void send_beside_apart(Block b, int token, Place place) {
+  send_beside_row(b, token, load_choice(b.p, token, lane()), place);
 }
 
 // The last of all warps that have sent rows as they lie tells the peers. S4: each warp has synchronised its threads,
@@ -182,10 +201,11 @@ __device__ inline void tell(const Block& b, int rank, int n) {
 // of its own in the loop, and the warp that routes sends some of the last lines when it has: who sends and takes the
 // others, at the end, has met what that takes.
 //
-// `first`: in usual calls the warp's first unit, if it is of a row as it lies; `sent`: it is, but for what travels
-// beside it. `ahead`: else that.
+// `first`: in usual calls the warp's first unit, if it is of a row as it lies (`found`), and loaded; `sent`: it is, but
+// for what travels beside it. `ahead`: of other calls, that unit, loaded. `real`: else this is a rehearsal of one unit
+// of such a row.
 template <Kind kKind>
-__device__ inline void send(const Block& b, PlainUnit first, bool sent, Ahead ahead) {
+__device__ inline void send(const Block& b, PlainUnit first, bool found, bool sent, Ahead ahead, bool real) {
   constexpr bool kFast = kKind != Kind::kAny;
   const DispatchParams& p = b.p;
   if (p.tokens == 0) {
@@ -197,15 +217,15 @@ __device__ inline void send(const Block& b, PlainUnit first, bool sent, Ahead ah
   const uint32_t given = sending_warps(p);
   const auto blocks = static_cast<uint32_t>(p.roles.sending);
   uint32_t u = sent_shares(p.roles).first;
-  const bool routes = p.tokens > kRound && u >= given;
+  const bool routes = real && p.tokens > kRound && u >= given;
   const uint32_t end = all - static_cast<uint32_t>(p.early);  // of what is drawn
   bool drawn = true;                                          // this unit is, or given
-  bool loaded = true;
+  bool loaded = real && (!kFast || found);
   bool plain = p.first_line > 0;  // and not finished yet
   int round = 0;
   uint32_t ticket = 0;
   const auto draw_next = [&] {  // on its way while this unit is sent
-    ticket = draw(tickets(p.group, b.step), end > given && (drawn || u + blocks >= all) && lane() == 0);
+    ticket = draw(tickets(p.group, b.step), real && end > given && (drawn || u + blocks >= all) && lane() == 0);
   };
   const auto find_next = [&] {
     if (!drawn && u + blocks < all) return u + blocks;
@@ -216,7 +236,7 @@ __device__ inline void send(const Block& b, PlainUnit first, bool sent, Ahead ah
   const auto enter = [&](int last) {
     while (round < last) await_round(b.scratch, ++round);
   };
-  count_first(p, b.scratch, [b](int rank, int n) { tell(b, rank, n); });
+  if (real) count_first(p, b.scratch, [b](int rank, int n) { tell(b, rank, n); });
   if (routes) {
     route_rest<kFast>(p, b.step, [b](int rank, int n) { tell(b, rank, n); });
     loaded = false;
@@ -231,19 +251,23 @@ __device__ inline void send(const Block& b, PlainUnit first, bool sent, Ahead ah
   while (u < all) {
     if (kFast && u < first_line) {
       if (!loaded) {
-        first.find(p, u, true);
+        first.find(p, u, real);
         first.load(p);
       }
       const auto token = static_cast<int>(first.item.row);
       enter(token / kRound);
-      const Place place = find_place(p, b.scratch, token, 0);
+      const bool beside = real && has_meta(first.item.unit);
+      Choice choice{};
+      if (kKind == Kind::kFew && beside) choice = load_choice(p, token, lane());
+      Place place = find_place(p, b.scratch, token, 0);
+      if (!real) place.goes = lane() == 0;
       draw_next();
-      const bool beside = has_meta(first.item.unit);
       // Behind a row it took 8 SMs 514 us instead of 439 to dispatch 4096 tokens: nothing of a warp's was on its way.
-      if (kKind == Kind::kFew && beside) send_beside_row(b, token, first.choice, place);
+      if (kKind == Kind::kFew && beside) send_beside_row(b, token, choice, place);
       if (!sent) send_plain(b, &first, place);
       sent = false;
-      if (kKind != Kind::kFew && beside) send_beside_apart(b, token, first.choice, place);
+      if (kKind != Kind::kFew && beside) send_beside_apart(b, token, place);
+      if (!real) return;
     } else {
       const Item item = sent_item(p, u);
       const auto token = static_cast<int>(item.row);
@@ -256,6 +280,7 @@ __device__ inline void send(const Block& b, PlainUnit first, bool sent, Ahead ah
     loaded = false;
     u = find_next();
   }
+  if (!real) return;
   enter((p.tokens - 1) / kRound);
   if (plain) finish_plain(b);
 }

@@ -10,7 +10,8 @@ __device__ __noinline__ static void clear_failed(Block b) {
   const DispatchParams& p = b.p;
   if (threadIdx.x == 0) say_done(p.group, b.step);  // others may wait here likewise
   await_done(p.group, b.step);
-  place_rows(p, b.scratch);  // which the kernel of lines has not done
+  keep_begins<false>(p, b.scratch,
+                     load_begins(p, static_cast<int>(threadIdx.x)));  // which the kernel of lines has not done
   __syncthreads();
   for (int source = 0; source < b.ranks(); ++source) {
     if (b.scratch.source_error()[source] == twSuccess) continue;

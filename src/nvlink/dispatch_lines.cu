@@ -110,10 +110,7 @@ struct Loaded {
     if (out.high != nullptr) high = load_fresh<uint32_t>(out.high);
     if (out.weight != nullptr) weight = load_fresh<uint32_t>(out.weight);
   }
-  __device__ Choice choice(const DispatchParams& p) const {
-    return {p.in.wide ? static_cast<int64_t>(id | static_cast<uint64_t>(high) << 32) : static_cast<int32_t>(id),
-            __uint_as_float(weight)};
-  }
+  __device__ Choice choice() const { return {id, high, __uint_as_float(weight)}; }
 };
 
 // The handle's copy of a token's routing.
@@ -136,7 +133,7 @@ __device__ inline void send_unit(const Block& b, const Place& place, const Outgo
                                  Loaded<kGroups> loaded) {
   const DispatchParams& p = b.p;
   Vec16& pair = loaded.pair[0];
-  const Choice choice = loaded.choice(p);
+  const Choice choice = loaded.choice();
   uint32_t item = 0;
   if (has_meta(out.unit)) {
     item = checked_item(b, out.token, choice);

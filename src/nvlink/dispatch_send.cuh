@@ -104,16 +104,22 @@ __device__ __noinline__ static void copy_narrow(const std::byte* from, std::byte
   }
 }
 
-// Where a payload of a row lies at a rank.
+// Where a payload's rows begin in a rank's window, if not in the bank; else 0.
+__device__ inline uint64_t load_landing(const DispatchParams& p, int payload, int rank) {
+  if (!p.lands) return 0;
+  return load_fresh<unsigned long long>(p.handle.landing + rank * p.group.map.shape().payloads + payload);
+}
+// Where a payload of a row lies in a window. `landing`: load_landing's.
+__device__ inline std::byte* row_in(const DispatchParams& p, const Step& step, std::byte* window, int payload,
+                                    uint64_t row, uint64_t landing) {
+  const WindowMap& map = p.group.map;
+  if (landing != 0) return window + landing + row * map.shape().payload_bytes[payload];
+  return window + map.payload_row(step.lane, step.bank(), payload, row);
+}
+// The same at a rank.
 __device__ inline std::byte* place_of(const Block& b, int payload, int rank, int slot) {
-  const WindowMap& map = b.p.group.map;
-  std::byte* const window = b.scratch.windows()[rank];
-  const uint64_t row = b.row_at(rank, slot);
-  if (b.p.lands) {
-    const uint64_t begin = load_fresh<unsigned long long>(b.p.handle.landing + rank * map.shape().payloads + payload);
-    if (begin != 0) return window + begin + row * map.shape().payload_bytes[payload];
-  }
-  return window + map.payload_row(b.step.lane, b.step.bank(), payload, row);
+  return row_in(b.p, b.step, b.scratch.windows()[rank], payload, b.row_at(rank, slot),
+                load_landing(b.p, payload, rank));
 }
 
 // A unit of a row that is no line to one of its ranks, in any call.
@@ -266,19 +272,39 @@ __device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ah
   if (has_meta(unit)) keep_choice(b, token, before);
 }
 
-// Where rows begin; by a block, before a barrier.
-__device__ inline void place_rows(const DispatchParams& p, const Scratch& scratch) {
+// Where the rows that come from a rank begin, and where those that go to it do, there; and how many it has room for.
+struct Begins {
+  int32_t here;
+  int32_t there;
+  int32_t limit;
+};
+__device__ inline Begins load_begins(const DispatchParams& p, int rank) {
   const int ranks = p.group.map.shape().ranks;
-  const bool exact = p.group.map.shape().exact();
+  Begins at{rank * p.bound, (is_carried(p.group) ? rank : p.group.me) * p.bound, INT32_MAX};
+  if (rank >= ranks || !p.group.map.shape().exact()) return at;
+  const auto low_half = [&](const void* of) { return static_cast<int32_t>(load_fresh<uint32_t>(of)); };
+  at.here = low_half(p.handle.source + rank);
+  if (!is_carried(p.group)) at.there = low_half(p.handle.begin + rank);
+  at.limit = low_half(p.handle.sent_rows + p.group.me * ranks + rank);
+  return at;
+}
+__device__ inline void bring_begins_near(const DispatchParams& p, int rank) {
+  if (!p.group.map.shape().exact()) return;
+  prefetch(p.handle.source + rank);
+  prefetch(p.handle.begin + rank);
+  prefetch(p.handle.sent_rows + p.group.me * p.group.map.shape().ranks + rank);
+  if (p.lands) prefetch(p.handle.landing + rank * p.group.map.shape().payloads);
+}
+// Those of all ranks, for a block, before a barrier. `at`: of rank threadIdx.x.
+template <bool kFast>
+__device__ inline void keep_begins(const DispatchParams& p, const Scratch& scratch, Begins at) {
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < ranks; i += kThreads) {
-    const auto row = [&](const int64_t* rows) {
-      return static_cast<int32_t>(load_fresh<unsigned long long>(rows + i));
-    };
-    scratch.here()[i] = exact ? row(p.handle.source) : i * p.bound;
-    scratch.there()[i] = is_carried(p.group) ? i * p.bound : exact ? row(p.handle.begin) : p.group.me * p.bound;
-    scratch.limit()[i] =
-        exact ? static_cast<int32_t>(load_fresh<uint32_t>(p.handle.sent_rows + p.group.me * ranks + i)) : INT32_MAX;
+  for (int i = static_cast<int>(threadIdx.x); i < p.group.map.shape().ranks; i += kThreads) {
+    scratch.here()[i] = at.here;
+    scratch.there()[i] = at.there;
+    scratch.limit()[i] = at.limit;
+    if (kFast) return;  // there are no more than 32
+    at = load_begins(p, i + kThreads);
   }
 }
 

@@ -54,9 +54,10 @@ __device__ inline Words<kGroups, std::byte> words_here(const DispatchParams& p, 
 // Lane j: the j-th of the token's 2K ids and weights, as they travel. A bad id acts as -1.
 __device__ inline uint32_t checked_item(const Block& b, int token, const Choice& choice) {
   const int top_k = b.p.group.map.shape().top_k;
-  int32_t id = valid_id(b.p.in, choice.id);
+  const int64_t raw = choice.id(b.p.in);
+  int32_t id = valid_id(b.p.in, raw);
   if ((__match_any_sync(~0u, id) & below(lane())) != 0) id = -1;
-  if (lane() < top_k && id < 0 && choice.id != -1) report_id(b.p.group, b.step, token, lane(), choice.id);
+  if (lane() < top_k && id < 0 && raw != -1) report_id(b.p.group, b.step, token, lane(), raw);
   id = find_slot(b.p, id, token);
   const uint32_t weight = __shfl_sync(~0u, __float_as_uint(choice.weight), lane() - top_k);
   return lane() < top_k ? static_cast<uint32_t>(id) : weight;

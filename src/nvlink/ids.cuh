@@ -6,11 +6,15 @@
 
 namespace tw::nvlink {
 
+// Where the k-th id of a token lies, in bytes.
+__device__ inline int64_t id_offset(const IdsIn& in, int token, int k) {
+  return (token * in.id_stride[0] + k * in.id_stride[1]) << (in.wide ? 3 : 2);
+}
 // An id as the caller has it.
 __device__ inline int64_t raw_id(const IdsIn& in, int token, int k) {
-  const int64_t at = token * in.id_stride[0] + k * in.id_stride[1];
-  return in.wide ? static_cast<int64_t>(load_fresh<unsigned long long>(static_cast<const int64_t*>(in.ids) + at))
-                 : static_cast<int32_t>(load_fresh<uint32_t>(static_cast<const int32_t*>(in.ids) + at));
+  const auto* const at = static_cast<const std::byte*>(in.ids) + id_offset(in, token, k);
+  return in.wide ? static_cast<int64_t>(load_fresh<unsigned long long>(at))
+                 : static_cast<int32_t>(load_fresh<uint32_t>(at));
 }
 __device__ inline float raw_weight(const IdsIn& in, int token, int k) {
   if (in.weights == nullptr) return 1.0f;

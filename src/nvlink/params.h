@@ -25,7 +25,7 @@ inline constexpr int kRound = kThreads;  // tokens that are routed at a time; of
 inline constexpr int kMostLines = 2 * kRound;  // tokens of a bound with which all rows may go as lines
 inline constexpr int kGroup = 32;              // tokens that a warp marks at a time, and that a word has bits for
 inline constexpr int kTailLines = 32;          // of more rows than go as lines, at least so many, the last, do
-inline constexpr int kTailSent = 128;          // in all, of a dispatch's tokens; at most a round
+inline constexpr int kTailSent = 192;          // in all, of a dispatch's tokens; at most a round
 inline constexpr int kTailSummed = 64;         // and of a combine's rows
 inline constexpr int kUnitGroups = 4;          // at most so many groups of lines are one warp's at a time
 inline constexpr int kSummedGroups = 2;        // or so many, of rows that are sums: registers
@@ -267,6 +267,7 @@ struct DispatchParams {
   int32_t tokens;
   int32_t rows;        // of an exact layout: that are shown, those beyond what comes too
   int32_t first_line;  // token from which on rows travel as lines
+  int32_t rehearses;   // whether blocks that send do, if the kernel comes early (dispatch.cu)
   int32_t early;       // units of the last lines that the warps that route send, before any of the others
   int32_t send;
   int32_t receive;
@@ -329,6 +330,7 @@ struct CombineParams {
   int32_t pushed_parts;  // such units of a row
   int32_t turn_chunks;   // that are drawn together
   int32_t drawn;         // turns_ahead
+  int32_t rehearses;     // whether blocks that send do, if the kernel comes early (dispatch.cu)
 };
 
 // Copies out of the window: rank_major outputs that the caller gave, or expert_major ones.

@@ -168,7 +168,8 @@ __device__ inline void await_gate(uint64_t* gate, uint32_t parity) {
 }
 
 // Programmatic dependent launch: the next kernel's blocks may come onto the device, where they find room; and this one
-// touches nothing that an earlier kernel may use before that one has ended (S3). Nothing, in a plain launch.
+// writes nothing that an earlier kernel may use before that one has ended, nor makes anything of what such a one may
+// write (S3). Nothing, in a plain launch.
 __device__ inline void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

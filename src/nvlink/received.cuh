@@ -7,14 +7,24 @@
 
 namespace tw::nvlink {
 
-// A token's k-th id and weight, of lane k % 32 of a warp.
+// A token's k-th id and weight, of lane k % 32 of a warp. An id of 32 bits is not widened before it is used: whoever
+// loads a choice would wait for it there.
 struct Choice {
-  int64_t id;
+  uint32_t low;
+  uint32_t high;  // of an id of 64 bits
   float weight;
+
+  __device__ int64_t id(const IdsIn& in) const {
+    return in.wide ? static_cast<int64_t>(low | static_cast<uint64_t>(high) << 32) : static_cast<int32_t>(low);
+  }
 };
 __device__ inline Choice load_choice(const DispatchParams& p, int token, int k) {
-  if (k >= p.group.map.shape().top_k) return {-1, 0.0f};
-  return {raw_id(p.in, token, k), raw_weight(p.in, token, k)};
+  if (k >= p.group.map.shape().top_k) return {~0u, ~0u, 0.0f};
+  const auto* const id = static_cast<const std::byte*>(p.in.ids) + id_offset(p.in, token, k);
+  Choice choice{load_fresh<uint32_t>(id), ~0u, 1.0f};
+  if (p.in.wide) choice.high = load_fresh<uint32_t>(id + sizeof(uint32_t));
+  if (p.in.weights != nullptr) choice.weight = raw_weight(p.in, token, k);
+  return choice;
 }
 
 // Many ids: whether this one stands among the first 32 too.
@@ -34,13 +44,14 @@ __device__ inline void stage_meta(const DispatchParams& p, const Scratch& scratc
   for (int base = 0; base < top_k; base += 32) {
     const int k = base + lane();
     const Choice choice = base == 0 ? first : load_choice(p, token, k);
-    int32_t id = valid_id(p.in, choice.id);
+    const int64_t raw = choice.id(p.in);
+    int32_t id = valid_id(p.in, raw);
     const uint32_t same = __match_any_sync(~0u, id);
     bool twice = (same & below(lane())) != 0;
-    if (base > 0) twice |= stands_before(first.id, choice.id);
+    if (base > 0) twice |= stands_before(first.id(p.in), raw);
     if (twice) id = -1;
     if (k >= top_k) continue;
-    if (id < 0 && choice.id != -1) report_id(p.group, step, token, k, choice.id);
+    if (id < 0 && raw != -1) report_id(p.group, step, token, k, raw);
     meta[2 + k] = static_cast<uint32_t>(find_slot(p, id, token));
     meta[2 + top_k + k] = __float_as_uint(choice.weight);
   }

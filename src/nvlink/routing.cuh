@@ -125,6 +125,18 @@ __device__ inline Ids load_ids(const DispatchParams& p, int token) {
   return kFast ? load_ids(ids_at(p, token)) : Ids{};
 }
 
+// The slots of a token's ids, apart from the way of calls without a map.
+struct Slots {
+  uint32_t id[kFastIds];
+};
+__device__ __noinline__ static Slots mapped_slots(const DispatchParams& p, Slots ids, uint32_t limit, int token) {
+#pragma unroll
+  for (int i = 0; i < kFastIds; ++i) {
+    ids.id[i] = ids.id[i] < limit ? static_cast<uint32_t>(mapped_slot(p, static_cast<int32_t>(ids.id[i]), token)) : ~0u;
+  }
+  return ids;
+}
+
 // Bit i: one of the token's ids is of rank base + i.
 __device__ inline uint32_t fast_ranks(const DispatchParams& p, const Scratch& scratch, const Ids& ids, int token) {
   const auto& [a, b, c, d] = ids.vector;
@@ -138,10 +150,9 @@ __device__ inline uint32_t fast_ranks(const DispatchParams& p, const Scratch& sc
   const uint32_t* const table = scratch.table();
   if (p.in.map != nullptr) {
     const auto limit = static_cast<uint32_t>(p.in.limit);
+    const Slots slots = mapped_slots(p, {id[0], id[1], id[2], id[3], id[4], id[5], id[6], id[7]}, limit, token);
 #pragma unroll
-    for (int i = 0; i < kFastIds; ++i) {
-      id[i] = id[i] < limit ? static_cast<uint32_t>(mapped_slot(p, static_cast<int32_t>(id[i]), token)) : ~0u;
-    }
+    for (int i = 0; i < kFastIds; ++i) id[i] = slots.id[i];
   }
   uint32_t mask = 0;
 #pragma unroll

@@ -243,6 +243,16 @@ def test_many_large_rows(world, mode, payloads) -> None:
     check(world, one(setup, base, replace(base, tokens=(3, 1200), seed=2, routing="holes")))
 
 
+@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
+def test_many_large_rows_on_a_lane_of_two(world, mode) -> None:
+    """On a device a lane has half of the SMs: few, that send turns of several chunks, but more than have kernels of
+    their own."""
+    setup = Setup(ranks=2, experts=16, top_k=8, hidden=2048, max_tokens=1200, mode=mode, lanes=2)
+    layout = "flat" if setup.exact else "rank_major"
+    base = Round((1200, 1077), weighting="none", rows="bfloat16", out="bfloat16", layout=layout)
+    check(world, one(setup, base, replace(base, tokens=(3, 1200), seed=2, routing="holes")))
+
+
 @pytest.mark.parametrize("kind", ["threads"])
 @pytest.mark.parametrize("payloads", [(), ((32, "uint8"),)])
 def test_many_blocks(world, payloads, monkeypatch) -> None:

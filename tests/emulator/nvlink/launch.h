@@ -5,6 +5,9 @@
 
 namespace tw::nvlink {
 
+// So that all that may be rehearsed is.
+inline bool comes_early(bool) { return true; }
+
 template <class Params>
 int launch_kernel(void (*kernel)(Params), const Params& params, int grid, uint32_t shared, bool early, void* stream,
                   int threads = kThreads) {
