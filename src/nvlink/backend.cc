@@ -260,7 +260,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
                              : kNoneWide;
   if (usual && !lines && !few && p.first_line > 0 && p.tokens > kRound) p.early = early_units(p);
   for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
-  p.rehearses = may_rehearse(p) ? 1 : 0;
+  p.rehearses = may_rehearse(p);
   const int grid = p.roles.grid() + (p.tally == Tally::kApart ? 1 : 0);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early_ && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.

@@ -21,9 +21,9 @@ struct Choice {
 __device__ inline Choice load_choice(const DispatchParams& p, int token, int k) {
   if (k >= p.group.map.shape().top_k) return {~0u, ~0u, 0.0f};
   const auto* const id = static_cast<const std::byte*>(p.in.ids) + id_offset(p.in, token, k);
-  Choice choice{load_fresh<uint32_t>(id), ~0u, 1.0f};
+  Choice choice{load_fresh<uint32_t>(id), ~0u, 0.0f};
   if (p.in.wide) choice.high = load_fresh<uint32_t>(id + sizeof(uint32_t));
-  if (p.in.weights != nullptr) choice.weight = raw_weight(p.in, token, k);
+  choice.weight = raw_weight(p.in, token, k);
   return choice;
 }
 

@@ -230,6 +230,13 @@ def test_many_tokens(world, tokens, top_k) -> None:
     check(world, one(setup, *both(Round((tokens, 371))), Round((2, tokens), seed=4)))
 
 
+def check_many_rows(world, setup) -> None:
+    """Two rounds of up to 1200 tokens between two ranks, whose bfloat16 rows are summed as they are."""
+    layout = "flat" if setup.exact else "rank_major"
+    base = Round((1200, 1077), weighting="none", rows="bfloat16", out="bfloat16", layout=layout)
+    check(world, one(setup, base, replace(base, tokens=(3, 1200), seed=2, routing="holes")))
+
+
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
 @pytest.mark.parametrize("payloads", [(), ((32, "float32"),), ((4112, "uint8"),)])
 def test_many_large_rows(world, mode, payloads) -> None:
@@ -238,9 +245,7 @@ def test_many_large_rows(world, mode, payloads) -> None:
     setup = Setup(
         ranks=2, experts=16, top_k=8, hidden=hidden, combine_hidden=2048, payloads=payloads, max_tokens=1200, mode=mode
     )
-    layout = "flat" if setup.exact else "rank_major"
-    base = Round((1200, 1077), weighting="none", rows="bfloat16", out="bfloat16", layout=layout)
-    check(world, one(setup, base, replace(base, tokens=(3, 1200), seed=2, routing="holes")))
+    check_many_rows(world, setup)
 
 
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
@@ -248,9 +253,7 @@ def test_many_large_rows_on_a_lane_of_two(world, mode) -> None:
     """On a device a lane has half of the SMs: few, that send turns of several chunks, but more than have kernels of
     their own."""
     setup = Setup(ranks=2, experts=16, top_k=8, hidden=2048, max_tokens=1200, mode=mode, lanes=2)
-    layout = "flat" if setup.exact else "rank_major"
-    base = Round((1200, 1077), weighting="none", rows="bfloat16", out="bfloat16", layout=layout)
-    check(world, one(setup, base, replace(base, tokens=(3, 1200), seed=2, routing="holes")))
+    check_many_rows(world, setup)
 
 
 @pytest.mark.parametrize("kind", ["threads"])
