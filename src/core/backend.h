@@ -67,6 +67,9 @@ struct HandleArrays {
   int32_t* status = nullptr;        // twResult_t of the last dispatch, as the device knows it
   void* stream = nullptr;           // of the last dispatch
   int32_t* overflow = nullptr;      // 1: the exchange of counts found too little room, so nothing is sent
+  uint32_t* beside = nullptr;       // the step whose dispatch brought what travels beside rows; 0: none since that
+  bool brought = false;             // it will have, by what is launched: the device alone knows
+  GroupMarks* marks = nullptr;      // [groups of 32 tokens, N] by the exchange of counts
   void* counts_page = nullptr;      // of the backend: where the device tells the host of it
   uint64_t counts_serial = 0;       // of the last exchange that tells the host; 0: none does
   uint64_t page_serial = 0;         // of the last that writes to the page

@@ -24,6 +24,13 @@ struct Destination {
   int32_t slot;
 };
 
+// Of 32 tokens that follow each other and a rank: which of them go there, by bit, and how many before them do. So a
+// token's slot there is the latter and the bits below its own.
+struct GroupMarks {
+  uint32_t going;
+  int32_t before;
+};
+
 // Where a received (row, k) stands by expert.
 struct ExpertRow {
   int32_t expert;  // local; -1: at none of this rank's

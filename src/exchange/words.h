@@ -23,6 +23,7 @@ enum class Mode : uint32_t {
   kCounts = 6,         // no rows, but how many will come (exchange/counts.h)
   kGather = 7,         // n rows of the source lie in its places of the bank (layout/collective_map.h)
   kReduce = 8,         // likewise n partials of the source
+  kDispatchRows = 9,   // as kDispatchLines; what travels beside the rows that are no lines came in an earlier dispatch
 };
 
 inline constexpr uint32_t kMaxCount = (1u << 28) - 1;

@@ -7,6 +7,7 @@
 
 #include "core/group.h"
 #include "core/steps.h"
+#include "nvlink/units.h"
 
 namespace tw::nvlink {
 
@@ -17,63 +18,7 @@ int width_of(std::initializer_list<uint64_t> values) {
   return static_cast<int>(all & (~all + 1));
 }
 
-// Rows of a call shared out to warps: while there are warps without work, in smaller parts. A warp has as much in
-// flight as its unit holds, so large units are for when all warps have some.
-// The first `whole` words of a row lie in one unit.
-Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps, uint32_t most) {
-  Units units{};
-  units.words = static_cast<uint32_t>(words);
-  units.line_bytes = static_cast<uint32_t>(kLineBytes * lines_of(words));
-  units.groups = (units.line_bytes + 4 * kLineBytes - 1) / (4 * kLineBytes);
-  static_assert(words_of(meta_bytes(TW_MAX_TOP_K)) <= uint64_t{kMetaGroups} * 4 * kLineWords);
-  units.unit_groups = whole > 4 * kLineWords ? kMetaGroups : 1;
-  while (units.unit_groups < most && rows * units.groups > warps * units.unit_groups) units.unit_groups *= 2;
-  units.per_row = Divider::make((units.groups + units.unit_groups - 1) / units.unit_groups);
-  return units;
-}
 namespace {
-
-// Rows that units are made for: of few tokens, a warp has one group of lines at a time.
-int64_t unit_rows(bool lines, int32_t tokens, int32_t bound) { return lines && tokens <= kFewTokens ? 0 : bound; }
-// As wide as leave every warp so many units, so that none is left with a long one. (Of 4096 tokens, a dispatch by 24
-// SMs took 189 us with whole rows, 185 with halves, which is this, and 196 with quarters.)
-constexpr int64_t kFewUnits = 16;
-// The same of sums by expert, or weighted: what a unit is made of must be found first. (With 2 KB to a unit, as where
-// rows are only moved, a combine of 4096 tokens took 640 us between two ranks of one device; so, 472.)
-constexpr int64_t kSumUnits = 2;
-WideUnits widen(const Units& units, int64_t rows, int64_t warps, int64_t each) {
-  const auto per_row = [&](uint32_t parts) { return (units.per_row.divisor + parts - 1) / parts; };
-  uint32_t parts = 1;
-  while (per_row(parts) > 1 && rows * per_row(2 * parts) >= warps * each) parts *= 2;
-  return {Divider::make(per_row(parts)), parts, static_cast<uint32_t>(std::max<int64_t>(rows, 0))};
-}
-// With more SMs, those that each warp of a dispatch begins with are of two: what the link takes while the warps meet
-// the instructions behind them.
-WideUnits first_wide(const Units& units, int64_t rows, int64_t warps) {
-  const uint32_t parts = std::min(2u, units.per_row.divisor);
-  const uint32_t per_row = (units.per_row.divisor + parts - 1) / parts;
-  return {Divider::make(per_row), parts, static_cast<uint32_t>(std::min(rows, warps / per_row))};
-}
-// Whether all that warps begin with are rows of the first round as they lie, which are rehearsed.
-bool may_rehearse(const DispatchParams& p) {
-  if (p.roles.apart == 0 || p.first_line <= kRound || p.wide.rows > kRound) return false;
-  const int64_t units = p.wide.units() + int64_t{kRound - p.wide.rows} * p.units.per_row.divisor;
-  return units >= int64_t{p.roles.sending} * kWarps;
-}
-// Of the lines behind other rows, units that go first: two for each block that sends, as usually twice as many receive,
-// which are to take one each. They are none of those that warps begin with.
-int32_t early_units(const DispatchParams& p) {
-  const auto lines = static_cast<int64_t>(p.tokens - p.first_line) * p.units.per_row.divisor;
-  const int64_t begun = int64_t{p.roles.sending} * (kWarps - 1);
-  const int64_t drawn = p.wide.units() + (int64_t{p.tokens} - p.wide.rows) * p.units.per_row.divisor - begun;
-  return static_cast<int32_t>(std::clamp<int64_t>(std::min(lines / 4, drawn), 0, 2 * p.roles.sending));
-}
-constexpr WideUnits kNoneWide{Divider{1, 0, 0}, 1, 0};
-
-// Vectors of a row in a unit.
-uint32_t share_of(uint32_t vectors, const Units& units) {
-  return (vectors + units.per_row.divisor - 1) / units.per_row.divisor;
-}
 
 // Of a dispatch's rows as a stream, and of where they lie.
 struct PayloadFit {
@@ -158,6 +103,8 @@ HandleView NvlinkBackend::view_of(const HandleArrays& handle) const {
   view.expert_begin = handle.expert_begin;
   view.offsets = handle.offsets;
   view.overflow = handle.overflow;
+  view.marks = shape().exact() ? handle.marks : nullptr;
+  view.beside = shape().exact() && view_.line_tokens > 0 ? handle.beside : nullptr;
   view.landing = handle.counts.landing;
   return view;
 }
@@ -247,14 +194,15 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   // With more than a quarter of the device's SMs, units at the end wait longer behind each other. Rows of several
   // payloads are stored in smaller parts, which take an SM longer: 4096 tokens of fp8 with their scales took 109 us
   // with a quarter of the SMs, 97 with a third.
-  const int filling = shape().payloads > 1 ? 33 : 25;
+  const int filling = shape().payloads > 1 ? 33 : shape().exact() ? 26 : 25;
   p.roles = lines ? line_roles(rows, p.units, send && receive, 30, 4)
                   : roles_of(rows, p.units, send && receive,
                              call.bound > view_.line_tokens ? bulk_senders(filling, 80) : max_grid_ / 2);
   const bool few = is_few(p.roles, filling);
   // Those that receive rows as they lie have little to do: a quarter of the SMs is left to the kernel that comes next.
   if (!lines && !few && p.roles.apart) p.roles.receiving = std::min(p.roles.receiving, max_grid_ / 2);
-  p.first_line = first_line(p.tokens, few);
+  const bool known = p.handle.beside != nullptr && handle.brought;
+  p.first_line = first_line(p.tokens, known ? kTailKnown : kTailSent, few);
   p.wide = few               ? widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps, kFewUnits)
            : usual && !lines ? first_wide(p.units, p.first_line, int64_t{p.roles.sending} * (kWarps - 1))
                              : kNoneWide;
@@ -265,6 +213,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early_ && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
   if (send && !capturing && !shape().exact()) handle.source = {};
+  if (send) handle.brought = true;
   handle.stream = call.stream;
   return receive ? run_views(call, handle) : Status{};
 }

@@ -19,8 +19,6 @@ inline Status launched(const char* what, int error) { return error == 0 ? Status
 // The largest power of two up to 16 that divides everything.
 int width_of(std::initializer_list<uint64_t> values);
 inline uint64_t address_of(const void* at) { return reinterpret_cast<uintptr_t>(at); }
-// Rows of a call shared out to warps.
-Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps, uint32_t most = kUnitGroups);
 
 class NvlinkBackend : public Backend {
  public:
@@ -205,9 +203,9 @@ class NvlinkBackend : public Backend {
            bound <= std::min(view_.line_tokens, kMostLines);
   }
   // The token from which on rows travel as lines: so many rows as pass the link in the time of the fence and the word
-  // behind those before them. `few`: of SMs, which take longer for lines.
-  int32_t first_line(int32_t tokens, bool few) const {
-    return tokens <= view_.line_tokens ? 0 : tokens - std::min<int32_t>(view_.line_tokens, tail_of(kTailSent, few));
+  // behind those before them. `all`: such rows of a call. `few`: of SMs, which take longer for lines.
+  int32_t first_line(int32_t tokens, int all, bool few) const {
+    return tokens <= view_.line_tokens ? 0 : tokens - std::min<int32_t>(view_.line_tokens, tail_of(all, few));
   }
   // Such rows for each peer, of so many in all.
   int tail_of(int all, bool few) const {

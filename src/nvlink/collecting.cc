@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "nvlink/backend.h"
+#include "nvlink/units.h"
 
 namespace tw::nvlink {
 

@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   const int token = summed_item(p, received_shares(p.roles).first).token;
   bring_near<kFast>(s, found, token);
   const bool exact = g.map.shape().exact();
-  s.real = !(kKind == Kind::kUsual && p.rehearses && s.sends());
+  s.real = !(kFast && p.rehearses && s.sends());
 #pragma unroll 1
   for (;; s.real = true) {
     if (s.real) await_earlier();

@@ -25,6 +25,8 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   p.tokens = handle.routing.tokens;
   p.alignment = call.alignment;
   p.drop = call.drop ? 1 : 0;
+  p.again = call.again ? 1 : 0;
+  if (!call.again) handle.brought = false;
   std::copy(std::begin(call.landing), std::end(call.landing), p.landing);
   p.send = send;
   p.receive = receive;
@@ -38,8 +40,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   } else if (receive) {
     handle.counts_serial = 0;
   }
-  const int64_t ids = int64_t{p.tokens} * shape().top_k;
-  const int blocks = send ? static_cast<int>(std::clamp<int64_t>((ids + kThreads - 1) / kThreads, 1, max_grid_)) : 1;
+  const int blocks = send ? std::clamp((p.tokens + kCounted - 1) / kCounted, 1, max_grid_) : 1;
   TW_RETURN_IF_FAILED(launched("an exchange of counts", launch_counts(p, blocks, call.stream)));
   // As a dispatch: each replay reads the caller's tensors.
   if (send && !capturing) handle.source = {};

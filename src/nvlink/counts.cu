@@ -15,16 +15,26 @@ namespace {
 struct Tallies {
   unsigned long long* worst;  // [1] the first rank with too little room: its number above, how many rows below
   int64_t* sums;              // [kWarps]
+  uint32_t* marks;            // [kCounted / kGroup, N] of the block's tokens
   int32_t* own;               // [N + E], or NULL
 
+  static constexpr uint32_t kMarks = 8 * (1 + kWarps);
+  static __host__ __device__ uint32_t own_begin(const Shape& shape) {
+    return kMarks + 4 * (kCounted / kGroup) * static_cast<uint32_t>(shape.ranks);
+  }
   static uint32_t bytes(const Shape& shape) {
     const int64_t own = int64_t{shape.ranks} + shape.experts;
-    return static_cast<uint32_t>(8 * (1 + kWarps) + (own <= kMaxTable ? 4 * own : 0));
+    return own_begin(shape) + static_cast<uint32_t>(own <= kMaxTable ? 4 * own : 0);
   }
   __device__ explicit Tallies(const Shape& shape)
       : worst(shared_at<unsigned long long>(0)),
         sums(shared_at<int64_t>(8)),
-        own(shape.ranks + shape.experts <= kMaxTable ? shared_at<int32_t>(8 * (1 + kWarps)) : nullptr) {}
+        marks(shared_at<uint32_t>(kMarks)),
+        own(shape.ranks + shape.experts <= kMaxTable ? shared_at<int32_t>(own_begin(shape)) : nullptr) {}
+  // A token of the block goes to a rank.
+  __device__ void mark(const Shape& shape, int token, int32_t rank) const {
+    atomicOr(&marks[token % kCounted / kGroup * shape.ranks + rank], 1u << (token % kGroup));
+  }
 };
 
 // One counter more for each lane that `counts`, lanes with the same counter together. By a warp.
@@ -33,13 +43,17 @@ __device__ void count_together(int32_t* counters, int at, bool counts) {
   if (counts && (same & below(lane())) == 0) atomicAdd(&counters[at], __popc(same));
 }
 
-// Ids and weights of as many tokens as a warp has lanes for, into the handle, and their rows counted. A bad id acts as
-// -1 and is reported. `top_k`: up to 32.
-__device__ void count_tokens(const CountsParams& p, const Step& step, int32_t* counters, int first) {
+// Tokens that a warp counts at a time, a lane for each id: so many as divide a block's.
+constexpr int together(int top_k) { return top_k <= 8 ? kCounted / kWarps : top_k <= 16 ? 2 : 1; }
+
+// Ids and weights of so many tokens into the handle, and their rows counted and marked. A bad id acts as -1 and is
+// reported. `top_k`: up to 32.
+__device__ void count_tokens(const CountsParams& p, const Step& step, const Tallies& tallies, int32_t* counters,
+                             int first) {
   const Shape& shape = p.group.map.shape();
   const int token = first + lane() / shape.top_k;
   const int k = lane() % shape.top_k;
-  const bool there = lane() < 32 / shape.top_k * shape.top_k && token < p.tokens;
+  const bool there = lane() < together(shape.top_k) * shape.top_k && token < p.tokens;
   const int64_t raw = there ? raw_id(p.in, token, k) : -1;
   const float weight = there ? raw_weight(p.in, token, k) : 0.0f;
   int32_t id = slot_of(p.group, p.in, valid_id(p.in, raw), token);
@@ -51,7 +65,9 @@ __device__ void count_tokens(const CountsParams& p, const Step& step, int32_t* c
   const int32_t rank = id < 0 ? -1 : expert_rank(p.group.experts[id]);
   const uint32_t beside = __match_any_sync(~0u, id < 0 ? -1 - static_cast<long long>(lane()) : key(rank));
   count_together(counters, shape.ranks + id, id >= 0);
-  count_together(counters, rank, id >= 0 && (beside & below(lane())) == 0);
+  const bool first_there = id >= 0 && (beside & below(lane())) == 0;
+  count_together(counters, rank, first_there);
+  if (first_there) tallies.mark(shape, token, rank);
   if (!there || p.in.own) return;
   if (shape.counts_loads != 0 && id >= 0) atomicAdd(&p.handle.choices[raw], 1);
   p.handle.ids[static_cast<int64_t>(token) * shape.top_k + k] = id;
@@ -59,7 +75,8 @@ __device__ void count_tokens(const CountsParams& p, const Step& step, int32_t* c
 }
 
 // The same of one token, by one thread, for any top_k.
-__device__ void count_token(const CountsParams& p, const Step& step, int32_t* counters, int token) {
+__device__ void count_token(const CountsParams& p, const Step& step, const Tallies& tallies, int32_t* counters,
+                            int token) {
   const Shape& shape = p.group.map.shape();
   int32_t* const ids = p.handle.ids + static_cast<int64_t>(token) * shape.top_k;
 #pragma unroll 1
@@ -81,8 +98,35 @@ __device__ void count_token(const CountsParams& p, const Step& step, int32_t* co
     if (id < 0) continue;
     if (shape.counts_loads != 0 && !p.in.own) atomicAdd(&p.handle.choices[raw], 1);
     atomicAdd(&counters[shape.ranks + id], 1);
-    if (!counted) atomicAdd(&counters[rank], 1);
+    if (counted) continue;
+    atomicAdd(&counters[rank], 1);
+    tallies.mark(shape, token, rank);
   }
+}
+
+// kCounted tokens from `first` on, and their marks into the handle. By a block.
+__device__ void count_some(const CountsParams& p, const Step& step, const Tallies& tallies, int32_t* counters,
+                           int first) {
+  const Shape& shape = p.group.map.shape();
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int marks = kCounted / kGroup * shape.ranks;
+  for (int i = thread; i < marks; i += kThreads) tallies.marks[i] = 0;
+  __syncthreads();
+  const int end = min(first + kCounted, p.tokens);
+  if (shape.top_k <= 32) {
+    const int each = together(shape.top_k);
+    for (int token = first + thread / 32 * each; token < end; token += kWarps * each) {
+      count_tokens(p, step, tallies, counters, token);
+    }
+  } else if (first + thread < end) {
+    count_token(p, step, tallies, counters, first + thread);
+  }
+  __syncthreads();
+  const int there = min(marks, (end - first + kGroup - 1) / kGroup * shape.ranks);
+  for (int i = thread; i < there; i += kThreads) {
+    p.handle.marks[int64_t{first / kGroup} * shape.ranks + i].going = tallies.marks[i];
+  }
+  __syncthreads();
 }
 
 // A block's share of the tokens, into the counters of the kernel.
@@ -91,19 +135,10 @@ __device__ void count_share(const CountsParams& p, const Step& step, const Talli
   const int counts = shape.ranks + shape.experts;
   const auto thread = static_cast<int>(threadIdx.x);
   for (int i = thread; tallies.own != nullptr && i < counts; i += kThreads) tallies.own[i] = 0;
-  __syncthreads();
   int32_t* const counters = tallies.own != nullptr ? tallies.own : p.told;
-  const auto block = static_cast<int>(blockIdx.x);
   const auto blocks = static_cast<int>(gridDim.x);
-  if (shape.top_k <= 32) {
-    const int each = 32 / shape.top_k;
-    for (int token = (block * kWarps + thread / 32) * each; token < p.tokens; token += blocks * kWarps * each) {
-      count_tokens(p, step, counters, token);
-    }
-  } else {
-    for (int token = block * kThreads + thread; token < p.tokens; token += blocks * kThreads) {
-      count_token(p, step, counters, token);
-    }
+  for (int first = static_cast<int>(blockIdx.x) * kCounted; first < p.tokens; first += blocks * kCounted) {
+    count_some(p, step, tallies, counters, first);
   }
   __syncthreads();
   for (int i = thread; tallies.own != nullptr && i < counts; i += kThreads) {
@@ -134,6 +169,38 @@ __device__ void tell_counts(const CountsParams& p, const Step& step) {
   __syncthreads();  // S4: what the fence of the words follows
   for (int i = static_cast<int>(threadIdx.x); i < shape.ranks + shape.experts; i += blockDim.x) p.told[i] = 0;
   if (threadIdx.x < 32) publish_words(g, step, Mode::kCounts, [](int) { return 0; });
+}
+
+// How many tokens go to each rank before those of a group: when all are marked, while the words are on their way. By a
+// block, a warp for each rank.
+__device__ void sum_marks(const CountsParams& p) {
+  constexpr int kEach = 4;  // groups of a lane's at a time
+  const int ranks = p.group.map.shape().ranks;
+  const int groups = (p.tokens + kGroup - 1) / kGroup;
+#pragma unroll 1
+  for (int rank = static_cast<int>(threadIdx.x) / 32; rank < ranks; rank += kWarps) {
+    int before = 0;
+#pragma unroll 1
+    for (int first = kEach * lane(); first - kEach * lane() < groups; first += kEach * 32) {
+      GroupMarks* const marks = p.handle.marks + int64_t{first} * ranks + rank;
+      int count[kEach] = {};
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (first + i < groups) count[i] = __popc(load_fresh<uint32_t>(&marks[int64_t{i} * ranks].going));
+      }
+      int mine = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) mine += count[i];
+      const int through = sum_through(mine);
+      int here = before + through - mine;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (first + i < groups) marks[int64_t{i} * ranks].before = here;
+        here += count[i];
+      }
+      before += __shfl_sync(~0u, through, 31);
+    }
+  }
 }
 
 // Waits for all ranks' counts. By a block; all threads learn whether they came.
@@ -221,11 +288,7 @@ __device__ void place_experts(const CountsParams& p, const Step& step, const Tal
     const int expert = base + thread;
     const int32_t rows = expert < experts && !none ? rows_for(p, step, expert) : 0;
     const int64_t padded = int64_t{rows + p.alignment - 1} / p.alignment * p.alignment;
-    int64_t through = padded;
-    for (int by = 1; by < 32; by *= 2) {
-      const int64_t other = __shfl_sync(~0u, static_cast<long long>(through), max(lane() - by, 0));
-      if (lane() >= by) through += other;
-    }
+    int64_t through = sum_through(static_cast<long long>(padded));
     if (lane() == 31) tallies.sums[thread / 32] = through;
     __syncthreads();
     int64_t total = before;
@@ -307,6 +370,7 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
   Step step{next_step(g, p.lane), p.lane, 0, twPhaseCounts, digest};
   begin_at_bank(g, p.bank, &step.number);
   if (p.in.map != nullptr && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.digest = digest;
+  if (p.handle.beside != nullptr && !p.again && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.beside = 0;
   if (__syncthreads_or(is_sticky(g)) != 0) {  // then no other block is the last
     if (p.receive) leave_nothing(p, step, tallies);
     return;
@@ -319,6 +383,7 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
     __syncthreads();
     last = __syncthreads_or(threadIdx.x == 0 && last_to_send(g, step, Roles::one(static_cast<int>(gridDim.x)))) != 0;
     if (last) tell_counts(p, step);
+    if (last) sum_marks(p);
     if (last && threadIdx.x == 0) say_sent(g, step);
   }
   if (p.receive && last) {

@@ -55,6 +55,16 @@ __device__ inline Vec16 load_fresh<Vec16>(const void* from) {
   return {value.x, value.y};
 }
 
+// The sum of a warp's values up to this lane's.
+template <class T>
+__device__ inline T sum_through(T value) {
+  for (int by = 1; by < 32; by *= 2) {
+    const T other = __shfl_sync(~0u, value, max(lane() - by, 0));
+    if (lane() >= by) value += other;
+  }
+  return value;
+}
+
 // Two int32 that lie together, as {a, b} of a T.
 template <class T>
 __device__ inline T load_both(const T* from) {

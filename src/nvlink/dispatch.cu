@@ -19,22 +19,9 @@
 namespace tw::nvlink {
 
 int load_dispatch_lines(const Shape& shape);
+int load_dispatch_placed(const Shape& shape);
 
 namespace {
-
-// What a block's warps share, before a barrier.
-__device__ inline void begin_block(const DispatchParams& p, const Scratch& scratch) {
-  const int thread = static_cast<int>(threadIdx.x);
-  if (p.table) fill_table(p, scratch);
-#pragma unroll 1
-  for (int i = thread; i < p.group.map.shape().ranks; i += kThreads) {
-    scratch.windows()[i] = target_of(p.group, i, p.send);
-    scratch.base(0)[i] = 0;
-    scratch.source_error()[i] = twSuccess;
-  }
-  if (thread == 0) *scratch.failed() = 0, *scratch.plain() = 0, *scratch.routed() = 1;
-  if (thread < kWarps) scratch.progress()[thread] = 0;
-}
 
 // Blocks that send go through all of it twice where they come onto the device early (Kind::kUsual, `rehearses`): first
 // without effect, before the wait for the kernel before. Instructions are met in device memory, as those of the last
@@ -112,28 +99,26 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     const auto token = static_cast<int>(plain.item.row);
     const bool stored = begins_plain && token < kRound;
     if ((stored && usable) || !real) {
-      Place to = find_place(p, scratch, token, 0);
-      if (!real) to.goes = lane() == 0;
-      send_plain(b, &plain, to);
+      const Place to = find_place<false>(p, scratch, token, 0);
+      send_plain(b, &plain, real ? b.target(to) : Target{lane() == 0, 0});
     }
     if (real) mark_rest<kFast>(p, scratch, step);
     const bool first = thread == 0 && blockIdx.x == 0;
     if (real && first && p.send && usable) say_sent(g, step);
     if ((usable || !real) && sends)
-      send<kKind>(b, plain, begins_plain, stored && real, ahead, real);  // S7: nobody here waits
+      send<kKind, false>(b, plain, begins_plain, stored && real, ahead, real, false);  // S7: nobody here waits
     if (!real) continue;
     uint32_t arrived = 0;
     if (p.receive && thread == 0) arrived = begin_end(g, step);
     if (first) {  // what no peer waits for
       // Until a block that has seen an error knows all others to be done, or the group is finished, which a combine
-      // sees first. Rows that do not fit go nowhere, and no combine answers.
-      const bool overflow = g.map.shape().exact() && load_fresh<uint32_t>(p.handle.overflow) != 0;
-      if (p.receive) *p.handle.status = overflow ? twRecvOverflow : twSuccess;
+      // sees first.
+      if (p.receive) *p.handle.status = twSuccess;
       if (p.in.map != nullptr) *p.handle.digest = digest;
       clear_counters(g, step);
     }
     if (usable) {
-      if (receives) receive<kFast>(b);
+      if (receives) receive<kFast>(b, false);
       if (p.tally == Tally::kLast && blockIdx.x == gridDim.x - 1) tally(p);
     } else if (p.receive) {
       give_up(b);
@@ -157,6 +142,7 @@ int with_kernel(Kind kind, Use&& use) {
 
 int launch_dispatch(const DispatchParams& params, int grid, bool early, void* stream) {
   if (params.kind == Kind::kLines) return launch_dispatch_lines(params, grid, early, stream);
+  if (params.handle.marks != nullptr) return launch_dispatch_placed(params, grid, early, stream);
   DispatchParams p = params;
   p.rehearses = p.rehearses && comes_early(early);
   return with_kernel(p.kind, [&](auto* kernel) { return launch_kernel(kernel, p, grid, p.at.bytes, early, stream); });
@@ -165,6 +151,7 @@ int launch_dispatch(const DispatchParams& params, int grid, bool early, void* st
 int load_dispatch(const Shape& shape) {
   const uint32_t bytes = DispatchScratch::make(shape).bytes;
   if (const int error = load_dispatch_lines(shape)) return error;
+  if (const int error = load_dispatch_placed(shape)) return error;
   for (const Kind kind : kBulkKinds) {
     const int error =
         with_kernel(kind, [&](auto* kernel) { return allow_shared(reinterpret_cast<const void*>(kernel), bytes); });

@@ -120,16 +120,15 @@ __device__ inline void send_vectors(int me, const std::byte* from, Span span, ui
   }
 }
 
-// To all ranks of the row. Lane i knows whether it goes to rank i and where it lies there.
-__device__ inline void send_plain(const Block& b, PlainUnit* unit, const Place& place) {
+// To all ranks of the row.
+__device__ inline void send_plain(const Block& b, PlainUnit* unit, const Target& target) {
   const DispatchParams& p = b.p;
-  const bool goes = place.goes && (!unit->there || place.slot < b.scratch.limit()[lane()]);
-  const uint32_t ranks = __ballot_sync(~0u, goes);
+  const uint32_t ranks = __ballot_sync(~0u, target.goes);
 #pragma unroll 1
   for (int q = 0; q < p.group.map.shape().payloads; ++q) {
     const PayloadIn& payload = p.payloads[q];
     const std::byte* const from = payload.data + static_cast<int>(unit->item.row) * payload.stride;
-    std::byte* const to = goes ? place_of(b, q, lane(), place.slot) : nullptr;
+    std::byte* const to = target.goes ? place_of(b, q, lane(), target.row) : nullptr;
     Span span = span_of(payload, unit->item.unit);
     if (!unit->there) span.end = span.begin;
     if (q > 0) {
@@ -174,7 +173,10 @@ __device__ __noinline__ static void finish_plain(Block b) {
   __syncwarp();                    // what lane 0 has synchronised with, all have
   if (p.first_line == p.tokens) {  // there are no lines
     const int token = p.tokens - 1;
-    const auto count = [&](int rank) { return min(b.scratch.through(token, rank), b.scratch.limit()[rank]); };
+    const auto count = [&](int rank) {
+      const int most = b.scratch.limit()[rank];  // of an exact layout: how many there are
+      return p.handle.marks != nullptr ? most : min(b.scratch.through(token, rank), most);
+    };
     return publish_words(g, b.step, Mode::kDispatch, count);
   }
   fence_system();
@@ -185,31 +187,33 @@ __device__ __noinline__ static void finish_plain(Block b) {
 // ---- All of them
 
 // How many go to a rank: to that peer, which may learn it before the rows come where lines certify themselves, and to
-// the handle, whose combine checks what comes back. By one thread of one block.
-__device__ inline void tell(const Block& b, int rank, int n) {
+// the handle, whose combine checks what comes back. By one thread of one block. `known`: is_known.
+__device__ inline void tell(const Block& b, int rank, int n, bool known) {
   const DispatchParams& p = b.p;
   if (blockIdx.x != 0) return;
   n = min(n, b.scratch.limit()[rank]);
   p.handle.send_counts[rank] = n;
   if (p.tokens > 0 && p.first_line == p.tokens) return;  // no lines: a word will say it when the rows are there
-  const Mode mode = p.group.line_tokens > 0 ? Mode::kDispatchLines : Mode::kDispatch;
-  publish_word(p.group, b.step, rank, mode, n, min(n, b.plain_before(rank)));
+  const int plain = min(n, b.plain_before(rank));
+  const Mode lines = known && plain > 0 ? Mode::kDispatchRows : Mode::kDispatchLines;
+  publish_word(p.group, b.step, rank, p.group.line_tokens > 0 ? lines : Mode::kDispatch, n, plain);
 }
 
 // Units of all tokens in order, round by round; the first round is marked. A kernel that waits for another finds its
 // instructions in no cache, and a warp that meets one takes five times as long for it. So each kind of rows has a place
 // of its own in the loop, and the warp that routes sends some of the last lines when it has: who sends and takes the
-// others, at the end, has met what that takes.
+// others, at the end, has met what that takes. `kPlaced`: all rounds are routed, and that warp begins with those.
 //
 // `first`: in usual calls the warp's first unit, if it is of a row as it lies (`found`), and loaded; `sent`: it is, but
 // for what travels beside it. `ahead`: of other calls, that unit, loaded. `real`: else this is a rehearsal of one unit
-// of such a row.
-template <Kind kKind>
-__device__ inline void send(const Block& b, PlainUnit first, bool found, bool sent, Ahead ahead, bool real) {
+// of such a row. `known`: is_known.
+template <Kind kKind, bool kPlaced>
+__device__ inline void send(const Block& b, PlainUnit first, bool found, bool sent, Ahead ahead, bool real,
+                            bool known) {
   constexpr bool kFast = kKind != Kind::kAny;
   const DispatchParams& p = b.p;
   if (p.tokens == 0) {
-    for (int rank = static_cast<int>(threadIdx.x); rank < b.ranks(); rank += kThreads) tell(b, rank, 0);
+    for (int rank = static_cast<int>(threadIdx.x); rank < b.ranks(); rank += kThreads) tell(b, rank, 0, known);
     return;
   }
   const uint32_t first_line = units_before(p, p.first_line);
@@ -234,11 +238,18 @@ __device__ inline void send(const Block& b, PlainUnit first, bool found, bool se
     return end > given && next < end ? next : all;
   };
   const auto enter = [&](int last) {
-    while (round < last) await_round(b.scratch, ++round);
+    while (!kPlaced && round < last) await_round(b.scratch, ++round);
   };
-  if (real) count_first(p, b.scratch, [b](int rank, int n) { tell(b, rank, n); });
+  const auto told = [b, known](int rank, int n) { tell(b, rank, n, known); };
+  if (kPlaced) {
+    for (int rank = static_cast<int>(threadIdx.x); real && rank < b.ranks(); rank += kThreads) {
+      told(rank, b.scratch.limit()[rank]);
+    }
+  } else if (real) {
+    count_first(p, b.scratch, told);
+  }
   if (routes) {
-    route_rest<kFast>(p, b.step, [b](int rank, int n) { tell(b, rank, n); });
+    if (!kPlaced) route_rest<kFast>(p, b.step, told);
     loaded = false;
     drawn = end + blockIdx.x >= all;
     u = end + blockIdx.x;
@@ -256,15 +267,14 @@ __device__ inline void send(const Block& b, PlainUnit first, bool found, bool se
       }
       const auto token = static_cast<int>(first.item.row);
       enter(token / kRound);
-      const bool beside = real && has_meta(first.item.unit);
+      const bool beside = real && !known && has_meta(first.item.unit);
       Choice choice{};
       if (kKind == Kind::kFew && beside) choice = load_choice(p, token, lane());
-      Place place = find_place(p, b.scratch, token, 0);
-      if (!real) place.goes = lane() == 0;
+      const Place place = find_place<kPlaced>(p, b.scratch, token, 0);
       draw_next();
       // Behind a row it took 8 SMs 514 us instead of 439 to dispatch 4096 tokens: nothing of a warp's was on its way.
       if (kKind == Kind::kFew && beside) send_beside_row(b, token, choice, place);
-      if (!sent) send_plain(b, &first, place);
+      if (!sent) send_plain(b, &first, real ? b.target(place) : Target{lane() == 0, 0});
       sent = false;
       if (kKind != Kind::kFew && beside) send_beside_apart(b, token, place);
       if (!real) return;
@@ -275,7 +285,7 @@ __device__ inline void send(const Block& b, PlainUnit first, bool found, bool se
       enter(token / kRound);
       draw_next();
       if (plain && drawn && u >= first_line) finish_plain(b), plain = false;
-      send_unit<kFast>(b, token, item.unit, &ahead);
+      send_unit<kFast, kPlaced>(b, token, item.unit, &ahead, known);
     }
     loaded = false;
     u = find_next();

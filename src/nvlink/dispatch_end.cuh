@@ -2,6 +2,7 @@
 #pragma once
 
 #include "nvlink/dispatch_send.cuh"
+#include "nvlink/tally.cuh"
 
 namespace tw::nvlink {
 
@@ -26,6 +27,33 @@ __device__ __noinline__ static void clear_failed(Block b) {
 // that have begun before may think otherwise, so each that knows clears everything.
 __device__ inline void give_up(const Block& b) {
   for (int i = static_cast<int>(threadIdx.x); i < b.ranks(); i += kThreads) b.scratch.fail(i, twInternalError);
+}
+
+// What a dispatch of an exact layout leaves that no peer waits for. By one thread.
+__device__ inline void leave_status(const Block& b, uint32_t digest) {
+  const DispatchParams& p = b.p;
+  // Until a block that has seen an error knows all others to be done, or the group is finished, which a combine sees
+  // first. Rows that do not fit go nowhere, and no combine answers.
+  const bool overflow = load_fresh<uint32_t>(p.handle.overflow) != 0;
+  if (p.receive) *p.handle.status = overflow ? twRecvOverflow : twSuccess;
+  if (p.in.map != nullptr) *p.handle.digest = digest;
+  clear_counters(p.group, b.step);
+}
+
+// The end of a block, which has sent and received. `arrived`: begin_end's.
+__device__ inline void finish_dispatch(const Block& b, bool usable, uint32_t arrived) {
+  const DispatchParams& p = b.p;
+  if (usable) {
+    if (p.tally == Tally::kLast && blockIdx.x == gridDim.x - 1) tally(p);
+  } else if (p.receive) {
+    give_up(b);
+  }
+  if (!p.receive) return;
+  __syncthreads();
+  if (*b.scratch.failed() != 0) clear_failed(b);
+  if (threadIdx.x != 0) return;
+  end_step(p.group, b.step, arrived);
+  say_done(p.group, b.step);
 }
 
 }  // namespace tw::nvlink

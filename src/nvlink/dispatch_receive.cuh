@@ -58,6 +58,21 @@ __device__ inline void await_words(const Block& b, Sources* sources, Parts<1>* f
   }
 }
 
+// Ids and weights of rows from `first` on, whose words are at `meta`, to where the caller sees them: a thread's part.
+__device__ inline void show_items(const Block& b, const unsigned long long* meta, uint64_t first, int rows,
+                                  uint32_t thread, uint32_t threads) {
+  const DispatchParams& p = b.p;
+  if (p.shown.ids == nullptr && p.shown.weights == nullptr) return;
+  const auto top_k = static_cast<uint32_t>(p.group.map.shape().top_k);
+#pragma unroll 1
+  for (uint32_t i = thread; i < static_cast<uint32_t>(rows) * top_k; i += threads) {
+    const uint32_t row = i / top_k;
+    const auto* const items = reinterpret_cast<const uint32_t*>(meta + row * b.meta_words() + 1);
+    show_item(p, b.scratch, first * top_k + i, load_fresh<uint32_t>(items + (i - row * top_k)),
+              load_fresh<uint32_t>(items + top_k + (i - row * top_k)));
+  }
+}
+
 // Headers, ids and weights of the rows of a source that lie in the window, a warp's part of them. As one run of words,
 // then as one of ids, so that each thread has about one of either.
 __device__ __noinline__ static void take_plain(Block b, int source, int rows, uint32_t warp, uint32_t warps) {
@@ -73,15 +88,14 @@ __device__ __noinline__ static void take_plain(Block b, int source, int rows, ui
     p.handle.meta[first * b.meta_words() + w] = word;
     if (w % b.meta_words() == 0) check_header(p, b.step, word);
   }
-  if (p.shown.ids == nullptr && p.shown.weights == nullptr) return;
-  const auto top_k = static_cast<uint32_t>(p.group.map.shape().top_k);
-#pragma unroll 1
-  for (uint32_t i = thread; i < static_cast<uint32_t>(rows) * top_k; i += warps * 32) {
-    const uint32_t row = i / top_k;
-    const auto* const items = reinterpret_cast<const uint32_t*>(meta + row * b.meta_words() + 1);
-    show_item(p, b.scratch, first * top_k + i, load_fresh<uint32_t>(items + (i - row * top_k)),
-              load_fresh<uint32_t>(items + top_k + (i - row * top_k)));
-  }
+  show_items(b, meta, first, rows, thread, warps * 32);
+}
+
+// Ids and weights of the rows of a source that the handle has from an earlier dispatch, a warp's part of them.
+__device__ __noinline__ static void show_known(Block b, int source, int rows, uint32_t warp, uint32_t warps) {
+  const auto first = static_cast<uint64_t>(b.row(source, 0));
+  const auto* const meta = reinterpret_cast<const unsigned long long*>(b.p.handle.meta) + first * b.meta_words();
+  show_items(b, meta, first, rows, warp * 32 + static_cast<uint32_t>(lane()), warps * 32);
 }
 
 // The i-th of the ids and weights of a row is shown.
@@ -141,7 +155,7 @@ __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t war
   const int threads = static_cast<int>(warps * 32);
   const bool there = sources->begin + lane() < b.ranks();
   const bool other = there && sources->rank != p.group.me;
-  if (clerk && other && source.plain > 0 && source.mode == Mode::kDispatchLines) {
+  if (clerk && other && source.plain > 0 && has_lines(source.mode)) {
     source.error = await_rows(p.group, b.step, sources->rank);
     if (source.error == twTimeout) report_failure(p.group, b.step, twTimeout, sources->rank, source.word);
     if (source.error != twSuccess) source.n = source.plain = 0;
@@ -189,15 +203,34 @@ __device__ inline void take_sources(const Block& b, const Sources& sources, uint
   }
 }
 
-// As many as were announced, or the peer dispatches another handle.
-__device__ inline void check_count(const Block& b, int rank, Source* source) {
-  if (source->error != twSuccess || source->n == expected_rows(b, rank)) return;
+// As many as were announced, and what comes beside them if it has not come yet; or the peer dispatches another handle.
+__device__ inline void check_count(const Block& b, int rank, bool known, Source* source) {
+  if (source->error != twSuccess) return;
+  if (source->n == expected_rows(b, rank) && (known || source->mode != Mode::kDispatchRows)) return;
   source->error = twCallMismatch;
   source->n = source->plain = 0;
 }
 
+// What comes beside rows that are no lines, or has come before: a warp's part. `rows`: whether a lane's source sends
+// any. This rank's own are taken where they are sent.
+__device__ inline void take_beside(const Block& b, const Sources& sources, bool rows, uint32_t warp, uint32_t warps) {
+  const uint32_t known = __ballot_sync(~0u, sources.source.mode == Mode::kDispatchRows);
+  for (uint32_t left = __ballot_sync(~0u, rows); left != 0; left &= left - 1) {
+    const int i = __ffs(static_cast<int>(left)) - 1;
+    const int rank = sources.rank_of(b, i);
+    const int plain = __shfl_sync(~0u, sources.source.plain, i);
+    if ((known >> i & 1) != 0) {
+      show_known(b, rank, plain, warp, warps);
+    } else if (rank != b.p.group.me) {
+      take_meta_lines(b, rank, plain, warp, warps);
+    }
+  }
+}
+
+// `known`: is_known. It is of the next dispatch, if nothing goes wrong: then all ranks have made the same call, and
+// have what this one has sent beside its rows, or the group is finished.
 template <bool kFast>
-__device__ inline void receive(const Block& b) {
+__device__ inline void receive(const Block& b, bool known) {
   const DispatchParams& p = b.p;
   const auto [warp, warps] = received_shares(p.roles);
   if (p.group.map.shape().exact()) {  // beyond all sources
@@ -207,6 +240,7 @@ __device__ inline void receive(const Block& b) {
   // No source has more rows than the bound, so none but lines: then a line's place is known before the word.
   const bool few = p.bound <= p.group.line_tokens;
   const bool clerk = warp == 0;  // alone makes known how many came, and what is wrong
+  bool good = true;
 #pragma unroll 1
   for (int begin = 0; begin < (kFast ? 1 : b.ranks()); begin += 32) {
     Sources sources{begin, min(32, b.ranks() - 1 - begin), {}, 0};
@@ -218,7 +252,7 @@ __device__ inline void receive(const Block& b) {
     if (looked) expect(b, sources, share_of(p.units, static_cast<uint32_t>(sources.count), warp), &lines);
     await_words(b, &sources, &lines);
     const bool valid = begin + lane() < b.ranks();
-    if (p.group.map.shape().exact() && valid) check_count(b, sources.rank, &sources.source);
+    if (p.group.map.shape().exact() && valid) check_count(b, sources.rank, known, &sources.source);
     const twResult_t error = sources.source.error;
     // Each warp has a deadline of its own: one that has passed is the group's, or this warp's rows would be missing
     // where nobody knows it.
@@ -231,17 +265,17 @@ __device__ inline void receive(const Block& b) {
       const bool lost = begin > 0 && is_sticky(p.group);
       p.shown.counts[sources.rank] = p.handle.counts[sources.rank] = lost ? 0 : sources.source.n;
     }
-    for (uint32_t plain = __ballot_sync(~0u, lane() < sources.count && sources.source.plain > 0);
-         p.group.line_tokens > 0 && plain != 0; plain &= plain - 1) {
-      const int i = __ffs(static_cast<int>(plain)) - 1;
-      take_meta_lines(b, sources.rank_of(b, i), __shfl_sync(~0u, sources.source.plain, i), warp, warps);
-    }
+    if (p.group.line_tokens > 0) take_beside(b, sources, valid && sources.source.plain > 0, warp, warps);
     take_sources<kFast>(b, sources, warp, warps, looked, &lines);
     take_slots(b, &sources, warp, warps, clerk);
     if (clerk && valid) {
       if (error == twSuccess) report_source(p.group, b.step, sources.rank, sources.source);
       if (sources.source.error != twSuccess) b.scratch.fail(sources.rank, sources.source.error);
+      good = good && sources.source.error == twSuccess;
     }
+  }
+  if (clerk && __all_sync(~0u, good) && lane() == 0 && !known && p.handle.beside != nullptr) {
+    *p.handle.beside = b.step.low();
   }
 }
 

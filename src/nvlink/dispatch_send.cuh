@@ -5,6 +5,12 @@
 
 namespace tw::nvlink {
 
+// Where a row goes, as lane i knows it of rank i: whether there, and which one it is of those that come there.
+struct Target {
+  bool goes;
+  uint64_t row;
+};
+
 struct Block {
   const DispatchParams& p;
   Scratch scratch;
@@ -17,6 +23,11 @@ struct Block {
   __device__ uint64_t row_at(int rank, int slot) const {
     return static_cast<uint64_t>(int64_t{scratch.there()[rank]} + slot);
   }
+  // In usual calls. `place`: of rank lane().
+  __device__ Target target(const Place& place) const {
+    if (!place.goes || place.slot >= scratch.limit()[lane()]) return {false, 0};
+    return {true, row_at(lane(), place.slot)};
+  }
   __device__ uint32_t meta_words() const { return 1 + static_cast<uint32_t>(p.group.map.shape().top_k); }
   // Rows for a rank that are no lines; known when the round of the first line is routed.
   __device__ int plain_before(int rank) const { return p.first_line > 0 ? scratch.before_lines()[rank] : 0; }
@@ -24,6 +35,20 @@ struct Block {
 
 // Whether a unit holds what travels beside the payloads: all of it lies in the first.
 __device__ inline bool has_meta(const Unit& unit) { return unit.number == 0; }
+
+// What a block's warps share, before a barrier.
+__device__ inline void begin_block(const DispatchParams& p, const Scratch& scratch) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if (p.table) fill_table(p, scratch);
+#pragma unroll 1
+  for (int i = thread; i < p.group.map.shape().ranks; i += kThreads) {
+    scratch.windows()[i] = target_of(p.group, i, p.send);
+    scratch.base(0)[i] = 0;
+    scratch.source_error()[i] = twSuccess;
+  }
+  if (thread == 0) *scratch.failed() = 0, *scratch.plain() = 0, *scratch.routed() = 1;
+  if (thread < kWarps) scratch.progress()[thread] = 0;
+}
 
 // What a warp has loaded of a unit before it knows where the row goes.
 struct Ahead {
@@ -57,6 +82,14 @@ __device__ inline void store_vectors(std::byte* row, const Span& span, const Vec
     if (v < span.end) reinterpret_cast<Vec16*>(row)[v] = vectors[i];
   }
 }
+
+// What travels beside the rows of an exact layout does so once: until counts are exchanged again, its receivers have it
+// (PROTOCOL.md, rows alone). Whether they do: `since`, the low half of the step that brought it, may be 0, and of this
+// very step in a block that comes late. (A dispatch of 4096 tokens took 2 us longer with it.)
+__device__ inline uint32_t load_since(const DispatchParams& p) {
+  return p.handle.beside == nullptr ? 0 : load_fresh<uint32_t>(p.handle.beside);
+}
+__device__ inline bool is_known(const Step& step, uint32_t since) { return since != 0 && since != step.low(); }
 
 // In usual calls: of a row that is lines.
 template <bool kFast>
@@ -117,9 +150,8 @@ __device__ inline std::byte* row_in(const DispatchParams& p, const Step& step, s
   return window + map.payload_row(step.lane, step.bank(), payload, row);
 }
 // The same at a rank.
-__device__ inline std::byte* place_of(const Block& b, int payload, int rank, int slot) {
-  return row_in(b.p, b.step, b.scratch.windows()[rank], payload, b.row_at(rank, slot),
-                load_landing(b.p, payload, rank));
+__device__ inline std::byte* place_of(const Block& b, int payload, int rank, uint64_t row) {
+  return row_in(b.p, b.step, b.scratch.windows()[rank], payload, row, load_landing(b.p, payload, rank));
 }
 
 // A unit of a row that is no line to one of its ranks, in any call.
@@ -129,7 +161,7 @@ __device__ inline void send_any(const Block& b, int token, const Unit& unit, int
   for (int q = 0; q < p.group.map.shape().payloads; ++q) {
     const PayloadIn& payload = p.payloads[q];
     Span span = span_of(payload, unit);
-    std::byte* const to = place_of(b, q, rank, slot);
+    std::byte* const to = place_of(b, q, rank, b.row_at(rank, slot));
     const std::byte* const from = payload.data + token * payload.stride;
     if (payload.width != 16) {
       copy_narrow(from, to, span, payload.width);
@@ -227,12 +259,13 @@ __device__ inline void send_beside(const Block& b, int token, bool lines, const 
   b.p.handle.destinations[at] = {base + lane(), place.slot};
 }
 
-// A unit of a token's row to all its ranks, ascending; in usual calls one that is lines.
-template <bool kFast>
-__device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ahead* ahead) {
+// A unit of a token's row to all its ranks, ascending; in usual calls one that is lines. `known`: is_known.
+template <bool kFast, bool kPlaced>
+__device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ahead* ahead, bool known) {
   const DispatchParams& p = b.p;
   const bool lines = kFast || token >= p.first_line;
-  if (has_meta(unit)) {
+  const bool beside = has_meta(unit) && (lines || !known);
+  if (beside) {
     __syncwarp();  // the warp's place is about to be overwritten
     stage_meta(p, b.scratch, b.step, token, ahead->choice);
     __syncwarp();
@@ -241,7 +274,7 @@ __device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ah
   int before = 0;  // ranks of the token below base
 #pragma unroll 1
   for (int base = 0; base < (kFast ? 1 : b.ranks()); base += kRanksAtOnce) {
-    const Place place = find_place(p, b.scratch, token, base);
+    const Place place = find_place<kPlaced>(p, b.scratch, token, base);
     const uint32_t all = __ballot_sync(~0u, place.goes);
     const auto me = static_cast<uint32_t>(p.group.me - base);
     const uint32_t own = me < kRanksAtOnce ? all & 1u << me : 0;
@@ -266,10 +299,10 @@ __device__ inline void send_unit(const Block& b, int token, const Unit& unit, Ah
         send_any(b, token, unit, p.group.me, slot, *ahead);
       }
     }
-    if (has_meta(unit)) send_beside(b, token, lines, place, base, before);
+    if (beside) send_beside(b, token, lines, place, base, before);
     before += __popc(all);
   }
-  if (has_meta(unit)) keep_choice(b, token, before);
+  if (beside) keep_choice(b, token, before);
 }
 
 // Where the rows that come from a rank begin, and where those that go to it do, there; and how many it has room for.
@@ -295,7 +328,7 @@ __device__ inline void bring_begins_near(const DispatchParams& p, int rank) {
   prefetch(p.handle.sent_rows + p.group.me * p.group.map.shape().ranks + rank);
   if (p.lands) prefetch(p.handle.landing + rank * p.group.map.shape().payloads);
 }
-// Those of all ranks, for a block, before a barrier. `at`: of rank threadIdx.x.
+// Those of all ranks, for a block, before a barrier. `at`: of rank threadIdx.x; other warps' may be anything.
 template <bool kFast>
 __device__ inline void keep_begins(const DispatchParams& p, const Scratch& scratch, Begins at) {
 #pragma unroll 1

@@ -24,8 +24,10 @@ inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kRound = kThreads;  // tokens that are routed at a time; of the first round one by each thread
 inline constexpr int kMostLines = 2 * kRound;  // tokens of a bound with which all rows may go as lines
 inline constexpr int kGroup = 32;              // tokens that a warp marks at a time, and that a word has bits for
+inline constexpr int kCounted = 2 * kGroup;    // and that a block counts at a time, in an exchange of counts
 inline constexpr int kTailLines = 32;          // of more rows than go as lines, at least so many, the last, do
 inline constexpr int kTailSent = 192;          // in all, of a dispatch's tokens; at most a round
+inline constexpr int kTailKnown = 128;         // if those before them go without what travels beside rows
 inline constexpr int kTailSummed = 64;         // and of a combine's rows
 inline constexpr int kUnitGroups = 4;          // at most so many groups of lines are one warp's at a time
 inline constexpr int kSummedGroups = 2;        // or so many, of rows that are sums: registers
@@ -87,9 +89,10 @@ struct GroupView {
   TallyView loads;
 };
 
-// [groups of tokens, N] of a lane; the first round's stay where they are made.
+// [groups of tokens, N] of a lane; the first round's stay where they are made. Of an exact layout handles have them.
 constexpr int64_t mark_words(const Shape& shape) {
-  return shape.max_tokens > kRound ? int64_t{(shape.max_tokens + kGroup - 1) / kGroup} * shape.ranks : 0;
+  const bool later = shape.max_tokens > kRound && !shape.exact();
+  return later ? int64_t{(shape.max_tokens + kGroup - 1) / kGroup} * shape.ranks : 0;
 }
 
 // A handle's arrays. Destinations of token t begin at t * fan_out(); meta rows lie as slots do, [N, b].
@@ -114,6 +117,8 @@ struct HandleView {
   int64_t* expert_begin;  // [L + 1]
   int32_t* offsets;       // [L + 1]
   int32_t* overflow;      // 1: a rank would receive too many rows, and none goes to any
+  GroupMarks* marks;      // [groups, N]; NULL: a dispatch makes its own
+  uint32_t* beside;       // low half of the step that brought what travels beside rows; 0: none. NULL: each brings it
   uint64_t* landing;      // [N, payloads] as of Counts
 };
 
@@ -366,6 +371,7 @@ struct CountsParams {
   int32_t tokens;
   int32_t alignment;               // of an expert's rows in the grouped layout
   int32_t drop;                    // rows beyond a receiver's room, instead of refusing them all
+  int32_t again;                   // the same counts as before: what travelled beside rows stays known
   uint64_t landing[kMaxPayloads];  // as of CountsCall
   int32_t send;
   int32_t receive;
@@ -472,6 +478,7 @@ struct SelfTestParams {
 // Launches; a cudaError_t comes back as int, so that the host side needs no CUDA header for this. `grid` blocks;
 // `early`: the kernel may come onto the device before the one before it in its stream has ended (launch.h).
 int launch_dispatch(const DispatchParams& params, int grid, bool early, void* stream);
+int launch_dispatch_placed(const DispatchParams& params, int grid, bool early, void* stream);
 int launch_dispatch_lines(const DispatchParams& params, int grid, bool early, void* stream);
 int launch_combine_lines(const CombineParams& params, int grid, bool early, void* stream);
 int launch_combine(const CombineParams& params, int grid, bool early, void* stream);

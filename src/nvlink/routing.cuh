@@ -334,13 +334,29 @@ __device__ inline void await_round(const Scratch& scratch, int round) {
   __syncwarp();
 }
 
-// Whether a token goes to rank base + lane(), and its slot there.
+// Whether a token goes to a rank, and its slot there.
 struct Place {
   bool goes;
   int slot;
 };
+
+// The same of an exact layout, whose marks the exchange of counts has made (dispatch_placed.cu).
+__device__ inline GroupMarks load_marks(const DispatchParams& p, int token, int rank) {
+  const int ranks = p.group.map.shape().ranks;
+  if (rank >= ranks) return {0, 0};
+  const uint64_t both = load_fresh<unsigned long long>(p.handle.marks + (int64_t{token / kGroup} * ranks + rank));
+  return {static_cast<uint32_t>(both), static_cast<int32_t>(both >> 32)};
+}
+__device__ inline Place place_in(const GroupMarks& marks, int token) {
+  const int bit = token % kGroup;
+  return {(marks.going >> bit & 1) != 0, marks.before + __popc(marks.going & below(bit))};
+}
+
+// Of rank base + lane().
+template <bool kPlaced>
 __device__ inline Place find_place(const DispatchParams& p, const Scratch& scratch, int token, int base) {
   const int rank = base + lane();
+  if constexpr (kPlaced) return place_in(load_marks(p, token, rank), token);
   if (rank >= p.group.map.shape().ranks || !scratch.goes(token, rank)) return {false, 0};
   return {true, scratch.before(token, rank)};
 }

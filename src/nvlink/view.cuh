@@ -37,11 +37,7 @@ __device__ inline void begin_rows(const ViewParams& p, const Arrived& rows) {
         rows.at[source] = shape.exact() ? static_cast<int>(load_fresh<unsigned long long>(p.handle.source + source))
                                         : source * p.bound;
       }
-      int through = count;
-      for (int by = 1; by < 32; by *= 2) {
-        const int other = __shfl_sync(~0u, through, max(lane() - by, 0));
-        if (lane() >= by) through += other;
-      }
+      const int through = sum_through(count);
       if (source < shape.ranks) rows.begin[source] = before + through - count;
       before += __shfl_sync(~0u, through, 31);
     }

@@ -44,6 +44,9 @@ __device__ inline Mode mode_of(twPhase_t phase) {
   return phase == twPhaseCounts ? Mode::kCounts : Mode::kCombine;
 }
 
+// Of a dispatch: the word may come before the rows.
+__device__ inline bool has_lines(Mode mode) { return mode == Mode::kDispatchLines || mode == Mode::kDispatchRows; }
+
 // The first step of a kernel on a lane: the one after the last that ended. What a kernel loads without knowing it is
 // loaded before, so that all of it is on its way at once: whatever is made of the step waits for it.
 __device__ inline uint64_t next_step(const GroupView& g, int lane) {
@@ -273,9 +276,9 @@ __device__ inline void judge(const Step& step, Source* source) {
   const Word word = unpack(source->word);
   source->mode = word.mode;
   const bool dispatching = step.phase == twPhaseDispatch;
-  const bool fits = dispatching ? word.mode == Mode::kDispatch || word.mode == Mode::kDispatchLines
-                                : word.mode == mode_of(step.phase);
-  const auto plain = word.mode == Mode::kDispatchLines ? static_cast<uint32_t>(step.plain_of(source->note)) : word.n;
+  const bool fits =
+      dispatching ? word.mode == Mode::kDispatch || has_lines(word.mode) : word.mode == mode_of(step.phase);
+  const auto plain = has_lines(word.mode) ? static_cast<uint32_t>(step.plain_of(source->note)) : word.n;
   if (word.step != step.low()) {
     source->error = twInternalError;  // S2 says that nobody is further ahead on this bank
   } else if (word.mode == Mode::kRefused) {
@@ -305,7 +308,7 @@ __device__ inline bool saw(const GroupView& g, const Step& step, int rank, Look 
   source->word = pair.a;
   source->note = pair.b;
   if (!reached(unpack(pair.a).step, step.low())) return false;
-  if (look != Look::kTakesPart && unpack(pair.a).mode != Mode::kDispatchLines) (void)load_acquire(place);
+  if (look != Look::kTakesPart && !has_lines(unpack(pair.a).mode)) (void)load_acquire(place);
   // The note was written before the word or with it, but PTX does not promise that one load shows both.
   if (!step.matches(source->note)) {
     fence_system();

@@ -14,8 +14,8 @@ static_assert(bank_of(0xffffffff) == 1 && bank_of(0) == 0);
 
 TEST(Words, RoundTrip) {
   for (const uint32_t step : {0u, 1u, 0x7fffffffu, 0x80000000u, 0xffffffffu}) {
-    for (const Mode mode :
-         {Mode::kNone, Mode::kDispatch, Mode::kCombine, Mode::kRefused, Mode::kDispatchLines, Mode::kSkip}) {
+    for (const Mode mode : {Mode::kNone, Mode::kDispatch, Mode::kCombine, Mode::kRefused, Mode::kDispatchLines,
+                            Mode::kSkip, Mode::kDispatchRows}) {
       for (const uint32_t n : {0u, 1u, 12345u, kMaxCount}) {
         const Word word{step, mode, n};
         EXPECT_EQ(unpack(pack(word)), word);

@@ -75,6 +75,10 @@ T atomicAdd(T* at, std::type_identity_t<T> by) {
   return before;
 }
 template <class T>
+T atomicOr(T* at, std::type_identity_t<T> bits) {
+  return __atomic_fetch_or(at, bits, __ATOMIC_SEQ_CST);
+}
+template <class T>
 T atomicMin(T* at, std::type_identity_t<T> value) {
   T before = __atomic_load_n(at, __ATOMIC_SEQ_CST);
   while (value < before &&

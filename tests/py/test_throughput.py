@@ -424,6 +424,25 @@ def test_a_rank_that_does_not_count(processes: Any) -> None:
     assert said[0] == "silent" and "rank 0 did not arrive in time in the exchange of counts" in said[1]
 
 
+# ---- one routing, several dispatches -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top_k", [3, 4])  # of 4, ids lie as whole vectors
+@pytest.mark.parametrize("nranks", [2, 3])
+def test_a_routing_that_goes_again(world: Any, nranks: int, top_k: int) -> None:
+    """Of more rows than go as lines, ids and weights travel on devices with the first dispatch of a routing alone. Then
+    another one by the same handle; in leases, whose counts are exchanged again; and after rows that had no room."""
+    setup = Setup(ranks=nranks, experts=2 * nranks + 1, top_k=top_k, max_tokens=700, hidden=8, lanes=2, **EXACT)
+    tokens = (700, 590, 0)[:nranks]
+    first = Round(tokens, layout="flat", again=True, own=True)  # outputs of each dispatch's own, full of rubbish
+    other = replace(first, seed=7, routing="holes", reuse=True)
+    rounds = [first, other, replace(other, seed=8, layout="grouped"), replace(other, seed=9, own=False)]
+    check(world, one(setup, *rounds, slow=nranks - 1))
+    leased = replace(setup, lease_bytes=1 << 20)
+    check(world, one(leased, *(replace(r, lease=True) for r in rounds)))
+    check(world, one(replace(setup, max_recv_tokens=650, overflow="drop"), *rounds))
+
+
 # ---- leases: rows that outlive their step ----------------------------------------------------------------------
 
 LEASED = {"lanes": 2, "payloads": ((1, "uint8"), (17, "uint8")), **EXACT}

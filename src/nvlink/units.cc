@@ -1,0 +1,52 @@
+// How rows of a call are shared out to warps.
+#include "nvlink/units.h"
+
+#include <algorithm>
+
+namespace tw::nvlink {
+
+Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps, uint32_t most) {
+  Units units{};
+  units.words = static_cast<uint32_t>(words);
+  units.line_bytes = static_cast<uint32_t>(kLineBytes * lines_of(words));
+  units.groups = (units.line_bytes + 4 * kLineBytes - 1) / (4 * kLineBytes);
+  static_assert(words_of(meta_bytes(TW_MAX_TOP_K)) <= uint64_t{kMetaGroups} * 4 * kLineWords);
+  units.unit_groups = whole > 4 * kLineWords ? kMetaGroups : 1;
+  while (units.unit_groups < most && rows * units.groups > warps * units.unit_groups) units.unit_groups *= 2;
+  units.per_row = Divider::make((units.groups + units.unit_groups - 1) / units.unit_groups);
+  return units;
+}
+
+WideUnits widen(const Units& units, int64_t rows, int64_t warps, int64_t each) {
+  const auto per_row = [&](uint32_t parts) { return (units.per_row.divisor + parts - 1) / parts; };
+  uint32_t parts = 1;
+  while (per_row(parts) > 1 && rows * per_row(2 * parts) >= warps * each) parts *= 2;
+  return {Divider::make(per_row(parts)), parts, static_cast<uint32_t>(std::max<int64_t>(rows, 0))};
+}
+
+WideUnits first_wide(const Units& units, int64_t rows, int64_t warps) {
+  const uint32_t parts = std::min(2u, units.per_row.divisor);
+  const uint32_t per_row = (units.per_row.divisor + parts - 1) / parts;
+  return {Divider::make(per_row), parts, static_cast<uint32_t>(std::min(rows, warps / per_row))};
+}
+
+bool may_rehearse(const DispatchParams& p) {
+  if (p.roles.apart == 0) return false;
+  const int32_t rows = p.handle.marks != nullptr ? p.first_line : kRound;
+  if (p.first_line < rows || p.wide.rows > rows) return false;
+  const int64_t units = p.wide.units() + (int64_t{rows} - p.wide.rows) * p.units.per_row.divisor;
+  return units >= int64_t{p.roles.sending} * kWarps;
+}
+
+int32_t early_units(const DispatchParams& p) {
+  const auto lines = static_cast<int64_t>(p.tokens - p.first_line) * p.units.per_row.divisor;
+  const int64_t begun = int64_t{p.roles.sending} * (kWarps - 1);
+  const int64_t drawn = p.wide.units() + (int64_t{p.tokens} - p.wide.rows) * p.units.per_row.divisor - begun;
+  return static_cast<int32_t>(std::clamp<int64_t>(std::min(lines / 4, drawn), 0, 2 * p.roles.sending));
+}
+
+uint32_t share_of(uint32_t vectors, const Units& units) {
+  return (vectors + units.per_row.divisor - 1) / units.per_row.divisor;
+}
+
+}  // namespace tw::nvlink
