@@ -294,6 +294,8 @@ def test_run_on_gpus(ranks, layout, gpu, torch, monkeypatch, tmp_path, capsys) -
     few["settings"]["nvlink"]["sm_limit"] = 8
     page = report.together([run, few])
     assert page.count("\n| ") == 6 and page.count("\n| all | gpt") == page.count("\n| 8 | gpt") == 2
+    few["gpu"]["gpu"] = "another"
+    assert report.together([run, few]).count("\n| 8 | another | gpt") == 2
     for row in few["rows"]:
         row["counts_us"] = row["pair_us"]
     with pytest.raises(ValueError, match="different columns"):
@@ -382,7 +384,7 @@ def test_gpu_results_are_checked(torch, monkeypatch) -> None:
     loops = gpu_case.DeviceCase.loops
 
     def spoiled(self) -> list:
-        monkeypatch.setattr(self, "rows", self.rows * 2)
+        monkeypatch.setattr(self, "_rows", self._rows * 2)
         return loops(self)
 
     monkeypatch.setattr(gpu_case.DeviceCase, "loops", spoiled)

@@ -41,7 +41,8 @@ class DeviceCase:
     """What a rank keeps for a case. Everything that a measured call reads or writes is allocated here.
 
     A graph has a handle for each of its dispatches, with a routing that no dispatch has seen: so each replay reads the
-    ids and works out the slots in every dispatch, as the layers of a model do.
+    ids and works out the slots in every dispatch, as the layers of a model do. In high throughput it exchanges all
+    counts anew before it is timed: then its dispatches are the first of their routing in every replay.
     """
 
     def __init__(self, case: Case, group: Group):
@@ -76,17 +77,33 @@ class DeviceCase:
     def _count(self, handle: Handle) -> None:
         """The exchange of counts, and the host learns them: outputs are as large as what comes. Collective."""
         self.group.exchange_counts(handle)
+        self._room = handle.rows_of(self.case.layout) or 0
         handle.learn_rows()
 
     def _allocate(self) -> None:
-        """Memory for what comes: the outputs by expert, and the experts' rows."""
+        """Memory for what comes: the outputs by expert, and the experts' rows. In high throughput for all that there is
+        room for, which a graph needs that exchanges counts itself."""
         case, n, t = self.case, self.case.ranks, self.case.tokens
         lead: tuple[int, ...] = (self.group.num_local_experts, n * t) if self._by_expert else (n, t)
         if case.exact:
-            lead = (self.handle.rows_of(case.layout) or 0,)
-        self.out: dict[str, torch.Tensor] | None = self._outputs(lead) if self._by_expert else None
+            lead = (self._room,)
+        self._out = self._outputs(lead) if self._by_expert else None
         answer = getattr(torch, case.combine_dtype)
-        self.rows = torch.zeros((*lead, case.profile.hidden), dtype=answer, device=self._place)
+        self._rows = torch.zeros((*lead, case.profile.hidden), dtype=answer, device=self._place)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The experts' rows of `handle`."""
+        return self._rows_of(self.handle)
+
+    def _rows_of(self, handle: Handle) -> torch.Tensor:
+        return self._rows[: handle.rows_of(self.case.layout)] if self.case.exact else self._rows
+
+    def _out_of(self, handle: Handle) -> dict[str, torch.Tensor] | None:
+        """The outputs of a dispatch by expert; None: it returns views of the window."""
+        if self._out is None or not self.case.exact:
+            return self._out
+        return {name: tensor[: handle.rows_of(self.case.layout)] for name, tensor in self._out.items()}
 
     def _update(self, handle: Handle) -> None:
         """The routing again: the handle's next dispatch is its first. In high throughput collective."""
@@ -129,7 +146,7 @@ class DeviceCase:
 
     def dispatch(self, handle: Handle) -> Any:
         """rank_major and flat: rows stay in the window, and what is returned are views."""
-        return self._dispatch(handle, self.out)()
+        return self._dispatch(handle, self._out_of(handle))()
 
     def combine(self, handle: Handle) -> None:
         """Of rows in a buffer of the caller's, as experts leave them."""
@@ -144,7 +161,8 @@ class DeviceCase:
         )
 
     def _combine(self, handle: Handle) -> Callable[[], Any]:
-        return partial(self.group.combine, handle, self.rows, weighting=self.case.weighting, out=self.result)
+        rows = self._rows_of(handle)
+        return partial(self.group.combine, handle, rows, weighting=self.case.weighting, out=self.result)
 
     def pair(self, handle: Handle) -> None:
         """Dispatch and combine."""
@@ -154,9 +172,8 @@ class DeviceCase:
     def graphs(self, name: str = "tokenway", told: Callable[[str], None] = lambda _: None) -> Graphs:
         """pair; dispatch alone and combine alone, a handle's again and again: on the lane that it holds, and without
         one; and pairs of one handle, whose routing is known from its first dispatch on ("cached"), as those of a
-        backward pass. In high throughput the pairs' counts are known; their exchange is apart ("counts"). Where the
-        backward pass is measured, it alone ("backward"), and after a pair by the same handle ("both"). told: what
-        comes."""
+        backward pass. In high throughput the exchange of the pairs' counts is apart ("counts"). Where the backward pass
+        is measured, it alone ("backward"), and after a pair by the same handle ("both"). told: what comes."""
 
         def dispatches() -> None:
             first = self.handles[0]
@@ -191,7 +208,14 @@ class DeviceCase:
         for number, (phase, (lead, body)) in enumerate(bodies.items()):
             told(f"capturing {phase} of {name}")
             self._reset_handles(number)
-            replays[phase] = Replay(lambda lead=lead: lead(self.handles[0]), body)  # type: ignore[misc]
+            new = self.handles if self.case.exact and phase in ("pair", "both") else []
+
+            def begin(lead: Callable[[Handle], None] = lead, new: list[Handle] = new) -> None:
+                for handle in new:
+                    self._recount(handle)
+                lead(self.handles[0])
+
+            replays[phase] = Replay(begin, body)
         return Graphs(name, replays)
 
     def _reroute(self, handle: Handle) -> None:
@@ -213,7 +237,7 @@ class DeviceCase:
 
         one = torch.zeros(1, device=self._place)
         loops = [
-            Loop("direct", pairs(self.out)),
+            Loop("direct", pairs(self._out_of(self.handle))),
             Loop("two additions", lambda: (one.add_(1), one.add_(1))),
             Loop("route", lambda: (self._recount if self.case.exact else self._reroute)(self.handle)),
         ]

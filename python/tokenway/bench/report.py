@@ -51,10 +51,11 @@ def markdown(run: dict[str, Any]) -> str:
 
 
 def together(runs: Sequence[dict[str, Any]]) -> str:
-    """One table of runs on GPUs that differ in how many SMs or ranks there were."""
+    """One table of runs on GPUs that differ in how many SMs or ranks there were, and perhaps in the GPUs."""
     apart = {
         "SMs": [str(run["settings"]["nvlink"]["sm_limit"] or "all") for run in runs],
         "ranks": [str(run["settings"]["ranks"]) for run in runs],
+        "GPUs": [run["gpu"]["gpu"] for run in runs],
     }
     apart = {name: values for name, values in apart.items() if len(set(values)) > 1}
     tables = [table.columns(run) for run in runs]
@@ -66,10 +67,11 @@ def together(runs: Sequence[dict[str, Any]]) -> str:
     ]
     dates = sorted(run["date"] for run in runs)
     commits = ", ".join(dict.fromkeys(run["commit"] or "unknown" for run in runs))
+    places = "; ".join(dict.fromkeys(_where(run) for run in runs))
     settings = runs[0]["settings"]
     align = ["---:"] * len(apart) + ["---"] * 2 + ["---:"] * (len(heads) - 2)
     lines = [
-        f"{_where(runs[0])}; commit {commits}; {dates[0]} to {dates[-1]}.",
+        f"{places}; commit {commits}; {dates[0]} to {dates[-1]}.",
         "",
         f"{settings['dtype']}, {settings['layout']}; medians of {settings['iterations']} iterations in "
         f"{settings['rounds']} rounds.",
