@@ -104,7 +104,9 @@ HandleView NvlinkBackend::view_of(const HandleArrays& handle) const {
   view.offsets = handle.offsets;
   view.overflow = handle.overflow;
   view.marks = shape().exact() ? handle.marks : nullptr;
-  view.beside = shape().exact() && view_.line_tokens > 0 ? handle.beside : nullptr;
+  // Whoever does not wait meets words of other steps, of which some say that it is known.
+  const bool once = shape().exact() && view_.line_tokens > 0 && view_.no_wait == 0;
+  view.beside = once ? handle.beside : nullptr;
   view.landing = handle.counts.landing;
   return view;
 }

@@ -25,8 +25,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   p.tokens = handle.routing.tokens;
   p.alignment = call.alignment;
   p.drop = call.drop ? 1 : 0;
-  p.again = call.again ? 1 : 0;
-  if (!call.again) handle.brought = false;
+  handle.brought = false;
   std::copy(std::begin(call.landing), std::end(call.landing), p.landing);
   p.send = send;
   p.receive = receive;

@@ -370,7 +370,8 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
   Step step{next_step(g, p.lane), p.lane, 0, twPhaseCounts, digest};
   begin_at_bank(g, p.bank, &step.number);
   if (p.in.map != nullptr && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.digest = digest;
-  if (p.handle.beside != nullptr && !p.again && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.beside = 0;
+  // Even if the counts are known: a rank that refused an exchange of them would think so, and its peers would not.
+  if (p.handle.beside != nullptr && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.beside = 0;
   if (__syncthreads_or(is_sticky(g)) != 0) {  // then no other block is the last
     if (p.receive) leave_nothing(p, step, tallies);
     return;

@@ -1,5 +1,5 @@
 // Dispatch of an exact layout: the exchange of counts before it has made the marks of all tokens (counts.cu), so that
-// every row's place is two loads away, which go out with the row's own. Nothing is routed here, and a warp that sends
+// every row's place is a load away, which goes out with the row's own. Nothing is routed here, and a warp that sends
 // waits for nobody at all: what it begins with is on the wire before its block has met.
 //
 // Otherwise as dispatch.cu, whose halves these are too. Floor: likewise; of a routing that was dispatched before, of

@@ -371,7 +371,6 @@ struct CountsParams {
   int32_t tokens;
   int32_t alignment;               // of an expert's rows in the grouped layout
   int32_t drop;                    // rows beyond a receiver's room, instead of refusing them all
-  int32_t again;                   // the same counts as before: what travelled beside rows stays known
   uint64_t landing[kMaxPayloads];  // as of CountsCall
   int32_t send;
   int32_t receive;
