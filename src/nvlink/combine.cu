@@ -12,10 +12,10 @@
 
 #include <utility>
 
+#include "nvlink/bulk.h"
 #include "nvlink/chunks.cuh"
 #include "nvlink/combine_end.cuh"
 #include "nvlink/combine_units.cuh"
-#include "nvlink/launch.h"
 
 namespace tw::nvlink {
 
@@ -266,34 +266,28 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   }
 }
 
-template <class Use>
-int with_kernel(twDtype_t wire, Kind kind, Use&& use) {
-  return with_kind(kind, [&](auto of) {
-    constexpr Kind kKind = decltype(of)::value;
-    if (wire == twBfloat16) return use(combine_kernel<twBfloat16, kKind>);
-    return use(wire == twFloat16 ? combine_kernel<twFloat16, kKind> : combine_kernel<twFloat32, kKind>);
-  });
+// Those of a type on the wire.
+auto of_wire(twDtype_t wire) {
+  return [wire](Kind kind, auto&& use) {
+    return with_kind(kind, [&](auto of) {
+      constexpr Kind kKind = decltype(of)::value;
+      if (wire == twBfloat16) return use(combine_kernel<twBfloat16, kKind>);
+      return use(wire == twFloat16 ? combine_kernel<twFloat16, kKind> : combine_kernel<twFloat32, kKind>);
+    });
+  };
 }
 
 }  // namespace
 
 int launch_combine(const CombineParams& params, int grid, bool early, void* stream) {
   if (params.kind == Kind::kLines) return launch_combine_lines(params, grid, early, stream);
-  CombineParams p = params;
-  p.rehearses = p.rehearses && comes_early(early);
-  return with_kernel(p.wire_dtype, p.kind,
-                     [&](auto* kernel) { return launch_kernel(kernel, p, grid, p.at.bytes, early, stream); });
+  return launch_bulk(params, grid, early, stream, of_wire(params.wire_dtype));
 }
 
 int load_combine(const Shape& shape) {
   if (const int error = load_combine_lines(shape)) return error;
   for (const twDtype_t wire : {twBfloat16, twFloat16, twFloat32}) {
-    for (const Kind kind : kBulkKinds) {
-      const int error = with_kernel(wire, kind, [&](auto* kernel) {
-        return allow_shared(reinterpret_cast<const void*>(kernel), CombineScratch::make(shape).bytes);
-      });
-      if (error != 0) return error;
-    }
+    if (const int error = load_bulk(CombineScratch::make(shape).bytes, of_wire(wire))) return error;
   }
   return 0;
 }

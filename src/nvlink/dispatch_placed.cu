@@ -6,10 +6,10 @@
 // the rows alone.
 #include <cuda_runtime.h>
 
+#include "nvlink/bulk.h"
 #include "nvlink/dispatch_course.cuh"
 #include "nvlink/dispatch_end.cuh"
 #include "nvlink/dispatch_receive.cuh"
-#include "nvlink/launch.h"
 #include "nvlink/tally.cuh"
 
 namespace tw::nvlink {
@@ -123,27 +123,17 @@ __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_consta
   }
 }
 
-template <class Use>
-int with_kernel(Kind kind, Use&& use) {
+// Of one kind.
+constexpr auto kWithKernel = [](Kind kind, auto&& use) {
   return with_kind(kind, [&](auto of) { return use(placed_kernel<decltype(of)::value>); });
-}
+};
 
 }  // namespace
 
 int launch_dispatch_placed(const DispatchParams& params, int grid, bool early, void* stream) {
-  DispatchParams p = params;
-  p.rehearses = p.rehearses && comes_early(early);
-  return with_kernel(p.kind, [&](auto* kernel) { return launch_kernel(kernel, p, grid, p.at.bytes, early, stream); });
+  return launch_bulk(params, grid, early, stream, kWithKernel);
 }
 
-int load_dispatch_placed(const Shape& shape) {
-  const uint32_t bytes = DispatchScratch::make(shape).bytes;
-  for (const Kind kind : kBulkKinds) {
-    const int error =
-        with_kernel(kind, [&](auto* kernel) { return allow_shared(reinterpret_cast<const void*>(kernel), bytes); });
-    if (error != 0) return error;
-  }
-  return 0;
-}
+int load_dispatch_placed(const Shape& shape) { return load_bulk(DispatchScratch::make(shape).bytes, kWithKernel); }
 
 }  // namespace tw::nvlink
