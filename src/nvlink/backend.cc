@@ -150,6 +150,49 @@ void NvlinkBackend::fill_landing(const DispatchCall& call, std::byte** landing) 
   }
 }
 
+// Units, blocks and lines of a dispatch of so many words to a row. `known`: what travels beside rows has come before.
+void NvlinkBackend::share_dispatch(uint64_t words, bool known, DispatchParams* params) const {
+  DispatchParams& p = *params;
+  const bool lines = p.kind == Kind::kLines;
+  const bool usual = p.kind != Kind::kAny && !lines;
+  const bool both = p.send && p.receive;
+  const int64_t rows = std::max<int64_t>(p.tokens, static_cast<int64_t>(shape().ranks - 1) * p.bound);
+  const auto units = [&](uint32_t most) {
+    return units_of(words, words_of(meta_bytes(shape().top_k)), unit_rows(lines, p.tokens, p.bound),
+                    int64_t{max_grid_} * kWarps / 2, most);
+  };
+  // A dispatch draws its lines, so narrower units are for longer better: 256 tokens took 15.1 us with two groups, 16.3
+  // with four. (1024 took 60 and 49.)
+  p.units = units(lines && p.bound <= kRound ? kUnitGroups / 2 : kUnitGroups);
+  // With more than a quarter of the device's SMs, usual units at the end wait longer behind each other. Rows of several
+  // payloads are stored in smaller parts, which take an SM longer: 4096 tokens of fp8 with their scales took 109 us
+  // with a quarter of the SMs, 97 with a third.
+  const int filling = shape().payloads > 1 ? 33 : shape().exact() ? 26 : 25;
+  const auto bulk = [&](int percent) {
+    return roles_of(rows, p.units, both, p.bound > view_.line_tokens ? bulk_senders(percent, 80) : max_grid_ / 2);
+  };
+  p.roles = lines ? line_roles(rows, p.units, both, 30, 4) : bulk(filling);
+  const bool few = is_few(p.roles, filling);
+  const Roles more = bulk(kFillingKnown);
+  const bool narrow = known && usual && !few && shape().payloads == 1 && p.tokens > view_.line_tokens &&
+                      more.apart != 0 && more.sending <= more.receiving;
+  p.first_line = first_line(p.tokens, narrow ? kTailNarrow : known ? kTailKnown : kTailSent, few);
+  if (narrow) {
+    p.roles = more;
+    p.units = units(kUnitGroups / 2);
+    p.wide = last_narrow(p.units, p.first_line);
+  } else if (few) {
+    p.wide = widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps, kFewUnits);
+  } else {
+    p.wide = usual ? first_wide(p.units, p.first_line, int64_t{p.roles.sending} * (kWarps - 1)) : kNoneWide;
+  }
+  // Those that receive rows as they lie have little to do: other SMs are left to the kernel that comes next.
+  if (!lines && !few && p.roles.apart) p.roles.receiving = std::min(p.roles.receiving, max_grid_ / 2);
+  if (usual && !few && p.first_line > 0 && p.tokens > kRound) p.early = early_units(p);
+  for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
+  p.rehearses = may_rehearse(p);
+}
+
 Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
@@ -185,32 +228,8 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.whole = fit.width >= 8;
   const bool usual = fit.width == 16 && whole_ids && p.table && shape().payloads <= kFastPayloads &&
                      shape().top_k <= kFastIds && shape().ranks <= kRanksAtOnce;
-  const int64_t arriving = static_cast<int64_t>(shape().ranks - 1) * call.bound;
-  const int64_t rows = std::max<int64_t>(p.tokens, arriving);
-  const bool lines = usual && all_lines(call.bound);
-  p.kind = kind_of(usual, lines);
-  // A dispatch draws its lines, so narrower units are for longer better: 256 tokens took 15.1 us with two groups, 16.3
-  // with four. (1024 took 60 and 49.)
-  p.units = units_of(fit.words, words_of(meta_bytes(shape().top_k)), unit_rows(lines, p.tokens, call.bound),
-                     int64_t{max_grid_} * kWarps / 2, lines && call.bound <= kRound ? 2 : kUnitGroups);
-  // With more than a quarter of the device's SMs, units at the end wait longer behind each other. Rows of several
-  // payloads are stored in smaller parts, which take an SM longer: 4096 tokens of fp8 with their scales took 109 us
-  // with a quarter of the SMs, 97 with a third.
-  const int filling = shape().payloads > 1 ? 33 : shape().exact() ? 26 : 25;
-  p.roles = lines ? line_roles(rows, p.units, send && receive, 30, 4)
-                  : roles_of(rows, p.units, send && receive,
-                             call.bound > view_.line_tokens ? bulk_senders(filling, 80) : max_grid_ / 2);
-  const bool few = is_few(p.roles, filling);
-  // Those that receive rows as they lie have little to do: a quarter of the SMs is left to the kernel that comes next.
-  if (!lines && !few && p.roles.apart) p.roles.receiving = std::min(p.roles.receiving, max_grid_ / 2);
-  const bool known = p.handle.beside != nullptr && handle.brought;
-  p.first_line = first_line(p.tokens, known ? kTailKnown : kTailSent, few);
-  p.wide = few               ? widen(p.units, p.first_line, int64_t{p.roles.sending} * kWarps, kFewUnits)
-           : usual && !lines ? first_wide(p.units, p.first_line, int64_t{p.roles.sending} * (kWarps - 1))
-                             : kNoneWide;
-  if (usual && !lines && !few && p.first_line > 0 && p.tokens > kRound) p.early = early_units(p);
-  for (int q = 0; q < shape().payloads; ++q) p.payloads[q].per_unit = share_of(p.payloads[q].vectors, p.units);
-  p.rehearses = may_rehearse(p);
+  p.kind = kind_of(usual, usual && all_lines(call.bound));
+  share_dispatch(fit.words, p.handle.beside != nullptr && handle.brought, &p);
   const int grid = p.roles.grid() + (p.tally == Tally::kApart ? 1 : 0);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early_ && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.

@@ -188,6 +188,7 @@ class NvlinkBackend : public Backend {
     if (!usual) return Kind::kAny;
     return 4 * max_grid_ <= device_sms_ ? Kind::kFew : Kind::kUsual;
   }
+  void share_dispatch(uint64_t words, bool known, DispatchParams* params) const;
   void share_combine(int64_t returning, bool few, CombineParams* params) const;
   // The same where all rows are lines: while that gives every unit a warp, on half of the SMs, so that the next kernel
   // finds the other half. With more, so many percent of the device's SMs fill the link, and what the others take does

@@ -145,9 +145,9 @@ struct Units {
   uint32_t line_bytes;   // of a row's lines
 };
 
-// The first rows in wider units, of several usual ones each. Where few SMs work all rows that are no lines: there, what
-// a unit costs beside its bytes is what counts. (Where all SMs do, a unit that comes late is: a combine of 4096 tokens
-// took twice as long.) Else those that the warps of a dispatch begin with.
+// The first rows in wider units, of several of the others each. Where few SMs work all rows that are no lines: there,
+// what a unit costs beside its bytes counts. (Where all SMs do, a unit that comes late does: a combine of 4096 tokens
+// took twice as long.) Else those that warps of a dispatch begin with; of rows alone all but the last (units.h).
 struct WideUnits {
   Divider per_row;
   uint32_t parts;  // of the others in one

@@ -30,10 +30,17 @@ WideUnits first_wide(const Units& units, int64_t rows, int64_t warps) {
   return {Divider::make(per_row), parts, static_cast<uint32_t>(std::min(rows, warps / per_row))};
 }
 
+WideUnits last_narrow(const Units& units, int64_t rows) {
+  constexpr int64_t kNarrow = 64;  // rows
+  const uint32_t parts = std::min(2u, units.per_row.divisor);
+  return {Divider::make((units.per_row.divisor + parts - 1) / parts), parts,
+          static_cast<uint32_t>(std::max<int64_t>(0, rows - kNarrow))};
+}
+
 bool may_rehearse(const DispatchParams& p) {
   if (p.roles.apart == 0) return false;
   const int32_t rows = p.handle.marks != nullptr ? p.first_line : kRound;
-  if (p.first_line < rows || p.wide.rows > rows) return false;
+  if (p.first_line < rows || p.wide.rows > static_cast<uint32_t>(rows)) return false;
   const int64_t units = p.wide.units() + (int64_t{rows} - p.wide.rows) * p.units.per_row.divisor;
   return units >= int64_t{p.roles.sending} * kWarps;
 }

@@ -26,11 +26,18 @@ WideUnits widen(const Units& units, int64_t rows, int64_t warps, int64_t each);
 // the instructions behind them.
 WideUnits first_wide(const Units& units, int64_t rows, int64_t warps);
 inline constexpr WideUnits kNoneWide{Divider{1, 0, 0}, 1, 0};
+// Of a dispatch of rows alone by most SMs: usual units, but for the last rows and the lines, whose units (`units`) are
+// half as large, so that warps have less left at the end. Then more SMs may send: with 44 of 132 a dispatch of 4096
+// tokens took 166.4 us; with 34, usual units and 128 lines 167.5. (Of rows with scales it took 0.6 % longer so, with
+// fewer SMs to receive than to send 1 %.)
+WideUnits last_narrow(const Units& units, int64_t rows);
+inline constexpr int kFillingKnown = 34;  // percent of the device's SMs
+inline constexpr int kTailNarrow = 64;    // lines behind them, where others have kTailKnown
 
 // Whether all that warps begin with are rows as they lie, which alone are rehearsed: and of the first round, where the
 // kernel routes them itself.
 bool may_rehearse(const DispatchParams& p);
-// Of the lines behind other rows, units that go first: two for each block that sends, as usually twice as many receive,
+// Of the lines behind other rows, units that go first: two for each block that sends, as up to twice as many receive,
 // which are to take one each. They are none of those that warps begin with.
 int32_t early_units(const DispatchParams& p);
 

@@ -85,7 +85,8 @@ class Player:
         received = self.receive(rounds, pending)
         pending = {}
         for i in self.own_order([i for i in everyone if rounds[i].again]):
-            pending[i] = self.dispatch(rounds[i], handles[i], inputs[i], True)
+            sent = len(rounds) > 1 or rounds[i].send_dispatch  # in an order of its own none may wait for the others
+            pending[i] = self.dispatch(rounds[i], handles[i], inputs[i], sent)
         received |= self.receive(rounds, pending)
         got = [self.snapshot(rounds[i], received[i]) for i in everyone]
         rows = [self.rows(rounds[i], received[i], got[i]) for i in everyone]

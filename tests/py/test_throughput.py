@@ -438,6 +438,8 @@ def test_a_routing_that_goes_again(world: Any, nranks: int, top_k: int) -> None:
     other = replace(first, seed=7, routing="holes", reuse=True)
     rounds = [first, other, replace(other, seed=8, layout="grouped"), replace(other, seed=9, own=False)]
     check(world, one(setup, *rounds, slow=nranks - 1))
+    if top_k == 4:  # the last rows, and lines, in units of half the size, of which a row has 5; the others in 3
+        check(world, one(replace(setup, hidden=2048), first, replace(other, send_dispatch=True)))
     leased = replace(setup, lease_bytes=1 << 20)
     check(world, one(leased, *(replace(r, lease=True) for r in rounds)))
     check(world, one(replace(setup, max_recv_tokens=650, overflow="drop"), *rounds))
