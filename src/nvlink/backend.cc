@@ -291,27 +291,33 @@ Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) 
   return run_view("places by expert", launch_expert_view, p, call.stream);
 }
 
-// Units of a combine whose roles are known. `few`: of SMs.
-void NvlinkBackend::share_combine(int64_t returning, bool few, CombineParams* params) const {
+// Units of a combine whose roles are known. `full`: its senders fill the link, or all rows are lines.
+void NvlinkBackend::share_combine(int64_t returning, bool full, CombineParams* params) const {
   CombineParams& p = *params;
-  const bool sums = p.kind == Kind::kAny && !p.plain && p.sums_fit;
-  const bool wide = few || sums;
+  const bool any = p.kind == Kind::kAny;
+  const bool sums = any && !p.plain && p.sums_fit;
+  const bool wide = sums || !full;
   const int64_t each = sums ? kSumUnits : kFewUnits;
   // Those whose rows come as lines, in narrow units anyway, stay so.
   p.wide = wide ? widen(p.units, p.tokens - p.tail_lines, int64_t{p.roles.receiving} * kWarps, each) : kNoneWide;
+  p.single = p.wide.units() - std::min(p.wide.units(), static_cast<uint32_t>(p.roles.receiving) * kWarps * 7 / 8);
   p.per_unit = share_of(p.vectors, p.units);
   p.joins = wide ? 1 : 0;
   p.pushed = kPushedVectors;
   const auto parts = [&p](uint32_t pushed) { return (p.vectors + pushed - 1) / pushed; };
-  while (wide && (sums || (p.plain && p.vectors_fit)) && parts(p.pushed) > 1 &&
+  // Of usual calls by few SMs whole rows, where so few blocks send that the link has room for more; else halves, with
+  // which warps end sooner. (By 24 a combine of 4096 tokens took 2 us longer with whole rows, by 16 it takes 20 longer
+  // with halves.) By more SMs usual units: by 64 it took 183 us with halves, 171 with those.
+  const bool large = sums || (p.plain && p.vectors_fit && wide && (any || few_sms()));
+  const uint32_t least = any || p.roles.sending < device_sms_ / 16 ? 1 : 2;
+  while (large && parts(p.pushed) > least &&
          returning * parts(2 * p.pushed) >= int64_t{p.roles.sending} * kWarps * each) {
     p.pushed *= 2;
   }
   p.pushed_parts = static_cast<int32_t>(p.sums_fit ? parts(p.pushed) : p.units.per_row.divisor);
   const int items = shape().chunk_rows * p.pushed_parts;
-  // A turn costs a round trip and a fence, whatever is in it: with one row in each, 12 SMs took 113 us for the turns of
-  // 4096 rows alone. With half a row for each warp, those that are free begin the next.
-  p.turn_chunks = few ? std::max(1, kWarps / 2 / items) : 1;
+  const int chunks = any ? kWarps / 2 / items : turn_rows(returning, p.roles.sending, few_sms()) / shape().chunk_rows;
+  p.turn_chunks = full ? 1 : std::max(1, chunks);
   p.drawn = turns_ahead(p.turn_chunks * items);
 }
 
@@ -369,7 +375,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.roles = lines ? line_roles(rows, p.units, send && receive, p.plain ? 20 : 50, 4)
                   : roles_of(rows, p.units, send && receive && !twice && returning > 0,
                              call.bound > view_.line_tokens && p.plain ? bulk_senders(kFilling, 42) : max_grid_ / 2);
-  share_combine(returning, !lines && is_few(p.roles, kFilling), &p);
+  share_combine(returning, lines || !is_few(p.roles, kFilling), &p);
   p.rehearses = p.roles.apart && p.bound > view_.line_tokens;
   if (twice) {
     p.receive = 0;

@@ -186,10 +186,11 @@ class NvlinkBackend : public Backend {
   Kind kind_of(bool usual, bool lines) const {
     if (lines) return Kind::kLines;
     if (!usual) return Kind::kAny;
-    return 4 * max_grid_ <= device_sms_ ? Kind::kFew : Kind::kUsual;
+    return few_sms() ? Kind::kFew : Kind::kUsual;
   }
+  bool few_sms() const { return 4 * max_grid_ <= device_sms_; }
   void share_dispatch(uint64_t words, bool known, DispatchParams* params) const;
-  void share_combine(int64_t returning, bool few, CombineParams* params) const;
+  void share_combine(int64_t returning, bool full, CombineParams* params) const;
   // The same where all rows are lines: while that gives every unit a warp, on half of the SMs, so that the next kernel
   // finds the other half. With more, so many percent of the device's SMs fill the link, and what the others take does
   // not wait behind stores: where half of them sent, 512 tokens took 57 us there and back instead of 52.

@@ -10,8 +10,6 @@
 // where rows lie in the window.
 #include <cuda_runtime.h>
 
-#include <utility>
-
 #include "nvlink/bulk.h"
 #include "nvlink/chunks.cuh"
 #include "nvlink/combine_end.cuh"
@@ -145,8 +143,9 @@ __device__ inline Item summed_item(const CombineParams& p, uint32_t u) {
 // Units of all tokens' sums, in order, to whichever warp is free: some SMs load at a fraction of others' speed, those
 // beside one that sends to a full link. The next unit is drawn when this one's rows are here: who waits holds no other.
 // Few SMs have so many units each that a warp may hold two: who sends the next one is on its way while this one is
-// summed (8 SMs: 475 us for 4096 tokens instead of 529). Blocks that have sent join in where units are wide. `sent`: of
-// the first unit of a block that begins with sums.
+// summed (8 SMs: 475 us for 4096 tokens instead of 529). Whose next one is p.single or a later one draws none before
+// that is begun: else those who wait for the last rows that come would hold the lines behind them. Blocks that have
+// sent join in where units are wide. `sent`: of the first unit of a block that begins with sums.
 template <twDtype_t kWire, Kind kKind>
 __device__ void sum_tokens(const Sum& s, Sent sent) {
   constexpr bool kFast = kKind != Kind::kAny;
@@ -169,20 +168,25 @@ __device__ void sum_tokens(const Sum& s, Sent sent) {
     u = drawn(take_ticket());
     load(u, &sent);
   }
-  uint32_t next = kKind == Kind::kFew ? drawn(take_ticket()) : end;
+  constexpr uint32_t kNone = ~0u;
+  uint32_t next = kKind == Kind::kFew ? drawn(take_ticket()) : kNone;
 #pragma unroll 1
   while (u < end) {
     const Item item = summed_item(p, u);
     Sent after{};
-    if (kKind == Kind::kFew) load(next, &after);
+    if (kKind == Kind::kFew && next != kNone) load(next, &after);
+    const bool draws_one = kKind != Kind::kFew || next == kNone || next < p.single;
     uint32_t ticket = 0;
     const bool as_lines = kKind == Kind::kUsual && item.token < met;
-    sum_unit<kWire, kFast>(s, item.token, item.unit, sent, as_lines, [&] { ticket = take_ticket(); });
-    u = drawn(ticket);
-    if (kKind == Kind::kFew) {
-      std::swap(u, next);
+    sum_unit<kWire, kFast>(s, item.token, item.unit, sent, as_lines, [&] {
+      if (draws_one) ticket = take_ticket();
+    });
+    const uint32_t found = draws_one ? drawn(ticket) : kNone;
+    if (kKind == Kind::kFew && next != kNone) {
+      u = next, next = found;
       sent = after;
     } else {
+      u = found;
       load(u, &sent);
     }
   }

@@ -299,8 +299,9 @@ struct CombineParams {
   GroupView group;
   HandleView handle;
   Units units;
-  WideUnits wide;  // of tokens' sums
-  int32_t joins;   // blocks that have sent sum too
+  WideUnits wide;   // of tokens' sums
+  uint32_t single;  // by few SMs: whose next unit is this or a later one draws none beside it
+  int32_t joins;    // blocks that have sent sum too
   LinesAt lines;
   Roles roles;
   int32_t lane;

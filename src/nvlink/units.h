@@ -34,6 +34,11 @@ WideUnits last_narrow(const Units& units, int64_t rows);
 inline constexpr int kFillingKnown = 34;  // percent of the device's SMs
 inline constexpr int kTailNarrow = 64;    // lines behind them, where others have kTailKnown
 
+// Rows that a block sends in a turn (chunks.cuh), where the blocks do not fill the link. A turn costs a round trip and
+// a fence, whatever is in it: with one row in each, 12 SMs took 113 us for the turns of 4096 rows alone. But what is in
+// the last turns is known to its owners last. `rows`: that all blocks send, at most.
+int turn_rows(int64_t rows, int sending, bool few_sms);
+
 // Whether all that warps begin with are rows as they lie, which alone are rehearsed: and of the first round, where the
 // kernel routes them itself.
 bool may_rehearse(const DispatchParams& p);

@@ -69,6 +69,17 @@ def test_few_sms(world, mode, sm_limit, top_k) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["threads"])
+@pytest.mark.parametrize("sm_limit", [3, 8, 20])
+def test_few_of_many_sms(world, sm_limit, monkeypatch) -> None:
+    """One block of a combine that sends whole rows, or three that send halves; or eight that send usual units, of which
+    those that warps begin with are of several turns. On an emulated device of 32 SMs."""
+    monkeypatch.setenv("TOKENWAY_EMULATOR_SMS", "32")
+    setup = Setup(ranks=2, experts=6, top_k=4, hidden=2400, max_tokens=1100, sm_limit=sm_limit)
+    base = Round((1100, 1037), weighting="none", rows="bfloat16", out="bfloat16")
+    check(world, one(setup, base, replace(base, seed=3, routing="holes", late=True)))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("weighting", ["none", "topk"])
 def test_dtypes(world, layout, weighting) -> None:
