@@ -17,24 +17,32 @@ Units units_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps, uint
   return units;
 }
 
+namespace {
+
+// Units of so many of the others that a row has.
+uint32_t per_row(const Units& units, uint32_t parts) { return (units.per_row.divisor + parts - 1) / parts; }
+// The first rows in such units.
+WideUnits in_parts(const Units& units, uint32_t parts, int64_t rows) {
+  return {Divider::make(per_row(units, parts)), parts, static_cast<uint32_t>(std::max<int64_t>(rows, 0))};
+}
+uint32_t two_of(const Units& units) { return std::min(2u, units.per_row.divisor); }
+
+}  // namespace
+
 WideUnits widen(const Units& units, int64_t rows, int64_t warps, int64_t each) {
-  const auto per_row = [&](uint32_t parts) { return (units.per_row.divisor + parts - 1) / parts; };
   uint32_t parts = 1;
-  while (per_row(parts) > 1 && rows * per_row(2 * parts) >= warps * each) parts *= 2;
-  return {Divider::make(per_row(parts)), parts, static_cast<uint32_t>(std::max<int64_t>(rows, 0))};
+  while (per_row(units, parts) > 1 && rows * per_row(units, 2 * parts) >= warps * each) parts *= 2;
+  return in_parts(units, parts, rows);
 }
 
 WideUnits first_wide(const Units& units, int64_t rows, int64_t warps) {
-  const uint32_t parts = std::min(2u, units.per_row.divisor);
-  const uint32_t per_row = (units.per_row.divisor + parts - 1) / parts;
-  return {Divider::make(per_row), parts, static_cast<uint32_t>(std::min(rows, warps / per_row))};
+  const uint32_t parts = two_of(units);
+  return in_parts(units, parts, std::min(rows, warps / per_row(units, parts)));
 }
 
 WideUnits last_narrow(const Units& units, int64_t rows) {
-  constexpr int64_t kNarrow = 64;  // rows
-  const uint32_t parts = std::min(2u, units.per_row.divisor);
-  return {Divider::make((units.per_row.divisor + parts - 1) / parts), parts,
-          static_cast<uint32_t>(std::max<int64_t>(0, rows - kNarrow))};
+  constexpr int64_t kNarrow = 64;
+  return in_parts(units, two_of(units), rows - kNarrow);
 }
 
 int turn_rows(int64_t rows, int sending, bool few_sms) {
