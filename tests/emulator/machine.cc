@@ -112,9 +112,8 @@ class Block {
 
   const Place& where() const { return place_; }
   void yield(State state) {
-    Fiber& fiber = *running_;
-    fiber.state = state;
-    scheduler_ = scheduler_.resume();
+    running_->state = state;
+    leave();
   }
   uint64_t collect(Collective kind, uint32_t mask, uint64_t value, uint32_t argument);
   Votes meet(bool vote);
@@ -122,7 +121,10 @@ class Block {
   bool lucky(uint32_t one_in) { return random_() % one_in == 0; }
 
  private:
-  void resume(Fiber& fiber);
+  void jump(context::continuation& from, context::continuation& to);
+  void enter(Fiber& fiber);
+  context::continuation& next();
+  void leave();
   bool turn(int warp);
   void serve_accesses(int warp);
   void finish(Fiber* warp, uint32_t mask);
@@ -135,6 +137,7 @@ class Block {
   std::vector<Fiber> fibers_;
   Fiber* running_ = nullptr;
   context::continuation scheduler_;
+  context::continuation* left_ = nullptr;  // where the continuation of who jumped last belongs
   int in_barrier_ = 0;
   int over_ = 0;
   Votes votes_{};
@@ -174,11 +177,37 @@ void Block::fail(const char* what, const Fiber& fiber) const {
   std::abort();
 }
 
-void Block::resume(Fiber& fiber) {
+// Returns when somebody jumps back.
+void Block::jump(context::continuation& from, context::continuation& to) {
+  left_ = &from;
+  context::continuation came = to.resume();
+  *left_ = std::move(came);
+}
+
+void Block::enter(Fiber& fiber) {
   running_ = &fiber;
   place_.thread = fiber.thread;
-  fiber.state = State::kRuns;
-  fiber.body = fiber.body.resume();
+}
+
+// Who goes on behind the running fiber: the next of its warp that can, else the scheduler. Straight from one to the
+// other, as the way through the scheduler would be two jumps, which are most of what a kernel costs here.
+context::continuation& Block::next() {
+  const int lane = static_cast<int>(running_->thread.x % kWarp);
+  Fiber* const warp = running_ - lane;
+  const int size = std::min<int>(kWarp, count_ - static_cast<int>(warp - fibers_.data()));
+  for (int i = 1; i < size; ++i) {
+    Fiber& fiber = warp[lane + i < size ? lane + i : lane + i - size];
+    if (fiber.state != State::kRuns) continue;
+    enter(fiber);
+    return fiber.body;
+  }
+  return scheduler_;
+}
+
+// Until the state of the running fiber, which is no longer kRuns, is so again.
+void Block::leave() {
+  Fiber& me = *running_;
+  jump(me.body, next());
 }
 
 // Lets the fibers of a warp go on until all wait. Whether any went.
@@ -190,14 +219,12 @@ bool Block::turn(int warp) {
     if (fibers[i].state == State::kPolls) fibers[i].state = State::kRuns;
   }
   bool went = false;
-  for (bool again = true; again;) {
-    again = false;
-    for (int i = 0; i < size; ++i) {
-      Fiber& fiber = fibers[(first + i) % size];
-      if (fiber.state != State::kRuns) continue;
-      again = went = true;
-      resume(fiber);
-    }
+  for (int i = 0; i < size && !went; ++i) {
+    Fiber& fiber = fibers[(first + i) % size];
+    if (fiber.state != State::kRuns) continue;
+    went = true;
+    enter(fiber);
+    jump(scheduler_, fiber.body);
   }
   for (int i = 0; i < size; ++i) {
     if (fibers[i].state != State::kInAccess) continue;
@@ -247,8 +274,10 @@ uint64_t Block::collect(Collective kind, uint32_t mask, uint64_t value, uint32_t
   fiber.argument = argument;
   if ((mask >> lane & 1) == 0) fail("a collective whose mask leaves the thread out", fiber);
   fiber.state = State::kInCollective;
+  // Up to the first that is yet to come, which mostly is the next: the last to come looks at all.
   bool all = true;
-  for (int i = 0; i < size; ++i) {
+  for (int n = 1; n < size && all; ++n) {
+    const int i = lane + n < size ? lane + n : lane + n - size;
     const Fiber& other = warp[i];
     if ((mask >> i & 1) == 0) continue;
     if (other.state == State::kOver) fail("a collective with a thread that has ended", fiber);
@@ -262,7 +291,7 @@ uint64_t Block::collect(Collective kind, uint32_t mask, uint64_t value, uint32_t
   if (all) {
     finish(warp, fiber.mask);
   } else {
-    scheduler_ = scheduler_.resume();
+    leave();
   }
   return fiber.value;
 }
@@ -333,11 +362,13 @@ void Block::run() {
     Fiber& fiber = fibers_[i];
     fiber.thread = {static_cast<unsigned>(i), 0, 0};
     fiber.body = context::callcc(std::allocator_arg, Pooled{}, [this, &fiber](context::continuation&& back) {
-      scheduler_ = back.resume();  // it exists; the first turn comes
+      context::continuation came = back.resume();  // it exists; the first turn comes
+      *left_ = std::move(came);
       kernel_();
       fiber.state = State::kOver;
       ++over_;
-      return std::move(scheduler_);
+      left_ = &fiber.body;
+      return std::move(next());
     });
   }
   const int warps = (count_ + kWarp - 1) / kWarp;
