@@ -2,7 +2,7 @@
 """Builds the CUDA backend for emulated GPUs and runs the tests of behaviour against it.
 
     python tests/emulator/run.py                         all of them
-    python tests/emulator/run.py --quick                 ranks as threads alone, and no deaths
+    python tests/emulator/run.py --quick                 ranks as threads alone, no deaths, and half of the examples
     python tests/emulator/run.py --carried               the portable backend: devices apart, whose blocks gloo moves
     python tests/emulator/run.py -k rounds -x            arguments of pytest
 
@@ -56,6 +56,7 @@ def main(arguments: list[str]) -> int:
     if "--quick" in arguments:
         arguments = [a for a in arguments if a != "--quick"]
         names, chosen = QUICK[0], ["-k", QUICK[1]]
+        os.environ.setdefault("EXAMPLES", "12")
     backend = "emulated"
     if "--carried" in arguments:
         arguments = [a for a in arguments if a != "--carried"]

@@ -249,10 +249,11 @@ def _rank_major_answers(
             expert = np.where(np.append(home, -1)[expert] == rank, expert, -1)
         else:
             expert = expert_at[expert]
-        term = affine(wide, expert[..., None])
+        here = expert >= 0  # the others would cost as much, and be thrown away
+        term = affine(wide[here], expert[here, None])
         if round_.weighting == "none":
-            term = weights[..., k, None] * term
-        total = np.where(expert[..., None] >= 0, total + term, total)
+            term = weights[here, k, None] * term
+        total[here] += term
     return total
 
 
@@ -264,7 +265,8 @@ def affine(tokens: np.ndarray, expert: Any) -> np.ndarray:
 
 def _widen(tokens: np.ndarray, width: int) -> np.ndarray:
     """Tokens as float32 of combine's width."""
-    return tokens.astype(np.float32)[..., np.arange(width) % tokens.shape[-1]]
+    wide = tokens.astype(np.float32)
+    return wide if width == tokens.shape[-1] else wide[..., np.arange(width) % tokens.shape[-1]]
 
 
 # ---- the judge -----------------------------------------------------------------------------------
@@ -369,7 +371,7 @@ def same(what: str, got: np.ndarray, want: np.ndarray, where: str = "") -> None:
         f"{what}: {got.dtype} {got.shape}, not {want.dtype} {want.shape}; {where}"
     )
     bad = as_bits(got) != as_bits(want)
-    if got.dtype.name in FLOATS:
+    if bad.any() and got.dtype.name in FLOATS:
         bad &= ~(np.isnan(got.astype(np.float32)) & np.isnan(want.astype(np.float32)))
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])

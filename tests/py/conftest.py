@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import os
 import shutil
@@ -51,6 +53,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("EXAMPLES", "25")  # a device's time is dear, and the CPU's run has the many
 
 
+def names(item: pytest.Item) -> list[str]:
+    """Of the fixtures that a test takes."""
+    return getattr(item, "fixturenames", [])
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What has been imported stays: tests that collect garbage need not look through it each time."""
+    if not NO_TORCH and (harness.CHOSEN != ["cpu"] or any("torch" in names(item) for item in session.items)):
+        with contextlib.suppress(ImportError):
+            import torch  # noqa: F401
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", harness.CHOSEN, indirect=True, scope="session")
@@ -66,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     elsewhere = pytest.mark.skip(reason="is about the CPU backend, or about none: the run without --backend has it")
     for item in items:
-        if "backend" not in getattr(item, "fixturenames", ()):
+        if "backend" not in names(item):
             item.add_marker(elsewhere)
 
 

@@ -54,6 +54,7 @@ class Cuda:
     death_seen = 2.0  # seconds until a dead peer is known of
     knows_calls = True  # peers of a refused call need not know what it would have moved
     lacks: frozenset[str] = frozenset()  # what tests say they need, by the mark `needs`
+    large = 2048  # elements of rows that kernels move as large ones
 
     @staticmethod
     @functools.cache

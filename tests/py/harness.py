@@ -45,6 +45,7 @@ class Cpu:
     death_seen = 1.0  # seconds until a dead peer is known of
     knows_calls = True  # peers of a refused call need not know what it would have moved
     lacks: frozenset[str] = frozenset()  # what tests say they need, by the mark `needs`
+    large = 576  # elements of rows that are large: here, that are summed in several blocks and stored past the cache
 
     @staticmethod
     def most_ranks(kind: str) -> int:

@@ -55,10 +55,11 @@ def test_wide_rows(world, wire, weighting) -> None:
 
 @pytest.mark.parametrize(("sm_limit", "top_k"), [(1, 4), (2, 4), (2, 2)])
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
-def test_few_sms(world, mode, sm_limit, top_k) -> None:
+def test_few_sms(world, made_for, mode, sm_limit, top_k) -> None:
     """On a device with few SMs, rows are sent and summed whole, and sending blocks sum in the end."""
     # 4 ids of a token lie as a vector of 16 bytes, so that a dispatch has its kernel of few SMs; 2 do not.
-    setup = Setup(ranks=2, experts=6, top_k=top_k, hidden=2048, max_tokens=1100, mode=mode, sm_limit=sm_limit)
+    group = {"ranks": 2, "experts": 6, "top_k": top_k, "hidden": made_for.large, "max_tokens": 1100}
+    setup = Setup(**group, mode=mode, sm_limit=sm_limit)
     base = Round((1100, 1037), weighting="none", rows="bfloat16", out="bfloat16")
     layouts = ("flat", "grouped") if mode == "high_throughput" else LAYOUTS
     beside = replace(setup, payloads=((4, "float32"),))
@@ -71,11 +72,11 @@ def test_few_sms(world, mode, sm_limit, top_k) -> None:
 
 @pytest.mark.parametrize("kind", ["threads"])
 @pytest.mark.parametrize("sm_limit", [3, 8, 20])
-def test_few_of_many_sms(world, sm_limit, monkeypatch) -> None:
+def test_few_of_many_sms(world, made_for, sm_limit, monkeypatch) -> None:
     """One block of a combine that sends whole rows, or three that send halves; or eight that send usual units, of which
     those that warps begin with are of several turns. On an emulated device of 32 SMs."""
     monkeypatch.setenv("TOKENWAY_EMULATOR_SMS", "32")
-    setup = Setup(ranks=2, experts=6, top_k=4, hidden=2400, max_tokens=1100, sm_limit=sm_limit)
+    setup = Setup(ranks=2, experts=6, top_k=4, hidden=made_for.large + 352, max_tokens=1100, sm_limit=sm_limit)
     base = Round((1100, 1037), weighting="none", rows="bfloat16", out="bfloat16")
     check(world, one(setup, base, replace(base, seed=3, routing="holes", late=True)))
 
@@ -250,20 +251,21 @@ def check_many_rows(world, setup) -> None:
 
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
 @pytest.mark.parametrize("payloads", [(), ((32, "float32"),), ((4112, "uint8"),)])
-def test_many_large_rows(world, mode, payloads) -> None:
+def test_many_large_rows(world, made_for, mode, payloads) -> None:
     """On a device rows as they lie, in units of several sizes and with a second payload, then lines; sums are drawn."""
-    hidden = 2048 if len(payloads) == 0 or payloads[0][0] == 32 else 16
+    large = made_for.large
+    hidden = large if len(payloads) == 0 or payloads[0][0] == 32 else 16
     setup = Setup(
-        ranks=2, experts=16, top_k=8, hidden=hidden, combine_hidden=2048, payloads=payloads, max_tokens=1200, mode=mode
+        ranks=2, experts=16, top_k=8, hidden=hidden, combine_hidden=large, payloads=payloads, max_tokens=1200, mode=mode
     )
     check_many_rows(world, setup)
 
 
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
-def test_many_large_rows_on_a_lane_of_two(world, mode) -> None:
+def test_many_large_rows_on_a_lane_of_two(world, made_for, mode) -> None:
     """On a device a lane has half of the SMs: few, that send turns of several chunks, but more than have kernels of
     their own."""
-    setup = Setup(ranks=2, experts=16, top_k=8, hidden=2048, max_tokens=1200, mode=mode, lanes=2)
+    setup = Setup(ranks=2, experts=16, top_k=8, hidden=made_for.large, max_tokens=1200, mode=mode, lanes=2)
     check_many_rows(world, setup)
 
 

@@ -419,6 +419,7 @@ def late_rank(env: Any) -> str:
         group.close()
 
 
+@pytest.mark.processes
 def test_a_rank_that_does_not_count(processes: Any) -> None:
     said = processes(2).run(late_rank)
     assert said[0] == "silent" and "rank 0 did not arrive in time in the exchange of counts" in said[1]
