@@ -1,6 +1,7 @@
 # Tokenway: everything that one does in a checkout. `make` lists the targets.
 #
 #   TOKENWAY_CUDA=AUTO|ON|OFF   for build        ARGS="..."   for bench
+#   TOKENWAY_SM="80;90;100"     for build: the GPUs to compile kernels for (default: those that are here; without one, 90)
 #   TORCH=0, TW_STRICT=1 and others: scripts/setup.sh
 
 SHELL := /bin/bash
@@ -10,6 +11,8 @@ NINJA := $(CURDIR)/.venv/bin/ninja
 SETUP := scripts/setup.sh
 STAGE := scripts/stage.sh
 TOKENWAY_CUDA ?= AUTO
+TOKENWAY_SM   ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | tr -d . | \
+  awk '/^[0-9]+$$/ && $$1 >= 80' | sort -un | paste -sd ';'),90)
 MAKEFLAGS += --no-print-directory
 
 export TSAN_OPTIONS  := halt_on_error=1:second_deadlock_stack=1
@@ -17,7 +20,7 @@ export UBSAN_OPTIONS := print_stacktrace=1
 export ASAN_OPTIONS  := detect_stack_use_after_return=1
 # What the caller's shell carries must not change what is built or tested.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTEST_ADDOPTS CFLAGS CXXFLAGS CPPFLAGS LDFLAGS DESTDIR
-unexport LD_PRELOAD $(filter-out TOKENWAY_CUDA,$(filter CMAKE_% TOKENWAY_% SKBUILD_%,$(.VARIABLES)))
+unexport LD_PRELOAD $(filter-out TOKENWAY_CUDA TOKENWAY_SM,$(filter CMAKE_% TOKENWAY_% SKBUILD_%,$(.VARIABLES)))
 
 # Development runs the package from the tree, the library from build/; test_wheel.sh installs.
 TREE := PYTHONPATH=$(CURDIR)/python TOKENWAY_LIBRARY=$(CURDIR)/build/libtokenway.so
@@ -25,11 +28,12 @@ CONFIGURE = $(CMAKE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(NINJA) -S .
 CXX_FILES = $(shell find src include tests examples -regex '.*\.\(c\|cc\|h\|cu\|cuh\)')
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build:  ## the library, into build/
 	@$(SETUP) run
-	@$(CONFIGURE) -B build -DTOKENWAY_TESTS=OFF -DTOKENWAY_CUDA=$(TOKENWAY_CUDA)
+	@$(CONFIGURE) -B build -DTOKENWAY_TESTS=OFF -DTOKENWAY_CUDA=$(TOKENWAY_CUDA) \
+	  -DCMAKE_CUDA_ARCHITECTURES="$(TOKENWAY_SM)"
 	@$(CMAKE) --build build
 
 run: build  ## a small MoE job, end to end
@@ -38,17 +42,18 @@ run: build  ## a small MoE job, end to end
 bench: build  ## measure dispatch and combine (ARGS="--help" says what can be asked)
 	@$(TREE) $(PY) -m tokenway.cli bench $(ARGS)
 
-test:  ## everything: C++ plain and under sanitizers, models, Python, mutations, the wheel
+# In front what waits much, behind it what compiles much, so that the cores are never idle.
+test:  ## everything: C++ plain and under sanitizers, models, Python, kernels on emulated GPUs, the wheel
+	@$(SETUP) run test
+	@scripts/beside.sh "$(MAKE) test-py" "$(MAKE) test-core"
+
+test-py:  ## Python on the CPU, also over the portable backend; and the wheel
 	@$(SETUP) run test
 	@$(STAGE) "build" $(MAKE) build
-	@$(MAKE) test-cc
-	@$(STAGE) "models (spin)" $(PY) spec/run.py
 	@$(TREE) $(STAGE) "Python tests" $(PY) -m pytest tests/py
 	@$(TREE) $(STAGE) "portable backend" $(PY) -m pytest tests/py/test_survival.py tests/py/test_exchange.py \
 	  tests/py/test_collectives.py --backend torch -k "not threads"
-	@$(STAGE) "CUDA kernels on emulated GPUs" $(PY) tests/emulator/run.py --quick
-	@$(TREE) $(STAGE) "mutations" $(PY) tests/mutations/run.py
-	@$(STAGE) "wheel" tests/wheel/test_wheel.sh
+	@TOKENWAY_SM="$(TOKENWAY_SM)" $(STAGE) "wheel" tests/wheel/test_wheel.sh
 
 # setarch -R: ThreadSanitizer of GCC 12 cannot map its shadow under much address randomisation.
 RUN_TESTS = tokenway_tests --gtest_brief=1
@@ -69,6 +74,15 @@ build/asan: TREE_FLAGS = -DCMAKE_BUILD_TYPE=Debug -DTOKENWAY_SANITIZE=address,un
 build/test build/tsan build/asan:
 	@$(CONFIGURE) -B $@ --log-level=NOTICE -DTOKENWAY_TESTS=ON -DTOKENWAY_CUDA=OFF -DCMAKE_UNITY_BUILD=ON $(TREE_FLAGS)
 	@$(CMAKE) --build $@ --target tokenway_tests
+
+test-core:  ## C++, the protocol's models, and the CUDA kernels on emulated GPUs
+	@$(MAKE) test-cc
+	@$(MAKE) spec
+	@$(STAGE) "CUDA kernels on emulated GPUs" $(PY) tests/emulator/run.py --quick
+
+test-mutations:  ## break the library on purpose; a test must notice each
+	@$(SETUP) run test
+	@$(STAGE) "mutations" $(PY) tests/mutations/run.py
 
 test-emulated:  ## the CUDA kernels on emulated GPUs, whole (ARGS="-k rounds -x" and others)
 	@$(SETUP) run test
@@ -124,5 +138,5 @@ clean:  ## remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-.PHONY: help build run bench test test-cc test-emulated test-netns build/test build/tsan build/asan soak spec lint \
-	format test-gpu bench-gpu gpu-library clean
+.PHONY: help build run bench test test-py test-core test-cc test-mutations test-emulated test-netns build/test \
+	build/tsan build/asan soak spec lint format test-gpu bench-gpu gpu-library clean

@@ -15,6 +15,7 @@ timeout --verbose --kill-after=30 "${TW_STAGE_TIMEOUT:-1800}" "$@" &
 trap 'kill -TERM $! 2> /dev/null' INT TERM
 wait $!
 status=$?
+while kill -0 $! 2> /dev/null; do wait $!; done  # a signal has ended the wait, not yet the command
 if [[ $status == 0 ]]; then
   printf '%s<== %s: ok, %d s%s\n' "$bold" "$title" "$SECONDS" "$off"
 else

@@ -4,7 +4,8 @@
 #   tests/wheel/test_wheel.sh
 #
 # PYTHON names the Python that builds and runs it (default: the one of .venv, else python3). TOKENWAY_CUDA is AUTO, ON
-# or OFF, as for make (default AUTO: with CUDA where nvcc is).
+# or OFF, as for make (default AUTO: with CUDA where nvcc is). TOKENWAY_SM lists the GPUs to compile for, as for make
+# (default: all that a wheel is for).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
@@ -30,7 +31,8 @@ mkdir "$work/build"
 cp -a "$root"/build/{CMakeFiles,.ninja_log,.ninja_deps} "$work/build" 2> /dev/null || true
 CC=${CC:-cc} CXX=${CXX:-c++} PATH=$(dirname "$python"):$PATH "$python" -m pip wheel "$root" --quiet --no-deps \
   --wheel-dir "$work/dist" --config-settings "build-dir=$work/build" \
-  --config-settings "cmake.define.TOKENWAY_CUDA=$cuda"
+  --config-settings "cmake.define.TOKENWAY_CUDA=$cuda" \
+  ${TOKENWAY_SM:+--config-settings "cmake.define.CMAKE_CUDA_ARCHITECTURES=$TOKENWAY_SM"}
 wheels=("$work"/dist/*)
 [[ ${#wheels[@]} == 1 && -f ${wheels[0]} ]] || die "expected one wheel, got: ${wheels[*]}"
 wheel=${wheels[0]}
