@@ -3,7 +3,7 @@
 #
 #   scripts/stage.sh "title" command arguments...
 #
-# A stage that hangs is ended after TW_STAGE_TIMEOUT seconds (default 1800) and fails.
+# A stage that hangs is ended after TW_STAGE_TIMEOUT seconds (default 3600) and fails.
 set -uo pipefail
 title=$1
 shift
@@ -11,7 +11,7 @@ if [[ -t 1 ]]; then bold=$'\e[1m' red=$'\e[31m' off=$'\e[0m'; else bold='' red='
 
 printf '\n%s==> %s%s\n' "$bold" "$title" "$off"
 # timeout makes a process group of its own, out of the terminal's reach: pass on what ends us.
-timeout --verbose --kill-after=30 "${TW_STAGE_TIMEOUT:-1800}" "$@" &
+timeout --verbose --kill-after=30 "${TW_STAGE_TIMEOUT:-3600}" "$@" &
 trap 'kill -TERM $! 2> /dev/null' INT TERM
 wait $!
 status=$?
