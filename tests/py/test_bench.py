@@ -109,10 +109,10 @@ def test_backward_is_refused(capsys, more, why) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "tokens"), [("bfloat16", "16384"), ("fp8", "4096")])
-def test_many_tokens(dtype, tokens) -> None:
-    what = ["--profile", "gpt-oss-120b", "--tokens", tokens, "--layout", "flat", "--dtype", dtype, "--verify-only"]
-    assert f" {tokens} " in bench("--ranks", "2", *what)
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_many_tokens(dtype) -> None:
+    what = ["--profile", "gpt-oss-120b", "--tokens", "16384", "--layout", "flat", "--dtype", dtype, "--verify-only"]
+    assert " 16384 " in bench("--ranks", "2", *what)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
