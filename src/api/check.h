@@ -8,7 +8,7 @@
 namespace tw::api {
 
 // Copies a caller's struct over one that holds the defaults. Smaller (older) structs are accepted; larger ones if the
-// bytes that this library does not know are zero.
+// bytes that this library does not know are zero. One struct may be both: it keeps what it has.
 template <class Struct>
 Status read_struct(const char* name, const Struct* given, Struct* known) {
   constexpr size_t kLargest = 1 << 16;  // no version will be larger; a garbage size must not be followed
@@ -27,7 +27,7 @@ Status read_struct(const char* name, const Struct* given, Struct* known) {
                   sizeof(Struct), i);
     }
   }
-  std::memcpy(static_cast<void*>(known), given, size < sizeof(Struct) ? size : sizeof(Struct));
+  std::memmove(static_cast<void*>(known), given, size < sizeof(Struct) ? size : sizeof(Struct));
   known->size = sizeof(Struct);
   return {};
 }

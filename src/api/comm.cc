@@ -18,15 +18,21 @@ tw::TimePoint after(int32_t milliseconds) {
   return std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
 }
 
-Status read_comm_config(const twCommConfig_t* given, tw::Environment* environment, twCommConfig_t* config) {
-  *config = TW_COMM_CONFIG_INIT;
-  if (given != nullptr) TW_RETURN_IF_FAILED(tw::api::read_struct("config", given, config));
+// What all comms read beside their config: the environment, and how long to wait where the config does not say.
+Status settle_timeout(int32_t* timeout_ms, tw::Environment* environment) {
   TW_RETURN_IF_FAILED(tw::read_environment(environment));
-  if (config->timeout_ms < 0) {
-    return fail(twInvalidArgument, "config.timeout_ms is %d; it must be from 0 to %d", config->timeout_ms, INT32_MAX);
+  if (*timeout_ms < 0) {
+    return fail(twInvalidArgument, "config.timeout_ms is %d; it must be from 0 to %d", *timeout_ms, INT32_MAX);
   }
-  if (config->timeout_ms == 0) config->timeout_ms = environment->timeout_ms;
+  if (*timeout_ms == 0) *timeout_ms = environment->timeout_ms;
   return {};
+}
+
+Status read_comm_config(const twCommConfig_t* given, tw::Environment* environment, twCommConfig_t* config) {
+  twCommConfig_t known = TW_COMM_CONFIG_INIT;
+  if (given != nullptr) TW_RETURN_IF_FAILED(tw::api::read_struct("config", given, &known));
+  *config = known;
+  return settle_timeout(&config->timeout_ms, environment);
 }
 
 Status check_rank(int32_t rank, int32_t nranks) {
@@ -169,10 +175,8 @@ twResult_t twCommCreatePortable(twComm_t* comm, int32_t rank, int32_t nranks, co
     if (on_device) TW_RETURN_IF_FAILED(find_device("config.device", &config.device));
     carrier->strategy = config.strategy;
     carrier->inline_bytes = config.inline_bytes;
-    twCommConfig_t common = TW_COMM_CONFIG_INIT;
-    common.timeout_ms = config.timeout_ms;
     tw::Environment environment;
-    TW_RETURN_IF_FAILED(read_comm_config(&common, &environment, &common));
+    TW_RETURN_IF_FAILED(settle_timeout(&config.timeout_ms, &environment));
     const auto gather = [&](const void* mine, void* all, size_t bytes) {
       return config.allgather(mine, all, bytes, config.allgather_context);
     };
@@ -182,8 +186,8 @@ twResult_t twCommCreatePortable(twComm_t* comm, int32_t rank, int32_t nranks, co
     std::unique_ptr<tw::Bootstrap> mesh;
     TW_RETURN_IF_FAILED(tw::connect_tcp(rank, nranks, gather, note,
                                         "config.strategy, config.inline_bytes or config.on_device",
-                                        after(common.timeout_ms), &mesh));
-    *comm = make_comm(std::move(mesh), environment, common.timeout_ms);
+                                        after(config.timeout_ms), &mesh));
+    *comm = make_comm(std::move(mesh), environment, config.timeout_ms);
     (*comm)->carrier = std::move(carrier);
     if (on_device) (*comm)->device = config.device;
     return {};

@@ -9,6 +9,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "harness.h"
 
@@ -196,6 +197,21 @@ TEST(Carried, EveryWayAgainstTheOracle) {
     const auto moves = carried.hub.count_moves();
     EXPECT_EQ(way.inline_bytes == INT64_MAX, !moves.contains(twMoveExact)) << "fixed: one move a step";
   }
+}
+
+// A rank may be later than the environment's timeout, if not than the one that was given.
+TEST(Carried, GivenTimeoutHolds) {
+  const Env usual("TOKENWAY_TIMEOUT_MS", "1");
+  Carried carried(2, twRouted, 0);
+  twGroupConfig_t config = make_config(2, 1, 1);
+  config.timeout_ms = 20000;
+  std::vector<twGroup_t> groups(2);
+  on_all_ranks(2, [&](int rank) {
+    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    EXPECT_TW(twSuccess, twGroupCreate(&groups[rank], carried.comms[rank], &config));
+    EXPECT_TW(twSuccess, twGroupDestroy(groups[rank]));
+    EXPECT_TW(twSuccess, twCommDestroy(carried.comms[rank]));
+  });
 }
 
 // Ranks that give different bounds learn of it, whatever the messages' lengths, and go on.

@@ -1,6 +1,7 @@
 // Comms: ranks that find each other through the caller's own allgather, and CUDA devices where there are none.
 #include <algorithm>
 #include <barrier>
+#include <chrono>
 #include <cstring>
 
 #include "bootstrap/bootstrap.h"
@@ -134,6 +135,43 @@ TEST(Comm, AnAllgatherThatFails) {
   twComm_t comm = nullptr;
   EXPECT_TW(twSystemError, twCommCreateShm(&comm, 0, 1, &config));
   EXPECT_TRUE(says("config.allgather returned 7; it must return 0"));
+  EXPECT_EQ(comm, nullptr);
+}
+
+// A carrier whose functions are there and are not called.
+twCarrier_t idle_carrier() {
+  return {sizeof(twCarrier_t),
+          nullptr,
+          [](void*, int32_t*) { return -1; },
+          [](void*, const twChannelConfig_t*, int64_t*, char*) { return -1; },
+          [](void*, int64_t, int32_t) {},
+          [](void*, int64_t, const twMove_t*) { return int64_t{-1}; },
+          [](void*, int64_t, int64_t, int32_t) { return -1; },
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr};
+}
+
+// Rank 1 tells where it is, and never comes: rank 0 waits as long as it was told to, whatever the environment says.
+TEST(Comm, PortableWaitsForAsLongAsItIsTold) {
+  const Env usual("TOKENWAY_TIMEOUT_MS", "600000");
+  const twCarrier_t carrier = idle_carrier();
+  twPortableConfig_t config = TW_PORTABLE_CONFIG_INIT;
+  config.carrier = &carrier;
+  config.allgather = [](const void* mine, void* all, size_t bytes, void*) {
+    std::memcpy(all, mine, bytes);
+    std::memcpy(static_cast<char*>(all) + bytes, mine, bytes);
+    return 0;
+  };
+  twComm_t comm = nullptr;
+  config.timeout_ms = 50;
+  const auto began = std::chrono::steady_clock::now();
+  EXPECT_TW(twTimeout, twCommCreatePortable(&comm, 0, 2, &config));
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(60));
+  config.timeout_ms = -5;
+  EXPECT_TW(twInvalidArgument, twCommCreatePortable(&comm, 0, 2, &config));
+  EXPECT_TRUE(says("config.timeout_ms is -5; it must be from 0 to"));
   EXPECT_EQ(comm, nullptr);
 }
 
