@@ -25,7 +25,7 @@ from ctypes import (
 from importlib import resources
 from pathlib import Path
 
-from tokenway import errors, sentences
+from tokenway import callbacks, errors, sentences
 
 MAX_PAYLOADS = 8
 MAX_TOP_K = 64
@@ -369,20 +369,30 @@ def read_record(group: int) -> errors.ErrorRecord:
     )
 
 
+# Results that a failure of a Python function leads to.
+_CAUSED = (errors.SystemFailure, errors.GroupFinished)
 # Results that a group always keeps a record of.
 _RECORDED = (errors.PeerRefused, errors.BoundMismatch, errors.GroupFinished)
 
 
 def error_of(result: int, group: int | None = None) -> errors.TokenwayError:
-    """The exception of a result that is not success, with the sentence of this thread's last call."""
+    """The exception of a result that is not success, with the sentence of this thread's last call. Where a Python
+    function that C had called has failed, what it raised is the cause, or, if it was an error of this package, the
+    exception itself."""
     name = lib.twResultString(result).decode()
     message = sentences.in_python(lib.twLastError().decode(errors="replace"))
     kind = errors.BY_RESULT.get(name, errors.InternalError)
+    cause = callbacks.take_cause() if issubclass(kind, _CAUSED) else None
+    if isinstance(cause, errors.TokenwayError) and issubclass(kind, errors.SystemFailure):
+        return cause
     record = None if group is None else read_record(group)
     # Arguments have a record if a device has found them wrong. Then it is this error's, else that of an earlier call.
     if record is not None and not issubclass(kind, _RECORDED) and (record.result, record.message) != (name, message):
         record = None
-    return kind(message, record)
+    error = kind(message, record)
+    if cause is not None:
+        error.__cause__ = cause
+    return error
 
 
 def error_of_record(record: errors.ErrorRecord) -> errors.TokenwayError:
@@ -391,9 +401,11 @@ def error_of_record(record: errors.ErrorRecord) -> errors.TokenwayError:
 
 
 def check(result: int, group: int | None = None) -> None:
-    """Raises unless a call succeeded."""
-    if result:
-        raise error_of(result, group)
+    """Raises unless a call succeeded, and what a signal's handler has raised in a Python function that it called."""
+    error = error_of(result, group) if result else None
+    callbacks.tell()
+    if error is not None:
+        raise error
 
 
 def environment() -> list[tuple[str, str, str]]:

@@ -88,8 +88,9 @@ class Comm(_native.Shared):
     ) -> Comm:
         """Connects processes on any hosts whose groups exchange through torch.distributed. Collective.
 
-        `connect(backend="torch")` is the everyday form. allgather(mine): the bytes that every rank gives, in rank
-        order. process_group: groups exchange through further ones of its kind (default: gloo's, of devices NCCL's).
+        `connect(backend="torch")` is the everyday form. allgather(mine): the bytes that every rank gives, a list in
+        rank order; what it raises is the cause of the SystemFailure that this raises. Nothing but itself bounds how
+        long it waits for the others. process_group: groups exchange through further ones of its kind (default: gloo's, of devices NCCL's).
         strategy and capacity: as in `connect`. device: of this rank, as in `cuda`, but that None is the CPU. timeout:
         seconds to wait for the others (default 100).
         """

@@ -9,7 +9,7 @@ from ctypes import byref, c_size_t, c_void_p
 from dataclasses import replace
 from typing import Any
 
-from tokenway import _native, arguments, cuda, outputs, sentences, tensors
+from tokenway import _native, arguments, callbacks, cuda, outputs, sentences, tensors
 from tokenway.collectives import Collectives
 from tokenway.comm import Comm
 from tokenway.counting import Counting
@@ -472,8 +472,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
 
     def _tell_interrupt(self) -> None:
         """After a call: raises what a signal's handler has raised in it, where Python ran within C."""
-        if self.comm.carrier is not None:
-            self.comm.carrier.tell_interrupt()
+        callbacks.tell()
 
     def _stream_of(self, handle: Any) -> int:
         """The stream of a call on a CUDA device; its handle, if it is one of this group, learns of it."""

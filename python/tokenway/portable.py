@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import _carrier, _native, carried
-from tokenway.errors import InvalidArgument, Unsupported
+from tokenway import _carrier, _native, callbacks, carried
+from tokenway.errors import InvalidArgument, SystemFailure, TokenwayError, Unsupported
 
 _log = logging.getLogger("tokenway")
 
@@ -273,18 +273,18 @@ class Carrier:
         self._shared: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._next = 0
-        self._interrupt: BaseException | None = None
         self.struct = _carrier.CarrierStruct()
         # Kept: C has the addresses.
+        failed = "a collective of the portable backend failed"
         self._functions = (
-            _carrier.Offer(self._offer),
-            _carrier.Open(self._open),
-            _carrier.Close(self._close),
-            _carrier.Start(self._start),
-            _carrier.Wait(self._wait),
-            _carrier.Enqueue(self._enqueue),
-            _carrier.Join(self._join),
-            _carrier.Abort(self._abort),
+            callbacks.function(_carrier.Offer, self._offer, -1, "the portable backend cannot open a store to meet at"),
+            callbacks.function(_carrier.Open, self._open, -1),
+            callbacks.function(_carrier.Close, self._close, None, "a channel of the portable backend did not close"),
+            callbacks.function(_carrier.Start, self._start, -1, failed),
+            callbacks.function(_carrier.Wait, self._wait, -1, failed),
+            callbacks.function(_carrier.Enqueue, self._enqueue, -1, failed),
+            callbacks.function(_carrier.Join, self._join, -1, failed),
+            callbacks.function(_carrier.Abort, self._abort, None, "collectives of the portable backend go on"),
         )
         fields = _carrier.CarrierStruct._fields_[2:-1]
         for (name, _), function in zip(fields, self._functions, strict=True):
@@ -294,12 +294,8 @@ class Carrier:
     def _offer(self, _: Any, port: Any) -> int:
         import torch.distributed as dist
 
-        try:
-            if self._server is None:
-                self._server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
-        except Exception:
-            _log.exception("the portable backend cannot open a store to meet at")
-            return -1
+        if self._server is None:  # by number: a host need not know any name, its own included
+            self._server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         port[0] = self._server.port
         return 0
 
@@ -315,7 +311,7 @@ class Carrier:
         except Exception as problem:
             text = f"{type(problem).__name__}: {problem}".encode()[:255]
             ctypes.memmove(error, text + b"\0", len(text) + 1)
-            return -1
+            raise
         with self._lock:
             self._next += 1
             self._channels[self._next] = made
@@ -337,52 +333,58 @@ class Carrier:
         self._channels.pop(channel).close(bool(idle))
 
     def _start(self, _: Any, channel: int, move: Any) -> int:
-        try:
-            return self._channels[channel].start(move.contents)
-        except Exception:
-            _log.exception("a collective of the portable backend failed")
-            return -1
-        except BaseException as interrupt:
-            self._interrupt = interrupt
-            return -1
+        return self._channels[channel].start(move.contents)
 
     def _wait(self, _: Any, channel: int, move: int, timeout_ms: int) -> int:
         try:
             return self._channels[channel].wait(move, timeout_ms)
         except RuntimeError:  # PyTorch's
-            _log.exception("a collective of the portable backend failed")
-            return -1
+            raise
         except BaseException as interrupt:  # a signal's handler: no peer is to blame, so the wait goes on
-            self._interrupt = interrupt
+            callbacks.keep(interrupt, interrupt=True)
             return 0
 
-    def tell_interrupt(self) -> None:
-        """Raises what a signal's handler (Ctrl-C) has raised while the C library waited: through its frames nothing
-        can."""
-        if self._interrupt is not None:
-            interrupt, self._interrupt = self._interrupt, None
-            raise interrupt
-
     def _enqueue(self, _: Any, channel: int, moves: Any, count: int, at_once: int, stream: int | None) -> int:
-        try:
-            self._channels[channel].enqueue(moves[:count], bool(at_once), stream or 0)
-        except Exception:
-            _log.exception("a collective of the portable backend failed")
-            return -1
+        self._channels[channel].enqueue(moves[:count], bool(at_once), stream or 0)
         return 0
 
     def _join(self, _: Any, channel: int, queue: int, stream: int | None) -> int:
-        try:
-            return 0 if self._channels[channel].join(queue, stream or 0) else -1
-        except Exception:
-            _log.exception("a collective of the portable backend failed")
-            return -1
+        return 0 if self._channels[channel].join(queue, stream or 0) else -1
 
     def _abort(self, _: Any, channel: int) -> None:
+        self._channels[channel].abort()
+
+
+def _gather_into(allgather: Callable[[bytes], Any], rank: int, nranks: int) -> Callable[[int, int, int, Any], int]:
+    """What C calls for a caller's allgather: nothing that it returns is read before it is known to be right."""
+
+    def gather(mine: int, everyone: int, count: int, _: Any) -> int:
         try:
-            self._channels[channel].abort()
-        except Exception:
-            _log.exception("a collective of the portable backend could not be called off")
+            parts = allgather(ctypes.string_at(mine, count))
+        except TokenwayError:
+            raise
+        except Exception as error:
+            raise SystemFailure(f"allgather raised {type(error).__name__} on rank {rank}: {error}") from error
+        if not isinstance(parts, (list, tuple)) or len(parts) != nranks:
+            seen = f"{len(parts)} parts" if isinstance(parts, (list, tuple)) else f"a {type(parts).__name__}"
+            raise InvalidArgument(
+                f"allgather returned {seen} on rank {rank}; it must return a list of {nranks}, what each rank has given"
+            )
+        for source, part in enumerate(parts):
+            if not isinstance(part, (bytes, bytearray, memoryview)):
+                raise InvalidArgument(
+                    f"allgather returned a {type(part).__name__} for rank {source} on rank {rank}; it must be bytes"
+                )
+            length = memoryview(part).nbytes
+            if length != count:
+                raise InvalidArgument(
+                    f"allgather returned {length} bytes for rank {source} on rank {rank}; it must return the {count} "
+                    "that every rank has given"
+                )
+        ctypes.memmove(everyone, b"".join(parts), count * nranks)
+        return 0
+
+    return gather
 
 
 def create(
@@ -406,15 +408,8 @@ def create(
         raise Unsupported("this PyTorch has no torch.distributed with gloo, which the portable backend needs")
     carrier = Carrier(connect)
 
-    def gather(mine: int, everyone: int, count: int, _: Any) -> int:
-        try:
-            parts = allgather(ctypes.string_at(mine, count))
-            ctypes.memmove(everyone, b"".join(parts), count * nranks)
-        except Exception:
-            return -1
-        return 0
-
-    function = _carrier.Allgather(gather)
+    place = _native.fit_place(rank, nranks)
+    function = callbacks.function(_carrier.Allgather, _gather_into(allgather, rank, nranks), -1)
     config = _carrier.PortableConfig()
     config.timeout_ms = timeout_ms
     config.allgather = ctypes.cast(function, c_void_p)
@@ -429,5 +424,5 @@ def create(
             )
         config.on_device, config.device, config.inline_bytes = 1, device, CAPACITIES["fixed"]
     pointer = c_void_p()
-    _native.check(_native.lib.twCommCreatePortable(byref(pointer), *_native.fit_place(rank, nranks), byref(config)))
+    _native.check(_native.lib.twCommCreatePortable(byref(pointer), *place, byref(config)))
     return pointer.value or 0, carrier

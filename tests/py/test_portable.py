@@ -25,7 +25,7 @@ from strategies import cases as any_case
 from test_properties import HARD
 
 import tokenway as tw
-from tokenway import portable
+from tokenway import callbacks, portable
 from tokenway.bench import portable_table, report, timing
 
 pytestmark = pytest.mark.usefixtures("torch")
@@ -336,5 +336,5 @@ def test_an_interrupt_ends_no_wait(interrupt: BaseException) -> None:
     carrier._channels[1] = Interrupted()
     assert carrier._wait(None, 1, 1, 100) == 0
     with pytest.raises(type(interrupt)):
-        carrier.tell_interrupt()
-    carrier.tell_interrupt()
+        callbacks.tell()
+    callbacks.tell()
