@@ -8,11 +8,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from ctypes import byref, c_int32, c_void_p
 from typing import Any
 
-from tokenway import _native, carried, cuda, portable
+from tokenway import _native, carried, cuda, meeting, portable
 from tokenway.errors import ConfigMismatch, InvalidArgument, InvalidUsage, PeerRefused, TokenwayError, Unsupported
 from tokenway.settings import milliseconds
 
@@ -90,9 +89,9 @@ class Comm(_native.Shared):
 
         `connect(backend="torch")` is the everyday form. allgather(mine): the bytes that every rank gives, a list in
         rank order; what it raises is the cause of the SystemFailure that this raises. Nothing but itself bounds how
-        long it waits for the others. process_group: groups exchange through further ones of its kind (default: gloo's, of devices NCCL's).
-        strategy and capacity: as in `connect`. device: of this rank, as in `cuda`, but that None is the CPU. timeout:
-        seconds to wait for the others (default 100).
+        long it waits for the others. process_group: groups exchange through further ones of its kind (default: gloo's,
+        of devices NCCL's). strategy and capacity: as in `connect`. device: of this rank, as in `cuda`, but that None is
+        the CPU. timeout: seconds to wait for the others (default 100), here and where groups are created.
         """
         index = None if device is None else cuda.index_of(device)
         if device is not None and index is None:
@@ -321,26 +320,28 @@ def _host() -> str:
         return os.uname().nodename
 
 
+def _usual_timeout() -> float:
+    """Seconds that the C library waits where nobody says how long."""
+    return next(int(value) for name, value, _ in _native.environment() if name == "TOKENWAY_TIMEOUT_MS") / 1000
+
+
 def _connect_torch(process_group: Any, wish: _Wish) -> Comm:
-    import torch
     import torch.distributed as dist
 
     rank, nranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-    index, problem = None, None
+    index, problem, limit = None, None, _usual_timeout()
     try:
+        limit = limit if wish.timeout is None else milliseconds(wish.timeout) / 1000
         index = wish.index()
     except TokenwayError as error:  # the others, which wait in the gathering, learn of it first
         problem = error
 
-    def allgather(mine: Any) -> list[Any]:
-        all_ranks: list[Any] = [None] * nranks
-        # NCCL gathers over the current device, and refuses two ranks on one.
-        with nullcontext() if index is None else torch.cuda.device(index):
-            dist.all_gather_object(all_ranks, mine, group=process_group)
-        return all_ranks
+    def allgather(mine: bytes) -> list[bytes]:
+        return [bytes.fromhex(one) for one in meeting.gather(process_group, "addresses", mine.hex(), *place, limit)]
 
+    place = rank, nranks
     mine = os.uname().nodename, _host(), os.urandom(16).hex(), problem and str(problem), wish.backend
-    all_ranks = allgather(mine)
+    all_ranks = meeting.gather(process_group, "hosts", mine, *place, limit)
     if problem is not None:
         raise problem
     for r, (*_, text, backend) in enumerate(all_ranks):

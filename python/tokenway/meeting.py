@@ -1,0 +1,192 @@
+"""How ranks of a process group tell each other something within a timeout.
+
+PyTorch's own gathering of objects knows no timeout but the group's, half an hour, says of nobody who is late, and
+leaves the group's collectives out of step if it is given up. So ranks meet at the group's store: each lays down a card,
+rank 0 writes all cards onto a roster, and who finds its own card there has met all others. A timeout leaves nothing
+behind: who gives up takes its card away, and the next try has another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from tokenway.errors import PeerDied, PeerTimeout
+
+_LOOK = 0.01  # seconds between two looks at the store, of a few ranks; of many more, as there is one store for all
+_FEW = 32
+# Seconds that a store may take to answer beyond the timeout. The process that holds it may be stopped, and PyTorch then
+# waits for it without end, so a thread does.
+_SLOW = 3.0
+
+
+def gather(process_group: Any, occasion: str, mine: Any, rank: int, nranks: int, timeout: float) -> list[Any]:
+    """What every rank gives, in rank order: something that JSON can say. Collective; `occasion` is the same everywhere.
+
+    Raises PeerTimeout after `timeout` seconds, which names those that have not come; PeerDied at once if one that had
+    come is dead, where this process can see that. The process group is as it was: no collective of it is used, but for
+    one of MPI's, which has no store.
+    """
+    import torch.distributed as dist
+
+    if nranks == 1:
+        return [mine]
+    if dist.get_backend(process_group) == "mpi":
+        outcome: list[Any] = [None] * nranks
+        made = _Bounded(lambda: dist.all_gather_object(outcome, mine, group=process_group))
+        if not made.wait(timeout):
+            raise PeerTimeout(f"connecting: not all of the {nranks} ranks have come within {timeout:g} s")
+        return outcome
+    group = dist.group.WORLD if process_group is None else process_group
+    # The public face of it, ProcessGroup.get_group_store, has come late, and there are groups without it.
+    store = dist.PrefixStore("tokenway", dist.distributed_c10d._get_process_group_store(group))
+    table = _Table(store, occasion, mine, rank, nranks, timeout)
+    made = _Bounded(table.meet)
+    try:
+        if made.wait(timeout + _SLOW):
+            return made.value
+    finally:
+        table.over = True  # for who is interrupted too
+    raise PeerTimeout(
+        f"connecting: the process group's store has not answered for {timeout + _SLOW:g} s; its rank 0 holds it, or "
+        "torchrun, and seems to be stopped"
+    )
+
+
+class _Bounded:
+    """Runs a function on a thread, for who waits no longer than he wants to."""
+
+    def __init__(self, function: Callable[[], Any]):
+        self.value: Any = None
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, args=(function,), name="tokenway-meeting", daemon=True).start()
+
+    def _run(self, function: Callable[[], Any]) -> None:
+        try:
+            self.value = function()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it has ended by then; raises what it has raised."""
+        if not self._done.wait(timeout):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+class _Table:
+    """One meeting, as one rank sees it."""
+
+    def __init__(self, store: Any, occasion: str, mine: Any, rank: int, nranks: int, timeout: float):
+        self._store, self._occasion = store, occasion
+        self._rank, self._nranks, self._timeout = rank, nranks, timeout
+        self._nonce = os.urandom(16).hex()
+        self._card = json.dumps([self._nonce, occasion, *_process(), mine])
+        self._processes: dict[int, tuple[str, int]] = {}  # by rank: the card it was seen by, and a descriptor
+        self.over = False
+
+    def meet(self) -> list[Any]:
+        import torch.distributed as dist
+
+        until = time.monotonic() + self._timeout
+        look = _LOOK * max(1.0, self._nranks / _FEW)
+        try:
+            self._store.set(f"card-{self._rank}", self._card)
+            ask = self._make_roster if self._rank == 0 else self._find_roster
+            looked = time.monotonic()
+            while (cards := ask()) is None:
+                now = time.monotonic()
+                if now >= until or self.over:
+                    raise PeerTimeout(f"connecting: {self._absent()} within {self._timeout:g} s")
+                if now - looked > 20 * look:
+                    looked = now
+                    self._fresh()  # looks for the dead
+                time.sleep(look)
+            return [card[-1] for card in cards]
+        except dist.DistNetworkError as error:
+            raise PeerDied(
+                "connecting: the process group's store is gone, and with it who held it: its rank 0, or torchrun"
+            ) from error
+        except BaseException:
+            with suppress(RuntimeError):  # PyTorch's
+                self._store.delete_key(f"card-{self._rank}")
+            raise
+        finally:
+            for _, descriptor in self._processes.values():
+                os.close(descriptor)
+            self._processes.clear()
+
+    def _read(self, key: str) -> Any:
+        """What stands at a key, None if nothing does. Never waits for one."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _fresh(self) -> dict[int, Any]:
+        """Cards of this occasion, by rank. Those on the roster were of a meeting that has been."""
+        roster = self._read("roster") or [None] * self._nranks
+        fresh = {}
+        for rank, spent in enumerate(roster):
+            card = self._read(f"card-{rank}")
+            if card is not None and card[1] == self._occasion and (spent is None or card[0] != spent[0]):
+                fresh[rank] = card
+            if card or spent:  # who has been at any meeting is known
+                self._check_alive(rank, card or spent)
+        return fresh
+
+    def _make_roster(self) -> list[Any] | None:
+        fresh = self._fresh()
+        if len(fresh) < self._nranks:
+            return None
+        cards = [fresh[rank] for rank in range(self._nranks)]
+        self._store.set("roster", json.dumps(cards))
+        return cards
+
+    def _find_roster(self) -> list[Any] | None:
+        cards = self._read("roster")
+        return cards if cards and len(cards) == self._nranks and cards[self._rank][0] == self._nonce else None
+
+    def _absent(self) -> str:
+        fresh = self._fresh()
+        absent = [rank for rank in range(self._nranks) if rank not in fresh] or [0]  # which has all cards, and stopped
+        names = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} others" if len(absent) > 8 else "")
+        return f"rank {names} of {self._nranks} did not arrive"
+
+    def _check_alive(self, rank: int, card: Any) -> None:
+        """Of a rank that has laid down a card, and may have died since, if its process can be seen from here."""
+        nonce, _, place, number, _ = card
+        here, own = _process()
+        if not place or place != here or number == own:
+            return
+        known = self._processes.get(rank)
+        if known is None or known[0] != nonce:
+            if known is not None:
+                os.close(known[1])
+                del self._processes[rank]
+            try:
+                self._processes[rank] = nonce, os.pidfd_open(number)
+            except ProcessLookupError:
+                raise PeerDied(f"connecting: rank {rank} is gone") from None
+            except OSError:  # a kernel that has none, or no descriptor left
+                return
+        look = select.poll()
+        look.register(self._processes[rank][1], select.POLLIN)
+        if look.poll(0):
+            raise PeerDied(f"connecting: rank {rank} is gone")
+
+
+def _process() -> tuple[str, int]:
+    """(boot and namespace of process numbers, number) of this process."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}", os.getpid()
+    except OSError:
+        return "", os.getpid()
