@@ -49,8 +49,10 @@ void on_all_ranks(int ranks, const std::function<void(int)>& run);
 
 // One bfloat16 payload of `elements`, combined in bfloat16.
 twGroupConfig_t make_config(int experts, int top_k, int max_tokens, int64_t elements = 8);
-// 6 experts, top 2, 4 tokens; waits end soon.
+// 6 experts, top 2, 4 tokens; waits end soon. For ranks that never come: 60 ms are too few for one that shall.
 twGroupConfig_t impatient(int timeout_ms = 60);
+// Of calls that must not wait, after a wait that took the whole timeout: what a busy machine takes, and no wait more.
+constexpr int kOneWaitMs = 2000;
 
 twTensor_t tensor(void* data, twDtype_t dtype, std::initializer_list<int64_t> shape);
 twErrorRecord_t error_of(twGroup_t group);

@@ -34,6 +34,11 @@ from portable_backend import Nccl, variants
 import tokenway as tw
 
 HERE = Path(__file__).parent
+# Tests must hold on a machine that is busy, where anything may take twenty times as long as else. So ranks that shall
+# come are waited for PATIENT seconds, which only a fault lets pass, and what is told at once is told in AT_ONCE.
+PATIENT = 60.0
+AT_ONCE = 20.0
+HANGS = 300.0  # seconds after which a rank that does not answer hangs
 
 
 class Cpu:
@@ -42,7 +47,7 @@ class Cpu:
     name = "cpu"
     checks_ids_on_host = True  # bad ids are refused
     copies_routing = True  # ids and weights are the caller's again when route() returns
-    death_seen = 1.0  # seconds until a dead peer is known of
+    death_seen = 1.0  # seconds until a dead peer is known of, on a machine that has nothing else to do
     knows_calls = True  # peers of a refused call need not know what it would have moved
     lacks: frozenset[str] = frozenset()  # what tests say they need, by the mark `needs`
     large = 576  # elements of rows that are large: here, that are summed in several blocks and stored past the cache
@@ -259,7 +264,7 @@ class Processes:
         self.backend = backend
         self.nranks = nranks
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = HANGS) -> list[Any]:
         """function(env, *args) on every rank: values by rank."""
         return POOL.run(self.backend, self.nranks, timeout, function, args)
 
@@ -281,7 +286,7 @@ class Threads:
         self.backend = backend
         self.nranks = nranks
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = HANGS) -> list[Any]:
         """function(env, *args) on every rank: values by rank."""
         key = self.backend, self.nranks
         if key not in self._envs:
@@ -312,6 +317,21 @@ class Threads:
 
 
 WORLDS = {"threads": Threads, "processes": Processes}
+
+
+# ---- ranks that wait for what others have done, whatever their groups do --------------------------
+
+
+def raise_flag(folder: str | Path, name: Any) -> None:
+    Path(folder, str(name)).touch()
+
+
+def await_flags(folder: str | Path, *names: Any) -> None:
+    """Until all of them have been raised."""
+    until = time.monotonic() + HANGS / 2
+    while missing := [name for name in names if not Path(folder, str(name)).exists()]:
+        assert time.monotonic() < until, f"nobody raised {missing}"
+        time.sleep(0.01)
 
 
 # ---- what tests say about errors -----------------------------------------------------------------

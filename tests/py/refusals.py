@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import player
 from cases import Round, Setup, answers, make_ids, make_payloads
-from harness import caught
+from harness import PATIENT, caught
 
 import tokenway as tw
 from tokenway.tensors import aligned_bytes, numpy_dtype
@@ -284,7 +284,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "combine_dtype": ({"combine_dtype": "float16"}, r"combine_dtype differs"),
     "combine_hidden": ({"combine_hidden": 5}, r"combine_hidden differs: rank 0 has 4, rank 1 has 5"),
     "lanes": ({"lanes": 2}, r"lanes differs: rank 0 has 1, rank 1 has 2"),
-    "timeout": ({"timeout": 3.0}, r"timeout_ms differs: rank 0 has 20000, rank 1 has 3000"),
+    "timeout": ({"timeout": 3.0}, r"timeout_ms differs: rank 0 has 60000, rank 1 has 3000"),
     "expert_map": (
         {"expert_map": ([0, 0, 1, 1, 2, 2], [0, 1, 1, 0, 0, 1])},
         r"expert_slot\[2\] differs: rank 0 has 0, rank 1 has 1",
@@ -332,7 +332,7 @@ class Calls:
 
     def __init__(self, env: Any, **changes: Any):
         self.env = env
-        self.group = tw.Group(env.comm, **SETUP.settings() | {"timeout": 20} | changes)
+        self.group = tw.Group(env.comm, **SETUP.settings() | {"timeout": PATIENT} | changes)
         self.route()
 
     def route(self) -> None:

@@ -88,13 +88,13 @@ def soak(rounds: int, seed: int, ranks: tuple[int, ...] = (2, 3, 4), say: Any = 
         for _ in range(rng.randint(1, 4)):
             count = min(BATCH, rounds - done)
             case = random_case(rng, setup, count)
-            verify_case(case, world.run(player.play_on, "soak", case, timeout=60))
+            verify_case(case, world.run(player.play_on, "soak", case, timeout=harness.HANGS))
             done += count
             if say:
                 say(f"{done} of {rounds} rounds")
             if done >= rounds:
                 break
-        world.run(player.close_kept, timeout=60)
+        world.run(player.close_kept, timeout=harness.HANGS)
     return done
 
 
@@ -111,9 +111,9 @@ class Mishap:
     seen: list[float]
 
 
-def mishap(rng: random.Random, number: int, backend: str = "cpu") -> Mishap:
+def mishap(rng: random.Random, number: int, backend: str, timed: bool) -> Mishap:
     """Kills or stops one of a few busy ranks at a random moment; what do the others make of it?"""
-    timeout = 30.0 if number == signal.SIGKILL else 1.5
+    timeout = harness.PATIENT if number == signal.SIGKILL else 1.5 if timed else 6.0
     nranks = rng.randint(2, min(5, harness.BACKENDS[backend].most_ranks("processes")))
     victim = rng.randrange(nranks)
     setup = random_setup(rng, nranks)
@@ -123,39 +123,41 @@ def mishap(rng: random.Random, number: int, backend: str = "cpu") -> Mishap:
     key = ("mishap", 0, backend, f"mishap-{os.getpid()}-{rng.getrandbits(60):x}")
     try:
         workers.send(everyone, mishaps.begin, setup, timeout, key=key)
-        harness.settle(workers.collect(everyone, 60))
+        harness.settle(workers.collect(everyone, harness.HANGS))
         workers.send(everyone, mishaps.work_until_error, setup, rng.getrandbits(30), key=key)
         time.sleep(rng.random() * 0.3)
         struck = time.monotonic()
         workers.signal(victim, number)
         limit = harness.BACKENDS[backend].death_seen if number == signal.SIGKILL else timeout + 1.0
-        reports = harness.settle(workers.collect(survivors, limit + 20))
+        if not timed:
+            limit += harness.AT_ONCE
+        reports = harness.settle(workers.collect(survivors, limit + harness.HANGS))
         for rank, report in zip(survivors, reports, strict=True):
-            mishaps.judge(report, rank, victim, number, struck, limit)
+            mishaps.judge(report, rank, victim, number, struck, limit, 0.2 if timed else harness.AT_ONCE)
         again = random_setup(rng, nranks - 1)
         workers.send(everyone, mishaps.shrink_and_play, again, rng.getrandbits(30), key=key)
-        played = harness.settle(workers.collect(survivors, 60))
+        played = harness.settle(workers.collect(survivors, harness.HANGS))
         mishaps.verify_survivors(again, survivors, played)
         if number == signal.SIGSTOP:
             workers.signal(victim, signal.SIGCONT)
-            woken = harness.settle(workers.collect([victim], 20))[0]
+            woken = harness.settle(workers.collect([victim], harness.HANGS))[0]
             assert woken["result"] == "twExcluded", f"the stopped rank {victim} was told {woken}"
-            ok, text = workers.collect([victim], 20)[0]
+            ok, text = workers.collect([victim], harness.HANGS)[0]
             assert not ok and "Excluded" in text, f"the stopped rank {victim} could shrink: {text}"
         return Mishap(victim, number, nranks, [report["at"] - struck for report in reports])
     finally:
         workers.close()
 
 
-def suffer(kills: int, stops: int, seed: int, say: Any = None, backend: str = "cpu") -> None:
-    """So many mishaps, one after the other."""
+def suffer(kills: int, stops: int, seed: int, say: Any = None, backend: str = "cpu", timed: bool = False) -> None:
+    """So many mishaps, one after the other; `timed`: the machine has nothing else to do, and notices within moments."""
     rng = random.Random(seed)
     numbers = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
     rng.shuffle(numbers)
     for n, number in enumerate(numbers):
         state = rng.getrandbits(50)
         try:
-            result = mishap(random.Random(state), number, backend)
+            result = mishap(random.Random(state), number, backend, timed)
         except BaseException:
             print(f"mishap {n} of seed {seed}: signal {number}, state {state}", file=sys.stderr)
             raise
@@ -177,7 +179,7 @@ def main() -> int:
         print(f"{time.monotonic() - begin:8.1f} s  {text}", flush=True)
 
     try:
-        suffer(args.kills, args.stops, args.seed, say=say)
+        suffer(args.kills, args.stops, args.seed, say=say, timed=True)
         soak(args.rounds, args.seed, say=say)
     finally:
         harness.POOL.reset()

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from harness import HANGS
 
 import tokenway as tw
 from tokenway.bench import runner, timing
@@ -17,7 +18,7 @@ from tokenway.bench.progress import Progress
 from tokenway.bench.watch import EXIT, Watch
 from tokenway.launch import Ranks
 
-PATIENCE = 1.5
+PATIENCE = 4.0
 
 
 def stuck(how: str) -> None:
@@ -31,36 +32,34 @@ def stuck(how: str) -> None:
             control.gate()
         progress.at("capturing pair of tokenway")
         if how == "waits":
-            threading.Event().wait(60)
-        ctypes.PyDLL(None).sleep(60)  # holds the interpreter
+            threading.Event().wait(600)
+        ctypes.PyDLL(None).sleep(600)  # holds the interpreter
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["waits", "holds the interpreter"])
 def test_a_rank_that_hangs(how, capfd) -> None:
     with Ranks(stuck, 2, how) as ranks:
-        begin = time.monotonic()
-        outcomes = ranks.wait(30)
-        assert time.monotonic() - begin < 20
+        outcomes = ranks.wait(HANGS)
     assert all(outcome is not None and outcome.exitcode == EXIT for outcome in outcomes), outcomes
     told = capfd.readouterr().err
     where = (
         "rank 0 at tiny, 128 tokens: timing tokenway, round 0; rank 1 at tiny, 128 tokens: capturing pair of tokenway"
     )
-    assert f"tokenway bench: rank 0 gave no sign for 2 s: {where}" in told
-    assert (f"rank 1 gave no sign for 2 s: {where}" in told) == (how == "waits")
+    assert f"tokenway bench: rank 0 gave no sign for 4 s: {where}" in told
+    assert (f"rank 1 gave no sign for 4 s: {where}" in told) == (how == "waits")
     assert "in stuck" in told, "where its threads are"
 
 
 def lively() -> float:
-    """A run of many short phases, each longer than a look and all longer than the patience."""
+    """A run of many short phases, each far shorter than the patience and all together longer."""
     control = Control(tw.connect())
     begin = time.monotonic()
     with Watch(control, PATIENCE) as watch:
-        for number in range(8):
+        for number in range(12):
             watch.doing(f"phase {number}")
-            time.sleep(PATIENCE / 4)
-    time.sleep(PATIENCE * 2)  # nothing watches any more
+            time.sleep(PATIENCE / 8)
+    time.sleep(PATIENCE * 1.5)  # nothing watches any more
     control.close()
     return time.monotonic() - begin
 
@@ -68,8 +67,8 @@ def lively() -> float:
 @pytest.mark.processes
 def test_a_rank_that_goes_on() -> None:
     with Ranks(lively, 1) as ranks:
-        (outcome,) = ranks.wait(60)
-        assert outcome is not None and outcome.ok and outcome.value > 4 * PATIENCE, outcome
+        (outcome,) = ranks.wait(HANGS)
+        assert outcome is not None and outcome.ok and outcome.value >= 3 * PATIENCE, outcome
 
 
 def one_fails() -> None:
@@ -88,7 +87,7 @@ def one_fails() -> None:
 @pytest.mark.processes
 def test_a_rank_that_fails_says_where(capfd) -> None:
     with Ranks(one_fails, 2) as ranks:
-        outcomes, culprit = ranks.wait_or_fail(60)
+        outcomes, culprit = ranks.wait_or_fail(HANGS)
         assert culprit == 1 and "no more graphs" in outcomes[1].error
     assert "rank 1 failed: rank 0 at tiny: freeing the graphs; rank 1 at tiny: freeing" in capfd.readouterr().err
 

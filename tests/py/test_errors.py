@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import refusals
 from cases import verify
-from harness import BACKENDS, Env, Threads, caught, said
+from harness import AT_ONCE, BACKENDS, Env, Threads, caught, said
 from refusals import ROUND, SETUP, Calls, adapt, sentence
 
 import tokenway as tw
-
-AT_ONCE = 2.0  # seconds: far below any timeout, far above what a busy machine makes of it
 
 
 def check_refused_call(by_rank: Any, pattern: str, call: str) -> None:

@@ -33,7 +33,7 @@ def need_rich() -> None:
 
 def run(*command: str | Path, code: int = 0) -> str:
     """The output of a command, which must end with that exit code."""
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900, check=False)
     assert done.returncode == code, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

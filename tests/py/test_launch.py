@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import AT_ONCE, HANGS
 from launched import exchange
 
 import tokenway as tw
@@ -113,14 +114,14 @@ def test_a_rank_that_raises() -> None:
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2: .*ValueError: rank 1 does not want to"):
         tw.run(fail_on, 2, 1, timeout=60)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 45
 
 
 def test_a_rank_that_raises_before_it_connects() -> None:
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2: .*ValueError: no model here"):
         tw.run(fail_before_connecting, 2, 1)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 45
 
 
 def test_the_culprit_is_named() -> None:
@@ -141,7 +142,7 @@ def test_a_rank_that_is_killed_with_a_child() -> None:
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"rank 1 of 2: ended with exit code -9"):
         tw.run(leave_a_child_on, 2, 1, timeout=60)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 45
 
 
 def test_a_value_that_cannot_travel() -> None:
@@ -151,9 +152,9 @@ def test_a_value_that_cannot_travel() -> None:
 
 def test_a_rank_that_hangs() -> None:
     begin = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not end within"):
+    with pytest.raises(TimeoutError, match=r"ranks \[(0, )?1\] of 2 did not end within"):
         tw.run(sleep_on, 2, 1, timeout=4)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 45
 
 
 # ---- Ranks ---------------------------------------------------------------------------------------
@@ -161,14 +162,14 @@ def test_a_rank_that_hangs() -> None:
 
 def test_killed_and_stopped() -> None:
     with tw.Ranks(sleep_on, 2, -1) as ranks:
-        assert [outcome.value for outcome in ranks.wait(60)] == [0, 1]
+        assert [outcome.value for outcome in ranks.wait(HANGS)] == [0, 1]
     with tw.Ranks(sleep_on, 2, 0) as ranks:
-        outcomes = ranks.wait(30, [1])
+        outcomes = ranks.wait(HANGS, [1])
         assert outcomes[1].ok and outcomes[0] is None
         ranks.signal(0, signal.SIGSTOP)
         assert ranks.wait(0.2)[0] is None
         ranks.signal(0, signal.SIGKILL)
-        killed = ranks.wait(10)[0]
+        killed = ranks.wait(HANGS)[0]
         assert killed.exitcode == -signal.SIGKILL and not killed.ok and killed.error is None
     with tw.Ranks(sleep_on, 2, 0) as ranks:  # leaving ends what runs, stopped or not
         ranks.signal(0, signal.SIGSTOP)
@@ -178,7 +179,7 @@ def test_killed_and_stopped() -> None:
 
 def test_environment_of_ranks() -> None:
     with tw.Ranks(echo_environment, 2, "SOME_VARIABLE", env={"SOME_VARIABLE": "x"}) as ranks:
-        assert [outcome.value for outcome in ranks.wait(60)] == [("x", "2")] * 2
+        assert [outcome.value for outcome in ranks.wait(HANGS)] == [("x", "2")] * 2
 
 
 # ---- launch --------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def test_launch_ends_the_others() -> None:
     text = "import os, time; time.sleep(0 if os.environ['TOKENWAY_RANK'] == '2' else 60); os._exit(4)"
     begin = time.monotonic()
     assert launch([sys.executable, "-c", text], 3) == 4
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 45
 
 
 def test_launch_of_a_rank_that_is_killed() -> None:
@@ -235,17 +236,17 @@ def test_a_starter_that_is_ended(starter, number, tmp_path) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", f"import sys; {STARTERS[starter]}", str(tmp_path)], env=env)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANGS
         while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(number)
         told = starter == "launch" and number != signal.SIGKILL
-        assert process.wait(20) == (128 + number if told else -number)
+        assert process.wait(HANGS) == (128 + number if told else -number)
     finally:
         process.kill()
     ranks = [int(path.name) for path in tmp_path.iterdir()]
     assert len(ranks) == 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + AT_ONCE
     while any(map(lives, ranks)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [rank for rank in ranks if lives(rank)]
@@ -256,7 +257,7 @@ def test_launch_under_nohup(tmp_path) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=env)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANGS
         while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGHUP)
@@ -265,7 +266,7 @@ def test_launch_under_nohup(tmp_path) -> None:
         assert all(lives(int(path.name)) for path in tmp_path.iterdir())
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(HANGS)
 
 
 def test_launch_of_nothing() -> None:

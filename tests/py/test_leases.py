@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dense import sent
-from harness import Env, caught
+from harness import PATIENT, Env, caught
 from test_autograd import Case, assert_same, group_of, leaves, train
 
 import tokenway as tw
@@ -119,7 +119,7 @@ def run_given_back_late(env: Env) -> None:
         handle.release()
     del group, handle
     gc.collect()
-    with tw.Group(env.comm, **(SETTINGS | {"timeout": 8})) as other:
+    with tw.Group(env.comm, **(SETTINGS | {"timeout": PATIENT})) as other:
         handle, tokens = routed(env, other, 1)
         if env.rank == env.nranks - 1:
             time.sleep(0.5)

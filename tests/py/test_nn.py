@@ -310,7 +310,7 @@ def run_compiled(env: Env) -> None:
 @pytest.mark.slow
 def test_compiled(processes) -> None:
     """What is around the exchange is compiled, and of the exchange nothing."""
-    assert processes(2).run(run_compiled, timeout=240) == [None, None]
+    assert processes(2).run(run_compiled, timeout=900) == [None, None]
 
 
 def run_copied(env: Env) -> bool:

@@ -163,7 +163,7 @@ def test_eager(processes, case) -> None:
 def test_compiled(processes, case, how) -> None:
     """Forward and backward, each in one graph without breaks."""
     world = processes(case.ranks)
-    check(case, world.run(run, case, how, timeout=240), how != "inductor", world.run(run, case, "autograd"))
+    check(case, world.run(run, case, how, timeout=900), how != "inductor", world.run(run, case, "autograd"))
 
 
 def run_branches(env: Env) -> Any:
@@ -224,7 +224,7 @@ def run_opcheck(env: Env) -> None:
 
 @pytest.mark.slow
 def test_opcheck(processes) -> None:
-    processes(1).run(run_opcheck, timeout=240)
+    processes(1).run(run_opcheck, timeout=900)
 
 
 def run_refusals(env: Env, case: Case) -> list[Any]:

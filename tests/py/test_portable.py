@@ -16,7 +16,7 @@ import numpy as np
 import player
 import pytest
 from cases import Case, Round, Setup, verify_case
-from harness import caught
+from harness import HANGS, caught
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from portable_backend import WAYS
@@ -207,7 +207,7 @@ def test_leaving_by_an_error() -> None:
     early, late = started("left")
     try:
         assert late.stdout is not None and late.stdout.readline() == "here\n"
-        log = early.communicate(timeout=60)[1]
+        log = early.communicate(timeout=HANGS)[1]
         assert "PeerTimeout: rank 1 did not arrive in time in dispatch" in log
         assert early.returncode == 1 and late.poll() is None
     finally:
@@ -220,7 +220,7 @@ def test_leaving_by_an_error() -> None:
 @pytest.mark.parametrize("kind", ["gloo", "anothers"])
 def test_connect_over_a_process_group(kind: str) -> None:
     ranks = started("connected", kind)
-    ends = [process.communicate(timeout=90) for process in ranks]
+    ends = [process.communicate(timeout=HANGS) for process in ranks]
     for rank, (out, log) in enumerate(ends):
         assert ranks[rank].returncode == 0, log
         told, differs = json.loads(out.splitlines()[-1])
@@ -252,7 +252,7 @@ def test_bench(tmp_path) -> None:
         "--json",
         str(data),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("qwen3-30b-a3b")]
     assert [line[1:3] for line in lines] == [["1", "1"], ["1", "3"], ["4", "1"], ["4", "3"]]

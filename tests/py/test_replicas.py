@@ -343,7 +343,9 @@ def test_maps_that_differ_at_birth(threads) -> None:
 
 def shrink(env: Any) -> list[int]:
     """The maps stay with those that are left."""
-    group = tw.Group(env.comm, experts=4, top_k=2, hidden=4, max_tokens=2, expert_map=[0, 1, 2, 3, 0, 1], timeout=4)
+    group = tw.Group(
+        env.comm, experts=4, top_k=2, hidden=4, max_tokens=2, expert_map=[0, 1, 2, 3, 0, 1], timeout=harness.PATIENT
+    )
     if env.rank == 2:
         group.abort()
         group.close()

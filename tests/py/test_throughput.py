@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -402,7 +401,7 @@ def test_settings_are_refused(wrong: dict[str, Any], sentence: str) -> None:
         tw.Group(comm, **{"experts": 4, "top_k": 1, "hidden": 4, "max_tokens": 12, **EXACT, **wrong})
 
 
-def late_rank(env: Any) -> str:
+def late_rank(env: Any, flags: str) -> str:
     setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, **EXACT)
     group = tw.Group(env.comm, timeout=0.5, **setup.settings())
     try:
@@ -411,17 +410,18 @@ def late_rank(env: Any) -> str:
             return "silent"
         with pytest.raises(tw.PeerTimeout) as caught:
             group.exchange_counts(handle)
+        harness.raise_flag(flags, "given up")
         return str(caught.value)
     finally:
         if env.rank == 0:
-            time.sleep(1.0)
+            harness.await_flags(flags, "given up")
         group.abort()
         group.close()
 
 
 @pytest.mark.processes
-def test_a_rank_that_does_not_count(processes: Any) -> None:
-    said = processes(2).run(late_rank)
+def test_a_rank_that_does_not_count(processes: Any, tmp_path: Any) -> None:
+    said = processes(2).run(late_rank, str(tmp_path))
     assert said[0] == "silent" and "rank 0 did not arrive in time in the exchange of counts" in said[1]
 
 
