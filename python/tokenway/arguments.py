@@ -3,13 +3,61 @@ where C cannot see what is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from tokenway.errors import InvalidArgument
+from tokenway import tensors
+from tokenway.errors import InvalidArgument, TokenwayError
 from tokenway.handle import Handle
+
+
+class Preparation:
+    """Around all that a call of all ranks does before the C library is asked, where peers may wait for it already.
+
+    Arguments are code of the caller's: a property, a mapping, `__torch_function__` may raise anything. What is raised
+    becomes the call's `problem`, and the call is made all the same, with something that C refuses, so that the peers
+    hear of it at once; then the problem is raised. What is no Exception (Ctrl-C) passes: the caller's `with` block
+    gives the group up."""
+
+    __slots__ = ("problem",)
+
+    def __init__(self) -> None:
+        self.problem: TokenwayError | None = None
+
+    def __enter__(self) -> Preparation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if isinstance(error, TokenwayError):
+            self.problem = error
+        else:
+            self.problem = InvalidArgument(f"an argument cannot be read: {type(error).__name__}: {error}")
+            self.problem.__cause__ = error
+        return True
+
+
+@contextmanager
+def telling(refuse: Callable[[], object]) -> Iterator[None]:
+    """Around what can fail before a step that the peers are in already, where that step is another function's: what is
+    raised is told to them by `refuse`, at once."""
+    try:
+        yield
+    except Exception:
+        with suppress(Exception):  # the exception under way is the one to tell
+            refuse()
+        raise
+
+
+def cause_of(place: Any, given: Mapping[str, Any]) -> Exception | None:
+    """What the first of a call's tensors raises when it is described."""
+    found = (tensors.obstacle(place.describe, x) for name, x in given.items() if name != "handle")
+    return next((error for error in found if error is not None), None)
 
 
 def code(table: Mapping[str, int], name: Any) -> int:
@@ -25,8 +73,27 @@ def pointer_of(handle: Any) -> int | None:
 def int32(value: Any) -> int:
     """An argument for a 32-bit field. What does not fit becomes -2, which the C library refuses in every such field:
     the call still reaches it, so that peers are told."""
-    fits = isinstance(value, (int, np.integer)) and -(2**31) <= value < 2**31
-    return int(value) if fits else -2
+    try:
+        fits = isinstance(value, (int, np.integer)) and -(2**31) <= value < 2**31
+        return int(value) if fits else -2
+    except Exception:  # its own code
+        return -2
+
+
+def lane_number(lane: Any) -> int:
+    """A lane for C, whose -1 is the next free one, None here."""
+    if lane is None:
+        return -1
+    number = int32(lane)
+    return -2 if number == -1 else number
+
+
+def truth(flag: Any) -> bool:
+    """Of a flag, whatever it does when it is asked: False where it cannot say."""
+    try:
+        return bool(flag)
+    except Exception:
+        return False
 
 
 def unlike(place: Any, name: str, argument: Any) -> str | None:

@@ -60,6 +60,7 @@ from tokenway.gradients import (
     check_group,
     check_layout,
     check_local,
+    check_memory,
     device_of,
     eager,
     exchange_counts,
@@ -77,6 +78,7 @@ from tokenway.gradients import (
 )
 from tokenway.group import Group
 from tokenway.handle import Handle
+from tokenway.settings import telling_comm
 
 Tensor = torch.Tensor
 
@@ -104,7 +106,8 @@ def make_group(
     dtype: of tokens and gradients, float32 or bfloat16. settings: further keywords of Group, but for combine_dtype and
     combine_hidden. One group serves all layers of the same shape; it needs one lane.
     """
-    columns = weight_columns(top_k, dtype)
+    with telling_comm(comm):
+        returned = hidden + weight_columns(top_k, dtype)
     return Group(
         comm,
         experts=experts,
@@ -113,7 +116,7 @@ def make_group(
         max_tokens=max_tokens,
         dtype=dtype,
         combine_dtype=dtype,
-        combine_hidden=hidden + columns,
+        combine_hidden=returned,
         **settings,
     )
 
@@ -146,6 +149,7 @@ def dispatch(
         check_group(group, weights.requires_grad and torch.is_grad_enabled())
         layout = check_layout(group, layout)
         bound = _checked_bound(group, bound)
+        check_memory("tokens", tokens)
         handle = group.route(ids, weights.detach(), layer=layer)
     received, kept, places, counts, offsets = _Dispatch.apply(tokens, weights, handle, layout, bound)
     # All weights of a token come with it. Those of other ranks' experts would give it gradients from several ranks.
@@ -166,8 +170,7 @@ def combine(routed: Routed, rows: Tensor) -> Tensor:
     a token is rounded to the group's dtype before the latter, and the result after. Errors: as Group.combine.
     """
     with telling(lambda: refuse_combine(routed.handle)):
-        if not isinstance(rows, Tensor):
-            raise InvalidArgument(f"rows is of type {type(rows).__name__}; it must be a tensor as `routed.tokens`")
+        check_memory("rows", rows)
     return _Combine.apply(rows, routed.handle, routed.layout)
 
 
@@ -287,10 +290,11 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, tokens: Tensor | None, weights: Tensor | None, *_: Any) -> tuple[Any, ...]:
         handle: Handle = ctx.handle
-        which = kept_for_order(ctx)
-        if weights is not None and ctx.layout == "grouped":
-            per_k = weights.new_zeros(len(weights), handle.group.top_k)
-            weights = per_k.scatter_(1, which, weights[:, None])
+        with telling(lambda: refuse_combine(handle)):
+            which = kept_for_order(ctx)
+            if weights is not None and ctx.layout == "grouped":
+                per_k = weights.new_zeros(len(weights), handle.group.top_k)
+                weights = per_k.scatter_(1, which, weights[:, None])
         of_tokens, of_weights = return_gradients(handle, tokens, weights, ctx.needs_input_grad[1], ctx.layout)
         return of_tokens if ctx.needs_input_grad[0] else None, of_weights, None, None, None
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenway.gradients import eager, keep_for_order, kept_for_order
+from tokenway.arguments import telling
+from tokenway.gradients import check_memory, eager, keep_for_order, kept_for_order, refuse
 from tokenway.group import Group
 
 Tensor = torch.Tensor
@@ -22,6 +23,9 @@ def all_gatherv(group: Group, rows: Tensor, sizes: Any = None, *, bound: int | N
     rows: [n, ...], float32, bfloat16 or float16. sizes, bound: as there. Where sizes are not known here R is N*b, and
     rows beyond those that came are 0. Gradients: summed over ranks ascending, in float32, rounded once. Errors: as
     there."""
+    with telling(lambda: refuse(group.all_gatherv)):
+        check_memory("rows", rows)
+        sizes = _kept(sizes)
     return _Gather.apply(rows, group, sizes, bound)
 
 
@@ -32,6 +36,9 @@ def reduce_scatterv(group: Group, rows: Tensor, sizes: Any = None, *, bound: int
 
     rows: [R, ...], float32, bfloat16 or float16. sizes, bound: as there. With a tensor of sizes there are b rows, 0
     beyond this rank's own. Gradients: those of all ranks' sums, bit for bit. Errors as there."""
+    with telling(lambda: refuse(group.reduce_scatterv)):
+        check_memory("rows", rows)
+        sizes = _kept(sizes)
     return _Reduce.apply(rows, group, sizes, bound)
 
 
@@ -41,19 +48,27 @@ def _is_known(sizes: Any) -> bool:
 
 def _gather(group: Group, rows: Tensor, sizes: Any, bound: int | None) -> tuple[Tensor, Any]:
     """(rows of all ranks, 0 beyond them; sizes for the way back)."""
+    with telling(lambda: refuse(group.all_gatherv)):
+        check_memory("rows", rows)
+        rows = rows.contiguous()
+        if not _is_known(sizes):
+            room = bound or (group.max_tokens if sizes is None else rows.shape[0])
+            out = rows.new_zeros((group.nranks * room, *rows.shape[1:]))
     if _is_known(sizes):
         return group.all_gatherv(rows, sizes, bound=bound).rows, sizes
-    room = bound or (group.max_tokens if sizes is None else rows.shape[0])
-    out = rows.new_zeros((group.nranks * room, *rows.shape[1:]))
     gathered = group.all_gatherv(rows, sizes, bound=room, out=out)
     return out, gathered.counts
 
 
 def _reduce(group: Group, rows: Tensor, sizes: Any, bound: int | None) -> Tensor:
-    if sizes is None or _is_known(sizes):
-        return group.reduce_scatterv(rows, sizes, bound=bound)
-    room = bound or rows.shape[0] // group.nranks
-    return group.reduce_scatterv(rows, sizes, bound=room, out=rows.new_zeros((room, *rows.shape[1:])))
+    out, room = None, bound
+    with telling(lambda: refuse(group.reduce_scatterv)):
+        check_memory("rows", rows)
+        rows = rows.contiguous()
+        if sizes is not None and not _is_known(sizes):
+            room = bound or rows.shape[0] // group.nranks
+            out = rows.new_zeros((room, *rows.shape[1:]))
+    return group.reduce_scatterv(rows, sizes, bound=room, out=out)
 
 
 def _kept(sizes: Any) -> Any:
@@ -68,8 +83,7 @@ def _kept(sizes: Any) -> Any:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Group, sizes: Any, bound: int | None) -> Tensor:
-        sizes = _kept(sizes)
-        out, ctx.sizes = _gather(group, rows.contiguous(), sizes, bound)
+        out, ctx.sizes = _gather(group, rows, sizes, bound)
         ctx.group, ctx.count = group, rows.shape[0]
         keep_for_order(ctx, rows.new_empty(0))
         ctx.bound = bound if _is_known(sizes) else out.shape[0] // group.nranks
@@ -78,15 +92,15 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out: Tensor) -> tuple[Any, ...]:
-        kept_for_order(ctx)
-        return _reduce(ctx.group, out.contiguous(), ctx.sizes, ctx.bound)[: ctx.count], None, None, None
+        with telling(lambda: refuse(ctx.group.reduce_scatterv)):
+            kept_for_order(ctx)
+        return _reduce(ctx.group, out, ctx.sizes, ctx.bound)[: ctx.count], None, None, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Group, sizes: Any, bound: int | None) -> Tensor:
-        sizes = _kept(sizes)
-        out = _reduce(group, rows.contiguous(), sizes, bound)
+        out = _reduce(group, rows, sizes, bound)
         ctx.group, ctx.bound = group, bound
         ctx.sizes = [out.shape[0]] * group.nranks if sizes is None else sizes
         return out
@@ -94,4 +108,4 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out: Tensor) -> tuple[Any, ...]:
-        return _gather(ctx.group, out.contiguous(), ctx.sizes, ctx.bound)[0], None, None, None
+        return _gather(ctx.group, out, ctx.sizes, ctx.bound)[0], None, None, None

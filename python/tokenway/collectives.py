@@ -101,16 +101,26 @@ class _Sizes(NamedTuple):
             return _Sizes(host=tuple(sizes))
         return _Sizes(tensor=sizes)
 
-    def problem(self, place: Any, nranks: int) -> InvalidArgument | None:
-        """What C cannot see."""
+    def check(self, place: Any, nranks: int, max_tokens: int) -> None:
+        """Raises what C cannot see."""
         if self.host is None:
             what = None if self.tensor is None else place.unlike(self.tensor)
-            return None if what is None else InvalidArgument(f"sizes is {what}")
-        if len(self.host) == nranks and all(isinstance(n, (int, np.integer)) for n in self.host):
-            return None
-        return InvalidArgument(
-            f"sizes is {list(self.host)!r}; it must be {nranks} integers, or a tensor of int32 or int64"
-        )
+            if what is not None:
+                raise tensors.refusal("sizes", what, tensors.obstacle(place.describe, self.tensor))
+            return
+        if len(self.host) != nranks or not all(isinstance(n, (int, np.integer)) for n in self.host):
+            raise InvalidArgument(
+                f"sizes is {list(self.host)!r}; it must be {nranks} integers, or a tensor of int32 or int64"
+            )
+        for rank, n in enumerate(self.host):
+            if not -(2**31) <= n < 2**31:
+                raise InvalidArgument(f"sizes[{rank}] is {n}; it must be from 0 to max_tokens, {max_tokens}")
+
+    def bound_of(self, bound: Any, otherwise: int) -> int:
+        """b of a gather, for C. otherwise: where neither it nor sizes are known here."""
+        if bound is not None:
+            return arguments.int32(bound) or -2
+        return otherwise if self.host is None else max((1, *map(int, self.host)))
 
 
 def _several(rows: Any) -> tuple[Any, ...]:
@@ -121,6 +131,17 @@ def _extent(x: Any, dimension: int) -> int:
     """Of a tensor; 0 for what is none or has not so many dimensions, which is refused."""
     shape = getattr(x, "shape", ())
     return int(shape[dimension]) if len(shape) > dimension else 0
+
+
+def _rows_beside(given: Sequence[Any]) -> int:
+    """The bound of a gather whose sizes are in memory, as its rows have it."""
+    rows = _extent(given[0], 0) if given else 0
+    if rows == 0 and given and len(getattr(given[0], "shape", ())):
+        raise InvalidArgument(
+            "rows has 0 rows and sizes is a tensor, so the bound would be 0; beside such sizes rows must be as many as "
+            "the bound, on all ranks alike and at least 1, or sizes a list"
+        )
+    return rows
 
 
 class Collectives:
@@ -158,31 +179,27 @@ class Collectives:
         InvalidArgument and InvalidUsage (peers get PeerRefused at once), PeerRefused, BoundMismatch where ranks give
         different sizes or rows, GroupFinished; after a step that failed counts and offsets are 0."""
         call = self._collective_call(_native.AllGatherVInput, _native.AllGatherVOutput)
-        known, given = _Sizes.of(sizes), _several(rows)
-        if known.own is not None:
-            known = _Sizes(tensor=sizes)  # of a gather rows tell it: refused
-        if bound is not None:
-            b = arguments.int32(bound) or -2
-        elif known.host is not None:
-            b = max((1, *(n for n in known.host if isinstance(n, (int, np.integer)))))
-        else:
-            b = self.max_tokens if known.tensor is None else _extent(given[0] if given else None, 0)
-        problem = known.problem(self._place, self.nranks)
-        lead = (
-            (self.nranks, b)
-            if layout == "rank_major"
-            else (self.nranks * b if known.host is None else sum(known.host),)
-            if problem is None
-            else (0,)
-        )
-        made, problem = self._collective_outputs(given, out, None if layout == "rank_major" else lead, 1, None, problem)
-        counts = self._place.empty((self.nranks,), "int32", given[0] if given else None)
-        offsets = self._place.empty((self.nranks + 1,), "int32", given[0] if given else None)
-        call.extra[0].set(counts)
-        call.extra[1].set(offsets)
-        call.out.layout = arguments.code(LAYOUTS, layout) if problem is None else -1
+        known, given, b = _Sizes(), (), 0
+        lead: tuple[int, ...] = ()
+        made: list[Any] | None = None
+        counts = offsets = None
+        with arguments.Preparation() as prepared:
+            call.out.layout = arguments.code(LAYOUTS, layout)
+            known, given = _Sizes.of(sizes), _several(rows)
+            if known.own is not None:
+                known = _Sizes(tensor=sizes)  # of a gather rows tell it: refused
+            known.check(self._place, self.nranks, self.max_tokens)
+            b = known.bound_of(bound, self.max_tokens if known.tensor is None else _rows_beside(given))
+            views = layout == "rank_major"
+            lead = (self.nranks, b) if views else (self.nranks * b if known.host is None else sum(known.host),)
+            room = 1 <= b <= self.max_tokens and all(0 <= n <= b for n in known.host or ())  # else refused
+            made = self._collective_outputs(given, out, lead if room and not views else None, 1, None)
+            counts = self._place.empty((self.nranks,), "int32", given[0] if given else None)
+            offsets = self._place.empty((self.nranks + 1,), "int32", given[0] if given else None)
+            call.extra[0].set(counts)
+            call.extra[1].set(offsets)
         function, asked = _native.lib.twAllGatherV, {"bound": bound, "lane": lane, "layout": layout}
-        self._collect(function, call, given, made, known, problem, b, asked, send_only)
+        self._collect(function, call, given, made, known, prepared, b, asked, send_only)
         if made is None:
             torch = tensors.is_torch(given[0])
             made = [
@@ -219,23 +236,25 @@ class Collectives:
         Sums are float32 over ranks ascending, rounded once to the result's dtype: the same bits every time. Detached,
         and errors, as `all_gatherv`; after a step that failed the result is NaN."""
         call = self._collective_call(_native.ReduceScatterVInput, _native.ReduceScatterVOutput)
-        known, given = _Sizes.of(sizes), _several(rows)
-        flat = layout != "rank_major"
-        room = (
-            _extent(given[0] if given else None, 0) // self.nranks if flat else _extent(given[0] if given else None, 1)
-        )
-        b = 0 if bound is None else arguments.int32(bound) or -2
-        if bound is None and (known.host is None and (known.tensor is not None or not flat)):
-            b = room
-        problem = known.problem(self._place, self.nranks)
-        if known.own is not None and flat:
-            problem = InvalidArgument(f"sizes is {sizes}; of one rank alone it may be where layout is 'rank_major'")
-        own = room if known.host is None or problem is not None else int(known.host[self.rank])
-        own = own if known.own is None else known.own
-        made, problem = self._collective_outputs(given, out, (own,), 1 if flat else 2, dtype, problem)
-        call.given.layout = arguments.code(LAYOUTS, layout) if problem is None else -1
+        known, given, b = _Sizes(), (), 0
+        made: list[Any] | None = None
+        with arguments.Preparation() as prepared:
+            call.given.layout = arguments.code(LAYOUTS, layout)
+            known, given = _Sizes.of(sizes), _several(rows)
+            known.check(self._place, self.nranks, self.max_tokens)
+            flat = layout != "rank_major"
+            if known.own is not None and flat:
+                raise InvalidArgument(f"sizes is {sizes}; of one rank alone it may be where layout is 'rank_major'")
+            first = given[0] if given else None
+            room = _extent(first, 0) // self.nranks if flat else _extent(first, 1)
+            learns = known.host is None and (known.tensor is not None or not flat)
+            b = room if bound is None and learns else 0 if bound is None else arguments.int32(bound) or -2
+            own = room if known.own is None else known.own
+            own = own if known.host is None else int(known.host[self.rank])
+            fits = 0 <= own <= self.max_tokens  # else refused
+            made = self._collective_outputs(given, out, (own,) if fits else None, 1 if flat else 2, dtype)
         function, asked = _native.lib.twReduceScatterV, {"bound": bound, "lane": lane, "layout": layout}
-        self._collect(function, call, given, made or (), known, problem, b, asked, send_only)
+        self._collect(function, call, given, made or (), known, prepared, b, asked, send_only)
         assert made is not None, "C has accepted the call"
         result = made[0] if given[0] is rows else tuple(made)
         return Request(self, call.out.request, result, (*given, *made, sizes)) if send_only else result
@@ -255,31 +274,24 @@ class Collectives:
         lead: tuple[int, ...] | None,
         inner: int,
         dtype: Any,
-        problem: TokenwayError | None,
-    ) -> tuple[list[Any] | None, TokenwayError | None]:
-        """(tensors to write to, what is wrong). lead: of new ones, None where the window is viewed; after it come the
-        dimensions of the inputs from `inner` on."""
+    ) -> list[Any] | None:
+        """Tensors to write to. lead: of new ones, None where there are none, as the window is viewed or the call will
+        be refused; after it come the dimensions of the inputs from `inner` on."""
         if out is not None:
             made = list(_several(out))
             for q, x in enumerate(made):
-                problem = problem or self._place.problem_of_output("out" if q == 0 else f"out[{q}]", x)
+                if (problem := self._place.problem_of_output("out" if q == 0 else f"out[{q}]", x)) is not None:
+                    raise problem
             if len(made) != len(given):
-                problem = problem or InvalidArgument(
-                    f"out has {len(made)} tensors; it must have as many as rows, {len(given)}"
-                )
-            return made, problem
-        if problem is not None or lead is None or any(self._place.unlike(x) for x in given) or min(lead) < 0:
-            return None, problem
+                raise InvalidArgument(f"out has {len(made)} tensors; it must have as many as rows, {len(given)}")
+            return made
+        if lead is None or any(self._place.unlike(x) for x in given):
+            return None
+        names = [tensors.dtype_name(tensors.dtype_of(x) if dtype is None else dtype) for x in given]
         try:
-            names = [tensors.dtype_of(x) if dtype is None else tensors.dtype_name(dtype) for x in given]
-            return [
-                self._place.empty((*lead, *x.shape[inner:]), tensors.dtype_name(n), x)
-                for x, n in zip(given, names, strict=True)
-            ], None
-        except InvalidArgument as error:
-            return None, error
+            return [self._place.empty((*lead, *x.shape[inner:]), n, x) for x, n in zip(given, names, strict=True)]
         except (MemoryError, RuntimeError, ValueError) as error:
-            return None, OutOfMemory(f"no memory for the result: {error}")
+            raise OutOfMemory(f"no memory for the result: {error}") from error
 
     def _collect(
         self: Group,  # type: ignore[misc]
@@ -288,36 +300,39 @@ class Collectives:
         given: Sequence[Any],
         made: Sequence[Any] | None,
         sizes: _Sizes,
-        problem: TokenwayError | None,
+        prepared: arguments.Preparation,
         bound: int,
         asked: Mapping[str, Any],
         send_only: bool,
     ) -> None:
-        """Makes a call of which all that is its own is set. asked: what the caller gave for bound, lane and layout."""
+        """Makes a call of which all that is its own is set, unless `prepared` has a problem. asked: what the caller
+        gave for bound, lane and layout."""
         self._free_finished()
-        if not 1 <= len(given) <= _native.MAX_PAYLOADS:
-            problem = problem or InvalidArgument(
-                f"rows has {len(given)} tensors; it must have from 1 to {_native.MAX_PAYLOADS}"
-            )
-        call.given.num_tensors = len(given) if problem is None else -1
-        for q, x in enumerate(given[: _native.MAX_PAYLOADS]):
-            call.inputs[q].set(x)
-            if made is not None and q < len(made):
-                call.outputs[q].set(made[q])
-            else:
-                call.outputs[q].clear()
-        hosted = None
-        if sizes.host is not None and problem is None:
-            hosted = (c_int32 * self.nranks)(*(arguments.int32(n) for n in sizes.host))
-        call.given.host_sizes = None if hosted is None else ctypes.addressof(hosted)
-        call.sizes.set(sizes.tensor)
-        call.given.bound, lane = bound, asked["lane"]
-        call.given.lane = -1 if lane is None else arguments.int32(lane) if lane != -1 else -2
-        call.given.send_only = 1 if send_only else 0
+        call.given.bound, call.given.lane = bound, arguments.lane_number(asked["lane"])
+        call.given.send_only = 1 if arguments.truth(send_only) else 0
         if self.device is not None:
             call.given.stream = self._place.stream()
+        hosted = None
+        if prepared.problem is None:
+            with prepared:
+                bool(send_only)  # may raise
+                if not 1 <= len(given) <= _native.MAX_PAYLOADS:
+                    raise InvalidArgument(
+                        f"rows has {len(given)} tensors; it must have from 1 to {_native.MAX_PAYLOADS}"
+                    )
+                for q, x in enumerate(given):
+                    call.inputs[q].set(x)
+                    if made is not None and q < len(made):
+                        call.outputs[q].set(made[q])
+                    else:
+                        call.outputs[q].clear()
+                if sizes.host is not None:
+                    hosted = (c_int32 * self.nranks)(*(arguments.int32(n) for n in sizes.host))
+                call.sizes.set(sizes.tensor)
+        call.given.host_sizes = None if hosted is None else ctypes.addressof(hosted)
+        call.given.num_tensors = len(given) if prepared.problem is None else -1
         result = function(self.pointer, *call.addresses)
         if result:
             named = {"rows" if len(given) == 1 else f"rows[{q}]": x for q, x in enumerate(given)}
-            raise self._error(result, problem, named, asked, sizes=sizes.tensor)
+            raise self._error(result, prepared.problem, named, asked, sizes=sizes.tensor)
         self._tell_interrupt()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tokenway.settings import Payload
 
 _log = logging.getLogger("tokenway")
+_REFUSED = -1  # for a flag, which is 0 or 1: the C library refuses it, and tells the peers
 
 
 class Lease:
@@ -87,16 +88,20 @@ class Counting:
         that use them must be waited for before."""
         self._free_finished()  # type: ignore[attr-defined]
         given = _native.CountsInput()
-        given.lane = -1 if lane is None else arguments.int32(lane) if lane != -1 else -2
-        given.send_only = 1 if send_only else 0
-        if self.device is not None:
-            given.stream = self._stream_of(handle)  # type: ignore[attr-defined]
-        landing = self._take_leases(zeros=lease == "zeros") if lease else None
-        for q, taken in enumerate((landing or {}).values()):
-            given.landing[q] = None if taken is None else taken.pointer
+        given.lane = arguments.lane_number(lane)
+        landing = None
+        with arguments.Preparation() as prepared:
+            if self.device is not None:
+                given.stream = self._stream_of(handle)  # type: ignore[attr-defined]
+            given.send_only = 1 if send_only else 0
+            landing = self._take_leases(zeros=bool(lease == "zeros")) if lease else None
+            for q, taken in enumerate((landing or {}).values()):
+                given.landing[q] = None if taken is None else taken.pointer
+        if prepared.problem is not None:
+            given.send_only = _REFUSED
         result = _native.lib.twExchangeCounts(self.pointer, arguments.pointer_of(handle), byref(given))
         if result:
-            error = self._error(result, handle=handle)  # type: ignore[attr-defined]
+            error = self._error(result, prepared.problem, handle=handle)  # type: ignore[attr-defined]
             if isinstance(error, (PeerRefused, RecvOverflow)):
                 handle.leased = False  # what an earlier send_only call may have left
             raise error

@@ -108,7 +108,10 @@ class Cuda:
         return tensors.NOTHING
 
     def unlike(self, x: Any) -> str | None:
-        """What x is, if it is no tensor on this device, whatever its dtype and shape."""
+        """What x is, if it is no tensor on this device, whatever its dtype and shape. Raises nothing."""
+        return tensors.legible(self._unlike, x)
+
+    def _unlike(self, x: Any) -> str | None:
         if isinstance(x, self._kind):
             if x.get_device() != self.index:
                 return f"a {x.device} tensor; this group is on {self.device}"
@@ -123,7 +126,7 @@ class Cuda:
     def problem_of_output(self, name: str, x: Any) -> InvalidArgument | None:
         """Why nothing can be written to x, as far as a descriptor does not tell it."""
         what = self.unlike(x)
-        return None if what is None else InvalidArgument(f"{name} is {what}")
+        return None if what is None else tensors.refusal(name, what, tensors.obstacle(self.describe, x))
 
     def empty(self, shape: tuple[int, ...], name: str, like: Any) -> Any:
         """A new tensor."""

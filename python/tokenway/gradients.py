@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from tokenway import tensors
+from tokenway.arguments import telling
 from tokenway.errors import InvalidArgument, TokenwayError
 from tokenway.group import Group
 from tokenway.handle import Handle
@@ -112,20 +113,24 @@ def check_local(group: Group, what: str) -> None:
 # ---- what peers learn ------------------------------------------------------------------------------
 
 
-@contextmanager
-def telling(refuse: Callable[[], None]) -> Iterator[None]:
-    """Around what can fail before a step that the peers are in already: they learn of it at once."""
-    try:
-        yield
-    except Exception:
-        refuse()
-        raise
-
-
 def refuse_combine(handle: Handle) -> None:
     """As Group.refuse_dispatch: no rows are refused, and the peers told."""
+    refuse(lambda rows: handle.group.combine(handle, rows))
+
+
+def refuse(call: Callable[[None], object]) -> None:
+    """The same of any step that takes rows first."""
     with suppress(TokenwayError):
-        handle.group.combine(handle, None)
+        call(None)
+
+
+def check_memory(name: str, x: Any) -> None:
+    """Raises InvalidArgument for what is no tensor with elements in memory, as in a transform of torch.func: an
+    autograd function would raise there before it has made its step."""
+    if not isinstance(x, Tensor):
+        raise InvalidArgument(f"{name} is of type {type(x).__name__}; it must be a PyTorch tensor")
+    if (what := tensors.legible(tensors.without_memory, x)) is not None:
+        raise tensors.refusal(name, what, tensors.obstacle(tensors.describe_torch, x))
 
 
 # ---- steps -----------------------------------------------------------------------------------------

@@ -9,15 +9,15 @@ from ctypes import byref, c_size_t, c_void_p
 from dataclasses import replace
 from typing import Any
 
-from tokenway import _native, arguments, callbacks, cuda, outputs, sentences, tensors
+from tokenway import _native, arguments, asking, callbacks, cuda, outputs, sentences, tensors
 from tokenway.collectives import Collectives
 from tokenway.comm import Comm
 from tokenway.counting import Counting
-from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
+from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, TokenwayError
 from tokenway.handle import Handle, Pending, Tensor
 from tokenway.placement import Placed, Placement
 from tokenway.settings import Payload, Settings, WindowBytes, make_config, telling, window_of
-from tokenway.structs import REFUSED, Structs
+from tokenway.structs import Structs
 
 
 class Group(Counting, Placed, Collectives, _native.Shared):
@@ -216,47 +216,17 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             self._free_finished()
         if self._sizes_outputs:
             self.size_outputs(handle)
-        structs = self.structs
-        layout = layout or ("flat" if self.exact else "rank_major")
-        b = (0 if self.exact else self.max_tokens) if bound is None else arguments.int32(bound) or -2
-        given = {} if out is None else dict(out) if isinstance(out, Mapping) else {"tokens": out}
-        structs.ask(layout)
-        # What C cannot see is refused here, but not before C has told the peers.
-        problem = None
-        if given:
-            problem = arguments.problem_of_outputs(self._place, given, structs.outputs)
-        if column_major is not None:
-            problem = outputs.choose_columns(self, column_major) or problem
-        sent: Mapping[str, Tensor] = {}
-        if payloads is not None:
-            if isinstance(payloads, Mapping) and payloads.keys() <= self._payload_specs.keys() - {"tokens"}:
-                sent = payloads
-            else:
-                problem = problem or arguments.problem_of_payloads(payloads, self._extra_names)
-        try:
-            if layout in ("expert_major", "grouped"):
-                outputs.add_by_expert(self, handle, layout, b, given, tokens)
-            elif isinstance(handle, Handle) and handle._landing is not None:
-                self._copy_out(handle, given, tokens)
-        except (MemoryError, RuntimeError) as error:
-            problem = OutOfMemory(f"no memory for the outputs: {error}")
-        structs.tokens.set(tokens)
-        for name in self._extra_names:
-            structs.inputs[name].set(sent.get(name))
-        for name, tensor in given.items():
-            if tensor is not None and name in structs.outputs:
-                structs.outputs[name].set(tensor)
-        structs.call(b, lane, send_only, count, 0 if self.device is None else self._stream_of(handle))
-        if problem is not None:
-            structs.dispatch_out.layout = REFUSED
-        asked, wanted = structs.dispatch_at
+        layout, b, given, sent, problem = asking.dispatch(
+            self, handle, tokens, payloads, layout, bound, lane, out, column_major, count, send_only
+        )
+        asked, wanted = self.structs.dispatch_at
         result = _native.lib.twDispatch(self.pointer, arguments.pointer_of(handle), asked, wanted)
         if result:
             values = {"bound": bound, "lane": lane, "layout": layout}
             extra = {f"payloads[{name!r}]": sent.get(name) for name in self._extra_names}
             error = self._error(result, problem, {"tokens": tokens, **extra}, values, handle=handle)
             if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
-                handle.leased = send_only or self._place.learns_late  # as twDispatch documents
+                handle.leased = arguments.truth(send_only) or self._place.learns_late  # as twDispatch documents
                 handle._landing = None
             raise error
         handle.leased, handle.layout, handle.bound = True, layout, b
@@ -292,28 +262,9 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         every time. The result is detached: autograd does not know of the exchange. Errors as `dispatch`; after a step
         that failed, the result is NaN.
         """
-        # What C cannot see is refused here, but not before C has told the peers.
-        problem: TokenwayError | None = None
         given = out
-        if given is not None:
-            problem = self._place.unwritable("out", given)
-        elif isinstance(handle, Handle):
-            try:
-                name = self.combine_dtype if dtype is None else tensors.dtype_name(dtype)
-                out = self._place.empty((handle.tokens, self.combine_hidden), name, rows)
-            except InvalidArgument as error:
-                problem = error
-            except (MemoryError, RuntimeError) as error:
-                problem = OutOfMemory(f"no memory for the result: {error}")
-        structs = self.structs
-        structs.rows.set(rows)
-        structs.result.set(out)
-        if layout is None:
-            layout = getattr(handle, "layout", None)
-        code = arguments.code(_native.LAYOUTS, layout) if problem is None else REFUSED
-        stream = 0 if self.device is None else self._stream_of(handle)
-        structs.call_combine(code, arguments.code(_native.WEIGHTINGS, weighting), send_only, stream)
-        asked, wanted = structs.combine_at
+        layout, out, problem = asking.combine(self, handle, rows, weighting, layout, dtype, out, send_only)
+        asked, wanted = self.structs.combine_at
         result = _native.lib.twCombine(self.pointer, arguments.pointer_of(handle), asked, wanted)
         if result:
             if given is not None and problem is None:  # found here, so that calls that are right do not pay for it
@@ -463,11 +414,15 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         self._tell_interrupt()
         if not isinstance(error, InvalidArgument):
             return error
-        if problem is not None:
-            return problem
         given = (inputs or {}) | others
         seen = [f"{name} is {what}" for name, x in given.items() if (what := arguments.unlike(self._place, name, x))]
+        if problem is not None:
+            if problem.__cause__ is not None:
+                problem.args = ("; ".join([str(problem), *seen]),)
+            return problem
         error.args = ("; ".join([sentences.of_call(str(error), inputs or {}, values or {}), *seen]),)
+        if seen:
+            error.__cause__ = arguments.cause_of(self._place, given) or error.__cause__
         return error
 
     def _tell_interrupt(self) -> None:

@@ -11,6 +11,7 @@ docs/TRAINING.md shows it in a model, with an optimiser and the gradients that r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenway import autograd, experts, gradients, reference
+from tokenway.arguments import telling
 from tokenway.errors import InvalidArgument, InvalidUsage
 from tokenway.group import Group
 
@@ -115,7 +117,7 @@ class ExpertParallelMoE(torch.nn.Module):
         hidden = self.group.hidden
         if self.uncapturable is not None and gradients.capturing(self.group):
             raise InvalidUsage(f"this layer cannot be captured into a graph: {self.uncapturable}")
-        with gradients.telling(self.group.refuse_routing):  # peers are in the dispatch already
+        with telling(self.group.refuse_routing):  # peers are in the dispatch already
             if not isinstance(x, Tensor):
                 raise InvalidArgument(f"x is of type {type(x).__name__}; it must be a tensor [..., S, {hidden}]")
             if x.dim() < 2 or x.shape[-1] != hidden:
@@ -127,7 +129,9 @@ class ExpertParallelMoE(torch.nn.Module):
         self.chosen = ids
         layout = "grouped" if self.group.exact else None  # there the library sums over a token's experts
         routed = autograd.dispatch(self.group, tokens, ids.reshape(-1, k), weights.reshape(-1, k), layout=layout)
-        with torch.autocast(x.device.type, enabled=False):  # or some of the ways to multiply would, and others not
+        # Without autocast: or some of the ways to multiply would, and others not. Peers are in the combine already.
+        refuse = partial(gradients.refuse_combine, routed.handle)
+        with telling(refuse), torch.autocast(x.device.type, enabled=False):
             if self.uncapturable is None:
                 results = self.compute(routed.tokens, routed.weights, routed.offsets)
             else:

@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import struct
 import weakref
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,8 @@ import torch
 import torch.fx
 
 from tokenway import gradients, tensors
-from tokenway.errors import InvalidArgument, TokenwayError
+from tokenway.arguments import telling
+from tokenway.errors import InvalidArgument
 from tokenway.group import Group
 from tokenway.handle import Handle
 
@@ -160,15 +160,12 @@ def _dispatch(
     layout: str,
 ) -> tuple[torch.Tensor, ...]:
     on = _group(group)
-    try:
+    with telling(on.refuse_dispatch):
         _check_order(order)
         handle = on.route(ids, weights)
         device = torch.device("cpu") if on.device is None else torch.device("cuda", on.device)
         made = _received(on, tokens, bound, layout, device)  # tokens may be elsewhere, which the dispatch refuses
-    except Exception:
-        on.refuse_dispatch()  # peers are in the dispatch already
-        raise
-    out = dict(zip(("tokens", "ids", "weights", "counts"), made, strict=True))
+        out = dict(zip(("tokens", "ids", "weights", "counts"), made, strict=True))
     if _trains(on):
         gradients.send(handle, tokens, bound, out, layout)
     else:
@@ -180,9 +177,10 @@ def _combine(
     rows: torch.Tensor, order: torch.Tensor, group: int, tokens: int, weighting: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     on = _group(group)
-    number, handle = _kept(on, order)
-    narrow = _without_columns(on, rows)
-    with gradients.telling(lambda: gradients.refuse_combine(handle)):
+    with telling(lambda: _refuse_only_combine(on)):
+        number, handle = _kept(on, order)
+    with telling(lambda: gradients.refuse_combine(handle)):
+        narrow = _without_columns(on, rows)
         if tokens != handle.tokens:
             raise InvalidArgument(f"tokens is {tokens}; it must be those of the dispatch, {handle.tokens}")
         if narrow:
@@ -193,6 +191,13 @@ def _combine(
     if not _trains(on):
         del on.op_handles[number]
     return out, torch.zeros_like(order)
+
+
+def _refuse_only_combine(group: Group) -> None:
+    """Of a combine by an order token that names no dispatch: it can be of one alone, if that is the only one."""
+    waiting = [handle for handle in group.op_handles.values() if handle.leased]
+    if len(waiting) == 1:
+        gradients.refuse_combine(waiting[0])
 
 
 def _without_columns(group: Group, rows: torch.Tensor) -> bool:
@@ -215,8 +220,10 @@ def _return_gradients(
 def _send_gradients(
     out: torch.Tensor, routed: torch.Tensor, order: torch.Tensor, group: int, bound: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _, handle = _kept(_group(group), routed)
-    _check_layout(handle.layout)
+    on = _group(group)
+    with telling(on.refuse_dispatch):
+        _, handle = _kept(on, routed)
+        _check_layout(handle.layout)
     return gradients.send_gradients(handle, out, "rank_major"), torch.zeros_like(order)
 
 
@@ -248,13 +255,14 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...])
 
 def _combine_backward(ctx: Any, out: Any, order: Any) -> tuple[Any, ...]:
     on = _group(ctx.group)
-    gradients.check_group(on, True)
-    if ctx.weighting != "none":
-        raise InvalidArgument(f"weighting is {ctx.weighting!r}; for gradients it must be 'none'")
-    if ctx.shape[-1] != on.hidden:
-        raise InvalidArgument(f"rows has shape {list(ctx.shape)}; for gradients it must be [..., {on.hidden}]")
-    (routed,) = ctx.saved_tensors
-    bound = ctx.shape[:-1].numel() // on.nranks
+    with telling(on.refuse_dispatch):
+        gradients.check_group(on, True)
+        if ctx.weighting != "none":
+            raise InvalidArgument(f"weighting is {ctx.weighting!r}; for gradients it must be 'none'")
+        if ctx.shape[-1] != on.hidden:
+            raise InvalidArgument(f"rows has shape {list(ctx.shape)}; for gradients it must be [..., {on.hidden}]")
+        (routed,) = ctx.saved_tensors
+        bound = ctx.shape[:-1].numel() // on.nranks
     rows, order = torch.ops.tokenway.send_gradients(out, routed, order, ctx.group, bound)
     return rows.view(ctx.shape).to(ctx.dtype), order, None, None, None
 
@@ -264,22 +272,16 @@ def _combine_backward(ctx: Any, out: Any, order: Any) -> tuple[Any, ...]:
 
 def _all_gatherv(rows: torch.Tensor, order: torch.Tensor, group: int, sizes: list[int]) -> tuple[Any, ...]:
     on = _group(group)
-    with gradients.telling(lambda: _refuse(on.all_gatherv)):
+    with telling(lambda: gradients.refuse(on.all_gatherv)):
         _check_order(order)
     return on.all_gatherv(rows, list(sizes)).rows, torch.zeros_like(order)
 
 
 def _reduce_scatterv(rows: torch.Tensor, order: torch.Tensor, group: int, sizes: list[int]) -> tuple[Any, ...]:
     on = _group(group)
-    with gradients.telling(lambda: _refuse(on.reduce_scatterv)):
+    with telling(lambda: gradients.refuse(on.reduce_scatterv)):
         _check_order(order)
     return on.reduce_scatterv(rows, list(sizes)), torch.zeros_like(order)
-
-
-def _refuse(call: Any) -> None:
-    """Tells the peers, which are in the call already."""
-    with suppress(TokenwayError):
-        call(None)
 
 
 def _collective_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

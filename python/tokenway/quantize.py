@@ -161,8 +161,8 @@ def place_of(name: str, x: Any) -> tuple[int, int]:
     """(device, stream) for the C library: (-1, 0) for host memory."""
     if tensors.is_torch(x):
         torch = sys.modules["torch"]
-        if x.layout is not torch.strided:
-            raise InvalidArgument(f"{name} is a tensor of layout {x.layout}; it must be strided")
+        if (what := tensors.legible(tensors.without_memory, x)) is not None:
+            raise tensors.refusal(name, what, tensors.obstacle(tensors.describe_torch, x))
         if x.is_cuda:
             return x.device.index, torch.cuda.current_stream(x.device).cuda_stream
         if not x.is_cpu:
@@ -170,6 +170,8 @@ def place_of(name: str, x: Any) -> tuple[int, int]:
     elif not isinstance(x, np.ndarray):
         what = type(x).__name__
         raise InvalidArgument(f"{name} is of type {what}; it must be a NumPy array or a PyTorch tensor")
+    elif (what := tensors.unlike_array(x)) is not None:
+        raise InvalidArgument(f"{name} is {what}")
     return -1, 0
 
 

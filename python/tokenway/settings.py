@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from ctypes import addressof, byref
+from contextlib import AbstractContextManager, contextmanager
+from ctypes import addressof, byref, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -118,6 +118,11 @@ def telling(call: Callable[[Any], int]) -> Iterator[None]:
         if isinstance(error, TokenwayError):
             raise
         raise InvalidArgument(f"settings: {error}") from error
+
+
+def telling_comm(comm: Any) -> AbstractContextManager[None]:
+    """The same around what precedes the creation of a group on a comm."""
+    return telling(lambda nothing: _native.lib.twGroupCreate(byref(c_void_p()), comm.pointer, nothing))
 
 
 def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:

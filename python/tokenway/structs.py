@@ -55,7 +55,7 @@ class Structs:
 
     def call(self, bound: int, lane: int | None, send_only: bool, count: bool, stream: int) -> None:
         """The rest of a DispatchInput. Most calls say what the last did, and comparing takes less than assigning."""
-        lane = -1 if lane is None else -2 if lane == -1 else arguments.int32(lane)
+        lane = -1 if lane is None else arguments.lane_number(lane)
         called = bound, lane, not send_only, not count, stream
         if called == self._called:
             return

@@ -122,7 +122,8 @@ _tensor_type: type | None = None  # PyTorch's, once one was described
 
 
 def describe(x: Any) -> tuple[int, bytes]:
-    """(address, the descriptor's bytes after it) of a tensor; NOTHING for what is none."""
+    """(address, the descriptor's bytes after it) of a tensor; NOTHING for what is none. Raises what the tensor's own
+    code does when it is asked: `described` does not."""
     global _tensor_type
     kind = type(x)
     if kind is np.ndarray:
@@ -137,30 +138,86 @@ def describe(x: Any) -> tuple[int, bytes]:
         if _tensor_type is None:
             _tensor_type = sys.modules["torch"].Tensor
         return describe_torch(x) if x.is_cpu else NOTHING
-    if isinstance(x, np.ndarray):
+    if isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray):
         return describe(np.asarray(x))
     return NOTHING
 
 
 def describe_torch(x: Any) -> tuple[int, bytes]:
-    """The same of a PyTorch tensor, wherever it is."""
-    try:
-        strides = x.stride()
-        # What lies in memory is not what the tensor says: the imaginary part of a conjugate. Its elements never follow
-        # each other, so no other tensor is asked.
-        if strides and strides[-1] != 1 and x.is_neg():
-            return NOTHING
-        key = (x.dtype, x.shape, strides)
-        return x.data_ptr(), torch_metas.get(key) or _torch_meta(key)
-    except RuntimeError:  # other layouts have no strides; asking each for its layout takes longer
+    """The same of a PyTorch tensor, wherever it is. Raises for layouts without strides, as PyTorch does: asking each
+    for its layout takes longer."""
+    strides = x.stride()
+    # What lies in memory is not what the tensor says: the imaginary part of a conjugate. Its elements never follow
+    # each other, so no other tensor is asked.
+    if strides and strides[-1] != 1 and x.is_neg():
         return NOTHING
+    key = (x.dtype, x.shape, strides)
+    return x.data_ptr(), torch_metas.get(key) or _torch_meta(key)
+
+
+def described(describe: Describe, x: Any) -> tuple[int, bytes]:
+    """The same of what may raise anything when it is asked: NOTHING, so that the C library refuses it, and tells the
+    peers, who wait for this rank. `obstacle` has what was raised, for the caller."""
+    try:
+        return describe(x)
+    except Exception:
+        return NOTHING
+
+
+def obstacle(describe: Describe, x: Any) -> Exception | None:
+    """What a tensor's own code raises when it is described."""
+    try:
+        describe(x)
+    except Exception as error:
+        return error
+    return None
+
+
+# PyTorch's tensors that stand for others, and what to give instead.
+_STAND_INS = {
+    "DTensor": "a DTensor; give its to_local()",
+    "FakeTensor": "a FakeTensor, which has a shape and no memory; make the call outside of what is traced, or through "
+    "tokenway.ops",
+    "FunctionalTensor": "a FunctionalTensor, of a graph that is traced; make the call outside of it, or through "
+    "tokenway.ops",
+}
 
 
 def unlike_torch(x: Any) -> str | None:
     """What a PyTorch tensor is that no descriptor can tell of, wherever it is, whatever its dtype and shape."""
+    what = without_memory(x)
+    if what is None and x.is_neg():
+        what = "a negated view (torch.Tensor.is_neg); it must be resolved (resolve_neg)"
+    if what is None:
+        describe_torch(x)  # which may raise
+    return what
+
+
+def without_memory(x: Any) -> str | None:
+    """What a PyTorch tensor is whose elements nobody could read, by copying it either."""
+    for kind in type(x).__mro__:
+        if kind.__name__ in _STAND_INS and kind.__module__.startswith("torch."):
+            return _STAND_INS[kind.__name__]
     if x.layout is not sys.modules["torch"].strided:
         return f"a tensor of layout {x.layout}; it must be strided"
-    return "a negated view (torch.Tensor.is_neg); it must be resolved (resolve_neg)" if x.is_neg() else None
+    if x.data_ptr() == 0 and x.numel() and not x.is_meta:  # which is elsewhere
+        return f"a {type(x).__name__} without memory of its own; give the tensor that it stands for"
+    return None
+
+
+def unlike_array(x: np.ndarray) -> str | None:
+    """The same of an array."""
+    if isinstance(x, np.ma.MaskedArray):
+        return "a masked array, whose mask nobody would look at; give its filled()"
+    return None
+
+
+def legible(unlike: Callable[[Any], str | None], x: Any) -> str | None:
+    """What `unlike` says of x, whatever x does when it is asked."""
+    try:
+        return unlike(x)
+    except Exception as error:
+        return f"of type {type(x).__name__}, and cannot be read: {type(error).__name__}: {error}"
 
 
 def _torch_meta(key: tuple[Any, ...]) -> bytes:
@@ -181,8 +238,11 @@ class Slot:
         self.offset = ctypes.addressof(tensor) - ctypes.addressof(owner)
 
     def set(self, x: Any) -> None:
-        """Describes x."""
-        pointer, meta = self._describe(x)
+        """Describes x, or nothing where that raises."""
+        try:  # as `described`, on the way of every token
+            pointer, meta = self._describe(x)
+        except Exception:
+            pointer, meta = NOTHING
         _WHOLE.pack_into(self._bytes, self.offset, pointer, meta)
 
     def clear(self) -> None:
@@ -197,18 +257,22 @@ class Slot:
 def tensor_of(x: Any, describe: Describe = describe) -> _native.Tensor:
     """A descriptor of its own, for calls that are not on the way of a token."""
     tensor = _native.Tensor()
-    pointer, meta = describe(x)
+    pointer, meta = described(describe, x)
     ctypes.memmove(ctypes.addressof(tensor) + DTYPE_OFFSET, meta, len(meta))
     tensor.data = pointer
     return tensor
 
 
 def unlike(x: Any) -> str | None:
-    """What x is, if it is no tensor that a group on the CPU can take, whatever its dtype and shape."""
+    """What x is, if it is no tensor that a group on the CPU can take, whatever its dtype and shape. Raises nothing."""
+    return legible(_unlike, x)
+
+
+def _unlike(x: Any) -> str | None:
     if is_torch(x):
         return unlike_torch(x) if x.is_cpu else f"a {x.device} tensor; this group is on the CPU"
     if isinstance(x, np.ndarray):
-        return None
+        return unlike_array(x)
     return f"of type {type(x).__name__}; it must be a NumPy array or a PyTorch tensor"
 
 
@@ -219,10 +283,15 @@ def unwritable(name: str, x: Any) -> InvalidArgument | None:
 
 def problem_of_output(name: str, x: Any) -> InvalidArgument | None:
     """Why nothing can be written to x, as far as a descriptor does not tell it."""
-    if isinstance(x, np.ndarray):
-        return unwritable(name, x)
     what = unlike(x)
-    return None if what is None else InvalidArgument(f"{name} is {what}")
+    return unwritable(name, x) if what is None else refusal(name, what, obstacle(describe, x))
+
+
+def refusal(name: str, what: str, cause: BaseException | None = None) -> InvalidArgument:
+    """Of an argument for what it is. cause: what it raised when it was asked."""
+    error = InvalidArgument(f"{name} is {what}")
+    error.__cause__ = cause
+    return error
 
 
 def is_viewed(block: np.ndarray) -> bool:
