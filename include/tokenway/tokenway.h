@@ -12,8 +12,10 @@
 //     macros set the size and every default.
 //   * The caller owns all tensors. A tensor given to a call must stay alive and unchanged until the call has returned
 //     or, for a `send_only` call, until twComplete has returned.
-//   * On the CPU backend every call is synchronous on the calling thread and `stream` must be NULL. A group may be used
-//     by one thread at a time; different groups by different threads at once.
+//   * On the CPU backend every call is synchronous on the calling thread and `stream` must be NULL.
+//   * A group, with its handles, is for one thread at a time; different groups for different threads at once. A call
+//     while another one is in the group is twInvalidUsage at once, names the other, tells the peers nothing and changes
+//     nothing; so is one from a callback of that other. Exceptions say that they may come from any thread.
 //   * On the CUDA backend tensors are device memory, `stream` is a cudaStream_t, and twDispatch, twCombine and
 //     twComplete only enqueue: they never wait for the device, and can be captured into a CUDA graph. Tensors must stay
 //     alive and unchanged until the work of the call has run, in stream order. Results are on the device. What a step
@@ -21,7 +23,8 @@
 //     twGroupGetError reads without waiting; a sticky error is returned by every later call; TOKENWAY_BLOCKING=1 makes
 //     each call wait and return its own error. The uses of one lane must be ordered by streams or events.
 //   * "Collective" means: every rank calls it, in the same order relative to the other calls on that comm or group.
-//     Creating, shrinking and destroying groups of one comm: one at a time.
+//     Creating, shrinking and destroying groups of one comm, and destroying it: one at a time, else twInvalidUsage; but
+//     a group with a sticky error may be destroyed beside another call of the comm.
 //   * Comms, groups and handles do not survive fork(): in the child they do not exist.
 //
 // Words: N ranks, E experts, T tokens of this rank in this call, K expert ids per token, B = max_tokens, b = the bound
@@ -230,7 +233,8 @@ TW_API twResult_t twGroupWindowBytes(const twGroupConfig_t* config, int32_t nran
 TW_API twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t* config);
 
 // Collective, with a bounded barrier; a group with a sticky error is freed without one. Frees the group's handles too:
-// a handle must not be used, nor destroyed, afterwards. Views into the window end here.
+// a handle must not be used, nor destroyed, afterwards. Views into the window end here. twInvalidUsage while another
+// thread is in a call of the group: twGroupAbort ends one that waits.
 TW_API twResult_t twGroupDestroy(twGroup_t group);
 
 // Collective among the ranks that are still there, usually after an error. They agree on who survives (ranks that
@@ -245,9 +249,10 @@ TW_API twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* config, 
 
 // Gives the group up, here and at all peers: their calls, also those that wait, return twPeerAborted within moments,
 // and twGroupDestroy does not wait for them. For a rank that cannot go on, as when an exception has ended its part. Not
-// collective. On a group that is finished already it only tells survivors not to wait for this rank.
+// collective. On a group that is finished already it only tells survivors not to wait for this rank. From any thread.
 TW_API twResult_t twGroupAbort(twGroup_t group);
 
+// From any thread, as the next.
 TW_API twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info);
 
 // twUnsupported for a group whose ranks share memory.

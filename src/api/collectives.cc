@@ -391,12 +391,10 @@ void fill_gathered(const twGroup& group, const CollectiveCall& call, Sizes from,
 }  // namespace tw::api
 
 using tw::Status;
-using tw::api::enter;
-using tw::api::groups;
+using tw::api::enter_group;
 
 twResult_t twAllGatherV(twGroup_t group, const twAllGatherVInput_t* given, twAllGatherVOutput_t* output) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return enter_group("twAllGatherV", group, [&]() -> Status {
     TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseGather));
     twAllGatherVInput_t input = TW_ALL_GATHER_V_INPUT_INIT;
     twAllGatherVOutput_t out = TW_ALL_GATHER_V_OUTPUT_INIT;
@@ -422,8 +420,7 @@ twResult_t twAllGatherV(twGroup_t group, const twAllGatherVInput_t* given, twAll
 }
 
 twResult_t twReduceScatterV(twGroup_t group, const twReduceScatterVInput_t* given, twReduceScatterVOutput_t* output) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return enter_group("twReduceScatterV", group, [&]() -> Status {
     TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseReduce));
     twReduceScatterVInput_t input = TW_REDUCE_SCATTER_V_INPUT_INIT;
     twReduceScatterVOutput_t out = TW_REDUCE_SCATTER_V_OUTPUT_INIT;
@@ -442,8 +439,7 @@ twResult_t twReduceScatterV(twGroup_t group, const twReduceScatterVInput_t* give
 }
 
 twResult_t twCompleteRequest(twGroup_t group, int64_t request, void* stream) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return enter_group("twCompleteRequest", group, [&]() -> Status {
     TW_RETURN_IF_FAILED(group->backend->check_stream(stream));
     return tw::complete_request(*group, request, stream);
   });

@@ -13,6 +13,7 @@ using tw::fail;
 using tw::Status;
 using tw::api::comms;
 using tw::api::enter;
+using tw::api::visit;
 
 tw::TimePoint after(int32_t milliseconds) {
   return std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
@@ -215,19 +216,19 @@ twResult_t twCommCreateLocal(twComm_t* made, int32_t nranks, const twCommConfig_
 
 twResult_t twCommDestroy(twComm_t comm) {
   return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(comms.check("comm", comm));
+    tw::Turn turn;
+    TW_RETURN_IF_FAILED(comms.find("comm", comm, [&] { return tw::api::take_turn(*comm, "twCommDestroy", &turn); }));
     if (comm->groups > 0) {
       return fail(twInvalidUsage, "comm has %d groups; destroy them first", comm->groups.load());
     }
-    comms.remove(comm);
+    tw::api::withdraw(comms, comm, &turn);
     delete comm;
     return {};
   });
 }
 
 twResult_t twCommRank(twComm_t comm, int32_t* rank, int32_t* nranks) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(comms.check("comm", comm));
+  return visit(comms, "comm", comm, [&]() -> Status {
     if (rank != nullptr) *rank = comm->bootstrap->rank();
     if (nranks != nullptr) *nranks = comm->bootstrap->size();
     return {};
@@ -235,8 +236,7 @@ twResult_t twCommRank(twComm_t comm, int32_t* rank, int32_t* nranks) {
 }
 
 twResult_t twCommDevice(twComm_t comm, int32_t* device) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(comms.check("comm", comm));
+  return visit(comms, "comm", comm, [&]() -> Status {
     TW_CHECK_NOT_NULL(device);
     *device = comm->device;
     return {};

@@ -72,10 +72,10 @@ using tw::fail;
 using tw::Status;
 using tw::api::enter;
 using tw::api::groups;
+using tw::api::visit;
 
 twResult_t twWindowAlloc(twGroup_t group, uint64_t bytes, void** memory) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return visit(groups, "group", group, [&]() -> Status {
     TW_CHECK_NOT_NULL(memory);
     TW_RETURN_IF_FAILED(tw::api::check_leases(*group));
     const std::lock_guard lock(tw::api::all().mutex);
@@ -107,8 +107,7 @@ twResult_t twWindowFree(void* memory) {
 }
 
 twResult_t twGroupLeaseInfo(twGroup_t group, twLeaseInfo_t* info) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return visit(groups, "group", group, [&]() -> Status {
     twLeaseInfo_t known{};
     if (group->leases != nullptr) {
       const tw::LeaseArea::Info now = group->leases->info();

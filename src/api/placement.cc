@@ -19,7 +19,6 @@ Status check_layer(const twGroup& group, int32_t layer) {
 namespace {
 
 Status check_mapped(twGroup_t group, int32_t layer) {
-  TW_RETURN_IF_FAILED(groups.check("group", group));
   if (!group->config.placement.given) {
     return fail(twInvalidUsage, "the group was created without config.placement, so its experts have no map");
   }
@@ -32,12 +31,11 @@ Status check_mapped(twGroup_t group, int32_t layer) {
 using tw::fail;
 using tw::Status;
 using tw::api::check_mapped;
-using tw::api::enter;
-using tw::api::groups;
+using tw::api::enter_group;
 
 twResult_t twGroupReplaceMap(twGroup_t group, int32_t layer, const int32_t* slot_expert, const float* slot_shares,
                              void* stream) {
-  return enter([&]() -> Status {
+  return enter_group("twGroupReplaceMap", group, [&]() -> Status {
     TW_RETURN_IF_FAILED(check_mapped(group, layer));
     TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseNone));
     TW_CHECK_NOT_NULL(slot_expert);
@@ -57,7 +55,7 @@ twResult_t twGroupReplaceMap(twGroup_t group, int32_t layer, const int32_t* slot
 }
 
 twResult_t twGroupMap(twGroup_t group, int32_t layer, int32_t* slot_expert, float* slot_shares) {
-  return enter([&]() -> Status {
+  return enter_group("twGroupMap", group, [&]() -> Status {
     TW_RETURN_IF_FAILED(check_mapped(group, layer));
     const tw::PlacementSpec& spec = group->config.placement;
     if (slot_expert != nullptr) std::copy_n(spec.map(layer), spec.slots, slot_expert);
@@ -69,7 +67,7 @@ twResult_t twGroupMap(twGroup_t group, int32_t layer, int32_t* slot_expert, floa
 }
 
 twResult_t twGroupLoads(twGroup_t group, float* loads, int64_t* dispatches) {
-  return enter([&]() -> Status {
+  return enter_group("twGroupLoads", group, [&]() -> Status {
     TW_RETURN_IF_FAILED(check_mapped(group, 0));
     TW_CHECK_NOT_NULL(loads);
     if (!group->config.placement.counts_loads) {

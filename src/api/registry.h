@@ -1,9 +1,12 @@
-// What callers hold pointers to.
+// What callers hold pointers to, and how calls come by it: looked up and occupied in one step, so that no other thread
+// ends an object between its being found and its being used.
 #pragma once
 
 #include <mutex>
 #include <unordered_set>
+#include <utility>
 
+#include "api/enter.h"
 #include "core/group.h"
 
 namespace tw::api {
@@ -20,9 +23,11 @@ class Registry {
     const std::lock_guard lock(mutex_);
     return objects_.erase(object) > 0;
   }
-  Status check(const char* name, Object* object) {
+  // What `use` returns, for an object that exists: none is removed meanwhile.
+  template <class Use>
+  Status find(const char* name, Object* object, Use&& use) {
     const std::lock_guard lock(mutex_);
-    if (objects_.count(object) > 0) return {};
+    if (objects_.count(object) > 0) return use();
     return object == nullptr ? fail(twInvalidArgument, "%s is NULL", name)
                              : fail(twInvalidArgument, "%s is %p, which does not exist, or no longer", name,
                                     static_cast<void*>(object));
@@ -41,6 +46,57 @@ class Registry {
 inline Registry<twComm> comms;
 inline Registry<twGroup> groups;
 inline Registry<twHandle> handles;
+
+inline Status take_turn(twGroup& group, const char* call, Turn* turn) {
+  return turn->take(group.occupied, call, "group",
+                    "a group is for one thread at a time. Give each thread a group of its own, or hold a lock around "
+                    "all its calls; twGroupAbort, from any thread, ends one that waits");
+}
+// The comm's turn is for calls in which its ranks meet, which they must make in the same order.
+inline Status take_turn(twComm& comm, const char* call, Turn* turn) {
+  return turn->take(
+      comm.occupied, call, "comm",
+      "ranks make, shrink and destroy the groups of a comm in the same order, one after the other. Hold a "
+      "lock around these calls, or give each thread a comm of its own");
+}
+
+// Entry points of a group: `call` is their name, and `body` runs while no other call is in the group.
+template <class Body>
+twResult_t enter_group(const char* call, twGroup_t group, Body&& body) {
+  return enter([&]() -> Status {
+    Turn turn;
+    TW_RETURN_IF_FAILED(groups.find("group", group, [&] { return take_turn(*group, call, &turn); }));
+    return body();
+  });
+}
+
+// Those of a handle: its group is occupied.
+template <class Body>
+twResult_t enter_handle(const char* call, twHandle_t handle, Body&& body) {
+  return enter([&]() -> Status {
+    Turn turn;
+    TW_RETURN_IF_FAILED(handles.find("handle", handle, [&] { return take_turn(*handle->group, call, &turn); }));
+    return body();
+  });
+}
+
+// Those that may come from any thread, beside another call. They touch what never changes or has a lock of its own.
+template <class Object, class Body>
+twResult_t visit(Registry<Object>& registry, const char* name, Object* object, Body&& body) {
+  return enter([&]() -> Status {
+    Guest guest;
+    TW_RETURN_IF_FAILED(registry.find(name, object, [&] { return guest.come(object->occupied), Status{}; }));
+    return body();
+  });
+}
+
+// Takes an object that this call occupies from its registry: it ends here.
+template <class Object>
+void withdraw(Registry<Object>& registry, Object* object, Turn* turn) {
+  registry.remove(object);
+  Guest::see_off(object->occupied);
+  turn->forget();
+}
 
 #define TW_CHECK_NOT_NULL(pointer) \
   if ((pointer) == nullptr) return ::tw::fail(twInvalidArgument, #pointer " is NULL")

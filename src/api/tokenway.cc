@@ -15,9 +15,12 @@ using tw::fail;
 using tw::Status;
 using tw::api::comms;
 using tw::api::enter;
+using tw::api::enter_group;
+using tw::api::enter_handle;
 using tw::api::groups;
 using tw::api::handles;
 using tw::api::last_error;
+using tw::api::visit;
 
 thread_local std::string environment_value;
 // A forked child shares the sockets of its parent and must not speak on them: the parent's objects do not exist there.
@@ -29,9 +32,11 @@ const int at_fork = pthread_atfork([] { comms.lock(), groups.lock(), handles.loc
                                    });
 
 Status check_handle(twGroup_t group, twHandle_t handle) {
-  TW_RETURN_IF_FAILED(handles.check("handle", handle));
-  if (handle->group == group) return {};
-  return fail(twInvalidArgument, "handle %p belongs to another group", static_cast<void*>(handle));
+  return handles.find("handle", handle, [&] {
+    return handle->group == group
+               ? Status{}
+               : fail(twInvalidArgument, "handle %p belongs to another group", static_cast<void*>(handle));
+  });
 }
 
 Status check_exact(const twGroup& group) {
@@ -123,7 +128,8 @@ twResult_t twGroupWindowBytes(const twGroupConfig_t* given, int32_t nranks, twWi
 
 twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t* given) {
   return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(comms.check("comm", comm));
+    tw::Turn meeting;
+    TW_RETURN_IF_FAILED(comms.find("comm", comm, [&] { return tw::api::take_turn(*comm, "twGroupCreate", &meeting); }));
     tw::api::ReadConfig known;
     // What is wrong with this rank's arguments is told to the others, which wait in the same call.
     Status readable = tw::api::read_config(given, &known);
@@ -140,17 +146,26 @@ twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t*
 
 twResult_t twGroupDestroy(twGroup_t group) {
   return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+    tw::Turn turn;
+    tw::Turn meeting;
+    constexpr char kName[] = "twGroupDestroy";
+    TW_RETURN_IF_FAILED(groups.find("group", group, [&] { return tw::api::take_turn(*group, kName, &turn); }));
+    if (tw::Guest::is_here(group->occupied)) {
+      return fail(twInvalidUsage, "a callback of twGroupAbort cannot destroy the group that is given up");
+    }
+    // Of a finished group nobody is met, and it must end even where another creation waits.
+    if (!group->is_sticky()) TW_RETURN_IF_FAILED(tw::api::take_turn(*group->comm, kName, &meeting));
     forget_handles(*group);
-    groups.remove(group);
+    tw::api::withdraw(groups, group, &turn);
     tw::destroy_group(std::unique_ptr<twGroup>(group));
     return {};
   });
 }
 
 twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* given, twGroup_t* survivors) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return enter_group("twGroupShrink", group, [&]() -> Status {
+    tw::Turn meeting;
+    TW_RETURN_IF_FAILED(tw::api::take_turn(*group->comm, "twGroupShrink", &meeting));
     tw::api::ReadConfig known;
     Status readable = given != nullptr ? tw::api::read_config(given, &known) : Status{};
     if (survivors == nullptr) readable = fail(twInvalidArgument, "survivors is NULL");
@@ -163,16 +178,14 @@ twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* given, twGroup_
 }
 
 twResult_t twGroupAbort(twGroup_t group) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return visit(groups, "group", group, [&]() -> Status {
     tw::abort_group(*group);
     return {};
   });
 }
 
 twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return visit(groups, "group", group, [&]() -> Status {
     twGroupInfo_t known{};
     known.rank = group->me();
     known.nranks = group->ranks();
@@ -186,8 +199,7 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
 }
 
 twResult_t twGroupPortableInfo(twGroup_t group, twPortableInfo_t* info) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return visit(groups, "group", group, [&]() -> Status {
     twPortableInfo_t known{};
     if (!group->backend->describe(&known)) return fail(twUnsupported, "the group's ranks share memory");
     return tw::api::write_struct("info", known, info);
@@ -195,16 +207,14 @@ twResult_t twGroupPortableInfo(twGroup_t group, twPortableInfo_t* info) {
 }
 
 twResult_t twGroupGetError(twGroup_t group, twErrorRecord_t* record) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return visit(groups, "group", group, [&]() -> Status {
     tw::poll_device(*group);
     return tw::api::write_struct("record", group->error(), record);
   });
 }
 
 twResult_t twHandleMemBytes(twGroup_t group, size_t* bytes) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return visit(groups, "group", group, [&]() -> Status {
     TW_CHECK_NOT_NULL(bytes);
     *bytes = group->handle_bytes;
     return {};
@@ -218,9 +228,8 @@ twResult_t twHandleCreate(twHandle_t* handle, twGroup_t group, const twTensor_t*
 
 twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, int32_t layer, const twTensor_t* ids,
                                   const twTensor_t* weights, void* memory) {
-  return enter([&]() -> Status {
+  return enter_group("twHandleCreateForLayer", group, [&]() -> Status {
     TW_CHECK_NOT_NULL(handle);
-    TW_RETURN_IF_FAILED(groups.check("group", group));
     TW_RETURN_IF_FAILED(tw::api::check_layer(*group, layer));
     if (reinterpret_cast<uintptr_t>(memory) % 64 != 0) {
       return fail(twInvalidArgument, "memory is %p; it must be aligned to 64 bytes", memory);
@@ -245,8 +254,7 @@ twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, int32_t l
 }
 
 twResult_t twHandleUpdate(twHandle_t handle, const twTensor_t* ids, const twTensor_t* weights) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(handles.check("handle", handle));
+  return enter_handle("twHandleUpdate", handle, [&]() -> Status {
     if (handle->pending != tw::Pending::kNone || handle->lane >= 0) {
       return fail(twInvalidUsage, "handle holds lane %d; combine or release it before twHandleUpdate", handle->lane);
     }
@@ -266,15 +274,11 @@ twResult_t twHandleUpdate(twHandle_t handle, const twTensor_t* ids, const twTens
 }
 
 twResult_t twHandleRelease(twHandle_t handle) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(handles.check("handle", handle));
-    return tw::release_lane(*handle->group, *handle);
-  });
+  return enter_handle("twHandleRelease", handle, [&]() -> Status { return tw::release_lane(*handle->group, *handle); });
 }
 
 twResult_t twHandleDestroy(twHandle_t handle) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(handles.check("handle", handle));
+  return enter_handle("twHandleDestroy", handle, [&]() -> Status {
     twGroup& group = *handle->group;
     if (group.is_sticky()) handle->pending = tw::Pending::kNone;  // nobody will finish it
     TW_RETURN_IF_FAILED(tw::release_lane(group, *handle));
@@ -289,8 +293,7 @@ twResult_t twHandleDestroy(twHandle_t handle) {
 }
 
 twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* total) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(handles.check("handle", handle));
+  return enter_handle("twHandleNumRecvTokens", handle, [&]() -> Status {
     const twGroup& group = *handle->group;
     const bool counted = handle->counts.exchanged;
     if (!handle->dispatched && !counted) {
@@ -314,7 +317,6 @@ namespace {
 
 // What asks for the rows of a layout must have.
 Status check_counted(twHandle_t handle, twLayout_t layout, const int64_t* rows) {
-  TW_RETURN_IF_FAILED(handles.check("handle", handle));
   TW_CHECK_NOT_NULL(rows);
   if (layout != twFlat && layout != twGrouped) {
     return fail(twInvalidArgument, "layout is %d; it must be twFlat (2) or twGrouped (3)", layout);
@@ -326,7 +328,7 @@ Status check_counted(twHandle_t handle, twLayout_t layout, const int64_t* rows) 
 }  // namespace
 
 twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* rows) {
-  return enter([&]() -> Status {
+  return enter_handle("twHandleNumRecvRows", handle, [&]() -> Status {
     TW_RETURN_IF_FAILED(check_counted(handle, layout, rows));
     TW_RETURN_IF_FAILED(tw::learn_counts(*handle->group, *handle));
     *rows = tw::shown_rows(*handle->group, *handle, layout, true);
@@ -335,7 +337,7 @@ twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* ro
 }
 
 twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows) {
-  return enter([&]() -> Status {
+  return enter_handle("twHandleNumOutputRows", handle, [&]() -> Status {
     TW_RETURN_IF_FAILED(check_counted(handle, layout, rows));
     *rows = tw::shown_rows(*handle->group, *handle, layout, handle->is_sized());
     return {};
@@ -343,8 +345,7 @@ twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* 
 }
 
 twResult_t twHandleCountsReady(twHandle_t handle, int32_t timeout_ms, int32_t* ready) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(handles.check("handle", handle));
+  return enter_handle("twHandleCountsReady", handle, [&]() -> Status {
     TW_CHECK_NOT_NULL(ready);
     if (timeout_ms < -1) {
       return fail(twInvalidArgument, "timeout_ms is %d; it must be -1 (the group's timeout) or from 0 to %d",
@@ -359,8 +360,7 @@ twResult_t twHandleCountsReady(twHandle_t handle, int32_t timeout_ms, int32_t* r
 }
 
 twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsInput_t* given) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return enter_group("twExchangeCounts", group, [&]() -> Status {
     TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseCounts));
     TW_RETURN_IF_FAILED(check_exact(*group));
     twCountsInput_t input = TW_COUNTS_INPUT_INIT;
@@ -394,8 +394,7 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
 }
 
 twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_t* given, twDispatchOutput_t* output) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return enter_group("twDispatch", group, [&]() -> Status {
     TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseDispatch));
     twDispatchInput_t input{};
     input.lane = -1;
@@ -426,8 +425,7 @@ twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_
 
 twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t* given,
                      const twCombineOutput_t* output) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return enter_group("twCombine", group, [&]() -> Status {
     TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseCombine));
     TW_RETURN_IF_FAILED(check_handle(group, handle));
     twCombineInput_t input{};
@@ -450,8 +448,7 @@ twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t*
 }
 
 twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream) {
-  return enter([&]() -> Status {
-    TW_RETURN_IF_FAILED(groups.check("group", group));
+  return enter_group("twComplete", group, [&]() -> Status {
     TW_RETURN_IF_FAILED(check_handle(group, handle));
     TW_RETURN_IF_FAILED(group->backend->check_stream(stream));
     return tw::complete(*group, *handle, stream);

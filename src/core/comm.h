@@ -8,6 +8,7 @@
 #include "bootstrap/bootstrap.h"
 #include "core/carrier.h"
 #include "core/env.h"
+#include "core/occupied.h"
 #include "core/quarantine.h"
 
 struct twComm : tw::Quarantined<twComm> {
@@ -17,8 +18,10 @@ struct twComm : tw::Quarantined<twComm> {
   int device = -1;                       // of this rank; -1: the CPU
   std::unique_ptr<tw::Carrier> carrier;  // of a portable comm
   std::vector<int> devices;              // of all ranks, where they are in this process
-  uint64_t occasions = 2;       // collective calls so far: the high part of a bootstrap tag, the same on all ranks
+  // Collective calls so far: the high part of a bootstrap tag, the same on all ranks.
+  std::atomic<uint64_t> occasions = 2;
   std::atomic<int> groups = 0;  // alive
+  tw::Occupied occupied;        // by a call in which its ranks meet
 
   // A range of 2^16 tags for one collective call.
   uint64_t next_tags() { return occasions++ << 16; }

@@ -50,7 +50,8 @@ struct twGroup : tw::Quarantined<twGroup> {
   std::unordered_set<twHandle*> handles;
   std::map<int64_t, tw::Request> requests;  // send_only gathers and reduces that the caller has not completed
   int64_t last_request = 0;
-  bool gave_up = false;                   // by twGroupAbort
+  std::atomic<bool> gave_up = false;      // by twGroupAbort
+  tw::Occupied occupied;                  // by every call but those that may come from any thread
   std::shared_ptr<tw::LeaseArea> leases;  // NULL: there are none. A lease keeps it
   std::vector<std::byte*> parted;         // leases that a step may write to which this rank has refused
 
