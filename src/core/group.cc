@@ -6,6 +6,8 @@
 #include <cstring>
 #include <thread>
 
+#include "core/free_memory.h"
+
 namespace {
 
 std::vector<tw::ExpertMap> make_maps(const tw::GroupConfig& config, int32_t rank) {
@@ -117,65 +119,25 @@ enum Stage : uint64_t { kCheckedStage, kCompareStage, kMemoryStage, kWindowStage
 
 constexpr char kOccasion[] = "creating a group";
 
-// The number in a file of one line; UINT64_MAX for "max", or where there is no such file.
-uint64_t read_limit(const char* path) {
-  unsigned long long value = UINT64_MAX;
-  if (std::FILE* const file = std::fopen(path, "r")) {
-    if (std::fscanf(file, "%llu", &value) != 1) value = UINT64_MAX;
-    std::fclose(file);
-  }
-  return value;
-}
-
-// Bytes of files that the container's limit counts, but that make room when it is needed.
-uint64_t reclaimable() {
-  uint64_t bytes = 0;
-  if (std::FILE* const file = std::fopen("/sys/fs/cgroup/memory.stat", "r")) {
-    char name[64];
-    unsigned long long value = 0;
-    while (std::fscanf(file, "%63s %llu", name, &value) == 2) {
-      if (std::strcmp(name, "inactive_file") == 0 || std::strcmp(name, "active_file") == 0) bytes += value;
-    }
-    std::fclose(file);
-  }
-  return bytes;
-}
-
-// Memory that new windows may take: the host's, and within the container's limit. UINT64_MAX if neither is known.
-uint64_t free_memory() {
-  uint64_t free = UINT64_MAX;
-  if (std::FILE* const file = std::fopen("/proc/meminfo", "r")) {
-    char line[256];
-    unsigned long long kib = 0;
-    while (std::fgets(line, sizeof line, file) != nullptr) {
-      if (std::sscanf(line, "MemAvailable: %llu kB", &kib) == 1) free = kib * 1024;
-    }
-    std::fclose(file);
-  }
-  const uint64_t limit = read_limit("/sys/fs/cgroup/memory.max");
-  const uint64_t used = read_limit("/sys/fs/cgroup/memory.current");
-  if (limit != UINT64_MAX && used <= limit) free = std::min(free, limit - used + reclaimable());
-  return free;
-}
-
 Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks) {
   const uint64_t needed = config.map.bytes();
-  uint64_t free = free_memory();
+  FreeMemory free = find_free_memory();
 #if TOKENWAY_WITH_CUDA
   if (comm.device >= 0) {
-    TW_RETURN_IF_FAILED(device_memory(comm.device, &free));
+    TW_RETURN_IF_FAILED(device_memory(comm.device, &free.bytes));
+    free.why = "on device " + std::to_string(comm.device);
     ranks = static_cast<int32_t>(std::count(comm.devices.begin(), comm.devices.end(), comm.device));
     ranks = std::max(ranks, 1);  // each rank a process: the device is taken to be its own
   }
 #else
   (void)comm;
 #endif
-  if (needed <= free / static_cast<uint64_t>(ranks)) return {};
+  if (needed <= free.bytes / static_cast<uint64_t>(ranks)) return {};
   return fail(twOutOfMemory,
-              "windows of %d ranks need %d x %s, and %s are free; lower max_tokens (%d), lanes (%d), lease_bytes or "
-              "the row sizes",
-              ranks, ranks, bytes_text(needed).c_str(), bytes_text(free).c_str(), config.given.max_tokens,
-              config.given.lanes);
+              "windows of %d ranks need %d x %s, and %s are free, %s; lower max_tokens (%d), lanes (%d), lease_bytes "
+              "or the row sizes",
+              ranks, ranks, bytes_text(needed).c_str(), bytes_text(free.bytes).c_str(), free.why.c_str(),
+              config.given.max_tokens, config.given.lanes);
 }
 
 }  // namespace
@@ -327,8 +289,7 @@ Status finish_group(twGroup& group, twErrorRecord_t record) {
 }
 
 void abort_group(twGroup& group) {
-  if (group.gave_up) return;
-  group.gave_up = true;
+  if (group.gave_up.exchange(true)) return;
   if (check_usable(group, twPhaseNone).ok()) {
     twErrorRecord_t record = empty_record();
     record.result = twPeerAborted;
