@@ -52,6 +52,8 @@ def _variables(rank: int, nranks: int, address: str) -> dict[str, str]:
 
 def _child(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...], env: dict) -> None:
     threading.Thread(target=_leave_with_parent, name="tokenway-parent", daemon=True).start()
+    # It is one for its starter, whose exit ends it; but those may have no children, and a rank's data may have loaders.
+    multiprocessing.current_process().daemon = False
     os.environ.update(env)
     try:
         value = function(*args)
@@ -69,6 +71,8 @@ def _leave_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    for child in multiprocessing.active_children():  # which would be nobody's
+        child.kill()
     os._exit(1)
 
 

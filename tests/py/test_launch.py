@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -91,6 +92,58 @@ def note_and_sleep(folder: str) -> None:
     time.sleep(60)
 
 
+def square(value: int, connection: Any) -> None:
+    connection.send((value * value, os.getppid()))
+
+
+def have_children() -> list[int]:
+    """By each way to start one: what it said."""
+    with tw.connect(timeout=300) as comm:
+        said = []
+        for method in ("spawn", "fork", "forkserver"):
+            context = multiprocessing.get_context(method)
+            ours, theirs = context.Pipe(duplex=False)
+            child = context.Process(target=square, args=(comm.rank + 2, theirs))
+            child.start()
+            said.append(ours.recv()[0])
+            child.join()
+        exchange(comm)
+        return said
+
+
+class Squares:
+    """A data set."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        return i * i, os.getpid()
+
+
+def load_data() -> tuple[list[int], bool]:
+    from torch.utils.data import DataLoader
+
+    with tw.connect(timeout=300) as comm:
+        values, workers = [], set()
+        for value, worker in DataLoader(Squares(), batch_size=None, num_workers=1):
+            values.append(value)
+            workers.add(worker)
+        exchange(comm)
+        return values, os.getpid() in workers
+
+
+def sleep_in(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(120)
+
+
+def note_and_sleep_with_a_child(folder: str) -> None:
+    child = multiprocessing.get_context("fork").Process(target=sleep_in, args=(folder,), daemon=True)
+    child.start()
+    sleep_in(folder)
+
+
 def unpicklable() -> Any:
     return lambda: 1
 
@@ -143,6 +196,15 @@ def test_a_rank_that_is_killed_with_a_child() -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 of 2: ended with exit code -9"):
         tw.run(leave_a_child_on, 2, 1, timeout=60)
     assert time.monotonic() - begin < 45
+
+
+def test_ranks_have_children() -> None:
+    assert tw.run(have_children, 2, timeout=300) == [[4, 4, 4], [9, 9, 9]]
+
+
+@pytest.mark.torch
+def test_data_loaders(torch) -> None:
+    assert tw.run(load_data, 2, timeout=300) == [([0, 1, 4, 9, 16, 25], False)] * 2
 
 
 def test_a_value_that_cannot_travel() -> None:
@@ -226,18 +288,21 @@ TWO_SLEEP = f"launch([sys.executable, '-c', {SLEEP!r}, sys.argv[1]], 2)"
 STARTERS = {
     "launch": f"from tokenway.launch import launch; sys.exit({TWO_SLEEP})",
     "run": "import tokenway, test_launch; tokenway.run(test_launch.note_and_sleep, 2, sys.argv[1])",
+    "with children": "import tokenway, test_launch; "
+    "tokenway.run(test_launch.note_and_sleep_with_a_child, 2, sys.argv[1])",
 }
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 @pytest.mark.parametrize("starter", STARTERS)
 def test_a_starter_that_is_ended(starter, number, tmp_path) -> None:
-    """Ranks do not outlive who has started them."""
+    """Ranks do not outlive who has started them, nor their children them."""
+    count = 4 if starter == "with children" else 2
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", f"import sys; {STARTERS[starter]}", str(tmp_path)], env=env)
     try:
         deadline = time.monotonic() + HANGS
-        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+        while len(list(tmp_path.iterdir())) < count and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(number)
         told = starter == "launch" and number != signal.SIGKILL
@@ -245,7 +310,7 @@ def test_a_starter_that_is_ended(starter, number, tmp_path) -> None:
     finally:
         process.kill()
     ranks = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(ranks) == 2
+    assert len(ranks) == count
     deadline = time.monotonic() + AT_ONCE
     while any(map(lives, ranks)) and time.monotonic() < deadline:
         time.sleep(0.05)
