@@ -1,7 +1,9 @@
-// Leases: parts of this rank's window that the caller owns, so that rows which peers write there outlive their step. A
+// Memory of this rank's window that outlives what it belongs to: leases, and windows that are kept. Included by
+// tokenway.h, which has the conventions.
+//
+// A lease is a part of the window that the caller owns, so that rows which peers write there outlive their step. A
 // dispatch otherwise leaves its rows in a bank of the window, which the next steps overwrite: who keeps them, as
-// training does from a layer's forward to its backward pass, would have to copy them out. Included by tokenway.h, which
-// has the conventions.
+// training does from a layer's forward to its backward pass, would have to copy them out.
 //
 // High throughput alone, in groups with lease_bytes. What a rank leases and when is its own affair: addresses and sizes
 // differ from rank to rank, and a rank may have none where others have some.
@@ -47,5 +49,20 @@ typedef struct {
 } twLeaseInfo_t;
 
 TW_API twResult_t twGroupLeaseInfo(twGroup_t group, twLeaseInfo_t* info);
+
+typedef struct twWindowKeeper* twWindowKeeper_t;
+
+// Keeps this rank's window mapped until twWindowRelease, beyond its group too. Views of it (rank_major and flat of a
+// dispatch, rank_major of a gather) then stay readable and writable after twGroupDestroy, and show what was last there;
+// peers have let go of it, so nobody else writes there any more, but for peers that have not noticed yet that a group
+// was given up. While the group lives, its steps overwrite views as ever. Nobody is held up and no memory of a peer is
+// kept. From any thread, beside the calls of the group. Errors: twInvalidArgument.
+TW_API twResult_t twWindowKeep(twGroup_t group, twWindowKeeper_t* keeper);
+
+// Ends that. The window is unmapped with its group or its last keeper or lease, whatever comes last; on a device when
+// what runs there has ended, for which this call does not wait. From any thread, such as one that collects garbage, and
+// also after the comm's end. A process forked from the keeper's has the views, and no keeper: twInvalidArgument, as for
+// what is none, or no longer.
+TW_API twResult_t twWindowRelease(twWindowKeeper_t keeper);
 
 #endif  // TOKENWAY_LEASES_H_

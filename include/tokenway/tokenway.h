@@ -233,8 +233,8 @@ TW_API twResult_t twGroupWindowBytes(const twGroupConfig_t* config, int32_t nran
 TW_API twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t* config);
 
 // Collective, with a bounded barrier; a group with a sticky error is freed without one. Frees the group's handles too:
-// a handle must not be used, nor destroyed, afterwards. Views into the window end here. twInvalidUsage while another
-// thread is in a call of the group: twGroupAbort ends one that waits.
+// a handle must not be used, nor destroyed, afterwards. Views into the window end here, unless it is kept
+// (twWindowKeep). twInvalidUsage while another thread is in a call of the group: twGroupAbort ends one that waits.
 TW_API twResult_t twGroupDestroy(twGroup_t group);
 
 // Collective among the ranks that are still there, usually after an error. They agree on who survives (ranks that

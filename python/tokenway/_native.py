@@ -318,6 +318,8 @@ _FUNCTIONS = {
     "twWindowAlloc": (c_int, [c_void_p, c_uint64, POINTER(c_void_p)]),
     "twWindowTrim": (c_int, [c_void_p, c_uint64]),
     "twWindowFree": (c_int, [c_void_p]),
+    "twWindowKeep": (c_int, [c_void_p, POINTER(c_void_p)]),
+    "twWindowRelease": (c_int, [c_void_p]),
     "twGroupLeaseInfo": (c_int, [c_void_p, POINTER(LeaseInfo)]),
     "twQuantizeFp8": (c_int, [c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p]),
     "twSwiGlu": (c_int, [*[c_void_p] * 5, c_int32, c_int32, c_void_p]),

@@ -163,9 +163,9 @@ class Cuda:
             count *= extent
         return block[begin : begin + count].view(dtype).view(shape)
 
-    def window_view(self, pointer: int, shape: tuple[int, ...], name: str, torch: bool, keep: Any = None) -> Any:
-        """A view of memory that the C library owns: the allocator of PyTorch knows nothing of it. keep: lives as long
-        as the view, and views of it."""
+    def window_view(self, pointer: int, shape: tuple[int, ...], name: str, torch: bool, keep: Any) -> Any:
+        """A view of memory that the C library owns: the allocator of PyTorch knows nothing of it. keep: what keeps that
+        memory; lives as long as the view, and views of it."""
         dtype = getattr(self.torch, name)
         count = dtype.itemsize
         for extent in shape:

@@ -150,6 +150,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         self._spare_blocks: list[Tensor] = []
         self._views: dict[Any, Tensor] = {}
         self._shown: dict[Any, outputs.Shown] = {}
+        self._keeper: outputs.Keeper | None = None  # what views of the window hold, once there are any
         self._requests: dict[int, tuple[Any, ...]] = {}  # what gathers and reduces under way read and write
         self.op_handles: dict[int, Handle] = {}  # of tokenway.ops: dispatched, not combined yet
         self.structs = Structs(place, self._payload_specs, self.exact)
@@ -306,10 +307,12 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             _native.check(_native.lib.twGroupAbort(self._pointer))
 
     def close(self) -> None:
-        """Collective. Frees the window and all handles: views into them must not be used any more."""
+        """Collective. Frees the handles and the window. Views of them that are alive keep this rank's memory, and show
+        what was last there: see `Received`."""
         if self._pointer is not None:
             self._views.clear()
             self._shown.clear()
+            self._keeper = None
             _native.check(_native.lib.twGroupDestroy(self._pointer))
             self._pointer = None
             for held in (self._finished_handles, self._leased_forever, self._requests, self._spare_blocks):

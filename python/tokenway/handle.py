@@ -55,9 +55,10 @@ class Received:
     origins, only where `out` has a tensor for it: row * K + k of the flat layout that each row was taken from, -1 where
     there is nothing. In rank_major and flat, tokens and payloads are views of the window, valid until the next step on
     the lane begins: experts may compute in place, and the combine of the same handle may read them; later calls may
-    not, and after `Group.close` the memory is gone. Where counts were exchanged with `lease` they own their memory
-    instead, for as long as they live, and `leased` is True, if there was room. The other fields belong to the handle:
-    its next dispatch overwrites them.
+    not. After `Group.close` they show what was last there, and keep this rank's window, no peer's, as long as one of
+    them lives; of a group that was given up, peers that have not noticed may still write there. Where counts were
+    exchanged with `lease` they own their memory instead, for as long as they live, and `leased` is True, if there was
+    room. The other fields belong to the handle: its next dispatch overwrites them.
 
     On a CUDA device all of them are PyTorch tensors there, and hold what is said once the device has come to it, in
     order of the stream that the dispatch was called on. For another stream the same holds as for all of PyTorch: it

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from ctypes import byref, c_void_p
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tokenway import _native
 from tokenway.errors import InvalidArgument
 from tokenway.handle import Handle, Received, Tensor
 from tokenway.tensors import numpy_dtype
 
 if TYPE_CHECKING:
     from tokenway.group import Group
+
+
+class Keeper:
+    """Keeps a group's window mapped, on this rank alone and beyond the group, for the views that hold this. It ends
+    with the last of them, which may be whenever garbage is collected: no other rank has to know."""
+
+    __slots__ = ("__weakref__", "_keeper")
+    _release = _native.lib.twWindowRelease  # here, as a process that ends may have no modules any more
+
+    def __init__(self, group: int):
+        keeper = c_void_p()
+        self._keeper: int | None = None
+        _native.check(_native.lib.twWindowKeep(group, byref(keeper)))
+        self._keeper = keeper.value
+
+    def __del__(self) -> None:
+        if self._keeper:
+            self._release(self._keeper)
 
 
 class Shown(NamedTuple):
@@ -133,5 +153,7 @@ def _view(group: Group, pointer: int, shape: tuple[int, ...], name: str, torch: 
     if found is None or (torch and found.requires_grad):  # autograd has taken the old one into a graph
         if len(group._views) >= 1024:
             group._views.clear()
-        found = group._views[key] = group._place.window_view(pointer, shape, name, torch)
+        if group._keeper is None:
+            group._keeper = Keeper(group.pointer)
+        found = group._views[key] = group._place.window_view(pointer, shape, name, torch, group._keeper)
     return found

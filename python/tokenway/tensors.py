@@ -378,17 +378,15 @@ class Host:
         return to_torch(array) if torch else array
 
     @staticmethod
-    def window_view(pointer: int, shape: tuple[int, ...], name: str, torch: bool, keep: Any = None) -> Any:
-        """A view of memory that the C library owns. keep: lives as long as the view, and views of it."""
+    def window_view(pointer: int, shape: tuple[int, ...], name: str, torch: bool, keep: Any) -> Any:
+        """A view of memory that the C library owns. keep: what keeps that memory; lives as long as the view, and views
+        of it."""
         dtype = numpy_dtype(name)
         count = math.prod(shape)
         if count == 0 or pointer == 0:
             array = np.empty(shape, dtype)
-        elif keep is not None:
-            array = np.asarray(_Kept(pointer, count * dtype.itemsize, keep)).view(dtype).reshape(shape)
         else:
-            raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
-            array = np.frombuffer(raw, dtype, count).reshape(shape)
+            array = np.asarray(_Kept(pointer, count * dtype.itemsize, keep)).view(dtype).reshape(shape)
         return to_torch(array) if torch else array
 
     @staticmethod

@@ -21,7 +21,11 @@ Leases& all() {
 }
 // So that no other thread holds the lock in a child.
 const int at_fork =
-    pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); }, [] { all().mutex.unlock(); });
+    pthread_atfork([] { all().mutex.lock(), keepers.lock(); }, [] { keepers.unlock(), all().mutex.unlock(); },
+                   [] {
+                     keepers.clear();  // a device's window cannot be unmapped in a child
+                     keepers.unlock(), all().mutex.unlock();
+                   });
 
 Status find(void* memory, std::shared_ptr<LeaseArea>* area) {
   const auto found = all().areas.find(static_cast<std::byte*>(memory));
@@ -72,6 +76,7 @@ using tw::fail;
 using tw::Status;
 using tw::api::enter;
 using tw::api::groups;
+using tw::api::keepers;
 using tw::api::visit;
 
 twResult_t twWindowAlloc(twGroup_t group, uint64_t bytes, void** memory) {
@@ -114,5 +119,26 @@ twResult_t twGroupLeaseInfo(twGroup_t group, twLeaseInfo_t* info) {
       known = {sizeof known, now.bytes, now.used, now.largest, now.leases};
     }
     return tw::api::write_struct("info", known, info);
+  });
+}
+
+twResult_t twWindowKeep(twGroup_t group, twWindowKeeper_t* keeper) {
+  return visit(groups, "group", group, [&]() -> Status {
+    TW_CHECK_NOT_NULL(keeper);
+    auto made = std::make_unique<twWindowKeeper>();
+    made->window = group->backend->keep_window();
+    keepers.add(made.get());
+    *keeper = made.release();
+    return {};
+  });
+}
+
+twResult_t twWindowRelease(twWindowKeeper_t keeper) {
+  return enter([&]() -> Status {
+    if (!keepers.remove(keeper)) {
+      return fail(twInvalidArgument, "keeper is %p, which is none, or no longer", static_cast<void*>(keeper));
+    }
+    delete keeper;
+    return {};
   });
 }

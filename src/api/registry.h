@@ -9,6 +9,11 @@
 #include "api/enter.h"
 #include "core/group.h"
 
+// A window's; it may outlive its group.
+struct twWindowKeeper : tw::Quarantined<twWindowKeeper> {
+  std::shared_ptr<void> window;
+};
+
 namespace tw::api {
 
 // Objects that callers hold. A pointer is looked up before it is followed, so a stale one is an error, not a crash.
@@ -46,6 +51,7 @@ class Registry {
 inline Registry<twComm> comms;
 inline Registry<twGroup> groups;
 inline Registry<twHandle> handles;
+inline Registry<twWindowKeeper> keepers;
 
 inline Status take_turn(twGroup& group, const char* call, Turn* turn) {
   return turn->take(group.occupied, call, "group",

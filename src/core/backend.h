@@ -220,7 +220,7 @@ class Backend {
   // Waits for a step that this rank refused.
   virtual StepEnd drain(StepPlace at, TimePoint deadline) = 0;
 
-  // This rank's window; and what keeps it mapped, for as long as anybody has it.
+  // This rank's window; and what keeps it mapped, for as long as anybody has it. The latter from any thread.
   virtual std::byte* window() = 0;
   virtual std::shared_ptr<void> keep_window() = 0;
   // Where payload q of a step lies in it, [N, b, row]: the zero-copy view.

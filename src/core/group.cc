@@ -57,6 +57,7 @@ twGroup::~twGroup() {
     delete handle;
   }
   for (std::byte* block : free_blocks_) release(block);
+  leases.reset();  // first, so that the backend has the window's end, unless others keep it
   backend.reset();
   --comm->groups;
 }

@@ -36,6 +36,8 @@ class NvlinkBackend : public Backend {
     carriage_.reset();
     arena_.reset();
     control_.reset();  // after the last kernel that may look at its pages
+    const DeviceMapping::UnmapsHere here;
+    windows_.by_rank.clear();
   }
 
   Status open(const BackendInit& init);

@@ -1,7 +1,5 @@
 // How the CUDA backend comes into being: every rank does a stage, then all meet.
 #include <algorithm>
-#include <system_error>
-#include <thread>
 
 #include "exchange/notes.h"
 #include "nvlink/backend.h"
@@ -101,26 +99,9 @@ Status NvlinkBackend::open(const BackendInit& init) {
   return {};
 }
 
-// Where leases outlive the group, kernels may still read them when the last is given back. Whoever gives it back must
-// not wait for them: it may be garbage collection in another rank's thread, for which kernels on this device wait. So
-// a thread of its own does.
 std::shared_ptr<void> NvlinkBackend::keep_window() {
-  std::shared_ptr<DeviceMapping> mapping = windows_.by_rank[context_.me];
-  return {mapping->data(), [mapping, device = device_](void*) mutable {
-            if (mapping.use_count() > 1) return;  // the group has it still
-            auto unmap = [kept = std::move(mapping), device]() mutable {
-              const OnDevice on(device);
-              const OutsideCaptures apart;
-              cudaDeviceSynchronize();
-              (void)cudaGetLastError();
-              kept.reset();
-            };
-            try {
-              std::thread(unmap).detach();
-            } catch (const std::system_error&) {  // no thread is to be had
-              unmap();
-            }
-          }};
+  windows_.by_rank[context_.me]->keep();
+  return windows_.by_rank[context_.me];
 }
 
 // Values become the least of all ranks'.

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <system_error>
+#include <thread>
 
 #include "bootstrap/local_registry.h"
 
@@ -47,6 +49,8 @@ std::vector<Card> cards_here() {
   for (int device = 0; device < count; ++device) cards.push_back(card_of(device));
   return cards;
 }
+
+thread_local int unmapping_here = 0;
 
 LocalRegistry<DeviceMapping>& local_windows() {
   static LocalRegistry<DeviceMapping> windows;
@@ -93,6 +97,27 @@ bool is_linked(int device, int other) {
 
 }  // namespace
 
+DeviceMapping::UnmapsHere::UnmapsHere() { ++unmapping_here; }
+DeviceMapping::UnmapsHere::~UnmapsHere() { --unmapping_here; }
+
+std::shared_ptr<DeviceMapping> DeviceMapping::make(int device) {
+  return {new DeviceMapping, [device](DeviceMapping* mapping) {
+            if (!mapping->kept_ || unmapping_here > 0) return delete mapping;
+            const auto unmap = [mapping, device] {
+              const OnDevice on(device);
+              const OutsideCaptures apart;
+              cudaDeviceSynchronize();
+              (void)cudaGetLastError();
+              delete mapping;
+            };
+            try {
+              std::thread(unmap).detach();
+            } catch (const std::system_error&) {  // no thread is to be had
+              unmap();
+            }
+          }};
+}
+
 DeviceMapping::~DeviceMapping() {
   if (plain_) {
     cudaFree(data());
@@ -119,19 +144,19 @@ Status DeviceMapping::map(const std::vector<int>& readers) {
 
 Status DeviceMapping::create(const Driver& driver, int device, const std::vector<int>& readers, uint64_t bytes,
                              bool exported, std::shared_ptr<DeviceMapping>* mapping) {
-  auto made = std::make_shared<DeviceMapping>();
+  const std::shared_ptr<DeviceMapping> made = make(device);
   made->driver_ = &driver;
   const CUmemAllocationProp prop = properties(device, exported);
   TW_RETURN_IF_FAILED(size_of(driver, prop, bytes, &made->bytes_));
   TW_RETURN_IF_FAILED(driver.check("allocate a window", driver.create(&made->handle_, made->bytes_, &prop, 0)));
   made->has_handle_ = true;
   TW_RETURN_IF_FAILED(made->map(readers));
-  *mapping = std::move(made);
+  *mapping = made;
   return {};
 }
 
-Status DeviceMapping::allocate(uint64_t bytes, std::shared_ptr<DeviceMapping>* mapping) {
-  auto made = std::make_shared<DeviceMapping>();
+Status DeviceMapping::allocate(int device, uint64_t bytes, std::shared_ptr<DeviceMapping>* mapping) {
+  const std::shared_ptr<DeviceMapping> made = make(device);
   void* memory = nullptr;
   if (const cudaError_t error = cudaMalloc(&memory, bytes); error != cudaSuccess) {
     return cuda_failure("allocating a window", error);
@@ -139,13 +164,13 @@ Status DeviceMapping::allocate(uint64_t bytes, std::shared_ptr<DeviceMapping>* m
   made->address_ = reinterpret_cast<CUdeviceptr>(memory);
   made->bytes_ = bytes;
   made->plain_ = true;
-  *mapping = std::move(made);
+  *mapping = made;
   return {};
 }
 
 Status DeviceMapping::import(const Driver& driver, int fd, int reader, uint64_t bytes,
                              std::shared_ptr<DeviceMapping>* mapping) {
-  auto made = std::make_shared<DeviceMapping>();
+  const std::shared_ptr<DeviceMapping> made = make(reader);
   made->driver_ = &driver;
   const CUmemAllocationProp prop = properties(reader, true);
   TW_RETURN_IF_FAILED(size_of(driver, prop, bytes, &made->bytes_));
@@ -154,7 +179,7 @@ Status DeviceMapping::import(const Driver& driver, int fd, int reader, uint64_t 
                                                      CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)));
   made->has_handle_ = true;
   TW_RETURN_IF_FAILED(made->map({reader}));
-  *mapping = std::move(made);
+  *mapping = made;
   return {};
 }
 
@@ -173,7 +198,7 @@ Status DeviceMapping::export_to(Fd* fd) const {
 // another way. Nor may one rank replay a graph while another makes the call eagerly, if both ends can be exported.
 Status make_own_window(const BackendInit& init, DeviceWindows* windows) {
   std::shared_ptr<DeviceMapping> own;
-  TW_RETURN_IF_FAILED(DeviceMapping::allocate(init.context->map.bytes(), &own));
+  TW_RETURN_IF_FAILED(DeviceMapping::allocate(init.device, init.context->map.bytes(), &own));
   TW_RETURN_IF_FAILED(prepare(*init.context, own->data()));
   windows->by_rank.assign(init.members.size(), own);
   windows->linked = false;

@@ -2,6 +2,7 @@
 // or, between ranks of one process, the same mapping; over a carrier, memory of a rank's own.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -21,8 +22,8 @@ class DeviceMapping {
   // New memory of a device, readable and writable by `readers`.
   static Status create(const Driver& driver, int device, const std::vector<int>& readers, uint64_t bytes, bool exported,
                        std::shared_ptr<DeviceMapping>* mapping);
-  // New memory of the current device as cudaMalloc gives it, which no other device reaches.
-  static Status allocate(uint64_t bytes, std::shared_ptr<DeviceMapping>* mapping);
+  // New memory of a device, the current one, as cudaMalloc gives it, which no other device reaches.
+  static Status allocate(int device, uint64_t bytes, std::shared_ptr<DeviceMapping>* mapping);
   // A peer's memory, readable and writable by `reader`.
   static Status import(const Driver& driver, int fd, int reader, uint64_t bytes,
                        std::shared_ptr<DeviceMapping>* mapping);
@@ -31,7 +32,20 @@ class DeviceMapping {
 
   std::byte* data() const { return reinterpret_cast<std::byte*>(address_); }
 
+  // From now on whoever lets go of it last must not wait for the device: it may be garbage collection in another rank's
+  // thread, for which kernels on this device wait. Kernels may still read it, so a thread of its own waits and unmaps.
+  void keep() { kept_ = true; }
+  // Where the device has been waited for, it is unmapped at once all the same.
+  class UnmapsHere {
+   public:
+    UnmapsHere();
+    ~UnmapsHere();
+    UnmapsHere(const UnmapsHere&) = delete;
+    UnmapsHere& operator=(const UnmapsHere&) = delete;
+  };
+
  private:
+  static std::shared_ptr<DeviceMapping> make(int device);
   Status map(const std::vector<int>& readers);
 
   const Driver* driver_ = nullptr;
@@ -41,6 +55,7 @@ class DeviceMapping {
   bool mapped_ = false;
   bool plain_ = false;  // cudaMalloc's
   uint64_t bytes_ = 0;
+  std::atomic<bool> kept_ = false;
 };
 
 struct DeviceWindows {

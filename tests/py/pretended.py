@@ -43,5 +43,5 @@ class Pretended(cuda.Cuda):
     def capturing(self) -> bool:
         return self.captured
 
-    def window_view(self, pointer: int, shape: tuple[int, ...], name: str, torch: bool, keep: Any = None) -> Any:
+    def window_view(self, pointer: int, shape: tuple[int, ...], name: str, torch: bool, keep: Any) -> Any:
         return tensors.Host.window_view(pointer, shape, name, True, keep)

@@ -121,11 +121,11 @@ def test_views_of_the_window(torch, place) -> None:
 
     place.torch = SimpleNamespace(**{name: getattr(torch, name) for name in ("bfloat16", "empty", "inference_mode")})
     place.torch.as_tensor = as_tensor
-    view = cuda.Cuda.window_view(place, backing.data_ptr() + 16, (2, 3), "bfloat16", True)
+    view = cuda.Cuda.window_view(place, backing.data_ptr() + 16, (2, 3), "bfloat16", True, backing)
     assert (view.shape, view.dtype, view.data_ptr()) == ((2, 3), torch.bfloat16, backing.data_ptr() + 16)
     assert seen[0]["typestr"] == "|u1" and seen[0]["shape"] == (12,) and seen[0]["data"][1] is False
     with torch.inference_mode():
-        nothing = cuda.Cuda.window_view(place, 0, (0, 3), "bfloat16", True)
+        nothing = cuda.Cuda.window_view(place, 0, (0, 3), "bfloat16", True, None)
     assert nothing.shape == (0, 3) and not nothing.is_inference()
 
 

@@ -227,7 +227,9 @@ def run_written(env: Env) -> None:
         handle.release()
         memory = c_void_p()
         _native.check(_native.lib.twWindowAlloc(group.pointer, group.leases.bytes, byref(memory)))
-        area = group._place.window_view(memory.value or 0, (group.leases.bytes,), "uint8", group.device is not None)
+        area = group._place.window_view(
+            memory.value or 0, (group.leases.bytes,), "uint8", group.device is not None, group
+        )
         assert env.backend.array(others.all_gatherv(one).rows).sum() == env.nranks  # nobody writes to a bank any more
         for tensor in (*banks, area):
             tensor[...] = CANARY
