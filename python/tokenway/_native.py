@@ -373,6 +373,7 @@ def read_record(group: int) -> errors.ErrorRecord:
 
 # Results that a failure of a Python function leads to.
 _CAUSED = (errors.SystemFailure, errors.GroupFinished)
+_IN_USE = " is under way on the "  # as src/core/occupied.h says it
 # Results that a group always keeps a record of.
 _RECORDED = (errors.PeerRefused, errors.BoundMismatch, errors.GroupFinished)
 
@@ -384,6 +385,8 @@ def error_of(result: int, group: int | None = None) -> errors.TokenwayError:
     name = lib.twResultString(result).decode()
     message = sentences.in_python(lib.twLastError().decode(errors="replace"))
     kind = errors.BY_RESULT.get(name, errors.InternalError)
+    if kind is errors.InvalidUsage and _IN_USE in message:
+        kind = errors.InUse
     cause = callbacks.take_cause() if issubclass(kind, _CAUSED) else None
     if isinstance(cause, errors.TokenwayError) and issubclass(kind, errors.SystemFailure):
         return cause

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tokenway import _native, arguments, outputs, tensors
 from tokenway.errors import OutOfMemory, TokenwayError
 from tokenway.handle import Handle, Tensor
-from tokenway.structs import REFUSED
+from tokenway.structs import REFUSED, Structs
 
 if TYPE_CHECKING:
     from tokenway.group import Group
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def dispatch(
     group: Group,
+    structs: Structs,
     handle: Any,
     tokens: Tensor,
     payloads: Any,
@@ -29,7 +30,7 @@ def dispatch(
     send_only: bool,
 ) -> tuple[Any, int, dict[str, Tensor], dict[str, Tensor], TokenwayError | None]:
     """Fills the structs of a dispatch. Returns (layout, bound, tensors to write to, payloads, what C cannot see)."""
-    structs, b, stream = group.structs, 0, 0
+    b, stream = 0, 0
     given: dict[str, Tensor] = {}
     sent: dict[str, Tensor] = {}
     with arguments.Preparation() as prepared:
@@ -42,7 +43,7 @@ def dispatch(
             given = dict(out) if isinstance(out, Mapping) else {"tokens": out}
             if (problem := arguments.problem_of_outputs(group._place, given, structs.outputs)) is not None:
                 raise problem
-        if column_major is not None and (problem := outputs.choose_columns(group, column_major)) is not None:
+        if column_major is not None and (problem := outputs.choose_columns(group, structs, column_major)) is not None:
             raise problem
         if payloads is not None:
             if not isinstance(payloads, Mapping) or not payloads.keys() <= group._payload_specs.keys() - {"tokens"}:
@@ -50,7 +51,7 @@ def dispatch(
             sent = dict(payloads)
         try:
             if layout in ("expert_major", "grouped"):
-                outputs.add_by_expert(group, handle, layout, b, given, tokens)
+                outputs.add_by_expert(group, structs, handle, layout, b, given, tokens)
             elif isinstance(handle, Handle) and handle._landing is not None:
                 group._copy_out(handle, given, tokens)
         except (MemoryError, RuntimeError) as error:
@@ -69,10 +70,18 @@ def dispatch(
 
 
 def combine(
-    group: Group, handle: Any, rows: Tensor, weighting: Any, layout: Any, dtype: Any, out: Any, send_only: bool
+    group: Group,
+    structs: Structs,
+    handle: Any,
+    rows: Tensor,
+    weighting: Any,
+    layout: Any,
+    dtype: Any,
+    out: Any,
+    send_only: bool,
 ) -> tuple[Any, Tensor, TokenwayError | None]:
     """The same of a combine. Returns (layout, the tensor to write to, what C cannot see)."""
-    structs, code, weighted, stream, sends = group.structs, REFUSED, 0, 0, False
+    code, weighted, stream, sends = REFUSED, 0, 0, False
     with arguments.Preparation() as prepared:
         stream = 0 if group.device is None else group._stream_of(handle)
         sends = bool(send_only)

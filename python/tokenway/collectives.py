@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tokenway import _native, arguments, cuda, outputs, tensors
-from tokenway.errors import InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
+from tokenway.errors import InUse, InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
 from tokenway.handle import Pending, Tensor
+from tokenway.structs import Spare
 
 if TYPE_CHECKING:
     from tokenway.group import Group
@@ -58,7 +59,11 @@ class Request(Pending[Any]):
                 self._interrupted = True
                 raise
             if result:
-                self._error = group._error(result)
+                error = group._error(result)
+                if isinstance(error, InUse):  # another thread's call was in the way: this one is still to be completed
+                    group._requests[self._number] = kept
+                    raise error
+                self._error = error
             if self._interrupted and isinstance(self._error, InvalidArgument):  # it had ended: nobody has told how
                 self._error = group.untold()
             self._received = True
@@ -73,8 +78,9 @@ class Request(Pending[Any]):
 class _Call:
     """The structs of one kind of call, used again and again."""
 
-    def __init__(self, place: Any, given: Any, out: Any):
+    def __init__(self, place: Any, given: Any, out: Any, spare: Spare[_Call]):
         self.given, self.out = given, out
+        self._spare = spare
         self.inputs = [tensors.Slot(given, t, place.describe) for t in given.tensors]
         self.outputs = [tensors.Slot(out, t, place.describe) for t in out.tensors]
         self.sizes = tensors.Slot(given, given.sizes, place.describe)
@@ -82,6 +88,12 @@ class _Call:
             tensors.Slot(out, getattr(out, n), place.describe) for n in ("counts", "offsets") if hasattr(out, n)
         ]
         self.addresses = ctypes.addressof(given), ctypes.addressof(out)
+
+    def end(self) -> int:
+        """The number of a `send_only` call; the structs are for the next one from now on."""
+        number: int = self.out.request
+        self._spare.append(self)
+        return number
 
 
 class _Sizes(NamedTuple):
@@ -207,9 +219,10 @@ class Collectives:
                 for slot, x in zip(call.outputs, given, strict=False)
             ]
         result = Gathered(made[0] if given[0] is rows else tuple(made), counts, offsets)
+        number = call.end()
         if not send_only:
             return result
-        return Request(self, call.out.request, result, (*given, *made, sizes, counts, offsets))
+        return Request(self, number, result, (*given, *made, sizes, counts, offsets))
 
     @cuda.ranged("tokenway.reduce_scatterv")
     def reduce_scatterv(
@@ -257,15 +270,16 @@ class Collectives:
         self._collect(function, call, given, made or (), known, prepared, b, asked, send_only)
         assert made is not None, "C has accepted the call"
         result = made[0] if given[0] is rows else tuple(made)
-        return Request(self, call.out.request, result, (*given, *made, sizes)) if send_only else result
+        number = call.end()
+        return Request(self, number, result, (*given, *made, sizes)) if send_only else result
 
     # ---------------------------------------------------------------------------------------------------- internals
 
     def _collective_call(self: Group, given: Any, out: Any) -> _Call:  # type: ignore[misc]
-        calls: dict[Any, _Call] = self.__dict__.setdefault("_collective_calls", {})
+        calls: dict[Any, Spare[_Call]] = self.__dict__.setdefault("_collective_calls", {})
         if given not in calls:
-            calls[given] = _Call(self._place, given(), out())
-        return calls[given]
+            calls.setdefault(given, Spare(lambda: _Call(self._place, given(), out(), calls[given])))
+        return calls[given].take()
 
     def _collective_outputs(
         self: Group,  # type: ignore[misc]

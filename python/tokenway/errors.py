@@ -50,6 +50,10 @@ class InvalidUsage(TokenwayError, RuntimeError):
     result = "twInvalidUsage"
 
 
+class InUse(InvalidUsage):
+    """Another call is under way on the group, or on its comm. Nothing has changed: it may be tried again."""
+
+
 class OutOfMemory(TokenwayError, MemoryError):
     """A window does not fit; says how much is needed and how much is free."""
 

@@ -13,11 +13,11 @@ from tokenway import _native, arguments, asking, callbacks, cuda, outputs, sente
 from tokenway.collectives import Collectives
 from tokenway.comm import Comm
 from tokenway.counting import Counting
-from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, TokenwayError
+from tokenway.errors import ErrorRecord, InUse, InvalidArgument, InvalidUsage, TokenwayError
 from tokenway.handle import Handle, Pending, Tensor
 from tokenway.placement import Placed, Placement
 from tokenway.settings import Payload, Settings, WindowBytes, make_config, telling, window_of
-from tokenway.structs import Structs
+from tokenway.structs import Spare, Structs
 
 
 class Group(Counting, Placed, Collectives, _native.Shared):
@@ -53,7 +53,8 @@ class Group(Counting, Placed, Collectives, _native.Shared):
     invalid.
 
     All ranks must give the same values, but for sm_limit; a difference is an error that names the field and the ranks.
-    A group is for one thread at a time.
+    A group is for one thread at a time, but for `abort` and `error`: while one is in a call, another's is InvalidUsage,
+    tells the peers nothing and changes nothing. Give each thread a group of its own, or hold a lock around the calls.
     """
 
     def __init__(
@@ -147,13 +148,13 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         self.handle_bytes = size.value  # of memory for one handle's arrays
         self._finished_handles: list[tuple[int, Tensor, bool]] = []
         self._leased_forever: list[tuple[int, Tensor, bool]] = []
-        self._spare_blocks: list[Tensor] = []
+        self._spare_blocks = Spare(lambda: place.new_block(self.handle_bytes))
         self._views: dict[Any, Tensor] = {}
         self._shown: dict[Any, outputs.Shown] = {}
         self._keeper: outputs.Keeper | None = None  # what views of the window hold, once there are any
         self._requests: dict[int, tuple[Any, ...]] = {}  # what gathers and reduces under way read and write
         self.op_handles: dict[int, Handle] = {}  # of tokenway.ops: dispatched, not combined yet
-        self.structs = Structs(place, self._payload_specs, self.exact)
+        self.structs = Spare(lambda: Structs(place, self._payload_specs, self.exact))
 
     # ------------------------------------------------------------------------------------------------- everyday use
 
@@ -169,7 +170,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         which act as -1."""
         self._free_finished()
         if memory is None:
-            block = self._spare_blocks.pop() if self._spare_blocks else self._place.new_block(self.handle_bytes)
+            block = self._spare_blocks.take()
         else:
             block = self._place.block_of(memory)
             if block.nbytes < self.handle_bytes:
@@ -217,10 +218,11 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             self._free_finished()
         if self._sizes_outputs:
             self.size_outputs(handle)
+        structs = self.structs.take()
         layout, b, given, sent, problem = asking.dispatch(
-            self, handle, tokens, payloads, layout, bound, lane, out, column_major, count, send_only
+            self, structs, handle, tokens, payloads, layout, bound, lane, out, column_major, count, send_only
         )
-        asked, wanted = self.structs.dispatch_at
+        asked, wanted = structs.dispatch_at
         result = _native.lib.twDispatch(self.pointer, arguments.pointer_of(handle), asked, wanted)
         if result:
             values = {"bound": bound, "lane": lane, "layout": layout}
@@ -234,7 +236,8 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         if handle._unread is not None:
             handle.was_read()
         kept = (tokens, *sent.values(), *given.values()) if send_only else ()
-        received = outputs.received(self, handle, layout, b, given, tensors.is_torch(tokens))
+        received = outputs.received(self, structs, handle, layout, b, given, tensors.is_torch(tokens))
+        self.structs.append(structs)
         self._tell_interrupt()
         if send_only:
             return Pending(handle, received, kept)
@@ -264,8 +267,9 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         that failed, the result is NaN.
         """
         given = out
-        layout, out, problem = asking.combine(self, handle, rows, weighting, layout, dtype, out, send_only)
-        asked, wanted = self.structs.combine_at
+        structs = self.structs.take()
+        layout, out, problem = asking.combine(self, structs, handle, rows, weighting, layout, dtype, out, send_only)
+        asked, wanted = structs.combine_at
         result = _native.lib.twCombine(self.pointer, arguments.pointer_of(handle), asked, wanted)
         if result:
             if given is not None and problem is None:  # found here, so that calls that are right do not pay for it
@@ -275,6 +279,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             if isinstance(handle, Handle) and self._place.learns_late and isinstance(error, InvalidArgument):
                 handle.leased = False  # as twCombine documents
             raise error
+        self.structs.append(structs)
         if send_only:
             return Pending(handle, out, (rows, out), combining=True)
         handle.leased = False
@@ -302,7 +307,8 @@ class Group(Counting, Placed, Collectives, _native.Shared):
 
     def abort(self) -> None:
         """Gives the group up: the peers' calls raise PeerAborted within moments. For a rank that cannot go on; a
-        `with` block that an exception leaves does it. On a finished group it only tells survivors not to wait."""
+        `with` block that an exception leaves does it. On a finished group it only tells survivors not to wait. From any
+        thread: it ends a call that waits in another one."""
         if self._pointer is not None:
             _native.check(_native.lib.twGroupAbort(self._pointer))
 
@@ -386,8 +392,15 @@ class Group(Counting, Placed, Collectives, _native.Shared):
 
     def _free_finished(self) -> None:
         while self._finished_handles:
-            pointer, block, reusable = self._finished_handles.pop()
-            _native.check(_native.lib.twHandleDestroy(pointer))
+            try:
+                pointer, block, reusable = self._finished_handles.pop()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                _native.check(_native.lib.twHandleDestroy(pointer))
+            except InUse:
+                self._finished_handles.append((pointer, block, reusable))
+                raise
             # A new block costs page faults, more than the rest of a route. A block that the caller still views is his.
             if reusable and not tensors.is_viewed(block):
                 self._spare_blocks.append(block)
@@ -403,8 +416,9 @@ class Group(Counting, Placed, Collectives, _native.Shared):
     def refuse_dispatch(self) -> None:
         """Tells peers, which wait in a dispatch, that this rank cannot make the call; for callers that raise next."""
         if self._pointer is not None:
-            self.structs.call(0, None, False, True, self._place.stream())
-            _native.lib.twDispatch(self._pointer, None, *self.structs.dispatch_at)
+            structs = self.structs.take()
+            structs.call(0, None, False, True, self._place.stream())
+            _native.lib.twDispatch(self._pointer, None, *structs.dispatch_at)
 
     def _error(
         self, result: int, problem: TokenwayError | None = None, inputs: Any = None, values: Any = None, **others: Any
@@ -449,8 +463,9 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             self._place.follow(sent_on, kept)
             stream = self._stream_of(handle)
         result = _native.lib.twComplete(self.pointer, handle.pointer, stream)
-        if handle._landed:
+        error = self._error(result) if result else None
+        if handle._landed and not isinstance(error, InUse):
             handle.trim_leases()
         self._tell_interrupt()
-        if result:
-            raise self._error(result)
+        if error is not None:
+            raise error

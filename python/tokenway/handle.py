@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from tokenway import _native, cuda, tensors
-from tokenway.errors import InvalidArgument, InvalidUsage, PeerRefused, TokenwayError
+from tokenway.errors import InUse, InvalidArgument, InvalidUsage, PeerRefused, TokenwayError
 
 if TYPE_CHECKING:
     from tokenway.counting import Lease
@@ -168,6 +168,9 @@ class Pending(Generic[Result]):
             try:
                 self._receive(kept)
                 self._handle.leased = self._leased_after
+            except InUse:  # another thread's call was in the way: this one is still to be completed
+                self._keep = kept
+                raise
             except TokenwayError as error:
                 self._error = error
                 refused = isinstance(error, PeerRefused)  # twExchangeCounts says who holds what then
@@ -183,8 +186,8 @@ class Pending(Generic[Result]):
         group = self._handle.group
         try:
             group._complete(self._handle, kept, self._sent_on)
-        except InvalidUsage:
-            if not self._interrupted:
+        except InvalidUsage as error:
+            if isinstance(error, InUse) or not self._interrupted:
                 raise
             group.check()  # the interrupt came behind the C call, which had ended: nobody has told how
 
@@ -327,8 +330,12 @@ class Handle:
         that; on a device, before it has asked (`recv_rows`), as many as there is room for. None before the exchange of
         counts. Never waits."""
         rows = c_int64()
-        code = _native.LAYOUTS[layout]
-        return None if _native.lib.twHandleNumOutputRows(self.pointer, code, byref(rows)) else rows.value
+        if result := _native.lib.twHandleNumOutputRows(self.pointer, _native.LAYOUTS[layout], byref(rows)):
+            error = _native.error_of(result)
+            if isinstance(error, InUse):
+                raise error
+            return None
+        return rows.value
 
     def learn_rows(self) -> None:
         """Has the host know how much comes, if counts were exchanged: where not, a dispatch is refused anyway."""

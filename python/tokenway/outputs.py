@@ -13,6 +13,7 @@ from tokenway.tensors import numpy_dtype
 
 if TYPE_CHECKING:
     from tokenway.group import Group
+    from tokenway.structs import Structs
 
 
 class Keeper:
@@ -40,19 +41,21 @@ class Shown(NamedTuple):
     late: dict[str, tuple[int, tuple[int, ...], str]]  # as Received has it
 
 
-def choose_columns(group: Group, columns: Collection[str] | None) -> InvalidArgument | None:
+def choose_columns(group: Group, structs: Structs, columns: Collection[str] | None) -> InvalidArgument | None:
     """Tells C which payloads are wanted by column; none where there is a problem with them."""
     known = list(group._payload_specs)
     wanted = () if columns is None else columns
     right = isinstance(wanted, Collection) and not isinstance(wanted, str) and all(name in known for name in wanted)
     for q, name in enumerate(known):
-        group.structs.dispatch_out.column_major[q] = 1 if right and name in wanted else 0
+        structs.dispatch_out.column_major[q] = 1 if right and name in wanted else 0
     if right:
         return None
     return InvalidArgument(f"column_major is {columns!r}; it must hold payloads of the group: {known}")
 
 
-def add_by_expert(group: Group, handle: Any, layout: str, b: int, made: dict[str, Tensor], like: Tensor) -> None:
+def add_by_expert(
+    group: Group, structs: Structs, handle: Any, layout: str, b: int, made: dict[str, Tensor], like: Tensor
+) -> None:
     """New tensors for what the caller has not given: there is no window to view by expert."""
     exact = layout == "grouped"
     rows = handle.rows_of(layout) if exact and isinstance(handle, Handle) else None
@@ -62,7 +65,7 @@ def add_by_expert(group: Group, handle: Any, layout: str, b: int, made: dict[str
     for q, (name, payload) in enumerate(group._payload_specs.items()):
         if made.get(name) is None:
             shape = (*lead, payload.elements)
-            if rows is not None and group.structs.dispatch_out.column_major[q]:
+            if rows is not None and structs.dispatch_out.column_major[q]:
                 step = 16 // numpy_dtype(payload.dtype).itemsize
                 shape = (payload.elements, -(-rows // step) * step)
             made[name] = group._place.empty(shape, payload.dtype, like)
@@ -72,32 +75,31 @@ def add_by_expert(group: Group, handle: Any, layout: str, b: int, made: dict[str
         made["weights"] = group._place.empty(lead, "float32", like)
 
 
-def received(group: Group, handle: Handle, layout: str, b: int, given: dict[str, Tensor], torch: bool) -> Received:
+def received(
+    group: Group, structs: Structs, handle: Handle, layout: str, b: int, given: dict[str, Tensor], torch: bool
+) -> Received:
     """What a dispatch returns: the tensors given, and views of the window and of the handle for the others."""
-    lead: tuple[int, ...] = (handle.rows_of("flat") or 0,) if group.exact else (group.nranks, b)
-    pointers = group.structs.shown()
+    lead: tuple[int, ...] = (structs.rows_shown(),) if group.exact else (group.nranks, b)
     if given or handle._landing is not None:
-        fields, late = _fields(group, handle, layout, lead, given, pointers, torch)
+        fields, late = _fields(group, structs, handle, layout, lead, given, torch)
         leased = len(handle._landed) == len(group._payload_specs)
         handle._landing = None
     else:
-        fields, late = _shown(group, handle, layout, lead, pointers, torch)
+        fields, late = _shown(group, structs, handle, layout, lead, torch)
         leased = False
     extra = {name: fields[name] for name in group._extra_names} if group._extra_names else {}
     return Received(handle, layout, extra, fields, late, torch, leased)
 
 
-def _shown(
-    group: Group, handle: Handle, layout: str, lead: tuple[int, ...], pointers: tuple[int, ...], torch: bool
-) -> Shown:
+def _shown(group: Group, structs: Structs, handle: Handle, layout: str, lead: tuple[int, ...], torch: bool) -> Shown:
     """All of them views. Kept: finding out anew what is where takes longer than the rest of `received`."""
-    key = (pointers, lead, layout, torch)
+    key = (structs.shown(), lead, layout, torch)
     found = group._shown.get(key)
     if found is not None and not (torch and _in_graph(found.fields)):
         return found
     if len(group._shown) >= 1024:
         group._shown.clear()
-    found = group._shown[key] = _fields(group, handle, layout, lead, {}, pointers, torch)
+    found = group._shown[key] = _fields(group, structs, handle, layout, lead, {}, torch)
     return found
 
 
@@ -111,16 +113,16 @@ def _in_graph(fields: dict[str, Tensor]) -> bool:
 
 def _fields(
     group: Group,
+    structs: Structs,
     handle: Handle,
     layout: str,
     lead: tuple[int, ...],
     fields: dict[str, Tensor],
-    pointers: tuple[int, ...],
     torch: bool,
 ) -> Shown:
     """`fields` and what it lacks, which is added to it."""
     late: dict[str, tuple[int, tuple[int, ...], str]] = {}
-    for name, pointer in zip(group.structs.outputs, pointers, strict=True):
+    for name, pointer in zip(structs.outputs, structs.shown(), strict=True):
         if fields.get(name) is not None:
             continue
         if (payload := group._payload_specs.get(name)) is not None:

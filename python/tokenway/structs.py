@@ -1,18 +1,40 @@
-"""The C structs of a group's dispatches and combines, filled call after call: a group is for one thread at a time."""
+"""The C structs of a group's dispatches and combines, filled call after call."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from tokenway import _native, arguments, tensors
 
 _LAYOUT_AT = _native.DispatchOutput.layout.offset
+_ROWS = struct.Struct("@q")
+_ROWS_AT = _native.DispatchOutput.payloads.offset + _native.Tensor.shape.offset
 REFUSED = -1  # a code that the C library refuses
+
+Kept = TypeVar("Kept")
+
+
+class Spare(list[Kept], Generic[Kept]):
+    """What calls fill and use again, each its own: a call takes one and appends it when it has read the answer. So a
+    second call, in another thread or in a signal's handler between two bytecodes of the first, finds none of the
+    first's arguments changed, and the C library alone says whether both can be. What a call that fails does not give
+    back is made anew."""
+
+    def __init__(self, make: Callable[[], Kept]):
+        super().__init__()
+        self._make = make
+
+    def take(self) -> Kept:
+        """One for a call."""
+        try:
+            return self.pop()
+        except IndexError:
+            return self._make()
 
 
 class Structs:
@@ -80,6 +102,10 @@ class Structs:
         given.send_only = 1 if send_only else 0
         given.stream = stream
         self._combined = called
+
+    def rows_shown(self) -> int:
+        """Of the first payload, in the layout "flat"."""
+        return _ROWS.unpack_from(self._wanted, _ROWS_AT)[0]
 
     def shown(self) -> tuple[int, ...]:
         """The addresses of `outputs` that the C library has filled in."""

@@ -145,7 +145,8 @@ def _direct(group: Group, handle: Handle, args: tuple[Any, ...]) -> Pairs:
 def _loop_in_c(loop: Any, group: Group, handle: Handle, args: tuple[Any, ...]) -> Pairs:
     fill = _direct(group, handle, args)
     calls = [ctypes.cast(f, ctypes.c_void_p) for f in (_native.lib.twDispatch, _native.lib.twCombine)]
-    structs = (ctypes.c_void_p * 4)(*group.structs.dispatch_at, *group.structs.combine_at)
+    used = group.structs[-1]  # each call takes the last, and gives it back
+    structs = (ctypes.c_void_p * 4)(*used.dispatch_at, *used.combine_at)
 
     def path(count: int) -> None:
         fill(1)  # other paths have used the structs in between
