@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import c_int32
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -78,9 +79,8 @@ class Request(Pending[Any]):
 class _Call:
     """The structs of one kind of call, used again and again."""
 
-    def __init__(self, place: Any, given: Any, out: Any, spare: Spare[_Call]):
-        self.given, self.out = given, out
-        self._spare = spare
+    def __init__(self, place: Any, kind_given: Any, kind_out: Any):
+        self.given, self.out = given, out = kind_given(), kind_out()
         self.inputs = [tensors.Slot(given, t, place.describe) for t in given.tensors]
         self.outputs = [tensors.Slot(out, t, place.describe) for t in out.tensors]
         self.sizes = tensors.Slot(given, given.sizes, place.describe)
@@ -88,12 +88,6 @@ class _Call:
             tensors.Slot(out, getattr(out, n), place.describe) for n in ("counts", "offsets") if hasattr(out, n)
         ]
         self.addresses = ctypes.addressof(given), ctypes.addressof(out)
-
-    def end(self) -> int:
-        """The number of a `send_only` call; the structs are for the next one from now on."""
-        number: int = self.out.request
-        self._spare.append(self)
-        return number
 
 
 class _Sizes(NamedTuple):
@@ -219,7 +213,7 @@ class Collectives:
                 for slot, x in zip(call.outputs, given, strict=False)
             ]
         result = Gathered(made[0] if given[0] is rows else tuple(made), counts, offsets)
-        number = call.end()
+        number = self._end_collective(call)
         if not send_only:
             return result
         return Request(self, number, result, (*given, *made, sizes, counts, offsets))
@@ -270,7 +264,7 @@ class Collectives:
         self._collect(function, call, given, made or (), known, prepared, b, asked, send_only)
         assert made is not None, "C has accepted the call"
         result = made[0] if given[0] is rows else tuple(made)
-        number = call.end()
+        number = self._end_collective(call)
         return Request(self, number, result, (*given, *made, sizes)) if send_only else result
 
     # ---------------------------------------------------------------------------------------------------- internals
@@ -278,8 +272,14 @@ class Collectives:
     def _collective_call(self: Group, given: Any, out: Any) -> _Call:  # type: ignore[misc]
         calls: dict[Any, Spare[_Call]] = self.__dict__.setdefault("_collective_calls", {})
         if given not in calls:
-            calls.setdefault(given, Spare(lambda: _Call(self._place, given(), out(), calls[given])))
+            calls.setdefault(given, Spare(partial(_Call, self._place, given, out)))
         return calls[given].take()
+
+    def _end_collective(self: Group, call: _Call) -> int:  # type: ignore[misc]
+        """The number of a `send_only` call; the structs are for the next one from now on."""
+        number: int = call.out.request
+        self.__dict__["_collective_calls"][type(call.given)].append(call)
+        return number
 
     def _collective_outputs(
         self: Group,  # type: ignore[misc]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from ctypes import byref, c_size_t, c_void_p
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tokenway import _native, arguments, asking, callbacks, cuda, outputs, sentences, tensors
@@ -148,13 +149,14 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         self.handle_bytes = size.value  # of memory for one handle's arrays
         self._finished_handles: list[tuple[int, Tensor, bool]] = []
         self._leased_forever: list[tuple[int, Tensor, bool]] = []
-        self._spare_blocks = Spare(lambda: place.new_block(self.handle_bytes))
+        # No reference to the group itself in what makes spares: counting references is to be enough for it to end.
+        self._spare_blocks = Spare(partial(place.new_block, self.handle_bytes))
         self._views: dict[Any, Tensor] = {}
         self._shown: dict[Any, outputs.Shown] = {}
         self._keeper: outputs.Keeper | None = None  # what views of the window hold, once there are any
         self._requests: dict[int, tuple[Any, ...]] = {}  # what gathers and reduces under way read and write
         self.op_handles: dict[int, Handle] = {}  # of tokenway.ops: dispatched, not combined yet
-        self.structs = Spare(lambda: Structs(place, self._payload_specs, self.exact))
+        self.structs = Spare(partial(Structs, place, self._payload_specs, self.exact))
 
     # ------------------------------------------------------------------------------------------------- everyday use
 
