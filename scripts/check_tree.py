@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "quantize": SHARED | {"quantize", "core/status.h"},
     "activation": SHARED | {"activation", "quantize", "core/status.h"},
     "balance": {"balance"},
-    "bootstrap": SHARED | {"bootstrap", "core/status.h"},
+    "bootstrap": SHARED | {"bootstrap", "core/interrupt.h", "core/status.h"},
     "core": SHARED | {"core", "views", "bootstrap"},
     "api": SHARED | {"api", "core", "views", "quantize", "activation", "balance", "bootstrap"},
 }

@@ -454,8 +454,8 @@ TW_API twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream);
 
 #include "tokenway/balance.h"
 
-// ------------------------------------------------------------------------------------------------------------ leases
-
+// ------------------------------------------------------------------------------------------------- interrupts, leases
+#include "tokenway/interrupt.h"
 #include "tokenway/leases.h"
 
 // -------------------------------------------------------------------------------------------------------- quantise

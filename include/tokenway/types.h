@@ -39,6 +39,7 @@ typedef enum TW_AS_INT {
   twCallMismatch = 12,   // ranks made different calls on the same lane: a dispatch and a combine, or different handles
   twPeerAborted = 13,    // a peer, or this rank, called twGroupAbort
   twInternalError = 14,  // a promise of the library is broken: please report
+  twInterrupted = 16,    // this rank's wait was ended (twSetInterrupt), which gave the group up as twGroupAbort does
 } twResult_t;
 
 typedef enum TW_AS_INT {

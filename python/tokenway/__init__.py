@@ -6,6 +6,7 @@ with tw.Group(comm, experts=256, top_k=8, hidden=7168, max_tokens=128) as group:
     out = group.combine(handle, experts(recv))     # [T, hidden]
 """
 
+from tokenway import interrupts as _interrupts  # noqa: F401  handlers of signals are heard from here on
 from tokenway._native import lib as _lib
 from tokenway.activation import swiglu, swiglu_backward
 from tokenway.comm import Comm, connect, local_comms
@@ -17,6 +18,7 @@ from tokenway.errors import (
     Excluded,
     GroupFinished,
     InternalError,
+    Interrupted,
     InvalidArgument,
     InvalidUsage,
     OutOfMemory,
@@ -50,6 +52,7 @@ __all__ = [
     "GroupFinished",
     "Handle",
     "InternalError",
+    "Interrupted",
     "InvalidArgument",
     "InvalidUsage",
     "OutOfMemory",

@@ -32,6 +32,8 @@ MAX_TOP_K = 64
 MAX_RANKS = 1024
 MAX_DIMS = 6
 
+INTERRUPTED = 16  # twInterrupted
+
 MODES = {"low_latency": 0, "high_throughput": 1}
 OVERFLOWS = {"refuse": 0, "drop": 1}
 ID_SPACES = {"local": 0, "global": 1}
@@ -275,6 +277,7 @@ _FUNCTIONS = {
     "twResultString": (c_char_p, [c_int]),
     "twLastError": (c_char_p, []),
     "twVersion": (c_int, []),
+    "twSetInterrupt": (c_int, [c_void_p, c_void_p, c_int64]),
     "twEnvironment": (c_int, [c_int32, POINTER(c_char_p), POINTER(c_char_p), POINTER(c_char_p)]),
     "twCommCreateShm": (c_int, [POINTER(c_void_p), c_int32, c_int32, POINTER(CommConfig)]),
     "twCommCreateCuda": (c_int, [POINTER(c_void_p), c_int32, c_int32, POINTER(CommConfig)]),
@@ -406,9 +409,9 @@ def error_of_record(record: errors.ErrorRecord) -> errors.TokenwayError:
 
 
 def check(result: int, group: int | None = None) -> None:
-    """Raises unless a call succeeded, and what a signal's handler has raised in a Python function that it called."""
+    """Raises unless a call succeeded, and what a signal's handler has raised while it waited."""
     error = error_of(result, group) if result else None
-    callbacks.tell()
+    callbacks.tell(error)
     if error is not None:
         raise error
 

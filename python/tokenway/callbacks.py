@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from threading import get_ident
+from concurrent.futures import Future
+from threading import Thread, current_thread, get_ident, main_thread
 from typing import Any
 
 _log = logging.getLogger("tokenway")
@@ -32,11 +33,36 @@ def take_cause() -> BaseException | None:
     return kept[0]
 
 
-def tell() -> None:
-    """After a call: raises an interrupt. An error stays for the call that C lets fail by it, which may be a later one
-    of this thread."""
-    if _kept and _kept.get(get_ident(), (None, False))[1]:
-        raise _kept.pop(get_ident())[0]
+def interrupted() -> bool:
+    """Whether an interrupt is kept for this thread."""
+    return bool(_kept) and _kept.get(get_ident(), (None, False))[1]
+
+
+def tell(error: BaseException | None = None) -> None:
+    """After a call: raises an interrupt, whose cause `error` is if C has returned one. An error stays for the call that
+    C lets fail by it, which may be a later one of this thread."""
+    if _kept and interrupted():
+        interrupt = _kept.pop(get_ident())[0]
+        if error is not None:
+            raise interrupt from error
+        raise interrupt
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """call(), which may block outside of Python for as long as peers please, so that no handler of a signal would run
+    in this thread: another one makes it, and goes on with it where a handler raises."""
+    if current_thread() is not main_thread():
+        return call()
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    Thread(target=run, name="tokenway-blocked", daemon=True).start()
+    return outcome.result()
 
 
 def function(prototype: Any, call: Callable[..., Any], failed: Any, problem: str = "") -> Any:

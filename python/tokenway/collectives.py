@@ -60,7 +60,11 @@ class Request(Pending[Any]):
                 self._interrupted = True
                 raise
             if result:
-                error = group._error(result)
+                try:
+                    error = group._error(result)
+                except BaseException:  # a signal's handler has ended the wait, and with it the group
+                    self._received, self._error = True, group.untold()
+                    raise
                 if isinstance(error, InUse):  # another thread's call was in the way: this one is still to be completed
                     group._requests[self._number] = kept
                     raise error

@@ -132,6 +132,13 @@ class PeerAborted(GroupFinished):
     result = "twPeerAborted"
 
 
+class Interrupted(GroupFinished):
+    """What a signal's handler has raised ended this rank's wait, and the group is given up. Raised is that
+    (KeyboardInterrupt, say); this is its cause, and says what was waited for."""
+
+    result = "twInterrupted"
+
+
 class InternalError(GroupFinished):
     """A promise of the library is broken: please report."""
 
@@ -155,6 +162,7 @@ BY_RESULT: dict[str, type[TokenwayError]] = {
         Excluded,
         CallMismatch,
         PeerAborted,
+        Interrupted,
         InternalError,
     )
 }

@@ -40,7 +40,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
     are, (rank[E], slot[E]); default contiguous. For experts in several slots, maps by layer and counting a `Placement`,
     or what it is made from: the expert in each of P slots, [P], or (rank[E, R], slot[E, R]) with -1 for none.
     lanes: exchanges in flight. timeout: seconds after which a late peer is an error
-    (default 100); while the group is made, the comm's. Ctrl-C is heard when a wait ends. id_dtype, id_space
+    (default 100); while the group is made, the comm's. In the main thread Ctrl-C ends a wait. id_dtype, id_space
     ("local": slots of this rank, "global": as sent) and invalid_id of received ids. sm_limit: on a CUDA device, thread
     blocks of a kernel, at most one on each SM (default 0: the backend chooses).
     mode: "low_latency" (layouts "rank_major" and "expert_major", sized by a bound) or "high_throughput" (layouts "flat"
@@ -321,11 +321,14 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             self._views.clear()
             self._shown.clear()
             self._keeper = None
-            _native.check(_native.lib.twGroupDestroy(self._pointer))
+            result = _native.lib.twGroupDestroy(self._pointer)
+            if result != _native.INTERRUPTED:  # else the group is gone all the same
+                _native.check(result)
             self._pointer = None
-            for held in (self._finished_handles, self._leased_forever, self._requests, self._spare_blocks):
-                held.clear()
-            self.op_handles.clear()
+            held = (self._finished_handles, self._leased_forever, self._requests, self._spare_blocks, self.op_handles)
+            for each in held:
+                each.clear()
+            _native.check(result)
 
     def __enter__(self) -> Group:
         return self
@@ -430,7 +433,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         sentences.of_call."""
         error = _native.error_of(result, self._pointer)
         self._told = error.record or self._told
-        self._tell_interrupt()
+        self._tell_interrupt(error)
         if not isinstance(error, InvalidArgument):
             return error
         given = (inputs or {}) | others
@@ -444,9 +447,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             error.__cause__ = arguments.cause_of(self._place, given) or error.__cause__
         return error
 
-    def _tell_interrupt(self) -> None:
-        """After a call: raises what a signal's handler has raised in it, where Python ran within C."""
-        callbacks.tell()
+    _tell_interrupt = staticmethod(callbacks.tell)  # after each call
 
     def _stream_of(self, handle: Any) -> int:
         """The stream of a call on a CUDA device; its handle, if it is one of this group, learns of it."""
@@ -468,6 +469,6 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         error = self._error(result) if result else None
         if handle._landed and not isinstance(error, InUse):
             handle.trim_leases()
-        self._tell_interrupt()
         if error is not None:
             raise error
+        self._tell_interrupt()

@@ -356,6 +356,7 @@ class Handle:
         """Raises unless a call succeeded; then `Group.check` need not tell of it any more."""
         if result:
             raise self.group._error(result)
+        self.group._tell_interrupt()
 
     def _living_group(self) -> Group:
         """The group, or InvalidUsage: handles end with it."""

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from ctypes import byref, c_char, c_void_p
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -261,6 +263,12 @@ def _end() -> None:
         channel.keep()
 
 
+def _copy_of(config: _carrier.ChannelConfig) -> Any:
+    """The same in memory of Python's, which outlives C's call."""
+    fields: dict[str, Any] = {name: getattr(config, name) for name, *_ in config._fields_}
+    return SimpleNamespace(**fields | {"comm_ranks": config.comm_ranks[: config.nranks]})
+
+
 class Carrier:
     """The C library's twCarrier_t of one comm. Must live as long as the comm."""
 
@@ -301,13 +309,7 @@ class Carrier:
 
     def _open(self, _: Any, config: Any, channel: Any, error: Any) -> int:
         try:
-            given = config.contents
-            store = self._store(given)
-            if given.device < 0:
-                made: Any = Channel(given, self._connect, store, self._shared)
-            else:
-                groups = connect_queues(given, self._connect, store, self._shared)
-                made = carried.DeviceChannel(given, groups)
+            made = callbacks.in_thread(partial(self._make_channel, _copy_of(config.contents)))
         except Exception as problem:
             text = f"{type(problem).__name__}: {problem}".encode()[:255]
             ctypes.memmove(error, text + b"\0", len(text) + 1)
@@ -318,7 +320,13 @@ class Carrier:
             channel[0] = self._next
         return 0
 
-    def _store(self, config: _carrier.ChannelConfig) -> Any:
+    def _make_channel(self, config: Any) -> Any:
+        store = self._store(config)
+        if config.device < 0:
+            return Channel(config, self._connect, store, self._shared)
+        return carried.DeviceChannel(config, connect_queues(config, self._connect, store, self._shared))
+
+    def _store(self, config: Any) -> Any:
         import torch.distributed as dist
 
         if config.rank == 0:
@@ -340,7 +348,7 @@ class Carrier:
             return self._channels[channel].wait(move, timeout_ms)
         except RuntimeError:  # PyTorch's
             raise
-        except BaseException as interrupt:  # a signal's handler: no peer is to blame, so the wait goes on
+        except BaseException as interrupt:  # a signal's handler: no peer is to blame, and the library ends the wait
             callbacks.keep(interrupt, interrupt=True)
             return 0
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "core/interrupt.h"
 #include "core/status.h"
 
 namespace tw::api {
@@ -20,6 +21,7 @@ inline twResult_t report(Status status) {
 
 template <class Call>
 twResult_t enter(Call&& call) {
+  const Interruptible interruptible;
   try {
     return report(call());
   } catch (const std::bad_alloc&) {

@@ -47,7 +47,7 @@ twResult_t twGroupReplaceMap(twGroup_t group, int32_t layer, const int32_t* slot
     TW_RETURN_IF_FAILED(tw::check_map(spec, "", slot_expert, slot_shares));
     TW_RETURN_IF_FAILED(group->backend->check_stream(stream));
     tw::ExpertMap map(spec, layer, slot_expert, slot_shares, group->context.placement, group->me());
-    TW_RETURN_IF_FAILED(group->backend->replace_map(layer, map, stream));
+    TW_RETURN_IF_FAILED(tw::heed_interrupt(*group, group->backend->replace_map(layer, map, stream)));
     spec.replace(layer, slot_expert, slot_shares);
     group->maps[layer] = std::move(map);
     return {};

@@ -91,6 +91,7 @@ const char* twResultString(twResult_t result) {
     TW_NAME(twCallMismatch)
     TW_NAME(twPeerAborted)
     TW_NAME(twInternalError)
+    TW_NAME(twInterrupted)
 #undef TW_NAME
   }
   return "unknown result";
@@ -99,6 +100,17 @@ const char* twResultString(twResult_t result) {
 const char* twLastError(void) { return last_error.c_str(); }
 
 int twVersion(void) { return TW_VERSION; }
+
+twResult_t twSetInterrupt(int (*asked)(void* context), void* context, int64_t thread) {
+  return enter([&]() -> Status {
+    if (thread < 0) {
+      return fail(twInvalidArgument, "thread is %lld; it must be the id of a thread (gettid), or 0 for every one",
+                  static_cast<long long>(thread));
+    }
+    tw::set_interrupt(asked, context, thread);
+    return {};
+  });
+}
 
 twResult_t twEnvironment(int32_t index, const char** name, const char** value, const char** doc) {
   return enter([&]() -> Status {
@@ -157,8 +169,7 @@ twResult_t twGroupDestroy(twGroup_t group) {
     if (!group->is_sticky()) TW_RETURN_IF_FAILED(tw::api::take_turn(*group->comm, kName, &meeting));
     forget_handles(*group);
     tw::api::withdraw(groups, group, &turn);
-    tw::destroy_group(std::unique_ptr<twGroup>(group));
-    return {};
+    return tw::destroy_group(std::unique_ptr<twGroup>(group));
   });
 }
 
@@ -294,7 +305,7 @@ twResult_t twHandleDestroy(twHandle_t handle) {
 
 twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* total) {
   return enter_handle("twHandleNumRecvTokens", handle, [&]() -> Status {
-    const twGroup& group = *handle->group;
+    twGroup& group = *handle->group;
     const bool counted = handle->counts.exchanged;
     if (!handle->dispatched && !counted) {
       return fail(twInvalidUsage, "the handle has not been %s since it was routed",
@@ -305,7 +316,7 @@ twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* to
       TW_RETURN_IF_FAILED(tw::learn_counts(*handle->group, *handle));
       received = handle->counted.received;
     } else {
-      TW_RETURN_IF_FAILED(group.backend->copy_counts(*handle, received.data()));
+      TW_RETURN_IF_FAILED(tw::heed_interrupt(group, group.backend->copy_counts(*handle, received.data())));
     }
     if (counts != nullptr) std::copy(received.begin(), received.end(), counts);
     if (total != nullptr) *total = std::accumulate(received.begin(), received.end(), 0);

@@ -7,6 +7,7 @@
 #include <random>
 
 #include "bootstrap/bootstrap.h"
+#include "core/interrupt.h"
 
 namespace tw {
 namespace {
@@ -35,6 +36,7 @@ Status agree_on_address(int rank, int size, const std::function<int(const void*,
   std::snprintf(mine.address, sizeof mine.address, "%08x%08x%08x%08x", random(), random(), random(), random());
   std::vector<Card> all(size);
   const int result = allgather(&mine, all.data(), sizeof mine);
+  if (result != 0 && is_interrupted_now()) return fail(twInterrupted, "connecting was interrupted in config.allgather");
   if (result != 0) return fail(twSystemError, "config.allgather returned %d; it must return 0", result);
   if (std::memcmp(&all[rank], &mine, sizeof mine) != 0) {
     return fail(twSystemError, "config.allgather returned 0, but what rank %d gave is not at its place", rank);

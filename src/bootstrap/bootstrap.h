@@ -42,7 +42,10 @@ struct Parcel {
   Fd fd;
 };
 
-enum class Presence { kHere, kLate, kGone };
+enum class Presence { kHere, kLate, kGone, kGaveUp };
+
+// Tags of one collective call, all of whose meetings end when a member gives it up.
+inline uint64_t occasion_of(uint64_t tag) { return tag >> 15; }
 
 // Whether a member will not come, though its process lives.
 using Left = std::function<bool(int member)>;
@@ -60,9 +63,14 @@ class Bootstrap {
   // rank, ascending, the same everywhere; `tag` names the occasion, the same everywhere and never used twice. Returns
   // when each member's parcel is here, or the member is gone, or the deadline has passed: presence[i] says which.
   // `left` is asked every few milliseconds, by this thread, of those that are not here; who has left is gone, but what
-  // it gave before still counts. One meeting at a time.
+  // it gave before still counts. Ends at once, too, when a member has given the occasion up, or when this rank's call
+  // is interrupted. One meeting at a time.
   virtual std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine,
                                          TimePoint deadline, std::vector<Parcel>* all, const Left& left = {}) = 0;
+
+  // Tells the members that this rank takes no further part in a call, which has meetings of that occasion: they get
+  // kGaveUp in this one and in every later one.
+  virtual void give_up(std::span<const int> members, uint64_t occasion) = 0;
 
   // False once a peer's process has ended or has destroyed its comm. Never blocks.
   virtual bool alive(int peer) = 0;
@@ -83,7 +91,7 @@ inline constexpr uint64_t kPostTag = uint64_t{1} << 63;
 // "1, 2, 5", or "1, 2, 3, 4, 5, 6, 7, 8 and 90 others": ranks in a sentence.
 std::string ranks_text(std::span<const int> ranks);
 
-// exchange() where every member must be there: names those that are not.
+// exchange() where every member must be there: names those that are not, and the one that has given up.
 Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
               const char* occasion, std::vector<Parcel>* all);
 

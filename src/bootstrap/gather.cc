@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "bootstrap/bootstrap.h"
+#include "core/interrupt.h"
 
 namespace tw {
 
@@ -26,10 +27,16 @@ Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, 
   const std::vector<Presence> presence = bootstrap.exchange(members, tag, mine, deadline, all);
   std::vector<int> late;
   std::vector<int> gone;
+  std::vector<int> gave_up;
   for (size_t i = 0; i < members.size(); ++i) {
     if (presence[i] == Presence::kLate) late.push_back(members[i]);
     if (presence[i] == Presence::kGone) gone.push_back(members[i]);
+    if (presence[i] == Presence::kGaveUp) gave_up.push_back(members[i]);
   }
+  if (!late.empty() && was_interrupted()) {
+    return fail(twInterrupted, "%s was interrupted while rank %s had not arrived", occasion, ranks_text(late).c_str());
+  }
+  if (!gave_up.empty()) return fail(twPeerAborted, "%s: rank %s gave it up", occasion, ranks_text(gave_up).c_str());
   if (!gone.empty()) return fail(twPeerDied, "%s: rank %s is gone", occasion, ranks_text(gone).c_str());
   if (!late.empty()) return fail(twTimeout, "%s: rank %s did not arrive in time", occasion, ranks_text(late).c_str());
   return {};
@@ -45,7 +52,8 @@ Status agree(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, T
   TW_RETURN_IF_FAILED(std::move(arrived));
   for (size_t rank = 0; rank < all.size(); ++rank) {
     Unpacker reader(all[rank].bytes);
-    const auto code = static_cast<twResult_t>(reader.get<int32_t>());
+    auto code = static_cast<twResult_t>(reader.get<int32_t>());
+    if (code == twInterrupted) code = twPeerAborted;  // the rank's wait, not this one's
     const std::string text = reader.get_bytes();
     if (code != twSuccess) return fail(code, "rank %zu: %s", rank, text.c_str());
   }

@@ -3,8 +3,10 @@
 #include <condition_variable>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "bootstrap/bootstrap.h"
+#include "core/interrupt.h"
 
 namespace tw {
 namespace {
@@ -15,6 +17,7 @@ struct Table {
   std::vector<bool> gone;
   // Parcels by (tag, rank). A rank's last ones lie here, since peers may take them late.
   std::map<std::pair<uint64_t, int>, std::string> parcels;
+  std::set<std::pair<uint64_t, int>> given_up;  // (occasion, rank)
 };
 
 class LocalBootstrap : public Bootstrap {
@@ -37,6 +40,12 @@ class LocalBootstrap : public Bootstrap {
     return !table_->gone[peer];
   }
 
+  void give_up(std::span<const int>, uint64_t occasion) override {
+    const std::lock_guard lock(table_->mutex);
+    table_->given_up.insert({occasion, rank_});
+    table_->changed.notify_all();
+  }
+
   std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
                                  std::vector<Parcel>* all, const Left& left) override {
     std::unique_lock lock(table_->mutex);
@@ -45,30 +54,45 @@ class LocalBootstrap : public Bootstrap {
     std::vector<Presence> presence(members.size(), Presence::kLate);
     all->clear();
     all->resize(members.size());
+    bool over = false;  // a member has given up; where all are here, the next meeting tells
     const auto complete = [&] {
       bool done = true;
+      bool all_here = true;
       for (size_t i = 0; i < members.size(); ++i) {
         if (presence[i] == Presence::kHere) continue;
         const auto found = table_->parcels.find({tag, members[i]});
         if (found != table_->parcels.end()) {
           (*all)[i].bytes = found->second;
           presence[i] = Presence::kHere;
-        } else if (table_->gone[members[i]]) {
+          continue;
+        }
+        all_here = false;
+        if (table_->gone[members[i]]) {
           presence[i] = Presence::kGone;
         } else if (presence[i] == Presence::kLate) {
           done = false;
         }
       }
-      return done;
+      for (size_t i = 0; !all_here && i < members.size(); ++i) {
+        if (!table_->given_up.contains({occasion_of(tag), members[i]})) continue;
+        presence[i] = Presence::kGaveUp;
+        over = true;
+      }
+      return done || over;
     };
     for (;;) {
-      const TimePoint look = left ? std::min(deadline, std::chrono::steady_clock::now() + kLook) : deadline;
+      const TimePoint look = std::min(deadline, std::chrono::steady_clock::now() + (left ? kLook : kInterruptLook));
       if (table_->changed.wait_until(lock, look, complete) || look == deadline) break;
       lock.unlock();
-      for (size_t i = 0; i < members.size(); ++i) {
+      const bool interrupted = is_interrupted();
+      for (size_t i = 0; left && i < members.size(); ++i) {
         if (presence[i] == Presence::kLate && left(members[i])) presence[i] = Presence::kGone;
       }
       lock.lock();  // what it gave before it left is here now
+      if (interrupted) {
+        (void)complete();
+        break;
+      }
     }
     // Who gives its parcel of tag t+2 has seen everybody's of t+1, given after they took t: older ones can go.
     sent_.push_back(tag);

@@ -13,17 +13,20 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <numeric>
 
 #include "bootstrap/socket.h"
+#include "core/interrupt.h"
 
 namespace tw {
 namespace {
 
 constexpr int kRetryMs = 2;
-constexpr int kPollMs = 100;
+constexpr int kPollMs = kInterruptLook.count();
 constexpr int kLookMs = 10;  // for members that have left
 constexpr uint64_t kHelloTag = 0;
-constexpr std::chrono::seconds kAnswerTime{3};  // of who was dialled: another program may listen there
+constexpr uint64_t kGivenUpTag = uint64_t{1} << 62;  // of posts: with the occasion
+constexpr std::chrono::seconds kAnswerTime{3};       // of who was dialled: another program may listen there
 
 int milliseconds_to(TimePoint deadline, int at_most) {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
@@ -80,6 +83,11 @@ class Mesh : public Bootstrap {
     pump_beside_meeting(peers_[peer].connection);
     return peers_[peer].connection.find(kPostTag | tag, bytes);
   }
+  void give_up(std::span<const int> members, uint64_t occasion) override {
+    for (const int member : members) {
+      if (member != rank_ && peers_[member].connection.fd() >= 0) post(member, kGivenUpTag | occasion, {});
+    }
+  }
   void addresses(int peer, std::string* own, std::string* theirs) override;
 
  private:
@@ -89,13 +97,16 @@ class Mesh : public Bootstrap {
     std::atomic<bool> ended = false;
   };
 
+  Status meet_all(TimePoint deadline);
   Status dial(int peer, TimePoint deadline);
   bool answers(Connection& connection, TimePoint deadline);
   Status greet(Fd socket, TimePoint deadline);
   Status adopt(int peer, Connection connection, int pid);
   Status missing() const;
+  Status interrupted() const;
   struct Meeting;
   bool advance(Meeting& meeting, std::vector<pollfd>* watched);
+  bool is_given_up(Meeting& meeting);
   bool take(Meeting& meeting, size_t i);
   void pump_beside_meeting(Connection& connection);
 
@@ -129,13 +140,15 @@ Status Mesh::missing() const {
               size_, rank_);
 }
 
+Status Mesh::interrupted() const { return {twInterrupted, "interrupted: " + missing().text}; }
+
 // Whether who was dialled has the secret too.
 bool Mesh::answers(Connection& connection, TimePoint deadline) {
   const TimePoint until = std::min(deadline, std::chrono::steady_clock::now() + kAnswerTime);
   Parcel parcel;
   while (!connection.take(kHelloTag, &parcel)) {
     const int wait = milliseconds_to(until, kPollMs);
-    if (!connection.open() || wait == 0) return false;
+    if (!connection.open() || wait == 0 || is_interrupted()) return false;
     pollfd readable{connection.fd(), POLLIN, 0};
     ::poll(&readable, 1, wait);
     connection.pump();
@@ -158,6 +171,7 @@ Status Mesh::dial(int peer, TimePoint deadline) {
       connection.pump();
       if (way_->secret() == 0 || answers(connection, deadline)) return adopt(peer, std::move(connection), pid);
     }
+    if (is_interrupted()) return interrupted();
     if (std::chrono::steady_clock::now() >= deadline) return missing();
     ::usleep(kRetryMs * 1000);
   }
@@ -177,6 +191,7 @@ Status Mesh::greet(Fd socket, TimePoint deadline) {
     if (!connection.open()) return {};
     pollfd readable{fd, POLLIN, 0};
     const int wait = milliseconds_to(until, kPollMs);
+    if (is_interrupted()) return interrupted();
     if (wait == 0) return public_way ? Status{} : missing();
     ::poll(&readable, 1, wait);
     connection.pump();
@@ -203,6 +218,16 @@ Status Mesh::greet(Fd socket, TimePoint deadline) {
 }
 
 Status Mesh::connect(TimePoint deadline) {
+  Status connected = meet_all(deadline);
+  if (connected.code == twInterrupted) {
+    std::vector<int> everyone(size_);
+    std::iota(everyone.begin(), everyone.end(), 0);
+    give_up(everyone, occasion_of(kHelloTag));
+  }
+  return connected;
+}
+
+Status Mesh::meet_all(TimePoint deadline) {
   wake_ = Fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_) return fail_errno("cannot make an eventfd");
   Fd listener;
@@ -214,6 +239,7 @@ Status Mesh::connect(TimePoint deadline) {
   while (arrived() < size_ - 1) {
     pollfd readable{listener.get(), POLLIN, 0};
     const int wait = milliseconds_to(deadline, kPollMs);
+    if (is_interrupted()) return interrupted();
     if (wait == 0) return missing();
     if (::poll(&readable, 1, wait) <= 0) continue;
     Fd socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
@@ -221,7 +247,7 @@ Status Mesh::connect(TimePoint deadline) {
   }
   // A rank whose own connections stand may leave before others have theirs; so all wait for all.
   std::vector<int> everyone(size_);
-  for (int i = 0; i < size_; ++i) everyone[i] = i;
+  std::iota(everyone.begin(), everyone.end(), 0);
   std::vector<Parcel> parcels;
   return gather(*this, everyone, kHelloTag + 1, {}, deadline, "connecting", &parcels);
 }
@@ -270,9 +296,24 @@ bool Mesh::advance(Meeting& meeting, std::vector<pollfd>* watched) {
   return sending;
 }
 
+// Where all are here, the next meeting tells.
+bool Mesh::is_given_up(Meeting& meeting) {
+  const std::lock_guard lock(connections_mutex_);
+  bool any = false;
+  std::string none;
+  for (size_t i = 0; i < meeting.members.size(); ++i) {
+    const int member = meeting.members[i];
+    const uint64_t tag = kPostTag | kGivenUpTag | occasion_of(meeting.tag);
+    if (member == rank_ || !peers_[member].connection.find(tag, &none)) continue;
+    meeting.presence[i] = Presence::kGaveUp;
+    any = true;
+  }
+  return any;
+}
+
 std::vector<Presence> Mesh::exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
                                      std::vector<Parcel>* all, const Left& left) {
-  const std::lock_guard one_at_a_time(meeting_mutex_);
+  std::unique_lock one_at_a_time(meeting_mutex_);
   Meeting meeting{members, tag, std::vector<Presence>(members.size(), Presence::kLate), all};
   all->clear();
   all->resize(members.size());
@@ -290,6 +331,7 @@ std::vector<Presence> Mesh::exchange(std::span<const int> members, uint64_t tag,
     std::vector<pollfd> watched{{wake_.get(), POLLIN, 0}};
     const bool sending = advance(meeting, &watched);
     bool waiting = false;
+    bool all_here = true;
     for (size_t i = 0; i < members.size(); ++i) {
       if (meeting.presence[i] != Presence::kLate) continue;
       if (left && left(members[i])) {
@@ -299,8 +341,13 @@ std::vector<Presence> Mesh::exchange(std::span<const int> members, uint64_t tag,
       }
       waiting = waiting || meeting.presence[i] == Presence::kLate;
     }
+    for (const Presence presence : meeting.presence) all_here = all_here && presence == Presence::kHere;
+    if (!all_here && is_given_up(meeting)) return meeting.presence;
     const int wait = milliseconds_to(deadline, left ? kLookMs : kPollMs);
     if ((!waiting && !sending) || wait == 0) return meeting.presence;
+    one_at_a_time.unlock();  // a signal's handler may close another group of this comm
+    if (is_interrupted()) return meeting.presence;
+    one_at_a_time.lock();
     ::poll(watched.data(), watched.size(), wait);
     uint64_t woken = 0;
     (void)!::read(wake_.get(), &woken, sizeof woken);

@@ -14,11 +14,13 @@
 #include <random>
 
 #include "bootstrap/socket.h"
+#include "core/interrupt.h"
 
 namespace tw {
 namespace {
 
 constexpr int kMostAddresses = 8;
+constexpr int kLookMs = kInterruptLook.count();
 constexpr int kDialMs = 1000;  // for one address: one that cannot be reached may never say so
 
 struct Address {
@@ -168,7 +170,9 @@ class TcpWay : public Way {
     if (::connect(socket->get(), to.get(), to.length) != 0) {
       if (errno != EINPROGRESS) return fail(twTimeout, "cannot be reached");
       pollfd writable{socket->get(), POLLOUT, 0};
-      ::poll(&writable, 1, kDialMs);
+      for (int waited = 0; waited < kDialMs && writable.revents == 0 && !is_interrupted(); waited += kLookMs) {
+        ::poll(&writable, 1, kLookMs);
+      }
       int error = 0;
       socklen_t length = sizeof error;
       const bool done = (writable.revents & POLLOUT) != 0;
@@ -226,6 +230,7 @@ Status connect_tcp(int rank, int size, const std::function<int(const void*, void
   std::vector<TcpCard> cards(size);
   const int result = allgather(&mine, cards.data(), sizeof mine);
   TW_RETURN_IF_FAILED(std::move(opened));
+  if (result != 0 && is_interrupted_now()) return fail(twInterrupted, "connecting was interrupted in config.allgather");
   if (result != 0) return fail(twSystemError, "config.allgather returned %d; it must return 0", result);
   if (std::memcmp(&cards[rank], &mine, sizeof mine) != 0) {
     return fail(twSystemError, "config.allgather returned 0, but what rank %d gave is not at its place", rank);

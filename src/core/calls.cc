@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "core/interrupt.h"
 #include "core/steps.h"
 
 namespace tw {
@@ -15,6 +16,7 @@ TimePoint deadline_of(twGroup& group) {
 
 Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, const StepEnd& end) {
   if (end.code == twSuccess) return {};
+  if (end.code == twInterrupted) return interrupt_group(group, phase, at, end.peer);
   twErrorRecord_t record = empty_record();
   record.result = end.code;
   record.peer = end.peer;
@@ -260,6 +262,7 @@ Status await_counts(twGroup& group, twHandle& handle) {
   // The device begins to wait after the host, and is to say who is late.
   group.backend->read_counts(handle, deadline_of(group) + std::chrono::seconds(1), &handle.counted);
   if (handle.counted.known) return {};
+  if (was_interrupted()) return interrupt_group(group, twPhaseCounts, handle.counting.at, -1);
   TW_RETURN_IF_FAILED(check_usable(group, twPhaseCounts));
   if (handle.counted.failed) {
     handle.counts.exchanged = false;
@@ -312,9 +315,13 @@ Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* 
   const TimePoint until = timeout_ms < 0 ? patience : std::min(patience, asked);
   if (launched) {
     group.backend->read_counts(handle, until, &handle.counted);
+    if (!handle.counted.known && was_interrupted()) {
+      return interrupt_group(group, twPhaseCounts, handle.counting.at, -1);
+    }
     *ready = handle.counted.known || handle.counted.failed || !check_usable(group, twPhaseCounts).ok();
   } else {
     *ready = group.backend->counts_ready(handle.counting.at, until);
+    if (was_interrupted()) return interrupt_group(group, twPhaseCounts, handle.counting.at, -1);
   }
   *ready = *ready || std::chrono::steady_clock::now() >= patience;
   return {};
@@ -375,12 +382,14 @@ Status complete(twGroup& group, twHandle& handle, void* stream) {
   if (handle.pending == Pending::kCounts) {
     handle.counting.stream = stream;
     Status counted = finish_counts(group, handle);
+    if (counted.code == twInterrupted) return counted;
     TW_RETURN_IF_FAILED(check_usable(group, twPhaseCounts));
     return counted;
   }
   const bool dispatching = handle.pending == Pending::kDispatch;
   (dispatching ? handle.dispatch.stream : handle.combine.stream) = stream;
   Status status = dispatching ? finish_dispatch(group, handle) : finish_combine(group, handle);
+  if (status.code == twInterrupted) return status;
   // Even when another lane's error has finished the group: the step ends, at once, and its outputs are safe to read.
   TW_RETURN_IF_FAILED(check_usable(group, dispatching ? twPhaseDispatch : twPhaseCombine));
   return status;

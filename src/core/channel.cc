@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/interrupt.h"
+
 namespace tw {
 
 int milliseconds_to(TimePoint deadline) {
@@ -54,6 +56,7 @@ Status open_channel(const BackendInit& init, uint64_t tag, int device, const Sta
   char error[256] = "";
   int64_t opened = -1;
   if (calls.open(calls.context, &config, &opened, error) != 0 || opened < 0) {
+    if (is_interrupted_now()) return fail(twInterrupted, "%s was interrupted", kConnecting);
     error[sizeof error - 1] = '\0';
     return fail(twSystemError, "%s: %s", kConnecting, error);
   }

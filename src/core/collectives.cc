@@ -19,6 +19,7 @@ Status finish_request(twGroup& group, int lane, void* stream) {
   request.call.stream = stream;
   request.status = finish(group, request.call);
   request.finished = true;
+  if (request.status.code == twInterrupted) return request.status;
   return check_usable(group, request.call.phase());
 }
 
@@ -54,6 +55,7 @@ Status complete_request(twGroup& group, int64_t number, void* stream) {
   if (!found->second.finished) (void)finish_request(group, lane, stream);
   Status status = std::move(found->second.status);
   group.requests.erase(found);
+  if (status.code == twInterrupted) return status;
   // Even when another lane's error has finished the group: the step ends, at once, and its outputs are safe to read.
   TW_RETURN_IF_FAILED(check_usable(group, phase));
   return status;

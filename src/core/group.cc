@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "core/free_memory.h"
+#include "core/interrupt.h"
 
 namespace {
 
@@ -143,8 +144,10 @@ Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks
 
 }  // namespace
 
-Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
-                    uint64_t tags, std::unique_ptr<twGroup>* made) {
+namespace {
+
+Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
+                  uint64_t tags, std::unique_ptr<twGroup>* made) {
   Bootstrap& bootstrap = *comm->bootstrap;
   const auto place = std::find(members.begin(), members.end(), bootstrap.rank());
   const auto rank = static_cast<int32_t>(place - members.begin());
@@ -187,7 +190,10 @@ Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& re
 #else
   const Status mapped = make(init, &group->backend);
 #endif
-  TW_RETURN_IF_FAILED(agree(bootstrap, group->members, tags + kMappedStage, deadline, kOccasion, mapped));
+  Status agreed = agree(bootstrap, group->members, tags + kMappedStage, deadline, kOccasion, mapped);
+  // The others may all have met, and would wait for this rank in their first step.
+  if (agreed.code == twInterrupted && mapped.ok()) abort_group(*group);
+  TW_RETURN_IF_FAILED(std::move(agreed));
   if (group->shape().leases()) {
     Backend& own = *group->backend;
     group->leases = std::make_shared<LeaseArea>(own.window() + group->config.map.leases(), group->shape().lease_bytes,
@@ -197,31 +203,59 @@ Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& re
   return {};
 }
 
-void destroy_group(std::unique_ptr<twGroup> group) {
+}  // namespace
+
+Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
+                    uint64_t tags, std::unique_ptr<twGroup>* made) {
+  const std::vector<int> asked = members;
+  Status created = make_group(comm, given, readable, std::move(members), tags, made);
+  if (created.code == twInterrupted) comm->bootstrap->give_up(asked, occasion_of(tags));
+  return created;
+}
+
+Status destroy_group(std::unique_ptr<twGroup> group) {
   twComm* const comm = group->comm;
   const uint64_t tags = comm->next_tags();
+  const auto interrupted = [] {
+    return fail(twInterrupted, "interrupted while peers had not come to destroy the group, which is destroyed here");
+  };
   poll_device(*group);
   const auto finished = [&] { return group->is_sticky() || group->backend->find_abort().kind != 0; };
-  if (finished()) return leave_group(*group);
+  if (finished()) {
+    leave_group(*group);
+    return {};
+  }
   // Bounded: a peer that never comes must not hold up an orderly exit for the whole timeout.
   const auto bound =
       std::min(std::chrono::milliseconds(group->config.given.timeout_ms), std::chrono::milliseconds(5000));
   std::vector<Parcel> all;
   const auto presence = comm->bootstrap->exchange(group->members, tags, {}, std::chrono::steady_clock::now() + bound,
                                                   &all, [&](int) { return finished(); });
+  if (was_interrupted()) {
+    abort_group(*group);
+    return interrupted();
+  }
   bool together = !finished();
   for (size_t i = 0; i < all.size(); ++i) {  // bytes are of one who shrinks, and hears by this parcel that nobody comes
     together = together && presence[i] == Presence::kHere && all[i].bytes.empty();
   }
-  if (!together) return leave_group(*group);
-  if (!group->config.on_device) return;
+  if (!together) leave_group(*group);
+  if (!together || !group->config.on_device) return {};
   // Device memory is free when the last peer has let go of it too, and then the call may say so.
   const std::vector<int> members = group->members;
   group.reset();
   comm->bootstrap->exchange(members, tags + 1, {}, std::chrono::steady_clock::now() + bound, &all);
+  return was_interrupted() ? interrupted() : Status{};
 }
 
 namespace {
+
+// What a rank does in a phase.
+const char* name_of(twPhase_t phase) {
+  const char* const phases[] = {"an idle group",          "creation",     "dispatch",        "combine", "shrink",
+                                "the exchange of counts", "twAllGatherV", "twReduceScatterV"};
+  return phases[phase];
+}
 
 void announce(twGroup& group, const twErrorRecord_t& record) {
   group.backend->announce_abort({static_cast<uint32_t>(record.result), static_cast<uint32_t>(record.reporter),
@@ -264,8 +298,6 @@ Status check_usable(twGroup& group, twPhase_t phase) {
 
 Status finish_group(twGroup& group, twErrorRecord_t record) {
   const twErrorRecord_t culprit = record;  // before the words are this rank's own
-  const char* const phases[] = {"an idle group",          "creation",     "dispatch",        "combine", "shrink",
-                                "the exchange of counts", "twAllGatherV", "twReduceScatterV"};
   char where[96] = "";
   if (record.lane >= 0) {
     std::snprintf(where, sizeof where, " of step %u on lane %d (last seen: step %u)", record.expected, record.lane,
@@ -280,7 +312,7 @@ Status finish_group(twGroup& group, twErrorRecord_t record) {
   if (record.result == twPeerAborted) what = "gave the group up";
   if (record.result == twCallMismatch) what = "made a different call";
   std::snprintf(record.message, sizeof record.message, "rank %d %s in %s%s; found by rank %d%s", record.peer, what,
-                phases[record.phase], where, record.reporter,
+                name_of(record.phase), where, record.reporter,
                 mine ? ": this is that rank, and its peers go on without it" : "");
   if (mine) record.result = twExcluded;
   record.sticky = 1;
@@ -299,6 +331,19 @@ void abort_group(twGroup& group) {
   } else {
     leave_group(group);  // finished by somebody else's error, which stays the reason
   }
+}
+
+Status interrupt_group(twGroup& group, twPhase_t phase, StepPlace at, int32_t peer) {
+  abort_group(group);
+  const std::string whom = peer >= 0 ? "rank " + std::to_string(peer) : "its peers";
+  return fail(twInterrupted,
+              "interrupted in %s of step %u on lane %d while it waited for %s: rank %d gave the group up",
+              name_of(phase), at.step, at.lane, whom.c_str(), group.me());
+}
+
+Status heed_interrupt(twGroup& group, Status status) {
+  if (status.code == twInterrupted) abort_group(group);
+  return status;
 }
 
 void leave_group(twGroup& group, bool went_on) {

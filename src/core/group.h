@@ -85,8 +85,8 @@ namespace tw {
 Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
                     uint64_t tags, std::unique_ptr<twGroup>* group);
 
-// Collective, with a bounded barrier unless the group is sticky.
-void destroy_group(std::unique_ptr<twGroup> group);
+// Collective, with a bounded barrier unless the group is sticky. An error is told of a group that is gone all the same.
+Status destroy_group(std::unique_ptr<twGroup> group);
 
 // Collective among survivors: see twGroupShrink.
 Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& readable,
@@ -103,6 +103,11 @@ Status finish_group(twGroup& group, twErrorRecord_t record);
 
 // Gives the group up on behalf of this rank.
 void abort_group(twGroup& group);
+
+// The same where the caller has ended a wait in a step, for rank `peer` if that is one: twInterrupted, as a sentence.
+Status interrupt_group(twGroup& group, twPhase_t phase, StepPlace at, int32_t peer);
+// And where he has ended what gave this status, if he has.
+Status heed_interrupt(twGroup& group, Status status);
 
 // Tells those who shrink the group not to wait for this rank: it will not, or went on, to a group that they are not in.
 // An error that it has announced stays.

@@ -15,6 +15,7 @@
 #include <cstdio>
 
 #include "core/group.h"
+#include "core/interrupt.h"
 
 namespace tw {
 namespace {
@@ -98,6 +99,11 @@ class Agreement {
     const auto presence = bootstrap_.exchange(asked, tag, mine, std::chrono::steady_clock::now() + patience_, &all,
                                               [&](int member) { return !is_waited_for(rank_of(member)); });
     if (excluded_) return given_up();
+    if (was_interrupted()) {
+      abort_group(group_);
+      return fail(twInterrupted, "interrupted while survivors had not answered: rank %d gave the group up",
+                  group_.me());
+    }
     *calm = *all_were_calm = true;
     for (size_t i = 0; i < asked.size(); ++i) {
       const int rank = rank_of(asked[i]);
@@ -173,7 +179,9 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
   if (config.max_recv_tokens > most) config.max_recv_tokens = 0;
   // Creation gets the upper half of the tags: the agreement took few.
   const bool all = members.size() == group.members.size();
-  TW_RETURN_IF_FAILED(create_group(group.comm, config, readable, std::move(members), tags + (1 << 15), survivors));
+  // Where it is interrupted, who shrinks again does so without this rank.
+  TW_RETURN_IF_FAILED(heed_interrupt(
+      group, create_group(group.comm, config, readable, std::move(members), tags + (1 << 15), survivors)));
   if (!all) leave_group(group, true);
   return {};
 }

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "bootstrap/shared_memory.h"
+#include "core/interrupt.h"
 
 namespace tw::cpu {
 namespace {
@@ -354,6 +355,7 @@ Waited CarriedTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoin
       dead_until = std::min(dead_until, now + kGrace);
       if (now >= dead_until) return {Wake::kDied, dead};
     }
+    if (is_interrupted()) return Wake::kInterrupted;
     if (now >= deadline) return dead >= 0 ? Waited{Wake::kDied, dead} : blame(peer, at, Wake::kLate);
     if (!flight->noticed && now - began >= kNotice) notice(*flight);
   }

@@ -5,6 +5,7 @@
 
 #include "bootstrap/shared_memory.h"
 #include "core/channel.h"
+#include "core/interrupt.h"
 #include "cpu/carried.h"
 
 namespace tw::cpu {
@@ -48,8 +49,12 @@ Status CarriedTransport::open(const BackendInit& init) {
 double CarriedTransport::time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline) {
   const TimePoint begin = std::chrono::steady_clock::now();
   const int64_t move = start(0, kind, from.data(), to.data(), &bytes, &bytes);
-  const int ended =
-      move < 0 ? -1 : carrier_->calls.wait(carrier_->calls.context, channel_, move, milliseconds_to(deadline));
+  int ended = move < 0 ? -1 : 0;
+  while (ended == 0 && !is_interrupted()) {
+    const TimePoint look = std::min(deadline, std::chrono::steady_clock::now() + kInterruptLook);
+    ended = carrier_->calls.wait(carrier_->calls.context, channel_, move, milliseconds_to(look));
+    if (std::chrono::steady_clock::now() >= deadline) break;
+  }
   stuck_ |= ended == 0;
   return ended == 1 ? microseconds_since(begin) : -1;
 }
@@ -72,6 +77,8 @@ Status CarriedTransport::measure_moves(const BackendInit& init, std::vector<Time
       timed[i] = time_move(move.kind, move.large ? each : sizeof(Frame), from, to, init.deadline);
       if (timed[i] < 0) {
         from.leak(), to.leak();
+        if (was_interrupted())
+          return fail(twInterrupted, "%s was interrupted in a move among %d ranks", kConnecting, ranks_);
         return fail(twSystemError, "%s: a move among %d ranks failed", kConnecting, ranks_);
       }
       for (uint64_t peer = 0; i == 0 && peer < n; ++peer) {

@@ -9,6 +9,8 @@
 #include <ctime>
 #include <string>
 
+#include "core/interrupt.h"
+
 namespace tw::cpu {
 namespace {
 
@@ -110,6 +112,7 @@ Waited CpuTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoint de
     if (find_abort().kind != 0) return Wake::kAborted;
     const int dead = find_dead(peer, offset, step);
     if (dead >= 0) return {Wake::kDied, dead};
+    if (is_interrupted()) return Wake::kInterrupted;
     if (std::chrono::steady_clock::now() >= deadline) return Wake::kLate;
   }
 }

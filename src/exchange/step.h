@@ -40,6 +40,13 @@ struct StepEnd {
   uint32_t note = 0;  // its bound
 };
 
+// Of a wait that did not end in data.
+inline twResult_t code_of(Wake wake) {
+  if (wake == Wake::kLate) return twTimeout;
+  if (wake == Wake::kDied) return twPeerDied;
+  return wake == Wake::kInterrupted ? twInterrupted : twExcluded;
+}
+
 // Waits for every rank's word of a step. counts[source] becomes its n, 0 for a source whose rows are not there.
 // Ends in data or in an error (S6). When a wait fails the other words are still looked at, without waiting, so that
 // what arrived is known; the first failure is the one reported. `any` accepts every mode: draining.
@@ -75,7 +82,7 @@ StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t
         counts[peer] = static_cast<int32_t>(word.n);
       }
     } else {
-      end.code = waited.wake == Wake::kLate ? twTimeout : waited.wake == Wake::kDied ? twPeerDied : twExcluded;
+      end.code = code_of(waited.wake);
       if (waited.culprit >= 0) {
         end.peer = waited.culprit;
         end.seen = t.load(map.word(at.lane, at.bank(), waited.culprit));

@@ -14,10 +14,11 @@ using TimePoint = std::chrono::steady_clock::time_point;
 
 // How a wait for a word ended.
 enum class Wake {
-  kArrived,  // the word has the step; everything its writer wrote before is visible (S4)
-  kLate,     // the deadline passed
-  kDied,     // a rank is gone and had not published the step
-  kAborted,  // some peer gave the group up
+  kArrived,      // the word has the step; everything its writer wrote before is visible (S4)
+  kLate,         // the deadline passed
+  kDied,         // a rank is gone and had not published the step
+  kAborted,      // some peer gave the group up
+  kInterrupted,  // the caller wants this call to end
 };
 
 struct Waited {

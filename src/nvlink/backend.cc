@@ -66,22 +66,6 @@ void NvlinkBackend::remember(void* stream) {
   if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
 }
 
-void NvlinkBackend::settle() { (void)wait_for_calls(); }
-
-cudaError_t NvlinkBackend::wait_for_calls() {
-  const OnDevice on(device_);
-  const OutsideCaptures outside;
-  cudaError_t first = cudaSuccess;
-  const auto keep = [&first](cudaError_t error) { first = first == cudaSuccess ? error : first; };
-  if (in_process_) {
-    for (void* stream : streams_) keep(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
-  } else {
-    keep(cudaDeviceSynchronize());
-  }
-  (void)cudaGetLastError();  // of a stream that has gone, say: the next launch must not find it
-  return first;
-}
-
 HandleView NvlinkBackend::view_of(const HandleArrays& handle) const {
   HandleView view{};
   view.ids = handle.routing.ids;
@@ -398,34 +382,6 @@ Status NvlinkBackend::run_refusal(StepPlace at, const Refusal& refusal, bool sen
   p.send = send;
   p.receive = receive;
   return launched("the refusal of a call", launch_refuse(p, refusal.stream));
-}
-
-// The end of a step, as far as the host knows it: launched, unless TOKENWAY_BLOCKING asks to wait.
-StepEnd NvlinkBackend::end_of(void* stream, const Status& run) {
-  StepEnd end;
-  if (!run.ok()) {
-    end = {twInternalError, context_.me, {}, 0};
-    return end;
-  }
-  if (!blocking_ || captures(stream)) return end;
-  const OnDevice on(device_);
-  if (cudaStreamSynchronize(static_cast<cudaStream_t>(stream)) != cudaSuccess) {
-    return {twInternalError, context_.me, {}, 0};
-  }
-  const std::lock_guard lock(reports_);
-  Report report;
-  if (control_->next_failure(&report) || control_->next_call(&report)) {
-    if (report.result == twRecvOverflow) return end;  // read_counts tells it, in numbers
-    end.code = static_cast<twResult_t>(report.result);
-    end.peer = report.peer;
-    end.seen.step = report.seen;
-    end.note = report.note;
-  } else if (control_->find_abort().kind != 0) {
-    end.code = twExcluded;
-  } else if (control_->dead() >= 0) {
-    end = {twPeerDied, control_->dead(), {}, 0};
-  }
-  return end;
 }
 
 bool NvlinkBackend::poll(twErrorRecord_t* record) {

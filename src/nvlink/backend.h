@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "core/interrupt.h"
 #include "nvlink/carriage.h"
 #include "nvlink/control.h"
 #include "nvlink/memory.h"
@@ -102,6 +103,10 @@ class NvlinkBackend : public Backend {
   // that waits for a later call of this one.
   void settle() override;
   cudaError_t wait_for_calls();  // the first error of it
+  // As cudaStreamSynchronize and cudaDeviceSynchronize, for as long as peers please; when the caller wants the wait to
+  // end, the group is given up, which ends its kernels.
+  cudaError_t settle_stream(cudaStream_t stream);
+  cudaError_t settle_device();
 
   std::byte* allocate(size_t bytes) override {
     const OnDevice on(device_);
@@ -118,8 +123,8 @@ class NvlinkBackend : public Backend {
     const auto stream = static_cast<cudaStream_t>(handle.stream);
     TW_CUDA(cudaMemcpyAsync(counts, handle.received.counts, sizeof(int32_t) * shape().ranks, cudaMemcpyDeviceToHost,
                             stream));
-    TW_CUDA(cudaStreamSynchronize(stream));
-    return {};
+    TW_CUDA(settle_stream(stream));
+    return was_interrupted() ? fail(twInterrupted, "interrupted in a wait for the device") : Status{};
   }
 
  private:
@@ -147,6 +152,10 @@ class NvlinkBackend : public Backend {
   // Over a carrier.
   GroupView view_at(StepPlace at, bool waits) const;
   bool in_trouble() const;
+  void give_up() {
+    const auto me = static_cast<uint32_t>(context_.me);
+    control_->announce_abort({twPeerAborted, me, me, true});
+  }
   std::vector<Region> dispatched(int32_t bound) const;
   std::vector<Region> combined(int32_t bound) const;
   std::vector<Region> counted() const;

@@ -44,6 +44,7 @@ bool NvlinkBackend::in_trouble() const {
   const TimePoint until = std::chrono::steady_clock::now() + kMoment;
   while (std::chrono::steady_clock::now() < until) {
     if (control_->dead() >= 0 || control_->find_abort().kind != 0) return true;
+    if (is_interrupted_now()) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   return false;
@@ -56,14 +57,18 @@ Status NvlinkBackend::carry(StepPlace at, const std::vector<Region>& regions, bo
                             Run&& run) {
   TW_RETURN_IF_FAILED(run(true, false));
   Status started = carriage_->start(at, regions, land, !send_only, stream);
-  if (!started.ok() && !in_trouble()) return started;
+  const bool alone = !started.ok() && !in_trouble();
+  if (was_interrupted()) return fail(twInterrupted, "interrupted in a step that a carrier moves");
+  if (alone) return started;
   return send_only ? Status{} : arrive(at, true, stream, run);
 }
 template <class Run>
 Status NvlinkBackend::arrive(StepPlace at, bool at_once, void* stream, Run&& run) {
   const OnDevice on(device_);
   if (!at_once) TW_RETURN_IF_FAILED(launched("a wait", launch_await({view_at(at, true), at.lane}, stream)));
-  (void)carriage_->join(at.lane, stream);
+  if (!carriage_->join(at.lane, stream).ok() && is_interrupted_now()) {
+    return fail(twInterrupted, "interrupted in a step that a carrier moves");
+  }
   return run(false, true);
 }
 

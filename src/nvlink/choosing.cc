@@ -51,6 +51,7 @@ Status NvlinkBackend::replace_map(int32_t layer, const ExpertMap& map, void* str
   if (const cudaError_t error = wait_for_calls(); error != cudaSuccess) {
     return cuda_failure("waiting for calls before a map is replaced", error);
   }
+  if (was_interrupted()) return fail(twInterrupted, "interrupted in a wait for calls before a map is replaced");
   return arena_->write_map(layer, shape(), map);
 }
 

@@ -61,6 +61,7 @@ void NvlinkBackend::read_counts(const HandleArrays& handle, TimePoint until, Kno
     if (std::chrono::steady_clock::now() >= until || control_->find_abort().kind != 0 || control_->dead() >= 0) {
       return;
     }
+    if (is_interrupted()) return;
     if (looks > 1000) std::this_thread::sleep_for(std::chrono::microseconds(20));  // it comes in some 10 us, or late
   }
   known->failed = page->failed != 0;

@@ -133,7 +133,12 @@ Status NvlinkBackend::test_lines() {
   view.timeout_ns = std::min<uint64_t>(view.timeout_ns, 10'000'000'000);
   view.no_wait = 0;
   TW_RETURN_IF_FAILED(arena_->with_counter(&torn, [&](uint32_t* counter, cudaStream_t stream) {
-    return launched("the test of lines", launch_self_test({view, counter, kSelfTestRounds}, stream));
+    Status started = launched("the test of lines", launch_self_test({view, counter, kSelfTestRounds}, stream));
+    if (!started.ok()) return started;
+    if (const cudaError_t error = settle_stream(stream); error != cudaSuccess) {
+      return cuda_failure("testing the links", error);
+    }
+    return was_interrupted() ? fail(twInterrupted, "testing the links was interrupted") : Status{};
   }));
   if (torn != 0) view_.line_tokens = 0;
   return {};

@@ -3,6 +3,7 @@
 #include "cpu/cost_model.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -11,7 +12,7 @@
 #include <mutex>
 #include <thread>
 
-#include "harness.h"
+#include "interrupt.h"
 
 namespace tw::test {
 namespace {
@@ -161,6 +162,30 @@ struct Way {
 // 200 bytes are the beginning of many a message here, and end within a row or the 16 bytes before it.
 constexpr Way kWays[] = {{twAuto, -1},     {twRouted, 0},   {twRouted, 200},  {twRouted, INT64_MAX},
                          {twGathered, -1}, {twGathered, 0}, {twGathered, 200}};
+
+// A wait over a carrier ends by the caller's wish, and the peers hear why.
+TEST(Carried, Interrupted) {
+  Carried carried(3, twRouted, 0);
+  twGroupConfig_t config = make_config(6, 2, 4);
+  config.timeout_ms = 60000;
+  World world(carried.comms, config);
+  const Traffic traffic = make_traffic(config, {2, 2, 2}, 1);
+  std::atomic<bool> over = false;
+  on_all_ranks(3, [&](int rank) {
+    Side side(world, traffic, rank, {}, 1);
+    if (rank == 0) {
+      const Interrupt interrupt(2);
+      EXPECT_TW(twInterrupted, side.dispatch());
+      EXPECT_TRUE(says("interrupted in dispatch of step"));
+      EXPECT_EQ(interrupt.asked, 2);
+      over = true;
+      over.notify_all();
+      return;
+    }
+    if (rank == 1) over.wait(false);
+    EXPECT_TW(twPeerAborted, side.dispatch()) << "rank " << rank;
+  });
+}
 
 TEST(Carried, EveryWayAgainstTheOracle) {
   for (const Way& way : kWays) {

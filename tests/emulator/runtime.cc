@@ -52,6 +52,10 @@ class Stream {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return tasks_.empty(); });
   }
+  bool is_idle() {
+    const std::lock_guard lock(mutex_);
+    return tasks_.empty();
+  }
   int device() const { return device_; }
 
  private:
@@ -288,6 +292,9 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
 }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }  // its work goes on; its thread waits for ever
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return find(stream).wait(), cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  return find(stream).is_idle() ? cudaSuccess : say(cudaErrorNotReady);
+}
 cudaError_t cudaDeviceSynchronize() {
   std::vector<Stream*> all;
   {

@@ -320,7 +320,7 @@ PROTOCOL = (
         "S6",
         "shrink_test",
         "LeftWaiting.ForOneThatDestroysABrokenGroup",
-        (Edit(GROUP, "  if (finished()) return leave_group(*group);\n", "  if (finished()) return;\n"),),
+        (Edit(GROUP, "  if (finished()) {\n    leave_group(*group);\n", "  if (finished()) {\n"),),
     ),
     Mutation(
         "a post waits for a meeting",

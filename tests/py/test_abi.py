@@ -18,7 +18,7 @@ from tokenway.settings import Settings, make_config
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include"
-NAMES = ("types.h", "carrier.h", "tokenway.h", "placement.h", "collectives.h", "balance.h", "leases.h")
+NAMES = ("types.h", "carrier.h", "tokenway.h", "placement.h", "collectives.h", "balance.h", "interrupt.h", "leases.h")
 HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in NAMES)
 CODE = re.sub(r"//[^\n]*", "", HEADER)
 
@@ -138,6 +138,7 @@ def test_layout(struct: str, facts: dict[str, int]) -> None:
 
 def test_numbers(facts: dict[str, int]) -> None:
     assert {name: facts[name] for name in MACROS} == MACROS
+    assert facts["twInterrupted"] == _native.INTERRUPTED
     for result in [n for n in enumerators() if n in errors.BY_RESULT]:
         assert _native.lib.twResultString(facts[result]).decode() == result
     assert _native.lib.twResultString(0) == b"twSuccess"
