@@ -2,6 +2,8 @@
 #
 #   TOKENWAY_CUDA=AUTO|ON|OFF   for build        ARGS="..."   for bench
 #   TOKENWAY_SM="80;90;100"     for build: the GPUs to compile kernels for (default: those that are here; without one, 90)
+#   ALL=1                       for test-py, test-core: all of them, as for test-all
+#   CCACHE=                     for builds: no ccache (default: it serves where it is installed)
 #   TORCH=0, TW_STRICT=1 and others: scripts/setup.sh
 
 SHELL := /bin/bash
@@ -24,7 +26,13 @@ unexport LD_PRELOAD $(filter-out TOKENWAY_CUDA TOKENWAY_SM,$(filter CMAKE_% TOKE
 
 # Development runs the package from the tree, the library from build/; test_wheel.sh installs.
 TREE := PYTHONPATH=$(CURDIR)/python TOKENWAY_LIBRARY=$(CURDIR)/build/libtokenway.so
-CONFIGURE = $(CMAKE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(NINJA) -S .
+UNITY     = -DCMAKE_UNITY_BUILD=ON  # 8 sources at once: half of the time goes into the same headers again and again
+CCACHE   ?= $(shell command -v ccache)
+LAUNCHERS = --no-warn-unused-cli $(foreach l,CXX CUDA,-DCMAKE_$l_COMPILER_LAUNCHER=$(CCACHE))
+# The same source in another checkout is the same object.
+export CCACHE_BASEDIR ?= $(CURDIR)
+export CCACHE_NOHASHDIR ?= 1
+CONFIGURE = $(CMAKE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(NINJA) -S . $(LAUNCHERS)
 CXX_FILES = $(shell find src include tests examples -regex '.*\.\(c\|cc\|h\|cu\|cuh\)')
 
 help:  ## this list
@@ -32,7 +40,7 @@ help:  ## this list
 
 build:  ## the library, into build/
 	@$(SETUP) run
-	@$(CONFIGURE) -B build -DTOKENWAY_TESTS=OFF -DTOKENWAY_CUDA=$(TOKENWAY_CUDA) \
+	@$(CONFIGURE) -B build -DTOKENWAY_TESTS=OFF -DTOKENWAY_CUDA=$(TOKENWAY_CUDA) $(UNITY) \
 	  -DCMAKE_CUDA_ARCHITECTURES="$(TOKENWAY_SM)"
 	@$(CMAKE) --build build
 
@@ -42,43 +50,70 @@ run: build  ## a small MoE job, end to end
 bench: build  ## measure dispatch and combine (ARGS="--help" says what can be asked)
 	@$(TREE) $(PY) -m tokenway.cli bench $(ARGS)
 
+# What one runs between two edits: each kind of test, none that takes long.
+check:  ## within two minutes: lint, C++ plain, the quickest of Python's tests
+	@$(SETUP) run lint test
+	@$(MAKE) lint
+	@$(STAGE) "build" $(MAKE) build build/test
+	@scripts/beside.sh "$(MAKE) check-py" "$(MAKE) check-cc"
+
+check-py:
+	@EXAMPLES=5 $(TREE) $(STAGE) "Python, the quickest tests" $(PY) -m pytest tests/py -q -m "not long and not slow and not processes" \
+	  -k "not processes"
+
+check-cc:
+	@$(STAGE) "C++ tests" build/test/$(RUN_TESTS) --gtest_filter='-Threads.*:Shrink.*'
+
 # In front what waits much, behind it what compiles much, so that the cores are never idle.
-test:  ## everything: C++ plain and under sanitizers, models, Python, kernels on emulated GPUs, the wheel
+test:  ## what must pass before a commit: C++, models, Python, kernels on emulated GPUs (a quarter of an hour)
 	@$(SETUP) run test
 	@scripts/beside.sh "$(MAKE) test-py" "$(MAKE) test-core"
 
-test-py:  ## Python on the CPU, also over the portable backend; and the wheel
+# Whatever `make test` leaves out, or does with fewer examples: see CONTRIBUTING.md.
+test-all:  ## everything: also sanitizers, mutations, the wheel, and what takes long of the others (an hour)
+	@$(SETUP) run test
+	@scripts/beside.sh "$(MAKE) test-py test-wheel ALL=1" "$(MAKE) test-core test-sanitizers test-mutations ALL=1"
+
+# Fewer examples of the tests that draw them, and nothing that is marked `long`.
+SOME_PY = $(if $(ALL),,-m "not long")
+SOME    = $(if $(ALL),,EXAMPLES=40 HOSTILE=800 ROUNDS=300)
+test-py:  ## Python on the CPU, also over the portable backend
 	@$(SETUP) run test
 	@$(STAGE) "build" $(MAKE) build
-	@$(TREE) $(STAGE) "Python tests" $(PY) -m pytest tests/py
-	@$(TREE) $(STAGE) "portable backend" $(PY) -m pytest tests/py/test_survival.py tests/py/test_exchange.py \
-	  tests/py/test_collectives.py --backend torch -k "not threads"
-	@TOKENWAY_SM="$(TOKENWAY_SM)" $(STAGE) "wheel" tests/wheel/test_wheel.sh
+	@$(SOME) $(TREE) $(STAGE) "Python tests" $(PY) -m pytest tests/py $(SOME_PY)
+	@$(SOME) $(TREE) $(STAGE) "portable backend" $(PY) -m pytest tests/py/test_survival.py tests/py/test_exchange.py \
+	  tests/py/test_collectives.py --backend torch -k "not threads" $(SOME_PY)
+
+test-wheel:  ## the wheel, as a user gets it
+	@$(SETUP) run test
+	@$(STAGE) "wheel" env -u TOKENWAY_SM tests/wheel/test_wheel.sh
 
 # setarch -R: ThreadSanitizer of GCC 12 cannot map its shadow under much address randomisation.
 RUN_TESTS = tokenway_tests --gtest_brief=1
 FIXED     = $(shell setarch -R true 2>/dev/null && echo setarch -R)
-test-cc:  ## the C++ tests in three builds: plain, thread, address and undefined
+test-cc:  ## the C++ tests
 	@$(SETUP) run test
 	@$(STAGE) "C++ tests: build" $(MAKE) build/test
 	@$(STAGE) "C++ tests" build/test/$(RUN_TESTS)
+
+test-sanitizers:  ## the C++ tests in two builds more: thread, and address and undefined
+	@$(SETUP) run test
 	@$(STAGE) "C++ tests, thread sanitizer: build" $(MAKE) build/tsan
 	@$(STAGE) "C++ tests, thread sanitizer" $(FIXED) build/tsan/$(RUN_TESTS)
 	@$(STAGE) "C++ tests, address and undefined sanitizers: build" $(MAKE) build/asan
 	@$(STAGE) "C++ tests, address and undefined sanitizers" build/asan/$(RUN_TESTS)
 
-# In unity builds (8 sources at once): half of the time otherwise goes into the same headers again and again.
 build/test: TREE_FLAGS = -DCMAKE_BUILD_TYPE=Release
 build/tsan: TREE_FLAGS = -DCMAKE_BUILD_TYPE=Debug -DTOKENWAY_SANITIZE=thread
 build/asan: TREE_FLAGS = -DCMAKE_BUILD_TYPE=Debug -DTOKENWAY_SANITIZE=address,undefined
 build/test build/tsan build/asan:
-	@$(CONFIGURE) -B $@ --log-level=NOTICE -DTOKENWAY_TESTS=ON -DTOKENWAY_CUDA=OFF -DCMAKE_UNITY_BUILD=ON $(TREE_FLAGS)
+	@$(CONFIGURE) -B $@ --log-level=NOTICE -DTOKENWAY_TESTS=ON -DTOKENWAY_CUDA=OFF $(UNITY) $(TREE_FLAGS)
 	@$(CMAKE) --build $@ --target tokenway_tests
 
 test-core:  ## C++, the protocol's models, and the CUDA kernels on emulated GPUs
 	@$(MAKE) test-cc
-	@$(MAKE) spec
-	@$(STAGE) "CUDA kernels on emulated GPUs" $(PY) tests/emulator/run.py --quick
+	@$(MAKE) spec $(if $(ALL),,SPEC=--quick)
+	@CCACHE=$(CCACHE) $(STAGE) "CUDA kernels on emulated GPUs" $(PY) tests/emulator/run.py $(if $(ALL),,--quick)
 
 test-mutations:  ## break the library on purpose; a test must notice each
 	@$(SETUP) run test
@@ -86,7 +121,7 @@ test-mutations:  ## break the library on purpose; a test must notice each
 
 test-emulated:  ## the CUDA kernels on emulated GPUs, whole (ARGS="-k rounds -x" and others)
 	@$(SETUP) run test
-	@$(PY) tests/emulator/run.py $(ARGS)
+	@CCACHE=$(CCACHE) $(PY) tests/emulator/run.py $(ARGS)
 
 test-netns: build  ## the portable backend between two network namespaces (root, or user namespaces; ARGS="-k cut")
 	@$(SETUP) run test
@@ -98,7 +133,7 @@ soak: build  ## long and random: 10,000 rounds, 50 ranks killed, 20 stopped (ten
 
 spec:  ## check the protocol's models
 	@$(SETUP) run spec
-	@$(STAGE) "models (spin)" $(PY) spec/run.py
+	@$(STAGE) "models (spin)" $(PY) spec/run.py $(SPEC)
 
 lint:  ## style, formatting and the rules of the tree
 	@$(SETUP) lint
@@ -138,5 +173,6 @@ clean:  ## remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-.PHONY: help build run bench test test-py test-core test-cc test-mutations test-emulated test-netns build/test \
+.PHONY: help build run bench check check-py check-cc test test-all test-py test-core test-cc test-sanitizers \
+	test-wheel test-mutations test-emulated test-netns build/test \
 	build/tsan build/asan soak spec lint format test-gpu bench-gpu gpu-library clean

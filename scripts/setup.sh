@@ -6,7 +6,8 @@
 #   run    NumPy, ml_dtypes, CMake, Ninja, rich, matplotlib
 #   lint   ruff and clang-format, pinned: their output differs from version to version
 #   spec   spin, through apt
-#   test   pytest, hypothesis, the wheel's build tools, PyTorch; GoogleTest and Boost.Context through apt; spec
+#   test   pytest, hypothesis, the wheel's build tools, PyTorch; GoogleTest, Boost.Context and, if it can be had, ccache
+#          through apt; spec
 #
 # A group that is already there costs milliseconds: .venv/.stamp-GROUP holds a hash of this script.
 #
@@ -137,20 +138,24 @@ provide_torch() {
 # -------------------------------------------------------------------------------------------------
 # System packages
 
+# Where apt and root, or sudo without a password, are there.
+apt_install() {
+  local root=()
+  [[ $(id -u) == 0 ]] || root=(sudo -n)
+  command -v apt-get > /dev/null && { [[ $(id -u) == 0 ]] || sudo -n true 2> /dev/null; } || return 0
+  say "apt-get install $1"
+  local apt=("${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq)
+  local install=("${apt[@]}" install -y --no-install-recommends "$1")
+  "${install[@]}" > /dev/null || { "${apt[@]}" update && "${install[@]}" > /dev/null; } || true
+}
+
 # provide_system PACKAGE COMMAND...: apt-get install PACKAGE unless COMMAND succeeds.
 provide_system() {
   local package=$1
   shift
   "$@" > /dev/null 2>&1 && return
-  local root=()
-  [[ $(id -u) == 0 ]] || root=(sudo -n)
-  if command -v apt-get > /dev/null && { [[ $(id -u) == 0 ]] || sudo -n true 2> /dev/null; }; then
-    say "apt-get install $package"
-    local apt=("${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq)
-    local install=("${apt[@]}" install -y --no-install-recommends "$package")
-    "${install[@]}" > /dev/null || { "${apt[@]}" update && "${install[@]}" > /dev/null; } || true
-    "$@" > /dev/null 2>&1 && return
-  fi
+  apt_install "$package"
+  "$@" > /dev/null 2>&1 && return
   local text="the system package $package (Debian's name) is missing and cannot be installed here"
   [[ $strict == 1 ]] && die "$text"
   warn "$text; what needs it will fail or be skipped"
@@ -172,6 +177,8 @@ setup_group() {
       is_stamped test || { install test "${test_packages[@]}"; stamp test; }
       provide_system libgtest-dev has_header gtest/gtest.h
       provide_system libboost-context-dev has_header boost/context/continuation.hpp
+      # Builds do without it, and it is asked for once.
+      is_stamped ccache || { command -v ccache > /dev/null || apt_install ccache; stamp ccache; }
       setup_group spec
       provide_torch
       ;;

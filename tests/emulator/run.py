@@ -2,7 +2,7 @@
 """Builds the CUDA backend for emulated GPUs and runs the tests of behaviour against it.
 
     python tests/emulator/run.py                         all of them
-    python tests/emulator/run.py --quick                 ranks as threads alone, no deaths, and half of the examples
+    python tests/emulator/run.py --quick                 ranks as threads alone, no deaths, nothing long, few examples
     python tests/emulator/run.py --carried               the portable backend: devices apart, whose blocks gloo moves
     python tests/emulator/run.py -k rounds -x            arguments of pytest
 
@@ -28,6 +28,7 @@ FILES = (
 QUICK = (
     tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival")),
     "not processes and not killed",
+    "not long",
 )
 NOTHING = "CUDA's headers or Boost.Context are missing"
 
@@ -37,6 +38,7 @@ def build() -> bool:
     cmake = str(TOOLS / "cmake")
     options = ["-DTOKENWAY_CUDA=OFF", "-DTOKENWAY_EMULATOR=ON", "-DCMAKE_UNITY_BUILD=ON"]
     options += [f"-DCMAKE_MAKE_PROGRAM={TOOLS / 'ninja'}"]
+    options += [f"-DCMAKE_CXX_COMPILER_LAUNCHER={os.environ.get('CCACHE', '')}"]
     configure = [cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(BUILD), "--log-level=NOTICE", *options]
     said = subprocess.run(configure, capture_output=True, text=True)
     if said.returncode:
@@ -55,8 +57,8 @@ def main(arguments: list[str]) -> int:
     names, chosen = FILES, []
     if "--quick" in arguments:
         arguments = [a for a in arguments if a != "--quick"]
-        names, chosen = QUICK[0], ["-k", QUICK[1]]
-        os.environ.setdefault("EXAMPLES", "12")
+        names, chosen = QUICK[0], ["-k", QUICK[1], "-m", QUICK[2]]
+        os.environ.setdefault("EXAMPLES", "6")
     backend = "emulated"
     if "--carried" in arguments:
         arguments = [a for a in arguments if a != "--carried"]

@@ -410,7 +410,7 @@ def run_compiled(env: Env, case: Case) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled(processes) -> None:
     """torch.compile goes around the steps, in the same order on every rank."""
     for plain, compiled, refused in processes(2).run(run_compiled, Case(4, 2, (3, 5)), timeout=900):

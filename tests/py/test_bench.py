@@ -38,7 +38,7 @@ def bench(*argv: str, code: int = 0) -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
 def test_every_profile_and_routing(ranks) -> None:
     what = ["--profile", "all", "--routing", "all", "--tokens", "1", "6"]
     out = bench("--ranks", str(ranks), *what, "--verify-only")
@@ -46,7 +46,7 @@ def test_every_profile_and_routing(ranks) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_every_profile_and_routing_on_more_ranks(ranks) -> None:
     what = ["--profile", "all", "--routing", "all", "--tokens", "1", "6", "--quick"]
@@ -58,15 +58,20 @@ def test_every_profile_and_routing_on_more_ranks(ranks) -> None:
 @pytest.mark.parametrize(
     ("dtype", "layout", "weighting"),
     [
-        ("float32", "expert_major", "none"),
         ("float16", "rank_major", "topk"),
-        ("bfloat16", "expert_major", "topk"),
-        ("fp8", "rank_major", "none"),
         ("fp8", "expert_major", "topk"),
         ("bfloat16", "flat", "topk"),
-        ("float32", "grouped", "none"),
-        ("fp8", "flat", "none"),
-        ("fp8", "grouped", "topk"),
+        *(
+            pytest.param(*kind, marks=pytest.mark.long)
+            for kind in (
+                ("float32", "expert_major", "none"),
+                ("bfloat16", "expert_major", "topk"),
+                ("fp8", "rank_major", "none"),
+                ("float32", "grouped", "none"),
+                ("fp8", "flat", "none"),
+                ("fp8", "grouped", "topk"),
+            )
+        ),
     ],
 )
 def test_every_kind_of_row(dtype, layout, weighting) -> None:
@@ -108,7 +113,7 @@ def test_backward_is_refused(capsys, more, why) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 def test_many_tokens(dtype) -> None:
     what = ["--profile", "gpt-oss-120b", "--tokens", "16384", "--layout", "flat", "--dtype", dtype, "--verify-only"]

@@ -9,9 +9,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from harness import HANGS
+from harness import HANGS, PATIENT
 
 import tokenway as tw
+import tokenway.launch
 from tokenway.bench import runner, timing
 from tokenway.bench.control import NOTE, Control
 from tokenway.bench.progress import Progress
@@ -85,7 +86,8 @@ def one_fails() -> None:
 
 
 @pytest.mark.processes
-def test_a_rank_that_fails_says_where(capfd) -> None:
+def test_a_rank_that_fails_says_where(capfd, monkeypatch) -> None:
+    monkeypatch.setattr(tokenway.launch, "_CULPRIT", PATIENT)  # which has as long as it takes to fail
     with Ranks(one_fails, 2) as ranks:
         outcomes, culprit = ranks.wait_or_fail(HANGS)
         assert culprit == 1 and "no more graphs" in outcomes[1].error

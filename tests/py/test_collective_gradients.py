@@ -134,7 +134,7 @@ def compiled(env: Env) -> Any:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled(processes) -> None:
     for rank, got in enumerate(processes(2).run(compiled, timeout=900)):
         rows = values(rank, 1, SIZES[rank], "float32") * np.float32(2) + np.float32(1)

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import AT_ONCE, HANGS
+from harness import AT_ONCE, HANGS, PATIENT
 from launched import exchange
 
 import tokenway as tw
+import tokenway.launch
 from tokenway.launch import launch, script_command
 
 pytestmark = pytest.mark.processes
@@ -163,6 +164,13 @@ def test_numbers_of_ranks(nranks) -> None:
         tw.run(os.getpid, nranks)
 
 
+@pytest.fixture
+def patient(monkeypatch) -> None:
+    """The one to blame has as long as it takes to fail, once another has because of it."""
+    monkeypatch.setattr(tokenway.launch, "_CULPRIT", PATIENT)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_rank_that_raises() -> None:
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2: .*ValueError: rank 1 does not want to"):
@@ -177,6 +185,7 @@ def test_a_rank_that_raises_before_it_connects() -> None:
     assert time.monotonic() - begin < 45
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_culprit_is_named() -> None:
     """Not the ranks that fail because of it, which are of lower numbers here."""
     with pytest.raises(RuntimeError, match=r"(?s)rank 2 of 3: .*KeyError: 'the culprit'"):

@@ -307,7 +307,7 @@ def run_compiled(env: Env) -> None:
                     compiled(torch.randn(count, 8, HIDDEN))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled(processes) -> None:
     """What is around the exchange is compiled, and of the exchange nothing."""
     assert processes(2).run(run_compiled, timeout=900) == [None, None]

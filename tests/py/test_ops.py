@@ -96,7 +96,7 @@ def test_eager(threads, layout) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled(processes, how) -> None:
     """In one graph, without breaks, and in the same order on every rank."""
     for layout in LAYOUTS:
@@ -224,7 +224,7 @@ def run_unused(env: Env, how: str) -> Any:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["aot_eager", "inductor"])
 def test_unused_outputs_are_steps_all_the_same(processes, how) -> None:
     assert processes(2).run(run_unused, how, timeout=900) == [["dispatch", "combine"]] * 2

@@ -158,8 +158,8 @@ def test_eager(processes, case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("case", [CASE, DEEP], ids=str)
+@pytest.mark.parametrize("how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", [CASE, pytest.param(DEEP, marks=pytest.mark.long)], ids=str)
 def test_compiled(processes, case, how) -> None:
     """Forward and backward, each in one graph without breaks."""
     world = processes(case.ranks)
@@ -222,7 +222,7 @@ def run_opcheck(env: Env) -> None:
             torch.library.opcheck(all_of.return_gradients.default, (*grads, *last))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_opcheck(processes) -> None:
     processes(1).run(run_opcheck, timeout=900)
 

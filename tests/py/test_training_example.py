@@ -89,7 +89,7 @@ def test_it_learns(text: Path) -> None:
     assert sum(word in words for word in written) > 20, out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_agree(text: Path) -> None:
     """However many there are; and a run again has the same bits."""
     out = example(NAME, "--text", text, *SMALL, "--layers", "1", "--experts", "5", "--check-ranks")

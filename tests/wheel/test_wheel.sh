@@ -26,9 +26,8 @@ die() { printf 'wheel: ERROR: %s\n' "$*" >&2; exit 1; }
 say "building"
 cuda=${TOKENWAY_CUDA:-AUTO}
 [[ $cuda != AUTO ]] || { command -v nvcc > /dev/null && cuda=ON; } || cuda=OFF
-# Begins with the objects of `make build`, if they are there. With the same tools, Ninja compiles only what differs.
+# From nothing: the objects of `make build` are of other sizes, and for the GPUs of this machine alone.
 mkdir "$work/build"
-cp -a "$root"/build/{CMakeFiles,.ninja_log,.ninja_deps} "$work/build" 2> /dev/null || true
 CC=${CC:-cc} CXX=${CXX:-c++} PATH=$(dirname "$python"):$PATH "$python" -m pip wheel "$root" --quiet --no-deps \
   --wheel-dir "$work/dist" --config-settings "build-dir=$work/build" \
   --config-settings "cmake.define.TOKENWAY_CUDA=$cuda" \
