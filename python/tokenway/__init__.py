@@ -7,7 +7,8 @@ with tw.Group(comm, experts=256, top_k=8, hidden=7168, max_tokens=128) as group:
 """
 
 from tokenway import interrupts as _interrupts  # noqa: F401  handlers of signals are heard from here on
-from tokenway._native import lib as _lib
+from tokenway._native import VERSION as _VERSION
+from tokenway._native import version_text as _version_text
 from tokenway.activation import swiglu, swiglu_backward
 from tokenway.comm import Comm, connect, local_comms
 from tokenway.errors import (
@@ -38,8 +39,7 @@ from tokenway.placement import Placement
 from tokenway.quantize import dequantize_fp8, pack_nvfp4, quantize_fp8, unpack_nvfp4
 from tokenway.settings import Payload, WindowBytes, window_bytes
 
-_number = _lib.twVersion()
-__version__ = f"{_number // 10000}.{_number // 100 % 100}.{_number % 100}"
+__version__ = _version_text(_VERSION)
 
 __all__ = [
     "BoundMismatch",

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from tokenway import callbacks, errors, sentences
 
+VERSION = 100  # TW_VERSION of the header that this file follows
 MAX_PAYLOADS = 8
 MAX_TOP_K = 64
 MAX_RANKS = 1024
@@ -338,13 +339,30 @@ def library_path() -> Path:
     return Path(str(resources.files("tokenway"))) / "lib" / "libtokenway.so"
 
 
+def version_text(number: int) -> str:
+    """A TW_VERSION as it is written."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
 def _load() -> ctypes.CDLL:
     path = library_path()
     if not path.exists():
         raise ImportError(f"no Tokenway library at {path}: install the wheel, or build it and set TOKENWAY_LIBRARY")
-    lib = ctypes.CDLL(str(path))
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(f"the Tokenway library {path} cannot be loaded: {error}") from error
+    if not hasattr(lib, "twVersion"):
+        raise ImportError(f"{path} is no Tokenway library: it has no function twVersion")
+    if (version := lib.twVersion()) != VERSION:
+        raise ImportError(
+            f"{path} is Tokenway {version_text(version)}, and this package is {version_text(VERSION)}: install the "
+            "wheel, or build the library of this version and set TOKENWAY_LIBRARY to it"
+        )
     for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(lib, name)
+        function = getattr(lib, name, None)
+        if function is None:
+            raise ImportError(f"{path} is Tokenway {version_text(version)} without {name}: build it anew")
         function.restype = result
         function.argtypes = arguments
     return lib
@@ -443,6 +461,14 @@ def fit(name: str, value: int, bits: int = 31) -> int:
     if not isinstance(value, numbers.Integral) or not -(2**bits) <= value < 2**bits:
         raise errors.InvalidArgument(f"{name} is {value!r}; it must be an integer of {bits + 1} bits")
     return int(value)
+
+
+ZERO = -(2**31)  # stands for 0 in fields where C's 0 is its default, but not ours: `sentences` says 0 again
+
+
+def fit_given(name: str, value: int) -> int:
+    """The same for such a field: C is to refuse a 0."""
+    return fit(name, value) or ZERO
 
 
 def fit_place(rank: int, nranks: int) -> tuple[int, int]:

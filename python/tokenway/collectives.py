@@ -113,6 +113,8 @@ class _Sizes(NamedTuple):
 
     def check(self, place: Any, nranks: int, max_tokens: int) -> None:
         """Raises what C cannot see."""
+        if self.own is not None and not 0 <= self.own <= max_tokens:
+            raise InvalidArgument(f"sizes is {self.own}; it must be from 0 to max_tokens, {max_tokens}")
         if self.host is None:
             what = None if self.tensor is None else place.unlike(self.tensor)
             if what is not None:

@@ -99,7 +99,7 @@ class Comm(_native.Shared):
         if process_group is None:
             connect = portable.connect_gloo if index is None else carried.connect
         else:
-            connect = portable.connect_like(process_group, index is not None)
+            connect = portable.connect_like(meeting.group_of(process_group), index is not None)
         limit = 0 if timeout is None else milliseconds(timeout)
         options = {"strategy": strategy, "capacity": capacity, "timeout_ms": limit, "device": index}
         return cls(*portable.create(rank, nranks, allgather, connect=connect, **options))
@@ -154,7 +154,8 @@ def local_comms(nranks: int, devices: Sequence[Any] | None = None, timeout: floa
     it gives memory back, can; and no two of them may be branches of one CUDA graph. timeout: seconds to wait for
     others (default 100).
     """
-    pointers = (c_void_p * max(nranks, 1))()
+    nranks = _native.fit("nranks", nranks)
+    pointers = (c_void_p * max(1, min(nranks, _native.MAX_RANKS)))()
     config = _config(timeout)
     if devices is not None:
         if not isinstance(devices, Sequence) or isinstance(devices, str):
@@ -191,9 +192,10 @@ def connect(
     (torchrun and the package's own launcher set it), modulo the number of devices, which then becomes the current
     device, so that "cuda" means the same to PyTorch. All ranks are on the CPU, or all on CUDA devices.
 
-    In this order: `process_group`, or the default one if torch.distributed is initialised; the package's own launcher
-    (`tokenway launch`, `tokenway.run`); torchrun's environment; else one rank alone. May be called again, by all
-    ranks in the same order, for further comms. timeout: seconds to wait for the others (default 100).
+    In this order: `process_group` (of torch.distributed, or a DeviceMesh of one dimension), or the default one if
+    torch.distributed is initialised; the package's own launcher (`tokenway launch`, `tokenway.run`); torchrun's
+    environment; else one rank alone. May be called again, by all ranks in the same order, for further comms. timeout:
+    seconds to wait for the others (default 100).
 
     backend: "shm" (ranks of one host, on the CPU), "nvlink" (of one host, on CUDA devices), "torch" (ranks anywhere,
     over torch.distributed, which must be initialised: on the CPU over gloo, on CUDA devices over NCCL) or "auto": of
@@ -207,15 +209,14 @@ def connect(
     the others). On CUDA devices nothing may wait for the host, so all is "routed", in blocks as large as a call's bound
     allows: "fixed".
     """
-    if backend not in BACKENDS:
-        raise InvalidArgument(f"backend is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
     distributed = sys.modules.get("torch.distributed")
     wish = _Wish(device, backend, strategy, capacity, timeout)
     if process_group is not None or (
         distributed is not None and distributed.is_available() and distributed.is_initialized()
     ):
-        comm = _connect_torch(process_group, wish)
-    elif backend == "torch":
+        return _noted(_connect_torch(process_group, wish))
+    wish.check()
+    if backend == "torch":
         raise InvalidUsage(
             "backend is 'torch', and torch.distributed is not initialised: call torch.distributed.init_process_group "
             "first, or give a process_group"
@@ -227,6 +228,10 @@ def connect(
         comm = _connect_torchrun(wish)
     else:
         comm = wish.comm(0, 1, _unique(f"alone-{os.getpid()}"), "there is one rank")
+    return _noted(comm)
+
+
+def _noted(comm: Comm) -> Comm:
     if comm.rank == 0:
         _log.info("%d ranks, backend %r: %s", comm.nranks, comm.backend, comm.why)
     return comm
@@ -239,14 +244,20 @@ class _Wish:
         self, device: Any, backend: str, strategy: str | None, capacity: str | int | None, timeout: float | None
     ):
         self._given = None if str(device) == "cpu" else device
-        on = {"shm": self._given is None, "nvlink": self._given is not None}
-        if not on.get(backend, True):
-            where = "the CPU" if self._given is None else f"device {self._given!r}"
-            raise Unsupported(f"backend {backend!r} is not for {where}")
         self.backend = backend
         self.one_host = "CPU" if self._given is None else "NVLink"  # the backend between ranks of one host
         self.timeout = timeout
         self.portable = {name: x for name, x in (("strategy", strategy), ("capacity", capacity)) if x is not None}
+
+    def check(self) -> None:
+        """Raises for what cannot be, once those who wait for this rank can be told."""
+        backend = self.backend
+        if backend not in BACKENDS:
+            raise InvalidArgument(f"backend is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
+        on = {"shm": self._given is None, "nvlink": self._given is not None}
+        if not on.get(backend, True):
+            where = "the CPU" if self._given is None else f"device {self._given!r}"
+            raise Unsupported(f"backend {backend!r} is not for {where}")
         if "strategy" in self.portable:
             portable.strategy_code(self.portable["strategy"])
         if "capacity" in self.portable:
@@ -328,19 +339,23 @@ def _usual_timeout() -> float:
 def _connect_torch(process_group: Any, wish: _Wish) -> Comm:
     import torch.distributed as dist
 
+    process_group = meeting.group_of(process_group)
     rank, nranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+    problem: Exception | None
     index, problem, limit = None, None, _usual_timeout()
     try:
         limit = limit if wish.timeout is None else milliseconds(wish.timeout) / 1000
+        wish.check()
         index = wish.index()
-    except TokenwayError as error:  # the others, which wait in the gathering, learn of it first
+    except Exception as error:  # the others, which wait in the gathering, learn of it first
         problem = error
 
     def allgather(mine: bytes) -> list[bytes]:
         return [bytes.fromhex(one) for one in meeting.gather(process_group, "addresses", mine.hex(), *place, limit)]
 
     place = rank, nranks
-    mine = os.uname().nodename, _host(), os.urandom(16).hex(), problem and str(problem), wish.backend
+    mine = os.uname().nodename, _host(), os.urandom(16).hex(), problem and str(problem)
+    mine = *mine, wish.backend if problem is None else ""
     all_ranks = meeting.gather(process_group, "hosts", mine, *place, limit)
     if problem is not None:
         raise problem

@@ -90,7 +90,7 @@ class Ranks:
         *args: Any,
         env: dict[str, str] | None = None,
     ):
-        if not 1 <= nranks <= _native.MAX_RANKS:
+        if not 1 <= _native.fit("nranks", nranks) <= _native.MAX_RANKS:
             raise InvalidArgument(f"nranks is {nranks}; allowed 1..{_native.MAX_RANKS}")
         context = multiprocessing.get_context("spawn")
         address = f"launch-{os.getpid()}-{os.urandom(8).hex()}"

@@ -17,13 +17,38 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from tokenway.errors import PeerDied, PeerTimeout
+from tokenway.errors import InvalidArgument, PeerDied, PeerTimeout
 
 _LOOK = 0.01  # seconds between two looks at the store, of a few ranks; of many more, as there is one store for all
 _FEW = 32
 # Seconds that a store may take to answer beyond the timeout. The process that holds it may be stopped, and PyTorch then
 # waits for it without end, so a thread does.
 _SLOW = 3.0
+
+
+def group_of(given: Any) -> Any:
+    """A caller's process group, None being the default one, or the group of a DeviceMesh of one dimension. Raises
+    InvalidArgument for other things, and on a rank that is not in it."""
+    import torch.distributed as dist
+
+    outside = f"this rank (global rank {dist.get_rank()}) is not in process_group"
+    if hasattr(given, "get_group") and hasattr(given, "get_coordinate"):
+        if given.ndim != 1:
+            names = given.mesh_dim_names or tuple(range(given.ndim))
+            told = f"process_group is a DeviceMesh of dimensions {names}; give one's, as mesh.get_group({names[-1]!r})"
+            raise InvalidArgument(told)
+        if given.get_coordinate() is None:
+            raise InvalidArgument(outside)
+        given = given.get_group()
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidArgument(outside)
+    if given is not None and not isinstance(given, dist.ProcessGroup):
+        what = type(given).__name__
+        told = f"process_group is of type {what}; it must be a ProcessGroup, or a DeviceMesh of one dimension"
+        raise InvalidArgument(told)
+    if dist.get_rank(given) < 0:
+        raise InvalidArgument(outside)
+    return given
 
 
 def gather(process_group: Any, occasion: str, mine: Any, rank: int, nranks: int, timeout: float) -> list[Any]:

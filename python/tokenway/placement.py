@@ -3,13 +3,14 @@ chosen."""
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from tokenway import _native
+from tokenway import _native, checked
 from tokenway.errors import InvalidArgument
 
 
@@ -46,20 +47,23 @@ class Placement:
         if expert_map is None or isinstance(expert_map, Placement):
             return expert_map
         parts = list(expert_map)
-        if parts and all(np.ndim(part) == 0 for part in parts):
-            return cls(slot_expert=np.asarray(expert_map))
-        if len(parts) == 2 and all(np.ndim(part) == 2 for part in parts):
+        dims = [len(checked.shape_of(f"expert_map[{i}]", part)) for i, part in enumerate(parts)]
+        if parts and not any(dims):
+            return cls(slot_expert=checked.integers("expert_map", expert_map))
+        if dims == [2, 2]:
             return cls.of_places(*parts, experts)
         return None
 
     @classmethod
     def of_places(cls, rank: Any, place: Any, experts: int | None) -> Placement:
         """From where experts are: (rank [E, R], place there [E, R]), -1 where an expert has fewer than R slots."""
-        rank, place = np.asarray(rank, np.int32), np.asarray(place, np.int32)
+        rank, place = checked.integers("expert_map[0]", rank), checked.integers("expert_map[1]", place)
         if rank.shape != place.shape or rank.shape[0] != experts:
             raise InvalidArgument(
                 f"expert_map has shapes {rank.shape} and {place.shape}; they must be ({experts}, slots of an expert)"
             )
+        if (rank < -1).any():
+            raise InvalidArgument(f"expert_map[0] has {rank.min()}; it must have ranks, and -1 for none")
         expert, column = np.nonzero(rank >= 0)
         order = np.lexsort((place[expert, column], rank[expert, column]))
         at = expert[order], column[order]
@@ -68,13 +72,13 @@ class Placement:
     def num_slots(self, experts: int | None) -> int:
         """P."""
         if self.slots is not None:
-            return int(self.slots)
-        return int(experts or 0) if self.slot_expert is None else int(np.shape(self.slot_expert)[-1])
+            return _native.fit("slots", self.slots)
+        return int(experts or 0) if self.slot_expert is None else checked.shape_of("slot_expert", self.slot_expert)[-1]
 
     def num_layers(self) -> int:
         """Maps."""
-        shape = np.shape(self.slot_expert) if self.slot_expert is not None else ()
-        return int(self.layers) if self.layers is not None else int(shape[0]) if len(shape) == 2 else 1
+        shape = () if self.slot_expert is None else checked.shape_of("slot_expert", self.slot_expert)
+        return _native.fit("layers", self.layers) if self.layers is not None else shape[0] if len(shape) == 2 else 1
 
     def native(self, experts: int | None) -> tuple[_native.Placement, Any]:
         """The C struct, and what must outlive it."""
@@ -82,25 +86,25 @@ class Placement:
             raise InvalidArgument(f"policy is {self.policy!r}; it must be one of {list(_native.POLICIES)}")
         shape = self.num_layers(), self.num_slots(experts)
         given = _native.Placement()
-        given.num_layers = _native.fit("layers", shape[0]) or -1
-        given.num_slots = _native.fit("slots", shape[1]) or -1  # C's 0 is "default", here it is as wrong as -1
+        given.num_layers = _native.fit_given("layers", shape[0])
+        given.num_slots = _native.fit_given("slots", shape[1])
         table = None if self.slot_expert is None else _spread("slot_expert", self.slot_expert, shape, np.int32)
         shares = None if self.shares is None else _spread("shares", self.shares, shape, np.float32)
         given.slot_expert = None if table is None else table.ctypes.data
         given.slot_shares = None if shares is None else shares.ctypes.data
         given.policy = _native.POLICIES[self.policy]
         given.count_loads = 1 if self.count_loads else 0
+        if not isinstance(self.load_decay, numbers.Real):
+            raise InvalidArgument(f"load_decay is {self.load_decay!r}; it must be a number from 0 to 1")
         given.load_decay = self.load_decay
         return given, (table, shares)
 
 
 def _spread(name: str, values: Any, shape: tuple[int, int], dtype: Any) -> np.ndarray:
     """[P] for every layer, or [layers, P], as C takes it."""
-    array = np.asarray(values)
+    array = checked.integers(name, values) if dtype is np.int32 else checked.floats(name, values)
     if array.shape not in (shape, shape[1:]):
         raise InvalidArgument(f"{name} has shape {array.shape}; it must be {shape[1:]} or {shape}")
-    if dtype is np.int32 and not (array.dtype.kind in "iu" and ((array >= -(2**31)) & (array < 2**31)).all()):
-        raise InvalidArgument(f"{name} has dtype {array.dtype}; it must hold 32-bit integers")
     return np.ascontiguousarray(np.broadcast_to(array, shape), dtype=dtype)
 
 

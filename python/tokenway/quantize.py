@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import _native, tensors
+from tokenway import _native, checked, tensors
 from tokenway.errors import InvalidArgument
 
 Tensor = Any  # np.ndarray or torch.Tensor
@@ -210,7 +210,7 @@ def _number(value: float, like: Tensor) -> Tensor:
 def _as_scale(scale: Tensor | float, like: Tensor) -> Tensor:
     """A caller's global scale beside `like`."""
     if not tensors.is_torch(like):
-        return np.asarray(scale, np.float32)[()]
+        return checked.floats("global_scale", scale)[()]
     torch = sys.modules["torch"]
     if isinstance(scale, torch.Tensor):
         return scale.to(like.device, torch.float32)

@@ -53,6 +53,7 @@ _WORDS = {f"num_{name}": name for name in ("experts", "ranks", "nodes", "groups"
     "slots_per_rank": "slots",
     "host_sizes": "sizes",
 }
+_ZERO = re.compile(r"\bis -2147483648\b")  # _native.ZERO
 _NO_STRUCT = re.compile(r"config->size is 0; .* in this version")  # what stands for settings that never came to C
 _CONSTANT = re.compile(r"\b(tw[A-Z]\w*)(?: \(\d+\))?")
 _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b")
@@ -69,7 +70,7 @@ def in_python(text: str) -> str:
             return found[0]
         return _FIELDS.get(name) or name.split(".", 1)[1]
 
-    text = _NO_STRUCT.sub("its settings were refused there", text)
+    text = _ZERO.sub("is 0", _NO_STRUCT.sub("its settings were refused there", text))
     text = _FIELD.sub(field, _CONSTANT.sub(lambda found: _NAMES.get(found[1], found[0]), text))
     return _WORD.sub(lambda found: _WORDS[found[0]], text)
 

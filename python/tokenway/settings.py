@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from ctypes import addressof, byref, c_void_p
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import _native, tensors
+from tokenway import _native, checked, tensors
 from tokenway.errors import InvalidArgument, TokenwayError
 from tokenway.placement import Placement
 
@@ -94,7 +95,7 @@ class Settings:
             return None
         if len(given) != 2:
             raise InvalidArgument(f"{name} has {len(given)} parts; it must be (rank[E], slot[E])")
-        rank, slot = (np.ascontiguousarray(part, dtype=np.int32) for part in given)
+        rank, slot = (checked.integers(f"{name}[{i}]", part) for i, part in enumerate(given))
         if rank.shape != (count,) or slot.shape != (count,):
             raise InvalidArgument(f"{name} has shapes {rank.shape} and {slot.shape}; they must be ({count},)")
         return rank, slot
@@ -134,12 +135,13 @@ def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
         config.num_experts = _native.fit("experts", settings.experts)
         config.top_k = _native.fit("top_k", settings.top_k)
         if config.num_experts == config.top_k == 0:
-            config.top_k = -1  # written out, 0 is as wrong as -1
+            config.top_k = _native.ZERO  # written out, 0 is wrong
     payloads = settings.all_payloads()
     config.num_payloads = len(payloads)
-    for q, payload in enumerate(payloads.values()):
+    for q, (name, payload) in enumerate(payloads.items()):
         config.payloads[q].dtype = tensors.CODES[payload.dtype]
-        config.payloads[q].elements = _native.fit("elements", payload.elements, 63)
+        field = "hidden" if q == 0 else f"payloads[{name!r}].elements"
+        config.payloads[q].elements = _native.fit(field, payload.elements, 63)
     config.combine_dtype = tensors.CODES[settings.combine_dtype_name()]
     elements = settings.hidden if settings.combine_hidden is None else settings.combine_hidden
     config.combine_elements = _native.fit("combine_hidden", elements, 63)
@@ -148,23 +150,22 @@ def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
         config.expert_rank, config.expert_slot = (part.ctypes.data for part in places)
     native, keep = (None, None) if placement is None else placement.native(settings.experts)
     config.placement = None if native is None else addressof(native)
-    # The C library's 0 means "default"; here the default is written out, so 0 is as wrong as -1.
-    config.lanes = _native.fit("lanes", settings.lanes) or -1
+    config.lanes = _native.fit_given("lanes", settings.lanes)
     if settings.timeout is not None:
         config.timeout_ms = milliseconds(settings.timeout)
     config.id_dtype = tensors.CODES[tensors.dtype_name(settings.id_dtype)]
     config.id_space = named("id_space", settings.id_space, _native.ID_SPACES)
     config.invalid_id = _native.fit("invalid_id", settings.invalid_id)
     config.sm_limit = _native.fit("sm_limit", settings.sm_limit)
-    # As with lanes, 0 is not "default" here.
     if settings.max_recv_tokens is not None:
-        config.max_recv_tokens = _native.fit("max_recv_tokens", settings.max_recv_tokens) or -1
+        config.max_recv_tokens = _native.fit_given("max_recv_tokens", settings.max_recv_tokens)
     config.overflow = named("overflow", settings.overflow, _native.OVERFLOWS)
     if settings.row_alignment is not None:
-        config.row_alignment = _native.fit("row_alignment", settings.row_alignment) or -1
-    if (lease_bytes := _native.fit("lease_bytes", settings.lease_bytes, 62)) < 0:
-        raise InvalidArgument(f"lease_bytes is {lease_bytes}; it must be at least 0")
-    config.lease_bytes = lease_bytes
+        config.row_alignment = _native.fit_given("row_alignment", settings.row_alignment)
+    given = settings.lease_bytes
+    if not isinstance(given, numbers.Integral) or not 0 <= given < 2**62:
+        raise InvalidArgument(f"lease_bytes is {given!r}; it must be an integer from 0 to {2**62 - 1}")
+    config.lease_bytes = int(given)
     return config, (places, native, keep)
 
 
@@ -177,8 +178,8 @@ def named(field: str, value: str, codes: Mapping[str, int]) -> int:
 
 def milliseconds(timeout: float) -> int:
     """A timeout for the C API from one in seconds."""
-    if not 0.001 <= timeout <= 2e6:
-        raise InvalidArgument(f"timeout is {timeout}; it must be from 0.001 to 2e6 seconds")
+    if not isinstance(timeout, numbers.Real) or not 0.001 <= timeout <= 2e6:
+        raise InvalidArgument(f"timeout is {timeout!r}; it must be from 0.001 to 2e6 seconds")
     return round(timeout * 1000)
 
 

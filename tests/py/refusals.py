@@ -244,7 +244,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "max_tokens": ({"max_tokens": 0}, r"max_tokens is 0; it must be from 1 to 268435455"),
     "hidden": ({"hidden": 0, "combine_hidden": 1}, r"hidden is 0; it must be from 1"),
     "lanes": ({"lanes": 65}, r"lanes is 65; it must be from 1 to 64"),
-    "no lanes": ({"lanes": 0}, r"lanes is -1; it must be from 1 to 64"),
+    "no lanes": ({"lanes": 0}, r"lanes is 0; it must be from 1 to 64"),
     "combine_dtype": ({"combine_dtype": "int8"}, r"combine_dtype is int8 \(2\); it must be float32"),
     "invalid_id": ({"invalid_id": 1}, r"invalid_id is 1, which is a valid id; .* at least 2"),
     "global invalid_id": (

@@ -56,6 +56,7 @@ DEFAULTS = ("mode", "combine_dtype", "lanes", "timeout_ms", "id_dtype", "id_spac
 
 # What Python says of macros and enumerators, by name in C.
 MACROS = {
+    "TW_VERSION": _native.VERSION,
     "TW_MAX_PAYLOADS": _native.MAX_PAYLOADS,
     "TW_MAX_TOP_K": _native.MAX_TOP_K,
     "TW_MAX_RANKS": _native.MAX_RANKS,

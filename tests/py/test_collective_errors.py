@@ -41,6 +41,19 @@ GATHERS: dict[str, tuple[dict[str, Any], str]] = {
     "a size below 0": ({"sizes": [3, -1, 5]}, r"sizes\[1\] is -1; it must be from 0 to 5"),
     "a size above B": ({"sizes": [3, 10, 5]}, r"so the bound is 10; it must be from 1 to max_tokens, 9"),
     "a size above b": ({"bound": 4}, r"sizes\[2\] is 5; it must be from 0 to 4"),
+    "a size of 33 bits": (
+        {"sizes": [3 + 2**32, 0, 5]},
+        r"^sizes\[0\] is 4294967299; it must be from 0 to max",
+    ),
+    "a size of many rows": (
+        {"sizes": [3, 0, 2**31 - 1], "bound": 5},
+        r"sizes\[2\] is 2147483647; it must be from 0",
+    ),
+    "bound of many rows": ({"sizes": None, "bound": 2**31 - 1}, r"bound is 2147483647, so the bound is 2147483647"),
+    "no rows beside sizes in memory": (
+        {"sizes": np.array([3, 0, 5]), "rows": _rows(0)},
+        r"^rows has 0 rows and sizes is a tensor, so the bound would be 0; beside such sizes rows must be as many as",
+    ),
     "few sizes": ({"sizes": [3, 5]}, r"^sizes is \[3, 5\]; it must be 3 integers"),
     "sizes of no type": ({"sizes": [3, "0", 5]}, r"^sizes is \[3, '0', 5\]; it must be 3 integers"),
     "sizes are a string": ({"sizes": "305"}, r"^sizes is of type str; it must be a"),
@@ -66,6 +79,14 @@ GATHERS: dict[str, tuple[dict[str, Any], str]] = {
 REDUCES: dict[str, tuple[dict[str, Any], str]] = {
     "rows": ({"rows": _rows(7)}, r"rows has shape \[7, 16\]; it must be \[8, 16\]"),
     "dtype": ({"rows": _rows(8, 16, np.int32)}, r"rows has dtype int32 \(5\); it must be float32, bf"),
+    "a size of 33 bits": (
+        {"sizes": [3 + 2**32, 0, 5]},
+        r"^sizes\[0\] is 4294967299; it must be from 0 to max",
+    ),
+    "a share of 40 bits": (
+        {"sizes": 2**40, "rows": np.zeros((3, 5, 16), BF16), "layout": "rank_major"},
+        r"^sizes is 1099511627776; it must be from 0 to max_tokens, 9",
+    ),
     "no shares": ({"rows": _rows(8), "sizes": None}, r"has 8 rows and no sizes are given; it must be an equal share"),
     "one size of flat": ({"rows": _rows(9), "sizes": 3}, r"^sizes is 3; of one rank alone .* 'rank_major'"),
     "[1] of flat": (

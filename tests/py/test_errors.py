@@ -111,7 +111,14 @@ def refusals_everywhere(env: Env, changes: dict[str, Any]) -> Any:
 CANNOT_HOLD = [
     ({"experts": 2**31}, r"experts is 2147483648; it must be an integer of 32 bits"),
     ({"max_tokens": 1.5}, r"max_tokens is 1.5; it must be an integer"),
-    ({"hidden": 2**63}, r"elements is 9223372036854775808; it must be an integer of 64 bits"),
+    ({"hidden": 2**63}, r"hidden is 9223372036854775808; it must be an integer of 64 bits"),
+    ({"hidden": 1.5}, r"hidden is 1.5; it must be an integer"),
+    ({"payloads": {"p": (1.5, "uint8")}}, r"payloads\['p'\].elements is 1.5; it must be an integer"),
+    (
+        {"lease_bytes": 2**62},
+        r"lease_bytes is 4611686018427387904; it must be an integer from 0 to 4611686018427387903",
+    ),
+    ({"timeout": "soon"}, r"timeout is 'soon'; it must be from 0.001"),
     ({"dtype": "float128"}, r"dtype is 'float128'; it must be one of uint8"),
     ({"payloads": {f"p{q}": (1, "uint8") for q in range(8)}}, r"payloads has 8 entries; .* 7"),
     ({"payloads": {"ids": (1, "uint8")}}, r"payloads are named \['ids'\]"),
@@ -140,7 +147,6 @@ def test_settings_that_c_cannot_hold(changes, told) -> None:
         *CANNOT_HOLD,
         ({"payloads": 5}, "settings: .*int"),
         ({"payloads": {"p": 5}}, "settings: "),
-        ({"timeout": "soon"}, "settings: "),
     ],
 )
 def test_peers_learn_what_c_cannot_hold(world, changes, told) -> None:

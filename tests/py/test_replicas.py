@@ -286,7 +286,7 @@ BAD = {
     "nothing": ({"policy": "shares", "shares": [1, 1, 1, 1, 1, 1, 0]}, "slot_shares of expert 6 are all 0"),
     "not shares": ({"shares": [1] * 7}, "only policy 'shares'"),
     "decay": ({"count_loads": True, "load_decay": 1.0}, "load_decay is 1; it must be at least 0 and below 1"),
-    "layers": ({"layers": 0}, "num_layers is -1; it must be from 1 to 4096"),
+    "layers": ({"layers": 0}, "num_layers is 0; it must be from 1 to 4096"),
 }
 
 

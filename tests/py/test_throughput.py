@@ -387,7 +387,7 @@ def test_one_rank_refuses(world: Any, send_only: bool) -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"max_recv_tokens": 0}, "max_recv_tokens is -1; it must be from 1 to 12"),
+        ({"max_recv_tokens": 0}, "max_recv_tokens is 0; it must be from 1 to 12"),
         ({"max_recv_tokens": 13}, "max_recv_tokens is 13; it must be from 1 to 12"),
         ({"row_alignment": 3}, "row_alignment is 3; it must be a power of two from 1 to 256"),
         ({"row_alignment": 512}, "row_alignment is 512; it must be from 1 to 256"),

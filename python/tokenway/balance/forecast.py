@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tokenway import checked
 from tokenway.errors import InvalidArgument
 
 Array = np.ndarray
@@ -38,7 +39,7 @@ class Forecast:
 
     def add(self, window: Array) -> None:
         """window: [layers, E], what each expert got since the last one; tokens or anything proportional."""
-        now = np.asarray(window, np.float64)
+        now = checked.floats("window", window, np.float64)
         if now.ndim != 2 or not now.shape[1] or not np.all(np.isfinite(now)) or np.any(now < 0):
             raise InvalidArgument(
                 f"window has shape {list(now.shape)}; it must be [layers, experts], finite, none negative"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import _native, tensors
+from tokenway import _native, checked, tensors
 from tokenway._balance import PlanConfig, PlanMove, PlanOutput
 from tokenway.errors import InvalidArgument
 
@@ -237,14 +237,7 @@ def _budget(writes: Any) -> int:
 
 
 def _loads(loads: Any) -> Array:
-    if tensors.is_torch(loads):
-        loads = loads.detach().cpu()
-        loads = (loads if "bfloat16" not in str(loads.dtype) else loads.float()).numpy()
-    try:
-        array = np.asarray(loads)
-    except ValueError:
-        told = "loads has rows of different lengths; it must be [layers, experts] or [experts]"
-        raise InvalidArgument(told) from None
+    array = checked.host_array("loads", loads)
     if array.dtype.kind not in "iuf":
         raise InvalidArgument(f"loads has dtype {array.dtype}; it must be a type of numbers")
     if array.dtype.newbyteorder("=") not in (np.float32, np.float64, np.int32, np.int64):
@@ -259,13 +252,9 @@ def _loads(loads: Any) -> Array:
 
 def _map(name: str, placed: Any, layers: int, config: PlanConfig) -> Array:
     given = placed.physical_to_logical if isinstance(placed, Plan) else placed
-    if tensors.is_torch(given):
-        given = given.detach().cpu().numpy()
-    array = np.asarray(given)
+    array = checked.host_array(name, given)
     wanted = (layers, config.num_ranks * config.slots_per_rank)
     if array.dtype.kind not in "iu" or array.shape != wanted:
         what = f"{array.dtype} {list(array.shape)}"
         raise InvalidArgument(f"{name} is {what}; it must be integers [layers, ranks * slots], {list(wanted)}")
-    # Beyond 32 bits there is no expert: refused as -1 is.
-    fits = (array >= 0) & (array < 2**31)
-    return np.ascontiguousarray(np.where(fits, array, -1), np.int32)
+    return checked.integers(name, array)
