@@ -310,6 +310,7 @@ def test_rows_between_nodes() -> None:
     assert balance.rows_between_nodes(plan, np.array([[both[0]]] * 8)) == 0.5
 
 
+@pytest.mark.long
 def test_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All its tables, as the page shows them."""
     monkeypatch.setattr(placement, "LAYERS", 2)
