@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
-from threading import Thread, current_thread, get_ident, main_thread
+from threading import get_ident
 from typing import Any
 
 _log = logging.getLogger("tokenway")
@@ -46,23 +45,6 @@ def tell(error: BaseException | None = None) -> None:
         if error is not None:
             raise interrupt from error
         raise interrupt
-
-
-def in_thread(call: Callable[[], Any]) -> Any:
-    """call(), which may block outside of Python for as long as peers please, so that no handler of a signal would run
-    in this thread: another one makes it, and goes on with it where a handler raises."""
-    if current_thread() is not main_thread():
-        return call()
-    outcome: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    Thread(target=run, name="tokenway-blocked", daemon=True).start()
-    return outcome.result()
 
 
 def function(prototype: Any, call: Callable[..., Any], failed: Any, problem: str = "") -> Any:

@@ -64,7 +64,7 @@ def gather(process_group: Any, occasion: str, mine: Any, rank: int, nranks: int,
         return [mine]
     if dist.get_backend(process_group) == "mpi":
         outcome: list[Any] = [None] * nranks
-        made = _Bounded(lambda: dist.all_gather_object(outcome, mine, group=process_group))
+        made = Bounded(lambda: dist.all_gather_object(outcome, mine, group=process_group))
         if not made.wait(timeout):
             raise PeerTimeout(f"connecting: not all of the {nranks} ranks have come within {timeout:g} s")
         return outcome
@@ -72,7 +72,7 @@ def gather(process_group: Any, occasion: str, mine: Any, rank: int, nranks: int,
     # The public face of it, ProcessGroup.get_group_store, has come late, and there are groups without it.
     store = dist.PrefixStore("tokenway", dist.distributed_c10d._get_process_group_store(group))
     table = _Table(store, occasion, mine, rank, nranks, timeout)
-    made = _Bounded(table.meet)
+    made = Bounded(table.meet)
     try:
         if made.wait(timeout + _SLOW):
             return made.value
@@ -84,8 +84,8 @@ def gather(process_group: Any, occasion: str, mine: Any, rank: int, nranks: int,
     )
 
 
-class _Bounded:
-    """Runs a function on a thread, for who waits no longer than he wants to."""
+class Bounded:
+    """Runs a function on a thread, for who waits no longer than he wants, or until a signal's handler raises."""
 
     def __init__(self, function: Callable[[], Any]):
         self.value: Any = None
@@ -100,7 +100,7 @@ class _Bounded:
             self._error = error
         self._done.set()
 
-    def wait(self, timeout: float) -> bool:
+    def wait(self, timeout: float | None) -> bool:
         """Whether it has ended by then; raises what it has raised."""
         if not self._done.wait(timeout):
             return False

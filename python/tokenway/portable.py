@@ -24,6 +24,7 @@ import numpy as np
 
 from tokenway import _carrier, _native, callbacks, carried
 from tokenway.errors import InvalidArgument, SystemFailure, TokenwayError, Unsupported
+from tokenway.meeting import Bounded
 
 _log = logging.getLogger("tokenway")
 
@@ -309,14 +310,16 @@ class Carrier:
 
     def _open(self, _: Any, config: Any, channel: Any, error: Any) -> int:
         try:
-            made = callbacks.in_thread(partial(self._make_channel, _copy_of(config.contents)))
+            # PyTorch connects outside of Python, where no handler of a signal would run.
+            connecting = Bounded(partial(self._make_channel, _copy_of(config.contents)))
+            connecting.wait(None)
         except Exception as problem:
             text = f"{type(problem).__name__}: {problem}".encode()[:255]
             ctypes.memmove(error, text + b"\0", len(text) + 1)
             raise
         with self._lock:
             self._next += 1
-            self._channels[self._next] = made
+            self._channels[self._next] = connecting.value
             channel[0] = self._next
         return 0
 

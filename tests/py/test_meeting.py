@@ -80,9 +80,9 @@ def test_ranks_at_different_occasions(store) -> None:
 def test_a_store_that_does_not_answer() -> None:
     """The process that holds it may be stopped: PyTorch waits for it without end."""
     release = threading.Event()
-    held = meeting._Bounded(lambda: release.wait(60))
+    held = meeting.Bounded(lambda: release.wait(60))
     assert not held.wait(0.05)
     release.set()
     assert held.wait(60) and held.value is True
     with pytest.raises(ZeroDivisionError):
-        meeting._Bounded(lambda: 1 // 0).wait(60)
+        meeting.Bounded(lambda: 1 // 0).wait(60)
