@@ -14,8 +14,8 @@ from refusals import ROUND, SETUP, Calls, adapt
 
 import tokenway as tw
 
-AT_ONCE = 5.0  # seconds: far below any timeout here, far above what a busy machine makes of it
-TIMEOUT = 100.0
+TIMEOUT = 200.0
+AT_ONCE = 100.0  # seconds: half of what a fault would take, and what a busy machine may, where PyTorch is first used
 
 
 class Angry(ZeroDivisionError):

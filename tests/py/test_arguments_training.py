@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from harness import Env
-from test_arguments import TIMEOUT, check, no_torch, told
+from test_arguments import AT_ONCE, TIMEOUT, check, no_torch, told
 
 import tokenway as tw
 
@@ -177,4 +177,4 @@ def test_groups(threads) -> None:
     assert first[0] == "twInvalidArgument" and "dtype is float16" in first[1]
     for result, said, _, took in others:
         assert result == "twInvalidArgument" and "rank 0: its settings were refused there" in said
-        assert took < 10
+        assert took < AT_ONCE
