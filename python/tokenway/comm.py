@@ -50,7 +50,7 @@ class Comm(_native.Shared):
         for socket files if it begins with "/". timeout: seconds to wait for the others (default 100).
         """
         config = _config(timeout)
-        config.address = address.encode()
+        config.address = _address(address)
         pointer = c_void_p()
         _native.check(_native.lib.twCommCreateShm(byref(pointer), *_native.fit_place(rank, nranks), byref(config)))
         return cls(pointer.value or 0)
@@ -66,7 +66,7 @@ class Comm(_native.Shared):
         """
         index = None if device is None else cuda.index_of(device)
         config = _config(timeout)
-        config.address = address.encode()
+        config.address = _address(address)
         config.device = cuda.current_device() if index is None else index
         pointer = c_void_p()
         _native.check(_native.lib.twCommCreateCuda(byref(pointer), *_native.fit_place(rank, nranks), byref(config)))
@@ -135,6 +135,18 @@ class Comm(_native.Shared):
     def __repr__(self) -> str:
         where = "" if self.device is None else f", device={self.device}"
         return f"Comm(rank={self.rank}, nranks={self.nranks}{where}, backend={self.backend!r})"
+
+
+def _address(address: str) -> bytes:
+    """As the C library takes it: it would not see what comes after a NUL."""
+    if not isinstance(address, str):
+        raise InvalidArgument(f"address is {address!r}; it must be a string")
+    if "\0" in address:
+        raise InvalidArgument(f"address is {address!r}; it must not hold a NUL")
+    try:
+        return address.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"address is {address!r}; it must not hold a surrogate") from None
 
 
 def _config(timeout: float | None) -> _native.CommConfig:

@@ -2,36 +2,45 @@
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <random>
 
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/descriptors.h"
+#include "bootstrap/host.h"
 #include "core/interrupt.h"
 
 namespace tw {
 namespace {
 
 struct Card {
-  char host[48] = {};     // this boot of this host
-  char address[40] = {};  // what rank 0 proposes
+  char host[48] = {};      // this boot of this host
+  char address[40] = {};   // what rank 0 proposes
+  char trouble[300] = {};  // why this rank cannot be met; "" if it can
 };
 
-// Names this boot of this host: what Unix sockets need ranks to have in common.
-void name_host(Card* card) {
-  if (std::FILE* const file = std::fopen("/proc/sys/kernel/random/boot_id", "r")) {
-    if (std::fscanf(file, "%47s", card->host) != 1) card->host[0] = 0;
-    std::fclose(file);
-  }
-  if (card->host[0] == 0) ::gethostname(card->host, sizeof card->host - 1);
-}
-
 }  // namespace
+
+Status name_boot(int ranks, char (&name)[48]) {
+  name[0] = 0;
+  if (std::FILE* const file = std::fopen("/proc/sys/kernel/random/boot_id", "re")) {
+    if (std::fscanf(file, "%47s", name) != 1) name[0] = 0;
+    std::fclose(file);
+  } else if (errno == EMFILE || errno == ENFILE) {  // another name would make one host look like two
+    return fail_to_open(ranks, "read this host's boot_id");
+  }
+  if (name[0] == 0) ::gethostname(name, sizeof name - 1);
+  return {};
+}
 
 Status agree_on_address(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
                         std::string* address) {
   Card mine;
-  name_host(&mine);
+  raise_descriptor_limit();
+  Status named = name_boot(size, mine.host);
+  std::snprintf(mine.trouble, sizeof mine.trouble, "%s", named.text.c_str());
   std::random_device random;
   std::snprintf(mine.address, sizeof mine.address, "%08x%08x%08x%08x", random(), random(), random(), random());
   std::vector<Card> all(size);
@@ -41,7 +50,9 @@ Status agree_on_address(int rank, int size, const std::function<int(const void*,
   if (std::memcmp(&all[rank], &mine, sizeof mine) != 0) {
     return fail(twSystemError, "config.allgather returned 0, but what rank %d gave is not at its place", rank);
   }
+  TW_RETURN_IF_FAILED(std::move(named));
   for (int other = 0; other < size; ++other) {
+    if (all[other].trouble[0] != 0) return fail(twPeerRefused, "rank %d: %s", other, all[other].trouble);
     if (std::memcmp(all[other].host, all[rank].host, sizeof mine.host) == 0) continue;
     return fail(twUnsupported, "rank %d and rank %d run on different hosts; ranks of a comm must share one", rank,
                 other);

@@ -36,10 +36,11 @@ class Fd {
   int fd_ = -1;
 };
 
-// What one rank gives to the others: bytes, and where ranks are processes, perhaps a descriptor.
+// What one rank gives to the others: bytes, and where ranks are processes, perhaps a descriptor. One that was sent, but
+// found no room in this process, is there without being open.
 struct Parcel {
   std::string bytes;
-  Fd fd;
+  std::shared_ptr<const Fd> fd;
 };
 
 enum class Presence { kHere, kLate, kGone, kGaveUp };
@@ -99,7 +100,8 @@ Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, 
 Status agree(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline, const char* occasion,
              const Status& mine);
 
-// A mesh of Unix sockets between processes of one host. `address` as in twCommConfig_t.
+// A mesh of Unix sockets between processes of one host. `address` as in twCommConfig_t. Where it fails after others may
+// have come to this rank, all of them hear why, until the deadline also those that come later.
 Status connect_mesh(int rank, int size, const std::string& address, TimePoint deadline,
                     std::unique_ptr<Bootstrap>* bootstrap);
 
@@ -167,5 +169,9 @@ class Unpacker {
   size_t at_ = 0;
   bool ok_ = true;
 };
+
+// In front of what a rank gives: how its own part went. Read by a peer, which fails alike and names the rank.
+Packer pack_result(const Status& mine);
+Status read_result(int rank, Unpacker& reader);
 
 }  // namespace tw

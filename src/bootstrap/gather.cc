@@ -42,20 +42,28 @@ Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, 
   return {};
 }
 
-Status agree(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline, const char* occasion,
-             const Status& mine) {
+Packer pack_result(const Status& mine) {
   Packer packer;
   packer.add<int32_t>(mine.code).add_bytes(mine.text.data(), mine.text.size());
+  return packer;
+}
+
+Status read_result(int rank, Unpacker& reader) {
+  auto code = static_cast<twResult_t>(reader.get<int32_t>());
+  if (code == twInterrupted) code = twPeerAborted;  // the rank's wait, not this one's
+  const std::string text = reader.get_bytes();
+  return code == twSuccess ? Status{} : fail(code, "rank %d: %s", rank, text.c_str());
+}
+
+Status agree(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline, const char* occasion,
+             const Status& mine) {
   std::vector<Parcel> all;
-  Status arrived = gather(bootstrap, members, tag, {packer.take(), {}}, deadline, occasion, &all);
+  Status arrived = gather(bootstrap, members, tag, {pack_result(mine).take(), {}}, deadline, occasion, &all);
   if (!mine.ok()) return mine;
   TW_RETURN_IF_FAILED(std::move(arrived));
   for (size_t rank = 0; rank < all.size(); ++rank) {
     Unpacker reader(all[rank].bytes);
-    auto code = static_cast<twResult_t>(reader.get<int32_t>());
-    if (code == twInterrupted) code = twPeerAborted;  // the rank's wait, not this one's
-    const std::string text = reader.get_bytes();
-    if (code != twSuccess) return fail(code, "rank %zu: %s", rank, text.c_str());
+    TW_RETURN_IF_FAILED(read_result(static_cast<int>(rank), reader));
   }
   return {};
 }

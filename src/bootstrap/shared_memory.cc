@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "bootstrap/descriptors.h"
 #include "bootstrap/local_registry.h"
 
 namespace tw {
@@ -16,9 +17,10 @@ Status map_memory(int fd, uint64_t bytes, std::shared_ptr<Mapping>* mapping) {
   return {};
 }
 
-Status make_memfd(uint64_t bytes, Fd* fd) {
-  *fd = Fd(::memfd_create("tokenway-window", MFD_CLOEXEC));
-  if (!*fd) return fail_errno("cannot create a memfd");
+Status make_memfd(uint64_t bytes, int ranks, std::shared_ptr<const Fd>* made) {
+  auto fd = std::make_shared<const Fd>(::memfd_create("tokenway-window", MFD_CLOEXEC));
+  if (!*fd) return fail_to_open(ranks, "create a window's memfd");
+  *made = fd;
   if (::ftruncate(fd->get(), static_cast<off_t>(bytes)) != 0) {
     return fail_errno("cannot give a window %s", bytes_text(bytes).c_str());
   }
@@ -30,21 +32,22 @@ LocalRegistry<Mapping>& local_memory() {
   return memory;
 }
 
-Status take(bool in_process, int member, uint64_t number, const Parcel& parcel, uint64_t bytes,
+Status take(const Bootstrap& bootstrap, int member, uint64_t number, const Parcel& parcel, uint64_t bytes,
             std::shared_ptr<Mapping>* mapping) {
-  if (in_process) {
+  if (bootstrap.in_process()) {
     *mapping = local_memory().find(number);
     return *mapping != nullptr ? Status{} : fail(twSystemError, "rank %d could not give its window", member);
   }
   struct stat size {};
-  if (!parcel.fd || ::fstat(parcel.fd.get(), &size) != 0) {
+  if (parcel.fd != nullptr && !*parcel.fd) return fail_to_receive(bootstrap.size(), "take a peer's window");
+  if (parcel.fd == nullptr || ::fstat(parcel.fd->get(), &size) != 0) {
     return fail(twSystemError, "rank %d could not give its window", member);
   }
   if (static_cast<uint64_t>(size.st_size) != bytes) {
     return fail(twInternalError, "the window of rank %d has %lld bytes, not %llu", member,
                 static_cast<long long>(size.st_size), static_cast<unsigned long long>(bytes));
   }
-  return map_memory(parcel.fd.get(), bytes, mapping);
+  return map_memory(parcel.fd->get(), bytes, mapping);
 }
 
 }  // namespace
@@ -56,15 +59,16 @@ Status share_memory(Bootstrap& bootstrap, std::span<const int> members, uint64_t
                     SharedMemory* memory) {
   Parcel mine;
   std::shared_ptr<Mapping> own;
-  Status made = make_memfd(bytes, &mine.fd);
-  if (made.ok()) made = map_memory(mine.fd.get(), bytes, &own);
+  Status made = make_memfd(bytes, bootstrap.size(), &mine.fd);
+  if (made.ok()) made = map_memory(mine.fd->get(), bytes, &own);
+  uint64_t number = 0;
   if (made.ok()) {
     fill(own->data());
-    const uint64_t number = bootstrap.in_process() ? local_memory().add(own) : 0;
-    mine.bytes = Packer().add(number).add_bytes(note.data(), note.size()).take();
+    if (bootstrap.in_process()) number = local_memory().add(own);
   } else {
-    mine.fd.reset();  // the others must not wait for it
+    mine.fd.reset();  // the others hear why there is none
   }
+  mine.bytes = pack_result(made).add(number).add_bytes(note.data(), note.size()).take();
   std::vector<Parcel> all;
   Status met = gather(bootstrap, members, tag, mine, deadline, "exchanging windows", &all);
   TW_RETURN_IF_FAILED(std::move(made));
@@ -72,13 +76,14 @@ Status share_memory(Bootstrap& bootstrap, std::span<const int> members, uint64_t
   memory->by_rank.resize(all.size());
   for (size_t rank = 0; rank < all.size(); ++rank) {
     Unpacker reader(all[rank].bytes);
-    const auto number = reader.get<uint64_t>();
+    TW_RETURN_IF_FAILED(read_result(members[rank], reader));
+    const auto theirs = reader.get<uint64_t>();
     memory->notes.push_back(reader.get_bytes());
     std::shared_ptr<Mapping>& mapping = memory->by_rank[rank];
     if (members[rank] == bootstrap.rank()) {
       mapping = own;
     } else {
-      TW_RETURN_IF_FAILED(take(bootstrap.in_process(), members[rank], number, all[rank], bytes, &mapping));
+      TW_RETURN_IF_FAILED(take(bootstrap, members[rank], theirs, all[rank], bytes, &mapping));
     }
   }
   return {};

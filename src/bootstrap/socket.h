@@ -25,10 +25,14 @@ class Connection {
 
   int fd() const { return socket_.get(); }
   bool open() const { return static_cast<bool>(socket_) && !closed_; }
+  // What a peer may send at once; who sends more has closed the connection. Without end at first.
+  void limit(size_t bytes) { limit_ = bytes; }
   bool has_output() const { return !output_.empty(); }
+  // Output waits, not for this socket, but for any peers of this user to take descriptors that are under way to them.
+  bool crowded() const { return crowded_ && has_output(); }
 
-  // Queues a parcel, with a duplicate of the descriptor, if any.
-  void queue(uint64_t tag, const std::string& bytes, int fd);
+  // Queues a parcel, with a descriptor, if any.
+  void queue(uint64_t tag, const std::string& bytes, const std::shared_ptr<const Fd>& fd = nullptr);
   // Moves what the socket takes or gives without blocking. Marks the connection closed when the peer has closed it.
   // Returns whether a parcel of a meeting has come.
   bool pump();
@@ -41,7 +45,7 @@ class Connection {
   struct Outgoing {
     std::string bytes;
     size_t sent = 0;
-    Fd fd;
+    std::shared_ptr<const Fd> fd;
   };
 
   bool send_some();
@@ -50,6 +54,8 @@ class Connection {
 
   Fd socket_;
   bool closed_ = false;
+  bool crowded_ = false;
+  size_t limit_ = SIZE_MAX;
   std::deque<Outgoing> output_;
   std::string input_;
   std::deque<Fd> descriptors_;
@@ -57,32 +63,52 @@ class Connection {
   std::map<uint64_t, std::string> posts_;
 };
 
-// A listening socket for `address` + rank, and a connection to one. An address is the name of abstract sockets, or,
-// with a '/' in front, a path prefix.
-Status listen_at(const std::string& address, int rank, int backlog, Fd* listener);
-// twTimeout with nothing else wrong means that nobody listens there yet.
-Status connect_to(const std::string& address, int rank, Fd* socket);
+// A peer: the connection to it and, where that can be had, its process.
+struct Link {
+  Link() = default;
+  explicit Link(Connection to) : connection(std::move(to)) {}
+  Link(Link&&) = default;
+  Link& operator=(Link&& other) noexcept {
+    std::swap(connection, other.connection);
+    std::swap(process, other.process);
+    return *this;
+  }
+  // Closing alone would not tell the peer while a forked child holds the socket too.
+  ~Link();
 
-// Refuses peers of other users; gives the peer's process id (0 if it is in another pid namespace).
-Status check_peer(int socket, int* pid);
+  bool made() const { return connection.fd() >= 0; }
+  // Whether the peer has closed the connection, or its process has ended: a forked child may hold the socket open.
+  // Never blocks.
+  bool has_ended() const;
+
+  Connection connection;
+  Fd process;  // pidfd
+};
 
 // How the ranks of a mesh reach each other.
 class Way {
  public:
   virtual ~Way() = default;
-  virtual Status listen(int rank, int size, Fd* listener) = 0;
-  // Connects to a rank, which may have several addresses: `attempt` goes through them. twTimeout: not now, or not
-  // there.
+  virtual Status listen(int rank, int size, TimePoint deadline, Fd* listener) = 0;
+  // Takes away what listen() made for others to find this rank. Before the listener is closed.
+  virtual void stop_listening() {}
+  // Begins to connect to a rank, which may have several addresses: `attempt` goes through them. No socket: not now, or
+  // not there. Never blocks: the connection is there when the socket can be written to.
   virtual Status dial(int peer, int attempt, Fd* socket) = 0;
   // Refuses a peer that is none; gives its process id, 0 if that is unknown here.
   virtual Status check(int socket, int* pid) = 0;
   // The process of a rank, where check() cannot tell; 0 if it is unknown here.
   virtual int process(int /*peer*/) const { return 0; }
-  // What all ranks know and nobody else; 0 where sockets can be reached by the right ones alone. If there is one, who
-  // is dialled answers.
+  // What all ranks know and nobody else; 0 where sockets can be reached by the right ones alone.
   virtual uint64_t secret() const { return 0; }
+  // Where a rank listens, if another attempt may want the same place; else "".
+  virtual std::string place(int /*rank*/) const { return {}; }
 };
 
+// The mesh of a rank that is connected to all. wake: an eventfd.
+std::unique_ptr<Bootstrap> make_mesh(int rank, std::vector<Link> links, Fd wake);
+
+// As connect_mesh.
 Status connect_over(std::unique_ptr<Way> way, int rank, int size, TimePoint deadline,
                     std::unique_ptr<Bootstrap>* bootstrap);
 

@@ -1,11 +1,9 @@
 // The mesh over TCP, for ranks on several hosts or in several network namespaces. Each rank listens at a port of its
 // own, on all addresses, and tells the others where by the caller's allgather.
-#include <fcntl.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -13,6 +11,8 @@
 #include <cstring>
 #include <random>
 
+#include "bootstrap/descriptors.h"
+#include "bootstrap/host.h"
 #include "bootstrap/socket.h"
 #include "core/interrupt.h"
 
@@ -20,8 +20,6 @@ namespace tw {
 namespace {
 
 constexpr int kMostAddresses = 8;
-constexpr int kLookMs = kInterruptLook.count();
-constexpr int kDialMs = 1000;  // for one address: one that cannot be reached may never say so
 
 struct Address {
   uint8_t bytes[16] = {};  // IPv6, or IPv4 mapped into it
@@ -35,24 +33,22 @@ struct TcpCard {
   char processes[40] = {};  // this namespace of process ids
   int32_t process = 0;
   char note[64] = {};
-  uint64_t secret = 0;  // rank 0's counts
+  char trouble[300] = {};  // why this rank cannot be met; "" if it can
+  uint64_t secret = 0;     // rank 0's counts
   uint16_t port = 0;
   int32_t addresses = 0;
   Address at[kMostAddresses];
 };
 
-void name_domain(TcpCard* card) {
+Status name_domain(int size, TcpCard* card) {
   char boot[48] = "";
-  if (std::FILE* const file = std::fopen("/proc/sys/kernel/random/boot_id", "r")) {
-    if (std::fscanf(file, "%47s", boot) != 1) boot[0] = 0;
-    std::fclose(file);
-  }
-  if (boot[0] == 0) ::gethostname(boot, sizeof boot - 1);
+  TW_RETURN_IF_FAILED(name_boot(size, boot));
   char space[40] = "";
   if (::readlink("/proc/self/ns/net", space, sizeof space - 1) < 0) space[0] = 0;
   std::snprintf(card->domain, sizeof card->domain, "%s %s", boot, space);
-  if (::readlink("/proc/self/ns/pid", card->processes, sizeof card->processes - 1) < 0) return;
+  if (::readlink("/proc/self/ns/pid", card->processes, sizeof card->processes - 1) < 0) return {};
   card->process = static_cast<int32_t>(::getpid());
+  return {};
 }
 
 Address loopback() {
@@ -64,9 +60,9 @@ Address loopback() {
 }
 
 // Addresses of interfaces that are up, IPv4 first, without loopback.
-void list_addresses(TcpCard* card) {
+Status list_addresses(int size, TcpCard* card) {
   ifaddrs* all = nullptr;
-  if (::getifaddrs(&all) != 0) return;
+  if (::getifaddrs(&all) != 0) return descriptor_shortage() != 0 ? fail_to_receive(size, "list addresses") : Status{};
   for (const int family : {AF_INET, AF_INET6}) {
     for (const ifaddrs* each = all; each != nullptr && card->addresses < kMostAddresses; each = each->ifa_next) {
       if (each->ifa_addr == nullptr || each->ifa_addr->sa_family != family) continue;
@@ -84,6 +80,7 @@ void list_addresses(TcpCard* card) {
     }
   }
   ::freeifaddrs(all);
+  return {};
 }
 
 sockaddr_in6 socket_address(const Address& address, uint16_t port) {
@@ -133,7 +130,7 @@ class TcpWay : public Way {
   Status open(int size) {
     bool v6 = false;
     listener_ = make_socket(&v6);
-    if (!listener_) return fail_errno("cannot make a TCP socket");
+    if (!listener_) return fail_to_open(size, "make a TCP socket");
     const SocketAddress any(v6, socket_address(v6 ? Address{} : any4(), 0));
     if (::bind(listener_.get(), any.get(), any.length) != 0) return fail_errno("cannot bind a TCP socket");
     if (::listen(listener_.get(), size) != 0) return fail_errno("cannot listen");
@@ -151,7 +148,7 @@ class TcpWay : public Way {
     me_ = me;
   }
 
-  Status listen(int, int, Fd* listener) override {
+  Status listen(int, int, TimePoint, Fd* listener) override {
     *listener = std::move(listener_);
     return {};
   }
@@ -165,21 +162,9 @@ class TcpWay : public Way {
     }
     bool v6 = false;
     *socket = make_socket(&v6);
-    if (!*socket) return fail_errno("cannot make a TCP socket");
+    if (!*socket) return fail_to_open(static_cast<int>(cards_.size()), "make a TCP socket");
     const SocketAddress to(v6, socket_address(addresses[attempt % addresses.size()], card.port));
-    if (::connect(socket->get(), to.get(), to.length) != 0) {
-      if (errno != EINPROGRESS) return fail(twTimeout, "cannot be reached");
-      pollfd writable{socket->get(), POLLOUT, 0};
-      for (int waited = 0; waited < kDialMs && writable.revents == 0 && !is_interrupted(); waited += kLookMs) {
-        ::poll(&writable, 1, kLookMs);
-      }
-      int error = 0;
-      socklen_t length = sizeof error;
-      const bool done = (writable.revents & POLLOUT) != 0;
-      if (!done || ::getsockopt(socket->get(), SOL_SOCKET, SO_ERROR, &error, &length) != 0 || error != 0) {
-        return fail(twTimeout, "cannot be reached");
-      }
-    }
+    if (::connect(socket->get(), to.get(), to.length) != 0 && errno != EINPROGRESS) socket->reset();
     return {};
   }
 
@@ -219,14 +204,16 @@ Status connect_tcp(int rank, int size, const std::function<int(const void*, void
                    const std::string& note, const char* what, TimePoint deadline,
                    std::unique_ptr<Bootstrap>* bootstrap) {
   auto way = std::make_unique<TcpWay>();
+  raise_descriptor_limit();
   Status opened = way->open(size);
   TcpCard mine;
-  name_domain(&mine);
-  list_addresses(&mine);
+  if (opened.ok()) opened = name_domain(size, &mine);
+  if (opened.ok()) opened = list_addresses(size, &mine);
+  std::snprintf(mine.trouble, sizeof mine.trouble, "%s", opened.text.c_str());
   std::snprintf(mine.note, sizeof mine.note, "%s", note.c_str());
   std::random_device random;
   mine.secret = static_cast<uint64_t>(random()) << 32 | random() | 1;
-  mine.port = way->port();  // 0 if there is none: the others must not wait in the gathering
+  mine.port = way->port();
   std::vector<TcpCard> cards(size);
   const int result = allgather(&mine, cards.data(), sizeof mine);
   TW_RETURN_IF_FAILED(std::move(opened));
@@ -236,7 +223,7 @@ Status connect_tcp(int rank, int size, const std::function<int(const void*, void
     return fail(twSystemError, "config.allgather returned 0, but what rank %d gave is not at its place", rank);
   }
   for (int other = 0; other < size; ++other) {
-    if (cards[other].port == 0) return fail(twPeerRefused, "rank %d has no TCP socket", other);
+    if (cards[other].trouble[0] != 0) return fail(twPeerRefused, "rank %d: %s", other, cards[other].trouble);
     if (std::strcmp(cards[other].note, cards[0].note) == 0) continue;
     return fail(twConfigMismatch, "%s differ: rank 0 has %s, rank %d has %s", what, cards[0].note, other,
                 cards[other].note);

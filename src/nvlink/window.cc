@@ -6,6 +6,7 @@
 #include <system_error>
 #include <thread>
 
+#include "bootstrap/descriptors.h"
 #include "bootstrap/local_registry.h"
 
 namespace tw::nvlink {
@@ -220,10 +221,14 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
   for (size_t i = 0; i < readers.size() && made.ok(); ++i) made = check_peer(readers[i], init.device, context.me);
   if (made.ok()) made = DeviceMapping::create(*driver, init.device, readers, bytes, !local, &own);
   if (made.ok()) made = prepare(context, own->data());
-  if (made.ok() && !local) made = own->export_to(&mine.fd);
-  if (made.ok()) {
-    mine.bytes = Packer().add(card_of(init.device)).add<uint64_t>(local ? local_windows().add(own) : 0).take();
+  Fd exported;
+  if (made.ok() && !local) {
+    made = own->export_to(&exported);
+    if (!made.ok() && descriptor_shortage() != 0) made = fail_to_receive(init.bootstrap->size(), "export a window");
+    mine.fd = std::make_shared<const Fd>(std::move(exported));
   }
+  const uint64_t numbered = made.ok() && local ? local_windows().add(own) : 0;
+  mine.bytes = pack_result(made).add(made.ok() ? card_of(init.device) : Card{}).add(numbered).take();
   std::vector<Parcel> all;
   Status met = gather(*init.bootstrap, init.members, tag, mine, init.deadline, "exchanging windows", &all);
   TW_RETURN_IF_FAILED(std::move(made));
@@ -233,6 +238,7 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
   const std::vector<Card> cards = cards_here();
   for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
     Unpacker reader(all[rank].bytes);
+    TW_RETURN_IF_FAILED(read_result(init.members[rank], reader));
     const Card card = reader.get<Card>();
     const auto number = reader.get<uint64_t>();
     const auto found = std::find(cards.begin(), cards.end(), card);
@@ -248,7 +254,10 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
       window = local_windows().find(number);
       if (window == nullptr) return fail(twSystemError, "rank %d could not give its window", rank);
     } else {
-      TW_RETURN_IF_FAILED(DeviceMapping::import(*driver, all[rank].fd.get(), init.device, bytes, &window));
+      const Fd* const fd = all[rank].fd.get();
+      if (fd == nullptr) return fail(twSystemError, "rank %d could not give its window", rank);
+      if (!*fd) return fail_to_receive(init.bootstrap->size(), "take a peer's window");
+      TW_RETURN_IF_FAILED(DeviceMapping::import(*driver, fd->get(), init.device, bytes, &window));
     }
   }
   return {};

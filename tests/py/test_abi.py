@@ -18,7 +18,17 @@ from tokenway.settings import Settings, make_config
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include"
-NAMES = ("types.h", "carrier.h", "tokenway.h", "placement.h", "collectives.h", "balance.h", "interrupt.h", "leases.h")
+NAMES = (
+    "types.h",
+    "carrier.h",
+    "tokenway.h",
+    "comm.h",
+    "placement.h",
+    "collectives.h",
+    "balance.h",
+    "interrupt.h",
+    "leases.h",
+)
 HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in NAMES)
 CODE = re.sub(r"//[^\n]*", "", HEADER)
 
