@@ -30,6 +30,10 @@ typedef struct {
   int32_t queues;             // how many: one for each lane of the group
   uint64_t key;               // of this channel: the same on its ranks, and never used twice
   int32_t device;             // whose memory its moves are of; -1: the host's
+  // over(meeting), asked every few milliseconds while `open` waits, by the thread that called it: not 0 once a peer is
+  // gone, or has failed, and the others will not come.
+  int32_t (*over)(const void* meeting);
+  const void* meeting;
 } twChannelConfig_t;
 
 typedef enum TW_AS_INT {
@@ -56,7 +60,9 @@ typedef struct {
   void* context;
   // The first rank of a group opens a place to meet at, on all its addresses. 0, or not.
   int32_t (*offer)(void* context, int32_t* port);
-  // All ranks of a group: connects them. 0, or not. `error`: a sentence of at most 255 bytes.
+  // All ranks of a group: connects them. 0, or not: before timeout_ms are over and soon after config->over says so,
+  // even if a peer is stopped. `error`: a sentence of at most 255 bytes; empty where peers did not come, whom the
+  // library then finds. What config points to is there until this returns.
   int32_t (*open)(void* context, const twChannelConfig_t* config, int64_t* channel, char* error);
   // `idle`: every move that was started has ended. If not, nothing may wait for those that have not.
   void (*close)(void* context, int64_t channel, int32_t idle);

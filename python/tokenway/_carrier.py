@@ -8,6 +8,8 @@ from typing import ClassVar
 
 from tokenway import _native
 
+Over = ctypes.CFUNCTYPE(c_int32, c_void_p)
+
 
 class ChannelConfig(ctypes.Structure):
     _fields_: ClassVar = [
@@ -22,6 +24,8 @@ class ChannelConfig(ctypes.Structure):
         ("queues", c_int32),
         ("key", c_uint64),
         ("device", c_int32),
+        ("over", Over),
+        ("meeting", c_void_p),
     ]
 
 

@@ -2,8 +2,8 @@
 
 PyTorch's own gathering of objects knows no timeout but the group's, half an hour, says of nobody who is late, and
 leaves the group's collectives out of step if it is given up. So ranks meet at the group's store: each lays down a card,
-rank 0 writes all cards onto a roster, and who finds its own card there has met all others. A timeout leaves nothing
-behind: who gives up takes its card away, and the next try has another.
+rank 0 writes all cards onto a roster, and who finds its own card there has met all others. A timeout hurts no later
+try: who gives up says so on its card, and the next has another.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tokenway.errors import InvalidArgument, PeerDied, PeerTimeout
 
 _LOOK = 0.01  # seconds between two looks at the store, of a few ranks; of many more, as there is one store for all
 _FEW = 32
+_GIVEN_UP = "given up"
 # Seconds that a store may take to answer beyond the timeout. The process that holds it may be stopped, and PyTorch then
 # waits for it without end, so a thread does.
 _SLOW = 3.0
@@ -91,22 +92,44 @@ class Bounded:
         self.value: Any = None
         self._error: BaseException | None = None
         self._done = threading.Event()
-        threading.Thread(target=self._run, args=(function,), name="tokenway-meeting", daemon=True).start()
+        self._lock = threading.Lock()
+        self._too_late: Callable[[Any], None] | None = None
+        threading.Thread(target=self._run, args=(function,), name="tokenway-bounded", daemon=True).start()
 
     def _run(self, function: Callable[[], Any]) -> None:
         try:
             self.value = function()
         except BaseException as error:
             self._error = error
-        self._done.set()
+        with self._lock:
+            self._done.set()
+            too_late = self._too_late
+        if too_late is not None and self._error is None:
+            too_late(self.value)
 
-    def wait(self, timeout: float | None) -> bool:
-        """Whether it has ended by then; raises what it has raised."""
-        if not self._done.wait(timeout):
+    def wait(self, timeout: float, over: Callable[[], object] | None = None) -> bool:
+        """Whether it has ended by then; raises what it has raised. over: asked every few milliseconds, whether to give
+        up before."""
+        if over is None:
+            self._done.wait(timeout)
+        else:
+            until = time.monotonic() + timeout
+            while not self._done.wait(max(0.0, min(_LOOK, until - time.monotonic()))):
+                if time.monotonic() >= until or over():
+                    break
+        if not self._done.is_set():
             return False
         if self._error is not None:
             raise self._error
         return True
+
+    def forsake(self, too_late: Callable[[Any], None]) -> None:
+        """What is to become of what the function returns, now that nobody waits for it."""
+        with self._lock:
+            self._too_late = too_late
+            done = self._done.is_set()
+        if done and self._error is None:
+            too_late(self.value)
 
 
 class _Table:
@@ -116,7 +139,7 @@ class _Table:
         self._store, self._occasion = store, occasion
         self._rank, self._nranks, self._timeout = rank, nranks, timeout
         self._nonce = os.urandom(16).hex()
-        self._card = json.dumps([self._nonce, occasion, *_process(), mine])
+        self._mine = mine
         self._processes: dict[int, tuple[str, int]] = {}  # by rank: the card it was seen by, and a descriptor
         self.over = False
 
@@ -126,7 +149,7 @@ class _Table:
         until = time.monotonic() + self._timeout
         look = _LOOK * max(1.0, self._nranks / _FEW)
         try:
-            self._store.set(f"card-{self._rank}", self._card)
+            self._lay_down(self._occasion)
             ask = self._make_roster if self._rank == 0 else self._find_roster
             looked = time.monotonic()
             while (cards := ask()) is None:
@@ -144,24 +167,27 @@ class _Table:
             ) from error
         except BaseException:
             with suppress(RuntimeError):  # PyTorch's
-                self._store.delete_key(f"card-{self._rank}")
+                self._lay_down(_GIVEN_UP)
             raise
         finally:
             for _, descriptor in self._processes.values():
                 os.close(descriptor)
             self._processes.clear()
 
+    def _lay_down(self, occasion: str) -> None:
+        self._store.set(f"card-{self._rank}", json.dumps([self._nonce, occasion, *_process(), self._mine]))
+
     def _read(self, key: str) -> Any:
         """What stands at a key, None if nothing does. Never waits for one."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def _fresh(self) -> dict[int, Any]:
-        """Cards of this occasion, by rank. Those on the roster were of a meeting that has been."""
+    def _fresh(self, *others: str) -> dict[int, Any]:
+        """Cards of this occasion (or others), by rank. Those on the roster were of a meeting that has been."""
         roster = self._read("roster") or [None] * self._nranks
         fresh = {}
         for rank, spent in enumerate(roster):
             card = self._read(f"card-{rank}")
-            if card is not None and card[1] == self._occasion and (spent is None or card[0] != spent[0]):
+            if card is not None and card[1] in (self._occasion, *others) and (spent is None or card[0] != spent[0]):
                 fresh[rank] = card
             if card or spent:  # who has been at any meeting is known
                 self._check_alive(rank, card or spent)
@@ -180,8 +206,10 @@ class _Table:
         return cards if cards and len(cards) == self._nranks and cards[self._rank][0] == self._nonce else None
 
     def _absent(self) -> str:
-        fresh = self._fresh()
-        absent = [rank for rank in range(self._nranks) if rank not in fresh] or [0]  # which has all cards, and stopped
+        came = self._fresh(_GIVEN_UP)  # who has given up since is not the one who was late
+        absent = [rank for rank in range(self._nranks) if rank not in came]
+        # None: they came, and went, at other times than this rank; or rank 0, which has all cards, does nothing.
+        absent = absent or [rank for rank in range(self._nranks) if rank not in self._fresh()] or [0]
         names = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} others" if len(absent) > 8 else "")
         return f"rank {names} of {self._nranks} did not arrive"
 

@@ -12,12 +12,10 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_char, c_void_p
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +33,8 @@ _USUAL = {"routed": "exact", "gathered": "auto", "auto": "auto"}  # capacity of 
 BLOCKS, EXACT, GATHER = range(3)
 # Of a collective: the group's own timeout ends a wait, and must not find it broken by a shorter.
 _FOREVER = carried.FOREVER
+# What PyTorch is given to connect beyond the time that there is: the library looks for who is to blame, not PyTorch.
+_BEYOND = timedelta(seconds=2)
 
 
 @dataclass(frozen=True)
@@ -139,31 +139,55 @@ def connect_like(process_group: Any, on_device: bool = False) -> Connect:
 # -------------------------------------------------------------------------------------------------------------- carrier
 
 
-def connect_queues(config: _carrier.ChannelConfig, connect: Connect, store: Any, shared: dict[str, Any]) -> list[Any]:
+@dataclass
+class Plan:
+    """What C says of a channel, for a thread that may outlive the call."""
+
+    rank: int
+    nranks: int
+    comm_ranks: list[int]
+    local: str
+    host: str
+    port: int
+    timeout_ms: int
+    queues: int
+    key: int
+    device: int
+    server: Any  # the store, where this rank has it
+    groups: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, config: _carrier.ChannelConfig, server: Any) -> Plan:
+        ranks = config.comm_ranks[: config.nranks]
+        names = config.local.decode(), config.host.decode()
+        numbers = config.port, config.timeout_ms, config.queues, config.key, config.device
+        return cls(config.rank, config.nranks, ranks, *names, *numbers, server)
+
+
+def connect_queues(plan: Plan, connect: Connect, store: Any, shared: dict[str, Any]) -> list[Any]:
     """A process group for each queue of a channel."""
     import torch.distributed as dist
 
-    timeout = timedelta(milliseconds=config.timeout_ms)
+    timeout = timedelta(milliseconds=plan.timeout_ms) + _BEYOND
     store.set_timeout(timeout)
-    ranks = [config.comm_ranks[rank] for rank in range(config.nranks)]
     groups = []
-    for queue in range(config.queues):
-        own = dist.PrefixStore(f"tokenway-{config.key}-{queue}", store)
-        groups.append(connect(Meeting(own, config.rank, config.nranks, ranks, config.local.decode(), timeout, shared)))
+    for queue in range(plan.queues):
+        own = dist.PrefixStore(f"tokenway-{plan.key}-{queue}", store)
+        groups.append(connect(Meeting(own, plan.rank, plan.nranks, plan.comm_ranks, plan.local, timeout, shared)))
     return groups
 
 
 class Channel:
     """What moves the messages of one group."""
 
-    def __init__(self, config: _carrier.ChannelConfig, connect: Connect, store: Any, shared: dict[str, Any]):
+    def __init__(self, plan: Plan):
         import torch
         import torch.distributed as dist
 
-        self._groups = connect_queues(config, connect, store, shared)
+        self._groups = list(plan.groups)
         self._torch = torch
         self._gloo = dist.ProcessGroupGloo if dist.is_gloo_available() else ()
-        self._nranks = config.nranks
+        self._nranks = plan.nranks
         self._exchange_options = dist.AllToAllOptions()
         self._exchange_options.timeout = _FOREVER
         self._gather_options = torch._C._distributed_c10d.AllgatherOptions()
@@ -264,12 +288,6 @@ def _end() -> None:
         channel.keep()
 
 
-def _copy_of(config: _carrier.ChannelConfig) -> Any:
-    """The same in memory of Python's, which outlives C's call."""
-    fields: dict[str, Any] = {name: getattr(config, name) for name, *_ in config._fields_}
-    return SimpleNamespace(**fields | {"comm_ranks": config.comm_ranks[: config.nranks]})
-
-
 class Carrier:
     """The C library's twCarrier_t of one comm. Must live as long as the comm."""
 
@@ -309,36 +327,53 @@ class Carrier:
         return 0
 
     def _open(self, _: Any, config: Any, channel: Any, error: Any) -> int:
+        given = config.contents
+        plan = Plan.of(given, self._server)
+        opened = Bounded(lambda: self._connected(plan))
+        done = False
         try:
-            # PyTorch connects outside of Python, where no handler of a signal would run.
-            connecting = Bounded(partial(self._make_channel, _copy_of(config.contents)))
-            connecting.wait(None)
+            done = opened.wait(plan.timeout_ms / 1000, lambda: given.over(given.meeting))
         except Exception as problem:
             text = f"{type(problem).__name__}: {problem}".encode()[:255]
             ctypes.memmove(error, text + b"\0", len(text) + 1)
             raise
+        finally:
+            if not done:
+                self._forsake(opened, plan)
+        if not done:
+            return -1  # C finds who is to blame
         with self._lock:
             self._next += 1
-            self._channels[self._next] = connecting.value
+            self._channels[self._next] = opened.value
             channel[0] = self._next
         return 0
 
-    def _make_channel(self, config: Any) -> Any:
-        store = self._store(config)
-        if config.device < 0:
-            return Channel(config, self._connect, store, self._shared)
-        return carried.DeviceChannel(config, connect_queues(config, self._connect, store, self._shared))
+    def _connected(self, plan: Plan) -> Any:
+        """By a thread of its own: the store's process or a peer may be stopped, and nothing bounds that in PyTorch."""
+        store = self._store(plan)
+        plan.groups = connect_queues(plan, self._connect, store, self._shared)
+        return Channel(plan) if plan.device < 0 else carried.DeviceChannel(plan, list(plan.groups))
 
-    def _store(self, config: Any) -> Any:
+    def _forsake(self, opened: Bounded, plan: Plan) -> None:
+        """After connecting has failed: what still waits in a store has its lock, so the next group meets at others."""
+        opened.forsake(lambda made: made.close(False))
+        self._server = None
+        self._stores = {}
+        if plan.device >= 0:
+            carried.end_groups(plan.groups, ("abort", "_abort"), carried.CALLING_OFF)
+
+    def _store(self, plan: Plan) -> Any:
         import torch.distributed as dist
 
-        if config.rank == 0:
-            return self._server
-        host, port = config.host.decode(), config.port
-        if (host, port) not in self._stores:
-            timeout = timedelta(milliseconds=config.timeout_ms)
-            self._stores[host, port] = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
-        return self._stores[host, port]
+        if plan.rank == 0:
+            return plan.server
+        stores = self._stores
+        if (plan.host, plan.port) not in stores:
+            timeout = timedelta(milliseconds=plan.timeout_ms) + _BEYOND
+            stores[plan.host, plan.port] = dist.TCPStore(
+                plan.host, plan.port, None, False, timeout, wait_for_workers=False
+            )
+        return stores[plan.host, plan.port]
 
     def _close(self, _: Any, channel: int, idle: int) -> None:
         self._channels.pop(channel).close(bool(idle))

@@ -310,11 +310,11 @@ struct BackendInit {
 // src/cpu. Collective among members; a rank that fails on its own tells the others before it returns.
 Status make_cpu_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
 
-// src/cpu, over init.carrier: the ranks' memory stays their own. As make_cpu_backend; init.tag and the next seven are
+// src/cpu, over init.carrier: the ranks' memory stays their own. As make_cpu_backend; init.tag and the next fifteen are
 // its.
 Status make_carried_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
 
-// src/nvlink, in builds with CUDA. As make_cpu_backend; init.tag and the next seven are its.
+// src/nvlink, in builds with CUDA. As make_cpu_backend; init.tag and the next fifteen are its.
 Status make_nvlink_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
 // Whether there is such a device; `device` -1 becomes the thread's current one.
 Status check_device(int* device);

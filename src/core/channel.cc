@@ -5,6 +5,49 @@
 #include "core/interrupt.h"
 
 namespace tw {
+namespace {
+
+// For the others to say how it went, behind the deadline: they look up every few milliseconds, on a busy machine.
+constexpr std::chrono::milliseconds kAnswer{2000};
+
+int32_t is_over(const void* meeting) { return static_cast<const Connecting*>(meeting)->over() ? 1 : 0; }
+
+}  // namespace
+
+bool Connecting::over() const {
+  std::string failed;
+  return std::any_of(init_.members.begin(), init_.members.end(), [&](int member) {
+    return member != me_ && (!init_.bootstrap->alive(member) || init_.bootstrap->posted(member, tag_, &failed));
+  });
+}
+
+Status Connecting::meet(const Status& mine, const std::string& bytes, std::vector<std::string>* all) const {
+  const TimePoint now = std::chrono::steady_clock::now();
+  const bool in_time = now < init_.deadline;
+  for (const int member : init_.members) {
+    if (!mine.ok() && member != me_) init_.bootstrap->post(member, tag_, mine.text);
+  }
+  if (mine.code == twInterrupted) return mine;  // and the whole call is given up
+  Packer packer;
+  packer.add<int32_t>(mine.code).add_bytes(mine.text.data(), mine.text.size()).add_bytes(bytes.data(), bytes.size());
+  const TimePoint until = mine.ok() ? std::max(now, init_.deadline) + kAnswer : now + kAnswer;
+  std::vector<Parcel> parcels;
+  Status arrived = gather(*init_.bootstrap, init_.members, tag_, {packer.take(), {}}, until, kConnecting, &parcels);
+  // Who is late is to blame only where there was time for it to come.
+  const bool own_trouble = !mine.ok() && mine.code != twTimeout;
+  if (!arrived.ok() && !(own_trouble && in_time && arrived.code == twTimeout)) return arrived;
+  if (own_trouble) return mine;
+  all->clear();
+  for (size_t rank = 0; rank < parcels.size(); ++rank) {
+    Unpacker reader(parcels[rank].bytes);
+    const auto code = static_cast<twResult_t>(reader.get<int32_t>());
+    const std::string text = reader.get_bytes();
+    if (code != twSuccess && code != twTimeout) return fail(code, "rank %zu: %s", rank, text.c_str());
+    if (code != twSuccess && mine.ok()) return fail(code, "rank %zu: %s", rank, text.c_str());
+    all->push_back(reader.get_bytes());
+  }
+  return mine;
+}
 
 int milliseconds_to(TimePoint deadline) {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
@@ -16,6 +59,7 @@ Status open_channel(const BackendInit& init, uint64_t tag, int device, const Sta
   const int me = init.context->me;
   const auto ranks = static_cast<int>(init.members.size());
   int32_t port = 0;
+  *channel = -1;
   const bool offered = ready.ok() && (me != 0 || ranks == 1 || calls.offer(calls.context, &port) == 0);
   std::vector<Parcel> all;
   const Parcel mine{Packer().add<uint8_t>(offered).add(port).take(), {}};
@@ -26,7 +70,6 @@ Status open_channel(const BackendInit& init, uint64_t tag, int device, const Sta
     if (reader.get<uint8_t>() == 0) return fail(twSystemError, "rank %d could not begin to connect", rank);
     if (rank == 0) port = reader.get<int32_t>();
   }
-  *channel = -1;
   if (ranks == 1) return {};
 
   // Peers on this host may know it as localhost; others cannot.
@@ -53,15 +96,21 @@ Status open_channel(const BackendInit& init, uint64_t tag, int device, const Sta
   config.queues = init.context->map.shape().lanes;
   config.key = init.tag;
   config.device = device;
+  const Connecting connecting(init, tag + 1);
+  config.over = is_over;
+  config.meeting = &connecting;
   char error[256] = "";
-  int64_t opened = -1;
-  if (calls.open(calls.context, &config, &opened, error) != 0 || opened < 0) {
-    if (is_interrupted_now()) return fail(twInterrupted, "%s was interrupted", kConnecting);
+  std::vector<std::string> nothing;
+  Status connected;
+  if (calls.open(calls.context, &config, channel, error) != 0 || *channel < 0) {
+    *channel = -1;
+    if (is_interrupted_now())
+      return connecting.meet(fail(twInterrupted, "%s was interrupted", kConnecting), "", &nothing);
     error[sizeof error - 1] = '\0';
-    return fail(twSystemError, "%s: %s", kConnecting, error);
+    connected = error[0] != '\0' ? fail(twSystemError, "%s: %s", kConnecting, error)
+                                 : fail(twTimeout, "%s: not all ranks were connected in time", kConnecting);
   }
-  *channel = opened;
-  return {};
+  return connecting.meet(connected, "", &nothing);
 }
 
 }  // namespace tw

@@ -117,7 +117,7 @@ namespace tw {
 namespace {
 
 // Meetings of a collective creation, as offsets from its tags, in order.
-enum Stage : uint64_t { kCheckedStage, kCompareStage, kMemoryStage, kWindowStage, kMappedStage = kWindowStage + 8 };
+enum Stage : uint64_t { kCheckedStage, kCompareStage, kMemoryStage, kWindowStage, kMappedStage = kWindowStage + 16 };
 
 constexpr char kOccasion[] = "creating a group";
 

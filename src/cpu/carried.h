@@ -24,6 +24,7 @@
 #include "bootstrap/shared_memory.h"
 #include "core/backend.h"
 #include "core/carrier.h"
+#include "core/channel.h"
 #include "cpu/cost_model.h"
 #include "cpu/outline.h"
 #include "exchange/dispatch.h"
@@ -137,8 +138,9 @@ class CarriedTransport {
   explicit CarriedTransport(const BackendInit& init);
   Status open(const BackendInit& init);
   Status measure(const BackendInit& init);
-  Status measure_moves(const BackendInit& init, std::vector<TimedRound>* rounds);
-  double time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline);
+  Status measure_moves(const BackendInit& init, const Connecting& connecting, std::vector<TimedRound>* rounds);
+  double time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline,
+                   const Connecting& connecting);
 
   Flight& new_flight(StepPlace at);
   Flight* find(uint64_t offset, int source);

@@ -12,8 +12,9 @@ namespace tw::cpu {
 namespace {
 
 // Meetings, as offsets from the tag; the first two are those of posts.
-enum Stage : uint64_t { kOfferStage = 2, kCostsStage };
+enum Stage : uint64_t { kOfferStage = 2, kCostsStage = kOfferStage + 2 };
 
+constexpr std::chrono::milliseconds kLook{10};  // a wait looks up this often, for peers that are gone
 constexpr int kFewestRounds = 4;
 constexpr int kMostRounds = 20;
 constexpr double kMeasureUs = 220e3;  // and no further round
@@ -45,22 +46,24 @@ Status CarriedTransport::open(const BackendInit& init) {
   return open_channel(init, init.tag + kOfferStage, -1, ready, &channel_);
 }
 
-// Microseconds that a move with so many bytes to each rank takes here; less than 0 if it fails.
-double CarriedTransport::time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline) {
+// Microseconds that a move with so many bytes to each rank takes here; less than 0 if it fails, or is given up.
+double CarriedTransport::time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline,
+                                   const Connecting& connecting) {
   const TimePoint begin = std::chrono::steady_clock::now();
   const int64_t move = start(0, kind, from.data(), to.data(), &bytes, &bytes);
   int ended = move < 0 ? -1 : 0;
   while (ended == 0 && !is_interrupted()) {
-    const TimePoint look = std::min(deadline, std::chrono::steady_clock::now() + kInterruptLook);
+    const TimePoint look = std::min(deadline, std::chrono::steady_clock::now() + kLook);
     ended = carrier_->calls.wait(carrier_->calls.context, channel_, move, milliseconds_to(look));
-    if (std::chrono::steady_clock::now() >= deadline) break;
+    if (ended == 0 && (std::chrono::steady_clock::now() >= deadline || connecting.over())) break;
   }
   stuck_ |= ended == 0;
   return ended == 1 ? microseconds_since(begin) : -1;
 }
 
 // The rounds of this rank. As many on all ranks: each says in a round's first move how long it has measured.
-Status CarriedTransport::measure_moves(const BackendInit& init, std::vector<TimedRound>* rounds) {
+Status CarriedTransport::measure_moves(const BackendInit& init, const Connecting& connecting,
+                                       std::vector<TimedRound>* rounds) {
   const auto n = static_cast<uint64_t>(ranks_);
   const uint64_t each = std::max(kLargeMove / (n - 1), sizeof(Frame));
   Buffer from;
@@ -74,12 +77,14 @@ Status CarriedTransport::measure_moves(const BackendInit& init, std::vector<Time
     TimedRound timed;
     for (size_t i = 0; i < timed.size(); ++i) {
       const TimedMove& move = kTimedMoves[i];
-      timed[i] = time_move(move.kind, move.large ? each : sizeof(Frame), from, to, init.deadline);
+      timed[i] = time_move(move.kind, move.large ? each : sizeof(Frame), from, to, init.deadline, connecting);
       if (timed[i] < 0) {
         from.leak(), to.leak();
-        if (was_interrupted())
+        if (was_interrupted()) {
           return fail(twInterrupted, "%s was interrupted in a move among %d ranks", kConnecting, ranks_);
-        return fail(twSystemError, "%s: a move among %d ranks failed", kConnecting, ranks_);
+        }
+        return fail(stuck_ ? twTimeout : twSystemError, "%s: a move among %d ranks %s", kConnecting, ranks_,
+                    stuck_ ? "has not ended in time" : "failed");
       }
       for (uint64_t peer = 0; i == 0 && peer < n; ++peer) {
         double theirs = 0;
@@ -95,16 +100,16 @@ Status CarriedTransport::measure_moves(const BackendInit& init, std::vector<Time
 
 Status CarriedTransport::measure(const BackendInit& init) {
   if (ranks_ > 1 && !carrier_->measured) {
+    const Connecting connecting(init, init.tag + kCostsStage);
     std::vector<TimedRound> mine;
-    TW_RETURN_IF_FAILED(measure_moves(init, &mine));
+    const Status measured = measure_moves(init, connecting, &mine);
     Packer packer;
     for (const TimedRound& round : mine) packer.add(round);
-    std::vector<Parcel> all;
-    TW_RETURN_IF_FAILED(
-        gather(*bootstrap_, members_, init.tag + kCostsStage, {packer.take(), {}}, init.deadline, kConnecting, &all));
+    std::vector<std::string> all;
+    TW_RETURN_IF_FAILED(connecting.meet(measured, packer.take(), &all));
     std::vector<std::vector<TimedRound>> rounds;
-    for (const Parcel& parcel : all) {
-      Unpacker unpacker(parcel.bytes);
+    for (const std::string& bytes : all) {
+      Unpacker unpacker(bytes);
       for (TimedRound& round : rounds.emplace_back(mine.size())) round = unpacker.get<TimedRound>();
     }
     carrier_->costs = costs_of(rounds);

@@ -67,7 +67,8 @@ Status NvlinkBackend::open(const BackendInit& init) {
   if (carried) {
     std::shared_ptr<DeviceMapping> own;
     if (mapped.ok()) own = windows_.by_rank[context_.me];
-    TW_RETURN_IF_FAILED(Carriage::create(init, tag++, mapped, std::move(own), &carriage_));
+    TW_RETURN_IF_FAILED(Carriage::create(init, tag, mapped, std::move(own), &carriage_));
+    tag += 2;
   } else {
     TW_RETURN_IF_FAILED(meet("mapping windows", mapped));
   }
