@@ -50,6 +50,12 @@ typedef struct {
 
 TW_API twResult_t twGroupLeaseInfo(twGroup_t group, twLeaseInfo_t* info);
 
+// steps[l]: of lane l, a number that changes with each step that this rank begins there, by whatever call; `lanes`: how
+// many there are (twGroupInfo). A view of the window is over where its lane's number is not what it was when the call
+// had returned that showed the view. Steps that replays of a CUDA graph make do not change it. Errors:
+// twInvalidArgument.
+TW_API twResult_t twGroupSteps(twGroup_t group, int32_t lanes, uint32_t* steps);
+
 typedef struct twWindowKeeper* twWindowKeeper_t;
 
 // Keeps this rank's window mapped until twWindowRelease, beyond its group too. Views of it (rank_major and flat of a

@@ -322,6 +322,7 @@ _FUNCTIONS = {
     "twWindowAlloc": (c_int, [c_void_p, c_uint64, POINTER(c_void_p)]),
     "twWindowTrim": (c_int, [c_void_p, c_uint64]),
     "twWindowFree": (c_int, [c_void_p]),
+    "twGroupSteps": (c_int, [c_void_p, c_int32, POINTER(c_uint32)]),
     "twWindowKeep": (c_int, [c_void_p, POINTER(c_void_p)]),
     "twWindowRelease": (c_int, [c_void_p]),
     "twGroupLeaseInfo": (c_int, [c_void_p, POINTER(LeaseInfo)]),

@@ -15,9 +15,7 @@ from __future__ import annotations
 from ctypes import byref
 from typing import Any
 
-import numpy as np
-
-from tokenway import _native, tensors
+from tokenway import _native, tensors, versions
 from tokenway.errors import InvalidArgument
 from tokenway.quantize import FP8_BLOCK, Tensor, describe_anywhere, device_text, empty_like, place_of
 
@@ -72,7 +70,9 @@ def swiglu(
         raise InvalidArgument(f"out has dtype {tensors.dtype_of(values)}; with quantize it must be float8_e4m3fn")
     told = scales.T[:rows] if column_major and scales is not None else scales
     given = [_described(t) for t in (gate_up, counts, weights, values, told)]
-    _native.check(_native.lib.twSwiGlu(*given, 1 if power_of_two else 0, device, stream))
+    result = _native.lib.twSwiGlu(*given, 1 if power_of_two else 0, device, stream)
+    versions.written(out)
+    _native.check(result)
     return out
 
 
@@ -96,7 +96,9 @@ def swiglu_backward(
     _check_together(gate_up, device, gradient=gradient, counts=counts, weights=weights)
     _check_together(gate_up, device, True, of_gate_up=of_gate_up, of_weights=of_weights)
     given = [_described(t) for t in (gate_up, counts, weights, gradient, of_gate_up, of_weights)]
-    _native.check(_native.lib.twSwiGluBackward(*given, device, stream))
+    result = _native.lib.twSwiGluBackward(*given, device, stream)
+    versions.written(out)
+    _native.check(result)
     return of_gate_up, of_weights
 
 
@@ -119,5 +121,5 @@ def _check_together(like: Tensor, device: int, written: bool = False, **others: 
             raise InvalidArgument(
                 f"{name} is on {device_text(x)}, gate_up on {device_text(like)}; they must be together"
             )
-        if written and isinstance(x, np.ndarray) and not x.flags.writeable:
-            raise InvalidArgument(f"{name} is read-only")
+        if written and (problem := tensors.unwritable(name, x)) is not None:
+            raise problem

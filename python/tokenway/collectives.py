@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tokenway import _native, arguments, cuda, outputs, tensors
+from tokenway import _native, arguments, cuda, outputs, tensors, versions
 from tokenway.errors import InUse, InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
 from tokenway.handle import Pending, Tensor
 from tokenway.structs import Spare
@@ -35,11 +35,12 @@ class Request(Pending[Any]):
     """A `send_only` gather or reduce-scatter under way. The step that next begins on its lane finishes it too, if that
     comes first: then a view of the window is over, and this tells how the call ended."""
 
-    def __init__(self, group: Group, number: int, result: Any, keep: tuple[Any, ...]):
+    def __init__(self, group: Group, number: int, result: Any, keep: tuple[Any, ...], written: Any):
         self._group = group
         self._number = number
         self._sent_on = group._sending_stream()
         self._result = result
+        self._written = written
         self._error: TokenwayError | None = None
         self._received = self._interrupted = False
         # Of the group: a later step on the lane finishes this one, and writes its results, whoever has dropped them.
@@ -59,6 +60,7 @@ class Request(Pending[Any]):
                 group._requests[self._number] = kept
                 self._interrupted = True
                 raise
+            versions.written(self._written)
             if result:
                 try:
                     error = group._error(result)
@@ -211,18 +213,20 @@ class Collectives:
             call.extra[0].set(counts)
             call.extra[1].set(offsets)
         function, asked = _native.lib.twAllGatherV, {"bound": bound, "lane": lane, "layout": layout}
-        self._collect(function, call, given, made, known, prepared, b, asked, send_only)
+        self._collect(function, call, given, made, known, prepared, b, asked, send_only, out)
         if made is None:
             torch = tensors.is_torch(given[0])
             made = [
                 outputs._view(self, slot.pointer(), (*lead, *x.shape[1:]), tensors.dtype_of(x), torch)
                 for slot, x in zip(call.outputs, given, strict=False)
             ]
+            if torch:
+                self._torch_views.show(tuple(made))
         result = Gathered(made[0] if given[0] is rows else tuple(made), counts, offsets)
         number = self._end_collective(call)
         if not send_only:
             return result
-        return Request(self, number, result, (*given, *made, sizes, counts, offsets))
+        return Request(self, number, result, (*given, *made, sizes, counts, offsets), out)
 
     @cuda.ranged("tokenway.reduce_scatterv")
     def reduce_scatterv(
@@ -267,11 +271,11 @@ class Collectives:
             fits = 0 <= own <= self.max_tokens  # else refused
             made = self._collective_outputs(given, out, (own,) if fits else None, 1 if flat else 2, dtype)
         function, asked = _native.lib.twReduceScatterV, {"bound": bound, "lane": lane, "layout": layout}
-        self._collect(function, call, given, made or (), known, prepared, b, asked, send_only)
+        self._collect(function, call, given, made or (), known, prepared, b, asked, send_only, out)
         assert made is not None, "C has accepted the call"
         result = made[0] if given[0] is rows else tuple(made)
         number = self._end_collective(call)
-        return Request(self, number, result, (*given, *made, sizes)) if send_only else result
+        return Request(self, number, result, (*given, *made, sizes), out) if send_only else result
 
     # ---------------------------------------------------------------------------------------------------- internals
 
@@ -324,9 +328,10 @@ class Collectives:
         bound: int,
         asked: Mapping[str, Any],
         send_only: bool,
+        out: Any,
     ) -> None:
-        """Makes a call of which all that is its own is set, unless `prepared` has a problem. asked: what the caller
-        gave for bound, lane and layout."""
+        """Makes a call of which all that is its own is set, unless `prepared` has a problem. asked, out: what the
+        caller gave for bound, lane and layout, and to write to."""
         self._free_finished()
         call.given.bound, call.given.lane = bound, arguments.lane_number(asked["lane"])
         call.given.send_only = 1 if arguments.truth(send_only) else 0
@@ -351,8 +356,12 @@ class Collectives:
                 call.sizes.set(sizes.tensor)
         call.given.host_sizes = None if hosted is None else ctypes.addressof(hosted)
         call.given.num_tensors = len(given) if prepared.problem is None else -1
+        self._torch_views.meet(given)
         result = function(self.pointer, *call.addresses)
         if result:
             named = {"rows" if len(given) == 1 else f"rows[{q}]": x for q, x in enumerate(given)}
-            raise self._error(result, prepared.problem, named, asked, sizes=sizes.tensor)
+            error = self._error(result, prepared.problem, named, asked, sizes=sizes.tensor)
+            self._torch_views.after(out, error)
+            raise error
+        self._torch_views.after(out)
         self._tell_interrupt()

@@ -65,6 +65,7 @@ class Counting:
     max_recv_rows: int  # of a step
     _pointer: int | None
     _place: Any
+    _torch_views: Any  # versions.Views
     _payload_specs: dict[str, Payload]
     _sizes_outputs: bool
     _copies: int
@@ -104,7 +105,9 @@ class Counting:
             error = self._error(result, prepared.problem, handle=handle)  # type: ignore[attr-defined]
             if isinstance(error, (PeerRefused, RecvOverflow)):
                 handle.leased = False  # what an earlier send_only call may have left
+            self._torch_views.after(None, error)
             raise error
+        self._torch_views.after()
         handle._landing = landing
         self._tell_interrupt()  # type: ignore[attr-defined]
         if send_only:
@@ -165,3 +168,4 @@ class Counting:
             given = _native.CountsInput()
             given.lane, given.stream = -1, self._place.stream()
             _native.lib.twExchangeCounts(self._pointer, None, byref(given))
+            self._torch_views.after()

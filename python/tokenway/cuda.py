@@ -119,14 +119,16 @@ class Cuda:
         what = "a NumPy array" if type(x).__module__ == "numpy" else f"of type {type(x).__name__}"
         return f"{what}; it must be a PyTorch tensor on {self.device}"
 
-    @staticmethod
-    def unwritable(_name: str, _x: Any) -> None:
-        """Nothing: all of PyTorch's tensors can be written to."""
+    unwritable = staticmethod(tensors.unwritable)
 
     def problem_of_output(self, name: str, x: Any) -> InvalidArgument | None:
         """Why nothing can be written to x, as far as a descriptor does not tell it."""
         what = self.unlike(x)
-        return None if what is None else tensors.refusal(name, what, tensors.obstacle(self.describe, x))
+        return (
+            self.unwritable(name, x)
+            if what is None
+            else tensors.refusal(name, what, tensors.obstacle(self.describe, x))
+        )
 
     def empty(self, shape: tuple[int, ...], name: str, like: Any) -> Any:
         """A new tensor."""
@@ -141,6 +143,8 @@ class Cuda:
     def block_of(self, memory: Any) -> Any:
         """A caller's block of bytes as uint8[n], without a copy; InvalidArgument for what is none."""
         what = self.unlike(memory)
+        if what is None and (problem := self.unwritable("memory", memory)) is not None:
+            raise problem
         if what is None:
             if memory.dtype is not self.torch.uint8:
                 what = f"of dtype {tensors.dtype_of(memory)}"
@@ -154,6 +158,11 @@ class Cuda:
     def address(block: Any) -> int:
         """Of a block for a handle."""
         return block.data_ptr()
+
+    @staticmethod
+    def shared(block: Any) -> Any:
+        """A block whose views have one version: they are of PyTorch."""
+        return block
 
     def block_view(self, block: Any, begin: int, shape: tuple[int, ...], name: str, torch: bool) -> Any:
         """A view of a part of a block, which it keeps alive."""

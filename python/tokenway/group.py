@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tokenway import _native, arguments, asking, callbacks, cuda, outputs, sentences, tensors
+from tokenway import _native, arguments, asking, callbacks, cuda, outputs, sentences, tensors, versions
 from tokenway.collectives import Collectives
 from tokenway.comm import Comm
 from tokenway.counting import Counting
@@ -153,6 +153,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         self._spare_blocks = Spare(partial(place.new_block, self.handle_bytes))
         self._views: dict[Any, Tensor] = {}
         self._shown: dict[Any, outputs.Shown] = {}
+        self._torch_views = versions.Views(pointer, settings.lanes)
         self._keeper: outputs.Keeper | None = None  # what views of the window hold, once there are any
         self._requests: dict[int, tuple[Any, ...]] = {}  # what gathers and reduces under way read and write
         self.op_handles: dict[int, Handle] = {}  # of tokenway.ops: dispatched, not combined yet
@@ -184,6 +185,8 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         if result:
             raise self._error(result, ids=ids, weights=weights)
         handle.pointer = pointer.value or 0
+        if memory is not None:
+            handle.share(memory)
         handle.adopt_routing(ids, weights)
         return handle
 
@@ -212,7 +215,8 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         example) that "grouped" returns by column, [elements, M], M being the rows rounded up to whole 16 bytes, with
         zeros beyond them: as grouped GEMMs read scales. count: whether `loads` counts it, on all ranks alike; not for
         further passes over tokens that were counted, as of multi-token prediction.
-        What is returned is detached: autograd does not know of the exchange (`tokenway.autograd` has one it knows of).
+        What is returned is detached: autograd does not know of the exchange (`tokenway.autograd` has one it knows of),
+        but of writes to `out`, which may be no leaf that requires gradients.
         A step of all ranks. Errors: InvalidArgument (peers get PeerRefused at once), InvalidUsage, PeerRefused,
         BoundMismatch, GroupFinished.
         """
@@ -225,6 +229,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             self, structs, handle, tokens, payloads, layout, bound, lane, out, column_major, count, send_only
         )
         asked, wanted = structs.dispatch_at
+        torch = self._torch_views.meet((tokens,))
         result = _native.lib.twDispatch(self.pointer, arguments.pointer_of(handle), asked, wanted)
         if result:
             values = {"bound": bound, "lane": lane, "layout": layout}
@@ -233,16 +238,20 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
                 handle.leased = arguments.truth(send_only) or self._place.learns_late  # as twDispatch documents
                 handle._landing = None
+            self._torch_views.after(out, error)
             raise error
+        self._torch_views.after(out)
+        if handle._shared is not None:
+            handle.rewritten()
         handle.leased, handle.layout, handle.bound = True, layout, b
         if handle._unread is not None:
             handle.was_read()
         kept = (tokens, *sent.values(), *given.values()) if send_only else ()
-        received = outputs.received(self, structs, handle, layout, b, given, tensors.is_torch(tokens))
+        received = outputs.received(self, structs, handle, layout, b, given, torch)
         self.structs.append(structs)
         self._tell_interrupt()
         if send_only:
-            return Pending(handle, received, kept)
+            return Pending(handle, received, kept, out)
         if handle._landed:
             handle.trim_leases()
         return received
@@ -280,10 +289,12 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             error = self._error(result, problem, {"rows": rows}, values, handle=handle, out=out)
             if isinstance(handle, Handle) and self._place.learns_late and isinstance(error, InvalidArgument):
                 handle.leased = False  # as twCombine documents
+            self._torch_views.after(given, error)
             raise error
+        self._torch_views.after(given)
         self.structs.append(structs)
         if send_only:
-            return Pending(handle, out, (rows, out), combining=True)
+            return Pending(handle, out, (rows, out), given, combining=True)
         handle.leased = False
         self._tell_interrupt()
         return out
@@ -320,6 +331,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         if self._pointer is not None:
             self._views.clear()
             self._shown.clear()
+            self._torch_views.clear()
             self._keeper = None
             result = _native.lib.twGroupDestroy(self._pointer)
             if result != _native.INTERRUPTED:  # else the group is gone all the same
@@ -424,6 +436,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             structs = self.structs.take()
             structs.call(0, None, False, True, self._place.stream())
             _native.lib.twDispatch(self._pointer, None, *structs.dispatch_at)
+            self._torch_views.after()
 
     def _error(
         self, result: int, problem: TokenwayError | None = None, inputs: Any = None, values: Any = None, **others: Any

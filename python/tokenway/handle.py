@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from tokenway import _native, cuda, tensors
+from tokenway import _native, cuda, tensors, versions
 from tokenway.errors import InUse, InvalidArgument, InvalidUsage, PeerRefused, TokenwayError
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class Received:
     not. After `Group.close` they show what was last there, and keep this rank's window, no peer's, as long as one of
     them lives; of a group that was given up, peers that have not noticed may still write there. Where counts were
     exchanged with `lease` they own their memory instead, for as long as they live, and `leased` is True, if there was
-    room. The other fields belong to the handle: its next dispatch overwrites them.
+    room. The other fields belong to the handle: its next dispatch overwrites them. What autograd of
+    PyTorch has saved of views that are over is its error in a backward pass ("modified by an inplace operation").
 
     On a CUDA device all of them are PyTorch tensors there, and hold what is said once the device has come to it, in
     order of the stream that the dispatch was called on. For another stream the same holds as for all of PyTorch: it
@@ -144,6 +145,7 @@ class Pending(Generic[Result]):
         handle: Handle,
         result: Result,
         keep: tuple[Any, ...],
+        written: Any = None,
         combining: bool = False,
         counting: bool = False,
     ):
@@ -155,6 +157,8 @@ class Pending(Generic[Result]):
         self._leased_at_failure = handle.leased
         handle.leased = True  # until then the lane is in use, whoever drops what
         self._result = result
+        self._written = written  # what the caller has given to write to
+        self._rewrites = not combining and not counting
         # Tensors that the C library reads or writes until the call is complete; None from then on.
         self._keep: tuple[Any, ...] | None = keep
         self._interrupted = False
@@ -185,7 +189,12 @@ class Pending(Generic[Result]):
     def _receive(self, kept: tuple[Any, ...]) -> None:
         group = self._handle.group
         try:
-            group._complete(self._handle, kept, self._sent_on)
+            try:
+                group._complete(self._handle, kept, self._sent_on)
+            finally:
+                versions.written(self._written)
+                if self._rewrites and self._handle._shared is not None:
+                    self._handle.rewritten()
         except InvalidUsage as error:
             if isinstance(error, InUse) or not self._interrupted:
                 raise
@@ -213,6 +222,7 @@ class Handle:
         "_landing",
         "_memory",
         "_reusable",
+        "_shared",
         "_streams",
         "_unread",
         "_views",
@@ -236,6 +246,7 @@ class Handle:
         self._reusable = reusable
         self._base = group._place.address(memory)
         self._views: dict[Any, Tensor] = {}
+        self._shared: Any = None  # the memory as PyTorch's views have it, which share its version
         # CUDA: the stream of the last call, all those that the allocator knows the memory is used on, and the
         # routing's tensors as long as no dispatch has read them.
         self.stream: int = group._place.stream()
@@ -369,9 +380,24 @@ class Handle:
         key = (pointer, shape, torch)
         found = self._views.get(key)
         if found is None or (torch and found.requires_grad):  # autograd has taken the old one into a graph
-            begin = pointer - self._base
-            found = self._views[key] = self.group._place.block_view(self._memory, begin, shape, name, torch)
+            place, memory = self.group._place, self._memory
+            if torch:
+                if self._shared is None:
+                    self._shared = place.shared(memory)
+                memory = self._shared
+            found = self._views[key] = place.block_view(memory, pointer - self._base, shape, name, torch)
         return found
+
+    def share(self, memory: Tensor) -> None:
+        """The caller's memory, to which a routing was written."""
+        if tensors.is_torch(memory):
+            self._shared = memory.detach().view(-1)
+            self.rewritten()
+
+    def rewritten(self) -> None:
+        """After a dispatch, which has written to what views of this handle show: autograd learns of it."""
+        if not self._shared.is_inference():  # which has no version
+            versions.written(self._shared)
 
     def __reduce__(self) -> Any:
         raise TypeError("a handle cannot be copied or pickled: it is one of the C library's")

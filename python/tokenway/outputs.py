@@ -39,6 +39,7 @@ class Shown(NamedTuple):
 
     fields: dict[str, Tensor]  # views of the window
     late: dict[str, tuple[int, tuple[int, ...], str]]  # as Received has it
+    views: tuple[Tensor, ...]  # of the fields, PyTorch's views of a bank
 
 
 def choose_columns(group: Group, structs: Structs, columns: Collection[str] | None) -> InvalidArgument | None:
@@ -81,12 +82,14 @@ def received(
     """What a dispatch returns: the tensors given, and views of the window and of the handle for the others."""
     lead: tuple[int, ...] = (structs.rows_shown(),) if group.exact else (group.nranks, b)
     if given or handle._landing is not None:
-        fields, late = _fields(group, structs, handle, layout, lead, given, torch)
+        fields, late, views = _fields(group, structs, handle, layout, lead, given, torch)
         leased = len(handle._landed) == len(group._payload_specs)
         handle._landing = None
     else:
-        fields, late = _shown(group, structs, handle, layout, lead, torch)
+        fields, late, views = _shown(group, structs, handle, layout, lead, torch)
         leased = False
+    if views:
+        group._torch_views.show(views)
     extra = {name: fields[name] for name in group._extra_names} if group._extra_names else {}
     return Received(handle, layout, extra, fields, late, torch, leased)
 
@@ -122,11 +125,14 @@ def _fields(
 ) -> Shown:
     """`fields` and what it lacks, which is added to it."""
     late: dict[str, tuple[int, tuple[int, ...], str]] = {}
+    views: list[Tensor] = []
     for name, pointer in zip(structs.outputs, structs.shown(), strict=True):
         if fields.get(name) is not None:
             continue
         if (payload := group._payload_specs.get(name)) is not None:
-            fields[name] = _rows(group, handle, name, pointer, (*lead, payload.elements), torch)
+            fields[name], view = _rows(group, handle, name, pointer, (*lead, payload.elements), torch)
+            if view and torch:
+                views.append(fields[name])
         elif name == "counts":
             shape = (group.nranks if layout in ("rank_major", "flat") else group.num_local_experts,)
             late[name] = pointer, shape, "int32"
@@ -135,17 +141,19 @@ def _fields(
                 late[name] = pointer, (group.num_local_experts + 1,), "int32"
         elif name != "origins":  # written only where they are asked for
             late[name] = pointer, (*lead, group.top_k), group.id_dtype if name == "ids" else "float32"
-    return Shown(fields, late)
+    return Shown(fields, late, tuple(views))
 
 
-def _rows(group: Group, handle: Handle, name: str, pointer: int, shape: tuple[int, ...], torch: bool) -> Tensor:
-    """Rows where they have come to: in a lease, which the tensor then owns, or in a bank of the window."""
+def _rows(
+    group: Group, handle: Handle, name: str, pointer: int, shape: tuple[int, ...], torch: bool
+) -> tuple[Tensor, bool]:
+    """Rows where they have come to: in a lease, which the tensor then owns, or (True) in a bank of the window."""
     payload = group._payload_specs[name]
     lease = (handle._landing or {}).get(name)
     if lease is None or lease.pointer != pointer:
-        return _view(group, pointer, shape, payload.dtype, torch)
+        return _view(group, pointer, shape, payload.dtype, torch), True
     handle._landed.append((lease, shape[0] * payload.row_bytes()))
-    return group._place.window_view(pointer, shape, payload.dtype, torch, lease)
+    return group._place.window_view(pointer, shape, payload.dtype, torch, lease), False
 
 
 def _view(group: Group, pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import _native, checked, tensors
+from tokenway import _native, checked, tensors, versions
 from tokenway.errors import InvalidArgument
 
 Tensor = Any  # np.ndarray or torch.Tensor
@@ -43,6 +43,7 @@ def quantize_fp8(
     Errors: InvalidArgument; Unsupported for CUDA tensors in a build without CUDA.
     """
     device, stream = place_of("x", x)
+    given = out
     if out is None:
         if x.ndim != 2:
             raise InvalidArgument(f"x has shape {list(x.shape)}; it must be [T, H]")
@@ -56,11 +57,13 @@ def quantize_fp8(
     for name, tensor in zip(("values", "scales"), out, strict=True):
         if place_of(name, tensor)[0] != device:
             raise InvalidArgument(f"{name} is on {device_text(tensor)}, x on {device_text(x)}; they must be together")
-        if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
-            raise InvalidArgument(f"{name} is read-only")
+        if (problem := tensors.unwritable(name, tensor)) is not None:
+            raise problem
     rows, values, scales = (tensors.tensor_of(tensor, describe_anywhere) for tensor in (x, *out))
     flag = 1 if power_of_two else 0
-    _native.check(_native.lib.twQuantizeFp8(byref(rows), byref(values), byref(scales), flag, device, stream))
+    result = _native.lib.twQuantizeFp8(byref(rows), byref(values), byref(scales), flag, device, stream)
+    versions.written(given)
+    _native.check(result)
     return out[0], out[1]
 
 

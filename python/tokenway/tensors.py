@@ -278,7 +278,28 @@ def _unlike(x: Any) -> str | None:
 
 def unwritable(name: str, x: Any) -> InvalidArgument | None:
     """Why nothing can be written to a tensor whose descriptor is as good as any."""
-    return InvalidArgument(f"{name} is read-only") if isinstance(x, np.ndarray) and not x.flags.writeable else None
+    if isinstance(x, np.ndarray):
+        return None if x.flags.writeable else InvalidArgument(f"{name} is read-only")
+    return unwritable_torch(name, x) if is_torch(x) else None
+
+
+def unwritable_torch(name: str, x: Any) -> InvalidArgument | None:
+    """Why a tensor of PyTorch may not be written to: by the rules of its own operations in place."""
+    if not (x.requires_grad or x.is_inference()):
+        return None
+    torch = sys.modules["torch"]
+    if x.is_inference():
+        if torch.is_inference_mode_enabled():
+            return None
+        return InvalidArgument(
+            f"{name} is an inference tensor, which outside of torch.inference_mode nothing may change"
+        )
+    if torch.is_grad_enabled():
+        if x.is_leaf:
+            return InvalidArgument(f"{name} is a leaf that requires gradients; write to its detach(), or under no_grad")
+        if x._base is not None and x._base.is_leaf and x._base.requires_grad:
+            return InvalidArgument(f"{name} is a view of a leaf that requires gradients; write to its detach()")
+    return None
 
 
 def problem_of_output(name: str, x: Any) -> InvalidArgument | None:
@@ -303,6 +324,8 @@ def is_viewed(block: np.ndarray) -> bool:
 def block_of(memory: Any) -> np.ndarray:
     """A caller's block of bytes as uint8[n], without a copy; InvalidArgument for what is none."""
     what = unlike(memory)
+    if what is None and is_torch(memory) and (problem := unwritable_torch("memory", memory)) is not None:
+        raise problem
     if what is None:
         array = memory.detach().numpy() if is_torch(memory) and dtype_of(memory) == "uint8" else memory
         if dtype_of(array) != "uint8":
@@ -372,10 +395,19 @@ class Host:
 
     @staticmethod
     def block_view(block: np.ndarray, begin: int, shape: tuple[int, ...], name: str, torch: bool) -> Any:
-        """A view of a part of a block, which it keeps alive."""
+        """A view of a part of a block, which it keeps alive. torch: of one as `shared` has it."""
         dtype = numpy_dtype(name)
-        array = block[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
-        return to_torch(array) if torch else array
+        part = block[begin : begin + math.prod(shape) * dtype.itemsize]
+        if torch:
+            library = sys.modules["torch"]
+            with library.inference_mode(False):
+                return part.view(getattr(library, name)).view(shape)
+        return part.view(dtype).reshape(shape)
+
+    @staticmethod
+    def shared(block: np.ndarray) -> Any:
+        """A block as a tensor of PyTorch, whose views have one version."""
+        return to_torch(block[:])  # not the block itself, that `is_viewed` may see it
 
     @staticmethod
     def window_view(pointer: int, shape: tuple[int, ...], name: str, torch: bool, keep: Any) -> Any:

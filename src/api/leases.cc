@@ -75,6 +75,7 @@ Status check_landing(twGroup& group, const twCountsInput_t& input, CountsCall* c
 using tw::fail;
 using tw::Status;
 using tw::api::enter;
+using tw::api::enter_group;
 using tw::api::groups;
 using tw::api::keepers;
 using tw::api::visit;
@@ -119,6 +120,17 @@ twResult_t twGroupLeaseInfo(twGroup_t group, twLeaseInfo_t* info) {
       known = {sizeof known, now.bytes, now.used, now.largest, now.leases};
     }
     return tw::api::write_struct("info", known, info);
+  });
+}
+
+twResult_t twGroupSteps(twGroup_t group, int32_t lanes, uint32_t* steps) {
+  return enter_group("twGroupSteps", group, [&]() -> Status {
+    TW_CHECK_NOT_NULL(steps);
+    if (lanes != group->lanes.size()) {
+      return fail(twInvalidArgument, "lanes is %d; it must be config.lanes, %d", lanes, group->lanes.size());
+    }
+    for (int lane = 0; lane < lanes; ++lane) steps[lane] = group->lanes[lane].step;
+    return {};
   });
 }
 

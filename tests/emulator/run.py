@@ -23,7 +23,7 @@ BUILD = ROOT / "build" / "emulated"
 TOOLS = Path(sys.executable).parent  # CMake and Ninja are in the environment of this Python
 FILES = (
     *("exchange", "errors", "usage", "handles", "throughput", "leases", "loads", "collectives"),
-    *("collective_errors", "properties", "rounds", "survival", "views", "arguments"),
+    *("collective_errors", "properties", "rounds", "survival", "views", "versions", "arguments"),
 )
 QUICK = (
     tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival")),

@@ -89,7 +89,7 @@ def test_tensors_of_another_device(torch, group, place) -> None:
     got = group.dispatch(handle, tokens)
     idle = group.route(ids)
     place.index, place.device = 0, torch.device("cuda:0")
-    place.new_block = lambda count: torch.empty(count, dtype=torch.uint8)
+    group._spare_blocks.append(torch.empty(group.handle_bytes, dtype=torch.uint8))
     place.empty = lambda shape, name, like: torch.empty(shape)
     sentence = "is a cpu tensor; this group is on cuda:0"
     for name, call in (
