@@ -293,7 +293,7 @@ def judge(row: Row, rank: int, said: tuple[str, Any]) -> None:
     results = {"twTimeout"} if row.how != "dead" or row.phase in UNMET else set()
     results |= {"twPeerDied"} if row.how == "dead" else set()
     assert result in results, f"{row}: rank {rank}: {said}"
-    named = re.search(r"\brank (\d+(?:, \d+)*)\b", text)
+    named = re.search(r"\brank (\d+(?:, \d+)*)(?: of \d+)? (?:did not arrive|is gone)", text)
     assert named is not None and named[1] == str(row.victim), f"{row}: rank {rank}: {said}"
 
 
