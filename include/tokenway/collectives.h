@@ -93,16 +93,17 @@ typedef struct {
 // Brings the rows of every rank to every rank. N * b rows of all tensors must find room in a bank of the group's window
 // (else twInvalidArgument, with the numbers): a group whose rows are at least as large always has it. An output may
 // be the memory of the input in place (tensors[q] being rows offsets[rank] and on of output.tensors[q], host_sizes
-// given), and must not overlap it otherwise. Step of all ranks. Errors: twInvalidArgument and twInvalidUsage (peers get
-// twPeerRefused at once, but for what twDispatch names), twPeerRefused, twBoundMismatch, and the sticky ones. Over a
-// carrier between devices tensors that are refused end the group. After a step that failed counts and offsets are 0.
+// given), and must be apart from all inputs and other outputs otherwise. Step of all ranks. Errors: twInvalidArgument
+// and twInvalidUsage (peers get twPeerRefused at once, but for what twDispatch names), twPeerRefused, twBoundMismatch,
+// and the sticky ones. Over a carrier between devices tensors that are refused end the group. After a step that failed
+// counts and offsets are 0.
 TW_API twResult_t twAllGatherV(twGroup_t group, const twAllGatherVInput_t* input, twAllGatherVOutput_t* output);
 
 // Sums what all ranks have for each rank, there: output row i = sum over ranks ascending of the row i that each has for
 // this rank, float32, from the first term on, each addition rounded to nearest even; rounded once to the output's type.
 // So results depend neither on timing nor on the backend. An output may be, in place, this rank's rows of an input of
-// its own type (host_sizes given, or twRankMajor), and must not overlap the input otherwise. Room and errors as
-// twAllGatherV; after a step that failed the sums are NaN.
+// its own type (host_sizes given, or twRankMajor), and must be apart from all inputs and other outputs otherwise. Room
+// and errors as twAllGatherV; after a step that failed the sums are NaN.
 TW_API twResult_t twReduceScatterV(twGroup_t group, const twReduceScatterVInput_t* input,
                                    twReduceScatterVOutput_t* output);
 

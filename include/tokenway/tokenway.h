@@ -322,7 +322,9 @@ typedef struct {
 //   expert_major  not written (there is nothing to view), but for counts, a view of the handle
 //   flat          as rank_major
 //   grouped       as expert_major; offsets are a view of the handle too
-// All fields of the tensors are filled in.
+// All fields of the tensors are filled in. Memory that is given for one must not overlap another's, nor, on the CUDA
+// backend, what the call reads: its inputs and, in a handle's first dispatch, the routing. On the CPU it may overlap
+// the inputs, which have been sent before anything is written.
 typedef struct {
   size_t size;
   twLayout_t layout;
@@ -358,7 +360,8 @@ typedef struct {
 
 typedef struct {
   size_t size;
-  twTensor_t tokens;  // [T, H], given by the caller; twFloat32, twBfloat16 or twFloat16
+  twTensor_t tokens;  // [T, H], given by the caller; twFloat32, twBfloat16 or twFloat16. May overlap the input's rows,
+                      // of which none is written over before it was sent
 } twCombineOutput_t;
 #define TW_COMBINE_OUTPUT_INIT {sizeof(twCombineOutput_t), TW_TENSOR_INIT}
 
@@ -407,41 +410,9 @@ TW_API twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream);
 #include "tokenway/interrupt.h"
 #include "tokenway/leases.h"
 
-// -------------------------------------------------------------------------------------------------------- quantise
+// ----------------------------------------------------------------------------------- rows to 8 bits, and activation
 
-// Rows to 8-bit floats with one scale per block of 128 elements, so that they can travel as two payloads:
-//   scale[t, i] = largest |row[t, 128 i .. 128 i + 127]| / 448, or that rounded up to a power of two; 1 for zeros
-//   values[t, j] = rows[t, j] / scale[t, j / 128], rounded to nearest even, as e4m3 without infinities
-// The same bits on the CPU and on a device. rows: [T, H] twFloat32, twBfloat16 or twFloat16, rows may be strided.
-// values: [T, H] twFloat8e4m3. scales: [T, ceil(H / 128)] twFloat32. device: -1 for host memory (synchronous, stream
-// NULL), else the CUDA device of the three tensors (enqueued on `stream`). A block with NaN or infinity in it gives NaN
-// there. Errors: twInvalidArgument; twUnsupported for a device in a build without CUDA.
-TW_API twResult_t twQuantizeFp8(const twTensor_t* rows, const twTensor_t* values, const twTensor_t* scales,
-                                int32_t power_of_two, int32_t device, void* stream);
-
-// ------------------------------------------------------------------------------------------------------ activation
-
-// What experts do between their two matrices, SwiGLU, over the valid rows of a dispatch's layout:
-//   out[i, j] = silu(gate_up[i, j]) * gate_up[i, I + j] [* weights[i]], silu(g) = g / (1 + exp(-g))
-// in float32, rounded once. src/activation/swiglu.h defines every bit, so that the CPU and devices have the same.
-//
-// gate_up: [M, 2 * I] twFloat32, twBfloat16 or twFloat16, rows may be strided. counts: [G] twInt32, beside the other
-// tensors: the rows are G blocks of M / G, of block g the first counts[g] are valid, and only they are read and
-// written. They are read when the call runs, so a captured graph follows them, and what it costs does. rank_major and
-// expert_major: the dispatch's counts; flat and grouped: the last of the offsets, alone. NULL or data NULL and no
-// dimensions: all rows. weights: [M] twFloat32, or likewise none. out: [M, I] of the type of gate_up, rows may be
-// strided; or twFloat8e4m3, C-contiguous, quantised as twQuantizeFp8 does, from float32, with scales: twFloat32
-// [M, ceil(I / 128)], rows or columns contiguous (strides {s, 1} or {1, s}); power_of_two as there. Without, scales is
-// NULL. Outputs must have memory of their own. device, stream and errors: as twQuantizeFp8.
-TW_API twResult_t twSwiGlu(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights,
-                           const twTensor_t* out, const twTensor_t* scales, int32_t power_of_two, int32_t device,
-                           void* stream);
-
-// Its backward, over the same rows: from the gradient of out, [M, I], those of gate_up, [M, 2 * I], both of the type of
-// gate_up, and of weights, [M] twFloat32 (NULL: not wanted), whose sums over a row have a fixed order.
-TW_API twResult_t twSwiGluBackward(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights,
-                                   const twTensor_t* gradient, const twTensor_t* of_gate_up,
-                                   const twTensor_t* of_weights, int32_t device, void* stream);
+#include "tokenway/rows.h"
 
 #ifdef __cplusplus
 }

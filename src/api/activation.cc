@@ -1,8 +1,6 @@
 // twSwiGlu: what the caller gave is checked here, and computed in src/activation.
 #include "activation/swiglu.h"
 
-#include <vector>
-
 #include "api/enter.h"
 #include "api/matrix.h"
 #include "core/config.h"
@@ -12,11 +10,13 @@ namespace {
 using tw::fail;
 using tw::Status;
 using tw::activation::Matrix;
+using tw::api::check_apart;
 using tw::api::check_matrix;
 using tw::api::check_memory;
 using tw::api::check_stride;
 using tw::api::extent;
-using tw::api::NamedExtent;
+using tw::api::Extent;
+using tw::api::Extents;
 using tw::api::shape_text;
 using tw::quantize::kBlock;
 
@@ -135,27 +135,18 @@ Status check_quantised(const twTensor_t* out, const twTensor_t* scales, int32_t 
   return {};
 }
 
-Status check_all_apart(const std::vector<NamedExtent>& outputs, const std::vector<NamedExtent>& inputs) {
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    for (const NamedExtent& input : inputs) TW_RETURN_IF_FAILED(tw::api::check_apart(outputs[i], input));
-    for (size_t j = 0; j < i; ++j) TW_RETURN_IF_FAILED(tw::api::check_apart(outputs[i], outputs[j]));
-  }
-  return {};
-}
-
 // Of a vector, or of scales in either order.
-NamedExtent extent_of(const char* name, const twTensor_t& tensor) {
+Extent extent_of_all(const twTensor_t& tensor) {
   int64_t last = 0;
   for (int i = 0; i < tensor.ndim; ++i) last += tensor.shape[i] > 1 ? (tensor.shape[i] - 1) * tensor.stride[i] : 0;
   const auto* const data = static_cast<const std::byte*>(tensor.data);
-  return {name, {data, data + (last + 1) * tw::dtype_bytes(tensor.dtype)}};
+  return {data, data + (last + 1) * tw::dtype_bytes(tensor.dtype)};
 }
 
-std::vector<NamedExtent> inputs_of(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights) {
-  std::vector<NamedExtent> inputs = {extent("gate_up", *gate_up)};
-  if (given(counts)) inputs.push_back(extent_of("counts", *counts));
-  if (given(weights)) inputs.push_back(extent_of("weights", *weights));
-  return inputs;
+void add_inputs(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights, Extents* inputs) {
+  inputs->add("gate_up", extent(*gate_up));
+  if (given(counts)) inputs->add("counts", extent_of_all(*counts));
+  if (given(weights)) inputs->add("weights", extent_of_all(*weights));
 }
 
 }  // namespace
@@ -179,9 +170,12 @@ twResult_t twSwiGlu(const twTensor_t* gate_up, const twTensor_t* counts, const t
     TW_RETURN_IF_FAILED(tw::api::check_place(device, stream));
     call.out = matrix_of(*out);
     if (call.rows.total > 0 && call.elements > 0) {
-      std::vector<NamedExtent> outputs = {extent("out", *out)};
-      if (quantised) outputs.push_back(extent_of("scales", *scales));
-      TW_RETURN_IF_FAILED(check_all_apart(outputs, inputs_of(gate_up, counts, weights)));
+      Extents outputs;
+      Extents inputs;
+      outputs.add("out", extent(*out));
+      if (quantised) outputs.add("scales", extent_of_all(*scales));
+      add_inputs(gate_up, counts, weights, &inputs);
+      TW_RETURN_IF_FAILED(check_apart(outputs, inputs));
     }
     if (device >= 0) {
 #if TOKENWAY_WITH_CUDA
@@ -211,11 +205,13 @@ twResult_t twSwiGluBackward(const twTensor_t* gate_up, const twTensor_t* counts,
     }
     TW_RETURN_IF_FAILED(tw::api::check_place(device, stream));
     if (call.rows.total > 0 && call.elements > 0) {
-      std::vector<NamedExtent> outputs = {extent("of_gate_up", *of_gate_up)};
-      if (given(of_weights)) outputs.push_back(extent_of("of_weights", *of_weights));
-      std::vector<NamedExtent> inputs = inputs_of(gate_up, counts, weights);
-      inputs.push_back(extent("gradient", *gradient));
-      TW_RETURN_IF_FAILED(check_all_apart(outputs, inputs));
+      Extents outputs;
+      Extents inputs;
+      outputs.add("of_gate_up", extent(*of_gate_up));
+      if (given(of_weights)) outputs.add("of_weights", extent_of_all(*of_weights));
+      add_inputs(gate_up, counts, weights, &inputs);
+      inputs.add("gradient", extent(*gradient));
+      TW_RETURN_IF_FAILED(check_apart(outputs, inputs));
     }
     if (device >= 0) {
 #if TOKENWAY_WITH_CUDA

@@ -130,7 +130,7 @@ Status check_grouped_targets(const twGroup& group, const twDispatchOutput_t& out
 
 // Optional outputs of a dispatch that the caller gave memory for.
 Status check_targets(const twGroup& group, const twHandle& handle, const twDispatchOutput_t& output, int32_t bound,
-                     DispatchTargets* targets) {
+                     DispatchTargets* targets, Extents* written) {
   const twGroupConfig_t& config = group.config.given;
   const Lead lead = lead_of(group, handle, output.layout, bound);
   int64_t strides[2];
@@ -149,6 +149,7 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
     }
     TW_RETURN_IF_FAILED(check_rows(wanted, output.payloads[q], strides));
     targets->payloads[q] = static_cast<std::byte*>(output.payloads[q].data);
+    written->add_contiguous("output.payloads", output.payloads[q], q);
   }
   const bool of_source = by_source(output.layout);
   const int64_t per_row = of_source ? config.top_k : 1;
@@ -171,7 +172,42 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
     TW_RETURN_IF_FAILED(check_rows({"output.counts", twInt32, {blocks}, 1, true}, output.counts, strides));
     targets->counts = static_cast<int32_t*>(output.counts.data);
   }
-  return check_grouped_targets(group, output, lead.rows, targets);
+  TW_RETURN_IF_FAILED(check_grouped_targets(group, output, lead.rows, targets));
+  for (const auto& [field, tensor] : {std::pair("output.ids", &output.ids),
+                                      {"output.weights", &output.weights},
+                                      {"output.counts", &output.counts},
+                                      {"output.offsets", &output.offsets},
+                                      {"output.origins", &output.origins}}) {
+    if (tensor->data != nullptr) written->add_contiguous(field, *tensor);
+  }
+  return {};
+}
+
+// Of a tensor [tokens, top_k] with strides in elements.
+Extent extent_of_pairs(const void* data, int64_t tokens, int64_t top_k, const int64_t stride[2], int64_t element) {
+  const Extent one = extent_of(data, tokens > 0 ? top_k : 0, stride[1] * element, element);
+  const int64_t span = tokens > 0 ? (tokens - 1) * stride[0] * element : 0;
+  return {one.begin + std::min<int64_t>(span, 0), one.end + std::max<int64_t>(span, 0)};
+}
+
+// What a kernel of a dispatch reads while it writes its outputs. A host has sent all of it before it writes any.
+void add_read(const twGroup& group, const twHandle& handle, const twDispatchInput_t& input, Extents* read) {
+  const twGroupConfig_t& config = group.config.given;
+  const int64_t tokens = handle.routing.tokens;
+  for (int q = 0; q < config.num_payloads; ++q) {
+    const int64_t element = dtype_bytes(config.payloads[q].dtype);
+    const int64_t stride = tokens > 1 ? input.payloads[q].stride[0] * element : 0;
+    const int64_t row = config.payloads[q].elements * element;
+    read->add("input.payloads", extent_of(input.payloads[q].data, tokens, stride, row), q);
+  }
+  const RoutingSource& source = handle.source;
+  if (!source.unread) return;
+  const int64_t top_k = config.top_k;
+  read->add("the handle's ids",
+            extent_of_pairs(source.ids, tokens, top_k, source.id_stride, dtype_bytes(source.id_dtype)));
+  if (source.weights == nullptr) return;
+  read->add("the handle's weights",
+            extent_of_pairs(source.weights, tokens, top_k, source.weight_stride, sizeof(float)));
 }
 
 }  // namespace
@@ -282,7 +318,11 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
                                    input.payloads[q], strides));
     call->payloads[q] = {static_cast<const std::byte*>(input.payloads[q].data), strides[0]};
   }
-  return check_targets(group, handle, output, call->bound, &call->targets);
+  Extents written;
+  Extents read;
+  TW_RETURN_IF_FAILED(check_targets(group, handle, output, call->bound, &call->targets, &written));
+  if (group.backend->on_device()) add_read(group, handle, input, &read);
+  return check_apart(written, read);
 }
 
 Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& input, const twCombineOutput_t& output,

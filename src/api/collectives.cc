@@ -198,13 +198,16 @@ Status place(const twGroup& group, const Given& given, CollectiveCall* call) {
               static_cast<unsigned long long>(all), call->bound, group.ranks(), bytes_text(room).c_str());
 }
 
-Extent extent_of(const std::byte* data, int64_t rows, int64_t stride, int64_t row_bytes) {
-  if (rows == 0) return {data, data};
-  const int64_t span = (rows - 1) * stride;
-  return {data + std::min<int64_t>(span, 0), data + std::max<int64_t>(span, 0) + row_bytes};
-}
+// What the tensors of a call touch.
+struct Touched {
+  Extents in;
+  Extents out;
+};
 
-Status check_overlap(int32_t q, const Extent& in, const Extent& out, bool in_place) {
+// An output beside its own input; check_apart looks at the other pairs.
+Status check_overlap(int32_t q, const Extent& in, const Extent& out, bool in_place, Touched* touched) {
+  touched->in.add("input.tensors", in, q);
+  touched->out.add("output.tensors", out, q);
   if (in_place || disjoint(in, out)) return {};
   return fail(twInvalidArgument,
               "output.tensors[%d] overlaps input.tensors[%d]; it may be this rank's own rows of it, in place, and else "
@@ -241,7 +244,7 @@ Status check_window(twGroup& group, int32_t q, CollectiveCall* call) {
 }
 
 Status check_gather_tensor(twGroup& group, int32_t q, const twTensor_t& in, const twTensor_t& out, Sizes from,
-                           CollectiveCall* call) {
+                           CollectiveCall* call, Touched* touched) {
   char name[40];
   std::snprintf(name, sizeof name, "input.tensors[%d]", q);
   int64_t elements = 0;
@@ -257,7 +260,8 @@ Status check_gather_tensor(twGroup& group, int32_t q, const twTensor_t& in, cons
   tensor.out_stride = row_bytes;
   if (call->rows <= 1) tensor.row_stride = row_bytes;
   TW_RETURN_IF_FAILED(check_window(group, q, call));
-  if (out.data == nullptr) return {};
+  const Extent read = extent_of(tensor.in, call->rows, tensor.row_stride, row_bytes);
+  if (out.data == nullptr) return touched->in.add("input.tensors", read, q), Status{};
   std::snprintf(name, sizeof name, "output.tensors[%d]", q);
   const std::vector<int64_t> lead = lead_of(group, *call, from);
   TW_RETURN_IF_FAILED(check_rows({name, in.dtype, lead, elements, true, false}, out, strides));
@@ -265,8 +269,7 @@ Status check_gather_tensor(twGroup& group, int32_t q, const twTensor_t& in, cons
   const int64_t rows = std::accumulate(lead.begin(), lead.end(), int64_t{1}, std::multiplies<>());
   const int64_t begin = call->flat ? own_begin(group, *call) : int64_t{group.me()} * call->bound;
   const bool in_place = begin >= 0 && tensor.row_stride == row_bytes && tensor.in == tensor.out + begin * row_bytes;
-  return check_overlap(q, extent_of(tensor.in, call->rows, tensor.row_stride, row_bytes),
-                       extent_of(tensor.out, rows, row_bytes, row_bytes), in_place);
+  return check_overlap(q, read, extent_of(tensor.out, rows, row_bytes, row_bytes), in_place, touched);
 }
 
 Status check_optional(const char* name, const twTensor_t& tensor, int64_t count, int32_t** data) {
@@ -290,16 +293,21 @@ Status check_gather(twGroup& group, const twAllGatherVInput_t& input, const twAl
   TW_RETURN_IF_FAILED(find_sizes(group, given, from));
   TW_RETURN_IF_FAILED(find_bound(group, given, *from, rows, &call->bound));
   TW_RETURN_IF_FAILED(take_sizes(group, given, *from, "input.tensors[0]", rows, call));
+  Touched touched;
   for (int32_t q = 0; q < given.num_tensors; ++q) {
-    TW_RETURN_IF_FAILED(check_gather_tensor(group, q, input.tensors[q], output.tensors[q], *from, call));
+    TW_RETURN_IF_FAILED(check_gather_tensor(group, q, input.tensors[q], output.tensors[q], *from, call, &touched));
   }
   TW_RETURN_IF_FAILED(check_optional("output.counts", output.counts, group.ranks(), &call->counts));
   TW_RETURN_IF_FAILED(check_optional("output.offsets", output.offsets, group.ranks() + 1, &call->offsets));
+  touched.out.add_contiguous("output.counts", output.counts);
+  touched.out.add_contiguous("output.offsets", output.offsets);
+  touched.in.add_contiguous("input.sizes", input.sizes);
+  TW_RETURN_IF_FAILED(check_apart(touched.out, touched.in, true));
   return place(group, given, call);
 }
 
 Status check_reduce_tensor(twGroup& group, int32_t q, const twTensor_t& in, const twTensor_t& out, Sizes from,
-                           CollectiveCall* call) {
+                           CollectiveCall* call, Touched* touched) {
   char name[40];
   std::snprintf(name, sizeof name, "input.tensors[%d]", q);
   int64_t elements = 0;
@@ -331,7 +339,7 @@ Status check_reduce_tensor(twGroup& group, int32_t q, const twTensor_t& in, cons
   const int64_t span = call->flat ? 0 : (group.ranks() - 1) * tensor.block_stride;
   const Extent all{block.begin + std::min<int64_t>(span, 0), block.end + std::max<int64_t>(span, 0)};
   return check_overlap(q, lead.back() == 0 ? Extent{block.begin, block.begin} : all,
-                       extent_of(tensor.out, call->rows, tensor.out_stride, tensor.out_stride), in_place);
+                       extent_of(tensor.out, call->rows, tensor.out_stride, tensor.out_stride), in_place, touched);
 }
 
 Status check_reduce(twGroup& group, const twReduceScatterVInput_t& input, const twReduceScatterVOutput_t& output,
@@ -368,9 +376,12 @@ Status check_reduce(twGroup& group, const twReduceScatterVInput_t& input, const 
   }
   TW_RETURN_IF_FAILED(find_bound(group, given, from, rows, &call->bound));
   TW_RETURN_IF_FAILED(take_sizes(group, given, from, "output.tensors[0]", rows, call));
+  Touched touched;
   for (int32_t q = 0; q < given.num_tensors; ++q) {
-    TW_RETURN_IF_FAILED(check_reduce_tensor(group, q, input.tensors[q], output.tensors[q], from, call));
+    TW_RETURN_IF_FAILED(check_reduce_tensor(group, q, input.tensors[q], output.tensors[q], from, call, &touched));
   }
+  touched.in.add_contiguous("input.sizes", input.sizes);
+  TW_RETURN_IF_FAILED(check_apart(touched.out, touched.in, true));
   return place(group, given, call);
 }
 

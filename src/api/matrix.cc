@@ -65,17 +65,9 @@ Status check_float_rows(const char* name, const twTensor_t* rows, const char* wa
   return {};
 }
 
-NamedExtent extent(const char* name, const twTensor_t& tensor) {
-  const int64_t bytes = tw::dtype_bytes(tensor.dtype);
-  const int64_t span = tensor.shape[0] > 1 ? (tensor.shape[0] - 1) * tensor.stride[0] * bytes : 0;
-  const auto* const data = static_cast<const std::byte*>(tensor.data);
-  return {name, {data + std::min<int64_t>(span, 0), data + std::max<int64_t>(span, 0) + tensor.shape[1] * bytes}};
-}
-
-Status check_apart(const NamedExtent& a, const NamedExtent& b) {
-  if (disjoint(a.bytes, b.bytes)) return {};
-  return fail(twInvalidArgument, "%s at %p overlaps %s at %p; each must have memory of its own", a.name,
-              static_cast<const void*>(a.bytes.begin), b.name, static_cast<const void*>(b.bytes.begin));
+Extent extent(const twTensor_t& matrix) {
+  const int64_t bytes = tw::dtype_bytes(matrix.dtype);
+  return extent_of(matrix.data, matrix.shape[0], matrix.stride[0] * bytes, matrix.shape[1] * bytes);
 }
 
 Status check_place(int32_t device, const void* stream) {

@@ -20,13 +20,8 @@ Status check_stride(const char* name, const twTensor_t& tensor, int dimension, i
 // A matrix of float32, bfloat16 or float16 whose rows are contiguous.
 Status check_float_rows(const char* name, const twTensor_t* rows, const char* wanted);
 
-// What a tensor touches, and its name.
-struct NamedExtent {
-  const char* name;
-  Extent bytes;
-};
-NamedExtent extent(const char* name, const twTensor_t& tensor);
-Status check_apart(const NamedExtent& a, const NamedExtent& b);
+// What its rows touch.
+Extent extent(const twTensor_t& matrix);
 
 Status check_place(int32_t device, const void* stream);
 Status check_switch(const char* name, int32_t value);

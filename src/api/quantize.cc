@@ -16,7 +16,7 @@ using tw::api::check_place;
 using tw::api::check_stride;
 using tw::api::check_switch;
 using tw::api::extent;
-using tw::api::NamedExtent;
+using tw::api::Extents;
 using tw::api::shape_text;
 using tw::quantize::kBlock;
 
@@ -46,10 +46,12 @@ Status check_call(const twTensor_t* rows, const twTensor_t* values, const twTens
   TW_RETURN_IF_FAILED(check_switch("power_of_two", power_of_two));
   TW_RETURN_IF_FAILED(check_place(device, stream));
   if (tokens > 0 && elements > 0) {
-    const NamedExtent extents[] = {extent("rows", *rows), extent("values", *values), extent("scales", *scales)};
-    for (const auto& [a, b] : {std::pair(1, 0), {2, 0}, {2, 1}}) {
-      TW_RETURN_IF_FAILED(check_apart(extents[a], extents[b]));
-    }
+    Extents inputs;
+    Extents outputs;
+    inputs.add("rows", extent(*rows));
+    outputs.add("values", extent(*values));
+    outputs.add("scales", extent(*scales));
+    TW_RETURN_IF_FAILED(check_apart(outputs, inputs));
   }
   call->rows = static_cast<const std::byte*>(rows->data);
   call->row_stride = tokens > 1 ? rows->stride[0] * tw::dtype_bytes(rows->dtype) : 0;

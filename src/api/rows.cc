@@ -114,8 +114,48 @@ twTensor_t contiguous_tensor(void* data, twDtype_t dtype, const std::vector<int6
   return tensor;
 }
 
+Extent extent_of(const void* data, int64_t rows, int64_t stride, int64_t row_bytes) {
+  const auto* const begin = static_cast<const std::byte*>(data);
+  if (rows <= 0) return {begin, begin};
+  const int64_t span = (rows - 1) * stride;
+  return {begin + std::min<int64_t>(span, 0), begin + std::max<int64_t>(span, 0) + row_bytes};
+}
+
 bool disjoint(const Extent& a, const Extent& b) {
   return std::less_equal<>()(a.end, b.begin) || std::less_equal<>()(b.end, a.begin);
+}
+
+void Extents::add_contiguous(const char* name, const twTensor_t& tensor, int index) {
+  int64_t elements = tensor.data == nullptr ? 0 : 1;
+  for (int i = 0; i < tensor.ndim; ++i) elements *= tensor.shape[i];
+  add(name, extent_of(tensor.data, 1, 0, elements * dtype_bytes(tensor.dtype)), index);
+}
+
+namespace {
+
+std::string name_of(const NamedExtent& tensor) {
+  return tensor.index < 0 ? tensor.name : std::string(tensor.name) + "[" + std::to_string(tensor.index) + "]";
+}
+
+Status check_pair(const NamedExtent& a, const NamedExtent& b) {
+  if (disjoint(a.bytes, b.bytes)) return {};
+  return fail(twInvalidArgument, "%s at %p overlaps %s at %p; each must have memory of its own", name_of(a).c_str(),
+              static_cast<const void*>(a.bytes.begin), name_of(b).c_str(), static_cast<const void*>(b.bytes.begin));
+}
+
+}  // namespace
+
+Status check_apart(const Extents& outputs, const Extents& inputs, bool pairs_may) {
+  for (const NamedExtent& output : outputs) {
+    for (const NamedExtent& input : inputs) {
+      if (pairs_may && output.index >= 0 && output.index == input.index) continue;
+      TW_RETURN_IF_FAILED(check_pair(output, input));
+    }
+    for (const NamedExtent* other = outputs.begin(); other != &output; ++other) {
+      TW_RETURN_IF_FAILED(check_pair(output, *other));
+    }
+  }
+  return {};
 }
 
 }  // namespace tw::api

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,36 @@ struct Extent {
   const std::byte* end;
 };
 
+// Of rows a stride apart, which may be negative.
+Extent extent_of(const void* data, int64_t rows, int64_t stride, int64_t row_bytes);
 bool disjoint(const Extent& a, const Extent& b);
+
+// What one tensor of a call touches: `name`, or name[index].
+struct NamedExtent {
+  const char* name;
+  Extent bytes;
+  int index = -1;
+};
+
+// What the tensors of a call touch. Empty ones touch nothing.
+class Extents {
+ public:
+  void add(const char* name, const Extent& bytes, int index = -1) {
+    if (bytes.begin != bytes.end && count_ < kMost) all_[count_++] = {name, bytes, index};
+  }
+  // A tensor without gaps.
+  void add_contiguous(const char* name, const twTensor_t& tensor, int index = -1);
+  const NamedExtent* begin() const { return all_; }
+  const NamedExtent* end() const { return all_ + count_; }
+
+ private:
+  static constexpr int kMost = 16;
+  NamedExtent all_[kMost];
+  int count_ = 0;
+};
+
+// Every output has memory of its own: apart from the other outputs, and from the inputs. pairs_may: an input and an
+// output of the same index have been checked in another way.
+Status check_apart(const Extents& outputs, const Extents& inputs, bool pairs_may = false);
 
 }  // namespace tw::api

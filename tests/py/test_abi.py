@@ -28,6 +28,7 @@ NAMES = (
     "balance.h",
     "interrupt.h",
     "leases.h",
+    "rows.h",
 )
 HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in NAMES)
 CODE = re.sub(r"//[^\n]*", "", HEADER)
