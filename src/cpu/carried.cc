@@ -13,7 +13,6 @@ namespace tw::cpu {
 namespace {
 
 constexpr uint64_t kMagic = 0x314d524643575431;
-constexpr std::chrono::milliseconds kLook{10};     // a wait looks up this often, for peers that died or gave up
 constexpr std::chrono::milliseconds kRarely{1};    // calls look for what was posted no more often than this
 constexpr std::chrono::milliseconds kNotice{50};   // of waiting, before the peers are told how far this rank is
 constexpr std::chrono::milliseconds kGrace{200};   // for what a rank that died has sent before

@@ -32,6 +32,9 @@
 
 namespace tw::cpu {
 
+// A wait looks up this often, for peers that died or gave up.
+inline constexpr std::chrono::milliseconds kLook{10};
+
 // What each block begins with.
 struct Frame {
   uint64_t magic;

@@ -14,7 +14,6 @@ namespace {
 // Meetings, as offsets from the tag; the first two are those of posts.
 enum Stage : uint64_t { kOfferStage = 2, kCostsStage = kOfferStage + 2 };
 
-constexpr std::chrono::milliseconds kLook{10};  // a wait looks up this often, for peers that are gone
 constexpr int kFewestRounds = 4;
 constexpr int kMostRounds = 20;
 constexpr double kMeasureUs = 220e3;  // and no further round
