@@ -297,7 +297,7 @@ def unwritable_torch(name: str, x: Any) -> InvalidArgument | None:
     if torch.is_grad_enabled():
         if x.is_leaf:
             return InvalidArgument(f"{name} is a leaf that requires gradients; write to its detach(), or under no_grad")
-        if x._base is not None and x._base.is_leaf and x._base.requires_grad:
+        if x._base is not None and x._base.is_leaf:
             return InvalidArgument(f"{name} is a view of a leaf that requires gradients; write to its detach()")
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -244,9 +245,13 @@ def run_refused(env: Env) -> list[Any]:
         leaf = ours.full((n, TOKENS, HIDDEN), 1).requires_grad_()
         with torch.inference_mode():
             inference = ours.full((n, TOKENS, HIDDEN), 1) * 1
-        for x in (leaf, leaf[:], inference):
+        part = torch.zeros(2, n, TOKENS, HIDDEN, device=leaf.device)[0].requires_grad_()  # a leaf, and a view
+        for x in (leaf, leaf[:], part, part[:], inference):
             flat = x.detach().view(n * TOKENS, HIDDEN) if x is inference else x.view(n * TOKENS, HIDDEN)
-            outcomes.append(caught(ours.dispatch, 1, out=x if bad else None))
+            handle = ours.route()
+            outcomes.append(caught(ours.dispatch, 1, handle, out=x if bad else None))
+            with suppress(tw.InvalidUsage):  # on devices a handle holds its lane all the same
+                handle.release()
             received = ours.dispatch(1)
             outcomes.append(caught(group.combine, received.handle, received.tokens, out=flat[:TOKENS] if bad else None))
             if received.handle.leased:
@@ -260,7 +265,7 @@ def run_refused(env: Env) -> list[Any]:
 
 def test_what_may_not_be_written_to(threads) -> None:
     *others, bad = threads(2).run(run_refused)
-    wanted = ["leaf that requires gradients"] * 6 + ["is an inference tensor"] * 3
+    wanted = ["leaf that requires gradients"] * 12 + ["is an inference tensor"] * 3
     for (result, text), sentence in zip(bad, wanted, strict=True):
         assert result == "twInvalidArgument" and sentence in text and "out" in text, text
     for outcomes in others:
