@@ -47,7 +47,7 @@
  *   - Sequences shorter than LENGTH are prefixes: a rank may complete everything in flight before its next send.
  *
  * What is not here: n, notes and the bound b, lines and chunk words, S7, S8, S10, memory weaker than "the word is
- * stored after its rows" (S4 is that demand on the code), two stopped ranks, shrinking.
+ * stored after its rows" (S4 is that demand on the code), two stopped ranks, shrinking (agreement.pml).
  *
  * S9 is every claim about a row read: it is the one that the sequence alone determines, whatever the timing was.
  */

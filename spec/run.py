@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Searches the model of the protocol, whole, and shows that it notices each known mistake.
+"""Searches the models of the protocol, whole, and shows that they notice each known mistake.
 
     python3 spec/run.py             everything, two searches at a time
     python3 spec/run.py --quick     without those searches that take half of the time
@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-MODEL = Path(__file__).resolve().parent / "exchange.pml"
+MODELS = Path(__file__).resolve().parent
 DEPTH = 5000  # several times the longest run; a search that reaches it is refused
 MEMORY_MIB = 2800  # per search, so that two fit in 6 GB
 SECONDS = 900  # per search; the largest takes under a minute on an idle core
@@ -34,6 +34,7 @@ class Search(NamedTuple):
     switches: str
     caught_by: tuple = ()  # the claims that may catch it; empty: nothing may be found
     long: bool = False
+    model: str = "exchange.pml"
 
 
 # The largest first, so that two searches at a time end together.
@@ -47,6 +48,7 @@ SEARCHES = [
     ),
     Search("anyone late, 1 lane, 6 steps, rows apart", "LATE_ALL ONE_LANE ROWS_APART"),
     Search("refusals and stopped rank, 1 lane, 6 steps, rows apart", "REFUSAL ONE_LANE ROWS_APART"),
+    Search("agreement of 4 ranks that come at any time", "", model="agreement.pml"),
     Search("one-bank", "MUTATION_ONE_BANK ONE_LANE", ("S2", "S3")),
     Search("bank-by-cycle", "MUTATION_BANK_BY_CYCLE ONE_LANE", ("S2", "S3")),
     Search("shared-counter", "MUTATION_SHARED_COUNTER ONE_LANE", ("S4",)),
@@ -60,6 +62,9 @@ SEARCHES = [
     Search("no-abort", "MUTATION_NO_ABORT LATE ONE_LANE", ("hang",)),
     Search("counts-ahead", "MUTATION_COUNTS_AHEAD COUNTS LENGTH=3", ("S2",)),
     Search("refuse-without-drain", "MUTATION_REFUSE_WITHOUT_DRAIN REFUSAL ONE_LANE", ("S2", "S3")),
+    Search("own-count", "MUTATION_OWN_COUNT", ("A2",), model="agreement.pml"),
+    Search("every-side", "MUTATION_EVERY_SIDE", ("A1",), model="agreement.pml"),
+    Search("one-calm-round", "MUTATION_ONE_CALM_ROUND", ("A1", "A2"), model="agreement.pml"),
 ]
 
 # Whatever says that part of the state space was not looked at.
@@ -105,7 +110,7 @@ def judge(search, output):
     if "out of bounds" in output:
         return "the model indexes out of bounds", False
     if int(errors[1]):
-        found = re.search(r"assertion violated .*\b(S\d+)\)* \(at depth", output)
+        found = re.search(r"assertion violated .*\b([SA]\d+)\)* \(at depth", output)
         claim = found[1] if found else "hang" if "invalid end state" in output else "an unnamed error"
         if claim in search.caught_by:
             return f"caught by {claim}", True
@@ -125,7 +130,7 @@ def run(search, compiler, scratch, want_story):
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(dir=scratch))
     # spin breaks its own C preprocessor command at odd characters in a path, and copies are cheap.
-    shutil.copy(MODEL, folder / "model.pml")
+    shutil.copy(MODELS / search.model, folder / "model.pml")
     defines = [f"-D{switch}" for switch in search.switches.split()]
     output, story = "", ""
     try:

@@ -178,12 +178,17 @@ typedef struct {
 TW_API twResult_t twGroupWindowBytes(const twGroupConfig_t* config, int32_t nranks, twWindowBytes_t* bytes);
 
 // Collective over the comm. Maps a window of each rank into every other. Errors: twInvalidArgument, twConfigMismatch
-// (both leave the comm usable; if any rank fails, all ranks return an error), twOutOfMemory, twTimeout, twPeerDied.
+// (both leave the comm usable; if any rank fails, all ranks return an error), twOutOfMemory, twTimeout, twPeerDied,
+// and twCallMismatch, at once, where another rank destroys or shrinks a group instead: the sentence names what each
+// rank does, and on each that was one call, so that the comm's next ones meet again.
 TW_API twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t* config);
 
 // Collective, with a bounded barrier; a group with a sticky error is freed without one. Frees the group's handles too:
 // a handle must not be used, nor destroyed, afterwards. Views into the window end here, unless it is kept
 // (twWindowKeep). twInvalidUsage while another thread is in a call of the group: twGroupAbort ends one that waits.
+// twCallMismatch, at once, where another rank creates a group or destroys another one instead: the group is freed all
+// the same, and its peers need not wait for this rank when they destroy it. While peers shrink the group they go on
+// without this rank, which is no error here.
 TW_API twResult_t twGroupDestroy(twGroup_t group);
 
 // Collective among the ranks that are still there, usually after an error. They agree on who survives (ranks that
@@ -193,7 +198,9 @@ TW_API twResult_t twGroupDestroy(twGroup_t group);
 // left out as soon as it is known of them, also while the call waits. config == NULL keeps the old configuration,
 // maps and shares of config.placement included, with experts (or its slots) in blocks over the survivors;
 // max_recv_tokens beyond what survivors can send is as much as they can. Returns twExcluded on a rank that the
-// others have given up. May be called again when it failed, as when another rank died meanwhile.
+// others have given up, or that lives on the side that is not the larger where ranks came too far apart: it then stays
+// left out. Ranks that make another call instead are left out too, if those who shrink are more; else the call returns
+// twCallMismatch, and changes nothing. May be called again when it failed, as when another rank died meanwhile.
 TW_API twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* config, twGroup_t* survivors);
 
 // Gives the group up, here and at all peers: their calls, also those that wait, return twPeerAborted within moments,

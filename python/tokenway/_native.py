@@ -34,6 +34,7 @@ MAX_RANKS = 1024
 MAX_DIMS = 6
 
 INTERRUPTED = 16  # twInterrupted
+CALL_MISMATCH = 12  # twCallMismatch
 
 MODES = {"low_latency": 0, "high_throughput": 1}
 OVERFLOWS = {"refuse": 0, "drop": 1}

@@ -305,7 +305,8 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         They agree on who survives; ranks are renumbered (`comm_ranks` names them). Who has died, given the group up or
         closed it is left out at once, one that does not answer after the timeout (10 s at least). Keeps this group's
         settings with the default places of experts, but for `changes` (keywords of Group). This group stays to be
-        closed. Raises Excluded on a rank that the others have given up.
+        closed. Raises Excluded on a rank that the others have given up, and CallMismatch where as many ranks create a
+        group instead.
         """
         survivors = c_void_p()
         base = self.pointer
@@ -327,14 +328,15 @@ class Group(Counting, Placed, Collectives, _native.Shared):
 
     def close(self) -> None:
         """Collective. Frees the handles and the window. Views of them that are alive keep this rank's memory, and show
-        what was last there: see `Received`."""
+        what was last there: see `Received`. Raises CallMismatch where another rank creates a group meanwhile, or closes
+        another one; this group is closed all the same."""
         if self._pointer is not None:
             self._views.clear()
             self._shown.clear()
             self._torch_views.clear()
             self._keeper = None
             result = _native.lib.twGroupDestroy(self._pointer)
-            if result != _native.INTERRUPTED:  # else the group is gone all the same
+            if result not in (_native.INTERRUPTED, _native.CALL_MISMATCH):  # else the group is gone all the same
                 _native.check(result)
             self._pointer = None
             held = (self._finished_handles, self._leased_forever, self._requests, self._spare_blocks, self.op_handles)

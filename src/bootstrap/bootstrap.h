@@ -63,11 +63,15 @@ class Bootstrap {
   // Gives `mine` to every member and takes theirs: (*all)[i] is members[i]'s. Collective among members, which hold this
   // rank, ascending, the same everywhere; `tag` names the occasion, the same everywhere and never used twice. Returns
   // when each member's parcel is here, or the member is gone, or the deadline has passed: presence[i] says which.
-  // `left` is asked every few milliseconds, by this thread, of those that are not here; who has left is gone, but what
-  // it gave before still counts. Ends at once, too, when a member has given the occasion up, or when this rank's call
-  // is interrupted. One meeting at a time.
+  // `left` is asked every few milliseconds, by this thread, of those that are not here, and finds in *all what has
+  // come; who has left is gone, but what it gave before still counts. Ends at once, too, when a member has given the
+  // occasion up, or when this rank's call is interrupted. One meeting at a time.
   virtual std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine,
                                          TimePoint deadline, std::vector<Parcel>* all, const Left& left = {}) = 0;
+
+  // Gives a parcel to every member, and takes none: for a rank that does not wait for a meeting, but tells those who do
+  // what it does instead. From any thread, also while another is in a meeting; never blocks.
+  virtual void give(std::span<const int> members, uint64_t tag, const std::string& bytes) = 0;
 
   // Tells the members that this rank takes no further part in a call, which has meetings of that occasion: they get
   // kGaveUp in this one and in every later one.

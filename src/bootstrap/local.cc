@@ -15,8 +15,12 @@ struct Table {
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<bool> gone;
-  // Parcels by (tag, rank). A rank's last ones lie here, since peers may take them late.
-  std::map<std::pair<uint64_t, int>, std::string> parcels;
+  struct Given {
+    std::string bytes;
+    std::vector<int> to;  // ascending; as between processes, nobody else sees it
+  };
+  // By (tag, rank). A rank's last ones lie here, since peers may take them late.
+  std::map<std::pair<uint64_t, int>, Given> parcels;
   std::set<std::pair<uint64_t, int>> given_up;  // (occasion, rank)
 };
 
@@ -49,8 +53,7 @@ class LocalBootstrap : public Bootstrap {
   std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
                                  std::vector<Parcel>* all, const Left& left) override {
     std::unique_lock lock(table_->mutex);
-    table_->parcels[{tag, rank_}] = mine.bytes;
-    table_->changed.notify_all();
+    lay_down(members, tag, mine.bytes);
     std::vector<Presence> presence(members.size(), Presence::kLate);
     all->clear();
     all->resize(members.size());
@@ -61,8 +64,8 @@ class LocalBootstrap : public Bootstrap {
       for (size_t i = 0; i < members.size(); ++i) {
         if (presence[i] == Presence::kHere) continue;
         const auto found = table_->parcels.find({tag, members[i]});
-        if (found != table_->parcels.end()) {
-          (*all)[i].bytes = found->second;
+        if (found != table_->parcels.end() && std::ranges::binary_search(found->second.to, rank_)) {
+          (*all)[i].bytes = found->second.bytes;
           presence[i] = Presence::kHere;
           continue;
         }
@@ -94,16 +97,26 @@ class LocalBootstrap : public Bootstrap {
         break;
       }
     }
+    return presence;
+  }
+
+  void give(std::span<const int> members, uint64_t tag, const std::string& bytes) override {
+    const std::lock_guard lock(table_->mutex);
+    lay_down(members, tag, bytes);
+  }
+
+ private:
+  void lay_down(std::span<const int> members, uint64_t tag, const std::string& bytes) {
+    table_->parcels[{tag, rank_}] = {bytes, {members.begin(), members.end()}};
+    table_->changed.notify_all();
     // Who gives its parcel of tag t+2 has seen everybody's of t+1, given after they took t: older ones can go.
     sent_.push_back(tag);
     if (sent_.size() > kKept) {
       table_->parcels.erase({sent_.front(), rank_});
       sent_.erase(sent_.begin());
     }
-    return presence;
   }
 
- private:
   static constexpr std::chrono::milliseconds kLook{10};  // for members that have left
   static constexpr size_t kKept = 64;  // shrinking asks some members only, so keep more than the two that theory needs
 

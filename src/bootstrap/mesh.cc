@@ -48,6 +48,15 @@ class Mesh : public Bootstrap {
   std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
                                  std::vector<Parcel>* all, const Left& left) override;
 
+  void give(std::span<const int> members, uint64_t tag, const std::string& bytes) override {
+    const std::lock_guard lock(connections_mutex_);
+    for (const int member : members) {
+      if (member == rank_) continue;
+      peers_[member].connection.queue(tag, bytes);
+      pump_beside_meeting(peers_[member].connection);
+    }
+  }
+
   void post(int peer, uint64_t tag, const std::string& bytes) override {
     const std::lock_guard lock(connections_mutex_);
     peers_[peer].connection.queue(kPostTag | tag, bytes);

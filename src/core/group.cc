@@ -63,6 +63,10 @@ twGroup::~twGroup() {
   --comm->groups;
 }
 
+int twGroup::rank_of(int member) const {
+  return static_cast<int>(std::find(members.begin(), members.end(), member) - members.begin());
+}
+
 uint64_t twGroup::place_arrays(std::byte* block, tw::HandleArrays* arrays) const {
   return tw::place_arrays(shape(), context.local_experts, tw::dtype_bytes(config.given.id_dtype), config.on_device,
                           block, arrays);
@@ -147,7 +151,7 @@ Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks
 namespace {
 
 Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
-                  uint64_t tags, std::unique_ptr<twGroup>* made) {
+                  uint64_t tags, std::unique_ptr<twGroup>* made, Occasion occasion, const Left& left) {
   Bootstrap& bootstrap = *comm->bootstrap;
   const auto place = std::find(members.begin(), members.end(), bootstrap.rank());
   const auto rank = static_cast<int32_t>(place - members.begin());
@@ -160,7 +164,10 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
   const Status checked =
       readable.ok() ? check_config(given, ranks, on_device, comm->environment, &config, carried) : readable;
   const TimePoint deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(comm->timeout_ms);
-  TW_RETURN_IF_FAILED(agree(bootstrap, members, tags + kCheckedStage, deadline, kOccasion, checked));
+  Opening opening(bootstrap, occasion, left);
+  Status opened = agree(opening, members, tags + kCheckedStage, deadline, kOccasion, checked);
+  TW_RETURN_IF_FAILED(opening.mismatch());
+  TW_RETURN_IF_FAILED(std::move(opened));
   std::vector<Parcel> configs;
   TW_RETURN_IF_FAILED(
       gather(bootstrap, members, tags + kCompareStage, {pack_config(config), {}}, deadline, kOccasion, &configs));
@@ -169,6 +176,7 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
       agree(bootstrap, members, tags + kMemoryStage, deadline, kOccasion, check_memory(*comm, config, ranks)));
 
   auto group = std::make_unique<twGroup>(comm, std::move(config), std::move(members), rank);
+  group->number = tags;
   BackendInit init;
   init.context = &group->context;
   init.bootstrap = &bootstrap;
@@ -206,9 +214,9 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
 }  // namespace
 
 Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
-                    uint64_t tags, std::unique_ptr<twGroup>* made) {
+                    uint64_t tags, std::unique_ptr<twGroup>* made, Occasion occasion, const Left& left) {
   const std::vector<int> asked = members;
-  Status created = make_group(comm, given, readable, std::move(members), tags, made);
+  Status created = make_group(comm, given, readable, std::move(members), tags, made, occasion, left);
   if (created.code == twInterrupted) comm->bootstrap->give_up(asked, occasion_of(tags));
   return created;
 }
@@ -221,7 +229,9 @@ Status destroy_group(std::unique_ptr<twGroup> group) {
   };
   poll_device(*group);
   const auto finished = [&] { return group->is_sticky() || group->backend->find_abort().kind != 0; };
+  Opening opening(*comm->bootstrap, {Call::kDestroy, group->number});
   if (finished()) {
+    opening.give(group->members, tags);  // to peers that make another call at this occasion
     leave_group(*group);
     return {};
   }
@@ -229,18 +239,21 @@ Status destroy_group(std::unique_ptr<twGroup> group) {
   const auto bound =
       std::min(std::chrono::milliseconds(group->config.given.timeout_ms), std::chrono::milliseconds(5000));
   std::vector<Parcel> all;
-  const auto presence = comm->bootstrap->exchange(group->members, tags, {}, std::chrono::steady_clock::now() + bound,
-                                                  &all, [&](int) { return finished(); });
+  const auto presence =
+      opening.exchange(group->members, tags, {}, std::chrono::steady_clock::now() + bound, &all,
+                       [&](int member) { return finished() || group->has_left(group->rank_of(member)); });
   if (was_interrupted()) {
     abort_group(*group);
     return interrupted();
   }
   bool together = !finished();
-  for (size_t i = 0; i < all.size(); ++i) {  // bytes are of one who shrinks, and hears by this parcel that nobody comes
-    together = together && presence[i] == Presence::kHere && all[i].bytes.empty();
+  const Occasion shrinking{Call::kShrink, group->number};  // hears by this parcel that nobody comes
+  for (size_t i = 0; i < all.size(); ++i) {
+    together = together && presence[i] == Presence::kHere && opening.occasion(i).call == Call::kDestroy;
   }
-  if (!together) leave_group(*group);
-  if (!together || !group->config.on_device) return {};
+  Status differ = opening.mismatch(&shrinking);
+  if (!together || !differ.ok()) leave_group(*group);
+  if (!together || !differ.ok() || !group->config.on_device) return differ;
   // Device memory is free when the last peer has let go of it too, and then the call may say so.
   const std::vector<int> members = group->members;
   group.reset();

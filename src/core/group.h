@@ -13,6 +13,7 @@
 #include "core/handle.h"
 #include "core/lanes.h"
 #include "core/leases.h"
+#include "core/occasion.h"
 
 namespace tw {
 
@@ -42,6 +43,7 @@ struct twGroup : tw::Quarantined<twGroup> {
   twComm* comm;
   tw::GroupConfig config;
   std::vector<int> members;         // ranks of the comm
+  uint64_t number = 0;              // what tells it from others of the comm: the tags that it was created at
   std::vector<tw::ExpertMap> maps;  // [layers], none without a placement
   tw::Context context;
   std::unique_ptr<tw::Backend> backend;
@@ -52,11 +54,19 @@ struct twGroup : tw::Quarantined<twGroup> {
   int64_t last_request = 0;
   std::atomic<bool> gave_up = false;      // by twGroupAbort
   tw::Occupied occupied;                  // by every call but those that may come from any thread
+  bool excluded = false;                  // found by a shrink: the peers go on without this rank, or nobody does
   std::shared_ptr<tw::LeaseArea> leases;  // NULL: there are none. A lease keeps it
   std::vector<std::byte*> parted;         // leases that a step may write to which this rank has refused
 
   int32_t me() const { return context.me; }
   int32_t ranks() const { return static_cast<int32_t>(members.size()); }
+  // Of a member, its rank in the group.
+  int rank_of(int member) const;
+  // Whether a rank has said that it takes no part in what ends the group or shrinks it.
+  bool has_left(int rank) {
+    const tw::AbortWord word = backend->abort_of(rank);
+    return word.left || word.went_on;
+  }
   const tw::Shape& shape() const { return context.map.shape(); }
 
   // As tw::place_arrays, of a handle of this group.
@@ -81,9 +91,10 @@ struct twGroup : tw::Quarantined<twGroup> {
 namespace tw {
 
 // Collective. `readable`: whether `given` could be read at all; a rank where it could not still tells the others.
-// `members` are the comm's ranks that take part, ascending; `tags` from twComm::next_tags.
+// `members` are the comm's ranks that take part, ascending; `tags` from twComm::next_tags. `occasion`: of what call
+// this is a part; `left`: whose opening parcel is not waited for.
 Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
-                    uint64_t tags, std::unique_ptr<twGroup>* group);
+                    uint64_t tags, std::unique_ptr<twGroup>* group, Occasion occasion = {}, const Left& left = {});
 
 // Collective, with a bounded barrier unless the group is sticky. An error is told of a group that is gone all the same.
 Status destroy_group(std::unique_ptr<twGroup> group);

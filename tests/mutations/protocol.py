@@ -288,6 +288,25 @@ PROTOCOL = (
         (Edit(SHRINK, "if (calm && all_were_calm) return", "if (calm) return"),),
     ),
     Mutation(
+        "survivors are not told who was silent",
+        "S6",
+        "sides_test",
+        "Meetings/Sides.HalfIsGivenUp/*",
+        (
+            Edit(
+                SHRINK, "if (static_cast<uint8_t>(theirs[r]) != sent[r])", "if ((theirs[r] & kOut) != (sent[r] & kOut))"
+            ),
+            Edit(SHRINK, "known_[r] |= static_cast<uint8_t>(theirs[r]);", "known_[r] |= theirs[r] & kOut;"),
+        ),
+    ),
+    Mutation(
+        "a side that does not go on tells nobody",
+        "S6",
+        "sides_test",
+        "Meetings/Sides.HalfIsGivenUp/*",
+        (Edit(SHRINK, "    leave_group(group_);\n    group_.excluded", "    group_.excluded"),),
+    ),
+    Mutation(
         "survivors wait for those who gave the group up",
         "S6",
         "shrink_test",
@@ -299,7 +318,7 @@ PROTOCOL = (
         "S6",
         "shrink_test",
         "LeftWaiting.ForOneThatGivesUp",
-        (Edit(SHRINK, "return !is_waited_for(rank_of(member));", "return rank_of(member) < 0;"),),
+        (Edit(SHRINK, "return !is_waited_for(group_.rank_of(member));", "return group_.rank_of(member) < 0;"),),
     ),
     Mutation(
         "who is left out does not hear that the others go on",
@@ -320,7 +339,10 @@ PROTOCOL = (
         "S6",
         "shrink_test",
         "LeftWaiting.ForOneThatDestroysABrokenGroup",
-        (Edit(GROUP, "  if (finished()) {\n    leave_group(*group);\n", "  if (finished()) {\n"),),
+        (
+            Edit(GROUP, "    opening.give(group->members, tags);  // to peers", "    // to peers"),
+            Edit(GROUP, "    leave_group(*group);\n    return {};\n", "    return {};\n"),
+        ),
     ),
     Mutation(
         "a post waits for a meeting",
