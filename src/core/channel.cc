@@ -10,18 +10,18 @@ namespace {
 // For the others to say how it went, behind the deadline: they look up every few milliseconds, on a busy machine.
 constexpr std::chrono::milliseconds kAnswer{2000};
 
-int32_t is_over(const void* meeting) { return static_cast<const Opening*>(meeting)->over() ? 1 : 0; }
+int32_t is_over(const void* meeting) { return static_cast<const ChannelMeeting*>(meeting)->over() ? 1 : 0; }
 
 }  // namespace
 
-bool Opening::over() const {
+bool ChannelMeeting::over() const {
   std::string failed;
   return std::any_of(init_.members.begin(), init_.members.end(), [&](int member) {
     return member != me_ && (!init_.bootstrap->alive(member) || init_.bootstrap->posted(member, tag_, &failed));
   });
 }
 
-Status Opening::meet(const Status& mine, const std::string& bytes, std::vector<std::string>* all) const {
+Status ChannelMeeting::meet(const Status& mine, const std::string& bytes, std::vector<std::string>* all) const {
   const TimePoint now = std::chrono::steady_clock::now();
   const bool in_time = now < init_.deadline;
   for (const int member : init_.members) {
@@ -96,20 +96,20 @@ Status open_channel(const BackendInit& init, uint64_t tag, int device, const Sta
   config.queues = init.context->map.shape().lanes;
   config.key = init.tag;
   config.device = device;
-  const Opening opening(init, tag + 1);
+  const ChannelMeeting meeting(init, tag + 1);
   config.over = is_over;
-  config.meeting = &opening;
+  config.meeting = &meeting;
   char error[256] = "";
   std::vector<std::string> nothing;
   Status connected;
   if (calls.open(calls.context, &config, channel, error) != 0 || *channel < 0) {
     *channel = -1;
-    if (is_interrupted_now()) return opening.meet(fail(twInterrupted, "%s was interrupted", kConnecting), "", &nothing);
+    if (is_interrupted_now()) return meeting.meet(fail(twInterrupted, "%s was interrupted", kConnecting), "", &nothing);
     error[sizeof error - 1] = '\0';
     connected = error[0] != '\0' ? fail(twSystemError, "%s: %s", kConnecting, error)
                                  : fail(twTimeout, "%s: not all ranks were connected in time", kConnecting);
   }
-  return opening.meet(connected, "", &nothing);
+  return meeting.meet(connected, "", &nothing);
 }
 
 }  // namespace tw

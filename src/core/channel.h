@@ -12,10 +12,10 @@ int milliseconds_to(TimePoint deadline);
 
 // Ranks that connect over a carrier, which says of nobody who holds it up. Each looks for peers that are gone, or have
 // failed; and when it has connected, or not, all meet, so that who is missing there is known by name.
-class Opening {
+class ChannelMeeting {
  public:
   // `tag`: of the meeting, and of what is posted before.
-  Opening(const BackendInit& init, uint64_t tag)
+  ChannelMeeting(const BackendInit& init, uint64_t tag)
       : init_(init), tag_(tag), me_(init.members[static_cast<size_t>(init.context->me)]) {}
 
   // Whether what is waited for will not come.

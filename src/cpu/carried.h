@@ -141,9 +141,9 @@ class CarriedTransport {
   explicit CarriedTransport(const BackendInit& init);
   Status open(const BackendInit& init);
   Status measure(const BackendInit& init);
-  Status measure_moves(const BackendInit& init, const Opening& opening, std::vector<TimedRound>* rounds);
+  Status measure_moves(const BackendInit& init, const ChannelMeeting& meeting, std::vector<TimedRound>* rounds);
   double time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline,
-                   const Opening& opening);
+                   const ChannelMeeting& meeting);
 
   Flight& new_flight(StepPlace at);
   Flight* find(uint64_t offset, int source);

@@ -47,21 +47,21 @@ Status CarriedTransport::open(const BackendInit& init) {
 
 // Microseconds that a move with so many bytes to each rank takes here; less than 0 if it fails, or is given up.
 double CarriedTransport::time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline,
-                                   const Opening& opening) {
+                                   const ChannelMeeting& meeting) {
   const TimePoint begin = std::chrono::steady_clock::now();
   const int64_t move = start(0, kind, from.data(), to.data(), &bytes, &bytes);
   int ended = move < 0 ? -1 : 0;
   while (ended == 0 && !is_interrupted()) {
     const TimePoint look = std::min(deadline, std::chrono::steady_clock::now() + kLook);
     ended = carrier_->calls.wait(carrier_->calls.context, channel_, move, milliseconds_to(look));
-    if (ended == 0 && (std::chrono::steady_clock::now() >= deadline || opening.over())) break;
+    if (ended == 0 && (std::chrono::steady_clock::now() >= deadline || meeting.over())) break;
   }
   stuck_ |= ended == 0;
   return ended == 1 ? microseconds_since(begin) : -1;
 }
 
 // The rounds of this rank. As many on all ranks: each says in a round's first move how long it has measured.
-Status CarriedTransport::measure_moves(const BackendInit& init, const Opening& opening,
+Status CarriedTransport::measure_moves(const BackendInit& init, const ChannelMeeting& meeting,
                                        std::vector<TimedRound>* rounds) {
   const auto n = static_cast<uint64_t>(ranks_);
   const uint64_t each = std::max(kLargeMove / (n - 1), sizeof(Frame));
@@ -76,7 +76,7 @@ Status CarriedTransport::measure_moves(const BackendInit& init, const Opening& o
     TimedRound timed;
     for (size_t i = 0; i < timed.size(); ++i) {
       const TimedMove& move = kTimedMoves[i];
-      timed[i] = time_move(move.kind, move.large ? each : sizeof(Frame), from, to, init.deadline, opening);
+      timed[i] = time_move(move.kind, move.large ? each : sizeof(Frame), from, to, init.deadline, meeting);
       if (timed[i] < 0) {
         from.leak(), to.leak();
         if (was_interrupted()) {
@@ -99,13 +99,13 @@ Status CarriedTransport::measure_moves(const BackendInit& init, const Opening& o
 
 Status CarriedTransport::measure(const BackendInit& init) {
   if (ranks_ > 1 && !carrier_->measured) {
-    const Opening opening(init, init.tag + kCostsStage);
+    const ChannelMeeting meeting(init, init.tag + kCostsStage);
     std::vector<TimedRound> mine;
-    const Status measured = measure_moves(init, opening, &mine);
+    const Status measured = measure_moves(init, meeting, &mine);
     Packer packer;
     for (const TimedRound& round : mine) packer.add(round);
     std::vector<std::string> all;
-    TW_RETURN_IF_FAILED(opening.meet(measured, packer.take(), &all));
+    TW_RETURN_IF_FAILED(meeting.meet(measured, packer.take(), &all));
     std::vector<std::vector<TimedRound>> rounds;
     for (const std::string& bytes : all) {
       Unpacker unpacker(bytes);
