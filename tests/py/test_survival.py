@@ -149,6 +149,18 @@ def shrink_while(env: Env, how: str) -> Any:
         return at, survivors.comm_ranks, time.monotonic() - at
 
 
+def differ(env: Env) -> Any:
+    """Rank 0 closes the group that the others have, and these create another one; then all create one."""
+    group = env.kept["group"]
+    began = time.monotonic()
+    told = caught(group.close if env.rank == 0 else lambda: make_group(env, PATIENT))[:2]
+    took = time.monotonic() - began
+    make_group(env, PATIENT)
+    exchange(env, env.kept["group"])
+    group.close()  # no call where it is closed; the others do not wait for who has closed it
+    return told, took, group.closed
+
+
 def abort_beside_a_meeting(env: Env) -> Any:
     """Rank 0 gives a group up while a thread of its own creates another, which rank 1 comes to only when it has heard:
     when it was, or was heard."""
@@ -216,6 +228,13 @@ def test_one_leaves_while_others_shrink(broken) -> None:
         for at, members, made in told:
             assert members == list(range(number - 1))
             assert at - left < patience / 2, (how, at - left, made)
+
+
+def test_ranks_that_close_and_create(broken) -> None:
+    """All hear it at once, by what each does, and go on together."""
+    for rank, (told, took, closed) in enumerate(broken(3).run(differ)):
+        assert told[0] == "twCallMismatch" and "rank 0 destroys a group while rank " in told[1], (rank, told)
+        assert took < AT_ONCE and closed
 
 
 def test_a_rank_gives_up_while_it_creates_another_group(broken) -> None:
