@@ -77,9 +77,9 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def is_torch(x: Any) -> bool:
-    """Whether x is a PyTorch tensor, without importing PyTorch."""
+    """Whether x is a PyTorch tensor, without importing PyTorch. Never raises: no code of x runs."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
+    return torch is not None and issubclass(type(x), torch.Tensor)
 
 
 def _pack(name: str | None, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:

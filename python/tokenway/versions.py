@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
 from ctypes import c_uint32
 from typing import Any
 
@@ -32,7 +33,7 @@ def written(out: Any) -> None:
     torch = sys.modules.get("torch")
     if torch is None or type(out) is np.ndarray:
         return
-    if isinstance(out, torch.Tensor):
+    if issubclass(type(out), torch.Tensor):
         _raise(out)
         return
     if isinstance(out, (dict, Mapping)):
@@ -40,7 +41,7 @@ def written(out: Any) -> None:
     elif not isinstance(out, (list, tuple)):
         return
     for x in out:
-        if isinstance(x, torch.Tensor):
+        if issubclass(type(x), torch.Tensor):
             _raise(x)
 
 
@@ -62,7 +63,7 @@ class Views:
         if torch is None:
             return False
         for x in given:
-            if isinstance(x, torch.Tensor):
+            if issubclass(type(x), torch.Tensor):
                 if not self.used:
                     self.used = True
                     self._read()
@@ -74,7 +75,9 @@ class Views:
         if isinstance(error, InUse):  # nothing has changed
             return
         if out is not None:
-            written(out)
+            # What was refused may be no more than something whose own code raises.
+            with suppress(Exception) if error is not None else nullcontext():
+                written(out)
         if self.used:
             self._step()
 
