@@ -168,9 +168,10 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         weights: [T, K] float32, or None for all 1. Both are copied. memory: a contiguous, writable uint8 tensor of
         `handle_bytes` for the handle's arrays, 64-byte aligned (default: a new one). layer: whose map turns the ids
         into slots, of a group with a `Placement`. Not collective.
-        Errors: InvalidArgument names token, k and value. On a CUDA device ids and weights are read, and ids checked,
-        by the handle's first dispatch: they must not change before it in stream order, and `check` tells of bad ids,
-        which act as -1."""
+        Errors: InvalidArgument names token, k and value. More than `max_tokens` tokens are refused by the handle's
+        dispatch or exchange of counts: the peers wait there, and hear of it at once. On a CUDA device ids and weights
+        are read, and ids checked, by the handle's first dispatch: they must not change before it in stream order, and
+        `check` tells of bad ids, which act as -1."""
         self._free_finished()
         if memory is None:
             block = self._spare_blocks.take()

@@ -233,9 +233,10 @@ Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor
                 ids->dtype);
   }
   TW_RETURN_IF_FAILED(check_routing_tensor("ids", *ids, shape.top_k));
+  Status too_many;
   if (ids->shape[0] > shape.max_tokens) {
-    return fail(twInvalidArgument, "ids has %lld tokens; it must have from 0 to max_tokens, %d",
-                static_cast<long long>(ids->shape[0]), shape.max_tokens);
+    too_many = fail(twInvalidArgument, "ids has %lld tokens; it must have from 0 to max_tokens, %d",
+                    static_cast<long long>(ids->shape[0]), shape.max_tokens);
   }
   const bool weighted = weights != nullptr && (weights->data != nullptr || weights->ndim != 0);
   if (weighted) {
@@ -249,8 +250,9 @@ Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor
                   static_cast<long long>(weights->shape[0]), static_cast<long long>(ids->shape[0]));
     }
   }
-  if (!group.backend->on_device()) TW_RETURN_IF_FAILED(check_id_values(shape, *ids));
-  *routing = {ids, weighted ? weights : nullptr, static_cast<int32_t>(ids->shape[0])};
+  if (too_many.ok() && !group.backend->on_device()) TW_RETURN_IF_FAILED(check_id_values(shape, *ids));
+  const int32_t tokens = too_many.ok() ? static_cast<int32_t>(ids->shape[0]) : 0;
+  *routing = {ids, weighted ? weights : nullptr, tokens, std::move(too_many)};
   return {};
 }
 
@@ -287,6 +289,7 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
                       const twDispatchOutput_t& output, DispatchCall* call) {
   const twGroupConfig_t& config = group.config.given;
   TW_RETURN_IF_FAILED(group.backend->check_stream(input.stream));
+  TW_RETURN_IF_FAILED(handle.too_many);
   call->stream = input.stream;
   TW_RETURN_IF_FAILED(check_layout(group, "output.layout", output.layout));
   if (group.shape().exact() && !handle.counts.exchanged) {

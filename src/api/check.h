@@ -58,9 +58,11 @@ struct CheckedRouting {
   const twTensor_t* ids;
   const twTensor_t* weights;  // NULL: all 1
   int32_t tokens;
+  Status too_many;  // why no dispatch of this group can take it: there are more tokens than max_tokens
 };
 
-// Every check of a routing, values included: nothing is written.
+// Every check of a routing, values included: nothing is written. More tokens than the group takes are no failure here,
+// where peers could not be told: they wait for a step, and routing is none. See twHandle::too_many.
 Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor_t* weights, CheckedRouting* routing);
 // Copies a checked routing into the handle's arrays.
 void copy_routing(const Shape& shape, const CheckedRouting& checked, Routing* routing);

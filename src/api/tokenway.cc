@@ -45,6 +45,7 @@ Status check_exact(const twGroup& group) {
 }
 
 void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandle* handle) {
+  handle->too_many = checked.too_many;
   handle->dispatched = false;
   handle->counts.exchanged = false;
   handle->counted = {};
@@ -382,6 +383,7 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
     Status found = check_handle(group, handle);
     twHandle* const known = found.ok() ? handle : nullptr;
     if (status.ok()) status = std::move(found);
+    if (status.ok()) status = handle->too_many;
     if (status.ok() && input.send_only != 0 && input.send_only != 1) {
       status = fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", input.send_only);
     }

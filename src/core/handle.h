@@ -28,7 +28,10 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   int lane = -1;            // held, or lent to a combine under way
   bool dispatched = false;  // `received` is good: a combine may follow
   bool refused = false;     // its last dispatch was, and the peers' hosts may not know
-  int32_t bound = 0;        // of the last dispatch
+  // Why no dispatch can take this routing, and no exchange of counts. Said there, not where it was routed: peers wait
+  // in those calls, and hear of the refusal at once; a rank that routes and goes on to something else disturbs nobody.
+  tw::Status too_many;
+  int32_t bound = 0;  // of the last dispatch
   tw::Pending pending = tw::Pending::kNone;
   bool lane_for_this_step = false;  // a combine without a lease: give the lane back when it ends
   tw::DispatchCall dispatch;        // what twComplete finishes

@@ -130,7 +130,6 @@ TEST(Arguments, BadRouting) {
   expect_bad_ids(world[0], {0, 1, 6, 2}, "ids[1, 0] is 6");
   expect_bad_ids(world[0], {0, -2}, "ids[0, 1] is -2");
   expect_bad_ids(world[0], {3, 3}, "ids[0, 1] is 3");
-  expect_bad_ids(world[0], std::vector<int32_t>(10, -1), "5 tokens");
   const int64_t wide[] = {int64_t{1} << 32, 1};  // its low half is a good id
   twTensor_t ids = tensor(const_cast<int64_t*>(wide), twInt64, {1, 2});
   twHandle_t handle = nullptr;
@@ -146,6 +145,24 @@ TEST(Arguments, BadRouting) {
   char* const odd = memory + (1 - reinterpret_cast<uintptr_t>(memory) % 2);
   EXPECT_TW(twInvalidArgument, twHandleCreate(&handle, world[0], &ids, nullptr, odd));
   EXPECT_TRUE(says("64 bytes"));
+}
+
+// Said where peers wait, not where they are routed.
+TEST(Arguments, TooManyTokens) {
+  World world(1, make_config(6, 2, 4));
+  std::vector<int32_t> many(10, -1);
+  const twTensor_t ids = tensor(many.data(), twInt32, {5, 2});
+  twHandle_t handle = nullptr;
+  ASSERT_TW(twSuccess, twHandleCreate(&handle, world[0], &ids, nullptr, nullptr));
+  const twDispatchInput_t input = TW_DISPATCH_INPUT_INIT;
+  twDispatchOutput_t output = TW_DISPATCH_OUTPUT_INIT;
+  EXPECT_TW(twInvalidArgument, twDispatch(world[0], handle, &input, &output));
+  EXPECT_TRUE(says("ids has 5 tokens; it must have from 0 to max_tokens, 4"));
+  const twTensor_t fewer = tensor(many.data(), twInt32, {4, 2});
+  EXPECT_TW(twSuccess, twHandleUpdate(handle, &fewer, nullptr));
+  EXPECT_TW(twInvalidArgument, twDispatch(world[0], handle, &input, &output));
+  EXPECT_FALSE(says("ids has"));  // but of no payload
+  EXPECT_TW(twSuccess, twHandleDestroy(handle));
 }
 
 using Change = void (*)(twGroupConfig_t*);

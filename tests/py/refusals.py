@@ -180,10 +180,6 @@ def _ids(*rows: list[int], dtype: Any = np.int32) -> np.ndarray:
 
 _TWO = _ids([0, 1], [2, 3])
 ROUTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "T above B": (
-        {"ids": np.full((9, 2), -1, np.int32)},
-        r"ids has 9 tokens; it must have from 0 to max_tokens, 8",
-    ),
     "id above E": (
         {"ids": _ids([0, 1], [2, 6])},
         r"ids\[1, 1\] is 6; it must be -1 \(no expert\) or from 0 to 5",

@@ -158,6 +158,40 @@ def test_combine(threads, torch, name) -> None:
     verify(SETUP, ROUND, [good for _, good in by_rank])
 
 
+# ---- more tokens than the group takes --------------------------------------------------------------
+
+
+def too_many(env: Env, mode: str, update: bool) -> Any:
+    """What rank 0's routing of one token too many ends in, and a good round behind it."""
+    settings = {"experts": env.nranks, "top_k": 1, "hidden": 4, "max_tokens": 3, "mode": mode, "dtype": "float32"}
+    with tw.Group(env.comm, timeout=TIMEOUT, **settings) as group:
+        outcomes = []
+        for tokens in (4 if env.rank == 0 else 3, 3):
+            ids = adapt(env, np.arange(tokens, dtype=np.int32)[:, None] % env.nranks)
+            rows = adapt(env, np.full((tokens, 4), 1 + env.rank, np.float32))
+            if update:
+                handle = group.route(adapt(env, np.zeros((1, 1), np.int32)))
+                handle.update(ids)
+            else:
+                handle = group.route(ids)
+            call = group.exchange_counts if mode == "high_throughput" else lambda h, x=rows: group.dispatch(h, x)
+            outcomes.append(told(call, handle))
+            if handle.leased:
+                handle.release()
+        return outcomes
+
+
+@pytest.mark.needs("high_throughput")
+@pytest.mark.parametrize("update", [False, True], ids=["routed", "updated"])
+@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
+def test_too_many_tokens(threads, mode, update) -> None:
+    """Routing tells nobody; the first call that peers wait in does, and the group goes on."""
+    by_rank = threads(3).run(too_many, mode, update)
+    call = "dispatch" if mode == "low_latency" else "exchange_counts"
+    check([first for first, _ in by_rank], call, "ids has 4 tokens; it must have from 0 to max_tokens, 3", "NoneType")
+    assert [second[0] for _, second in by_rank] == ["twSuccess"] * 3, by_rank
+
+
 # ---- counts, gathers, reduces ----------------------------------------------------------------------
 
 

@@ -288,7 +288,10 @@ def judge(row: Row, rank: int, said: tuple[str, Any]) -> None:
         return
     if row.phase == "shrink":
         left = [r for r in range(row.nranks) if r != row.victim]
-        assert said == ("shrunk", left), f"{row}: rank {rank}: {said}"
+        if row.how != "dead" and len(left) <= row.nranks - len(left):  # of two sides that live the larger goes on
+            assert result == "twExcluded", f"{row}: rank {rank}: {said}"
+        else:
+            assert said == ("shrunk", left), f"{row}: rank {rank}: {said}"
         return
     results = {"twTimeout"} if row.how != "dead" or row.phase in UNMET else set()
     results |= {"twPeerDied"} if row.how == "dead" else set()
