@@ -53,7 +53,7 @@ _WORDS = {f"num_{name}": name for name in ("experts", "ranks", "nodes", "groups"
     "slots_per_rank": "slots",
     "host_sizes": "sizes",
 }
-_ZERO = re.compile(r"\bis -2147483648\b")  # _native.ZERO
+_ZERO = re.compile(r"(?<!\] )\bis -2147483648\b")  # _native.ZERO, which stands in fields, not in elements as ids are
 _NO_STRUCT = re.compile(r"config->size is 0; .* in this version")  # what stands for settings that never came to C
 _CONSTANT = re.compile(r"\b(tw[A-Z]\w*)(?: \(\d+\))?")
 _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b")

@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
             "rank 0 refused its arguments of dispatch (step",
         ),
         ('config.address "a->b.c" is in use', 'address "a->b.c" is in use'),
+        ("config.lanes is -2147483648; it must be from 1 to 64", "lanes is 0; it must be from 1 to 64"),
+        ("ids[32, 0] is -2147483648 in device memory", "ids[32, 0] is -2147483648 in device memory"),
         ("twSomethingElse is as it was (5)", "twSomethingElse is as it was (5)"),
     ],
 )

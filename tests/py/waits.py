@@ -268,6 +268,8 @@ class Play:
         result, text = self.hear(victim, "too late")
         if row.phase == "close":
             assert result == "closed", (row, result, text)
+        elif result == "shrunk":  # of two that live neither is more: who gives up first leaves the group to the other
+            assert text == [row.victim] and row.phase == "shrink" and row.nranks == 2, (row, result, text)
         else:
             assert result.startswith("tw") and result != "twInternalError", f"{row}: who is too late: {result}, {text}"
 
