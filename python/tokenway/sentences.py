@@ -40,6 +40,7 @@ _NAMES = {
     "twHandleNumOutputRows": "the size of outputs",
     "twHandleCountsReady": "counts_ready",
     "twHandleDestroy": "the end of a handle",
+    "twGroupSteps": "a look at the steps of lanes",
 }
 _FIELDS = {
     "config.payloads[0].dtype": "dtype",
