@@ -113,7 +113,7 @@ TEST(CountsReady, OtherLanesGoOn) {
 // Asks until it is ready, but not for ever. A wait of the whole timeout would follow where asking had not begun it.
 void expect_end(const World& world, Counted& counted, twResult_t how, int peer) {
   const auto begin = Clock::now();
-  while (ready(counted, 0) == 0 && Clock::now() - begin < milliseconds(60000)) {
+  while (ready(counted, 0) == 0 && Clock::now() - begin < milliseconds(20000)) {
     std::this_thread::sleep_for(milliseconds(1));
   }
   EXPECT_EQ(ready(counted, 0), 1);

@@ -16,7 +16,7 @@
 namespace tw::test {
 
 // What ranks wait at most where somebody does not come.
-inline constexpr std::chrono::milliseconds kLong{60000};
+inline constexpr std::chrono::milliseconds kLong{20000};
 
 struct Outcome {
   twResult_t result = twSuccess;

@@ -357,6 +357,8 @@ PROTOCOL = (
                 "    const std::lock_guard lock(connections_mutex_);\n"
                 "    peers_[peer].connection.queue(kPostTag | tag",
             ),
+            Edit(MESH, "    one_at_a_time.unlock();", "    "),
+            Edit(MESH, "    one_at_a_time.lock();\n", ""),
         ),
     ),
     Mutation(

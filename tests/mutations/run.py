@@ -36,7 +36,7 @@ from results import RESULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = PROTOCOL + COUNTS + LEASES_MUTATIONS + COLLECTIVES + PLACEMENT + RESULTS + CARRIED
-TEST_TIMEOUT_S = 60
+TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails
 CORES = len(os.sched_getaffinity(0))
 
