@@ -114,7 +114,7 @@ build/test build/tsan build/asan:
 test-core:  ## C++, the protocol's models, and the CUDA kernels on emulated GPUs
 	@$(MAKE) test-cc
 	@$(MAKE) spec $(if $(ALL),,SPEC=--quick)
-	@CCACHE=$(CCACHE) $(STAGE) "CUDA kernels on emulated GPUs" $(PY) tests/emulator/run.py $(if $(ALL),,--quick)
+	@CCACHE=$(CCACHE) $(STAGE) "CUDA kernels on emulated GPUs" $(PY) tests/emulator/run.py $(if $(ALL),--threads,--quick)
 
 test-mutations:  ## break the library on purpose; a test must notice each
 	@$(SETUP) run test

@@ -2,7 +2,8 @@
 """Builds the CUDA backend for emulated GPUs and runs the tests of behaviour against it.
 
     python tests/emulator/run.py                         all of them
-    python tests/emulator/run.py --quick                 ranks as threads alone, no deaths, nothing long, few examples
+    python tests/emulator/run.py --threads               ranks as threads alone, no deaths, and half of the examples
+    python tests/emulator/run.py --quick                 of these nothing long, and a quarter of the examples
     python tests/emulator/run.py --carried               the portable backend: devices apart, whose blocks gloo moves
     python tests/emulator/run.py -k rounds -x            arguments of pytest
 
@@ -25,11 +26,7 @@ FILES = (
     *("exchange", "errors", "usage", "handles", "throughput", "leases", "loads", "collectives"),
     *("collective_errors", "properties", "rounds", "survival", "views", "versions", "arguments"),
 )
-QUICK = (
-    tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival")),
-    "not processes and not killed",
-    "not long",
-)
+THREADS = tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival"))
 NOTHING = "CUDA's headers or Boost.Context are missing"
 
 
@@ -55,10 +52,12 @@ def main(arguments: list[str]) -> int:
         print(f"emulated GPUs: skipped, {NOTHING}", file=sys.stderr)
         return int(os.environ.get("TW_STRICT") == "1")
     names, chosen = FILES, []
-    if "--quick" in arguments:
-        arguments = [a for a in arguments if a != "--quick"]
-        names, chosen = QUICK[0], ["-k", QUICK[1], "-m", QUICK[2]]
-        os.environ.setdefault("EXAMPLES", "6")
+    quick = "--quick" in arguments
+    if quick or "--threads" in arguments:
+        names, chosen = THREADS, ["-k", "not processes and not killed"]
+        arguments = [a for a in arguments if a not in ("--quick", "--threads")]
+        chosen += ["-m", "not long"] * quick
+        os.environ.setdefault("EXAMPLES", "6" if quick else "12")
     backend = "emulated"
     if "--carried" in arguments:
         arguments = [a for a in arguments if a != "--carried"]
