@@ -230,8 +230,8 @@ TW_API twResult_t twGroupGetError(twGroup_t group, twErrorRecord_t* record);
 // tensors must stay as they are until then. Where that is part of a captured graph, each replay copies them anew. In
 // device memory a bad id acts as -1; the record names token, k and value.
 // Not collective. Errors: twInvalidArgument names token, k and value; nothing is created. More than max_tokens tokens
-// are refused by the handle's dispatch or exchange of counts (twInvalidArgument), where peers wait and are told at once.
-// In high throughput the handle's counts must be exchanged before it is dispatched: twExchangeCounts.
+// are refused by the handle's dispatch or exchange of counts (twInvalidArgument), where peers wait and are told at
+// once. In high throughput the handle's counts must be exchanged before it is dispatched: twExchangeCounts.
 TW_API twResult_t twHandleCreate(twHandle_t* handle, twGroup_t group, const twTensor_t* ids, const twTensor_t* weights,
                                  void* memory);
 
