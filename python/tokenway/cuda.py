@@ -86,11 +86,12 @@ class Cuda:
     """Where the tensors of a group are: on one CUDA device. Has what `tensors.Host` has for the CPU, and streams."""
 
     reusable = False  # blocks for handles: PyTorch's caching allocator reuses memory, in stream order
+    learns_late = True  # of a peer's refusal: after the call has returned
 
     def __init__(self, index: int):
         self.index = index
-        # Of a peer's refusal: after the call has returned. Asked here, as the C library asks for each comm: the package
-        # may be imported before the variable is set, and then the two would differ about who holds a lane.
+        # Asked here, as the C library asks for each comm: the package may be imported before the variable is set, and
+        # then the two would differ about who holds a lane.
         self.learns_late = os.environ.get("TOKENWAY_BLOCKING", "0") != "1"
         self.torch = torch = import_torch(f"a group on cuda:{index}")
         if not torch.cuda.is_available():

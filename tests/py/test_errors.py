@@ -183,5 +183,5 @@ def test_environment(monkeypatch) -> None:
     monkeypatch.setenv("TOKENWAY_TIMEOUT_MS", "1234")
     comm = tw.local_comms(1)[0]
     with comm, tw.Group(comm, experts=1, top_k=1, hidden=1, max_tokens=1) as group:
-        record = caught(group.route, np.zeros((2, 1), np.int32))
+        record = caught(group.route, np.ones((1, 1), np.int32))
         assert record[0] == "twInvalidArgument"
