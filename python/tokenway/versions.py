@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from ctypes import c_uint32
 from typing import Any
 
@@ -75,9 +75,11 @@ class Views:
         if isinstance(error, InUse):  # nothing has changed
             return
         if out is not None:
-            # What was refused may be no more than something whose own code raises.
-            with suppress(Exception) if error is not None else nullcontext():
+            if error is None:
                 written(out)
+            else:  # what was refused may be no more than something whose own code raises
+                with suppress(Exception):
+                    written(out)
         if self.used:
             self._step()
 
