@@ -48,10 +48,14 @@ class Turns : public ::testing::Test {
     config.timeout_ms = kPatient;
     world = std::make_unique<World>(2, config);
   }
-  // Of rank 0, in a thread of its own; waits until it is in the call.
+  // The call of rank 0 in a thread of its own, until it is not refused; waits until that thread is in it.
   template <class Call>
-  std::thread wait_in(const char* name, Call&& call) {
-    std::thread waiting(call);
+  std::thread wait_in(const char* name, std::atomic<twResult_t>& result, Call&& call) {
+    std::thread waiting([&result, call] {
+      twResult_t last = twInvalidUsage;
+      while (last == twInvalidUsage) last = call();  // asked below at that moment
+      result = last;
+    });
     int32_t total = 0;
     until_busy(name, [&] {
       const twResult_t result = twHandleNumRecvTokens(mine->handle, nullptr, &total);
@@ -70,7 +74,7 @@ TEST_F(Turns, EveryCallOfAGroupIsRefusedBesideOneThatWaits) {
   mine = std::make_unique<Empty>(group);
   Empty other(group);
   std::atomic<twResult_t> result = twInternalError;
-  std::thread waiting = wait_in("twDispatch", [&] { result = mine->dispatch(); });
+  std::thread waiting = wait_in("twDispatch", result, [&] { return mine->dispatch(); });
 
   const twTensor_t ids = tensor(nullptr, twInt32, {0, 3});
   twHandle_t handle = nullptr;
@@ -137,7 +141,7 @@ TEST_F(Turns, AbortEndsACallAndThenTheGroupCanBeDestroyed) {
   twGroup_t group = (*world)[0];
   mine = std::make_unique<Empty>(group);
   std::atomic<twResult_t> result = twSuccess;
-  std::thread waiting = wait_in("twDispatch", [&] { result = mine->dispatch(); });
+  std::thread waiting = wait_in("twDispatch", result, [&] { return mine->dispatch(); });
   EXPECT_TW(twInvalidUsage, twGroupDestroy(group));
   EXPECT_TW(twSuccess, twGroupAbort(group));
   waiting.join();

@@ -79,7 +79,7 @@ def tokens(value: float) -> np.ndarray:
 
 def waiting_dispatch(pair: Pair) -> Started:
     """Rank 0 in a dispatch, which waits for rank 1."""
-    started = Started(lambda _: pair.group.dispatch(pair.handles[0], tokens(1)))
+    started = Started(lambda _: until_taken(pair.group.dispatch, pair.handles[0], tokens(1)))
     while True:  # calls that change nothing, until one finds the other under way
         try:
             pair.handles[0].num_recv_tokens()
@@ -138,7 +138,7 @@ def test_a_pending_call_that_could_not_be_completed_still_can(pair: Pair) -> Non
     other = pair.group.route(IDS)
     pending = pair.group.dispatch(other, tokens(3), send_only=True)
     request = pair.group.all_gatherv(tokens(4), [2, 2], send_only=True, lane=1)
-    started = Started(lambda _: pair.groups[0].shrink())  # waits for rank 1, and begins no step
+    started = Started(lambda _: until_taken(pair.groups[0].shrink))  # waits for rank 1, and begins no step
     while True:
         try:
             pair.group.route(IDS)
@@ -183,6 +183,7 @@ def test_threads_without_a_lock() -> None:
 
 
 def until_taken(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Made again while a call of another thread is in its way."""
     while True:
         try:
             return call(*args, **kwargs)
