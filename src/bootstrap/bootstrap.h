@@ -51,6 +51,10 @@ inline uint64_t occasion_of(uint64_t tag) { return tag >> 15; }
 // Whether a member will not come, though its process lives.
 using Left = std::function<bool(int member)>;
 
+// What a meeting is still good for once a member is gone: the others go on without it, or it has failed and waits for
+// nobody who is late.
+enum class Needs { kWhoeverComes, kAll };
+
 class Bootstrap {
  public:
   virtual ~Bootstrap() = default;
@@ -65,9 +69,11 @@ class Bootstrap {
   // when each member's parcel is here, or the member is gone, or the deadline has passed: presence[i] says which.
   // `left` is asked every few milliseconds, by this thread, of those that are not here, and finds in *all what has
   // come; who has left is gone, but what it gave before still counts. Ends at once, too, when a member has given the
-  // occasion up, or when this rank's call is interrupted. One meeting at a time.
+  // occasion up, when one is gone of whom `needs` wants all, or when this rank's call is interrupted. One meeting at a
+  // time.
   virtual std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine,
-                                         TimePoint deadline, std::vector<Parcel>* all, const Left& left = {}) = 0;
+                                         TimePoint deadline, std::vector<Parcel>* all, const Left& left = {},
+                                         Needs needs = Needs::kWhoeverComes) = 0;
 
   // Gives a parcel to every member, and takes none: for a rank that does not wait for a meeting, but tells those who do
   // what it does instead. From any thread, also while another is in a meeting; never blocks.

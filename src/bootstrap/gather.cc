@@ -24,7 +24,7 @@ std::string ranks_text(std::span<const int> ranks) {
 
 Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
               const char* occasion, std::vector<Parcel>* all) {
-  const std::vector<Presence> presence = bootstrap.exchange(members, tag, mine, deadline, all);
+  const std::vector<Presence> presence = bootstrap.exchange(members, tag, mine, deadline, all, {}, Needs::kAll);
   std::vector<int> late;
   std::vector<int> gone;
   std::vector<int> gave_up;

@@ -51,13 +51,13 @@ class LocalBootstrap : public Bootstrap {
   }
 
   std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
-                                 std::vector<Parcel>* all, const Left& left) override {
+                                 std::vector<Parcel>* all, const Left& left, Needs needs) override {
     std::unique_lock lock(table_->mutex);
     lay_down(members, tag, mine.bytes);
     std::vector<Presence> presence(members.size(), Presence::kLate);
     all->clear();
     all->resize(members.size());
-    bool over = false;  // a member has given up; where all are here, the next meeting tells
+    bool over = false;  // it has failed: a member has given up (where all are here, the next meeting tells), or is gone
     const auto complete = [&] {
       bool done = true;
       bool all_here = true;
@@ -72,6 +72,7 @@ class LocalBootstrap : public Bootstrap {
         all_here = false;
         if (table_->gone[members[i]]) {
           presence[i] = Presence::kGone;
+          over = over || needs == Needs::kAll;
         } else if (presence[i] == Presence::kLate) {
           done = false;
         }

@@ -46,7 +46,7 @@ class Mesh : public Bootstrap {
   }
 
   std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
-                                 std::vector<Parcel>* all, const Left& left) override;
+                                 std::vector<Parcel>* all, const Left& left, Needs needs) override;
 
   void give(std::span<const int> members, uint64_t tag, const std::string& bytes) override {
     const std::lock_guard lock(connections_mutex_);
@@ -156,7 +156,7 @@ bool Mesh::is_given_up(Meeting& meeting) {
 }
 
 std::vector<Presence> Mesh::exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
-                                     std::vector<Parcel>* all, const Left& left) {
+                                     std::vector<Parcel>* all, const Left& left, Needs needs) {
   std::unique_lock one_at_a_time(meeting_mutex_);
   Meeting meeting{members, tag, std::vector<Presence>(members.size(), Presence::kLate), all};
   all->clear();
@@ -177,6 +177,7 @@ std::vector<Presence> Mesh::exchange(std::span<const int> members, uint64_t tag,
     const bool sending = advance(meeting, &watched);
     bool waiting = false;
     bool all_here = true;
+    bool failed = false;
     for (size_t i = 0; i < members.size(); ++i) {
       if (meeting.presence[i] != Presence::kLate) continue;
       if (left && left(members[i])) {
@@ -186,8 +187,11 @@ std::vector<Presence> Mesh::exchange(std::span<const int> members, uint64_t tag,
       }
       waiting = waiting || meeting.presence[i] == Presence::kLate;
     }
-    for (const Presence presence : meeting.presence) all_here = all_here && presence == Presence::kHere;
-    if (!all_here && is_given_up(meeting)) return meeting.presence;
+    for (const Presence presence : meeting.presence) {
+      all_here = all_here && presence == Presence::kHere;
+      failed = failed || (needs == Needs::kAll && presence == Presence::kGone);
+    }
+    if (failed || (!all_here && is_given_up(meeting))) return meeting.presence;
     const int wait = milliseconds_to(deadline, left || meeting.crowded ? kLookMs : kPollMs);
     if ((!waiting && !sending) || wait == 0) return meeting.presence;
     one_at_a_time.unlock();  // a signal's handler may close another group of this comm

@@ -57,7 +57,7 @@ bool Opening::anybody_elsewhere(const std::vector<Parcel>& come) const {
 }
 
 std::vector<Presence> Opening::exchange(std::span<const int> members, uint64_t tag, const Parcel& mine,
-                                        TimePoint deadline, std::vector<Parcel>* all, const Left& left) {
+                                        TimePoint deadline, std::vector<Parcel>* all, const Left& left, Needs needs) {
   bool over = false;
   int asked = comm_.size();  // whom `ended` was asked of before; it goes through the members again and again
   const auto ended = [&](int member) {
@@ -65,7 +65,8 @@ std::vector<Presence> Opening::exchange(std::span<const int> members, uint64_t t
     asked = member;
     return over || (left && left(member)) || (left_ && left_(member));
   };
-  std::vector<Presence> presence = comm_.exchange(members, tag, {pack(own_) + mine.bytes, {}}, deadline, all, ended);
+  std::vector<Presence> presence =
+      comm_.exchange(members, tag, {pack(own_) + mine.bytes, {}}, deadline, all, ended, needs);
   here_.clear();
   occasions_.assign(members.size(), {});
   for (size_t i = 0; i < members.size(); ++i) {

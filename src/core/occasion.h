@@ -38,7 +38,8 @@ class Opening : public Bootstrap {
   void give_up(std::span<const int> members, uint64_t occasion) override { comm_.give_up(members, occasion); }
   // Parcels without descriptors.
   std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
-                                 std::vector<Parcel>* all, const Left& left = {}) override;
+                                 std::vector<Parcel>* all, const Left& left = {},
+                                 Needs needs = Needs::kWhoeverComes) override;
 
   // Gives this rank's occasion alone: it does not wait.
   void give(std::span<const int> members, uint64_t tag, const std::string& bytes = {}) override;

@@ -118,6 +118,27 @@ TEST(Mesh, AMeetingHearsWhatAnotherThreadHasRead) {
   EXPECT_LT(took[kMeetings / 4], 95ms);
 }
 
+// A meeting of all fails with the first that is gone: nobody waits for one that is late, besides.
+TEST(Mesh, NobodyWaitsForTheLateWhereOneIsGone) {
+  MeshOf mesh(3);
+  std::vector<std::unique_ptr<Bootstrap>> local = make_local_bootstraps(3);
+  const std::vector<int> members{0, 1, 2};
+  for (auto* ranks : {&mesh.ranks, &local}) {
+    SCOPED_TRACE(ranks == &local ? "in one process" : "over sockets");
+    (*ranks)[2].reset();
+    std::vector<Parcel> all;
+    const auto begin = Clock::now();
+    const Status met = gather(*(*ranks)[0], members, 9, {"mine", {}}, begin + kFarOff, "creating a group", &all);
+    EXPECT_LT(Clock::now(), begin + kFarOff);
+    EXPECT_EQ(met.code, twPeerDied);
+    EXPECT_EQ(met.text, "creating a group: rank 2 is gone");
+    // Who can do without goes on: the late one still comes.
+    (*ranks)[1]->give(members, 10, "late");
+    const auto presence = (*ranks)[0]->exchange(members, 10, {"mine", {}}, Clock::now() + kFarOff, &all);
+    EXPECT_EQ(presence, (std::vector<Presence>{Presence::kHere, Presence::kHere, Presence::kGone}));
+  }
+}
+
 // What a rank gave before it left counts: others have it, and must come to the same end.
 TEST(Mesh, WhatWasGivenBeforeLeavingCounts) {
   MeshOf mesh(2);

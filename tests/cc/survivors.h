@@ -95,7 +95,7 @@ class Scripted : public Bootstrap {
   }
   void give_up(std::span<const int> members, uint64_t occasion) override { inner_->give_up(members, occasion); }
   std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
-                                 std::vector<Parcel>* all, const Left& left) override {
+                                 std::vector<Parcel>* all, const Left& left, Needs) override {
     const int meeting = meetings_++;
     const auto gone = [&](int member) { return late_(meeting, member) || (left && left(member)); };
     std::vector<Presence> presence = inner_->exchange(members, tag, mine, deadline, all, gone);

@@ -58,8 +58,8 @@ class Turns : public ::testing::Test {
     });
     int32_t total = 0;
     until_busy(name, [&] {
-      const twResult_t result = twHandleNumRecvTokens(mine->handle, nullptr, &total);
-      return says("has not been dispatched") ? twSuccess : result;
+      const twResult_t asked = twHandleNumRecvTokens(mine->handle, nullptr, &total);
+      return says("has not been dispatched") ? twSuccess : asked;
     });
     return waiting;
   }
