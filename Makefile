@@ -2,6 +2,7 @@
 #
 #   TOKENWAY_CUDA=AUTO|ON|OFF   for build        ARGS="..."   for bench
 #   TOKENWAY_SM="80;90;100"     for build: the GPUs to compile kernels for (default: those that are here; without one, 90)
+#   TESTS=1                     for build: the C++ tests too
 #   ALL=1                       for test-py, test-core: all of them, as for test-all
 #   CCACHE=                     for builds: no ccache (default: it serves where it is installed)
 #   TORCH=0, TW_STRICT=1 and others: scripts/setup.sh
@@ -39,10 +40,10 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build:  ## the library, into build/
-	@$(SETUP) run
-	@$(CONFIGURE) -B build -DTOKENWAY_TESTS=OFF -DTOKENWAY_CUDA=$(TOKENWAY_CUDA) $(UNITY) \
+	@$(SETUP) run $(if $(TESTS),test)
+	@$(CONFIGURE) -B build $(if $(TESTS),-DTOKENWAY_TESTS=ON) -DTOKENWAY_CUDA=$(TOKENWAY_CUDA) $(UNITY) \
 	  -DCMAKE_CUDA_ARCHITECTURES="$(TOKENWAY_SM)"
-	@$(CMAKE) --build build
+	@$(CMAKE) --build build --target all $(if $(TESTS),tokenway_tests)
 
 run: build  ## a small MoE job, end to end
 	@$(TREE) $(PY) examples/main_job.py README.md
@@ -54,7 +55,7 @@ bench: build  ## measure dispatch and combine (ARGS="--help" says what can be as
 check:  ## within two minutes: lint, C++ plain, the quickest of Python's tests
 	@$(SETUP) run lint test
 	@$(MAKE) lint
-	@$(STAGE) "build" $(MAKE) build build/test
+	@$(STAGE) "build" $(MAKE) build TESTS=1
 	@scripts/beside.sh "$(MAKE) check-py" "$(MAKE) check-cc"
 
 CHECK_PY = abi errors exchange handles leases loads properties routing sentences torch usage
@@ -63,24 +64,28 @@ check-py:
 	  -m "not long and not slow and not processes" -k "not processes"
 
 check-cc:
-	@$(STAGE) "C++ tests" build/test/$(RUN_TESTS) --gtest_filter='-Threads.*:Shrink.*'
+	@$(STAGE) "C++ tests" build/$(RUN_TESTS) --gtest_filter='-Threads.*:Shrink.*'
 
-# In front what waits much, behind it what compiles much, so that the cores are never idle.
+# In front what waits much, behind it what computes, so that the cores are never idle. The library is built before, once
+# for both (BUILT).
 test:  ## what must pass before a commit: C++, models, Python, kernels on emulated GPUs (a quarter of an hour)
 	@$(SETUP) run test
-	@scripts/beside.sh "$(MAKE) test-py" "$(MAKE) test-core"
+	@$(STAGE) "build" $(MAKE) build TESTS=1
+	@scripts/beside.sh "$(MAKE) test-py BUILT=1" "$(MAKE) test-core BUILT=1"
 
 # Whatever `make test` leaves out, or does with fewer examples: see CONTRIBUTING.md.
 test-all:  ## everything: also sanitizers, mutations, the wheel, and what takes long of the others (an hour)
 	@$(SETUP) run test
-	@scripts/beside.sh "$(MAKE) test-py test-wheel ALL=1" "$(MAKE) test-core test-sanitizers test-mutations ALL=1"
+	@$(STAGE) "build" $(MAKE) build TESTS=1
+	@scripts/beside.sh "$(MAKE) test-py test-wheel ALL=1 BUILT=1" \
+	  "$(MAKE) test-core test-sanitizers test-mutations ALL=1 BUILT=1"
 
 # Fewer examples of the tests that draw them, and nothing that is marked `long`.
 SOME_PY = $(if $(ALL),,-m "not long")
-SOME    = $(if $(ALL),,EXAMPLES=40 HOSTILE=800 ROUNDS=300)
+SOME    = $(if $(ALL),,EXAMPLES=40 ROUNDS=300)
 test-py:  ## Python on the CPU, also over the portable backend
 	@$(SETUP) run test
-	@$(STAGE) "build" $(MAKE) build
+	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)
 	@$(SOME) $(TREE) $(STAGE) "Python tests" $(PY) -m pytest tests/py $(SOME_PY)
 	@$(SOME) $(TREE) $(STAGE) "portable backend" $(PY) -m pytest tests/py/test_survival.py tests/py/test_exchange.py \
 	  tests/py/test_collectives.py --backend torch -k "not threads" $(SOME_PY)
@@ -94,8 +99,8 @@ RUN_TESTS = tokenway_tests --gtest_brief=1
 FIXED     = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 test-cc:  ## the C++ tests
 	@$(SETUP) run test
-	@$(STAGE) "C++ tests: build" $(MAKE) build/test
-	@$(STAGE) "C++ tests" build/test/$(RUN_TESTS)
+	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build TESTS=1)
+	@$(STAGE) "C++ tests" build/$(RUN_TESTS)
 
 test-sanitizers:  ## the C++ tests in two builds more: thread, and address and undefined
 	@$(SETUP) run test
@@ -104,10 +109,9 @@ test-sanitizers:  ## the C++ tests in two builds more: thread, and address and u
 	@$(STAGE) "C++ tests, address and undefined sanitizers: build" $(MAKE) build/asan
 	@$(STAGE) "C++ tests, address and undefined sanitizers" build/asan/$(RUN_TESTS)
 
-build/test: TREE_FLAGS = -DCMAKE_BUILD_TYPE=Release
 build/tsan: TREE_FLAGS = -DCMAKE_BUILD_TYPE=Debug -DTOKENWAY_SANITIZE=thread
 build/asan: TREE_FLAGS = -DCMAKE_BUILD_TYPE=Debug -DTOKENWAY_SANITIZE=address,undefined
-build/test build/tsan build/asan:
+build/tsan build/asan:
 	@$(CONFIGURE) -B $@ --log-level=NOTICE -DTOKENWAY_TESTS=ON -DTOKENWAY_CUDA=OFF $(UNITY) $(TREE_FLAGS)
 	@$(CMAKE) --build $@ --target tokenway_tests
 
@@ -175,5 +179,5 @@ clean:  ## remove what was built; .venv stays
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 .PHONY: help build run bench check check-py check-cc test test-all test-py test-core test-cc test-sanitizers \
-	test-wheel test-mutations test-emulated test-netns build/test \
+	test-wheel test-mutations test-emulated test-netns \
 	build/tsan build/asan soak spec lint format test-gpu bench-gpu gpu-library clean

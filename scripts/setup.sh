@@ -39,7 +39,8 @@ pip() {
   [[ -d wheels ]] && links=(--find-links wheels)
   local command=$1
   shift
-  "$python" -m pip "$command" --disable-pip-version-check "${links[@]}" "$@"
+  # Python compiles what it imports; to compile all of PyTorch takes longer than to install it.
+  "$python" -m pip "$command" --no-compile --disable-pip-version-check "${links[@]}" "$@"
 }
 
 # -------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 
     python tests/emulator/run.py                         all of them
     python tests/emulator/run.py --threads               ranks as threads alone, no deaths, and half of the examples
-    python tests/emulator/run.py --quick                 of these nothing long, and a quarter of the examples
+    python tests/emulator/run.py --quick                 of these nothing long or heavy, and a quarter of the examples
     python tests/emulator/run.py --carried               the portable backend: devices apart, whose blocks gloo moves
     python tests/emulator/run.py -k rounds -x            arguments of pytest
 
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     if quick or "--threads" in arguments:
         names, chosen = THREADS, ["-k", "not processes and not killed"]
         arguments = [a for a in arguments if a not in ("--quick", "--threads")]
-        chosen += ["-m", "not long"] * quick
+        chosen += ["-m", "not long and not heavy"] * quick
         os.environ.setdefault("EXAMPLES", "6" if quick else "12")
     backend = "emulated"
     if "--carried" in arguments:

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,12 @@ from hypothesis import settings
 
 NO_TORCH = os.environ.get("TORCH") == "0"
 STRICT = os.environ.get("TW_STRICT") == "1"
+
+
+# A shell's job in the background begins with SIGINT ignored, one under nohup with SIGHUP; so would what tests start.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

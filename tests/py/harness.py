@@ -204,7 +204,6 @@ class Workers:
 def serve(fd: int) -> None:
     """A worker: runs calls until its parent is gone. An env of an older key is let go of."""
     faulthandler.register(signal.SIGUSR1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background begins with it ignored
     connection = Connection(fd)
     envs: dict[Any, tuple[Any, Env]] = {}
 

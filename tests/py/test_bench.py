@@ -79,6 +79,7 @@ def test_every_kind_of_row(dtype, layout, weighting) -> None:
     bench("--ranks", "3", "--profile", "gpt-oss-120b", "--tokens", "1", "9", *kind, "--verify-only")
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(("layout", "weighting"), [("rank_major", "topk"), ("flat", "none"), ("grouped", "topk")])
 def test_backward(tmp_path, layout, weighting) -> None:
@@ -263,6 +264,7 @@ def check_run(run: dict) -> None:
             assert base["times_ours"] > 0 and len(base["times_ours_rounds"]) == rounds
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_results(tmp_path, torch) -> None:
     """With every baseline, on several ranks; a rank may have no rows at one token."""
@@ -280,6 +282,7 @@ def test_results(tmp_path, torch) -> None:
     assert table.count("\n| ") == 6 and "gloo-alltoall" in table
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_under_a_launcher(tmp_path) -> None:
     """Started as ranks, with a recorded routing; rank 0 tells once."""
@@ -301,6 +304,7 @@ def test_under_a_launcher(tmp_path) -> None:
     assert row["rows_moved"] == sum(len({e // 4 for e in token if e >= 0}) for token in experts)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_overhead(tmp_path, compiler) -> None:
     data = tmp_path / "run.json"

@@ -32,6 +32,7 @@ def test_rows() -> None:
     assert len(rows) == 17, "every row of every rank is another"
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_results(tmp_path, torch) -> None:
     """Uneven and equal sizes beside gloo, verified; the JSON makes the table that was printed."""

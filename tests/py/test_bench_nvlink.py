@@ -262,6 +262,7 @@ def test_the_profiler_runs_when_all_is_timed(torch, monkeypatch) -> None:
     assert seen == ["rounds_of"] * 8 + ["kernels"] * 4  # of rows with waiting, and without
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "layout", "gpu"),
     [
@@ -305,6 +306,7 @@ def test_run_on_gpus(ranks, layout, gpu, torch, monkeypatch, tmp_path, capsys) -
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["rank_major", "flat", "grouped"])
 def test_backward_on_gpus(layout, torch, monkeypatch, capsys) -> None:
     """Gradients by the cached routing, verified, timed apart and behind the pair."""

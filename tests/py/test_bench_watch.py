@@ -37,6 +37,7 @@ def stuck(how: str) -> None:
         ctypes.PyDLL(None).sleep(600)  # holds the interpreter
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["waits", "holds the interpreter"])
 def test_a_rank_that_hangs(how, capfd) -> None:
@@ -65,6 +66,7 @@ def lively() -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_rank_that_goes_on() -> None:
     with Ranks(lively, 1) as ranks:

@@ -13,6 +13,7 @@ import numpy as np
 import player
 import pytest
 from cases import FLOATS, Case, Round, Setup, fewer_ranks, one, verify_case
+from marks import heavy_but
 
 LAYOUTS = ("rank_major", "expert_major")
 
@@ -53,11 +54,16 @@ def test_wide_rows(world, wire, weighting) -> None:
     check(world, one(setup, *both(base), *both(replace(base, seed=4, routing="holes", out="float32"))))
 
 
-@pytest.mark.parametrize(("sm_limit", "top_k"), [(1, 4), (2, 4), (2, 2)])
-@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
-def test_few_sms(world, made_for, mode, sm_limit, top_k) -> None:
+FEW = [("high_throughput", (2, 4)), ("low_latency", (1, 4)), ("low_latency", (2, 2))]
+
+
+@pytest.mark.parametrize(
+    ("mode", "limits"), heavy_but(FEW, ["low_latency", "high_throughput"], [(1, 4), (2, 4), (2, 2)])
+)
+def test_few_sms(world, made_for, mode, limits) -> None:
     """On a device with few SMs, rows are sent and summed whole, and sending blocks sum in the end."""
     # 4 ids of a token lie as a vector of 16 bytes, so that a dispatch has its kernel of few SMs; 2 do not.
+    sm_limit, top_k = limits
     group = {"ranks": 2, "experts": 6, "top_k": top_k, "hidden": made_for.large, "max_tokens": 1100}
     setup = Setup(**group, mode=mode, sm_limit=sm_limit)
     base = Round((1100, 1037), weighting="none", rows="bfloat16", out="bfloat16")
@@ -71,7 +77,7 @@ def test_few_sms(world, made_for, mode, sm_limit, top_k) -> None:
 
 
 @pytest.mark.parametrize("kind", ["threads"])
-@pytest.mark.parametrize("sm_limit", [3, 8, 20])
+@pytest.mark.parametrize("sm_limit", [3, 8, pytest.param(20, marks=pytest.mark.heavy)])
 def test_few_of_many_sms(world, made_for, sm_limit, monkeypatch) -> None:
     """One block of a combine that sends whole rows, or three that send halves; or eight that send usual units, of which
     those that warps begin with are of several turns. On an emulated device of 32 SMs."""
@@ -249,8 +255,11 @@ def check_many_rows(world, setup) -> None:
     check(world, one(setup, base, replace(base, tokens=(3, 1200), seed=2, routing="holes")))
 
 
-@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
-@pytest.mark.parametrize("payloads", [(), ((32, "float32"),), ((4112, "uint8"),)])
+SCALES, WIDE = ((32, "float32"),), ((4112, "uint8"),)
+LARGE = [("high_throughput", ()), ("low_latency", SCALES), ("low_latency", WIDE)]
+
+
+@pytest.mark.parametrize(("mode", "payloads"), heavy_but(LARGE, ["low_latency", "high_throughput"], [(), SCALES, WIDE]))
 def test_many_large_rows(world, made_for, mode, payloads) -> None:
     """On a device rows as they lie, in units of several sizes and with a second payload, then lines; sums are drawn."""
     large = made_for.large

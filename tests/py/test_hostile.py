@@ -12,6 +12,7 @@ import pytest
 CASES = int(os.environ.get("HOSTILE", "2500"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_rubbish(seed: int) -> None:
     script = Path(__file__).with_name("hostile.py")

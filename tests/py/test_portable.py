@@ -231,6 +231,7 @@ def test_connect_over_a_process_group(kind: str) -> None:
         assert ("tokenway: 2 ranks, backend 'torch': it was asked for" in log) == (rank == 0)
 
 
+@pytest.mark.long
 def test_bench(tmp_path) -> None:
     """Every way of the bench is verified at every point; gathered has auto's blocks, and auto two groups."""
     data = tmp_path / "run.json"

@@ -35,6 +35,7 @@ def test_wrap_of_the_step(monkeypatch, backend) -> None:
         harness.POOL.reset()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.slow
 def test_killed_and_stopped_ranks(processes, backend) -> None:

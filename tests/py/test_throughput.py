@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cases import FLOATS, Case, Round, Setup, make_ids, make_payloads, one
 from hypothesis import example, given
+from marks import heavy_but
 from strategies import SETTINGS
 from strategies import cases as any_case
 from test_exchange import check
@@ -428,11 +429,11 @@ def test_a_rank_that_does_not_count(processes: Any, tmp_path: Any) -> None:
 # ---- one routing, several dispatches -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("top_k", [3, 4])  # of 4, ids lie as whole vectors
-@pytest.mark.parametrize("nranks", [1, 2, 3])
+@pytest.mark.parametrize(("nranks", "top_k"), heavy_but([(1, 3), (3, 4)], [1, 2, 3], [3, 4]))
 def test_a_routing_that_goes_again(world: Any, nranks: int, top_k: int) -> None:
     """Of more rows than go as lines, ids and weights travel on devices with the first dispatch of a routing alone. Then
-    another one by the same handle; in leases, whose counts are exchanged again; and after rows that had no room."""
+    another one by the same handle; in leases, whose counts are exchanged again; and after rows that had no room. Four
+    ids lie as a whole vector."""
     setup = Setup(ranks=nranks, experts=2 * nranks + 3, top_k=top_k, max_tokens=700, hidden=8, lanes=2, **EXACT)
     tokens = (700, 590, 0)[:nranks]
     first = Round(tokens, layout="flat", again=True, own=True)  # outputs of each dispatch's own, full of rubbish
@@ -448,12 +449,15 @@ def test_a_routing_that_goes_again(world: Any, nranks: int, top_k: int) -> None:
 
 # ---- leases: rows that outlive their step ----------------------------------------------------------------------
 
+ROOMS = [1 << 20, 4096, 256, 0]
 LEASED = {"lanes": 2, "payloads": ((1, "uint8"), (17, "uint8")), **EXACT}
 
 
 @pytest.mark.needs("leases")
-@pytest.mark.parametrize("room", [1 << 20, 4096, 256, 0])
-@pytest.mark.parametrize("nranks", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("nranks", "room"),
+    heavy_but([*((n, room) for n in (1, 3) for room in ROOMS), (8, 4096)], [1, 3, 8], ROOMS),
+)
 def test_leases(world: Any, nranks: int, room: int) -> None:
     """Of all rows, of some, of none: the same bits, which later steps leave as they are."""
     setup = Setup(ranks=nranks, experts=2 * nranks + 1, top_k=min(3, nranks + 1), hidden=5, lease_bytes=room, **LEASED)

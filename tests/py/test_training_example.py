@@ -77,6 +77,7 @@ def test_a_few_steps(text: Path, tmp_path: Path) -> None:
     assert parameters == shared + 2 * 7 * expert and here == shared + 2 * 2 * expert, out
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_learns(text: Path) -> None:
     """What bigrams cannot know; and it writes words of the text."""
