@@ -16,6 +16,9 @@ namespace tw::nvlink {
 // Whether what a kernel does before its wait takes no time: the one before it still runs.
 inline bool comes_early(bool early) { return early; }
 
+// Of the test of lines: each pair of ranks sends so many rounds of them.
+inline constexpr int kSelfTestRounds = 64;
+
 template <class Params>
 int launch_kernel(void (*kernel)(Params), const Params& params, int grid, uint32_t shared, bool early, void* stream,
                   int threads = kThreads) {

@@ -472,7 +472,7 @@ struct AwaitParams {
 struct SelfTestParams {
   GroupView group;
   uint32_t* torn;  // lines found torn, plus peers that never answered
-  int32_t rounds;
+  int32_t rounds;  // the launch decides
 };
 
 // Launches; a cudaError_t comes back as int, so that the host side needs no CUDA header for this. `grid` blocks;

@@ -113,7 +113,9 @@ int launch_refuse(const RefuseParams& params, void* stream) {
 }
 
 int launch_self_test(const SelfTestParams& params, void* stream) {
-  return launch_kernel(self_test_kernel, params, 1, 0, false, stream, 1024);
+  SelfTestParams p = params;
+  p.rounds = kSelfTestRounds;
+  return launch_kernel(self_test_kernel, p, 1, 0, false, stream, 1024);
 }
 
 int allow_shared(const void* kernel, uint32_t bytes) {

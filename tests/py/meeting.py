@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-_LIMIT = 120.0  # for a process to start, or to say what it heard
+from forks import context
 
-# Forked from one that has imported the library and not used it: a test starts dozens.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tokenway"])
+_LIMIT = 120.0  # for a process to start, or to say what it heard
 
 
 class Meeting:
@@ -30,9 +27,9 @@ class Meeting:
         spare: int | None = None,
         group: bool = False,
     ):
-        self._said, theirs = _context.Pipe()
+        self._said, theirs = context.Pipe()
         args = (theirs, rank, nranks, address, timeout, spare, group)
-        self.process = _context.Process(target=_meet, args=args, daemon=True)
+        self.process = context.Process(target=_meet, args=args, daemon=True)
         self.process.start()
         theirs.close()
         assert self._next() == "begins"

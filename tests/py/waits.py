@@ -6,7 +6,6 @@ then to come of it. Each row has ranks of its own, forked from a process that ha
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ from typing import Any
 import emulated_backend
 import harness
 import numpy as np
+from forks import context
 
 import tokenway as tw
 from tokenway import carried, cuda, meeting, portable
@@ -220,13 +220,6 @@ def walk(row: Row, rank: int, address: str, strike: Any, made: list[Any], backen
 # ---- the parent ----------------------------------------------------------------------------------
 
 
-def context() -> Any:
-    """Of processes that begin where torch and this module have been imported."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["torch.distributed", "tokenway", "waits"])
-    return made
-
-
 class Play:
     """The ranks of a row."""
 
@@ -235,8 +228,8 @@ class Play:
         address = f"waits-{os.getpid()}-{os.urandom(8).hex()}"
         self.links, self.processes = [], []
         for rank in range(row.nranks):
-            ours, theirs = context().Pipe()
-            process = context().Process(target=serve, args=(row, rank, address, store_port, theirs), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(row, rank, address, store_port, theirs), daemon=True)
             process.start()
             theirs.close()
             self.links.append(ours)
