@@ -46,7 +46,7 @@ build:  ## the library, into build/
 	@$(CMAKE) --build build --target all $(if $(TESTS),tokenway_tests)
 
 run: build  ## a small MoE job, end to end
-	@$(TREE) $(PY) examples/main_job.py README.md
+	@$(TREE) $(PY) examples/main_job.py examples/text/experts.txt
 
 bench: build  ## measure dispatch and combine (ARGS="--help" says what can be asked)
 	@$(TREE) $(PY) -m tokenway.cli bench $(ARGS)

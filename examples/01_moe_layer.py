@@ -1,7 +1,7 @@
 """A mixture-of-experts layer on a text, spread over several processes.
 
-    python examples/01_moe_layer.py README.md
-    python examples/01_moe_layer.py README.md --ranks 3 --gate deepseek --experts 64
+    python examples/01_moe_layer.py examples/text/experts.txt
+    python examples/01_moe_layer.py examples/text/experts.txt --ranks 3 --gate deepseek --experts 64
 
 Every process (rank) owns a part of the text and a part of the experts. Tokenway carries each word
 to the ranks of its experts (dispatch) and the results back (combine). The part that a rank runs is

@@ -1,6 +1,6 @@
 """A small MoE job, end to end: what `make run` runs.
 
-    python examples/main_job.py README.md
+    python examples/main_job.py examples/text/experts.txt
 
 1. the layer of 01_moe_layer.py on the text, over 4 processes; 2. the accidents of 06_failures.py;
 3. a short table of times. Exit code 0 if everything is as it should be. Needs no PyTorch.

@@ -5,7 +5,8 @@
 
 Files are at most 500 lines long, includes point one way only (the data's way, told in
 docs/ARCHITECTURE.md), every include within the project is written from src/ or include/, no two
-files of tests have one name, and no unfinished work is left marked in the text.
+files of tests have one name, every link of a page leads to a file and a heading that are there, and
+no unfinished work is left marked in the text.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numbers_allowed
+
 MAX_LINES = 500
 SIZED_FOLDERS = ("src", "include", "python", "tests", "examples")
 SIZED_SUFFIXES = {".c", ".cc", ".cu", ".cuh", ".h", ".py", ".sh"}
@@ -26,24 +29,36 @@ CODE_SUFFIXES = {".c", ".cc", ".cu", ".cuh", ".h"}
 # Put together here, so that this file passes its own check.
 FORBIDDEN = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
 
-BACKENDS = {"cpu", "nvlink", "gin"}
 PUBLIC = "tokenway"  # include/tokenway: anyone may include it
 SHARED = {"layout", "exchange"}
 
-# Folder of src/ -> folders that it may include. A file named in full is allowed on its own.
+# Room (a folder of src/, of src/cuda/ its folders) -> rooms that it may include, beside itself. A file named in full
+# is allowed on its own.
 ALLOWED: dict[str, set[str]] = {
-    "layout": {"layout"},
-    "exchange": SHARED,
-    "views": SHARED | {"views"},
-    "quantize": SHARED | {"quantize", "core/status.h"},
-    "activation": SHARED | {"activation", "quantize", "core/status.h"},
-    "balance": {"balance"},
-    "bootstrap": SHARED | {"bootstrap", "core/interrupt.h", "core/status.h"},
-    "core": SHARED | {"core", "views", "bootstrap"},
-    "api": SHARED | {"api", "core", "views", "quantize", "activation", "balance", "bootstrap"},
+    "layout": set(),
+    "exchange": {"layout"},
+    "views": SHARED,
+    "quantize": SHARED | {"core/status.h"},
+    "activation": SHARED | {"quantize", "core/status.h"},
+    "balance": set(),
+    "bootstrap": SHARED | {"core/interrupt.h", "core/status.h"},
+    "core": SHARED | {"views", "bootstrap"},
+    "api": SHARED | {"core", "views", "quantize", "activation", "balance", "bootstrap"},
 }
 # Nobody includes a backend: core/backend.h declares the function that makes each of them.
-ALLOWED |= {name: ALLOWED["core"] | {name} for name in BACKENDS}
+BACKEND = {*ALLOWED["core"], "core"}
+KERNEL = SHARED | {"views", "cuda/launch", "cuda/device"}
+ALLOWED |= {
+    "cpu": BACKEND,
+    "cuda/launch": SHARED | {"views"},
+    "cuda/device": SHARED | {"views", "cuda/launch", "cuda/transport/target.cuh"},
+    **{f"cuda/{room}": KERNEL for room in ("dispatch", "combine", "counts", "view", "step")},
+    "cuda/collective": KERNEL | {"cuda/combine"},  # a reduce-scatter is a combine whose owners are known
+    "cuda/plan": SHARED | {"cuda/launch", "core/status.h", "core/plan_query.h"},
+    "cuda/driver": {"core/status.h"},
+    "cuda/transport": BACKEND | {"cuda/launch", "cuda/driver"},
+    "cuda/host": BACKEND | {"cuda/launch", "cuda/plan", "cuda/driver", "cuda/transport"},
+}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')
 
@@ -63,18 +78,23 @@ def files_of(root: Path) -> list[Path]:
     return sorted({Path(name) for name in names if (root / name).is_file()})
 
 
-def may_include(folder: str, target: str) -> bool:
-    """Whether a file of src/`folder` may include `target`, a path below src/ or include/."""
-    target_folder = target.split("/", 1)[0]
-    allowed = ALLOWED.get(folder, set())
-    return target_folder == PUBLIC or target_folder in allowed or target in allowed
+def room_of(path: str) -> str:
+    """The room of a path below src/ (or of a public header: tokenway)."""
+    parts = path.split("/")
+    return "/".join(parts[:2]) if parts[0] == "cuda" and len(parts) > 2 else parts[0]
+
+
+def may_include(room: str, target: str) -> bool:
+    """Whether a file of `room` may include `target`, a path below src/ or include/."""
+    allowed = ALLOWED.get(room, set()) | {room, PUBLIC}
+    return room_of(target) in allowed or target in allowed
 
 
 def check_includes(root: Path, path: Path, lines: list[str]) -> Iterator[str]:
     in_src = path.parts[0] == "src"
-    folder = path.parts[1] if in_src and len(path.parts) > 2 else ""
-    if in_src and folder not in ALLOWED:
-        yield f"{path}: src/{folder} is a folder that scripts/check_tree.py knows no arrows for"
+    room = room_of("/".join(path.parts[1:])) if len(path.parts) > 2 else ""
+    if in_src and room not in ALLOWED:
+        yield f"{path}: src/{room} is a room that scripts/check_tree.py knows no arrows for"
         return
     for number, line in enumerate(lines, 1):
         match = INCLUDE.match(line)
@@ -83,10 +103,67 @@ def check_includes(root: Path, path: Path, lines: list[str]) -> Iterator[str]:
         target = match[1]
         if in_src and not any((root / base / target).is_file() for base in ("src", "include")):
             yield f'{path}:{number}: "{target}" is not a path below src/ or include/'
-        elif in_src and not may_include(folder, target):
-            yield f'{path}:{number}: src/{folder} may not include "{target}"'
+        elif in_src and not may_include(room, target):
+            yield f'{path}:{number}: src/{room} may not include "{target}"'
         elif path.parts[0] == "include" and not target.startswith(PUBLIC + "/"):
             yield f'{path}:{number}: a public header may not include "{target}"'
+
+
+NUMBER = re.compile(r"(?<![\w.])(0[xX][0-9a-fA-F']+|\d[\d']*)(?:[uU]?[lL]{0,2}|f)\b(?!\.)")
+# Rooms whose numbers are explained: kernels, and the host side. Plans have theirs in a table.
+NUMBERED = {"device", "dispatch", "combine", "collective", "counts", "view", "step", "transport", "host"}
+
+
+def check_numbers(path: Path, lines: list[str]) -> Iterator[str]:
+    """Numbers of kernels and of the host side stand in numbers_allowed.py with a reason, or in the plan's table."""
+    if path.parts[:2] != ("src", "cuda") or path.parts[2] not in NUMBERED:
+        return
+    reasons = numbers_allowed.ALLOWED.get("/".join(path.parts[2:]), {})
+    unused = set(reasons)
+    for number, line in enumerate(lines, 1):
+        code = re.sub(r'"(\\.|[^"\\])*"', '""', line.split("//")[0])
+        if code.lstrip().startswith("#"):
+            continue
+        for match in NUMBER.finditer(code):
+            value = int(match[1].replace("'", ""), 0)
+            unused.discard(value)
+            if value not in numbers_allowed.PLAIN and value not in reasons:
+                yield f"{path}:{number}: {match[0]}: tuned: plan/tuning.cc; else explain it in numbers_allowed.py"
+    for value in sorted(unused):
+        yield f"scripts/numbers_allowed.py: {path} holds no {value}"
+
+
+# Words that the field has others for: no identifier in these folders is made of them (docs/GLOSSARY.md).
+RETIRED = {
+    "beside": "metadata",
+    "carriage": "staged",
+    "course": "order",
+    "landing": "receive_offset",
+    "line": "packet",
+    "lines": "packets",
+    "tally": "loads",
+    "ticket": "work",
+    "tickets": "work_counters",
+    "unit": "tile",
+    "units": "tiles",
+}
+RENAMED = {"cuda", "layout"}
+IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+def check_words(path: Path, lines: list[str]) -> Iterator[str]:
+    """Identifiers are made of the field's words."""
+    if path.parts[0] != "src" or path.parts[1] not in RENAMED:
+        return
+    for number, line in enumerate(lines, 1):
+        code = re.sub(r'"(\\.|[^"\\])*"', '""', line.split("//")[0])
+        if code.lstrip().startswith("#"):
+            continue
+        for name in IDENTIFIER.findall(code):
+            for part in PART.findall(name):
+                if other := RETIRED.get(part.lower()):
+                    yield f"{path}:{number}: {name}: {part.lower()} is {other} here"
 
 
 def check_file(root: Path, path: Path) -> Iterator[str]:
@@ -105,6 +182,8 @@ def check_file(root: Path, path: Path) -> Iterator[str]:
             yield f"{path}:{number}: {match[0]}: finish it or open it as work of its own"
     if path.suffix in CODE_SUFFIXES and path.parts[0] in ("src", "include"):
         yield from check_includes(root, path, lines)
+        yield from check_numbers(path, lines)
+        yield from check_words(path, lines)
 
 
 def check_test_names(files: list[Path]) -> Iterator[str]:
@@ -117,11 +196,50 @@ def check_test_names(files: list[Path]) -> Iterator[str]:
             yield f"{path}: {other} has that name too; processes would import one in place of the other"
 
 
+LINK = re.compile(r"""(?:\]\(|\b(?:src|srcset|href)=")([^)\s"]+)""")
+HEADING = re.compile(r"^#{1,6} +(.*?) *#*$", re.MULTILINE)
+FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+
+
+def prose_of(root: Path, page: Path) -> str:
+    """A page without the code that it shows."""
+    return FENCE.sub("", (root / page).read_text(encoding="utf-8"))
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors that a page names, and those that GitHub gives to headings: of equal ones the second is name-1."""
+    anchors = set(re.findall(r'<a id="([^"]+)">', text))
+    for title in HEADING.findall(text):
+        title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)
+        name = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        same = sum(other == name or re.fullmatch(re.escape(name) + r"-\d+", other) is not None for other in anchors)
+        anchors.add(f"{name}-{same}" if same else name)
+    return anchors
+
+
+def check_links(root: Path, files: list[Path]) -> Iterator[str]:
+    """Links within the tree: to files and folders that git knows, and to headings of pages."""
+    known = set(files) | {folder for path in files for folder in path.parents}
+    for page in files:
+        if page.suffix != ".md":
+            continue
+        for link in LINK.findall(prose_of(root, page)):
+            if re.match(r"[a-z]+:", link):
+                continue
+            target, _, anchor = link.partition("#")
+            path = Path(os.path.normpath(page.parent / target)) if target else page
+            if path not in known:
+                yield f"{page}: the link {link} leads to no file"
+            elif anchor and path.suffix == ".md" and anchor not in anchors_of(prose_of(root, path)):
+                yield f"{page}: the link {link} leads to no heading"
+
+
 def main() -> int:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent).resolve()
     files = files_of(root)
     problems = [problem for path in files for problem in check_file(root, path)]
     problems += check_test_names(files)
+    problems += check_links(root, files)
     for problem in problems:
         print(problem)
     print(f"{len(files)} files, {len(problems)} problems")

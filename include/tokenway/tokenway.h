@@ -417,6 +417,7 @@ TW_API twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream);
 // ------------------------------------------------------------------------------------------------- interrupts, leases
 #include "tokenway/interrupt.h"
 #include "tokenway/leases.h"
+#include "tokenway/plan.h"
 
 // ----------------------------------------------------------------------------------- rows to 8 bits, and activation
 

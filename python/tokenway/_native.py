@@ -150,6 +150,14 @@ class WindowBytes(Struct):
     ]
 
 
+class PlanQuery(Struct):
+    _fields_ = [
+        ("size", c_size_t),
+        ("tokens", c_int32),
+        ("device_sms", c_int32),
+    ]
+
+
 class ErrorRecord(Struct):
     _fields_ = [
         ("size", c_size_t),
@@ -289,6 +297,10 @@ _FUNCTIONS = {
     "twCommRank": (c_int, [c_void_p, POINTER(c_int32), POINTER(c_int32)]),
     "twCommDevice": (c_int, [c_void_p, POINTER(c_int32)]),
     "twGroupWindowBytes": (c_int, [POINTER(GroupConfig), c_int32, POINTER(WindowBytes)]),
+    "twDescribePlan": (
+        c_int,
+        [POINTER(GroupConfig), c_int32, POINTER(PlanQuery), c_char_p, c_size_t, POINTER(c_size_t)],
+    ),
     "twGroupCreate": (c_int, [POINTER(c_void_p), c_void_p, POINTER(GroupConfig)]),
     "twGroupDestroy": (c_int, [c_void_p]),
     "twGroupAbort": (c_int, [c_void_p]),

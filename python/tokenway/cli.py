@@ -36,6 +36,13 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
     info = commands.add_parser("info", help="what this installation and this machine can do")
     info.add_argument("--json", action="store_true", help="as JSON")
+    info.add_argument(
+        "--plan",
+        nargs="*",
+        metavar="NAME=VALUE",
+        help="instead how the CUDA backend would run a step, here without a GPU too: which kernels, how many SMs send; "
+        "e.g. tokens=128 ranks=4 hidden=7168 experts=256 top_k=8 sm_limit=24 mode=high_throughput",
+    )
     info.set_defaults(run=_info)
     start = commands.add_parser("launch", help="run a script as the ranks of this host")
     start.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="processes")
@@ -109,8 +116,12 @@ def _balance(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
-    from tokenway import info
+    from tokenway import info, plan
 
+    if args.plan is not None:
+        planned = plan.from_words(args.plan)
+        print(json.dumps(planned, indent=1) if args.json else plan.text(planned))
+        return 0
     facts = info.collect()
     print(json.dumps(facts, indent=1) if args.json else info.text(facts))
     return 0

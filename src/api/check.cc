@@ -395,8 +395,8 @@ void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call
     const twPayload_t& payload = config.payloads[q];
     void* data = call.targets.payloads[q];
     if (data == nullptr && of_source) {
-      const bool lands = call.lands && call.landing[q] != 0;
-      data = lands ? group.backend->window() + call.landing[q] : group.backend->view(call.at, q);
+      const bool has_offsets = call.has_offsets && call.receive_offset[q] != 0;
+      data = has_offsets ? group.backend->window() + call.receive_offset[q] : group.backend->view(call.at, q);
     }
     const Columns& columns = call.targets.columns[q];
     output->payloads[q] = columns.wanted() ? contiguous_tensor(data, payload.dtype, {payload.elements, columns.rows})

@@ -65,7 +65,7 @@ Status check_landing(twGroup& group, const twCountsInput_t& input, CountsCall* c
                   other, input.landing[other]);
     }
     leases->push_back(lease);
-    call->landing[q] = static_cast<uint64_t>(memory - group.backend->window());
+    call->receive_offset[q] = static_cast<uint64_t>(memory - group.backend->window());
   }
   return {};
 }

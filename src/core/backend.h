@@ -61,18 +61,18 @@ struct HandleArrays {
   int64_t* expert_begin = nullptr;  // [L + 1] row of a grouped layout where each local expert's begin
   int32_t* offsets = nullptr;       // the same, as it is shown
   // Devices only.
-  ExpertRow* places = nullptr;      // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
-  bool placed = false;              // they are those of the last dispatch
-  uint32_t* digest_here = nullptr;  // `digest`, as the device has read it
-  int32_t* status = nullptr;        // twResult_t of the last dispatch, as the device knows it
-  void* stream = nullptr;           // of the last dispatch
-  int32_t* overflow = nullptr;      // 1: the exchange of counts found too little room, so nothing is sent
-  uint32_t* beside = nullptr;       // the step whose dispatch brought what travels beside rows; 0: none since that
-  bool brought = false;             // it will have, by what is launched: the device alone knows
-  GroupMarks* marks = nullptr;      // [groups of 32 tokens, N] by the exchange of counts
-  void* counts_page = nullptr;      // of the backend: where the device tells the host of it
-  uint64_t counts_serial = 0;       // of the last exchange that tells the host; 0: none does
-  uint64_t page_serial = 0;         // of the last that writes to the page
+  ExpertRow* places = nullptr;        // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
+  bool placed = false;                // they are those of the last dispatch
+  uint32_t* digest_here = nullptr;    // `digest`, as the device has read it
+  int32_t* status = nullptr;          // twResult_t of the last dispatch, as the device knows it
+  void* stream = nullptr;             // of the last dispatch
+  int32_t* overflow = nullptr;        // 1: the exchange of counts found too little room, so nothing is sent
+  uint32_t* metadata_step = nullptr;  // the step whose dispatch brought what travels beside rows; 0: none since that
+  bool brought = false;               // it will have, by what is launched: the device alone knows
+  GroupMarks* marks = nullptr;        // [groups of 32 tokens, N] by the exchange of counts
+  void* counts_page = nullptr;        // of the backend: where the device tells the host of it
+  uint64_t counts_serial = 0;         // of the last exchange that tells the host; 0: none does
+  uint64_t page_serial = 0;           // of the last that writes to the page
 };
 
 // An exchange of counts as the host knows it.
@@ -105,8 +105,8 @@ struct DispatchCall {
   bool send_only = false;
   // Rows go where the exchange of counts before has announced: here, of each payload, an offset in this rank's window;
   // 0: in the bank.
-  bool lands = false;
-  uint64_t landing[kMaxPayloads] = {};
+  bool has_offsets = false;
+  uint64_t receive_offset[kMaxPayloads] = {};
   bool counted = true;  // for twGroupLoads
   RowsIn payloads[kMaxPayloads];
   DispatchTargets targets;
@@ -116,10 +116,10 @@ struct CountsCall {
   StepPlace at;
   void* stream = nullptr;
   bool send_only = false;
-  int32_t alignment = 1;                // of an expert's rows in the grouped layout
-  bool drop = false;                    // rows beyond a receiver's room are left out, instead of all
-  bool again = false;                   // of counts that are known: what is new is the landing
-  uint64_t landing[kMaxPayloads] = {};  // as of the dispatch that follows
+  int32_t alignment = 1;                       // of an expert's rows in the grouped layout
+  bool drop = false;                           // rows beyond a receiver's room are left out, instead of all
+  bool again = false;                          // of counts that are known: what is new is the landing
+  uint64_t receive_offset[kMaxPayloads] = {};  // as of the dispatch that follows
 };
 
 struct CombineCall {
@@ -241,9 +241,9 @@ class Backend {
   }
 
   // Tells every peer that this rank gives the group up; and whether a peer has.
-  virtual void announce_abort(AbortWord reason) = 0;
-  virtual AbortWord find_abort() = 0;
-  virtual AbortWord abort_of(int writer) = 0;
+  virtual void announce_abort(AbortSignal reason) = 0;
+  virtual AbortSignal find_abort() = 0;
+  virtual AbortSignal abort_of(int writer) = 0;
 
   // A layer's map is replaced, for routings that are read after what is enqueued on the stream.
   virtual Status replace_map(int32_t /*layer*/, const ExpertMap& /*map*/, void* /*stream*/) { return {}; }
@@ -314,7 +314,7 @@ Status make_cpu_backend(const BackendInit& init, std::unique_ptr<Backend>* backe
 // its.
 Status make_carried_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
 
-// src/nvlink, in builds with CUDA. As make_cpu_backend; init.tag and the next fifteen are its.
+// src/cuda, in builds with CUDA. As make_cpu_backend; init.tag and the next fifteen are its.
 Status make_nvlink_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
 // Whether there is such a device; `device` -1 becomes the thread's current one.
 Status check_device(int* device);

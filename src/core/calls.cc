@@ -31,7 +31,7 @@ Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, c
     return {end.code, record.message};
   }
   if (end.code == twExcluded) {  // a peer gave the group up while this rank waited: its word says who is to blame
-    const AbortWord abort = group.backend->find_abort();
+    const AbortSignal abort = group.backend->find_abort();
     record.result = static_cast<twResult_t>(abort.kind);
     record.peer = static_cast<int32_t>(abort.culprit);
     record.reporter = static_cast<int32_t>(abort.reporter);
@@ -57,7 +57,7 @@ Status drain(twGroup& group, int lane, twPhase_t phase, void* stream) {
 }
 
 void part_leases(twGroup& group, twHandle& handle) {
-  handle.lands = false;
+  handle.has_offsets = false;
   if (handle.leases.empty()) return;
   if (group.is_sticky()) {
     // A peer that is merely slow may still write there: they stay announced for ever.
@@ -138,7 +138,7 @@ Status finish_dispatch(twGroup& group, twHandle& handle) {
   handle.pending = Pending::kNone;
   handle.dispatched = end.code == twSuccess;
   // All words have come, so all rows have.
-  Status ended = conclude(group, twPhaseDispatch, call.at, with_landing(call.bound, call.lands), end);
+  Status ended = conclude(group, twPhaseDispatch, call.at, with_receive_offsets(call.bound, call.has_offsets), end);
   part_leases(group, handle);
   // Leases must follow from the calls alone (S5). A blocking dispatch that fails does so in the same call on all ranks.
   // A send_only one fails here, in twComplete, where a rank that refused it never comes: so the lane stays held on
@@ -190,7 +190,7 @@ Status finish_counts(twGroup& group, twHandle& handle) {
     return refuse_overflow(group, handle, overflow);
   }
   handle.counts.exchanged = true;
-  handle.lands = group.leases != nullptr;
+  handle.has_offsets = group.leases != nullptr;
   return {};
 }
 
@@ -336,13 +336,13 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   hold(group, handle, lane);
   call->at = group.backend->on_device() ? group.lanes.begin_dispatch(lane) : group.lanes.begin(lane);
   call->send_only = send_only;
-  call->lands = handle.lands;
-  handle.lands = false;
-  for (int q = 0; q < kMaxPayloads && call->lands; ++q) {
-    call->landing[q] = handle.counting.landing[q];
+  call->has_offsets = handle.has_offsets;
+  handle.has_offsets = false;
+  for (int q = 0; q < kMaxPayloads && call->has_offsets; ++q) {
+    call->receive_offset[q] = handle.counting.receive_offset[q];
     // Into the lease itself: there is nothing to copy.
     std::byte*& target = call->targets.payloads[q];
-    const bool here = call->landing[q] != 0 && target == group.backend->window() + call->landing[q];
+    const bool here = call->receive_offset[q] != 0 && target == group.backend->window() + call->receive_offset[q];
     if (here && call->targets.layout == twFlat) target = nullptr;
   }
   group.lanes[lane].viewed = call->at.step;

@@ -162,14 +162,14 @@ void size_for_device(const Environment& environment, Shape* shape) {
   // share of that; with many the half, as a window has room for all of them in both banks.
   const bool longest = !shape->exact() && shape->ranks <= 8;
   const int32_t usual = std::clamp((longest ? 2048 : 1024) / shape->ranks, 8, longest ? 1024 : 512);
-  const int32_t tokens = environment.line_tokens >= 0 ? environment.line_tokens : usual;
-  shape->line_tokens = std::min(tokens, shape->max_tokens);
+  const int32_t tokens = environment.packet_tokens >= 0 ? environment.packet_tokens : usual;
+  shape->packet_tokens = std::min(tokens, shape->max_tokens);
 }
 
 // Every scalar field that must be equal on all ranks, with its name.
 template <class Visit>
 void each_shared_field(const twGroupConfig_t& given, const PlacementSpec& placement, uint32_t first_step,
-                       int32_t line_tokens, Visit&& visit) {
+                       int32_t packet_tokens, Visit&& visit) {
   visit("mode", given.mode);
   visit("num_experts", given.num_experts);
   visit("top_k", given.top_k);
@@ -201,7 +201,7 @@ void each_shared_field(const twGroupConfig_t& given, const PlacementSpec& placem
   visit("placement->count_loads", placement.counts_loads);
   visit("placement->load_decay (bits)", std::bit_cast<int32_t>(placement.decay));
   visit("TOKENWAY_FIRST_STEP", first_step);
-  visit("TOKENWAY_LINE_TOKENS", line_tokens);
+  visit("TOKENWAY_LINE_TOKENS", packet_tokens);
 }
 
 }  // namespace
@@ -272,7 +272,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
           "config.lease_bytes is %llu; rows that collectives move between CUDA devices land in the window: give 0",
           static_cast<unsigned long long>(given.lease_bytes));
     }
-    if (carried) shape.line_tokens = 0;  // what travels in blocks is there at once
+    if (carried) shape.packet_tokens = 0;  // what travels in blocks is there at once
   }
   if (!WindowMap::make(shape, &config->map)) {
     return fail(
@@ -286,7 +286,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
 
 std::string pack_config(const GroupConfig& config) {
   Packer packer;
-  each_shared_field(config.given, config.placement, config.first_step, config.shape().line_tokens,
+  each_shared_field(config.given, config.placement, config.first_step, config.shape().packet_tokens,
                     [&](const char*, int64_t value) { packer.add<int64_t>(value); });
   packer.add_bytes(config.expert_rank.data(), config.expert_rank.size() * sizeof(int32_t));
   packer.add_bytes(config.expert_slot.data(), config.expert_slot.size() * sizeof(int32_t));

@@ -32,7 +32,7 @@ constexpr Variable kVariables[kCount] = {
      "Step that lanes count from, the same on all ranks. For tests of the wrap at 2^32. Default 0."},
     {"TOKENWAY_LINE_TOKENS", -1, -1, 1 << 20,
      "CUDA backend: at most so many tokens of a rank travel as lines, the same on all ranks; 0: none. Default -1: as "
-     "measured (docs/PERFORMANCE.md)."},
+     "measured (docs/notebook/dispatch.md)."},
     {"TOKENWAY_BLOCKING", 0, 0, 1,
      "CUDA backend: 1 makes every call wait for its stream and return its own error. For debugging. Default 0."},
     {"TOKENWAY_UNSAFE_NO_WAIT", 0, 0, 1,
@@ -63,7 +63,7 @@ Status read_environment(Environment* environment) {
   environment->cache_bytes = static_cast<uint64_t>(values[kCache]);
   environment->shrink_ms = static_cast<int32_t>(values[kShrink]);
   environment->first_step = static_cast<uint32_t>(values[kFirstStep]);
-  environment->line_tokens = static_cast<int32_t>(values[kLineTokens]);
+  environment->packet_tokens = static_cast<int32_t>(values[kLineTokens]);
   environment->blocking = values[kBlocking] != 0;
   environment->no_wait = values[kNoWait] != 0;
   return {};

@@ -293,7 +293,7 @@ Status check_usable(twGroup& group, twPhase_t phase) {
     const twErrorRecord_t record = group.error();
     return fail(record.result, "the group is finished: %s", record.message);
   }
-  const AbortWord abort = group.backend->find_abort();
+  const AbortSignal abort = group.backend->find_abort();
   if (abort.kind == 0) return {};
   // A device tells within a moment where this rank was.
   for (int look = 0; look < 30 && group.backend->on_device(); ++look) {
@@ -310,7 +310,7 @@ Status check_usable(twGroup& group, twPhase_t phase) {
 }
 
 Status finish_group(twGroup& group, twErrorRecord_t record) {
-  const twErrorRecord_t culprit = record;  // before the words are this rank's own
+  const twErrorRecord_t culprit = record;  // before the signals are this rank's own
   char where[96] = "";
   if (record.lane >= 0) {
     std::snprintf(where, sizeof where, " of step %u on lane %d (last seen: step %u)", record.expected, record.lane,
@@ -360,10 +360,10 @@ Status heed_interrupt(twGroup& group, Status status) {
 }
 
 void leave_group(twGroup& group, bool went_on) {
-  AbortWord word = group.backend->abort_of(group.me());
-  if (word.left || word.went_on) return;
-  (went_on ? word.went_on : word.left) = true;
-  group.backend->announce_abort(word);
+  AbortSignal signal = group.backend->abort_of(group.me());
+  if (signal.left || signal.went_on) return;
+  (went_on ? signal.went_on : signal.left) = true;
+  group.backend->announce_abort(signal);
 }
 
 }  // namespace tw

@@ -64,8 +64,8 @@ struct twGroup : tw::Quarantined<twGroup> {
   int rank_of(int member) const;
   // Whether a rank has said that it takes no part in what ends the group or shrinks it.
   bool has_left(int rank) {
-    const tw::AbortWord word = backend->abort_of(rank);
-    return word.left || word.went_on;
+    const tw::AbortSignal signal = backend->abort_of(rank);
+    return signal.left || signal.went_on;
   }
   const tw::Shape& shape() const { return context.map.shape(); }
 
@@ -106,7 +106,7 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
 // Takes over what steps on a device have found out. Never blocks.
 void poll_device(twGroup& group);
 
-// Fails once the group is finished, by its own error or by a peer's abort word (S6). Every call begins with it.
+// Fails once the group is finished, by its own error or by a peer's abort signal (S6). Every call begins with it.
 Status check_usable(twGroup& group, twPhase_t phase);
 
 // Makes an error of the group, tells the peers, and returns it as a sentence.

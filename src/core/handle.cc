@@ -42,9 +42,9 @@ uint64_t place_arrays(const Shape& shape, int32_t local_experts, int id_bytes, b
   place(arrays->counts.source, exact * (ranks + 1));
   place(arrays->expert_begin, exact * (experts + 1));
   place(arrays->offsets, exact * (experts + 1));
-  place(arrays->beside, exact * device);
+  place(arrays->metadata_step, exact * device);
   place(arrays->marks, exact * device * (tokens + 31) / 32 * ranks);
-  place(arrays->counts.landing, shape.leases() ? ranks * shape.payloads : 0);
+  place(arrays->counts.receive_offset, shape.leases() ? ranks * shape.payloads : 0);
   return at;
 }
 

@@ -47,7 +47,7 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   bool sized_in_graph = false;
   // Of groups with leases: the next dispatch's rows go where the last exchange of counts has announced, as on all
   // ranks.
-  bool lands = false;
+  bool has_offsets = false;
   std::vector<std::byte*> leases;                        // that peers may write to until it has ended
   tw::TimePoint counts_deadline = tw::TimePoint::max();  // of a wait that counts_ready has begun
 };

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "exchange/words.h"
+#include "exchange/signals.h"
 
 struct twHandle;
 

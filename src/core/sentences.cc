@@ -25,7 +25,7 @@ void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note)
   } else if (record->result == twBoundMismatch && collecting) {
     std::snprintf(text, kSize, "input.bound of %s differs: rank %d has %u, rank %d has %u", call, record->reporter,
                   bound, record->peer, note);
-  } else if (record->result == twBoundMismatch && ((bound ^ note) & kLanding) != 0) {
+  } else if (record->result == twBoundMismatch && ((bound ^ note) & kHasOffsets) != 0) {
     std::snprintf(
         text, kSize,
         "ranks %d and %d dispatch after different exchanges of counts: the rows of one go to leases, those of "

@@ -108,7 +108,7 @@ class Agreement {
     return why;
   }
 
-  // The error that finished the group, which this rank may learn of only now, from a peer's abort word.
+  // The error that finished the group, which this rank may learn of only now, from a peer's abort signal.
   void learn() {
     if (told_) return;
     told_ = !check_usable(group_, twPhaseShrink).ok();
@@ -122,9 +122,9 @@ class Agreement {
   // too, and whether a round was calm must follow from the same answers for all. One who has a new group has one
   // without this rank, whom creating it would have waited for.
   bool has_left(int rank) {
-    const AbortWord word = group_.backend->abort_of(rank);
-    excluded_ = excluded_ || word.went_on;
-    return word.left || word.went_on || !bootstrap_.alive(group_.members[rank]);
+    const AbortSignal signal = group_.backend->abort_of(rank);
+    excluded_ = excluded_ || signal.went_on;
+    return signal.left || signal.went_on || !bootstrap_.alive(group_.members[rank]);
   }
 
   void look_around() {

@@ -53,7 +53,7 @@ class CpuBackend : public Backend {
   Status send_counts(const CountsCall& call, HandleArrays& handle) override {
     transport_.begin(call.at, {nullptr, 1, WindowMap::counts_bytes(shape())}, call.send_only);
     if (call.again) restore_counts(shape(), &handle.routing);
-    tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing, call.landing,
+    tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing, call.receive_offset,
                     collective_note(0, handle.digest));
     return {};
   }
@@ -187,16 +187,17 @@ class CpuBackend : public Backend {
     return kCarried;
   }
 
-  void announce_abort(AbortWord reason) override { transport_.announce_abort(reason); }
-  AbortWord find_abort() override { return transport_.find_abort(); }
-  AbortWord abort_of(int writer) override { return transport_.abort_of(writer); }
+  void announce_abort(AbortSignal reason) override { transport_.announce_abort(reason); }
+  AbortSignal find_abort() override { return transport_.find_abort(); }
+  AbortSignal abort_of(int writer) override { return transport_.abort_of(writer); }
 
  private:
   static constexpr bool kCarried = std::is_same_v<T, CarriedTransport>;
 
   // What ranks must have alike in a dispatch.
   uint64_t note_of(const DispatchCall& call, const HandleArrays& handle) const {
-    return collective_note(with_landing(call.bound, call.lands), mix_counted(handle.digest, call.counted));
+    return collective_note(with_receive_offsets(call.bound, call.has_offsets),
+                           mix_counted(handle.digest, call.counted));
   }
 
   // Sends all tokens to all ranks.
@@ -307,7 +308,7 @@ class CpuBackend : public Backend {
   }
 
   static const uint64_t* landing_of(const DispatchCall& call, const HandleArrays& handle) {
-    return call.lands ? handle.counts.landing : nullptr;
+    return call.has_offsets ? handle.counts.receive_offset : nullptr;
   }
 
   // Where the rows of a source begin.

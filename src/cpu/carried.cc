@@ -153,14 +153,14 @@ void CarriedTransport::put(int peer, uint64_t offset, const void* source, size_t
   append(*sending_, peer, source, n);
 }
 
-void CarriedTransport::publish(int peer, uint64_t offset, Word word, uint64_t note) {
+void CarriedTransport::publish(int peer, uint64_t offset, Signal signal, uint64_t note) {
   Frame& frame = sending_->mine[peer];
   frame.magic = kMagic;
-  frame.word = pack(word);
+  frame.signal = pack(signal);
   frame.note = note;
   frame.lane = static_cast<uint32_t>(sending_->at.lane);
   if (peer != me_) return;
-  store(offset, word, note);  // the last of a step: publish_step begins with the next rank
+  store(offset, signal, note);  // the last of a step: publish_step begins with the next rank
   ship(*sending_);
 }
 
@@ -192,21 +192,21 @@ int64_t CarriedTransport::start(int queue, twMoveKind_t kind, const std::byte* f
 
 // ---------------------------------------------------------------------------------------------------------- receiving
 
-Word CarriedTransport::load(uint64_t offset) const {
+Signal CarriedTransport::load(uint64_t offset) const {
   uint64_t bits = 0;
   std::memcpy(&bits, local(offset), sizeof bits);
   return tw::unpack(bits);
 }
 
-void CarriedTransport::store(uint64_t offset, Word word, uint64_t note) {
-  const uint64_t bits = pack(word);
+void CarriedTransport::store(uint64_t offset, Signal signal, uint64_t note) {
+  const uint64_t bits = pack(signal);
   std::memcpy(local(offset + kNoteOffset), &note, sizeof note);
   std::memcpy(local(offset), &bits, sizeof bits);
 }
 
 CarriedTransport::Flight* CarriedTransport::find(uint64_t offset, int source) {
   for (const auto& flight : flights_) {
-    if (map_.word(flight->at.lane, flight->at.bank(), source) == offset) return flight.get();
+    if (map_.signal(flight->at.lane, flight->at.bank(), source) == offset) return flight.get();
   }
   return nullptr;
 }
@@ -246,10 +246,10 @@ void CarriedTransport::read_frames(Flight& flight) {
   for (int source = 0; source < ranks_; ++source) {
     Frame frame;
     std::memcpy(&frame, block(flight.recv, source), sizeof frame);
-    const Word word = tw::unpack(frame.word);
-    const Word own = tw::unpack(mine.word);
-    agreed = agreed && frame.magic == kMagic && frame.lane == mine.lane && word.step == own.step &&
-             word.mode == own.mode && frame.note == mine.note && frame.gathered == mine.gathered &&
+    const Signal signal = tw::unpack(frame.signal);
+    const Signal own = tw::unpack(mine.signal);
+    agreed = agreed && frame.magic == kMagic && frame.lane == mine.lane && signal.step == own.step &&
+             signal.mode == own.mode && frame.note == mine.note && frame.gathered == mine.gathered &&
              frame.bytes <= frame.most;
     most = std::max(most, frame.most);
     flight.arrived[source + 1] = flight.arrived[source] + rest_of(frame.bytes);
@@ -280,21 +280,21 @@ void CarriedTransport::read_frames(Flight& flight) {
   if (flight.move < 0) flight.stage = Stage::kFailed;
 }
 
-// Rows into the own window, then the words that stand for them. Where ranks do not agree there are no rows.
+// Rows into the own window, then the signals that stand for them. Where ranks do not agree there are no rows.
 void CarriedTransport::land(Flight& flight, bool agreed) {
   flight.stage = Stage::kLanded;
   for (int source = 0; source < ranks_; ++source) {
     if (source == me_) continue;
     Frame frame;
     std::memcpy(&frame, block(flight.recv, source), sizeof frame);
-    Word word = tw::unpack(frame.word);
-    const uint64_t offset = map_.word(flight.at.lane, flight.at.bank(), source);
+    Signal signal = tw::unpack(frame.signal);
+    const uint64_t offset = map_.signal(flight.at.lane, flight.at.bank(), source);
     if (!agreed) {
       // What belongs to another step or lane is another call.
       const bool here =
-          frame.magic == kMagic && word.step == flight.at.step && frame.lane == static_cast<uint32_t>(flight.at.lane);
-      word = here ? Word{word.step, word.mode, 0} : Word{flight.at.step, Mode::kNone, 0};
-      store(offset, word, frame.note);
+          frame.magic == kMagic && signal.step == flight.at.step && frame.lane == static_cast<uint32_t>(flight.at.lane);
+      signal = here ? Signal{signal.step, signal.mode, 0} : Signal{flight.at.step, Mode::kNone, 0};
+      store(offset, signal, frame.note);
       continue;
     }
     const std::byte* const beginning = block(flight.recv, source) + sizeof(Frame);
@@ -302,9 +302,9 @@ void CarriedTransport::land(Flight& flight, bool agreed) {
     std::byte* const whole = flight.rest_recv.data() + flight.arrived[source];
     if (!flight.gathered) {
       unpack({beginning, frame.bytes - rest, rest > 0 ? whole + inline_bytes_ : nullptr, rest});
-      store(offset, word, frame.note);
+      store(offset, signal, frame.note);
     } else if (rest == 0) {
-      flight.unpack(source, frame, beginning);  // which stores the word
+      flight.unpack(source, frame, beginning);  // which stores the signal
     } else {
       // Before the rest there are rests of sources that have been unpacked, or room.
       std::memcpy(whole, beginning, inline_bytes_);
@@ -384,43 +384,43 @@ Waited CarriedTransport::blame(int peer, StepPlace at, Wake how) {
   return {how, peer};
 }
 
-// A rank that is gone and whose word of the step is not here, -1 if there is none.
+// A rank that is gone and whose signal of the step is not here, -1 if there is none.
 int CarriedTransport::find_dead(uint32_t step, StepPlace at) {
   for (int rank = 0; rank < ranks_; ++rank) {
     if (bootstrap_->alive(members_[rank])) continue;
-    if (!reached(load(map_.word(at.lane, at.bank(), rank)).step, step)) return rank;
+    if (!reached(load(map_.signal(at.lane, at.bank(), rank)).step, step)) return rank;
   }
   return -1;
 }
 
-void CarriedTransport::announce_abort(AbortWord reason) {
+void CarriedTransport::announce_abort(AbortSignal reason) {
   const uint64_t bits = pack(reason);
   const std::string bytes(reinterpret_cast<const char*>(&bits), sizeof bits);
-  std::memcpy(local(WindowMap::abort_word(me_)), &bits, sizeof bits);
+  std::memcpy(local(WindowMap::abort_signal(me_)), &bits, sizeof bits);
   for (int peer = 0; peer < ranks_; ++peer) {
     if (peer != me_) bootstrap_->post(members_[peer], tag(kAbortPost), bytes);
   }
 }
 
-AbortWord CarriedTransport::abort_of(int writer) {
+AbortSignal CarriedTransport::abort_of(int writer) {
   uint64_t bits = 0;
   std::string bytes;
   if (writer != me_ && bootstrap_->posted(members_[writer], tag(kAbortPost), &bytes) && bytes.size() == sizeof bits) {
-    std::memcpy(local(WindowMap::abort_word(writer)), bytes.data(), sizeof bits);
+    std::memcpy(local(WindowMap::abort_signal(writer)), bytes.data(), sizeof bits);
   }
-  std::memcpy(&bits, local(WindowMap::abort_word(writer)), sizeof bits);
+  std::memcpy(&bits, local(WindowMap::abort_signal(writer)), sizeof bits);
   return unpack_abort(bits);
 }
 
-AbortWord CarriedTransport::find_abort() {
+AbortSignal CarriedTransport::find_abort() {
   const TimePoint now = std::chrono::steady_clock::now();
   if (now - looked_ < kRarely) return {};
   looked_ = now;
   for (int writer = 0; writer < ranks_; ++writer) {
-    const AbortWord word = abort_of(writer);
-    if (word.kind != 0) {
+    const AbortSignal signal = abort_of(writer);
+    if (signal.kind != 0) {
       looked_ = {};  // who asks again is told again
-      return word;
+      return signal;
     }
   }
   return {};

@@ -38,7 +38,7 @@ inline constexpr std::chrono::milliseconds kLook{10};
 // What each block begins with.
 struct Frame {
   uint64_t magic;
-  uint64_t word;  // of exchange/words.h
+  uint64_t signal;  // of exchange/signals.h
   uint64_t note;
   uint64_t bytes;  // of the message to the receiver
   uint64_t most;   // of this sender's longest message to anybody
@@ -102,18 +102,18 @@ class CarriedTransport {
 
   void put(int peer, uint64_t offset, const void* source, size_t n);
   void flush() {}
-  void publish(int peer, uint64_t offset, Word word, uint64_t note);
-  Word load(uint64_t offset) const;
+  void publish(int peer, uint64_t offset, Signal signal, uint64_t note);
+  Signal load(uint64_t offset) const;
   std::byte* local(uint64_t offset) const { return window_->data() + offset; }
   std::shared_ptr<void> window() const { return window_; }
-  // A word in the own window.
-  void store(uint64_t offset, Word word, uint64_t note);
+  // A signal in the own window.
+  void store(uint64_t offset, Signal signal, uint64_t note);
 
   Waited wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline);
 
-  void announce_abort(AbortWord reason);
-  AbortWord find_abort();
-  AbortWord abort_of(int writer);
+  void announce_abort(AbortSignal reason);
+  AbortSignal find_abort();
+  AbortSignal abort_of(int writer);
 
   void describe(twPortableInfo_t* info) const;
 

@@ -38,7 +38,7 @@ Status CarriedTransport::open(const BackendInit& init) {
   const bool mapped = memory != MAP_FAILED;
   if (mapped) {
     window_ = std::make_shared<Mapping>(static_cast<std::byte*>(memory), map_.bytes());
-    prepare_words(map_, context_.first_step, window_->data());
+    prepare_signals(map_, context_.first_step, window_->data());
   }
   const Status ready =
       mapped ? Status{} : fail(twOutOfMemory, "cannot map a window of %s", bytes_text(map_.bytes()).c_str());

@@ -22,8 +22,8 @@ struct Gathered {
   StepPlace at;
   int32_t bound;
   uint64_t note;
-  const Counts* counts;     // high throughput alone
-  const uint64_t* landing;  // as of row_place
+  const Counts* counts;            // high throughput alone
+  const uint64_t* receive_offset;  // as of row_place
 };
 
 // One source's puts, of which those for this rank are made.
@@ -37,10 +37,10 @@ class Picker {
     if (peer == transport_.rank()) transport_.put(peer, offset, from, n);
   }
   void flush() {}
-  void publish(int peer, uint64_t offset, Word word, uint64_t note) {
-    if (peer == transport_.rank()) transport_.store(offset, word, note);
+  void publish(int peer, uint64_t offset, Signal signal, uint64_t note) {
+    if (peer == transport_.rank()) transport_.store(offset, signal, note);
   }
-  Word load(uint64_t offset) const { return transport_.load(offset); }
+  Signal load(uint64_t offset) const { return transport_.load(offset); }
   std::byte* local(uint64_t offset) const { return transport_.local(offset); }
   Waited wait(int, uint64_t, uint32_t, TimePoint) { return Wake::kArrived; }
 
@@ -49,14 +49,14 @@ class Picker {
   int source_;
 };
 
-// What a routed dispatch of `source` would have put here, and its word.
+// What a routed dispatch of `source` would have put here, and its signal.
 inline void put_picked(CarriedTransport& transport, const Gathered& call, int source, const Routing& routing,
                        const RowsIn* payloads) {
   Picker picker(transport, source);
   const auto begin = [&](int) {
     return call.counts != nullptr ? call.counts->source[source] : int64_t{source} * call.bound;
   };
-  send_dispatch(picker, call.context.map, call.at, routing, payloads, call.note, call.landing, begin);
+  send_dispatch(picker, call.context.map, call.at, routing, payloads, call.note, call.receive_offset, begin);
 }
 
 // ids, weights, then each payload of all tokens.

@@ -27,9 +27,9 @@ class Loads {
   // What this rank tells of a dispatch: bytes() of it.
   const void* tell(const DispatchCall& call, const HandleArrays& handle) {
     const uint32_t counted = call.counted ? CountedCall::value(handle.layer, ++told_of_[handle.layer]) : 0;
-    told_[0] = told_word(call.at.step, counted);
+    told_[0] = told_signal(call.at.step, counted);
     for (int32_t e = 0; e < shape().choices(); ++e) {
-      told_[1 + e] = told_word(call.at.step, static_cast<uint32_t>(handle.choices[e]));
+      told_[1 + e] = told_signal(call.at.step, static_cast<uint32_t>(handle.choices[e]));
     }
     return told_.data();
   }

@@ -40,7 +40,7 @@ void pause() {
 #endif
 }
 
-uint32_t* step_half(std::byte* word) { return reinterpret_cast<uint32_t*>(word + kStepHalf); }
+uint32_t* step_half(std::byte* signal) { return reinterpret_cast<uint32_t*>(signal + kStepHalf); }
 
 }  // namespace
 
@@ -55,12 +55,12 @@ CpuTransport::CpuTransport(const BackendInit& init, Windows windows)
   if (init.spin_us < 0) spin_ = std::chrono::microseconds(windows.cores >= ranks() ? 20 : 0);
 }
 
-void CpuTransport::publish(int peer, uint64_t offset, Word word, uint64_t note) {
+void CpuTransport::publish(int peer, uint64_t offset, Signal signal, uint64_t note) {
   std::byte* const place = windows_[peer]->data() + offset;
   std::memcpy(place + kNoteOffset, &note, sizeof note);
   // S4: releases every put. seq_cst, as is the load of the sleepers, and their counterparts in sleep(): otherwise the
   // store and the load could pass each other and a wake-up be lost.
-  at(peer, offset).store(pack(word), std::memory_order_seq_cst);
+  at(peer, offset).store(pack(signal), std::memory_order_seq_cst);
   if (peer == me_ || sleepers(peer).load(std::memory_order_seq_cst) == 0) return;
   ::syscall(SYS_futex, step_half(place), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 }
@@ -80,7 +80,7 @@ bool CpuTransport::spin(uint64_t offset, uint32_t step, TimePoint deadline) cons
 
 void CpuTransport::sleep(uint64_t offset, uint32_t step, TimePoint deadline) {
   sleepers(me_).fetch_add(1, std::memory_order_seq_cst);
-  const Word seen = unpack(at(me_, offset).load(std::memory_order_seq_cst));
+  const Signal seen = unpack(at(me_, offset).load(std::memory_order_seq_cst));
   if (!reached(seen.step, step)) {
     const auto left = std::min<std::chrono::nanoseconds>(deadline - std::chrono::steady_clock::now(), kLongestSleep);
     if (left.count() > 0) {
@@ -91,15 +91,15 @@ void CpuTransport::sleep(uint64_t offset, uint32_t step, TimePoint deadline) {
   sleepers(me_).fetch_sub(1, std::memory_order_seq_cst);
 }
 
-// A rank that is gone and whose word of the step is not here; -1 if there is none. `offset` is the place of peer's
-// word.
+// A rank that is gone and whose signal of the step is not here; -1 if there is none. `offset` is the place of peer's
+// signal.
 int CpuTransport::find_dead(int peer, uint64_t offset, uint32_t step) const {
   for (int rank = 0; rank < ranks(); ++rank) {
     if (bootstrap_->alive(members_[rank])) continue;
-    const uint64_t word =
-        offset + kWordStride * static_cast<uint64_t>(rank) - kWordStride * static_cast<uint64_t>(peer);
-    if (!reached(load(word).step, step))
-      return rank;  // looked at after its death: its last act may have been this word
+    const uint64_t signal =
+        offset + kSignalStride * static_cast<uint64_t>(rank) - kSignalStride * static_cast<uint64_t>(peer);
+    if (!reached(load(signal).step, step))
+      return rank;  // looked at after its death: its last act may have been this signal
   }
   return -1;
 }
@@ -117,20 +117,20 @@ Waited CpuTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoint de
   }
 }
 
-void CpuTransport::announce_abort(AbortWord reason) {
+void CpuTransport::announce_abort(AbortSignal reason) {
   for (int peer = 0; peer < ranks(); ++peer) {
-    at(peer, WindowMap::abort_word(me_)).store(pack(reason), std::memory_order_release);
+    at(peer, WindowMap::abort_signal(me_)).store(pack(reason), std::memory_order_release);
   }
 }
 
-AbortWord CpuTransport::abort_of(int writer) const {
-  return unpack_abort(at(me_, WindowMap::abort_word(writer)).load(std::memory_order_acquire));
+AbortSignal CpuTransport::abort_of(int writer) const {
+  return unpack_abort(at(me_, WindowMap::abort_signal(writer)).load(std::memory_order_acquire));
 }
 
-AbortWord CpuTransport::find_abort() const {
+AbortSignal CpuTransport::find_abort() const {
   for (int writer = 0; writer < ranks(); ++writer) {
-    const AbortWord word = abort_of(writer);
-    if (word.kind != 0) return word;
+    const AbortSignal signal = abort_of(writer);
+    if (signal.kind != 0) return signal;
   }
   return {};
 }

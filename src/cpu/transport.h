@@ -1,5 +1,5 @@
-// The exchange's transport between processes, or threads, of one host: a put is a copy, a word is an atomic store, and
-// waiting is a short spin and then a futex on the word's step half.
+// The exchange's transport between processes, or threads, of one host: a put is a copy, a signal is an atomic store,
+// and waiting is a short spin and then a futex on the signal's step half.
 #pragma once
 
 #include <atomic>
@@ -41,18 +41,18 @@ class CpuTransport {
     if (streaming_) stream_fence();
   }
 
-  void publish(int peer, uint64_t offset, Word word, uint64_t note);
+  void publish(int peer, uint64_t offset, Signal signal, uint64_t note);
 
-  Word load(uint64_t offset) const { return unpack(at(me_, offset).load(std::memory_order_acquire)); }
+  Signal load(uint64_t offset) const { return unpack(at(me_, offset).load(std::memory_order_acquire)); }
 
   std::byte* local(uint64_t offset) const { return windows_[me_]->data() + offset; }
   std::shared_ptr<void> window() const { return windows_[me_]; }
 
   Waited wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline);
 
-  void announce_abort(AbortWord reason);
-  AbortWord find_abort() const;
-  AbortWord abort_of(int writer) const;
+  void announce_abort(AbortSignal reason);
+  AbortSignal find_abort() const;
+  AbortSignal abort_of(int writer) const;
 
  private:
   static constexpr size_t kStreamedRow = 512;  // below, whole lines are too few to pay

@@ -19,7 +19,7 @@ std::string usable_cores() {
 Status map_windows(const BackendInit& init, Windows* windows) {
   const Context& context = *init.context;
   SharedMemory memory;
-  const auto fill = [&](std::byte* window) { prepare_words(context.map, context.first_step, window); };
+  const auto fill = [&](std::byte* window) { prepare_signals(context.map, context.first_step, window); };
   TW_RETURN_IF_FAILED(share_memory(*init.bootstrap, init.members, init.tag, init.deadline, context.map.bytes(), fill,
                                    usable_cores(), &memory));
   windows->by_rank = std::move(memory.by_rank);

@@ -14,12 +14,12 @@ namespace tw {
 
 // What a routing's exchange of counts has brought; the arrays belong to a handle.
 struct Counts {
-  int32_t* sent = nullptr;      // [N, N] rows that go from each rank (first) to each, those that are dropped left out
-  int32_t* experts = nullptr;   // [L] rows for each local expert, from all ranks
-  int64_t* begin = nullptr;     // [N] row at each rank where this rank's begin
-  int64_t* source = nullptr;    // [N + 1] row here where each source's begin, and how many there are
-  uint64_t* landing = nullptr;  // [N, payloads] of groups with leases: where the next dispatch's rows land at each
-                                // rank, as WindowMap::counts has it
+  int32_t* sent = nullptr;     // [N, N] rows that go from each rank (first) to each, those that are dropped left out
+  int32_t* experts = nullptr;  // [L] rows for each local expert, from all ranks
+  int64_t* begin = nullptr;    // [N] row at each rank where this rank's begin
+  int64_t* source = nullptr;   // [N + 1] row here where each source's begin, and how many there are
+  uint64_t* receive_offset = nullptr;  // [N, payloads] of groups with leases: where the next dispatch's rows land at
+                                       // each rank, as WindowMap::counts has it
   bool exchanged = false;
 
   int32_t& at(const Shape& shape, int from, int to) const {
@@ -46,7 +46,7 @@ inline void restore_counts(const Shape& shape, Routing* routing) {
 // it; NULL: none.
 template <Transport T>
 void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& placement, const Routing& routing,
-                 const uint64_t* landing, uint64_t note) {
+                 const uint64_t* receive_offset, uint64_t note) {
   const Shape& shape = map.shape();
   const std::vector<int32_t> rows = expert_rows(shape, routing);
   std::vector<int32_t> told(WindowMap::counts_bytes(shape) / sizeof(int32_t));
@@ -56,8 +56,8 @@ void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& plac
     for (int32_t expert = 0; expert < shape.experts; ++expert) {
       if (placement.rank[expert] == rank) told[shape.ranks + placement.slot[expert]] = rows[expert];
     }
-    if (shape.leases() && landing != nullptr) {
-      std::memcpy(told.data() + WindowMap::landing_begin(shape) / sizeof(int32_t), landing,
+    if (shape.leases() && receive_offset != nullptr) {
+      std::memcpy(told.data() + WindowMap::receive_offsets_begin(shape) / sizeof(int32_t), receive_offset,
                   sizeof(uint64_t) * static_cast<size_t>(shape.payloads));
     }
     t.put(rank, map.counts(at.lane, at.bank(), t.rank()), told.data(), told.size() * sizeof(int32_t));
@@ -70,7 +70,7 @@ void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& plac
 inline bool is_landing(const WindowMap& map, const Counts& counts) {
   const Shape& shape = map.shape();
   for (int64_t i = 0; i < static_cast<int64_t>(shape.ranks) * shape.payloads && shape.leases(); ++i) {
-    const uint64_t at = counts.landing[i];
+    const uint64_t at = counts.receive_offset[i];
     const uint64_t bytes = static_cast<uint64_t>(shape.recv_rows) * shape.payload_bytes[i % shape.payloads];
     if (at != 0 && (at < map.leases() || bytes > shape.lease_bytes || at - map.leases() > shape.lease_bytes - bytes)) {
       return false;
@@ -97,8 +97,8 @@ Overflow take_counts(T& t, const WindowMap& map, StepPlace at, int32_t local_exp
     std::copy_n(told, shape.ranks, &counts->at(shape, source, 0));
     for (int32_t expert = 0; expert < local_experts; ++expert) counts->experts[expert] += told[shape.ranks + expert];
     if (!shape.leases()) continue;
-    std::memcpy(counts->landing + static_cast<int64_t>(source) * shape.payloads,
-                told + WindowMap::landing_begin(shape) / sizeof(int32_t),
+    std::memcpy(counts->receive_offset + static_cast<int64_t>(source) * shape.payloads,
+                told + WindowMap::receive_offsets_begin(shape) / sizeof(int32_t),
                 sizeof(uint64_t) * static_cast<size_t>(shape.payloads));
   }
   Overflow overflow;

@@ -15,8 +15,10 @@ struct RowsIn {
 };
 
 // Where row `row` of payload q lies at a rank. landing: Counts::landing, if the rows go there; else NULL.
-inline uint64_t row_place(const WindowMap& map, StepPlace at, const uint64_t* landing, int rank, int q, uint64_t row) {
-  const uint64_t base = landing != nullptr ? landing[static_cast<int64_t>(rank) * map.shape().payloads + q] : 0;
+inline uint64_t row_place(const WindowMap& map, StepPlace at, const uint64_t* receive_offset, int rank, int q,
+                          uint64_t row) {
+  const uint64_t base =
+      receive_offset != nullptr ? receive_offset[static_cast<int64_t>(rank) * map.shape().payloads + q] : 0;
   return base != 0 ? base + row * map.shape().payload_bytes[q] : map.payload_row(at.lane, at.bank(), q, row);
 }
 
@@ -24,7 +26,7 @@ inline uint64_t row_place(const WindowMap& map, StepPlace at, const uint64_t* la
 // is this rank's slot 0. Slots beyond send_counts are not sent. landing: as of row_place.
 template <Transport T, class Begin>
 void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowsIn* payloads,
-                   uint64_t note, const uint64_t* landing, Begin&& begin) {
+                   uint64_t note, const uint64_t* receive_offset, Begin&& begin) {
   const Shape& shape = map.shape();
   const size_t ids_bytes = sizeof(int32_t) * shape.top_k;
   const size_t weights_bytes = sizeof(float) * shape.top_k;
@@ -42,8 +44,8 @@ void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& rout
       std::memcpy(meta, &header, sizeof header);
       t.put(to.rank, map.meta_row(at.lane, at.bank(), row), meta, meta_bytes(shape.top_k));
       for (int q = 0; q < shape.payloads; ++q) {
-        t.put(to.rank, row_place(map, at, landing, to.rank, q, row), payloads[q].data + token * payloads[q].stride,
-              shape.payload_bytes[q]);
+        t.put(to.rank, row_place(map, at, receive_offset, to.rank, q, row),
+              payloads[q].data + token * payloads[q].stride, shape.payload_bytes[q]);
       }
     }
   }

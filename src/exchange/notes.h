@@ -8,9 +8,9 @@ namespace tw {
 
 // In a dispatch's note, beside the bound: its rows go where the exchange of counts before it has announced. Ranks that
 // differ in that would write and read at different places.
-inline constexpr uint32_t kLanding = 1u << 31;
-constexpr uint32_t with_landing(int32_t bound, bool lands) {
-  return static_cast<uint32_t>(bound) | (lands ? kLanding : 0);
+inline constexpr uint32_t kHasOffsets = 1u << 31;
+constexpr uint32_t with_receive_offsets(int32_t bound, bool has_offsets) {
+  return static_cast<uint32_t>(bound) | (has_offsets ? kHasOffsets : 0);
 }
 
 // Of gathers and reduces. Of all that ranks must give alike, beside the bound in a note: as soon as two ranks differ,
@@ -25,16 +25,16 @@ constexpr uint32_t mix_counted(uint32_t digest, bool counted) {
   return counted || digest == 0 ? digest : digest ^ 0x80402010u;
 }
 // On devices rows that are no lines are noted above the bound: each takes one bit more than max_tokens does, which is
-// kLanding's beside a bound, and the digest those that are left, in either half.
+// kHasOffsets's beside a bound, and the digest those that are left, in either half.
 constexpr int note_bits(int32_t max_tokens) { return std::bit_width(static_cast<uint32_t>(max_tokens)) + 1; }
 constexpr uint32_t noted(uint32_t half, int bits) { return half & ((1u << bits) - 1); }
 constexpr uint32_t noted_bound(uint64_t note, int bits) {
   const uint32_t bound = noted(static_cast<uint32_t>(note), bits - 1);
   return bound | (static_cast<uint32_t>(note) >> (bits - 1) & 1) << 31;
 }
-// bound: with kLanding or without.
+// bound: with kHasOffsets or without.
 constexpr uint64_t dispatch_note(uint32_t bound, int32_t plain, uint32_t digest, int bits) {
-  const uint32_t low = (bound & ~kLanding) | (bound >> 31) << (bits - 1) | digest << bits;
+  const uint32_t low = (bound & ~kHasOffsets) | (bound >> 31) << (bits - 1) | digest << bits;
   const uint32_t high = static_cast<uint32_t>(plain) | digest >> bits << bits;
   return static_cast<uint64_t>(high) << 32 | low;
 }

@@ -46,7 +46,7 @@ constexpr int32_t Replicas::choose(int32_t expert, int32_t token) const {
 
 // ---- twReplicaBalanced
 
-inline constexpr int kLevelRounds = 2;  // what more would give: docs/PERFORMANCE.md
+inline constexpr int kLevelRounds = 2;  // what more would give: docs/notebook/balancing.md
 
 // Shares `count` choices of an expert out to its slots, so that the largest load among their ranks is as small as it
 // can be: up to a level, as water would. What is too much by rounding up is taken from slots in turn, from one on that

@@ -2,25 +2,25 @@
 #pragma once
 
 #include "exchange/notes.h"
+#include "exchange/signals.h"
 #include "exchange/transport.h"
-#include "exchange/words.h"
 #include "layout/window_map.h"
 #include "tokenway/tokenway.h"
 
 namespace tw {
 
-// The words of a window as it is born: at the first step, so that nothing has arrived yet whatever the first step is.
-inline void prepare_words(const WindowMap& map, uint32_t first_step, std::byte* window) {
+// The signals of a window as it is born: at the first step, so that nothing has arrived yet whatever the first step is.
+inline void prepare_signals(const WindowMap& map, uint32_t first_step, std::byte* window) {
   for (int lane = 0; lane < map.shape().lanes; ++lane) {
     for (int bank = 0; bank < 2; ++bank) {
       for (int source = 0; source < map.shape().ranks; ++source) {
-        *reinterpret_cast<uint64_t*>(window + map.word(lane, bank, source)) = pack({first_step, Mode::kNone, 0});
+        *reinterpret_cast<uint64_t*>(window + map.signal(lane, bank, source)) = pack({first_step, Mode::kNone, 0});
       }
     }
   }
 }
 
-// Publishes this rank's word of a step to every rank, itself included: always, with n = 0 too. The caller has put all
+// Publishes this rank's signal of a step to every rank, itself included: always, with n = 0 too. The caller has put all
 // rows of the step (S4) and read everything it wants of the previous step's bank (S3): after this, peers may move on.
 // `note`: the bound, and what exchange/notes.h puts beside it.
 template <Transport T, class Count>
@@ -28,7 +28,8 @@ void publish_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t 
   t.flush();
   for (int i = 1; i <= t.ranks(); ++i) {
     const int peer = (t.rank() + i) % t.ranks();  // everyone starts elsewhere, so nobody is written to by all at once
-    t.publish(peer, map.word(at.lane, at.bank(), t.rank()), {at.step, mode, static_cast<uint32_t>(count(peer))}, note);
+    t.publish(peer, map.signal(at.lane, at.bank(), t.rank()), {at.step, mode, static_cast<uint32_t>(count(peer))},
+              note);
   }
 }
 
@@ -36,7 +37,7 @@ void publish_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t 
 struct StepEnd {
   twResult_t code = twSuccess;
   int32_t peer = -1;  // the culprit
-  Word seen;          // the culprit's word
+  Signal seen;        // the culprit's signal
   uint32_t note = 0;  // its bound
 };
 
@@ -47,45 +48,45 @@ inline twResult_t code_of(Wake wake) {
   return wake == Wake::kInterrupted ? twInterrupted : twExcluded;
 }
 
-// Waits for every rank's word of a step. counts[source] becomes its n, 0 for a source whose rows are not there.
-// Ends in data or in an error (S6). When a wait fails the other words are still looked at, without waiting, so that
+// Waits for every rank's signal of a step. counts[source] becomes its n, 0 for a source whose rows are not there.
+// Ends in data or in an error (S6). When a wait fails the other signals are still looked at, without waiting, so that
 // what arrived is known; the first failure is the one reported. `any` accepts every mode: draining.
 template <Transport T>
 StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t note, TimePoint deadline,
                    int32_t* counts, bool any = false) {
-  const uint32_t bound = static_cast<uint32_t>(note) & ~kLanding;
+  const uint32_t bound = static_cast<uint32_t>(note) & ~kHasOffsets;
   StepEnd sticky;
   StepEnd refused;
   for (int i = 1; i <= t.ranks(); ++i) {
     const int peer = (t.rank() + i) % t.ranks();
-    const uint64_t offset = map.word(at.lane, at.bank(), peer);
+    const uint64_t offset = map.signal(at.lane, at.bank(), peer);
     counts[peer] = 0;
     const Waited waited = sticky.code == twSuccess
                               ? Waited(t.wait(peer, offset, at.step, deadline))
                               : (reached(t.load(offset).step, at.step) ? Wake::kArrived : Wake::kLate);
-    const Word word = t.load(offset);
-    StepEnd end{twSuccess, peer, word, 0};
+    const Signal signal = t.load(offset);
+    StepEnd end{twSuccess, peer, signal, 0};
     if (waited.wake == Wake::kArrived) {
       const uint64_t noted = *reinterpret_cast<const uint64_t*>(t.local(offset + kNoteOffset));
       end.note = static_cast<uint32_t>(noted);
-      if (word.step != at.step) {
+      if (signal.step != at.step) {
         end.code = twInternalError;  // S2 says that nobody is further ahead than this step on this bank
-      } else if (word.mode == Mode::kRefused && !any) {
+      } else if (signal.mode == Mode::kRefused && !any) {
         end.code = twPeerRefused;
-      } else if (word.mode != mode && !any) {
+      } else if (signal.mode != mode && !any) {
         end.code = twCallMismatch;
       } else if (noted != note && !any) {
         end.code = twBoundMismatch;
-      } else if (word.n > bound && !any) {
+      } else if (signal.n > bound && !any) {
         end.code = twInternalError;
       } else if (!any) {
-        counts[peer] = static_cast<int32_t>(word.n);
+        counts[peer] = static_cast<int32_t>(signal.n);
       }
     } else {
       end.code = code_of(waited.wake);
       if (waited.culprit >= 0) {
         end.peer = waited.culprit;
-        end.seen = t.load(map.word(at.lane, at.bank(), waited.culprit));
+        end.seen = t.load(map.signal(at.lane, at.bank(), waited.culprit));
       }
     }
     const bool of_the_call = end.code == twPeerRefused || end.code == twBoundMismatch;
@@ -99,7 +100,7 @@ StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t
 template <Transport T>
 bool would_end(T& t, const WindowMap& map, StepPlace at, TimePoint until) {
   for (int peer = 0; peer < t.ranks(); ++peer) {
-    const Waited waited = t.wait(peer, map.word(at.lane, at.bank(), peer), at.step, until);
+    const Waited waited = t.wait(peer, map.signal(at.lane, at.bank(), peer), at.step, until);
     if (waited.wake == Wake::kLate) return false;
     if (waited.wake != Wake::kArrived) return true;
   }

@@ -6,15 +6,15 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "exchange/words.h"
+#include "exchange/signals.h"
 
 namespace tw {
 
 using TimePoint = std::chrono::steady_clock::time_point;
 
-// How a wait for a word ended.
+// How a wait for a signal ended.
 enum class Wake {
-  kArrived,      // the word has the step; everything its writer wrote before is visible (S4)
+  kArrived,      // the signal has the step; everything its writer wrote before is visible (S4)
   kLate,         // the deadline passed
   kDied,         // a rank is gone and had not published the step
   kAborted,      // some peer gave the group up
@@ -31,20 +31,20 @@ struct Waited {
 // Offsets are those of WindowMap, the same in every window.
 //   put       copies n bytes to a peer's window; unordered until flush
 //   flush     everything put so far happens before what is published next
-//   publish   one release store of the note, then of the word
-//   load      one acquire load of a word in this rank's window
+//   publish   one release store of the note, then of the signal
+//   load      one acquire load of a signal in this rank's window
 //   local     this rank's window
-//   wait      until the word at an offset of this rank's window, written by `peer`, reaches a step; ends at once when
-//             any rank is gone whose word of that step is not here
+//   wait      until the signal at an offset of this rank's window, written by `peer`, reaches a step; ends at once when
+//             any rank is gone whose signal of that step is not here
 template <class T>
-concept Transport = requires(T& t, int peer, uint64_t offset, const void* source, size_t n, Word word, uint64_t note,
-                             uint32_t step, TimePoint deadline) {
+concept Transport = requires(T& t, int peer, uint64_t offset, const void* source, size_t n, Signal signal,
+                             uint64_t note, uint32_t step, TimePoint deadline) {
   { t.rank() } -> std::same_as<int>;
   { t.ranks() } -> std::same_as<int>;
   { t.put(peer, offset, source, n) } -> std::same_as<void>;
   { t.flush() } -> std::same_as<void>;
-  { t.publish(peer, offset, word, note) } -> std::same_as<void>;
-  { t.load(offset) } -> std::same_as<Word>;
+  { t.publish(peer, offset, signal, note) } -> std::same_as<void>;
+  { t.load(offset) } -> std::same_as<Signal>;
   { t.local(offset) } -> std::same_as<std::byte*>;
   { t.wait(peer, offset, step, deadline) } -> std::convertible_to<Waited>;
 };

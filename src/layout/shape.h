@@ -30,9 +30,9 @@ struct Shape {
   int32_t most_local_experts = 0;  // of any rank
   uint64_t lease_bytes = 0;        // for leases (core/leases.h), whole pages
   // What only devices have: 0 on the CPU.
-  int32_t line_tokens = 0;  // rows of a source that may travel as lines (layout/lines.h)
-  int32_t chunk_rows = 0;   // rows of a bulk combine that share a word
-  int32_t carried = 0;      // 1: rows go over a carrier, in blocks by source: so an inbox has them as slots do
+  int32_t packet_tokens = 0;  // rows of a source that may travel as packets (layout/ll128.h)
+  int32_t chunk_rows = 0;     // rows of a bulk combine that share a word
+  int32_t carried = 0;        // 1: rows go over a carrier, in blocks by source: so an inbox has them as slots do
   // Of a group with a placement alone, else 0 (tokenway/placement.h).
   int32_t logical_experts = 0;  // E
   int32_t counts_loads = 0;     // 1: dispatches tell what is chosen
@@ -47,8 +47,8 @@ struct Shape {
   constexpr int32_t fan_out() const { return top_k < ranks ? top_k : ranks; }
 };
 
-// What travels beside the payloads of a row: who it is at its owner, and its routing. In memory the header is followed
-// by ids int32[K], global, as the owner gave them or the slots that serve them, and weights float32[K].
+// What travels beside the payloads of a row: who it is at its owner, and its routing. In memory the header is
+// followed by ids int32[K], global, as the owner gave them or the slots that serve them, and weights float32[K].
 struct RowHeader {
   int32_t token;     // row at the owner
   int32_t position;  // of the receiving rank among the token's ranks, ascending: its place in the owner's inbox

@@ -1,11 +1,11 @@
 // The byte map of a window. Written once, for the host and for devices; every offset that anyone uses comes from here.
 //
-//   header        waiters, one abort word per writer
-//   lane 0        words: bank 0, bank 1, each one 64-byte line per source: {word, note, rows}
+//   header        waiters, one abort signal per writer
+//   lane 0        signals: bank 0, bank 1, each one 64-byte line per source: {signal, note, rows}
 //                 bank 0, bank 1: dispatched rows, or the inbox of combined rows
-//                 chunk words: bank 0, bank 1, per source one for every chunk of a combine   (devices)
-//                 lines: bank 0, bank 1, per source the lines of rows that are some         (devices)
-//                 meta lines: bank 0, bank 1, per source those beside rows that are none    (devices)
+//                 chunk signals: bank 0, bank 1, per source one for every chunk of a combine   (devices)
+//                 packets: bank 0, bank 1, per source the packets of rows that are some         (devices)
+//                 meta packets: bank 0, bank 1, per source those beside rows that are none    (devices)
 //                 loads: of four dispatches, per source what was chosen                     (groups that count)
 //   lane 1 ...
 //   leases        rows of dispatches that outlive their step                                (high throughput)
@@ -13,20 +13,20 @@
 // A bank is used by one step at a time (S1, S2), and a step is a dispatch or a combine, so rows and inbox share a
 // bank's bytes: a bank is as large as the larger of the two, not as both together.
 //
-// S10: where lanes, words and banks begin depends on the Shape alone. Inside a bank, places may depend on the bound of
-// the step, since nobody reads a bank under another bound than its writers'.
+// S10: where lanes, signals and banks begin depends on the Shape alone. Inside a bank, places may depend on the bound
+// of the step, since nobody reads a bank under another bound than its writers'.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
-#include "layout/lines.h"
+#include "layout/ll128.h"
 #include "layout/shape.h"
 
 namespace tw {
 
-inline constexpr uint64_t kWordStride = 64;  // a cache line each: words have different writers
+inline constexpr uint64_t kSignalStride = 64;  // a cache line each: signals have different writers
 inline constexpr uint64_t kNoteOffset = 8;
 inline constexpr uint64_t kRowsOffset = 16;
 inline constexpr uint64_t kRegionAlignment = 256;
@@ -54,18 +54,18 @@ class WindowMap {
     const uint64_t inbox = c.mul(inbox_rows, shape.combine_bytes);
     const uint64_t counts = shape.recv_rows > 0 ? c.mul(shape.ranks, counts_bytes(shape)) : 0;
     map->bank_bytes_ = c.align(std::max({dispatch, inbox, counts}), kPageAlignment);
-    map->banks_at_ = c.align(2 * kWordStride * shape.ranks, kPageAlignment);
+    map->banks_at_ = c.align(2 * kSignalStride * shape.ranks, kPageAlignment);
     map->chunks_at_ = c.add(map->banks_at_, c.mul(2, map->bank_bytes_));
     map->chunks_ = shape.chunk_rows > 0 ? (shape.max_tokens + shape.chunk_rows - 1) / shape.chunk_rows : 0;
-    const uint64_t chunk_words = c.mul(2 * sizeof(uint64_t), c.mul(shape.ranks, map->chunks_));
-    map->lines_at_ = c.align(c.add(map->chunks_at_, chunk_words), kPageAlignment);
-    map->line_row_ = shape.line_tokens > 0 ? line_row_bytes(shape) : 0;
-    const uint64_t lines = c.mul(2, c.mul(c.mul(shape.ranks, shape.line_tokens), map->line_row_));
-    map->meta_lines_at_ = c.add(map->lines_at_, lines);
-    map->meta_line_row_ = shape.line_tokens > 0 ? meta_line_bytes(shape) : 0;
+    const uint64_t chunk_signals = c.mul(2 * sizeof(uint64_t), c.mul(shape.ranks, map->chunks_));
+    map->packets_at_ = c.align(c.add(map->chunks_at_, chunk_signals), kPageAlignment);
+    map->packet_row_ = shape.packet_tokens > 0 ? packet_row_bytes(shape) : 0;
+    const uint64_t packets = c.mul(2, c.mul(c.mul(shape.ranks, shape.packet_tokens), map->packet_row_));
+    map->meta_packets_at_ = c.add(map->packets_at_, packets);
+    map->meta_packet_row_ = shape.packet_tokens > 0 ? meta_packet_bytes(shape) : 0;
     map->rows_ = rows;
-    const uint64_t meta_lines = c.mul(2, c.mul(rows, map->meta_line_row_));
-    map->loads_at_ = c.align(c.add(map->meta_lines_at_, meta_lines), kRegionAlignment);
+    const uint64_t meta_packets = c.mul(2, c.mul(rows, map->meta_packet_row_));
+    map->loads_at_ = c.align(c.add(map->meta_packets_at_, meta_packets), kRegionAlignment);
     const uint64_t told = c.mul(sizeof(uint64_t), c.mul(shape.ranks, loads_words(shape)));
     const uint64_t loads = shape.counts_loads != 0 ? c.mul(kLoadsBanks, told) : 0;
     map->lane_bytes_ = c.align(c.add(map->loads_at_, loads), kPageAlignment);
@@ -87,17 +87,17 @@ class WindowMap {
     return offset >= lane_at(lane) && offset < lane_at(lane) + lane_bytes_;
   }
 
-  // uint32: threads of this rank that sleep on a word.
+  // uint32: threads of this rank that sleep on a signal.
   static constexpr uint64_t waiters() { return 0; }
   // uint64, written by `writer` only: why it gave the group up, 0 if it did not.
-  static constexpr uint64_t abort_word(int writer) { return kAbortAt + sizeof(uint64_t) * writer; }
+  static constexpr uint64_t abort_signal(int writer) { return kAbortAt + sizeof(uint64_t) * writer; }
 
-  // uint64, written by `source` only: see exchange/words.h. The step half is at step_half(word).
-  constexpr uint64_t word(int lane, int bank, int source) const {
-    return lane_at(lane) + kWordStride * (static_cast<uint64_t>(bank) * shape_.ranks + source);
+  // uint64, written by `source` only: see exchange/signals.h. The step half is at step_half(signal).
+  constexpr uint64_t signal(int lane, int bank, int source) const {
+    return lane_at(lane) + kSignalStride * (static_cast<uint64_t>(bank) * shape_.ranks + source);
   }
-  // uint64, written by `source` before its word or with it: the bound of the step, and on devices more (PROTOCOL.md).
-  constexpr uint64_t note(int lane, int bank, int source) const { return word(lane, bank, source) + kNoteOffset; }
+  // uint64, written by `source` before its signal or with it: the bound of the step, and on devices more (PROTOCOL.md).
+  constexpr uint64_t note(int lane, int bank, int source) const { return signal(lane, bank, source) + kNoteOffset; }
 
   // A received row: (source, slot) of [N, b], or in high throughput one of all that come. Without gaps, so that the
   // region is a tensor.
@@ -115,32 +115,33 @@ class WindowMap {
     return meta_row(lane, bank, row(source, p, bound));
   }
   // int32 [N] rows that a source sends to each rank, then [most_local_experts] rows for each expert of this one; in
-  // groups with leases then, at landing_begin, uint64 [payloads] where rows for the source land: an offset in its
-  // window, 0: in the bank.
+  // groups with leases then, at receive_offsets_begin, uint64 [payloads] where rows for the source land: an offset in
+  // its window, 0: in the bank.
   constexpr uint64_t counts(int lane, int bank, int source) const {
     return bank_at(lane, bank) + source * counts_bytes(shape_);
   }
   static constexpr uint64_t counts_bytes(const Shape& shape) {
     const uint64_t told = sizeof(int32_t) * (static_cast<uint64_t>(shape.ranks) + shape.most_local_experts);
-    return shape.leases() ? landing_begin(shape) + sizeof(uint64_t) * static_cast<uint64_t>(shape.payloads) : told;
+    return shape.leases() ? receive_offsets_begin(shape) + sizeof(uint64_t) * static_cast<uint64_t>(shape.payloads)
+                          : told;
   }
-  static constexpr uint64_t landing_begin(const Shape& shape) {
+  static constexpr uint64_t receive_offsets_begin(const Shape& shape) {
     return (sizeof(int32_t) * (static_cast<uint64_t>(shape.ranks) + shape.most_local_experts) + 7) / 8 * 8;
   }
 
   // uint64, the step: rows chunk * chunk_rows and on of a source are in the inbox.
-  constexpr uint64_t chunk_word(int lane, int bank, int source, int chunk) const {
+  constexpr uint64_t chunk_signal(int lane, int bank, int source, int chunk) const {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
     return lane_at(lane) + chunks_at_ + sizeof(uint64_t) * (row * chunks_ + chunk);
   }
-  // Lines of the p-th row of a source that is some, p < line_tokens, for dispatches and combines alike.
-  constexpr uint64_t line(int lane, int bank, int source, int p) const {
+  // Packets of the p-th row of a source that is some, p < packet_tokens, for dispatches and combines alike.
+  constexpr uint64_t packet(int lane, int bank, int source, int p) const {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
-    return lane_at(lane) + lines_at_ + (row * shape_.line_tokens + p) * line_row_;
+    return lane_at(lane) + packets_at_ + (row * shape_.packet_tokens + p) * packet_row_;
   }
-  // Lines of what travels beside a received row (as of payload_row), where the row itself is no lines.
-  constexpr uint64_t meta_line(int lane, int bank, uint64_t row) const {
-    return lane_at(lane) + meta_lines_at_ + (bank * rows_ + row) * meta_line_row_;
+  // Packets of what travels beside a received row (as of payload_row), where the row itself is no packets.
+  constexpr uint64_t meta_packet(int lane, int bank, uint64_t row) const {
+    return lane_at(lane) + meta_packets_at_ + (bank * rows_ + row) * meta_packet_row_;
   }
   // uint64 [1 + E] that a source tells in a dispatch (exchange/loads.h). Where steps have banks, theirs; on devices,
   // which take it later, the number of the dispatch on its lane, mod 4.
@@ -150,14 +151,14 @@ class WindowMap {
     return lane_at(lane) + loads_at_ + sizeof(uint64_t) * row * loads_words(shape_);
   }
   static constexpr uint64_t loads_words(const Shape& shape) { return 1 + static_cast<uint64_t>(shape.choices()); }
-  constexpr uint64_t meta_line_row() const { return meta_line_row_; }
-  constexpr uint64_t line_bytes() const {
-    return 2 * static_cast<uint64_t>(shape_.ranks) * shape_.line_tokens * line_row_;
+  constexpr uint64_t meta_packet_row() const { return meta_packet_row_; }
+  constexpr uint64_t packet_bytes() const {
+    return 2 * static_cast<uint64_t>(shape_.ranks) * shape_.packet_tokens * packet_row_;
   }
   // In a bank: where a payload's rows and the headers begin.
   constexpr uint64_t payload_begin(int q) const { return payload_at_[q]; }
   constexpr uint64_t meta_begin() const { return meta_at_; }
-  constexpr uint64_t line_row() const { return line_row_; }
+  constexpr uint64_t packet_row() const { return packet_row_; }
   // All of a bank: rows or inbox; of gathers and reduces see layout/collective_map.h.
   constexpr uint64_t bank(int lane, int bank) const { return bank_at(lane, bank); }
   constexpr uint64_t bank_bytes() const { return bank_bytes_; }
@@ -197,14 +198,14 @@ class WindowMap {
   uint64_t payload_at_[kMaxPayloads] = {};  // in a bank
   uint64_t meta_at_ = 0;                    // in a bank
   uint64_t bank_bytes_ = 0;
-  uint64_t banks_at_ = 0;   // in a lane
-  uint64_t chunks_at_ = 0;  // in a lane
-  uint64_t lines_at_ = 0;   // in a lane
-  uint64_t meta_lines_at_ = 0;
-  uint64_t meta_line_row_ = 0;
+  uint64_t banks_at_ = 0;    // in a lane
+  uint64_t chunks_at_ = 0;   // in a lane
+  uint64_t packets_at_ = 0;  // in a lane
+  uint64_t meta_packets_at_ = 0;
+  uint64_t meta_packet_row_ = 0;
   uint64_t loads_at_ = 0;
-  uint64_t chunks_ = 0;    // of a source in a bank
-  uint64_t line_row_ = 0;  // bytes of all lines of a row
+  uint64_t chunks_ = 0;      // of a source in a bank
+  uint64_t packet_row_ = 0;  // bytes of all packets of a row
   uint64_t lane_bytes_ = 0;
   uint64_t lanes_at_ = 0;
   uint64_t leases_at_ = 0;

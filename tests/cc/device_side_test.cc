@@ -4,24 +4,24 @@
 
 #include "core/group.h"
 #include "core/steps.h"
+#include "cuda/launch/tiles.h"
 #include "harness.h"
-#include "nvlink/params.h"
 
 namespace tw::test {
 namespace {
 
 // ------------------------------------------------------------------------------------------------------------- sizes
 
-Environment environment(int32_t line_tokens) {
+Environment environment(int32_t packet_tokens) {
   Environment made{};
   made.timeout_ms = 1000;
-  made.line_tokens = line_tokens;
+  made.packet_tokens = packet_tokens;
   return made;
 }
 
-GroupConfig checked(bool on_device, int32_t line_tokens, int32_t max_tokens = 300) {
+GroupConfig checked(bool on_device, int32_t packet_tokens, int32_t max_tokens = 300) {
   GroupConfig config;
-  const Status status = check_config(make_config(8, 2, max_tokens), 4, on_device, environment(line_tokens), &config);
+  const Status status = check_config(make_config(8, 2, max_tokens), 4, on_device, environment(packet_tokens), &config);
   EXPECT_TRUE(status.ok()) << status.text;
   EXPECT_EQ(config.on_device, on_device);
   return config;
@@ -29,15 +29,15 @@ GroupConfig checked(bool on_device, int32_t line_tokens, int32_t max_tokens = 30
 
 TEST(DeviceSide, LinesAndChunksOfAWindow) {
   for (const int32_t wish : {-1, 0, 5, 1 << 20}) {
-    EXPECT_EQ(checked(false, wish).shape().line_tokens, 0) << "the CPU has no lines, whatever the environment says";
+    EXPECT_EQ(checked(false, wish).shape().packet_tokens, 0) << "the CPU has no lines, whatever the environment says";
     EXPECT_EQ(checked(false, wish).shape().chunk_rows, 0);
     EXPECT_GE(checked(true, wish).shape().chunk_rows, 1);
   }
-  EXPECT_EQ(checked(true, 0).shape().line_tokens, 0);
-  EXPECT_EQ(checked(true, 5).shape().line_tokens, 5);
-  EXPECT_EQ(checked(true, 1 << 20).shape().line_tokens, 300) << "more than max_tokens there never are";
-  EXPECT_EQ(checked(true, 64, 7).shape().line_tokens, 7);
-  const int32_t usual = checked(true, -1).shape().line_tokens;
+  EXPECT_EQ(checked(true, 0).shape().packet_tokens, 0);
+  EXPECT_EQ(checked(true, 5).shape().packet_tokens, 5);
+  EXPECT_EQ(checked(true, 1 << 20).shape().packet_tokens, 300) << "more than max_tokens there never are";
+  EXPECT_EQ(checked(true, 64, 7).shape().packet_tokens, 7);
+  const int32_t usual = checked(true, -1).shape().packet_tokens;
   EXPECT_GE(usual, 1);
   EXPECT_LE(usual, 300);
   EXPECT_GT(checked(true, 5).map.bytes(), checked(false, 5).map.bytes());
@@ -54,7 +54,7 @@ TEST(DeviceSide, BlocksOfASourceInAWindow) {
     const WindowMap& map = config.map;
     const Shape& shape = map.shape();
     EXPECT_EQ(shape.carried, 1);
-    EXPECT_EQ(shape.line_tokens, 0) << "all is there at once, so nothing need certify itself";
+    EXPECT_EQ(shape.packet_tokens, 0) << "all is there at once, so nothing need certify itself";
     for (const int bound : {1, 7, 300}) {
       const uint64_t block = shape.combine_bytes * static_cast<uint64_t>(bound);
       for (int source = 0; source < 4; ++source) {
@@ -116,13 +116,13 @@ TEST(DeviceSide, WordsAreBornAtTheFirstStep) {
   WindowMap map;
   ASSERT_TRUE(WindowMap::make(shape, &map));
   std::vector<std::byte> window(map.bytes());
-  prepare_words(map, 0xfffffff0u, window.data());
+  prepare_signals(map, 0xfffffff0u, window.data());
   for (int lane = 0; lane < 2; ++lane) {
     for (int bank = 0; bank < 2; ++bank) {
       for (int source = 0; source < 2; ++source) {
         uint64_t word = 0;
-        std::memcpy(&word, window.data() + map.word(lane, bank, source), sizeof word);
-        EXPECT_EQ(unpack(word), (Word{0xfffffff0u, Mode::kNone, 0}));
+        std::memcpy(&word, window.data() + map.signal(lane, bank, source), sizeof word);
+        EXPECT_EQ(unpack(word), (Signal{0xfffffff0u, Mode::kNone, 0}));
       }
     }
   }
@@ -213,15 +213,15 @@ TEST(DeviceSide, SentencesOfCallErrors) {
 TEST(DeviceSide, PackedExperts) {
   for (const int32_t rank : {0, 1, 513, TW_MAX_RANKS - 1}) {
     for (const int32_t slot : {0, 1, 4711, TW_MAX_EXPERTS - 1}) {
-      const uint32_t packed = nvlink::pack_expert(rank, slot);
-      EXPECT_EQ(nvlink::expert_rank(packed), rank);
-      EXPECT_EQ(nvlink::expert_slot(packed), slot);
+      const uint32_t packed = cuda::pack_expert(rank, slot);
+      EXPECT_EQ(cuda::expert_rank(packed), rank);
+      EXPECT_EQ(cuda::expert_slot(packed), slot);
     }
   }
 }
 
-// As src/nvlink/device.cuh divides.
-uint32_t divide(uint32_t x, const nvlink::Divider& by) {
+// As src/cuda/device/block.cuh divides.
+uint32_t divide(uint32_t x, const cuda::Divider& by) {
   if (by.divisor == 1) return x;
   const auto high = static_cast<uint32_t>(static_cast<uint64_t>(x) * by.factor >> 32);
   return (high + ((x - high) >> 1)) >> (by.shift - 1);
@@ -237,7 +237,7 @@ TEST(DeviceSide, DivisionByMultiplication) {
   for (uint32_t i = 0; i < 500; ++i) divisors.push_back(1 + mix({i, 1}) % kLargest);
   divisors.push_back(kLargest);
   for (const uint32_t d : divisors) {
-    const nvlink::Divider by = nvlink::Divider::make(d);
+    const cuda::Divider by = cuda::Divider::make(d);
     const auto check = [&](uint32_t x) { ASSERT_EQ(divide(x, by), x / d) << x << " / " << d; };
     for (uint32_t i = 0; i < 40; ++i) {
       const uint32_t multiple = kLargest / d == 0 ? 0 : mix({i, d}) % (kLargest / d + 1) * d;
@@ -293,9 +293,9 @@ class Pretended : public Backend {
   StepEnd drain(StepPlace, TimePoint) override { return {}; }
   std::byte* window() override { return window_->window(); }
   std::shared_ptr<void> keep_window() override { return nullptr; }
-  void announce_abort(AbortWord reason) override { window_->announce_abort(reason); }
-  AbortWord find_abort() override { return window_->find_abort(); }
-  AbortWord abort_of(int writer) override { return window_->abort_of(writer); }
+  void announce_abort(AbortSignal reason) override { window_->announce_abort(reason); }
+  AbortSignal find_abort() override { return window_->find_abort(); }
+  AbortSignal abort_of(int writer) override { return window_->abort_of(writer); }
 
   bool on_device() const override { return true; }
   Status check_stream(const void*) const override { return {}; }

@@ -73,15 +73,15 @@ class EagerTransport {
     std::memcpy(local_of(peer, offset), source, n);
   }
   void flush() { flushed_ = true; }
-  void publish(int peer, uint64_t offset, Word word, uint64_t note) {
+  void publish(int peer, uint64_t offset, Signal word, uint64_t note) {
     EXPECT_TRUE(flushed_) << "S4: published before a flush";
-    EXPECT_EQ(offset, map_.word(0, static_cast<int>(step & 1), kMe)) << "S1: step " << step;
+    EXPECT_EQ(offset, map_.signal(0, static_cast<int>(step & 1), kMe)) << "S1: step " << step;
     EXPECT_EQ(word.step, step);
     EXPECT_TRUE(told_.insert(peer).second) << "published twice";
     write_word(peer, offset, word, note);
     if (peer != kMe) answer(peer, word.step + 1);
   }
-  Word load(uint64_t offset) const {
+  Signal load(uint64_t offset) const {
     uint64_t bits = 0;
     std::memcpy(&bits, windows_[kMe].data() + base() + offset, sizeof bits);
     return unpack(bits);
@@ -112,7 +112,7 @@ class EagerTransport {
     const uint32_t n = mode == Mode::kCounts     ? send_told(peer, at)
                        : mode == Mode::kDispatch ? send_rows(peer, at)
                                                  : send_partials(peer, at);
-    write_word(kMe, map_.word(0, at.bank(), peer), {next, mode, n}, mode == Mode::kCounts ? 0 : kBound);
+    write_word(kMe, map_.signal(0, at.bank(), peer), {next, mode, n}, mode == Mode::kCounts ? 0 : kBound);
   }
 
   uint32_t step = 0;
@@ -122,7 +122,7 @@ class EagerTransport {
   std::byte* local_of(int peer, uint64_t offset) {
     return windows_[peer].data() + (64 - reinterpret_cast<uintptr_t>(windows_[peer].data()) % 64) + offset;
   }
-  void write_word(int peer, uint64_t offset, Word word, uint64_t note) {
+  void write_word(int peer, uint64_t offset, Signal word, uint64_t note) {
     const uint64_t bits = pack(word);
     std::memcpy(local_of(peer, offset), &bits, sizeof bits);
     std::memcpy(local_of(peer, offset + kNoteOffset), &note, sizeof note);
@@ -346,7 +346,7 @@ TEST(EagerPeer, WeightedFromTheView) { run("dwdwddw", 4); }
 class Interrupted : public cpu::CpuTransport {
  public:
   using cpu::CpuTransport::CpuTransport;
-  void publish(int peer, uint64_t offset, Word word, uint64_t note) {
+  void publish(int peer, uint64_t offset, Signal word, uint64_t note) {
     cpu::CpuTransport::publish(peer, offset, word, note);
     if (after) after(peer);
   }

@@ -119,7 +119,7 @@ std::vector<uint8_t> World::window(int rank) const {
   const WindowMap& map = groups[rank]->context.map;
   const auto* const view = static_cast<const uint8_t*>(groups[rank]->backend->view({0, 0}, 0));
   const uint8_t* const begin = view - map.payload(0, 0, 0, 0, 0, 0);
-  return {begin + map.word(0, 0, 0), begin + map.bytes()};
+  return {begin + map.signal(0, 0, 0), begin + map.bytes()};
 }
 
 Traffic make_traffic(const twGroupConfig_t& config, const std::vector<int>& tokens, uint32_t seed) {

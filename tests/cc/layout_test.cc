@@ -23,8 +23,8 @@ constexpr WindowMap kMap = made(kSmall);
 static_assert(kSmall.fan_out() == 2);
 static_assert(meta_bytes(3) == 32);
 static_assert(kMap.bytes() > 2 * kMap.lane_bytes());
-static_assert(kMap.word(1, 0, 0) - kMap.word(0, 0, 0) == kMap.lane_bytes());
-static_assert(kMap.note(0, 1, 1) == kMap.word(0, 1, 1) + kNoteOffset);
+static_assert(kMap.signal(1, 0, 0) - kMap.signal(0, 0, 0) == kMap.lane_bytes());
+static_assert(kMap.note(0, 1, 1) == kMap.signal(0, 1, 1) + kNoteOffset);
 
 struct Region {
   uint64_t begin;
@@ -45,14 +45,14 @@ void add_header(const WindowMap& map, std::vector<Region>* regions) {
   const Shape& shape = map.shape();
   regions->push_back({WindowMap::waiters(), WindowMap::waiters() + 4, "waiters"});
   for (int rank = 0; rank < shape.ranks; ++rank) {
-    regions->push_back({WindowMap::abort_word(rank), WindowMap::abort_word(rank) + 8, "abort word"});
+    regions->push_back({WindowMap::abort_signal(rank), WindowMap::abort_signal(rank) + 8, "abort word"});
   }
   for (int lane = 0; lane < shape.lanes; ++lane) {
     for (int bank = 0; bank < 2; ++bank) {
       for (int source = 0; source < shape.ranks; ++source) {
-        regions->push_back({map.word(lane, bank, source), map.word(lane, bank, source) + 8, "word"});
+        regions->push_back({map.signal(lane, bank, source), map.signal(lane, bank, source) + 8, "word"});
         regions->push_back({map.note(lane, bank, source), map.note(lane, bank, source) + 8, "note"});
-        const uint64_t rows = map.word(lane, bank, source) + kRowsOffset;
+        const uint64_t rows = map.signal(lane, bank, source) + kRowsOffset;
         regions->push_back({rows, rows + 8, "rows word"});
       }
     }
@@ -94,12 +94,12 @@ void add_device_regions(const WindowMap& map, std::vector<Region>* regions) {
     for (int bank = 0; bank < 2; ++bank) {
       for (int source = 0; source < shape.ranks; ++source) {
         for (int chunk = 0; chunk < chunks_of(shape); ++chunk) {
-          const uint64_t word = map.chunk_word(lane, bank, source, chunk);
+          const uint64_t word = map.chunk_signal(lane, bank, source, chunk);
           regions->push_back({word, word + 8, "chunk word"});
         }
-        for (int p = 0; p < shape.line_tokens; ++p) {
-          const uint64_t line = map.line(lane, bank, source, p);
-          regions->push_back({line, line + line_row_bytes(shape), "lines"});
+        for (int p = 0; p < shape.packet_tokens; ++p) {
+          const uint64_t packet = map.packet(lane, bank, source, p);
+          regions->push_back({packet, packet + packet_row_bytes(shape), "lines"});
         }
       }
     }
@@ -128,9 +128,9 @@ void each_small_shape(Visit&& visit) {
 template <class Visit>
 void each_device_shape(Visit&& visit) {
   each_small_shape([&](Shape shape) {
-    for (const int line_tokens : {0, 1, shape.max_tokens}) {
+    for (const int packet_tokens : {0, 1, shape.max_tokens}) {
       for (const int chunk_rows : {0, 1, 3, 64}) {
-        shape.line_tokens = line_tokens;
+        shape.packet_tokens = packet_tokens;
         shape.chunk_rows = chunk_rows;
         visit(shape);
       }
@@ -167,7 +167,7 @@ TEST(Layout, Alignment) {
     EXPECT_EQ(map.bytes() % kPageAlignment, 0u);
     EXPECT_EQ(map.lane_bytes() % kPageAlignment, 0u);
     EXPECT_EQ(WindowMap::waiters() % 4, 0u);
-    EXPECT_EQ(WindowMap::abort_word(shape.ranks - 1) % 8, 0u);
+    EXPECT_EQ(WindowMap::abort_signal(shape.ranks - 1) % 8, 0u);
     for (int lane = 0; lane < shape.lanes; ++lane) {
       for (int bank = 0; bank < 2; ++bank) {
         EXPECT_EQ(map.inbox(lane, bank, 0, 0) % kPageAlignment, 0u);
@@ -176,9 +176,9 @@ TEST(Layout, Alignment) {
           EXPECT_EQ(map.payload(lane, bank, q, 0, 0, 1) % kRegionAlignment, 0u);
         }
         for (int source = 0; source < shape.ranks; ++source) {
-          EXPECT_EQ(map.word(lane, bank, source) % kWordStride, 0u);  // a cache line for each writer
-          EXPECT_EQ(map.chunk_word(lane, bank, source, 0) % sizeof(uint64_t), 0u);
-          for (int p = 0; p < shape.line_tokens; ++p) EXPECT_EQ(map.line(lane, bank, source, p) % kLineBytes, 0u);
+          EXPECT_EQ(map.signal(lane, bank, source) % kSignalStride, 0u);  // a cache line for each writer
+          EXPECT_EQ(map.chunk_signal(lane, bank, source, 0) % sizeof(uint64_t), 0u);
+          for (int p = 0; p < shape.packet_tokens; ++p) EXPECT_EQ(map.packet(lane, bank, source, p) % kPacketBytes, 0u);
         }
       }
     }
@@ -192,7 +192,7 @@ TEST(Layout, BoundMovesNothingOutsideABank) {
     for (int lane = 0; lane < shape.lanes; ++lane) {
       for (int bank = 0; bank < 2; ++bank) {
         const uint64_t begin = map.inbox(lane, bank, 0, 0);
-        const uint64_t end = bank == 0 ? map.inbox(lane, 1, 0, 0) : map.word(lane, 0, 0) + map.lane_bytes();
+        const uint64_t end = bank == 0 ? map.inbox(lane, 1, 0, 0) : map.signal(lane, 0, 0) + map.lane_bytes();
         for (int bound = 1; bound <= shape.max_tokens; ++bound) {
           for (int q = 0; q < shape.payloads; ++q) {
             EXPECT_GE(map.payload(lane, bank, q, 0, 0, bound), begin);
@@ -211,16 +211,16 @@ TEST(Layout, BoundMovesNothingOutsideABank) {
 TEST(Layout, DeviceRegionsMoveNothing) {
   each_device_shape([](const Shape& shape) {
     Shape plain = shape;
-    plain.line_tokens = plain.chunk_rows = 0;
+    plain.packet_tokens = plain.chunk_rows = 0;
     const WindowMap map = made(shape);
     const WindowMap cpu = made(plain);
-    EXPECT_EQ(cpu.line_bytes(), 0u);
-    EXPECT_EQ(cpu.lane_bytes(), cpu.bank(0, 1) + cpu.bank_bytes() - cpu.word(0, 0, 0)) << "words and two banks";
-    EXPECT_EQ(cpu.bytes(), cpu.word(0, 0, 0) + shape.lanes * cpu.lane_bytes());
-    const bool bare = shape.line_tokens == 0 && shape.chunk_rows == 0;
+    EXPECT_EQ(cpu.packet_bytes(), 0u);
+    EXPECT_EQ(cpu.lane_bytes(), cpu.bank(0, 1) + cpu.bank_bytes() - cpu.signal(0, 0, 0)) << "words and two banks";
+    EXPECT_EQ(cpu.bytes(), cpu.signal(0, 0, 0) + shape.lanes * cpu.lane_bytes());
+    const bool bare = shape.packet_tokens == 0 && shape.chunk_rows == 0;
     EXPECT_EQ(map.lane_bytes() == cpu.lane_bytes(), bare);
     for (int bank = 0; bank < 2; ++bank) {
-      EXPECT_EQ(map.word(0, bank, 0), cpu.word(0, bank, 0));
+      EXPECT_EQ(map.signal(0, bank, 0), cpu.signal(0, bank, 0));
       EXPECT_EQ(map.bank(0, bank), cpu.bank(0, bank));
       EXPECT_EQ(map.inbox(0, bank, 0, 0), cpu.inbox(0, bank, 0, 0));
       EXPECT_EQ(map.meta(0, bank, 0, 0, 1), cpu.meta(0, bank, 0, 0, 1));
@@ -234,46 +234,47 @@ TEST(Layout, DeviceRegionsAreArrays) {
   each_device_shape([](const Shape& shape) {
     const WindowMap map = made(shape);
     const uint64_t chunks = static_cast<uint64_t>(chunks_of(shape));
-    const uint64_t lines = map.line(0, 0, 0, 0);
-    const uint64_t words = map.chunk_word(0, 0, 0, 0);
+    const uint64_t packets = map.packet(0, 0, 0, 0);
+    const uint64_t words = map.chunk_signal(0, 0, 0, 0);
     EXPECT_EQ(words, map.bank(0, 1) + map.bank_bytes());
     for (int lane = 0; lane < shape.lanes; ++lane) {
       for (int bank = 0; bank < 2; ++bank) {
         for (int source = 0; source < shape.ranks; ++source) {
           const uint64_t row = static_cast<uint64_t>(bank) * shape.ranks + source;
-          EXPECT_EQ(map.chunk_word(lane, bank, source, 0), words + lane * map.lane_bytes() + 8 * row * chunks);
-          if (shape.line_tokens == 0) continue;
-          const uint64_t at = lines + lane * map.lane_bytes() + row * shape.line_tokens * map.line_row();
-          EXPECT_EQ(map.line(lane, bank, source, 0), at);
-          EXPECT_EQ(map.line(lane, bank, source, 1), at + map.line_row());
-          const uint64_t beside = map.line(0, 0, 0, 0) + map.line_bytes() + lane * map.lane_bytes();
-          const uint64_t meta_row = row * shape.max_tokens * map.meta_line_row();
+          EXPECT_EQ(map.chunk_signal(lane, bank, source, 0), words + lane * map.lane_bytes() + 8 * row * chunks);
+          if (shape.packet_tokens == 0) continue;
+          const uint64_t at = packets + lane * map.lane_bytes() + row * shape.packet_tokens * map.packet_row();
+          EXPECT_EQ(map.packet(lane, bank, source, 0), at);
+          EXPECT_EQ(map.packet(lane, bank, source, 1), at + map.packet_row());
+          const uint64_t metadata = map.packet(0, 0, 0, 0) + map.packet_bytes() + lane * map.lane_bytes();
+          const uint64_t meta_row = row * shape.max_tokens * map.meta_packet_row();
           const auto first = static_cast<uint64_t>(source) * static_cast<uint64_t>(shape.max_tokens);
-          EXPECT_EQ(map.meta_line(lane, bank, first), beside + meta_row);
-          EXPECT_EQ(map.meta_line(lane, bank, first + 1), beside + meta_row + map.meta_line_row());
+          EXPECT_EQ(map.meta_packet(lane, bank, first), metadata + meta_row);
+          EXPECT_EQ(map.meta_packet(lane, bank, first + 1), metadata + meta_row + map.meta_packet_row());
         }
       }
     }
-    EXPECT_EQ(map.line_bytes(), map.line(0, 1, shape.ranks, 0) - lines);
-    const uint64_t meta = shape.line_tokens > 0 ? kLineBytes * lines_of(1 + static_cast<uint64_t>(shape.top_k)) : 0;
-    EXPECT_EQ(map.meta_line_row(), meta) << "header, ids and weights, a word for each two of these";
+    EXPECT_EQ(map.packet_bytes(), map.packet(0, 1, shape.ranks, 0) - packets);
+    const uint64_t meta =
+        shape.packet_tokens > 0 ? kPacketBytes * packets_of(1 + static_cast<uint64_t>(shape.top_k)) : 0;
+    EXPECT_EQ(map.meta_packet_row(), meta) << "header, ids and weights, a word for each two of these";
     const uint64_t rows = static_cast<uint64_t>(shape.ranks) * static_cast<uint64_t>(shape.max_tokens);
-    EXPECT_LE(map.meta_line(0, 1, rows) - map.word(0, 0, 0), map.lane_bytes());
+    EXPECT_LE(map.meta_packet(0, 1, rows) - map.signal(0, 0, 0), map.lane_bytes());
   });
 }
 
 // 15 words of data to a line, the 16th is the flag; a row's lines hold the longer of its two ways.
 TEST(Layout, LinesOfARow) {
   static_assert(words_of(0) == 0 && words_of(1) == 1 && words_of(8) == 1 && words_of(9) == 2);
-  static_assert(lines_of(1) == 1 && lines_of(15) == 1 && lines_of(16) == 2);
-  static_assert(kLineBytes == 8 * (kLineWords + 1) && kLineBytes == 16 * kLineLanes);
+  static_assert(packets_of(1) == 1 && packets_of(15) == 1 && packets_of(16) == 2);
+  static_assert(kPacketBytes == 8 * (kPacketWords + 1) && kPacketBytes == 16 * kPacketThreads);
   static_assert(dispatch_words(kSmall) == 3 + 1 + 1);  // header, ids and weights; 6 bytes; 5 bytes
-  static_assert(line_row_bytes(kSmall) == kLineBytes);
+  static_assert(packet_row_bytes(kSmall) == kPacketBytes);
   Shape shape = kSmall;
   shape.payload_bytes[0] = 8 * 12;  // 3 + 12 + 1 words
-  EXPECT_EQ(line_row_bytes(shape), 2 * kLineBytes);
+  EXPECT_EQ(packet_row_bytes(shape), 2 * kPacketBytes);
   shape.combine_bytes = 8 * 31;
-  EXPECT_EQ(line_row_bytes(shape), 3 * kLineBytes);
+  EXPECT_EQ(packet_row_bytes(shape), 3 * kPacketBytes);
 }
 
 // A region is a tensor [N, b, row]: a view of it needs no copy.
@@ -304,10 +305,10 @@ unsigned __int128 wide_bytes(const Shape& s) {
     words += (static_cast<Wide>(bytes) + 7) / 8;
   }
   words = std::max(words, (static_cast<Wide>(s.combine_bytes) + 7) / 8);
-  const Wide banks = align(static_cast<Wide>(2) * kWordStride * s.ranks, kPageAlignment) + 2 * bank;
-  const Wide lines = static_cast<Wide>(2) * s.ranks * s.line_tokens * ((words + 14) / 15 * 128);
-  const Wide beside = s.line_tokens == 0 ? 0 : 2 * rows * ((static_cast<Wide>(1) + s.top_k + 14) / 15 * 128);
-  const Wide lane = align(banks + 16 * s.ranks * chunks, kPageAlignment) + align(lines + beside, kPageAlignment);
+  const Wide banks = align(static_cast<Wide>(2) * kSignalStride * s.ranks, kPageAlignment) + 2 * bank;
+  const Wide packets = static_cast<Wide>(2) * s.ranks * s.packet_tokens * ((words + 14) / 15 * 128);
+  const Wide metadata = s.packet_tokens == 0 ? 0 : 2 * rows * ((static_cast<Wide>(1) + s.top_k + 14) / 15 * 128);
+  const Wide lane = align(banks + 16 * s.ranks * chunks, kPageAlignment) + align(packets + metadata, kPageAlignment);
   return align(64 + static_cast<Wide>(8) * s.ranks, kPageAlignment) + lane * s.lanes;
 }
 
@@ -327,7 +328,7 @@ TEST(Layout, OverflowIsRefused) {
                 1 + size(7)};
     shape.max_tokens = std::max(shape.max_tokens, 1);
     if (i % 2 == 1) {
-      shape.line_tokens = std::min(static_cast<int32_t>(pick(10, 2000)), shape.max_tokens);
+      shape.packet_tokens = std::min(static_cast<int32_t>(pick(10, 2000)), shape.max_tokens);
       shape.chunk_rows = static_cast<int32_t>(1) << pick(11, 7);
     }
     WindowMap map;

@@ -153,7 +153,7 @@ TEST(Leases, RanksMustAgree) {
   World world(2, leasing(kPage));
   Counted counted(world, {5, 9}, 5);
   counted.exchange();
-  counted.handles[1]->lands = false;
+  counted.handles[1]->has_offsets = false;
   std::vector<int32_t> tokens(2 * 9), rows(2 * 18);
   for (int rank : {0, 1}) {
     twDispatchInput_t input = TW_DISPATCH_INPUT_INIT;
@@ -195,7 +195,7 @@ TEST(Leases, PlacesAreChecked) {
                                   {first + 2 * kPage - 2 * 9 * 8, true},
                                   {first + 2 * kPage - 2 * 9 * 8 + 1, false},
                                   {UINT64_MAX - 8, false}}) {
-    counts.landing[1] = at;
+    counts.receive_offset[1] = at;
     EXPECT_EQ(is_landing(group.config.map, counts), right) << at;
   }
 }

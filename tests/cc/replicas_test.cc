@@ -154,11 +154,11 @@ TEST(Replicas, NotesHoldAllOfADigestThatHasRoom) {
     EXPECT_EQ(noted_bound(note, bits), static_cast<uint32_t>(most));
     EXPECT_EQ(noted(static_cast<uint32_t>(note >> 32), bits), static_cast<uint32_t>(most));
     EXPECT_EQ(dispatch_note(most, 0, 0, bits), static_cast<uint64_t>(most));
-    for (const bool lands : {false, true}) {
-      const uint64_t of_rows = dispatch_note(with_landing(most, lands), most, 0xdeadbeefu, bits);
-      EXPECT_EQ(noted_bound(of_rows, bits), with_landing(most, lands)) << most;
+    for (const bool has_offsets : {false, true}) {
+      const uint64_t of_rows = dispatch_note(with_receive_offsets(most, has_offsets), most, 0xdeadbeefu, bits);
+      EXPECT_EQ(noted_bound(of_rows, bits), with_receive_offsets(most, has_offsets)) << most;
       EXPECT_EQ(noted(static_cast<uint32_t>(of_rows >> 32), bits), static_cast<uint32_t>(most));
-      EXPECT_EQ(of_rows == note, !lands) << most;
+      EXPECT_EQ(of_rows == note, !has_offsets) << most;
     }
     // A bit of the digest that differs is a bit of the note that does, where 2 * bits <= 32.
     for (int bit = 0; bit < 32 && 2 * bits <= 32; ++bit) {
@@ -171,8 +171,8 @@ TEST(Loads, Average) {
   float load = 0.0f;
   for (int i = 0; i < 400; ++i) load = average_load(load, 0.9f, 10);
   EXPECT_NEAR(load, 10.0f, 1e-4f);
-  EXPECT_EQ(told_tag(told_word(0xfffffffeu, 77)), 0xfffffffeu);
-  EXPECT_EQ(told_value(told_word(0xfffffffeu, 77)), 77u);
+  EXPECT_EQ(told_tag(told_signal(0xfffffffeu, 77)), 0xfffffffeu);
+  EXPECT_EQ(told_value(told_signal(0xfffffffeu, 77)), 77u);
 }
 
 // ---- Through the C API

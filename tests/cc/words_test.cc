@@ -1,5 +1,5 @@
 // Words: packing, the serial comparison of steps, banks across the wrap.
-#include "exchange/words.h"
+#include "exchange/signals.h"
 
 #include <gtest/gtest.h>
 
@@ -8,26 +8,26 @@
 namespace tw {
 namespace {
 
-static_assert(unpack(pack(Word{7, Mode::kCombine, 5})) == Word{7, Mode::kCombine, 5});
+static_assert(unpack(pack(Signal{7, Mode::kCombine, 5})) == Signal{7, Mode::kCombine, 5});
 static_assert(reached(0, 0xffffffff) && !reached(0xffffffff, 0));
 static_assert(bank_of(0xffffffff) == 1 && bank_of(0) == 0);
 
 TEST(Words, RoundTrip) {
   for (const uint32_t step : {0u, 1u, 0x7fffffffu, 0x80000000u, 0xffffffffu}) {
-    for (const Mode mode : {Mode::kNone, Mode::kDispatch, Mode::kCombine, Mode::kRefused, Mode::kDispatchLines,
+    for (const Mode mode : {Mode::kNone, Mode::kDispatch, Mode::kCombine, Mode::kRefused, Mode::kDispatchPackets,
                             Mode::kSkip, Mode::kDispatchRows}) {
       for (const uint32_t n : {0u, 1u, 12345u, kMaxCount}) {
-        const Word word{step, mode, n};
+        const Signal word{step, mode, n};
         EXPECT_EQ(unpack(pack(word)), word);
       }
     }
   }
-  EXPECT_EQ(pack(Word{}), 0u);  // fresh memory is a word
+  EXPECT_EQ(pack(Signal{}), 0u);  // fresh memory is a word
 }
 
 // A sleeper waits on this half alone: on a part that n changes it would wake, or not wake, for the wrong reason.
 TEST(Words, StepHalfIsTheSteps) {
-  const uint64_t bits = pack(Word{0x12345678, Mode::kRefused, kMaxCount});
+  const uint64_t bits = pack(Signal{0x12345678, Mode::kRefused, kMaxCount});
   uint32_t half = 0;
   std::memcpy(&half, reinterpret_cast<const char*>(&bits) + kStepHalf, sizeof half);
   EXPECT_EQ(half, 0x12345678u);
@@ -58,7 +58,7 @@ TEST(Words, AbortRoundTrip) {
   for (const uint32_t kind : {1u, 9u, 255u}) {
     for (const uint32_t reporter : {0u, 1u, 1023u, 65535u}) {
       for (const uint32_t culprit : {0u, 513u, 65535u}) {
-        const AbortWord word = unpack_abort(pack(AbortWord{kind, reporter, culprit}));
+        const AbortSignal word = unpack_abort(pack(AbortSignal{kind, reporter, culprit}));
         EXPECT_EQ(word.kind, kind);
         EXPECT_EQ(word.reporter, reporter);
         EXPECT_EQ(word.culprit, culprit);

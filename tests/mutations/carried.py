@@ -5,9 +5,9 @@ from mutation import Edit, Mutation
 CARRIED_CC = "src/cpu/carried.cc"
 GATHERED = "src/cpu/gathered.h"
 
-NOTE = "      store(offset, word, flight.mine[me_].note);\n      continue;"
+NOTE = "      store(offset, signal, flight.mine[me_].note);\n      continue;"
 UNPACKED = "      unpack({beginning, frame.bytes - rest, rest > 0 ? whole + inline_bytes_ : nullptr, rest});\n"
-STORED = "      store(offset, word, frame.note);"
+STORED = "      store(offset, signal, frame.note);"
 
 CARRIED = (
     Mutation(
@@ -58,8 +58,8 @@ CARRIED = (
         "carried_test",
         "Carried.BoundsDiffer",
         (
-            Edit(CARRIED_CC, "      store(offset, word, frame.note);\n      continue;", NOTE),
-            Edit(CARRIED_CC, "word.mode == own.mode && frame.note == mine.note &&", "word.mode == own.mode &&"),
+            Edit(CARRIED_CC, "      store(offset, signal, frame.note);\n      continue;", NOTE),
+            Edit(CARRIED_CC, "signal.mode == own.mode && frame.note == mine.note &&", "signal.mode == own.mode &&"),
             Edit(CARRIED_CC, UNPACKED + STORED, UNPACKED + STORED.replace("frame.note", "flight.mine[me_].note")),
         ),
     ),

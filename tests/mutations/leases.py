@@ -43,10 +43,14 @@ LEASES_MUTATIONS = (
         "leases_test",
         "Leases.LandsOnce",
         (
-            Edit(CALLS, "  call->lands = handle.lands;\n  handle.lands = false;\n", "  call->lands = handle.lands;\n"),
             Edit(
                 CALLS,
-                "  handle.lands = false;\n  if (handle.leases.empty()) return;\n",
+                "  call->has_offsets = handle.has_offsets;\n  handle.has_offsets = false;\n",
+                "  call->has_offsets = handle.has_offsets;\n",
+            ),
+            Edit(
+                CALLS,
+                "  handle.has_offsets = false;\n  if (handle.leases.empty()) return;\n",
                 "  if (handle.leases.empty()) return;\n",
             ),
         ),
@@ -59,8 +63,8 @@ LEASES_MUTATIONS = (
         (
             Edit(
                 NOTES,
-                "static_cast<uint32_t>(bound) | (lands ? kLanding : 0);",
-                "static_cast<uint32_t>(bound) | (lands ? 0u : 0u);",
+                "static_cast<uint32_t>(bound) | (has_offsets ? kHasOffsets : 0);",
+                "static_cast<uint32_t>(bound) | (has_offsets ? 0u : 0u);",
             ),
         ),
     ),

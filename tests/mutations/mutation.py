@@ -22,7 +22,7 @@ class Mutation:
     edits: tuple[Edit, ...]
 
 
-WORDS = "src/exchange/words.h"
+WORDS = "src/exchange/signals.h"
 STEP = "src/exchange/step.h"
 NOTES = "src/exchange/notes.h"
 LOADS_H = "src/exchange/loads.h"

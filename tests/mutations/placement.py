@@ -13,8 +13,8 @@ PLACEMENT = (
         (
             Edit(
                 CPU,
-                "collective_note(with_landing(call.bound, call.lands), mix_counted(handle.digest, call.counted))",
-                "with_landing(call.bound, call.lands)",
+                "mix_counted(handle.digest, call.counted)",
+                "0",
             ),
         ),
     ),

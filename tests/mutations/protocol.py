@@ -36,8 +36,12 @@ CYCLE = (
         "  constexpr int bank() const { return bank_of(step); }",
         "  int cycle = -1;\n  constexpr int bank() const { return cycle >= 0 ? cycle & 1 : bank_of(step); }",
     ),
-    Edit(STEP, "t.publish(peer, map.word(at.lane, at.bank(), ", "t.publish(peer, map.word(at.lane, bank_of(at.step), "),
-    Edit(STEP, "= map.word(at.lane, at.bank(), peer);", "= map.word(at.lane, bank_of(at.step), peer);"),
+    Edit(
+        STEP,
+        "t.publish(peer, map.signal(at.lane, at.bank(), ",
+        "t.publish(peer, map.signal(at.lane, bank_of(at.step), ",
+    ),
+    Edit(STEP, "= map.signal(at.lane, at.bank(), peer);", "= map.signal(at.lane, bank_of(at.step), peer);"),
     Edit(LANES, "struct Lane {\n", "struct Lane {\n  int cycle = 0;\n  bool combined = false;\n"),
     Edit(
         CALLS,
@@ -121,8 +125,8 @@ PROTOCOL = (
         (
             Edit(
                 TRANSPORT,
-                "  at(peer, offset).store(pack(word), std::memory_order_seq_cst);\n",
-                "  at(peer, offset).store(pack(word), std::memory_order_seq_cst);\n"
+                "  at(peer, offset).store(pack(signal), std::memory_order_seq_cst);\n",
+                "  at(peer, offset).store(pack(signal), std::memory_order_seq_cst);\n"
                 "  at(peer, 8).fetch_add(1, std::memory_order_seq_cst);\n",
             ),
             Edit(
@@ -180,7 +184,7 @@ PROTOCOL = (
                 COMBINE,
                 "            shape.combine_bytes);\n    }\n",
                 "            shape.combine_bytes);\n    }\n    t.flush();\n"
-                "    t.publish(source, map.word(at.lane, at.bank(), t.rank()),\n"
+                "    t.publish(source, map.signal(at.lane, at.bank(), t.rank()),\n"
                 "              {at.step, Mode::kCombine, static_cast<uint32_t>(received.counts[source])}, bound);\n",
             ),
         ),
@@ -311,7 +315,7 @@ PROTOCOL = (
         "S6",
         "shrink_test",
         "Patient.TwoAborters",
-        (Edit(SHRINK, "return word.left || word.went_on || !boot", "return word.went_on || !boot"),),
+        (Edit(SHRINK, "return signal.left || signal.went_on || !boot", "return signal.went_on || !boot"),),
     ),
     Mutation(
         "survivors wait on for one that has left meanwhile",

@@ -28,6 +28,7 @@ NAMES = (
     "balance.h",
     "interrupt.h",
     "leases.h",
+    "plan.h",
     "rows.h",
 )
 HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in NAMES)
@@ -42,6 +43,7 @@ STRUCTS = {
     "twGroupConfig_t": _native.GroupConfig,
     "twGroupInfo_t": _native.GroupInfo,
     "twWindowBytes_t": _native.WindowBytes,
+    "twPlanQuery_t": _native.PlanQuery,
     "twErrorRecord_t": _native.ErrorRecord,
     "twDispatchInput_t": _native.DispatchInput,
     "twDispatchOutput_t": _native.DispatchOutput,

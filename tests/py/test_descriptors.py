@@ -15,12 +15,12 @@ from meeting import Meeting, address_of
 LONG = 90.0  # a timeout that nobody waits for
 SOON = 40.0  # what takes a moment, on a busy machine
 RANKS = 3
-README = Path(__file__).parents[2] / "README.md"
+REFERENCE = Path(__file__).parents[2] / "docs" / "REFERENCE.md"
 
 
 def needed(ranks: int) -> int:
-    """What the README's table says."""
-    row = re.search(r"\| file descriptors.*?\| (\d+) per rank of the comm and (\d+)", README.read_text())
+    """What the table of limits says."""
+    row = re.search(r"\| file descriptors.*?\| (\d+) per rank of the comm and (\d+)", REFERENCE.read_text())
     assert row, "the table has no row of file descriptors"
     return int(row[1]) * ranks + int(row[2])
 
@@ -36,7 +36,7 @@ def outcomes(spare: dict[int, int], ranks: int = RANKS) -> list[tuple[str, str, 
         return [rank.heard() for rank in started]
 
 
-def test_what_the_readme_says_is_enough() -> None:
+def test_what_the_reference_says_is_enough() -> None:
     for ranks in (1, RANKS, 8):
         heard = outcomes(dict.fromkeys(range(ranks), needed(ranks)), ranks)
         assert [outcome[0] for outcome in heard] == ["twSuccess"] * ranks, heard

@@ -21,7 +21,7 @@ from tokenway import _native
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-README = ROOT / "README.md"
+GUIDE = ROOT / "docs" / "GUIDE.md"
 
 pytestmark = pytest.mark.processes
 
@@ -64,9 +64,9 @@ def test_everyday_runs() -> None:
     assert re.findall(r"rank (\d): \d+ rows received, \(100, 7168\) returned", out) == ["0", "1", "2", "3"]
 
 
-def test_everyday_is_the_readmes() -> None:
-    """The README shows this code, to the letter."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def test_everyday_is_the_guides() -> None:
+    """docs/GUIDE.md shows this code, to the letter."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     assert (EXAMPLES / "00_everyday.py").read_text() in blocks
 
 

@@ -1,4 +1,4 @@
-"""Measures what docs/PERFORMANCE.md shows: python -m tokenway.bench.record FOLDER [NAME ...]
+"""Measures what docs/PERFORMANCE.md and docs/notebook show: python -m tokenway.bench.record FOLDER [NAME ...]
 
 One JSON file per table, named as the table is; with names, only those: "gpu" is all that need GPUs, which are left out
 without a name. The machine should be quiet.

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenway.bench import auxiliary, collectives, nvlink_table, placement, portable_table, table
+from tokenway.bench import auxiliary, collectives, nvlink_table, peers, placement, portable_table, table
 
 
 def markdown(run: dict[str, Any]) -> str:
     """The table of a run with a line above that says where it comes from."""
+    if "peers" in run:
+        return peers.markdown(run)
     settings, versions = run["settings"], run["versions"]
     software = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [f"{_where(run)}; {software}; commit {run['commit'] or 'unknown'}; {run['date']}.", ""]

@@ -1,0 +1,88 @@
+"""Numbers that may stand in kernels and in src/cuda/host, with the reason; check_tree.py refuses others.
+
+A number that was tuned stands in src/cuda/plan/tuning.cc. What stands here follows from a format or from the hardware,
+or bounds how long something that goes wrong is looked at.
+"""
+
+from __future__ import annotations
+
+# What code is made of: counting, a warp's threads, bytes of a word and of a vector.
+PLAIN = frozenset({0, 1, 2, 3, 4, 7, 8, 16, 31, 32})
+
+# File below src/cuda -> number -> why.
+ALLOWED: dict[str, dict[int, str]] = {
+    "collective/collective.cuh": {128: "4 words for each of a warp's 32 threads"},
+    "collective/reduce.cu": {0x7FC00000: "NaN of float32", 0x7FC0: "NaN of bfloat16", 0x7E00: "NaN of float16"},
+    "combine/chunks.cuh": {
+        10: "a block a tenth slower than the mean leaves the last chunks to the others",
+        512: "bytes that a warp's 32 threads load at 16 each",
+    },
+    "combine/combine.cu": {33: "ranks that a warp's threads can each have one of, beside this rank"},
+    "combine/sums.cuh": {
+        100: "ns between looks at a signal",
+        0x7FC00000: "NaN of float32",
+        0x7FC0: "NaN of bfloat16",
+        0x7E00: "NaN of float16",
+    },
+    "combine/tiles.cuh": {256: "vectors from which on a tile's loads are worth a loop of their own"},
+    "counts/counts.cu": {40: "bits of a number of rows, below those of the rank that would receive them"},
+    "device/block.cuh": {64: "bytes of a line of parameters, which are read once to be in the cache"},
+    "device/ll128.cuh": {0xFF: "the eight threads of a packet", 100: "ns between looks at a packet"},
+    "device/loads.cuh": {50: "ns between looks"},
+    "device/ptx.cuh": {20: "ns between looks at a gate in shared memory"},
+    "device/routing.cuh": {
+        5: "index of an id",
+        6: "index of an id",
+        100: "ns between looks at a peer block's progress",
+        200: "ns between looks at marks",
+    },
+    "device/sum.cuh": {0xFFFF0000: "the upper of two bfloat16 in a word"},
+    "device/wait.cuh": {
+        20000: "looks, 10 ms: a block that waits for tile after tile looks around once in 0.2 ms",
+        29: "bits of a note, as exchange/notes.h has them before a group says otherwise",
+        50: "naps of a microsecond before a kernel that is being stopped looks again",
+        64: "looks between two looks at what is far",
+        200: "ns before the lock of the reports is tried again",
+        256: "looks between two looks at the clock",
+        500: "ns of a nap when a wait is long",
+        1000: "ns of a nap",
+    },
+    "dispatch/ll128.cu": {0x3F800000: "1.0f", 28: "bits of a signal's count (exchange/signals.h)"},
+    "dispatch/ll128_tiles.cuh": {256: "the bit from which on a thread's words are the second payload's"},
+    "dispatch/send_loop.cuh": {128: "bytes of a packet", 512: "bytes that a warp's 32 threads load at 16 each"},
+    "host/backend.cc": {20: "ms in which a kernel says what it waits for, beside another's trouble"},
+    "host/control.cc": {
+        20: "ms between looks at the peers' processes",
+        100: "ms for signals that are on their way from a process that has ended",
+        4095: "page size less one",
+        4096: "page size",
+    },
+    "host/control_apart.cc": {
+        50: "ms between notices of how far this rank is",
+        60: "ms for the last notices, behind the timeout",
+        100: "ms for what a peer says to arrive",
+    },
+    "host/counts.cc": {
+        20: "us between looks, once counts are late",
+        1000: "looks, some 10 us, before the host takes counts for late",
+    },
+    "host/creation.cc": {
+        9: "compute capability from which on packets are tried",
+        1000000: "ns of a ms",
+        10_000_000_000: "ns, 10 s: a self-test of links is over by then, whatever the timeout",
+    },
+    "host/memory.cc": {63: "alignment less one", 64: "bytes of alignment"},
+    "host/settle.cc": {5: "us, the shortest nap of a wait for the device", 1000: "us, the longest"},
+    "host/steps.cc": {5: "ms between looks", 500: "ms to find out who is to blame for moves that cannot be made"},
+    "step/step.cu": {
+        63: "the bit of a test's flags, which no step has",
+        256: "threads of a kernel that publishes and drains signals alone",
+        1024: "threads of a block, the most that there can be",
+        0x9E3779B97F4A7C15: "2^64 by the golden ratio: every round's bytes differ",
+        0xFF51AFD7ED558CCD: "MurmurHash3's mixer: every place's bytes differ",
+    },
+    "view/staged.cu": {256: "threads of a block that copies"},
+    "view/by_expert.cu": {64: "rows whose experts a block finds at a time", 4096: "experts that are counted at a time"},
+    "view/by_expert.cuh": {4096: "experts in shared memory"},
+    "view/view.cuh": {512: "threads of a block that copies"},
+}

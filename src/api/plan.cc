@@ -1,0 +1,50 @@
+#include "core/plan_query.h"
+
+#include <algorithm>
+
+#include "api/check.h"
+#include "api/enter.h"
+#include "core/env.h"
+
+using tw::fail;
+using tw::Status;
+using tw::api::enter;
+
+twResult_t twDescribePlan(const twGroupConfig_t* given, int32_t nranks, const twPlanQuery_t* query, char* text,
+                          size_t capacity, size_t* needed) {
+  return enter([&]() -> Status {
+    TW_RETURN_IF_FAILED(tw::api::check_ranks(nranks));
+    tw::api::ReadConfig known;
+    TW_RETURN_IF_FAILED(tw::api::read_config(given, &known));
+    twPlanQuery_t asked = TW_PLAN_QUERY_INIT;
+    TW_RETURN_IF_FAILED(tw::api::read_struct("query", query, &asked));
+    if (text == nullptr && capacity > 0) return fail(twInvalidArgument, "text is NULL, but capacity is %zu", capacity);
+    if (needed == nullptr) return fail(twInvalidArgument, "needed is NULL");
+    tw::Environment environment;
+    TW_RETURN_IF_FAILED(tw::read_environment(&environment));
+    tw::GroupConfig config;
+    TW_RETURN_IF_FAILED(tw::check_config(known.config, nranks, true, environment, &config));
+    const int32_t most = config.given.max_tokens;
+    if (asked.tokens < -1 || asked.tokens > most) {
+      return fail(twInvalidArgument, "query.tokens is %d; it must be from 0 to config.max_tokens, %d, or -1 for that",
+                  asked.tokens, most);
+    }
+    constexpr int32_t kMostSms = 1024;
+    if (asked.device_sms < 0 || asked.device_sms > kMostSms) {
+      return fail(twInvalidArgument, "query.device_sms is %d; it must be from 1 to %d, or 0 for 132", asked.device_sms,
+                  kMostSms);
+    }
+    constexpr int32_t kUsualSms = 132;  // H100 and H200 SXM
+    std::string plan;
+    TW_RETURN_IF_FAILED(tw::describe_plan(config, asked.tokens < 0 ? most : asked.tokens,
+                                          asked.device_sms > 0 ? asked.device_sms : kUsualSms, config.given.sm_limit,
+                                          &plan));
+    *needed = plan.size() + 1;
+    if (capacity > 0) {
+      const size_t written = std::min(capacity - 1, plan.size());
+      std::copy_n(plan.data(), written, text);
+      text[written] = 0;
+    }
+    return {};
+  });
+}

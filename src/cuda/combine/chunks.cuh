@@ -1,0 +1,344 @@
+// Rows of a combine that go into their owners' inboxes: in chunks of a few, each with a word. Chunks go to whichever
+// block is free; in a block all warps but one send tiles of them, that one makes them known.
+#pragma once
+
+#include "cuda/combine/sums.cuh"
+
+namespace tw::cuda {
+
+// Where the owner of a row wants its partial. `header`: of the row; over a carrier, its slot.
+__device__ inline std::byte* place_of(const Sum& s, int owner, uint64_t header) {
+  return s.windows()[owner] + inbox_target(s.p.group, s.step.lane, s.step.bank(), owner, header, s.p.bound);
+}
+
+// A tile of a plain row: 16 bytes a lane and several at once; the first and the row's header are on their way together,
+// and later ones while those before them are stored.
+__device__ inline void copy_tile(const Sum& s, int owner, const std::byte* row, uint64_t header, uint32_t tile) {
+  const uint32_t end = s.real ? min(s.p.vectors, (tile + 1) * s.p.pushed) : 0;
+  constexpr uint32_t kAtOnce = 32 * kTileGroups;
+  const auto load = [&](uint32_t first, uint4* value) {
+#pragma unroll
+    for (uint32_t u = 0; u < kTileGroups; ++u) {
+      if (first + 32 * u < end) value[u] = load_fresh<uint4>(row + uint64_t{16} * (first + 32 * u));
+    }
+  };
+  const auto store = [&](std::byte* to, uint32_t first, const uint4* value) {
+#pragma unroll
+    for (uint32_t u = 0; u < kTileGroups; ++u) {
+      if (first + 32 * u < end) reinterpret_cast<uint4*>(to)[first + 32 * u] = value[u];
+    }
+  };
+  uint4 even[kTileGroups];
+  uint32_t first = tile * s.p.pushed + static_cast<uint32_t>(lane());
+  load(first, even);
+  std::byte* const to = place_of(s, owner, header);
+  if (s.p.pushed == kAtOnce) return store(to, first, even);  // as where all SMs are there: nothing comes next
+  uint4 odd[kTileGroups];  // beside the others, as what is still on its way cannot be moved
+#pragma unroll 1
+  for (; first < end; first += 2 * kAtOnce) {
+    load(first + kAtOnce, odd);
+    store(to, first, even);
+    load(first + 2 * kAtOnce, even);
+    store(to, first + kAtOnce, odd);
+  }
+}
+
+// Of weighted rows, or several rows to a partial: their sum, in vectors.
+template <twDtype_t kWire>
+__device__ __noinline__ static void sum_vectors_into(Sum s, int owner, int slot, uint64_t header, uint32_t part) {
+  constexpr int kAtOnce = 2;
+  const CombineParams& p = s.p;
+  const uint32_t end = min(p.vectors, (part + 1) * p.pushed);
+  collect_terms(p, s.set(), owner, slot, load_choice(p, meta_row(p, owner, slot), lane()));
+  std::byte* const to = place_of(s, owner, header);  // which came with the choices
+#pragma unroll 1
+  for (uint32_t v = part * p.pushed + static_cast<uint32_t>(lane()); v < end; v += 32 * kAtOnce) {
+    uint4 bits[kAtOnce];
+    sum_partial<kWire>(p, s.set(), v, end, bits);
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (v + 32 * u < end) reinterpret_cast<uint4*>(to)[v + 32 * u] = bits[u];
+    }
+  }
+}
+
+// Of other types, odd sizes.
+__device__ __noinline__ static void sum_into(Sum s, int owner, int slot, std::byte* to, const Tile& tile) {
+  const CombineParams& p = s.p;
+  const auto bytes = static_cast<int64_t>(p.group.map.shape().combine_bytes);
+  const uint32_t end = min(p.tiles.words, tile.end * kGroupWords);
+  collect_terms(p, s.set(), owner, slot, load_choice(p, meta_row(p, owner, slot), lane()));
+#pragma unroll 1
+  for (uint32_t w = tile.begin * kGroupWords + lane(); w < end; w += 32) {
+    const uint64_t value = sum_word(p, s.set(), w);
+    if (p.words_fit) {
+      reinterpret_cast<uint64_t*>(to)[w] = value;
+    } else {
+      store_bytes(to + 8 * static_cast<uint64_t>(w), value, bytes - 8 * static_cast<int64_t>(w));
+    }
+  }
+}
+
+// A tile of one row's partial into its owner's inbox, by a warp.
+template <twDtype_t kWire, bool kFast>
+__device__ inline void push_tile(const Sum& s, int owner, int slot, const Tile& tile) {
+  const CombineParams& p = s.p;
+  auto header = static_cast<uint64_t>(slot);
+  if (asks_header(p.group) && s.real) {
+    header = load_fresh<unsigned long long>(p.handle.meta + meta_row(p, owner, slot) * (1 + p.group.map.shape().top_k));
+  }
+  if (kFast || (p.plain && p.vectors_fit)) {
+    copy_tile(s, owner, row_in(p, owner, slot), header, tile.number);
+  } else if (p.sums_fit) {
+    sum_vectors_into<kWire>(s, owner, slot, header, tile.number);
+  } else {
+    sum_into(s, owner, slot, place_of(s, owner, header), tile);
+  }
+}
+
+// A chunk of rows that are no packets.
+struct Chunk {
+  int owner;
+  int number;
+  int rows;  // 0: there is no such chunk
+};
+// Chunks of all owners in turns, so that none waits for the others': whose the i-th is, whether or not there is such a
+// one. `Call`: a Sum, or a Collect (collective/collective.cuh).
+template <class Call>
+__device__ inline Chunk place_of_chunk(const Call& s, int i) {
+  const int number = quotient(i, s.owners());
+  const int owner = s.me() + 1 + i - number * s.owners();
+  return {owner < s.ranks() ? owner : owner - s.ranks(), number, s.chunk_rows()};
+}
+template <class Call>
+__device__ inline Chunk chunk_of(const Call& s, int i) {
+  Chunk chunk = place_of_chunk(s, i);
+  chunk.rows = max(0, min(chunk.rows, s.rows_for(chunk.owner) - chunk.number * chunk.rows));
+  return chunk;
+}
+
+// Of all owners, those of which there are fewer left out.
+template <class Call>
+__device__ inline int chunks_of(const Call& s) {
+  int most = 0;
+#pragma unroll 1
+  for (int i = 0; i < s.ranks(); ++i) {
+    if (!s.is_direct(i)) most = max(most, s.rows_for(i));
+  }
+  return s.owners() * quotient(most + s.chunk_rows() - 1, s.chunk_rows());
+}
+
+constexpr int kPushing = kWarps - 1;  // warps of a block that send; the last publishes
+
+// A block's chunks, in the order in which it has drawn them (`turn`); the place of number t is t % kChunks. The first
+// p.drawn are given, then one is drawn for each that is sent, by the warp that publishes: in order, so that no turn has
+// a chunk behind the first without. All pushing warps pass all turns up to that one.
+//
+// Gates, as a word that is looked at again and again is either a race to the language's rules or an atomic operation,
+// and with those a combine of 1024 tokens took 72 us instead of 54.
+struct Work {
+  uint64_t* given;
+  uint64_t* sent;
+  int32_t* taken;
+  int drawn;  // turns ahead of what is sent; at most half of the places
+
+  template <class Call>
+  __device__ explicit Work(const Call& s)
+      : given(shared_at<uint64_t>(s.p.at.given)),
+        sent(shared_at<uint64_t>(s.p.at.sent)),
+        taken(shared_at<int32_t>(s.p.at.taken)),
+        drawn(s.p.drawn) {}
+
+  static __device__ int place_of(int turn) { return turn % kChunks; }
+  static __device__ uint32_t parity_of(int turn) { return static_cast<uint32_t>(turn / kChunks % 2); }
+
+  // A turn's chunk; -1 if there is none. Waits until that is known.
+  __device__ int find(int turn) const {
+    await_gate(given + place_of(turn), parity_of(turn));
+    return taken[place_of(turn)];
+  }
+  // Makes known which chunks a turn has: those from this one on, of so many. By one thread. The place is free: the turn
+  // that had it is sent, for which all warps have read it.
+  __device__ void give(int turn, int chunk, int chunks) const {
+    taken[place_of(turn)] = chunk < chunks ? chunk : -1;
+    arrive_at(given + place_of(turn));
+  }
+};
+
+// Nobody has begun. By a block, before a barrier.
+template <class Call>
+__device__ inline void begin_work(const Call& s) {
+  const Work work(s);
+  for (int i = static_cast<int>(threadIdx.x); i < kChunks; i += kThreads) {
+    make_gate(work.given + i, 1);
+    make_gate(work.sent + i, kPushing);
+  }
+}
+
+// Whether a block leaves the last chunks to others: SMs that share their way to the link with several that send are
+// slower, and what one of them has drawn ahead would be the last to be sent. `turn`: the first that is not sent. In
+// turns of one chunk, so that not all are slower than the mean: then whoever is not draws what is left. (A combine of
+// 4096 tokens took 0.4 us longer without; with half as many chunks left, or if slower than 85 % instead of 90, 0.2.)
+__device__ inline bool leaves(const Work& work, int turn, int blocks, int chunks) {
+  constexpr int kLast = 8;  // chunks, for each block
+  const int drawn = turn + work.drawn;
+  const int last = work.taken[Work::place_of(drawn - 1)];
+  return last < 0 || (last + kLast * blocks >= chunks && drawn * blocks < last - last / 10);
+}
+
+// Draws chunks, and makes them known when all their tiles are sent, by a warp that does nothing else: a fence takes as
+// long as what is on the wire before it, and a sender that made it would be the last to end its next tile too, and so
+// make the next fence as well. S4: the gate chains what the senders wrote, one fence brings all of that before the
+// words.
+template <class Call>
+__device__ inline void publish_chunks(const Call& s) {
+  const Work work(s);
+  const int chunks = chunks_of(s);
+  const int blocks = s.p.roles.sending;
+  const int together = s.p.turn_chunks;
+  if (lane() < work.drawn) work.give(lane(), (static_cast<int>(blockIdx.x) + lane() * blocks) * together, chunks);
+  __syncwarp();
+  int turn = 0;
+#pragma unroll 1
+  while (work.find(turn) >= 0) {
+    await_gate(work.sent + Work::place_of(turn), Work::parity_of(turn));
+    const int mine = turn + lane();  // perhaps some after it are sent too: one fence for all
+    const int place = Work::place_of(mine);
+    const bool full =
+        lane() < work.drawn && work.taken[place] >= 0 && has_opened(work.sent + place, Work::parity_of(mine));
+    const int done = __ffs(static_cast<int>(~__ballot_sync(~0u, full))) - 1;
+    int drawn = 0;  // on its way while the words are made known
+    const bool ends = s.yields() && leaves(work, turn, blocks, chunks);
+    if (lane() == 0 && !ends) {
+      drawn = static_cast<int>(atomicAdd(work_counters(s.p.group, s.step), static_cast<uint32_t>(done)));
+    }
+#pragma unroll 1
+    for (int i = lane(); i < done * together; i += 32) {
+      const int of = i / together;
+      const Chunk chunk = chunk_of(s, work.taken[Work::place_of(turn + of)] + i - of * together);
+      fence_system();  // one instruction of all these lanes, each of which stores a word
+      if (chunk.rows > 0 && signals_parts(s.p.group)) {
+        store_word(s.windows()[chunk.owner] +
+                       s.p.group.map.chunk_signal(s.step.lane, s.step.bank(), s.p.group.me, chunk.number),
+                   s.step.number);
+      }
+    }
+    __syncwarp();  // all have read what is about to be overwritten
+    drawn = __shfl_sync(~0u, drawn, 0);
+    const int next = ends ? chunks : (work.drawn * blocks + drawn + lane()) * together;
+    if (lane() < done) work.give(mine + work.drawn, next, chunks);
+    __syncwarp();
+    turn += done;
+  }
+}
+
+// One of a chunk's tiles, or nothing if it has not so many rows.
+template <twDtype_t kWire, bool kFast>
+__device__ inline void push_item(const Sum& s, int number, int item) {
+  const int parts = s.p.pushed_parts;
+  const Chunk chunk = chunk_of(s, number);
+  const int row = s.chunk_rows() == 1 ? 0 : item / parts;
+  if (s.real && row >= chunk.rows) return;
+  push_tile<kWire, kFast>(s, chunk.owner, chunk.number * s.chunk_rows() + row,
+                          tile_of(s.p.tiles, static_cast<uint32_t>(item - row * parts)));
+}
+
+// The tile that a pushing warp begins with, of usual calls, which is of the chunks that its block is given
+// (publish_chunks): loaded while nobody knows yet whether there is such a row, and stored as soon as that is known. To
+// meet the instructions that find and send any other tile takes a warp 4 us from there; so long the link has these.
+// (With two for each warp, chunks were made known 4 us later, and 4096 tokens took 176 us instead of 174.5.)
+struct FirstPush {
+  bool given;
+  int owner;
+  int slot;
+  uint32_t begin;    // the lane's first vector of the row
+  uint32_t vectors;  // of the lane
+  const std::byte* row;
+  const uint64_t* header;
+  uint64_t to = 0;  // the header
+  uint4 value[kTileGroups] = {};
+
+  __device__ explicit FirstPush(const Sum& s) {
+    const CombineParams& p = s.p;
+    const int items = s.chunk_rows() * p.pushed_parts;
+    const int turn = s.set() / (items * p.turn_chunks);
+    const int item = s.set() % items;
+    const int number =
+        (static_cast<int>(blockIdx.x) + turn * p.roles.sending) * p.turn_chunks + s.set() / items % p.turn_chunks;
+    given = s.sends() && s.set() < kPushing && s.owners() > 0 && p.pushed == kPushedVectors &&
+            p.bound > p.group.packet_tokens && turn < p.drawn;
+    const Chunk chunk = given ? place_of_chunk(s, number) : Chunk{};
+    owner = chunk.owner;
+    slot = chunk.number * s.chunk_rows() + item / p.pushed_parts;
+    given = given && slot < p.bound;
+    begin = static_cast<uint32_t>(item % p.pushed_parts) * kPushedVectors + static_cast<uint32_t>(lane());
+    vectors = given && begin < p.vectors ? min(uint32_t{kTileGroups}, (p.vectors - begin + 31) / 32) : 0;
+  }
+  // Where it lies; of an exact layout, behind the row where the owner's begin.
+  __device__ void find(const CombineParams& p) {
+    const int64_t source = p.group.map.shape().exact() ? 0 : int64_t{owner} * p.bound;
+    row = p.rows + owner * p.block_stride + slot * p.row_stride + uint64_t{16} * begin;
+    header = p.handle.meta + (source + slot) * (1 + p.group.map.shape().top_k);
+    pin(row, header, begin, vectors);
+  }
+  // Of an exact layout nobody knows yet where rows begin.
+  __device__ void bring_near(const CombineParams& p) const {
+    constexpr uint32_t kVectors = 8;  // that come at a time
+    if (!given || p.group.map.shape().exact()) return;
+    const uint32_t v = begin + (kVectors - 1) * static_cast<uint32_t>(lane());
+    if (kVectors * static_cast<uint32_t>(lane()) < kPushedVectors && v < p.vectors) {
+      prefetch(row + uint64_t{16} * (kVectors - 1) * static_cast<uint32_t>(lane()));
+    }
+    if (lane() == 31) prefetch(header);
+  }
+  // `first`, `rows`: of an exact layout, where the owner's begin, and how many there are. (Elsewhere each slot has a
+  // place.)
+  __device__ void load(const CombineParams& p, int first, int rows) {
+    if (!given) return;
+    if (p.group.map.shape().exact()) {
+      row += first * p.row_stride;
+      header += int64_t{first} * (1 + p.group.map.shape().top_k);
+      if (slot >= rows) vectors = 0;
+    }
+    if (vectors > 0) to = load_fresh<unsigned long long>(header);
+#pragma unroll
+    for (uint32_t i = 0; i < kTileGroups; ++i) {
+      if (i < vectors) value[i] = load_fresh<uint4>(row + 512 * i);
+    }
+  }
+  __device__ void store(const Sum& s) const {
+    auto* const at = reinterpret_cast<uint4*>(place_of(s, owner, to)) + begin;
+#pragma unroll
+    for (uint32_t i = 0; i < kTileGroups; ++i) {
+      if (i < vectors) at[32 * i] = value[i];
+    }
+  }
+};
+
+// `begun`: the warp's first tile is sent, or there is none.
+template <twDtype_t kWire, bool kFast, class Call>
+__device__ inline void push_chunks(const Call& s, bool begun = false) {
+  if (s.set() == kPushing) {
+    if (s.real) publish_chunks(s);
+    return;
+  }
+  const Work work(s);
+  const int items = s.chunk_rows() * s.p.pushed_parts;
+  int x = s.set() + (begun ? kPushing : 0);  // the warp's next, of the tiles of all chunks of all turns
+  int begin = 0;
+#pragma unroll 1
+  for (int turn = 0;; ++turn) {
+    const int first = s.real ? work.find(turn) : 0;
+    if (first < 0) return;
+#pragma unroll 1
+    for (int i = 0; i < s.p.turn_chunks; ++i, begin += items) {
+#pragma unroll 1
+      for (; x < begin + items; x += kPushing) push_item<kWire, kFast>(s, first + i, x - begin);
+    }
+    if (!s.real) return;
+    __syncwarp();
+    if (lane() == 0) arrive_at(work.sent + Work::place_of(turn));
+  }
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,103 @@
+// What every combine does beside its rows: words, and what it leaves when it has failed.
+#pragma once
+
+#include "cuda/combine/sums.cuh"
+
+namespace tw::cuda {
+
+// How many rows came from a rank in the dispatch, and go back to it; and how many went to it, and come back.
+struct Counts {
+  uint32_t received;
+  uint32_t sent;
+  uint32_t first;  // of an exact layout, the row where those that came begin
+};
+// `kPackets`: of a call whose rows all go as packets, which is of no exact layout.
+template <bool kPackets = false>
+__device__ inline Counts load_counts(const Sum& s, int rank) {
+  if (rank >= s.ranks()) return {};
+  const HandleView& handle = s.p.handle;
+  Counts counts{load_fresh<uint32_t>(handle.counts + rank), load_fresh<uint32_t>(handle.send_counts + rank), 0};
+  if (!kPackets && s.p.group.map.shape().exact()) counts.first = load_fresh<uint32_t>(handle.source + rank);
+  return counts;
+}
+__device__ inline void bring_counts_near(const CombineParams& p, int rank) {
+  prefetch(p.handle.counts + rank);
+  prefetch(p.handle.send_counts + rank);
+  if (p.group.map.shape().exact()) prefetch(p.handle.source + rank);
+}
+// Those of all ranks, for a block, before a barrier. `counts`: of rank threadIdx.x.
+template <bool kPackets = false>
+__device__ inline void keep_counts(const Sum& s, Counts counts) {
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < s.ranks(); i += kThreads) {
+    s.counts()[i] = static_cast<int>(counts.received);
+    s.sent_rows()[i] = static_cast<int>(counts.sent);
+    shared_at<int32_t>(s.p.at.first)[i] = static_cast<int32_t>(counts.first);
+    counts = load_counts<kPackets>(s, i + kThreads);
+  }
+}
+
+// A dispatch that failed is answered by nobody: all ranks have seen it fail, and skip this step alike.
+__device__ inline bool can_combine(const CombineParams& p) {
+  const int32_t status = *reinterpret_cast<volatile int32_t*>(p.handle.status);
+  return !is_sticky(p.group) & (status == twSuccess);  // both are on their way at once
+}
+
+// Every row has its chunk's word or certifies itself. The step's word also says that nothing of the other bank is read
+// any more (S3): where rows lie outside the window that is so from the start. By a warp.
+__device__ inline void publish_first(const Sum& s) {
+#pragma unroll 1
+  for (int i = lane(); i < s.ranks(); i += 32) {
+    publish_signal(s.p.group, s.step, i, Mode::kCombine, s.counts()[i], 0);
+  }
+}
+
+// The last block whose rows are sent publishes, when all have been read and written (S3).
+__device__ inline void publish_last(const Sum& s) {
+  meet();
+  if (threadIdx.x >= 32) return;
+  const int last = threadIdx.x == 0 && last_to_send(s.p.group, s.step, s.p.roles);
+  if (!__shfl_sync(~0u, last, 0)) return;
+  __syncwarp();  // what lane 0 has synchronised with, all have
+  publish_signals(s.p.group, s.step, Mode::kCombine, [&](int rank) { return s.counts()[rank]; });
+}
+
+// The last block that sends, or where none sends the last, waits for the words.
+__device__ inline bool concludes(const Sum& s) {
+  return s.p.receive && blockIdx.x + 1 == static_cast<uint32_t>(s.p.roles.sending);
+}
+// One warp waits for every word (S2) and sees that every row that went out came back.
+__device__ inline void await_signals(const Sum& s) {
+  const GroupView& g = s.p.group;
+  bool good = true;
+#pragma unroll 1
+  for (int i = lane(); i < s.ranks(); i += 32) {
+    const int n = s.sent_rows()[i];
+    if (await_usual(g, s.step, i, n)) continue;
+    good &= await_signal(g, s.step, i, Look::kTakesPart, n, twCallMismatch).error == twSuccess;
+  }
+  if (!__all_sync(~0u, good) && lane() == 0) *s.failed() = 1;
+}
+
+// Nothing was sent or summed: NaN for all tokens, by the blocks that would have summed.
+__device__ __noinline__ static void give_up(Sum s) {
+  if (!s.sums()) return;
+  const auto block = static_cast<int>(blockIdx.x - first_receiver(s.p.roles));
+  fill_nan(s.p, 0, s.p.tokens, block * kThreads + static_cast<int>(threadIdx.x), s.p.roles.receiving * kThreads);
+}
+
+// The end of a kernel that receives; `arrived`: begin_end's, of thread 0.
+__device__ inline void finish_combine(const Sum& s, uint32_t arrived) {
+  const GroupView& g = s.p.group;
+  __syncthreads();
+  if (*s.failed() != 0) {                       // then what others have summed does not count either
+    if (threadIdx.x == 0) say_done(g, s.step);  // others may wait here likewise
+    await_done(g, s.step);
+    fill_nan(s.p, 0, s.p.tokens, static_cast<int>(threadIdx.x), kThreads);
+  }
+  if (threadIdx.x != 0) return;
+  end_step(g, s.step, arrived);
+  say_done(g, s.step);
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,117 @@
+// Slots by quotas of the batch (exchange/replicas.h, level_loads), before a dispatch or an exchange of counts: out of
+// the caller's ids into the handle's. One block: the quotas are few and follow from each other, so one thread makes
+// them, out of shared memory, with the code that the host runs; all count, and a warp for each expert gives out what it
+// has a quota of.
+#include <cuda_runtime.h>
+
+#include "cuda/device/ids.cuh"
+#include "cuda/launch/counts.h"
+#include "cuda/launch/launch.h"
+#include "cuda/launch/loading.h"
+
+namespace tw::cuda {
+namespace {
+
+struct RankOf {
+  const uint32_t* experts;
+
+  constexpr int32_t operator()(int32_t slot) const { return expert_rank(experts[slot]); }
+};
+
+struct Batch {
+  int32_t* counts;  // [E]
+  int32_t* load;    // [N]
+  int32_t* quota;   // [P]
+
+  __device__ explicit Batch(const BalanceParams& p) {
+    const Shape& shape = p.group.map.shape();
+    counts = p.scratch != nullptr ? p.scratch : shared_at<int32_t>(0);
+    load = counts + shape.choices();
+    quota = load + shape.ranks;
+  }
+};
+
+// A choice whose slot is known is kept as this until all are.
+__device__ inline int32_t settled(int32_t slot) { return -2 - slot; }
+
+// Ids and weights into the handle, counted. A bad id acts as -1 and is reported.
+__device__ void count_choices(const BalanceParams& p, const Replicas& replicas, const Batch& batch) {
+  Step step{next_step(p.group, p.lane), p.lane, 0, p.phase};
+  if (p.bank >= 0 && step.bank() != p.bank) ++step.number;  // the one that the exchange will have
+  visit_choices(p.in, p.tokens, p.group.map.shape().top_k, [&](int64_t i, int token, int k, int64_t raw, int32_t id) {
+    if (id < 0 && raw != -1) report_id(p.group, step, token, k, raw);
+    p.handle.ids[i] = id;
+    p.handle.weights[i] = raw_weight(p.in, token, k);
+    if (id < 0) return;
+    atomicAdd(&batch.counts[id], 1);
+    if (replicas.count(id) > 1) return;
+    const int32_t slot = replicas.slots[replicas.first[id]];
+    atomicAdd(&batch.load[expert_rank(p.group.experts[slot])], 1);
+  });
+}
+
+// The choices of an expert in the order of tokens, by a warp.
+__device__ void give_out(const BalanceParams& p, const Replicas& replicas, const Batch& batch, int32_t expert) {
+  const int top_k = p.group.map.shape().top_k;
+  int before = 0;
+#pragma unroll 1
+  for (int begin = 0; begin < p.tokens && before < batch.counts[expert]; begin += 32) {
+    const int token = begin + lane();
+    int32_t* found = nullptr;
+    for (int k = 0; token < p.tokens && k < top_k; ++k) {
+      int32_t* const at = p.handle.ids + int64_t{token} * top_k + k;
+      if (static_cast<int32_t>(load_fresh<uint32_t>(at)) == expert) found = at;
+    }
+    const uint32_t all = __ballot_sync(~0u, found != nullptr);
+    if (found != nullptr) {
+      *found = settled(quota_slot(replicas, batch.quota, expert, before + __popc(all & below(lane()))));
+    }
+    before += __popc(all);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) balance_kernel(const __grid_constant__ BalanceParams p) {
+  const Shape& shape = p.group.map.shape();
+  const auto thread = static_cast<int>(threadIdx.x);
+  const Batch batch(p);
+  Replicas replicas = replicas_at(p.group, reinterpret_cast<const int32_t*>(p.in.map) + MapWords::kFirst);
+  replicas.several_count = static_cast<int32_t>(load_fresh<uint32_t>(p.in.map + MapWords::kSeveral));
+  for (int i = thread; i < shape.choices() + shape.ranks; i += kThreads) batch.counts[i] = 0;
+  if (thread == 0) *p.handle.digest = load_digest(p.in.digest);
+  __syncthreads();
+  count_choices(p, replicas, batch);
+  __syncthreads();
+  for (int e = thread; shape.counts_loads != 0 && e < shape.choices(); e += kThreads) {
+    p.handle.choices[e] = batch.counts[e];
+  }
+  if (thread == 0) level_loads(replicas, RankOf{p.group.experts}, batch.counts, batch.load, batch.quota);
+  __syncthreads();
+#pragma unroll 1
+  for (int i = thread / 32; i < replicas.several_count; i += kWarps) {
+    give_out(p, replicas, batch, replicas.several[i]);
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int64_t i = thread; i < int64_t{p.tokens} * shape.top_k; i += kThreads) {
+    const auto id = static_cast<int32_t>(load_fresh<uint32_t>(p.handle.ids + i));
+    if (id < -1) p.handle.ids[i] = settled(id);
+    if (id >= 0) p.handle.ids[i] = replicas.slots[replicas.first[id]];
+  }
+}
+
+uint32_t shared_words(const Shape& shape) {
+  return shape.logical_experts > 0 && BalanceParams::fits(shape) ? BalanceParams::scratch_words(shape) : 0;
+}
+
+}  // namespace
+
+int launch_balance(const BalanceParams& params, void* stream) {
+  const uint32_t bytes = 4 * shared_words(params.group.map.shape());
+  return launch_kernel(balance_kernel, params, 1, bytes, false, stream);
+}
+
+int load_balance(const Shape& shape) {
+  return allow_shared(reinterpret_cast<const void*>(balance_kernel), 4 * shared_words(shape));
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,141 @@
+// What every kernel of the exchange uses: hand-overs in shared memory, loads past the first-level cache, a block's part
+// of the work.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/device/ptx.cuh"
+#include "cuda/launch/group_view.h"
+#include "cuda/launch/tiles.h"
+
+namespace tw::cuda {
+
+__device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
+__device__ inline uint32_t below(int bit) { return (1u << bit) - 1; }
+
+// The block's arrays in shared memory, by where they begin.
+template <class T>
+__device__ inline T* shared_at(uint32_t offset) {
+  return reinterpret_cast<T*>(shared_bytes() + offset);
+}
+
+// ---- What warps of a block hand to each other in shared memory without a barrier. Atomic operations, since these are
+// what the language and its race checker know for it; a fence (__threadfence_block) orders what goes with them.
+
+__device__ inline int32_t peek(int32_t* at) { return atomicAdd(at, 0); }
+__device__ inline void put(int32_t* at, int32_t value) { atomicExch(at, value); }
+// By a warp: threads that make an atomic operation at one place take turns, and a combine of 1024 tokens in which all
+// of a warp's did so took twice as long.
+__device__ inline int32_t peek_once(int32_t* at) {
+  const int32_t value = lane() == 0 ? peek(at) : 0;
+  return __shfl_sync(~0u, value, 0);
+}
+
+// ---- A kernel's begin.
+
+// Constants are cold when a kernel starts, 40 ns for each 64 bytes that are met one after the other; here that passes
+// while the kernel before runs. `bytes`: of those that most calls use.
+template <class Params>
+__device__ inline void warm(const Params& params, size_t bytes = sizeof(Params)) {
+  const auto* const words = reinterpret_cast<const uint32_t*>(&params);
+#pragma unroll
+  for (size_t i = 0; i < bytes / 64; ++i) pin_read(words[16 * i]);
+}
+
+// ---- What earlier kernels and peers wrote is read past the first-level cache: a kernel that comes onto the device
+// early may find there what it held before. The loads are volatile, so the compiler moves none to before await_earlier.
+
+template <class V>
+__device__ inline V load_fresh(const void* from) {
+  return __ldcg(static_cast<const V*>(from));
+}
+template <>
+__device__ inline Vec16 load_fresh<Vec16>(const void* from) {
+  const ulonglong2 value = __ldcg(static_cast<const ulonglong2*>(from));
+  return {value.x, value.y};
+}
+
+// The sum of a warp's values up to this lane's.
+template <class T>
+__device__ inline T sum_through(T value) {
+  for (int by = 1; by < 32; by *= 2) {
+    const T other = __shfl_sync(~0u, value, max(lane() - by, 0));
+    if (lane() >= by) value += other;
+  }
+  return value;
+}
+
+// Two int32 that lie together, as {a, b} of a T.
+template <class T>
+__device__ inline T load_both(const T* from) {
+  const uint64_t both = load_fresh<unsigned long long>(from);
+  return {static_cast<int32_t>(both), static_cast<int32_t>(both >> 32)};
+}
+
+// What a handle keeps of a received row: ids, then weights.
+__device__ inline const int32_t* kept_ids(const HandleView& handle, int top_k, int64_t row) {
+  return reinterpret_cast<const int32_t*>(handle.meta + row * (1 + top_k) + 1);
+}
+
+// Where experts are, [E + 1]: the last is nowhere, for ids that are none. By a block of so many threads. The tables
+// change only while no kernel of this rank runs, so they are there before a kernel waits for the one before it.
+__device__ inline void fill_experts(const GroupView& g, uint32_t* table, int threads) {
+  const int experts = g.map.shape().experts;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i <= experts; i += threads) {
+    table[i] = i < experts ? g.experts[i] : kNoExpert;
+  }
+}
+
+// ---- A block's part of the work.
+
+__device__ inline bool is_sender(const Roles& roles) {
+  return !roles.apart || blockIdx.x < static_cast<uint32_t>(roles.sending);
+}
+__device__ inline bool is_receiver(const Roles& roles) { return !roles.apart || !is_sender(roles); }
+__device__ inline uint32_t first_receiver(const Roles& roles) {
+  return roles.apart ? static_cast<uint32_t>(roles.sending) : 0;
+}
+// A warp's share of what is to be sent, or to be received: from which on, and how far to the next. Warps of a block are
+// far apart.
+struct Shares {
+  uint32_t first;
+  uint32_t step;
+};
+__device__ inline Shares shares_of(uint32_t block, int blocks) {
+  return {block + threadIdx.x / 32 * static_cast<uint32_t>(blocks), static_cast<uint32_t>(kWarps * blocks)};
+}
+__device__ inline Shares sent_shares(const Roles& roles) { return shares_of(blockIdx.x, roles.sending); }
+__device__ inline Shares received_shares(const Roles& roles) {
+  return shares_of(blockIdx.x - first_receiver(roles), roles.receiving);
+}
+
+// x / by, of what is not negative. Most calls divide by one: one other rank, chunks of a row; and a division is some 25
+// instructions, which a kernel meets before it sends anything.
+__device__ inline int quotient(int x, int by) { return by == 1 ? x : x / by; }
+
+__device__ inline uint32_t divide(uint32_t x, const Divider& by) {
+  if (by.divisor == 1) return x;
+  const uint32_t high = __umulhi(x, by.factor);
+  return (high + ((x - high) >> 1)) >> (by.shift - 1);
+}
+
+// 8 bytes at any address, of which `bytes` (up to 8) exist; the rest reads as 0.
+__device__ inline uint64_t load_bytes(const std::byte* from, int64_t bytes) {
+  if (bytes >= 8 && reinterpret_cast<uintptr_t>(from) % 8 == 0) return load_fresh<unsigned long long>(from);
+  uint64_t value = 0;
+  for (int i = 0; i < 8 && i < bytes; ++i) {
+    value |= static_cast<uint64_t>(load_fresh<unsigned char>(from + i)) << (8 * i);
+  }
+  return value;
+}
+__device__ inline void store_bytes(std::byte* to, uint64_t value, int64_t bytes) {
+  if (bytes >= 8 && reinterpret_cast<uintptr_t>(to) % 8 == 0) {
+    *reinterpret_cast<uint64_t*>(to) = value;
+    return;
+  }
+  for (int i = 0; i < 8 && i < bytes; ++i) to[i] = static_cast<std::byte>(value >> (8 * i));
+}
+
+}  // namespace tw::cuda

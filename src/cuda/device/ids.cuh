@@ -1,0 +1,89 @@
+// The caller's ids and weights: read, checked, and reported where they are bad.
+#pragma once
+
+#include "cuda/device/wait.cuh"
+#include "exchange/replicas.h"
+
+namespace tw::cuda {
+
+// Where the k-th id of a token lies, in bytes.
+__device__ inline int64_t id_offset(const IdsIn& in, int token, int k) {
+  return (token * in.id_stride[0] + k * in.id_stride[1]) << (in.wide ? 3 : 2);
+}
+// An id as the caller has it.
+__device__ inline int64_t raw_id(const IdsIn& in, int token, int k) {
+  const auto* const at = static_cast<const std::byte*>(in.ids) + id_offset(in, token, k);
+  return in.wide ? static_cast<int64_t>(load_fresh<unsigned long long>(at))
+                 : static_cast<int32_t>(load_fresh<uint32_t>(at));
+}
+__device__ inline float raw_weight(const IdsIn& in, int token, int k) {
+  if (in.weights == nullptr) return 1.0f;
+  const int64_t at = token * in.weight_stride[0] + k * in.weight_stride[1];
+  return __uint_as_float(load_fresh<uint32_t>(in.weights + at));
+}
+// What is none that there is becomes -1.
+__device__ inline int32_t valid_id(const IdsIn& in, int64_t id) {
+  return id >= 0 && id < in.limit ? static_cast<int32_t>(id) : -1;
+}
+
+// Whether an id stands before in its token. Several of those before it are on their way at once: to look at one after
+// the other takes as long as a small dispatch.
+__device__ inline bool repeats(const IdsIn& in, int token, int k, int64_t raw) {
+  constexpr int kAtOnce = 8;
+  bool found = false;
+#pragma unroll 1
+  for (int base = 0; base < k; base += kAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) found |= base + i < k && raw_id(in, token, base + i) == raw;
+  }
+  return found;
+}
+
+// Each choice of a batch: visit(i, token, k, raw, id), the i-th of all. id: -1 unless `raw` is an expert's that stands
+// nowhere before in its token. By a block; a thread has one choice at a time.
+template <class Visit>
+__device__ inline void visit_choices(const IdsIn& in, int tokens, int top_k, Visit&& visit) {
+  const int64_t choices = int64_t{tokens} * top_k;
+#pragma unroll 1
+  for (int64_t i = threadIdx.x; i < choices; i += kThreads) {
+    const auto token = static_cast<int>(i / top_k);
+    const auto k = static_cast<int>(i - int64_t{token} * top_k);
+    const int64_t raw = raw_id(in, token, k);
+    const bool again = repeats(in, token, k, raw);
+    visit(i, token, k, raw, again ? -1 : valid_id(in, raw));
+  }
+}
+
+// A layer's map, where it lies from `first` on (launch/expert_tables.h, MapWords).
+__device__ inline Replicas replicas_at(const GroupView& g, const int32_t* first) {
+  const Shape& shape = g.map.shape();
+  Replicas replicas;
+  replicas.first = first;
+  replicas.slots = first + MapWords::slots(shape);
+  replicas.lower = g.by_shares ? reinterpret_cast<const uint32_t*>(first + MapWords::lower(shape)) : nullptr;
+  replicas.several = first + MapWords::several(shape);
+  replicas.rank = g.me;
+  return replicas;
+}
+// The slot that a valid id stands for, out of device memory.
+__device__ inline int32_t slot_of(const GroupView& g, const IdsIn& in, int32_t id, int token) {
+  if (in.map == nullptr || id < 0) return id;
+  return replicas_at(g, reinterpret_cast<const int32_t*>(in.map) + MapWords::kFirst).choose(id, token);
+}
+
+// What a dispatch, or an exchange of counts, tells of the map that its slots are from. `at`: where that is; NULL: none.
+__device__ inline uint32_t load_digest(const uint32_t* at) { return at == nullptr ? 0 : load_fresh<uint32_t>(at); }
+
+// Reports an id that is neither -1 nor an expert, or stands twice in its token; one for each step.
+__device__ __noinline__ static void report_id(const GroupView& g, Step step, int token, int k, int64_t id) {
+  if (atomicExch(&g.lanes[step.lane].bad_step, step.low()) == step.low()) return;
+  report_call(g, &g.pages[g.me]->bad_id, [&](Report* to) {
+    write_report(to, g, step, twInvalidArgument, g.me, 0, 0);
+    volatile Report& report = *to;
+    report.token = token;
+    report.k = k;
+    report.value = id;
+  });
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,190 @@
+// Counting (exchange/loads.h), by a block of its own in each dispatch that sends: it reads the ids, tells all ranks how
+// often each expert was chosen, and takes what all have told of the dispatch before on this lane. That has long come,
+// so it waits for nobody; and no block waits for it.
+//
+// The words of a dispatch lie in one of four banks, by its number on the lane, which all ranks have alike: a refusal
+// counts too. A rank that makes dispatch d reads those of d - 1; its peers are at d + 1 at most (S2), so nothing of d +
+// 3 is written there meanwhile.
+#pragma once
+
+#include "cuda/device/routing.cuh"
+#include "cuda/launch/dispatch.h"
+#include "exchange/loads.h"
+
+namespace tw::cuda {
+
+// Whether this block of a dispatch only counts.
+__device__ inline bool does_nothing_else(const DispatchParams& p) {
+  return p.loads_block == LoadsBlock::kApart && blockIdx.x == gridDim.x - 1;
+}
+
+// A word to all ranks. By a thread.
+__device__ inline void tell_signal(const GroupView& g, int lane_of, uint32_t dispatch, uint64_t word, uint32_t value) {
+  const int bank = static_cast<int>(dispatch % WindowMap::kLoadsBanks);
+  const uint64_t place = g.map.loads(lane_of, bank, g.me) + sizeof(uint64_t) * word;
+#pragma unroll 1
+  for (int rank = 0; rank < g.map.shape().ranks; ++rank) {
+    store_word(window_of(g, rank) + place, told_signal(dispatch, value));
+  }
+}
+
+// How often this rank's tokens choose each expert, into the counters. A bad id counts as none. By a block.
+__device__ inline void count_ids(const DispatchParams& p, int32_t* counts) {
+  const Shape& shape = p.group.map.shape();
+  const auto thread = static_cast<int>(threadIdx.x);
+  for (int e = thread; e < shape.choices(); e += kThreads) counts[e] = 0;
+  __syncthreads();
+  visit_choices(p.in, p.tokens, shape.top_k, [counts](int64_t, int, int, int64_t, int32_t id) {
+    if (id >= 0) atomicAdd(&counts[id], 1);
+  });
+  __syncthreads();
+}
+
+// What a source has told in a dispatch, given what was found at first. Of another dispatch if it never comes, as of a
+// group that has ended.
+__device__ __noinline__ static uint64_t await_told(const GroupView& g, const std::byte* place, uint32_t dispatch,
+                                                   uint64_t told) {
+  Patience patience(g);
+  bool late = false;
+#pragma unroll 1
+  while (told_tag(told) != dispatch && !patience.over(&late)) {
+    __nanosleep(50);
+    told = load_word(place);
+  }
+  return told;
+}
+
+// What all ranks have told of a dispatch.
+struct Told {
+  bool good;       // all of it is there, and all have counted the same layer
+  int32_t layer;   // -1: none
+  uint32_t clock;  // the least of all
+  uint32_t sum;    // of an expert's choices
+};
+// `expert`: the thread's, or -1. The words of several sources are on their way at once.
+__device__ inline Told load_told(const GroupView& g, int lane_of, uint32_t dispatch, int expert) {
+  constexpr int kAtOnce = 4;
+  const int ranks = g.map.shape().ranks;
+  const int bank = static_cast<int>(dispatch % WindowMap::kLoadsBanks);
+  const auto place = [&](int source, int word) {
+    return window_of(g, g.me) + g.map.loads(lane_of, bank, source) + sizeof(uint64_t) * static_cast<uint64_t>(word);
+  };
+  Told told{true, -1, 0, 0};
+#pragma unroll 1
+  for (int base = 0; base < ranks && told.good; base += kAtOnce) {
+    uint64_t call[kAtOnce];
+    uint64_t chosen[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (base + i >= ranks) continue;
+      call[i] = load_word(place(base + i, 0));
+      chosen[i] = load_word(place(base + i, 1 + max(expert, 0)));
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (base + i >= ranks || !told.good) continue;
+      const auto await = [&](uint64_t& word, int number) {
+        if (told_tag(word) != dispatch) word = await_told(g, place(base + i, number), dispatch, word);
+        return told_tag(word) == dispatch;
+      };
+      told.good = await(call[i], 0);
+      const uint32_t value = told_value(call[i]);
+      const uint32_t clock = CountedCall::clock(value);
+      if (base + i == 0) told.layer = CountedCall::layer(value), told.clock = clock;
+      if (CountedCall::since(told.clock, clock) != 0) told.clock = clock;
+      // Who has refused tells nothing more.
+      told.good =
+          told.good && value != 0 && CountedCall::layer(value) == told.layer && await(chosen[i], 1 + max(expert, 0));
+      told.sum += told_value(chosen[i]);
+    }
+  }
+  return told;
+}
+
+// The averages after what all ranks have told of a dispatch. Nothing changes unless all have counted the same layer: a
+// rank that refused the dispatch has told that it counts none. By a block.
+__device__ __noinline__ static void take_told(const GroupView& g, int lane_of, uint32_t dispatch) {
+  const int experts = g.map.shape().choices();
+  const auto thread = static_cast<int>(threadIdx.x);
+  const auto threads = static_cast<int>(blockDim.x);
+  const LoadsView& loads = g.loads;
+  Told told = load_told(g, lane_of, dispatch, thread < experts ? thread : -1);
+  if (__syncthreads_and(told.good) == 0) return;
+  const int64_t row = int64_t{lane_of} * loads.layers + told.layer;
+  const uint32_t before_it = load_fresh<uint32_t>(&loads.clocks[row]);
+  const long long counted = thread == 0 ? load_fresh<unsigned long long>(&loads.dispatches[row]) + 1 : 0;
+  // A rank that has refused dispatches is behind.
+  const uint32_t later = max(CountedCall::since(told.clock, before_it), 1u);
+#pragma unroll 1
+  for (int e = thread; e < experts && told.good; e += threads) {
+    const int64_t at = row * experts + e;
+    const float before = __uint_as_float(load_fresh<uint32_t>(&loads.averages[at]));
+    const float average = average_load(aged_load(before, loads.decay, later - 1), loads.decay, told.sum);
+    loads.averages[at] = average;
+    *const_cast<volatile float*>(&loads.averages_there[at]) = average;
+    if (e + threads < experts) told = load_told(g, lane_of, dispatch, e + threads);
+  }
+  __syncthreads();  // all have read the clock
+  if (thread != 0) return;
+  loads.clocks[row] = before_it + later;
+  *const_cast<volatile uint32_t*>(&loads.clocks_there[row]) = before_it + later;
+  loads.dispatches[row] = counted;
+  *const_cast<volatile long long*>(&loads.dispatches_there[row]) = counted;
+}
+
+// All of it. By a block that does nothing else, or by the last one when it is done with its part.
+__device__ __noinline__ static void loads_block(const DispatchParams& p) {
+  const GroupView& g = p.group;
+  const Shape& shape = g.map.shape();
+  const auto thread = static_cast<int>(threadIdx.x);
+  LaneState& lane_state = g.lanes[p.lane];
+  const uint32_t dispatch = load_fresh<uint32_t>(&lane_state.dispatches) + 1;
+  const bool routed = !p.in.own;  // else whoever made the ids the handle's own has counted them
+  const bool shared = routed && p.table != 0;
+  int32_t* const counts = shared ? shared_at<int32_t>(p.at.table) : p.handle.choices;
+  __syncthreads();               // the table is not needed any more
+  if (thread == kThreads - 1) {  // whose warp seldom has tokens to count
+    // A dispatch that is made although its counts were refused for lack of room moves nothing.
+    const bool moves = !shape.exact() || load_fresh<uint32_t>(p.handle.overflow) == 0;
+    const bool counted = p.counted && moves;
+    const uint32_t turn = counted ? atomicAdd(&g.loads.told_of[p.layer], 1) + 1 : 0;
+    tell_signal(g, p.lane, dispatch, 0, counted ? CountedCall::value(p.layer, turn) : 0);
+  }
+  if (routed) count_ids(p, counts);
+  for (int e = thread; e < shape.choices(); e += kThreads) {
+    const uint32_t chosen = shared ? static_cast<uint32_t>(counts[e]) : load_fresh<uint32_t>(&p.handle.choices[e]);
+    if (shared) p.handle.choices[e] = static_cast<int32_t>(chosen);
+    tell_signal(g, p.lane, dispatch, 1 + static_cast<uint64_t>(e), chosen);
+  }
+  if (dispatch > 1) take_told(g, p.lane, dispatch - 1);
+  __syncthreads();
+  if (thread == 0) lane_state.dispatches = dispatch;
+}
+
+// A block that does nothing else, from its begin: without what the others prepare it ends before they do, with 128
+// tokens and more.
+__device__ __noinline__ static void count_alone(const DispatchParams& p) {
+  const GroupView& g = p.group;
+  await_earlier();
+  Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
+  if (static_cast<int>(step.number & 1) != p.bank) ++step.number;  // the others skip one
+  const bool usable = __syncthreads_or(is_sticky(g)) == 0;
+  const uint32_t arrived = p.receive && threadIdx.x == 0 ? begin_end(g, step) : 0;
+  if (usable) loads_block(p);
+  __syncthreads();
+  if (!p.receive || threadIdx.x != 0) return;
+  end_step(g, step, arrived);
+  say_done(g, step);
+}
+
+// A dispatch that this rank refuses: it counts for nobody. By a block.
+__device__ inline void tell_refusal(const GroupView& g, int lane_of) {
+  if (g.map.shape().counts_loads == 0) return;
+  const uint32_t dispatch = load_fresh<uint32_t>(&g.lanes[lane_of].dispatches) + 1;
+  __syncthreads();  // all have read it
+  if (threadIdx.x == 0) tell_signal(g, lane_of, dispatch, 0, 0);
+  if (dispatch > 1) take_told(g, lane_of, dispatch - 1);
+  if (threadIdx.x == 0) g.lanes[lane_of].dispatches = dispatch;
+}
+
+}  // namespace tw::cuda

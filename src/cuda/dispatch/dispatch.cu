@@ -1,0 +1,155 @@
+// Dispatch: one kernel, from ids to rows in place at their receivers.
+//
+// Floor: bytes over the link, then one flight with the last of them and its flag. The last tokens of a rank, or all if
+// they are few, go as packets, which certify themselves. Those before them go as they lie; the fence and the word that
+// these need (S4) take some 4 us, which pass while the packets are on the wire.
+//
+// Some of the blocks send, the others receive, and their warps work alone, on a tile of a row at a time: the senders
+// need a bit for each token and rank (device/routing.cuh) and find the slots of their row from it; the receivers need a
+// word of each source, which they look at while their first packet comes. Nothing is handed over by way of barriers and
+// memory but the bits, as each such step is half a microsecond.
+#include <cuda_runtime.h>
+
+#include "cuda/device/loads.cuh"
+#include "cuda/dispatch/end.cuh"
+#include "cuda/dispatch/receive.cuh"
+#include "cuda/dispatch/send_loop.cuh"
+#include "cuda/launch/bulk.h"
+
+namespace tw::cuda {
+
+int load_dispatch_packets(const Shape& shape);
+int load_dispatch_placed(const Shape& shape);
+
+namespace {
+
+// Blocks that send go through all of it twice where they come onto the device early (Kind::kUsual, `rehearses`): first
+// without effect, before the wait for the kernel before. Instructions are met in device memory, as those of the last
+// dispatch have left the caches since. From the wait to a warp's second tile 13 us passed so, of which the link had
+// work for 6: a dispatch and a combine of 4096 tokens took 2.3 us longer, 0.4 of it the combine's part. What a
+// rehearsal loads may be of any time, and is used for nothing but where nothing goes.
+template <Kind kKind>
+__global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
+  constexpr bool kFast = kKind != Kind::kGeneric;
+  let_next_begin();
+  if (does_nothing_else(p)) return count_alone(p);
+  const GroupView& g = p.group;
+  const Shape& shape = g.map.shape();
+  const Scratch scratch(p);
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool sends = p.send && is_sender(p.roles);
+  const bool receives = p.receive && is_receiver(p.roles);
+  warm(p);
+  begin_block(p, scratch);
+  // What a sending warp sends first, though nobody knows yet where it goes.
+  const uint32_t u = sent_shares(p.roles).first;
+  const bool begins = sends && u < sending_warps(p);
+  const bool begins_plain = kFast && begins && u < tiles_before(p, p.first_packet);
+  PlainTile plain{};
+  if constexpr (kFast) {
+    plain.find(p, u, begins_plain);
+    plain.pin();
+  }
+  IdsAt ids_from = ids_at(p, thread);
+  pin(ids_from.from, ids_from.bytes);
+  // What is loaded first comes to the second-level cache while the kernel before runs: between bulk kernels more passes
+  // through that cache than it holds.
+  if (sends && kFast) {
+    if (ids_from.bytes > 0) prefetch(ids_from.from);
+    plain.bring_near(p);
+  }
+  if (thread < shape.ranks) bring_begins_near(p, thread);
+  if (thread == 0) prefetch(&g.lanes[p.lane]), prefetch(g.state);
+  meet();  // the table
+  const int bytes = ids_from.bytes;
+  const uint32_t vectors = plain.vectors;
+  const std::byte* const second = plain.second;
+#pragma unroll 1
+  for (bool real = !(kKind == Kind::kUsual && p.rehearses && sends && !receives);; real = true) {
+    if (real) await_earlier();
+    ids_from.bytes = real ? bytes : 0;
+    plain.vectors = real ? vectors : 0;
+    plain.second = real ? second : nullptr;
+    plain.there = real && begins_plain;
+    for (int i = 0; i < kTileGroups; ++i) plain.even[i] = plain.odd[i] = {};
+    plain.second_vector = {};
+    Ids ids{};
+    if (sends && kFast) ids = load_ids(ids_from);
+    const Begins rows = load_begins(p, thread);
+    const uint32_t digest = load_digest(p.in.digest);
+    Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
+    const bool sticky = is_sticky(g);
+    if (sends && kFast) plain.load(p);
+    Ahead ahead{};
+    if (!kFast && begins) {
+      const Item item = sent_item(p, u);
+      const auto token = static_cast<int>(item.row);
+      if (token < p.tokens) load_ahead<kFast>(p, token, item.tile, &ahead);
+    }
+    keep_begins<kFast>(p, scratch, rows);
+    if (sends) mark_tokens<kFast>(p, scratch, thread, ids, scratch.marks(thread));
+    const bool skips = static_cast<int>(step.number & 1) != p.bank;
+    if (skips) ++step.number;
+    step.digest = mix_counted(digest, p.counted), step.note_bits = g.note_bits, step.has_offsets = p.has_offsets;
+    bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
+    const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
+    if (real && p.send && usable && skips && tells_skips(g)) usable = skip_step(g, step);
+    // Before all else: so long as a warp finds and loads its next tile, the link has these. Not of later rounds, of
+    // which nobody knows yet where tokens go.
+    const auto token = static_cast<int>(plain.item.row);
+    const bool stored = begins_plain && token < kRound;
+    if ((stored && usable) || !real) {
+      const Place to = find_place<false>(p, scratch, token, 0);
+      send_plain(b, &plain, real ? b.target(to) : Target{lane() == 0, 0});
+    }
+    if (real) mark_rest<kFast>(p, scratch, step);
+    const bool first = thread == 0 && blockIdx.x == 0;
+    if (real && first && p.send && usable) say_sent(g, step);
+    if ((usable || !real) && sends)
+      send<kKind, false>(b, plain, begins_plain, stored && real, ahead, real, false);  // S7: nobody here waits
+    if (!real) continue;
+    uint32_t arrived = 0;
+    if (p.receive && thread == 0) arrived = begin_end(g, step);
+    if (first) {  // what no peer waits for
+      // Until a block that has seen an error knows all others to be done, or the group is finished, which a combine
+      // sees first.
+      if (p.receive) *p.handle.status = twSuccess;
+      if (p.in.map != nullptr) *p.handle.digest = digest;
+      clear_counters(g, step);
+    }
+    if (usable) {
+      if (receives) receive<kFast>(b, false);
+      if (p.loads_block == LoadsBlock::kLast && blockIdx.x == gridDim.x - 1) loads_block(p);
+    } else if (p.receive) {
+      give_up(b);
+    }
+    if (!p.receive) return;
+    __syncthreads();
+    if (*scratch.failed() != 0) clear_failed(b);
+    if (threadIdx.x != 0) return;
+    end_step(g, step, arrived);
+    say_done(g, step);
+    return;
+  }
+}
+
+// Of one kind.
+constexpr auto kWithKernel = [](Kind kind, auto&& use) {
+  return with_kind(kind, [&](auto of) { return use(dispatch_kernel<decltype(of)::value>); });
+};
+
+}  // namespace
+
+int launch_dispatch(const DispatchParams& params, int grid, bool early, void* stream) {
+  if (params.kind == Kind::kPackets) return launch_dispatch_packets(params, grid, early, stream);
+  if (params.handle.marks != nullptr) return launch_dispatch_placed(params, grid, early, stream);
+  return launch_bulk(params, grid, early, stream, kWithKernel);
+}
+
+int load_dispatch(const Shape& shape) {
+  if (const int error = load_dispatch_packets(shape)) return error;
+  if (const int error = load_dispatch_placed(shape)) return error;
+  return load_bulk(DispatchScratch::make(shape).bytes, kWithKernel);
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,59 @@
+// What a dispatch leaves when it has failed.
+#pragma once
+
+#include "cuda/device/loads.cuh"
+#include "cuda/dispatch/send.cuh"
+
+namespace tw::cuda {
+
+// Clears away after what has failed, by blocks that have seen it, when all have done with it.
+__device__ __noinline__ static void clear_failed(Block b) {
+  const DispatchParams& p = b.p;
+  if (threadIdx.x == 0) say_done(p.group, b.step);  // others may wait here likewise
+  await_done(p.group, b.step);
+  keep_begins<false>(p, b.scratch,
+                     load_begins(p, static_cast<int>(threadIdx.x)));  // which the kernel of packets has not done
+  __syncthreads();
+  for (int source = 0; source < b.ranks(); ++source) {
+    if (b.scratch.source_error()[source] == twSuccess) continue;
+    if (threadIdx.x == 0) p.shown.counts[source] = p.handle.counts[source] = 0;
+    show_nothing(p, b.row(source, 0), b.row(source, expected_rows(b, source)), static_cast<int>(threadIdx.x),
+                 static_cast<int>(blockDim.x));
+  }
+  if (threadIdx.x == 0) *p.handle.status = twInternalError;
+}
+
+// The group is finished: nothing goes out, and what the caller sees is made safe, when all have done with it. Blocks
+// that have begun before may think otherwise, so each that knows clears everything.
+__device__ inline void give_up(const Block& b) {
+  for (int i = static_cast<int>(threadIdx.x); i < b.ranks(); i += kThreads) b.scratch.fail(i, twInternalError);
+}
+
+// What a dispatch of an exact layout leaves that no peer waits for. By one thread.
+__device__ inline void leave_status(const Block& b, uint32_t digest) {
+  const DispatchParams& p = b.p;
+  // Until a block that has seen an error knows all others to be done, or the group is finished, which a combine sees
+  // first. Rows that do not fit go nowhere, and no combine answers.
+  const bool overflow = load_fresh<uint32_t>(p.handle.overflow) != 0;
+  if (p.receive) *p.handle.status = overflow ? twRecvOverflow : twSuccess;
+  if (p.in.map != nullptr) *p.handle.digest = digest;
+  clear_counters(p.group, b.step);
+}
+
+// The end of a block, which has sent and received. `arrived`: begin_end's.
+__device__ inline void finish_dispatch(const Block& b, bool usable, uint32_t arrived) {
+  const DispatchParams& p = b.p;
+  if (usable) {
+    if (p.loads_block == LoadsBlock::kLast && blockIdx.x == gridDim.x - 1) loads_block(p);
+  } else if (p.receive) {
+    give_up(b);
+  }
+  if (!p.receive) return;
+  __syncthreads();
+  if (*b.scratch.failed() != 0) clear_failed(b);
+  if (threadIdx.x != 0) return;
+  end_step(p.group, b.step, arrived);
+  say_done(p.group, b.step);
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,436 @@
+// Dispatch of rows that all travel as packets, in calls of the usual kind (launch/tiles.h, Kind::kPackets).
+//
+// Floor: an exchange of packets, 2.5 us and the bytes over the link. What comes on top is instructions: a warp runs one
+// in about 5 cycles, and one that it meets for the first time in 5 to 10; and each load that waits for another is 0.6
+// us. So whatever does not need the step, the ids or the payload is worked out before the kernel waits for the one
+// before it; then all that is needed is loaded at once; no warp waits for another but where tokens are routed; and what
+// the caller needs but no peer does comes after the stores.
+#include <cuda_runtime.h>
+
+#include "cuda/device/loads.cuh"
+#include "cuda/dispatch/end.cuh"
+#include "cuda/dispatch/ll128_tiles.cuh"
+#include "cuda/launch/launch.h"
+#include "cuda/launch/loading.h"
+
+namespace tw::cuda {
+namespace {
+
+// ---- Routing: of up to 32 tokens each warp makes it by itself, in registers; of more, up to two rounds, a block does.
+
+template <bool kAlone>
+struct Routing {
+  uint32_t going = 0;  // alone: which tokens go to rank lane()
+
+  // `ids`: of token lane(), or of token threadIdx.x, before a barrier; `more`: of that of the second round.
+  __device__ void make(const DispatchParams& p, const Scratch& scratch, const Ids& ids, const Ids& more) {
+    if (kAlone) {
+      going = route_warp<true>(p, scratch, lane(), 0, ids);
+      return;
+    }
+    const auto token = static_cast<int>(threadIdx.x);
+    mark_tokens<true>(p, scratch, token, ids, scratch.marks(token));
+    if (p.tokens > kRound) mark_tokens<true>(p, scratch, token + kRound, more, scratch.marks(token + kRound));
+  }
+  // Whether a token goes to rank lane(), and its slot there.
+  __device__ Place find(const Block& b, int token) const {
+    if (kAlone) return {(going >> token & 1) != 0, __popc(going & below(token))};
+    if (lane() >= b.ranks() || !b.scratch.goes(token, lane())) return {false, 0};
+    return {true, b.scratch.before_packet(token, lane())};
+  }
+  // How many tokens go to a rank.
+  __device__ int count(const Block& b, int rank) const {
+    if (kAlone) return __popc(__shfl_sync(~0u, going, rank));
+    return rank < b.ranks() ? b.scratch.packets(b.p.tokens, rank) : 0;
+  }
+};
+
+// ---- Sending
+
+// A tile of a token's row and what of it this thread loads; beside it, if they lie there, the token's lane()-th
+// id and weight.
+template <int kGroups>
+struct Outgoing {
+  int token;
+  Tile tile;
+  Words<kGroups, const std::byte> words;
+  uint32_t groups;        // of packets in which it has a part
+  uint64_t packet;        // in a window, of slot 0
+  const std::byte* id;    // nullptr: none
+  const std::byte* high;  // half of an id of 64 bits
+  const std::byte* weight;
+
+  __device__ Outgoing(const DispatchParams& p, uint32_t u);
+  __device__ void pin() {
+    words.pin();
+    cuda::pin(token, tile.number, tile.begin, tile.end, groups, packet, id, high, weight);
+  }
+};
+
+template <int kGroups>
+__device__ inline Outgoing<kGroups>::Outgoing(const DispatchParams& p, uint32_t u)
+    : token(static_cast<int>(divide(u, p.tiles.per_row))),
+      tile(tile_of(p.tiles, u - static_cast<uint32_t>(token) * p.tiles.per_row.divisor)),
+      words(p, tile, [&](int q) { return p.payloads[q].data + token * p.payloads[q].stride; }),
+      groups(part_of(p.tiles, tile)),
+      packet(p.packets.bank[p.bank] + static_cast<uint32_t>(p.group.me) * p.packets.source + packet_place(tile.begin)),
+      id(nullptr),
+      high(nullptr),
+      weight(nullptr) {
+  if (token >= p.tokens) {
+    words.which = 0;
+    return;
+  }
+  if (!has_meta(tile) || lane() >= p.group.map.shape().top_k) return;
+  const int64_t at = token * p.in.id_stride[0] + lane();
+  id = static_cast<const std::byte*>(p.in.ids) + (at << (p.in.wide ? 3 : 2));
+  if (p.in.wide) high = id + sizeof(uint32_t);
+  if (p.in.weights == nullptr) return;
+  weight =
+      reinterpret_cast<const std::byte*>(p.in.weights + token * p.in.weight_stride[0] + lane() * p.in.weight_stride[1]);
+}
+
+constexpr uint32_t kOne = 0x3f800000;  // 1.0f
+
+// All of that, on its way at once; nothing is made of it yet.
+template <int kGroups>
+struct Loaded {
+  Vec16 pair[kGroups];
+  uint32_t id;
+  uint32_t high;
+  uint32_t weight;
+
+  __device__ explicit Loaded(const Outgoing<kGroups>& out) : id(~0u), high(~0u), weight(kOne) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      pair[g] = {};
+      if (out.words.has(g, 0)) pair[g].a = load_fresh<unsigned long long>(out.words.at(g, 0));
+      if (out.words.has(g, 1)) pair[g].b = load_fresh<unsigned long long>(out.words.at(g, 1));
+    }
+    if (out.id != nullptr) id = load_fresh<uint32_t>(out.id);
+    if (out.high != nullptr) high = load_fresh<uint32_t>(out.high);
+    if (out.weight != nullptr) weight = load_fresh<uint32_t>(out.weight);
+  }
+  __device__ Choice choice() const { return {id, high, __uint_as_float(weight)}; }
+};
+
+// The handle's copy of a token's routing.
+__device__ inline void keep_token(const Block& b, int token, const Place& place, uint32_t ranks, uint32_t item,
+                                  const Choice& choice) {
+  const DispatchParams& p = b.p;
+  const Shape& shape = p.group.map.shape();
+  if (lane() == 0) p.handle.fan[token] = __popc(ranks);
+  if (place.goes) {
+    p.handle.destinations[token * shape.fan_out() + __popc(ranks & below(lane()))] = {lane(), place.slot};
+  }
+  if (p.in.own || lane() >= shape.top_k) return;
+  p.handle.ids[token * shape.top_k + lane()] = static_cast<int32_t>(item);
+  p.handle.weights[token * shape.top_k + lane()] = choice.weight;
+}
+
+// A tile of a token's row to all its ranks.
+template <int kGroups>
+__device__ inline void send_tile(const Block& b, const Place& place, const Outgoing<kGroups>& out,
+                                 Loaded<kGroups> loaded) {
+  const DispatchParams& p = b.p;
+  Vec16& pair = loaded.pair[0];
+  const Choice choice = loaded.choice();
+  uint32_t item = 0;
+  if (has_meta(out.tile)) {
+    item = checked_item(b, out.token, choice);
+    put_items(b, out.token, item, &pair);
+  }
+  const uint32_t ranks = __ballot_sync(~0u, place.goes);
+  const uint32_t own = ranks & 1u << p.group.me;
+  // The header's second half says which of the token's ranks this is.
+  const bool header = has_meta(out.tile) && lane() == 0;
+  const auto addressed = [&](int rank) {
+    return header ? pair.a | static_cast<uint64_t>(__popc(ranks & below(rank))) << 32 : pair.a;
+  };
+#pragma unroll 1
+  for (uint32_t others = ranks & ~own; others != 0; others &= others - 1) {
+    const int rank = __ffs(static_cast<int>(others)) - 1;
+    const auto slot = static_cast<uint32_t>(__shfl_sync(~0u, place.slot, rank));
+    std::byte* const to = b.scratch.windows()[rank] + out.packet + uint64_t{slot} * p.packets.row;
+    const uint64_t first = addressed(rank);
+    const bool together = is_together();
+#pragma unroll
+    for (uint32_t g = 0; g < kGroups; ++g) {
+      if (g >= out.groups) continue;
+      store_packet(together, to + g * kGroupBytes, g == 0 ? first : loaded.pair[g].a,
+                   is_flag() ? b.step.number : loaded.pair[g].b);
+    }
+  }
+  if (own != 0) {  // what nobody waits for comes last
+    const int64_t row = row_at(p, p.group.me, __shfl_sync(~0u, place.slot, p.group.me));
+    words_here<kGroups>(p, b.bank, row, out.tile).store(loaded.pair);
+    if (has_meta(out.tile)) {
+      take_items(b, ItemsAt(p, b.bank, row), {addressed(p.group.me), pair.b}, item, loaded.weight);
+    }
+  }
+  if (has_meta(out.tile)) keep_token(b, out.token, place, ranks, item, choice);
+}
+
+// How many rows go to each rank, by the warp that has least to send.
+__device__ inline bool is_teller() { return blockIdx.x == 0 && threadIdx.x / 32 == kWarps - 1; }
+template <bool kAlone>
+__device__ inline void tell_counts(const Block& b, const Routing<kAlone>& routing) {
+  const DispatchParams& p = b.p;
+  const int n = routing.count(b, lane());
+  if (lane() >= b.ranks()) return;
+  publish_signal(p.group, b.step, lane(), Mode::kDispatchPackets, n, 0);
+  p.handle.send_counts[lane()] = n;
+}
+
+// How many rows are this rank's own, and slots that hold none of them: by the first `warps` warps of a side. Which one
+// follows from the launch alone: rows may be sent by a kernel of another kind, which leaves this to whoever receives.
+__device__ inline void show_own(const Block& b, int own, uint32_t warp, uint32_t warps) {
+  const DispatchParams& p = b.p;
+  const int me = p.group.me;
+  if (warp == 0 && lane() == 0) p.shown.counts[me] = p.handle.counts[me] = own;
+  if (own == p.bound) return;
+  show_nothing(p, row_at(p, me, own), row_at(p, me, p.bound), static_cast<int>(warp) * 32 + lane(),
+               static_cast<int>(warps) * 32);
+}
+
+template <int kGroups, bool kAlone>
+__device__ inline void send_tiles(const Block& b, const Routing<kAlone>& routing, Outgoing<kGroups> out,
+                                  Loaded<kGroups> loaded) {
+  const DispatchParams& p = b.p;
+  const Shares shares = sent_shares(p.roles);
+  const uint32_t all = static_cast<uint32_t>(p.tokens) * p.tiles.per_row.divisor;
+  if (is_teller()) tell_counts(b, routing);
+#pragma unroll 1
+  for (uint32_t u = shares.first; u < all;) {
+    const bool draws = all > shares.step;  // beyond those that everybody begins with
+    const uint32_t work_item =
+        draw(work_counters(p.group, b.step), draws && lane() == 0);  // on its way while this is sent
+    send_tile(b, routing.find(b, out.token), out, loaded);
+    if (!draws) break;
+    u = shares.step + __shfl_sync(~0u, work_item, 0);
+    if (u >= all) break;
+    out = Outgoing<kGroups>(p, u);
+    loaded = Loaded<kGroups>(out);
+  }
+  const uint32_t warps = all > 0 ? min(all, shares.step) : shares.step;
+  if (p.receive && shares.first < warps) show_own(b, routing.count(b, p.group.me), shares.first, warps);
+}
+
+// ---- Receiving
+
+// A tile of a slot of another rank: where the thread's part of its packets comes, and where that goes.
+template <int kGroups>
+struct Incoming {
+  int rank;
+  int slot;
+  Tile tile;
+  const std::byte* packet;
+  const std::byte* word;  // of the rank
+  Words<kGroups, std::byte> words;
+  ItemsAt items;
+
+  // Of a share of all tiles. `window`: this rank's; `bank` in it.
+  __device__ static Incoming make(const DispatchParams& p, std::byte* window, std::byte* bank, uint32_t u) {
+    const int ranks = p.group.map.shape().ranks;
+    const Share in = share_of(p.tiles, static_cast<uint32_t>(ranks - 1), u);
+    const int after = p.group.me + 1 + in.turn;
+    return {p, window, bank, in.tile, after < ranks ? after : after - ranks, in.index};
+  }
+  __device__ Incoming(const DispatchParams& p, std::byte* window, std::byte* bank, const Tile& of, int from, int at)
+      : rank(from),
+        slot(at),
+        tile(of),
+        packet(window + packet_at(p.packets, p.bank, from, at) + packet_place(of.begin)),
+        word(window + p.group.map.signal(p.lane, p.bank, from)),
+        words(words_here<kGroups>(p, bank, row_at(p, from, at), of)),
+        items(p, bank, row_at(p, from, at)) {}
+  __device__ void pin() {
+    words.pin();
+    items.pin();
+    cuda::pin(rank, slot, tile.number, tile.begin, tile.end, packet, word);
+  }
+};
+
+// Waits for a source's word and, if it has a row for the slot, for the packets.
+template <int kGroups>
+__device__ inline Source await_tile(const Block& b, const Incoming<kGroups>& in, Parts<1, kGroups>* packets) {
+  const GroupView& g = b.p.group;
+  const auto bound = static_cast<uint32_t>(b.p.bound);
+  const uint64_t note = b.step.note(0);
+  const uint64_t usual = pack(Signal{b.step.low(), Mode::kDispatchPackets, 0});
+  Source source;
+  bool known = false;
+  Patience patience(g);
+#pragma unroll 1
+  for (int looks = 0;; ++looks) {
+    packets->look();
+    if (!known) {
+      const Vec16 word = load_pair(in.word);
+      const uint32_t n = static_cast<uint32_t>(word.a) & kMaxCount;
+      source.signal = word.a;
+      source.n = static_cast<int>(n);
+      known = __all_sync(~0u, (word.a ^ usual) >> 28 == 0 && word.b == note && n <= bound);
+      if (!known && __any_sync(~0u, g.no_wait || reached(unpack(word.a).step, b.step.low()))) {
+        known = true;  // something else, which that function judges
+        source = await_source(g, b.step, in.rank, Look::kTakesPart, false);
+      }
+    }
+    if (known && __any_sync(~0u, source.error != twSuccess || in.slot >= source.n)) return source;
+    if (known && !__any_sync(~0u, packets->missing(b.step) >= 0)) {
+      if (__any_sync(~0u, packets->apart)) {  // all is there, but data may have been looked at before the flags
+        fence_system();
+        packets->look();
+      }
+      return source;
+    }
+    bool late = false;
+    const bool over = patience.over(&late);
+    if (g.no_wait) return source;
+    if (__any_sync(~0u, over)) {
+      if (late) report_failure(g, b.step, twTimeout, in.rank, source.signal);
+      source.error = __any_sync(~0u, late) ? twTimeout : twPeerAborted;
+      return source;
+    }
+    rest(looks);
+  }
+}
+
+// What came for a tile of a slot, or nothing. The first of a source also makes known how many came and what is wrong.
+template <int kGroups>
+__device__ inline void take_tile(const Block& b, const Incoming<kGroups>& in) {
+  const DispatchParams& p = b.p;
+  Parts<1, kGroups> packets;
+  packets.cover(p.tiles, in.tile);
+  packets.at[0] = in.packet;
+  const Source source = await_tile(b, in, &packets);
+  const bool good = !__any_sync(~0u, source.error != twSuccess);
+  const bool first = in.slot == 0 && has_meta(in.tile);
+  if (good && in.slot < source.n) {
+    Vec16 pair[kGroups];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) pair[g] = packets.value[g][0];
+    in.words.store(pair);
+    if (has_meta(in.tile)) {
+      const uint32_t id = item_of(pair[0], lane());
+      take_items(b, in.items, pair[0], id, item_of(pair[0], lane() + p.group.map.shape().top_k));
+      if (lane() == 0) check_header(p, b.step, pair[0].a);
+    }
+  } else if (good && has_meta(in.tile)) {
+    const int64_t row = row_at(p, in.rank, in.slot);
+    show_nothing(p, row, row + 1, lane(), 32);
+  }
+  if (lane() != 0) return;
+  if (!good) b.scratch.fail(in.rank, source.error);
+  if (!first) return;
+  p.shown.counts[in.rank] = p.handle.counts[in.rank] = good ? source.n : 0;
+  if (!good) report_source(p.group, b.step, in.rank, source);
+}
+
+template <int kGroups>
+__device__ inline void take_tiles(const Block& b, Incoming<kGroups> in) {
+  const DispatchParams& p = b.p;
+  const Shares shares = received_shares(p.roles);
+  const uint32_t all = static_cast<uint32_t>(p.bound * (b.ranks() - 1)) * p.tiles.per_row.divisor;
+  if (!p.send) {  // an earlier kernel has
+    show_own(b, static_cast<int>(load_fresh<uint32_t>(p.handle.send_counts + p.group.me)), shares.first, shares.step);
+  }
+#pragma unroll 1
+  for (uint32_t u = shares.first; u < all;) {
+    take_tile<kGroups>(b, in);
+    u += shares.step;
+    if (u < all) in = Incoming<kGroups>::make(p, b.scratch.windows()[p.group.me], b.bank, u);
+  }
+}
+
+// ---- The kernel
+
+template <int kGroups, bool kAlone>
+__global__ void __launch_bounds__(kThreads, 1) dispatch_packets_kernel(const __grid_constant__ DispatchParams p) {
+  let_next_begin();
+  if (does_nothing_else(p)) return count_alone(p);
+  const GroupView& g = p.group;
+  const Shape& shape = g.map.shape();
+  const Scratch scratch(p);
+  const int thread = static_cast<int>(threadIdx.x);
+  warm(p);
+  if (thread < shape.ranks) {
+    scratch.windows()[thread] = window_of(g, thread);
+    scratch.source_error()[thread] = twSuccess;
+  }
+  if (thread == 0) *scratch.failed() = 0;
+  fill_table(p, scratch);
+  const bool sends = p.send && is_sender(p.roles);
+  const uint32_t none = static_cast<uint32_t>(p.tokens) * p.tiles.per_row.divisor;
+  Outgoing<kGroups> out(p, sends ? sent_shares(p.roles).first : none);
+  // The bank is the host's rule (PROTOCOL.md, views): a step that would have the other one is skipped.
+  std::byte* const window = window_of(g, g.me);
+  std::byte* const bank = window + g.map.bank(p.lane, p.bank);
+  auto in = Incoming<kGroups>::make(p, window, bank, received_shares(p.roles).first);
+  IdsAt ids_from = ids_at(p, kAlone ? lane() : thread);
+  IdsAt more_from = ids_at(p, kAlone ? p.tokens : thread + kRound);
+  const bool routes = sends && (!kAlone || sent_shares(p.roles).first < none || is_teller());
+  if (!routes) ids_from.bytes = more_from.bytes = 0;
+  out.pin();
+  in.pin();
+  pin(ids_from.from, ids_from.bytes, more_from.from, more_from.bytes);
+  meet();  // the table
+  await_earlier();
+  const Ids ids = load_ids(ids_from);
+  const Ids more = load_ids(more_from);
+  const Loaded<kGroups> loaded(out);
+  const uint32_t digest = load_digest(p.in.digest);
+  Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch, mix_counted(digest, p.counted), g.note_bits};
+  const bool sticky = is_sticky(g);
+  Routing<kAlone> routing;
+  if (routes) routing.make(p, scratch, ids, more);
+  const bool skips = static_cast<int>(step.number & 1) != p.bank;
+  if (skips) ++step.number;
+  bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
+  const Block b{p, scratch, step, bank};
+  if (p.send && usable && skips) usable = skip_step(g, step);
+  if (sends && usable) send_tiles(b, routing, out, loaded);  // S7: nobody here waits
+  const uint32_t arrived = begin_end(g, step, p.receive && thread == 0);
+  if (thread == 0 && blockIdx.x == 0) {           // what no peer waits for
+    if (p.receive) *p.handle.status = twSuccess;  // until a block that has seen an error knows all others to be done
+    if (p.in.map != nullptr) *p.handle.digest = digest;
+    clear_counters(g, step);
+  }
+  if (usable) {
+    if (p.receive && is_receiver(p.roles)) take_tiles<kGroups>(b, in);
+    if (p.loads_block == LoadsBlock::kLast && blockIdx.x == gridDim.x - 1) loads_block(p);
+  } else if (p.receive) {
+    give_up(b);
+  }
+  if (!p.receive) return;
+  __syncthreads();
+  if (*scratch.failed() != 0) clear_failed(b);
+  if (thread != 0) return;
+  end_step(g, step, arrived);
+  say_done(g, step);
+}
+
+// Of few tokens a warp has one group at a time, so that nothing is there twice.
+template <class Use>
+int with_kernel(bool alone, uint32_t groups, Use&& use) {
+  if (alone) return use(dispatch_packets_kernel<1, true>);
+  return use(groups <= 2 ? dispatch_packets_kernel<2, false> : dispatch_packets_kernel<kTileGroups, false>);
+}
+
+}  // namespace
+
+int launch_dispatch_packets(const DispatchParams& params, int grid, bool early, void* stream) {
+  return with_kernel(params.tokens <= kFewTokens && params.tiles.tile_groups == 1, params.tiles.tile_groups,
+                     [&](auto* kernel) { return launch_kernel(kernel, params, grid, params.at.bytes, early, stream); });
+}
+
+int load_dispatch_packets(const Shape& shape) {
+  for (const uint32_t groups : {1, 2, kTileGroups}) {
+    const int error = with_kernel(groups == 1, groups, [&](auto* kernel) {
+      return allow_shared(reinterpret_cast<const void*>(kernel), DispatchScratch::make(shape).bytes);
+    });
+    if (error != 0) return error;
+  }
+  return 0;
+}
+
+}  // namespace tw::cuda

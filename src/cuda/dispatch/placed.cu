@@ -1,0 +1,146 @@
+// Dispatch of an exact layout: the exchange of counts before it has made the marks of all tokens (counts/counts.cu), so
+// that every row's place is a load away, which goes out with the row's own. Nothing is routed here, and a warp that
+// sends waits for nobody at all: what it begins with is on the wire before its block has met.
+//
+// Otherwise as dispatch/dispatch.cu, whose halves these are too. Floor: likewise; of a routing that was dispatched
+// before, of the rows alone.
+#include <cuda_runtime.h>
+
+#include "cuda/device/loads.cuh"
+#include "cuda/dispatch/end.cuh"
+#include "cuda/dispatch/receive.cuh"
+#include "cuda/dispatch/send_loop.cuh"
+#include "cuda/launch/bulk.h"
+
+namespace tw::cuda {
+namespace {
+
+// The slots that a rank's packets follow, by its thread, before a barrier. Asked for with all else that a block begins
+// with: an answer that came behind its first stores had all its warps wait (0.3 us of a dispatch, 1 us of a pair).
+__device__ inline GroupMarks load_before_packets(const DispatchParams& p) {
+  const bool some = p.first_packet > 0 && p.first_packet < p.tokens;
+  return some ? load_marks(p, p.first_packet, static_cast<int>(threadIdx.x)) : GroupMarks{};
+}
+__device__ inline void keep_before_packets(const DispatchParams& p, const Scratch& scratch, GroupMarks marks) {
+  if (p.first_packet <= 0 || p.first_packet >= p.tokens) return;
+#pragma unroll 1
+  for (int rank = static_cast<int>(threadIdx.x); rank < p.group.map.shape().ranks; rank += kThreads) {
+    scratch.before_packets()[rank] = place_in(marks, p.first_packet).slot;
+    marks = load_marks(p, p.first_packet, rank + kThreads);
+  }
+}
+
+// What a warp that sends begins with, found before the wait for the kernel before.
+template <bool kFast>
+struct Beginning {
+  bool plain = false;  // it is a tile of a row as it lies, in usual calls
+  PlainTile tile{};
+  uint32_t vectors = 0;
+  const std::byte* second = nullptr;
+  GroupMarks marks{};  // of rank lane()
+
+  __device__ Beginning(const DispatchParams& p, uint32_t u, bool begins) {
+    if (!kFast) return;
+    plain = begins && u < tiles_before(p, p.first_packet);
+    tile.find(p, u, plain);
+    tile.pin();
+    vectors = tile.vectors, second = tile.second;
+    if (!begins) return;
+    tile.bring_near(p);
+    if (plain && lane() == 0) prefetch(p.handle.marks + token() / kGroup * p.group.map.shape().ranks);
+  }
+  __device__ int token() const { return static_cast<int>(tile.item.row); }
+  // `real`: else nothing of it is loaded or sent.
+  __device__ void load(const DispatchParams& p, bool real) {
+    if (!kFast) return;
+    tile.vectors = real ? vectors : 0;
+    tile.second = real ? second : nullptr;
+    tile.there = real && plain;
+    for (int i = 0; i < kTileGroups; ++i) tile.even[i] = tile.odd[i] = {};
+    tile.second_vector = {};
+    tile.load(p);
+    if (plain) marks = load_marks(p, token(), lane());
+  }
+  // `begins`: of rank lane().
+  __device__ Target target(const Begins& begins) const {
+    const Place place = place_in(marks, token());
+    if (!place.goes || place.slot >= begins.limit) return {false, 0};
+    return {true, static_cast<uint64_t>(int64_t{begins.there} + place.slot)};
+  }
+};
+
+// A usual call's senders rehearse, as dispatch/dispatch.cu says.
+template <Kind kKind>
+__global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_constant__ DispatchParams p) {
+  constexpr bool kFast = kKind != Kind::kGeneric;
+  let_next_begin();
+  if (does_nothing_else(p)) return count_alone(p);
+  const GroupView& g = p.group;
+  const Scratch scratch(p);
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool sends = p.send && is_sender(p.roles);
+  const bool receives = p.receive && is_receiver(p.roles);
+  warm(p);
+  begin_block(p, scratch);
+  const uint32_t u = sent_shares(p.roles).first;
+  const bool begins = sends && u < sending_warps(p);
+  Beginning<kFast> beginning(p, u, begins);
+  if (thread < g.map.shape().ranks) bring_begins_near(p, thread);
+  if (thread == 0) prefetch(&g.lanes[p.lane]), prefetch(g.state);
+  meet();  // the table
+#pragma unroll 1
+  for (bool real = !(kFast && p.rehearses && sends && !receives);; real = true) {
+    if (real) await_earlier();
+    const Begins rows = load_begins(p, kFast ? lane() : thread);
+    const GroupMarks before_packets = load_before_packets(p);
+    const uint32_t digest = load_digest(p.in.digest);
+    const uint32_t since = load_since(p);
+    Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
+    const bool sticky = is_sticky(g);
+    beginning.load(p, real);
+    Ahead ahead{};
+    if (!kFast && begins) {
+      const Item item = sent_item(p, u);
+      const auto token = static_cast<int>(item.row);
+      if (token < p.tokens) load_ahead<kFast>(p, token, item.tile, &ahead);
+    }
+    const bool skips = static_cast<int>(step.number & 1) != p.bank;
+    if (skips) ++step.number;
+    step.digest = mix_counted(digest, p.counted), step.note_bits = g.note_bits, step.has_offsets = p.has_offsets;
+    const bool known = is_known(step, since);
+    const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
+    // Before all else: so long as a warp finds and loads its next tile, the link has these. A skip comes before.
+    const bool stored = __all_sync(~0u, beginning.plain && real && !sticky && !skips);
+    if (kFast && (stored || !real)) {
+      send_plain(b, &beginning.tile, real ? beginning.target(rows) : Target{lane() == 0, 0});
+    }
+    keep_begins<kFast>(p, scratch, rows);
+    keep_before_packets(p, scratch, before_packets);
+    bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
+    if (real && p.send && usable && skips && tells_skips(g)) usable = skip_step(g, step);
+    if (real && thread == 0 && blockIdx.x == 0 && p.send && usable) say_sent(g, step);
+    if ((usable || !real) && sends) {
+      send<kKind, true>(b, beginning.tile, beginning.plain, stored, ahead, real, known);  // S7: nobody here waits
+    }
+    if (!real) continue;
+    const uint32_t arrived = p.receive && thread == 0 ? begin_end(g, step) : 0;
+    if (thread == 0 && blockIdx.x == 0) leave_status(b, digest);
+    if (usable && receives) receive<kFast>(b, known);
+    return finish_dispatch(b, usable, arrived);
+  }
+}
+
+// Of one kind.
+constexpr auto kWithKernel = [](Kind kind, auto&& use) {
+  return with_kind(kind, [&](auto of) { return use(placed_kernel<decltype(of)::value>); });
+};
+
+}  // namespace
+
+int launch_dispatch_placed(const DispatchParams& params, int grid, bool early, void* stream) {
+  return launch_bulk(params, grid, early, stream, kWithKernel);
+}
+
+int load_dispatch_placed(const Shape& shape) { return load_bulk(DispatchScratch::make(shape).bytes, kWithKernel); }
+
+}  // namespace tw::cuda

@@ -1,0 +1,46 @@
+#include "cuda/driver/driver.h"
+
+namespace tw::cuda {
+
+Status cuda_failure(const char* call, int error) {
+  const auto code = static_cast<cudaError_t>(error);
+  (void)cudaGetLastError();  // it must not be found by the caller's next check
+  const twResult_t result = code == cudaErrorMemoryAllocation                                  ? twOutOfMemory
+                            : code == cudaErrorInsufficientDriver || code == cudaErrorNoDevice ? twUnsupported
+                                                                                               : twSystemError;
+  return fail(result, "CUDA: %s (%s) in %.80s", cudaGetErrorString(code), cudaGetErrorName(code), call);
+}
+
+Status Driver::check(const char* what, CUresult result) const {
+  if (result == CUDA_SUCCESS) return {};
+  const char* text = nullptr;
+  error_string(result, &text);
+  return fail(result == CUDA_ERROR_OUT_OF_MEMORY ? twOutOfMemory : twSystemError, "cannot %s: %s (CUresult %d)", what,
+              text == nullptr ? "unknown error" : text, static_cast<int>(result));
+}
+
+Status find_driver(const Driver** driver) {
+  static Driver found{};
+  static const Status status = []() -> Status {
+    constexpr unsigned kVersion = 12000;
+    const auto find = [](const char* name, auto* function) {
+      cudaDriverEntryPointQueryResult result;
+      return cudaGetDriverEntryPointByVersion(name, reinterpret_cast<void**>(function), kVersion, cudaEnableDefault,
+                                              &result) == cudaSuccess &&
+             result == cudaDriverEntryPointSuccess;
+    };
+    const bool all = find("cuGetErrorString", &found.error_string) &&
+                     find("cuMemGetAllocationGranularity", &found.granularity) && find("cuMemCreate", &found.create) &&
+                     find("cuMemRelease", &found.release) && find("cuMemAddressReserve", &found.reserve) &&
+                     find("cuMemAddressFree", &found.free_address) && find("cuMemMap", &found.map) &&
+                     find("cuMemUnmap", &found.unmap) && find("cuMemSetAccess", &found.set_access) &&
+                     find("cuMemExportToShareableHandle", &found.export_handle) &&
+                     find("cuMemImportFromShareableHandle", &found.import_handle);
+    (void)cudaGetLastError();
+    return all ? Status{} : fail(twUnsupported, "the CUDA driver lacks virtual memory functions (CUDA 12.0 or newer)");
+  }();
+  *driver = &found;
+  return status;
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,321 @@
+// The CUDA backend: arguments into kernel parameters, and what kernels report into errors. What happens to bytes is in
+// the kernels, the files that end in .cu.
+#include "cuda/host/backend.h"
+
+#include <algorithm>
+#include <mutex>
+
+#include "core/group.h"
+#include "core/steps.h"
+#include "cuda/launch/steps.h"
+#include "cuda/plan/combine.h"
+#include "cuda/plan/dispatch.h"
+
+namespace tw::cuda {
+
+// The largest power of two up to 16 that divides everything.
+int width_of(std::initializer_list<uint64_t> values) {
+  uint64_t all = 16;
+  for (const uint64_t value : values) all |= value;
+  return static_cast<int>(all & (~all + 1));
+}
+
+namespace {
+
+// Of a dispatch's rows as a stream, and of where they lie.
+struct PayloadFit {
+  int width = 16;      // bytes that all payloads allow at a time
+  uint64_t words = 0;  // of a row, with what travels beside it
+};
+PayloadFit fill_payloads(const Shape& shape, const RowsIn* rows, PayloadIn* payloads) {
+  PayloadFit fit;
+  fit.words = words_of(meta_bytes(shape.top_k));
+  for (int q = 0; q < shape.payloads; ++q) {
+    const uint64_t bytes = shape.payload_bytes[q];
+    PayloadIn& payload = payloads[q];
+    payload.data = rows[q].data;
+    payload.stride = rows[q].stride;
+    const int width = width_of({address_of(rows[q].data), static_cast<uint64_t>(rows[q].stride), bytes});
+    fit.width = std::min(fit.width, width);
+    payload.width = width == 16 ? 16 : width >= 4 ? 4 : 1;  // what dispatch/send.cuh has loops for
+    payload.vectors = static_cast<uint32_t>(bytes / static_cast<uint64_t>(payload.width));
+    payload.first_word = static_cast<uint32_t>(fit.words);
+    fit.words += words_of(bytes);
+  }
+  return fit;
+}
+
+// Where this rank was: what a kernel has reported.
+void fill_place(const Report& report, twErrorRecord_t* record) {
+  record->phase = static_cast<twPhase_t>(report.phase);
+  record->lane = report.lane;
+  record->step = record->expected = report.step;
+  record->seen = report.seen;
+}
+
+}  // namespace
+
+bool NvlinkBackend::captures(const void* stream) const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  auto* const on = static_cast<cudaStream_t>(const_cast<void*>(stream));
+  if (cudaStreamIsCapturing(on, &status) != cudaSuccess) (void)cudaGetLastError();
+  return status == cudaStreamCaptureStatusActive;
+}
+
+void NvlinkBackend::remember(void* stream) {
+  if (stream == last_stream_ && !streams_.empty()) return;
+  last_stream_ = stream;
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
+}
+
+HandleView NvlinkBackend::view_of(const HandleArrays& handle) const {
+  HandleView view{};
+  view.ids = handle.routing.ids;
+  view.weights = handle.routing.weights;
+  view.fan = reinterpret_cast<int32_t*>(handle.routing.first);
+  view.destinations = handle.routing.destinations;
+  view.send_counts = handle.routing.send_counts;
+  view.counts = handle.received.counts;
+  view.meta = reinterpret_cast<uint64_t*>(handle.received.meta);
+  view.places = handle.places;
+  view.expert_counts = handle.expert_counts;
+  view.status = handle.status;
+  view.digest = handle.digest_here;
+  view.choices = handle.choices;
+  view.sent_rows = handle.counts.sent;
+  view.experts = handle.counts.experts;
+  view.begin = handle.counts.begin;
+  view.source = handle.counts.source;
+  view.expert_begin = handle.expert_begin;
+  view.offsets = handle.offsets;
+  view.overflow = handle.overflow;
+  view.marks = shape().exact() ? handle.marks : nullptr;
+  // Whoever does not wait meets words of other steps, of which some say that it is known.
+  const bool once = shape().exact() && view_.packet_tokens > 0 && view_.no_wait == 0;
+  view.metadata_step = once ? handle.metadata_step : nullptr;
+  view.receive_offset = handle.counts.receive_offset;
+  return view;
+}
+
+Shown NvlinkBackend::shown_of(const DispatchTargets& targets, const HandleArrays& handle) const {
+  Shown shown{};
+  shown.ids = targets.ids;
+  shown.weights = targets.weights;
+  shown.counts = targets.counts != nullptr ? targets.counts : handle.received.counts;
+  shown.wide = context_.ids.dtype == twInt64;
+  shown.local = context_.ids.space == twIdLocal;
+  shown.invalid = context_.ids.invalid;
+  return shown;
+}
+
+void NvlinkBackend::fill_receive_offsets(const DispatchCall& call, std::byte** receive_offset) {
+  for (int q = 0; q < shape().payloads && call.has_offsets; ++q) {
+    if (call.receive_offset[q] != 0) receive_offset[q] = window() + call.receive_offset[q];
+  }
+}
+
+Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive) {
+  const OnDevice on(device_);
+  remember(call.stream);
+  const bool capturing = captures(call.stream);
+  DispatchParams p{};
+  p.group = view_at(call.at, !call.send_only);
+  p.handle = view_of(handle);
+  p.in = ids_of(handle, shape().exact() || !send);  // what was sent stays, whatever map there is now
+  p.counted = call.counted ? 1 : 0;
+  p.layer = handle.layer;
+  p.loads_block = send ? budget_.loads_block : LoadsBlock::kNone;
+  if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at, twPhaseDispatch, call.stream, &p.in));
+  const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
+  const bool whole_ids =
+      p.in.id_stride[1] == 1 && width_of({address_of(p.in.ids), static_cast<uint64_t>(p.in.id_stride[0]) * id_bytes,
+                                          static_cast<uint64_t>(shape().top_k) * id_bytes}) == 16;
+  const PayloadFit fit = fill_payloads(shape(), call.payloads, p.payloads);
+  const bool by_source = call.targets.layout == twRankMajor || call.targets.layout == twFlat;
+  p.shown = shown_of(call.targets, handle);
+  p.rows = by_source ? static_cast<int32_t>(call.targets.rows) : 0;
+  if (!by_source) p.shown.ids = p.shown.weights = nullptr, p.shown.counts = handle.received.counts;
+  p.lane = call.at.lane;
+  p.bank = call.at.bank();
+  p.bound = call.bound;
+  p.tokens = handle.routing.tokens;
+  p.send = send;
+  p.receive = receive;
+  p.has_offsets = call.has_offsets;
+  fill_receive_offsets(call, p.receive_offset);
+  p.at = dispatch_;
+  p.packets = PacketsAt::make(context_.map, p.lane);
+  p.table = fits_tables(shape());
+  p.whole = fit.width >= 8;
+  const bool usual = fit.width == 16 && whole_ids && p.table && shape().payloads <= kFastPayloads &&
+                     shape().top_k <= kFastIds && shape().ranks <= kRanksAtOnce;
+  plan_dispatch(budget_, shape(), {fit.words, usual, p.handle.metadata_step != nullptr && handle.brought}, &p);
+  const int grid = p.roles.grid() + (p.loads_block == LoadsBlock::kApart ? 1 : 0);
+  TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, budget_.early && capturing, call.stream)));
+  // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
+  if (send && !capturing && !shape().exact()) handle.source = {};
+  if (send) handle.brought = true;
+  handle.stream = call.stream;
+  return receive ? run_views(call, handle) : Status{};
+}
+
+ViewParams NvlinkBackend::view_params(const HandleArrays& handle, int32_t lane, int32_t bound) const {
+  ViewParams p{};
+  p.group = view_;
+  p.handle = view_of(handle);
+  p.lane = lane;
+  p.bound = bound;
+  const auto top_k = static_cast<uint32_t>(shape().top_k);
+  p.ids = Divider::make(top_k);
+  p.pairs = Divider::make((top_k + 1) / 2);
+  p.slots = Divider::make(static_cast<uint32_t>(std::max(bound, 1)));
+  return p;
+}
+
+Status NvlinkBackend::run_view(const char* what, LaunchView* launch, const ViewParams& params, void* stream) {
+  return launched(what, launch(params, view_blocks(), budget_.early_views && captures(stream), stream));
+}
+
+// What the caller wants written elsewhere than in the window.
+Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) {
+  const DispatchTargets& targets = call.targets;
+  handle.placed = targets.layout == twExpertMajor || targets.layout == twGrouped;
+  ViewParams p = view_params(handle, call.at.lane, call.bound);
+  bool any = handle.placed;
+  std::byte* receive_offset[kMaxPayloads] = {};
+  fill_receive_offsets(call, receive_offset);
+  for (int q = 0; q < shape().payloads; ++q) {
+    p.payloads[q] = targets.payloads[q];
+    for (int bank = 0; bank < 2; ++bank) {
+      p.from[bank][q] = receive_offset[q] != nullptr ? receive_offset[q]
+                                                     : window() + context_.map.payload_row(call.at.lane, bank, q, 0);
+    }
+    any |= targets.payloads[q] != nullptr;
+    const uint64_t bytes = shape().payload_bytes[q];
+    p.width[q] = width_of({address_of(targets.payloads[q]), bytes});
+    p.columns[q] = targets.columns[q];
+    p.vectors[q] = static_cast<uint32_t>(bytes / static_cast<uint64_t>(p.width[q]));
+  }
+  if (!any) return {};
+  p.shown = shown_of(targets, handle);
+  p.rows = static_cast<int32_t>(targets.rows);
+  p.offsets = targets.layout == twGrouped ? targets.offsets : nullptr;
+  p.origins = targets.origins;
+  return run_view("a view", handle.placed ? launch_expert_view : launch_rank_view, p, call.stream);
+}
+
+// Where rows stand by expert, for a combine by expert of a dispatch that was shown otherwise.
+Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) {
+  ViewParams p = view_params(handle, call.at.lane, call.bound);
+  p.shown.counts = handle.expert_counts;
+  return run_view("places by expert", launch_expert_view, p, call.stream);
+}
+
+Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive) {
+  const OnDevice on(device_);
+  remember(call.stream);
+  const bool early = budget_.early && captures(call.stream);  // the launch itself takes the host 4 us longer
+  CombineParams p{};
+  p.group = view_at(call.at, !call.send_only);
+  p.handle = view_of(handle);
+  p.lane = call.at.lane;
+  p.bank = bank_of(call.at);
+  p.bound = call.bound;
+  p.tokens = handle.routing.tokens;
+  p.send = send;
+  p.receive = receive;
+  p.expert_major = call.layout == twExpertMajor || call.layout == twGrouped;
+  if (p.expert_major && send && !handle.placed) TW_RETURN_IF_FAILED(run_places(call, handle));
+  p.weighted = call.weighted;
+  p.plain = !p.expert_major && !p.weighted && call.rows_dtype == context_.wire;
+  p.own_direct = call.apart && staged_ == nullptr;
+  p.late_signal = call.in_window;
+  p.rows_dtype = call.rows_dtype;
+  p.wire_dtype = context_.wire;
+  p.out_dtype = call.out_dtype;
+  p.elements = context_.elements;
+  p.rows = call.rows.data;
+  p.block_stride = call.rows.block_stride;
+  p.row_stride = call.rows.row_stride;
+  p.out = call.out;
+  p.out_stride = call.out_stride;
+  const int width = width_of({address_of(call.rows.data), static_cast<uint64_t>(call.rows.block_stride),
+                              static_cast<uint64_t>(call.rows.row_stride), address_of(call.out),
+                              static_cast<uint64_t>(call.out_stride), shape().combine_bytes});
+  p.vectors_fit = width == 16;
+  p.words_fit = width >= 8;
+  const bool same = call.rows_dtype == context_.wire;
+  p.sums_fit = p.vectors_fit && same;
+  p.word_sums_fit = p.words_fit && same;
+  p.vectors = static_cast<uint32_t>(shape().combine_bytes / 16);
+  p.at = combine_;
+  p.packets = PacketsAt::make(context_.map, p.lane);
+  // Rows that the sums overwrite are all sent before the first sum.
+  const bool twice = send && receive && !call.apart && !call.in_window;
+  plan_combine(budget_, shape(), {!twice}, &p);
+  if (twice) {
+    p.receive = 0;
+    TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream)));
+    p.send = 0;
+    p.receive = 1;
+  }
+  return launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream));
+}
+
+Status NvlinkBackend::run_refusal(StepPlace at, const Refusal& refusal, bool send, bool receive) {
+  const OnDevice on(device_);
+  remember(refusal.stream);
+  RefuseParams p{};
+  p.group = view_at(at, true);
+  p.lane = at.lane;
+  p.bank = refusal.views || staged_ != nullptr ? at.bank() : -1;
+  p.status = refusal.combining == nullptr ? nullptr : refusal.combining->status;
+  p.phase = refusal.phase;
+  p.send = send;
+  p.receive = receive;
+  return launched("the refusal of a call", launch_refuse(p, refusal.stream));
+}
+
+bool NvlinkBackend::poll(twErrorRecord_t* record) {
+  *record = empty_record();
+  const std::lock_guard lock(reports_);
+  Report report;
+  const bool failed = control_->next_failure(&report);
+  if (failed || control_->next_call(&report) || control_->next_bad_id(&report)) {
+    record->result = static_cast<twResult_t>(report.result);
+    record->sticky = failed ? 1 : 0;
+    record->peer = report.peer;
+    record->reporter = context_.me;
+    record->token = report.token;
+    record->k = report.k;
+    record->value = report.value;
+    fill_place(report, record);
+    if (!failed) describe_call_error(record, report.bound, report.note);
+    return true;
+  }
+  return poll_others(record);
+}
+
+// What others have found, or the watching thread. A kernel that waits says within a moment what for; the record tells
+// that too, so it is given that moment.
+bool NvlinkBackend::poll_others(twErrorRecord_t* record) {
+  constexpr std::chrono::milliseconds kMoment{20};
+  const AbortSignal abort = control_->find_abort();
+  const int dead = control_->dead();
+  if (abort.kind == 0 && dead < 0) return false;
+  const auto now = std::chrono::steady_clock::now();
+  if (trouble_since_ == TimePoint{}) trouble_since_ = now;
+  Report report;
+  if (control_->stopped(&report)) {
+    fill_place(report, record);
+  } else if (now - trouble_since_ < kMoment) {
+    return false;
+  }
+  record->result = abort.kind != 0 ? static_cast<twResult_t>(abort.kind) : twPeerDied;
+  record->peer = abort.kind != 0 ? static_cast<int32_t>(abort.culprit) : dead;
+  record->reporter = abort.kind != 0 ? static_cast<int32_t>(abort.reporter) : context_.me;
+  record->sticky = 1;
+  return true;
+}
+
+}  // namespace tw::cuda

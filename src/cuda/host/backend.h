@@ -1,0 +1,209 @@
+// The CUDA backend's class: calls are in host/backend.cc, coming into being in host/creation.cc.
+#pragma once
+
+#include <initializer_list>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/backend.h"
+#include "core/interrupt.h"
+#include "cuda/host/control.h"
+#include "cuda/host/memory.h"
+#include "cuda/launch/collective.h"
+#include "cuda/launch/combine.h"
+#include "cuda/launch/dispatch.h"
+#include "cuda/launch/view.h"
+#include "cuda/plan/budget.h"
+#include "cuda/transport/staged.h"
+#include "cuda/transport/window.h"
+
+namespace tw::cuda {
+
+inline Status launched(const char* what, int error) { return error == 0 ? Status{} : cuda_failure(what, error); }
+
+// The largest power of two up to 16 that divides everything.
+int width_of(std::initializer_list<uint64_t> values);
+inline uint64_t address_of(const void* at) { return reinterpret_cast<uintptr_t>(at); }
+
+class NvlinkBackend : public Backend {
+ public:
+  explicit NvlinkBackend(const BackendInit& init)
+      : Backend(*init.context),
+        device_(init.device),
+        in_process_(init.bootstrap->in_process()),
+        blocking_(init.blocking),
+        sm_limit_(init.sm_limit) {}
+
+  ~NvlinkBackend() override {
+    const OnDevice on(device_);
+    if (control_ != nullptr) control_->end_watch();  // its thread uses the arena
+    settle();
+    staged_.reset();
+    arena_.reset();
+    control_.reset();  // after the last kernel that may look at its pages
+    const DeviceMapping::UnmapsHere here;
+    windows_.by_rank.clear();
+  }
+
+  Status open(const BackendInit& init);
+
+  bool on_device() const override { return true; }
+  bool describe(twPortableInfo_t* info) const override;
+
+  bool captures(const void* stream) const override;
+  Status check_stream(const void* stream) const override {
+    if (!in_process_ || (stream != nullptr && stream != cudaStreamLegacy)) return {};
+    return fail(twInvalidArgument,
+                "stream is %p, the default stream; local ranks may wait for each other on a device, so each needs a "
+                "non-blocking stream of its own",
+                stream);
+  }
+
+  // A call that receives too is all of the step, launched here; else finish_* launches the rest.
+  Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
+    return make_dispatch(call, handle, true);
+  }
+  Status send_combine(const CombineCall& call, HandleArrays& handle) override {
+    return make_combine(call, handle, true);
+  }
+  Status send_counts(const CountsCall& call, HandleArrays& handle) override { return make_counts(call, handle, true); }
+  Status send_collective(const CollectiveCall& call) override { return make_collective(call, true); }
+  bool can_refuse(const Refusal& refusal) const override;
+  Status send_refusal(StepPlace at, const Refusal& refusal) override;
+  Status keep_pace(StepPlace at, int32_t bound, void* stream) override;
+
+  StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays& handle) override {
+    return end_of(call.stream, call.send_only ? make_dispatch(call, handle, false) : Status{});
+  }
+  StepEnd finish_combine(const CombineCall& call, TimePoint, HandleArrays& handle) override {
+    return end_of(call.stream, call.send_only ? make_combine(call, handle, false) : Status{});
+  }
+  StepEnd finish_collective(const CollectiveCall& call, TimePoint) override {
+    return end_of(call.stream, call.send_only ? make_collective(call, false) : Status{});
+  }
+  StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override;
+  void read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) override;
+  void forget(HandleArrays& handle) override {
+    if (handle.counts_page != nullptr) {
+      arena_->give_page(static_cast<CountsOnHost*>(handle.counts_page), handle.page_serial);
+    }
+    handle.counts_page = nullptr;
+  }
+
+  // A refusal's kernel has waited for the peers.
+  StepEnd drain(StepPlace, TimePoint) override { return {}; }
+
+  std::shared_ptr<void> keep_window() override;
+
+  void announce_abort(AbortSignal reason) override { control_->announce_abort(reason); }
+  AbortSignal find_abort() override { return control_->find_abort(); }
+  AbortSignal abort_of(int writer) override { return control_->abort_of(writer); }
+
+  void read_loads(float* loads, int64_t* dispatches) override { arena_->read_loads(context_, loads, dispatches); }
+  Status replace_map(int32_t layer, const ExpertMap& map, void* stream) override;
+  bool poll(twErrorRecord_t* record) override;
+
+  // Ranks of one process wait for their own streams only: a device that ranks share may hold a kernel of another rank
+  // that waits for a later call of this one.
+  void settle() override;
+  cudaError_t wait_for_calls();  // the first error of it
+  // As cudaStreamSynchronize and cudaDeviceSynchronize, for as long as peers please; when the caller wants the wait to
+  // end, the group is given up, which ends its kernels.
+  cudaError_t settle_stream(cudaStream_t stream);
+  cudaError_t settle_device();
+
+  std::byte* allocate(size_t bytes) override {
+    const OnDevice on(device_);
+    return arena_->allocate(bytes);
+  }
+  void release(std::byte* block) override {
+    const OnDevice on(device_);
+    arena_->release(block);
+  }
+
+  Status copy_counts(const HandleArrays& handle, int32_t* counts) override {
+    const OnDevice on(device_);
+    const OutsideCaptures outside;
+    const auto stream = static_cast<cudaStream_t>(handle.stream);
+    TW_CUDA(cudaMemcpyAsync(counts, handle.received.counts, sizeof(int32_t) * shape().ranks, cudaMemcpyDeviceToHost,
+                            stream));
+    TW_CUDA(settle_stream(stream));
+    return was_interrupted() ? fail(twInterrupted, "interrupted in a wait for the device") : Status{};
+  }
+
+ private:
+  std::byte* window() override { return windows_.by_rank[context_.me]->data(); }
+  // Where the rows of each payload land here.
+  void fill_receive_offsets(const DispatchCall& call, std::byte** receive_offset);
+
+  Status connect(const BackendInit& init, uint64_t* tag);
+  Status may_use_packets(bool* may);
+  Status test_packets();
+  Status fill_view(const BackendInit& init);
+  Status least(const BackendInit& init, uint64_t tag, std::initializer_list<int32_t*> values);
+  Status run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive);
+  Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
+  Status run_collective(const CollectiveCall& call, bool send, bool receive);
+  Status run_refusal(StepPlace at, const Refusal& refusal, bool send, bool receive);
+  // A step (host/steps.cc): one kernel, or, over a carrier, one before the moves and one behind them. `sends`: else it
+  // was sent alone, and is finished.
+  template <class Call, class Regions, class Run>
+  Status make(const Call& call, bool sends, bool land, Regions&& regions, Run&& run);
+  Status make_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends);
+  Status make_combine(const CombineCall& call, HandleArrays& handle, bool sends);
+  Status make_counts(const CountsCall& call, HandleArrays& handle, bool sends);
+  Status make_collective(const CollectiveCall& call, bool sends);
+  // Over a carrier.
+  GroupView view_at(StepPlace at, bool waits) const;
+  bool in_trouble() const;
+  void give_up() {
+    const auto me = static_cast<uint32_t>(context_.me);
+    control_->announce_abort({twPeerAborted, me, me, true});
+  }
+  std::vector<Region> dispatched(int32_t bound) const;
+  std::vector<Region> combined(int32_t bound) const;
+  std::vector<Region> counted() const;
+  std::vector<Region> collected(const CollectiveMap& places) const;
+  template <class Run>
+  Status carry(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only, void* stream, Run&& run);
+  template <class Run>
+  Status arrive(StepPlace at, bool at_once, void* stream, Run&& run);
+  Status land_rows(const DispatchCall& call, HandleArrays& handle);
+  int bank_of(StepPlace at) const { return staged_ != nullptr ? at.bank() : -1; }
+  Status run_views(const DispatchCall& call, HandleArrays& handle);
+  Status run_places(const CombineCall& call, HandleArrays& handle);
+  ViewParams view_params(const HandleArrays& handle, int32_t lane, int32_t bound) const;
+  using LaunchView = int(const ViewParams& params, int grid, bool early, void* stream);
+  Status run_view(const char* what, LaunchView* launch, const ViewParams& params, void* stream);
+  // Blocks of a kernel that copies rows and waits for nobody.
+  int view_blocks() const { return static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, budget_.view_grid)); }
+  Status run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive);
+  IdsIn ids_of(const HandleArrays& handle, bool copied) const;
+  Status choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in);
+  bool poll_others(twErrorRecord_t* record);
+  StepEnd end_of(void* stream, const Status& run);
+  HandleView view_of(const HandleArrays& handle) const;
+  Shown shown_of(const DispatchTargets& targets, const HandleArrays& handle) const;
+  void remember(void* stream);
+  const int device_;
+  const bool in_process_;
+  const bool blocking_;
+  const int sm_limit_;
+  Budget budget_;
+  DeviceWindows windows_;
+  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Control> control_;
+  std::unique_ptr<StagedTransport> staged_;  // NULL: devices write into each other's windows
+  GroupView view_{};
+  DispatchScratch dispatch_{};
+  CombineScratch combine_{};
+  CollectiveScratch collective_{};
+  std::mutex reports_;         // they are taken by calls, and by whoever asks for the group's error
+  TimePoint trouble_since_{};  // when others' trouble was first seen
+  uint64_t counts_told_ = 0;   // exchanges of counts that the host learns of
+  void* last_stream_ = nullptr;
+  std::vector<void*> streams_;  // that were used, to be waited for at the end
+};
+
+}  // namespace tw::cuda

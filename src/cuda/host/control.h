@@ -1,0 +1,109 @@
+// The host's side of errors: the pages that all ranks' hosts and devices share, and a thread that looks after peers
+// while nobody else does.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "bootstrap/shared_memory.h"
+#include "core/backend.h"
+#include "cuda/driver/driver.h"
+#include "cuda/launch/state.h"
+
+namespace tw::cuda {
+
+// A mapping as devices see it; registered with CUDA once in a process, however many of its ranks use it.
+class Registered;
+
+class Control {
+ public:
+  ~Control();
+
+  // Shares a page of every member with all of them. Collective; uses `tag`. Starts looking after the peers.
+  static Status create(const BackendInit& init, uint64_t tag, std::unique_ptr<Control>* control);
+
+  // Where ranks share no memory: one page stands for those of all, what is to be told to peers is posted to them over
+  // their connections, and this rank's thread watches how long its steps over the carrier take.
+  static Status create_apart(const BackendInit& init, std::unique_ptr<Control>* control);
+
+  // The pages as this rank's device sees them, by rank.
+  const std::vector<ControlPage*>& on_device() const { return on_device_; }
+
+  void announce_abort(AbortSignal reason);
+  AbortSignal abort_of(int writer) const;
+  AbortSignal find_abort() const;
+
+  // What kernels have reported since the last look; failure first. False if there is nothing new.
+  bool next_failure(Report* report);
+  bool next_call(Report* report);
+  bool next_bad_id(Report* report);
+  // What a kernel waited for when it was stopped; false if none was.
+  bool stopped(Report* report) const;
+  // The rank whose process is gone, -1 if all live.
+  int dead() const { return dead_.load(std::memory_order_acquire); }
+  // Called, on the watching thread too, when kernels must stop. Begins to watch.
+  void on_stop(std::function<void()> stop);
+  // Ends that. The pages stay: kernels may still look at them.
+  void end_watch();
+
+ private:
+  Control() = default;
+  ControlPage& page(int rank) const { return *reinterpret_cast<ControlPage*>(pages_[rank]->data()); }
+  void watch();
+  void stop();
+  static bool take(const Report& from, uint32_t* seen, Report* to);
+  Status add_page(const std::shared_ptr<Mapping>& page);
+  // Of ranks apart: host/control_apart.cc.
+  void tell(AbortSignal reason);
+  void listen(std::unique_lock<std::mutex>& lock);
+  void watch_steps(TimePoint now);
+  // What a rank tells of a lane.
+  struct Notice {
+    uint32_t sent;
+    uint32_t call;
+  };
+  bool noticed(int rank, int lane, Notice* notice) const;
+  int find_different(int lane) const;
+  int find_behind(int lane, uint32_t step) const;
+  void end_on(int lane, twResult_t result, int peer);
+  uint64_t tag(int post) const { return tag_ + static_cast<uint64_t>(post); }
+
+  Bootstrap* bootstrap_ = nullptr;
+  std::vector<int> members_;
+  int me_ = 0;
+  // How long a lane's step has been under way, and waited for.
+  struct Watched {
+    uint32_t sent = 0;
+    uint32_t waits = 0;
+    TimePoint sent_at{};
+    TimePoint waits_at{};
+  };
+  bool apart_ = false;
+  uint64_t tag_ = 0;
+  uint32_t first_step_ = 0;
+  std::chrono::milliseconds timeout_{};
+  std::vector<Watched> watched_;    // by lane
+  std::string noticed_;             // what the peers know of this rank's steps
+  std::atomic<uint64_t> told_ = 0;  // the abort word that they know
+  std::vector<std::shared_ptr<Mapping>> pages_;
+  std::vector<std::shared_ptr<Registered>> registered_;
+  std::vector<ControlPage*> on_device_;
+  uint32_t failures_seen_ = 0;
+  uint32_t late_seen_ = 0;
+  uint32_t calls_seen_ = 0;
+  uint32_t bad_ids_seen_ = 0;
+  std::atomic<int> dead_ = -1;
+  std::function<void()> stop_;
+
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  bool ending_ = false;
+  std::thread watcher_;
+};
+
+}  // namespace tw::cuda

@@ -1,0 +1,127 @@
+// Errors between ranks that share no memory: what is told travels over their connections. And since a collective that
+// does not end says of nobody who holds it up, a rank's thread watches how far its steps are, tells the peers when one
+// takes long, and blames the first who has not said that it has sent its own.
+#include <cstring>
+
+#include "cuda/host/control.h"
+
+namespace tw::cuda {
+namespace {
+
+enum Post { kAbortPost, kNoticePost };
+
+constexpr std::chrono::milliseconds kNotice{50};  // under way, before the peers are told how far this rank is
+constexpr std::chrono::milliseconds kGrace{60};   // for the last notices, behind the timeout
+constexpr std::chrono::milliseconds kSettling{100};
+
+uint32_t load(const uint32_t& word) {
+  return std::atomic_ref(const_cast<uint32_t&>(word)).load(std::memory_order_acquire);
+}
+
+}  // namespace
+
+void Control::tell(AbortSignal reason) {
+  const uint64_t bits = pack(reason);
+  if (told_.exchange(bits) == bits) return;
+  const std::string bytes(reinterpret_cast<const char*>(&bits), sizeof bits);
+  for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
+    if (rank != me_) bootstrap_->post(members_[rank], tag(kAbortPost), bytes);
+  }
+}
+
+// What peers have posted, and what this rank's kernels want told; by the watching thread. A rank that gives up may have
+// sent before, and what it has sent comes by another way: so its word counts a little later.
+void Control::listen(std::unique_lock<std::mutex>& lock) {
+  std::vector<uint64_t> heard(members_.size());
+  bool any = false;
+  for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
+    std::string bytes;
+    if (rank == me_ || !bootstrap_->posted(members_[rank], tag(kAbortPost), &bytes)) continue;
+    if (bytes.size() != sizeof(uint64_t)) continue;
+    uint64_t& word = heard[static_cast<size_t>(rank)];
+    std::memcpy(&word, bytes.data(), sizeof word);
+    any = any || word != pack(abort_of(rank));
+  }
+  if (any) ended_.wait_for(lock, kSettling, [this] { return ending_; });
+  for (int rank = 0; rank < static_cast<int>(members_.size()) && any; ++rank) {
+    if (rank == me_) continue;
+    std::atomic_ref(page(me_).abort[rank]).store(heard[static_cast<size_t>(rank)], std::memory_order_release);
+  }
+  if (const AbortSignal own = abort_of(me_); own.kind != 0) return tell(own);
+  if (find_abort().kind == 0 && dead() < 0) watch_steps(std::chrono::steady_clock::now());
+}
+
+void Control::watch_steps(TimePoint now) {
+  bool slow = false;
+  std::vector<Notice> notices(watched_.size());
+  for (int lane = 0; lane < static_cast<int>(watched_.size()); ++lane) {
+    const CarriedLane& at = page(me_).carried[lane];
+    Watched& watched = watched_[static_cast<size_t>(lane)];
+    const uint32_t ended = load(at.ended);
+    const uint32_t waits = load(at.waits);
+    const Notice notice = notices[static_cast<size_t>(lane)] = {load(at.sent), load(at.call)};
+    if (notice.sent != watched.sent || notice.sent == ended) watched.sent = notice.sent, watched.sent_at = now;
+    if (waits != watched.waits || waits == ended) watched.waits = waits, watched.waits_at = now;
+    if (now - watched.sent_at < kNotice) continue;
+    slow = true;
+    const int different = find_different(lane);
+    if (different >= 0) return end_on(lane, twCallMismatch, different);
+    if (now - watched.waits_at >= timeout_ + kGrace) return end_on(lane, twTimeout, find_behind(lane, waits));
+  }
+  const std::string bytes(reinterpret_cast<const char*>(notices.data()), notices.size() * sizeof(Notice));
+  if (!slow || bytes == noticed_) return;
+  noticed_ = bytes;
+  for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
+    if (rank != me_) bootstrap_->post(members_[rank], tag(kNoticePost), bytes);
+  }
+}
+
+bool Control::noticed(int rank, int lane, Notice* notice) const {
+  std::string bytes;
+  const auto at = static_cast<size_t>(lane) * sizeof *notice;
+  if (rank == me_ || !bootstrap_->posted(members_[rank], tag(kNoticePost), &bytes)) return false;
+  if (bytes.size() < at + sizeof *notice) return false;
+  std::memcpy(notice, bytes.data() + at, sizeof *notice);
+  return true;
+}
+
+// A rank that is in the same step of a lane and has not made the same call, whose collective so never ends; -1 if there
+// is none.
+int Control::find_different(int lane) const {
+  const CarriedLane& at = page(me_).carried[lane];
+  for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
+    Notice notice{};
+    if (!noticed(rank, lane, &notice) || notice.sent != load(at.sent)) continue;
+    const uint32_t mine = load(at.call);
+    if (notice.call != mine && notice.call != 0 && mine != 0) return rank;
+  }
+  return -1;
+}
+
+// The first rank that has not said that it has sent a step; the next one if all have.
+int Control::find_behind(int lane, uint32_t step) const {
+  const auto ranks = static_cast<int>(members_.size());
+  for (int i = 1; i < ranks; ++i) {
+    const int rank = (me_ + i) % ranks;
+    Notice notice{first_step_, 0};
+    (void)noticed(rank, lane, &notice);
+    if (!reached(notice.sent, step)) return rank;
+  }
+  return (me_ + 1) % ranks;
+}
+
+void Control::end_on(int lane, twResult_t result, int peer) {
+  const CarriedLane& at = page(me_).carried[lane];
+  Report& report = page(me_).late;
+  report.result = result;
+  report.peer = peer;
+  report.phase = at.phase;
+  report.lane = lane;
+  report.step = load(at.sent);
+  report.seen = report.step - 1;
+  report.token = report.k = -1;
+  std::atomic_ref(report.serial).store(report.serial + 1, std::memory_order_release);
+  announce_abort({static_cast<uint32_t>(result), static_cast<uint32_t>(me_), static_cast<uint32_t>(peer), false});
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,31 @@
+// What the core asks of devices before a group has a backend (core/backend.h).
+#include "core/backend.h"
+#include "cuda/driver/driver.h"
+
+namespace tw {
+
+Status check_device(int* device) {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+    int driver = 0;
+    const bool none = cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0;
+    return fail(twUnsupported, "no CUDA device can be used: %s",
+                none ? "no NVIDIA driver is installed" : cudaGetErrorString(error));
+  }
+  if (*device == -1) TW_CUDA(cudaGetDevice(device));
+  if (*device >= 0 && *device < count) return {};
+  return fail(twInvalidArgument, "device is %d; it must be from 0 to %d", *device, count - 1);
+}
+
+Status device_memory(int device, uint64_t* free) {
+  const cuda::OnDevice on(device);
+  size_t now = 0;
+  size_t all = 0;
+  TW_CUDA(cudaMemGetInfo(&now, &all));
+  *free = now;
+  return {};
+}
+
+}  // namespace tw

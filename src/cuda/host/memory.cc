@@ -1,0 +1,208 @@
+#include "cuda/host/memory.h"
+
+#include <cstring>
+
+namespace tw::cuda {
+
+namespace {
+
+std::vector<uint32_t> words_of_map(const Shape& shape, const ExpertMap& map) {
+  const Replicas replicas = map.view();
+  std::vector<uint32_t> words(MapWords::all(shape), 0);
+  words[MapWords::kDigest] = map.digest();
+  words[MapWords::kSeveral] = static_cast<uint32_t>(replicas.several_count);
+  uint32_t* const first = words.data() + MapWords::kFirst;
+  const int32_t chosen = replicas.first[shape.choices()];
+  std::copy_n(replicas.first, shape.choices() + 1, first);
+  std::copy_n(replicas.slots, chosen, first + MapWords::slots(shape));
+  if (replicas.lower != nullptr) std::copy_n(replicas.lower, chosen, first + MapWords::lower(shape));
+  std::copy_n(replicas.several, replicas.several_count, first + MapWords::several(shape));
+  return words;
+}
+
+std::vector<uint32_t> words_of_maps(const Shape& shape, const std::vector<ExpertMap>& maps) {
+  std::vector<uint32_t> all;
+  for (const ExpertMap& map : maps) {
+    const std::vector<uint32_t> words = words_of_map(shape, map);
+    all.insert(all.end(), words.begin(), words.end());
+  }
+  return all;
+}
+
+}  // namespace
+
+Arena::~Arena() {
+  const OutsideCaptures outside;
+  if (stream_ != nullptr) {
+    if (tables_ != nullptr) cudaFreeAsync(tables_, stream_);
+    cudaStreamSynchronize(stream_);
+    cudaStreamDestroy(stream_);
+  }
+  if (loads_.averages_there != nullptr) cudaFreeHost(loads_.averages_there);
+  for (CountsOnHost* const pages : page_blocks_) cudaFreeHost(pages);
+}
+
+Status Arena::create(const Context& context, const std::vector<std::byte*>& windows,
+                     const std::vector<ControlPage*>& pages, GroupView* view, std::unique_ptr<Arena>* arena) {
+  std::unique_ptr<Arena> made(new Arena);
+  const Shape& shape = context.map.shape();
+  std::vector<std::byte> host;
+  const auto place = [&](const void* data, size_t bytes) {
+    const size_t at = (host.size() + 63) / 64 * 64;
+    host.resize(at + bytes);
+    if (data != nullptr) std::memcpy(host.data() + at, data, bytes);
+    return at;
+  };
+  std::vector<uint32_t> experts(shape.experts);
+  for (int32_t e = 0; e < shape.experts; ++e) {
+    experts[e] = pack_expert(context.placement.rank[e], context.placement.slot[e]);
+  }
+  const size_t experts_at = place(experts.data(), sizeof(uint32_t) * experts.size());
+  const size_t windows_at = place(windows.data(), sizeof(std::byte*) * windows.size());
+  const size_t pages_at = place(pages.data(), sizeof(ControlPage*) * pages.size());
+  const size_t counter_at = place(nullptr, sizeof(uint32_t));
+  const size_t state_at = place(nullptr, sizeof(DeviceState));
+  // Of the exchange of counts, by lane.
+  const size_t told = shape.exact() ? static_cast<size_t>(shape.ranks) + static_cast<size_t>(shape.experts) : 0;
+  const size_t told_at = place(nullptr, sizeof(int32_t) * told * static_cast<size_t>(shape.lanes));
+  const std::vector<uint32_t> maps = words_of_maps(shape, *context.maps);
+  const size_t maps_at = place(maps.data(), sizeof(uint32_t) * maps.size());
+  const bool balances = context.spec->given && context.spec->policy == twReplicaBalanced && !BalanceParams::fits(shape);
+  const size_t balance_at =
+      place(nullptr, balances ? sizeof(int32_t) * BalanceParams::scratch_words(shape) * shape.lanes : 0);
+  // What is counted.
+  const auto rows = static_cast<size_t>(shape.counts_loads * shape.lanes * context.spec->layers);
+  const size_t averages = rows * static_cast<size_t>(shape.choices());
+  const size_t averages_at = place(nullptr, sizeof(float) * averages);
+  const size_t dispatches_at = place(nullptr, sizeof(long long) * rows);
+  const size_t clocks_at = place(nullptr, sizeof(uint32_t) * rows);
+  const size_t told_of_at = place(nullptr, sizeof(uint32_t) * rows);
+  const size_t marks_at = place(nullptr, sizeof(uint32_t) * static_cast<size_t>(mark_words(shape) * shape.lanes));
+  std::vector<LaneState> lanes(static_cast<size_t>(shape.lanes), LaneState{});
+  for (LaneState& lane : lanes) lane.step = context.first_step;
+  const size_t lanes_at = place(lanes.data(), sizeof(LaneState) * lanes.size());
+  TW_CUDA(cudaStreamCreateWithFlags(&made->stream_, cudaStreamNonBlocking));
+  void* memory = nullptr;
+  TW_CUDA(cudaMallocAsync(&memory, host.size(), made->stream_));
+  made->tables_ = static_cast<std::byte*>(memory);
+  TW_CUDA(cudaMemcpyAsync(made->tables_, host.data(), host.size(), cudaMemcpyHostToDevice, made->stream_));
+  TW_CUDA(cudaStreamSynchronize(made->stream_));
+  view->experts = reinterpret_cast<const uint32_t*>(made->tables_ + experts_at);
+  std::copy_n(windows.begin(), std::min<size_t>(windows.size(), kNear), view->near_windows);
+  view->windows = reinterpret_cast<std::byte* const*>(made->tables_ + windows_at);
+  view->pages = reinterpret_cast<ControlPage* const*>(made->tables_ + pages_at);
+  view->state = made->state_ = reinterpret_cast<DeviceState*>(made->tables_ + state_at);
+  view->lanes = reinterpret_cast<LaneState*>(made->tables_ + lanes_at);
+  view->marks = reinterpret_cast<uint32_t*>(made->tables_ + marks_at);
+  made->counter_ = reinterpret_cast<uint32_t*>(made->tables_ + counter_at);
+  made->loads_.layers = context.spec->layers;
+  made->loads_.decay = context.spec->decay;
+  if (rows > 0) {
+    TW_RETURN_IF_FAILED(made->show_loads(averages, rows));
+    made->loads_.averages = reinterpret_cast<float*>(made->tables_ + averages_at);
+    made->loads_.dispatches = reinterpret_cast<long long*>(made->tables_ + dispatches_at);
+    made->loads_.clocks = reinterpret_cast<uint32_t*>(made->tables_ + clocks_at);
+    made->loads_.told_of = reinterpret_cast<uint32_t*>(made->tables_ + told_of_at);
+  }
+  view->loads = made->loads_;
+  made->maps_ = reinterpret_cast<uint32_t*>(made->tables_ + maps_at);
+  made->balance_ = reinterpret_cast<int32_t*>(made->tables_ + balance_at);
+  made->told_ = reinterpret_cast<int32_t*>(made->tables_ + told_at);
+  // Now, as memory that is pinned while a peer waits for this rank may hold both up.
+  if (CountsOnHost* const first = shape.exact() ? made->take_page() : nullptr) made->free_pages_.push_back(first);
+  *arena = std::move(made);
+  return {};
+}
+
+// Gives the host a place for what it is told: so many averages, and dispatches and clocks of so many rows.
+Status Arena::show_loads(size_t averages, size_t rows) {
+  const size_t before = (sizeof(float) * averages + 63) / 64 * 64;
+  const size_t bytes = before + (sizeof(long long) + sizeof(uint32_t)) * rows;
+  void* there = nullptr;
+  TW_CUDA(cudaHostAlloc(&there, bytes, cudaHostAllocPortable));
+  std::memset(there, 0, bytes);
+  loads_.averages_there = static_cast<float*>(there);
+  loads_.dispatches_there = reinterpret_cast<long long*>(static_cast<std::byte*>(there) + before);
+  loads_.clocks_there = reinterpret_cast<uint32_t*>(loads_.dispatches_there + rows);
+  return {};
+}
+
+CountsOnHost* Arena::take_page() {
+  const auto written = [](const GivenPage& given) {
+    return __atomic_load_n(&given.page->serial, __ATOMIC_ACQUIRE) == given.serial;
+  };
+  for (size_t i = given_pages_.size(); i-- > 0;) {
+    if (!written(given_pages_[i])) continue;
+    free_pages_.push_back(given_pages_[i].page);
+    given_pages_.erase(given_pages_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  if (free_pages_.empty()) {
+    const OutsideCaptures outside;
+    void* made = nullptr;
+    const bool there = cudaHostAlloc(&made, kPages * sizeof(CountsOnHost), cudaHostAllocPortable) == cudaSuccess;
+    (void)cudaGetLastError();
+    if (!there) return nullptr;
+    auto* const pages = static_cast<CountsOnHost*>(made);
+    std::memset(made, 0, kPages * sizeof(CountsOnHost));
+    page_blocks_.push_back(pages);
+    for (int i = kPages; i-- > 0;) free_pages_.push_back(pages + i);
+  }
+  CountsOnHost* const page = free_pages_.back();
+  free_pages_.pop_back();
+  return page;
+}
+
+void Arena::read_loads(const Context& context, float* loads, int64_t* dispatches) const {
+  const Shape& shape = context.map.shape();
+  const auto rows = static_cast<size_t>(shape.lanes * context.spec->layers);
+  std::vector<float> averages(rows * static_cast<size_t>(shape.choices()));
+  std::vector<int64_t> counted(rows);
+  std::vector<uint32_t> clocks(rows);
+  // The device may be writing: each number is read once, as it is.
+  for (size_t i = 0; i < averages.size(); ++i) {
+    __atomic_load(&loads_.averages_there[i], &averages[i], __ATOMIC_RELAXED);
+  }
+  for (size_t i = 0; i < rows; ++i) {
+    counted[i] = __atomic_load_n(&loads_.dispatches_there[i], __ATOMIC_RELAXED);
+    clocks[i] = __atomic_load_n(&loads_.clocks_there[i], __ATOMIC_RELAXED);
+  }
+  sum_lanes(*context.spec, shape, {averages.data(), counted.data(), clocks.data()}, loads, dispatches);
+}
+
+Status Arena::write_map(int32_t layer, const Shape& shape, const ExpertMap& map) {
+  const OutsideCaptures outside;
+  const std::vector<uint32_t> words = words_of_map(shape, map);
+  uint32_t* const at = maps_ + static_cast<int64_t>(layer) * MapWords::all(shape);
+  TW_CUDA(cudaMemcpyAsync(at, words.data(), words.size() * sizeof(uint32_t), cudaMemcpyHostToDevice, stream_));
+  TW_CUDA(cudaStreamSynchronize(stream_));
+  return {};
+}
+
+std::byte* Arena::allocate(size_t bytes) {
+  const OutsideCaptures outside;
+  void* block = nullptr;
+  const bool made = cudaMallocAsync(&block, bytes, stream_) == cudaSuccess &&
+                    cudaStreamSynchronize(stream_) == cudaSuccess;  // other streams may use it at once
+  (void)cudaGetLastError();
+  return made ? static_cast<std::byte*>(block) : nullptr;
+}
+
+void Arena::release(std::byte* block) {
+  const OutsideCaptures outside;
+  cudaFreeAsync(block, stream_);
+}
+
+Status Arena::with_counter(uint32_t* count, const std::function<Status(uint32_t*, cudaStream_t)>& run) {
+  TW_CUDA(cudaMemsetAsync(counter_, 0, sizeof *counter_, stream_));
+  TW_RETURN_IF_FAILED(run(counter_, stream_));
+  TW_CUDA(cudaMemcpyAsync(count, counter_, sizeof *count, cudaMemcpyDeviceToHost, stream_));
+  TW_CUDA(cudaStreamSynchronize(stream_));
+  return {};
+}
+
+void Arena::stop_kernels() {
+  cudaMemsetAsync(&state_->sticky, 1, sizeof state_->sticky, stream_);  // anything but 0
+  (void)cudaGetLastError();
+}
+
+}  // namespace tw::cuda

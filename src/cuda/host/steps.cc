@@ -1,0 +1,156 @@
+// How a step is made. Where devices write into each other's windows, by one kernel; over a carrier, by a kernel that
+// lays out what goes to each rank, the moves behind it, and a kernel that shows or sums what has come. Which parts of a
+// bank a step moves is decided here, from what all ranks have alike.
+#include <thread>
+
+#include "cuda/host/backend.h"
+#include "cuda/launch/steps.h"
+
+namespace tw::cuda {
+
+GroupView NvlinkBackend::view_at(StepPlace at, bool waits) const {
+  GroupView view = view_;
+  if (staged_ != nullptr) staged_->place(at, &view);
+  view.waits = waits ? 1 : 0;
+  return view;
+}
+
+std::vector<Region> NvlinkBackend::dispatched(int32_t bound) const {
+  std::vector<Region> regions;
+  const auto rows = static_cast<uint64_t>(bound);
+  for (int q = 0; q < shape().payloads; ++q) {
+    regions.push_back({context_.map.payload_begin(q), rows * shape().payload_bytes[q]});
+  }
+  regions.push_back({context_.map.meta_begin(), rows * meta_bytes(shape().top_k)});
+  return regions;
+}
+
+std::vector<Region> NvlinkBackend::combined(int32_t bound) const {
+  return {{0, static_cast<uint64_t>(bound) * shape().combine_bytes}};
+}
+
+std::vector<Region> NvlinkBackend::counted() const { return {{0, WindowMap::counts_bytes(shape())}}; }
+
+std::vector<Region> NvlinkBackend::collected(const CollectiveMap& places) const {
+  std::vector<Region> regions;
+  for (int q = 0; q < places.tensors; ++q) {
+    regions.push_back({places.begin[q], static_cast<uint64_t>(places.bound) * places.row_bytes[q]});
+  }
+  return regions;
+}
+
+// Whether somebody else is to blame for moves that cannot be made: that is known in a moment, or not at all.
+bool NvlinkBackend::in_trouble() const {
+  constexpr std::chrono::milliseconds kMoment{500};
+  const TimePoint until = std::chrono::steady_clock::now() + kMoment;
+  while (std::chrono::steady_clock::now() < until) {
+    if (control_->dead() >= 0 || control_->find_abort().kind != 0) return true;
+    if (is_interrupted_now()) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return false;
+}
+
+// `run(send, receive)` launches. What could not be moved does not come: the kernel that waits for it finds that out,
+// and who is to blame.
+template <class Run>
+Status NvlinkBackend::carry(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only, void* stream,
+                            Run&& run) {
+  TW_RETURN_IF_FAILED(run(true, false));
+  Status started = staged_->start(at, regions, land, !send_only, stream);
+  const bool alone = !started.ok() && !in_trouble();
+  if (was_interrupted()) return fail(twInterrupted, "interrupted in a step that a carrier moves");
+  if (alone) return started;
+  return send_only ? Status{} : arrive(at, true, stream, run);
+}
+template <class Run>
+Status NvlinkBackend::arrive(StepPlace at, bool at_once, void* stream, Run&& run) {
+  const OnDevice on(device_);
+  if (!at_once) TW_RETURN_IF_FAILED(launched("a wait", launch_await({view_at(at, true), at.lane}, stream)));
+  if (!staged_->join(at.lane, stream).ok() && is_interrupted_now()) {
+    return fail(twInterrupted, "interrupted in a step that a carrier moves");
+  }
+  return run(false, true);
+}
+
+Status NvlinkBackend::land_rows(const DispatchCall& call, HandleArrays& handle) {
+  if (!shape().exact()) return {};
+  LandParams p{};
+  p.group = view_at(call.at, true);
+  p.handle = view_of(handle);
+  p.lane = call.at.lane;
+  p.bank = call.at.bank();
+  p.bound = call.bound;
+  p.from = staged_->receive_offset(call.at.lane);
+  return launched("rows of a dispatch", launch_land(p, view_blocks(), call.stream));
+}
+
+template <class Call, class Regions, class Run>
+Status NvlinkBackend::make(const Call& call, bool sends, bool land, Regions&& regions, Run&& run) {
+  if (staged_ == nullptr) return run(sends, !sends || !call.send_only);
+  if (!sends) return arrive(call.at, false, call.stream, run);
+  return carry(call.at, regions(), land, call.send_only, call.stream, run);
+}
+
+Status NvlinkBackend::make_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends) {
+  return make(
+      call, sends, shape().exact(), [&] { return dispatched(call.bound); },
+      [&](bool send, bool receive) -> Status {
+        if (staged_ != nullptr && receive) TW_RETURN_IF_FAILED(land_rows(call, handle));
+        return run_dispatch(call, handle, send, receive);
+      });
+}
+
+Status NvlinkBackend::make_combine(const CombineCall& call, HandleArrays& handle, bool sends) {
+  return make(
+      call, sends, false, [&] { return combined(call.bound); },
+      [&](bool send, bool receive) { return run_combine(call, handle, send, receive); });
+}
+
+Status NvlinkBackend::make_counts(const CountsCall& call, HandleArrays& handle, bool sends) {
+  return make(
+      call, sends, false, [&] { return counted(); },
+      [&](bool send, bool receive) { return run_counts(call, handle, send, receive); });
+}
+
+Status NvlinkBackend::make_collective(const CollectiveCall& call, bool sends) {
+  return make(
+      call, sends, false, [&] { return collected(call.places); },
+      [&](bool send, bool receive) { return run_collective(call, send, receive); });
+}
+
+bool NvlinkBackend::describe(twPortableInfo_t* info) const {
+  if (staged_ == nullptr) return false;
+  info->strategy = twRouted;
+  for (const Region& region : dispatched(shape().max_tokens)) info->inline_bytes += static_cast<int64_t>(region.bytes);
+  return true;
+}
+
+bool NvlinkBackend::can_refuse(const Refusal& refusal) const {
+  const bool collects = refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce;
+  return staged_ == nullptr || (refusal.bound >= 0 && (!collects || refusal.places.tensors > 0));
+}
+
+Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, void* stream) {
+  if (staged_ == nullptr) return {};
+  const OnDevice on(device_);
+  remember(stream);
+  TW_RETURN_IF_FAILED(staged_->start(at, combined(bound), false, true, stream));
+  return staged_->join(at.lane, stream);
+}
+
+// Over a carrier the peers' moves are made with them, or they would not end.
+Status NvlinkBackend::send_refusal(StepPlace at, const Refusal& refusal) {
+  if (staged_ == nullptr) return run_refusal(at, refusal, true, true);
+  const int32_t bound = refusal.bound > 0 ? refusal.bound : shape().max_tokens;
+  std::vector<Region> regions;
+  if (refusal.phase == twPhaseDispatch) regions = dispatched(bound);
+  if (refusal.phase == twPhaseCombine) regions = combined(bound);
+  if (refusal.phase == twPhaseCounts) regions = counted();
+  if (refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce) regions = collected(refusal.places);
+  const bool land = refusal.phase == twPhaseDispatch && shape().exact();
+  return carry(at, regions, land, false, refusal.stream,
+               [&](bool send, bool receive) { return run_refusal(at, refusal, send, receive); });
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,78 @@
+#include "cuda/plan/budget.h"
+
+#include <algorithm>
+
+namespace tw::cuda {
+
+Status make_budget(const Device& device, const Shape& shape, int sm_limit, int sharing, bool staged, Budget* budget) {
+  Budget b;
+  b.tuning = &tuning_of(device.sms, shape.ranks);
+  const int limit = sm_limit > 0 ? std::min(sm_limit, device.sms) : device.sms;
+  const int queues = sharing * shape.lanes;
+  b.device_sms = device.sms;
+  b.max_grid = std::clamp(std::min(limit, device.sms / queues), 1, kMaxBlocks);
+  // Few SMs send more than a round of rows sooner as Simple rows, in wide tiles, than as packets.
+  const bool few = b.max_grid < b.device_sms / 2;
+  b.packet_tokens = few ? std::min(shape.packet_tokens, kRound) : shape.packet_tokens;
+  b.summed_tail = tail_of(*b.tuning, shape, b.tuning->combine_tail, few);
+  if (shape.counts_loads != 0) {
+    b.loads_block = b.max_grid > 1 ? LoadsBlock::kApart : LoadsBlock::kLast;
+    b.max_grid = std::max(1, b.max_grid - 1);  // a block of each dispatch counts
+  }
+  b.early = queues == 1 && device.major >= 9 && !staged;  // what comes before may be a collective
+  // A view would hold SMs while the dispatch before it waits for peers: not where the others are somebody else's.
+  b.early_views = b.early && sm_limit == 0;
+  b.view_grid = sm_limit > 0 ? limit : 2 * limit;
+  *budget = b;
+  if (queues <= device.sms) return {};
+  return fail(twInvalidArgument,
+              "config.lanes is %d; %d ranks share a device of %d SMs, and a block of each lane of each must find room "
+              "there, so lanes must be from 1 to %d",
+              shape.lanes, sharing, device.sms, device.sms / sharing);
+}
+
+Roles roles_of(const Budget& budget, int64_t rows, const Tiles& tiles, bool both, int most) {
+  const int64_t shares = rows * tiles.per_row.divisor;
+  const int grid = budget.max_grid;
+  if (!both || grid == 1) return Roles::one(static_cast<int>(std::clamp<int64_t>(shares, 1, grid)));
+  const int sending = static_cast<int>(std::clamp<int64_t>(shares, 1, std::max(1, most)));
+  return Roles::two(sending, static_cast<int>(std::clamp<int64_t>(shares, 1, grid - sending)));
+}
+
+Roles packet_roles(const Budget& budget, int64_t rows, const Tiles& tiles, bool both, int sends, int busy) {
+  const int grid = budget.max_grid;
+  if (!both || grid == 1) return roles_of(budget, rows, tiles, both, grid);
+  const int64_t shares = rows * tiles.per_row.divisor;
+  const int half = grid / 2;
+  const int quarter = std::max(1, grid / 4);
+  if (shares > int64_t{half} * kWarps) {
+    const int sending = std::max(1, std::min(half, budget.device_sms * sends / 100));
+    return Roles::two(sending, grid - sending);
+  }
+  const int eighth = std::min(quarter, std::max(1, budget.device_sms / 8));
+  const int most = shares <= int64_t{eighth} * busy ? eighth : shares <= int64_t{quarter} * kWarps ? quarter : half;
+  const auto blocks = static_cast<int>(std::clamp<int64_t>(shares, 1, most));
+  return Roles::two(blocks, blocks);
+}
+
+int simple_senders(const Budget& budget, int sends, int at_most) {
+  const int grid = budget.max_grid;
+  return std::max({1, grid * sends / 100, std::min(budget.device_sms * sends, grid * at_most) / 100});
+}
+
+bool all_packets(const Budget& budget, const Shape& shape, int32_t bound) {
+  return !shape.exact() && shape.ranks > 1 && shape.ranks <= kRanksAtOnce && bound > 0 &&
+         bound <= std::min(budget.packet_tokens, kMostPackets);
+}
+
+int tail_of(const Tuning& tuning, const Shape& shape, int all, bool few) {
+  return few ? tuning.least_tail : std::max(tuning.least_tail, all / std::max(1, shape.ranks - 1));
+}
+
+Kind kind_of(const Budget& budget, bool usual, bool packets) {
+  if (packets) return Kind::kPackets;
+  if (!usual) return Kind::kGeneric;
+  return budget.low_sm() ? Kind::kLowSm : Kind::kUsual;
+}
+
+}  // namespace tw::cuda

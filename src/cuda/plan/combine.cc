@@ -1,0 +1,71 @@
+#include "cuda/plan/combine.h"
+
+#include <algorithm>
+
+#include "cuda/plan/tiles.h"
+
+namespace tw::cuda {
+namespace {
+
+// Tiles of a combine whose roles are known. `full`: its senders fill the link, or all rows are packets.
+void share_out(const Budget& budget, const Shape& shape, int64_t returning, bool full, CombineParams* params) {
+  CombineParams& p = *params;
+  const Tuning& tuning = *budget.tuning;
+  const bool any = p.kind == Kind::kGeneric;
+  const bool sums = any && !p.plain && p.sums_fit;
+  const bool wide = sums || !full;
+  const int64_t each = sums ? tuning.summed_tiles : tuning.low_sm_tiles;
+  // Tokens whose rows come as packets, in narrow tiles anyway, stay so.
+  p.wide = wide ? widen(p.tiles, p.tokens - p.tail_packets, int64_t{p.roles.receiving} * kWarps, each) : kNoneWide;
+  p.single = p.wide.tiles() - std::min(p.wide.tiles(), static_cast<uint32_t>(p.roles.receiving) * kWarps * 7 / 8);
+  p.per_tile = share_of(p.vectors, p.tiles);
+  p.joins = wide ? 1 : 0;
+  p.pushed = kPushedVectors;
+  const auto parts = [&p](uint32_t pushed) { return (p.vectors + pushed - 1) / pushed; };
+  // Usual calls by few SMs send whole rows, where so few blocks send that the link has room for more; else halves, with
+  // which warps end sooner. (By 24 a combine of 4096 tokens took 2 us longer with whole rows, by 16 it takes 20 longer
+  // with halves.) More SMs send usual tiles: by 64 it took 183 us with halves, 171 with those.
+  const bool large = sums || (p.plain && p.vectors_fit && wide && (any || budget.low_sm()));
+  const uint32_t least = any || p.roles.sending < budget.device_sms / 16 ? 1 : 2;
+  while (large && parts(p.pushed) > least &&
+         returning * parts(2 * p.pushed) >= int64_t{p.roles.sending} * kWarps * each) {
+    p.pushed *= 2;
+  }
+  p.pushed_parts = static_cast<int32_t>(p.sums_fit ? parts(p.pushed) : p.tiles.per_row.divisor);
+  const int items = shape.chunk_rows * p.pushed_parts;
+  const int turn = turn_rows(tuning, returning, p.roles.sending, budget.low_sm());
+  const int chunks = any ? kWarps / 2 / items : turn / shape.chunk_rows;
+  p.turn_chunks = full ? 1 : std::max(1, chunks);
+  p.drawn = turns_ahead(p.turn_chunks * items);
+}
+
+}  // namespace
+
+void plan_combine(const Budget& budget, const Shape& shape, const CombineFacts& facts, CombineParams* params) {
+  CombineParams& p = *params;
+  const Tuning& tuning = *budget.tuning;
+  const bool same = p.rows_dtype == p.wire_dtype;
+  const bool direct = p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype;
+  const bool usual = direct && p.plain;
+  const bool packets = direct && (p.plain || (p.expert_major && same)) && all_packets(budget, shape, p.bound);
+  p.kind = kind_of(budget, usual, packets);
+  p.tail_packets = std::min(budget.packet_tokens, budget.summed_tail);
+  const int64_t returning = static_cast<int64_t>(shape.ranks - (p.own_direct ? 1 : 0)) * p.bound;
+  const int64_t rows = std::max<int64_t>(p.tokens, returning);
+  p.tiles = tiles_of(words_of(shape.combine_bytes), 0, tile_rows(packets, p.tokens, p.bound),
+                     int64_t{budget.max_grid} * kWarps / 2, packets && !p.plain ? kSummedGroups : kTileGroups);
+  const bool both = p.send && p.receive;
+  if (packets) {
+    const int sends = p.plain ? tuning.packet_combine_sends : tuning.packet_combine_sends_summed;
+    p.roles = packet_roles(budget, rows, p.tiles, both, sends, tuning.busy);
+  } else {
+    const bool simple = p.bound > budget.packet_tokens && p.plain;
+    const int most =
+        simple ? simple_senders(budget, tuning.combine_sends, tuning.combine_sends_most) : budget.max_grid / 2;
+    p.roles = roles_of(budget, rows, p.tiles, both && facts.apart && returning > 0, most);
+  }
+  share_out(budget, shape, returning, packets || !underfills(budget, p.roles, tuning.combine_sends), &p);
+  p.rehearses = p.roles.apart && p.bound > budget.packet_tokens;
+}
+
+}  // namespace tw::cuda

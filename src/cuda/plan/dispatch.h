@@ -1,0 +1,20 @@
+// The plan of a dispatch: which kernel, how many blocks send and receive, how wide tiles are, from which token on rows
+// go as LL128 packets. Pure: the same call, shape and budget give the same plan.
+#pragma once
+
+#include "cuda/launch/dispatch.h"
+#include "cuda/plan/budget.h"
+
+namespace tw::cuda {
+
+struct DispatchFacts {
+  uint64_t words = 0;           // of a row as a stream, metadata included
+  bool usual = false;           // what is laid out so that the kernels for usual calls can do it (launch/tiles.h, Kind)
+  bool metadata_known = false;  // a dispatch before has brought the routing's metadata
+};
+
+// Reads of *params what the call has (tokens, bound, send, receive, payloads and the handle's marks), writes kind,
+// tiles, wide, roles, first_packet, early, rehearses and each payload's per_tile.
+void plan_dispatch(const Budget& budget, const Shape& shape, const DispatchFacts& facts, DispatchParams* params);
+
+}  // namespace tw::cuda

@@ -1,0 +1,144 @@
+// Steps without rows: a refusal, and the self-test of packets.
+#include <cuda_runtime.h>
+
+#include <mutex>
+
+#include "cuda/device/loads.cuh"
+#include "cuda/device/wait.cuh"
+#include "cuda/launch/launch.h"
+#include "cuda/launch/loading.h"
+#include "cuda/launch/steps.h"
+
+namespace tw::cuda {
+
+int load_dispatch(const Shape& shape);
+int load_combine(const Shape& shape);
+int load_balance(const Shape& shape);
+int load_counts(const Shape& shape);
+int load_gather(const Shape& shape);
+int load_reduce(const Shape& shape);
+int load_rank_view(const Shape& shape);
+int load_expert_view(const Shape& shape);
+int load_few_rows_view(const Shape& shape);
+int load_land();
+
+namespace {
+
+__device__ void wait_out(const GroupView& g, const Step& step) {
+  for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
+    const Source source = await_source(g, step, i, Look::kTakesPart, true);
+    if (source.error == twTimeout) report_failure(g, step, twTimeout, i, source.signal);
+    if (source.error == twPeerAborted) report_stopped(g, step, i, source.signal);
+  }
+  __syncthreads();
+}
+
+// Tells the peers, which wait in the same call, and waits for their words: S2 wants the step's end before the next one
+// begins. A refused dispatch stands where the dispatch would have: see device/wait.cuh, skip_step.
+__global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
+  Step step{next_step(p.group, p.lane), p.lane, 0, p.phase};
+  begin_at_bank(p.group, p.bank, &step.number);
+  // A combine of a dispatch that failed is no step: the peers skip it too.
+  if (is_sticky(p.group) || (p.status != nullptr && *p.status != twSuccess)) return;
+  __syncthreads();
+  if (p.bank >= 0 && static_cast<int>(step.number & 1) != p.bank) {
+    publish_empty(p.group, step, Mode::kSkip);
+    wait_out(p.group, step);
+    ++step.number;
+  }
+  if (threadIdx.x == 0) clear_counters(p.group, step);
+  if (p.send) {
+    if (p.phase == twPhaseDispatch) tell_refusal(p.group, p.lane);
+    publish_empty(p.group, step, Mode::kRefused);
+    if (threadIdx.x == 0) say_sent(p.group, step, true);
+  }
+  if (!p.receive) return;
+  wait_out(p.group, step);
+  if (threadIdx.x == 0) end_step(p.group, step, begin_end(p.group, step));
+}
+
+constexpr uint64_t kTestFlag = uint64_t{1} << 63;  // no step has it
+
+// What a packet carries in a round: every byte differs from round to round and place to place.
+__device__ uint64_t test_word(int round, uint32_t place) {
+  return (static_cast<uint64_t>(round) * 0x9e3779b97f4a7c15ull) ^ (place * 0xff51afd7ed558ccdull);
+}
+
+// Every rank sends packets to every other, round after round in alternating banks, and looks whether what comes with a
+// flag is what was sent with it.
+__global__ void self_test_kernel(const __grid_constant__ SelfTestParams p) {
+  const GroupView& g = p.group;
+  const WindowMap& map = g.map;
+  const int ranks = map.shape().ranks;
+  const auto lanes = static_cast<uint32_t>(min(packet_row_bytes(map.shape()) / 16, uint64_t{1024}));
+  const bool flagged = threadIdx.x % kPacketThreads == kPacketThreads - 1;
+  uint32_t torn = 0;
+  for (int round = 1; round <= p.rounds; ++round) {
+    const int bank = round & 1;
+    const uint64_t flag = kTestFlag | static_cast<uint64_t>(round);
+    for (int i = 1; i < ranks; ++i) {
+      const int peer = (g.me + i) % ranks;
+      std::byte* const packet = g.windows[peer] + map.packet(0, bank, g.me, 0);
+      for (uint32_t lane = threadIdx.x; lane < lanes; lane += blockDim.x) {
+        store_pair(packet + 16 * lane, test_word(round, 2 * lane), flagged ? flag : test_word(round, 2 * lane + 1));
+      }
+    }
+    for (int i = 1; i < ranks; ++i) {
+      const std::byte* const packet = g.windows[g.me] + map.packet(0, bank, (g.me + i) % ranks, 0);
+      for (uint32_t base = threadIdx.x / 32 * 32; base < lanes; base += blockDim.x) {
+        const uint32_t lane = base + threadIdx.x % 32;
+        const bool active = lane < lanes;
+        Vec16 value{};
+        Patience patience(g);
+        for (bool late = false;;) {
+          if (active) value = load_pair(packet + 16 * lane);
+          if (!__any_sync(~0u, active && flagged && value.b != flag)) break;
+          if (!__any_sync(~0u, patience.over(&late))) continue;
+          ++torn;  // it did not come
+          break;
+        }
+        if (!active) continue;
+        if (value.a != test_word(round, 2 * lane)) ++torn;
+        if (value.b != (flagged ? flag : test_word(round, 2 * lane + 1))) ++torn;
+      }
+    }
+    // All of this rank has read the round before it sends the next but one; one failure is enough.
+    if (__syncthreads_or(torn != 0)) break;
+  }
+  if (torn != 0) atomicAdd(p.torn, torn);
+}
+
+}  // namespace
+
+int launch_refuse(const RefuseParams& params, void* stream) {
+  return launch_kernel(refuse_kernel, params, 1, 0, false, stream, 256);
+}
+
+int launch_self_test(const SelfTestParams& params, void* stream) {
+  SelfTestParams p = params;
+  p.rounds = kSelfTestRounds;
+  return launch_kernel(self_test_kernel, p, 1, 0, false, stream, 1024);
+}
+
+int allow_shared(const void* kernel, uint32_t bytes) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  cudaFuncAttributes attributes;
+  if (const cudaError_t loaded = cudaFuncGetAttributes(&attributes, kernel)) return loaded;
+  if (static_cast<uint32_t>(attributes.maxDynamicSharedSizeBytes) >= bytes) return 0;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
+
+int load_kernels(const Shape& shape) {
+  for (const void* const kernel :
+       {reinterpret_cast<const void*>(refuse_kernel), reinterpret_cast<const void*>(self_test_kernel)}) {
+    if (const int error = allow_shared(kernel, 0); error != 0) return error;
+  }
+  for (const auto load : {load_dispatch, load_combine, load_counts, load_balance, load_gather, load_reduce,
+                          load_rank_view, load_expert_view, load_few_rows_view}) {
+    if (const int error = load(shape); error != 0) return error;
+  }
+  return load_land();
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,279 @@
+// Copies out of the window: floor, the bytes of the valid rows read once and written once for each place they go to.
+// Blocks read the counts on the device; rows beyond them cost nothing.
+//
+// Here by expert: expert_major and grouped. A block has a part of the rows, in order. It counts the experts of all rows
+// before its own, so that blocks need not wait for each other: at 8192 rows of 8 ids some 10 us of a last block,
+// beside 150 us of copying. Then its warps copy rows, each by itself, so that many are under way. Of few rows
+// most of the time is instructions that are met for the first time, so there are few of them on that way.
+#include <cuda_runtime.h>
+
+#include "cuda/launch/launch.h"
+#include "cuda/launch/loading.h"
+#include "cuda/view/by_expert.cuh"
+
+namespace tw::cuda {
+namespace {
+
+constexpr int kBatch = 64;      // rows whose experts a block finds at a time
+constexpr int kExperts = 4096;  // that are counted at a time
+static_assert(kTabled <= kExperts);
+
+struct ExpertScratch {
+  Arrived rows;
+  int32_t* experts;  // [kBatch, pitch] local expert of each (row, k), -1 for none
+  int32_t* nth;      // [kBatch, pitch] the how manieth row of its expert this is
+  int32_t* next;     // [kExperts] rows of an expert so far
+  int32_t* total;    // [kExperts]
+  uint32_t* table;   // [E + 1] where experts are, if they are so few
+
+  static __host__ __device__ uint32_t pitch(const Shape& shape) {  // whole pairs of ids
+    return (static_cast<uint32_t>(shape.top_k) + 1) / 2 * 2;
+  }
+  static uint32_t bytes(const Shape& shape) {
+    const uint32_t table = is_tabled(shape) ? counted(shape) + 1 : 0;
+    return 4 * (Arrived::words(shape) + 2 * kBatch * pitch(shape) + 2 * counted(shape) + table);
+  }
+  __device__ ExpertScratch(int32_t* at, const Shape& shape) : rows(at, shape) {
+    experts = rows.at + shape.ranks;
+    nth = experts + kBatch * pitch(shape);
+    next = nth + kBatch * pitch(shape);
+    total = next + counted(shape);
+    table = reinterpret_cast<uint32_t*>(total + counted(shape));
+  }
+  static __host__ __device__ uint32_t counted(const Shape& shape) {
+    return static_cast<uint32_t>(shape.experts < kExperts ? shape.experts : kExperts);
+  }
+};
+
+// Where the rows of a local expert begin, and how many places there are for them.
+__device__ int64_t begin_of(const ViewParams& p, int expert) {
+  if (p.group.map.shape().exact())
+    return static_cast<int64_t>(load_fresh<unsigned long long>(p.handle.expert_begin + expert));
+  return static_cast<int64_t>(expert) * p.group.map.shape().ranks * p.bound;
+}
+// Two ids of a row, read together: ids begin at a multiple of 8 bytes and weights follow them.
+struct IdPairs {
+  const ViewParams& p;
+  const ExpertScratch& s;
+
+  __device__ uint32_t each() const { return p.pairs.divisor; }  // row
+  __device__ uint64_t load(int row, uint32_t pair) const {
+    const Shape& shape = p.group.map.shape();
+    const int32_t* const ids = ids_of(p, place_of(s.rows, shape.ranks, row));
+    const uint64_t two = load_fresh<unsigned long long>(ids + 2 * pair);
+    return static_cast<int>(2 * pair) + 1 == shape.top_k ? two | ~uint64_t{0} << 32 : two;  // a weight
+  }
+  __device__ int expert(uint64_t two, uint32_t which) const {
+    return local_expert(p, s.table, static_cast<int32_t>(two >> 32 * which));
+  }
+};
+
+// The local experts of the rows [from, from + count), into the block's memory.
+__device__ void find_experts(const ViewParams& p, const ExpertScratch& s, int from, int count) {
+  const IdPairs ids{p, s};
+  for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(count) * ids.each(); i += blockDim.x) {
+    const uint32_t row = divide(i, p.pairs);
+    const uint64_t two = ids.load(from + static_cast<int>(row), i - row * ids.each());
+    s.experts[2 * i] = ids.expert(two, 0);
+    s.experts[2 * i + 1] = ids.expert(two, 1);
+  }
+}
+
+// None yet of the experts in [low, low + kExperts).
+__device__ void clear_counts(const ViewParams& p, const ExpertScratch& s, int low) {
+  const int experts = min(p.group.local_experts - low, kExperts);
+  for (int i = threadIdx.x; i < experts; i += blockDim.x) s.next[i] = s.total[i] = 0;
+}
+
+// Counts rows of the experts in [low, end): those before row `from` into `next`, others into `total`; and finds the
+// experts of the `count` rows from that one on, as find_experts does. A thread has kAtOnce pairs on their way.
+template <uint32_t kAtOnce>
+__device__ void count_pairs(const ExpertScratch& s, const IdPairs& ids, uint32_t items, int low, int end, int from,
+                            int count) {
+  const uint32_t first = static_cast<uint32_t>(from) * ids.each();
+#pragma unroll 1
+  for (uint32_t base = threadIdx.x; base < items; base += kAtOnce * blockDim.x) {
+    uint64_t two[kAtOnce];
+#pragma unroll
+    for (uint32_t u = 0; u < kAtOnce; ++u) {
+      const uint32_t i = base + u * blockDim.x;
+      two[u] = ~uint64_t{0};
+      if (i >= items) continue;
+      const uint32_t row = divide(i, ids.p.pairs);
+      two[u] = ids.load(static_cast<int>(row), i - row * ids.each());
+    }
+#pragma unroll
+    for (uint32_t u = 0; u < 2 * kAtOnce; ++u) {
+      const uint32_t i = base + u / 2 * blockDim.x;
+      const int expert = ids.expert(two[u / 2], u % 2);
+      if (i - first < static_cast<uint32_t>(count) * ids.each()) s.experts[2 * (i - first) + u % 2] = expert;
+      if (expert >= low && expert < end) atomicAdd((i < first ? s.next : s.total) + (expert - low), 1);
+    }
+  }
+}
+
+// Rows of each expert in [low, low + kExperts): those before row `from` to `next`, all to `total`. On the way, the
+// experts of the `count` rows from that one on. With little to count, few instructions are met for the first time.
+__device__ void count_experts(const ViewParams& p, const ExpertScratch& s, int low, int from, int count) {
+  const IdPairs ids{p, s};
+  const int experts = min(p.group.local_experts - low, kExperts);
+  const uint32_t items = static_cast<uint32_t>(s.rows.begin[p.group.map.shape().ranks]) * ids.each();
+  if (items <= blockDim.x) {
+    count_pairs<1>(s, ids, items, low, low + experts, from, count);
+  } else {
+    count_pairs<4>(s, ids, items, low, low + experts, from, count);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < experts; i += blockDim.x) s.total[i] += s.next[i];
+}
+
+// The how manieth of their experts the batch's `count` rows are. Row after row by one warp: order is the meaning of a
+// place. Within a row no expert stands twice.
+__device__ void number_rows(const ViewParams& p, const ExpertScratch& s, int low, int count) {
+  const int top_k = p.group.map.shape().top_k;
+  const int pitch = static_cast<int>(ExpertScratch::pitch(p.group.map.shape()));
+  const int experts = min(p.group.local_experts - low, kExperts);
+  for (int row = 0; row < count && threadIdx.x < 32; ++row) {
+    for (int k = lane(); k < top_k; k += 32) {
+      const int expert = s.experts[row * pitch + k] - low;
+      const bool here = expert >= 0 && expert < experts;
+      s.nth[row * pitch + k] = here ? s.next[expert]++ : -1;
+    }
+    __syncwarp();
+  }
+}
+
+// Zeros for rows [from, to) of a payload. By a block.
+__device__ void clear_rows(const ViewParams& p, int q, int64_t from, int64_t to) {
+  const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
+  const Columns& columns = p.columns[q];
+  if (!columns.wanted() && p.width[q] == 16) {  // with an alignment of 128 rows an expert has 64 such on average
+    auto* const vectors = reinterpret_cast<uint4*>(p.payloads[q]);
+    for (int64_t i = from * (bytes / 16) + threadIdx.x; i < to * (bytes / 16); i += blockDim.x) vectors[i] = {};
+    return;
+  }
+  for (int64_t i = from * bytes + threadIdx.x; i < to * bytes; i += blockDim.x) {
+    p.payloads[q][columns.wanted() ? in_columns(columns, i / bytes, static_cast<uint32_t>(i % bytes)) : i] =
+        std::byte{0};
+  }
+}
+
+// What stands where no row does, and the counts.
+__device__ void finish_experts(const ViewParams& p, const ExpertScratch& s, int low) {
+  const GroupView& g = p.group;
+  for (int i = static_cast<int>(blockIdx.x); i < kExperts && low + i < g.local_experts;
+       i += static_cast<int>(gridDim.x)) {
+    const int expert = low + i;
+    if (threadIdx.x == 0) p.handle.expert_counts[expert] = p.shown.counts[expert] = s.total[i];
+    const int64_t from = begin_of(p, expert) + s.total[i];
+    show_empty(p, from, begin_of(p, expert + 1), static_cast<int>(threadIdx.x), kViewThreads);
+    for (int q = 0; q < g.map.shape().payloads && g.map.shape().exact(); ++q) {  // there, padding is 0
+      if (p.payloads[q] != nullptr) clear_rows(p, q, from, begin_of(p, expert + 1));
+    }
+  }
+}
+
+// Of a grouped layout, what lies beyond all experts, where it has a fixed capacity; and where each begins. Rows stay as
+// they are there: what a dispatch costs must not follow from what could have come.
+__device__ void finish_grouped(const ViewParams& p) {
+  const GroupView& g = p.group;
+  const int64_t end = begin_of(p, g.local_experts);
+  const int64_t share = (p.rows - end + gridDim.x - 1) / static_cast<int64_t>(gridDim.x);
+  const int64_t from = end + static_cast<int64_t>(blockIdx.x) * share;
+  show_empty(p, from, min(static_cast<int64_t>(p.rows), from + share), static_cast<int>(threadIdx.x), kViewThreads);
+  for (int q = 0; q < g.map.shape().payloads && blockIdx.x == 0; ++q) {  // what columns are longer than there are rows
+    if (p.payloads[q] == nullptr || !p.columns[q].wanted()) continue;
+    clear_rows(p, q, p.rows, p.columns[q].rows);
+  }
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i <= g.local_experts;
+       i += static_cast<int>(gridDim.x * blockDim.x)) {
+    p.offsets[i] = static_cast<int32_t>(begin_of(p, i));
+  }
+}
+
+// Copies a batch's rows [from, from + count) to the experts whose rows are numbered, with their ids and weights. Of few
+// rows several warps have one together.
+__device__ void scatter(const ViewParams& p, const ExpertScratch& s, int from, int count, int bank) {
+  const Shape& shape = p.group.map.shape();
+  const int parts = parts_of(count, kViewWarps);
+  for (int u = static_cast<int>(threadIdx.x / 32); u < count * parts; u += kViewWarps) {
+    const int i = u / parts;
+    const int part = u - i * parts;
+    const int64_t row = place_of(s.rows, shape.ranks, from + i);
+    for (int base = 0; base < shape.top_k; base += 32) {
+      const int k = base + lane();
+      const int at = i * static_cast<int>(ExpertScratch::pitch(shape)) + k;
+      const int nth = k < shape.top_k ? s.nth[at] : -1;
+      const int expert = k < shape.top_k ? s.experts[at] : -1;
+      Places places{0, __ballot_sync(~0u, nth >= 0)};
+      const int64_t begin = nth >= 0 ? begin_of(p, expert) : 0;
+      places.place = begin + nth;
+      if (places.lanes != 0) {
+        scatter_payloads(p, row, bank, static_cast<uint32_t>(part), static_cast<uint32_t>(parts), places);
+      }
+      if (part != 0 || k >= shape.top_k) continue;
+      if (nth >= 0) {
+        const int32_t* const ids = ids_of(p, row);
+        const uint32_t weight = load_fresh<uint32_t>(ids + shape.top_k + k);
+        show_choice(p, row, k, expert, static_cast<int32_t>(load_fresh<uint32_t>(ids + k)), weight, places.place);
+      }
+      // For a combine. Of an expert that is counted later it is written then.
+      if (nth >= 0 || expert < 0) {
+        p.handle.places[row * shape.top_k + k] = {expert, static_cast<int32_t>(shape.exact() ? begin : 0) + nth};
+      }
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kViewThreads, 2) expert_view_kernel(const __grid_constant__ ViewParams p) {
+  const ExpertScratch s(shared_at<int32_t>(0), p.group.map.shape());
+  begin_view(p);
+  clear_counts(p, s, 0);
+  if (is_tabled(p.group.map.shape())) fill_experts(p.group, s.table, kViewThreads);
+  await_earlier();
+  const int bank = bank_of_lane(p);
+  begin_rows(p, s.rows);
+  const int rows = s.rows.begin[p.group.map.shape().ranks];
+  const int blocks = static_cast<int>(gridDim.x);
+  const int each = (rows + blocks - 1) / blocks;
+  const int from = min(static_cast<int>(blockIdx.x) * each, rows);
+  const int to = min(from + each, rows);
+#pragma unroll 1
+  for (int low = 0; low < p.group.local_experts; low += kExperts) {
+    if (low > 0) {
+      clear_counts(p, s, low);
+      __syncthreads();
+    }
+    count_experts(p, s, low, from, min(kBatch, to - from));
+#pragma unroll 1
+    for (int begin = from; begin < to; begin += kBatch) {
+      const int count = min(kBatch, to - begin);
+      if (begin > from) {
+        __syncthreads();
+        find_experts(p, s, begin, count);
+      }
+      __syncthreads();
+      number_rows(p, s, low, count);
+      __syncthreads();
+      scatter(p, s, begin, count, bank);
+    }
+    __syncthreads();
+    finish_experts(p, s, low);
+    __syncthreads();
+  }
+  if (p.offsets != nullptr) finish_grouped(p);
+}
+
+}  // namespace
+
+int launch_expert_view(const ViewParams& params, int grid, bool early, void* stream) {
+  if (has_few_rows(params, grid)) return launch_few_rows_view(params, grid, early, stream);
+  return launch_kernel(expert_view_kernel, params, grid, ExpertScratch::bytes(params.group.map.shape()), early, stream,
+                       kViewThreads);
+}
+
+int load_expert_view(const Shape& shape) {
+  return allow_shared(reinterpret_cast<const void*>(expert_view_kernel), ExpertScratch::bytes(shape));
+}
+
+}  // namespace tw::cuda

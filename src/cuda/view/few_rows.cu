@@ -1,0 +1,178 @@
+// Copies out of the window, by expert, where there is room for few rows (view/by_expert.cu does all others): as in a
+// step of decoding, which waits for each of them.
+//
+// Floor: a round trip for what the dispatch has left, another for the rows, and the stores. A block has one slot,
+// whether or not a row has come to it; so it can load all ids beside the counts that say which of them are
+// there, and its own row while it finds out where that goes. (More blocks than slots are there for the experts' counts
+// alone.) There are no loops over batches, vectors or choices beyond 8, since a kernel takes some ten cycles for each
+// instruction that it meets for the first time.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "cuda/launch/launch.h"
+#include "cuda/launch/loading.h"
+#include "cuda/view/by_expert.cuh"
+
+namespace tw::cuda {
+namespace {
+
+constexpr int kFewIds = 4 * kViewThreads;
+constexpr uint32_t kFewVectors = 2 * kViewThreads;  // of a row
+constexpr uint32_t kIds = kFewIds / kViewThreads;   // of a thread
+constexpr uint32_t kVectors = kFewVectors / kViewThreads;
+
+struct FewScratch {
+  int32_t* counts;   // [N]
+  int32_t* before;   // [L] rows of an expert before this block's
+  int32_t* others;   // [L] and from it on
+  int32_t* experts;  // [kFastIds] of the block's row
+  int32_t* ids;      // [kFastIds]
+  uint32_t* table;   // [E + 1]
+
+  static uint32_t bytes(const Shape& shape) {
+    return 4 * static_cast<uint32_t>(shape.ranks + 2 * shape.experts + 2 * kFastIds + shape.experts + 1);
+  }
+  __device__ FewScratch(int32_t* at, const Shape& shape)
+      : counts(at),
+        before(counts + shape.ranks),
+        others(before + shape.experts),
+        experts(others + shape.experts),
+        ids(experts + kFastIds),
+        table(reinterpret_cast<uint32_t*>(ids + kFastIds)) {}
+};
+
+// A row's part of each payload that the caller wants.
+struct Loaded {
+  uint4 value[kFastPayloads][kVectors];
+
+  __device__ Loaded(const ViewParams& p, int64_t row, int bank) {
+#pragma unroll
+    for (int q = 0; q < kFastPayloads; ++q) {
+      if (p.payloads[q] == nullptr) continue;
+#pragma unroll
+      for (uint32_t v = 0; v < kVectors; ++v) {
+        const uint32_t at = threadIdx.x + v * kViewThreads;
+        if (at < p.vectors[q]) value[q][v] = load_fresh<uint4>(row_of(p, q, bank, row) + uint64_t{16} * at);
+      }
+    }
+  }
+  // To its places; all of the block's threads have the same.
+  __device__ void store(const ViewParams& p, const Places& places) const {
+#pragma unroll
+    for (int q = 0; q < kFastPayloads; ++q) {
+      if (p.payloads[q] == nullptr) continue;
+      const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
+      places.each(reinterpret_cast<unsigned long long>(p.payloads[q] + places.place * bytes), [&](auto place) {
+        auto* const to = reinterpret_cast<uint4*>(place) + threadIdx.x;
+#pragma unroll
+        for (uint32_t v = 0; v < kVectors; ++v) {
+          if (threadIdx.x + v * kViewThreads < p.vectors[q]) to[v * kViewThreads] = value[q][v];
+        }
+      });
+    }
+  }
+};
+
+// Ids of all slots, a thread's part of them.
+struct Ids {
+  uint32_t row[kIds];
+  uint32_t k[kIds];
+  int32_t id[kIds];
+
+  __device__ Ids(const ViewParams& p, uint32_t slots) {
+#pragma unroll
+    for (uint32_t u = 0; u < kIds; ++u) {
+      const uint32_t i = threadIdx.x + u * kViewThreads;
+      row[u] = divide(i, p.ids);
+      k[u] = i - row[u] * p.ids.divisor;
+      id[u] = row[u] < slots ? static_cast<int32_t>(load_fresh<uint32_t>(ids_of(p, row[u]) + k[u])) : -1;
+    }
+  }
+  // Counts them by expert, and finds those of the block's row. Before a barrier.
+  __device__ void count(const ViewParams& p, const FewScratch& s, uint32_t slots, uint32_t own) const {
+#pragma unroll
+    for (uint32_t u = 0; u < kIds; ++u) {
+      if (row[u] >= slots) continue;
+      const uint32_t source = divide(row[u], p.slots);
+      const bool here = static_cast<int>(row[u] - source * p.slots.divisor) < s.counts[source];
+      const int expert = here ? local_expert(p, s.table, id[u]) : -1;
+      if (expert >= 0) atomicAdd((row[u] < own ? s.before : s.others) + expert, 1);
+      if (row[u] == own) s.experts[k[u]] = expert, s.ids[k[u]] = id[u];
+    }
+  }
+};
+
+// Counts, and what stands where no row does. A warp has an expert.
+__device__ void finish(const ViewParams& p, const FewScratch& s, int64_t slots) {
+  const auto first = static_cast<int>(blockIdx.x * kViewWarps + threadIdx.x / 32);
+  for (int expert = first; expert < p.group.local_experts; expert += static_cast<int>(gridDim.x) * kViewWarps) {
+    const int total = s.before[expert] + s.others[expert];
+    if (lane() == 0) p.handle.expert_counts[expert] = p.shown.counts[expert] = total;
+    show_empty(p, expert * slots + total, (expert + 1) * slots, lane(), 32);
+  }
+}
+
+__global__ void __launch_bounds__(kViewThreads, 2) few_rows_view_kernel(const __grid_constant__ ViewParams p) {
+  const Shape& shape = p.group.map.shape();
+  const FewScratch s(shared_at<int32_t>(0), shape);
+  begin_view(p);
+  for (int i = threadIdx.x; i < p.group.local_experts; i += kViewThreads) s.before[i] = s.others[i] = 0;
+  fill_experts(p.group, s.table, kViewThreads);
+  const auto slots = static_cast<uint32_t>(shape.ranks) * p.slots.divisor;
+  const bool has_slot = blockIdx.x < slots;
+  const uint32_t own = has_slot ? blockIdx.x : 0;
+  const int k = lane();
+  await_earlier();
+  const int bank = bank_of_lane(p);
+  const Ids ids(p, slots);
+  uint32_t weight = 0;
+  if (threadIdx.x < static_cast<uint32_t>(shape.top_k)) {
+    weight = load_fresh<uint32_t>(ids_of(p, own) + shape.top_k + k);
+  }
+  for (int i = threadIdx.x; i < shape.ranks; i += kViewThreads) {
+    s.counts[i] = static_cast<int>(load_fresh<uint32_t>(p.handle.counts + i));
+  }
+  __syncthreads();
+  const Loaded row(p, own, bank);  // its slot is there even if no row has come
+  ids.count(p, s, slots, own);
+  __syncthreads();
+  if (has_slot) {
+    const int expert = k < shape.top_k ? s.experts[k] : -1;
+    const int nth = expert >= 0 ? s.before[expert] : -1;
+    const Places places{static_cast<int64_t>(expert) * slots + nth, __ballot_sync(~0u, expert >= 0)};
+    row.store(p, places);
+    if (threadIdx.x < static_cast<uint32_t>(shape.top_k)) {
+      p.handle.places[own * shape.top_k + k] = {expert, nth};
+      if (expert >= 0) show_choice(p, own, k, expert, s.ids[k], weight, places.place);
+    }
+  }
+  finish(p, s, slots);
+}
+
+}  // namespace
+
+bool has_few_rows(const ViewParams& params, int blocks) {
+  const Shape& shape = params.group.map.shape();
+  const int64_t slots = int64_t{shape.ranks} * params.bound;
+  if (slots == 0 || slots > blocks || slots * shape.top_k > kFewIds) return false;
+  if (shape.exact() || shape.top_k > kFastIds || shape.payloads > kFastPayloads || !is_tabled(shape)) return false;
+  for (int q = 0; q < shape.payloads; ++q) {
+    if (params.payloads[q] != nullptr && (params.width[q] != 16 || params.vectors[q] > kFewVectors)) return false;
+  }
+  return true;
+}
+
+int launch_few_rows_view(const ViewParams& params, int blocks, bool early, void* stream) {
+  const Shape& shape = params.group.map.shape();
+  const int finishing = (params.group.local_experts + kViewWarps - 1) / kViewWarps;
+  const int grid = std::min(blocks, std::max(shape.ranks * params.bound, finishing));
+  return launch_kernel(few_rows_view_kernel, params, grid, FewScratch::bytes(shape), early, stream, kViewThreads);
+}
+
+int load_few_rows_view(const Shape& shape) {
+  if (!is_tabled(shape)) return 0;
+  return allow_shared(reinterpret_cast<const void*>(few_rows_view_kernel), FewScratch::bytes(shape));
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,69 @@
+// Rows of a dispatch of high throughput that have come over a carrier, in blocks by source: to where they belong,
+// without gaps. Their number is known in device memory alone.
+#include <cuda_runtime.h>
+
+#include "cuda/device/wait.cuh"
+#include "cuda/launch/launch.h"
+#include "cuda/launch/loading.h"
+#include "cuda/launch/steps.h"
+
+namespace tw::cuda {
+namespace {
+
+constexpr int kLandThreads = 256;
+
+template <class V>
+__device__ void copy_row(const std::byte* from, std::byte* to, uint64_t bytes) {
+  for (uint64_t i = threadIdx.x; i < bytes / sizeof(V); i += blockDim.x) {
+    reinterpret_cast<V*>(to)[i] = load_fresh<V>(from + i * sizeof(V));
+  }
+}
+__device__ void copy(const std::byte* from, std::byte* to, uint64_t bytes) {
+  const uint64_t all = bytes | reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to);
+  if (all % 16 == 0) return copy_row<uint4>(from, to, bytes);
+  if (all % 4 == 0) return copy_row<uint32_t>(from, to, bytes);
+  copy_row<unsigned char>(from, to, bytes);
+}
+
+__global__ void __launch_bounds__(kLandThreads) land_kernel(const __grid_constant__ LandParams p) {
+  const WindowMap& map = p.group.map;
+  const Shape& shape = map.shape();
+  if (is_sticky(p.group)) return;
+  std::byte* const bank = window_of(p.group, p.group.me) + map.bank(p.lane, p.bank);
+  for (int source = 0; source < shape.ranks; ++source) {
+    const int64_t begin = p.handle.source[source];
+    const int64_t rows = min(p.handle.source[source + 1] - begin, static_cast<int64_t>(p.bound));
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+      const auto from = static_cast<uint64_t>(int64_t{source} * p.bound + row);
+      const auto to = static_cast<uint64_t>(begin + row);
+      for (int q = 0; q < shape.payloads; ++q) {
+        const uint64_t bytes = shape.payload_bytes[q];
+        copy(p.from + map.payload_begin(q) + from * bytes, bank + map.payload_begin(q) + to * bytes, bytes);
+      }
+      const uint64_t meta = meta_bytes(shape.top_k);
+      copy(p.from + map.meta_begin() + from * meta, bank + map.meta_begin() + to * meta, meta);
+    }
+  }
+}
+
+// From here on the host counts how long this rank waits for its peers.
+__global__ void await_kernel(const __grid_constant__ AwaitParams p) {
+  store_half(&p.group.pages[p.group.me]->carried[p.lane].waits,
+             load_half(&p.group.pages[p.group.me]->carried[p.lane].sent));
+}
+
+}  // namespace
+
+int launch_land(const LandParams& params, int grid, void* stream) {
+  return launch_kernel(land_kernel, params, grid, 0, false, stream, kLandThreads);
+}
+int launch_await(const AwaitParams& params, void* stream) {
+  return launch_kernel(await_kernel, params, 1, 0, false, stream, 32);
+}
+
+int load_land() {
+  if (const int error = allow_shared(reinterpret_cast<const void*>(await_kernel), 0)) return error;
+  return allow_shared(reinterpret_cast<const void*>(land_kernel), 0);
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,219 @@
+// Launch plans: pure functions of a call, a shape and a budget, so they are checked here without a device. Whatever the
+// call, each row is some warp's, and all blocks fit (S8); and the calls that the tuning was made for get the kernels
+// and the SMs that were measured.
+#include <random>
+
+#include "cuda/plan/collective.h"
+#include "cuda/plan/combine.h"
+#include "cuda/plan/dispatch.h"
+#include "cuda/plan/tiles.h"
+#include "harness.h"
+
+namespace tw::test {
+namespace {
+
+using namespace tw::cuda;
+
+Shape shape_of(int ranks, int max_tokens, bool exact = false, uint64_t row_bytes = 14336) {
+  Shape shape;
+  shape.ranks = ranks;
+  shape.experts = 256;
+  shape.top_k = 8;
+  shape.max_tokens = max_tokens;
+  shape.lanes = 1;
+  shape.payloads = 1;
+  shape.payload_bytes[0] = shape.combine_bytes = row_bytes;
+  shape.packet_tokens = std::min(max_tokens, 2048 / ranks);
+  shape.chunk_rows = chunk_rows_of(row_bytes);
+  if (exact) shape.recv_rows = ranks * max_tokens;
+  return shape;
+}
+
+Budget budget_of(const Shape& shape, int sm_limit = 0, int sms = 132) {
+  Budget budget;
+  const Status made = make_budget({sms, 9}, shape, sm_limit, 1, false, &budget);
+  EXPECT_TRUE(made.ok()) << made.text;
+  return budget;
+}
+
+DispatchParams dispatch_of(const Budget& budget, const Shape& shape, int tokens, bool usual = true,
+                           bool known = false) {
+  static GroupMarks marks;
+  DispatchParams p{};
+  p.handle.marks = shape.exact() ? &marks : nullptr;
+  p.tokens = tokens;
+  p.bound = shape.max_tokens;
+  p.send = p.receive = 1;
+  DispatchFacts facts{words_of(meta_bytes(shape.top_k)), usual, known};
+  for (int q = 0; q < shape.payloads; ++q) {
+    p.payloads[q].vectors = static_cast<uint32_t>(shape.payload_bytes[q] / 16);
+    facts.words += words_of(shape.payload_bytes[q]);
+  }
+  plan_dispatch(budget, shape, facts, &p);
+  return p;
+}
+
+CombineParams combine_of(const Budget& budget, const Shape& shape, int tokens, bool plain = true, bool apart = true) {
+  CombineParams p{};
+  p.tokens = tokens;
+  p.bound = shape.max_tokens;
+  p.send = p.receive = 1;
+  p.plain = plain;
+  p.expert_major = !plain;
+  p.own_direct = 1;
+  p.rows_dtype = p.wire_dtype = p.out_dtype = twBfloat16;
+  p.vectors_fit = p.sums_fit = p.words_fit = p.word_sums_fit = 1;
+  p.vectors = static_cast<uint32_t>(shape.combine_bytes / 16);
+  plan_combine(budget, shape, {apart}, &p);
+  return p;
+}
+
+void expect_fits(const Budget& budget, const Roles& roles) {
+  EXPECT_GE(roles.sending, 1);
+  EXPECT_GE(roles.receiving, 1);
+  EXPECT_LE(roles.grid(), budget.max_grid) << "S8: blocks that wait must all be on the device at once";
+}
+
+// Wider tiles cover the same vectors as those that they stand for.
+void expect_covers(const Tiles& tiles, const WideTiles& wide, int32_t rows) {
+  ASSERT_GE(tiles.per_row.divisor, 1u);
+  EXPECT_GE(uint64_t{tiles.per_row.divisor} * tiles.tile_groups, tiles.groups) << "a part of each row is nobody's";
+  if (wide.rows > 0) {
+    EXPECT_GE(uint64_t{wide.per_row.divisor} * wide.parts, tiles.per_row.divisor) << "a part of a wide row is nobody's";
+  }
+  EXPECT_LE(wide.rows, static_cast<uint32_t>(std::max(rows, 0)));
+}
+
+TEST(Plan, WhateverTheCallEachRowIsSomebodys) {
+  std::mt19937 random(1);
+  const auto pick = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+  for (int i = 0; i < 2000; ++i) {
+    const int ranks = pick(1, 64);
+    const int max_tokens = 1 << pick(0, 13);
+    const bool exact = pick(0, 2) == 0;
+    Shape shape = shape_of(ranks, max_tokens, exact, 16 * static_cast<uint64_t>(pick(1, 1200)));
+    shape.payloads = pick(1, 3);
+    for (int q = 1; q < shape.payloads; ++q) shape.payload_bytes[q] = static_cast<uint64_t>(pick(1, 5000));
+    shape.lanes = pick(1, 4);
+    shape.counts_loads = pick(0, 1);
+    const Budget budget = budget_of(shape, pick(0, 1) == 0 ? 0 : pick(1, 132), pick(32, 160));
+    const int tokens = pick(0, max_tokens);
+    SCOPED_TRACE(::testing::Message() << "call " << i << ": " << ranks << " ranks, " << tokens << " of " << max_tokens
+                                      << " tokens, " << budget.max_grid << " blocks");
+    const bool known = exact && pick(0, 1) == 0;
+    const DispatchParams d = dispatch_of(budget, shape, tokens, pick(0, 3) != 0, known);
+    expect_fits(budget, d.roles);
+    EXPECT_GE(d.first_packet, 0);
+    EXPECT_LE(d.first_packet, std::max(tokens, 0));
+    EXPECT_LE(tokens - d.first_packet, std::max<int>(budget.packet_tokens, 0)) << "there is no room for more packets";
+    expect_covers(d.tiles, d.wide, d.first_packet);
+    for (int q = 0; q < shape.payloads; ++q) {
+      EXPECT_GE(uint64_t{d.payloads[q].per_tile} * d.tiles.per_row.divisor, d.payloads[q].vectors);
+    }
+    EXPECT_GE(d.early, 0);
+    const CombineParams c = combine_of(budget, shape, tokens, pick(0, 3) != 0, pick(0, 3) != 0);
+    expect_fits(budget, c.roles);
+    expect_covers(c.tiles, c.wide, tokens - c.tail_packets);
+    EXPECT_GE(uint64_t{c.per_tile} * c.tiles.per_row.divisor, c.vectors);
+    EXPECT_GE(static_cast<uint64_t>(c.pushed_parts) * c.pushed, c.vectors) << "a part of a row is not sent back";
+    EXPECT_GE(c.turn_chunks, 1);
+    EXPECT_LE(c.drawn, kChunks / 2);
+    EXPECT_LE(c.single, c.wide.tiles());
+  }
+}
+
+TEST(Plan, CallsThatWereMeasured) {
+  const Shape decode = shape_of(2, 128);
+  const Budget all = budget_of(decode);
+  EXPECT_EQ(dispatch_of(all, decode, 128).kind, Kind::kPackets);
+  EXPECT_EQ(dispatch_of(all, decode, 128).first_packet, 0);
+  EXPECT_EQ(combine_of(all, decode, 128).kind, Kind::kPackets);
+  EXPECT_EQ(combine_of(all, decode, 128, false).kind, Kind::kPackets) << "sums by expert travel as packets too";
+  EXPECT_EQ(dispatch_of(all, decode, 128, false).kind, Kind::kGeneric);
+
+  const Shape prefill = shape_of(2, 4096);
+  const Budget wide = budget_of(prefill);
+  EXPECT_EQ(dispatch_of(wide, prefill, 4096).kind, Kind::kUsual);
+  EXPECT_EQ(dispatch_of(wide, prefill, 4096).roles.sending, 33) << "a quarter of 132 SMs fills the link";
+  EXPECT_EQ(4096 - dispatch_of(wide, prefill, 4096).first_packet, 192);
+  EXPECT_EQ(combine_of(wide, prefill, 4096).roles.sending, 47);
+
+  const Shape exact = shape_of(2, 4096, true);
+  EXPECT_EQ(dispatch_of(budget_of(exact), exact, 4096, true, true).roles.sending, 44) << "rows alone";
+  EXPECT_EQ(4096 - dispatch_of(budget_of(exact), exact, 4096, true, true).first_packet, 64);
+
+  const Budget few = budget_of(prefill, 24);
+  EXPECT_EQ(dispatch_of(few, prefill, 4096).kind, Kind::kLowSm);
+  EXPECT_EQ(combine_of(few, prefill, 4096).kind, Kind::kLowSm);
+  EXPECT_EQ(budget_of(prefill, 33).low_sm(), true);
+  EXPECT_EQ(budget_of(prefill, 34).low_sm(), false);
+}
+
+TEST(Plan, ChannelsThatDoNotFit) {
+  Shape shape = shape_of(2, 128);
+  shape.lanes = 5;
+  Budget budget;
+  EXPECT_TRUE(make_budget({132, 9}, shape, 0, 1, false, &budget).ok());
+  EXPECT_EQ(budget.max_grid, 26);
+  EXPECT_FALSE(budget.early) << "a kernel that comes early could take the room of another channel's";
+  EXPECT_EQ(make_budget({4, 9}, shape, 0, 1, false, &budget).code, twInvalidArgument);
+  EXPECT_TRUE(make_budget({132, 8}, shape_of(2, 128), 0, 1, false, &budget).ok());
+  EXPECT_FALSE(budget.early) << "not before compute capability 9.0";
+}
+
+TEST(Plan, AnyDeviceHasATuning) {
+  for (const int sms : {1, 80, 132, 148, 1000}) {
+    for (const int ranks : {1, 2, 8, TW_MAX_RANKS}) {
+      const Tuning& tuning = tuning_of(sms, ranks);
+      EXPECT_GE(tuning.ranks, ranks);
+      EXPECT_NE(std::string(tuning.source), "") << "a number without a record is a guess";
+    }
+  }
+}
+
+// A gather's rows fit where packets are; where they do not, its chunks do.
+TEST(Plan, AGatherOfAnyBound) {
+  for (const int bound : {1, 32, 512, 4096}) {
+    Shape shape = shape_of(4, 4096);
+    WindowMap map;
+    ASSERT_TRUE(WindowMap::make(shape, &map));
+    CollectiveParams p{};
+    p.bound = bound;
+    p.send = p.receive = p.all_sizes = 1;
+    p.tensors = 1;
+    p.rows[0].row_bytes = static_cast<uint32_t>(shape.combine_bytes);
+    p.rows[0].parts = 7;
+    p.rows[0].width = 16;
+    const Budget budget = budget_of(shape);
+    plan_collective(budget, map, {}, &p);
+    expect_fits(budget, p.roles);
+    EXPECT_EQ(p.by_packets != 0, bound <= 512);
+    EXPECT_EQ(p.own_sent != 0, bound <= 128);
+  }
+}
+
+TEST(Plan, Described) {
+  twGroupConfig_t config = make_config(256, 8, 128);
+  twPlanQuery_t query = TW_PLAN_QUERY_INIT;
+  size_t needed = 0;
+  ASSERT_TW(twSuccess, twDescribePlan(&config, 4, &query, nullptr, 0, &needed));
+  std::string text(needed, '#');
+  ASSERT_TW(twSuccess, twDescribePlan(&config, 4, &query, text.data(), text.size(), &needed));
+  EXPECT_EQ(text.back(), '\0');
+  EXPECT_NE(text.find("dispatch: kernel\t"), std::string::npos) << text;
+  std::string part(8, '#');
+  ASSERT_TW(twSuccess, twDescribePlan(&config, 4, &query, part.data(), part.size(), &needed));
+  EXPECT_EQ(part.substr(0, 7), text.substr(0, 7));
+  EXPECT_EQ(part[7], '\0');
+  query.tokens = 129;
+  EXPECT_TW(twInvalidArgument, twDescribePlan(&config, 4, &query, nullptr, 0, &needed));
+  EXPECT_TRUE(says("query.tokens is 129; it must be from 0 to config.max_tokens, 128"));
+  query.tokens = -1;
+  query.device_sms = 2;
+  config.lanes = 3;
+  EXPECT_TW(twInvalidArgument, twDescribePlan(&config, 4, &query, nullptr, 0, &needed));
+  EXPECT_TRUE(says("lanes must be from 1 to 2"));
+}
+
+}  // namespace
+}  // namespace tw::test

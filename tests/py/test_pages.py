@@ -1,0 +1,144 @@
+"""What README.md and the guides show: figures are those of the files, programs run, and outputs are of what is run."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_examples import load_job, need_rich, run
+
+from tokenway.bench import peers, report
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
+README, GUIDE, COMPARISON = ROOT / "README.md", ROOT / "docs" / "GUIDE.md", ROOT / "docs" / "COMPARISON.md"
+
+
+def programs(page: Path) -> list[str]:
+    """The Python that a page shows."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+# ---- figures -------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize(("page", "tables"), [(README, 1), (COMPARISON, 1)], ids=["README", "COMPARISON"])
+def test_tables_are_those_of_the_files(page: Path, tables: int) -> None:
+    """python -m tokenway.bench.report --update PAGE bench/results puts them right."""
+    text = page.read_text(encoding="utf-8")
+    assert len(report.BLOCK.findall(text)) == tables
+    assert report.update(text, RESULTS) == text
+
+
+@pytest.mark.parametrize("theme", list(peers.THEMES))
+def test_pictures_are_of_the_files(theme: str) -> None:
+    """python -m tokenway.bench.peers bench/results docs/pictures draws them anew."""
+    name = f"latency-{theme}.svg"
+    assert peers.digest(RESULTS) in (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8")
+    assert f"docs/pictures/{name}" in README.read_text(encoding="utf-8")
+
+
+def test_a_table_of_peers() -> None:
+    """A figure of each row, a star where nothing repeats it, and ratios to the fastest and to the floor."""
+    row = {"layout": "", "what": "", "repeatable_with": None}
+    run = {
+        "what": "us",
+        "date": "today",
+        "commit": "abc",
+        "gpu": {"gpu": "B", "used": 2, "driver": "1", "link": "L"},
+        "settings": {"tokens": [1, 8], "dtype": "t", "hidden": 1, "experts": 2, "top_k": 1},
+        "peers": [
+            row | {"name": "ours", "role": "ours", "us": [2.0, 1000], "repeatable_with": "make it"},
+            row | {"name": "one", "role": "peer", "us": [3.0, None]},
+            row | {"name": "other", "role": "peer", "us": [8.0, 1500]},
+            row | {"name": "floor", "role": "floor", "us": [1.0, 800]},
+        ],
+    }
+    table = report.markdown(run)
+    for line in (
+        "| us | 1 | 8 |",
+        "| ours | 2.0 | 1,000 |",
+        "| one * | 3.0 |  |",
+        "| fastest of the others / ours | 1.50x | 1.50x |",
+        "| ours / floor | 2.00x | 1.25x |",
+        "    make it",
+    ):
+        assert f"\n{line}\n" in table
+
+
+def test_whom_the_readme_advises() -> None:
+    """Its sentences about who is faster up to 32 tokens, and from 128 on in place."""
+    run = json.loads((RESULTS / peers.FOUR).read_text(encoding="utf-8"))
+    tokens = run["settings"]["tokens"]
+    others = zip(*(row["us"] for row in run["peers"] if row["role"] == "peer"), strict=True)
+    fastest = [min(value for value in column if value is not None) for column in others]
+    ours, in_place = (row["us"] for row in run["peers"] if row["role"] == "ours")
+    for count, own, within, theirs in zip(tokens, ours, in_place, fastest, strict=True):
+        assert own < theirs
+        assert (within < theirs) == (count <= 32)
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    assert "up to 32 tokens no library in the table is faster, whether the experts write in place or not" in text
+    assert "your experts write in place and a step has 128 tokens per rank or more" in text
+
+
+# ---- programs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [README, GUIDE], ids=["README", "GUIDE"])
+def test_programs_are_python(page: Path) -> None:
+    assert programs(page)
+    for number, program in enumerate(programs(page)):
+        compile(program, f"{page.name}, program {number}", "exec")
+
+
+@pytest.mark.processes
+def test_ten_lines_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "ten_lines.py").write_text(programs(README)[1])
+    assert run(sys.executable, tmp_path / "ten_lines.py") == f"{[(100, 512)] * 4}\n"
+
+
+def test_ten_lines_on_gpus(torch: Any, backend: str) -> None:
+    """On a GPU as they stand there; else on the CPU, which makes the same calls. This process is the only rank."""
+    program = programs(README)[0]
+    assert program.count('device="cuda"') == 3
+    names: dict[str, Any] = {}
+    exec(program if backend == "nvlink" else program.replace('"cuda"', '"cpu"'), names)
+    assert names["out"].shape == (100, 7168) and names["group"].closed
+    # A row per rank, doubled there: with one rank, each token twice.
+    assert torch.equal(names["out"], 2 * names["tokens"])
+    names["comm"].close()
+
+
+def test_the_recipe_for_a_test(threads: Any) -> None:
+    """The test that CONTRIBUTING.md shows passes."""
+    (program,) = programs(ROOT / "CONTRIBUTING.md")
+    names: dict[str, Any] = {}
+    exec("import numpy as np\nimport tokenway as tw\n" + program, names)
+    names["test_all_rows_go_to_the_first_rank"](threads)
+
+
+def test_the_output_of_make_run() -> None:
+    """docs/MAKE_RUN.md is of the text that `make run` reads, and of a run in which all was well."""
+    need_rich()
+    text = re.search(r"examples/main_job\.py (\S+)\n", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert text
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        from moe_text import words_of
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+    words = words_of(str(ROOT / text[1]))
+    assert 1500 < len(words) < 3000
+    output = (ROOT / "docs" / "MAKE_RUN.md").read_text(encoding="utf-8")
+    assert f"{len(words)} words of {Path(text[1]).name} on 4 ranks\n" in output
+    for number, (heading, _) in enumerate(load_job().parts("any"), 1):
+        assert f"\n{number}. {heading} ─" in output
+    assert "All checks hold." in output and "Everything is as it should be." in output
