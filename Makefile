@@ -90,6 +90,11 @@ test-py:  ## Python on the CPU, also over the portable backend
 	@$(SOME) $(TREE) $(STAGE) "portable backend" $(PY) -m pytest tests/py/test_survival.py tests/py/test_exchange.py \
 	  tests/py/test_collectives.py --backend torch -k "not threads" $(SOME_PY)
 
+wheel:  ## dist/*.whl, with kernels for all GPUs (TOKENWAY_SM="90": for some)
+	@$(SETUP) run test
+	@TOKENWAY_SM="$(if $(filter file,$(origin TOKENWAY_SM)),all,$(TOKENWAY_SM))" $(PY) -m pip wheel . --no-deps --wheel-dir dist
+	@ls -l dist/*.whl
+
 test-wheel:  ## the wheel, as a user gets it
 	@$(SETUP) run test
 	@$(STAGE) "wheel" env -u TOKENWAY_SM tests/wheel/test_wheel.sh
@@ -179,5 +184,5 @@ clean:  ## remove what was built; .venv stays
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 .PHONY: help build run bench check check-py check-cc test test-all test-py test-core test-cc test-sanitizers \
-	test-wheel test-mutations test-emulated test-netns \
+	wheel test-wheel test-mutations test-emulated test-netns \
 	build/tsan build/asan soak spec lint format test-gpu bench-gpu gpu-library clean

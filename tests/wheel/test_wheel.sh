@@ -4,8 +4,8 @@
 #   tests/wheel/test_wheel.sh
 #
 # PYTHON names the Python that builds and runs it (default: the one of .venv, else python3). TOKENWAY_CUDA is AUTO, ON
-# or OFF, as for make (default AUTO: with CUDA where nvcc is). TOKENWAY_SM lists the GPUs to compile for, as for make
-# (default: all that a wheel is for).
+# or OFF, as for make (default AUTO: with CUDA where nvcc is). TOKENWAY_SM lists the GPUs to compile for, as for pip
+# (default: all).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
@@ -23,15 +23,15 @@ die() { printf 'wheel: ERROR: %s\n' "$*" >&2; exit 1; }
 
 # ---- build --------------------------------------------------------------------------------------
 
-say "building"
+export TOKENWAY_SM=${TOKENWAY_SM:-all}
+say "building, for GPUs of compute capability $TOKENWAY_SM"
 cuda=${TOKENWAY_CUDA:-AUTO}
 [[ $cuda != AUTO ]] || { command -v nvcc > /dev/null && cuda=ON; } || cuda=OFF
 # From nothing: the objects of `make build` are of other sizes, and for the GPUs of this machine alone.
 mkdir "$work/build"
 CC=${CC:-cc} CXX=${CXX:-c++} PATH=$(dirname "$python"):$PATH "$python" -m pip wheel "$root" --quiet --no-deps \
   --wheel-dir "$work/dist" --config-settings "build-dir=$work/build" \
-  --config-settings "cmake.define.TOKENWAY_CUDA=$cuda" \
-  ${TOKENWAY_SM:+--config-settings "cmake.define.CMAKE_CUDA_ARCHITECTURES=$TOKENWAY_SM"}
+  --config-settings "cmake.define.TOKENWAY_CUDA=$cuda"
 wheels=("$work"/dist/*)
 [[ ${#wheels[@]} == 1 && -f ${wheels[0]} ]] || die "expected one wheel, got: ${wheels[*]}"
 wheel=${wheels[0]}
