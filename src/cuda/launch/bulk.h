@@ -1,6 +1,11 @@
-// Kernels that there is one of for each kind of bulk call (kBulkKinds). For .cu files.
+// Launching and loading the bulk kernels, of which there is one instantiation for each Kind in kBulkKinds
+// (launch/tiles.h). For .cu files.
 //
-// with_kernel(kind, use): use(kernel), of the one of that kind.
+// Both functions take with_kernel(kind, use), which must call use(kernel) with the kernel of that kind and return its
+// result. They return a cudaError_t as int.
+//
+// What breaks if this changes: a kind that load_bulk leaves out is loaded at its first launch, which waits for kernels
+// that run, perhaps for ever (S6 ends the wait, the call fails). Else speed alone.
 #pragma once
 
 #include "cuda/launch/launch.h"
@@ -9,7 +14,7 @@
 
 namespace tw::cuda {
 
-// Launches that of the call's kind. It rehearses only where that takes no time.
+// Launches the kernel of the call's kind. It rehearses (dispatch/dispatch.cu) only where that takes no time.
 template <class Params, class WithKernel>
 int launch_bulk(Params params, int grid, bool early, void* stream, WithKernel&& with_kernel) {
   params.rehearses = params.rehearses && comes_early(early);
@@ -17,7 +22,7 @@ int launch_bulk(Params params, int grid, bool early, void* stream, WithKernel&& 
                      [&](auto* kernel) { return launch_kernel(kernel, params, grid, params.at.bytes, early, stream); });
 }
 
-// Loads all of them, and lets them have so much shared memory.
+// Loads the kernels of all kinds, and allows each `bytes` of dynamic shared memory.
 template <class WithKernel>
 int load_bulk(uint32_t bytes, WithKernel&& with_kernel) {
   for (const Kind kind : kBulkKinds) {

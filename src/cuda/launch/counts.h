@@ -1,4 +1,10 @@
-// The exchange of counts, and slots by quotas of a batch: what their kernels take by value, and their launches.
+// The exchange of counts (high throughput), and the choice of physical experts by the quotas of a batch: what their
+// kernels take by value, and the two launches.
+//
+// Results go into the handle's arrays (HandleView) and, where the host wants them, into CountsOnHost.
+//
+// What breaks if this changes: the exchange of counts is a step like any other (S1 to S9), and the marks that it leaves
+// in the handle are the slots of every later dispatch (S9); `serial` tells the host's exchanges apart.
 #pragma once
 
 #include <cstddef>
@@ -7,32 +13,32 @@
 
 namespace tw::cuda {
 
-// The exchange of counts.
+// One exchange of counts as its kernel sees it.
 struct CountsParams {
   GroupView group;
   HandleView handle;
   IdsIn in;
-  int32_t* told;  // [N + E] rows for each rank and expert, while they are counted; else 0
+  int32_t* told;  // [N + E] rows for each rank and expert, while they are counted; otherwise 0
   int32_t lane;
-  int32_t bank;  // over a carrier; else -1
+  int32_t bank;  // the bank of the step, over a staged transport; else -1
   int32_t tokens;
-  int32_t alignment;                      // of an expert's rows in the grouped layout
-  int32_t drop;                           // rows beyond a receiver's room, instead of refusing them all
-  uint64_t receive_offset[kMaxPayloads];  // as of CountsCall
+  int32_t alignment;  // rows that an expert's block is padded to a multiple of, in the grouped layout
+  int32_t drop;       // 1: leave out rows beyond a receiver's room instead of refusing the call
+  uint64_t receive_offset[kMaxPayloads];  // as in CountsCall
   int32_t send;
   int32_t receive;
   CountsOnHost* on_host;  // NULL: the host does not want them
-  uint64_t serial;        // that tells it
+  uint64_t serial;        // written behind the results, so that the host sees they are there
 };
 
-// Slots by quotas of the batch, into the handle (counts/balance.cu).
+// Chooses physical experts by the quotas of the batch and writes them into the handle (counts/balance.cu).
 struct BalanceParams {
   GroupView group;
   HandleView handle;
   IdsIn in;
-  int32_t* scratch;  // [E + N + P], NULL: shared memory has room
+  int32_t* scratch;  // [E + N + P]; NULL: shared memory has room
   int32_t lane;
-  int32_t bank;  // of the step that follows; -1: it takes any
+  int32_t bank;  // the bank of the step that follows; -1: it takes any
   int32_t tokens;
   twPhase_t phase;
 
@@ -42,7 +48,7 @@ struct BalanceParams {
   static bool fits(const Shape& shape) { return scratch_words(shape) <= kMaxTable; }
 };
 
-// A cudaError_t comes back as int, so that the host side needs no CUDA header.
+// Both return a cudaError_t as int, so that the host side needs no CUDA header.
 int launch_counts(const CountsParams& params, int grid, void* stream);
 int launch_balance(const BalanceParams& params, void* stream);
 

@@ -1,4 +1,10 @@
-// A group and a handle as kernels see them.
+// A group and a handle as kernels see them: plain structs that are passed by value and hold device pointers.
+//
+// GroupView is filled once at creation (host/), its staged part anew for each step; HandleView follows from the
+// handle's shape. Kernels read GroupView and write through it; none of it is owned here.
+//
+// What breaks if this changes: `map` decides where everything lies in a window and must be alike on all ranks (S10);
+// near_windows and the order of fields are speed alone.
 #pragma once
 
 #include <cstddef>
@@ -11,24 +17,25 @@
 
 namespace tw::cuda {
 
-// Everything about a group, for a kernel.
+// All that a kernel needs to know of its group.
 struct GroupView {
   WindowMap map;
   int32_t me;
   int32_t local_experts;
-  int32_t packet_tokens;  // 0: packets are not in use
+  int32_t packet_tokens;  // packing bound; 0: packets are not in use
   int32_t no_wait;
-  int32_t by_shares;               // slots are chosen by their shares
+  int32_t by_shares;               // 1: physical experts are chosen by their shares
   int32_t note_bits;               // exchange/notes.h
-  const uint32_t* experts;         // [E] pack_expert; of a group with a placement its slots, [P]
-  std::byte* near_windows[kNear];  // of the first ranks: a kernel has its parameters before it can load anything
+  const uint32_t* experts;         // [E] pack_expert; in a group with a placement [P], by physical expert
+  std::byte* near_windows[kNear];  // of the first ranks: a kernel has its parameters before it can load
   std::byte* const* windows;       // [N]
   ControlPage* const* pages;       // [N]
-  // Over a carrier, else NULL: what goes out to all ranks, a block for each, instead of their windows. As the bank of
-  // the step in a window would begin, that of a window's beginning; and this rank's words, [N].
+  // Over a staged transport, else NULL. `out`: what goes out to all ranks, a block for each, instead of their windows;
+  // given as the address at which a window would begin whose bank of this step is that memory. `out_signals`: this
+  // rank's signals, [N].
   std::byte* out;
   std::byte* out_signals;
-  int32_t waits;  // the end of the step follows at once
+  int32_t waits;  // 1: the wait for the end of the step follows at once
   DeviceState* state;
   LaneState* lanes;
   uint32_t* marks;  // [lanes, mark_words] which tokens of each 32 go to each rank (device/routing.cuh)
@@ -36,13 +43,14 @@ struct GroupView {
   LoadsView loads;
 };
 
-// [groups of tokens, N] of a lane; the first round's stay where they are made. Of an exact layout handles have them.
+// Words of marks that a channel has, [groups of tokens, N]: 0 where the first round is all, whose marks stay in the
+// block that makes them. Exact layouts keep theirs in handles.
 constexpr int64_t mark_words(const Shape& shape) {
   const bool later = shape.max_tokens > kRound && !shape.exact();
   return later ? int64_t{(shape.max_tokens + kGroup - 1) / kGroup} * shape.ranks : 0;
 }
 
-// A handle's arrays. Destinations of token t begin at t * fan_out(); meta rows lie as slots do, [N, b].
+// A handle's arrays. The destinations of token t begin at t * fan_out(); rows of metadata lie as slots do, [N, b].
 struct HandleView {
   int32_t* ids;
   float* weights;
@@ -54,9 +62,9 @@ struct HandleView {
   ExpertRow* places;
   int32_t* expert_counts;
   int32_t* status;
-  int32_t* choices;  // [E] of its tokens, of a group that counts
-  uint32_t* digest;  // of the map that the slots in `ids` are from
-  // High throughput alone: exchange/counts.h.
+  int32_t* choices;  // [E] how often its tokens choose each expert, in a group that counts
+  uint32_t* digest;  // digest of the map from which the physical experts in `ids` come
+  // The rest serves high throughput alone: exchange/counts.h.
   int32_t* sent_rows;        // [N, N]
   int32_t* experts;          // [L]
   int64_t* begin;            // [N]
@@ -65,12 +73,12 @@ struct HandleView {
   int32_t* offsets;          // [L + 1]
   int32_t* overflow;         // 1: a rank would receive too many rows, and none goes to any
   GroupMarks* marks;         // [groups, N]; NULL: a dispatch makes its own
-  uint32_t* metadata_step;   // low half of the step that brought what travels beside rows; 0: none. NULL: each
+  uint32_t* metadata_step;   // low half of the step that brought the rows' metadata; 0: none has. NULL: every dispatch
                              // brings it
-  uint64_t* receive_offset;  // [N, payloads] as of Counts
+  uint64_t* receive_offset;  // [N, payloads], as in Counts
 };
 
-// How received ids are shown; NULL: not wanted.
+// How received ids are shown to the caller; NULL: not wanted.
 struct Shown {
   void* ids;
   float* weights;

@@ -1,9 +1,13 @@
-// Launching the kernels of the exchange. For .cu files.
+// Launching one kernel of the exchange. For .cu files.
 //
-// `early` is programmatic dependent launch (CUDA programming guide): the kernel comes onto the device when all blocks
-// of the one before it in its stream have begun, and waits there (device/block.cuh, await_earlier). So what it costs to
-// bring it there passes while the other one runs. S8: of each lane and each rank of a device the kernels that come next
-// may then be there too, which is why the host asks for it only where a device has one of each.
+// launch_kernel takes the kernel, its parameters by value, grid, shared memory and stream, and returns a cudaError_t.
+// With `early` it asks for programmatic dependent launch (CUDA programming guide): the kernel comes onto the device
+// when all blocks of the one before it in its stream have begun, and waits there (device/block.cuh, await_earlier), so
+// that the cost of bringing it there passes while the other one runs.
+//
+// What breaks if this changes: S8. With `early` the next kernels of every channel and every rank of a device may be
+// there too, so the host asks for it only where a device has one of each. Kernels that come early keep S3 by
+// await_earlier.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,10 +16,10 @@
 
 namespace tw::cuda {
 
-// Whether what a kernel does before its wait takes no time: the one before it still runs.
+// Whether what a kernel does before its wait takes no time, since the kernel before it still runs.
 inline bool comes_early(bool early) { return early; }
 
-// The test of packets: each pair of ranks sends so many rounds of them.
+// rounds of packets that each pair of ranks sends in the test of packets
 inline constexpr int kSelfTestRounds = 64;
 
 template <class Params>

@@ -1,4 +1,10 @@
-// Kernels are loaded when a group is created: loading one later would wait for those that run.
+// Loading all kernels when a group is created.
+//
+// Takes the group's shape; gives a cudaError_t as int. Afterwards every kernel is on the current device and may have
+// the shared memory that it needs.
+//
+// What breaks if this changes: a kernel that is loaded later is loaded at its first launch, and loading waits for the
+// kernels that run; these may be waiting for a peer that waits for the launch, until their deadline (S6).
 #pragma once
 
 #include <cstdint>
@@ -7,8 +13,8 @@
 
 namespace tw::cuda {
 
-// Loads a kernel onto the current device and lets it have so much shared memory. Never less than before: groups of
-// other shapes use the same kernel.
+// Loads a kernel onto the current device and allows it `bytes` of shared memory. It never allows less than before, as
+// groups of other shapes use the same kernel.
 int allow_shared(const void* kernel, uint32_t bytes);
 // Loads every kernel, so that none is loaded while ranks wait for each other.
 int load_kernels(const Shape& shape);

@@ -1,4 +1,11 @@
-
+// Places of a block's working arrays in shared memory, for dispatches, combines and collectives.
+//
+// Each make() takes the group's shape and gives offsets that do not overlap, aligned to 8 bytes, and the total in
+// `bytes`. Pure: the same shape gives the same offsets. The host calls it once per group; kernels find the result among
+// their parameters.
+//
+// What breaks if this changes: `rounds` must be a power of two (device/routing.cuh masks with it), and `bytes` must fit
+// into an SM's shared memory for every shape; the order of arrays is free. Results keep their bits with any of it.
 #include "cuda/launch/collective.h"
 #include "cuda/launch/combine.h"
 #include "cuda/launch/dispatch.h"
@@ -6,7 +13,7 @@
 namespace tw::cuda {
 namespace {
 
-// Gives out shared memory, 8 bytes aligned.
+// Gives out shared memory, aligned to 8 bytes.
 class Carver {
  public:
   template <class T>
@@ -21,7 +28,7 @@ class Carver {
   uint32_t at_ = 0;
 };
 
-constexpr uint32_t kMostMasks = 8192;  // of more rounds than two
+constexpr uint32_t kMostMasks = 8192;  // most words of marks where more than two rounds are remembered
 
 }  // namespace
 

@@ -1,4 +1,10 @@
-// Steps without rows, and what a staged transport adds to one: parameters and launches.
+// Steps without rows, and what a staged transport adds to a step: parameters and launches.
+//
+// launch_refuse publishes a refusal and drains the step; launch_land moves rows that came in blocks by source to their
+// place; launch_await waits for the end of a step; launch_self_test finds out whether packets arrive whole.
+//
+// What breaks if this changes: a refused step is still a step, so S2 and S3 hold for it (docs/PROTOCOL.md, Refused
+// steps); without the self-test packets may be used where they are torn (S4).
 #pragma once
 
 #include <cstddef>
@@ -10,14 +16,14 @@ namespace tw::cuda {
 struct RefuseParams {
   GroupView group;
   int32_t lane;
-  int32_t bank;           // of the dispatch that is refused; -1: of any other step
-  const int32_t* status;  // of the dispatch that a combine answers
+  int32_t bank;           // of the dispatch that is refused; -1 for any other step
+  const int32_t* status;  // the status of the dispatch that a combine answers
   twPhase_t phase;
   int32_t send;
   int32_t receive;
 };
 
-// Rows that have come in blocks by source.
+// Rows of a dispatch that have come in blocks by source.
 struct LandParams {
   GroupView group;
   HandleView handle;
@@ -35,10 +41,10 @@ struct AwaitParams {
 struct SelfTestParams {
   GroupView group;
   uint32_t* torn;  // packets found torn, plus peers that never answered
-  int32_t rounds;  // the launch decides
+  int32_t rounds;  // decided by the launch
 };
 
-// A cudaError_t comes back as int, so that the host side needs no CUDA header.
+// All return a cudaError_t as int, so that the host side needs no CUDA header.
 int launch_refuse(const RefuseParams& params, void* stream);
 int launch_land(const LandParams& params, int grid, void* stream);
 int launch_await(const AwaitParams& params, void* stream);

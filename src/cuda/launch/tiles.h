@@ -1,4 +1,11 @@
-// How a call's rows are shared out to blocks and warps: decided on the host (plan/), carried out by kernels.
+// How a call's rows are shared out to blocks and warps: plain structs that the host decides (plan/) and kernels carry
+// out.
+//
+// Takes a WindowMap where places in it are needed; gives counts and dividers alone, no memory.
+//
+// What breaks if this changes: every tile of every row must be some warp's, so plan and kernels must count alike (else
+// rows are missing, S4); Roles keep S7 (a block sends before it waits) and S8 (grid() blocks fit on the device). The
+// widths themselves are speed alone.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +15,8 @@
 
 namespace tw::cuda {
 
-// x / d for x < 2^31, without a division. Granlund and Montgomery, "Division by invariant integers using
-// multiplication", PLDI 1994.
+// Gives x / d for x < 2^31 without a division (device/block.cuh, divide). The method is Granlund and Montgomery,
+// "Division by invariant integers using multiplication", PLDI 1994.
 struct Divider {
   uint32_t divisor = 1;
   uint32_t factor = 0;
@@ -24,33 +31,33 @@ struct Divider {
   }
 };
 
-// How rows are shared out: a tile is a warp's, some groups of four packets of a row, or as large a part of the row as
-// it lies.
+// How a row is cut into tiles. One warp moves a tile at a time: some groups of four packets, or, of a Simple row, an
+// equal share of its vectors.
 struct Tiles {
   Divider per_row;
-  uint32_t tile_groups;   // groups of packets in a tile, the last of a row excepted
-  uint32_t groups;        // of a row
-  uint32_t words;         // of a row as a stream
-  uint32_t packet_bytes;  // of a row's packets
+  uint32_t tile_groups;   // groups of packets in a tile; the last of a row may have fewer
+  uint32_t groups;        // groups of packets in a row
+  uint32_t words;         // words in a row's stream
+  uint32_t packet_bytes;  // bytes of a row's packets
 };
 
-// The first rows in wider tiles, of several of the others each. Where few SMs work all rows that are no packets: there,
-// what a tile costs beside its bytes counts. (Where all SMs do, a tile that comes late does: a combine of 4096
-// tokens took twice as long.) Else those that warps of a dispatch begin with; of rows alone all but the last
-// (plan/tiles.h).
+// The first `rows` rows, which go in wider tiles that each join `parts` of Tiles. Low-SM kernels move all Simple rows
+// so: there, what a tile costs beside its bytes counts. (Where all SMs work, a tile that comes late counts: a combine
+// of 4096 tokens took twice as long.) Otherwise wide tiles are those that the warps of a dispatch begin with; in a
+// dispatch of rows alone they are all but the last rows (plan/tiles.h).
 struct WideTiles {
   Divider per_row;
-  uint32_t parts;  // of the others in one
-  uint32_t rows;   // that are shared out so
+  uint32_t parts;  // tiles of Tiles in one
+  uint32_t rows;   // rows that are shared out so
 
   constexpr uint32_t tiles() const { return rows * per_row.divisor; }
 };
 
-// WindowMap::packet of a lane, without what a kernel need not compute.
+// WindowMap::packet for one channel, without what a kernel need not compute.
 struct PacketsAt {
   uint64_t bank[2];
   uint64_t source;  // bytes from one source's packets to the next
-  uint32_t row;     // and from one slot's
+  uint32_t row;     // bytes from one slot's packets to the next
 
   static PacketsAt make(const WindowMap& map, int lane) {
     return {{map.packet(lane, 0, 0, 0), map.packet(lane, 1, 0, 0)},
@@ -59,12 +66,13 @@ struct PacketsAt {
   }
 };
 
-// A grid's work: the first blocks send, the others receive or sum. What an SM loads waits behind what it has stored to
-// a link that is full: sums took three times as long where all SMs sent. A grid that is not apart does both in every
-// block, sending first (S7), or only one of the two.
+// How a grid's blocks divide the work: the first `sending` blocks send, the others receive or sum. They are apart
+// because what an SM loads waits behind what it has stored to a link that is full: sums took three times as long where
+// all SMs sent. In a grid that is not apart every block does both, sending first (S7), or the call needs only one of
+// the two.
 struct Roles {
   int32_t apart;
-  int32_t sending;  // blocks
+  int32_t sending;  // in blocks
   int32_t receiving;
 
   static constexpr Roles two(int sending, int receiving) { return {1, sending, receiving}; }
@@ -72,20 +80,23 @@ struct Roles {
   constexpr int grid() const { return apart != 0 ? sending + receiving : sending; }
 };
 
-// Each kind of call has a kernel: instructions that a kernel meets for the first time take five to ten cycles each, so
-// what other calls need may not stand between.
+// Each kind of call has a kernel of its own: instructions that a kernel meets for the first time take five to ten
+// cycles each, so what other calls need may not stand between.
 //
-// Usual: of a dispatch, up to two payloads, of 16 bytes at a time; up to 8 ids, which lie as whole vectors of 16 bytes;
-// up to 32 ranks; a table of experts in shared memory. Of a combine, rows of the wire's type, 16 bytes at a time, as
-// they are; sums of that type; own rows where the caller has them.
+// Generic serves every call that the other kinds do not.
 //
-// LowSm: usual, by up to a quarter of the device's SMs (plan/budget.h, low_sm). Tiles are whole rows, or large parts:
-// what a warp does beside moving one is done while something of it is on its way.
+// Usual serves dispatches of up to two payloads, of 16 bytes at a time; up to 8 ids, which lie as whole vectors of 16
+// bytes; up to 32 ranks; a table of experts in shared memory. It serves combines of rows of the wire's type, 16 bytes
+// at a time, as they are; sums of that type; own rows where the caller has them.
 //
-// Packets: usual, with a bound of up to two rounds of tokens, and up to 32 ranks; so all that is sent or received are
-// packets. Of a combine also rows by expert, whose sums are made on the way.
+// LowSm serves usual calls by up to a quarter of the device's SMs (plan/budget.h, low_sm). Its tiles are whole rows, or
+// large parts: what a warp does beside moving one is done while something of it is on its way.
+//
+// Packets serves usual calls with a bound of up to two rounds of tokens, and up to 32 ranks, so that all that is sent
+// or received are packets. It also serves combines of rows by expert, whose sums are made on the way.
 enum class Kind : int32_t { kGeneric, kUsual, kLowSm, kPackets };
-// Those that a bulk kernel is made for; `use(std::integral_constant<Kind, ...>)`: of one of them.
+// The kinds that a bulk kernel is compiled for. with_kind calls `use` with the std::integral_constant<Kind, ...> of
+// one.
 inline constexpr Kind kBulkKinds[] = {Kind::kGeneric, Kind::kUsual, Kind::kLowSm};
 template <class Use>
 int with_kind(Kind kind, Use&& use) {

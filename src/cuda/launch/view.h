@@ -1,4 +1,10 @@
-// Copies out of the window: what their kernels take by value, and their launches.
+// Copies out of the window, into outputs that the caller gave: what their kernels take by value, and the two launches.
+//
+// launch_rank_view copies rows as they lie, by source (rank_major); launch_expert_view sorts them by expert
+// (expert_major and grouped). Both wait for no peer: they follow the dispatch in stream order.
+//
+// What breaks if this changes: the copies read the bank of the step that ended, before the channel's next step
+// publishes (S3); the order of rows by expert is that of docs/PROTOCOL.md (S9). Grids and widths are speed alone.
 #pragma once
 
 #include <cstddef>
@@ -9,29 +15,30 @@
 
 namespace tw::cuda {
 
-// Copies out of the window: rank_major outputs that the caller gave, or expert_major ones.
+// One copy as its kernel sees it: into rank_major outputs that the caller gave, or into expert_major or grouped ones.
 struct ViewParams {
   GroupView group;
   HandleView handle;
   int32_t lane;
   int32_t bound;
-  Divider ids;                        // of a row
-  Divider pairs;                      // of them
-  Divider slots;                      // of a source
+  Divider ids;                        // divides by the ids of a row
+  Divider pairs;                      // divides by half of that, the pairs of ids
+  Divider slots;                      // divides by the slots of a source
   std::byte* payloads[kMaxPayloads];  // NULL: not wanted
-  // Where its rows begin, by bank: worked out on the host, as kernels take some ten cycles for each instruction that
-  // they meet for the first time.
+  // Where each payload's rows begin, by bank. The host works it out, as kernels take some ten cycles for each
+  // instruction that they meet for the first time.
   const std::byte* from[2][kMaxPayloads];
   int32_t width[kMaxPayloads];
-  uint32_t vectors[kMaxPayloads];  // of that many bytes in a row
+  uint32_t vectors[kMaxPayloads];  // vectors of `width` bytes in a row
   Columns columns[kMaxPayloads];
-  Shown shown;       // by expert: [L, N*b] or grouped; counts are handle.expert_counts and `counts`
+  Shown shown;       // by expert: [L, N*b] or grouped; the counts are handle.expert_counts and `counts`
   int32_t* offsets;  // grouped: [L + 1]
   int64_t* origins;  // grouped, NULL: not wanted
-  int32_t rows;      // grouped: that are shown, those beyond what comes too
+  int32_t rows;      // grouped: rows that are shown, which are more than those that come
 };
 
-// `grid` blocks; `early`: see launch.h. A cudaError_t comes back as int, so that the host side needs no CUDA header.
+// Both launch `grid` blocks; `early`: see launch.h. A cudaError_t comes back as int, so that the host side needs no
+// CUDA header.
 int launch_rank_view(const ViewParams& params, int grid, bool early, void* stream);
 int launch_expert_view(const ViewParams& params, int grid, bool early, void* stream);
 

@@ -1,3 +1,10 @@
+// Budgets and block counts: budget.h tells what they are.
+//
+// Pure: takes the device's SMs, the shape, the caller's sm_limit and the tuning; gives numbers.
+//
+// What breaks if this changes: S8, in max_grid, `queues` and `early`: the blocks of all waiting kernels of a device
+// must fit on it together. packet_tokens and summed_tail are agreed on by all ranks at creation (host/creation.cc). The
+// rest is speed alone.
 #include "cuda/plan/budget.h"
 
 #include <algorithm>
@@ -11,16 +18,17 @@ Status make_budget(const Device& device, const Shape& shape, int sm_limit, int s
   const int queues = sharing * shape.lanes;
   b.device_sms = device.sms;
   b.max_grid = std::clamp(std::min(limit, device.sms / queues), 1, kMaxBlocks);
-  // Few SMs send more than a round of rows sooner as Simple rows, in wide tiles, than as packets.
+  // A kernel with few SMs sends more than a round of rows sooner as Simple rows, in wide tiles, than as packets.
   const bool few = b.max_grid < b.device_sms / 2;
   b.packet_tokens = few ? std::min(shape.packet_tokens, kRound) : shape.packet_tokens;
   b.summed_tail = tail_of(*b.tuning, shape, b.tuning->combine_tail, few);
   if (shape.counts_loads != 0) {
     b.loads_block = b.max_grid > 1 ? LoadsBlock::kApart : LoadsBlock::kLast;
-    b.max_grid = std::max(1, b.max_grid - 1);  // a block of each dispatch counts
+    b.max_grid = std::max(1, b.max_grid - 1);  // a block of each dispatch gathers load statistics
   }
-  b.early = queues == 1 && device.major >= 9 && !staged;  // what comes before may be a collective
-  // A view would hold SMs while the dispatch before it waits for peers: not where the others are somebody else's.
+  b.early = queues == 1 && device.major >= 9 && !staged;  // where staged, a collective may come before
+  // A view that comes early holds SMs while the dispatch before it waits for peers, which an sm_limit leaves to
+  // somebody else.
   b.early_views = b.early && sm_limit == 0;
   b.view_grid = sm_limit > 0 ? limit : 2 * limit;
   *budget = b;

@@ -1,6 +1,11 @@
-// What the kernels of a group may use of a device, decided once at creation. Pure: a device is what it is said to be.
+// What the kernels of a group may use of a device, decided once at creation, and how many blocks a call's work takes.
 //
-// S8: kernels that wait for peers must all find room on their device at once, or they wait for each other's SMs.
+// Pure: takes a device as it is described, not one that is asked; gives a Budget, Roles and Kind. make_budget fails
+// with twInvalidArgument where the channels do not fit.
+//
+// What breaks if this changes: S8. Kernels that wait for peers must all find room on their device at once, or they wait
+// for each other's SMs. Which blocks send and which receive is speed alone, as long as each row has one (S7 is the
+// kernels').
 #pragma once
 
 #include <cstdint>
@@ -14,48 +19,50 @@ namespace tw::cuda {
 
 struct Device {
   int sms = 1;
-  int major = 9;  // of its compute capability
+  int major = 9;  // major compute capability
 };
 
 struct Budget {
   const Tuning* tuning = nullptr;
   int device_sms = 1;
   int max_grid = 1;   // blocks of a kernel that waits: those of all channels and ranks of the device fit on it (S8)
-  int view_grid = 1;  // of a kernel that waits for nobody
-  int32_t packet_tokens = 0;  // bound up to which all rows may go as LL128 packets; 0: packets are not in use
-  int32_t summed_tail = 0;    // rows of a combine that are packets behind Simple ones, for each owner
+  int view_grid = 1;  // blocks of a kernel that waits for nobody
+  int32_t packet_tokens = 0;  // packing bound: most tokens of a rank that go all as packets; 0: none do
+  int32_t summed_tail = 0;    // rows of a combine that go as packets behind Simple rows, for each owner
   LoadsBlock loads_block = LoadsBlock::kNone;
-  // Whether kernels may come onto the device before those before them have ended (launch/launch.h): with one channel
-  // and one rank on the device alone, as else one that is not yet needed could take the room of one that is (S8).
+  // Whether kernels may come onto the device before those before them have ended (launch/launch.h): only with one
+  // channel, and one rank alone on the device. Otherwise a kernel that is not yet needed could take the room of one
+  // that is (S8).
   bool early = false;
   bool early_views = false;
 
-  // Up to a quarter of the device: kernels of their own, whose warps hide what a tile costs beside its bytes. 8, 16 and
-  // 24 of 132 SMs gain by them.
+  // Whether the kernels use at most a quarter of the device. Then there are low-SM kernels, whose warps hide what a
+  // tile costs beside its bytes. 8, 16 and 24 of 132 SMs gain by them.
   bool low_sm() const { return 4 * max_grid <= device_sms; }
 };
 
-// `sharing`: ranks of the group on this device; `sm_limit`: 0 for none; `staged`: rows go over a carrier.
-// twInvalidArgument if the channels do not fit.
+// Makes the budget of a group. `sharing`: ranks of the group on this device; `sm_limit`: 0 for none; `staged`: rows go
+// over a staged transport. Fails with twInvalidArgument if the channels do not fit.
 Status make_budget(const Device& device, const Shape& shape, int sm_limit, int sharing, bool staged, Budget* budget);
 
 // ---- Blocks
 
-// Blocks for so many rows, to be sent and received or only one of the two; at most so many of them send. With little to
-// do, a warp has an SM to itself.
+// Gives the blocks for `rows` rows that are sent and received (`both`) or only one of the two; at most `most` blocks
+// send. With little to do, a warp has an SM to itself.
 Roles roles_of(const Budget& budget, int64_t rows, const Tiles& tiles, bool both, int most);
 
-// The same where all rows are packets: while that gives every tile a warp, on half of the SMs, so that the next kernel
-// finds the other half. With more, `sends` percent of the device's SMs fill the link, and what the others take does not
-// wait behind stores. With up to `busy` tiles for each block of an eighth of the SMs, those send (and as many receive):
-// what the next kernel's blocks do when they come takes this one time.
+// Gives the blocks where all rows are packets. While half of the SMs give every tile a warp, it takes no more than that
+// half, so that the next kernel finds the other. With more tiles, `sends` percent of the device's SMs fill the link,
+// and what the other blocks take does not wait behind stores. With up to `busy` tiles for each block of an eighth of
+// the SMs, that eighth sends (and as many blocks receive): one time passes in what the next kernel's blocks do when
+// they come.
 Roles packet_roles(const Budget& budget, int64_t rows, const Tiles& tiles, bool both, int sends, int busy);
 
-// Blocks that send Simple rows: `sends` percent of the device's SMs fill the link, and where a kernel has few SMs, at
-// most so many percent of those send.
+// Gives the blocks that send Simple rows: `sends` percent of the device's SMs, which fill the link, but where a kernel
+// has few SMs at most `at_most` percent of those.
 int simple_senders(const Budget& budget, int sends, int at_most);
 
-// Whether so few blocks send that they do not fill the link by much.
+// Whether so few blocks send that they fall well short of filling the link.
 inline bool underfills(const Budget& budget, const Roles& roles, int sends) {
   return roles.sending < budget.device_sms * sends / 100;
 }
@@ -65,8 +72,8 @@ inline bool underfills(const Budget& budget, const Roles& roles, int sends) {
 // Whether a call of the usual kind sends all rows as packets.
 bool all_packets(const Budget& budget, const Shape& shape, int32_t bound);
 
-// Rows for each peer that go as packets behind Simple ones, of `all` peers' together. A few SMs take longer for
-// packets.
+// Gives the rows for each peer that go as packets behind Simple rows; `all` are those of all peers together. A few SMs
+// (`few`) take longer for packets, so they send fewer.
 int tail_of(const Tuning& tuning, const Shape& shape, int all, bool few);
 
 Kind kind_of(const Budget& budget, bool usual, bool packets);

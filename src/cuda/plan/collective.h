@@ -1,4 +1,9 @@
-// The plan of a gather or reduce-scatter. Pure. How rows travel follows from what all ranks have alike.
+// The plan of a gather or reduce-scatter: whether rows go as packets, how many blocks send and receive, how wide tiles
+// are.
+//
+// Pure: the same call, map and budget give the same plan. How rows travel follows from what all ranks have alike
+// (bound, row sizes, packing bound); if it followed from anything else, ranks would look for rows where none are sent
+// (S4, S10). The number of blocks and the tiles are speed alone.
 #pragma once
 
 #include "cuda/launch/collective.h"
@@ -10,11 +15,11 @@ namespace tw::cuda {
 struct CollectiveFacts {
   bool views = false;      // the caller sees rows in the window
   bool in_window = false;  // the caller's rows lie there
-  bool staged = false;     // rows go over a carrier
+  bool staged = false;     // rows go over a staged transport
 };
 
-// Reads of *params what the call has (bound, send, receive, reduces, flat, all_sizes, tensors and rows with the widths
-// that their memory allows), writes all else that tiles, roles and packets are decided by.
+// Plans one call. Reads of *params what the call has (bound, send, receive, reduces, flat, all_sizes, tensors, and rows
+// with the widths that their memory allows); writes everything else that decides tiles, roles and packets.
 void plan_collective(const Budget& budget, const WindowMap& map, const CollectiveFacts& facts,
                      CollectiveParams* params);
 

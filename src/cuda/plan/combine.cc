@@ -1,3 +1,7 @@
+// The plan of a combine: combine.h tells what it reads and writes. All percentages and row counts come from Tuning.
+//
+// What breaks if this changes: tail_packets must follow from what all ranks have alike (S4, S10: sender and owner count
+// packets by one rule). Everything else is speed alone: terms are added in order of positions whatever the tiles (S9).
 #include "cuda/plan/combine.h"
 
 #include <algorithm>
@@ -7,7 +11,7 @@
 namespace tw::cuda {
 namespace {
 
-// Tiles of a combine whose roles are known. `full`: its senders fill the link, or all rows are packets.
+// Decides the tiles of a combine whose roles are known. `full`: its senders fill the link, or all rows are packets.
 void share_out(const Budget& budget, const Shape& shape, int64_t returning, bool full, CombineParams* params) {
   CombineParams& p = *params;
   const Tuning& tuning = *budget.tuning;
@@ -15,16 +19,16 @@ void share_out(const Budget& budget, const Shape& shape, int64_t returning, bool
   const bool sums = any && !p.plain && p.sums_fit;
   const bool wide = sums || !full;
   const int64_t each = sums ? tuning.summed_tiles : tuning.low_sm_tiles;
-  // Tokens whose rows come as packets, in narrow tiles anyway, stay so.
+  // Tokens whose rows come as packets are in narrow tiles anyway, and stay so.
   p.wide = wide ? widen(p.tiles, p.tokens - p.tail_packets, int64_t{p.roles.receiving} * kWarps, each) : kNoneWide;
   p.single = p.wide.tiles() - std::min(p.wide.tiles(), static_cast<uint32_t>(p.roles.receiving) * kWarps * 7 / 8);
   p.per_tile = share_of(p.vectors, p.tiles);
   p.joins = wide ? 1 : 0;
   p.pushed = kPushedVectors;
   const auto parts = [&p](uint32_t pushed) { return (p.vectors + pushed - 1) / pushed; };
-  // Usual calls by few SMs send whole rows, where so few blocks send that the link has room for more; else halves, with
-  // which warps end sooner. (By 24 a combine of 4096 tokens took 2 us longer with whole rows, by 16 it takes 20 longer
-  // with halves.) More SMs send usual tiles: by 64 it took 183 us with halves, 171 with those.
+  // Usual calls by few SMs send whole rows where so few blocks send that the link has room for more; otherwise halves,
+  // with which warps end sooner. (By 24 SMs a combine of 4096 tokens took 2 us longer with whole rows; by 16 it takes
+  // 20 us longer with halves.) More SMs send usual tiles: by 64 it took 183 us with halves, 171 us with usual tiles.
   const bool large = sums || (p.plain && p.vectors_fit && wide && (any || budget.low_sm()));
   const uint32_t least = any || p.roles.sending < budget.device_sms / 16 ? 1 : 2;
   while (large && parts(p.pushed) > least &&

@@ -1,5 +1,9 @@
-// The plan of a combine: which kernel, how many blocks send and sum, how wide tiles are, how many rows are packets.
-// Pure.
+// The plan of a combine: which kernel, how many blocks send and sum, how wide tiles are, how many rows go as packets.
+//
+// Pure: the same call, shape and budget give the same plan.
+//
+// What breaks if this changes: kind and tail_packets decide which rows come as packets, and every rank must decide
+// alike (S4, S10); the rest is speed alone.
 #pragma once
 
 #include "cuda/launch/combine.h"
@@ -8,11 +12,12 @@
 namespace tw::cuda {
 
 struct CombineFacts {
-  bool apart = true;  // what is summed overwrites no row that is still to be sent
+  bool apart = true;  // the memory of sums overwrites no row that is still to be sent
 };
 
-// Reads of *params what the call has (tokens, bound, send, receive, dtypes, what its memory allows), writes kind,
-// tiles, wide, roles, single, joins, per_tile, pushed, pushed_parts, turn_chunks, drawn, tail_packets and rehearses.
+// Plans one call. Reads of *params what the call has (tokens, bound, send, receive, dtypes, what its memory allows);
+// writes kind, tiles, wide, roles, single, joins, per_tile, pushed, pushed_parts, turn_chunks, drawn, tail_packets and
+// rehearses.
 void plan_combine(const Budget& budget, const Shape& shape, const CombineFacts& facts, CombineParams* params);
 
 }  // namespace tw::cuda

@@ -1,5 +1,8 @@
-// Plans as text, for `tokenway info --plan`: what plan_dispatch and plan_combine say of the calls that most programs
-// make, rows in tensors that are contiguous and aligned.
+// Plans as text, for `tokenway info --plan`. Takes a group's configuration, a number of tokens and a device's SMs;
+// gives lines of name, tab, value: what plan_dispatch and plan_combine say of the calls that most programs make, with
+// rows in tensors that are contiguous and aligned.
+//
+// What breaks if this changes: what the command prints. No kernel and no group uses it.
 #include <cstdio>
 
 #include "core/plan_query.h"

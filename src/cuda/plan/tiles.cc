@@ -1,3 +1,7 @@
+// How wide tiles are: tiles.h tells what each function takes and gives.
+//
+// What breaks if this changes: speed, and the promise that every tile of every row is some warp's: per_row, parts and
+// rows must together cover each row once, as the kernels count tiles by the same structs.
 #include "cuda/plan/tiles.h"
 
 #include <algorithm>
@@ -18,9 +22,9 @@ Tiles tiles_of(uint64_t words, uint64_t whole, int64_t rows, int64_t warps, uint
 
 namespace {
 
-// Tiles of so many of the others that a row has.
+// Gives the tiles of a row where each joins `parts` of the usual ones.
 uint32_t per_row(const Tiles& tiles, uint32_t parts) { return (tiles.per_row.divisor + parts - 1) / parts; }
-// The first rows in such tiles.
+// Puts the first `rows` rows into such tiles.
 WideTiles in_parts(const Tiles& tiles, uint32_t parts, int64_t rows) {
   return {Divider::make(per_row(tiles, parts)), parts, static_cast<uint32_t>(std::max<int64_t>(rows, 0))};
 }

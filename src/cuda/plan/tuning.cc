@@ -1,3 +1,7 @@
+// The table of measured numbers, and the choice of its row: tuning.h tells what each number is.
+//
+// What breaks if a number changes: speed alone. Every number here needs a record in bench/results/ (`source`); each
+// comment says what the number's neighbours cost, in us for rows of 7168 bfloat16.
 #include "cuda/plan/tuning.h"
 
 #include <cstdlib>
@@ -6,24 +10,25 @@
 namespace tw::cuda {
 namespace {
 
-// Measured between two ranks; with four the same numbers were the best of those tried
-// (bench/results/nvlink-4-gpus.json). Each comment says what its neighbours cost, in us for rows of 7168 bfloat16.
+// All were measured between two ranks; with four, the same numbers were the best of those tried
+// (bench/results/nvlink-4-gpus.json). A comment says what a number's neighbours cost, in us for rows of 7168 bfloat16.
 constexpr Tuning kTunings[] = {
     {
         .gpu = "H100 and H200 SXM, NV18",
         .sms = 132,
         .ranks = 1 << 12,
         .source = "nvlink-2-gpus.json, nvlink-flat-24-sms.json, nvlink-backward.json",
-        // A quarter fills the link; beyond it, tiles at the end wait longer behind each other.
+        // A quarter fills the link; with more, tiles at the end wait longer behind each other.
         .dispatch_sends = 25,
         .dispatch_sends_exact = 26,
         // 4096 tokens of fp8 with their scales took 109 with a quarter, 97 with a third.
         .dispatch_sends_payloads = 33,
         // 4096 tokens took 166.4 with 44 of 132 SMs and narrow tiles at the end; with 34, usual tiles and 128 packets
-        // 167.5. Rows with scales took 0.6 % longer so, with fewer SMs to receive than to send 1 %.
+        // they took 167.5. Rows with scales took 0.6 % longer with 44, and 1 % longer with fewer SMs to receive than to
+        // send.
         .dispatch_sends_known = 34,
         .dispatch_sends_most = 80,
-        // Where half of the SMs sent, 512 tokens took 57 there and back instead of 52.
+        // With half of the SMs sending, 512 tokens took 57 there and back instead of 52.
         .packet_dispatch_sends = 30,
         .dispatch_tail = 192,
         .dispatch_tail_known = 128,
@@ -35,26 +40,26 @@ constexpr Tuning kTunings[] = {
         .packet_combine_sends_summed = 50,
         .combine_tail = 64,
         .least_tail = 32,
-        // By 24 SMs 4096 tokens took 180 with 100 rows, 181 with 80 and 160.
+        // By 24 SMs 4096 tokens took 180 with 100 rows, and 181 with 80 and with 160.
         .turn_rows_low_sm = 104,
-        // By 64 SMs 4096 tokens took 171 with 52 and 78, 175 with 104; by 96 SMs 2048 took 93 with 40, 99 with 80.
+        // By 64 SMs 4096 tokens took 171 with 52 and with 78, 175 with 104; by 96 SMs 2048 took 93 with 40, 99 with 80.
         .turn_rows = 80,
         .turn_rows_share = 28,
-        // Beyond packets a third fills the link.
+        // Where rows are no packets, a third fills the link.
         .collective_sends = 30,
         .collective_sends_most = 50,
         .packet_collective_sends = 50,
-        // Between two ranks of one GPU 32 rows took 6.7 instead of 7.3 so, 128 took 8.2 instead of 9.2; but 512 took 35
-        // instead of 28, as half of the SMs did it then.
+        // Between two ranks of one GPU 32 rows took 6.7 with this instead of 7.3, and 128 took 8.2 instead of 9.2; but
+        // 512 took 35 instead of 28, as half of the SMs did the work then.
         .own_by_senders = 128,
-        // A dispatch of 4096 tokens by 24 SMs took 189 with whole rows, 185 with halves, which is this, 196 with
-        // quarters.
+        // A dispatch of 4096 tokens by 24 SMs took 189 with whole rows, 185 with halves, which this number gives, and
+        // 196 with quarters.
         .low_sm_tiles = 16,
         // With 2 KB to a tile, as where rows are only moved, a combine of 4096 tokens took 640 between two ranks of one
-        // device; so, 472.
+        // device; with this number it took 472.
         .summed_tiles = 2,
-        // A reduce of 1 row took 3.8 so, with 30 blocks to a side 4.2; but a dispatch of 8 rows 4.28, with 33 blocks
-        // 4.13.
+        // A reduce of 1 row took 3.8 with this, 4.2 with 30 blocks to a side; but a dispatch of 8 rows took 4.28 with
+        // this, 4.13 with 33 blocks.
         .busy = 4,
     },
 };

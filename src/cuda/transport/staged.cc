@@ -1,3 +1,11 @@
+// The staged transport's memory and collectives: staged.h tells what they are for.
+//
+// create() is collective and uses one tag. start() and join() only enqueue on the caller's stream; abort() may come
+// from any thread.
+//
+// What breaks if this changes: blocks and signals of a step must lie in the window at the places of its bank (S1), and
+// the signals' move must be one with the rows' (S4: the stream orders them). After an abort nothing may be freed that a
+// collective can still write (the destructor keeps the window and leaks the outgoing memory).
 #include "cuda/transport/staged.h"
 
 #include "core/channel.h"

@@ -1,7 +1,12 @@
-// What goes out over a carrier, where a group's devices do not reach each other's memory: kernels write a block for
-// each rank into memory of their own device, laid out as a bank of a window is, and the carrier's collectives move the
-// blocks into the windows, behind the kernels on their stream. Blocks of one step have one size, which follows from the
-// call's bound and the group's rows, so the host need not know how many rows there are.
+// The staged transport: how a step's rows move where a group's devices do not reach each other's memory. Kernels write
+// a block for each rank into memory of their own device, laid out as a bank of a window is, and the carrier's
+// collectives move the blocks into the windows, behind the kernels on their stream.
+//
+// Takes a step's place and the parts of its bank that hold something; gives a window in which they lie when what join()
+// has put on the stream is done. Blocks of one step have one size, which follows from the call's bound and the group's
+// rows, so the host need not know how many rows there are.
+//
+// What breaks if this changes: S1 (the host names the bank) and S4 (the stream's order stands for the fence).
 #pragma once
 
 #include <atomic>
@@ -15,7 +20,7 @@
 
 namespace tw::cuda {
 
-// A part of a bank that a step moves: from where in it, and bytes of a rank's block.
+// A part of a bank that a step moves: its offset in the bank, and the bytes of one rank's block.
 struct Region {
   uint64_t begin;
   uint64_t bytes;
@@ -23,23 +28,24 @@ struct Region {
 
 class StagedTransport {
  public:
-  // Collective; uses `tag`. `window`: of this rank.
+  // Makes the transport of a group. Collective; uses `tag`. `window` is this rank's. A failed `ready` is told to the
+  // peers, and every rank fails.
   static Status create(const BackendInit& init, uint64_t tag, const Status& ready,
                        std::shared_ptr<DeviceMapping> window, std::unique_ptr<StagedTransport>* made);
   ~StagedTransport();
   StagedTransport(const StagedTransport&) = delete;
   StagedTransport& operator=(const StagedTransport&) = delete;
 
-  // Where the kernels of a step write.
+  // Tells the kernels of a step where to write: sets view->out and view->out_signals.
   void place(StepPlace at, GroupView* view) const;
-  // Where rows of a dispatch land that are put together afterwards: high throughput alone.
+  // Where rows of a dispatch arrive that are put together afterwards, in high throughput alone.
   const std::byte* receive_offset(int lane) const { return bank_of(lane, 1); }
 
-  // Begins to move words and regions of a step, into the window or, if they `land`, to receive_offset().
+  // Begins to move the signals and the regions of a step, into the window or, if they `land`, to receive_offset().
   Status start(StepPlace at, const std::vector<Region>& regions, bool land, bool at_once, void* stream);
-  // What comes next on the stream comes behind that.
+  // Makes whatever comes next on the stream follow that move.
   Status join(int lane, void* stream);
-  // Ends what is under way, in a moment; from any thread.
+  // Ends the moves that are under way, soon; may be called from any thread.
   void abort();
 
  private:

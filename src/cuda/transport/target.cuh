@@ -1,9 +1,10 @@
 // Where a kernel's stores for a rank go, and what follows from how they get there. Kernels ask here and nowhere else
-// how a peer is reached, so another transport (a network's) is added in this room alone.
+// how a peer is reached, so another transport (a network's) is added in this room alone. Takes a GroupView; gives
+// addresses, and answers about the transport.
 //
-// Two are known. Windows: all devices of the group map each other's windows, and a store is at its place at once.
-// Staged: nobody writes to a peer; rows and signals for it go into this rank's own outgoing blocks, by rank where a
-// window has them by source, and a carrier's collectives behind the kernel move them (staged.h). Then nobody but this
+// Two transports are known. Windows: all devices of the group map each other's windows, and a store is at its place at
+// once. Staged: nobody writes to a peer; rows and signals for it go into this rank's own outgoing blocks, by rank where
+// a window has them by source, and a carrier's collectives behind the kernel move them (staged.h). Then nobody but this
 // rank's own stream writes into its window either, so its banks are its own affair: the host names one, and a step is
 // left out where the number would give the other, without a signal to the peers, who all do so alike.
 //
@@ -18,32 +19,32 @@ __device__ inline bool is_staged(const GroupView& g) { return g.out != nullptr; 
 
 // ---- Addresses
 
-// The window of a rank, from where it is found soonest. Of a peer only where windows are mapped.
+// Gives the window of a rank, from where it is found soonest. A peer's only where windows are mapped.
 __device__ inline std::byte* window_of(const GroupView& g, int rank) {
   return rank < kNear ? g.near_windows[rank] : g.windows[rank];
 }
 
-// Where a kernel finds what is a rank's: its window, or, in a staged kernel that sends, what goes out.
+// Gives where a kernel finds what belongs to a rank: its window, or, in a staged kernel that sends, what goes out.
 __device__ inline std::byte* target_of(const GroupView& g, int rank, bool sends) {
   return sends && is_staged(g) ? g.out : window_of(g, rank);
 }
 
-// As whose this rank's rows lie there: a window has them by source, outgoing blocks by rank.
+// Gives the index under which this rank's rows lie there: a window has them by source, outgoing blocks by rank.
 __device__ inline int source_at(const GroupView& g, int rank) { return is_staged(g) ? rank : g.me; }
 
-// Where this rank's signal of a step for a rank goes.
+// Gives where this rank's signal of a step for a rank goes.
 __device__ inline std::byte* signal_target(const GroupView& g, int lane, int bank, int rank) {
   if (is_staged(g)) return g.out_signals + kSignalStride * static_cast<uint32_t>(rank);
   return window_of(g, rank) + g.map.signal(lane, bank, g.me);
 }
 
-// A partial's place in its owner's inbox, from the beginning of target_of: by the owner's token and position where they
-// are known, else by the slot that its row came in. `header`: of the row, or its slot.
+// Gives a partial's place in its owner's inbox, as an offset from target_of: by the owner's token and position where
+// they are known, otherwise by the slot that its row came in. `header`: the row's header, or its slot.
 __device__ inline uint64_t inbox_target(const GroupView& g, int lane, int bank, int owner, uint64_t header, int bound) {
   if (is_staged(g)) return g.map.inbox_slot(lane, bank, owner, static_cast<int>(header), bound);
   return g.map.inbox(lane, bank, static_cast<int>(header), static_cast<int>(header >> 32));
 }
-// The same place as its owner reads it: what `from` has sent of `slot`, for a token and position.
+// Gives the same place as its owner reads it: where `from` has sent the partial of `slot`, for a token and position.
 __device__ inline uint64_t inbox_source(const GroupView& g, int lane, int bank, int from, int slot, int bound,
                                         int token, int position) {
   return is_staged(g) ? g.map.inbox_slot(lane, bank, from, slot, bound) : g.map.inbox(lane, bank, token, position);
@@ -51,11 +52,12 @@ __device__ inline uint64_t inbox_source(const GroupView& g, int lane, int bank, 
 
 // ---- What follows
 
-// Whether rows of an exact layout go where the receiver wants them; else they land in blocks by source, and are moved.
+// Whether rows of an exact layout go where the receiver wants them; otherwise they arrive in blocks by source and are
+// moved.
 __device__ inline bool places_rows(const GroupView& g) { return !is_staged(g); }
 // Whether a partial's place at its owner must be looked up in its row's header.
 __device__ inline bool asks_header(const GroupView& g) { return !is_staged(g); }
-// Whether parts of a step have signals of their own; else all is there when the step's are.
+// Whether parts of a step have signals of their own; otherwise all of it is there when the step's signals are.
 __device__ inline bool signals_parts(const GroupView& g) { return !is_staged(g); }
 // Whether peers are told of a step that is left out for the sake of its bank.
 __device__ inline bool tells_skips(const GroupView& g) { return !is_staged(g); }

@@ -1,3 +1,11 @@
+// Making, exporting, importing and mapping windows: window.h tells what they are.
+//
+// map_device_windows is collective: ranks exchange descriptors (or, in one process, numbers in a registry) and the
+// UUIDs of their devices, and every rank learns the first error of any.
+//
+// What breaks if this changes: S2 needs every signal of a new window to hold the first step value before a peer can
+// write or look (prepare comes before the exchange); S6 and S8 need that unmapping waits for no device in a thread that
+// others wait for (DeviceMapping::make), and that `sharing` counts the ranks on this device.
 #include "cuda/transport/window.h"
 
 #include <algorithm>
@@ -23,7 +31,7 @@ CUmemAllocationProp properties(int device, bool exported) {
   return prop;
 }
 
-// What a window takes: whole pieces of the size that the driver allocates and maps by.
+// Gives the bytes that a window takes: whole pieces of the size by which the driver allocates and maps.
 Status size_of(const Driver& driver, const CUmemAllocationProp& prop, uint64_t bytes, uint64_t* size) {
   size_t granularity = 0;
   TW_RETURN_IF_FAILED(
@@ -32,7 +40,7 @@ Status size_of(const Driver& driver, const CUmemAllocationProp& prop, uint64_t b
   return {};
 }
 
-// What a rank tells of its device: the UUID.
+// The UUID of a rank's device, by which ranks recognise it.
 using Card = std::array<char, 16>;
 
 Card card_of(int device) {
@@ -42,7 +50,7 @@ Card card_of(int device) {
   return card;
 }
 
-// Of every device that this process can see.
+// Gives the UUIDs of all devices that this process can see, by device number.
 std::vector<Card> cards_here() {
   int count = 0;
   cudaGetDeviceCount(&count);
@@ -58,7 +66,8 @@ LocalRegistry<DeviceMapping>& local_windows() {
   return windows;
 }
 
-// Zero, and every word at the first step. On a stream of its own: the caller's streams may be busy waiting.
+// Sets a window to zero, and every signal to the first step value. It uses a stream of its own, as the caller's streams
+// may be busy waiting.
 Status prepare(const Context& context, std::byte* window) {
   const WindowMap& map = context.map;
   cudaStream_t stream = nullptr;
@@ -90,7 +99,7 @@ Status check_peer(int device, int other, int rank) {
 }
 
 bool is_linked(int device, int other) {
-  int rank = 1;  // 0 is the fastest way
+  int rank = 1;  // the attribute is a performance rank; 0 is the fastest way
   return device == other ||
          (cudaDeviceGetP2PAttribute(&rank, cudaDevP2PAttrNativeAtomicSupported, device, other) == cudaSuccess &&
           rank != 0);
@@ -113,7 +122,7 @@ std::shared_ptr<DeviceMapping> DeviceMapping::make(int device) {
             };
             try {
               std::thread(unmap).detach();
-            } catch (const std::system_error&) {  // no thread is to be had
+            } catch (const std::system_error&) {  // the system gives no thread
               unmap();
             }
           }};
@@ -192,12 +201,12 @@ Status DeviceMapping::export_to(Fd* fd) const {
   return {};
 }
 
-// Of cudaMalloc, as what goes out is (transport/staged.cc). Where NCCL's collectives are captured, it has the peers map
-// what it can export, which is virtual memory and not cudaMalloc's, and reads and writes there without a copy. It asks
-// each end for itself, but both must be so: a sender that is not never takes the place that the receiver offers it, and
-// the next collective waits for that place to be free (NCCL 2.29, device/prims_simple.h, setDataPtrs). Blocks of up to
-// 16 KB go another way. Nor may one rank replay a graph while another makes the call eagerly, if both ends can be
-// exported.
+// The window comes from cudaMalloc, as the outgoing memory does (transport/staged.cc). Where NCCL's collectives are
+// captured, NCCL has the peers map what it can export, which is virtual memory and not cudaMalloc's, and reads and
+// writes there without a copy. It asks each end for itself, but both must be so: a sender that is not never takes the
+// place that the receiver offers it, and the next collective waits for that place to be free (NCCL 2.29,
+// device/prims_simple.h, setDataPtrs). Blocks of up to 16 KB go another way. Nor may one rank replay a graph while
+// another makes the call eagerly, if both ends can be exported.
 Status make_own_window(const BackendInit& init, DeviceWindows* windows) {
   std::shared_ptr<DeviceMapping> own;
   TW_RETURN_IF_FAILED(DeviceMapping::allocate(init.device, init.context->map.bytes(), &own));
