@@ -1,7 +1,13 @@
-// Gathers and reduces: what both are. Each rank sends rows for each other, a gather the same ones to all, into its
-// places there (layout/collective_map.h), or, if they are few, as packets; what becomes of them there is in
-// collective/gather.cu and collective/reduce.cu. Kernels are those of a combine without its routing: the same packets
-// (device/ll128.cuh), chunks with a word each (combine/chunks.cuh), and ends (S2, S3).
+// What gathers and reduces have in common. Each rank sends rows for each other rank (a gather the same ones to all)
+// into its places there (layout/collective_map.h) or, if they are few, as packets; what becomes of them there is in
+// collective/gather.cu and collective/reduce.cu. The kernels are those of a combine without its routing: the same
+// packets (device/ll128.cuh), chunks with a signal each (combine/chunks.cuh), and ends.
+//
+// Takes CollectiveParams and three functions: sent, receive and clear (collect, below). Gives the step's end, counts
+// and offsets.
+//
+// What breaks if this changes: S2 (await_signals), S3 (late_signal, own_pushed), S4, S7 (send before receive), S8
+// (skip_step), and that ranks agree on sizes (digest_of).
 #pragma once
 
 #include "cuda/combine/chunks.cuh"
@@ -24,7 +30,7 @@ struct Collect {
   __device__ int set() const { return static_cast<int>(threadIdx.x / 32); }
   __device__ bool sends() const { return p.send && is_sender(p.roles); }
   __device__ bool receives() const { return p.receive && is_receiver(p.roles); }
-  // The last block that sends, or where none sends the last, waits for the words.
+  // Whether this block waits for the signals: the last block that sends, or where none sends the last.
   __device__ bool concludes() const { return p.receive && blockIdx.x + 1 == static_cast<uint32_t>(p.roles.sending); }
 
   __device__ std::byte** windows() const { return shared_at<std::byte*>(p.at.windows); }
@@ -34,17 +40,17 @@ struct Collect {
   __device__ int32_t* failed() const { return shared_at<int32_t>(p.at.failed); }
   __device__ std::byte* bank(int rank) const { return windows()[rank] + p.group.map.bank(step.lane, step.bank()); }
 
-  // Ranks that rows are sent to: the others, and where the caller's rows lie in the window, which a peer may overwrite
-  // once this rank has published (S3), itself.
+  // Gives how many ranks rows are sent to: the others, and itself where the caller's rows lie in the window, which a
+  // peer may overwrite once this rank has published (S3).
   __device__ int owners() const { return ranks() - (p.own_pushed ? 0 : 1); }
   // Whether this rank's own rows are read from where the caller has them.
   __device__ bool is_direct(int rank) const { return rank == me() && !p.own_pushed; }
-  // Rows that this rank sends to a rank.
+  // Gives how many rows this rank sends to a rank.
   __device__ int rows_for(int rank) const {
     if (p.reduces && !p.all_sizes) return p.bound;
     return sizes()[p.reduces ? rank : me()];
   }
-  // Row i for a rank, of tensor q; and its place there, in a bank.
+  // row_in() gives row i for a rank, of one tensor; place() gives its place there, in a bank.
   __device__ const std::byte* row_in(const CollectiveRows& rows, int rank, int i) const {
     const int64_t row = p.reduces ? first()[rank] + int64_t{i} : i;
     return rows.in + rank * rows.block_stride + row * rows.row_stride;
@@ -60,8 +66,8 @@ __device__ __noinline__ static void report_size(const GroupView& g, Step step, i
   report_id(g, step, rank, -1, size);
 }
 
-// This rank's own size, or all; by a block, before a barrier. Those that are out of range are taken for the nearest in
-// it, on all ranks alike.
+// Loads this rank's own size, or all ranks'; by a block, before a barrier. A size that is out of range is taken for the
+// nearest one within, on all ranks alike.
 __device__ inline void load_sizes(const Collect& s) {
   const CollectiveParams& p = s.p;
   const int count = p.all_sizes ? s.ranks() : 1;
@@ -93,7 +99,7 @@ __device__ inline void report_sizes(const Collect& s) {
   }
 }
 
-// Where each rank's rows begin in a tensor of all, `counts` being their sizes. By a block, between barriers.
+// Finds where each rank's rows begin in the tensor of all; `counts` are the ranks' sizes. By a block, between barriers.
 __device__ inline void find_first(const Collect& s, const int32_t* counts) {
   const CollectiveParams& p = s.p;
 #pragma unroll 1
@@ -107,10 +113,10 @@ __device__ inline void find_first(const Collect& s, const int32_t* counts) {
     s.first()[rank] = row;
   }
 }
-// Whether that is known from the start: not where a gather learns the sizes.
+// Whether that is known from the start: it is not where a gather learns the sizes.
 __device__ inline bool knows_first(const Collect& s) { return s.p.reduces || s.p.all_sizes || !s.p.flat; }
 
-// What all ranks must have alike: sizes in device memory too. By all threads.
+// Gives the digest of what all ranks must have alike; sizes in device memory are part of it. By all threads.
 __device__ inline uint32_t digest_of(const Collect& s) {
   uint32_t digest = s.p.digest;
   if (s.p.sizes_at == nullptr || !s.p.all_sizes) return digest;
@@ -119,29 +125,29 @@ __device__ inline uint32_t digest_of(const Collect& s) {
   return digest;
 }
 
-// ---- Words
+// ---- Signals
 
-// Nothing of the other bank is read any more from the start (S3), and all rows certify themselves or have a chunk's
-// word. By a warp.
+// Publishes the step's signal before the rows go: nothing of the other bank is read any more from the start (S3), and
+// all rows certify themselves or have a chunk's signal. By a warp.
 __device__ inline void publish_first(const Collect& s) {
 #pragma unroll 1
   for (int i = lane(); i < s.ranks(); i += 32) {
     publish_signal(s.p.group, s.step, i, mode_of(s.step.phase), s.rows_for(i), 0);
   }
-  __syncwarp();  // packets come next, and who has come apart writes them more slowly
+  __syncwarp();  // packets come next, and a warp that has come apart writes them more slowly
 }
 
-// The last block whose rows are sent publishes, when all have been read and written (S3, S4).
+// Publishes from the last block whose rows are sent, when all have been read and written (S3, S4).
 __device__ inline void publish_last(const Collect& s) {
   meet();
   if (threadIdx.x >= 32) return;
   const int last = threadIdx.x == 0 && last_to_send(s.p.group, s.step, s.p.roles);
   if (!__shfl_sync(~0u, last, 0)) return;
-  __syncwarp();  // what lane 0 has synchronised with, all have
+  __syncwarp();  // all threads have now synchronised with what thread 0 has
   publish_signals(s.p.group, s.step, mode_of(s.step.phase), [&](int rank) { return s.rows_for(rank); });
 }
 
-// One warp waits for every word (S2), and tells how many rows came where the caller wants to know.
+// Waits for every signal, by one warp (S2), and tells how many rows came where the caller wants to know.
 __device__ inline void await_signals(const Collect& s) {
   const CollectiveParams& p = s.p;
   bool good = true;
@@ -175,7 +181,7 @@ __device__ inline void await_signals(const Collect& s) {
 
 // ---- Rows that are no packets
 
-// A tile of a row, of all its tensors.
+// A tile of a row, counted over all its tensors: the tensor, and the tile's number there.
 struct Part {
   int tensor;
   uint32_t number;
@@ -202,7 +208,7 @@ __device__ __noinline__ static void copy_any(std::byte* to, const std::byte* fro
     to[at] = static_cast<std::byte>(load_fresh<unsigned char>(from + at));
   }
 }
-// By a warp; all of it is on its way at once.
+// Copies a tile by a warp; all of it is on its way at once.
 __device__ inline void copy_part(const CollectiveRows& rows, std::byte* to, const std::byte* from, uint32_t part) {
   const uint32_t begin = part * kPartBytes;
   if (rows.width != 16) {
@@ -235,7 +241,7 @@ __device__ inline void push_item(const Collect& s, int number, int item) {
 
 // ---- Rows that are packets
 
-// The tensor of a word of a row's stream; and the word in it.
+// The tensor in which a word of a row's stream lies, and the word there.
 struct WordAt {
   int tensor;
   uint32_t word;
@@ -251,7 +257,8 @@ __device__ __noinline__ static uint64_t load_any_word(Collect s, int rank, int i
   return load_bytes(s.row_in(rows, rank, i) + 8 * uint64_t{at.word}, int64_t{rows.row_bytes} - 8 * int64_t{at.word});
 }
 
-// The thread's words of the g-th group of a tile of row i for a rank; `row`: where that is, of the first tensor.
+// Loads the thread's words of the g-th group of a tile of row i for a rank. `row`: where that row of the first tensor
+// is.
 template <bool kFast>
 __device__ inline Vec16 load_group(const Collect& s, const std::byte* row, int rank, int i, const Tile& tile,
                                    uint32_t g) {
@@ -271,13 +278,13 @@ __device__ inline void load_tile(const Collect& s, const std::byte* row, int ran
   for (int g = 0; g < kGroups; ++g) pair[g] = load_group<kFast>(s, row, rank, i, tile, g);
 }
 
-// A rank's share of tiles of packets: whose, which row, which part.
+// One of a warp's tiles of packets to send: whose, which row, which part.
 struct Outgoing {
   int owner = 0;
   int there = 0;  // whether there is such a row
   Share share{};
-  const std::byte* row = nullptr;  // of the first tensor
-  std::byte* packet = nullptr;     // in bank 0
+  const std::byte* row = nullptr;  // the row of the first tensor
+  std::byte* packet = nullptr;     // the thread's place for it, in bank 0
 };
 __device__ inline Outgoing outgoing(const Collect& s, uint32_t u) {
   const CollectiveParams& p = s.p;
@@ -296,8 +303,8 @@ __device__ inline uint32_t tiles_to_send(const Collect& s) {
   return static_cast<uint32_t>(most * s.owners()) * s.p.tiles.per_row.divisor;
 }
 
-// The first tile: found before the wait for what comes before in the stream, if sizes are known there, and loaded
-// before the step is known.
+// The warp's first tile: found before the wait for earlier kernels, if sizes are known there, and loaded before the
+// step is known.
 template <bool kFast, int kGroups>
 struct Ahead {
   Outgoing out;
@@ -314,7 +321,7 @@ struct Ahead {
   }
 };
 
-// `sent(out, pair)`: of each tile, when it is on its way.
+// Sends a warp's tiles of packets. `sent(out, pair)` is called for each tile when it is on its way.
 template <bool kFast, int kGroups, class Sent>
 __device__ inline void send_packets(const Collect& s, Ahead<kFast, kGroups> ahead, Sent&& sent) {
   const CollectiveParams& p = s.p;
@@ -339,8 +346,8 @@ __device__ inline void send_packets(const Collect& s, Ahead<kFast, kGroups> ahea
 
 // ---- The kernel
 
-// `sent(s, out, pair)`: of each tile of packets that is on its way. `receive(s)`: by all threads of a block that
-// receives. `clear(s)`: what is left of outputs after an error; by a block.
+// Is the whole kernel. `sent(s, out, pair)` is called for each tile of packets that is on its way; `receive(s)` by all
+// threads of a block that receives; `clear(s)` makes outputs safe after an error, by a block.
 template <bool kPackets, bool kFast, int kGroups, class Sent, class Receive, class Clear>
 __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Sent&& sent, Receive&& receive,
                                Clear&& clear) {
@@ -370,13 +377,13 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Sent&
   if (usable && p.send && skips && tells_skips(g)) usable = skip_step(g, s.step);
   if (!usable) {
     if (p.receive) clear(s);
-    return;  // not done: the group is finished
+    return;  // the step has not ended: the group is finished
   }
   uint32_t arrived = 0;
   if constexpr (!kPackets) {
     if (p.receive && thread == 0) arrived = begin_end(g, s.step);
     if (thread == 0 && blockIdx.x == 0) clear_counters(g, s.step);
-    if (p.send && thread == 0 && blockIdx.x == 0) say_sent(g, s.step);  // over a carrier there are no packets
+    if (p.send && thread == 0 && blockIdx.x == 0) say_sent(g, s.step);  // over a staged transport there are no packets
   }
   if (p.sizes_at != nullptr) {
     if (p.send) report_sizes(s);
@@ -401,7 +408,7 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Sent&
   if (!p.receive) return;
   __syncthreads();
   if (*s.failed() != 0) {                  // then what others have received does not count either
-    if (thread == 0) say_done(g, s.step);  // others may wait here likewise
+    if (thread == 0) say_done(g, s.step);  // others may wait here too
     await_done(g, s.step);
     clear(s);
   }

@@ -1,7 +1,11 @@
 // All-gather of uneven sizes: rows of all ranks to their places in the caller's tensors, or in the window.
 //
-// Floor: bytes over the link, and one flight. Few rows go as packets, which are put where they belong as they come;
-// many go into the window, in chunks with a word each, and are copied out of it while later ones are on the wire.
+// Takes CollectiveParams; gives the rows, and counts and offsets where the caller wants them. Floor: bytes over the
+// link, and one flight. Few rows go as packets, which are put where they belong as they come; many go into the window,
+// in chunks with a signal each, and are copied out of it while later ones are on the wire.
+//
+// What breaks if this changes: S4 (await_chunk, packets' flags), S6 (learn_sizes), and the places of rows in the
+// output. A block may leave early only in ways that all its threads take.
 #include <cuda_runtime.h>
 
 #include "cuda/collective/collective.cuh"
@@ -10,7 +14,7 @@
 namespace tw::cuda {
 namespace {
 
-// Where a tensor's rows are put; nullptr: nowhere.
+// Gives where a tensor's rows are put; nullptr: nowhere.
 __device__ inline std::byte* target(const Collect& s, const CollectiveRows& rows) {
   if (rows.out != nullptr) return rows.out;
   return s.p.flat ? nullptr : s.bank(s.me()) + rows.begin;
@@ -24,7 +28,7 @@ __device__ __noinline__ static void store_any_word(Collect s, int64_t row, uint3
   store_bytes(to + row * rows.row_bytes + 8 * uint64_t{at.word}, value, int64_t{rows.row_bytes} - 8 * int64_t{at.word});
 }
 
-// A tile of a row, out of packets or of the caller's own row.
+// Stores a tile of a row, out of packets or of the caller's own row.
 template <bool kFast, int kGroups>
 __device__ inline void store_tile(const Collect& s, int64_t row, const Tile& tile, const Vec16 (&pair)[kGroups]) {
   const uint32_t end = s.p.tiles.words;
@@ -44,7 +48,7 @@ __device__ inline void store_tile(const Collect& s, int64_t row, const Tile& til
   }
 }
 
-// Where a gather learns the sizes: waits for all words, and finds out where rows go. By a block. False if they did not
+// Waits for all signals where a gather learns the sizes, and finds out where rows go. By a block. False if they did not
 // come.
 __device__ inline bool learn_sizes(const Collect& s) {
   bool good = true;
@@ -114,22 +118,22 @@ __device__ inline void take_chunks(const Collect& s) {
     if (i >= s.sizes()[source]) continue;
     const Part part = part_of(p, u - place * parts);
     const CollectiveRows& rows = p.rows[part.tensor];
-    if (rows.out == nullptr) continue;  // the words say that it is in the window
+    if (rows.out == nullptr) continue;  // the signals say that it is in the window
     const std::byte* from = s.row_in(rows, source, i);
     if (!s.is_direct(source)) {
       const bool here = lane() != 0 || await_chunk(p.group, s.step, source, i / s.chunk_rows());
-      if (!__all_sync(~0u, here)) {  // S4: what the lane that has looked has acquired, all have
+      if (!__all_sync(~0u, here)) {  // S4: what the thread that has looked has acquired, all have
         *s.failed() = 1;
         continue;
       }
       from = s.bank(s.me()) + s.place(rows, source, i);
     }
     std::byte* const to = rows.out + (int64_t{s.first()[source]} + i) * rows.row_bytes;
-    if (to != from) copy_part(rows, to, from, part.number);  // else in place
+    if (to != from) copy_part(rows, to, from, part.number);  // otherwise it is in place already
   }
 }
 
-// After an error nothing has come. By a block.
+// Clears counts and offsets: after an error nothing has come. By a block.
 __device__ __noinline__ static void clear(Collect s) {
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i <= s.ranks(); i += kThreads) {
@@ -143,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_consta
   collect<kPackets, kFast, kGroups>(
       p, twPhaseGather,
       [](const Collect& s, const Outgoing& out, const Vec16(&pair)[kGroups]) {
-        // Its own rows too, once: nobody waits for them.
+        // Puts this rank's own rows in place too, once: nobody waits for them.
         if (!s.p.own_sent || out.share.turn != 0) return;
         store_tile<kFast>(s, int64_t{s.first()[s.me()]} + out.share.index, out.share.tile, pair);
       },

@@ -1,8 +1,12 @@
 // Reduce-scatter of uneven sizes: partials of all ranks, summed where they belong. The sums are those of
 // exchange/summation.h, over ranks ascending.
 //
-// Floor: bytes over the link, one flight, and the sum of what comes last. Few rows go as packets, which are summed as
-// they come; many go into the window, in chunks with a word each, and are summed while later ones are on the wire.
+// Takes CollectiveParams; gives this rank's sums, or NaN after an error. Floor: bytes over the link, one flight, and
+// the sum of what comes last. Few rows go as packets, which are summed as they come; many go into the window, in chunks
+// with a signal each, and are summed while later ones are on the wire.
+//
+// What breaks if this changes: the bits of results (terms are added over ranks ascending, S9), and S4 (await_row,
+// packets' flags).
 #include <cuda_runtime.h>
 
 #include "cuda/collective/collective.cuh"
@@ -11,14 +15,14 @@
 namespace tw::cuda {
 namespace {
 
-// ---- Whatever types, sizes and places
+// ---- Any types, sizes and places
 
 // Stores the elements of word w of a row's sum.
 __device__ inline void store_any(const CollectiveRows& rows, int i, uint32_t w, const Quad& sum) {
   store_elements(rows.from, rows.to, rows.elements, rows.out + i * rows.out_stride, w, sum);
 }
 
-// Where a source's row i for this rank is, if it is no packets.
+// Gives where a source's row i for this rank is, if it is no packet.
 __device__ inline const std::byte* term_of(const Collect& s, const CollectiveRows& rows, int source, int i) {
   if (s.is_direct(source)) return s.row_in(rows, source, i);
   return s.bank(s.me()) + s.place(rows, source, i);
@@ -49,10 +53,10 @@ __device__ __noinline__ static void sum_any(Collect s, int q, int i, uint32_t be
 
 // ---- Packets
 
-// What is on its way to a thread at once.
+// terms that are on their way to a thread at once
 constexpr int kAtOnce = 2;
 
-// A tile of row i. False if packets did not come.
+// Sums a tile of row i. False if packets did not come.
 template <twDtype_t kWire, int kGroups>
 __device__ inline bool sum_packet_tile(const Collect& s, int i, const Tile& tile) {
   constexpr bool kFast = kWire != twDtypeNone;
@@ -133,7 +137,7 @@ __device__ inline void sum_packets(const Collect& s) {
 
 // ---- Chunks
 
-// A part of a row of whole vectors.
+// Sums a part of a row in whole vectors.
 template <twDtype_t kWire>
 __device__ inline void sum_vectors(const Collect& s, const CollectiveRows& rows, int i, uint32_t part) {
   constexpr int kVectors = 2;
@@ -180,7 +184,7 @@ __device__ inline bool await_row(const Collect& s, int i) {
     if (s.is_direct(source)) continue;
     here &= await_chunk(s.p.group, s.step, source, i / s.chunk_rows());
   }
-  return __all_sync(~0u, here);  // S4: what the lanes that have looked have acquired, all have
+  return __all_sync(~0u, here);  // S4: what the threads that have looked have acquired, all have
 }
 
 template <twDtype_t kWire>
@@ -206,7 +210,7 @@ __device__ inline void sum_chunks(const Collect& s) {
   }
 }
 
-// NaN for all of this rank's rows, by a block.
+// Writes NaN for all of this rank's rows, by a block.
 __device__ __noinline__ static void fill_nan(Collect s) {
 #pragma unroll 1
   for (int q = 0; q < s.p.tensors; ++q) {
@@ -244,8 +248,9 @@ int with_packets(bool packets, uint32_t groups, Use&& use) {
   return use(groups == 1 ? reduce_kernel<true, kWire, 1> : reduce_kernel<true, kWire, kTileGroups>);
 }
 // twDtypeNone: types that differ, or places that do not allow whole words or vectors.
-template <class Use>
-int with_kernel(bool packets, twDtype_t wire, uint32_t groups, Use&& use) {
+template <class Use>  // Calls use(kernel). twDtypeNone stands for types that differ, or places that do not allow whole
+                      // words or vectors.
+                      int with_kernel(bool packets, twDtype_t wire, uint32_t groups, Use&& use) {
   if (wire == twBfloat16) return with_packets<twBfloat16>(packets, groups, use);
   if (wire == twFloat16) return with_packets<twFloat16>(packets, groups, use);
   if (wire == twFloat32) return with_packets<twFloat32>(packets, groups, use);

@@ -1,18 +1,25 @@
-// Rows of a combine that go into their owners' inboxes: in chunks of a few, each with a word. Chunks go to whichever
-// block is free; in a block all warps but one send tiles of them, that one makes them known.
+// Rows of a combine that go into their owners' inboxes: in chunks of a few rows, each with a signal. Chunks go to
+// whichever block is free; in a block all warps but one send tiles of them, and that one publishes them. Collectives
+// use the same (Call is a Sum, or a Collect of collective/collective.cuh).
+//
+// Takes rows_for() rows for each of owners() owners; gives each in its owner's inbox, with the signal of its chunk.
+//
+// What breaks if this changes: S4 (a gate chains the senders, one fence precedes the signals), S7 (only warps of one
+// block wait for each other), and that all pushing warps pass all turns, or a gate never opens. Turns and orders are
+// speed alone.
 #pragma once
 
 #include "cuda/combine/sums.cuh"
 
 namespace tw::cuda {
 
-// Where the owner of a row wants its partial. `header`: of the row; over a carrier, its slot.
+// Gives where the owner of a row wants its partial. `header`: the row's; over a staged transport, its slot.
 __device__ inline std::byte* place_of(const Sum& s, int owner, uint64_t header) {
   return s.windows()[owner] + inbox_target(s.p.group, s.step.lane, s.step.bank(), owner, header, s.p.bound);
 }
 
-// A tile of a plain row: 16 bytes a lane and several at once; the first and the row's header are on their way together,
-// and later ones while those before them are stored.
+// Copies a tile of a plain row: 16 bytes a thread and several at once. The first and the row's header are on their way
+// together, and later ones while those before them are stored.
 __device__ inline void copy_tile(const Sum& s, int owner, const std::byte* row, uint64_t header, uint32_t tile) {
   const uint32_t end = s.real ? min(s.p.vectors, (tile + 1) * s.p.pushed) : 0;
   constexpr uint32_t kAtOnce = 32 * kTileGroups;
@@ -32,8 +39,8 @@ __device__ inline void copy_tile(const Sum& s, int owner, const std::byte* row, 
   uint32_t first = tile * s.p.pushed + static_cast<uint32_t>(lane());
   load(first, even);
   std::byte* const to = place_of(s, owner, header);
-  if (s.p.pushed == kAtOnce) return store(to, first, even);  // as where all SMs are there: nothing comes next
-  uint4 odd[kTileGroups];  // beside the others, as what is still on its way cannot be moved
+  if (s.p.pushed == kAtOnce) return store(to, first, even);  // as where all SMs work: nothing comes next
+  uint4 odd[kTileGroups];  // beside `even`, as what is still on its way cannot be moved
 #pragma unroll 1
   for (; first < end; first += 2 * kAtOnce) {
     load(first + kAtOnce, odd);
@@ -43,14 +50,14 @@ __device__ inline void copy_tile(const Sum& s, int owner, const std::byte* row, 
   }
 }
 
-// Of weighted rows, or several rows to a partial: their sum, in vectors.
+// Sums weighted rows, or several rows to a partial, in vectors, into the inbox.
 template <twDtype_t kWire>
 __device__ __noinline__ static void sum_vectors_into(Sum s, int owner, int slot, uint64_t header, uint32_t part) {
   constexpr int kAtOnce = 2;
   const CombineParams& p = s.p;
   const uint32_t end = min(p.vectors, (part + 1) * p.pushed);
   collect_terms(p, s.set(), owner, slot, load_choice(p, meta_row(p, owner, slot), lane()));
-  std::byte* const to = place_of(s, owner, header);  // which came with the choices
+  std::byte* const to = place_of(s, owner, header);  // it came with the choices
 #pragma unroll 1
   for (uint32_t v = part * p.pushed + static_cast<uint32_t>(lane()); v < end; v += 32 * kAtOnce) {
     uint4 bits[kAtOnce];
@@ -62,7 +69,7 @@ __device__ __noinline__ static void sum_vectors_into(Sum s, int owner, int slot,
   }
 }
 
-// Of other types, odd sizes.
+// Does so for other types and odd sizes.
 __device__ __noinline__ static void sum_into(Sum s, int owner, int slot, std::byte* to, const Tile& tile) {
   const CombineParams& p = s.p;
   const auto bytes = static_cast<int64_t>(p.group.map.shape().combine_bytes);
@@ -79,7 +86,7 @@ __device__ __noinline__ static void sum_into(Sum s, int owner, int slot, std::by
   }
 }
 
-// A tile of one row's partial into its owner's inbox, by a warp.
+// Puts a tile of one row's partial into its owner's inbox, by a warp.
 template <twDtype_t kWire, bool kFast>
 __device__ inline void push_tile(const Sum& s, int owner, int slot, const Tile& tile) {
   const CombineParams& p = s.p;
@@ -102,8 +109,8 @@ struct Chunk {
   int number;
   int rows;  // 0: there is no such chunk
 };
-// Chunks of all owners in turns, so that none waits for the others': whose the i-th is, whether or not there is such a
-// one. `Call`: a Sum, or a Collect (collective/collective.cuh).
+// Gives whose chunk is the i-th of all, whether or not it exists. Owners take turns, so that none waits for the
+// others'. `Call`: a Sum, or a Collect (collective/collective.cuh). chunk_of() also gives how many rows it has.
 template <class Call>
 __device__ inline Chunk place_of_chunk(const Call& s, int i) {
   const int number = quotient(i, s.owners());
@@ -117,7 +124,7 @@ __device__ inline Chunk chunk_of(const Call& s, int i) {
   return chunk;
 }
 
-// Of all owners, those of which there are fewer left out.
+// Gives how many chunks all owners have together, if each had as many as the one with most.
 template <class Call>
 __device__ inline int chunks_of(const Call& s) {
   int most = 0;
@@ -128,14 +135,14 @@ __device__ inline int chunks_of(const Call& s) {
   return s.owners() * quotient(most + s.chunk_rows() - 1, s.chunk_rows());
 }
 
-constexpr int kPushing = kWarps - 1;  // warps of a block that send; the last publishes
+constexpr int kPushing = kWarps - 1;  // warps of a block that send; the last one publishes
 
-// A block's chunks, in the order in which it has drawn them (`turn`); the place of number t is t % kChunks. The first
-// p.drawn are given, then one is drawn for each that is sent, by the warp that publishes: in order, so that no turn has
-// a chunk behind the first without. All pushing warps pass all turns up to that one.
+// A block's chunks, in the order in which it has drawn them (`turn`); turn t has place t % kChunks. The first p.drawn
+// turns are given; then the warp that publishes draws one for each that is sent: in order, so that no turn with a chunk
+// follows the first one without. All pushing warps pass all turns up to that one.
 //
-// Gates, as a word that is looked at again and again is either a race to the language's rules or an atomic operation,
-// and with those a combine of 1024 tokens took 72 us instead of 54.
+// Gates are used because a word that is looked at again and again is either a race by the language's rules or an atomic
+// operation; with the latter a combine of 1024 tokens took 72 us instead of 54.
 struct Work {
   uint64_t* given;
   uint64_t* sent;
@@ -152,20 +159,20 @@ struct Work {
   static __device__ int place_of(int turn) { return turn % kChunks; }
   static __device__ uint32_t parity_of(int turn) { return static_cast<uint32_t>(turn / kChunks % 2); }
 
-  // A turn's chunk; -1 if there is none. Waits until that is known.
+  // Gives a turn's first chunk, -1 if it has none. Waits until that is known.
   __device__ int find(int turn) const {
     await_gate(given + place_of(turn), parity_of(turn));
     return taken[place_of(turn)];
   }
-  // Makes known which chunks a turn has: those from this one on, of so many. By one thread. The place is free: the turn
-  // that had it is sent, for which all warps have read it.
+  // Makes known which chunks a turn has: those from `chunk` on; none if that is not below `chunks`. By one thread. The
+  // place is free: the turn that had it is sent, so all warps have read it.
   __device__ void give(int turn, int chunk, int chunks) const {
     taken[place_of(turn)] = chunk < chunks ? chunk : -1;
     arrive_at(given + place_of(turn));
   }
 };
 
-// Nobody has begun. By a block, before a barrier.
+// Prepares the gates: nobody has begun. By a block, before a barrier.
 template <class Call>
 __device__ inline void begin_work(const Call& s) {
   const Work work(s);
@@ -175,10 +182,11 @@ __device__ inline void begin_work(const Call& s) {
   }
 }
 
-// Whether a block leaves the last chunks to others: SMs that share their way to the link with several that send are
-// slower, and what one of them has drawn ahead would be the last to be sent. `turn`: the first that is not sent. In
-// turns of one chunk, so that not all are slower than the mean: then whoever is not draws what is left. (A combine of
-// 4096 tokens took 0.4 us longer without; with half as many chunks left, or if slower than 85 % instead of 90, 0.2.)
+// Whether a block leaves the last chunks to others. SMs that share their way to the link with several that send are
+// slower, and what one of them has drawn ahead would be the last to be sent. `turn`: the first that is not sent. Turns
+// must be of one chunk, so that not all blocks are slower than the mean: then those that are not draw what is left. (A
+// combine of 4096 tokens took 0.4 us longer without this; 0.2 us with half as many chunks left, or with a limit of 85 %
+// instead of 90.)
 __device__ inline bool leaves(const Work& work, int turn, int blocks, int chunks) {
   constexpr int kLast = 8;  // chunks, for each block
   const int drawn = turn + work.drawn;
@@ -186,10 +194,10 @@ __device__ inline bool leaves(const Work& work, int turn, int blocks, int chunks
   return last < 0 || (last + kLast * blocks >= chunks && drawn * blocks < last - last / 10);
 }
 
-// Draws chunks, and makes them known when all their tiles are sent, by a warp that does nothing else: a fence takes as
+// Draws chunks, and publishes them when all their tiles are sent, by a warp that does nothing else: a fence takes as
 // long as what is on the wire before it, and a sender that made it would be the last to end its next tile too, and so
 // make the next fence as well. S4: the gate chains what the senders wrote, one fence brings all of that before the
-// words.
+// signals.
 template <class Call>
 __device__ inline void publish_chunks(const Call& s) {
   const Work work(s);
@@ -202,12 +210,12 @@ __device__ inline void publish_chunks(const Call& s) {
 #pragma unroll 1
   while (work.find(turn) >= 0) {
     await_gate(work.sent + Work::place_of(turn), Work::parity_of(turn));
-    const int mine = turn + lane();  // perhaps some after it are sent too: one fence for all
+    const int mine = turn + lane();  // turns after it may be sent too: one fence serves all
     const int place = Work::place_of(mine);
     const bool full =
         lane() < work.drawn && work.taken[place] >= 0 && has_opened(work.sent + place, Work::parity_of(mine));
     const int done = __ffs(static_cast<int>(~__ballot_sync(~0u, full))) - 1;
-    int drawn = 0;  // on its way while the words are made known
+    int drawn = 0;  // the reply is on its way while the signals are stored
     const bool ends = s.yields() && leaves(work, turn, blocks, chunks);
     if (lane() == 0 && !ends) {
       drawn = static_cast<int>(atomicAdd(work_counters(s.p.group, s.step), static_cast<uint32_t>(done)));
@@ -216,7 +224,7 @@ __device__ inline void publish_chunks(const Call& s) {
     for (int i = lane(); i < done * together; i += 32) {
       const int of = i / together;
       const Chunk chunk = chunk_of(s, work.taken[Work::place_of(turn + of)] + i - of * together);
-      fence_system();  // one instruction of all these lanes, each of which stores a word
+      fence_system();  // one instruction of all these threads, each of which stores a signal
       if (chunk.rows > 0 && signals_parts(s.p.group)) {
         store_word(s.windows()[chunk.owner] +
                        s.p.group.map.chunk_signal(s.step.lane, s.step.bank(), s.p.group.me, chunk.number),
@@ -232,7 +240,7 @@ __device__ inline void publish_chunks(const Call& s) {
   }
 }
 
-// One of a chunk's tiles, or nothing if it has not so many rows.
+// Sends one of a chunk's tiles, or nothing if the chunk has fewer rows.
 template <twDtype_t kWire, bool kFast>
 __device__ inline void push_item(const Sum& s, int number, int item) {
   const int parts = s.p.pushed_parts;
@@ -243,19 +251,20 @@ __device__ inline void push_item(const Sum& s, int number, int item) {
                           tile_of(s.p.tiles, static_cast<uint32_t>(item - row * parts)));
 }
 
-// The tile that a pushing warp begins with, of usual calls, which is of the chunks that its block is given
-// (publish_chunks): loaded while nobody knows yet whether there is such a row, and stored as soon as that is known. To
-// meet the instructions that find and send any other tile takes a warp 4 us from there; so long the link has these.
-// (With two for each warp, chunks were made known 4 us later, and 4096 tokens took 176 us instead of 174.5.)
+// The tile that a pushing warp begins with, in usual calls. It is of the chunks that the block is given
+// (publish_chunks): it is loaded while nobody knows yet whether there is such a row, and stored as soon as that is
+// known. A warp takes 4 us from there to meet the instructions that find and send any other tile; for so long the link
+// has these to carry. (With two for each warp, chunks were published 4 us later, and 4096 tokens took 176 us instead of
+// 174.5.)
 struct FirstPush {
   bool given;
   int owner;
   int slot;
-  uint32_t begin;    // the lane's first vector of the row
-  uint32_t vectors;  // of the lane
+  uint32_t begin;    // the thread's first vector of the row
+  uint32_t vectors;  // how many vectors the thread has
   const std::byte* row;
   const uint64_t* header;
-  uint64_t to = 0;  // the header
+  uint64_t to = 0;  // the row's header
   uint4 value[kTileGroups] = {};
 
   __device__ explicit FirstPush(const Sum& s) {
@@ -274,16 +283,16 @@ struct FirstPush {
     begin = static_cast<uint32_t>(item % p.pushed_parts) * kPushedVectors + static_cast<uint32_t>(lane());
     vectors = given && begin < p.vectors ? min(uint32_t{kTileGroups}, (p.vectors - begin + 31) / 32) : 0;
   }
-  // Where it lies; of an exact layout, behind the row where the owner's begin.
+  // Finds where the row lies; in an exact layout, counted from the row at which the owner's rows begin.
   __device__ void find(const CombineParams& p) {
     const int64_t source = p.group.map.shape().exact() ? 0 : int64_t{owner} * p.bound;
     row = p.rows + owner * p.block_stride + slot * p.row_stride + uint64_t{16} * begin;
     header = p.handle.meta + (source + slot) * (1 + p.group.map.shape().top_k);
     pin(row, header, begin, vectors);
   }
-  // Of an exact layout nobody knows yet where rows begin.
+  // Starts to load the row; but not in an exact layout, where nobody knows yet where rows begin.
   __device__ void bring_near(const CombineParams& p) const {
-    constexpr uint32_t kVectors = 8;  // that come at a time
+    constexpr uint32_t kVectors = 8;  // vectors that one prefetch brings
     if (!given || p.group.map.shape().exact()) return;
     const uint32_t v = begin + (kVectors - 1) * static_cast<uint32_t>(lane());
     if (kVectors * static_cast<uint32_t>(lane()) < kPushedVectors && v < p.vectors) {
@@ -291,8 +300,8 @@ struct FirstPush {
     }
     if (lane() == 31) prefetch(header);
   }
-  // `first`, `rows`: of an exact layout, where the owner's begin, and how many there are. (Elsewhere each slot has a
-  // place.)
+  // Loads the tile. `first`, `rows`: in an exact layout, the row at which the owner's begin, and how many there are.
+  // (Elsewhere each slot has a place.)
   __device__ void load(const CombineParams& p, int first, int rows) {
     if (!given) return;
     if (p.group.map.shape().exact()) {
@@ -315,7 +324,8 @@ struct FirstPush {
   }
 };
 
-// `begun`: the warp's first tile is sent, or there is none.
+// Sends all chunks' tiles that fall to this warp, or publishes. `begun`: the warp's first tile is sent, or there is
+// none.
 template <twDtype_t kWire, bool kFast, class Call>
 __device__ inline void push_chunks(const Call& s, bool begun = false) {
   if (s.set() == kPushing) {
@@ -324,7 +334,7 @@ __device__ inline void push_chunks(const Call& s, bool begun = false) {
   }
   const Work work(s);
   const int items = s.chunk_rows() * s.p.pushed_parts;
-  int x = s.set() + (begun ? kPushing : 0);  // the warp's next, of the tiles of all chunks of all turns
+  int x = s.set() + (begun ? kPushing : 0);  // the warp's next tile, counted over all chunks of all turns
   int begin = 0;
 #pragma unroll 1
   for (int turn = 0;; ++turn) {

@@ -1,13 +1,15 @@
-// Combine: some blocks send rows back to their owners, the others sum what arrives.
+// Combine: some blocks send rows back to their owners, the others sum what arrives. Takes CombineParams; gives each
+// token's sum in the caller's output. launch_combine also chooses between this kernel and that of combine/ll128.cu.
 //
 // Floor: bytes over the link, then one flight with the last of them and its flag, and the sum of that. The last rows
 // for an owner, or all if they are few, go as packets, which are summed as they come. Those before them go into the
-// owner's inbox, in chunks of a few rows with a word each, so that they are summed while later ones are on the wire:
-// pushing all, waiting, then summing would take 1.3 times as long. What the fence and the word of a chunk take passes
-// while the packets are on their way.
+// owner's inbox, in chunks of a few rows with a signal each, so that they are summed while later ones are on the wire:
+// pushing all, waiting, then summing would take 1.3 times as long. What the fence and the signal of a chunk take passes
+// while the packets are on their way. Warps work alone, on a tile of a row at a time; those of a block wait for each
+// other for chunks (combine/chunks.cuh), and where rows lie in the window.
 //
-// Warps work alone, on a tile of a row at a time. Those of a block wait for each other for chunks (combine/chunks.cuh),
-// and where rows lie in the window.
+// What breaks if this changes: S3 (late_signal; nothing is written before await_earlier), S7 (send before sum), S9
+// (order of terms).
 #include <cuda_runtime.h>
 
 #include "cuda/combine/chunks.cuh"
@@ -41,7 +43,7 @@ __device__ __forceinline__ void load_ahead(const Sum& s, const std::byte* row, c
   }
 }
 
-// A tile of a row as packets to its owner.
+// Sends a tile of a row as packets to its owner.
 __device__ __forceinline__ void send_packets(const Sum& s, int owner, int index, const Tile& tile, const Ahead& ahead) {
   const CombineParams& p = s.p;
   Parts<1> parts;
@@ -56,8 +58,8 @@ __device__ __forceinline__ void send_packets(const Sum& s, int owner, int index,
   }
 }
 
-// What a warp sends first, if rows are simple and all go as packets: loaded though nobody knows yet whether there is
-// such a row. The place exists all the same, as the caller's tensor has all slots up to the bound.
+// What a warp sends first, if rows are simple and all go as packets. It is loaded though nobody knows yet whether there
+// is such a row: the place exists all the same, as the caller's tensor has all slots up to the bound.
 struct First {
   bool loaded;
   int owner;
@@ -72,8 +74,8 @@ __device__ First first_of(const Sum& s) {
   return {share.index < p.bound, owner < s.ranks() ? owner : owner - s.ranks(), share};
 }
 
-// The last rows of all other owners, a warp's share of them beyond the first `before` tiles. `busy`: a warp of each
-// block has other work.
+// Sends the last rows of all other owners as packets: a warp's share of them, beyond the first `before` tiles. `busy`:
+// a warp of each block has other work.
 template <twDtype_t kWire, bool kFast>
 __device__ void push_packets(const Sum& s, uint32_t before, bool busy) {
   const CombineParams& p = s.p;
@@ -104,11 +106,12 @@ __device__ void push_packets(const Sum& s, uint32_t before, bool busy) {
         send_packets(s, owner, share.index, share.tile, ahead);
       }
     }
-    warp = begins;  // of the next owners all tiles are to do
+    warp = begins;  // for the next owners all tiles are still to be done
   }
 }
 
-// `first`: the tile that the warp sends first, if all go as packets, loaded. `begun`: see push_chunks.
+// Sends everything. `first`: the tile that the warp sends first, if all go as packets, loaded. `begun`: see
+// push_chunks.
 template <twDtype_t kWire, bool kFast>
 __device__ void send(const Sum& s, const First& first, const Ahead& ahead, bool begun) {
   const CombineParams& p = s.p;
@@ -140,21 +143,22 @@ __device__ inline Item summed_item(const CombineParams& p, uint32_t u) {
           tile_of(p.tiles, (u - row * per_row.divisor) * parts, parts)};
 }
 
-// Tiles of all tokens' sums, in order, to whichever warp is free: some SMs load at a fraction of others' speed, those
-// beside one that sends to a full link. The next tile is drawn when this one's rows are here: who waits holds no other.
-// Few SMs have so many tiles each that a warp may hold two: who sends the next one is on its way while this one is
-// summed (8 SMs: 475 us for 4096 tokens instead of 529). Whose next one is p.single or a later one draws none before
-// that is begun: else those who wait for the last rows that come would hold the packets behind them. Blocks that have
-// sent join in where tiles are wide. `sent`: of the first tile of a block that begins with sums.
+// Sums tiles of all tokens, in order; each goes to whichever warp is free, as some SMs load at a fraction of others'
+// speed, those next to one that sends to a full link. The next tile is drawn when this one's rows are here, so that who
+// waits holds no other. With few SMs each warp has so many tiles that it may hold two: the next one's destinations are
+// on their way while this one is summed (8 SMs: 475 us for 4096 tokens instead of 529). A warp whose next one is
+// p.single or later draws none before that one is begun; otherwise those who wait for the last rows that come would
+// hold the packets behind them. Blocks that have sent join in where tiles are wide. `sent`: for the first tile of a
+// block that begins with sums.
 template <twDtype_t kWire, Kind kKind>
 __device__ void sum_tokens(const Sum& s, Sent sent) {
   constexpr bool kFast = kKind != Kind::kGeneric;
   const CombineParams& p = s.p;
   const uint32_t end = p.wide.tiles() + (static_cast<uint32_t>(p.tokens) - p.wide.rows) * p.tiles.per_row.divisor;
   const Shares own = received_shares(p.roles);
-  // Tokens whose sums are made by the geometry of packets, whatever comes: the first of each block, where no tile is
-  // wide, which so has met the instructions that the last need, which are packets. (They took 1.5 us longer; a combine
-  // 0.4.)
+  // Sums of tokens below `met` are made by the geometry of packets, whatever comes. Where no tile is wide, these are
+  // the first tokens of each block, which so has met the instructions that the last tokens need, whose rows are
+  // packets. (Those took 1.5 us longer without this; a combine 0.4.)
   const auto met =
       static_cast<int>(divide(static_cast<uint32_t>(p.roles.receiving) + p.tiles.per_row.divisor - 1, p.tiles.per_row));
   const bool draws = end > own.step;
@@ -192,7 +196,8 @@ __device__ void sum_tokens(const Sum& s, Sent sent) {
   }
 }
 
-// Has what a block loads first on its way to the second-level cache (dispatch/dispatch.cu). `token`: of its first sum.
+// Starts to bring what a block loads first to the second-level cache (dispatch/dispatch.cu). `token`: that of its first
+// sum.
 template <bool kFast>
 __device__ inline void bring_near(const Sum& s, const FirstPush& push, int token) {
   const CombineParams& p = s.p;
@@ -204,7 +209,7 @@ __device__ inline void bring_near(const Sum& s, const FirstPush& push, int token
   prefetch(p.handle.destinations + static_cast<int64_t>(token) * s.fan_out());
 }
 
-// What is left when a block has sent. `sent`: of its first sum.
+// Does what is left when a block has sent. `sent`: for its first sum.
 template <twDtype_t kWire, Kind kKind>
 __device__ inline void conclude(const Sum& s, const Sent& sent) {
   const CombineParams& p = s.p;
@@ -216,8 +221,8 @@ __device__ inline void conclude(const Sum& s, const Sent& sent) {
   if (p.receive) finish_combine(s, arrived);
 }
 
-// Blocks that only send go through their beginning, up to the first tiles, twice where they come onto the device early:
-// dispatch/dispatch.cu says why.
+// The kernel of one wire type and kind. Blocks that only send go through their beginning, up to the first tiles, twice
+// where they come onto the device early: dispatch/dispatch.cu says why.
 template <twDtype_t kWire, Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_constant__ CombineParams p) {
   constexpr bool kFast = kKind != Kind::kGeneric;
@@ -230,7 +235,8 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   if (thread == 0) *s.failed() = 0;
   begin_work(s);
   warm(p);
-  const First first = kFast ? First{} : first_of(s);  // usual calls of packets alone have another kernel, but for a few
+  const First first =
+      kFast ? First{} : first_of(s);  // usual calls whose rows are all packets have another kernel, except a few
   FirstPush found(s);
   if (kFast) found.find(p);
   const int token = summed_item(p, received_shares(p.roles).first).token;
@@ -256,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
     const bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
     if (s.real && !usable) {
       if (p.receive) give_up(s);
-      return;  // not done: this step will be another kernel's, unless the group is finished
+      return;  // the step has not ended: it will be another kernel's, unless the group is finished
     }
     const bool given = kFast && push.given;
     if (given && (!s.real || push.slot < s.first_packet(push.owner, s.counts()[push.owner]))) push.store(s);
@@ -270,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   }
 }
 
-// Those of a type on the wire.
+// Gives the kernels of one type on the wire.
 auto of_wire(twDtype_t wire) {
   return [wire](Kind kind, auto&& use) {
     return with_kind(kind, [&](auto of) {

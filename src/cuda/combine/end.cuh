@@ -1,4 +1,10 @@
-// What every combine does beside its rows: words, and what it leaves when it has failed.
+// What every combine does beside its rows: counts of rows, the step's signals, and what it leaves when it has failed.
+//
+// Takes a Sum; can_combine must be asked before anything is sent. Gives the end of the step in device memory, or NaN
+// for all tokens.
+//
+// What breaks if this changes: S2 (await_signals waits for every rank), S3 (publish_last follows the last read of the
+// window), S6, and that outputs are safe after an error (docs/PROTOCOL.md, Errors).
 #pragma once
 
 #include "cuda/combine/sums.cuh"
@@ -9,9 +15,9 @@ namespace tw::cuda {
 struct Counts {
   uint32_t received;
   uint32_t sent;
-  uint32_t first;  // of an exact layout, the row where those that came begin
+  uint32_t first;  // exact layouts: the row at which those that came begin
 };
-// `kPackets`: of a call whose rows all go as packets, which is of no exact layout.
+// `kPackets`: all rows of the call go as packets, so its layout is not exact.
 template <bool kPackets = false>
 __device__ inline Counts load_counts(const Sum& s, int rank) {
   if (rank >= s.ranks()) return {};
@@ -25,7 +31,7 @@ __device__ inline void bring_counts_near(const CombineParams& p, int rank) {
   prefetch(p.handle.send_counts + rank);
   if (p.group.map.shape().exact()) prefetch(p.handle.source + rank);
 }
-// Those of all ranks, for a block, before a barrier. `counts`: of rank threadIdx.x.
+// Keeps those of all ranks for the block, before a barrier. `counts`: for rank threadIdx.x.
 template <bool kPackets = false>
 __device__ inline void keep_counts(const Sum& s, Counts counts) {
 #pragma unroll 1
@@ -37,14 +43,16 @@ __device__ inline void keep_counts(const Sum& s, Counts counts) {
   }
 }
 
-// A dispatch that failed is answered by nobody: all ranks have seen it fail, and skip this step alike.
+// Whether there is anything to combine. Nobody answers a dispatch that failed: all ranks have seen it fail, and all
+// skip this step.
 __device__ inline bool can_combine(const CombineParams& p) {
   const int32_t status = *reinterpret_cast<volatile int32_t*>(p.handle.status);
   return !is_sticky(p.group) & (status == twSuccess);  // both are on their way at once
 }
 
-// Every row has its chunk's word or certifies itself. The step's word also says that nothing of the other bank is read
-// any more (S3): where rows lie outside the window that is so from the start. By a warp.
+// Publishes the step's signal before the rows go: every row has its chunk's signal or certifies itself. The step's
+// signal also says that nothing of the other bank is read any more (S3), which is so from the start where rows lie
+// outside the window. By a warp.
 __device__ inline void publish_first(const Sum& s) {
 #pragma unroll 1
   for (int i = lane(); i < s.ranks(); i += 32) {
@@ -52,21 +60,21 @@ __device__ inline void publish_first(const Sum& s) {
   }
 }
 
-// The last block whose rows are sent publishes, when all have been read and written (S3).
+// Publishes from the last block whose rows are sent, when all have been read and written (S3).
 __device__ inline void publish_last(const Sum& s) {
   meet();
   if (threadIdx.x >= 32) return;
   const int last = threadIdx.x == 0 && last_to_send(s.p.group, s.step, s.p.roles);
   if (!__shfl_sync(~0u, last, 0)) return;
-  __syncwarp();  // what lane 0 has synchronised with, all have
+  __syncwarp();  // all threads have now synchronised with what thread 0 has
   publish_signals(s.p.group, s.step, Mode::kCombine, [&](int rank) { return s.counts()[rank]; });
 }
 
-// The last block that sends, or where none sends the last, waits for the words.
+// Whether this block waits for the signals: the last block that sends, or where none sends the last.
 __device__ inline bool concludes(const Sum& s) {
   return s.p.receive && blockIdx.x + 1 == static_cast<uint32_t>(s.p.roles.sending);
 }
-// One warp waits for every word (S2) and sees that every row that went out came back.
+// Waits for every signal, by one warp (S2), and sees that every row that went out came back.
 __device__ inline void await_signals(const Sum& s) {
   const GroupView& g = s.p.group;
   bool good = true;
@@ -79,19 +87,19 @@ __device__ inline void await_signals(const Sum& s) {
   if (!__all_sync(~0u, good) && lane() == 0) *s.failed() = 1;
 }
 
-// Nothing was sent or summed: NaN for all tokens, by the blocks that would have summed.
+// Nothing was sent or summed: writes NaN for all tokens, by the blocks that would have summed.
 __device__ __noinline__ static void give_up(Sum s) {
   if (!s.sums()) return;
   const auto block = static_cast<int>(blockIdx.x - first_receiver(s.p.roles));
   fill_nan(s.p, 0, s.p.tokens, block * kThreads + static_cast<int>(threadIdx.x), s.p.roles.receiving * kThreads);
 }
 
-// The end of a kernel that receives; `arrived`: begin_end's, of thread 0.
+// Ends a kernel that receives. `arrived`: from begin_end, in thread 0.
 __device__ inline void finish_combine(const Sum& s, uint32_t arrived) {
   const GroupView& g = s.p.group;
   __syncthreads();
   if (*s.failed() != 0) {                       // then what others have summed does not count either
-    if (threadIdx.x == 0) say_done(g, s.step);  // others may wait here likewise
+    if (threadIdx.x == 0) say_done(g, s.step);  // others may wait here too
     await_done(g, s.step);
     fill_nan(s.p, 0, s.p.tokens, static_cast<int>(threadIdx.x), kThreads);
   }

@@ -1,8 +1,11 @@
-// Combine of rows that all travel as packets, in calls of the usual kind (launch/tiles.h, Kind::kPackets). As in
-// dispatch/ll128.cu each instruction counts.
+// Combine of rows that all travel as packets, in calls of the usual kind (launch/tiles.h, Kind::kPackets). Takes
+// CombineParams; gives the same sums as combine/combine.cu does. Each instruction counts, as in dispatch/ll128.cu.
 //
-// kSums: a partial is the sum of a row's answers by expert, not a row as it lies. Which answers those are is loaded
+// With kSums a partial is the sum of a row's answers by expert, not a row as it lies. Which answers those are is loaded
 // where a plain row is, before it is known whether there is such a row; the answers follow when it is.
+//
+// What breaks if this changes: S3 (nothing is written before await_earlier), S4 (the flags), S7 (send before sum), and
+// the bits of results (S9).
 #include <cuda_runtime.h>
 
 #include "cuda/combine/end.cuh"
@@ -12,19 +15,19 @@
 namespace tw::cuda {
 namespace {
 
-// A tile of a row to be sent, by its number among those of all slots of the other ranks: what of it this thread loads.
-// Whether or not there is such a row, its place is there: the caller's tensor has all slots up to the bound, and so has
-// what a handle keeps.
+// A tile of a row to be sent, by its number among those of all slots of the other ranks, and what this thread loads of
+// it. Its place exists whether or not there is such a row: the caller's tensor has all slots up to the bound, and so
+// has what a handle keeps.
 template <int kGroups>
 struct Outgoing {
   int owner;
   int index;
-  uint32_t begin;  // groups of packets
+  uint32_t begin;  // its first group of packets
   uint32_t end;
-  uint32_t groups;         // of packets in which it has a part
-  uint32_t which;          // bit 2g + i: the i-th word of group g
-  const std::byte* words;  // the first of the first group
-  uint64_t packet;         // in a window, of bank 0
+  uint32_t groups;         // groups in which the thread has a part of a packet
+  uint32_t which;          // bit 2g + i: the thread has the i-th word of group g
+  const std::byte* words;  // the thread's first word of the first group
+  uint64_t packet;         // the thread's place in a window, for bank 0
 
   __device__ Outgoing(const CombineParams& p, uint32_t u) : which(0) {
     const int ranks = p.group.map.shape().ranks;
@@ -45,7 +48,7 @@ struct Outgoing {
   }
 };
 
-// Slots of a source lie one after the other in layouts whose rows all go as packets.
+// Loads a choice of a row: slots of a source lie one after the other in layouts whose rows all go as packets.
 __device__ inline KeptChoice choice_in(const CombineParams& p, int source, int slot) {
   return load_choice(p, static_cast<int64_t>(source) * p.bound + slot, lane());
 }
@@ -86,7 +89,7 @@ __device__ inline void send_tile(const Sum& s, const Outgoing<kGroups>& out, Loa
   }
 }
 
-// A tile of a token's sum; lane i has the i-th of its ranks. False if packets did not come.
+// Sums a tile of a token; thread i of the warp has the token's i-th rank. False if packets did not come.
 template <twDtype_t kWire, int kGroups, bool kSums>
 __device__ inline bool sum_packet_tile(const Sum& s, int token, const Tile& tile, const Sent& sent) {
   static_assert(kTerms == 2);
@@ -156,7 +159,7 @@ __device__ inline bool sum_packet_tile(const Sum& s, int token, const Tile& tile
   return true;
 }
 
-// What lane i needs for the i-th rank of a token.
+// Where thread i of a warp loads what it needs for the i-th rank of a token.
 struct SentAt {
   const std::byte* fan;
   const std::byte* destination;
@@ -183,9 +186,9 @@ __device__ inline void send_tiles(const Sum& s, Outgoing<kGroups> out, Loaded<kG
   const uint32_t all = static_cast<uint32_t>(s.p.bound * (s.ranks() - 1)) * s.p.tiles.per_row.divisor;
 #pragma unroll 1
   for (uint32_t u = shares.first; u < all;) {
-    const bool draws = all > shares.step;  // beyond those that everybody begins with
+    const bool draws = all > shares.step;  // there are more than those that everybody begins with
     const uint32_t work_item =
-        draw(work_counters(s.p.group, s.step), draws && lane() == 0);  // on its way while this is sent
+        draw(work_counters(s.p.group, s.step), draws && lane() == 0);  // on its way while this tile is sent
     send_tile<kWire>(s, out, loaded);
     if (!draws) break;
     u = shares.step + __shfl_sync(~0u, work_item, 0);
@@ -239,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_packets_kernel(const __gr
   keep_counts<true>(s, counts);
   if (__syncthreads_and(good) == 0) {  // threads that differ would wait for each other
     if (p.receive) give_up(s);
-    return;  // not done: this step will be another kernel's, unless the group is finished
+    return;  // the step has not ended: it will be another kernel's, unless the group is finished
   }
   const bool last = thread / 32 == kWarps - 1;      // the warp with least to do
   if (s.sends()) {                                  // S7: nobody here waits
@@ -253,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_packets_kernel(const __gr
   if (p.receive) finish_combine(s, arrived);
 }
 
-// Of few tokens a warp has one group at a time, so that nothing is there twice.
+// Calls use(kernel). With few tokens a warp has one group at a time, so that no instructions are there twice.
 template <twDtype_t kWire, bool kSums, class Use>
 int with_groups(uint32_t groups, Use&& use) {
   if (groups == 1) return use(combine_packets_kernel<kWire, 1, kSums>);

@@ -1,9 +1,13 @@
-// Sums of a combine: what a token's sum is made of, and a warp's part of it that is made of packets (combine/tiles.cuh
-// has the others). What is sent is in combine/combine.cu and combine/chunks.cuh; where all rows are packets, both are
-// in combine/ll128.cu.
+// What a token's sum is made of, and how a warp sums the tiles that hold packets (combine/tiles.cuh has the others).
+// What is sent is in combine/combine.cu and combine/chunks.cuh; where all rows are packets, both sides are in
+// combine/ll128.cu.
 //
-// Whether a row travels as packets follows from its slot and from how many rows its owner has sent, which both ends
-// know.
+// Takes CombineParams and the handle's destinations; gives sums in the caller's output, and NaN for a token whose rows
+// did not come. Whether a row travels as a packet follows from its slot and from how many rows its owner has sent,
+// which both ends know.
+//
+// What breaks if this changes: the bits of results (terms are added in order of positions whenever they came, S9); S4
+// (await_chunk acquires, packets certify themselves); first_packet must be the same rule at both ends.
 #pragma once
 
 #include "cuda/device/ll128.cuh"
@@ -13,29 +17,29 @@ namespace tw::cuda {
 
 enum TermKind : int32_t { kOwn, kInbox, kPacket };
 
-// A warp's view of the call; what a set holds is the warp's own.
+// A warp's view of the call. What a set holds is the warp's own.
 struct Sum {
   const CombineParams& p;
   Step step;
-  bool real = true;  // else this is a rehearsal
+  bool real = true;  // otherwise this is a rehearsal
 
   __device__ int ranks() const { return p.group.map.shape().ranks; }
   __device__ int fan_out() const { return p.group.map.shape().fan_out(); }
   __device__ int chunk_rows() const { return p.group.map.shape().chunk_rows; }
-  // Of the rows that go between this rank and another, the first that goes as packets.
+  // Gives the first that goes as a packet, of the `rows` rows between this rank and another.
   __device__ int first_packet(int other, int rows) const {
     if (other == p.group.me) return rows;
     return rows <= p.group.packet_tokens ? 0 : rows - p.tail_packets;
   }
   __device__ int me() const { return p.group.me; }
-  // Whether a slow block leaves the last chunks to others (combine/chunks.cuh, leaves): where each turn is one.
+  // Whether a slow block leaves the last chunks to others (combine/chunks.cuh, leaves): only where a turn is one chunk.
   __device__ bool yields() const { return p.kind == Kind::kUsual && p.turn_chunks == 1; }
-  // Of chunks (combine/chunks.cuh): whose rows go in such, which own rows that are summed where they lie do not, and
-  // how many.
+  // Chunks (combine/chunks.cuh) take the rows of owners() owners: of all, or of all but this rank where its own rows
+  // are summed where they lie (is_direct). rows_for() gives how many of an owner's rows go in chunks.
   __device__ int owners() const { return ranks() - (p.own_direct ? 1 : 0); }
   __device__ bool is_direct(int owner) const { return owner == me() && p.own_direct; }
   __device__ int rows_for(int owner) const { return first_packet(owner, counts()[owner]); }
-  // A partial is a row as it lies, and rows allow 8 bytes at a time.
+  // Whether a partial is a row as it lies, and rows allow 8 bytes at a time.
   __device__ bool simple() const { return p.plain && p.words_fit; }
   __device__ std::byte* window() const { return window_of(p.group, p.group.me); }
 
@@ -52,7 +56,7 @@ struct Sum {
   __device__ Destination* from() const { return shared_at<Destination>(p.at.from) + set() * fan_out(); }
 };
 
-// Whether a source's word says that its rows will not come. Looked at only now and then.
+// Whether a source's signal says that its rows will not come. It is looked at only now and then.
 __device__ __noinline__ static bool source_failed(const GroupView& g, Step step, int rank) {
   Source source;
   return saw(g, step, rank, Look::kTakesPart, &source) && source.error != twSuccess;
@@ -60,7 +64,7 @@ __device__ __noinline__ static bool source_failed(const GroupView& g, Step step,
 
 __device__ __noinline__ static bool await_chunk(const GroupView& g, Step step, int source, int chunk) {
   const std::byte* const word = window_of(g, g.me) + g.map.chunk_signal(step.lane, step.bank(), source, chunk);
-  if (!signals_parts(g)) return true;  // all is there, or the word is not
+  if (!signals_parts(g)) return true;  // the step's signal says that all is there
   Patience patience(g);
 #pragma unroll 1
   while (load_acquire(word) != step.number) {  // S4
@@ -79,18 +83,18 @@ __device__ __noinline__ static bool await_chunk(const GroupView& g, Step step, i
   return true;
 }
 
-// What the terms of a token's sum are, all lanes alike.
+// What a token's sum is made of; alike in all threads of a warp.
 struct Terms {
   int fan;
-  bool here;     // all that must lie in the inbox do
-  bool packets;  // some are
-  int own;       // this rank's slot, if its partial is made here; else -1
+  bool here;     // everything that must lie in the inbox does
+  bool packets;  // some terms are packets
+  int own;       // this rank's slot, if its partial is made here; otherwise -1
 };
 
-// Of a lane's part of a token's destinations.
+// A thread's part of a token's destinations.
 struct Sent {
   Destination to;
-  int fan;  // of the token
+  int fan;  // the token's number of ranks
 };
 __device__ inline Sent load_sent(const CombineParams& p, int token, int position) {
   const int fan_out = p.group.map.shape().fan_out();
@@ -99,8 +103,8 @@ __device__ inline Sent load_sent(const CombineParams& p, int token, int position
   return {load_both(p.handle.destinations + static_cast<int64_t>(token) * fan_out + position), fan};
 }
 
-// Where the terms of a token's sum are found, into the warp's set. Waits for those in the inbox. `first`: the lane's
-// first destination.
+// Finds where the terms of a token's sum are, into the warp's set, and waits for those in the inbox. `first`: the
+// thread's first destination.
 __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
   const CombineParams& p = s.p;
   const WindowMap& map = p.group.map;
@@ -111,7 +115,7 @@ __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
     const int position = base + lane();
     const Sent sent = base == 0 ? first : load_sent(p, token, position);
     const Destination from = sent.to;
-    // What the receiver of an exact layout had no room for has not been sent, and is no term.
+    // A row for which the receiver of an exact layout had no room has not been sent, and is no term.
     const bool kept = position < sent.fan && from.slot < s.sent_rows()[from.rank];
     const uint32_t all = __ballot_sync(~0u, kept);
     const int term = terms.fan + __popc(all & below(lane()));
@@ -135,13 +139,13 @@ __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
     }
   }
   __syncwarp();
-  terms.here = __all_sync(~0u, terms.here);  // S4: the lanes that have looked have acquired
+  terms.here = __all_sync(~0u, terms.here);  // S4: the threads that have looked have acquired
   terms.packets = __any_sync(~0u, terms.packets);
   terms.own = __reduce_max_sync(~0u, terms.own);
   return terms;
 }
 
-// 8 bytes of a term that is no packet, of which some may not exist.
+// Loads 8 bytes of a term that is no packet; some of them may not exist.
 __device__ __noinline__ static uint64_t load_any_term(Sum s, const std::byte* row, bool own, uint32_t w) {
   if (own) return sum_word(s.p, s.set(), w);
   const auto bytes = static_cast<int64_t>(s.p.group.map.shape().combine_bytes);
@@ -153,7 +157,7 @@ __device__ __noinline__ static uint64_t load_any_term(Sum s, const std::byte* ro
   return bits;
 }
 
-// As load_two, of a row that does not allow 8 bytes at a time.
+// Does what load_two does, for a row that does not allow 8 bytes at a time.
 __device__ inline Vec16 load_any_pair(const Sum& s, const std::byte* row, bool own, uint32_t w) {
   Vec16 value{};
   if (w < s.p.tiles.words) value.a = load_any_term(s, row, own, w);
@@ -161,11 +165,11 @@ __device__ inline Vec16 load_any_pair(const Sum& s, const std::byte* row, bool o
   return value;
 }
 
-// The thread's words of some groups of a set's partial, where word_sums_fit.
+// Sums the thread's words of some groups of a set's partial, where word_sums_fit.
 template <twDtype_t kWire, int kGroups>
 __device__ inline void sum_pairs(const CombineParams& p, int set, uint32_t begin, uint32_t end,
                                  Vec16 (&pair)[kGroups]) {
-  constexpr int kRows = 4 / kGroups;  // that are on their way at once, as registers allow
+  constexpr int kRows = 4 / kGroups;  // rows that are on their way at once; registers allow no more
   const int top_k = p.group.map.shape().top_k;
   const auto rows = shared_at<const std::byte*>(p.at.rows) + set * top_k;
   const auto weights = shared_at<float>(p.at.weights) + set * top_k;
@@ -210,11 +214,11 @@ __device__ inline void sum_pairs(const CombineParams& p, int set, uint32_t begin
   }
 }
 
-// What is on its way to a thread at once.
+// The terms and groups that are on their way to a thread at once.
 constexpr int kTerms = 2;
 constexpr int kGroups = 2;
 
-// Some terms of a tile; those that are no packets are loaded at once.
+// Points the thread's parts at some terms of a tile; terms that are no packets are loaded at once.
 template <twDtype_t kWire, bool kFast>
 __device__ inline void expect_terms(const Sum& s, int fan, int base, const Tile& tile, Parts<kTerms, kGroups>* parts) {
 #pragma unroll
@@ -245,7 +249,7 @@ __device__ inline void expect_terms(const Sum& s, int fan, int base, const Tile&
   parts->look();
 }
 
-// Some groups of a token's sum. False if packets did not come.
+// Sums some groups of a token. False if packets did not come.
 template <twDtype_t kWire, bool kFast>
 __device__ inline bool sum_groups(const Sum& s, int token, int fan, const Tile& tile) {
   const CombineParams& p = s.p;
@@ -282,7 +286,7 @@ __device__ inline bool sum_groups(const Sum& s, int token, int fan, const Tile& 
   return true;
 }
 
-// A tile of a token's sum by the geometry of packets.
+// Sums a tile of a token by the geometry of packets.
 template <twDtype_t kWire, bool kFast>
 __device__ inline bool sum_packets(const Sum& s, int token, int fan, const Tile& tile) {
   bool here = true;
@@ -293,7 +297,7 @@ __device__ inline bool sum_packets(const Sum& s, int token, int fan, const Tile&
   return here;
 }
 
-// NaN for tokens [begin, begin + count), by `threads` threads.
+// Writes NaN for tokens [begin, begin + count), by `threads` threads.
 __device__ __noinline__ static void fill_nan(const CombineParams& p, int begin, int count, int thread, int threads) {
   const uint32_t nan = p.out_dtype == twFloat32 ? 0x7fc00000u : p.out_dtype == twBfloat16 ? 0x7fc0u : 0x7e00u;
 #pragma unroll 1

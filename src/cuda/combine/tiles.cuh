@@ -1,12 +1,18 @@
-// Tiles of a bulk combine's sums: of whole vectors, where all that is summed lies as rows do, else by the geometry of
-// packets.
+// Tiles of a bulk combine's sums: in whole vectors where everything that is summed lies as rows do, otherwise by the
+// geometry of packets.
+//
+// Takes a token, a tile and the token's destinations; waits for what must be in the inbox, and gives that part of the
+// token's sum in the output, or NaN for the token and *failed.
+//
+// What breaks if this changes: the bits of results. Every way here adds the terms in order of positions, from the first
+// term on, rounded once at the end (S9). Which way a tile takes is speed alone.
 #pragma once
 
 #include "cuda/combine/sums.cuh"
 
 namespace tw::cuda {
 
-// 16 bytes of the wire's type as floats, summed, to elements of the output's.
+// Stores 16 bytes' worth of the wire's type, summed as floats, as elements of the output's type.
 template <twDtype_t kWire, bool kFast>
 __device__ inline void store_sums(const CombineParams& p, std::byte* out, uint32_t vector, const Quad& low,
                                   const Quad& high) {
@@ -30,7 +36,7 @@ __device__ inline void store_sums(const CombineParams& p, std::byte* out, uint32
       make_uint4(narrow_two(to, low.v[0], low.v[1]), narrow_two(to, low.v[2], low.v[3]),
                  narrow_two(to, high.v[0], high.v[1]), narrow_two(to, high.v[2], high.v[3]));
 }
-// A tile of a token's sum of whole vectors, where own rows are plain and all else lies in the inbox.
+// Sums a tile of a token in whole vectors, where own rows are plain and all else lies in the inbox.
 template <twDtype_t kWire, bool kFast>
 __device__ inline void sum_vectors(const Sum& s, int token, int fan, const Tile& tile) {
   constexpr int kAtOnce = 3;
@@ -74,9 +80,9 @@ __device__ inline void sum_vectors(const Sum& s, int token, int fan, const Tile&
 
 constexpr uint32_t kLongTile = 256;  // vectors
 
-// A long tile of two terms, as most tokens have between two ranks. What comes next is on its way while this is summed:
-// with few SMs, what a warp has in flight is what limits a combine. (Loads that depend on a condition, as those of any
-// number of terms do, are kept in memory by the compiler, which is to wait for them.)
+// Sums a long tile of two terms, as most tokens have between two ranks. What comes next is on its way while this is
+// summed: with few SMs, what a warp has in flight is what limits a combine. (The compiler keeps loads that depend on a
+// condition, as those of any number of terms do, in memory, for which it has to wait.)
 template <twDtype_t kWire, bool kFast>
 __device__ inline void sum_two(const Sum& s, int token, const Tile& tile) {
   constexpr uint32_t kAtOnce = 2;
@@ -97,7 +103,7 @@ __device__ inline void sum_two(const Sum& s, int token, const Tile& tile) {
     add(&high, widen_word(kWire, high_half(b)), false);
     store_sums<kWire, kFast>(p, out, v, low, high);
   };
-  const auto load = [&](uint32_t step, Loaded* to) {  // the last again instead of those beyond
+  const auto load = [&](uint32_t step, Loaded* to) {  // beyond the last step it loads that one again
     const uint32_t v = begin + min(step, steps - 1) * 32 * kAtOnce + static_cast<uint32_t>(lane());
 #pragma unroll
     for (uint32_t u = 0; u < kAtOnce; ++u) {
@@ -127,8 +133,8 @@ __device__ inline void sum_two(const Sum& s, int token, const Tile& tile) {
   }
 }
 
-// The same where this rank's own partial, whose terms are in the set, is still to be made. Of the other terms the next
-// is on its way meanwhile.
+// Sums a tile of a token where this rank's own partial, whose terms are in the set, is still to be made. The next of
+// the other terms is on its way meanwhile.
 template <twDtype_t kWire>
 __device__ __noinline__ static void sum_with_own(Sum s, int token, int fan, Tile tile) {
   constexpr int kAtOnce = 2;
@@ -136,7 +142,7 @@ __device__ __noinline__ static void sum_with_own(Sum s, int token, int fan, Tile
   const uint32_t end = min(p.vectors, (tile.number + tile.parts) * p.per_tile);
   std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
   const auto load_from = [&](int position, uint32_t base, uint4(&ahead)[kAtOnce]) {
-    if (position < fan && s.kinds()[position] == kOwn) ++position;  // there is one
+    if (position < fan && s.kinds()[position] == kOwn) ++position;  // a token has one own term at most
     if (position >= fan) return;
     const auto* const row = reinterpret_cast<const uint4*>(s.places()[position]);
 #pragma unroll
@@ -170,10 +176,11 @@ __device__ __noinline__ static void sum_with_own(Sum s, int token, int fan, Tile
   }
 }
 
-// Of a tile of a token's sum this rank's own row, which nobody need wait for, while the others are. `sent`: the lane's.
+// Starts to load this rank's own row for a tile of a token's sum, for which nobody need wait, while the others are
+// waited for. `sent`: the thread's.
 __device__ inline void prefetch_own(const Sum& s, const Tile& tile, const Sent& sent) {
   const CombineParams& p = s.p;
-  constexpr uint32_t kVectors = 8;  // of 16 bytes, that come at a time
+  constexpr uint32_t kVectors = 8;  // vectors of 16 bytes that one prefetch brings
   const bool own = lane() < sent.fan && sent.to.rank == s.me() && sent.to.slot < s.sent_rows()[s.me()];
   const uint32_t mine = __ballot_sync(~0u, own);
   if (mine == 0) return;
@@ -183,8 +190,8 @@ __device__ inline void prefetch_own(const Sum& s, const Tile& tile, const Sent& 
   if (v < end) prefetch(row_in(p, s.me(), slot) + uint64_t{16} * v);
 }
 
-// A tile of one token's sum, by a warp. `found()`: to be done when all that is waited for is there, but for packets.
-// `as_packets`: by their geometry, whatever the terms are; of all tiles of the token alike.
+// Sums a tile of one token, by a warp. `found()` is called when all that is waited for is there, except packets.
+// `as_packets`: sum by the geometry of packets whatever the terms are; it must be alike in all tiles of the token.
 template <twDtype_t kWire, bool kFast, class Found>
 __device__ inline void sum_tile(const Sum& s, int token, const Tile& tile, const Sent& sent, bool as_packets,
                                 Found&& found) {

@@ -1,5 +1,11 @@
-// What every kernel of the exchange uses: hand-overs in shared memory, loads past the first-level cache, a block's part
-// of the work.
+// What every kernel of the exchange uses within a block: hand-overs in shared memory, loads past the first-level cache,
+// a block's and a warp's share of the work, and small arithmetic.
+//
+// Takes parameters of kernels (Roles, Divider, HandleView); gives values, never waits for a peer.
+//
+// What breaks if this changes: S3 and S4. load_fresh must bypass the first-level cache, where a kernel that came onto
+// the device early may find what an earlier kernel has replaced; shares_of must give each share to exactly one warp.
+// warm() is speed alone.
 #pragma once
 
 #include <cstddef>
@@ -14,28 +20,30 @@ namespace tw::cuda {
 __device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
 __device__ inline uint32_t below(int bit) { return (1u << bit) - 1; }
 
-// The block's arrays in shared memory, by where they begin.
+// Gives an array of the block in shared memory, by its offset.
 template <class T>
 __device__ inline T* shared_at(uint32_t offset) {
   return reinterpret_cast<T*>(shared_bytes() + offset);
 }
 
-// ---- What warps of a block hand to each other in shared memory without a barrier. Atomic operations, since these are
-// what the language and its race checker know for it; a fence (__threadfence_block) orders what goes with them.
+// ---- What warps of a block hand to each other in shared memory without a barrier. These are atomic operations, since
+// the language and its race checker know those for the purpose; a fence (__threadfence_block) orders what goes with
+// them.
 
 __device__ inline int32_t peek(int32_t* at) { return atomicAdd(at, 0); }
 __device__ inline void put(int32_t* at, int32_t value) { atomicExch(at, value); }
-// By a warp: threads that make an atomic operation at one place take turns, and a combine of 1024 tokens in which all
-// of a warp's did so took twice as long.
+// Peeks for a whole warp. Threads that make an atomic operation at one place take turns, and a combine of 1024 tokens
+// in which all threads of a warp did so took twice as long.
 __device__ inline int32_t peek_once(int32_t* at) {
   const int32_t value = lane() == 0 ? peek(at) : 0;
   return __shfl_sync(~0u, value, 0);
 }
 
-// ---- A kernel's begin.
+// ---- The begin of a kernel
 
-// Constants are cold when a kernel starts, 40 ns for each 64 bytes that are met one after the other; here that passes
-// while the kernel before runs. `bytes`: of those that most calls use.
+// Reads a kernel's parameters ahead of their use. Constants are cold when a kernel starts, and each 64 bytes that are
+// met one after the other cost 40 ns; here that passes while the kernel before runs. `bytes`: the part that most calls
+// use.
 template <class Params>
 __device__ inline void warm(const Params& params, size_t bytes = sizeof(Params)) {
   const auto* const words = reinterpret_cast<const uint32_t*>(&params);
@@ -43,8 +51,9 @@ __device__ inline void warm(const Params& params, size_t bytes = sizeof(Params))
   for (size_t i = 0; i < bytes / 64; ++i) pin_read(words[16 * i]);
 }
 
-// ---- What earlier kernels and peers wrote is read past the first-level cache: a kernel that comes onto the device
-// early may find there what it held before. The loads are volatile, so the compiler moves none to before await_earlier.
+// ---- Loads of what earlier kernels and peers wrote. They go past the first-level cache, where a kernel that comes
+// onto the device early may find what it held before. They are volatile, so the compiler moves none to before
+// await_earlier.
 
 template <class V>
 __device__ inline V load_fresh(const void* from) {
@@ -56,7 +65,7 @@ __device__ inline Vec16 load_fresh<Vec16>(const void* from) {
   return {value.x, value.y};
 }
 
-// The sum of a warp's values up to this lane's.
+// Gives the sum of a warp's values up to and including this thread's.
 template <class T>
 __device__ inline T sum_through(T value) {
   for (int by = 1; by < 32; by *= 2) {
@@ -66,20 +75,21 @@ __device__ inline T sum_through(T value) {
   return value;
 }
 
-// Two int32 that lie together, as {a, b} of a T.
+// Loads two int32 that lie together, as {a, b} of a T.
 template <class T>
 __device__ inline T load_both(const T* from) {
   const uint64_t both = load_fresh<unsigned long long>(from);
   return {static_cast<int32_t>(both), static_cast<int32_t>(both >> 32)};
 }
 
-// What a handle keeps of a received row: ids, then weights.
+// Gives what a handle keeps of a received row: its ids, and behind them its weights.
 __device__ inline const int32_t* kept_ids(const HandleView& handle, int top_k, int64_t row) {
   return reinterpret_cast<const int32_t*>(handle.meta + row * (1 + top_k) + 1);
 }
 
-// Where experts are, [E + 1]: the last is nowhere, for ids that are none. By a block of so many threads. The tables
-// change only while no kernel of this rank runs, so they are there before a kernel waits for the one before it.
+// Fills the table of where experts are, [E + 1]; the last entry is of no rank, for ids that are none. By a block of
+// `threads` threads. The tables change only while no kernel of this rank runs, so they are there before a kernel waits
+// for the one before.
 __device__ inline void fill_experts(const GroupView& g, uint32_t* table, int threads) {
   const int experts = g.map.shape().experts;
 #pragma unroll 1
@@ -88,7 +98,7 @@ __device__ inline void fill_experts(const GroupView& g, uint32_t* table, int thr
   }
 }
 
-// ---- A block's part of the work.
+// ---- A block's part of the work
 
 __device__ inline bool is_sender(const Roles& roles) {
   return !roles.apart || blockIdx.x < static_cast<uint32_t>(roles.sending);
@@ -97,8 +107,8 @@ __device__ inline bool is_receiver(const Roles& roles) { return !roles.apart || 
 __device__ inline uint32_t first_receiver(const Roles& roles) {
   return roles.apart ? static_cast<uint32_t>(roles.sending) : 0;
 }
-// A warp's share of what is to be sent, or to be received: from which on, and how far to the next. Warps of a block are
-// far apart.
+// A warp's share of what is to be sent or received: its first tile, and the distance to its next. Warps of a block
+// begin far apart.
 struct Shares {
   uint32_t first;
   uint32_t step;
@@ -111,8 +121,8 @@ __device__ inline Shares received_shares(const Roles& roles) {
   return shares_of(blockIdx.x - first_receiver(roles), roles.receiving);
 }
 
-// x / by, of what is not negative. Most calls divide by one: one other rank, chunks of a row; and a division is some 25
-// instructions, which a kernel meets before it sends anything.
+// Gives x / by for x that is not negative. Most calls divide by one (one other rank, chunks of a row), and a division
+// is some 25 instructions, which a kernel meets before it sends anything.
 __device__ inline int quotient(int x, int by) { return by == 1 ? x : x / by; }
 
 __device__ inline uint32_t divide(uint32_t x, const Divider& by) {
@@ -121,7 +131,7 @@ __device__ inline uint32_t divide(uint32_t x, const Divider& by) {
   return (high + ((x - high) >> 1)) >> (by.shift - 1);
 }
 
-// 8 bytes at any address, of which `bytes` (up to 8) exist; the rest reads as 0.
+// Loads 8 bytes at any address, of which `bytes` (up to 8) exist; the rest reads as 0.
 __device__ inline uint64_t load_bytes(const std::byte* from, int64_t bytes) {
   if (bytes >= 8 && reinterpret_cast<uintptr_t>(from) % 8 == 0) return load_fresh<unsigned long long>(from);
   uint64_t value = 0;

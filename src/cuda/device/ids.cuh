@@ -1,4 +1,10 @@
-// The caller's ids and weights: read, checked, and reported where they are bad.
+// The caller's ids and weights: how they are read, checked, made physical experts, and reported where they are bad.
+//
+// Takes IdsIn; gives ids that are either -1 or below in.limit, and physical experts where the group has a map.
+// Everything is read past the first-level cache.
+//
+// What breaks if this changes: slots follow from ids alone, so all blocks that read a token must come to the same ids
+// (S9); an id that is not checked is used as an index.
 #pragma once
 
 #include "cuda/device/wait.cuh"
@@ -6,11 +12,11 @@
 
 namespace tw::cuda {
 
-// Where the k-th id of a token lies, in bytes.
+// Gives where the k-th id of a token lies, in bytes from in.ids.
 __device__ inline int64_t id_offset(const IdsIn& in, int token, int k) {
   return (token * in.id_stride[0] + k * in.id_stride[1]) << (in.wide ? 3 : 2);
 }
-// An id as the caller has it.
+// Gives an id as the caller has it.
 __device__ inline int64_t raw_id(const IdsIn& in, int token, int k) {
   const auto* const at = static_cast<const std::byte*>(in.ids) + id_offset(in, token, k);
   return in.wide ? static_cast<int64_t>(load_fresh<unsigned long long>(at))
@@ -21,13 +27,13 @@ __device__ inline float raw_weight(const IdsIn& in, int token, int k) {
   const int64_t at = token * in.weight_stride[0] + k * in.weight_stride[1];
   return __uint_as_float(load_fresh<uint32_t>(in.weights + at));
 }
-// What is none that there is becomes -1.
+// Turns an id of no expert into -1.
 __device__ inline int32_t valid_id(const IdsIn& in, int64_t id) {
   return id >= 0 && id < in.limit ? static_cast<int32_t>(id) : -1;
 }
 
-// Whether an id stands before in its token. Several of those before it are on their way at once: to look at one after
-// the other takes as long as a small dispatch.
+// Whether an id stands before the k-th place of its token. Several of those before it are on their way at once: looking
+// at one after the other takes as long as a small dispatch.
 __device__ inline bool repeats(const IdsIn& in, int token, int k, int64_t raw) {
   constexpr int kAtOnce = 8;
   bool found = false;
@@ -39,8 +45,8 @@ __device__ inline bool repeats(const IdsIn& in, int token, int k, int64_t raw) {
   return found;
 }
 
-// Each choice of a batch: visit(i, token, k, raw, id), the i-th of all. id: -1 unless `raw` is an expert's that stands
-// nowhere before in its token. By a block; a thread has one choice at a time.
+// Calls visit(i, token, k, raw, id) for each choice of a batch, the i-th of all. id is -1 unless `raw` is an expert's
+// that stands nowhere before in its token. By a block; a thread has one choice at a time.
 template <class Visit>
 __device__ inline void visit_choices(const IdsIn& in, int tokens, int top_k, Visit&& visit) {
   const int64_t choices = int64_t{tokens} * top_k;
@@ -54,7 +60,7 @@ __device__ inline void visit_choices(const IdsIn& in, int tokens, int top_k, Vis
   }
 }
 
-// A layer's map, where it lies from `first` on (launch/expert_tables.h, MapWords).
+// Gives a layer's map, which lies from `first` on (launch/expert_tables.h, MapWords).
 __device__ inline Replicas replicas_at(const GroupView& g, const int32_t* first) {
   const Shape& shape = g.map.shape();
   Replicas replicas;
@@ -65,16 +71,17 @@ __device__ inline Replicas replicas_at(const GroupView& g, const int32_t* first)
   replicas.rank = g.me;
   return replicas;
 }
-// The slot that a valid id stands for, out of device memory.
+// Gives the physical expert for a valid id, out of device memory.
 __device__ inline int32_t slot_of(const GroupView& g, const IdsIn& in, int32_t id, int token) {
   if (in.map == nullptr || id < 0) return id;
   return replicas_at(g, reinterpret_cast<const int32_t*>(in.map) + MapWords::kFirst).choose(id, token);
 }
 
-// What a dispatch, or an exchange of counts, tells of the map that its slots are from. `at`: where that is; NULL: none.
+// Gives what a dispatch, or an exchange of counts, tells of the map behind its ids. `at`: where that is; NULL: there is
+// none.
 __device__ inline uint32_t load_digest(const uint32_t* at) { return at == nullptr ? 0 : load_fresh<uint32_t>(at); }
 
-// Reports an id that is neither -1 nor an expert, or stands twice in its token; one for each step.
+// Reports an id that is neither -1 nor an expert's, or stands twice in its token; one for each step.
 __device__ __noinline__ static void report_id(const GroupView& g, Step step, int token, int k, int64_t id) {
   if (atomicExch(&g.lanes[step.lane].bad_step, step.low()) == step.low()) return;
   report_call(g, &g.pages[g.me]->bad_id, [&](Report* to) {

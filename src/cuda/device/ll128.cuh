@@ -1,4 +1,12 @@
-// Packets as a warp sees them: a group of four, 16 bytes a thread, the last of each eight with the flag.
+// LL128 packets as a warp sees them: a group of four, 16 bytes to a thread, the last thread of each eight with the
+// flag.
+//
+// Takes places in a window and a step; gives stores that a reader either sees whole or recognises as not there, and
+// looks and waits on the reading side. A caller of store_packet must ask is_together() just before, and readers must
+// treat Parts::value as valid only when missing() is -1 for all of the warp and nothing was taken apart.
+//
+// What breaks if this changes: S4. A packet's flag is all that says its data is there; data that goes out or is read by
+// another instruction than its flag may be of an earlier step. rest() is speed alone.
 #pragma once
 
 #include "cuda/device/wait.cuh"
@@ -10,20 +18,20 @@ constexpr uint32_t kGroupBytes = 4 * kPacketBytes;
 constexpr uint32_t kGroupWords = 4 * kPacketWords;
 
 __device__ inline bool is_flag() { return threadIdx.x % kPacketThreads == kPacketThreads - 1; }
-// The first of the thread's two words in the stream.
+// Gives the first of the thread's two words in the stream.
 __device__ inline uint32_t first_word(uint32_t group) {
   return (4 * group + threadIdx.x % 32 / kPacketThreads) * kPacketWords + threadIdx.x % kPacketThreads * 2;
 }
-// Its place in a row's packets.
+// Gives the place of the thread's part in a row's packets, in bytes.
 __device__ inline uint32_t packet_place(uint32_t group) { return group * kGroupBytes + threadIdx.x % 32 * 16; }
 
-// The eight threads of a packet.
+// Gives the mask of the eight threads of this thread's packet.
 __device__ inline uint32_t packet_threads() { return 0xffu << (threadIdx.x % 32 / kPacketThreads * kPacketThreads); }
 
-// Whether they make their next access in one instruction.
+// Whether those eight make their next access in one instruction.
 __device__ inline bool is_together() { return (~active_threads() & packet_threads()) == 0; }
 
-// The packet of threads that are not: its flag follows its data.
+// Stores a part of a packet whose threads are not together: the flag follows the data, behind a fence.
 __device__ __noinline__ static void store_apart(void* to, uint64_t a, uint64_t b) {
   if (!is_flag()) store_pair(to, a, b);
   __syncwarp(packet_threads());
@@ -32,7 +40,7 @@ __device__ __noinline__ static void store_apart(void* to, uint64_t a, uint64_t b
   store_pair(to, a, b);
 }
 
-// A thread's part of a packet. `together`: is_together(), just before.
+// Stores a thread's part of a packet. `together`: is_together(), asked just before.
 __device__ inline void store_packet(bool together, void* to, uint64_t a, uint64_t b) {
   if (together) {
     store_pair(to, a, b);
@@ -41,22 +49,23 @@ __device__ inline void store_packet(bool together, void* to, uint64_t a, uint64_
   }
 }
 
-// Where the packets of a source's row are, in a window; `row` among those that are packets.
+// Gives where the packets of a source's row are in a window. `row` counts the source's rows that are packets.
 __device__ inline uint64_t packet_at(const PacketsAt& packets, int bank, int source, int row) {
   return packets.bank[bank] + source * packets.source + static_cast<uint64_t>(static_cast<uint32_t>(row)) * packets.row;
 }
 
-// From the first bank to a step's.
+// Gives the distance from the first bank to the step's bank.
 __device__ inline uint64_t bank_offset(const PacketsAt& packets, const Step& step) {
   return step.bank() != 0 ? packets.bank[1] - packets.bank[0] : 0;
 }
 
-// Between looks, of 0.3 us each: a long wait must not take the memory's bandwidth from those who send.
+// Sleeps between two looks, of 0.3 us each: a long wait must not take the memory's bandwidth from those who send.
 __device__ inline void rest(int looks) {
   if (looks > 16) __nanosleep(100);
 }
 
-// Words w and w + 1 of a row that allows 8 bytes at a time and has `end` of them; of a flag's thread the first alone.
+// Loads words w and w + 1 of a row of `end` words that allows accesses of 8 bytes; the flag's thread loads the first
+// alone.
 __device__ inline Vec16 load_two(const std::byte* row, uint32_t w, uint32_t end) {
   const auto* const words = reinterpret_cast<const unsigned long long*>(row);
   Vec16 value{};
@@ -65,19 +74,20 @@ __device__ inline Vec16 load_two(const std::byte* row, uint32_t w, uint32_t end)
   return value;
 }
 
-// A part of a row.
+// A part of a row, which one warp moves.
 struct Tile {
-  uint32_t number;  // in the row
-  uint32_t begin;   // groups of packets
+  uint32_t number;  // its number in the row
+  uint32_t begin;   // its first group of packets
   uint32_t end;
-  uint32_t parts;  // tiles of Tiles that it is made of
+  uint32_t parts;  // tiles of Tiles that it joins
 };
 __device__ inline Tile tile_of(const Tiles& tiles, uint32_t number, uint32_t parts = 1) {
   const uint32_t begin = number * tiles.tile_groups;
   return {number, begin, min(tiles.groups, begin + parts * tiles.tile_groups), parts};
 }
 
-// Tiles of rows of several ranks, in turns: which tile, of which row of a rank, and which of the ranks.
+// One of the tiles of several ranks' rows, which are taken in turns: the tile, the index of the row among its rank's,
+// and the turn, that is which of the ranks.
 struct Share {
   Tile tile;
   int index;
@@ -90,19 +100,19 @@ __device__ inline Share share_of(const Tiles& tiles, uint32_t ranks, uint32_t u)
           static_cast<int>(rest - index * ranks)};
 }
 
-// In how many groups of a tile a thread has a part of a packet.
+// Gives in how many groups of a tile the thread has a part of a packet.
 __device__ inline uint32_t part_of(const Tiles& tiles, const Tile& tile) {
   const uint32_t place = packet_place(tile.begin);
   const uint32_t there = place < tiles.packet_bytes ? (tiles.packet_bytes - place + kGroupBytes - 1) / kGroupBytes : 0;
   return min(there, tile.end - tile.begin);
 }
 
-// A thread's parts of a tile's packets, of a row or of several.
+// A thread's parts of the packets of one tile, in a row or in several rows at once.
 template <int kRows, int kGroups = kTileGroups>
 struct Parts {
-  const std::byte* at[kRows];  // its place in the tile's first group; nullptr: the row is no packets
-  uint32_t groups;             // in which it has a part
-  bool apart;                  // the last look took data and flags by instructions of their own
+  const std::byte* at[kRows];  // the thread's part in the tile's first group; nullptr: the row is no packets
+  uint32_t groups;             // groups in which the thread has a part
+  bool apart;                  // the last look took data and flags by separate instructions
   Vec16 value[kGroups][kRows];
 
   __device__ void cover(const Tiles& tiles, const Tile& tile) { groups = part_of(tiles, tile); }
@@ -117,7 +127,7 @@ struct Parts {
       }
     }
   }
-  // A row of which a flag is not there, -1 if all are.
+  // Gives a row whose flag is not there, -1 if all are.
   __device__ int missing(const Step& step) const {
     int found = -1;
     if (!is_flag()) return found;
@@ -133,8 +143,8 @@ struct Parts {
   }
 };
 
-// Waits until all of a warp's packets have the step's flag; they have been looked at once. False if the wait ended
-// otherwise. source_of(row): who sends it; failed(source) is asked now and then.
+// Waits until all of a warp's packets have the step's flag; they must have been looked at once. False if the wait ended
+// otherwise (S6). source_of(row) gives who sends it; failed(source) is asked now and then.
 template <int kRows, int kGroups, class SourceOf, class Failed>
 __device__ inline bool await_packets(const GroupView& g, const Step& step, Parts<kRows, kGroups>* parts,
                                      SourceOf&& source_of, Failed&& failed) {
@@ -143,7 +153,7 @@ __device__ inline bool await_packets(const GroupView& g, const Step& step, Parts
   for (int looks = 0;; ++looks) {
     const int missing = parts->missing(step);
     if (!__any_sync(~0u, missing >= 0)) {
-      // The flags are there, so all is; but data may have been looked at before them.
+      // All flags are there, so all data is; but data may have been looked at before the flags.
       if (__any_sync(~0u, parts->apart)) {
         fence_system();
         parts->look();

@@ -1,10 +1,13 @@
-// Counting (exchange/loads.h), by a block of its own in each dispatch that sends: it reads the ids, tells all ranks how
-// often each expert was chosen, and takes what all have told of the dispatch before on this lane. That has long come,
-// so it waits for nobody; and no block waits for it.
+// Load statistics (exchange/loads.h), by a block of its own in each dispatch that sends. The block reads the ids, tells
+// all ranks how often each expert was chosen, and takes what all have told of the dispatch before on this channel. That
+// came long ago, so the block waits for nobody; and no block waits for it.
 //
-// The words of a dispatch lie in one of four banks, by its number on the lane, which all ranks have alike: a refusal
+// The words of a dispatch lie in one of four banks, by its number on the channel, which all ranks have alike: a refusal
 // counts too. A rank that makes dispatch d reads those of d - 1; its peers are at d + 1 at most (S2), so nothing of d +
 // 3 is written there meanwhile.
+//
+// What breaks if this changes: averages differ between ranks, and with them what they decide; the bits of results do
+// not.
 #pragma once
 
 #include "cuda/device/routing.cuh"
@@ -13,12 +16,12 @@
 
 namespace tw::cuda {
 
-// Whether this block of a dispatch only counts.
+// Whether this block of a dispatch only gathers load statistics.
 __device__ inline bool does_nothing_else(const DispatchParams& p) {
   return p.loads_block == LoadsBlock::kApart && blockIdx.x == gridDim.x - 1;
 }
 
-// A word to all ranks. By a thread.
+// Stores a word at all ranks. By a thread.
 __device__ inline void tell_signal(const GroupView& g, int lane_of, uint32_t dispatch, uint64_t word, uint32_t value) {
   const int bank = static_cast<int>(dispatch % WindowMap::kLoadsBanks);
   const uint64_t place = g.map.loads(lane_of, bank, g.me) + sizeof(uint64_t) * word;
@@ -28,7 +31,7 @@ __device__ inline void tell_signal(const GroupView& g, int lane_of, uint32_t dis
   }
 }
 
-// How often this rank's tokens choose each expert, into the counters. A bad id counts as none. By a block.
+// Counts how often this rank's tokens choose each expert, into `counts`. A bad id counts as none. By a block.
 __device__ inline void count_ids(const DispatchParams& p, int32_t* counts) {
   const Shape& shape = p.group.map.shape();
   const auto thread = static_cast<int>(threadIdx.x);
@@ -40,8 +43,8 @@ __device__ inline void count_ids(const DispatchParams& p, int32_t* counts) {
   __syncthreads();
 }
 
-// What a source has told in a dispatch, given what was found at first. Of another dispatch if it never comes, as of a
-// group that has ended.
+// Waits for what a source has told in a dispatch; `told` is what was found at first. Gives a word of another dispatch
+// if it never comes, as in a group that has ended.
 __device__ __noinline__ static uint64_t await_told(const GroupView& g, const std::byte* place, uint32_t dispatch,
                                                    uint64_t told) {
   Patience patience(g);
@@ -54,14 +57,14 @@ __device__ __noinline__ static uint64_t await_told(const GroupView& g, const std
   return told;
 }
 
-// What all ranks have told of a dispatch.
+// What all ranks together have told of a dispatch.
 struct Told {
   bool good;       // all of it is there, and all have counted the same layer
   int32_t layer;   // -1: none
   uint32_t clock;  // the least of all
-  uint32_t sum;    // of an expert's choices
+  uint32_t sum;    // the choices of one expert
 };
-// `expert`: the thread's, or -1. The words of several sources are on their way at once.
+// Loads it. `expert`: the thread's, or -1. The words of several sources are on their way at once.
 __device__ inline Told load_told(const GroupView& g, int lane_of, uint32_t dispatch, int expert) {
   constexpr int kAtOnce = 4;
   const int ranks = g.map.shape().ranks;
@@ -92,7 +95,7 @@ __device__ inline Told load_told(const GroupView& g, int lane_of, uint32_t dispa
       const uint32_t clock = CountedCall::clock(value);
       if (base + i == 0) told.layer = CountedCall::layer(value), told.clock = clock;
       if (CountedCall::since(told.clock, clock) != 0) told.clock = clock;
-      // Who has refused tells nothing more.
+      // A rank that has refused tells nothing more.
       told.good =
           told.good && value != 0 && CountedCall::layer(value) == told.layer && await(chosen[i], 1 + max(expert, 0));
       told.sum += told_value(chosen[i]);
@@ -101,8 +104,8 @@ __device__ inline Told load_told(const GroupView& g, int lane_of, uint32_t dispa
   return told;
 }
 
-// The averages after what all ranks have told of a dispatch. Nothing changes unless all have counted the same layer: a
-// rank that refused the dispatch has told that it counts none. By a block.
+// Takes what all ranks have told of a dispatch into the averages. Nothing changes unless all have counted the same
+// layer: a rank that refused the dispatch has told that it counts none. By a block.
 __device__ __noinline__ static void take_told(const GroupView& g, int lane_of, uint32_t dispatch) {
   const int experts = g.map.shape().choices();
   const auto thread = static_cast<int>(threadIdx.x);
@@ -113,7 +116,7 @@ __device__ __noinline__ static void take_told(const GroupView& g, int lane_of, u
   const int64_t row = int64_t{lane_of} * loads.layers + told.layer;
   const uint32_t before_it = load_fresh<uint32_t>(&loads.clocks[row]);
   const long long counted = thread == 0 ? load_fresh<unsigned long long>(&loads.dispatches[row]) + 1 : 0;
-  // A rank that has refused dispatches is behind.
+  // A rank that has refused dispatches is behind the others.
   const uint32_t later = max(CountedCall::since(told.clock, before_it), 1u);
 #pragma unroll 1
   for (int e = thread; e < experts && told.good; e += threads) {
@@ -132,14 +135,14 @@ __device__ __noinline__ static void take_told(const GroupView& g, int lane_of, u
   *const_cast<volatile long long*>(&loads.dispatches_there[row]) = counted;
 }
 
-// All of it. By a block that does nothing else, or by the last one when it is done with its part.
+// Does all of this block's work. By a block that does nothing else, or by the last one when its other part is done.
 __device__ __noinline__ static void loads_block(const DispatchParams& p) {
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
   const auto thread = static_cast<int>(threadIdx.x);
   LaneState& lane_state = g.lanes[p.lane];
   const uint32_t dispatch = load_fresh<uint32_t>(&lane_state.dispatches) + 1;
-  const bool routed = !p.in.own;  // else whoever made the ids the handle's own has counted them
+  const bool routed = !p.in.own;  // otherwise whoever made the ids the handle's own has counted them
   const bool shared = routed && p.table != 0;
   int32_t* const counts = shared ? shared_at<int32_t>(p.at.table) : p.handle.choices;
   __syncthreads();               // the table is not needed any more
@@ -161,8 +164,8 @@ __device__ __noinline__ static void loads_block(const DispatchParams& p) {
   if (thread == 0) lane_state.dispatches = dispatch;
 }
 
-// A block that does nothing else, from its begin: without what the others prepare it ends before they do, with 128
-// tokens and more.
+// Is the whole kernel for a block that does nothing else. It does without what the others prepare, so with 128 tokens
+// and more it ends before they do.
 __device__ __noinline__ static void count_alone(const DispatchParams& p) {
   const GroupView& g = p.group;
   await_earlier();
@@ -177,7 +180,7 @@ __device__ __noinline__ static void count_alone(const DispatchParams& p) {
   say_done(g, step);
 }
 
-// A dispatch that this rank refuses: it counts for nobody. By a block.
+// Tells that a dispatch which this rank refuses counts for nobody. By a block.
 __device__ inline void tell_refusal(const GroupView& g, int lane_of) {
   if (g.map.shape().counts_loads == 0) return;
   const uint32_t dispatch = load_fresh<uint32_t>(&g.lanes[lane_of].dispatches) + 1;

@@ -1,5 +1,11 @@
-// What travels beside payloads, and the words that packets are made of: out of the caller's tensors, into the
-// window, the handle and what the caller sees.
+// Metadata of rows (header, ids, weights), and the words that packets are made of: out of the caller's tensors, into
+// the window, the handle and what the caller sees.
+//
+// Takes DispatchParams and a token or a row; a warp works on one row at a time, and its place in shared memory
+// (Scratch::meta) is its own. Gives checked ids: a bad one is reported and acts as -1.
+//
+// What breaks if this changes: the bits of what receivers see, and of the header, which a combine uses as a place at
+// the owner (check_header keeps it from a stray write). Both ends must agree on the stream's words (S4, S10).
 #pragma once
 
 #include "cuda/device/ll128.cuh"
@@ -8,8 +14,8 @@
 
 namespace tw::cuda {
 
-// A token's k-th id and weight, of lane k % 32 of a warp. An id of 32 bits is not widened before it is used: whoever
-// loads a choice would wait for it there.
+// A token's k-th id and weight, held by thread k % 32 of a warp. An id of 32 bits is not widened before it is used, as
+// whoever loads a choice would wait for it there.
 struct Choice {
   uint32_t low;
   uint32_t high;  // of an id of 64 bits
@@ -28,14 +34,14 @@ __device__ inline Choice load_choice(const DispatchParams& p, int token, int k) 
   return choice;
 }
 
-// Many ids: whether this one stands among the first 32 too.
+// Whether this id is among the first 32 of its token too; for tokens of more ids than that.
 __device__ __noinline__ static bool stands_before(int64_t first, int64_t id) {
   bool twice = false;
   for (int i = 0; i < 32; ++i) twice |= __shfl_sync(~0u, first, i) == id;
   return twice;
 }
 
-// What travels beside a token's payloads, into the warp's place, as it lies in memory. A bad id acts as -1.
+// Puts a token's metadata into the warp's place, as it lies in memory. A bad id acts as -1.
 __device__ inline void stage_meta(const DispatchParams& p, const Scratch& scratch, const Step& step, int token,
                                   const Choice& first) {
   const int top_k = p.group.map.shape().top_k;
@@ -66,7 +72,7 @@ __device__ inline void show_id(const Shown& shown, int64_t at, int32_t id) {
   }
 }
 
-// The id as its receiver shows it: views/rank_major.h, IdStyle::show.
+// Gives an id as its receiver shows it: views/rank_major.h, IdStyle::show.
 __device__ inline int32_t shown_id(const DispatchParams& p, const Scratch& scratch, int32_t id) {
   if (id < 0 || id >= p.group.map.shape().experts) return p.shown.invalid;
   if (!p.shown.local) return id;
@@ -74,7 +80,7 @@ __device__ inline int32_t shown_id(const DispatchParams& p, const Scratch& scrat
   return expert_rank(expert) == p.group.me ? expert_slot(expert) : p.shown.invalid;
 }
 
-// An id and a weight, bit for bit, of a row's: in [N * b * K].
+// Shows one id and one weight of a row, bit for bit; `at` counts in [N * b * K].
 __device__ inline void show_item(const DispatchParams& p, const Scratch& scratch, uint64_t at, uint32_t id,
                                  uint32_t weight) {
   const auto shown = static_cast<int32_t>(id);
@@ -82,14 +88,14 @@ __device__ inline void show_item(const DispatchParams& p, const Scratch& scratch
   if (p.shown.weights != nullptr) p.shown.weights[at] = __uint_as_float(weight);
 }
 
-// A header is checked, because combine writes where it says.
+// Checks a header, because combine writes where it says.
 __device__ inline void check_header(const DispatchParams& p, const Step& step, uint64_t header) {
   const bool right = static_cast<uint32_t>(header) < static_cast<uint32_t>(p.bound) &&
                      static_cast<uint32_t>(header >> 32) < static_cast<uint32_t>(p.group.map.shape().fan_out());
   if (!right) report_failure(p.group, step, twInternalError, p.group.me, 0);
 }
 
-// Keeps and shows what has arrived beside a row: words as they travel, in shared memory. By a warp.
+// Keeps and shows a row's metadata that has arrived: words as they travel, in shared memory. By a warp.
 __device__ inline void take_meta(const DispatchParams& p, const Scratch& scratch, const Step& step, int64_t row,
                                  const uint64_t* words, uint64_t header) {
   const int top_k = p.group.map.shape().top_k;
@@ -104,12 +110,12 @@ __device__ inline void take_meta(const DispatchParams& p, const Scratch& scratch
   }
 }
 
-// Row (source, slot) of [N, b]. Exact layouts have rows of their own: Block::row.
+// Gives row (source, slot) of [N, b]. Exact layouts number rows otherwise: Block::row.
 __device__ inline int64_t row_at(const DispatchParams& p, int source, int slot) {
   return static_cast<int64_t>(source) * p.bound + slot;
 }
 
-// Payload of a word of the stream, and its byte in the row.
+// Gives the payload in which a word of the stream lies, and its byte in the row.
 __device__ inline int payload_of(const DispatchParams& p, uint32_t w, uint64_t* at) {
   int q = 0;
 #pragma unroll 1
@@ -118,14 +124,14 @@ __device__ inline int payload_of(const DispatchParams& p, uint32_t w, uint64_t* 
   return q;
 }
 
-// Where the rows of a payload begin that have come to this rank.
+// Gives where the rows of a payload begin that have come to this rank.
 __device__ inline std::byte* rows_begin(const DispatchParams& p, std::byte* bank, int payload) {
   std::byte* const receive_offset = p.receive_offset[payload];
   return receive_offset != nullptr ? receive_offset : bank + p.group.map.payload_begin(payload);
 }
 
-// Words of a row's payloads: of what is sent for a token, and to their place in this rank's window. Many payloads, and
-// rows that are no multiple of 8 bytes or lie at odd addresses.
+// Loads a word of a row's payloads as it is sent for a token, or stores one at its place in this rank's window. These
+// serve calls of many payloads, and rows that are no multiple of 8 bytes or lie at odd addresses.
 __device__ __noinline__ static uint64_t load_any_word(const DispatchParams& p, int token, uint32_t w) {
   uint64_t at = 0;
   const int q = payload_of(p, w, &at);
@@ -146,8 +152,8 @@ __device__ __noinline__ static void place_any_word(const DispatchParams& p, std:
   }
 }
 
-// Where a thread's words of a tile's first group lie in a row of each payload, if they do. From a group to the next it
-// is always the same way.
+// Where a thread's words of a tile's first group lie in a row of each payload, if they do. The distance from a group to
+// the next is always the same.
 template <class Byte>
 struct Rows {
   Byte* at[kFastPayloads];
@@ -167,7 +173,7 @@ struct Rows {
   }
 };
 
-// The thread's words of a tile's groups, of the payloads of a token; others are 0.
+// Loads the thread's words of a tile's groups out of the payloads of a token; other words are 0.
 template <bool kFast>
 __device__ inline void load_words(const DispatchParams& p, int token, const Tile& tile, Vec16 (&pair)[kTileGroups]) {
   const uint32_t begin = p.payloads[0].first_word;
@@ -189,7 +195,7 @@ __device__ inline void load_words(const DispatchParams& p, int token, const Tile
     }
   }
 }
-// And to their place in the window.
+// Stores such words at their place in the window.
 template <bool kFast>
 __device__ inline void place_words(const DispatchParams& p, std::byte* bank, int64_t row, const Tile& tile,
                                    uint32_t groups, const Vec16 (&pair)[kTileGroups]) {
@@ -213,7 +219,7 @@ __device__ inline void place_words(const DispatchParams& p, std::byte* bank, int
   }
 }
 
-// Sets ids and weights of rows [from, to) that hold nothing. By `threads` threads.
+// Clears ids and weights of rows [from, to), which hold nothing. By `threads` threads.
 __device__ __noinline__ static void show_nothing(const DispatchParams& p, int64_t from, int64_t to, int thread,
                                                  int threads) {
   if (from >= to || (p.shown.ids == nullptr && p.shown.weights == nullptr)) return;

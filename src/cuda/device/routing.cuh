@@ -2,14 +2,15 @@
 // block that sends counts them itself, so there is no launch before the dispatch.
 //
 // What is counted are marks, a bit for each token and rank. A round is 512 tokens. A block that sends makes the marks
-// of the first itself, one token a thread, so that what it sends first waits for no other block. Those of later rounds
-// are made once on the device, 32 tokens a warp, by blocks that receive, which have nothing else to do yet; one warp of
-// each sending block takes them into its shared memory, a few rounds ahead of the others, which so never wait for each
-// other: under a full link a warp's tile takes up to 10 us. Where the marks do not come, as other kernels have the SMs
-// of the blocks that make them, that warp makes them too (S7). It takes 16 us for a round, as its loads wait behind its
-// block's stores: longer than 512 rows of 7 KB take to send.
+// of the first round itself, one token to a thread, so that what it sends first waits for no other block. The marks of
+// later rounds are made once on the device, 32 tokens to a warp, by blocks that receive, which have nothing else to do
+// yet. One warp of each sending block takes them into its shared memory, a few rounds ahead of the others, which so
+// never wait for each other: under a full link a warp's tile takes up to 10 us. Where the marks do not come, as other
+// kernels have the SMs of the blocks that make them, that warp makes them too (S7). It takes 16 us for a round, as its
+// loads wait behind its block's stores: longer than 512 rows of 7 KB take to send. Where all rows go as packets,
+// dispatch/ll128.cu has a shorter way.
 //
-// Where all rows go as packets, dispatch/ll128.cu is shorter.
+// What breaks if this changes: S9 (slots), and S7 in route_rest.
 #pragma once
 
 #include "cuda/device/ids.cuh"
@@ -39,29 +40,30 @@ class Scratch {
   __device__ uint32_t* plain() const { return shared_at<uint32_t>(p_.at.plain); }
   __device__ int32_t* source_error() const { return shared_at<int32_t>(p_.at.source_error); }
   __device__ int32_t* failed() const { return shared_at<int32_t>(p_.at.failed); }
-  // Remembers what a source's rows could not be had for.
+  // Remembers why a source's rows could not be had.
   __device__ void fail(int rank, twResult_t error) const { source_error()[rank] = error, *failed() = 1; }
   __device__ uint32_t* table() const { return shared_at<uint32_t>(p_.at.table); }
   __device__ uint32_t* map() const { return shared_at<uint32_t>(p_.at.map); }
 
-  // The marks of a token's group, one word for each rank.
+  // Gives the marks of a token's group, one word for each rank.
   __device__ uint32_t* marks(int token) const { return going(token / kRound) + token % kRound / kGroup * ranks(); }
   __device__ bool goes(int token, int rank) const { return (marks(token)[rank] >> (token & (kGroup - 1)) & 1) != 0; }
-  // Tokens before this one that go to a rank: its slot. The token's round must be routed.
+  // Gives the number of tokens before this one that go to a rank: its slot. The token's round must be routed.
   __device__ int before(int token, int rank) const {
     const int round = token / kRound;
     return base(round)[rank] + count(going(round) + rank, token % kRound);
   }
-  // Of a dispatch of up to two rounds of packets: the rounds' marks follow each other, and nobody has counted them.
+  // Gives the same in a dispatch of up to two rounds of packets: the rounds' marks follow each other, and nobody has
+  // counted them.
   __device__ int before_packet(int token, int rank) const { return count(going(0) + rank, token); }
   __device__ int packets(int tokens, int rank) const {
     return tokens == 0 ? 0 : before_packet(tokens - 1, rank) + (goes(tokens - 1, rank) ? 1 : 0);
   }
-  // The same with this one.
+  // Gives the number of tokens up to and including this one that go to a rank.
   __device__ int through(int token, int rank) const { return before(token, rank) + (goes(token, rank) ? 1 : 0); }
 
  private:
-  // How many of the first tokens have a mark.
+  // Counts how many of the first `tokens` tokens have a mark.
   __device__ int count(const uint32_t* marks, int tokens) const {
     const int group = tokens / kGroup;
     int n = __popc(marks[group * ranks()] & below(tokens & (kGroup - 1)));
@@ -85,7 +87,7 @@ __device__ inline void fill_table(const DispatchParams& p, const Scratch& scratc
     scratch.map()[i] = load_fresh<uint32_t>(p.in.map + MapWords::kFirst + i);
   }
 }
-// The slot that a valid id stands for; ids of the handle's own are slots.
+// Gives the physical expert for a valid id. The handle's own ids are physical experts already.
 __device__ __noinline__ static int32_t mapped_slot(const DispatchParams& p, int32_t id, int token) {
   if (!p.table) return slot_of(p.group, p.in, id, token);
   return replicas_at(p.group, shared_at<int32_t>(p.at.map)).choose(id, token);
@@ -93,13 +95,13 @@ __device__ __noinline__ static int32_t mapped_slot(const DispatchParams& p, int3
 __device__ inline int32_t find_slot(const DispatchParams& p, int32_t id, int token) {
   return p.in.map == nullptr || id < 0 ? id : mapped_slot(p, id, token);
 }
-// Where an expert is.
+// Gives where an expert is, as pack_expert packs it.
 __device__ inline uint32_t find_expert(const DispatchParams& p, const Scratch& scratch, int32_t id) {
   const uint32_t* const table = p.table ? scratch.table() : p.group.experts;
   return table[id];
 }
 
-// A token's ids in a fast call, as they lie: as many vectors as there are, those beyond are -1.
+// A token's ids in a usual call, as they lie: as many vectors as there are; those beyond are -1.
 struct Ids {
   uint4 vector[kFastIds / 2];
 };
@@ -126,7 +128,8 @@ __device__ inline Ids load_ids(const DispatchParams& p, int token) {
   return kFast ? load_ids(ids_at(p, token)) : Ids{};
 }
 
-// The slots of a token's ids, apart from the way of calls without a map.
+// The physical experts of a token's ids. Calls with a map find them in a function of its own, out of the way of the
+// others.
 struct Slots {
   uint32_t id[kFastIds];
 };
@@ -138,10 +141,11 @@ __device__ __noinline__ static Slots mapped_slots(const DispatchParams& p, Slots
   return ids;
 }
 
-// Bit i: one of the token's ids is of rank base + i.
+// Gives the ranks of a token: bit i says that one of its ids is of rank i. any_ranks, below, gives those from `base`
+// on, in calls of any kind.
 __device__ inline uint32_t fast_ranks(const DispatchParams& p, const Scratch& scratch, const Ids& ids, int token) {
   const auto& [a, b, c, d] = ids.vector;
-  const auto wide = [](uint32_t low, uint32_t high) { return high == 0 ? low : ~0u; };  // beyond 32 bits it is none
+  const auto wide = [](uint32_t low, uint32_t high) { return high == 0 ? low : ~0u; };  // an id beyond 32 bits is none
   uint32_t id[kFastIds] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
   if (p.in.wide) {
     id[0] = wide(a.x, a.y), id[1] = wide(a.z, a.w), id[2] = wide(b.x, b.y), id[3] = wide(b.z, b.w);
@@ -180,7 +184,7 @@ __device__ __noinline__ static uint32_t any_ranks(const DispatchParams& p, int t
   return mask;
 }
 
-// Which tokens of a group go where: lane i has those of rank base + i. `token`: of the thread.
+// Gives which tokens of a group go where: thread i of the warp gets those of rank base + i. `token`: the thread's.
 template <bool kFast>
 __device__ inline uint32_t route_warp(const DispatchParams& p, const Scratch& scratch, int token, int base,
                                       const Ids& ids) {
@@ -194,8 +198,8 @@ __device__ inline uint32_t route_warp(const DispatchParams& p, const Scratch& sc
   return mine;
 }
 
-// What the marks of a round say of all its tokens. tell(rank, n): n tokens in all go to a rank; by one thread for each,
-// of `threads` threads.
+// Counts what the marks of a round say of all its tokens. In the last round, calls tell(rank, n): n tokens in all go to
+// a rank; by one thread for each rank, of `threads` threads.
 template <class Tell>
 __device__ inline void count_round(const DispatchParams& p, const Scratch& scratch, int round, int thread, int threads,
                                    Tell&& tell) {
@@ -214,7 +218,7 @@ __device__ inline void count_round(const DispatchParams& p, const Scratch& scrat
   }
 }
 
-// Where the tokens of a warp's threads go.
+// Marks where the tokens of a warp's threads go.
 template <bool kFast>
 __device__ inline void mark_tokens(const DispatchParams& p, const Scratch& scratch, int token, const Ids& ids,
                                    uint32_t* marks) {
@@ -226,7 +230,7 @@ __device__ inline void mark_tokens(const DispatchParams& p, const Scratch& scrat
   }
 }
 
-// Where those of later rounds are made and taken from: one group's after the other.
+// Gives where the marks of later rounds are made and taken from: one group's behind the other.
 __device__ inline uint32_t* later_marks(const DispatchParams& p, uint32_t group) {
   const Shape& shape = p.group.map.shape();
   return p.group.marks + p.lane * mark_words(shape) + int64_t{group} * shape.ranks;
@@ -236,8 +240,8 @@ __device__ inline uint32_t groups_of(const DispatchParams& p) {
   return (static_cast<uint32_t>(p.tokens) + kGroup - 1) / kGroup;
 }
 
-// A warp's share of the groups of later rounds; by blocks that receive, or where those send too by all, also if the
-// group is finished: others may not know that yet, and wait.
+// Makes a warp's share of the marks of later rounds; by blocks that receive, or by all where those send too. Also if
+// the group is finished: others may not know that yet, and wait.
 template <bool kFast>
 __device__ inline void mark_rest(const DispatchParams& p, const Scratch& scratch, const Step& step) {
   if (!p.send || p.tokens <= kRound || !is_receiver(p.roles)) return;
@@ -252,12 +256,12 @@ __device__ inline void mark_rest(const DispatchParams& p, const Scratch& scratch
   if (made > 0 && lane() == 0) arrive(marked(p.group, step), made);
 }
 
-// Whether some of the first round's tokens, but not all of these, go as packets: then their senders need its counts.
+// Whether some of the first round's tokens, but not all, go as packets: then their senders need the round's counts.
 __device__ inline bool begins_packets(const DispatchParams& p) {
   return p.first_packet > 0 && p.first_packet < min(p.tokens, kRound);
 }
 
-// What is left to do of the first round when a block has marked its tokens.
+// Does what is left to do for the first round when a block has marked its tokens.
 template <class Tell>
 __device__ inline void count_first(const DispatchParams& p, const Scratch& scratch, Tell&& tell) {
   if (p.tokens > kRound && !begins_packets(p)) return;  // whoever routes the others does it
@@ -265,7 +269,8 @@ __device__ inline void count_first(const DispatchParams& p, const Scratch& scrat
   if (begins_packets(p)) meet();
 }
 
-// Whether all marks of later rounds are there, after so many looks; each lane that has seen it has acquired them.
+// Whether all marks of later rounds are there, after at most `looks` looks; each thread that has seen it has acquired
+// them.
 __device__ inline bool await_marks(const DispatchParams& p, const Step& step, int looks) {
   const uint32_t groups = groups_of(p) - kFirstLater;
 #pragma unroll 1
@@ -276,7 +281,7 @@ __device__ inline bool await_marks(const DispatchParams& p, const Step& step, in
   return true;
 }
 
-// A later round's marks into the block's memory, by a warp: those that have been made, or its own.
+// Brings a later round's marks into the block's memory, by a warp: those that have been made, or its own.
 template <bool kFast>
 __device__ inline void fetch_marks(const DispatchParams& p, const Scratch& scratch, int round, bool made) {
   const int ranks = p.group.map.shape().ranks;
@@ -297,10 +302,10 @@ __device__ inline void fetch_marks(const DispatchParams& p, const Scratch& scrat
   }
 }
 
-// The others, by a warp. It stays so far ahead as there is place.
+// Routes the rounds after the first, by a warp. It stays as far ahead of the others as there is place.
 template <bool kFast, class Tell>
 __device__ __noinline__ static void route_rest(const DispatchParams& p, Step step, Tell tell) {
-  constexpr int kLooks = 32;  // of 0.7 us and more each
+  constexpr int kLooks = 32;  // looks, of 0.7 us and more each
   const Scratch scratch(p);
   if (!begins_packets(p)) count_round(p, scratch, 0, lane(), 32, tell);
   bool made = await_marks(p, step, kLooks);
@@ -318,7 +323,7 @@ __device__ __noinline__ static void route_rest(const DispatchParams& p, Step ste
     count_round(p, scratch, round, lane(), 32, tell);
     __syncwarp();
     if (lane() == 0) {
-      __threadfence_block();  // behind what the other lanes have written, which lane 0 has synchronised with
+      __threadfence_block();  // behind what the other threads have written, with which thread 0 has synchronised
       put(scratch.routed(), round + 1);
     }
   }
@@ -341,7 +346,7 @@ struct Place {
   int slot;
 };
 
-// The same of an exact layout, whose marks the exchange of counts has made (dispatch/placed.cu).
+// Loads the marks of an exact layout, which the exchange of counts has made (dispatch/placed.cu).
 __device__ inline GroupMarks load_marks(const DispatchParams& p, int token, int rank) {
   const int ranks = p.group.map.shape().ranks;
   if (rank >= ranks) return {0, 0};
@@ -353,7 +358,7 @@ __device__ inline Place place_in(const GroupMarks& marks, int token) {
   return {(marks.going >> bit & 1) != 0, marks.before + __popc(marks.going & below(bit))};
 }
 
-// Of rank base + lane().
+// Gives whether a token goes to rank base + lane(), and its slot there.
 template <bool kPlaced>
 __device__ inline Place find_place(const DispatchParams& p, const Scratch& scratch, int token, int base) {
   const int rank = base + lane();

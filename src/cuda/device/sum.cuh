@@ -1,5 +1,11 @@
 // Partials and sums on a device: the order and the bits of exchange/summation.h, the terms of views/. Compiled without
-// contraction.
+// contraction of multiplications and additions.
+//
+// Takes rows in the caller's memory and a handle's metadata; gives words or vectors of a partial in the wire's type.
+//
+// What breaks if this changes: the bits of results (docs/PROTOCOL.md, Order of summation; S9). Every backend and the
+// NumPy oracle return the same: the first term begins the sum, terms are added in order of k, each operation is rounded
+// to nearest even, and one term alone without a weight passes through.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -47,7 +53,7 @@ __device__ inline uint32_t narrow_two(twDtype_t dtype, float a, float b) {
   const __half2 both = __floats2half2_rn(a, b);
   return *reinterpret_cast<const uint32_t*>(&both);
 }
-// 16-bit types alone.
+// Packs a quad into 8 bytes; for 16-bit types alone.
 __device__ inline uint64_t narrow_word(twDtype_t dtype, const Quad& quad) {
   return narrow_two(dtype, quad.v[0], quad.v[1]) | static_cast<uint64_t>(narrow_two(dtype, quad.v[2], quad.v[3])) << 32;
 }
@@ -56,12 +62,12 @@ __device__ inline void add(Quad* sum, const Quad& term, bool first) {
   for (int e = 0; e < 4; ++e) sum->v[e] = first ? term.v[e] : __fadd_rn(sum->v[e], term.v[e]);
 }
 
-// The one row of a slot in rank_major, of a call whose rows all go as packets.
+// Gives the one row of a slot in rank_major, in a call whose rows all go as packets.
 __device__ inline const std::byte* row_of(const CombineParams& p, int source, int slot) {
   return p.rows + source * p.block_stride + slot * p.row_stride;
 }
 
-// The same of any call, flat layouts included; and the row of what came beside it.
+// row_in gives the row of a slot in any call, flat layouts included; meta_row gives the row of its metadata.
 __device__ inline const std::byte* row_in(const CombineParams& p, int source, int slot) {
   return p.rows + source * p.block_stride + (shared_at<int32_t>(p.at.first)[source] + slot) * p.row_stride;
 }
@@ -70,12 +76,12 @@ __device__ inline int64_t meta_row(const CombineParams& p, int source, int slot)
   return begin + shared_at<int32_t>(p.at.first)[source] + slot;
 }
 
-// What is kept of the k-th choice of a row.
+// What a handle keeps of the k-th choice of a row.
 struct KeptChoice {
-  ExpertRow place;  // expert -1: there is none, or it is another rank's; of a rank_major row the rest means nothing
+  ExpertRow place;  // expert -1: there is none, or it is another rank's; in rank_major nothing else in it counts
   float weight;     // where weights are wanted
 };
-// `row`: meta_row. By expert the dispatch's places say all, so that one round trip is enough.
+// Loads it. `row`: meta_row. By expert the dispatch's places say everything, so that one round trip is enough.
 __device__ inline KeptChoice load_choice(const CombineParams& p, int64_t row, int k) {
   const GroupView& g = p.group;
   const int top_k = g.map.shape().top_k;
@@ -94,8 +100,8 @@ __device__ inline KeptChoice load_choice(const CombineParams& p, int64_t row, in
   return choice;
 }
 
-// What the partial of slot (source, p) is made of, into a set in shared memory. `first`: the lane's choice. By one
-// warp, whole.
+// Collects the terms of the partial of slot (source, p), into a set in shared memory. `first`: the thread's choice. By
+// one whole warp.
 __device__ __noinline__ static void collect_terms(const CombineParams& p, int set, int source, int slot,
                                                   KeptChoice first) {
   const int top_k = p.group.map.shape().top_k;
@@ -134,7 +140,7 @@ __device__ __noinline__ static void collect_terms(const CombineParams& p, int se
   __syncwarp();
 }
 
-// 16 bytes of the wire's type as the two quads of 8.
+// Splits 16 bytes of the wire's type into the two quads of 8.
 __device__ inline uint64_t low_half(const uint4& v) { return v.x | static_cast<uint64_t>(v.y) << 32; }
 __device__ inline uint64_t high_half(const uint4& v) { return v.z | static_cast<uint64_t>(v.w) << 32; }
 template <twDtype_t kWire>
@@ -147,12 +153,12 @@ __device__ inline uint4 narrow_vector(const Quad& low, const Quad& high) {
                     narrow_two(kWire, high.v[0], high.v[1]), narrow_two(kWire, high.v[2], high.v[3]));
 }
 
-// Vectors first, first + 32, ... below `end` of a set's partial, where sums_fit. A sum of one term without a weight is
-// that term, bit for bit.
+// Sums vectors first, first + 32, ... below `end` of a set's partial, where sums_fit. A sum of one term without a
+// weight is that term, bit for bit.
 template <twDtype_t kWire, int kAtOnce>
 __device__ inline void sum_partial(const CombineParams& p, int set, uint32_t first, uint32_t end,
                                    uint4 (&bits)[kAtOnce]) {
-  constexpr int kRows = 4;  // that are on their way at once
+  constexpr int kRows = 4;  // rows that are on their way at once
   const int top_k = p.group.map.shape().top_k;
   const auto rows = shared_at<const std::byte*>(p.at.rows) + set * top_k;
   const auto weights = shared_at<float>(p.at.weights) + set * top_k;
@@ -202,7 +208,7 @@ __device__ inline float load_element(const std::byte* row, twDtype_t dtype, int6
   return widen(dtype, load_fresh<unsigned short>(row + 2 * i));
 }
 
-// 8 bytes of a set's partial, in the wire's type, whatever the types and weights; elements beyond the row are 0.
+// Gives 8 bytes of a set's partial in the wire's type, whatever the types and weights; elements beyond the row are 0.
 __device__ __noinline__ static uint64_t sum_word(const CombineParams& p, int set, int64_t w) {
   const int top_k = p.group.map.shape().top_k;
   const auto rows = shared_at<const std::byte*>(p.at.rows) + set * top_k;
@@ -217,7 +223,7 @@ __device__ __noinline__ static uint64_t sum_word(const CombineParams& p, int set
   }
   Quad sum{};
   const bool vector = p.word_sums_fit != 0;
-  constexpr int kRows = 4;  // that are on their way at once
+  constexpr int kRows = 4;  // rows that are on their way at once
 #pragma unroll 1
   for (int base = 0; base < count; base += kRows) {
     uint64_t words[kRows] = {};
@@ -241,7 +247,8 @@ __device__ __noinline__ static uint64_t sum_word(const CombineParams& p, int set
   return __float_as_uint(sum.v[0]) | static_cast<uint64_t>(__float_as_uint(sum.v[1])) << 32;
 }
 
-// Stores the elements of word w of a row's sum, of so many elements, whose terms were of one type, in another.
+// Stores the elements of word w of a row's sum, of `elements` elements. The terms had type `from`; the result has type
+// `to`.
 __device__ __noinline__ static void store_elements(twDtype_t from, twDtype_t to, int64_t elements, std::byte* out,
                                                    int64_t w, Quad quad) {
   const int per_word = 8 / float_bytes(from);

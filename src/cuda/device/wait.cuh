@@ -1,4 +1,10 @@
-// Waiting, and what ends it (S6): the signal comes, or time is up, or somebody has given the group up.
+// Waiting, and what ends it (S6): the signal comes, or time is up, or somebody has given the group up. Also how a step
+// begins and ends on a device, how signals are published and judged, and how errors are reported.
+//
+// Takes a GroupView and the Step; every wait gives either what came or an error, and every error is reported once.
+//
+// What breaks if this changes: S2 (end_step, when the next step may begin), S4 (publish_signals on the writer's side,
+// saw and await_rows on the reader's), S5 (clear_counters), S6 (Patience), S8 (skip_step, where all blocks wait).
 #pragma once
 
 #include "cuda/device/block.cuh"
@@ -14,13 +20,13 @@ struct Step {
   int32_t lane;
   int32_t bound;
   twPhase_t phase;
-  uint32_t digest = 0;      // of what all ranks must have alike, beside the bound (exchange/notes.h)
+  uint32_t digest = 0;      // digest of what all ranks must have alike, beside the bound (exchange/notes.h)
   int32_t note_bits = 29;   // of a dispatch's notes
   int32_t has_offsets = 0;  // of a dispatch, noted beside its bound
 
   __device__ int bank() const { return static_cast<int>(number & 1); }
   __device__ uint32_t low() const { return static_cast<uint32_t>(number); }
-  // What this rank notes. `plain`: of a dispatch, rows that are no packets.
+  // Gives what this rank notes. `plain`: in a dispatch, the number of Simple rows.
   __device__ uint64_t note(int plain) const {
     return phase == twPhaseDispatch ? dispatch_note(full_bound(), plain, digest, note_bits)
                                     : collective_note(bound, digest);
@@ -32,7 +38,7 @@ struct Step {
   __device__ uint32_t bound_of(uint64_t note) const {
     return phase == twPhaseDispatch ? noted_bound(note, note_bits) : static_cast<uint32_t>(note);
   }
-  // Whether a note is that of a rank which makes the same call. A combine's holds nothing above the bound.
+  // Whether a note comes from a rank that makes the same call. A combine's holds nothing above the bound.
   __device__ bool matches(uint64_t seen) const {
     if (phase == twPhaseCombine) return static_cast<uint32_t>(seen) == static_cast<uint32_t>(bound);
     return seen == note(plain_of(seen));
@@ -45,25 +51,26 @@ __device__ inline Mode mode_of(twPhase_t phase) {
   return phase == twPhaseCounts ? Mode::kCounts : Mode::kCombine;
 }
 
-// Of a dispatch: the signal may come before the rows.
+// Whether a dispatch's signal of this mode may come before its rows.
 __device__ inline bool has_packets(Mode mode) { return mode == Mode::kDispatchPackets || mode == Mode::kDispatchRows; }
 
-// The first step of a kernel on a lane: the one after the last that ended. What a kernel loads without knowing it is
-// loaded before, so that all of it is on its way at once: whatever is made of the step waits for it.
+// Gives the first step of a kernel on a channel: the one after the last that ended. What a kernel can load without
+// knowing the step it loads before this, so that all of it is on its way at once: whatever depends on the step waits
+// for it.
 __device__ inline uint64_t next_step(const GroupView& g, int lane) {
-  keep_order();  // or the compiler puts it first
+  keep_order();  // otherwise the compiler puts it first
   return *reinterpret_cast<const volatile uint64_t*>(&g.lanes[lane].step) + 1;
 }
 __device__ inline bool is_sticky(const GroupView& g) {
   return *reinterpret_cast<const volatile uint32_t*>(&g.state->sticky) != 0;
 }
 
-// The host's watch begins; by one thread of the kernel that sends. `refused`: nothing is known of the peers' call.
+// Begins the host's watch; by one thread of the kernel that sends. `refused`: nothing is known of the peers' call.
 __device__ inline void say_sent(const GroupView& g, const Step& step, bool refused = false) {
   if (!tells_host(g)) return;
   CarriedLane& to = g.pages[g.me]->carried[step.lane];
   *reinterpret_cast<volatile int32_t*>(&to.phase) = step.phase;
-  // What makes blocks differ in size. A digest of maps does not: those calls end, and then tell of it.
+  // The digest is of what makes blocks differ in size. A digest of maps does not: those calls end, and tell of it then.
   const bool collects = step.phase == twPhaseGather || step.phase == twPhaseReduce;
   const uint64_t blocks = collective_note(static_cast<uint32_t>(step.bound), collects ? step.digest : 0);
   const uint32_t call = mix_digest(static_cast<uint32_t>(step.phase), blocks);
@@ -72,13 +79,13 @@ __device__ inline void say_sent(const GroupView& g, const Step& step, bool refus
   if (g.waits) store_half(&to.waits, step.low());
 }
 
-// A step ends in device memory when every block of the kernel has read the one before. Each says so, by one thread, and
-// looks at the reply much later. The counter counts down (device/ptx.cuh, draw).
+// A step ends in device memory when every block of the kernel has read the number of the one before. Each block says
+// so, by one thread, and looks at the reply much later. The counter counts down (device/ptx.cuh, draw).
 __device__ inline uint32_t begin_end(const GroupView& g, const Step& step) {
   return 0 - atomicAdd(&g.lanes[step.lane].arrived, ~0u);
 }
-// The same by the one thread that `says` it; nobody waits for the reply. For kernels where all rows go as packets: of
-// one token it saves 0.1 us, but a bulk combine of 4096 took 183 us instead of 176.
+// Does the same by the one thread that `says` it; nobody waits for the reply. It is for kernels where all rows go as
+// packets: with one token it saves 0.1 us, but a bulk combine of 4096 tokens took 183 us instead of 176.
 __device__ inline uint32_t begin_end(const GroupView& g, const Step& step, bool says) {
   return draw(&g.lanes[step.lane].arrived, says);
 }
@@ -89,9 +96,9 @@ __device__ inline void end_step(const GroupView& g, const Step& step, uint32_t b
   if (tells_host(g)) store_half(&g.pages[g.me]->carried[step.lane].ended, step.low());
 }
 
-// Work goes to who is free: groups of SMs share the way to the link, and some sent twice as fast as others. A counter
-// is used in every fourth step. A kernel clears those of the two steps after its own, as a dispatch may skip one: it
-// follows their last use and precedes the next in stream order (S5).
+// Work goes to whoever is free: groups of SMs share the way to the link, and some sent twice as fast as others. A work
+// counter is used in every fourth step. A kernel clears those of the two steps after its own, as a dispatch may skip
+// one: that follows their last use and precedes the next in stream order (S5).
 __device__ inline uint32_t* work_counters(const GroupView& g, const Step& step) {
   return &g.lanes[step.lane].work_counters[step.number % kWorkCounters];
 }
@@ -109,7 +116,8 @@ __device__ inline void clear_counters(const GroupView& g, const Step& step) {
   }
 }
 
-// For one thread of each block that has sent: whether it is the last of all (S4: it has synchronised with the others).
+// Called by one thread of each block that has sent: whether the block is the last of all (S4: the thread has
+// synchronised with the others).
 __device__ inline bool last_to_send(const GroupView& g, const Step& step, const Roles& roles) {
   uint32_t* const sent = &g.lanes[step.lane].sent;
   if (arrive(sent) != static_cast<uint32_t>(roles.sending) - 1) return false;
@@ -121,8 +129,8 @@ __device__ inline std::byte* own_signal_at(const GroupView& g, const Step& step,
   return signal_target(g, step.lane, step.bank(), rank);
 }
 
-// Says that this block has finished, in a place of its own: no reply is waited for, and no fence, which every kernel
-// would pay for. Who acts on it does so after an error, and sleeps long enough for any store to land.
+// Says that this block has finished, in a place of its own: nobody waits for a reply, nor for a fence, which every
+// kernel would pay for. Who acts on it does so after an error, and sleeps long enough for any store to arrive.
 __device__ inline void say_done(const GroupView& g, const Step& step) {
   *reinterpret_cast<volatile uint32_t*>(&g.lanes[step.lane].done[blockIdx.x]) = step.low();
 }
@@ -130,7 +138,7 @@ __device__ inline void say_done(const GroupView& g, const Step& step) {
 __device__ __noinline__ static void await_done(const GroupView& g, Step step) {
   constexpr int kMostLooks = 20000;  // 10 ms: a block that waits for tile after tile looks around once in 0.2 ms
   for (uint32_t i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
-    // Of a finished group some blocks may have left at once.
+    // In a finished group some blocks may have left at once.
     for (int look = 0; i != blockIdx.x && !(is_sticky(g) && look > kMostLooks); ++look) {
       if (*reinterpret_cast<volatile uint32_t*>(&g.lanes[step.lane].done[i]) == step.low()) break;
       __nanosleep(500);
@@ -162,8 +170,8 @@ __device__ inline void finish_report(Report* report) {
   store_half(&report->serial, load_half(&report->serial) + 1);
 }
 
-// Makes an error of the group: told to this rank's host, and to the peers, with the culprit, so that they do not blame
-// each other.
+// Makes an error the group's: tells it to this rank's host, and to the peers, with the culprit, so that they do not
+// blame each other.
 __device__ __noinline__ static void report_failure(const GroupView& g, Step step, twResult_t result, int peer,
                                                    uint64_t seen) {
   store_half(&g.state->sticky, 1);
@@ -180,7 +188,7 @@ __device__ __noinline__ static void report_failure(const GroupView& g, Step step
   }
 }
 
-// Somebody else has found the error; this rank's host learns what this rank waited for.
+// Tells this rank's host what it waited for, where somebody else has found the error.
 __device__ __noinline__ static void report_stopped(const GroupView& g, Step step, int peer, uint64_t seen) {
   if (g.no_wait || atomicExch(&g.state->stopped, 1) != 0) return;
   Report* const stopped = &g.pages[g.me]->stopped;
@@ -197,11 +205,11 @@ __device__ inline void report_call(const GroupView& g, Report* report, Write&& w
   atomicExch(&g.state->lock, 0);
 }
 
-// How a wait stands. What a function that is called takes by reference lives in memory, in all that is around the call;
+// How a wait stands. A variable that a called function takes by reference lives in memory everywhere around the call;
 // so these are values.
 enum class Outlook { kOpen, kOver, kLate };
 
-// Looks around, in a wait that began at `start`.
+// Looks around, in a wait that began at `start`: at the sticky flag, the clock and, if it looks far, the host's memory.
 __device__ __noinline__ static Outlook look_around(const GroupView& g, uint64_t start, bool looks_far) {
   if (is_sticky(g)) return Outlook::kOver;
   if (looks_far && load_half(&g.pages[g.me]->stop) != 0) {
@@ -212,8 +220,8 @@ __device__ __noinline__ static Outlook look_around(const GroupView& g, uint64_t 
 }
 
 // How long a wait goes on. One look in kLooks is followed by a look around. The last of a kernel's blocks (or the one
-// before, where the last may be one that counts and waits for nobody) then looks into the host's memory too, and tells
-// the others; they do so rarely, as thousands of waiting warps would choke the way.
+// before it, where the last may be the one that gathers load statistics and waits for nobody) then looks into the
+// host's memory too, and tells the others; these do so rarely, as thousands of waiting warps would choke the way.
 class Patience {
  public:
   __device__ explicit Patience(const GroupView& g, bool far = false) : g_(g), far_(far) {}
@@ -246,13 +254,13 @@ class Patience {
 struct Source {
   Mode mode = Mode::kNone;  // kNone: nothing came
   int32_t n = 0;            // rows, 0 if there was an error
-  int32_t plain = 0;        // the first so many are no packets
+  int32_t plain = 0;        // Simple rows, which come first; the others are packets
   twResult_t error = twSuccess;
   uint64_t signal = 0;
   uint64_t note = 0;
 };
 
-// Judges a signal that has the step.
+// Judges a signal that has the step's number.
 __device__ inline void judge(const Step& step, Source* source) {
   const Signal signal = unpack(source->signal);
   source->mode = signal.mode;
@@ -279,10 +287,10 @@ __device__ inline void judge(const Step& step, Source* source) {
 // What a wait for a source's signal is for.
 enum class Look {
   kSignal,    // the signal, and all that was written before it (S4)
-  kTakesPart  // the signal alone: rows have been seen otherwise
+  kTakesPart  // the signal alone: rows are seen otherwise
 };
 
-// Whether a source's signal of the step is there; what it says.
+// Whether a source's signal of the step is there; *source then holds what it says.
 __device__ inline bool saw(const GroupView& g, const Step& step, int rank, Look look, Source* source) {
   const std::byte* const place = window_of(g, g.me) + g.map.signal(step.lane, step.bank(), rank);
   const Vec16 pair = load_pair(place);
@@ -299,7 +307,7 @@ __device__ inline bool saw(const GroupView& g, const Step& step, int rank, Look 
   return true;
 }
 
-// One look at a source's signal. True when there is nothing more to wait for.
+// Looks once at a source's signal. True when there is nothing more to wait for.
 __device__ inline bool look_at(const GroupView& g, const Step& step, int rank, Look look, Patience* patience,
                                Source* source) {
   if (saw(g, step, rank, look, source)) return true;
@@ -324,12 +332,11 @@ __device__ __noinline__ static Source await_source(const GroupView& g, Step step
   return source;
 }
 
-// Waits for the rows of a source that are no packets, where its signal says that there are some beside packets
-// (S4).
+// Waits for the Simple rows of a source, where its signal says that there are some before its packets (S4).
 __device__ __noinline__ static twResult_t await_rows(const GroupView& g, Step step, int rank) {
   const std::byte* const place = window_of(g, g.me) + g.map.signal(step.lane, step.bank(), rank) + kRowsOffset;
   Patience patience(g);
-  // One looks, so that each look may acquire: one more, of the signal when it is there, would take 0.7 us.
+  // One thread looks, so that each look may acquire: one more look, at the signal when it is there, would take 0.7 us.
   while (load_acquire(place) != step.number) {
     bool late = false;
     if (patience.over(&late)) return g.no_wait ? twSuccess : late ? twTimeout : twPeerAborted;
@@ -337,7 +344,7 @@ __device__ __noinline__ static twResult_t await_rows(const GroupView& g, Step st
   return twSuccess;
 }
 
-// Makes known what is wrong with a source, if anything is; for one warp of a kernel.
+// Makes known what is wrong with a source, if anything is; by one warp of a kernel.
 __device__ __noinline__ static void report_source(const GroupView& g, Step step, int rank, Source source) {
   const twResult_t error = source.error;
   if (error == twSuccess) return;
@@ -350,9 +357,9 @@ __device__ __noinline__ static void report_source(const GroupView& g, Step step,
               [&](Report* to) { write_report(to, g, step, error, rank, source.signal, step.bound_of(source.note)); });
 }
 
-// The end of a kernel that knows what a source's signal will say: whether it says so. False: another has come, or none
-// in a while. To judge whatever may come is some hundred instructions that nobody has met before, and a reduce of 1 row
-// took 0.7 us longer with them.
+// Ends a kernel that knows what a source's signal will say: true if the signal says so. False: another one has come, or
+// none in a while. Judging whatever may come takes some hundred instructions that nobody has met before, and a reduce
+// of 1 row took 0.7 us longer with them.
 __device__ inline bool await_usual(const GroupView& g, const Step& step, int rank, int n) {
   constexpr int kMostLooks = 64;
   const std::byte* const place = window_of(g, g.me) + g.map.signal(step.lane, step.bank(), rank);
@@ -366,8 +373,8 @@ __device__ inline bool await_usual(const GroupView& g, const Step& step, int ran
   }
   return false;
 }
-// Waits for it, whatever it says, and reports what is wrong. `n`: how many rows it is to tell of, or the error is
-// `otherwise`; -1: any number.
+// Waits for a source's signal, whatever it says, and reports what is wrong. `n`: the rows that it must tell of, or the
+// error is `otherwise`; -1: any number.
 __device__ __noinline__ static Source await_signal(const GroupView& g, Step step, int rank, Look look, int n,
                                                    twResult_t otherwise) {
   Source source = await_source(g, step, rank, look, true);
@@ -380,8 +387,8 @@ __device__ __noinline__ static Source await_signal(const GroupView& g, Step step
   return source;
 }
 
-// Publishes this rank's signal of a step to every rank. `count(rank)`. The fence brings the note before the signals,
-// and the rows that the caller has synchronised with (S4). By a warp.
+// Publishes this rank's signal of a step to every rank, with count(rank) rows. The fence brings the note before the
+// signals, and the rows with which the caller has synchronised (S4). By a warp.
 template <class Count>
 __device__ inline void publish_signals(const GroupView& g, const Step& step, Mode mode, Count count) {
   const int ranks = g.map.shape().ranks;
@@ -395,9 +402,9 @@ __device__ inline void publish_signals(const GroupView& g, const Step& step, Mod
   }
 }
 
-// The same for one rank and without an order to anything: signal and note in one store, for steps whose rows certify
-// themselves. `plain`: of a dispatch, rows that do not. Where such stores may be torn there are no packets, and none of
-// those is there.
+// Publishes the signal to one rank, without an order to anything: signal and note in one store, for steps whose rows
+// certify themselves. `plain`: in a dispatch, the number of Simple rows, which do not. Where such stores may be torn
+// there are no packets, and the note goes first, behind a fence of its own.
 __device__ inline void publish_signal(const GroupView& g, const Step& step, int rank, Mode mode, int n, int plain) {
   std::byte* const place = own_signal_at(g, step, rank);
   const uint64_t signal = pack(Signal{step.low(), mode, static_cast<uint32_t>(n)});
@@ -407,22 +414,22 @@ __device__ inline void publish_signal(const GroupView& g, const Step& step, int 
   fence_system();
   store_word(place, signal);
 }
-// A step without rows, to all ranks; by a block.
+// Publishes a step without rows to all ranks; by a block.
 __device__ inline void publish_empty(const GroupView& g, const Step& step, Mode mode) {
   for (int rank = threadIdx.x; rank < g.map.shape().ranks; rank += blockDim.x) {
     publish_signal(g, step, rank, mode, 0, 0);
   }
 }
 
-// Moves to the bank that the caller's view needs, by a step without rows, where the lane does not stand before it. All
-// blocks wait here before they send, so all must be there at once (S8). False if the wait failed.
+// Moves to the bank that the caller's view needs by a step without rows, where the channel does not stand before that
+// bank. All blocks wait here before they send, so all must be on the device at once (S8). False if the wait failed.
 __device__ __noinline__ static bool skip_step(const GroupView& g, Step skipped) {
   skipped.number -= 1;
   if (blockIdx.x == 0) publish_empty(g, skipped, Mode::kSkip);
   bool passed = true;
   for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
     const Source source = await_source(g, skipped, i, Look::kTakesPart, false);
-    // A peer may already be past the step that follows: then it has seen this rank's signal of that one.
+    // A peer may already be past the next step: then it has seen this rank's signal of the skipped one.
     const uint32_t seen = unpack(source.signal).step;
     if (source.mode == Mode::kSkip || g.no_wait || (reached(seen, skipped.low()) && seen != skipped.low())) continue;
     passed = false;

@@ -1,13 +1,18 @@
-// Dispatch: one kernel, from ids to rows in place at their receivers.
+// Dispatch, low latency: one kernel, from ids to rows in place at their receivers. Takes DispatchParams; gives rows in
+// the receivers' banks and all that a handle keeps of them. launch_dispatch also chooses between this kernel and the
+// two others.
 //
 // Floor: bytes over the link, then one flight with the last of them and its flag. The last tokens of a rank, or all if
-// they are few, go as packets, which certify themselves. Those before them go as they lie; the fence and the word that
+// they are few, go as packets, which certify themselves. Those before go as Simple rows; the fence and the signal that
 // these need (S4) take some 4 us, which pass while the packets are on the wire.
 //
 // Some of the blocks send, the others receive, and their warps work alone, on a tile of a row at a time: the senders
 // need a bit for each token and rank (device/routing.cuh) and find the slots of their row from it; the receivers need a
-// word of each source, which they look at while their first packet comes. Nothing is handed over by way of barriers and
-// memory but the bits, as each such step is half a microsecond.
+// signal of each source, which they look at while their first packet comes. Nothing is handed over by way of barriers
+// and memory but the bits, as each such step is half a microsecond.
+//
+// What breaks if this changes: S3 (nothing is written before await_earlier), S7 (send before receive), S8 (skip_step),
+// S9.
 #include <cuda_runtime.h>
 
 #include "cuda/device/loads.cuh"
@@ -23,11 +28,12 @@ int load_dispatch_placed(const Shape& shape);
 
 namespace {
 
-// Blocks that send go through all of it twice where they come onto the device early (Kind::kUsual, `rehearses`): first
-// without effect, before the wait for the kernel before. Instructions are met in device memory, as those of the last
-// dispatch have left the caches since. From the wait to a warp's second tile 13 us passed so, of which the link had
-// work for 6: a dispatch and a combine of 4096 tokens took 2.3 us longer, 0.4 of it the combine's part. What a
-// rehearsal loads may be of any time, and is used for nothing but where nothing goes.
+// The kernel of one kind. Blocks that send go through all of it twice where they come onto the device early
+// (Kind::kUsual, `rehearses`): first without effect, before the wait for the kernel before. Instructions are met in
+// device memory, as those of the last dispatch have left the caches since. Without the rehearsal 13 us passed from the
+// wait to a warp's second tile, of which the link had work for 6: a dispatch and a combine of 4096 tokens took 2.3 us
+// longer, 0.4 of it the combine's part. What a rehearsal loads may be of any time, and is used for nothing but where
+// nothing goes.
 template <Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   constexpr bool kFast = kKind != Kind::kGeneric;
@@ -41,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   const bool receives = p.receive && is_receiver(p.roles);
   warm(p);
   begin_block(p, scratch);
-  // What a sending warp sends first, though nobody knows yet where it goes.
+  // This is what a sending warp sends first, though nobody knows yet where it goes.
   const uint32_t u = sent_shares(p.roles).first;
   const bool begins = sends && u < sending_warps(p);
   const bool begins_plain = kFast && begins && u < tiles_before(p, p.first_packet);
@@ -60,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   }
   if (thread < shape.ranks) bring_begins_near(p, thread);
   if (thread == 0) prefetch(&g.lanes[p.lane]), prefetch(g.state);
-  meet();  // the table
+  meet();  // the table is filled
   const int bytes = ids_from.bytes;
   const uint32_t vectors = plain.vectors;
   const std::byte* const second = plain.second;
@@ -94,8 +100,8 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
     const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
     if (real && p.send && usable && skips && tells_skips(g)) usable = skip_step(g, step);
-    // Before all else: so long as a warp finds and loads its next tile, the link has these. Not of later rounds, of
-    // which nobody knows yet where tokens go.
+    // These come before all else: the link has them to carry while a warp finds and loads its next tile. Tiles of later
+    // rounds cannot, as nobody knows yet where their tokens go.
     const auto token = static_cast<int>(plain.item.row);
     const bool stored = begins_plain && token < kRound;
     if ((stored && usable) || !real) {
@@ -111,8 +117,8 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     uint32_t arrived = 0;
     if (p.receive && thread == 0) arrived = begin_end(g, step);
     if (first) {  // what no peer waits for
-      // Until a block that has seen an error knows all others to be done, or the group is finished, which a combine
-      // sees first.
+      // The status holds until a block that has seen an error knows all others to be done, or until the group is
+      // finished, which a combine sees first.
       if (p.receive) *p.handle.status = twSuccess;
       if (p.in.map != nullptr) *p.handle.digest = digest;
       clear_counters(g, step);
@@ -133,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   }
 }
 
-// Of one kind.
+// Calls use(kernel) with the kernel of one kind.
 constexpr auto kWithKernel = [](Kind kind, auto&& use) {
   return with_kind(kind, [&](auto of) { return use(dispatch_kernel<decltype(of)::value>); });
 };

@@ -1,4 +1,10 @@
-// What a dispatch leaves when it has failed.
+// The end of a dispatch: what a block leaves when it has finished, and how outputs are made safe after an error.
+//
+// Takes a Block whose sends are done; clear_failed must be called by whole blocks. Gives counts 0, invalid ids and
+// status twInternalError for sources that failed.
+//
+// What breaks if this changes: S2 (end_step comes last), and that outputs are safe after an error (docs/PROTOCOL.md,
+// Errors): a combine reads the status and sends nothing.
 #pragma once
 
 #include "cuda/device/loads.cuh"
@@ -6,13 +12,13 @@
 
 namespace tw::cuda {
 
-// Clears away after what has failed, by blocks that have seen it, when all have done with it.
+// Clears what failed sources have left, by blocks that have seen the error, when all blocks have done with it.
 __device__ __noinline__ static void clear_failed(Block b) {
   const DispatchParams& p = b.p;
-  if (threadIdx.x == 0) say_done(p.group, b.step);  // others may wait here likewise
+  if (threadIdx.x == 0) say_done(p.group, b.step);  // others may wait here too
   await_done(p.group, b.step);
   keep_begins<false>(p, b.scratch,
-                     load_begins(p, static_cast<int>(threadIdx.x)));  // which the kernel of packets has not done
+                     load_begins(p, static_cast<int>(threadIdx.x)));  // the kernel of packets has not done this
   __syncthreads();
   for (int source = 0; source < b.ranks(); ++source) {
     if (b.scratch.source_error()[source] == twSuccess) continue;
@@ -23,24 +29,24 @@ __device__ __noinline__ static void clear_failed(Block b) {
   if (threadIdx.x == 0) *p.handle.status = twInternalError;
 }
 
-// The group is finished: nothing goes out, and what the caller sees is made safe, when all have done with it. Blocks
-// that have begun before may think otherwise, so each that knows clears everything.
+// Gives up where the group is finished: nothing goes out, and what the caller sees is made safe when all have done with
+// it. Blocks that began before may think otherwise, so each block that knows clears everything.
 __device__ inline void give_up(const Block& b) {
   for (int i = static_cast<int>(threadIdx.x); i < b.ranks(); i += kThreads) b.scratch.fail(i, twInternalError);
 }
 
-// What a dispatch of an exact layout leaves that no peer waits for. By one thread.
+// Leaves what a dispatch of an exact layout leaves and no peer waits for. By one thread.
 __device__ inline void leave_status(const Block& b, uint32_t digest) {
   const DispatchParams& p = b.p;
-  // Until a block that has seen an error knows all others to be done, or the group is finished, which a combine sees
-  // first. Rows that do not fit go nowhere, and no combine answers.
+  // The status holds until a block that has seen an error knows all others to be done, or until the group is finished,
+  // which a combine sees first. Rows that do not fit go nowhere, and no combine answers them.
   const bool overflow = load_fresh<uint32_t>(p.handle.overflow) != 0;
   if (p.receive) *p.handle.status = overflow ? twRecvOverflow : twSuccess;
   if (p.in.map != nullptr) *p.handle.digest = digest;
   clear_counters(p.group, b.step);
 }
 
-// The end of a block, which has sent and received. `arrived`: begin_end's.
+// Ends a block, which has sent and received. `arrived`: from begin_end.
 __device__ inline void finish_dispatch(const Block& b, bool usable, uint32_t arrived) {
   const DispatchParams& p = b.p;
   if (usable) {

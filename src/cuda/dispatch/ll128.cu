@@ -1,10 +1,14 @@
-// Dispatch of rows that all travel as packets, in calls of the usual kind (launch/tiles.h, Kind::kPackets).
+// Dispatch of rows that all travel as packets, in calls of the usual kind (launch/tiles.h, Kind::kPackets). Takes
+// DispatchParams; gives the same rows, slots and handle as dispatch/dispatch.cu does.
 //
 // Floor: an exchange of packets, 2.5 us and the bytes over the link. What comes on top is instructions: a warp runs one
 // in about 5 cycles, and one that it meets for the first time in 5 to 10; and each load that waits for another is 0.6
 // us. So whatever does not need the step, the ids or the payload is worked out before the kernel waits for the one
 // before it; then all that is needed is loaded at once; no warp waits for another but where tokens are routed; and what
 // the caller needs but no peer does comes after the stores.
+//
+// What breaks if this changes: S3 (await_earlier), S4 (the flags), S7 (send before receive), S8 (skip_step), S9. The
+// order of everything else is speed alone.
 #include <cuda_runtime.h>
 
 #include "cuda/device/loads.cuh"
@@ -16,13 +20,15 @@
 namespace tw::cuda {
 namespace {
 
-// ---- Routing: of up to 32 tokens each warp makes it by itself, in registers; of more, up to two rounds, a block does.
+// ---- Routing. With up to 32 tokens each warp makes it by itself, in registers; with more, up to two rounds, a block
+// does.
 
 template <bool kAlone>
 struct Routing {
   uint32_t going = 0;  // alone: which tokens go to rank lane()
 
-  // `ids`: of token lane(), or of token threadIdx.x, before a barrier; `more`: of that of the second round.
+  // Makes the routing. `ids`: of token lane(), or, before a barrier, of token threadIdx.x; `more`: of the same token of
+  // the second round.
   __device__ void make(const DispatchParams& p, const Scratch& scratch, const Ids& ids, const Ids& more) {
     if (kAlone) {
       going = route_warp<true>(p, scratch, lane(), 0, ids);
@@ -32,13 +38,13 @@ struct Routing {
     mark_tokens<true>(p, scratch, token, ids, scratch.marks(token));
     if (p.tokens > kRound) mark_tokens<true>(p, scratch, token + kRound, more, scratch.marks(token + kRound));
   }
-  // Whether a token goes to rank lane(), and its slot there.
+  // Gives whether a token goes to rank lane(), and its slot there.
   __device__ Place find(const Block& b, int token) const {
     if (kAlone) return {(going >> token & 1) != 0, __popc(going & below(token))};
     if (lane() >= b.ranks() || !b.scratch.goes(token, lane())) return {false, 0};
     return {true, b.scratch.before_packet(token, lane())};
   }
-  // How many tokens go to a rank.
+  // Gives how many tokens go to a rank.
   __device__ int count(const Block& b, int rank) const {
     if (kAlone) return __popc(__shfl_sync(~0u, going, rank));
     return rank < b.ranks() ? b.scratch.packets(b.p.tokens, rank) : 0;
@@ -47,17 +53,17 @@ struct Routing {
 
 // ---- Sending
 
-// A tile of a token's row and what of it this thread loads; beside it, if they lie there, the token's lane()-th
+// A tile of a token's row and what this thread loads of it; with it, if the metadata lies there, the token's lane()-th
 // id and weight.
 template <int kGroups>
 struct Outgoing {
   int token;
   Tile tile;
   Words<kGroups, const std::byte> words;
-  uint32_t groups;        // of packets in which it has a part
-  uint64_t packet;        // in a window, of slot 0
+  uint32_t groups;        // groups in which the thread has a part of a packet
+  uint64_t packet;        // its place in a window, for slot 0
   const std::byte* id;    // nullptr: none
-  const std::byte* high;  // half of an id of 64 bits
+  const std::byte* high;  // the upper half of an id of 64 bits
   const std::byte* weight;
 
   __device__ Outgoing(const DispatchParams& p, uint32_t u);
@@ -92,7 +98,7 @@ __device__ inline Outgoing<kGroups>::Outgoing(const DispatchParams& p, uint32_t 
 
 constexpr uint32_t kOne = 0x3f800000;  // 1.0f
 
-// All of that, on its way at once; nothing is made of it yet.
+// All of that, loaded: it is on its way at once, and nothing is made of it yet.
 template <int kGroups>
 struct Loaded {
   Vec16 pair[kGroups];
@@ -114,7 +120,7 @@ struct Loaded {
   __device__ Choice choice() const { return {id, high, __uint_as_float(weight)}; }
 };
 
-// The handle's copy of a token's routing.
+// Keeps a token's routing in the handle.
 __device__ inline void keep_token(const Block& b, int token, const Place& place, uint32_t ranks, uint32_t item,
                                   const Choice& choice) {
   const DispatchParams& p = b.p;
@@ -128,7 +134,7 @@ __device__ inline void keep_token(const Block& b, int token, const Place& place,
   p.handle.weights[token * shape.top_k + lane()] = choice.weight;
 }
 
-// A tile of a token's row to all its ranks.
+// Sends a tile of a token's row to all its ranks.
 template <int kGroups>
 __device__ inline void send_tile(const Block& b, const Place& place, const Outgoing<kGroups>& out,
                                  Loaded<kGroups> loaded) {
@@ -171,7 +177,7 @@ __device__ inline void send_tile(const Block& b, const Place& place, const Outgo
   if (has_meta(out.tile)) keep_token(b, out.token, place, ranks, item, choice);
 }
 
-// How many rows go to each rank, by the warp that has least to send.
+// Whether this is the warp that has least to send; it tells how many rows go to each rank.
 __device__ inline bool is_teller() { return blockIdx.x == 0 && threadIdx.x / 32 == kWarps - 1; }
 template <bool kAlone>
 __device__ inline void tell_counts(const Block& b, const Routing<kAlone>& routing) {
@@ -182,8 +188,9 @@ __device__ inline void tell_counts(const Block& b, const Routing<kAlone>& routin
   p.handle.send_counts[lane()] = n;
 }
 
-// How many rows are this rank's own, and slots that hold none of them: by the first `warps` warps of a side. Which one
-// follows from the launch alone: rows may be sent by a kernel of another kind, which leaves this to whoever receives.
+// Shows how many rows are this rank's own, and clears the slots that hold none of them: by the first `warps` warps of a
+// side. The launch alone decides which side: rows may be sent by a kernel of another kind, which leaves this to whoever
+// receives.
 __device__ inline void show_own(const Block& b, int own, uint32_t warp, uint32_t warps) {
   const DispatchParams& p = b.p;
   const int me = p.group.me;
@@ -202,9 +209,9 @@ __device__ inline void send_tiles(const Block& b, const Routing<kAlone>& routing
   if (is_teller()) tell_counts(b, routing);
 #pragma unroll 1
   for (uint32_t u = shares.first; u < all;) {
-    const bool draws = all > shares.step;  // beyond those that everybody begins with
+    const bool draws = all > shares.step;  // there are more than those that everybody begins with
     const uint32_t work_item =
-        draw(work_counters(p.group, b.step), draws && lane() == 0);  // on its way while this is sent
+        draw(work_counters(p.group, b.step), draws && lane() == 0);  // on its way while this tile is sent
     send_tile(b, routing.find(b, out.token), out, loaded);
     if (!draws) break;
     u = shares.step + __shfl_sync(~0u, work_item, 0);
@@ -225,11 +232,11 @@ struct Incoming {
   int slot;
   Tile tile;
   const std::byte* packet;
-  const std::byte* word;  // of the rank
+  const std::byte* word;  // the rank's signal
   Words<kGroups, std::byte> words;
   ItemsAt items;
 
-  // Of a share of all tiles. `window`: this rank's; `bank` in it.
+  // Makes one from a share of all tiles. `window`: this rank's; `bank`: in that window.
   __device__ static Incoming make(const DispatchParams& p, std::byte* window, std::byte* bank, uint32_t u) {
     const int ranks = p.group.map.shape().ranks;
     const Share in = share_of(p.tiles, static_cast<uint32_t>(ranks - 1), u);
@@ -251,7 +258,7 @@ struct Incoming {
   }
 };
 
-// Waits for a source's word and, if it has a row for the slot, for the packets.
+// Waits for a source's signal and, if it has a row for the slot, for the packets.
 template <int kGroups>
 __device__ inline Source await_tile(const Block& b, const Incoming<kGroups>& in, Parts<1, kGroups>* packets) {
   const GroupView& g = b.p.group;
@@ -271,7 +278,7 @@ __device__ inline Source await_tile(const Block& b, const Incoming<kGroups>& in,
       source.n = static_cast<int>(n);
       known = __all_sync(~0u, (word.a ^ usual) >> 28 == 0 && word.b == note && n <= bound);
       if (!known && __any_sync(~0u, g.no_wait || reached(unpack(word.a).step, b.step.low()))) {
-        known = true;  // something else, which that function judges
+        known = true;  // another signal, which await_source judges
         source = await_source(g, b.step, in.rank, Look::kTakesPart, false);
       }
     }
@@ -295,7 +302,8 @@ __device__ inline Source await_tile(const Block& b, const Incoming<kGroups>& in,
   }
 }
 
-// What came for a tile of a slot, or nothing. The first of a source also makes known how many came and what is wrong.
+// Takes what came for a tile of a slot, or clears the slot. The first tile of a source also makes known how many rows
+// came and what is wrong.
 template <int kGroups>
 __device__ inline void take_tile(const Block& b, const Incoming<kGroups>& in) {
   const DispatchParams& p = b.p;
@@ -331,7 +339,7 @@ __device__ inline void take_tiles(const Block& b, Incoming<kGroups> in) {
   const DispatchParams& p = b.p;
   const Shares shares = received_shares(p.roles);
   const uint32_t all = static_cast<uint32_t>(p.bound * (b.ranks() - 1)) * p.tiles.per_row.divisor;
-  if (!p.send) {  // an earlier kernel has
+  if (!p.send) {  // an earlier kernel has sent
     show_own(b, static_cast<int>(load_fresh<uint32_t>(p.handle.send_counts + p.group.me)), shares.first, shares.step);
   }
 #pragma unroll 1
@@ -373,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_packets_kernel(const __g
   out.pin();
   in.pin();
   pin(ids_from.from, ids_from.bytes, more_from.from, more_from.bytes);
-  meet();  // the table
+  meet();  // the table is filled
   await_earlier();
   const Ids ids = load_ids(ids_from);
   const Ids more = load_ids(more_from);
@@ -409,7 +417,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_packets_kernel(const __g
   say_done(g, step);
 }
 
-// Of few tokens a warp has one group at a time, so that nothing is there twice.
+// Calls use(kernel). With few tokens a warp has one group at a time, so that no instructions are there twice.
 template <class Use>
 int with_kernel(bool alone, uint32_t groups, Use&& use) {
   if (alone) return use(dispatch_packets_kernel<1, true>);

@@ -1,5 +1,11 @@
-// Of dispatch/ll128.cu: a thread's words of a tile of a row, and what travels beside the payloads, which lies in
-// the first packet of a row alone.
+// What dispatch/ll128.cu loads and stores of a tile: a thread's words of a row's payloads, and the metadata, which lies
+// in the first packet of a row alone.
+//
+// Takes DispatchParams, a tile and where rows lie; gives addresses that are worked out before the kernel waits, and the
+// stores and shuffles that use them. Usual calls only: at most 2 payloads, 8 ids.
+//
+// What breaks if this changes: the bits of what receivers see. Sender and receiver must agree on the stream (S4, S10).
+// When the addresses are worked out is speed alone.
 #pragma once
 
 #include "cuda/dispatch/send.cuh"
@@ -12,9 +18,9 @@ namespace tw::cuda {
 template <int kGroups, class Byte>
 struct Words {
   Rows<Byte> rows;
-  uint32_t which;  // bit 2g + i: the i-th word of group g is a payload's; bit 8 + 2g + i: the second's
+  uint32_t which;  // bit 2g + i: the i-th word of group g is a payload's; bit 8 + 2g + i: it is the second payload's
 
-  // row_of(q): the row of payload q.
+  // row_of(q) gives the row of payload q.
   template <class RowOf>
   __device__ Words(const DispatchParams& p, const Tile& tile, RowOf&& row_of)
       : rows(p, first_word(tile.begin), row_of), which(0) {
@@ -42,16 +48,16 @@ struct Words {
   __device__ void pin() { cuda::pin(rows.at[0], rows.at[1], which); }
 };
 
-// Of a row in this rank's window.
+// Gives the words of a row in this rank's window.
 template <int kGroups>
 __device__ inline Words<kGroups, std::byte> words_here(const DispatchParams& p, std::byte* bank, int64_t row,
                                                        const Tile& tile) {
   return {p, tile, [&](int q) { return rows_begin(p, bank, q) + row * p.group.map.shape().payload_bytes[q]; }};
 }
 
-// ---- Metadata them
+// ---- Metadata
 
-// Lane j: the j-th of the token's 2K ids and weights, as they travel. A bad id acts as -1.
+// Gives thread j of the warp the j-th of the token's 2K ids and weights, as they travel. A bad id acts as -1.
 __device__ inline uint32_t checked_item(const Block& b, int token, const Choice& choice) {
   const int top_k = b.p.group.map.shape().top_k;
   const int64_t raw = choice.id(b.p.in);
@@ -63,7 +69,7 @@ __device__ inline uint32_t checked_item(const Block& b, int token, const Choice&
   return lane() < top_k ? static_cast<uint32_t>(id) : weight;
 }
 
-// Puts what travels beside the payloads in front of a group's words; all of it lies in the first packet.
+// Puts the metadata in front of a group's words; all of it lies in the first packet.
 __device__ inline void put_items(const Block& b, int token, uint32_t item, Vec16* pair) {
   static_assert(kFastIds < kPacketWords);
   const auto two = [&](int at) {
@@ -77,7 +83,7 @@ __device__ inline void put_items(const Block& b, int token, uint32_t item, Vec16
   if (w + 1 < static_cast<int>(b.meta_words())) pair->b = odd;
 }
 
-// The same out of what has come: the j-th.
+// Gives the j-th id or weight out of a packet that has come.
 __device__ inline uint32_t item_of(const Vec16& pair, int j) {
   const int at = j + 2;  // the first word is the header
   const uint32_t half[4] = {__shfl_sync(~0u, static_cast<uint32_t>(pair.a), at / 4),
@@ -88,7 +94,7 @@ __device__ inline uint32_t item_of(const Vec16& pair, int j) {
   return (at & 2) == 0 ? low : (at & 1) != 0 ? half[3] : half[2];
 }
 
-// Where a rank keeps and shows what comes beside a row: the thread's two words, and the lane()-th id and weight.
+// Where a rank keeps and shows a row's metadata: the thread's two words, and the lane()-th id and weight.
 struct ItemsAt {
   uint64_t* window;
   uint64_t* kept;
@@ -103,7 +109,7 @@ struct ItemsAt {
   }
   __device__ void pin() { cuda::pin(window, kept, shown); }
 };
-// `pair`: of the row's first group; `id`, `weight`: the lane()-th.
+// Stores them. `pair`: the words of the row's first group; `id`, `weight`: the lane()-th.
 __device__ inline void take_items(const Block& b, const ItemsAt& at, const Vec16& pair, uint32_t id, uint32_t weight) {
   const uint32_t w = 2 * static_cast<uint32_t>(lane());
   if (w < b.meta_words()) at.window[0] = at.kept[0] = pair.a;

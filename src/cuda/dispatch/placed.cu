@@ -1,9 +1,12 @@
-// Dispatch of an exact layout: the exchange of counts before it has made the marks of all tokens (counts/counts.cu), so
-// that every row's place is a load away, which goes out with the row's own. Nothing is routed here, and a warp that
-// sends waits for nobody at all: what it begins with is on the wire before its block has met.
+// Dispatch of an exact layout (high throughput): the exchange of counts before it has made the marks of all tokens
+// (counts/counts.cu), so that every row's place is a load away, which goes out with the row's own. Nothing is routed
+// here, and a warp that sends waits for nobody at all: what it begins with is on the wire before its block has met.
 //
-// Otherwise as dispatch/dispatch.cu, whose halves these are too. Floor: likewise; of a routing that was dispatched
-// before, of the rows alone.
+// Otherwise it takes and gives what dispatch/dispatch.cu does, whose halves these are too. Floor: the same; in a
+// dispatch of a routing that was dispatched before, that of the rows alone.
+//
+// What breaks if this changes: S3 (nothing is written before await_earlier), S7 (send before receive), S8 (skip_step),
+// S9 (slots are the marks').
 #include <cuda_runtime.h>
 
 #include "cuda/device/loads.cuh"
@@ -15,8 +18,9 @@
 namespace tw::cuda {
 namespace {
 
-// The slots that a rank's packets follow, by its thread, before a barrier. Asked for with all else that a block begins
-// with: an answer that came behind its first stores had all its warps wait (0.3 us of a dispatch, 1 us of a pair).
+// Loads the slots that a rank's packets follow, by the rank's thread, before a barrier. They are asked for with all
+// else that a block begins with: an answer that came behind its first stores had all its warps wait (0.3 us of a
+// dispatch, 1 us of a pair).
 __device__ inline GroupMarks load_before_packets(const DispatchParams& p) {
   const bool some = p.first_packet > 0 && p.first_packet < p.tokens;
   return some ? load_marks(p, p.first_packet, static_cast<int>(threadIdx.x)) : GroupMarks{};
@@ -30,14 +34,14 @@ __device__ inline void keep_before_packets(const DispatchParams& p, const Scratc
   }
 }
 
-// What a warp that sends begins with, found before the wait for the kernel before.
+// What a sending warp begins with, found before the wait for the kernel before.
 template <bool kFast>
 struct Beginning {
-  bool plain = false;  // it is a tile of a row as it lies, in usual calls
+  bool plain = false;  // it is a tile of a Simple row, in usual calls
   PlainTile tile{};
   uint32_t vectors = 0;
   const std::byte* second = nullptr;
-  GroupMarks marks{};  // of rank lane()
+  GroupMarks marks{};  // for rank lane()
 
   __device__ Beginning(const DispatchParams& p, uint32_t u, bool begins) {
     if (!kFast) return;
@@ -50,7 +54,7 @@ struct Beginning {
     if (plain && lane() == 0) prefetch(p.handle.marks + token() / kGroup * p.group.map.shape().ranks);
   }
   __device__ int token() const { return static_cast<int>(tile.item.row); }
-  // `real`: else nothing of it is loaded or sent.
+  // Loads it. `real`: otherwise nothing of it is loaded or sent.
   __device__ void load(const DispatchParams& p, bool real) {
     if (!kFast) return;
     tile.vectors = real ? vectors : 0;
@@ -61,7 +65,7 @@ struct Beginning {
     tile.load(p);
     if (plain) marks = load_marks(p, token(), lane());
   }
-  // `begins`: of rank lane().
+  // Gives its target. `begins`: for rank lane().
   __device__ Target target(const Begins& begins) const {
     const Place place = place_in(marks, token());
     if (!place.goes || place.slot >= begins.limit) return {false, 0};
@@ -69,7 +73,7 @@ struct Beginning {
   }
 };
 
-// A usual call's senders rehearse, as dispatch/dispatch.cu says.
+// The kernel of one kind. A usual call's senders rehearse, as dispatch/dispatch.cu says.
 template <Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_constant__ DispatchParams p) {
   constexpr bool kFast = kKind != Kind::kGeneric;
@@ -87,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_consta
   Beginning<kFast> beginning(p, u, begins);
   if (thread < g.map.shape().ranks) bring_begins_near(p, thread);
   if (thread == 0) prefetch(&g.lanes[p.lane]), prefetch(g.state);
-  meet();  // the table
+  meet();  // the table is filled
 #pragma unroll 1
   for (bool real = !(kFast && p.rehearses && sends && !receives);; real = true) {
     if (real) await_earlier();
@@ -109,7 +113,8 @@ __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_consta
     step.digest = mix_counted(digest, p.counted), step.note_bits = g.note_bits, step.has_offsets = p.has_offsets;
     const bool known = is_known(step, since);
     const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
-    // Before all else: so long as a warp finds and loads its next tile, the link has these. A skip comes before.
+    // This comes before all else: the link has it to carry while a warp finds and loads its next tile. Only a skip
+    // comes before it.
     const bool stored = __all_sync(~0u, beginning.plain && real && !sticky && !skips);
     if (kFast && (stored || !real)) {
       send_plain(b, &beginning.tile, real ? beginning.target(rows) : Target{lane() == 0, 0});
@@ -130,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_consta
   }
 }
 
-// Of one kind.
+// Calls use(kernel) with the kernel of one kind.
 constexpr auto kWithKernel = [](Kind kind, auto&& use) {
   return with_kind(kind, [&](auto of) { return use(placed_kernel<decltype(of)::value>); });
 };

@@ -1,15 +1,21 @@
 // The receiving side of a dispatch: warps that work alone, each on a tile of a row at a time.
+//
+// Takes a Block whose step the peers are in; gives rows and metadata in the window and the handle, counts, and what the
+// caller is shown. One warp, the clerk, alone makes known how many rows came and what is wrong.
+//
+// What breaks if this changes: S2 (a kernel ends only when every signal and every row that its blocks take has been
+// seen), S4 (await_rows, the packets' flags), S6. The order of sources and tiles is speed alone.
 #pragma once
 
 #include "cuda/dispatch/send.cuh"
 
 namespace tw::cuda {
 
-// The sources are taken in turns, this rank's own last: 32 at a time, one to each lane of a warp.
+// Up to 32 sources, one to each thread of a warp. The sources are taken in turns, this rank's own last.
 struct Sources {
-  int begin;      // in that order
-  int count;      // of other ranks
-  Source source;  // of this lane
+  int begin;      // the first of them, in that order
+  int count;      // how many of them are other ranks
+  Source source;  // this thread's source
   int rank;
 
   __device__ int rank_of(const Block& b, int i) const { return (b.p.group.me + 1 + begin + i) % b.ranks(); }
@@ -22,7 +28,7 @@ __device__ inline void expect(const Block& b, const Sources& sources, const Shar
                  packet_place(in.tile.begin);
 }
 
-// A tile of a row that came as packets: into the window, as rows lie there, and what the caller sees.
+// Takes a tile of a row that came as packets: into the window, as rows lie there, and into what the caller sees.
 template <bool kFast>
 __device__ inline void take_packets(const Block& b, int64_t row, const Tile& tile, const Parts<1>& parts) {
   Vec16 pair[kTileGroups];
@@ -44,7 +50,7 @@ __device__ inline void take_packets(const Block& b, int64_t row, const Tile& til
   __syncwarp();  // the place is the next row's
 }
 
-// Waits for the words of 32 sources; meanwhile the warp's first packet may come, which is then found in *first.
+// Waits for the signals of 32 sources. Meanwhile the warp's first packet may come; it is then found in *first.
 __device__ inline void await_signals(const Block& b, Sources* sources, Parts<1>* first) {
   bool waits = sources->begin + lane() < b.ranks();
   Patience patience(b.p.group);
@@ -59,7 +65,7 @@ __device__ inline void await_signals(const Block& b, Sources* sources, Parts<1>*
   }
 }
 
-// Ids and weights of rows from `first` on, whose words are at `meta`, to where the caller sees them: a thread's part.
+// Shows ids and weights of rows from `first` on, whose metadata is at `meta`, to the caller: a thread's part.
 __device__ inline void show_items(const Block& b, const unsigned long long* meta, uint64_t first, int rows,
                                   uint32_t thread, uint32_t threads) {
   const DispatchParams& p = b.p;
@@ -74,8 +80,8 @@ __device__ inline void show_items(const Block& b, const unsigned long long* meta
   }
 }
 
-// Headers, ids and weights of the rows of a source that lie in the window, a warp's part of them. As one run of words,
-// then as one of ids, so that each thread has about one of either.
+// Takes the metadata of a source's rows that lies in the window, a warp's part: as one run of words, then as one of
+// ids, so that each thread has about one of either.
 __device__ __noinline__ static void take_plain(Block b, int source, int rows, uint32_t warp, uint32_t warps) {
   const DispatchParams& p = b.p;
   const uint64_t first = static_cast<uint64_t>(b.row(source, 0));
@@ -92,14 +98,14 @@ __device__ __noinline__ static void take_plain(Block b, int source, int rows, ui
   show_items(b, meta, first, rows, thread, warps * 32);
 }
 
-// Ids and weights of the rows of a source that the handle has from an earlier dispatch, a warp's part of them.
+// Shows ids and weights of a source's rows that the handle has from an earlier dispatch, a warp's part.
 __device__ __noinline__ static void show_known(Block b, int source, int rows, uint32_t warp, uint32_t warps) {
   const auto first = static_cast<uint64_t>(b.row(source, 0));
   const auto* const meta = reinterpret_cast<const unsigned long long*>(b.p.handle.meta) + first * b.meta_words();
   show_items(b, meta, first, rows, warp * 32 + static_cast<uint32_t>(lane()), warps * 32);
 }
 
-// The i-th of the ids and weights of a row is shown.
+// Shows the i-th of the ids and weights of a row.
 __device__ inline void show_half(const DispatchParams& p, const Scratch& scratch, int64_t row, uint32_t i,
                                  uint32_t value) {
   const auto top_k = static_cast<uint32_t>(p.group.map.shape().top_k);
@@ -110,7 +116,7 @@ __device__ inline void show_half(const DispatchParams& p, const Scratch& scratch
   }
 }
 
-// A word of what travels beside a row: into the window and the handle, and what the caller sees.
+// Takes a word of a row's metadata: into the window and the handle, and into what the caller sees.
 __device__ inline void take_word(const Block& b, int64_t row, uint32_t w, uint64_t word) {
   const DispatchParams& p = b.p;
   if (w >= b.meta_words()) return;
@@ -121,7 +127,7 @@ __device__ inline void take_word(const Block& b, int64_t row, uint32_t w, uint64
   show_half(p, b.scratch, row, 2 * w - 1, static_cast<uint32_t>(word >> 32));
 }
 
-// The packets beside the first rows of a source, a warp's part of them, four packets at a time.
+// Takes the metadata packets of a source's first rows, a warp's part, four packets at a time.
 __device__ inline void take_meta_packets(const Block& b, int source, int rows, uint32_t warp, uint32_t warps) {
   const DispatchParams& p = b.p;
   const auto per_row = static_cast<uint32_t>(p.group.map.meta_packet_row() / kPacketBytes);
@@ -146,9 +152,9 @@ __device__ inline void take_meta_packets(const Block& b, int source, int rows, u
   }
 }
 
-// What lies in slots of 32 sources; and slots that hold nothing, of this rank too. Nobody here reads rows behind
-// packets, so the clerk alone waits for them, and looks without a rest: when all warps did, with one, a dispatch of
-// 1024 tokens took 1 us longer.
+// Takes what lies in the slots of 32 sources, and clears the slots that hold nothing, this rank's too. Nobody here
+// reads the rows behind the metadata, so the clerk alone waits for them, and looks without a rest: when all warps did,
+// with a rest, a dispatch of 1024 tokens took 1 us longer.
 __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t warp, uint32_t warps, bool clerk) {
   const DispatchParams& p = b.p;
   Source& source = sources->source;
@@ -161,7 +167,7 @@ __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t war
     if (source.error == twTimeout) report_failure(p.group, b.step, twTimeout, sources->rank, source.signal);
     if (source.error != twSuccess) source.n = source.plain = 0;
   }
-  __syncwarp();  // S4: what the lanes that have looked have acquired, all have
+  __syncwarp();  // S4: what the threads that have looked have acquired, all have
   uint32_t plain = __ballot_sync(~0u, other && source.plain > 0);
   uint32_t empty = __ballot_sync(~0u, there && source.n < expected_rows(b, sources->rank));
   for (; p.group.packet_tokens == 0 && plain != 0; plain &= plain - 1) {
@@ -176,7 +182,7 @@ __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t war
   }
 }
 
-// Packets of 32 sources, a warp's tiles of them. `looked`: the first tile's have been looked at, and are in `first`.
+// Takes packets of 32 sources, a warp's tiles. `looked`: the first tile's have been looked at once, and are in `first`.
 template <bool kFast>
 __device__ inline void take_sources(const Block& b, const Sources& sources, uint32_t warp, uint32_t warps, bool looked,
                                     Parts<1>* first) {
@@ -204,8 +210,8 @@ __device__ inline void take_sources(const Block& b, const Sources& sources, uint
   }
 }
 
-// As many as were announced, and what comes beside them if it has not come yet; or the peer dispatches another
-// handle.
+// Checks that as many rows came as were announced, and that their metadata came if it had not come before; otherwise
+// the peer dispatches another handle.
 __device__ inline void check_count(const Block& b, int rank, bool known, Source* source) {
   if (source->error != twSuccess) return;
   if (source->n == expected_rows(b, rank) && (known || source->mode != Mode::kDispatchRows)) return;
@@ -213,8 +219,8 @@ __device__ inline void check_count(const Block& b, int rank, bool known, Source*
   source->n = source->plain = 0;
 }
 
-// What comes beside rows that are no packets, or has come before: a warp's part. `rows`: whether a lane's source
-// sends any. This rank's own are taken where they are sent.
+// Takes the metadata of Simple rows, which comes with this dispatch or came with an earlier one: a warp's part. `rows`:
+// whether the thread's source sends any. This rank's own metadata is taken where it is sent.
 __device__ inline void take_metadata(const Block& b, const Sources& sources, bool rows, uint32_t warp, uint32_t warps) {
   const uint32_t known = __ballot_sync(~0u, sources.source.mode == Mode::kDispatchRows);
   for (uint32_t left = __ballot_sync(~0u, rows); left != 0; left &= left - 1) {
@@ -229,19 +235,19 @@ __device__ inline void take_metadata(const Block& b, const Sources& sources, boo
   }
 }
 
-// `known`: is_known. It is of the next dispatch, if nothing goes wrong: then all ranks have made the same call, and
-// have what this one has sent beside its rows, or the group is finished.
+// Receives everything. `known`: is_known; it holds for the next dispatch, if nothing goes wrong: then all ranks have
+// made the same call and have this rank's metadata, or the group is finished.
 template <bool kFast>
 __device__ inline void receive(const Block& b, bool known) {
   const DispatchParams& p = b.p;
   const auto [warp, warps] = received_shares(p.roles);
-  if (p.group.map.shape().exact()) {  // beyond all sources
+  if (p.group.map.shape().exact()) {  // rows beyond those of all sources
     show_nothing(p, b.row(b.ranks() - 1, expected_rows(b, b.ranks() - 1)), p.rows, static_cast<int>(warp) * 32 + lane(),
                  static_cast<int>(warps * 32));
   }
-  // No source has more rows than the bound, so none but packets: then a packet's place is known before the word.
+  // No source has more rows than the bound, so all are packets: then a packet's place is known before the signal.
   const bool few = p.bound <= p.group.packet_tokens;
-  const bool clerk = warp == 0;  // alone makes known how many came, and what is wrong
+  const bool clerk = warp == 0;  // it alone makes known how many came, and what is wrong
   bool good = true;
 #pragma unroll 1
   for (int begin = 0; begin < (kFast ? 1 : b.ranks()); begin += 32) {
@@ -256,14 +262,14 @@ __device__ inline void receive(const Block& b, bool known) {
     const bool valid = begin + lane() < b.ranks();
     if (p.group.map.shape().exact() && valid) check_count(b, sources.rank, known, &sources.source);
     const twResult_t error = sources.source.error;
-    // Each warp has a deadline of its own: one that has passed is the group's, or this warp's rows would be missing
+    // Each warp has a deadline of its own. One that has passed is the group's, or this warp's rows would be missing
     // where nobody knows it.
     if (valid && error == twTimeout) {
       report_failure(p.group, b.step, twTimeout, sources.rank, sources.source.signal);
     }
     if (clerk && valid) {
       report_source(p.group, b.step, sources.rank, sources.source);
-      // Of the ranks before, packets may have been lost meanwhile: then nothing of these counts either.
+      // Packets of the ranks before may have been lost meanwhile: then nothing of these counts either.
       const bool lost = begin > 0 && is_sticky(p.group);
       p.shown.counts[sources.rank] = p.handle.counts[sources.rank] = lost ? 0 : sources.source.n;
     }

@@ -1,42 +1,50 @@
-// The sending side of a dispatch: warps that work alone, each on a tile of a row at a time.
+// The sending side of a dispatch, a tile at a time: warps work alone, each on a tile of a row, and wait for nobody here
+// (S7).
+//
+// Takes a token, a tile and where the row goes (Place, Target); stores packets or Simple rows at the receivers,
+// metadata with the first tile of a row, and the handle's copy of the routing.
+//
+// What breaks if this changes: S9 and S10 (a row goes to its slot, packets to the place that follows from bank, source
+// and index), and the bits of what arrives. That the own row comes last, and how vectors are grouped, is speed alone.
 #pragma once
 
 #include "cuda/device/metadata.cuh"
 
 namespace tw::cuda {
 
-// Where a row goes, as lane i knows it of rank i: whether there, and which one it is of those that come there.
+// Where a row goes, as thread i of the warp knows it for rank i: whether it goes there, and its row number there.
 struct Target {
   bool goes;
   uint64_t row;
 };
 
-struct Block {
+struct Block {  // What the warps of a block work with: the parameters, shared memory and the step.
   const DispatchParams& p;
   Scratch scratch;
   Step step;
-  std::byte* bank;  // of the step, in this rank's window
+  std::byte* bank;  // the step's bank, in this rank's window
 
   __device__ int ranks() const { return p.group.map.shape().ranks; }
-  // Where the row in a slot of a source lies in this rank's window, and where that of this rank lies at another.
+  // row() gives where the row in a slot of a source lies in this rank's window; row_at() gives where this rank's row in
+  // a slot lies at another rank.
   __device__ int64_t row(int source, int slot) const { return int64_t{scratch.here()[source]} + slot; }
   __device__ uint64_t row_at(int rank, int slot) const {
     return static_cast<uint64_t>(int64_t{scratch.there()[rank]} + slot);
   }
-  // In usual calls. `place`: of rank lane().
+  // Gives the target in usual calls. `place`: for rank lane().
   __device__ Target target(const Place& place) const {
     if (!place.goes || place.slot >= scratch.limit()[lane()]) return {false, 0};
     return {true, row_at(lane(), place.slot)};
   }
   __device__ uint32_t meta_words() const { return 1 + static_cast<uint32_t>(p.group.map.shape().top_k); }
-  // Rows for a rank that are no packets; known when the round of the first packet is routed.
+  // Gives the Simple rows for a rank; known when the round of the first packet is routed.
   __device__ int plain_before(int rank) const { return p.first_packet > 0 ? scratch.before_packets()[rank] : 0; }
 };
 
-// Whether a tile holds what travels beside the payloads: all of it lies in the first.
+// Whether a tile holds the row's metadata: all of it lies in the first.
 __device__ inline bool has_meta(const Tile& tile) { return tile.number == 0; }
 
-// What a block's warps share, before a barrier.
+// Prepares what a block's warps share, before a barrier.
 __device__ inline void begin_block(const DispatchParams& p, const Scratch& scratch) {
   const int thread = static_cast<int>(threadIdx.x);
   if (p.table) fill_table(p, scratch);
@@ -52,11 +60,12 @@ __device__ inline void begin_block(const DispatchParams& p, const Scratch& scrat
 
 // What a warp has loaded of a tile before it knows where the row goes.
 struct Ahead {
-  Vec16 pair[kTileGroups];  // of packets, or of the first payload as it lies, if it allows 16 bytes at a time
+  Vec16 pair[kTileGroups];  // words of packets, or vectors of the first payload as it lies, if it allows 16 bytes at a
+                            // time
   Choice choice;
 };
 
-// The vectors of a payload's row that are a tile's.
+// The vectors of a payload's row that belong to a tile.
 struct Span {
   uint32_t begin;
   uint32_t end;
@@ -66,7 +75,7 @@ __device__ inline Span span_of(const PayloadIn& payload, const Tile& tile) {
   return {begin, min(payload.vectors, begin + tile.parts * payload.per_tile)};
 }
 
-// The first of some vectors of a row.
+// Load and store the first vectors of a span of a row.
 template <int kCount = kTileGroups>
 __device__ inline void load_vectors(const std::byte* row, const Span& span, Vec16* vectors) {
 #pragma unroll
@@ -83,15 +92,16 @@ __device__ inline void store_vectors(std::byte* row, const Span& span, const Vec
   }
 }
 
-// What travels beside the rows of an exact layout does so once: until counts are exchanged again, its receivers
-// have it (PROTOCOL.md, rows alone). Whether they do: `since`, the low half of the step that brought it, may be 0, and
-// of this very step in a block that comes late. (A dispatch of 4096 tokens took 2 us longer with it.)
+// The metadata of an exact layout's rows travels once: until counts are exchanged again, its receivers have it
+// (PROTOCOL.md, rows alone). `since` is the low half of the step that brought it; 0 means that none has, and this very
+// step's number may be found by a block that comes late. is_known says whether receivers have it. (A dispatch of 4096
+// tokens took 2 us longer with metadata.)
 __device__ inline uint32_t load_since(const DispatchParams& p) {
   return p.handle.metadata_step == nullptr ? 0 : load_fresh<uint32_t>(p.handle.metadata_step);
 }
 __device__ inline bool is_known(const Step& step, uint32_t since) { return since != 0 && since != step.low(); }
 
-// In usual calls: of a row that is packets.
+// Loads a tile of a token's row; in usual calls the row must be packets.
 template <bool kFast>
 __device__ inline void load_ahead(const DispatchParams& p, int token, const Tile& tile, Ahead* ahead) {
   if (has_meta(tile)) ahead->choice = load_choice(p, token, lane());
@@ -103,7 +113,7 @@ __device__ inline void load_ahead(const DispatchParams& p, int token, const Tile
   }
 }
 
-// A tile of a row's packets to another rank. `position`: of that rank among the token's.
+// Sends a tile of a row's packets to another rank. `position`: that rank's among the token's ranks.
 __device__ inline void send_packets(const Block& b, const Tile& tile, int rank, int slot, int position,
                                     const Ahead& ahead) {
   Parts<1> parts;
@@ -137,24 +147,24 @@ __device__ __noinline__ static void copy_narrow(const std::byte* from, std::byte
   }
 }
 
-// Where a payload's rows begin in a rank's window, if not in the bank; else 0.
+// Gives where a payload's rows begin in a rank's window, if not in the bank; else 0.
 __device__ inline uint64_t load_receive_offsets(const DispatchParams& p, int payload, int rank) {
   if (!p.has_offsets) return 0;
   return load_fresh<unsigned long long>(p.handle.receive_offset + rank * p.group.map.shape().payloads + payload);
 }
-// Where a payload of a row lies in a window. `receive_offset`: load_receive_offsets's.
+// Gives where a payload of a row lies in a window. `receive_offset`: from load_receive_offsets.
 __device__ inline std::byte* row_in(const DispatchParams& p, const Step& step, std::byte* window, int payload,
                                     uint64_t row, uint64_t receive_offset) {
   const WindowMap& map = p.group.map;
   if (receive_offset != 0) return window + receive_offset + row * map.shape().payload_bytes[payload];
   return window + map.payload_row(step.lane, step.bank(), payload, row);
 }
-// The same at a rank.
+// Gives where it lies at a rank.
 __device__ inline std::byte* place_of(const Block& b, int payload, int rank, uint64_t row) {
   return row_in(b.p, b.step, b.scratch.windows()[rank], payload, row, load_receive_offsets(b.p, payload, rank));
 }
 
-// A tile of a row that is no packet to one of its ranks, in any call.
+// Sends a tile of a Simple row to one of its ranks, in a call of any kind.
 __device__ inline void send_any(const Block& b, int token, const Tile& tile, int rank, int slot, const Ahead& ahead) {
   const DispatchParams& p = b.p;
 #pragma unroll 1
@@ -175,7 +185,7 @@ __device__ inline void send_any(const Block& b, int token, const Tile& tile, int
   }
 }
 
-// Header, ids and weights of a row to where they lie in a rank's window; the header.
+// Stores header, ids and weights of a row at their place in a rank's window; gives the header.
 __device__ inline uint64_t place_meta(const Block& b, int rank, int slot, int position) {
   const DispatchParams& p = b.p;
   const uint64_t* const words = b.scratch.meta();
@@ -186,7 +196,8 @@ __device__ inline uint64_t place_meta(const Block& b, int rank, int slot, int po
   for (uint32_t w = static_cast<uint32_t>(lane()); w < b.meta_words(); w += 32) row[w] = w == 0 ? header : words[w];
   return header;
 }
-// To another rank: as packets, so that it need not wait for the word behind all rows before it takes them.
+// Sends a row's metadata to another rank: as packets, so that it need not wait for the signal behind all rows before
+// taking it.
 __device__ inline void send_meta(const Block& b, int rank, int slot, int position) {
   const DispatchParams& p = b.p;
   if (p.group.packet_tokens == 0) {
@@ -206,13 +217,13 @@ __device__ inline void send_meta(const Block& b, int rank, int slot, int positio
     store_packet(together, packet + packet_place(g), g == 0 ? a | header : a, is_flag() ? b.step.number : second);
   }
 }
-// The same of a row that stays here, which is taken at once.
+// Stores the metadata of a row that stays here, and takes it at once.
 __device__ inline void take_own(const Block& b, int slot, int position) {
   const uint64_t header = place_meta(b, b.p.group.me, slot, position);
   take_meta(b.p, b.scratch, b.step, b.row(b.p.group.me, slot), b.scratch.meta(), header);
 }
 
-// The handle's copy of a token's routing, which its combine and later dispatches read.
+// Keeps a token's routing in the handle, for its combine and later dispatches.
 __device__ inline void keep_choice(const Block& b, int token, int fan) {
   const DispatchParams& p = b.p;
   const int top_k = p.group.map.shape().top_k;
@@ -226,7 +237,7 @@ __device__ inline void keep_choice(const Block& b, int token, int fan) {
   }
 }
 
-// Puts what travels beside the payloads in front of a tile's words.
+// Puts the metadata in front of a tile's words.
 template <bool kFast>
 __device__ inline void put_meta(const Block& b, const Tile& tile, Ahead* ahead) {
 #pragma unroll
@@ -237,8 +248,9 @@ __device__ inline void put_meta(const Block& b, const Tile& tile, Ahead* ahead) 
   }
 }
 
-// What travels beside a token's row, which is staged: to those of its ranks from `base` on that lane i knows the
-// i-th of. Packets have it with them. `before`: of the token's ranks, those below.
+// Sends a token's metadata, which is staged in the warp's place, to those of its ranks from `base` on; thread i of the
+// warp knows the i-th of them in `place`. Packets carry it themselves. `before`: how many of the token's ranks are
+// below `base`.
 __device__ inline void send_metadata(const Block& b, int token, bool packets, const Place& place, int base,
                                      int before) {
   const uint32_t all = __ballot_sync(~0u, place.goes);
@@ -260,7 +272,7 @@ __device__ inline void send_metadata(const Block& b, int token, bool packets, co
   b.p.handle.destinations[at] = {base + lane(), place.slot};
 }
 
-// A tile of a token's row to all its ranks, ascending; in usual calls one that is packets. `known`: is_known.
+// Sends a tile of a token's row to all its ranks, ascending; in usual calls the row must be packets. `known`: is_known.
 template <bool kFast, bool kPlaced>
 __device__ inline void send_tile(const Block& b, int token, const Tile& tile, Ahead* ahead, bool known) {
   const DispatchParams& p = b.p;
@@ -306,7 +318,8 @@ __device__ inline void send_tile(const Block& b, int token, const Tile& tile, Ah
   if (brings) keep_choice(b, token, before);
 }
 
-// Where the rows that come from a rank begin, and where those that go to it do, there; and how many it has room for.
+// Where a rank's rows begin in this rank's window (`here`), where this rank's begin in that rank's (`there`), and how
+// many of those it has room for (`limit`).
 struct Begins {
   int32_t here;
   int32_t there;
@@ -329,7 +342,8 @@ __device__ inline void bring_begins_near(const DispatchParams& p, int rank) {
   prefetch(p.handle.sent_rows + p.group.me * p.group.map.shape().ranks + rank);
   if (p.has_offsets) prefetch(p.handle.receive_offset + rank * p.group.map.shape().payloads);
 }
-// Those of all ranks, for a block, before a barrier. `at`: of rank threadIdx.x; other warps' may be anything.
+// Keeps those of all ranks for the block, before a barrier. `at`: for rank threadIdx.x; threads beyond the ranks may
+// have anything.
 template <bool kFast>
 __device__ inline void keep_begins(const DispatchParams& p, const Scratch& scratch, Begins at) {
 #pragma unroll 1
@@ -337,12 +351,12 @@ __device__ inline void keep_begins(const DispatchParams& p, const Scratch& scrat
     scratch.here()[i] = at.here;
     scratch.there()[i] = at.there;
     scratch.limit()[i] = at.limit;
-    if (kFast) return;  // there are no more than 32
+    if (kFast) return;  // there are no more than 32 ranks
     at = load_begins(p, i + kThreads);
   }
 }
 
-// Slots of a source, filled or not: of an exact layout, the rows that it announced.
+// Gives the slots of a source, filled or not: in an exact layout, the rows that it announced.
 __device__ inline int expected_rows(const Block& b, int source) {
   if (!b.p.group.map.shape().exact()) return b.p.bound;
   return static_cast<int>(load_fresh<unsigned long long>(b.p.handle.source + source + 1)) - b.scratch.here()[source];

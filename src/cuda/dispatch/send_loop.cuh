@@ -1,12 +1,18 @@
-// A sending warp's way through the tiles of all tokens: rows as they lie, then packets.
+// A sending warp's way through the tiles of all tokens: Simple rows, then packets.
+//
+// Takes a Block whose first round is marked, and what the warp has loaded already; afterwards every tile of every row
+// is sent by some warp, and the last warp with Simple rows has published their signal.
+//
+// What breaks if this changes: S4 (finish_plain chains all sending warps before one fence), S7 (a warp waits for warps
+// of its own block alone), and that each tile is drawn once. The order in which tiles go is speed alone.
 #pragma once
 
 #include "cuda/dispatch/send.cuh"
 
 namespace tw::cuda {
 
-// ---- Which row a tile is of, of all tiles of all tokens in order. The first of a row is the one with most to do, so
-// it is another warp's from row to row.
+// ---- Tiles by number, over all tokens in order. The first tile of a row has most to do, so another warp gets it from
+// row to row.
 
 struct Item {
   uint32_t row;
@@ -24,33 +30,33 @@ __device__ inline Item sent_item(const DispatchParams& p, uint32_t u) {
   if (number >= per_row) number -= per_row;
   return {is_wide ? row : row + p.wide.rows, tile_of(p.tiles, number * parts, parts)};
 }
-// Of all rows before one that is not among the wide.
+// Gives the tiles of all rows before `token`, which is not among the wide rows.
 __device__ inline uint32_t tiles_before(const DispatchParams& p, int32_t token) {
   return p.wide.tiles() + (static_cast<uint32_t>(token) - p.wide.rows) * p.tiles.per_row.divisor;
 }
 
-// Warps that begin with a tile; the other tiles are drawn, by whichever warp is free. The warp that routes later rounds
-// begins with none.
+// Gives how many warps begin with a tile; the other tiles are drawn from a work counter by whichever warp is free. The
+// warp that routes later rounds begins with none.
 __device__ inline uint32_t sending_warps(const DispatchParams& p) {
   return (p.tokens > kRound ? kWarps - 1 : kWarps) * static_cast<uint32_t>(p.roles.sending);
 }
 
-// ---- Rows as they lie, in usual calls
+// ---- Simple rows, in usual calls
 
-// A tile of such a row, and the first of its vectors that the lane has: found before it is known whether they are
-// there, loaded before it is known where they go.
+// A tile of a Simple row, and the first of its vectors that belong to this thread: found before it is known whether the
+// tile exists, loaded before it is known where it goes.
 struct PlainTile {
   bool there;
   Item item;
-  uint32_t at;              // of the lane, in a row of the first payload
-  const std::byte* from;    // there
-  uint32_t vectors;         // of the lane, from there on
-  const std::byte* second;  // in the second payload; NULL: nothing of it is the lane's
+  uint32_t at;              // the thread's first vector, in bytes in a row of the first payload
+  const std::byte* from;    // its address
+  uint32_t vectors;         // the thread's vectors from there on
+  const std::byte* second;  // its vector in the second payload; NULL: none of it is the thread's
   Vec16 even[kTileGroups];
-  Vec16 odd[kTileGroups];  // those behind, if the tile is so wide
+  Vec16 odd[kTileGroups];  // the vectors behind `even`, if the tile is so wide
   Vec16 second_vector;
 
-  // `is`: whether there is one of this number, or else nothing of it is loaded or sent.
+  // `is`: whether a tile of this number exists; otherwise nothing of it is loaded or sent.
   __device__ void find(const DispatchParams& p, uint32_t u, bool is) {
     there = is;
     item = sent_item(p, u);
@@ -87,7 +93,8 @@ struct PlainTile {
   }
 };
 
-// use(to) for each rank of a mask, this one, whose rows nobody waits for, last. `to`: lane i's, of rank i.
+// Calls use(to) for each rank of a mask; this rank, whose rows nobody waits for, comes last. `to`: thread i has that of
+// rank i.
 template <class Use>
 __device__ inline void visit_ranks(int me, uint32_t ranks, std::byte* to, Use&& use) {
 #pragma unroll 1
@@ -99,8 +106,8 @@ __device__ inline void visit_ranks(int me, uint32_t ranks, std::byte* to, Use&& 
   }
 }
 
-// Vectors of a payload to all ranks of `to`, of which lane i knows where the row lies at rank i: read once. The first
-// are loaded; those after them are on their way while others are stored.
+// Sends vectors of a payload to all ranks of `ranks`, reading them once; thread i knows in `to` where the row lies at
+// rank i. The first vectors are loaded already; those after them are on their way while others are stored.
 __device__ inline void send_vectors(int me, const std::byte* from, Span span, uint32_t ranks, std::byte* to,
                                     Vec16 (&even)[kTileGroups], Vec16 (&odd)[kTileGroups]) {
   const auto store = [&](const Vec16* vectors) {
@@ -120,7 +127,7 @@ __device__ inline void send_vectors(int me, const std::byte* from, Span span, ui
   }
 }
 
-// To all ranks of the row.
+// Sends a tile of a Simple row to all ranks of the row.
 __device__ inline void send_plain(const Block& b, PlainTile* tile, const Target& target) {
   const DispatchParams& p = b.p;
   const uint32_t ranks = __ballot_sync(~0u, target.goes);
@@ -140,7 +147,7 @@ __device__ inline void send_plain(const Block& b, PlainTile* tile, const Target&
   }
 }
 
-// What travels beside the payloads of a row.
+// Sends the metadata of a row.
 __device__ inline void send_metadata_row(const Block& b, int token, const Choice& choice, const Place& place) {
   __syncwarp();  // the warp's place is about to be overwritten
   stage_meta(b.p, b.scratch, b.step, token, choice);
@@ -148,14 +155,15 @@ __device__ inline void send_metadata_row(const Block& b, int token, const Choice
   send_metadata(b, token, false, place, 0, 0);
   keep_choice(b, token, __popc(__ballot_sync(~0u, place.goes)));
 }
-// Apart from the loop that all warps run, where one tile of a row has it. The choice is loaded here: with the row,
-// there was no register for it, and a warp waited for it before it asked for anything else.
+// Does so in a function of its own, apart from the loop that all warps run, where one tile of a row has metadata. The
+// choice is loaded here: when it was loaded with the row, there was no register for it, and a warp waited for it before
+// asking for anything else.
 __device__ __noinline__ static void send_metadata_apart(Block b, int token, Place place) {
   send_metadata_row(b, token, load_choice(b.p, token, lane()), place);
 }
 
-// The last of all warps that have sent rows as they lie tells the peers. S4: each warp has synchronised its threads,
-// then counters chain them, in the block and on the device, then one fence is made for the system.
+// Ends a warp's Simple rows; the last of all warps tells the peers. S4: each warp has synchronised its threads, then
+// counters chain the warps, in the block and on the device, then one fence is made for the system.
 __device__ __noinline__ static void finish_plain(Block b) {
   const DispatchParams& p = b.p;
   const GroupView& g = p.group;
@@ -165,16 +173,16 @@ __device__ __noinline__ static void finish_plain(Block b) {
     __threadfence_block();
     last = atomicAdd(b.scratch.plain(), 1) == kWarps - 1;
     if (last) {
-      __threadfence_block();  // the counter in the block, too, is acquired
+      __threadfence_block();  // the counter in the block is acquired too
       last = last_to_send(g, b.step, p.roles);
     }
   }
   if (!__shfl_sync(~0u, last, 0)) return;
-  __syncwarp();                      // what lane 0 has synchronised with, all have
+  __syncwarp();                      // all threads have now synchronised with what thread 0 has
   if (p.first_packet == p.tokens) {  // there are no packets
     const int token = p.tokens - 1;
     const auto count = [&](int rank) {
-      const int most = b.scratch.limit()[rank];  // of an exact layout: how many there are
+      const int most = b.scratch.limit()[rank];  // in an exact layout: how many there are
       return p.handle.marks != nullptr ? most : min(b.scratch.through(token, rank), most);
     };
     return publish_signals(g, b.step, Mode::kDispatch, count);
@@ -184,29 +192,31 @@ __device__ __noinline__ static void finish_plain(Block b) {
   for (int i = lane(); i < b.ranks(); i += 32) store_word(b.scratch.windows()[i] + place, b.step.number);
 }
 
-// ---- All of them
+// ---- The loop over all tiles
 
-// How many go to a rank: to that peer, which may learn it before the rows come where packets certify themselves, and to
-// the handle, whose combine checks what comes back. By one thread of one block. `known`: is_known.
+// Tells how many rows go to a rank: tells that peer, which may learn it before the rows come where packets certify
+// themselves, and the handle, whose combine checks what comes back. By one thread of one block. `known`: is_known.
 __device__ inline void tell(const Block& b, int rank, int n, bool known) {
   const DispatchParams& p = b.p;
   if (blockIdx.x != 0) return;
   n = min(n, b.scratch.limit()[rank]);
   p.handle.send_counts[rank] = n;
-  if (p.tokens > 0 && p.first_packet == p.tokens) return;  // no packets: a word will say it when the rows are there
+  if (p.tokens > 0 && p.first_packet == p.tokens)
+    return;  // there are no packets: a signal will say it when the rows are there
   const int plain = min(n, b.plain_before(rank));
   const Mode packets = known && plain > 0 ? Mode::kDispatchRows : Mode::kDispatchPackets;
   publish_signal(p.group, b.step, rank, p.group.packet_tokens > 0 ? packets : Mode::kDispatch, n, plain);
 }
 
-// Tiles of all tokens in order, round by round; the first round is marked. A kernel that waits for another finds its
-// instructions in no cache, and a warp that meets one takes five times as long for it. So each kind of rows has a place
-// of its own in the loop, and the warp that routes sends some of the last packets when it has: who sends and takes the
-// others, at the end, has met what that takes. `kPlaced`: all rounds are routed, and that warp begins with those.
+// Sends tiles of all tokens in order, round by round; the first round must be marked. A kernel that waits for another
+// finds its instructions in no cache, and a warp that meets an instruction for the first time takes five times as long
+// for it. So each kind of rows has a place of its own in the loop, and the warp that routes sends some of the last
+// packets once it has routed: the blocks that send the other packets at the end, and the peers' blocks that take them,
+// have then met the instructions for it. `kPlaced`: all rounds are routed, and that warp begins with those packets.
 //
-// `first`: in usual calls the warp's first tile, if it is of a row as it lies (`found`), and loaded; `sent`: it is, but
-// for what travels beside it. `ahead`: of other calls, that tile, loaded. `real`: else this is a rehearsal of
-// one tile of such a row. `known`: is_known.
+// `first`: in usual calls the warp's first tile, loaded, if it is of a Simple row (`found`). `sent`: its payloads have
+// been sent, but not its metadata. `ahead`: in other calls, the first tile, loaded. `real`: otherwise this is a
+// rehearsal with one tile of a Simple row. `known`: is_known.
 template <Kind kKind, bool kPlaced>
 __device__ inline void send(const Block& b, PlainTile first, bool found, bool sent, Ahead ahead, bool real,
                             bool known) {
@@ -222,13 +232,13 @@ __device__ inline void send(const Block& b, PlainTile first, bool found, bool se
   const auto blocks = static_cast<uint32_t>(p.roles.sending);
   uint32_t u = sent_shares(p.roles).first;
   const bool routes = real && p.tokens > kRound && u >= given;
-  const uint32_t end = all - static_cast<uint32_t>(p.early);  // of what is drawn
-  bool drawn = true;                                          // this tile is, or given
+  const uint32_t end = all - static_cast<uint32_t>(p.early);  // of the tiles that are drawn
+  bool drawn = true;                                          // this tile was drawn, or given
   bool loaded = real && (!kFast || found);
-  bool plain = p.first_packet > 0;  // and not finished yet
+  bool plain = p.first_packet > 0;  // there are Simple rows, and they are not finished yet
   int round = 0;
   uint32_t work_item = 0;
-  const auto draw_next = [&] {  // on its way while this tile is sent
+  const auto draw_next = [&] {  // the reply is on its way while this tile is sent
     work_item =
         draw(work_counters(p.group, b.step), real && end > given && (drawn || u + blocks >= all) && lane() == 0);
   };
@@ -273,7 +283,8 @@ __device__ inline void send(const Block& b, PlainTile first, bool found, bool se
       if (kKind == Kind::kLowSm && brings) choice = load_choice(p, token, lane());
       const Place place = find_place<kPlaced>(p, b.scratch, token, 0);
       draw_next();
-      // Behind a row it took 8 SMs 514 us instead of 439 to dispatch 4096 tokens: nothing of a warp's was on its way.
+      // With the metadata behind the row, 8 SMs took 514 us instead of 439 to dispatch 4096 tokens: the warp had
+      // nothing on its way.
       if (kKind == Kind::kLowSm && brings) send_metadata_row(b, token, choice, place);
       if (!sent) send_plain(b, &first, real ? b.target(place) : Target{lane() == 0, 0});
       sent = false;
