@@ -1,7 +1,12 @@
-// Slots by quotas of the batch (exchange/replicas.h, level_loads), before a dispatch or an exchange of counts: out of
-// the caller's ids into the handle's. One block: the quotas are few and follow from each other, so one thread makes
-// them, out of shared memory, with the code that the host runs; all count, and a warp for each expert gives out what it
-// has a quota of.
+// The choice of physical experts by the quotas of the batch (exchange/replicas.h, level_loads), before a dispatch or an
+// exchange of counts. Takes the caller's ids; gives physical experts in the handle's ids, its weights, and choices per
+// expert where the group counts.
+//
+// One block: the quotas are few and follow from each other, so one thread makes them, out of shared memory, with the
+// code that the host runs; all threads count, and a warp for each expert gives out what the expert has a quota of.
+//
+// What breaks if this changes: S9. Choices are given out in the order of tokens, by the rank's own batch alone; timing
+// must not enter.
 #include <cuda_runtime.h>
 
 #include "cuda/device/ids.cuh"
@@ -31,13 +36,13 @@ struct Batch {
   }
 };
 
-// A choice whose slot is known is kept as this until all are.
+// Encodes a choice whose physical expert is known, until all are known. Applied again, it decodes.
 __device__ inline int32_t settled(int32_t slot) { return -2 - slot; }
 
-// Ids and weights into the handle, counted. A bad id acts as -1 and is reported.
+// Copies ids and weights into the handle and counts them. A bad id acts as -1 and is reported.
 __device__ void count_choices(const BalanceParams& p, const Replicas& replicas, const Batch& batch) {
   Step step{next_step(p.group, p.lane), p.lane, 0, p.phase};
-  if (p.bank >= 0 && step.bank() != p.bank) ++step.number;  // the one that the exchange will have
+  if (p.bank >= 0 && step.bank() != p.bank) ++step.number;  // the number that the exchange's step will have
   visit_choices(p.in, p.tokens, p.group.map.shape().top_k, [&](int64_t i, int token, int k, int64_t raw, int32_t id) {
     if (id < 0 && raw != -1) report_id(p.group, step, token, k, raw);
     p.handle.ids[i] = id;
@@ -50,7 +55,7 @@ __device__ void count_choices(const BalanceParams& p, const Replicas& replicas, 
   });
 }
 
-// The choices of an expert in the order of tokens, by a warp.
+// Gives out an expert's choices in the order of tokens, by a warp.
 __device__ void give_out(const BalanceParams& p, const Replicas& replicas, const Batch& batch, int32_t expert) {
   const int top_k = p.group.map.shape().top_k;
   int before = 0;

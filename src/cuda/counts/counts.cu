@@ -1,8 +1,12 @@
-// The exchange of counts, in one kernel: exchange/counts.h says what is told and what follows from it.
+// The exchange of counts, in one kernel: exchange/counts.h says what is told and what follows from it. Takes the
+// caller's ids; gives the handle's ids, marks and places of rows, and what the host wants to know.
 //
-// Floor: a flight, as of any word; the counts themselves are a few KiB. All blocks count tokens; the last to have done
-// so tells the peers and takes what they tell, so that no block waits for another (S7). Ids are read here, once: the
-// handle's copy serves the dispatches that follow.
+// Floor: a flight, as for any signal; the counts themselves are a few KiB. All blocks count tokens; the last one to
+// finish tells the peers and takes what they tell, so that no block waits for another (S7). Ids are read here, once:
+// the handle's copy serves the dispatches that follow.
+//
+// What breaks if this changes: S2 and S4, as in any step; S9, as the marks are the slots of every later dispatch; and
+// that all ranks come to the same decision about an overflow, which they do because all have the same counts.
 #include <cuda_runtime.h>
 
 #include "cuda/device/ids.cuh"
@@ -13,12 +17,13 @@
 namespace tw::cuda {
 namespace {
 
-// In shared memory: a block's own counters, if there are few, and what its warps tell each other.
+// A block's working memory: its own counters, if there are few enough, and what its warps tell each other.
 struct Tallies {
-  unsigned long long* worst;  // [1] the first rank with too little room: its number above, how many rows below
-  int64_t* sums;              // [kWarps]
-  uint32_t* marks;            // [kCounted / kGroup, N] of the block's tokens
-  int32_t* own;               // [N + E], or NULL
+  unsigned long long*
+      worst;        // [1] the first rank with too little room: its number in the upper bits, its rows in the lower 40
+  int64_t* sums;    // [kWarps]
+  uint32_t* marks;  // [kCounted / kGroup, N] marks of the block's tokens
+  int32_t* own;     // [N + E], or NULL
 
   static constexpr uint32_t kMarks = 8 * (1 + kWarps);
   static __host__ __device__ uint32_t own_begin(const Shape& shape) {
@@ -33,23 +38,23 @@ struct Tallies {
         sums(shared_at<int64_t>(8)),
         marks(shared_at<uint32_t>(kMarks)),
         own(shape.ranks + shape.experts <= kMaxTable ? shared_at<int32_t>(own_begin(shape)) : nullptr) {}
-  // A token of the block goes to a rank.
+  // Marks that a token of the block goes to a rank.
   __device__ void mark(const Shape& shape, int token, int32_t rank) const {
     atomicOr(&marks[token % kCounted / kGroup * shape.ranks + rank], 1u << (token % kGroup));
   }
 };
 
-// One counter more for each lane that `counts`, lanes with the same counter together. By a warp.
+// Adds one to a counter for each thread that `counts`; threads with the same counter do so together. By a warp.
 __device__ void count_together(int32_t* counters, int at, bool counts) {
   const uint32_t same = __match_any_sync(~0u, counts ? at : -1);
   if (counts && (same & below(lane())) == 0) atomicAdd(&counters[at], __popc(same));
 }
 
-// Tokens that a warp counts at a time, a lane for each id: so many as divide a block's.
+// Gives how many tokens a warp counts at a time, a thread for each id: so many as divide a block's.
 constexpr int together(int top_k) { return top_k <= 8 ? kCounted / kWarps : top_k <= 16 ? 2 : 1; }
 
-// Ids and weights of so many tokens into the handle, and their rows counted and marked. A bad id acts as -1 and is
-// reported. `top_k`: up to 32.
+// Copies ids and weights of together() tokens from `first` on into the handle, and counts and marks their rows. A bad
+// id acts as -1 and is reported. `top_k`: up to 32.
 __device__ void count_tokens(const CountsParams& p, const Step& step, const Tallies& tallies, int32_t* counters,
                              int first) {
   const Shape& shape = p.group.map.shape();
@@ -59,7 +64,7 @@ __device__ void count_tokens(const CountsParams& p, const Step& step, const Tall
   const int64_t raw = there ? raw_id(p.in, token, k) : -1;
   const float weight = there ? raw_weight(p.in, token, k) : 0.0f;
   int32_t id = slot_of(p.group, p.in, valid_id(p.in, raw), token);
-  // An id of a token once, and a rank of a token once.
+  // An id counts once in a token, and so does a rank.
   const auto key = [&](int32_t what) { return static_cast<long long>(lane() / shape.top_k) << 32 | what; };
   const uint32_t same = __match_any_sync(~0u, id < 0 ? -1 - static_cast<long long>(lane()) : key(id));
   if ((same & below(lane())) != 0) id = -1;
@@ -76,7 +81,7 @@ __device__ void count_tokens(const CountsParams& p, const Step& step, const Tall
   p.handle.weights[static_cast<int64_t>(token) * shape.top_k + k] = weight;
 }
 
-// The same of one token, by one thread, for any top_k.
+// Does the same for one token, by one thread, for any top_k.
 __device__ void count_token(const CountsParams& p, const Step& step, const Tallies& tallies, int32_t* counters,
                             int token) {
   const Shape& shape = p.group.map.shape();
@@ -106,7 +111,7 @@ __device__ void count_token(const CountsParams& p, const Step& step, const Talli
   }
 }
 
-// kCounted tokens from `first` on, and their marks into the handle. By a block.
+// Counts kCounted tokens from `first` on, and puts their marks into the handle. By a block.
 __device__ void count_some(const CountsParams& p, const Step& step, const Tallies& tallies, int32_t* counters,
                            int first) {
   const Shape& shape = p.group.map.shape();
@@ -131,7 +136,7 @@ __device__ void count_some(const CountsParams& p, const Step& step, const Tallie
   __syncthreads();
 }
 
-// A block's share of the tokens, into the counters of the kernel.
+// Counts a block's share of the tokens, into the counters of the kernel.
 __device__ void count_share(const CountsParams& p, const Step& step, const Tallies& tallies) {
   const Shape& shape = p.group.map.shape();
   const int counts = shape.ranks + shape.experts;
@@ -148,7 +153,7 @@ __device__ void count_share(const CountsParams& p, const Step& step, const Talli
   }
 }
 
-// What is told to each rank; and the counters are 0 again. By a block.
+// Tells each rank what it is told, and sets the counters to 0 again. By a block.
 __device__ void tell_counts(const CountsParams& p, const Step& step) {
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
@@ -168,15 +173,15 @@ __device__ void tell_counts(const CountsParams& p, const Step& step) {
     auto* const to = reinterpret_cast<int32_t*>(place(expert_rank(expert))) + shape.ranks;
     to[expert_slot(expert)] = p.told[shape.ranks + id];
   }
-  __syncthreads();  // S4: what the fence of the words follows
+  __syncthreads();  // S4: the fence of the signals follows this
   for (int i = static_cast<int>(threadIdx.x); i < shape.ranks + shape.experts; i += blockDim.x) p.told[i] = 0;
   if (threadIdx.x < 32) publish_signals(g, step, Mode::kCounts, [](int) { return 0; });
 }
 
-// How many tokens go to each rank before those of a group: when all are marked, while the words are on their way. By a
-// block, a warp for each rank.
+// Finds how many tokens go to each rank before those of a group. It runs when all are marked, while the signals are on
+// their way. By a block, a warp for each rank.
 __device__ void sum_marks(const CountsParams& p) {
-  constexpr int kEach = 4;  // groups of a lane's at a time
+  constexpr int kEach = 4;  // groups of one thread at a time
   const int ranks = p.group.map.shape().ranks;
   const int groups = (p.tokens + kGroup - 1) / kGroup;
 #pragma unroll 1
@@ -220,14 +225,14 @@ __device__ bool await_counts(const CountsParams& p, const Step& step) {
   return __syncthreads_and(good) != 0;
 }
 
-// The i-th of what a rank has told this one.
+// Gives the i-th number that a rank has told this one.
 __device__ int32_t told_by(const CountsParams& p, const Step& step, int rank, int i) {
   const GroupView& g = p.group;
   const std::byte* const told = window_of(g, g.me) + g.map.counts(step.lane, step.bank(), rank);
   return static_cast<int32_t>(load_fresh<uint32_t>(reinterpret_cast<const int32_t*>(told) + i));
 }
 
-// Where rows for a rank land. By one thread for each rank.
+// Takes where rows for a rank are to arrive there. By one thread for each rank.
 __device__ void take_receive_offset(const CountsParams& p, const Step& step, int rank) {
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
@@ -238,7 +243,7 @@ __device__ void take_receive_offset(const CountsParams& p, const Step& step, int
   }
 }
 
-// Rows for one rank, from each: where they begin, and whether there is room. By one thread for each rank.
+// Finds where the rows for one rank begin, from each rank, and whether there is room. By one thread for each rank.
 __device__ void place_rank(const CountsParams& p, const Step& step, int to, unsigned long long* worst) {
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
@@ -260,7 +265,7 @@ __device__ void place_rank(const CountsParams& p, const Step& step, int to, unsi
   }
 }
 
-// No rank sends anything: the same on all, as all have the same counts.
+// Makes no rank send anything. All ranks do so alike, as all have the same counts.
 __device__ void send_nothing(const CountsParams& p) {
   const Shape& shape = p.group.map.shape();
   for (int i = static_cast<int>(threadIdx.x); i < shape.ranks * shape.ranks; i += blockDim.x) p.handle.sent_rows[i] = 0;
@@ -270,8 +275,8 @@ __device__ void send_nothing(const CountsParams& p) {
   }
 }
 
-// Rows that come for a local expert. Those that a receiver has no room for are counted too, as on the host: which they
-// are is known when rows have come.
+// Gives the rows that come for a local expert. Rows for which a receiver has no room are counted too, as on the host:
+// which those are is known when rows have come.
 __device__ int32_t rows_for(const CountsParams& p, const Step& step, int expert) {
   const int ranks = p.group.map.shape().ranks;
   int32_t rows = 0;
@@ -280,11 +285,12 @@ __device__ int32_t rows_for(const CountsParams& p, const Step& step, int expert)
   return rows;
 }
 
-// How many rows each local expert has, and where they begin in a grouped layout. `none`: nobody has any. By a block.
+// Finds how many rows each local expert has, and where they begin in a grouped layout. `none`: nobody has any. By a
+// block.
 __device__ void place_experts(const CountsParams& p, const Step& step, const Tallies& tallies, bool none) {
   const int experts = p.group.local_experts;
   const auto thread = static_cast<int>(threadIdx.x);
-  int64_t before = 0;  // rows of the experts below base
+  int64_t before = 0;  // rows of the experts below `base`
 #pragma unroll 1
   for (int base = 0; base <= experts; base += kThreads) {
     const int expert = base + thread;
@@ -307,7 +313,7 @@ __device__ void place_experts(const CountsParams& p, const Step& step, const Tal
   }
 }
 
-// The host may look. By one thread, which has synchronised with those that wrote.
+// Lets the host look. By one thread, which has synchronised with those that wrote.
 __device__ void finish_telling(const CountsParams& p) {
   fence_system();
   store_word(&p.on_host->serial, p.serial);
@@ -327,7 +333,7 @@ __device__ void tell_host(const CountsParams& p, unsigned long long worst) {
   if (threadIdx.x == 0) finish_telling(p);
 }
 
-// What has come, into the handle. By a block.
+// Takes what has come into the handle. By a block.
 __device__ void take_counts(const CountsParams& p, const Step& step, const Tallies& tallies) {
   const Shape& shape = p.group.map.shape();
   for (int to = static_cast<int>(threadIdx.x); to < shape.ranks; to += kThreads) {
@@ -342,7 +348,7 @@ __device__ void take_counts(const CountsParams& p, const Step& step, const Talli
   if (threadIdx.x == 0) *p.handle.overflow = refused ? 1 : 0;
   if (refused && threadIdx.x == 0) {
     report_call(p.group, &p.group.pages[p.group.me]->call, [&](Report* to) {
-      // As the host records it, which may find the same in its page: an overflow is told once.
+      // The host records the same, and may find the same in its page: an overflow is told once.
       const uint64_t seen = pack(Signal{step.low(), Mode::kCounts, 0});
       write_report(to, p.group, step, twRecvOverflow, static_cast<int>(worst >> 40), seen, 0);
       volatile Report& report = *to;
@@ -353,8 +359,8 @@ __device__ void take_counts(const CountsParams& p, const Step& step, const Talli
   if (p.on_host != nullptr) tell_host(p, worst);
 }
 
-// Counts that did not come: nothing may go out by them, and nothing be shown. By a block; what several write is the
-// same.
+// Cleans up after counts that did not come: nothing may go out by them, and nothing be shown. By a block; blocks that
+// do so at once write the same.
 __device__ void leave_nothing(const CountsParams& p, const Step& step, const Tallies& tallies) {
   send_nothing(p);
   place_experts(p, step, tallies, true);
@@ -372,7 +378,8 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
   Step step{next_step(g, p.lane), p.lane, 0, twPhaseCounts, digest};
   begin_at_bank(g, p.bank, &step.number);
   if (p.in.map != nullptr && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.digest = digest;
-  // Even if the counts are known: a rank that refused an exchange of them would think so, and its peers would not.
+  // This is done even if the counts are known: a rank that refused an exchange of them would think so, and its peers
+  // would not.
   if (p.handle.metadata_step != nullptr && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.metadata_step = 0;
   if (__syncthreads_or(is_sticky(g)) != 0) {  // then no other block is the last
     if (p.receive) leave_nothing(p, step, tallies);

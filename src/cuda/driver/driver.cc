@@ -1,10 +1,16 @@
+// Errors as sentences, and the driver's functions by name: driver.h tells what they are for.
+//
+// find_driver looks them up once in a process, in any thread; all must be there.
+//
+// What breaks if this changes: results of CUDA calls become other twResult_t, which callers test (twOutOfMemory,
+// twUnsupported).
 #include "cuda/driver/driver.h"
 
 namespace tw::cuda {
 
 Status cuda_failure(const char* call, int error) {
   const auto code = static_cast<cudaError_t>(error);
-  (void)cudaGetLastError();  // it must not be found by the caller's next check
+  (void)cudaGetLastError();  // otherwise the caller's next check would find it
   const twResult_t result = code == cudaErrorMemoryAllocation                                  ? twOutOfMemory
                             : code == cudaErrorInsufficientDriver || code == cudaErrorNoDevice ? twUnsupported
                                                                                                : twSystemError;

@@ -1,5 +1,10 @@
 // CUDA for the host side: errors as sentences, the current device as a scope, and the driver's virtual memory, found at
 // run time so that the library loads where there is no driver.
+//
+// find_driver gives a table that lives as long as the process, or twUnsupported. cuda_failure clears CUDA's last error.
+//
+// What breaks if this changes: an error that is not cleared is found by the caller's next check. No invariant depends
+// on it otherwise.
 #pragma once
 
 #include <cuda.h>
@@ -17,7 +22,7 @@ namespace tw::cuda {
 
 Status cuda_failure(const char* call, int error);
 
-// The virtual memory functions of the driver.
+// The driver's functions for virtual memory.
 struct Driver {
   decltype(&cuGetErrorString) error_string;
   decltype(&cuMemGetAllocationGranularity) granularity;
@@ -54,7 +59,7 @@ class OnDevice {
   bool changed_ = false;
 };
 
-// Lets this thread make calls that a capture of another thread's forbids: none of them touches that capture's streams.
+// Lets this thread make calls that another thread's capture forbids: none of them touches that capture's streams.
 class OutsideCaptures {
  public:
   OutsideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }

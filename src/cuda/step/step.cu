@@ -1,4 +1,10 @@
-// Steps without rows: a refusal, and the self-test of packets.
+// Steps without rows: a refusal, and the self-test of packets. Also the loading of all kernels (launch/loading.h).
+//
+// The refusal takes RefuseParams and ends a step as any kernel does; the self-test takes a counter and adds what
+// arrived torn, or never came.
+//
+// What breaks if this changes: S2 (a refusal waits for the peers' signals before the next step may begin), S1 (a
+// refused dispatch skips as the dispatch would have), S4 (a self-test that misses torn packets lets them be used).
 #include <cuda_runtime.h>
 
 #include <mutex>
@@ -33,8 +39,8 @@ __device__ void wait_out(const GroupView& g, const Step& step) {
   __syncthreads();
 }
 
-// Tells the peers, which wait in the same call, and waits for their words: S2 wants the step's end before the next one
-// begins. A refused dispatch stands where the dispatch would have: see device/wait.cuh, skip_step.
+// Tells the peers, which wait in the same call, and waits for their signals: S2 wants the step's end before the next
+// one begins. A refused dispatch takes the step that the dispatch would have taken: see device/wait.cuh, skip_step.
 __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
   Step step{next_step(p.group, p.lane), p.lane, 0, p.phase};
   begin_at_bank(p.group, p.bank, &step.number);
@@ -57,15 +63,15 @@ __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
   if (threadIdx.x == 0) end_step(p.group, step, begin_end(p.group, step));
 }
 
-constexpr uint64_t kTestFlag = uint64_t{1} << 63;  // no step has it
+constexpr uint64_t kTestFlag = uint64_t{1} << 63;  // a bit that no step has
 
-// What a packet carries in a round: every byte differs from round to round and place to place.
+// Gives what a packet carries in a round: every byte differs from round to round and place to place.
 __device__ uint64_t test_word(int round, uint32_t place) {
   return (static_cast<uint64_t>(round) * 0x9e3779b97f4a7c15ull) ^ (place * 0xff51afd7ed558ccdull);
 }
 
-// Every rank sends packets to every other, round after round in alternating banks, and looks whether what comes with a
-// flag is what was sent with it.
+// Sends packets from every rank to every other, round after round in alternating banks, and looks whether what comes
+// with a flag is what was sent with it.
 __global__ void self_test_kernel(const __grid_constant__ SelfTestParams p) {
   const GroupView& g = p.group;
   const WindowMap& map = g.map;
@@ -102,7 +108,7 @@ __global__ void self_test_kernel(const __grid_constant__ SelfTestParams p) {
         if (value.b != (flagged ? flag : test_word(round, 2 * lane + 1))) ++torn;
       }
     }
-    // All of this rank has read the round before it sends the next but one; one failure is enough.
+    // All threads of this rank have read the round before it sends the next but one. One failure is enough.
     if (__syncthreads_or(torn != 0)) break;
   }
   if (torn != 0) atomicAdd(p.torn, torn);

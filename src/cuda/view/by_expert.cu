@@ -1,10 +1,14 @@
-// Copies out of the window: floor, the bytes of the valid rows read once and written once for each place they go to.
-// Blocks read the counts on the device; rows beyond them cost nothing.
+// Copies out of the window by expert: expert_major and grouped. Takes ViewParams; gives rows, ids, weights, origins,
+// counts and offsets in the caller's tensors, and the places by which a combine finds them.
 //
-// Here by expert: expert_major and grouped. A block has a part of the rows, in order. It counts the experts of all rows
-// before its own, so that blocks need not wait for each other: at 8192 rows of 8 ids some 10 us of a last block,
-// beside 150 us of copying. Then its warps copy rows, each by itself, so that many are under way. Of few rows
+// Floor: the bytes of the valid rows, read once and written once for each place they go to. Blocks read the counts on
+// the device; rows beyond them cost nothing. A block has a part of the rows, in order. It counts the experts of all
+// rows before its own, so that blocks need not wait for each other: at 8192 rows of 8 ids that is some 10 us of a last
+// block, beside 150 us of copying. Then its warps copy rows, each by itself, so that many are under way. With few rows
 // most of the time is instructions that are met for the first time, so there are few of them on that way.
+//
+// What breaks if this changes: S9 (a row's place is its number among its expert's rows, in order of source and slot),
+// and S3 as in view/view.cuh.
 #include <cuda_runtime.h>
 
 #include "cuda/launch/launch.h"
@@ -15,18 +19,18 @@ namespace tw::cuda {
 namespace {
 
 constexpr int kBatch = 64;      // rows whose experts a block finds at a time
-constexpr int kExperts = 4096;  // that are counted at a time
+constexpr int kExperts = 4096;  // experts that are counted at a time
 static_assert(kTabled <= kExperts);
 
 struct ExpertScratch {
   Arrived rows;
   int32_t* experts;  // [kBatch, pitch] local expert of each (row, k), -1 for none
-  int32_t* nth;      // [kBatch, pitch] the how manieth row of its expert this is
+  int32_t* nth;      // [kBatch, pitch] each row's number among the rows of its expert
   int32_t* next;     // [kExperts] rows of an expert so far
-  int32_t* total;    // [kExperts]
-  uint32_t* table;   // [E + 1] where experts are, if they are so few
+  int32_t* total;    // [kExperts] all rows of an expert
+  uint32_t* table;   // [E + 1] where experts are, if there are few enough
 
-  static __host__ __device__ uint32_t pitch(const Shape& shape) {  // whole pairs of ids
+  static __host__ __device__ uint32_t pitch(const Shape& shape) {  // in whole pairs of ids
     return (static_cast<uint32_t>(shape.top_k) + 1) / 2 * 2;
   }
   static uint32_t bytes(const Shape& shape) {
@@ -45,30 +49,31 @@ struct ExpertScratch {
   }
 };
 
-// Where the rows of a local expert begin, and how many places there are for them.
+// Gives where the rows of a local expert begin; the next expert's begin ends its places.
 __device__ int64_t begin_of(const ViewParams& p, int expert) {
   if (p.group.map.shape().exact())
     return static_cast<int64_t>(load_fresh<unsigned long long>(p.handle.expert_begin + expert));
   return static_cast<int64_t>(expert) * p.group.map.shape().ranks * p.bound;
 }
-// Two ids of a row, read together: ids begin at a multiple of 8 bytes and weights follow them.
+// Two ids of a row, which are read together: ids begin at a multiple of 8 bytes, and weights follow them.
 struct IdPairs {
   const ViewParams& p;
   const ExpertScratch& s;
 
-  __device__ uint32_t each() const { return p.pairs.divisor; }  // row
+  __device__ uint32_t each() const { return p.pairs.divisor; }  // pairs of a row
   __device__ uint64_t load(int row, uint32_t pair) const {
     const Shape& shape = p.group.map.shape();
     const int32_t* const ids = ids_of(p, place_of(s.rows, shape.ranks, row));
     const uint64_t two = load_fresh<unsigned long long>(ids + 2 * pair);
-    return static_cast<int>(2 * pair) + 1 == shape.top_k ? two | ~uint64_t{0} << 32 : two;  // a weight
+    return static_cast<int>(2 * pair) + 1 == shape.top_k ? two | ~uint64_t{0} << 32
+                                                         : two;  // the second one is a weight
   }
   __device__ int expert(uint64_t two, uint32_t which) const {
     return local_expert(p, s.table, static_cast<int32_t>(two >> 32 * which));
   }
 };
 
-// The local experts of the rows [from, from + count), into the block's memory.
+// Finds the local experts of the rows [from, from + count), into the block's memory.
 __device__ void find_experts(const ViewParams& p, const ExpertScratch& s, int from, int count) {
   const IdPairs ids{p, s};
   for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(count) * ids.each(); i += blockDim.x) {
@@ -79,7 +84,7 @@ __device__ void find_experts(const ViewParams& p, const ExpertScratch& s, int fr
   }
 }
 
-// None yet of the experts in [low, low + kExperts).
+// Sets the counts of the experts in [low, low + kExperts) to 0.
 __device__ void clear_counts(const ViewParams& p, const ExpertScratch& s, int low) {
   const int experts = min(p.group.local_experts - low, kExperts);
   for (int i = threadIdx.x; i < experts; i += blockDim.x) s.next[i] = s.total[i] = 0;
@@ -112,8 +117,9 @@ __device__ void count_pairs(const ExpertScratch& s, const IdPairs& ids, uint32_t
   }
 }
 
-// Rows of each expert in [low, low + kExperts): those before row `from` to `next`, all to `total`. On the way, the
-// experts of the `count` rows from that one on. With little to count, few instructions are met for the first time.
+// Counts rows of each expert in [low, low + kExperts): those before row `from` into `next`, all into `total`. On the
+// way it finds the experts of the `count` rows from that one on. With little to count, few instructions are met for the
+// first time.
 __device__ void count_experts(const ViewParams& p, const ExpertScratch& s, int low, int from, int count) {
   const IdPairs ids{p, s};
   const int experts = min(p.group.local_experts - low, kExperts);
@@ -127,8 +133,8 @@ __device__ void count_experts(const ViewParams& p, const ExpertScratch& s, int l
   for (int i = threadIdx.x; i < experts; i += blockDim.x) s.total[i] += s.next[i];
 }
 
-// The how manieth of their experts the batch's `count` rows are. Row after row by one warp: order is the meaning of a
-// place. Within a row no expert stands twice.
+// Numbers the batch's `count` rows among their experts' rows. One warp does so row after row, as a place means the
+// order. Within a row no expert stands twice.
 __device__ void number_rows(const ViewParams& p, const ExpertScratch& s, int low, int count) {
   const int top_k = p.group.map.shape().top_k;
   const int pitch = static_cast<int>(ExpertScratch::pitch(p.group.map.shape()));
@@ -143,11 +149,11 @@ __device__ void number_rows(const ViewParams& p, const ExpertScratch& s, int low
   }
 }
 
-// Zeros for rows [from, to) of a payload. By a block.
+// Writes zeros to rows [from, to) of a payload. By a block.
 __device__ void clear_rows(const ViewParams& p, int q, int64_t from, int64_t to) {
   const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
   const Columns& columns = p.columns[q];
-  if (!columns.wanted() && p.width[q] == 16) {  // with an alignment of 128 rows an expert has 64 such on average
+  if (!columns.wanted() && p.width[q] == 16) {  // with an alignment of 128 rows an expert has 64 such rows on average
     auto* const vectors = reinterpret_cast<uint4*>(p.payloads[q]);
     for (int64_t i = from * (bytes / 16) + threadIdx.x; i < to * (bytes / 16); i += blockDim.x) vectors[i] = {};
     return;
@@ -158,7 +164,7 @@ __device__ void clear_rows(const ViewParams& p, int q, int64_t from, int64_t to)
   }
 }
 
-// What stands where no row does, and the counts.
+// Writes the counts, and what stands where no row does.
 __device__ void finish_experts(const ViewParams& p, const ExpertScratch& s, int low) {
   const GroupView& g = p.group;
   for (int i = static_cast<int>(blockIdx.x); i < kExperts && low + i < g.local_experts;
@@ -167,21 +173,21 @@ __device__ void finish_experts(const ViewParams& p, const ExpertScratch& s, int 
     if (threadIdx.x == 0) p.handle.expert_counts[expert] = p.shown.counts[expert] = s.total[i];
     const int64_t from = begin_of(p, expert) + s.total[i];
     show_empty(p, from, begin_of(p, expert + 1), static_cast<int>(threadIdx.x), kViewThreads);
-    for (int q = 0; q < g.map.shape().payloads && g.map.shape().exact(); ++q) {  // there, padding is 0
+    for (int q = 0; q < g.map.shape().payloads && g.map.shape().exact(); ++q) {  // in exact layouts padding is 0
       if (p.payloads[q] != nullptr) clear_rows(p, q, from, begin_of(p, expert + 1));
     }
   }
 }
 
-// Of a grouped layout, what lies beyond all experts, where it has a fixed capacity; and where each begins. Rows stay as
-// they are there: what a dispatch costs must not follow from what could have come.
+// Ends a grouped layout: shows what lies beyond all experts, where it has a fixed capacity, and tells where each expert
+// begins. Rows beyond stay as they are: what a dispatch costs must not follow from what could have come.
 __device__ void finish_grouped(const ViewParams& p) {
   const GroupView& g = p.group;
   const int64_t end = begin_of(p, g.local_experts);
   const int64_t share = (p.rows - end + gridDim.x - 1) / static_cast<int64_t>(gridDim.x);
   const int64_t from = end + static_cast<int64_t>(blockIdx.x) * share;
   show_empty(p, from, min(static_cast<int64_t>(p.rows), from + share), static_cast<int>(threadIdx.x), kViewThreads);
-  for (int q = 0; q < g.map.shape().payloads && blockIdx.x == 0; ++q) {  // what columns are longer than there are rows
+  for (int q = 0; q < g.map.shape().payloads && blockIdx.x == 0; ++q) {  // columns may be longer than there are rows
     if (p.payloads[q] == nullptr || !p.columns[q].wanted()) continue;
     clear_rows(p, q, p.rows, p.columns[q].rows);
   }
@@ -191,8 +197,8 @@ __device__ void finish_grouped(const ViewParams& p) {
   }
 }
 
-// Copies a batch's rows [from, from + count) to the experts whose rows are numbered, with their ids and weights. Of few
-// rows several warps have one together.
+// Copies a batch's rows [from, from + count) to the experts whose rows are numbered, with their ids and weights. Where
+// rows are few, several warps share one.
 __device__ void scatter(const ViewParams& p, const ExpertScratch& s, int from, int count, int bank) {
   const Shape& shape = p.group.map.shape();
   const int parts = parts_of(count, kViewWarps);
@@ -217,7 +223,7 @@ __device__ void scatter(const ViewParams& p, const ExpertScratch& s, int from, i
         const uint32_t weight = load_fresh<uint32_t>(ids + shape.top_k + k);
         show_choice(p, row, k, expert, static_cast<int32_t>(load_fresh<uint32_t>(ids + k)), weight, places.place);
       }
-      // For a combine. Of an expert that is counted later it is written then.
+      // A combine needs this. The place for an expert that is counted later is written then.
       if (nth >= 0 || expert < 0) {
         p.handle.places[row * shape.top_k + k] = {expert, static_cast<int32_t>(shape.exact() ? begin : 0) + nth};
       }

@@ -1,16 +1,22 @@
-// What copies by expert have in common: where experts are, and what stands beside a row.
+// What copies by expert have in common: where experts are, and what is shown with a row.
+//
+// Takes ViewParams and a row (place_of); gives its ids, the local expert of an id, and what the caller sees of a
+// choice. Also declares the way for few rows (view/few_rows.cu), between which launch_expert_view chooses.
+//
+// What breaks if this changes: the bits of what the caller sees. kTabled is speed and shared memory alone.
 #pragma once
 
 #include "cuda/view/view.cuh"
 
 namespace tw::cuda {
 
-// `row`: place_of.
+// Gives the ids of a row. `row`: place_of.
 __device__ inline const int32_t* ids_of(const ViewParams& p, int64_t row) {
   return kept_ids(p.handle, p.group.map.shape().top_k, row);
 }
 
-// Where experts are, in shared memory (fill_experts), if they are so few.
+// Where experts are: in shared memory (fill_experts), if there are at most kTabled. local_expert gives the physical
+// expert's number on this rank, -1 if it is another rank's or none.
 constexpr int kTabled = 4096;
 __host__ __device__ constexpr bool is_tabled(const Shape& shape) { return shape.experts <= kTabled; }
 __device__ inline int local_expert(const ViewParams& p, const uint32_t* table, int32_t id) {
@@ -24,7 +30,7 @@ __device__ inline int local_expert(const ViewParams& p, const uint32_t* table, i
   return expert_rank(expert) == p.group.me ? expert_slot(expert) : -1;
 }
 
-// What the caller sees of the k-th choice of a row that stands at a place.
+// Shows the caller the k-th choice of a row that stands at `place`.
 __device__ inline void show_choice(const ViewParams& p, int64_t row, int k, int expert, int32_t id, uint32_t weight,
                                    int64_t place) {
   if (p.shown.ids != nullptr) show_id(p.shown, place, p.shown.local ? expert : id);
@@ -32,7 +38,7 @@ __device__ inline void show_choice(const ViewParams& p, int64_t row, int k, int 
   if (p.origins != nullptr) p.origins[place] = row * p.group.map.shape().top_k + k;
 }
 
-// Places that hold nothing. By so many threads.
+// Shows that places [from, to) hold nothing. By `threads` threads.
 __device__ inline void show_empty(const ViewParams& p, int64_t from, int64_t to, int thread, int threads) {
   for (int64_t place = from + thread; place < to; place += threads) {
     if (p.shown.ids != nullptr) show_id(p.shown, place, p.shown.invalid);
@@ -41,7 +47,8 @@ __device__ inline void show_empty(const ViewParams& p, int64_t from, int64_t to,
   }
 }
 
-// view/few_rows.cu, by at most so many blocks: whether a view is one of few rows.
+// The way for few rows, view/few_rows.cu: whether a view is one of these, where at most `blocks` blocks may run; and
+// its launch.
 bool has_few_rows(const ViewParams& params, int blocks);
 int launch_few_rows_view(const ViewParams& params, int blocks, bool early, void* stream);
 

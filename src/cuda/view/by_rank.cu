@@ -1,7 +1,10 @@
-// Copies out of the window: floor, the bytes of the valid rows read once and written once for each place they go to.
-// Blocks read the counts on the device; rows beyond them cost nothing.
+// Copies out of the window by source, as rows lie there, into tensors that the caller gave (rank_major, flat). Takes
+// ViewParams; gives the rows that have come, nothing beyond them.
 //
-// Here by source, as rows lie in the window: into tensors that the caller gave.
+// Floor: the bytes of the valid rows, read once and written once. Blocks read the counts on the device; rows beyond
+// them cost nothing.
+//
+// What breaks if this changes: S3 as in view/view.cuh. How rows are shared out to warps is speed alone.
 #include <cuda_runtime.h>
 
 #include "cuda/launch/launch.h"

@@ -1,11 +1,13 @@
 // Copies out of the window, by expert, where there is room for few rows (view/by_expert.cu does all others): as in a
-// step of decoding, which waits for each of them.
+// step of decoding, which waits for each of them. Takes and gives what view/by_expert.cu does.
 //
 // Floor: a round trip for what the dispatch has left, another for the rows, and the stores. A block has one slot,
-// whether or not a row has come to it; so it can load all ids beside the counts that say which of them are
+// whether or not a row has come to it; so it can load all ids together with the counts that say which of them are
 // there, and its own row while it finds out where that goes. (More blocks than slots are there for the experts' counts
 // alone.) There are no loops over batches, vectors or choices beyond 8, since a kernel takes some ten cycles for each
 // instruction that it meets for the first time.
+//
+// What breaks if this changes: S9 (places as in view/by_expert.cu, bit for bit), and S3 as in view/view.cuh.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -18,15 +20,15 @@ namespace tw::cuda {
 namespace {
 
 constexpr int kFewIds = 4 * kViewThreads;
-constexpr uint32_t kFewVectors = 2 * kViewThreads;  // of a row
-constexpr uint32_t kIds = kFewIds / kViewThreads;   // of a thread
+constexpr uint32_t kFewVectors = 2 * kViewThreads;  // most vectors of a row
+constexpr uint32_t kIds = kFewIds / kViewThreads;   // ids of a thread
 constexpr uint32_t kVectors = kFewVectors / kViewThreads;
 
 struct FewScratch {
   int32_t* counts;   // [N]
   int32_t* before;   // [L] rows of an expert before this block's
-  int32_t* others;   // [L] and from it on
-  int32_t* experts;  // [kFastIds] of the block's row
+  int32_t* others;   // [L] rows of an expert in slots before this block's
+  int32_t* experts;  // [L] rows of an expert from this block's slot on
   int32_t* ids;      // [kFastIds]
   uint32_t* table;   // [E + 1]
 
@@ -42,7 +44,7 @@ struct FewScratch {
         table(reinterpret_cast<uint32_t*>(ids + kFastIds)) {}
 };
 
-// A row's part of each payload that the caller wants.
+// The thread's part of a row, in each payload that the caller wants.
 struct Loaded {
   uint4 value[kFastPayloads][kVectors];
 
@@ -57,7 +59,7 @@ struct Loaded {
       }
     }
   }
-  // To its places; all of the block's threads have the same.
+  // Stores it at the row's places, which all of the block's threads know alike.
   __device__ void store(const ViewParams& p, const Places& places) const {
 #pragma unroll
     for (int q = 0; q < kFastPayloads; ++q) {
@@ -74,7 +76,7 @@ struct Loaded {
   }
 };
 
-// Ids of all slots, a thread's part of them.
+// The thread's part of the ids of all slots.
 struct Ids {
   uint32_t row[kIds];
   uint32_t k[kIds];
@@ -103,7 +105,7 @@ struct Ids {
   }
 };
 
-// Counts, and what stands where no row does. A warp has an expert.
+// Writes counts, and what stands where no row does. A warp has one expert at a time.
 __device__ void finish(const ViewParams& p, const FewScratch& s, int64_t slots) {
   const auto first = static_cast<int>(blockIdx.x * kViewWarps + threadIdx.x / 32);
   for (int expert = first; expert < p.group.local_experts; expert += static_cast<int>(gridDim.x) * kViewWarps) {

@@ -1,5 +1,12 @@
-// Rows of a dispatch of high throughput that have come over a carrier, in blocks by source: to where they belong,
-// without gaps. Their number is known in device memory alone.
+// Rows of a dispatch of high throughput that have come over a staged transport, in blocks by source: this moves them to
+// where they belong, without gaps. Their number is known in device memory alone. await_kernel tells the host that a
+// wait has begun.
+//
+// Takes LandParams; gives payloads and metadata in the bank of the step, as a dispatch between windows would have left
+// them.
+//
+// What breaks if this changes: S4: both run behind the carrier's move on the same stream, and before the kernel that
+// takes the rows.
 #include <cuda_runtime.h>
 
 #include "cuda/device/wait.cuh"
@@ -46,7 +53,7 @@ __global__ void __launch_bounds__(kLandThreads) land_kernel(const __grid_constan
   }
 }
 
-// From here on the host counts how long this rank waits for its peers.
+// Tells the host that from here on it counts how long this rank waits for its peers.
 __global__ void await_kernel(const __grid_constant__ AwaitParams p) {
   store_half(&p.group.pages[p.group.me]->carried[p.lane].waits,
              load_half(&p.group.pages[p.group.me]->carried[p.lane].sent));

@@ -1,4 +1,11 @@
-// What copies out of the window have in common: which rows have come, and where they go.
+// What copies out of the window have in common: which rows have come, and how a warp copies one to its places.
+//
+// Takes ViewParams and what the dispatch before left in the handle; gives copies in the caller's tensors. Nobody here
+// waits for a peer.
+//
+// What breaks if this changes: the bits of what the caller sees, and S3: the copies read the bank of the last step that
+// ended, and must be done, in stream order, before the channel's next step publishes. How a row is shared out is speed
+// alone.
 #pragma once
 
 #include "cuda/device/metadata.cuh"
@@ -9,22 +16,23 @@ namespace tw::cuda {
 constexpr int kViewThreads = 512;
 constexpr int kViewWarps = kViewThreads / 32;
 
-// What comes before the dispatch has ended.
+// Does what comes before the dispatch has ended.
 __device__ inline void begin_view(const ViewParams& p) {
   let_next_begin();
   warm(p);
 }
 
-// The rows that have come, as they lie: in shared memory.
+// The rows that have come, numbered by source and slot, in shared memory.
 struct Arrived {
-  int32_t* begin;  // [N + 1] first row, in (source, slot) order, of each source
-  int32_t* at;     // [N] which row of the window, and of what the handle keeps, that is
+  int32_t* begin;  // [N + 1] the number of each source's first row
+  int32_t* at;     // [N] the row of the window, and of what the handle keeps, that it is
 
   static uint32_t words(const Shape& shape) { return 2 * static_cast<uint32_t>(shape.ranks) + 1; }
   __device__ Arrived(int32_t* words, const Shape& shape) : begin(words), at(words + shape.ranks + 1) {}
 };
 
-// All threads, but by a warp, as one thread would wait for the memory once for each rank of a large group.
+// Fills them in. All threads call it, but one warp works, as one thread would wait for the memory once for each rank of
+// a large group.
 __device__ inline void begin_rows(const ViewParams& p, const Arrived& rows) {
   const Shape& shape = p.group.map.shape();
   if (threadIdx.x < 32) {
@@ -47,7 +55,7 @@ __device__ inline void begin_rows(const ViewParams& p, const Arrived& rows) {
   __syncthreads();
 }
 
-// Which row of the window, and of what the handle keeps, the row of this number is.
+// Gives which row of the window, and of what the handle keeps, the row of this number is.
 __device__ inline int64_t place_of(const Arrived& rows, int ranks, int row) {
   int low = 0;
   int high = ranks;
@@ -59,22 +67,22 @@ __device__ inline int64_t place_of(const Arrived& rows, int ranks, int row) {
 }
 
 __device__ inline int bank_of_lane(const ViewParams& p) {
-  // The dispatch was the last step of the lane that ended.
+  // The dispatch was the last step of the channel that ended.
   return static_cast<int>(load_fresh<unsigned long long>(&p.group.lanes[p.lane].step) & 1);
 }
 
-// Row `row` of a payload, where it has come to.
+// Gives where row `row` of a payload has arrived.
 __device__ inline const std::byte* row_of(const ViewParams& p, int q, int bank, int64_t row) {
   return p.from[bank][q] + row * static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
 }
 
-// Where a byte of a place's row lies in a payload that is wanted by column.
+// Gives where a byte of a place's row lies in a payload that is wanted by column.
 __device__ inline int64_t in_columns(const Columns& columns, int64_t place, uint32_t byte) {
   const auto size = static_cast<uint32_t>(columns.element_bytes);
   return (byte / size * columns.rows + place) * size + byte % size;
 }
 
-// use(V{}) of the vector type of so many bytes.
+// Calls use(V{}) with the vector type of so many bytes.
 template <class Use>
 __device__ inline void with_vectors(int bytes, Use&& use) {
   switch (bytes) {
@@ -91,12 +99,12 @@ __device__ inline void with_vectors(int bytes, Use&& use) {
   }
 }
 
-// A lane's part of where a row goes: the place of its k-th choice, and which lanes have one.
+// A thread's part of where a row goes: the place of its k-th choice, and (in all threads alike) which threads have one.
 struct Places {
   int64_t place;
   uint32_t lanes;
 
-  // use(value) for each, of what the lane has for it.
+  // Calls use(value) for each thread that has a place, with that thread's value.
   template <class T, class Use>
   __device__ void each(T value, Use&& use) const {
 #pragma unroll 1
@@ -105,7 +113,7 @@ struct Places {
   }
 };
 
-// Vectors [begin, end) of a row to its places. By a warp; the row is read once for each 32 choices.
+// Copies vectors [begin, end) of a row to its places. By a warp; the row is read once for each 32 choices.
 template <class V>
 __device__ inline void scatter_vectors(const ViewParams& p, int q, const std::byte* from, uint32_t begin, uint32_t end,
                                        const Places& places) {
@@ -130,7 +138,7 @@ __device__ inline void scatter_vectors(const ViewParams& p, int q, const std::by
   }
 }
 
-// The same into columns. Copied by bytes: neither row nor tensor need be aligned to elements, and such rows are short.
+// Does so into columns. It copies bytes: neither row nor tensor need be aligned to elements, and such rows are short.
 __device__ inline void scatter_columns(const ViewParams& p, int q, const std::byte* from, const Places& places) {
   const uint32_t bytes = p.group.map.shape().payload_bytes[q];
   for (uint32_t base = 0; base < bytes; base += 32) {
@@ -142,10 +150,10 @@ __device__ inline void scatter_columns(const ViewParams& p, int q, const std::by
   }
 }
 
-// Of few rows several warps have one together.
+// Gives how many warps share one row: several where rows are few.
 __device__ inline int parts_of(int rows, int warps) { return max(1, min(kViewWarps, warps / max(1, rows))); }
 
-// The part `part` of `parts` of all payloads of a row (place_of).
+// Copies part `part` of `parts` of all payloads of a row (place_of).
 __device__ inline void scatter_payloads(const ViewParams& p, int64_t row, int bank, uint32_t part, uint32_t parts,
                                         const Places& places) {
   for (int q = 0; q < p.group.map.shape().payloads; ++q) {
