@@ -179,7 +179,7 @@ __device__ inline void await_signals(const Collect& s) {
   }
 }
 
-// ---- Rows that are no packets
+// ---- Simple rows
 
 // A tile of a row, counted over all its tensors: the tensor, and the tile's number there.
 struct Part {

@@ -103,7 +103,7 @@ __device__ inline void push_tile(const Sum& s, int owner, int slot, const Tile& 
   }
 }
 
-// A chunk of rows that are no packets.
+// A chunk of Simple rows.
 struct Chunk {
   int owner;
   int number;

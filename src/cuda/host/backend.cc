@@ -1,5 +1,12 @@
-// The CUDA backend: arguments into kernel parameters, and what kernels report into errors. What happens to bytes is in
-// the kernels, the files that end in .cu.
+// The CUDA backend's calls: arguments into kernel parameters, and what kernels report into errors. What happens to
+// bytes is in the kernels, the files that end in .cu.
+//
+// Takes calls that the core has checked; gives launches on the caller's stream, and error records from what kernels and
+// peers report.
+//
+// What breaks if this changes: which kernels may serve a call (width_of, usual, vectors_fit: an access that is wider
+// than its memory allows faults); S3 (late_signal, and two launches where sums overwrite rows); S5 (p.bank). Whether a
+// kernel comes early is speed.
 #include "cuda/host/backend.h"
 
 #include <algorithm>
@@ -13,7 +20,7 @@
 
 namespace tw::cuda {
 
-// The largest power of two up to 16 that divides everything.
+// Gives the largest power of two up to 16 that divides everything.
 int width_of(std::initializer_list<uint64_t> values) {
   uint64_t all = 16;
   for (const uint64_t value : values) all |= value;
@@ -22,10 +29,10 @@ int width_of(std::initializer_list<uint64_t> values) {
 
 namespace {
 
-// Of a dispatch's rows as a stream, and of where they lie.
+// What a dispatch's rows allow, by their sizes and where they lie.
 struct PayloadFit {
-  int width = 16;      // bytes that all payloads allow at a time
-  uint64_t words = 0;  // of a row, with what travels beside it
+  int width = 16;      // bytes that every access to any payload may take
+  uint64_t words = 0;  // words of a row's stream, with its metadata
 };
 PayloadFit fill_payloads(const Shape& shape, const RowsIn* rows, PayloadIn* payloads) {
   PayloadFit fit;
@@ -37,7 +44,7 @@ PayloadFit fill_payloads(const Shape& shape, const RowsIn* rows, PayloadIn* payl
     payload.stride = rows[q].stride;
     const int width = width_of({address_of(rows[q].data), static_cast<uint64_t>(rows[q].stride), bytes});
     fit.width = std::min(fit.width, width);
-    payload.width = width == 16 ? 16 : width >= 4 ? 4 : 1;  // what dispatch/send.cuh has loops for
+    payload.width = width == 16 ? 16 : width >= 4 ? 4 : 1;  // the widths for which dispatch/send.cuh has loops
     payload.vectors = static_cast<uint32_t>(bytes / static_cast<uint64_t>(payload.width));
     payload.first_word = static_cast<uint32_t>(fit.words);
     fit.words += words_of(bytes);
@@ -45,7 +52,7 @@ PayloadFit fill_payloads(const Shape& shape, const RowsIn* rows, PayloadIn* payl
   return fit;
 }
 
-// Where this rank was: what a kernel has reported.
+// Fills in where this rank was, as a kernel has reported it.
 void fill_place(const Report& report, twErrorRecord_t* record) {
   record->phase = static_cast<twPhase_t>(report.phase);
   record->lane = report.lane;
@@ -90,7 +97,7 @@ HandleView NvlinkBackend::view_of(const HandleArrays& handle) const {
   view.offsets = handle.offsets;
   view.overflow = handle.overflow;
   view.marks = shape().exact() ? handle.marks : nullptr;
-  // Whoever does not wait meets words of other steps, of which some say that it is known.
+  // With no_wait a kernel meets signals of other steps, some of which say that the metadata is known.
   const bool once = shape().exact() && view_.packet_tokens > 0 && view_.no_wait == 0;
   view.metadata_step = once ? handle.metadata_step : nullptr;
   view.receive_offset = handle.counts.receive_offset;
@@ -121,7 +128,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   DispatchParams p{};
   p.group = view_at(call.at, !call.send_only);
   p.handle = view_of(handle);
-  p.in = ids_of(handle, shape().exact() || !send);  // what was sent stays, whatever map there is now
+  p.in = ids_of(handle, shape().exact() || !send);  // ids that were sent stay, whatever map there is now
   p.counted = call.counted ? 1 : 0;
   p.layer = handle.layer;
   p.loads_block = send ? budget_.loads_block : LoadsBlock::kNone;
@@ -176,7 +183,7 @@ Status NvlinkBackend::run_view(const char* what, LaunchView* launch, const ViewP
   return launched(what, launch(params, view_blocks(), budget_.early_views && captures(stream), stream));
 }
 
-// What the caller wants written elsewhere than in the window.
+// Copies what the caller wants elsewhere than in the window.
 Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) {
   const DispatchTargets& targets = call.targets;
   handle.placed = targets.layout == twExpertMajor || targets.layout == twGrouped;
@@ -204,7 +211,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
   return run_view("a view", handle.placed ? launch_expert_view : launch_rank_view, p, call.stream);
 }
 
-// Where rows stand by expert, for a combine by expert of a dispatch that was shown otherwise.
+// Finds where rows stand by expert, for a combine by expert after a dispatch that was shown otherwise.
 Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) {
   ViewParams p = view_params(handle, call.at.lane, call.bound);
   p.shown.counts = handle.expert_counts;
@@ -214,7 +221,7 @@ Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) 
 Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
-  const bool early = budget_.early && captures(call.stream);  // the launch itself takes the host 4 us longer
+  const bool early = budget_.early && captures(call.stream);  // an early launch takes the host 4 us longer
   CombineParams p{};
   p.group = view_at(call.at, !call.send_only);
   p.handle = view_of(handle);
@@ -250,7 +257,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.vectors = static_cast<uint32_t>(shape().combine_bytes / 16);
   p.at = combine_;
   p.packets = PacketsAt::make(context_.map, p.lane);
-  // Rows that the sums overwrite are all sent before the first sum.
+  // Where sums overwrite rows, all rows are sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
   plan_combine(budget_, shape(), {!twice}, &p);
   if (twice) {
@@ -296,8 +303,8 @@ bool NvlinkBackend::poll(twErrorRecord_t* record) {
   return poll_others(record);
 }
 
-// What others have found, or the watching thread. A kernel that waits says within a moment what for; the record tells
-// that too, so it is given that moment.
+// Tells what others have found, or the watching thread. A kernel that waits says within a moment what it waits for; the
+// record tells that too, so the kernel is given that moment.
 bool NvlinkBackend::poll_others(twErrorRecord_t* record) {
   constexpr std::chrono::milliseconds kMoment{20};
   const AbortSignal abort = control_->find_abort();

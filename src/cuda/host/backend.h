@@ -1,4 +1,12 @@
-// The CUDA backend's class: calls are in host/backend.cc, coming into being in host/creation.cc.
+// The CUDA backend's class. Its calls are in host/backend.cc (dispatches, combines, views, errors), steps.cc,
+// counts.cc, collectives.cc, ids.cc and settle.cc, its making in creation.cc.
+//
+// Takes the calls that the core has checked (core/backend.h) and turns each into launches on the caller's stream;
+// errors come later, through Control. Calls only enqueue, unless TOKENWAY_BLOCKING asks to wait.
+//
+// What breaks if this changes: S5 (banks and channels come from the core's host order, the kernels are told them), S6
+// (an error that finishes the group ends all kernels: on_stop, announce_abort), S8 (every grid comes from budget_). The
+// order of destruction matters: memory goes after the last kernel that may look at it.
 #pragma once
 
 #include <initializer_list>
@@ -22,7 +30,7 @@ namespace tw::cuda {
 
 inline Status launched(const char* what, int error) { return error == 0 ? Status{} : cuda_failure(what, error); }
 
-// The largest power of two up to 16 that divides everything.
+// Gives the largest power of two up to 16 that divides everything.
 int width_of(std::initializer_list<uint64_t> values);
 inline uint64_t address_of(const void* at) { return reinterpret_cast<uintptr_t>(at); }
 
@@ -60,7 +68,7 @@ class NvlinkBackend : public Backend {
                 stream);
   }
 
-  // A call that receives too is all of the step, launched here; else finish_* launches the rest.
+  // A call that receives too is the whole step, launched here; otherwise finish_* launches the rest.
   Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
     return make_dispatch(call, handle, true);
   }
@@ -91,7 +99,7 @@ class NvlinkBackend : public Backend {
     handle.counts_page = nullptr;
   }
 
-  // A refusal's kernel has waited for the peers.
+  // Nothing is left to wait for: a refusal's kernel has waited for the peers.
   StepEnd drain(StepPlace, TimePoint) override { return {}; }
 
   std::shared_ptr<void> keep_window() override;
@@ -104,12 +112,12 @@ class NvlinkBackend : public Backend {
   Status replace_map(int32_t layer, const ExpertMap& map, void* stream) override;
   bool poll(twErrorRecord_t* record) override;
 
-  // Ranks of one process wait for their own streams only: a device that ranks share may hold a kernel of another rank
-  // that waits for a later call of this one.
+  // Waits for this rank's calls. Ranks of one process wait for their own streams only: a device that ranks share may
+  // hold a kernel of another rank that waits for a later call of this one.
   void settle() override;
-  cudaError_t wait_for_calls();  // the first error of it
-  // As cudaStreamSynchronize and cudaDeviceSynchronize, for as long as peers please; when the caller wants the wait to
-  // end, the group is given up, which ends its kernels.
+  cudaError_t wait_for_calls();  // gives the first error that waiting met
+  // Do what cudaStreamSynchronize and cudaDeviceSynchronize do, for as long as peers please; when the caller wants the
+  // wait to end, the group is given up, which ends its kernels.
   cudaError_t settle_stream(cudaStream_t stream);
   cudaError_t settle_device();
 
@@ -134,7 +142,7 @@ class NvlinkBackend : public Backend {
 
  private:
   std::byte* window() override { return windows_.by_rank[context_.me]->data(); }
-  // Where the rows of each payload land here.
+  // Fills in where the rows of each payload arrive at this rank.
   void fill_receive_offsets(const DispatchCall& call, std::byte** receive_offset);
 
   Status connect(const BackendInit& init, uint64_t* tag);
@@ -146,15 +154,15 @@ class NvlinkBackend : public Backend {
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_collective(const CollectiveCall& call, bool send, bool receive);
   Status run_refusal(StepPlace at, const Refusal& refusal, bool send, bool receive);
-  // A step (host/steps.cc): one kernel, or, over a carrier, one before the moves and one behind them. `sends`: else it
-  // was sent alone, and is finished.
+  // Makes a step (host/steps.cc): one kernel, or, over a staged transport, one before the moves and one behind them.
+  // Without `sends` the step was sent alone before, and is finished now.
   template <class Call, class Regions, class Run>
   Status make(const Call& call, bool sends, bool land, Regions&& regions, Run&& run);
   Status make_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends);
   Status make_combine(const CombineCall& call, HandleArrays& handle, bool sends);
   Status make_counts(const CountsCall& call, HandleArrays& handle, bool sends);
   Status make_collective(const CollectiveCall& call, bool sends);
-  // Over a carrier.
+  // The rest down to bank_of() serves the staged transport; only view_at() is used without it too.
   GroupView view_at(StepPlace at, bool waits) const;
   bool in_trouble() const;
   void give_up() {
@@ -176,7 +184,7 @@ class NvlinkBackend : public Backend {
   ViewParams view_params(const HandleArrays& handle, int32_t lane, int32_t bound) const;
   using LaunchView = int(const ViewParams& params, int grid, bool early, void* stream);
   Status run_view(const char* what, LaunchView* launch, const ViewParams& params, void* stream);
-  // Blocks of a kernel that copies rows and waits for nobody.
+  // Gives the blocks of a kernel that copies rows and waits for nobody.
   int view_blocks() const { return static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, budget_.view_grid)); }
   Status run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive);
   IdsIn ids_of(const HandleArrays& handle, bool copied) const;
@@ -199,11 +207,11 @@ class NvlinkBackend : public Backend {
   DispatchScratch dispatch_{};
   CombineScratch combine_{};
   CollectiveScratch collective_{};
-  std::mutex reports_;         // they are taken by calls, and by whoever asks for the group's error
-  TimePoint trouble_since_{};  // when others' trouble was first seen
-  uint64_t counts_told_ = 0;   // exchanges of counts that the host learns of
+  std::mutex reports_;         // held to take reports, which calls do, and whoever asks for the group's error
+  TimePoint trouble_since_{};  // when trouble of others was first seen
+  uint64_t counts_told_ = 0;   // exchanges of counts of which the host learns
   void* last_stream_ = nullptr;
-  std::vector<void*> streams_;  // that were used, to be waited for at the end
+  std::vector<void*> streams_;  // streams that were used, to be waited for at the end
 };
 
 }  // namespace tw::cuda

@@ -1,4 +1,9 @@
-// Gathers and reduces on a device, as the host sees them: calls into kernel parameters.
+// Gathers and reduce-scatters on a device, as the host sees them: a call becomes kernel parameters and one launch.
+//
+// Takes a CollectiveCall that the core has checked, with its places in a bank; plan/collective.cc decides the rest.
+//
+// What breaks if this changes: S3 (views and in_window decide when signals go), and the width of accesses, which the
+// memory of every tensor must allow. The digest is what lets ranks see that they make the same call.
 #include <algorithm>
 
 #include "cuda/host/backend.h"
@@ -7,7 +12,7 @@
 namespace tw::cuda {
 
 namespace {
-
+// Describes a tensor, and what its places allow.
 // A tensor, and what its places allow.
 CollectiveRows rows_of(const CollectiveCall& call, int q) {
   const CollectiveTensor& tensor = call.tensors[q];

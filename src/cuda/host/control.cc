@@ -1,3 +1,8 @@
+// Control pages, their registration with CUDA, and the watching thread: control.h tells what they are for.
+//
+// What breaks if this changes: S6. A page must be registered once per process and stay while any kernel may look at it;
+// take() must see a report whole (serial before and after); a peer that is gone is granted kLastWords, as its last
+// signal may be on its way.
 #include "cuda/host/control.h"
 
 #include <sys/mman.h>
@@ -9,7 +14,7 @@ namespace tw::cuda {
 namespace {
 
 constexpr std::chrono::milliseconds kLook{20};
-// From seeing that a peer is gone to stopping: its last words may be on their way through a kernel.
+// Time from seeing that a peer is gone to stopping: its last signals may be on their way through a kernel.
 constexpr std::chrono::milliseconds kLastWords{100};
 
 constexpr uint64_t kPageBytes = (sizeof(ControlPage) + 4095) / 4096 * 4096;
@@ -113,7 +118,7 @@ void Control::end_watch() {
   watcher_.join();
 }
 
-// Nobody but this thread sees that a peer's process has ended: a kernel cannot.
+// Looks after the peers. Nobody but this thread sees that a peer's process has ended: a kernel cannot.
 void Control::watch() {
   std::unique_lock lock(mutex_);
   bool over = false;
@@ -131,7 +136,7 @@ void Control::watch() {
       over = true;
     }
     over = over || dead() >= 0;
-    if (over && !apart_) return;  // apart, survivors hear by this thread who has left
+    if (over && !apart_) return;  // where ranks share no memory, this thread goes on: survivors hear by it who has left
   }
 }
 
@@ -163,7 +168,7 @@ bool Control::take(const Report& from, uint32_t* seen, Report* to) {
   const uint32_t serial = std::atomic_ref(const_cast<uint32_t&>(from.serial)).load(std::memory_order_acquire);
   if (serial == *seen) return false;
   std::memcpy(to, &from, sizeof *to);
-  // Overwritten meanwhile: the next look finds it whole.
+  // It was overwritten meanwhile: the next look finds it whole.
   if (std::atomic_ref(const_cast<uint32_t&>(from.serial)).load(std::memory_order_acquire) != serial) return false;
   *seen = serial;
   return true;

@@ -1,5 +1,12 @@
-// The host's side of errors: the pages that all ranks' hosts and devices share, and a thread that looks after peers
-// while nobody else does.
+// The host's side of errors (S6): the pages that all ranks' hosts and devices share, and a thread that looks after
+// peers while nobody else does.
+//
+// Takes a bootstrap whose connections tell who is alive; gives abort words, what kernels have reported, and on_stop(),
+// by which kernels end when the group is finished. announce_abort() and the find functions may be called from any
+// thread.
+//
+// What breaks if this changes: S6. A rank that is not told waits until its deadline and then blames the wrong rank; and
+// the abort word must be stored before `stop` is, so that who sees the latter finds the reason.
 #pragma once
 
 #include <atomic>
@@ -17,38 +24,40 @@
 
 namespace tw::cuda {
 
-// A mapping as devices see it; registered with CUDA once in a process, however many of its ranks use it.
+// A page's mapping, registered with CUDA once in a process, however many of its ranks use it; devices see it so.
 class Registered;
 
 class Control {
  public:
   ~Control();
 
-  // Shares a page of every member with all of them. Collective; uses `tag`. Starts looking after the peers.
+  // Shares a page of every member with all of them. Collective; uses `tag`. on_stop() then begins to look after the
+  // peers.
   static Status create(const BackendInit& init, uint64_t tag, std::unique_ptr<Control>* control);
 
-  // Where ranks share no memory: one page stands for those of all, what is to be told to peers is posted to them over
-  // their connections, and this rank's thread watches how long its steps over the carrier take.
+  // Makes the control of a rank that shares no memory with the others: one page stands for those of all, what is to be
+  // told to peers is posted to them over their connections, and this rank's thread watches how long its steps over the
+  // staged transport take.
   static Status create_apart(const BackendInit& init, std::unique_ptr<Control>* control);
 
-  // The pages as this rank's device sees them, by rank.
+  // Gives the pages as this rank's device sees them, by rank.
   const std::vector<ControlPage*>& on_device() const { return on_device_; }
 
   void announce_abort(AbortSignal reason);
   AbortSignal abort_of(int writer) const;
   AbortSignal find_abort() const;
 
-  // What kernels have reported since the last look; failure first. False if there is nothing new.
+  // Give what kernels have reported since the last look; failure comes first. False if there is nothing new.
   bool next_failure(Report* report);
   bool next_call(Report* report);
   bool next_bad_id(Report* report);
-  // What a kernel waited for when it was stopped; false if none was.
+  // Gives what a kernel waited for when it was stopped; false if none was.
   bool stopped(Report* report) const;
-  // The rank whose process is gone, -1 if all live.
+  // Gives the rank whose process is gone, -1 if all live.
   int dead() const { return dead_.load(std::memory_order_acquire); }
-  // Called, on the watching thread too, when kernels must stop. Begins to watch.
+  // Sets what is called when kernels must stop, on the watching thread too. Begins to watch.
   void on_stop(std::function<void()> stop);
-  // Ends that. The pages stay: kernels may still look at them.
+  // Ends the watch. The pages stay: kernels may still look at them.
   void end_watch();
 
  private:
@@ -58,11 +67,11 @@ class Control {
   void stop();
   static bool take(const Report& from, uint32_t* seen, Report* to);
   Status add_page(const std::shared_ptr<Mapping>& page);
-  // Of ranks apart: host/control_apart.cc.
+  // For ranks that share no memory: host/control_apart.cc.
   void tell(AbortSignal reason);
   void listen(std::unique_lock<std::mutex>& lock);
   void watch_steps(TimePoint now);
-  // What a rank tells of a lane.
+  // What a rank tells of a channel: the last step it has sent, and the digest of that call.
   struct Notice {
     uint32_t sent;
     uint32_t call;
@@ -76,7 +85,7 @@ class Control {
   Bootstrap* bootstrap_ = nullptr;
   std::vector<int> members_;
   int me_ = 0;
-  // How long a lane's step has been under way, and waited for.
+  // How long a channel's step has been under way, and waited for.
   struct Watched {
     uint32_t sent = 0;
     uint32_t waits = 0;
@@ -87,9 +96,9 @@ class Control {
   uint64_t tag_ = 0;
   uint32_t first_step_ = 0;
   std::chrono::milliseconds timeout_{};
-  std::vector<Watched> watched_;    // by lane
+  std::vector<Watched> watched_;    // by channel
   std::string noticed_;             // what the peers know of this rank's steps
-  std::atomic<uint64_t> told_ = 0;  // the abort word that they know
+  std::atomic<uint64_t> told_ = 0;  // the abort word that the peers know
   std::vector<std::shared_ptr<Mapping>> pages_;
   std::vector<std::shared_ptr<Registered>> registered_;
   std::vector<ControlPage*> on_device_;

@@ -1,6 +1,11 @@
-// Errors between ranks that share no memory: what is told travels over their connections. And since a collective that
-// does not end says of nobody who holds it up, a rank's thread watches how far its steps are, tells the peers when one
-// takes long, and blames the first who has not said that it has sent its own.
+// Errors between ranks that share no memory: what is told travels over their connections. A collective that does not
+// end does not say who holds it up. So a rank's thread watches how far its steps are, tells the peers when one takes
+// long, and blames the first rank that has not said that it has sent its own.
+//
+// Takes CarriedLane, which kernels write, and the peers' notices; gives abort words and the report `late`.
+//
+// What breaks if this changes: S6: who is blamed, and after how long. Notices have no part in a step, so no other
+// invariant depends on them.
 #include <cstring>
 
 #include "cuda/host/control.h"
@@ -10,8 +15,8 @@ namespace {
 
 enum Post { kAbortPost, kNoticePost };
 
-constexpr std::chrono::milliseconds kNotice{50};  // under way, before the peers are told how far this rank is
-constexpr std::chrono::milliseconds kGrace{60};   // for the last notices, behind the timeout
+constexpr std::chrono::milliseconds kNotice{50};  // a step under way for so long is told to the peers
+constexpr std::chrono::milliseconds kGrace{60};   // time for the last notices, behind the timeout
 constexpr std::chrono::milliseconds kSettling{100};
 
 uint32_t load(const uint32_t& word) {
@@ -29,8 +34,8 @@ void Control::tell(AbortSignal reason) {
   }
 }
 
-// What peers have posted, and what this rank's kernels want told; by the watching thread. A rank that gives up may have
-// sent before, and what it has sent comes by another way: so its word counts a little later.
+// Takes what peers have posted, and tells what this rank's kernels want told; by the watching thread. A rank that gives
+// up may have sent rows before, and these come by another way: so its abort word counts a little later.
 void Control::listen(std::unique_lock<std::mutex>& lock) {
   std::vector<uint64_t> heard(members_.size());
   bool any = false;
@@ -85,8 +90,8 @@ bool Control::noticed(int rank, int lane, Notice* notice) const {
   return true;
 }
 
-// A rank that is in the same step of a lane and has not made the same call, whose collective so never ends; -1 if there
-// is none.
+// Gives a rank that is in the same step of a channel and has not made the same call, so that its collective never ends;
+// -1 if there is none.
 int Control::find_different(int lane) const {
   const CarriedLane& at = page(me_).carried[lane];
   for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
@@ -98,7 +103,7 @@ int Control::find_different(int lane) const {
   return -1;
 }
 
-// The first rank that has not said that it has sent a step; the next one if all have.
+// Gives the first rank that has not said that it has sent a step; the next rank if all have.
 int Control::find_behind(int lane, uint32_t step) const {
   const auto ranks = static_cast<int>(members_.size());
   for (int i = 1; i < ranks; ++i) {

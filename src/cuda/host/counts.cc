@@ -1,4 +1,10 @@
 // The exchange of counts on a device, as the host sees it: launched, and told through memory that both map.
+//
+// Takes a CountsCall; gives the launch, and in read_counts() what the device has told, waiting until a deadline, an
+// error or an interrupt.
+//
+// What breaks if this changes: the serial tells exchanges of a handle apart, so the host would take one's counts for
+// another's; the exchange is a step (S1 to S9), whose kernel keeps the invariants.
 #include <algorithm>
 #include <thread>
 
@@ -30,7 +36,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   std::copy(std::begin(call.receive_offset), std::end(call.receive_offset), p.receive_offset);
   p.send = send;
   p.receive = receive;
-  // A replay would tell of an exchange that the host has not called; and what it knows it need not be told again.
+  // A replay would tell of an exchange that the host has not called; and what the host knows it need not be told again.
   if (call.again) {
   } else if (receive && !capturing) {
     if (handle.counts_page == nullptr) handle.counts_page = arena_->take_page();
@@ -42,7 +48,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   }
   const int blocks = send ? std::clamp((p.tokens + kCounted - 1) / kCounted, 1, budget_.max_grid) : 1;
   TW_RETURN_IF_FAILED(launched("an exchange of counts", launch_counts(p, blocks, call.stream)));
-  // As a dispatch: each replay reads the caller's tensors.
+  // As with a dispatch: each replay reads the caller's tensors.
   if (send && !capturing) handle.source = {};
   handle.stream = call.stream;
   return {};

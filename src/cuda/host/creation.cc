@@ -1,4 +1,9 @@
-// How the CUDA backend comes into being: every rank does a stage, then all meet.
+// How the CUDA backend comes into being: every rank does a stage alone, then all meet. Takes BackendInit; gives an open
+// backend on all ranks, or an error on all.
+//
+// What breaks if this changes: tags must rise and be alike on all ranks; windows are prepared before peers can map them
+// (S2); all kernels are loaded before any rank may wait (S6); the packing bound and the combine's tail become the least
+// of all ranks' (S4: receivers must expect what senders send).
 #include <algorithm>
 
 #include "cuda/host/backend.h"
@@ -31,8 +36,8 @@ Status NvlinkBackend::fill_view(const BackendInit& init) {
   return fits;
 }
 
-// Each stage that a rank does alone ends in a meeting, so that none waits for one that has failed. Tags of a comm must
-// rise: see Connection::take.
+// Opens the backend. Each stage that a rank does alone ends in a meeting, so that none waits for one that has failed.
+// Tags of a comm must rise: see Connection::take.
 Status NvlinkBackend::open(const BackendInit& init) {
   const OnDevice on(device_);
   const OutsideCaptures outside;
@@ -62,13 +67,13 @@ Status NvlinkBackend::open(const BackendInit& init) {
   bool may = false;
   if (prepared.ok()) prepared = may_use_packets(&may);
   TW_RETURN_IF_FAILED(meet("loading kernels", prepared));
-  // All test, or nobody: a test needs an answer.
+  // All ranks test, or none does: a test needs an answer.
   int32_t testing = may ? 1 : 0;
   TW_RETURN_IF_FAILED(least(init, tag++, {&testing}));
   const Status tested = testing != 0 ? test_packets() : Status{};
   if (testing == 0) view_.packet_tokens = 0;
   TW_RETURN_IF_FAILED(meet("testing the links", tested));
-  // The least that any rank found is what all use: receivers must expect what senders send.
+  // All ranks use the least that any has found: receivers must expect what senders send.
   TW_RETURN_IF_FAILED(least(init, tag++, {&view_.packet_tokens, &budget_.summed_tail}));
   budget_.packet_tokens = view_.packet_tokens;
   control_->on_stop([this] {
@@ -85,7 +90,7 @@ std::shared_ptr<void> NvlinkBackend::keep_window() {
   return windows_.by_rank[context_.me];
 }
 
-// Values become the least of all ranks'.
+// Makes each value the least of all ranks' values.
 Status NvlinkBackend::least(const BackendInit& init, uint64_t tag, std::initializer_list<int32_t*> values) {
   Packer mine;
   for (const int32_t* value : values) mine.add(*value);
@@ -99,8 +104,9 @@ Status NvlinkBackend::least(const BackendInit& init, uint64_t tag, std::initiali
   return {};
 }
 
-// Packets need 16-byte stores that arrive whole, which PTX does not promise. They are used where each pair of ranks has
-// seen so, on devices of compute capability 9.0 or more that reach each other over NVLink.
+// Tells whether this rank may use packets, as far as it knows alone. Packets need 16-byte stores that arrive whole,
+// which PTX does not promise. They are used where each pair of ranks has seen so, on devices of compute capability 9.0
+// or more that reach each other over NVLink.
 Status NvlinkBackend::may_use_packets(bool* may) {
   int major = 0;
   TW_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_));

@@ -1,4 +1,10 @@
 // What the core asks of devices before a group has a backend (core/backend.h).
+//
+// check_device takes a device's number, or -1 for the current one, which it fills in; it fails with twUnsupported where
+// no device can be used, and with twInvalidArgument where there is none of that number. device_memory gives the bytes
+// that are free.
+//
+// What breaks if this changes: messages and results that callers test. No invariant depends on it.
 #include "core/backend.h"
 #include "cuda/driver/driver.h"
 

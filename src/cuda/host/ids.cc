@@ -1,11 +1,17 @@
-// Ids of a call on a device, as the host hands them to kernels: the caller's or the handle's own, and by which map they
-// stand for slots.
+// Ids of a call on a device, as the host hands them to kernels: the caller's or the handle's own, and the map by which
+// they become physical experts.
+//
+// Takes a handle and whether a kernel before has copied the ids; gives IdsIn. replace_map() waits for all calls of this
+// rank.
+//
+// What breaks if this changes: S9: a map that changes while a kernel reads it gives other physical experts in each
+// block. Ranks whose maps differ find out by the digest (docs/PROTOCOL.md, Maps and counting).
 #include "cuda/host/backend.h"
 #include "cuda/launch/counts.h"
 
 namespace tw::cuda {
 
-// In high throughput the exchange of counts has copied what a dispatch needs.
+// Gives the ids of a call. In high throughput the exchange of counts has copied what a dispatch needs.
 IdsIn NvlinkBackend::ids_of(const HandleArrays& handle, bool copied) const {
   IdsIn in{};
   const RoutingSource& source = handle.source;
@@ -25,7 +31,8 @@ IdsIn NvlinkBackend::ids_of(const HandleArrays& handle, bool copied) const {
   return in;
 }
 
-// Where slots are chosen by quotas, a kernel does that before the ids are used: they are the handle's own from then on.
+// Chooses physical experts by quotas where the policy says so: a kernel does that before the ids are used, which from
+// then on are the handle's own.
 Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in) {
   if (in->map == nullptr || context_.spec->policy != twReplicaBalanced) return {};
   BalanceParams p{};
@@ -48,7 +55,7 @@ Status NvlinkBackend::replace_map(int32_t layer, const ExpertMap& map, void* str
     return fail(twInvalidUsage, "twGroupReplaceMap waits for the device, which a stream that is captured cannot");
   }
   remember(stream);
-  // Kernels that read a map while it changes would choose other slots in each of their blocks (S9).
+  // Kernels that read a map while it changes would choose other physical experts in each of their blocks (S9).
   if (const cudaError_t error = wait_for_calls(); error != cudaSuccess) {
     return cuda_failure("waiting for calls before a map is replaced", error);
   }

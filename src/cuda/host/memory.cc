@@ -1,3 +1,11 @@
+// The arena of a group: memory.h tells what it holds.
+//
+// All tables are one block, made and filled at creation; host pages come in blocks of kPages and are reused when the
+// exchange that writes to them has ended.
+//
+// What breaks if this changes: the layout of a map must be that of MapWords (launch/expert_tables.h). Memory that is
+// pinned or freed while a peer waits for this rank may hold both up, so pages are taken ahead and memory goes on the
+// arena's own stream (S6).
 #include "cuda/host/memory.h"
 
 #include <cstring>
@@ -62,7 +70,7 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   const size_t pages_at = place(pages.data(), sizeof(ControlPage*) * pages.size());
   const size_t counter_at = place(nullptr, sizeof(uint32_t));
   const size_t state_at = place(nullptr, sizeof(DeviceState));
-  // Of the exchange of counts, by lane.
+  // The exchange of counts' counters, by channel.
   const size_t told = shape.exact() ? static_cast<size_t>(shape.ranks) + static_cast<size_t>(shape.experts) : 0;
   const size_t told_at = place(nullptr, sizeof(int32_t) * told * static_cast<size_t>(shape.lanes));
   const std::vector<uint32_t> maps = words_of_maps(shape, *context.maps);
@@ -70,7 +78,7 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   const bool balances = context.spec->given && context.spec->policy == twReplicaBalanced && !BalanceParams::fits(shape);
   const size_t balance_at =
       place(nullptr, balances ? sizeof(int32_t) * BalanceParams::scratch_words(shape) * shape.lanes : 0);
-  // What is counted.
+  // Load statistics.
   const auto rows = static_cast<size_t>(shape.counts_loads * shape.lanes * context.spec->layers);
   const size_t averages = rows * static_cast<size_t>(shape.choices());
   const size_t averages_at = place(nullptr, sizeof(float) * averages);
@@ -108,13 +116,13 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   made->maps_ = reinterpret_cast<uint32_t*>(made->tables_ + maps_at);
   made->balance_ = reinterpret_cast<int32_t*>(made->tables_ + balance_at);
   made->told_ = reinterpret_cast<int32_t*>(made->tables_ + told_at);
-  // Now, as memory that is pinned while a peer waits for this rank may hold both up.
+  // This is done now, as memory that is pinned while a peer waits for this rank may hold both up.
   if (CountsOnHost* const first = shape.exact() ? made->take_page() : nullptr) made->free_pages_.push_back(first);
   *arena = std::move(made);
   return {};
 }
 
-// Gives the host a place for what it is told: so many averages, and dispatches and clocks of so many rows.
+// Gives the host a place for load statistics: `averages` averages, and dispatches and clocks of `rows` rows.
 Status Arena::show_loads(size_t averages, size_t rows) {
   const size_t before = (sizeof(float) * averages + 63) / 64 * 64;
   const size_t bytes = before + (sizeof(long long) + sizeof(uint32_t)) * rows;
@@ -201,7 +209,7 @@ Status Arena::with_counter(uint32_t* count, const std::function<Status(uint32_t*
 }
 
 void Arena::stop_kernels() {
-  cudaMemsetAsync(&state_->sticky, 1, sizeof state_->sticky, stream_);  // anything but 0
+  cudaMemsetAsync(&state_->sticky, 1, sizeof state_->sticky, stream_);  // any value but 0 will do
   (void)cudaGetLastError();
 }
 

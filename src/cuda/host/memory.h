@@ -1,4 +1,11 @@
-// Device memory of a group beside its window: the tables and states that kernels read, and blocks for handles.
+// Device memory of a group beside its window: the tables and states that kernels read, blocks for handles, and pages of
+// host memory into which the device tells counts and load statistics.
+//
+// Takes the group's context, windows and control pages; fills the pointers of a GroupView. Blocks may be used by any
+// stream at once.
+//
+// What breaks if this changes: S2 and S5: LaneState must begin at the first step value and all counters at 0.
+// write_map() may be called only while no kernel of this rank runs (S9).
 #pragma once
 
 #include <functional>
@@ -16,35 +23,36 @@ class Arena {
  public:
   ~Arena();
 
-  // Fills the pointers of `view`.
+  // Makes the memory, and fills the pointers of `view`.
   static Status create(const Context& context, const std::vector<std::byte*>& windows,
                        const std::vector<ControlPage*>& pages, GroupView* view, std::unique_ptr<Arena>* arena);
 
-  // Blocks for handles. Memory comes and goes on the arena's own stream, so nothing here waits for the device.
+  // Blocks for handles. Memory comes and goes on the arena's own stream, so nothing here waits for kernels on the
+  // device.
   std::byte* allocate(size_t bytes);
   void release(std::byte* block);
 
-  // [N + E] of a lane: CountsParams::told.
+  // Gives CountsParams::told of a channel, [N + E].
   int32_t* told(int lane, const Shape& shape) const { return told_ + int64_t{lane} * (shape.ranks + shape.experts); }
-  // MapWords of a layer.
+  // Gives a layer's MapWords.
   const uint32_t* map(int32_t layer, const Shape& shape) const { return maps_ + int64_t{layer} * MapWords::all(shape); }
-  // Replaces it, while no kernel of this rank runs.
+  // Replaces a layer's map, while no kernel of this rank runs.
   Status write_map(int32_t layer, const Shape& shape, const ExpertMap& map);
-  // BalanceParams::scratch of a lane.
+  // Gives BalanceParams::scratch of a channel.
   int32_t* balance(int32_t lane, const Shape& shape) const {
     return BalanceParams::fits(shape) ? nullptr : balance_ + int64_t{lane} * BalanceParams::scratch_words(shape);
   }
-  // What twGroupLoads shows, as far as the device has told it.
+  // Gives what twGroupLoads shows, as far as the device has told it.
   void read_loads(const Context& context, float* loads, int64_t* dispatches) const;
-  // A page of host memory for what an exchange of counts tells the host. NULL if there is none.
+  // Gives a page of host memory for what an exchange of counts tells the host; NULL if there is no memory.
   CountsOnHost* take_page();
-  // `serial`: of the last exchange that writes to it, which may still be under way.
+  // Gives a page back. `serial`: of the last exchange that writes to it, which may still be under way.
   void give_page(CountsOnHost* page, uint64_t serial) { given_pages_.push_back({page, serial}); }
 
   // Runs something on the arena's stream with a counter that is 0, waits for it and gives what it counted.
   Status with_counter(uint32_t* count, const std::function<Status(uint32_t*, cudaStream_t)>& run);
 
-  // Makes every kernel that starts from now on do nothing. From any thread.
+  // Makes every kernel that starts from now on do nothing. May be called from any thread.
   void stop_kernels();
 
  private:
@@ -59,7 +67,7 @@ class Arena {
   uint32_t* maps_ = nullptr;
   int32_t* balance_ = nullptr;
   LoadsView loads_{};
-  static constexpr int kPages = 16;  // that are allocated at a time
+  static constexpr int kPages = 16;  // pages that are allocated at a time
   std::vector<CountsOnHost*> page_blocks_;
   struct GivenPage {
     CountsOnHost* page;

@@ -1,4 +1,11 @@
-// Where the host waits for what was launched. How long that takes the peers decide, so the caller may end it.
+// Where the host waits for what was launched. How long that takes the peers decide, so the caller may end it
+// (core/interrupt.h).
+//
+// Takes a stream or the device; gives the first CUDA error, or, in end_of(), the end of a step as far as the host knows
+// it.
+//
+// What breaks if this changes: S6: a wait must end, and a wait that the caller ends gives up the group, which ends its
+// kernels. An error that is left in CUDA is found by the next launch.
 #include <algorithm>
 #include <future>
 #include <system_error>
@@ -20,7 +27,7 @@ cudaError_t NvlinkBackend::wait_for_calls() {
   } else {
     keep(settle_device());
   }
-  (void)cudaGetLastError();  // of a stream that has gone, say: the next launch must not find it
+  (void)cudaGetLastError();  // of a stream that is gone, say: the next launch must not find it
   return first;
 }
 
@@ -40,7 +47,8 @@ cudaError_t NvlinkBackend::settle_stream(cudaStream_t stream) {
   return cudaStreamSynchronize(stream);
 }
 
-// Of a device nobody can be asked whether its work is done, graphs included: another thread waits for it.
+// Waits for the device. Nobody can be asked whether a device's work is done, graphs included: another thread waits for
+// it.
 cudaError_t NvlinkBackend::settle_device() {
   if (!is_interruptible()) return cudaDeviceSynchronize();
   std::future<cudaError_t> settled;
@@ -50,7 +58,7 @@ cudaError_t NvlinkBackend::settle_device() {
       const OutsideCaptures outside;
       return cudaDeviceSynchronize();
     });
-  } catch (const std::system_error&) {  // no thread is to be had
+  } catch (const std::system_error&) {  // the system gives no thread
     return cudaDeviceSynchronize();
   }
   while (settled.wait_for(kInterruptLook) != std::future_status::ready) {
@@ -61,7 +69,7 @@ cudaError_t NvlinkBackend::settle_device() {
   return settled.get();
 }
 
-// The end of a step, as far as the host knows it: launched, unless TOKENWAY_BLOCKING asks to wait.
+// Gives the end of a step, as far as the host knows it: launched, unless TOKENWAY_BLOCKING asks to wait.
 StepEnd NvlinkBackend::end_of(void* stream, const Status& run) {
   StepEnd end;
   if (!run.ok()) {

@@ -1,6 +1,12 @@
-// How a step is made. Where devices write into each other's windows, by one kernel; over a carrier, by a kernel that
-// lays out what goes to each rank, the moves behind it, and a kernel that shows or sums what has come. Which parts of a
-// bank a step moves is decided here, from what all ranks have alike.
+// How a step is made. Where devices write into each other's windows, by one kernel; over a staged transport, by a
+// kernel that lays out what goes to each rank, the moves behind it, and a kernel that shows or sums what has come.
+//
+// Takes a call and a function that launches its kernels (run(send, receive)); gives the launches and moves, in stream
+// order.
+//
+// What breaks if this changes: S1 and S4 over a staged transport: which parts of a bank a step moves is decided here,
+// from what all ranks have alike, and blocks of different sizes do not meet. A refusal must move as much as the call
+// would have, or the peers' moves do not end.
 #include <thread>
 
 #include "cuda/host/backend.h"
@@ -51,8 +57,8 @@ bool NvlinkBackend::in_trouble() const {
   return false;
 }
 
-// `run(send, receive)` launches. What could not be moved does not come: the kernel that waits for it finds that out,
-// and who is to blame.
+// Sends a step over the staged transport, and receives it unless `send_only`; `run(send, receive)` launches. What could
+// not be moved does not come: the kernel that waits for it finds that out, and who is to blame.
 template <class Run>
 Status NvlinkBackend::carry(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only, void* stream,
                             Run&& run) {
@@ -139,7 +145,7 @@ Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, void* stream) {
   return staged_->join(at.lane, stream);
 }
 
-// Over a carrier the peers' moves are made with them, or they would not end.
+// Over a staged transport the peers' moves are made with the refusal, or they would not end.
 Status NvlinkBackend::send_refusal(StepPlace at, const Refusal& refusal) {
   if (staged_ == nullptr) return run_refusal(at, refusal, true, true);
   const int32_t bound = refusal.bound > 0 ? refusal.bound : shape().max_tokens;
