@@ -77,7 +77,7 @@ __device__ inline void take_packets(const Collect& s) {
 #pragma unroll 1
   for (uint32_t u = shares.first; u < all; u += shares.step) {
     const Share in = share_of(p.tiles, static_cast<uint32_t>(sources), u);
-    const int source = (s.me() + 1 + in.turn) % s.ranks();  // its own last
+    const int source = (s.me() + 1 + in.turn) % s.ranks();  // this rank's own rows come last
     if (in.index >= s.sizes()[source]) continue;
     const int64_t row = int64_t{s.first()[source]} + in.index;
     if (s.is_direct(source)) {

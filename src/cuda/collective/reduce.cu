@@ -53,7 +53,7 @@ __device__ __noinline__ static void sum_any(Collect s, int q, int i, uint32_t be
 
 // ---- Packets
 
-// terms that are on their way to a thread at once
+// The terms that are on their way to a thread at once.
 constexpr int kAtOnce = 2;
 
 // Sums a tile of row i. False if packets did not come.
@@ -247,10 +247,9 @@ int with_packets(bool packets, uint32_t groups, Use&& use) {
   if (!packets) return use(reduce_kernel<false, kWire, 1>);
   return use(groups == 1 ? reduce_kernel<true, kWire, 1> : reduce_kernel<true, kWire, kTileGroups>);
 }
-// twDtypeNone: types that differ, or places that do not allow whole words or vectors.
-template <class Use>  // Calls use(kernel). twDtypeNone stands for types that differ, or places that do not allow whole
-                      // words or vectors.
-                      int with_kernel(bool packets, twDtype_t wire, uint32_t groups, Use&& use) {
+// Calls use(kernel). twDtypeNone stands for types that differ, or places that do not allow whole words or vectors.
+template <class Use>
+int with_kernel(bool packets, twDtype_t wire, uint32_t groups, Use&& use) {
   if (wire == twBfloat16) return with_packets<twBfloat16>(packets, groups, use);
   if (wire == twFloat16) return with_packets<twFloat16>(packets, groups, use);
   if (wire == twFloat32) return with_packets<twFloat32>(packets, groups, use);

@@ -61,7 +61,7 @@ __device__ __noinline__ static uint64_t await_told(const GroupView& g, const std
 struct Told {
   bool good;       // all of it is there, and all have counted the same layer
   int32_t layer;   // -1: none
-  uint32_t clock;  // the least of all
+  uint32_t clock;  // the least clock of all ranks
   uint32_t sum;    // the choices of one expert
 };
 // Loads it. `expert`: the thread's, or -1. The words of several sources are on their way at once.

@@ -18,7 +18,7 @@ namespace tw::cuda {
 // whoever loads a choice would wait for it there.
 struct Choice {
   uint32_t low;
-  uint32_t high;  // of an id of 64 bits
+  uint32_t high;  // half of an id of 64 bits
   float weight;
 
   __device__ int64_t id(const IdsIn& in) const {
@@ -158,7 +158,7 @@ template <class Byte>
 struct Rows {
   Byte* at[kFastPayloads];
 
-  // row_of(q): the row of payload q; `first`: the thread's first word of the group.
+  // row_of(q) gives the row of payload q; `first`: the thread's first word of the group.
   template <class RowOf>
   __device__ Rows(const DispatchParams& p, uint32_t first, RowOf&& row_of) {
 #pragma unroll

@@ -21,8 +21,8 @@ struct Step {
   int32_t bound;
   twPhase_t phase;
   uint32_t digest = 0;      // digest of what all ranks must have alike, beside the bound (exchange/notes.h)
-  int32_t note_bits = 29;   // of a dispatch's notes
-  int32_t has_offsets = 0;  // of a dispatch, noted beside its bound
+  int32_t note_bits = 29;   // bits of a number of rows in a dispatch's note
+  int32_t has_offsets = 0;  // 1 in a dispatch whose rows have receive offsets; noted beside its bound
 
   __device__ int bank() const { return static_cast<int>(number & 1); }
   __device__ uint32_t low() const { return static_cast<uint32_t>(number); }

@@ -18,7 +18,8 @@ struct Target {
   uint64_t row;
 };
 
-struct Block {  // What the warps of a block work with: the parameters, shared memory and the step.
+// What the warps of a block work with: the parameters, shared memory and the step.
+struct Block {
   const DispatchParams& p;
   Scratch scratch;
   Step step;

@@ -12,8 +12,8 @@
 namespace tw::cuda {
 
 namespace {
+
 // Describes a tensor, and what its places allow.
-// A tensor, and what its places allow.
 CollectiveRows rows_of(const CollectiveCall& call, int q) {
   const CollectiveTensor& tensor = call.tensors[q];
   CollectiveRows rows{};

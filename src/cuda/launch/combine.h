@@ -73,7 +73,7 @@ struct CombineParams {
   int64_t row_stride;
   std::byte* out;
   int64_t out_stride;
-  uint32_t vectors;      // of 16 bytes in a row
+  uint32_t vectors;      // vectors of 16 bytes in a row
   uint32_t per_tile;     // vectors in a tile of a sum
   uint32_t pushed;       // vectors in a tile of a row that goes into an inbox
   int32_t pushed_parts;  // such tiles in a row

@@ -21,7 +21,7 @@ struct PayloadIn {
   const std::byte* data;
   int64_t stride;       // bytes
   int32_t width;        // bytes that every access may take: 16, 4 or 1
-  uint32_t vectors;     // of that many bytes in a row
+  uint32_t vectors;     // vectors of `width` bytes in a row
   uint32_t per_tile;    // vectors in a tile of a Simple row
   uint32_t first_word;  // its first word in a row's stream of packets (layout/ll128.h)
 };

@@ -19,7 +19,7 @@ namespace tw::cuda {
 // Whether what a kernel does before its wait takes no time, since the kernel before it still runs.
 inline bool comes_early(bool early) { return early; }
 
-// rounds of packets that each pair of ranks sends in the test of packets
+// The rounds of packets that each pair of ranks sends in the test of packets.
 inline constexpr int kSelfTestRounds = 64;
 
 template <class Params>

@@ -40,7 +40,7 @@ struct AwaitParams {
 
 struct SelfTestParams {
   GroupView group;
-  uint32_t* torn;  // packets found torn, plus peers that never answered
+  uint32_t* torn;  // counts packets that are found torn, and peers that never answer
   int32_t rounds;  // decided by the launch
 };
 

@@ -41,10 +41,10 @@ struct Tiles {
   uint32_t packet_bytes;  // bytes of a row's packets
 };
 
-// The first `rows` rows, which go in wider tiles that each join `parts` of Tiles. Low-SM kernels move all Simple rows
-// so: there, what a tile costs beside its bytes counts. (Where all SMs work, a tile that comes late counts: a combine
-// of 4096 tokens took twice as long.) Otherwise wide tiles are those that the warps of a dispatch begin with; in a
-// dispatch of rows alone they are all but the last rows (plan/tiles.h).
+// The first `rows` rows, which go in wider tiles that each join `parts` of Tiles. Where few SMs work, all Simple rows
+// go so: there, what a tile costs beside its bytes counts. (Where all SMs work, a tile that comes late counts: a
+// combine of 4096 tokens took twice as long.) Otherwise wide tiles are those that the warps of a dispatch begin with;
+// in a dispatch of rows alone they are all but the last rows (plan/tiles.h).
 struct WideTiles {
   Divider per_row;
   uint32_t parts;  // tiles of Tiles in one
@@ -53,7 +53,7 @@ struct WideTiles {
   constexpr uint32_t tiles() const { return rows * per_row.divisor; }
 };
 
-// WindowMap::packet for one channel, without what a kernel need not compute.
+// Gives what WindowMap::packet does for one channel, without what a kernel need not compute.
 struct PacketsAt {
   uint64_t bank[2];
   uint64_t source;  // bytes from one source's packets to the next

@@ -54,8 +54,8 @@ Roles roles_of(const Budget& budget, int64_t rows, const Tiles& tiles, bool both
 // Gives the blocks where all rows are packets. While half of the SMs give every tile a warp, it takes no more than that
 // half, so that the next kernel finds the other. With more tiles, `sends` percent of the device's SMs fill the link,
 // and what the other blocks take does not wait behind stores. With up to `busy` tiles for each block of an eighth of
-// the SMs, that eighth sends (and as many blocks receive): one time passes in what the next kernel's blocks do when
-// they come.
+// the SMs, that eighth sends (and as many blocks receive), because what the next kernel's blocks do when they come
+// takes time from this one.
 Roles packet_roles(const Budget& budget, int64_t rows, const Tiles& tiles, bool both, int sends, int busy);
 
 // Gives the blocks that send Simple rows: `sends` percent of the device's SMs, which fill the link, but where a kernel

@@ -25,10 +25,10 @@ struct Tuning {
   int dispatch_sends_payloads;  // several payloads, whose smaller stores take an SM longer
   int dispatch_sends_known;     // rows alone, whose metadata has come before
   int dispatch_sends_most;      // percent of the kernel's own blocks, where it has few
-  int packet_dispatch_sends;    // where all rows are packets
+  int packet_dispatch_sends;    // calls whose rows are all packets
   // Packets behind Simple rows cover the fence and the signal of those. Tokens, all peers' together.
   int dispatch_tail;
-  int dispatch_tail_known;   // metadata has come before
+  int dispatch_tail_known;   // where metadata has come before
   int dispatch_tail_narrow;  // where tiles at the end are narrow too
   int narrow_rows;           // rows before these packets whose tiles are narrow too
 

@@ -1,6 +1,6 @@
 // The staged transport's memory and collectives: staged.h tells what they are for.
 //
-// create() is collective and uses one tag. start() and join() only enqueue on the caller's stream; abort() may come
+// create() is collective. start() and join() only enqueue on the caller's stream; abort() may come
 // from any thread.
 //
 // What breaks if this changes: blocks and signals of a step must lie in the window at the places of its bank (S1), and
