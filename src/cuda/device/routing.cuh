@@ -1,6 +1,5 @@
 // Slots, in the kernel (S9). The slot of a token at a rank is the number of earlier tokens that go there too; every
 // block that sends counts them itself, so there is no launch before the dispatch.
-//
 // What is counted are marks, a bit for each token and rank. A round is 512 tokens. A block that sends makes the marks
 // of the first round itself, one token to a thread, so that what it sends first waits for no other block. The marks of
 // later rounds are made once on the device, 32 tokens to a warp, by blocks that receive, which have nothing else to do

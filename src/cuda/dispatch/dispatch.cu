@@ -6,11 +6,6 @@
 // they are few, go as packets, which certify themselves. Those before go as Simple rows; the fence and the signal that
 // these need (S4) take some 4 us, which pass while the packets are on the wire.
 //
-// Some of the blocks send, the others receive, and their warps work alone, on a tile of a row at a time: the senders
-// need a bit for each token and rank (device/routing.cuh) and find the slots of their row from it; the receivers need a
-// signal of each source, which they look at while their first packet comes. Nothing is handed over by way of barriers
-// and memory but the bits, as each such step is half a microsecond.
-//
 // What breaks if this changes: S3 (nothing is written before await_earlier), S7 (send before receive), S8 (skip_step),
 // S9.
 #include <cuda_runtime.h>
@@ -28,12 +23,18 @@ int load_dispatch_placed(const Shape& shape);
 
 namespace {
 
-// The kernel of one kind. Blocks that send go through all of it twice where they come onto the device early
-// (Kind::kUsual, `rehearses`): first without effect, before the wait for the kernel before. Instructions are met in
-// device memory, as those of the last dispatch have left the caches since. Without the rehearsal 13 us passed from the
-// wait to a warp's second tile, of which the link had work for 6: a dispatch and a combine of 4096 tokens took 2.3 us
-// longer, 0.4 of it the combine's part. What a rehearsal loads may be of any time, and is used for nothing but where
-// nothing goes.
+// The kernel of one kind.
+//
+// Some of the blocks send, the others receive, and their warps work alone, on a tile of a row at a time: the senders
+// need a bit for each token and rank (device/routing.cuh) and find the slots of their row from it; the receivers need a
+// signal of each source, which they look at while their first packet comes. Nothing is handed over by way of barriers
+// and memory but the bits, as each such step is half a microsecond.
+//
+// Blocks that send go through all of it twice where they come onto the device early (Kind::kUsual, `rehearses`): first
+// without effect, before the wait for the kernel before. Instructions are met in device memory, as those of the last
+// dispatch have left the caches since. Without the rehearsal 13 us passed from the wait to a warp's second tile, of
+// which the link had work for 6: a dispatch and a combine of 4096 tokens took 2.3 us longer, 0.4 of it the combine's
+// part. What a rehearsal loads may be of any time, and is used for nothing but where nothing goes.
 template <Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   constexpr bool kFast = kKind != Kind::kGeneric;
