@@ -298,6 +298,7 @@ __device__ inline Outgoing outgoing(const Collect& s, uint32_t u) {
       s.windows()[out.owner] + packet_at(p.packets, 0, s.me(), out.share.index) + packet_place(out.share.tile.begin);
   return out;
 }
+// Gives how many tiles of packets there are to send; in a reduce as if each owner got rows up to the bound.
 __device__ inline uint32_t tiles_to_send(const Collect& s) {
   const int most = s.p.reduces ? s.p.bound : s.sizes()[s.me()];
   return static_cast<uint32_t>(most * s.owners()) * s.p.tiles.per_row.divisor;

@@ -105,6 +105,7 @@ __device__ inline void take_packets(const Collect& s) {
   }
 }
 
+// Copies this warp's tiles of the rows that come in chunks out of the window.
 __device__ inline void take_chunks(const Collect& s) {
   const CollectiveParams& p = s.p;
   const Shares shares = received_shares(p.roles);

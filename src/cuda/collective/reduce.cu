@@ -28,6 +28,7 @@ __device__ inline const std::byte* term_of(const Collect& s, const CollectiveRow
   return s.bank(s.me()) + s.place(rows, source, i);
 }
 
+// Sums words [begin, end) of row i of a tensor, whatever its type and size.
 __device__ __noinline__ static void sum_any(Collect s, int q, int i, uint32_t begin, uint32_t end) {
   const CollectiveRows& rows = s.p.rows[q];
   constexpr int kAtOnce = 4;

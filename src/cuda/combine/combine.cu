@@ -132,6 +132,7 @@ struct Item {
   int token;
   Tile tile;
 };
+// Gives the token and the tile that number u is, over all tokens in order, wide rows first.
 __device__ inline Item summed_item(const CombineParams& p, uint32_t u) {
   const uint32_t wide = p.wide.tiles();
   const bool is_wide = u < wide;

@@ -318,6 +318,7 @@ __device__ void finish_telling(const CountsParams& p) {
   fence_system();
   store_word(&p.on_host->serial, p.serial);
 }
+// Writes what the host wants to know, then lets it look. By a block.
 __device__ void tell_host(const CountsParams& p, unsigned long long worst) {
   const Shape& shape = p.group.map.shape();
   for (int i = static_cast<int>(threadIdx.x); i < shape.ranks; i += blockDim.x) {

@@ -17,7 +17,9 @@
 
 namespace tw::cuda {
 
+// The thread's number in its warp.
 __device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
+// The mask of the bits below one.
 __device__ inline uint32_t below(int bit) { return (1u << bit) - 1; }
 
 // Gives an array of the block in shared memory, by its offset.
@@ -100,6 +102,7 @@ __device__ inline void fill_experts(const GroupView& g, uint32_t* table, int thr
 
 // ---- A block's part of the work
 
+// Whether this block sends, or receives; where roles are not apart it does both.
 __device__ inline bool is_sender(const Roles& roles) {
   return !roles.apart || blockIdx.x < static_cast<uint32_t>(roles.sending);
 }
@@ -125,6 +128,7 @@ __device__ inline Shares received_shares(const Roles& roles) {
 // is some 25 instructions, which a kernel meets before it sends anything.
 __device__ inline int quotient(int x, int by) { return by == 1 ? x : x / by; }
 
+// Gives x / by for x < 2^31: launch/tiles.h, Divider.
 __device__ inline uint32_t divide(uint32_t x, const Divider& by) {
   if (by.divisor == 1) return x;
   const uint32_t high = __umulhi(x, by.factor);

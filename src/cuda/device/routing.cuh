@@ -327,6 +327,7 @@ __device__ __noinline__ static void route_rest(const DispatchParams& p, Step ste
     }
   }
 }
+// Waits until a round is routed, and says that this warp has left the one before. By a sending warp.
 __device__ inline void await_round(const Scratch& scratch, int round) {
   if (round == 0) return;
   __syncwarp();

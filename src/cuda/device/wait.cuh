@@ -61,6 +61,7 @@ __device__ inline uint64_t next_step(const GroupView& g, int lane) {
   keep_order();  // otherwise the compiler puts it first
   return *reinterpret_cast<const volatile uint64_t*>(&g.lanes[lane].step) + 1;
 }
+// Whether the group is finished: then a kernel writes nothing to peers any more.
 __device__ inline bool is_sticky(const GroupView& g) {
   return *reinterpret_cast<const volatile uint32_t*>(&g.state->sticky) != 0;
 }
@@ -89,6 +90,7 @@ __device__ inline uint32_t begin_end(const GroupView& g, const Step& step) {
 __device__ inline uint32_t begin_end(const GroupView& g, const Step& step, bool says) {
   return draw(&g.lanes[step.lane].arrived, says);
 }
+// Ends the step (S2), if this block was the last to say so. `before`: from begin_end.
 __device__ inline void end_step(const GroupView& g, const Step& step, uint32_t before) {
   if (before != gridDim.x - 1) return;
   g.lanes[step.lane].arrived = 0;
@@ -149,6 +151,7 @@ __device__ __noinline__ static void await_done(const GroupView& g, Step step) {
   __syncthreads();
 }
 
+// Fills in a report; finish_report() makes it known, by its serial, behind a fence.
 __device__ __noinline__ static void write_report(Report* report, const GroupView& g, Step step, twResult_t result,
                                                  int peer, uint64_t seen, uint32_t note) {
   volatile Report& to = *report;

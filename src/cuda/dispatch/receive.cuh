@@ -21,6 +21,7 @@ struct Sources {
   __device__ int rank_of(const Block& b, int i) const { return (b.p.group.me + 1 + begin + i) % b.ranks(); }
 };
 
+// Points the thread's parts at the packets of one tile of one source.
 __device__ inline void expect(const Block& b, const Sources& sources, const Share& in, Parts<1>* parts) {
   parts->cover(b.p.tiles, in.tile);
   parts->at[0] = b.scratch.windows()[b.p.group.me] +

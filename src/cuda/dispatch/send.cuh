@@ -326,6 +326,7 @@ struct Begins {
   int32_t there;
   int32_t limit;
 };
+// Loads them for a rank; ranks beyond the group get places that nobody uses.
 __device__ inline Begins load_begins(const DispatchParams& p, int rank) {
   const int ranks = p.group.map.shape().ranks;
   Begins at{rank * p.bound, source_at(p.group, rank) * p.bound, INT32_MAX};

@@ -18,6 +18,7 @@ struct Item {
   uint32_t row;
   Tile tile;
 };
+// Gives the row and the tile that number u is.
 __device__ inline Item sent_item(const DispatchParams& p, uint32_t u) {
   const uint32_t wide = p.wide.tiles();
   const bool is_wide = u < wide;

@@ -19,11 +19,12 @@ namespace tw::cuda {
 inline constexpr int kThreads = 512;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kRound = kThreads;  // tokens that are routed at a time; in the first round each thread routes one
-inline constexpr int kMostPackets = 2 * kRound;  // packing bound: the most tokens of a rank that go all as packets
-inline constexpr int kGroup = 32;                // tokens that a warp marks at a time: one bit of a mark's word each
-inline constexpr int kCounted = 2 * kGroup;      // tokens that a block counts at a time in an exchange of counts
-inline constexpr int kTileGroups = 4;            // most groups of packets in one tile
-inline constexpr int kSummedGroups = 2;          // the same for tiles whose rows are sums: registers allow no more
+inline constexpr int kMostPackets =
+    2 * kRound;                    // the packing bound is at most this: tokens of a rank that go all as packets
+inline constexpr int kGroup = 32;  // tokens that a warp marks at a time: one bit of a mark's word each
+inline constexpr int kCounted = 2 * kGroup;  // tokens that a block counts at a time in an exchange of counts
+inline constexpr int kTileGroups = 4;        // most groups of packets in one tile
+inline constexpr int kSummedGroups = 2;      // the same for tiles whose rows are sums: registers allow no more
 inline constexpr uint32_t kPushedVectors = 32 * kTileGroups;  // vectors of 16 bytes in a tile of an inbox's row
 inline constexpr int kMetaGroups = 2;                         // groups of packets that hold a row's metadata
 inline constexpr int kChunks = 32;  // chunks of a block that may be under way or waiting for their fence
