@@ -1,21 +1,23 @@
-// Gathers and reduces: the exchange with the set "every rank". Each rank has a size, the rows that are its own, another
-// on each rank, and zero on any; a gather brings the rows of all ranks to all, a reduce-scatter brings each rank the
-// sums of what all ranks have for it. Included by tokenway.h, which has the conventions.
+// Gathers and reduces: the exchange with the set "every rank". Included by tokenway.h, which has the conventions.
 //
-// Both are steps like a dispatch and a combine, on the same lanes and in the same window, so they may be called between
-// these in any order, the same on all ranks. They lease no lane: the next step on theirs may follow at once. A group
-// that makes them alone needs no experts (num_experts and top_k 0).
+// Each rank has a size, the number of rows that are its own; it may differ from rank to rank, and may be zero. A gather
+// brings the rows of all ranks to all ranks. A reduce-scatter brings each rank the sums of what all ranks have for it.
 //
-// Sizes, n_r of rank r, 0 <= n_r <= b, in the same one of these ways on all ranks:
+// Both are steps like a dispatch and a combine, on the same channels and in the same window, so they may be called
+// between these in any order, the same on all ranks. They lease no lane: the next step on theirs may follow at once. A
+// group that makes only these two needs no experts (num_experts and top_k 0).
+//
+// Sizes are n_r for rank r, 0 <= n_r <= b. All ranks give them in the same one of these ways:
 //   host_sizes [N]    known to the host: outputs are as large as what comes.
 //   sizes [N] or [1]  all of them, or this rank's own, in device memory (on the CPU backend in memory), read when the
 //                     step runs, so that a captured graph reads them anew in each replay. Tensors are as large as what
 //                     there is room for: b rows of a rank.
-//   neither           twAllGatherV: this rank's tensors tell its own. twReduceScatterV: of twRankMajor the output tells
-//                     this rank's own; of twFlat each rank has an equal share of the rows.
+//   neither           twAllGatherV: this rank's size is that of its tensors. twReduceScatterV: with twRankMajor the
+//                     output tells this rank's size; with twFlat each rank has an equal share of the rows.
+//
 // Where a rank does not know the others' sizes, a gather learns them in its step; a reduce-scatter then sends b rows to
-// each rank. A size in device memory that is out of range is taken for the nearest in range, and the record names rank
-// and value. Ranks that give different sizes, bounds, row sizes or types get twBoundMismatch, all of them.
+// each rank. A size in device memory that is out of range is replaced by the nearest in range, and the record names
+// rank and value. If ranks give different sizes, bounds, row sizes or types, all of them get twBoundMismatch.
 #ifndef TOKENWAY_COLLECTIVES_H_
 #define TOKENWAY_COLLECTIVES_H_
 
@@ -37,12 +39,13 @@ typedef struct {
   {sizeof(twAllGatherVInput_t), 1, {TW_TENSOR_INIT}, NULL, TW_TENSOR_INIT, 0, -1, 0, NULL}
 // clang-format on
 
-// What comes. The caller may set `data` of any tensor to memory of its own (C-contiguous, of the shape given here) to
-// have it written there; shape and dtype are then checked. With data == NULL:
+// What a gather delivers. The caller may set `data` of any tensor to memory of its own (C-contiguous, of the shape
+// given here) to have it written there; shape and dtype are then checked. With data == NULL:
 //   twRankMajor  tensors: a view of the window, valid until the next step on the lane begins (a twReduceScatterV may
 //                read it)
 //   twFlat       not wanted (nothing is written)
-// All fields of the tensors are filled in.
+//
+// The call fills in all fields of the tensors.
 typedef struct {
   size_t size;
   twLayout_t layout;                    // the same on all ranks
@@ -52,7 +55,7 @@ typedef struct {
                                         // are not written
   twTensor_t counts;                    // twInt32 [N]: the sizes; written if data is given
   twTensor_t offsets;                   // twInt32 [N + 1]: their running sums, from 0; written if data is given
-  int64_t request;                      // of a send_only call: for twCompleteRequest
+  int64_t request;                      // set by a send_only call: for twCompleteRequest
 } twAllGatherVOutput_t;
 // clang-format off
 #define TW_ALL_GATHER_V_OUTPUT_INIT \
@@ -68,7 +71,7 @@ typedef struct {
                                         // twRankMajor [N, b, ...]: that of rank r's row i at [r, i]; rows from its size
                                         // on are not summed. May be a view of the window
   const int32_t* host_sizes;            // as twAllGatherV
-  twTensor_t sizes;                     // [1] of twRankMajor alone
+  twTensor_t sizes;                     // [1], with twRankMajor alone
   int32_t bound;                        // 0: as twAllGatherV, with `sizes` the rows of output.tensors[0]
   int32_t lane;
   int32_t send_only;
@@ -84,32 +87,33 @@ typedef struct {
   twTensor_t
       tensors[TW_MAX_PAYLOADS];  // [n, ...] each, given by the caller; twFloat32, twBfloat16 or twFloat16: sums of
                                  // this rank's rows; n is its size, with `sizes` b, of which the size are written
-  int64_t request;               // of a send_only call: for twCompleteRequest
+  int64_t request;               // set by a send_only call: for twCompleteRequest
 } twReduceScatterVOutput_t;
 // clang-format off
 #define TW_REDUCE_SCATTER_V_OUTPUT_INIT {sizeof(twReduceScatterVOutput_t), {TW_TENSOR_INIT}, 0}
 // clang-format on
 
-// Brings the rows of every rank to every rank. N * b rows of all tensors must find room in a bank of the group's window
-// (else twInvalidArgument, with the numbers): a group whose rows are at least as large always has it. An output may
-// be the memory of the input in place (tensors[q] being rows offsets[rank] and on of output.tensors[q], host_sizes
-// given), and must be apart from all inputs and other outputs otherwise. Step of all ranks. Errors: twInvalidArgument
-// and twInvalidUsage (peers get twPeerRefused at once, but for what twDispatch names), twPeerRefused, twBoundMismatch,
-// and the sticky ones. Over a carrier between devices tensors that are refused end the group. After a step that failed
-// counts and offsets are 0.
+// Brings the rows of every rank to every rank. A step of all ranks. N * b rows of all tensors must find room in a bank
+// of the group's window (else twInvalidArgument, with the numbers): a group whose rows are at least as large always has
+// it. With host_sizes an output may be in place, where tensors[q] is rows offsets[rank] and on of output.tensors[q];
+// otherwise it must be apart from all inputs and other outputs.
+//
+// Errors: twInvalidArgument and twInvalidUsage (peers get twPeerRefused at once, with the exceptions that twDispatch
+// names), twPeerRefused, twBoundMismatch, and the sticky ones. With staged transport between devices, tensors that are
+// refused end the group. After a step that failed, counts and offsets are 0.
 TW_API twResult_t twAllGatherV(twGroup_t group, const twAllGatherVInput_t* input, twAllGatherVOutput_t* output);
 
-// Sums what all ranks have for each rank, there: output row i = sum over ranks ascending of the row i that each has for
-// this rank, float32, from the first term on, each addition rounded to nearest even; rounded once to the output's type.
-// So results depend neither on timing nor on the backend. An output may be, in place, this rank's rows of an input of
-// its own type (host_sizes given, or twRankMajor), and must be apart from all inputs and other outputs otherwise. Room
-// and errors as twAllGatherV; after a step that failed the sums are NaN.
+// Sums at each rank what all ranks have for it. A step of all ranks. Output row i is the sum over ranks ascending of
+// the row i that each has for this rank: float32, from the first term on, each addition rounded to nearest even;
+// rounded once to the output's type. So results depend neither on timing nor on the backend. An output may be, in
+// place, this rank's rows of an input of its own type (host_sizes given, or twRankMajor); otherwise it must be apart
+// from all inputs and other outputs. Room and errors as twAllGatherV; after a step that failed the sums are NaN.
 TW_API twResult_t twReduceScatterV(twGroup_t group, const twReduceScatterVInput_t* input,
                                    twReduceScatterVOutput_t* output);
 
 // Finishes a send_only gather or reduce-scatter, whose tensors must live until then. If another step has begun on its
-// lane meanwhile, that has finished it first, on that call's stream, and this returns how it ended. Errors: those of
-// the call it finishes; twInvalidArgument for a request that does not exist, or no longer.
+// lane meanwhile, that step has finished it first, on its own call's stream, and this call returns how it ended.
+// Errors: those of the call it finishes; twInvalidArgument for a request that does not exist, or no longer.
 TW_API twResult_t twCompleteRequest(twGroup_t group, int64_t request, void* stream);
 
 #endif  // TOKENWAY_COLLECTIVES_H_

@@ -1,4 +1,4 @@
-// Comms: who takes part, and how the ranks find each other. Included by tokenway.h, which has the conventions.
+// Comms: which ranks take part, and how they find each other. Included by tokenway.h, which has the conventions.
 #ifndef TOKENWAY_COMM_H_
 #define TOKENWAY_COMM_H_
 
@@ -10,46 +10,52 @@ typedef struct {
                         // prefix of socket files instead (for ranks in containers with separate network namespaces)
   int32_t device;       // twCommCreateCuda: the CUDA device of this rank; -1: the thread's current one
   const int32_t* devices;  // twCommCreateLocal: [nranks] CUDA device of each rank; NULL: ranks on the CPU. Copied
-  // twCommCreateCuda and Shm, instead of an address: gathers `bytes` bytes of every rank, in rank order, into all.
-  // Returns 0 if it did. Called a few times during creation and never after.
+  // For twCommCreateCuda and Shm, instead of an address: gathers `bytes` bytes of every rank, in rank order, into
+  // `all`. Returns 0 on success. It is called a few times during creation and never after.
   int (*allgather)(const void* mine, void* all, size_t bytes, void* context);
   void* allgather_context;
 } twCommConfig_t;
 #define TW_COMM_CONFIG_INIT {sizeof(twCommConfig_t), 0, NULL, -1, NULL, NULL, NULL}
 
-// Connects `nranks` processes of one host; rank is this process's place, 0 <= rank < nranks <= TW_MAX_RANKS. Windows
-// are anonymous memory (memfd) whose descriptors travel over Unix sockets; processes of other users are turned away.
-// The soft limit of file descriptors is raised to the hard one: a rank needs 3 for each rank, and 8. What stands at a
-// path is left alone, but for a socket on which nobody listens. Collective. Errors: twInvalidArgument, also for an
-// address that is in use; twTimeout (names the ranks that did not arrive); twPeerDied, for a rank that died while
-// others still connect; twConfigMismatch where nranks differ; twSystemError. A rank that fails after others could have
-// met it tells them why, and they return its result at once. For those that come later a thread stays behind, which
-// keeps the address in use: until the timeout would have passed, all have heard, or this process tries again.
+// Connects `nranks` processes of one host on the CPU; rank is this process's place, 0 <= rank < nranks <= TW_MAX_RANKS.
+// Collective. Windows are anonymous memory (memfd) whose descriptors travel over Unix sockets; processes of other users
+// are turned away. The soft limit of file descriptors is raised to the hard one: a rank needs 3 for each rank, and 8
+// more. A file at the address's path is left alone, unless it is a socket on which nobody listens.
+//
+// Errors: twInvalidArgument, also for an address that is in use; twTimeout, which names the ranks that did not arrive;
+// twPeerDied, for a rank that died while others still connect; twConfigMismatch where nranks differ; twSystemError. A
+// rank that fails after others could have met it tells them why, and they return its result at once. For ranks that
+// come later a thread stays behind, which keeps the address in use until the timeout would have passed, all have heard,
+// or this process tries again.
 TW_API twResult_t twCommCreateShm(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* config);
 
 // Connects `nranks` processes of one host, each with a CUDA device of its own; all pairs of devices must reach each
-// other's memory (NVLink, or PCIe peer access). Windows are CUDA virtual memory, exported as file descriptors.
-// Collective. Errors: as twCommCreateShm; twUnsupported where there is no driver, or a build without CUDA, or devices
+// other's memory (NVLink, or PCIe peer access). Collective. Windows are CUDA virtual memory, exported as file
+// descriptors. Errors: as twCommCreateShm; twUnsupported where there is no driver, or a build without CUDA, or devices
 // that cannot reach each other.
 TW_API twResult_t twCommCreateCuda(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* config);
 
-// Creates all `nranks` ranks of a comm inside this process, comms[0..nranks). Ranks may be driven by a thread each, or,
-// with send_only calls, all by one thread; creating and destroying groups is collective and needs a thread each.
-// With config.devices, ranks are on CUDA devices, up to TW_MAX_LOCAL_RANKS on each: eight ranks can be tried on one
-// GPU. Ranks that share a device wait for each other on it, so: each needs a non-blocking stream of its own (the legacy
-// default stream is refused), all of them hardware queues of their own (CUDA_DEVICE_MAX_CONNECTIONS=32, set before the
-// first CUDA call; refused when it is less than the ranks of a device), nothing between their calls may synchronise the
-// device (cudaFree, lazy loading of modules), no copy between host and device may be queued behind a call that waits
-// (copies of all streams of a device share queues: synchronise the stream first), and no two of them may be branches of
-// one graph.
+// Creates all `nranks` ranks of a comm inside this process, comms[0..nranks). Each rank may be driven by a
+// thread of its own, or, with send_only calls, all by one thread; creating and destroying groups is collective and
+// needs a thread for each rank.
+//
+// With config.devices, ranks are on CUDA devices, up to TW_MAX_LOCAL_RANKS on each, so that eight ranks can be tried on
+// one GPU. Ranks that share a device wait for each other on it, which asks for the following:
+//   * Each rank needs a non-blocking stream of its own (the legacy default stream is refused).
+//   * Each needs a hardware queue of its own: CUDA_DEVICE_MAX_CONNECTIONS=32, set before the first CUDA call. A value
+//     below the ranks of a device is refused.
+//   * Nothing between their calls may synchronise the device (cudaFree, lazy loading of modules).
+//   * No copy between host and device may be queued behind a call that waits (copies of all streams of a device share
+//     queues): synchronise the stream first.
+//   * No two of them may be branches of one graph.
 TW_API twResult_t twCommCreateLocal(twComm_t* comms, int32_t nranks, const twCommConfig_t* config);
 
 // Connects `nranks` processes, wherever they are, whose groups exchange through collectives of the caller's
-// (carrier.h). Groups are on the CPU, and are called as those of twCommCreateShm, or with config.on_device on CUDA
-// devices, and are called as those of twCommCreateCuda. Connections go to ports that the
-// system chooses, of addresses that the ranks' network interfaces have; on these nothing is encrypted. Collective.
-// Errors: twInvalidArgument; twTimeout, which names the ranks that could not be reached; twConfigMismatch;
-// twSystemError; twUnsupported for devices in a build without CUDA, or a strategy that devices have not.
+// (carrier.h). Collective. Groups are on the CPU and are called as those of twCommCreateShm or, with config.on_device,
+// are on CUDA devices and are called as those of twCommCreateCuda. The library's own connections go to ports that the
+// system chooses, at addresses of the ranks' network interfaces; nothing on them is encrypted. Errors:
+// twInvalidArgument; twTimeout, which names the ranks that could not be reached; twConfigMismatch; twSystemError;
+// twUnsupported for devices in a build without CUDA, or a strategy that does not exist on devices.
 TW_API twResult_t twCommCreatePortable(twComm_t* comm, int32_t rank, int32_t nranks, const twPortableConfig_t* config);
 
 // Frees this rank's comm. Its groups must have been destroyed (else twInvalidUsage). Peers see the rank as gone.
@@ -57,7 +63,7 @@ TW_API twResult_t twCommDestroy(twComm_t comm);
 
 TW_API twResult_t twCommRank(twComm_t comm, int32_t* rank, int32_t* nranks);
 
-// The CUDA device of this rank, -1 on the CPU.
+// Gives the CUDA device of this rank, -1 on the CPU.
 TW_API twResult_t twCommDevice(twComm_t comm, int32_t* device);
 
 #endif  // TOKENWAY_COMM_H_

@@ -1,4 +1,4 @@
-// What every part of the C API speaks of: results, error records and tensors. tokenway.h includes it, and has the
+// Types that every part of the C API uses: results, error records and tensors. tokenway.h includes it, and has the
 // conventions.
 #ifndef TOKENWAY_TYPES_H_
 #define TOKENWAY_TYPES_H_
@@ -8,7 +8,7 @@
 
 #define TW_MAX_DIMS 6
 
-// Enums have the size of int, and in C++ any int is a value of theirs: what a caller gives is checked, not assumed.
+// Enums have the size of int, and in C++ any int is a value of theirs: the library checks what a caller gives.
 #if defined(__cplusplus) && __cplusplus >= 201103L
 #define TW_AS_INT : int
 #else
@@ -17,29 +17,30 @@
 
 // ---------------------------------------------------------------------------------------------------------- results
 
-// Grouped by what they break: nothing (the call did not happen), this call (on all ranks), or the group.
+// Results, grouped by what they break: nothing (the call did not happen), this call (on all ranks), or the group.
 typedef enum TW_AS_INT {
   twSuccess = 0,
-  // Nothing was sent; the group is as it was. But where a device or a carrier could not do this rank's part of a step,
-  // for which the peers wait, the rank has given the group up, as by twGroupAbort: twGroupGetError tells it.
+  // For these nothing was sent, and the group is as it was. There is one exception: where a device or a carrier could
+  // not do this rank's part of a step, for which the peers wait, the rank has given the group up, as by twGroupAbort;
+  // twGroupGetError tells it.
   twInvalidArgument = 1,  // an argument is out of range; twLastError() says which
   twInvalidUsage = 2,     // right arguments at the wrong time: combine before dispatch, no free lane, ...
   twOutOfMemory = 3,      // the sentence says how much is needed and how much is free
   twSystemError = 4,      // an operating system call failed; the sentence holds errno
   twUnsupported = 5,      // this build or machine cannot do it; the sentence says why
   twConfigMismatch = 6,   // twGroupCreate: ranks disagree; the sentence names the field and the ranks
-  // This call failed on every rank; the group stays usable.
+  // For these the call failed on every rank; the group stays usable.
   twPeerRefused = 7,    // a peer was given bad arguments; the record's `peer` says which
   twBoundMismatch = 8,  // ranks called with different bounds b, or gather or reduce different sizes of rows
   twRecvOverflow = 15,  // a rank would receive more than max_recv_tokens rows; the sentence says which, and how many
-  // The group is finished (sticky): every later call returns the same error. See twGroupShrink.
+  // For these the group is finished (sticky): every later call returns the same error. See twGroupShrink.
   twTimeout = 9,         // a peer was later than the group's timeout
   twPeerDied = 10,       // a peer's process ended or closed its comm
   twExcluded = 11,       // the peers gave this rank up (it was too slow) and go on without it
   twCallMismatch = 12,   // ranks made different calls on the same lane: a dispatch and a combine, or different handles
   twPeerAborted = 13,    // a peer, or this rank, called twGroupAbort
   twInternalError = 14,  // a promise of the library is broken: please report
-  twInterrupted = 16,    // this rank's wait was ended (twSetInterrupt), which gave the group up as twGroupAbort does
+  twInterrupted = 16,    // a wait of this rank was interrupted (twSetInterrupt); the group is given up
 } twResult_t;
 
 typedef enum TW_AS_INT {
@@ -53,7 +54,7 @@ typedef enum TW_AS_INT {
   twPhaseReduce = 7,
 } twPhase_t;
 
-// What ended a call, and who is to blame. Ranks are ranks of the group.
+// What ended a call, and which rank is to blame. Ranks are ranks of the group.
 typedef struct {
   size_t size;
   twResult_t result;  // twSuccess: no error so far
@@ -63,11 +64,11 @@ typedef struct {
   twPhase_t phase;    // what this rank was doing
   int32_t lane;       // -1 if none
   uint32_t step;      // step of the lane
-  uint32_t expected;  // step waited for in the culprit's word
+  uint32_t expected;  // step waited for in the culprit's signal
   uint32_t seen;      // step found there
-  int32_t token;      // for a bad id in device memory: its place [token, k] and value; for a bad size: its rank,
-  int32_t k;          // k being -1; else -1
-  int64_t value;      // also the rows of a twRecvOverflow
+  int32_t token;      // for a bad id in device memory its token, for a bad size its rank; else -1
+  int32_t k;          // for a bad id its k; else -1
+  int64_t value;      // the bad id or size; for twRecvOverflow the rows
   char message[512];  // the same as a sentence
 } twErrorRecord_t;
 
@@ -94,7 +95,7 @@ typedef enum TW_AS_INT {
 
 // A tensor of the caller. Strides count elements. Within a row (all dimensions after those that count rows) elements
 // must be contiguous; the strides over rows are free in inputs, and C-contiguous in outputs. data may be NULL if the
-// tensor has no elements; in an output, data == NULL asks for a view where a layout offers one, and else means
+// tensor has no elements; in an output, data == NULL asks for a view where a layout offers one, and elsewhere means
 // "not wanted".
 typedef struct {
   void* data;
