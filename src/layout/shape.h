@@ -1,4 +1,8 @@
-// The sizes that fix a window: the same on every rank, constant for a group's life.
+// Shape: the sizes that fix a window, and the metadata that travels with a row. The host fills a Shape from a checked
+// configuration (core/config.cc); it is the same on every rank and constant for a group's life. Everything that lies in
+// a window follows from it (layout/window_map.h), which is what S10 asks for: a field that differs between ranks, or
+// changes later, puts rows where a peer does not look. RowHeader and meta_bytes are bytes on the wire: both ends must
+// agree on them.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +11,9 @@ namespace tw {
 
 inline constexpr int kMaxPayloads = 8;
 
-// Rows of so many bytes that share a word on a device: chunks of 8 to 16 KiB, or a row, or 64. A chunk is sent by one
-// block, which has its share of the link alone, 2 us for 16 KiB when all senders do, and what it carries is not summed
-// before. One warp of a block makes the fences.
+// How many rows of so many bytes share a chunk signal on a device: chunks of 8 to 16 KiB, or one row, or 64. One block
+// sends a chunk, and has only its own share of the link: 16 KiB take 2 us when all senders send. No row of a chunk is
+// summed before all of it is there. One warp of a block makes the fences.
 constexpr int32_t chunk_rows_of(uint64_t row_bytes) {
   int32_t rows = 1;
   while (rows < 64 && 2 * static_cast<uint64_t>(rows) * row_bytes <= (16u << 10)) rows *= 2;
@@ -18,37 +22,37 @@ constexpr int32_t chunk_rows_of(uint64_t row_bytes) {
 
 struct Shape {
   int32_t ranks = 0;       // N
-  int32_t experts = 0;     // E; of a group with a placement P, its physical slots
+  int32_t experts = 0;     // E; in a group with a placement P, its physical experts
   int32_t top_k = 0;       // K
   int32_t max_tokens = 0;  // B
   int32_t lanes = 0;
   int32_t payloads = 0;
   uint64_t payload_bytes[kMaxPayloads] = {};  // of one row
   uint64_t combine_bytes = 0;                 // of one row
-  // High throughput alone, else 0.
-  int32_t recv_rows = 0;           // R: rows of all sources together
-  int32_t most_local_experts = 0;  // of any rank
-  uint64_t lease_bytes = 0;        // for leases (core/leases.h), whole pages
-  // What only devices have: 0 on the CPU.
-  int32_t packet_tokens = 0;  // rows of a source that may travel as packets (layout/ll128.h)
-  int32_t chunk_rows = 0;     // rows of a bulk combine that share a word
-  int32_t carried = 0;        // 1: rows go over a carrier, in blocks by source: so an inbox has them as slots do
-  // Of a group with a placement alone, else 0 (tokenway/placement.h).
+  // The next three are for high throughput alone, else 0.
+  int32_t recv_rows = 0;           // R: rows of all sources that a rank may receive
+  int32_t most_local_experts = 0;  // the most experts that any rank holds
+  uint64_t lease_bytes = 0;        // bytes for leases (core/leases.h), whole pages
+  // The next three are for devices alone: 0 on the CPU.
+  int32_t packet_tokens = 0;  // rows of a source that may travel as LL128 packets (layout/ll128.h)
+  int32_t chunk_rows = 0;     // rows of a bulk combine that share a chunk signal
+  int32_t carried = 0;  // 1: staged transport: rows travel in blocks by source, and the inbox has them as slots do
+  // The next two are for a group with a placement alone, else 0 (tokenway/placement.h).
   int32_t logical_experts = 0;  // E
-  int32_t counts_loads = 0;     // 1: dispatches tell what is chosen
+  int32_t counts_loads = 0;     // 1: dispatches tell load statistics
 
   constexpr bool exact() const { return recv_rows > 0; }
   constexpr bool leases() const { return lease_bytes > 0; }
-  // Ids that a caller may give: below this.
+  // Ids that a caller may give are below this.
   constexpr int32_t choices() const { return logical_experts > 0 ? logical_experts : experts; }
-  // Rows that a rank may receive in a step.
+  // How many rows a rank may receive in a step.
   constexpr int64_t most_rows() const { return recv_rows > 0 ? recv_rows : static_cast<int64_t>(ranks) * max_tokens; }
-  // A token goes to at most this many ranks: places per token in the owner's inbox.
+  // A token goes to at most this many ranks; the owner's inbox has as many places per token.
   constexpr int32_t fan_out() const { return top_k < ranks ? top_k : ranks; }
 };
 
-// What travels beside the payloads of a row: who it is at its owner, and its routing. In memory the header is
-// followed by ids int32[K], global, as the owner gave them or the slots that serve them, and weights float32[K].
+// A row's metadata begins with its header: who the row is at its owner. In memory the header is followed by ids
+// int32[K], global, as the owner gave them or the physical experts that serve them, and weights float32[K].
 struct RowHeader {
   int32_t token;     // row at the owner
   int32_t position;  // of the receiving rank among the token's ranks, ascending: its place in the owner's inbox

@@ -1,20 +1,22 @@
-// The byte map of a window. Written once, for the host and for devices; every offset that anyone uses comes from here.
+// WindowMap: the byte map of a window. It takes a Shape and gives offsets from the window's begin. It is written once,
+// for the host and for devices; every offset that anyone uses comes from here.
 //
 //   header        waiters, one abort signal per writer
-//   lane 0        signals: bank 0, bank 1, each one 64-byte line per source: {signal, note, rows}
+//   lane 0        signals: bank 0, bank 1, each one 64-byte line per source: {signal, note, rows signal}
 //                 bank 0, bank 1: dispatched rows, or the inbox of combined rows
 //                 chunk signals: bank 0, bank 1, per source one for every chunk of a combine   (devices)
-//                 packets: bank 0, bank 1, per source the packets of rows that are some         (devices)
-//                 meta packets: bank 0, bank 1, per source those beside rows that are none    (devices)
-//                 loads: of four dispatches, per source what was chosen                     (groups that count)
+//                 packets: bank 0, bank 1, per source the LL128 packets of its rows           (devices)
+//                 meta packets: bank 0, bank 1, per source the metadata of its Simple rows    (devices)
+//                 loads: in four banks, by dispatch, per source what was chosen         (groups that count)
 //   lane 1 ...
-//   leases        rows of dispatches that outlive their step                                (high throughput)
+//   leases        rows of dispatches that outlive their step                            (high throughput)
 //
-// A bank is used by one step at a time (S1, S2), and a step is a dispatch or a combine, so rows and inbox share a
-// bank's bytes: a bank is as large as the larger of the two, not as both together.
+// One step at a time uses a bank (S1, S2), and a step is a dispatch or a combine. So rows and inbox share a bank's
+// bytes: a bank is as large as the larger of the two, not as both together.
 //
-// S10: where lanes, signals and banks begin depends on the Shape alone. Inside a bank, places may depend on the bound
-// of the step, since nobody reads a bank under another bound than its writers'.
+// S10: where channels, signals and banks begin depends on the Shape alone. Inside a bank, places may depend on the
+// bound of the step, since nobody reads a bank under another bound than its writers'. If that is broken, the next
+// call's rows lie across rows that a slow rank still reads; if two ranks have other maps, every offset is wrong.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +28,7 @@
 
 namespace tw {
 
-inline constexpr uint64_t kSignalStride = 64;  // a cache line each: signals have different writers
+inline constexpr uint64_t kSignalStride = 64;  // a cache line for each signal: they have different writers
 inline constexpr uint64_t kNoteOffset = 8;
 inline constexpr uint64_t kRowsOffset = 16;
 inline constexpr uint64_t kRegionAlignment = 256;
@@ -36,13 +38,13 @@ class WindowMap {
  public:
   WindowMap() = default;
 
-  // False if a size passes 64 bits (or half of it, so that sums of two never wrap).
+  // Makes the map of a Shape. False if a size passes 64 bits (or half of it, so that sums of two never wrap).
   static constexpr bool make(const Shape& shape, WindowMap* map) {
     Checked c;
     map->shape_ = shape;
     uint64_t rows = c.mul(shape.ranks, shape.max_tokens);
     const uint64_t inbox_rows = shape.carried != 0 ? rows : c.mul(shape.max_tokens, shape.fan_out());
-    // Over a carrier blocks of all sources lie in a bank before their rows come together.
+    // With staged transport the blocks of all sources lie in a bank before their rows come together.
     if (shape.recv_rows > 0) rows = shape.carried != 0 ? std::max<uint64_t>(rows, shape.recv_rows) : shape.recv_rows;
     uint64_t at = 0;
     for (int q = 0; q < shape.payloads; ++q) {
@@ -79,15 +81,15 @@ class WindowMap {
   constexpr uint64_t bytes() const { return bytes_; }
   constexpr uint64_t lane_bytes() const { return lane_bytes_; }
 
-  // Where leases begin: the last of a window.
+  // Where leases begin; they are the last part of a window.
   constexpr uint64_t leases() const { return leases_at_; }
 
-  // Whether an offset is of a lane.
+  // Whether an offset lies in a channel's part.
   constexpr bool in_lane(int lane, uint64_t offset) const {
     return offset >= lane_at(lane) && offset < lane_at(lane) + lane_bytes_;
   }
 
-  // uint32: threads of this rank that sleep on a signal.
+  // uint32: how many threads of this rank sleep on a signal.
   static constexpr uint64_t waiters() { return 0; }
   // uint64, written by `writer` only: why it gave the group up, 0 if it did not.
   static constexpr uint64_t abort_signal(int writer) { return kAbortAt + sizeof(uint64_t) * writer; }
@@ -99,24 +101,24 @@ class WindowMap {
   // uint64, written by `source` before its signal or with it: the bound of the step, and on devices more (PROTOCOL.md).
   constexpr uint64_t note(int lane, int bank, int source) const { return signal(lane, bank, source) + kNoteOffset; }
 
-  // A received row: (source, slot) of [N, b], or in high throughput one of all that come. Without gaps, so that the
-  // region is a tensor.
+  // A received row of payload q: (source, slot) of [N, b], or in high throughput one of all that come. Rows follow each
+  // other without gaps, so that the region is a tensor.
   constexpr uint64_t payload_row(int lane, int bank, int q, uint64_t row) const {
     return bank_at(lane, bank) + payload_at_[q] + row * shape_.payload_bytes[q];
   }
   constexpr uint64_t meta_row(int lane, int bank, uint64_t row) const {
     return bank_at(lane, bank) + meta_at_ + row * meta_bytes(shape_.top_k);
   }
-  // Slot p of a source, in a step of bound b.
+  // Slot p of a source, in a step of bound b: its payload q, and its metadata.
   constexpr uint64_t payload(int lane, int bank, int q, int source, int p, int bound) const {
     return payload_row(lane, bank, q, row(source, p, bound));
   }
   constexpr uint64_t meta(int lane, int bank, int source, int p, int bound) const {
     return meta_row(lane, bank, row(source, p, bound));
   }
-  // int32 [N] rows that a source sends to each rank, then [most_local_experts] rows for each expert of this one; in
-  // groups with leases then, at receive_offsets_begin, uint64 [payloads] where rows for the source land: an offset in
-  // its window, 0: in the bank.
+  // What a source tells in an exchange of counts: int32 [N] rows that it sends to each rank, then [most_local_experts]
+  // rows for each expert of this rank. In groups with leases, at receive_offsets_begin, uint64 [payloads] follow: the
+  // receive offsets, where rows for the source are to land in its window; 0: in the bank.
   constexpr uint64_t counts(int lane, int bank, int source) const {
     return bank_at(lane, bank) + source * counts_bytes(shape_);
   }
@@ -134,17 +136,18 @@ class WindowMap {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
     return lane_at(lane) + chunks_at_ + sizeof(uint64_t) * (row * chunks_ + chunk);
   }
-  // Packets of the p-th row of a source that is some, p < packet_tokens, for dispatches and combines alike.
+  // Packets of the p-th row of a source that travels as LL128 packets, p < packet_tokens, for dispatches and combines
+  // alike.
   constexpr uint64_t packet(int lane, int bank, int source, int p) const {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
     return lane_at(lane) + packets_at_ + (row * shape_.packet_tokens + p) * packet_row_;
   }
-  // Packets of what travels beside a received row (as of payload_row), where the row itself is no packets.
+  // Packets of the metadata of a received Simple row (numbered as for payload_row).
   constexpr uint64_t meta_packet(int lane, int bank, uint64_t row) const {
     return lane_at(lane) + meta_packets_at_ + (bank * rows_ + row) * meta_packet_row_;
   }
-  // uint64 [1 + E] that a source tells in a dispatch (exchange/loads.h). Where steps have banks, theirs; on devices,
-  // which take it later, the number of the dispatch on its lane, mod 4.
+  // uint64 [1 + E]: the load statistics that a source tells in a dispatch (exchange/loads.h). `bank`: on the CPU the
+  // step's; on devices, which take them later, the number of the dispatch on its channel, mod 4.
   static constexpr int kLoadsBanks = 4;
   constexpr uint64_t loads(int lane, int bank, int source) const {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
@@ -155,15 +158,15 @@ class WindowMap {
   constexpr uint64_t packet_bytes() const {
     return 2 * static_cast<uint64_t>(shape_.ranks) * shape_.packet_tokens * packet_row_;
   }
-  // In a bank: where a payload's rows and the headers begin.
+  // Offsets from a bank's begin: where a payload's rows and the metadata begin.
   constexpr uint64_t payload_begin(int q) const { return payload_at_[q]; }
   constexpr uint64_t meta_begin() const { return meta_at_; }
   constexpr uint64_t packet_row() const { return packet_row_; }
-  // All of a bank: rows or inbox; of gathers and reduces see layout/collective_map.h.
+  // A whole bank: rows or inbox; layout/collective_map.h has the places of gathers and reduces in it.
   constexpr uint64_t bank(int lane, int bank) const { return bank_at(lane, bank); }
   constexpr uint64_t bank_bytes() const { return bank_bytes_; }
 
-  // Over a carrier: place of the partial of the row in slot p of a source, in a step of bound b.
+  // With staged transport: place of the partial of the row in slot p of a source, in a step of bound b.
   constexpr uint64_t inbox_slot(int lane, int bank, int source, int p, int bound) const {
     return bank_at(lane, bank) + row(source, p, bound) * shape_.combine_bytes;
   }
@@ -194,7 +197,7 @@ class WindowMap {
   constexpr uint64_t bank_at(int lane, int bank) const { return lane_at(lane) + banks_at_ + bank_bytes_ * bank; }
 
   Shape shape_;
-  uint64_t rows_ = 0;                       // that a rank may receive
+  uint64_t rows_ = 0;                       // how many a rank may receive
   uint64_t payload_at_[kMaxPayloads] = {};  // in a bank
   uint64_t meta_at_ = 0;                    // in a bank
   uint64_t bank_bytes_ = 0;
@@ -204,7 +207,7 @@ class WindowMap {
   uint64_t meta_packets_at_ = 0;
   uint64_t meta_packet_row_ = 0;
   uint64_t loads_at_ = 0;
-  uint64_t chunks_ = 0;      // of a source in a bank
+  uint64_t chunks_ = 0;      // chunk signals of a source in a bank
   uint64_t packet_row_ = 0;  // bytes of all packets of a row
   uint64_t lane_bytes_ = 0;
   uint64_t lanes_at_ = 0;
