@@ -1,5 +1,9 @@
-// Gathers and reduces: the exchange with the set "every rank". What is sent is the same in both: rows for each rank
-// into this rank's places there (layout/collective_map.h); a gather's are the same for all.
+// Gathers and reduces on hosts: the exchange with the set "every rank". Both send rows for each rank into this rank's
+// places there (layout/collective_map.h); a gather's rows are the same for all. The caller gives counts and rows by
+// function, and a transport; it gets the step published (send_collective), and sums (sum_collective).
+//
+// Publishing before the last row is read breaks S3 and before it is written S4; another order of the sum changes the
+// bits of results (S9).
 #pragma once
 
 #include <cstring>
@@ -10,8 +14,8 @@
 
 namespace tw {
 
-// Writes the rows of a step and publishes it. Never waits: S2 has made the bank free. count(rank): rows for a rank;
-// row_at(q, rank, i): the i-th of them. `own`: this rank's go into its own window too.
+// Writes the rows of a step and publishes it. Never waits: S2 has made the bank free. count(rank): how many rows go to
+// a rank; row_at(q, rank, i): the i-th of them. `own`: this rank's rows go into its own window too.
 template <Transport T, class Count, class RowAt>
 void send_collective(T& t, const WindowMap& map, StepPlace at, const CollectiveMap& places, Mode mode, uint64_t note,
                      Count&& count, RowAt&& row_at, bool own) {
@@ -31,12 +35,12 @@ void send_collective(T& t, const WindowMap& map, StepPlace at, const CollectiveM
     }
     if (!any) break;
   }
-  // Only now, to all at once: rows may lie in the other bank (S3).
+  // Published only now, to all at once: rows may lie in the other bank (S3).
   publish_step(t, map, at, mode, note, count);
 }
 
-// Row i of this rank is the sum over ranks ascending of what each has for it; own_row(q, i): this rank's, NULL if it is
-// in the window like the others'. Needs a successful await_step. `rows`: [N], scratch.
+// Sums this rank's rows: row i is the sum over ranks ascending of what each has for it. own_row(q, i): this rank's row,
+// NULL if it is in the window like the others'. Needs a successful await_step. `rows`: [N], scratch.
 template <Transport T, class OwnRow, class Sum>
 void sum_collective(T& t, const WindowMap& map, StepPlace at, const CollectiveMap& places, int32_t q, int32_t count,
                     const RowTypes& types, OwnRow&& own_row, std::byte* out, int64_t out_stride, const void** rows,

@@ -1,4 +1,9 @@
-// Combine: one partial per (token, rank) back to the token's owner, summed there.
+// Combine on hosts: one partial per (token, rank) goes back to the token's owner and is summed there. send_combine
+// takes what a dispatch brought and the caller's rows, writes partials into the owners' inboxes and publishes the step;
+// receive_combine takes the routing and writes the sums.
+//
+// Publishing before the last row is read breaks S3. The order of terms (k ascending, then ranks ascending), and that
+// each sum is rounded once, are the bits of results (S9): kernels and the oracle have the same.
 #pragma once
 
 #include "exchange/routing.h"
@@ -6,7 +11,7 @@
 
 namespace tw {
 
-// The terms of one partial: rows of the caller's, and their weights if any.
+// The terms of one partial: rows of the caller, and their weights if any.
 struct Terms {
   const void* rows[TW_MAX_TOP_K];
   float weights[TW_MAX_TOP_K];
@@ -21,10 +26,10 @@ struct RowTypes {
   bool weighted;
 };
 
-// Writes each received row's partial into its owner's inbox, at (token, position of this rank), and publishes the
-// step. `terms(source, p, row, &terms)` names the rows of a partial, k ascending, and is asked in (source, slot) order;
-// `sum(out, rows, weights, count, elements, from, to)` is sum_rows for the machine. `keep_own`: this rank's own
-// partials stay where they are, to be read there by receive_combine.
+// Writes each received row's partial into its owner's inbox, at (token, position of this rank), and publishes the step.
+// `terms_of(source, p, row, &terms)` names the rows of a partial, k ascending, and is asked in (source, slot) order;
+// `sum(out, rows, weights, count, types)` is sum_rows for the machine. `keep_own`: this rank's own partials stay where
+// they are, and receive_combine reads them there.
 template <Transport T, class TermsOf, class Sum>
 void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& received, const RowTypes& types,
                   uint32_t bound, TermsOf&& terms_of, Sum&& sum, std::byte* scratch, bool keep_own) {
@@ -47,14 +52,14 @@ void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& rece
             shape.combine_bytes);
     }
   }
-  // Only now, to all at once: a peer that sees this word may send the next step into the bank that the caller's rows
-  // may lie in (S3).
+  // Published only now, to all at once: a peer that sees this signal may send the next step into the bank that the
+  // caller's rows may lie in (S3).
   publish_step(t, map, at, Mode::kCombine, bound, [&](int peer) { return received.counts[peer]; });
 }
 
 // Sums what came back, over ranks ascending (the order of positions); rows that were not sent do not count. Needs a
-// successful await_step. `own_row(slot)` is
-// where this rank's own partial of a slot was kept, NULL if it was put into the inbox like the others.
+// successful await_step. `own_row(slot)` says where this rank's own partial of a slot was kept, NULL if it was put into
+// the inbox like the others.
 template <Transport T, class OwnRow, class Sum>
 void receive_combine(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowTypes& types,
                      OwnRow&& own_row, std::byte* out, int64_t out_stride, Sum&& sum) {

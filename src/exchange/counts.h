@@ -1,5 +1,9 @@
-// The exchange of counts: before the first row of a routing goes out, every rank knows how many go from each rank to
-// each. So it knows where its own rows begin at each receiver, and how many it will receive itself.
+// The exchange of counts on hosts (docs/PROTOCOL.md, «Counts»): before the first row of a routing goes out, every rank
+// tells how many rows it sends to each rank. So each knows where its own rows begin at each receiver, and how many it
+// will receive. Takes a routing, gives Counts, and an Overflow if a rank has too little room.
+//
+// All ranks compute the same numbers from the same matrix: a change must keep them alike, else rows of two sources
+// overlap (S9, S10) or one rank refuses what its peers send.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +16,13 @@
 
 namespace tw {
 
-// What a routing's exchange of counts has brought; the arrays belong to a handle.
+// What the exchange of counts of a routing has brought; the arrays belong to a handle.
 struct Counts {
-  int32_t* sent = nullptr;     // [N, N] rows that go from each rank (first) to each, those that are dropped left out
-  int32_t* experts = nullptr;  // [L] rows for each local expert, from all ranks
-  int64_t* begin = nullptr;    // [N] row at each rank where this rank's begin
-  int64_t* source = nullptr;   // [N + 1] row here where each source's begin, and how many there are
-  uint64_t* receive_offset = nullptr;  // [N, payloads] of groups with leases: where the next dispatch's rows land at
+  int32_t* sent = nullptr;  // [N, N] rows that go from each rank (first index) to each, without those that are dropped
+  int32_t* experts = nullptr;          // [L] rows for each local expert, from all ranks
+  int64_t* begin = nullptr;            // [N] row at each rank where this rank's begin
+  int64_t* source = nullptr;           // [N + 1] row here where each source's begin, and how many there are
+  uint64_t* receive_offset = nullptr;  // [N, payloads], in groups with leases: where the next dispatch's rows land at
                                        // each rank, as WindowMap::counts has it
   bool exchanged = false;
 
@@ -27,7 +31,7 @@ struct Counts {
   }
 };
 
-// Rows that this rank sends to each expert: [E].
+// Counts the rows that this rank sends to each expert: [E].
 inline std::vector<int32_t> expert_rows(const Shape& shape, const Routing& routing) {
   std::vector<int32_t> rows(shape.experts, 0);
   for (int64_t i = 0; i < static_cast<int64_t>(routing.tokens) * shape.top_k; ++i) {
@@ -36,14 +40,14 @@ inline std::vector<int32_t> expert_rows(const Shape& shape, const Routing& routi
   return rows;
 }
 
-// A routing's send_counts as they were before rows were dropped.
+// Makes a routing's send_counts what they were before rows were dropped.
 inline void restore_counts(const Shape& shape, Routing* routing) {
   std::fill_n(routing->send_counts, shape.ranks, 0);
   for (int64_t i = 0; i < routing->first[routing->tokens]; ++i) ++routing->send_counts[routing->destinations[i].rank];
 }
 
-// Tells every rank. Never waits: S2 has made the bank free. landing: [payloads] of this rank, as WindowMap::counts has
-// it; NULL: none.
+// Tells every rank this rank's counts. Never waits: S2 has made the bank free. receive_offset: [payloads] of this rank,
+// as WindowMap::counts has it; NULL: none.
 template <Transport T>
 void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& placement, const Routing& routing,
                  const uint64_t* receive_offset, uint64_t note) {
@@ -65,8 +69,8 @@ void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& plac
   publish_step(t, map, at, Mode::kCounts, note, [](int) { return 0; });
 }
 
-// Whether rows that land where a rank has announced stay among its leases. What comes from another process is checked,
-// because a dispatch writes there.
+// Whether rows that land at the announced receive offsets stay within the leases. What comes from another process is
+// checked, because a dispatch writes there.
 inline bool is_landing(const WindowMap& map, const Counts& counts) {
   const Shape& shape = map.shape();
   for (int64_t i = 0; i < static_cast<int64_t>(shape.ranks) * shape.payloads && shape.leases(); ++i) {
@@ -79,14 +83,15 @@ inline bool is_landing(const WindowMap& map, const Counts& counts) {
   return true;
 }
 
-// Which rank would receive more rows than there is room for, and how many.
+// The rank that would receive more rows than there is room for, and how many it would receive.
 struct Overflow {
   int rank = -1;
   int64_t rows = 0;
 };
 
-// Takes what has come: after a successful await_step. Returns the first rank that would receive more rows than it has
-// room for. Those are of the last sources; with `drop` they are left out of `sent` and of the routing's send_counts.
+// Takes the counts that have come, after a successful await_step. Returns the first rank that would receive more rows
+// than it has room for. The rows too many are those of the last sources; with `drop` they are left out of `sent` and of
+// the routing's send_counts.
 template <Transport T>
 Overflow take_counts(T& t, const WindowMap& map, StepPlace at, int32_t local_experts, bool drop, Routing* routing,
                      Counts* counts) {

@@ -1,4 +1,9 @@
-// Dispatch: each row once to each rank that wants it, into the slot that exchange/routing.h decided.
+// Dispatch on hosts: each row goes once to each rank that wants it, into the slot that exchange/routing.h decided.
+// send_dispatch takes a routing and the caller's rows, and writes and publishes the step; take_meta copies the metadata
+// that came into the handle, and checks it.
+//
+// Publishing before all rows are put breaks S4. Where rows lie is S9 and S10: the kernels of src/cuda/dispatch write
+// the same bytes, and tests compare them.
 #pragma once
 
 #include <cstring>
@@ -8,13 +13,13 @@
 
 namespace tw {
 
-// Rows of the caller: row i begins at data + i * stride.
+// The caller's rows of a payload: row i begins at data + i * stride.
 struct RowsIn {
   const std::byte* data = nullptr;
   int64_t stride = 0;  // bytes
 };
 
-// Where row `row` of payload q lies at a rank. landing: Counts::landing, if the rows go there; else NULL.
+// Where row `row` of payload q lies at a rank. receive_offset: that of Counts, if the rows go to leases; else NULL.
 inline uint64_t row_place(const WindowMap& map, StepPlace at, const uint64_t* receive_offset, int rank, int q,
                           uint64_t row) {
   const uint64_t base =
@@ -23,7 +28,7 @@ inline uint64_t row_place(const WindowMap& map, StepPlace at, const uint64_t* re
 }
 
 // Writes all rows of a step and publishes it. Never waits: S2 has made the bank free. begin(rank): the row there that
-// is this rank's slot 0. Slots beyond send_counts are not sent. landing: as of row_place.
+// is this rank's slot 0. Slots beyond send_counts are not sent. receive_offset: as in row_place.
 template <Transport T, class Begin>
 void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowsIn* payloads,
                    uint64_t note, const uint64_t* receive_offset, Begin&& begin) {
@@ -52,8 +57,8 @@ void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& rout
   publish_step(t, map, at, Mode::kDispatch, note, [&](int peer) { return routing.send_counts[peer]; });
 }
 
-// Copies what arrived beside the payloads into the handle. Needs received->counts, from await_step. False if a header
-// is impossible: it is checked because combine writes where it says. begin(source): its first row.
+// Copies the metadata that arrived into the handle. Needs received->counts, from await_step. False if a header is
+// impossible: it is checked because combine writes where it says. begin(source): the source's first row.
 template <Transport T, class Begin>
 bool take_meta(T& t, const WindowMap& map, StepPlace at, int bound, Received* received, Begin&& begin) {
   const Shape& shape = map.shape();

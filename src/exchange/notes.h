@@ -1,4 +1,7 @@
-// Notes: the bound of a step, and what ranks must give alike beside it.
+// Notes: 64 bits beside each signal, with the bound of a step and a digest of what ranks must give alike beside it.
+// Takes the arguments of a call, gives the note that its ranks write and compare; a difference becomes twBoundMismatch
+// on all ranks. Host and kernels use the same functions. A change that leaves an argument out lets ranks read rows at
+// wrong places (S9, S10) without an error.
 #pragma once
 
 #include <bit>
@@ -6,26 +9,28 @@
 
 namespace tw {
 
-// In a dispatch's note, beside the bound: its rows go where the exchange of counts before it has announced. Ranks that
-// differ in that would write and read at different places.
+// A bit in a dispatch's note, beside the bound: the rows go to the receive offsets that the exchange of counts before
+// it has announced. Ranks that differ in that would write and read at different places.
 inline constexpr uint32_t kHasOffsets = 1u << 31;
 constexpr uint32_t with_receive_offsets(int32_t bound, bool has_offsets) {
   return static_cast<uint32_t>(bound) | (has_offsets ? kHasOffsets : 0);
 }
 
-// Of gathers and reduces. Of all that ranks must give alike, beside the bound in a note: as soon as two ranks differ,
-// each meets a note that is not its own. FNV-1a, by 32 bits at a time.
+// The digest of all that ranks of a gather or reduce must give alike, beside the bound in a note: as soon as two ranks
+// differ, each meets a note that is not its own. It is FNV-1a, by 32 bits at a time.
 constexpr uint32_t kDigestSeed = 2166136261u;
 constexpr uint32_t mix_digest(uint32_t digest, uint64_t value) {
   digest = (digest ^ static_cast<uint32_t>(value)) * 16777619u;
   return (digest ^ static_cast<uint32_t>(value >> 32)) * 16777619u;
 }
-// Of a dispatch, the digest is that of its map, which has the layer in it, and of whether it counts. 0 without a map.
+// The digest of a dispatch is that of its map, which has the layer in it, mixed with whether it counts. 0 without a
+// map.
 constexpr uint32_t mix_counted(uint32_t digest, bool counted) {
   return counted || digest == 0 ? digest : digest ^ 0x80402010u;
 }
-// On devices rows that are no lines are noted above the bound: each takes one bit more than max_tokens does, which is
-// kHasOffsets's beside a bound, and the digest those that are left, in either half.
+// On devices the upper half of the note also has the number of Simple rows. Bound and Simple rows each take one bit
+// more than max_tokens does (beside a bound that bit is kHasOffsets), and the digest takes the bits that are left, in
+// either half.
 constexpr int note_bits(int32_t max_tokens) { return std::bit_width(static_cast<uint32_t>(max_tokens)) + 1; }
 constexpr uint32_t noted(uint32_t half, int bits) { return half & ((1u << bits) - 1); }
 constexpr uint32_t noted_bound(uint64_t note, int bits) {

@@ -1,8 +1,10 @@
-// From experts to slots: which of an expert's slots serves a choice (tokenway/placement.h). Written once, for the host
-// and for kernels: integers alone, so the same everywhere. The oracle is python/tokenway/replica_reference.py.
+// The choice of a physical expert: which of an expert's slots serves a choice (tokenway/placement.h). Takes a rank's
+// view of a layer's map and a choice, gives the slot. It is written once, for the host and for kernels, with integers
+// alone, so the result is the same everywhere; the oracle is python/tokenway/replica_reference.py.
 //
-// But for twReplicaBalanced a choice follows from rank, token and expert, so whoever reads ids finds the slot without
-// asking or counting: on a device every block that routes does.
+// Except for twReplicaBalanced, a choice follows from rank, token and expert, so whoever reads ids finds the slot
+// without asking or counting; on a device every block that routes does so. A change moves rows to other ranks: it
+// changes the bits of results, and S9 breaks if it depends on anything that another rank or the clock says.
 #pragma once
 
 #include <cstdint>
@@ -16,18 +18,19 @@ namespace tw {
 struct Replicas {
   const int32_t* first = nullptr;    // [E + 1] where each expert's slots begin
   const int32_t* slots = nullptr;    // by expert, ascending
-  const uint32_t* lower = nullptr;   // likewise, where a slot's interval begins, in 2^-32; of twReplicaShares alone
+  const uint32_t* lower = nullptr;   // likewise, where a slot's interval begins, in 2^-32; for twReplicaShares alone
   const int32_t* several = nullptr;  // experts with more than one slot, ascending
   int32_t several_count = 0;
   int32_t rank = 0;
 
   constexpr int32_t count(int32_t expert) const { return first[expert + 1] - first[expert]; }
-  // The slot of a token's choice, but for twReplicaBalanced.
+  // The slot that serves a token's choice, under every policy but twReplicaBalanced.
   constexpr int32_t choose(int32_t expert, int32_t token) const;
 };
 
-// Where a token's choice of an expert lies in [0, 2^32): steps of the golden ratio spread the tokens of a rank evenly,
-// however many there are. Ranks and experts begin elsewhere, so that what each leaves over does not add up.
+// The point of a token's choice of an expert in [0, 2^32): steps of the golden ratio spread the tokens of a rank
+// evenly, however many there are. Ranks and experts begin at different points, so that what each leaves over does not
+// add up.
 constexpr uint32_t share_point(int32_t rank, int32_t token, int32_t expert) {
   return static_cast<uint32_t>(token) * 2654435769u + static_cast<uint32_t>(rank) * 2246822519u +
          static_cast<uint32_t>(expert) * 3266489917u;
@@ -46,11 +49,11 @@ constexpr int32_t Replicas::choose(int32_t expert, int32_t token) const {
 
 // ---- twReplicaBalanced
 
-inline constexpr int kLevelRounds = 2;  // what more would give: docs/notebook/balancing.md
+inline constexpr int kLevelRounds = 2;  // docs/notebook/balancing.md has what more rounds would give
 
 // Shares `count` choices of an expert out to its slots, so that the largest load among their ranks is as small as it
-// can be: up to a level, as water would. What is too much by rounding up is taken from slots in turn, from one on that
-// differs from rank to rank. quota: [slots of the expert]. rank_of(slot).
+// can be: each rank is filled up to one level, as water would. What is too much by rounding up is taken from slots in
+// turn, beginning with one that differs from rank to rank. quota: [slots of the expert]. rank_of(slot): its rank.
 template <class RankOf>
 constexpr void fill_level(const Replicas& replicas, RankOf&& rank_of, int32_t expert, int32_t count,
                           const int32_t* load, int32_t* quota) {
@@ -80,8 +83,9 @@ constexpr void fill_level(const Replicas& replicas, RankOf&& rank_of, int32_t ex
   }
 }
 
-// How many choices of each expert that has several slots go to each. counts: [E] of this rank's batch. load: [N], what
-// experts with one slot bring; in the end, all. quota: as `slots`; only those of experts with several are written.
+// Decides how many choices of each expert that has several slots go to each slot. counts: [E] of this rank's batch.
+// load: [N], what experts with one slot bring; in the end, what all bring. quota: as `slots`; only the entries of
+// experts with several slots are written.
 template <class RankOf>
 constexpr void level_loads(const Replicas& replicas, RankOf&& rank_of, const int32_t* counts, int32_t* load,
                            int32_t* quota) {
@@ -98,7 +102,7 @@ constexpr void level_loads(const Replicas& replicas, RankOf&& rank_of, const int
   }
 }
 
-// The slot of an expert's n-th choice in the batch: its slots serve as many as they have a quota of, one after the
+// The slot of an expert's n-th choice in the batch: its slots serve as many choices as their quota, one slot after the
 // other.
 constexpr int32_t quota_slot(const Replicas& replicas, const int32_t* quota, int32_t expert, int32_t n) {
   int32_t at = replicas.first[expert];

@@ -1,5 +1,9 @@
-// Where a slot is decided. From the ids of a rank follow, without asking anybody: which ranks each token goes to
-// (distinct, ascending) and its slot there, the number of earlier tokens that go there too. Deterministic (S9).
+// Routing: where a slot is decided. From the ids of a rank alone, without asking anybody, assign_slots finds which
+// ranks each token goes to (distinct, ascending) and its slot there, the number of earlier tokens that go there too.
+// The types of a routing and of what arrives are here too; all backends share them.
+//
+// S9: slots follow from ids alone. A rule that depends on timing, or that differs from the kernels'
+// (src/cuda/device/routing.cuh), puts rows into slots where nobody looks for them.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +14,7 @@
 
 namespace tw {
 
-// Who holds an expert.
+// Which rank holds each expert.
 struct Placement {
   const int32_t* rank;  // [E]
   const int32_t* slot;  // [E], the rank's local expert
@@ -24,17 +28,17 @@ struct Destination {
   int32_t slot;
 };
 
-// Of 32 tokens that follow each other and a rank: which of them go there, by bit, and how many before them do. So a
-// token's slot there is the latter and the bits below its own.
+// Marks of a group of 32 consecutive tokens for one rank: which of them go there, by bit, and how many tokens before
+// the group do. So a token's slot there is `before` plus the number of bits below its own.
 struct GroupMarks {
   uint32_t going;
   int32_t before;
 };
 
-// Where a received (row, k) stands by expert.
+// The place of a received (row, k) in an expert's block.
 struct ExpertRow {
-  int32_t expert;  // local; -1: at none of this rank's
-  int32_t row;     // in the expert's block; where blocks have their own size, of all rows
+  int32_t expert;  // local expert; -1: the choice is of no expert of this rank
+  int32_t row;     // row of the expert's block; in exact layouts, row of the whole tensor
 };
 
 // One routing as its owner knows it; the arrays belong to a handle.
@@ -43,7 +47,7 @@ struct Routing {
   int32_t* ids = nullptr;               // [T, K], global, -1 for none
   float* weights = nullptr;             // [T, K]
   int64_t* first = nullptr;             // [T + 1]
-  Destination* destinations = nullptr;  // of token t: first[t] .. first[t + 1], ranks ascending
+  Destination* destinations = nullptr;  // token t has first[t] .. first[t + 1], ranks ascending
   int32_t* send_counts = nullptr;       // [N]
 
   int32_t fan_out(int32_t token) const { return static_cast<int32_t>(first[token + 1] - first[token]); }

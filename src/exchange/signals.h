@@ -1,9 +1,11 @@
-// The signal: what a rank publishes to each peer when its rows of a step are written (docs/PROTOCOL.md).
+// The signal: 64 bits that a rank publishes to each peer when its rows of a step are written (docs/PROTOCOL.md).
+// This file packs and unpacks signals and abort signals, and compares steps.
 //
 //   step:32 | mode:4 | n:28
 //
-// One aligned 64-bit store, so step, mode and n appear together. The step is the high half: on little-endian machines
-// it is the 32-bit integer at signal + 4, which a futex can sleep on.
+// It is one aligned 64-bit store, so step, mode and n appear together. The step is the high half: on little-endian
+// machines it is the 32-bit integer at signal + 4, which a futex can sleep on. All ranks must have one format. bank_of
+// is S1; reached() is right only while ranks are close together, which S2 sees to.
 #pragma once
 
 #include <bit>
@@ -18,12 +20,12 @@ enum class Mode : uint32_t {
   kDispatch = 1,         // n rows lie in the slots of (source, bank)
   kCombine = 2,          // n partials lie in the inbox of the bank
   kRefused = 3,          // the source was given bad arguments: no rows, the call fails everywhere
-  kDispatchPackets = 4,  // n rows are on their way, the last of them as lines, which certify themselves
-  kSkip = 5,             // no rows: a step that only moves on to the other bank
+  kDispatchPackets = 4,  // n rows are on their way, the last of them as LL128 packets, which certify themselves
+  kSkip = 5,             // no rows: a step that only moves a channel to its other bank
   kCounts = 6,           // no rows, but how many will come (exchange/counts.h)
   kGather = 7,           // n rows of the source lie in its places of the bank (layout/collective_map.h)
   kReduce = 8,           // likewise n partials of the source
-  kDispatchRows = 9,  // as kDispatchLines; what travels beside the rows that are no lines came in an earlier dispatch
+  kDispatchRows = 9,     // as kDispatchPackets, but the metadata of Simple rows came in an earlier dispatch
 };
 
 inline constexpr uint32_t kMaxCount = (1u << 28) - 1;
@@ -46,14 +48,14 @@ constexpr Signal unpack(uint64_t bits) {
           static_cast<uint32_t>(bits) & kMaxCount};
 }
 
-// Steps wrap at 2^32: a step is before another if the way forward to it is the shorter one. Holds as long as ranks are
-// less than 2^31 steps apart; S2 keeps them within one.
+// Whether a signal's step has come as far as `step`. Steps wrap at 2^32: a step is before another if the way forward to
+// it is the shorter one. That holds as long as ranks are less than 2^31 steps apart; S2 keeps them within one.
 constexpr bool reached(uint32_t seen, uint32_t step) { return static_cast<int32_t>(seen - step) >= 0; }
 
-// S1: two banks, by the step. 2^32 is even, so the wrap keeps them alternating.
+// S1: a step's bank. 2^32 is even, so the two banks alternate across the wrap too.
 constexpr int bank_of(uint32_t step) { return static_cast<int>(step & 1); }
 
-// Where a step happens.
+// The place of a step: its channel and number, which name the bank.
 struct StepPlace {
   int32_t lane = 0;
   uint32_t step = 0;
@@ -61,15 +63,15 @@ struct StepPlace {
   constexpr int bank() const { return bank_of(step); }
 };
 
-// An abort signal says why its writer gave the group up: went_on:1 | left:1 | kind:8 | reporter:16 | culprit:16, 0 for
-// "it did not". The reporter is the rank that found out first, so that the others do not blame each other. The two bits
-// are for those who shrink the group, and may stand without a kind, where nothing is wrong.
+// An abort signal says why its writer gave the group up: went_on:1 | left:1 | kind:8 | reporter:16 | culprit:16; 0: it
+// did not. The reporter is the rank that found out first, so that the others do not blame each other. The two bits are
+// for ranks that shrink the group, and may stand without a kind, where nothing is wrong.
 struct AbortSignal {
   uint32_t kind = 0;  // twResult_t
   uint32_t reporter = 0;
   uint32_t culprit = 0;
   bool left = false;     // the writer will not shrink the group
-  bool went_on = false;  // it has, and is in the new group
+  bool went_on = false;  // it has shrunk the group, and is in the new one
 };
 
 constexpr uint64_t pack(AbortSignal signal) {

@@ -1,4 +1,8 @@
-// A step's two ends, the same for every kind of step: publish to all, wait for all.
+// The two ends of a step on hosts, the same for every kind of step: publish_step tells all ranks, await_step waits for
+// all. They take a transport and the step's place, and give a StepEnd: data, or an error and the rank to blame.
+//
+// Here S2, S4 and S6 are kept: a wait that ends without every rank's signal lets a rank run two steps ahead, and a wait
+// without a deadline never ends. The order in which failures are looked at decides which rank is blamed.
 #pragma once
 
 #include "exchange/notes.h"
@@ -9,7 +13,8 @@
 
 namespace tw {
 
-// The signals of a window as it is born: at the first step, so that nothing has arrived yet whatever the first step is.
+// Writes the signals of a new window: at the first step value, so that nothing has arrived yet whatever the first step
+// is.
 inline void prepare_signals(const WindowMap& map, uint32_t first_step, std::byte* window) {
   for (int lane = 0; lane < map.shape().lanes; ++lane) {
     for (int bank = 0; bank < 2; ++bank) {
@@ -22,7 +27,7 @@ inline void prepare_signals(const WindowMap& map, uint32_t first_step, std::byte
 
 // Publishes this rank's signal of a step to every rank, itself included: always, with n = 0 too. The caller has put all
 // rows of the step (S4) and read everything it wants of the previous step's bank (S3): after this, peers may move on.
-// `note`: the bound, and what exchange/notes.h puts beside it.
+// count(peer): n. `note`: the bound, and what exchange/notes.h puts beside it.
 template <Transport T, class Count>
 void publish_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t note, Count count) {
   t.flush();
@@ -41,16 +46,16 @@ struct StepEnd {
   uint32_t note = 0;  // its bound
 };
 
-// Of a wait that did not end in data.
+// The result of a wait that did not end in data.
 inline twResult_t code_of(Wake wake) {
   if (wake == Wake::kLate) return twTimeout;
   if (wake == Wake::kDied) return twPeerDied;
   return wake == Wake::kInterrupted ? twInterrupted : twExcluded;
 }
 
-// Waits for every rank's signal of a step. counts[source] becomes its n, 0 for a source whose rows are not there.
-// Ends in data or in an error (S6). When a wait fails the other signals are still looked at, without waiting, so that
-// what arrived is known; the first failure is the one reported. `any` accepts every mode: draining.
+// Waits for every rank's signal of a step, and ends in data or in an error (S6). counts[source] becomes its n, 0 for a
+// source whose rows are not there. When a wait fails the other signals are still looked at, without waiting, so that
+// what arrived is known; the first failure is the one reported. `any` accepts every mode: it is for draining.
 template <Transport T>
 StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t note, TimePoint deadline,
                    int32_t* counts, bool any = false) {

@@ -1,8 +1,9 @@
-// Where the order of a sum is fixed, and its bits: float32, from the first term on, in the order of the terms,
-// multiply then add, each rounded to nearest even, no fused multiply-add (the build says -ffp-contract=off), rounded
-// once to the output type. Backends compile these for their machine; they do not change them.
+// The bits of a sum: float32, from the first term on, in the order of the terms, multiply then add, each rounded to
+// nearest even, no fused multiply-add (the build says -ffp-contract=off), rounded once to the output type. It gives the
+// conversions between float types and the loop that adds terms. Backends compile these for their machine and do not
+// change them; the NumPy oracle returns the same bits (S9).
 //
-// The sum starts from the first term rather than from 0: one term alone then passes through, -0 and all.
+// The sum starts from the first term rather than from 0: then one term alone passes through, -0 and all.
 #pragma once
 
 #include <bit>
@@ -21,8 +22,9 @@ inline float widen(float value) { return value; }
 
 inline float widen(Bf16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
 
-// Without a branch, and without a conversion instruction, so that compilers vectorise it on every machine. Subnormals
-// are renormalised by a subtraction of normal numbers, which is exact and which flush-to-zero modes leave alone.
+// Widens without a branch and without a conversion instruction, so that compilers vectorise it on every machine.
+// Subnormals are renormalised by a subtraction of normal numbers, which is exact and which flush-to-zero modes leave
+// alone.
 inline float widen(F16 value) {
   constexpr uint32_t kExponent = 0x7c00u << 13;
   uint32_t bits = (value.bits & 0x7fffu) << 13;
@@ -68,9 +70,9 @@ inline F16 narrow<F16>(float value) {
   return {static_cast<uint16_t>(sign | half)};
 }
 
-// Adds terms [weights[j] *] rows[j][i], j ascending, to sum[i]; kFirst: they are the first, and sum[i] is not read.
-// Sums of many terms are made of several calls. The number of terms is known when compiled, so that a sum stays in a
-// register while they are added.
+// Adds terms [weights[j] *] rows[j][i], j ascending, to sum[i]; with kFirst they are the first terms, and sum[i] is not
+// read. Sums of many terms are made of several calls. The number of terms is known at compile time, so that a sum stays
+// in a register while they are added.
 template <int kTerms, bool kFirst, bool kWeighted, class In>
 [[gnu::always_inline]] inline void add_terms(float* sum, const In* const* rows, const float* weights, int64_t n) {
   const In* row[kTerms];  // copies that no store to sum can touch, or loops would not vectorise

@@ -1,4 +1,7 @@
-// What the exchange asks of a backend's memory, on hosts; kernels have loops of their own.
+// Transport: what the exchange asks of a backend's memory, on hosts; kernels have loops of their own. A type that
+// satisfies this concept carries every step that is written against it (dispatch, combine, counts, gathers and
+// reduces). S4 is its promise: who sees a signal sees all that its writer put before. S6 is the promise of wait: it
+// ends.
 #pragma once
 
 #include <chrono>
@@ -23,7 +26,7 @@ enum class Wake {
 
 struct Waited {
   Wake wake;
-  int culprit;  // of kDied: another rank than the one waited for may be the one that is gone
+  int culprit;  // for kDied: the rank that is gone, which may be another one than the rank waited for
 
   Waited(Wake how, int who = -1) : wake(how), culprit(who) {}  // NOLINT: a Wake alone is an answer too
 };
