@@ -1,5 +1,7 @@
-// Column-major payloads of a grouped layout: [elements, M], as grouped GEMMs read the block scales of their rows.
-// Columns begin at multiples of 16 bytes, which is what the tensor memory accelerator wants of a stride.
+// Columns: column-major payloads of a grouped layout, [elements, M], as grouped GEMMs read the block scales of their
+// rows. It takes a row and its place, and writes it as a column; M is the number of rows rounded up so that columns
+// begin at multiples of 16 bytes, which the tensor memory accelerator wants of a stride. The caller's output has this
+// shape (tokenway.h, column_major), and the kernels of src/cuda/view write the same: it is part of the bits of results.
 #pragma once
 
 #include <cstddef>
@@ -9,18 +11,18 @@
 namespace tw {
 
 struct Columns {
-  int64_t rows = 0;           // M, of a column with its padding
+  int64_t rows = 0;           // M: the rows of a column, with its padding
   int32_t element_bytes = 0;  // 1, 2, 4 or 8; 0: the payload is row-major
 
   constexpr bool wanted() const { return element_bytes != 0; }
 
-  // For so many rows.
+  // The columns for so many rows.
   static constexpr Columns of(int64_t rows, int32_t element_bytes) {
     const int64_t step = 16 / element_bytes;
     return {(rows + step - 1) / step * step, element_bytes};
   }
 
-  // Writes row `at`, of row_bytes; NULL: zeros.
+  // Writes row `at`, which has row_bytes; NULL: zeros.
   void place(std::byte* out, int64_t at, const std::byte* row, uint64_t row_bytes) const {
     switch (element_bytes) {
       case 1:
@@ -35,7 +37,8 @@ struct Columns {
   }
 
  private:
-  // Copied through memory: neither a row in the window nor the caller's tensor need be aligned to its elements.
+  // Elements are copied through memory: neither a row in the window nor the caller's tensor need be aligned to its
+  // elements.
   template <class Element>
   void place_as(std::byte* out, int64_t at, const std::byte* row, uint64_t row_bytes) const {
     for (uint64_t j = 0; j < row_bytes / sizeof(Element); ++j) {

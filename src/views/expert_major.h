@@ -1,6 +1,10 @@
-// expert_major: [L, N*b, ...], the rows of each local expert packed from 0 on, in (source, token) order; grouped: [P,
-// ...], the same with blocks as large as they need to be, padded with zeros. A row that several local experts want
-// stands once under each.
+// The layouts by expert, on hosts. expert_major, [L, N*b, ...], has the rows of each local expert packed from 0 on, in
+// (source, token) order. grouped, [P, ...], has the same rows in blocks as large as they need to be, padded with zeros.
+// A row that several local experts want stands once under each. scatter_expert_major writes a dispatch's outputs from
+// the window; ExpertMajorTerms names the rows of a combine's partials.
+//
+// S9: dispatch and combine walk rows in one order and remember nothing between them, so both must use ExpertPlaces. The
+// kernels of src/cuda/view write the same places: a change alters the bits of results.
 #pragma once
 
 #include <algorithm>
@@ -40,18 +44,18 @@ class ExpertPlaces {
 };
 
 struct ExpertMajorOut {
-  const int64_t* first = nullptr;  // grouped: [L + 1] where each expert's rows begin; NULL: each has as many
+  const int64_t* first = nullptr;  // grouped: [L + 1] each expert's first row; NULL: by rows_per_expert
   int64_t rows_per_expert = 0;
   std::byte* payloads[kMaxPayloads] = {};  // NULL: not wanted
   Columns columns[kMaxPayloads];
   void* ids = nullptr;
   float* weights = nullptr;
-  int64_t* origins = nullptr;  // grouped: row * K + k of what stands there
+  int64_t* origins = nullptr;  // grouped: row * K + k that the row there was taken from
   int32_t* counts = nullptr;   // [L]
 
   int64_t begin(int64_t expert) const { return first != nullptr ? first[expert] : expert * rows_per_expert; }
 
-  // Row `at` of a payload; NULL: zeros.
+  // Writes row `at` of a payload; NULL: zeros.
   void place(int q, int64_t at, const std::byte* row, uint64_t bytes) const {
     if (payloads[q] == nullptr) return;
     if (columns[q].wanted()) return columns[q].place(payloads[q], at, row, bytes);
@@ -64,7 +68,7 @@ struct ExpertMajorOut {
   }
 };
 
-// Copies received rows to their experts. window_row(q, source, p) is where payload q of a slot lies.
+// Copies received rows to their experts. window_row(q, source, p) says where payload q of a slot lies.
 template <class WindowRow>
 void scatter_expert_major(const Shape& shape, const Placement& placement, const Received& received, int32_t me,
                           int32_t local_experts, const IdStyle& style, const ExpertMajorOut& out,
@@ -93,14 +97,14 @@ void scatter_expert_major(const Shape& shape, const Placement& placement, const 
       }
     }
   }
-  for (int q = 0; q < shape.payloads; ++q) {  // what columns are longer than there are rows
+  for (int q = 0; q < shape.payloads; ++q) {  // fills columns beyond the last row
     for (int64_t at = out.begin(local_experts); at < out.columns[q].rows; ++at) {
       out.place(q, at, nullptr, shape.payload_bytes[q]);
     }
   }
 }
 
-// Terms of combine: the caller's rows of the (token, local expert) pairs.
+// The terms of a combine's partial: the caller's rows of the (token, local expert) pairs.
 struct ExpertMajorTerms {
   ExpertPlaces& places;
   Grid grid;

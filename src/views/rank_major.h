@@ -1,4 +1,8 @@
-// rank_major: [N, b, ...], the window as it is. Payloads need no work; ids and weights are unpacked for the caller.
+// The layouts by rank, on hosts. rank_major, [N, b, ...], is the window as it is, and flat, [R', ...], is the window of
+// an exact layout. Payloads need no work; ids and weights are unpacked from the metadata for the caller. It takes what
+// a dispatch brought (Received), and gives ids, weights and, for a combine, the terms of partials. The kernels of
+// src/cuda/view write the same: a change alters the bits of results, and RankMajorTerms the order of a weight's sum
+// (S9).
 #pragma once
 
 #include <cstdint>
@@ -27,12 +31,12 @@ struct IdStyle {
   }
 };
 
-// Caller's rows in blocks: of a source (rank_major, flat) or of a local expert (expert_major, grouped).
+// The caller's rows in blocks: by source (rank_major, flat) or by local expert (expert_major, grouped).
 struct Grid {
   const std::byte* data = nullptr;
   int64_t block_stride = 0;  // bytes
   int64_t row_stride = 0;
-  const int64_t* first = nullptr;  // of exact layouts: the row where each block begins
+  const int64_t* first = nullptr;  // in exact layouts: the row where each block begins
 
   const void* at(int64_t block, int64_t row) const {
     if (first != nullptr) return data + (first[block] + row) * row_stride;
@@ -40,7 +44,7 @@ struct Grid {
   }
 };
 
-// ids [N, b, K] and weights [N, b, K]; either may be NULL.
+// Fills rank_major's ids [N, b, K] and weights [N, b, K]; either may be NULL.
 inline void unpack_rank_major(const Shape& shape, const Placement& placement, const Received& received, int32_t me,
                               int32_t bound, const IdStyle& style, void* ids, float* weights) {
   int64_t row = 0;
@@ -57,13 +61,13 @@ inline void unpack_rank_major(const Shape& shape, const Placement& placement, co
   }
 }
 
-// flat: ids [R', K] and weights [R', K]; either may be NULL. first: [N + 1] where each source's rows begin.
+// Fills flat's ids [R', K] and weights [R', K]; either may be NULL. first: [N + 1] where each source's rows begin.
 inline void unpack_flat(const Shape& shape, const Placement& placement, const Received& received, int32_t me,
                         const int64_t* first, const IdStyle& style, void* ids, float* weights) {
   int64_t row = 0;
   for (int32_t source = 0; source < shape.ranks; ++source) {
     for (int64_t p = 0; p < first[source + 1] - first[source]; ++p) {
-      const bool filled = p < received.counts[source];  // or its source has failed
+      const bool filled = p < received.counts[source];  // else its source has failed
       const Received::Row meta = filled ? received.row(row++, shape.top_k) : Received::Row{};
       const int64_t at = (first[source] + p) * shape.top_k;
       for (int32_t k = 0; k < shape.top_k; ++k) {
@@ -74,8 +78,8 @@ inline void unpack_flat(const Shape& shape, const Placement& placement, const Re
   }
 }
 
-// Terms of combine: the caller's row is the sum over the local experts already; under topk weighting it is scaled by
-// the sum of their weights.
+// The terms of a combine's partial: the caller's row is already the sum over the local experts; under topk weighting it
+// is scaled by the sum of their weights.
 struct RankMajorTerms {
   const Shape& shape;
   const Placement& placement;
