@@ -1,4 +1,9 @@
-// What a backend is: a handful of functions over a window. core/ knows backends by this alone.
+// Backend: the interface between the host's bookkeeping (core/) and what moves bytes (src/cpu, src/cuda). It has the
+// structs that describe a call (DispatchCall, CombineCall, ...), the arrays of a handle, and the functions that start
+// and finish each kind of step. core/ knows backends by this file alone.
+//
+// send_* must write, publish and never wait for a peer (S7); finish_* must end in data or in an error (S6), and leave
+// outputs that are safe to read. A field that one backend ignores makes results differ between backends.
 #pragma once
 
 #include <algorithm>
@@ -26,59 +31,59 @@ struct Context {
   Placement placement{};
   int32_t local_experts = 0;
   IdStyle ids;
-  twDtype_t wire = twBfloat16;  // of combined rows
-  int64_t elements = 0;         // of a combined row
+  twDtype_t wire = twBfloat16;  // dtype of combined rows on the wire
+  int64_t elements = 0;         // elements of a combined row
   uint32_t first_step = 0;
-  const PlacementSpec* spec = nullptr;           // of all layers' maps
-  const std::vector<ExpertMap>* maps = nullptr;  // [layers], none without a placement
+  const PlacementSpec* spec = nullptr;           // what all layers' maps have in common
+  const std::vector<ExpertMap>* maps = nullptr;  // [layers], empty without a placement
 };
 
 // Where a device finds a routing that its handle has not copied yet. Strides count elements.
 struct RoutingSource {
-  bool unread = false;  // else the handle has its own copy
+  bool unread = false;  // false: the handle has its own copy
   const void* ids = nullptr;
   twDtype_t id_dtype = twInt32;
-  int64_t id_stride[2] = {};       // of token and k
+  int64_t id_stride[2] = {};       // over tokens, and over k
   const float* weights = nullptr;  // NULL: all 1
   int64_t weight_stride[2] = {};
 };
 
-// The arrays of a handle: one routing and what its dispatch brought. Device memory on a device.
+// The arrays of a handle: one routing, and what its dispatch brought. They are in device memory on a device.
 struct HandleArrays {
   Routing routing;
   Received received;
   int32_t* expert_counts = nullptr;  // [L]
-  // What callers see, and may write to: nothing here is read again.
+  // What callers see and may write to: the library reads none of it again.
   int32_t* shown_counts = nullptr;  // [N]
-  void* shown_ids = nullptr;        // [N, B, K] or [R, K] of the group's id type
+  void* shown_ids = nullptr;        // [N, B, K] or [R, K], in the group's id type
   float* shown_weights = nullptr;   // likewise
   RoutingSource source;
   int32_t layer = 0;
-  int32_t* choices = nullptr;  // [E] of its tokens, of a group that counts
-  uint32_t digest = 0;         // of the map that its slots are from; 0 without a placement
+  int32_t* choices = nullptr;  // [E] how often its tokens choose each expert, in a group that counts
+  uint32_t digest = 0;         // digest of the map that its slots are from; 0 without a placement
   // High throughput only.
   Counts counts;
-  int64_t* expert_begin = nullptr;  // [L + 1] row of a grouped layout where each local expert's begin
+  int64_t* expert_begin = nullptr;  // [L + 1] row of a grouped layout where each local expert's rows begin
   int32_t* offsets = nullptr;       // the same, as it is shown
   // Devices only.
-  ExpertRow* places = nullptr;        // [N * B, K]: of an expert_major dispatch, where each received (row, k) went
-  bool placed = false;                // they are those of the last dispatch
+  ExpertRow* places = nullptr;        // [N * B, K]: where each received (row, k) of an expert_major dispatch went
+  bool placed = false;                // `places` is that of the last dispatch
   uint32_t* digest_here = nullptr;    // `digest`, as the device has read it
   int32_t* status = nullptr;          // twResult_t of the last dispatch, as the device knows it
-  void* stream = nullptr;             // of the last dispatch
+  void* stream = nullptr;             // stream of the last dispatch
   int32_t* overflow = nullptr;        // 1: the exchange of counts found too little room, so nothing is sent
-  uint32_t* metadata_step = nullptr;  // the step whose dispatch brought what travels beside rows; 0: none since that
-  bool brought = false;               // it will have, by what is launched: the device alone knows
-  GroupMarks* marks = nullptr;        // [groups of 32 tokens, N] by the exchange of counts
-  void* counts_page = nullptr;        // of the backend: where the device tells the host of it
-  uint64_t counts_serial = 0;         // of the last exchange that tells the host; 0: none does
-  uint64_t page_serial = 0;           // of the last that writes to the page
+  uint32_t* metadata_step = nullptr;  // the step whose dispatch brought the metadata; 0: none since the counts
+  bool brought = false;               // what is launched will bring it: the device alone knows when
+  GroupMarks* marks = nullptr;        // [groups of 32 tokens, N], made by the exchange of counts
+  void* counts_page = nullptr;        // the backend's: where the device tells the host the counts
+  uint64_t counts_serial = 0;         // the last exchange that tells the host; 0: none does
+  uint64_t page_serial = 0;           // the last exchange that writes to the page
 };
 
 // An exchange of counts as the host knows it.
 struct KnownCounts {
   bool known = false;
-  bool failed = false;            // they did not come, on any rank
+  bool failed = false;            // the counts did not come, on any rank
   std::vector<int32_t> received;  // [N] rows from each rank
   int64_t flat_rows = 0;
   int64_t grouped_rows = 0;
@@ -95,7 +100,7 @@ struct DispatchTargets {
   int32_t* counts = nullptr;   // [N] or [L] by layout; never NULL
   int32_t* offsets = nullptr;  // [L + 1], grouped alone
   int64_t* origins = nullptr;  // [P], likewise
-  int64_t rows = 0;            // of an exact layout
+  int64_t rows = 0;            // rows of an exact layout
 };
 
 struct DispatchCall {
@@ -103,11 +108,11 @@ struct DispatchCall {
   void* stream = nullptr;
   int32_t bound = 0;
   bool send_only = false;
-  // Rows go where the exchange of counts before has announced: here, of each payload, an offset in this rank's window;
-  // 0: in the bank.
+  // Whether rows go where the exchange of counts before has announced, and where in this rank's window: for each
+  // payload an offset; 0: in the bank.
   bool has_offsets = false;
   uint64_t receive_offset[kMaxPayloads] = {};
-  bool counted = true;  // for twGroupLoads
+  bool counted = true;  // whether twGroupLoads counts it
   RowsIn payloads[kMaxPayloads];
   DispatchTargets targets;
 };
@@ -116,22 +121,22 @@ struct CountsCall {
   StepPlace at;
   void* stream = nullptr;
   bool send_only = false;
-  int32_t alignment = 1;                       // of an expert's rows in the grouped layout
-  bool drop = false;                           // rows beyond a receiver's room are left out, instead of all
-  bool again = false;                          // of counts that are known: what is new is the landing
-  uint64_t receive_offset[kMaxPayloads] = {};  // as of the dispatch that follows
+  int32_t alignment = 1;                       // rows of an expert in the grouped layout begin at multiples of it
+  bool drop = false;                           // rows beyond a receiver's room are left out, instead of refusing all
+  bool again = false;                          // the counts are known already: only the receive offsets are new
+  uint64_t receive_offset[kMaxPayloads] = {};  // for the dispatch that follows
 };
 
 struct CombineCall {
   StepPlace at;
   void* stream = nullptr;
   bool send_only = false;
-  int32_t bound = 0;  // of the dispatch that it answers
+  int32_t bound = 0;  // bound of the dispatch that it answers
   twLayout_t layout = twRankMajor;
   bool weighted = false;
   bool in_window = false;  // the rows lie in this rank's window
   bool apart = false;      // neither a peer nor the sums can overwrite the rows while the call runs
-  bool keep_own = false;   // this rank's own partials are summed from where the caller has them
+  bool keep_own = false;   // this rank's own partials are summed from the caller's memory
   twDtype_t rows_dtype = twFloat32;
   Grid rows;
   twDtype_t out_dtype = twFloat32;
@@ -142,9 +147,9 @@ struct CombineCall {
 // One tensor of a gather or reduce.
 struct CollectiveTensor {
   const std::byte* in = nullptr;
-  int64_t block_stride = 0;  // bytes; of a gather 0, and of flat rows those that follow each other
+  int64_t block_stride = 0;  // bytes; 0 for a gather, and for flat rows, which follow each other
   int64_t row_stride = 0;
-  twDtype_t from = twUint8;  // of a reduce
+  twDtype_t from = twUint8;  // for a reduce
   twDtype_t to = twUint8;
   int64_t elements = 0;
   std::byte* out = nullptr;  // NULL: not wanted
@@ -157,14 +162,14 @@ struct CollectiveCall {
   void* stream = nullptr;
   bool send_only = false;
   bool reduces = false;
-  bool flat = true;        // the rows of all ranks: a reduce's input, a gather's output
+  bool flat = true;        // layout of the rows of all ranks: a reduce's input, a gather's output
   bool views = false;      // a gather's output is seen in the window
   bool in_window = false;  // a reduce's input lies there
   int32_t bound = 0;
-  int32_t rows = 0;                // of a gather's input, or a reduce's output: this rank's, or what there is room for
-  uint32_t digest = 0;             // of what ranks must have alike, but for sizes that the host does not know
-  bool all_sizes = false;          // are known, not this rank's alone
-  std::vector<int32_t> sizes;      // [N] or [1]; empty where they are in device memory
+  int32_t rows = 0;            // rows of a gather's input, or a reduce's output: this rank's, or what there is room for
+  uint32_t digest = 0;         // digest of what ranks must have alike, except sizes that the host does not know
+  bool all_sizes = false;      // `sizes` are those of all ranks, not this rank's alone
+  std::vector<int32_t> sizes;  // [N] or [1]; empty where they are in device memory
   const void* sizes_at = nullptr;  // there
   bool wide_sizes = false;         // int64
   CollectiveMap places;
@@ -179,11 +184,11 @@ struct CollectiveCall {
 // A call that this rank refuses, and what is known of its peers' calls.
 struct Refusal {
   twPhase_t phase = twPhaseNone;            // what the step would have been
-  bool views = false;                       // it would have shown the window
+  bool views = false;                       // the step would have shown the window
   const HandleArrays* combining = nullptr;  // the handle, if it is a combine
   void* stream = nullptr;
   int32_t bound = 0;     // 0: max_tokens; -1: not known
-  CollectiveMap places;  // of a gather or reduce; without tensors where the arguments do not tell
+  CollectiveMap places;  // for a gather or reduce; without tensors where the arguments do not tell
 };
 
 class Backend {
@@ -191,28 +196,28 @@ class Backend {
   explicit Backend(const Context& context) : context_(context) {}
   virtual ~Backend() = default;
 
-  // Start a step: everything is written and published on return, in stream order. Never wait for a peer.
+  // These start a step: everything is written and published on return, in stream order. They never wait for a peer.
   virtual Status send_dispatch(const DispatchCall& call, HandleArrays& handle) = 0;
   virtual Status send_combine(const CombineCall& call, HandleArrays& handle) = 0;
-  // Of high throughput alone.
+  // In high throughput alone.
   virtual Status send_counts(const CountsCall& call, HandleArrays& handle) = 0;
   virtual Status send_collective(const CollectiveCall& call) = 0;
   virtual Status send_refusal(StepPlace at, const Refusal& refusal) = 0;
-  // Whether peers can be told like that: where they wait in a collective, it must be known which.
+  // Whether a refusal can be sent to the peers: where they wait in a collective, it must be known which one.
   virtual bool can_refuse(const Refusal&) const { return true; }
 
-  // The peers' hosts take a dispatch that this rank refused for a good one and combine: moves what they move, over a
-  // carrier, where they would wait for it.
+  // With staged transport, moves what the peers' combine moves. Their hosts take a dispatch that this rank refused for
+  // a good one and combine; they would wait for this rank's part.
   virtual Status keep_pace(StepPlace, int32_t /*bound*/, void* /*stream*/) { return {}; }
 
-  // Finish it. After an error the targets are memory-safe: counts 0 and invalid ids for what did not arrive, NaN for
-  // sums that could not be made.
+  // These finish a step. After an error the targets are memory-safe: counts 0 and invalid ids for what did not arrive,
+  // NaN for sums that could not be made.
   virtual StepEnd finish_dispatch(const DispatchCall& call, TimePoint deadline, HandleArrays& handle) = 0;
   virtual StepEnd finish_combine(const CombineCall& call, TimePoint deadline, HandleArrays& handle) = 0;
   // *known: what has come, unless a device tells it later.
   virtual StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle,
                                 KnownCounts* known) = 0;
-  // After an error counts and offsets are 0, sums NaN.
+  // After an error counts and offsets are 0, and sums are NaN.
   virtual StepEnd finish_collective(const CollectiveCall& call, TimePoint deadline) = 0;
   // Whether finish_counts would not wait: all counts have come, or something has gone wrong, which it then tells. Waits
   // for that until `until` at most, on the calling thread alone; takes nothing and gives nothing back.
@@ -220,63 +225,67 @@ class Backend {
   // Waits for a step that this rank refused.
   virtual StepEnd drain(StepPlace at, TimePoint deadline) = 0;
 
-  // This rank's window; and what keeps it mapped, for as long as anybody has it. The latter from any thread.
+  // This rank's window, and an object that keeps it mapped for as long as anybody has it. The latter may be asked from
+  // any thread.
   virtual std::byte* window() = 0;
   virtual std::shared_ptr<void> keep_window() = 0;
-  // Where payload q of a step lies in it, [N, b, row]: the zero-copy view.
+  // Where payload q of a step lies in the window, [N, b, row]: the zero-copy view.
   void* view(StepPlace at, int q) { return window() + context_.map.payload(at.lane, at.bank(), q, 0, 0, 0); }
-  // Where tensor q of a gather lies there, [N, b, row].
+  // Where tensor q of a gather lies in the window, [N, b, row].
   void* view_gathered(const CollectiveCall& call, int q) {
     return window() + context_.map.bank(call.at.lane, call.at.bank()) + call.places.row(q, 0, 0);
   }
-  // Whether an address lies in this rank's window, leases apart: where the steps of a lane overwrite it.
+  // Whether an address lies in the part of this rank's window that steps overwrite: all of it but the leases.
   bool in_window(const void* address) {
     const auto* const at = static_cast<const std::byte*>(address);
     return std::less_equal<>()(window(), at) && std::less<>()(at, window() + context_.map.leases());
   }
-  // Whether it is of a lane's.
+  // Whether an address lies in a channel's part of it.
   bool in_lane(int lane, const void* address) {
     const auto* const at = static_cast<const std::byte*>(address);
     return in_window(address) && context_.map.in_lane(lane, static_cast<uint64_t>(at - window()));
   }
 
-  // Tells every peer that this rank gives the group up; and whether a peer has.
+  // announce_abort tells every peer that this rank gives the group up. find_abort says whether a peer has, and abort_of
+  // what a rank has said.
   virtual void announce_abort(AbortSignal reason) = 0;
   virtual AbortSignal find_abort() = 0;
   virtual AbortSignal abort_of(int writer) = 0;
 
-  // A layer's map is replaced, for routings that are read after what is enqueued on the stream.
+  // Replaces a layer's map, for routings that are read after what is enqueued on the stream.
   virtual Status replace_map(int32_t /*layer*/, const ExpertMap& /*map*/, void* /*stream*/) { return {}; }
 
-  // The averages of all layers, of a group that counts: tokenway/placement.h. dispatches: or NULL. Never waits.
+  // Gives the averages of all layers, in a group that counts: tokenway/placement.h. dispatches may be NULL. Never
+  // waits.
   virtual void read_loads(float* /*loads*/, int64_t* /*dispatches*/) {}
 
-  // How a carrier is used; false if there is none.
+  // Tells how a carrier is used; false if there is none.
   virtual bool describe(twPortableInfo_t*) const { return false; }
 
-  // ---- Where a device runs the steps. There, send_* of a call that is not send_only launches all of it, and finish_*
-  // returns at once: what goes wrong later is found by poll().
+  // ---- For backends on devices. There, send_* of a call that is not send_only launches all of it, and finish_*
+  // returns at once: poll() finds what goes wrong later.
   virtual bool on_device() const { return false; }
   // Whether a call may be launched on a stream.
   virtual Status check_stream(const void* stream) const {
     if (stream == nullptr) return {};
     return fail(twInvalidArgument, "stream is %p; it must be NULL on the CPU", stream);
   }
-  // Whether a call on it would be captured into a graph.
+  // Whether a call on this stream would be captured into a graph.
   virtual bool captures(const void* /*stream*/) const { return false; }
   // Waits until nothing that was launched uses memory of the group any more.
   virtual void settle() {}
-  // What a step has found out since: fills the record and returns true if there is something new. Never blocks.
+  // Takes over what steps have found out since: fills the record and returns true if there is something new. Never
+  // blocks.
   virtual bool poll(twErrorRecord_t*) { return false; }
   // Memory for handles; NULL if there is none.
   virtual std::byte* allocate(size_t) { return nullptr; }
   virtual void release(std::byte*) {}
-  // What a device has told the host of the last exchange of counts, which it may wait for until then. Never blocks the
-  // device or a stream.
+  // Reads what a device has told the host of the last exchange of counts; the host may wait for it until `until`. Never
+  // blocks the device or a stream.
   virtual void read_counts(const HandleArrays&, TimePoint /*until*/, KnownCounts*) {}
-  // A handle is about to end.
+  // Forgets a handle that is about to end.
   virtual void forget(HandleArrays&) {}
-  // The received counts of a dispatched handle, on the host. May wait for the device.
+  // Copies the received counts of a dispatched handle to the host. May wait for the device.
   virtual Status copy_counts(const HandleArrays& handle, int32_t* counts) {
     std::copy_n(handle.received.counts, shape().ranks, counts);
     return {};
@@ -292,33 +301,35 @@ class Backend {
 struct BackendInit {
   const Context* context = nullptr;
   Bootstrap* bootstrap = nullptr;
-  std::span<const int> members;  // ranks of the bootstrap, by rank of the group
-  uint64_t tag = 0;              // for one exchange
+  std::span<const int> members;  // the bootstrap's rank of each rank of the group
+  uint64_t tag = 0;              // tag of one exchange of the bootstrap
   TimePoint deadline;
   int32_t spin_us = -1;
   uint64_t cache_bytes = 0;
   Carrier* carrier = nullptr;
-  // Of devices.
+  // For devices alone.
   int device = -1;
-  std::span<const int> devices;  // by rank of the bootstrap, where all are in this process
+  std::span<const int> devices;  // by rank of the bootstrap, where all ranks are in this process
   int32_t timeout_ms = 0;
   int32_t sm_limit = 0;
   bool blocking = false;
   bool no_wait = false;
 };
 
-// src/cpu. Collective among members; a rank that fails on its own tells the others before it returns.
+// Makes the backend over shared memory (src/cpu). Collective among members; a rank that fails on its own tells the
+// others before it returns.
 Status make_cpu_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
 
-// src/cpu, over init.carrier: the ranks' memory stays their own. As make_cpu_backend; init.tag and the next fifteen are
-// its.
+// Makes the backend with staged transport over init.carrier (src/cpu): the ranks' memory stays their own. As
+// make_cpu_backend; it may use init.tag and the fifteen tags after it.
 Status make_carried_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
 
-// src/cuda, in builds with CUDA. As make_cpu_backend; init.tag and the next fifteen are its.
+// Makes the backend on GPUs (src/cuda, in builds with CUDA). As make_cpu_backend; it may use init.tag and the fifteen
+// tags after it.
 Status make_nvlink_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
-// Whether there is such a device; `device` -1 becomes the thread's current one.
+// Fails unless there is such a device; `device` -1 becomes the thread's current one.
 Status check_device(int* device);
-// Free memory of a device.
+// Tells the free memory of a device.
 Status device_memory(int device, uint64_t* free);
 
 }  // namespace tw

@@ -1,5 +1,10 @@
-// The exchange as the host sees it: lanes leased and given back, steps begun and finished, errors recorded. What
-// happens to bytes is the backend's.
+// The exchange as the host sees it: dispatch, combine and the exchange of counts, from choosing a channel to recording
+// an error. It takes checked arguments (src/api), lets a Backend move the bytes, and gives a Status, the handle's new
+// state and the group's record.
+//
+// This file keeps S5 (leases follow from the calls alone, also where a call fails or is refused) and, by drain, S2 (a
+// refused step is waited out before the next). A change of when a channel is held or given back must be the same at a
+// rank that refused and at its peers; conclude decides which rank is blamed.
 #include <algorithm>
 #include <chrono>
 
@@ -30,7 +35,7 @@ Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, c
     group.set_error(record);
     return {end.code, record.message};
   }
-  if (end.code == twExcluded) {  // a peer gave the group up while this rank waited: its word says who is to blame
+  if (end.code == twExcluded) {  // a peer gave up: its abort signal says who is to blame
     const AbortSignal abort = group.backend->find_abort();
     record.result = static_cast<twResult_t>(abort.kind);
     record.peer = static_cast<int32_t>(abort.culprit);
@@ -39,8 +44,8 @@ Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, c
   return finish_group(group, record);
 }
 
-// Ends the step before, where that is still to be done: a gather or reduce that was sent alone, and one that this rank
-// refused, which it waits out. S2 wants it before the next step begins.
+// Ends a channel's last step, where that is still to be done: a gather or reduce that was send_only, or a step that
+// this rank refused, which it waits out. S2 wants it before the next step begins.
 Status drain(twGroup& group, int lane, twPhase_t phase, void* stream) {
   Lane& state = group.lanes[lane];
   if (state.request != 0) TW_RETURN_IF_FAILED(finish_request(group, lane, stream));
@@ -60,8 +65,8 @@ void part_leases(twGroup& group, twHandle& handle) {
   handle.has_offsets = false;
   if (handle.leases.empty()) return;
   if (group.is_sticky()) {
-    // A peer that is merely slow may still write there: they stay announced for ever.
-  } else if (group.lanes.drains()) {  // which step that is no matter: peers may be in the dispatch
+    // A peer that is merely slow may still write there: the leases stay announced for ever.
+  } else if (group.lanes.drains()) {  // whichever step drains: peers may be in the dispatch
     group.parted.insert(group.parted.end(), handle.leases.begin(), handle.leases.end());
   } else {
     group.leases->release(handle.leases);
@@ -100,7 +105,7 @@ Status choose_lane(twGroup& group, const twHandle* handle, int32_t wish, int* la
 
 namespace {
 
-// The lane of a combine: the handle's, or a free one for this step.
+// Chooses the channel of a combine: the handle's, or a free one for this step.
 Status choose_combine_lane(twGroup& group, const twHandle& handle, int* lane) {
   *lane = handle.lane;
   return *lane >= 0 ? Status{} : choose_lane(group, nullptr, -1, lane);
@@ -113,7 +118,7 @@ Status check_not_pending(const twHandle& handle) {
               names[static_cast<int>(handle.pending)]);
 }
 
-// Of a dispatch or combine about to be made. (Sized are counts of exact layouts alone.)
+// Notes that a dispatch or combine about to be made is captured. (Only handles of exact layouts are ever sized.)
 void note_capture(const twGroup& group, twHandle& handle, const void* stream) {
   handle.sized_in_graph |= handle.is_sized() && group.backend->captures(stream);
 }
@@ -137,11 +142,11 @@ Status finish_dispatch(twGroup& group, twHandle& handle) {
   const StepEnd end = group.backend->finish_dispatch(call, deadline_of(group), handle);
   handle.pending = Pending::kNone;
   handle.dispatched = end.code == twSuccess;
-  // All words have come, so all rows have.
+  // All signals have come, so all rows have.
   Status ended = conclude(group, twPhaseDispatch, call.at, with_receive_offsets(call.bound, call.has_offsets), end);
   part_leases(group, handle);
   // Leases must follow from the calls alone (S5). A blocking dispatch that fails does so in the same call on all ranks.
-  // A send_only one fails here, in twComplete, where a rank that refused it never comes: so the lane stays held on
+  // A send_only one fails here, in twComplete, which a rank that refused it never calls: so the channel stays held on
   // both.
   if (!handle.dispatched && !call.send_only) give_back(group, handle);
   return ended;
@@ -177,7 +182,8 @@ Status finish_counts(twGroup& group, twHandle& handle) {
   KnownCounts known = handle.counted;
   const StepEnd end = group.backend->finish_counts(call, deadline, handle, call.again ? &known : &handle.counted);
   handle.pending = Pending::kNone;
-  // As a dispatch that fails: where the call was send_only, the lane stays held, as at the rank that refused (S5).
+  // The channel stays held as after a dispatch that fails: where the call was send_only, as at the rank that refused
+  // (S5).
   if (end.code == twSuccess || !call.send_only) give_back(group, handle);
   if (end.code != twSuccess) {
     handle.counts.exchanged = false;
@@ -214,7 +220,7 @@ namespace {
 // Whether ranks learn of a failed step only after their calls have returned.
 bool learns_late(const twGroup& group) { return group.backend->on_device() && !group.comm->environment.blocking; }
 
-// A step that could not be launched: the peers would wait for it, so the group ends, and they are told.
+// Ends the group after a step that could not be launched: the peers would wait for it, so they are told.
 Status fail_launch(twGroup& group, twHandle& handle, twPhase_t phase, StepPlace at, Status why) {
   handle.pending = Pending::kNone;
   if (handle.lane_for_this_step) give_back(group, handle);
@@ -231,7 +237,7 @@ Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call,
   TW_RETURN_IF_FAILED(choose_lane(group, &handle, wish, &lane));
   TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts, call.stream));
   hold(group, handle, lane);
-  part_leases(group, handle);  // of an exchange that no dispatch followed
+  part_leases(group, handle);  // those of an exchange that no dispatch followed
   if (!leases.empty()) group.leases->claim(leases);
   handle.leases = std::move(leases);
   handle.counting = call;
@@ -252,14 +258,14 @@ Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call,
 
 namespace {
 
-// Waits until a device has told the host.
+// Waits until a device has told the host the counts.
 Status await_counts(twGroup& group, twHandle& handle) {
   if (handle.counts_serial == 0) {
     return fail(twInvalidUsage,
                 "the counts of an exchange that is captured into a graph are in device memory alone: the host cannot "
                 "wait for them");
   }
-  // The device begins to wait after the host, and is to say who is late.
+  // The device begins to wait after the host, and is the one to say who is late.
   group.backend->read_counts(handle, deadline_of(group) + std::chrono::seconds(1), &handle.counted);
   if (handle.counted.known) return {};
   if (was_interrupted()) return interrupt_group(group, twPhaseCounts, handle.counting.at, -1);
@@ -290,7 +296,7 @@ int64_t shown_rows(const twGroup& group, const twHandle& handle, twLayout_t layo
   if (layout == twFlat) return shape.recv_rows;
   const int64_t alignment = group.config.given.row_alignment;
   const int64_t experts = group.context.local_experts;
-  // Each row stands under so many experts at most; those of an expert are padded. Rows that are dropped have places
+  // Each row stands under so many experts at most, and each expert's rows are padded. Rows that are dropped have places
   // too.
   const int64_t sent = group.config.given.overflow == twOverflowDrop
                            ? static_cast<int64_t>(shape.ranks) * shape.max_tokens
@@ -308,7 +314,7 @@ Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* 
                 "no exchange of counts is under way that could tell the host: call twExchangeCounts, %s",
                 group.backend->on_device() ? "and not into a graph" : "send_only");
   }
-  // S6: who only asks and asks must end too. The first question begins the wait that twComplete ends.
+  // S6: a caller that only asks must come to an end too. The first question begins the wait that twComplete ends.
   const TimePoint patience = std::min(deadline_of(group), handle.counts_deadline);
   handle.counts_deadline = patience;
   const TimePoint asked = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
@@ -340,7 +346,7 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   handle.has_offsets = false;
   for (int q = 0; q < kMaxPayloads && call->has_offsets; ++q) {
     call->receive_offset[q] = handle.counting.receive_offset[q];
-    // Into the lease itself: there is nothing to copy.
+    // The output is the lease itself: there is nothing to copy.
     std::byte*& target = call->targets.payloads[q];
     const bool here = call->receive_offset[q] != 0 && target == group.backend->window() + call->receive_offset[q];
     if (here && call->targets.layout == twFlat) target = nullptr;
@@ -390,7 +396,7 @@ Status complete(twGroup& group, twHandle& handle, void* stream) {
   (dispatching ? handle.dispatch.stream : handle.combine.stream) = stream;
   Status status = dispatching ? finish_dispatch(group, handle) : finish_combine(group, handle);
   if (status.code == twInterrupted) return status;
-  // Even when another lane's error has finished the group: the step ends, at once, and its outputs are safe to read.
+  // Even when another channel's error has finished the group: the step ends, at once, and its outputs are safe to read.
   TW_RETURN_IF_FAILED(check_usable(group, dispatching ? twPhaseDispatch : twPhaseCombine));
   return status;
 }
@@ -400,11 +406,12 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
   if (handle != nullptr) TW_RETURN_IF_FAILED(check_not_pending(*handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
-  // The step first: on a device it stands where the lease puts a dispatch, as the peers' does.
+  // The step comes first: on a device it has the bank that the lease gives a dispatch, as at the peers.
   Status refused = refuse_on(group, {twPhaseDispatch, true, nullptr, stream, bound, {}}, lane, std::move(why));
   if (handle == nullptr) return refused;
   part_leases(group, *handle);
-  // Then the lease, as at the peers, whose dispatch has not failed yet as far as they know, or has.
+  // Then the lease becomes what it is at the peers, whose dispatch has failed, or has not failed yet as far as they
+  // know.
   handle->dispatched = false;
   const bool second = group.lanes[lane].second;
   give_back(group, *handle);
@@ -435,7 +442,7 @@ Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why
 
 Status refuse_counts(twGroup& group, twHandle* handle, int32_t wish, bool send_only, void* stream, Status why) {
   if (handle != nullptr) TW_RETURN_IF_FAILED(check_not_pending(*handle));
-  // A handle that was counted may hold the lane of its dispatch, whose view is none of this call's business.
+  // A handle that was counted may hold the channel of its dispatch, whose view this call must not touch.
   if (handle != nullptr && handle->counts.exchanged) {
     if (group.leases != nullptr && handle->lane < 0) {  // as at the peers, whose exchange fails
       handle->counts.exchanged = false;
@@ -448,7 +455,7 @@ Status refuse_counts(twGroup& group, twHandle* handle, int32_t wish, bool send_o
   Status refused = refuse_on(group, {twPhaseCounts, false, nullptr, stream, 0, {}}, lane, std::move(why));
   if (handle == nullptr) return refused;
   give_back(group, *handle);
-  // As at the peers, who give it back where they complete; on a device that goes well, as far as they know.
+  // As at the peers, who give the channel back where they complete; on a device that goes well, as far as they know.
   if (send_only && !learns_late(group)) hold(group, *handle, lane);
   return refused;
 }

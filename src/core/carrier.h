@@ -1,4 +1,7 @@
-// A caller's carrier (tokenway/carrier.h), as a comm has it.
+// A comm's carrier (tokenway/carrier.h): the caller's functions, the strategy, and what moves cost as measured.
+// src/api/comm.cc fills it, the comm's first group measures the costs (src/cpu/carried_creation.cc), and
+// src/cpu/cost_model.h decides by them. Costs must be the same on all ranks: else ranks move blocks of different sizes,
+// or one gathers while another routes (twCallMismatch).
 #pragma once
 
 #include "tokenway/carrier.h"
@@ -17,7 +20,7 @@ struct Carrier {
   twCarrier_t calls{};
   twStrategy_t strategy = twRouted;
   int64_t inline_bytes = -1;
-  bool measured = false;  // by the comm's first group, for all of them
+  bool measured = false;  // whether the comm's first group has measured, for all of them
   Costs costs;
 };
 

@@ -1,3 +1,6 @@
+// Connects the ranks of a group over its carrier (core/channel.h): the offer, the carrier's `open`, and the meeting in
+// which all tell how it went. The order in which failures are named (gone ranks, silent ones, then what a rank failed
+// by) decides which rank is blamed; every wait here has a deadline (S6).
 #include "core/channel.h"
 
 #include <algorithm>
@@ -7,7 +10,7 @@
 namespace tw {
 namespace {
 
-// For the others to say how it went, behind the deadline: they look up every few milliseconds, on a busy machine.
+// Time for the others to say how it went, behind the deadline: they look up every few milliseconds, on a busy machine.
 constexpr std::chrono::milliseconds kAnswer{2000};
 
 int32_t is_over(const void* meeting) { return static_cast<const ChannelMeeting*>(meeting)->over() ? 1 : 0; }
@@ -33,7 +36,7 @@ Status ChannelMeeting::meet(const Status& mine, const std::string& bytes, std::v
   const TimePoint until = mine.ok() ? std::max(now, init_.deadline) + kAnswer : now + kAnswer;
   std::vector<Parcel> parcels;
   Status arrived = gather(*init_.bootstrap, init_.members, tag_, {packer.take(), {}}, until, kConnecting, &parcels);
-  // Who is late is to blame only where there was time for it to come.
+  // A rank that is late is to blame only where there was time for it to come.
   const bool own_trouble = !mine.ok() && mine.code != twTimeout;
   if (!arrived.ok() && !(own_trouble && in_time && arrived.code == twTimeout)) return arrived;
   if (own_trouble) return mine;

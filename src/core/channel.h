@@ -1,4 +1,7 @@
-// How the ranks of a group connect over a carrier.
+// How the ranks of a group connect over a carrier: open_channel takes what a backend is made with, and gives the
+// carrier's channel with a queue for each lane of the group. A carrier does not say who holds it up, so the ranks meet
+// over the bootstrap when it has ended (ChannelMeeting). A change here breaks which rank is blamed for a group that
+// cannot be created, and S6 if a wait loses its deadline.
 #pragma once
 
 #include "core/backend.h"
@@ -7,21 +10,21 @@ namespace tw {
 
 inline constexpr char kConnecting[] = "connecting a group over its carrier";
 
-// Milliseconds from now on; at least 1.
+// Milliseconds from now to the deadline; at least 1.
 int milliseconds_to(TimePoint deadline);
 
-// Ranks that connect over a carrier, which says of nobody who holds it up. Each looks for peers that are gone, or have
-// failed; and when it has connected, or not, all meet, so that who is missing there is known by name.
+// The meeting of ranks that connect over a carrier. While each connects it looks for peers that are gone or have failed
+// (over). When it has connected, or not, all meet, so that a rank that is missing is known by name.
 class ChannelMeeting {
  public:
-  // `tag`: of the meeting, and of what is posted before.
+  // `tag`: that of the meeting, and of what is posted before it.
   ChannelMeeting(const BackendInit& init, uint64_t tag)
       : init_(init), tag_(tag), me_(init.members[static_cast<size_t>(init.context->me)]) {}
 
   // Whether what is waited for will not come.
   bool over() const;
-  // How it went on all ranks, with what each has to say: gone ranks are named first, then those that do not answer,
-  // then what a rank has failed by. `mine`: twTimeout if this rank waited in vain.
+  // Tells how it went on all ranks, with the bytes that each has to say: gone ranks are named first, then those that do
+  // not answer, then what a rank has failed by. `mine`: twTimeout if this rank waited in vain.
   Status meet(const Status& mine, const std::string& bytes, std::vector<std::string>* all) const;
 
  private:
@@ -30,9 +33,9 @@ class ChannelMeeting {
   int me_;
 };
 
-// Opens this group's channel, with a queue for each lane. Collective, uses `tag` and the next. `ready`: what this rank
-// could not do, which the others hear of and which comes back. `device`: -1 for host memory. One rank alone has no
-// channel: -1.
+// Opens this group's channel, with a queue for each lane. Collective; uses `tag` and the next. `ready`: what this rank
+// could not do, which is returned and which the others hear of. `device`: -1 for host memory. A rank that is alone has
+// no channel: -1.
 Status open_channel(const BackendInit& init, uint64_t tag, int device, const Status& ready, int64_t* channel);
 
 }  // namespace tw

@@ -1,6 +1,7 @@
-// Gathers and reduces as the host sees them. They hold no lane: what is sent alone is finished when the next step on
-// its lane begins, at the latest, as a refused step is (S2). So leases follow from the calls alone (S5), also where a
-// rank refuses a call that its peers complete later.
+// Gathers and reduces as the host sees them. Arguments come checked (src/api/collectives.cc); a call becomes a step on
+// a channel that is not held, and a send_only call a request that twCompleteRequest finishes. A request is finished at
+// the latest when the next step on its channel begins, as a refused step is (S2). So leases follow from the calls alone
+// (S5), also where a rank refuses a call that its peers complete later.
 #include "core/steps.h"
 
 namespace tw {
@@ -29,7 +30,7 @@ Status collect(twGroup& group, CollectiveCall* given, int32_t wish, int64_t* req
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, nullptr, wish, &lane));
   TW_RETURN_IF_FAILED(drain(group, lane, call.phase(), call.stream));
-  // Where a caller sees the window, the host must know the bank: as of a lease's first dispatch.
+  // Where a caller sees the window, the host must know the bank, as for a lease's first dispatch.
   call.at = call.views && group.backend->on_device() ? group.lanes.begin_refusal(lane) : group.lanes.begin(lane);
   if (call.views) group.lanes[lane].viewed = call.at.step;
   if (Status sent = group.backend->send_collective(call); !sent.ok()) {
@@ -56,7 +57,7 @@ Status complete_request(twGroup& group, int64_t number, void* stream) {
   Status status = std::move(found->second.status);
   group.requests.erase(found);
   if (status.code == twInterrupted) return status;
-  // Even when another lane's error has finished the group: the step ends, at once, and its outputs are safe to read.
+  // Even when another channel's error has finished the group: the step ends, at once, and its outputs are safe to read.
   TW_RETURN_IF_FAILED(check_usable(group, phase));
   return status;
 }

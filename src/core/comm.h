@@ -1,4 +1,6 @@
-// A comm: who takes part. Groups are made on it.
+// A comm: the ranks that take part, their bootstrap, device and environment. Groups are made on it. `occasions` numbers
+// the collective calls outside of steps: ranks that count differently meet in different calls (twCallMismatch), or wait
+// for each other until the timeout.
 #pragma once
 
 #include <atomic>
@@ -14,14 +16,14 @@
 struct twComm : tw::Quarantined<twComm> {
   std::unique_ptr<tw::Bootstrap> bootstrap;
   tw::Environment environment{};
-  int32_t timeout_ms = 0;                // for meetings of all ranks
-  int device = -1;                       // of this rank; -1: the CPU
-  std::unique_ptr<tw::Carrier> carrier;  // of a portable comm
-  std::vector<int> devices;              // of all ranks, where they are in this process
+  int32_t timeout_ms = 0;                // timeout of meetings of all ranks
+  int device = -1;                       // this rank's device; -1: the CPU
+  std::unique_ptr<tw::Carrier> carrier;  // a portable comm's; else NULL
+  std::vector<int> devices;              // those of all ranks, where they are in this process
   // Collective calls so far: the high part of a bootstrap tag, the same on all ranks.
   std::atomic<uint64_t> occasions = 2;
   std::atomic<int> groups = 0;  // alive
-  tw::Occupied occupied;        // by a call in which its ranks meet
+  tw::Occupied occupied;        // taken by a call in which its ranks meet
 
   // A range of 2^16 tags for one collective call.
   uint64_t next_tags() { return occasions++ << 16; }

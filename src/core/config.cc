@@ -1,3 +1,9 @@
+// Checks a group's configuration, fills in defaults and derives the Shape and window map from it; packs it, and
+// compares the ranks' packed configurations field by field. Errors name field, value and range.
+//
+// What must be equal on all ranks must be in each_shared_field or in pack_config: a field that is missing there lets
+// ranks have different windows (S10) or chunks and packets that the peers do not expect (S4). size_for_device decides
+// speed alone, as long as all ranks decide alike.
 #include "core/config.h"
 
 #include <algorithm>
@@ -24,7 +30,7 @@ Status in_range(const char* field, int64_t value, int64_t low, int64_t high) {
               static_cast<long long>(value), static_cast<long long>(low), static_cast<long long>(high));
 }
 
-// One row's bytes, refused where they do not fit a signed 64-bit stride.
+// Gives one row's bytes, and refuses them where they do not fit a signed 64-bit stride.
 Status row_bytes(const char* field, int64_t elements, twDtype_t dtype, uint64_t* bytes) {
   TW_RETURN_IF_FAILED(in_range(field, elements, 1, INT64_MAX / 16));
   *bytes = static_cast<uint64_t>(elements) * dtype_bytes(dtype);
@@ -53,7 +59,7 @@ Status check_payloads(const twGroupConfig_t& given, Shape* shape) {
 
 void place_contiguously(int32_t experts, int32_t ranks, GroupConfig* config) {
   const int32_t each = experts / ranks;
-  const int32_t more = experts % ranks;  // so many ranks hold one more
+  const int32_t more = experts % ranks;  // this many ranks hold one more
   for (int32_t rank = 0; rank < ranks; ++rank) {
     for (int32_t slot = 0; slot < each + (rank < more ? 1 : 0); ++slot) {
       config->expert_rank.push_back(rank);
@@ -76,7 +82,7 @@ Status place_as_given(const twGroupConfig_t& given, int32_t experts, int32_t ran
     }
     ++held[config->expert_rank[e]];
   }
-  std::vector<int32_t> begin(ranks, 0);  // of each rank's slots in `taken`
+  std::vector<int32_t> begin(ranks, 0);  // where each rank's slots begin in `taken`
   for (int32_t rank = 1; rank < ranks; ++rank) begin[rank] = begin[rank - 1] + held[rank - 1];
   std::vector<int32_t> taken(experts, -1);
   for (int32_t e = 0; e < experts; ++e) {
@@ -113,7 +119,7 @@ Status check_ids(const twGroupConfig_t& given, const GroupConfig& config) {
   return {};
 }
 
-// What high throughput has of its own, defaults filled in.
+// Checks the fields that high throughput alone has, and fills in their defaults.
 Status check_throughput(int32_t ranks, const GroupConfig& config, twGroupConfig_t* given, Shape* shape) {
   if (given->lease_bytes > static_cast<uint64_t>(INT64_MAX / 2)) {
     return fail(twInvalidArgument, "config.lease_bytes is %llu; it must be from 0 to %lld",
@@ -154,19 +160,20 @@ Status check_device_rows(const Shape& shape) {
               bytes_text(shape.combine_bytes).c_str(), bytes_text(kLargest).c_str());
 }
 
-// How a combine's rows are chunked, and how many tokens may travel as lines.
+// Decides how a combine's rows are chunked, and how many tokens may travel as LL128 packets.
 void size_for_device(const Environment& environment, Shape* shape) {
   shape->chunk_rows = chunk_rows_of(shape->combine_bytes);
-  // Lines win while they save a fence and a round trip; their flag in 128 bytes, and the copy out of them, cost more
-  // from about 1500 tokens for one peer on, or 512 where counts are exchanged first. With more peers each gets its
-  // share of that; with many the half, as a window has room for all of them in both banks.
+  // Packets win while they save a fence and a round trip. Their flag in 128 bytes, and the copy out of them, cost more
+  // than that from about 1500 tokens for one peer on, or 512 where counts are exchanged first. With more peers each
+  // gets its share of that; with many peers it gets half, as a window has room for the packets of all of them in both
+  // banks.
   const bool longest = !shape->exact() && shape->ranks <= 8;
   const int32_t usual = std::clamp((longest ? 2048 : 1024) / shape->ranks, 8, longest ? 1024 : 512);
   const int32_t tokens = environment.packet_tokens >= 0 ? environment.packet_tokens : usual;
   shape->packet_tokens = std::min(tokens, shape->max_tokens);
 }
 
-// Every scalar field that must be equal on all ranks, with its name.
+// Visits every scalar field that must be equal on all ranks, with its name.
 template <class Visit>
 void each_shared_field(const twGroupConfig_t& given, const PlacementSpec& placement, uint32_t first_step,
                        int32_t packet_tokens, Visit&& visit) {
@@ -272,7 +279,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
           "config.lease_bytes is %llu; rows that collectives move between CUDA devices land in the window: give 0",
           static_cast<unsigned long long>(given.lease_bytes));
     }
-    if (carried) shape.packet_tokens = 0;  // what travels in blocks is there at once
+    if (carried) shape.packet_tokens = 0;  // rows that travel in blocks all come at once
   }
   if (!WindowMap::make(shape, &config->map)) {
     return fail(
@@ -340,7 +347,7 @@ twWindowBytes_t window_bytes(const GroupConfig& config) {
   bytes.dispatch_row = meta_bytes(shape.top_k);
   for (int q = 0; q < shape.payloads; ++q) bytes.dispatch_row += shape.payload_bytes[q];
   bytes.combine_row = shape.combine_bytes;
-  // The row of the earlier design: the payloads, without our header and routing.
+  // A row of the designs that this is compared with: the payloads, without our header and routing.
   const uint64_t places = 2ull * static_cast<uint64_t>(shape.choices()) * static_cast<uint64_t>(shape.max_tokens);
   if (__builtin_mul_overflow(places, bytes.dispatch_row - meta_bytes(shape.top_k), &bytes.expert_buffers)) {
     bytes.expert_buffers = UINT64_MAX;

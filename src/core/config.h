@@ -1,4 +1,6 @@
-// A group's configuration, checked and with every default filled in.
+// A group's configuration, checked and with every default filled in: check_config takes what a caller gives and a
+// number of ranks, and gives a GroupConfig with the window map; pack_config and compare_configs find differences
+// between ranks. Whatever decides where bytes lie must be compared here (S10).
 #pragma once
 
 #include <vector>
@@ -16,7 +18,7 @@ struct GroupConfig {
   uint32_t first_step = 0;
   bool on_device = false;
   PlacementSpec placement;
-  std::vector<int32_t> expert_rank;    // [E], or [P] of physical slots
+  std::vector<int32_t> expert_rank;    // [E], or [P] of physical experts
   std::vector<int32_t> expert_slot;    // likewise
   std::vector<int32_t> local_experts;  // [N]
   WindowMap map;
@@ -24,20 +26,20 @@ struct GroupConfig {
   const Shape& shape() const { return map.shape(); }
 };
 
-// Bytes of one element; 0 for what is no dtype.
+// Bytes of one element; 0 if the value is no dtype.
 int dtype_bytes(twDtype_t dtype);
 const char* dtype_name(twDtype_t dtype);
-// One that combine can sum.
+// Whether combine can sum this type.
 bool is_summable(twDtype_t dtype);
 
 // Checks a caller's configuration for a group of `ranks`. Errors name the field, its value and the allowed range.
-// `on_device`: for the CUDA backend, whose windows have lines and chunk words beside what the CPU's have. `carried`:
-// its rows go over a carrier, without lines.
+// `on_device`: for the CUDA backend, whose windows have LL128 packets and chunk signals beside what the CPU's have.
+// `carried`: staged transport, without packets.
 Status check_config(const twGroupConfig_t& given, int32_t ranks, bool on_device, const Environment& environment,
                     GroupConfig* config, bool carried = false);
 
-// The configuration as a parcel, and the first difference between ranks' parcels, as a sentence that names the field
-// and the ranks.
+// pack_config makes the configuration a parcel; compare_configs gives the first difference between ranks' parcels, as a
+// sentence that names the field and the ranks.
 std::string pack_config(const GroupConfig& config);
 Status compare_configs(const std::vector<Parcel>& parcels);
 

@@ -1,3 +1,6 @@
+// The table of the environment variables that the library reads: name, default, range and meaning. docs and
+// twEnvironment show it. read_environment parses all of them once per comm. FIRST_STEP and LINE_TOKENS must be equal on
+// all ranks, which core/config.cc compares.
 #include "core/env.h"
 
 #include <cerrno>

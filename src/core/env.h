@@ -1,4 +1,5 @@
-// Every environment variable that the library reads: its name, type, default and meaning stand in env.cc, nowhere else.
+// Every environment variable that the library reads, as a struct. Names, types, defaults and meanings stand in env.cc
+// and nowhere else. A comm reads them when it is created; a variable that does not parse fails that call.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,7 @@ struct Environment {
 // Reads and checks all variables; a value that does not parse is an error that names it.
 Status read_environment(Environment* environment);
 
-// The index-th variable for twEnvironment; false past the end.
+// Describes the index-th variable, for twEnvironment; false past the end.
 bool describe_variable(int index, const char** name, std::string* value, const char** doc);
 
 }  // namespace tw

@@ -1,3 +1,6 @@
+// Finds how much memory of the host new windows may take, from /proc/meminfo and the control groups of this process.
+// What breaks if it is wrong: a group that would fit is refused, or one is created whose pages the kernel later cannot
+// give, and the process is killed instead of getting twOutOfMemory.
 #include "core/free_memory.h"
 
 #include <algorithm>
@@ -10,13 +13,13 @@
 namespace tw {
 namespace {
 
-// How a version of control groups calls its files.
+// The names that a version of control groups has for its files.
 struct Version {
-  const char* type;          // of its file system
-  const char* controller;    // that its mount must have; "" for any
+  const char* type;          // type of its file system
+  const char* controller;    // the controller that its mount must have; "" for any
   const char* limit;         // bytes, or a word for none
   const char* used;          // bytes
-  const char* reclaimed[2];  // in memory.stat, of a whole subtree: pages of files, which make room when it is needed
+  const char* reclaimed[2];  // in memory.stat, for a whole subtree: pages of files, which make room when it is needed
 };
 constexpr Version kVersions[] = {
     {"cgroup2", "", "memory.max", "memory.current", {"inactive_file", "active_file"}},
@@ -27,19 +30,19 @@ constexpr Version kVersions[] = {
      {"total_inactive_file", "total_active_file"}},
 };
 
-// Where a version is mounted, and which of its groups that shows.
+// Where a version is mounted, and which of its groups the mount shows.
 struct Mount {
   std::string point;
   std::string group;
 };
 
-// The number at a file's beginning; UINT64_MAX for a word, or where there is no such file.
+// Reads the number at a file's beginning; UINT64_MAX for a word, or where there is no such file.
 uint64_t read_number(const std::string& path) {
   uint64_t value = UINT64_MAX;
   return std::ifstream(path) >> value ? value : UINT64_MAX;
 }
 
-// The sum of values of a file with a name and a value in each line.
+// Adds up the values of two names, in a file with a name and a value in each line.
 uint64_t read_sum(const std::string& path, const char* const (&names)[2]) {
   std::ifstream file(path);
   std::string name;
@@ -55,7 +58,8 @@ bool has_word(const std::string& list, const std::string& word) {
   return word.empty() || ("," + list + ",").find("," + word + ",") != std::string::npos;
 }
 
-// From /proc/self/mountinfo: "31 23 0:28 <group> <point> <options> <more>... - <type> <source> <options>".
+// Finds a version's mounts in /proc/self/mountinfo: "31 23 0:28 <group> <point> <options> <more>... - <type> <source>
+// <options>".
 std::vector<Mount> find_mounts(const std::string& root, const Version& version) {
   std::vector<Mount> mounts;
   std::ifstream file(root + "/proc/self/mountinfo");
@@ -75,8 +79,8 @@ std::vector<Mount> find_mounts(const std::string& root, const Version& version) 
   return mounts;
 }
 
-// The group of this process, from /proc/self/cgroup: "<number>:<controllers>:<group>", without controllers in version
-// 2. "" if there is none.
+// Finds the group of this process in /proc/self/cgroup: "<number>:<controllers>:<group>", without controllers in
+// version 2. "" if there is none.
 std::string find_group(const std::string& root, const Version& version) {
   std::ifstream file(root + "/proc/self/cgroup");
   for (std::string line; std::getline(file, line);) {
@@ -90,8 +94,8 @@ std::string find_group(const std::string& root, const Version& version) {
   return "";
 }
 
-// The folders below a mount's point, from that of a group up to the point's own, "". Where the mount shows another part
-// of the tree than the one that the group's name is of, as in containers, the point is all that there is.
+// Lists the folders below a mount's point, from that of a group up to the point's own, "". In containers the mount may
+// show another part of the tree than the one that has the group's name; then only the point is left.
 std::vector<std::string> find_levels(const Mount& mount, std::string group) {
   if (mount.group != "/") {
     const bool within = group == mount.group || group.starts_with(mount.group + "/");
@@ -111,7 +115,7 @@ void lower(FreeMemory* free, uint64_t bytes, const std::string& why) {
   if (bytes < free->bytes) *free = {bytes, why};
 }
 
-// What one group leaves of its limit.
+// Lowers *free to what one group leaves of its limit.
 void look_at(const std::string& root, const std::string& folder, const Version& version, FreeMemory* free) {
   const std::string path = root + folder;
   const uint64_t limit = read_number(path + "/" + version.limit);

@@ -1,4 +1,5 @@
-// How much memory of the host new windows may take.
+// How much memory of the host new windows may take: find_free_memory gives bytes and the limit that leaves no more.
+// core/group.cc refuses a group by it (twOutOfMemory) before anything is mapped.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +8,12 @@
 namespace tw {
 
 struct FreeMemory {
-  uint64_t bytes = UINT64_MAX;  // if nothing is known
+  uint64_t bytes = UINT64_MAX;  // UINT64_MAX if nothing is known
   std::string why;              // which limit leaves no more, and the file that told it
 };
 
-// What the host has, and what the control groups of this process leave of their limits: its own and all above it, of
-// version 2, 1, or both side by side. root: a folder that stands for "/", for tests.
+// Takes the least of what the host has and of what the control groups of this process leave of their limits: its own
+// group and all above it, in version 2, version 1, or both side by side. root: a folder that stands for "/", for tests.
 FreeMemory find_free_memory(const std::string& root = "");
 
 }  // namespace tw

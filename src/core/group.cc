@@ -1,3 +1,9 @@
+// Creates, destroys and finishes groups. Creation is a series of meetings over the bootstrap (opening, configurations,
+// memory, windows), in which a rank with bad arguments takes part, so that the others hear at once. finish_group makes
+// an error sticky and tells the peers; check_usable stops every later call (S6).
+//
+// The order of looking (this group's record, abort signals, what a device reported) decides which rank is blamed. A
+// meeting that one rank leaves out makes the others wait until the timeout.
 #include "core/group.h"
 
 #include <algorithm>
@@ -58,7 +64,7 @@ twGroup::~twGroup() {
     delete handle;
   }
   for (std::byte* block : free_blocks_) release(block);
-  leases.reset();  // first, so that the backend has the window's end, unless others keep it
+  leases.reset();  // first, so that the backend unmaps the window, unless others keep it
   backend.reset();
   --comm->groups;
 }
@@ -133,7 +139,7 @@ Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks
     TW_RETURN_IF_FAILED(device_memory(comm.device, &free.bytes));
     free.why = "on device " + std::to_string(comm.device);
     ranks = static_cast<int32_t>(std::count(comm.devices.begin(), comm.devices.end(), comm.device));
-    ranks = std::max(ranks, 1);  // each rank a process: the device is taken to be its own
+    ranks = std::max(ranks, 1);  // ranks are processes: each is taken to have the device to itself
   }
 #else
   (void)comm;
@@ -235,7 +241,7 @@ Status destroy_group(std::unique_ptr<twGroup> group) {
     leave_group(*group);
     return {};
   }
-  // Bounded: a peer that never comes must not hold up an orderly exit for the whole timeout.
+  // The wait is bounded: a peer that never comes must not hold up an orderly exit for the whole timeout.
   const auto bound =
       std::min(std::chrono::milliseconds(group->config.given.timeout_ms), std::chrono::milliseconds(5000));
   std::vector<Parcel> all;
@@ -247,14 +253,14 @@ Status destroy_group(std::unique_ptr<twGroup> group) {
     return interrupted();
   }
   bool together = !finished();
-  const Occasion shrinking{Call::kShrink, group->number};  // hears by this parcel that nobody comes
+  const Occasion shrinking{Call::kShrink, group->number};  // it hears by this parcel that nobody comes
   for (size_t i = 0; i < all.size(); ++i) {
     together = together && presence[i] == Presence::kHere && opening.occasion(i).call == Call::kDestroy;
   }
   Status differ = opening.mismatch(&shrinking);
   if (!together || !differ.ok()) leave_group(*group);
   if (!together || !differ.ok() || !group->config.on_device) return differ;
-  // Device memory is free when the last peer has let go of it too, and then the call may say so.
+  // Device memory is free only when the last peer has let go of it too; then this call may say so.
   const std::vector<int> members = group->members;
   group.reset();
   comm->bootstrap->exchange(members, tags + 1, {}, std::chrono::steady_clock::now() + bound, &all);
@@ -263,7 +269,7 @@ Status destroy_group(std::unique_ptr<twGroup> group) {
 
 namespace {
 
-// What a rank does in a phase.
+// Names what a rank does in a phase.
 const char* name_of(twPhase_t phase) {
   const char* const phases[] = {"an idle group",          "creation",     "dispatch",        "combine", "shrink",
                                 "the exchange of counts", "twAllGatherV", "twReduceScatterV"};
@@ -310,13 +316,13 @@ Status check_usable(twGroup& group, twPhase_t phase) {
 }
 
 Status finish_group(twGroup& group, twErrorRecord_t record) {
-  const twErrorRecord_t culprit = record;  // before the signals are this rank's own
+  const twErrorRecord_t culprit = record;  // what peers are told; record.result may become twExcluded below
   char where[96] = "";
   if (record.lane >= 0) {
     std::snprintf(where, sizeof where, " of step %u on lane %d (last seen: step %u)", record.expected, record.lane,
                   record.seen);
   }
-  // The others found this rank late or gone: it is they who go on.
+  // The others found this rank late or gone: they go on without it.
   const bool mine = record.peer == group.me() && record.reporter != group.me() &&
                     (record.result == twTimeout || record.result == twPeerDied);
   const char* what = "broke a promise of the library";

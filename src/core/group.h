@@ -1,4 +1,9 @@
-// A group: how big, on which ranks, over which window; its lanes, its handles and its error.
+// A group: its configuration, ranks and window; its channels, handles and requests; its error. Below it are the
+// functions of the exchange on the host, which src/api calls with checked arguments: group.cc, shrink.cc, calls.cc and
+// collectives.cc implement them.
+//
+// The error is the first one and stays (S6); `number` and `members` must be alike on all ranks, or calls outside of
+// steps do not meet.
 #pragma once
 
 #include <map>
@@ -17,7 +22,7 @@
 
 namespace tw {
 
-// A record that blames nobody yet.
+// Makes a record that blames nobody yet.
 inline twErrorRecord_t empty_record() {
   twErrorRecord_t record{};
   record.size = sizeof record;
@@ -25,10 +30,10 @@ inline twErrorRecord_t empty_record() {
   return record;
 }
 
-// A send_only gather or reduce.
+// A send_only gather or reduce that is not completed yet.
 struct Request {
   CollectiveCall call;
-  bool finished = false;  // by a step that followed on its lane
+  bool finished = false;  // by a step that followed on its channel
   Status status;          // then
 };
 
@@ -43,38 +48,38 @@ struct twGroup : tw::Quarantined<twGroup> {
   twComm* comm;
   tw::GroupConfig config;
   std::vector<int> members;         // ranks of the comm
-  uint64_t number = 0;              // what tells it from others of the comm: the tags that it was created at
+  uint64_t number = 0;              // names it among the groups of the comm: the tags that it was created at
   std::vector<tw::ExpertMap> maps;  // [layers], none without a placement
   tw::Context context;
   std::unique_ptr<tw::Backend> backend;
   tw::Lanes lanes;
-  uint64_t handle_bytes;  // of a block for a handle
+  uint64_t handle_bytes;  // bytes of a block for a handle
   std::unordered_set<twHandle*> handles;
   std::map<int64_t, tw::Request> requests;  // send_only gathers and reduces that the caller has not completed
   int64_t last_request = 0;
   std::atomic<bool> gave_up = false;      // by twGroupAbort
-  tw::Occupied occupied;                  // by every call but those that may come from any thread
-  bool excluded = false;                  // found by a shrink: the peers go on without this rank, or nobody does
+  tw::Occupied occupied;                  // taken by every call but those that may come from any thread
+  bool excluded = false;                  // found by a shrink: the peers go on without this rank, or nobody goes on
   std::shared_ptr<tw::LeaseArea> leases;  // NULL: there are none. A lease keeps it
-  std::vector<std::byte*> parted;         // leases that a step may write to which this rank has refused
+  std::vector<std::byte*> parted;         // leases to which a step that this rank refused may still write
 
   int32_t me() const { return context.me; }
   int32_t ranks() const { return static_cast<int32_t>(members.size()); }
-  // Of a member, its rank in the group.
+  // The rank in the group of a member.
   int rank_of(int member) const;
-  // Whether a rank has said that it takes no part in what ends the group or shrinks it.
+  // Whether a rank has said that it takes no part in ending or shrinking the group.
   bool has_left(int rank) {
     const tw::AbortSignal signal = backend->abort_of(rank);
     return signal.left || signal.went_on;
   }
   const tw::Shape& shape() const { return context.map.shape(); }
 
-  // As tw::place_arrays, of a handle of this group.
+  // Does what tw::place_arrays does, for a handle of this group.
   uint64_t place_arrays(std::byte* block, tw::HandleArrays* arrays) const;
-  // Memory by the configuration's allocator; 64-byte aligned, NULL if there is none.
+  // Takes memory from the configuration's allocator; 64-byte aligned, NULL if there is none.
   std::byte* allocate(size_t bytes);
   void release(std::byte* block);
-  // Blocks for handles are alike, so those of destroyed handles are used again.
+  // Takes a handle's block. Blocks are alike, so those of destroyed handles are used again.
   std::byte* take_block();
   void give_block(std::byte* block);
 
@@ -90,16 +95,17 @@ struct twGroup : tw::Quarantined<twGroup> {
 
 namespace tw {
 
-// Collective. `readable`: whether `given` could be read at all; a rank where it could not still tells the others.
-// `members` are the comm's ranks that take part, ascending; `tags` from twComm::next_tags. `occasion`: of what call
-// this is a part; `left`: whose opening parcel is not waited for.
+// Creates a group. Collective. `readable`: whether `given` could be read at all; a rank where it could not still tells
+// the others. `members` are the comm's ranks that take part, ascending; `tags` come from twComm::next_tags. `occasion`:
+// the call that this is a part of; `left`: members whose opening parcel is not waited for.
 Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
                     uint64_t tags, std::unique_ptr<twGroup>* group, Occasion occasion = {}, const Left& left = {});
 
-// Collective, with a bounded barrier unless the group is sticky. An error is told of a group that is gone all the same.
+// Destroys a group. Collective, with a bounded barrier unless the group is sticky. Where it returns an error, the group
+// is gone all the same.
 Status destroy_group(std::unique_ptr<twGroup> group);
 
-// Collective among survivors: see twGroupShrink.
+// Shrinks a group. Collective among survivors: see twGroupShrink.
 Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& readable,
                     std::unique_ptr<twGroup>* survivors);
 
@@ -115,53 +121,55 @@ Status finish_group(twGroup& group, twErrorRecord_t record);
 // Gives the group up on behalf of this rank.
 void abort_group(twGroup& group);
 
-// The same where the caller has ended a wait in a step, for rank `peer` if that is one: twInterrupted, as a sentence.
+// Gives the group up where the caller has ended a wait in a step, for rank `peer` if that is one. Returns
+// twInterrupted, with a sentence.
 Status interrupt_group(twGroup& group, twPhase_t phase, StepPlace at, int32_t peer);
-// And where he has ended what gave this status, if he has.
+// Gives the group up if `status` says that the caller has ended a wait; returns it.
 Status heed_interrupt(twGroup& group, Status status);
 
-// Tells those who shrink the group not to wait for this rank: it will not, or went on, to a group that they are not in.
-// An error that it has announced stays.
+// Tells ranks that shrink the group not to wait for this one: it will not come, or (went_on) is in a new group that
+// they are not in. An error that it has announced stays.
 void leave_group(twGroup& group, bool went_on = false);
 
 // The exchange; arguments have been checked. `lane` is the caller's wish, -1 for the next free one; call->at becomes
 // the place of the step, lane -1 if none was begun.
 Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t lane, bool send_only);
 Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_only);
-// landing: as of CountsCall; leases: those that it lies in.
+// The exchange of counts. `leases`: those that the call's receive offsets lie in.
 Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call, int32_t lane,
                        std::vector<std::byte*> leases);
-// No dispatch of the handle will write to the leases that were announced for it.
+// Lets go of the leases that were announced for a handle: none of its dispatches will write to them.
 void part_leases(twGroup& group, twHandle& handle);
-// Has the host know an exchange of counts, for which it may have to wait for the device.
+// Makes the host know the counts of an exchange; it may have to wait for the device.
 Status learn_counts(twGroup& group, twHandle& handle);
-// Rows of an exact layout that the outputs of a dispatch have: what comes, if the host knows it, else what there is
+// How many rows of an exact layout the outputs of a dispatch have: what comes, if the host knows it, else what there is
 // room for.
 int64_t shown_rows(const twGroup& group, const twHandle& handle, twLayout_t layout, bool sized);
-// Whether twComplete would not wait for a send_only exchange of counts; waits for that, timeout_ms at most, -1: as long
-// as twComplete would. Changes nothing, so that ranks may ask when and as often as they like (S5).
+// Tells whether twComplete would not wait for a send_only exchange of counts. Waits for that, timeout_ms at most, -1:
+// as long as twComplete would. Changes nothing, so that ranks may ask when and as often as they like (S5).
 Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* ready);
 Status complete(twGroup& group, twHandle& handle, void* stream);
-// For arguments that failed the check: peers are told at once, instead of waiting. Returns `why`.
-// `bound`: of the call, 0 for max_tokens, -1 where it is what is wrong.
+// Refuses a call whose arguments failed the check: peers are told at once, instead of waiting. Returns `why`. `bound`:
+// the call's, 0 for max_tokens, -1 where it is what is wrong.
 Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send_only, int32_t bound, void* stream,
                        Status why);
 Status refuse_counts(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);
 Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why);
-// For a combine of a handle whose dispatch this rank has refused, which is no step, but a call of the peers' hosts.
+// Moves what the peers' hosts move for a combine, where this rank has refused the handle's dispatch: for this rank it
+// is no step.
 void keep_pace(twGroup& group, twHandle& handle, void* stream);
-// Gathers and reduces (collectives.cc). call->at becomes the place of the step, lane -1 if none was begun; *request: of
-// a send_only call.
+// Gathers and reduces (collectives.cc). call->at becomes the place of the step, lane -1 if none was begun; *request is
+// set by a send_only call.
 Status collect(twGroup& group, CollectiveCall* call, int32_t lane, int64_t* request);
 Status complete_request(twGroup& group, int64_t request, void* stream);
-// `call`: as far as its arguments were good.
+// Refuses a gather or reduce. `call`: filled as far as its arguments were good.
 Status refuse_collective(twGroup& group, twPhase_t phase, bool views, const CollectiveCall& call, int32_t lane,
                          void* stream, Status why);
-// Whether an address in this rank's window is of the last step that its lane has made.
+// Whether an address in this rank's window belongs to the last step that its channel has made.
 bool window_is_alive(twGroup& group, const void* address);
-// Whether a view of the handle's dispatch is still good: no later step has begun on its lane.
+// Whether a view of the handle's dispatch is still good: no later step has begun on its channel.
 bool view_is_alive(twGroup& group, const twHandle& handle);
-// Gives the handle's lane back.
+// Gives the handle's channel back.
 Status release_lane(twGroup& group, twHandle& handle);
 
 }  // namespace tw

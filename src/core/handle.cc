@@ -1,3 +1,6 @@
+// Lays a handle's arrays out in its block, 64-byte aligned, and tells the block's size. Sizes follow from the group's
+// maxima alone, so that a block fits any routing of the group. An array that is too small here is overrun by the
+// largest step.
 #include "core/handle.h"
 
 namespace tw {
@@ -16,13 +19,13 @@ uint64_t place_arrays(const Shape& shape, int32_t local_experts, int id_bytes, b
   const uint64_t tokens = shape.max_tokens;
   const uint64_t pairs = tokens * shape.top_k;
   const auto rows = static_cast<uint64_t>(shape.most_rows());
-  // What is sent.
+  // Arrays of what is sent.
   place(arrays->routing.ids, pairs);
   place(arrays->routing.weights, pairs);
   place(arrays->routing.first, tokens + 1);
   place(arrays->routing.destinations, tokens * shape.fan_out());
   place(arrays->routing.send_counts, ranks);
-  // What arrived.
+  // Arrays of what arrived.
   place(arrays->received.counts, ranks);
   place(arrays->expert_counts, experts);
   place(arrays->received.meta, rows * meta_bytes(shape.top_k));

@@ -1,4 +1,6 @@
-// A handle: one routing, cached. Its arrays lie in one block, the group's or the caller's.
+// A handle: one routing, cached, with what its last dispatch and exchange of counts brought. Its arrays lie in one
+// block, the group's or the caller's. `lane`, `pending` and `refused` say what may follow; they must be alike on all
+// ranks after the same calls (S5), also where one rank refused.
 #pragma once
 
 #include <optional>
@@ -11,8 +13,8 @@ struct twGroup;
 
 namespace tw {
 
-// Points a handle's arrays into its block and returns the bytes that they take there; where the block is NULL, that
-// alone. By the group's maxima, so that blocks are alike and can be reused.
+// Points a handle's arrays into its block and returns the bytes that they take there; where the block is NULL, it only
+// returns the bytes. Sizes are the group's maxima, so that blocks are alike and can be reused.
 uint64_t place_arrays(const Shape& shape, int32_t local_experts, int id_bytes, bool on_device, std::byte* block,
                       HandleArrays* arrays);
 
@@ -27,27 +29,28 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
 
   int lane = -1;            // held, or lent to a combine under way
   bool dispatched = false;  // `received` is good: a combine may follow
-  bool refused = false;     // its last dispatch was, and the peers' hosts may not know
-  // Why no dispatch can take this routing, and no exchange of counts. Said there, not where it was routed: peers wait
-  // in those calls, and hear of the refusal at once; a rank that routes and goes on to something else disturbs nobody.
+  bool refused = false;     // this rank refused its last dispatch, and the peers' hosts may not know
+  // Why no dispatch or exchange of counts can take this routing. It is said in those calls, not where it was routed:
+  // peers wait there, and hear of the refusal at once; a rank that routes and goes on to something else disturbs
+  // nobody.
   tw::Status too_many;
-  int32_t bound = 0;  // of the last dispatch
+  int32_t bound = 0;  // bound of the last dispatch
   tw::Pending pending = tw::Pending::kNone;
   bool lane_for_this_step = false;  // a combine without a lease: give the lane back when it ends
   tw::DispatchCall dispatch;        // what twComplete finishes
   tw::CombineCall combine;
   tw::CountsCall counting;
   tw::KnownCounts counted;  // what the host knows of the exchange of counts
-  // Whether outputs have as many rows as come, instead of as many as there is room for: as the first dispatch of these
-  // counts has decided; before it, whether the host knows how many come.
+  // Whether outputs have as many rows as come, instead of as many as there is room for. The first dispatch of these
+  // counts decides it; before that it is whether the host knows how many come.
   std::optional<bool> sizing;
   bool is_sized() const { return sizing.value_or(counted.known); }
-  // A dispatch or combine whose tensors are as large as these counts is in a graph: replays with others would go beyond
-  // them.
+  // A graph holds a dispatch or combine whose tensors are as large as these counts: replays with other counts would go
+  // beyond them.
   bool sized_in_graph = false;
-  // Of groups with leases: the next dispatch's rows go where the last exchange of counts has announced, as on all
+  // In groups with leases: the next dispatch's rows go where the last exchange of counts has announced, as on all
   // ranks.
   bool has_offsets = false;
-  std::vector<std::byte*> leases;                        // that peers may write to until it has ended
-  tw::TimePoint counts_deadline = tw::TimePoint::max();  // of a wait that counts_ready has begun
+  std::vector<std::byte*> leases;                        // leases that peers may write to until the dispatch has ended
+  tw::TimePoint counts_deadline = tw::TimePoint::max();  // deadline of a wait that counts_ready has begun
 };

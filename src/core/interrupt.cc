@@ -1,3 +1,6 @@
+// Asks the caller's function whether a wait shall end (core/interrupt.h). The process has one function; each thread has
+// the state of the call that it is in. An earlier function is never freed, since a thread may be about to call it. If a
+// wait does not ask, Ctrl-C does not end it; if it asks while it holds a lock, the function may deadlock.
 #include "core/interrupt.h"
 
 #include <sys/syscall.h>

@@ -1,4 +1,6 @@
-// Whether the caller wants a wait to end: asked by the threads that wait, while they wait (twSetInterrupt).
+// Interrupts: whether the caller wants a wait to end (twSetInterrupt). Every loop that waits, in any backend or in the
+// bootstrap, asks is_interrupted each time round; once the answer is yes, the call ends with twInterrupted and gives
+// the group up (S6). A loop that forgets to ask cannot be ended before its deadline.
 #pragma once
 
 #include <chrono>
@@ -11,25 +13,27 @@ namespace tw {
 // No single sleep of a wait is longer, so that it looks up in time.
 inline constexpr std::chrono::milliseconds kInterruptLook{50};
 
-// Of the process. NULL: nobody is asked. `thread`: the only one to ask, 0 for every one.
+// Sets the process's function. NULL: nobody is asked. `thread`: the only one to ask, 0 for every one.
 void set_interrupt(int (*asked)(void*), void* context, int64_t thread);
 
-// For loops that wait, each time round: whether the call under way is to end. Asks every 50 ms, first when 50 ms have
-// passed since the call's first look, so that one that hardly waits pays for nothing. Yes once is yes to the end of the
-// call: whatever else it waits for ends too. What is asked may be code that calls the library, so no lock may be held.
+// Whether the call under way is to end; loops that wait call it each time round. It asks every 50 ms, first when 50 ms
+// have passed since the call's first look, so that a call that hardly waits pays nothing. Once it is yes, it stays yes
+// to the end of the call: whatever else the call waits for ends too. The function that is asked may call the library,
+// so no lock may be held.
 bool is_interrupted();
 
-// The same, but asks now: behind a function of the caller's that has failed, perhaps by what it is asked for.
+// As is_interrupted, but asks now: for use after a function of the caller's has failed, perhaps because of the
+// interrupt.
 bool is_interrupted_now();
 
-// The same without asking.
+// As is_interrupted, without asking.
 bool was_interrupted();
 
-// Whether this thread would be asked: else a wait that has to look up for that may sleep to its end.
+// Whether this thread would be asked; if not, a wait that need not look up for that may sleep to its end.
 bool is_interruptible();
 
-// A call of the API: what an earlier one of this thread was told does not concern it, nor does what this one is told
-// concern a call that it was made from (in a carrier's function, or in what is asked).
+// The scope of one call of the API. What an earlier call of this thread was told does not concern it; nor does what
+// this one is told concern a call that it was made from (in a carrier's function, or in the function that is asked).
 class Interruptible {
  public:
   Interruptible();

@@ -1,7 +1,9 @@
-// Lanes of a group: which handle holds which, and the step each has reached.
+// The channels of a group (lanes in the API): which handle holds which, and the step each has reached. Calls ask it for
+// a free channel and for the place of their next step.
 //
 // S5: leasing is a function of the calls made so far and of nothing else, so ranks that make the same calls in the same
-// order lease the same lanes.
+// order lease the same channels. S1 follows from the place that begin gives; begin_dispatch decides the bank of a view
+// on devices. A rule that depends on timing or on who fails makes ranks wait for each other across channels.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +17,10 @@ struct twHandle;
 namespace tw {
 
 struct Lane {
-  uint32_t step = 0;                 // of the last step that this rank began
+  uint32_t step = 0;                 // the last step that this rank began
   const twHandle* holder = nullptr;  // from dispatch to combine
-  bool draining = false;             // this rank refused its last step, and has not waited for the peers' words of it
-  uint32_t viewed = 0;               // the last step of which the caller was shown the window
+  bool draining = false;             // this rank refused its last step, and has not waited for the peers' signals of it
+  uint32_t viewed = 0;               // the last step whose window the caller was shown
   int64_t request = 0;               // the gather or reduce that is sent and not finished; 0: none
   bool second = false;               // the holder has dispatched an odd number of times on its lease
 };
@@ -32,7 +34,7 @@ class Lanes {
   int size() const { return static_cast<int>(lanes_.size()); }
   Lane& operator[](int lane) { return lanes_[lane]; }
 
-  // The next lane that nobody holds, round robin; -1 if there is none.
+  // Takes the next channel that nobody holds, round robin; -1 if there is none.
   int next_free() {
     for (int i = 0; i < size(); ++i) {
       const int lane = (cursor_ + i) % size();
@@ -43,25 +45,25 @@ class Lanes {
     return -1;
   }
 
-  // Whether a step that this rank refused has not been waited for.
+  // Whether there is a step that this rank refused and has not waited for.
   bool drains() const {
     return std::any_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.draining; });
   }
 
-  // Begins a step: S1 follows from the place. S2 is the callers': a handle with a step pending begins no other, and a
-  // refused step is drained first.
+  // Begins a step: S1 follows from the place. S2 is for the callers to keep: a handle with a step pending begins no
+  // other, and a refused step is drained first.
   StepPlace begin(int lane) { return {lane, ++lanes_[lane].step}; }
 
-  // On a device, steps are counted there, and graphs replay them unseen. What the host must know of a dispatch is its
-  // bank, for views: the first of a lease goes to bank 1, where it is anyway after pairs of dispatch and combine, the
-  // next to bank 0 and so on. The device skips a step where it stands elsewhere (docs/PROTOCOL.md, «Views»). The
-  // step given here only tells uses of the lane apart.
+  // Begins a dispatch on a device. Steps are counted there, and graphs replay them unseen. The host must know a
+  // dispatch's bank alone, for views: the first of a lease goes to bank 1, where it is anyway after pairs of dispatch
+  // and combine, the next to bank 0 and so on. The device skips a step where its counter stands elsewhere
+  // (docs/PROTOCOL.md, «Views»). The step given here only tells uses of the channel apart.
   StepPlace begin_dispatch(int lane) {
     const StepPlace at = begin_refusal(lane);
     lanes_[lane].second = !lanes_[lane].second;
     return at;
   }
-  // The same step, without the dispatch: a refusal, or a gather that is seen in the window.
+  // Begins that step without the dispatch: for a refusal, or a gather that is seen in the window.
   StepPlace begin_refusal(int lane) {
     Lane& state = lanes_[lane];
     const int bank = state.second ? 0 : 1;

@@ -1,3 +1,6 @@
+// LeaseArea (core/leases.h): a first-fit allocator over the lease part of a window, with a mark for pieces that peers
+// may write to. All functions lock, as calls come from any thread. A piece that is given to another holder while it is
+// announced is overwritten by a peer's dispatch.
 #include "core/leases.h"
 
 #include <algorithm>
@@ -104,7 +107,7 @@ void LeaseArea::release(const std::vector<std::byte*>& leases) {
   const std::lock_guard lock(mutex_);
   for (std::byte* const lease : leases) {
     const auto found = leases_.find(lease);
-    if (found == leases_.end()) continue;  // it stands for two payloads
+    if (found == leases_.end()) continue;  // one lease serves two payloads
     found->second.announced = false;
     if (found->second.given) leases_.erase(found);
   }

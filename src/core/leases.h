@@ -1,6 +1,7 @@
 // Leases: the part of a window that the caller takes pieces of, for rows that outlive their step (docs/PROTOCOL.md,
-// «Leases»). Every rank by itself: peers learn of a place by the exchange of counts that announces it, so nothing here
-// has to be the same elsewhere, and a piece may be given back by garbage collection (S5).
+// «Leases»). Each rank manages its own area: peers learn of a place by the exchange of counts that announces it, so
+// nothing here has to be the same elsewhere, and a piece may be given back by garbage collection (S5). What must hold:
+// a piece that is announced is not leased to anybody else before its dispatch has ended.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,7 @@ namespace tw {
 
 class LeaseArea {
  public:
-  // `bytes` at `base`, which `memory` keeps mapped.
+  // The area is `bytes` at `base`, which `memory` keeps mapped.
   LeaseArea(std::byte* base, uint64_t bytes, std::shared_ptr<void> memory)
       : base_(base), bytes_(bytes), memory_(std::move(memory)) {}
 
@@ -28,15 +29,15 @@ class LeaseArea {
   };
   Info info();
 
-  // The first gap that is large enough.
+  // Takes a piece, in the first gap that is large enough.
   Status take(uint64_t bytes, std::byte** memory);
   Status trim(std::byte* memory, uint64_t bytes);
-  // At once, or when the dispatch that it was announced for has ended.
+  // Gives a piece back: at once, or when the dispatch that it was announced for has ended.
   Status give(std::byte* memory);
 
-  // Whether these bytes may be announced. *lease: the one that they are of.
+  // Whether these bytes may be announced. *lease: the lease that they lie in.
   Status may_announce(const char* name, const void* memory, uint64_t bytes, std::byte** lease);
-  // Peers may write there from now on; and no peer does any more.
+  // claim: peers may write there from now on. release: no peer does any more.
   void claim(const std::vector<std::byte*>& leases);
   void release(const std::vector<std::byte*>& leases);
 

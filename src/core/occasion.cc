@@ -1,3 +1,6 @@
+// Opening and call_mismatch (core/occasion.h): puts a call's occasion before each parcel and compares the occasions
+// that came. If it takes ranks of different calls for one call, they create and destroy each other's groups; if it does
+// not notice a difference, they wait until the timeout.
 #include "core/occasion.h"
 
 #include <algorithm>
@@ -17,7 +20,7 @@ Occasion unpack(const std::string& bytes) {
   return occasion;
 }
 
-// "destroys a group", "destroy one" ...
+// Words of a sentence: "destroys a group", "destroy one" ...
 std::string does(const Occasion& occasion, bool plural, bool first, bool named) {
   const char* const verbs[] = {"stray", "create", "shrink", "destroy"};
   std::string text = verbs[static_cast<size_t>(occasion.call) < 4 ? static_cast<size_t>(occasion.call) : 0];
@@ -31,7 +34,7 @@ std::string does(const Occasion& occasion, bool plural, bool first, bool named) 
 }  // namespace
 
 Status call_mismatch(std::span<const int> ranks, std::span<const Occasion> occasions) {
-  // Groups are told apart only where the calls alone do not say what differs.
+  // The sentence names groups only where the calls alone do not say what differs.
   const bool named = std::all_of(occasions.begin(), occasions.end(),
                                  [&](const Occasion& each) { return each.call == occasions[0].call; });
   std::vector<Occasion> told;
@@ -59,7 +62,7 @@ bool Opening::anybody_elsewhere(const std::vector<Parcel>& come) const {
 std::vector<Presence> Opening::exchange(std::span<const int> members, uint64_t tag, const Parcel& mine,
                                         TimePoint deadline, std::vector<Parcel>* all, const Left& left, Needs needs) {
   bool over = false;
-  int asked = comm_.size();  // whom `ended` was asked of before; it goes through the members again and again
+  int asked = comm_.size();  // the member asked about last; exchange() asks about each again and again
   const auto ended = [&](int member) {
     if (ends_ && member <= asked) over = over || anybody_elsewhere(*all);
     asked = member;

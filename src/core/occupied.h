@@ -1,4 +1,7 @@
-// Who is in an object that callers hold: one call that has it for itself, and those that may come from any thread.
+// Turns: which call is in a comm or group that callers hold. One call at a time has it for itself (Turn), and calls
+// that may come from any thread are guests beside it (Guest). A turn is taken at once or refused with twInvalidUsage.
+// If it waited instead, a call would be made later than its caller thinks, and ranks would make steps in different
+// orders (S5).
 #pragma once
 
 #include <atomic>
@@ -8,11 +11,11 @@
 
 namespace tw {
 
-// Its address tells threads apart.
+// A variable whose address tells threads apart.
 inline thread_local const char this_thread_mark = 0;
 
 struct Occupied {
-  std::atomic<const char*> call = nullptr;    // the name of the one that is under way
+  std::atomic<const char*> call = nullptr;    // the name of the call that is under way
   std::atomic<const void*> thread = nullptr;  // its this_thread_mark
   std::atomic<int> guests = 0;
 };
@@ -28,7 +31,7 @@ class Turn {
     if (of_ != nullptr) of_->call.store(nullptr, std::memory_order_release);
   }
 
-  // what: is occupied, and why it is for one call at a time.
+  // Takes the turn. `what` names the object, and `why` says why it is for one call at a time.
   Status take(Occupied& of, const char* call, const char* what, const char* why) {
     const char* other = nullptr;
     if (of.call.compare_exchange_strong(other, call, std::memory_order_acquire, std::memory_order_relaxed)) {
@@ -42,7 +45,7 @@ class Turn {
                 here ? "this very thread" : "another thread", why);
   }
 
-  // The object ends with this call.
+  // Forgets the object, which ends with this call.
   void forget() { of_ = nullptr; }
 
  private:
@@ -70,7 +73,7 @@ class Guest {
   // Whether this thread is within such a call, in a callback of it.
   static bool is_here(const Occupied& of) { return here_ == &of; }
 
-  // Until none are left; no more must come. They wait for nobody.
+  // Waits until no guest is left; no more must come. Guests wait for nobody.
   static void see_off(const Occupied& of) {
     while (of.guests.load(std::memory_order_acquire) > 0) std::this_thread::yield();
   }

@@ -1,3 +1,7 @@
+// Checks a caller's placement and maps, makes a layer's map into what routing reads (ExpertMap), chooses slots for a
+// routing on the host, and adds up load statistics over channels. The choice must be that of exchange/replicas.h and of
+// the kernels, and the digest the same on ranks with the same map: else rows go to other ranks than on another backend
+// (the bits of results), or ranks that agree get twBoundMismatch.
 #include "core/placement.h"
 
 #include <algorithm>
@@ -9,7 +13,7 @@
 
 namespace tw {
 namespace {
-constexpr int64_t kMaxEntries = int64_t{1} << 24;  // of all layers' maps, which each rank keeps and compares
+constexpr int64_t kMaxEntries = int64_t{1} << 24;  // entries of all layers' maps, which each rank keeps and compares
 }
 
 Status check_map(const PlacementSpec& spec, const char* what, const int32_t* slot_expert, const float* shares) {

@@ -1,5 +1,6 @@
-// A group's maps from experts to slots, one for each layer: read from what callers give, and made into what routing
-// uses.
+// A group's maps from experts to physical experts, one for each layer. PlacementSpec is what callers give, alike on all
+// ranks; ExpertMap is what routing on one rank uses; sum_lanes makes what twGroupLoads shows. Digests of maps stand in
+// notes (exchange/notes.h): a rank with another map sends rows to another expert's weights, and must be found out.
 #pragma once
 
 #include <vector>
@@ -10,7 +11,7 @@
 
 namespace tw {
 
-// As all ranks have it.
+// The placement as all ranks have it.
 struct PlacementSpec {
   bool given = false;
   int32_t layers = 1;
@@ -22,7 +23,7 @@ struct PlacementSpec {
   std::vector<int32_t> slot_expert;  // [layers, P]
   std::vector<float> slot_shares;    // likewise, or empty
 
-  // For another group. Points into this object.
+  // As a caller would give it, for another group. Points into this object.
   twPlacement_t as_given() const {
     return {sizeof(twPlacement_t),
             layers,
@@ -33,7 +34,7 @@ struct PlacementSpec {
             counts_loads ? 1 : 0,
             decay};
   }
-  // Another map for a layer. shares_of: NULL, alike.
+  // Takes another map for a layer. shares_of: NULL: alike.
   void replace(int32_t layer, const int32_t* experts_of, const float* shares_of);
   const int32_t* map(int32_t layer) const { return slot_expert.data() + int64_t{layer} * slots; }
   const float* shares(int32_t layer) const {
@@ -43,13 +44,14 @@ struct PlacementSpec {
 
 // Checks a caller's placement. `experts`: E. Errors name the field, its value and the allowed range.
 Status check_placement(const twPlacement_t* given, int32_t experts, PlacementSpec* spec);
-// The same of one map. shares: NULL, or as in twPlacement_t. `what`: of the arguments.
+// Checks one map in the same way. shares: NULL, or as in twPlacement_t. `what`: begins the arguments' names in
+// sentences.
 Status check_map(const PlacementSpec& spec, const char* what, const int32_t* slot_expert, const float* shares);
 
 // A layer's map as a rank uses it.
 class ExpertMap {
  public:
-  // experts_of: [P] the expert in each slot. shares_of: likewise, or NULL.
+  // experts_of: [P] the expert in each slot. shares_of: likewise its share, or NULL.
   ExpertMap(const PlacementSpec& spec, int32_t layer, const int32_t* experts_of, const float* shares_of,
             const Placement& placement, int32_t me);
 
@@ -66,20 +68,20 @@ class ExpertMap {
   std::vector<int32_t> several_;
 };
 
-// What a backend keeps of each lane.
+// The averages that a backend keeps for each channel.
 struct LaneLoads {
   const float* averages;      // [lanes, layers, E]
   const int64_t* dispatches;  // [lanes, layers]
-  const uint32_t* clocks;     // [lanes, layers] CountedCall's, of the last that is in the averages
+  const uint32_t* clocks;     // [lanes, layers] the CountedCall clock of the last dispatch that is in the averages
 };
-// What twGroupLoads shows of it: the lanes' averages, aged to that of the lane that has counted last, are those of all
-// dispatches in one row. counted: [layers], or NULL.
+// Makes what twGroupLoads shows: the channels' averages, each aged to the channel that has counted last, add up to the
+// average over all dispatches in one row. counted: [layers], or NULL.
 void sum_lanes(const PlacementSpec& spec, const Shape& shape, const LaneLoads& lanes, float* loads, int64_t* counted);
 
-// How often a routing's tokens choose each expert: [E]. Its ids are still experts.
+// Counts how often a routing's tokens choose each expert: [E]. Its ids are still experts.
 void count_choices(const Shape& shape, const Routing& routing, int32_t* choices);
 
-// Replaces the experts of a routing's ids by slots.
+// Replaces the experts in a routing's ids by slots.
 void choose_slots(const Shape& shape, const Placement& placement, const ExpertMap& map, twReplicaPolicy_t policy,
                   Routing* routing);
 

@@ -1,4 +1,5 @@
-// What twDescribePlan asks of a backend that plans launches. Here, as core knows backends by what they promise alone.
+// What twDescribePlan asks of a backend that plans launches. It stands here because core knows backends by what they
+// promise alone; src/cuda/plan implements it. No call depends on it: it is about speed alone.
 #pragma once
 
 #include <string>
@@ -7,8 +8,8 @@
 
 namespace tw {
 
-// src/cuda/plan. Lines of a name, a tab and a value. twInvalidArgument if the group's channels do not fit on the
-// device.
+// Describes the plan of a dispatch and a combine (src/cuda/plan), in lines of a name, a tab and a value.
+// twInvalidArgument if the group's channels do not fit on the device.
 Status describe_plan(const GroupConfig& config, int32_t tokens, int32_t device_sms, int32_t sm_limit,
                      std::string* text);
 

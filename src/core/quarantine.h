@@ -1,4 +1,6 @@
-// Memory of objects that callers may still hold pointers to.
+// Quarantined: a base for objects that callers hold pointers to (comms, groups, handles, keepers). Its memory is used
+// again only after 256 other objects have gone. So a stale pointer is found not to exist (src/api/registry.h), where
+// otherwise it could name a new object at the same address. Results and speed do not depend on it.
 #pragma once
 
 #include <cstddef>
@@ -9,12 +11,11 @@
 
 namespace tw {
 
-// A base whose memory is used again only after many other objects have come and gone. A stale pointer is then found to
-// be none, where otherwise it could name a new object at the same address.
+// A base whose memory is used again only after many other objects have come and gone.
 template <class Object>
 class Quarantined {
  public:
-  // Not inlined: compilers would pair malloc with a delete that is not free.
+  // Not inlined: compilers would complain about malloc paired with a delete that is not free.
   [[gnu::noinline]] static void* operator new(size_t size) {
     if (void* const block = std::malloc(size)) return block;
     throw std::bad_alloc();

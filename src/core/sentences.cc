@@ -1,4 +1,5 @@
-// What errors of steps are called in the sentences that callers read.
+// The sentences of errors of steps, as callers read them: takes a record and the two bounds or notes that differ, and
+// writes its message. Tests and users read these sentences; nothing else depends on them.
 #include <cstdio>
 
 #include "core/steps.h"

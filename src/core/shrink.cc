@@ -1,16 +1,19 @@
-// Survivors of an error agree on who they are. Each starts from what it knows (whom its error blames, who has left the
-// group, whose process is gone) and tells all others that it does not suspect; suspicions are joined, round by round.
-// What it comes to know while it waits for an answer ends that wait: only a rank that is silently stuck costs the
-// deadline.
+// Shrinking: survivors of an error agree on who they are, and create a new group. Each starts from what it knows (the
+// rank that its error blames, ranks that have left the group, and those whose process is gone) and tells all others
+// that it does not suspect; suspicions are joined, round by round. News of a rank that comes while this rank waits for
+// its answer ends that wait: only a rank that is silently stuck costs the deadline.
 //
-// A round is calm for a rank if everybody that it asked answered with the set that it had sent itself. One calm round
-// is not enough: what I heard from a rank does not say what that rank heard. So everyone says whether its last round
-// was calm, and ends after a calm round in which all said so: then each knows that all have the same set. A rank that
-// its peers suspect hears nothing from them; it runs into the deadline with too few left, and takes itself to be given
-// up.
+// A round is calm for a rank if every rank that it asked answered with the very set that it had sent itself. One calm
+// round is not enough: what I heard from a rank does not say what that rank heard. So everyone also says whether its
+// last round was calm, and ends after a calm round in which all said so: then each knows that all have the same set. A
+// rank that its peers suspect hears nothing from them; it runs into the deadline with too few left, and takes itself to
+// be given up.
 //
-// What no number of rounds can mend is a rank that dies between telling two others in the last one. Creating the group
-// then fails, with an error and in bounded time, and the survivors can shrink again.
+// No number of rounds can mend a rank that dies between telling two others in the last one. Creating the group then
+// fails, with an error and in bounded time, and the survivors can shrink again.
+//
+// What must hold is A1 and A2 of docs/PROTOCOL.md (spec/agreement.pml): ranks that go on go on with the same ranks, and
+// nobody waits in the creation for a rank that will not come.
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -21,16 +24,16 @@
 namespace tw {
 namespace {
 
-// What is known of a rank, by anybody: joined round by round. A round is calm only if all know the same of everybody,
-// so what ranks decide at the end, they decide alike.
+// What any rank knows of a rank, joined round by round. A round is calm only if all know the same of everybody, so what
+// ranks decide at the end, they decide alike.
 enum Suspicion : uint8_t {
-  kOut = 1,        // not asked any more; stands beside each of the others
+  kOut = 1,        // not asked any more; set together with each of the others
   kAway = 2,       // blamed, left or dead: no side of its own
   kSilent = 4,     // lives, as far as is known, and did not answer somebody in time: perhaps one of another side
   kElsewhere = 8,  // makes another call at this occasion; silent too
 };
 
-// The group sends nothing more; peers are not told of an error.
+// Makes the group send nothing more; peers are not told of an error.
 void finish_quietly(twGroup& group, twResult_t result, const char* why) {
   twErrorRecord_t record = empty_record();
   record.result = result;
@@ -43,12 +46,14 @@ void finish_quietly(twGroup& group, twResult_t result, const char* why) {
 class Agreement {
  public:
   explicit Agreement(twGroup& group) : group_(group), bootstrap_(*group.comm->bootstrap), known_(group.ranks()) {
-    // Not the group's own timeout if that is shorter: survivors notice an error up to one timeout apart.
+    // At least shrink_ms, also where the group's own timeout is shorter: survivors notice an error up to one timeout
+    // apart.
     patience_ = std::chrono::milliseconds(std::max(group.config.given.timeout_ms, group.comm->environment.shrink_ms));
   }
 
   Status reach(uint64_t tags) {
-    // Something new of a rank costs two, and two calm ones end it. Fewer than half of the tags of an occasion.
+    // Each piece of news about a rank costs two rounds, and two calm ones end it. That is fewer than half of the tags
+    // of an occasion.
     const int rounds = 2 * 4 * group_.ranks() + 2;
     bool calm = false;
     for (int round = 0; round < rounds; ++round) {
@@ -60,10 +65,10 @@ class Agreement {
     return fail(twInternalError, "the survivors did not agree in %d rounds", rounds);
   }
 
-  // The comm's ranks of those who survive.
+  // The survivors, as ranks of the comm.
   std::vector<int> survivors() const { return members_with(kOut, 0); }
 
-  // Of a member of the new group, which all others take to come to its creation: whether it does not.
+  // Whether a member of the new group, which all others expect at its creation, does not come.
   bool does_not_come(int member) { return has_left(group_.rank_of(member)) || excluded_; }
   bool excluded() const { return excluded_; }
 
@@ -80,9 +85,9 @@ class Agreement {
     return members;
   }
 
-  // Ranks that live and are not blamed, and yet did not answer: either they are hung, or they have given up ranks of
-  // this side. The larger side goes on. Judged by what all of this side have agreed on, not by whom this rank itself
-  // has missed: others may have missed nobody, and would wait for it in vain.
+  // Lets the larger side go on. Ranks that live and are not blamed, and yet did not answer, are either hung, or have
+  // given up ranks of this side. It is judged by what all of this side have agreed on, not by the ranks that this rank
+  // itself has missed: others may have missed nobody, and would wait for it in vain.
   Status check_larger_side() {
     const std::vector<int> side = survivors();
     const std::vector<int> others = members_with(kSilent | kAway, kSilent);
@@ -100,7 +105,7 @@ class Agreement {
              ranks_text(others).c_str(), ranks_text(side).c_str()));
   }
 
-  // No later call will answer either, and no step be made.
+  // Ends this rank's part: no later call will answer either, and no step will be made.
   Status stay_behind(Status why) {
     leave_group(group_);
     group_.excluded = true;
@@ -108,7 +113,7 @@ class Agreement {
     return why;
   }
 
-  // The error that finished the group, which this rank may learn of only now, from a peer's abort signal.
+  // Takes in the error that finished the group, which this rank may learn of only now, from a peer's abort signal.
   void learn() {
     if (told_) return;
     told_ = !check_usable(group_, twPhaseShrink).ok();
@@ -118,9 +123,9 @@ class Agreement {
     if (record.peer >= 0 && record.peer != group_.me()) known_[record.peer] |= kOut | kAway;
   }
 
-  // Whose process is gone, or who has left the group. An answer that it gave before counts all the same: others have it
-  // too, and whether a round was calm must follow from the same answers for all. One who has a new group has one
-  // without this rank, whom creating it would have waited for.
+  // Whether a rank's process is gone, or it has left the group. An answer that it gave before counts all the same:
+  // others have it too, and whether a round was calm must follow from the same answers for all. A rank that has a new
+  // group has one without this rank, since creating it would have waited for all its members.
   bool has_left(int rank) {
     const AbortSignal signal = group_.backend->abort_of(rank);
     excluded_ = excluded_ || signal.went_on;
@@ -134,17 +139,17 @@ class Agreement {
     }
   }
 
-  // Of a rank whose answer is not here.
+  // Whether a rank whose answer is not here is waited for.
   bool is_waited_for(int rank) {
     learn();
     return !excluded_ && known_[rank] == 0 && !has_left(rank);
   }
 
-  // Why a rank is suspected that gave no answer to take.
+  // Why a rank that gave no answer of use is suspected.
   static uint8_t why(Presence presence, const Occasion& made, const Occasion& mine) {
     if (presence == Presence::kGone || presence == Presence::kGaveUp) return kOut | kAway;
     if (presence == Presence::kLate) return kOut | kSilent;
-    // Who destroys the group, or has nothing to say, takes no part.
+    // A rank that destroys the group, or has nothing to say, takes no part.
     const bool leaves = made.group == mine.group;
     return leaves ? kOut | kAway : kOut | kSilent | kElsewhere;
   }
@@ -192,10 +197,10 @@ class Agreement {
 
   twGroup& group_;
   Bootstrap& bootstrap_;
-  bool told_ = false;             // the error that finished the group
+  bool told_ = false;             // whether that error is known
   bool excluded_ = false;         // it blames this rank, or peers have gone on
-  std::vector<uint8_t> known_;    // of each rank, as Suspicion
-  std::map<int, Occasion> made_;  // by member, the call of whom this rank has met elsewhere
+  std::vector<uint8_t> known_;    // [N] Suspicion of each rank
+  std::map<int, Occasion> made_;  // by member: the call that this rank has seen it make instead
   std::chrono::milliseconds patience_{};
 };
 
@@ -208,7 +213,7 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
   const twErrorRecord_t record = group.error();
   if (group.gave_up || group.excluded || (record.sticky && record.result == twExcluded)) {
     leave_group(group);  // no later call will answer either
-    // Told also to peers that do something else at this occasion.
+    // Tells it also to peers that do something else at this occasion.
     Opening(*group.comm->bootstrap, occasion).give(group.members, tags);
     return fail(twExcluded, "the peers of rank %d go on without it: %s", group.me(), record.message);
   }
@@ -220,14 +225,15 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
   const twPlacement_t placement = group.config.placement.as_given();
   if (given == nullptr && group.config.placement.given) config.placement = &placement;
   std::vector<int> members = agreement.survivors();
-  // Fewer ranks send less: what held for all of them, or for a guess at how many survive, is as much as can come.
+  // Fewer ranks send less: a bound that was meant for all of them, or for a guess at how many survive, becomes as much
+  // as can come.
   const int64_t most = static_cast<int64_t>(members.size()) * config.max_tokens;
   if (config.max_recv_tokens > most) config.max_recv_tokens = 0;
   // Creation gets the upper half of the tags: the agreement took few.
   const bool all = members.size() == group.members.size();
   Status created = create_group(group.comm, config, readable, std::move(members), tags + (1 << 15), survivors, occasion,
                                 [&](int member) { return agreement.does_not_come(member); });
-  // Where it is interrupted, who shrinks again does so without this rank.
+  // If it is interrupted, ranks that shrink again do so without this one.
   created = heed_interrupt(group, std::move(created));
   if (!created.ok()) return agreement.excluded() ? agreement.given_up() : created;
   if (!all) leave_group(group, true);

@@ -1,3 +1,5 @@
+// Builds the sentences of a Status: printf-style formatting, errno, and sizes as people write them. Nothing but the
+// text of errors depends on it.
 #include "core/status.h"
 
 #include <cerrno>

@@ -1,4 +1,6 @@
-// What every internal function that can fail returns: a result and the sentence for the user.
+// Status: what every internal function that can fail returns, a result and the sentence for the user. src/api turns it
+// into a twResult_t and twLastError. TW_RETURN_IF_FAILED passes it up; a Status that is ignored is a compile-time
+// warning, and an error that peers are not told of (S6).
 #pragma once
 
 #include <string>
@@ -18,10 +20,10 @@ struct [[nodiscard]] Status {
 // printf-style, because std::format is not in every libstdc++ that we build with.
 [[gnu::format(printf, 2, 3)]] Status fail(twResult_t code, const char* format, ...);
 
-// As fail(twSystemError), with the name and number of errno at the time of the call.
+// Does what fail(twSystemError) does, and adds the name and number of errno at the time of the call.
 [[gnu::format(printf, 1, 2)]] Status fail_errno(const char* format, ...);
 
-// "1.5 GiB", "640 KiB": sizes in sentences.
+// Writes a size as sentences have it: "1.5 GiB", "640 KiB".
 std::string bytes_text(unsigned long long bytes);
 
 #define TW_RETURN_IF_FAILED(expression)                                     \

@@ -1,23 +1,25 @@
-// What calls.cc, collectives.cc and backends have in common: how a step is begun, refused and ended.
+// What calls.cc, collectives.cc and backends share: how a step gets its channel, is refused, drained and concluded. S2
+// depends on drain being called before each step begins, S5 on choose_lane looking at calls alone; conclude decides
+// which rank is blamed.
 #pragma once
 
 #include "core/group.h"
 
 namespace tw {
 
-// The sentence of a record of a step, into its message. `bound` and `note`: what this rank and the other gave.
+// Writes the sentence of a step's record into its message. `bound` and `note`: what this rank and the other gave.
 void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note);
 
 // Until when a call waits for its peers.
 TimePoint deadline_of(twGroup& group);
 // Turns the end of a step into a record and a sentence.
 Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, const StepEnd& end);
-// The lane of a call: the handle's, or the one asked for, or the next free one.
+// Chooses the channel of a call: the handle's, or the one asked for, or the next free one.
 Status choose_lane(twGroup& group, const twHandle* handle, int32_t wish, int* lane);
-// Ends what is left of a lane's last step; before each step. `stream`: of the call that begins it.
+// Ends what is left of a channel's last step; called before each step. `stream`: that of the call that begins it.
 Status drain(twGroup& group, int lane, twPhase_t phase, void* stream);
-// Finishes the gather or reduce that was sent alone on a lane, and keeps how it ended for twCompleteRequest. Fails when
-// the group is finished.
+// Finishes the send_only gather or reduce of a channel, and keeps how it ended for twCompleteRequest. Fails when the
+// group is finished.
 Status finish_request(twGroup& group, int lane, void* stream);
 // Publishes a refusal, or gives the group up where the peers cannot be told. Returns `why`.
 Status refuse_on(twGroup& group, Refusal refusal, int lane, Status why);
