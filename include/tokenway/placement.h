@@ -39,9 +39,9 @@ typedef struct {
   int32_t num_slots;           // P, from E to TW_MAX_EXPERTS; 0: E
   const int32_t* slot_expert;  // [num_layers, P] the expert in each slot, -1: none; every expert in at least one.
                                // Copied. NULL: slot i holds expert i mod E
-  const float*
-      slot_shares;  // [num_layers, P], for twReplicaShares: how much of its expert's choices a slot is to serve, in any
-                    // unit, at least 0, and in sum more than 0 for each expert. Copied. NULL: alike
+  const float* slot_shares;    // [num_layers, P], for twReplicaShares: the share of its expert's choices that a slot is
+                               // to serve, in any unit, at least 0, and in sum more than 0 for each expert. Copied.
+                               // NULL: alike
   twReplicaPolicy_t policy;
   int32_t count_loads;  // 1: dispatches count, and tell all ranks (twGroupLoads)
   float load_decay;     // what is left of older dispatches' counts after one more dispatch, 0 <= d < 1
