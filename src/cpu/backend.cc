@@ -1,4 +1,10 @@
-// The CPU's backends: the shared exchange and views, over memory that ranks have in common or over a carrier.
+// The CPU's two backends, as one template over its transport: shared memory (CpuTransport) and staged transport
+// (CarriedTransport). It takes the calls of core/backend.h, runs the loops of src/exchange, checks what came against
+// what the handle expects, and shows it through src/views.
+//
+// It makes the bits of results the same as the kernels' (S9), finishes each step in data or in an error (S6), and
+// leaves outputs safe after an error. An expectation that is not checked here (how many rows a peer sends, headers,
+// receive offsets) becomes a stray read or write.
 #include "core/backend.h"
 
 #include <algorithm>
@@ -99,7 +105,7 @@ class CpuBackend : public Backend {
     StepEnd end = await_step(transport_, context_.map, call.at, Mode::kDispatch, note_of(call, handle), deadline,
                              received.counts);
     for (int peer = 0; peer < shape().ranks && shape().exact() && end.code == twSuccess; ++peer) {
-      // As many as were announced, or the peer dispatches another handle.
+      // A peer sends as many rows as it announced, or it dispatches another handle.
       if (received.counts[peer] == handle.counts.at(shape(), peer, context_.me)) continue;
       end = {twCallMismatch, peer, {}, static_cast<uint32_t>(call.bound)};
       std::fill_n(received.counts, shape().ranks, 0);
@@ -139,7 +145,7 @@ class CpuBackend : public Backend {
     StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCombine, static_cast<uint32_t>(call.bound),
                              deadline, counts_.data());
     for (int peer = 0; peer < shape().ranks && end.code == twSuccess; ++peer) {
-      // Every row that went there comes back, or the peer combines another handle.
+      // Every row that went to a peer comes back, or the peer combines another handle.
       if (counts_[peer] == routing.send_counts[peer]) continue;
       end = {twCallMismatch, peer, {}, static_cast<uint32_t>(call.bound)};
     }
@@ -194,13 +200,13 @@ class CpuBackend : public Backend {
  private:
   static constexpr bool kCarried = std::is_same_v<T, CarriedTransport>;
 
-  // What ranks must have alike in a dispatch.
+  // The note of a dispatch: what ranks must have alike in it.
   uint64_t note_of(const DispatchCall& call, const HandleArrays& handle) const {
     return collective_note(with_receive_offsets(call.bound, call.has_offsets),
                            mix_counted(handle.digest, call.counted));
   }
 
-  // Sends all tokens to all ranks.
+  // Sends all tokens to all ranks (cpu/gathered.h).
   Status send_gathered(const DispatchCall& call, HandleArrays& handle) {
     const uint64_t note = note_of(call, handle);
     const Gathered gathered{
@@ -227,16 +233,15 @@ class CpuBackend : public Backend {
     return {};
   }
 
-  // Rows of a gather or reduce that this rank sends to a rank. In memory or not, the host knows all sizes that are
-  // given.
+  // How many rows of a gather or reduce this rank sends to a rank. Wherever the given sizes are, the host knows them.
   int32_t rows_for(const CollectiveCall& call, int rank) const {
     if (!call.all_sizes) return call.reduces ? call.bound : call.sizes[0];
     return call.sizes[call.reduces ? rank : context_.me];
   }
-  // And of a reduce, those that it sums.
+  // How many rows of a reduce this rank sums.
   int32_t own_rows(const CollectiveCall& call) const { return call.sizes[call.all_sizes ? context_.me : 0]; }
 
-  // Of a reduce, the row of flat tensors where each rank's begin.
+  // For a reduce of flat tensors: the row where each rank's rows begin.
   std::vector<int64_t> first_rows(const CollectiveCall& call) const {
     std::vector<int64_t> first(shape().ranks, 0);
     for (int rank = 1; rank < shape().ranks && call.reduces && call.flat; ++rank) {
@@ -279,7 +284,7 @@ class CpuBackend : public Backend {
     }
     if (call.offsets != nullptr) call.offsets[shape().ranks] = begin;
   }
-  // The rows of a source to where the caller wants them, from `row` on.
+  // Copies the rows of a source to where the caller wants them, from `row` on.
   void show(const CollectiveCall& call, int32_t q, int32_t source, int64_t row) {
     const CollectiveTensor& tensor = call.tensors[q];
     const uint64_t bytes = call.places.row_bytes[q];
@@ -297,7 +302,7 @@ class CpuBackend : public Backend {
     }
   }
 
-  // Where the rows of each local expert begin in a grouped layout.
+  // Finds where the rows of each local expert begin in a grouped layout.
   void place_experts(int64_t alignment, HandleArrays& handle) const {
     handle.expert_begin[0] = 0;
     for (int32_t expert = 0; expert < context_.local_experts; ++expert) {
@@ -311,7 +316,7 @@ class CpuBackend : public Backend {
     return call.has_offsets ? handle.counts.receive_offset : nullptr;
   }
 
-  // Where the rows of a source begin.
+  // The row where a source's rows begin.
   int64_t first_row(const DispatchCall& call, const HandleArrays& handle, int source) const {
     return shape().exact() ? handle.counts.source[source] : int64_t{source} * call.bound;
   }
@@ -365,7 +370,7 @@ class CpuBackend : public Backend {
   std::vector<int32_t> next_;       // [L]
   std::vector<int32_t> counts_;     // [N]
   Loads loads_;
-  uint64_t dispatch_row_;  // bytes of a token's payloads, and what travels beside them
+  uint64_t dispatch_row_;  // bytes of a token's payloads and metadata
 };
 
 }  // namespace

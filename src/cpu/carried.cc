@@ -1,3 +1,10 @@
+// Staged transport between ranks without common memory (cpu/carried.h): fills messages, starts the moves of a step,
+// unpacks what comes, and finds whom to blame when a move does not end. Rows are unpacked before the signal that stands
+// for them is stored (S4), and only by the rank that waits for the step, so S2 and S3 hold. If the ranks' frames
+// differ, nothing is unpacked.
+//
+// All decisions about a second move follow from frames that all ranks have: if one rank decided otherwise, the others
+// would wait in a collective that never ends. blame and notice decide which rank is blamed.
 #include "cpu/carried.h"
 
 #include <sys/mman.h>
@@ -13,10 +20,10 @@ namespace tw::cpu {
 namespace {
 
 constexpr uint64_t kMagic = 0x314d524643575431;
-constexpr std::chrono::milliseconds kRarely{1};    // calls look for what was posted no more often than this
-constexpr std::chrono::milliseconds kNotice{50};   // of waiting, before the peers are told how far this rank is
-constexpr std::chrono::milliseconds kGrace{200};   // for what a rank that died has sent before
-constexpr std::chrono::milliseconds kBroken{900};  // for who broke a move to be known
+constexpr std::chrono::milliseconds kRarely{1};    // calls look for posts no more often than this
+constexpr std::chrono::milliseconds kNotice{50};   // after so much waiting the peers are told how far this rank is
+constexpr std::chrono::milliseconds kGrace{200};   // time for what a rank that died has sent before to arrive
+constexpr std::chrono::milliseconds kBroken{900};  // time for it to be known which rank broke a move
 
 enum Post { kAbortPost, kNoticePost };
 
@@ -35,7 +42,7 @@ int milliseconds(TimePoint::duration duration) {
 void Buffer::resize(size_t bytes) {
   constexpr size_t kAlignment = 64;
   if (bytes <= bytes_) return;
-  auto memory = std::make_unique<std::byte[]>(bytes + kAlignment);  // zeros: nothing of the process leaves with it
+  auto memory = std::make_unique<std::byte[]>(bytes + kAlignment);  // zeros: messages must not show old memory
   auto* const data = memory.get() + (kAlignment - reinterpret_cast<uintptr_t>(memory.get()) % kAlignment);
   if (bytes_ > 0) std::memcpy(data, data_, bytes_);
   memory_ = std::move(memory);
@@ -131,7 +138,7 @@ std::byte* CarriedTransport::begin_gathered(StepPlace at, int tokens, uint64_t m
   return flight.rest_send.data();
 }
 
-// To a message: what fits into its block, then the rest.
+// Appends bytes to a message: first what fits into its block, then the rest.
 void CarriedTransport::append(Flight& flight, int peer, const void* from, uint64_t n) {
   const uint64_t at = flight.filled[peer];
   const uint64_t first = std::min(n, inline_bytes_ - std::min(at, inline_bytes_));
@@ -160,7 +167,7 @@ void CarriedTransport::publish(int peer, uint64_t offset, Signal signal, uint64_
   frame.note = note;
   frame.lane = static_cast<uint32_t>(sending_->at.lane);
   if (peer != me_) return;
-  store(offset, signal, note);  // the last of a step: publish_step begins with the next rank
+  store(offset, signal, note);  // own signal comes last: publish_step begins with the next rank
   ship(*sending_);
 }
 
@@ -180,7 +187,7 @@ void CarriedTransport::ship(Flight& flight) {
   const uint64_t bytes = sizeof(Frame) + inline_bytes_;
   flight.move = start(flight.at.lane, twMoveBlocks, flight.send.data(), flight.recv.data(), &bytes, &bytes);
   if (flight.move < 0) flight.stage = Stage::kFailed;
-  // Who does not wait now cannot say later, while it computes, that it is not the one who is late.
+  // A rank that does not wait now must say so now: later, while it computes, it cannot say that it is not the late one.
   if (flight.send_only) notice(flight);
 }
 
@@ -211,7 +218,7 @@ CarriedTransport::Flight* CarriedTransport::find(uint64_t offset, int source) {
   return nullptr;
 }
 
-// Moves a step on. Waits for one move at most.
+// Takes a step further. Waits for at most one move.
 void CarriedTransport::advance(Flight& flight, int timeout_ms) {
   if (flight.move < 0) return;
   const int32_t ended = carrier_->calls.wait(carrier_->calls.context, channel_, flight.move, timeout_ms);
@@ -226,8 +233,8 @@ void CarriedTransport::advance(Flight& flight, int timeout_ms) {
   }
 }
 
-// Steps on other lanes begin their second move where the first has ended: the peers wait for it, and ranks complete in
-// whatever order they like. Returns whether any has still to.
+// Begins the second moves of steps on other channels where the first have ended: the peers wait for them, and ranks
+// complete in whatever order they like. Returns whether any step is still in its first move.
 bool CarriedTransport::advance_others(const Flight* flight) {
   bool any = false;
   for (const auto& each : flights_) {
@@ -238,7 +245,8 @@ bool CarriedTransport::advance_others(const Flight* flight) {
   return any;
 }
 
-// All frames are here. What follows from them is the same on all ranks: whether they agree, and on a second move.
+// Reads the frames, which are all here. What follows from them is the same on all ranks: whether they agree, and
+// whether there is a second move.
 void CarriedTransport::read_frames(Flight& flight) {
   const Frame& mine = flight.mine[me_];
   bool agreed = true;
@@ -280,7 +288,8 @@ void CarriedTransport::read_frames(Flight& flight) {
   if (flight.move < 0) flight.stage = Stage::kFailed;
 }
 
-// Rows into the own window, then the signals that stand for them. Where ranks do not agree there are no rows.
+// Unpacks rows into this rank's own window, then stores the signals that stand for them. Where ranks do not agree there
+// are no rows.
 void CarriedTransport::land(Flight& flight, bool agreed) {
   flight.stage = Stage::kLanded;
   for (int source = 0; source < ranks_; ++source) {
@@ -290,7 +299,7 @@ void CarriedTransport::land(Flight& flight, bool agreed) {
     Signal signal = tw::unpack(frame.signal);
     const uint64_t offset = map_.signal(flight.at.lane, flight.at.bank(), source);
     if (!agreed) {
-      // What belongs to another step or lane is another call.
+      // A frame of another step or channel is that of another call.
       const bool here =
           frame.magic == kMagic && signal.step == flight.at.step && frame.lane == static_cast<uint32_t>(flight.at.lane);
       signal = here ? Signal{signal.step, signal.mode, 0} : Signal{flight.at.step, Mode::kNone, 0};
@@ -306,7 +315,7 @@ void CarriedTransport::land(Flight& flight, bool agreed) {
     } else if (rest == 0) {
       flight.unpack(source, frame, beginning);  // which stores the signal
     } else {
-      // Before the rest there are rests of sources that have been unpacked, or room.
+      // Before the rest lie the rests of sources that are unpacked already, or room that was left for this.
       std::memcpy(whole, beginning, inline_bytes_);
       flight.unpack(source, frame, whole);
     }
@@ -360,7 +369,7 @@ Waited CarriedTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoin
   }
 }
 
-// Tells the peers how far this rank is on each lane: a move that does not end says of nobody who holds it up.
+// Tells the peers how far this rank is on each channel, as a move that does not end does not say who holds it up.
 void CarriedTransport::notice(Flight& flight) {
   flight.noticed = true;
   const std::string steps(reinterpret_cast<const char*>(sent_.data()), sent_.size() * sizeof(uint32_t));
@@ -369,7 +378,7 @@ void CarriedTransport::notice(Flight& flight) {
   }
 }
 
-// The first rank that has not said that it has sent the step; `peer` if all have.
+// Blames the first rank that has not said that it has sent the step; `peer` if all have.
 Waited CarriedTransport::blame(int peer, StepPlace at, Wake how) {
   for (int i = 1; i < ranks_; ++i) {
     const int rank = (me_ + i) % ranks_;
@@ -384,7 +393,7 @@ Waited CarriedTransport::blame(int peer, StepPlace at, Wake how) {
   return {how, peer};
 }
 
-// A rank that is gone and whose signal of the step is not here, -1 if there is none.
+// Finds a rank that is gone and whose signal of the step is not here, -1 if there is none.
 int CarriedTransport::find_dead(uint32_t step, StepPlace at) {
   for (int rank = 0; rank < ranks_; ++rank) {
     if (bootstrap_->alive(members_[rank])) continue;
@@ -419,7 +428,7 @@ AbortSignal CarriedTransport::find_abort() {
   for (int writer = 0; writer < ranks_; ++writer) {
     const AbortSignal signal = abort_of(writer);
     if (signal.kind != 0) {
-      looked_ = {};  // who asks again is told again
+      looked_ = {};  // a caller that asks again is told again
       return signal;
     }
   }

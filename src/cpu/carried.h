@@ -1,18 +1,18 @@
-// The exchange's transport where ranks have no memory in common: what is put for a peer goes into a message, a carrier
-// moves all messages of a step, and they are unpacked into the own window when it is waited for. Everything else of an
-// exchange is as on shared memory, so layouts, sums and bits are too.
+// Staged transport: the exchange's Transport where ranks have no memory in common. What is put for a peer goes into a
+// message, a carrier moves all messages of a step, and each rank unpacks them into its own window when it waits for the
+// step. Everything else of an exchange is as on shared memory, so layouts, sums and bits are too.
 //
 //   message   puts: {offset in the peer's window, bytes}, then the bytes; or, gathered, ids, weights and payloads of
-//   all
-//             this rank's tokens
-//   block     frame, and as much of the message as it holds: one for each peer, all of one size, in the first move of a
-//             step
+//             all of this rank's tokens
+//   block     a frame, and as much of the message as it holds: one for each peer, all of one size, in the first move
+//             of a step
 //   rest      what is left of longer messages, if there are any between any two ranks: the second move
 //
 // A block's size is the group's, whatever the step is. So the first move is the same call on all ranks even where they
-// call different things, or one was given bad arguments, and its frames tell all of them; the second happens only where
-// all ranks agree on what they do. Each lane has a queue of moves of its own: its steps follow each other, and those of
-// other lanes are begun in whatever order a rank likes.
+// call different things, or one was given bad arguments, and its frames tell all of them. The second move happens only
+// where all ranks agree on what they do. Each channel of the group has a queue of moves of its own: its steps follow
+// each other, and a rank begins those of other channels in whatever order it likes. S1 to S6 hold by the order of
+// messages (docs/PROTOCOL.md has the argument); a first move whose size depends on the call would hang all ranks.
 #pragma once
 
 #include <algorithm>
@@ -35,13 +35,13 @@ namespace tw::cpu {
 // A wait looks up this often, for peers that died or gave up.
 inline constexpr std::chrono::milliseconds kLook{10};
 
-// What each block begins with.
+// The beginning of each block.
 struct Frame {
   uint64_t magic;
-  uint64_t signal;  // of exchange/signals.h
+  uint64_t signal;  // a signal of exchange/signals.h
   uint64_t note;
-  uint64_t bytes;  // of the message to the receiver
-  uint64_t most;   // of this sender's longest message to anybody
+  uint64_t bytes;  // bytes of the message to this receiver
+  uint64_t most;   // bytes of this sender's longest message to anybody
   uint32_t lane;
   uint32_t gathered;
   uint64_t tokens;  // gathered alone
@@ -54,7 +54,7 @@ class Buffer {
  public:
   std::byte* data() { return data_; }
   void resize(size_t bytes);
-  void leak();  // for ever: somebody may still write there
+  void leak();  // keeps the memory for ever: a move may still write there
 
  private:
   std::unique_ptr<std::byte[]> memory_;
@@ -62,7 +62,7 @@ class Buffer {
   size_t bytes_ = 0;
 };
 
-// What has come of a message, in two parts, read from its beginning.
+// The part of a message that has come, in two pieces, read from its beginning.
 struct Message {
   const std::byte* first;
   uint64_t first_bytes;
@@ -81,7 +81,7 @@ struct Message {
 
 class CarriedTransport {
  public:
-  // What a gathered message is unpacked with: by source.
+  // A function that unpacks a gathered message of a source.
   using Unpack = std::function<void(int source, const Frame& frame, const std::byte* message)>;
 
   // Collective among members.
@@ -95,7 +95,8 @@ class CarriedTransport {
 
   // Begins a step; `send_only`: the caller will not wait at once.
   void begin(StepPlace at, const Outline& outline, bool send_only);
-  // Of a gathered dispatch, whose message begin_gathered returns, to be filled before publishing.
+  // gathers: whether a dispatch of this bound is gathered. begin_gathered then begins the step and returns its message,
+  // to be filled before publishing; `more`: bytes behind the tokens.
   bool gathers(int bound) const;
   // `more`: bytes behind the tokens.
   std::byte* begin_gathered(StepPlace at, int tokens, uint64_t more, bool send_only, Unpack unpack);
@@ -106,7 +107,7 @@ class CarriedTransport {
   Signal load(uint64_t offset) const;
   std::byte* local(uint64_t offset) const { return window_->data() + offset; }
   std::shared_ptr<void> window() const { return window_; }
-  // A signal in the own window.
+  // Stores a signal in this rank's own window.
   void store(uint64_t offset, Signal signal, uint64_t note);
 
   Waited wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline);
@@ -120,22 +121,22 @@ class CarriedTransport {
  private:
   enum class Stage { kBlocks, kRest, kLanded, kFailed };
 
-  // A step that has been sent and not landed yet.
+  // A step that has been sent, and whose messages are not unpacked yet.
   struct Flight {
     StepPlace at;
     Stage stage = Stage::kBlocks;
     int64_t move = -1;
     bool gathered = false;
     bool send_only = false;
-    bool noticed = false;  // the peers have been told that it was sent
+    bool noticed = false;  // the peers have been told that the step was sent
     Unpack unpack;
     Buffer send, recv;
-    Buffer rest_send;               // gathered: the whole message, of which the rest goes out from here
-    Buffer rest_recv;               // behind room for the beginning of a gathered message
+    Buffer rest_send;               // gathered: the whole message; its rest goes out from here
+    Buffer rest_recv;               // rests, behind room for the beginning of a gathered message
     std::vector<Frame> mine;        // [N]
-    std::vector<uint64_t> begin;    // [N + 1] of rests, in rest_send
-    std::vector<uint64_t> filled;   // [N] of messages
-    std::vector<uint64_t> arrived;  // [N + 1] of rests, in rest_recv
+    std::vector<uint64_t> begin;    // [N + 1] where each rest begins in rest_send
+    std::vector<uint64_t> filled;   // [N] bytes of each message so far
+    std::vector<uint64_t> arrived;  // [N + 1] where each rest begins in rest_recv
   };
 
   explicit CarriedTransport(const BackendInit& init);
@@ -175,13 +176,13 @@ class CarriedTransport {
   int ranks_;
   std::shared_ptr<Mapping> window_;
   int64_t channel_ = -1;
-  bool stuck_ = false;  // a move that was measured has not ended
+  bool stuck_ = false;  // a move that was to be timed has not ended
   uint64_t inline_bytes_ = 0;
   Flight* sending_ = nullptr;
   std::vector<std::unique_ptr<Flight>> flights_;
   std::vector<std::unique_ptr<Flight>> spare_;
   std::vector<uint32_t> sent_;  // [lanes] last step sent
-  TimePoint looked_{};          // for what peers have posted
+  TimePoint looked_{};          // when peers' posts were looked at last
 };
 
 static_assert(Transport<CarriedTransport>);

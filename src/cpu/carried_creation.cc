@@ -1,4 +1,7 @@
-// How a group's ranks come together over a carrier.
+// Creates staged transport for a group: maps this rank's window, connects over the carrier (core/channel.h), and, for
+// the comm's first group, times moves. It gives inline_bytes, the size of blocks, and the costs that cost_model.h
+// decides by; both must come out the same on all ranks, as they make the same moves by them. The number of rounds is
+// agreed in the moves themselves.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -11,12 +14,12 @@
 namespace tw::cpu {
 namespace {
 
-// Meetings, as offsets from the tag; the first two are those of posts.
+// Meetings, as offsets from the tag; the first two offsets are those of posts.
 enum Stage : uint64_t { kOfferStage = 2, kCostsStage = kOfferStage + 2 };
 
 constexpr int kFewestRounds = 4;
 constexpr int kMostRounds = 20;
-constexpr double kMeasureUs = 220e3;  // and no further round
+constexpr double kMeasureUs = 220e3;  // no round begins after that
 
 double microseconds_since(TimePoint begin) {
   return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count();
@@ -33,7 +36,7 @@ Status CarriedTransport::make(const BackendInit& init, std::unique_ptr<CarriedTr
 }
 
 Status CarriedTransport::open(const BackendInit& init) {
-  // The window first: a rank that has no memory for it must not leave the others waiting in a connection.
+  // The window comes first: a rank that has no memory for it must not leave the others waiting in a connection.
   void* const memory = ::mmap(nullptr, map_.bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   const bool mapped = memory != MAP_FAILED;
   if (mapped) {
@@ -45,7 +48,8 @@ Status CarriedTransport::open(const BackendInit& init) {
   return open_channel(init, init.tag + kOfferStage, -1, ready, &channel_);
 }
 
-// Microseconds that a move with so many bytes to each rank takes here; less than 0 if it fails, or is given up.
+// Times a move: microseconds that it takes here with so many bytes to each rank; less than 0 if it fails, or is given
+// up.
 double CarriedTransport::time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline,
                                    const ChannelMeeting& meeting) {
   const TimePoint begin = std::chrono::steady_clock::now();
@@ -60,7 +64,7 @@ double CarriedTransport::time_move(twMoveKind_t kind, uint64_t bytes, Buffer& fr
   return ended == 1 ? microseconds_since(begin) : -1;
 }
 
-// The rounds of this rank. As many on all ranks: each says in a round's first move how long it has measured.
+// Times this rank's rounds. All ranks make as many: each says in a round's first move how long it has measured.
 Status CarriedTransport::measure_moves(const BackendInit& init, const ChannelMeeting& meeting,
                                        std::vector<TimedRound>* rounds) {
   const auto n = static_cast<uint64_t>(ranks_);

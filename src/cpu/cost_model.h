@@ -1,5 +1,7 @@
-// What a dispatch takes over a carrier, by strategy: from what was measured, from what all ranks have in common and
-// from the bound of the call. So all ranks decide alike without asking each other.
+// The cost model of staged transport: how long a dispatch takes by each strategy, and how much of a message goes into
+// the first move. It takes times that were measured once per comm, what all ranks have in common, and the bound of the
+// call. So all ranks decide alike without asking each other. A number here changes speed alone, as long as it is the
+// same on all ranks; an input that differs between ranks lets them make different moves, and they wait for each other.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +19,8 @@ namespace tw::cpu {
 // Bytes that a rank sends in a large move, to all peers together.
 inline constexpr uint64_t kLargeMove = 1 << 20;
 
-// What is timed in turns when a comm's first group is created, so that what disturbs one disturbs the others.
+// The moves that are timed in turns when a comm's first group is created, so that what disturbs one disturbs the
+// others.
 struct TimedMove {
   twMoveKind_t kind;
   bool large;
@@ -28,14 +31,15 @@ inline constexpr TimedMove kTimedMoves[] = {
 };
 using TimedRound = std::array<double, std::size(kTimedMoves)>;  // microseconds on one rank
 
-// What moves take, from the rounds of each rank, as many of every one: the same on all ranks that have the same.
+// Computes the costs of moves from the rounds of each rank, of which each has as many: the result is the same on all
+// ranks that have the same rounds.
 //
-// A rank that comes late to a move waits less than the others, so the ranks' mean is taken: the sum of these is the
-// time that has passed. Of a kind the lowest decile, as what disturbs moves only adds. A quartile or a median says as
-// much of who else has used the cores for that moment (with a compiler beside two ranks 2 and 3.7 ms, where it was 0.2
-// to 0.3 on a quiet machine), and a group would believe for ever that bytes cost nothing beside moves; the least is
-// that of a move for which everything was there already, and differs from one time to the next. For the same reasons no
-// more than a third of a large move's time counts as its beginning.
+// A rank that comes late to a move waits less than the others, so the ranks' mean is taken: the sum of these means is
+// the time that has passed. For each kind of move it is the lowest decile, as disturbances only add time. A quartile or
+// a median says as much about who else has used the cores at that moment (with a compiler beside two ranks 2 and 3.7
+// ms, where it was 0.2 to 0.3 on a quiet machine), and a group would believe for ever that bytes cost nothing beside
+// moves. The least is the time of a move for which everything was there already, and differs from one time to the next.
+// For the same reasons no more than a third of a large move's time counts as its beginning.
 inline Costs costs_of(const std::vector<std::vector<TimedRound>>& ranks) {
   const auto typical = [&](twMoveKind_t kind, bool large) {
     std::vector<double> means;
@@ -60,7 +64,7 @@ inline Costs costs_of(const std::vector<std::vector<TimedRound>>& ranks) {
   return {exchange, rate(twMoveBlocks, exchange), gather, rate(twMoveGather, gather)};
 }
 
-// A row of a message: 16 bytes before each part say where the part goes.
+// The header before each part of a message: 16 bytes that say where the part goes.
 inline constexpr uint64_t kPutHeader = 16;
 
 constexpr uint64_t payload_row_bytes(const Shape& shape) {
@@ -69,12 +73,12 @@ constexpr uint64_t payload_row_bytes(const Shape& shape) {
   return bytes;
 }
 
-// Of a routed dispatch, with what travels beside it.
+// Bytes of a routed dispatch's row, with metadata.
 constexpr uint64_t routed_row_bytes(const Shape& shape) {
   return payload_row_bytes(shape) + meta_bytes(shape.top_k) + kPutHeader * (1 + shape.payloads);
 }
 
-// Of a gathered one: payloads, ids and weights.
+// Bytes of a gathered dispatch's row: payloads, ids and weights.
 constexpr uint64_t gathered_row_bytes(const Shape& shape) {
   return payload_row_bytes(shape) + meta_bytes(shape.top_k) - sizeof(RowHeader);
 }
@@ -89,22 +93,22 @@ constexpr uint64_t longest_message(const Shape& shape) {
   return std::max(row * static_cast<uint64_t>(shape.max_tokens), shape.exact() ? counts : 0);
 }
 
-// Bytes of each message that travel with its frame, in the first move of a step.
+// Chooses how many bytes of each message travel with its frame, in the first move of a step.
 //
-// All of the longest, where that takes no longer than a second move takes to begin: then one move is never slower than
-// asking for the sizes first, however little there is. Else as many, to all peers together, as take two thirds as long.
-// A step whose messages fit is one move. Of one whose messages are longer the second move has only the rest, so blocks
-// cost it nothing but what shorter messages leave empty beside longer ones: less than half of them where experts are
-// drawn evenly, so a third of a move's beginning, of two and more that the step takes.
+// All of the longest message, where that takes no longer than a second move takes to begin: then one move is never
+// slower than asking for the sizes first, however few bytes there are. Else as many, to all peers together, as take two
+// thirds of that time. A step whose messages fit is one move. If they are longer, the second move has only the rest, so
+// blocks cost such a step nothing but what shorter messages leave empty beside longer ones. That is less than half of
+// the blocks where experts are drawn evenly, so a third of a move's beginning, of the two and more that the step takes.
 inline uint64_t choose_inline_bytes(const Shape& shape, const Costs& costs) {
   const double peers = std::max(1, shape.ranks - 1);
   const auto longest = static_cast<double>(longest_message(shape));
-  const double begin = costs.exchange_us * costs.exchange_rate;  // bytes that a rank could have sent meanwhile
+  const double begin = costs.exchange_us * costs.exchange_rate;  // bytes that a rank could have sent in that time
   if (longest * peers <= begin) return longest_message(shape);
   return static_cast<uint64_t>(std::clamp(begin * 2 / 3 / peers, 0.0, longest));
 }
 
-// Share of a rank's tokens that go to another given rank, were experts drawn evenly and ranks had equally many.
+// The share of a rank's tokens that go to another given rank, if experts were drawn evenly and ranks held equally many.
 inline double share_of_rank(const Shape& shape) { return 1 - std::pow(1 - 1.0 / shape.ranks, shape.top_k); }
 
 // Microseconds of a dispatch whose ranks have `bound` tokens each.
@@ -122,7 +126,7 @@ inline double dispatch_us(const Shape& shape, const Costs& costs, uint64_t inlin
 inline bool choose_gathered(const Shape& shape, const Costs& costs, twStrategy_t strategy, uint64_t inline_bytes,
                             int bound) {
   if (strategy != twAuto) return strategy == twGathered;
-  // Routed where it is close: it sends fewer bytes, and measurements are not exact.
+  // Routed where it is close: that sends fewer bytes, and measurements are not exact.
   constexpr double kClearly = 0.8;
   return dispatch_us(shape, costs, inline_bytes, bound, true) <
          kClearly * dispatch_us(shape, costs, inline_bytes, bound, false);

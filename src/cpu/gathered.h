@@ -1,6 +1,7 @@
 // A gathered dispatch: every rank gets all tokens of all ranks with their routing, and takes what a routed dispatch
-// would have brought it, by running that dispatch itself and keeping the puts that are for it. So both leave the same
-// bytes in the window.
+// would have brought it. It runs the sender's send_dispatch itself and keeps the puts that are for it, so both
+// strategies leave the same bytes in the window (S9). A message comes from another process: ids and counts out of it
+// are checked before they are used as places.
 //
 // A combine has no gathered form of its own: a rank has partials for the tokens that it got and for no others, and one
 // row for each of these is the least that can be sent, whichever collective carries it. A reduce-scatter would add
@@ -23,10 +24,10 @@ struct Gathered {
   int32_t bound;
   uint64_t note;
   const Counts* counts;            // high throughput alone
-  const uint64_t* receive_offset;  // as of row_place
+  const uint64_t* receive_offset;  // as in row_place
 };
 
-// One source's puts, of which those for this rank are made.
+// A transport that makes, of one source's puts, those that are for this rank.
 class Picker {
  public:
   Picker(CarriedTransport& transport, int source) : transport_(transport), source_(source) {}
@@ -49,7 +50,7 @@ class Picker {
   int source_;
 };
 
-// What a routed dispatch of `source` would have put here, and its signal.
+// Puts what a routed dispatch of `source` would have put here, and its signal.
 inline void put_picked(CarriedTransport& transport, const Gathered& call, int source, const Routing& routing,
                        const RowsIn* payloads) {
   Picker picker(transport, source);
@@ -59,7 +60,7 @@ inline void put_picked(CarriedTransport& transport, const Gathered& call, int so
   send_dispatch(picker, call.context.map, call.at, routing, payloads, call.note, call.receive_offset, begin);
 }
 
-// ids, weights, then each payload of all tokens.
+// Writes a message: ids, weights, then each payload, of all tokens.
 inline void pack_gathered(const Shape& shape, const Routing& routing, const RowsIn* payloads, std::byte* message) {
   const auto tokens = static_cast<size_t>(routing.tokens);
   const size_t routed = tokens * static_cast<size_t>(shape.top_k);
@@ -75,7 +76,8 @@ inline void pack_gathered(const Shape& shape, const Routing& routing, const Rows
   }
 }
 
-// Takes what is for this rank out of a source's message, which comes from elsewhere: ids beyond the experts are none.
+// Takes what is for this rank out of a source's message. The message comes from elsewhere: ids beyond the experts count
+// as none.
 inline void unpack_gathered(CarriedTransport& transport, const Gathered& call, int source, int32_t tokens,
                             const std::byte* message) {
   const Shape& shape = call.context.map.shape();

@@ -1,4 +1,7 @@
-// Counting on the CPU: what a dispatch tells goes out with its rows and is taken when they have come.
+// Load statistics on the CPU: what a dispatch tells goes out with its rows, in the step's bank and before its signal
+// (S4), and is taken when the step has ended in data. It keeps an average for each channel, layer and expert; read()
+// adds the channels up (core/placement.h). All ranks must take the same words in the same steps, or twGroupLoads
+// differs between them.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +27,7 @@ class Loads {
   uint64_t bytes() const { return counts() ? told_.size() * sizeof(uint64_t) : 0; }
   uint64_t place(StepPlace at, int source) const { return context_.map.loads(at.lane, at.bank(), source); }
 
-  // What this rank tells of a dispatch: bytes() of it.
+  // Makes what this rank tells of a dispatch: bytes() bytes.
   const void* tell(const DispatchCall& call, const HandleArrays& handle) {
     const uint32_t counted = call.counted ? CountedCall::value(handle.layer, ++told_of_[handle.layer]) : 0;
     told_[0] = told_signal(call.at.step, counted);
@@ -34,7 +37,8 @@ class Loads {
     return told_.data();
   }
 
-  // Takes what all ranks have told of a dispatch that went well. The notes have said that all count, or none does.
+  // Takes what all ranks have told of a dispatch that went well. The notes have said that all ranks count, or none
+  // does.
   template <class T>
   void take(T& transport, const DispatchCall& call, const HandleArrays& handle) {
     if (!counts() || !call.counted) return;
@@ -69,8 +73,8 @@ class Loads {
   std::vector<uint32_t> sums_;
   std::vector<float> averages_;      // [lanes, layers, E]
   std::vector<int64_t> dispatches_;  // [lanes, layers]
-  std::vector<uint32_t> clocks_;     // [lanes, layers] CountedCall's, of the last that is in the averages
-  std::vector<uint32_t> told_of_;    // [layers] how many this rank has told
+  std::vector<uint32_t> clocks_;   // [lanes, layers] the CountedCall clock of the last dispatch that is in the averages
+  std::vector<uint32_t> told_of_;  // [layers] how many dispatches this rank has told
 };
 
 }  // namespace tw::cpu

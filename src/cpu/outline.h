@@ -1,4 +1,6 @@
-// What a step is going to put, told to the transport before it does.
+// Outline: how much a step is going to put, told to the transport before the first put. CpuTransport chooses streaming
+// stores by it (speed alone); CarriedTransport lays messages out by it: if a step puts more than its outline says, it
+// writes behind its message's room.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +9,10 @@
 namespace tw::cpu {
 
 struct Outline {
-  const int32_t* rows = nullptr;  // [N] for each rank; NULL: one for each
-  int puts = 0;                   // of a row
-  uint64_t bytes = 0;             // of a row, all its puts together
-  uint64_t once = 0;              // of one put more for each rank; 0: none
+  const int32_t* rows = nullptr;  // [N] rows for each rank; NULL: one for each
+  int puts = 0;                   // puts of a row
+  uint64_t bytes = 0;             // bytes of a row, all its puts together
+  uint64_t once = 0;              // bytes of one more put for each rank; 0: none
 
   uint64_t all_rows(int ranks) const {
     if (rows == nullptr) return static_cast<uint64_t>(ranks);

@@ -1,3 +1,7 @@
+// Publishing and waiting over shared memory (cpu/transport.h): a release store, a short spin, then a futex. The order
+// of the store and the look at sleepers, seq_cst on both sides, keeps wake-ups from being lost; the release in publish
+// is S4; deadline, abort signals and dead peers end a wait (S6). A dead rank is looked for before its signal is looked
+// at again, since its last act may have been that signal: that decides which rank is blamed.
 #include "cpu/transport.h"
 
 #include <linux/futex.h>
@@ -17,7 +21,7 @@ namespace {
 // A sleeper looks up this often, for peers that died or gave up: they cannot wake it.
 constexpr std::chrono::milliseconds kLongestSleep{10};
 
-// From the kernel: sysconf reads the processor's own table, which virtual machines leave as it was on a larger host.
+// Asks the kernel: sysconf reads the processor's own table, which virtual machines leave as it was on a larger host.
 uint64_t last_level_cache() {
   constexpr uint64_t kUsual = 32u << 20;
   uint64_t largest = 0;
@@ -58,8 +62,8 @@ CpuTransport::CpuTransport(const BackendInit& init, Windows windows)
 void CpuTransport::publish(int peer, uint64_t offset, Signal signal, uint64_t note) {
   std::byte* const place = windows_[peer]->data() + offset;
   std::memcpy(place + kNoteOffset, &note, sizeof note);
-  // S4: releases every put. seq_cst, as is the load of the sleepers, and their counterparts in sleep(): otherwise the
-  // store and the load could pass each other and a wake-up be lost.
+  // S4: releases every put. It is seq_cst, as are the load of the sleepers and their counterparts in sleep(): otherwise
+  // the store and the load could pass each other and a wake-up be lost.
   at(peer, offset).store(pack(signal), std::memory_order_seq_cst);
   if (peer == me_ || sleepers(peer).load(std::memory_order_seq_cst) == 0) return;
   ::syscall(SYS_futex, step_half(place), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
@@ -91,8 +95,8 @@ void CpuTransport::sleep(uint64_t offset, uint32_t step, TimePoint deadline) {
   sleepers(me_).fetch_sub(1, std::memory_order_seq_cst);
 }
 
-// A rank that is gone and whose signal of the step is not here; -1 if there is none. `offset` is the place of peer's
-// signal.
+// Finds a rank that is gone and whose signal of the step is not here; -1 if there is none. `offset` is the place of
+// peer's signal.
 int CpuTransport::find_dead(int peer, uint64_t offset, uint32_t step) const {
   for (int rank = 0; rank < ranks(); ++rank) {
     if (bootstrap_->alive(members_[rank])) continue;

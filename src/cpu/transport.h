@@ -1,5 +1,7 @@
-// The exchange's transport between processes, or threads, of one host: a put is a copy, a signal is an atomic store,
-// and waiting is a short spin and then a futex on the signal's step half.
+// The exchange's Transport between processes, or threads, of one host: a put is a copy into the peer's mapped window, a
+// signal is an atomic store, and waiting is a short spin and then a futex on the signal's step half. flush and publish
+// together are S4; streaming stores need the fence in flush, or peers read rows that are not there. When to stream and
+// spin is speed alone.
 #pragma once
 
 #include <atomic>
@@ -22,7 +24,7 @@ class CpuTransport {
   int rank() const { return me_; }
   int ranks() const { return static_cast<int>(windows_.size()); }
 
-  // Chooses how to put, by the bytes that all ranks together are about to, were they all like this one.
+  // Chooses how to put, by the bytes that all ranks together would put if they were all like this one.
   void begin(StepPlace, const Outline& outline, bool /*send_only*/) {
     streaming_ = outline.all_rows(ranks()) * outline.bytes * static_cast<uint64_t>(ranks()) > cache_bytes_;
   }
@@ -55,7 +57,7 @@ class CpuTransport {
   AbortSignal abort_of(int writer) const;
 
  private:
-  static constexpr size_t kStreamedRow = 512;  // below, whole lines are too few to pay
+  static constexpr size_t kStreamedRow = 512;  // below this there are too few whole cache lines to pay
 
   std::atomic_ref<uint64_t> at(int peer, uint64_t offset) const {
     return std::atomic_ref(*reinterpret_cast<uint64_t*>(windows_[peer]->data() + offset));
@@ -72,7 +74,7 @@ class CpuTransport {
   std::vector<int> members_;
   int me_;
   std::chrono::microseconds spin_;
-  uint64_t cache_bytes_;  // of the last level
+  uint64_t cache_bytes_;  // bytes of the last-level cache
   bool streaming_ = false;
 };
 

@@ -1,3 +1,6 @@
+// Streaming copies and sums for this machine (cpu/vector.h). exchange/summation.h is compiled for several vector
+// widths, and the loader picks the widest that the machine has. Blocks, groups and prefetching are speed alone; the
+// order of terms and the rounding are the bits of results (S9), and must not depend on the width.
 #include "cpu/vector.h"
 
 #include <algorithm>
@@ -11,7 +14,7 @@
 #define TW_STREAM 1
 #endif
 
-// One binary, the widest vectors of the machine it runs on. Sanitizers are not ready when the loader resolves these.
+// One binary has the widest vectors of the machine it runs on. Sanitizers are not ready when the loader resolves these.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(TOKENWAY_SANITIZED)
 #define TW_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -21,14 +24,14 @@
 namespace tw::cpu {
 namespace {
 
-constexpr int64_t kBlock = 256;  // sums under way: 1 KiB, in the first-level cache
+constexpr int64_t kBlock = 256;  // sums in progress: 1 KiB, in the first-level cache
 constexpr int kGroup = 4;        // terms added in one pass over a block
 
-// Where the time of a sum goes is waiting for its rows, several at once from as many places. Asking two blocks ahead
-// made it 1.5 times as fast (24.8 GB/s instead of 17 on one core of a Zen 5 server, four bfloat16 rows from memory).
+// A sum spends its time waiting for its rows, several at once from as many places. Asking two blocks ahead made it 1.5
+// times as fast (24.8 GB/s instead of 17 on one core of a Zen 5 server, four bfloat16 rows from memory).
 constexpr int64_t kAhead = 2 * kBlock;
 
-// A group of terms: the next up to kGroup rows of a block.
+// A group of terms: the next rows of a block, up to kGroup.
 struct Group {
   const void* rows[kGroup];
   float weights[kGroup];
@@ -108,7 +111,7 @@ void stream_copy(void* to, const void* from, size_t n) {
   out += head;
   in += head;
   n -= head;
-  // Whole lines at a time: half a line would be read after all, to be completed.
+  // Copies whole cache lines at a time: half a line would be read after all, to be completed.
   for (; n >= kLine; n -= kLine, in += kLine, out += kLine) {
     const auto* const source = reinterpret_cast<const __m128i*>(in);
     auto* const target = reinterpret_cast<__m128i*>(out);

@@ -1,3 +1,6 @@
+// Maps the windows of a group over shared memory (cpu/window.h), and counts the cores that the ranks may run on, by
+// which CpuTransport decides whether to spin (speed alone). Signals must be at the first step before a peer can see the
+// window, so `fill` runs before the memory is shared.
 #include "cpu/window.h"
 
 #include <sched.h>

@@ -1,4 +1,6 @@
-// Windows on the CPU: memory that every peer maps.
+// Windows on the CPU: map_windows takes what a backend is made with and gives memory that every peer maps, this rank's
+// filled with the signals of a new window. Every rank maps every other rank's window at its full size
+// (WindowMap::bytes); a different size is an internal error.
 #pragma once
 
 #include <memory>
@@ -10,8 +12,8 @@
 namespace tw::cpu {
 
 struct Windows {
-  std::vector<std::shared_ptr<Mapping>> by_rank;  // of the group
-  int cores = 1;                                  // that the ranks may run on, all together
+  std::vector<std::shared_ptr<Mapping>> by_rank;  // [N] by rank of the group
+  int cores = 1;                                  // cores that the ranks may run on, all together
 };
 
 // Makes this rank's window and maps those of all members. Collective.
