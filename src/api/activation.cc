@@ -1,4 +1,6 @@
-// twSwiGlu: what the caller gave is checked here, and computed in src/activation.
+// The entry points twSwiGlu and twSwiGluBackward: they check shapes, dtypes, strides and overlap of what the caller
+// gave, and hand an activation::Call to src/activation, for host memory or for a device. What passes here is taken as
+// right behind it: a shape that is not checked is read out of bounds.
 #include "activation/swiglu.h"
 
 #include "api/enter.h"
@@ -27,7 +29,7 @@ Matrix matrix_of(const twTensor_t& tensor) {
   return {static_cast<std::byte*>(tensor.data), stride};
 }
 
-// [n], contiguous.
+// Checks a vector: [n], contiguous.
 Status check_vector(const char* name, const twTensor_t& tensor, twDtype_t dtype) {
   if (tensor.dtype != dtype) {
     return fail(twInvalidArgument, "%s has dtype %s (%d); it must be %s", name, tw::dtype_name(tensor.dtype),
@@ -53,7 +55,7 @@ Status check_row_vector(const char* name, const twTensor_t& tensor, int64_t rows
               static_cast<long long>(tensor.shape[0]), static_cast<long long>(rows));
 }
 
-// [M, I] or [M, 2 * I] of the dtype of gate_up.
+// Checks a matrix like gate_up: [M, I] or [M, 2 * I] of its dtype.
 Status check_like(const char* name, const twTensor_t* tensor, const twTensor_t& gate_up, int64_t elements) {
   TW_RETURN_IF_FAILED(tw::api::check_float_rows(name, tensor, "one row for each of gate_up"));
   if (tensor->dtype != gate_up.dtype) {
@@ -95,7 +97,7 @@ Status check_inputs(const twTensor_t* gate_up, const twTensor_t* counts, const t
   return {};
 }
 
-// Results quantised: e4m3, and scales by row or by column.
+// Checks quantised results: e4m3 values, and scales by row or by column.
 Status check_quantised(const twTensor_t* out, const twTensor_t* scales, int32_t power_of_two,
                        tw::activation::Call* call) {
   TW_RETURN_IF_FAILED(check_matrix("out", out, "[M, I]"));
@@ -124,7 +126,7 @@ Status check_quantised(const twTensor_t* out, const twTensor_t* scales, int32_t 
   const bool by_row = scales->shape[1] <= 1 || (stride[1] == 1 && (scales->shape[0] <= 1 || stride[0] >= blocks));
   const bool by_column =
       scales->shape[0] <= 1 || (stride[0] == 1 && (scales->shape[1] <= 1 || stride[1] >= call->rows.total));
-  // With one row or one column a stride alone tells nothing of where others lie: any that is not negative is right.
+  // With one row or one column a stride alone does not tell where others lie: any that is not negative is right.
   if ((!by_row && !by_column) || stride[0] < 0 || stride[1] < 0 || (stride[0] == 0 && scales->shape[0] > 1) ||
       (stride[1] == 0 && scales->shape[1] > 1)) {
     return fail(twInvalidArgument, "scales has strides [%lld, %lld]; rows or columns must be contiguous, and apart",
@@ -135,7 +137,7 @@ Status check_quantised(const twTensor_t* out, const twTensor_t* scales, int32_t 
   return {};
 }
 
-// Of a vector, or of scales in either order.
+// The extent of a vector, or of scales in either order.
 Extent extent_of_all(const twTensor_t& tensor) {
   int64_t last = 0;
   for (int i = 0; i < tensor.ndim; ++i) last += tensor.shape[i] > 1 ? (tensor.shape[i] - 1) * tensor.stride[i] : 0;

@@ -1,4 +1,6 @@
-// The entry points of tokenway/balance.h: what a plan is asked for, checked; src/balance makes it.
+// The entry points of tokenway/balance.h: they check a configuration, loads and maps, and call src/balance layer by
+// layer. Errors name the field, or the layer and expert. Loads become doubles here, in one order: the plan must be the
+// same on every machine.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -104,7 +106,7 @@ Status read_numbers(const twTensor_t& tensor, double* loads) {
   return {};
 }
 
-// loads: [layers, E], what the tensor holds as doubles.
+// Reads loads, [layers, E], as doubles.
 Status read_loads(const twTensor_t* tensor, const Shape& shape, int32_t layers, std::vector<double>* loads) {
   TW_RETURN_IF_FAILED(tw::api::check_matrix("loads", tensor, "[num_layers, num_experts]"));
   if (tensor->shape[0] != layers || tensor->shape[1] != shape.experts) {
@@ -169,7 +171,7 @@ Status plan(const twPlanConfig_t* given, const twTensor_t* tensor, const twPlanO
   return {};
 }
 
-// What the calls about maps share: a configuration's shape.
+// Reads what the calls about maps share: a configuration's shape.
 Status read_shape(const twPlanConfig_t* given, twPlanConfig_t* config, Shape* shape) {
   TW_RETURN_IF_FAILED(tw::api::read_struct("config", given, config));
   return check_shape(*config, shape);

@@ -1,3 +1,8 @@
+// Checks what callers give for routings, dispatches and combines (api/check.h): ids, layouts, tensors, overlap,
+// windows. It gives a CheckedRouting, DispatchCall or CombineCall, and fills in outputs. What passes is taken as right
+// behind it, so a check that is missing becomes a stray read or write; the sentences name the argument, its value and
+// the allowed range. keep_own decides whether own partials go through the window: it must not let a peer overwrite them
+// (S3).
 #include "api/check.h"
 
 #include <algorithm>
@@ -62,16 +67,16 @@ Status check_layout(const twGroup& group, const char* name, twLayout_t layout) {
   return fail(twInvalidArgument, "%s is %d; it must be twRankMajor (0) or twExpertMajor (1)", name, layout);
 }
 
-// By source, with all ids of a row; else by expert, with one.
+// Whether a layout is by source, with all ids of a row; else it is by expert, with one.
 bool by_source(twLayout_t layout) { return layout == twRankMajor || layout == twFlat; }
 
-// The leading dimensions of a layout: [N, b] or [L, N*b]; of an exact one its rows, in one dimension.
+// The leading dimensions of a layout: [N, b] or [L, N*b]; for an exact layout its rows, in one dimension.
 struct Lead {
   int64_t blocks;
   int64_t rows;
   bool exact = false;
 
-  // What RowsWanted asks for.
+  // The dimensions as RowsWanted takes them.
   std::vector<int64_t> dimensions() const {
     return exact ? std::vector<int64_t>{rows} : std::vector<int64_t>{blocks, rows};
   }
@@ -91,7 +96,7 @@ Extent extent(const Grid& grid, const Lead& lead, int64_t row_bytes) {
   return all;
 }
 
-// Which payloads are wanted by column.
+// Checks which payloads are wanted column-major.
 Status check_columns(const twGroup& group, const twDispatchOutput_t& output, int64_t rows, Columns columns[]) {
   const twGroupConfig_t& config = group.config.given;
   for (int q = 0; q < TW_MAX_PAYLOADS; ++q) {
@@ -108,7 +113,7 @@ Status check_columns(const twGroup& group, const twDispatchOutput_t& output, int
   return {};
 }
 
-// The outputs that twGrouped alone has.
+// Checks the outputs that twGrouped alone has.
 Status check_grouped_targets(const twGroup& group, const twDispatchOutput_t& output, int64_t rows,
                              DispatchTargets* targets) {
   int64_t strides[2];
@@ -128,7 +133,7 @@ Status check_grouped_targets(const twGroup& group, const twDispatchOutput_t& out
   return {};
 }
 
-// Optional outputs of a dispatch that the caller gave memory for.
+// Checks the optional outputs of a dispatch, for which the caller may have given memory.
 Status check_targets(const twGroup& group, const twHandle& handle, const twDispatchOutput_t& output, int32_t bound,
                      DispatchTargets* targets, Extents* written) {
   const twGroupConfig_t& config = group.config.given;
@@ -183,14 +188,14 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
   return {};
 }
 
-// Of a tensor [tokens, top_k] with strides in elements.
+// The extent of a tensor [tokens, top_k] with strides in elements.
 Extent extent_of_pairs(const void* data, int64_t tokens, int64_t top_k, const int64_t stride[2], int64_t element) {
   const Extent one = extent_of(data, tokens > 0 ? top_k : 0, stride[1] * element, element);
   const int64_t span = tokens > 0 ? (tokens - 1) * stride[0] * element : 0;
   return {one.begin + std::min<int64_t>(span, 0), one.end + std::max<int64_t>(span, 0)};
 }
 
-// What a kernel of a dispatch reads while it writes its outputs. A host has sent all of it before it writes any.
+// Adds what a kernel of a dispatch reads while it writes its outputs. A host has sent all of it before it writes any.
 void add_read(const twGroup& group, const twHandle& handle, const twDispatchInput_t& input, Extents* read) {
   const twGroupConfig_t& config = group.config.given;
   const int64_t tokens = handle.routing.tokens;
@@ -371,7 +376,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   call->out_dtype = output.tokens.dtype;
   call->out = static_cast<std::byte*>(output.tokens.data);
   call->out_stride = config.combine_elements * dtype_bytes(output.tokens.dtype);
-  // This rank's own partials need no way through the window if they are rows as they would travel, if no peer can
+  // This rank's own partials need not go through the window if they are rows as they would travel, if no peer can
   // overwrite them once this rank has published (S3), and if no sum can before they are read.
   const int64_t rows_bytes = config.combine_elements * dtype_bytes(input.rows.dtype);
   call->in_window = group.backend->in_window(input.rows.data);

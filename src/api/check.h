@@ -1,4 +1,6 @@
-// Reads what callers give: structs of any age, tensors of any shape. What passes here is right.
+// Reading what callers give: structs of any age, tensors of any shape. A check takes the caller's struct and gives a
+// call of core/backend.h; what passes is right, and nothing behind it checks again. read_struct and write_struct keep
+// the ABI: they must never touch bytes beyond the caller's `size`.
 #pragma once
 
 #include <cstring>
@@ -8,7 +10,7 @@
 namespace tw::api {
 
 // Copies a caller's struct over one that holds the defaults. Smaller (older) structs are accepted; larger ones if the
-// bytes that this library does not know are zero. One struct may be both: it keeps what it has.
+// bytes that this library does not know are zero. `given` and `known` may be one struct, which then keeps what it has.
 template <class Struct>
 Status read_struct(const char* name, const Struct* given, Struct* known) {
   constexpr size_t kLargest = 1 << 16;  // no version will be larger; a garbage size must not be followed
@@ -43,12 +45,12 @@ Status write_struct(const char* name, const Struct& known, Struct* given) {
   return {};
 }
 
-// A group's config, and what it points to, which has a size of its own.
+// A group's config, with the placement that it points to, which has a size of its own.
 struct ReadConfig {
   twGroupConfig_t config = TW_GROUP_CONFIG_INIT;
   twPlacement_t placement = TW_PLACEMENT_INIT;
 };
-// The config then points into `known`.
+// Reads a config. It then points into `known`.
 Status read_config(const twGroupConfig_t* given, ReadConfig* known);
 
 Status check_ranks(int32_t nranks);
@@ -61,21 +63,21 @@ struct CheckedRouting {
   Status too_many;  // why no dispatch of this group can take it: there are more tokens than max_tokens
 };
 
-// Every check of a routing, values included: nothing is written. More tokens than the group takes are no failure here,
-// where peers could not be told: they wait for a step, and routing is none. See twHandle::too_many.
+// Checks a routing, values included; nothing is written. More tokens than the group takes are no failure here, where
+// peers could not be told: they wait for a step, and routing is none. See twHandle::too_many.
 Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor_t* weights, CheckedRouting* routing);
 // Copies a checked routing into the handle's arrays.
 void copy_routing(const Shape& shape, const CheckedRouting& checked, Routing* routing);
-// Where a device will find it.
+// Tells where a device will find a checked routing.
 RoutingSource source_of(const CheckedRouting& checked);
 
-// What a call needs of its structs. The output's views are filled in by fill_views.
+// These check the structs of a call and make it a call of core/backend.h. fill_views fills in the output's views.
 Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t& input,
                       const twDispatchOutput_t& output, DispatchCall* call);
 Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& input, const twCombineOutput_t& output,
                      CombineCall* call);
 
-// Where an exchange of counts says that rows are to land, and the leases that it lies in. leases.cc
+// Checks the receive offsets of an exchange of counts; gives them, and the leases that they lie in. In leases.cc.
 Status check_landing(twGroup& group, const twCountsInput_t& input, CountsCall* call, std::vector<std::byte*>* leases);
 
 // Completes the caller's output tensors: shapes, and views where no memory was given.

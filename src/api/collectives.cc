@@ -1,4 +1,7 @@
-// The entry points of tokenway/collectives.h: what a gather or reduce is given, checked.
+// The entry points of tokenway/collectives.h: they check what a gather or reduce is given, find sizes and bound, and
+// make a CollectiveCall of it, with places in the window and a digest of all that ranks must give alike. An argument
+// that ranks may give differently and that is not in the digest lets them read each other's rows at wrong places (S10)
+// instead of failing with twBoundMismatch.
 #include <algorithm>
 #include <functional>
 #include <limits>
@@ -12,7 +15,7 @@
 namespace tw::api {
 namespace {
 
-// Where sizes come from.
+// The ways in which sizes are given.
 enum class Sizes { kHost, kMemory, kOwnInMemory, kOwn };
 
 // What the two inputs have in common.
@@ -27,7 +30,7 @@ struct Given {
   void* stream;
 };
 
-// One size that the host can read: from 0 to the bound.
+// Checks one size that the host can read: from 0 to the bound.
 Status check_size(const char* name, int rank, int64_t size, int32_t most) {
   if (size >= 0 && size <= most) return {};
   return fail(twInvalidArgument, "%s[%d] is %lld; it must be from 0 to %d", name, rank, static_cast<long long>(size),
@@ -57,7 +60,7 @@ Status find_sizes(const twGroup& group, const Given& given, Sizes* from) {
   return {};
 }
 
-// The bound of a call: as given, or what follows from the sizes. `rows`: of one rank's tensor.
+// Finds the bound of a call: as given, or what follows from the sizes. `rows`: those of one rank's tensor.
 Status find_bound(const twGroup& group, const Given& given, Sizes from, int64_t rows, int32_t* bound) {
   const int32_t most = group.config.given.max_tokens;
   int64_t wanted = given.bound;
@@ -76,7 +79,7 @@ Status find_bound(const twGroup& group, const Given& given, Sizes from, int64_t 
   return {};
 }
 
-// Takes the sizes over, as far as the host can read them. `rows`: of this rank's own tensor, input or output.
+// Takes the sizes over, as far as the host can read them. `rows`: those of this rank's own tensor, input or output.
 Status take_sizes(const twGroup& group, const Given& given, Sizes from, const char* rows_name, int64_t rows,
                   CollectiveCall* call) {
   call->all_sizes = from == Sizes::kHost || from == Sizes::kMemory;
@@ -109,7 +112,7 @@ Status take_sizes(const twGroup& group, const Given& given, Sizes from, const ch
                                      : "the bound");
 }
 
-// Elements of a row: those of the dimensions after the first few.
+// Elements of a row: the product of the dimensions after the first few.
 int64_t elements_of(const twTensor_t& tensor, int lead) {
   int64_t product = 1;
   for (int i = lead; i < std::min(tensor.ndim, TW_MAX_DIMS); ++i) {
@@ -120,7 +123,7 @@ int64_t elements_of(const twTensor_t& tensor, int lead) {
   return product;
 }
 
-// What is wrong with a tensor before its rows are looked at; gives their elements.
+// Checks a tensor before its rows are looked at; gives the elements of a row.
 Status check_kind(const char* name, const twTensor_t& tensor, int lead, bool summed, int64_t* elements) {
   if (tensor.ndim < lead || tensor.ndim > TW_MAX_DIMS) {
     return fail(twInvalidArgument, "%s has %d dimensions; it must have from %d to %d", name, tensor.ndim, lead,
@@ -149,7 +152,7 @@ Status check_common(const twGroup& group, const Given& given, const char* layout
   return fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", given.send_only);
 }
 
-// Places in the window, and what ranks must have alike.
+// Finds the places in the window, and the digest of what ranks must have alike.
 Status place(const twGroup& group, const Given& given, CollectiveCall* call) {
   uint64_t row_bytes[kMaxPayloads];
   uint64_t all = 0;
@@ -198,13 +201,13 @@ Status place(const twGroup& group, const Given& given, CollectiveCall* call) {
               static_cast<unsigned long long>(all), call->bound, group.ranks(), bytes_text(room).c_str());
 }
 
-// What the tensors of a call touch.
+// The memory that the tensors of a call touch.
 struct Touched {
   Extents in;
   Extents out;
 };
 
-// An output beside its own input; check_apart looks at the other pairs.
+// Checks an output beside its own input; check_apart looks at the other pairs.
 Status check_overlap(int32_t q, const Extent& in, const Extent& out, bool in_place, Touched* touched) {
   touched->in.add("input.tensors", in, q);
   touched->out.add("output.tensors", out, q);
@@ -215,13 +218,13 @@ Status check_overlap(int32_t q, const Extent& in, const Extent& out, bool in_pla
               q, q);
 }
 
-// The row of flat tensors where this rank's begin; -1 if the host does not know.
+// The row of flat tensors where this rank's rows begin; -1 if the host does not know.
 int64_t own_begin(const twGroup& group, const CollectiveCall& call) {
   if (!call.all_sizes || call.sizes.empty()) return -1;
   return std::accumulate(call.sizes.begin(), call.sizes.begin() + group.me(), int64_t{0});
 }
 
-// Rows of flat tensors.
+// How many rows flat tensors have.
 int64_t flat_rows(const twGroup& group, const CollectiveCall& call, Sizes from) {
   if (from == Sizes::kHost) return std::accumulate(call.sizes.begin(), call.sizes.end(), int64_t{0});
   return int64_t{group.ranks()} * call.bound;
@@ -232,7 +235,7 @@ std::vector<int64_t> lead_of(const twGroup& group, const CollectiveCall& call, S
   return {group.ranks(), call.bound};
 }
 
-// Whether an input is a view of the window, and a good one.
+// Notes whether an input is a view of the window, and refuses one that is over.
 Status check_window(twGroup& group, int32_t q, CollectiveCall* call) {
   if (!group.backend->in_window(call->tensors[q].in)) return {};
   call->in_window = true;

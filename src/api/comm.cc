@@ -1,4 +1,6 @@
-// The entry points that make and end comms.
+// The entry points that make and end comms: they check the configuration and devices, read the environment, and connect
+// the ranks (src/bootstrap). A rank whose arguments are bad fails here before it meets anybody, and its peers wait for
+// it until their timeout.
 #include <algorithm>
 #include <cstdlib>
 
@@ -19,7 +21,7 @@ tw::TimePoint after(int32_t milliseconds) {
   return std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
 }
 
-// What all comms read beside their config: the environment, and how long to wait where the config does not say.
+// Reads what all comms read beside their config: the environment, and how long to wait where the config does not say.
 Status settle_timeout(int32_t* timeout_ms, tw::Environment* environment) {
   TW_RETURN_IF_FAILED(tw::read_environment(environment));
   if (*timeout_ms < 0) {
@@ -77,7 +79,8 @@ Status find_device([[maybe_unused]] const char* name, [[maybe_unused]] int* devi
 #endif
 }
 
-// The devices of local ranks. Ranks that share one wait for each other on it, each in a hardware queue of its own.
+// Checks the devices of local ranks. Ranks that share one wait for each other on it, each in a hardware queue of its
+// own.
 Status local_devices(const int32_t* given, int32_t nranks, std::vector<int>* devices) {
   devices->assign(given, given + nranks);
   for (int32_t rank = 0; rank < nranks; ++rank) {
@@ -101,8 +104,8 @@ Status local_devices(const int32_t* given, int32_t nranks, std::vector<int>* dev
   return {};
 }
 
-// A comm whose ranks are processes; its groups exchange through memory of the host, or of a device each. A device that
-// cannot be used is refused before anybody is met.
+// Creates a comm whose ranks are processes; its groups exchange through memory of the host, or of a device each. A
+// device that cannot be used is refused before any rank is met.
 Status create_between_processes(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* given,
                                 bool on_device) {
   TW_CHECK_NOT_NULL(comm);

@@ -1,4 +1,5 @@
-// How every entry point runs: what a call throws or returns becomes a result, and the thread's sentence.
+// How every entry point runs: what a call returns or throws becomes a result, and the thread's sentence (twLastError).
+// It also begins a new scope of interrupts. An entry point outside of enter() lets an exception into C code.
 #pragma once
 
 #include <exception>
@@ -11,7 +12,7 @@
 
 namespace tw::api {
 
-// What twLastError returns.
+// The sentence that twLastError returns.
 inline thread_local std::string last_error;
 
 inline twResult_t report(Status status) {

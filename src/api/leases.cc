@@ -1,4 +1,6 @@
-// The entry points of leases.h.
+// The entry points of tokenway/leases.h: leases, their receive offsets, and kept windows. Calls come from any thread,
+// also from garbage collection, and leases and keepers may outlive their group. check_landing is what keeps peers from
+// writing outside of a lease: an offset that passes it is announced to all ranks.
 #include <pthread.h>
 
 #include <map>
@@ -10,7 +12,8 @@
 namespace tw::api {
 namespace {
 
-// Every lease, with what keeps its memory: a lease may outlive its group. Never destroyed, as tensors may outlive all.
+// Every lease, with what keeps its memory mapped: a lease may outlive its group. Never destroyed, as tensors may
+// outlive everything else.
 struct Leases {
   std::mutex mutex;
   std::map<std::byte*, std::shared_ptr<LeaseArea>> areas;
@@ -19,7 +22,7 @@ Leases& all() {
   static auto* const leases = new Leases;
   return *leases;
 }
-// So that no other thread holds the lock in a child.
+// Locked around fork(), so that no other thread holds the lock in a child.
 const int at_fork =
     pthread_atfork([] { all().mutex.lock(), keepers.lock(); }, [] { keepers.unlock(), all().mutex.unlock(); },
                    [] {

@@ -1,3 +1,5 @@
+// Checks of matrices for the calls beside the exchange (api/matrix.h). The limits on sizes and strides keep every byte
+// offset that src/quantize and src/activation compute within 64 bits.
 #include "api/matrix.h"
 
 #include <algorithm>
@@ -48,7 +50,7 @@ Status check_float_rows(const char* name, const twTensor_t* rows, const char* wa
     return fail(twInvalidArgument, "%s has dtype %s (%d); it must be float32, bfloat16 or float16", name,
                 tw::dtype_name(rows->dtype), rows->dtype);
   }
-  // All of it, and of what is computed from it, is a 64-bit offset in bytes.
+  // Every byte of it, and of what is computed from it, has a 64-bit offset.
   const int64_t largest = INT64_MAX / 32 / std::max<int64_t>(rows->shape[0], 1);
   if (rows->shape[1] > largest) {
     return fail(twInvalidArgument, "%s has shape %s; with so many rows one must have at most %lld elements", name,

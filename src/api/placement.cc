@@ -1,4 +1,6 @@
-// The entry points of placement.h, but for twHandleCreateForLayer, which stands beside the other one.
+// The entry points of tokenway/placement.h, except twHandleCreateForLayer, which stands beside twHandleCreate in
+// tokenway.cc. They check a layer and its map, and replace, show or read it. A replaced map must reach the backend
+// before the host's own copy changes: a rank whose digest and map differ sends rows to another expert's weights.
 #include "core/placement.h"
 
 #include <algorithm>

@@ -1,3 +1,5 @@
+// The entry point twDescribePlan: checks a configuration and a query, and copies the text that the CUDA backend's
+// planner gives (core/plan_query.h). Needs no device. No call depends on it.
 #include "core/plan_query.h"
 
 #include <algorithm>

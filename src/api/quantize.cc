@@ -1,4 +1,5 @@
-// twQuantizeFp8: what the caller gave is checked here, and computed in src/quantize.
+// The entry point twQuantizeFp8: it checks what the caller gave, and hands a quantize::Call to src/quantize, for host
+// memory or for a device. What passes here is taken as right behind it.
 #include "api/enter.h"
 #include "api/matrix.h"
 #include "core/config.h"

@@ -1,5 +1,7 @@
-// What callers hold pointers to, and how calls come by it: looked up and occupied in one step, so that no other thread
-// ends an object between its being found and its being used.
+// The objects that callers hold pointers to, and how calls get at them: a pointer is looked up and its object occupied
+// in one step, so that no other thread ends an object between its being found and its being used. enter_group and
+// enter_handle take the turn; visit is for calls from any thread. An entry point that goes around them makes a stale
+// pointer a crash, and two calls at once a data race.
 #pragma once
 
 #include <mutex>
@@ -9,14 +11,14 @@
 #include "api/enter.h"
 #include "core/group.h"
 
-// A window's; it may outlive its group.
+// A window that is kept; it may outlive its group.
 struct twWindowKeeper : tw::Quarantined<twWindowKeeper> {
   std::shared_ptr<void> window;
 };
 
 namespace tw::api {
 
-// Objects that callers hold. A pointer is looked up before it is followed, so a stale one is an error, not a crash.
+// The objects of one kind. A pointer is looked up before it is followed, so a stale one is an error, not a crash.
 template <class Object>
 class Registry {
  public:
@@ -28,7 +30,7 @@ class Registry {
     const std::lock_guard lock(mutex_);
     return objects_.erase(object) > 0;
   }
-  // What `use` returns, for an object that exists: none is removed meanwhile.
+  // Returns what `use` returns, for an object that exists: none is removed meanwhile.
   template <class Use>
   Status find(const char* name, Object* object, Use&& use) {
     const std::lock_guard lock(mutex_);
@@ -38,7 +40,7 @@ class Registry {
                                     static_cast<void*>(object));
   }
 
-  // Around fork(), so that no other thread holds the lock in the child.
+  // For fork(), so that no other thread holds the lock in the child.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
   void clear() { objects_.clear(); }
@@ -66,7 +68,7 @@ inline Status take_turn(twComm& comm, const char* call, Turn* turn) {
       "lock around these calls, or give each thread a comm of its own");
 }
 
-// Entry points of a group: `call` is their name, and `body` runs while no other call is in the group.
+// Runs an entry point of a group: `call` is its name, and `body` runs while no other call is in the group.
 template <class Body>
 twResult_t enter_group(const char* call, twGroup_t group, Body&& body) {
   return enter([&]() -> Status {
@@ -76,7 +78,7 @@ twResult_t enter_group(const char* call, twGroup_t group, Body&& body) {
   });
 }
 
-// Those of a handle: its group is occupied.
+// Runs an entry point of a handle: its group is occupied.
 template <class Body>
 twResult_t enter_handle(const char* call, twHandle_t handle, Body&& body) {
   return enter([&]() -> Status {
@@ -86,7 +88,8 @@ twResult_t enter_handle(const char* call, twHandle_t handle, Body&& body) {
   });
 }
 
-// Those that may come from any thread, beside another call. They touch what never changes or has a lock of its own.
+// Runs an entry point that may be called from any thread, beside another call. It touches only what never changes or
+// has a lock of its own.
 template <class Object, class Body>
 twResult_t visit(Registry<Object>& registry, const char* name, Object* object, Body&& body) {
   return enter([&]() -> Status {
@@ -96,7 +99,7 @@ twResult_t visit(Registry<Object>& registry, const char* name, Object* object, B
   });
 }
 
-// Takes an object that this call occupies from its registry: it ends here.
+// Takes an object that this call occupies from its registry: the object ends here.
 template <class Object>
 void withdraw(Registry<Object>& registry, Object* object, Turn* turn) {
   registry.remove(object);

@@ -1,3 +1,5 @@
+// Checks of tensors of rows, and of which of them overlap (api/rows.h). The limits on strides keep every byte offset
+// within 64 bits; check_apart is what keeps a kernel or copy from reading what the same call has overwritten.
 #include "api/rows.h"
 
 #include <algorithm>
@@ -32,7 +34,7 @@ Status wrong_shape(const RowsWanted& wanted, const twTensor_t& tensor) {
               shape_text(shape.data(), static_cast<int>(shape.size())).c_str());
 }
 
-// Number of leading dimensions that match, 0 if none do.
+// The number of leading dimensions that match, 0 if none do.
 int match_lead(const RowsWanted& wanted, const twTensor_t& tensor) {
   const int lead = static_cast<int>(wanted.lead.size());
   if (tensor.ndim >= lead && std::equal(wanted.lead.begin(), wanted.lead.end(), tensor.shape)) return lead;
@@ -54,7 +56,7 @@ bool has_elements(const RowsWanted& wanted, const twTensor_t& tensor, int lead) 
 Status check_stride(const char* name, const twTensor_t& tensor, int dimension) {
   const int64_t stride = tensor.stride[dimension];
   if (tensor.shape[dimension] <= 1) return {};
-  const int64_t largest = INT64_MAX / 32 / tensor.shape[dimension];  // all of it, in bytes, is still a 64-bit offset
+  const int64_t largest = INT64_MAX / 32 / tensor.shape[dimension];  // every byte of it still has a 64-bit offset
   if (stride <= largest && stride >= -largest) return {};
   return fail(twInvalidArgument, "%s has stride %lld in dimension %d; it must be from %lld to %lld", name,
               static_cast<long long>(stride), dimension, static_cast<long long>(-largest),

@@ -1,4 +1,6 @@
-// Tensors of rows: what one must be, where its rows lie, and which bytes it touches.
+// Tensors of rows: what one must be, where its rows lie, and which bytes it touches. check_rows takes what is wanted
+// and a tensor, and gives byte strides; Extents and check_apart find overlap. The calls behind trust the strides that
+// come from here.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +15,7 @@ namespace tw::api {
 std::string shape_text(const int64_t* shape, int ndim);
 std::string shape_text(const twTensor_t& tensor);
 
-// What a tensor of rows must be. `lead` are the dimensions that count rows; after them come elements, in one dimension
+// What a tensor of rows must be. `lead` are the dimensions that count rows; elements come after them, in one dimension
 // or more. Two leading dimensions may also be given as one.
 struct RowsWanted {
   const char* name;
@@ -21,8 +23,8 @@ struct RowsWanted {
   std::vector<int64_t> lead;
   int64_t elements;
   bool output = false;  // C-contiguous throughout
-  bool typed = true;    // read or written as its dtype, so aligned to it
-  bool single = false;  // the lead is all of it, with 1 element each
+  bool typed = true;    // read or written as its dtype, so it must be aligned to it
+  bool single = false;  // `lead` is the whole shape, with 1 element each
 };
 
 Status check_stride(const char* name, const twTensor_t& tensor, int dimension);
@@ -30,33 +32,33 @@ Status check_stride(const char* name, const twTensor_t& tensor, int dimension);
 // Checks a tensor of rows and gives the byte strides of its one or two leading dimensions.
 Status check_rows(const RowsWanted& wanted, const twTensor_t& tensor, int64_t strides[2]);
 
-// What an output that is filled in here is.
+// Makes the tensor of an output that the library fills in.
 twTensor_t contiguous_tensor(void* data, twDtype_t dtype, const std::vector<int64_t>& shape);
 
-// Bytes from the first to the last that a tensor touches.
+// The bytes from the first to the last that a tensor touches.
 struct Extent {
   const std::byte* begin;
   const std::byte* end;
 };
 
-// Of rows a stride apart, which may be negative.
+// The extent of rows a stride apart, which may be negative.
 Extent extent_of(const void* data, int64_t rows, int64_t stride, int64_t row_bytes);
 bool disjoint(const Extent& a, const Extent& b);
 
-// What one tensor of a call touches: `name`, or name[index].
+// The extent of one tensor of a call: `name`, or name[index].
 struct NamedExtent {
   const char* name;
   Extent bytes;
   int index = -1;
 };
 
-// What the tensors of a call touch. Empty ones touch nothing.
+// The extents of the tensors of a call. Empty tensors touch nothing.
 class Extents {
  public:
   void add(const char* name, const Extent& bytes, int index = -1) {
     if (bytes.begin != bytes.end && count_ < kMost) all_[count_++] = {name, bytes, index};
   }
-  // A tensor without gaps.
+  // Adds a tensor without gaps.
   void add_contiguous(const char* name, const twTensor_t& tensor, int index = -1);
   const NamedExtent* begin() const { return all_; }
   const NamedExtent* end() const { return all_ + count_; }
@@ -67,8 +69,8 @@ class Extents {
   int count_ = 0;
 };
 
-// Every output has memory of its own: apart from the other outputs, and from the inputs. pairs_may: an input and an
-// output of the same index have been checked in another way.
+// Checks that every output has memory of its own, apart from the other outputs and from the inputs. pairs_may: an input
+// and an output of the same index have been checked in another way.
 Status check_apart(const Extents& outputs, const Extents& inputs, bool pairs_may = false);
 
 }  // namespace tw::api

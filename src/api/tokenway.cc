@@ -1,5 +1,6 @@
-// The entry points of tokenway.h: arguments checked, objects found, errors turned into results. Nothing else happens
-// here, and no exception leaves.
+// The entry points of tokenway.h: they check arguments, find objects and turn errors into results; src/core does the
+// rest. No exception leaves. Bad arguments of a step must not return alone: the step is refused, so that no peer waits
+// (refuse_dispatch, refuse_counts, refuse_combine), except where all ranks fail alike, or nothing can be sent.
 #include <pthread.h>
 
 #include <algorithm>
@@ -144,7 +145,7 @@ twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t*
     tw::Turn meeting;
     TW_RETURN_IF_FAILED(comms.find("comm", comm, [&] { return tw::api::take_turn(*comm, "twGroupCreate", &meeting); }));
     tw::api::ReadConfig known;
-    // What is wrong with this rank's arguments is told to the others, which wait in the same call.
+    // An error in this rank's arguments is told to the others, which wait in the same call.
     Status readable = tw::api::read_config(given, &known);
     if (group == nullptr) readable = fail(twInvalidArgument, "group is NULL");
     std::vector<int> members(comm->bootstrap->size());
@@ -166,7 +167,7 @@ twResult_t twGroupDestroy(twGroup_t group) {
     if (tw::Guest::is_here(group->occupied)) {
       return fail(twInvalidUsage, "a callback of twGroupAbort cannot destroy the group that is given up");
     }
-    // Of a finished group nobody is met, and it must end even where another creation waits.
+    // A finished group is destroyed without a meeting, and it must end even where another creation waits.
     if (!group->is_sticky()) TW_RETURN_IF_FAILED(tw::api::take_turn(*group->comm, kName, &meeting));
     forget_handles(*group);
     tw::api::withdraw(groups, group, &turn);
@@ -327,7 +328,7 @@ twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* to
 
 namespace {
 
-// What asks for the rows of a layout must have.
+// Checks the arguments of calls that ask for the rows of a layout.
 Status check_counted(twHandle_t handle, twLayout_t layout, const int64_t* rows) {
   TW_CHECK_NOT_NULL(rows);
   if (layout != twFlat && layout != twGrouped) {
@@ -377,7 +378,7 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
     TW_RETURN_IF_FAILED(check_exact(*group));
     twCountsInput_t input = TW_COUNTS_INPUT_INIT;
     Status status = tw::api::read_struct("input", given, &input);
-    // As of a dispatch: on a stream that is no good not even the refusal can be sent.
+    // As for a dispatch: on a stream that is no good not even the refusal can be sent.
     if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
     if (status.ok()) status = group->backend->check_stream(input.stream);
     Status found = check_handle(group, handle);
@@ -395,10 +396,11 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
     call.send_only = input.send_only != 0;
     std::vector<std::byte*> leases;
     if (status.ok()) status = tw::api::check_landing(*group, input, &call, &leases);
-    if (status.ok() && handle->counts.exchanged && handle->lane >= 0) {  // as on all ranks, so there is nobody to tell
+    if (status.ok() && handle->counts.exchanged &&
+        handle->lane >= 0) {  // all ranks find this alike, so nobody has to be told
       return fail(twInvalidUsage, "handle holds lane %d; combine or release it before twExchangeCounts", handle->lane);
     }
-    // Peers are told at once, as of a dispatch.
+    // Peers are told at once, as for a dispatch.
     if (!status.ok()) {
       return tw::refuse_counts(*group, known, input.lane, input.send_only == 1, input.stream, std::move(status));
     }
