@@ -396,8 +396,7 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
     call.send_only = input.send_only != 0;
     std::vector<std::byte*> leases;
     if (status.ok()) status = tw::api::check_landing(*group, input, &call, &leases);
-    if (status.ok() && handle->counts.exchanged &&
-        handle->lane >= 0) {  // all ranks find this alike, so nobody has to be told
+    if (status.ok() && handle->counts.exchanged && handle->lane >= 0) {  // all ranks see it alike: nobody waits
       return fail(twInvalidUsage, "handle holds lane %d; combine or release it before twExchangeCounts", handle->lane);
     }
     // Peers are told at once, as for a dispatch.

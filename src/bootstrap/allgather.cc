@@ -1,4 +1,7 @@
-// The mesh needs a common address; where the caller can already gather bytes, it comes from there.
+// Finds a common address for a mesh of Unix sockets: where the caller can already gather bytes, rank 0 proposes a
+// random one and tells it by the caller's allgather. Takes that function, gives the address, and refuses ranks on
+// several hosts (twUnsupported). A rank that has trouble says so in its card, because its peers would otherwise wait
+// for it.
 #include <unistd.h>
 
 #include <array>
@@ -28,7 +31,7 @@ Status name_boot(int ranks, char (&name)[48]) {
   if (std::FILE* const file = std::fopen("/proc/sys/kernel/random/boot_id", "re")) {
     if (std::fscanf(file, "%47s", name) != 1) name[0] = 0;
     std::fclose(file);
-  } else if (errno == EMFILE || errno == ENFILE) {  // another name would make one host look like two
+  } else if (errno == EMFILE || errno == ENFILE) {  // any other name would make one host look like two
     return fail_to_open(ranks, "read this host's boot_id");
   }
   if (name[0] == 0) ::gethostname(name, sizeof name - 1);

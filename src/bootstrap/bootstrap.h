@@ -1,5 +1,9 @@
-// How ranks find each other, exchange small things before there is a window, and see that one of them is gone. Slow
-// and robust: nothing here is on the path of a token.
+// Bootstrap: how ranks find each other, exchange small things before there is a window, and see that one of them is
+// gone. It is slow and robust: nothing here is on the path of a token.
+//
+// A meeting (exchange) takes members, a tag and a parcel, and gives each member's parcel or says that it is late or
+// gone. Every meeting ends (S6): by parcels, a deadline, a death, a give-up or an interrupt. Tags must be used in the
+// same order on all ranks, and never twice; `alive` and `presence` decide which rank is blamed.
 #pragma once
 
 #include <chrono>
@@ -36,8 +40,8 @@ class Fd {
   int fd_ = -1;
 };
 
-// What one rank gives to the others: bytes, and where ranks are processes, perhaps a descriptor. One that was sent, but
-// found no room in this process, is there without being open.
+// What one rank gives to the others: bytes, and, where ranks are processes, perhaps a descriptor. A descriptor that was
+// sent but found no room in this process is present, but not open.
 struct Parcel {
   std::string bytes;
   std::shared_ptr<const Fd> fd;
@@ -45,14 +49,15 @@ struct Parcel {
 
 enum class Presence { kHere, kLate, kGone, kGaveUp };
 
-// Tags of one collective call, all of whose meetings end when a member gives it up.
+// The occasion of a tag. All tags of one collective call have the same, and all its meetings end when a member gives it
+// up.
 inline uint64_t occasion_of(uint64_t tag) { return tag >> 15; }
 
 // Whether a member will not come, though its process lives.
 using Left = std::function<bool(int member)>;
 
-// What a meeting is still good for once a member is gone: the others go on without it, or it has failed and waits for
-// nobody who is late.
+// What a meeting needs once a member is gone. kWhoeverComes: the others go on without it. kAll: it has failed, and
+// waits for nobody who is late.
 enum class Needs { kWhoeverComes, kAll };
 
 class Bootstrap {
@@ -64,72 +69,75 @@ class Bootstrap {
   // True if all ranks live in this process, so that pointers may be exchanged.
   virtual bool in_process() const = 0;
 
-  // Gives `mine` to every member and takes theirs: (*all)[i] is members[i]'s. Collective among members, which hold this
-  // rank, ascending, the same everywhere; `tag` names the occasion, the same everywhere and never used twice. Returns
-  // when each member's parcel is here, or the member is gone, or the deadline has passed: presence[i] says which.
-  // `left` is asked every few milliseconds, by this thread, of those that are not here, and finds in *all what has
-  // come; who has left is gone, but what it gave before still counts. Ends at once, too, when a member has given the
-  // occasion up, when one is gone of whom `needs` wants all, or when this rank's call is interrupted. One meeting at a
-  // time.
+  // Gives `mine` to every member and takes theirs: (*all)[i] is members[i]'s. Collective among members, which include
+  // this rank, ascending, the same everywhere; `tag` names the meeting, the same everywhere and never used twice.
+  // Returns when each member's parcel is here, or the member is gone, or the deadline has passed: presence[i] says
+  // which.
+  //
+  // This thread asks `left` every few milliseconds about members that are not here; it may look into *all for what has
+  // come. A member that has left is gone, but what it gave before still counts. The meeting also ends at once when a
+  // member has given the occasion up, when one is gone and `needs` wants all, or when this rank's call is interrupted.
+  // One meeting at a time.
   virtual std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine,
                                          TimePoint deadline, std::vector<Parcel>* all, const Left& left = {},
                                          Needs needs = Needs::kWhoeverComes) = 0;
 
-  // Gives a parcel to every member, and takes none: for a rank that does not wait for a meeting, but tells those who do
-  // what it does instead. From any thread, also while another is in a meeting; never blocks.
+  // Gives a parcel to every member, and takes none: for a rank that does not wait for a meeting, but tells the ranks
+  // that do what it does instead. From any thread, also while another is in a meeting; never blocks.
   virtual void give(std::span<const int> members, uint64_t tag, const std::string& bytes) = 0;
 
-  // Tells the members that this rank takes no further part in a call, which has meetings of that occasion: they get
-  // kGaveUp in this one and in every later one.
+  // Tells the members that this rank takes no further part in a call, whose meetings have that occasion: they get
+  // kGaveUp in this meeting and in every later one of it.
   virtual void give_up(std::span<const int> members, uint64_t occasion) = 0;
 
   // False once a peer's process has ended or has destroyed its comm. Never blocks.
   virtual bool alive(int peer) = 0;
 
-  // ---- Between processes that share no memory, from any thread, also while another is in a meeting: neither waits for
-  // anything but a socket to take or give what it can at once. What a rank posts to a peer under a tag replaces what it
-  // posted there before.
+  // ---- For processes that share no memory; from any thread, also while another is in a meeting. None of these waits
+  // for anything but a socket to take or give what it can at once. What a rank posts to a peer under a tag replaces
+  // what it posted there before.
   virtual void post(int /*peer*/, uint64_t /*tag*/, const std::string& /*bytes*/) {}
-  // What has come from a peer under a tag; false if nothing has.
+  // Gives what has come from a peer under a tag; false if nothing has.
   virtual bool posted(int /*peer*/, uint64_t /*tag*/, std::string* /*bytes*/) { return false; }
-  // IP addresses of the connection to a peer: this rank's own, and the peer's.
+  // Gives the IP addresses of the connection to a peer: this rank's own, and the peer's.
   virtual void addresses(int /*peer*/, std::string* /*own*/, std::string* /*theirs*/) {}
 };
 
-// Tags of what is posted, apart from those of exchanges.
+// A bit that tells the tags of posts from those of exchanges.
 inline constexpr uint64_t kPostTag = uint64_t{1} << 63;
 
-// "1, 2, 5", or "1, 2, 3, 4, 5, 6, 7, 8 and 90 others": ranks in a sentence.
+// Writes ranks for a sentence: "1, 2, 5", or "1, 2, 3, 4, 5, 6, 7, 8 and 90 others".
 std::string ranks_text(std::span<const int> ranks);
 
-// exchange() where every member must be there: names those that are not, and the one that has given up.
+// An exchange() where every member must be there: the error names the members that are not, or that gave up.
 Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
               const char* occasion, std::vector<Parcel>* all);
 
-// Every rank's result of something that each did alone: all fail if one did, and say which. Collective.
+// Shares every rank's result of something that each did alone: all fail if one did, and say which. Collective.
 Status agree(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline, const char* occasion,
              const Status& mine);
 
-// A mesh of Unix sockets between processes of one host. `address` as in twCommConfig_t. Where it fails after others may
-// have come to this rank, all of them hear why, until the deadline also those that come later.
+// Makes a mesh of Unix sockets between processes of one host. `address` as in twCommConfig_t. If it fails after others
+// may have come to this rank, all of them hear why; so do ranks that come later, until the deadline.
 Status connect_mesh(int rank, int size, const std::string& address, TimePoint deadline,
                     std::unique_ptr<Bootstrap>* bootstrap);
 
-// A mesh of TCP connections, for ranks on any hosts: they tell each other their addresses by the caller's own
-// allgather(mine, all, bytes). Refuses ranks whose `note` differs, which `what` names.
+// Makes a mesh of TCP connections, for ranks on any hosts: they tell each other their addresses by the caller's own
+// allgather(mine, all, bytes). Refuses ranks whose `note` differs; `what` names it in the error.
 Status connect_tcp(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
                    const std::string& note, const char* what, TimePoint deadline,
                    std::unique_ptr<Bootstrap>* bootstrap);
 
-// An address that all ranks have in common, made by rank 0 and told by a caller's own allgather(mine, all, bytes),
-// which returns 0 if it worked. Refuses ranks on several hosts.
+// Agrees on an address, which rank 0 makes and tells by the caller's own allgather(mine, all, bytes); that returns 0 on
+// success. Refuses ranks on several hosts.
 Status agree_on_address(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
                         std::string* address);
 
-// All ranks in this process.
+// Makes the bootstraps of ranks that are all in this process.
 std::vector<std::unique_ptr<Bootstrap>> make_local_bootstraps(int size);
 
-// Packs integers and strings into a parcel's bytes and reads them back; a short parcel reads as zeros and ok() false.
+// Packs integers and strings into a parcel's bytes, and reads them back; a parcel that is too short reads as zeros,
+// with ok() false.
 class Packer {
  public:
   template <class T>
@@ -180,7 +188,7 @@ class Unpacker {
   bool ok_ = true;
 };
 
-// In front of what a rank gives: how its own part went. Read by a peer, which fails alike and names the rank.
+// These put in front of what a rank gives how its own part went. A peer reads it, fails alike and names the rank.
 Packer pack_result(const Status& mine);
 Status read_result(int rank, Unpacker& reader);
 

@@ -1,3 +1,7 @@
+// The steps of Connecting (bootstrap/connecting.h): dialling, accepting, greeting, hearing and telling, in one loop
+// around poll. A handshake has four parts (hello, ready, over, news); their order and tags must be the same in all
+// ranks of a comm, which the version in the hello checks. All ranks that dialled are heard before any is found dead:
+// that decides which rank is blamed.
 #include "bootstrap/connecting.h"
 
 #include <poll.h>
@@ -22,11 +26,11 @@ using Clock = std::chrono::steady_clock;
 constexpr milliseconds kLook = kInterruptLook;
 constexpr milliseconds kRetry{2};          // before the second attempt to dial; later ones come more slowly
 constexpr milliseconds kDialTime{1000};    // for one address: one that cannot be reached may never say so
-constexpr milliseconds kAnswerTime{3000};  // where anybody can connect, and another program may listen
-constexpr size_t kLongestHello = 4096;     // of who has not said yet that it is one of us
+constexpr milliseconds kAnswerTime{3000};  // for an answer where any program can connect or listen
+constexpr size_t kLongestHello = 4096;     // from a caller that has not shown yet that it is one of us
 
-// What is said on a link, in this order.
-constexpr uint64_t kHelloTag = 0;  // by who dialled, then by who was
+// The tags of what is said on a link, in this order.
+constexpr uint64_t kHelloTag = 0;  // from the rank that dialled, then from the other
 constexpr uint64_t kReadyTag = 1;
 constexpr uint64_t kOverTag = 2;
 constexpr uint64_t kNewsTag = ~uint64_t{0};  // why the sender has failed
@@ -44,7 +48,7 @@ void say_hello(Connection& connection, const Hello& hello) {
   connection.pump();
 }
 
-// Whether a socket that began to connect has: 1, 0 if not yet, -1 if it cannot.
+// Whether a socket that began to connect has connected: 1; 0 if not yet, -1 if it cannot.
 int connected(int socket) {
   pollfd writable{socket, POLLOUT, 0};
   if (::poll(&writable, 1, 0) <= 0) return 0;
@@ -75,7 +79,7 @@ Status Connecting::run() {
     listener_.reset();
     callers_.clear();
   } else {
-    wake_.reset();  // it may be the one descriptor that telling the others needs
+    wake_.reset();  // its descriptor may be the one that telling the others needs
   }
   return status;
 }
@@ -98,8 +102,8 @@ Status Connecting::meet() {
   }
 }
 
-// Looks once at everything that may have come. All who have dialled are heard before anybody is found dead: a process
-// that was started again may have taken the place of one that died.
+// Looks once at everything that may have come. All callers are heard before any rank is found dead: a process that was
+// started again may have taken the place of one that died.
 Status Connecting::step() {
   for (int rank = 0; rank < size_; ++rank) {
     if (dials(rank)) TW_RETURN_IF_FAILED(dial(rank));
@@ -112,7 +116,7 @@ Status Connecting::step() {
     Peer& peer = peers_[rank];
     if (peer.death == Death::kSure && !peer.link.made()) dead.push_back(rank);
     if (!peer.link.made() || !std::exchange(peer.stirred, false)) continue;
-    const bool ended = peer.link.has_ended();  // first: what it has said before its end is then here
+    const bool ended = peer.link.has_ended();  // asked first: what it said before its end is then here
     TW_RETURN_IF_FAILED(hear(rank));
     if ((ended || !peer.link.connection.open()) && !peer.over) dead.push_back(rank);
   }
@@ -120,8 +124,9 @@ Status Connecting::step() {
   return fail(twPeerDied, "rank %s of %d is gone, before all ranks were connected", ranks_text(dead).c_str(), size_);
 }
 
-// A rank whose own links stand may leave before others have theirs; so all wait for all. Who has left in good order
-// said so before, and is not dead to those who still wait for another's word.
+// Whether all ranks have all links. A rank whose own links stand could leave before others have theirs, so all wait for
+// all. A rank that has left in good order said so before, and is not dead to ranks that still wait for another's
+// message.
 bool Connecting::complete() {
   const auto all = [&](auto&& holds) {
     for (int rank = 0; rank < size_; ++rank) {
@@ -146,7 +151,8 @@ void Connecting::tell_all(uint64_t tag, const std::string& bytes) {
   }
 }
 
-// Who fails before it listens is dialled by nobody: it goes to all.
+// Whether this rank dials another. A rank that fails before it listens is dialled by nobody, so it dials all to tell
+// them.
 bool Connecting::dials(int rank) const {
   if (news_.empty()) return rank < rank_ && !peers_[rank].link.made();
   return rank != rank_ && peers_[rank].owed && (rank < rank_ || !listener_);
@@ -228,9 +234,9 @@ Status Connecting::accept_all() {
     if (!socket && (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)) {
       return fail_to_open(size_, "accept a peer's connection");
     }
-    if (!socket) continue;  // who came has gone again
+    if (!socket) continue;  // the caller has gone again
     Caller caller;
-    if (!way_->check(socket.get(), &caller.pid).ok()) continue;  // turned away; ours may still come
+    if (!way_->check(socket.get(), &caller.pid).ok()) continue;  // turned away; the right one may still come
     caller.link = Link(Connection(std::move(socket)));
     caller.link.connection.limit(kLongestHello);
     caller.until = way_->secret() != 0 ? Clock::now() + kAnswerTime : TimePoint::max();
@@ -271,7 +277,7 @@ Status Connecting::answer(Caller& caller, const std::string& said) {
     return {};
   }
   if (!news_.empty() && !(known && peers_[hello.rank].owed)) {
-    caller.done = true;  // another attempt of one that has heard it
+    caller.done = true;  // another attempt of a rank that has heard the news
     return {};
   }
   say_hello(connection, {TW_VERSION, rank_, size_, 0, way_->secret()});
@@ -349,8 +355,8 @@ Status Connecting::missing() const {
   return fail(twTimeout, "rank %s of %d did not arrive in time at all others", ranks_text(unready).c_str(), size_);
 }
 
-// Watches the process behind a link, where it is known and the kernel can. Who only tells may have one descriptor left,
-// and needs it.
+// Watches the process behind a link, where it is known and the kernel can. A rank that only tells others may have one
+// descriptor left, and needs it.
 Status Connecting::watch([[maybe_unused]] int pid, [[maybe_unused]] Link* link, [[maybe_unused]] bool* dead) const {
 #ifdef SYS_pidfd_open
   if (pid <= 0 || !news_.empty()) return {};
@@ -362,16 +368,16 @@ Status Connecting::watch([[maybe_unused]] int pid, [[maybe_unused]] Link* link, 
   return {};
 }
 
-// Until something comes, or it is time for another attempt.
+// Waits until something comes, or it is time for another attempt.
 void Connecting::wait() {
   std::vector<pollfd> watched;
-  std::vector<Peer*> whose;  // of the first ones
+  std::vector<Peer*> whose;  // whose the first entries are
   TimePoint until = std::min(deadline_, Clock::now() + kLook);
   for (Peer& peer : peers_) {
     if (!peer.link.made() || peer.over) continue;
     const bool output = peer.link.connection.has_output();
     watched.push_back({peer.link.connection.fd(), static_cast<short>(POLLIN | POLLRDHUP | (output ? POLLOUT : 0)), 0});
-    watched.push_back({peer.link.process.get(), POLLIN, 0});  // -1 is passed over
+    watched.push_back({peer.link.process.get(), POLLIN, 0});  // poll skips -1
     whose.insert(whose.end(), 2, &peer);
     if (peer.stirred) until = TimePoint{};
   }
@@ -392,7 +398,7 @@ void Connecting::wait() {
 bool Connecting::tell(const Status& why) {
   if (!may_tell_) return false;
   const std::string text = heard_ ? why.text : "rank " + std::to_string(rank_) + ": " + why.text;
-  const twResult_t code = why.code == twInterrupted ? twPeerAborted : why.code;  // this rank's wait, not theirs
+  const twResult_t code = why.code == twInterrupted ? twPeerAborted : why.code;  // their waits were not interrupted
   news_ = Packer().add<int32_t>(code).add_bytes(text.data(), text.size()).take();
   tell_all(kNewsTag, news_);
   bool owes = false;
@@ -400,7 +406,7 @@ bool Connecting::tell(const Status& why) {
     Peer& peer = peers_[rank];
     peer.owed = rank != rank_ && !peer.link.made() && peer.death == Death::kNone;
     peer.link = Link();
-    if (peer.greeted) {  // it may have answered already, and take this rank's end for a death
+    if (peer.greeted) {  // it may have answered already, and would take this rank's end for a death
       peer.dialled.connection.queue(kNewsTag, news_);
       peer.dialled.connection.pump();
       peer.told = true;
@@ -411,7 +417,7 @@ bool Connecting::tell(const Status& why) {
   for (Caller& caller : callers_) {
     if (!caller.answered) continue;
     caller.link.connection.queue(kNewsTag, news_);
-    caller.link.connection.pump();  // the rank that it names stays owed: it may not be that rank at all
+    caller.link.connection.pump();  // the rank that it names is still owed the news: it may not be that rank
   }
   callers_.clear();
   for (const Peer& peer : peers_) owes |= peer.owed;
@@ -427,7 +433,7 @@ void Connecting::tell_late(const std::atomic<bool>& stop) {
     const bool room = accept_all().ok();
     for (Caller& caller : callers_) (void)hear_caller(caller);
     std::erase_if(callers_, [](const Caller& caller) { return caller.done; });
-    if (!room) ::usleep(10000);  // else the listener, which has somebody for us, would be asked again at once
+    if (!room) ::usleep(10000);  // else poll would return at once: the listener has a caller for us
     wait();
   }
 }

@@ -1,3 +1,5 @@
+// Limits of file descriptors, and the sentences for running out of them (bootstrap/descriptors.h). They are about
+// errors alone: without them a rank of a large comm fails with a bare errno.
 #include "bootstrap/descriptors.h"
 
 #include <sys/eventfd.h>
@@ -15,7 +17,7 @@ void raise_descriptor_limit() {
     rlimit limit{};
     if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return;
     limit.rlim_cur = limit.rlim_max;
-    (void)::setrlimit(RLIMIT_NOFILE, &limit);  // where that is refused, the sentence comes when it matters
+    (void)::setrlimit(RLIMIT_NOFILE, &limit);  // if that is refused, the error is told when it matters
   });
 }
 

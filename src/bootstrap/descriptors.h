@@ -1,4 +1,5 @@
-// File descriptors, of which a process may run out: the sentence for it, and what can be done before.
+// File descriptors, of which a process may run out: what a rank needs, how the limit is raised, and the sentences for a
+// shortage. The number must be right, or the advice in the error is wrong; nothing else depends on it.
 #pragma once
 
 #include "core/status.h"
@@ -8,17 +9,17 @@ namespace tw {
 // Raises this process's soft limit to its hard one, the first time that it is called.
 void raise_descriptor_limit();
 
-// What a rank has open at the most, beside what its program has: while a group is created, of each peer a connection,
-// its process and its window, and a few of its own.
+// How many descriptors a rank has open at most, beside those of its program: while a group is created, for each peer a
+// connection, its process and its window, and a few of its own.
 constexpr int descriptors_needed(int ranks) { return 3 * ranks + 8; }
 
 // EMFILE or ENFILE if no descriptor can be had now, else 0.
 int descriptor_shortage();
 
-// As fail_errno("cannot %s"), for a call that makes a descriptor: where there are none left, it tells the limit, what a
-// rank of so many needs and the remedy.
+// Does what fail_errno("cannot %s") does, for a call that makes a descriptor: where there are none left, it tells the
+// limit, what a rank of so many needs, and the remedy.
 Status fail_to_open(int ranks, const char* what);
-// The same for a descriptor that a peer sent and that found no room here.
+// Does that for a descriptor that a peer sent and that found no room here.
 Status fail_to_receive(int ranks, const char* what);
 
 }  // namespace tw

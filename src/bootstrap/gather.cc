@@ -1,3 +1,6 @@
+// Meetings in which all must come: gather and agree turn a meeting's presences and parcels into one Status. The order
+// in which they are looked at (given up, gone, late, then a peer's own error) decides which rank is named and blamed,
+// and must be alike on all ranks.
 #include <unistd.h>
 
 #include <algorithm>
@@ -50,7 +53,7 @@ Packer pack_result(const Status& mine) {
 
 Status read_result(int rank, Unpacker& reader) {
   auto code = static_cast<twResult_t>(reader.get<int32_t>());
-  if (code == twInterrupted) code = twPeerAborted;  // the rank's wait, not this one's
+  if (code == twInterrupted) code = twPeerAborted;  // that rank's wait was interrupted, not this one's
   const std::string text = reader.get_bytes();
   return code == twSuccess ? Status{} : fail(code, "rank %d: %s", rank, text.c_str());
 }

@@ -1,4 +1,6 @@
-// All ranks in one process: a table under a mutex.
+// The bootstrap of ranks that are all in one process: a table of parcels under a mutex, with the meaning of
+// bootstrap.h. Tests drive many ranks with it, so it must end meetings, name presences and give up occasions exactly as
+// the mesh does. No lock may be held while `left` or the interrupt is asked, as both may call the library.
 #include <algorithm>
 #include <condition_variable>
 #include <map>
@@ -17,9 +19,9 @@ struct Table {
   std::vector<bool> gone;
   struct Given {
     std::string bytes;
-    std::vector<int> to;  // ascending; as between processes, nobody else sees it
+    std::vector<int> to;  // ascending; nobody else sees it, as between processes
   };
-  // By (tag, rank). A rank's last ones lie here, since peers may take them late.
+  // By (tag, rank). A rank's last parcels stay here, since peers may take them late.
   std::map<std::pair<uint64_t, int>, Given> parcels;
   std::set<std::pair<uint64_t, int>> given_up;  // (occasion, rank)
 };
@@ -57,7 +59,8 @@ class LocalBootstrap : public Bootstrap {
     std::vector<Presence> presence(members.size(), Presence::kLate);
     all->clear();
     all->resize(members.size());
-    bool over = false;  // it has failed: a member has given up (where all are here, the next meeting tells), or is gone
+    bool over = false;  // the meeting has failed: a member is gone, or has given up (if all are here, the next meeting
+                        // tells that)
     const auto complete = [&] {
       bool done = true;
       bool all_here = true;
@@ -92,7 +95,7 @@ class LocalBootstrap : public Bootstrap {
       for (size_t i = 0; left && i < members.size(); ++i) {
         if (presence[i] == Presence::kLate && left(members[i])) presence[i] = Presence::kGone;
       }
-      lock.lock();  // what it gave before it left is here now
+      lock.lock();  // what a member gave before it left is here now
       if (interrupted) {
         (void)complete();
         break;
@@ -110,7 +113,8 @@ class LocalBootstrap : public Bootstrap {
   void lay_down(std::span<const int> members, uint64_t tag, const std::string& bytes) {
     table_->parcels[{tag, rank_}] = {bytes, {members.begin(), members.end()}};
     table_->changed.notify_all();
-    // Who gives its parcel of tag t+2 has seen everybody's of t+1, given after they took t: older ones can go.
+    // A rank that gives its parcel of tag t+2 has seen the parcels of t+1 of all, given after they took those of t:
+    // older ones can go.
     sent_.push_back(tag);
     if (sent_.size() > kKept) {
       table_->parcels.erase({sent_.front(), rank_});
@@ -118,8 +122,8 @@ class LocalBootstrap : public Bootstrap {
     }
   }
 
-  static constexpr std::chrono::milliseconds kLook{10};  // for members that have left
-  static constexpr size_t kKept = 64;  // shrinking asks some members only, so keep more than the two that theory needs
+  static constexpr std::chrono::milliseconds kLook{10};  // how often members that have left are looked for
+  static constexpr size_t kKept = 64;                    // two would do in theory; shrinking asks some members only
 
   std::shared_ptr<Table> table_;
   std::vector<uint64_t> sent_;

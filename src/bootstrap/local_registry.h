@@ -1,5 +1,5 @@
-// What a rank gives to the other ranks of its process, by number: a number that has gone is found missing, where a
-// pointer would dangle.
+// LocalRegistry: what a rank gives to the other ranks of its process, by number. An object that has gone is found
+// missing, where a pointer would dangle. It keeps no object alive.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,10 @@
-// Every rank is connected to every other, so that each sees for itself when one is gone, and survivors can talk without
-// asking anybody. A star through rank 0 would need fewer sockets and would end with rank 0.
+// The mesh: a Bootstrap over one stream connection to each peer (bootstrap/socket.h), for processes. Every rank is
+// connected to every other, so that each sees for itself when one is gone, and survivors can talk without asking
+// anybody. A star through rank 0 would need fewer sockets and would end with rank 0.
+//
+// One thread waits in a meeting while others post, look for posts and ask who is alive; none of these may block, or a
+// wait in another group does not end (S6). What a rank sent before it died still counts: it decides which rank is
+// blamed.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <poll.h>
@@ -18,8 +23,8 @@ namespace tw {
 namespace {
 
 constexpr int kPollMs = kInterruptLook.count();
-constexpr int kLookMs = 10;                          // for members that have left
-constexpr uint64_t kGivenUpTag = uint64_t{1} << 62;  // of posts: with the occasion
+constexpr int kLookMs = 10;                          // how often members that have left are looked for
+constexpr uint64_t kGivenUpTag = uint64_t{1} << 62;  // tag bit of posts that give an occasion up
 
 int milliseconds_to(TimePoint deadline, int at_most) {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
@@ -36,7 +41,8 @@ class Mesh : public Bootstrap {
   int size() const override { return static_cast<int>(peers_.size()); }
   bool in_process() const override { return false; }
 
-  // Asked by threads that wait in other groups, while one may be in exchange(): reads nothing that exchange() changes.
+  // Threads that wait in other groups ask this while one may be in exchange(): it reads nothing that exchange()
+  // changes.
   bool alive(int peer) override {
     if (peer == rank_) return true;
     Peer& other = peers_[peer];
@@ -87,8 +93,8 @@ class Mesh : public Bootstrap {
 
   int rank_;
   std::vector<Peer> peers_;
-  std::mutex meeting_mutex_;      // of exchange() alone, which waits with it
-  std::mutex connections_mutex_;  // nobody waits with it
+  std::mutex meeting_mutex_;      // held by exchange() alone, which waits with it
+  std::mutex connections_mutex_;  // nobody waits while holding it
   Fd wake_;                       // an eventfd: another thread has taken from a socket what a meeting waits for
 };
 
@@ -101,7 +107,8 @@ struct Mesh::Meeting {
   bool crowded = false;  // something cannot be sent now, and no socket will tell when it can
 };
 
-// A thread that looks for posts also takes what a meeting, which waits in poll, will then not see there.
+// Moves data beside a meeting. A thread that looks for posts also takes what a meeting, which waits in poll, will then
+// not see in the socket; so it wakes the meeting.
 void Mesh::pump_beside_meeting(Connection& connection) {
   if (!connection.pump() && !connection.has_output()) return;
   const uint64_t one = 1;
@@ -114,7 +121,8 @@ bool Mesh::take(Meeting& meeting, size_t i) {
   return true;
 }
 
-// Sends and takes what can be; returns whether more is to be sent. *watched: the sockets to wait for.
+// Sends and takes what can be sent and taken now; returns whether more is to be sent. *watched: the sockets to wait
+// for.
 bool Mesh::advance(Meeting& meeting, std::vector<pollfd>* watched) {
   const std::lock_guard lock(connections_mutex_);
   bool sending = false;
@@ -125,7 +133,7 @@ bool Mesh::advance(Meeting& meeting, std::vector<pollfd>* watched) {
     peer.connection.pump();
     Presence& presence = meeting.presence[i];
     if (presence == Presence::kLate && !take(meeting, i) && (!peer.connection.open() || !alive(member))) {
-      peer.connection.pump();  // its last words may have come in between
+      peer.connection.pump();  // its last parcel may have come in between
       if (!take(meeting, i)) presence = Presence::kGone;
     }
     const bool output = peer.connection.open() && !peer.ended && peer.connection.has_output();
@@ -140,7 +148,7 @@ bool Mesh::advance(Meeting& meeting, std::vector<pollfd>* watched) {
   return sending;
 }
 
-// Where all are here, the next meeting tells.
+// Whether a member has given the occasion up. If all are here, it is the next meeting that tells.
 bool Mesh::is_given_up(Meeting& meeting) {
   const std::lock_guard lock(connections_mutex_);
   bool any = false;
@@ -182,7 +190,7 @@ std::vector<Presence> Mesh::exchange(std::span<const int> members, uint64_t tag,
       if (meeting.presence[i] != Presence::kLate) continue;
       if (left && left(members[i])) {
         const std::lock_guard lock(connections_mutex_);
-        peers_[members[i]].connection.pump();  // given before it left
+        peers_[members[i]].connection.pump();  // what it gave before it left
         if (!take(meeting, i)) meeting.presence[i] = Presence::kGone;
       }
       waiting = waiting || meeting.presence[i] == Presence::kLate;

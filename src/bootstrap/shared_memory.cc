@@ -1,3 +1,7 @@
+// Makes and maps memory that ranks share (bootstrap/shared_memory.h): memfds whose descriptors travel in parcels, or,
+// within one process, mappings by number. Memory is filled before it is given away; a rank that could not make its own
+// still meets the others and says so. A peer's memory of another size than this rank's map is refused, or accesses
+// beyond it would kill the process.
 #include "bootstrap/shared_memory.h"
 
 #include <sys/mman.h>

@@ -1,5 +1,6 @@
-// Memory that ranks of one host have in common: a memfd of each that all map, or, between ranks of one process, the
-// same memory.
+// Memory that the ranks of one host have in common: each rank makes a memfd that all map, or, between ranks of one
+// process, one mapping is shared. share_memory takes a size, a function that fills this rank's memory, and a note; it
+// gives all members' mappings and notes. A mapping is unmapped by its last holder, so views may outlive a group.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +13,7 @@
 
 namespace tw {
 
-// A mapping, unmapped once.
+// A mapping, which is unmapped once.
 class Mapping {
  public:
   Mapping(std::byte* data, size_t bytes) : data_(data), bytes_(bytes) {}
@@ -29,12 +30,12 @@ class Mapping {
 };
 
 struct SharedMemory {
-  std::vector<std::shared_ptr<Mapping>> by_rank;  // of the members
-  std::vector<std::string> notes;                 // what each member said along with it
+  std::vector<std::shared_ptr<Mapping>> by_rank;  // [members]
+  std::vector<std::string> notes;                 // [members] the note that each gave along with it
 };
 
-// Makes this rank's memory, zero but for what `fill` writes, and maps those of all members. Collective among members; a
-// rank that fails on its own tells the others before it returns. `note`: a few bytes for everybody.
+// Makes this rank's memory, zero except for what `fill` writes, and maps those of all members. Collective among
+// members; a rank that fails on its own tells the others before it returns. `note`: a few bytes for everybody.
 Status share_memory(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline,
                     uint64_t bytes, const std::function<void(std::byte*)>& fill, const std::string& note,
                     SharedMemory* memory);

@@ -1,3 +1,6 @@
+// Framed parcels over stream sockets (bootstrap/socket.h): sends and receives what a socket takes at once, with
+// descriptors attached, and sorts what comes into parcels and posts. The format is the wire's: both ends must agree.
+// Closing is decided by reading, not by writing, so that what a dead peer sent before still counts.
 #include "bootstrap/socket.h"
 
 #include <poll.h>
@@ -65,7 +68,7 @@ bool Connection::send_some() {
   if (n < 0) {
     // A peer that is gone may have sent something before: reading, not writing, decides that it is closed.
     if (errno == EPIPE || errno == ECONNRESET) output_.clear();
-    return errno == EINTR;  // else later: there is no room now
+    return errno == EINTR;  // else it is sent later: there is no room now
   }
   frame.sent += static_cast<size_t>(n);
   if (frame.sent == frame.bytes.size()) output_.pop_front();
@@ -97,8 +100,8 @@ bool Connection::receive_some() {
       descriptors_.emplace_back(fd);
     }
   }
-  // There was no room here for the one descriptor that came along: a message has one, and a read ends with it. It
-  // leaves its place to nobody.
+  // There was no room in this process for the descriptor that came along; a message has one, and a read ends with it.
+  // An empty one takes its place, so that no other descriptor does.
   if ((message.msg_flags & MSG_CTRUNC) != 0) descriptors_.emplace_back();
   input_.append(chunk, static_cast<size_t>(n));
   if (input_.size() > limit_) closed_ = true;
@@ -111,7 +114,7 @@ bool Connection::parse() {
   while (input_.size() >= sizeof header) {
     std::memcpy(&header, input_.data(), sizeof header);
     if (header.magic != kMagic) {
-      closed_ = true;  // not one of us
+      closed_ = true;  // the sender is not one of us
       return came;
     }
     if (input_.size() - sizeof header < header.length) return came;

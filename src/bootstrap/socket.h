@@ -1,4 +1,7 @@
-// Stream sockets as the mesh needs them: framed parcels, descriptors along with them, no blocking but in poll.
+// Stream sockets as the mesh needs them: framed parcels, descriptors along with them, and no blocking but in poll.
+// Connection moves frames, Link adds the peer's process, and Way is how the ranks of a mesh reach each other (Unix
+// sockets or TCP). Parcels of one connection come in the order of their tags, which take relies on; a Way that blocks
+// in dial or check stalls all ranks that connect.
 #pragma once
 
 #include <deque>
@@ -9,7 +12,7 @@
 
 namespace tw {
 
-// A frame on the wire: header, then `length` bytes. A descriptor, if any, is attached to the header's first byte.
+// A frame on the wire: this header, then `length` bytes. A descriptor, if any, is attached to the header's first byte.
 struct FrameHeader {
   uint32_t magic;
   uint32_t has_fd;
@@ -25,10 +28,11 @@ class Connection {
 
   int fd() const { return socket_.get(); }
   bool open() const { return static_cast<bool>(socket_) && !closed_; }
-  // What a peer may send at once; who sends more has closed the connection. Without end at first.
+  // Limits what a peer may send at once; sending more counts as closing the connection. At first there is no limit.
   void limit(size_t bytes) { limit_ = bytes; }
   bool has_output() const { return !output_.empty(); }
-  // Output waits, not for this socket, but for any peers of this user to take descriptors that are under way to them.
+  // Whether output waits, not for this socket, but until peers of this user take descriptors that are under way to
+  // them.
   bool crowded() const { return crowded_ && has_output(); }
 
   // Queues a parcel, with a descriptor, if any.
@@ -36,9 +40,9 @@ class Connection {
   // Moves what the socket takes or gives without blocking. Marks the connection closed when the peer has closed it.
   // Returns whether a parcel of a meeting has come.
   bool pump();
-  // Removes and returns the parcel of a tag; false if it is not here. Parcels of older tags are dropped.
+  // Removes and returns the parcel of a tag; false if it is not here. Parcels of lower tags are dropped.
   bool take(uint64_t tag, Parcel* parcel);
-  // The bytes that came last under a tag of kPostTag; they stay.
+  // Gives the bytes that came last under a tag of kPostTag; they stay.
   bool find(uint64_t tag, std::string* bytes) const;
 
  private:
@@ -63,7 +67,7 @@ class Connection {
   std::map<uint64_t, std::string> posts_;
 };
 
-// A peer: the connection to it and, where that can be had, its process.
+// A peer: the connection to it and, where the kernel can give it, its process.
 struct Link {
   Link() = default;
   explicit Link(Connection to) : connection(std::move(to)) {}
@@ -73,7 +77,7 @@ struct Link {
     std::swap(process, other.process);
     return *this;
   }
-  // Closing alone would not tell the peer while a forked child holds the socket too.
+  // Shuts the connection down: closing alone would not tell the peer while a forked child holds the socket too.
   ~Link();
 
   bool made() const { return connection.fd() >= 0; }
@@ -90,25 +94,25 @@ class Way {
  public:
   virtual ~Way() = default;
   virtual Status listen(int rank, int size, TimePoint deadline, Fd* listener) = 0;
-  // Takes away what listen() made for others to find this rank. Before the listener is closed.
+  // Takes away what listen() made for others to find this rank. Called before the listener is closed.
   virtual void stop_listening() {}
   // Begins to connect to a rank, which may have several addresses: `attempt` goes through them. No socket: not now, or
-  // not there. Never blocks: the connection is there when the socket can be written to.
+  // not there. Never blocks: the connection stands when the socket can be written to.
   virtual Status dial(int peer, int attempt, Fd* socket) = 0;
-  // Refuses a peer that is none; gives its process id, 0 if that is unknown here.
+  // Refuses a process that cannot be a peer; gives its process id, 0 if that is unknown here.
   virtual Status check(int socket, int* pid) = 0;
   // The process of a rank, where check() cannot tell; 0 if it is unknown here.
   virtual int process(int /*peer*/) const { return 0; }
-  // What all ranks know and nobody else; 0 where sockets can be reached by the right ones alone.
+  // A number that all ranks know and nobody else; 0 where only the right processes can reach the sockets.
   virtual uint64_t secret() const { return 0; }
   // Where a rank listens, if another attempt may want the same place; else "".
   virtual std::string place(int /*rank*/) const { return {}; }
 };
 
-// The mesh of a rank that is connected to all. wake: an eventfd.
+// Makes the mesh of a rank that is connected to all. wake: an eventfd.
 std::unique_ptr<Bootstrap> make_mesh(int rank, std::vector<Link> links, Fd wake);
 
-// As connect_mesh.
+// Connects ranks by a Way; as connect_mesh.
 Status connect_over(std::unique_ptr<Way> way, int rank, int size, TimePoint deadline,
                     std::unique_ptr<Bootstrap>* bootstrap);
 

@@ -1,5 +1,7 @@
 // The mesh over TCP, for ranks on several hosts or in several network namespaces. Each rank listens at a port of its
-// own, on all addresses, and tells the others where by the caller's allgather.
+// own, on all addresses, and tells the others where by the caller's allgather (a TcpCard). A secret in the cards keeps
+// other programs out; nothing is encrypted. Ranks that share a network namespace use loopback: if `domain` took two
+// hosts for one, they would never connect.
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/in.h>
@@ -26,15 +28,15 @@ struct Address {
   uint32_t scope = 0;
 };
 
-// What a rank tells the others of itself.
+// What a rank tells the others of itself. `domain` names this boot of this host and this network namespace: "localhost"
+// is the same to all that share it.
 struct TcpCard {
-  char domain[96] =
-      {};  // this boot of this host and this network namespace: "localhost" is the same to all that share it
+  char domain[96] = {};     // this host and network namespace
   char processes[40] = {};  // this namespace of process ids
   int32_t process = 0;
   char note[64] = {};
   char trouble[300] = {};  // why this rank cannot be met; "" if it can
-  uint64_t secret = 0;     // rank 0's counts
+  uint64_t secret = 0;     // rank 0's is the one that is used
   uint16_t port = 0;
   int32_t addresses = 0;
   Address at[kMostAddresses];
@@ -59,7 +61,7 @@ Address loopback() {
   return address;
 }
 
-// Addresses of interfaces that are up, IPv4 first, without loopback.
+// Lists addresses of interfaces that are up, IPv4 first, without loopback.
 Status list_addresses(int size, TcpCard* card) {
   ifaddrs* all = nullptr;
   if (::getifaddrs(&all) != 0) return descriptor_shortage() != 0 ? fail_to_receive(size, "list addresses") : Status{};
@@ -73,7 +75,7 @@ Status list_addresses(int size, TcpCard* card) {
         std::memcpy(address.bytes + 12, &reinterpret_cast<const sockaddr_in*>(each->ifa_addr)->sin_addr, 4);
       } else {
         const auto* const from = reinterpret_cast<const sockaddr_in6*>(each->ifa_addr);
-        if (IN6_IS_ADDR_LINKLOCAL(&from->sin6_addr)) continue;  // its scope is a number of this host alone
+        if (IN6_IS_ADDR_LINKLOCAL(&from->sin6_addr)) continue;  // its scope is a number that only this host knows
         std::memcpy(address.bytes, &from->sin6_addr, sizeof address.bytes);
       }
       ++card->addresses;
@@ -91,7 +93,7 @@ sockaddr_in6 socket_address(const Address& address, uint16_t port) {
   return at;
 }
 
-// A host may have no IPv6 at all: then IPv4, with the same addresses.
+// An address for a socket. A host may have no IPv6 at all: then it is IPv4, for the same addresses.
 struct SocketAddress {
   sockaddr_storage storage{};
   socklen_t length = 0;
@@ -119,7 +121,7 @@ Fd make_socket(bool* v6) {
   return socket;
 }
 
-// Small frames must not wait for each other's acknowledgement.
+// Makes small frames not wait for each other's acknowledgement.
 void send_at_once(int socket) {
   const int on = 1;
   ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
@@ -173,7 +175,7 @@ class TcpWay : public Way {
     send_at_once(socket);
     return {};
   }
-  // Those of one host see each other's end even where a forked child holds the connection open.
+  // Ranks of one host see each other's end even where a forked child holds the connection open.
   int process(int peer) const override {
     const TcpCard& mine = cards_[me_];
     const TcpCard& theirs = cards_[peer];

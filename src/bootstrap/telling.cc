@@ -1,6 +1,7 @@
-// Those who come after a rank has failed to connect would wait for it until their timeout. So a thread stays behind at
-// its place and tells them why, each once, until the timeout of the attempt that failed; unless this process wants the
-// place for another attempt.
+// Tells ranks that come late why this rank has failed to connect: they would wait for it until their timeout. A thread
+// stays behind at this rank's place and tells each of them once, until the timeout of the attempt that failed, or until
+// this process wants the place for another attempt. connect_over is here too: it connects by a Way, and makes the mesh,
+// or the thread. Without it, one rank's bad argument costs all others their timeout, and they blame the wrong thing.
 #include <pthread.h>
 #include <unistd.h>
 
@@ -45,7 +46,7 @@ void stay(std::unique_ptr<Connecting> connecting, const std::shared_ptr<Teller>&
   all.ended.notify_all();
 }
 
-// A place may be a file: no thread leaves one behind when the program ends.
+// Ends all such threads when the program ends: a place may be a file, and none may be left behind.
 void end_all() {
   Tellers& all = tellers();
   std::unique_lock lock(all.mutex);
@@ -54,7 +55,7 @@ void end_all() {
   all.ended.wait_for(lock, std::chrono::seconds(1), [&] { return all.at.empty(); });
 }
 
-// Tells the others why an attempt has failed, by a thread of its own where some have not come yet.
+// Tells the others why an attempt has failed; by a thread of its own if some have not come yet.
 void tell_others(std::unique_ptr<Connecting> connecting, const Status& why, const std::string& place) {
   if (!connecting->tell(why)) return;
   auto teller = std::make_shared<Teller>();
@@ -71,14 +72,14 @@ void tell_others(std::unique_ptr<Connecting> connecting, const Status& why, cons
   ::pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
     std::thread(stay, std::move(connecting), teller, place).detach();
-  } catch (const std::system_error&) {  // no thread can be had; then those who come wait
+  } catch (const std::system_error&) {  // no thread can be had: ranks that come later wait
     const std::lock_guard lock(tellers().mutex);
     tellers().at.erase(place);
   }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-// Ends that for a place, which this process wants again.
+// Ends the telling at a place that this process wants again.
 void end_telling(const std::string& place) {
   Tellers& all = tellers();
   std::unique_lock lock(all.mutex);

@@ -1,4 +1,6 @@
-// The mesh over Unix sockets, for processes of one host.
+// The mesh over Unix sockets, for processes of one host: how a rank listens at an abstract name or a path, dials a peer
+// there and refuses processes of other users. It removes only a socket on which nobody listens. If the folder's lock or
+// that test is weakened, two ranks that start together take each other's sockets away and wait until their timeout.
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/socket.h>
@@ -18,7 +20,7 @@
 namespace tw {
 namespace {
 
-constexpr std::chrono::seconds kFolderTime{1};  // for others to make their sockets in the folder
+constexpr std::chrono::seconds kFolderTime{1};  // time for others to make their sockets in the folder
 
 // A socket's address. The length counts: an abstract name is not terminated.
 struct Place {
@@ -53,7 +55,7 @@ Status in_use(const std::string& address, int rank) {
               address.c_str(), rank);
 }
 
-// Something else stands where a socket should.
+// The error that something else stands where a socket should.
 Status not_a_socket(const std::string& address, const Place& place) {
   return fail(twInvalidArgument,
               "config.address \"%s\": %s exists and is not a socket; nothing was removed, choose another path",
@@ -62,9 +64,9 @@ Status not_a_socket(const std::string& address, const Place& place) {
 
 bool is_there(const Place& place, struct stat* found) { return ::lstat(place.at.sun_path, found) == 0; }
 
-// Held while a process of this folder takes a stale socket away, or has one that is bound and does not listen yet,
-// which looks like a stale one. The folder itself is locked: a file for it would stay behind. Where it cannot be
-// locked, or somebody else keeps it so, we go on without.
+// A lock on a socket's folder. A process holds it while it takes a stale socket away, or while it has one that is bound
+// and does not listen yet, which looks like a stale one. The folder itself is locked, as a file for it would stay
+// behind. If it cannot be locked, or another process keeps it locked, we go on without.
 class FolderLock {
  public:
   Status lock(const Place& place, int size, TimePoint deadline) {
@@ -82,7 +84,7 @@ class FolderLock {
   }
 
  private:
-  Fd folder_;  // closing it unlocks it: nobody else has this descriptor's file, unless a fork held it for a moment
+  Fd folder_;  // closing it unlocks it: nobody else has its open file, unless a fork held it for a moment
 };
 
 // Takes away what a killed run left at a path: a socket on which nobody listens, and nothing else.
@@ -129,7 +131,7 @@ class UnixWay : public Way {
     return {};
   }
 
-  // While the listener still listens, nobody takes its file for a stale one; so what has the number of ours is ours.
+  // While the listener still listens, nobody takes its file for a stale one; so a file with our inode number is ours.
   void stop_listening() override {
     struct stat found {};
     if (!socket_file_.empty() && ::lstat(socket_file_.c_str(), &found) == 0 && found.st_dev == made_.st_dev &&
