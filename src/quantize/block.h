@@ -1,4 +1,6 @@
-// What the loops on the CPU have in common. For .cc files.
+// Quantising one block on the CPU, shared by src/quantize and src/activation; for .cc files. Takes up to 128 elements,
+// gives e4m3 values and their scale with the bits that quantize/fp8.h defines; kernels and the oracle have the same.
+// The order of the passes is speed alone.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +8,7 @@
 #include "exchange/summation.h"
 #include "quantize/fp8.h"
 
-// One binary, the widest vectors of the machine it runs on. Sanitizers are not ready when the loader resolves these.
+// One binary has the widest vectors of the machine it runs on. Sanitizers are not ready when the loader resolves these.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(TOKENWAY_SANITIZED)
 #define TW_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -15,8 +17,8 @@
 
 namespace tw::quantize {
 
-// Up to 128 elements to values; returns their scale. Three passes over a block that lies in the first-level cache; each
-// of them is a loop that compilers vectorise.
+// Quantises up to 128 elements to values; returns their scale. It makes three passes over a block that lies in the
+// first-level cache; each pass is a loop that compilers vectorise.
 template <class In>
 [[gnu::always_inline]] inline float quantize_block(const In* from, int n, bool power_of_two, uint8_t* values) {
   float block[kBlock];

@@ -1,5 +1,6 @@
-// What the kernels beside the exchange have in common: how they read, write and quantise elements, and how they are
-// launched. For .cu files.
+// What the kernels beside the exchange share: how they read, write and quantise elements, and how they find their
+// device; for .cu files. A lane of a warp has 8 elements. The bits are those of quantize/fp8.h, so conversions round to
+// nearest even and divisions are IEEE's, whatever the compiler's flags.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,11 +11,11 @@
 
 namespace tw::quantize {
 
-inline constexpr int kLanes = 16;                 // of a block of 128 elements
-inline constexpr int kPerLane = kBlock / kLanes;  // elements
+inline constexpr int kLanes = 16;                 // lanes that share a block of 128 elements
+inline constexpr int kPerLane = kBlock / kLanes;  // elements of a lane
 static_assert(kPerLane == 8, "a lane's values are one 8-byte store");
 
-// How elements lie in 32-bit words, and what they are as float32.
+// How elements of a type lie in memory, and their conversion from and to float32.
 template <twDtype_t kType>
 struct Element;
 
@@ -37,7 +38,7 @@ struct Element<twFloat16> {
   static __device__ float widen(uint32_t bits) { return __half2float(__ushort_as_half(static_cast<uint16_t>(bits))); }
 };
 
-// A lane's elements, `count` of them; 0 beyond, which no magnitude is below.
+// Loads a lane's elements, `count` of them; 0 beyond, which changes no largest magnitude.
 template <twDtype_t kType>
 __device__ __forceinline__ void load(const std::byte* from, int count, float (&x)[kPerLane]) {
   using Raw = typename Element<kType>::Raw;
@@ -67,8 +68,8 @@ __device__ __forceinline__ void load(const std::byte* from, int count, float (&x
   }
 }
 
-// Two values as e4m3, the first in the low byte. The instruction differs from e4m3() beyond 464, where it saturates;
-// quotients end at 448 and a rounding.
+// Converts two values to e4m3, the first in the low byte. The instruction differs from e4m3() beyond 464, where it
+// saturates; quotients end at 448 and a rounding.
 inline __device__ uint32_t e4m3_pair(float low, float high) {
 #if __CUDA_ARCH__ >= 890
   uint16_t pair;
@@ -90,7 +91,7 @@ inline __device__ void store(uint8_t* to, int count, uint64_t values) {
   }
 }
 
-// The largest of the half warp's. Every lane of the warp takes part.
+// The largest magnitude of the half warp's. Every lane of the warp takes part.
 inline __device__ uint32_t largest_of_block(uint32_t magnitude) {
 #pragma unroll
   for (int distance = kLanes / 2; distance > 0; distance /= 2) {
@@ -99,7 +100,7 @@ inline __device__ uint32_t largest_of_block(uint32_t magnitude) {
   return magnitude;
 }
 
-// A lane's elements as a dtype, `count` of them.
+// Stores a lane's elements as a dtype, `count` of them.
 template <twDtype_t kType>
 __device__ __forceinline__ void store(std::byte* to, int count, const float (&x)[kPerLane]) {
   using Raw = typename Element<kType>::Raw;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void store(std::byte* to, int count, const float (&x)
 }
 
 // Quantises a block's elements, of which each lane of half a warp has some; every lane of the warp takes part. Returns
-// the scale; *to: this lane's e4m3.
+// the scale; *to: this lane's e4m3 values.
 template <bool kPowerOfTwo>
 __device__ __forceinline__ float quantize_lanes(const float (&x)[kPerLane], uint64_t* to) {
   uint32_t magnitude = 0;
@@ -133,7 +134,7 @@ __device__ __forceinline__ float quantize_lanes(const float (&x)[kPerLane], uint
   for (int i = 0; i < kPerLane; ++i) magnitude = max(magnitude, __float_as_uint(x[i]) & kMagnitude);
   magnitude = largest_of_block(magnitude);
   const float scale = scale_of(magnitude, kPowerOfTwo);
-  // By a power of two, multiplying with the reciprocal is the same division: both are exact up to the one rounding.
+  // For a power of two, multiplying with the reciprocal is the same as dividing: both are exact up to the one rounding.
   const float inverse = kPowerOfTwo ? divide(1.0f, scale) : 0.0f;
   uint64_t values = 0;
 #pragma unroll
@@ -148,7 +149,7 @@ __device__ __forceinline__ float quantize_lanes(const float (&x)[kPerLane], uint
 }
 
 inline Status failed(const char* what, cudaError_t error) {
-  cudaGetLastError();  // or the caller's next look at it would find this one
+  cudaGetLastError();  // clears the error, or the caller's next look would find it
   const bool absent = error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver;
   return fail(absent ? twUnsupported : twSystemError, "%s: %s (%s)", what, cudaGetErrorString(error),
               cudaGetErrorName(error));
@@ -157,7 +158,7 @@ inline Status failed(const char* what, cudaError_t error) {
 #define TW_RETURN_IF_CUDA_FAILED(call) \
   if (const cudaError_t error = (call); error != cudaSuccess) return ::tw::quantize::failed(#call, error)
 
-// Makes a device current for as long as it lives.
+// Makes a device current for as long as this object lives.
 class CurrentDevice {
  public:
   Status set(int device) {

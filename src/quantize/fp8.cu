@@ -1,5 +1,6 @@
-// The kernel of twQuantizeFp8. Half a warp takes a block: 16 lanes with 8 elements each, which are one 16-byte load of
-// 16-bit elements (two of float32) and one 8-byte store, with the largest magnitude found by four shuffles in between.
+// The kernel of twQuantizeFp8: takes a checked quantize::Call and enqueues one launch. Half a warp takes a block: 16
+// lanes with 8 elements each, which are one 16-byte load of 16-bit elements (two of float32) and one 8-byte store; four
+// shuffles in between find the largest magnitude. The grid is speed alone; the bits are those of quantize/fp8.h.
 //
 // Floor: memory. An element of 16 bits is 2 bytes in, 1 byte out and 4/128 bytes of scale: 3.03 bytes, 21.7 KB for a
 // row of 7168. Nothing is read twice, and nothing waits for another block.
@@ -10,11 +11,11 @@
 namespace tw::quantize {
 namespace {
 
-constexpr int kThreads = 128;            // of a thread block, at most: 8 blocks, so a row of 7168 is 7 whole ones
+constexpr int kThreads = 128;  // of a thread block, at most: 8 blocks of elements; a row of 7168 is 7 whole ones
 constexpr int64_t kMaxGridRows = 65535;  // gridDim.y; more rows are taken in turn
 constexpr int64_t kMaxGridColumns = INT32_MAX;
 
-// Grid: x over the blocks of a row, blockDim.x / kLanes of them each; y over rows.
+// The grid: x goes over the blocks of a row, blockDim.x / kLanes of them in each thread block; y goes over rows.
 template <twDtype_t kType, bool kPowerOfTwo>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(const Call call) {
   constexpr int kBytes = sizeof(typename Element<kType>::Raw);
@@ -22,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const Call call) {
   const int64_t block = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes;
   const int lane = threadIdx.x % kLanes;
   const int64_t first = block * kBlock + lane * kPerLane;
-  // Lanes beyond the row have no elements but stay, for the shuffles of those that share their warp.
+  // Lanes beyond the row have no elements but stay, for the shuffles of the lanes that share their warp.
   const int64_t left = call.elements - first;
   const int count = left >= kPerLane ? kPerLane : left > 0 ? static_cast<int>(left) : 0;
   for (int64_t row = blockIdx.y; row < call.tokens; row += gridDim.y) {

@@ -1,4 +1,5 @@
-// Rows to e4m3 with a scale per block of 128 elements: what every bit is, for the host and for devices.
+// Quantisation to e4m3 with a scale per block of 128 elements: it defines every bit, for the host and for devices. A
+// change here changes the bits of results, and must be made in the oracle too (tests/py/test_quantize.py).
 //
 // A block is up to 128 consecutive elements of a row (the last block of a row may be shorter). Its scale:
 //
@@ -7,12 +8,12 @@
 //   else                 largest magnitude / 448, rounded as IEEE says, or the smallest power of two that is not below
 //                        the exact quotient; in both modes at least kLeastScale, 2^-116
 //
-// and its values are e4m3(x / scale), with the division rounded as IEEE says, too. So zeros keep their sign, and no
+// Its values are e4m3(x / scale), with the division rounded as IEEE says, too. So zeros keep their sign, and no
 // quotient is beyond 448 by more than a rounding, which e4m3 rounds back.
 //
-// Why 2^-116: an input below the normal numbers (2^-126) then has a quotient below half of the smallest e4m3, and is 0
-// whether or not somebody has told the processor to flush subnormal numbers to 0. Blocks of magnitudes below 448 *
-// 2^-116, 5.4e-33, pay for it with precision.
+// Why 2^-116: an input below the normal numbers (2^-126) then has a quotient below half of the smallest e4m3. So it
+// becomes 0 whether or not the processor has been told to flush subnormal numbers to 0. Blocks of magnitudes below
+// 5.4e-33 (448 * 2^-116) pay for it with precision.
 #pragma once
 
 #include <bit>
@@ -46,8 +47,8 @@ TW_HOST_DEVICE inline float divide(float a, float b) {
 #endif
 }
 
-// The scale of a block. `magnitude`: the largest of its magnitudes, compared as bits: then NaN is larger than infinity,
-// infinity larger than all numbers, and none of them is lost, in whatever order the elements are looked at.
+// The scale of a block. `magnitude`: the largest of its magnitudes, compared as bits. So NaN is larger than infinity,
+// infinity is larger than all numbers, and none of them is lost, in whatever order the elements are looked at.
 TW_HOST_DEVICE inline float scale_of(uint32_t magnitude, bool power_of_two) {
   if (magnitude == 0) return 1.0f;
   if (magnitude >= kInfinity) return std::bit_cast<float>(0x7fc00000u);
@@ -62,8 +63,8 @@ TW_HOST_DEVICE inline float scale_of(uint32_t magnitude, bool power_of_two) {
   return scale < kLeastScale ? kLeastScale : scale;
 }
 
-// e4m3 (no infinities, largest 448, NaN 0x7f and 0xff), rounded to nearest even; what rounds beyond 448 is NaN. Without
-// a branch, so that compilers vectorise it.
+// Converts to e4m3 (no infinities, largest 448, NaN 0x7f and 0xff), rounded to nearest even; a value that rounds beyond
+// 448 becomes NaN. It has no branch, so that compilers vectorise it.
 TW_HOST_DEVICE inline uint8_t e4m3(float value) {
   const uint32_t all = std::bit_cast<uint32_t>(value);
   const uint32_t bits = all & kMagnitude;
@@ -80,25 +81,26 @@ TW_HOST_DEVICE inline uint8_t e4m3(float value) {
   return static_cast<uint8_t>((all >> 24 & 0x80u) | value8);
 }
 
-// One call, checked.
+// One call of twQuantizeFp8, checked.
 struct Call {
   const std::byte* rows;  // [tokens, elements], elements contiguous
   int64_t row_stride;     // bytes
   twDtype_t dtype;        // twFloat32, twBfloat16 or twFloat16
   int64_t tokens;
-  int64_t elements;  // of a row, > 0
+  int64_t elements;  // elements of a row, > 0
   uint8_t* values;   // [tokens, elements], contiguous
   float* scales;     // [tokens, blocks()], contiguous
   bool power_of_two;
 
-  TW_HOST_DEVICE int64_t blocks() const { return (elements + kBlock - 1) / kBlock; }  // of a row
+  TW_HOST_DEVICE int64_t blocks() const { return (elements + kBlock - 1) / kBlock; }  // blocks of a row
 };
 
-// On the calling thread.
+// Quantises on the calling thread.
 void quantize_fp8_cpu(const Call& call);
 
-// Enqueues on `stream`, a cudaStream_t of `device`; does not wait, and can be captured. The thread's current device is
-// as before. Errors: twInvalidArgument for a device that is not there, twUnsupported without a driver, twSystemError.
+// Enqueues the kernel on `stream`, a cudaStream_t of `device`; does not wait, and can be captured. The thread's current
+// device is as before. Errors: twInvalidArgument for a device that is not there, twUnsupported without a driver,
+// twSystemError.
 Status quantize_fp8_cuda(const Call& call, int32_t device, void* stream);
 
 }  // namespace tw::quantize

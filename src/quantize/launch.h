@@ -1,11 +1,13 @@
-// Launching a kernel of one parameter, on the current device. For .cu files.
+// Launches a kernel of one parameter on the current device, and finds its shared memory; for .cu files of src/quantize
+// and src/activation. The call struct is copied at launch, so it need not outlive it. Results do not depend on this
+// file.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace tw::quantize {
 
-// A thread block's shared memory, of the bytes that its launch asked for.
+// A thread block's shared memory, as large as its launch asked for.
 template <class T>
 __device__ T* shared_memory() {
   extern __shared__ __align__(16) unsigned char memory[];
