@@ -1,3 +1,6 @@
+// twSwiGlu and its backward on the CPU: takes a checked activation::Call, visits the valid rows and writes results,
+// compiled for several vector widths. The bits are those of activation/swiglu.h and must not depend on the width; the
+// blocks and arrays are there so that loops vectorise.
 #include "activation/swiglu.h"
 
 #include <algorithm>
@@ -10,7 +13,7 @@ namespace {
 
 using quantize::kBlock;
 
-// Each valid row of a call.
+// Visits each valid row of a call.
 template <class Visit>
 [[gnu::always_inline]] inline void each_row(const Rows& rows, Visit&& visit) {
   for (int32_t group = 0; group < rows.groups; ++group) {
@@ -41,7 +44,7 @@ template <class In>
       });
 }
 
-// The order of swiglu.h.
+// Adds the accumulators up, in the order of swiglu.h.
 [[gnu::always_inline]] inline float total(float (&sums)[kAccumulators]) {
   for (int by = kGroup / 2; by > 0; by /= 2) {
     for (int group = 0; group < kAccumulators; group += kGroup) {
@@ -67,8 +70,8 @@ template <class In>
         float sums[kAccumulators] = {};
         for (int64_t first = 0; first < call.elements; first += kAccumulators) {
           const int n = static_cast<int>(std::min<int64_t>(kAccumulators, call.elements - first));
-          // By way of arrays, or a store to the output could change what is read next for all the compiler knows, which
-          // then does not vectorise.
+          // Elements go through arrays: otherwise, for all the compiler knows, a store to the output could change what
+          // is read next, and it does not vectorise.
           float gates[kAccumulators];
           float ups[kAccumulators];
           float outs[kAccumulators];

@@ -1,8 +1,10 @@
-// The kernels of twSwiGlu. Their blocks are as many as the device holds at once and go from one valid row to the next,
-// as many as counts in device memory say there are: a launch that a graph has captured costs what came, not what could
-// have come.
+// The kernels of twSwiGlu and its backward: they take a checked activation::Call and are one launch each. There are as
+// many thread blocks as the device holds at once; they go from one valid row to the next, as many as counts in device
+// memory say there are. So a launch that a graph has captured costs what came, not what could have come. The grid is
+// speed alone; the bits are those of activation/swiglu.h.
 //
-// Floor: memory. Forward, an element of 16 bits is 4 bytes in and 2 out (quantised, 1.03). Backward, 6 in and 4 out.
+// Floor: memory. Forward, an element of 16 bits is 4 bytes in and 2 out (quantised, 1.03). Backward, it is 6 in and 4
+// out.
 #include "activation/swiglu.h"
 #include "quantize/device.cuh"
 #include "quantize/launch.h"
@@ -18,19 +20,19 @@ using quantize::load;
 using quantize::store;
 
 constexpr int kThreads = 256;
-constexpr int kHalves = kThreads / kLanes;  // half warps of a block, each with 128 elements at a time
+constexpr int kHalves = kThreads / kLanes;  // half warps of a thread block, each with 128 elements at a time
 constexpr int kWarps = kThreads / 32;
-constexpr int kGroups = 1024;    // whose rows are counted at a time
-constexpr int kBlocksPerSm = 4;  // by registers; more would not load more at once
+constexpr int kGroups = 1024;    // groups whose rows are counted at a time
+constexpr int kBlocksPerSm = 4;  // limited by registers; more would not load more at once
 constexpr uint32_t kAll = 0xffffffffu;
 static_assert(kPerLane == kGroup, "a lane's elements of a row are one group of accumulators");
 
-// Valid rows of the groups before each one.
+// How many valid rows the groups before each group have.
 struct Sums {
   int64_t before[kGroups + 1];
 };
 
-// The valid rows of groups [low, low + n), summed up. All threads.
+// Sums up the valid rows of groups [low, low + n). All threads take part.
 __device__ void sum_counts(const Rows& rows, int32_t low, int n, Sums& sums) {
   for (int i = threadIdx.x; i < n; i += kThreads) sums.before[i + 1] = rows.count(low + i);
   if (threadIdx.x == 0) sums.before[0] = 0;
@@ -50,8 +52,8 @@ __device__ void sum_counts(const Rows& rows, int32_t low, int n, Sums& sums) {
   }
 }
 
-// visit(row or -1) for every valid row, `together` of them at a time in each thread block; `which` of these the calling
-// thread is about. A row is cut into `parts`, and visited for each: visit(row, part). Threads of a block come along
+// Calls visit(row or -1, part) for every valid row, `together` of them at a time in each thread block; `which` of these
+// is the calling thread's. A row is cut into `parts`, and visited once for each. All threads of a block come along,
 // even where there is no row for them.
 template <class Visit>
 __device__ void each_row(const Rows& rows, int together, int which, int64_t parts, Visit&& visit) {
@@ -84,7 +86,7 @@ __device__ __forceinline__ int count_of(int64_t left) {
   return left >= kPerLane ? kPerLane : left > 0 ? static_cast<int>(left) : 0;
 }
 
-// Half warps a row has at a time: a power of two, so that they fill a block.
+// How many half warps a row has at a time: a power of two, so that they fill a thread block.
 TW_HOST_DEVICE inline int halves_of(int64_t elements) {
   int halves = 1;
   while (halves < kHalves && halves * kBlock < elements) halves *= 2;
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Call call) {
     for (int i = 0; i < kPerLane; ++i) x[i] = times(swiglu(x[i], up[i]), weight);
     if constexpr (kQuantised) {
       uint64_t values;
-      // Beyond the row there are zeros, times a weight that may be infinite.
+      // Beyond the row there are zeros, but they were multiplied by a weight that may be infinite.
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) x[i] = i < count ? x[i] : 0.0f;
       const float scale = quantize::quantize_lanes<kPowerOfTwo>(x, &values);
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Call call) {
   });
 }
 
-// A warp has a row, so that the sum of its weight's gradient has an order.
+// Each warp has a row, so that the sum of the gradient of its weight has an order.
 template <twDtype_t kType>
 __global__ void __launch_bounds__(kThreads) backward_kernel(const Call call) {
   constexpr int kBytes = sizeof(typename Element<kType>::Raw);
@@ -188,7 +190,7 @@ auto backward_of(const Call& call) {
   return &backward_kernel<twFloat16>;
 }
 
-// `together`: rows that a thread block has at a time.
+// Launches a kernel. `together`: how many rows a thread block has at a time.
 Status run(void (*kernel)(Call), const Call& call, int64_t together, int64_t parts, int32_t device, void* stream) {
   quantize::CurrentDevice current;
   TW_RETURN_IF_FAILED(quantize::enter(device, &current));

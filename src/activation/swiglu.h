@@ -1,23 +1,26 @@
-// SwiGLU over the valid rows of what experts' first matrices gave: what every bit is, for the host and for devices.
+// SwiGLU over the valid rows of what experts' first matrices gave: it defines every bit, for the host and for devices.
+// A change here changes the bits of results, and must be made in the oracle too (python/tokenway/reference.py).
 //
-// A row is [2 * I] elements, gate and up. All is float32; each operation is rounded to nearest even, none is fused:
+// A row is [2 * I] elements, gate and up. Everything is float32; each operation is rounded to nearest even, none is
+// fused:
 //
 //   d = 1 + exp(-gate)                           exp as below
 //   out = gate / d * up [* weight]               rounded once to the output type, or quantised as quantize/fp8.h says
 //
-// and backward, from the gradient `out` of the result:
+// Backward, from the gradient `out` of the result:
 //
 //   s = 1 / d,  a = gate * s,  t = out [* weight]
 //   up' = t * a,  gate' = t * up * (s + a * (1 - s)),  weight' = sum over the row of out * (a * up)
 //
-// the sum in an order that vectors, warps and NumPy can all keep: element i belongs to accumulator i mod 256, which
-// adds its elements i ascending, from 0 on; the 256 are 32 groups of 8, and halves are added to halves: 4, 2, 1 within
-// a group, then groups 16, 8, 4, 2, 1 apart.
+// The sum has an order that vectors, warps and NumPy can all keep. Element i belongs to accumulator i mod 256, which
+// adds its elements i ascending, from 0 on. The 256 accumulators are 32 groups of 8, and halves are added to halves: 4,
+// 2, 1 within a group, then groups 16, 8, 4, 2, 1 apart.
 //
-// Libraries round exp differently, so it is defined here: the argument within +-104, where the sum with 1 has long come
-// to its end; n = argument * log2(e) rounded, by an addition that leaves it in the last bits; the remainder in two
-// subtractions, of which the first is exact; a polynomial of degree 7 (Cephes' expf, https://www.netlib.org/cephes/);
-// times 2^n in two steps. Within 1 unit in the last place of the true value, and a sigmoid within 3.
+// Libraries round exp differently, so it is defined here. The argument is limited to +-104, where the sum with 1 has
+// long stopped to change; n = argument * log2(e) is rounded, by an addition that leaves it in the last bits; the
+// remainder is found in two subtractions, of which the first is exact; a polynomial of degree 7 follows (Cephes' expf,
+// https://www.netlib.org/cephes/), and the result is multiplied by 2^n in two steps. It is within 1 unit in the last
+// place of the true value, and a sigmoid within 3.
 #pragma once
 
 #include "quantize/fp8.h"
@@ -25,7 +28,7 @@
 namespace tw::activation {
 
 inline constexpr int kAccumulators = 256;
-inline constexpr int kGroup = 8;  // of them, which a lane of a warp has
+inline constexpr int kGroup = 8;  // accumulators that a lane of a warp has
 
 TW_HOST_DEVICE inline float times(float a, float b) {
 #if defined(__CUDA_ARCH__)
@@ -43,7 +46,7 @@ TW_HOST_DEVICE inline float plus(float a, float b) {
 }
 
 TW_HOST_DEVICE inline float exponential(float x) {
-  x = x < -104.0f ? -104.0f : x;  // a NaN stays one
+  x = x < -104.0f ? -104.0f : x;  // a NaN stays a NaN
   x = x > 104.0f ? 104.0f : x;
   constexpr float kShift = 12582912.0f;  // 1.5 * 2^23
   const float shifted = plus(times(x, 1.44269504f), kShift);
@@ -69,21 +72,21 @@ TW_HOST_DEVICE inline float swiglu(float gate, float up) {
 
 struct Gradient {
   float gate, up;
-  float weight;  // a term of its sum
+  float weight;  // a term of the weight's sum
 };
-// `out`: the gradient of the result; `weighted`: that times the weight.
+// The gradients of one element. `out`: the gradient of the result; `weighted`: that times the weight.
 TW_HOST_DEVICE inline Gradient swiglu_gradient(float gate, float up, float out, float weighted) {
   const float s = quantize::divide(1.0f, plus(1.0f, exponential(-gate)));
   const float a = times(gate, s);
   return {times(times(weighted, up), plus(s, times(a, plus(1.0f, -s)))), times(weighted, a), times(out, times(a, up))};
 }
 
-// Which rows there are: `groups` blocks of `each`, of block g the first counts[g].
+// The rows of a call: `groups` blocks of `each` rows; in block g the first counts[g] are valid.
 struct Rows {
   int64_t total;  // groups * each
-  int64_t each;   // > 0 if groups is
+  int64_t each;   // > 0 if groups > 0
   int32_t groups;
-  const int32_t* counts;  // NULL: all. On a device in its memory; more than `each` counts as that, less than 0 as 0
+  const int32_t* counts;  // NULL: all are valid. On a device in its memory; clamped to 0 .. `each`
 
   TW_HOST_DEVICE int64_t count(int64_t group) const {
     if (counts == nullptr) return each;
@@ -106,20 +109,21 @@ struct Call {
   twDtype_t dtype;   // twFloat32, twBfloat16 or twFloat16
   Matrix gate_up;
   const float* weights;  // [total], NULL: all 1
-  Matrix out;            // backward: its gradient
+  Matrix out;            // backward: the gradient of the result
   float* scales;         // NULL: not quantised
   int64_t scale_stride[2];
   bool power_of_two;
-  // Backward.
+  // For backward alone.
   Matrix of_gate_up;
   float* of_weights;  // NULL: not wanted
 };
 
-// On the calling thread.
+// Compute on the calling thread.
 void swiglu_cpu(const Call& call);
 void swiglu_backward_cpu(const Call& call);
 
-// Enqueue on `stream`; as quantize_fp8_cuda. What they cost follows the rows that counts say are there.
+// Enqueue the kernels on `stream`; as quantize_fp8_cuda. Their cost follows the number of rows that counts say are
+// there.
 Status swiglu_cuda(const Call& call, int32_t device, void* stream);
 Status swiglu_backward_cuda(const Call& call, int32_t device, void* stream);
 
