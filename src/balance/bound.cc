@@ -1,12 +1,15 @@
-// Three bounds, of which the largest counts. A plan gives expert e a whole number of replicas c_e >= 1, their sum is
-// P = N * S, and each carries w_e / c_e. Let T be what the hottest rank carries.
+// The packing bound, with its proof. It takes a layer's problem and gives a number that no plan's hottest rank is
+// below; if a term were too high, searches would end early and twPlan would report a bound that is wrong.
+//
+// There are three bounds, of which the largest counts. A plan gives expert e a whole number of replicas c_e >= 1, their
+// sum is P = N * S, and each replica carries w_e / c_e. Let T be what the hottest rank carries.
 //
 // 1. Mean. The ranks together carry the total, so T is at least total / N.
 //
-// 2. Hottest expert. Let d_e be the ranks that hold e. One of them carries at least w_e / d_e of it, so d_e >= w_e / T,
-//    and the sum of d_e is at most P, each at most N. Hence T is at least the least T for which
-//    sum max(1, ceil(w_e / T)) <= P with every term at most N: what apportion() finds, as it always splits the largest
-//    share. Beside a slot of the hottest expert stand S - 1 others; if P = E, where no expert can have a second
+// 2. Hottest expert. Let d_e be the number of ranks that hold e. One of them carries at least w_e / d_e of it, so
+//    d_e >= w_e / T, and the sum of d_e is at most P, each at most N. Hence T is at least the least T for which
+//    sum max(1, ceil(w_e / T)) <= P with every term at most N. apportion() finds that T, as it always splits the
+//    largest share. Beside a slot of the hottest expert stand S - 1 others; if P = E, where no expert can have a second
 //    replica, these carry at least the S - 1 smallest loads: T >= w_max + these.
 //
 // 3. Company. Hot slots need cold ones beside them, of which there may be too few: company.cc.
@@ -20,7 +23,7 @@
 namespace tw::balance {
 namespace {
 
-constexpr int32_t kCompanySlots = 8;  // more of them, and there always is company
+constexpr int32_t kCompanySlots = 8;  // with more slots than this there always is company
 
 }  // namespace
 

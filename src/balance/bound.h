@@ -1,12 +1,13 @@
-// What no plan can do better than, with a proof beside each term in bound.cc.
+// The packing bound: what no plan can be below, with a proof beside each term in bound.cc. It takes a layer's problem;
+// the planner stops its search by it, and twPlan reports it.
 #pragma once
 
 #include "balance/problem.h"
 
 namespace tw::balance {
 
-// No placement of the shape, replicas splitting their expert's load evenly, has a hottest rank below this. `reached`:
-// the hottest rank of some plan; the costly term is looked for only where the others leave a gap to that.
+// Gives a load that no placement's hottest rank is below, if replicas split their expert's load evenly. `reached`: the
+// hottest rank of some plan; the costly term is looked for only where the others leave a gap to that.
 Units lower_bound(const Problem& problem, Units reached);
 
 }  // namespace tw::balance

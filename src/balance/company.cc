@@ -1,5 +1,8 @@
-// A plan gives expert e a whole number of replicas c_e >= 1, their sum is P = N * S, and each carries w_e / c_e. Say
-// its hottest rank carries at most T.
+// The bound by company, with its proof: whether there is a plan at all whose hottest rank carries at most T. If it
+// refutes a limit that some plan keeps, twPlan reports a wrong bound.
+//
+// A plan gives expert e a whole number of replicas c_e >= 1, their sum is P = N * S, and each replica carries w_e /
+// c_e. Say its hottest rank carries at most T.
 //
 // Take 0 < t <= T / 2 and call a slot big if it carries more than T - t, small if less than t. A rank holds at most one
 // big slot (two carry more than 2 (T - t) >= T), and beside it only small ones, else it carries more than T. Let h_t be
@@ -9,13 +12,13 @@
 //   sum over e of c_e * h(w_e / c_e) >= 0.
 //
 // What is the largest that this sum can be? For each e, c_e is at least ceil(w_e / T), and the c_e add up to P. The sum
-// is at most what it is with parts of slots: c * h(w_e / c) replaced by its concave hull over c, and slots given where
-// they add most. A slot more of an expert that is small for all t adds L = sum of l_t; that many slots as are left can
-// add this, so hulls are needed only where they are steeper. If even this is negative, no plan is within T.
+// is at most what it is with parts of slots: c * h(w_e / c) is replaced by its concave hull over c, and slots are given
+// where they add most. A further slot of an expert that is small for all t adds L = sum of l_t. All slots that are left
+// can add this, so hulls are needed only where they are steeper. If even this sum is negative, no plan is within T.
 //
-// Any weights may be tried: they come from a game against one who picks the counts. The counts that are best against
-// some weights are a row that says what they are worth for each t alone; weights that are best against all rows so far
-// are tried next. A few rows do. What counts is computed in whole numbers.
+// Any weights may be tried. They come from a game against an opponent who picks the counts. The counts that are best
+// against some weights are a row that says what they are worth for each t alone; weights that are best against all rows
+// so far are tried next. A few rows are enough. The sum that decides is computed in whole numbers.
 #include "balance/company.h"
 
 #include <algorithm>
@@ -28,19 +31,19 @@ namespace tw::balance {
 namespace {
 
 constexpr size_t kThresholds = 128;
-constexpr int32_t kRows = 24;                  // of a game
-constexpr double kUnit = 1 << 20;              // of weights
-constexpr int32_t kStep = 2000, kFine = 4000;  // of the limit: first step below what was reached; where halving ends
+constexpr int32_t kRows = 24;                  // rows of a game
+constexpr double kUnit = 1 << 20;              // a weight of 1, in whole numbers
+constexpr int32_t kStep = 2000, kFine = 4000;  // parts of the limit: the first step down; where halving ends
 
-// A count of an expert.
+// A number of replicas of an expert, and what it is worth.
 struct Option {
   int64_t count;
   Worth worth;
 };
 
-// From one option of an expert to a later one.
+// The way from one option of an expert to a later one.
 struct Gain {
-  int64_t slots, value;  // so many slots more add so much; compared by value / slots
+  int64_t slots, value;  // so many more slots add so much; compared by value / slots
   size_t from, to;
 };
 
@@ -88,7 +91,7 @@ class Company {
     first_.push_back(options_.size());
   }
 
-  // The largest sum against the weights, rounded up; row_: what those counts are worth for each threshold.
+  // The largest sum against the weights, rounded up; row_ becomes what those counts are worth for each threshold.
   int64_t answer() {
     const size_t n = weights_.size();
     above_.assign(n + 1, 0);
@@ -124,7 +127,7 @@ class Company {
     return value + left * all;
   }
 
-  // The next corner of the hull behind option i, or `end` where it is no steeper than `all`.
+  // The next corner of the hull behind option i, or `end` where the hull is no steeper than `all`.
   size_t climb(size_t i, size_t end, int64_t all, int64_t* wanted) {
     Gain best{1, all, i, end};
     for (size_t k = i + 1; k < end; ++k) {
@@ -148,9 +151,9 @@ class Company {
 
   const Problem& problem_;
   int64_t left_ = 0;             // slots beyond the least of each expert
-  std::vector<Option> options_;  // of all experts, each by count
-  std::vector<size_t> first_;    // of each expert, and the end
-  std::vector<double> weights_;  // of the thresholds
+  std::vector<Option> options_;  // those of all experts, each by count
+  std::vector<size_t> first_;    // where each expert's options begin, and the end
+  std::vector<double> weights_;  // weights of the thresholds
   std::vector<int64_t> above_;   // sums of weights from each threshold on, in whole numbers
   std::vector<Gain> gains_;
   std::vector<double> row_;
@@ -160,7 +163,8 @@ class Company {
 
 Units company_bound(const Problem& problem, Units low, Units high) {
   Company company(problem);
-  // What was reached is often almost the best: steps down from there, each three times the last, then halving.
+  // What was reached is often almost the best: so the limit steps down from there, each step three times the last, then
+  // halves.
   for (Units step = high / kStep + 1; high - step > low; step *= 3) {
     if (company.refutes(high - step)) {
       low = high - step;

@@ -1,11 +1,13 @@
-// The bound by company: hot slots need cold ones beside them.
+// The bound by company: hot slots need cold ones beside them, of which there may be too few. Takes a problem and the
+// range where the bound is looked for; the proof is in company.cc. It must never give more than what a plan can reach.
 #pragma once
 
 #include "balance/problem.h"
 
 namespace tw::balance {
 
-// The most found in low..high below which no plan's hottest rank is; low is known to be such a bound, high not.
+// Gives the highest bound that it finds in low..high, below which no plan's hottest rank is. low is known to be such a
+// bound, high is not.
 Units company_bound(const Problem& problem, Units low, Units high);
 
 }  // namespace tw::balance

@@ -1,4 +1,6 @@
-// How many replicas each expert gets.
+// Decides how many replicas each expert gets: apportion splits the largest share again and again, refine_counts moves
+// replicas while counts alone keep a rank too hot. Takes loads and limits, gives counts whose sum is the number of
+// slots, unless limits are too low. Ties are broken by the lower expert: the plan must be the same on every machine.
 #include <algorithm>
 #include <functional>
 #include <utility>
@@ -9,9 +11,8 @@
 namespace tw::balance {
 namespace {
 
-constexpr int32_t kColdest =
-    32;  // experts of least load that may be given a replica more, so as to fill a rank with less
-constexpr int32_t kHottest = 64;  // and of largest share, beyond those of the ranks that carry most
+constexpr int32_t kColdest = 32;  // experts of least load that may get one more replica, to fill a rank with less
+constexpr int32_t kHottest = 64;  // experts of largest share, beyond those of the ranks that carry most
 constexpr int32_t kPasses = 24;
 
 // The shares of a layer's replicas, and the bound (climb) by them and by those with one replica moved.
@@ -25,7 +26,7 @@ class Ladder {
     return climb(Side<1>(sizes_, none, none), Side<-1>(sizes_, none, none), limit, rung);
   }
 
-  // The same if `to` had a replica more and `from` a replica less.
+  // The bound if `to` had one replica more and `from` one less.
   Units peak_with(int32_t from, int32_t to, Units limit) const {
     const Run gone[2] = {run(from, counts_[from]), run(to, counts_[to])};
     const Run come[2] = {run(from, counts_[from] - 1), run(to, counts_[to] + 1)};
@@ -46,7 +47,8 @@ class Ladder {
     int32_t left = 0;
   };
 
-  // The sizes from the largest down (1) or from the smallest up (-1), without those gone and with those that came.
+  // Walks the sizes from the largest down (1) or from the smallest up (-1), without the runs that go and with those
+  // that come.
   template <int kStep>
   class Side {
    public:
@@ -114,7 +116,7 @@ class Ladder {
 std::vector<int32_t> apportion(const Units* loads, const std::vector<int32_t>& limits, int32_t places) {
   const auto experts = static_cast<int32_t>(limits.size());
   std::vector<int32_t> counts(experts, 1);
-  // A heap of (share, expert), the largest share on top, of equal ones the lower expert.
+  // A heap of (share, expert), the largest share on top, the lower expert among equals.
   std::vector<std::pair<Units, int32_t>> heap;
   for (int32_t e = 0; e < experts; ++e) {
     if (limits[e] > 1) heap.emplace_back(loads[e], -e);
@@ -157,7 +159,7 @@ void refine_counts(const Problem& problem, Units goal, std::vector<int32_t>* cou
     for (const int32_t e : takers) {
       if ((*counts)[e] >= problem.shape.ranks) continue;
       for (const int32_t f : givers) {
-        // What the giver's replicas then carry must itself find room.
+        // The larger shares of the giver's other replicas must find room themselves.
         if (f == e || share(problem.loads[f], (*counts)[f] - 1) >= best) continue;
         const Units peak = ladder.peak_with(f, e, best);
         if (peak < best) {

@@ -1,5 +1,6 @@
-// Small problems: all counts, and for each all ways to pack them, cut off where they cannot be better than what is
-// known.
+// Solves small problems exactly: it tries all counts, and for each all ways to pack them, and cuts off what cannot be
+// better than the best plan known. Takes a plan and an effort, gives the best plan found. The effort counts steps, not
+// time, so that the plan is the same on every machine.
 #include <algorithm>
 #include <utility>
 
@@ -31,7 +32,7 @@ class Search {
   }
 
  private:
-  // Counts of the experts from e on, with so many slots beyond one each.
+  // Chooses counts of the experts from e on, with `spare` slots beyond one each.
   void choose(int32_t e, int32_t spare) {
     if (over()) return;
     if (e == shape_.experts) {
@@ -39,7 +40,7 @@ class Search {
       return;
     }
     const int32_t most = std::min(spare, shape_.ranks - 1);
-    const int32_t later = (shape_.experts - e - 1) * (shape_.ranks - 1);  // that the experts after it can take
+    const int32_t later = (shape_.experts - e - 1) * (shape_.ranks - 1);  // slots that the experts after it can take
     for (int32_t more = std::max(0, spare - later); more <= most; ++more) {
       if (share(problem_.loads[e], 1 + more) >= peak_) continue;
       counts_[e] = 1 + more;
@@ -68,7 +69,8 @@ class Search {
     place(0, 0, total);
   }
 
-  // The items from k on. `from`: where the last replica went, as those of one expert go to ascending ranks.
+  // Places the items from k on. `from`: where the last replica went, as the replicas of one expert go to ascending
+  // ranks.
   void place(int32_t k, int32_t from, Units left) {
     --left_;
     if (over()) return;
@@ -99,17 +101,17 @@ class Search {
     }
   }
 
-  // Ranks that hold the same are alike, so the lowest of them is served first.
+  // Whether an earlier rank holds the same: such ranks are alike, so only the lowest of them is served.
   bool like_an_earlier(int32_t r) const {
     return std::find(held_.begin(), held_.begin() + r, held_[r]) != held_.begin() + r;
   }
 
   const Problem& problem_;
   const Shape& shape_;
-  int64_t left_;  // of the effort: ways to place a slot, and counts
+  int64_t left_;  // what is left of the effort, in placements of a slot and in counts
   std::vector<int32_t> best_;
-  Units peak_;   // of best_: only what is below is looked for
-  Units floor_;  // and what nothing is below
+  Units peak_;   // peak of best_: only plans below it are looked for
+  Units floor_;  // the bound: no plan is below it
   std::vector<int32_t> counts_;
   std::vector<Units> loads_;
   std::vector<int32_t> filled_;

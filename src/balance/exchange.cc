@@ -1,7 +1,9 @@
-// Makes the hottest rank cooler by exchanging slots with another: first one for one, then two for two.
+// Cools the hottest rank by exchanging slots with another rank: first one for one, then two for two. Takes a packing, a
+// range of ranks and a goal, and changes the packing. It never makes the hottest rank hotter and never puts an expert
+// on a rank twice; ties go to the first that was found, so that plans are the same everywhere.
 //
-// Ranks r and q that exchange slots whose shares differ by d carry load(r) - d and load(q) + d; best is d half of what
-// they differ by. Sorted by share, the best partner of each slot is found in one walk over both.
+// Ranks r and q that exchange slots whose shares differ by d carry load(r) - d and load(q) + d; the best d is half of
+// what they differ by. With both sorted by share, one walk over them finds the best partner of each slot.
 #include <algorithm>
 #include <array>
 #include <numeric>
@@ -11,15 +13,15 @@
 namespace tw::balance {
 namespace {
 
-constexpr int32_t kPairSlots = 16;  // two for two is tried among at most so many slots of a rank: 120 pairs
-constexpr int32_t kPatience = 1;    // times the ranks: searches for one that blocks the hottest
+constexpr int32_t kPairSlots = 16;  // two for two is tried for ranks of at most so many slots: 120 pairs
+constexpr int32_t kPatience = 1;    // times the ranks: so many searches for ranks that block the hottest
 
 struct Found {
-  Units peak;  // of the two ranks afterwards
+  Units peak;  // the hotter of the two ranks afterwards
   std::array<int32_t, 2> from{-1, -1}, to{-1, -1};
 };
 
-// Of one rank: sums of shares of one or two of its slots, the largest first.
+// One or two slots of a rank, and the sum of their shares. Lists of choices have the largest first.
 struct Choice {
   Units sum;
   std::array<int32_t, 2> places;
@@ -54,7 +56,7 @@ void walk(const Packing& packing, const std::vector<Choice>& of_r, const std::ve
   for (const Choice& a : of_r) {
     const Units wanted = a.sum - difference / 2;
     while (j < of_q.size() && of_q[j].sum > wanted) ++j;
-    // The last above what is wanted, and the first not above.
+    // The last choice above what is wanted, and the first not above.
     for (size_t k = j > 0 ? j - 1 : 0; k <= j && k < of_q.size(); ++k) {
       const Units d = a.sum - of_q[k].sum;
       if (d <= 0 || d >= difference) continue;
@@ -99,15 +101,15 @@ Found search(const Packing& packing, int32_t r, int32_t first, int32_t last, Amo
 
 }  // namespace
 
-// Stops when no rank above the goal can be helped. It ends: of the two ranks of an exchange the loads come closer, so
-// the sum of squares over all ranks falls each time.
+// Stops when no rank above the goal can be helped. It does end: each exchange brings the loads of its two ranks closer,
+// so the sum of squares over all ranks falls each time.
 void exchange(Packing* packing, int32_t first, int32_t last, Units goal, Among among) {
   const int32_t slots = packing->problem().shape.slots;
   for (int32_t r = first; r < last; ++r) packing->sort_rank(r);
-  std::vector<char> stuck(last, 0);  // since the last exchange
+  std::vector<char> stuck(last, 0);  // ranks that could not be helped since the last exchange
   int32_t patience = kPatience * (last - first);
   for (;;) {
-    // A hot rank may be blocked by another that is almost as hot, which then is the one to cool first.
+    // A hot rank may be blocked by another that is almost as hot, which is then the one to cool first.
     int32_t r = -1;
     for (int32_t q = first; q < last; ++q) {
       if (!stuck[q] && packing->load(q) > goal && (r < 0 || packing->load(q) > packing->load(r))) r = q;

@@ -1,3 +1,6 @@
+// The dual simplex method of Game (balance/game.h): add() takes a row and pivots until the mixture is best again. It
+// computes in doubles, in a fixed order, without contraction, so that all machines get the same weights; what is proven
+// with them is proven elsewhere in whole numbers.
 #include "balance/game.h"
 
 #include <algorithm>
@@ -7,7 +10,7 @@ namespace tw::balance {
 namespace {
 
 constexpr double kZero = 1e-11;
-constexpr int32_t kPivots = 200;  // for a row: it takes a handful
+constexpr int32_t kPivots = 200;  // at most, for a row: it takes a handful
 
 }  // namespace
 

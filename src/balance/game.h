@@ -1,4 +1,6 @@
-// Two-player games given by their payoffs, row by row.
+// Two-player games given by their payoffs, row by row: Game takes rows and gives the best mixture of columns.
+// company.cc looks for weights with it. A worse mixture gives a weaker bound, never a wrong one; but the weights must
+// be the same on all machines.
 #pragma once
 
 #include <cstddef>
@@ -7,26 +9,27 @@
 
 namespace tw::balance {
 
-// One side has a column of each row paid, mixes columns and wants to pay little; the other picks the row that is paid
-// most. Rows come one by one, and the best mixture follows by a few pivots of the dual simplex method. In doubles: what
-// is proven with a mixture must be proven by other means (no contraction or reordering is compiled, so that all
-// machines get the same).
+// One side picks a column, which is paid for the row, mixes columns and wants to pay little; the other picks the row
+// that is paid most. Rows come one by one, and the best mixture follows by a few pivots of the dual simplex method. It
+// computes in doubles: what is proven with a mixture must be proven by other means (no contraction or reordering is
+// compiled, so that all machines get the same).
 class Game {
  public:
   // Payoffs lie strictly between -bound and bound.
   Game(int32_t columns, double bound) : columns_(columns), bound_(bound) {}
 
-  // payoffs: [columns]. False if rounding left no way on.
+  // Adds a row; payoffs: [columns]. False if rounding left no way on.
   bool add(const std::vector<double>& payoffs);
 
-  // Of the best mixture: weights [columns] that add up to 1, and what the best row is paid. After the first row.
+  // The best mixture, after the first row: its weights [columns], which add up to 1, and what the best row is paid.
   std::vector<double> weights() const;
   double value() const;
 
  private:
-  // With b = 1 + payoff / bound > 0, the best weights are those x >= 0 of the largest sum for which b x <= 1 in all
-  // rows, divided by that sum. A table has a line per row, and one of costs; the last column is the right-hand side.
-  // Variables are x (0..columns-1) and the slack of each row (from columns on); those of the lines are the basis.
+  // With b = 1 + payoff / bound > 0, the best weights are the x >= 0 of the largest sum for which b x <= 1 in all rows,
+  // divided by that sum. A table has a line per row, and one of costs; the last column is the right-hand side.
+  // Variables are x (0..columns-1) and the slack of each row (from columns on); the variables of the lines are the
+  // basis.
   struct Line {
     std::vector<double> cells;
     int32_t basic;
@@ -38,7 +41,7 @@ class Game {
   double bound_;
   std::vector<Line> lines_;
   std::vector<double> costs_;
-  std::vector<int32_t> outside_;  // of each column, the variable
+  std::vector<int32_t> outside_;  // the variable of each column
 };
 
 }  // namespace tw::balance

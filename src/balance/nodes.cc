@@ -1,5 +1,7 @@
-// Placement that looks at nodes: groups of experts have a home, so that a token routed to few groups travels to few
-// nodes. Load leaves its home only where a node would otherwise carry too much, and then as little as will do.
+// Placement that looks at nodes: groups of experts have a home node, so that a token routed to few groups travels to
+// few nodes. Load leaves its home only where a node would otherwise carry too much, and then as little as will do.
+// Takes a problem with groups and a tolerance, gives a plan; what strays is reported by twPlan. Choices are made in
+// whole numbers with fixed ties.
 #include <algorithm>
 #include <utility>
 
@@ -8,7 +10,7 @@
 namespace tw::balance {
 namespace {
 
-// Which expert has how many replicas on which node, and what each node then carries.
+// How many replicas each expert has on each node, and what each node then carries.
 class Nodes {
  public:
   Nodes(const Problem& problem, std::vector<int32_t> homes)
@@ -62,7 +64,7 @@ class Nodes {
     for (int32_t i = 0; i < n; ++i) totals_[experts[i]] = count(node, experts[i]) = counts[i];
   }
 
-  // More slots than the node's own experts can have replicas: the hottest of others come too.
+  // Fills slots beyond what the replicas of the node's own experts can fill: the hottest other experts come too.
   void fill_vacancies(int32_t node) {
     int32_t filled = 0;
     for (int32_t e = 0; e < shape_.experts; ++e) filled += count(node, e);
@@ -76,13 +78,13 @@ class Nodes {
     }
   }
 
-  // Load that leaves its home when a slot of e moves so; negative if it comes home.
+  // The load that leaves its home when a slot of e moves so; negative if it comes home.
   Units strays(int32_t e, int32_t from, int32_t to) const {
     return home(e) == from ? size(e) : home(e) == to ? -size(e) : 0;
   }
 
-  // Of the exchanges that take no more from the hot node than it has too much, the one with least load gone astray for
-  // what it takes; if none, the one that takes least.
+  // Makes one exchange. Among those that take no more from the hot node than it has too much, it is the one with least
+  // load gone astray for what it takes; if there is none, the one that takes least.
   bool exchange_one(int32_t hot, int32_t cool, Units most) {
     const Units over = loads_[hot] - most, difference = loads_[hot] - loads_[cool];
     int32_t from = -1, to = -1;
@@ -128,8 +130,8 @@ class Nodes {
   std::vector<Units> loads_;     // [nodes]
 };
 
-// The same number of groups to every node, as even as can be: a problem like that of experts and ranks; or the largest
-// to the coolest, as DeepSeek's algorithm does.
+// Gives every node the same number of groups, as evenly as can be: a problem like that of experts and ranks (kEven); or
+// gives the largest group to the coolest node, as DeepSeek's algorithm does (kGreedy).
 enum class Homes { kEven, kGreedy };
 std::vector<int32_t> find_homes(const Problem& problem, Homes how) {
   const Shape& shape = problem.shape;
@@ -144,7 +146,7 @@ std::vector<int32_t> find_homes(const Problem& problem, Homes how) {
   return homes;
 }
 
-// What each node has, over its ranks.
+// Packs what each node has over its ranks.
 Packing pack_nodes(const Problem& problem, const Nodes& nodes) {
   const Shape& shape = problem.shape;
   const int32_t ranks = shape.ranks_per_node();
@@ -174,7 +176,8 @@ std::vector<int32_t> place_on_nodes(const Problem& problem, int64_t tolerance) {
   const Units mean = problem.total / shape.nodes;
   nodes.even_out(mean + static_cast<Units>(static_cast<double>(mean) * (static_cast<double>(tolerance) / 1e6)));
   const Packing even = pack_nodes(problem, nodes);
-  // Nodes that carry the same can have ranks that do not, above all where there is a slot for each expert and no more.
+  // Nodes that carry the same load can have ranks that do not, above all where there is a slot for each expert and no
+  // more.
   return even.peak() < best.peak() ? even.experts() : best.experts();
 }
 

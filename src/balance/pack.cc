@@ -1,4 +1,6 @@
-// Puts replicas into slots, from nothing.
+// Packs replicas into slots from nothing, longest processing time first. Takes items (an expert, its share, its
+// replicas), gives a plan that has an expert once on a rank. All searches start from here; equal sizes are ordered by
+// replicas and then by expert, so that the plan is the same everywhere.
 #include <algorithm>
 #include <utility>
 
@@ -20,8 +22,8 @@ class Packer {
     for (int32_t r = 0; r < ranks; ++r) open_.push_back({0, r});
   }
 
-  // Each hot item with the smallest beside it, as long as that makes more than `goal`. Shrinks the counts of what it
-  // places.
+  // Places each hot item with the smallest ones beside it, as long as that makes more than `goal`. Lowers the counts of
+  // what it places.
   void place_with_company(std::vector<Item>* items, Units goal) {
     int32_t rank = 0;
     const auto ranks = static_cast<int32_t>(filled_.size());
@@ -45,7 +47,8 @@ class Packer {
   void place(std::vector<Item>* items) {
     close_full();
     for (Item& item : *items) {
-      // Fewer open ranks than replicas: what is left follows on the same, and mend() finds another way.
+      // If there are fewer open ranks than replicas, the rest goes to the same ranks again, and mend() finds another
+      // way.
       while (item.count > 0) {
         const auto n = std::min<int32_t>(item.count, static_cast<int32_t>(open_.size()));
         std::partial_sort(open_.begin(), open_.begin() + n, open_.end());
@@ -55,8 +58,8 @@ class Packer {
     }
   }
 
-  // Takes second replicas of an expert off a rank, each by an exchange with one of a rank that lacks it. False if some
-  // are left.
+  // Takes second replicas of an expert off a rank, each by an exchange with a slot of a rank that lacks it. False if
+  // some are left.
   bool mend() {
     const auto ranks = static_cast<int32_t>(filled_.size());
     for (int32_t place = 0; place < ranks * slots_; ++place) {
@@ -97,7 +100,7 @@ class Packer {
   std::vector<Bin> open_;         // ranks with a free slot
 };
 
-// Dealt like cards: the replicas of an expert follow each other, and are no more than there are ranks.
+// Deals replicas like cards: those of an expert follow each other, and are no more than there are ranks.
 std::vector<int32_t> deal(const std::vector<Item>& items, int32_t ranks, int32_t slots) {
   std::vector<int32_t> experts(static_cast<size_t>(ranks) * slots);
   int32_t k = 0;
@@ -118,7 +121,7 @@ std::vector<Item> items_of(const Problem& problem, const std::vector<int32_t>& c
 }
 
 std::vector<int32_t> pack(std::vector<Item> items, int32_t ranks, int32_t slots, Start start, Units goal) {
-  // Of equal sizes, the expert that must be on more ranks first.
+  // Among equal sizes, the expert that must be on more ranks comes first.
   std::sort(items.begin(), items.end(), [start](const Item& a, const Item& b) {
     if (start == Start::kSpread && (a.count > 1) != (b.count > 1)) return a.count > 1;
     if (a.size != b.size) return a.size > b.size;

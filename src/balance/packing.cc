@@ -1,3 +1,5 @@
+// Moves of a Packing (balance/packing.h): each keeps experts, counts, shares and loads in step. If one of them is not
+// updated, every search behind it compares wrong numbers.
 #include "balance/packing.h"
 
 #include <algorithm>

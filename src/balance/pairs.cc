@@ -1,10 +1,11 @@
-// Counts for two slots a rank, where single exchanges of a replica do not help any more.
+// Finds counts for two slots a rank, where moving single replicas does not help any more. Takes counts, gives better
+// ones and the packing bound; all is whole numbers with fixed ties.
 //
 // With two slots a rank, counts keep within a limit T if and only if, for each t up to T / 2, there are as many slots
-// below t as above T - t (company.cc; that many are enough, as pairing the largest with the smallest shows). What is
-// missing, over all t, falls with each step into the right direction, where the hottest pair alone may need several at
-// once. So a replica goes from where that harms least to where it helps most, and where nothing helps, the t that lack
-// count more from then on.
+// below t as above T - t (company.cc; that many are enough, as pairing the largest with the smallest shows). The number
+// of missing slots, over all t, falls with each step in the right direction, where the hottest pair alone may need
+// several steps at once. So a replica goes from the expert where that harms least to the one where it helps most. Where
+// nothing helps, each t that lacks slots counts more from then on.
 #include <algorithm>
 #include <cstdlib>
 #include <vector>
@@ -16,9 +17,9 @@
 namespace tw::balance {
 namespace {
 
-constexpr size_t kPairThresholds = 256;  // with more of them, keeping to these is not all: what is reached is looked at
-constexpr int32_t kTries = 6;            // limits
-constexpr int32_t kSteps = 80;           // for each
+constexpr size_t kPairThresholds = 256;  // with fewer than all, keeping to these is not sufficient: peaks are checked
+constexpr int32_t kTries = 6;            // limits that are tried
+constexpr int32_t kSteps = 80;           // steps for each limit
 constexpr int32_t kRest = 4;             // steps in which an expert that has changed does not change back
 
 constexpr Worth kNothing{0, 0};
@@ -35,7 +36,7 @@ class Fit {
         prices_(thresholds_.size(), 1),
         costs_(thresholds_.size() + 1, 0) {}
 
-  // Whether counts within the limit were found.
+  // Searches; returns whether counts within the limit were found.
   bool run() {
     int64_t free = problem_.shape.places();
     for (int32_t e = 0; e < problem_.shape.experts; ++e) {
@@ -79,7 +80,7 @@ class Fit {
     for (size_t j = worth.at; j < thresholds_.size(); ++j) lacks_[j] -= static_cast<int32_t>(sign * worth.value);
   }
 
-  // What is missing if `come` is added and `go` taken away; or, where that is not below `limit`, anything that is not.
+  // What is missing if `come` is added and `go` taken away; if that is not below `limit`, any number that is not.
   int64_t cost(const Worth& come, const Worth& go, int64_t limit) const {
     const auto n = static_cast<int32_t>(thresholds_.size());
     const int32_t first = std::min(come.at, go.at), second = std::max(come.at, go.at);
@@ -92,7 +93,7 @@ class Fit {
     return sum;
   }
 
-  // To be called after each change of what is missing, or of prices. Returns the whole cost.
+  // Adds costs up; called after each change of what is missing, or of prices. Returns the whole cost.
   int64_t add_up() {
     for (size_t j = 0; j < thresholds_.size(); ++j) costs_[j + 1] = costs_[j] + std::max(lacks_[j], 0) * prices_[j];
     return costs_.back();
@@ -129,10 +130,10 @@ class Fit {
   const Units limit_;
   const Thresholds thresholds_;
   std::vector<int32_t> counts_, least_;
-  std::vector<int32_t> rests_;   // of each expert, +-step until which it rests, by the sign of its last change
+  std::vector<int32_t> rests_;   // [E] the step until which an expert rests, with the sign of its last change
   std::vector<int32_t> lacks_;   // slots below each threshold that are missing (negative: to spare)
-  std::vector<int32_t> prices_;  // of a slot that is missing
-  std::vector<int64_t> costs_;   // of what is missing below each threshold
+  std::vector<int32_t> prices_;  // price of a missing slot at each threshold
+  std::vector<int64_t> costs_;   // cost of what is missing below each threshold
   std::vector<Around> around_;   // what each expert adds with a replica less, as it is, and with one more
 };
 
@@ -153,7 +154,7 @@ Units fit_pairs(const Problem& problem, std::vector<int32_t>* counts) {
   Units high = peak_of(problem, *counts);
   const Units bound = lower_bound(problem, high);
   Units low = bound;
-  // The bound is mostly near, and so is the first try to it.
+  // The bound is mostly near, so the first try is near it.
   for (int32_t i = 0; i < kTries && high - low > problem.mean() / 4000; ++i) {
     const Units limit = low + (high - low) / (i == 0 ? 4 : 2);
     Fit fit(problem, limit, *counts);

@@ -1,3 +1,7 @@
+// Makes a layer's plan from nothing: counts, packing, exchanges, and further searches where the result is not near the
+// bound. Takes a Problem, gives a plan and, if it was computed, the packing bound. The result of a further search is
+// kept only if the hottest rank gets cooler, or stays so near the bound that it does not matter. Searches end by counts
+// of steps, never by time: plans are the same everywhere.
 #include "balance/place.h"
 
 #include <algorithm>
@@ -11,30 +15,31 @@
 namespace tw::balance {
 namespace {
 
-// Where place_exactly() comes to an end (test_balance.py has the shapes), and where it is worth a try of 20 ms.
+// The sizes where place_exactly() comes to an end (test_balance.py has the shapes), and where it is worth a try of 20
+// ms.
 constexpr int32_t kFewExperts = 8, kFewPlaces = 30;
 constexpr int32_t kSmallExperts = 12, kSmallPlaces = 24;
 constexpr int64_t kAllEffort = 40000000, kSomeEffort = 800000;
-constexpr int32_t kTriedSlots = 8192;  // of a problem, packed in search of better counts
-constexpr Units kNearly = 10000;       // one part of so many above the bound is as even as is worth anything
+constexpr int32_t kTriedSlots = 8192;  // slots that are packed in all, in search of better counts
+constexpr Units kNearly = 10000;       // one part in so many above the bound is as even as is worth anything
 
 int64_t effort_for(const Shape& shape) {
   if (shape.experts <= kFewExperts && shape.places() <= kFewPlaces) return kAllEffort;
   return shape.experts <= kSmallExperts && shape.places() <= kSmallPlaces ? kSomeEffort : 0;
 }
 
-// As many slots as experts on a rank, or more: every expert everywhere, so that all ranks carry the mean. The slots
-// beyond hold the lowest experts again, the same on all ranks.
+// The plan where a rank has as many slots as there are experts, or more: every expert is everywhere, so that all ranks
+// carry the mean. Further slots hold the lowest experts again, the same on all ranks.
 std::vector<int32_t> place_everywhere(const Shape& shape) {
   std::vector<int32_t> experts;
   for (int32_t place = 0; place < shape.places(); ++place) experts.push_back(place % shape.slots % shape.experts);
   return experts;
 }
 
-// How many replicas fewer each of the hottest experts gets.
+// How many fewer replicas each of the hottest experts gets.
 using Fewer = std::array<int32_t, 5>;
 
-// All ways with up to two of each, the fewest in all first.
+// All ways with up to two fewer for each, the smallest sum first.
 std::vector<Fewer> ways_to_hold_back() {
   std::vector<Fewer> ways{Fewer{}};
   for (size_t i = 0; i < Fewer{}.size(); ++i) {
@@ -48,9 +53,9 @@ std::vector<Fewer> ways_to_hold_back() {
   return ways;
 }
 
-// Counts of replicas with some fewer for the hottest experts; empty if an expert has not so many, or nobody can have
-// them. What is left over goes where it makes the largest share as small as can be, or to the coldest experts, where it
-// fills a slot with least.
+// Counts of replicas with some fewer for the hottest experts; empty if an expert has not so many, or no other expert
+// can have them. What is left over goes where it makes the largest share as small as can be, or to the coldest experts,
+// where it fills a slot with least.
 std::vector<int32_t> hold_back(const Problem& problem, const std::vector<int32_t>& by_load, const Fewer& fewer,
                                bool to_coldest) {
   const Shape& shape = problem.shape;
@@ -68,8 +73,8 @@ std::vector<int32_t> hold_back(const Problem& problem, const std::vector<int32_t
   return left > 0 ? std::vector<int32_t>{} : counts;
 }
 
-// A plan with fewer replicas of some of the hottest experts, if one is better. Where the next hottest fills most of a
-// rank, a replica more of the hottest has no place.
+// Looks for a better plan with fewer replicas of some of the hottest experts. Where the next hottest expert fills most
+// of a rank, one more replica of the hottest has no place.
 Packing with_fewer(const Problem& problem, Units goal, Packing best) {
   const Shape& shape = problem.shape;
   std::vector<int32_t> by_load(shape.experts);
@@ -107,15 +112,15 @@ Placed place_anywhere(const Problem& problem) {
   const auto items = items_of(problem, counts);
   Packing best(problem, pack(items, shape.ranks, shape.slots, Start::kPlain, goal));
   exchange(&best, 0, shape.ranks, goal);
-  // A batch is levelled by what experts of several replicas can shift, so each rank should have some, where ranks can
-  // be even so: at 32 ranks, 288 slots and 128 tokens a rank the policy `balanced` then leaves two thirds of what it
-  // would.
+  // The policy `balanced` levels a batch by what experts of several replicas can shift. So each rank should have some
+  // of these, where ranks can be even that way: at 32 ranks, 288 slots and 128 tokens a rank `balanced` then leaves two
+  // thirds of the imbalance that it would leave otherwise.
   if (spare && best.peak() - simple <= simple / kNearly) {
     Packing spread(problem, pack(items, shape.ranks, shape.slots, Start::kSpread, goal));
     exchange(&spread, 0, shape.ranks, goal, Among::kAlike);
     if (spread.peak() - simple <= simple / kNearly) best = std::move(spread);
   }
-  // Where a few hot replicas need the smallest beside them, exchanges alone may not get there.
+  // Where a few hot replicas need the smallest ones beside them, exchanges alone may not get there.
   if (shape.slots > 2 && best.peak() - simple > simple / 2000) {
     Packing other(problem, pack(items, shape.ranks, shape.slots, Start::kCompany, simple));
     exchange(&other, 0, shape.ranks, goal);
@@ -123,13 +128,13 @@ Placed place_anywhere(const Problem& problem) {
   }
   if (shape.slots > 2 && spare && best.peak() - simple > simple / 500)
     best = with_fewer(problem, goal, std::move(best));
-  // Replicas moved one by one, where counts and packing do not fit each other. With two slots a rank the counts are as
-  // good as that gets, without replicas there is nothing to move.
+  // Replicas are moved one by one where counts and packing do not fit each other. With two slots a rank the counts are
+  // as good as that gets; without replicas there is nothing to move.
   if (shape.slots > 2 && spare && best.peak() - simple > simple / 500) {
     best = Packing(problem, polish(problem, best.experts(), goal));
   }
-  // Never worse than the largest share as small as can be, and each to the coolest rank: DeepSeek's algorithm, but that
-  // the replicas of an expert go to different ranks.
+  // The plan is never worse than this simple one: the largest share as small as can be, and each item to the coolest
+  // rank. That is DeepSeek's algorithm, but the replicas of an expert go to different ranks.
   Packing greedy(problem, pack(even, shape.ranks, shape.slots, Start::kPlain, goal));
   if (greedy.peak() < best.peak()) {
     exchange(&greedy, 0, shape.ranks, goal);

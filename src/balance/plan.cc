@@ -1,3 +1,6 @@
+// Plans one layer: makes loads whole numbers, chooses between an update and a plan from nothing, and computes what
+// twPlan reports; it also lists the moves between two maps. The conversion of loads is exact but for one rounding, the
+// same on every machine: everything behind it depends on that.
 #include "balance/plan.h"
 
 #include <algorithm>
@@ -10,9 +13,9 @@
 namespace tw::balance {
 namespace {
 
-constexpr int kBits = 52;  // of a layer's total: sums and products with small counts stay within 64
+constexpr int kBits = 52;  // bits of a layer's total: sums and products with small counts stay within 64
 
-// The loads as whole numbers; scale: what one of these is, as a power of two.
+// Makes the loads whole numbers; *scale: the power of two that one unit stands for.
 Problem to_units(const Shape& shape, const double* loads, int* scale) {
   double total = 0;
   for (int32_t e = 0; e < shape.experts; ++e) total += loads[e];
@@ -47,13 +50,13 @@ Placed place(const Request& request, const Problem& problem, const int32_t* old)
     return {packing.experts(), made.bound};
   }
   const std::vector<int32_t> before(old, old + shape.places());
-  const int32_t few = shape.places() / 2;  // up to so many writes, a plan from nothing has no chance
+  const int32_t few = shape.places() / 2;  // with at most so many writes, a plan from nothing has no chance
   std::vector<int32_t> best = before;
   if (request.budget < shape.places()) best = update(problem, before, request.budget, request.tolerance);
   if (request.budget > few) {
     auto made = relabel(shape, from_nothing().experts, before);
     const bool allowed = writes_between(before, made) <= request.budget;
-    // Cooler ranks are not all that was asked for.
+    // A plan from nothing may be wanted though it is not cooler: for groups, or to get rid of doubles.
     const bool anew = (shape.groups > 0 && request.budget >= shape.places()) || has_doubles(shape, best);
     const bool cooler = Packing(problem, made).peak() < Packing(problem, best).peak();
     if (allowed && (anew || cooler)) best = std::move(made);
@@ -75,7 +78,7 @@ void plan_layer(const Request& request, int32_t layer, const double* loads, Resu
   add_up(shape, result->experts, packing.counts().data(), loads, result->loads);
   const double hottest = *std::max_element(result->loads, result->loads + shape.ranks);
   const Units bound = known > 0 ? known : lower_bound(problem, packing.peak());
-  // Not above what was reached: both are rounded.
+  // The bound is not above what was reached: both are rounded.
   result->bound = std::min(std::ldexp(static_cast<double>(bound), scale), hottest);
   result->stray = stray_share(problem, experts);
 }
@@ -91,7 +94,7 @@ void add_up(const Shape& shape, const int32_t* map, const int32_t* replicas, con
 std::vector<Move> moves_between(const Shape& shape, const int32_t* from, const int32_t* to) {
   std::vector<std::vector<int32_t>> holders(shape.experts);
   for (int32_t slot = 0; slot < shape.places(); ++slot) holders[from[slot]].push_back(slot);
-  std::vector<int32_t> copied(shape.places(), 0);  // from each slot
+  std::vector<int32_t> copied(shape.places(), 0);  // copies from each slot
   std::vector<Move> moves;
   for (int32_t slot = 0; slot < shape.places(); ++slot) {
     if (from[slot] == to[slot]) continue;

@@ -1,8 +1,10 @@
-// What is to be balanced: the loads of one layer's experts over slots of ranks.
+// The problem of balancing: the loads of one layer's experts over slots of ranks. Shape has what all layers share,
+// Problem a layer's loads.
 //
-// Loads are whole numbers here: a layer's are scaled by a power of two, so that its total has about 52 bits, and
-// rounded. All that the planner decides, it decides by comparing such numbers, with fixed tie-breaks (the lower rank,
-// the lower expert), so that the same loads give the same plan on every machine and with every compiler.
+// Loads are whole numbers here: a layer's loads are scaled by a power of two, so that their total has about 52 bits,
+// and rounded. The planner decides everything by comparing such numbers, with fixed tie-breaks (the lower rank, the
+// lower expert), so that the same loads give the same plan on every machine and with every compiler. Rounding is always
+// up: a rank never looks cooler than it is.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +14,13 @@ namespace tw::balance {
 
 using Units = int64_t;
 
-// Of all layers. Rank r lies on node r / (ranks / nodes), expert e belongs to group e / (experts / groups).
+// What all layers share. Rank r lies on node r / (ranks / nodes), expert e belongs to group e / (experts / groups).
 struct Shape {
   int32_t experts;  // E
   int32_t ranks;    // N
-  int32_t slots;    // of a rank, S
+  int32_t slots;    // S: slots of a rank
   int32_t nodes;    // divides ranks
-  int32_t groups;   // of experts that stay on one node; 0: placement does not look at nodes
+  int32_t groups;   // groups of experts that stay on one node; 0: placement does not look at nodes
 
   int32_t places() const { return ranks * slots; }
   int32_t ranks_per_node() const { return ranks / nodes; }
@@ -31,11 +33,11 @@ struct Problem {
   std::vector<Units> loads;  // [E], none negative
   Units total = 0;           // their sum
 
-  // Rounded up: no plan's hottest rank carries less.
+  // The mean, rounded up: no plan's hottest rank carries less.
   Units mean() const { return (total + shape.ranks - 1) / shape.ranks; }
 };
 
-// What an expert's every replica carries. Rounded up, so that a rank never looks cooler than it is.
+// What each replica of an expert carries, rounded up.
 inline Units share(Units load, int32_t replicas) { return (load + replicas - 1) / replicas; }
 
 }  // namespace tw::balance

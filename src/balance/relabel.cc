@@ -1,4 +1,6 @@
-// Which rank of a plan becomes which rank of the cluster: an assignment that keeps the most slots.
+// Renames the ranks of a new plan, so that as many slots as possible keep their expert: which rank of the plan becomes
+// which rank of the cluster is an assignment problem. Takes a plan and the old one, gives the renamed plan. Loads do
+// not change; the number of weights to copy does. The assignment is in whole numbers with fixed ties.
 #include <algorithm>
 #include <limits>
 #include <utility>
@@ -8,8 +10,8 @@
 namespace tw::balance {
 namespace {
 
-// The assignment of n rows to n columns with the largest sum of kept[row * n + column], as column of each row: the
-// Hungarian method with potentials, O(n^3) (Kuhn 1955, in the form of Jonker and Volgenant's shortest paths).
+// Finds the assignment of n rows to n columns with the largest sum of kept[row * n + column], as the column of each
+// row: the Hungarian method with potentials, O(n^3) (Kuhn 1955, in the form of Jonker and Volgenant's shortest paths).
 std::vector<int32_t> assign(int32_t n, const std::vector<int32_t>& kept) {
   constexpr int32_t kFar = std::numeric_limits<int32_t>::max() / 2;
   std::vector<int32_t> of_row(n + 1, 0), of_column(n + 1, 0), row_at(n + 1, 0), way(n + 1, 0);
@@ -51,7 +53,7 @@ std::vector<int32_t> assign(int32_t n, const std::vector<int32_t>& kept) {
   return columns;
 }
 
-// Slots that rank b of `old` keeps if it gets what rank a of `plan` has.
+// How many slots rank b of `old` keeps if it gets what rank a of `plan` has.
 int32_t common(const std::vector<int32_t>& plan, int32_t a, const std::vector<int32_t>& old, int32_t b, int32_t slots) {
   std::vector<int32_t> left(old.begin() + static_cast<int64_t>(b) * slots,
                             old.begin() + static_cast<int64_t>(b + 1) * slots);
@@ -65,8 +67,8 @@ int32_t common(const std::vector<int32_t>& plan, int32_t a, const std::vector<in
   return count;
 }
 
-// What rank b holds after it got the experts of rank a: those that it had where they were, the others in the rest,
-// ascending.
+// What rank b holds after it got the experts of rank a: those that it had stay where they were, the others fill the
+// rest, ascending.
 void settle(const std::vector<int32_t>& plan, int32_t a, const std::vector<int32_t>& old, int32_t b, int32_t slots,
             std::vector<int32_t>* made) {
   std::vector<int32_t> coming(plan.begin() + static_cast<int64_t>(a) * slots,
@@ -88,7 +90,7 @@ void settle(const std::vector<int32_t>& plan, int32_t a, const std::vector<int32
 }  // namespace
 
 std::vector<int32_t> relabel(const Shape& shape, const std::vector<int32_t>& plan, const std::vector<int32_t>& old) {
-  // Without groups any rank may become any other; with them, all of a node move together.
+  // Without groups any rank may become any other; with groups all ranks of a node move together.
   const int32_t nodes = shape.groups > 0 ? shape.nodes : 1, ranks = shape.ranks / nodes;
   std::vector<std::vector<int32_t>> inside;  // [nodes * nodes]: the best assignment of ranks of one node to another's
   std::vector<int32_t> kept;

@@ -1,3 +1,5 @@
+// Computes thresholds and what an expert's replicas are worth for each (balance/thresholds.h). The comparisons are
+// exact, in whole numbers: the proof in company.cc rests on them.
 #include "balance/thresholds.h"
 
 #include <algorithm>

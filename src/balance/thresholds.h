@@ -1,4 +1,6 @@
-// What makes a slot big or small where ranks are to carry at most T (see company.cc).
+// Thresholds: what makes a slot big or small where ranks are to carry at most T (the proof is in company.cc). Takes a
+// problem and a limit, gives the thresholds t that matter and an expert's worth for each. company.cc proves bounds by
+// them, pairs.cc finds counts; a share on the wrong side of a threshold makes the bound wrong.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +11,7 @@
 
 namespace tw::balance {
 
-// The replicas of an expert add so much, for the thresholds from `at` on: their number if these make them small, S - 1
+// What the replicas of an expert add, for the thresholds from `at` on: their number if these make them small; S - 1
 // times that, negative, if big.
 struct Worth {
   int64_t value;
@@ -18,8 +20,8 @@ struct Worth {
 
 class Thresholds {
  public:
-  // For each share above half of `limit` that an expert can have within it, the least t that makes it big: a higher one
-  // only makes more slots small. At most so many, evenly picked.
+  // Takes, for each share above half of `limit` that an expert can have within it, the least t that makes the share
+  // big: a higher one only makes more slots small. Takes at most `most`, evenly picked.
   Thresholds(const Problem& problem, Units limit, size_t most);
 
   size_t size() const { return values_.size(); }

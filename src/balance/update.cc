@@ -1,10 +1,12 @@
-// Changes few slots of a plan. A write costs a copy of an expert's weights, so what counts is how much cooler the hot
-// ranks become for each.
+// Changes few slots of a plan that is in use. Takes the old plan and a number of writes, gives a plan that differs in
+// at most so many slots. A write costs a copy of an expert's weights, so changes are chosen by how much cooler the hot
+// ranks become for each write.
 //
 // For a limit T, the excess is the sum over ranks of what they carry above T. Step by step the hottest rank gets the
 // change that lowers the excess most per write: an exchange of two slots (two writes), or one slot given to another
-// expert, whose replicas all carry less then (one write). T itself is narrowed down by halving: a T too low spends
-// writes on ranks that need none, one too high leaves some unused.
+// expert, whose replicas then all carry less (one write). T itself is narrowed down by halving: a T that is too low
+// spends writes on ranks that need none, one that is too high leaves some unused. writes_ must count exactly, or an
+// update copies more weights than the caller allowed.
 #include "balance/update.h"
 
 #include <algorithm>
@@ -21,12 +23,12 @@ constexpr int32_t kHalvings = 6;
 constexpr int32_t kPolishPatience = 4;
 
 struct Change {
-  Units gain = 0;      // of excess
-  int32_t writes = 0;  // that it adds: less than one if slots get back what they had
+  Units gain = 0;      // excess that goes
+  int32_t writes = 0;  // writes that it adds: less than one if slots get back what they had
   int32_t place = -1, expert = -1;
-  int32_t other = -1, other_expert = -1;  // of an exchange
+  int32_t other = -1, other_expert = -1;  // for an exchange
 
-  // A change without writes counts as half of one.
+  // A change without writes counts as half a write.
   int64_t cost() const { return writes > 0 ? 2 * writes : 1; }
   bool better_than(const Change& than) const { return gain * than.cost() > than.gain * cost(); }
 };
@@ -59,7 +61,7 @@ class Updater {
     }
   }
 
-  // Lowers the excess over `limit` as far as the budget goes, or until so many ranks could not be helped.
+  // Lowers the excess over `limit` as far as the budget goes, or until `patience` ranks could not be helped.
   void run(Units limit, int32_t patience) {
     limit_ = limit;
     std::vector<char> stuck(shape_.ranks, 0);
@@ -132,7 +134,7 @@ class Updater {
         Change change{std::min(d, over) - std::max<Units>(d - room, 0), 2, i, -1, j, e};
         if (d <= 0 || change.gain <= 0) continue;
         change.expert = packing_.at(j);
-        // Two slots that are as they were get what they did not hold.
+        // Two slots that are as in the old plan get experts that they did not hold, so this is two writes.
         if (changed_[i] || changed_[j]) change.writes = cost_of(i, change.expert) + cost_of(j, e);
         if (best->place >= 0 && !change.better_than(*best)) continue;
         if (!packing_.can_swap(i, j) || !may_come(e, q, r) || !may_come(change.expert, r, r)) continue;
@@ -162,12 +164,12 @@ class Updater {
     return gain;
   }
 
-  // Of excess, if a rank carries so much more.
+  // The excess that goes if a rank carries so much more (negative: that comes).
   Units gain_at(int32_t rank, Units more) const {
     return excess(packing_.load(rank)) - excess(packing_.load(rank) + more);
   }
 
-  // The most that a further replica of an expert can lower the excess by.
+  // The most by which a further replica of an expert can lower the excess.
   Units promise(int32_t expert) const {
     const Units less = packing_.share_of(expert) - with_one_more_[expert];
     Units gain = 0;
@@ -175,7 +177,7 @@ class Updater {
     return gain;
   }
 
-  // The excess that comes if the expert at `place` has a replica less, there: of its other replicas' ranks.
+  // The excess that comes on the ranks of its other replicas, if the expert at `place` loses that replica.
   Units harm_of(int32_t place) const {
     const int32_t e = packing_.at(place), q = place / shape_.slots;
     const Units more = with_one_less_[e] - sizes_[place];
@@ -186,7 +188,7 @@ class Updater {
     return harm;
   }
 
-  // A further replica of an expert of rank r, elsewhere.
+  // Looks for a further replica of an expert of rank r, elsewhere.
   void find_replica(int32_t r, int32_t e, Change* best) {
     const Units most = promise(e);
     for (const auto& [place, harm] : spare_) {
@@ -195,7 +197,7 @@ class Updater {
     }
   }
 
-  // Another expert instead of a replica that rank r holds.
+  // Looks for another expert instead of a replica that rank r holds.
   void find_replacement(int32_t r, int32_t place, Change* best) {
     const Units size = sizes_[place], harm = harm_of(place);
     for (int32_t e = 0; e < shape_.experts; ++e) {
@@ -203,8 +205,8 @@ class Updater {
     }
   }
 
-  // `elsewhere`: what a replica of e at `place` gains on the other ranks, if none holds both e and the expert that
-  // makes room. Asked before the dear question what it does.
+  // Considers a replica of e at `place`. `elsewhere`: what it gains on the other ranks, if none holds both e and the
+  // expert that makes room; this is looked at before gain_of, which is dear.
   void try_replica(Units elsewhere, int32_t place, int32_t e, int32_t r, Change* best) {
     const int32_t q = place / shape_.slots;
     Change change{elsewhere + gain_at(q, with_one_more_[e] - sizes_[place]), cost_of(place, e), place, e};
@@ -231,7 +233,7 @@ class Updater {
     packing_.swap(change.place, change.other);
   }
 
-  // Divisions are dear, and these are asked for again and again.
+  // Keeps shares at other counts: divisions are dear, and these are needed again and again.
   void divide(int32_t e) {
     const int32_t count = packing_.count(e);
     with_one_more_[e] = share(problem_.loads[e], count + 1);
@@ -249,19 +251,20 @@ class Updater {
   const std::vector<int32_t>& old_;
   int32_t budget_, writes_ = 0;
   Packing packing_;
-  std::vector<std::vector<int32_t>> ranks_of_;        // of each expert, one entry a replica
+  std::vector<std::vector<int32_t>> ranks_of_;        // [E] the ranks of each expert, one entry a replica
   std::vector<Units> with_one_more_, with_one_less_;  // share of each expert at another count; 0 without a replica
   std::vector<int32_t> homes_;
   Units most_of_node_ = 0, limit_ = 0;
   std::vector<Units> sizes_;                      // share in each slot, for one search
   std::vector<std::pair<int32_t, Units>> spare_;  // places whose expert has another, and the harm of giving them up
-  std::vector<char> changed_;                     // whether it holds another expert than in the old plan
+  std::vector<char> changed_;                     // whether a slot holds another expert than in the old plan
   std::vector<Units> deltas_;                     // [N], all zero between uses
   std::vector<int32_t> touched_;
 };
 
-// A plan in which ranks hold no expert twice, as far as the budget goes. Each second replica makes room for the expert
-// with which the hottest rank carries least, of those that the rank lacks; of those at home there, if there are such.
+// A plan in which ranks hold no expert twice, as far as the budget goes. Each second replica makes room for an expert
+// that the rank lacks: the one with which the hottest rank carries least; if some of these experts are at home there,
+// one of them.
 std::vector<int32_t> without_doubles(const Problem& problem, const std::vector<int32_t>& old, int32_t budget) {
   const Shape& shape = problem.shape;
   if (!has_doubles(shape, old)) return old;

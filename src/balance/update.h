@@ -1,4 +1,6 @@
-// A plan from one that is there.
+// A plan from one that is there: update changes few slots of a plan in use, polish improves one that is not in use yet,
+// relabel renames ranks. They take plans [N * S] and give plans. update must not change more slots than its budget, as
+// each is a copy of an expert's weights.
 #pragma once
 
 #include <vector>
@@ -12,7 +14,7 @@ namespace tw::balance {
 // mean. Second replicas of an expert on a rank go first, also where a rank gets hotter by that.
 std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& old, int32_t budget, int64_t tolerance);
 
-// The same of a plan that is not in use yet, without groups or a budget, and with less effort.
+// Improves a plan that is not in use yet in the same way, without groups or a budget, and with less effort.
 std::vector<int32_t> polish(const Problem& problem, const std::vector<int32_t>& plan, Units goal);
 
 // Whether a rank holds an expert twice though it need not.
