@@ -12,6 +12,7 @@
 #ifndef TOKENWAY_BALANCE_H_
 #define TOKENWAY_BALANCE_H_
 
+// What the calls of this header take: the sizes of the layers, and how to plan.
 typedef struct {
   size_t size;
   int32_t num_layers;      // >= 0

@@ -38,6 +38,7 @@ typedef struct {
   const void* meeting;
 } twChannelConfig_t;
 
+// The collectives that a move can be.
 typedef enum TW_AS_INT {
   twMoveBlocks = 0,  // all-to-all: send_bytes[0] bytes to each rank, as many from each
   twMoveExact = 1,   // all-to-all: send_bytes[r] to rank r, recv_bytes[r] from it, 0 for some
@@ -93,6 +94,7 @@ typedef struct {
   const int32_t* ended;
 } twCarrier_t;
 
+// How the dispatches of a portable comm travel.
 typedef enum TW_AS_INT {
   twRouted = 0,    // rows go to the ranks of their experts, by all-to-all
   twGathered = 1,  // all tokens and their routing go to all ranks, which pick the rows that concern them

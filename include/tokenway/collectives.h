@@ -21,6 +21,7 @@
 #ifndef TOKENWAY_COLLECTIVES_H_
 #define TOKENWAY_COLLECTIVES_H_
 
+// What twAllGatherV takes: this rank's rows, sizes, and how the step is made.
 typedef struct {
   size_t size;
   int32_t num_tensors;                  // 1..TW_MAX_PAYLOADS
@@ -62,6 +63,7 @@ typedef struct {
   {sizeof(twAllGatherVOutput_t), twFlat, {TW_TENSOR_INIT}, TW_TENSOR_INIT, TW_TENSOR_INIT, 0}
 // clang-format on
 
+// What twReduceScatterV takes: this rank's rows for all ranks, sizes, and how the step is made.
 typedef struct {
   size_t size;
   twLayout_t layout;
@@ -82,6 +84,7 @@ typedef struct {
   {sizeof(twReduceScatterVInput_t), twFlat, 1, {TW_TENSOR_INIT}, NULL, TW_TENSOR_INIT, 0, -1, 0, NULL}
 // clang-format on
 
+// Where twReduceScatterV writes: memory of the caller.
 typedef struct {
   size_t size;
   twTensor_t

@@ -2,6 +2,7 @@
 #ifndef TOKENWAY_COMM_H_
 #define TOKENWAY_COMM_H_
 
+// What twCommCreateShm, twCommCreateCuda and twCommCreateLocal take. NULL stands for the defaults.
 typedef struct {
   size_t size;
   int32_t timeout_ms;   // how long to wait for the other ranks to arrive; 0: the default (TOKENWAY_TIMEOUT_MS, 100 s)
@@ -61,6 +62,7 @@ TW_API twResult_t twCommCreatePortable(twComm_t* comm, int32_t rank, int32_t nra
 // Frees this rank's comm. Its groups must have been destroyed (else twInvalidUsage). Peers see the rank as gone.
 TW_API twResult_t twCommDestroy(twComm_t comm);
 
+// Gives this rank's place and the number of ranks; either pointer may be NULL. From any thread.
 TW_API twResult_t twCommRank(twComm_t comm, int32_t* rank, int32_t* nranks);
 
 // Gives the CUDA device of this rank, -1 on the CPU.

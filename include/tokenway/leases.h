@@ -39,6 +39,7 @@ TW_API twResult_t twWindowTrim(void* memory, uint64_t bytes);
 // Errors: twInvalidArgument for a pointer that is no lease.
 TW_API twResult_t twWindowFree(void* memory);
 
+// A group's memory for leases, as twGroupLeaseInfo tells it; zeros for a group without any.
 typedef struct {
   size_t size;
   uint64_t bytes;    // in all, for leases: lease_bytes in whole pages
@@ -47,6 +48,7 @@ typedef struct {
   int32_t leases;
 } twLeaseInfo_t;
 
+// Tells how much of a group's memory for leases is used. From any thread.
 TW_API twResult_t twGroupLeaseInfo(twGroup_t group, twLeaseInfo_t* info);
 
 // Tells how far each lane is. steps[l] is a number that changes with each step that this rank begins on lane l, by

@@ -10,6 +10,7 @@
 extern "C" {
 #endif
 
+// What twDescribePlan is asked about.
 typedef struct {
   size_t size;
   int32_t tokens;  // tokens of each rank in the step, from 0 to config.max_tokens; -1, the default: config.max_tokens

@@ -81,6 +81,8 @@ TW_API twResult_t twEnvironment(int32_t index, const char** name, const char** v
 
 // ------------------------------------------------------------------------------------------------------------- comm
 
+// What callers hold: a comm (ranks that found each other), a group (a window on each rank, on a comm) and a handle (one
+// routing, of a group). Their destroy calls free them; twGroupDestroy frees the group's handles too.
 typedef struct twComm* twComm_t;
 typedef struct twGroup* twGroup_t;
 typedef struct twHandle* twHandle_t;
@@ -93,6 +95,7 @@ typedef struct twHandle* twHandle_t;
 
 // ------------------------------------------------------------------------------------------------------------ group
 
+// The mode of a group: whether ranks exchange counts before rows.
 typedef enum TW_AS_INT {
   twLowLatency = 0,
   // Exact layouts: ranks exchange counts first (twExchangeCounts), so that each row goes to its final place and outputs
@@ -106,6 +109,7 @@ typedef enum TW_AS_INT {
   twOverflowDrop = 1,    // they are not sent; a token's sum lacks the partials of ranks that it was dropped for
 } twOverflow_t;
 
+// What received ids name.
 typedef enum TW_AS_INT {
   twIdLocal = 0,   // received ids are local experts 0..L-1 of this rank; ids of experts elsewhere become invalid_id
   twIdGlobal = 1,  // received ids are as sent; with config.placement, the physical experts that serve them
@@ -160,6 +164,7 @@ typedef struct {
    twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL}
 // clang-format on
 
+// A group as twGroupInfo tells it.
 typedef struct {
   size_t size;
   int32_t rank;               // rank in this group: after a shrink, ranks are renumbered
@@ -171,6 +176,7 @@ typedef struct {
   uint64_t window_bytes;  // bytes of this rank's window; on the CUDA backend with its LL128 packets and chunk signals
 } twGroupInfo_t;
 
+// Sizes in bytes, as twGroupWindowBytes tells them.
 typedef struct {
   size_t size;
   uint64_t window;          // bytes of one rank's window, all channels
@@ -264,6 +270,7 @@ TW_API twResult_t twHandleDestroy(twHandle_t handle);
 // place in their order of calls, as every lease depends on it. Refused (twInvalidUsage) while a send is pending.
 TW_API twResult_t twHandleRelease(twHandle_t handle);
 
+// Gives the number of bytes that `memory` of twHandleCreate needs. From any thread.
 TW_API twResult_t twHandleMemBytes(twGroup_t group, size_t* bytes);
 
 // Tells how many rows the handle's last completed dispatch received. counts: [N], from each rank; total: their sum.
@@ -273,6 +280,8 @@ TW_API twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int3
 
 // -------------------------------------------------------------------------------------------------------- exchange
 
+// The order and shape of received rows. R' is the number of rows that came; P counts the rows of all experts with their
+// padding.
 typedef enum TW_AS_INT {
   twRankMajor = 0,    // [N, b, ...]: slot p of source s at [s, p]; slots fill in token order
   twExpertMajor = 1,  // [L, N*b, ...]: rows of a local expert from 0 on, in (source, token) order
@@ -282,6 +291,7 @@ typedef enum TW_AS_INT {
                   // with zeros to a multiple of row_alignment: expert e has rows offsets[e] .. offsets[e + 1]
 } twLayout_t;
 
+// How a combine weights rows before it sums them.
 typedef enum TW_AS_INT {
   twWeightNone = 0,  // rows are weighted already
   twWeightTopk = 1,  // expert_major: each row is multiplied by the weight of its (token, expert); rank_major: by the
@@ -334,6 +344,7 @@ TW_API twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int6
 // twGrouped from the last of the offsets on), so that the cost of a dispatch follows what comes.
 TW_API twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
 
+// What twDispatch takes: the caller's rows, and how the step is made.
 typedef struct {
   size_t size;
   twTensor_t payloads[TW_MAX_PAYLOADS];  // [T, ...] each, as configured; T as in the handle
@@ -379,6 +390,7 @@ typedef struct {
    TW_TENSOR_INIT, {0}, TW_TENSOR_INIT}
 // clang-format on
 
+// What twCombine takes: the experts' rows in the layout of the dispatch, and how the step is made.
 typedef struct {
   size_t size;
   twLayout_t layout;
@@ -390,6 +402,7 @@ typedef struct {
 } twCombineInput_t;
 #define TW_COMBINE_INPUT_INIT {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL}
 
+// Where twCombine writes: memory of the caller.
 typedef struct {
   size_t size;
   twTensor_t tokens;  // [T, H], given by the caller; twFloat32, twBfloat16 or twFloat16. May overlap the input's rows:

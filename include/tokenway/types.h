@@ -43,6 +43,7 @@ typedef enum TW_AS_INT {
   twInterrupted = 16,    // a wait of this rank was interrupted (twSetInterrupt); the group is given up
 } twResult_t;
 
+// What a rank was doing when an error was found.
 typedef enum TW_AS_INT {
   twPhaseNone = 0,
   twPhaseCreate = 1,
@@ -74,6 +75,7 @@ typedef struct {
 
 // ---------------------------------------------------------------------------------------------------------- tensors
 
+// The types of elements.
 typedef enum TW_AS_INT {
   twDtypeNone = 0,
   twUint8 = 1,

@@ -1,5 +1,6 @@
 // How every entry point runs: what a call returns or throws becomes a result, and the thread's sentence (twLastError).
-// It also begins a new scope of interrupts. An entry point outside of enter() lets an exception into C code.
+// enter() takes a callable that returns a Status, and also begins a new scope of interrupts. An entry point outside of
+// enter() lets an exception into C code, and one call's interrupt into the next.
 #pragma once
 
 #include <exception>

@@ -1,5 +1,6 @@
-// Checks of matrices for the calls beside the exchange (api/matrix.h). The limits on sizes and strides keep every byte
-// offset that src/quantize and src/activation compute within 64 bits.
+// Checks of matrices for the calls beside the exchange (api/matrix.h). They take a tensor and its name and give a
+// Status. The limits on sizes and strides keep every byte offset that src/quantize and src/activation compute within 64
+// bits: a wider limit lets their kernels and loops read and write elsewhere.
 #include "api/matrix.h"
 
 #include <algorithm>

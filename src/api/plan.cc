@@ -1,5 +1,6 @@
 // The entry point twDescribePlan: checks a configuration and a query, and copies the text that the CUDA backend's
-// planner gives (core/plan_query.h). Needs no device. No call depends on it.
+// planner gives (core/plan_query.h) into the caller's memory, with its terminating zero. Needs no device. No call
+// depends on it: only tools and people read it.
 #include "core/plan_query.h"
 
 #include <algorithm>

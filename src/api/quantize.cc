@@ -1,5 +1,6 @@
-// The entry point twQuantizeFp8: it checks what the caller gave, and hands a quantize::Call to src/quantize, for host
-// memory or for a device. What passes here is taken as right behind it.
+// The entry point twQuantizeFp8: it checks shapes, dtypes, strides and overlap of what the caller gave, and hands a
+// quantize::Call to src/quantize, for host memory or for a device. What passes here is taken as right behind it: a
+// shape that is not checked is read out of bounds.
 #include "api/enter.h"
 #include "api/matrix.h"
 #include "core/config.h"

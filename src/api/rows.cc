@@ -1,5 +1,6 @@
-// Checks of tensors of rows, and of which of them overlap (api/rows.h). The limits on strides keep every byte offset
-// within 64 bits; check_apart is what keeps a kernel or copy from reading what the same call has overwritten.
+// Checks of tensors of rows, and of which of them overlap (api/rows.h). They take what is wanted and a tensor, and give
+// a Status and byte strides. The limits on strides keep every byte offset within 64 bits; check_apart is what keeps a
+// kernel or copy from reading what the same call has overwritten.
 #include "api/rows.h"
 
 #include <algorithm>

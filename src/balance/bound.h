@@ -1,5 +1,6 @@
-// The packing bound: what no plan can be below, with a proof beside each term in bound.cc. It takes a layer's problem;
-// the planner stops its search by it, and twPlan reports it.
+// The packing bound: what no plan can be below, with a proof beside each term in bound.cc. It takes a layer's problem
+// and gives a load. The planner stops its search by it, and twPlan reports it: a bound that is too high ends searches
+// early and claims that a plan cannot be improved when it can.
 #pragma once
 
 #include "balance/problem.h"

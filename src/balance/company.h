@@ -1,5 +1,6 @@
-// The bound by company: hot slots need cold ones beside them, of which there may be too few. Takes a problem and the
-// range where the bound is looked for; the proof is in company.cc. It must never give more than what a plan can reach.
+// The bound by company: hot slots need cold ones beside them, of which there may be too few. It takes a problem and the
+// range in which the bound is looked for, and gives a bound; the proof is in company.cc. It must never give more than
+// what some plan reaches.
 #pragma once
 
 #include "balance/problem.h"

@@ -1,5 +1,6 @@
-// Moves of a Packing (balance/packing.h): each keeps experts, counts, shares and loads in step. If one of them is not
-// updated, every search behind it compares wrong numbers.
+// Moves of a Packing (balance/packing.h): swapping places, replacing an expert, ordering a rank. Each keeps experts,
+// counts, shares and loads in step. If one of these is not updated, every search behind it compares wrong numbers, and
+// plans get worse without an error.
 #include "balance/packing.h"
 
 #include <algorithm>

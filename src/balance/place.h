@@ -1,5 +1,6 @@
-// A layer's plan from nothing, and where its load strays. Takes a Problem and gives a plan [N * S], in which no rank
-// holds an expert twice unless it must. update.h changes a plan that is in use instead.
+// A layer's plan from nothing, and where its load strays. The functions take a Problem and give a plan [N * S], in
+// which no rank holds an expert twice unless it must; update.h changes a plan that is in use instead. The same problem
+// must give the same plan on every machine.
 #pragma once
 
 #include <vector>

@@ -1,5 +1,6 @@
-// Computes thresholds and what an expert's replicas are worth for each (balance/thresholds.h). The comparisons are
-// exact, in whole numbers: the proof in company.cc rests on them.
+// Computes thresholds, and what an expert's replicas are worth for each (balance/thresholds.h). The comparisons are
+// exact, in whole numbers, because the proof in company.cc rests on them: a share that is taken for big or small by
+// mistake makes the packing bound wrong.
 #include "balance/thresholds.h"
 
 #include <algorithm>

@@ -1,5 +1,6 @@
-// Limits of file descriptors, and the sentences for running out of them (bootstrap/descriptors.h). They are about
-// errors alone: without them a rank of a large comm fails with a bare errno.
+// Limits of file descriptors, and the sentences for running out of them (bootstrap/descriptors.h). It raises the soft
+// limit once per process, and makes a Status of errno. Only errors depend on it: without it a rank of a large comm
+// fails with a bare errno.
 #include "bootstrap/descriptors.h"
 
 #include <sys/eventfd.h>

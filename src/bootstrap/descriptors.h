@@ -1,5 +1,6 @@
-// File descriptors, of which a process may run out: what a rank needs, how the limit is raised, and the sentences for a
-// shortage. The number must be right, or the advice in the error is wrong; nothing else depends on it.
+// File descriptors, of which a process may run out: how many a rank needs, how the limit is raised, and the sentences
+// for a shortage. Callers use these where a call makes or takes a descriptor. The number must be right, or the advice
+// in the error is wrong; nothing else depends on it.
 #pragma once
 
 #include "core/status.h"

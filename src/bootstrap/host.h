@@ -1,5 +1,6 @@
-// The host that a rank runs on. name_boot names this boot of this host, by which ranks see whether they share one: two
-// hosts with one name would try to share memory and fail, one host with two names would be refused.
+// The host that a rank runs on. name_boot gives a name of this boot of this host, by which ranks see whether they share
+// one. If two hosts had one name, their ranks would try to share memory and fail; if one host had two names, its ranks
+// would be refused.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,6 @@
-// LocalRegistry: what a rank gives to the other ranks of its process, by number. An object that has gone is found
-// missing, where a pointer would dangle. It keeps no object alive.
+// LocalRegistry: what a rank gives to the other ranks of its process, by number. It takes a shared object and gives a
+// number, by which any thread finds the object again. An object that has gone is found missing, where a pointer would
+// dangle; the registry keeps no object alive.
 #pragma once
 
 #include <cstdint>

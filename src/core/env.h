@@ -1,5 +1,6 @@
 // Every environment variable that the library reads, as a struct. Names, types, defaults and meanings stand in env.cc
-// and nowhere else. A comm reads them when it is created; a variable that does not parse fails that call.
+// and nowhere else. A comm reads all of them when it is created; a variable that does not parse fails that call, with a
+// sentence that names it. A variable that is read elsewhere is missing in twEnvironment.
 #pragma once
 
 #include <cstdint>

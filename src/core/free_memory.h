@@ -1,5 +1,6 @@
-// How much memory of the host new windows may take: find_free_memory gives bytes and the limit that leaves no more.
-// core/group.cc refuses a group by it (twOutOfMemory) before anything is mapped.
+// How much memory of the host new windows may take: find_free_memory gives bytes, and the limit that leaves no more.
+// core/group.cc refuses a group by it (twOutOfMemory) before anything is mapped. Where nothing is known, nothing is
+// refused.
 #pragma once
 
 #include <cstdint>

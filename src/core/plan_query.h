@@ -1,5 +1,6 @@
-// What twDescribePlan asks of a backend that plans launches. It stands here because core knows backends by what they
-// promise alone; src/cuda/plan implements it. No call depends on it: it is about speed alone.
+// What twDescribePlan asks of a backend that plans launches: a configuration and a number of tokens in, a text out. It
+// stands here because core knows backends by what they promise alone; src/cuda/plan implements it. No call depends on
+// it: it describes what is about speed alone.
 #pragma once
 
 #include <string>

@@ -1,5 +1,6 @@
-// The sentences of errors of steps, as callers read them: takes a record and the two bounds or notes that differ, and
-// writes its message. Tests and users read these sentences; nothing else depends on them.
+// The sentences of errors of steps, as callers read them. describe_call_error takes a record and the two bounds or
+// notes that differ, and writes the record's message. Users and tests read these sentences; no code decides by them, so
+// only their truth is at stake: which call, which ranks, which values.
 #include <cstdio>
 
 #include "core/steps.h"

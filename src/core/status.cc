@@ -1,5 +1,6 @@
-// Builds the sentences of a Status: printf-style formatting, errno, and sizes as people write them. Nothing but the
-// text of errors depends on it.
+// Builds the sentences of a Status: printf-style formatting, errno with its name and number, and sizes as people write
+// them. fail_errno must read errno before anything else can change it. Nothing but the text of errors depends on this
+// file.
 #include "core/status.h"
 
 #include <cerrno>

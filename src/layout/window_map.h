@@ -94,7 +94,7 @@ class WindowMap {
   // uint64, written by `writer` only: why it gave the group up, 0 if it did not.
   static constexpr uint64_t abort_signal(int writer) { return kAbortAt + sizeof(uint64_t) * writer; }
 
-  // uint64, written by `source` only: see exchange/signals.h. The step half is at step_half(signal).
+  // uint64, written by `source` only: see exchange/signals.h. The step half is kStepHalf bytes into it.
   constexpr uint64_t signal(int lane, int bank, int source) const {
     return lane_at(lane) + kSignalStride * (static_cast<uint64_t>(bank) * shape_.ranks + source);
   }
@@ -201,9 +201,9 @@ class WindowMap {
   uint64_t payload_at_[kMaxPayloads] = {};  // in a bank
   uint64_t meta_at_ = 0;                    // in a bank
   uint64_t bank_bytes_ = 0;
-  uint64_t banks_at_ = 0;    // in a lane
-  uint64_t chunks_at_ = 0;   // in a lane
-  uint64_t packets_at_ = 0;  // in a lane
+  uint64_t banks_at_ = 0;    // in a channel
+  uint64_t chunks_at_ = 0;   // in a channel
+  uint64_t packets_at_ = 0;  // in a channel
   uint64_t meta_packets_at_ = 0;
   uint64_t meta_packet_row_ = 0;
   uint64_t loads_at_ = 0;

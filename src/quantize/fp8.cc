@@ -1,5 +1,5 @@
-// twQuantizeFp8 on the CPU: takes a checked quantize::Call and fills values and scales, block by block, compiled for
-// several vector widths. The bits are those of quantize/fp8.h and must not depend on the width.
+// twQuantizeFp8 on the CPU: it takes a checked quantize::Call and fills values and scales, block by block, compiled for
+// several vector widths. The bits are those of quantize/fp8.h, as on devices, and must not depend on the width.
 #include "quantize/fp8.h"
 
 #include "quantize/block.h"
