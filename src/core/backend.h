@@ -170,8 +170,8 @@ struct CollectiveCall {
   uint32_t digest = 0;         // digest of what ranks must have alike, except sizes that the host does not know
   bool all_sizes = false;      // `sizes` are those of all ranks, not this rank's alone
   std::vector<int32_t> sizes;  // [N] or [1]; empty where they are in device memory
-  const void* sizes_at = nullptr;  // there
-  bool wide_sizes = false;         // int64
+  const void* sizes_at = nullptr;  // where they are then
+  bool wide_sizes = false;         // they are int64
   CollectiveMap places;
   CollectiveTensor tensors[kMaxPayloads];
   int32_t* counts = nullptr;   // [N], NULL: not wanted

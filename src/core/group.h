@@ -34,7 +34,7 @@ inline twErrorRecord_t empty_record() {
 struct Request {
   CollectiveCall call;
   bool finished = false;  // by a step that followed on its channel
-  Status status;          // then
+  Status status;          // how it ended, once it is finished
 };
 
 }  // namespace tw

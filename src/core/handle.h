@@ -1,6 +1,6 @@
 // A handle: one routing, cached, with what its last dispatch and exchange of counts brought. Its arrays lie in one
-// block, the group's or the caller's. `lane`, `pending` and `refused` say what may follow; they must be alike on all
-// ranks after the same calls (S5), also where one rank refused.
+// block, the group's or the caller's. `lane` and `pending` say what may follow; `lane` must be alike on all ranks after
+// the same calls (S5), also where one rank refused (`refused` is for that), or ranks lease different channels.
 #pragma once
 
 #include <optional>
