@@ -74,7 +74,7 @@ def test_everyday_is_the_guides() -> None:
     "options",
     [
         ["--ranks", "2"],
-        ["--ranks", "4", "--gate", "deepseek", "--max-tokens", "17"],
+        pytest.param(["--ranks", "4", "--gate", "deepseek", "--max-tokens", "17"], marks=pytest.mark.long),
         ["--ranks", "3", "--experts", "2", "--top-k", "1", "--hidden", "40", "--inner", "24"],
     ],
     ids=["two", "deepseek", "rank without experts"],
@@ -91,6 +91,7 @@ def test_moe_layer(text: Path, options: list[str]) -> None:
     assert busiest and int(busiest[1]) > 10, out
 
 
+@pytest.mark.long
 def test_moe_layer_is_not_blind(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one result changed, on one rank: the example says so and fails."""
     need_rich()
@@ -191,6 +192,7 @@ def test_quantised(backend: str) -> None:
     assert "All checks hold." in out
 
 
+@pytest.mark.long
 def test_quantised_is_not_blind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one scale changed on its way, or scales that are not applied: the example says so and fails."""
     path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -230,6 +232,7 @@ def test_dp_attention(options: tuple[str, ...]) -> None:
     check_dp_attention(example("07_dp_attention.py", *SMALL, *options), "shm")
 
 
+@pytest.mark.long
 def test_dp_attention_with_pytorch(backend: str) -> None:
     """The same over torch.distributed, and on GPUs."""
     need(importlib.util.find_spec("torch") is not None, "PyTorch")

@@ -211,6 +211,7 @@ def test_ranks_have_children() -> None:
     assert tw.run(have_children, 2, timeout=300) == [[4, 4, 4], [9, 9, 9]]
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_data_loaders(torch) -> None:
     assert tw.run(load_data, 2, timeout=300) == [([0, 1, 4, 9, 16, 25], False)] * 2

@@ -83,8 +83,12 @@ def wish(store: str, wrong: dict[str, Any]) -> Any:
     ("wrong", "result", "told"),
     [
         ({"backend": "smoke"}, "twInvalidArgument", "backend is 'smoke'; it must be one of"),
-        ({"backend": "nvlink"}, "twUnsupported", "backend 'nvlink' is not for the CPU"),
-        ({"strategy": "lazy"}, "twInvalidArgument", "strategy is 'lazy'; it must be"),
+        pytest.param(
+            {"backend": "nvlink"}, "twUnsupported", "backend 'nvlink' is not for the CPU", marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"strategy": "lazy"}, "twInvalidArgument", "strategy is 'lazy'; it must be", marks=pytest.mark.long
+        ),
         ({"timeout": "soon"}, "twInvalidArgument", "timeout is 'soon'; it must be from 0.001"),
     ],
 )

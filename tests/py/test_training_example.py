@@ -56,6 +56,7 @@ def losses_of(out: str) -> tuple[float, float]:
     return float(found[0][0]), float(found[1][0])
 
 
+@pytest.mark.long
 def test_a_few_steps(text: Path, tmp_path: Path) -> None:
     """Everything is printed, drawn and recorded; with shares of a batch that are not even."""
     need(importlib.util.find_spec("matplotlib") is not None, "matplotlib")

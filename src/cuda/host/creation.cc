@@ -2,7 +2,7 @@
 // backend on all ranks, or an error on all.
 //
 // What breaks if this changes: tags must rise and be alike on all ranks; windows are prepared before peers can map them
-// (S2); all kernels are loaded before any rank may wait (S6); the packing bound and the combine's tail become the least
+// (S2); all kernels are loaded before any rank may wait (S6); the packet bound and the combine's tail become the least
 // of all ranks' (S4: receivers must expect what senders send).
 #include <algorithm>
 

@@ -20,7 +20,7 @@ inline constexpr int kThreads = 512;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kRound = kThreads;  // tokens that are routed at a time; in the first round each thread routes one
 inline constexpr int kMostPackets =
-    2 * kRound;                    // the packing bound is at most this: tokens of a rank that go all as packets
+    2 * kRound;                    // the packet bound is at most this: tokens of a rank that go all as packets
 inline constexpr int kGroup = 32;  // tokens that a warp marks at a time: one bit of a mark's word each
 inline constexpr int kCounted = 2 * kGroup;  // tokens that a block counts at a time in an exchange of counts
 inline constexpr int kTileGroups = 4;        // most groups of packets in one tile

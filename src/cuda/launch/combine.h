@@ -58,7 +58,7 @@ struct CombineParams {
   int32_t late_signal;  // rows lie in the window: publishing must follow their last read (S3)
   int32_t plain;        // a partial is one row, bit for bit
   Kind kind;
-  int32_t tail_packets;   // where more rows go to an owner than the packing bound, the last so many go as packets
+  int32_t tail_packets;   // where more rows go to an owner than the packet bound, the last so many go as packets
   int32_t own_direct;     // this rank's own partials are made where they are summed
   int32_t vectors_fit;    // rows, inbox and output allow accesses of 16 bytes of the wire's type
   int32_t words_fit;      // the same for 8 bytes

@@ -22,7 +22,7 @@ struct GroupView {
   WindowMap map;
   int32_t me;
   int32_t local_experts;
-  int32_t packet_tokens;  // packing bound; 0: packets are not in use
+  int32_t packet_tokens;  // packet bound; 0: packets are not in use
   int32_t no_wait;
   int32_t by_shares;               // 1: physical experts are chosen by their shares
   int32_t note_bits;               // exchange/notes.h

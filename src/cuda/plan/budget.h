@@ -27,7 +27,7 @@ struct Budget {
   int device_sms = 1;
   int max_grid = 1;   // blocks of a kernel that waits: those of all channels and ranks of the device fit on it (S8)
   int view_grid = 1;  // blocks of a kernel that waits for nobody
-  int32_t packet_tokens = 0;  // packing bound: most tokens of a rank that go all as packets; 0: none do
+  int32_t packet_tokens = 0;  // packet bound: most tokens of a rank that go all as packets; 0: none do
   int32_t summed_tail = 0;    // rows of a combine that go as packets behind Simple rows, for each owner
   LoadsBlock loads_block = LoadsBlock::kNone;
   // Whether kernels may come onto the device before those before them have ended (launch/launch.h): only with one

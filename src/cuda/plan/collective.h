@@ -2,7 +2,7 @@
 // are.
 //
 // Pure: the same call, map and budget give the same plan. How rows travel follows from what all ranks have alike
-// (bound, row sizes, packing bound); if it followed from anything else, ranks would look for rows where none are sent
+// (bound, row sizes, packet bound); if it followed from anything else, ranks would look for rows where none are sent
 // (S4, S10). The number of blocks and the tiles are speed alone.
 #pragma once
 

@@ -107,7 +107,7 @@ Status describe_plan(const GroupConfig& config, int32_t tokens, int32_t device_s
   plan.add("", "measured in", budget.tuning->source);
   plan.add("", "SMs of the device", budget.device_sms);
   plan.add("", "blocks of a kernel", budget.max_grid);
-  plan.add("", "packing bound", shape.exact() ? 0 : budget.packet_tokens);
+  plan.add("", "packet bound", shape.exact() ? 0 : budget.packet_tokens);
   cuda::describe_dispatch(budget, shape, tokens, false, "dispatch: ", &plan);
   if (shape.exact()) cuda::describe_dispatch(budget, shape, tokens, true, "dispatch of a known routing: ", &plan);
   cuda::describe_combine(budget, config, tokens, &plan);

@@ -4,7 +4,7 @@
 // of the nearest; CONTRIBUTING.md says how to add one.
 //
 // What breaks if a number changes: speed alone. Results have the same bits with any of them (tests play few and many
-// SMs, narrow and wide tiles), as long as ranks agree: the packing bound (`packet_tokens`) and the tails are agreed on
+// SMs, narrow and wide tiles), as long as ranks agree: the packet bound (`packet_tokens`) and the tails are agreed on
 // at creation.
 #pragma once
 
