@@ -136,7 +136,7 @@ __device__ __noinline__ static void take_told(const GroupView& g, int lane_of, u
 }
 
 // Does all of this block's work. By a block that does nothing else, or by the last one when its other part is done.
-__device__ __noinline__ static void loads_block(const DispatchParams& p) {
+__device__ __noinline__ static void count_loads(const DispatchParams& p) {
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
   const auto thread = static_cast<int>(threadIdx.x);
@@ -166,14 +166,14 @@ __device__ __noinline__ static void loads_block(const DispatchParams& p) {
 
 // Is the whole kernel for a block that does nothing else. It does without what the others prepare, so with 128 tokens
 // and more it ends before they do.
-__device__ __noinline__ static void count_alone(const DispatchParams& p) {
+__device__ __noinline__ static void count_loads_apart(const DispatchParams& p) {
   const GroupView& g = p.group;
   await_earlier();
   Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
   if (static_cast<int>(step.number & 1) != p.bank) ++step.number;  // the others skip one
   const bool usable = __syncthreads_or(is_sticky(g)) == 0;
   const uint32_t arrived = p.receive && threadIdx.x == 0 ? begin_end(g, step) : 0;
-  if (usable) loads_block(p);
+  if (usable) count_loads(p);
   __syncthreads();
   if (!p.receive || threadIdx.x != 0) return;
   end_step(g, step, arrived);

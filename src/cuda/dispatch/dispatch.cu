@@ -39,7 +39,7 @@ template <Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   constexpr bool kFast = kKind != Kind::kGeneric;
   let_next_begin();
-  if (does_nothing_else(p)) return count_alone(p);
+  if (does_nothing_else(p)) return count_loads_apart(p);
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
   const Scratch scratch(p);
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     }
     if (usable) {
       if (receives) receive<kFast>(b, false);
-      if (p.loads_block == LoadsBlock::kLast && blockIdx.x == gridDim.x - 1) loads_block(p);
+      if (p.loads_block == LoadsBlock::kLast && blockIdx.x == gridDim.x - 1) count_loads(p);
     } else if (p.receive) {
       give_up(b);
     }

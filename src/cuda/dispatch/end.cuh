@@ -50,7 +50,7 @@ __device__ inline void leave_status(const Block& b, uint32_t digest) {
 __device__ inline void finish_dispatch(const Block& b, bool usable, uint32_t arrived) {
   const DispatchParams& p = b.p;
   if (usable) {
-    if (p.loads_block == LoadsBlock::kLast && blockIdx.x == gridDim.x - 1) loads_block(p);
+    if (p.loads_block == LoadsBlock::kLast && blockIdx.x == gridDim.x - 1) count_loads(p);
   } else if (p.receive) {
     give_up(b);
   }

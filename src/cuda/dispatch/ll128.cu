@@ -355,7 +355,7 @@ __device__ inline void take_tiles(const Block& b, Incoming<kGroups> in) {
 template <int kGroups, bool kAlone>
 __global__ void __launch_bounds__(kThreads, 1) dispatch_packets_kernel(const __grid_constant__ DispatchParams p) {
   let_next_begin();
-  if (does_nothing_else(p)) return count_alone(p);
+  if (does_nothing_else(p)) return count_loads_apart(p);
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
   const Scratch scratch(p);
@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_packets_kernel(const __g
   }
   if (usable) {
     if (p.receive && is_receiver(p.roles)) take_tiles<kGroups>(b, in);
-    if (p.loads_block == LoadsBlock::kLast && blockIdx.x == gridDim.x - 1) loads_block(p);
+    if (p.loads_block == LoadsBlock::kLast && blockIdx.x == gridDim.x - 1) count_loads(p);
   } else if (p.receive) {
     give_up(b);
   }

@@ -78,7 +78,7 @@ template <Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_constant__ DispatchParams p) {
   constexpr bool kFast = kKind != Kind::kGeneric;
   let_next_begin();
-  if (does_nothing_else(p)) return count_alone(p);
+  if (does_nothing_else(p)) return count_loads_apart(p);
   const GroupView& g = p.group;
   const Scratch scratch(p);
   const int thread = static_cast<int>(threadIdx.x);
