@@ -71,22 +71,26 @@ check-cc:
 test:  ## what must pass before a commit: C++, models, Python, kernels on emulated GPUs (a quarter of an hour)
 	@$(SETUP) run test
 	@$(STAGE) "build" $(MAKE) build TESTS=1
-	@scripts/beside.sh "$(MAKE) test-py BUILT=1" "$(MAKE) test-core BUILT=1"
+	@scripts/beside.sh "$(MAKE) test-py BUILT=1" "$(MAKE) test-core test-portable BUILT=1"
 
 # Whatever `make test` leaves out, or does with fewer examples: see CONTRIBUTING.md.
 test-all:  ## everything: also sanitizers, mutations, the wheel, and what takes long of the others (an hour)
 	@$(SETUP) run test
 	@$(STAGE) "build" $(MAKE) build TESTS=1
-	@scripts/beside.sh "$(MAKE) test-py test-wheel ALL=1 BUILT=1" \
+	@scripts/beside.sh "$(MAKE) test-py test-portable test-wheel ALL=1 BUILT=1" \
 	  "$(MAKE) test-core test-sanitizers test-mutations ALL=1 BUILT=1"
 
 # Fewer examples of the tests that draw them, and nothing that is marked `long`.
 SOME_PY = $(if $(ALL),,-m "not long")
 SOME    = $(if $(ALL),,EXAMPLES=25 ROUNDS=300)
-test-py:  ## Python on the CPU, also over the portable backend
+test-py:  ## Python on the CPU
 	@$(SETUP) run test
 	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)
 	@$(SOME) $(TREE) $(STAGE) "Python tests" $(PY) -m pytest tests/py $(SOME_PY)
+
+test-portable:  ## the tests of behaviour over the portable backend
+	@$(SETUP) run test
+	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)
 	@$(SOME) $(TREE) $(STAGE) "portable backend" $(PY) -m pytest tests/py/test_survival.py tests/py/test_exchange.py \
 	  tests/py/test_collectives.py --backend torch -k "not threads" $(if $(ALL),,-m "not long and not heavy")
 
@@ -183,6 +187,6 @@ clean:  ## remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-.PHONY: help build run bench check check-py check-cc test test-all test-py test-core test-cc test-sanitizers \
+.PHONY: help build run bench check check-py check-cc test test-all test-py test-portable test-core test-cc test-sanitizers \
 	wheel test-wheel test-mutations test-emulated test-netns \
 	build/tsan build/asan soak spec lint format test-gpu bench-gpu gpu-library clean
