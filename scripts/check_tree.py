@@ -114,16 +114,21 @@ NUMBER = re.compile(r"(?<![\w.])(0[xX][0-9a-fA-F']+|\d[\d']*)(?:[uU]?[lL]{0,2}|f
 NUMBERED = {"device", "dispatch", "combine", "collective", "counts", "view", "step", "transport", "host"}
 
 
+def code_of(lines: list[str]) -> Iterator[tuple[int, str]]:
+    """(number, code) of lines of C++, without comments, what strings hold, and what is for the preprocessor."""
+    for number, line in enumerate(lines, 1):
+        code = re.sub(r'"(\\.|[^"\\])*"', '""', line.split("//")[0])
+        if not code.lstrip().startswith("#"):
+            yield number, code
+
+
 def check_numbers(path: Path, lines: list[str]) -> Iterator[str]:
     """Numbers of kernels and of the host side stand in numbers_allowed.py with a reason, or in the plan's table."""
     if path.parts[:2] != ("src", "cuda") or path.parts[2] not in NUMBERED:
         return
     reasons = numbers_allowed.ALLOWED.get("/".join(path.parts[2:]), {})
     unused = set(reasons)
-    for number, line in enumerate(lines, 1):
-        code = re.sub(r'"(\\.|[^"\\])*"', '""', line.split("//")[0])
-        if code.lstrip().startswith("#"):
-            continue
+    for number, code in code_of(lines):
         for match in NUMBER.finditer(code):
             value = int(match[1].replace("'", ""), 0)
             unused.discard(value)
@@ -156,10 +161,7 @@ def check_words(path: Path, lines: list[str]) -> Iterator[str]:
     """Identifiers are made of the field's words."""
     if path.parts[0] != "src" or path.parts[1] not in RENAMED:
         return
-    for number, line in enumerate(lines, 1):
-        code = re.sub(r'"(\\.|[^"\\])*"', '""', line.split("//")[0])
-        if code.lstrip().startswith("#"):
-            continue
+    for number, code in code_of(lines):
         for name in IDENTIFIER.findall(code):
             for part in PART.findall(name):
                 if other := RETIRED.get(part.lower()):

@@ -38,7 +38,6 @@ def without_places(body: list[str]) -> tuple[str, ...]:
     calls = {i: int(m[2], 16) // STEP for i, line in enumerate(body) if (m := JUMP.search(line)) and "CALL" in m[1]}
     starts = sorted({0, *calls.values()})
     start_of = [starts[bisect.bisect_right(starts, i) - 1] for i in range(len(body))]
-    returns = {at + 1 for at in calls}
     seen: dict[int, str] = {}
 
     def named(start: int) -> str:
@@ -51,18 +50,19 @@ def without_places(body: list[str]) -> tuple[str, ...]:
         other = start_of[at] if at < len(body) else at
         return f"+{at - start}" if other == start else f"{named(other)}+{at - other}"
 
+    def target(i: int) -> str | None:
+        """The address in an instruction that jumps, or says where a call soon behind it is to return to."""
+        if match := JUMP.search(body[i]):
+            return match[2]
+        if match := RETURN.search(body[i]):
+            call = int(match[1], 16) // STEP - 1
+            return match[1] if call in calls and i <= call < i + NEAR else None
+        return None
+
     def text(start: int) -> Iterator[str]:
         for i in range(start, next((s for s in starts if s > start), len(body))):
             line = body[i]
-            match = JUMP.search(line) or RETURN.search(line)
-            if match and (
-                match.re is JUMP
-                or (
-                    int(match[1], 16) // STEP in returns
-                    and any(j in calls and j + 1 == int(match[1], 16) // STEP for j in range(i, i + NEAR))
-                )
-            ):
-                address = match[match.lastindex]
+            if address := target(i):
                 line = line.replace(f"{address} ;", f"{place(start, int(address, 16) // STEP)} ;")
             yield line
 
