@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenway.bench.table import microseconds
+from tokenway.bench.table import markdown_row, microseconds
 
 Run = dict[str, Any]
 Line = tuple[str, str, list[int], list[float]]  # name, role, tokens, microseconds
@@ -41,14 +41,14 @@ def markdown(run: Run) -> str:
     tokens = run["settings"]["tokens"]
     layouts = any(row["layout"] for row in rows)
     heads = [run["what"], *["rows arrive"] * layouts, *map(str, tokens)]
-    lines = [f"{where(run)}.", "", _line(heads), _line(["---"] * (1 + layouts) + ["---:"] * len(tokens))]
+    lines = [f"{where(run)}.", "", markdown_row(heads), markdown_row(["---"] * (1 + layouts) + ["---:"] * len(tokens))]
     some = any(row["repeatable_with"] for row in rows)
     for row in rows:
         star = " *" if some and not row["repeatable_with"] else ""
         cells = ["" if value is None else microseconds(value) for value in row["us"]]
-        lines.append(_line([row["name"] + star, *[row["layout"]] * layouts, *cells]))
+        lines.append(markdown_row([row["name"] + star, *[row["layout"]] * layouts, *cells]))
     for name, values in _ratios(rows).items():
-        lines.append(_line([name, *[""] * layouts, *(f"{value:.2f}x" for value in values)]))
+        lines.append(markdown_row([name, *[""] * layouts, *(f"{value:.2f}x" for value in values)]))
     commands = dict.fromkeys(row["repeatable_with"] for row in rows if row["repeatable_with"])
     if not some:
         return "\n".join([*lines, "", "No command of this repository repeats these rows yet."])
@@ -81,10 +81,6 @@ def _ratios(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 def _over(above: list[float], below: list[float]) -> list[float]:
     return [a / b for a, b in zip(above, below, strict=True)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 # ---- the pictures --------------------------------------------------------------------------------------------------

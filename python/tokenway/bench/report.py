@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenway.bench import auxiliary, collectives, nvlink_table, peers, placement, portable_table, table
+from tokenway.bench.table import markdown_row
 
 
 def markdown(run: dict[str, Any]) -> str:
@@ -43,7 +44,13 @@ def markdown(run: dict[str, Any]) -> str:
         what += f"; medians of {count}, all subjects in turns"
     heads, cells = table.columns(run)
     align = ["---"] * 2 + ["---:"] * (len(heads) - 2)
-    lines += [f"{what}.", "", _line(heads), _line(align), *(_line(row) for row in cells)]
+    lines += [
+        f"{what}.",
+        "",
+        markdown_row(heads),
+        markdown_row(align),
+        *(markdown_row(row) for row in cells),
+    ]
     lines += ["", *(f"Not measured: {reason}." for reason in settings["skipped"])]
     if table.on_gpus(run) and "collectives" not in run:
         lines += ["", "```text", *nvlink_table.notes(run), "```"]
@@ -78,9 +85,9 @@ def together(runs: Sequence[dict[str, Any]]) -> str:
         f"{settings['dtype']}, {settings['layout']}; medians of {settings['iterations']} iterations in "
         f"{settings['rounds']} rounds.",
         "",
-        _line([*apart, *heads]),
-        _line(align),
-        *(_line(row) for row in rows),
+        markdown_row([*apart, *heads]),
+        markdown_row(align),
+        *(markdown_row(row) for row in rows),
     ]
     return "\n".join(lines)
 
@@ -101,12 +108,12 @@ def _where(run: dict[str, Any]) -> str:
 
 def _overhead(measured: dict[str, Any]) -> list[str]:
     """The table of `--overhead`."""
-    rows = [_line([name, f"{path['us']:.2f}", _added(name, path)]) for name, path in measured["paths"].items()]
+    rows = [markdown_row([name, f"{path['us']:.2f}", _added(name, path)]) for name, path in measured["paths"].items()]
     return [
         f"1 rank, 1 token of {measured['profile']}: us per dispatch and combine.",
         "",
-        _line(["path", "us", "added to C"]),
-        _line(["---", "---:", "---:"]),
+        markdown_row(["path", "us", "added to C"]),
+        markdown_row(["---", "---:", "---:"]),
         *rows,
     ]
 
@@ -115,7 +122,7 @@ def _auxiliary(measured: dict[str, Any]) -> list[str]:
     """The table of `--aux`."""
     heads, cells = auxiliary.columns(measured)
     lines = [heads, ["---:"] * len(heads), *cells]
-    return [f"{auxiliary.what(measured)}.", "", *(_line(line) for line in lines)]
+    return [f"{auxiliary.what(measured)}.", "", *(markdown_row(line) for line in lines)]
 
 
 def _placement(run: dict[str, Any]) -> list[str]:
@@ -123,16 +130,19 @@ def _placement(run: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     for title, heads, cells in placement.tables(run):
         align = ["---"] + ["---:"] * (len(heads) - 1)
-        lines += [f"{title}.", "", _line(heads), _line(align), *(_line(row) for row in cells), ""]
+        lines += [
+            f"{title}.",
+            "",
+            markdown_row(heads),
+            markdown_row(align),
+            *(markdown_row(row) for row in cells),
+            "",
+        ]
     return lines
 
 
 def _added(name: str, path: dict[str, Any]) -> str:
     return "" if name == "C" or path["added_us"] is None else f"{path['added_us']:.2f}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 BLOCK = re.compile(r"(<!-- table: (\S+(?: \S+)*) -->\n).*?(<!-- end of table -->)", re.DOTALL)

@@ -15,6 +15,10 @@ def microseconds(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
+def markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
 def mebibytes(value: float) -> str:
     """With one digit after the point where that says something."""
     mib = value / (1 << 20)
