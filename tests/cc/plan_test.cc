@@ -44,10 +44,9 @@ DispatchParams dispatch_of(const Budget& budget, const Shape& shape, int tokens,
   p.tokens = tokens;
   p.bound = shape.max_tokens;
   p.send = p.receive = 1;
-  DispatchFacts facts{words_of(meta_bytes(shape.top_k)), usual, known};
+  const DispatchFacts facts{dispatch_words(shape), usual, known};
   for (int q = 0; q < shape.payloads; ++q) {
     p.payloads[q].vectors = static_cast<uint32_t>(shape.payload_bytes[q] / 16);
-    facts.words += words_of(shape.payload_bytes[q]);
   }
   plan_dispatch(budget, shape, facts, &p);
   return p;

@@ -154,8 +154,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.packets = PacketsAt::make(context_.map, p.lane);
   p.table = fits_tables(shape());
   p.whole = fit.width >= 8;
-  const bool usual = fit.width == 16 && whole_ids && p.table && shape().payloads <= kFastPayloads &&
-                     shape().top_k <= kFastIds && shape().ranks <= kRanksAtOnce;
+  const bool usual = fit.width == 16 && whole_ids && is_usual(shape());
   plan_dispatch(budget_, shape(), {fit.words, usual, p.handle.metadata_step != nullptr && handle.brought}, &p);
   const int grid = p.roles.grid() + (p.loads_block == LoadsBlock::kApart ? 1 : 0);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, budget_.early && capturing, call.stream)));

@@ -56,15 +56,13 @@ void describe_dispatch(const Budget& budget, const Shape& shape, int32_t tokens,
   p.bound = shape.max_tokens;
   p.send = p.receive = 1;
   DispatchFacts facts;
-  facts.words = words_of(meta_bytes(shape.top_k));
-  facts.usual = shape.payloads <= kFastPayloads && shape.top_k <= kFastIds && shape.ranks <= kRanksAtOnce &&
-                fits_tables(shape) && shape.top_k % 4 == 0;
+  facts.words = dispatch_words(shape);
+  facts.usual = is_usual(shape) && shape.top_k % 4 == 0;
   facts.metadata_known = known;
   for (int q = 0; q < shape.payloads; ++q) {
     const uint64_t bytes = shape.payload_bytes[q];
     facts.usual = facts.usual && bytes % 16 == 0;
     p.payloads[q].vectors = static_cast<uint32_t>(bytes / 16);
-    facts.words += words_of(bytes);
   }
   plan_dispatch(budget, shape, facts, &p);
   text->add_work(step, p.kind, p.roles, p.tiles, p.wide);

@@ -11,6 +11,12 @@
 
 namespace tw::cuda {
 
+// Whether a group's shape lets the kernels for usual calls do its dispatches, if tensors are laid out for them.
+constexpr bool is_usual(const Shape& shape) {
+  return shape.payloads <= kFastPayloads && shape.top_k <= kFastIds && shape.ranks <= kRanksAtOnce &&
+         fits_tables(shape);
+}
+
 struct DispatchFacts {
   uint64_t words = 0;           // words of a row's stream, metadata included
   bool usual = false;           // the call is laid out as the kernels for usual calls need it (launch/tiles.h, Kind)
