@@ -90,6 +90,10 @@ class Bootstrap {
   // kGaveUp in this meeting and in every later one of it.
   virtual void give_up(std::span<const int> members, uint64_t occasion) = 0;
 
+  // Gives what a peer that is gone has said of its end: why it could not connect after all, where it failed when this
+  // rank was connected already. twSuccess if it said nothing.
+  virtual Status last_words(int /*peer*/) { return {}; }
+
   // False once a peer's process has ended or has destroyed its comm. Never blocks.
   virtual bool alive(int peer) = 0;
 

@@ -32,8 +32,7 @@ constexpr size_t kLongestHello = 4096;     // from a caller that has not shown y
 // The tags of what is said on a link, in this order.
 constexpr uint64_t kHelloTag = 0;  // from the rank that dialled, then from the other
 constexpr uint64_t kReadyTag = 1;
-constexpr uint64_t kOverTag = 2;
-constexpr uint64_t kNewsTag = ~uint64_t{0};  // why the sender has failed
+constexpr uint64_t kOverTag = 2;  // or kNewsTag instead
 
 struct Hello {
   int32_t version;
@@ -230,6 +229,9 @@ Status Connecting::greet(int rank) {
 Status Connecting::accept_all() {
   while (listener_) {
     Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    // Once all links stand, nobody is waited for here; and the kernel says that descriptors are short before it looks
+    // whether anybody calls.
+    if (!socket && ready_ && news_.empty()) return {};
     if (!socket && (errno == EAGAIN || errno == EWOULDBLOCK)) return {};
     if (!socket && (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)) {
       return fail_to_open(size_, "accept a peer's connection");
@@ -332,12 +334,8 @@ Status Connecting::hear(int rank) {
 }
 
 Status Connecting::heard(const std::string& news) {
-  Unpacker reader(news);
-  const auto code = static_cast<twResult_t>(reader.get<int32_t>());
-  std::string text = reader.get_bytes();
-  if (!reader.ok() || code == twSuccess) return fail(twInternalError, "a peer failed to say why it cannot connect");
   heard_ = true;
-  return {code, std::move(text)};
+  return read_news(news);
 }
 
 Status Connecting::missing() const {
@@ -399,7 +397,7 @@ bool Connecting::tell(const Status& why) {
   if (!may_tell_) return false;
   const std::string text = heard_ ? why.text : "rank " + std::to_string(rank_) + ": " + why.text;
   const twResult_t code = why.code == twInterrupted ? twPeerAborted : why.code;  // their waits were not interrupted
-  news_ = Packer().add<int32_t>(code).add_bytes(text.data(), text.size()).take();
+  news_ = pack_news({code, text});
   tell_all(kNewsTag, news_);
   bool owes = false;
   for (int rank = 0; rank < size_; ++rank) {

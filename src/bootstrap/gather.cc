@@ -40,6 +40,7 @@ Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, 
     return fail(twInterrupted, "%s was interrupted while rank %s had not arrived", occasion, ranks_text(late).c_str());
   }
   if (!gave_up.empty()) return fail(twPeerAborted, "%s: rank %s gave it up", occasion, ranks_text(gave_up).c_str());
+  for (const int rank : gone) TW_RETURN_IF_FAILED(bootstrap.last_words(rank));
   if (!gone.empty()) return fail(twPeerDied, "%s: rank %s is gone", occasion, ranks_text(gone).c_str());
   if (!late.empty()) return fail(twTimeout, "%s: rank %s did not arrive in time", occasion, ranks_text(late).c_str());
   return {};

@@ -78,6 +78,11 @@ class Mesh : public Bootstrap {
       if (member != rank_ && peers_[member].connection.fd() >= 0) post(member, kGivenUpTag | occasion, {});
     }
   }
+  Status last_words(int peer) override {
+    const std::lock_guard lock(connections_mutex_);
+    std::string news;
+    return peers_[peer].connection.find(kNewsTag, &news) ? read_news(news) : Status{};
+  }
   void addresses(int peer, std::string* own, std::string* theirs) override;
 
  private:

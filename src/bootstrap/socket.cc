@@ -18,6 +18,18 @@ constexpr size_t kChunk = 1 << 16;
 
 }  // namespace
 
+std::string pack_news(const Status& why) {
+  return Packer().add<int32_t>(why.code).add_bytes(why.text.data(), why.text.size()).take();
+}
+
+Status read_news(const std::string& news) {
+  Unpacker reader(news);
+  const auto code = static_cast<twResult_t>(reader.get<int32_t>());
+  std::string text = reader.get_bytes();
+  if (!reader.ok() || code == twSuccess) return fail(twInternalError, "a peer failed to say why it cannot connect");
+  return {code, std::move(text)};
+}
+
 Link::~Link() {
   if (made()) ::shutdown(connection.fd(), SHUT_RDWR);
 }

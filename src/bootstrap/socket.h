@@ -20,6 +20,12 @@ struct FrameHeader {
   uint64_t length;
 };
 
+// The tag under which a rank says why it has failed to connect, and what it says: its result, in its own words. A rank
+// that is connected already finds it by Bootstrap::last_words.
+inline constexpr uint64_t kNewsTag = ~uint64_t{0};
+std::string pack_news(const Status& why);
+Status read_news(const std::string& news);
+
 // One connection to a peer.
 class Connection {
  public:

@@ -37,6 +37,7 @@ class Opening : public Bootstrap {
   int size() const override { return comm_.size(); }
   bool in_process() const override { return comm_.in_process(); }
   bool alive(int peer) override { return comm_.alive(peer); }
+  Status last_words(int peer) override { return comm_.last_words(peer); }
   void give_up(std::span<const int> members, uint64_t occasion) override { comm_.give_up(members, occasion); }
   // Exchanges parcels, which must be without descriptors.
   std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,

@@ -1,5 +1,6 @@
 // The mesh between processes, here between threads: what is posted passes by meetings, and meetings end early where a
 // member has left.
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <thread>
 
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/socket.h"
 #include "harness.h"
 
 namespace tw::test {
@@ -137,6 +139,26 @@ TEST(Mesh, NobodyWaitsForTheLateWhereOneIsGone) {
     const auto presence = (*ranks)[0]->exchange(members, 10, {"mine", {}}, Clock::now() + kFarOff, &all);
     EXPECT_EQ(presence, (std::vector<Presence>{Presence::kHere, Presence::kHere, Presence::kGone}));
   }
+}
+
+// A rank may fail to connect when another is connected already, which hears of it in its first meeting: why, not only
+// that it is gone.
+TEST(Mesh, APeerThatCouldNotConnectAfterAllSaysWhy) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends), 0);
+  std::vector<Link> links(2);
+  links[1] = Link(Connection(Fd(ends[0])));
+  const std::unique_ptr<Bootstrap> mesh = make_mesh(0, std::move(links), Fd());
+  {
+    Link peer(Connection{Fd(ends[1])});
+    peer.connection.queue(kNewsTag, pack_news({twSystemError, "rank 1: it has no descriptors"}));
+    peer.connection.pump();
+  }
+  const std::vector<int> members{0, 1};
+  std::vector<Parcel> all;
+  const Status met = gather(*mesh, members, 9, {"mine", {}}, Clock::now() + kFarOff, "creating a group", &all);
+  EXPECT_EQ(met.code, twSystemError);
+  EXPECT_EQ(met.text, "rank 1: it has no descriptors");
 }
 
 // What a rank gave before it left counts: others have it, and must come to the same end.

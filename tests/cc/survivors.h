@@ -90,6 +90,7 @@ class Scripted : public Bootstrap {
   int size() const override { return inner_->size(); }
   bool in_process() const override { return inner_->in_process(); }
   bool alive(int peer) override { return inner_->alive(peer); }
+  Status last_words(int peer) override { return inner_->last_words(peer); }
   void give(std::span<const int> members, uint64_t tag, const std::string& bytes) override {
     inner_->give(members, tag, bytes);
   }
