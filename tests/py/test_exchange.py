@@ -87,8 +87,10 @@ def test_few_of_many_sms(world, made_for, sm_limit, monkeypatch) -> None:
     check(world, one(setup, base, replace(base, seed=3, routing="holes", late=True)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("weighting", ["none", "topk"])
+TWO = [("none", "expert_major"), ("topk", "rank_major")]
+
+
+@pytest.mark.parametrize(("weighting", "layout"), heavy_but(TWO, ["none", "topk"], LAYOUTS))
 def test_dtypes(world, layout, weighting) -> None:
     """Rows, wire and output are independent of each other and of the tokens."""
     cases = []
@@ -316,8 +318,7 @@ def test_dispatch_twice_and_combine_without_lease(world, layout) -> None:
     check(world, one(replace(setup, lanes=1), *rounds, base))
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 5])
-@pytest.mark.parametrize("order", range(3))
+@pytest.mark.parametrize(("order", "lanes"), heavy_but([(0, 1), (1, 2), (2, 3), (0, 5)], range(3), [1, 2, 3, 5]))
 def test_in_flight(world, lanes, order) -> None:
     """Several exchanges under way, completed in another order on every rank."""
     setup = Setup(ranks=3, experts=7, lanes=lanes, hidden=5)

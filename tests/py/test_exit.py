@@ -81,7 +81,9 @@ def ended(script: str, *args: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name == "portable" else name for name in ENDS]
+)
 def test_ends_quietly(name: str) -> None:
     if "dist" in ENDS[name] and importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from harness import AT_ONCE, HANGS, PATIENT
 from launched import exchange
+from marks import but
 
 import tokenway as tw
 import tokenway.launch
@@ -303,8 +304,11 @@ STARTERS = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-@pytest.mark.parametrize("starter", STARTERS)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
+QUICK = [("launch", signal.SIGKILL), ("run", signal.SIGHUP), ("with children", signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(("starter", "number"), but("long", QUICK, STARTERS, SIGNALS))
 def test_a_starter_that_is_ended(starter, number, tmp_path) -> None:
     """Ranks do not outlive who has started them, nor their children them."""
     count = 4 if starter == "with children" else 2

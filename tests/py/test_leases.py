@@ -74,7 +74,7 @@ def run_collected(env: Env, group_rows: int) -> tuple[list[bool], list[int]]:
     return leased, used
 
 
-@pytest.mark.parametrize("nranks", [1, 3])
+@pytest.mark.parametrize("nranks", [pytest.param(1, marks=pytest.mark.heavy), 3])
 def test_garbage_collection_decides_nothing(world, nranks) -> None:
     """Of ranks whose leases differ in place, size and number, some have none left, and go on with copies."""
     found = world(nranks).run(run_collected, nranks * TOKENS * 6)

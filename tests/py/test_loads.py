@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Round, Setup, make_ids, make_payloads, same
+from marks import heavy_but
 from test_replicas import OTHER, TABLE, setup_of
 
 import tokenway as tw
@@ -86,9 +87,12 @@ def tokens_dtype(setup: Setup) -> Any:
     return np.dtype(setup.dtype)
 
 
-@pytest.mark.parametrize("top_k", [5, 4])  # on a device, ids that are no whole vectors, and such that are
-@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
-@pytest.mark.parametrize("policy", POLICIES)
+MODES = ("low_latency", "high_throughput")
+# Of top-k, on a device: ids that are no whole vectors, and such that are.
+SOME = [(policy, MODES[i % 2], 5 - i // 2 % 2) for i, policy in enumerate(POLICIES)]
+
+
+@pytest.mark.parametrize(("policy", "mode", "top_k"), heavy_but(SOME, POLICIES, MODES, (5, 4)))
 def test_loads(world, policy, mode, top_k) -> None:
     ranks = min(4, world.most)
     setup = setup_of(policy, mode, ranks=ranks, top_k=top_k, dtype="float32", combine_dtype="float32")

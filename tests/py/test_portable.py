@@ -217,7 +217,7 @@ def test_leaving_by_an_error() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["gloo", "anothers"])
+@pytest.mark.parametrize("kind", ["gloo", pytest.param("anothers", marks=pytest.mark.long)])
 def test_connect_over_a_process_group(kind: str) -> None:
     ranks = started("connected", kind)
     ends = [process.communicate(timeout=HANGS) for process in ranks]

@@ -40,7 +40,7 @@ def part(store: str, way: str) -> Any:
     return outcome[:2], found
 
 
-@pytest.mark.parametrize("way", ["auto", "torch"])
+@pytest.mark.parametrize("way", ["auto", pytest.param("torch", marks=pytest.mark.long)])
 def test_a_rank_outside(tmp_path, way) -> None:
     first, second, third = tw.run(part, 3, str(tmp_path / "store"), way, timeout=HANGS)
     assert first == second == (("twSuccess", ""), [0, 1])
@@ -61,6 +61,7 @@ def meshes(store: str) -> Any:
     return told, met
 
 
+@pytest.mark.long
 def test_meshes(tmp_path) -> None:
     for rank, (told, met) in enumerate(tw.run(meshes, 4, str(tmp_path / "store"), timeout=HANGS)):
         assert {result for result, _ in told} == {"twInvalidArgument"}

@@ -107,7 +107,7 @@ def test_many_ids(world: Any, top_k: int) -> None:
     check(world, one(setup, *both(Round((8, 0, 5))), *both(Round((8, 8, 8), seed=3, routing="holes"))))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "int32", "float64"])
+@pytest.mark.parametrize(("dtype",), heavy_but([("uint8",), ("bfloat16",)], ["uint8", "bfloat16", "int32", "float64"]))
 def test_payloads_by_column(world: Any, dtype: str) -> None:
     """As grouped GEMMs read scales; whatever the size of an element, of a column and of what is left of 16 bytes."""
     setup = Setup(ranks=3, experts=5, top_k=2, payloads=((3, dtype), (1, "float32")), row_alignment=2, **EXACT)
@@ -429,7 +429,7 @@ def test_a_rank_that_does_not_count(processes: Any, tmp_path: Any) -> None:
 # ---- one routing, several dispatches -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("nranks", "top_k"), heavy_but([(1, 3), (3, 4)], [1, 2, 3], [3, 4]))
+@pytest.mark.parametrize(("nranks", "top_k"), heavy_but([(1, 3), (2, 4)], [1, 2, 3], [3, 4]))
 def test_a_routing_that_goes_again(world: Any, nranks: int, top_k: int) -> None:
     """Of more rows than go as lines, ids and weights travel on devices with the first dispatch of a routing alone. Then
     another one by the same handle; in leases, whose counts are exchanged again; and after rows that had no room. Four
@@ -456,7 +456,7 @@ LEASED = {"lanes": 2, "payloads": ((1, "uint8"), (17, "uint8")), **EXACT}
 @pytest.mark.needs("leases")
 @pytest.mark.parametrize(
     ("nranks", "room"),
-    heavy_but([*((n, room) for n in (1, 3) for room in ROOMS), (8, 4096)], [1, 3, 8], ROOMS),
+    heavy_but([(1, 1 << 20), (3, 4096), (3, 256), (3, 0)], [1, 3, 8], ROOMS),
 )
 def test_leases(world: Any, nranks: int, room: int) -> None:
     """Of all rows, of some, of none: the same bits, which later steps leave as they are."""

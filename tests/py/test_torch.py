@@ -198,8 +198,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [pytest.param([], marks=pytest.mark.long), ["torch"]])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", [[], ["torch"]])
 def test_torchrun(mode) -> None:
     """With torchrun's environment alone, and with an initialised process group."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -143,6 +143,7 @@ def test_ranks_that_are_compared(monkeypatch, capsys, gpus) -> None:
         assert ["1 rank twice", "2 ranks twice"][gpus - 1] in told.out
 
 
+@pytest.mark.long
 def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program of docs/TRAINING.md learns, as it stands there: who predicts 0 has a loss of 1."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two ranks share the cores
