@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import tokenway
-from tokenway import launch
+from tokenway import launch, usage
 from tokenway.balance import options as balance_options
-from tokenway.bench import options, usage
+from tokenway.bench import options
 from tokenway.errors import TokenwayError
 
 BAD_ARGUMENTS = 2
@@ -21,7 +21,7 @@ class _Parser(argparse.ArgumentParser):
     """Errors are one line, told by `main`."""
 
     def error(self, message: str) -> NoReturn:
-        raise options.UsageError(f"{message} (see {self.prog} --help)")
+        raise usage.UsageError(f"{message} (see {self.prog} --help)")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with usage.printing():
             return int(args.run(args))
         return 0  # who reads has seen enough
-    except options.UsageError as error:
+    except usage.UsageError as error:
         print(f"tokenway: {_one_line(error)}", file=sys.stderr)
         return BAD_ARGUMENTS
     except SystemExit as end:  # --help, --version
@@ -130,11 +130,11 @@ def _info(args: argparse.Namespace) -> int:
 def _launch(args: argparse.Namespace) -> int:
     if not 1 <= args.ranks <= tokenway._native.MAX_RANKS:
         limit = tokenway._native.MAX_RANKS
-        raise options.UsageError(f"launch: -n: {args.ranks}; allowed 1..{limit}")
+        raise usage.UsageError(f"launch: -n: {args.ranks}; allowed 1..{limit}")
     try:
         return launch.launch(launch.script_command(args.script, args.args), args.ranks)
     except FileNotFoundError:
-        raise options.UsageError(f"launch: no such program: {args.script}") from None
+        raise usage.UsageError(f"launch: no such program: {args.script}") from None
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from tokenway import _native, cuda
-from tokenway.bench import machine
+from tokenway import _native, cuda, machine, portable
 from tokenway.comm import local_comms
 from tokenway.errors import TokenwayError
 
@@ -49,8 +48,6 @@ _SYSCALLS = {
 
 def collect() -> dict[str, Any]:
     """Everything that is told, as plain data."""
-    import tokenway
-
     here = machine.describe()
     memory = machine.memory_info()
     here["huge_pages"] = _transparent_huge_pages()
@@ -58,7 +55,7 @@ def collect() -> dict[str, Any]:
     here["huge_pages_free"] = memory.get("HugePages_Free", 0)
     nvlink = _nvlink_backend()
     return {
-        "version": tokenway.__version__,
+        "version": _native.version_text(_native.VERSION),
         "library": str(_native.library_path()),
         "python": platform.python_version(),
         "commit": machine.commit(),
@@ -107,9 +104,7 @@ def _nvlink_backend() -> str:
 
 
 def _portable_backend() -> str:
-    from tokenway.bench import gloo
-
-    problem = gloo.missing()
+    problem = portable.missing()
     if problem is None:
         return f"{AVAILABLE} (on the CPU; connect() takes it where ranks are not all on one host)"
     return f"not available: {problem}"

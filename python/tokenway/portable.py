@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib.util
 import logging
 import os
 import threading
@@ -79,6 +80,15 @@ def strategy_code(strategy: str) -> int:
     if strategy in STRATEGIES:
         return STRATEGIES[strategy]
     raise InvalidArgument(f"strategy is {strategy!r}; it must be 'routed', 'gathered' or 'auto'")
+
+
+def missing() -> str | None:
+    """Why no portable comm can be made here, as a clause; None if one can. Imports PyTorch where it is installed."""
+    if importlib.util.find_spec("torch") is None:
+        return "PyTorch is not installed"
+    import torch.distributed as dist
+
+    return None if dist.is_available() and dist.is_gloo_available() else "this PyTorch has no gloo"
 
 
 # ------------------------------------------------------------------------------------------------------- process groups
@@ -447,11 +457,11 @@ def create(
     """(twComm_t, what must live as long). allgather(mine): what every rank gives, in rank order. device: of this rank,
     a CUDA device's number; None: the CPU."""
     try:
-        import torch.distributed as dist
+        problem = missing()
     except ImportError as error:
         raise Unsupported(f"the portable backend needs PyTorch, which cannot be imported: {error}") from error
-    if not (dist.is_available() and dist.is_gloo_available()):
-        raise Unsupported("this PyTorch has no torch.distributed with gloo, which the portable backend needs")
+    if problem is not None:
+        raise Unsupported(f"the portable backend needs gloo of torch.distributed: {problem}")
     carrier = Carrier(connect)
 
     place = _native.fit_place(rank, nranks)

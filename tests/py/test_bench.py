@@ -15,7 +15,8 @@ import pytest
 from conftest import need
 
 import tokenway as tw
-from tokenway.bench import auxiliary, baselines, machine, report, runner, timing, verify
+from tokenway import machine
+from tokenway.bench import auxiliary, baselines, report, runner, timing, verify
 from tokenway.bench.case import LAYOUTS, Case
 from tokenway.bench.control import CHUNK, Control
 from tokenway.bench.options import Settings

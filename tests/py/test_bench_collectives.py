@@ -12,7 +12,8 @@ from test_bench import bench
 from test_bench_nvlink import PretendReplay, PretendStream
 
 import tokenway as tw
-from tokenway.bench import collective_baselines, collectives, floor, report, table
+from tokenway import tables
+from tokenway.bench import collective_baselines, collectives, floor, report
 from tokenway.bench.collectives import Row
 from tokenway.bench.control import Control
 from tokenway.bench.nvlink_options import Nvlink
@@ -45,7 +46,7 @@ def test_results(tmp_path, torch) -> None:
         assert row["us"]["median"] > 0 and "gloo-padded" in row["baselines"]
         assert ("gloo-allreduce" in row["baselines"]) == (row["collective"] == "reduce_scatterv")
     heads, cells = collectives.columns(run)
-    assert table.plain(heads, cells) in told
+    assert tables.plain(heads, cells) in told
     assert report.markdown(run).count("\n| reduce_scatterv |") == 4
 
 

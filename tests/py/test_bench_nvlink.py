@@ -14,13 +14,12 @@ import pytest
 from conftest import need
 
 import tokenway as tw
-from tokenway import cli
+from tokenway import cli, machine
 from tokenway.bench import (
     baselines,
     breakdown,
     floor,
     gpu_machine,
-    machine,
     nvlink,
     plot,
     report,

@@ -12,9 +12,9 @@ import numpy as np
 from tokenway.balance import options as given
 from tokenway.balance import planner, simulation
 from tokenway.balance.options import Options
-from tokenway.bench.table import mebibytes, show_columns
-from tokenway.bench.usage import UsageError
 from tokenway.errors import InvalidArgument
+from tokenway.tables import mebibytes, show_columns
+from tokenway.usage import UsageError
 
 Array = np.ndarray
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenway.balance import simulation, traces, workloads
-from tokenway.bench.usage import UsageError, choice, number, plot, writable
 from tokenway.errors import InvalidArgument
+from tokenway.usage import UsageError, choice, number, plot, writable
 
 DESCRIPTION = (
     "Plans where experts and their replicas go, so that all ranks carry the same, and prints what that gives: per "

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tokenway import recorded
 from tokenway.balance import planner
-from tokenway.bench import routing
 
 Array = np.ndarray
 
@@ -53,7 +53,7 @@ def read(path: str | Path, experts: int | None = None) -> Recording:
 
 
 def _from_npz(name: str, path: str | Path, experts: int | None) -> Array:
-    with routing.arrays(path) as file:
+    with recorded.arrays(path) as file:
         chosen = file.get("chosen")
         if experts is None and "experts" in file:
             held = file["experts"]
@@ -61,7 +61,7 @@ def _from_npz(name: str, path: str | Path, experts: int | None) -> Array:
                 raise ValueError(f"{name}: experts: {held.dtype} {held.shape}; must be an integer")
             experts = int(held.item())
     if chosen is None:
-        chosen = routing.from_npz(path).ids[:, None]
+        chosen = recorded.routing(path)[0][:, None]
     if chosen.dtype.kind not in "iu" or chosen.ndim < 4:
         raise ValueError(f"{name}: chosen: {chosen.dtype} {chosen.shape}; must be integers [steps, layers, ..., K]")
     if not all(chosen.shape):

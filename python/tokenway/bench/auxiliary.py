@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import reference, tensors
+from tokenway import reference, tables, tensors
 from tokenway.activation import swiglu
 from tokenway.bench import runner, table, timing, verify
 from tokenway.bench.options import Settings
@@ -281,4 +281,4 @@ def what(measured: dict[str, Any]) -> str:
 
 def text(measured: dict[str, Any]) -> str:
     """The result for people."""
-    return f"{what(measured)}\n{table.plain(*columns(measured))}"
+    return f"{what(measured)}\n{tables.plain(*columns(measured))}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import tempfile
 import warnings
@@ -14,17 +13,6 @@ import numpy as np
 from tokenway import tensors
 from tokenway.bench.baselines import Plan, check_result
 from tokenway.bench.control import Control
-
-
-def missing() -> str | None:
-    """Why these baselines cannot run, or None."""
-    if importlib.util.find_spec("torch") is None:
-        return "PyTorch is not installed"
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_gloo_available()):
-        return "this PyTorch has no gloo"
-    return None
 
 
 class Process:

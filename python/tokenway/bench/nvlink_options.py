@@ -8,9 +8,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from tokenway.bench import gpu_machine, usage
+from tokenway import usage
+from tokenway.bench import gpu_machine
 from tokenway.bench.case import FP8
-from tokenway.bench.usage import UsageError
+from tokenway.usage import UsageError
 
 BACKENDS = ("cpu", "nvlink", "torch")
 OVER = ("nvlink", "nccl")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenway.bench.table import mebibytes, microseconds, short
+from tokenway.bench.table import microseconds, short
+from tokenway.tables import mebibytes
 
 Row = dict[str, Any]
 

@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenway import portable, usage
 from tokenway._native import MODES
-from tokenway.bench import baselines, collective_baselines, gloo, nccl, nvlink_options, portable_options, usage
+from tokenway.bench import baselines, collective_baselines, nccl, nvlink_options, portable_options
 from tokenway.bench.case import DTYPES, EXACT_LAYOUTS, FP8, LAYOUTS, Case
 from tokenway.bench.control import MAX_RANKS
 from tokenway.bench.profiles import PROFILES
 from tokenway.bench.routing import GENERATORS, from_npz
-from tokenway.bench.usage import UsageError
-from tokenway.bench.usage import choice as _choice
-from tokenway.bench.usage import number as _number
 from tokenway.comm import NRANKS
+from tokenway.usage import UsageError
+from tokenway.usage import choice as _choice
+from tokenway.usage import number as _number
 
 MAX_TOKENS = 1 << 20
 COLLECTIVES = ("all_gatherv", "reduce_scatterv", "all")
@@ -260,7 +261,7 @@ def _baselines(
     if given == ["none"]:
         return (), ()
     if gpu is None:
-        names, reason, hint = baselines.NAMES, gloo.missing(), ": pip install 'tokenway[torch]'"
+        names, reason, hint = baselines.NAMES, portable.missing(), ": pip install 'tokenway[torch]'"
     else:
         names, reason, hint = nccl.NAMES, nccl.missing(gpu.local_ranks, ranks), ""
     if collective:

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import balance
-from tokenway.bench import eplb, machine, table
+from tokenway import balance, machine
+from tokenway.bench import eplb
+from tokenway.tables import show_columns
 
 Array = np.ndarray
 LAYERS, EXPERTS, SIGMA = 58, 256, 0.75
@@ -250,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     run = measure(options.seeds)
     for title, heads, cells in tables(run):
-        table.show_columns(title, heads, cells)
+        show_columns(title, heads, cells)
         print()
     if options.json:
         Path(options.json).write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")

@@ -6,9 +6,9 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from tokenway.bench import gloo, usage
+from tokenway import portable, usage
 from tokenway.bench.profiles import PROFILES
-from tokenway.bench.usage import UsageError
+from tokenway.usage import UsageError
 
 WAYS: dict[str, dict[str, str]] = {
     "routed": {"strategy": "routed"},
@@ -43,7 +43,7 @@ def from_arguments(args: argparse.Namespace) -> Portable | None:
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')}: only with --backend torch")
         return None
-    missing = gloo.missing()
+    missing = portable.missing()
     if missing:
         raise UsageError(f"--backend torch: {missing}")
     names = [name for item in args.strategy or CHOSEN for name in item.split(",") if name]

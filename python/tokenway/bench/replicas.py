@@ -29,8 +29,9 @@ from typing import Any
 import numpy as np
 
 import tokenway as tw
+from tokenway import machine
 from tokenway.balance import plan, planner
-from tokenway.bench import gpu_machine, machine, routing
+from tokenway.bench import gpu_machine, routing
 from tokenway.replica_reference import POLICIES, slots_of
 
 EXPERTS, TOP_K = 256, 8

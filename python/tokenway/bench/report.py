@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenway.bench import auxiliary, collectives, nvlink_table, peers, placement, portable_table, table
 from tokenway.bench.table import markdown_row
+from tokenway.tables import mebibytes
 
 
 def markdown(run: dict[str, Any]) -> str:
@@ -97,7 +98,7 @@ def _where(run: dict[str, Any]) -> str:
     if table.on_gpus(run):
         return nvlink_table.where(run)
     machine = run["machine"]
-    cache = table.mebibytes(machine["last_level_cache_bytes"])
+    cache = mebibytes(machine["last_level_cache_bytes"])
     gib = machine["memory_bytes"] / (1 << 30)
     return (
         f"{machine['cpu']}, {machine['usable_cores']} cores"

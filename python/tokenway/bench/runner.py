@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tokenway.bench import baselines, gloo, machine, table, timing, usage, verify
+from tokenway import machine, usage
+from tokenway.bench import baselines, gloo, table, timing, verify
 from tokenway.bench.case import Case
 from tokenway.bench.control import Control
 from tokenway.bench.options import Settings

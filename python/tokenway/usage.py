@@ -1,4 +1,4 @@
-"""What the options of the benchmarks share: the error that a bad one is, and the checks."""
+"""What the options of all commands share: the error that a bad one is, the checks, and how to print."""
 
 from __future__ import annotations
 

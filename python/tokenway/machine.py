@@ -1,4 +1,4 @@
-"""Where a measurement was made: the machine, versions and the commit."""
+"""The machine that this process runs on, the versions of what it uses, and the commit that it is run from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import platform
 import subprocess
 from pathlib import Path
 from typing import Any
+
+from tokenway import _native
 
 DEFAULT_CACHE = 32 << 20  # where the kernel does not tell the size of the caches
 
@@ -29,10 +31,8 @@ def describe() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of this library, of Python and of the packages that a benchmark uses, where present."""
-    import tokenway
-
-    found = {"tokenway": tokenway.__version__, "python": platform.python_version()}
+    """Of this library, of Python and of the packages that tensors are made with, where present."""
+    found = {"tokenway": _native.version_text(_native.VERSION), "python": platform.python_version()}
     for name in ("numpy", "ml_dtypes", "torch"):
         version = package_version(name)
         if version:
