@@ -94,9 +94,9 @@ __device__ inline void store_vectors(std::byte* row, const Span& span, const Vec
 }
 
 // The metadata of an exact layout's rows travels once: until counts are exchanged again, its receivers have it
-// (PROTOCOL.md, rows alone). `since` is the low half of the step that brought it; 0 means that none has, and this very
-// step's number may be found by a block that comes late. is_known says whether receivers have it. (A dispatch of 4096
-// tokens took 2 us longer with metadata.)
+// (PROTOCOL_ON_DEVICES.md, rows alone). `since` is the low half of the step that brought it; 0 means that none has, and
+// this very step's number may be found by a block that comes late. is_known says whether receivers have it. (A dispatch
+// of 4096 tokens took 2 us longer with metadata.)
 __device__ inline uint32_t load_since(const DispatchParams& p) {
   return p.handle.metadata_step == nullptr ? 0 : load_fresh<uint32_t>(p.handle.metadata_step);
 }
