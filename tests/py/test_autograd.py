@@ -155,7 +155,7 @@ def train(env: Env, case: Case, how: str = "plain", lost: bool = False) -> dict[
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from tokenway import gradients
+    from tokenway.pytorch import gradients
 
     honest = gradients.in_parts
     if lost:

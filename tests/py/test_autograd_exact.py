@@ -164,7 +164,8 @@ def run_poisoned(env: Env, case: Case) -> Any:
     """Whatever padding holds: NaN in what returns and in gradients, and in the memory that gradients are written to."""
     import torch
 
-    from tokenway import autograd, gradients
+    from tokenway import autograd
+    from tokenway.pytorch import gradients
 
     honest = gradients.rows_to_come
     with group_of(env, case) as group, pytest.MonkeyPatch.context() as patch:

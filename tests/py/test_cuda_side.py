@@ -240,7 +240,7 @@ def test_counts_on_the_host(torch, group, place) -> None:
 
 
 def test_ops(torch, group) -> None:
-    from tokenway import ops
+    from tokenway.pytorch import ops
 
     group.device = None  # outputs are made there
     tokens, ids, weights = inputs(torch)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.torch
 @pytest.fixture(autouse=True)
 def _needs_torch(torch) -> None:
     """All of this file does."""
-    from tokenway import experts
+    from tokenway.pytorch import experts
 
     if experts._grouped_mm is None:
         pytest.skip("this PyTorch has no grouped products")
@@ -59,7 +59,7 @@ def test_product(torch, monkeypatch, sizes, beyond, dtype) -> None:
 
 def test_an_expert_without_rows_has_no_gradient(torch, monkeypatch) -> None:
     """Though a device leaves its matrix as the memory was."""
-    from tokenway import experts
+    from tokenway.pytorch import experts
 
     honest = experts._grouped_mm
 
@@ -79,7 +79,7 @@ def test_an_expert_without_rows_has_no_gradient(torch, monkeypatch) -> None:
 
 
 def test_why_not(torch, monkeypatch) -> None:
-    from tokenway import experts
+    from tokenway.pytorch import experts
 
     why, cpu, gpu = experts.why_not, torch.device("cpu"), torch.device("cuda", 0)
     assert why(cpu, torch.float32, 2000, 16, 24) is None

@@ -196,7 +196,7 @@ def test_with_room_the_host_asks_nothing(processes, backend, settings, sizes, no
 
 def run_both_ways(env: Env, settings: dict[str, Any]) -> tuple[Any, Any, str]:
     """A layer's results by offsets and by sizes, as where PyTorch has no grouped products."""
-    from tokenway import experts
+    from tokenway.pytorch import experts
 
     args = settings, (3, 1), "float32", True
     by_offsets = run_layer(env, *args)
@@ -221,7 +221,7 @@ def run_captured(env: Env, settings: dict[str, Any]) -> Any:
     """What a layer says in a capture that it cannot be part of."""
     group, layer = make_layer(env, settings, "float32")
     with group, pytest.MonkeyPatch.context() as patch:
-        from tokenway import gradients
+        from tokenway.pytorch import gradients
 
         patch.setattr(gradients, "capturing", lambda _: True)
         xs, _ = inputs((1, 1), "float32")

@@ -9,8 +9,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tokenway.arguments import telling
-from tokenway.gradients import check_memory, eager, keep_for_order, kept_for_order, refuse
 from tokenway.group import Group
+from tokenway.pytorch.gradients import check_memory, eager, keep_for_order, kept_for_order, refuse
 
 Tensor = torch.Tensor
 

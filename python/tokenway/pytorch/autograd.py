@@ -1,0 +1,311 @@
+"""The functions of `tokenway.autograd`, which says how they are used and what they promise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from tokenway.comm import Comm
+from tokenway.errors import InvalidArgument, InvalidUsage
+from tokenway.group import Group
+from tokenway.handle import Handle
+from tokenway.pytorch.gradients import (
+    capturing,
+    check_group,
+    check_layout,
+    check_local,
+    check_memory,
+    device_of,
+    eager,
+    exchange_counts,
+    keep_for_order,
+    kept_for_order,
+    lead_of,
+    outputs_to_come,
+    refuse_combine,
+    return_gradients,
+    return_rows,
+    send,
+    send_gradients,
+    telling,
+    weight_columns,
+)
+from tokenway.settings import telling_comm
+
+Tensor = torch.Tensor
+
+
+class Routed(NamedTuple):
+    """What `dispatch` brought: fresh tensors of the shapes that Received documents. In rank_major, of N ranks, b the
+    bound, K ids per token, H elements a token; in flat [R', ...] for [N, b, ...]; in grouped [P, H], and [P] for the
+    others, a row being one of its token's K."""
+
+    tokens: Tensor  # [N, b, H] of the group's dtype, differentiable; 0 in rows that no token came to
+    weights: Tensor  # [N, b, K] float32, differentiable; 0 where ids has no expert of this rank
+    ids: Tensor  # [N, b, K] of the group's id_dtype: as Received.ids
+    counts: Tensor  # [N] int32: rows from each rank; in grouped [L], of each expert
+    offsets: Tensor  # [N + 1] or [L + 1] int32: where the rows of each begin in flat and grouped, and at last all
+    handle: Handle  # the routing, dispatched, without a lane
+    layout: str
+
+
+def make_group(
+    comm: Comm, *, experts: int, top_k: int, hidden: int, max_tokens: int, dtype: Any = "bfloat16", **settings: Any
+) -> Group:
+    """A `Group` that can be trained with: rows return in the dtype in which they are sent, with room for the gradients
+    of the weights. Collective.
+
+    dtype: of tokens and gradients, float32 or bfloat16. settings: further keywords of Group, but for combine_dtype and
+    combine_hidden. One group serves all layers of the same shape; it needs one lane.
+    """
+    with telling_comm(comm):
+        returned = hidden + weight_columns(top_k, dtype)
+    return Group(
+        comm,
+        experts=experts,
+        top_k=top_k,
+        hidden=hidden,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        combine_dtype=dtype,
+        combine_hidden=returned,
+        **settings,
+    )
+
+
+@eager
+def dispatch(
+    group: Group,
+    tokens: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    layout: str | None = None,
+    bound: int | None = None,
+    layer: int = 0,
+) -> Routed:
+    """Sends every token to the ranks of its experts. A step of all ranks, and one in the backward pass if tokens or
+    weights require gradients, which must be so on all ranks or on none.
+
+    tokens: [T, H] of the group's dtype, differentiable. ids: [T, K] int32 or int64, -1 for "no expert", each id at most
+    once per token. weights: [T, K] float32, differentiable. layout: "rank_major", or of a group of high throughput
+    "flat" (the default there) or "grouped"; these take a step more, the exchange of counts, in the forward pass alone.
+    bound (of rank_major): b, equal on all ranks, T <= b <= max_tokens (default max_tokens). layer: as Group.route.
+
+    Gradients: tokens' are summed over the ranks that received the token, ascending, in float32 and rounded once;
+    weights' are exact. What was dropped for want of room contributes to neither. Errors: as Group.route,
+    Group.exchange_counts and Group.dispatch; InvalidArgument for a group whose rows cannot return gradients (see
+    `make_group`).
+    """
+    with telling(group.refuse_routing):
+        check_group(group, weights.requires_grad and torch.is_grad_enabled())
+        layout = check_layout(group, layout)
+        bound = _checked_bound(group, bound)
+        check_memory("tokens", tokens)
+        handle = group.route(ids, weights.detach(), layer=layer)
+    received, kept, places, counts, offsets = _Dispatch.apply(tokens, weights, handle, layout, bound)
+    # All weights of a token come with it. Those of other ranks' experts would give it gradients from several ranks.
+    kept = kept.masked_fill(places == group.settings.invalid_id, 0.0)
+    return Routed(received, kept, places, counts, offsets, handle, layout)
+
+
+@eager
+def combine(routed: Routed, rows: Tensor) -> Tensor:
+    """Returns rows to their owners and sums them: [T, H] of the group's dtype. A step of all ranks, and one in the
+    backward pass if rows require gradients, which must be so on all ranks or on none.
+
+    rows: as `routed.tokens`, of the group's dtype or float32, differentiable, weighted already: each is the sum of what
+    this rank's experts made of that token, in the layout grouped what the row's expert did. Rows beyond the counts, and
+    padding, are not read, and their gradients are 0.
+
+    Sums are float32: in grouped over k, ascending, then in every layout over ranks, ascending. What a rank returns for
+    a token is rounded to the group's dtype before the latter, and the result after. Errors: as Group.combine.
+    """
+    with telling(lambda: refuse_combine(routed.handle)):
+        check_memory("rows", rows)
+    return _Combine.apply(rows, routed.handle, routed.layout)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Rows by expert: what a grouped GEMM, or a loop over experts, works on. R rows, L experts of this rank."""
+
+    rows: Tensor  # [R, H]: a token's row once for each of its experts here; by expert, then by (source, slot)
+    weights: Tensor  # [R] float32, differentiable: the router's weight for that token and expert
+    sizes: list[int]  # [L]: rows of each expert, on the host; of the layout grouped with its padding, rows of 0
+    _sources: Tensor | None  # [R] int64: the row of [M] that each row was taken from; None: the rows are as they came
+    _places: Tensor | None  # [M, K] int64: where (row, k) went; R for those without an expert here
+    _lead: tuple[int, ...]  # of M rows: N, b or R'
+
+    @eager
+    def sum(self, rows: Tensor) -> Tensor:
+        """[R, H'] in this order, differentiable -> what `combine` takes, once rows are weighted: [N, b, H'] or [R', H']
+        float32, summed over k ascending by the row that each was taken from; 0 where there is none. In the layout
+        grouped the rows as they are: the combine sums."""
+        if self._sources is None:
+            missing = self._lead[0] - len(rows)  # of a fixed number, those beyond what came
+            return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+        return _Sum.apply(rows, self._sources, self._places).view(*self._lead, rows.shape[-1])
+
+
+@eager
+def by_expert(routed: Routed) -> Grouped:
+    """Groups what came by expert. Local; on a CUDA device it waits for the dispatch, since shapes depend on it.
+
+    The order is that of the layouts expert_major and grouped, without their padding; what came in grouped is left as it
+    is. The gradients of rows are summed over k, ascending, in float32: the same bits every time, on CUDA devices too.
+    Raises InvalidArgument for groups with id_space="global", InvalidUsage while a graph is captured: there, experts
+    take the layout grouped by `Routed.offsets`, as `tokenway.experts` does.
+    """
+    group = routed.handle.group
+    check_local(group, "by_expert")
+    if capturing(group):
+        raise InvalidUsage("by_expert waits for the device, to learn how many rows there are; a captured stream cannot")
+    if routed.layout == "grouped":
+        sizes = routed.offsets.diff().tolist()
+        used = sum(sizes)
+        return Grouped(routed.tokens[:used], routed.weights[:used], sizes, None, None, routed.ids.shape)
+    chosen, counts = _chosen(group, routed.ids)
+    places = torch.full((routed.ids.numel(),), len(chosen), device=chosen.device)
+    places[chosen] = torch.arange(len(chosen), device=chosen.device)
+    lead, k = routed.ids.shape[:-1], group.top_k
+    sources, places = chosen // k, places.view(-1, k)
+    rows = _Take.apply(routed.tokens.view(-1, group.hidden), sources, places)
+    weights = routed.weights.reshape(-1).index_select(0, chosen)
+    return Grouped(rows, weights, counts.tolist(), sources, places, lead)
+
+
+def _chosen(group: Group, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Of ids [..., K]: the places in [M * K] that have an expert of this rank, by expert and then ascending, so by
+    (source, slot), as a token has an expert at most once; and how many each expert has, [L]. Both int64."""
+    experts, flat = group.num_local_experts, ids.reshape(-1).long()
+    here = (flat >= 0) & (flat < experts) & (flat != group.settings.invalid_id)
+    keys = torch.where(here, flat, experts)
+    counts = torch.bincount(keys, minlength=experts + 1)[:experts]
+    return torch.sort(keys, stable=True).indices[: int(counts.sum())], counts
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def _checked_bound(group: Group, bound: int | None) -> int | None:
+    """The b of a dispatch; None in the exact layouts, which have none."""
+    if group.exact:
+        if bound is not None:
+            raise InvalidArgument(f"bound is {bound!r}; in the mode 'high_throughput' it must be None")
+        return None
+    b = group.max_tokens if bound is None else bound
+    if not isinstance(b, int) or not 1 <= b <= group.max_tokens:
+        raise InvalidArgument(f"bound is {b!r}; it must be an integer from 1 to {group.max_tokens}")
+    return b
+
+
+def _receive(handle: Handle, tokens: Tensor, layout: str, bound: int | None) -> dict[str, Tensor]:
+    """A dispatch into new tensors: Routed's, and of grouped the origins of rows."""
+    group, grouped = handle.group, layout == "grouped"
+    with telling(group.refuse_dispatch):
+        lead = (group.nranks, bound) if bound is not None else lead_of(handle, layout)
+        per_row, on = lead if grouped else (*lead, group.top_k), device_of(group)
+        blocks = group.num_local_experts if grouped else group.nranks
+        out = {
+            **outputs_to_come(handle, layout, lead),
+            "weights": torch.empty(per_row, dtype=torch.float32, device=on),
+            "ids": torch.empty(per_row, dtype=getattr(torch, group.id_dtype), device=on),
+            "counts": torch.empty(blocks, dtype=torch.int32, device=on),
+        }
+        if grouped:
+            out["offsets"] = torch.empty(blocks + 1, dtype=torch.int32, device=on)
+            out["origins"] = torch.empty(lead, dtype=torch.int64, device=on)
+    out["tokens"] = send(handle, tokens, bound, out, layout).tokens
+    if not grouped:
+        out["offsets"] = functional.pad(out["counts"].cumsum(0, dtype=torch.int32), (1, 0))
+    return out
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, weights: Tensor, handle: Handle, layout: str, bound: int | None
+    ) -> tuple[Tensor, ...]:
+        if handle.group.exact:
+            exchange_counts(handle, layout)
+        out = _receive(handle, tokens, layout, bound)
+        # A gradient of a weight returns in the column of its k; in padding, in any.
+        which = (out["origins"] % handle.group.top_k)[:, None] if layout == "grouped" else None
+        keep_for_order(ctx, out["counts"] if which is None else which)
+        ctx.handle, ctx.layout = handle, layout
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(out["ids"], out["counts"], out["offsets"])
+        return tuple(out[name] for name in ("tokens", "weights", "ids", "counts", "offsets"))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, tokens: Tensor | None, weights: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        handle: Handle = ctx.handle
+        with telling(lambda: refuse_combine(handle)):
+            which = kept_for_order(ctx)
+            if weights is not None and ctx.layout == "grouped":
+                per_k = weights.new_zeros(len(weights), handle.group.top_k)
+                weights = per_k.scatter_(1, which, weights[:, None])
+        of_tokens, of_weights = return_gradients(handle, tokens, weights, ctx.needs_input_grad[1], ctx.layout)
+        return of_tokens if ctx.needs_input_grad[0] else None, of_weights, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, handle: Handle, layout: str) -> Tensor:
+        ctx.handle, ctx.layout, ctx.dtype = handle, layout, rows.dtype
+        return return_rows(handle, rows, layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out: Tensor) -> tuple[Any, ...]:
+        return send_gradients(ctx.handle, out, ctx.layout).to(ctx.dtype), None, None
+
+
+# ---- rows by expert --------------------------------------------------------------------------------
+
+
+def _sum_over_k(rows: Tensor, places: Tensor) -> Tensor:
+    """[R, H], [M, K] -> [M, H] float32. By reading, not by adding to places: that has no fixed order on a GPU."""
+    padded = torch.cat([rows.float(), rows.new_zeros((1, rows.shape[1]), dtype=torch.float32)])
+    total = padded[places[:, 0]]
+    for k in range(1, places.shape[1]):
+        total += padded[places[:, k]]
+    return total
+
+
+class _Take(torch.autograd.Function):
+    """tokens[sources]; its backward, unlike PyTorch's own, sums in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.dtype = tokens.dtype
+        return tokens[sources]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows: Tensor) -> tuple[Any, ...]:
+        (places,) = ctx.saved_tensors
+        return _sum_over_k(rows, places).to(ctx.dtype), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The adjoint of `_Take`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(sources)
+        ctx.dtype = rows.dtype
+        return _sum_over_k(rows, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, tokens: Tensor) -> tuple[Any, ...]:
+        (sources,) = ctx.saved_tensors
+        return tokens[sources].to(ctx.dtype), None, None

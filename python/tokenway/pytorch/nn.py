@@ -1,0 +1,193 @@
+"""The layer of `tokenway.nn`, which says how it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenway import reference
+from tokenway.arguments import telling
+from tokenway.errors import InvalidArgument, InvalidUsage
+from tokenway.group import Group
+from tokenway.pytorch import autograd, experts, gradients
+
+
+class ExpertParallelMoE(torch.nn.Module):
+    """A router, E SwiGLU experts of which this rank holds L, and the exchange between the ranks.
+
+    group: from `tokenway.autograd.make_group`; its experts, top_k, hidden (H), dtype, device and expert_map are the
+    layer's, and so is its mode: in high throughput rows come in the layout grouped. Layers of the same shape share one.
+    inner: elements inside an expert, I. normalize: divide a token's weights by their sum. seed: what the initial values
+    follow from, the same on all ranks.
+
+    Parameters:
+
+    ========  =================  ==============  ==================================================================
+    name      shape              dtype           is
+    ========  =================  ==============  ==================================================================
+    router    [E, H]             float32         the same on all ranks: their gradients are for the caller to add up
+    gate_up   [L, 2 * I, H]      the group's     of this rank's experts alone: their gradients are complete
+    down      [L, H, I]          the group's     likewise
+    ========  =================  ==============  ==================================================================
+
+    Initial values are uniform within 1 / sqrt(columns), and follow from the seed and an expert's number, so they do not
+    depend on the number of ranks. `experts` says which experts the rank holds, in the order of the parameters; `chosen`
+    which of all the last forward chose, [..., S, K] int64.
+
+    What an expert computes: down @ (w * silu(gate @ x) * (up @ x)), gate_up being gate above up, and w the token's
+    weight for it. A token's result is the sum of its K experts'; its weights are the K largest of softmax(router @ x),
+    float32.
+
+    One CUDA graph can capture forward and backward, of any number of layers, where `uncapturable` is None: in high
+    throughput, for bfloat16 on devices for which PyTorch has grouped matrix products. With the group's max_recv_tokens
+    eager calls of such a layer do not wait for the device either.
+
+    Under autocast the router computes in float32 and the experts in the group's dtype, to which x is cast; elsewhere x
+    must have it.
+
+    The gradient of an expert's parameters is that of the sum of the losses of all ranks, whichever ranks its tokens
+    came from. So ranks with shares of one batch must give each token's loss the weight that it has in the whole.
+    """
+
+    def __init__(self, group: Group, inner: int, *, normalize: bool = True, seed: int = 0):
+        super().__init__()
+        if not isinstance(inner, int) or inner < 1:
+            raise InvalidArgument(f"inner is {inner!r}; it must be an integer of at least 1")
+        gradients.check_group(group, True)
+        if group.settings.placement is not None:
+            raise InvalidArgument(
+                "the group's expert_map has experts in slots of their own; this layer trains each expert in one place"
+            )
+        self.group = group
+        self.inner = inner
+        self.normalize = normalize
+        self.chosen: Tensor | None = None  # [..., S, K] int64: the experts that the last forward chose
+        device = gradients.device_of(group)
+        dtype, local_experts, hidden = getattr(torch, group.dtype), group.num_local_experts, group.hidden
+        # Why a graph cannot capture this layer, None if it can: what the device must tell the host.
+        self.uncapturable = experts.why_not(device, dtype, local_experts, hidden, inner)
+        if not group.exact:
+            self.uncapturable = "the group's mode is 'low_latency'; it must be 'high_throughput'"
+        ranks, slots = reference.placement(group.experts, group.nranks, group.settings.expert_map)  # type: ignore[arg-type]
+        local = np.flatnonzero(ranks == group.rank)
+        self.experts: list[int] = local[np.argsort(slots[local])].tolist()  # global numbers, by slot
+        self.router = torch.nn.Parameter(torch.empty(group.experts, hidden, device=device))
+        self.gate_up = torch.nn.Parameter(torch.empty(local_experts, 2 * inner, hidden, dtype=dtype, device=device))
+        self.down = torch.nn.Parameter(torch.empty(local_experts, hidden, inner, dtype=dtype, device=device))
+        self.reset_parameters(seed)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Sets initial values: the same for an expert on whichever rank it is."""
+        _fill(self.router, seed, 0)
+        for slot, expert in enumerate(self.experts):
+            _fill(self.gate_up[slot], seed, 2 * expert + 1)
+            _fill(self.down[slot], seed, 2 * expert + 2)
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens [..., H] -> ids [..., K] int64 by descending probability, weights [..., K] float32, and the
+        probabilities of all experts [..., E] float32."""
+        with torch.autocast(tokens.device.type, enabled=False):  # weights are float32, whatever the experts compute in
+            probabilities = functional.linear(tokens.float(), self.router.float()).softmax(dim=-1)
+        weights, ids = probabilities.topk(self.group.top_k, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return ids, weights, probabilities
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [..., S, H] of the group's dtype, at most max_tokens tokens in all, differently many on each rank, or
+        none. Returns (the layer's output [..., S, H], the balance loss of `balance_loss`, a scalar float32).
+
+        Two steps of all ranks, in high throughput three, and two in the backward pass. On a CUDA device it waits for
+        the number of rows that came, unless that is fixed and the layer can be captured. Errors: InvalidArgument;
+        InvalidUsage in a capture if it cannot; those of `tokenway.autograd`.
+        """
+        hidden = self.group.hidden
+        if self.uncapturable is not None and gradients.capturing(self.group):
+            raise InvalidUsage(f"this layer cannot be captured into a graph: {self.uncapturable}")
+        with telling(self.group.refuse_routing):  # peers are in the dispatch already
+            if not isinstance(x, Tensor):
+                raise InvalidArgument(f"x is of type {type(x).__name__}; it must be a tensor [..., S, {hidden}]")
+            if x.dim() < 2 or x.shape[-1] != hidden:
+                raise InvalidArgument(f"x has shape {list(x.shape)}; it must be [..., S, {hidden}]")
+            if torch.is_autocast_enabled(x.device.type):
+                x = x.to(self.gate_up.dtype)
+            ids, weights, probabilities = self.route(x)
+            tokens, k = x.reshape(-1, hidden), self.group.top_k
+        self.chosen = ids
+        layout = "grouped" if self.group.exact else None  # there the library sums over a token's experts
+        routed = autograd.dispatch(self.group, tokens, ids.reshape(-1, k), weights.reshape(-1, k), layout=layout)
+        # Without autocast: or some of the ways to multiply would, and others not. Peers are in the combine already.
+        refuse = partial(gradients.refuse_combine, routed.handle)
+        with telling(refuse), torch.autocast(x.device.type, enabled=False):
+            if self.uncapturable is None:
+                results = self.compute(routed.tokens, routed.weights, routed.offsets)
+            else:
+                grouped = autograd.by_expert(routed)
+                results = grouped.sum(self.compute(grouped.rows, grouped.weights, grouped.sizes))
+        return autograd.combine(routed, results).view(x.shape), balance_loss(probabilities, ids)
+
+    def compute(self, rows: Tensor, weights: Tensor, sizes: Tensor | list[int]) -> Tensor:
+        """What this rank's experts make of their rows, weighted: [R, H] by expert, [R] float32 -> [R, H]. sizes: [L],
+        rows of each with its padding; or on the device [L + 1] int32, where each expert's begin and at last all, beyond
+        which results and gradients are arbitrary."""
+        if not len(self.experts):
+            return rows  # nothing came; still a part of the graph
+        if isinstance(sizes, Tensor):
+            ends = sizes[1:]
+            inside = experts.swiglu(experts.product(rows, self.gate_up, ends), weights, ends[-1:])
+            return experts.product(inside, self.down, ends)
+        results = []
+        # unbind and split: their gradients are one stack and one cat, those of indexing a whole tensor for each expert.
+        parts = zip(rows.split(sizes), weights.split(sizes), self.gate_up.unbind(), self.down.unbind(), strict=True)
+        for x, w, gate_up, down in parts:
+            results.append(functional.linear(experts.swiglu(functional.linear(x, gate_up), w), down))
+        return torch.cat(results)
+
+    def extra_repr(self) -> str:
+        g = self.group
+        return (
+            f"experts={g.experts}, here={self.experts}, top_k={g.top_k}, hidden={g.hidden}, inner={self.inner}, "
+            f"normalize={self.normalize}"
+        )
+
+
+def balance_loss(probabilities: Tensor, ids: Tensor) -> Tensor:
+    """How unevenly tokens are spread over experts: 1 if evenly, up to E; a scalar float32, 0 without tokens.
+
+    probabilities: [..., S, E] float32, differentiable. ids: [..., S, K]. For each sequence, E * sum over experts of
+    (share of its S * K choices that fell on the expert) * (the expert's mean probability), as in Switch Transformers
+    (https://arxiv.org/abs/2101.03961, section 2.2); then the mean over sequences. Over sequences, and not over all that
+    a rank holds, so that its mean over ranks with equally many sequences is that of the whole batch.
+    """
+    length, experts = probabilities.shape[-2:]
+    sequences = probabilities.shape[:-2].numel()
+    chosen = torch.zeros_like(probabilities).scatter_(-1, ids, 1.0)
+    share = chosen.sum(dim=-2) / max(length * ids.shape[-1], 1)
+    return experts * (share * probabilities.sum(dim=-2)).sum() / max(length * sequences, 1)
+
+
+def expert_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters of a model that this rank alone holds: those of its experts. Their gradients are complete."""
+    for module in model.modules():
+        if isinstance(module, ExpertParallelMoE):
+            yield from (module.gate_up, module.down)
+
+
+def shared_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """All other parameters, the same on every rank if they began so. Their gradients must be added up over the ranks
+    before an optimiser's step."""
+    own = {id(parameter) for parameter in expert_parameters(model)}
+    yield from (parameter for parameter in model.parameters() if id(parameter) not in own)
+
+
+def _fill(values: Tensor, seed: int, number: int) -> None:
+    """Uniform within 1 / sqrt(columns), from the seed and a number alone: drawn on the CPU, in float32."""
+    bound = values.shape[-1] ** -0.5
+    drawn = np.random.default_rng([seed, number]).uniform(-bound, bound, values.shape)
+    values.copy_(torch.from_numpy(drawn.astype(np.float32)))
