@@ -376,8 +376,8 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   call->out_dtype = output.tokens.dtype;
   call->out = static_cast<std::byte*>(output.tokens.data);
   call->out_stride = config.combine_elements * dtype_bytes(output.tokens.dtype);
-  // This rank's own partials need not go through the window if they are rows as they would travel, if no peer can
-  // overwrite them once this rank has published (S3), and if no sum can before they are read.
+  // This rank's own partials need not go through the window under three conditions: they are rows as they would travel;
+  // no peer can overwrite them once this rank has published (S3); and no sum can overwrite them before they are read.
   const int64_t rows_bytes = config.combine_elements * dtype_bytes(input.rows.dtype);
   call->in_window = group.backend->in_window(input.rows.data);
   call->apart = !call->in_window && disjoint(extent(call->rows, lead, rows_bytes),

@@ -378,7 +378,7 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
     TW_RETURN_IF_FAILED(check_exact(*group));
     twCountsInput_t input = TW_COUNTS_INPUT_INIT;
     Status status = tw::api::read_struct("input", given, &input);
-    // As for a dispatch: on a stream that is no good not even the refusal can be sent.
+    // Nothing can be sent on a stream that is no good, not even the refusal.
     if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
     if (status.ok()) status = group->backend->check_stream(input.stream);
     Status found = check_handle(group, handle);

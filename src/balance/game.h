@@ -9,10 +9,10 @@
 
 namespace tw::balance {
 
-// One side picks a column, which is paid for the row, mixes columns and wants to pay little; the other picks the row
-// that is paid most. Rows come one by one, and the best mixture follows by a few pivots of the dual simplex method. It
-// computes in doubles: what is proven with a mixture must be proven by other means (no contraction or reordering is
-// compiled, so that all machines get the same).
+// A game of two players. One mixes columns and wants to pay little; the other picks the row that is paid most for the
+// mixture. Rows come one by one, and the best mixture follows by a few pivots of the dual simplex method. It computes
+// in doubles: what is proven with a mixture must be proven by other means (no contraction or reordering is compiled, so
+// that all machines get the same).
 class Game {
  public:
   // Payoffs lie strictly between -bound and bound.

@@ -90,8 +90,8 @@ class Bootstrap {
   // kGaveUp in this meeting and in every later one of it.
   virtual void give_up(std::span<const int> members, uint64_t occasion) = 0;
 
-  // Gives what a peer that is gone has said of its end: why it could not connect after all, where it failed when this
-  // rank was connected already. twSuccess if it said nothing.
+  // Gives what a peer that is gone has said of its end: why it could not connect after all, if it failed when this rank
+  // was already connected to it. twSuccess if it said nothing.
   virtual Status last_words(int /*peer*/) { return {}; }
 
   // False once a peer's process has ended or has destroyed its comm. Never blocks.
@@ -192,7 +192,8 @@ class Unpacker {
   bool ok_ = true;
 };
 
-// These put in front of what a rank gives how its own part went. A peer reads it, fails alike and names the rank.
+// These put how a rank's own part went in front of what it gives. A peer reads that, fails in the same way and names
+// the rank.
 Packer pack_result(const Status& mine);
 Status read_result(int rank, Unpacker& reader);
 

@@ -271,7 +271,7 @@ Status Connecting::answer(Caller& caller, const std::string& said) {
   if (caller.pid == 0 && known) caller.pid = way_->process(hello.rank);
   TW_RETURN_IF_FAILED(watch(caller.pid, &caller.link, &dead));
   if (dead || caller.link.has_ended()) {
-    // It left before it was heard. If its process lives, or another has taken its place, it may call again.
+    // The rank left before it was heard. If its process lives, or another has taken its place, it may call again.
     pollfd process{caller.link.process.get(), POLLIN, 0};
     dead |= caller.link.process && ::poll(&process, 1, 0) > 0;
     if (known && dead && hello.tells == 0 && !peers_[hello.rank].link.made()) peers_[hello.rank].death = Death::kSure;

@@ -41,8 +41,8 @@ class Mesh : public Bootstrap {
   int size() const override { return static_cast<int>(peers_.size()); }
   bool in_process() const override { return false; }
 
-  // Threads that wait in other groups ask this while one may be in exchange(): it reads nothing that exchange()
-  // changes.
+  // It reads nothing that exchange() changes, because threads that wait in other groups ask this while one may be in
+  // exchange().
   bool alive(int peer) override {
     if (peer == rank_) return true;
     Peer& other = peers_[peer];

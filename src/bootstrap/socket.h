@@ -20,7 +20,7 @@ struct FrameHeader {
   uint64_t length;
 };
 
-// The tag under which a rank says why it has failed to connect, and what it says: its result, in its own words. A rank
+// The tag under which a rank says why it has failed to connect, and what it says: its result and its sentence. A rank
 // that is connected already finds it by Bootstrap::last_words.
 inline constexpr uint64_t kNewsTag = ~uint64_t{0};
 std::string pack_news(const Status& why);
@@ -37,8 +37,8 @@ class Connection {
   // Limits what a peer may send at once; sending more counts as closing the connection. At first there is no limit.
   void limit(size_t bytes) { limit_ = bytes; }
   bool has_output() const { return !output_.empty(); }
-  // Whether output waits, not for this socket, but until peers of this user take descriptors that are under way to
-  // them.
+  // Whether output waits for something else than this socket: until peers of this user take descriptors that are under
+  // way to them.
   bool crowded() const { return crowded_ && has_output(); }
 
   // Queues a parcel, with a descriptor, if any.

@@ -46,7 +46,7 @@ void stay(std::unique_ptr<Connecting> connecting, const std::shared_ptr<Teller>&
   all.ended.notify_all();
 }
 
-// Ends all such threads when the program ends: a place may be a file, and none may be left behind.
+// Ends all such threads when the program ends, because a place may be a file, and none may be left behind.
 void end_all() {
   Tellers& all = tellers();
   std::unique_lock lock(all.mutex);

@@ -108,8 +108,8 @@ struct DispatchCall {
   void* stream = nullptr;
   int32_t bound = 0;
   bool send_only = false;
-  // Whether rows go where the exchange of counts before has announced, and where in this rank's window: for each
-  // payload an offset; 0: in the bank.
+  // Whether rows go to the receive offsets that the exchange of counts before has announced, and those of this rank:
+  // for each payload an offset in its window; 0: in the bank.
   bool has_offsets = false;
   uint64_t receive_offset[kMaxPayloads] = {};
   bool counted = true;  // whether twGroupLoads counts it
@@ -246,8 +246,8 @@ class Backend {
     return in_window(address) && context_.map.in_lane(lane, static_cast<uint64_t>(at - window()));
   }
 
-  // announce_abort tells every peer that this rank gives the group up. find_abort says whether a peer has, and abort_of
-  // what a rank has said.
+  // announce_abort tells every peer that this rank gives the group up. find_abort says whether a peer has done so, and
+  // abort_of what a given rank has said.
   virtual void announce_abort(AbortSignal reason) = 0;
   virtual AbortSignal find_abort() = 0;
   virtual AbortSignal abort_of(int writer) = 0;

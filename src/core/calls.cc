@@ -182,8 +182,7 @@ Status finish_counts(twGroup& group, twHandle& handle) {
   KnownCounts known = handle.counted;
   const StepEnd end = group.backend->finish_counts(call, deadline, handle, call.again ? &known : &handle.counted);
   handle.pending = Pending::kNone;
-  // The channel stays held as after a dispatch that fails: where the call was send_only, as at the rank that refused
-  // (S5).
+  // A send_only call that fails keeps its channel, as it does at the rank that refused and never completes (S5).
   if (end.code == twSuccess || !call.send_only) give_back(group, handle);
   if (end.code != twSuccess) {
     handle.counts.exchanged = false;
@@ -396,7 +395,8 @@ Status complete(twGroup& group, twHandle& handle, void* stream) {
   (dispatching ? handle.dispatch.stream : handle.combine.stream) = stream;
   Status status = dispatching ? finish_dispatch(group, handle) : finish_combine(group, handle);
   if (status.code == twInterrupted) return status;
-  // Even when another channel's error has finished the group: the step ends, at once, and its outputs are safe to read.
+  // The step ends even when another channel's error has finished the group: at once, and with outputs that are safe to
+  // read.
   TW_RETURN_IF_FAILED(check_usable(group, dispatching ? twPhaseDispatch : twPhaseCombine));
   return status;
 }
@@ -406,12 +406,13 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
   if (handle != nullptr) TW_RETURN_IF_FAILED(check_not_pending(*handle));
   int lane = -1;
   TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
-  // The step comes first: on a device it has the bank that the lease gives a dispatch, as at the peers.
+  // The refusal comes first: on a device its step must have the bank that the lease gives a dispatch, as it has at the
+  // peers.
   Status refused = refuse_on(group, {twPhaseDispatch, true, nullptr, stream, bound, {}}, lane, std::move(why));
   if (handle == nullptr) return refused;
   part_leases(group, *handle);
-  // Then the lease becomes what it is at the peers, whose dispatch has failed, or has not failed yet as far as they
-  // know.
+  // Then the lease becomes what it is at the peers: their dispatch has failed or, on devices, has gone well as far as
+  // they know yet.
   handle->dispatched = false;
   const bool second = group.lanes[lane].second;
   give_back(group, *handle);
@@ -455,7 +456,8 @@ Status refuse_counts(twGroup& group, twHandle* handle, int32_t wish, bool send_o
   Status refused = refuse_on(group, {twPhaseCounts, false, nullptr, stream, 0, {}}, lane, std::move(why));
   if (handle == nullptr) return refused;
   give_back(group, *handle);
-  // As at the peers, who give the channel back where they complete; on a device that goes well, as far as they know.
+  // After a send_only call the peers complete, fail and hold the channel, so this rank holds it too. On a device the
+  // call goes well as far as they know, so they give it back.
   if (send_only && !learns_late(group)) hold(group, *handle, lane);
   return refused;
 }

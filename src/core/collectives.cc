@@ -57,7 +57,8 @@ Status complete_request(twGroup& group, int64_t number, void* stream) {
   Status status = std::move(found->second.status);
   group.requests.erase(found);
   if (status.code == twInterrupted) return status;
-  // Even when another channel's error has finished the group: the step ends, at once, and its outputs are safe to read.
+  // The step ends even when another channel's error has finished the group: at once, and with outputs that are safe to
+  // read.
   TW_RETURN_IF_FAILED(check_usable(group, phase));
   return status;
 }

@@ -13,8 +13,9 @@ struct FreeMemory {
   std::string why;              // which limit leaves no more, and the file that told it
 };
 
-// Takes the least of what the host has and of what the control groups of this process leave of their limits: its own
-// group and all above it, in version 2, version 1, or both side by side. root: a folder that stands for "/", for tests.
+// Gives the memory that this process can still have: the least of what the host has and of what each of its control
+// groups leaves of its limit. These are its own group and all above it, in version 2, version 1, or both side by side.
+// root: a folder that stands for "/", for tests.
 FreeMemory find_free_memory(const std::string& root = "");
 
 }  // namespace tw

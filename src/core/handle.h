@@ -42,7 +42,7 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   tw::CountsCall counting;
   tw::KnownCounts counted;  // what the host knows of the exchange of counts
   // Whether outputs have as many rows as come, instead of as many as there is room for. The first dispatch of these
-  // counts decides it; before that it is whether the host knows how many come.
+  // counts decides; before it, this says whether the host knows how many come.
   std::optional<bool> sizing;
   bool is_sized() const { return sizing.value_or(counted.known); }
   // A graph holds a dispatch or combine whose tensors are as large as these counts: replays with other counts would go

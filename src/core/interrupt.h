@@ -32,8 +32,8 @@ bool was_interrupted();
 // Whether this thread would be asked; if not, a wait that need not look up for that may sleep to its end.
 bool is_interruptible();
 
-// The scope of one call of the API. What an earlier call of this thread was told does not concern it; nor does what
-// this one is told concern a call that it was made from (in a carrier's function, or in the function that is asked).
+// The scope of one call of the API. It forgets what an earlier call of this thread was told. And a call that it was
+// made from (in a carrier's function, or in the function that is asked) does not learn what this one is told.
 class Interruptible {
  public:
   Interruptible();

@@ -24,7 +24,7 @@ struct Occasion {
 // occasions of the others off.
 class Opening : public Bootstrap {
  public:
-  // The meeting ends as soon as somebody makes another call, since then it cannot be what it is for; parcels of ranks
+  // The meeting ends as soon as somebody makes another call, since it cannot serve its purpose then; parcels of ranks
   // that are not here count as not given. `left`: in addition to the one that exchange() is asked with.
   Opening(Bootstrap& comm, Occasion own, Left left = {}) : comm_(comm), own_(own), left_(std::move(left)) {}
   // Makes the meeting go on without ranks that make another call.
@@ -49,8 +49,8 @@ class Opening : public Bootstrap {
 
   // The call of the i-th member; only for one that is here.
   const Occasion& occasion(size_t i) const { return occasions_[i]; }
-  // twCallMismatch if a rank is here that makes another call than this rank: names the call of each. A rank that makes
-  // `allowed` is no mismatch.
+  // Fails with twCallMismatch, and names the call of each rank, if a rank is here that makes another call than this
+  // rank. A rank that makes `allowed` is no mismatch.
   Status mismatch(const Occasion* allowed = nullptr) const;
 
  private:
@@ -66,7 +66,8 @@ class Opening : public Bootstrap {
   std::vector<Occasion> occasions_;
 };
 
-// The error that ranks make different calls, each the one beside it; in the order of the ranks.
+// Makes the error that ranks make different calls: calls[i] is that of members[i]; the sentence has them in the order
+// of the ranks.
 Status call_mismatch(std::span<const int> ranks, std::span<const Occasion> occasions);
 
 }  // namespace tw

@@ -74,7 +74,7 @@ struct LaneLoads {
   const int64_t* dispatches;  // [lanes, layers]
   const uint32_t* clocks;     // [lanes, layers] the CountedCall clock of the last dispatch that is in the averages
 };
-// Makes what twGroupLoads shows: the channels' averages, each aged to the channel that has counted last, add up to the
+// Makes what twGroupLoads shows. Each channel's average is aged to the channel that has counted last; their sum is the
 // average over all dispatches in one row. counted: [layers], or NULL.
 void sum_lanes(const PlacementSpec& spec, const Shape& shape, const LaneLoads& lanes, float* loads, int64_t* counted);
 

@@ -11,7 +11,7 @@
 
 namespace tw {
 
-// A base whose memory is used again only after many other objects have come and gone.
+// A base class: the memory of its objects is used again only after many others have come and gone.
 template <class Object>
 class Quarantined {
  public:

@@ -52,8 +52,8 @@ class Agreement {
   }
 
   Status reach(uint64_t tags) {
-    // Each piece of news about a rank costs two rounds, and two calm ones end it. That is fewer than half of the tags
-    // of an occasion.
+    // Each piece of news about a rank costs two rounds, and two calm rounds end the agreement. That takes fewer than
+    // half of the tags of an occasion.
     const int rounds = 2 * 4 * group_.ranks() + 2;
     bool calm = false;
     for (int round = 0; round < rounds; ++round) {
@@ -124,8 +124,8 @@ class Agreement {
   }
 
   // Whether a rank's process is gone, or it has left the group. An answer that it gave before counts all the same:
-  // others have it too, and whether a round was calm must follow from the same answers for all. A rank that has a new
-  // group has one without this rank, since creating it would have waited for all its members.
+  // others have it too, and whether a round was calm must follow from the same answers for all. If that rank has a new
+  // group already, this rank is not in it, since creating it would have waited for all its members.
   bool has_left(int rank) {
     const AbortSignal signal = group_.backend->abort_of(rank);
     excluded_ = excluded_ || signal.went_on;

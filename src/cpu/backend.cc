@@ -166,7 +166,7 @@ class CpuBackend : public Backend {
                              deadline, counts_.data());
     for (int peer = 0; peer < shape().ranks && end.code == twSuccess; ++peer) {
       if (!call.reduces && !call.all_sizes) continue;
-      // The digest has told that ranks give the same sizes.
+      // Ranks give the same sizes: else the digests would differ, and the step would have failed.
       const int32_t told = call.reduces ? rows_for(call, context_.me) : call.sizes[peer];
       if (counts_[peer] != told) end = {twInternalError, context_.me, {}, 0};
     }

@@ -187,7 +187,8 @@ void CarriedTransport::ship(Flight& flight) {
   const uint64_t bytes = sizeof(Frame) + inline_bytes_;
   flight.move = start(flight.at.lane, twMoveBlocks, flight.send.data(), flight.recv.data(), &bytes, &bytes);
   if (flight.move < 0) flight.stage = Stage::kFailed;
-  // A rank that does not wait now must say so now: later, while it computes, it cannot say that it is not the late one.
+  // A rank that does not wait now must tell its progress now: later, while it computes, it cannot say that it is not
+  // the late one.
   if (flight.send_only) notice(flight);
 }
 
@@ -299,7 +300,7 @@ void CarriedTransport::land(Flight& flight, bool agreed) {
     Signal signal = tw::unpack(frame.signal);
     const uint64_t offset = map_.signal(flight.at.lane, flight.at.bank(), source);
     if (!agreed) {
-      // A frame of another step or channel is that of another call.
+      // A frame of another step or channel comes from another call.
       const bool here =
           frame.magic == kMagic && signal.step == flight.at.step && frame.lane == static_cast<uint32_t>(flight.at.lane);
       signal = here ? Signal{signal.step, signal.mode, 0} : Signal{flight.at.step, Mode::kNone, 0};

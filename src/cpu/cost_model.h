@@ -31,15 +31,15 @@ inline constexpr TimedMove kTimedMoves[] = {
 };
 using TimedRound = std::array<double, std::size(kTimedMoves)>;  // microseconds on one rank
 
-// Computes the costs of moves from the rounds of each rank, of which each has as many: the result is the same on all
-// ranks that have the same rounds.
+// Computes the costs of moves from the rounds of each rank. All ranks have made as many, and the result is the same on
+// all ranks that have the same rounds.
 //
 // A rank that comes late to a move waits less than the others, so the ranks' mean is taken: the sum of these means is
-// the time that has passed. For each kind of move it is the lowest decile, as disturbances only add time. A quartile or
-// a median says as much about who else has used the cores at that moment (with a compiler beside two ranks 2 and 3.7
-// ms, where it was 0.2 to 0.3 on a quiet machine), and a group would believe for ever that bytes cost nothing beside
-// moves. The least is the time of a move for which everything was there already, and differs from one time to the next.
-// For the same reasons no more than a third of a large move's time counts as its beginning.
+// the time that has passed. For each kind of move the result is the lowest decile of the means, as disturbances only
+// add time. A quartile or a median says as much about who else has used the cores at that moment (with a compiler
+// beside two ranks 2 and 3.7 ms, where it was 0.2 to 0.3 on a quiet machine), and a group would believe for ever that
+// bytes cost nothing beside moves. The least is the time of a move for which everything was there already, and differs
+// from one time to the next. For the same reasons no more than a third of a large move's time counts as its beginning.
 inline Costs costs_of(const std::vector<std::vector<TimedRound>>& ranks) {
   const auto typical = [&](twMoveKind_t kind, bool large) {
     std::vector<double> means;
@@ -95,11 +95,12 @@ constexpr uint64_t longest_message(const Shape& shape) {
 
 // Chooses how many bytes of each message travel with its frame, in the first move of a step.
 //
-// All of the longest message, where that takes no longer than a second move takes to begin: then one move is never
-// slower than asking for the sizes first, however few bytes there are. Else as many, to all peers together, as take two
-// thirds of that time. A step whose messages fit is one move. If they are longer, the second move has only the rest, so
-// blocks cost such a step nothing but what shorter messages leave empty beside longer ones. That is less than half of
-// the blocks where experts are drawn evenly, so a third of a move's beginning, of the two and more that the step takes.
+// They are the whole longest message, if that takes no longer than a second move takes to begin: then one move is never
+// slower than asking for the sizes first, however few bytes there are. Otherwise they are, to all peers together, what
+// takes two thirds of that time. A step whose messages fit is one move. If they are longer, the second move has only
+// the rest, so blocks cost such a step only what shorter messages leave empty beside longer ones. That is less than
+// half of the blocks where experts are drawn evenly: a third of the time that a move takes to begin, of which the step
+// takes two and more.
 inline uint64_t choose_inline_bytes(const Shape& shape, const Costs& costs) {
   const double peers = std::max(1, shape.ranks - 1);
   const auto longest = static_cast<double>(longest_message(shape));

@@ -27,7 +27,7 @@ struct Gathered {
   const uint64_t* receive_offset;  // as in row_place
 };
 
-// A transport that makes, of one source's puts, those that are for this rank.
+// A transport that keeps, out of one source's puts, those for this rank.
 class Picker {
  public:
   Picker(CarriedTransport& transport, int source) : transport_(transport), source_(source) {}
@@ -50,7 +50,7 @@ class Picker {
   int source_;
 };
 
-// Puts what a routed dispatch of `source` would have put here, and its signal.
+// Puts the rows that a routed dispatch of `source` would have put here, and its signal.
 inline void put_picked(CarriedTransport& transport, const Gathered& call, int source, const Routing& routing,
                        const RowsIn* payloads) {
   Picker picker(transport, source);

@@ -137,12 +137,12 @@ __device__ inline int chunks_of(const Call& s) {
 
 constexpr int kPushing = kWarps - 1;  // warps of a block that send; the last one publishes
 
-// A block's chunks, in the order in which it has drawn them (`turn`); turn t has place t % kChunks. The first p.drawn
-// turns are given; then the warp that publishes draws one for each that is sent: in order, so that no turn with a chunk
-// follows the first one without. All pushing warps pass all turns up to that one.
+// A block's chunks, in turns, as it has drawn them; turn t has place t % kChunks. The first p.drawn turns are given.
+// After that the warp that publishes draws one for each turn that is sent, in order, so that no turn with a chunk
+// follows the first turn without one. All pushing warps pass all turns up to that one.
 //
-// Gates are used because a word that is looked at again and again is either a race by the language's rules or an atomic
-// operation; with the latter a combine of 1024 tokens took 72 us instead of 54.
+// Warps meet at gates, because a word that is looked at again and again is either a race by the language's rules or an
+// atomic operation; with the latter a combine of 1024 tokens took 72 us instead of 54.
 struct Work {
   uint64_t* given;
   uint64_t* sent;
@@ -184,7 +184,7 @@ __device__ inline void begin_work(const Call& s) {
 
 // Whether a block leaves the last chunks to others. SMs that share their way to the link with several that send are
 // slower, and what one of them has drawn ahead would be the last to be sent. `turn`: the first that is not sent. Turns
-// must be of one chunk, so that not all blocks are slower than the mean: then those that are not draw what is left. (A
+// must be of one chunk: then not all blocks are slower than the mean, and those that are not draw what is left. (A
 // combine of 4096 tokens took 0.4 us longer without this; 0.2 us with half as many chunks left, or with a limit of 85 %
 // instead of 90.)
 __device__ inline bool leaves(const Work& work, int turn, int blocks, int chunks) {
@@ -194,10 +194,9 @@ __device__ inline bool leaves(const Work& work, int turn, int blocks, int chunks
   return last < 0 || (last + kLast * blocks >= chunks && drawn * blocks < last - last / 10);
 }
 
-// Draws chunks, and publishes them when all their tiles are sent, by a warp that does nothing else: a fence takes as
-// long as what is on the wire before it, and a sender that made it would be the last to end its next tile too, and so
-// make the next fence as well. S4: the gate chains what the senders wrote, one fence brings all of that before the
-// signals.
+// Draws chunks, and publishes them when all their tiles are sent. One warp does nothing else, because a fence takes as
+// long as what is on the wire before it: a sender that made it would be the last to end its next tile too, and so make
+// the next fence as well. S4: the gate chains what the senders wrote, one fence brings all of that before the signals.
 template <class Call>
 __device__ inline void publish_chunks(const Call& s) {
   const Work work(s);
@@ -251,10 +250,10 @@ __device__ inline void push_item(const Sum& s, int number, int item) {
                           tile_of(s.p.tiles, static_cast<uint32_t>(item - row * parts)));
 }
 
-// The tile that a pushing warp begins with, in usual calls. It is of the chunks that the block is given
-// (publish_chunks): it is loaded while nobody knows yet whether there is such a row, and stored as soon as that is
-// known. A warp takes 4 us from there to meet the instructions that find and send any other tile; for so long the link
-// has these to carry. (With two for each warp, chunks were published 4 us later, and 4096 tokens took 176 us instead of
+// The tile that a pushing warp begins with, in usual calls, out of the chunks that the block is given (publish_chunks).
+// It is loaded while nobody knows yet whether there is such a row, and stored as soon as that is known. From there a
+// warp takes 4 us to meet the instructions that find and send any other tile, and meanwhile the link has these first
+// tiles to carry. (With two for each warp, chunks were published 4 us later, and 4096 tokens took 176 us instead of
 // 174.5.)
 struct FirstPush {
   bool given;

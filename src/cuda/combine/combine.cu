@@ -144,22 +144,26 @@ __device__ inline Item summed_item(const CombineParams& p, uint32_t u) {
           tile_of(p.tiles, (u - row * per_row.divisor) * parts, parts)};
 }
 
-// Sums tiles of all tokens, in order; each goes to whichever warp is free, as some SMs load at a fraction of others'
-// speed, those next to one that sends to a full link. The next tile is drawn when this one's rows are here, so that who
-// waits holds no other. With few SMs each warp has so many tiles that it may hold two: the next one's destinations are
-// on their way while this one is summed (8 SMs: 475 us for 4096 tokens instead of 529). A warp whose next one is
-// p.single or later draws none before that one is begun; otherwise those who wait for the last rows that come would
-// hold the packets behind them. Blocks that have sent join in where tiles are wide. `sent`: for the first tile of a
-// block that begins with sums.
+// Sums tiles of all tokens, in order. Each goes to whichever warp is free, because some SMs, those next to one that
+// sends to a full link, load at a fraction of the others' speed. A warp draws its next tile when the rows of this one
+// are here, so that a warp that waits holds no other tile.
+//
+// In low-SM kernels each warp has so many tiles that it may hold two: the next one's destinations are on their way
+// while this one is summed (8 SMs: 475 us for 4096 tokens instead of 529). A warp whose next tile is p.single or later
+// draws none before that one is begun; otherwise warps that wait for the last rows to come would hold the packets
+// behind them.
+//
+// Blocks that have sent join in where tiles are wide. `sent`: the destinations of the first tile, in a block that
+// begins with sums.
 template <twDtype_t kWire, Kind kKind>
 __device__ void sum_tokens(const Sum& s, Sent sent) {
   constexpr bool kFast = kKind != Kind::kGeneric;
   const CombineParams& p = s.p;
   const uint32_t end = p.wide.tiles() + (static_cast<uint32_t>(p.tokens) - p.wide.rows) * p.tiles.per_row.divisor;
   const Shares own = received_shares(p.roles);
-  // Sums of tokens below `met` are made by the geometry of packets, whatever comes. Where no tile is wide, these are
-  // the first tokens of each block, which so has met the instructions that the last tokens need, whose rows are
-  // packets. (Those took 1.5 us longer without this; a combine 0.4.)
+  // Sums of tokens below `met` go by the geometry of packets, whatever their terms are. Where no tile is wide, these
+  // are the first tokens of each block. So the block has met the instructions that the last tokens need, whose rows are
+  // packets. (Without this those took 1.5 us longer, a combine 0.4.)
   const auto met =
       static_cast<int>(divide(static_cast<uint32_t>(p.roles.receiving) + p.tiles.per_row.divisor - 1, p.tiles.per_row));
   const bool draws = end > own.step;
@@ -197,8 +201,8 @@ __device__ void sum_tokens(const Sum& s, Sent sent) {
   }
 }
 
-// Starts to bring what a block loads first to the second-level cache (dispatch/dispatch.cu). `token`: that of its first
-// sum.
+// Starts to bring what a block loads first to the second-level cache (dispatch/dispatch.cu). `token`: the one that it
+// sums first.
 template <bool kFast>
 __device__ inline void bring_near(const Sum& s, const FirstPush& push, int token) {
   const CombineParams& p = s.p;
@@ -210,7 +214,7 @@ __device__ inline void bring_near(const Sum& s, const FirstPush& push, int token
   prefetch(p.handle.destinations + static_cast<int64_t>(token) * s.fan_out());
 }
 
-// Does what is left when a block has sent. `sent`: for its first sum.
+// Does what is left when a block has sent. `sent`: the destinations for its first sum.
 template <twDtype_t kWire, Kind kKind>
 __device__ inline void conclude(const Sum& s, const Sent& sent) {
   const CombineParams& p = s.p;

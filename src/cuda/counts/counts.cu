@@ -379,8 +379,8 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
   Step step{next_step(g, p.lane), p.lane, 0, twPhaseCounts, digest};
   begin_at_bank(g, p.bank, &step.number);
   if (p.in.map != nullptr && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.digest = digest;
-  // This is done even if the counts are known: a rank that refused an exchange of them would think so, and its peers
-  // would not.
+  // This is done even if the counts are known already, since ranks may differ in that: one that refused an exchange
+  // still knows the counts of the one before, and its peers do not.
   if (p.handle.metadata_step != nullptr && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.metadata_step = 0;
   if (__syncthreads_or(is_sticky(g)) != 0) {  // then no other block is the last
     if (p.receive) leave_nothing(p, step, tallies);

@@ -28,9 +28,8 @@ __device__ inline T* shared_at(uint32_t offset) {
   return reinterpret_cast<T*>(shared_bytes() + offset);
 }
 
-// ---- What warps of a block hand to each other in shared memory without a barrier. These are atomic operations, since
-// the language and its race checker know those for the purpose; a fence (__threadfence_block) orders what goes with
-// them.
+// ---- Hand-overs between warps of a block in shared memory, without a barrier. They are atomic operations, which the
+// language and its race checker know for the purpose; a fence (__threadfence_block) orders what goes with them.
 
 __device__ inline int32_t peek(int32_t* at) { return atomicAdd(at, 0); }
 __device__ inline void put(int32_t* at, int32_t value) { atomicExch(at, value); }

@@ -86,8 +86,8 @@ __device__ inline Tile tile_of(const Tiles& tiles, uint32_t number, uint32_t par
   return {number, begin, min(tiles.groups, begin + parts * tiles.tile_groups), parts};
 }
 
-// One of the tiles of several ranks' rows, which are taken in turns: the tile, the index of the row among its rank's,
-// and the turn, that is which of the ranks.
+// One tile out of several ranks' rows, which are taken in turns: the tile, the index of the row among its rank's rows,
+// and the turn, which says whose row it is.
 struct Share {
   Tile tile;
   int index;

@@ -60,8 +60,9 @@ __device__ inline uint32_t arrived(const uint32_t* counter) {
 }
 
 // Draws the next number of a counter on the device that began at 0, for the threads for which `draws` holds; the others
-// get 0. The reply is waited for where it is used. The counter counts down: additions ptxas joins into one operation
-// for the warp, whose reply it hands out at once, so that whoever drew waited for it, 1 us, before doing anything else.
+// get 0. The reply is waited for where it is used. The counter counts down, because ptxas joins additions into one
+// operation for the warp and hands out its reply at once: so whoever drew waited for it, 1 us, before doing anything
+// else.
 __device__ inline uint32_t draw(uint32_t* counter, bool draws) {
   uint32_t before = 0;
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p atom.relaxed.gpu.global.dec.u32 %0, [%1], 0xffffffff; }"
@@ -73,8 +74,8 @@ __device__ inline uint32_t draw(uint32_t* counter, bool draws) {
 
 // ---- Packets: 16 bytes in one access, flag and data together. PTX does not promise that they arrive together; the
 // self-test looks. Eight threads must make the access in one instruction, and nothing promises that they are together
-// there: __syncwarp does not do it. So they look (device/ll128.cuh). (In a torn packet all words are old but the one of
-// the flag's thread.)
+// there, not even __syncwarp. So they look (device/ll128.cuh). (In a torn packet all words are old except that of the
+// flag's thread.)
 
 __device__ inline void store_pair(void* to, uint64_t a, uint64_t b) {
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(a), "l"(b) : "memory");

@@ -1,13 +1,16 @@
-// Slots, in the kernel (S9). The slot of a token at a rank is the number of earlier tokens that go there too; every
-// block that sends counts them itself, so there is no launch before the dispatch.
-// What is counted are marks, a bit for each token and rank. A round is 512 tokens. A block that sends makes the marks
-// of the first round itself, one token to a thread, so that what it sends first waits for no other block. The marks of
+// How slots are found in the kernel (S9). The slot of a token at a rank is the number of earlier tokens that go there
+// too. Every block that sends counts them itself, so there is no launch before the dispatch. Takes DispatchParams and a
+// block's Scratch; gives places (find_place), and how many rows go to each rank.
+//
+// Blocks count marks, one bit for each token and rank, in rounds of 512 tokens. A block that sends makes the marks of
+// the first round itself, one token to a thread, so that what it sends first waits for no other block. The marks of
 // later rounds are made once on the device, 32 tokens to a warp, by blocks that receive, which have nothing else to do
-// yet. One warp of each sending block takes them into its shared memory, a few rounds ahead of the others, which so
-// never wait for each other: under a full link a warp's tile takes up to 10 us. Where the marks do not come, as other
-// kernels have the SMs of the blocks that make them, that warp makes them too (S7). It takes 16 us for a round, as its
-// loads wait behind its block's stores: longer than 512 rows of 7 KB take to send. Where all rows go as packets,
-// dispatch/ll128.cu has a shorter way.
+// yet. One warp of each sending block takes them into its shared memory, a few rounds ahead of the others. So these
+// never wait for each other: under a full link a warp's tile takes up to 10 us.
+//
+// If the marks do not come, because other kernels have the SMs of the blocks that make them, that warp makes them too
+// (S7). A round takes it 16 us, as its loads wait behind its block's stores: longer than 512 rows of 7 KB take to send.
+// Where all rows go as packets, dispatch/ll128.cu has a shorter way.
 //
 // What breaks if this changes: S9 (slots), and S7 in route_rest.
 #pragma once
@@ -127,8 +130,8 @@ __device__ inline Ids load_ids(const DispatchParams& p, int token) {
   return kFast ? load_ids(ids_at(p, token)) : Ids{};
 }
 
-// The physical experts of a token's ids. Calls with a map find them in a function of its own, out of the way of the
-// others.
+// The physical experts of a token's ids. Calls with a map find them in a function of its own, whose instructions are
+// not in the way of other calls.
 struct Slots {
   uint32_t id[kFastIds];
 };
@@ -239,8 +242,8 @@ __device__ inline uint32_t groups_of(const DispatchParams& p) {
   return (static_cast<uint32_t>(p.tokens) + kGroup - 1) / kGroup;
 }
 
-// Makes a warp's share of the marks of later rounds; by blocks that receive, or by all where those send too. Also if
-// the group is finished: others may not know that yet, and wait.
+// Makes a warp's share of the marks of later rounds; by blocks that receive, or by all where those send too. They do so
+// even if the group is finished: others may not know that yet, and wait.
 template <bool kFast>
 __device__ inline void mark_rest(const DispatchParams& p, const Scratch& scratch, const Step& step) {
   if (!p.send || p.tokens <= kRound || !is_receiver(p.roles)) return;

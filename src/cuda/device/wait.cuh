@@ -54,9 +54,8 @@ __device__ inline Mode mode_of(twPhase_t phase) {
 // Whether a dispatch's signal of this mode may come before its rows.
 __device__ inline bool has_packets(Mode mode) { return mode == Mode::kDispatchPackets || mode == Mode::kDispatchRows; }
 
-// Gives the first step of a kernel on a channel: the one after the last that ended. What a kernel can load without
-// knowing the step it loads before this, so that all of it is on its way at once: whatever depends on the step waits
-// for it.
+// Gives the first step of a kernel on a channel: the one after the last that ended. A kernel loads before this whatever
+// it can load without knowing the step, so that all of it is on its way at once: what depends on the step waits for it.
 __device__ inline uint64_t next_step(const GroupView& g, int lane) {
   keep_order();  // otherwise the compiler puts it first
   return *reinterpret_cast<const volatile uint64_t*>(&g.lanes[lane].step) + 1;
@@ -71,7 +70,8 @@ __device__ inline void say_sent(const GroupView& g, const Step& step, bool refus
   if (!tells_host(g)) return;
   CarriedLane& to = g.pages[g.me]->carried[step.lane];
   *reinterpret_cast<volatile int32_t*>(&to.phase) = step.phase;
-  // The digest is of what makes blocks differ in size. A digest of maps does not: those calls end, and tell of it then.
+  // The digest has only what makes blocks differ in size. A digest of maps is not in it: calls that differ in maps end,
+  // and tell of it then.
   const bool collects = step.phase == twPhaseGather || step.phase == twPhaseReduce;
   const uint64_t blocks = collective_note(static_cast<uint32_t>(step.bound), collects ? step.digest : 0);
   const uint32_t call = mix_digest(static_cast<uint32_t>(step.phase), blocks);
@@ -80,7 +80,7 @@ __device__ inline void say_sent(const GroupView& g, const Step& step, bool refus
   if (g.waits) store_half(&to.waits, step.low());
 }
 
-// A step ends in device memory when every block of the kernel has read the number of the one before. Each block says
+// A step ends in device memory when every block of the kernel has read the number of the step before. Each block says
 // so, by one thread, and looks at the reply much later. The counter counts down (device/ptx.cuh, draw).
 __device__ inline uint32_t begin_end(const GroupView& g, const Step& step) {
   return 0 - atomicAdd(&g.lanes[step.lane].arrived, ~0u);
@@ -98,9 +98,9 @@ __device__ inline void end_step(const GroupView& g, const Step& step, uint32_t b
   if (tells_host(g)) store_half(&g.pages[g.me]->carried[step.lane].ended, step.low());
 }
 
-// Work goes to whoever is free: groups of SMs share the way to the link, and some sent twice as fast as others. A work
-// counter is used in every fourth step. A kernel clears those of the two steps after its own, as a dispatch may skip
-// one: that follows their last use and precedes the next in stream order (S5).
+// Whichever warp is free draws work, because groups of SMs share the way to the link, and some sent twice as fast as
+// others. A work counter serves every fourth step. A kernel clears the counters of the two steps after its own (two, as
+// a dispatch may skip one): that follows their last use and precedes the next in stream order (S5).
 __device__ inline uint32_t* work_counters(const GroupView& g, const Step& step) {
   return &g.lanes[step.lane].work_counters[step.number % kWorkCounters];
 }
@@ -131,8 +131,8 @@ __device__ inline std::byte* own_signal_at(const GroupView& g, const Step& step,
   return signal_target(g, step.lane, step.bank(), rank);
 }
 
-// Says that this block has finished, in a place of its own: nobody waits for a reply, nor for a fence, which every
-// kernel would pay for. Who acts on it does so after an error, and sleeps long enough for any store to arrive.
+// Says that this block has finished, in a place of its own. It waits for no reply and makes no fence, for which every
+// kernel would pay: whoever acts on it does so after an error, and sleeps long enough for any store to arrive.
 __device__ inline void say_done(const GroupView& g, const Step& step) {
   *reinterpret_cast<volatile uint32_t*>(&g.lanes[step.lane].done[blockIdx.x]) = step.low();
 }
@@ -208,8 +208,8 @@ __device__ inline void report_call(const GroupView& g, Report* report, Write&& w
   atomicExch(&g.state->lock, 0);
 }
 
-// How a wait stands. A variable that a called function takes by reference lives in memory everywhere around the call;
-// so these are values.
+// How a wait stands. Functions return it by value, because a variable that a called function takes by reference lives
+// in memory everywhere around the call.
 enum class Outlook { kOpen, kOver, kLate };
 
 // Looks around, in a wait that began at `start`: at the sticky flag, the clock and, if it looks far, the host's memory.
@@ -222,9 +222,10 @@ __device__ __noinline__ static Outlook look_around(const GroupView& g, uint64_t 
   return now_ns() - start >= g.timeout_ns ? Outlook::kLate : Outlook::kOpen;
 }
 
-// How long a wait goes on. One look in kLooks is followed by a look around. The last of a kernel's blocks (or the one
-// before it, where the last may be the one that gathers load statistics and waits for nobody) then looks into the
-// host's memory too, and tells the others; these do so rarely, as thousands of waiting warps would choke the way.
+// Decides how long a wait goes on. One look in kLooks is followed by a look around. The last of a kernel's blocks then
+// looks into the host's memory too, and tells the others. (So does the block before it, if the last one may be that
+// which gathers load statistics and waits for nobody.) The other blocks look there rarely, as thousands of waiting
+// warps would choke the way.
 class Patience {
  public:
   __device__ explicit Patience(const GroupView& g, bool far = false) : g_(g), far_(far) {}
@@ -360,9 +361,9 @@ __device__ __noinline__ static void report_source(const GroupView& g, Step step,
               [&](Report* to) { write_report(to, g, step, error, rank, source.signal, step.bound_of(source.note)); });
 }
 
-// Ends a kernel that knows what a source's signal will say: true if the signal says so. False: another one has come, or
-// none in a while. Judging whatever may come takes some hundred instructions that nobody has met before, and a reduce
-// of 1 row took 0.7 us longer with them.
+// Waits a while for a source's signal in a kernel that knows what it will say: true if the signal says so. False:
+// another one has come, or none in that while. Judging whatever may come takes some hundred instructions that no warp
+// has met before, and a reduce of 1 row took 0.7 us longer with them.
 __device__ inline bool await_usual(const GroupView& g, const Step& step, int rank, int n) {
   constexpr int kMostLooks = 64;
   const std::byte* const place = window_of(g, g.me) + g.map.signal(step.lane, step.bank(), rank);
@@ -405,9 +406,9 @@ __device__ inline void publish_signals(const GroupView& g, const Step& step, Mod
   }
 }
 
-// Publishes the signal to one rank, without an order to anything: signal and note in one store, for steps whose rows
-// certify themselves. `plain`: in a dispatch, the number of Simple rows, which do not. Where such stores may be torn
-// there are no packets, and the note goes first, behind a fence of its own.
+// Publishes the signal to one rank, without an order to anything: signal and note go in one store, for steps whose rows
+// certify themselves. `plain`: in a dispatch, the number of Simple rows, which a rows signal makes known. Where such
+// stores may be torn there are no packets, and the note goes first, behind a fence of its own.
 __device__ inline void publish_signal(const GroupView& g, const Step& step, int rank, Mode mode, int n, int plain) {
   std::byte* const place = own_signal_at(g, step, rank);
   const uint64_t signal = pack(Signal{step.low(), mode, static_cast<uint32_t>(n)});
@@ -424,8 +425,9 @@ __device__ inline void publish_empty(const GroupView& g, const Step& step, Mode 
   }
 }
 
-// Moves to the bank that the caller's view needs by a step without rows, where the channel does not stand before that
-// bank. All blocks wait here before they send, so all must be on the device at once (S8). False if the wait failed.
+// Makes a step without rows, where the channel does not stand before the bank that the caller's view needs; so it moves
+// to that bank. All blocks wait here before they send, so all must be on the device at once (S8). False if the wait
+// failed.
 __device__ __noinline__ static bool skip_step(const GroupView& g, Step skipped) {
   skipped.number -= 1;
   if (blockIdx.x == 0) publish_empty(g, skipped, Mode::kSkip);

@@ -23,18 +23,19 @@ int load_dispatch_placed(const Shape& shape);
 
 namespace {
 
-// The kernel of one kind.
+// Is the dispatch kernel of one kind.
 //
-// Some of the blocks send, the others receive, and their warps work alone, on a tile of a row at a time: the senders
-// need a bit for each token and rank (device/routing.cuh) and find the slots of their row from it; the receivers need a
-// signal of each source, which they look at while their first packet comes. Nothing is handed over by way of barriers
-// and memory but the bits, as each such step is half a microsecond.
+// Some blocks send and the others receive, and their warps work alone, on a tile of a row at a time. Senders need a bit
+// for each token and rank (device/routing.cuh), and find the slots of their row from it. Receivers need a signal of
+// each source, which they look at while their first packet comes. Only the bits are handed over by barriers and memory,
+// because each such step takes half a microsecond.
 //
-// Blocks that send go through all of it twice where they come onto the device early (Kind::kUsual, `rehearses`): first
-// without effect, before the wait for the kernel before. Instructions are met in device memory, as those of the last
-// dispatch have left the caches since. Without the rehearsal 13 us passed from the wait to a warp's second tile, of
-// which the link had work for 6: a dispatch and a combine of 4096 tokens took 2.3 us longer, 0.4 of it the combine's
-// part. What a rehearsal loads may be of any time, and is used for nothing but where nothing goes.
+// Blocks that send go through all of it twice if they come onto the device early (Kind::kUsual, `rehearses`). The first
+// time is a rehearsal without effect, before the wait for the kernel before: instructions must be fetched from device
+// memory, as those of the last dispatch have left the caches since. Without the rehearsal 13 us passed from the wait to
+// a warp's second tile, and the link had work for 6 of them; a dispatch and a combine of 4096 tokens took 2.3 us
+// longer, 0.4 of it the combine's part. What a rehearsal loads may be of any time, so nothing that goes out is made of
+// it.
 template <Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   constexpr bool kFast = kKind != Kind::kGeneric;

@@ -35,7 +35,7 @@ __device__ inline void give_up(const Block& b) {
   for (int i = static_cast<int>(threadIdx.x); i < b.ranks(); i += kThreads) b.scratch.fail(i, twInternalError);
 }
 
-// Leaves what a dispatch of an exact layout leaves and no peer waits for. By one thread.
+// Stores what a dispatch of an exact layout leaves for later calls, and no peer waits for. By one thread.
 __device__ inline void leave_status(const Block& b, uint32_t digest) {
   const DispatchParams& p = b.p;
   // The status holds until a block that has seen an error knows all others to be done, or until the group is finished,

@@ -263,8 +263,8 @@ __device__ inline void receive(const Block& b, bool known) {
     const bool valid = begin + lane() < b.ranks();
     if (p.group.map.shape().exact() && valid) check_count(b, sources.rank, known, &sources.source);
     const twResult_t error = sources.source.error;
-    // Each warp has a deadline of its own. One that has passed is the group's, or this warp's rows would be missing
-    // where nobody knows it.
+    // Each warp has a deadline of its own. When one passes the group has failed; otherwise this warp's rows would be
+    // missing and nobody would know it.
     if (valid && error == twTimeout) {
       report_failure(p.group, b.step, twTimeout, sources.rank, sources.source.signal);
     }

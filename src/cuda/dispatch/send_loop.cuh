@@ -156,9 +156,9 @@ __device__ inline void send_metadata_row(const Block& b, int token, const Choice
   send_metadata(b, token, false, place, 0, 0);
   keep_choice(b, token, __popc(__ballot_sync(~0u, place.goes)));
 }
-// Does so in a function of its own, apart from the loop that all warps run, where one tile of a row has metadata. The
-// choice is loaded here: when it was loaded with the row, there was no register for it, and a warp waited for it before
-// asking for anything else.
+// Does so in a function of its own, apart from the loop that all warps run, because only one tile of a row has
+// metadata. The choice is loaded here: when it was loaded with the row, there was no register for it, and a warp waited
+// for it before asking for anything else.
 __device__ __noinline__ static void send_metadata_apart(Block b, int token, Place place) {
   send_metadata_row(b, token, load_choice(b.p, token, lane()), place);
 }
@@ -195,8 +195,8 @@ __device__ __noinline__ static void finish_plain(Block b) {
 
 // ---- The loop over all tiles
 
-// Tells how many rows go to a rank: tells that peer, which may learn it before the rows come where packets certify
-// themselves, and the handle, whose combine checks what comes back. By one thread of one block. `known`: is_known.
+// Tells how many rows go to a rank. The peer may learn it before the rows come, where packets certify themselves. The
+// handle keeps it, because its combine checks what comes back. By one thread of one block. `known`: is_known.
 __device__ inline void tell(const Block& b, int rank, int n, bool known) {
   const DispatchParams& p = b.p;
   if (blockIdx.x != 0) return;
@@ -209,14 +209,16 @@ __device__ inline void tell(const Block& b, int rank, int n, bool known) {
   publish_signal(p.group, b.step, rank, p.group.packet_tokens > 0 ? packets : Mode::kDispatch, n, plain);
 }
 
-// Sends tiles of all tokens in order, round by round; the first round must be marked. A kernel that waits for another
-// finds its instructions in no cache, and a warp that meets an instruction for the first time takes five times as long
-// for it. So each kind of rows has a place of its own in the loop, and the warp that routes sends some of the last
-// packets once it has routed: the blocks that send the other packets at the end, and the peers' blocks that take them,
-// have then met the instructions for it. `kPlaced`: all rounds are routed, and that warp begins with those packets.
+// Sends tiles of all tokens in order, round by round; the first round must be marked.
 //
-// `first`: in usual calls the warp's first tile, loaded, if it is of a Simple row (`found`). `sent`: its payloads have
-// been sent, but not its metadata. `ahead`: in other calls, the first tile, loaded. `real`: otherwise this is a
+// A kernel that waits for another finds its instructions in no cache, and an instruction that a warp meets for the
+// first time takes five times as long. So each kind of rows has a place of its own in the loop. And the warp that
+// routes sends some of the last packets as soon as it has routed: so the blocks that send the other packets at the end,
+// and the peers' blocks that take them, have met the instructions for it. `kPlaced`: all rounds are routed, and that
+// warp begins with those packets.
+//
+// `first`: the warp's first tile in usual calls, loaded, if it is of a Simple row (`found`). `sent`: its payloads have
+// been sent, but not its metadata. `ahead`: the first tile in other calls, loaded. `real`: otherwise this is a
 // rehearsal with one tile of a Simple row. `known`: is_known.
 template <Kind kKind, bool kPlaced>
 __device__ inline void send(const Block& b, PlainTile first, bool found, bool sent, Ahead ahead, bool real,

@@ -1,12 +1,12 @@
 // The host's side of errors (S6): the pages that all ranks' hosts and devices share, and a thread that looks after
 // peers while nobody else does.
 //
-// Takes a bootstrap whose connections tell who is alive; gives abort words, what kernels have reported, and on_stop(),
-// by which kernels end when the group is finished. announce_abort() and the find functions may be called from any
-// thread.
+// Takes a bootstrap whose connections tell who is alive; gives abort signals, what kernels have reported, and
+// on_stop(), by which kernels end when the group is finished. announce_abort() and the find functions may be called
+// from any thread.
 //
 // What breaks if this changes: S6. A rank that is not told waits until its deadline and then blames the wrong rank; and
-// the abort word must be stored before `stop` is, so that who sees the latter finds the reason.
+// the abort signal must be stored before `stop` is, so that whoever sees `stop` finds the reason.
 #pragma once
 
 #include <atomic>
@@ -98,7 +98,7 @@ class Control {
   std::chrono::milliseconds timeout_{};
   std::vector<Watched> watched_;    // by channel
   std::string noticed_;             // what the peers know of this rank's steps
-  std::atomic<uint64_t> told_ = 0;  // the abort word that the peers know
+  std::atomic<uint64_t> told_ = 0;  // the abort signal that the peers know
   std::vector<std::shared_ptr<Mapping>> pages_;
   std::vector<std::shared_ptr<Registered>> registered_;
   std::vector<ControlPage*> on_device_;

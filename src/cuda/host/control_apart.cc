@@ -2,7 +2,7 @@
 // end does not say who holds it up. So a rank's thread watches how far its steps are, tells the peers when one takes
 // long, and blames the first rank that has not said that it has sent its own.
 //
-// Takes CarriedLane, which kernels write, and the peers' notices; gives abort words and the report `late`.
+// Takes CarriedLane, which kernels write, and the peers' notices; gives abort signals and the report `late`.
 //
 // What breaks if this changes: S6: who is blamed, and after how long. Notices have no part in a step, so no other
 // invariant depends on them.
@@ -35,7 +35,7 @@ void Control::tell(AbortSignal reason) {
 }
 
 // Takes what peers have posted, and tells what this rank's kernels want told; by the watching thread. A rank that gives
-// up may have sent rows before, and these come by another way: so its abort word counts a little later.
+// up may have sent rows before, which come by another way, so its abort signal counts a little later.
 void Control::listen(std::unique_lock<std::mutex>& lock) {
   std::vector<uint64_t> heard(members_.size());
   bool any = false;

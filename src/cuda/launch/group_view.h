@@ -27,12 +27,12 @@ struct GroupView {
   int32_t by_shares;               // 1: physical experts are chosen by their shares
   int32_t note_bits;               // exchange/notes.h
   const uint32_t* experts;         // [E] pack_expert; in a group with a placement [P], by physical expert
-  std::byte* near_windows[kNear];  // of the first ranks: a kernel has its parameters before it can load
+  std::byte* near_windows[kNear];  // windows of the first ranks: a kernel has its parameters before it can load
   std::byte* const* windows;       // [N]
   ControlPage* const* pages;       // [N]
-  // Over a staged transport, else NULL. `out`: what goes out to all ranks, a block for each, instead of their windows;
-  // given as the address at which a window would begin whose bank of this step is that memory. `out_signals`: this
-  // rank's signals, [N].
+  // The next two are for a staged transport, else NULL. `out`: the memory for what goes out, with a block for each rank
+  // in place of its window. It is given as the address at which a window would begin whose bank of this step is that
+  // memory. `out_signals`: this rank's signals, [N].
   std::byte* out;
   std::byte* out_signals;
   int32_t waits;  // 1: the wait for the end of the step follows at once
@@ -43,8 +43,8 @@ struct GroupView {
   LoadsView loads;
 };
 
-// Words of marks that a channel has, [groups of tokens, N]: 0 where the first round is all, whose marks stay in the
-// block that makes them. Exact layouts keep theirs in handles.
+// Gives how many words of marks a channel has, [groups of tokens, N]. It is 0 if there is one round alone, whose marks
+// stay in the block that makes them. Exact layouts keep theirs in handles.
 constexpr int64_t mark_words(const Shape& shape) {
   const bool later = shape.max_tokens > kRound && !shape.exact();
   return later ? int64_t{(shape.max_tokens + kGroup - 1) / kGroup} * shape.ranks : 0;

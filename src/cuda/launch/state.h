@@ -55,8 +55,8 @@ struct CarriedLane {
   uint32_t call;  // digest of what ranks must give alike to that call; 0: not known
 };
 
-// A rank's page of host memory, which the hosts and devices of all ranks map. Abort words lie here, not in the window,
-// so that hosts can read and write them without a device.
+// A rank's page of host memory, which the hosts and devices of all ranks map. Abort signals lie here, not in the
+// window, so that hosts can read and write them without a device.
 struct ControlPage {
   uint64_t abort[TW_MAX_RANKS];  // by writer: exchange/signals.h
   uint32_t stop;                 // something is wrong: kernels end their waits

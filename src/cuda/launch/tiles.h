@@ -41,10 +41,10 @@ struct Tiles {
   uint32_t packet_bytes;  // bytes of a row's packets
 };
 
-// The first `rows` rows, which go in wider tiles that each join `parts` of Tiles. Where few SMs work, all Simple rows
-// go so: there, what a tile costs beside its bytes counts. (Where all SMs work, a tile that comes late counts: a
-// combine of 4096 tokens took twice as long.) Otherwise wide tiles are those that the warps of a dispatch begin with;
-// in a dispatch of rows alone they are all but the last rows (plan/tiles.h).
+// The first `rows` rows go in wider tiles, each of which joins `parts` of Tiles. If few SMs work, all Simple rows do,
+// because what a tile costs beside its bytes counts there. If all SMs work, a tile that comes late counts: with wide
+// tiles a combine of 4096 tokens took twice as long. There wide tiles are those that the warps of a dispatch begin
+// with; in a dispatch of rows alone they are all but the last rows (plan/tiles.h).
 struct WideTiles {
   Divider per_row;
   uint32_t parts;  // tiles of Tiles in one
@@ -80,8 +80,8 @@ struct Roles {
   constexpr int grid() const { return apart != 0 ? sending + receiving : sending; }
 };
 
-// Each kind of call has a kernel of its own: instructions that a kernel meets for the first time take five to ten
-// cycles each, so what other calls need may not stand between.
+// Each kind of call has a kernel of its own. Instructions that a kernel meets for the first time take five to ten
+// cycles each, so those that only other calls need must not stand between.
 //
 // Generic serves every call that the other kinds do not.
 //
@@ -90,7 +90,7 @@ struct Roles {
 // at a time, as they are; sums of that type; own rows where the caller has them.
 //
 // LowSm serves usual calls by up to a quarter of the device's SMs (plan/budget.h, low_sm). Its tiles are whole rows, or
-// large parts: what a warp does beside moving one is done while something of it is on its way.
+// large parts, so that a warp does its other work while part of a tile is on its way.
 //
 // Packets serves usual calls with a bound of up to two rounds of tokens, and up to 32 ranks, so that all that is sent
 // or received are packets. It also serves combines of rows by expert, whose sums are made on the way.

@@ -51,11 +51,11 @@ Status make_budget(const Device& device, const Shape& shape, int sm_limit, int s
 // send. With little to do, a warp has an SM to itself.
 Roles roles_of(const Budget& budget, int64_t rows, const Tiles& tiles, bool both, int most);
 
-// Gives the blocks where all rows are packets. While half of the SMs give every tile a warp, it takes no more than that
-// half, so that the next kernel finds the other. With more tiles, `sends` percent of the device's SMs fill the link,
-// and what the other blocks take does not wait behind stores. With up to `busy` tiles for each block of an eighth of
-// the SMs, that eighth sends (and as many blocks receive), because what the next kernel's blocks do when they come
-// takes time from this one.
+// Gives the blocks where all rows are packets. As long as half of the SMs give every tile a warp, it takes no more than
+// that half, so that the next kernel finds the other half free. With more tiles, `sends` percent of the device's SMs
+// send: they fill the link, and what the other blocks take does not wait behind stores. If there are at most `busy`
+// tiles for each block of an eighth of the SMs, that eighth sends (and as many blocks receive), because the next
+// kernel's blocks take time from this one when they come.
 Roles packet_roles(const Budget& budget, int64_t rows, const Tiles& tiles, bool both, int sends, int busy);
 
 // Gives the blocks that send Simple rows: `sends` percent of the device's SMs, which fill the link, but where a kernel

@@ -23,8 +23,8 @@ constexpr int64_t tile_rows(bool packets, int32_t tokens, int32_t bound) {
 // Gives the vectors of a row that a tile holds.
 uint32_t share_of(uint32_t vectors, const Tiles& tiles);
 
-// Puts the first `rows` rows into tiles as wide as leave each of `warps` warps `each` tiles, so that none is left with
-// a long one at the end.
+// Puts the first `rows` rows into tiles as wide as they can be while each of `warps` warps still has `each` of them, so
+// that no warp is left with a long one at the end.
 WideTiles widen(const Tiles& tiles, int64_t rows, int64_t warps, int64_t each);
 // Where more SMs work, puts the rows with which each warp of a dispatch begins into tiles of two: the link takes these
 // while the warps meet the instructions behind them for the first time.
@@ -42,8 +42,8 @@ int turn_rows(const Tuning& tuning, int64_t rows, int sending, bool low_sm);
 // Whether a dispatch may rehearse: everything that warps begin with must be Simple rows, as only those are rehearsed,
 // and must be of the first round where the kernel routes them itself.
 bool may_rehearse(const DispatchParams& p);
-// Gives how many tiles of the packets behind Simple rows go first: two for each block that sends, as up to twice as
-// many blocks receive, which are to take one each. None of them is a tile that a warp begins with.
+// Gives how many tiles of the packets behind Simple rows are sent before all other rows: two for each block that sends,
+// so that each of up to twice as many receiving blocks can take one. None of them is a tile that a warp begins with.
 int32_t early_tiles(const DispatchParams& p);
 
 }  // namespace tw::cuda

@@ -41,7 +41,7 @@ struct Tuning {
   int least_tail;                   // the least of either tail, for each peer
   int turn_rows_low_sm;             // rows that all blocks of a low-SM kernel send in a turn
   int turn_rows;                    // the same for kernels of more SMs
-  int turn_rows_share;              // a turn takes at most one of so many of the call's rows
+  int turn_rows_share;              // a turn takes at most the call's rows divided by this
 
   // Gathers and reduce-scatters.
   int collective_sends;
@@ -52,7 +52,7 @@ struct Tuning {
   // Tiles.
   int low_sm_tiles;  // tiles that every warp of a low-SM kernel has at least
   int summed_tiles;  // the same for sums by expert or weighted sums, where a tile's terms must be found first
-  int busy;          // tiles of packets for each block of an eighth of the SMs up to which no more blocks are taken
+  int busy;  // with at most so many tiles of packets for each block of an eighth of the SMs, no more blocks are taken
 };
 
 // Gives the row for a group of `ranks` ranks on devices of `sms` SMs each.

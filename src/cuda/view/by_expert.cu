@@ -180,7 +180,8 @@ __device__ void finish_experts(const ViewParams& p, const ExpertScratch& s, int 
 }
 
 // Ends a grouped layout: shows what lies beyond all experts, where it has a fixed capacity, and tells where each expert
-// begins. Rows beyond stay as they are: what a dispatch costs must not follow from what could have come.
+// begins. Rows beyond stay as they are, because the cost of a dispatch must follow from what comes, not from what could
+// have come.
 __device__ void finish_grouped(const ViewParams& p) {
   const GroupView& g = p.group;
   const int64_t end = begin_of(p, g.local_experts);

@@ -47,8 +47,8 @@ __device__ inline void show_empty(const ViewParams& p, int64_t from, int64_t to,
   }
 }
 
-// The way for few rows, view/few_rows.cu: whether a view is one of these, where at most `blocks` blocks may run; and
-// its launch.
+// Views of few rows have a kernel of their own (view/few_rows.cu). has_few_rows says whether a view is one, if at most
+// `blocks` blocks may run; launch_few_rows_view launches it.
 bool has_few_rows(const ViewParams& params, int blocks);
 int launch_few_rows_view(const ViewParams& params, int blocks, bool early, void* stream);
 

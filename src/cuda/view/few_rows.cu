@@ -91,7 +91,7 @@ struct Ids {
       id[u] = row[u] < slots ? static_cast<int32_t>(load_fresh<uint32_t>(ids_of(p, row[u]) + k[u])) : -1;
     }
   }
-  // Counts them by expert, and finds those of the block's row. Before a barrier.
+  // Counts the ids by expert, and keeps those of the block's row. Before a barrier.
   __device__ void count(const ViewParams& p, const FewScratch& s, uint32_t slots, uint32_t own) const {
 #pragma unroll
     for (uint32_t u = 0; u < kIds; ++u) {
