@@ -7,8 +7,7 @@ with tw.Group(comm, experts=256, top_k=8, hidden=7168, max_tokens=128) as group:
 """
 
 from tokenway import interrupts as _interrupts  # noqa: F401  handlers of signals are heard from here on
-from tokenway._native import VERSION as _VERSION
-from tokenway._native import version_text as _version_text
+from tokenway._native import VERSION_TEXT as _VERSION_TEXT
 from tokenway.activation import swiglu, swiglu_backward
 from tokenway.comm import Comm, connect, local_comms
 from tokenway.errors import (
@@ -39,7 +38,7 @@ from tokenway.placement import Placement
 from tokenway.quantize import dequantize_fp8, pack_nvfp4, quantize_fp8, unpack_nvfp4
 from tokenway.settings import Payload, WindowBytes, window_bytes
 
-__version__ = _version_text(_VERSION)
+__version__ = _VERSION_TEXT
 
 __all__ = [
     "BoundMismatch",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_double, c_int32, c_size_t, c_void_p
+from ctypes import c_double, c_int32, c_void_p
 from typing import ClassVar
 
-from tokenway import _native
+from tokenway import _header
 
 
-class PlanConfig(_native.Struct):
+class PlanConfig(_header.Struct):
     _fields_: ClassVar = [
-        ("size", c_size_t),
         ("num_layers", c_int32),
         ("num_experts", c_int32),
         ("num_ranks", c_int32),
@@ -30,9 +29,8 @@ class PlanConfig(_native.Struct):
         self.max_writes = -1
 
 
-class PlanOutput(_native.Struct):
+class PlanOutput(_header.Struct):
     _fields_: ClassVar = [
-        ("size", c_size_t),
         ("physical_to_logical", c_void_p),
         ("replicas", c_void_p),
         ("rank_loads", c_void_p),

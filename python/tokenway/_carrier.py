@@ -6,14 +6,13 @@ import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import ClassVar
 
-from tokenway import _native
+from tokenway import _header
 
 Over = ctypes.CFUNCTYPE(c_int32, c_void_p)
 
 
-class ChannelConfig(ctypes.Structure):
+class ChannelConfig(_header.Struct):
     _fields_: ClassVar = [
-        ("size", c_size_t),
         ("rank", c_int32),
         ("nranks", c_int32),
         ("comm_ranks", POINTER(c_int32)),
@@ -29,9 +28,8 @@ class ChannelConfig(ctypes.Structure):
     ]
 
 
-class Move(ctypes.Structure):
+class Move(_header.Struct):
     _fields_: ClassVar = [
-        ("size", c_size_t),
         ("kind", c_int),
         ("queue", c_int32),
         ("send", c_void_p),
@@ -41,9 +39,8 @@ class Move(ctypes.Structure):
     ]
 
 
-class CarrierStruct(_native.Struct):
+class Carrier(_header.Struct):
     _fields_: ClassVar = [
-        ("size", c_size_t),
         ("context", c_void_p),
         ("offer", c_void_p),
         ("open", c_void_p),
@@ -57,9 +54,8 @@ class CarrierStruct(_native.Struct):
     ]
 
 
-class PortableConfig(_native.Struct):
+class PortableConfig(_header.Struct):
     _fields_: ClassVar = [
-        ("size", c_size_t),
         ("timeout_ms", c_int32),
         ("allgather", c_void_p),
         ("allgather_context", c_void_p),
@@ -71,9 +67,8 @@ class PortableConfig(_native.Struct):
     ]
 
 
-class PortableInfo(_native.Struct):
+class PortableInfo(_header.Struct):
     _fields_: ClassVar = [
-        ("size", c_size_t),
         ("strategy", c_int),
         ("inline_bytes", c_int64),
         ("exchange_us", c_double),

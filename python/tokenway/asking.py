@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tokenway import _native, arguments, outputs, tensors
+from tokenway import _header, arguments, outputs, tensors
 from tokenway.errors import OutOfMemory, TokenwayError
 from tokenway.handle import Handle, Tensor
 from tokenway.structs import REFUSED, Structs
@@ -85,7 +85,7 @@ def combine(
     with arguments.Preparation() as prepared:
         stream = 0 if group.device is None else group._stream_of(handle)
         sends = bool(send_only)
-        weighted = arguments.code(_native.WEIGHTINGS, weighting)
+        weighted = arguments.code(_header.WEIGHTINGS, weighting)
         if layout is None:
             layout = getattr(handle, "layout", None)
         if out is not None:
@@ -99,6 +99,6 @@ def combine(
                 raise OutOfMemory(f"no memory for the result: {error}") from error
         structs.rows.set(rows)
         structs.result.set(out)
-        code = arguments.code(_native.LAYOUTS, layout)
+        code = arguments.code(_header.LAYOUTS, layout)
     structs.call_combine(code if prepared.problem is None else REFUSED, weighted, sends, stream)
     return layout, out, prepared.problem

@@ -128,8 +128,8 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    if not 1 <= args.ranks <= tokenway._native.MAX_RANKS:
-        limit = tokenway._native.MAX_RANKS
+    if not 1 <= args.ranks <= tokenway._header.MAX_RANKS:
+        limit = tokenway._header.MAX_RANKS
         raise usage.UsageError(f"launch: -n: {args.ranks}; allowed 1..{limit}")
     try:
         return launch.launch(launch.script_command(args.script, args.args), args.ranks)

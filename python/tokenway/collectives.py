@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tokenway import _native, arguments, cuda, outputs, tensors, versions
+from tokenway import _header, _native, arguments, cuda, outputs, tensors, versions
 from tokenway.errors import InUse, InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
 from tokenway.handle import Pending, Tensor
 from tokenway.structs import Spare
@@ -18,7 +18,7 @@ from tokenway.structs import Spare
 if TYPE_CHECKING:
     from tokenway.group import Group
 
-LAYOUTS = {name: _native.LAYOUTS[name] for name in ("flat", "rank_major")}
+LAYOUTS = {name: _header.LAYOUTS[name] for name in ("flat", "rank_major")}
 Rows = Any  # a tensor, or a sequence of them
 
 
@@ -192,7 +192,7 @@ class Collectives:
         What is returned is detached: `tokenway.autograd` has a gather that gradients flow through. Errors:
         InvalidArgument and InvalidUsage (peers get PeerRefused at once), PeerRefused, BoundMismatch where ranks give
         different sizes or rows, GroupFinished; after a step that failed counts and offsets are 0."""
-        call = self._collective_call(_native.AllGatherVInput, _native.AllGatherVOutput)
+        call = self._collective_call(_header.AllGatherVInput, _header.AllGatherVOutput)
         known, given, b = _Sizes(), (), 0
         lead: tuple[int, ...] = ()
         made: list[Any] | None = None
@@ -252,7 +252,7 @@ class Collectives:
         to; of known sizes it may be this rank's own rows of `rows`, in place.
         Sums are float32 over ranks ascending, rounded once to the result's dtype: the same bits every time. Detached,
         and errors, as `all_gatherv`; after a step that failed the result is NaN."""
-        call = self._collective_call(_native.ReduceScatterVInput, _native.ReduceScatterVOutput)
+        call = self._collective_call(_header.ReduceScatterVInput, _header.ReduceScatterVOutput)
         known, given, b = _Sizes(), (), 0
         made: list[Any] | None = None
         with arguments.Preparation() as prepared:
@@ -341,9 +341,9 @@ class Collectives:
         if prepared.problem is None:
             with prepared:
                 bool(send_only)  # may raise
-                if not 1 <= len(given) <= _native.MAX_PAYLOADS:
+                if not 1 <= len(given) <= _header.MAX_PAYLOADS:
                     raise InvalidArgument(
-                        f"rows has {len(given)} tensors; it must have from 1 to {_native.MAX_PAYLOADS}"
+                        f"rows has {len(given)} tensors; it must have from 1 to {_header.MAX_PAYLOADS}"
                     )
                 for q, x in enumerate(given):
                     call.inputs[q].set(x)

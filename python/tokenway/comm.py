@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from ctypes import byref, c_int32, c_void_p
 from typing import Any
 
-from tokenway import _native, carried, cuda, meeting, portable
+from tokenway import _header, _native, carried, cuda, meeting, portable
 from tokenway.errors import ConfigMismatch, InvalidArgument, InvalidUsage, PeerRefused, TokenwayError, Unsupported
 from tokenway.settings import milliseconds
 
@@ -149,8 +149,8 @@ def _address(address: str) -> bytes:
         raise InvalidArgument(f"address is {address!r}; it must not hold a surrogate") from None
 
 
-def _config(timeout: float | None) -> _native.CommConfig:
-    config = _native.CommConfig()
+def _config(timeout: float | None) -> _header.CommConfig:
+    config = _header.CommConfig()
     if timeout is not None:
         config.timeout_ms = milliseconds(timeout)
     return config
@@ -167,7 +167,7 @@ def local_comms(nranks: int, devices: Sequence[Any] | None = None, timeout: floa
     others (default 100).
     """
     nranks = _native.fit("nranks", nranks)
-    pointers = (c_void_p * max(1, min(nranks, _native.MAX_RANKS)))()
+    pointers = (c_void_p * max(1, min(nranks, _header.MAX_RANKS)))()
     config = _config(timeout)
     if devices is not None:
         if not isinstance(devices, Sequence) or isinstance(devices, str):

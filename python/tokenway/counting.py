@@ -8,7 +8,7 @@ from ctypes import byref, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokenway import _native, arguments
+from tokenway import _header, _native, arguments
 from tokenway.errors import InvalidUsage, OutOfMemory, PeerRefused, RecvOverflow
 from tokenway.handle import Handle, Pending, Tensor
 
@@ -88,7 +88,7 @@ class Counting:
         same on all ranks. On a CUDA device memory whose tensors are gone is leased again in stream order: other streams
         that use them must be waited for before."""
         self._free_finished()  # type: ignore[attr-defined]
-        given = _native.CountsInput()
+        given = _header.CountsInput()
         given.lane = arguments.lane_number(lane)
         landing = None
         with arguments.Preparation() as prepared:
@@ -118,7 +118,7 @@ class Counting:
     @property
     def leases(self) -> LeaseInfo:
         """What is leased of the window; all 0 in a group without `lease_bytes`."""
-        info = _native.LeaseInfo()
+        info = _header.LeaseInfo()
         _native.check(_native.lib.twGroupLeaseInfo(self.pointer, byref(info)))
         return LeaseInfo(info.bytes, info.used, info.largest, info.leases, self._copies)
 
@@ -165,7 +165,7 @@ class Counting:
         if not self.exact:
             self.refuse_dispatch()  # type: ignore[attr-defined]
         elif self._pointer is not None:
-            given = _native.CountsInput()
+            given = _header.CountsInput()
             given.lane, given.stream = -1, self._place.stream()
             _native.lib.twExchangeCounts(self._pointer, None, byref(given))
             self._torch_views.after()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tokenway import _native, arguments, asking, callbacks, cuda, outputs, sentences, tensors, versions
+from tokenway import _header, _native, arguments, asking, callbacks, cuda, outputs, sentences, tensors, versions
 from tokenway.collectives import Collectives
 from tokenway.comm import Comm
 from tokenway.counting import Counting
@@ -134,7 +134,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         self._copies = 0
         self._payload_specs = settings.all_payloads()
         self._extra_names = [name for name in self._payload_specs if name != "tokens"]
-        info = _native.GroupInfo()
+        info = _header.GroupInfo()
         _native.check(_native.lib.twGroupInfo(pointer, byref(info)))
         self.rank: int = info.rank
         self.nranks: int = info.nranks
@@ -337,7 +337,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
             self._torch_views.clear()
             self._keeper = None
             result = _native.lib.twGroupDestroy(self._pointer)
-            if result not in (_native.INTERRUPTED, _native.CALL_MISMATCH):  # else the group is gone all the same
+            if result not in (_header.INTERRUPTED, _header.CALL_MISMATCH):  # else the group is gone all the same
                 _native.check(result)
             self._pointer = None
             held = (self._finished_handles, self._leased_forever, self._requests, self._spare_blocks, self.op_handles)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from tokenway import _native, cuda, tensors, versions
+from tokenway import _header, _native, cuda, tensors, versions
 from tokenway.errors import InUse, InvalidArgument, InvalidUsage, PeerRefused, TokenwayError
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ class Handle:
         that; on a device, before it has asked (`recv_rows`), as many as there is room for. None before the exchange of
         counts. Never waits."""
         rows = c_int64()
-        if result := _native.lib.twHandleNumOutputRows(self.pointer, _native.LAYOUTS[layout], byref(rows)):
+        if result := _native.lib.twHandleNumOutputRows(self.pointer, _header.LAYOUTS[layout], byref(rows)):
             error = _native.error_of(result)
             if isinstance(error, InUse):
                 raise error
@@ -360,7 +360,7 @@ class Handle:
         where it is captured into a graph; RecvOverflow; GroupFinished."""
         self._living_group()
         rows = c_int64()
-        self._check(_native.lib.twHandleNumRecvRows(self.pointer, _native.LAYOUTS["flat"], byref(rows)))
+        self._check(_native.lib.twHandleNumRecvRows(self.pointer, _header.LAYOUTS["flat"], byref(rows)))
         return rows.value
 
     def _check(self, result: int) -> None:

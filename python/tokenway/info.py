@@ -55,7 +55,7 @@ def collect() -> dict[str, Any]:
     here["huge_pages_free"] = memory.get("HugePages_Free", 0)
     nvlink = _nvlink_backend()
     return {
-        "version": _native.version_text(_native.VERSION),
+        "version": _native.VERSION_TEXT,
         "library": str(_native.library_path()),
         "python": platform.python_version(),
         "commit": machine.commit(),

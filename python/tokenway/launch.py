@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tokenway import _native
+from tokenway import _header, _native
 from tokenway.comm import ADDRESS, LOCAL_RANK, NRANKS, RANK
 from tokenway.errors import InvalidArgument, PeerAborted, PeerDied, PeerRefused, PeerTimeout
 
@@ -90,8 +90,8 @@ class Ranks:
         *args: Any,
         env: dict[str, str] | None = None,
     ):
-        if not 1 <= _native.fit("nranks", nranks) <= _native.MAX_RANKS:
-            raise InvalidArgument(f"nranks is {nranks}; allowed 1..{_native.MAX_RANKS}")
+        if not 1 <= _native.fit("nranks", nranks) <= _header.MAX_RANKS:
+            raise InvalidArgument(f"nranks is {nranks}; allowed 1..{_header.MAX_RANKS}")
         context = multiprocessing.get_context("spawn")
         address = f"launch-{os.getpid()}-{os.urandom(8).hex()}"
         self._connections: list[Connection] = []

@@ -32,7 +32,7 @@ def describe() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of this library, of Python and of the packages that tensors are made with, where present."""
-    found = {"tokenway": _native.version_text(_native.VERSION), "python": platform.python_version()}
+    found = {"tokenway": _native.VERSION_TEXT, "python": platform.python_version()}
     for name in ("numpy", "ml_dtypes", "torch"):
         version = package_version(name)
         if version:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import _native, checked
+from tokenway import _header, _native, checked
 from tokenway.errors import InvalidArgument
 
 
@@ -80,19 +80,19 @@ class Placement:
         shape = () if self.slot_expert is None else checked.shape_of("slot_expert", self.slot_expert)
         return _native.fit("layers", self.layers) if self.layers is not None else shape[0] if len(shape) == 2 else 1
 
-    def native(self, experts: int | None) -> tuple[_native.Placement, Any]:
+    def native(self, experts: int | None) -> tuple[_header.Placement, Any]:
         """The C struct, and what must outlive it."""
-        if self.policy not in _native.POLICIES:
-            raise InvalidArgument(f"policy is {self.policy!r}; it must be one of {list(_native.POLICIES)}")
+        if self.policy not in _header.POLICIES:
+            raise InvalidArgument(f"policy is {self.policy!r}; it must be one of {list(_header.POLICIES)}")
         shape = self.num_layers(), self.num_slots(experts)
-        given = _native.Placement()
+        given = _header.Placement()
         given.num_layers = _native.fit_given("layers", shape[0])
         given.num_slots = _native.fit_given("slots", shape[1])
         table = None if self.slot_expert is None else _spread("slot_expert", self.slot_expert, shape, np.int32)
         shares = None if self.shares is None else _spread("shares", self.shares, shape, np.float32)
         given.slot_expert = None if table is None else table.ctypes.data
         given.slot_shares = None if shares is None else shares.ctypes.data
-        given.policy = _native.POLICIES[self.policy]
+        given.policy = _header.POLICIES[self.policy]
         given.count_loads = 1 if self.count_loads else 0
         if not isinstance(self.load_decay, numbers.Real):
             raise InvalidArgument(f"load_decay is {self.load_decay!r}; it must be a number from 0 to 1")

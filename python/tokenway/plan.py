@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ctypes import byref
 from typing import Any
 
-from tokenway import _native
+from tokenway import _header, _native
 from tokenway.errors import InvalidArgument
 from tokenway.settings import Settings, make_config
 
@@ -24,7 +24,7 @@ def describe(ranks: int, tokens: int, sms: int = 0, **settings: Any) -> dict[str
     """The plan of a dispatch and a combine of `tokens` tokens a rank, name to value. settings: as of `Group`, where
     max_tokens is `tokens` unless it is given. sms: of each device; 0: 132, as H100 and H200 SXM have."""
     config, keep = make_config(Settings(**{"max_tokens": max(tokens, 1)} | settings))
-    query = _native.PlanQuery()
+    query = _header.PlanQuery()
     query.tokens = _native.fit("tokens", tokens)
     query.device_sms = _native.fit("sms", sms)
     text = ctypes.create_string_buffer(1 << 16)

@@ -310,7 +310,7 @@ class Carrier:
         self._shared: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._next = 0
-        self.struct = _carrier.CarrierStruct()
+        self.struct = _carrier.Carrier()
         # Kept: C has the addresses.
         failed = "a collective of the portable backend failed"
         self._functions = (
@@ -323,7 +323,7 @@ class Carrier:
             callbacks.function(_carrier.Join, self._join, -1, failed),
             callbacks.function(_carrier.Abort, self._abort, None, "collectives of the portable backend go on"),
         )
-        fields = _carrier.CarrierStruct._fields_[2:-1]
+        fields = _carrier.Carrier._fields_[1:-1]
         for (name, _), function in zip(fields, self._functions, strict=True):
             setattr(self.struct, name, ctypes.cast(function, c_void_p))
         self.struct.ended = ctypes.addressof(_ended)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import _native, checked, tensors
+from tokenway import _header, _native, checked, tensors
 from tokenway.errors import InvalidArgument, TokenwayError
 from tokenway.placement import Placement
 
@@ -73,8 +73,8 @@ class Settings:
         extra = {name: p if isinstance(p, Payload) else Payload(*p) for name, p in (self.payloads or {}).items()}
         if not taken.isdisjoint(extra):
             raise InvalidArgument(f"payloads are named {list(extra)}; {', '.join(sorted(taken))} are taken")
-        if len(extra) >= _native.MAX_PAYLOADS:
-            raise InvalidArgument(f"payloads has {len(extra)} entries; it must have at most {_native.MAX_PAYLOADS - 1}")
+        if len(extra) >= _header.MAX_PAYLOADS:
+            raise InvalidArgument(f"payloads has {len(extra)} entries; it must have at most {_header.MAX_PAYLOADS - 1}")
         named = {"tokens": Payload(self.hidden, self.dtype)} | extra
         return {name: Payload(p.elements, tensors.dtype_name(p.dtype)) for name, p in named.items()}
 
@@ -113,7 +113,7 @@ def telling(call: Callable[[Any], int]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        unreadable = _native.GroupConfig()
+        unreadable = _header.GroupConfig()
         unreadable.size = 0
         call(byref(unreadable))
         if isinstance(error, TokenwayError):
@@ -126,10 +126,10 @@ def telling_comm(comm: Any) -> AbstractContextManager[None]:
     return telling(lambda nothing: _native.lib.twGroupCreate(byref(c_void_p()), comm.pointer, nothing))
 
 
-def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
+def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
     """Settings as the C struct, and what must outlive it."""
-    config = _native.GroupConfig()
-    config.mode = named("mode", settings.mode, _native.MODES)
+    config = _header.GroupConfig()
+    config.mode = named("mode", settings.mode, _header.MODES)
     config.max_tokens = _native.fit("max_tokens", settings.max_tokens)
     if (settings.experts, settings.top_k) != (None, None):  # else C's default, 0
         config.num_experts = _native.fit("experts", settings.experts)
@@ -154,12 +154,12 @@ def make_config(settings: Settings) -> tuple[_native.GroupConfig, Any]:
     if settings.timeout is not None:
         config.timeout_ms = milliseconds(settings.timeout)
     config.id_dtype = tensors.CODES[tensors.dtype_name(settings.id_dtype)]
-    config.id_space = named("id_space", settings.id_space, _native.ID_SPACES)
+    config.id_space = named("id_space", settings.id_space, _header.ID_SPACES)
     config.invalid_id = _native.fit("invalid_id", settings.invalid_id)
     config.sm_limit = _native.fit("sm_limit", settings.sm_limit)
     if settings.max_recv_tokens is not None:
         config.max_recv_tokens = _native.fit_given("max_recv_tokens", settings.max_recv_tokens)
-    config.overflow = named("overflow", settings.overflow, _native.OVERFLOWS)
+    config.overflow = named("overflow", settings.overflow, _header.OVERFLOWS)
     if settings.row_alignment is not None:
         config.row_alignment = _native.fit_given("row_alignment", settings.row_alignment)
     given = settings.lease_bytes
@@ -191,7 +191,7 @@ def window_bytes(nranks: int, **settings: Any) -> WindowBytes:
 def window_of(nranks: int, settings: Settings) -> WindowBytes:
     """What `window_bytes` says, of settings that there are."""
     config, keep = make_config(settings)
-    found = _native.WindowBytes()
+    found = _header.WindowBytes()
     _native.check(_native.lib.twGroupWindowBytes(byref(config), _native.fit("nranks", nranks), byref(found)))
     del keep
     return WindowBytes(found.window, found.per_lane, found.dispatch_row, found.combine_row, found.expert_buffers)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from tokenway import _native, arguments, tensors
+from tokenway import _header, arguments, tensors
 
-_LAYOUT_AT = _native.DispatchOutput.layout.offset
+_LAYOUT_AT = _header.DispatchOutput.layout.offset
 _ROWS = struct.Struct("@q")
-_ROWS_AT = _native.DispatchOutput.payloads.offset + _native.Tensor.shape.offset
+_ROWS_AT = _header.DispatchOutput.payloads.offset + _header.Tensor.shape.offset
 REFUSED = -1  # a code that the C library refuses
 
 Kept = TypeVar("Kept")
@@ -41,8 +41,8 @@ class Structs:
     """A group's, with a slot for each tensor. place: tensors.Host or cuda.Cuda. names: of payloads."""
 
     def __init__(self, place: Any, names: Iterable[str], exact: bool):
-        self.dispatch_in, self.dispatch_out = _native.DispatchInput(), _native.DispatchOutput()
-        self.combine_in, self.combine_out = _native.CombineInput(), _native.CombineOutput()
+        self.dispatch_in, self.dispatch_out = _header.DispatchInput(), _header.DispatchOutput()
+        self.combine_in, self.combine_out = _header.CombineInput(), _header.CombineOutput()
         given, wanted = self.dispatch_in, self.dispatch_out
         slot = partial(tensors.Slot, describe=place.describe)
         names = list(names)
@@ -59,7 +59,7 @@ class Structs:
         self._called: tuple[int, ...] = ()
         self._combined: tuple[int, ...] = ()
         self._wanted = memoryview(wanted).cast("B")
-        self._blank = {name: self._image(code) for name, code in _native.LAYOUTS.items()}
+        self._blank = {name: self._image(code) for name, code in _header.LAYOUTS.items()}
         self._refused = self._image(REFUSED)
         # Addresses in the order of `outputs`, which is that of the struct.
         places = [slot.offset for slot in self.outputs.values()]
@@ -67,7 +67,7 @@ class Structs:
         self._pointers, self._pointers_at = struct.Struct(f"=Q{between}"), places[0]
 
     def _image(self, code: int) -> bytes:
-        blank = _native.DispatchOutput()
+        blank = _header.DispatchOutput()
         blank.layout = code
         return bytes(blank)[_LAYOUT_AT:]
 

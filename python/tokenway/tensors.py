@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tokenway import _native
+from tokenway import _header
 from tokenway.errors import InvalidArgument
 
 # The C library's dtypes, by the name that NumPy, ml_dtypes and PyTorch share (up to float8's suffix).
@@ -40,9 +40,9 @@ CODES = {
 }
 NAMES = {code: name for name, code in CODES.items()}
 
-DTYPE_OFFSET = _native.Tensor.dtype.offset
-TENSOR_BYTES = ctypes.sizeof(_native.Tensor)
-_META = struct.Struct(f"@ii{2 * _native.MAX_DIMS}q")
+DTYPE_OFFSET = _header.Tensor.dtype.offset
+TENSOR_BYTES = ctypes.sizeof(_header.Tensor)
+_META = struct.Struct(f"@ii{2 * _header.MAX_DIMS}q")
 _POINTER = struct.Struct("@Q")
 _WHOLE = struct.Struct(f"@Q{TENSOR_BYTES - DTYPE_OFFSET}s")
 NOTHING = (0, bytes(TENSOR_BYTES - DTYPE_OFFSET))
@@ -84,9 +84,9 @@ def is_torch(x: Any) -> bool:
 
 def _pack(name: str | None, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
     ndim = len(shape)
-    if ndim > _native.MAX_DIMS:  # the dimensions are cut; their number is refused
-        shape, strides = shape[: _native.MAX_DIMS], strides[: _native.MAX_DIMS]
-    pad = (0,) * (_native.MAX_DIMS - len(shape))
+    if ndim > _header.MAX_DIMS:  # the dimensions are cut; their number is refused
+        shape, strides = shape[: _header.MAX_DIMS], strides[: _header.MAX_DIMS]
+    pad = (0,) * (_header.MAX_DIMS - len(shape))
     return _META.pack(CODES.get(name or "", 0), ndim, *shape, *pad, *strides, *pad)
 
 
@@ -232,7 +232,7 @@ class Slot:
 
     __slots__ = ("_bytes", "_describe", "offset")
 
-    def __init__(self, owner: ctypes.Structure, tensor: _native.Tensor, describe: Describe = describe):
+    def __init__(self, owner: ctypes.Structure, tensor: _header.Tensor, describe: Describe = describe):
         self._describe = describe
         self._bytes = memoryview(owner).cast("B")
         self.offset = ctypes.addressof(tensor) - ctypes.addressof(owner)
@@ -254,9 +254,9 @@ class Slot:
         return _POINTER.unpack_from(self._bytes, self.offset)[0]
 
 
-def tensor_of(x: Any, describe: Describe = describe) -> _native.Tensor:
+def tensor_of(x: Any, describe: Describe = describe) -> _header.Tensor:
     """A descriptor of its own, for calls that are not on the way of a token."""
-    tensor = _native.Tensor()
+    tensor = _header.Tensor()
     pointer, meta = described(describe, x)
     ctypes.memmove(ctypes.addressof(tensor) + DTYPE_OFFSET, meta, len(meta))
     tensor.data = pointer

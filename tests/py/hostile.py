@@ -22,7 +22,7 @@ import numpy as np
 import player
 
 import tokenway as tw
-from tokenway import _native
+from tokenway import _header
 from tokenway._native import lib
 from tokenway.settings import Settings, make_config
 
@@ -35,7 +35,7 @@ CANARY = 0xCD
 
 SETUP = cases.Setup(ranks=1, experts=6, hidden=4, lanes=3, payloads=((3, "uint8"),))
 CONFIG = cases.Setup(ranks=1).settings()
-PLACEMENT = _native.Placement()
+PLACEMENT = _header.Placement()
 PLACEMENT.num_layers, PLACEMENT.load_decay = 1, 0.5
 TOKENS = 5
 
@@ -71,7 +71,7 @@ def leaves(kind: Any, base: int = 0, path: str = "") -> list[tuple[str, int, Any
 
 LEAVES = {
     kind: leaves(kind)
-    for kind in vars(_native).values()
+    for kind in vars(_header).values()
     if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and hasattr(kind, "_fields_")
 }
 
@@ -170,7 +170,7 @@ class Torment:
             raw = (value % 2**64).to_bytes(8, "little")[: ctypes.sizeof(of)]
             ctypes.memmove(ctypes.addressof(buffer) + offset, raw, len(raw))
         self._one_callback(buffer, fields)
-        if issubclass(kind, _native.Struct) and spoil and rng.random() < 0.3:
+        if issubclass(kind, _header.Struct) and spoil and rng.random() < 0.3:
             self._spoil_size(buffer, whole)
         return buffer, ctypes.addressof(buffer)
 
@@ -201,8 +201,8 @@ class Torment:
         if size <= ROOM:
             assert not any(bytes(buffer[max(size, whole) :])), f"{kind.__name__} was overrun"
 
-    def tensor(self, dtype: int, shape: tuple[int, ...]) -> _native.Tensor:
-        tensor = _native.Tensor(data=self.memory.middle, dtype=dtype, ndim=len(shape))
+    def tensor(self, dtype: int, shape: tuple[int, ...]) -> _header.Tensor:
+        tensor = _header.Tensor(data=self.memory.middle, dtype=dtype, ndim=len(shape))
         stride = 1
         for i in reversed(range(len(shape))):
             tensor.shape[i], tensor.stride[i] = shape[i], stride
@@ -225,29 +225,29 @@ class Torment:
         return self.rng.choice((0, 0, 0, 0, 1, 1, 2, 30))
 
     def dispatch(self) -> None:
-        given = _native.DispatchInput()
+        given = _header.DispatchInput()
         given.payloads[0], given.payloads[1] = self.tensor(10, (TOKENS, 4)), self.tensor(1, (TOKENS, 3))
         given.lane = self.rng.choice((-1, -1, 0, 1, 2))
         given.send_only = self.rng.randrange(2)
-        out = _native.DispatchOutput()
+        out = _header.DispatchOutput()
         out.layout = self.rng.randrange(2)
-        into, at_in = self.struct(_native.DispatchInput, given, self.spoil())
-        onto, at_out = self.struct(_native.DispatchOutput, out, self.spoil())
+        into, at_in = self.struct(_header.DispatchInput, given, self.spoil())
+        onto, at_out = self.struct(_header.DispatchOutput, out, self.spoil())
         where = (at_in if self.rng.random() < 0.97 else 0, at_out if self.rng.random() < 0.97 else 0)
         self.call("twDispatch", self.any_group(), self.any_handle(), *where)
-        self.unharmed(into, _native.DispatchInput)
-        self.unharmed(onto, _native.DispatchOutput)
+        self.unharmed(into, _header.DispatchInput)
+        self.unharmed(onto, _header.DispatchOutput)
 
     def combine(self) -> None:
-        given, out = _native.CombineInput(), _native.CombineOutput()
+        given, out = _header.CombineInput(), _header.CombineOutput()
         given.layout = self.rng.randrange(2)
         lead = (1, 8) if given.layout == 0 else (6, 8)
         given.rows = self.tensor(11, (*lead, 4))
         given.weighting = self.rng.randrange(2)
         given.send_only = self.rng.randrange(2)
         out.tokens = self.tensor(11, (TOKENS, 4))
-        _, at_in = self.struct(_native.CombineInput, given, self.spoil())
-        _, at_out = self.struct(_native.CombineOutput, out, self.spoil())
+        _, at_in = self.struct(_header.CombineInput, given, self.spoil())
+        _, at_out = self.struct(_header.CombineOutput, out, self.spoil())
         self.call("twCombine", self.any_group(), self.any_handle(), at_in, at_out)
 
     def routing(self) -> tuple[int, int, list[Any]]:
@@ -259,8 +259,8 @@ class Torment:
         spoil = self.spoil()
         if spoil == 0:
             described.data = ids.ctypes.data
-        a, at_ids = self.struct(_native.Tensor, described, spoil)
-        b, at_weights = self.struct(_native.Tensor, self.tensor(11, ids.shape), self.spoil())
+        a, at_ids = self.struct(_header.Tensor, described, spoil)
+        b, at_weights = self.struct(_header.Tensor, self.tensor(11, ids.shape), self.spoil())
         chance = self.rng.random()
         return (0 if chance < 0.02 else at_ids), (0 if chance > 0.7 else at_weights), [ids, a, b]
 
@@ -297,14 +297,14 @@ class Torment:
 
     def ask(self) -> None:
         """Functions that fill a struct."""
-        name, kind = self.rng.choice((("twGroupInfo", _native.GroupInfo), ("twGroupGetError", _native.ErrorRecord)))
+        name, kind = self.rng.choice((("twGroupInfo", _header.GroupInfo), ("twGroupGetError", _header.ErrorRecord)))
         buffer, at = self.struct(kind, kind(), self.spoil())
         self.call(name, self.any_group(), self.rng.choice((at, at, at, 0)))
         self.unharmed(buffer, kind)
 
     def placement(self) -> int:
-        buffer, at = self.struct(_native.Placement, PLACEMENT, self.spoil())
-        seen = _native.Placement.from_buffer(buffer)
+        buffer, at = self.struct(_header.Placement, PLACEMENT, self.spoil())
+        seen = _header.Placement.from_buffer(buffer)
         most = len(self.memory.numbers)  # and as many experts as there can be, each in one slot of its own
         if seen.num_layers * (seen.num_slots or most) > most:
             seen.slot_expert = seen.slot_shares = None
@@ -314,14 +314,14 @@ class Torment:
         config, keep = make_config(Settings(**CONFIG))
         config.timeout_ms = 1000
         self.keep = [keep]
-        return self.struct(_native.GroupConfig, config, self.spoil())
+        return self.struct(_header.GroupConfig, config, self.spoil())
 
     def sizes(self) -> None:
         _, at = self.config()
-        buffer, out = self.struct(_native.WindowBytes, _native.WindowBytes(), self.spoil())
+        buffer, out = self.struct(_header.WindowBytes, _header.WindowBytes(), self.spoil())
         nranks = self.rng.choice((1, 2, 8, 1024, 1025, 0, -1, 2**31 - 1))
         self.call("twGroupWindowBytes", at, nranks, self.rng.choice((out, out, out, 0)))
-        self.unharmed(buffer, _native.WindowBytes)
+        self.unharmed(buffer, _header.WindowBytes)
 
     def create_group(self) -> None:
         _, at = self.config()
@@ -352,9 +352,9 @@ class Torment:
             assert not self.call("twGroupDestroy", made.value)
 
     def comms(self) -> None:
-        config = _native.CommConfig()
+        config = _header.CommConfig()
         config.timeout_ms = 1
-        _, at = self.struct(_native.CommConfig, config, self.spoil())
+        _, at = self.struct(_header.CommConfig, config, self.spoil())
         made = (ctypes.c_void_p * 1025)()
         nranks = self.rng.choice((0, -1, 1, 2, 3, 1024, 1025, 2**31 - 1))
         count = nranks

@@ -4,6 +4,7 @@ the other must hold. Both sides are read from the source, so nothing can be forg
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import conftest
 import pytest
 
-from tokenway import _balance, _carrier, _native, errors, portable, tensors
+from tokenway import _balance, _carrier, _header, _native, errors, portable, tensors
 from tokenway.settings import Settings, make_config
 
 ROOT = Path(__file__).parents[2]
@@ -34,46 +35,37 @@ NAMES = (
 HEADER = "".join((INCLUDE / "tokenway" / name).read_text() for name in NAMES)
 CODE = re.sub(r"//[^\n]*", "", HEADER)
 
-# The ctypes class of each struct of the header.
+# The ctypes class of each struct of the headers: twTensor_t is Tensor.
 STRUCTS = {
-    "twTensor_t": _native.Tensor,
-    "twCommConfig_t": _native.CommConfig,
-    "twPayload_t": _native.Payload,
-    "twPlacement_t": _native.Placement,
-    "twGroupConfig_t": _native.GroupConfig,
-    "twGroupInfo_t": _native.GroupInfo,
-    "twWindowBytes_t": _native.WindowBytes,
-    "twPlanQuery_t": _native.PlanQuery,
-    "twErrorRecord_t": _native.ErrorRecord,
-    "twDispatchInput_t": _native.DispatchInput,
-    "twDispatchOutput_t": _native.DispatchOutput,
-    "twCountsInput_t": _native.CountsInput,
-    "twLeaseInfo_t": _native.LeaseInfo,
-    "twCombineInput_t": _native.CombineInput,
-    "twCombineOutput_t": _native.CombineOutput,
-    "twChannelConfig_t": _carrier.ChannelConfig,
-    "twMove_t": _carrier.Move,
-    "twCarrier_t": _carrier.CarrierStruct,
-    "twPortableConfig_t": _carrier.PortableConfig,
-    "twPortableInfo_t": _carrier.PortableInfo,
-    "twAllGatherVInput_t": _native.AllGatherVInput,
-    "twAllGatherVOutput_t": _native.AllGatherVOutput,
-    "twReduceScatterVInput_t": _native.ReduceScatterVInput,
-    "twReduceScatterVOutput_t": _native.ReduceScatterVOutput,
-    "twPlanConfig_t": _balance.PlanConfig,
-    "twPlanOutput_t": _balance.PlanOutput,
-    "twPlanMove_t": _balance.PlanMove,
+    f"tw{kind.__name__}_t": kind
+    for module in (_header, _carrier, _balance)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and kind not in (_header.Struct, ctypes.Structure)
+}
+
+# What Python says of enumerators: by the enum, what their names begin with, and Python's names and numbers. Results and
+# dtypes have tests of their own.
+ENUMS = {
+    "twMode_t": ("tw", _header.MODES),
+    "twOverflow_t": ("twOverflow", _header.OVERFLOWS),
+    "twIdSpace_t": ("twId", _header.ID_SPACES),
+    "twLayout_t": ("tw", _header.LAYOUTS),
+    "twWeighting_t": ("twWeight", _header.WEIGHTINGS),
+    "twReplicaPolicy_t": ("twReplica", _header.POLICIES),
+    "twPhase_t": ("twPhase", {name: code for code, name in enumerate(_header.PHASES)}),
+    "twStrategy_t": ("tw", portable.STRATEGIES),
+    "twMoveKind_t": ("twMove", {"blocks": portable.BLOCKS, "exact": portable.EXACT, "gather": portable.GATHER}),
 }
 
 DEFAULTS = ("mode", "combine_dtype", "lanes", "timeout_ms", "id_dtype", "id_space", "invalid_id", "sm_limit")
 
-# What Python says of macros and enumerators, by name in C.
+# What Python says of macros.
 MACROS = {
-    "TW_VERSION": _native.VERSION,
-    "TW_MAX_PAYLOADS": _native.MAX_PAYLOADS,
-    "TW_MAX_TOP_K": _native.MAX_TOP_K,
-    "TW_MAX_RANKS": _native.MAX_RANKS,
-    "TW_MAX_DIMS": _native.MAX_DIMS,
+    "TW_VERSION": _header.VERSION,
+    "TW_MAX_PAYLOADS": _header.MAX_PAYLOADS,
+    "TW_MAX_TOP_K": _header.MAX_TOP_K,
+    "TW_MAX_RANKS": _header.MAX_RANKS,
+    "TW_MAX_DIMS": _header.MAX_DIMS,
 }
 
 
@@ -81,9 +73,10 @@ def names(pattern: str) -> list[str]:
     return re.findall(pattern, CODE, re.MULTILINE | re.DOTALL)
 
 
-def enumerators() -> list[str]:
-    bodies = names(r"typedef enum (?:TW_AS_INT )?\{(.*?)\}")
-    return [name for body in bodies for name in re.findall(r"\b(tw\w+)\b", body)]
+def enums() -> dict[str, list[str]]:
+    """Enumerators by the type of their enum."""
+    found = re.findall(r"typedef enum (?:TW_AS_INT )?\{([^}]*)\} (\w+);", CODE)
+    return {name: re.findall(r"\b(tw\w+)\b", body) for body, name in found}
 
 
 def macros() -> list[str]:
@@ -103,7 +96,7 @@ def fields(struct: str) -> list[str]:
 @pytest.fixture(scope="module")
 def facts(compiler: str, tmp_path_factory: Any) -> dict[str, int]:
     """Name to number, as a C compiler sees the header."""
-    lines = [f'  N("{n}", {n});' for n in [*enumerators(), *macros()]]
+    lines = [f'  N("{n}", {n});' for n in [*itertools.chain(*enums().values()), *macros()]]
     for struct in STRUCTS:
         lines.append(f'  N("sizeof {struct}", sizeof({struct}));')
         for field in fields(struct):
@@ -125,70 +118,46 @@ def facts(compiler: str, tmp_path_factory: Any) -> dict[str, int]:
     return {n: int(v) for n, v in (line.rsplit("=", 1) for line in text.splitlines())}
 
 
-def test_every_struct_is_mirrored() -> None:
-    declared = set(names(r"\} (tw\w+_t);")) - set(names(r"typedef enum (?:TW_AS_INT )?\{[^}]*\} (tw\w+_t);"))
-    assert declared == set(STRUCTS)
-    mirrored = {
-        value
-        for module in (_native, _carrier, _balance)
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, ctypes.Structure)
-    }
-    assert mirrored - {_native.Struct, ctypes.Structure} == set(STRUCTS.values())
+def test_every_type_is_mirrored() -> None:
+    assert set(names(r"\} (tw\w+_t);")) == {*STRUCTS, *ENUMS, "twResult_t", "twDtype_t"}
 
 
 @pytest.mark.parametrize("struct", STRUCTS)
 def test_layout(struct: str, facts: dict[str, int]) -> None:
     kind = STRUCTS[struct]
-    assert [name for name, _ in kind._fields_] == fields(struct)
+    mirrored = [name for name, _ in kind._fields_]
+    if issubclass(kind, _header.Struct):
+        mirrored.insert(0, "size")
+        assert kind().size == facts[f"sizeof {struct}"]
+    assert mirrored == fields(struct)
     assert ctypes.sizeof(kind) == facts[f"sizeof {struct}"]
-    for name, _ in kind._fields_:
+    for name in mirrored:
         field = getattr(kind, name)
         assert field.offset == facts[f"offset {struct}, {name}"], name
         assert field.size == facts[f"size {struct}, {name}"], name
-    if issubclass(kind, _native.Struct):
-        assert kind().size == facts[f"sizeof {struct}"]
+
+
+@pytest.mark.parametrize("enum", ENUMS)
+def test_enumerators(enum: str, facts: dict[str, int]) -> None:
+    before, mirrored = ENUMS[enum]
+    assert {before + name.title().replace("_", ""): code for name, code in mirrored.items()} == {
+        name: facts[name] for name in enums()[enum]
+    }
 
 
 def test_numbers(facts: dict[str, int]) -> None:
     assert {name: facts[name] for name in MACROS} == MACROS
-    assert facts["twInterrupted"] == _native.INTERRUPTED
-    for result in [n for n in enumerators() if n in errors.BY_RESULT]:
+    assert facts["twInterrupted"] == _header.INTERRUPTED
+    assert facts["twCallMismatch"] == _header.CALL_MISMATCH
+    assert set(enums()["twResult_t"]) == {"twSuccess", *errors.BY_RESULT}
+    for result in enums()["twResult_t"]:
         assert _native.lib.twResultString(facts[result]).decode() == result
-    assert _native.lib.twResultString(0) == b"twSuccess"
     assert _native.lib.twResultString(9999) == b"unknown result"
-    results = re.search(r"typedef enum (?:TW_AS_INT )?\{([^}]*)\} twResult_t", CODE)
-    declared = set(re.findall(r"\b(tw\w+) =", results[1])) if results else set()
-    assert declared == {"twSuccess", *errors.BY_RESULT}
-    phases = [facts[f"twPhase{name.title()}"] for name in _native.PHASES]
-    assert phases == list(range(len(_native.PHASES)))
-    assert facts["twRankMajor"] == _native.LAYOUTS["rank_major"]
-    assert facts["twExpertMajor"] == _native.LAYOUTS["expert_major"]
-    assert facts["twWeightNone"] == _native.WEIGHTINGS["none"]
-    assert facts["twWeightTopk"] == _native.WEIGHTINGS["topk"]
-    assert facts["twIdLocal"] == _native.ID_SPACES["local"]
-    assert facts["twIdGlobal"] == _native.ID_SPACES["global"]
-    assert facts["twFlat"] == _native.LAYOUTS["flat"]
-    assert facts["twGrouped"] == _native.LAYOUTS["grouped"]
-    assert facts["twLowLatency"] == _native.MODES["low_latency"]
-    assert facts["twHighThroughput"] == _native.MODES["high_throughput"]
-    assert facts["twOverflowRefuse"] == _native.OVERFLOWS["refuse"]
-    assert facts["twOverflowDrop"] == _native.OVERFLOWS["drop"]
-    assert {f"tw{name.title()}": code for name, code in portable.STRATEGIES.items()} == {
-        name: facts[name] for name in ("twRouted", "twGathered", "twAuto")
-    }
-    moves = [facts[name] for name in ("twMoveBlocks", "twMoveExact", "twMoveGather")]
-    assert moves == [portable.BLOCKS, portable.EXACT, portable.GATHER]
-    assert {f"twReplica{name.title().replace('_', '')}": code for name, code in _native.POLICIES.items()} == {
-        name: facts[name] for name in facts if name.startswith("twReplica")
-    }
     assert _native.lib.twVersion() == facts["TW_VERSION"]
 
 
 def test_dtypes(facts: dict[str, int]) -> None:
-    body = re.search(r"typedef enum (?:TW_AS_INT )?\{([^}]*)\} twDtype_t", CODE)
-    assert body
-    declared = {n: facts[n] for n in re.findall(r"\b(tw\w+) =", body[1]) if n != "twDtypeNone"}
+    declared = {n: facts[n] for n in enums()["twDtype_t"] if n != "twDtypeNone"}
     plain = {n.replace("_", "").removesuffix("fn").lower(): c for n, c in tensors.CODES.items()}
     assert {name.removeprefix("tw").lower(): code for name, code in declared.items()} == plain
 
@@ -204,7 +173,7 @@ def exported() -> set[str]:
 
 def test_every_function_has_a_signature() -> None:
     declared = set(names(r"^TW_API [\w* ]*?\b\*?(tw\w+)\("))
-    assert declared == set(_native._FUNCTIONS)
+    assert declared == set(_header.FUNCTIONS)
     symbols = exported()
     assert declared <= symbols
     others = {s for s in symbols - declared if s not in ("TOKENWAY", "_init", "_fini")}
@@ -215,7 +184,7 @@ def test_argument_counts() -> None:
     for name, arguments in re.findall(r"^TW_API [\w* ]*?\b\*?(tw\w+)\((.*?)\);", CODE, re.M | re.S):
         count = 0 if arguments.strip() == "void" else arguments.count(",") + 1
         function = getattr(_native.lib, name)
-        assert len(function.argtypes) == count == len(_native._FUNCTIONS[name][1]), name
+        assert len(function.argtypes) == count == len(_header.FUNCTIONS[name][1]), name
 
 
 STANDARDS = {

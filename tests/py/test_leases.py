@@ -16,7 +16,7 @@ from harness import PATIENT, Env, caught
 from test_autograd import Case, assert_same, group_of, leaves, train
 
 import tokenway as tw
-from tokenway import _native
+from tokenway import _header, _native
 
 pytestmark = pytest.mark.needs("leases")
 
@@ -263,7 +263,7 @@ def run_refused(env: Env) -> list[Any]:
     lib, found = _native.lib, []
 
     def exchange(group: tw.Group, handle: tw.Handle, *landing: Any) -> Any:
-        given = _native.CountsInput()
+        given = _header.CountsInput()
         given.lane = -1
         given.stream = group._place.stream()
         for q, at in enumerate(landing):

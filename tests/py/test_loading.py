@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenway import _native
+from tokenway import _header, _native
 
 PATH = os.pathsep.join(sys.path)
 
@@ -33,7 +33,7 @@ def build(compiler: str, folder: Path, code: str) -> Path:
     [
         ("int twVersion(void) { return 10203; }", "is Tokenway 1.2.3, and this package is "),
         ("int something(void) { return 1; }", "is no Tokenway library: it has no function twVersion"),
-        (f"int twVersion(void) {{ return {_native.VERSION}; }}", "without twResultString: build it anew"),
+        (f"int twVersion(void) {{ return {_header.VERSION}; }}", "without twResultString: build it anew"),
     ],
 )
 def test_another_library(compiler, tmp_path, code, told) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import _native, checked, tensors
+from tokenway import _header, _native, checked, tensors
 from tokenway._balance import PlanConfig, PlanMove, PlanOutput
 from tokenway.errors import InvalidArgument
 
@@ -137,7 +137,7 @@ def plan(
         nodes=config.num_nodes,
         physical_to_logical=np.empty((layers, places), np.int32),
         replicas=np.empty((layers, experts), np.int32),
-        rank_loads=np.empty((layers, max(0, min(config.num_ranks, _native.MAX_RANKS)))),
+        rank_loads=np.empty((layers, max(0, min(config.num_ranks, _header.MAX_RANKS)))),
         bounds=np.empty(layers),
         stray=np.empty(layers),
         old=before,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenway import portable, usage
-from tokenway._native import MODES
+from tokenway._header import MODES
 from tokenway.bench import baselines, collective_baselines, nccl, nvlink_options, portable_options
 from tokenway.bench.case import DTYPES, EXACT_LAYOUTS, FP8, LAYOUTS, Case
 from tokenway.bench.control import MAX_RANKS
