@@ -1,7 +1,7 @@
 // Placement that looks at nodes: groups of experts have a home node, so that a token routed to few groups travels to
 // few nodes. Load leaves its home only where a node would otherwise carry too much, and then as little as will do.
 // Takes a problem with groups and a tolerance, gives a plan; what strays is reported by twPlan. Choices are made in
-// whole numbers with fixed ties.
+// whole numbers with fixed ties, so that ranks which plan for themselves get the same plan.
 #include <algorithm>
 #include <utility>
 

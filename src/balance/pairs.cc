@@ -6,6 +6,9 @@
 // of missing slots, over all t, falls with each step in the right direction, where the hottest pair alone may need
 // several steps at once. So a replica goes from the expert where that harms least to the one where it helps most. Where
 // nothing helps, each t that lacks slots counts more from then on.
+//
+// Worse counts make worse plans, no more; but twPlan reports the bound, which must never be above what some plan
+// reaches.
 #include <algorithm>
 #include <cstdlib>
 #include <vector>

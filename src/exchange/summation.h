@@ -1,7 +1,7 @@
-// The bits of a sum: float32, from the first term on, in the order of the terms, multiply then add, each rounded to
-// nearest even, no fused multiply-add (the build says -ffp-contract=off), rounded once to the output type. It gives the
-// conversions between float types and the loop that adds terms. Backends compile these for their machine and do not
-// change them; the NumPy oracle returns the same bits (S9).
+// Defines the bits of a sum, by the conversions between float types and the loop that adds terms. A sum is float32:
+// from the first term on, in the order of the terms, multiply then add, each rounded to nearest even, no fused
+// multiply-add (the build says -ffp-contract=off). It is rounded once to the output type. Backends compile this for
+// their machine and do not change it; the NumPy oracle returns the same bits (S9).
 //
 // The sum starts from the first term rather than from 0: then one term alone passes through, -0 and all.
 #pragma once

@@ -1,7 +1,7 @@
 // What the kernels of a group may use of a device, decided once at creation, and how many blocks a call's work takes.
 //
-// Pure: takes a device as it is described, not one that is asked; gives a Budget, Roles and Kind. make_budget fails
-// with twInvalidArgument where the channels do not fit.
+// Takes the description of a device and asks no device; gives a Budget, Roles and Kind. make_budget fails with
+// twInvalidArgument where the channels do not fit.
 //
 // What breaks if this changes: S8. Kernels that wait for peers must all find room on their device at once, or they wait
 // for each other's SMs. Which blocks send and which receive is speed alone, as long as each row has one (S7 is the
