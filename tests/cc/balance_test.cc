@@ -178,7 +178,7 @@ TEST(Balance, BoundsHoldForAllPlans) {
     expect_below({6, 3, 3, 1, 0}, seed);
   }
   EXPECT_GT(tight, trials / 2);  // and it says something
-  // Loads of few units, where steps towards a bound are none.
+  // Small loads, where a step towards a bound rounds to nothing.
   for (uint32_t seed = 0; seed < 40; ++seed) {
     std::vector<Units> loads = random_loads(6, seed);
     for (Units& load : loads) load %= 7;
@@ -256,7 +256,7 @@ TEST(Balance, GamesAreSolved) {
       const auto weights = game.weights();
       EXPECT_NEAR(std::accumulate(weights.begin(), weights.end(), 0.0), 1, 1e-9);
       EXPECT_NEAR(most(weights), game.value(), 1e-7);
-      // None of random mixtures, and no column alone, pays less.
+      // No random mixture, and no column alone, pays less.
       for (int other = 0; other < 300; ++other) {
         std::vector<double> tried(columns, 0);
         double sum = 0;

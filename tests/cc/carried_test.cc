@@ -1,5 +1,5 @@
-// The exchange over a carrier, whose moves are copies between threads: against the oracle in every way, and what
-// becomes of refusals, ranks that are late and moves that fail.
+// Staged transport, with a carrier whose moves are copies between threads: every way to exchange against the oracle,
+// and what becomes of refusals, late ranks and moves that fail.
 #include "cpu/cost_model.h"
 
 #include <algorithm>
@@ -163,7 +163,7 @@ struct Way {
 constexpr Way kWays[] = {{twAuto, -1},     {twRouted, 0},   {twRouted, 200},  {twRouted, INT64_MAX},
                          {twGathered, -1}, {twGathered, 0}, {twGathered, 200}};
 
-// A wait over a carrier ends by the caller's wish, and the peers hear why.
+// A wait of staged transport ends by the caller's wish, and the peers hear why.
 TEST(Carried, Interrupted) {
   Carried carried(3, twRouted, 0);
   twGroupConfig_t config = make_config(6, 2, 4);

@@ -122,7 +122,7 @@ TEST(Collectives, Staged) {
   }
 }
 
-// The next step on a lane ends the one before (S2), whoever completes it later.
+// The next step on a channel ends the one before (S2), whoever completes it later.
 TEST(Collectives, MoreThanLanes) {
   World world(3, config_of(1));
   std::vector<std::unique_ptr<Collected>> calls;
@@ -140,7 +140,7 @@ TEST(Collectives, MoreThanLanes) {
   }
 }
 
-// A reduce of rows that lie in the window: after its word a peer may write there, and this rank still sums (S3).
+// A reduce of rows that lie in the window: after its signal a peer may write there, and this rank still sums (S3).
 TEST(Collectives, OwnRowsOfAView) {
   World world(2, config_of());
   const Collected rows(world, {8, 8});
@@ -180,7 +180,7 @@ TEST(Collectives, OwnRowsOfAView) {
   for (int rank = 0; rank < 2; ++rank) ASSERT_TW(twSuccess, after.complete(rank));
 }
 
-// A rank refuses; its peers learn of it when they complete, and all go on, on the same lanes (S5).
+// A rank refuses; its peers learn of it when they complete, and all go on, on the same channels (S5).
 TEST(Collectives, RefusedAmongSent) {
   for (const int lanes : {1, 2, 3}) {
     World world(3, config_of(lanes));

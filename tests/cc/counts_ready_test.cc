@@ -49,7 +49,7 @@ TEST(CountsReady, OnceAllHaveCome) {
   }
 }
 
-// Leases follow from the calls alone (S5): however often a rank has asked, its lane is held until twComplete.
+// Leases follow from the calls alone (S5): however often a rank has asked, its channel is held until twComplete.
 TEST(CountsReady, ChangesNothing) {
   World world(2, counting(6, 2, 4));
   Counted counted(world, {4, 3}, 1), other(world, {2, 4}, 2);
@@ -90,7 +90,7 @@ TEST(CountsReady, WaitEndsWhenTheyCome) {
   });
 }
 
-// What one lane waits for holds up no other.
+// What one channel waits for holds up no other.
 TEST(CountsReady, OtherLanesGoOn) {
   twGroupConfig_t config = counting(6, 2, 4);
   config.lanes = 2;

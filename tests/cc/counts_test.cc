@@ -102,7 +102,7 @@ TEST(Counts, ManyInFlight) {
   }
 }
 
-// Counts need a lane for their own step alone: many routings may be counted before the first is dispatched.
+// Counts need a channel for their own step alone: many routings may be counted before the first is dispatched.
 TEST(Counts, GiveTheirLaneBack) {
   World world(2, counting(8, 3, 5));
   std::vector<std::unique_ptr<Counted>> all;
@@ -209,7 +209,8 @@ twResult_t refuse(const World& world, const Counted& counted, int rank, bool sen
   return twExchangeCounts(world[rank], counted.handles[rank], &wrong);
 }
 
-// Lanes follow from the calls alone (S5), so from those that failed too, and not from when they were completed.
+// Which channel is leased follows from the calls alone (S5), those that failed included, and not from when they were
+// completed.
 TEST(Counts, RefusalLeavesLanesAlike) {
   twGroupConfig_t config = counting(6, 2, 4);
   config.lanes = 2;
@@ -223,12 +224,12 @@ TEST(Counts, RefusalLeavesLanesAlike) {
   EXPECT_EQ(third[0], third[1]) << "the same call in the same order found a free lane on one rank only";
   EXPECT_TW(twPeerRefused, a.complete(0));
   b.complete();
-  a.exchange();  // on the lane that it holds
+  a.exchange();  // on the channel that it holds
   c.exchange();
   a.use(twFlat);
 }
 
-// The same when the calls wait: they fail in the same place on all ranks, and the lane is free at once.
+// Calls that wait fail in the same place on all ranks too, and their channel is free at once.
 TEST(Counts, RefusalOfABlockingCallFreesTheLane) {
   World world(2, counting(6, 2, 4));
   Counted a(world, {4, 4}, 1), b(world, {4, 4}, 2);
@@ -249,7 +250,7 @@ TEST(Counts, RefusalKeepsWhatTheHandleHas) {
   counted.use(twGrouped);
 }
 
-// Nobody else sends, so the next step on the lane has to wait for the refused one's words, and says so (S2).
+// Nobody else sends, so the next step on the channel has to wait for the refused one's signals, and says so (S2).
 TEST(Counts, RefusedStepIsWaitedOut) {
   World world(2, impatient_counting());
   Counted counted(world, {4, 4}, 1);
@@ -322,7 +323,7 @@ TEST(Counts, CallMismatch) {
   expect_finished(world, 1, other, twCallMismatch);
 }
 
-// Counts of one routing and rows of another: n of the word is not what was announced.
+// Counts of one routing and rows of another: n of the signal is not what was announced.
 TEST(Counts, RowsThatWereNotAnnounced) {
   World world(2, counting(2, 1, 4));
   std::vector<int32_t> ids = {1, 1, 0};

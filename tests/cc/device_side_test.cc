@@ -1,5 +1,5 @@
-// What the host decides for devices, without one: sizes, lanes, sentences, numbers that kernels take, and a group whose
-// backend only says that it is a device.
+// What the host decides for devices, tested without one: sizes, channels, sentences, numbers that kernels take, and a
+// group whose backend only says that it is a device.
 #include <cstring>
 
 #include "core/group.h"
@@ -43,7 +43,7 @@ TEST(DeviceSide, LinesAndChunksOfAWindow) {
   EXPECT_GT(checked(true, 5).map.bytes(), checked(false, 5).map.bytes());
 }
 
-// Over a carrier a block of each source lies in one piece, for any bound: what one all-to-all moves.
+// With staged transport a block of each source lies in one piece, for any bound, so that one all-to-all moves it.
 TEST(DeviceSide, BlocksOfASourceInAWindow) {
   for (const bool exact : {false, true}) {
     twGroupConfig_t given = make_config(8, 2, 300);
@@ -63,7 +63,7 @@ TEST(DeviceSide, BlocksOfASourceInAWindow) {
         EXPECT_EQ(map.inbox_slot(0, 1, source, bound - 1, bound) + shape.combine_bytes, begin + block);
         EXPECT_LE(begin + block, map.bank(0, 1) + map.bank_bytes());
       }
-      // Blocks of a dispatch land as large as the bound, however few rows a rank may receive.
+      // Blocks of a dispatch are as large as the bound, however few rows a rank may receive.
       const uint64_t rows = 4 * static_cast<uint64_t>(bound);
       EXPECT_LE(map.meta_row(0, 1, rows), map.bank(0, 1) + map.bank_bytes());
       for (int q = 0; q + 1 < shape.payloads; ++q) {
@@ -77,7 +77,7 @@ TEST(DeviceSide, BlocksOfASourceInAWindow) {
   EXPECT_EQ(plain.map.shape().carried, 0) << "on the CPU messages say where each row goes";
 }
 
-// Lines lie where the shape says: ranks that see different shapes must not meet.
+// Packets lie where the shape says, so ranks that see different shapes must not form a group.
 TEST(DeviceSide, LineTokensAreComparedBetweenRanks) {
   std::vector<Parcel> parcels(2);
   parcels[0].bytes = pack_config(checked(true, 5));
@@ -391,7 +391,7 @@ TEST_F(PretendedGroup, ViewsLieInTheBankOfTheLease) {
   EXPECT_TW(twSuccess, twHandleDestroy(second));
 }
 
-// A gather that shows the window makes the host know its bank; others go on where the lane stands.
+// A gather that shows the window makes the host know its bank; others go on where the channel stands.
 TEST_F(PretendedGroup, GathersThatShowTheWindow) {
   const auto gather = [&](twLayout_t layout, int64_t count) {
     twAllGatherVInput_t input = TW_ALL_GATHER_V_INPUT_INIT;

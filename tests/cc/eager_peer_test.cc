@@ -387,7 +387,7 @@ struct Trio {
   std::vector<std::unique_ptr<Interrupted>> ranks;
 };
 
-// Rank 0 hears of rank 2's step first and runs ahead; what it then sends to rank 1 must not stand for rank 2's word.
+// Rank 0 hears of rank 2's step first and runs ahead; what it then sends to rank 1 must not stand for rank 2's signal.
 TEST(EagerPeer, EveryWriterHasAWordOfItsOwn) {
   Trio trio;
   for (int rank = 0; rank < kRanks; ++rank) trio.send(rank, 1);

@@ -20,7 +20,7 @@ void expect_usable(const World& world, uint32_t seed) {
   exchange.combine();
 }
 
-// A failed send_only dispatch keeps its lane, on all ranks alike.
+// A failed send_only dispatch keeps its channel, on all ranks alike.
 void release(const World& world, Exchange& exchange) {
   for (int rank = 0; rank < world.size(); ++rank) EXPECT_TW(twSuccess, twHandleRelease(exchange[rank].handle));
 }
@@ -142,7 +142,7 @@ TEST(Errors, RefusingRankDoesNotRunAhead) {
   });
 }
 
-// Nobody else sends, so the second refusal has to wait for the first one's words, and says so.
+// Nobody else sends, so the second refusal has to wait for the first one's signals, and says so.
 TEST(Errors, RefusedStepIsWaitedOut) {
   twGroupConfig_t config = make_config(6, 2, 4);
   config.timeout_ms = 60;
@@ -169,7 +169,8 @@ TEST(Errors, RefusedDispatchForgetsTheEarlierOne) {
   EXPECT_TW(twInvalidUsage, exchange[1].combine(true));
 }
 
-// Lanes depend on the calls alone (S5), so also on those that failed, and not on when they were completed.
+// Which channel is leased depends on the calls alone (S5), those that failed included, and not on when they were
+// completed.
 TEST(Errors, RefusalLeavesLanesAlike) {
   twGroupConfig_t config = make_config(6, 2, 4);
   config.lanes = 2;
@@ -190,7 +191,7 @@ TEST(Errors, RefusalLeavesLanesAlike) {
   c.dispatch();
 }
 
-// The same when the call waits: it fails in the same place on all ranks, and the lane is free at once.
+// A call that waits fails in the same place on all ranks too, and its channel is free at once.
 TEST(Errors, RefusalOfABlockingDispatchFreesTheLane) {
   const twGroupConfig_t config = make_config(6, 2, 4);
   World world(2, config);
@@ -201,7 +202,7 @@ TEST(Errors, RefusalOfABlockingDispatchFreesTheLane) {
   b.dispatch();
 }
 
-// A refusal goes to the lane that the call named, even if its handle is no handle.
+// A refusal goes to the channel that the call named, even if its handle is no handle.
 TEST(Errors, RefusalWithoutAHandleReachesTheNamedLane) {
   twGroupConfig_t config = make_config(6, 2, 4);
   config.lanes = 3;

@@ -51,7 +51,8 @@ void on_all_ranks(int ranks, const std::function<void(int)>& run);
 twGroupConfig_t make_config(int experts, int top_k, int max_tokens, int64_t elements = 8);
 // 6 experts, top 2, 4 tokens; waits end soon. For ranks that never come: 60 ms are too few for one that shall.
 twGroupConfig_t impatient(int timeout_ms = 60);
-// Of calls that must not wait, after a wait that took the whole timeout: what a busy machine takes, and no wait more.
+// Time for calls that must not wait, after a wait that took the whole timeout: enough for a busy machine, too little
+// for another wait.
 constexpr int kOneWaitMs = 2000;
 
 twTensor_t tensor(void* data, twDtype_t dtype, std::initializer_list<int64_t> shape);
@@ -78,7 +79,7 @@ class World {
   void kill(int rank);
   // Finishes the rank's group without telling the others, so that its end waits for nobody.
   void abandon(int rank);
-  // All lanes of a rank's window: words, rows and inboxes, without the header's abort words.
+  // All channels of a rank's window: signals, rows and inboxes, without the header's abort signals.
   std::vector<uint8_t> window(int rank) const;
 
   twGroupConfig_t config;

@@ -33,7 +33,7 @@ TEST(Lanes, ManyInFlight) {
   }
 }
 
-// A lane that the caller names is the lane that is used: the view lies in it.
+// A channel that the caller names is the one that is used: the view lies in it.
 TEST(Lanes, ExplicitLane) {
   twGroupConfig_t config = make_config(8, 3, 5);
   config.lanes = 3;
@@ -68,7 +68,7 @@ TEST(Lanes, HeldLanesAreLeftAlone) {
   held.combine();
 }
 
-// Backward recomputes the forward pass's dispatch: the same handle dispatches again on the lane that it holds.
+// Backward recomputes the forward pass's dispatch: the same handle dispatches again on the channel that it holds.
 TEST(Lanes, DispatchTwiceThenCombine) {
   const twGroupConfig_t config = make_config(8, 3, 5);
   World world(3, config);
@@ -84,7 +84,7 @@ TEST(Lanes, DispatchTwiceThenCombine) {
   }
 }
 
-// A handle owns no lane after its combine, and can combine again: gradients take the forward pass's way.
+// A handle owns no channel after its combine, and can combine again: gradients take the forward pass's way.
 TEST(Lanes, CombineWithoutALease) {
   twGroupConfig_t config = make_config(8, 3, 5);
   config.lanes = 2;
@@ -348,7 +348,7 @@ TEST(Lanes, DispatchAfterDispatch) {
   exchange.combine();
 }
 
-// Rows combined from the view are read before the words are published, the rank's own ones too: a fast peer's next
+// Rows combined from the view are read before the signals are published, the rank's own ones too: a fast peer's next
 // step, under another bound, overwrites them.
 TEST(Lanes, FastPeerOverwritesTheView) {
   const twGroupConfig_t config = make_config(2, 2, 8);

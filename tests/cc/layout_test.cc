@@ -124,7 +124,7 @@ void each_small_shape(Visit&& visit) {
   }
 }
 
-// The shapes of each_small_shape with lines for some slots or all, and chunks that divide the rows or do not.
+// The shapes of each_small_shape with packets for some slots or all, and chunks that divide the rows or do not.
 template <class Visit>
 void each_device_shape(Visit&& visit) {
   each_small_shape([&](Shape shape) {
@@ -139,7 +139,7 @@ void each_device_shape(Visit&& visit) {
 }
 
 // A bank holds the rows of a dispatch or the inbox of a combine; every assignment of kinds to banks must be free of
-// overlap, with every other lane and the header.
+// overlap, with every other channel and the header.
 TEST(Layout, RegionsNeverOverlap) {
   each_device_shape([](const Shape& shape) {
     WindowMap map;
@@ -206,8 +206,8 @@ TEST(Layout, BoundMovesNothingOutsideABank) {
   });
 }
 
-// Lines and chunk words come after everything else of a lane: what the CPU has does not move, and a CPU's window, which
-// has none of them, does not grow.
+// Packets and chunk signals come after everything else of a channel: what the CPU has does not move, and a CPU's
+// window, which has none of them, does not grow.
 TEST(Layout, DeviceRegionsMoveNothing) {
   each_device_shape([](const Shape& shape) {
     Shape plain = shape;
@@ -229,7 +229,7 @@ TEST(Layout, DeviceRegionsMoveNothing) {
   });
 }
 
-// S10, for what is used under every bound alike: places follow from the shape, lane, bank, source and index alone.
+// S10, for what is used under every bound alike: places follow from the shape, channel, bank, source and index alone.
 TEST(Layout, DeviceRegionsAreArrays) {
   each_device_shape([](const Shape& shape) {
     const WindowMap map = made(shape);
@@ -263,7 +263,7 @@ TEST(Layout, DeviceRegionsAreArrays) {
   });
 }
 
-// 15 words of data to a line, the 16th is the flag; a row's lines hold the longer of its two ways.
+// A packet has 15 words of data, and the 16th is the flag; a row's packets hold the longer of its two ways.
 TEST(Layout, LinesOfARow) {
   static_assert(words_of(0) == 0 && words_of(1) == 1 && words_of(8) == 1 && words_of(9) == 2);
   static_assert(packets_of(1) == 1 && packets_of(15) == 1 && packets_of(16) == 2);
@@ -300,7 +300,7 @@ unsigned __int128 wide_bytes(const Shape& s) {
   const Wide inbox = static_cast<Wide>(s.max_tokens) * s.fan_out() * s.combine_bytes;
   const Wide bank = align(std::max(dispatch, inbox), kPageAlignment);
   const Wide chunks = s.chunk_rows == 0 ? 0 : (static_cast<Wide>(s.max_tokens) + s.chunk_rows - 1) / s.chunk_rows;
-  Wide words = 0;  // of a dispatched row as lines
+  Wide words = 0;  // of a dispatched row as packets
   for (const uint64_t bytes : {meta_bytes(s.top_k), s.payload_bytes[0], s.payload_bytes[1]}) {
     words += (static_cast<Wide>(bytes) + 7) / 8;
   }

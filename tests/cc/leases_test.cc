@@ -92,7 +92,7 @@ TEST(Leases, RowsLandAndStay) {
         EXPECT_TRUE(row[2 * i] > row[2 * i - 2] || (row[2 * i] == row[2 * i - 2] && row[2 * i + 1] > row[2 * i - 1]));
       }
     }
-    counted.use(twFlat);  // the landing was for one dispatch
+    counted.use(twFlat);  // the receive offsets were for one dispatch
   }
   for (const Kept& one : kept) {
     EXPECT_EQ(std::memcmp(one.memory, one.was.data(), one.was.size()), 0) << "rank " << one.rank;
@@ -148,7 +148,7 @@ TEST(Leases, FreedWhileAnnounced) {
   EXPECT_EQ(info_of(world[0]).used, 0u);
 }
 
-// A rank that thinks that a landing is over, and one that does not: all fail alike, and the group goes on.
+// One rank thinks that its receive offsets were used, and one does not: all fail alike, and the group goes on.
 TEST(Leases, RanksMustAgree) {
   World world(2, leasing(kPage));
   Counted counted(world, {5, 9}, 5);

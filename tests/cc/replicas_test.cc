@@ -14,7 +14,7 @@
 namespace tw {
 namespace {
 
-// Of slots by expert, on ranks.
+// A map: the slots by expert, and the rank of each slot.
 class Slots {
  public:
   Slots(const std::vector<std::vector<int32_t>>& by_expert, std::vector<int32_t> ranks, int32_t me)
@@ -252,7 +252,7 @@ TEST(Replicas, PlacementsOfOtherVersions) {
   EXPECT_TRUE(test::says("config.placement->num_layers is 4096; with 1048576 slots it must be from 1 to 16"));
 }
 
-// A lane's average is as old as it is beside that of the lane which has counted last, also where clocks begin anew.
+// A channel's average is aged by its distance to the channel that has counted last, also where clocks begin anew.
 TEST(Loads, LanesThatStandStillAge) {
   PlacementSpec spec;
   spec.layers = 1;

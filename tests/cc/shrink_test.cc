@@ -20,10 +20,10 @@ using Clock = std::chrono::steady_clock;
 constexpr milliseconds kSoon{10000};
 constexpr int kNever = -1;  // alive, but does not come
 
-// What becomes of ranks that enter shrink at these times, of which survivors wait `kPatience` for each other. The last
-// rank, beyond them, is dead.
+// Ranks enter shrink at these times, and survivors wait `kPatience` for each other. One more rank, the last, is dead.
+// Tells what becomes of each.
 struct Entries {
-  static constexpr int kPatience = 300;  // in the unit of the times
+  static constexpr int kPatience = 300;  // in the unit of `times`
   static constexpr int kMargin = 30;     // a rank may come so much later than it was to
 
   std::vector<int> times;
@@ -46,8 +46,9 @@ struct Entries {
     }
   }
 
-  // Whoever has a group has the same, and is in it; all its members have it; the others are told that they are left
-  // out, and nobody ends otherwise, as by waiting for one that does not come.
+  // Says what is wrong, if anything is. All ranks that have a group must have the same one and be in it; all its
+  // members must have it; the others must be told that they are left out. Any other end, as by waiting for a rank that
+  // does not come, is wrong.
   std::string wrong() const {
     const std::vector<int>* members = nullptr;
     for (size_t rank = 0; rank < outcomes.size(); ++rank) {
@@ -55,7 +56,7 @@ struct Entries {
       const Outcome& outcome = outcomes[rank];
       const std::string who = "rank " + std::to_string(rank);
       if (outcome.result == twExcluded) continue;
-      if (outcome.result != twSuccess) {  // as who waits for one that does not come, until that is given up
+      if (outcome.result != twSuccess) {  // as a rank that waits for one that does not come, until that is given up
         return who + " ended in " + twResultString(outcome.result) + " (" + outcome.sentence + ")";
       }
       if (members == nullptr) members = &outcome.members;

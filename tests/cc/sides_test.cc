@@ -17,9 +17,9 @@ struct Sides : ::testing::TestWithParam<bool> {
   }
 };
 
-// Rank 3's patience ends when rank 2 has answered, and 0 and 1 come right then: half of the four that live have been
-// given up. Rank 2, whose patience has not ended, misses nobody, but what it decides on is what rank 3 knows too: they
-// go on together or not at all. They do not, and leave; so the others can.
+// Rank 3's patience ends when rank 2 has answered, and ranks 0 and 1 come right then: rank 3 has given up half of the
+// four that live. Rank 2, whose patience has not ended, misses nobody. But it decides by what rank 3 knows too, so both
+// go on or neither does. They do not, and leave, so that the others can go on.
 TEST_P(Sides, HalfIsGivenUp) {
   const auto world = make_world(5);
   world->kill(4);

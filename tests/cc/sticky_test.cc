@@ -249,7 +249,7 @@ TEST(Sticky, ShrinkWithoutAnError) {
   });
 }
 
-// Steps that begin near the wrap change nothing about errors: fresh words are before the first step.
+// Steps that begin near the wrap change nothing about errors: fresh signals are before the first step.
 TEST(Sticky, TimeoutAtTheWrap) {
   const Env first("TOKENWAY_FIRST_STEP", "4294967295");
   World world(2, impatient());

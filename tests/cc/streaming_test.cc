@@ -82,7 +82,7 @@ TEST(Streaming, Exchanges) {
   }
 }
 
-// Words must not pass the rows that they stand for: ranks of their own, nothing staged.
+// Signals must not pass the rows that they stand for: each rank has a thread, and nothing is staged.
 TEST(Streaming, RowsAreThereBeforeTheirWord) {
   const Env cache("TOKENWAY_CACHE_BYTES", "1");
   const Env spin("TOKENWAY_SPIN_US", "50");

@@ -72,7 +72,7 @@ TEST(Threads, Sleeping) { run_threads(4, 1, 120, "0"); }
 TEST(Threads, Spinning) { run_threads(2, 3, 120, "50"); }
 TEST(Threads, MoreRanksThanCores) { run_threads(9, 2, 12, "-1"); }
 
-// A wait at the wrap must take neither an old word for a new one nor the other way round.
+// A wait at the wrap must take neither an old signal for a new one nor the other way round.
 TEST(Threads, StepsWrap) {
   const Env first("TOKENWAY_FIRST_STEP", "4294967290");
   run_threads(3, 2, 24, "0");

@@ -1,4 +1,4 @@
-// Words: packing, the serial comparison of steps, banks across the wrap.
+// Signals: packing, the serial comparison of steps, banks across the wrap.
 #include "exchange/signals.h"
 
 #include <gtest/gtest.h>
@@ -22,10 +22,10 @@ TEST(Words, RoundTrip) {
       }
     }
   }
-  EXPECT_EQ(pack(Signal{}), 0u);  // fresh memory is a word
+  EXPECT_EQ(pack(Signal{}), 0u);  // fresh memory is a signal
 }
 
-// A sleeper waits on this half alone: on a part that n changes it would wake, or not wake, for the wrong reason.
+// A sleeper waits on this half alone. On a part that n changes too it would wake, or not wake, for the wrong reason.
 TEST(Words, StepHalfIsTheSteps) {
   const uint64_t bits = pack(Signal{0x12345678, Mode::kRefused, kMaxCount});
   uint32_t half = 0;

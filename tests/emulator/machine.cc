@@ -27,8 +27,8 @@ constexpr int kWarp = 32;
 constexpr std::chrono::seconds kLongest{60};  // longer than the waits of any test
 constexpr size_t kStack = 64 * 1024;
 
-// Stacks that are used again: a kernel has hundreds of fibers. Without pages that guard them, which would be two
-// mappings each, and a process may have 65530 in all; a word at the far end tells of a stack that was too small.
+// Keeps stacks to be used again, because a kernel has hundreds of fibers. Stacks have no guard pages: these would be
+// two mappings each, and a process may have 65530 in all. A word at the far end tells of a stack that was too small.
 class Stacks {
  public:
   context::stack_context allocate() {
@@ -189,8 +189,9 @@ void Block::enter(Fiber& fiber) {
   place_.thread = fiber.thread;
 }
 
-// Who goes on behind the running fiber: the next of its warp that can, else the scheduler. Straight from one to the
-// other, as the way through the scheduler would be two jumps, which are most of what a kernel costs here.
+// Gives who goes on after the running fiber: the next of its warp that can, else the scheduler. The jump leads straight
+// to that fiber, because the way through the scheduler would be two jumps, and jumps are most of what a kernel costs
+// here.
 context::continuation& Block::next() {
   const int lane = static_cast<int>(running_->thread.x % kWarp);
   Fiber* const warp = running_ - lane;
@@ -204,13 +205,13 @@ context::continuation& Block::next() {
   return scheduler_;
 }
 
-// Until the state of the running fiber, which is no longer kRuns, is so again.
+// Leaves the running fiber, whose state is no longer kRuns, until it is kRuns again.
 void Block::leave() {
   Fiber& me = *running_;
   jump(me.body, next());
 }
 
-// Lets the fibers of a warp go on until all wait. Whether any went.
+// Lets the fibers of a warp go on until all wait. Returns whether any went on.
 bool Block::turn(int warp) {
   Fiber* const fibers = &fibers_[warp * kWarp];
   const int size = std::min(kWarp, count_ - warp * kWarp);
@@ -274,7 +275,8 @@ uint64_t Block::collect(Collective kind, uint32_t mask, uint64_t value, uint32_t
   fiber.argument = argument;
   if ((mask >> lane & 1) == 0) fail("a collective whose mask leaves the thread out", fiber);
   fiber.state = State::kInCollective;
-  // Up to the first that is yet to come, which mostly is the next: the last to come looks at all.
+  // The loop ends at the first thread that is yet to come, which mostly is the next one; only the last to come looks at
+  // all.
   bool all = true;
   for (int n = 1; n < size && all; ++n) {
     const int i = lane + n < size ? lane + n : lane + n - size;
@@ -283,7 +285,7 @@ uint64_t Block::collect(Collective kind, uint32_t mask, uint64_t value, uint32_t
     if (other.state == State::kOver) fail("a collective with a thread that has ended", fiber);
     if (other.state == State::kInCollective && other.kind == kind && other.mask == fiber.mask) continue;
     all = false;
-    // One of a part of the warp, without this thread, ends without it; two that wait for each other do not.
+    // A collective of other threads of the warp ends without this thread; two that wait for each other do not end.
     if (other.state == State::kInCollective && (other.mask >> lane & 1) != 0) {
       fail("threads of a warp meet in different collectives", fiber);
     }

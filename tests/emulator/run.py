@@ -3,7 +3,7 @@
 
     python tests/emulator/run.py                         all of them
     python tests/emulator/run.py --threads               ranks as threads alone, no deaths, and half of the examples
-    python tests/emulator/run.py --quick                 of these nothing long or heavy, and a quarter of the examples
+    python tests/emulator/run.py --quick                 the same but long and heavy, and a quarter of the examples
     python tests/emulator/run.py --carried               the portable backend: devices apart, whose blocks gloo moves
     python tests/emulator/run.py -k rounds -x            arguments of pytest
 

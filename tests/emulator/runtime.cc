@@ -361,7 +361,7 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int valu
   shared_limits()[kernel] = value;
   return cudaSuccess;
 }
-// Of a kernel whose parameters' types nobody knows here.
+// Refuses: the types of this kernel's parameters are not known here.
 cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
   return say(cudaErrorNotSupported);
 }

@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 @dataclass
 class Inputs:
-    """Of one rank: ids [T, K] int64, weights [T, K] float32, payloads [T, elements] each, tokens first."""
+    """The inputs of one rank: ids [T, K] int64, weights [T, K] float32, payloads [T, elements] each, tokens first."""
 
     ids: Tensor
     weights: Tensor
@@ -208,7 +208,7 @@ class DeviceOracle:
 
 
 def affine(tokens: Tensor, expert: Tensor) -> Tensor:
-    """cases.affine: another line for each expert. Two kernels, so that nothing is fused."""
+    """cases.affine: another straight line for each expert. Two kernels, so that nothing is fused."""
     number = expert.float() + 1
     return tokens * (number / 64 + 1) + number / 32
 

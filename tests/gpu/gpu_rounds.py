@@ -139,7 +139,7 @@ class Soak:
         self.settle()
 
     def draw_inputs(self, one: Open, round_: Round) -> list[Inputs]:
-        """Of all ranks."""
+        """Draws the inputs of all ranks."""
         return [one.oracle.inputs(self.generator, t, HOLES[round_.routing]) for t in round_.tokens]
 
     def flight(self, one: Open, rounds: Sequence[Round], judge: bool) -> None:
@@ -178,7 +178,7 @@ class Soak:
             time.sleep(how_long * 1e-3)
 
     def own_order(self, indices: list[int]) -> list[int]:
-        """Another order on every rank: allowed where no lane is leased."""
+        """Another order on every rank: allowed where no channel is leased."""
         return self.mine.sample(indices, len(indices))
 
     def complete(self, pending: dict[int, Any]) -> dict[int, tw.Received]:

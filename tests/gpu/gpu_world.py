@@ -129,7 +129,7 @@ def staged_round(players: Sequence[Player], round_: Round) -> list[Got]:
 
 @contextlib.contextmanager
 def line_tokens(most: int | None) -> Iterator[None]:
-    """Groups made meanwhile send so many tokens as lines; 0: none, None: as the library thinks best."""
+    """Groups made meanwhile send so many tokens as LL128 packets; 0: none, None: as the library thinks best."""
     before = os.environ.get("TOKENWAY_LINE_TOKENS")
     os.environ["TOKENWAY_LINE_TOKENS"] = "-1" if most is None else str(most)
     try:

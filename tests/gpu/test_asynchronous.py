@@ -1,4 +1,4 @@
-"""Rounds whose calls only enqueue: sequences, dtypes, lanes, groups side by side, ranks that are late.
+"""Rounds whose calls only enqueue: sequences, dtypes, channels, groups side by side, ranks that are late.
 
 The suite of tests/py runs with TOKENWAY_BLOCKING=1; what stands here is that calls that return at once
 are ordered by their streams alone.

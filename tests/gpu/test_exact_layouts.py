@@ -167,7 +167,7 @@ def test_counts_that_a_graph_relies_on(layout: str) -> None:
 
 
 def with_room_to_spare(env: Any, layout: str) -> list[Any]:
-    """Of outputs with a fixed number of rows: ids and weights, and the rows that come and those beyond."""
+    """Outputs with a fixed number of rows: their ids and weights, the rows that come, and those beyond."""
     setup = Setup(
         ranks=env.comm.nranks, experts=4, top_k=2, hidden=6, max_tokens=9, payloads=((3, "float32"),), **EXACT
     )
@@ -192,7 +192,7 @@ def with_room_to_spare(env: Any, layout: str) -> list[Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_is_written_where_nothing_comes(layout: str) -> None:
-    """Of rows: what a dispatch costs a device follows from what comes, and not from the room for it."""
+    """Rows beyond those that come stay as they are: a dispatch costs a device what comes, not the room for it."""
     with Locals(2) as ranks:
         by_rank = ranks.run(with_room_to_spare, layout)
     for rank, (rows, used, tokens, scales, ids, weights) in enumerate(by_rank):

@@ -31,7 +31,7 @@ def test_repeated_runs_have_the_same_bits(two_devices, tmp_path) -> None:
 
 
 def test_timeline(two_devices, tmp_path) -> None:
-    """examples/08_timeline.py: parts noted by events on their streams, which overlap where two lanes allow it."""
+    """examples/08_timeline.py: parts noted by events on their streams, which overlap where two channels allow it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     kept = tmp_path / "times.json"
     command = [sys.executable, str(EXAMPLES / "08_timeline.py"), "--device", "cuda", "--json", str(kept)]

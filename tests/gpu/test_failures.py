@@ -256,7 +256,7 @@ def refuses(env: Any) -> tuple[Any, Any]:
             took = wait_until(lambda: group.error is not None, 10)
             outcome = (*caught(group.check), took)
         assert time.monotonic() - begin < 5
-        with contextlib.suppress(tw.InvalidUsage):  # a rank that knows of the failure has its lane back already
+        with contextlib.suppress(tw.InvalidUsage):  # a rank that knows of the failure has its channel back already
             handle.release()
         return outcome, player.flight((Round((7, 20), seed=5),))[0]
 

@@ -87,7 +87,7 @@ def test_ten_calls_in_a_graph(lines) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_real_rows(ranks, lines) -> None:
-    """Rows of 7168 bfloat16: some chunks and lines of each rank, sizes apart, calls that return at once."""
+    """Rows of 7168 bfloat16: some chunks and packets of each rank, sizes apart, calls that return at once."""
     setup = group_of(ranks, 7168, 300)
     sizes = tuple((300 - 41 * r) % 301 for r in range(ranks))
     few = tuple((9 + 5 * r) % 33 for r in range(ranks))

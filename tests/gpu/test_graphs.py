@@ -189,7 +189,7 @@ SEQUENCES = {
     "between eager rounds": "pepeeppepxefepe",
     "ten pairs": "tttett",
     "two lanes": "lllelplell",
-    # A dispatch alone moves its lane by one step: the next is in the other bank, its view in the same place.
+    # A dispatch alone moves its channel by one step: the next is in the other bank, its view in the same place.
     "odd": "opoeoopoooepqoepqqeqoepoetoqp",
 }
 

@@ -114,7 +114,7 @@ def test_limits_that_differ() -> None:
 
 
 def test_lanes_in_flight() -> None:
-    """S8: kernels of several lanes and ranks wait on one device at once."""
+    """S8: kernels of several channels and ranks wait on one device at once."""
     setup = setup_of(4, lanes=4, max_tokens=24)
     flights = []
     for f in range(4):
@@ -140,7 +140,7 @@ def on_a_stream_of_pytorch(env: Any, setup: Setup, rounds: Sequence[Round], stre
 
 
 def test_streams_of_pytorch() -> None:
-    """Those of its pool, as users have them."""
+    """The streams of PyTorch's pool, as users have them."""
     setup = setup_of(2)
     rounds = rounds_of(setup)
     with Locals(2) as ranks:

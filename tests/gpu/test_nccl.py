@@ -73,7 +73,7 @@ def rounds(env: Any, drawn: tuple[Round, ...], setup: Setup) -> list[Any]:
 
 @pytest.mark.parametrize("sent", [False, True])
 def test_rounds_without_waiting(pair, sent) -> None:
-    """Several under way at once, on lanes of their own, some sent alone."""
+    """Several rounds under way at once, on channels of their own, some sent alone."""
     setup = replace(SETUP, lanes=3, hidden=1024, max_tokens=300)
     base = Round((300, 123), send_dispatch=sent, send_combine=sent)
     drawn = (base, replace(base, layout="expert_major", seed=3), replace(base, tokens=(0, 7), bound=9, seed=5))
@@ -187,7 +187,7 @@ def replay_late(env: Any, nap: float) -> tuple[Any, float, float, str]:
 
 
 def test_a_late_rank_in_a_replay(workers) -> None:
-    """The collectives of a graph are ended like others, on every lane, though the graph keeps the communicators."""
+    """The collectives of a graph are ended like others, on every channel, though the graph keeps the communicators."""
     name = key()
     workers.send([0, 1], capture_large, key=name)
     settle(workers.collect([0, 1], START))

@@ -193,7 +193,7 @@ def elsewhere(env: Any) -> list[str]:
             other = torch.device("cuda", 1 - env.device.index)
             told(group.dispatch, handle, tokens.to(other))
         env.stream.synchronize()
-        with contextlib.suppress(tw.InvalidUsage):  # a refused dispatch has given the lane back
+        with contextlib.suppress(tw.InvalidUsage):  # a refused dispatch has given the channel back
             handle.release()
     return said
 

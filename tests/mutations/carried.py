@@ -1,4 +1,4 @@
-"""Mutations of the exchange over a carrier: messages, the moves they take, and whom a wait blames."""
+"""Mutations of staged transport: messages, the moves they take, and whom a wait blames."""
 
 from mutation import Edit, Mutation
 

@@ -103,7 +103,7 @@ PROTOCOL = (
         ),
     ),
     Mutation(
-        # With places of their own for rows and inbox, and words by the step: only the bank is wrong.
+        # Rows and inbox have places of their own, and signals go by the step: only the bank is wrong.
         "bank chosen by the dispatch and combine cycle",
         "S1",
         "lanes_test",

@@ -107,7 +107,7 @@ class Round:
     again: bool = False  # dispatch twice
     late: bool = False  # combine once more, without a lease
     lease: bool = False  # rows land in leases, if there is room, and stay there; and once more by the same routing
-    release: bool = False  # give the lane back before the combine, which then has no lease
+    release: bool = False  # give the channel back before the combine, which then has no lease
     strided: bool = False  # rows of all inputs are apart
     own: bool = False  # outputs are given
     reuse: bool = False  # a handle of an earlier round is updated
@@ -258,7 +258,7 @@ def _rank_major_answers(
 
 
 def affine(tokens: np.ndarray, expert: Any) -> np.ndarray:
-    """Expert e's answer: another line for each, so no two experts agree on a token."""
+    """Expert e's answer: another straight line for each, so no two experts agree on a token."""
     expert = np.asarray(expert, np.float32)
     return tokens * (np.float32(1) + (expert + 1) / 64) + (expert + 1) / 32
 
@@ -354,7 +354,7 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
 
 
 def verify_case(case: Case, by_rank: list[Any]) -> None:
-    """The same of all its rounds; of each rank, flights as `player.play` returns them."""
+    """Verifies all rounds of a case. `by_rank`: each rank's flights, as `player.play` returns them."""
     for f, flight in enumerate(case.flights):
         for i, round_ in enumerate(flight):
             verify(case.setup, round_, [mine[f][i] for mine in by_rank])

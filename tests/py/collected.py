@@ -137,7 +137,7 @@ class Collector(player.Player):
         for i, call in enumerate(flight):
             self.pause()
             begun[i] = self.begin(call)
-            if not call.send_only:  # a view of the window is over when the next step on its lane begins
+            if not call.send_only:  # a view of the window is over when the next step on its channel begins
                 got[i] = self.end(call, begun.pop(i))
         for i in self.own_order(list(begun)):
             self.pause()

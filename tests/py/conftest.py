@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def names(item: pytest.Item) -> list[str]:
-    """Of the fixtures that a test takes."""
+    """Names of the fixtures that a test takes."""
     return getattr(item, "fixturenames", [])
 
 

@@ -336,7 +336,7 @@ class Torment:
             self.stale.append(made.value or 0)
 
     def maps(self) -> None:
-        """Of a group that has a map, or of another."""
+        """Calls about the maps of a group that has some, or of another group."""
         numbers, layer = self.memory.numbers.ctypes.data, self.rng.choice(INT32)
         group = self.rng.choice((self.mapped.pointer,) * 3 + (self.any_group(),))
         places = [self.rng.choice((0, numbers, numbers)) for _ in range(2)]

@@ -67,7 +67,7 @@ class Player:
             time.sleep(self.rng.random() * 0.004)
 
     def own_order(self, indices: list[int]) -> list[int]:
-        """Another order on every rank: allowed wherever no lane is leased."""
+        """Another order on every rank: allowed wherever no channel is leased."""
         return [indices[i] for i in self.rng.permutation(len(indices))]
 
     # ---- one flight ------------------------------------------------------------------------------

@@ -353,7 +353,7 @@ class Calls:
 def refused_dispatch(env: Any, name: str) -> tuple[Any, float, Any]:
     """What the call ended with, how long it took, and a good round after it."""
     calls = Calls(env)
-    calls.good_round()  # a refusal must stand where a dispatch would, whatever the lane has behind it
+    calls.good_round()  # a refusal must stand where a dispatch would, whatever the channel has behind it
     changes = DISPATCHES[name][0] if env.rank == 0 else {}
     begin = time.monotonic()
     outcome = caught(calls.dispatch, **changes)

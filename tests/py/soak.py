@@ -4,7 +4,7 @@
     python tests/py/soak.py --rounds 10000
     python tests/py/soak.py --rounds 0 --kills 50 --stops 20
 
-Sizes, routings, lanes and delays are random; every round is verified bit for bit. A rank that hangs
+Sizes, routings, channels and delays are random; every round is verified bit for bit. A rank that hangs
 ends the run with the stacks of all. After a kill every survivor must hold its error record within a
 second, after a stop within the timeout and a second; then the survivors shrink and verify again.
 """
@@ -79,7 +79,7 @@ def random_case(rng: random.Random, setup: Setup, count: int) -> Case:
 
 
 def soak(rounds: int, seed: int, ranks: tuple[int, ...] = (2, 3, 4), say: Any = None, backend: str = "cpu") -> int:
-    """Verifies so many rounds. A group lives for a few batches, so lanes reach high steps."""
+    """Verifies so many rounds. A group lives for a few batches, so channels reach high steps."""
     rng = random.Random(seed)
     done = 0
     while done < rounds:

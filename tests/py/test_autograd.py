@@ -198,7 +198,7 @@ def differences(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, float]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients(processes, case) -> None:
-    """Of tokens, weights and all experts; every token and expert has values of its own."""
+    """Gradients of tokens, weights and all experts; every token and expert has values of its own."""
     found = differences(case, processes(case.ranks).run(train, case))
     assert max(found.values()) < 3e-6, found
 
@@ -219,7 +219,7 @@ def test_bfloat16(processes) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
 def test_stacked_layers(processes, how) -> None:
-    """Three layers forward before any backward, on one lane; checkpointed, the same bits."""
+    """Three layers forward before any backward, on one channel; checkpointed, the same bits."""
     case = Case(5, 3, (8, 3), layers=3)
     by_rank = processes(case.ranks).run(train, case, how)
     found = differences(case, by_rank)
@@ -294,7 +294,7 @@ def run_partly(env: Env, case: Case) -> Any:
 
 
 def lanes_are_free(group: tw.Group, x: Any, ids: Any) -> None:
-    """Every lane can be leased: a step on each, all at once."""
+    """Every channel can be leased: a step on each, all at once."""
     import torch
 
     handles = [group.route(ids) for _ in range(group.settings.lanes)]
@@ -316,7 +316,7 @@ def test_parts_of_the_graph(processes) -> None:
 
 
 def run_never_backward(env: Env, case: Case) -> int:
-    """Forward passes that no backward follows, and dispatches that no combine follows, take no lane for good."""
+    """Forward passes that no backward follows, and dispatches that no combine follows, take no channel for good."""
     from tokenway import autograd
 
     with group_of(env, case, lanes=2) as group:

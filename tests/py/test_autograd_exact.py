@@ -37,7 +37,7 @@ EXACT = [*CASES, Case(5, 3, (0, 0)), Case(6, 3, (7, 2, 5), none=True, room=BLOCK
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_gradients(processes, case, layout) -> None:
-    """Of tokens, weights and all experts; tokens on no rank, on some, and ids of -1."""
+    """Gradients of tokens, weights and all experts; tokens on no rank, on some, and ids of -1."""
     case = replace(case, layout=layout)
     found = differences(case, processes(case.ranks).run(train, case))
     assert max(found.values()) < 3e-6, found
@@ -71,7 +71,7 @@ def test_gradients_of_weights_are_exact(processes, dtype, layout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
 def test_stacked_layers(processes, how, layout) -> None:
-    """Three layers forward before any backward, on one lane; checkpointed, the same bits."""
+    """Three layers forward before any backward, on one channel; checkpointed, the same bits."""
     case = Case(5, 3, (8, 3), layers=3, layout=layout, room=BLOCKS)
     by_rank = processes(case.ranks).run(train, case, how)
     found = differences(case, by_rank)

@@ -40,7 +40,7 @@ def doubles(table: Array, ranks: int) -> Array:
 
 
 def duplicates(plan: balance.Plan) -> int:
-    """The same of a plan, all layers together."""
+    """The doubles of a plan, all layers together."""
     return int(doubles(plan.physical_to_logical, plan.ranks).sum())
 
 
@@ -63,7 +63,7 @@ def test_plans_without_replicas_reach_the_bound() -> None:
 
 @pytest.mark.parametrize(("ranks", "most"), [(144, 1.0015), (192, 1.0085)])
 def test_two_slots_a_rank_come_near_the_bound(ranks: int, most: float) -> None:
-    """Which is proven: no search could find better plans."""
+    """The bound is proven, so no search could find much better plans."""
     for seed in SEEDS:
         plan = balance.plan(loads_of(seed, 58 if ranks == 144 else 20), ranks=ranks, slots=2)
         above = (1 + plan.imbalance) / (1 + plan.bound_imbalance)
@@ -85,7 +85,7 @@ SHAPES = [(256, 160, 2), (64, 40, 2), (64, 16, 5), (16, 8, 3), (60, 7, 9), (33, 
 
 @pytest.mark.parametrize(("experts", "ranks", "slots"), SHAPES)
 def test_few_slots_are_no_worse_than_greedy(experts: int, ranks: int, slots: int) -> None:
-    """But for layers in which it puts replicas of an expert on one rank."""
+    """In all layers except those in which greedy puts replicas of an expert on one rank."""
     loads = balance.lognormal(LAYERS, experts, SIGMA, seed=5)
     plan = balance.plan(loads, ranks=ranks, slots=slots)
     other = eplb.greedy(loads, ranks * slots, 1, 1, ranks)
@@ -120,7 +120,7 @@ def test_a_hot_expert_holds_back() -> None:
 def test_no_layer_is_worse_than_greedy_on_nodes(
     experts: int, ranks: int, slots: int, nodes: int, group_sigma: float
 ) -> None:
-    """Also where each expert has one slot, so that nodes can hardly be evened out without making ranks uneven."""
+    """Even where each expert has one slot: evening nodes out then makes ranks uneven."""
     loads = balance.lognormal(100, experts, SIGMA, seed=7, groups=8, group_sigma=group_sigma)
     plan = balance.plan(loads, ranks=ranks, slots=slots, nodes=nodes, groups=8)
     other = eplb.greedy(loads, ranks * slots, 8, nodes, ranks)
@@ -149,7 +149,7 @@ def test_eight_experts_are_optimal(ranks: int, slots: int) -> None:
 
 
 def test_second_replicas_on_a_rank_go() -> None:
-    """Of plans that are somebody else's, as far as the writes allow."""
+    """In plans that somebody else made, as far as the writes allow."""
     loads = np.array([[1.0, 1, 1, 1]])
     old = np.array([[0, 0, 1, 2, 3, 3]])
     assert duplicates(balance.plan(loads, ranks=2, slots=3, old=old, writes=1)) == 1
@@ -402,7 +402,7 @@ def test_no_torch_is_imported() -> None:
 
 
 def test_the_programs_of_the_guide() -> None:
-    """Those of docs/BALANCING.md, as they stand there, one after another."""
+    """The programs of docs/BALANCING.md run as they stand there, one after another."""
     text = (Path(__file__).parents[2] / "docs" / "BALANCING.md").read_text()
     names: dict[str, Any] = {}
     for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL):

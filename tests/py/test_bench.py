@@ -174,7 +174,7 @@ def test_every_expert_answers_differently() -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_failure_ends_the_run(monkeypatch, capsys, backward) -> None:
-    """Of the forward pass, or of the gradients alone."""
+    """A failure of the forward pass, or of the gradients alone."""
     honest = verify.expected_output
     monkeypatch.setattr(
         verify, "expected_output", lambda case, rank: honest(case, rank) * (-1 if case.gradients == backward else 1)

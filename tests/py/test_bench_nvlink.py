@@ -123,7 +123,7 @@ def test_no_gpu(torch, capsys, monkeypatch) -> None:
 
 
 def floor_document(cases: list[Case]) -> dict:
-    """As tokenway-floor writes it; lines win up to 100 rows."""
+    """As tokenway-floor writes it; packets win up to 100 rows."""
     argv = floor.arguments(*floor.sizes(cases))
     tokens, sizes = ([int(n) for n in argv[i].split(",")] for i in (1, 3))
     figures = {"best": 1.0, "median": 2.0}

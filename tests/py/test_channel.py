@@ -67,7 +67,7 @@ def channel(torch, monkeypatch) -> Any:
 
 
 def test_calling_off_does_not_wait_for_graphs(channel) -> None:
-    """Every lane's communicator is told, also behind one whose graphs live on; it ends when these are freed."""
+    """Every channel's communicator is told, also behind one whose graphs live on; it ends when these are freed."""
     groups = Group(ends=False), Group(ends=False), Group()
     made = channel(*groups)
     begin = time.monotonic()

@@ -176,7 +176,7 @@ def test_ranks_differ(world, backend, made_for, name) -> None:
 
 
 def refused_while_sent(env: Any) -> Any:
-    """Rank 0 refuses a call that the others have sent alone; then all make calls on all lanes."""
+    """Rank 0 refuses a call that the others have sent alone; then all make calls on all channels."""
     with tw.Group(env.comm, timeout=30, **group_of(3, lanes=2).settings()) as group:
         rows = env.backend.tensor(_rows(8 if env.rank else 7))
         begun: list[Any] = []
@@ -205,7 +205,7 @@ def stale_view(env: Any) -> Any:
 
 
 def drop_what_is_sent(env: Any) -> tuple[bool, int, int]:
-    """A call whose result nobody wants is finished by the next step on its lane; into memory that is still its own."""
+    """The next step on its channel finishes a call whose result nobody wants; into memory that is still its own."""
     with tw.Group(env.comm, hidden=16, max_tokens=5) as group:
         rows, sizes = _rows(5), [5] * group.nranks
         rows[:] = 1 + group.rank

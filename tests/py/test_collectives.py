@@ -90,7 +90,7 @@ def test_several_tensors(world, name, layout) -> None:
 
 
 def test_several_sums(world) -> None:
-    """Of types of their own."""
+    """Tensors whose sums have types of their own."""
     rows = ((7, "bfloat16"), (16, "float32"), (5, "float16"))
     calls = [Call((5, 0, 8), True, rows, seed=s, out=out) for s, out in enumerate((None, "float32", "bfloat16"))]
     check(world, Plan(group_of(3, 300), tuple((c,) for c in calls)))
@@ -106,7 +106,7 @@ def test_ways_to_call(world, way, layout) -> None:
 
 
 def test_a_view_is_reduced(world) -> None:
-    """The rows that a gather shows in the window are a reduce's input, on its lane and on the next."""
+    """The rows that a gather shows in the window are a reduce's input, on its channel and on the next."""
     calls = tuple(
         (Call((5, 0, 8), chained=True, seed=s, lane=0 if s % 2 else None, send_only=s > 2),) for s in range(6)
     )
@@ -116,7 +116,7 @@ def test_a_view_is_reduced(world) -> None:
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 @pytest.mark.parametrize("order", range(3))
 def test_in_flight(world, lanes, order) -> None:
-    """Several under way, more than there are lanes, completed in another order on every rank."""
+    """Several calls under way, more than there are channels, completed in another order on every rank."""
     flights = []
     for f in range(4):
         sizes = (f, 9 - f, 4)
@@ -135,7 +135,7 @@ def test_lanes_by_number(world) -> None:
 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_among_dispatches(world, lanes) -> None:
-    """On lanes that dispatches and combines use too, views of both and skips between them."""
+    """Calls on channels that dispatches and combines use too, with views of both and skips between them."""
     setup = Setup(ranks=3, experts=7, top_k=3, hidden=16, max_tokens=8, dtype="float32", lanes=lanes)
     flights: list[tuple[Any, ...]] = []
     for s in range(6):
@@ -168,7 +168,7 @@ def test_sizes_change(world) -> None:
 
 
 def test_many_rows(world) -> None:
-    """More than travel as lines, and than a bank of a smaller step."""
+    """More rows than travel as packets, and than a bank of a smaller step holds."""
     calls = (
         *both(Call((600, 371), rows=((24, "bfloat16"),))),
         *both(Call((2, 600), rows=((24, "float32"),), how="memory")),
@@ -207,7 +207,7 @@ def calls(draw: Any, ranks: int, most: int, seed: int) -> Call:
         call = replace(call, layout="rank_major")
     if draw(st.booleans()):
         call = replace(call, bound=draw(st.integers(max(1, *call.sizes, 1), most)))
-    # A view is over when the next step on its lane begins.
+    # A view is over when the next step on its channel begins.
     return replace(call, send_only=False) if call.layout == "rank_major" and not (call.own or reduces) else call
 
 

@@ -26,7 +26,7 @@ def needed(ranks: int) -> int:
 
 
 def outcomes(spare: dict[int, int], ranks: int = RANKS) -> list[tuple[str, str, float]]:
-    """Of ranks that connect and make a group; some have only so many descriptors to spare."""
+    """What becomes of ranks that connect and make a group; some have only so many descriptors to spare."""
     address = address_of("spare")
     with contextlib.ExitStack() as stack:
         started = [

@@ -126,7 +126,7 @@ def test_overlap() -> None:
 
 
 def test_timeline(tmp_path: Path) -> None:
-    """One after the other nothing overlaps; with two lanes rows travel while experts compute, with the same bits."""
+    """One after the other nothing overlaps; with two channels rows travel while experts compute, with the same bits."""
     need(importlib.util.find_spec("matplotlib") is not None, "matplotlib")
     plot, kept = tmp_path / "timeline.png", tmp_path / "timeline.json"
     size = ["--ranks", "3", "--tokens", "40", "--hidden", "64", "--inner", "32"]

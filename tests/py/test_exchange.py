@@ -79,8 +79,8 @@ def test_few_sms(world, made_for, mode, limits) -> None:
 @pytest.mark.parametrize("kind", ["threads"])
 @pytest.mark.parametrize("sm_limit", [3, 8, pytest.param(20, marks=pytest.mark.heavy)])
 def test_few_of_many_sms(world, made_for, sm_limit, monkeypatch) -> None:
-    """One block of a combine that sends whole rows, or three that send halves; or eight that send usual units, of which
-    those that warps begin with are of several turns. On an emulated device of 32 SMs."""
+    """In a combine one block sends whole rows, or three send halves, or eight send usual tiles; with eight, the tiles
+    that warps begin with belong to several turns. On an emulated device of 32 SMs."""
     monkeypatch.setenv("TOKENWAY_EMULATOR_SMS", "32")
     setup = Setup(ranks=2, experts=6, top_k=4, hidden=made_for.large + 352, max_tokens=1100, sm_limit=sm_limit)
     base = Round((1100, 1037), weighting="none", rows="bfloat16", out="bfloat16")
@@ -245,7 +245,7 @@ def test_expert_maps(world, name, id_space) -> None:
 @pytest.mark.parametrize("tokens", [500, 1000, 1600])
 @pytest.mark.parametrize("top_k", [8, 12])
 def test_many_tokens(world, tokens, top_k) -> None:
-    """On a device: one round of routing, two of lines alone, and more, whose marks blocks make for each other."""
+    """On a device: one round of routing, two of packets alone, and more, whose marks blocks make for each other."""
     setup = Setup(ranks=2, experts=64, top_k=top_k, max_tokens=tokens, hidden=24)
     check(world, one(setup, *both(Round((tokens, 371))), Round((2, tokens), seed=4)))
 
@@ -263,7 +263,7 @@ LARGE = [("high_throughput", ()), ("low_latency", SCALES), ("low_latency", WIDE)
 
 @pytest.mark.parametrize(("mode", "payloads"), heavy_but(LARGE, ["low_latency", "high_throughput"], [(), SCALES, WIDE]))
 def test_many_large_rows(world, made_for, mode, payloads) -> None:
-    """On a device rows as they lie, in units of several sizes and with a second payload, then lines; sums are drawn."""
+    """On a device: Simple rows in tiles of several sizes and with a second payload, then packets; sums are drawn."""
     large = made_for.large
     hidden = large if len(payloads) == 0 or payloads[0][0] == 32 else 16
     setup = Setup(
@@ -274,8 +274,8 @@ def test_many_large_rows(world, made_for, mode, payloads) -> None:
 
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
 def test_many_large_rows_on_a_lane_of_two(world, made_for, mode) -> None:
-    """On a device a lane has half of the SMs: few, that send turns of several chunks, but more than have kernels of
-    their own."""
+    """On a device a channel has half of the SMs. These are so few that they send turns of several chunks, but more than
+    low-SM kernels are for."""
     setup = Setup(ranks=2, experts=16, top_k=8, hidden=made_for.large, max_tokens=1200, mode=mode, lanes=2)
     check_many_rows(world, setup)
 

@@ -61,7 +61,7 @@ def test_a_dropped_lane_warns(alone) -> None:
 
 
 def test_a_dropped_combine_without_a_lease(alone) -> None:
-    """It takes its lane along; later calls of this rank go on."""
+    """It takes its channel along; later calls of this rank go on."""
     one = alone(lanes=2)
     handle = one.route()
     received = one.dispatch(handle)

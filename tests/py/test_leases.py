@@ -76,7 +76,7 @@ def run_collected(env: Env, group_rows: int) -> tuple[list[bool], list[int]]:
 
 @pytest.mark.parametrize("nranks", [pytest.param(1, marks=pytest.mark.heavy), 3])
 def test_garbage_collection_decides_nothing(world, nranks) -> None:
-    """Of ranks whose leases differ in place, size and number, some have none left, and go on with copies."""
+    """Ranks' leases differ in place, size and number; ranks that have none left go on with copies."""
     found = world(nranks).run(run_collected, nranks * TOKENS * 6)
     assert any(all(x) != any(x) for x, _ in found), "leases, and copies for want of one"
     assert nranks == 1 or len({tuple(used) for _, used in found}) > 1, "the same on all ranks"
@@ -357,7 +357,7 @@ def run_refused_dispatch(env: Env) -> list[Any]:
         assert not received.leased and np.array_equal(copy(env, received.tokens), want)
         handle.release()
         assert env.backend.name != "cpu" or group.leases.used == 0
-        # One that it does not even know the handle of: the others' landing is over, its own is not.
+        # A dispatch whose handle it does not even know: the others' receive offsets are used, its own are not.
         group.exchange_counts(handle, lease=True)
         if wrong:
             group.refuse_dispatch()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.needs("loads")
 
 DECAY = 0.75
 LAYERS = 3
-# Of each dispatch: tokens of the ranks, its layer and lane, whether it counts.
+# For each dispatch: tokens of the ranks, its layer and channel, whether it counts.
 STEPS = (
     ((9, 0, 4, 1), 0, 0, True),
     ((24, 24, 24, 24), 2, 1, True),
@@ -26,7 +26,7 @@ STEPS = (
     ((0, 0, 0, 0), 2, 0, True),
     ((17, 1, 0, 24), 0, 0, True),
     ((17, 1, 0, 24), 0, 0, True),
-    # A lane that serves a layer no longer.
+    # A channel that serves a layer no longer.
     *[((17, 1, 0, 24), 2, 1, True)] * 3,
 )
 
@@ -71,7 +71,7 @@ def count(env: Any, setup: Setup) -> tuple[np.ndarray, np.ndarray]:
                 group.exchange_counts(handle)
             received = group.dispatch(handle, tokens, lane=lane, count=counted)
             group.combine(handle, backend.tensor(backend.array(received.tokens)), weighting="topk")
-        # What the last of each lane has told is taken by the next one.
+        # What the last dispatch of each channel has told is taken by the next one.
         nothing = backend.tensor(np.zeros((0, setup.top_k), np.int32))
         rows = backend.tensor(np.zeros((0, setup.hidden), tokens_dtype(setup)))
         for lane in range(setup.lanes):
@@ -88,7 +88,7 @@ def tokens_dtype(setup: Setup) -> Any:
 
 
 MODES = ("low_latency", "high_throughput")
-# Of top-k, on a device: ids that are no whole vectors, and such that are.
+# Values of top-k: on a device, ids that are no whole vectors, and ids that are.
 SOME = [(policy, MODES[i % 2], 5 - i // 2 % 2) for i, policy in enumerate(POLICIES)]
 
 

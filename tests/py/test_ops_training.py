@@ -58,7 +58,7 @@ def with_ops(number: int, bound: int, around: Any = None) -> Any:
 
 
 def with_autograd(group: tw.Group) -> Any:
-    """The same of tokenway.autograd."""
+    """Does the same with tokenway.autograd."""
     from tokenway import autograd
 
     def model(x: Any, weights: Any, ids: Any, params: Any, order: Any) -> Any:

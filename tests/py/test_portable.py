@@ -74,7 +74,7 @@ def test_high_throughput(way: str, overflow: str) -> None:
 
 @EVERY_WAY
 def test_completed_in_any_order(way: str) -> None:
-    """Ranks complete what they sent on several lanes in orders of their own: nobody waits for who waits for him."""
+    """Ranks complete what they sent on several channels in orders of their own: no two wait for each other."""
     setup = Setup(ranks=3, experts=6, top_k=4, hidden=100, max_tokens=64, lanes=4)
     rounds = tuple(Round((64, 64, 64), seed=s, send_dispatch=True, send_combine=True) for s in range(4))
     for order in range(5):

@@ -38,7 +38,7 @@ def setup_of(policy: str, mode: str = "low_latency", **more: Any) -> Setup:
 @pytest.mark.parametrize("mode", LAYOUTS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies(world, policy, mode) -> None:
-    """Tokens that differ per rank, none on some, -1 ids, one expert for all, bounds, lanes, second dispatches."""
+    """Tokens that differ per rank, none on some, -1 ids, one expert for all, bounds, channels, second dispatches."""
     setup = setup_of(policy, mode)
     a, b = LAYOUTS[mode]
     rounds = (
@@ -54,7 +54,7 @@ def test_policies(world, policy, mode) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_tokens(world, policy) -> None:
-    """More than a round of routing, more than lines carry, and as many experts as a token may have."""
+    """More than a round of routing, more than go as packets, and as many experts as a token may have."""
     setup = setup_of(policy, experts=7, top_k=7, max_tokens=1100, hidden=8)
     check(world, one(replace(setup, ranks=2), Round((1100, 700)), Round((530, 1), seed=3, routing="holes")))
 
@@ -129,7 +129,7 @@ def test_oracle_holds(data: Any) -> None:
 
 
 def test_shares_are_kept() -> None:
-    """Of a long batch every slot gets its share, of each stretch of it nearly so."""
+    """Every slot gets its share of a long batch, and nearly so of each stretch of it."""
     table, home = np.array([0, 0, 0, 1]), np.array([0, 1, 2, 3])
     shares = np.float32([5, 3, 2, 1])
     slots = rr.slots_of(np.zeros((1000, 1), np.int32), table, 3, "shares", home, shares)[:, 0]
@@ -144,7 +144,7 @@ OTHER = (6, 5, 4, 3, 2, 1, 0, 0, 1, 2, 3, 4, 5, 6, -1)
 
 
 def dispatch_ids(env: Any, group: tw.Group, handle: Any, tokens: Any, **more: Any) -> np.ndarray:
-    """Received ids; the lane is given back."""
+    """Received ids; the channel is given back."""
     received = group.dispatch(handle, tokens, **more)
     ids = env.backend.array(received.ids)
     handle.release()
@@ -194,7 +194,7 @@ def test_maps_are_replaced(world, policy) -> None:
 
 
 def wrong_id(env: Any, setup: Setup) -> tuple[Any, ...] | None:
-    """What is told of an id that is no expert's, where the lane does not stand before the bank of its dispatch."""
+    """What is told of an id that is no expert's, where the channel does not stand before the bank of its dispatch."""
     backend = env.backend
     with env.context(), tw.Group(env.comm, **setup.settings()) as group:
         rows = backend.tensor(np.zeros((1, setup.hidden), np.float32))

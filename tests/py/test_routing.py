@@ -39,7 +39,7 @@ def test_seeds_and_ranks_differ(name) -> None:
 
 
 def test_streams_differ() -> None:
-    """Those of all ranks, the shared one, and those of seeds wider than one 32-bit word."""
+    """The streams of all ranks, the shared one, and those of seeds wider than one 32-bit word."""
     streams = [(s, r) for s in (0, 1, 2, 2**32, 2**32 + 1) for r in (None, 0, 1, 2)]
     assert len({routing._rng(s, r).random() for s, r in streams}) == len(streams)
 

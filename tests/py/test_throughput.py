@@ -217,7 +217,7 @@ def asking(env: Any) -> list[Any]:
         with pytest.raises(tw.InvalidUsage, match="no exchange of counts is under way"):
             handle.counts_ready()
         other = group.route(np.zeros((1, 1), np.int32))
-        if env.rank == 1:  # its word is the last one, and comes when rank 0 has seen that it is missing
+        if env.rank == 1:  # its signal is the last one, and comes when rank 0 has seen that it is missing
             group.exchange_counts(other, lane=1)
         pending = group.exchange_counts(handle, lane=0, send_only=True)
         found = [handle.counts_ready(), handle.counts_ready(0.01)] if env.rank == 0 else []
@@ -431,16 +431,16 @@ def test_a_rank_that_does_not_count(processes: Any, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(("nranks", "top_k"), heavy_but([(1, 3), (2, 4)], [1, 2, 3], [3, 4]))
 def test_a_routing_that_goes_again(world: Any, nranks: int, top_k: int) -> None:
-    """Of more rows than go as lines, ids and weights travel on devices with the first dispatch of a routing alone. Then
-    another one by the same handle; in leases, whose counts are exchanged again; and after rows that had no room. Four
-    ids lie as a whole vector."""
+    """On devices metadata travels with the first dispatch of a routing alone, if more rows than the packet bound go.
+    Then another routing by the same handle; leases, for which counts are exchanged again; and rows that had no room.
+    Four ids lie as a whole vector."""
     setup = Setup(ranks=nranks, experts=2 * nranks + 3, top_k=top_k, max_tokens=700, hidden=8, lanes=2, **EXACT)
     tokens = (700, 590, 0)[:nranks]
     first = Round(tokens, layout="flat", again=True, own=True)  # outputs of each dispatch's own, full of rubbish
     other = replace(first, seed=7, routing="holes", reuse=True)
     rounds = [first, other, replace(other, seed=8, layout="grouped"), replace(other, seed=9, own=False)]
     check(world, one(setup, *rounds, slow=nranks - 1))
-    if top_k == 4:  # the last rows, and lines, in units of half the size, of which a row has 5; the others in 3
+    if top_k == 4:  # the last rows, and packets, in tiles of half the size, 5 to a row; the others have 3
         check(world, one(replace(setup, hidden=2048), first, replace(other, send_dispatch=True)))
     leased = replace(setup, lease_bytes=1 << 20)
     check(world, one(leased, *(replace(r, lease=True) for r in rounds)))
@@ -459,7 +459,7 @@ LEASED = {"lanes": 2, "payloads": ((1, "uint8"), (17, "uint8")), **EXACT}
     heavy_but([(1, 1 << 20), (3, 4096), (3, 256), (3, 0)], [1, 3, 8], ROOMS),
 )
 def test_leases(world: Any, nranks: int, room: int) -> None:
-    """Of all rows, of some, of none: the same bits, which later steps leave as they are."""
+    """Leases of all ranks, of some, of none: the same bits, which later steps leave as they are."""
     setup = Setup(ranks=nranks, experts=2 * nranks + 1, top_k=min(3, nranks + 1), hidden=5, lease_bytes=room, **LEASED)
     full, odd = (8,) * nranks, tuple(8 * (r % 3) // 2 for r in range(nranks))
     several = [

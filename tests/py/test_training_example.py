@@ -106,7 +106,7 @@ def test_ranks_agree(text: Path) -> None:
     ("factor", "again", "says"), [(1.001, 1.001, "NOyes"), (1, 1 + 1e-7, "yesNO"), (1, 1, "yesyes")]
 )
 def test_disagreement_is_told(monkeypatch, capsys, factor, again, says) -> None:
-    """Of losses that are a thousandth apart, or have other bits in another run."""
+    """Losses are a thousandth apart, or have other bits in another run."""
     ex = module(monkeypatch)
     turns = iter([1.0, 1.0, factor, again])
 
@@ -174,7 +174,7 @@ def test_wrong_options(monkeypatch, capsys, tmp_path: Path) -> None:
 
 
 def test_withheld_files_are_not_trained_on(monkeypatch) -> None:
-    """Those of the list, of the standard library; every 20th, of a folder."""
+    """Of the standard library the files of a list are withheld; of a folder every 20th."""
     module(monkeypatch)
     moe_lm = importlib.import_module("moe_lm")
     for path in (None, str(EXAMPLES.parent / "python")):

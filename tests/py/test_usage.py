@@ -97,7 +97,7 @@ def refused_while_pending(env: Env) -> Any:
     else:
         pending = calls.dispatch(send_only=True)
         outcomes = [caught(pending.hook), caught(pending.result)]
-    calls.handle.release()  # a send_only dispatch that failed keeps its lane
+    calls.handle.release()  # a send_only dispatch that failed keeps its channel
     good = calls.good_round()
     calls.group.close()
     return outcomes, good

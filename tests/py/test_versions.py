@@ -65,7 +65,7 @@ class Ours:
 
 
 def run_views(env: Env, layout: str) -> None:
-    """Valid until the next step on their lane, whichever it is, and no longer."""
+    """Views are valid until the next step on their channel, whichever it is, and no longer."""
     with tw.Group(env.comm, **(SETTINGS | MODES[layout])) as group:
         ours = Ours(env, group)
 
@@ -114,7 +114,7 @@ def test_views_of_the_window(threads, layout) -> None:
 
 
 def run_lanes(env: Env) -> None:
-    """A step on another lane changes nothing."""
+    """A step on another channel changes nothing."""
     with tw.Group(env.comm, lanes=3, **SETTINGS) as group:
         ours = Ours(env, group)
         if group.device is None:  # steps that nobody has counted yet
@@ -250,7 +250,7 @@ def run_refused(env: Env) -> list[Any]:
             flat = x.detach().view(n * TOKENS, HIDDEN) if x is inference else x.view(n * TOKENS, HIDDEN)
             handle = ours.route()
             outcomes.append(caught(ours.dispatch, 1, handle, out=x if bad else None))
-            with suppress(tw.InvalidUsage):  # on devices a handle holds its lane all the same
+            with suppress(tw.InvalidUsage):  # on devices a handle holds its channel all the same
                 handle.release()
             received = ours.dispatch(1)
             outcomes.append(caught(group.combine, received.handle, received.tokens, out=flat[:TOKENS] if bad else None))

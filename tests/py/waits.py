@@ -105,7 +105,7 @@ class Row:
 
     @property
     def timeout(self) -> float:
-        """Of a rank that is dead others hear at once, whatever the timeout, unless it has never come."""
+        """Others hear of a dead rank at once, whatever the timeout, unless it has never come."""
         return LONG if self.how == "dead" and self.phase not in UNMET else self.short
 
     @property

@@ -1,4 +1,4 @@
-// src/cuda/device/ptx.cuh for the emulator: the same words, in C++.
+// src/cuda/device/ptx.cuh for the emulator: the same functions, in C++.
 #pragma once
 
 #include <bit>
