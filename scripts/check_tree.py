@@ -51,12 +51,12 @@ KERNEL = SHARED | {"views", "cuda/launch", "cuda/device"}
 ALLOWED |= {
     "cpu": BACKEND,
     "cuda/launch": SHARED | {"views"},
-    "cuda/device": SHARED | {"views", "cuda/launch", "cuda/transport/target.cuh"},
+    "cuda/device": SHARED | {"views", "cuda/launch", "cuda/transport/target.cuh", "cuda/transport/store.cuh"},
     **{f"cuda/{room}": KERNEL for room in ("dispatch", "combine", "counts", "view", "step")},
     "cuda/collective": KERNEL | {"cuda/combine"},  # a reduce-scatter is a combine whose owners are known
     "cuda/plan": SHARED | {"cuda/launch", "core/status.h", "core/plan_query.h"},
     "cuda/driver": {"core/status.h"},
-    "cuda/transport": BACKEND | {"cuda/launch", "cuda/driver"},
+    "cuda/transport": BACKEND | {"cuda/launch", "cuda/driver", "cuda/device/ptx.cuh"},
     "cuda/host": BACKEND | {"cuda/launch", "cuda/plan", "cuda/driver", "cuda/transport"},
 }
 

@@ -5,6 +5,7 @@
     python tests/emulator/run.py --threads               ranks as threads alone, no deaths, and half of the examples
     python tests/emulator/run.py --quick                 the same but long and heavy, and a quarter of the examples
     python tests/emulator/run.py --carried               the portable backend: devices apart, whose blocks gloo moves
+    python tests/emulator/run.py --counted               over a transport that counts what kernels store at peers
     python tests/emulator/run.py -k rounds -x            arguments of pytest
 
 Needs CUDA's headers and Boost.Context (Debian: libboost-context-dev); without them it says so and succeeds, unless
@@ -27,11 +28,12 @@ FILES = (
     *("collective_errors", "properties", "rounds", "survival", "views", "versions", "arguments"),
 )
 THREADS = tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival"))
+COUNTED = ("stores", "exchange", "throughput", "collectives")
 NOTHING = "CUDA's headers or Boost.Context are missing"
 
 
-def build() -> bool:
-    """Builds the library. False if this machine has not what it takes."""
+def build(target: str) -> bool:
+    """Builds the library, or the one that counts. False if this machine has not what it takes."""
     cmake = str(TOOLS / "cmake")
     options = ["-DTOKENWAY_CUDA=OFF", "-DTOKENWAY_EMULATOR=ON", "-DCMAKE_UNITY_BUILD=ON"]
     options += [f"-DCMAKE_MAKE_PROGRAM={TOOLS / 'ninja'}"]
@@ -42,19 +44,22 @@ def build() -> bool:
         if "CUDAToolkit" not in said.stderr and "Boost" not in said.stderr:
             sys.exit(said.stderr)
         return False
-    subprocess.run([cmake, "--build", str(BUILD), "--target", "tokenway_emulated"], check=True)
+    subprocess.run([cmake, "--build", str(BUILD), "--target", target], check=True)
     return True
 
 
 def main(arguments: list[str]) -> int:
     """Returns pytest's exit code."""
-    if not build():
+    counted = "--counted" in arguments
+    if not build("tokenway_counted" if counted else "tokenway_emulated"):
         print(f"emulated GPUs: skipped, {NOTHING}", file=sys.stderr)
         return int(os.environ.get("TW_STRICT") == "1")
     names, chosen = FILES, []
+    if counted:
+        arguments = ["--quick", *(a for a in arguments if a != "--counted")]
     quick = "--quick" in arguments
     if quick or "--threads" in arguments:
-        names, chosen = THREADS, ["-k", "not processes and not killed"]
+        names, chosen = COUNTED if counted else THREADS, ["-k", "not processes and not killed"]
         arguments = [a for a in arguments if a not in ("--quick", "--threads")]
         chosen += ["-m", "not long and not heavy"] * quick
         os.environ.setdefault("EXAMPLES", "6" if quick else "12")
@@ -66,7 +71,7 @@ def main(arguments: list[str]) -> int:
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT / "python"),
-        "TOKENWAY_LIBRARY": str(BUILD / "emulator" / "libtokenway.so"),
+        "TOKENWAY_LIBRARY": str(BUILD / ("counted" if counted else "emulator") / "libtokenway.so"),
     }
     # Capture of Python alone: what the emulator says before it aborts would be lost with the files of the other.
     command = [sys.executable, "-m", "pytest", *files, "--backend", backend, "--capture=sys", *chosen, *arguments]

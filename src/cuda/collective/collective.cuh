@@ -199,13 +199,13 @@ __device__ __noinline__ static void copy_any(std::byte* to, const std::byte* fro
   if (width == 4) {
 #pragma unroll 4
     for (uint32_t at = begin + 4 * static_cast<uint32_t>(lane()); at < end; at += 128) {
-      *reinterpret_cast<uint32_t*>(to + at) = load_fresh<uint32_t>(from + at);
+      put_data(reinterpret_cast<uint32_t*>(to + at), load_fresh<uint32_t>(from + at));
     }
     return;
   }
 #pragma unroll 4
   for (uint32_t at = begin + static_cast<uint32_t>(lane()); at < end; at += 32) {
-    to[at] = static_cast<std::byte>(load_fresh<unsigned char>(from + at));
+    put_data(to + at, static_cast<std::byte>(load_fresh<unsigned char>(from + at)));
   }
 }
 // Copies a tile by a warp; all of it is on its way at once.
@@ -223,7 +223,7 @@ __device__ inline void copy_part(const CollectiveRows& rows, std::byte* to, cons
   }
 #pragma unroll
   for (uint32_t u = 0; u < kTileGroups; ++u) {
-    if (first + 32 * u < end) reinterpret_cast<uint4*>(to)[first + 32 * u] = value[u];
+    if (first + 32 * u < end) put_data(reinterpret_cast<uint4*>(to) + first + 32 * u, value[u]);
   }
 }
 

@@ -32,7 +32,7 @@ __device__ inline void copy_tile(const Sum& s, int owner, const std::byte* row, 
   const auto store = [&](std::byte* to, uint32_t first, const uint4* value) {
 #pragma unroll
     for (uint32_t u = 0; u < kTileGroups; ++u) {
-      if (first + 32 * u < end) reinterpret_cast<uint4*>(to)[first + 32 * u] = value[u];
+      if (first + 32 * u < end) put_data(reinterpret_cast<uint4*>(to) + first + 32 * u, value[u]);
     }
   };
   uint4 even[kTileGroups];
@@ -64,7 +64,7 @@ __device__ __noinline__ static void sum_vectors_into(Sum s, int owner, int slot,
     sum_partial<kWire>(p, s.set(), v, end, bits);
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      if (v + 32 * u < end) reinterpret_cast<uint4*>(to)[v + 32 * u] = bits[u];
+      if (v + 32 * u < end) put_data(reinterpret_cast<uint4*>(to) + v + 32 * u, bits[u]);
     }
   }
 }
@@ -79,7 +79,7 @@ __device__ __noinline__ static void sum_into(Sum s, int owner, int slot, std::by
   for (uint32_t w = tile.begin * kGroupWords + lane(); w < end; w += 32) {
     const uint64_t value = sum_word(p, s.set(), w);
     if (p.words_fit) {
-      reinterpret_cast<uint64_t*>(to)[w] = value;
+      put_data(reinterpret_cast<uint64_t*>(to) + w, value);
     } else {
       store_bytes(to + 8 * static_cast<uint64_t>(w), value, bytes - 8 * static_cast<int64_t>(w));
     }
@@ -225,9 +225,9 @@ __device__ inline void publish_chunks(const Call& s) {
       const Chunk chunk = chunk_of(s, work.taken[Work::place_of(turn + of)] + i - of * together);
       fence_system();  // one instruction of all these threads, each of which stores a signal
       if (chunk.rows > 0 && signals_parts(s.p.group)) {
-        store_word(s.windows()[chunk.owner] +
-                       s.p.group.map.chunk_signal(s.step.lane, s.step.bank(), s.p.group.me, chunk.number),
-                   s.step.number);
+        put_word(s.windows()[chunk.owner] +
+                     s.p.group.map.chunk_signal(s.step.lane, s.step.bank(), s.p.group.me, chunk.number),
+                 s.step.number);
       }
     }
     __syncwarp();  // all have read what is about to be overwritten
@@ -318,7 +318,7 @@ struct FirstPush {
     auto* const at = reinterpret_cast<uint4*>(place_of(s, owner, to)) + begin;
 #pragma unroll
     for (uint32_t i = 0; i < kTileGroups; ++i) {
-      if (i < vectors) at[32 * i] = value[i];
+      if (i < vectors) put_data(at + 32 * i, value[i]);
     }
   }
 };

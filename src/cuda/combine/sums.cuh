@@ -109,7 +109,6 @@ __device__ inline Sent load_sent(const CombineParams& p, int token, int position
 // thread's first destination.
 __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
   const CombineParams& p = s.p;
-  const WindowMap& map = p.group.map;
   __syncwarp();  // the set is about to be overwritten
   Terms terms{0, true, false, -1};
 #pragma unroll 1

@@ -162,16 +162,16 @@ __device__ void tell_counts(const CountsParams& p, const Step& step) {
   };
   for (int rank = 0; rank < shape.ranks; ++rank) {
     auto* const to = reinterpret_cast<int32_t*>(place(rank));
-    for (int i = static_cast<int>(threadIdx.x); i < shape.ranks; i += blockDim.x) to[i] = p.told[i];
+    for (int i = static_cast<int>(threadIdx.x); i < shape.ranks; i += blockDim.x) put_data(to + i, p.told[i]);
     auto* const receive_offset = reinterpret_cast<uint64_t*>(place(rank) + WindowMap::receive_offsets_begin(shape));
     for (int q = static_cast<int>(threadIdx.x); shape.leases() && q < shape.payloads; q += blockDim.x) {
-      receive_offset[q] = p.receive_offset[q];
+      put_data(receive_offset + q, p.receive_offset[q]);
     }
   }
   for (int id = static_cast<int>(threadIdx.x); id < shape.experts; id += blockDim.x) {
     const uint32_t expert = g.experts[id];
     auto* const to = reinterpret_cast<int32_t*>(place(expert_rank(expert))) + shape.ranks;
-    to[expert_slot(expert)] = p.told[shape.ranks + id];
+    put_data(to + expert_slot(expert), p.told[shape.ranks + id]);
   }
   __syncthreads();  // S4: the fence of the signals follows this
   for (int i = static_cast<int>(threadIdx.x); i < shape.ranks + shape.experts; i += blockDim.x) p.told[i] = 0;

@@ -14,6 +14,7 @@
 #include "cuda/device/ptx.cuh"
 #include "cuda/launch/group_view.h"
 #include "cuda/launch/tiles.h"
+#include "cuda/transport/store.cuh"
 
 namespace tw::cuda {
 
@@ -145,10 +146,10 @@ __device__ inline uint64_t load_bytes(const std::byte* from, int64_t bytes) {
 }
 __device__ inline void store_bytes(std::byte* to, uint64_t value, int64_t bytes) {
   if (bytes >= 8 && reinterpret_cast<uintptr_t>(to) % 8 == 0) {
-    *reinterpret_cast<uint64_t*>(to) = value;
+    put_data(reinterpret_cast<uint64_t*>(to), value);
     return;
   }
-  for (int i = 0; i < 8 && i < bytes; ++i) to[i] = static_cast<std::byte>(value >> (8 * i));
+  for (int i = 0; i < 8 && i < bytes; ++i) put_data(to + i, static_cast<std::byte>(value >> (8 * i)));
 }
 
 }  // namespace tw::cuda

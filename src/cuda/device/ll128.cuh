@@ -33,17 +33,17 @@ __device__ inline bool is_together() { return (~active_threads() & packet_thread
 
 // Stores a part of a packet whose threads are not together: the flag follows the data, behind a fence.
 __device__ __noinline__ static void store_apart(void* to, uint64_t a, uint64_t b) {
-  if (!is_flag()) store_pair(to, a, b);
+  if (!is_flag()) put_pair(to, a, b);
   __syncwarp(packet_threads());
   if (!is_flag()) return;
   fence_system();
-  store_pair(to, a, b);
+  put_pair(to, a, b);
 }
 
 // Stores a thread's part of a packet. `together`: is_together(), asked just before.
 __device__ inline void store_packet(bool together, void* to, uint64_t a, uint64_t b) {
   if (together) {
-    store_pair(to, a, b);
+    put_pair(to, a, b);
   } else {
     store_apart(to, a, b);
   }

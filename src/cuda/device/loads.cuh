@@ -27,7 +27,7 @@ __device__ inline void tell_signal(const GroupView& g, int lane_of, uint32_t dis
   const uint64_t place = g.map.loads(lane_of, bank, g.me) + sizeof(uint64_t) * word;
 #pragma unroll 1
   for (int rank = 0; rank < g.map.shape().ranks; ++rank) {
-    store_word(window_of(g, rank) + place, told_signal(dispatch, value));
+    put_word(window_of(g, rank) + place, told_signal(dispatch, value));
   }
 }
 

@@ -397,12 +397,12 @@ template <class Count>
 __device__ inline void publish_signals(const GroupView& g, const Step& step, Mode mode, Count count) {
   const int ranks = g.map.shape().ranks;
   for (int i = lane(); i < ranks; i += 32) {
-    store_word(own_signal_at(g, step, (g.me + 1 + i) % ranks) + kNoteOffset, step.note(0));
+    put_word(own_signal_at(g, step, (g.me + 1 + i) % ranks) + kNoteOffset, step.note(0));
   }
   if (lane() < ranks) fence_system();
   for (int i = lane(); i < ranks; i += 32) {
     const int rank = (g.me + 1 + i) % ranks;
-    store_word(own_signal_at(g, step, rank), pack(Signal{step.low(), mode, static_cast<uint32_t>(count(rank))}));
+    put_word(own_signal_at(g, step, rank), pack(Signal{step.low(), mode, static_cast<uint32_t>(count(rank))}));
   }
 }
 
@@ -413,10 +413,10 @@ __device__ inline void publish_signal(const GroupView& g, const Step& step, int 
   std::byte* const place = own_signal_at(g, step, rank);
   const uint64_t signal = pack(Signal{step.low(), mode, static_cast<uint32_t>(n)});
   const uint64_t note = step.note(plain);
-  if (g.packet_tokens > 0) return store_pair(place, signal, note);
-  store_word(place + kNoteOffset, note);
+  if (g.packet_tokens > 0) return put_pair(place, signal, note);
+  put_word(place + kNoteOffset, note);
   fence_system();
-  store_word(place, signal);
+  put_word(place, signal);
 }
 // Publishes a step without rows to all ranks; by a block.
 __device__ inline void publish_empty(const GroupView& g, const Step& step, Mode mode) {

@@ -89,7 +89,7 @@ __device__ inline void store_vectors(std::byte* row, const Span& span, const Vec
 #pragma unroll
   for (uint32_t i = 0; i < kTileGroups; ++i) {
     const uint32_t v = span.begin + static_cast<uint32_t>(lane()) + 32 * i;
-    if (v < span.end) reinterpret_cast<Vec16*>(row)[v] = vectors[i];
+    if (v < span.end) put_data(reinterpret_cast<Vec16*>(row) + v, vectors[i]);
   }
 }
 
@@ -137,7 +137,7 @@ template <class V>
 __device__ inline void copy_span(const std::byte* from, std::byte* to, const Span& span) {
 #pragma unroll 1
   for (uint32_t v = span.begin + static_cast<uint32_t>(lane()); v < span.end; v += 32) {
-    reinterpret_cast<V*>(to)[v] = load_fresh<V>(from + sizeof(V) * v);
+    put_data(reinterpret_cast<V*>(to) + v, load_fresh<V>(from + sizeof(V) * v));
   }
 }
 __device__ __noinline__ static void copy_narrow(const std::byte* from, std::byte* to, Span span, int width) {
@@ -194,7 +194,8 @@ __device__ inline uint64_t place_meta(const Block& b, int rank, int slot, int po
   auto* const row = reinterpret_cast<uint64_t*>(b.scratch.windows()[rank] +
                                                 p.group.map.meta_row(b.step.lane, b.step.bank(), b.row_at(rank, slot)));
 #pragma unroll 1
-  for (uint32_t w = static_cast<uint32_t>(lane()); w < b.meta_words(); w += 32) row[w] = w == 0 ? header : words[w];
+  for (uint32_t w = static_cast<uint32_t>(lane()); w < b.meta_words(); w += 32)
+    put_data(row + w, w == 0 ? header : words[w]);
   return header;
 }
 // Sends a row's metadata to another rank: as packets, so that it need not wait for the signal behind all rows before

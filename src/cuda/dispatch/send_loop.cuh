@@ -190,7 +190,7 @@ __device__ __noinline__ static void finish_plain(Block b) {
   }
   fence_system();
   const uint64_t place = g.map.signal(b.step.lane, b.step.bank(), g.me) + kRowsOffset;
-  for (int i = lane(); i < b.ranks(); i += 32) store_word(b.scratch.windows()[i] + place, b.step.number);
+  for (int i = lane(); i < b.ranks(); i += 32) put_word(b.scratch.windows()[i] + place, b.step.number);
 }
 
 // ---- The loop over all tiles

@@ -84,9 +84,9 @@ __global__ void self_test_kernel(const __grid_constant__ SelfTestParams p) {
     const uint64_t flag = kTestFlag | static_cast<uint64_t>(round);
     for (int i = 1; i < ranks; ++i) {
       const int peer = (g.me + i) % ranks;
-      std::byte* const packet = g.windows[peer] + map.packet(0, bank, g.me, 0);
+      std::byte* const packet = window_of(g, peer) + map.packet(0, bank, g.me, 0);
       for (uint32_t lane = threadIdx.x; lane < lanes; lane += blockDim.x) {
-        store_pair(packet + 16 * lane, test_word(round, 2 * lane), flagged ? flag : test_word(round, 2 * lane + 1));
+        put_pair(packet + 16 * lane, test_word(round, 2 * lane), flagged ? flag : test_word(round, 2 * lane + 1));
       }
     }
     for (int i = 1; i < ranks; ++i) {

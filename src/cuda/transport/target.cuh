@@ -12,6 +12,7 @@
 #pragma once
 
 #include "cuda/launch/group_view.h"
+#include "cuda/transport/store.cuh"
 
 namespace tw::cuda {
 
@@ -21,7 +22,8 @@ __device__ inline bool is_staged(const GroupView& g) { return g.out != nullptr; 
 
 // Gives the window of a rank, from where it is found soonest. A peer's only where windows are mapped.
 __device__ inline std::byte* window_of(const GroupView& g, int rank) {
-  return rank < kNear ? g.near_windows[rank] : g.windows[rank];
+  std::byte* const window = rank < kNear ? g.near_windows[rank] : g.windows[rank];
+  return rank == g.me ? window : reachable(window);
 }
 
 // Gives where a kernel finds what belongs to a rank: its window, or, in a staged kernel that sends, what goes out.
