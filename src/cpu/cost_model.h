@@ -36,8 +36,8 @@ using TimedRound = std::array<double, std::size(kTimedMoves)>;  // microseconds 
 //
 // A rank that comes late to a move waits less than the others, so the ranks' mean is taken: the sum of these means is
 // the time that has passed. For each kind of move the result is the lowest decile of the means, as disturbances only
-// add time. A quartile or a median says as much about who else has used the cores at that moment (with a compiler
-// beside two ranks 2 and 3.7 ms, where it was 0.2 to 0.3 on a quiet machine), and a group would believe for ever that
+// add time. A quartile or a median says as much about who else has used the cores at that moment: with a compiler
+// beside two ranks they were 2 and 3.7 ms, on a quiet machine 0.2 to 0.3. A group would then believe for ever that
 // bytes cost nothing beside moves. The least is the time of a move for which everything was there already, and differs
 // from one time to the next. For the same reasons no more than a third of a large move's time counts as its beginning.
 inline Costs costs_of(const std::vector<std::vector<TimedRound>>& ranks) {

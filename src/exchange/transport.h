@@ -1,6 +1,6 @@
 // Transport: what the exchange asks of a backend's memory, on hosts; kernels have loops of their own. A type that
 // satisfies this concept carries every step that is written against it (dispatch, combine, counts, gathers and
-// reduces). S4 is its promise: who sees a signal sees all that its writer put before. S6 is the promise of wait: it
+// reduces). S4 is its promise: whoever sees a signal sees all that its writer put before. S6 is the promise of wait: it
 // ends.
 #pragma once
 

@@ -62,8 +62,8 @@ __device__ __noinline__ static bool source_failed(const GroupView& g, Step step,
   return saw(g, step, rank, Look::kTakesPart, &source) && source.error != twSuccess;
 }
 
-// Waits for the signal of a source's chunk; who gets true may read its rows (S4). False if the wait ended otherwise
-// (S6).
+// Waits for the signal of a source's chunk. A thread that gets true may read its rows (S4). False if the wait ended
+// otherwise (S6).
 __device__ __noinline__ static bool await_chunk(const GroupView& g, Step step, int source, int chunk) {
   const std::byte* const word = window_of(g, g.me) + g.map.chunk_signal(step.lane, step.bank(), source, chunk);
   if (!signals_parts(g)) return true;  // the step's signal says that all is there

@@ -44,8 +44,8 @@ __device__ inline int32_t peek_once(int32_t* at) {
 // ---- The begin of a kernel
 
 // Reads a kernel's parameters ahead of their use. Constants are cold when a kernel starts, and each 64 bytes that are
-// met one after the other cost 40 ns; here that passes while the kernel before runs. `bytes`: the part that most calls
-// use.
+// met one after the other cost 40 ns; here that passes while the previous kernel runs. `bytes`: the part that most
+// calls use.
 template <class Params>
 __device__ inline void warm(const Params& params, size_t bytes = sizeof(Params)) {
   const auto* const words = reinterpret_cast<const uint32_t*>(&params);
@@ -91,7 +91,7 @@ __device__ inline const int32_t* kept_ids(const HandleView& handle, int top_k, i
 
 // Fills the table of where experts are, [E + 1]; the last entry is of no rank, for ids that are none. By a block of
 // `threads` threads. The tables change only while no kernel of this rank runs, so they are there before a kernel waits
-// for the one before.
+// for the previous one.
 __device__ inline void fill_experts(const GroupView& g, uint32_t* table, int threads) {
   const int experts = g.map.shape().experts;
 #pragma unroll 1

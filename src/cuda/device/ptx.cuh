@@ -140,8 +140,8 @@ __device__ inline std::byte* shared_bytes() { return reinterpret_cast<std::byte*
 __device__ inline void meet() { asm volatile("barrier.cta.sync 0;" ::: "memory"); }
 
 // Gates of a block, in shared memory (mbarriers; PTX's manual has a section on them). A gate opens when `count` threads
-// have arrived, then closes for the next turn; turns are told apart by their parity. Who sees it open sees what those
-// that arrived had written.
+// have arrived, then closes for the next turn; turns are told apart by their parity. A thread that sees it open also
+// sees what those that arrived had written.
 __device__ inline uint32_t shared_address(const void* at) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }

@@ -31,7 +31,7 @@ namespace {
 // because each such step takes half a microsecond.
 //
 // Blocks that send go through all of it twice if they come onto the device early (Kind::kUsual, `rehearses`). The first
-// time is a rehearsal without effect, before the wait for the kernel before: instructions must be fetched from device
+// time is a rehearsal without effect, before the wait for the previous kernel: instructions must be fetched from device
 // memory, as those of the last dispatch have left the caches since. Without the rehearsal 13 us passed from the wait to
 // a warp's second tile, and the link had work for 6 of them; a dispatch and a combine of 4096 tokens took 2.3 us
 // longer, 0.4 of it the combine's part. What a rehearsal loads may be of any time, so nothing that goes out is made of
@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   }
   IdsAt ids_from = ids_at(p, thread);
   pin(ids_from.from, ids_from.bytes);
-  // What is loaded first comes to the second-level cache while the kernel before runs: between bulk kernels more passes
-  // through that cache than it holds.
+  // What is loaded first comes to the second-level cache while the previous kernel runs: between bulk kernels more
+  // passes through that cache than it holds.
   if (sends && kFast) {
     if (ids_from.bytes > 0) prefetch(ids_from.from);
     plain.bring_near(p);

@@ -34,7 +34,7 @@ __device__ inline void keep_before_packets(const DispatchParams& p, const Scratc
   }
 }
 
-// What a sending warp begins with, found before the wait for the kernel before.
+// What a sending warp begins with, found before the wait for the previous kernel.
 template <bool kFast>
 struct Beginning {
   bool plain = false;  // it is a tile of a Simple row, in usual calls

@@ -1,8 +1,8 @@
 // Ids of a call on a device, as the host hands them to kernels: the caller's or the handle's own, and the map by which
 // they become physical experts.
 //
-// Takes a handle and whether a kernel before has copied the ids; gives IdsIn. replace_map() waits for all calls of this
-// rank.
+// Takes a handle and whether an earlier kernel has copied the ids; gives IdsIn. replace_map() waits for all calls of
+// this rank.
 //
 // What breaks if this changes: S9: a map that changes while a kernel reads it gives other physical experts in each
 // block. Ranks whose maps differ find out by the digest (docs/PROTOCOL.md, Maps and counting).

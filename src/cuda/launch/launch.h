@@ -2,7 +2,7 @@
 //
 // launch_kernel takes the kernel, its parameters by value, grid, shared memory and stream, and returns a cudaError_t.
 // With `early` it asks for programmatic dependent launch (CUDA programming guide): the kernel comes onto the device
-// when all blocks of the one before it in its stream have begun, and waits there (device/block.cuh, await_earlier), so
+// when all blocks of the previous one in its stream have begun, and waits there (device/block.cuh, await_earlier), so
 // that the cost of bringing it there passes while the other one runs.
 //
 // What breaks if this changes: S8. With `early` the next kernels of every channel and every rank of a device may be
@@ -16,7 +16,7 @@
 
 namespace tw::cuda {
 
-// Whether what a kernel does before its wait takes no time, since the kernel before it still runs.
+// Whether what a kernel does before its wait takes no time, since the previous kernel still runs.
 inline bool comes_early(bool early) { return early; }
 
 // The rounds of packets that each pair of ranks sends in the test of packets.
