@@ -221,7 +221,7 @@ TEST(Counts, RefusalLeavesLanesAlike) {
   EXPECT_TW(twInvalidArgument, refuse(world, a, 1, true));
   b.send();
   const twResult_t third[] = {c.exchange(0, true), c.exchange(1, true)};
-  EXPECT_EQ(third[0], third[1]) << "the same call in the same order found a free lane on one rank only";
+  EXPECT_EQ(third[0], third[1]) << "the same call in the same order found a free channel on one rank only";
   EXPECT_TW(twPeerRefused, a.complete(0));
   b.complete();
   a.exchange();  // on the channel that it holds

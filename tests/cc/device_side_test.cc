@@ -29,7 +29,7 @@ GroupConfig checked(bool on_device, int32_t packet_tokens, int32_t max_tokens = 
 
 TEST(DeviceSide, LinesAndChunksOfAWindow) {
   for (const int32_t wish : {-1, 0, 5, 1 << 20}) {
-    EXPECT_EQ(checked(false, wish).shape().packet_tokens, 0) << "the CPU has no lines, whatever the environment says";
+    EXPECT_EQ(checked(false, wish).shape().packet_tokens, 0) << "the CPU has no packets, whatever the environment says";
     EXPECT_EQ(checked(false, wish).shape().chunk_rows, 0);
     EXPECT_GE(checked(true, wish).shape().chunk_rows, 1);
   }
@@ -148,7 +148,7 @@ TEST(DeviceSide, BanksOfDispatchesAlternateFromOne) {
       EXPECT_EQ(combine.step, before + 1);
       before = combine.step;
     }
-    EXPECT_EQ(lanes[0].step, first_step) << "other lanes stand still";
+    EXPECT_EQ(lanes[0].step, first_step) << "other channels stand still";
   }
 }
 

@@ -65,7 +65,7 @@ class EagerTransport {
   int ranks() const { return kRanks; }
 
   void put(int peer, uint64_t offset, const void* source, size_t n) {
-    EXPECT_FALSE(told_.contains(peer)) << "S4: rows put after the word that stands for them";
+    EXPECT_FALSE(told_.contains(peer)) << "S4: rows put after the signal that stands for them";
     const uint64_t begin = map_.inbox(0, static_cast<int>(step & 1), 0, 0);
     EXPECT_GE(offset, begin) << "S1: step " << step;
     EXPECT_LE(offset + n, begin + map_.inbox(0, 1, 0, 0) - map_.inbox(0, 0, 0, 0)) << "S1: step " << step;

@@ -184,7 +184,7 @@ TEST(Errors, RefusalLeavesLanesAlike) {
   EXPECT_TW(twInvalidArgument, a[1].dispatch(true));
   b.send_dispatch();
   const twResult_t third[] = {c[0].dispatch(true), c[1].dispatch(true)};
-  EXPECT_EQ(third[0], third[1]) << "the same call in the same order found a free lane on one rank only";
+  EXPECT_EQ(third[0], third[1]) << "the same call in the same order found a free channel on one rank only";
   EXPECT_TW(twPeerRefused, a[0].complete());
   b.complete_dispatch();
   release(world, a);

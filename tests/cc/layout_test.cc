@@ -45,15 +45,15 @@ void add_header(const WindowMap& map, std::vector<Region>* regions) {
   const Shape& shape = map.shape();
   regions->push_back({WindowMap::waiters(), WindowMap::waiters() + 4, "waiters"});
   for (int rank = 0; rank < shape.ranks; ++rank) {
-    regions->push_back({WindowMap::abort_signal(rank), WindowMap::abort_signal(rank) + 8, "abort word"});
+    regions->push_back({WindowMap::abort_signal(rank), WindowMap::abort_signal(rank) + 8, "abort signal"});
   }
   for (int lane = 0; lane < shape.lanes; ++lane) {
     for (int bank = 0; bank < 2; ++bank) {
       for (int source = 0; source < shape.ranks; ++source) {
-        regions->push_back({map.signal(lane, bank, source), map.signal(lane, bank, source) + 8, "word"});
+        regions->push_back({map.signal(lane, bank, source), map.signal(lane, bank, source) + 8, "signal"});
         regions->push_back({map.note(lane, bank, source), map.note(lane, bank, source) + 8, "note"});
         const uint64_t rows = map.signal(lane, bank, source) + kRowsOffset;
-        regions->push_back({rows, rows + 8, "rows word"});
+        regions->push_back({rows, rows + 8, "rows signal"});
       }
     }
   }
@@ -95,11 +95,11 @@ void add_device_regions(const WindowMap& map, std::vector<Region>* regions) {
       for (int source = 0; source < shape.ranks; ++source) {
         for (int chunk = 0; chunk < chunks_of(shape); ++chunk) {
           const uint64_t word = map.chunk_signal(lane, bank, source, chunk);
-          regions->push_back({word, word + 8, "chunk word"});
+          regions->push_back({word, word + 8, "chunk signal"});
         }
         for (int p = 0; p < shape.packet_tokens; ++p) {
           const uint64_t packet = map.packet(lane, bank, source, p);
-          regions->push_back({packet, packet + packet_row_bytes(shape), "lines"});
+          regions->push_back({packet, packet + packet_row_bytes(shape), "packets"});
         }
       }
     }
@@ -215,7 +215,7 @@ TEST(Layout, DeviceRegionsMoveNothing) {
     const WindowMap map = made(shape);
     const WindowMap cpu = made(plain);
     EXPECT_EQ(cpu.packet_bytes(), 0u);
-    EXPECT_EQ(cpu.lane_bytes(), cpu.bank(0, 1) + cpu.bank_bytes() - cpu.signal(0, 0, 0)) << "words and two banks";
+    EXPECT_EQ(cpu.lane_bytes(), cpu.bank(0, 1) + cpu.bank_bytes() - cpu.signal(0, 0, 0)) << "signals and two banks";
     EXPECT_EQ(cpu.bytes(), cpu.signal(0, 0, 0) + shape.lanes * cpu.lane_bytes());
     const bool bare = shape.packet_tokens == 0 && shape.chunk_rows == 0;
     EXPECT_EQ(map.lane_bytes() == cpu.lane_bytes(), bare);

@@ -38,7 +38,7 @@ COLLECTIVES = (
         Edit(CPU, "      first[rank] = first[rank - 1] + call.sizes[rank - 1];\n", ""),
     ),
     _mutation(
-        "own rows are read from a view after the word",
+        "own rows are read from a view after the signal",
         "S3",
         "OwnRowsOfAView",
         Edit(
@@ -54,7 +54,7 @@ COLLECTIVES = (
         Edit(CALLS, "  if (state.request != 0) TW_RETURN_IF_FAILED(finish_request(group, lane, stream));\n", ""),
     ),
     _mutation(
-        "what was sent alone holds its lane",
+        "what was sent alone holds its channel",
         "S5",
         "RefusedAmongSent",
         Edit(
@@ -75,7 +75,7 @@ COLLECTIVES = (
         ),
     ),
     _mutation(
-        "a gather takes a reduce's word",
+        "a gather takes a reduce's signal",
         "S5",
         "DifferentCalls",
         Edit(CPU, f"{AWAIT}deadline, counts_.data());\n", f"{AWAIT}deadline, counts_.data(), true);\n"),

@@ -46,7 +46,7 @@ COUNTS = (
         (Edit(CPU, AWAIT, "    (void)deadline;\n    const StepEnd end;\n"),),
     ),
     Mutation(
-        "counts taken from the word of another call",
+        "counts taken from the signal of another call",
         "S5",
         "counts_test",
         "Counts.CallMismatch",
@@ -100,7 +100,7 @@ COUNTS = (
         (Edit(CALLS, "  if (send_only && !learns_late(group)) hold(group, *handle, lane);\n", ""),),
     ),
     Mutation(
-        "counts keep their lane",
+        "counts keep their channel",
         "S5",
         "counts_test",
         "Counts.GiveTheirLaneBack",
@@ -198,7 +198,7 @@ COUNTS = (
         ),
     ),
     Mutation(
-        "asking for counts gives their lane back",
+        "asking for counts gives their channel back",
         "S5",
         "counts_ready_test",
         "CountsReady.ChangesNothing",

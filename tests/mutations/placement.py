@@ -82,7 +82,7 @@ PLACEMENT = (
         ),
     ),
     Mutation(
-        "what a lane has counted long ago stays as it was",
+        "what a channel has counted long ago stays as it was",
         "S9",
         "replicas_test",
         "Loads.LanesThatStandStillAge",

@@ -225,7 +225,7 @@ PROTOCOL = (
         (Edit(CALLS, "if (send_only || learns_late(group)) {", "if (learns_late(group)) {"),),
     ),
     Mutation(
-        "a held lane leased again",
+        "a held channel leased again",
         "S5",
         "lanes_test",
         "Lanes.HeldLanesAreLeftAlone",
@@ -265,7 +265,7 @@ PROTOCOL = (
         (Edit(GROUP, "  announce(group, culprit);\n", ""),),
     ),
     Mutation(
-        "a wait does not look for abort words",
+        "a wait does not look for abort signals",
         "S6",
         "sticky_test",
         "Sticky.WaitEndsWhenPeersGiveUp",

@@ -203,14 +203,14 @@ RESULTS = (
         ),
     ),
     Mutation(
-        "lines over chunk words",
+        "packets over chunk signals",
         "S10",
         "layout_test",
         "Layout.RegionsNeverOverlap",
         (Edit(MAP, "c.align(c.add(map->chunks_at_, chunk_signals), kPageAlignment)", "map->chunks_at_"),),
     ),
     Mutation(
-        "ranks may disagree about lines",
+        "ranks may disagree about packets",
         "S10",
         "device_side_test",
         "DeviceSide.LineTokensAreComparedBetweenRanks",
