@@ -85,28 +85,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from tokenway.bench import runner
+    from tokenway.bench import command
 
-    settings = options.from_arguments(args)
-    if settings.aux:
-        from tokenway.bench import auxiliary
-
-        return auxiliary.run(settings)
-    if settings.collective is not None:
-        from tokenway.bench import collectives
-
-        return collectives.run(settings)
-    if settings.nvlink is not None:
-        from tokenway.bench import nvlink
-
-        return nvlink.run(settings)
-    if settings.portable is not None:
-        from tokenway.bench import portable
-
-        return portable.run(settings)
-    if settings.launched or settings.overhead:
-        return runner.run_rank(settings)
-    return runner.run_ranks(settings)
+    return command.run(options.from_arguments(args))
 
 
 def _balance(args: argparse.Namespace) -> int:

@@ -1,9 +1,10 @@
-"""Tables on a terminal, with rich where it is installed, and in a pipe, in plain columns."""
+"""Tables for people, which rich draws: with lines on a terminal, in plain columns in a pipe."""
 
 from __future__ import annotations
 
 import importlib.util
-import sys
+
+_WIDE = 10_000  # characters: a line of a pipe is as long as it needs to be
 
 
 def mebibytes(value: float) -> str:
@@ -12,31 +13,28 @@ def mebibytes(value: float) -> str:
     return f"{mib:.1f}" if mib < 100 else f"{mib:,.0f}"
 
 
-def show_columns(head: str, heads: list[str], cells: list[list[str]]) -> None:
-    """Prints one table under a line that says what it is; its first two columns are texts."""
-    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
-        from rich.console import Console
-        from rich.table import Table
+def show_columns(head: str, heads: list[str], cells: list[list[str]], texts: range = range(2)) -> None:
+    """Prints one table under a line that says what it is. Its columns `texts` hold texts, the others numbers. Where
+    rich is not installed, tabs stand between cells."""
+    print(head)
+    if importlib.util.find_spec("rich") is None:
+        for line in (heads, *cells):
+            print("\t".join(line))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
 
-        made = Table(title=head)
-        for i, name in enumerate(heads):
-            made.add_column(name, justify="left" if i < 2 else "right")
-        for line in cells:
-            made.add_row(*line)
-        Console().print(made)
-    else:
-        print(head)
-        print(plain(heads, cells))
-
-
-def plain(heads: list[str], cells: list[list[str]]) -> str:
-    """Columns aligned with spaces: texts on the left, numbers on the right."""
-    lines = [heads, *cells]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    console = Console(markup=False, emoji=False, highlight=False)
+    lines = console.is_terminal
+    if not lines:
+        console.width = _WIDE
+    made = Table(box=box.HEAVY_HEAD if lines else None, pad_edge=lines)
+    for i, name in enumerate(heads):
+        made.add_column(name, justify="left" if i in texts else "right")
+    for line in cells:
+        made.add_row(*line)
+    with console.capture() as drawn:
+        console.print(made)
+    for line in drawn.get().splitlines():  # printed here, as rich would end the process when nobody reads on
+        print(line.rstrip())

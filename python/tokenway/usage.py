@@ -1,14 +1,16 @@
-"""What the options of all commands share: the error that a bad one is, the checks, and how to print."""
+"""What the options of all commands share: types for argparse, the error that a bad one is, and how to print."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 PLOTS = (".png", ".pdf", ".svg")
 
@@ -17,22 +19,92 @@ class UsageError(ValueError):
     """A bad argument, told in one line."""
 
 
-def choice(option: str, given: str | None, known: Sequence[str], default: str) -> str:
-    """One of the known names."""
-    if given is None:
-        return default
-    if given not in known:
-        raise UsageError(f"{option}: {given!r}; allowed: {', '.join(known)}")
-    return given
+# ---- types of argparse: they take an option's text, and raise ArgumentTypeError, which argparse tells with its name
 
 
-def number(option: str, given: int | None, least: int, default: int) -> int:
-    """An integer that is not too small."""
-    if given is None:
-        return default
-    if given < least:
-        raise UsageError(f"{option}: {given}; must be at least {least}")
-    return given
+def number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of integers from `least` on, and up to `most` if that is given."""
+    allowed = f"must be at least {least}" if most is None else f"allowed {least}..{most}"
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"{text}; {allowed}")
+        return value
+
+    return read
+
+
+def one_of(known: Sequence[str]) -> Callable[[str], str]:
+    """The type of some names, for words of `listed`; else argparse's own `choices` does it."""
+
+    def read(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(known)}")
+        return text
+
+    return read
+
+
+def listed(read: Callable[[str], Any], every: Iterable[Any] = ()) -> dict[str, Any]:
+    """Keywords of add_argument for an option of several words, with commas or spaces between: a tuple of what the type
+    `read` makes of each, nothing twice. every: what the word `all` stands for, if there is such a word."""
+    every = tuple(every)
+
+    def words(text: str) -> list[Any]:
+        given = [word for word in text.split(",") if word]
+        return [value for word in given for value in (every if every and word == "all" else [read(word)])]
+
+    return {"nargs": "+", "type": words, "action": _Listed}
+
+
+class _Listed(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, tuple(dict.fromkeys(value for words in values for value in words)))
+
+
+def writable(path: str) -> str:
+    """The type of files to be written, in a folder that is there: the absolute path."""
+    file = Path(path).absolute()
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: there is no such folder")
+    if file.is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: is a folder; it must be a file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path}: cannot be written")
+    return os.path.abspath(path)
+
+
+def plot(path: str) -> str:
+    """The type of pictures to be written, where there is what draws them."""
+    if Path(path).suffix.lower() not in PLOTS:
+        raise argparse.ArgumentTypeError(f"{path!r}; must end in {', '.join(PLOTS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib (pip install 'tokenway[bench]')")
+    return writable(path)
+
+
+# ---- options that go with another
+
+
+def add_group(parser: argparse.ArgumentParser, needed: str, options: Mapping[str, dict[str, Any]]) -> None:
+    """Declares options, name to keywords of add_argument, that are only for runs with another option."""
+    group = parser.add_argument_group(f"with {needed}")
+    for name, how in options.items():
+        group.add_argument(name, **how)
+
+
+def refuse_given(args: argparse.Namespace, needed: str, options: Iterable[str]) -> None:
+    """Raises UsageError if one of these options was given, which are None or False where they are not."""
+    for name in options:
+        if getattr(args, name.lstrip("-").replace("-", "_")) not in (None, False):
+            raise UsageError(f"{name}: only with {needed}")
+
+
+# ---- printing
 
 
 @contextmanager
@@ -46,28 +118,3 @@ def printing() -> Iterator[None]:
         sys.stdout.flush()
     except BrokenPipeError:  # the interpreter's end would try once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def writable(option: str, path: str | None) -> str | None:
-    """A file to be written, in a folder that is there: its absolute path."""
-    if path is None:
-        return None
-    file = Path(path).absolute()
-    if not file.parent.is_dir():
-        raise UsageError(f"{option}: {path}: there is no such folder")
-    if file.is_dir():
-        raise UsageError(f"{option}: {path}: is a folder; it must be a file")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UsageError(f"{option}: {path}: cannot be written")
-    return os.path.abspath(path)
-
-
-def plot(option: str, path: str | None) -> str | None:
-    """The same of a picture, where there is what draws it."""
-    if path is None:
-        return None
-    if Path(path).suffix.lower() not in PLOTS:
-        raise UsageError(f"{option}: {path!r}; must end in {', '.join(PLOTS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f"{option}: needs matplotlib (pip install 'tokenway[plot]')")
-    return writable(option, path)

@@ -173,7 +173,7 @@ def test_plots(source: str, tmp_path: Path) -> None:
         (["drifting", "--ranks", 4, "--online", "--old", "plan.json"], "--old: with --online the first plan"),
         (["lognormal", "--ranks", 4, "--save", "."], "--save: .: is a folder"),
         (["drifting", "--ranks", 4, "--memory", 2], "memory is 2.0; allowed 0..1"),
-        (["drifting", "--ranks", 4, "--online", "--policies", "magic"], "--policies: 'magic'; allowed: none"),
+        (["drifting", "--ranks", 4, "--online", "--policies", "magic"], "--policies: invalid choice: 'magic'"),
         (["drifting", "--ranks", 4, "--online", "--decay", 1], "decay 1.0"),
         (["drifting", "--ranks", 4, "--online", "--decay", "nan"], "decay nan"),
     ],

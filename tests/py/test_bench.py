@@ -16,11 +16,12 @@ from conftest import need
 
 import tokenway as tw
 from tokenway import machine
-from tokenway.bench import auxiliary, baselines, report, runner, timing, verify
+from tokenway.bench import auxiliary, baselines, command, cpu, report, timing, verify
 from tokenway.bench.case import LAYOUTS, Case
 from tokenway.bench.control import CHUNK, Control
-from tokenway.bench.options import Settings
 from tokenway.bench.profiles import PROFILES, Profile
+from tokenway.bench.settings import Settings
+from tokenway.bench.tables.auxiliary import PHASES
 from tokenway.cli import main
 
 TINY = Profile("tiny", hidden=160, experts=8, top_k=3, gating="softmax_topk")
@@ -91,7 +92,7 @@ def test_backward(tmp_path, layout, weighting) -> None:
     assert "backward us  both us" in out
     run = json.loads(data.read_text())
     for row in run["rows"]:
-        assert row["verified_exchanges"] == runner.EXCHANGES + 1
+        assert row["verified_exchanges"] == cpu.EXCHANGES + 1
         for phase in timing.BACKWARD:
             assert 0 < row[f"{phase}_us"]["p10"] <= row[f"{phase}_us"]["median"]
         assert row["moved_gb_s"]["both"] > 0 and row["moved_gb_s"]["backward"] > 0
@@ -107,7 +108,10 @@ def test_gradients_are_other_values() -> None:
 
 @pytest.mark.parametrize(
     ("more", "why"),
-    [(["--dtype", "fp8"], "gradients return as bfloat16"), (["--overhead"], "which measures no backward pass")],
+    [
+        (["--dtype", "fp8"], "gradients return as bfloat16"),
+        (["--overhead"], "it measures no dispatch and combine between ranks"),
+    ],
 )
 def test_backward_is_refused(capsys, more, why) -> None:
     assert main(["bench", "--backward", *more]) == 2
@@ -179,8 +183,8 @@ def test_failure_ends_the_run(monkeypatch, capsys, backward) -> None:
     monkeypatch.setattr(
         verify, "expected_output", lambda case, rank: honest(case, rank) * (-1 if case.gradients == backward else 1)
     )
-    settings = Settings(ranks=1, profiles=("mixtral-8x7b",), tokens=(2,), verify_only=True, backward=backward)
-    assert runner.run_rank(settings) == 1
+    settings = Settings(1, launched=True, profiles=("mixtral-8x7b",), tokens=(2,), verify_only=True, backward=backward)
+    assert command.run(settings) == 1
     told = capsys.readouterr()
     assert told.out == "" and "combined tokens on rank 0 differ from the oracle" in told.err
 
@@ -247,13 +251,13 @@ def test_figures() -> None:
 
 def check_run(run: dict) -> None:
     """What a reader of the JSON may count on."""
-    assert run["schema"] == runner.SCHEMA and run["date"].endswith("+00:00")
+    assert run["schema"] == command.SCHEMA and run["date"].endswith("+00:00")
     assert {"cpu", "cores", "last_level_cache_bytes", "memory_bytes", "kernel"} <= set(run["machine"])
     assert {"tokenway", "python", "numpy"} <= set(run["versions"])
     assert "commit" in run
     rounds = run["settings"]["rounds"]
     for row in run["rows"]:
-        assert row["verified_exchanges"] == runner.EXCHANGES
+        assert row["verified_exchanges"] == cpu.EXCHANGES
         assert row["window_bytes"] > 0 and row["expert_buffers_bytes"] > 0
         assert row["bytes_moved"] == row["rows_moved"] * (row["dispatch_row_bytes"] + row["combine_row_bytes"])
         timed = [row[f"{phase}_us"] for phase in timing.PHASES]
@@ -278,7 +282,7 @@ def test_results(tmp_path, torch) -> None:
     assert len(run["rows"]) == 4
     assert all(list(row["baselines"]) == list(baselines.NAMES) for row in run["rows"])
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert out.count("\n") == 6 and "of memcpy" in out
+    assert out.count("\n") == 8 and "of memcpy" in out
     table = report.markdown(run)
     assert table.count("\n| ") == 6 and "gloo-alltoall" in table
 
@@ -313,7 +317,7 @@ def test_overhead(tmp_path, compiler) -> None:
     run = json.loads(data.read_text())
     paths = run["overhead"]["paths"]
     assert 0 < paths["C"]["us"] < paths["NumPy, out= given"]["us"]
-    assert "adds" in out and "added to C" in report.markdown(run)
+    assert "added to C" in out and "| path | us | added to C |" in report.markdown(run)
 
 
 @pytest.mark.processes
@@ -324,7 +328,7 @@ def test_aux(tmp_path) -> None:
     run = json.loads(data.read_text())
     rows = run["auxiliary"]["rows"]
     assert [(row["size"], row["room"], row["valid"]) for row in rows] == [(2, 16, 64), (4, 32, 64), (8, 64, 64)]
-    assert all(row[f"{name}_us"]["median"] > 0 for row in rows for name in auxiliary.PHASES[1:])
+    assert all(row[f"{name}_us"]["median"] > 0 for row in rows for name in PHASES[1:-1])
     assert "room for" in out and "| group of | rows that come |" in report.markdown(run)
 
 
@@ -341,7 +345,7 @@ def test_aux_verifies(monkeypatch) -> None:
     monkeypatch.setattr(auxiliary, "swiglu", careless)
     settings = Settings(ranks=1, tokens=(4,), iterations=1, rounds=1, quick=True, aux=True)
     with pytest.raises(verify.Mismatch, match="activation of a group of 2 differs from the oracle"):
-        auxiliary.measure(settings, None)
+        auxiliary.measure(settings)
 
 
 def test_last_level_cache() -> None:

@@ -18,21 +18,21 @@ from tokenway import cli, machine
 from tokenway.bench import (
     baselines,
     breakdown,
+    command,
     floor,
     gpu_machine,
     nvlink,
     plot,
     report,
-    table,
     timing,
     verify,
 )
 from tokenway.bench.case import FP8, Case
 from tokenway.bench.control import Control
 from tokenway.bench.nvlink_options import Nvlink
-from tokenway.bench.options import Settings
 from tokenway.bench.profiles import PROFILES, Profile
 from tokenway.bench.progress import Progress
+from tokenway.bench.settings import Settings
 
 CASE = Case(Profile("tiny", 160, 8, 3, "softmax_topk"), "uniform", 7, 1, "bfloat16", "rank_major", "none")
 
@@ -69,22 +69,22 @@ def test_what_nvidia_smi_tells() -> None:
     [
         (["--sm-limit", "8"], "--sm-limit: only with --backend nvlink"),
         (["--verify"], "--verify: only with"),
-        (["--backend", "tpu"], "--backend: 'tpu'; allowed: cpu, nvlink"),
+        (["--backend", "tpu"], "--backend: invalid choice: 'tpu'"),
         (["--backend", "nvlink", "--lanes", "0"], "--lanes: 0"),
         (["--backend", "nvlink", "--lanes", "65"], "--lanes: 65; allowed 1..64"),
-        (["--backend", "nvlink", "--payload", "int8"], "--payload: 'int8'"),
+        (["--backend", "nvlink", "--payload", "int8"], "--payload: invalid choice: 'int8'"),
         (["--backend", "nvlink", "--payload", "fp8", "--dtype", "float16"], "--dtype is 'float16'"),
         (["--backend", "nvlink", "--payload", "fp8", "--compare", "fp8"], "fp8 already"),
         (["--backend", "nvlink", "--overhead"], "--overhead"),
         (["--backend", "nvlink", "--backward", "--compare", "fp8"], "--backward: not with --compare"),
-        (["--mode", "fast"], "--mode: 'fast'; allowed: low_latency, high_throughput"),
+        (["--mode", "fast"], "--mode: invalid choice: 'fast'"),
         (["--mode", "low_latency", "--layout", "flat"], "'flat'; allowed: rank_major, expert_major"),
         (["--mode", "high_throughput", "--layout", "rank_major"], "'rank_major'; allowed: flat, grouped"),
         (["--backend", "nvlink", "--baselines", "sockets"], "--baselines: 'sockets'; allowed: nccl-alltoall"),
         (["--backend", "nvlink", "--ranks", "3"], "--ranks: 3, but there are 2 GPUs"),
         (["--backend", "nvlink", "--local-ranks", "33"], "--local-ranks: 33; allowed 1..32 on 2 GPUs"),
         (["--backend", "nvlink", "--local-ranks", "4", "--ranks", "2"], "--local-ranks is 4"),
-        (["--backend", "nvlink", "--over", "tcp"], "--over: 'tcp'; allowed: nvlink, nccl"),
+        (["--backend", "nvlink", "--over", "tcp"], "--over: invalid choice: 'tcp'"),
         (["--backend", "nvlink", "--over", "nccl", "--local-ranks", "2"], "--local-ranks: not with --over nccl"),
         (["--backend", "nvlink", "--over", "nccl", "--ablation"], "--ablation: not with --over nccl"),
         (["--over", "nccl"], "--over: only with --backend nvlink"),
@@ -102,7 +102,7 @@ def test_options_of_gpus(argv, told, torch, capsys, monkeypatch) -> None:
 def test_settings_of_gpus(torch, monkeypatch) -> None:
     asked: list[Settings] = []
     monkeypatch.setattr(gpu_machine, "device_count", lambda: 2)
-    monkeypatch.setattr(nvlink, "run", lambda settings: asked.append(settings) or 0)
+    monkeypatch.setattr(command, "run", lambda settings: asked.append(settings) or 0)
     assert cli.main(["bench", "--backend", "nvlink", "--payload", "fp8", "--sm-limit", "8", "--lanes", "2"]) == 0
     (settings,) = asked
     assert settings.ranks == 2 and settings.dtype == FP8 and settings.tokens[-1] == 4096
@@ -285,7 +285,7 @@ def test_run_on_gpus(ranks, layout, gpu, torch, monkeypatch, tmp_path, capsys) -
         assert ("compare" in row) == bool(gpu.compare) and ("breakdown" in row) == gpu.breakdown
         assert gpu.ablation == bool(row.get("without_waiting", {}).get("incorrect"))
     assert run["window_of_a_large_group"]["experts"] == 512
-    table.show(run)
+    report.show(run)
     shown = capsys.readouterr().out
     assert ("of floor" in shown) == (ranks > 1) and "NV18" in shown and ("WRONG" in shown) == gpu.ablation
     page = report.markdown(json.loads(json.dumps(run)))
@@ -301,7 +301,7 @@ def test_run_on_gpus(ranks, layout, gpu, torch, monkeypatch, tmp_path, capsys) -
     with pytest.raises(ValueError, match="different columns"):
         report.together([run, few])
     need(importlib.util.find_spec("matplotlib") is not None, "matplotlib")
-    plot.draw(run, str(tmp_path / "run.png"))
+    plot.draw(run, report.title(run), str(tmp_path / "run.png"))
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -315,7 +315,7 @@ def test_backward_on_gpus(layout, torch, monkeypatch, capsys) -> None:
     for row in run["rows"]:
         assert row["verified_exchanges"] == 3 and ("counts_us" in row) == (layout != "rank_major")
         assert row["backward_us"]["median"] > 0 and row["both_us"]["median"] > 0
-    table.show(run)
+    report.show(run)
     assert "backward us  both us" in capsys.readouterr().out
     honest = verify.expected_output
     monkeypatch.setattr(

@@ -26,7 +26,8 @@ from test_properties import HARD
 
 import tokenway as tw
 from tokenway import callbacks, portable
-from tokenway.bench import portable_table, report, timing
+from tokenway.bench import report, timing
+from tokenway.bench.tables import portable as portable_table
 
 pytestmark = pytest.mark.usefixtures("torch")
 
@@ -299,7 +300,7 @@ def test_bench_table() -> None:
     [
         (["--strategy", "auto"], "--strategy: only with --backend torch"),
         (["--backend", "torch", "--strategy", "ring"], "--strategy: 'ring'"),
-        (["--backend", "torch", "--top-k", "0"], "--top-k: '0'; allowed 1..64"),
+        (["--backend", "torch", "--top-k", "0"], "--top-k: 0; allowed 1..64"),
         (["--backend", "torch", "--layout", "flat"], "--layout: rank_major or expert_major with --backend torch"),
         (["--backend", "torch", "--backward"], "--backward: not with --backend torch"),
     ],

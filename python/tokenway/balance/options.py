@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenway.balance import simulation, traces, workloads
 from tokenway.errors import InvalidArgument
-from tokenway.usage import UsageError, choice, number, plot, writable
+from tokenway.usage import UsageError, number, plot, writable
 
 DESCRIPTION = (
     "Plans where experts and their replicas go, so that all ranks carry the same, and prints what that gives: per "
@@ -65,33 +65,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tokenway balance`."""
     add = parser.add_argument
     add("source", help=f"FILE.npz, FILE.json, or one of {', '.join(SHAPES)}")
-    add("--ranks", type=int, required=True, metavar="N")
-    add("--slots", type=int, metavar="S", help="physical experts of a rank; default: one more than is needed")
-    add("--nodes", type=int, default=1, help="ranks are N / NODES to a node")
+    add("--ranks", type=number(1), required=True, metavar="N")
+    add("--slots", type=number(1), metavar="S", help="physical experts of a rank; default: one more than is needed")
+    add("--nodes", type=number(1), default=1, help="ranks are N / NODES to a node")
     add("--groups", type=int, default=0, help="of experts, each of which keeps to a node; 0: nodes are not looked at")
     add("--tolerance", type=float, default=0.01, help="by how much of the mean a node may exceed it (0.01)")
-    add("--layers", type=int, default=8, help="of loads that are made up (8)")
-    add("--experts", type=int, help="logical ones; made up: 256")
+    add("--layers", type=number(1), default=8, help="of loads that are made up (8)")
+    add("--experts", type=number(1), help="logical ones; made up: 256")
     add("--sigma", type=float, default=0.75, help="of lognormal, drifting and domains (0.75); of zipf the exponent")
-    add("--windows", type=int, default=24, help="of drifting and domains (24)")
+    add("--windows", type=number(1), default=24, help="of drifting and domains (24)")
     add("--memory", type=float, default=0.998, help="of drifting: how much of a window's logarithms the next keeps")
     add("--seed", type=int, default=0)
     add("--online", action="store_true", help="play all windows: policies beside each other")
-    add("--window", type=int, default=1, metavar="STEPS", help="of a recording: steps in a window (1)")
-    add("--policies", nargs="+", metavar="P", help=f"of --online: {', '.join(simulation.POLICIES)}")
+    add("--window", type=number(1), default=1, metavar="STEPS", help="of a recording: steps in a window (1)")
+    policies = f"of --online: {', '.join(simulation.POLICIES)} (default static, update and replan)"
+    add("--policies", nargs="+", choices=simulation.POLICIES, metavar="P", help=policies)
     changed = "slots of a layer that an update may change (half a slot per rank); several with --online"
-    add("--writes", type=int, nargs="+", metavar="W", help=changed)
+    add("--writes", type=number(0), nargs="+", metavar="W", help=changed)
     kept = "of --online: what is left of older windows after one more (of each layer what foretold the last ones best)"
     add("--decay", type=float, help=kept)
-    add(
-        "--tokens", type=int, nargs="+", default=[], metavar="T", help="per rank: what the noise of such batches leaves"
-    )
-    add("--top-k", type=int, default=8, help="of --tokens (8)")
+    noise = "per rank: what the noise of such batches leaves"
+    add("--tokens", type=number(1), nargs="+", default=[], metavar="T", help=noise)
+    add("--top-k", type=number(1), default=8, help="of --tokens (8)")
     add("--old", metavar="FILE.json", help="a plan that is in use, as --save writes it: update that")
-    add("--save", metavar="FILE.json", help="keep the plan")
+    add("--save", type=writable, metavar="FILE.json", help="keep the plan")
     add("--expert-mib", type=float, metavar="MIB", help="of an expert's weights in a layer: tell the memory")
-    add("--plot", metavar="FILE.png", help="load per rank before and after; imbalance by slots, budget and time")
-    add("--json", metavar="FILE", help="all figures")
+    pictures = "load per rank before and after; imbalance by slots, budget and time"
+    add("--plot", type=plot, metavar="FILE.png", help=pictures)
+    add("--json", type=writable, metavar="FILE", help="all figures")
 
 
 def from_arguments(args: argparse.Namespace) -> Options:
@@ -99,21 +100,8 @@ def from_arguments(args: argparse.Namespace) -> Options:
     made_up = args.source in SHAPES
     if not made_up and not args.source.endswith((".npz", ".json")):
         raise UsageError(f"balance: {args.source!r}; allowed: FILE.npz, FILE.json, {', '.join(SHAPES)}")
-    for name, least in (("ranks", 1), ("nodes", 1), ("layers", 1), ("windows", 1), ("window", 1), ("top_k", 1)):
-        number(f"--{name.replace('_', '-')}", getattr(args, name), least, least)
-    for name in ("slots", "experts"):
-        number(f"--{name}", getattr(args, name), 1, 1)
-    for name, least in (("writes", 0), ("tokens", 1)):
-        for value in getattr(args, name) or []:
-            number(f"--{name}", value, least, least)
     if args.expert_mib is not None and not 0 < args.expert_mib < math.inf:
         raise UsageError(f"--expert-mib: {args.expert_mib}; must be above 0")
-    plot("--plot", args.plot)
-    for name in ("json", "save"):
-        writable(f"--{name}", getattr(args, name))
-    policies = args.policies or ["static", "update", "replan"]
-    for policy in policies:
-        choice("--policies", policy, simulation.POLICIES, policy)
     if args.writes and len(args.writes) > 1 and not args.online:
         raise UsageError(f"--writes: {len(args.writes)} budgets; several need --online")
     if args.writes and not args.online and args.old is None:
@@ -125,7 +113,7 @@ def from_arguments(args: argparse.Namespace) -> Options:
         file=None if made_up else args.source,
         slots=args.slots or 0,
         experts=args.experts or (256 if made_up else None),
-        policies=tuple(policies),
+        policies=tuple(args.policies or ("static", "update", "replan")),
         writes=tuple(args.writes or ()),
         tokens=tuple(args.tokens),
         **{

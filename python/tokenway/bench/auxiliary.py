@@ -25,17 +25,17 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import reference, tables, tensors
+from tokenway import reference, tensors
 from tokenway.activation import swiglu
-from tokenway.bench import runner, table, timing, verify
-from tokenway.bench.options import Settings
+from tokenway.bench import gpu_machine, timing, verify
+from tokenway.bench.graphs import COUNT, Replay
+from tokenway.bench.settings import Settings
 from tokenway.comm import connect
 from tokenway.group import Group
 
 SIZES = (2, 4, 8, 16, 32, 64)
 EXPERTS = 8  # of the rank
 INNER = 2048  # moe_intermediate_size of https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json
-PHASES = ("expand", "activation", "quantised", "finalize")
 
 
 class View:
@@ -152,23 +152,20 @@ class View:
         return tensor.contiguous().view(torch.uint8).cpu().numpy().view(kind)
 
 
-def run(settings: Settings) -> int:
-    """Measures on the CPU, or with --backend nvlink on one GPU; prints and writes. Returns the exit code."""
+def measure(settings: Settings) -> dict[str, Any]:
+    """On the CPU, or with --backend nvlink on one GPU."""
     if settings.nvlink is None:
-        return runner.finish(settings, {"auxiliary": measure(settings, None)})
+        return {"auxiliary": measure_on(settings, None)}
     import torch
-
-    from tokenway.bench import gpu_machine
 
     torch.cuda.set_device(0)
     with torch.cuda.stream(torch.cuda.Stream(0)):
-        results = {"backend": "nvlink", "auxiliary": measure(settings, torch.device("cuda", 0))}
-    results["gpu"] = gpu_machine.describe() | {"used": 1}
-    return runner.finish(settings, results, gpu_machine.versions())
+        measured = measure_on(settings, torch.device("cuda", 0))
+    return {"backend": "nvlink", "auxiliary": measured, **gpu_machine.results(1)}
 
 
-def measure(settings: Settings, device: Any) -> dict[str, Any]:
-    """Times of each phase at each size, all sizes in turns."""
+def measure_on(settings: Settings, device: Any) -> dict[str, Any]:
+    """Times of each phase at each size, all sizes in turns. Raises verify.Mismatch."""
     sizes = SIZES[:3] if settings.quick else SIZES
     with ExitStack() as stack:
         comm = stack.enter_context(connect() if device is None else connect(device=f"cuda:{device.index}"))
@@ -203,8 +200,6 @@ def _timers(view: View, stack: ExitStack) -> dict[str, Callable[[], float]]:
     """By phase what makes the call and says how long it took, in us."""
     if view.device is None:
         return {name: _clocked(call) for name, call in view.calls().items()}
-    from tokenway.bench.graphs import COUNT, Replay
-
     made = {}
     for name, call in view.calls().items():
         replay = Replay(call, _repeated(call, COUNT))
@@ -253,32 +248,3 @@ def _row(view: View, times: dict[str, list[list[float]]]) -> dict[str, Any]:
         "expand_us": {"median": round(expand, 3)},
         **told,
     }
-
-
-def columns(measured: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """(heads, cells) of the table."""
-    rows = measured["rows"]
-    names = [name for name in (*PHASES, "all_rows") if f"{name}_us" in rows[0]]
-    heads = ["group of", "rows that come", "room for", *(f"{name.replace('_', ' ')} us" for name in names)]
-    cells = [
-        [
-            *(str(row["size"]), f"{row['valid']:,}", f"{row['rows']:,}"),
-            *(table.microseconds(row[f"{name}_us"]["median"]) for name in names),
-        ]
-        for row in rows
-    ]
-    return heads, cells
-
-
-def what(measured: dict[str, Any]) -> str:
-    """The shape in a line."""
-    m = measured
-    return (
-        f"A rank of {m['experts']} experts, {m['hidden']} x bfloat16, {m['inner']} inside, {2 * m['tokens']} tokens "
-        f"received at every size, {m['tokens']} sent by each rank"
-    )
-
-
-def text(measured: dict[str, Any]) -> str:
-    """The result for people."""
-    return f"{what(measured)}\n{tables.plain(*columns(measured))}"

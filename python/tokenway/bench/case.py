@@ -161,6 +161,11 @@ class Case:
             out[rows] = values.astype(out.dtype)
 
 
+def short_routing(name: str) -> str:
+    """A routing's name; of a file the last part, as the rest is nobody's business."""
+    return name.rsplit("/", 1)[-1]
+
+
 _traces: dict[str, Callable[..., Any]] = {}
 
 

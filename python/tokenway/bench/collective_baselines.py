@@ -5,12 +5,10 @@ A baseline leaves its result in `out`. Buffers are reused; those that are summed
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenway import tensors
-
-if TYPE_CHECKING:
-    from tokenway.bench.collectives import Row
+from tokenway.bench.collective_row import Row
 
 NAMES = {"gloo": ("gloo-allreduce", "gloo-padded"), "nccl": ("nccl-allreduce", "nccl-grouped", "nccl-padded")}
 

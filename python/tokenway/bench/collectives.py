@@ -6,71 +6,29 @@ iteration is as in timing.py; on GPUs the calls are captured, ten in a graph, as
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tokenway import reference, tensors
-from tokenway.bench import floor, gloo, gpu_machine, runner, table, timing
+from tokenway import tensors
+from tokenway.bench import collective_baselines, floor, gloo, gpu_machine, nccl, runner, timing
+from tokenway.bench.collective_row import Row
 from tokenway.bench.control import Control
-from tokenway.bench.options import Settings
+from tokenway.bench.gpu_rank import connect_gpu
+from tokenway.bench.graphs import COUNT, Graphs, Replay
 from tokenway.bench.profiles import PROFILES
 from tokenway.bench.progress import Progress
-from tokenway.bench.verify import Mismatch, same_bits
+from tokenway.bench.runner import Results
+from tokenway.bench.settings import Settings
+from tokenway.bench.verify import same_bits
 from tokenway.bench.watch import SILENT, Watch
-from tokenway.comm import connect
+from tokenway.comm import Comm, connect
 from tokenway.group import Group
 
 TIMEOUT = 60.0  # of groups, seconds
 LIMIT = 570.0  # of a run by the own launcher
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    collective: str  # all_gatherv or reduce_scatterv
-    tokens: int  # of the rank that has most
-    even: bool
-    ranks: int
-    hidden: int
-    dtype: str
-
-    @property
-    def sizes(self) -> list[int]:
-        """Rows of each rank: all the same, or from all of them down to an N-th."""
-        n = self.ranks
-        return [self.tokens if self.even else self.tokens * (n - r) // n for r in range(n)]
-
-    @property
-    def row_bytes(self) -> int:
-        """Of one row."""
-        return self.hidden * tensors.numpy_dtype(self.dtype).itemsize
-
-    @property
-    def remote_rows(self) -> int:
-        """Rows over the busiest rank's link, in the direction that has more."""
-        most, all_of_them = max(self.sizes), sum(self.sizes)
-        one, many = most * (self.ranks - 1), all_of_them - min(self.sizes)
-        return max(one, many)
-
-    def inputs(self, rank: int) -> np.ndarray:
-        """[n, H] to gather, or [sum of sizes, H] to reduce: every row of every rank is another."""
-        count = self.sizes[rank] if self.collective == "all_gatherv" else sum(self.sizes)
-        rows = np.arange(count, dtype=np.int32)[:, None] * 131 + rank * 1009
-        values = (rows + np.arange(self.hidden, dtype=np.int32) * 7) % 509 - 254
-        return (values.astype(np.float32) / 16).astype(tensors.numpy_dtype(self.dtype))
-
-    def wanted(self, rank: int) -> np.ndarray:
-        """The oracle's result."""
-        inputs = [self.inputs(r) for r in range(self.ranks)]
-        if self.collective == "all_gatherv":
-            return reference.all_gatherv(inputs)
-        return reference.reduce_scatterv(inputs, self.sizes, rank)
 
 
 def rows_of(settings: Settings) -> list[Row]:
@@ -87,67 +45,61 @@ def rows_of(settings: Settings) -> list[Row]:
     ]
 
 
-def run(settings: Settings) -> int:
-    """Runs the benchmark; returns the exit code."""
-    if settings.launched:
-        return run_process(settings)
-    return runner.run_ranks(settings, run_process, None if settings.nvlink is None else LIMIT)
+def measure(settings: Settings) -> Results:
+    """All rows of a run."""
+    return runner.on_ranks(settings, measure_rank, None if settings.nvlink is None else LIMIT)
 
 
-def run_process(settings: Settings) -> int:
-    """One rank; rank 0 prints and writes the results."""
+def measure_rank(settings: Settings) -> Results:
+    """The same as one of the ranks. Collective."""
     with ExitStack() as stack:
         control = Control(stack.enter_context(connect()))
         stack.callback(control.close)
         watch = SILENT if settings.nvlink is None else stack.enter_context(Watch(control))
         progress = Progress(len(rows_of(settings)), control.rank == 0, watch)
         stack.callback(progress.close)
-        results = runner.measured(lambda: _measure(settings, control, progress, stack), control, progress, stack)
-        if results is None:
-            return 1
-        if control.rank != 0:
-            return 0
-        versions = gpu_machine.versions() if settings.nvlink is not None else None
-        return runner.finish(settings, results, versions)
+        place = _on_host if settings.nvlink is None else _on_gpus
+        return runner.measured(lambda: place(settings, control, progress, stack), control, progress, stack)
 
 
-def _measure(settings: Settings, control: Control, progress: Progress, stack: ExitStack) -> dict[str, Any]:
+def _on_host(settings: Settings, control: Control, progress: Progress, stack: ExitStack) -> dict[str, Any]:
+    if settings.baselines:
+        stack.callback(gloo.Process(control).close)
+    return {"collectives": _rows(settings, OnHost(settings, control), control.comm, progress)}
+
+
+def _on_gpus(settings: Settings, control: Control, progress: Progress, stack: ExitStack) -> dict[str, Any]:
+    assert settings.nvlink is not None
     rows = rows_of(settings)
-    if settings.nvlink is None:
-        if settings.baselines:
-            stack.callback(gloo.Process(control).close)
-        bench: Any = OnHost(settings, control)
-        comm, more = control.comm, {}
-    else:
-        progress.doing("the floor")
-        document: dict[str, Any] = {"missing": "no floor: left out"}
-        if control.rank == 0 and settings.nvlink.floor:
-            document = floor.measure_exchanges({row.remote_rows for row in rows}, {row.row_bytes for row in rows})
-        control.allgather(None)  # nobody has touched a GPU before
-        import torch
+    progress.doing("the floor")
+    document: dict[str, Any] = {"missing": "no floor: left out"}
+    if control.rank == 0 and settings.nvlink.floor:
+        document = floor.measure_exchanges({row.remote_rows for row in rows}, {row.row_bytes for row in rows})
+    control.allgather(None)  # nobody has touched a GPU before
+    import torch
 
-        from tokenway.bench.nvlink import connect_gpu
+    comm = stack.enter_context(connect_gpu(settings, control))
+    stack.enter_context(torch.cuda.stream(torch.cuda.Stream(comm.device)))
+    if settings.baselines:
+        stack.callback(gloo.Process(control, "nccl").close)
+    bench = OnGpus(settings, control, floor.Floor(document))
+    measured = _rows(settings, bench, comm, progress, sm_limit=settings.nvlink.sm_limit)
+    more = gpu_machine.results(settings.ranks) if control.rank == 0 else {}
+    return {"collectives": measured, "backend": "nvlink", "floor": document, **more}
 
-        index = int(os.environ.get("LOCAL_RANK", control.rank)) % torch.cuda.device_count()
-        torch.cuda.set_device(index)
-        comm = stack.enter_context(connect_gpu(settings, control, index))
-        stack.enter_context(torch.cuda.stream(torch.cuda.Stream(index)))
-        if settings.baselines:
-            stack.callback(gloo.Process(control, "nccl").close)
-        bench = OnGpus(settings, control, floor.Floor(document))
-        used = min(settings.ranks, int(gpu_machine.device_count()))
-        more = {"backend": "nvlink", "floor": document, "gpu": gpu_machine.describe() | {"used": used}}
+
+def _rows(settings: Settings, bench: OnHost, comm: Comm, progress: Progress, **limits: int) -> list[dict[str, Any]]:
+    """All rows, those of a hidden size in one group. limits: further settings of groups."""
     measured = []
+    rows = rows_of(settings)
     keywords: dict[str, Any] = {"max_tokens": max(settings.tokens), "dtype": settings.dtype, "timeout": TIMEOUT}
-    if settings.nvlink is not None:
-        keywords["sm_limit"] = settings.nvlink.sm_limit
     for hidden in dict.fromkeys(row.hidden for row in rows):
-        with runner.open_group(comm, hidden=hidden, **keywords) as group:
+        with runner.open_group(comm, hidden=hidden, **keywords, **limits) as group:
             for row in (row for row in rows if row.hidden == hidden):
                 progress.doing(f"{row.collective}, {row.tokens} tokens")
                 measured.append(_row(row, bench, group, progress.at))
                 progress.done()
-    return {"collectives": measured, **more}
+    return measured
 
 
 def _row(row: Row, bench: Any, group: Group, doing: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
@@ -227,14 +179,11 @@ class OnHost:
     """Where tensors are NumPy's, and calls are timed from a gate."""
 
     def __init__(self, settings: Settings, control: Control):
-        from tokenway.bench.collective_baselines import GLOO
-
-        self.settings, self.control, self.baselines = settings, control, GLOO
+        self.settings, self.control, self.baselines = settings, control, collective_baselines.GLOO
 
     def agree(self, problem: str | None) -> None:
         """Raises Mismatch on all ranks if any has a problem. Collective."""
-        if found := self.control.agree(problem):
-            raise Mismatch(found)
+        runner.agree(self.control, problem)
 
     @staticmethod
     def tensor(array: np.ndarray) -> Any:
@@ -273,10 +222,8 @@ class OnGpus(OnHost):
     """Where tensors are on a device, and calls are captured."""
 
     def __init__(self, settings: Settings, control: Control, bottom: floor.Floor):
-        from tokenway.bench.collective_baselines import NCCL
-
         super().__init__(settings, control)
-        self.baselines, self.floor = NCCL, bottom
+        self.baselines, self.floor = collective_baselines.NCCL, bottom
 
     @staticmethod
     def tensor(array: np.ndarray) -> Any:
@@ -289,16 +236,12 @@ class OnGpus(OnHost):
         return to_numpy(tensor)
 
     def subject(self, name: str, call: Any) -> Any:
-        from tokenway.bench.graphs import COUNT, Graphs, Replay
-
         self.control.allgather(None)  # no rank allocates while another is in an exchange
         made = Graphs(name, {"pair": Replay(call, lambda: [call() for _ in range(COUNT)] and None)})
         self.control.allgather(None)
         return made
 
     def baseline(self, name: str, call: Any) -> tuple[Any, str | None]:
-        from tokenway.bench import nccl
-
         call.name = name
         return nccl.capture(call, self.control.agree)
 
@@ -306,41 +249,3 @@ class OnGpus(OnHost):
         """With the floor of the same run."""
         told = OnHost.results(row, times, notes)
         return told | self.floor.compare(told["us"]["median"], row.remote_rows, row.row_bytes)
-
-
-# ---- the table -------------------------------------------------------------------------------------
-
-
-def columns(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """(heads, cells) of the table that shows a run."""
-    rows = run["collectives"]
-    names = list(dict.fromkeys(name for row in rows for name in row.get("baselines", ())))
-    heads = ["collective", "sizes", "us", "p10", "p90", "GB/s"]
-    with_floor = any("floor_us" in row for row in rows)
-    heads += ["floor us", "times floor"] * with_floor
-    heads += [f"{name} {what}" for name in names for what in ("us", "times")]
-    if not any("us" in row for row in rows):
-        heads = ["collective", "sizes", "verified"]
-    cells = []
-    for row in rows:
-        sizes = row["sizes"]
-        shown = f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else " ".join(map(str, sizes))
-        line = [row["collective"], shown]
-        if "us" not in row:
-            cells.append([*line, "yes"])
-            continue
-        line += [table.microseconds(row["us"][key]) for key in ("median", "p10", "p90")] + [f"{row['remote_gb_s']:.1f}"]
-        if with_floor:
-            found = row.get("floor_us")
-            line += [table.microseconds(found), f"{row['times_floor']:.2f}"] if found else ["", ""]
-        for name in names:
-            other = row["baselines"].get(name)
-            line += [table.microseconds(other["us"]["median"]), f"{other['times_ours']:.2f}"] if other else ["", ""]
-        cells.append(line)
-    return heads, cells
-
-
-def title(run: dict[str, Any]) -> str:
-    """The shape in a line."""
-    settings = run["settings"]
-    return f"{settings['ranks']} ranks, rows of {run['collectives'][0]['hidden']} {settings['dtype']}"

@@ -42,6 +42,11 @@ def describe() -> dict[str, Any]:
     return told
 
 
+def results(ranks: int) -> dict[str, Any]:
+    """What a run of so many ranks tells of its GPUs; to be asked by a process that has PyTorch loaded."""
+    return {"gpu": describe() | {"used": min(ranks, int(device_count()))}, "versions": versions()}
+
+
 def versions() -> dict[str, str]:
     """Of what comes with PyTorch; to be asked by a process that has it loaded."""
     import torch

@@ -14,11 +14,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tokenway.bench import baselines, floor, gloo, gpu_machine, nccl, nvlink_results, runner, timing, verify
+from tokenway.bench import baselines, breakdown, floor, gloo, gpu_machine, nccl, nvlink_results, runner, timing, verify
 from tokenway.bench.case import Case
 from tokenway.bench.control import Control
-from tokenway.bench.options import Settings
+from tokenway.bench.gpu_rank import connect_gpu
+from tokenway.bench.graphs import LAYERS, Loop
+from tokenway.bench.overhead import ops_path
 from tokenway.bench.progress import Progress
+from tokenway.bench.runner import Results
+from tokenway.bench.settings import Settings
 from tokenway.bench.watch import Watch
 from tokenway.comm import Comm, connect, local_comms
 from tokenway.group import Group
@@ -28,52 +32,36 @@ LIMIT = 570.0  # of a run by the own launcher
 UNSAFE = "TOKENWAY_UNSAFE_NO_WAIT"  # read by the library when a group is created
 
 
-def run(settings: Settings) -> int:
-    """Runs the benchmark; returns the exit code."""
+def measure(settings: Settings) -> Results:
+    """All rows of a run."""
     assert settings.nvlink is not None
     if settings.nvlink.local_ranks:
-        return run_threads(settings)
-    if settings.launched:
-        return run_process(settings)
-    return runner.run_ranks(settings, run_process, LIMIT)
+        return measure_threads(settings)
+    return runner.on_ranks(settings, measure_rank, LIMIT)
 
 
-def run_process(settings: Settings) -> int:
-    """One rank of a process per GPU; rank 0 prints and writes the results."""
+def measure_rank(settings: Settings) -> Results:
+    """The same as one of the ranks, each with a GPU and a process to itself. Collective."""
     with ExitStack() as stack:
         control = Control(stack.enter_context(connect()))
         stack.callback(control.close)
         progress = Progress(len(settings.cases()), control.rank == 0, stack.enter_context(Watch(control)))
         stack.callback(progress.close)
 
-        def measure() -> Any:
+        def rows() -> dict[str, Any]:
             progress.doing("the floor")
             document = _floor(settings) if control.rank == 0 else {}
             control.allgather(None)  # nobody has touched a GPU before
-            import torch
-
-            index = int(os.environ.get("LOCAL_RANK", control.rank)) % torch.cuda.device_count()
-            torch.cuda.set_device(index)
             progress.doing("connecting")
-            comm = stack.enter_context(connect_gpu(settings, control, index))
-            return _rank(settings, control, comm, document, progress)
+            comm = stack.enter_context(connect_gpu(settings, control))
+            results = _rank(settings, control, comm, document, progress)
+            return results | gpu_machine.results(settings.ranks) if control.rank == 0 else {}
 
-        results = runner.measured(measure, control, progress, stack)
-        if results is None:
-            return 1
-        return _finish(settings, results) if control.rank == 0 else 0
+        return runner.measured(rows, control, progress, stack)
 
 
-def connect_gpu(settings: Settings, control: Control, index: int) -> Comm:
-    """The comm that is measured. Collective."""
-    assert settings.nvlink is not None
-    if settings.nvlink.over == "nccl":
-        return Comm.portable(control.rank, control.nranks, control.allgather, device=index)
-    return connect(device=f"cuda:{index}")
-
-
-def run_threads(settings: Settings) -> int:
-    """All ranks as threads of this process, over the devices that there are."""
+def measure_threads(settings: Settings) -> Results:
+    """The same with all ranks as threads of this process, over the devices that there are."""
     import torch  # noqa: F401  # here: of threads that import it at the same time, some find half of it
 
     n = settings.ranks
@@ -100,7 +88,7 @@ def run_threads(settings: Settings) -> int:
             os._exit(1)  # the other threads wait for this rank, and nothing could end them
     for comm in [*comms, *controls]:
         comm.close()
-    return _finish(settings, futures[0].result())
+    return futures[0].result() | gpu_machine.results(n)
 
 
 def place(ranks: int, devices: int) -> list[int]:
@@ -137,11 +125,6 @@ def _rank(settings: Settings, control: Control, comm: Comm, document: dict, prog
         return nvlink_results.run(settings, document, rows) if control.rank == 0 else {}
 
 
-def _finish(settings: Settings, results: dict[str, Any]) -> int:
-    results["gpu"] = gpu_machine.describe() | {"used": min(settings.ranks, int(gpu_machine.device_count()))}
-    return runner.finish(settings, results, gpu_machine.versions())
-
-
 class Bench:
     """What the rows of a run share on one rank."""
 
@@ -157,6 +140,7 @@ class Bench:
         assert settings.nvlink is not None
         self.progress = progress
         self.settings, self.gpu, self.control, self.comm, self.floor = settings, settings.nvlink, control, comm, bottom
+        self._agree = partial(runner.agree, control)
         if settings.baselines:
             stack.callback(gloo.Process(control, "nccl").close)
 
@@ -185,7 +169,6 @@ class Bench:
         launch takes the host longer, and a dispatch and a combine took it 36 us instead of 24."""
         if not self.gpu.breakdown or self.settings.verify_only:
             return
-        from tokenway.bench import breakdown
         from tokenway.bench.gpu_case import DeviceCase
 
         told = iter(rows)
@@ -212,12 +195,6 @@ class Bench:
     def _compared(self, cases: list[Case]) -> list[Case]:
         assert self.gpu.compare is not None
         return [replace(case, dtype=self.gpu.compare) for case in cases]
-
-    def _agree(self, problem: str | None) -> None:
-        """Raises Mismatch on all ranks if any has a problem. Collective."""
-        found = self.control.agree(problem)
-        if found:
-            raise verify.Mismatch(found)
 
     def _meet(self) -> None:
         """A barrier of the hosts: between what allocates, or loads a kernel, and an exchange."""
@@ -264,7 +241,7 @@ class Bench:
         for one, before in kept:
             self._agree(one.check_again(before))
         for check in checks:
-            self._agree(_mismatch(check))
+            self._agree(verify.problem_of(check))
         own = [float(value) for value in subjects[0].mine["pair"]]
         by_rank = self.control.allgather(sorted(own)[len(own) // 2])
         told("freeing the graphs")
@@ -293,13 +270,9 @@ class Bench:
 
     def _ops(self, ours: Any) -> list[Any]:
         """The registered ops. They allocate in every call, which local ranks must not."""
-        from tokenway.bench.graphs import LAYERS, Loop
-
         case = ours.case
         if case.layout != "rank_major" or case.scales or self.gpu.local_ranks:
             return []
-        from tokenway.bench.overhead import ops_path
-
         path = ops_path(ours.group, ours.tokens, ours.rows, [ours.ids, ours.weights], case.weighting)
         return [Loop("registered ops", lambda: path(LAYERS), 1, LAYERS)]
 
@@ -315,7 +288,7 @@ class Bench:
             subject, problem = nccl.capture(baseline, self.control.agree, self.settings.backward)
             if problem:
                 notes[name] = problem
-            self._agree(_mismatch(baseline.check))  # of the calls before the capture
+            self._agree(verify.problem_of(baseline.check))  # of the calls before the capture
             timed.append(subject)
             checks.append(baseline.check)
         return timed, checks, notes
@@ -337,11 +310,3 @@ class Bench:
                 row["without_waiting"] = nvlink_results.without_waiting(self._times([graphs], [])["unsafe"])
                 graphs.close()
                 self._meet()
-
-
-def _mismatch(check: Callable[[], None]) -> str | None:
-    try:
-        check()
-    except verify.Mismatch as mismatch:
-        return str(mismatch)
-    return None

@@ -8,12 +8,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from tokenway import usage
 from tokenway.bench import gpu_machine
 from tokenway.bench.case import FP8
-from tokenway.usage import UsageError
+from tokenway.usage import UsageError, add_group, number, refuse_given
 
-BACKENDS = ("cpu", "nvlink", "torch")
+BACKEND = "--backend nvlink"
 OVER = ("nvlink", "nccl")
 TOKENS = (1, 8, 128, 256, 512, 1024, 2048, 4096)
 PAYLOADS = {"bf16": "bfloat16", "fp8": FP8}
@@ -22,6 +21,13 @@ MAX_LOCAL_RANKS = 16  # TW_MAX_LOCAL_RANKS: of one device
 # What ranks that share a device need before the first CUDA call: hardware queues of their own, and no module that is
 # loaded while a kernel waits for a peer.
 LOCAL_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+
+# (option, another that does not go with it, why)
+APART = (
+    ("--overhead", BACKEND, "its rows tell what calls cost the host"),
+    ("--backward", "--compare", "gradients are not fp8"),
+    *((option, "--over nccl", "its ranks wait in collectives") for option in ("--local-ranks", "--ablation")),
+)
 
 
 @dataclass(frozen=True)
@@ -39,56 +45,48 @@ class Nvlink:
     over: str = "nvlink"  # or "nccl": the portable backend
 
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--payload": {"choices": PAYLOADS, "metavar": "NAME", "help": "bf16 (default) or fp8, short for --dtype"},
+    "--compare": {"choices": ["fp8"], "metavar": "NAME", "help": "fp8: measure it beside, in the same rounds"},
+    "--over": {"choices": OVER, "metavar": "NAME", "help": "nvlink (default), or nccl: the portable backend"},
+    "--local-ranks": {
+        "type": number(1),
+        "metavar": "N",
+        "help": "N ranks as threads of one process (default: a process per GPU)",
+    },
+    "--sm-limit": {
+        "type": number(1),
+        "metavar": "S",
+        "help": "thread blocks of a kernel at most (default: the library chooses)",
+    },
+    "--lanes": {"type": number(1, MAX_LANES), "metavar": "L", "help": "lanes of the group (default 1)"},
+    "--verify": {"action": "store_true", "help": "compare each row with the oracle before it is timed"},
+    "--no-floor": {"action": "store_true", "help": "leave tokenway-floor out, and with it all ratios to the floor"},
+    "--ablation": {"action": "store_true", "help": "also without waiting for peers; its results are wrong"},
+    "--breakdown": {"action": "store_true", "help": "also the time of each kernel, from the profiler"},
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument("--backend", metavar="NAME", help="cpu (default), nvlink or torch")
-    add = parser.add_argument_group("with --backend nvlink").add_argument
-    add("--payload", metavar="NAME", help="bf16 (default) or fp8, short for --dtype")
-    add("--compare", metavar="NAME", help="fp8: measure it beside, in the same rounds")
-    add("--over", metavar="NAME", help="nvlink (default), or nccl: the portable backend")
-    add("--local-ranks", type=int, metavar="N", help="N ranks as threads of one process (default: a process per GPU)")
-    add("--sm-limit", type=int, metavar="S", help="thread blocks of a kernel at most (default: the library chooses)")
-    add("--lanes", type=int, metavar="L", help="lanes of the group (default 1)")
-    add("--verify", action="store_true", help="compare each row with the oracle before it is timed")
-    add("--no-floor", action="store_true", help="leave tokenway-floor out, and with it all ratios to the floor")
-    add("--ablation", action="store_true", help="also without waiting for peers; its results are wrong")
-    add("--breakdown", action="store_true", help="also the time of each kernel, from the profiler")
-
-
-_ONLY = (
-    "payload",
-    "compare",
-    "over",
-    "local_ranks",
-    "sm_limit",
-    "lanes",
-    "verify",
-    "no_floor",
-    "ablation",
-    "breakdown",
-)
+    add_group(parser, BACKEND, _OPTIONS)
 
 
 def from_arguments(args: argparse.Namespace) -> Nvlink | None:
-    """What was asked for; None with the CPU backend. Raises UsageError."""
-    if usage.choice("--backend", args.backend, BACKENDS, "cpu") != "nvlink":
-        for name in _ONLY:
-            if getattr(args, name) not in (None, False):
-                raise UsageError(f"--{name.replace('_', '-')}: only with --backend nvlink")
+    """What was asked for; None with another backend. Raises UsageError."""
+    if args.backend != "nvlink":
+        refuse_given(args, BACKEND, _OPTIONS)
         return None
-    compare = None
-    if args.compare is not None:
-        compare = PAYLOADS[usage.choice("--compare", args.compare, ("fp8",), "")]
     return Nvlink(
-        local_ranks=usage.number("--local-ranks", args.local_ranks, 1, 0),
-        sm_limit=usage.number("--sm-limit", args.sm_limit, 1, 0),
-        lanes=usage.number("--lanes", args.lanes, 1, 1),
+        local_ranks=args.local_ranks or 0,
+        sm_limit=args.sm_limit or 0,
+        lanes=args.lanes or 1,
         verify=args.verify or args.verify_only,
         floor=not (args.no_floor or args.verify_only),
         ablation=args.ablation,
         breakdown=args.breakdown,
-        compare=compare,
-        over=usage.choice("--over", args.over, OVER, OVER[0]),
+        compare=args.compare and PAYLOADS[args.compare],
+        over=args.over or OVER[0],
     )
 
 
@@ -96,7 +94,7 @@ def dtype(args: argparse.Namespace) -> str | None:
     """What --payload and --dtype say together."""
     if args.payload is None:
         return args.dtype
-    named = PAYLOADS[usage.choice("--payload", args.payload, tuple(PAYLOADS), "")]
+    named = PAYLOADS[args.payload]
     if args.dtype not in (None, named, args.payload):
         raise UsageError(f"--payload: {args.payload!r}, but --dtype is {args.dtype!r}")
     return named
@@ -105,15 +103,8 @@ def dtype(args: argparse.Namespace) -> str | None:
 def check(settings: Any) -> None:
     """Whether this machine can do it. Raises UsageError."""
     gpu: Nvlink = settings.nvlink
-    if settings.overhead:
-        raise UsageError("--overhead measures the CPU backend; --backend nvlink tells its host costs in each row")
     if gpu.compare == settings.dtype:
         raise UsageError("--compare: fp8; the tokens are fp8 already")
-    if gpu.lanes > MAX_LANES:
-        raise UsageError(f"--lanes: {gpu.lanes}; allowed 1..{MAX_LANES}")
-    for name in ("local_ranks", "ablation"):
-        if gpu.over == "nccl" and getattr(gpu, name):
-            raise UsageError(f"--{name.replace('_', '-')}: not with --over nccl, whose ranks wait in collectives")
     if importlib.util.find_spec("torch") is None:
         raise UsageError("--backend nvlink needs PyTorch: pip install 'tokenway[torch]'")
     if gpu.local_ranks:

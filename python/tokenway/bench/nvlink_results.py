@@ -7,7 +7,7 @@ from typing import Any
 from tokenway.bench import floor, timing
 from tokenway.bench.case import Case
 from tokenway.bench.graphs import COUNT, LAYERS
-from tokenway.bench.options import Settings
+from tokenway.bench.settings import Settings
 from tokenway.settings import window_bytes
 
 BIG = {"ranks": 64, "experts": 512, "max_tokens": 128}  # a group that is computed, not made

@@ -1,116 +1,79 @@
-"""The options of `tokenway bench`, checked."""
+"""The options of `tokenway bench`: those of all its runs, and those that each kind of run declares."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from tokenway import portable, usage
 from tokenway._header import MODES
-from tokenway.bench import baselines, collective_baselines, nccl, nvlink_options, portable_options
-from tokenway.bench.case import DTYPES, EXACT_LAYOUTS, FP8, LAYOUTS, Case
+from tokenway.bench import alternatives, baselines, collective_baselines, nccl, nvlink_options, portable_options
+from tokenway.bench.case import DTYPES, EXACT_LAYOUTS, FP8, LAYOUTS
 from tokenway.bench.control import MAX_RANKS
+from tokenway.bench.nvlink_options import Nvlink
 from tokenway.bench.profiles import PROFILES
 from tokenway.bench.routing import GENERATORS, from_npz
+from tokenway.bench.settings import Settings
 from tokenway.comm import NRANKS
-from tokenway.usage import UsageError
-from tokenway.usage import choice as _choice
-from tokenway.usage import number as _number
+from tokenway.usage import UsageError, listed, number, one_of
 
+BACKENDS = ("cpu", "nvlink", "torch")
 MAX_TOKENS = 1 << 20
-COLLECTIVES = ("all_gatherv", "reduce_scatterv", "all")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run measures; the same on all ranks."""
-
-    ranks: int = 4
-    launched: bool = False  # by torchrun or `tokenway launch`: this process is a rank
-    profiles: tuple[str, ...] = ("deepseek-v3",)
-    routings: tuple[str, ...] = ("uniform",)
-    tokens: tuple[int, ...] = (1, 8, 128, 512)
-    dtype: str = "bfloat16"
-    layout: str = "rank_major"
-    weighting: str = "none"
-    iterations: int = 50
-    rounds: int = 5
-    warmup: int = 2
-    seed: int = 0
-    baselines: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()  # baselines that cannot run here, and why
-    backward: bool = False
-    collective: str | None = None  # all_gatherv, reduce_scatterv or all: these, instead of dispatch and combine
-    verify_only: bool = False
-    overhead: bool = False
-    aux: bool = False
-    quick: bool = False
-    json: str | None = None
-    plot: str | None = None
-    nvlink: nvlink_options.Nvlink | None = None  # None: the CPU backend
-    portable: portable_options.Portable | None = None  # likewise
-
-    def cases(self) -> list[Case]:
-        """The rows of the run, in order."""
-        return [
-            Case(
-                PROFILES[profile],
-                routing,
-                tokens,
-                self.ranks,
-                self.dtype,
-                self.layout,
-                self.weighting,
-                self.seed,
-            )
-            for profile in self.profiles
-            for routing in self.routings
-            for tokens in self.tokens
-        ]
+KINDS = (alternatives, nvlink_options, portable_options)
+# (option, another that does not go with it, why)
+APART = (
+    ("--backward", "--dtype fp8", "gradients return as bfloat16, in a group of their own"),
+    ("--plot", "--verify-only", "there is nothing to plot"),
+    *(rule for kind in KINDS for rule in kind.APART),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     add = parser.add_argument
-    many: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-    add("--ranks", type=int, metavar="N", help="local processes (default 4; on GPUs 2, one on each)")
-    add("--profile", **many, help=f"all, or some of {', '.join(PROFILES)} (default deepseek-v3)")
-    add("--routing", **many, help="all, or some of uniform, balanced, skewed, FILE.npz")
-    add("--tokens", nargs="+", metavar="T", help="per rank (default 1 8 128 512; on GPUs up to 4096)")
-    add("--dtype", help=f"{', '.join(DTYPES)} or fp8: float8 and a float32 scale per 128 elements")
-    add("--layout", help="rank_major (default) or expert_major; flat or grouped, of high throughput")
-    add(
-        "--mode",
-        metavar="NAME",
-        help="low_latency or high_throughput, whose default layout is flat (default: by --layout)",
-    )
-    add("--weighting", help="none (default) or topk")
-    add("--iterations", type=int, metavar="I", help="timed, over all rounds (default 50)")
-    add("--rounds", type=int, metavar="R", help="in which subjects take turns (default 5; 25 with --backend torch)")
-    add("--warmup", type=int, metavar="W", help="iterations before each turn (default 2; 1 with --backend torch)")
-    add("--seed", type=int, default=0, help="of tokens and routings")
-    add(
-        "--baselines",
-        **many,
-        help=f"auto, none, or some of {', '.join(baselines.NAMES)}; on GPUs of {', '.join(nccl.NAMES)}",
-    )
+    add("--backend", choices=BACKENDS, default="cpu", metavar="NAME", help="cpu (default), nvlink or torch")
+    add("--ranks", type=number(1, MAX_RANKS), metavar="N", help="local processes (default 4; on GPUs 2, one on each)")
+    known = one_of((*PROFILES, "all"))
+    profiles = f"all, or some of {', '.join(PROFILES)} (default deepseek-v3)"
+    add("--profile", **listed(known, PROFILES), default=Settings.profiles, metavar="NAME", help=profiles)
+    routings = "all, or some of uniform, balanced, skewed, FILE.npz (default uniform)"
+    add("--routing", **listed(_routing, GENERATORS), default=Settings.routings, metavar="NAME", help=routings)
+    tokens = "per rank (default 1 8 128 512; on GPUs up to 4096)"
+    add("--tokens", **listed(number(1, MAX_TOKENS)), metavar="T", help=tokens)
+    dtypes = f"{', '.join(DTYPES)} or fp8: float8 and a float32 scale per 128 elements"
+    add("--dtype", choices=(*DTYPES, "fp8"), metavar="DTYPE", help=dtypes)
+    layouts = "rank_major (default) or expert_major; flat or grouped, of high throughput"
+    add("--layout", choices=LAYOUTS, metavar="LAYOUT", help=layouts)
+    modes = "low_latency or high_throughput, whose default layout is flat (default: by --layout)"
+    add("--mode", choices=tuple(MODES), metavar="NAME", help=modes)
+    add("--weighting", choices=("none", "topk"), default="none", metavar="NAME", help="none (default) or topk")
+    add("--iterations", type=number(1), metavar="I", help="timed, over all rounds (default 50)")
+    rounds = "in which subjects take turns (default 5; 25 with --backend torch)"
+    add("--rounds", type=number(1), metavar="R", help=rounds)
+    warmup = "iterations before each turn (default 2; 1 with --backend torch)"
+    add("--warmup", type=number(0), metavar="W", help=warmup)
+    add("--seed", type=number(0), default=0, metavar="S", help="of tokens and routings")
+    others = f"auto, none, or some of {', '.join(baselines.NAMES)}; on GPUs of {', '.join(nccl.NAMES)}"
+    add("--baselines", **listed(str), metavar="NAME", help=others)
     add("--backward", action="store_true", help="gradients too: by the cached routing, apart and after the pair")
-    add(
-        "--collective",
-        metavar="NAME",
-        help="all_gatherv, reduce_scatterv or all: uneven gathers and reduces instead of dispatch and combine",
-    )
     add("--verify-only", action="store_true", help="compare with the oracle, time nothing")
-    add("--overhead", action="store_true", help="what a call through Python adds (1 rank, 1 token)")
-    add("--aux", action="store_true", help="what is done on a rank between the calls, at group sizes to 64 (1 rank)")
     add("--quick", action="store_true", help="small numbers of tokens and iterations")
-    add("--json", metavar="FILE", help="write everything measured, with machine and versions")
-    add("--plot", metavar="FILE.png", help="latency and bandwidth against tokens")
-    nvlink_options.add_arguments(parser)
-    portable_options.add_arguments(parser)
+    add("--json", type=usage.writable, metavar="FILE", help="write everything measured, with machine and versions")
+    add("--plot", type=usage.plot, metavar="FILE.png", help="latency and bandwidth against tokens")
+    for kind in KINDS:
+        kind.add_arguments(parser)
+
+
+def _routing(word: str) -> str:
+    """A word of --routing: a generator's name, or the absolute path of a recording."""
+    if not word.endswith(".npz"):
+        return one_of((*GENERATORS, "all", "FILE.npz"))(word)
+    try:
+        from_npz(word)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{word}: {error}") from None
+    return os.path.abspath(word)
 
 
 def from_arguments(args: argparse.Namespace) -> Settings:
@@ -121,36 +84,30 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     quick: bool = args.quick
     beside = apart is not None and not args.baselines  # the ways are measured beside each other
     untimed = args.verify_only or args.overhead or args.aux or beside
-    collective = _choice("--collective", args.collective, COLLECTIVES, "") or None
-    given = ["none"] if untimed else _names(args.baselines) or ["auto"]
-    wanted, skipped = _baselines(given, gpu, ranks, collective is not None)
-    tokens, rounds = (Settings.tokens, 5) if gpu is None else (nvlink_options.TOKENS, 3)
-    fine = apart is not None and not quick  # turns are short, so that ways that follow each other meet the same
-    dtype = nvlink_options.dtype(args)
+    given = ("none",) if untimed else args.baselines or ("auto",)
+    wanted, skipped = _baselines(given, gpu, ranks, args.collective is not None)
+    dtype = nvlink_options.dtype(args) or "bfloat16"
     settings = Settings(
         ranks=ranks,
         launched=launched,
-        profiles=_choices("--profile", _names(args.profile), list(PROFILES), ["deepseek-v3"]),
-        routings=_routings(_names(args.routing) or ["uniform"]),
-        tokens=_tokens(_names(args.tokens))
-        or (((8,) if quick else (128,)) if args.aux else (1, 8, 32) if quick else tokens),
-        dtype=_choice("--dtype", FP8 if dtype == "fp8" else dtype, DTYPES, "bfloat16"),
+        profiles=args.profile,
+        routings=args.routing,
+        tokens=args.tokens or _tokens(args, gpu),
+        dtype=FP8 if dtype == "fp8" else dtype,
         layout=_layout(args.mode, args.layout),
-        weighting=_choice("--weighting", args.weighting, ("none", "topk"), "none"),
-        iterations=_number("--iterations", args.iterations, 1, 10 if quick else 50 if gpu is None else 60),
-        rounds=_number("--rounds", args.rounds, 1, 25 if fine else rounds),
-        warmup=_number("--warmup", args.warmup, 0, 1 if quick or fine else 2),
-        seed=_number("--seed", args.seed, 0, 0),
+        weighting=args.weighting,
+        **_turns(args, gpu, fine=apart is not None and not quick),
+        seed=args.seed,
         baselines=wanted,
         skipped=skipped,
         backward=args.backward,
-        collective=collective,
+        collective=args.collective,
         verify_only=args.verify_only,
         overhead=args.overhead,
         aux=args.aux,
         quick=quick,
-        json=usage.writable("--json", args.json),
-        plot=usage.plot("--plot", args.plot),
+        json=args.json,
+        plot=args.plot,
         nvlink=gpu,
         portable=apart,
     )
@@ -162,121 +119,97 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     return settings
 
 
+def _tokens(args: argparse.Namespace, gpu: Nvlink | None) -> tuple[int, ...]:
+    """Where they were not given."""
+    if args.aux:
+        return (8,) if args.quick else (128,)
+    if args.quick:
+        return (1, 8, 32)
+    return Settings.tokens if gpu is None else nvlink_options.TOKENS
+
+
+def _turns(args: argparse.Namespace, gpu: Nvlink | None, fine: bool) -> dict[str, int]:
+    """Iterations, rounds and warm-up, as given or as suits the run. fine: turns are short, so that ways that follow
+    each other meet the same."""
+    usual = {
+        "iterations": 10 if args.quick else 50 if gpu is None else 60,
+        "rounds": 25 if fine else 5 if gpu is None else 3,
+        "warmup": 1 if args.quick or fine else 2,
+    }
+    given = {name: getattr(args, name) for name in usual}
+    return usual | {name: value for name, value in given.items() if value is not None}
+
+
 def _layout(mode: str | None, layout: str | None) -> str:
     """What --mode and --layout say together."""
-    if mode is None:
-        return _choice("--layout", layout, LAYOUTS, "rank_major")
-    exact = _choice("--mode", mode, tuple(MODES), "") == "high_throughput"
-    allowed = tuple(name for name in LAYOUTS if (name in EXACT_LAYOUTS) == exact)
-    return _choice(f"--layout, with --mode {mode}", layout, allowed, allowed[0])
+    exact = mode == "high_throughput"
+    allowed = [name for name in LAYOUTS if mode is None or (name in EXACT_LAYOUTS) == exact]
+    if layout is not None and layout not in allowed:
+        raise UsageError(f"--layout, with --mode {mode}: {layout!r}; allowed: {', '.join(allowed)}")
+    return layout or allowed[0]
 
 
 def _check_together(settings: Settings) -> None:
-    if settings.plot and (settings.verify_only or settings.overhead):
-        raise UsageError("--plot: nothing to plot with --verify-only or --overhead")
-    if settings.aux:
-        others = {
-            "--overhead": settings.overhead,
-            "--collective": settings.collective,
-            "--verify-only": settings.verify_only,
-            "--backward": settings.backward,
-        }
-        others |= {"--plot": settings.plot, "--local-ranks": settings.nvlink and settings.nvlink.local_ranks}
-        if wrong := [name for name, given in others.items() if given]:
-            raise UsageError(f"--aux: not with {wrong[0]}; it measures one rank's own work")
-    if settings.backward and settings.overhead:
-        raise UsageError("--backward: not with --overhead, which measures no backward pass")
-    if settings.backward and settings.nvlink is not None and settings.nvlink.compare:
-        raise UsageError("--backward: not with --compare; gradients are not fp8")
-    if settings.backward and settings.dtype == FP8:
-        raise UsageError("--backward: not with --dtype fp8; gradients return as bfloat16, in a group of their own")
-    if settings.collective is not None:
-        _check_collective(settings)
-        return
-    if settings.verify_only and settings.overhead:
-        raise UsageError("--overhead measures: it cannot go with --verify-only")
+    gpu = settings.nvlink
+    given = {
+        "--aux": settings.aux,
+        "--backend nvlink": gpu is not None,
+        "--backend torch": settings.portable is not None,
+        "--backward": settings.backward,
+        "--baselines": settings.baselines,
+        "--collective": settings.collective,
+        "--dtype fp8": settings.dtype == FP8,
+        "--overhead": settings.overhead,
+        "--plot": settings.plot,
+        "--verify-only": settings.verify_only,
+    }
+    if gpu is not None:
+        given |= {"--ablation": gpu.ablation, "--compare": gpu.compare, "--local-ranks": gpu.local_ranks}
+        given["--over nccl"] = gpu.over == "nccl"
+    for option, other, why in APART:
+        if given.get(option) and given.get(other):
+            raise UsageError(f"{option}: not with {other}; {why}")
+    if settings.collective is None:
+        _check_recordings(settings)
+
+
+def _check_recordings(settings: Settings) -> None:
+    """A recording may have too few tokens, experts or ids."""
     for case in settings.cases():
         if case.routing in GENERATORS:
             continue
         try:
-            case.exchange  # noqa: B018  a recording may have too few tokens, experts or ids
+            case.exchange  # noqa: B018
         except ValueError as error:
             raise UsageError(f"--routing with {case.profile.name}: {error}") from None
 
 
-def _check_collective(settings: Settings) -> None:
-    refused = {
-        "--plot": settings.plot,
-        "--backward": settings.backward,
-        "--overhead": settings.overhead,
-        "--aux": settings.aux,
-        "--dtype fp8": settings.dtype == FP8,
-        "--local-ranks": settings.nvlink is not None and settings.nvlink.local_ranks,
-    }
-    for option, given in refused.items():
-        if given:
-            raise UsageError(f"{option}: not with --collective")
-
-
-def _names(given: Sequence[str] | None) -> list[str]:
-    return [name for item in given or () for name in item.split(",") if name]
-
-
-def _choices(option: str, given: list[str], known: list[str], default: list[str]) -> tuple:
-    if "all" in given:
-        given = known
-    return tuple(_choice(option, name, known, "") for name in dict.fromkeys(given or default))
-
-
-def _tokens(given: list[str]) -> tuple[int, ...]:
-    for text in given:
-        if not text.isdecimal() or not 1 <= int(text) <= MAX_TOKENS:
-            raise UsageError(f"--tokens: {text!r}; allowed 1..{MAX_TOKENS}")
-    return tuple(dict.fromkeys(int(text) for text in given))
-
-
-def _routings(given: list[str]) -> tuple[str, ...]:
-    routings: list[str] = []
-    for name in given:
-        if name == "all":
-            routings += GENERATORS
-        elif name in GENERATORS:
-            routings.append(name)
-        elif name.endswith(".npz"):
-            try:
-                from_npz(name)
-            except (OSError, ValueError) as error:
-                raise UsageError(f"--routing: {name}: {error}") from None
-            routings.append(os.path.abspath(name))
-        else:
-            known = ", ".join([*GENERATORS, "all", "FILE.npz"])
-            raise UsageError(f"--routing: {name!r}; allowed: {known}")
-    return tuple(dict.fromkeys(routings))
-
-
 def _baselines(
-    given: list[str], gpu: nvlink_options.Nvlink | None, ranks: int, collective: bool
+    given: Sequence[str], gpu: Nvlink | None, ranks: int, collective: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(what is measured, what is not and why)."""
-    if given == ["none"]:
+    if tuple(given) == ("none",):
         return (), ()
     if gpu is None:
-        names, reason, hint = baselines.NAMES, portable.missing(), ": pip install 'tokenway[torch]'"
+        known, reason, hint = baselines.NAMES, portable.missing(), ": pip install 'tokenway[torch]'"
     else:
-        names, reason, hint = nccl.NAMES, nccl.missing(gpu.local_ranks, ranks), ""
+        known, reason, hint = nccl.NAMES, nccl.missing(gpu.local_ranks, ranks), ""
     if collective:
-        names = collective_baselines.NAMES["gloo" if gpu is None else "nccl"]
-    cannot = [n for n in names if n.startswith(("gloo", "nccl")) and reason]
-    if given == ["auto"]:
-        return tuple(n for n in names if n not in cannot), tuple(f"{n}: {reason}" for n in cannot)
-    chosen = _choices("--baselines", given, list(names), [])
+        known = collective_baselines.NAMES["gloo" if gpu is None else "nccl"]
+    cannot = [name for name in known if name.startswith(("gloo", "nccl")) and reason]
+    if tuple(given) == ("auto",):
+        return tuple(name for name in known if name not in cannot), tuple(f"{name}: {reason}" for name in cannot)
+    chosen = known if "all" in given else tuple(given)
     for name in chosen:
+        if name not in known:
+            raise UsageError(f"--baselines: {name!r}; allowed: {', '.join(known)}, all, auto, none")
         if name in cannot:
             raise UsageError(f"--baselines: {name}: {reason}{hint}")
     return chosen, ()
 
 
-def _ranks(given: int | None, gpu: nvlink_options.Nvlink | None = None) -> tuple[int, bool]:
+def _ranks(given: int | None, gpu: Nvlink | None) -> tuple[int, bool]:
+    """(how many, whether a launcher has started this process as one of them)."""
     if gpu is not None and gpu.local_ranks:
         if given not in (None, gpu.local_ranks):
             raise UsageError(f"--ranks: {given}, but --local-ranks is {gpu.local_ranks}")

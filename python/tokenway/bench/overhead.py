@@ -23,7 +23,7 @@ import numpy as np
 
 from tokenway import _native, tensors
 from tokenway.bench.case import Case
-from tokenway.bench.options import Settings
+from tokenway.bench.settings import Settings
 from tokenway.comm import connect
 from tokenway.group import Group
 from tokenway.handle import Handle
@@ -52,22 +52,10 @@ def measure(settings: Settings) -> dict[str, Any]:
     case = settings.cases()[0]
     with connect() as comm, Group(comm, **case.group_settings(1)) as group:
         paths, notes = _paths(case, group)
-        times: dict[str, list[float]] = {name: [] for name in paths}
-        gc.collect()
-        gc.disable()
-        try:
-            for path in paths.values():
-                path(count // 10)
-            for _ in range(ROUNDS):
-                for name, path in paths.items():
-                    start = time.perf_counter_ns()
-                    path(count)
-                    times[name].append((time.perf_counter_ns() - start) / 1e3 / count)
-        finally:
-            gc.enable()
+        times = _times(paths, count)
     medians = {name: float(np.median(of)) for name, of in times.items()}
     base = medians.get("C")
-    return {
+    measured = {
         "profile": case.profile.name,
         "hidden": case.profile.hidden,
         "dtype": case.dtype,
@@ -84,6 +72,25 @@ def measure(settings: Settings) -> dict[str, Any]:
         },
         "notes": notes,
     }
+    return {"overhead": measured}
+
+
+def _times(paths: dict[str, Pairs], count: int) -> dict[str, list[float]]:
+    """us per pair of each path, by round."""
+    times: dict[str, list[float]] = {name: [] for name in paths}
+    gc.collect()
+    gc.disable()
+    try:
+        for path in paths.values():
+            path(count // 10)
+        for _ in range(ROUNDS):
+            for name, path in paths.items():
+                start = time.perf_counter_ns()
+                path(count)
+                times[name].append((time.perf_counter_ns() - start) / 1e3 / count)
+    finally:
+        gc.enable()
+    return times
 
 
 def _paths(case: Case, group: Group) -> tuple[dict[str, Pairs], list[str]]:
@@ -192,21 +199,3 @@ def _compile() -> Any:
     loop.argtypes = [ctypes.c_long, void, void, void, void, ctypes.POINTER(void)]
     loop.restype = ctypes.c_int
     return loop
-
-
-def text(measured: dict[str, Any]) -> str:
-    """The result for people."""
-    m = measured
-    lines = [
-        f"1 rank, 1 token of {m['profile']} ({m['hidden']} x {m['dtype']}): us per dispatch and "
-        f"combine, median of {m['rounds']} rounds of {m['pairs_per_round']}"
-    ]
-    width = max(len(name) for name in m["paths"])
-    for name, path in m["paths"].items():
-        line = f"  {name:<{width}}  {path['us']:7.2f}"
-        if name != "C" and path["added_us"] is not None:
-            line += f"  adds {path['added_us']:6.2f}"
-            if name.endswith("out= given"):
-                line += f"  (target: less than {m['target_us']:.0f})"
-        lines.append(line)
-    return "\n".join(lines + [f"  {note}" for note in m["notes"]])

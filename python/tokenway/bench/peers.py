@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenway.bench.table import markdown_row, microseconds
+from tokenway.bench.tables.table import markdown_row, microseconds
 
 Run = dict[str, Any]
 Line = tuple[str, str, list[int], list[float]]  # name, role, tokens, microseconds

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from tokenway import balance, machine
-from tokenway.bench import eplb
-from tokenway.tables import show_columns
+from tokenway.bench import eplb, report
 
 Array = np.ndarray
 LAYERS, EXPERTS, SIGMA = 58, 256, 0.75
@@ -181,68 +180,6 @@ def measure(seeds: int) -> dict[str, Any]:
     }
 
 
-def tables(run: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(title, heads, cells) of each table."""
-    figures, settings = run["placement"], run["settings"]
-    where = f"{settings['layers']} layers, {settings['experts']} experts, lognormal {settings['sigma']}"
-    made = []
-    heads = ["ranks", "slots", "max/mean", "worst layer", "bound", "furthest from it", "greedy", "its worst", "ms"]
-    cells = [
-        [
-            *(str(row["ranks"]), str(row["ranks"] * row["slots"])),
-            *(f"{row[name]:.5f}" for name in ("mean", "worst", "bound")),
-            f"{100 * (row['above_bound'] - 1):.2f} %",
-            *(f"{row[name]:.5f}" for name in ("greedy", "greedy_worst")),
-            f"{row['ms']:.0f}",
-        ]
-        for row in figures["full"]
-    ]
-    title = f"Plans of {where}, {settings['seeds']} seeds; ms: CPU time of one thread for all layers"
-    made.append((title, heads, cells))
-    heads = ["plan", "groups differ by", "mean/max", "astray", "rows between nodes, a token"]
-    cells = [
-        [
-            row["name"],
-            f"{row['group_sigma']}",
-            f"{row['even']:.4f}",
-            _astray(row),
-            f"{row['rows_sent']:.3f}",
-        ]
-        for row in figures["nodes"]
-    ]
-    made.append(("4 nodes, 32 ranks, 288 slots, 8 groups; a token takes 8 experts of 4 groups", heads, cells))
-    heads = ["writes allowed", "written", "imbalance", "ms"]
-    cells = [
-        [str(row["writes"]), f"{row['written']:.1f}", f"{row['imbalance']:.4f}", f"{row['ms']:.0f}"]
-        for row in figures["updates"]
-    ]
-    made.append((f"Updates of a plan that is out of date: 32 ranks, 288 slots, {where}", heads, cells))
-    heads = ["policy", "writes", "hot set", "mean", "worst seed", "where the hot set changes", "last 8 windows"]
-    cells = [
-        [
-            row["policy"],
-            str(row["writes"] or ""),
-            str(row["hot"]),
-            *("" if row[n] is None else f"{row[n]:.4f}" for n in ("mean", "worst_seed", "changed", "last")),
-        ]
-        for row in figures["drift"]
-    ]
-    made.append(("Drifting loads, 32 windows: imbalance under the plan made before each", heads, cells))
-    names = [*map(str, DECAYS[:-1]), "chosen"]
-    heads = ["hot set", "tokens per rank counted", *names]
-    cells = [
-        [str(row["hot"]), str(row["tokens"] or "all"), *(f"{row[name]:.4f}" for name in names)]
-        for row in figures["averages"]
-    ]
-    made.append(("The same with 16 writes, by the decay of the average that is planned for", heads, cells))
-    return made
-
-
-def _astray(row: dict[str, Any]) -> str:
-    """Without groups there are no homes."""
-    return "" if row["name"].endswith("without groups") else f"{100 * row['stray']:.2f} %"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, and writes."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -250,9 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args(argv)
     run = measure(options.seeds)
-    for title, heads, cells in tables(run):
-        show_columns(title, heads, cells)
-        print()
+    report.show(run)
     if options.json:
         Path(options.json).write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
     return 0

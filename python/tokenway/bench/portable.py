@@ -20,8 +20,10 @@ import numpy as np
 from tokenway.bench import runner, timing, verify
 from tokenway.bench.case import Case
 from tokenway.bench.control import Control
-from tokenway.bench.portable_options import WAYS, Portable
+from tokenway.bench.portable_options import WAYS
 from tokenway.bench.progress import Progress
+from tokenway.bench.runner import Results
+from tokenway.bench.settings import Settings
 from tokenway.comm import Comm, connect
 from tokenway.group import Group
 from tokenway.portable import describe
@@ -34,31 +36,30 @@ AGAIN = "auto again"
 Times = dict[str, list[list[float]]]  # us by way, round and iteration
 
 
-def run(settings: Any) -> int:
-    """Measures; returns the exit code."""
-    return run_rank(settings) if settings.launched else runner.run_ranks(settings, run_rank)
+def measure(settings: Settings) -> Results:
+    """All points of a run."""
+    return runner.on_ranks(settings, measure_rank)
 
 
-def run_rank(settings: Any) -> int:
-    """One rank's part."""
+def measure_rank(settings: Settings) -> Results:
+    """The same as one of the ranks. Collective."""
+    assert settings.portable is not None
+    top_ks = settings.portable.top_k
     with ExitStack() as stack:
         control = Control(stack.enter_context(connect(backend="shm")))
         stack.callback(control.close)
-        asked: Portable = settings.portable
-        progress = Progress(_made(settings) * len(settings.cases()) * len(asked.top_k), control.rank == 0)
+        progress = Progress(_made(settings) * len(settings.cases()) * len(top_ks), control.rank == 0)
         stack.callback(progress.close)
-        rows = []
-        try:
-            for profile in settings.profiles:
-                for top_k in asked.top_k:
-                    rows += _points(settings, control, profile, top_k, progress)
-        except BaseException:
-            stack.pop_all()  # closing is collective: the others learn of it when this process ends
-            raise
-        progress.close()
-        if control.rank:
-            return 0
-        return runner.finish(settings, {"backend": "torch", "rows": rows})
+
+        def points() -> dict[str, Any]:
+            found = [
+                _points(settings, control, profile, top_k, progress)
+                for profile in settings.profiles
+                for top_k in top_ks
+            ]
+            return {"backend": "torch", "rows": [row for rows in found for row in rows]}
+
+        return runner.measured(points, control, progress, stack)
 
 
 def _open(control: Control, stack: ExitStack, ways: Sequence[str], keywords: dict[str, Any]) -> dict[str, Group]:
@@ -78,12 +79,12 @@ def _describe(group: Group) -> dict[str, Any]:
     return asdict(describe(group.pointer))  # type: ignore[arg-type]
 
 
-def _made(settings: Any) -> int:
+def _made(settings: Settings) -> int:
     """How often groups are."""
     return 1 if settings.quick or settings.verify_only else MADE
 
 
-def _points(settings: Any, control: Control, profile: str, top_k: int, progress: Progress) -> list[dict[str, Any]]:
+def _points(settings: Settings, control: Control, profile: str, top_k: int, progress: Progress) -> list[dict[str, Any]]:
     """The rows of one top-k: a group for each way, and a measurement of the machine for each of them."""
     cases = [case for case in settings.cases() if case.profile.name == profile]
     cases = [replace(case, profile=replace(case.profile, top_k=top_k)) for case in cases]
@@ -99,7 +100,7 @@ def _points(settings: Any, control: Control, profile: str, top_k: int, progress:
                     _join(rounds, _point(settings, control, groups, case))
                     progress.done()
             except BaseException:
-                stack.pop_all()  # closing is collective, as in run_rank
+                stack.pop_all()  # closing is collective: the others learn of it when this process ends
                 raise
             for group in groups.values():
                 group.close()
@@ -131,7 +132,7 @@ def _row(case: Case, chosen: dict[str, Any], times: Times) -> dict[str, Any]:
     return row
 
 
-def _point(settings: Any, control: Control, groups: dict[str, Group], case: Case) -> Times:
+def _point(settings: Settings, control: Control, groups: dict[str, Group], case: Case) -> Times:
     """us of a case by each way, after the results have been compared; empty if that is all."""
     rank, x = control.rank, case.exchange
     subjects, checks = [], []
@@ -139,21 +140,21 @@ def _point(settings: Any, control: Control, groups: dict[str, Group], case: Case
         handle = group.route(x.ids[rank], x.weight[rank])
         made = verify.buffers(case, group)
         it = timing.Exchanged(case, group, handle, case.inputs(rank), made)
-        _agree(control, verify.exchange_once, case, group, handle, it.sent, made, False)
+        _check(control, verify.exchange_once, case, group, handle, it.sent, made, False)
         it.combine()
         want = verify.expected_output(case, rank)
-        _agree(control, verify.check_output, case, rank, made[2], want)
+        _check(control, verify.check_output, case, rank, made[2], want)
         subjects.append(timing.Pair(way, it.pair))
         checks.append((case, rank, made[2], want))
     if settings.verify_only:
         return {}
     times = _times(settings, control, subjects)
     for arguments in checks:
-        _agree(control, verify.check_output, *arguments)
+        _check(control, verify.check_output, *arguments)
     return times
 
 
-def _times(settings: Any, control: Control, subjects: list[timing.Pair]) -> Times:
+def _times(settings: Settings, control: Control, subjects: list[timing.Pair]) -> Times:
     """us of each subject, by round: as many as was asked for, and more of those that are short and near the fastest, as
     long as that takes not much longer. Collective."""
     how = {"iterations": settings.iterations, "warmup": settings.warmup}
@@ -169,11 +170,6 @@ def _times(settings: Any, control: Control, subjects: list[timing.Pair]) -> Time
     return times
 
 
-def _agree(control: Control, function: Any, *args: Any) -> None:
-    problem = None
-    try:
-        function(*args)
-    except verify.Mismatch as mismatch:
-        problem = str(mismatch)
-    if found := control.agree(problem):
-        raise verify.Mismatch(found)
+def _check(control: Control, check: Any, *args: Any) -> None:
+    """Makes a check; what it finds on any rank all ranks raise. Collective."""
+    runner.agree(control, verify.problem_of(check, *args))

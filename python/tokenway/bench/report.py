@@ -1,4 +1,4 @@
-"""A benchmark's JSON as markdown.
+"""A benchmark's JSON for people: on a terminal, as Markdown, and in a page.
 
 python -m tokenway.bench.report FILE.json ...           prints the tables
 python -m tokenway.bench.report --update PAGE.md DIR    puts those of DIR into a page, each between
@@ -11,56 +11,90 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tokenway.bench import auxiliary, collectives, nvlink_table, peers, placement, portable_table, table
-from tokenway.bench.table import markdown_row
-from tokenway.tables import mebibytes
+from tokenway.bench import peers
+from tokenway.bench.tables import auxiliary, collectives, cpu, nvlink, overhead, placement, portable
+from tokenway.bench.tables.table import Run, Table, medians, where
+from tokenway.tables import show_columns
 
 
-def markdown(run: dict[str, Any]) -> str:
-    """The table of a run with a line above that says where it comes from."""
+def _nothing(_: Run) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How runs of a kind are shown: their tables, and what stands below them."""
+
+    tables: Callable[[Run], list[Table]]
+    notes: Callable[[Run], list[str]] = _nothing
+    as_they_stand: bool = False  # in Markdown: lines that are aligned, not a list
+
+
+# By the part of a run that only this kind has, else by its backend.
+PARTS = {
+    "overhead": Kind(overhead.tables, overhead.notes),
+    "auxiliary": Kind(auxiliary.tables),
+    "placement": Kind(placement.tables),
+    "collectives": Kind(collectives.tables),
+}
+BACKENDS = {
+    "cpu": Kind(cpu.tables),
+    "nvlink": Kind(nvlink.tables, nvlink.notes, as_they_stand=True),
+    "torch": Kind(portable.tables, portable.notes),
+}
+
+
+def kind_of(run: Run) -> Kind:
+    """How a run is shown."""
+    parts = [kind for part, kind in PARTS.items() if part in run]
+    return parts[0] if parts else BACKENDS[run.get("backend", "cpu")]
+
+
+def _skipped(run: Run) -> Sequence[str]:
+    return run["settings"].get("skipped", ())
+
+
+def title(run: Run) -> str:
+    """One line that says what was measured and where; of several tables, what the first shows."""
+    return f"tokenway {run['versions']['tokenway']}: {kind_of(run).tables(run)[0].what}; {where(run)}"
+
+
+def show(run: Run) -> None:
+    """Prints a run."""
+    kind = kind_of(run)
+    print(f"tokenway {run['versions']['tokenway']}; {where(run)}")
+    for table in kind.tables(run):
+        print()
+        show_columns(table.what, table.heads, table.cells, table.texts)
+    notes = [*(f"not measured: {reason}" for reason in _skipped(run)), *kind.notes(run)]
+    if notes:
+        print("\n".join(["", *notes]))
+
+
+def markdown(run: Run) -> str:
+    """The tables of a run with a line above that says where they come from."""
     if "peers" in run:
         return peers.markdown(run)
-    settings, versions = run["settings"], run["versions"]
-    software = ", ".join(f"{name} {version}" for name, version in versions.items())
-    lines = [f"{_where(run)}; {software}; commit {run['commit'] or 'unknown'}; {run['date']}.", ""]
-    if "overhead" in run:
-        return "\n".join([*lines, *_overhead(run["overhead"])])
-    if "auxiliary" in run:
-        return "\n".join([*lines, *_auxiliary(run["auxiliary"])])
-    if "placement" in run:
-        return "\n".join([*lines, *_placement(run)]).rstrip()
-    what = f"{settings['ranks']} ranks, {settings['dtype']}, {settings['layout']}"
-    if "collectives" in run:
-        what = collectives.title(run)
-    elif table.on_gpus(run):
-        what = nvlink_table.what(run)
-    if not settings["verify_only"]:
-        count = f"{settings['iterations']} iterations in {settings['rounds']} rounds"
-        if table.on_torch(run):
-            count = portable_table.iterations(run)
-        what += f"; medians of {count}, all subjects in turns"
-    heads, cells = table.columns(run)
-    align = ["---"] * 2 + ["---:"] * (len(heads) - 2)
-    lines += [
-        f"{what}.",
-        "",
-        markdown_row(heads),
-        markdown_row(align),
-        *(markdown_row(row) for row in cells),
-    ]
-    lines += ["", *(f"Not measured: {reason}." for reason in settings["skipped"])]
-    if table.on_gpus(run) and "collectives" not in run:
-        lines += ["", "```text", *nvlink_table.notes(run), "```"]
-    if table.on_torch(run):
-        lines += ["", *(f"* {note}" for note in portable_table.notes(run))]
+    kind = kind_of(run)
+    software = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    lines = [f"{where(run)}; {software}; commit {run['commit'] or 'unknown'}; {run['date']}.", ""]
+    for table in kind.tables(run):
+        lines += [f"{table.what}.", "", *table.markdown(), ""]
+    if reasons := _skipped(run):
+        lines += [*(f"Not measured: {reason}." for reason in reasons), ""]
+    notes = kind.notes(run)
+    if notes and kind.as_they_stand:
+        lines += ["```text", *notes, "```"]
+    else:
+        lines += [f"* {note}" for note in notes]
     return "\n".join(lines).rstrip()
 
 
-def together(runs: Sequence[dict[str, Any]]) -> str:
+def together(runs: Sequence[Run]) -> str:
     """One table of runs on GPUs that differ in how many SMs or ranks there were, and perhaps in the GPUs."""
     apart = {
         "SMs": [str(run["settings"]["nvlink"]["sm_limit"] or "all") for run in runs],
@@ -68,82 +102,19 @@ def together(runs: Sequence[dict[str, Any]]) -> str:
         "GPUs": [run["gpu"]["gpu"] for run in runs],
     }
     apart = {name: values for name, values in apart.items() if len(set(values)) > 1}
-    tables = [table.columns(run) for run in runs]
-    heads = tables[0][0]
-    if any(other != heads for other, _ in tables):
+    found = [nvlink.columns(run) for run in runs]
+    heads = found[0][0]
+    if any(other != heads for other, _ in found):
         raise ValueError(f"tables of different columns: {' | '.join(heads)}, and others")
-    rows = [
-        [*(values[i] for values in apart.values()), *cells] for i, (_, lines) in enumerate(tables) for cells in lines
-    ]
+    cells = [[*(values[i] for values in apart.values()), *line] for i, (_, lines) in enumerate(found) for line in lines]
+    settings = runs[0]["settings"]
+    what = medians(f"{settings['dtype']}, {settings['layout']}", settings)
+    table = Table(what, [*apart, *heads], cells, texts=range(len(apart), len(apart) + 2))
     dates = sorted(run["date"] for run in runs)
     commits = ", ".join(dict.fromkeys(run["commit"] or "unknown" for run in runs))
-    places = "; ".join(dict.fromkeys(_where(run) for run in runs))
-    settings = runs[0]["settings"]
-    align = ["---:"] * len(apart) + ["---"] * 2 + ["---:"] * (len(heads) - 2)
-    lines = [
-        f"{places}; commit {commits}; {dates[0]} to {dates[-1]}.",
-        "",
-        f"{settings['dtype']}, {settings['layout']}; medians of {settings['iterations']} iterations in "
-        f"{settings['rounds']} rounds.",
-        "",
-        markdown_row([*apart, *heads]),
-        markdown_row(align),
-        *(markdown_row(row) for row in rows),
-    ]
+    places = "; ".join(dict.fromkeys(where(run) for run in runs))
+    lines = [f"{places}; commit {commits}; {dates[0]} to {dates[-1]}.", "", f"{table.what}.", "", *table.markdown()]
     return "\n".join(lines)
-
-
-def _where(run: dict[str, Any]) -> str:
-    """The machine in a line."""
-    if table.on_gpus(run):
-        return nvlink_table.where(run)
-    machine = run["machine"]
-    cache = mebibytes(machine["last_level_cache_bytes"])
-    gib = machine["memory_bytes"] / (1 << 30)
-    return (
-        f"{machine['cpu']}, {machine['usable_cores']} cores"
-        + (" of a virtual machine" if machine["virtual"] else "")
-        + f", {cache} MiB last-level cache, {gib:.0f} GiB memory, kernel {machine['kernel']}"
-    )
-
-
-def _overhead(measured: dict[str, Any]) -> list[str]:
-    """The table of `--overhead`."""
-    rows = [markdown_row([name, f"{path['us']:.2f}", _added(name, path)]) for name, path in measured["paths"].items()]
-    return [
-        f"1 rank, 1 token of {measured['profile']}: us per dispatch and combine.",
-        "",
-        markdown_row(["path", "us", "added to C"]),
-        markdown_row(["---", "---:", "---:"]),
-        *rows,
-    ]
-
-
-def _auxiliary(measured: dict[str, Any]) -> list[str]:
-    """The table of `--aux`."""
-    heads, cells = auxiliary.columns(measured)
-    lines = [heads, ["---:"] * len(heads), *cells]
-    return [f"{auxiliary.what(measured)}.", "", *(markdown_row(line) for line in lines)]
-
-
-def _placement(run: dict[str, Any]) -> list[str]:
-    """The tables of plans."""
-    lines: list[str] = []
-    for title, heads, cells in placement.tables(run):
-        align = ["---"] + ["---:"] * (len(heads) - 1)
-        lines += [
-            f"{title}.",
-            "",
-            markdown_row(heads),
-            markdown_row(align),
-            *(markdown_row(row) for row in cells),
-            "",
-        ]
-    return lines
-
-
-def _added(name: str, path: dict[str, Any]) -> str:
-    return "" if name == "C" or path["added_us"] is None else f"{path['added_us']:.2f}"
 
 
 BLOCK = re.compile(r"(<!-- table: (\S+(?: \S+)*) -->\n).*?(<!-- end of table -->)", re.DOTALL)

@@ -10,7 +10,7 @@ A rank checks what it received, and then what it got back for its own tokens:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,15 @@ Array = np.ndarray
 
 class Mismatch(AssertionError):
     """A rank has other bits than the oracle; says where."""
+
+
+def problem_of(check: Callable[..., object], *args: Any) -> str | None:
+    """What a check finds wrong, as the words of its Mismatch; None if nothing."""
+    try:
+        check(*args)
+    except Mismatch as mismatch:
+        return str(mismatch)
+    return None
 
 
 def buffers(case: Case, group: Group, handle: Handle | None = None) -> tuple[dict[str, Array], Array, Array]:

@@ -1,21 +1,24 @@
-"""A run on GPUs as text: the columns of its table, and what stands around it."""
+"""Runs of dispatch and combine on GPUs: the columns of their table, and what it does not say."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tokenway.bench.table import microseconds, short
+from tokenway.bench.tables.table import Row, Run, Table, medians, microseconds
 from tokenway.tables import mebibytes
 
-Row = dict[str, Any]
+
+def tables(run: Run) -> list[Table]:
+    """The table of a run."""
+    return [Table(medians(_what(run), run["settings"]), *columns(run))]
 
 
-def columns(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """(heads, cells) of the table that shows a run."""
+def columns(run: Run) -> tuple[list[str], list[list[str]]]:
+    """(heads, cells)."""
     rows: list[Row] = run["rows"]
     makers = [
         ("profile", lambda row: row["profile"]),
-        ("routing", lambda row: short(row["routing"])),
+        ("routing", lambda row: row["routing"]),
         ("tokens", lambda row: str(row["tokens"])),
         *(_timed(run) if any("pair_us" in row for row in rows) else _untimed()),
         ("window MiB", lambda row: mebibytes(row["window_bytes"])),
@@ -31,7 +34,7 @@ def _untimed() -> list[tuple[str, Any]]:
     ]
 
 
-def _timed(run: dict[str, Any]) -> list[tuple[str, Any]]:
+def _timed(run: Run) -> list[tuple[str, Any]]:
     rows = run["rows"]
     makers: list[tuple[str, Any]] = []
     has_floor = any("times_floor" in row["floor"]["dispatch"] for row in rows)
@@ -106,18 +109,7 @@ def _compared(row: Row) -> str:
     return f"{_short_us(beside['dispatch_us']['median'])} ({beside['dispatch_ratio']:.2f}x)"
 
 
-def where(run: dict[str, Any]) -> str:
-    """The machine in a line."""
-    gpu = run["gpu"]
-    first = gpu["gpus"][0] if gpu["gpus"] else {}
-    parts = [f"{gpu['used']} of {gpu['count']} {gpu['gpu']}", gpu["link"] and f"linked by {gpu['link']}"]
-    parts += [f"driver {gpu['driver']}"] if gpu["driver"] else []
-    if first:
-        parts.append(f"SM clock {first['sm_clock']} (most {first['max_sm_clock']}), {first['power_limit']}")
-    return ", ".join(part for part in parts if part)
-
-
-def what(run: dict[str, Any]) -> str:
+def _what(run: Run) -> str:
     """The shape in a line."""
     s = run["settings"]
     gpu = s["nvlink"]
@@ -128,7 +120,7 @@ def what(run: dict[str, Any]) -> str:
     return told + (f", at most {gpu['sm_limit']} SMs" if gpu["sm_limit"] else "")
 
 
-def notes(run: dict[str, Any]) -> list[str]:
+def notes(run: Run) -> list[str]:
     """What the table does not say."""
     told = []
     document = run["floor"]

@@ -1,4 +1,4 @@
-"""A run of `tokenway bench --backend torch` as a table, and what follows from it."""
+"""Runs of `tokenway bench --backend torch`: the columns of their table, and what follows from them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from tokenway.bench.tables.table import Row, Run, Table, medians
+
 WINS = 1.1  # times as long, from which on a way is said to lose
 
 
-def columns(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """(heads, cells) of the table that shows a run: medians in us; in brackets times as long as the best. Ratios are
-    those of turns that followed each other."""
+def tables(run: Run) -> list[Table]:
+    """The table of a run."""
+    settings = run["settings"]
+    what = f"{settings['ranks']} ranks, {settings['dtype']}, {settings['layout']}, weighting {settings['weighting']}"
+    count = "" if settings["verify_only"] else iterations(run)
+    return [Table(medians(what, settings, count), *columns(run))]
+
+
+def columns(run: Run) -> tuple[list[str], list[list[str]]]:
+    """(heads, cells): medians in us; in brackets times as long as the best. Ratios are those of turns that followed
+    each other."""
     ways: Sequence[str] = run["settings"]["portable"]["strategies"]
     heads = ["profile", "top-k", "tokens", "rows moved", *(f"{way} us" for way in ways), *_HEADS]
     cells = [_cells(row, ways) for row in run["rows"]]
@@ -22,7 +32,7 @@ def columns(run: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 _HEADS = ("auto / better", "auto / itself")  # only where there are such
 
 
-def _cells(row: dict[str, Any], ways: Sequence[str]) -> list[str]:
+def _cells(row: Row, ways: Sequence[str]) -> list[str]:
     cells = [row["profile"], str(row["top_k"]), str(row["tokens"]), str(row["rows_moved"])]
     medians = {way: times["median"] for way, times in row["ways"].items()}
     best = min(medians.values(), default=0.0)
@@ -37,14 +47,14 @@ def _ratio(times: dict[str, Any], base: dict[str, Any]) -> float:
     return statistics.median(one / other for one, other in pairs)
 
 
-def _to_better(row: dict[str, Any]) -> float:
+def _to_better(row: Row) -> float:
     """Times as long as the better of routed and gathered auto takes; 0 if one was not measured."""
     if not {"routed", "gathered", "auto"} <= row["ways"].keys():
         return 0.0
     return max(_ratio(row["ways"]["auto"], row["ways"][way]) for way in ("routed", "gathered"))
 
 
-def _to_itself(row: dict[str, Any]) -> float:
+def _to_itself(row: Row) -> float:
     """Between two groups of auto's, the longer to the shorter; 0 if there was one."""
     if "again" not in row:
         return 0.0
@@ -52,7 +62,7 @@ def _to_itself(row: dict[str, Any]) -> float:
     return max(ratio, 1 / ratio)
 
 
-def iterations(run: dict[str, Any]) -> str:
+def iterations(run: Run) -> str:
     """How many there were, where short ones are more."""
     settings = run["settings"]
     counts = {len(times["rounds"]) for row in run["rows"] for times in row["ways"].values()}
@@ -63,7 +73,7 @@ def iterations(run: dict[str, Any]) -> str:
     return f"{least * each} to {most * each} iterations in {least} to {most} rounds"
 
 
-def notes(run: dict[str, Any]) -> list[str]:
+def notes(run: Run) -> list[str]:
     """Whether each of the two strategies wins anywhere, how far auto is from the better one, and from itself."""
     rows = [row["ways"] for row in run["rows"] if {"routed", "gathered"} <= row["ways"].keys()]
     if not rows:

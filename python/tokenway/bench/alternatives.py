@@ -1,0 +1,33 @@
+"""What `tokenway bench` measures instead of dispatch and combine: the options, and what goes with none of them."""
+
+from __future__ import annotations
+
+import argparse
+
+COLLECTIVES = ("all_gatherv", "reduce_scatterv", "all")
+
+_EXCHANGES = "it measures no dispatch and combine between ranks"
+# (option, another that does not go with it, why)
+APART = (
+    ("--aux", "--overhead", "each is a run of its own"),
+    ("--aux", "--collective", "each is a run of its own"),
+    *(("--aux", other, _EXCHANGES) for other in ("--verify-only", "--backward", "--plot", "--local-ranks")),
+    ("--overhead", "--collective", "each is a run of its own"),
+    ("--overhead", "--verify-only", "it only measures"),
+    *((option, "--overhead", _EXCHANGES) for option in ("--backward", "--plot")),
+    *((option, "--collective", _EXCHANGES) for option in ("--backward", "--plot", "--local-ranks")),
+    ("--dtype fp8", "--collective", "sums are of wider elements"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    add = parser.add_argument_group("instead of dispatch and combine").add_argument
+    add(
+        "--collective",
+        choices=COLLECTIVES,
+        metavar="NAME",
+        help="uneven gathers and reduces: all_gatherv, reduce_scatterv or all",
+    )
+    add("--overhead", action="store_true", help="what a call through Python adds (1 rank, 1 token)")
+    add("--aux", action="store_true", help="what is done on a rank between the calls, at group sizes to 64 (1 rank)")

@@ -1,0 +1,58 @@
+"""What a run measures, as plain data: the same on all ranks, and in the JSON that is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenway.bench.case import Case
+from tokenway.bench.nvlink_options import Nvlink
+from tokenway.bench.portable_options import Portable
+from tokenway.bench.profiles import PROFILES
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run measures; the same on all ranks."""
+
+    ranks: int = 4
+    launched: bool = False  # by torchrun or `tokenway launch`: this process is a rank
+    profiles: tuple[str, ...] = ("deepseek-v3",)
+    routings: tuple[str, ...] = ("uniform",)
+    tokens: tuple[int, ...] = (1, 8, 128, 512)
+    dtype: str = "bfloat16"
+    layout: str = "rank_major"
+    weighting: str = "none"
+    iterations: int = 50
+    rounds: int = 5
+    warmup: int = 2
+    seed: int = 0
+    baselines: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()  # baselines that cannot run here, and why
+    backward: bool = False
+    collective: str | None = None  # all_gatherv, reduce_scatterv or all: these, instead of dispatch and combine
+    verify_only: bool = False
+    overhead: bool = False
+    aux: bool = False
+    quick: bool = False
+    json: str | None = None
+    plot: str | None = None
+    nvlink: Nvlink | None = None  # None: the CPU backend
+    portable: Portable | None = None  # likewise
+
+    def cases(self) -> list[Case]:
+        """The rows of the run, in order."""
+        return [
+            Case(
+                PROFILES[profile],
+                routing,
+                tokens,
+                self.ranks,
+                self.dtype,
+                self.layout,
+                self.weighting,
+                self.seed,
+            )
+            for profile in self.profiles
+            for routing in self.routings
+            for tokens in self.tokens
+        ]
