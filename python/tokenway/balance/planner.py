@@ -143,7 +143,7 @@ def plan(
         old=before,
     )
     output = PlanOutput()
-    for name, _ in PlanOutput._fields_[1:]:
+    for name, _ in PlanOutput._fields_:
         setattr(output, name, getattr(made, name).ctypes.data)
     tensor = tensors.tensor_of(given)
     _native.check(_native.lib.twPlan(byref(config), byref(tensor), byref(output)))
