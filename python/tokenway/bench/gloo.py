@@ -101,6 +101,8 @@ class AllToAll:
 class AllGather:
     """All tokens to everybody; answers, zero where a rank has none, come back by reduce-scatter."""
 
+    name = "gloo-allgather"
+
     def __init__(self, plan: Plan):
         import torch
 
@@ -112,11 +114,15 @@ class AllGather:
         for source in range(n):
             answers[source, goes[source]] = plan.parts[source]
         self._mine = np.concatenate(goes)
-        self._rows = torch.from_numpy(plan.rows)
-        self._gathered = torch.zeros((n * case.tokens, plan.rows.shape[1]), dtype=torch.uint8)
-        self._answers = tensors.to_torch(answers.reshape(n * case.tokens, -1))
-        shape = (case.tokens, case.profile.hidden)
-        self._out = torch.zeros(shape, dtype=getattr(torch, case.combine_dtype))
+        self._rows = self._placed(torch.from_numpy(plan.rows))
+        self._gathered = self._rows.new_zeros((n * case.tokens, plan.rows.shape[1]))
+        self._answers = self._placed(tensors.to_torch(answers.reshape(n * case.tokens, -1)))
+        self._out = self._answers.new_zeros((case.tokens, case.profile.hidden))
+
+    @staticmethod
+    def _placed(tensor: Any) -> Any:
+        """Where ranks exchange it."""
+        return tensor
 
     def __call__(self) -> None:
         """Dispatch and combine."""
@@ -127,5 +133,5 @@ class AllGather:
 
     def check(self) -> None:
         """Raises Mismatch unless the last call did its work."""
-        out = _numpy(self._out, self._plan.case.combine_dtype)
-        check_result(self._plan, "gloo-allgather", self._gathered.numpy()[self._mine], out)
+        out = _numpy(self._out.cpu(), self._plan.case.combine_dtype)
+        check_result(self._plan, self.name, self._gathered.cpu().numpy()[self._mine], out)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tokenway import tensors
+from tokenway.bench import gloo
 from tokenway.bench.baselines import Plan, check_result
 from tokenway.bench.graphs import COUNT, Events, Graphs, Replay
 
@@ -86,37 +87,14 @@ class AllToAll:
         check_result(self._plan, self.name, received, to_numpy(self._out))
 
 
-class AllGather:
-    """All tokens to everybody; answers, zero where a rank has none, come back by reduce-scatter."""
+class AllGather(gloo.AllGather):
+    """The same on GPUs."""
 
     name = "nccl-allgather"
 
-    def __init__(self, plan: Plan):
-        self._plan = plan
-        case, n = plan.case, plan.case.ranks
-        answers = np.zeros((n, case.tokens, case.profile.hidden), tensors.numpy_dtype(case.combine_dtype))
-        goes = [case.exchange.routing[s].goes[:, plan.rank] for s in range(n)]
-        for source in range(n):
-            answers[source, goes[source]] = plan.parts[source]
-        self._mine = np.concatenate(goes)
-        self._rows = _wide(plan.rows).cuda()
-        self._gathered = self._rows.new_zeros((n * case.tokens, self._rows.shape[1]))
-        self._answers = tensors.to_torch(answers.reshape(n * case.tokens, -1)).cuda()
-        self._out = self._answers.new_zeros((case.tokens, case.profile.hidden))
-
-    def __call__(self) -> None:
-        """Dispatch and combine."""
-        import torch.distributed as dist
-
-        dist.all_gather_into_tensor(self._gathered, self._rows)
-        dist.reduce_scatter_tensor(self._out, self._answers)
-
-    def check(self) -> None:
-        """Raises Mismatch unless the last call did its work."""
-        from tokenway.bench.gpu_case import to_numpy
-
-        gathered = to_numpy(self._gathered).view(np.uint8).reshape(-1, self._plan.rows.shape[1])
-        check_result(self._plan, self.name, gathered[self._mine], to_numpy(self._out))
+    @staticmethod
+    def _placed(tensor: Any) -> Any:
+        return tensor.cuda()
 
 
 KINDS: dict[str, Any] = {"nccl-alltoall": AllToAll, "nccl-allgather": AllGather}
