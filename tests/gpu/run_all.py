@@ -22,10 +22,8 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,6 +48,7 @@ BEHAVIOUR = (
     "survival",
 )
 BUDGET = {"suite": 360, "nccl": 420, "gpu": 360, "soak": 300, "sanitize": 300}  # seconds
+TOO_SLOW = (124, -9)  # how `timeout` ends once it has ended a command, and where it had to kill it and itself
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", "PYTHONUNBUFFERED": "1"}
 
 
@@ -97,27 +96,18 @@ def run(name: str, command: list[str], budget: float) -> Outcome:
     """Runs a command with its output shown. One that is not over in time is ended with all that it started."""
     if not Path(command[0]).is_file() and shutil.which(command[0]) is None:
         return Outcome(name, "skipped", 0.0, f"there is no {command[0]}")
-    begin, late = time.monotonic(), threading.Event()
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-    def end() -> None:
-        late.set()
-        os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(budget, end)
-    timer.start()
-    said = ""
-    try:
-        for line in process.stdout or ():
-            sys.stdout.write(line)
-            sys.stdout.flush()
-            said = line.strip() or said
-        code = process.wait()
-    finally:
-        timer.cancel()
-    result = "too slow" if late.is_set() else "ok" if code == 0 else f"exit code {code}"
+    begin, said = time.monotonic(), ""
+    bounded = ["timeout", "--kill-after=10", str(budget), *command]
+    with subprocess.Popen(bounded, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            for line in process.stdout or ():
+                print(line, end="", flush=True)
+                said = line.strip() or said
+        except KeyboardInterrupt:  # which the command is out of the reach of
+            process.terminate()
+            raise
+    code = process.returncode
+    result = "ok" if code == 0 else "too slow" if code in TOO_SLOW else f"exit code {code}"
     return Outcome(name, result, time.monotonic() - begin, said)
 
 
