@@ -1,4 +1,10 @@
-"""The package's own launcher: functions, or commands, as the ranks of one host."""
+"""The package's own launcher: functions, or commands, as the ranks of one host.
+
+`connect` finds the ranks that torchrun has started, too. This is here for what torchrun does not do. It needs neither
+PyTorch nor a port. It runs functions, and returns what they return. Of several ranks that failed it names the one to
+blame, whose error does not tell of a peer. Ranks may be stopped and killed on purpose, and never outlive who has
+started them. Several hosts, restarts, and a log for each rank are torchrun's.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +49,11 @@ class Outcome:
     def ok(self) -> bool:
         """Whether it returned."""
         return self.error is None and self.exitcode == 0
+
+
+def _new_address() -> str:
+    """A name for ranks to meet at, which no others have."""
+    return f"launch-{os.getpid()}-{os.urandom(8).hex()}"
 
 
 def _variables(rank: int, nranks: int, address: str) -> dict[str, str]:
@@ -93,7 +104,7 @@ class Ranks:
         if not 1 <= _native.fit("nranks", nranks) <= _header.MAX_RANKS:
             raise InvalidArgument(f"nranks is {nranks}; allowed 1..{_header.MAX_RANKS}")
         context = multiprocessing.get_context("spawn")
-        address = f"launch-{os.getpid()}-{os.urandom(8).hex()}"
+        address = _new_address()
         self._connections: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(nranks):
@@ -200,7 +211,7 @@ def launch(command: Sequence[str], nranks: int) -> int:
 
     Returns the exit code of the first that failed, else 0.
     """
-    address = f"launch-{os.getpid()}-{os.urandom(8).hex()}"
+    address = _new_address()
     children: list[subprocess.Popen] = []
     failed = 0
     main = threading.current_thread() is threading.main_thread()
