@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 _WIDE = 10_000  # characters: a line of a pipe is as long as it needs to be
 
@@ -25,10 +26,9 @@ def show_columns(head: str, heads: list[str], cells: list[list[str]], texts: ran
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(markup=False, emoji=False, highlight=False)
-    lines = console.is_terminal
-    if not lines:
-        console.width = _WIDE
+    lines = sys.stdout.isatty()
+    # Whatever variables say of colours, a pipe gets plain text.
+    console = Console(force_terminal=lines, width=None if lines else _WIDE, markup=False, emoji=False, highlight=False)
     made = Table(box=box.HEAVY_HEAD if lines else None, pad_edge=lines)
     for i, name in enumerate(heads):
         made.add_column(name, justify="left" if i in texts else "right")
