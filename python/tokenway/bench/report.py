@@ -59,8 +59,8 @@ def _skipped(run: Run) -> Sequence[str]:
 
 
 def title(run: Run) -> str:
-    """One line that says what was measured and where; of several tables, what the first shows."""
-    return f"tokenway {run['versions']['tokenway']}: {kind_of(run).tables(run)[0].what}; {where(run)}"
+    """Of a picture: a line that says what was measured, and one that says where."""
+    return f"tokenway {run['versions']['tokenway']}: {kind_of(run).tables(run)[0].what}\n{where(run)}"
 
 
 def show(run: Run) -> None:
