@@ -3,7 +3,7 @@ where C cannot see what is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
@@ -12,7 +12,6 @@ import numpy as np
 
 from tokenway import tensors
 from tokenway.errors import InvalidArgument, TokenwayError
-from tokenway.handle import Handle
 
 
 class Preparation:
@@ -54,20 +53,15 @@ def telling(refuse: Callable[[], object]) -> Iterator[None]:
         raise
 
 
-def cause_of(place: Any, given: Mapping[str, Any]) -> Exception | None:
+def cause_of(place: Any, given: Iterable[Any]) -> Exception | None:
     """What the first of a call's tensors raises when it is described."""
-    found = (tensors.obstacle(place.describe, x) for name, x in given.items() if name != "handle")
+    found = (tensors.obstacle(place.describe, x) for x in given)
     return next((error for error in found if error is not None), None)
 
 
 def code(table: Mapping[str, int], name: Any) -> int:
     """The number of a name; -1, which the C library refuses, for everything else."""
     return table.get(name, -1) if isinstance(name, str) else -1
-
-
-def pointer_of(handle: Any) -> int | None:
-    """Of a handle; NULL, which the C library refuses, for one of a closed group and for everything else."""
-    return handle.pointer if isinstance(handle, Handle) and handle.group._pointer is not None else None
 
 
 def int32(value: Any) -> int:
@@ -96,22 +90,13 @@ def truth(flag: Any) -> bool:
         return False
 
 
-def unlike(place: Any, name: str, argument: Any) -> str | None:
-    """What an argument is instead of what it must be, where its type or place alone is wrong."""
-    if name != "handle":
-        return None if argument is None else place.unlike(argument)
-    if not isinstance(argument, Handle):
-        return f"{argument!r}; it must come from Group.route"
-    return "of a group that is closed" if argument.group.closed else None
-
-
 def problem_of_outputs(place: Any, given: Mapping[str, Any], known: Collection[str]) -> InvalidArgument | None:
     """Why a mapping of outputs cannot be written to, as far as C does not see it."""
     for name, tensor in given.items():
         if name not in known:
             return InvalidArgument(f"out has {name!r}; it may have {', '.join(known)}")
-        problem = None if tensor is None else place.problem_of_output(f"out[{name!r}]", tensor)
-        if problem is not None:
+        problem: InvalidArgument | None = None
+        if tensor is not None and (problem := place.problem_of_output(f"out[{name!r}]", tensor)) is not None:
             return problem
     return None
 

@@ -1,22 +1,33 @@
-"""Gathers and reduces: the exchange with the set "every rank". `Group` has them as methods."""
+"""Gathers and reduce-scatters: the exchange with the set "every rank". Each is a step of all ranks, like a dispatch,
+and leases no lane.
+
+sizes, of the rows n_r that are rank r's own, 0 <= n_r <= b <= max_tokens, are given in the same way on all ranks:
+
+* a list or tuple of N integers, known here, so that outputs are as large as what comes; or
+* a tensor of the group's device (on the CPU NumPy's too), int32 or int64, [N], or [1] with this rank's own, read when
+  the step runs: tensors then have as many rows as there is room for, b of each rank, and a captured graph reads the
+  sizes anew in each replay; or
+* None, which means what `Group.all_gatherv` and `Group.reduce_scatterv` say.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int32
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tokenway import _header, _native, arguments, cuda, outputs, tensors, versions
+from tokenway import _header, _native, arguments, callbacks, tensors, versions
+from tokenway.blocks import Blocks
 from tokenway.errors import InUse, InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
 from tokenway.handle import Pending, Tensor
+from tokenway.native_group import NativeGroup
+from tokenway.outputs import Outputs
+from tokenway.shape import Shape
 from tokenway.structs import Spare
-
-if TYPE_CHECKING:
-    from tokenway.group import Group
 
 LAYOUTS = {name: _header.LAYOUTS[name] for name in ("flat", "rank_major")}
 Rows = Any  # a tensor, or a sequence of them
@@ -35,51 +46,63 @@ class Request(Pending[Any]):
     """A `send_only` gather or reduce-scatter under way. The step that next begins on its lane finishes it too, if that
     comes first: then a view of the window is over, and this tells how the call ended."""
 
-    def __init__(self, group: Group, number: int, result: Any, keep: tuple[Any, ...], written: Any):
-        self._group = group
+    def __init__(
+        self,
+        native: NativeGroup,
+        requests: dict[int, tuple[Any, ...]],
+        number: int,
+        result: Any,
+        keep: tuple[Any, ...],
+        written: Any,
+    ):
+        self._native = native
+        self._requests = requests
         self._number = number
-        self._sent_on = group._sending_stream()
+        self._sent_on = native.sending_stream()
         self._result = result
         self._written = written
         self._error: TokenwayError | None = None
         self._received = self._interrupted = False
         # Of the group: a later step on the lane finishes this one, and writes its results, whoever has dropped them.
-        group._requests[number] = keep
+        requests[number] = keep
 
     def hook(self) -> None:
         """Receives; does nothing if that is done, but for raising again what it raised then."""
-        group, stream = self._group, None
-        kept = group._requests.pop(self._number, None)
+        kept = self._requests.pop(self._number, None)
         if kept is not None:
-            try:
-                if group.device is not None:
-                    group._place.follow(self._sent_on, kept)
-                    stream = group._place.stream()
-                result = _native.lib.twCompleteRequest(group.pointer, self._number, stream)
-            except BaseException:  # a signal's handler, before the C call or behind it
-                group._requests[self._number] = kept
-                self._interrupted = True
-                raise
-            versions.written(self._written)
-            if result:
-                try:
-                    error = group._error(result)
-                except BaseException:  # a signal's handler has ended the wait, and with it the group
-                    self._received, self._error = True, group.untold()
-                    raise
-                if isinstance(error, InUse):  # another thread's call was in the way: this one is still to be completed
-                    group._requests[self._number] = kept
-                    raise error
-                self._error = error
-            if self._interrupted and isinstance(self._error, InvalidArgument):  # it had ended: nobody has told how
-                self._error = group.untold()
-            self._received = True
-            group._tell_interrupt()
+            self._receive(kept)
             del kept
         elif not self._received:
             raise InvalidUsage("the group was closed before this was received")
         if self._error is not None:
             raise self._error
+
+    def _receive(self, kept: tuple[Any, ...]) -> None:
+        native, stream = self._native, None
+        try:
+            if native.device is not None:
+                native.place.follow(self._sent_on, kept)
+                stream = native.place.stream()
+            result = _native.lib.twCompleteRequest(native.pointer, self._number, stream)
+        except BaseException:  # a signal's handler, before the C call or behind it
+            self._requests[self._number] = kept
+            self._interrupted = True
+            raise
+        versions.written(self._written)
+        if result:
+            try:
+                error = native.error(result)
+            except BaseException:  # a signal's handler has ended the wait, and with it the group
+                self._received, self._error = True, native.untold()
+                raise
+            if isinstance(error, InUse):  # another thread's call was in the way: this one is still to be completed
+                self._requests[self._number] = kept
+                raise error
+            self._error = error
+        if self._interrupted and isinstance(self._error, InvalidArgument):  # it had ended: nobody has told how
+            self._error = native.untold()
+        self._received = True
+        callbacks.tell()
 
 
 class _Call:
@@ -96,7 +119,7 @@ class _Call:
         self.addresses = ctypes.addressof(given), ctypes.addressof(out)
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes as they are given."""
 
     host: tuple[int, ...] | None = None  # known here, of all ranks
@@ -104,14 +127,14 @@ class _Sizes(NamedTuple):
     tensor: Tensor | None = None  # in memory
 
     @staticmethod
-    def of(sizes: Any) -> _Sizes:
+    def of(sizes: Any) -> Sizes:
         if sizes is None:
-            return _Sizes()
+            return Sizes()
         if isinstance(sizes, (int, np.integer)):
-            return _Sizes(own=int(sizes))
+            return Sizes(own=int(sizes))
         if isinstance(sizes, (list, tuple)):
-            return _Sizes(host=tuple(sizes))
-        return _Sizes(tensor=sizes)
+            return Sizes(host=tuple(sizes))
+        return Sizes(tensor=sizes)
 
     def check(self, place: Any, nranks: int, max_tokens: int) -> None:
         """Raises what C cannot see."""
@@ -130,11 +153,29 @@ class _Sizes(NamedTuple):
             if not -(2**31) <= n < 2**31:
                 raise InvalidArgument(f"sizes[{rank}] is {n}; it must be from 0 to max_tokens, {max_tokens}")
 
-    def bound_of(self, bound: Any, otherwise: int) -> int:
-        """b of a gather, for C. otherwise: where neither it nor sizes are known here."""
-        if bound is not None:
-            return arguments.int32(bound) or -2
-        return otherwise if self.host is None else max((1, *map(int, self.host)))
+
+def gather_bound(shape: Shape, sizes: Sizes, rows: Sequence[Any], bound: Any) -> int:
+    """b of a gather, for C: as given, else the largest size that is known here, else, if the sizes are in memory, the
+    rows of the first tensor, else max_tokens."""
+    otherwise = shape.max_tokens if sizes.tensor is None else _rows_beside(rows)
+    if bound is not None:
+        return arguments.int32(bound) or -2
+    return otherwise if sizes.host is None else max((1, *map(int, sizes.host)))
+
+
+def reduce_bound(shape: Shape, sizes: Sizes, rows: Sequence[Any], flat: bool, bound: Any) -> int:
+    """b of a reduce-scatter, for C: as given, else as many rows as there are for each rank where sizes are not known
+    here, else 0, by which C takes the largest."""
+    if bound is not None:
+        return arguments.int32(bound) or -2
+    learns = sizes.host is None and (sizes.tensor is not None or not flat)
+    return _room_of_each(shape, rows, flat) if learns else 0
+
+
+def _room_of_each(shape: Shape, rows: Sequence[Any], flat: bool) -> int:
+    """Rows for each rank that the first tensor of a reduce-scatter has."""
+    first = rows[0] if rows else None
+    return _extent(first, 0) // shape.nranks if flat else _extent(first, 1)
 
 
 def _several(rows: Any) -> tuple[Any, ...]:
@@ -159,57 +200,39 @@ def _rows_beside(given: Sequence[Any]) -> int:
 
 
 class Collectives:
-    """Gathers and reduces of a group. Each is a step of all ranks, like a dispatch, and leases no lane.
+    """Those of one group."""
 
-    sizes, of the rows n_r that are rank r's own, 0 <= n_r <= b <= max_tokens, given in the same way on all ranks:
-    a list or tuple of N integers, known here, so that outputs are as large as what comes; or a tensor of the group's
-    device (on the CPU NumPy's too), int32 or int64, [N], or [1] with this rank's own, read when the step runs: tensors
-    then have as many rows as there is room for, b of each rank, and a captured graph reads the sizes anew in each
-    replay. None: see there.
-    """
+    def __init__(self, native: NativeGroup, shape: Shape, blocks: Blocks, outputs: Outputs):
+        self._native, self._shape, self._blocks, self._outputs = native, shape, blocks, outputs
+        place = native.place
+        self._gathers = Spare(partial(_Call, place, _header.AllGatherVInput, _header.AllGatherVOutput))
+        self._reduces = Spare(partial(_Call, place, _header.ReduceScatterVInput, _header.ReduceScatterVOutput))
+        self.requests: dict[int, tuple[Any, ...]] = {}  # what those under way read and write, by number
 
-    @cuda.ranged("tokenway.all_gatherv")
     def all_gatherv(
-        self: Group,  # type: ignore[misc]
-        rows: Rows,
-        sizes: Any = None,
-        *,
-        layout: str = "flat",
-        bound: int | None = None,
-        lane: int | None = None,
-        out: Rows | None = None,
-        send_only: bool = False,
+        self, rows: Rows, sizes: Any, layout: Any, bound: Any, lane: Any, out: Rows | None, send_only: Any
     ) -> Any:
-        """Brings the rows of every rank to every rank: `Gathered`, or `Pending[Gathered]` with send_only.
-
-        rows: a tensor [n, ...] of any dtype, or several, which travel together; they may be strided. sizes: see
-        `Collectives`; None: the tensors tell this rank's own, and others' are learned in the step. layout: "flat", the
-        rows of rank 0, then of rank 1 and so on: [R, ...], R being the sum of sizes that are known here, else N*b, of
-        which the first offsets[N] are used; or "rank_major", [N, b, ...]: row i of rank r at [r, i], a view of the
-        window without a copy, valid until the next step on the lane begins. bound: b, equal on all ranks (default: the
-        largest size that is known here; with a tensor of sizes the rows of the first tensor; else max_tokens).
-        out: a tensor, or as many as rows, to have rows written there; of known sizes it may hold rows in place.
-        What is returned is detached: `tokenway.autograd` has a gather that gradients flow through. Errors:
-        InvalidArgument and InvalidUsage (peers get PeerRefused at once), PeerRefused, BoundMismatch where ranks give
-        different sizes or rows, GroupFinished; after a step that failed counts and offsets are 0."""
-        call = self._collective_call(_header.AllGatherVInput, _header.AllGatherVOutput)
-        known, given, b = _Sizes(), (), 0
+        """As `Group.all_gatherv` says."""
+        native, shape, call = self._native, self._shape, self._gathers.take()
+        known, b = Sizes(), 0
+        given: tuple[Any, ...] = ()
         lead: tuple[int, ...] = ()
         made: list[Any] | None = None
         counts = offsets = None
         with arguments.Preparation() as prepared:
             call.out.layout = arguments.code(LAYOUTS, layout)
-            known, given = _Sizes.of(sizes), _several(rows)
+            known, given = Sizes.of(sizes), _several(rows)
             if known.own is not None:
-                known = _Sizes(tensor=sizes)  # of a gather rows tell it: refused
-            known.check(self._place, self.nranks, self.max_tokens)
-            b = known.bound_of(bound, self.max_tokens if known.tensor is None else _rows_beside(given))
+                known = Sizes(tensor=sizes)  # of a gather rows tell it: refused
+            known.check(native.place, shape.nranks, shape.max_tokens)
+            b = gather_bound(shape, known, given, bound)
             views = layout == "rank_major"
-            lead = (self.nranks, b) if views else (self.nranks * b if known.host is None else sum(known.host),)
-            room = 1 <= b <= self.max_tokens and all(0 <= n <= b for n in known.host or ())  # else refused
-            made = self._collective_outputs(given, out, lead if room and not views else None, 1, None)
-            counts = self._place.empty((self.nranks,), "int32", given[0] if given else None)
-            offsets = self._place.empty((self.nranks + 1,), "int32", given[0] if given else None)
+            lead = (shape.nranks, b) if views else (shape.nranks * b if known.host is None else sum(known.host),)
+            room = 1 <= b <= shape.max_tokens and all(0 <= n <= b for n in known.host or ())  # else refused
+            made = self._made(given, out, lead if room and not views else None, 1, None)
+            like = given[0] if given else None
+            counts = native.place.empty((shape.nranks,), "int32", like)
+            offsets = native.place.empty((shape.nranks + 1,), "int32", like)
             call.extra[0].set(counts)
             call.extra[1].set(offsets)
         function, asked = _native.lib.twAllGatherV, {"bound": bound, "lane": lane, "layout": layout}
@@ -217,126 +240,92 @@ class Collectives:
         if made is None:
             torch = tensors.is_torch(given[0])
             made = [
-                outputs._view(self, slot.pointer(), (*lead, *x.shape[1:]), tensors.dtype_of(x), torch)
+                self._outputs.view(slot.pointer(), (*lead, *x.shape[1:]), tensors.dtype_of(x), torch)
                 for slot, x in zip(call.outputs, given, strict=False)
             ]
             if torch:
-                self._torch_views.show(tuple(made))
+                native.torch_views.show(tuple(made))
         result = Gathered(made[0] if given[0] is rows else tuple(made), counts, offsets)
-        number = self._end_collective(call)
-        if not send_only:
-            return result
-        return Request(self, number, result, (*given, *made, sizes, counts, offsets), out)
+        keep = (*given, *made, sizes, counts, offsets)
+        return self._end(self._gathers, call, result, keep, out, send_only)
 
-    @cuda.ranged("tokenway.reduce_scatterv")
     def reduce_scatterv(
-        self: Group,  # type: ignore[misc]
-        rows: Rows,
-        sizes: Any = None,
-        *,
-        layout: str = "flat",
-        bound: int | None = None,
-        lane: int | None = None,
-        dtype: Any = None,
-        out: Rows | None = None,
-        send_only: bool = False,
+        self, rows: Rows, sizes: Any, layout: Any, bound: Any, lane: Any, dtype: Any, out: Rows | None, send_only: Any
     ) -> Any:
-        """Sums what all ranks have for each rank, there: [n, ...], or `Pending` of it with send_only.
-
-        rows: a tensor of partials, float32, bfloat16 or float16, or several, which travel together. layout: "flat",
-        [R, ...], those for rank 0, then for rank 1 and so on; or "rank_major", [N, b, ...], that for row i of rank r at
-        [r, i], which may be the view that a gather has returned. sizes: see `Collectives`; None: each rank has an equal
-        share of rows; an integer, of rank_major alone: this rank's own, the others' being not known here. With a
-        tensor of sizes rows are N*b, and the result has b rows, of which the first n are written. bound: b (default: as
-        rows and sizes say). dtype: of the result (default: that of rows). out: a tensor, or as many as rows, to write
-        to; of known sizes it may be this rank's own rows of `rows`, in place.
-        Sums are float32 over ranks ascending, rounded once to the result's dtype: the same bits every time. Detached,
-        and errors, as `all_gatherv`; after a step that failed the result is NaN."""
-        call = self._collective_call(_header.ReduceScatterVInput, _header.ReduceScatterVOutput)
-        known, given, b = _Sizes(), (), 0
+        """As `Group.reduce_scatterv` says."""
+        native, shape, call = self._native, self._shape, self._reduces.take()
+        known, b = Sizes(), 0
+        given: tuple[Any, ...] = ()
         made: list[Any] | None = None
         with arguments.Preparation() as prepared:
             call.given.layout = arguments.code(LAYOUTS, layout)
-            known, given = _Sizes.of(sizes), _several(rows)
-            known.check(self._place, self.nranks, self.max_tokens)
+            known, given = Sizes.of(sizes), _several(rows)
+            known.check(native.place, shape.nranks, shape.max_tokens)
             flat = layout != "rank_major"
             if known.own is not None and flat:
                 raise InvalidArgument(f"sizes is {sizes}; of one rank alone it may be where layout is 'rank_major'")
-            first = given[0] if given else None
-            room = _extent(first, 0) // self.nranks if flat else _extent(first, 1)
-            learns = known.host is None and (known.tensor is not None or not flat)
-            b = room if bound is None and learns else 0 if bound is None else arguments.int32(bound) or -2
-            own = room if known.own is None else known.own
-            own = own if known.host is None else int(known.host[self.rank])
-            fits = 0 <= own <= self.max_tokens  # else refused
-            made = self._collective_outputs(given, out, (own,) if fits else None, 1 if flat else 2, dtype)
+            b = reduce_bound(shape, known, given, flat, bound)
+            own = _room_of_each(shape, given, flat) if known.own is None else known.own
+            own = own if known.host is None else int(known.host[shape.rank])
+            fits = 0 <= own <= shape.max_tokens  # else refused
+            made = self._made(given, out, (own,) if fits else None, 1 if flat else 2, dtype)
         function, asked = _native.lib.twReduceScatterV, {"bound": bound, "lane": lane, "layout": layout}
         self._collect(function, call, given, made or (), known, prepared, b, asked, send_only, out)
         assert made is not None, "C has accepted the call"
         result = made[0] if given[0] is rows else tuple(made)
-        number = self._end_collective(call)
-        return Request(self, number, result, (*given, *made, sizes), out) if send_only else result
+        return self._end(self._reduces, call, result, (*given, *made, sizes), out, send_only)
 
-    # ---------------------------------------------------------------------------------------------------- internals
-
-    def _collective_call(self: Group, given: Any, out: Any) -> _Call:  # type: ignore[misc]
-        calls: dict[Any, Spare[_Call]] = self.__dict__.setdefault("_collective_calls", {})
-        if given not in calls:
-            calls.setdefault(given, Spare(partial(_Call, self._place, given, out)))
-        return calls[given].take()
-
-    def _end_collective(self: Group, call: _Call) -> int:  # type: ignore[misc]
-        """The number of a `send_only` call; the structs are for the next one from now on."""
+    def _end(
+        self, spare: Spare[_Call], call: _Call, result: Any, keep: tuple[Any, ...], out: Any, send_only: Any
+    ) -> Any:
+        """What a call that has succeeded returns; its structs are for the next one from now on."""
         number: int = call.out.request
-        self.__dict__["_collective_calls"][type(call.given)].append(call)
-        return number
+        spare.append(call)
+        return Request(self._native, self.requests, number, result, keep, out) if send_only else result
 
-    def _collective_outputs(
-        self: Group,  # type: ignore[misc]
-        given: Sequence[Any],
-        out: Any,
-        lead: tuple[int, ...] | None,
-        inner: int,
-        dtype: Any,
+    def _made(
+        self, given: Sequence[Any], out: Any, lead: tuple[int, ...] | None, inner: int, dtype: Any
     ) -> list[Any] | None:
         """Tensors to write to. lead: of new ones, None where there are none, as the window is viewed or the call will
         be refused; after it come the dimensions of the inputs from `inner` on."""
+        place = self._native.place
         if out is not None:
             made = list(_several(out))
             for q, x in enumerate(made):
-                if (problem := self._place.problem_of_output("out" if q == 0 else f"out[{q}]", x)) is not None:
+                if (problem := place.problem_of_output("out" if q == 0 else f"out[{q}]", x)) is not None:
                     raise problem
             if len(made) != len(given):
                 raise InvalidArgument(f"out has {len(made)} tensors; it must have as many as rows, {len(given)}")
             return made
-        if lead is None or any(self._place.unlike(x) for x in given):
+        if lead is None or any(place.unlike(x) for x in given):
             return None
         names = [tensors.dtype_name(tensors.dtype_of(x) if dtype is None else dtype) for x in given]
         try:
-            return [self._place.empty((*lead, *x.shape[inner:]), n, x) for x, n in zip(given, names, strict=True)]
+            return [place.empty((*lead, *x.shape[inner:]), n, x) for x, n in zip(given, names, strict=True)]
         except (MemoryError, RuntimeError, ValueError) as error:
             raise OutOfMemory(f"no memory for the result: {error}") from error
 
     def _collect(
-        self: Group,  # type: ignore[misc]
-        function: Any,
+        self,
+        function: Callable[..., int],
         call: _Call,
         given: Sequence[Any],
         made: Sequence[Any] | None,
-        sizes: _Sizes,
+        sizes: Sizes,
         prepared: arguments.Preparation,
         bound: int,
         asked: Mapping[str, Any],
-        send_only: bool,
+        send_only: Any,
         out: Any,
     ) -> None:
         """Makes a call of which all that is its own is set, unless `prepared` has a problem. asked, out: what the
         caller gave for bound, lane and layout, and to write to."""
-        self._free_finished()
+        native = self._native
+        self._blocks.free()
         call.given.bound, call.given.lane = bound, arguments.lane_number(asked["lane"])
         call.given.send_only = 1 if arguments.truth(send_only) else 0
-        if self.device is not None:
-            call.given.stream = self._place.stream()
+        if native.device is not None:
+            call.given.stream = native.place.stream()
         hosted = None
         if prepared.problem is None:
             with prepared:
@@ -352,16 +341,16 @@ class Collectives:
                     else:
                         call.outputs[q].clear()
                 if sizes.host is not None:
-                    hosted = (c_int32 * self.nranks)(*(arguments.int32(n) for n in sizes.host))
+                    hosted = (c_int32 * native.nranks)(*(arguments.int32(n) for n in sizes.host))
                 call.sizes.set(sizes.tensor)
         call.given.host_sizes = None if hosted is None else ctypes.addressof(hosted)
         call.given.num_tensors = len(given) if prepared.problem is None else -1
-        self._torch_views.meet(given)
-        result = function(self.pointer, *call.addresses)
+        native.torch_views.meet(given)
+        result = function(native.pointer, *call.addresses)
         if result:
             named = {"rows" if len(given) == 1 else f"rows[{q}]": x for q, x in enumerate(given)}
-            error = self._error(result, prepared.problem, named, asked, sizes=sizes.tensor)
-            self._torch_views.after(out, error)
+            error = native.error(result, prepared.problem, named, asked, sizes=sizes.tensor)
+            native.torch_views.after(out, error)
             raise error
-        self._torch_views.after(out)
-        self._tell_interrupt()
+        native.torch_views.after(out)
+        callbacks.tell()

@@ -233,7 +233,8 @@ def offsets(counts: Any) -> Any:
 
 
 def ranged(name: str) -> Callable[[Any], Any]:
-    """A method of Group as an NVTX range, where the environment asks for it: the decorator costs nothing elsewhere."""
+    """A method as an NVTX range, where the environment asks for it and its object has a `device`: the decorator costs
+    nothing elsewhere."""
     if os.environ.get(NVTX) != "1":
         return lambda method: method
 

@@ -5,23 +5,30 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from ctypes import byref, c_size_t, c_void_p
+from ctypes import byref, c_void_p
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from tokenway import _header, _native, arguments, asking, callbacks, cuda, outputs, sentences, tensors, versions
-from tokenway.collectives import Collectives
+import numpy as np
+
+from tokenway import _native, cuda, tensors
+from tokenway.blocks import Blocks
+from tokenway.collectives import Collectives, Rows
 from tokenway.comm import Comm
 from tokenway.counting import Counting
-from tokenway.errors import ErrorRecord, InUse, InvalidArgument, InvalidUsage, TokenwayError
-from tokenway.handle import Handle, Pending, Tensor
-from tokenway.placement import Placed, Placement
+from tokenway.errors import ErrorRecord, TokenwayError
+from tokenway.exchange import Exchange
+from tokenway.handle import Handle, Tensor
+from tokenway.leases import LeaseInfo
+from tokenway.maps import Maps
+from tokenway.native_group import NativeGroup
+from tokenway.outputs import Outputs
+from tokenway.placement import Placement
 from tokenway.settings import Payload, Settings, WindowBytes, make_config, telling, window_of
-from tokenway.structs import Spare, Structs
+from tokenway.shape import Shape
 
 
-class Group(Counting, Placed, Collectives, _native.Shared):
+class Group(_native.Shared):
     """Ranks that exchange tokens: how big, which experts where, over which memory. Collective, long-lived.
 
     On a comm of CUDA devices, tensors are PyTorch's on the device of this rank, and route, dispatch, combine and the
@@ -32,7 +39,7 @@ class Group(Counting, Placed, Collectives, _native.Shared):
     stream, or streams that wait for each other. Memory that Tokenway allocates may be used on other streams as any
     tensor's of PyTorch; what it reads of the caller's on another stream than the tensor's own, the caller records.
 
-    experts: E. top_k: K, 1..64; a group that gathers and reduces alone (`Collectives`) needs neither. hidden: H,
+    experts: E. top_k: K, 1..64; a group that gathers and reduces alone needs neither. hidden: H,
     elements of a token. max_tokens: B, tokens of a rank in one call. dtype: of tokens (default bfloat16). payloads:
     further tensors per token, name to Payload or (elements, dtype).
     combine_dtype: of rows on their way back, float32, bfloat16 or float16 (default: dtype if it is one of these, else
@@ -118,52 +125,42 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         """Takes a group of the C library over: this is what __init__ and shrink have in common."""
         self.comm = comm
         self.device = comm.device  # the CUDA device of this rank, None on the CPU
-        self._place: Any = place  # tensors.Host or cuda.Cuda
-        self._told: ErrorRecord | None = None
-        self._pointer: int | None = pointer
         self.settings = settings
-        self.hidden = settings.hidden
-        self.max_tokens = settings.max_tokens
-        self.dtype = tensors.dtype_name(settings.dtype)
-        self.combine_hidden = settings.hidden if settings.combine_hidden is None else settings.combine_hidden
-        self.combine_dtype = settings.combine_dtype_name()
-        self.id_dtype = tensors.dtype_name(settings.id_dtype)
-        self.exact = settings.mode == "high_throughput"  # outputs are as large as what comes
-        # ... which the host of a device has to learn first, unless they have a fixed size.
-        self._sizes_outputs = self.exact and self.device is not None and settings.max_recv_tokens is None
-        self._copies = 0
-        self._payload_specs = settings.all_payloads()
-        self._extra_names = [name for name in self._payload_specs if name != "tokens"]
-        info = _header.GroupInfo()
-        _native.check(_native.lib.twGroupInfo(pointer, byref(info)))
-        self.rank: int = info.rank
-        self.nranks: int = info.nranks
-        self.max_recv_rows = min(settings.max_recv_tokens or 2**31, self.nranks * self.max_tokens)
-        self.experts: int = self.nranks if settings.experts is None else settings.experts
-        self.top_k: int = 1 if settings.top_k is None else settings.top_k
-        self.num_local_experts: int = info.num_local_experts
-        self.comm_ranks: list[int] = list(info.comm_ranks[: info.nranks])
+        # Of this package: the C library's group, and what it is in numbers. Each part below answers one question, and
+        # has what it needs for that, never the group.
+        self.native = native = NativeGroup(pointer, place, comm.device, settings.lanes)
+        info = native.info()
+        self.shape = shape = Shape.of(settings, info, comm.device)
+        self._blocks = blocks = Blocks(place, native.handle_bytes())
+        self._counting = Counting(native, shape, blocks)
+        self._outputs = Outputs(native, shape)
+        self._exchange = Exchange(native, shape, blocks, self._counting, self._outputs)
+        self._collectives = Collectives(native, shape, blocks, self._outputs)
+        self._maps = Maps(native, settings.placement, shape.experts)
         self._window_bytes: int = info.window_bytes
-        size = c_size_t()
-        _native.check(_native.lib.twHandleMemBytes(pointer, byref(size)))
-        self.handle_bytes = size.value  # of memory for one handle's arrays
-        self._finished_handles: list[tuple[int, Tensor, bool]] = []
-        self._leased_forever: list[tuple[int, Tensor, bool]] = []
-        # No reference to the group itself in what makes spares: counting references is to be enough for it to end.
-        self._spare_blocks = Spare(partial(place.new_block, self.handle_bytes))
-        self._views: dict[Any, Tensor] = {}
-        self._shown: dict[Any, outputs.Shown] = {}
-        self._torch_views = versions.Views(pointer, settings.lanes)
-        self._keeper: outputs.Keeper | None = None  # what views of the window hold, once there are any
-        self._requests: dict[int, tuple[Any, ...]] = {}  # what gathers and reduces under way read and write
-        self.op_handles: dict[int, Handle] = {}  # of tokenway.ops: dispatched, not combined yet
-        self.structs = Spare(partial(Structs, place, self._payload_specs, self.exact))
+        self.rank = shape.rank
+        self.nranks = shape.nranks
+        self.comm_ranks: list[int] = list(info.comm_ranks[: info.nranks])
+        self.experts = shape.experts
+        self.top_k = shape.top_k
+        self.num_local_experts = shape.num_local_experts
+        self.hidden = shape.hidden
+        self.max_tokens = shape.max_tokens
+        self.dtype = shape.dtype
+        self.combine_hidden = shape.combine_hidden
+        self.combine_dtype = shape.combine_dtype
+        self.id_dtype = shape.id_dtype
+        self.exact = shape.exact  # outputs are as large as what comes
+        self.max_recv_rows = shape.max_recv_rows  # of a step
+        self.handle_bytes = blocks.handle_bytes  # of memory for one handle's arrays
+        self.structs = self._exchange.structs  # those that dispatches and combines fill, for the benchmark
+        self.op_handles: dict[int, Handle[Group]] = {}  # of tokenway.ops: dispatched, not combined yet
 
     # ------------------------------------------------------------------------------------------------- everyday use
 
     def route(
         self, ids: Tensor, weights: Tensor | None = None, *, layer: int = 0, memory: Tensor | None = None
-    ) -> Handle:
+    ) -> Handle[Group]:
         """Caches a routing. ids: [T, K] int32 or int64, -1 for "no expert", each id at most once per token;
         weights: [T, K] float32, or None for all 1. Both are copied. memory: a contiguous, writable uint8 tensor of
         `handle_bytes` for the handle's arrays, 64-byte aligned (default: a new one). layer: whose map turns the ids
@@ -172,29 +169,12 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         dispatch or exchange of counts: the peers wait there, and hear of it at once. On a CUDA device ids and weights
         are read, and ids checked, by the handle's first dispatch: they must not change before it in stream order, and
         `check` tells of bad ids, which act as -1."""
-        self._free_finished()
-        if memory is None:
-            block = self._spare_blocks.take()
-        else:
-            block = self._place.block_of(memory)
-            if block.nbytes < self.handle_bytes:
-                raise InvalidArgument(f"memory has {block.nbytes} bytes; it must have {self.handle_bytes}")
-        handle = Handle(self, block, reusable=memory is None and self._place.reusable)
-        pointer = c_void_p()
-        args = _native.fit("layer", layer), *self._routing_args(ids, weights)
-        result = _native.lib.twHandleCreateForLayer(byref(pointer), self.pointer, *args, handle._base)
-        if result:
-            raise self._error(result, ids=ids, weights=weights)
-        handle.pointer = pointer.value or 0
-        if memory is not None:
-            handle.share(memory)
-        handle.adopt_routing(ids, weights)
-        return handle
+        return self._exchange.route(self, ids, weights, layer, memory)
 
     @cuda.ranged("tokenway.dispatch")
     def dispatch(
         self,
-        handle: Handle,
+        handle: Handle[Any],
         tokens: Tensor,
         payloads: Mapping[str, Tensor] | None = None,
         *,
@@ -221,46 +201,14 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         A step of all ranks. Errors: InvalidArgument (peers get PeerRefused at once), InvalidUsage, PeerRefused,
         BoundMismatch, GroupFinished.
         """
-        if self._finished_handles:
-            self._free_finished()
-        if self._sizes_outputs:
-            self.size_outputs(handle)
-        structs = self.structs.take()
-        layout, b, given, sent, problem = asking.dispatch(
-            self, structs, handle, tokens, payloads, layout, bound, lane, out, column_major, count, send_only
+        return self._exchange.dispatch(
+            handle, tokens, payloads, layout, bound, lane, out, column_major, count, send_only
         )
-        asked, wanted = structs.dispatch_at
-        torch = self._torch_views.meet((tokens,))
-        result = _native.lib.twDispatch(self.pointer, arguments.pointer_of(handle), asked, wanted)
-        if result:
-            values = {"bound": bound, "lane": lane, "layout": layout}
-            extra = {f"payloads[{name!r}]": sent.get(name) for name in self._extra_names}
-            error = self._error(result, problem, {"tokens": tokens, **extra}, values, handle=handle)
-            if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
-                handle.leased = arguments.truth(send_only) or self._place.learns_late  # as twDispatch documents
-                handle._landing = None
-            self._torch_views.after(out, error)
-            raise error
-        self._torch_views.after(out)
-        if handle._shared is not None:
-            handle.rewritten()
-        handle.leased, handle.layout, handle.bound = True, layout, b
-        if handle._unread is not None:
-            handle.was_read()
-        kept = (tokens, *sent.values(), *given.values()) if send_only else ()
-        received = outputs.received(self, structs, handle, layout, b, given, torch)
-        self.structs.append(structs)
-        self._tell_interrupt()
-        if send_only:
-            return Pending(handle, received, kept, out)
-        if handle._landed:
-            handle.trim_leases()
-        return received
 
     @cuda.ranged("tokenway.combine")
     def combine(
         self,
-        handle: Handle,
+        handle: Handle[Any],
         rows: Tensor,
         *,
         weighting: str = "none",
@@ -278,27 +226,147 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         every time. The result is detached: autograd does not know of the exchange. Errors as `dispatch`; after a step
         that failed, the result is NaN.
         """
-        given = out
-        structs = self.structs.take()
-        layout, out, problem = asking.combine(self, structs, handle, rows, weighting, layout, dtype, out, send_only)
-        asked, wanted = structs.combine_at
-        result = _native.lib.twCombine(self.pointer, arguments.pointer_of(handle), asked, wanted)
-        if result:
-            if given is not None and problem is None:  # found here, so that calls that are right do not pay for it
-                problem = self._place.problem_of_output("out", given)
-            values = {"layout": layout, "weighting": weighting}
-            error = self._error(result, problem, {"rows": rows}, values, handle=handle, out=out)
-            if isinstance(handle, Handle) and self._place.learns_late and isinstance(error, InvalidArgument):
-                handle.leased = False  # as twCombine documents
-            self._torch_views.after(given, error)
-            raise error
-        self._torch_views.after(given)
-        self.structs.append(structs)
-        if send_only:
-            return Pending(handle, out, (rows, out), given, combining=True)
-        handle.leased = False
-        self._tell_interrupt()
-        return out
+        return self._exchange.combine(handle, rows, weighting, layout, dtype, out, send_only)
+
+    def refuse_dispatch(self) -> None:
+        """Tells peers, which wait in a dispatch, that this rank cannot make the call; for callers that raise next."""
+        if not self.closed:
+            self._exchange.refuse_dispatch()
+
+    # ---------------------------------------------------------------------------------------------- high throughput
+
+    def exchange_counts(
+        self, handle: Handle[Any], *, lane: int | None = None, send_only: bool = False, lease: bool | str = False
+    ) -> Any:
+        """In high throughput: ranks tell each other how many rows they will send, before a handle's first dispatch and
+        after each `Handle.update`. Returns the handle, whose `recv_rows` is known then, or `Pending` of it. A step of
+        all ranks. Errors: RecvOverflow on all ranks alike, InvalidUsage, PeerRefused, GroupFinished. After a send_only
+        call that a rank refused the handle holds the lane, there and at the peers, until its counts are exchanged or
+        it is released.
+
+        In a group with `lease_bytes`, counts that are known may be exchanged again while the handle holds no lane, for
+        another dispatch by the same routing. lease: the rows of the next dispatch go straight to memory of the window
+        that its result in the layout "flat" owns, as long as a tensor shows it, instead of memory that the lane's next
+        step overwrites; "zeros": where outputs have a fixed size, rows that none comes to are 0. The peers learn the
+        place with the counts. Where there is no room for all rows that may come, that dispatch copies them to new
+        tensors: `Received.leased` and `leases.copies` say so, and, the first time, the log. So `lease` need not be the
+        same on all ranks. On a CUDA device memory whose tensors are gone is leased again in stream order: other streams
+        that use them must be waited for before."""
+        return self._counting.exchange(handle, lane, send_only, lease)
+
+    @property
+    def leases(self) -> LeaseInfo:
+        """What is leased of the window; all 0 in a group without `lease_bytes`."""
+        return self._counting.lease_info()
+
+    def size_outputs(self, handle: Handle[Any]) -> None:
+        """In high throughput on a CUDA device: has the host know how much comes, unless outputs have a fixed size
+        (`max_recv_tokens`) or a graph is captured. A dispatch does it first, so who allocates its outputs asks too."""
+        self._counting.size_outputs(handle)
+
+    def refuse_routing(self) -> None:
+        """As refuse_dispatch, where peers are in the first step of a routing: in high throughput the exchange of
+        counts."""
+        if not self.exact:
+            self.refuse_dispatch()
+        elif not self.closed:
+            self._counting.refuse()
+
+    # ------------------------------------------------------------------------------------ gathers and reduce-scatters
+
+    @cuda.ranged("tokenway.all_gatherv")
+    def all_gatherv(
+        self,
+        rows: Rows,
+        sizes: Any = None,
+        *,
+        layout: str = "flat",
+        bound: int | None = None,
+        lane: int | None = None,
+        out: Rows | None = None,
+        send_only: bool = False,
+    ) -> Any:
+        """Brings the rows of every rank to every rank: `Gathered`, or `Pending[Gathered]` with send_only.
+
+        rows: a tensor [n, ...] of any dtype, or several, which travel together; they may be strided. sizes: see
+        `tokenway.collectives`; None: the tensors tell this rank's own, and others' are learned in the step. layout:
+        "flat", the rows of rank 0, then of rank 1 and so on: [R, ...], R being the sum of sizes that are known here,
+        else N*b, of which the first offsets[N] are used; or "rank_major", [N, b, ...]: row i of rank r at [r, i], a
+        view of the window without a copy, valid until the next step on the lane begins. bound: b, equal on all ranks
+        (default: the largest size that is known here; with a tensor of sizes the rows of the first tensor; else
+        max_tokens).
+        out: a tensor, or as many as rows, to have rows written there; of known sizes it may hold rows in place.
+        What is returned is detached: `tokenway.autograd` has a gather that gradients flow through. Errors:
+        InvalidArgument and InvalidUsage (peers get PeerRefused at once), PeerRefused, BoundMismatch where ranks give
+        different sizes or rows, GroupFinished; after a step that failed counts and offsets are 0."""
+        return self._collectives.all_gatherv(rows, sizes, layout, bound, lane, out, send_only)
+
+    @cuda.ranged("tokenway.reduce_scatterv")
+    def reduce_scatterv(
+        self,
+        rows: Rows,
+        sizes: Any = None,
+        *,
+        layout: str = "flat",
+        bound: int | None = None,
+        lane: int | None = None,
+        dtype: Any = None,
+        out: Rows | None = None,
+        send_only: bool = False,
+    ) -> Any:
+        """Sums what all ranks have for each rank, there: [n, ...], or `Pending` of it with send_only.
+
+        rows: a tensor of partials, float32, bfloat16 or float16, or several, which travel together. layout: "flat",
+        [R, ...], those for rank 0, then for rank 1 and so on; or "rank_major", [N, b, ...], that for row i of rank r at
+        [r, i], which may be the view that a gather has returned. sizes: see `tokenway.collectives`; None: each rank has
+        an equal share of rows; an integer, of rank_major alone: this rank's own, the others' being not known here.
+        With a tensor of sizes rows are N*b, and the result has b rows, of which the first n are written. bound: b
+        (default: as rows and sizes say). dtype: of the result (default: that of rows). out: a tensor, or as many as
+        rows, to write to; of known sizes it may be this rank's own rows of `rows`, in place.
+        Sums are float32 over ranks ascending, rounded once to the result's dtype: the same bits every time. Detached,
+        and errors, as `all_gatherv`; after a step that failed the result is NaN."""
+        return self._collectives.reduce_scatterv(rows, sizes, layout, bound, lane, dtype, out, send_only)
+
+    # -------------------------------------------------------------------------------------- experts in several slots
+
+    @property
+    def layers(self) -> int:
+        """Maps of this group, 1 without a `Placement`."""
+        return self._maps.layers
+
+    @property
+    def slots(self) -> int:
+        """P: physical slots of all ranks; E without a `Placement`."""
+        return self._maps.slots
+
+    def expert_of_slot(self, layer: int = 0) -> np.ndarray:
+        """[P] int32: the expert in each slot, -1 for none. Received ids are slots: of id_space "global" places in this
+        array, of "local" places in `expert_of_slot()[own slots]`. InvalidUsage without a `Placement`."""
+        return self._maps.read(layer)[0]
+
+    def replace_map(self, slot_expert: Any, layer: int = 0, shares: Any = None) -> None:
+        """Replaces a layer's map: slot_expert [P], shares [P] (of policy "shares"; default alike). All ranks at the
+        same place in their calls, between the same routings: a rank whose routing was made by another map (on a CUDA
+        device in its first dispatch) is BoundMismatch on all of them when it dispatches. A handle keeps the slots that
+        it has. Where slots are stays, weights are the caller's to move. On a CUDA device
+        it waits for the device, on which nothing may be captured meanwhile, and replays of captured graphs follow the
+        new map."""
+        self._maps.replace(slot_expert, layer, shares)
+
+    @property
+    def loads(self) -> np.ndarray:
+        """[layers, E] float32: how often each expert is chosen by all ranks in a dispatch, as a decaying average over
+        the layer's dispatches on all lanes. Read without waiting for a rank or a device: on a CUDA device the last
+        dispatch of each lane is not in it yet, nor what the device has still to do. The same on ranks that have made
+        the same steps. InvalidUsage unless the group counts (`Placement.count_loads`)."""
+        return self._maps.loads()[0]
+
+    @property
+    def counted_dispatches(self) -> np.ndarray:
+        """[layers] int64: dispatches that `loads` is made of."""
+        return self._maps.loads()[1]
+
+    # -------------------------------------------------------------------------------------------------------- its end
 
     def shrink(self, **changes: Any) -> Group:
         """A new group among the ranks that are still there, over fresh memory. Collective among them.
@@ -312,38 +380,32 @@ class Group(Counting, Placed, Collectives, _native.Shared):
         survivors = c_void_p()
         base = self.pointer
         with telling(lambda nothing: _native.lib.twGroupShrink(base, nothing, byref(survivors))):
-            settings = replace(self.settings, **({"expert_map": self._survivors_map()} | changes))
+            settings = replace(self.settings, **({"expert_map": self._maps.of_survivors()} | changes))
             config, keep = make_config(settings)
         _native.check(_native.lib.twGroupShrink(base, byref(config), byref(survivors)), base)
         del keep
         group = object.__new__(Group)
-        group._adopt(self.comm, survivors.value or 0, settings, self._place)
+        group._adopt(self.comm, survivors.value or 0, settings, self.native.place)
         return group
 
     def abort(self) -> None:
         """Gives the group up: the peers' calls raise PeerAborted within moments. For a rank that cannot go on; a
         `with` block that an exception leaves does it. On a finished group it only tells survivors not to wait. From any
         thread: it ends a call that waits in another one."""
-        if self._pointer is not None:
-            _native.check(_native.lib.twGroupAbort(self._pointer))
+        if not self.closed:
+            _native.check(_native.lib.twGroupAbort(self.pointer))
 
     def close(self) -> None:
         """Collective. Frees the handles and the window. Views of them that are alive keep this rank's memory, and show
         what was last there: see `Received`. Raises CallMismatch where another rank creates a group meanwhile, or closes
         another one; this group is closed all the same."""
-        if self._pointer is not None:
-            self._views.clear()
-            self._shown.clear()
-            self._torch_views.clear()
-            self._keeper = None
-            result = _native.lib.twGroupDestroy(self._pointer)
-            if result not in (_header.INTERRUPTED, _header.CALL_MISMATCH):  # else the group is gone all the same
-                _native.check(result)
-            self._pointer = None
-            held = (self._finished_handles, self._leased_forever, self._requests, self._spare_blocks, self.op_handles)
-            for each in held:
-                each.clear()
-            _native.check(result)
+        if self.closed:
+            return
+        self._outputs.clear()
+        result = self.native.close()
+        for kept in (self._blocks, self._collectives.requests, self.op_handles):
+            kept.clear()
+        _native.check(result)
 
     def __enter__(self) -> Group:
         return self
@@ -358,133 +420,36 @@ class Group(Counting, Placed, Collectives, _native.Shared):
 
     def __del__(self) -> None:
         # Closing is collective, so garbage collection cannot do it.
-        if getattr(self, "_pointer", None) is not None:
+        if hasattr(self, "native") and not self.closed:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
 
     def __repr__(self) -> str:
-        return (
-            f"Group(rank={self.rank}, nranks={self.nranks}, experts={self.experts}, top_k={self.top_k}, "
-            f"hidden={self.hidden}, max_tokens={self.max_tokens})"
-        )
+        return str(self.shape)
 
     # -------------------------------------------------------------------------------------------------- what it is
 
     @property
     def pointer(self) -> int:
         """The C library's twGroup_t."""
-        if self._pointer is None:
-            raise InvalidUsage("the group is closed")
-        return self._pointer
+        return self.native.pointer
 
     @property
     def closed(self) -> bool:
         """Whether `close` is done."""
-        return self._pointer is None
+        return self.native.closed
 
     @property
     def error(self) -> ErrorRecord | None:
         """The record of the last error, None if there was none. Never blocks."""
-        record = _native.read_record(self.pointer)
-        return None if record.result == "twSuccess" else record
+        return self.native.record()
 
     def check(self) -> None:
         """Raises what the record tells: a sticky error every time, another one once, and only if no call has raised it.
         Never blocks: on a CUDA device it sees what steps have found that have run, so synchronise first. There, bad
         ids are InvalidArgument, whose record has token, k and value."""
-        error = self.untold()
-        if error is not None:
-            raise error
-
-    def untold(self) -> TokenwayError | None:
-        """What `check` would raise."""
-        record = self.error
-        if record is None or not (record.sticky or record != self._told):
-            return None
-        self._told = record
-        return _native.error_of_record(record)
+        self.native.check()
 
     def window_bytes(self) -> WindowBytes:
         """What this group takes per rank."""
         found = window_of(self.nranks, self.settings)
         return replace(found, window=self._window_bytes or found.window)
-
-    # ---------------------------------------------------------------------------------------------------- internals
-
-    def _free_finished(self) -> None:
-        while self._finished_handles:
-            try:
-                pointer, block, reusable = self._finished_handles.pop()
-            except IndexError:  # another thread was faster
-                return
-            try:
-                _native.check(_native.lib.twHandleDestroy(pointer))
-            except InUse:
-                self._finished_handles.append((pointer, block, reusable))
-                raise
-            # A new block costs page faults, more than the rest of a route. A block that the caller still views is his.
-            if reusable and not tensors.is_viewed(block):
-                self._spare_blocks.append(block)
-
-    def _routing_args(self, ids: Tensor, weights: Tensor | None) -> tuple[Any, Any]:
-        describe = self._place.describe
-        described = tensors.tensor_of(ids, describe), None if weights is None else tensors.tensor_of(weights, describe)
-        if described[1] is not None and not described[1].data and not described[1].ndim:  # which to C are none: all 1
-            seen = self._place.unlike(weights) or "a tensor that cannot be read, as in a transform of torch.func"
-            raise InvalidArgument(f"weights is {seen}")
-        return tuple(None if t is None else byref(t) for t in described)  # type: ignore[return-value]
-
-    def refuse_dispatch(self) -> None:
-        """Tells peers, which wait in a dispatch, that this rank cannot make the call; for callers that raise next."""
-        if self._pointer is not None:
-            structs = self.structs.take()
-            structs.call(0, None, False, True, self._place.stream())
-            _native.lib.twDispatch(self._pointer, None, *structs.dispatch_at)
-            self._torch_views.after()
-
-    def _error(
-        self, result: int, problem: TokenwayError | None = None, inputs: Any = None, values: Any = None, **others: Any
-    ) -> TokenwayError:
-        """The exception of a call that C refused: with a problem that C cannot see, or by an argument that was no
-        tensor for C, what C could not say. inputs: by name, the tensors that C has by number; values: see
-        sentences.of_call."""
-        error = _native.error_of(result, self._pointer)
-        self._told = error.record or self._told
-        self._tell_interrupt(error)
-        if not isinstance(error, InvalidArgument):
-            return error
-        given = (inputs or {}) | others
-        seen = [f"{name} is {what}" for name, x in given.items() if (what := arguments.unlike(self._place, name, x))]
-        if problem is not None:
-            if problem.__cause__ is not None:
-                problem.args = ("; ".join([str(problem), *seen]),)
-            return problem
-        error.args = ("; ".join([sentences.of_call(str(error), inputs or {}, values or {}), *seen]),)
-        if seen:
-            error.__cause__ = arguments.cause_of(self._place, given) or error.__cause__
-        return error
-
-    _tell_interrupt = staticmethod(callbacks.tell)  # after each call
-
-    def _stream_of(self, handle: Any) -> int:
-        """The stream of a call on a CUDA device; its handle, if it is one of this group, learns of it."""
-        ours = isinstance(handle, Handle) and handle.group is self
-        return handle.follow_stream() if ours else self._place.stream()
-
-    def _sending_stream(self) -> Any:
-        """The current stream, for who completes a call on another; None on the CPU."""
-        return None if self.device is None else self._place.current_stream()
-
-    @cuda.ranged("tokenway.complete")
-    def _complete(self, handle: Handle, kept: tuple[Any, ...], sent_on: Any) -> None:
-        """Completes a pending call, which uses the tensors `kept` and was begun on a stream."""
-        stream = None
-        if self.device is not None:
-            self._place.follow(sent_on, kept)
-            stream = self._stream_of(handle)
-        result = _native.lib.twComplete(self.pointer, handle.pointer, stream)
-        error = self._error(result) if result else None
-        if handle._landed and not isinstance(error, InUse):
-            handle.trim_leases()
-        if error is not None:
-            raise error
-        self._tell_interrupt()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import warnings
 from ctypes import byref, c_int32, c_int64
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from tokenway import _header, _native, cuda, tensors, versions
+from tokenway import _header, _native, callbacks, cuda, tensors, versions
+from tokenway.blocks import Blocks
 from tokenway.errors import InUse, InvalidArgument, InvalidUsage, PeerRefused, TokenwayError
-
-if TYPE_CHECKING:
-    from tokenway.counting import Lease
-    from tokenway.group import Group
+from tokenway.leases import Lease
+from tokenway.native_group import NativeGroup
 
 Tensor = Any  # np.ndarray or torch.Tensor
 Result = TypeVar("Result")
+Owner = TypeVar("Owner")  # Group, in a module above this one
 
 
 class Received:
@@ -71,7 +71,7 @@ class Received:
 
     def __init__(
         self,
-        handle: Handle,
+        handle: Handle[Any],
         layout: str,
         payloads: dict[str, Tensor],
         fields: dict[str, Tensor],
@@ -126,7 +126,7 @@ class Received:
         On a CUDA device they are enqueued there."""
         if self.layout == "grouped":
             return self._field("offsets")
-        if self.handle.group.device is not None:
+        if self.handle.device is not None:
             return cuda.offsets(self.counts)
         offsets = np.zeros(len(self.counts) + 1, np.int32)
         np.cumsum(np.asarray(self.counts), out=offsets[1:])
@@ -142,7 +142,7 @@ class Pending(Generic[Result]):
 
     def __init__(
         self,
-        handle: Handle,
+        handle: Handle[Any],
         result: Result,
         keep: tuple[Any, ...],
         written: Any = None,
@@ -151,7 +151,7 @@ class Pending(Generic[Result]):
     ):
         self._handle = handle
         self._counting = counting
-        self._sent_on = handle.group._sending_stream()
+        self._sent_on = handle.native.sending_stream()
         # What the handle leases once the call is complete, and when it fails: a combine may be tried again on a lease.
         self._leased_after = handle.leased and not combining and not counting
         self._leased_at_failure = handle.leased
@@ -167,8 +167,9 @@ class Pending(Generic[Result]):
     def hook(self) -> None:
         """Receives; does nothing if that is done, but for raising again what it raised then. What a signal's handler
         raises meanwhile (Ctrl-C) comes through, and the call is still to be completed."""
-        if self._keep is not None:
-            self._keep, kept = None, self._keep
+        kept = self._keep
+        if kept is not None:
+            self._keep = None
             try:
                 self._receive(kept)
                 self._handle.leased = self._leased_after
@@ -182,15 +183,14 @@ class Pending(Generic[Result]):
             except BaseException:
                 self._keep, self._interrupted = kept, True
                 raise
-            del kept
+        del kept
         if self._error is not None:
             raise self._error
 
     def _receive(self, kept: tuple[Any, ...]) -> None:
-        group = self._handle.group
         try:
             try:
-                group._complete(self._handle, kept, self._sent_on)
+                self._handle.complete(kept, self._sent_on)
             finally:
                 versions.written(self._written)
                 if self._rewrites and self._handle._shared is not None:
@@ -198,7 +198,7 @@ class Pending(Generic[Result]):
         except InvalidUsage as error:
             if isinstance(error, InUse) or not self._interrupted:
                 raise
-            group.check()  # the interrupt came behind the C call, which had ended: nobody has told how
+            self._handle.native.check()  # the interrupt came behind the C call, which had ended: nobody has told how
 
     def result(self) -> Result:
         """Receives if that is not done, and returns what the call without `send_only` would have returned."""
@@ -206,7 +206,7 @@ class Pending(Generic[Result]):
         return self._result
 
 
-class Handle:
+class Handle(Generic[Owner]):
     """One routing, cached: made by `Group.route`, used by any number of dispatches and combines.
 
     Leases a lane from a dispatch to its combine. Ranks must lease and give back in the same order, so garbage
@@ -218,6 +218,7 @@ class Handle:
     __slots__ = (
         "__weakref__",
         "_base",
+        "_blocks",
         "_landed",
         "_landing",
         "_memory",
@@ -230,54 +231,61 @@ class Handle:
         "group",
         "layout",
         "leased",
+        "native",
         "pointer",
         "stream",
         "tokens",
     )
 
-    def __init__(self, group: Group, memory: Tensor, reusable: bool):
+    def __init__(self, group: Owner, native: NativeGroup, blocks: Blocks, memory: Tensor | None):
         self.group = group
+        self.native = native
+        self._blocks = blocks
         self.pointer = 0  # the C library's twHandle_t, once there is one
         self.tokens = 0
         self.layout = "rank_major"
         self.bound = 0
         self.leased = False
-        self._memory = memory  # uint8: the C library's arrays of this handle lie in it
-        self._reusable = reusable
-        self._base = group._place.address(memory)
+        # uint8: the C library's arrays of this handle lie in it.
+        self._memory, self._reusable = blocks.take(memory)
+        self._base: int = native.place.address(self._memory)
         self._views: dict[Any, Tensor] = {}
         self._shared: Any = None  # the memory as PyTorch's views have it, which share its version
         # CUDA: the stream of the last call, all those that the allocator knows the memory is used on, and the
         # routing's tensors as long as no dispatch has read them.
-        self.stream: int = group._place.stream()
+        self.stream: int = native.place.stream()
         self._streams: tuple[int, ...] = (self.stream,)
         self._unread: tuple[Tensor, ...] | None = None
         # Leases: announced for the next dispatch, by payload, and those that a dispatch writes to, with what it needs.
         self._landing: dict[str, Lease | None] | None = None
         self._landed: list[tuple[Lease, int]] = []
 
+    @property
+    def device(self) -> int | None:
+        """The CUDA device of its group on this rank, None on the CPU."""
+        return self.native.device
+
     def update(self, ids: Tensor, weights: Tensor | None = None) -> None:
         """Replaces the routing, as `Group.route` would make it. Raises InvalidUsage while a lane is leased, and where
         a CUDA graph has a dispatch or combine of this handle with tensors of as many rows as were known to come: a
         replay might go beyond them."""
-        group = self._living_group()
-        args = group._routing_args(ids, weights)
-        result = _native.lib.twHandleUpdate(self.pointer, *args)
+        native = self._living()
+        result = _native.lib.twHandleUpdate(self.pointer, *routing_arguments(native.place, ids, weights))
         if result:
-            raise group._error(result, ids=ids, weights=weights)
+            raise native.error(result, ids=ids, weights=weights)
         self.adopt_routing(ids, weights)
 
     def adopt_routing(self, ids: Tensor, weights: Tensor | None) -> None:
         """After the C library has taken a routing: its size and, on a CUDA device, what the first dispatch reads."""
         self.tokens = int(ids.shape[0])
         self._landing = None
-        if self.group.device is not None:
+        if self.native.device is not None:
             self.follow_stream()
             self._unread = (ids, weights)
 
     def follow_stream(self) -> int:
         """The current stream of the group's CUDA device, which uses this handle from now on."""
-        place: Any = self.group._place
+        place = self.native.place
         stream: int = place.stream()
         if stream != self.stream:
             self._move(place, stream)
@@ -293,9 +301,23 @@ class Handle:
 
     def was_read(self) -> None:
         """After the first dispatch: the routing's tensors need not live longer, but for the replays of a graph."""
-        place: Any = self.group._place
-        if not place.capturing():
+        if not self.native.place.capturing():
             self._unread = None
+
+    @cuda.ranged("tokenway.complete")
+    def complete(self, kept: tuple[Any, ...], sent_on: Any) -> None:
+        """Completes a pending call, which uses the tensors `kept` and was begun on a stream."""
+        native, stream = self.native, None
+        if native.device is not None:
+            native.place.follow(sent_on, kept)
+            stream = self.follow_stream()
+        result = _native.lib.twComplete(native.pointer, self.pointer, stream)
+        error = native.error(result) if result else None
+        if self._landed and not isinstance(error, InUse):
+            self.trim_leases()
+        if error is not None:
+            raise error
+        callbacks.tell()
 
     def trim_leases(self) -> None:
         """After a dispatch: of its leases, what rows have come to is enough."""
@@ -305,7 +327,7 @@ class Handle:
 
     def release(self) -> None:
         """Gives the lane of a dispatch back without a combine, at all ranks at the same place in their calls."""
-        self._living_group()
+        self._living()
         _native.check(_native.lib.twHandleRelease(self.pointer))
         self.leased = False
 
@@ -313,11 +335,10 @@ class Handle:
         """([N] int32 rows received from each rank by the last dispatch, their sum). On a CUDA device it waits for that
         dispatch, which no other call does; InvalidUsage while a graph is captured. `Received.counts` is on the device.
         """
-        group = self._living_group()
-        place: Any = group._place
-        if group.device is not None and place.capturing():
+        native = self._living()
+        if native.device is not None and native.place.capturing():
             raise InvalidUsage("num_recv_tokens waits for the device, which a stream that is captured cannot")
-        counts = (c_int32 * group.nranks)()
+        counts = (c_int32 * native.nranks)()
         total = c_int32()
         self._check(_native.lib.twHandleNumRecvTokens(self.pointer, counts, byref(total)))
         return np.array(counts, np.int32), total.value
@@ -328,7 +349,7 @@ class Handle:
         most (0: only ask; None: as long as completing would). Only the calling thread waits, without Python's lock.
         Sends nothing and gives no lane back, so ranks may ask when and as often as they like. The first question begins
         the group's timeout. InvalidUsage if no exchange of counts is under way."""
-        self._living_group()
+        self._living()
         if timeout is not None and not 0 <= timeout <= 2e6:
             raise InvalidArgument(f"timeout is {timeout}; it must be None or from 0 to 2e6 seconds")
         ready = c_int32()
@@ -358,7 +379,7 @@ class Handle:
         """Rows that this rank will receive, after `Group.exchange_counts`: R' of the flat layout. On a CUDA device it
         waits until that exchange has told the host, and for nothing else. Errors: InvalidUsage before the exchange, or
         where it is captured into a graph; RecvOverflow; GroupFinished."""
-        self._living_group()
+        self._living()
         rows = c_int64()
         self._check(_native.lib.twHandleNumRecvRows(self.pointer, _header.LAYOUTS["flat"], byref(rows)))
         return rows.value
@@ -366,13 +387,13 @@ class Handle:
     def _check(self, result: int) -> None:
         """Raises unless a call succeeded; then `Group.check` need not tell of it any more."""
         if result:
-            raise self.group._error(result)
-        self.group._tell_interrupt()
+            raise self.native.error(result)
+        callbacks.tell()
 
-    def _living_group(self) -> Group:
-        """The group, or InvalidUsage: handles end with it."""
-        _ = self.group.pointer
-        return self.group
+    def _living(self) -> NativeGroup:
+        """The C library's group, or InvalidUsage: handles end with it."""
+        _ = self.native.pointer
+        return self.native
 
     def view(self, pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Tensor:
         """A view of an array of this handle; it keeps the memory alive. Kept, since making one takes longer than a
@@ -380,7 +401,7 @@ class Handle:
         key = (pointer, shape, torch)
         found = self._views.get(key)
         if found is None or (torch and found.requires_grad):  # autograd has taken the old one into a graph
-            place, memory = self.group._place, self._memory
+            place, memory = self.native.place, self._memory
             if torch:
                 if self._shared is None:
                     self._shared = place.shared(memory)
@@ -404,13 +425,46 @@ class Handle:
 
     def __del__(self) -> None:
         # Freed by the group's own thread, at its next call. A leased lane stays leased until the group is closed.
-        group = self.group
-        if not self.pointer or group.closed:
+        if not self.pointer or self.native.closed:
             return
-        kept = group._leased_forever if self.leased else group._finished_handles
+        kept = self._blocks.leased if self.leased else self._blocks.finished
         kept.append((self.pointer, self._memory, self._reusable))
         del self._memory  # the list alone has it now; the views go with this object
-        record = group.error if self.leased else None
+        record = self.native.record() if self.leased else None
         if self.leased and not (record and record.sticky):  # of a finished group, no lane is of use
             text = "a handle that leases a lane was dropped, and the lane with it: combine or release it"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=2)
+
+
+def pointer_of(handle: Any) -> int | None:
+    """Of a handle; NULL, which the C library refuses, for one of a closed group and for everything else."""
+    return handle.pointer if isinstance(handle, Handle) and handle.native.address is not None else None
+
+
+def unlike(handle: Any) -> str | None:
+    """What an argument is instead of a handle of a group that is open; None where it is one."""
+    if not isinstance(handle, Handle):
+        return f"{handle!r}; it must come from Group.route"
+    return "of a group that is closed" if handle.native.closed else None
+
+
+def stream_of(native: NativeGroup, handle: Any) -> int:
+    """The stream of a call on a group; its handle, if it is one of that group, follows the call there."""
+    if native.device is None:
+        return 0
+    ours = isinstance(handle, Handle) and handle.native is native
+    stream: int = handle.follow_stream() if ours else native.place.stream()
+    return stream
+
+
+def routing_arguments(place: Any, ids: Tensor, weights: Tensor | None) -> tuple[Any, Any]:
+    """References to the descriptors of a routing's tensors, as C takes them. Raises InvalidArgument for weights that C
+    would take for none at all."""
+    described = tensors.tensor_of(ids, place.describe)
+    if weights is None:
+        return byref(described), None
+    weighted = tensors.tensor_of(weights, place.describe)
+    if not weighted.data and not weighted.ndim:  # which to C are none: all 1
+        seen = place.unlike(weights) or "a tensor that cannot be read, as in a transform of torch.func"
+        raise InvalidArgument(f"weights is {seen}")
+    return byref(described), byref(weighted)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from ctypes import byref, c_void_p
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tokenway import _native
 from tokenway.errors import InvalidArgument
 from tokenway.handle import Handle, Received, Tensor
+from tokenway.native_group import NativeGroup
+from tokenway.shape import Field, Shape
+from tokenway.structs import Structs
 from tokenway.tensors import numpy_dtype
 
-if TYPE_CHECKING:
-    from tokenway.group import Group
-    from tokenway.structs import Structs
+_MOST_KEPT = 1024  # views, and results of dispatches: a few for each bound that calls give
 
 
 class Keeper:
@@ -42,68 +43,141 @@ class Shown(NamedTuple):
     views: tuple[Tensor, ...]  # of the fields, PyTorch's views of a bank
 
 
-def choose_columns(group: Group, structs: Structs, columns: Collection[str] | None) -> InvalidArgument | None:
-    """Tells C which payloads are wanted by column; none where there is a problem with them."""
-    known = list(group._payload_specs)
-    wanted = () if columns is None else columns
-    right = isinstance(wanted, Collection) and not isinstance(wanted, str) and all(name in known for name in wanted)
-    for q, name in enumerate(known):
-        structs.dispatch_out.column_major[q] = 1 if right and name in wanted else 0
-    if right:
-        return None
-    return InvalidArgument(f"column_major is {columns!r}; it must hold payloads of the group: {known}")
+class Outputs:
+    """Those of one group, and the views of its window, which are kept: making one takes longer than a small copy."""
 
+    def __init__(self, native: NativeGroup, shape: Shape):
+        self._native, self._shape = native, shape
+        self._views: dict[Any, Tensor] = {}
+        self._shown: dict[Any, Shown] = {}
+        self.keeper: Keeper | None = None  # what views of the window hold, once there are any
 
-def add_by_expert(
-    group: Group, structs: Structs, handle: Any, layout: str, b: int, made: dict[str, Tensor], like: Tensor
-) -> None:
-    """New tensors for what the caller has not given: there is no window to view by expert."""
-    exact = layout == "grouped"
-    rows = handle.rows_of(layout) if exact and isinstance(handle, Handle) else None
-    if rows is None if exact else not 0 < b <= group.max_tokens:
-        return  # refused anyway
-    lead = (rows,) if exact else (group.num_local_experts, group.nranks * b)
-    for q, (name, payload) in enumerate(group._payload_specs.items()):
-        if made.get(name) is None:
-            shape = (*lead, payload.elements)
-            if rows is not None and structs.dispatch_out.column_major[q]:
-                step = 16 // numpy_dtype(payload.dtype).itemsize
-                shape = (payload.elements, -(-rows // step) * step)
-            made[name] = group._place.empty(shape, payload.dtype, like)
-    if made.get("ids") is None:
-        made["ids"] = group._place.empty(lead, group.id_dtype, like)
-    if made.get("weights") is None:
-        made["weights"] = group._place.empty(lead, "float32", like)
+    def clear(self) -> None:
+        """Before the group is closed: views that others hold keep the window, and nothing here does."""
+        self._views.clear()
+        self._shown.clear()
+        self.keeper = None
 
+    # ------------------------------------------------------------------------------------------------- allocation
 
-def received(
-    group: Group, structs: Structs, handle: Handle, layout: str, b: int, given: dict[str, Tensor], torch: bool
-) -> Received:
-    """What a dispatch returns: the tensors given, and views of the window and of the handle for the others."""
-    lead: tuple[int, ...] = (structs.rows_shown(),) if group.exact else (group.nranks, b)
-    if given or handle._landing is not None:
-        fields, late, views = _fields(group, structs, handle, layout, lead, given, torch)
-        leased = len(handle._landed) == len(group._payload_specs)
-        handle._landing = None
-    else:
-        fields, late, views = _shown(group, structs, handle, layout, lead, torch)
-        leased = False
-    if views:
-        group._torch_views.show(views)
-    extra = {name: fields[name] for name in group._extra_names} if group._extra_names else {}
-    return Received(handle, layout, extra, fields, late, torch, leased)
+    def choose_columns(self, structs: Structs, columns: Any) -> InvalidArgument | None:
+        """Tells C which payloads are wanted by column; none where there is a problem with them."""
+        known = list(self._shape.payloads)
+        wanted = () if columns is None else columns
+        right = isinstance(wanted, Collection) and not isinstance(wanted, str) and all(name in known for name in wanted)
+        for q, name in enumerate(known):
+            structs.dispatch_out.column_major[q] = 1 if right and name in wanted else 0
+        if right:
+            return None
+        return InvalidArgument(f"column_major is {columns!r}; it must hold payloads of the group: {known}")
 
+    def add_by_expert(
+        self, structs: Structs, handle: Any, layout: str, b: int, made: dict[str, Tensor], like: Tensor
+    ) -> None:
+        """New tensors for what the caller has not given: there is no window to view by expert."""
+        shape, empty = self._shape, self._native.place.empty
+        rows = 0
+        if layout == "grouped":
+            known = handle.rows_of(layout) if isinstance(handle, Handle) else None
+            if known is None:
+                return  # refused anyway
+            rows = known
+        elif not 0 < b <= shape.max_tokens:
+            return  # refused anyway
+        fields = shape.fields(layout, shape.lead(layout, b, rows))
+        for q, name in enumerate(shape.payloads):
+            if made.get(name) is None:
+                extent, dtype = fields[name]
+                if layout == "grouped" and structs.dispatch_out.column_major[q]:
+                    step = 16 // numpy_dtype(dtype).itemsize
+                    extent = extent[1], -(-rows // step) * step
+                made[name] = empty(extent, dtype, like)
+        for name in ("ids", "weights"):
+            if made.get(name) is None:
+                made[name] = empty(*fields[name], like)
 
-def _shown(group: Group, structs: Structs, handle: Handle, layout: str, lead: tuple[int, ...], torch: bool) -> Shown:
-    """All of them views. Kept: finding out anew what is where takes longer than the rest of `received`."""
-    key = (structs.shown(), lead, layout, torch)
-    found = group._shown.get(key)
-    if found is not None and not (torch and _in_graph(found.fields)):
+    # ---------------------------------------------------------------------------------------------------- results
+
+    def received(
+        self, structs: Structs, handle: Handle[Any], layout: str, b: int, given: dict[str, Tensor], torch: bool
+    ) -> Received:
+        """What a dispatch returns: the tensors given, and views of the window and of the handle for the others."""
+        shape = self._shape
+        lead = shape.lead(layout, b, structs.rows_shown() if shape.exact else 0)
+        if given or handle._landing is not None:
+            fields, late, views = self._fields(structs, handle, layout, lead, given, torch)
+            leased = len(handle._landed) == len(shape.payloads)
+            handle._landing = None
+        else:
+            fields, late, views = self._all_shown(structs, handle, layout, lead, torch)
+            leased = False
+        if views:
+            self._native.torch_views.show(views)
+        extra = {name: fields[name] for name in shape.extra_names} if shape.extra_names else {}
+        return Received(handle, layout, extra, fields, late, torch, leased)
+
+    def _all_shown(
+        self, structs: Structs, handle: Handle[Any], layout: str, lead: tuple[int, ...], torch: bool
+    ) -> Shown:
+        """All of them views. Kept: finding out anew what is where takes longer than the rest of `received`."""
+        key = (structs.shown(), lead, layout, torch)
+        found = self._shown.get(key)
+        if found is not None and not (torch and _in_graph(found.fields)):
+            return found
+        if len(self._shown) >= _MOST_KEPT:
+            self._shown.clear()
+        found = self._shown[key] = self._fields(structs, handle, layout, lead, {}, torch)
         return found
-    if len(group._shown) >= 1024:
-        group._shown.clear()
-    found = group._shown[key] = _fields(group, structs, handle, layout, lead, {}, torch)
-    return found
+
+    def _fields(
+        self,
+        structs: Structs,
+        handle: Handle[Any],
+        layout: str,
+        lead: tuple[int, ...],
+        fields: dict[str, Tensor],
+        torch: bool,
+    ) -> Shown:
+        """`fields` and what it lacks, which is added to it."""
+        shape = self._shape
+        known: dict[str, Field] | None = None  # made once something is missing: not where all is given, call after call
+        late: dict[str, tuple[int, tuple[int, ...], str]] = {}
+        views: list[Tensor] = []
+        for name, pointer in zip(structs.outputs, structs.shown(), strict=True):
+            if fields.get(name) is not None:
+                continue
+            # origins are written only where they are asked for, and offsets of other layouts are sums of the counts.
+            if name == "origins" or (name == "offsets" and layout != "grouped"):
+                continue
+            if known is None:
+                known = shape.fields(layout, lead)
+            if name in shape.payloads:
+                fields[name], view = self._rows(handle, name, pointer, known[name], torch)
+                if view and torch:
+                    views.append(fields[name])
+            else:
+                late[name] = pointer, *known[name]
+        return Shown(fields, late, tuple(views))
+
+    def _rows(self, handle: Handle[Any], name: str, pointer: int, field: Field, torch: bool) -> tuple[Tensor, bool]:
+        """Rows where they have come to: in a lease, which the tensor then owns, or (True) in a bank of the window."""
+        lease = (handle._landing or {}).get(name)
+        if lease is None or lease.pointer != pointer:
+            return self.view(pointer, *field, torch), True
+        handle._landed.append((lease, field.shape[0] * self._shape.payloads[name].row_bytes()))
+        return self._native.place.window_view(pointer, *field, torch, lease), False
+
+    def view(self, pointer: int, shape: tuple[int, ...], dtype: str, torch: bool) -> Tensor:
+        """A view of the window, of which there are few."""
+        key = (pointer, shape, dtype, torch)
+        found = self._views.get(key)
+        if found is None or (torch and found.requires_grad):  # autograd has taken the old one into a graph
+            if len(self._views) >= _MOST_KEPT:
+                self._views.clear()
+            if self.keeper is None:
+                self.keeper = Keeper(self._native.pointer)
+            found = self._views[key] = self._native.place.window_view(pointer, shape, dtype, torch, self.keeper)
+        return found
 
 
 def _in_graph(fields: dict[str, Tensor]) -> bool:
@@ -112,58 +186,3 @@ def _in_graph(fields: dict[str, Tensor]) -> bool:
         if view.requires_grad:
             return True
     return False
-
-
-def _fields(
-    group: Group,
-    structs: Structs,
-    handle: Handle,
-    layout: str,
-    lead: tuple[int, ...],
-    fields: dict[str, Tensor],
-    torch: bool,
-) -> Shown:
-    """`fields` and what it lacks, which is added to it."""
-    late: dict[str, tuple[int, tuple[int, ...], str]] = {}
-    views: list[Tensor] = []
-    for name, pointer in zip(structs.outputs, structs.shown(), strict=True):
-        if fields.get(name) is not None:
-            continue
-        if (payload := group._payload_specs.get(name)) is not None:
-            fields[name], view = _rows(group, handle, name, pointer, (*lead, payload.elements), torch)
-            if view and torch:
-                views.append(fields[name])
-        elif name == "counts":
-            shape = (group.nranks if layout in ("rank_major", "flat") else group.num_local_experts,)
-            late[name] = pointer, shape, "int32"
-        elif name == "offsets":
-            if layout == "grouped":
-                late[name] = pointer, (group.num_local_experts + 1,), "int32"
-        elif name != "origins":  # written only where they are asked for
-            late[name] = pointer, (*lead, group.top_k), group.id_dtype if name == "ids" else "float32"
-    return Shown(fields, late, tuple(views))
-
-
-def _rows(
-    group: Group, handle: Handle, name: str, pointer: int, shape: tuple[int, ...], torch: bool
-) -> tuple[Tensor, bool]:
-    """Rows where they have come to: in a lease, which the tensor then owns, or (True) in a bank of the window."""
-    payload = group._payload_specs[name]
-    lease = (handle._landing or {}).get(name)
-    if lease is None or lease.pointer != pointer:
-        return _view(group, pointer, shape, payload.dtype, torch), True
-    handle._landed.append((lease, shape[0] * payload.row_bytes()))
-    return group._place.window_view(pointer, shape, payload.dtype, torch, lease), False
-
-
-def _view(group: Group, pointer: int, shape: tuple[int, ...], name: str, torch: bool) -> Tensor:
-    """A view of the window; there are few, so they are kept: making one takes longer than a small copy."""
-    key = (pointer, shape, name, torch)
-    found = group._views.get(key)
-    if found is None or (torch and found.requires_grad):  # autograd has taken the old one into a graph
-        if len(group._views) >= 1024:
-            group._views.clear()
-        if group._keeper is None:
-            group._keeper = Keeper(group.pointer)
-        found = group._views[key] = group._place.window_view(pointer, shape, name, torch, group._keeper)
-    return found

@@ -1,11 +1,10 @@
-"""Experts in several slots: the maps of a group's layers, the policy that chooses among them, and how often experts are
-chosen."""
+"""Experts in several slots: which hold which, and which of them serves a choice. `Group` takes it as `expert_map`."""
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -88,8 +87,8 @@ class Placement:
         given = _header.Placement()
         given.num_layers = _native.fit_given("layers", shape[0])
         given.num_slots = _native.fit_given("slots", shape[1])
-        table = None if self.slot_expert is None else _spread("slot_expert", self.slot_expert, shape, np.int32)
-        shares = None if self.shares is None else _spread("shares", self.shares, shape, np.float32)
+        table = None if self.slot_expert is None else spread("slot_expert", self.slot_expert, shape, np.int32)
+        shares = None if self.shares is None else spread("shares", self.shares, shape, np.float32)
         given.slot_expert = None if table is None else table.ctypes.data
         given.slot_shares = None if shares is None else shares.ctypes.data
         given.policy = _header.POLICIES[self.policy]
@@ -100,82 +99,9 @@ class Placement:
         return given, (table, shares)
 
 
-def _spread(name: str, values: Any, shape: tuple[int, int], dtype: Any) -> np.ndarray:
+def spread(name: str, values: Any, shape: tuple[int, int], dtype: Any) -> np.ndarray:
     """[P] for every layer, or [layers, P], as C takes it."""
     array = checked.integers(name, values) if dtype is np.int32 else checked.floats(name, values)
     if array.shape not in (shape, shape[1:]):
         raise InvalidArgument(f"{name} has shape {array.shape}; it must be {shape[1:]} or {shape}")
     return np.ascontiguousarray(np.broadcast_to(array, shape), dtype=dtype)
-
-
-class Placed:
-    """What a group offers for them."""
-
-    pointer: int
-    experts: int
-    settings: Any
-    _place: Any
-
-    @property
-    def layers(self) -> int:
-        """Maps of this group, 1 without a `Placement`."""
-        placement = self.settings.placement
-        return 1 if placement is None else placement.num_layers()
-
-    @property
-    def slots(self) -> int:
-        """P: physical slots of all ranks; E without a `Placement`."""
-        placement = self.settings.placement
-        return self.experts if placement is None else placement.num_slots(self.experts)
-
-    def expert_of_slot(self, layer: int = 0) -> np.ndarray:
-        """[P] int32: the expert in each slot, -1 for none. Received ids are slots: of id_space "global" places in this
-        array, of "local" places in `expert_of_slot()[own slots]`. InvalidUsage without a `Placement`."""
-        return self._map(layer)[0]
-
-    def _map(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """A layer's map and shares."""
-        table, shares = np.empty(self.slots, np.int32), np.empty(self.slots, np.float32)
-        layer = _native.fit("layer", layer)
-        _native.check(_native.lib.twGroupMap(self.pointer, layer, table.ctypes.data, shares.ctypes.data))
-        return table, shares
-
-    def replace_map(self, slot_expert: Any, layer: int = 0, shares: Any = None) -> None:
-        """Replaces a layer's map: slot_expert [P], shares [P] (of policy "shares"; default alike). All ranks at the
-        same place in their calls, between the same routings: a rank whose routing was made by another map (on a CUDA
-        device in its first dispatch) is BoundMismatch on all of them when it dispatches. A handle keeps the slots that
-        it has. Where slots are stays, weights are the caller's to move. On a CUDA device
-        it waits for the device, on which nothing may be captured meanwhile, and replays of captured graphs follow the
-        new map."""
-        shape = 1, self.slots
-        table = _spread("slot_expert", slot_expert, shape, np.int32)
-        of = None if shares is None else _spread("shares", shares, shape, np.float32)
-        given = table.ctypes.data, None if of is None else of.ctypes.data
-        layer = _native.fit("layer", layer)
-        _native.check(_native.lib.twGroupReplaceMap(self.pointer, layer, *given, self._place.stream()))
-
-    @property
-    def loads(self) -> np.ndarray:
-        """[layers, E] float32: how often each expert is chosen by all ranks in a dispatch, as a decaying average over
-        the layer's dispatches on all lanes. Read without waiting for a rank or a device: on a CUDA device the last
-        dispatch of each lane is not in it yet, nor what the device has still to do. The same on ranks that have made
-        the same steps. InvalidUsage unless the group counts (`Placement.count_loads`)."""
-        loads = np.empty((self.layers, self.experts), np.float32)
-        _native.check(_native.lib.twGroupLoads(self.pointer, loads.ctypes.data, None))
-        return loads
-
-    @property
-    def counted_dispatches(self) -> np.ndarray:
-        """[layers] int64: dispatches that `loads` is made of."""
-        loads, counted = np.empty((self.layers, self.experts), np.float32), np.empty(self.layers, np.int64)
-        _native.check(_native.lib.twGroupLoads(self.pointer, loads.ctypes.data, counted.ctypes.data))
-        return counted
-
-    def _survivors_map(self) -> Placement | None:
-        """The placement of a group of fewer ranks: the maps as they are, over slots in blocks."""
-        placement = self.settings.placement
-        if placement is None:
-            return None
-        tables, shares = (np.stack(parts) for parts in zip(*map(self._map, range(self.layers)), strict=True))
-        shares = shares if placement.policy == "shares" else None
-        return replace(placement, slot_expert=tables, shares=shares, where=None)

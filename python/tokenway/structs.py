@@ -105,7 +105,8 @@ class Structs:
 
     def rows_shown(self) -> int:
         """Of the first payload, in the layout "flat"."""
-        return _ROWS.unpack_from(self._wanted, _ROWS_AT)[0]
+        rows: int = _ROWS.unpack_from(self._wanted, _ROWS_AT)[0]
+        return rows
 
     def shown(self) -> tuple[int, ...]:
         """The addresses of `outputs` that the C library has filled in."""

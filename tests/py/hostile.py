@@ -395,7 +395,7 @@ class Torment:
         case = cases.one(SETUP, round_)
         got = player.Player(self.env, self.group, case).flights()
         cases.verify(SETUP, round_, got[0])
-        self.group._free_finished()
+        self.group._blocks.free()
 
     def run(self, count: int) -> None:
         often = [self.dispatch, self.combine] * 6 + [self.create_handle, self.complete] * 3

@@ -212,10 +212,10 @@ def drop_what_is_sent(env: Any) -> tuple[bool, int, int]:
         group.all_gatherv(rows, sizes, lane=0, send_only=True)
         gc.collect()
         others = [np.full((5 * group.nranks, 16), 7, BF16) for _ in range(64)]  # where it might have been
-        waiting = len(group._requests)
+        waiting = len(group._collectives.requests)
         everyone = group.all_gatherv(rows, sizes, lane=0).rows
         good = all((x == 7).all() for x in others) and [float(x) for x in everyone[::5, 0]] == [1.0, 2.0, 3.0]
-        kept = len(group._requests)
+        kept = len(group._collectives.requests)
     return good, waiting, kept
 
 

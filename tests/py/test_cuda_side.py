@@ -80,7 +80,7 @@ def test_handle_memory(torch, group) -> None:
         assert outcome[0] == "twInvalidArgument" and told in outcome[1], outcome
     del handle, got
     group.route(ids)
-    assert not group._spare_blocks  # PyTorch's allocator reuses them, in stream order
+    assert not group._blocks.spare  # PyTorch's allocator reuses them, in stream order
 
 
 def test_tensors_of_another_device(torch, group, place) -> None:
@@ -89,7 +89,7 @@ def test_tensors_of_another_device(torch, group, place) -> None:
     got = group.dispatch(handle, tokens)
     idle = group.route(ids)
     place.index, place.device = 0, torch.device("cuda:0")
-    group._spare_blocks.append(torch.empty(group.handle_bytes, dtype=torch.uint8))
+    group._blocks.spare.append(torch.empty(group.handle_bytes, dtype=torch.uint8))
     place.empty = lambda shape, name, like: torch.empty(shape)
     sentence = "is a cpu tensor; this group is on cuda:0"
     for name, call in (

@@ -85,7 +85,7 @@ def test_an_interrupt_while_completing(alone, monkeypatch, behind: bool) -> None
     handle = one.route()
     one.dispatch(handle)
     pending = one.send_combine(handle)
-    complete = one.group._complete
+    complete = tw.Handle.complete
 
     def interrupted(*args: Any) -> None:
         if behind:
@@ -93,7 +93,7 @@ def test_an_interrupt_while_completing(alone, monkeypatch, behind: bool) -> None
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(one.group, "_complete", interrupted)
+        patch.setattr(tw.Handle, "complete", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pending.result()
     assert np.array_equal(one.env.backend.array(pending.result()), np.zeros((1, 2)))
@@ -113,9 +113,9 @@ def test_an_interrupt_hides_no_error(alone, monkeypatch) -> None:
             complete(*args)
         raise KeyboardInterrupt
 
-    complete = one.group._complete
+    complete = tw.Handle.complete
     with monkeypatch.context() as patch:
-        patch.setattr(one.group, "_complete", interrupted)
+        patch.setattr(tw.Handle, "complete", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pending.result()
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_refused_memory_leaves_no_handle(alone, recwarn) -> None:
     size = one.group.handle_bytes
     for memory in (memoryview(bytearray(size)), adapt(one.env, np.zeros(9, np.uint8)), [1]):
         said(caught(one.route, memory=memory), "twInvalidArgument", "^memory ")
-    assert not one.group._finished_handles and not recwarn.list
+    assert not one.group._blocks.finished and not recwarn.list
     one.close()
 
 

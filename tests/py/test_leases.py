@@ -227,7 +227,7 @@ def run_written(env: Env) -> None:
         handle.release()
         memory = c_void_p()
         _native.check(_native.lib.twWindowAlloc(group.pointer, group.leases.bytes, byref(memory)))
-        area = group._place.window_view(
+        area = group.native.place.window_view(
             memory.value or 0, (group.leases.bytes,), "uint8", group.device is not None, group
         )
         assert env.backend.array(others.all_gatherv(one).rows).sum() == env.nranks  # nobody writes to a bank any more
@@ -265,7 +265,7 @@ def run_refused(env: Env) -> list[Any]:
     def exchange(group: tw.Group, handle: tw.Handle, *landing: Any) -> Any:
         given = _header.CountsInput()
         given.lane = -1
-        given.stream = group._place.stream()
+        given.stream = group.native.place.stream()
         for q, at in enumerate(landing):
             given.landing[q] = at
         return caught(_native.check, lib.twExchangeCounts(group.pointer, handle.pointer, byref(given)))

@@ -216,14 +216,14 @@ def test_handles_dropped_by_another_thread(pair: Pair) -> None:
     handles = [pair.group.route(IDS) for _ in range(5)]
     waiting = waiting_dispatch(pair)
     Started(lambda _: handles.clear()).result()
-    assert len(pair.group._finished_handles) == 5
+    assert len(pair.group._blocks.finished) == 5
     with pytest.raises(tw.InvalidUsage, match="under way"):
         pair.group.route(IDS)
-    assert len(pair.group._finished_handles) == 5, "none is lost where it cannot be freed yet"
+    assert len(pair.group._blocks.finished) == 5, "none is lost where it cannot be freed yet"
     Started(lambda _: pair.groups[1].dispatch(pair.handles[1], tokens(1))).result()
     waiting.result()
     handles.append(pair.group.route(IDS))
-    assert len(pair.group._finished_handles) == 0
+    assert len(pair.group._blocks.finished) == 0
 
 
 def test_groups_of_one_comm_in_two_threads(pair: Pair) -> None:

@@ -129,7 +129,7 @@ def many_handles(env: Env) -> int:
         del pending
     calls.route()
     calls.route()
-    left = len(calls.group._finished_handles) + len(calls.group._leased_forever)
+    left = len(calls.group._blocks.finished) + len(calls.group._blocks.leased)
     calls.group.close()
     return left
 

@@ -212,7 +212,7 @@ def run_counted(env: Env, torch: bool) -> None:
         group = made(env, "rank_major")
         received = dispatched(env, group, 3)
         fields = received.tokens, received.ids, received.counts
-        keeper, dropped = weakref.ref(group._keeper), weakref.ref(group)
+        keeper, dropped = weakref.ref(group._outputs.keeper), weakref.ref(group)
         received.handle.release()
         group.close()
         del received, group

@@ -208,11 +208,10 @@ def rebalance_experts(
     if groups % nodes:
         groups, nodes = 0, 1
     made = plan(weight, ranks=gpus, slots=replicas // gpus, nodes=nodes, groups=groups)
+    adapt = sys.modules["torch"].from_numpy if tensors.is_torch(weight) else np.asarray
     found = (made.physical_to_logical, made.logical_to_physical, made.replicas)
-    wide = tuple(array.astype(np.int64) for array in found)
-    if not tensors.is_torch(weight):
-        return wide  # type: ignore[return-value]
-    return tuple(sys.modules["torch"].from_numpy(array) for array in wide)  # type: ignore[return-value]
+    placed, replicated, counts = (adapt(array.astype(np.int64)) for array in found)
+    return placed, replicated, counts
 
 
 def _config(layers: int, experts: int, ranks: Any, slots: Any, nodes: Any) -> PlanConfig:

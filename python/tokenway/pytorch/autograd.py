@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from tokenway.arguments import telling
 from tokenway.comm import Comm
 from tokenway.errors import InvalidArgument, InvalidUsage
 from tokenway.group import Group
@@ -19,8 +20,8 @@ from tokenway.pytorch.gradients import (
     check_layout,
     check_local,
     check_memory,
-    device_of,
     eager,
+    empty,
     exchange_counts,
     keep_for_order,
     kept_for_order,
@@ -31,7 +32,6 @@ from tokenway.pytorch.gradients import (
     return_rows,
     send,
     send_gradients,
-    telling,
     weight_columns,
 )
 from tokenway.settings import telling_comm
@@ -49,7 +49,7 @@ class Routed(NamedTuple):
     ids: Tensor  # [N, b, K] of the group's id_dtype: as Received.ids
     counts: Tensor  # [N] int32: rows from each rank; in grouped [L], of each expert
     offsets: Tensor  # [N + 1] or [L + 1] int32: where the rows of each begin in flat and grouped, and at last all
-    handle: Handle  # the routing, dispatched, without a lane
+    handle: Handle[Group]  # the routing, dispatched, without a lane
     layout: str
 
 
@@ -198,28 +198,20 @@ def _checked_bound(group: Group, bound: int | None) -> int | None:
         if bound is not None:
             raise InvalidArgument(f"bound is {bound!r}; in the mode 'high_throughput' it must be None")
         return None
-    b = group.max_tokens if bound is None else bound
+    b = group.shape.default_bound if bound is None else bound
     if not isinstance(b, int) or not 1 <= b <= group.max_tokens:
         raise InvalidArgument(f"bound is {b!r}; it must be an integer from 1 to {group.max_tokens}")
     return b
 
 
-def _receive(handle: Handle, tokens: Tensor, layout: str, bound: int | None) -> dict[str, Tensor]:
+def _receive(handle: Handle[Group], tokens: Tensor, layout: str, bound: int | None) -> dict[str, Tensor]:
     """A dispatch into new tensors: Routed's, and of grouped the origins of rows."""
     group, grouped = handle.group, layout == "grouped"
     with telling(group.refuse_dispatch):
-        lead = (group.nranks, bound) if bound is not None else lead_of(handle, layout)
-        per_row, on = lead if grouped else (*lead, group.top_k), device_of(group)
-        blocks = group.num_local_experts if grouped else group.nranks
-        out = {
-            **outputs_to_come(handle, layout, lead),
-            "weights": torch.empty(per_row, dtype=torch.float32, device=on),
-            "ids": torch.empty(per_row, dtype=getattr(torch, group.id_dtype), device=on),
-            "counts": torch.empty(blocks, dtype=torch.int32, device=on),
-        }
-        if grouped:
-            out["offsets"] = torch.empty(blocks + 1, dtype=torch.int32, device=on)
-            out["origins"] = torch.empty(lead, dtype=torch.int64, device=on)
+        lead = lead_of(handle, layout, bound)
+        fields = group.shape.fields(layout, lead)
+        names = ("weights", "ids", "counts", *("offsets", "origins") * grouped)
+        out = outputs_to_come(handle, layout, lead) | {name: empty(group, fields[name]) for name in names}
     out["tokens"] = send(handle, tokens, bound, out, layout).tokens
     if not grouped:
         out["offsets"] = functional.pad(out["counts"].cumsum(0, dtype=torch.int32), (1, 0))
@@ -229,7 +221,7 @@ def _receive(handle: Handle, tokens: Tensor, layout: str, bound: int | None) -> 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, weights: Tensor, handle: Handle, layout: str, bound: int | None
+        ctx: Any, tokens: Tensor, weights: Tensor, handle: Handle[Group], layout: str, bound: int | None
     ) -> tuple[Tensor, ...]:
         if handle.group.exact:
             exchange_counts(handle, layout)
@@ -245,7 +237,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, tokens: Tensor | None, weights: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        handle: Handle = ctx.handle
+        handle: Handle[Group] = ctx.handle
         with telling(lambda: refuse_combine(handle)):
             which = kept_for_order(ctx)
             if weights is not None and ctx.layout == "grouped":
@@ -257,7 +249,7 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, handle: Handle, layout: str) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, handle: Handle[Group], layout: str) -> Tensor:
         ctx.handle, ctx.layout, ctx.dtype = handle, layout, rows.dtype
         return return_rows(handle, rows, layout)
 

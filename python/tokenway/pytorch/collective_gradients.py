@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tokenway.arguments import telling
+from tokenway.collectives import Sizes, gather_bound, reduce_bound
 from tokenway.group import Group
 from tokenway.pytorch.gradients import check_memory, eager, keep_for_order, kept_for_order, refuse
 
@@ -46,29 +47,32 @@ def _is_known(sizes: Any) -> bool:
     return isinstance(sizes, (list, tuple))
 
 
+def _zeros(group: Group, like: Tensor, ranks: int, bound: int) -> Tensor | None:
+    """Where rows of so many ranks are written to; None for a bound that the group will refuse."""
+    return like.new_zeros((ranks * bound, *like.shape[1:])) if 1 <= bound <= group.max_tokens else None
+
+
 def _gather(group: Group, rows: Tensor, sizes: Any, bound: int | None) -> tuple[Tensor, Any]:
     """(rows of all ranks, 0 beyond them; sizes for the way back)."""
     with telling(lambda: refuse(group.all_gatherv)):
         check_memory("rows", rows)
         rows = rows.contiguous()
         if not _is_known(sizes):
-            room = bound or (group.max_tokens if sizes is None else rows.shape[0])
-            out = rows.new_zeros((group.nranks * room, *rows.shape[1:]))
+            out = _zeros(group, rows, group.nranks, gather_bound(group.shape, Sizes.of(sizes), (rows,), bound))
     if _is_known(sizes):
         return group.all_gatherv(rows, sizes, bound=bound).rows, sizes
-    gathered = group.all_gatherv(rows, sizes, bound=room, out=out)
-    return out, gathered.counts
+    gathered = group.all_gatherv(rows, sizes, bound=bound, out=out)
+    return gathered.rows, gathered.counts
 
 
 def _reduce(group: Group, rows: Tensor, sizes: Any, bound: int | None) -> Tensor:
-    out, room = None, bound
+    out = None
     with telling(lambda: refuse(group.reduce_scatterv)):
         check_memory("rows", rows)
         rows = rows.contiguous()
         if sizes is not None and not _is_known(sizes):
-            room = bound or rows.shape[0] // group.nranks
-            out = rows.new_zeros((room, *rows.shape[1:]))
-    return group.reduce_scatterv(rows, sizes, bound=room, out=out)
+            out = _zeros(group, rows, 1, reduce_bound(group.shape, Sizes.of(sizes), (rows,), True, bound))
+    return group.reduce_scatterv(rows, sizes, bound=bound, out=out)
 
 
 def _kept(sizes: Any) -> Any:

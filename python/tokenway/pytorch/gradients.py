@@ -20,6 +20,7 @@ from tokenway.arguments import telling
 from tokenway.errors import InvalidArgument, TokenwayError
 from tokenway.group import Group
 from tokenway.handle import Handle
+from tokenway.shape import Field
 
 Tensor = torch.Tensor
 Arguments = ParamSpec("Arguments")
@@ -113,7 +114,7 @@ def check_local(group: Group, what: str) -> None:
 # ---- what peers learn ------------------------------------------------------------------------------
 
 
-def refuse_combine(handle: Handle) -> None:
+def refuse_combine(handle: Handle[Group]) -> None:
     """As Group.refuse_dispatch: no rows are refused, and the peers told."""
     refuse(lambda rows: handle.group.combine(handle, rows))
 
@@ -138,21 +139,25 @@ def check_memory(name: str, x: Any) -> None:
 
 def capturing(group: Group) -> bool:
     """Whether calls are captured into a graph."""
-    return group.device is not None and group._place.capturing()
+    return group.device is not None and group.native.place.capturing()
 
 
 def device_of(group: Group) -> torch.device:
     """Where the group's tensors are."""
-    return torch.device("cpu") if group.device is None else group._place.device
+    return torch.device("cpu") if group.device is None else group.native.place.device
 
 
-def lead_of(handle: Handle, layout: str) -> tuple[int, ...]:
-    """The dimensions before a row's of a handle that was dispatched: N and b, or in the exact layouts R' or P."""
-    if layout == "rank_major":
-        return handle.group.nranks, handle.bound
-    rows = handle.rows_of(layout)
+def lead_of(handle: Handle[Group], layout: str, bound: int | None = None) -> tuple[int, ...]:
+    """The dimensions before a row's: N and b, or in the exact layouts R' or P. bound: b of a dispatch to come; None: of
+    the last one."""
+    rows = handle.rows_of(layout) if handle.group.exact else 0
     assert rows is not None, "counts are exchanged before the dispatch"
-    return (rows,)
+    return handle.group.shape.lead(layout, handle.bound if bound is None else bound, rows)
+
+
+def empty(group: Group, field: Field) -> Tensor:
+    """A new tensor where the group's are."""
+    return torch.empty(field.shape, dtype=getattr(torch, field.dtype), device=device_of(group))
 
 
 def no_rows(group: Group, lead: tuple[int, ...], elements: int) -> Tensor:
@@ -163,7 +168,7 @@ def no_rows(group: Group, lead: tuple[int, ...], elements: int) -> Tensor:
 def rows_to_come(group: Group, lead: tuple[int, ...], elements: int, layout: str) -> Tensor:
     """[*lead, elements] for a dispatch to write to: the exact layouts write all of it, padding too, unless there are
     more rows than come."""
-    if layout == "rank_major" or (group.device is not None and not group._sizes_outputs) or capturing(group):
+    if layout == "rank_major" or (group.device is not None and not group.shape.sizes_outputs) or capturing(group):
         return no_rows(group, lead, elements)
     return torch.empty((*lead, elements), dtype=getattr(torch, group.dtype), device=device_of(group))
 
@@ -175,7 +180,7 @@ def leases(group: Group, layout: str) -> bool:
     return group.settings.lease_bytes > 0 and layout == "flat"
 
 
-def exchange_counts(handle: Handle, layout: str) -> None:
+def exchange_counts(handle: Handle[Group], layout: str) -> None:
     """Before a dispatch: where its counts are not known, or its rows need a place of their own."""
     group = handle.group
     lease = leases(group, layout)
@@ -184,7 +189,7 @@ def exchange_counts(handle: Handle, layout: str) -> None:
     group.size_outputs(handle)
 
 
-def outputs_to_come(handle: Handle, layout: str, lead: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+def outputs_to_come(handle: Handle[Group], layout: str, lead: tuple[int, ...] | None = None) -> dict[str, Tensor]:
     """`out` of a dispatch for its tokens: none where they have a lease, or are copied for want of one."""
     group = handle.group
     if leases(group, layout) and not capturing(group):
@@ -193,7 +198,7 @@ def outputs_to_come(handle: Handle, layout: str, lead: tuple[int, ...] | None = 
 
 
 @contextmanager
-def lane_given_back(handle: Handle) -> Iterator[None]:
+def lane_given_back(handle: Handle[Group]) -> Iterator[None]:
     """Around a dispatch and what is read of the window: a combine of the handle leases a lane for itself, so no lane is
     lost where a backward pass never comes."""
     try:
@@ -204,7 +209,7 @@ def lane_given_back(handle: Handle) -> Iterator[None]:
 
 
 def send(
-    handle: Handle, tokens: Tensor, bound: int | None, out: Mapping[str, Tensor], layout: str, count: bool = True
+    handle: Handle[Group], tokens: Tensor, bound: int | None, out: Mapping[str, Tensor], layout: str, count: bool = True
 ) -> Any:
     """A dispatch into tensors of the caller's, or leases, that holds no lane afterwards: nothing of a window's bank is
     needed then. Returns Received."""
@@ -213,7 +218,7 @@ def send(
 
 
 def return_gradients(
-    handle: Handle, tokens: Tensor | None, weights: Tensor | None, weights_too: bool, layout: str
+    handle: Handle[Group], tokens: Tensor | None, weights: Tensor | None, weights_too: bool, layout: str
 ) -> tuple[Tensor, Tensor | None]:
     """The backward of a dispatch: from gradients of what came, None being 0, those of the T tokens and, if there are to
     be any, of their weights. A step, whatever gradients there are: those may differ from rank to rank, steps may not.
@@ -233,7 +238,7 @@ def return_gradients(
     return first_columns(out, h, rows.dtype), of_weights
 
 
-def return_rows(handle: Handle, rows: Tensor, layout: str) -> Tensor:
+def return_rows(handle: Handle[Group], rows: Tensor, layout: str) -> Tensor:
     """A combine, of rows without columns: [T, H]."""
     group, h = handle.group, handle.group.hidden
     with telling(lambda: refuse_combine(handle)):
@@ -244,7 +249,7 @@ def return_rows(handle: Handle, rows: Tensor, layout: str) -> Tensor:
     return first_columns(group.combine(handle, rows, layout=layout), h)
 
 
-def send_gradients(handle: Handle, out: Tensor, layout: str) -> Tensor:
+def send_gradients(handle: Handle[Group], out: Tensor, layout: str) -> Tensor:
     """The backward of a combine: from gradients of the T sums those of the rows, 0 where there is none."""
     group = handle.group
     lands = leases(group, layout)

@@ -73,7 +73,7 @@ class ExpertParallelMoE(torch.nn.Module):
         self.uncapturable = experts.why_not(device, dtype, local_experts, hidden, inner)
         if not group.exact:
             self.uncapturable = "the group's mode is 'low_latency'; it must be 'high_throughput'"
-        ranks, slots = reference.placement(group.experts, group.nranks, group.settings.expert_map)  # type: ignore[arg-type]
+        ranks, slots = reference.placement(group.experts, group.nranks, group.settings.places())
         local = np.flatnonzero(ranks == group.rank)
         self.experts: list[int] = local[np.argsort(slots[local])].tolist()  # global numbers, by slot
         self.router = torch.nn.Parameter(torch.empty(group.experts, hidden, device=device))

@@ -71,7 +71,7 @@ def _trains(group: Group) -> bool:
     return group.combine_hidden > group.hidden
 
 
-def _keep(group: Group, handle: Handle) -> torch.Tensor:
+def _keep(group: Group, handle: Handle[Group]) -> torch.Tensor:
     """The order token of a dispatch: its bits are the number of the handle, which a combine finds by it.
 
     A float, since others have no gradient, and practically 0, whatever is added up. In training no call is the last
@@ -86,7 +86,7 @@ def _keep(group: Group, handle: Handle) -> torch.Tensor:
     return torch.from_numpy(memory)
 
 
-def _kept(group: Group, order: torch.Tensor) -> tuple[int, Handle]:
+def _kept(group: Group, order: torch.Tensor) -> tuple[int, Handle[Group]]:
     """(number, handle) of the dispatch that an order token came from."""
     _check_order(order)
     (number,) = _NUMBER.unpack(_FLOAT.pack(order.item()))
@@ -103,16 +103,13 @@ def _received(
     group: Group, like: torch.Tensor, bound: int, layout: str, device: torch.device | None = None
 ) -> tuple[torch.Tensor, ...]:
     """New (tokens, ids, weights, counts) of a dispatch: the shapes that Received documents."""
-    rank_major = layout == "rank_major"
-    lead = (group.nranks, bound) if rank_major else (group.num_local_experts, group.nranks * bound)
-    per_row = (group.top_k,) if rank_major else ()
-    make = like.new_zeros if _trains(group) else like.new_empty  # nobody may multiply a gradient with a NaN by chance
-    return (
-        make((*lead, group.hidden), device=device),
-        like.new_empty((*lead, *per_row), dtype=getattr(torch, group.id_dtype), device=device),
-        like.new_empty((*lead, *per_row), dtype=torch.float32, device=device),
-        like.new_empty((lead[0],), dtype=torch.int32, device=device),
-    )
+    fields = group.shape.fields(layout, group.shape.lead(layout, bound, 0))
+    made = []
+    for name in ("tokens", "ids", "weights", "counts"):
+        # Nobody may multiply a gradient with a NaN by chance.
+        make = like.new_zeros if name == "tokens" and _trains(group) else like.new_empty
+        made.append(make(fields[name].shape, dtype=getattr(torch, fields[name].dtype), device=device))
+    return tuple(made)
 
 
 def _dispatch(
@@ -261,35 +258,53 @@ def _reduce_scatterv_backward(ctx: Any, rows: Any, order: Any) -> tuple[Any, ...
     return (*torch.ops.tokenway.all_gatherv(rows.contiguous(), order, ctx.group, ctx.sizes), None, None)
 
 
-def _fake_all_gatherv(rows, order, group, sizes):  # type: ignore[no-untyped-def]
+def _fake_all_gatherv(
+    rows: torch.Tensor, order: torch.Tensor, group: int, sizes: list[int]
+) -> tuple[torch.Tensor, ...]:
     return rows.new_empty((sum(sizes), *rows.shape[1:])), torch.empty_like(order)
 
 
-def _fake_reduce_scatterv(rows, order, group, sizes):  # type: ignore[no-untyped-def]
+def _fake_reduce_scatterv(
+    rows: torch.Tensor, order: torch.Tensor, group: int, sizes: list[int]
+) -> tuple[torch.Tensor, ...]:
     return rows.new_empty((sizes[_group(group).rank], *rows.shape[1:])), torch.empty_like(order)
 
 
 # ---- registration --------------------------------------------------------------------------------
 
 
-def _fake_dispatch(tokens, ids, weights, order, group, bound, layout):  # type: ignore[no-untyped-def]
+def _fake_dispatch(
+    tokens: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    order: torch.Tensor,
+    group: int,
+    bound: int,
+    layout: str,
+) -> tuple[torch.Tensor, ...]:
     return (*_received(_group(group), tokens, bound, layout), torch.empty_like(order))
 
 
-def _fake_combine(rows, order, group, tokens, weighting):  # type: ignore[no-untyped-def]
+def _fake_combine(
+    rows: torch.Tensor, order: torch.Tensor, group: int, tokens: int, weighting: str
+) -> tuple[torch.Tensor, ...]:
     on = _group(group)
     dtype = getattr(torch, tensors.dtype_name(on.combine_dtype))
     elements = on.hidden if _without_columns(on, rows) else on.combine_hidden
     return rows.new_empty((tokens, elements), dtype=dtype), torch.empty_like(order)
 
 
-def _fake_return_gradients(received, weights, routed, order, group, tokens):  # type: ignore[no-untyped-def]
+def _fake_return_gradients(
+    received: torch.Tensor, weights: torch.Tensor, routed: torch.Tensor, order: torch.Tensor, group: int, tokens: int
+) -> tuple[torch.Tensor, ...]:
     on = _group(group)
     of_tokens = received.new_empty((tokens, on.hidden), dtype=getattr(torch, on.dtype))
     return of_tokens, weights.new_empty((tokens, on.top_k)), torch.empty_like(order)
 
 
-def _fake_send_gradients(out, routed, order, group, bound):  # type: ignore[no-untyped-def]
+def _fake_send_gradients(
+    out: torch.Tensor, routed: torch.Tensor, order: torch.Tensor, group: int, bound: int
+) -> tuple[torch.Tensor, ...]:
     on = _group(group)
     dtype = getattr(torch, on.dtype)
     return out.new_empty((on.nranks, bound, on.hidden), dtype=dtype), torch.empty_like(order)

@@ -1,0 +1,225 @@
+"""Routings, dispatches and combines: what `Group` does with their arguments, and the calls of the C library.
+
+Whatever precedes such a call may fail, and none of it may keep the peers waiting (`arguments.Preparation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ctypes import byref, c_void_p
+from functools import partial
+from typing import Any, TypeVar
+
+from tokenway import _header, _native, arguments, callbacks, tensors
+from tokenway.blocks import Blocks
+from tokenway.counting import Counting
+from tokenway.errors import InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
+from tokenway.handle import Handle, Pending, Tensor, pointer_of, routing_arguments, stream_of, unlike
+from tokenway.native_group import NativeGroup
+from tokenway.outputs import Outputs
+from tokenway.shape import BY_EXPERT, Shape
+from tokenway.structs import REFUSED, Spare, Structs
+
+Owner = TypeVar("Owner")
+
+
+class Exchange:
+    """That of one group."""
+
+    def __init__(self, native: NativeGroup, shape: Shape, blocks: Blocks, counting: Counting, outputs: Outputs):
+        self._native, self._shape, self._blocks = native, shape, blocks
+        self._counting, self._outputs = counting, outputs
+        self.structs = Spare(partial(Structs, native.place, shape.payloads, shape.exact))
+
+    def route(self, owner: Owner, ids: Tensor, weights: Tensor | None, layer: int, memory: Any) -> Handle[Owner]:
+        """As `Group.route` says. owner: the group, for the handle."""
+        native = self._native
+        self._blocks.free()
+        handle = Handle(owner, native, self._blocks, memory)
+        pointer = c_void_p()
+        given = _native.fit("layer", layer), *routing_arguments(native.place, ids, weights)
+        result = _native.lib.twHandleCreateForLayer(byref(pointer), native.pointer, *given, handle._base)
+        if result:
+            raise native.error(result, ids=ids, weights=weights)
+        handle.pointer = pointer.value or 0
+        if memory is not None:
+            handle.share(memory)
+        handle.adopt_routing(ids, weights)
+        return handle
+
+    # --------------------------------------------------------------------------------------------------- dispatch
+
+    def dispatch(
+        self,
+        handle: Any,
+        tokens: Tensor,
+        payloads: Any,
+        layout: Any,
+        bound: Any,
+        lane: Any,
+        out: Any,
+        columns: Any,
+        count: Any,
+        send_only: Any,
+    ) -> Any:
+        """As `Group.dispatch` says."""
+        native, shape = self._native, self._shape
+        if self._blocks.finished:
+            self._blocks.free()
+        if shape.sizes_outputs:
+            self._counting.size_outputs(handle)
+        structs = self.structs.take()
+        layout, b, given, sent, problem = self._prepare_dispatch(
+            structs, handle, tokens, payloads, layout, bound, lane, out, columns, count, send_only
+        )
+        asked, wanted = structs.dispatch_at
+        torch = native.torch_views.meet((tokens,))
+        result = _native.lib.twDispatch(native.pointer, pointer_of(handle), asked, wanted)
+        if result:
+            values = {"bound": bound, "lane": lane, "layout": layout}
+            extra = {f"payloads[{name!r}]": sent.get(name) for name in shape.extra_names}
+            error = native.error(result, problem, {"tokens": tokens, **extra}, values, unlike(handle))
+            if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
+                handle.leased = arguments.truth(send_only) or native.place.learns_late  # as twDispatch documents
+                handle._landing = None
+            native.torch_views.after(out, error)
+            raise error
+        native.torch_views.after(out)
+        if handle._shared is not None:
+            handle.rewritten()
+        handle.leased, handle.layout, handle.bound = True, layout, b
+        if handle._unread is not None:
+            handle.was_read()
+        kept = (tokens, *sent.values(), *given.values()) if send_only else ()
+        received = self._outputs.received(structs, handle, layout, b, given, torch)
+        self.structs.append(structs)
+        callbacks.tell()
+        if send_only:
+            return Pending(handle, received, kept, out)
+        if handle._landed:
+            handle.trim_leases()
+        return received
+
+    def _prepare_dispatch(
+        self,
+        structs: Structs,
+        handle: Any,
+        tokens: Tensor,
+        payloads: Any,
+        layout: Any,
+        bound: Any,
+        lane: Any,
+        out: Any,
+        columns: Any,
+        count: Any,
+        send_only: Any,
+    ) -> tuple[Any, int, dict[str, Tensor], dict[str, Tensor], TokenwayError | None]:
+        """Fills the structs of a dispatch. Returns (layout, b, tensors to write to, payloads, what C cannot see)."""
+        native, shape = self._native, self._shape
+        b, stream = 0, 0
+        given: dict[str, Tensor] = {}
+        sent: dict[str, Tensor] = {}
+        with arguments.Preparation() as prepared:
+            b = shape.default_bound if bound is None else arguments.int32(bound) or -2
+            stream = 0 if native.device is None else stream_of(native, handle)
+            structs.call(b, lane, send_only, count, stream)
+            layout = layout or shape.default_layout
+            structs.ask(layout)
+            if out is not None:
+                given = dict(out) if isinstance(out, Mapping) else {"tokens": out}
+                if (problem := arguments.problem_of_outputs(native.place, given, structs.outputs)) is not None:
+                    raise problem
+            if columns is not None and (problem := self._outputs.choose_columns(structs, columns)) is not None:
+                raise problem
+            if payloads is not None:
+                if not isinstance(payloads, Mapping) or not payloads.keys() <= shape.payloads.keys() - {"tokens"}:
+                    raise arguments.problem_of_payloads(payloads, shape.extra_names)
+                sent = dict(payloads)
+            try:
+                if layout in BY_EXPERT:
+                    self._outputs.add_by_expert(structs, handle, layout, b, given, tokens)
+                elif isinstance(handle, Handle) and handle._landing is not None:
+                    self._counting.copy_out(handle, given, tokens)
+            except (MemoryError, RuntimeError) as error:
+                raise OutOfMemory(f"no memory for the outputs: {error}") from error
+            structs.tokens.set(tokens)
+            for name in shape.extra_names:
+                structs.inputs[name].set(sent.get(name))
+            for name, tensor in given.items():
+                if tensor is not None and name in structs.outputs:
+                    structs.outputs[name].set(tensor)
+        if prepared.problem is not None:
+            # The peers wait on that lane, and take the refusal for what was called.
+            structs.call(b, lane, arguments.truth(send_only), True, stream)
+            structs.dispatch_out.layout = REFUSED
+        return layout, b, given, sent, prepared.problem
+
+    def refuse_dispatch(self) -> None:
+        """As `Group.refuse_dispatch` says, of a group that is open."""
+        native, structs = self._native, self.structs.take()
+        structs.call(0, None, False, True, native.place.stream())
+        _native.lib.twDispatch(native.address, None, *structs.dispatch_at)
+        native.torch_views.after()
+
+    # ---------------------------------------------------------------------------------------------------- combine
+
+    def combine(
+        self, handle: Any, rows: Tensor, weighting: Any, layout: Any, dtype: Any, out: Any, send_only: Any
+    ) -> Any:
+        """As `Group.combine` says."""
+        native, given = self._native, out
+        structs = self.structs.take()
+        layout, out, problem = self._prepare_combine(structs, handle, rows, weighting, layout, dtype, out, send_only)
+        asked, wanted = structs.combine_at
+        result = _native.lib.twCombine(native.pointer, pointer_of(handle), asked, wanted)
+        if result:
+            if given is not None and problem is None:  # found here, so that calls that are right do not pay for it
+                problem = native.place.problem_of_output("out", given)
+            values = {"layout": layout, "weighting": weighting}
+            error = native.error(result, problem, {"rows": rows}, values, unlike(handle), out=out)
+            if isinstance(handle, Handle) and native.place.learns_late and isinstance(error, InvalidArgument):
+                handle.leased = False  # as twCombine documents
+            native.torch_views.after(given, error)
+            raise error
+        native.torch_views.after(given)
+        self.structs.append(structs)
+        if send_only:
+            return Pending(handle, out, (rows, out), given, combining=True)
+        handle.leased = False
+        callbacks.tell()
+        return out
+
+    def _prepare_combine(
+        self,
+        structs: Structs,
+        handle: Any,
+        rows: Tensor,
+        weighting: Any,
+        layout: Any,
+        dtype: Any,
+        out: Any,
+        send_only: Any,
+    ) -> tuple[Any, Tensor, TokenwayError | None]:
+        """Fills the structs of a combine. Returns (layout, the tensor to write to, what C cannot see)."""
+        native, shape = self._native, self._shape
+        code, weighted, stream, sends = REFUSED, 0, 0, False
+        with arguments.Preparation() as prepared:
+            stream = 0 if native.device is None else stream_of(native, handle)
+            sends = bool(send_only)
+            weighted = arguments.code(_header.WEIGHTINGS, weighting)
+            if layout is None:
+                layout = getattr(handle, "layout", None)
+            if out is not None:
+                if (problem := native.place.unwritable("out", out)) is not None:
+                    raise problem
+            elif isinstance(handle, Handle):
+                name = shape.combine_dtype if dtype is None else tensors.dtype_name(dtype)
+                try:
+                    out = native.place.empty((handle.tokens, shape.combine_hidden), name, rows)
+                except (MemoryError, RuntimeError) as error:
+                    raise OutOfMemory(f"no memory for the result: {error}") from error
+            structs.rows.set(rows)
+            structs.result.set(out)
+            code = arguments.code(_header.LAYOUTS, layout)
+        structs.call_combine(code if prepared.problem is None else REFUSED, weighted, sends, stream)
+        return layout, out, prepared.problem

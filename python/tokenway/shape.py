@@ -1,0 +1,97 @@
+"""A group in numbers: who takes part, how long rows are, and which shapes a dispatch brings. What a call's default
+layout and bound are, and how large each output is, is decided here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tokenway import tensors
+from tokenway.settings import Payload, Settings
+
+BY_EXPERT = ("expert_major", "grouped")  # layouts whose rows are one expert's each
+
+
+class Field(NamedTuple):
+    """A tensor to be: its shape, and its dtype by the common name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """What the settings of a group have come to on this rank. `Group` documents those that it has too."""
+
+    rank: int
+    nranks: int
+    experts: int
+    top_k: int
+    num_local_experts: int
+    hidden: int
+    max_tokens: int
+    dtype: str
+    combine_hidden: int
+    combine_dtype: str
+    id_dtype: str
+    payloads: dict[str, Payload]  # tokens first
+    extra_names: tuple[str, ...]  # of the payloads, but for tokens
+    exact: bool  # high throughput: outputs are as large as what comes
+    sizes_outputs: bool  # which the host of a device has to learn before a dispatch, as they have no fixed size
+    max_recv_rows: int  # of a step
+    default_layout: str
+    default_bound: int  # b of a dispatch; 0 in the exact layouts, which have none
+
+    @classmethod
+    def of(cls, settings: Settings, info: Any, device: int | None) -> Shape:
+        """info: of the C library's group. device: as NativeGroup has it."""
+        exact = settings.mode == "high_throughput"
+        payloads = settings.all_payloads()
+        return cls(
+            rank=info.rank,
+            nranks=info.nranks,
+            experts=info.nranks if settings.experts is None else settings.experts,
+            top_k=1 if settings.top_k is None else settings.top_k,
+            num_local_experts=info.num_local_experts,
+            hidden=settings.hidden,
+            max_tokens=settings.max_tokens,
+            dtype=tensors.dtype_name(settings.dtype),
+            combine_hidden=settings.hidden if settings.combine_hidden is None else settings.combine_hidden,
+            combine_dtype=settings.combine_dtype_name(),
+            id_dtype=tensors.dtype_name(settings.id_dtype),
+            payloads=payloads,
+            extra_names=tuple(name for name in payloads if name != "tokens"),
+            exact=exact,
+            sizes_outputs=exact and device is not None and settings.max_recv_tokens is None,
+            max_recv_rows=min(settings.max_recv_tokens or 2**31, info.nranks * settings.max_tokens),
+            default_layout="flat" if exact else "rank_major",
+            default_bound=0 if exact else settings.max_tokens,
+        )
+
+    def lead(self, layout: str, bound: int, rows: int) -> tuple[int, ...]:
+        """The dimensions before those of a row: [N, b], [L, N*b], or [rows] in the exact layouts."""
+        if layout == "rank_major":
+            return self.nranks, bound
+        if layout == "expert_major":
+            return self.num_local_experts, self.nranks * bound
+        return (rows,)
+
+    def fields(self, layout: str, lead: tuple[int, ...]) -> dict[str, Field]:
+        """Every tensor that a dispatch can bring, by name: the table of `Received`, but for payloads by column."""
+        by_expert = layout in BY_EXPERT
+        chosen = lead if by_expert else (*lead, self.top_k)
+        blocks = self.num_local_experts if by_expert else self.nranks
+        return {
+            **{name: Field((*lead, payload.elements), payload.dtype) for name, payload in self.payloads.items()},
+            "ids": Field(chosen, self.id_dtype),
+            "weights": Field(chosen, "float32"),
+            "counts": Field((blocks,), "int32"),
+            "offsets": Field((blocks + 1,), "int32"),
+            "origins": Field(lead, "int64"),
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"Group(rank={self.rank}, nranks={self.nranks}, experts={self.experts}, top_k={self.top_k}, "
+            f"hidden={self.hidden}, max_tokens={self.max_tokens})"
+        )
