@@ -3,20 +3,22 @@
 
     python scripts/check_tree.py [folder of the repository]
 
-Files are at most 500 lines long, includes point one way only (the data's way, told in
-docs/ARCHITECTURE.md), every include within the project is written from src/ or include/, no two
-files of tests have one name, every link of a page leads to a file and a heading that are there, and
-no unfinished work is left marked in the text.
+Files are at most 500 lines long, includes and imports point one way only (told in docs/ARCHITECTURE.md), every include
+within the project is written from src/ or include/, no two files of tests have one name, every link of a page leads to
+a file and a heading that are there, and no unfinished work is left marked in the text.
 """
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numbers_allowed
 
@@ -61,6 +63,48 @@ ALLOWED |= {
 }
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')
+
+# Room of python/tokenway -> the modules of it (or the folder that it is), and the rooms that these may import, beside
+# their own. Every import counts: late ones, and those for types alone. No modules import each other in a circle.
+NATIVE, TENSORS = {"native"}, {"native", "tensors"}
+GROUPS = TENSORS | {"settings", "ranks", "exchange"}
+LIBRARY = GROUPS | {"rows", "oracle", "routing", "console", "balance", "pytorch", "faces", "package"}
+PYTHON: dict[str, tuple[str, set[str]]] = {
+    # what does the C library take and say
+    "native": ("_header _carrier _balance _native callbacks errors interrupts sentences", set()),
+    # how does a tensor become a descriptor, and memory a tensor
+    "tensors": ("tensors cuda checked versions", NATIVE),
+    # what do rows become beside the exchange
+    "rows": ("activation quantize", TENSORS),
+    # what is a group made of
+    "settings": ("placement settings", TENSORS),
+    # who takes part, and how do they find each other
+    "ranks": ("carried comm launch meeting portable", TENSORS | {"settings"}),
+    # what can be done with a group
+    "exchange": (
+        "arguments blocks collectives counting exchange group handle leases maps native_group outputs shape structs",
+        TENSORS | {"settings", "ranks"},
+    ),
+    # what must every result be
+    "oracle": ("collective_reference reference replica_reference", set()),
+    # what does a router choose
+    "routing": ("gating recorded", set()),
+    # how do commands read options and print, and what do they run on
+    "console": ("machine tables usage", NATIVE),
+    # where do experts go
+    "balance": ("balance/", TENSORS | {"routing", "console"}),
+    # what does PyTorch get: all that cannot be imported without it
+    "pytorch": ("pytorch/", GROUPS | {"rows", "oracle"}),
+    # ... under which names
+    "faces": ("autograd experts nn ops", {"pytorch"}),
+    # what is tokenway.x
+    "package": ("__init__", GROUPS | {"rows"}),
+    # how fast is it; no other room but the command line knows of it
+    "bench": ("bench/", LIBRARY),
+    # what does a command do
+    "command": ("cli info plan", LIBRARY | {"bench"}),
+}
+NEEDS_TORCH = {"pytorch", "faces", "bench"}  # rooms whose modules may import PyTorch when they are imported
 
 
 def files_of(root: Path) -> list[Path]:
@@ -107,6 +151,72 @@ def check_includes(root: Path, path: Path, lines: list[str]) -> Iterator[str]:
             yield f'{path}:{number}: src/{room} may not include "{target}"'
         elif path.parts[0] == "include" and not target.startswith(PUBLIC + "/"):
             yield f'{path}:{number}: a public header may not include "{target}"'
+
+
+class Import(NamedTuple):
+    """One import: where, of which module, and whether in a function, so that it runs when that is called."""
+
+    line: int
+    module: str
+    late: bool
+
+
+def imports_of(name: str, is_package: bool, tree: ast.Module, modules: Iterable[str]) -> Iterator[Import]:
+    """What a module imports. `modules` are those of the package: what is imported from one may be another."""
+    inside = (ast.FunctionDef, ast.AsyncFunctionDef)
+    late = {id(node) for scope in ast.walk(tree) if isinstance(scope, inside) for node in ast.walk(scope)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(node.lineno, alias.name, id(node) in late)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = name.split(".")[: len(name.split(".")) - node.level + is_package]
+                base = ".".join([*parents, *([base] if base else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield Import(node.lineno, inner if inner in modules else base, id(node) in late)
+
+
+def python_room_of(module: str) -> str:
+    """The room of a module such as tokenway.bench.case; none: "" """
+    parts = module.split(".")[1:]
+    first = parts[0] if parts else "__init__"
+    for room, (names, _) in PYTHON.items():
+        if f"{first}/" in names.split() or (len(parts) < 2 and first in names.split()):
+            return room
+    return ""
+
+
+def check_imports(root: Path, files: list[Path]) -> Iterator[str]:
+    """Imports within the Python package point one way, and none of them needs PyTorch before it is asked for."""
+    paths: dict[str, Path] = {}
+    for path in files:
+        if path.parts[:2] == ("python", PUBLIC) and path.suffix == ".py":
+            parts = path.with_suffix("").parts[1:]
+            paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        room = python_room_of(name)
+        if not room:
+            yield f"{path}: {name} is in no room that scripts/check_tree.py knows"
+            continue
+        allowed = PYTHON[room][1] | {room}
+        tree = ast.parse((root / path).read_text(encoding="utf-8"))
+        for found in imports_of(name, path.name == "__init__.py", tree, paths):
+            top = found.module.split(".")[0]
+            if top == "torch" and not found.late and room not in NEEDS_TORCH:
+                yield f"{path}:{found.line}: the room {room} is imported without PyTorch; import it where it is used"
+            if top != PUBLIC:
+                continue
+            graph.setdefault(name, set()).add(found.module)
+            if python_room_of(found.module) not in allowed:
+                yield f"{path}:{found.line}: the room {room} may not import {found.module}"
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        yield f"python/{PUBLIC}: modules import each other in a circle: {' -> '.join(reversed(error.args[1]))}"
 
 
 NUMBER = re.compile(r"(?<![\w.])(0[xX][0-9a-fA-F']+|\d[\d']*)(?:[uU]?[lL]{0,2}|f)\b(?!\.)")
@@ -240,6 +350,7 @@ def main() -> int:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent).resolve()
     files = files_of(root)
     problems = [problem for path in files for problem in check_file(root, path)]
+    problems += check_imports(root, files)
     problems += check_test_names(files)
     problems += check_links(root, files)
     for problem in problems:
