@@ -85,6 +85,10 @@ class Settings:
         name = tensors.dtype_name(self.dtype)
         return name if name in COMBINABLE else "bfloat16"
 
+    def combine_elements(self) -> int:
+        """Of one of those rows: as asked for, else as many as a token has."""
+        return self.hidden if self.combine_hidden is None else self.combine_hidden
+
     def places(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Where experts, or physical slots, are: contiguous int32 arrays (rank, place there); None: in blocks."""
         placement = self.placement
@@ -143,8 +147,7 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
         field = "hidden" if q == 0 else f"payloads[{name!r}].elements"
         config.payloads[q].elements = _native.fit(field, payload.elements, 63)
     config.combine_dtype = tensors.CODES[settings.combine_dtype_name()]
-    elements = settings.hidden if settings.combine_hidden is None else settings.combine_hidden
-    config.combine_elements = _native.fit("combine_hidden", elements, 63)
+    config.combine_elements = _native.fit("combine_hidden", settings.combine_elements(), 63)
     places, placement = settings.places(), settings.placement
     if places is not None:
         config.expert_rank, config.expert_slot = (part.ctypes.data for part in places)

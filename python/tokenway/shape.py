@@ -56,7 +56,7 @@ class Shape:
             hidden=settings.hidden,
             max_tokens=settings.max_tokens,
             dtype=tensors.dtype_name(settings.dtype),
-            combine_hidden=settings.hidden if settings.combine_hidden is None else settings.combine_hidden,
+            combine_hidden=settings.combine_elements(),
             combine_dtype=settings.combine_dtype_name(),
             id_dtype=tensors.dtype_name(settings.id_dtype),
             payloads=payloads,
