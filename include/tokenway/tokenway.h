@@ -71,6 +71,8 @@ TW_API const char* twResultString(twResult_t result);
 // Gives the sentence of this thread's last failed call, "" if none failed. It is valid until the thread's next call.
 TW_API const char* twLastError(void);
 
+#include "tokenway/errors.h"
+
 // Gives TW_VERSION of the library that is loaded.
 TW_API int twVersion(void);
 

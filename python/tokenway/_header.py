@@ -167,6 +167,16 @@ class ErrorRecord(Struct):
     ]
 
 
+class ErrorPart(Struct):
+    _fields_: ClassVar = [
+        ("kind", c_int),
+        ("text", c_char_p),
+        ("name", c_char_p),
+        ("indices", c_int64 * 2),
+        ("value", c_int64),
+    ]
+
+
 class DispatchInput(Struct):
     _fields_: ClassVar = [
         ("payloads", Tensor * MAX_PAYLOADS),
@@ -268,6 +278,8 @@ class ReduceScatterVOutput(Struct):
 FUNCTIONS = {
     "twResultString": (c_char_p, [c_int]),
     "twLastError": (c_char_p, []),
+    "twLastErrorPart": (c_int, [c_int32, c_void_p]),
+    "twRecordPart": (c_int, [c_int32, c_void_p]),
     "twVersion": (c_int, []),
     "twSetInterrupt": (c_int, [c_void_p, c_void_p, c_int64]),
     "twEnvironment": (c_int, [c_int32, POINTER(c_char_p), POINTER(c_char_p), POINTER(c_char_p)]),

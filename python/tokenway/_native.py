@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import numbers
 import os
+from collections.abc import Callable, Collection, Mapping
 from ctypes import byref, c_char_p
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from tokenway import _header, callbacks, errors, sentences
 from tokenway._header import VERSION
@@ -56,11 +58,22 @@ def _load() -> ctypes.CDLL:
 lib = _load()
 
 
-def read_record(group: int) -> errors.ErrorRecord:
-    """The record of a group's last error."""
+def _parts(read: Callable[[int, Any], int]) -> list[sentences.Part]:
+    """The sentence that one of C's functions shows part by part."""
+    part, parts = _header.ErrorPart(), []
+    while read(len(parts), byref(part)) == 0:
+        text, name = part.text.decode(errors="replace"), part.name.decode()
+        indices = tuple(index for index in part.indices if index >= 0)
+        parts.append(sentences.Part(part.kind, text, name, indices, part.value))
+    return parts
+
+
+def _read_record(group: int) -> tuple[errors.ErrorRecord, list[sentences.Part]]:
+    """The record of a group's last error, and its sentence as C has it."""
     record = _header.ErrorRecord()
     lib.twGroupGetError(group, byref(record))
-    return errors.ErrorRecord(
+    parts = _parts(lib.twRecordPart)
+    told = errors.ErrorRecord(
         result=lib.twResultString(record.result).decode(),
         sticky=bool(record.sticky),
         peer=record.peer,
@@ -73,34 +86,50 @@ def read_record(group: int) -> errors.ErrorRecord:
         token=record.token,
         k=record.k,
         value=record.value,
-        message=sentences.in_python(record.message.decode(errors="replace")),
+        message=sentences.tell(parts).text,
     )
+    return told, parts
+
+
+def read_record(group: int) -> errors.ErrorRecord:
+    """The record of a group's last error."""
+    return _read_record(group)[0]
+
+
+def _made(
+    kind: type[errors.TokenwayError], told: sentences.Told, record: errors.ErrorRecord | None
+) -> errors.TokenwayError:
+    if not issubclass(kind, errors.InvalidArgument):
+        return kind(told.text, record)
+    return kind(told.text, record, argument=told.argument, index=told.index, value=told.value, allowed=told.allowed)
 
 
 # Results that a failure of a Python function leads to.
 _CAUSED = (errors.SystemFailure, errors.GroupFinished)
-_IN_USE = " is under way on the "  # as src/core/occupied.h says it
 # Results that a group always keeps a record of.
 _RECORDED = (errors.PeerRefused, errors.BoundMismatch, errors.GroupFinished)
 
 
-def error_of(result: int, group: int | None = None) -> errors.TokenwayError:
+def error_of(
+    result: int, group: int | None = None, tensors: Collection[str] = (), given: Mapping[str, Any] | None = None
+) -> errors.TokenwayError:
     """The exception of a result that is not success, with the sentence of this thread's last call. Where a Python
     function that C had called has failed, what it raised is the cause, or, if it was an error of this package, the
-    exception itself."""
+    exception itself. tensors, given: see sentences.tell."""
     name = lib.twResultString(result).decode()
-    message = sentences.in_python(lib.twLastError().decode(errors="replace"))
+    parts = _parts(lib.twLastErrorPart)
+    told = sentences.tell(parts, list(tensors), given)
     kind = errors.BY_RESULT.get(name, errors.InternalError)
-    if kind is errors.InvalidUsage and _IN_USE in message:
+    if kind is errors.InvalidUsage and any(part.kind == sentences.UNDER_WAY for part in parts):
         kind = errors.InUse
     cause = callbacks.take_cause() if issubclass(kind, _CAUSED) else None
     if isinstance(cause, errors.TokenwayError) and issubclass(kind, errors.SystemFailure):
         return cause
-    record = None if group is None else read_record(group)
+    record, recorded = (None, None) if group is None else _read_record(group)
     # Arguments have a record if a device has found them wrong. Then it is this error's, else that of an earlier call.
-    if record is not None and not issubclass(kind, _RECORDED) and (record.result, record.message) != (name, message):
+    if record is not None and not issubclass(kind, _RECORDED) and (record.result, recorded) != (name, parts):
         record = None
-    error = kind(message, record)
+    error = _made(kind, told, record)
     if cause is not None:
         error.__cause__ = cause
     return error
@@ -108,12 +137,15 @@ def error_of(result: int, group: int | None = None) -> errors.TokenwayError:
 
 def error_of_record(record: errors.ErrorRecord) -> errors.TokenwayError:
     """The exception of what a group has recorded."""
-    return errors.BY_RESULT.get(record.result, errors.InternalError)(record.message, record)
+    kind = errors.BY_RESULT.get(record.result, errors.InternalError)
+    bad_id = record.k >= 0
+    told = sentences.Told(record.message, *(("ids", (record.token, record.k), record.value) if bad_id else ()))
+    return _made(kind, told, record)
 
 
-def check(result: int, group: int | None = None) -> None:
+def check(result: int, group: int | None = None, tensors: Collection[str] = ()) -> None:
     """Raises unless a call succeeded, and what a signal's handler has raised while it waited."""
-    error = error_of(result, group) if result else None
+    error = error_of(result, group, tensors) if result else None
     callbacks.tell(error)
     if error is not None:
         raise error
@@ -144,16 +176,18 @@ class Shared:
 def fit(name: str, value: int, bits: int = 31) -> int:
     """An integer that C can hold; ctypes would cut it silently."""
     if not isinstance(value, numbers.Integral) or not -(2**bits) <= value < 2**bits:
-        raise errors.InvalidArgument(f"{name} is {value!r}; it must be an integer of {bits + 1} bits")
+        raise errors.InvalidArgument(
+            f"{name} is {value!r}; it must be an integer of {bits + 1} bits",
+            argument=name,
+            value=value,
+            allowed=(-(2**bits), 2**bits - 1),
+        )
     return int(value)
 
 
-ZERO = -(2**31)  # stands for 0 in fields where C's 0 is its default, but not ours: `sentences` says 0 again
-
-
 def fit_given(name: str, value: int) -> int:
-    """The same for such a field: C is to refuse a 0."""
-    return fit(name, value) or ZERO
+    """The same for a field where C's 0 is its default, but not ours: C is to refuse a 0."""
+    return fit(name, value) or sentences.ZERO
 
 
 def fit_place(rank: int, nranks: int) -> tuple[int, int]:

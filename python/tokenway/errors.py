@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,30 @@ class TokenwayError(Exception):
 
 
 class InvalidArgument(TokenwayError, ValueError):
-    """An argument is out of range. Nothing was sent; the group is as it was."""
+    """An argument is out of range. Nothing was sent; the group is as it was.
+
+    `argument` is its name ("lanes", "out['ids']"), None where no single one is named, and `index` the place in it of
+    what is wrong, () for all of it. `value` is what it has, and `allowed` the least and the most that it may have: None
+    where the sentence alone says that, as of shapes.
+    """
 
     result = "twInvalidArgument"
+
+    def __init__(
+        self,
+        message: str,
+        record: ErrorRecord | None = None,
+        *,
+        argument: str | None = None,
+        index: tuple[int, ...] = (),
+        value: Any = None,
+        allowed: tuple[int, int] | None = None,
+    ):
+        super().__init__(message, record)
+        self.argument = argument
+        self.index = index
+        self.value = value
+        self.allowed = allowed
 
 
 class InvalidUsage(TokenwayError, RuntimeError):

@@ -117,7 +117,7 @@ class Group(_native.Shared):
         with telling(lambda nothing: _native.lib.twGroupCreate(byref(pointer), base, nothing)):
             config, keep = make_config(settings)
             place = tensors.Host() if comm.device is None else cuda.Cuda(comm.device)
-        _native.check(_native.lib.twGroupCreate(byref(pointer), base, byref(config)))
+        _native.check(_native.lib.twGroupCreate(byref(pointer), base, byref(config)), tensors=settings.payload_names())
         del keep
         self._adopt(comm, pointer.value or 0, settings, place)
 
@@ -382,7 +382,8 @@ class Group(_native.Shared):
         with telling(lambda nothing: _native.lib.twGroupShrink(base, nothing, byref(survivors))):
             settings = replace(self.settings, **({"expert_map": self._maps.of_survivors()} | changes))
             config, keep = make_config(settings)
-        _native.check(_native.lib.twGroupShrink(base, byref(config), byref(survivors)), base)
+        shrunk = _native.lib.twGroupShrink(base, byref(config), byref(survivors))
+        _native.check(shrunk, base, settings.payload_names())
         del keep
         group = object.__new__(Group)
         group._adopt(self.comm, survivors.value or 0, settings, self.native.place)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ctypes import byref, c_size_t
 from typing import Any
 
-from tokenway import _header, _native, arguments, callbacks, sentences, versions
+from tokenway import _header, _native, arguments, callbacks, versions
 from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, TokenwayError
 
 
@@ -92,15 +92,15 @@ class NativeGroup:
         """The exception of a call that C has refused, after a problem that C could not see, or with what is wrong about
         arguments that were no tensors for C.
 
-        inputs: by name, the tensors that C has by number. values: as `sentences.of_call` takes them. handle_is: what
+        inputs: by name, the tensors that C has by number. values: what `sentences.tell` takes as given. handle_is: what
         the call's handle is instead of one (`handle.unlike`). others: further tensors by name. Raises an interrupt that
         ended the call."""
-        error = _native.error_of(result, self.address)
+        inputs = inputs or {}
+        error = _native.error_of(result, self.address, inputs, values)
         self._told = error.record or self._told
         callbacks.tell(error)
         if not isinstance(error, InvalidArgument):
             return error
-        inputs = inputs or {}
         unlike = self.place.unlike
         seen = [f"{name} is {what}" for name, x in inputs.items() if x is not None and (what := unlike(x))]
         seen += [f"handle is {handle_is}"] * (handle_is is not None)
@@ -109,7 +109,7 @@ class NativeGroup:
             if problem.__cause__ is not None:
                 problem.args = ("; ".join([str(problem), *seen]),)
             return problem
-        error.args = ("; ".join([sentences.of_call(str(error), inputs, values or {}), *seen]),)
+        error.args = ("; ".join([str(error), *seen]),)
         if seen:
             given = (*inputs.values(), *others.values())
             error.__cause__ = arguments.cause_of(self.place, given) or error.__cause__

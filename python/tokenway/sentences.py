@@ -1,14 +1,50 @@
-"""What the C library says, in Python's words: fields of structs are arguments here, constants and functions have names
-of their own."""
+"""What the C library says, in Python's words.
+
+C gives a sentence in parts (include/tokenway/errors.h): each argument, constant and function, and each number that
+belongs to an argument, is a part of its own. Tables here say what Python calls them; other text stays as it is."""
 
 from __future__ import annotations
 
-import re
 import reprlib
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-_NAMES = {
+KINDS = ("text", "argument", "value", "least", "most", "constant", "function", "under_way")
+TEXT, ARGUMENT, VALUE, LEAST, MOST, CONSTANT, FUNCTION, UNDER_WAY = range(8)
+
+
+class Part(NamedTuple):
+    """A part of a sentence: twErrorPart_t."""
+
+    kind: int
+    text: str
+    name: str = ""
+    indices: tuple[int, ...] = ()
+    value: int = 0
+
+
+class Told(NamedTuple):
+    """A sentence in Python's words, and what it says of the first argument that it names: see InvalidArgument."""
+
+    text: str
+    argument: str | None = None
+    index: tuple[int, ...] = ()
+    value: Any = None
+    allowed: tuple[int, int] | None = None
+
+
+ZERO = -(2**31)  # what C gets for 0 in fields where C's 0 is its default, but not ours
+_ZEROED = {
+    "config.top_k",
+    "config.lanes",
+    "config.max_recv_tokens",
+    "config.row_alignment",
+    "config.placement->num_layers",
+    "config.placement->num_slots",
+}
+UNFIT = (-1, -2)  # what C gets for an argument that it has no number for: tokenway.arguments
+
+CONSTANTS = {
     **{f"tw{name}": repr(name.lower()) for name in ("Flat", "Grouped", "Routed", "Gathered", "Auto")},
     "twRankMajor": "'rank_major'",
     "twExpertMajor": "'expert_major'",
@@ -17,6 +53,8 @@ _NAMES = {
     "twLowLatency": "'low_latency'",
     "twHighThroughput": "'high_throughput'",
     "twReplicaShares": "'shares'",
+}
+FUNCTIONS = {
     "twDispatch": "dispatch",
     "twCombine": "combine",
     "twComplete": "Pending.result",
@@ -42,53 +80,99 @@ _NAMES = {
     "twHandleDestroy": "the end of a handle",
     "twGroupSteps": "a look at the steps of lanes",
 }
-_FIELDS = {
-    "config.payloads[0].dtype": "dtype",
-    "config.payloads[0].elements": "hidden",
+# Arguments by their paths in C, without the "[]" of elements. Python's name of others is the path without its struct.
+ARGUMENTS = {
     "config.combine_elements": "combine_hidden",
+    "config.num_experts": "experts",
+    "config.num_ranks": "ranks",
+    "config.num_nodes": "nodes",
+    "config.num_groups": "groups",
+    "config.num_layers": "layers",
+    "config.slots_per_rank": "slots",
+    "config.placement->num_layers": "placement.layers",
+    "config.placement->num_slots": "placement.slots",
+    "config.placement->slot_shares": "placement.shares",
+    "config.old_map": "old",
+    "slot_shares": "shares",
+    "input.host_sizes": "sizes",
+    "input.tensors": "rows",
     "output.tokens": "out",
     **{f"output.{name}": f"out[{name!r}]" for name in ("ids", "weights", "counts", "offsets", "origins")},
-    "input.tensors": "rows",
+    "query.device_sms": "sms",
 }
-_WORDS = {f"num_{name}": name for name in ("experts", "ranks", "nodes", "groups")} | {
-    "slots_per_rank": "slots",
-    "host_sizes": "sizes",
-}
-_ZERO = re.compile(r"(?<!\] )\bis -2147483648\b")  # _native.ZERO, which stands in fields, not in elements as ids are
-_NO_STRUCT = re.compile(r"config->size is 0; .* in this version")  # what stands for settings that never came to C
-_CONSTANT = re.compile(r"\b(tw[A-Z]\w*)(?: \(\d+\))?")
-_WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b")
-_FIELD = re.compile(r"\b(?:input|output|config)(?:(?:\.|->)\w+)+(?:\[0\]\.\w+)?")
-_TENSOR = re.compile(r"\b(in|out)put\.(?:payloads|tensors)\[(\d+)\]")
+_STRUCTS = ("config.", "input.", "output.", "query.")
+_UNREADABLE = "its settings were refused there"  # what stands for a config that Python has not even written down
 
 
-def in_python(text: str) -> str:
-    """A sentence of the C library. Which of a call's tensors it speaks of is left to `of_call`, which knows them."""
+def _of_tensor(part: Part, tensors: Sequence[str]) -> str | None:
+    """The name of one of a call's tensors, or of a field of its description; None for everything else. tensors: their
+    names in C's order."""
+    struct, _, field = part.name.partition(".")
+    array, _, field = field.partition("[]")
+    if array not in ("payloads", "tensors") or not part.indices:
+        return None
+    known = tensors or (("tokens",) if array == "payloads" else ())
+    if part.indices[0] >= len(known):
+        return None
+    name = known[part.indices[0]]
+    if struct == "config":
+        return {".dtype": "dtype", ".elements": "hidden"}.get(field, name) if name == "tokens" else name + field
+    if struct == "output":
+        return "out['tokens']" if name == "tokens" else "out" + name.removeprefix("rows").removeprefix("payloads")
+    return name
 
-    def field(found: re.Match[str]) -> str:
-        name = found[0].replace("->", ".")
-        if _TENSOR.match(text, found.start()):
-            return found[0]
-        return _FIELDS.get(name) or name.split(".", 1)[1]
 
-    text = _ZERO.sub("is 0", _NO_STRUCT.sub("its settings were refused there", text))
-    text = _FIELD.sub(field, _CONSTANT.sub(lambda found: _NAMES.get(found[1], found[0]), text))
-    return _WORD.sub(lambda found: _WORDS[found[0]], text)
+def _places(indices: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, indices))}]" if indices else ""
 
 
-def of_call(text: str, inputs: Collection[str], values: Mapping[str, Any]) -> str:
-    """The same of a call with these tensors. values: what was given for arguments of which C has seen numbers,
-    -1 and -2 for what has none or does not fit."""
+def _of_argument(part: Part, tensors: Sequence[str]) -> tuple[str, tuple[int, ...]]:
+    """Python's name of an argument, and the indices that are not in the name."""
+    if (name := _of_tensor(part, tensors)) is not None:
+        return name, ()
+    path = part.name.removesuffix("[]")
+    if (name := ARGUMENTS.get(path)) is not None:
+        return name, part.indices
+    path = next((path.removeprefix(struct) for struct in _STRUCTS if path.startswith(struct)), path).replace("->", ".")
+    return (path.replace("[]", _places(part.indices)), ()) if "[]" in path else (path, part.indices)
 
-    def tensor(found: re.Match[str]) -> str:
-        name = list(inputs)[int(found[2])]
-        if found[1] == "in":
-            return name
-        return "out['tokens']" if name == "tokens" else re.sub("^(rows|payloads)", "out", name)
 
-    text = _TENSOR.sub(tensor, text)
-    for name, value in values.items():
-        if value is not None:
-            told = f"{name} is {reprlib.repr(value)}"
-            text = re.sub(rf"\A{name} is -[12]\b", lambda _, told=told: told, text)
-    return text
+def _without_config(parts: Sequence[Part]) -> Sequence[Part]:
+    """The same parts, but for a config that cannot be read, of which Python's callers know nothing: what C says of it,
+    as the rest of the sentence does, becomes words of ours."""
+    if not any(part.kind == VALUE and part.name == "config" and not part.value for part in parts):
+        return parts
+    begin = next(i for i, part in enumerate(parts) if part.name == "config")
+    return [*parts[:begin], Part(TEXT, _UNREADABLE)]
+
+
+def tell(parts: Sequence[Part], tensors: Sequence[str] = (), given: Mapping[str, Any] | None = None) -> Told:
+    """A sentence of the C library. tensors: the names of the call's tensors, in C's order. given: what the caller gave
+    for arguments of which C may have got a number that stands for it."""
+    words: list[str] = []
+    name, index, value = None, (), None
+    bounds: dict[int, int] = {}
+    spoken = ""  # the last argument of the sentence
+    for part in _without_config(parts):
+        word = part.text
+        if part.kind == ARGUMENT:
+            spoken, indices = _of_argument(part, tensors)
+            word = spoken + _places(indices)
+            if name is None:
+                name, index = spoken, indices
+        elif part.kind == VALUE:
+            here: Any = part.value
+            if part.value == ZERO and part.name in _ZEROED:
+                here, word = 0, "0"
+            elif part.value in UNFIT and given is not None and given.get(spoken) is not None:
+                here, word = given[spoken], reprlib.repr(given[spoken])
+            value = here if value is None and spoken == name else value
+        elif part.kind in (LEAST, MOST) and spoken == name:
+            bounds.setdefault(part.kind, part.value)
+        elif part.kind == CONSTANT:
+            word = CONSTANTS.get(part.name, part.text)
+        elif part.kind in (FUNCTION, UNDER_WAY):
+            word = FUNCTIONS.get(part.name, part.text)
+        words.append(word)
+    allowed = (bounds[LEAST], bounds[MOST]) if len(bounds) == 2 else None
+    return Told("".join(words), name, index, value, allowed)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import _header, _native, checked, tensors
+from tokenway import _header, _native, checked, sentences, tensors
 from tokenway.errors import InvalidArgument, TokenwayError
 from tokenway.placement import Placement
 
@@ -78,6 +78,10 @@ class Settings:
         named = {"tokens": Payload(self.hidden, self.dtype)} | extra
         return {name: Payload(p.elements, tensors.dtype_name(p.dtype)) for name, p in named.items()}
 
+    def payload_names(self) -> list[str]:
+        """What callers call them, in the same order."""
+        return ["tokens", *(f"payloads[{name!r}]" for name in self.payloads or ())]
+
     def combine_dtype_name(self) -> str:
         """Of the rows on their way back: as asked for, else that of tokens if it can be summed."""
         if self.combine_dtype is not None:
@@ -139,7 +143,7 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
         config.num_experts = _native.fit("experts", settings.experts)
         config.top_k = _native.fit("top_k", settings.top_k)
         if config.num_experts == config.top_k == 0:
-            config.top_k = _native.ZERO  # written out, 0 is wrong
+            config.top_k = sentences.ZERO  # written out, 0 is wrong
     payloads = settings.all_payloads()
     config.num_payloads = len(payloads)
     for q, (name, payload) in enumerate(payloads.items()):
@@ -195,6 +199,7 @@ def window_of(nranks: int, settings: Settings) -> WindowBytes:
     """What `window_bytes` says, of settings that there are."""
     config, keep = make_config(settings)
     found = _header.WindowBytes()
-    _native.check(_native.lib.twGroupWindowBytes(byref(config), _native.fit("nranks", nranks), byref(found)))
+    result = _native.lib.twGroupWindowBytes(byref(config), _native.fit("nranks", nranks), byref(found))
+    _native.check(result, tensors=settings.payload_names())
     del keep
     return WindowBytes(found.window, found.per_lane, found.dispatch_row, found.combine_row, found.expert_buffers)

@@ -9,6 +9,7 @@
 
 namespace {
 
+using tw::Argument;
 using tw::fail;
 using tw::Status;
 using tw::activation::Matrix;
@@ -22,6 +23,8 @@ using tw::api::Extents;
 using tw::api::shape_text;
 using tw::quantize::kBlock;
 
+constexpr Argument kGateUp("gate_up");
+
 bool given(const twTensor_t* tensor) { return tensor != nullptr && (tensor->data != nullptr || tensor->ndim != 0); }
 
 Matrix matrix_of(const twTensor_t& tensor) {
@@ -30,42 +33,40 @@ Matrix matrix_of(const twTensor_t& tensor) {
 }
 
 // Checks a vector: [n], contiguous.
-Status check_vector(const char* name, const twTensor_t& tensor, twDtype_t dtype) {
+Status check_vector(const Argument& name, const twTensor_t& tensor, twDtype_t dtype) {
   if (tensor.dtype != dtype) {
-    return fail(twInvalidArgument, "%s has dtype %s (%d); it must be %s", name, tw::dtype_name(tensor.dtype),
-                tensor.dtype, tw::dtype_name(dtype));
+    return fail(twInvalidArgument, "{} has dtype {}; it must be {}", name, tw::dtype_text(tensor.dtype),
+                tw::dtype_name(dtype));
   }
   if (tensor.ndim != 1 || tensor.shape[0] < 0) {
-    return fail(twInvalidArgument, "%s has %d dimensions; it must have 1", name, tensor.ndim);
+    return fail(twInvalidArgument, "{} has {} dimensions; it must have 1", name, tensor.ndim);
   }
   if (tensor.shape[0] > 1 && tensor.stride[0] != 1) {
-    return fail(twInvalidArgument, "%s has stride %lld; it must be 1: it is contiguous", name,
-                static_cast<long long>(tensor.stride[0]));
+    return fail(twInvalidArgument, "{} has stride {}; it must be 1: it is contiguous", name, tensor.stride[0]);
   }
   if (tensor.shape[0] == 0) return {};
-  if (tensor.data == nullptr) return fail(twInvalidArgument, "%s has data NULL", name);
+  if (tensor.data == nullptr) return fail(twInvalidArgument, "{} has data NULL", name);
   if (reinterpret_cast<uintptr_t>(tensor.data) % sizeof(int32_t) == 0) return {};
-  return fail(twInvalidArgument, "%s has data %p; it must be aligned to 4 bytes", name, tensor.data);
+  return fail(twInvalidArgument, "{} has data {}; it must be aligned to 4 bytes", name, tensor.data);
 }
 
-Status check_row_vector(const char* name, const twTensor_t& tensor, int64_t rows) {
+Status check_row_vector(const Argument& name, const twTensor_t& tensor, int64_t rows) {
   TW_RETURN_IF_FAILED(check_vector(name, tensor, twFloat32));
   if (tensor.shape[0] == rows) return {};
-  return fail(twInvalidArgument, "%s has %lld elements; it must have one for each of the %lld rows", name,
-              static_cast<long long>(tensor.shape[0]), static_cast<long long>(rows));
+  return fail(twInvalidArgument, "{} has {} elements; it must have one for each of the {} rows", name, tensor.shape[0],
+              rows);
 }
 
 // Checks a matrix like gate_up: [M, I] or [M, 2 * I] of its dtype.
-Status check_like(const char* name, const twTensor_t* tensor, const twTensor_t& gate_up, int64_t elements) {
+Status check_like(const Argument& name, const twTensor_t* tensor, const twTensor_t& gate_up, int64_t elements) {
   TW_RETURN_IF_FAILED(tw::api::check_float_rows(name, tensor, "one row for each of gate_up"));
   if (tensor->dtype != gate_up.dtype) {
-    return fail(twInvalidArgument, "%s has dtype %s (%d); it must be %s, as gate_up has it", name,
-                tw::dtype_name(tensor->dtype), tensor->dtype, tw::dtype_name(gate_up.dtype));
+    return fail(twInvalidArgument, "{} has dtype {}; it must be {}, as {} has it", name, tw::dtype_text(tensor->dtype),
+                tw::dtype_name(gate_up.dtype), kGateUp);
   }
   if (tensor->shape[0] == gate_up.shape[0] && tensor->shape[1] == elements) return {};
-  return fail(twInvalidArgument, "%s has shape %s; it must be %s, as gate_up has it", name,
-              shape_text({tensor->shape[0], tensor->shape[1]}).c_str(),
-              shape_text({gate_up.shape[0], elements}).c_str());
+  return fail(twInvalidArgument, "{} has shape {}; it must be {}, as {} has it", name,
+              shape_text({tensor->shape[0], tensor->shape[1]}), shape_text({gate_up.shape[0], elements}), kGateUp);
 }
 
 Status check_inputs(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights,
@@ -73,16 +74,16 @@ Status check_inputs(const twTensor_t* gate_up, const twTensor_t* counts, const t
   TW_RETURN_IF_FAILED(tw::api::check_float_rows("gate_up", gate_up, "[M, 2 * I]"));
   const int64_t rows = gate_up->shape[0];
   if (gate_up->shape[1] % 2 != 0) {
-    return fail(twInvalidArgument, "gate_up has shape %s; a row is gate and up, so it must have an even number",
-                shape_text({rows, gate_up->shape[1]}).c_str());
+    return fail(twInvalidArgument, "{} has shape {}; a row is gate and up, so it must have an even number", kGateUp,
+                shape_text({rows, gate_up->shape[1]}));
   }
   call->rows = {rows, rows, rows > 0 ? 1 : 0, nullptr};
   if (given(counts)) {
     TW_RETURN_IF_FAILED(check_vector("counts", *counts, twInt32));
     const int64_t groups = counts->shape[0];
     if (groups > INT32_MAX || (groups == 0 ? rows != 0 : rows % groups != 0)) {
-      return fail(twInvalidArgument, "counts has %lld elements; their number must divide that of the rows, %lld",
-                  static_cast<long long>(groups), static_cast<long long>(rows));
+      return fail(twInvalidArgument, "{} has {} elements; their number must divide that of the rows, {}",
+                  Argument("counts"), groups, rows);
     }
     call->rows = {rows, groups > 0 ? rows / groups : 0, rows > 0 ? static_cast<int32_t>(groups) : 0,
                   static_cast<const int32_t*>(counts->data)};
@@ -102,21 +103,23 @@ Status check_quantised(const twTensor_t* out, const twTensor_t* scales, int32_t 
                        tw::activation::Call* call) {
   TW_RETURN_IF_FAILED(check_matrix("out", out, "[M, I]"));
   if (out->shape[0] != call->rows.total || out->shape[1] != call->elements) {
-    return fail(twInvalidArgument, "out has shape %s; it must be %s, as gate_up has it",
-                shape_text({out->shape[0], out->shape[1]}).c_str(),
-                shape_text({call->rows.total, call->elements}).c_str());
+    return fail(twInvalidArgument, "{} has shape {}; it must be {}, as {} has it", Argument("out"),
+                shape_text({out->shape[0], out->shape[1]}), shape_text({call->rows.total, call->elements}), kGateUp);
   }
   TW_RETURN_IF_FAILED(check_memory("out", *out));
-  if (!given(scales)) return fail(twInvalidArgument, "scales is NULL; out of dtype float8_e4m3fn has scales");
+  if (!given(scales)) {
+    return fail(twInvalidArgument, "{} is NULL; {} of dtype float8_e4m3fn has scales", Argument("scales"),
+                Argument("out"));
+  }
   TW_RETURN_IF_FAILED(check_matrix("scales", scales, "[M, ceil(I / 128)]"));
   const int64_t blocks = (call->elements + kBlock - 1) / kBlock;
   if (scales->dtype != twFloat32 || scales->shape[0] != call->rows.total || scales->shape[1] != blocks) {
-    return fail(twInvalidArgument, "scales is %s %s; it must be float32 %s", tw::dtype_name(scales->dtype),
-                shape_text({scales->shape[0], scales->shape[1]}).c_str(),
-                shape_text({call->rows.total, blocks}).c_str());
+    return fail(twInvalidArgument, "{} is {} {}; it must be float32 {}", Argument("scales"),
+                tw::dtype_name(scales->dtype), shape_text({scales->shape[0], scales->shape[1]}),
+                shape_text({call->rows.total, blocks}));
   }
   TW_RETURN_IF_FAILED(check_memory("scales", *scales));
-  TW_RETURN_IF_FAILED(tw::api::check_switch("power_of_two", power_of_two));
+  TW_RETURN_IF_FAILED(tw::check_switch("power_of_two", power_of_two));
   if (call->rows.total > 0 && call->elements > 0) {
     TW_RETURN_IF_FAILED(check_stride("out", *out, 1, 1, "the elements of a row are contiguous"));
     TW_RETURN_IF_FAILED(check_stride("out", *out, 0, call->elements, "quantised rows are C-contiguous"));
@@ -129,8 +132,8 @@ Status check_quantised(const twTensor_t* out, const twTensor_t* scales, int32_t 
   // With one row or one column a stride alone does not tell where others lie: any that is not negative is right.
   if ((!by_row && !by_column) || stride[0] < 0 || stride[1] < 0 || (stride[0] == 0 && scales->shape[0] > 1) ||
       (stride[1] == 0 && scales->shape[1] > 1)) {
-    return fail(twInvalidArgument, "scales has strides [%lld, %lld]; rows or columns must be contiguous, and apart",
-                static_cast<long long>(scales->stride[0]), static_cast<long long>(scales->stride[1]));
+    return fail(twInvalidArgument, "{} has strides [{}, {}]; rows or columns must be contiguous, and apart",
+                Argument("scales"), scales->stride[0], scales->stride[1]);
   }
   call->scales = static_cast<float*>(scales->data);
   call->power_of_two = power_of_two == 1;
@@ -165,8 +168,8 @@ twResult_t twSwiGlu(const twTensor_t* gate_up, const twTensor_t* counts, const t
     } else {
       TW_RETURN_IF_FAILED(check_like("out", out, *gate_up, call.elements));
       if (given(scales)) {
-        return fail(twInvalidArgument, "scales is given, but out has dtype %s; only float8_e4m3fn has scales",
-                    tw::dtype_name(out->dtype));
+        return fail(twInvalidArgument, "{} is given, but {} has dtype {}; only float8_e4m3fn has scales",
+                    Argument("scales"), Argument("out"), tw::dtype_name(out->dtype));
       }
     }
     TW_RETURN_IF_FAILED(tw::api::check_place(device, stream));

@@ -13,46 +13,45 @@
 
 namespace {
 
+using tw::Argument;
+using tw::check_range;
 using tw::fail;
 using tw::Status;
+using tw::Value;
 using tw::api::shape_text;
 using tw::balance::Request;
 using tw::balance::Shape;
 
 constexpr double kParts = 1e6;
 
-Status check_range(const char* name, int64_t value, int64_t least, int64_t most) {
-  if (value >= least && value <= most) return {};
-  return fail(twInvalidArgument, "config.%s is %lld; allowed %lld..%lld", name, static_cast<long long>(value),
-              static_cast<long long>(least), static_cast<long long>(most));
-}
-
 Status check_shape(const twPlanConfig_t& config, Shape* shape) {
-  TW_RETURN_IF_FAILED(check_range("num_layers", config.num_layers, 0, INT32_MAX));
-  TW_RETURN_IF_FAILED(check_range("num_experts", config.num_experts, 1, TW_MAX_EXPERTS));
-  TW_RETURN_IF_FAILED(check_range("num_ranks", config.num_ranks, 1, TW_MAX_RANKS));
+  TW_RETURN_IF_FAILED(check_range("config.num_layers", config.num_layers, 0, INT32_MAX));
+  TW_RETURN_IF_FAILED(check_range("config.num_experts", config.num_experts, 1, TW_MAX_EXPERTS));
+  TW_RETURN_IF_FAILED(check_range("config.num_ranks", config.num_ranks, 1, TW_MAX_RANKS));
   const int32_t ranks = config.num_ranks, experts = config.num_experts;
-  TW_RETURN_IF_FAILED(
-      check_range("slots_per_rank", config.slots_per_rank, (experts + ranks - 1) / ranks, TW_MAX_EXPERTS / ranks));
-  TW_RETURN_IF_FAILED(check_range("num_nodes", config.num_nodes, 1, ranks));
+  TW_RETURN_IF_FAILED(check_range("config.slots_per_rank", config.slots_per_rank, (experts + ranks - 1) / ranks,
+                                  TW_MAX_EXPERTS / ranks));
+  TW_RETURN_IF_FAILED(check_range("config.num_nodes", config.num_nodes, 1, ranks));
   if (ranks % config.num_nodes != 0) {
-    return fail(twInvalidArgument, "config.num_nodes is %d; it must divide num_ranks, %d", config.num_nodes, ranks);
+    return fail(twInvalidArgument, "{} is {}; it must divide {}, {}", Argument("config.num_nodes"),
+                Value(config.num_nodes), Argument("config.num_ranks"), ranks);
   }
   *shape = {experts, ranks, config.slots_per_rank, config.num_nodes, 0};
   return {};
 }
 
 Status check_groups(const twPlanConfig_t& config, Shape* shape, int64_t* tolerance) {
-  TW_RETURN_IF_FAILED(check_range("num_groups", config.num_groups, 0, config.num_experts));
+  TW_RETURN_IF_FAILED(check_range("config.num_groups", config.num_groups, 0, config.num_experts));
   if (config.num_groups > 0 &&
       (config.num_groups % config.num_nodes != 0 || config.num_experts % config.num_groups != 0)) {
-    return fail(twInvalidArgument,
-                "config.num_groups is %d; it must be 0, or a multiple of num_nodes, %d, that divides num_experts, %d",
-                config.num_groups, config.num_nodes, config.num_experts);
+    return fail(twInvalidArgument, "{} is {}; it must be 0, or a multiple of {}, {}, that divides {}, {}",
+                Argument("config.num_groups"), Value(config.num_groups), Argument("config.num_nodes"), config.num_nodes,
+                Argument("config.num_experts"), config.num_experts);
   }
   // Written so that NaN is refused too.
   if (!(config.node_tolerance >= 0)) {
-    return fail(twInvalidArgument, "config.node_tolerance is %g; it must be at least 0", config.node_tolerance);
+    return fail(twInvalidArgument, "{} is {}; it must be at least 0", Argument("config.node_tolerance"),
+                config.node_tolerance);
   }
   // Nodes matter where there are several and a rank does not hold everything anyway.
   const bool grouped = config.num_groups > 0 && config.num_nodes > 1 && config.slots_per_rank < config.num_experts;
@@ -62,24 +61,21 @@ Status check_groups(const twPlanConfig_t& config, Shape* shape, int64_t* toleran
   return {};
 }
 
-Status check_map(const char* name, const Shape& shape, int32_t layers, const int32_t* map) {
+Status check_map(const char* path, const Shape& shape, int32_t layers, const int32_t* map) {
   if (layers == 0) return {};
-  if (map == nullptr) return fail(twInvalidArgument, "%s is NULL", name);
+  if (map == nullptr) return fail(twInvalidArgument, "{} is NULL", Argument(path));
   std::vector<char> seen(shape.experts);
   for (int32_t layer = 0; layer < layers; ++layer) {
     std::fill(seen.begin(), seen.end(), 0);
     const int32_t* const row = map + static_cast<int64_t>(layer) * shape.places();
     for (int32_t slot = 0; slot < shape.places(); ++slot) {
-      if (row[slot] < 0 || row[slot] >= shape.experts) {
-        return fail(twInvalidArgument, "%s[%d][%d] is %d; allowed 0..%d", name, layer, slot, row[slot],
-                    shape.experts - 1);
-      }
+      TW_RETURN_IF_FAILED(check_range({path, layer, slot}, row[slot], 0, shape.experts - 1));
       seen[row[slot]] = 1;
     }
     const auto missing = std::find(seen.begin(), seen.end(), 0);
     if (missing == seen.end()) continue;
-    return fail(twInvalidArgument, "%s[%d] has no slot for expert %d; every expert needs one", name, layer,
-                static_cast<int>(missing - seen.begin()));
+    return fail(twInvalidArgument, "{} has no slot for expert {}; every expert needs one", Argument(path, layer),
+                missing - seen.begin());
   }
   return {};
 }
@@ -92,15 +88,15 @@ Status read_numbers(const twTensor_t& tensor, double* loads) {
     for (int64_t e = 0; e < tensor.shape[1]; ++e) {
       const auto load = static_cast<double>(data[layer * tensor.stride[0] + e * tensor.stride[1]]);
       if (!std::isfinite(load) || load < 0) {
-        return fail(twInvalidArgument, "loads[%lld][%lld] is %g; a load must be finite and at least 0",
-                    static_cast<long long>(layer), static_cast<long long>(e), load);
+        return fail(twInvalidArgument, "{} is {}; a load must be finite and at least 0", Argument("loads[]", layer, e),
+                    load);
       }
       total += load;
       *loads++ = load;
     }
     if (!std::isfinite(total)) {
-      return fail(twInvalidArgument, "loads[%lld] add up to more than a double holds; give smaller units",
-                  static_cast<long long>(layer));
+      return fail(twInvalidArgument, "{} add up to more than a double holds; give smaller units",
+                  Argument("loads[]", layer));
     }
   }
   return {};
@@ -110,13 +106,13 @@ Status read_numbers(const twTensor_t& tensor, double* loads) {
 Status read_loads(const twTensor_t* tensor, const Shape& shape, int32_t layers, std::vector<double>* loads) {
   TW_RETURN_IF_FAILED(tw::api::check_matrix("loads", tensor, "[num_layers, num_experts]"));
   if (tensor->shape[0] != layers || tensor->shape[1] != shape.experts) {
-    return fail(twInvalidArgument, "loads has shape %s; it must be %s",
-                shape_text({tensor->shape[0], tensor->shape[1]}).c_str(), shape_text({layers, shape.experts}).c_str());
+    return fail(twInvalidArgument, "{} has shape {}; it must be {}", Argument("loads"),
+                shape_text({tensor->shape[0], tensor->shape[1]}), shape_text({layers, shape.experts}));
   }
   const auto allowed = {twFloat32, twFloat64, twInt32, twInt64};
   if (std::find(allowed.begin(), allowed.end(), tensor->dtype) == allowed.end()) {
-    return fail(twInvalidArgument, "loads has dtype %s (%d); it must be float32, float64, int32 or int64",
-                tw::dtype_name(tensor->dtype), tensor->dtype);
+    return fail(twInvalidArgument, "{} has dtype {}; it must be float32, float64, int32 or int64", Argument("loads"),
+                tw::dtype_text(tensor->dtype));
   }
   TW_RETURN_IF_FAILED(tw::api::check_memory("loads", *tensor));
   loads->resize(static_cast<size_t>(layers) * shape.experts);
@@ -152,9 +148,9 @@ Status plan(const twPlanConfig_t* given, const twTensor_t* tensor, const twPlanO
   request.budget = config.max_writes < 0 ? std::max(4, shape.ranks / 2) : config.max_writes;
   std::vector<double> loads;
   TW_RETURN_IF_FAILED(read_loads(tensor, shape, config.num_layers, &loads));
-  if (request.old != nullptr) TW_RETURN_IF_FAILED(check_map("old_map", shape, config.num_layers, request.old));
+  if (request.old != nullptr) TW_RETURN_IF_FAILED(check_map("config.old_map[]", shape, config.num_layers, request.old));
   if (output.physical_to_logical == nullptr && config.num_layers > 0) {
-    return fail(twInvalidArgument, "output.physical_to_logical is NULL");
+    return fail(twInvalidArgument, "{} is NULL", Argument("output.physical_to_logical"));
   }
   std::vector<double> rank_loads(shape.ranks);
   for (int64_t layer = 0; layer < config.num_layers; ++layer) {
@@ -183,8 +179,10 @@ Status plan_loads(const twPlanConfig_t* given, const twTensor_t* tensor, const i
   std::vector<double> loads;
   TW_RETURN_IF_FAILED(read_shape(given, &config, &shape));
   TW_RETURN_IF_FAILED(read_loads(tensor, shape, config.num_layers, &loads));
-  TW_RETURN_IF_FAILED(check_map("map", shape, config.num_layers, map));
-  if (rank_loads == nullptr && config.num_layers > 0) return fail(twInvalidArgument, "rank_loads is NULL");
+  TW_RETURN_IF_FAILED(check_map("map[]", shape, config.num_layers, map));
+  if (rank_loads == nullptr && config.num_layers > 0) {
+    return fail(twInvalidArgument, "{} is NULL", Argument("rank_loads"));
+  }
   std::vector<int32_t> replicas(shape.experts);
   for (int64_t layer = 0; layer < config.num_layers; ++layer) {
     const int32_t* const row = map + layer * shape.places();
@@ -199,7 +197,7 @@ Status plan_slots(const twPlanConfig_t* given, const int32_t* map, int32_t* repl
   twPlanConfig_t config = TW_PLAN_CONFIG_INIT;
   Shape shape{};
   TW_RETURN_IF_FAILED(read_shape(given, &config, &shape));
-  TW_RETURN_IF_FAILED(check_map("map", shape, config.num_layers, map));
+  TW_RETURN_IF_FAILED(check_map("map[]", shape, config.num_layers, map));
   std::vector<int32_t> counts(shape.experts);
   for (int64_t layer = 0; layer < config.num_layers; ++layer) {
     const int32_t* const row = map + layer * shape.places();
@@ -208,8 +206,8 @@ Status plan_slots(const twPlanConfig_t* given, const int32_t* map, int32_t* repl
     if (slots == nullptr) continue;
     const auto most = std::max_element(counts.begin(), counts.end());
     if (width < *most) {
-      return fail(twInvalidArgument, "width is %d; expert %d of layer %lld has %d slots", width,
-                  static_cast<int>(most - counts.begin()), static_cast<long long>(layer), *most);
+      return fail(twInvalidArgument, "{} is {}; expert {} of layer {} has {} slots", Argument("width"), Value(width),
+                  most - counts.begin(), layer, *most);
     }
     int32_t* const lists = slots + layer * shape.experts * width;
     std::fill(lists, lists + static_cast<int64_t>(shape.experts) * width, -1);
@@ -226,12 +224,12 @@ Status plan_moves(const twPlanConfig_t* given, const int32_t* old_map, const int
   twPlanConfig_t config = TW_PLAN_CONFIG_INIT;
   Shape shape{};
   TW_RETURN_IF_FAILED(read_shape(given, &config, &shape));
-  TW_RETURN_IF_FAILED(check_map("old_map", shape, config.num_layers, old_map));
-  TW_RETURN_IF_FAILED(check_map("new_map", shape, config.num_layers, new_map));
-  if (count == nullptr) return fail(twInvalidArgument, "count is NULL");
+  TW_RETURN_IF_FAILED(check_map("old_map[]", shape, config.num_layers, old_map));
+  TW_RETURN_IF_FAILED(check_map("new_map[]", shape, config.num_layers, new_map));
+  if (count == nullptr) return fail(twInvalidArgument, "{} is NULL", Argument("count"));
   if (room < 0 || (moves == nullptr && room > 0)) {
-    return fail(twInvalidArgument, "room is %lld and moves is %s; NULL has room 0", static_cast<long long>(room),
-                moves == nullptr ? "NULL" : "given");
+    return fail(twInvalidArgument, "{} is {} and {} is {}; NULL has room 0", Argument("room"), Value(room),
+                Argument("moves"), moves == nullptr ? "NULL" : "given");
   }
   int64_t written = 0;
   for (int32_t layer = 0; layer < config.num_layers; ++layer) {

@@ -23,16 +23,15 @@ int64_t id_at(const twTensor_t& ids, int64_t token, int64_t k) {
   return ids.dtype == twInt64 ? static_cast<const int64_t*>(ids.data)[at] : static_cast<const int32_t*>(ids.data)[at];
 }
 
-Status check_routing_tensor(const char* name, const twTensor_t& tensor, int32_t top_k) {
+Status check_routing_tensor(const Argument& name, const twTensor_t& tensor, int32_t top_k) {
   if (tensor.ndim != 2 || tensor.shape[1] != top_k || tensor.shape[0] < 0) {
-    return fail(twInvalidArgument, "%s has shape %s; it must be [T, %d]", name, shape_text(tensor).c_str(), top_k);
+    return fail(twInvalidArgument, "{} has shape {}; it must be [T, {}]", name, shape_text(tensor), top_k);
   }
-  if (tensor.shape[0] > 0 && tensor.data == nullptr) return fail(twInvalidArgument, "%s has data NULL", name);
+  if (tensor.shape[0] > 0 && tensor.data == nullptr) return fail(twInvalidArgument, "{} has data NULL", name);
   for (const int dimension : {0, 1}) TW_RETURN_IF_FAILED(check_stride(name, tensor, dimension));
   const auto alignment = static_cast<uintptr_t>(dtype_bytes(tensor.dtype));
   if (reinterpret_cast<uintptr_t>(tensor.data) % alignment != 0) {
-    return fail(twInvalidArgument, "%s has data %p; it must be aligned to %zu bytes", name, tensor.data,
-                static_cast<size_t>(alignment));
+    return fail(twInvalidArgument, "{} has data {}; it must be aligned to {} bytes", name, tensor.data, alignment);
   }
   return {};
 }
@@ -45,12 +44,12 @@ Status check_id_values(const Shape& shape, const twTensor_t& ids) {
       const int64_t id = id_at(ids, token, k);
       if (id == -1) continue;
       if (id < 0 || id >= shape.choices()) {
-        return fail(twInvalidArgument, "ids[%lld, %d] is %lld; it must be -1 (no expert) or from 0 to %d",
-                    static_cast<long long>(token), k, static_cast<long long>(id), shape.choices() - 1);
+        return fail(twInvalidArgument, "{} is {}; it must be -1 (no expert) or from 0 to {}",
+                    Argument("ids[]", token, k), Value(id), shape.choices() - 1);
       }
       if (std::find(seen, seen + count, static_cast<int32_t>(id)) != seen + count) {
-        return fail(twInvalidArgument, "ids[%lld, %d] is %lld, which the token has already; an id stands at most once",
-                    static_cast<long long>(token), k, static_cast<long long>(id));
+        return fail(twInvalidArgument, "{} is {}, which the token has already; an id stands at most once",
+                    Argument("ids[]", token, k), Value(id));
       }
       seen[count++] = static_cast<int32_t>(id);
     }
@@ -58,13 +57,15 @@ Status check_id_values(const Shape& shape, const twTensor_t& ids) {
   return {};
 }
 
-Status check_layout(const twGroup& group, const char* name, twLayout_t layout) {
+Status check_layout(const twGroup& group, const Argument& name, twLayout_t layout) {
   if (group.shape().exact()) {
     if (layout == twFlat || layout == twGrouped) return {};
-    return fail(twInvalidArgument, "%s is %d; in high throughput it must be twFlat (2) or twGrouped (3)", name, layout);
+    return fail(twInvalidArgument, "{} is {}; in high throughput it must be {} or {}", name, Value(layout),
+                TW_CONSTANT(twFlat), TW_CONSTANT(twGrouped));
   }
   if (layout == twRankMajor || layout == twExpertMajor) return {};
-  return fail(twInvalidArgument, "%s is %d; it must be twRankMajor (0) or twExpertMajor (1)", name, layout);
+  return fail(twInvalidArgument, "{} is {}; it must be {} or {}", name, Value(layout), TW_CONSTANT(twRankMajor),
+              TW_CONSTANT(twExpertMajor));
 }
 
 // Whether a layout is by source, with all ids of a row; else it is by expert, with one.
@@ -102,11 +103,10 @@ Status check_columns(const twGroup& group, const twDispatchOutput_t& output, int
   for (int q = 0; q < TW_MAX_PAYLOADS; ++q) {
     const int32_t wanted = output.column_major[q];
     if (wanted == 0) continue;
-    if (wanted != 1) return fail(twInvalidArgument, "output.column_major[%d] is %d; it must be 0 or 1", q, wanted);
+    TW_RETURN_IF_FAILED(check_switch({"output.column_major[]", q}, wanted));
     if (output.layout != twGrouped || q >= config.num_payloads) {
-      return fail(twInvalidArgument,
-                  "output.column_major[%d] is 1; only payloads of twGrouped (3), from 0 to %d, have columns", q,
-                  config.num_payloads - 1);
+      return fail(twInvalidArgument, "{} is {}; only payloads of {}, from 0 to {}, have columns",
+                  Argument("output.column_major[]", q), Value(wanted), TW_CONSTANT(twGrouped), config.num_payloads - 1);
     }
     columns[q] = Columns::of(rows, dtype_bytes(config.payloads[q].dtype));
   }
@@ -117,9 +117,10 @@ Status check_columns(const twGroup& group, const twDispatchOutput_t& output, int
 Status check_grouped_targets(const twGroup& group, const twDispatchOutput_t& output, int64_t rows,
                              DispatchTargets* targets) {
   int64_t strides[2];
-  for (const auto& [name, data] : {std::pair("offsets", output.offsets.data), {"origins", output.origins.data}}) {
+  for (const auto& [argument, data] :
+       {std::pair(Argument("output.offsets"), output.offsets.data), {"output.origins", output.origins.data}}) {
     if (data == nullptr || output.layout == twGrouped) continue;
-    return fail(twInvalidArgument, "output.%s has data %p; only twGrouped has %s", name, data, name);
+    return fail(twInvalidArgument, "{} has data {}; only {} has it", argument, data, TW_CONSTANT(twGrouped));
   }
   if (output.offsets.data != nullptr) {
     const int64_t offsets = group.context.local_experts + 1;
@@ -139,13 +140,12 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
   const twGroupConfig_t& config = group.config.given;
   const Lead lead = lead_of(group, handle, output.layout, bound);
   int64_t strides[2];
-  char name[40];
   targets->layout = output.layout;
   targets->rows = lead.exact ? lead.rows : 0;
   TW_RETURN_IF_FAILED(check_columns(group, output, lead.rows, targets->columns));
   for (int q = 0; q < config.num_payloads; ++q) {
     if (output.payloads[q].data == nullptr) continue;
-    std::snprintf(name, sizeof name, "output.payloads[%d]", q);
+    const Argument name("output.payloads[]", q);
     const twPayload_t& payload = config.payloads[q];
     RowsWanted wanted{name, payload.dtype, lead.dimensions(), payload.elements, true, false};
     const Columns& columns = targets->columns[q];
@@ -154,7 +154,7 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
     }
     TW_RETURN_IF_FAILED(check_rows(wanted, output.payloads[q], strides));
     targets->payloads[q] = static_cast<std::byte*>(output.payloads[q].data);
-    written->add_contiguous("output.payloads", output.payloads[q], q);
+    written->add_contiguous(name, output.payloads[q]);
   }
   const bool of_source = by_source(output.layout);
   const int64_t per_row = of_source ? config.top_k : 1;
@@ -178,7 +178,7 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
     targets->counts = static_cast<int32_t*>(output.counts.data);
   }
   TW_RETURN_IF_FAILED(check_grouped_targets(group, output, lead.rows, targets));
-  for (const auto& [field, tensor] : {std::pair("output.ids", &output.ids),
+  for (const auto& [field, tensor] : {std::pair(Argument("output.ids"), &output.ids),
                                       {"output.weights", &output.weights},
                                       {"output.counts", &output.counts},
                                       {"output.offsets", &output.offsets},
@@ -203,7 +203,7 @@ void add_read(const twGroup& group, const twHandle& handle, const twDispatchInpu
     const int64_t element = dtype_bytes(config.payloads[q].dtype);
     const int64_t stride = tokens > 1 ? input.payloads[q].stride[0] * element : 0;
     const int64_t row = config.payloads[q].elements * element;
-    read->add("input.payloads", extent_of(input.payloads[q].data, tokens, stride, row), q);
+    read->add({"input.payloads[]", q}, extent_of(input.payloads[q].data, tokens, stride, row));
   }
   const RoutingSource& source = handle.source;
   if (!source.unread) return;
@@ -225,34 +225,31 @@ Status read_config(const twGroupConfig_t* given, ReadConfig* known) {
   return {};
 }
 
-Status check_ranks(int32_t nranks) {
-  if (nranks >= 1 && nranks <= TW_MAX_RANKS) return {};
-  return fail(twInvalidArgument, "nranks is %d; it must be from 1 to %d", nranks, TW_MAX_RANKS);
-}
+Status check_ranks(int32_t nranks) { return check_range("nranks", nranks, 1, TW_MAX_RANKS); }
 
 Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor_t* weights, CheckedRouting* routing) {
   const Shape& shape = group.shape();
-  if (ids == nullptr) return fail(twInvalidArgument, "ids is NULL");
+  if (ids == nullptr) return fail(twInvalidArgument, "{} is NULL", Argument("ids"));
   if (ids->dtype != twInt32 && ids->dtype != twInt64) {
-    return fail(twInvalidArgument, "ids has dtype %s (%d); it must be int32 or int64", dtype_name(ids->dtype),
-                ids->dtype);
+    return fail(twInvalidArgument, "{} has dtype {}; it must be int32 or int64", Argument("ids"),
+                dtype_text(ids->dtype));
   }
   TW_RETURN_IF_FAILED(check_routing_tensor("ids", *ids, shape.top_k));
   Status too_many;
   if (ids->shape[0] > shape.max_tokens) {
-    too_many = fail(twInvalidArgument, "ids has %lld tokens; it must have from 0 to max_tokens, %d",
-                    static_cast<long long>(ids->shape[0]), shape.max_tokens);
+    too_many = fail(twInvalidArgument, "{} has {} tokens; it must have from 0 to max_tokens, {}", Argument("ids"),
+                    ids->shape[0], shape.max_tokens);
   }
   const bool weighted = weights != nullptr && (weights->data != nullptr || weights->ndim != 0);
   if (weighted) {
     if (weights->dtype != twFloat32) {
-      return fail(twInvalidArgument, "weights has dtype %s (%d); it must be float32", dtype_name(weights->dtype),
-                  weights->dtype);
+      return fail(twInvalidArgument, "{} has dtype {}; it must be float32", Argument("weights"),
+                  dtype_text(weights->dtype));
     }
     TW_RETURN_IF_FAILED(check_routing_tensor("weights", *weights, shape.top_k));
     if (weights->shape[0] != ids->shape[0]) {
-      return fail(twInvalidArgument, "weights has %lld tokens; it must have as many as ids, %lld",
-                  static_cast<long long>(weights->shape[0]), static_cast<long long>(ids->shape[0]));
+      return fail(twInvalidArgument, "{} has {} tokens; it must have as many as {}, {}", Argument("weights"),
+                  weights->shape[0], Argument("ids"), ids->shape[0]);
     }
   }
   if (too_many.ok() && !group.backend->on_device()) TW_RETURN_IF_FAILED(check_id_values(shape, *ids));
@@ -298,32 +295,28 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
   call->stream = input.stream;
   TW_RETURN_IF_FAILED(check_layout(group, "output.layout", output.layout));
   if (group.shape().exact() && !handle.counts.exchanged) {
-    return fail(twInvalidUsage,
-                "the handle's counts have not been exchanged since it was routed; call twExchangeCounts");
+    return fail(twInvalidUsage, "the handle's counts have not been exchanged since it was routed; call {}",
+                Function{"twExchangeCounts"});
   }
   if (group.shape().exact() && input.bound != 0) {
-    return fail(twInvalidArgument, "input.bound is %d; in high throughput it must be 0", input.bound);
+    return fail(twInvalidArgument, "{} is {}; in high throughput it must be 0", Argument("input.bound"),
+                Value(input.bound));
   }
   call->bound = input.bound == 0 ? config.max_tokens : input.bound;
   if (call->bound < handle.routing.tokens || call->bound > config.max_tokens) {
     return fail(twInvalidArgument,
-                "input.bound is %d; it must be from the handle's tokens, %d, to max_tokens, %d (0 means max_tokens)",
-                input.bound, handle.routing.tokens, config.max_tokens);
+                "{} is {}; it must be from the handle's tokens, {}, to max_tokens, {} (0 means max_tokens)",
+                Argument("input.bound"), Value(input.bound), handle.routing.tokens, config.max_tokens);
   }
-  if (input.send_only != 0 && input.send_only != 1) {
-    return fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", input.send_only);
-  }
-  if (input.uncounted != 0 && input.uncounted != 1) {
-    return fail(twInvalidArgument, "input.uncounted is %d; it must be 0 or 1", input.uncounted);
-  }
+  TW_RETURN_IF_FAILED(check_switch("input.send_only", input.send_only));
+  TW_RETURN_IF_FAILED(check_switch("input.uncounted", input.uncounted));
   call->counted = input.uncounted == 0;
   for (int q = 0; q < config.num_payloads; ++q) {
-    char name[40];
-    std::snprintf(name, sizeof name, "input.payloads[%d]", q);
     const twPayload_t& payload = config.payloads[q];
     int64_t strides[2];
-    TW_RETURN_IF_FAILED(check_rows({name, payload.dtype, {handle.routing.tokens}, payload.elements, false, false},
-                                   input.payloads[q], strides));
+    TW_RETURN_IF_FAILED(
+        check_rows({{"input.payloads[]", q}, payload.dtype, {handle.routing.tokens}, payload.elements, false, false},
+                   input.payloads[q], strides));
     call->payloads[q] = {static_cast<const std::byte*>(input.payloads[q].data), strides[0]};
   }
   Extents written;
@@ -340,17 +333,14 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   call->stream = input.stream;
   TW_RETURN_IF_FAILED(check_layout(group, "input.layout", input.layout));
   if (input.weighting != twWeightNone && input.weighting != twWeightTopk) {
-    return fail(twInvalidArgument, "input.weighting is %d; it must be twWeightNone (0) or twWeightTopk (1)",
-                input.weighting);
+    return fail(twInvalidArgument, "{} is {}; it must be {} or {}", Argument("input.weighting"), Value(input.weighting),
+                TW_CONSTANT(twWeightNone), TW_CONSTANT(twWeightTopk));
   }
-  if (input.send_only != 0 && input.send_only != 1) {
-    return fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", input.send_only);
-  }
+  TW_RETURN_IF_FAILED(check_switch("input.send_only", input.send_only));
   for (const auto& [name, dtype] :
-       {std::pair("input.rows", input.rows.dtype), {"output.tokens", output.tokens.dtype}}) {
+       {std::pair(Argument("input.rows"), input.rows.dtype), {"output.tokens", output.tokens.dtype}}) {
     if (is_summable(dtype)) continue;
-    return fail(twInvalidArgument, "%s has dtype %s (%d); it must be float32, bfloat16 or float16", name,
-                dtype_name(dtype), dtype);
+    return fail(twInvalidArgument, "{} has dtype {}; it must be float32, bfloat16 or float16", name, dtype_text(dtype));
   }
   int64_t strides[2];
   const Lead lead = lead_of(group, handle, input.layout, handle.bound);
@@ -358,8 +348,9 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
       check_rows({"input.rows", input.rows.dtype, lead.dimensions(), config.combine_elements}, input.rows, strides));
   if (group.backend->in_window(input.rows.data) && !view_is_alive(group, handle)) {
     return fail(twInvalidUsage,
-                "input.rows is a view of the window, and its lane has made another step since the handle's dispatch; "
-                "combine from other memory, or dispatch again");
+                "{} is a view of the window, and its lane has made another step since the handle's dispatch; combine "
+                "from other memory, or dispatch again",
+                Argument("input.rows"));
   }
   call->rows = {static_cast<const std::byte*>(input.rows.data), strides[0], strides[1]};
   if (lead.exact) {

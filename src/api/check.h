@@ -12,21 +12,20 @@ namespace tw::api {
 // Copies a caller's struct over one that holds the defaults. Smaller (older) structs are accepted; larger ones if the
 // bytes that this library does not know are zero. `given` and `known` may be one struct, which then keeps what it has.
 template <class Struct>
-Status read_struct(const char* name, const Struct* given, Struct* known) {
+Status read_struct(const Argument& name, const Struct* given, Struct* known) {
   constexpr size_t kLargest = 1 << 16;  // no version will be larger; a garbage size must not be followed
-  if (given == nullptr) return fail(twInvalidArgument, "%s is NULL", name);
+  if (given == nullptr) return fail(twInvalidArgument, "{} is NULL", name);
   size_t size = 0;
   std::memcpy(&size, given, sizeof size);
   if (size < sizeof(size_t) || size > kLargest) {
-    return fail(twInvalidArgument, "%s->size is %zu; it must be sizeof(*%s), %zu in this version", name, size, name,
-                sizeof(Struct));
+    return fail(twInvalidArgument, "{}->size is {}; it must be sizeof(*{}), {} in this version", name, Value(size),
+                name, sizeof(Struct));
   }
   const auto* const bytes = reinterpret_cast<const unsigned char*>(given);
   for (size_t i = sizeof(Struct); i < size; ++i) {
     if (bytes[i] != 0) {
-      return fail(twInvalidArgument,
-                  "%s->size is %zu, from a newer version than this (%zu), and its byte %zu is not zero", name, size,
-                  sizeof(Struct), i);
+      return fail(twInvalidArgument, "{}->size is {}, from a newer version than this ({}), and its byte {} is not zero",
+                  name, Value(size), sizeof(Struct), i);
     }
   }
   std::memmove(static_cast<void*>(known), given, size < sizeof(Struct) ? size : sizeof(Struct));
@@ -36,7 +35,7 @@ Status read_struct(const char* name, const Struct* given, Struct* known) {
 
 // Writes as much of a result struct as the caller's version has.
 template <class Struct>
-Status write_struct(const char* name, const Struct& known, Struct* given) {
+Status write_struct(const Argument& name, const Struct& known, Struct* given) {
   Struct checked{};
   TW_RETURN_IF_FAILED(read_struct(name, given, &checked));
   const size_t size = given->size;

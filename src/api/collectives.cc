@@ -30,29 +30,23 @@ struct Given {
   void* stream;
 };
 
-// Checks one size that the host can read: from 0 to the bound.
-Status check_size(const char* name, int rank, int64_t size, int32_t most) {
-  if (size >= 0 && size <= most) return {};
-  return fail(twInvalidArgument, "%s[%d] is %lld; it must be from 0 to %d", name, rank, static_cast<long long>(size),
-              most);
-}
-
 Status find_sizes(const twGroup& group, const Given& given, Sizes* from) {
   const twTensor_t& sizes = *given.sizes;
   const bool tensor = sizes.data != nullptr || sizes.ndim != 0 || sizes.dtype != twDtypeNone;
   *from = given.host_sizes != nullptr ? Sizes::kHost : Sizes::kOwn;
   if (!tensor) return {};
   if (given.host_sizes != nullptr) {
-    return fail(twInvalidArgument, "input.host_sizes and input.sizes are both given; it must be one of them");
+    return fail(twInvalidArgument, "{} and {} are both given; it must be one of them", Argument("input.host_sizes"),
+                Argument("input.sizes"));
   }
   if (sizes.dtype != twInt32 && sizes.dtype != twInt64) {
-    return fail(twInvalidArgument, "input.sizes has dtype %s (%d); it must be int32 or int64", dtype_name(sizes.dtype),
-                sizes.dtype);
+    return fail(twInvalidArgument, "{} has dtype {}; it must be int32 or int64", Argument("input.sizes"),
+                dtype_text(sizes.dtype));
   }
   const int64_t count = sizes.ndim == 1 ? sizes.shape[0] : -1;
   if (count != 1 && count != group.ranks()) {
-    return fail(twInvalidArgument, "input.sizes has shape %s; it must be [%d], the sizes of all ranks, or [1]",
-                shape_text(sizes).c_str(), group.ranks());
+    return fail(twInvalidArgument, "{} has shape {}; it must be [{}], the sizes of all ranks, or [1]",
+                Argument("input.sizes"), shape_text(sizes), group.ranks());
   }
   int64_t strides[2];
   TW_RETURN_IF_FAILED(check_rows({"input.sizes", sizes.dtype, {count}, 1, true}, sizes, strides));
@@ -71,16 +65,15 @@ Status find_bound(const twGroup& group, const Given& given, Sizes from, int64_t 
   }
   if (wanted < 1 || wanted > most) {
     return fail(twInvalidArgument,
-                "input.bound is %d, so the bound is %lld; it must be from 1 to max_tokens, %d (0 means what the sizes "
-                "say)",
-                given.bound, static_cast<long long>(wanted), most);
+                "{} is {}, so the bound is {}; it must be from 1 to max_tokens, {} (0 means what the sizes say)",
+                Argument("input.bound"), Value(given.bound), wanted, most);
   }
   *bound = static_cast<int32_t>(wanted);
   return {};
 }
 
 // Takes the sizes over, as far as the host can read them. `rows`: those of this rank's own tensor, input or output.
-Status take_sizes(const twGroup& group, const Given& given, Sizes from, const char* rows_name, int64_t rows,
+Status take_sizes(const twGroup& group, const Given& given, Sizes from, const Argument& rows_name, int64_t rows,
                   CollectiveCall* call) {
   call->all_sizes = from == Sizes::kHost || from == Sizes::kMemory;
   const int count = call->all_sizes ? group.ranks() : 1;
@@ -94,22 +87,22 @@ Status take_sizes(const twGroup& group, const Given& given, Sizes from, const ch
   for (int rank = 0; in_memory && !group.backend->on_device() && rank < count; ++rank) {
     const int64_t size = given.sizes->dtype == twInt64 ? static_cast<const int64_t*>(given.sizes->data)[rank]
                                                        : static_cast<const int32_t*>(given.sizes->data)[rank];
-    TW_RETURN_IF_FAILED(check_size("input.sizes", rank, size, call->bound));
+    TW_RETURN_IF_FAILED(check_range({"input.sizes[]", rank}, size, 0, call->bound));
     call->sizes.push_back(static_cast<int32_t>(size));
   }
   for (int rank = 0; from == Sizes::kHost && rank < count; ++rank) {
-    TW_RETURN_IF_FAILED(check_size("input.host_sizes", rank, call->sizes[rank], call->bound));
+    TW_RETURN_IF_FAILED(check_range({"input.host_sizes[]", rank}, call->sizes[rank], 0, call->bound));
   }
   const int64_t wanted = in_memory              ? call->bound
                          : from == Sizes::kHost ? call->sizes[group.me()]
                                                 : std::min<int64_t>(rows, call->bound);
   call->rows = static_cast<int32_t>(wanted);
   if (rows == wanted) return {};
-  return fail(twInvalidArgument, "%s has %lld rows; it must have %s%lld, %s", rows_name, static_cast<long long>(rows),
-              from == Sizes::kOwn ? "from 0 to " : "", static_cast<long long>(wanted),
-              in_memory              ? "the bound, as sizes are in memory"
-              : from == Sizes::kHost ? "this rank's of input.host_sizes"
-                                     : "the bound");
+  return fail(twInvalidArgument, "{} has {} rows; it must have {}{}, {}", rows_name, rows,
+              from == Sizes::kOwn ? "from 0 to " : "", wanted,
+              in_memory              ? Sentence("the bound, as sizes are in memory")
+              : from == Sizes::kHost ? compose("this rank's of {}", Argument("input.host_sizes"))
+                                     : Sentence("the bound"));
 }
 
 // Elements of a row: the product of the dimensions after the first few.
@@ -124,32 +117,28 @@ int64_t elements_of(const twTensor_t& tensor, int lead) {
 }
 
 // Checks a tensor before its rows are looked at; gives the elements of a row.
-Status check_kind(const char* name, const twTensor_t& tensor, int lead, bool summed, int64_t* elements) {
+Status check_kind(const Argument& name, const twTensor_t& tensor, int lead, bool summed, int64_t* elements) {
   if (tensor.ndim < lead || tensor.ndim > TW_MAX_DIMS) {
-    return fail(twInvalidArgument, "%s has %d dimensions; it must have from %d to %d", name, tensor.ndim, lead,
+    return fail(twInvalidArgument, "{} has {} dimensions; it must have from {} to {}", name, tensor.ndim, lead,
                 TW_MAX_DIMS);
   }
   if (summed ? !is_summable(tensor.dtype) : dtype_bytes(tensor.dtype) == 0) {
-    return fail(twInvalidArgument, "%s has dtype %s (%d); it must be %s", name, dtype_name(tensor.dtype), tensor.dtype,
+    return fail(twInvalidArgument, "{} has dtype {}; it must be {}", name, dtype_text(tensor.dtype),
                 summed ? "float32, bfloat16 or float16" : "one of twDtype_t");
   }
   *elements = elements_of(tensor, lead);
   if (*elements > 0) return {};
-  return fail(twInvalidArgument, "%s has shape %s; a row must have from 1 to 2^35 elements", name,
-              shape_text(tensor).c_str());
+  return fail(twInvalidArgument, "{} has shape {}; a row must have from 1 to 2^35 elements", name, shape_text(tensor));
 }
 
-Status check_common(const twGroup& group, const Given& given, const char* layout_name) {
+Status check_common(const twGroup& group, const Given& given, const Argument& layout_name) {
   TW_RETURN_IF_FAILED(group.backend->check_stream(given.stream));
   if (given.layout != twFlat && given.layout != twRankMajor) {
-    return fail(twInvalidArgument, "%s is %d; it must be twFlat (2) or twRankMajor (0)", layout_name, given.layout);
+    return fail(twInvalidArgument, "{} is {}; it must be {} or {}", layout_name, Value(given.layout),
+                TW_CONSTANT(twFlat), TW_CONSTANT(twRankMajor));
   }
-  if (given.num_tensors < 1 || given.num_tensors > TW_MAX_PAYLOADS) {
-    return fail(twInvalidArgument, "input.num_tensors is %d; it must be from 1 to %d", given.num_tensors,
-                TW_MAX_PAYLOADS);
-  }
-  if (given.send_only == 0 || given.send_only == 1) return {};
-  return fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", given.send_only);
+  TW_RETURN_IF_FAILED(check_range("input.num_tensors", given.num_tensors, 1, TW_MAX_PAYLOADS));
+  return check_switch("input.send_only", given.send_only);
 }
 
 // Finds the places in the window, and the digest of what ranks must have alike.
@@ -173,32 +162,32 @@ Status place(const twGroup& group, const Given& given, CollectiveCall* call) {
   call->digest = digest;
   constexpr uint64_t kLargest = 16u << 20;  // kernels count the pieces of rows in 32 bits
   if (group.backend->on_device() && all > kLargest) {
-    return fail(twInvalidArgument, "input.tensors have rows of %s; on a device they may have %s",
-                bytes_text(all).c_str(), bytes_text(kLargest).c_str());
+    return fail(twInvalidArgument, "{} have rows of {}; on a device they may have {}", Argument("input.tensors"),
+                bytes_text(all), bytes_text(kLargest));
   }
   int64_t pieces = 0;
   for (int32_t q = 0; q < given.num_tensors; ++q) pieces += static_cast<int64_t>(row_bytes[q] / 2048 + 1);
   if (group.backend->on_device() && pieces * group.ranks() > INT32_MAX / call->bound) {
     return fail(
         twInvalidArgument,
-        "input.bound is %d, so the bound is %d; with rows in %lld pieces of 2 KiB for %d ranks it must be up to "
-        "%lld on a device",
-        given.bound, call->bound, static_cast<long long>(pieces), group.ranks(),
-        static_cast<long long>(INT32_MAX / (pieces * group.ranks())));
+        "{} is {}, so the bound is {}; with rows in {} pieces of 2 KiB for {} ranks it must be up to {} on a device",
+        Argument("input.bound"), Value(given.bound), call->bound, pieces, group.ranks(),
+        INT32_MAX / (pieces * group.ranks()));
   }
   if (group.backend->on_device() && given.host_sizes != nullptr && group.ranks() > kMostHostSizes) {
     return fail(twInvalidArgument,
-                "the host knows the sizes of %d ranks; on a device it may know those of %d, and input.sizes tell more",
-                group.ranks(), kMostHostSizes);
+                "the host knows the sizes of {} ranks; on a device it may know those of {}, and {} tell more",
+                group.ranks(), kMostHostSizes, Argument("input.sizes"));
   }
   call->places = CollectiveMap::make(group.ranks(), call->bound, row_bytes, given.num_tensors);
   const uint64_t room = group.context.map.bank_bytes();
   if (call->places.bytes <= room) return {};
   return fail(twInvalidArgument,
-              "input.tensors need %s of the window: rows of %llu bytes for a bound of %d on %d ranks; a bank of this "
-              "group holds %s. Create it with larger rows or max_tokens, or give a smaller bound",
-              call->places.bytes == UINT64_MAX ? "more than 2^63 bytes" : bytes_text(call->places.bytes).c_str(),
-              static_cast<unsigned long long>(all), call->bound, group.ranks(), bytes_text(room).c_str());
+              "{} need {} of the window: rows of {} bytes for a bound of {} on {} ranks; a bank of this group holds "
+              "{}. Create it with larger rows or max_tokens, or give a smaller bound",
+              Argument("input.tensors"),
+              call->places.bytes == UINT64_MAX ? "more than 2^63 bytes" : bytes_text(call->places.bytes), all,
+              call->bound, group.ranks(), bytes_text(room));
 }
 
 // The memory that the tensors of a call touch.
@@ -209,13 +198,12 @@ struct Touched {
 
 // Checks an output beside its own input; check_apart looks at the other pairs.
 Status check_overlap(int32_t q, const Extent& in, const Extent& out, bool in_place, Touched* touched) {
-  touched->in.add("input.tensors", in, q);
-  touched->out.add("output.tensors", out, q);
+  touched->in.add({"input.tensors[]", q}, in);
+  touched->out.add({"output.tensors[]", q}, out);
   if (in_place || disjoint(in, out)) return {};
   return fail(twInvalidArgument,
-              "output.tensors[%d] overlaps input.tensors[%d]; it may be this rank's own rows of it, in place, and else "
-              "must be apart",
-              q, q);
+              "{} overlaps {}; it may be this rank's own rows of it, in place, and else must be apart",
+              Argument("output.tensors[]", q), Argument("input.tensors[]", q));
 }
 
 // The row of flat tensors where this rank's rows begin; -1 if the host does not know.
@@ -240,16 +228,15 @@ Status check_window(twGroup& group, int32_t q, CollectiveCall* call) {
   if (!group.backend->in_window(call->tensors[q].in)) return {};
   call->in_window = true;
   if (window_is_alive(group, call->tensors[q].in)) return {};
-  return fail(twInvalidUsage,
-              "input.tensors[%d] is a view of the window, and its lane has made another step since; give other memory, "
-              "or make the view again",
-              q);
+  return fail(
+      twInvalidUsage,
+      "{} is a view of the window, and its lane has made another step since; give other memory, or make the view again",
+      Argument("input.tensors[]", q));
 }
 
 Status check_gather_tensor(twGroup& group, int32_t q, const twTensor_t& in, const twTensor_t& out, Sizes from,
                            CollectiveCall* call, Touched* touched) {
-  char name[40];
-  std::snprintf(name, sizeof name, "input.tensors[%d]", q);
+  const Argument name("input.tensors[]", q);
   int64_t elements = 0;
   int64_t strides[2];
   TW_RETURN_IF_FAILED(check_kind(name, in, 1, false, &elements));
@@ -264,10 +251,10 @@ Status check_gather_tensor(twGroup& group, int32_t q, const twTensor_t& in, cons
   if (call->rows <= 1) tensor.row_stride = row_bytes;
   TW_RETURN_IF_FAILED(check_window(group, q, call));
   const Extent read = extent_of(tensor.in, call->rows, tensor.row_stride, row_bytes);
-  if (out.data == nullptr) return touched->in.add("input.tensors", read, q), Status{};
-  std::snprintf(name, sizeof name, "output.tensors[%d]", q);
+  if (out.data == nullptr) return touched->in.add(name, read), Status{};
   const std::vector<int64_t> lead = lead_of(group, *call, from);
-  TW_RETURN_IF_FAILED(check_rows({name, in.dtype, lead, elements, true, false}, out, strides));
+  const RowsWanted wanted{{"output.tensors[]", q}, in.dtype, lead, elements, true, false};
+  TW_RETURN_IF_FAILED(check_rows(wanted, out, strides));
   tensor.out = static_cast<std::byte*>(out.data);
   const int64_t rows = std::accumulate(lead.begin(), lead.end(), int64_t{1}, std::multiplies<>());
   const int64_t begin = call->flat ? own_begin(group, *call) : int64_t{group.me()} * call->bound;
@@ -275,7 +262,7 @@ Status check_gather_tensor(twGroup& group, int32_t q, const twTensor_t& in, cons
   return check_overlap(q, read, extent_of(tensor.out, rows, row_bytes, row_bytes), in_place, touched);
 }
 
-Status check_optional(const char* name, const twTensor_t& tensor, int64_t count, int32_t** data) {
+Status check_optional(const Argument& name, const twTensor_t& tensor, int64_t count, int32_t** data) {
   if (tensor.data == nullptr) return {};
   int64_t strides[2];
   TW_RETURN_IF_FAILED(check_rows({name, twInt32, {count}, 1, true}, tensor, strides));
@@ -295,7 +282,7 @@ Status check_gather(twGroup& group, const twAllGatherVInput_t& input, const twAl
   const int64_t rows = input.tensors[0].ndim > 0 ? input.tensors[0].shape[0] : 0;
   TW_RETURN_IF_FAILED(find_sizes(group, given, from));
   TW_RETURN_IF_FAILED(find_bound(group, given, *from, rows, &call->bound));
-  TW_RETURN_IF_FAILED(take_sizes(group, given, *from, "input.tensors[0]", rows, call));
+  TW_RETURN_IF_FAILED(take_sizes(group, given, *from, {"input.tensors[]", 0}, rows, call));
   Touched touched;
   for (int32_t q = 0; q < given.num_tensors; ++q) {
     TW_RETURN_IF_FAILED(check_gather_tensor(group, q, input.tensors[q], output.tensors[q], *from, call, &touched));
@@ -311,8 +298,8 @@ Status check_gather(twGroup& group, const twAllGatherVInput_t& input, const twAl
 
 Status check_reduce_tensor(twGroup& group, int32_t q, const twTensor_t& in, const twTensor_t& out, Sizes from,
                            CollectiveCall* call, Touched* touched) {
-  char name[40];
-  std::snprintf(name, sizeof name, "input.tensors[%d]", q);
+  const Argument name("input.tensors[]", q);
+  const Argument out_name("output.tensors[]", q);
   int64_t elements = 0;
   int64_t strides[2];
   TW_RETURN_IF_FAILED(check_kind(name, in, call->flat ? 1 : 2, true, &elements));
@@ -325,9 +312,8 @@ Status check_reduce_tensor(twGroup& group, int32_t q, const twTensor_t& in, cons
   tensor.from = in.dtype;
   tensor.elements = elements;
   int64_t same = 0;
-  std::snprintf(name, sizeof name, "output.tensors[%d]", q);
-  TW_RETURN_IF_FAILED(check_kind(name, out, 1, true, &same));
-  TW_RETURN_IF_FAILED(check_rows({name, out.dtype, {call->rows}, elements, true}, out, strides));
+  TW_RETURN_IF_FAILED(check_kind(out_name, out, 1, true, &same));
+  TW_RETURN_IF_FAILED(check_rows({out_name, out.dtype, {call->rows}, elements, true}, out, strides));
   tensor.to = out.dtype;
   tensor.out = static_cast<std::byte*>(out.data);
   tensor.out_stride = elements * dtype_bytes(out.dtype);
@@ -361,24 +347,20 @@ Status check_reduce(twGroup& group, const twReduceScatterVInput_t& input, const 
   if (call->flat && from == Sizes::kOwn) {
     const int64_t all = input.tensors[0].ndim > 0 ? input.tensors[0].shape[0] : 0;
     if (all < 0 || all % group.ranks() != 0 || all / group.ranks() > group.config.given.max_tokens) {
-      return fail(
-          twInvalidArgument,
-          "input.tensors[0] has %lld rows and no sizes are given; it must be an equal share of up to %d for each "
-          "of %d ranks",
-          static_cast<long long>(all), group.config.given.max_tokens, group.ranks());
+      return fail(twInvalidArgument,
+                  "{} has {} rows and no sizes are given; it must be an equal share of up to {} for each of {} ranks",
+                  Argument("input.tensors[]", 0), all, group.config.given.max_tokens, group.ranks());
     }
     equal.assign(group.ranks(), static_cast<int32_t>(all / group.ranks()));
     given.host_sizes = equal.data();
     from = Sizes::kHost;
   }
   if (call->flat && from == Sizes::kOwnInMemory) {
-    return fail(twInvalidArgument,
-                "input.sizes has shape [1]; of twFlat it must be [%d]: rows of all ranks follow each "
-                "other",
-                group.ranks());
+    return fail(twInvalidArgument, "{} has shape [1]; of {} it must be [{}]: rows of all ranks follow each other",
+                Argument("input.sizes"), TW_CONSTANT(twFlat), group.ranks());
   }
   TW_RETURN_IF_FAILED(find_bound(group, given, from, rows, &call->bound));
-  TW_RETURN_IF_FAILED(take_sizes(group, given, from, "output.tensors[0]", rows, call));
+  TW_RETURN_IF_FAILED(take_sizes(group, given, from, {"output.tensors[]", 0}, rows, call));
   Touched touched;
   for (int32_t q = 0; q < given.num_tensors; ++q) {
     TW_RETURN_IF_FAILED(check_reduce_tensor(group, q, input.tensors[q], output.tensors[q], from, call, &touched));

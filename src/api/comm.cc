@@ -11,8 +11,10 @@
 
 namespace {
 
+using tw::Argument;
 using tw::fail;
 using tw::Status;
+using tw::Value;
 using tw::api::comms;
 using tw::api::enter;
 using tw::api::visit;
@@ -24,9 +26,7 @@ tw::TimePoint after(int32_t milliseconds) {
 // Reads what all comms read beside their config: the environment, and how long to wait where the config does not say.
 Status settle_timeout(int32_t* timeout_ms, tw::Environment* environment) {
   TW_RETURN_IF_FAILED(tw::read_environment(environment));
-  if (*timeout_ms < 0) {
-    return fail(twInvalidArgument, "config.timeout_ms is %d; it must be from 0 to %d", *timeout_ms, INT32_MAX);
-  }
+  TW_RETURN_IF_FAILED(tw::check_range("config.timeout_ms", *timeout_ms, 0, INT32_MAX));
   if (*timeout_ms == 0) *timeout_ms = environment->timeout_ms;
   return {};
 }
@@ -40,8 +40,7 @@ Status read_comm_config(const twCommConfig_t* given, tw::Environment* environmen
 
 Status check_rank(int32_t rank, int32_t nranks) {
   TW_RETURN_IF_FAILED(tw::api::check_ranks(nranks));
-  if (rank >= 0 && rank < nranks) return {};
-  return fail(twInvalidArgument, "rank is %d; it must be from 0 to %d", rank, nranks - 1);
+  return tw::check_range("rank", rank, 0, nranks - 1);
 }
 
 Status connect(int32_t rank, int32_t nranks, const twCommConfig_t& config, std::unique_ptr<tw::Bootstrap>* mesh) {
@@ -55,8 +54,8 @@ Status connect(int32_t rank, int32_t nranks, const twCommConfig_t& config, std::
     return tw::connect_mesh(rank, nranks, address, deadline, mesh);
   }
   if (config.address == nullptr || *config.address == '\0') {
-    return fail(twInvalidArgument,
-                "config.address is empty; it must name the comm, the same on all ranks (or give config.allgather)");
+    return fail(twInvalidArgument, "{} is empty; it must name the comm, the same on all ranks (or give {})",
+                Argument("config.address"), Argument("config.allgather"));
   }
   return tw::connect_mesh(rank, nranks, config.address, deadline, mesh);
 }
@@ -70,9 +69,11 @@ twComm* make_comm(std::unique_ptr<tw::Bootstrap> bootstrap, const tw::Environmen
   return comm.release();
 }
 
-Status find_device([[maybe_unused]] const char* name, [[maybe_unused]] int* device) {
+Status find_device([[maybe_unused]] const Argument& name, [[maybe_unused]] int* device) {
 #if TOKENWAY_WITH_CUDA
-  if (*device < -1) return fail(twInvalidArgument, "%s is %d; it must be -1 (the current one) or more", name, *device);
+  if (*device < -1) {
+    return fail(twInvalidArgument, "{} is {}; it must be -1 (the current one) or more", name, Value(*device));
+  }
   return tw::check_device(device);
 #else
   return fail(twUnsupported, "this library was built without CUDA");
@@ -85,20 +86,23 @@ Status local_devices(const int32_t* given, int32_t nranks, std::vector<int>* dev
   devices->assign(given, given + nranks);
   for (int32_t rank = 0; rank < nranks; ++rank) {
     int& device = (*devices)[rank];
-    if (device < 0) return fail(twInvalidArgument, "config.devices[%d] is %d; it must be from 0 on", rank, device);
+    if (device < 0) {
+      return fail(twInvalidArgument, "{} is {}; it must be from 0 on", Argument("config.devices[]", rank),
+                  Value(device));
+    }
     TW_RETURN_IF_FAILED(find_device("config.devices", &device));
     const auto sharing = std::count(devices->begin(), devices->end(), device);
     if (sharing > TW_MAX_LOCAL_RANKS) {
-      return fail(twInvalidArgument, "config.devices puts %d ranks on device %d; at most %d may share one",
-                  static_cast<int>(sharing), device, TW_MAX_LOCAL_RANKS);
+      return fail(twInvalidArgument, "{} puts {} ranks on device {}; at most {} may share one",
+                  Argument("config.devices"), sharing, device, TW_MAX_LOCAL_RANKS);
     }
     constexpr int kUsualQueues = 8;
     const char* const queues = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
     if (sharing > 1 && sharing > (queues == nullptr ? kUsualQueues : std::atoi(queues))) {
       return fail(twUnsupported,
-                  "%d ranks share device %d, and CUDA_DEVICE_MAX_CONNECTIONS is %s; set it to 32 before the first CUDA "
+                  "{} ranks share device {}, and CUDA_DEVICE_MAX_CONNECTIONS is {}; set it to 32 before the first CUDA "
                   "call, or their streams wait for each other in a common queue",
-                  static_cast<int>(sharing), device, queues == nullptr ? "not set" : queues);
+                  sharing, device, queues == nullptr ? "not set" : queues);
     }
   }
   return {};
@@ -135,23 +139,21 @@ twResult_t twCommCreateCuda(twComm_t* comm, int32_t rank, int32_t nranks, const 
 namespace {
 
 Status check_portable(const twPortableConfig_t& config) {
-  if (config.allgather == nullptr) return fail(twInvalidArgument, "config.allgather is NULL");
-  if (config.carrier == nullptr) return fail(twInvalidArgument, "config.carrier is NULL");
+  if (config.allgather == nullptr) return fail(twInvalidArgument, "{} is NULL", Argument("config.allgather"));
+  if (config.carrier == nullptr) return fail(twInvalidArgument, "{} is NULL", Argument("config.carrier"));
   if (config.strategy < twRouted || config.strategy > twAuto) {
-    return fail(twInvalidArgument, "config.strategy is %d; it must be twRouted (0), twGathered (1) or twAuto (2)",
-                config.strategy);
+    return fail(twInvalidArgument, "{} is {}; it must be {}, {} or {}", Argument("config.strategy"),
+                Value(config.strategy), TW_CONSTANT(twRouted), TW_CONSTANT(twGathered), TW_CONSTANT(twAuto));
   }
   if (config.inline_bytes < -1) {
-    return fail(twInvalidArgument, "config.inline_bytes is %lld; it must be -1 (as measured) or from 0 on",
-                static_cast<long long>(config.inline_bytes));
+    return fail(twInvalidArgument, "{} is {}; it must be -1 (as measured) or from 0 on",
+                Argument("config.inline_bytes"), Value(config.inline_bytes));
   }
-  if (config.on_device != 0 && config.on_device != 1) {
-    return fail(twInvalidArgument, "config.on_device is %d; it must be 0 or 1", config.on_device);
-  }
+  TW_RETURN_IF_FAILED(tw::check_switch("config.on_device", config.on_device));
   if (config.on_device == 1 && config.strategy == twGathered) {
     return fail(twUnsupported,
-                "config.strategy is twGathered; on CUDA devices dispatches are routed, in blocks of fixed size: give "
-                "twRouted (0) or twAuto (2)");
+                "{} is {}; on CUDA devices dispatches are routed, in blocks of fixed size: give {} or {}",
+                Argument("config.strategy"), TW_CONSTANT(twGathered), TW_CONSTANT(twRouted), TW_CONSTANT(twAuto));
   }
   return {};
 }
@@ -160,7 +162,7 @@ Status check_carrier(const twCarrier_t& calls, bool on_device) {
   const bool host = calls.start && calls.wait;
   const bool device = calls.enqueue && calls.join && calls.abort;
   if (calls.offer && calls.open && calls.close && (on_device ? device : host)) return {};
-  return fail(twInvalidArgument, "config.carrier has a function that is NULL");
+  return fail(twInvalidArgument, "{} has a function that is NULL", Argument("config.carrier"));
 }
 
 }  // namespace
@@ -189,7 +191,8 @@ twResult_t twCommCreatePortable(twComm_t* comm, int32_t rank, int32_t nranks, co
     if (on_device) note += " on CUDA devices";
     std::unique_ptr<tw::Bootstrap> mesh;
     TW_RETURN_IF_FAILED(tw::connect_tcp(rank, nranks, gather, note,
-                                        "config.strategy, config.inline_bytes or config.on_device",
+                                        tw::compose("{}, {} or {}", Argument("config.strategy"),
+                                                    Argument("config.inline_bytes"), Argument("config.on_device")),
                                         after(config.timeout_ms), &mesh));
     *comm = make_comm(std::move(mesh), environment, config.timeout_ms);
     (*comm)->carrier = std::move(carrier);
@@ -200,7 +203,7 @@ twResult_t twCommCreatePortable(twComm_t* comm, int32_t rank, int32_t nranks, co
 
 twResult_t twCommCreateLocal(twComm_t* made, int32_t nranks, const twCommConfig_t* given) {
   return enter([&]() -> Status {
-    if (made == nullptr) return fail(twInvalidArgument, "comms is NULL");
+    if (made == nullptr) return fail(twInvalidArgument, "{} is NULL", Argument("comms"));
     TW_RETURN_IF_FAILED(tw::api::check_ranks(nranks));
     tw::Environment environment;
     twCommConfig_t config;
@@ -222,7 +225,7 @@ twResult_t twCommDestroy(twComm_t comm) {
     tw::Turn turn;
     TW_RETURN_IF_FAILED(comms.find("comm", comm, [&] { return tw::api::take_turn(*comm, "twCommDestroy", &turn); }));
     if (comm->groups > 0) {
-      return fail(twInvalidUsage, "comm has %d groups; destroy them first", comm->groups.load());
+      return fail(twInvalidUsage, "{} has {} groups; destroy them first", Argument("comm"), comm->groups.load());
     }
     tw::api::withdraw(comms, comm, &turn);
     delete comm;

@@ -13,11 +13,15 @@
 
 namespace tw::api {
 
-// The sentence that twLastError returns.
-inline thread_local std::string last_error;
+// A sentence as callers read it: whole, and in parts.
+struct Told {
+  Sentence sentence;
+  std::string text;
+};
+inline thread_local Told last_error;
 
 inline twResult_t report(Status status) {
-  if (!status.ok()) last_error = std::move(status.text);
+  if (!status.ok()) last_error = {status.sentence, status.text()};
   return status.code;
 }
 
@@ -29,7 +33,7 @@ twResult_t enter(Call&& call) {
   } catch (const std::bad_alloc&) {
     return report(fail(twOutOfMemory, "out of memory for the library's own tables"));
   } catch (const std::exception& error) {
-    return report(fail(twInternalError, "unexpected: %s", error.what()));
+    return report(fail(twInternalError, "unexpected: {}", error.what()));
   }
 }
 

@@ -33,7 +33,7 @@ const int at_fork =
 Status find(void* memory, std::shared_ptr<LeaseArea>* area) {
   const auto found = all().areas.find(static_cast<std::byte*>(memory));
   if (found == all().areas.end()) {
-    return fail(twInvalidArgument, "memory is %p, which is no lease, or no longer", memory);
+    return fail(twInvalidArgument, "{} is {}, which is no lease, or no longer", Argument("memory"), memory);
   }
   *area = found->second;
   return {};
@@ -41,21 +41,21 @@ Status find(void* memory, std::shared_ptr<LeaseArea>* area) {
 
 Status check_leases(const twGroup& group) {
   if (group.leases != nullptr) return {};
-  return fail(twInvalidUsage, "the group has no leases: config.lease_bytes is 0");
+  return fail(twInvalidUsage, "the group has no leases: {} is 0", Argument("config.lease_bytes"));
 }
 
 }  // namespace
 
 Status check_landing(twGroup& group, const twCountsInput_t& input, CountsCall* call, std::vector<std::byte*>* leases) {
   const Shape& shape = group.shape();
-  char name[40];
   for (int q = 0; q < TW_MAX_PAYLOADS; ++q) {
     const auto* const memory = static_cast<const std::byte*>(input.landing[q]);
     if (memory == nullptr) continue;
-    std::snprintf(name, sizeof name, "input.landing[%d]", q);
+    const Argument name("input.landing[]", q);
     if (q >= shape.payloads || group.leases == nullptr) {
-      return fail(twInvalidArgument, "%s is %p; it must be NULL: the group has %d payloads, and %s", name,
-                  input.landing[q], shape.payloads, group.leases == nullptr ? "config.lease_bytes 0" : "leases");
+      return fail(twInvalidArgument, "{} is {}; it must be NULL: the group has {} payloads, and {}", name,
+                  input.landing[q], shape.payloads,
+                  group.leases == nullptr ? compose("{} 0", Argument("config.lease_bytes")) : Sentence("leases"));
     }
     const uint64_t bytes = static_cast<uint64_t>(shape.recv_rows) * shape.payload_bytes[q];
     std::byte* lease = nullptr;
@@ -64,8 +64,8 @@ Status check_landing(twGroup& group, const twCountsInput_t& input, CountsCall* c
       const auto* const before = static_cast<const std::byte*>(input.landing[other]);
       const uint64_t taken = static_cast<uint64_t>(shape.recv_rows) * shape.payload_bytes[other];
       if (before == nullptr || before + taken <= memory || memory + bytes <= before) continue;
-      return fail(twInvalidArgument, "%s is %p, where rows of input.landing[%d], %p, land too", name, input.landing[q],
-                  other, input.landing[other]);
+      return fail(twInvalidArgument, "{} is {}, where rows of {}, {}, land too", name, input.landing[q],
+                  Argument("input.landing[]", other), input.landing[other]);
     }
     leases->push_back(lease);
     call->receive_offset[q] = static_cast<uint64_t>(memory - group.backend->window());
@@ -75,8 +75,10 @@ Status check_landing(twGroup& group, const twCountsInput_t& input, CountsCall* c
 
 }  // namespace tw::api
 
+using tw::Argument;
 using tw::fail;
 using tw::Status;
+using tw::Value;
 using tw::api::enter;
 using tw::api::enter_group;
 using tw::api::groups;
@@ -130,7 +132,8 @@ twResult_t twGroupSteps(twGroup_t group, int32_t lanes, uint32_t* steps) {
   return enter_group("twGroupSteps", group, [&]() -> Status {
     TW_CHECK_NOT_NULL(steps);
     if (lanes != group->lanes.size()) {
-      return fail(twInvalidArgument, "lanes is %d; it must be config.lanes, %d", lanes, group->lanes.size());
+      return fail(twInvalidArgument, "{} is {}; it must be {}, {}", Argument("lanes"), Value(lanes),
+                  Argument("config.lanes"), group->lanes.size());
     }
     for (int lane = 0; lane < lanes; ++lane) steps[lane] = group->lanes[lane].step;
     return {};
@@ -151,7 +154,7 @@ twResult_t twWindowKeep(twGroup_t group, twWindowKeeper_t* keeper) {
 twResult_t twWindowRelease(twWindowKeeper_t keeper) {
   return enter([&]() -> Status {
     if (!keepers.remove(keeper)) {
-      return fail(twInvalidArgument, "keeper is %p, which is none, or no longer", static_cast<void*>(keeper));
+      return fail(twInvalidArgument, "{} is {}, which is none, or no longer", Argument("keeper"), keeper);
     }
     delete keeper;
     return {};

@@ -16,54 +16,51 @@ std::string shape_text(std::initializer_list<int64_t> shape) {
   return text + "]";
 }
 
-Status check_matrix(const char* name, const twTensor_t* tensor, const char* wanted) {
-  if (tensor == nullptr) return fail(twInvalidArgument, "%s is NULL", name);
+Status check_matrix(const Argument& name, const twTensor_t* tensor, const char* wanted) {
+  if (tensor == nullptr) return fail(twInvalidArgument, "{} is NULL", name);
   if (tensor->ndim != 2) {
-    return fail(twInvalidArgument, "%s has %d dimensions; it must have 2, %s", name, tensor->ndim, wanted);
+    return fail(twInvalidArgument, "{} has {} dimensions; it must have 2, {}", name, tensor->ndim, wanted);
   }
   for (int i = 0; i < 2; ++i) {
     if (tensor->shape[i] >= 0) continue;
-    return fail(twInvalidArgument, "%s has shape %s; sizes are not negative", name,
-                shape_text({tensor->shape[0], tensor->shape[1]}).c_str());
+    return fail(twInvalidArgument, "{} has shape {}; sizes are not negative", name,
+                shape_text({tensor->shape[0], tensor->shape[1]}));
   }
   return {};
 }
 
-Status check_memory(const char* name, const twTensor_t& tensor) {
+Status check_memory(const Argument& name, const twTensor_t& tensor) {
   if (tensor.shape[0] == 0 || tensor.shape[1] == 0) return {};
-  if (tensor.data == nullptr) return fail(twInvalidArgument, "%s has data NULL", name);
+  if (tensor.data == nullptr) return fail(twInvalidArgument, "{} has data NULL", name);
   const auto bytes = static_cast<uintptr_t>(tw::dtype_bytes(tensor.dtype));
   if (reinterpret_cast<uintptr_t>(tensor.data) % bytes == 0) return {};
-  return fail(twInvalidArgument, "%s has data %p; it must be aligned to %zu bytes", name, tensor.data,
-              static_cast<size_t>(bytes));
+  return fail(twInvalidArgument, "{} has data {}; it must be aligned to {} bytes", name, tensor.data, bytes);
 }
 
-Status check_stride(const char* name, const twTensor_t& tensor, int dimension, int64_t wanted, const char* why) {
+Status check_stride(const Argument& name, const twTensor_t& tensor, int dimension, int64_t wanted, const char* why) {
   if (tensor.shape[dimension] <= 1 || tensor.stride[dimension] == wanted) return {};
-  return fail(twInvalidArgument, "%s has stride %lld in dimension %d of shape %s; it must be %lld: %s", name,
-              static_cast<long long>(tensor.stride[dimension]), dimension,
-              shape_text({tensor.shape[0], tensor.shape[1]}).c_str(), static_cast<long long>(wanted), why);
+  return fail(twInvalidArgument, "{} has stride {} in dimension {} of shape {}; it must be {}: {}", name,
+              tensor.stride[dimension], dimension, shape_text({tensor.shape[0], tensor.shape[1]}), wanted, why);
 }
 
-Status check_float_rows(const char* name, const twTensor_t* rows, const char* wanted) {
+Status check_float_rows(const Argument& name, const twTensor_t* rows, const char* wanted) {
   TW_RETURN_IF_FAILED(check_matrix(name, rows, wanted));
   if (!tw::is_summable(rows->dtype)) {
-    return fail(twInvalidArgument, "%s has dtype %s (%d); it must be float32, bfloat16 or float16", name,
-                tw::dtype_name(rows->dtype), rows->dtype);
+    return fail(twInvalidArgument, "{} has dtype {}; it must be float32, bfloat16 or float16", name,
+                tw::dtype_text(rows->dtype));
   }
   // Every byte of it, and of what is computed from it, has a 64-bit offset.
   const int64_t largest = INT64_MAX / 32 / std::max<int64_t>(rows->shape[0], 1);
   if (rows->shape[1] > largest) {
-    return fail(twInvalidArgument, "%s has shape %s; with so many rows one must have at most %lld elements", name,
-                shape_text({rows->shape[0], rows->shape[1]}).c_str(), static_cast<long long>(largest));
+    return fail(twInvalidArgument, "{} has shape {}; with so many rows one must have at most {} elements", name,
+                shape_text({rows->shape[0], rows->shape[1]}), largest);
   }
   TW_RETURN_IF_FAILED(check_memory(name, *rows));
   if (rows->shape[0] == 0 || rows->shape[1] == 0) return {};
   TW_RETURN_IF_FAILED(check_stride(name, *rows, 1, 1, "the elements of a row are contiguous"));
   if (rows->shape[0] > 1 && (rows->stride[0] > largest || rows->stride[0] < -largest)) {
-    return fail(twInvalidArgument, "%s has stride %lld in dimension 0; it must be from %lld to %lld", name,
-                static_cast<long long>(rows->stride[0]), static_cast<long long>(-largest),
-                static_cast<long long>(largest));
+    return fail(twInvalidArgument, "{} has stride {} in dimension 0; it must be from {} to {}", name, rows->stride[0],
+                -largest, largest);
   }
   return {};
 }
@@ -75,21 +72,18 @@ Extent extent(const twTensor_t& matrix) {
 
 Status check_place(int32_t device, const void* stream) {
   if (device < -1) {
-    return fail(twInvalidArgument, "device is %d; it must be -1 (host memory) or a CUDA device from 0", device);
+    return fail(twInvalidArgument, "{} is {}; it must be -1 (host memory) or a CUDA device from 0", Argument("device"),
+                Value(device));
   }
   if (device == -1 && stream != nullptr) {
-    return fail(twInvalidArgument, "stream is %p; it must be NULL for host memory (device -1)", stream);
+    return fail(twInvalidArgument, "{} is {}; it must be NULL for host memory (device -1)", Argument("stream"), stream);
   }
   return {};
 }
 
-Status check_switch(const char* name, int32_t value) {
-  if (value == 0 || value == 1) return {};
-  return fail(twInvalidArgument, "%s is %d; it must be 0 or 1", name, value);
-}
-
 Status without_cuda(int32_t device) {
-  return fail(twUnsupported, "device is %d, but this library was built without CUDA; give host memory and -1", device);
+  return fail(twUnsupported, "{} is {}, but this library was built without CUDA; give host memory and -1",
+              Argument("device"), Value(device));
 }
 
 }  // namespace tw::api

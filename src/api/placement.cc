@@ -14,15 +14,15 @@ namespace tw::api {
 
 Status check_layer(const twGroup& group, int32_t layer) {
   const int32_t layers = group.config.placement.layers;
-  if (layer >= 0 && layer < layers) return {};
-  return fail(twInvalidArgument, "layer is %d; it must be from 0 to %d", layer, layers - 1);
+  return check_range("layer", layer, 0, layers - 1);
 }
 
 namespace {
 
 Status check_mapped(twGroup_t group, int32_t layer) {
   if (!group->config.placement.given) {
-    return fail(twInvalidUsage, "the group was created without config.placement, so its experts have no map");
+    return fail(twInvalidUsage, "the group was created without {}, so its experts have no map",
+                Argument("config.placement"));
   }
   return check_layer(*group, layer);
 }
@@ -30,6 +30,7 @@ Status check_mapped(twGroup_t group, int32_t layer) {
 }  // namespace
 }  // namespace tw::api
 
+using tw::Argument;
 using tw::fail;
 using tw::Status;
 using tw::api::check_mapped;
@@ -43,10 +44,10 @@ twResult_t twGroupReplaceMap(twGroup_t group, int32_t layer, const int32_t* slot
     TW_CHECK_NOT_NULL(slot_expert);
     tw::PlacementSpec& spec = group->config.placement;
     if (slot_shares != nullptr && spec.policy != twReplicaShares) {
-      return fail(twInvalidArgument, "slot_shares is given; only policy twReplicaShares (%d) has them",
-                  twReplicaShares);
+      return fail(twInvalidArgument, "{} is given; only policy {} has them", Argument("slot_shares"),
+                  TW_CONSTANT(twReplicaShares));
     }
-    TW_RETURN_IF_FAILED(tw::check_map(spec, "", slot_expert, slot_shares));
+    TW_RETURN_IF_FAILED(tw::check_map(spec, -1, slot_expert, slot_shares));
     TW_RETURN_IF_FAILED(group->backend->check_stream(stream));
     tw::ExpertMap map(spec, layer, slot_expert, slot_shares, group->context.placement, group->me());
     TW_RETURN_IF_FAILED(tw::heed_interrupt(*group, group->backend->replace_map(layer, map, stream)));
@@ -73,7 +74,8 @@ twResult_t twGroupLoads(twGroup_t group, float* loads, int64_t* dispatches) {
     TW_RETURN_IF_FAILED(check_mapped(group, 0));
     TW_CHECK_NOT_NULL(loads);
     if (!group->config.placement.counts_loads) {
-      return fail(twInvalidUsage, "the group was created with config.placement->count_loads 0, so nothing is counted");
+      return fail(twInvalidUsage, "the group was created with {} 0, so nothing is counted",
+                  Argument("config.placement->count_loads"));
     }
     group->backend->read_loads(loads, dispatches);
     return {};

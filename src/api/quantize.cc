@@ -8,6 +8,8 @@
 
 namespace {
 
+using tw::Argument;
+using tw::check_switch;
 using tw::fail;
 using tw::Status;
 using tw::api::check_apart;
@@ -16,21 +18,20 @@ using tw::api::check_matrix;
 using tw::api::check_memory;
 using tw::api::check_place;
 using tw::api::check_stride;
-using tw::api::check_switch;
 using tw::api::extent;
 using tw::api::Extents;
 using tw::api::shape_text;
 using tw::quantize::kBlock;
 
-Status check_output(const char* name, const twTensor_t* tensor, twDtype_t dtype, int64_t tokens, int64_t elements) {
-  TW_RETURN_IF_FAILED(check_matrix(name, tensor, name[0] == 's' ? "[T, ceil(H / 128)]" : "[T, H]"));
+Status check_output(const Argument& name, const twTensor_t* tensor, twDtype_t dtype, int64_t tokens, int64_t elements) {
+  TW_RETURN_IF_FAILED(check_matrix(name, tensor, dtype == twFloat32 ? "[T, ceil(H / 128)]" : "[T, H]"));
   if (tensor->dtype != dtype) {
-    return fail(twInvalidArgument, "%s has dtype %s (%d); it must be %s", name, tw::dtype_name(tensor->dtype),
-                tensor->dtype, tw::dtype_name(dtype));
+    return fail(twInvalidArgument, "{} has dtype {}; it must be {}", name, tw::dtype_text(tensor->dtype),
+                tw::dtype_name(dtype));
   }
   if (tensor->shape[0] != tokens || tensor->shape[1] != elements) {
-    return fail(twInvalidArgument, "%s has shape %s; it must be %s, as rows has it", name,
-                shape_text({tensor->shape[0], tensor->shape[1]}).c_str(), shape_text({tokens, elements}).c_str());
+    return fail(twInvalidArgument, "{} has shape {}; it must be {}, as {} has it", name,
+                shape_text({tensor->shape[0], tensor->shape[1]}), shape_text({tokens, elements}), Argument("rows"));
   }
   TW_RETURN_IF_FAILED(check_memory(name, *tensor));
   if (tokens == 0 || elements == 0) return {};

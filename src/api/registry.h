@@ -32,12 +32,11 @@ class Registry {
   }
   // Returns what `use` returns, for an object that exists: none is removed meanwhile.
   template <class Use>
-  Status find(const char* name, Object* object, Use&& use) {
+  Status find(const Argument& name, Object* object, Use&& use) {
     const std::lock_guard lock(mutex_);
     if (objects_.count(object) > 0) return use();
-    return object == nullptr ? fail(twInvalidArgument, "%s is NULL", name)
-                             : fail(twInvalidArgument, "%s is %p, which does not exist, or no longer", name,
-                                    static_cast<void*>(object));
+    return object == nullptr ? fail(twInvalidArgument, "{} is NULL", name)
+                             : fail(twInvalidArgument, "{} is {}, which does not exist, or no longer", name, object);
   }
 
   // For fork(), so that no other thread holds the lock in the child.
@@ -56,16 +55,22 @@ inline Registry<twHandle> handles;
 inline Registry<twWindowKeeper> keepers;
 
 inline Status take_turn(twGroup& group, const char* call, Turn* turn) {
-  return turn->take(group.occupied, call, "group",
-                    "a group is for one thread at a time. Give each thread a group of its own, or hold a lock around "
-                    "all its calls; twGroupAbort, from any thread, ends one that waits");
+  return turn->take(group.occupied, call, "group", [] {
+    return compose(
+        "a group is for one thread at a time. Give each thread a group of its own, or hold a lock around all its "
+        "calls; "
+        "{}, from any thread, ends one that waits",
+        Function{"twGroupAbort"});
+  });
 }
 // The comm's turn is for calls in which its ranks meet, which they must make in the same order.
 inline Status take_turn(twComm& comm, const char* call, Turn* turn) {
-  return turn->take(
-      comm.occupied, call, "comm",
-      "ranks make, shrink and destroy the groups of a comm in the same order, one after the other. Hold a "
-      "lock around these calls, or give each thread a comm of its own");
+  return turn->take(comm.occupied, call, "comm", [] {
+    return Sentence(
+        "ranks make, shrink and destroy the groups of a comm in the same order, one after the other. Hold a lock "
+        "around "
+        "these calls, or give each thread a comm of its own");
+  });
 }
 
 // Runs an entry point of a group: `call` is its name, and `body` runs while no other call is in the group.
@@ -91,7 +96,7 @@ twResult_t enter_handle(const char* call, twHandle_t handle, Body&& body) {
 // Runs an entry point that may be called from any thread, beside another call. It touches only what never changes or
 // has a lock of its own.
 template <class Object, class Body>
-twResult_t visit(Registry<Object>& registry, const char* name, Object* object, Body&& body) {
+twResult_t visit(Registry<Object>& registry, const Argument& name, Object* object, Body&& body) {
   return enter([&]() -> Status {
     Guest guest;
     TW_RETURN_IF_FAILED(registry.find(name, object, [&] { return guest.come(object->occupied), Status{}; }));
@@ -108,6 +113,6 @@ void withdraw(Registry<Object>& registry, Object* object, Turn* turn) {
 }
 
 #define TW_CHECK_NOT_NULL(pointer) \
-  if ((pointer) == nullptr) return ::tw::fail(twInvalidArgument, #pointer " is NULL")
+  if ((pointer) == nullptr) return ::tw::fail(twInvalidArgument, "{} is NULL", ::tw::Argument(#pointer))
 
 }  // namespace tw::api

@@ -24,15 +24,15 @@ namespace {
 
 Status check_dtype(const RowsWanted& wanted, const twTensor_t& tensor) {
   if (tensor.dtype == wanted.dtype) return {};
-  return fail(twInvalidArgument, "%s has dtype %s (%d); it must be %s", wanted.name, dtype_name(tensor.dtype),
-              tensor.dtype, dtype_name(wanted.dtype));
+  return fail(twInvalidArgument, "{} has dtype {}; it must be {}", wanted.name, dtype_text(tensor.dtype),
+              dtype_name(wanted.dtype));
 }
 
 Status wrong_shape(const RowsWanted& wanted, const twTensor_t& tensor) {
   std::vector<int64_t> shape(wanted.lead);
   if (!wanted.single) shape.push_back(wanted.elements);
-  return fail(twInvalidArgument, "%s has shape %s; it must be %s", wanted.name, shape_text(tensor).c_str(),
-              shape_text(shape.data(), static_cast<int>(shape.size())).c_str());
+  return fail(twInvalidArgument, "{} has shape {}; it must be {}", wanted.name, shape_text(tensor),
+              shape_text(shape.data(), static_cast<int>(shape.size())));
 }
 
 // The number of leading dimensions that match, 0 if none do.
@@ -54,20 +54,19 @@ bool has_elements(const RowsWanted& wanted, const twTensor_t& tensor, int lead) 
 
 }  // namespace
 
-Status check_stride(const char* name, const twTensor_t& tensor, int dimension) {
+Status check_stride(const Argument& name, const twTensor_t& tensor, int dimension) {
   const int64_t stride = tensor.stride[dimension];
   if (tensor.shape[dimension] <= 1) return {};
   const int64_t largest = INT64_MAX / 32 / tensor.shape[dimension];  // every byte of it still has a 64-bit offset
   if (stride <= largest && stride >= -largest) return {};
-  return fail(twInvalidArgument, "%s has stride %lld in dimension %d; it must be from %lld to %lld", name,
-              static_cast<long long>(stride), dimension, static_cast<long long>(-largest),
-              static_cast<long long>(largest));
+  return fail(twInvalidArgument, "{} has stride {} in dimension {}; it must be from {} to {}", name, stride, dimension,
+              -largest, largest);
 }
 
 Status check_rows(const RowsWanted& wanted, const twTensor_t& tensor, int64_t strides[2]) {
   TW_RETURN_IF_FAILED(check_dtype(wanted, tensor));
   if (tensor.ndim < 1 || tensor.ndim > TW_MAX_DIMS) {
-    return fail(twInvalidArgument, "%s has %d dimensions; it must have from 1 to %d", wanted.name, tensor.ndim,
+    return fail(twInvalidArgument, "{} has {} dimensions; it must have from {} to {}", wanted.name, tensor.ndim, 1,
                 TW_MAX_DIMS);
   }
   // [N, b] and [N*b, 1] cannot be told apart by the product alone: try two leading dimensions first.
@@ -80,18 +79,16 @@ Status check_rows(const RowsWanted& wanted, const twTensor_t& tensor, int64_t st
   for (int i = tensor.ndim - 1; i >= 0 && rows > 0; --i) {
     const bool within = i >= lead;
     if (tensor.shape[i] > 1 && (within || wanted.output) && tensor.stride[i] != contiguous) {
-      return fail(twInvalidArgument, "%s has stride %lld in dimension %d of shape %s; it must be %lld: %s", wanted.name,
-                  static_cast<long long>(tensor.stride[i]), i, shape_text(tensor).c_str(),
-                  static_cast<long long>(contiguous),
+      return fail(twInvalidArgument, "{} has stride {} in dimension {} of shape {}; it must be {}: {}", wanted.name,
+                  tensor.stride[i], i, shape_text(tensor), contiguous,
                   wanted.output ? "an output is C-contiguous" : "the elements of a row are contiguous");
     }
     TW_RETURN_IF_FAILED(check_stride(wanted.name, tensor, i));
     contiguous *= tensor.shape[i];
   }
-  if (rows > 0 && tensor.data == nullptr) return fail(twInvalidArgument, "%s has data NULL", wanted.name);
+  if (rows > 0 && tensor.data == nullptr) return fail(twInvalidArgument, "{} has data NULL", wanted.name);
   if (wanted.typed && reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes) != 0) {
-    return fail(twInvalidArgument, "%s has data %p; it must be aligned to %lld bytes", wanted.name, tensor.data,
-                static_cast<long long>(bytes));
+    return fail(twInvalidArgument, "{} has data {}; it must be aligned to {} bytes", wanted.name, tensor.data, bytes);
   }
   const auto step = [&](int i) { return tensor.shape[i] > 1 ? tensor.stride[i] * bytes : 0; };
   strides[0] = step(0);
@@ -128,22 +125,18 @@ bool disjoint(const Extent& a, const Extent& b) {
   return std::less_equal<>()(a.end, b.begin) || std::less_equal<>()(b.end, a.begin);
 }
 
-void Extents::add_contiguous(const char* name, const twTensor_t& tensor, int index) {
+void Extents::add_contiguous(const Argument& name, const twTensor_t& tensor) {
   int64_t elements = tensor.data == nullptr ? 0 : 1;
   for (int i = 0; i < tensor.ndim; ++i) elements *= tensor.shape[i];
-  add(name, extent_of(tensor.data, 1, 0, elements * dtype_bytes(tensor.dtype)), index);
+  add(name, extent_of(tensor.data, 1, 0, elements * dtype_bytes(tensor.dtype)));
 }
 
 namespace {
 
-std::string name_of(const NamedExtent& tensor) {
-  return tensor.index < 0 ? tensor.name : std::string(tensor.name) + "[" + std::to_string(tensor.index) + "]";
-}
-
 Status check_pair(const NamedExtent& a, const NamedExtent& b) {
   if (disjoint(a.bytes, b.bytes)) return {};
-  return fail(twInvalidArgument, "%s at %p overlaps %s at %p; each must have memory of its own", name_of(a).c_str(),
-              static_cast<const void*>(a.bytes.begin), name_of(b).c_str(), static_cast<const void*>(b.bytes.begin));
+  return fail(twInvalidArgument, "{} at {} overlaps {} at {}; each must have memory of its own", a.name, a.bytes.begin,
+              b.name, b.bytes.begin);
 }
 
 }  // namespace
@@ -151,7 +144,8 @@ Status check_pair(const NamedExtent& a, const NamedExtent& b) {
 Status check_apart(const Extents& outputs, const Extents& inputs, bool pairs_may) {
   for (const NamedExtent& output : outputs) {
     for (const NamedExtent& input : inputs) {
-      if (pairs_may && output.index >= 0 && output.index == input.index) continue;
+      const int64_t of = output.name.indices[0];
+      if (pairs_may && of >= 0 && of == input.name.indices[0]) continue;
       TW_RETURN_IF_FAILED(check_pair(output, input));
     }
     for (const NamedExtent* other = outputs.begin(); other != &output; ++other) {

@@ -18,7 +18,7 @@ std::string shape_text(const twTensor_t& tensor);
 // What a tensor of rows must be. `lead` are the dimensions that count rows; elements come after them, in one dimension
 // or more. Two leading dimensions may also be given as one.
 struct RowsWanted {
-  const char* name;
+  Argument name;
   twDtype_t dtype;
   std::vector<int64_t> lead;
   int64_t elements;
@@ -27,7 +27,7 @@ struct RowsWanted {
   bool single = false;  // `lead` is the whole shape, with 1 element each
 };
 
-Status check_stride(const char* name, const twTensor_t& tensor, int dimension);
+Status check_stride(const Argument& name, const twTensor_t& tensor, int dimension);
 
 // Checks a tensor of rows and gives the byte strides of its one or two leading dimensions.
 Status check_rows(const RowsWanted& wanted, const twTensor_t& tensor, int64_t strides[2]);
@@ -45,21 +45,20 @@ struct Extent {
 Extent extent_of(const void* data, int64_t rows, int64_t stride, int64_t row_bytes);
 bool disjoint(const Extent& a, const Extent& b);
 
-// The extent of one tensor of a call: `name`, or name[index].
+// The extent of one tensor of a call.
 struct NamedExtent {
-  const char* name;
+  Argument name{""};
   Extent bytes;
-  int index = -1;
 };
 
 // The extents of the tensors of a call. Empty tensors touch nothing.
 class Extents {
  public:
-  void add(const char* name, const Extent& bytes, int index = -1) {
-    if (bytes.begin != bytes.end && count_ < kMost) all_[count_++] = {name, bytes, index};
+  void add(const Argument& name, const Extent& bytes) {
+    if (bytes.begin != bytes.end && count_ < kMost) all_[count_++] = {name, bytes};
   }
   // Adds a tensor without gaps.
-  void add_contiguous(const char* name, const twTensor_t& tensor, int index = -1);
+  void add_contiguous(const Argument& name, const twTensor_t& tensor);
   const NamedExtent* begin() const { return all_; }
   const NamedExtent* end() const { return all_ + count_; }
 

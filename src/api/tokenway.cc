@@ -12,15 +12,17 @@
 
 namespace {
 
+using tw::Argument;
 using tw::fail;
+using tw::Function;
 using tw::Status;
+using tw::Value;
 using tw::api::comms;
 using tw::api::enter;
 using tw::api::enter_group;
 using tw::api::enter_handle;
 using tw::api::groups;
 using tw::api::handles;
-using tw::api::last_error;
 using tw::api::visit;
 
 thread_local std::string environment_value;
@@ -36,13 +38,14 @@ Status check_handle(twGroup_t group, twHandle_t handle) {
   return handles.find("handle", handle, [&] {
     return handle->group == group
                ? Status{}
-               : fail(twInvalidArgument, "handle %p belongs to another group", static_cast<void*>(handle));
+               : fail(twInvalidArgument, "{} {} belongs to another group", Argument("handle"), handle);
   });
 }
 
 Status check_exact(const twGroup& group) {
   if (group.shape().exact()) return {};
-  return fail(twInvalidUsage, "config.mode is twLowLatency, which has no exchange of counts");
+  return fail(twInvalidUsage, "{} is {}, which has no exchange of counts", Argument("config.mode"),
+              TW_CONSTANT(twLowLatency));
 }
 
 void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandle* handle) {
@@ -72,42 +75,13 @@ void forget_handles(twGroup& group) {
 
 }  // namespace
 
-const char* twResultString(twResult_t result) {
-  switch (result) {
-#define TW_NAME(name) \
-  case name:          \
-    return #name;
-    TW_NAME(twSuccess)
-    TW_NAME(twInvalidArgument)
-    TW_NAME(twInvalidUsage)
-    TW_NAME(twOutOfMemory)
-    TW_NAME(twSystemError)
-    TW_NAME(twUnsupported)
-    TW_NAME(twConfigMismatch)
-    TW_NAME(twPeerRefused)
-    TW_NAME(twBoundMismatch)
-    TW_NAME(twRecvOverflow)
-    TW_NAME(twTimeout)
-    TW_NAME(twPeerDied)
-    TW_NAME(twExcluded)
-    TW_NAME(twCallMismatch)
-    TW_NAME(twPeerAborted)
-    TW_NAME(twInternalError)
-    TW_NAME(twInterrupted)
-#undef TW_NAME
-  }
-  return "unknown result";
-}
-
-const char* twLastError(void) { return last_error.c_str(); }
-
 int twVersion(void) { return TW_VERSION; }
 
 twResult_t twSetInterrupt(int (*asked)(void* context), void* context, int64_t thread) {
   return enter([&]() -> Status {
     if (thread < 0) {
-      return fail(twInvalidArgument, "thread is %lld; it must be the id of a thread (gettid), or 0 for every one",
-                  static_cast<long long>(thread));
+      return fail(twInvalidArgument, "{} is {}; it must be the id of a thread (gettid), or 0 for every one",
+                  Argument("thread"), Value(thread));
     }
     tw::set_interrupt(asked, context, thread);
     return {};
@@ -120,7 +94,7 @@ twResult_t twEnvironment(int32_t index, const char** name, const char** value, c
     TW_CHECK_NOT_NULL(value);
     TW_CHECK_NOT_NULL(doc);
     if (!tw::describe_variable(index, name, &environment_value, doc)) {
-      return fail(twInvalidArgument, "index is %d, past the last variable", index);
+      return fail(twInvalidArgument, "{} is {}, past the last variable", Argument("index"), Value(index));
     }
     *value = environment_value.c_str();
     return {};
@@ -147,7 +121,7 @@ twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t*
     tw::api::ReadConfig known;
     // An error in this rank's arguments is told to the others, which wait in the same call.
     Status readable = tw::api::read_config(given, &known);
-    if (group == nullptr) readable = fail(twInvalidArgument, "group is NULL");
+    if (group == nullptr) readable = fail(twInvalidArgument, "{} is NULL", Argument("group"));
     std::vector<int> members(comm->bootstrap->size());
     std::iota(members.begin(), members.end(), 0);
     std::unique_ptr<twGroup> made;
@@ -165,7 +139,8 @@ twResult_t twGroupDestroy(twGroup_t group) {
     constexpr char kName[] = "twGroupDestroy";
     TW_RETURN_IF_FAILED(groups.find("group", group, [&] { return tw::api::take_turn(*group, kName, &turn); }));
     if (tw::Guest::is_here(group->occupied)) {
-      return fail(twInvalidUsage, "a callback of twGroupAbort cannot destroy the group that is given up");
+      return fail(twInvalidUsage, "a callback of {} cannot destroy the group that is given up",
+                  Function{"twGroupAbort"});
     }
     // A finished group is destroyed without a meeting, and it must end even where another creation waits.
     if (!group->is_sticky()) TW_RETURN_IF_FAILED(tw::api::take_turn(*group->comm, kName, &meeting));
@@ -181,7 +156,7 @@ twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* given, twGroup_
     TW_RETURN_IF_FAILED(tw::api::take_turn(*group->comm, "twGroupShrink", &meeting));
     tw::api::ReadConfig known;
     Status readable = given != nullptr ? tw::api::read_config(given, &known) : Status{};
-    if (survivors == nullptr) readable = fail(twInvalidArgument, "survivors is NULL");
+    if (survivors == nullptr) readable = fail(twInvalidArgument, "{} is NULL", Argument("survivors"));
     std::unique_ptr<twGroup> made;
     TW_RETURN_IF_FAILED(tw::shrink_group(*group, given != nullptr ? &known.config : nullptr, readable, &made));
     groups.add(made.get());
@@ -219,13 +194,6 @@ twResult_t twGroupPortableInfo(twGroup_t group, twPortableInfo_t* info) {
   });
 }
 
-twResult_t twGroupGetError(twGroup_t group, twErrorRecord_t* record) {
-  return visit(groups, "group", group, [&]() -> Status {
-    tw::poll_device(*group);
-    return tw::api::write_struct("record", group->error(), record);
-  });
-}
-
 twResult_t twHandleMemBytes(twGroup_t group, size_t* bytes) {
   return visit(groups, "group", group, [&]() -> Status {
     TW_CHECK_NOT_NULL(bytes);
@@ -245,7 +213,7 @@ twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, int32_t l
     TW_CHECK_NOT_NULL(handle);
     TW_RETURN_IF_FAILED(tw::api::check_layer(*group, layer));
     if (reinterpret_cast<uintptr_t>(memory) % 64 != 0) {
-      return fail(twInvalidArgument, "memory is %p; it must be aligned to 64 bytes", memory);
+      return fail(twInvalidArgument, "{} is {}; it must be aligned to 64 bytes", Argument("memory"), memory);
     }
     tw::api::CheckedRouting checked;
     TW_RETURN_IF_FAILED(tw::api::check_routing(*group, ids, weights, &checked));
@@ -255,7 +223,7 @@ twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, int32_t l
     made->owns_block = memory == nullptr;
     made->block = memory == nullptr ? group->take_block() : static_cast<std::byte*>(memory);
     if (made->block == nullptr) {
-      return fail(twOutOfMemory, "no memory for a handle of %s", tw::bytes_text(group->handle_bytes).c_str());
+      return fail(twOutOfMemory, "no memory for a handle of {}", tw::bytes_text(group->handle_bytes));
     }
     group->place_arrays(made->block, made.get());
     route(*group, checked, made.get());
@@ -269,14 +237,15 @@ twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, int32_t l
 twResult_t twHandleUpdate(twHandle_t handle, const twTensor_t* ids, const twTensor_t* weights) {
   return enter_handle("twHandleUpdate", handle, [&]() -> Status {
     if (handle->pending != tw::Pending::kNone || handle->lane >= 0) {
-      return fail(twInvalidUsage, "handle holds lane %d; combine or release it before twHandleUpdate", handle->lane);
+      return fail(twInvalidUsage, "{} holds lane {}; combine or release it before {}", Argument("handle"), handle->lane,
+                  Function{"twHandleUpdate"});
     }
     if (handle->sized_in_graph) {
       return fail(
           twInvalidUsage,
           "a captured dispatch or combine of this handle has tensors of as many rows as its counts told, and a replay "
-          "after twHandleUpdate might go beyond them; update a handle whose counts are exchanged in the graph, or "
-          "create one");
+          "after {} might go beyond them; update a handle whose counts are exchanged in the graph, or create one",
+          Function{"twHandleUpdate"});
     }
     tw::api::CheckedRouting checked;
     TW_RETURN_IF_FAILED(tw::api::check_routing(*handle->group, ids, weights, &checked));
@@ -310,7 +279,7 @@ twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* to
     twGroup& group = *handle->group;
     const bool counted = handle->counts.exchanged;
     if (!handle->dispatched && !counted) {
-      return fail(twInvalidUsage, "the handle has not been %s since it was routed",
+      return fail(twInvalidUsage, "the handle has not been {} since it was routed",
                   group.shape().exact() ? "counted" : "dispatched");
     }
     std::vector<int32_t> received(group.ranks());
@@ -332,7 +301,8 @@ namespace {
 Status check_counted(twHandle_t handle, twLayout_t layout, const int64_t* rows) {
   TW_CHECK_NOT_NULL(rows);
   if (layout != twFlat && layout != twGrouped) {
-    return fail(twInvalidArgument, "layout is %d; it must be twFlat (2) or twGrouped (3)", layout);
+    return fail(twInvalidArgument, "{} is {}; it must be {} or {}", Argument("layout"), Value(layout),
+                TW_CONSTANT(twFlat), TW_CONSTANT(twGrouped));
   }
   if (handle->counts.exchanged) return {};
   return fail(twInvalidUsage, "the handle's counts have not been exchanged since it was routed");
@@ -361,8 +331,8 @@ twResult_t twHandleCountsReady(twHandle_t handle, int32_t timeout_ms, int32_t* r
   return enter_handle("twHandleCountsReady", handle, [&]() -> Status {
     TW_CHECK_NOT_NULL(ready);
     if (timeout_ms < -1) {
-      return fail(twInvalidArgument, "timeout_ms is %d; it must be -1 (the group's timeout) or from 0 to %d",
-                  timeout_ms, INT32_MAX);
+      return fail(twInvalidArgument, "{} is {}; it must be -1 (the group's timeout) or from 0 to {}",
+                  Argument("timeout_ms"), Value(timeout_ms), INT32_MAX);
     }
     TW_RETURN_IF_FAILED(check_exact(*handle->group));
     bool known = false;
@@ -385,9 +355,7 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
     twHandle* const known = found.ok() ? handle : nullptr;
     if (status.ok()) status = std::move(found);
     if (status.ok()) status = handle->too_many;
-    if (status.ok() && input.send_only != 0 && input.send_only != 1) {
-      status = fail(twInvalidArgument, "input.send_only is %d; it must be 0 or 1", input.send_only);
-    }
+    if (status.ok()) status = tw::check_switch("input.send_only", input.send_only);
     if (status.ok() && handle->counts.exchanged && group->leases == nullptr) {
       status = fail(twInvalidUsage, "the handle's counts have been exchanged since it was routed");
     }
@@ -397,7 +365,8 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
     std::vector<std::byte*> leases;
     if (status.ok()) status = tw::api::check_landing(*group, input, &call, &leases);
     if (status.ok() && handle->counts.exchanged && handle->lane >= 0) {  // all ranks see it alike: nobody waits
-      return fail(twInvalidUsage, "handle holds lane %d; combine or release it before twExchangeCounts", handle->lane);
+      return fail(twInvalidUsage, "{} holds lane {}; combine or release it before {}", Argument("handle"), handle->lane,
+                  Function{"twExchangeCounts"});
     }
     // Peers are told at once, as for a dispatch.
     if (!status.ok()) {
@@ -446,10 +415,11 @@ twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t*
     Status status = tw::api::read_struct("input", given, &input);
     if (!handle->dispatched) {
       if (status.ok()) tw::keep_pace(*group, *handle, input.stream);
-      return fail(twInvalidUsage, "%s",
-                  handle->pending == tw::Pending::kDispatch
-                      ? "the handle's dispatch is pending; call twComplete before twCombine"
-                      : "combine before dispatch: the handle has not been dispatched");
+      if (handle->pending != tw::Pending::kDispatch) {
+        return fail(twInvalidUsage, "combine before dispatch: the handle has not been dispatched");
+      }
+      return fail(twInvalidUsage, "the handle's dispatch is pending; call {} before {}", Function{"twComplete"},
+                  Function{"twCombine"});
     }
     twCombineOutput_t out{};
     tw::CombineCall call;

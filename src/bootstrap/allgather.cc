@@ -43,21 +43,24 @@ Status agree_on_address(int rank, int size, const std::function<int(const void*,
   Card mine;
   raise_descriptor_limit();
   Status named = name_boot(size, mine.host);
-  std::snprintf(mine.trouble, sizeof mine.trouble, "%s", named.text.c_str());
+  std::snprintf(mine.trouble, sizeof mine.trouble, "%s", named.text().c_str());
   std::random_device random;
   std::snprintf(mine.address, sizeof mine.address, "%08x%08x%08x%08x", random(), random(), random(), random());
   std::vector<Card> all(size);
   const int result = allgather(&mine, all.data(), sizeof mine);
-  if (result != 0 && is_interrupted_now()) return fail(twInterrupted, "connecting was interrupted in config.allgather");
-  if (result != 0) return fail(twSystemError, "config.allgather returned %d; it must return 0", result);
+  if (result != 0 && is_interrupted_now()) {
+    return fail(twInterrupted, "connecting was interrupted in {}", Argument("config.allgather"));
+  }
+  if (result != 0) return fail(twSystemError, "{} returned {}; it must return 0", Argument("config.allgather"), result);
   if (std::memcmp(&all[rank], &mine, sizeof mine) != 0) {
-    return fail(twSystemError, "config.allgather returned 0, but what rank %d gave is not at its place", rank);
+    return fail(twSystemError, "{} returned 0, but what rank {} gave is not at its place", Argument("config.allgather"),
+                rank);
   }
   TW_RETURN_IF_FAILED(std::move(named));
   for (int other = 0; other < size; ++other) {
-    if (all[other].trouble[0] != 0) return fail(twPeerRefused, "rank %d: %s", other, all[other].trouble);
+    if (all[other].trouble[0] != 0) return fail(twPeerRefused, "rank {}: {}", other, all[other].trouble);
     if (std::memcmp(all[other].host, all[rank].host, sizeof mine.host) == 0) continue;
-    return fail(twUnsupported, "rank %d and rank %d run on different hosts; ranks of a comm must share one", rank,
+    return fail(twUnsupported, "rank {} and rank {} run on different hosts; ranks of a comm must share one", rank,
                 other);
   }
   address->assign(all[0].address, ::strnlen(all[0].address, sizeof mine.address));

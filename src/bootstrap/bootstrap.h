@@ -129,7 +129,7 @@ Status connect_mesh(int rank, int size, const std::string& address, TimePoint de
 // Makes a mesh of TCP connections, for ranks on any hosts: they tell each other their addresses by the caller's own
 // allgather(mine, all, bytes). Refuses ranks whose `note` differs; `what` names it in the error.
 Status connect_tcp(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
-                   const std::string& note, const char* what, TimePoint deadline,
+                   const std::string& note, const Sentence& what, TimePoint deadline,
                    std::unique_ptr<Bootstrap>* bootstrap);
 
 // Agrees on an address, which rank 0 makes and tells by the caller's own allgather(mine, all, bytes); that returns 0 on
@@ -196,5 +196,7 @@ class Unpacker {
 // the rank.
 Packer pack_result(const Status& mine);
 Status read_result(int rank, Unpacker& reader);
+// Reads the same as it was given: the sentence in parts, without the rank. It may be cut: reader.ok() says so.
+Status read_status(Unpacker& reader);
 
 }  // namespace tw

@@ -95,7 +95,7 @@ Status Connecting::meet() {
   for (;;) {
     TW_RETURN_IF_FAILED(step());
     if (complete()) return {};
-    if (is_interrupted()) return {twInterrupted, "interrupted: " + missing().text};
+    if (is_interrupted()) return fail(twInterrupted, "interrupted: {}", missing().sentence);
     if (Clock::now() >= deadline_) return missing();
     wait();
   }
@@ -120,7 +120,7 @@ Status Connecting::step() {
     if ((ended || !peer.link.connection.open()) && !peer.over) dead.push_back(rank);
   }
   if (dead.empty()) return {};
-  return fail(twPeerDied, "rank %s of %d is gone, before all ranks were connected", ranks_text(dead).c_str(), size_);
+  return fail(twPeerDied, "rank {} of {} is gone, before all ranks were connected", ranks_text(dead), size_);
 }
 
 // Whether all ranks have all links. A rank whose own links stand could leave before others have theirs, so all wait for
@@ -291,14 +291,15 @@ Status Connecting::answer(Caller& caller, const std::string& said) {
     return {};
   }
   if (hello.version != TW_VERSION) {
-    return fail(twConfigMismatch, "library version: rank %d has %d, rank %d has %d", rank_, TW_VERSION, hello.rank,
+    return fail(twConfigMismatch, "library version: rank {} has {}, rank {} has {}", rank_, TW_VERSION, hello.rank,
                 hello.version);
   }
   if (hello.size != size_) {
-    return fail(twConfigMismatch, "nranks: rank %d has %d, rank %d has %d", rank_, size_, hello.rank, hello.size);
+    return fail(twConfigMismatch, "{}: rank {} has {}, rank {} has {}", Argument("nranks"), rank_, size_, hello.rank,
+                hello.size);
   }
   if (!known || (hello.rank < rank_ && hello.tells == 0)) {
-    return fail(twInvalidArgument, "a process says that it is rank %d; rank %d expected %d..%d", hello.rank, rank_,
+    return fail(twInvalidArgument, "a process says that it is rank {}; rank {} expected {}..{}", hello.rank, rank_,
                 rank_ + 1, size_ - 1);
   }
   if (hello.tells != 0) {
@@ -307,7 +308,7 @@ Status Connecting::answer(Caller& caller, const std::string& said) {
   }
   Link& before = peers_[hello.rank].link;
   if (before.made() && !before.has_ended()) {
-    return fail(twInvalidArgument, "two processes say that they are rank %d", hello.rank);
+    return fail(twInvalidArgument, "two processes say that they are rank {}", hello.rank);
   }
   caller.done = true;
   adopt(hello.rank, std::move(caller.link));
@@ -347,10 +348,10 @@ Status Connecting::missing() const {
     if (!peers_[rank].ready) unready.push_back(rank);
   }
   if (!absent.empty()) {
-    return fail(twTimeout, "rank %s of %d did not arrive in time to connect with rank %d", ranks_text(absent).c_str(),
-                size_, rank_);
+    return fail(twTimeout, "rank {} of {} did not arrive in time to connect with rank {}", ranks_text(absent), size_,
+                rank_);
   }
-  return fail(twTimeout, "rank %s of %d did not arrive in time at all others", ranks_text(unready).c_str(), size_);
+  return fail(twTimeout, "rank {} of {} did not arrive in time at all others", ranks_text(unready), size_);
 }
 
 // Watches the process behind a link, where it is known and the kernel can. A rank that only tells others may have one
@@ -395,9 +396,8 @@ void Connecting::wait() {
 
 bool Connecting::tell(const Status& why) {
   if (!may_tell_) return false;
-  const std::string text = heard_ ? why.text : "rank " + std::to_string(rank_) + ": " + why.text;
   const twResult_t code = why.code == twInterrupted ? twPeerAborted : why.code;  // their waits were not interrupted
-  news_ = pack_news({code, text});
+  news_ = pack_news(heard_ ? Status{code, why.sentence} : fail(code, "rank {}: {}", rank_, why.sentence));
   tell_all(kNewsTag, news_);
   bool owes = false;
   for (int rank = 0; rank < size_; ++rank) {

@@ -32,16 +32,16 @@ int descriptor_shortage() {
 Status fail_to_open(int ranks, const char* what) {
   const int error = errno;
   if (error == ENFILE) {
-    return fail_errno("cannot %s: this host has no file descriptor left (sysctl fs.file-max raises its limit)", what);
+    return fail_errno("cannot {}: this host has no file descriptor left (sysctl fs.file-max raises its limit)", what);
   }
-  if (error != EMFILE) return fail_errno("cannot %s", what);
+  if (error != EMFILE) return fail_errno("cannot {}", what);
   rlimit limit{};
   (void)::getrlimit(RLIMIT_NOFILE, &limit);
   errno = error;
   return fail_errno(
-      "cannot %s: this process has used up its limit of %llu file descriptors; a rank of %d needs up to %d beside the "
+      "cannot {}: this process has used up its limit of {} file descriptors; a rank of {} needs up to {} beside the "
       "program's own; raise the limit (ulimit -n, or LimitNOFILE of a service)",
-      what, static_cast<unsigned long long>(limit.rlim_cur), ranks, descriptors_needed(ranks));
+      what, limit.rlim_cur, ranks, descriptors_needed(ranks));
 }
 
 Status fail_to_receive(int ranks, const char* what) {

@@ -37,26 +37,46 @@ Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, 
     if (presence[i] == Presence::kGaveUp) gave_up.push_back(members[i]);
   }
   if (!late.empty() && was_interrupted()) {
-    return fail(twInterrupted, "%s was interrupted while rank %s had not arrived", occasion, ranks_text(late).c_str());
+    return fail(twInterrupted, "{} was interrupted while rank {} had not arrived", occasion, ranks_text(late));
   }
-  if (!gave_up.empty()) return fail(twPeerAborted, "%s: rank %s gave it up", occasion, ranks_text(gave_up).c_str());
+  if (!gave_up.empty()) return fail(twPeerAborted, "{}: rank {} gave it up", occasion, ranks_text(gave_up));
   for (const int rank : gone) TW_RETURN_IF_FAILED(bootstrap.last_words(rank));
-  if (!gone.empty()) return fail(twPeerDied, "%s: rank %s is gone", occasion, ranks_text(gone).c_str());
-  if (!late.empty()) return fail(twTimeout, "%s: rank %s did not arrive in time", occasion, ranks_text(late).c_str());
+  if (!gone.empty()) return fail(twPeerDied, "{}: rank {} is gone", occasion, ranks_text(gone));
+  if (!late.empty()) return fail(twTimeout, "{}: rank {} did not arrive in time", occasion, ranks_text(late));
   return {};
 }
 
 Packer pack_result(const Status& mine) {
+  const std::vector<Sentence::Part>& parts = mine.sentence.parts();
   Packer packer;
-  packer.add<int32_t>(mine.code).add_bytes(mine.text.data(), mine.text.size());
+  packer.add<int32_t>(mine.code).add(static_cast<uint32_t>(parts.size()));
+  for (const Sentence::Part& part : parts) {
+    packer.add<int32_t>(part.kind).add_bytes(part.text.data(), part.text.size());
+    packer.add_bytes(part.name.data(), part.name.size()).add(part.indices).add(part.value);
+  }
   return packer;
 }
 
+Status read_status(Unpacker& reader) {
+  Status status{static_cast<twResult_t>(reader.get<int32_t>()), {}};
+  const auto parts = reader.get<uint32_t>();
+  for (uint32_t i = 0; i < parts && reader.ok(); ++i) {
+    Sentence::Part part;
+    part.kind = static_cast<twPartKind_t>(reader.get<int32_t>());
+    part.text = reader.get_bytes();
+    part.name = reader.get_bytes();
+    for (int64_t& index : part.indices) index = reader.get<int64_t>();
+    part.value = reader.get<int64_t>();
+    status.sentence.append(std::move(part));
+  }
+  return status;
+}
+
 Status read_result(int rank, Unpacker& reader) {
-  auto code = static_cast<twResult_t>(reader.get<int32_t>());
-  if (code == twInterrupted) code = twPeerAborted;  // that rank's wait was interrupted, not this one's
-  const std::string text = reader.get_bytes();
-  return code == twSuccess ? Status{} : fail(code, "rank %d: %s", rank, text.c_str());
+  Status theirs = read_status(reader);
+  if (theirs.ok()) return theirs;
+  if (theirs.code == twInterrupted) theirs.code = twPeerAborted;  // that rank's wait was interrupted, not this one's
+  return fail(theirs.code, "rank {}: {}", rank, theirs.sentence);
 }
 
 Status agree(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline, const char* occasion,

@@ -16,7 +16,7 @@ namespace {
 
 Status map_memory(int fd, uint64_t bytes, std::shared_ptr<Mapping>* mapping) {
   void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (data == MAP_FAILED) return fail_errno("cannot map a window of %s", bytes_text(bytes).c_str());
+  if (data == MAP_FAILED) return fail_errno("cannot map a window of {}", bytes_text(bytes));
   *mapping = std::make_shared<Mapping>(static_cast<std::byte*>(data), bytes);
   return {};
 }
@@ -26,7 +26,7 @@ Status make_memfd(uint64_t bytes, int ranks, std::shared_ptr<const Fd>* made) {
   if (!*fd) return fail_to_open(ranks, "create a window's memfd");
   *made = fd;
   if (::ftruncate(fd->get(), static_cast<off_t>(bytes)) != 0) {
-    return fail_errno("cannot give a window %s", bytes_text(bytes).c_str());
+    return fail_errno("cannot give a window {}", bytes_text(bytes));
   }
   return {};
 }
@@ -40,16 +40,15 @@ Status take(const Bootstrap& bootstrap, int member, uint64_t number, const Parce
             std::shared_ptr<Mapping>* mapping) {
   if (bootstrap.in_process()) {
     *mapping = local_memory().find(number);
-    return *mapping != nullptr ? Status{} : fail(twSystemError, "rank %d could not give its window", member);
+    return *mapping != nullptr ? Status{} : fail(twSystemError, "rank {} could not give its window", member);
   }
   struct stat size {};
   if (parcel.fd != nullptr && !*parcel.fd) return fail_to_receive(bootstrap.size(), "take a peer's window");
   if (parcel.fd == nullptr || ::fstat(parcel.fd->get(), &size) != 0) {
-    return fail(twSystemError, "rank %d could not give its window", member);
+    return fail(twSystemError, "rank {} could not give its window", member);
   }
   if (static_cast<uint64_t>(size.st_size) != bytes) {
-    return fail(twInternalError, "the window of rank %d has %lld bytes, not %llu", member,
-                static_cast<long long>(size.st_size), static_cast<unsigned long long>(bytes));
+    return fail(twInternalError, "the window of rank {} has {} bytes, not {}", member, size.st_size, bytes);
   }
   return map_memory(parcel.fd->get(), bytes, mapping);
 }

@@ -18,16 +18,13 @@ constexpr size_t kChunk = 1 << 16;
 
 }  // namespace
 
-std::string pack_news(const Status& why) {
-  return Packer().add<int32_t>(why.code).add_bytes(why.text.data(), why.text.size()).take();
-}
+std::string pack_news(const Status& why) { return pack_result(why).take(); }
 
 Status read_news(const std::string& news) {
   Unpacker reader(news);
-  const auto code = static_cast<twResult_t>(reader.get<int32_t>());
-  std::string text = reader.get_bytes();
-  if (!reader.ok() || code == twSuccess) return fail(twInternalError, "a peer failed to say why it cannot connect");
-  return {code, std::move(text)};
+  Status why = read_status(reader);
+  if (!reader.ok() || why.ok()) return fail(twInternalError, "a peer failed to say why it cannot connect");
+  return why;
 }
 
 Link::~Link() {

@@ -160,7 +160,7 @@ class TcpWay : public Way {
     std::vector<Address> addresses(card.at, card.at + card.addresses);
     if (std::strcmp(card.domain, cards_[me_].domain) == 0) addresses = {loopback()};
     if (addresses.empty()) {
-      return fail(twUnsupported, "rank %d has no network interface that is up, and is not where rank %d is", peer, me_);
+      return fail(twUnsupported, "rank {} has no network interface that is up, and is not where rank {} is", peer, me_);
     }
     bool v6 = false;
     *socket = make_socket(&v6);
@@ -203,7 +203,7 @@ class TcpWay : public Way {
 }  // namespace
 
 Status connect_tcp(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
-                   const std::string& note, const char* what, TimePoint deadline,
+                   const std::string& note, const Sentence& what, TimePoint deadline,
                    std::unique_ptr<Bootstrap>* bootstrap) {
   auto way = std::make_unique<TcpWay>();
   raise_descriptor_limit();
@@ -211,7 +211,7 @@ Status connect_tcp(int rank, int size, const std::function<int(const void*, void
   TcpCard mine;
   if (opened.ok()) opened = name_domain(size, &mine);
   if (opened.ok()) opened = list_addresses(size, &mine);
-  std::snprintf(mine.trouble, sizeof mine.trouble, "%s", opened.text.c_str());
+  std::snprintf(mine.trouble, sizeof mine.trouble, "%s", opened.text().c_str());
   std::snprintf(mine.note, sizeof mine.note, "%s", note.c_str());
   std::random_device random;
   mine.secret = static_cast<uint64_t>(random()) << 32 | random() | 1;
@@ -219,15 +219,18 @@ Status connect_tcp(int rank, int size, const std::function<int(const void*, void
   std::vector<TcpCard> cards(size);
   const int result = allgather(&mine, cards.data(), sizeof mine);
   TW_RETURN_IF_FAILED(std::move(opened));
-  if (result != 0 && is_interrupted_now()) return fail(twInterrupted, "connecting was interrupted in config.allgather");
-  if (result != 0) return fail(twSystemError, "config.allgather returned %d; it must return 0", result);
+  if (result != 0 && is_interrupted_now()) {
+    return fail(twInterrupted, "connecting was interrupted in {}", Argument("config.allgather"));
+  }
+  if (result != 0) return fail(twSystemError, "{} returned {}; it must return 0", Argument("config.allgather"), result);
   if (std::memcmp(&cards[rank], &mine, sizeof mine) != 0) {
-    return fail(twSystemError, "config.allgather returned 0, but what rank %d gave is not at its place", rank);
+    return fail(twSystemError, "{} returned 0, but what rank {} gave is not at its place", Argument("config.allgather"),
+                rank);
   }
   for (int other = 0; other < size; ++other) {
-    if (cards[other].trouble[0] != 0) return fail(twPeerRefused, "rank %d: %s", other, cards[other].trouble);
+    if (cards[other].trouble[0] != 0) return fail(twPeerRefused, "rank {}: {}", other, cards[other].trouble);
     if (std::strcmp(cards[other].note, cards[0].note) == 0) continue;
-    return fail(twConfigMismatch, "%s differ: rank 0 has %s, rank %d has %s", what, cards[0].note, other,
+    return fail(twConfigMismatch, "{} differ: rank 0 has {}, rank {} has {}", what, cards[0].note, other,
                 cards[other].note);
   }
   way->know(std::move(cards), rank);

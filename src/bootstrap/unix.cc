@@ -37,8 +37,8 @@ Status find_place(const std::string& address, int rank, Place* place) {
                                        : std::string(1, '\0') + "tokenway/" + address + "/" + std::to_string(rank);
   const size_t end = place->path ? 1 : 0;
   if (name.size() + end > sizeof place->at.sun_path) {
-    return fail(twInvalidArgument, "config.address \"%s\" is too long: a socket name has at most %zu bytes",
-                address.c_str(), sizeof place->at.sun_path - (name.size() - address.size()) - end);
+    return fail(twInvalidArgument, "{} \"{}\" is too long: a socket name has at most {} bytes",
+                Argument("config.address"), address, sizeof place->at.sun_path - (name.size() - address.size()) - end);
   }
   place->at.sun_family = AF_UNIX;
   std::memcpy(place->at.sun_path, name.data(), name.size());
@@ -50,16 +50,14 @@ Fd make_socket() { return Fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK
 
 Status in_use(const std::string& address, int rank) {
   return fail(twInvalidArgument,
-              "config.address \"%s\" is in use for rank %d: it must be unique to one comm on this host, and each rank "
-              "taken once",
-              address.c_str(), rank);
+              "{} \"{}\" is in use for rank {}: it must be unique to one comm on this host, and each rank taken once",
+              Argument("config.address"), address, rank);
 }
 
 // The error that something else stands where a socket should.
 Status not_a_socket(const std::string& address, const Place& place) {
-  return fail(twInvalidArgument,
-              "config.address \"%s\": %s exists and is not a socket; nothing was removed, choose another path",
-              address.c_str(), place.at.sun_path);
+  return fail(twInvalidArgument, "{} \"{}\": {} exists and is not a socket; nothing was removed, choose another path",
+              Argument("config.address"), address, place.at.sun_path);
 }
 
 bool is_there(const Place& place, struct stat* found) { return ::lstat(place.at.sun_path, found) == 0; }
@@ -97,10 +95,11 @@ Status remove_stale(const std::string& address, int rank, int size, const Place&
   if (::connect(socket.get(), place.get(), place.length) == 0 || errno == EAGAIN) return in_use(address, rank);
   if (errno == ENOENT) return {};
   if (errno != ECONNREFUSED) {
-    return fail_errno("cannot tell whether anybody listens at config.address \"%s\", rank %d", address.c_str(), rank);
+    return fail_errno("cannot tell whether anybody listens at {} \"{}\", rank {}", Argument("config.address"), address,
+                      rank);
   }
   if (::unlink(place.at.sun_path) == 0 || errno == ENOENT) return {};
-  return fail_errno("cannot remove the stale socket %s", place.at.sun_path);
+  return fail_errno("cannot remove the stale socket {}", place.at.sun_path);
 }
 
 class UnixWay : public Way {
@@ -121,8 +120,8 @@ class UnixWay : public Way {
     if (!*listener) return fail_to_open(size, "make a socket");
     if (::bind(listener->get(), place.get(), place.length) != 0) {
       Status status = errno == EADDRINUSE ? in_use(address_, rank)
-                                          : fail_errno("cannot bind the socket of config.address \"%s\", rank %d",
-                                                       address_.c_str(), rank);
+                                          : fail_errno("cannot bind the socket of {} \"{}\", rank {}",
+                                                       Argument("config.address"), address_, rank);
       listener->reset();
       return status;
     }
@@ -156,7 +155,7 @@ class UnixWay : public Way {
     }
     if (error == ECONNREFUSED || error == ENOENT || error == EAGAIN || error == EINTR) return {};
     errno = error;
-    return fail_errno("cannot connect to rank %d at config.address \"%s\"", peer, address_.c_str());
+    return fail_errno("cannot connect to rank {} at {} \"{}\"", peer, Argument("config.address"), address_);
   }
 
   Status check(int socket, int* pid) override {
@@ -164,7 +163,7 @@ class UnixWay : public Way {
     socklen_t length = sizeof peer;
     if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return fail_errno("SO_PEERCRED");
     if (peer.uid != ::geteuid()) {
-      return fail(twInvalidArgument, "a process of user %u tried to join a comm of user %u", peer.uid, ::geteuid());
+      return fail(twInvalidArgument, "a process of user {} tried to join a comm of user {}", peer.uid, ::geteuid());
     }
     *pid = peer.pid;
     return {};

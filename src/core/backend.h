@@ -15,6 +15,7 @@
 #include "bootstrap/bootstrap.h"
 #include "core/carrier.h"
 #include "core/config.h"
+#include "core/record.h"
 #include "exchange/collective.h"
 #include "exchange/counts.h"
 #include "exchange/dispatch.h"
@@ -268,7 +269,7 @@ class Backend {
   // Whether a call may be launched on a stream.
   virtual Status check_stream(const void* stream) const {
     if (stream == nullptr) return {};
-    return fail(twInvalidArgument, "stream is %p; it must be NULL on the CPU", stream);
+    return fail(twInvalidArgument, "{} is {}; it must be NULL on the CPU", Argument("stream"), stream);
   }
   // Whether a call on this stream would be captured into a graph.
   virtual bool captures(const void* /*stream*/) const { return false; }
@@ -276,7 +277,7 @@ class Backend {
   virtual void settle() {}
   // Takes over what steps have found out since: fills the record and returns true if there is something new. Never
   // blocks.
-  virtual bool poll(twErrorRecord_t*) { return false; }
+  virtual bool poll(ErrorRecord*) { return false; }
   // Memory for handles; NULL if there is none.
   virtual std::byte* allocate(size_t) { return nullptr; }
   virtual void release(std::byte*) {}

@@ -22,7 +22,7 @@ TimePoint deadline_of(twGroup& group) {
 Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, const StepEnd& end) {
   if (end.code == twSuccess) return {};
   if (end.code == twInterrupted) return interrupt_group(group, phase, at, end.peer);
-  twErrorRecord_t record = empty_record();
+  ErrorRecord record = empty_record();
   record.result = end.code;
   record.peer = end.peer;
   record.reporter = group.me();
@@ -33,7 +33,7 @@ Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, c
   if (end.code == twPeerRefused || end.code == twBoundMismatch) {
     describe_call_error(&record, bound, end.note);
     group.set_error(record);
-    return {end.code, record.message};
+    return {end.code, record.sentence};
   }
   if (end.code == twExcluded) {  // a peer gave up: its abort signal says who is to blame
     const AbortSignal abort = group.backend->find_abort();
@@ -77,20 +77,21 @@ void part_leases(twGroup& group, twHandle& handle) {
 Status choose_lane(twGroup& group, const twHandle* handle, int32_t wish, int* lane) {
   const int count = group.lanes.size();
   if (wish < -1 || wish >= count) {
-    return fail(twInvalidArgument, "input.lane is %d; it must be -1 (the next free one) or from 0 to %d", wish,
-                count - 1);
+    return fail(twInvalidArgument, "{} is {}; it must be -1 (the next free one) or from 0 to {}",
+                Argument("input.lane"), Value(wish), count - 1);
   }
   if (handle != nullptr && handle->lane >= 0) {
     if (wish >= 0 && wish != handle->lane) {
-      return fail(twInvalidUsage, "input.lane is %d, but the handle holds lane %d", wish, handle->lane);
+      return fail(twInvalidUsage, "{} is {}, but the handle holds lane {}", Argument("input.lane"), Value(wish),
+                  handle->lane);
     }
     *lane = handle->lane;
     return {};
   }
   if (wish >= 0) {
     if (group.lanes[wish].holder != nullptr) {
-      return fail(twInvalidUsage, "input.lane %d is held by another handle that was dispatched and not yet combined",
-                  wish);
+      return fail(twInvalidUsage, "{} {} is held by another handle that was dispatched and not yet combined",
+                  Argument("input.lane"), wish);
     }
     *lane = wish;
     return {};
@@ -98,7 +99,7 @@ Status choose_lane(twGroup& group, const twHandle* handle, int32_t wish, int* la
   *lane = group.lanes.next_free();
   if (*lane >= 0) return {};
   return fail(twInvalidUsage,
-              "no free lane: all %d are held by handles that were dispatched and not yet combined; combine or release "
+              "no free lane: all {} are held by handles that were dispatched and not yet combined; combine or release "
               "one, or create the group with more lanes",
               count);
 }
@@ -114,8 +115,8 @@ Status choose_combine_lane(twGroup& group, const twHandle& handle, int* lane) {
 Status check_not_pending(const twHandle& handle) {
   if (handle.pending == Pending::kNone) return {};
   const char* const names[] = {"", "dispatch", "combine", "exchange of counts"};
-  return fail(twInvalidUsage, "the handle has a send_only %s pending; call twComplete first",
-              names[static_cast<int>(handle.pending)]);
+  return fail(twInvalidUsage, "the handle has a send_only {} pending; call {} first",
+              names[static_cast<int>(handle.pending)], Function{"twComplete"});
 }
 
 // Notes that a dispatch or combine about to be made is captured. (Only handles of exact layouts are ever sized.)
@@ -163,7 +164,7 @@ Status finish_combine(twGroup& group, twHandle& handle) {
 
 // All ranks have the same counts, so they refuse alike, and the group stays usable.
 Status refuse_overflow(twGroup& group, const twHandle& handle, const Overflow& overflow) {
-  twErrorRecord_t record = empty_record();
+  ErrorRecord record = empty_record();
   record.result = twRecvOverflow;
   record.peer = overflow.rank;
   record.reporter = group.me();
@@ -173,7 +174,7 @@ Status refuse_overflow(twGroup& group, const twHandle& handle, const Overflow& o
   record.value = overflow.rows;
   describe_call_error(&record, static_cast<uint32_t>(group.shape().recv_rows), 0);
   group.set_error(record);
-  return {twRecvOverflow, record.message};
+  return {twRecvOverflow, record.sentence};
 }
 
 Status finish_counts(twGroup& group, twHandle& handle) {
@@ -271,10 +272,10 @@ Status await_counts(twGroup& group, twHandle& handle) {
   TW_RETURN_IF_FAILED(check_usable(group, twPhaseCounts));
   if (handle.counted.failed) {
     handle.counts.exchanged = false;
-    const twErrorRecord_t record = group.error();  // a peer has refused the call
-    return {record.result, record.message};
+    const ErrorRecord record = group.error();  // a peer has refused the call
+    return {record.result, record.sentence};
   }
-  return fail(twTimeout, "the counts of step %u on lane %d have not come to the host in time", handle.counting.at.step,
+  return fail(twTimeout, "the counts of step {} on lane {} have not come to the host in time", handle.counting.at.step,
               handle.counting.at.lane);
 }
 
@@ -309,9 +310,8 @@ Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* 
   if (*ready) return {};
   const bool launched = handle.counts.exchanged && handle.counts_serial != 0;  // a device tells when they are there
   if (handle.pending != Pending::kCounts && !launched) {
-    return fail(twInvalidUsage,
-                "no exchange of counts is under way that could tell the host: call twExchangeCounts, %s",
-                group.backend->on_device() ? "and not into a graph" : "send_only");
+    return fail(twInvalidUsage, "no exchange of counts is under way that could tell the host: call {}, {}",
+                Function{"twExchangeCounts"}, group.backend->on_device() ? "and not into a graph" : "send_only");
   }
   // S6: a caller that only asks must come to an end too. The first question begins the wait that twComplete ends.
   const TimePoint patience = std::min(deadline_of(group), handle.counts_deadline);
@@ -381,8 +381,8 @@ Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_onl
 
 Status complete(twGroup& group, twHandle& handle, void* stream) {
   if (handle.pending == Pending::kNone) {
-    return fail(twInvalidUsage,
-                "nothing is pending: twComplete follows a send_only twDispatch, twCombine or twExchangeCounts");
+    return fail(twInvalidUsage, "nothing is pending: {} follows a send_only {}, {} or {}", Function{"twComplete"},
+                Function{"twDispatch"}, Function{"twCombine"}, Function{"twExchangeCounts"});
   }
   if (handle.pending == Pending::kCounts) {
     handle.counting.stream = stream;

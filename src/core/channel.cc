@@ -28,11 +28,11 @@ Status ChannelMeeting::meet(const Status& mine, const std::string& bytes, std::v
   const TimePoint now = std::chrono::steady_clock::now();
   const bool in_time = now < init_.deadline;
   for (const int member : init_.members) {
-    if (!mine.ok() && member != me_) init_.bootstrap->post(member, tag_, mine.text);
+    if (!mine.ok() && member != me_) init_.bootstrap->post(member, tag_, mine.text());
   }
   if (mine.code == twInterrupted) return mine;  // and the whole call is given up
-  Packer packer;
-  packer.add<int32_t>(mine.code).add_bytes(mine.text.data(), mine.text.size()).add_bytes(bytes.data(), bytes.size());
+  Packer packer = pack_result(mine);
+  packer.add_bytes(bytes.data(), bytes.size());
   const TimePoint until = mine.ok() ? std::max(now, init_.deadline) + kAnswer : now + kAnswer;
   std::vector<Parcel> parcels;
   Status arrived = gather(*init_.bootstrap, init_.members, tag_, {packer.take(), {}}, until, kConnecting, &parcels);
@@ -43,10 +43,10 @@ Status ChannelMeeting::meet(const Status& mine, const std::string& bytes, std::v
   all->clear();
   for (size_t rank = 0; rank < parcels.size(); ++rank) {
     Unpacker reader(parcels[rank].bytes);
-    const auto code = static_cast<twResult_t>(reader.get<int32_t>());
-    const std::string text = reader.get_bytes();
-    if (code != twSuccess && code != twTimeout) return fail(code, "rank %zu: %s", rank, text.c_str());
-    if (code != twSuccess && mine.ok()) return fail(code, "rank %zu: %s", rank, text.c_str());
+    const Status theirs = read_status(reader);
+    if (!theirs.ok() && (theirs.code != twTimeout || mine.ok())) {
+      return fail(theirs.code, "rank {}: {}", rank, theirs.sentence);
+    }
     all->push_back(reader.get_bytes());
   }
   return mine;
@@ -70,7 +70,7 @@ Status open_channel(const BackendInit& init, uint64_t tag, int device, const Sta
   TW_RETURN_IF_FAILED(ready);
   for (int rank = 0; rank < ranks; ++rank) {
     Unpacker reader(all[rank].bytes);
-    if (reader.get<uint8_t>() == 0) return fail(twSystemError, "rank %d could not begin to connect", rank);
+    if (reader.get<uint8_t>() == 0) return fail(twSystemError, "rank {} could not begin to connect", rank);
     if (rank == 0) port = reader.get<int32_t>();
   }
   if (ranks == 1) return {};
@@ -107,10 +107,10 @@ Status open_channel(const BackendInit& init, uint64_t tag, int device, const Sta
   Status connected;
   if (calls.open(calls.context, &config, channel, error) != 0 || *channel < 0) {
     *channel = -1;
-    if (is_interrupted_now()) return meeting.meet(fail(twInterrupted, "%s was interrupted", kConnecting), "", &nothing);
+    if (is_interrupted_now()) return meeting.meet(fail(twInterrupted, "{} was interrupted", kConnecting), "", &nothing);
     error[sizeof error - 1] = '\0';
-    connected = error[0] != '\0' ? fail(twSystemError, "%s: %s", kConnecting, error)
-                                 : fail(twTimeout, "%s: not all ranks were connected in time", kConnecting);
+    connected = error[0] != '\0' ? fail(twSystemError, "{}: {}", kConnecting, error)
+                                 : fail(twTimeout, "{}: not all ranks were connected in time", kConnecting);
   }
   return meeting.meet(connected, "", &nothing);
 }

@@ -47,9 +47,8 @@ Status collect(twGroup& group, CollectiveCall* given, int32_t wish, int64_t* req
 Status complete_request(twGroup& group, int64_t number, void* stream) {
   const auto found = group.requests.find(number);
   if (found == group.requests.end()) {
-    return fail(twInvalidArgument,
-                "request is %lld, which is no send_only gather or reduce that is still to be completed",
-                static_cast<long long>(number));
+    return fail(twInvalidArgument, "{} is {}, which is no send_only gather or reduce that is still to be completed",
+                Argument("request"), Value(number));
   }
   const int lane = found->second.call.at.lane;
   const twPhase_t phase = found->second.call.phase();

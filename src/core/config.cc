@@ -24,37 +24,33 @@ constexpr DtypeInfo kDtypes[] = {
 };
 constexpr int kDtypeCount = sizeof kDtypes / sizeof kDtypes[0];
 
-Status in_range(const char* field, int64_t value, int64_t low, int64_t high) {
-  if (value >= low && value <= high) return {};
-  return fail(twInvalidArgument, "config.%s is %lld; it must be from %lld to %lld", field,
-              static_cast<long long>(value), static_cast<long long>(low), static_cast<long long>(high));
+// Refuses what low latency does not have.
+Status check_absent(const Argument& field, int64_t value) {
+  if (value == 0) return {};
+  return fail(twInvalidArgument, "{} is {}; in low latency it must be 0", field, Value(value));
 }
 
 // Gives one row's bytes, and refuses them where they do not fit a signed 64-bit stride.
-Status row_bytes(const char* field, int64_t elements, twDtype_t dtype, uint64_t* bytes) {
-  TW_RETURN_IF_FAILED(in_range(field, elements, 1, INT64_MAX / 16));
+Status row_bytes(const Argument& field, int64_t elements, twDtype_t dtype, uint64_t* bytes) {
+  TW_RETURN_IF_FAILED(check_range(field, elements, 1, INT64_MAX / 16));
   *bytes = static_cast<uint64_t>(elements) * dtype_bytes(dtype);
   return {};
 }
 
 Status check_payloads(const twGroupConfig_t& given, Shape* shape) {
-  TW_RETURN_IF_FAILED(in_range("num_payloads", given.num_payloads, 1, TW_MAX_PAYLOADS));
+  TW_RETURN_IF_FAILED(check_range("config.num_payloads", given.num_payloads, 1, TW_MAX_PAYLOADS));
   for (int q = 0; q < given.num_payloads; ++q) {
-    char field[40];
-    std::snprintf(field, sizeof field, "payloads[%d].elements", q);
-    if (dtype_bytes(given.payloads[q].dtype) == 0) {
-      return fail(twInvalidArgument, "config.payloads[%d].dtype is %d; it must be from 1 to %d", q,
-                  given.payloads[q].dtype, kDtypeCount - 1);
-    }
+    const twPayload_t& payload = given.payloads[q];
+    TW_RETURN_IF_FAILED(check_range({"config.payloads[].dtype", q}, payload.dtype, 1, kDtypeCount - 1));
     TW_RETURN_IF_FAILED(
-        row_bytes(field, given.payloads[q].elements, given.payloads[q].dtype, &shape->payload_bytes[q]));
+        row_bytes({"config.payloads[].elements", q}, payload.elements, payload.dtype, &shape->payload_bytes[q]));
   }
   shape->payloads = given.num_payloads;
   if (!is_summable(given.combine_dtype)) {
-    return fail(twInvalidArgument, "config.combine_dtype is %s (%d); it must be float32, bfloat16 or float16",
-                dtype_name(given.combine_dtype), given.combine_dtype);
+    return fail(twInvalidArgument, "{} is {}; it must be float32, bfloat16 or float16",
+                Argument("config.combine_dtype"), dtype_text(given.combine_dtype));
   }
-  return row_bytes("combine_elements", given.combine_elements, given.combine_dtype, &shape->combine_bytes);
+  return row_bytes("config.combine_elements", given.combine_elements, given.combine_dtype, &shape->combine_bytes);
 }
 
 void place_contiguously(int32_t experts, int32_t ranks, GroupConfig* config) {
@@ -70,16 +66,14 @@ void place_contiguously(int32_t experts, int32_t ranks, GroupConfig* config) {
 
 Status place_as_given(const twGroupConfig_t& given, int32_t experts, int32_t ranks, GroupConfig* config) {
   if (given.expert_rank == nullptr || given.expert_slot == nullptr) {
-    return fail(twInvalidArgument, "config.expert_rank and config.expert_slot must be given together");
+    return fail(twInvalidArgument, "{} and {} must be given together", Argument("config.expert_rank[]"),
+                Argument("config.expert_slot[]"));
   }
   config->expert_rank.assign(given.expert_rank, given.expert_rank + experts);
   config->expert_slot.assign(given.expert_slot, given.expert_slot + experts);
   std::vector<int32_t> held(ranks, 0);
   for (int32_t e = 0; e < experts; ++e) {
-    if (config->expert_rank[e] < 0 || config->expert_rank[e] >= ranks) {
-      return fail(twInvalidArgument, "config.expert_rank[%d] is %d; it must be from 0 to %d", e, config->expert_rank[e],
-                  ranks - 1);
-    }
+    TW_RETURN_IF_FAILED(check_range({"config.expert_rank[]", e}, config->expert_rank[e], 0, ranks - 1));
     ++held[config->expert_rank[e]];
   }
   std::vector<int32_t> begin(ranks, 0);  // where each rank's slots begin in `taken`
@@ -89,14 +83,13 @@ Status place_as_given(const twGroupConfig_t& given, int32_t experts, int32_t ran
     const int32_t rank = config->expert_rank[e];
     const int32_t slot = config->expert_slot[e];
     if (slot < 0 || slot >= held[rank]) {
-      return fail(twInvalidArgument,
-                  "config.expert_slot[%d] is %d; rank %d holds %d experts, so it must be from 0 to %d", e, slot, rank,
-                  held[rank], held[rank] - 1);
+      return fail(twInvalidArgument, "{} is {}; rank {} holds {} experts, so it must be from {} to {}",
+                  Argument("config.expert_slot[]", e), Value(slot), rank, held[rank], Least(0), Most(held[rank] - 1));
     }
     int32_t& owner = taken[begin[rank] + slot];
     if (owner >= 0) {
-      return fail(twInvalidArgument, "config.expert_slot[%d] is %d, which expert %d has already on rank %d", e, slot,
-                  owner, rank);
+      return fail(twInvalidArgument, "{} is {}, which expert {} has already on rank {}",
+                  Argument("config.expert_slot[]", e), Value(slot), owner, rank);
     }
     owner = e;
   }
@@ -105,16 +98,16 @@ Status place_as_given(const twGroupConfig_t& given, int32_t experts, int32_t ran
 
 Status check_ids(const twGroupConfig_t& given, const GroupConfig& config) {
   if (given.id_dtype != twInt32 && given.id_dtype != twInt64) {
-    return fail(twInvalidArgument, "config.id_dtype is %s (%d); it must be int32 or int64", dtype_name(given.id_dtype),
-                given.id_dtype);
+    return fail(twInvalidArgument, "{} is {}; it must be int32 or int64", Argument("config.id_dtype"),
+                dtype_text(given.id_dtype));
   }
-  TW_RETURN_IF_FAILED(in_range("id_space", given.id_space, twIdLocal, twIdGlobal));
+  TW_RETURN_IF_FAILED(check_range("config.id_space", given.id_space, twIdLocal, twIdGlobal));
   const int32_t ids = given.id_space == twIdGlobal
                           ? config.placement.slots
                           : *std::max_element(config.local_experts.begin(), config.local_experts.end());
   if (given.invalid_id >= 0 && given.invalid_id < ids) {
-    return fail(twInvalidArgument, "config.invalid_id is %d, which is a valid id; it must be negative or at least %d",
-                given.invalid_id, ids);
+    return fail(twInvalidArgument, "{} is {}, which is a valid id; it must be negative or at least {}",
+                Argument("config.invalid_id"), Value(given.invalid_id), ids);
   }
   return {};
 }
@@ -122,24 +115,24 @@ Status check_ids(const twGroupConfig_t& given, const GroupConfig& config) {
 // Checks the fields that high throughput alone has, and fills in their defaults.
 Status check_throughput(int32_t ranks, const GroupConfig& config, twGroupConfig_t* given, Shape* shape) {
   if (given->lease_bytes > static_cast<uint64_t>(INT64_MAX / 2)) {
-    return fail(twInvalidArgument, "config.lease_bytes is %llu; it must be from 0 to %lld",
-                static_cast<unsigned long long>(given->lease_bytes), static_cast<long long>(INT64_MAX / 2));
+    return fail(twInvalidArgument, "{} is {}; it must be from {} to {}", Argument("config.lease_bytes"),
+                Value(given->lease_bytes), Least(0), Most(INT64_MAX / 2));
   }
   if (given->mode != twHighThroughput) {
-    TW_RETURN_IF_FAILED(in_range("lease_bytes of twLowLatency", static_cast<int64_t>(given->lease_bytes), 0, 0));
-    TW_RETURN_IF_FAILED(in_range("max_recv_tokens of twLowLatency", given->max_recv_tokens, 0, 0));
-    TW_RETURN_IF_FAILED(in_range("overflow of twLowLatency", given->overflow, 0, 0));
-    return in_range("row_alignment of twLowLatency", given->row_alignment, 0, 0);
+    TW_RETURN_IF_FAILED(check_absent("config.lease_bytes", static_cast<int64_t>(given->lease_bytes)));
+    TW_RETURN_IF_FAILED(check_absent("config.max_recv_tokens", given->max_recv_tokens));
+    TW_RETURN_IF_FAILED(check_absent("config.overflow", given->overflow));
+    return check_absent("config.row_alignment", given->row_alignment);
   }
   const int32_t most = ranks * given->max_tokens;
   if (given->max_recv_tokens == 0) given->max_recv_tokens = most;
   if (given->row_alignment == 0) given->row_alignment = 1;
-  TW_RETURN_IF_FAILED(in_range("max_recv_tokens", given->max_recv_tokens, 1, most));
-  TW_RETURN_IF_FAILED(in_range("overflow", given->overflow, twOverflowRefuse, twOverflowDrop));
-  TW_RETURN_IF_FAILED(in_range("row_alignment", given->row_alignment, 1, 256));
+  TW_RETURN_IF_FAILED(check_range("config.max_recv_tokens", given->max_recv_tokens, 1, most));
+  TW_RETURN_IF_FAILED(check_range("config.overflow", given->overflow, twOverflowRefuse, twOverflowDrop));
+  TW_RETURN_IF_FAILED(check_range("config.row_alignment", given->row_alignment, 1, 256));
   if ((given->row_alignment & (given->row_alignment - 1)) != 0) {
-    return fail(twInvalidArgument, "config.row_alignment is %d; it must be a power of two from 1 to 256",
-                given->row_alignment);
+    return fail(twInvalidArgument, "{} is {}; it must be a power of two from 1 to 256",
+                Argument("config.row_alignment"), Value(given->row_alignment));
   }
   shape->recv_rows = given->max_recv_tokens;
   shape->lease_bytes = (given->lease_bytes + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
@@ -152,12 +145,12 @@ Status check_device_rows(const Shape& shape) {
   constexpr uint64_t kLargest = 16u << 20;
   for (int q = 0; q < shape.payloads; ++q) {
     if (shape.payload_bytes[q] <= kLargest) continue;
-    return fail(twInvalidArgument, "config.payloads[%d] has rows of %s; on a device they may have %s", q,
-                bytes_text(shape.payload_bytes[q]).c_str(), bytes_text(kLargest).c_str());
+    return fail(twInvalidArgument, "{} has rows of {}; on a device they may have {}", Argument("config.payloads[]", q),
+                bytes_text(shape.payload_bytes[q]), bytes_text(kLargest));
   }
   if (shape.combine_bytes <= kLargest) return {};
-  return fail(twInvalidArgument, "config.combine_elements gives rows of %s; on a device they may have %s",
-              bytes_text(shape.combine_bytes).c_str(), bytes_text(kLargest).c_str());
+  return fail(twInvalidArgument, "{} gives rows of {}; on a device they may have {}",
+              Argument("config.combine_elements"), bytes_text(shape.combine_bytes), bytes_text(kLargest));
 }
 
 // Decides how a combine's rows are chunked, and how many tokens may travel as LL128 packets.
@@ -173,40 +166,40 @@ void size_for_device(const Environment& environment, Shape* shape) {
   shape->packet_tokens = std::min(tokens, shape->max_tokens);
 }
 
-// Visits every scalar field that must be equal on all ranks, with its name.
+constexpr char kBits[] = " (bits)";  // how the numbers of a sentence show floats
+
+// Visits every scalar field that must be equal on all ranks: its name, its value and, if that is not the number itself,
+// how it is shown.
 template <class Visit>
 void each_shared_field(const twGroupConfig_t& given, const PlacementSpec& placement, uint32_t first_step,
                        int32_t packet_tokens, Visit&& visit) {
-  visit("mode", given.mode);
-  visit("num_experts", given.num_experts);
-  visit("top_k", given.top_k);
-  visit("max_tokens", given.max_tokens);
-  visit("num_payloads", given.num_payloads);
-  char name[40];
+  visit("config.mode", given.mode);
+  visit("config.num_experts", given.num_experts);
+  visit("config.top_k", given.top_k);
+  visit("config.max_tokens", given.max_tokens);
+  visit("config.num_payloads", given.num_payloads);
   for (int q = 0; q < TW_MAX_PAYLOADS; ++q) {
     const bool used = q < given.num_payloads;
-    std::snprintf(name, sizeof name, "payloads[%d].dtype", q);
-    visit(name, used ? given.payloads[q].dtype : 0);
-    std::snprintf(name, sizeof name, "payloads[%d].elements", q);
-    visit(name, used ? given.payloads[q].elements : 0);
+    visit({"config.payloads[].dtype", q}, used ? given.payloads[q].dtype : 0);
+    visit({"config.payloads[].elements", q}, used ? given.payloads[q].elements : 0);
   }
-  visit("combine_dtype", given.combine_dtype);
-  visit("combine_elements", given.combine_elements);
-  visit("lanes", given.lanes);
-  visit("timeout_ms", given.timeout_ms);
-  visit("id_dtype", given.id_dtype);
-  visit("id_space", given.id_space);
-  visit("invalid_id", given.invalid_id);
-  visit("max_recv_tokens", given.max_recv_tokens);
-  visit("overflow", given.overflow);
-  visit("row_alignment", given.row_alignment);
-  visit("lease_bytes", static_cast<int64_t>(given.lease_bytes));
-  visit("placement", placement.given);
-  visit("placement->num_layers", placement.layers);
-  visit("placement->num_slots", placement.slots);
-  visit("placement->policy", placement.policy);
-  visit("placement->count_loads", placement.counts_loads);
-  visit("placement->load_decay (bits)", std::bit_cast<int32_t>(placement.decay));
+  visit("config.combine_dtype", given.combine_dtype);
+  visit("config.combine_elements", given.combine_elements);
+  visit("config.lanes", given.lanes);
+  visit("config.timeout_ms", given.timeout_ms);
+  visit("config.id_dtype", given.id_dtype);
+  visit("config.id_space", given.id_space);
+  visit("config.invalid_id", given.invalid_id);
+  visit("config.max_recv_tokens", given.max_recv_tokens);
+  visit("config.overflow", given.overflow);
+  visit("config.row_alignment", given.row_alignment);
+  visit("config.lease_bytes", static_cast<int64_t>(given.lease_bytes));
+  visit("config.placement", placement.given);
+  visit("config.placement->num_layers", placement.layers);
+  visit("config.placement->num_slots", placement.slots);
+  visit("config.placement->policy", placement.policy);
+  visit("config.placement->count_loads", placement.counts_loads);
+  visit("config.placement->load_decay", std::bit_cast<int32_t>(placement.decay), kBits);
   visit("TOKENWAY_FIRST_STEP", first_step);
   visit("TOKENWAY_LINE_TOKENS", packet_tokens);
 }
@@ -219,6 +212,10 @@ int dtype_bytes(twDtype_t dtype) {
 
 const char* dtype_name(twDtype_t dtype) {
   return static_cast<int>(dtype) >= 0 && static_cast<int>(dtype) < kDtypeCount ? kDtypes[dtype].name : "unknown";
+}
+
+std::string dtype_text(twDtype_t dtype) {
+  return std::string(dtype_name(dtype)) + " (" + std::to_string(static_cast<int>(dtype)) + ")";
 }
 
 bool is_summable(twDtype_t dtype) { return dtype == twFloat32 || dtype == twBfloat16 || dtype == twFloat16; }
@@ -234,21 +231,21 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   if (given.id_dtype == twDtypeNone) given.id_dtype = twInt32;
   if (given.num_experts == 0 && given.top_k == 0) given.num_experts = ranks, given.top_k = 1;
 
-  TW_RETURN_IF_FAILED(in_range("mode", given.mode, twLowLatency, twHighThroughput));
-  TW_RETURN_IF_FAILED(in_range("num_experts", given.num_experts, 1, TW_MAX_EXPERTS));
-  TW_RETURN_IF_FAILED(in_range("top_k", given.top_k, 1, std::min(TW_MAX_TOP_K, given.num_experts)));
-  TW_RETURN_IF_FAILED(in_range("max_tokens", given.max_tokens, 1, TW_MAX_TOKENS));
-  TW_RETURN_IF_FAILED(in_range("lanes", given.lanes, 1, TW_MAX_LANES));
-  TW_RETURN_IF_FAILED(in_range("timeout_ms", given.timeout_ms, 1, INT32_MAX));
-  TW_RETURN_IF_FAILED(in_range("sm_limit", given.sm_limit, 0, INT32_MAX));
+  TW_RETURN_IF_FAILED(check_range("config.mode", given.mode, twLowLatency, twHighThroughput));
+  TW_RETURN_IF_FAILED(check_range("config.num_experts", given.num_experts, 1, TW_MAX_EXPERTS));
+  TW_RETURN_IF_FAILED(check_range("config.top_k", given.top_k, 1, std::min(TW_MAX_TOP_K, given.num_experts)));
+  TW_RETURN_IF_FAILED(check_range("config.max_tokens", given.max_tokens, 1, TW_MAX_TOKENS));
+  TW_RETURN_IF_FAILED(check_range("config.lanes", given.lanes, 1, TW_MAX_LANES));
+  TW_RETURN_IF_FAILED(check_range("config.timeout_ms", given.timeout_ms, 1, INT32_MAX));
+  TW_RETURN_IF_FAILED(check_range("config.sm_limit", given.sm_limit, 0, INT32_MAX));
   if ((given.alloc == nullptr) != (given.release == nullptr)) {
-    return fail(twInvalidArgument, "config.alloc and config.release must be given together");
+    return fail(twInvalidArgument, "{} and {} must be given together", Argument("config.alloc"),
+                Argument("config.release"));
   }
   if (static_cast<int64_t>(ranks) * given.max_tokens > INT32_MAX) {
     return fail(twInvalidArgument,
-                "config.max_tokens is %d; for %d ranks it must be from 1 to %d: received rows are counted "
-                "in 32 bits",
-                given.max_tokens, ranks, INT32_MAX / ranks);
+                "{} is {}; for {} ranks it must be from {} to {}: received rows are counted in 32 bits",
+                Argument("config.max_tokens"), Value(given.max_tokens), ranks, Least(1), Most(INT32_MAX / ranks));
   }
   Shape shape;
   shape.ranks = ranks;
@@ -274,19 +271,16 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
     size_for_device(environment, &shape);
     shape.carried = carried ? 1 : 0;
     if (carried && shape.leases()) {
-      return fail(
-          twUnsupported,
-          "config.lease_bytes is %llu; rows that collectives move between CUDA devices land in the window: give 0",
-          static_cast<unsigned long long>(given.lease_bytes));
+      return fail(twUnsupported, "{} is {}; rows that collectives move between CUDA devices land in the window: give 0",
+                  Argument("config.lease_bytes"), Value(given.lease_bytes));
     }
     if (carried) shape.packet_tokens = 0;  // rows that travel in blocks all come at once
   }
   if (!WindowMap::make(shape, &config->map)) {
-    return fail(
-        twInvalidArgument,
-        "config: %d lanes of 2 banks for %d ranks x max_tokens %d with these rows pass 64 bits; lower max_tokens, "
-        "lanes or the row sizes",
-        given.lanes, ranks, given.max_tokens);
+    return fail(twInvalidArgument,
+                "config: {} lanes of 2 banks for {} ranks x max_tokens {} with these rows pass 64 bits; lower "
+                "max_tokens, lanes or the row sizes",
+                given.lanes, ranks, given.max_tokens);
   }
   return {};
 }
@@ -294,7 +288,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
 std::string pack_config(const GroupConfig& config) {
   Packer packer;
   each_shared_field(config.given, config.placement, config.first_step, config.shape().packet_tokens,
-                    [&](const char*, int64_t value) { packer.add<int64_t>(value); });
+                    [&](const Argument&, int64_t value, const char* = "") { packer.add<int64_t>(value); });
   packer.add_bytes(config.expert_rank.data(), config.expert_rank.size() * sizeof(int32_t));
   packer.add_bytes(config.expert_slot.data(), config.expert_slot.size() * sizeof(int32_t));
   packer.add_bytes(config.placement.slot_expert.data(), config.placement.slot_expert.size() * sizeof(int32_t));
@@ -307,19 +301,21 @@ Status compare_configs(const std::vector<Parcel>& parcels) {
     Unpacker first(parcels[0].bytes);
     Unpacker other(parcels[rank].bytes);
     Status difference;
-    each_shared_field(twGroupConfig_t{}, {}, 0, 0, [&](const char* name, int64_t) {
+    each_shared_field(twGroupConfig_t{}, {}, 0, 0, [&](const Argument& name, int64_t, const char* as = "") {
       const int64_t a = first.get<int64_t>();
       const int64_t b = other.get<int64_t>();
       if (a == b || !difference.ok()) return;
-      difference = fail(twConfigMismatch, "config.%s differs: rank 0 has %lld, rank %zu has %lld", name,
-                        static_cast<long long>(a), rank, static_cast<long long>(b));
+      difference = fail(twConfigMismatch, "{}{} differs: rank 0 has {}, rank {} has {}", name, as, a, rank, b);
     });
-    for (const char* name : {"expert_rank", "expert_slot", "placement->slot_expert", "placement->slot_shares (bits)"}) {
+    for (const auto& [path, as] : {std::pair("config.expert_rank[]", ""),
+                                   {"config.expert_slot[]", ""},
+                                   {"config.placement->slot_expert[]", ""},
+                                   {"config.placement->slot_shares[]", kBits}}) {
       const std::string a = first.get_bytes();
       const std::string b = other.get_bytes();
       const size_t size = std::min(a.size(), b.size()) / sizeof(int32_t);
       if (a.size() != b.size() && difference.ok()) {
-        difference = fail(twConfigMismatch, "config.%s differs: rank 0 has %zu values, rank %zu has %zu", name,
+        difference = fail(twConfigMismatch, "{} differs: rank 0 has {} values, rank {} has {}", Argument(path),
                           a.size() / sizeof(int32_t), rank, b.size() / sizeof(int32_t));
       }
       for (size_t e = 0; e < size && difference.ok(); ++e) {
@@ -328,12 +324,12 @@ Status compare_configs(const std::vector<Parcel>& parcels) {
         a.copy(reinterpret_cast<char*>(&x), sizeof x, e * sizeof x);
         b.copy(reinterpret_cast<char*>(&y), sizeof y, e * sizeof y);
         if (x == y) continue;
-        difference =
-            fail(twConfigMismatch, "config.%s[%zu] differs: rank 0 has %d, rank %zu has %d", name, e, x, rank, y);
+        difference = fail(twConfigMismatch, "{}{} differs: rank 0 has {}, rank {} has {}",
+                          Argument(path, static_cast<int64_t>(e)), as, x, rank, y);
       }
     }
     TW_RETURN_IF_FAILED(difference);
-    if (!first.ok() || !other.ok()) return fail(twConfigMismatch, "config of rank %zu cannot be read", rank);
+    if (!first.ok() || !other.ok()) return fail(twConfigMismatch, "config of rank {} cannot be read", rank);
   }
   return {};
 }

@@ -29,6 +29,8 @@ struct GroupConfig {
 // Bytes of one element; 0 if the value is no dtype.
 int dtype_bytes(twDtype_t dtype);
 const char* dtype_name(twDtype_t dtype);
+// Its name and number, as sentences say it: "int64 (7)".
+std::string dtype_text(twDtype_t dtype);
 // Whether combine can sum this type.
 bool is_summable(twDtype_t dtype);
 

@@ -50,8 +50,8 @@ Status parse(const Variable& variable, int64_t* value) {
   errno = 0;
   *value = std::strtoll(text, &end, 10);
   if (errno != 0 || *end != '\0' || *value < variable.low || *value > variable.high) {
-    return fail(twInvalidArgument, "environment variable %s is \"%s\"; it must be an integer from %lld to %lld",
-                variable.name, text, static_cast<long long>(variable.low), static_cast<long long>(variable.high));
+    return fail(twInvalidArgument, "environment variable {} is \"{}\"; it must be an integer from {} to {}",
+                variable.name, text, variable.low, variable.high);
   }
   return {};
 }
@@ -79,7 +79,7 @@ bool describe_variable(int index, const char** name, std::string* value, const c
   *doc = variable.doc;
   int64_t number = 0;
   const Status status = parse(variable, &number);
-  *value = status.ok() ? std::to_string(number) : status.text;
+  *value = status.ok() ? std::to_string(number) : status.text();
   return true;
 }
 

@@ -108,12 +108,12 @@ std::byte* twGroup::take_block() {
 
 void twGroup::give_block(std::byte* block) { free_blocks_.push_back(block); }
 
-twErrorRecord_t twGroup::error() {
+tw::ErrorRecord twGroup::error() {
   const std::lock_guard lock(error_mutex_);
   return error_;
 }
 
-void twGroup::set_error(const twErrorRecord_t& record) {
+void twGroup::set_error(const tw::ErrorRecord& record) {
   const std::lock_guard lock(error_mutex_);
   if (!error_.sticky) error_ = record;
 }
@@ -146,10 +146,10 @@ Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks
 #endif
   if (needed <= free.bytes / static_cast<uint64_t>(ranks)) return {};
   return fail(twOutOfMemory,
-              "windows of %d ranks need %d x %s, and %s are free, %s; lower max_tokens (%d), lanes (%d), lease_bytes "
+              "windows of {} ranks need {} x {}, and {} are free, {}; lower max_tokens ({}), lanes ({}), lease_bytes "
               "or the row sizes",
-              ranks, ranks, bytes_text(needed).c_str(), bytes_text(free.bytes).c_str(), free.why.c_str(),
-              config.given.max_tokens, config.given.lanes);
+              ranks, ranks, bytes_text(needed), bytes_text(free.bytes), free.why, config.given.max_tokens,
+              config.given.lanes);
 }
 
 }  // namespace
@@ -270,13 +270,14 @@ Status destroy_group(std::unique_ptr<twGroup> group) {
 namespace {
 
 // Names what a rank does in a phase.
-const char* name_of(twPhase_t phase) {
-  const char* const phases[] = {"an idle group",          "creation",     "dispatch",        "combine", "shrink",
-                                "the exchange of counts", "twAllGatherV", "twReduceScatterV"};
+Sentence name_of(twPhase_t phase) {
+  if (phase == twPhaseGather) return Function{"twAllGatherV"};
+  if (phase == twPhaseReduce) return Function{"twReduceScatterV"};
+  const char* const phases[] = {"an idle group", "creation", "dispatch", "combine", "shrink", "the exchange of counts"};
   return phases[phase];
 }
 
-void announce(twGroup& group, const twErrorRecord_t& record) {
+void announce(twGroup& group, const ErrorRecord& record) {
   group.backend->announce_abort({static_cast<uint32_t>(record.result), static_cast<uint32_t>(record.reporter),
                                  static_cast<uint32_t>(record.peer), group.gave_up});
 }
@@ -284,7 +285,7 @@ void announce(twGroup& group, const twErrorRecord_t& record) {
 }  // namespace
 
 void poll_device(twGroup& group) {
-  twErrorRecord_t record = empty_record();
+  ErrorRecord record = empty_record();
   if (group.is_sticky() || !group.backend->poll(&record)) return;
   if (record.sticky) {
     (void)finish_group(group, record);
@@ -296,8 +297,8 @@ void poll_device(twGroup& group) {
 Status check_usable(twGroup& group, twPhase_t phase) {
   poll_device(group);
   if (group.is_sticky()) {
-    const twErrorRecord_t record = group.error();
-    return fail(record.result, "the group is finished: %s", record.message);
+    const ErrorRecord record = group.error();
+    return fail(record.result, "the group is finished: {}", record.sentence);
   }
   const AbortSignal abort = group.backend->find_abort();
   if (abort.kind == 0) return {};
@@ -307,7 +308,7 @@ Status check_usable(twGroup& group, twPhase_t phase) {
     poll_device(group);
     if (group.is_sticky()) return check_usable(group, phase);
   }
-  twErrorRecord_t record = empty_record();
+  ErrorRecord record = empty_record();
   record.result = static_cast<twResult_t>(abort.kind);
   record.peer = static_cast<int32_t>(abort.culprit);
   record.reporter = static_cast<int32_t>(abort.reporter);
@@ -315,12 +316,11 @@ Status check_usable(twGroup& group, twPhase_t phase) {
   return finish_group(group, record);
 }
 
-Status finish_group(twGroup& group, twErrorRecord_t record) {
-  const twErrorRecord_t culprit = record;  // what peers are told; record.result may become twExcluded below
-  char where[96] = "";
+Status finish_group(twGroup& group, ErrorRecord record) {
+  const ErrorRecord culprit = record;  // what peers are told; record.result may become twExcluded below
+  Sentence where;
   if (record.lane >= 0) {
-    std::snprintf(where, sizeof where, " of step %u on lane %d (last seen: step %u)", record.expected, record.lane,
-                  record.seen);
+    where = compose(" of step {} on lane {} (last seen: step {})", record.expected, record.lane, record.seen);
   }
   // The others found this rank late or gone: they go on without it.
   const bool mine = record.peer == group.me() && record.reporter != group.me() &&
@@ -330,20 +330,19 @@ Status finish_group(twGroup& group, twErrorRecord_t record) {
   if (record.result == twPeerDied) what = "is gone";
   if (record.result == twPeerAborted) what = "gave the group up";
   if (record.result == twCallMismatch) what = "made a different call";
-  std::snprintf(record.message, sizeof record.message, "rank %d %s in %s%s; found by rank %d%s", record.peer, what,
-                name_of(record.phase), where, record.reporter,
-                mine ? ": this is that rank, and its peers go on without it" : "");
+  record.set_sentence(compose("rank {} {} in {}{}; found by rank {}{}", record.peer, what, name_of(record.phase), where,
+                              record.reporter, mine ? ": this is that rank, and its peers go on without it" : ""));
   if (mine) record.result = twExcluded;
   record.sticky = 1;
   group.set_error(record);
   announce(group, culprit);
-  return {record.result, record.message};
+  return {record.result, record.sentence};
 }
 
 void abort_group(twGroup& group) {
   if (group.gave_up.exchange(true)) return;
   if (check_usable(group, twPhaseNone).ok()) {
-    twErrorRecord_t record = empty_record();
+    ErrorRecord record = empty_record();
     record.result = twPeerAborted;
     record.peer = record.reporter = group.me();
     (void)finish_group(group, record);
@@ -356,8 +355,8 @@ Status interrupt_group(twGroup& group, twPhase_t phase, StepPlace at, int32_t pe
   abort_group(group);
   const std::string whom = peer >= 0 ? "rank " + std::to_string(peer) : "its peers";
   return fail(twInterrupted,
-              "interrupted in %s of step %u on lane %d while it waited for %s: rank %d gave the group up",
-              name_of(phase), at.step, at.lane, whom.c_str(), group.me());
+              "interrupted in {} of step {} on lane {} while it waited for {}: rank {} gave the group up",
+              name_of(phase), at.step, at.lane, whom, group.me());
 }
 
 Status heed_interrupt(twGroup& group, Status status) {

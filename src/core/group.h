@@ -22,14 +22,6 @@
 
 namespace tw {
 
-// Makes a record that blames nobody yet.
-inline twErrorRecord_t empty_record() {
-  twErrorRecord_t record{};
-  record.size = sizeof record;
-  record.peer = record.reporter = record.lane = record.token = record.k = -1;
-  return record;
-}
-
 // A send_only gather or reduce that is not completed yet.
 struct Request {
   CollectiveCall call;
@@ -83,14 +75,14 @@ struct twGroup : tw::Quarantined<twGroup> {
   std::byte* take_block();
   void give_block(std::byte* block);
 
-  twErrorRecord_t error();
-  void set_error(const twErrorRecord_t& record);
+  tw::ErrorRecord error();
+  void set_error(const tw::ErrorRecord& record);
   bool is_sticky();
 
  private:
   std::vector<std::byte*> free_blocks_;
   std::mutex error_mutex_;  // twGroupGetError may come from any thread
-  twErrorRecord_t error_ = tw::empty_record();
+  tw::ErrorRecord error_ = tw::empty_record();
 };
 
 namespace tw {
@@ -116,7 +108,7 @@ void poll_device(twGroup& group);
 Status check_usable(twGroup& group, twPhase_t phase);
 
 // Makes an error of the group, tells the peers, and returns it as a sentence.
-Status finish_group(twGroup& group, twErrorRecord_t record);
+Status finish_group(twGroup& group, ErrorRecord record);
 
 // Gives the group up on behalf of this rank.
 void abort_group(twGroup& group);

@@ -23,8 +23,8 @@ LeaseArea::Info LeaseArea::info() {
 
 Status LeaseArea::take(uint64_t bytes, std::byte** memory) {
   if (bytes == 0 || bytes > bytes_) {
-    return fail(bytes == 0 ? twInvalidArgument : twOutOfMemory, "bytes is %llu; it must be from 1 to lease_bytes, %llu",
-                static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(bytes_));
+    return fail(bytes == 0 ? twInvalidArgument : twOutOfMemory, "{} is {}; it must be from 1 to lease_bytes, {}",
+                Argument("bytes"), Value(bytes), bytes_);
   }
   bytes = whole(bytes);
   {
@@ -43,19 +43,19 @@ Status LeaseArea::take(uint64_t bytes, std::byte** memory) {
     }
   }
   const Info now = info();
-  return fail(twOutOfMemory, "no lease of %s: of lease_bytes, %s, %d leases have %s, and the largest gap is %s",
-              bytes_text(bytes).c_str(), bytes_text(bytes_).c_str(), now.leases, bytes_text(now.used).c_str(),
-              bytes_text(now.largest).c_str());
+  return fail(twOutOfMemory, "no lease of {}: of lease_bytes, {}, {} leases have {}, and the largest gap is {}",
+              bytes_text(bytes), bytes_text(bytes_), now.leases, bytes_text(now.used), bytes_text(now.largest));
 }
 
 Status LeaseArea::trim(std::byte* memory, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   Lease& lease = leases_.at(memory);
   if (bytes == 0 || bytes > lease.bytes) {
-    return fail(twInvalidArgument, "bytes is %llu; it must be from 1 to what the lease has, %llu",
-                static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(lease.bytes));
+    return fail(twInvalidArgument, "{} is {}; it must be from 1 to what the lease has, {}", Argument("bytes"),
+                Value(bytes), lease.bytes);
   }
-  if (lease.announced) return fail(twInvalidUsage, "memory %p is announced: peers may write to all of it", memory);
+  if (lease.announced)
+    return fail(twInvalidUsage, "{} {} is announced: peers may write to all of it", Argument("memory"), memory);
   lease.bytes = whole(bytes);
   return {};
 }
@@ -71,28 +71,27 @@ Status LeaseArea::give(std::byte* memory) {
   return {};
 }
 
-Status LeaseArea::may_announce(const char* name, const void* memory, uint64_t bytes, std::byte** lease) {
+Status LeaseArea::may_announce(const Argument& name, const void* memory, uint64_t bytes, std::byte** lease) {
   auto* const begin = static_cast<std::byte*>(const_cast<void*>(memory));
   const std::lock_guard lock(mutex_);
   auto found = leases_.upper_bound(begin);
   if (found == leases_.begin())
-    return fail(twInvalidArgument, "%s is %p, which is no lease of this group", name, memory);
+    return fail(twInvalidArgument, "{} is {}, which is no lease of this group", name, memory);
   --found;
   const auto at = static_cast<uint64_t>(begin - found->first);
   if (at >= found->second.bytes || found->second.given) {
-    return fail(twInvalidArgument, "%s is %p, which is no lease of this group", name, memory);
+    return fail(twInvalidArgument, "{} is {}, which is no lease of this group", name, memory);
   }
   if (at % kAlignment != 0) {
-    return fail(twInvalidArgument, "%s is %p; from its lease's begin, %p, it must be a multiple of %llu bytes", name,
-                memory, static_cast<void*>(found->first), static_cast<unsigned long long>(kAlignment));
+    return fail(twInvalidArgument, "{} is {}; from its lease's begin, {}, it must be a multiple of {} bytes", name,
+                memory, found->first, kAlignment);
   }
   if (bytes > found->second.bytes - at) {
-    return fail(twInvalidArgument, "%s has %llu bytes; it must have %llu, as many rows as may come (max_recv_tokens)",
-                name, static_cast<unsigned long long>(found->second.bytes - at),
-                static_cast<unsigned long long>(bytes));
+    return fail(twInvalidArgument, "{} has {} bytes; it must have {}, as many rows as may come (max_recv_tokens)", name,
+                found->second.bytes - at, bytes);
   }
   if (found->second.announced) {
-    return fail(twInvalidUsage, "%s is %p, which is announced already: its dispatch has not ended", name, memory);
+    return fail(twInvalidUsage, "{} is {}, which is announced already: its dispatch has not ended", name, memory);
   }
   *lease = found->first;
   return {};

@@ -36,7 +36,7 @@ class LeaseArea {
   Status give(std::byte* memory);
 
   // Whether these bytes may be announced. *lease: the lease that they lie in.
-  Status may_announce(const char* name, const void* memory, uint64_t bytes, std::byte** lease);
+  Status may_announce(const Argument& name, const void* memory, uint64_t bytes, std::byte** lease);
   // claim: peers may write there from now on. release: no peer does any more.
   void claim(const std::vector<std::byte*>& leases);
   void release(const std::vector<std::byte*>& leases);

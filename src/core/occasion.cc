@@ -49,8 +49,8 @@ Status call_mismatch(std::span<const int> ranks, std::span<const Occasion> occas
     text += "rank " + ranks_text(alike) + " " + does(each, alike.size() > 1, told.empty(), named);
     told.push_back(each);
   }
-  return fail(twCallMismatch, "%s; all ranks of a comm must create, shrink and destroy its groups in the same order",
-              text.c_str());
+  return fail(twCallMismatch, "{}; all ranks of a comm must create, shrink and destroy its groups in the same order",
+              text);
 }
 
 bool Opening::anybody_elsewhere(const std::vector<Parcel>& come) const {

@@ -31,8 +31,8 @@ class Turn {
     if (of_ != nullptr) of_->call.store(nullptr, std::memory_order_release);
   }
 
-  // Takes the turn. `what` names the object, and `why` says why it is for one call at a time.
-  Status take(Occupied& of, const char* call, const char* what, const char* why) {
+  // Takes the turn. `what` names the object, and `why` gives the reason why it is for one call at a time.
+  Status take(Occupied& of, const char* call, const char* what, Sentence (*why)()) {
     const char* other = nullptr;
     if (of.call.compare_exchange_strong(other, call, std::memory_order_acquire, std::memory_order_relaxed)) {
       of.thread.store(&this_thread_mark, std::memory_order_relaxed);
@@ -41,8 +41,8 @@ class Turn {
     }
     // A signal's handler, an allocator or a carrier of the caller's may run within a call.
     const bool here = of.thread.load(std::memory_order_relaxed) == &this_thread_mark;
-    return fail(twInvalidUsage, "%s is under way on the %s, in %s: %s", other, what,
-                here ? "this very thread" : "another thread", why);
+    return fail(twInvalidUsage, "{} is under way on the {}, in {}: {}", UnderWay{other}, what,
+                here ? "this very thread" : "another thread", why());
   }
 
   // Forgets the object, which ends with this call.

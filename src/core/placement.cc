@@ -16,18 +16,23 @@ namespace {
 constexpr int64_t kMaxEntries = int64_t{1} << 24;  // entries of all layers' maps, which each rank keeps and compares
 }
 
-Status check_map(const PlacementSpec& spec, const char* what, const int32_t* slot_expert, const float* shares) {
+Status check_map(const PlacementSpec& spec, int32_t layer, const int32_t* slot_expert, const float* shares) {
+  const auto expert_at = [&](int32_t p) {
+    return layer < 0 ? Argument("slot_expert[]", p) : Argument("config.placement->slot_expert[]", layer, p);
+  };
+  const auto share_at = [&](int32_t p) {
+    return layer < 0 ? Argument("slot_shares[]", p) : Argument("config.placement->slot_shares[]", layer, p);
+  };
   std::vector<int32_t> held(spec.experts, 0);
   std::vector<double> shared(spec.experts, 0.0);
   for (int32_t p = 0; p < spec.slots; ++p) {
     const int32_t expert = slot_expert[p];
     if (expert < -1 || expert >= spec.experts) {
-      return fail(twInvalidArgument, "%sslot_expert[%d] is %d; it must be -1 (none) or from 0 to %d", what, p, expert,
+      return fail(twInvalidArgument, "{} is {}; it must be -1 (none) or from 0 to {}", expert_at(p), Value(expert),
                   spec.experts - 1);
     }
     if (shares != nullptr && !(shares[p] >= 0.0f && std::isfinite(shares[p]))) {
-      return fail(twInvalidArgument, "%sslot_shares[%d] is %g; it must be finite and at least 0", what, p,
-                  static_cast<double>(shares[p]));
+      return fail(twInvalidArgument, "{} is {}; it must be finite and at least 0", share_at(p), shares[p]);
     }
     if (expert < 0) continue;
     ++held[expert];
@@ -35,11 +40,11 @@ Status check_map(const PlacementSpec& spec, const char* what, const int32_t* slo
   }
   for (int32_t e = 0; e < spec.experts; ++e) {
     if (held[e] == 0) {
-      return fail(twInvalidArgument, "%sslot_expert has no slot of expert %d; each of 0 to %d must have one", what, e,
+      return fail(twInvalidArgument, "{} has no slot of expert {}; each of 0 to {} must have one", expert_at(-1), e,
                   spec.experts - 1);
     }
     if (shared[e] <= 0.0) {
-      return fail(twInvalidArgument, "%sslot_shares of expert %d are all 0; one of its slots must have more", what, e);
+      return fail(twInvalidArgument, "{} of expert {} are all 0; one of its slots must have more", share_at(-1), e);
     }
   }
   return {};
@@ -48,33 +53,29 @@ Status check_map(const PlacementSpec& spec, const char* what, const int32_t* slo
 Status check_placement(const twPlacement_t* given, int32_t experts, PlacementSpec* spec) {
   spec->experts = spec->slots = experts;
   if (given == nullptr) return {};
-  const auto in_range = [](const char* field, int64_t value, int64_t low, int64_t high) -> Status {
-    if (value >= low && value <= high) return {};
-    return fail(twInvalidArgument, "config.placement->%s is %lld; it must be from %lld to %lld", field,
-                static_cast<long long>(value), static_cast<long long>(low), static_cast<long long>(high));
-  };
   spec->given = true;
   if (given->num_layers != 0) spec->layers = given->num_layers;
   if (given->num_slots != 0) spec->slots = given->num_slots;
   spec->policy = given->policy;
-  TW_RETURN_IF_FAILED(in_range("num_layers", spec->layers, 1, TW_MAX_LAYERS));
-  TW_RETURN_IF_FAILED(in_range("num_slots", spec->slots, experts, TW_MAX_EXPERTS));
+  TW_RETURN_IF_FAILED(check_range("config.placement->num_layers", spec->layers, 1, TW_MAX_LAYERS));
+  TW_RETURN_IF_FAILED(check_range("config.placement->num_slots", spec->slots, experts, TW_MAX_EXPERTS));
   const auto entries = int64_t{spec->layers} * spec->slots;
   if (entries > kMaxEntries) {
-    return fail(twInvalidArgument, "config.placement->num_layers is %d; with %d slots it must be from 1 to %lld",
-                spec->layers, spec->slots, static_cast<long long>(kMaxEntries / spec->slots));
+    return fail(twInvalidArgument, "{} is {}; with {} slots it must be from {} to {}",
+                Argument("config.placement->num_layers"), Value(spec->layers), spec->slots, Least(1),
+                Most(kMaxEntries / spec->slots));
   }
-  TW_RETURN_IF_FAILED(in_range("policy", given->policy, twReplicaRoundRobin, twReplicaBalanced));
-  TW_RETURN_IF_FAILED(in_range("count_loads", given->count_loads, 0, 1));
+  TW_RETURN_IF_FAILED(check_range("config.placement->policy", given->policy, twReplicaRoundRobin, twReplicaBalanced));
+  TW_RETURN_IF_FAILED(check_range("config.placement->count_loads", given->count_loads, 0, 1));
   spec->counts_loads = given->count_loads != 0;
   spec->decay = given->load_decay;
   if (!(spec->decay >= 0.0f && spec->decay < 1.0f)) {
-    return fail(twInvalidArgument, "config.placement->load_decay is %g; it must be at least 0 and below 1",
-                static_cast<double>(spec->decay));
+    return fail(twInvalidArgument, "{} is {}; it must be at least 0 and below 1",
+                Argument("config.placement->load_decay"), spec->decay);
   }
   if (given->slot_shares != nullptr && spec->policy != twReplicaShares) {
-    return fail(twInvalidArgument, "config.placement->slot_shares is given; only policy twReplicaShares (%d) has them",
-                twReplicaShares);
+    return fail(twInvalidArgument, "{} is given; only policy {} has them", Argument("config.placement->slot_shares"),
+                TW_CONSTANT(twReplicaShares));
   }
   const auto all = static_cast<size_t>(entries);
   if (given->slot_expert != nullptr) {
@@ -86,9 +87,7 @@ Status check_placement(const twPlacement_t* given, int32_t experts, PlacementSpe
   }
   if (given->slot_shares != nullptr) spec->slot_shares.assign(given->slot_shares, given->slot_shares + all);
   for (int32_t layer = 0; layer < spec->layers; ++layer) {
-    char what[64];
-    std::snprintf(what, sizeof what, "config.placement (layer %d)->", layer);
-    TW_RETURN_IF_FAILED(check_map(*spec, what, spec->map(layer), spec->shares(layer)));
+    TW_RETURN_IF_FAILED(check_map(*spec, layer, spec->map(layer), spec->shares(layer)));
   }
   return {};
 }

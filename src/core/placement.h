@@ -44,9 +44,9 @@ struct PlacementSpec {
 
 // Checks a caller's placement. `experts`: E. Errors name the field, its value and the allowed range.
 Status check_placement(const twPlacement_t* given, int32_t experts, PlacementSpec* spec);
-// Checks one map in the same way. shares: NULL, or as in twPlacement_t. `what`: begins the arguments' names in
-// sentences.
-Status check_map(const PlacementSpec& spec, const char* what, const int32_t* slot_expert, const float* shares);
+// Checks one map in the same way. shares: NULL, or as in twPlacement_t. layer: that of a configuration whose map it is,
+// or -1 where the map is an argument by itself.
+Status check_map(const PlacementSpec& spec, int32_t layer, const int32_t* slot_expert, const float* shares);
 
 // A layer's map as a rank uses it.
 class ExpertMap {

@@ -34,12 +34,12 @@ enum Suspicion : uint8_t {
 };
 
 // Makes the group send nothing more; peers are not told of an error.
-void finish_quietly(twGroup& group, twResult_t result, const char* why) {
-  twErrorRecord_t record = empty_record();
+void finish_quietly(twGroup& group, twResult_t result, Sentence why) {
+  ErrorRecord record = empty_record();
   record.result = result;
   record.sticky = 1;
   record.phase = twPhaseShrink;
-  std::snprintf(record.message, sizeof record.message, "%s", why);
+  record.set_sentence(std::move(why));
   group.set_error(record);
 }
 
@@ -62,7 +62,7 @@ class Agreement {
       TW_RETURN_IF_FAILED(hold_round(tags + static_cast<uint64_t>(round), was_calm, &calm, &all_were_calm));
       if (calm && all_were_calm) return check_larger_side();
     }
-    return fail(twInternalError, "the survivors did not agree in %d rounds", rounds);
+    return fail(twInternalError, "the survivors did not agree in {} rounds", rounds);
   }
 
   // The survivors, as ranks of the comm.
@@ -73,7 +73,7 @@ class Agreement {
   bool excluded() const { return excluded_; }
 
   Status given_up() {
-    return stay_behind(fail(twExcluded, "rank %d was given up by its peers, which go on without it", group_.me()));
+    return stay_behind(fail(twExcluded, "rank {} was given up by its peers, which go on without it", group_.me()));
   }
 
  private:
@@ -101,15 +101,15 @@ class Agreement {
       return call_mismatch(members, calls);
     }
     return stay_behind(
-        fail(twExcluded, "rank %s live but did not answer all of rank %s in time; these are not more, and do not go on",
-             ranks_text(others).c_str(), ranks_text(side).c_str()));
+        fail(twExcluded, "rank {} live but did not answer all of rank {} in time; these are not more, and do not go on",
+             ranks_text(others), ranks_text(side)));
   }
 
   // Ends this rank's part: no later call will answer either, and no step will be made.
   Status stay_behind(Status why) {
     leave_group(group_);
     group_.excluded = true;
-    finish_quietly(group_, twExcluded, why.text.c_str());
+    finish_quietly(group_, twExcluded, why.sentence);
     return why;
   }
 
@@ -118,7 +118,7 @@ class Agreement {
     if (told_) return;
     told_ = !check_usable(group_, twPhaseShrink).ok();
     if (!told_) return;
-    const twErrorRecord_t record = group_.error();
+    const ErrorRecord record = group_.error();
     excluded_ = record.result == twExcluded;
     if (record.peer >= 0 && record.peer != group_.me()) known_[record.peer] |= kOut | kAway;
   }
@@ -169,7 +169,7 @@ class Agreement {
     if (excluded_) return given_up();
     if (was_interrupted()) {
       abort_group(group_);
-      return fail(twInterrupted, "interrupted while survivors had not answered: rank %d gave the group up",
+      return fail(twInterrupted, "interrupted while survivors had not answered: rank {} gave the group up",
                   group_.me());
     }
     *calm = *all_were_calm = true;
@@ -185,7 +185,7 @@ class Agreement {
       Unpacker reader(all[i].bytes);
       if (reader.get<uint8_t>() == 0) *all_were_calm = false;
       const std::string theirs = reader.get_bytes();
-      if (theirs.size() != sent.size()) return fail(twInternalError, "rank %d sent no list of survivors", rank);
+      if (theirs.size() != sent.size()) return fail(twInternalError, "rank {} sent no list of survivors", rank);
       for (size_t r = 0; r < sent.size(); ++r) {
         if (static_cast<uint8_t>(theirs[r]) != sent[r]) *calm = false;
         known_[r] |= static_cast<uint8_t>(theirs[r]);
@@ -210,16 +210,17 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
                     std::unique_ptr<twGroup>* survivors) {
   const uint64_t tags = group.comm->next_tags();
   const Occasion occasion{Call::kShrink, group.number};
-  const twErrorRecord_t record = group.error();
+  const ErrorRecord record = group.error();
   if (group.gave_up || group.excluded || (record.sticky && record.result == twExcluded)) {
     leave_group(group);  // no later call will answer either
     // Tells it also to peers that do something else at this occasion.
     Opening(*group.comm->bootstrap, occasion).give(group.members, tags);
-    return fail(twExcluded, "the peers of rank %d go on without it: %s", group.me(), record.message);
+    return fail(twExcluded, "the peers of rank {} go on without it: {}", group.me(), record.sentence);
   }
   Agreement agreement(group);
   TW_RETURN_IF_FAILED(agreement.reach(tags));
-  finish_quietly(group, twInvalidUsage, "it was shrunk; use the group that twGroupShrink returned");
+  finish_quietly(group, twInvalidUsage,
+                 compose("it was shrunk; use the group that {} returned", Function{"twGroupShrink"}));
   twGroupConfig_t config = given != nullptr ? *given : group.config.given;
   if (given == nullptr) config.expert_rank = config.expert_slot = nullptr;
   const twPlacement_t placement = group.config.placement.as_given();

@@ -1,44 +1,26 @@
-// Builds the sentences of a Status: printf-style formatting, errno with its name and number, and sizes as people write
-// them. fail_errno must read errno before anything else can change it. Nothing but the text of errors depends on this
-// file.
+// The kinds of Status that many files make: errno with its name and number, an integer out of its range, and sizes as
+// people write them. Nothing but the text of errors depends on this file.
 #include "core/status.h"
 
-#include <cerrno>
-#include <cstdarg>
 #include <cstdio>
 #include <cstring>
 
 namespace tw {
-namespace {
 
-std::string vformat(const char* format, va_list args) {
-  va_list again;
-  va_copy(again, args);
-  const int length = std::vsnprintf(nullptr, 0, format, again);
-  va_end(again);
-  std::string text(length > 0 ? static_cast<size_t>(length) : 0, '\0');
-  std::vsnprintf(text.data(), text.size() + 1, format, args);
-  return text;
+Status fail_with(int error, Sentence sentence) {
+  sentence.append(compose(": {} (errno {})", std::strerror(error), error));
+  return {twSystemError, std::move(sentence)};
 }
 
-}  // namespace
-
-Status fail(twResult_t code, const char* format, ...) {
-  va_list args;
-  va_start(args, format);
-  Status status{code, vformat(format, args)};
-  va_end(args);
-  return status;
+Status check_range(const Argument& argument, int64_t value, int64_t least, int64_t most) {
+  if (value >= least && value <= most) return {};
+  return fail(twInvalidArgument, "{} is {}; it must be from {} to {}", argument, Value(value), Least(least),
+              Most(most));
 }
 
-Status fail_errno(const char* format, ...) {
-  const int error = errno;
-  va_list args;
-  va_start(args, format);
-  Status status{twSystemError, vformat(format, args)};
-  va_end(args);
-  status.text += std::string(": ") + std::strerror(error) + " (errno " + std::to_string(error) + ")";
-  return status;
+Status check_switch(const Argument& argument, int32_t value) {
+  if (value == 0 || value == 1) return {};
+  return fail(twInvalidArgument, "{} is {}; it must be 0 or 1", argument, Value(value));
 }
 
 std::string bytes_text(unsigned long long bytes) {

@@ -3,25 +3,41 @@
 // warning, and an error that peers are not told of (S6).
 #pragma once
 
+#include <cerrno>
 #include <string>
 #include <utility>
 
+#include "core/sentence.h"
 #include "tokenway/tokenway.h"
 
 namespace tw {
 
 struct [[nodiscard]] Status {
   twResult_t code = twSuccess;
-  std::string text;
+  Sentence sentence;
 
   bool ok() const { return code == twSuccess; }
+  std::string text() const { return sentence.text(); }
 };
 
-// printf-style, because std::format is not in every libstdc++ that we build with.
-[[gnu::format(printf, 2, 3)]] Status fail(twResult_t code, const char* format, ...);
+template <class... Values>
+Status fail(twResult_t code, Format<std::type_identity_t<Values>...> format, const Values&... values) {
+  return {code, fill(format.text, {Sentence(values)...})};
+}
 
-// Does what fail(twSystemError) does, and adds the name and number of errno at the time of the call.
-[[gnu::format(printf, 1, 2)]] Status fail_errno(const char* format, ...);
+// Fails with twSystemError and a sentence, to which it adds the name and number of an errno.
+Status fail_with(int error, Sentence sentence);
+// The same of errno at the time of the call.
+template <class... Values>
+Status fail_errno(Format<std::type_identity_t<Values>...> format, const Values&... values) {
+  const int error = errno;
+  return fail_with(error, fill(format.text, {Sentence(values)...}));
+}
+
+// Fails with twInvalidArgument unless an integer is in its range.
+Status check_range(const Argument& argument, int64_t value, int64_t least, int64_t most);
+// The same of an integer that says yes or no.
+Status check_switch(const Argument& argument, int32_t value);
 
 // Writes a size as sentences have it: "1.5 GiB", "640 KiB".
 std::string bytes_text(unsigned long long bytes);

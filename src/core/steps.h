@@ -7,8 +7,8 @@
 
 namespace tw {
 
-// Writes the sentence of a step's record into its message. `bound` and `note`: what this rank and the other gave.
-void describe_call_error(twErrorRecord_t* record, uint32_t bound, uint32_t note);
+// Writes the sentence of a step's record. `bound` and `note`: what this rank and the other gave.
+void describe_call_error(ErrorRecord* record, uint32_t bound, uint32_t note);
 
 // Until when a call waits for its peers.
 TimePoint deadline_of(twGroup& group);

@@ -43,8 +43,7 @@ Status CarriedTransport::open(const BackendInit& init) {
     window_ = std::make_shared<Mapping>(static_cast<std::byte*>(memory), map_.bytes());
     prepare_signals(map_, context_.first_step, window_->data());
   }
-  const Status ready =
-      mapped ? Status{} : fail(twOutOfMemory, "cannot map a window of %s", bytes_text(map_.bytes()).c_str());
+  const Status ready = mapped ? Status{} : fail(twOutOfMemory, "cannot map a window of {}", bytes_text(map_.bytes()));
   return open_channel(init, init.tag + kOfferStage, -1, ready, &channel_);
 }
 
@@ -84,9 +83,9 @@ Status CarriedTransport::measure_moves(const BackendInit& init, const ChannelMee
       if (timed[i] < 0) {
         from.leak(), to.leak();
         if (was_interrupted()) {
-          return fail(twInterrupted, "%s was interrupted in a move among %d ranks", kConnecting, ranks_);
+          return fail(twInterrupted, "{} was interrupted in a move among {} ranks", kConnecting, ranks_);
         }
-        return fail(stuck_ ? twTimeout : twSystemError, "%s: a move among %d ranks %s", kConnecting, ranks_,
+        return fail(stuck_ ? twTimeout : twSystemError, "{}: a move among {} ranks {}", kConnecting, ranks_,
                     stuck_ ? "has not ended in time" : "failed");
       }
       for (uint64_t peer = 0; i == 0 && peer < n; ++peer) {

@@ -151,7 +151,7 @@ __device__ __forceinline__ float quantize_lanes(const float (&x)[kPerLane], uint
 inline Status failed(const char* what, cudaError_t error) {
   cudaGetLastError();  // clears the error, or the caller's next look would find it
   const bool absent = error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver;
-  return fail(absent ? twUnsupported : twSystemError, "%s: %s (%s)", what, cudaGetErrorString(error),
+  return fail(absent ? twUnsupported : twSystemError, "{}: {} ({})", what, cudaGetErrorString(error),
               cudaGetErrorName(error));
 }
 
@@ -182,7 +182,8 @@ inline Status enter(int32_t device, CurrentDevice* current) {
   int devices = 0;
   TW_RETURN_IF_CUDA_FAILED(cudaGetDeviceCount(&devices));
   if (device >= devices) {
-    return fail(twInvalidArgument, "device is %d; it must be from -1 (host memory) to %d", device, devices - 1);
+    return fail(twInvalidArgument, "{} is {}; it must be from -1 (host memory) to {}", Argument("device"),
+                Value(device), devices - 1);
   }
   return current->set(device);
 }

@@ -57,9 +57,8 @@ Status quantize_fp8_cuda(const Call& call, int32_t device, void* stream) {
   const int threads = lanes >= kThreads ? kThreads : static_cast<int>((lanes + 31) / 32 * 32);
   const int64_t columns = (lanes + threads - 1) / threads;
   if (columns > kMaxGridColumns) {
-    return fail(twInvalidArgument, "rows has %lld elements a row; on a device it must have at most %lld",
-                static_cast<long long>(call.elements),
-                static_cast<long long>(kMaxGridColumns * (kThreads / kLanes) * kBlock));
+    return fail(twInvalidArgument, "{} has {} elements a row; on a device it must have at most {}", Argument("rows"),
+                call.elements, kMaxGridColumns * (kThreads / kLanes) * kBlock);
   }
   const dim3 grid(static_cast<unsigned>(columns),
                   static_cast<unsigned>(call.tokens < kMaxGridRows ? call.tokens : kMaxGridRows));

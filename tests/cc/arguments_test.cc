@@ -183,7 +183,7 @@ TEST(Arguments, BadConfigurationsNameTheField) {
       {[](twGroupConfig_t* c) { c->id_dtype = twFloat32; }, "config.id_dtype"},
       {[](twGroupConfig_t* c) { c->invalid_id = 2; }, "config.invalid_id is 2"},
       {[](twGroupConfig_t* c) { c->size = 3; }, "config->size is 3"},
-      {[](twGroupConfig_t* c) { c->max_recv_tokens = 3; }, "config.max_recv_tokens of twLowLatency is 3"},
+      {[](twGroupConfig_t* c) { c->max_recv_tokens = 3; }, "config.max_recv_tokens is 3; in low latency it must be 0"},
       {[](twGroupConfig_t* c) { c->mode = twHighThroughput, c->max_recv_tokens = 9; },
        "config.max_recv_tokens is 9; it must be from 1 to 8"},
       {[](twGroupConfig_t* c) { c->mode = twHighThroughput, c->row_alignment = 12; }, "config.row_alignment is 12"},

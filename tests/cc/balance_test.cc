@@ -365,17 +365,17 @@ TEST(Balance, ArgumentsAreNamed) {
   };
   ASSERT_EQ(twPlan(&config, &tensor, &output), twSuccess);
   loads[2] = std::nan("");
-  said("loads[0][2] is nan");
+  said("loads[0, 2] is nan");
   loads[2] = -1;
-  said("loads[0][2] is -1");
+  said("loads[0, 2] is -1");
   loads[2] = std::numeric_limits<double>::infinity();
-  said("loads[0][2] is inf");
+  said("loads[0, 2] is inf");
   loads[2] = loads[3] = 1e308;
   said("loads[0] add up");
   loads[3] = 4;
   ASSERT_EQ(twPlan(&config, &tensor, &output), twSuccess);
   config.slots_per_rank = 1;
-  said("config.slots_per_rank is 1; allowed 2..");
+  said("config.slots_per_rank is 1; it must be from 2");
   config.slots_per_rank = 2;
   config.num_nodes = 3;
   said("config.num_nodes is 3");
@@ -388,10 +388,10 @@ TEST(Balance, ArgumentsAreNamed) {
   config.node_tolerance = 0;
   const int32_t old[] = {0, 1, 2, 2};
   config.old_map = old;
-  said("old_map[0] has no slot for expert 3");
+  said("config.old_map[0] has no slot for expert 3");
   const int32_t beyond[] = {0, 1, 2, 4};
   config.old_map = beyond;
-  said("old_map[0][3] is 4; allowed 0..3");
+  said("config.old_map[0, 3] is 4; it must be from 0 to 3");
   config.old_map = nullptr;
   config.size = sizeof config - 8;  // an older caller, without max_writes
   EXPECT_EQ(twPlan(&config, &tensor, &output), twSuccess);

@@ -56,7 +56,7 @@ TEST(Comm, RanksAgreeOnAnAddress) {
   for (const int ranks : {1, 2, 5}) {
     Meeting meeting(ranks);
     std::vector<std::string> addresses;
-    for (const Status& outcome : agree_all(meeting, ranks, &addresses)) EXPECT_TRUE(outcome.ok()) << outcome.text;
+    for (const Status& outcome : agree_all(meeting, ranks, &addresses)) EXPECT_TRUE(outcome.ok()) << outcome.text();
     EXPECT_EQ(std::count(addresses.begin(), addresses.end(), addresses[0]), ranks);
     EXPECT_GE(addresses[0].size(), 32u) << "nobody else must come upon it";
     EXPECT_LE(addresses[0].size(), 80u);
@@ -78,7 +78,7 @@ TEST(Comm, RanksOnDifferentHostsAreRefused) {
     if (rank == 2) continue;  // its own card has been changed behind its back
     EXPECT_EQ(outcomes[rank].code, twUnsupported) << rank;
     const std::string pair = "rank " + std::to_string(rank) + " and rank 2";
-    EXPECT_NE(outcomes[rank].text.find(pair + " run on different hosts"), std::string::npos) << outcomes[rank].text;
+    EXPECT_NE(outcomes[rank].text().find(pair + " run on different hosts"), std::string::npos) << outcomes[rank].text();
   }
 }
 
@@ -180,7 +180,7 @@ TEST(Comm, AnAllgatherThatDoesNothing) {
   std::string address;
   const Status status = agree_on_address(1, 2, [](const void*, void*, size_t) { return 0; }, &address);
   EXPECT_EQ(status.code, twSystemError);
-  EXPECT_NE(status.text.find("what rank 1 gave is not at its place"), std::string::npos) << status.text;
+  EXPECT_NE(status.text().find("what rank 1 gave is not at its place"), std::string::npos) << status.text();
   EXPECT_EQ(address, "");
 }
 

@@ -22,7 +22,7 @@ Environment environment(int32_t packet_tokens) {
 GroupConfig checked(bool on_device, int32_t packet_tokens, int32_t max_tokens = 300) {
   GroupConfig config;
   const Status status = check_config(make_config(8, 2, max_tokens), 4, on_device, environment(packet_tokens), &config);
-  EXPECT_TRUE(status.ok()) << status.text;
+  EXPECT_TRUE(status.ok()) << status.text();
   EXPECT_EQ(config.on_device, on_device);
   return config;
 }
@@ -50,7 +50,7 @@ TEST(DeviceSide, BlocksOfASourceInAWindow) {
     if (exact) given.mode = twHighThroughput, given.max_recv_tokens = 40;
     GroupConfig config;
     const Status status = check_config(given, 4, true, environment(-1), &config, true);
-    ASSERT_TRUE(status.ok()) << status.text;
+    ASSERT_TRUE(status.ok()) << status.text();
     const WindowMap& map = config.map;
     const Shape& shape = map.shape();
     EXPECT_EQ(shape.carried, 1);
@@ -86,7 +86,7 @@ TEST(DeviceSide, LineTokensAreComparedBetweenRanks) {
   parcels[1].bytes = pack_config(checked(true, 6));
   const Status status = compare_configs(parcels);
   EXPECT_EQ(status.code, twConfigMismatch);
-  EXPECT_NE(status.text.find("TOKENWAY_LINE_TOKENS"), std::string::npos) << status.text;
+  EXPECT_NE(status.text().find("TOKENWAY_LINE_TOKENS"), std::string::npos) << status.text();
 }
 
 TEST(DeviceSide, HandlesOnADeviceHaveMoreArrays) {
@@ -181,7 +181,7 @@ TEST(DeviceSide, RefusalStandsWhereTheDispatchWould) {
 // --------------------------------------------------------------------------------------------------------- sentences
 
 std::string sentence(twResult_t result, twPhase_t phase, uint32_t bound = 0, uint32_t note = 0) {
-  twErrorRecord_t record = empty_record();
+  ErrorRecord record = empty_record();
   record.result = result;
   record.phase = phase;
   record.peer = 3;
@@ -299,7 +299,7 @@ class Pretended : public Backend {
 
   bool on_device() const override { return true; }
   Status check_stream(const void*) const override { return {}; }
-  bool poll(twErrorRecord_t* record) override {
+  bool poll(ErrorRecord* record) override {
     if (news.result == twSuccess) return false;
     *record = news;
     news = empty_record();
@@ -312,7 +312,7 @@ class Pretended : public Backend {
   std::vector<CollectiveCall> collected;
   std::string refusals;
   Status refused;
-  twErrorRecord_t news = empty_record();
+  ErrorRecord news = empty_record();
 
  private:
   std::unique_ptr<Backend> window_;

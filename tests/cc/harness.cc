@@ -93,7 +93,7 @@ World::~World() {
 }
 
 void World::abandon(int rank) {
-  twErrorRecord_t record = error_of(groups[rank]);
+  ErrorRecord record = groups[rank]->error();
   record.sticky = 1;
   record.result = twInternalError;
   groups[rank]->set_error(record);

@@ -52,10 +52,9 @@ TEST_P(Lifetime, CreatingAgainstDestroying) {
 TEST_P(Lifetime, NamesWhatEachDoes) {
   const std::vector<int> ranks{0, 1, 2, 5};
   const std::vector<Occasion> calls{{Call::kDestroy, 3 << 16}, {}, {}, {Call::kShrink, 3 << 16}};
-  EXPECT_EQ(call_mismatch(ranks, calls)
-                .text.find("rank 0 destroys a group while rank 1, 2 create one and rank 5 shrinks one; all ranks"),
-            0u)
-      << call_mismatch(ranks, calls).text;
+  const std::string text = call_mismatch(ranks, calls).text();
+  EXPECT_EQ(text.find("rank 0 destroys a group while rank 1, 2 create one and rank 5 shrinks one; all ranks"), 0u)
+      << text;
 }
 
 // As a `with` block does that an exception leaves.

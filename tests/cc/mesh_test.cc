@@ -27,7 +27,7 @@ struct MeshOf {
     const std::string address = "mesh-test-" + std::to_string(::getpid()) + "-" + std::to_string(serial++);
     on_all_ranks(size, [&](int rank) {
       const Status connected = connect_mesh(rank, size, address, Clock::now() + kFarOff, &ranks[rank]);
-      ASSERT_TRUE(connected.ok()) << connected.text;
+      ASSERT_TRUE(connected.ok()) << connected.text();
     });
   }
   Bootstrap& operator[](int rank) { return *ranks[rank]; }
@@ -133,7 +133,7 @@ TEST(Mesh, NobodyWaitsForTheLateWhereOneIsGone) {
     const Status met = gather(*(*ranks)[0], members, 9, {"mine", {}}, begin + kFarOff, "creating a group", &all);
     EXPECT_LT(Clock::now(), begin + kFarOff);
     EXPECT_EQ(met.code, twPeerDied);
-    EXPECT_EQ(met.text, "creating a group: rank 2 is gone");
+    EXPECT_EQ(met.text(), "creating a group: rank 2 is gone");
     // Who can do without goes on: the late one still comes.
     (*ranks)[1]->give(members, 10, "late");
     const auto presence = (*ranks)[0]->exchange(members, 10, {"mine", {}}, Clock::now() + kFarOff, &all);
@@ -158,7 +158,7 @@ TEST(Mesh, APeerThatCouldNotConnectAfterAllSaysWhy) {
   std::vector<Parcel> all;
   const Status met = gather(*mesh, members, 9, {"mine", {}}, Clock::now() + kFarOff, "creating a group", &all);
   EXPECT_EQ(met.code, twSystemError);
-  EXPECT_EQ(met.text, "rank 1: it has no descriptors");
+  EXPECT_EQ(met.text(), "rank 1: it has no descriptors");
 }
 
 // What a rank gave before it left counts: others have it, and must come to the same end.

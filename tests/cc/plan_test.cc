@@ -32,7 +32,7 @@ Shape shape_of(int ranks, int max_tokens, bool exact = false, uint64_t row_bytes
 Budget budget_of(const Shape& shape, int sm_limit = 0, int sms = 132) {
   Budget budget;
   const Status made = make_budget({sms, 9}, shape, sm_limit, 1, false, &budget);
-  EXPECT_TRUE(made.ok()) << made.text;
+  EXPECT_TRUE(made.ok()) << made.text();
   return budget;
 }
 

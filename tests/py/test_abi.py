@@ -14,7 +14,7 @@ from typing import Any
 import conftest
 import pytest
 
-from tokenway import _balance, _carrier, _header, _native, errors, portable, tensors
+from tokenway import _balance, _carrier, _header, _native, errors, portable, sentences, tensors
 from tokenway.settings import Settings, make_config
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +22,7 @@ INCLUDE = ROOT / "include"
 NAMES = (
     "types.h",
     "carrier.h",
+    "errors.h",
     "tokenway.h",
     "comm.h",
     "placement.h",
@@ -54,6 +55,7 @@ ENUMS = {
     "twReplicaPolicy_t": ("twReplica", _header.POLICIES),
     "twPhase_t": ("twPhase", {name: code for code, name in enumerate(_header.PHASES)}),
     "twStrategy_t": ("tw", portable.STRATEGIES),
+    "twPartKind_t": ("twPart", {kind: code for code, kind in enumerate(sentences.KINDS)}),
     "twMoveKind_t": ("twMove", {"blocks": portable.BLOCKS, "exact": portable.EXACT, "gather": portable.GATHER}),
 }
 

@@ -69,7 +69,7 @@ def test_maps_of_torch(torch) -> None:
     [
         ({"slots": 4.7}, r"slots is 4.7; it must be an integer"),
         ({"layers": 1.5}, r"layers is 1.5; it must be an integer"),
-        ({"layers": 0}, r"num_layers is 0; it must be from 1"),
+        ({"layers": 0}, r"layers is 0; it must be from 1"),
         ({"load_decay": "half"}, r"load_decay is 'half'; it must be a number"),
         ({"shares": ["1"] * 4, "policy": "shares"}, r"shares has dtype <U1; it must hold numbers"),
         ({"shares": [1j] * 4, "policy": "shares"}, r"shares has dtype complex128; it must hold numbers"),

@@ -330,7 +330,7 @@ def test_refusals(world) -> None:
         "combine or release it before exchange_counts",
         "the group has no leases: lease_bytes is 0",
         "lease_bytes 0",
-        "lease_bytes of 'low_latency' is 8; it must be from 0 to 0",
+        "lease_bytes is 8; in low latency it must be 0",
         "lease_bytes is -1; it must be an integer from 0 to 4611686018427387903",
         "lease_bytes differs: rank 0 has 4096, rank 1 has 8192",
     ]

@@ -51,8 +51,8 @@ def test_what_a_plan_names_as_its_source_is_there() -> None:
         (["tokens"], "--plan has 'tokens'; it must be NAME=VALUE"),
         (["speed=3"], "--plan has 'speed=3'; it must be NAME=VALUE with one of combine_dtype, "),
         (["tokens=many"], "--plan has 'tokens=many'; tokens must be an integer"),
-        (["tokens=9", "max_tokens=8"], "query.tokens is 9; it must be from 0 to max_tokens, 8"),
-        (["sms=-1"], "query.device_sms is -1; it must be from 1 to 1024"),
+        (["tokens=9", "max_tokens=8"], "tokens is 9; it must be from 0 to max_tokens, 8"),
+        (["sms=-1"], "sms is -1; it must be from 1 to 1024"),
         (["ranks=0"], "nranks is 0"),
     ],
 )

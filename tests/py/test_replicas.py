@@ -274,19 +274,22 @@ BAD = {
     "no slot": ({"slot_expert": [0, 1, 2, 3, 4, 5, 5]}, "has no slot of expert 6"),
     "range": (
         {"slot_expert": [0, 1, 2, 3, 4, 5, 6, 7]},
-        r"slot_expert\[7\] is 7; it must be -1 \(none\) or from 0",
+        r"slot_expert\[0, 7\] is 7; it must be -1 \(none\) or from 0",
     ),
-    "few": ({"slot_expert": [0, 1]}, "num_slots is 2; it must be from 7 to"),
+    "few": ({"slot_expert": [0, 1]}, "placement.slots is 2; it must be from 7 to"),
     "shape": ({"slot_expert": [[[0]]]}, "slot_expert has shape"),
     "floats": ({"slot_expert": np.zeros(9)}, "must hold 32-bit integers"),
     "64 bits": ({"slot_expert": np.array([-(2**63), *range(8)])}, "must hold 32-bit integers"),
     "policy": ({"policy": "best"}, "policy is 'best'"),
-    "shares": ({"policy": "shares", "shares": [1, 1, 1, 1, 1, 1, -1]}, r"slot_shares\[6\] is -1; it must be finite"),
-    "nan": ({"policy": "shares", "shares": [1, 1, 1, 1, 1, 1, float("nan")]}, r"slot_shares\[6\] is -?nan"),
-    "nothing": ({"policy": "shares", "shares": [1, 1, 1, 1, 1, 1, 0]}, "slot_shares of expert 6 are all 0"),
+    "shares": (
+        {"policy": "shares", "shares": [1, 1, 1, 1, 1, 1, -1]},
+        r"placement.shares\[0, 6\] is -1; it must be finite",
+    ),
+    "nan": ({"policy": "shares", "shares": [1, 1, 1, 1, 1, 1, float("nan")]}, r"placement.shares\[0, 6\] is -?nan"),
+    "nothing": ({"policy": "shares", "shares": [1, 1, 1, 1, 1, 1, 0]}, r"placement.shares\[0\] of expert 6 are all 0"),
     "not shares": ({"shares": [1] * 7}, "only policy 'shares'"),
     "decay": ({"count_loads": True, "load_decay": 1.0}, "load_decay is 1; it must be at least 0 and below 1"),
-    "layers": ({"layers": 0}, "num_layers is 0; it must be from 1 to 4096"),
+    "layers": ({"layers": 0}, "placement.layers is 0; it must be from 1 to 4096"),
 }
 
 

@@ -10,19 +10,21 @@ namespace tw::cuda {
 
 Status cuda_failure(const char* call, int error) {
   const auto code = static_cast<cudaError_t>(error);
-  (void)cudaGetLastError();  // otherwise the caller's next check would find it
+  constexpr size_t kShown = 80;  // characters of a call that may be a long expression
+  (void)cudaGetLastError();      // otherwise the caller's next check would find it
   const twResult_t result = code == cudaErrorMemoryAllocation                                  ? twOutOfMemory
                             : code == cudaErrorInsufficientDriver || code == cudaErrorNoDevice ? twUnsupported
                                                                                                : twSystemError;
-  return fail(result, "CUDA: %s (%s) in %.80s", cudaGetErrorString(code), cudaGetErrorName(code), call);
+  return fail(result, "CUDA: {} ({}) in {}", cudaGetErrorString(code), cudaGetErrorName(code),
+              std::string_view(call).substr(0, kShown));
 }
 
 Status Driver::check(const char* what, CUresult result) const {
   if (result == CUDA_SUCCESS) return {};
   const char* text = nullptr;
   error_string(result, &text);
-  return fail(result == CUDA_ERROR_OUT_OF_MEMORY ? twOutOfMemory : twSystemError, "cannot %s: %s (CUresult %d)", what,
-              text == nullptr ? "unknown error" : text, static_cast<int>(result));
+  return fail(result == CUDA_ERROR_OUT_OF_MEMORY ? twOutOfMemory : twSystemError, "cannot {}: {} (CUresult {})", what,
+              text == nullptr ? "unknown error" : text, result);
 }
 
 Status find_driver(const Driver** driver) {

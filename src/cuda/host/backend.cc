@@ -53,7 +53,7 @@ PayloadFit fill_payloads(const Shape& shape, const RowsIn* rows, PayloadIn* payl
 }
 
 // Fills in where this rank was, as a kernel has reported it.
-void fill_place(const Report& report, twErrorRecord_t* record) {
+void fill_place(const Report& report, ErrorRecord* record) {
   record->phase = static_cast<twPhase_t>(report.phase);
   record->lane = report.lane;
   record->step = record->expected = report.step;
@@ -282,7 +282,7 @@ Status NvlinkBackend::run_refusal(StepPlace at, const Refusal& refusal, bool sen
   return launched("the refusal of a call", launch_refuse(p, refusal.stream));
 }
 
-bool NvlinkBackend::poll(twErrorRecord_t* record) {
+bool NvlinkBackend::poll(ErrorRecord* record) {
   *record = empty_record();
   const std::lock_guard lock(reports_);
   Report report;
@@ -304,7 +304,7 @@ bool NvlinkBackend::poll(twErrorRecord_t* record) {
 
 // Tells what others have found, or the watching thread. A kernel that waits says within a moment what it waits for; the
 // record tells that too, so the kernel is given that moment.
-bool NvlinkBackend::poll_others(twErrorRecord_t* record) {
+bool NvlinkBackend::poll_others(ErrorRecord* record) {
   constexpr std::chrono::milliseconds kMoment{20};
   const AbortSignal abort = control_->find_abort();
   const int dead = control_->dead();

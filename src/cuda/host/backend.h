@@ -63,9 +63,9 @@ class NvlinkBackend : public Backend {
   Status check_stream(const void* stream) const override {
     if (!in_process_ || (stream != nullptr && stream != cudaStreamLegacy)) return {};
     return fail(twInvalidArgument,
-                "stream is %p, the default stream; local ranks may wait for each other on a device, so each needs a "
+                "{} is {}, the default stream; local ranks may wait for each other on a device, so each needs a "
                 "non-blocking stream of its own",
-                stream);
+                Argument("stream"), stream);
   }
 
   // A call that receives too is the whole step, launched here; otherwise finish_* launches the rest.
@@ -110,7 +110,7 @@ class NvlinkBackend : public Backend {
 
   void read_loads(float* loads, int64_t* dispatches) override { arena_->read_loads(context_, loads, dispatches); }
   Status replace_map(int32_t layer, const ExpertMap& map, void* stream) override;
-  bool poll(twErrorRecord_t* record) override;
+  bool poll(ErrorRecord* record) override;
 
   // Waits for this rank's calls. Ranks of one process wait for their own streams only: a device that ranks share may
   // hold a kernel of another rank that waits for a later call of this one.
@@ -189,7 +189,7 @@ class NvlinkBackend : public Backend {
   Status run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive);
   IdsIn ids_of(const HandleArrays& handle, bool copied) const;
   Status choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in);
-  bool poll_others(twErrorRecord_t* record);
+  bool poll_others(ErrorRecord* record);
   StepEnd end_of(void* stream, const Status& run);
   HandleView view_of(const HandleArrays& handle) const;
   Shown shown_of(const DispatchTargets& targets, const HandleArrays& handle) const;

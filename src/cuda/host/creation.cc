@@ -19,8 +19,8 @@ Status NvlinkBackend::fill_view(const BackendInit& init) {
   const Device device{prop.multiProcessorCount, prop.major};
   const Status fits = make_budget(device, shape(), sm_limit_, windows_.sharing, staged_ != nullptr, &budget_);
   if (shape().counts_loads != 0 && staged_ != nullptr) {
-    return fail(twUnsupported,
-                "config.placement->count_loads is 1; between CUDA devices over a carrier dispatches tell no counts");
+    return fail(twUnsupported, "{} is 1; between CUDA devices over a carrier dispatches tell no counts",
+                Argument("config.placement->count_loads"));
   }
   dispatch_ = DispatchScratch::make(shape());
   combine_ = CombineScratch::make(shape());

@@ -17,12 +17,13 @@ Status check_device(int* device) {
     (void)cudaGetLastError();
     int driver = 0;
     const bool none = cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0;
-    return fail(twUnsupported, "no CUDA device can be used: %s",
+    return fail(twUnsupported, "no CUDA device can be used: {}",
                 none ? "no NVIDIA driver is installed" : cudaGetErrorString(error));
   }
   if (*device == -1) TW_CUDA(cudaGetDevice(device));
   if (*device >= 0 && *device < count) return {};
-  return fail(twInvalidArgument, "device is %d; it must be from 0 to %d", *device, count - 1);
+  return fail(twInvalidArgument, "{} is {}; it must be from {} to {}", Argument("device"), Value(*device), Least(0),
+              Most(count - 1));
 }
 
 Status device_memory(int device, uint64_t* free) {

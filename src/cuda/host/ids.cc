@@ -52,7 +52,8 @@ Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twP
 Status NvlinkBackend::replace_map(int32_t layer, const ExpertMap& map, void* stream) {
   const OnDevice on(device_);
   if (captures(stream)) {
-    return fail(twInvalidUsage, "twGroupReplaceMap waits for the device, which a stream that is captured cannot");
+    return fail(twInvalidUsage, "{} waits for the device, which a stream that is captured cannot",
+                Function{"twGroupReplaceMap"});
   }
   remember(stream);
   // Kernels that read a map while it changes would choose other physical experts in each of their blocks (S9).

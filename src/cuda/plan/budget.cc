@@ -34,9 +34,9 @@ Status make_budget(const Device& device, const Shape& shape, int sm_limit, int s
   *budget = b;
   if (queues <= device.sms) return {};
   return fail(twInvalidArgument,
-              "config.lanes is %d; %d ranks share a device of %d SMs, and a block of each lane of each must find room "
-              "there, so lanes must be from 1 to %d",
-              shape.lanes, sharing, device.sms, device.sms / sharing);
+              "{} is {}; {} ranks share a device of {} SMs, and a block of each lane of each must find room there, so "
+              "lanes must be from {} to {}",
+              Argument("config.lanes"), Value(shape.lanes), sharing, device.sms, Least(1), Most(device.sms / sharing));
 }
 
 Roles roles_of(const Budget& budget, int64_t rows, const Tiles& tiles, bool both, int most) {

@@ -37,8 +37,8 @@ Status StagedTransport::create(const BackendInit& init, uint64_t tag, const Stat
     void* memory = nullptr;
     if (cudaMalloc(&memory, bytes) != cudaSuccess) {
       (void)cudaGetLastError();
-      return fail(twOutOfMemory, "what goes out over the carrier needs %s of device memory; lower max_tokens or lanes",
-                  bytes_text(bytes).c_str());
+      return fail(twOutOfMemory, "what goes out over the carrier needs {} of device memory; lower max_tokens or lanes",
+                  bytes_text(bytes));
     }
     staged->memory_ = static_cast<std::byte*>(memory);
     cudaStream_t stream = nullptr;

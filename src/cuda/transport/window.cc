@@ -93,7 +93,7 @@ Status check_peer(int device, int other, int rank) {
   TW_CUDA(cudaDeviceCanAccessPeer(&reachable, device, other));
   if (reachable != 0) return {};
   return fail(twUnsupported,
-              "device %d cannot reach the memory of device %d (rank %d): the CUDA backend needs NVLink or PCIe peer "
+              "device {} cannot reach the memory of device {} (rank {}): the CUDA backend needs NVLink or PCIe peer "
               "access between all its ranks",
               device, other, rank);
 }
@@ -254,7 +254,7 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
     const auto found = std::find(cards.begin(), cards.end(), card);
     const int device = found == cards.end() ? -1 : static_cast<int>(found - cards.begin());  // -1: hidden from us
     if (device == init.device) ++windows->sharing;
-    if (!reader.ok()) return fail(twSystemError, "rank %d could not give its window", rank);
+    if (!reader.ok()) return fail(twSystemError, "rank {} could not give its window", rank);
     if (device >= 0) TW_RETURN_IF_FAILED(check_peer(init.device, device, rank));
     windows->linked &= device >= 0 && is_linked(init.device, device);
     std::shared_ptr<DeviceMapping>& window = windows->by_rank[rank];
@@ -262,10 +262,10 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
       window = own;
     } else if (local) {
       window = local_windows().find(number);
-      if (window == nullptr) return fail(twSystemError, "rank %d could not give its window", rank);
+      if (window == nullptr) return fail(twSystemError, "rank {} could not give its window", rank);
     } else {
       const Fd* const fd = all[rank].fd.get();
-      if (fd == nullptr) return fail(twSystemError, "rank %d could not give its window", rank);
+      if (fd == nullptr) return fail(twSystemError, "rank {} could not give its window", rank);
       if (!*fd) return fail_to_receive(init.bootstrap->size(), "take a peer's window");
       TW_RETURN_IF_FAILED(DeviceMapping::import(*driver, fd->get(), init.device, bytes, &window));
     }

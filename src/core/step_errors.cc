@@ -1,0 +1,79 @@
+// The sentences of errors of steps, as callers read them. describe_call_error takes a record and the two bounds or
+// notes that differ, and gives the record its sentence. Users and tests read these sentences; no code decides by them,
+// so only their truth is at stake: which call, which ranks, which values.
+#include "core/steps.h"
+
+namespace tw {
+namespace {
+
+constexpr Argument kBound("input.bound");
+
+Function function_of(twPhase_t phase) {
+  if (phase == twPhaseCounts) return {"twExchangeCounts"};
+  if (phase == twPhaseGather) return {"twAllGatherV"};
+  if (phase == twPhaseReduce) return {"twReduceScatterV"};
+  return {phase == twPhaseDispatch ? "twDispatch" : "twCombine"};
+}
+
+bool is_collecting(const ErrorRecord& record) { return record.phase == twPhaseGather || record.phase == twPhaseReduce; }
+
+Sentence describe_mismatch(const ErrorRecord& record, uint32_t bound, uint32_t note) {
+  const Function call = function_of(record.phase);
+  const int32_t one = record.reporter;
+  const int32_t other = record.peer;
+  if (is_collecting(record) && bound == note) {
+    return compose("ranks {} and {} differ in the sizes, tensors, rows or layout of {}; all ranks must give the same",
+                   one, other, call);
+  }
+  if (!is_collecting(record) && ((bound ^ note) & kHasOffsets) != 0) {
+    return compose(
+        "ranks {} and {} dispatch after different exchanges of counts: the rows of one go to leases, those of the "
+        "other "
+        "do not, as one of them was refused; exchange counts again",
+        one, other);
+  }
+  if (!is_collecting(record) && bound == note) {
+    return compose("ranks {} and {} differ in the layer, its map or the counting of {}", one, other, call);
+  }
+  if (record.phase == twPhaseDispatch || is_collecting(record)) {
+    return compose("{} of {} differs: rank {} has {}, rank {} has {}", kBound, call, one, bound, other, note);
+  }
+  return compose("{} answers different dispatches: that of rank {} had bound {}, that of rank {} bound {}",
+                 Function{"twCombine"}, one, bound, other, note);
+}
+
+// What a device has found in its own memory.
+Sentence describe_bad_value(const ErrorRecord& record, uint32_t bound) {
+  if (is_collecting(record)) {
+    return compose(
+        "{} of {} tell {} rows of rank {} in device memory (step {}, lane {}); it must be from 0 to {}: the nearest of "
+        "these was taken",
+        Argument("input.sizes[]"), function_of(record.phase), record.value, record.token, record.step, record.lane,
+        bound);
+  }
+  return compose(
+      "{} is {} in device memory (step {}, lane {}); it must be -1 (no expert) or an expert that the token does not "
+      "have yet: it was taken for -1",
+      Argument("ids[]", record.token, record.k), Value(record.value), record.step, record.lane);
+}
+
+Sentence describe(const ErrorRecord& record, uint32_t bound, uint32_t note) {
+  if (record.result == twPeerRefused) {
+    return compose("rank {} refused its arguments of {} (step {}, lane {})", record.peer, function_of(record.phase),
+                   record.step, record.lane);
+  }
+  if (record.result == twBoundMismatch) return describe_mismatch(record, bound, note);
+  if (record.result == twRecvOverflow) {
+    return compose("rank {} would receive {} rows; {} is {} (nothing was sent)", record.peer, record.value,
+                   Argument("config.max_recv_tokens"), Value(bound));
+  }
+  return describe_bad_value(record, bound);
+}
+
+}  // namespace
+
+void describe_call_error(ErrorRecord* record, uint32_t bound, uint32_t note) {
+  record->set_sentence(describe(*record, bound, note));
+}
+
+}  // namespace tw
