@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import player
 from cases import FLOATS, SPECIAL, Case, Round, Setup, as_bits, random_bits, same, verify
+from harness import PATIENT
 
 import tokenway as tw
 from tokenway import reference as ref
@@ -115,7 +116,7 @@ def longer(rows: Array, count: int) -> Array:
 
 def play(env: Any, plan: Plan) -> list[Any]:
     """What this rank got: by flight, a list of arrays for each call, or what `Player.flight` brings."""
-    with tw.Group(env.comm, timeout=20, **plan.setup.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **plan.setup.settings()) as group:
         return Collector(env, group, plan).flights()
 
 

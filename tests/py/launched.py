@@ -27,11 +27,11 @@ def main() -> None:
 
         dist.init_process_group("gloo")
     if sys.argv[1:] == ["fail"]:
-        with tw.connect(timeout=30) as comm:
+        with tw.connect(timeout=120) as comm:
             exchange(comm)
             sys.exit(7 if comm.rank == 1 else 0)
     for _ in range(2):  # comms of a process have addresses of their own
-        with tw.connect(timeout=30) as comm:
+        with tw.connect(timeout=120) as comm:
             line = f"rank {comm.rank} of {comm.nranks}: {exchange(comm)}\n"
     sys.stdout.write(line)
     sys.stdout.flush()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from cases import FLOATS, Case, Got, Round, answers, make_ids, make_payloads
+from harness import PATIENT
 
 import tokenway as tw
 from tokenway.tensors import numpy_dtype
@@ -16,7 +17,7 @@ from tokenway.tensors import numpy_dtype
 def play(env: Any, case: Case) -> list[list[Got]]:
     """All flights on a group of their own: what this rank got, by flight and round."""
     case = possible(env, case)
-    with tw.Group(env.comm, timeout=20, **case.setup.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **case.setup.settings()) as group:
         return Player(env, group, case).flights()
 
 
@@ -24,7 +25,7 @@ def play_on(env: Any, name: str, case: Case) -> list[list[Got]]:
     """As `play`, on a group that is kept for further cases of the same setup."""
     case = possible(env, case)
     if name not in env.kept:
-        env.kept[name] = tw.Group(env.comm, timeout=20, **case.setup.settings())
+        env.kept[name] = tw.Group(env.comm, timeout=PATIENT, **case.setup.settings())
     return Player(env, env.kept[name], case).flights()
 
 

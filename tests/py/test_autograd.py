@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dense import apart, experts_of, moe, sent
-from harness import Env, caught
+from harness import PATIENT, Env, caught
 
 import tokenway as tw
 
@@ -109,7 +109,7 @@ def group_of(env: Env, case: Case, **more: Any) -> tw.Group:
         hidden=HIDDEN,
         max_tokens=most + 1,
         dtype=case.dtype,
-        timeout=30,
+        timeout=PATIENT,
         **more,
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import harness
 import numpy as np
 import pytest
+from harness import PATIENT
 from portable_backend import Meeting, connect_threads
 
 import tokenway as tw
@@ -87,7 +88,7 @@ def test_answers_that_are_bytes_of_another_type() -> None:
 
 def break_start(env: harness.Env) -> Any:
     """A dispatch whose collective cannot be started on rank 1."""
-    group = tw.Group(env.comm, experts=2, top_k=2, hidden=1, max_tokens=1, dtype="float32", timeout=20)
+    group = tw.Group(env.comm, experts=2, top_k=2, hidden=1, max_tokens=1, dtype="float32", timeout=PATIENT)
     problem = ValueError("no such collective")
     if env.rank == 1:
         (channel,) = env.comm.carrier._channels.values()

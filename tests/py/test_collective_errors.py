@@ -102,7 +102,7 @@ REDUCES: dict[str, tuple[dict[str, Any], str]] = {
 
 def wrong_call(env: Any, name: str, reduces: bool) -> Any:
     """The call, wrong on rank 0; how long it took; and right calls after it."""
-    with tw.Group(env.comm, timeout=30, **SETUP.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **SETUP.settings()) as group:
         call = group.reduce_scatterv if reduces else group.all_gatherv
         arguments: dict[str, Any] = {"rows": _rows(8 if reduces else SIZES[env.rank]), "sizes": list(SIZES)}
         if env.rank == 0:
@@ -152,7 +152,7 @@ DIFFERENCES = {
 
 
 def different_call(env: Any, name: str) -> Any:
-    with tw.Group(env.comm, timeout=30, **SETUP.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **SETUP.settings()) as group:
         arguments: dict[str, Any] = {"rows": _rows(SIZES[env.rank]), "sizes": list(SIZES)}
         if env.rank == 0:
             arguments |= DIFFERENCES[name]
@@ -177,7 +177,7 @@ def test_ranks_differ(world, backend, made_for, name) -> None:
 
 def refused_while_sent(env: Any) -> Any:
     """Rank 0 refuses a call that the others have sent alone; then all make calls on all channels."""
-    with tw.Group(env.comm, timeout=30, **group_of(3, lanes=2).settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **group_of(3, lanes=2).settings()) as group:
         rows = env.backend.tensor(_rows(8 if env.rank else 7))
         begun: list[Any] = []
         first = caught(lambda: begun.append(group.reduce_scatterv(rows, list(SIZES), send_only=True)))
@@ -197,7 +197,7 @@ def test_refused_while_sent(world, made_for) -> None:
 
 
 def stale_view(env: Any) -> Any:
-    with tw.Group(env.comm, timeout=30, **SETUP.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **SETUP.settings()) as group:
         rows = env.backend.tensor(_rows(SIZES[env.rank]))
         view = group.all_gatherv(rows, list(SIZES), layout="rank_major").rows
         group.all_gatherv(rows, list(SIZES))
@@ -231,7 +231,7 @@ def test_a_view_that_is_over(world) -> None:
 
 
 def overlapping(env: Any) -> Any:
-    with tw.Group(env.comm, timeout=30, **SETUP.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **SETUP.settings()) as group:
         whole = env.backend.tensor(_rows(9))
         first = caught(group.reduce_scatterv, whole[:8], list(SIZES), out=whole[1 : 1 + SIZES[env.rank]])
         second = caught(group.all_gatherv, whole[1 : 1 + SIZES[env.rank]], list(SIZES), out=whole[:8])

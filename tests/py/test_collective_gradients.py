@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import same
-from harness import Env, caught
+from harness import PATIENT, Env, caught
 from test_torch import with_torch
 
 import tokenway as tw
@@ -51,7 +51,7 @@ def through(env: Env, how: str, dtype: str) -> list[np.ndarray]:
         sizes = tensor(np.array(SIZES, np.int32))
     whole = ROWS if how in ("host", "op") else MOST * len(SIZES)
     found = []
-    with tw.Group(env.comm, hidden=2 * HIDDEN, max_tokens=MOST, timeout=60) as group:
+    with tw.Group(env.comm, hidden=2 * HIDDEN, max_tokens=MOST, timeout=PATIENT) as group:
         number = ops.register(group)
         for again in range(2):
             rows = tensor(longer(values(env.rank, 10 + again, mine, dtype), padded)).requires_grad_()
@@ -102,7 +102,7 @@ def checked(env: Env) -> None:
 
     from tokenway import ops
 
-    with tw.Group(env.comm, hidden=HIDDEN, max_tokens=MOST, timeout=60) as group:
+    with tw.Group(env.comm, hidden=HIDDEN, max_tokens=MOST, timeout=PATIENT) as group:
         number = ops.register(group)
         rows = with_torch(env).backend.tensor(values(0, 1, 4, "float32")).requires_grad_()
         for op in (torch.ops.tokenway.all_gatherv, torch.ops.tokenway.reduce_scatterv):
@@ -119,7 +119,7 @@ def compiled(env: Env) -> Any:
     from tokenway import ops
 
     env = with_torch(env)
-    with tw.Group(env.comm, hidden=HIDDEN, max_tokens=MOST, timeout=60) as group:
+    with tw.Group(env.comm, hidden=HIDDEN, max_tokens=MOST, timeout=PATIENT) as group:
         number = ops.register(group)
 
         def model(rows: Any, order: Any) -> Any:
@@ -147,7 +147,7 @@ def refused_op(env: Env) -> Any:
     from tokenway import ops
 
     env = with_torch(env)
-    with tw.Group(env.comm, hidden=HIDDEN, max_tokens=MOST, timeout=30) as group:
+    with tw.Group(env.comm, hidden=HIDDEN, max_tokens=MOST, timeout=PATIENT) as group:
         number = ops.register(group)
         count = SIZES[env.rank] + (1 if env.rank == 0 else 0)
         rows = env.backend.tensor(values(env.rank, 1, count, "float32"))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import caught
+from harness import PATIENT, caught
 from pretended import FIRST, SECOND, THIRD, Pretended
 
 import tokenway as tw
@@ -367,7 +367,7 @@ def connect_where_one_cannot() -> Any:
     rank = int(os.environ["TOKENWAY_RANK"])
     store = dist.FileStore(os.environ["STORE"], 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    outcome = caught(tw.connect, device="gpu" if rank == 1 else "cpu", timeout=30)
+    outcome = caught(tw.connect, device="gpu" if rank == 1 else "cpu", timeout=PATIENT)
     dist.destroy_process_group()
     return outcome[:2]
 

@@ -30,12 +30,12 @@ SCRIPT = Path(__file__).with_name("launched.py")
 
 
 def meet(*args: Any) -> Any:
-    with tw.connect(timeout=30) as comm:
+    with tw.connect(timeout=PATIENT) as comm:
         return comm.rank, exchange(comm), args
 
 
 def fail_on(rank: int) -> int:
-    with tw.connect(timeout=30) as comm:
+    with tw.connect(timeout=PATIENT) as comm:
         exchange(comm)
         if comm.rank == rank:
             raise ValueError(f"rank {comm.rank} does not want to")
@@ -43,14 +43,14 @@ def fail_on(rank: int) -> int:
 
 
 def leave_on(rank: int, code: int) -> int:
-    with tw.connect(timeout=30) as comm:
+    with tw.connect(timeout=PATIENT) as comm:
         if comm.rank == rank:
             os._exit(code)
         return comm.rank
 
 
 def sleep_on(rank: int) -> int:
-    with tw.connect(timeout=30) as comm:
+    with tw.connect(timeout=PATIENT) as comm:
         if comm.rank == rank:
             time.sleep(60)
         return comm.rank
@@ -63,14 +63,14 @@ def echo_environment(name: str) -> Any:
 def fail_before_connecting(rank: int) -> None:
     if os.environ["TOKENWAY_RANK"] == str(rank):
         raise ValueError("no model here")
-    with tw.connect(timeout=60):
+    with tw.connect(timeout=PATIENT):
         pass
 
 
 def fail_in_a_group(rank: int) -> None:
     with (
-        tw.connect(timeout=30) as comm,
-        tw.Group(comm, experts=4, top_k=1, hidden=2, max_tokens=1, dtype="float32", timeout=60) as group,
+        tw.connect(timeout=PATIENT) as comm,
+        tw.Group(comm, experts=4, top_k=1, hidden=2, max_tokens=1, dtype="float32", timeout=PATIENT) as group,
     ):
         handle = group.route(np.zeros((1, 1), np.int32))
         if comm.rank == rank:
@@ -80,7 +80,7 @@ def fail_in_a_group(rank: int) -> None:
 
 def leave_a_child_on(rank: int) -> None:
     """The rank is killed, and a process that it has forked lives on with all that it had open."""
-    with tw.connect(timeout=30) as comm:
+    with tw.connect(timeout=PATIENT) as comm:
         if comm.rank == rank:
             if os.fork() == 0:
                 time.sleep(30)

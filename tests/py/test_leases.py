@@ -214,7 +214,7 @@ def run_written(env: Env) -> None:
     hidden, most = 64, env.nranks * TOKENS
     with (
         group_with(env, 4 * most * 11, hidden=hidden) as group,
-        tw.Group(env.comm, hidden=1, max_tokens=1, dtype="float32", timeout=20) as others,
+        tw.Group(env.comm, hidden=1, max_tokens=1, dtype="float32", timeout=PATIENT) as others,
     ):
         one = env.backend.tensor(np.ones((1, 1), np.float32))
         handle, _ = routed(env, group, 0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dense import apart, balance, moe, route, sent
-from harness import Env, caught
+from harness import PATIENT, Env, caught
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -40,7 +40,7 @@ def make_layer(env: Env, settings: dict[str, Any], dtype: str, **more: Any) -> t
     from tokenway import autograd, nn
 
     torch.set_num_threads(1)  # ranks share the cores, and threads that wait for work would take them
-    group = autograd.make_group(env.comm, **settings, hidden=HIDDEN, dtype=dtype, timeout=30)
+    group = autograd.make_group(env.comm, **settings, hidden=HIDDEN, dtype=dtype, timeout=PATIENT)
     return group, nn.ExpertParallelMoE(group, INNER, seed=SEED, **more)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Round, Setup, make_ids, make_payloads, same
-from harness import AT_ONCE, Env, caught
+from harness import AT_ONCE, PATIENT, Env, caught
 from test_torch import with_torch
 
 import tokenway as tw
@@ -70,7 +70,7 @@ def run_layers(env: Env, how: str, layout: str) -> Any:
 
     from tokenway import ops
 
-    with tw.Group(env.comm, timeout=60, **SETUP.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **SETUP.settings()) as group:
         number = ops.register(group)
 
         def model(tokens: Any, ids: Any, weights: Any, order: Any) -> Any:
@@ -204,7 +204,7 @@ def run_unused(env: Env, how: str) -> Any:
 
     from tokenway import ops
 
-    with tw.Group(env.comm, timeout=60, **SETUP.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **SETUP.settings()) as group:
         number = ops.register(group)
         steps = []
 
@@ -236,7 +236,7 @@ def bad_ids(env: Env) -> Any:
 
     from tokenway import ops
 
-    with tw.Group(env.comm, timeout=60, **SETUP.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **SETUP.settings()) as group:
         number = ops.register(group)
         tokens, ids, weights = arguments(env)
         call = (tokens, ids if env.rank != 1 else ids + 100, weights, ops.start(), number, 8, "rank_major")

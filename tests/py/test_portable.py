@@ -16,7 +16,7 @@ import numpy as np
 import player
 import pytest
 from cases import Case, Round, Setup, verify_case
-from harness import HANGS, caught
+from harness import HANGS, PATIENT, caught
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from portable_backend import WAYS
@@ -162,9 +162,9 @@ def connected(rank: int, port: int, kind: str) -> None:
     dist.init_process_group(kind, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     told = {}
     for backend in ("auto", "shm", "torch"):
-        with tw.connect(backend=backend, timeout=30) as comm:
+        with tw.connect(backend=backend, timeout=PATIENT) as comm:
             told[backend] = (comm.backend, comm.why, exchange(comm))
-    differs = caught(tw.connect, backend="shm" if rank else "torch", timeout=30)[:2]
+    differs = caught(tw.connect, backend="shm" if rank else "torch", timeout=PATIENT)[:2]
     print(json.dumps([told, differs]), flush=True)
     dist.destroy_process_group()
 
@@ -193,7 +193,9 @@ def left(rank: int, port: int) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    group = tw.Group(tw.connect(backend="torch", timeout=30), experts=2, top_k=1, hidden=4, max_tokens=2, timeout=0.5)
+    group = tw.Group(
+        tw.connect(backend="torch", timeout=PATIENT), experts=2, top_k=1, hidden=4, max_tokens=2, timeout=0.5
+    )
     handle = group.route(np.array([[1 - rank]], np.int32))
     print("here", flush=True)
     if rank == 1:

@@ -125,7 +125,7 @@ def shrink_after(env: Env, naps: dict[int, float]) -> Any:
     begin, left = time.monotonic(), []
 
     def shrink() -> None:
-        with env.kept["group"].shrink(experts=6, top_k=2, timeout=60) as group:
+        with env.kept["group"].shrink(experts=6, top_k=2, timeout=PATIENT) as group:
             left.extend(group.comm_ranks)
 
     result, text, _ = caught(shrink)

@@ -12,6 +12,7 @@ import harness
 import numpy as np
 import pytest
 from cases import FLOATS, Case, Round, Setup, make_ids, make_payloads, one
+from harness import PATIENT
 from hypothesis import example, given
 from marks import heavy_but
 from strategies import SETTINGS
@@ -136,7 +137,7 @@ def columns_refused(env: Any) -> list[str]:
     said = []
     settings = {"payloads": {"scales": (2, "float32")}, "experts": 2, "top_k": 1, "hidden": 4, "max_tokens": 6}
     tensor = env.backend.tensor
-    with tw.Group(env.comm, timeout=20, **settings, **EXACT) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **settings, **EXACT) as group:
         handle = group.exchange_counts(group.route(tensor(np.zeros((5, 1), np.int32))))
         tokens = tensor(np.zeros((5, 4), tw.tensors.numpy_dtype("bfloat16")))
         scales = tensor(np.ones((5, 2), np.float32))
@@ -186,7 +187,7 @@ def sizes(env: Any) -> list[Any]:
     setup = Setup(ranks=env.comm.nranks, experts=5, top_k=2, hidden=4, max_tokens=6, row_alignment=4, **EXACT)
     round_ = Round(tuple(6 - r for r in range(setup.ranks)))
     tensor, array = env.backend.tensor, env.backend.array
-    with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
         ids, weights = (tensor(array) for array in make_ids(setup, round_, env.rank))
         handle = group.route(ids, weights)
         with pytest.raises(tw.InvalidUsage, match="have not been exchanged"):
@@ -212,7 +213,7 @@ def test_sizes_before_rows(world: Any) -> None:
 
 def asking(env: Any) -> list[Any]:
     setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, lanes=2, **EXACT)
-    with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
         handle = group.route(np.full((2, 1), 3, np.int32))
         with pytest.raises(tw.InvalidUsage, match="no exchange of counts is under way"):
             handle.counts_ready()
@@ -245,7 +246,7 @@ def test_asking_for_counts(world: Any, backend: str) -> None:
 def overflow(env: Any) -> list[str]:
     setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, max_recv_tokens=7, **EXACT)
     said = []
-    with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
         tensor, array = env.backend.tensor, env.backend.array
         tokens = tensor(np.ones((6, 4), "float32").astype(tw.tensors.numpy_dtype("bfloat16")))
         everything_to_one = group.route(tensor(np.full((6, 1), 3, np.int32)))
@@ -275,7 +276,7 @@ def telling(env: Any) -> list[list[tuple[str, ...]]]:
     """Who raises an overflow: of calls in several orders, each with Group.check behind it, twice."""
     setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, max_recv_tokens=7, **EXACT)
     orders = []
-    with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
         tensor = env.backend.tensor
         tokens = tensor(np.zeros((6, 4), tw.tensors.numpy_dtype("bfloat16")))
 
@@ -332,7 +333,7 @@ def wrong_order(env: Any) -> list[str]:
             call()
         said.append(str(caught.value))
 
-    with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
         tensor, array = env.backend.tensor, env.backend.array
         ids = tensor(np.zeros((2, 1), np.int32))
         tokens = tensor(np.zeros((2, 4), tw.tensors.numpy_dtype("bfloat16")))
@@ -345,7 +346,7 @@ def wrong_order(env: Any) -> list[str]:
         rows = tensor(array(group.dispatch(handle, tokens).tokens))
         refused(tw.InvalidArgument, lambda: group.combine(handle, tensor(np.zeros((len(rows) + 1, 4), np.float32))))
         assert group.combine(handle, rows).shape == (2, 4)
-    with tw.Group(env.comm, timeout=20, **replace(setup, mode="low_latency").settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **replace(setup, mode="low_latency").settings()) as group:
         handle = group.route(ids)
         refused(tw.InvalidUsage, lambda: group.exchange_counts(handle))
     return said
@@ -363,7 +364,7 @@ def test_calls_in_the_wrong_order(world: Any) -> None:
 def one_refuses(env: Any, send_only: bool) -> list[str]:
     """What one rank's call lacks, the others learn at once, and the group goes on."""
     setup = Setup(ranks=env.comm.nranks, experts=4, top_k=1, hidden=4, max_tokens=6, **EXACT)
-    with tw.Group(env.comm, timeout=20, **setup.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
         ids = env.backend.tensor(np.zeros((2, 1), np.int32))
         handle, other = group.route(ids), group.route(ids)
         group.exchange_counts(other)

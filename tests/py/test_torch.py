@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import FLOATS, Round, Setup, one, verify
-from harness import Cpu, Env, caught
+from harness import PATIENT, Cpu, Env, caught
 from player import Player
 
 import tokenway as tw
@@ -68,7 +68,7 @@ def with_torch(env: Env) -> Env:
 
 
 def play(env: Env, case: Any) -> Any:
-    with tw.Group(env.comm, timeout=20, **case.setup.settings()) as group:
+    with tw.Group(env.comm, timeout=PATIENT, **case.setup.settings()) as group:
         return Player(with_torch(env), group, case).flights()
 
 
@@ -221,7 +221,7 @@ def subgroups() -> Any:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     pairs = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     mine = pairs[0] if rank in (0, 3) else pairs[1]
-    with tw.connect(timeout=30) as everyone, tw.connect(mine, timeout=30) as pair:
+    with tw.connect(timeout=PATIENT) as everyone, tw.connect(mine, timeout=PATIENT) as pair:
         found = (everyone.rank, everyone.nranks, pair.rank, pair.nranks), exchange(pair)
         exchange(everyone)
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import verify
-from harness import AT_ONCE, Env, RankFailed, Workers, await_flags, caught, raise_flag, said, settle
+from harness import AT_ONCE, PATIENT, Env, RankFailed, Workers, await_flags, caught, raise_flag, said, settle
 from refusals import ROUND, SETUP, Calls, adapt
 
 import tokenway as tw
@@ -164,7 +164,7 @@ def test_bounds_differ(world, made_for) -> None:
 
 def begin_round(env: Env) -> None:
     """A run of its own: a call that has its data may yet learn what its peers did next."""
-    env.kept["calls"] = Calls(env, timeout=20)
+    env.kept["calls"] = Calls(env, timeout=PATIENT)
     env.kept["calls"].dispatch()
 
 
@@ -180,7 +180,7 @@ def other_call(env: Env) -> Any:
 
 
 def shrink_and_close(group: tw.Group) -> list[int]:
-    with group.shrink(timeout=20) as survivors:
+    with group.shrink(timeout=PATIENT) as survivors:
         return survivors.comm_ranks
 
 
@@ -216,7 +216,7 @@ def late_rank(env: Env, late: int, phase: str, flags: str) -> Any:
     raise_flag(flags, env.rank)
     out = np.full((ROUND.tokens[env.rank], 4), 7, np.float32)
     again = caught(calls.combine, out=out)
-    shrunk = caught(lambda: calls.group.shrink(timeout=20).close())
+    shrunk = caught(lambda: calls.group.shrink(timeout=PATIENT).close())
     calls.group.close()
     return outcome, took, again, shrunk
 
@@ -358,7 +358,7 @@ def raises_alone(env: Env) -> Any:
     """Rank 1 leaves its `with` block by an exception of its own while the others wait for it."""
     start = time.monotonic()
     try:
-        with tw.Group(env.comm, experts=4, top_k=1, hidden=2, max_tokens=1, dtype="float32", timeout=60) as group:
+        with tw.Group(env.comm, experts=4, top_k=1, hidden=2, max_tokens=1, dtype="float32", timeout=PATIENT) as group:
             handle = group.route(adapt(env, np.zeros((1, 1), np.int32)))
             if env.comm.rank == 1:
                 raise KeyError("not Tokenway's business")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Env, Processes
+from harness import PATIENT, Env, Processes
 from test_torch import with_torch
 
 import tokenway as tw
@@ -175,7 +175,7 @@ def run_many(env: Env, count: int, torch: bool) -> list[tuple[int, int, int]]:
     kept: list[Any] = []
     found = []
     for i in range(count):
-        group = tw.Group(env.comm, experts=2, top_k=1, hidden=8192, max_tokens=16, dtype="float32", timeout=20)
+        group = tw.Group(env.comm, experts=2, top_k=1, hidden=8192, max_tokens=16, dtype="float32", timeout=PATIENT)
         handle = group.route(env.backend.tensor(ids))
         received = group.dispatch(handle, env.backend.tensor(tokens))
         kept = [received.tokens, received.counts]  # those of one closed group are alive while the next is there
