@@ -176,12 +176,9 @@ class Shared:
 def fit(name: str, value: int, bits: int = 31) -> int:
     """An integer that C can hold; ctypes would cut it silently."""
     if not isinstance(value, numbers.Integral) or not -(2**bits) <= value < 2**bits:
-        raise errors.InvalidArgument(
-            f"{name} is {value!r}; it must be an integer of {bits + 1} bits",
-            argument=name,
-            value=value,
-            allowed=(-(2**bits), 2**bits - 1),
-        )
+        bounds = -(2**bits), 2**bits - 1
+        said = f"is {value!r}; it must be an integer of {bits + 1} bits"
+        raise errors.InvalidArgument.of(name, said, value=value, allowed=bounds)
     return int(value)
 
 

@@ -51,7 +51,7 @@ def swiglu(
     """
     device, stream = place_of("gate_up", gate_up)
     if gate_up.ndim != 2:
-        raise InvalidArgument(f"gate_up has shape {list(gate_up.shape)}; it must be [M, 2 * I]")
+        raise InvalidArgument.of("gate_up", f"has shape {list(gate_up.shape)}; it must be [M, 2 * I]")
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     blocks = -(-inner // FP8_BLOCK)
     if (column_major or power_of_two) and not quantize:
@@ -65,9 +65,9 @@ def swiglu(
     _check_together(gate_up, device, counts=counts, weights=weights)
     _check_together(gate_up, device, True, out=values, scales=scales)
     if scales is not None and tuple(scales.shape) != scales_shape:
-        raise InvalidArgument(f"scales has shape {list(scales.shape)}; it must be {list(scales_shape)}")
+        raise InvalidArgument.of("scales", f"has shape {list(scales.shape)}; it must be {list(scales_shape)}")
     if quantize and tensors.dtype_of(values) != "float8_e4m3fn":
-        raise InvalidArgument(f"out has dtype {tensors.dtype_of(values)}; with quantize it must be float8_e4m3fn")
+        raise InvalidArgument.of("out", f"has dtype {tensors.dtype_of(values)}; with quantize it must be float8_e4m3fn")
     told = scales.T[:rows] if column_major and scales is not None else scales
     given = [_described(t) for t in (gate_up, counts, weights, values, told)]
     result = _native.lib.twSwiGlu(*given, 1 if power_of_two else 0, device, stream)
@@ -108,7 +108,7 @@ def _described(x: Tensor | None) -> Any:
 
 def _pair(out: Any) -> tuple[Any, Any]:
     if not isinstance(out, tuple | list) or len(out) != 2:
-        raise InvalidArgument(f"out is of type {type(out).__name__}; it must be a tuple of two tensors")
+        raise InvalidArgument.of("out", f"is of type {type(out).__name__}; it must be a tuple of two tensors")
     return out[0], out[1]
 
 
@@ -118,8 +118,8 @@ def _check_together(like: Tensor, device: int, written: bool = False, **others: 
         if x is None:
             continue
         if place_of(name, x)[0] != device:
-            raise InvalidArgument(
-                f"{name} is on {device_text(x)}, gate_up on {device_text(like)}; they must be together"
+            raise InvalidArgument.of(
+                name, f"is on {device_text(x)}, gate_up on {device_text(like)}; they must be together"
             )
         if written and (problem := tensors.unwritable(name, x)) is not None:
             raise problem

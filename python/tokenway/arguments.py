@@ -94,7 +94,7 @@ def problem_of_outputs(place: Any, given: Mapping[str, Any], known: Collection[s
     """Why a mapping of outputs cannot be written to, as far as C does not see it."""
     for name, tensor in given.items():
         if name not in known:
-            return InvalidArgument(f"out has {name!r}; it may have {', '.join(known)}")
+            return InvalidArgument.of("out", f"has {name!r}; it may have {', '.join(known)}")
         problem: InvalidArgument | None = None
         if tensor is not None and (problem := place.problem_of_output(f"out[{name!r}]", tensor)) is not None:
             return problem
@@ -104,4 +104,4 @@ def problem_of_outputs(place: Any, given: Mapping[str, Any], known: Collection[s
 def problem_of_payloads(payloads: Any, known: Collection[str]) -> InvalidArgument:
     """What is given instead of a mapping of the group's payloads."""
     told = list(payloads) if isinstance(payloads, Mapping) else f"{type(payloads).__name__}, no mapping"
-    return InvalidArgument(f"payloads is {told}; this group's are {sorted(known)}")
+    return InvalidArgument.of("payloads", f"is {told}; this group's are {sorted(known)}")

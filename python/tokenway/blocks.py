@@ -28,7 +28,7 @@ class Blocks:
             return self.spare.take(), self._place.reusable
         block = self._place.block_of(memory)
         if block.nbytes < self.handle_bytes:
-            raise InvalidArgument(f"memory has {block.nbytes} bytes; it must have {self.handle_bytes}")
+            raise InvalidArgument.of("memory", f"has {block.nbytes} bytes; it must have {self.handle_bytes}")
         return block, False
 
     def free(self) -> None:

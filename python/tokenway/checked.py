@@ -24,11 +24,11 @@ def host_array(name: str, values: Any) -> np.ndarray:
             values = values.float()
         return values.numpy()
     if isinstance(values, np.ndarray) and (what := tensors.unlike_array(values)) is not None:
-        raise InvalidArgument(f"{name} is {what}")
+        raise InvalidArgument.of(name, f"is {what}")
     try:
         array = np.asarray(values)
     except Exception as error:  # rows of different lengths, or the values' own code
-        raise InvalidArgument(f"{name} cannot be read as an array: {type(error).__name__}: {error}") from error
+        raise InvalidArgument.of(name, f"cannot be read as an array: {type(error).__name__}: {error}") from error
     kind = array.dtype.type
     return array.astype(np.float32) if kind.__module__ == "ml_dtypes" and _is_float(kind) else array
 
@@ -51,11 +51,11 @@ def integers(name: str, values: Any) -> np.ndarray:
     """int32, contiguous, of integers that fit. An empty list is one of integers too."""
     array = host_array(name, values)
     if array.dtype.kind not in "iu" and array.size:
-        raise InvalidArgument(f"{name} has dtype {array.dtype}; it must hold 32-bit integers")
+        raise InvalidArgument.of(name, f"has dtype {array.dtype}; it must hold 32-bit integers")
     beyond = np.flatnonzero((array < -(2**31)) | (array >= 2**31))
     if beyond.size:
-        at = ", ".join(map(str, np.unravel_index(beyond[0], array.shape)))
-        raise InvalidArgument(f"{name}[{at}] is {array.flat[beyond[0]]}; it must hold 32-bit integers")
+        at = tuple(map(int, np.unravel_index(beyond[0], array.shape)))
+        raise InvalidArgument.of(name, f"is {array.flat[beyond[0]]}; it must hold 32-bit integers", at)
     return np.asarray(array, np.int32, order="C")
 
 
@@ -63,6 +63,6 @@ def floats(name: str, values: Any, dtype: Any = np.float32) -> np.ndarray:
     """float32 or another type, contiguous, of integers or floats, rounded."""
     array = host_array(name, values)
     if array.dtype.kind not in "iuf":
-        raise InvalidArgument(f"{name} has dtype {array.dtype}; it must hold numbers")
+        raise InvalidArgument.of(name, f"has dtype {array.dtype}; it must hold numbers")
     with np.errstate(over="ignore"):  # an infinity, which C refuses where it must
         return np.asarray(array, dtype, order="C")

@@ -139,19 +139,19 @@ class Sizes(NamedTuple):
     def check(self, place: Any, nranks: int, max_tokens: int) -> None:
         """Raises what C cannot see."""
         if self.own is not None and not 0 <= self.own <= max_tokens:
-            raise InvalidArgument(f"sizes is {self.own}; it must be from 0 to max_tokens, {max_tokens}")
+            raise InvalidArgument.of("sizes", f"is {self.own}; it must be from 0 to max_tokens, {max_tokens}")
         if self.host is None:
             what = None if self.tensor is None else place.unlike(self.tensor)
             if what is not None:
                 raise tensors.refusal("sizes", what, tensors.obstacle(place.describe, self.tensor))
             return
         if len(self.host) != nranks or not all(isinstance(n, (int, np.integer)) for n in self.host):
-            raise InvalidArgument(
-                f"sizes is {list(self.host)!r}; it must be {nranks} integers, or a tensor of int32 or int64"
+            raise InvalidArgument.of(
+                "sizes", f"is {list(self.host)!r}; it must be {nranks} integers, or a tensor of int32 or int64"
             )
         for rank, n in enumerate(self.host):
             if not -(2**31) <= n < 2**31:
-                raise InvalidArgument(f"sizes[{rank}] is {n}; it must be from 0 to max_tokens, {max_tokens}")
+                raise InvalidArgument.of("sizes", f"is {n}; it must be from 0 to max_tokens, {max_tokens}", (rank,))
 
 
 def gather_bound(shape: Shape, sizes: Sizes, rows: Sequence[Any], bound: Any) -> int:
@@ -192,9 +192,10 @@ def _rows_beside(given: Sequence[Any]) -> int:
     """The bound of a gather whose sizes are in memory, as its rows have it."""
     rows = _extent(given[0], 0) if given else 0
     if rows == 0 and given and len(getattr(given[0], "shape", ())):
-        raise InvalidArgument(
-            "rows has 0 rows and sizes is a tensor, so the bound would be 0; beside such sizes rows must be as many as "
-            "the bound, on all ranks alike and at least 1, or sizes a list"
+        raise InvalidArgument.of(
+            "rows",
+            "has 0 rows and sizes is a tensor, so the bound would be 0; beside such sizes rows must be as many as "
+            "the bound, on all ranks alike and at least 1, or sizes a list",
         )
     return rows
 
@@ -263,7 +264,9 @@ class Collectives:
             known.check(native.place, shape.nranks, shape.max_tokens)
             flat = layout != "rank_major"
             if known.own is not None and flat:
-                raise InvalidArgument(f"sizes is {sizes}; of one rank alone it may be where layout is 'rank_major'")
+                raise InvalidArgument.of(
+                    "sizes", f"is {sizes}; of one rank alone it may be where layout is 'rank_major'"
+                )
             b = reduce_bound(shape, known, given, flat, bound)
             own = _room_of_each(shape, given, flat) if known.own is None else known.own
             own = own if known.host is None else int(known.host[shape.rank])
@@ -295,7 +298,7 @@ class Collectives:
                 if (problem := place.problem_of_output("out" if q == 0 else f"out[{q}]", x)) is not None:
                     raise problem
             if len(made) != len(given):
-                raise InvalidArgument(f"out has {len(made)} tensors; it must have as many as rows, {len(given)}")
+                raise InvalidArgument.of("out", f"has {len(made)} tensors; it must have as many as rows, {len(given)}")
             return made
         if lead is None or any(place.unlike(x) for x in given):
             return None
@@ -331,8 +334,8 @@ class Collectives:
             with prepared:
                 bool(send_only)  # may raise
                 if not 1 <= len(given) <= _header.MAX_PAYLOADS:
-                    raise InvalidArgument(
-                        f"rows has {len(given)} tensors; it must have from 1 to {_header.MAX_PAYLOADS}"
+                    raise InvalidArgument.of(
+                        "rows", f"has {len(given)} tensors; it must have from 1 to {_header.MAX_PAYLOADS}"
                     )
                 for q, x in enumerate(given):
                     call.inputs[q].set(x)

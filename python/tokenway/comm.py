@@ -140,13 +140,13 @@ class Comm(_native.Shared):
 def _address(address: str) -> bytes:
     """As the C library takes it: it would not see what comes after a NUL."""
     if not isinstance(address, str):
-        raise InvalidArgument(f"address is {address!r}; it must be a string")
+        raise InvalidArgument.of("address", f"is {address!r}; it must be a string")
     if "\0" in address:
-        raise InvalidArgument(f"address is {address!r}; it must not hold a NUL")
+        raise InvalidArgument.of("address", f"is {address!r}; it must not hold a NUL")
     try:
         return address.encode()
     except UnicodeEncodeError:
-        raise InvalidArgument(f"address is {address!r}; it must not hold a surrogate") from None
+        raise InvalidArgument.of("address", f"is {address!r}; it must not hold a surrogate") from None
 
 
 def _config(timeout: float | None) -> _header.CommConfig:
@@ -171,13 +171,15 @@ def local_comms(nranks: int, devices: Sequence[Any] | None = None, timeout: floa
     config = _config(timeout)
     if devices is not None:
         if not isinstance(devices, Sequence) or isinstance(devices, str):
-            raise InvalidArgument(f"devices is {devices!r}; it must be a list with a device for each rank")
+            raise InvalidArgument.of("devices", f"is {devices!r}; it must be a list with a device for each rank")
         if len(devices) != nranks:
-            raise InvalidArgument(f"devices has {len(devices)} entries; it must have {nranks}, one for each rank")
+            raise InvalidArgument.of("devices", f"has {len(devices)} entries; it must have {nranks}, one for each rank")
         indices = [cuda.index_of(device) for device in devices]
         numbers = [cuda.current_device() if index is None else index for index in indices]
         if -1 in numbers:
-            raise InvalidArgument("devices has 'cuda', but PyTorch, which would know the current device, is not in use")
+            raise InvalidArgument.of(
+                "devices", "has 'cuda', but PyTorch, which would know the current device, is not in use"
+            )
         array = (c_int32 * max(nranks, 1))(*numbers)
         config.devices = ctypes.addressof(array)
     first = ctypes.cast(pointers, ctypes.POINTER(c_void_p))
@@ -265,7 +267,7 @@ class _Wish:
         """Raises for what cannot be, once those who wait for this rank can be told."""
         backend = self.backend
         if backend not in BACKENDS:
-            raise InvalidArgument(f"backend is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
+            raise InvalidArgument.of("backend", f"is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
         on = {"shm": self._given is None, "nvlink": self._given is not None}
         if not on.get(backend, True):
             where = "the CPU" if self._given is None else f"device {self._given!r}"

@@ -38,9 +38,9 @@ def index_of(device: Any) -> int | None:
             return int(device)
     elif found := re.fullmatch(r"cuda(?::(\d+))?", str(device)):
         return None if found[1] is None else int(found[1])
-    raise InvalidArgument(
-        f"device is {device!r}; it must be the number of a CUDA device, 'cuda', 'cuda:<number>' or a torch.device of "
-        "these"
+    raise InvalidArgument.of(
+        "device",
+        f"is {device!r}; it must be the number of a CUDA device, 'cuda', 'cuda:<number>' or a torch.device of these",
     )
 
 
@@ -155,7 +155,7 @@ class Cuda:
                 what = "not contiguous"
             else:
                 return memory.detach().view(-1)
-        raise InvalidArgument(f"memory is {what}; it must be a contiguous tensor of uint8")
+        raise InvalidArgument.of("memory", f"is {what}; it must be a contiguous tensor of uint8")
 
     @staticmethod
     def address(block: Any) -> int:

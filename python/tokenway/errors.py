@@ -42,9 +42,9 @@ class TokenwayError(Exception):
 class InvalidArgument(TokenwayError, ValueError):
     """An argument is out of range. Nothing was sent; the group is as it was.
 
-    `argument` is its name ("lanes", "out['ids']"), None where no single one is named, and `index` the place in it of
-    what is wrong, () for all of it. `value` is what it has, and `allowed` the least and the most that it may have: None
-    where the sentence alone says that, as of shapes.
+    `argument` is its name ("lanes", "out['ids']"), None where the sentence is about none or several, and `index` the
+    place in it of what is wrong, () for all of it. Of a number out of its range, `value` is that number, and `allowed`
+    the least and the most that it may be; else they are None.
     """
 
     result = "twInvalidArgument"
@@ -64,6 +64,12 @@ class InvalidArgument(TokenwayError, ValueError):
         self.index = index
         self.value = value
         self.allowed = allowed
+
+    @classmethod
+    def of(cls, argument: str, said: str, index: tuple[int, ...] = (), **fields: Any) -> InvalidArgument:
+        """The sentence that begins with the argument's name. fields: further ones."""
+        place = f"[{', '.join(map(str, index))}]" if index else ""
+        return cls(f"{argument}{place} {said}", argument=argument, index=index, **fields)
 
 
 class InvalidUsage(TokenwayError, RuntimeError):

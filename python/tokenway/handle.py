@@ -351,7 +351,7 @@ class Handle(Generic[Owner]):
         the group's timeout. InvalidUsage if no exchange of counts is under way."""
         self._living()
         if timeout is not None and not 0 <= timeout <= 2e6:
-            raise InvalidArgument(f"timeout is {timeout}; it must be None or from 0 to 2e6 seconds")
+            raise InvalidArgument.of("timeout", f"is {timeout}; it must be None or from 0 to 2e6 seconds")
         ready = c_int32()
         limit = -1 if timeout is None else round(timeout * 1000)
         self._check(_native.lib.twHandleCountsReady(self.pointer, limit, byref(ready)))
@@ -466,5 +466,5 @@ def routing_arguments(place: Any, ids: Tensor, weights: Tensor | None) -> tuple[
     weighted = tensors.tensor_of(weights, place.describe)
     if not weighted.data and not weighted.ndim:  # which to C are none: all 1
         seen = place.unlike(weights) or "a tensor that cannot be read, as in a transform of torch.func"
-        raise InvalidArgument(f"weights is {seen}")
+        raise InvalidArgument.of("weights", f"is {seen}")
     return byref(described), byref(weighted)

@@ -102,7 +102,7 @@ class Ranks:
         env: dict[str, str] | None = None,
     ):
         if not 1 <= _native.fit("nranks", nranks) <= _header.MAX_RANKS:
-            raise InvalidArgument(f"nranks is {nranks}; allowed 1..{_header.MAX_RANKS}")
+            raise InvalidArgument.of("nranks", f"is {nranks}; allowed 1..{_header.MAX_RANKS}")
         context = multiprocessing.get_context("spawn")
         address = _new_address()
         self._connections: list[Connection] = []

@@ -36,19 +36,19 @@ def group_of(given: Any) -> Any:
     if hasattr(given, "get_group") and hasattr(given, "get_coordinate"):
         if given.ndim != 1:
             names = given.mesh_dim_names or tuple(range(given.ndim))
-            told = f"process_group is a DeviceMesh of dimensions {names}; give one's, as mesh.get_group({names[-1]!r})"
-            raise InvalidArgument(told)
+            told = f"is a DeviceMesh of dimensions {names}; give one's, as mesh.get_group({names[-1]!r})"
+            raise InvalidArgument.of("process_group", told)
         if given.get_coordinate() is None:
-            raise InvalidArgument(outside)
+            raise InvalidArgument(outside, argument="process_group")
         given = given.get_group()
     if given is dist.GroupMember.NON_GROUP_MEMBER:
-        raise InvalidArgument(outside)
+        raise InvalidArgument(outside, argument="process_group")
     if given is not None and not isinstance(given, dist.ProcessGroup):
         what = type(given).__name__
-        told = f"process_group is of type {what}; it must be a ProcessGroup, or a DeviceMesh of one dimension"
-        raise InvalidArgument(told)
+        told = f"is of type {what}; it must be a ProcessGroup, or a DeviceMesh of one dimension"
+        raise InvalidArgument.of("process_group", told)
     if dist.get_rank(given) < 0:
-        raise InvalidArgument(outside)
+        raise InvalidArgument(outside, argument="process_group")
     return given
 
 

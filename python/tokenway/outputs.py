@@ -69,7 +69,7 @@ class Outputs:
             structs.dispatch_out.column_major[q] = 1 if right and name in wanted else 0
         if right:
             return None
-        return InvalidArgument(f"column_major is {columns!r}; it must hold payloads of the group: {known}")
+        return InvalidArgument.of("column_major", f"is {columns!r}; it must hold payloads of the group: {known}")
 
     def add_by_expert(
         self, structs: Structs, handle: Any, layout: str, b: int, made: dict[str, Tensor], like: Tensor

@@ -58,11 +58,11 @@ class Placement:
         """From where experts are: (rank [E, R], place there [E, R]), -1 where an expert has fewer than R slots."""
         rank, place = checked.integers("expert_map[0]", rank), checked.integers("expert_map[1]", place)
         if rank.shape != place.shape or rank.shape[0] != experts:
-            raise InvalidArgument(
-                f"expert_map has shapes {rank.shape} and {place.shape}; they must be ({experts}, slots of an expert)"
+            raise InvalidArgument.of(
+                "expert_map", f"has shapes {rank.shape} and {place.shape}; they must be ({experts}, slots of an expert)"
             )
         if (rank < -1).any():
-            raise InvalidArgument(f"expert_map[0] has {rank.min()}; it must have ranks, and -1 for none")
+            raise InvalidArgument.of("expert_map", f"has {rank.min()}; it must have ranks, and -1 for none", (0,))
         expert, column = np.nonzero(rank >= 0)
         order = np.lexsort((place[expert, column], rank[expert, column]))
         at = expert[order], column[order]
@@ -82,7 +82,7 @@ class Placement:
     def native(self, experts: int | None) -> tuple[_header.Placement, Any]:
         """The C struct, and what must outlive it."""
         if self.policy not in _header.POLICIES:
-            raise InvalidArgument(f"policy is {self.policy!r}; it must be one of {list(_header.POLICIES)}")
+            raise InvalidArgument.of("policy", f"is {self.policy!r}; it must be one of {list(_header.POLICIES)}")
         shape = self.num_layers(), self.num_slots(experts)
         given = _header.Placement()
         given.num_layers = _native.fit_given("layers", shape[0])
@@ -94,7 +94,7 @@ class Placement:
         given.policy = _header.POLICIES[self.policy]
         given.count_loads = 1 if self.count_loads else 0
         if not isinstance(self.load_decay, numbers.Real):
-            raise InvalidArgument(f"load_decay is {self.load_decay!r}; it must be a number from 0 to 1")
+            raise InvalidArgument.of("load_decay", f"is {self.load_decay!r}; it must be a number from 0 to 1")
         given.load_decay = self.load_decay
         return given, (table, shares)
 
@@ -103,5 +103,5 @@ def spread(name: str, values: Any, shape: tuple[int, int], dtype: Any) -> np.nda
     """[P] for every layer, or [layers, P], as C takes it."""
     array = checked.integers(name, values) if dtype is np.int32 else checked.floats(name, values)
     if array.shape not in (shape, shape[1:]):
-        raise InvalidArgument(f"{name} has shape {array.shape}; it must be {shape[1:]} or {shape}")
+        raise InvalidArgument.of(name, f"has shape {array.shape}; it must be {shape[1:]} or {shape}")
     return np.ascontiguousarray(np.broadcast_to(array, shape), dtype=dtype)

@@ -72,14 +72,16 @@ def inline_bytes(capacity: str | int) -> int:
         return CAPACITIES[capacity]
     if isinstance(capacity, int) and not isinstance(capacity, bool) and 0 <= capacity < 2**63:
         return capacity
-    raise InvalidArgument(f"capacity is {capacity!r}; it must be 'auto', 'exact', 'fixed' or a number of bytes from 0")
+    raise InvalidArgument.of(
+        "capacity", f"is {capacity!r}; it must be 'auto', 'exact', 'fixed' or a number of bytes from 0"
+    )
 
 
 def strategy_code(strategy: str) -> int:
     """What the C library calls a strategy."""
     if strategy in STRATEGIES:
         return STRATEGIES[strategy]
-    raise InvalidArgument(f"strategy is {strategy!r}; it must be 'routed', 'gathered' or 'auto'")
+    raise InvalidArgument.of("strategy", f"is {strategy!r}; it must be 'routed', 'gathered' or 'auto'")
 
 
 def missing() -> str | None:
@@ -423,19 +425,21 @@ def _gather_into(allgather: Callable[[bytes], Any], rank: int, nranks: int) -> C
             raise SystemFailure(f"allgather raised {type(error).__name__} on rank {rank}: {error}") from error
         if not isinstance(parts, (list, tuple)) or len(parts) != nranks:
             seen = f"{len(parts)} parts" if isinstance(parts, (list, tuple)) else f"a {type(parts).__name__}"
-            raise InvalidArgument(
-                f"allgather returned {seen} on rank {rank}; it must return a list of {nranks}, what each rank has given"
+            raise InvalidArgument.of(
+                "allgather",
+                f"returned {seen} on rank {rank}; it must return a list of {nranks}, what each rank has given",
             )
         for source, part in enumerate(parts):
             if not isinstance(part, (bytes, bytearray, memoryview)):
-                raise InvalidArgument(
-                    f"allgather returned a {type(part).__name__} for rank {source} on rank {rank}; it must be bytes"
+                raise InvalidArgument.of(
+                    "allgather", f"returned a {type(part).__name__} for rank {source} on rank {rank}; it must be bytes"
                 )
             length = memoryview(part).nbytes
             if length != count:
-                raise InvalidArgument(
-                    f"allgather returned {length} bytes for rank {source} on rank {rank}; it must return the {count} "
-                    "that every rank has given"
+                raise InvalidArgument.of(
+                    "allgather",
+                    f"returned {length} bytes for rank {source} on rank {rank}; it must return the {count} "
+                    "that every rank has given",
                 )
         ctypes.memmove(everyone, b"".join(parts), count * nranks)
         return 0

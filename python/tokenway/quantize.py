@@ -46,17 +46,17 @@ def quantize_fp8(
     given = out
     if out is None:
         if x.ndim != 2:
-            raise InvalidArgument(f"x has shape {list(x.shape)}; it must be [T, H]")
+            raise InvalidArgument.of("x", f"has shape {list(x.shape)}; it must be [T, H]")
         tokens, elements = x.shape
         out = (
             empty_like((tokens, elements), "float8_e4m3fn", x),
             empty_like((tokens, -(-elements // FP8_BLOCK)), "float32", x),
         )
     elif not isinstance(out, tuple | list) or len(out) != 2:
-        raise InvalidArgument(f"out is of type {type(out).__name__}; it must be (values, scales)")
+        raise InvalidArgument.of("out", f"is of type {type(out).__name__}; it must be (values, scales)")
     for name, tensor in zip(("values", "scales"), out, strict=True):
         if place_of(name, tensor)[0] != device:
-            raise InvalidArgument(f"{name} is on {device_text(tensor)}, x on {device_text(x)}; they must be together")
+            raise InvalidArgument.of(name, f"is on {device_text(tensor)}, x on {device_text(x)}; they must be together")
         if (problem := tensors.unwritable(name, tensor)) is not None:
             raise problem
     rows, values, scales = (tensors.tensor_of(tensor, describe_anywhere) for tensor in (x, *out))
@@ -95,9 +95,11 @@ def pack_nvfp4(x: Tensor, global_scale: Tensor | float | None = None) -> tuple[T
     """
     place_of("x", x)
     if x.ndim < 1 or x.shape[-1] % NVFP4_BLOCK:
-        raise InvalidArgument(f"x has shape {list(x.shape)}; its last dimension must be a multiple of {NVFP4_BLOCK}")
+        raise InvalidArgument.of(
+            "x", f"has shape {list(x.shape)}; its last dimension must be a multiple of {NVFP4_BLOCK}"
+        )
     if (name := tensors.dtype_of(x)) not in ("float32", "bfloat16", "float16"):
-        raise InvalidArgument(f"x has dtype {name}; it must be float32, bfloat16 or float16")
+        raise InvalidArgument.of("x", f"has dtype {name}; it must be float32, bfloat16 or float16")
     lib = sys.modules["torch"] if tensors.is_torch(x) else np
     with np.errstate(all="ignore"):  # NaN and infinity are dealt with below
         blocks = _cast(x, "float32").reshape(*x.shape[:-1], x.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK)
@@ -123,7 +125,7 @@ def unpack_nvfp4(packed: Tensor, scales: Tensor, global_scale: Tensor | float) -
     half = NVFP4_BLOCK // 2
     if packed.ndim < 1 or packed.shape[-1] % half or tensors.dtype_of(packed) != "uint8":
         what = f"{tensors.dtype_of(packed)} {list(packed.shape)}"
-        raise InvalidArgument(f"packed is {what}; it must be uint8, its last dimension a multiple of {half}")
+        raise InvalidArgument.of("packed", f"is {what}; it must be uint8, its last dimension a multiple of {half}")
     _check_shape("scales", scales, (*packed.shape[:-1], packed.shape[-1] // half))
     lib = sys.modules["torch"] if tensors.is_torch(packed) else np
     codes = lib.stack((packed & 15, packed >> 4), -1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
@@ -169,12 +171,12 @@ def place_of(name: str, x: Any) -> tuple[int, int]:
         if x.is_cuda:
             return x.device.index, torch.cuda.current_stream(x.device).cuda_stream
         if not x.is_cpu:
-            raise InvalidArgument(f"{name} is a {x.device.type} tensor; it must be on the CPU or a CUDA device")
+            raise InvalidArgument.of(name, f"is a {x.device.type} tensor; it must be on the CPU or a CUDA device")
     elif not isinstance(x, np.ndarray):
         what = type(x).__name__
-        raise InvalidArgument(f"{name} is of type {what}; it must be a NumPy array or a PyTorch tensor")
+        raise InvalidArgument.of(name, f"is of type {what}; it must be a NumPy array or a PyTorch tensor")
     elif (what := tensors.unlike_array(x)) is not None:
-        raise InvalidArgument(f"{name} is {what}")
+        raise InvalidArgument.of(name, f"is {what}")
     return -1, 0
 
 
@@ -229,9 +231,9 @@ def _spread(scales: Tensor, block: int) -> Tensor:
 
 def _same_kind(name: str, x: Any, other_name: str, other: Any) -> None:
     if place_of(name, x)[0] != place_of(other_name, other)[0] or tensors.is_torch(x) != tensors.is_torch(other):
-        raise InvalidArgument(f"{name} is a {type(x).__name__} on {device_text(x)}, {other_name} is not")
+        raise InvalidArgument.of(name, f"is a {type(x).__name__} on {device_text(x)}, {other_name} is not")
 
 
 def _check_shape(name: str, x: Tensor, wanted: tuple[int, ...]) -> None:
     if tuple(x.shape) != wanted:
-        raise InvalidArgument(f"{name} has shape {list(x.shape)}; it must be {list(wanted)}")
+        raise InvalidArgument.of(name, f"has shape {list(x.shape)}; it must be {list(wanted)}")

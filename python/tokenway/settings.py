@@ -72,9 +72,11 @@ class Settings:
         taken = {"tokens", "ids", "weights", "counts", "offsets", "origins"}
         extra = {name: p if isinstance(p, Payload) else Payload(*p) for name, p in (self.payloads or {}).items()}
         if not taken.isdisjoint(extra):
-            raise InvalidArgument(f"payloads are named {list(extra)}; {', '.join(sorted(taken))} are taken")
+            raise InvalidArgument.of("payloads", f"are named {list(extra)}; {', '.join(sorted(taken))} are taken")
         if len(extra) >= _header.MAX_PAYLOADS:
-            raise InvalidArgument(f"payloads has {len(extra)} entries; it must have at most {_header.MAX_PAYLOADS - 1}")
+            raise InvalidArgument.of(
+                "payloads", f"has {len(extra)} entries; it must have at most {_header.MAX_PAYLOADS - 1}"
+            )
         named = {"tokens": Payload(self.hidden, self.dtype)} | extra
         return {name: Payload(p.elements, tensors.dtype_name(p.dtype)) for name, p in named.items()}
 
@@ -102,10 +104,10 @@ class Settings:
         if given is None:
             return None
         if len(given) != 2:
-            raise InvalidArgument(f"{name} has {len(given)} parts; it must be (rank[E], slot[E])")
+            raise InvalidArgument.of(name, f"has {len(given)} parts; it must be (rank[E], slot[E])")
         rank, slot = (checked.integers(f"{name}[{i}]", part) for i, part in enumerate(given))
         if rank.shape != (count,) or slot.shape != (count,):
-            raise InvalidArgument(f"{name} has shapes {rank.shape} and {slot.shape}; they must be ({count},)")
+            raise InvalidArgument.of(name, f"has shapes {rank.shape} and {slot.shape}; they must be ({count},)")
         return rank, slot
 
     @cached_property
@@ -171,7 +173,7 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
         config.row_alignment = _native.fit_given("row_alignment", settings.row_alignment)
     given = settings.lease_bytes
     if not isinstance(given, numbers.Integral) or not 0 <= given < 2**62:
-        raise InvalidArgument(f"lease_bytes is {given!r}; it must be an integer from 0 to {2**62 - 1}")
+        raise InvalidArgument.of("lease_bytes", f"is {given!r}; it must be an integer from 0 to {2**62 - 1}")
     config.lease_bytes = int(given)
     return config, (places, native, keep)
 
@@ -179,14 +181,14 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
 def named(field: str, value: str, codes: Mapping[str, int]) -> int:
     """The C library's number for one of several words."""
     if value not in codes:
-        raise InvalidArgument(f"{field} is {value!r}; it must be one of {list(codes)}")
+        raise InvalidArgument.of(field, f"is {value!r}; it must be one of {list(codes)}")
     return codes[value]
 
 
 def milliseconds(timeout: float) -> int:
     """A timeout for the C API from one in seconds."""
     if not isinstance(timeout, numbers.Real) or not 0.001 <= timeout <= 2e6:
-        raise InvalidArgument(f"timeout is {timeout!r}; it must be from 0.001 to 2e6 seconds")
+        raise InvalidArgument.of("timeout", f"is {timeout!r}; it must be from 0.001 to 2e6 seconds")
     return round(timeout * 1000)
 
 

@@ -67,7 +67,7 @@ def dtype_name(dtype: Any) -> str:
         except TypeError:
             name = ""
     if name not in CODES:
-        raise InvalidArgument(f"dtype is {dtype!r}; it must be one of {', '.join(CODES)}")
+        raise InvalidArgument.of("dtype", f"is {dtype!r}; it must be one of {', '.join(CODES)}")
     return name
 
 
@@ -279,7 +279,7 @@ def _unlike(x: Any) -> str | None:
 def unwritable(name: str, x: Any) -> InvalidArgument | None:
     """Why nothing can be written to a tensor whose descriptor is as good as any."""
     if isinstance(x, np.ndarray):
-        return None if x.flags.writeable else InvalidArgument(f"{name} is read-only")
+        return None if x.flags.writeable else InvalidArgument.of(name, "is read-only")
     return unwritable_torch(name, x) if is_torch(x) else None
 
 
@@ -291,14 +291,16 @@ def unwritable_torch(name: str, x: Any) -> InvalidArgument | None:
     if x.is_inference():
         if torch.is_inference_mode_enabled():
             return None
-        return InvalidArgument(
-            f"{name} is an inference tensor, which outside of torch.inference_mode nothing may change"
+        return InvalidArgument.of(
+            name, "is an inference tensor, which outside of torch.inference_mode nothing may change"
         )
     if torch.is_grad_enabled():
         if x.is_leaf:
-            return InvalidArgument(f"{name} is a leaf that requires gradients; write to its detach(), or under no_grad")
+            return InvalidArgument.of(
+                name, "is a leaf that requires gradients; write to its detach(), or under no_grad"
+            )
         if x._base is not None and x._base.is_leaf:
-            return InvalidArgument(f"{name} is a view of a leaf that requires gradients; write to its detach()")
+            return InvalidArgument.of(name, "is a view of a leaf that requires gradients; write to its detach()")
     return None
 
 
@@ -310,7 +312,7 @@ def problem_of_output(name: str, x: Any) -> InvalidArgument | None:
 
 def refusal(name: str, what: str, cause: BaseException | None = None) -> InvalidArgument:
     """Of an argument for what it is. cause: what it raised when it was asked."""
-    error = InvalidArgument(f"{name} is {what}")
+    error = InvalidArgument.of(name, f"is {what}")
     error.__cause__ = cause
     return error
 
@@ -336,7 +338,7 @@ def block_of(memory: Any) -> np.ndarray:
             what = "read-only"
         else:
             return array.reshape(-1)
-    raise InvalidArgument(f"memory is {what}; it must be a contiguous, writable tensor of uint8")
+    raise InvalidArgument.of("memory", f"is {what}; it must be a contiguous, writable tensor of uint8")
 
 
 def dtype_of(x: Any) -> str:

@@ -1,6 +1,6 @@
-// Sentences of errors, in parts. What another language calls otherwise (an argument, a constant, a
-// function), and each number that belongs to an argument, is a part of its own, marked where the sentence is written;
-// everything else is text. twLastErrorPart shows the parts to callers, and parcels carry them to peers.
+// Sentences of errors, in parts. What another language calls otherwise (an argument, a constant, a function), and each
+// number that belongs to an argument, is a part of its own, marked where the sentence is written; everything else is
+// text. twLastErrorPart shows the parts to callers, and parcels carry them to peers.
 //
 // A name that is written as mere text reads the same in C, but stays C's name in every other language.
 #pragma once

@@ -120,6 +120,24 @@ def test_errors_have_their_argument() -> None:
     assert (caught.value.argument, caught.value.index, caught.value.allowed) == ("expert_rank", (3,), (0, 1))
 
 
+def test_errors_that_python_finds_have_it_too() -> None:
+    settings = {"hidden": 8, "max_tokens": 4, "experts": 4, "top_k": 2}
+    for wrong, said, named in [
+        ({"mode": "fast"}, "mode is 'fast'; it must be one of", ("mode", ())),
+        ({"timeout": 0}, "timeout is 0; it must be from 0.001", ("timeout", ())),
+        (
+            {"expert_map": ([0, 1, 2**40, 1], [0, 0, 1, 1])},
+            "expert_map[0][2] is 1099511627776",
+            ("expert_map[0]", (2,)),
+        ),
+        ({"payloads": {"ids": (1, "int8")}}, "payloads are named ['ids']", ("payloads", ())),
+    ]:
+        with pytest.raises(tw.InvalidArgument) as caught:
+            tw.window_bytes(2, **(settings | wrong))
+        assert str(caught.value).startswith(said)
+        assert (caught.value.argument, caught.value.index) == named
+
+
 def test_payloads_are_named() -> None:
     with pytest.raises(tw.InvalidArgument, match=r"^payloads\['scales'\].elements is 0; it must be from 1 to "):
         tw.window_bytes(2, hidden=8, max_tokens=4, experts=4, top_k=2, payloads={"scales": (0, np.float32)})

@@ -41,14 +41,16 @@ class Forecast:
         """window: [layers, E], what each expert got since the last one; tokens or anything proportional."""
         now = checked.floats("window", window, np.float64)
         if now.ndim != 2 or not now.shape[1] or not np.all(np.isfinite(now)) or np.any(now < 0):
-            raise InvalidArgument(
-                f"window has shape {list(now.shape)}; it must be [layers, experts], finite, none negative"
+            raise InvalidArgument.of(
+                "window", f"has shape {list(now.shape)}; it must be [layers, experts], finite, none negative"
             )
         if self._averages is None or self._errors is None:
             self._averages = np.zeros((len(self.decays), *now.shape))
             self._errors = np.zeros((len(self.decays), len(now)))
         elif now.shape != self._averages.shape[1:]:
-            raise InvalidArgument(f"window has shape {list(now.shape)}; so far it was {list(self._averages.shape[1:])}")
+            raise InvalidArgument.of(
+                "window", f"has shape {list(now.shape)}; so far it was {list(self._averages.shape[1:])}"
+            )
         else:
             self._errors = _REMEMBERED * self._errors + _sum(np.abs(_shares(self._averages) - _shares(now)))
         kept = np.array(self.decays)[:, None, None]

@@ -120,14 +120,14 @@ def plan(
     try:
         config.node_tolerance = float(node_tolerance)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidArgument(f"node_tolerance is {node_tolerance!r}; it must be a number from 0") from None
+        raise InvalidArgument.of("node_tolerance", f"is {node_tolerance!r}; it must be a number from 0") from None
     before = None
     if old is not None:
         before = _map("old", old, layers, config)
         config.old_map = before.ctypes.data
         config.max_writes = -1 if writes is None else _budget(writes)
     elif writes is not None:
-        raise InvalidArgument(f"writes is {writes}, and old is None; writes belongs to an update of `old`")
+        raise InvalidArgument.of("writes", f"is {writes}, and old is None; writes belongs to an update of `old`")
     # So that what is too large is refused before there is memory for it.
     places = max(0, min(config.num_ranks * config.slots_per_rank, MOST_SLOTS))
     made = Plan(
@@ -202,9 +202,9 @@ def rebalance_experts(
     replicas, gpus = _int(num_replicas, "num_replicas"), _int(num_gpus, "num_gpus")
     groups, nodes = _int(num_groups, "num_groups"), _int(num_nodes, "num_nodes")
     if gpus < 1 or replicas < 1 or replicas % gpus:
-        raise InvalidArgument(f"num_replicas is {num_replicas}; it must be a multiple of num_gpus, {num_gpus}")
+        raise InvalidArgument.of("num_replicas", f"is {num_replicas}; it must be a multiple of num_gpus, {num_gpus}")
     if nodes < 1 or groups < 1:
-        raise InvalidArgument(f"num_groups is {num_groups} and num_nodes is {num_nodes}; they must be at least 1")
+        raise InvalidArgument.of("num_groups", f"is {num_groups} and num_nodes is {num_nodes}; they must be at least 1")
     if groups % nodes:
         groups, nodes = 0, 1
     made = plan(weight, ranks=gpus, slots=replicas // gpus, nodes=nodes, groups=groups)
@@ -225,27 +225,27 @@ def _config(layers: int, experts: int, ranks: Any, slots: Any, nodes: Any) -> Pl
 
 def _int(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not -(2**31) <= value < 2**31:
-        raise InvalidArgument(f"{name} is {value!r}; it must be an integer of 32 bits")
+        raise InvalidArgument.of(name, f"is {value!r}; it must be an integer of 32 bits")
     return int(value)
 
 
 def _budget(writes: Any) -> int:
     if isinstance(writes, (int, np.integer)) and writes < 0:
-        raise InvalidArgument(f"writes is {writes}; it must be at least 0, or None")
+        raise InvalidArgument.of("writes", f"is {writes}; it must be at least 0, or None")
     return _int(writes, "writes")
 
 
 def _loads(loads: Any) -> Array:
     array = checked.host_array("loads", loads)
     if array.dtype.kind not in "iuf":
-        raise InvalidArgument(f"loads has dtype {array.dtype}; it must be a type of numbers")
+        raise InvalidArgument.of("loads", f"has dtype {array.dtype}; it must be a type of numbers")
     if array.dtype.newbyteorder("=") not in (np.float32, np.float64, np.int32, np.int64):
         array = array.astype(np.float64)
     array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
     if array.ndim == 1:
         array = array[None]
     if array.ndim != 2:
-        raise InvalidArgument(f"loads has shape {list(array.shape)}; it must be [layers, experts] or [experts]")
+        raise InvalidArgument.of("loads", f"has shape {list(array.shape)}; it must be [layers, experts] or [experts]")
     return array
 
 
@@ -255,5 +255,5 @@ def _map(name: str, placed: Any, layers: int, config: PlanConfig) -> Array:
     wanted = (layers, config.num_ranks * config.slots_per_rank)
     if array.dtype.kind not in "iu" or array.shape != wanted:
         what = f"{array.dtype} {list(array.shape)}"
-        raise InvalidArgument(f"{name} is {what}; it must be integers [layers, ranks * slots], {list(wanted)}")
+        raise InvalidArgument.of(name, f"is {what}; it must be integers [layers, ranks * slots], {list(wanted)}")
     return checked.integers(name, array)

@@ -54,15 +54,15 @@ def replay(
     """
     windows = np.asarray(windows, np.float64)
     if windows.ndim != 3:
-        raise InvalidArgument(f"windows has shape {list(windows.shape)}; it must be [windows, layers, experts]")
+        raise InvalidArgument.of("windows", f"has shape {list(windows.shape)}; it must be [windows, layers, experts]")
     if policy not in POLICIES:
-        raise InvalidArgument(f"policy is {policy!r}; allowed: {', '.join(POLICIES)}")
+        raise InvalidArgument.of("policy", f"is {policy!r}; allowed: {', '.join(POLICIES)}")
     if every < 1 or not 0 <= (decay or 0) < 1:
-        raise InvalidArgument(f"every is {every}, decay {decay}; allowed are at least 1, and 0..1 without 1")
+        raise InvalidArgument.of("every", f"is {every}, decay {decay}; allowed are at least 1, and 0..1 without 1")
     counted = windows if counted is None else np.asarray(counted, np.float64)
     if counted.shape != windows.shape:
-        raise InvalidArgument(
-            f"counted has shape {list(counted.shape)}; it must be that of windows, {list(windows.shape)}"
+        raise InvalidArgument.of(
+            "counted", f"has shape {list(counted.shape)}; it must be that of windows, {list(windows.shape)}"
         )
     count, layers, experts = windows.shape
     shape: dict[str, Any] = {"ranks": ranks, "slots": slots}
@@ -93,7 +93,7 @@ def sampled_imbalance(
     random, each row for itself; best, by the batch's own counts, levelled in whole rows.
     """
     if split not in SPLITS:
-        raise InvalidArgument(f"split is {split!r}; allowed: {', '.join(SPLITS)}")
+        raise InvalidArgument.of("split", f"is {split!r}; allowed: {', '.join(SPLITS)}")
     if min(tokens, top_k, draws) < 1:
         raise InvalidArgument(f"tokens, top_k and draws are {tokens}, {top_k}, {draws}; they must be at least 1")
     rng = np.random.default_rng(seed)

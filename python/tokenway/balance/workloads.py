@@ -22,7 +22,7 @@ def lognormal(
     _check(layers=layers, experts=experts, groups=groups)
     _check_within(MOST_SIGMA, sigma=sigma, group_sigma=group_sigma)
     if experts % groups:
-        raise InvalidArgument(f"groups is {groups}; it must divide experts, {experts}")
+        raise InvalidArgument.of("groups", f"is {groups}; it must divide experts, {experts}")
     rng = _rng(seed)
     logarithms = sigma * rng.standard_normal((layers, experts))
     if group_sigma:
@@ -42,7 +42,7 @@ def dirichlet(layers: int, experts: int, alpha: float = 1.0, seed: int = 0) -> A
     """[layers, experts]: a symmetric Dirichlet distribution; the smaller alpha, the more skewed."""
     _check(layers=layers, experts=experts)
     if not 0 < alpha <= MOST_FACTOR:
-        raise InvalidArgument(f"alpha is {alpha}; it must be above 0, at most {MOST_FACTOR:g}")
+        raise InvalidArgument.of("alpha", f"is {alpha}; it must be above 0, at most {MOST_FACTOR:g}")
     # Gammas beside a least value, so that a tiny alpha leaves no layer without load.
     return _of_mean_1(_rng(seed).standard_gamma(alpha, (layers, experts)) + 1e-300)
 
@@ -66,9 +66,9 @@ def drifting(
     _check_within(MOST_SIGMA, sigma=sigma)
     _check_within(MOST_FACTOR, boost=boost)
     if not 0 <= memory <= 1:
-        raise InvalidArgument(f"memory is {memory}; allowed 0..1")
+        raise InvalidArgument.of("memory", f"is {memory}; allowed 0..1")
     if not 0 <= hot <= experts:
-        raise InvalidArgument(f"hot is {hot}; allowed 0..{experts} (experts)")
+        raise InvalidArgument.of("hot", f"is {hot}; allowed 0..{experts} (experts)")
     rng = _rng(seed)
     state = rng.standard_normal((layers, experts))
     fresh = np.sqrt(1 - memory**2)
@@ -145,10 +145,10 @@ def _rng(seed: int) -> np.random.Generator:
 def _check_within(most: float, **values: float) -> None:
     for name, value in values.items():
         if not 0 <= value <= most:
-            raise InvalidArgument(f"{name} is {value}; allowed 0..{most:g}")
+            raise InvalidArgument.of(name, f"is {value}; allowed 0..{most:g}")
 
 
 def _check(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
-            raise InvalidArgument(f"{name} is {value}; it must be at least 1")
+            raise InvalidArgument.of(name, f"is {value}; it must be at least 1")

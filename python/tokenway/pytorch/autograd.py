@@ -196,11 +196,11 @@ def _checked_bound(group: Group, bound: int | None) -> int | None:
     """The b of a dispatch; None in the exact layouts, which have none."""
     if group.exact:
         if bound is not None:
-            raise InvalidArgument(f"bound is {bound!r}; in the mode 'high_throughput' it must be None")
+            raise InvalidArgument.of("bound", f"is {bound!r}; in the mode 'high_throughput' it must be None")
         return None
     b = group.shape.default_bound if bound is None else bound
     if not isinstance(b, int) or not 1 <= b <= group.max_tokens:
-        raise InvalidArgument(f"bound is {b!r}; it must be an integer from 1 to {group.max_tokens}")
+        raise InvalidArgument.of("bound", f"is {b!r}; it must be an integer from 1 to {group.max_tokens}")
     return b
 
 

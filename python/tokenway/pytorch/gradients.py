@@ -72,7 +72,7 @@ def weight_columns(top_k: int, dtype: Any = "bfloat16") -> int:
     bfloat16. Raises InvalidArgument for others."""
     name = tensors.dtype_name(dtype)
     if name not in _PARTS:
-        raise InvalidArgument(f"dtype is {name}; to train with it must be float32 or bfloat16")
+        raise InvalidArgument.of("dtype", f"is {name}; to train with it must be float32 or bfloat16")
     return top_k * _PARTS[name]
 
 
@@ -99,7 +99,9 @@ def check_layout(group: Group, layout: str | None) -> str:
     layout = allowed[0] if layout is None else layout
     if layout not in allowed:
         names = " or ".join(map(repr, allowed))
-        raise InvalidArgument(f"layout is {layout!r}; to train in the mode {group.settings.mode!r} it must be {names}")
+        raise InvalidArgument.of(
+            "layout", f"is {layout!r}; to train in the mode {group.settings.mode!r} it must be {names}"
+        )
     if layout == "grouped":
         check_local(group, "the layout 'grouped'")
     return layout
@@ -129,7 +131,7 @@ def check_memory(name: str, x: Any) -> None:
     """Raises InvalidArgument for what is no tensor with elements in memory, as in a transform of torch.func: an
     autograd function would raise there before it has made its step."""
     if not isinstance(x, Tensor):
-        raise InvalidArgument(f"{name} is of type {type(x).__name__}; it must be a PyTorch tensor")
+        raise InvalidArgument.of(name, f"is of type {type(x).__name__}; it must be a PyTorch tensor")
     if (what := tensors.legible(tensors.without_memory, x)) is not None:
         raise tensors.refusal(name, what, tensors.obstacle(tensors.describe_torch, x))
 
@@ -244,7 +246,7 @@ def return_rows(handle: Handle[Group], rows: Tensor, layout: str) -> Tensor:
     with telling(lambda: refuse_combine(handle)):
         wanted = (*lead_of(handle, layout), h)
         if rows.shape != wanted:
-            raise InvalidArgument(f"rows has shape {list(rows.shape)}; it must be {list(wanted)}")
+            raise InvalidArgument.of("rows", f"has shape {list(rows.shape)}; it must be {list(wanted)}")
         rows = widened(rows, group)
     return first_columns(group.combine(handle, rows, layout=layout), h)
 

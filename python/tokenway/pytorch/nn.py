@@ -57,7 +57,7 @@ class ExpertParallelMoE(torch.nn.Module):
     def __init__(self, group: Group, inner: int, *, normalize: bool = True, seed: int = 0):
         super().__init__()
         if not isinstance(inner, int) or inner < 1:
-            raise InvalidArgument(f"inner is {inner!r}; it must be an integer of at least 1")
+            raise InvalidArgument.of("inner", f"is {inner!r}; it must be an integer of at least 1")
         gradients.check_group(group, True)
         if group.settings.placement is not None:
             raise InvalidArgument(
@@ -112,9 +112,9 @@ class ExpertParallelMoE(torch.nn.Module):
             raise InvalidUsage(f"this layer cannot be captured into a graph: {self.uncapturable}")
         with telling(self.group.refuse_routing):  # peers are in the dispatch already
             if not isinstance(x, Tensor):
-                raise InvalidArgument(f"x is of type {type(x).__name__}; it must be a tensor [..., S, {hidden}]")
+                raise InvalidArgument.of("x", f"is of type {type(x).__name__}; it must be a tensor [..., S, {hidden}]")
             if x.dim() < 2 or x.shape[-1] != hidden:
-                raise InvalidArgument(f"x has shape {list(x.shape)}; it must be [..., S, {hidden}]")
+                raise InvalidArgument.of("x", f"has shape {list(x.shape)}; it must be [..., S, {hidden}]")
             if torch.is_autocast_enabled(x.device.type):
                 x = x.to(self.gate_up.dtype)
             ids, weights, probabilities = self.route(x)

@@ -55,14 +55,16 @@ def start() -> torch.Tensor:
 def _group(number: int) -> Group:
     group = _groups.get(number)
     if group is None:
-        raise InvalidArgument(f"group is {number}; it must be a number from tokenway.ops.register of a living group")
+        raise InvalidArgument.of(
+            "group", f"is {number}; it must be a number from tokenway.ops.register of a living group"
+        )
     return group
 
 
 def _check_order(order: torch.Tensor) -> None:
     if not order.is_cpu:
-        raise InvalidArgument(
-            f"order is a {order.device} tensor; it must be on the CPU, as tokenway.ops.start makes it"
+        raise InvalidArgument.of(
+            "order", f"is a {order.device} tensor; it must be on the CPU, as tokenway.ops.start makes it"
         )
 
 
@@ -92,7 +94,7 @@ def _kept(group: Group, order: torch.Tensor) -> tuple[int, Handle[Group]]:
     (number,) = _NUMBER.unpack(_FLOAT.pack(order.item()))
     handle = group.op_handles.get(number)
     if handle is None:
-        raise InvalidArgument(f"order is {number}; it must come from the dispatch that this combine answers")
+        raise InvalidArgument.of("order", f"is {number}; it must come from the dispatch that this combine answers")
     return number, handle
 
 
@@ -144,7 +146,7 @@ def _combine(
     with telling(lambda: gradients.refuse_combine(handle)):
         narrow = _without_columns(on, rows)
         if tokens != handle.tokens:
-            raise InvalidArgument(f"tokens is {tokens}; it must be those of the dispatch, {handle.tokens}")
+            raise InvalidArgument.of("tokens", f"is {tokens}; it must be those of the dispatch, {handle.tokens}")
         if narrow:
             rows = gradients.widened(rows, on)
     out = on.combine(handle, rows, weighting=weighting)
@@ -191,7 +193,7 @@ def _send_gradients(
 
 def _check_layout(layout: str) -> None:
     if layout != "rank_major":
-        raise InvalidArgument(f"layout is {layout!r}; for gradients it must be 'rank_major'")
+        raise InvalidArgument.of("layout", f"is {layout!r}; for gradients it must be 'rank_major'")
 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -220,9 +222,11 @@ def _combine_backward(ctx: Any, out: Any, order: Any) -> tuple[Any, ...]:
     with telling(on.refuse_dispatch):
         gradients.check_group(on, True)
         if ctx.weighting != "none":
-            raise InvalidArgument(f"weighting is {ctx.weighting!r}; for gradients it must be 'none'")
+            raise InvalidArgument.of("weighting", f"is {ctx.weighting!r}; for gradients it must be 'none'")
         if ctx.shape[-1] != on.hidden:
-            raise InvalidArgument(f"rows has shape {list(ctx.shape)}; for gradients it must be [..., {on.hidden}]")
+            raise InvalidArgument.of(
+                "rows", f"has shape {list(ctx.shape)}; for gradients it must be [..., {on.hidden}]"
+            )
         (routed,) = ctx.saved_tensors
         bound = ctx.shape[:-1].numel() // on.nranks
     rows, order = torch.ops.tokenway.send_gradients(out, routed, order, ctx.group, bound)
