@@ -280,7 +280,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "combine_dtype": ({"combine_dtype": "float16"}, r"combine_dtype differs"),
     "combine_hidden": ({"combine_hidden": 5}, r"combine_hidden differs: rank 0 has 4, rank 1 has 5"),
     "lanes": ({"lanes": 2}, r"lanes differs: rank 0 has 1, rank 1 has 2"),
-    "timeout": ({"timeout": 3.0}, r"timeout_ms differs: rank 0 has 60000, rank 1 has 3000"),
+    "timeout": ({"timeout": 3.0}, r"timeout_ms differs: rank 0 has \d+, rank 1 has 3000"),
     "expert_map": (
         {"expert_map": ([0, 0, 1, 1, 2, 2], [0, 1, 1, 0, 0, 1])},
         r"expert_slot\[2\] differs: rank 0 has 0, rank 1 has 1",
