@@ -407,15 +407,10 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Sent&
   if (s.receives()) receive(s);
   if (s.concludes() && last) await_signals(s);
   if (!p.receive) return;
-  __syncthreads();
-  if (*s.failed() != 0) {                  // then what others have received does not count either
-    if (thread == 0) say_done(g, s.step);  // others may wait here too
-    await_done(g, s.step);
+  finish_block(g, s.step, arrived, s.failed(), [&] {
+    await_others(g, s.step);
     clear(s);
-  }
-  if (thread != 0) return;
-  end_step(g, s.step, arrived);
-  say_done(g, s.step);
+  });
 }
 
 }  // namespace tw::cuda

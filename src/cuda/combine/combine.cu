@@ -15,6 +15,7 @@
 #include "cuda/combine/chunks.cuh"
 #include "cuda/combine/end.cuh"
 #include "cuda/combine/tiles.cuh"
+#include "cuda/device/passes.cuh"
 #include "cuda/launch/bulk.h"
 
 namespace tw::cuda {
@@ -250,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   s.real = !(kFast && p.rehearses && s.sends());
 #pragma unroll 1
   for (;; s.real = true) {
-    if (s.real) await_earlier();
+    begin_pass(s.real);
     FirstPush push = found;
     if (!s.real) push.vectors = 0;
     const Counts of_owner = kFast && push.given && exact && s.real ? load_counts(s, push.owner) : Counts{};

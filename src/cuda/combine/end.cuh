@@ -96,16 +96,10 @@ __device__ __noinline__ static void give_up(Sum s) {
 
 // Ends a kernel that receives. `arrived`: from begin_end, in thread 0.
 __device__ inline void finish_combine(const Sum& s, uint32_t arrived) {
-  const GroupView& g = s.p.group;
-  __syncthreads();
-  if (*s.failed() != 0) {                       // then what others have summed does not count either
-    if (threadIdx.x == 0) say_done(g, s.step);  // others may wait here too
-    await_done(g, s.step);
+  finish_block(s.p.group, s.step, arrived, s.failed(), [&] {
+    await_others(s.p.group, s.step);
     fill_nan(s.p, 0, s.p.tokens, static_cast<int>(threadIdx.x), kThreads);
-  }
-  if (threadIdx.x != 0) return;
-  end_step(g, s.step, arrived);
-  say_done(g, s.step);
+  });
 }
 
 }  // namespace tw::cuda

@@ -391,6 +391,26 @@ __device__ __noinline__ static Source await_signal(const GroupView& g, Step step
   return source;
 }
 
+// Waits, by a block that has seen an error, until no other block writes what the caller sees: it is about to be made
+// safe.
+__device__ inline void await_others(const GroupView& g, const Step& step) {
+  if (threadIdx.x == 0) say_done(g, step);  // others may wait here too
+  await_done(g, step);
+}
+
+// Ends a block that receives; by all its threads, of which thread 0 has `arrived` from begin_end. Where *failed, in
+// shared memory, is set, clear() makes safe what the caller sees, by the whole block: it begins with await_others, as
+// what others have received or summed then does not count either.
+template <class Clear>
+__device__ inline void finish_block(const GroupView& g, const Step& step, uint32_t arrived, const int32_t* failed,
+                                    Clear&& clear) {
+  __syncthreads();
+  if (*failed != 0) clear();
+  if (threadIdx.x != 0) return;
+  end_step(g, step, arrived);
+  say_done(g, step);
+}
+
 // Publishes this rank's signal of a step to every rank, with count(rank) rows. The fence brings the note before the
 // signals, and the rows with which the caller has synchronised (S4). By a warp.
 template <class Count>

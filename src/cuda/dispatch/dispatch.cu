@@ -11,6 +11,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/device/loads.cuh"
+#include "cuda/device/passes.cuh"
 #include "cuda/dispatch/end.cuh"
 #include "cuda/dispatch/receive.cuh"
 #include "cuda/dispatch/send_loop.cuh"
@@ -30,12 +31,7 @@ namespace {
 // each source, which they look at while their first packet comes. Only the bits are handed over by barriers and memory,
 // because each such step takes half a microsecond.
 //
-// Blocks that send go through all of it twice if they come onto the device early (Kind::kUsual, `rehearses`). The first
-// time is a rehearsal without effect, before the wait for the previous kernel: instructions must be fetched from device
-// memory, as those of the last dispatch have left the caches since. Without the rehearsal 13 us passed from the wait to
-// a warp's second tile, and the link had work for 6 of them; a dispatch and a combine of 4096 tokens took 2.3 us
-// longer, 0.4 of it the combine's part. What a rehearsal loads may be of any time, so nothing that goes out is made of
-// it.
+// Blocks that send rehearse where they come onto the device early (Kind::kUsual, device/passes.cuh).
 template <Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   constexpr bool kFast = kKind != Kind::kGeneric;
@@ -52,48 +48,33 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
   // This is what a sending warp sends first, though nobody knows yet where it goes.
   const uint32_t u = sent_shares(p.roles).first;
   const bool begins = sends && u < sending_warps(p);
-  const bool begins_plain = kFast && begins && u < tiles_before(p, p.first_packet);
-  PlainTile plain{};
-  if constexpr (kFast) {
-    plain.find(p, u, begins_plain);
-    plain.pin();
-  }
+  FirstTile<kFast> found(p, u, begins);
   IdsAt ids_from = ids_at(p, thread);
   pin(ids_from.from, ids_from.bytes);
   // What is loaded first comes to the second-level cache while the previous kernel runs: between bulk kernels more
   // passes through that cache than it holds.
   if (sends && kFast) {
     if (ids_from.bytes > 0) prefetch(ids_from.from);
-    plain.bring_near(p);
+    found.tile.bring_near(p);
   }
   if (thread < shape.ranks) bring_begins_near(p, thread);
   if (thread == 0) prefetch(&g.lanes[p.lane]), prefetch(g.state);
   meet();  // the table is filled
   const int bytes = ids_from.bytes;
-  const uint32_t vectors = plain.vectors;
-  const std::byte* const second = plain.second;
 #pragma unroll 1
   for (bool real = !(kKind == Kind::kUsual && p.rehearses && sends && !receives);; real = true) {
-    if (real) await_earlier();
+    begin_pass(real);
     ids_from.bytes = real ? bytes : 0;
-    plain.vectors = real ? vectors : 0;
-    plain.second = real ? second : nullptr;
-    plain.there = real && begins_plain;
-    for (int i = 0; i < kTileGroups; ++i) plain.even[i] = plain.odd[i] = {};
-    plain.second_vector = {};
+    found.begin(real);
     Ids ids{};
     if (sends && kFast) ids = load_ids(ids_from);
     const Begins rows = load_begins(p, thread);
     const uint32_t digest = load_digest(p.in.digest);
     Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
     const bool sticky = is_sticky(g);
-    if (sends && kFast) plain.load(p);
+    if (sends && kFast) found.tile.load(p);
     Ahead ahead{};
-    if (!kFast && begins) {
-      const Item item = sent_item(p, u);
-      const auto token = static_cast<int>(item.row);
-      if (token < p.tokens) load_ahead<kFast>(p, token, item.tile, &ahead);
-    }
+    if (!kFast && begins) load_first(p, u, &ahead);
     keep_begins<kFast>(p, scratch, rows);
     if (sends) mark_tokens<kFast>(p, scratch, thread, ids, scratch.marks(thread));
     const bool skips = static_cast<int>(step.number & 1) != p.bank;
@@ -104,40 +85,21 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     if (real && p.send && usable && skips && tells_skips(g)) usable = skip_step(g, step);
     // These come before all else: the link has them to carry while a warp finds and loads its next tile. Tiles of later
     // rounds cannot, as nobody knows yet where their tokens go.
-    const auto token = static_cast<int>(plain.item.row);
-    const bool stored = begins_plain && token < kRound;
+    const bool stored = found.is && found.token() < kRound;
     if ((stored && usable) || !real) {
-      const Place to = find_place<false>(p, scratch, token, 0);
-      send_plain(b, &plain, real ? b.target(to) : Target{lane() == 0, 0});
+      const Place to = find_place<false>(p, scratch, found.token(), 0);
+      send_plain(b, &found.tile, real ? b.target(to) : Target{lane() == 0, 0});
     }
     if (real) mark_rest<kFast>(p, scratch, step);
-    const bool first = thread == 0 && blockIdx.x == 0;
-    if (real && first && p.send && usable) say_sent(g, step);
-    if ((usable || !real) && sends)
-      send<kKind, false>(b, plain, begins_plain, stored && real, ahead, real, false);  // S7: nobody here waits
+    if (real && thread == 0 && blockIdx.x == 0 && p.send && usable) say_sent(g, step);
+    if ((usable || !real) && sends) {
+      send<kKind, false>(b, found.tile, found.is, stored && real, ahead, real, false);  // S7: nobody here waits
+    }
     if (!real) continue;
-    uint32_t arrived = 0;
-    if (p.receive && thread == 0) arrived = begin_end(g, step);
-    if (first) {  // what no peer waits for
-      // The status holds until a block that has seen an error knows all others to be done, or until the group is
-      // finished, which a combine sees first.
-      if (p.receive) *p.handle.status = twSuccess;
-      if (p.in.map != nullptr) *p.handle.digest = digest;
-      clear_counters(g, step);
-    }
-    if (usable) {
-      if (receives) receive<kFast>(b, false);
-      if (p.loads_block == LoadsBlock::kLast && blockIdx.x == gridDim.x - 1) count_loads(p);
-    } else if (p.receive) {
-      give_up(b);
-    }
-    if (!p.receive) return;
-    __syncthreads();
-    if (*scratch.failed() != 0) clear_failed(b);
-    if (threadIdx.x != 0) return;
-    end_step(g, step, arrived);
-    say_done(g, step);
-    return;
+    const uint32_t arrived = p.receive && thread == 0 ? begin_end(g, step) : 0;
+    leave_status(b, digest, twSuccess);
+    if (usable && receives) receive<kFast>(b, false);
+    return finish_dispatch(b, usable, arrived);
   }
 }
 

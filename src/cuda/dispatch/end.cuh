@@ -12,11 +12,10 @@
 
 namespace tw::cuda {
 
-// Clears what failed sources have left, by blocks that have seen the error, when all blocks have done with it.
+// Clears what failed sources have left, by a block that has seen the error, when all blocks have done with it.
 __device__ __noinline__ static void clear_failed(Block b) {
   const DispatchParams& p = b.p;
-  if (threadIdx.x == 0) say_done(p.group, b.step);  // others may wait here too
-  await_done(p.group, b.step);
+  await_others(p.group, b.step);
   keep_begins<false>(p, b.scratch,
                      load_begins(p, static_cast<int>(threadIdx.x)));  // the kernel of packets has not done this
   __syncthreads();
@@ -35,13 +34,13 @@ __device__ inline void give_up(const Block& b) {
   for (int i = static_cast<int>(threadIdx.x); i < b.ranks(); i += kThreads) b.scratch.fail(i, twInternalError);
 }
 
-// Stores what a dispatch of an exact layout leaves for later calls, and no peer waits for. By one thread.
-__device__ inline void leave_status(const Block& b, uint32_t digest) {
+// Stores what a dispatch leaves for later calls, and no peer waits for, by one thread of all blocks. `status` holds
+// until a block that has seen an error knows all others to be done, or until the group is finished, which a combine
+// sees first.
+__device__ inline void leave_status(const Block& b, uint32_t digest, twResult_t status) {
   const DispatchParams& p = b.p;
-  // The status holds until a block that has seen an error knows all others to be done, or until the group is finished,
-  // which a combine sees first. Rows that do not fit go nowhere, and no combine answers them.
-  const bool overflow = load_fresh<uint32_t>(p.handle.overflow) != 0;
-  if (p.receive) *p.handle.status = overflow ? twRecvOverflow : twSuccess;
+  if (threadIdx.x != 0 || blockIdx.x != 0) return;
+  if (p.receive) *p.handle.status = status;
   if (p.in.map != nullptr) *p.handle.digest = digest;
   clear_counters(p.group, b.step);
 }
@@ -54,12 +53,7 @@ __device__ inline void finish_dispatch(const Block& b, bool usable, uint32_t arr
   } else if (p.receive) {
     give_up(b);
   }
-  if (!p.receive) return;
-  __syncthreads();
-  if (*b.scratch.failed() != 0) clear_failed(b);
-  if (threadIdx.x != 0) return;
-  end_step(p.group, b.step, arrived);
-  say_done(p.group, b.step);
+  if (p.receive) finish_block(p.group, b.step, arrived, b.scratch.failed(), [&] { clear_failed(b); });
 }
 
 }  // namespace tw::cuda

@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/device/loads.cuh"
+#include "cuda/device/passes.cuh"
 #include "cuda/dispatch/end.cuh"
 #include "cuda/dispatch/receive.cuh"
 #include "cuda/dispatch/send_loop.cuh"
@@ -34,46 +35,14 @@ __device__ inline void keep_before_packets(const DispatchParams& p, const Scratc
   }
 }
 
-// What a sending warp begins with, found before the wait for the previous kernel.
-template <bool kFast>
-struct Beginning {
-  bool plain = false;  // it is a tile of a Simple row, in usual calls
-  PlainTile tile{};
-  uint32_t vectors = 0;
-  const std::byte* second = nullptr;
-  GroupMarks marks{};  // for rank lane()
+// Gives where a row goes in usual calls, from its marks and its target's beginning. Both: for rank lane().
+__device__ inline Target target_of_row(const GroupMarks& marks, int token, const Begins& begins) {
+  const Place place = place_in(marks, token);
+  if (!place.goes || place.slot >= begins.limit) return {false, 0};
+  return {true, static_cast<uint64_t>(int64_t{begins.there} + place.slot)};
+}
 
-  __device__ Beginning(const DispatchParams& p, uint32_t u, bool begins) {
-    if (!kFast) return;
-    plain = begins && u < tiles_before(p, p.first_packet);
-    tile.find(p, u, plain);
-    tile.pin();
-    vectors = tile.vectors, second = tile.second;
-    if (!begins) return;
-    tile.bring_near(p);
-    if (plain && lane() == 0) prefetch(p.handle.marks + token() / kGroup * p.group.map.shape().ranks);
-  }
-  __device__ int token() const { return static_cast<int>(tile.item.row); }
-  // Loads it. `real`: otherwise nothing of it is loaded or sent.
-  __device__ void load(const DispatchParams& p, bool real) {
-    if (!kFast) return;
-    tile.vectors = real ? vectors : 0;
-    tile.second = real ? second : nullptr;
-    tile.there = real && plain;
-    for (int i = 0; i < kTileGroups; ++i) tile.even[i] = tile.odd[i] = {};
-    tile.second_vector = {};
-    tile.load(p);
-    if (plain) marks = load_marks(p, token(), lane());
-  }
-  // Gives its target. `begins`: for rank lane().
-  __device__ Target target(const Begins& begins) const {
-    const Place place = place_in(marks, token());
-    if (!place.goes || place.slot >= begins.limit) return {false, 0};
-    return {true, static_cast<uint64_t>(int64_t{begins.there} + place.slot)};
-  }
-};
-
-// The kernel of one kind. A usual call's senders rehearse, as dispatch/dispatch.cu says.
+// The kernel of one kind. A usual call's senders rehearse (device/passes.cuh).
 template <Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_constant__ DispatchParams p) {
   constexpr bool kFast = kKind != Kind::kGeneric;
@@ -88,26 +57,29 @@ __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_consta
   begin_block(p, scratch);
   const uint32_t u = sent_shares(p.roles).first;
   const bool begins = sends && u < sending_warps(p);
-  Beginning<kFast> beginning(p, u, begins);
+  FirstTile<kFast> found(p, u, begins);
+  if (kFast && begins) {
+    found.tile.bring_near(p);
+    if (found.is && lane() == 0) prefetch(p.handle.marks + found.token() / kGroup * g.map.shape().ranks);
+  }
   if (thread < g.map.shape().ranks) bring_begins_near(p, thread);
   if (thread == 0) prefetch(&g.lanes[p.lane]), prefetch(g.state);
   meet();  // the table is filled
 #pragma unroll 1
   for (bool real = !(kFast && p.rehearses && sends && !receives);; real = true) {
-    if (real) await_earlier();
+    begin_pass(real);
     const Begins rows = load_begins(p, kFast ? lane() : thread);
     const GroupMarks before_packets = load_before_packets(p);
     const uint32_t digest = load_digest(p.in.digest);
     const uint32_t since = load_since(p);
     Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
     const bool sticky = is_sticky(g);
-    beginning.load(p, real);
+    found.begin(real);
+    if (kFast) found.tile.load(p);
+    GroupMarks marks{};  // for rank lane()
+    if (kFast && found.is) marks = load_marks(p, found.token(), lane());
     Ahead ahead{};
-    if (!kFast && begins) {
-      const Item item = sent_item(p, u);
-      const auto token = static_cast<int>(item.row);
-      if (token < p.tokens) load_ahead<kFast>(p, token, item.tile, &ahead);
-    }
+    if (!kFast && begins) load_first(p, u, &ahead);
     const bool skips = static_cast<int>(step.number & 1) != p.bank;
     if (skips) ++step.number;
     step.digest = mix_counted(digest, p.counted), step.note_bits = g.note_bits, step.has_offsets = p.has_offsets;
@@ -115,9 +87,9 @@ __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_consta
     const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
     // This comes before all else: the link has it to carry while a warp finds and loads its next tile. Only a skip
     // comes before it.
-    const bool stored = __all_sync(~0u, beginning.plain && real && !sticky && !skips);
+    const bool stored = __all_sync(~0u, found.is && real && !sticky && !skips);
     if (kFast && (stored || !real)) {
-      send_plain(b, &beginning.tile, real ? beginning.target(rows) : Target{lane() == 0, 0});
+      send_plain(b, &found.tile, real ? target_of_row(marks, found.token(), rows) : Target{lane() == 0, 0});
     }
     keep_begins<kFast>(p, scratch, rows);
     keep_before_packets(p, scratch, before_packets);
@@ -125,11 +97,13 @@ __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_consta
     if (real && p.send && usable && skips && tells_skips(g)) usable = skip_step(g, step);
     if (real && thread == 0 && blockIdx.x == 0 && p.send && usable) say_sent(g, step);
     if ((usable || !real) && sends) {
-      send<kKind, true>(b, beginning.tile, beginning.plain, stored, ahead, real, known);  // S7: nobody here waits
+      send<kKind, true>(b, found.tile, found.is, stored, ahead, real, known);  // S7: nobody here waits
     }
     if (!real) continue;
     const uint32_t arrived = p.receive && thread == 0 ? begin_end(g, step) : 0;
-    if (thread == 0 && blockIdx.x == 0) leave_status(b, digest);
+    // Rows that do not fit go nowhere, and no combine answers them.
+    const bool overflow = thread == 0 && blockIdx.x == 0 && load_fresh<uint32_t>(p.handle.overflow) != 0;
+    leave_status(b, digest, overflow ? twRecvOverflow : twSuccess);
     if (usable && receives) receive<kFast>(b, known);
     return finish_dispatch(b, usable, arrived);
   }

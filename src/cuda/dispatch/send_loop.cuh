@@ -36,6 +36,13 @@ __device__ inline uint32_t tiles_before(const DispatchParams& p, int32_t token) 
   return p.wide.tiles() + (static_cast<uint32_t>(token) - p.wide.rows) * p.tiles.per_row.divisor;
 }
 
+// Loads the tile that a warp begins with, in calls that are not usual.
+__device__ inline void load_first(const DispatchParams& p, uint32_t u, Ahead* ahead) {
+  const Item item = sent_item(p, u);
+  const auto token = static_cast<int>(item.row);
+  if (token < p.tokens) load_ahead<false>(p, token, item.tile, ahead);
+}
+
 // Gives how many warps begin with a tile; the other tiles are drawn from a work counter by whichever warp is free. The
 // warp that routes later rounds begins with none.
 __device__ inline uint32_t sending_warps(const DispatchParams& p) {
@@ -91,6 +98,35 @@ struct PlainTile {
       if (i < vectors) (i < kTileGroups ? even : odd)[i % kTileGroups] = load_fresh<Vec16>(from + 512 * i);
     }
     if (second != nullptr) second_vector = load_fresh<Vec16>(second);
+  }
+};
+
+// The tile of a Simple row with which a sending warp begins, in usual calls: found before the wait for the kernel
+// before, and loaded in each pass (device/passes.cuh).
+template <bool kFast>
+struct FirstTile {
+  bool is = false;  // there is such a tile
+  PlainTile tile{};
+  // As they were found: a rehearsal loads nothing.
+  uint32_t vectors = 0;
+  const std::byte* second = nullptr;
+
+  // `u`: the warp's first tile, if it begins with one.
+  __device__ FirstTile(const DispatchParams& p, uint32_t u, bool begins) {
+    if (!kFast) return;
+    is = begins && u < tiles_before(p, p.first_packet);
+    tile.find(p, u, is);
+    tile.pin();
+    vectors = tile.vectors, second = tile.second;
+  }
+  __device__ int token() const { return static_cast<int>(tile.item.row); }
+  // Begins a pass, before tile.load: a rehearsal loads nothing, and has zeros.
+  __device__ void begin(bool real) {
+    tile.vectors = real ? vectors : 0;
+    tile.second = real ? second : nullptr;
+    tile.there = real && is;
+    for (int i = 0; i < kTileGroups; ++i) tile.even[i] = tile.odd[i] = {};
+    tile.second_vector = {};
   }
 };
 
