@@ -158,10 +158,10 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
   }
   const bool of_source = by_source(output.layout);
   const int64_t per_row = of_source ? config.top_k : 1;
-  targets->ids = of_source ? handle.shown_ids : nullptr;
-  targets->weights = of_source ? handle.shown_weights : nullptr;
-  targets->counts = of_source ? handle.shown_counts : handle.expert_counts;
-  targets->offsets = output.layout == twGrouped ? handle.offsets : nullptr;
+  targets->ids = of_source ? handle.shown.ids : nullptr;
+  targets->weights = of_source ? handle.shown.weights : nullptr;
+  targets->counts = of_source ? handle.shown.counts : handle.experts.counts;
+  targets->offsets = output.layout == twGrouped ? handle.shown.offsets : nullptr;
   if (output.ids.data != nullptr) {
     TW_RETURN_IF_FAILED(
         check_rows({"output.ids", config.id_dtype, lead.dimensions(), per_row, true}, output.ids, strides));
@@ -354,7 +354,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   }
   call->rows = {static_cast<const std::byte*>(input.rows.data), strides[0], strides[1]};
   if (lead.exact) {
-    const int64_t* const first = input.layout == twFlat ? handle.counts.source : handle.expert_begin;
+    const int64_t* const first = input.layout == twFlat ? handle.counts.source : handle.experts.begin;
     call->rows = {call->rows.data, 0, strides[0], first};
   }
   TW_RETURN_IF_FAILED(

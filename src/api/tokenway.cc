@@ -54,15 +54,15 @@ void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandl
   handle->counts.exchanged = false;
   handle->counted = {};
   handle->sizing.reset();
-  const tw::ExpertMap* const map = group.maps.empty() ? nullptr : &group.maps[handle->layer];
-  handle->digest = map == nullptr ? 0 : map->digest();
+  const tw::ExpertMap* const map = group.maps.empty() ? nullptr : &group.maps[handle->map.layer];
+  handle->map.digest = map == nullptr ? 0 : map->digest();
   if (group.backend->on_device()) {  // its first dispatch copies and assigns
     handle->routing.tokens = checked.tokens;
     handle->source = tw::api::source_of(checked);
     return;
   }
   tw::api::copy_routing(group.shape(), checked, &handle->routing);
-  if (group.shape().counts_loads != 0) tw::count_choices(group.shape(), handle->routing, handle->choices);
+  if (group.shape().counts_loads != 0) tw::count_choices(group.shape(), handle->routing, handle->map.choices);
   if (map != nullptr) {
     tw::choose_slots(group.shape(), group.context.placement, *map, group.config.placement.policy, &handle->routing);
   }
@@ -219,7 +219,7 @@ twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, int32_t l
     TW_RETURN_IF_FAILED(tw::api::check_routing(*group, ids, weights, &checked));
     auto made = std::make_unique<twHandle>();
     made->group = group;
-    made->layer = layer;
+    made->map.layer = layer;
     made->owns_block = memory == nullptr;
     made->block = memory == nullptr ? group->take_block() : static_cast<std::byte*>(memory);
     if (made->block == nullptr) {

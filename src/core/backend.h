@@ -49,27 +49,32 @@ struct RoutingSource {
   int64_t weight_stride[2] = {};
 };
 
-// The arrays of a handle: one routing, and what its dispatch brought. They are in device memory on a device.
-struct HandleArrays {
-  Routing routing;
-  Received received;
-  int32_t* expert_counts = nullptr;  // [L]
-  // What callers see and may write to: the library reads none of it again.
-  int32_t* shown_counts = nullptr;  // [N]
-  void* shown_ids = nullptr;        // [N, B, K] or [R, K], in the group's id type
-  float* shown_weights = nullptr;   // likewise
-  RoutingSource source;
+// What a handle shows: callers may write to these arrays, as the library reads none of them again.
+struct ShownArrays {
+  int32_t* counts = nullptr;   // [N]
+  void* ids = nullptr;         // [N, B, K] or [R, K], in the group's id type
+  float* weights = nullptr;    // likewise
+  int32_t* offsets = nullptr;  // [L + 1], high throughput alone: PerExpert::begin, in 32 bits
+};
+
+// The received rows of each local expert.
+struct PerExpert {
+  int32_t* counts = nullptr;  // [L]
+  int64_t* begin = nullptr;   // [L + 1], high throughput alone: the row of a grouped layout at which an expert's begin
+};
+
+// By which of a placement's maps the ids became slots.
+struct MapOfRouting {
   int32_t layer = 0;
+  uint32_t digest = 0;         // the map's; 0 without a placement
   int32_t* choices = nullptr;  // [E] how often its tokens choose each expert, in a group that counts
-  uint32_t digest = 0;         // digest of the map that its slots are from; 0 without a placement
-  // High throughput only.
-  Counts counts;
-  int64_t* expert_begin = nullptr;  // [L + 1] row of a grouped layout where each local expert's rows begin
-  int32_t* offsets = nullptr;       // the same, as it is shown
-  // Devices only.
+};
+
+// What a handle has on a device alone: arrays there, and what the host knows of them.
+struct OnDevice {
   ExpertRow* places = nullptr;        // [N * B, K]: where each received (row, k) of an expert_major dispatch went
   bool placed = false;                // `places` is that of the last dispatch
-  uint32_t* digest_here = nullptr;    // `digest`, as the device has read it
+  uint32_t* digest = nullptr;         // MapOfRouting::digest, as the device has read it
   int32_t* status = nullptr;          // twResult_t of the last dispatch, as the device knows it
   void* stream = nullptr;             // stream of the last dispatch
   int32_t* overflow = nullptr;        // 1: the exchange of counts found too little room, so nothing is sent
@@ -79,6 +84,18 @@ struct HandleArrays {
   void* counts_page = nullptr;        // the backend's: where the device tells the host the counts
   uint64_t counts_serial = 0;         // the last exchange that tells the host; 0: none does
   uint64_t page_serial = 0;           // the last exchange that writes to the page
+};
+
+// The arrays of a handle: one routing, and what its dispatch brought. They are in device memory on a device.
+struct HandleArrays {
+  Routing routing;
+  RoutingSource source;
+  MapOfRouting map;
+  Received received;
+  PerExpert experts;
+  ShownArrays shown;
+  Counts counts;  // high throughput alone
+  OnDevice device;
 };
 
 // An exchange of counts as the host knows it.

@@ -260,7 +260,7 @@ namespace {
 
 // Waits until a device has told the host the counts.
 Status await_counts(twGroup& group, twHandle& handle) {
-  if (handle.counts_serial == 0) {
+  if (handle.device.counts_serial == 0) {
     return fail(twInvalidUsage,
                 "the counts of an exchange that is captured into a graph are in device memory alone: the host cannot "
                 "wait for them");
@@ -308,7 +308,8 @@ int64_t shown_rows(const twGroup& group, const twHandle& handle, twLayout_t layo
 Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* ready) {
   *ready = handle.counted.known;
   if (*ready) return {};
-  const bool launched = handle.counts.exchanged && handle.counts_serial != 0;  // a device tells when they are there
+  const bool launched =
+      handle.counts.exchanged && handle.device.counts_serial != 0;  // a device tells when they are there
   if (handle.pending != Pending::kCounts && !launched) {
     return fail(twInvalidUsage, "no exchange of counts is under way that could tell the host: call {}, {}",
                 Function{"twExchangeCounts"}, group.backend->on_device() ? "and not into a graph" : "send_only");

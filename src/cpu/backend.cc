@@ -60,7 +60,7 @@ class CpuBackend : public Backend {
     transport_.begin(call.at, {nullptr, 1, WindowMap::counts_bytes(shape())}, call.send_only);
     if (call.again) restore_counts(shape(), &handle.routing);
     tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing, call.receive_offset,
-                    collective_note(0, handle.digest));
+                    collective_note(0, handle.map.digest));
     return {};
   }
 
@@ -121,8 +121,8 @@ class CpuBackend : public Backend {
   }
 
   StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override {
-    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCounts, collective_note(0, handle.digest),
-                                   deadline, counts_.data());
+    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCounts,
+                                   collective_note(0, handle.map.digest), deadline, counts_.data());
     if (end.code != twSuccess) return end;
     *known = {};
     known->overflow = take_counts(transport_, context_.map, call.at, context_.local_experts, call.drop, &handle.routing,
@@ -133,7 +133,7 @@ class CpuBackend : public Backend {
       known->received.push_back(handle.counts.at(shape(), source, context_.me));
     }
     known->flat_rows = handle.counts.source[shape().ranks];
-    known->grouped_rows = handle.expert_begin[context_.local_experts];
+    known->grouped_rows = handle.experts.begin[context_.local_experts];
     known->known = true;
     return end;
   }
@@ -203,7 +203,7 @@ class CpuBackend : public Backend {
   // The note of a dispatch: what ranks must have alike in it.
   uint64_t note_of(const DispatchCall& call, const HandleArrays& handle) const {
     return collective_note(with_receive_offsets(call.bound, call.has_offsets),
-                           mix_counted(handle.digest, call.counted));
+                           mix_counted(handle.map.digest, call.counted));
   }
 
   // Sends all tokens to all ranks (cpu/gathered.h).
@@ -304,12 +304,12 @@ class CpuBackend : public Backend {
 
   // Finds where the rows of each local expert begin in a grouped layout.
   void place_experts(int64_t alignment, HandleArrays& handle) const {
-    handle.expert_begin[0] = 0;
+    handle.experts.begin[0] = 0;
     for (int32_t expert = 0; expert < context_.local_experts; ++expert) {
       const int64_t rows = (handle.counts.experts[expert] + alignment - 1) / alignment * alignment;
-      handle.expert_begin[expert + 1] = handle.expert_begin[expert] + rows;
+      handle.experts.begin[expert + 1] = handle.experts.begin[expert] + rows;
     }
-    std::copy_n(handle.expert_begin, context_.local_experts + 1, handle.offsets);
+    std::copy_n(handle.experts.begin, context_.local_experts + 1, handle.shown.offsets);
   }
 
   static const uint64_t* landing_of(const DispatchCall& call, const HandleArrays& handle) {
@@ -332,7 +332,7 @@ class CpuBackend : public Backend {
     if (targets.layout == twExpertMajor || targets.layout == twGrouped) {
       ExpertMajorOut out;
       out.rows_per_expert = static_cast<int64_t>(shape().ranks) * call.bound;
-      if (targets.layout == twGrouped) out.first = handle.expert_begin;
+      if (targets.layout == twGrouped) out.first = handle.experts.begin;
       std::copy(std::begin(targets.payloads), std::end(targets.payloads), out.payloads);
       std::copy(std::begin(targets.columns), std::end(targets.columns), out.columns);
       out.ids = targets.ids;
@@ -341,8 +341,8 @@ class CpuBackend : public Backend {
       out.counts = targets.counts;
       scatter_expert_major(shape(), context_.placement, received, context_.me, context_.local_experts, context_.ids,
                            out, window_row);
-      if (targets.offsets != nullptr && targets.offsets != handle.offsets) {
-        std::copy_n(handle.offsets, context_.local_experts + 1, targets.offsets);
+      if (targets.offsets != nullptr && targets.offsets != handle.shown.offsets) {
+        std::copy_n(handle.shown.offsets, context_.local_experts + 1, targets.offsets);
       }
       return;
     }

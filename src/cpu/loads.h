@@ -29,10 +29,10 @@ class Loads {
 
   // Makes what this rank tells of a dispatch: bytes() bytes.
   const void* tell(const DispatchCall& call, const HandleArrays& handle) {
-    const uint32_t counted = call.counted ? CountedCall::value(handle.layer, ++told_of_[handle.layer]) : 0;
+    const uint32_t counted = call.counted ? CountedCall::value(handle.map.layer, ++told_of_[handle.map.layer]) : 0;
     told_[0] = told_signal(call.at.step, counted);
     for (int32_t e = 0; e < shape().choices(); ++e) {
-      told_[1 + e] = told_signal(call.at.step, static_cast<uint32_t>(handle.choices[e]));
+      told_[1 + e] = told_signal(call.at.step, static_cast<uint32_t>(handle.map.choices[e]));
     }
     return told_.data();
   }
@@ -42,7 +42,7 @@ class Loads {
   template <class T>
   void take(T& transport, const DispatchCall& call, const HandleArrays& handle) {
     if (!counts() || !call.counted) return;
-    const int64_t row = int64_t{call.at.lane} * context_.spec->layers + handle.layer;
+    const int64_t row = int64_t{call.at.lane} * context_.spec->layers + handle.map.layer;
     float* const averages = averages_.data() + row * shape().choices();
     sums_.assign(static_cast<size_t>(shape().choices()), 0);
     uint32_t later = CountedCall::kTurns;

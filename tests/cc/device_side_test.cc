@@ -104,11 +104,11 @@ TEST(DeviceSide, HandlesOnADeviceHaveMoreArrays) {
   };
   EXPECT_EQ(at(cpu.routing.ids), at(device.routing.ids));
   EXPECT_EQ(at(cpu.received.meta), at(device.received.meta));
-  EXPECT_EQ(at(cpu.shown_weights), at(device.shown_weights));
-  EXPECT_GE(at(device.places), at(device.shown_weights) + 3 * 5 * 2 * sizeof(float));
-  EXPECT_GE(at(device.status), at(device.places) + 3 * 5 * 2 * sizeof(ExpertRow));
-  EXPECT_GE(device_bytes, at(device.status) + sizeof(int32_t));
-  EXPECT_EQ(cpu_bytes, at(device.places)) << "on the CPU they take no room";
+  EXPECT_EQ(at(cpu.shown.weights), at(device.shown.weights));
+  EXPECT_GE(at(device.device.places), at(device.shown.weights) + 3 * 5 * 2 * sizeof(float));
+  EXPECT_GE(at(device.device.status), at(device.device.places) + 3 * 5 * 2 * sizeof(ExpertRow));
+  EXPECT_GE(device_bytes, at(device.device.status) + sizeof(int32_t));
+  EXPECT_EQ(cpu_bytes, at(device.device.places)) << "on the CPU they take no room";
 }
 
 TEST(DeviceSide, WordsAreBornAtTheFirstStep) {

@@ -4,9 +4,8 @@ from mutation import CALLS, COUNTS_H, CPU, ENTRIES, STEP, Edit, Mutation
 
 PUBLISH = "  publish_step(t, map, at, Mode::kCounts, note, [](int) { return 0; });\n"
 AWAIT = (
-    "    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCounts, "
-    "collective_note(0, handle.digest),\n"
-    "                                   deadline, counts_.data());\n"
+    "    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCounts,\n"
+    "                                   collective_note(0, handle.map.digest), deadline, counts_.data());\n"
 )
 
 COUNTS = (

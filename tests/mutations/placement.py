@@ -2,7 +2,10 @@
 
 from mutation import CPU, CPU_LOADS, ENTRIES, LOADS_H, REPLICAS, Edit, Mutation
 
-COUNT = "  if (group.shape().counts_loads != 0) tw::count_choices(group.shape(), handle->routing, handle->choices);\n"
+COUNT = (
+    "  if (group.shape().counts_loads != 0) "
+    "tw::count_choices(group.shape(), handle->routing, handle->map.choices);\n"
+)
 
 PLACEMENT = (
     Mutation(
@@ -13,7 +16,7 @@ PLACEMENT = (
         (
             Edit(
                 CPU,
-                "mix_counted(handle.digest, call.counted)",
+                "mix_counted(handle.map.digest, call.counted)",
                 "0",
             ),
         ),

@@ -84,22 +84,22 @@ HandleView NvlinkBackend::view_of(const HandleArrays& handle) const {
   view.send_counts = handle.routing.send_counts;
   view.counts = handle.received.counts;
   view.meta = reinterpret_cast<uint64_t*>(handle.received.meta);
-  view.places = handle.places;
-  view.expert_counts = handle.expert_counts;
-  view.status = handle.status;
-  view.digest = handle.digest_here;
-  view.choices = handle.choices;
+  view.places = handle.device.places;
+  view.expert_counts = handle.experts.counts;
+  view.status = handle.device.status;
+  view.digest = handle.device.digest;
+  view.choices = handle.map.choices;
   view.sent_rows = handle.counts.sent;
   view.experts = handle.counts.experts;
   view.begin = handle.counts.begin;
   view.source = handle.counts.source;
-  view.expert_begin = handle.expert_begin;
-  view.offsets = handle.offsets;
-  view.overflow = handle.overflow;
-  view.marks = shape().exact() ? handle.marks : nullptr;
+  view.expert_begin = handle.experts.begin;
+  view.offsets = handle.shown.offsets;
+  view.overflow = handle.device.overflow;
+  view.marks = shape().exact() ? handle.device.marks : nullptr;
   // With no_wait a kernel meets signals of other steps, some of which say that the metadata is known.
   const bool once = shape().exact() && view_.packet_tokens > 0 && view_.no_wait == 0;
-  view.metadata_step = once ? handle.metadata_step : nullptr;
+  view.metadata_step = once ? handle.device.metadata_step : nullptr;
   view.receive_offset = handle.counts.receive_offset;
   return view;
 }
@@ -130,7 +130,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.handle = view_of(handle);
   p.in = ids_of(handle, shape().exact() || !send);  // ids that were sent stay, whatever map there is now
   p.counted = call.counted ? 1 : 0;
-  p.layer = handle.layer;
+  p.layer = handle.map.layer;
   p.loads_block = send ? budget_.loads_block : LoadsBlock::kNone;
   if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at, twPhaseDispatch, call.stream, &p.in));
   const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
@@ -155,13 +155,13 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.table = fits_tables(shape());
   p.whole = fit.width >= 8;
   const bool usual = fit.width == 16 && whole_ids && is_usual(shape());
-  plan_dispatch(budget_, shape(), {fit.words, usual, p.handle.metadata_step != nullptr && handle.brought}, &p);
+  plan_dispatch(budget_, shape(), {fit.words, usual, p.handle.metadata_step != nullptr && handle.device.brought}, &p);
   const int grid = p.roles.grid() + (p.loads_block == LoadsBlock::kApart ? 1 : 0);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, budget_.early && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
   if (send && !capturing && !shape().exact()) handle.source = {};
-  if (send) handle.brought = true;
-  handle.stream = call.stream;
+  if (send) handle.device.brought = true;
+  handle.device.stream = call.stream;
   return receive ? run_views(call, handle) : Status{};
 }
 
@@ -185,9 +185,9 @@ Status NvlinkBackend::run_view(const char* what, LaunchView* launch, const ViewP
 // Copies what the caller wants elsewhere than in the window.
 Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) {
   const DispatchTargets& targets = call.targets;
-  handle.placed = targets.layout == twExpertMajor || targets.layout == twGrouped;
+  handle.device.placed = targets.layout == twExpertMajor || targets.layout == twGrouped;
   ViewParams p = view_params(handle, call.at.lane, call.bound);
-  bool any = handle.placed;
+  bool any = handle.device.placed;
   std::byte* receive_offset[kMaxPayloads] = {};
   fill_receive_offsets(call, receive_offset);
   for (int q = 0; q < shape().payloads; ++q) {
@@ -207,13 +207,13 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
   p.rows = static_cast<int32_t>(targets.rows);
   p.offsets = targets.layout == twGrouped ? targets.offsets : nullptr;
   p.origins = targets.origins;
-  return run_view("a view", handle.placed ? launch_expert_view : launch_rank_view, p, call.stream);
+  return run_view("a view", handle.device.placed ? launch_expert_view : launch_rank_view, p, call.stream);
 }
 
 // Finds where rows stand by expert, for a combine by expert after a dispatch that was shown otherwise.
 Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) {
   ViewParams p = view_params(handle, call.at.lane, call.bound);
-  p.shown.counts = handle.expert_counts;
+  p.shown.counts = handle.experts.counts;
   return run_view("places by expert", launch_expert_view, p, call.stream);
 }
 
@@ -231,7 +231,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.send = send;
   p.receive = receive;
   p.expert_major = call.layout == twExpertMajor || call.layout == twGrouped;
-  if (p.expert_major && send && !handle.placed) TW_RETURN_IF_FAILED(run_places(call, handle));
+  if (p.expert_major && send && !handle.device.placed) TW_RETURN_IF_FAILED(run_places(call, handle));
   p.weighted = call.weighted;
   p.plain = !p.expert_major && !p.weighted && call.rows_dtype == context_.wire;
   p.own_direct = call.apart && staged_ == nullptr;
@@ -275,7 +275,7 @@ Status NvlinkBackend::run_refusal(StepPlace at, const Refusal& refusal, bool sen
   p.group = view_at(at, true);
   p.lane = at.lane;
   p.bank = refusal.views || staged_ != nullptr ? at.bank() : -1;
-  p.status = refusal.combining == nullptr ? nullptr : refusal.combining->status;
+  p.status = refusal.combining == nullptr ? nullptr : refusal.combining->device.status;
   p.phase = refusal.phase;
   p.send = send;
   p.receive = receive;

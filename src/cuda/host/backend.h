@@ -93,10 +93,10 @@ class NvlinkBackend : public Backend {
   StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override;
   void read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) override;
   void forget(HandleArrays& handle) override {
-    if (handle.counts_page != nullptr) {
-      arena_->give_page(static_cast<CountsOnHost*>(handle.counts_page), handle.page_serial);
+    if (handle.device.counts_page != nullptr) {
+      arena_->give_page(static_cast<CountsOnHost*>(handle.device.counts_page), handle.device.page_serial);
     }
-    handle.counts_page = nullptr;
+    handle.device.counts_page = nullptr;
   }
 
   // Nothing is left to wait for: a refusal's kernel has waited for the peers.
@@ -133,7 +133,7 @@ class NvlinkBackend : public Backend {
   Status copy_counts(const HandleArrays& handle, int32_t* counts) override {
     const OnDevice on(device_);
     const OutsideCaptures outside;
-    const auto stream = static_cast<cudaStream_t>(handle.stream);
+    const auto stream = static_cast<cudaStream_t>(handle.device.stream);
     TW_CUDA(cudaMemcpyAsync(counts, handle.received.counts, sizeof(int32_t) * shape().ranks, cudaMemcpyDeviceToHost,
                             stream));
     TW_CUDA(settle_stream(stream));

@@ -23,7 +23,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   p.in = ids_of(handle, !send);
   if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at, twPhaseCounts, call.stream, &p.in));
   if (send && !p.in.own && shape().counts_loads != 0) {
-    TW_CUDA(cudaMemsetAsync(handle.choices, 0, sizeof(int32_t) * static_cast<size_t>(shape().choices()),
+    TW_CUDA(cudaMemsetAsync(handle.map.choices, 0, sizeof(int32_t) * static_cast<size_t>(shape().choices()),
                             static_cast<cudaStream_t>(call.stream)));
   }
   p.told = arena_->told(call.at.lane, shape());
@@ -32,25 +32,26 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   p.tokens = handle.routing.tokens;
   p.alignment = call.alignment;
   p.drop = call.drop ? 1 : 0;
-  handle.brought = false;
+  handle.device.brought = false;
   std::copy(std::begin(call.receive_offset), std::end(call.receive_offset), p.receive_offset);
   p.send = send;
   p.receive = receive;
   // A replay would tell of an exchange that the host has not called; and what the host knows it need not be told again.
   if (call.again) {
   } else if (receive && !capturing) {
-    if (handle.counts_page == nullptr) handle.counts_page = arena_->take_page();
-    if (handle.counts_page == nullptr) return fail(twOutOfMemory, "no host memory for counts that a device tells");
-    p.on_host = static_cast<CountsOnHost*>(handle.counts_page);
-    p.serial = handle.counts_serial = handle.page_serial = ++counts_told_;
+    if (handle.device.counts_page == nullptr) handle.device.counts_page = arena_->take_page();
+    if (handle.device.counts_page == nullptr)
+      return fail(twOutOfMemory, "no host memory for counts that a device tells");
+    p.on_host = static_cast<CountsOnHost*>(handle.device.counts_page);
+    p.serial = handle.device.counts_serial = handle.device.page_serial = ++counts_told_;
   } else if (receive) {
-    handle.counts_serial = 0;
+    handle.device.counts_serial = 0;
   }
   const int blocks = send ? std::clamp((p.tokens + kCounted - 1) / kCounted, 1, budget_.max_grid) : 1;
   TW_RETURN_IF_FAILED(launched("an exchange of counts", launch_counts(p, blocks, call.stream)));
   // As with a dispatch: each replay reads the caller's tensors.
   if (send && !capturing) handle.source = {};
-  handle.stream = call.stream;
+  handle.device.stream = call.stream;
   return {};
 }
 
@@ -62,9 +63,9 @@ StepEnd NvlinkBackend::finish_counts(const CountsCall& call, TimePoint deadline,
 }
 
 void NvlinkBackend::read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) {
-  const auto* const page = static_cast<const CountsOnHost*>(handle.counts_page);
+  const auto* const page = static_cast<const CountsOnHost*>(handle.device.counts_page);
   const auto* const serial = &page->serial;
-  for (int looks = 0; __atomic_load_n(serial, __ATOMIC_ACQUIRE) != handle.counts_serial; ++looks) {
+  for (int looks = 0; __atomic_load_n(serial, __ATOMIC_ACQUIRE) != handle.device.counts_serial; ++looks) {
     if (std::chrono::steady_clock::now() >= until || control_->find_abort().kind != 0 || control_->dead() >= 0) {
       return;
     }

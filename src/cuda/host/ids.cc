@@ -26,8 +26,8 @@ IdsIn NvlinkBackend::ids_of(const HandleArrays& handle, bool copied) const {
   }
   in.limit = in.own ? shape().experts : shape().choices();
   if (context_.maps->empty()) return in;
-  in.map = in.own ? nullptr : arena_->map(handle.layer, shape());
-  in.digest = in.own ? handle.digest_here : in.map + MapWords::kDigest;
+  in.map = in.own ? nullptr : arena_->map(handle.map.layer, shape());
+  in.digest = in.own ? handle.device.digest : in.map + MapWords::kDigest;
   return in;
 }
 
