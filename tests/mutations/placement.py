@@ -3,8 +3,7 @@
 from mutation import CPU, CPU_LOADS, ENTRIES, LOADS_H, REPLICAS, Edit, Mutation
 
 COUNT = (
-    "  if (group.shape().counts_loads != 0) "
-    "tw::count_choices(group.shape(), handle->routing, handle->map.choices);\n"
+    "  if (group.shape().counts_loads != 0) tw::count_choices(group.shape(), handle->routing, handle->map.choices);\n"
 )
 
 PLACEMENT = (
