@@ -23,11 +23,12 @@ typedef struct {
   twPartKind_t kind;
   const char* text;
   // What stands there, as C writes it: "twFlat" of a constant, "twDispatch" of a function. Of an argument its path,
-  // where "[]" stands for its indices: "config.lanes", "input.payloads[]", "config.payloads[].dtype", "ids[]". Of a
+  // where "[]" stands for its indices: "config.lanes", "input.payloads[]", "config.payloads[].dtype", "ids[]" ("ids"
+  // where all of it is meant). Of a
   // value, least or most the path of the argument that it belongs to. "" of text.
   const char* name;
   int64_t indices[2];  // of the argument; -1 where there is none
-  int64_t value;       // of a value, least, most or constant; else 0
+  int64_t value;       // of a value, least, most or constant (at most 2^63 - 1, the text being right); else 0
 } twErrorPart_t;
 
 #define TW_ERROR_PART_INIT {sizeof(twErrorPart_t), twPartText, NULL, NULL, {-1, -1}, 0}

@@ -68,11 +68,20 @@ def _parts(read: Callable[[int, Any], int]) -> list[sentences.Part]:
     return parts
 
 
+_READS = 8
+
+
 def _read_record(group: int) -> tuple[errors.ErrorRecord, list[sentences.Part]]:
-    """The record of a group's last error, and its sentence as C has it."""
+    """The record of a group's last error, and its sentence as C has it.
+
+    C shows the parts of what this thread has asked for last, which may be another record: a finalizer or a signal's
+    handler may ask between two of these calls. Then it is asked again."""
     record = _header.ErrorRecord()
-    lib.twGroupGetError(group, byref(record))
-    parts = _parts(lib.twRecordPart)
+    for _ in range(_READS):
+        lib.twGroupGetError(group, byref(record))
+        parts = _parts(lib.twRecordPart)
+        if "".join(part.text for part in parts).startswith(record.message.decode(errors="ignore")):
+            break
     told = errors.ErrorRecord(
         result=lib.twResultString(record.result).decode(),
         sticky=bool(record.sticky),
@@ -176,9 +185,8 @@ class Shared:
 def fit(name: str, value: int, bits: int = 31) -> int:
     """An integer that C can hold; ctypes would cut it silently."""
     if not isinstance(value, numbers.Integral) or not -(2**bits) <= value < 2**bits:
-        bounds = -(2**bits), 2**bits - 1
         said = f"is {value!r}; it must be an integer of {bits + 1} bits"
-        raise errors.InvalidArgument.of(name, said, value=value, allowed=bounds)
+        raise errors.InvalidArgument.of(name, said, value=value if isinstance(value, numbers.Number) else None)
     return int(value)
 
 

@@ -128,7 +128,7 @@ class Group(_native.Shared):
         self.settings = settings
         # Of this package: the C library's group, and what it is in numbers. Each part below answers one question, and
         # has what it needs for that, never the group.
-        self.native = native = NativeGroup(pointer, place, comm.device, settings.lanes)
+        self.native = native = NativeGroup(pointer, comm, place, settings.lanes)
         info = native.info()
         self.shape = shape = Shape.of(settings, info, comm.device)
         self._blocks = blocks = Blocks(place, native.handle_bytes())
@@ -449,6 +449,10 @@ class Group(_native.Shared):
         Never blocks: on a CUDA device it sees what steps have found that have run, so synchronise first. There, bad
         ids are InvalidArgument, whose record has token, k and value."""
         self.native.check()
+
+    def untold(self) -> TokenwayError | None:
+        """What `check` would raise."""
+        return self.native.untold()
 
     def window_bytes(self) -> WindowBytes:
         """What this group takes per rank."""

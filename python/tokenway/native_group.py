@@ -7,6 +7,7 @@ from ctypes import byref, c_size_t
 from typing import Any
 
 from tokenway import _header, _native, arguments, callbacks, versions
+from tokenway.comm import Comm
 from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, TokenwayError
 
 
@@ -14,15 +15,17 @@ class NativeGroup:
     """A group's address until it is closed, where its tensors are, and its errors.
 
     Parts of a group hold this object and never the group itself, so that counting references ends a group that nobody
-    holds. place: tensors.Host or cuda.Cuda. device: the CUDA device of this rank, None on the CPU.
+    holds. comm: of the group, which lives as long as any of these: it has the functions that C calls. place:
+    tensors.Host or cuda.Cuda. device: the CUDA device of this rank, None on the CPU.
     """
 
-    __slots__ = ("_told", "address", "device", "nranks", "place", "torch_views")
+    __slots__ = ("_comm", "_told", "address", "device", "nranks", "place", "torch_views")
 
-    def __init__(self, address: int, place: Any, device: int | None, lanes: int):
+    def __init__(self, address: int, comm: Comm, place: Any, lanes: int):
         self.address: int | None = address  # None once the group is closed
+        self._comm = comm
         self.place = place
-        self.device = device
+        self.device = comm.device
         self.torch_views = versions.Views(address, lanes)
         self.nranks: int = self.info().nranks
         self._told: ErrorRecord | None = None  # the last record that an exception has told

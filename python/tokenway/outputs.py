@@ -10,11 +10,9 @@ from tokenway import _native
 from tokenway.errors import InvalidArgument
 from tokenway.handle import Handle, Received, Tensor
 from tokenway.native_group import NativeGroup
-from tokenway.shape import Field, Shape
+from tokenway.shape import MOST_KEPT, Field, Shape
 from tokenway.structs import Structs
 from tokenway.tensors import numpy_dtype
-
-_MOST_KEPT = 1024  # views, and results of dispatches: a few for each bound that calls give
 
 
 class Keeper:
@@ -124,7 +122,7 @@ class Outputs:
         found = self._shown.get(key)
         if found is not None and not (torch and _in_graph(found.fields)):
             return found
-        if len(self._shown) >= _MOST_KEPT:
+        if len(self._shown) >= MOST_KEPT:
             self._shown.clear()
         found = self._shown[key] = self._fields(structs, handle, layout, lead, {}, torch)
         return found
@@ -172,7 +170,7 @@ class Outputs:
         key = (pointer, shape, dtype, torch)
         found = self._views.get(key)
         if found is None or (torch and found.requires_grad):  # autograd has taken the old one into a graph
-            if len(self._views) >= _MOST_KEPT:
+            if len(self._views) >= MOST_KEPT:
                 self._views.clear()
             if self.keeper is None:
                 self.keeper = Keeper(self._native.pointer)

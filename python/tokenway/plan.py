@@ -23,7 +23,8 @@ _NAMES = {"dtype", "combine_dtype", "mode", "overflow"}
 def describe(ranks: int, tokens: int, sms: int = 0, **settings: Any) -> dict[str, str]:
     """The plan of a dispatch and a combine of `tokens` tokens a rank, name to value. settings: as of `Group`, where
     max_tokens is `tokens` unless it is given. sms: of each device; 0: 132, as H100 and H200 SXM have."""
-    config, keep = make_config(Settings(**{"max_tokens": max(tokens, 1)} | settings))
+    asked = Settings(**{"max_tokens": max(tokens, 1)} | settings)
+    config, keep = make_config(asked)
     query = _header.PlanQuery()
     query.tokens = _native.fit("tokens", tokens)
     query.device_sms = _native.fit("sms", sms)
@@ -32,7 +33,8 @@ def describe(ranks: int, tokens: int, sms: int = 0, **settings: Any) -> dict[str
     _native.check(
         _native.lib.twDescribePlan(
             byref(config), _native.fit("ranks", ranks), byref(query), text, len(text), byref(needed)
-        )
+        ),
+        tensors=asked.payload_names(),
     )
     del keep
     return dict(line.split("\t") for line in text.value.decode().splitlines())

@@ -5,6 +5,7 @@ belongs to an argument, is a part of its own. Tables here say what Python calls 
 
 from __future__ import annotations
 
+import numbers
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -166,6 +167,7 @@ def tell(parts: Sequence[Part], tensors: Sequence[str] = (), given: Mapping[str,
                 here, word = 0, "0"
             elif part.value in UNFIT and given is not None and given.get(spoken) is not None:
                 here, word = given[spoken], reprlib.repr(given[spoken])
+                here = here if issubclass(type(here), numbers.Number) else None  # an exception keeps no tensor
             value = here if value is None and spoken == name else value
         elif part.kind in (LEAST, MOST) and spoken == name:
             bounds.setdefault(part.kind, part.value)

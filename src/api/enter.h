@@ -25,15 +25,26 @@ inline twResult_t report(Status status) {
   return status.code;
 }
 
+// Reports what a call has thrown. Where there is no memory for a sentence the result alone tells.
+template <class Fail>
+twResult_t report_thrown(twResult_t code, Fail&& fail) noexcept {
+  try {
+    return report(fail());
+  } catch (...) {
+    return code;
+  }
+}
+
 template <class Call>
 twResult_t enter(Call&& call) {
   const Interruptible interruptible;
   try {
     return report(call());
   } catch (const std::bad_alloc&) {
-    return report(fail(twOutOfMemory, "out of memory for the library's own tables"));
+    return report_thrown(twOutOfMemory,
+                         [] { return fail(twOutOfMemory, "out of memory for the library's own tables"); });
   } catch (const std::exception& error) {
-    return report(fail(twInternalError, "unexpected: {}", error.what()));
+    return report_thrown(twInternalError, [&] { return fail(twInternalError, "unexpected: {}", error.what()); });
   }
 }
 

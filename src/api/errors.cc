@@ -2,6 +2,8 @@
 // sentences. A part points into the thread's copy of its sentence, so that it stays as it is while another thread
 // changes the group's record.
 #include <algorithm>
+#include <new>
+#include <utility>
 
 #include "api/check.h"
 #include "api/enter.h"
@@ -14,8 +16,10 @@ using tw::api::groups;
 using tw::api::last_error;
 using tw::api::visit;
 
-// The sentence of the record that this thread has read last.
+// The sentence of the record that this thread has read last, and the one before: a finalizer or a signal's handler may
+// read a record while the thread is at the parts of another.
 thread_local tw::Sentence recorded;
+thread_local tw::Sentence recorded_before;
 
 // Fills in a part. It leaves the last error alone: that is what the caller is reading.
 twResult_t show_part(const tw::Sentence& sentence, int32_t index, twErrorPart_t* part) {
@@ -27,7 +31,11 @@ twResult_t show_part(const tw::Sentence& sentence, int32_t index, twErrorPart_t*
   known.name = found.name.c_str();
   std::copy(found.indices, found.indices + 2, known.indices);
   known.value = found.value;
-  return tw::api::write_struct("part", known, part).code;
+  try {
+    return tw::api::write_struct("part", known, part).code;
+  } catch (const std::bad_alloc&) {  // for the sentence of a bad struct
+    return twOutOfMemory;
+  }
 }
 
 }  // namespace
@@ -70,7 +78,7 @@ twResult_t twGroupGetError(twGroup_t group, twErrorRecord_t* record) {
     tw::poll_device(*group);
     const tw::ErrorRecord known = group->error();
     TW_RETURN_IF_FAILED(tw::api::write_struct<twErrorRecord_t>("record", known, record));
-    recorded = known.sentence;
+    recorded_before = std::exchange(recorded, known.sentence);
     return {};
   });
 }

@@ -136,7 +136,7 @@ twResult_t twGroupDestroy(twGroup_t group) {
   return enter([&]() -> Status {
     tw::Turn turn;
     tw::Turn meeting;
-    constexpr char kName[] = "twGroupDestroy";
+    static constexpr char kName[] = "twGroupDestroy";  // other threads read it while this call is under way
     TW_RETURN_IF_FAILED(groups.find("group", group, [&] { return tw::api::take_turn(*group, kName, &turn); }));
     if (tw::Guest::is_here(group->occupied)) {
       return fail(twInvalidUsage, "a callback of {} cannot destroy the group that is given up",

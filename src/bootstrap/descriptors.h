@@ -17,7 +17,7 @@ constexpr int descriptors_needed(int ranks) { return 3 * ranks + 8; }
 // EMFILE or ENFILE if no descriptor can be had now, else 0.
 int descriptor_shortage();
 
-// Does what fail_errno("cannot %s") does, for a call that makes a descriptor. If none are left, the sentence also has
+// Does what fail_errno("cannot {}") does, for a call that makes a descriptor. If none are left, the sentence also has
 // the limit, how many a rank of so many needs, and the remedy.
 Status fail_to_open(int ranks, const char* what);
 // Does that for a descriptor that a peer sent and that found no room here.

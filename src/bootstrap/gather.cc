@@ -1,6 +1,6 @@
 // Meetings in which all must come: gather and agree turn a meeting's presences and parcels into one Status. The order
-// in which they are looked at (given up, gone, late, then a peer's own error) decides which rank is named and blamed,
-// and must be alike on all ranks.
+// in which they are looked at (given up, gone with its last words, gone, late, then a peer's own error) decides which
+// rank is named and blamed, and must be alike on all ranks.
 #include <unistd.h>
 
 #include <algorithm>

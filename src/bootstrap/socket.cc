@@ -18,13 +18,20 @@ constexpr size_t kChunk = 1 << 16;
 
 }  // namespace
 
-std::string pack_news(const Status& why) { return pack_result(why).take(); }
+// The text comes first: a rank of another version, to which this tells just that, may know parts of another kind.
+std::string pack_news(const Status& why) {
+  const std::string text = why.text();
+  return Packer().add<int32_t>(why.code).add_bytes(text.data(), text.size()).take() + pack_result(why).take();
+}
 
 Status read_news(const std::string& news) {
   Unpacker reader(news);
+  const auto code = static_cast<twResult_t>(reader.get<int32_t>());
+  const std::string text = reader.get_bytes();
+  if (!reader.ok() || code == twSuccess) return fail(twInternalError, "a peer failed to say why it cannot connect");
   Status why = read_status(reader);
-  if (!reader.ok() || why.ok()) return fail(twInternalError, "a peer failed to say why it cannot connect");
-  return why;
+  if (reader.ok() && why.code == code && why.text() == text) return why;
+  return {code, Sentence(text)};
 }
 
 Link::~Link() {

@@ -71,7 +71,7 @@ struct MapOfRouting {
 };
 
 // What a handle has on a device alone: arrays there, and what the host knows of them.
-struct OnDevice {
+struct DeviceArrays {
   ExpertRow* places = nullptr;        // [N * B, K]: where each received (row, k) of an expert_major dispatch went
   bool placed = false;                // `places` is that of the last dispatch
   uint32_t* digest = nullptr;         // MapOfRouting::digest, as the device has read it
@@ -95,7 +95,7 @@ struct HandleArrays {
   PerExpert experts;
   ShownArrays shown;
   Counts counts;  // high throughput alone
-  OnDevice device;
+  DeviceArrays device;
 };
 
 // An exchange of counts as the host knows it.

@@ -113,9 +113,9 @@ tw::ErrorRecord twGroup::error() {
   return error_;
 }
 
-void twGroup::set_error(const tw::ErrorRecord& record) {
+void twGroup::set_error(tw::ErrorRecord record) {
   const std::lock_guard lock(error_mutex_);
-  if (!error_.sticky) error_ = record;
+  if (!error_.sticky) error_ = std::move(record);  // whole or not at all: copying may run out of memory
 }
 
 bool twGroup::is_sticky() {

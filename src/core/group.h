@@ -76,7 +76,7 @@ struct twGroup : tw::Quarantined<twGroup> {
   void give_block(std::byte* block);
 
   tw::ErrorRecord error();
-  void set_error(const tw::ErrorRecord& record);
+  void set_error(tw::ErrorRecord record);
   bool is_sticky();
 
  private:

@@ -29,7 +29,10 @@ struct Argument {
 // Integers that belong to the last argument before them: what it has, and the least and most that it may have.
 struct Value {
   template <std::integral Integer>
-  explicit Value(Integer number) : value(static_cast<int64_t>(number)), text(std::to_string(number)) {}
+  explicit Value(Integer number)
+      : value(number > 0 && static_cast<uint64_t>(number) > uint64_t{INT64_MAX} ? INT64_MAX
+                                                                                : static_cast<int64_t>(number)),
+        text(std::to_string(number)) {}
   template <class Enum>
     requires std::is_enum_v<Enum>
   explicit Value(Enum number) : Value(static_cast<int>(number)) {}

@@ -203,8 +203,9 @@ def rebalance_experts(
     groups, nodes = _int(num_groups, "num_groups"), _int(num_nodes, "num_nodes")
     if gpus < 1 or replicas < 1 or replicas % gpus:
         raise InvalidArgument.of("num_replicas", f"is {num_replicas}; it must be a multiple of num_gpus, {num_gpus}")
-    if nodes < 1 or groups < 1:
-        raise InvalidArgument.of("num_groups", f"is {num_groups} and num_nodes is {num_nodes}; they must be at least 1")
+    for name, value in (("num_groups", groups), ("num_nodes", nodes)):
+        if value < 1:
+            raise InvalidArgument.of(name, f"is {value}; it must be at least 1", value=value)
     if groups % nodes:
         groups, nodes = 0, 1
     made = plan(weight, ranks=gpus, slots=replicas // gpus, nodes=nodes, groups=groups)

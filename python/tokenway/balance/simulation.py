@@ -57,8 +57,10 @@ def replay(
         raise InvalidArgument.of("windows", f"has shape {list(windows.shape)}; it must be [windows, layers, experts]")
     if policy not in POLICIES:
         raise InvalidArgument.of("policy", f"is {policy!r}; allowed: {', '.join(POLICIES)}")
-    if every < 1 or not 0 <= (decay or 0) < 1:
-        raise InvalidArgument.of("every", f"is {every}, decay {decay}; allowed are at least 1, and 0..1 without 1")
+    if every < 1:
+        raise InvalidArgument.of("every", f"is {every}; it must be at least 1", value=every)
+    if not 0 <= (decay or 0) < 1:
+        raise InvalidArgument.of("decay", f"is {decay}; it must be at least 0 and less than 1", value=decay)
     counted = windows if counted is None else np.asarray(counted, np.float64)
     if counted.shape != windows.shape:
         raise InvalidArgument.of(

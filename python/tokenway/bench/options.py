@@ -90,8 +90,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     settings = Settings(
         ranks=ranks,
         launched=launched,
-        profiles=args.profile,
-        routings=args.routing,
+        profiles=args.profile or Settings.profiles,
+        routings=args.routing or Settings.routings,
         tokens=args.tokens or _tokens(args, gpu),
         dtype=FP8 if dtype == "fp8" else dtype,
         layout=_layout(args.mode, args.layout),
