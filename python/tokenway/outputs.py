@@ -10,9 +10,11 @@ from tokenway import _native
 from tokenway.errors import InvalidArgument
 from tokenway.handle import Handle, Received, Tensor
 from tokenway.native_group import NativeGroup
-from tokenway.shape import MOST_KEPT, Field, Shape
+from tokenway.shape import Field, Shape
 from tokenway.structs import Structs
 from tokenway.tensors import numpy_dtype
+
+_MOST_KEPT = 1024  # of what follows from a call's bound or rows: a few for each that calls give
 
 
 class Keeper:
@@ -48,6 +50,7 @@ class Outputs:
         self._native, self._shape = native, shape
         self._views: dict[Any, Tensor] = {}
         self._shown: dict[Any, Shown] = {}
+        self._known: dict[Any, dict[str, Field]] = {}
         self.keeper: Keeper | None = None  # what views of the window hold, once there are any
 
     def clear(self) -> None:
@@ -82,7 +85,7 @@ class Outputs:
             rows = known
         elif not 0 < b <= shape.max_tokens:
             return  # refused anyway
-        fields = shape.fields(layout, shape.lead(layout, b, rows))
+        fields = self._wanted(layout, shape.lead(layout, b, rows))
         for q, name in enumerate(shape.payloads):
             if made.get(name) is None:
                 extent, dtype = fields[name]
@@ -93,6 +96,15 @@ class Outputs:
         for name in ("ids", "weights"):
             if made.get(name) is None:
                 made[name] = empty(*fields[name], like)
+
+    def _wanted(self, layout: str, lead: tuple[int, ...]) -> dict[str, Field]:
+        """`Shape.fields`, kept: finding them anew takes as long as the rest of a small dispatch."""
+        found = self._known.get((layout, lead))
+        if found is None:
+            if len(self._known) >= _MOST_KEPT:
+                self._known.clear()
+            found = self._known[layout, lead] = self._shape.fields(layout, lead)
+        return found
 
     # ---------------------------------------------------------------------------------------------------- results
 
@@ -122,7 +134,7 @@ class Outputs:
         found = self._shown.get(key)
         if found is not None and not (torch and _in_graph(found.fields)):
             return found
-        if len(self._shown) >= MOST_KEPT:
+        if len(self._shown) >= _MOST_KEPT:
             self._shown.clear()
         found = self._shown[key] = self._fields(structs, handle, layout, lead, {}, torch)
         return found
@@ -148,7 +160,7 @@ class Outputs:
             if name == "origins" or (name == "offsets" and layout != "grouped"):
                 continue
             if known is None:
-                known = shape.fields(layout, lead)
+                known = self._wanted(layout, lead)
             if name in shape.payloads:
                 fields[name], view = self._rows(handle, name, pointer, known[name], torch)
                 if view and torch:
@@ -170,7 +182,7 @@ class Outputs:
         key = (pointer, shape, dtype, torch)
         found = self._views.get(key)
         if found is None or (torch and found.requires_grad):  # autograd has taken the old one into a graph
-            if len(self._views) >= MOST_KEPT:
+            if len(self._views) >= _MOST_KEPT:
                 self._views.clear()
             if self.keeper is None:
                 self.keeper = Keeper(self._native.pointer)

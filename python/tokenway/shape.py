@@ -3,13 +3,12 @@ layout and bound are, and how large each output is, is decided here and nowhere 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenway import tensors
 from tokenway.settings import Payload, Settings
 
-MOST_KEPT = 1024  # of what follows from a call's bound or rows: a few for each that calls give
 BY_EXPERT = ("expert_major", "grouped")  # layouts whose rows are one expert's each
 
 
@@ -42,8 +41,6 @@ class Shape:
     max_recv_rows: int  # of a step
     default_layout: str
     default_bound: int  # b of a dispatch; 0 in the exact layouts, which have none
-    # What `fields` has found: making it anew takes as long as the rest of a small dispatch.
-    _found: dict[tuple[str, tuple[int, ...]], dict[str, Field]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, settings: Settings, info: Any, device: int | None) -> Shape:
@@ -81,14 +78,10 @@ class Shape:
 
     def fields(self, layout: str, lead: tuple[int, ...]) -> dict[str, Field]:
         """Every tensor that a dispatch can bring, by name: the table of `Received`, but for payloads by column."""
-        if (found := self._found.get((layout, lead))) is not None:
-            return found
-        if len(self._found) >= MOST_KEPT:
-            self._found.clear()
         by_expert = layout in BY_EXPERT
         chosen = lead if by_expert else (*lead, self.top_k)
         blocks = self.num_local_experts if by_expert else self.nranks
-        self._found[layout, lead] = found = {
+        return {
             **{name: Field((*lead, payload.elements), payload.dtype) for name, payload in self.payloads.items()},
             "ids": Field(chosen, self.id_dtype),
             "weights": Field(chosen, "float32"),
@@ -96,7 +89,6 @@ class Shape:
             "offsets": Field((blocks + 1,), "int32"),
             "origins": Field(lead, "int64"),
         }
-        return found
 
     def __str__(self) -> str:
         return (

@@ -174,8 +174,8 @@ def test_plots(source: str, tmp_path: Path) -> None:
         (["lognormal", "--ranks", 4, "--save", "."], "--save: .: is a folder"),
         (["drifting", "--ranks", 4, "--memory", 2], "memory is 2.0; allowed 0..1"),
         (["drifting", "--ranks", 4, "--online", "--policies", "magic"], "--policies: invalid choice: 'magic'"),
-        (["drifting", "--ranks", 4, "--online", "--decay", 1], "decay 1.0"),
-        (["drifting", "--ranks", 4, "--online", "--decay", "nan"], "decay nan"),
+        (["drifting", "--ranks", 4, "--online", "--decay", 1], "decay is 1.0"),
+        (["drifting", "--ranks", 4, "--online", "--decay", "nan"], "decay is nan"),
     ],
 )
 def test_refusals(argv: list[object], told: str, capsys: pytest.CaptureFixture[str]) -> None:

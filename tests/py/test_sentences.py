@@ -114,7 +114,7 @@ def test_errors_have_their_argument() -> None:
     assert (caught.value.argument, caught.value.value, caught.value.allowed) == ("lanes", 0, (1, 64))
     with pytest.raises(tw.InvalidArgument) as caught:
         tw.window_bytes(2, hidden=8, max_tokens=4, experts=4, top_k=2, lanes="two")  # type: ignore[arg-type]
-    assert (caught.value.argument, caught.value.value) == ("lanes", "two")
+    assert (caught.value.argument, caught.value.value) == ("lanes", None)
     with pytest.raises(tw.InvalidArgument) as caught:
         tw.window_bytes(2, hidden=8, max_tokens=4, experts=4, top_k=2, expert_map=([0, 0, 1, 2], [0, 1, 0, 0]))
     assert (caught.value.argument, caught.value.index, caught.value.allowed) == ("expert_rank", (3,), (0, 1))
