@@ -450,10 +450,6 @@ class Group(_native.Shared):
         ids are InvalidArgument, whose record has token, k and value."""
         self.native.check()
 
-    def untold(self) -> TokenwayError | None:
-        """What `check` would raise."""
-        return self.native.untold()
-
     def window_bytes(self) -> WindowBytes:
         """What this group takes per rank."""
         found = window_of(self.nranks, self.settings)

@@ -229,9 +229,8 @@ Status Connecting::greet(int rank) {
 Status Connecting::accept_all() {
   while (listener_) {
     Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    // Once all links stand, nobody is waited for here; and the kernel says that descriptors are short before it looks
-    // whether anybody calls.
-    if (!socket && ready_ && news_.empty()) return {};
+    // The kernel says that descriptors are short before it looks whether anybody calls.
+    if (!socket && !expects_callers()) return {};
     if (!socket && (errno == EAGAIN || errno == EWOULDBLOCK)) return {};
     if (!socket && (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)) {
       return fail_to_open(size_, "accept a peer's connection");
@@ -362,7 +361,7 @@ Status Connecting::watch([[maybe_unused]] int pid, [[maybe_unused]] Link* link, 
   link->process = Fd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
   if (link->process) return {};
   *dead = errno == ESRCH;
-  if ((errno == EMFILE || errno == ENFILE) && !ready_) return fail_to_open(size_, "watch a peer's process");
+  if ((errno == EMFILE || errno == ENFILE) && expects_callers()) return fail_to_open(size_, "watch a peer's process");
 #endif
   return {};
 }
@@ -388,8 +387,8 @@ void Connecting::wait() {
     watched.push_back({peer.dialled.process.get(), POLLIN, 0});
   }
   for (const Caller& caller : callers_) watched.push_back({caller.link.connection.fd(), POLLIN, 0});
-  // Once all links stand, who calls is none that is waited for, and may have to stay where no descriptor is left.
-  if (listener_ && !(ready_ && news_.empty())) watched.push_back({listener_.get(), POLLIN, 0});
+  // One who is not expected may have to stay where no descriptor is left, and poll would return at once.
+  if (listener_ && expects_callers()) watched.push_back({listener_.get(), POLLIN, 0});
   const auto left = std::chrono::ceil<milliseconds>(until - Clock::now()).count();
   ::poll(watched.data(), watched.size(), static_cast<int>(std::max<int64_t>(left, 0)));
   for (size_t i = 0; i < whose.size(); ++i) whose[i]->stirred |= watched[i].revents != 0;

@@ -66,6 +66,8 @@ class Connecting {
   bool complete();
   void tell_all(uint64_t tag, const std::string& bytes = {});
   bool dials(int rank) const;
+  // Whether callers are waited for: not once all links stand, unless they are to be told.
+  bool expects_callers() const { return !ready_ || !news_.empty(); }
   Status dial(int rank);
   Status greet(int rank);
   void hang_up(Peer& peer);
