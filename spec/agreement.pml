@@ -7,8 +7,8 @@
  * those whose new group stands tell the others (went on); who may see that sees it, or not yet.
  *
  *   - Patience is longer than what takes no waiting: it ends for nobody while a rank has all answers that it can get, and
- *     a rank that ends a round has sent its next words. So late is who has not come, who has ended or asks no more, and who
- *     itself waits for such a one. Without that no number of rounds would do: the last of them can always be missed, and
+ *     a rank that ends a round has sent its next parcels. So late is who has not come, who has ended or asks no more, and
+ *     who itself waits for such a one. Without that no number of rounds would do: the last of them can always be missed, and
  *     then creating the group fails.
  *   - Nobody dies, which would be away from the start, or between two parcels of the last round, which no number of rounds
  *     mends.

@@ -9,58 +9,58 @@
  *
  * and, where it found something, `spin -t -p .../spec/exchange.pml` tells the story (with the same -D switches).
  *
- * What is here: 3 ranks, 2 lanes, every sequence of dispatches and combines over the lanes with LENGTH = 6 steps in
- * all, every interleaving of the stores of the words to the single peers, sends in flight on both lanes at once,
+ * What is here: 3 ranks, 2 channels, every sequence of dispatches and combines over the channels with LENGTH = 6 steps
+ * in all, every interleaving of the stores of the signals to the single peers, sends in flight on both channels at once,
  * completed in any order, in-place reads of a dispatch view until the next publish, and trouble:
  *
  *     (default)      rank 2 may stop for ever at any point. A wait gives up only on a rank that did stop, so that a
  *                    timeout cannot hide a hang and nobody but rank 2 may be blamed.
- *     -DLATE         nobody stops, but rank 0 may give up on rank 2 at any moment at which its word is missing: a rank
- *                    that is slower than the timeout, and then goes on. All others must name rank 2 as well.
+ *     -DLATE         nobody stops, but rank 0 may give up on rank 2 at any moment at which its signal is missing: a
+ *                    rank that is slower than the timeout, and then goes on. All others must name rank 2 as well.
  *     -DLATE_ALL     every wait of every rank may give up on whom it misses. Nothing is claimed about whom to blame.
  *     -DREFUSAL      in addition to rank 2's stopping, any rank may refuse any of its calls.
  *
  *     -DCOUNTS       a third kind of step beside dispatch and combine, the exchange of counts of high throughput. It is a
- *                    row of its own in the bytes of the others; and a dispatch, on whatever lane, needs the counts that
- *                    were sent before it: a rank that does not know them yet puts its row where another's belongs.
+ *                    row of its own in the bytes of the others; and a dispatch, on whatever channel, needs the counts
+ *                    that were sent before it: a rank that does not know them yet puts its row where another's belongs.
  *
- * -DONE_LANE and -DLENGTH=n make room for these. run.py has the list of what is searched: the first two on two lanes to
- * length 6, the other two, which are far larger, on one lane to length 6.
+ * -DONE_CHANNEL and -DLENGTH=n make room for these. run.py has the list of what is searched: the first two on two
+ * channels to length 6, the other two, which are far larger, on one channel to length 6.
  *
  * What is reduced, and why nothing is lost:
  *
  *   - A row is one byte that names (source, kind, step); one row stands for all rows of a source in a step, since a
- *     word covers them all alike.
- *   - A send stores its rows at once, when it begins. A row can be missed only if it is stored after its word, which S4
- *     forbids (and MUTATION_PUBLISH_BEFORE_ROWS does); and it can harm the row of an earlier step only by being early.
- *     -DROWS_APART stores each at any time before its own word instead, to check that argument.
- *   - A wait and the reads after it are one transition. Words never go back, so a wait that could have ended earlier
+ *     signal covers them all alike.
+ *   - A send stores its rows at once, when it begins. A row can be missed only if it is stored after its signal, which
+ *     S4 forbids (and MUTATION_PUBLISH_BEFORE_ROWS does); and it can harm the row of an earlier step only by being early.
+ *     -DROWS_APART stores each at any time before its own signal instead, to check that argument.
+ *   - A wait and the reads after it are one transition. Signals never go back, so a wait that could have ended earlier
  *     can still end now; and what overwrites a row between the wait and the read has also overwritten it before this.
  *   - The last read of a dispatch view is one transition with the first publish after it. Reading as late as is allowed
  *     sees every overwriting that an earlier read sees.
- *   - Dead values are blanked: a row after the last read it may have, a word's mode when it was read, the variables of
- *     a rank that has left. A read too many finds a blank instead of an old row, which is as wrong.
+ *   - Dead values are blanked: a row after the last read it may have, a signal's mode when it was read, the variables
+ *     of a rank that has left. A read too many finds a blank instead of an old row, which is as wrong.
  *   - The sequence is chosen place by place, when the first rank gets there, and forgotten when the last one has
  *     passed. No rank looks ahead, so this is the same as choosing it at the start.
- *   - The first step is on lane 0 (lanes are alike); the rank that stops is 2, the one that gives up is 0 (ranks are
- *     alike, and each publishes to its peers in any order).
+ *   - The first step is on channel 0 (channels are alike); the rank that stops is 2, the one that gives up is 0 (ranks
+ *     are alike, and each publishes to its peers in any order).
  *   - Sequences shorter than LENGTH are prefixes: a rank may complete everything in flight before its next send.
  *
- * What is not here: n, notes and the bound b, lines and chunk words, S7, S8, S10, memory weaker than "the word is
- * stored after its rows" (S4 is that demand on the code), two stopped ranks, shrinking (agreement.pml).
+ * What is not here: n, notes and the bound b, LL128 packets and chunk signals, S7, S8, S10, memory weaker than "the
+ * signal is stored after its rows" (S4 is that demand on the code), two stopped ranks, shrinking (agreement.pml).
  *
  * S9 is every claim about a row read: it is the one that the sequence alone determines, whatever the timing was.
  */
 
 #define N 3
-#define LANES 2
+#define CHANNELS 2
 #ifndef LENGTH
 #define LENGTH 6
 #endif
 
 /*
- * Steps wrap at 8 as the real ones do at 2^32. FIRST is what counters and words hold before the first step; from 5 the
- * steps are 6, 7, 0, 1, 2, 3, so the wrap is met early, with both banks in use.
+ * Steps wrap at 8 as the real ones do at 2^32. FIRST is what counters and signals hold before the first step; from 5
+ * the steps are 6, 7, 0, 1, 2, 3, so the wrap is met early, with both banks in use.
  */
 #define WRAP 8
 #define FIRST 5
@@ -77,9 +77,9 @@
 #define KINDS 2
 #endif
 
-/* A word: step and mode. */
+/* A signal: step and mode. */
 #define REFUSED 8
-#define WORD(s, refused) ((s) | ((refused) * REFUSED))
+#define SIGNAL(s, refused) ((s) | ((refused) * REFUSED))
 #define STEP_OF(value) ((value) & 7)
 
 /* A row's value; 0 is a blank, hence the 64. */
@@ -96,20 +96,20 @@
  * distance d, this rank is at distance N - d.
  */
 #define PEER(d) ((me + (d)) % N)
-#define LANE_AT(rank, l) ((rank) * LANES + (l))
-#define WORD_AT(rank, l, bank, d) ((LANE_AT(rank, l) * 2 + (bank)) * 2 + (d) - 1)
-#define ROW_AT(rank, l, bank, kind, d) (((LANE_AT(rank, l) * 2 + (bank)) * KINDS + (kind)) * 2 + (d) - 1)
+#define CHANNEL_AT(rank, l) ((rank) * CHANNELS + (l))
+#define SIGNAL_AT(rank, l, bank, d) ((CHANNEL_AT(rank, l) * 2 + (bank)) * 2 + (d) - 1)
+#define ROW_AT(rank, l, bank, kind, d) (((CHANNEL_AT(rank, l) * 2 + (bank)) * KINDS + (kind)) * 2 + (d) - 1)
 #define ABORT_AT(rank, d) ((rank) * 2 + (d) - 1)
 
 /* The windows. */
-byte row[N * LANES * 2 * KINDS * 2];
-byte word[N * LANES * 2 * 2] = FIRST;
-byte abort_word[N * 2]; /* 1 + culprit */
+byte row[N * CHANNELS * 2 * KINDS * 2];
+byte signal[N * CHANNELS * 2 * 2] = FIRST;
+byte abort_signal[N * 2]; /* 1 + culprit */
 
-/* Each rank's counters: the last step begun on the lane. Global only so that claims can compare them. */
-byte step[N * LANES] = FIRST;
+/* Each rank's counters: the last step begun on the channel. Global only so that claims can compare them. */
+byte step[N * CHANNELS] = FIRST;
 
-/* The sequence, the same on all ranks (S5): 0 is not chosen yet, else 1 + KINDS * lane + kind. */
+/* The sequence, the same on all ranks (S5): 0 is not chosen yet, else 1 + KINDS * channel + kind. */
 byte program[LENGTH];
 byte passed[LENGTH]; /* how many ranks have taken it */
 
@@ -137,25 +137,25 @@ hidden byte S1, S2, S3, S4, S6;
 
 /* ---- What the mutations change. The last branch of each is the protocol. ---- */
 
-#define STEP step[LANE_AT(me, lane)]
+#define STEP step[CHANNEL_AT(me, channel)]
 
 #if defined(MUTATION_ONE_BANK)
 #define BANK 0
 #define BANK_BEFORE 0
 #elif defined(MUTATION_BANK_BY_CYCLE) /* a dispatch opens a cycle, the combines after it share its bank, beside it */
 #define KINDS_APART
-byte cycle[N * LANES];
-#define BANK (cycle[LANE_AT(me, lane)] % 2)
-#define BANK_BEFORE ((cycle[LANE_AT(me, lane)] + 1 - KIND) % 2)
+byte cycle[N * CHANNELS];
+#define BANK (cycle[CHANNEL_AT(me, channel)] % 2)
+#define BANK_BEFORE ((cycle[CHANNEL_AT(me, channel)] + 1 - KIND) % 2)
 #else
 #define BANK (STEP % 2) /* S1 */
 #define BANK_BEFORE ((STEP + 1) % 2)
 #endif
 
-#define SEEN(d) word[WORD_AT(me, lane, BANK, d)]
-#if defined(MUTATION_SHARED_COUNTER) /* one counter a lane, which every peer adds one to in every step */
-byte count[N * LANES];
-#define ARRIVED(d) (count[LANE_AT(me, lane)] >= (N - 1) * DISTANCE(STEP, FIRST))
+#define SEEN(d) signal[SIGNAL_AT(me, channel, BANK, d)]
+#if defined(MUTATION_SHARED_COUNTER) /* one counter a channel, which every peer adds one to in every step */
+byte count[N * CHANNELS];
+#define ARRIVED(d) (count[CHANNEL_AT(me, channel)] >= (N - 1) * DISTANCE(STEP, FIRST))
 #elif defined(MUTATION_PLAIN_COMPARE)
 #define ARRIVED(d) (STEP_OF(SEEN(d)) >= STEP)
 #else
@@ -181,7 +181,7 @@ byte count[N * LANES];
 #endif
 
 #if defined(MUTATION_PUBLISH_BEFORE_ROWS)
-#define MAY_WRITE(d) ((todo & WORD_BIT(d)) == 0)
+#define MAY_WRITE(d) ((todo & SIGNAL_BIT(d)) == 0)
 #define MAY_PUBLISH(d) true
 #else
 #define MAY_WRITE(d) true
@@ -203,7 +203,7 @@ byte count[N * LANES];
 #define BLAMABLE(whom) (gone && (whom) == 2)
 #endif
 
-#ifdef ONE_LANE
+#ifdef ONE_CHANNEL
 #define MAY_BE_OTHER false
 #else
 #define MAY_BE_OTHER (at > 0 && FREE(1))
@@ -219,29 +219,29 @@ byte count[N * LANES];
 
 /* What it has still to store, in a send or a failure: bits by distance, and one for MUTATION_EARLY_PUBLISH. */
 #define ROW_BIT(d) (1 << ((d) - 1))
-#define WORD_BIT(d) (4 << ((d) - 1))
+#define SIGNAL_BIT(d) (4 << ((d) - 1))
 #define ALL_ROWS 3
-#define ALL_WORDS 12
+#define ALL_SIGNALS 12
 #define VIEW_BIT 16
 
-#define LANE_BIT (1 << lane)
+#define CHANNEL_BIT (1 << channel)
 #define KIND_OF(l) ((kinds >> (2 * (l))) & 3)
-#define KIND KIND_OF(lane)
+#define KIND KIND_OF(channel)
 #define COUNTING (((flight & 1) && KIND_OF(0) == COUNT) || ((flight & 2) && KIND_OF(1) == COUNT))
-#define REFUSING ((refusing >> lane) & 1)
-#define VIEW_OF(d) (ROW_BIT(d) << (2 * lane))
+#define REFUSING ((refusing >> channel) & 1)
+#define VIEW_OF(d) (ROW_BIT(d) << (2 * channel))
 
-/* The next step of the sequence; of one that is not chosen yet, no lane and no kind. */
-#define LANE_NEXT ((program[PLACE] - 1) / KINDS)
+/* The next step of the sequence; of one that is not chosen yet, no channel and no kind. */
+#define CHANNEL_NEXT ((program[PLACE] - 1) / KINDS)
 #define KIND_NEXT (program[PLACE] == 0 -> KINDS : (program[PLACE] - 1) % KINDS)
 
 /* What the host does next: start the next step of the sequence, or complete (and block in) any that is in flight. */
 inline choose()
 {
     if
-    :: flight & 1 -> doing = COMPLETING; lane = 0
-    :: flight & 2 -> doing = COMPLETING; lane = 1
-    :: at < LENGTH && (program[PLACE] == 0 -> FREE(0) || MAY_BE_OTHER : FREE(LANE_NEXT)) &&
+    :: flight & 1 -> doing = COMPLETING; channel = 0
+    :: flight & 2 -> doing = COMPLETING; channel = 1
+    :: at < LENGTH && (program[PLACE] == 0 -> FREE(0) || MAY_BE_OTHER : FREE(CHANNEL_NEXT)) &&
        (KIND_NEXT != DISPATCH || KNOWN) ->
         if
         :: program[PLACE] == 0 && FREE(0) && KNOWN -> program[PLACE] = 1 + DISPATCH
@@ -263,8 +263,8 @@ inline choose()
 inline begin()
 {
     doing = SENDING;
-    lane = LANE_NEXT;
-    kinds = (kinds & ~(3 << (2 * lane))) | (((program[PLACE] - 1) % KINDS) << (2 * lane));
+    channel = CHANNEL_NEXT;
+    kinds = (kinds & ~(3 << (2 * channel))) | (((program[PLACE] - 1) % KINDS) << (2 * channel));
     passed[PLACE]++;
     if
     :: passed[PLACE] == N -> program[PLACE] = 0; passed[PLACE] = 0
@@ -272,25 +272,25 @@ inline begin()
     fi;
     at++;
 
-    RULE(S2, (flight & LANE_BIT) == 0);
+    RULE(S2, (flight & CHANNEL_BIT) == 0);
     STEP = NEXT(STEP);
 #ifdef MUTATION_BANK_BY_CYCLE
-    cycle[LANE_AT(me, lane)] = cycle[LANE_AT(me, lane)] + 1 - KIND;
+    cycle[CHANNEL_AT(me, channel)] = cycle[CHANNEL_AT(me, channel)] + 1 - KIND;
 #endif
     RULE(S1, BANK == STEP % 2 && BANK != BANK_BEFORE);
-    RULE(S2, NOT_BEFORE(NEXT(step[LANE_AT(PEER(1), lane)]), STEP));
-    RULE(S2, NOT_BEFORE(NEXT(step[LANE_AT(PEER(2), lane)]), STEP));
-    flight = flight | LANE_BIT;
+    RULE(S2, NOT_BEFORE(NEXT(step[CHANNEL_AT(PEER(1), channel)]), STEP));
+    RULE(S2, NOT_BEFORE(NEXT(step[CHANNEL_AT(PEER(2), channel)]), STEP));
+    flight = flight | CHANNEL_BIT;
 
-    todo = ALL_WORDS;
+    todo = ALL_SIGNALS;
     if
 #ifdef ROWS_APART
-    :: todo = ALL_WORDS | ALL_ROWS; write_to_self()
+    :: todo = ALL_SIGNALS | ALL_ROWS; write_to_self()
 #else
     :: write(1); write(2)
 #endif
 #ifdef REFUSAL
-    :: refusing = refusing | LANE_BIT
+    :: refusing = refusing | CHANNEL_BIT
 #endif
     fi;
 #ifdef MUTATION_EARLY_PUBLISH
@@ -300,14 +300,14 @@ inline begin()
 
 inline write(d)
 {
-    row[ROW_AT(PEER(d), lane, BANK, KIND, N - (d))] = ROW(me, KIND, STEP);
+    row[ROW_AT(PEER(d), channel, BANK, KIND, N - (d))] = ROW(me, KIND, STEP);
     destroy(PEER(d));
     misplace(d);
     todo = todo & ~ROW_BIT(d)
 }
 
 /* Of three ranks: the row of the third one, at the peer. */
-#define THIRD(d) row[ROW_AT(PEER(d), lane, BANK, KIND, d)]
+#define THIRD(d) row[ROW_AT(PEER(d), channel, BANK, KIND, d)]
 
 inline misplace(d)
 {
@@ -321,7 +321,7 @@ inline misplace(d)
 #endif
 }
 
-#define OTHERS(rank, other, d) row[ROW_AT(rank, lane, BANK, (KIND + (other)) % KINDS, d)]
+#define OTHERS(rank, other, d) row[ROW_AT(rank, channel, BANK, (KIND + (other)) % KINDS, d)]
 
 inline destroy(rank) /* a blank stays one: it is dead already, or its own source has yet to write it */
 {
@@ -341,7 +341,7 @@ inline destroy_kind(rank, other)
     OTHERS(rank, other, 2) = (OTHERS(rank, other, 2) -> DESTROYED : 0)
 }
 
-inline write_to_self() /* its own rows need no word and have no reader but its own stream; only the harm matters */
+inline write_to_self() /* its own rows need no signal and have no reader but its own stream; only the harm matters */
 {
     destroy(me)
 }
@@ -352,11 +352,11 @@ inline publish(d)
     read_view(); /* S3 */
 #endif
 #ifdef MUTATION_SHARED_COUNTER
-    count[LANE_AT(PEER(d), lane)]++;
+    count[CHANNEL_AT(PEER(d), channel)]++;
 #else
-    word[WORD_AT(PEER(d), lane, BANK, N - (d))] = WORD(STEP, REFUSING);
+    signal[SIGNAL_AT(PEER(d), channel, BANK, N - (d))] = SIGNAL(STEP, REFUSING);
 #endif
-    todo = todo & ~WORD_BIT(d)
+    todo = todo & ~SIGNAL_BIT(d)
 }
 
 /*
@@ -367,10 +367,10 @@ inline read_view()
 {
     read_view_of(1);
     read_view_of(2);
-    views = views & ~(3 << (2 * lane))
+    views = views & ~(3 << (2 * channel))
 }
 
-#define VIEWED(d) row[ROW_AT(me, lane, BANK_BEFORE, DISPATCH, d)]
+#define VIEWED(d) row[ROW_AT(me, channel, BANK_BEFORE, DISPATCH, d)]
 
 inline read_view_of(d)
 {
@@ -385,7 +385,7 @@ inline sent()
     if
     :: todo == 0 ->
 #ifdef MUTATION_REFUSE_WITHOUT_DRAIN
-        flight = flight & ~(REFUSING << lane);
+        flight = flight & ~(REFUSING << channel);
 #endif
         doing = IDLE
     :: else
@@ -396,7 +396,7 @@ inline sent()
  * A source's row in the step that this rank completes. A combine's is summed now, counts are copied now, a dispatch's is
  * first seen now.
  */
-#define READ(d) row[ROW_AT(me, lane, BANK, KIND, d)]
+#define READ(d) row[ROW_AT(me, channel, BANK, KIND, d)]
 
 inline read(d)
 {
@@ -417,9 +417,9 @@ inline read(d)
 
 inline completed()
 {
-    flight = flight & ~LANE_BIT;
-    kinds = kinds & ~(3 << (2 * lane));
-    refusing = refusing & ~LANE_BIT;
+    flight = flight & ~CHANNEL_BIT;
+    kinds = kinds & ~(3 << (2 * channel));
+    refusing = refusing & ~CHANNEL_BIT;
     doing = IDLE
 }
 
@@ -430,15 +430,15 @@ inline fail(whom)
     leave();
 #endif
     forget();
-    doing = FAILING; /* for ever: it sends nothing more, on any lane */
+    doing = FAILING; /* for ever: it sends nothing more, on any channel */
     culprit = 1 + (whom);
-    todo = ALL_WORDS
+    todo = ALL_SIGNALS
 }
 
 inline tell(d)
 {
-    abort_word[ABORT_AT(PEER(d), N - (d))] = culprit;
-    todo = todo & ~WORD_BIT(d);
+    abort_signal[ABORT_AT(PEER(d), N - (d))] = culprit;
+    todo = todo & ~SIGNAL_BIT(d);
     if
     :: todo == 0 -> leave()
     :: else
@@ -447,7 +447,7 @@ inline tell(d)
 
 inline forget()
 {
-    doing = IDLE; at = 0; lane = 0; todo = 0; flight = 0; kinds = 0; refusing = 0; views = 0; culprit = 0
+    doing = IDLE; at = 0; channel = 0; todo = 0; flight = 0; kinds = 0; refusing = 0; views = 0; culprit = 0
 }
 
 inline leave()
@@ -456,23 +456,23 @@ inline leave()
     goto end
 }
 
-#define ABORTED(d) abort_word[ABORT_AT(me, d)]
+#define ABORTED(d) abort_signal[ABORT_AT(me, d)]
 
 active [N] proctype Rank()
 {
     byte me = _pid;
-    byte doing, lane, todo, culprit;
+    byte doing, channel, todo, culprit;
     byte at;                      /* place in the sequence */
-    byte flight, refusing;        /* a bit per lane */
-    byte kinds;                   /* two bits per lane */
-    byte views;                   /* two bits per lane: whose rows of the last dispatch may still be read */
+    byte flight, refusing;        /* a bit per channel */
+    byte kinds;                   /* two bits per channel */
+    byte views;                   /* two bits per channel: whose rows of the last dispatch may still be read */
 
     do
     :: atomic {
         if
         :: doing == IDLE /* only at the start */
-        :: doing == SENDING && MAY_PUBLISH(1) && (todo & WORD_BIT(1)) -> publish(1); sent()
-        :: doing == SENDING && MAY_PUBLISH(2) && (todo & WORD_BIT(2)) -> publish(2); sent()
+        :: doing == SENDING && MAY_PUBLISH(1) && (todo & SIGNAL_BIT(1)) -> publish(1); sent()
+        :: doing == SENDING && MAY_PUBLISH(2) && (todo & SIGNAL_BIT(2)) -> publish(2); sent()
 #ifdef ROWS_APART
         :: doing == SENDING && MAY_WRITE(1) && (todo & ROW_BIT(1)) -> write(1); sent()
         :: doing == SENDING && MAY_WRITE(2) && (todo & ROW_BIT(2)) -> write(2); sent()
@@ -491,11 +491,11 @@ active [N] proctype Rank()
         :: doing == COMPLETING && LOST(2) -> fail(PEER(2))
 #endif
 
-        /* An abort word is looked for in waits and before stores; it may come just after, so it is a choice. */
+        /* An abort signal is looked for in waits and before stores; it may come just after, so it is a choice. */
         :: (doing == SENDING || doing == COMPLETING) && ABORTED(1) -> fail(ABORTED(1) - 1)
         :: (doing == SENDING || doing == COMPLETING) && ABORTED(2) -> fail(ABORTED(2) - 1)
-        :: doing == FAILING && (todo & WORD_BIT(1)) -> tell(1)
-        :: doing == FAILING && (todo & WORD_BIT(2)) -> tell(2)
+        :: doing == FAILING && (todo & SIGNAL_BIT(1)) -> tell(1)
+        :: doing == FAILING && (todo & SIGNAL_BIT(2)) -> tell(2)
 
 #ifdef MAY_STOP
         :: me == 2 -> gone = 1; leave()

@@ -39,29 +39,30 @@ class Search(NamedTuple):
 
 # The largest first, so that two searches at a time end together.
 SEARCHES = [
-    Search("late rank, 2 lanes, 6 steps", "LATE", long=True),
-    Search("stopped rank, 2 lanes, 6 steps", "", long=True),
-    Search("stopped rank, 2 lanes, 3 steps, rows apart", "LENGTH=3 ROWS_APART"),
-    Search("counts and stopped rank, 2 lanes, 4 steps", "COUNTS LENGTH=4"),
+    Search("late rank, 2 channels, 6 steps", "LATE", long=True),
+    Search("stopped rank, 2 channels, 6 steps", "", long=True),
+    Search("stopped rank, 2 channels, 3 steps, rows apart", "LENGTH=3 ROWS_APART"),
+    Search("counts and stopped rank, 2 channels, 4 steps", "COUNTS LENGTH=4"),
     Search(
-        "counts, refusals, stopped rank, 1 lane, 4 steps, rows apart", "COUNTS LENGTH=4 REFUSAL ONE_LANE ROWS_APART"
+        "counts, refusals, stopped rank, 1 channel, 4 steps, rows apart",
+        "COUNTS LENGTH=4 REFUSAL ONE_CHANNEL ROWS_APART",
     ),
-    Search("anyone late, 1 lane, 6 steps, rows apart", "LATE_ALL ONE_LANE ROWS_APART"),
-    Search("refusals and stopped rank, 1 lane, 6 steps, rows apart", "REFUSAL ONE_LANE ROWS_APART"),
+    Search("anyone late, 1 channel, 6 steps, rows apart", "LATE_ALL ONE_CHANNEL ROWS_APART"),
+    Search("refusals and stopped rank, 1 channel, 6 steps, rows apart", "REFUSAL ONE_CHANNEL ROWS_APART"),
     Search("agreement of 4 ranks that come at any time", "", model="agreement.pml"),
-    Search("one-bank", "MUTATION_ONE_BANK ONE_LANE", ("S2", "S3")),
-    Search("bank-by-cycle", "MUTATION_BANK_BY_CYCLE ONE_LANE", ("S2", "S3")),
-    Search("shared-counter", "MUTATION_SHARED_COUNTER ONE_LANE", ("S4",)),
-    Search("plain-compare", "MUTATION_PLAIN_COMPARE ONE_LANE", ("S4",)),
-    Search("send-ahead", "MUTATION_SEND_AHEAD ONE_LANE", ("S2", "S3")),
-    Search("early-publish", "MUTATION_EARLY_PUBLISH ONE_LANE", ("S3",)),
-    Search("publish-before-rows", "MUTATION_PUBLISH_BEFORE_ROWS ONE_LANE", ("S4",)),
+    Search("one-bank", "MUTATION_ONE_BANK ONE_CHANNEL", ("S2", "S3")),
+    Search("bank-by-cycle", "MUTATION_BANK_BY_CYCLE ONE_CHANNEL", ("S2", "S3")),
+    Search("shared-counter", "MUTATION_SHARED_COUNTER ONE_CHANNEL", ("S4",)),
+    Search("plain-compare", "MUTATION_PLAIN_COMPARE ONE_CHANNEL", ("S4",)),
+    Search("send-ahead", "MUTATION_SEND_AHEAD ONE_CHANNEL", ("S2", "S3")),
+    Search("early-publish", "MUTATION_EARLY_PUBLISH ONE_CHANNEL", ("S3",)),
+    Search("publish-before-rows", "MUTATION_PUBLISH_BEFORE_ROWS ONE_CHANNEL", ("S4",)),
     Search("host-order", "MUTATION_HOST_ORDER", ("S2", "S4", "hang")),
     # Who goes on for more than half a wrap looks like somebody behind: that is S4.
-    Search("go-on-after-timeout", "MUTATION_GO_ON_AFTER_TIMEOUT LATE_ALL ONE_LANE", ("S2", "S3", "S4")),
-    Search("no-abort", "MUTATION_NO_ABORT LATE ONE_LANE", ("hang",)),
+    Search("go-on-after-timeout", "MUTATION_GO_ON_AFTER_TIMEOUT LATE_ALL ONE_CHANNEL", ("S2", "S3", "S4")),
+    Search("no-abort", "MUTATION_NO_ABORT LATE ONE_CHANNEL", ("hang",)),
     Search("counts-ahead", "MUTATION_COUNTS_AHEAD COUNTS LENGTH=3", ("S2",)),
-    Search("refuse-without-drain", "MUTATION_REFUSE_WITHOUT_DRAIN REFUSAL ONE_LANE", ("S2", "S3")),
+    Search("refuse-without-drain", "MUTATION_REFUSE_WITHOUT_DRAIN REFUSAL ONE_CHANNEL", ("S2", "S3")),
     Search("own-count", "MUTATION_OWN_COUNT", ("A2",), model="agreement.pml"),
     Search("every-side", "MUTATION_EVERY_SIDE", ("A1",), model="agreement.pml"),
     Search("one-calm-round", "MUTATION_ONE_CALM_ROUND", ("A1", "A2"), model="agreement.pml"),
@@ -103,7 +104,7 @@ def command(arguments, folder):
 
 
 def judge(search, output):
-    """The verdict in a word or two, and whether it is the wanted one."""
+    """The verdict, short, and whether it is the wanted one."""
     errors = re.search(r"errors: (\d+)", output)
     if errors is None:
         return "no result: " + (output.strip().splitlines() or ["silence"])[-1], False
@@ -183,14 +184,14 @@ def main():
         return 0
 
     start = time.monotonic()
-    print(f"{'search':<60} {'states':>10} {'depth':>6} {'s':>6}  result", flush=True)
+    print(f"{'search':<64} {'states':>10} {'depth':>6} {'s':>6}  result", flush=True)
     with tempfile.TemporaryDirectory(prefix="tokenway-spec-") as scratch, ThreadPoolExecutor(2) as pool:
         results = []
         for result in pool.map(lambda search: run(search, compiler, scratch, bool(wanted)), searches):
             results.append(result)
             name = f"mutation {result.search.name}" if result.search.caught_by else result.search.name
             print(
-                f"{name:<60} {result.states:>10} {result.depth:>6} {result.seconds:>6.1f}  {result.verdict}", flush=True
+                f"{name:<64} {result.states:>10} {result.depth:>6} {result.seconds:>6.1f}  {result.verdict}", flush=True
             )
             if result.story:
                 print(result.story)
