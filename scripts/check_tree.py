@@ -5,12 +5,14 @@
 
 Files are at most 500 lines long, includes and imports point one way only (told in docs/ARCHITECTURE.md), every include
 within the project is written from src/ or include/, no two files of tests have one name, every link of a page leads to
-a file and a heading that are there, and no unfinished work is left marked in the text.
+a file and a heading that are there, files and identifiers of src/ are made of the glossary's words, and no unfinished
+work is left marked in the text.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import re
@@ -79,7 +81,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     # what is a group made of
     "settings": ("placement settings", TENSORS),
     # who takes part, and how do they find each other
-    "ranks": ("carried comm launch meeting portable", TENSORS | {"settings"}),
+    "ranks": ("comm launch meeting portable staged", TENSORS | {"settings"}),
     # what can be done with a group
     "exchange": (
         "arguments blocks collectives counting exchange group handle leases maps native_group outputs shape structs",
@@ -249,34 +251,71 @@ def check_numbers(path: Path, lines: list[str]) -> Iterator[str]:
         yield f"scripts/numbers_allowed.py: {path} holds no {value}"
 
 
-# Words that the field has others for: no identifier in these folders is made of them (docs/GLOSSARY.md).
+# Words that the field has others for: no file of src/, and no identifier in one, is made of them (docs/GLOSSARY.md).
 RETIRED = {
     "beside": "metadata",
     "carriage": "staged",
+    "carried": "staged",
+    "comes": "arrives",
     "course": "order",
     "landing": "receive_offset",
+    "lane": "channel",
+    "lanes": "channels",
     "line": "packet",
     "lines": "packets",
+    "tallies": "loads",
     "tally": "loads",
     "ticket": "work",
     "tickets": "work_counters",
     "unit": "tile",
     "units": "tiles",
 }
-RENAMED = {"cuda", "layout"}
+# Identifiers in which one of them means something else.
+MEANT_OTHERWISE = {"kCacheLine": "a line of the processor's caches"}
+# Rooms whose lanes are those of a vector: the values that one thread converts at once.
+VECTORS = {"activation", "quantize"}
+PUBLIC_NAME = re.compile("tw[A-Z]|TW_")
+WARP_LANE = re.compile(r"\blane\(\)")  # in src/cuda: the number of the thread in its warp
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
-def check_words(path: Path, lines: list[str]) -> Iterator[str]:
-    """Identifiers are made of the field's words."""
-    if path.parts[0] != "src" or path.parts[1] not in RENAMED:
+@functools.cache
+def public_names(root: Path) -> set[str]:
+    """The identifiers of the public headers, whose words stay as they are."""
+    texts = [path.read_text(encoding="utf-8") for path in (root / "include").rglob("*.h")]
+    return {name for text in texts for _, code in code_of(text.splitlines()) for name in IDENTIFIER.findall(code)}
+
+
+def is_public(root: Path, name: str, before: str) -> bool:
+    """Whether a name behind that code is one of the C API: a member of its structs, a function, type or constant."""
+    if PUBLIC_NAME.match(name):
+        return True
+    return before.rstrip().endswith((".", "->")) and name in public_names(root)
+
+
+def retired_in(name: str, room: str) -> Iterator[str]:
+    for part in PART.findall(name):
+        word = part.lower()
+        if word in RETIRED and not (room in VECTORS and word in ("lane", "lanes")):
+            yield f"{word} is {RETIRED[word]} here"
+
+
+def check_words(root: Path, path: Path, lines: list[str]) -> Iterator[str]:
+    """Files and identifiers are made of the field's words."""
+    if path.parts[0] != "src":
         return
+    room = path.parts[1]
+    for problem in retired_in(path.stem, room):
+        yield f"{path}: {problem}"
     for number, code in code_of(lines):
-        for name in IDENTIFIER.findall(code):
-            for part in PART.findall(name):
-                if other := RETIRED.get(part.lower()):
-                    yield f"{path}:{number}: {name}: {part.lower()} is {other} here"
+        if room == "cuda":
+            code = WARP_LANE.sub("", code)
+        for match in IDENTIFIER.finditer(code):
+            if match[0] in MEANT_OTHERWISE or is_public(root, match[0], code[: match.start()]):
+                continue
+            for problem in retired_in(match[0], room):
+                yield f"{path}:{number}: {match[0]}: {problem}"
 
 
 def check_file(root: Path, path: Path) -> Iterator[str]:
@@ -296,7 +335,7 @@ def check_file(root: Path, path: Path) -> Iterator[str]:
     if path.suffix in CODE_SUFFIXES and path.parts[0] in ("src", "include"):
         yield from check_includes(root, path, lines)
         yield from check_numbers(path, lines)
-        yield from check_words(path, lines)
+        yield from check_words(root, path, lines)
 
 
 def check_test_names(files: list[Path]) -> Iterator[str]:

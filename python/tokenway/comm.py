@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from ctypes import byref, c_int32, c_void_p
 from typing import Any
 
-from tokenway import _header, _native, carried, cuda, meeting, portable
+from tokenway import _header, _native, cuda, meeting, portable, staged
 from tokenway.errors import ConfigMismatch, InvalidArgument, InvalidUsage, PeerRefused, TokenwayError, Unsupported
 from tokenway.settings import milliseconds
 
@@ -97,7 +97,7 @@ class Comm(_native.Shared):
         if device is not None and index is None:
             index = cuda.current_device()
         if process_group is None:
-            connect = portable.connect_gloo if index is None else carried.connect
+            connect = portable.connect_gloo if index is None else staged.connect
         else:
             connect = portable.connect_like(meeting.group_of(process_group), index is not None)
         limit = 0 if timeout is None else milliseconds(timeout)

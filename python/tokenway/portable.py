@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import _carrier, _native, callbacks, carried
+from tokenway import _carrier, _native, callbacks, staged
 from tokenway.errors import InvalidArgument, SystemFailure, TokenwayError, Unsupported
 from tokenway.meeting import Bounded
 
@@ -33,7 +33,7 @@ _USUAL = {"routed": "exact", "gathered": "auto", "auto": "auto"}  # capacity of 
 
 BLOCKS, EXACT, GATHER = range(3)
 # Of a collective: the group's own timeout ends a wait, and must not find it broken by a shorter.
-_FOREVER = carried.FOREVER
+_FOREVER = staged.FOREVER
 # What PyTorch is given to connect beyond the time that there is: the library looks for who is to blame, not PyTorch.
 _BEYOND = timedelta(seconds=2)
 
@@ -136,7 +136,7 @@ def connect_like(process_group: Any, on_device: bool = False) -> Connect:
     kinds = dict(part.split(":", 1) for part in dist.get_backend_config(base).split(","))
     name = kinds.get("cuda" if on_device else "cpu", "gloo")
     if on_device and name in ("nccl", "gloo"):  # gloo has no all-to-all of device memory
-        return carried.connect
+        return staged.connect
     if name == "gloo":
         return connect_gloo
     world = [dist.get_global_rank(base, rank) for rank in range(dist.get_world_size(base))]
@@ -364,7 +364,7 @@ class Carrier:
         """By a thread of its own: the store's process or a peer may be stopped, and nothing bounds that in PyTorch."""
         store = self._store(plan)
         plan.groups = connect_queues(plan, self._connect, store, self._shared)
-        return Channel(plan) if plan.device < 0 else carried.DeviceChannel(plan, list(plan.groups))
+        return Channel(plan) if plan.device < 0 else staged.DeviceChannel(plan, list(plan.groups))
 
     def _forsake(self, opened: Bounded, plan: Plan) -> None:
         """After connecting has failed: what still waits in a store has its lock, so the next group meets at others."""
@@ -372,7 +372,7 @@ class Carrier:
         self._server = None
         self._stores = {}
         if plan.device >= 0:
-            carried.end_groups(plan.groups, ("abort", "_abort"), carried.CALLING_OFF)
+            staged.end_groups(plan.groups, ("abort", "_abort"), staged.CALLING_OFF)
 
     def _store(self, plan: Plan) -> Any:
         import torch.distributed as dist

@@ -77,7 +77,8 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
                      CombineCall* call);
 
 // Checks the receive offsets of an exchange of counts; gives them, and the leases that they lie in. In leases.cc.
-Status check_landing(twGroup& group, const twCountsInput_t& input, CountsCall* call, std::vector<std::byte*>* leases);
+Status check_receive_offsets(twGroup& group, const twCountsInput_t& input, CountsCall* call,
+                             std::vector<std::byte*>* leases);
 
 // Completes the caller's output tensors: shapes, and views where no memory was given.
 void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call, twDispatchOutput_t* output);

@@ -396,7 +396,7 @@ twResult_t twAllGatherV(twGroup_t group, const twAllGatherVInput_t* given, twAll
     twAllGatherVOutput_t out = TW_ALL_GATHER_V_OUTPUT_INIT;
     tw::CollectiveCall call;
     tw::api::Sizes from{};
-    Status status = tw::api::read_struct("input", given, &input);  // first: it names the lane that peers wait on
+    Status status = tw::api::read_struct("input", given, &input);  // first: it names the channel that peers wait on
     // Nothing can be sent on a stream that is no good, not even the refusal.
     if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
     if (status.ok()) status = tw::api::read_struct("output", output, &out);
@@ -407,7 +407,7 @@ twResult_t twAllGatherV(twGroup_t group, const twAllGatherVInput_t* given, twAll
     }
     int64_t request = 0;
     status = tw::collect(*group, &call, input.lane, &request);
-    if (call.at.lane < 0) return status;
+    if (call.at.channel < 0) return status;
     tw::api::fill_gathered(*group, call, from, &out);
     out.request = request;
     TW_RETURN_IF_FAILED(tw::api::write_struct("output", out, output));

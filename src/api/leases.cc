@@ -1,6 +1,6 @@
 // The entry points of tokenway/leases.h: leases, their receive offsets, and kept windows. Calls come from any thread,
-// also from garbage collection, and leases and keepers may outlive their group. check_landing is what keeps peers from
-// writing outside of a lease: an offset that passes it is announced to all ranks.
+// also from garbage collection, and leases and keepers may outlive their group. check_receive_offsets is what keeps
+// peers from writing outside of a lease: an offset that passes it is announced to all ranks.
 #include <pthread.h>
 
 #include <map>
@@ -46,7 +46,8 @@ Status check_leases(const twGroup& group) {
 
 }  // namespace
 
-Status check_landing(twGroup& group, const twCountsInput_t& input, CountsCall* call, std::vector<std::byte*>* leases) {
+Status check_receive_offsets(twGroup& group, const twCountsInput_t& input, CountsCall* call,
+                             std::vector<std::byte*>* leases) {
   const Shape& shape = group.shape();
   for (int q = 0; q < TW_MAX_PAYLOADS; ++q) {
     const auto* const memory = static_cast<const std::byte*>(input.landing[q]);
@@ -128,14 +129,14 @@ twResult_t twGroupLeaseInfo(twGroup_t group, twLeaseInfo_t* info) {
   });
 }
 
-twResult_t twGroupSteps(twGroup_t group, int32_t lanes, uint32_t* steps) {
+twResult_t twGroupSteps(twGroup_t group, int32_t channels, uint32_t* steps) {
   return enter_group("twGroupSteps", group, [&]() -> Status {
     TW_CHECK_NOT_NULL(steps);
-    if (lanes != group->lanes.size()) {
-      return fail(twInvalidArgument, "{} is {}; it must be {}, {}", Argument("lanes"), Value(lanes),
-                  Argument("config.lanes"), group->lanes.size());
+    if (channels != group->channels.size()) {
+      return fail(twInvalidArgument, "{} is {}; it must be {}, {}", Argument("lanes"), Value(channels),
+                  Argument("config.lanes"), group->channels.size());
     }
-    for (int lane = 0; lane < lanes; ++lane) steps[lane] = group->lanes[lane].step;
+    for (int channel = 0; channel < channels; ++channel) steps[channel] = group->channels[channel].step;
     return {};
   });
 }

@@ -236,9 +236,9 @@ twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, int32_t l
 
 twResult_t twHandleUpdate(twHandle_t handle, const twTensor_t* ids, const twTensor_t* weights) {
   return enter_handle("twHandleUpdate", handle, [&]() -> Status {
-    if (handle->pending != tw::Pending::kNone || handle->lane >= 0) {
-      return fail(twInvalidUsage, "{} holds lane {}; combine or release it before {}", Argument("handle"), handle->lane,
-                  Function{"twHandleUpdate"});
+    if (handle->pending != tw::Pending::kNone || handle->channel >= 0) {
+      return fail(twInvalidUsage, "{} holds lane {}; combine or release it before {}", Argument("handle"),
+                  handle->channel, Function{"twHandleUpdate"});
     }
     if (handle->sized_in_graph) {
       return fail(
@@ -256,14 +256,15 @@ twResult_t twHandleUpdate(twHandle_t handle, const twTensor_t* ids, const twTens
 }
 
 twResult_t twHandleRelease(twHandle_t handle) {
-  return enter_handle("twHandleRelease", handle, [&]() -> Status { return tw::release_lane(*handle->group, *handle); });
+  return enter_handle("twHandleRelease", handle,
+                      [&]() -> Status { return tw::release_channel(*handle->group, *handle); });
 }
 
 twResult_t twHandleDestroy(twHandle_t handle) {
   return enter_handle("twHandleDestroy", handle, [&]() -> Status {
     twGroup& group = *handle->group;
     if (group.is_sticky()) handle->pending = tw::Pending::kNone;  // nobody will finish it
-    TW_RETURN_IF_FAILED(tw::release_lane(group, *handle));
+    TW_RETURN_IF_FAILED(tw::release_channel(group, *handle));
     tw::part_leases(group, *handle);
     handles.remove(handle);
     group.backend->forget(*handle);
@@ -363,10 +364,10 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
     call.stream = input.stream;
     call.send_only = input.send_only != 0;
     std::vector<std::byte*> leases;
-    if (status.ok()) status = tw::api::check_landing(*group, input, &call, &leases);
-    if (status.ok() && handle->counts.exchanged && handle->lane >= 0) {  // all ranks see it alike: nobody waits
-      return fail(twInvalidUsage, "{} holds lane {}; combine or release it before {}", Argument("handle"), handle->lane,
-                  Function{"twExchangeCounts"});
+    if (status.ok()) status = tw::api::check_receive_offsets(*group, input, &call, &leases);
+    if (status.ok() && handle->counts.exchanged && handle->channel >= 0) {  // all ranks see it alike: nobody waits
+      return fail(twInvalidUsage, "{} holds lane {}; combine or release it before {}", Argument("handle"),
+                  handle->channel, Function{"twExchangeCounts"});
     }
     // Peers are told at once, as for a dispatch.
     if (!status.ok()) {
@@ -383,7 +384,7 @@ twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_
     input.lane = -1;
     twDispatchOutput_t out{};
     tw::DispatchCall call;
-    Status status = tw::api::read_struct("input", given, &input);  // first: it names the lane that peers wait on
+    Status status = tw::api::read_struct("input", given, &input);  // first: it names the channel that peers wait on
     // Nothing can be sent on a stream that is no good, not even the refusal.
     if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
     Status found = check_handle(group, handle);
@@ -398,7 +399,7 @@ twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_
                                  input.stream, std::move(status));
     }
     status = tw::dispatch(*group, *handle, &call, input.lane, input.send_only != 0);
-    if (call.at.lane >= 0) {  // after an error too: what the caller then looks at is safe
+    if (call.at.channel >= 0) {  // after an error too: what the caller then looks at is safe
       tw::api::fill_views(*group, *handle, call, &out);
       TW_RETURN_IF_FAILED(tw::api::write_struct("output", out, output));
     }

@@ -27,19 +27,19 @@ constexpr int32_t kCompanySlots = 8;  // with more slots than this there always 
 
 }  // namespace
 
-Units lower_bound(const Problem& problem, Units reached) {
+Load lower_bound(const Problem& problem, Load reached) {
   const Shape& shape = problem.shape;
   const auto counts = apportion(problem.loads.data(), std::vector<int32_t>(shape.experts, shape.ranks), shape.places());
-  Units hottest = 0;
+  Load hottest = 0;
   for (int32_t e = 0; e < shape.experts; ++e) {
     // Rounded down, as nothing here may be above what is true.
     hottest = std::max(hottest, problem.loads[e] / std::min(counts[e], shape.ranks));
   }
-  Units bound = std::max(problem.total / shape.ranks, hottest);
+  Load bound = std::max(problem.total / shape.ranks, hottest);
   if (shape.places() == shape.experts) {
-    std::vector<Units> loads = problem.loads;
+    std::vector<Load> loads = problem.loads;
     std::sort(loads.begin(), loads.end());
-    Units company_of_hottest = loads.back();
+    Load company_of_hottest = loads.back();
     for (int32_t i = 0; i + 1 < shape.slots; ++i) company_of_hottest += loads[i];
     bound = std::max(bound, company_of_hottest);
   }

@@ -9,6 +9,6 @@ namespace tw::balance {
 
 // Gives a load that no placement's hottest rank is below, if replicas split their expert's load evenly. `reached`: the
 // hottest rank of some plan; the costly term is looked for only where the others leave a gap to that.
-Units lower_bound(const Problem& problem, Units reached);
+Load lower_bound(const Problem& problem, Load reached);
 
 }  // namespace tw::balance

@@ -32,7 +32,7 @@ namespace {
 
 constexpr size_t kThresholds = 128;
 constexpr int32_t kRows = 24;                  // rows of a game
-constexpr double kUnit = 1 << 20;              // a weight of 1, in whole numbers
+constexpr double kOne = 1 << 20;               // a weight of 1, in whole numbers
 constexpr int32_t kStep = 2000, kFine = 4000;  // parts of the limit: the first step down; where halving ends
 
 // A number of replicas of an expert, and what it is worth.
@@ -52,9 +52,9 @@ class Company {
   explicit Company(const Problem& problem) : problem_(problem) {}
 
   // Whether no plan keeps all ranks within `limit`.
-  bool refutes(Units limit) {
+  bool refutes(Load limit) {
     left_ = problem_.shape.places();
-    for (const Units w : problem_.loads) left_ -= least_count(w, limit);
+    for (const Load w : problem_.loads) left_ -= least_count(w, limit);
     if (left_ < 0) return true;
     const Thresholds thresholds(problem_, limit, kThresholds);
     const size_t n = thresholds.size();
@@ -74,10 +74,10 @@ class Company {
   }
 
  private:
-  void list_options(Units limit, const Thresholds& thresholds) {
+  void list_options(Load limit, const Thresholds& thresholds) {
     options_.clear();
     first_.clear();
-    for (const Units w : problem_.loads) {
+    for (const Load w : problem_.loads) {
       first_.push_back(options_.size());
       const int64_t least = least_count(w, limit);
       for (int64_t c = least; c <= least + left_;) {
@@ -95,7 +95,7 @@ class Company {
   int64_t answer() {
     const size_t n = weights_.size();
     above_.assign(n + 1, 0);
-    for (size_t i = n; i-- > 0;) above_[i] = above_[i + 1] + std::llrint(weights_[i] * kUnit);
+    for (size_t i = n; i-- > 0;) above_[i] = above_[i + 1] + std::llrint(weights_[i] * kOne);
     const int64_t all = above_[0];
     row_.assign(n + 1, 0);
     gains_.clear();
@@ -161,11 +161,11 @@ class Company {
 
 }  // namespace
 
-Units company_bound(const Problem& problem, Units low, Units high) {
+Load company_bound(const Problem& problem, Load low, Load high) {
   Company company(problem);
   // What was reached is often almost the best: so the limit steps down from there, each step three times the last, then
   // halves.
-  for (Units step = high / kStep + 1; high - step > low; step *= 3) {
+  for (Load step = high / kStep + 1; high - step > low; step *= 3) {
     if (company.refutes(high - step)) {
       low = high - step;
       break;
@@ -173,7 +173,7 @@ Units company_bound(const Problem& problem, Units low, Units high) {
     high -= step;
   }
   while (high - low > problem.mean() / kFine + 1) {
-    const Units middle = low + (high - low) / 2;
+    const Load middle = low + (high - low) / 2;
     (company.refutes(middle) ? low : high) = middle;
   }
   return low;

@@ -9,6 +9,6 @@ namespace tw::balance {
 
 // Gives the highest bound that it finds in low..high, below which no plan's hottest rank is. low is known to be such a
 // bound, high is not.
-Units company_bound(const Problem& problem, Units low, Units high);
+Load company_bound(const Problem& problem, Load low, Load high);
 
 }  // namespace tw::balance

@@ -21,13 +21,13 @@ class Ladder {
   Ladder(const Problem& problem, std::vector<int32_t>* counts) : problem_(problem), counts_(*counts) { fill(); }
 
   // The bound, or anything not below `limit` if it is not below that.
-  Units peak(Units limit, int32_t* rung = nullptr) const {
+  Load peak(Load limit, int32_t* rung = nullptr) const {
     Run none[2] = {};
     return climb(Side<1>(sizes_, none, none), Side<-1>(sizes_, none, none), limit, rung);
   }
 
   // The bound if `to` had one replica more and `from` one less.
-  Units peak_with(int32_t from, int32_t to, Units limit) const {
+  Load peak_with(int32_t from, int32_t to, Load limit) const {
     const Run gone[2] = {run(from, counts_[from]), run(to, counts_[to])};
     const Run come[2] = {run(from, counts_[from] - 1), run(to, counts_[to] + 1)};
     return climb(Side<1>(sizes_, gone, come), Side<-1>(sizes_, gone, come), limit, nullptr);
@@ -39,11 +39,11 @@ class Ladder {
     fill();
   }
 
-  Units size(int32_t i) const { return sizes_[i]; }
+  Load size(int32_t i) const { return sizes_[i]; }
 
  private:
   struct Run {
-    Units size = 0;
+    Load size = 0;
     int32_t left = 0;
   };
 
@@ -52,7 +52,7 @@ class Ladder {
   template <int kStep>
   class Side {
    public:
-    Side(const std::vector<Units>& sizes, const Run* gone, const Run* come)
+    Side(const std::vector<Load>& sizes, const Run* gone, const Run* come)
         : at_(kStep > 0 ? sizes.data() : sizes.data() + sizes.size() - 1),
           left_(static_cast<int32_t>(sizes.size())),
           gone_{gone[0], gone[1]},
@@ -61,22 +61,22 @@ class Ladder {
       if (come_[0].left == 0) std::swap(come_[0], come_[1]);
     }
 
-    Units next() {
+    Load next() {
       while (left_ > 0 && (take(&gone_[0]) || take(&gone_[1]))) {
       }
       if (come_[0].left > 0 && (left_ == 0 || !before(*at_, come_[0].size))) {
-        const Units size = come_[0].size;
+        const Load size = come_[0].size;
         if (--come_[0].left == 0) std::swap(come_[0], come_[1]);
         return size;
       }
-      const Units size = *at_;
+      const Load size = *at_;
       at_ += kStep;
       --left_;
       return size;
     }
 
    private:
-    static bool before(Units a, Units b) { return kStep > 0 ? a > b : a < b; }
+    static bool before(Load a, Load b) { return kStep > 0 ? a > b : a < b; }
 
     bool take(Run* run) {
       if (run->left == 0 || run->size != *at_) return false;
@@ -86,12 +86,12 @@ class Ladder {
       return true;
     }
 
-    const Units* at_;
+    const Load* at_;
     int32_t left_;
     Run gone_[2], come_[2];
   };
 
-  Units climb(Side<1> largest, Side<-1> smallest, Units limit, int32_t* rung) const {
+  Load climb(Side<1> largest, Side<-1> smallest, Load limit, int32_t* rung) const {
     return tw::balance::climb(
         problem_.shape, limit, [&] { return largest.next(); }, [&] { return smallest.next(); }, rung);
   }
@@ -108,16 +108,16 @@ class Ladder {
 
   const Problem& problem_;
   std::vector<int32_t>& counts_;
-  std::vector<Units> sizes_;  // shares of all slots, the largest first
+  std::vector<Load> sizes_;  // shares of all slots, the largest first
 };
 
 }  // namespace
 
-std::vector<int32_t> apportion(const Units* loads, const std::vector<int32_t>& limits, int32_t places) {
+std::vector<int32_t> apportion(const Load* loads, const std::vector<int32_t>& limits, int32_t places) {
   const auto experts = static_cast<int32_t>(limits.size());
   std::vector<int32_t> counts(experts, 1);
   // A heap of (share, expert), the largest share on top, the lower expert among equals.
-  std::vector<std::pair<Units, int32_t>> heap;
+  std::vector<std::pair<Load, int32_t>> heap;
   for (int32_t e = 0; e < experts; ++e) {
     if (limits[e] > 1) heap.emplace_back(loads[e], -e);
   }
@@ -136,7 +136,7 @@ std::vector<int32_t> apportion(const Units* loads, const std::vector<int32_t>& l
   return counts;
 }
 
-void refine_counts(const Problem& problem, Units goal, std::vector<int32_t>* counts) {
+void refine_counts(const Problem& problem, Load goal, std::vector<int32_t>* counts) {
   const int32_t experts = problem.shape.experts;
   if (problem.shape.slots < 2 || problem.shape.places() == experts) return;
   Ladder ladder(problem, counts);
@@ -146,9 +146,9 @@ void refine_counts(const Problem& problem, Units goal, std::vector<int32_t>* cou
                    [&](int32_t a, int32_t b) { return problem.loads[a] < problem.loads[b]; });
   for (int32_t pass = 0; pass < kPasses; ++pass) {
     int32_t rung = 0;
-    Units best = ladder.peak(INT64_MAX, &rung);
+    Load best = ladder.peak(INT64_MAX, &rung);
     if (best <= goal) return;
-    const Units hot = ladder.size(std::min(rung + kHottest, problem.shape.ranks - 1));
+    const Load hot = ladder.size(std::min(rung + kHottest, problem.shape.ranks - 1));
     givers.clear();
     takers.assign(by_load.begin(), by_load.begin() + std::min(kColdest, experts));
     for (int32_t e = 0; e < experts; ++e) {
@@ -161,7 +161,7 @@ void refine_counts(const Problem& problem, Units goal, std::vector<int32_t>* cou
       for (const int32_t f : givers) {
         // The larger shares of the giver's other replicas must find room themselves.
         if (f == e || share(problem.loads[f], (*counts)[f] - 1) >= best) continue;
-        const Units peak = ladder.peak_with(f, e, best);
+        const Load peak = ladder.peak_with(f, e, best);
         if (peak < best) {
           best = peak;
           from = f;

@@ -64,14 +64,14 @@ class Search {
     auto smallest = items_.rbegin();
     const auto next = [](auto* item) { return ((*item)++)->first; };
     if (climb(shape_, peak_, [&] { return next(&largest); }, [&] { return next(&smallest); }) >= peak_) return;
-    Units total = 0;
+    Load total = 0;
     for (const auto& item : items_) total += item.first;
     place(0, 0, total);
   }
 
   // Places the items from k on. `from`: where the last replica went, as the replicas of one expert go to ascending
   // ranks.
-  void place(int32_t k, int32_t from, Units left) {
+  void place(int32_t k, int32_t from, Load left) {
     --left_;
     if (over()) return;
     if (k == shape_.places()) {
@@ -79,8 +79,8 @@ class Search {
       best_ = trial_;
       return;
     }
-    Units room = 0;
-    const Units smallest = items_.back().first;
+    Load room = 0;
+    const Load smallest = items_.back().first;
     for (int32_t r = 0; r < shape_.ranks; ++r) {
       const int32_t open = shape_.slots - filled_[r];
       if (loads_[r] + open * smallest >= peak_) return;
@@ -110,14 +110,14 @@ class Search {
   const Shape& shape_;
   int64_t left_;  // what is left of the effort, in placements of a slot and in counts
   std::vector<int32_t> best_;
-  Units peak_;   // peak of best_: only plans below it are looked for
-  Units floor_;  // the bound: no plan is below it
+  Load peak_;   // peak of best_: only plans below it are looked for
+  Load floor_;  // the bound: no plan is below it
   std::vector<int32_t> counts_;
-  std::vector<Units> loads_;
+  std::vector<Load> loads_;
   std::vector<int32_t> filled_;
   std::vector<uint32_t> held_;  // [N], a bit for each expert
   std::vector<int32_t> trial_;
-  std::vector<std::pair<Units, int32_t>> items_;  // (size, expert), the largest first
+  std::vector<std::pair<Load, int32_t>> items_;  // (size, expert), the largest first
 };
 
 }  // namespace

@@ -17,13 +17,13 @@ constexpr int32_t kPairSlots = 16;  // two for two is tried for ranks of at most
 constexpr int32_t kPatience = 1;    // times the ranks: so many searches for ranks that block the hottest
 
 struct Found {
-  Units peak;  // the hotter of the two ranks afterwards
+  Load peak;  // the hotter of the two ranks afterwards
   std::array<int32_t, 2> from{-1, -1}, to{-1, -1};
 };
 
 // One or two slots of a rank, and the sum of their shares. Lists of choices have the largest first.
 struct Choice {
-  Units sum;
+  Load sum;
   std::array<int32_t, 2> places;
 };
 
@@ -49,18 +49,18 @@ bool fits(const Packing& packing, const Choice& a, const Choice& b, Among among)
 }
 
 // Walks the choices of r and q, both sorted, and keeps the best exchange that fits.
-void walk(const Packing& packing, const std::vector<Choice>& of_r, const std::vector<Choice>& of_q, Units hot,
-          Units cool, Among among, Found* best) {
-  const Units difference = hot - cool;
+void walk(const Packing& packing, const std::vector<Choice>& of_r, const std::vector<Choice>& of_q, Load hot, Load cool,
+          Among among, Found* best) {
+  const Load difference = hot - cool;
   size_t j = 0;
   for (const Choice& a : of_r) {
-    const Units wanted = a.sum - difference / 2;
+    const Load wanted = a.sum - difference / 2;
     while (j < of_q.size() && of_q[j].sum > wanted) ++j;
     // The last choice above what is wanted, and the first not above.
     for (size_t k = j > 0 ? j - 1 : 0; k <= j && k < of_q.size(); ++k) {
-      const Units d = a.sum - of_q[k].sum;
+      const Load d = a.sum - of_q[k].sum;
       if (d <= 0 || d >= difference) continue;
-      const Units peak = std::max(hot - d, cool + d);
+      const Load peak = std::max(hot - d, cool + d);
       if (peak < best->peak && fits(packing, a, of_q[k], among)) *best = {peak, a.places, of_q[k].places};
     }
   }
@@ -103,7 +103,7 @@ Found search(const Packing& packing, int32_t r, int32_t first, int32_t last, Amo
 
 // Stops when no rank above the goal can be helped. It does end: each exchange brings the loads of its two ranks closer,
 // so the sum of squares over all ranks falls each time.
-void exchange(Packing* packing, int32_t first, int32_t last, Units goal, Among among) {
+void exchange(Packing* packing, int32_t first, int32_t last, Load goal, Among among) {
   const int32_t slots = packing->problem().shape.slots;
   for (int32_t r = first; r < last; ++r) packing->sort_rank(r);
   std::vector<char> stuck(last, 0);  // ranks that could not be helped since the last exchange

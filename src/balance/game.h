@@ -27,19 +27,19 @@ class Game {
 
  private:
   // With b = 1 + payoff / bound > 0, the best weights are the x >= 0 of the largest sum for which b x <= 1 in all rows,
-  // divided by that sum. A table has a line per row, and one of costs; the last column is the right-hand side.
-  // Variables are x (0..columns-1) and the slack of each row (from columns on); the variables of the lines are the
-  // basis.
-  struct Line {
+  // divided by that sum. The simplex tableau has a row for each row of payoffs, and one of costs; its last column is
+  // the right-hand side. Variables are x (0..columns-1) and the slack of each row (from columns on); the variables of
+  // the tableau's rows are the basis.
+  struct TableauRow {
     std::vector<double> cells;
     int32_t basic;
   };
 
-  void pivot(size_t line, int32_t column);
+  void pivot(size_t row, int32_t column);
 
   int32_t columns_;
   double bound_;
-  std::vector<Line> lines_;
+  std::vector<TableauRow> tableau_;
   std::vector<double> costs_;
   std::vector<int32_t> outside_;  // the variable of each column
 };

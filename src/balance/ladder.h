@@ -15,14 +15,14 @@ namespace tw::balance {
 // The bound, or anything not below `limit` if it is not below that. largest(), smallest(): the next share from that
 // end. `rung`: the rung that gives the bound.
 template <class Largest, class Smallest>
-Units climb(const Shape& shape, Units limit, Largest&& largest, Smallest&& smallest, int32_t* rung = nullptr) {
+Load climb(const Shape& shape, Load limit, Largest&& largest, Smallest&& smallest, int32_t* rung = nullptr) {
   const int32_t mates = shape.slots - 1;
-  Units highest = 0, sum = 0;
+  Load highest = 0, sum = 0;
   for (int32_t i = 0; i < shape.ranks && highest < limit; ++i) {
-    Units step = largest();
+    Load step = largest();
     for (int32_t k = 0; k < mates; ++k) step += smallest();
     sum += step;
-    const Units bound = mates == 1 ? step : (sum + i) / (i + 1);
+    const Load bound = mates == 1 ? step : (sum + i) / (i + 1);
     if (bound > highest) {
       highest = bound;
       if (rung != nullptr) *rung = i;

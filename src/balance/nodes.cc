@@ -28,7 +28,7 @@ class Nodes {
   }
 
   // Exchanges a slot of the hottest node with one of the coolest until no node carries more than `most`.
-  void even_out(Units most) {
+  void even_out(Load most) {
     for (int32_t left = shape_.places(); left > 0; --left) {
       const auto hot = static_cast<int32_t>(std::max_element(loads_.begin(), loads_.end()) - loads_.begin());
       const auto cool = static_cast<int32_t>(std::min_element(loads_.begin(), loads_.end()) - loads_.begin());
@@ -49,11 +49,11 @@ class Nodes {
   int32_t home(int32_t e) const { return homes_[e / (shape_.experts / shape_.groups)]; }
   int32_t& count(int32_t node, int32_t e) { return counts_[static_cast<size_t>(node) * shape_.experts + e]; }
   int32_t count(int32_t node, int32_t e) const { return counts_[static_cast<size_t>(node) * shape_.experts + e]; }
-  Units size(int32_t e) const { return share(problem_.loads[e], totals_[e]); }
+  Load size(int32_t e) const { return share(problem_.loads[e], totals_[e]); }
 
   void replicate_at_home(int32_t node) {
     std::vector<int32_t> experts;
-    std::vector<Units> loads;
+    std::vector<Load> loads;
     for (int32_t e = 0; e < shape_.experts; ++e) {
       if (home(e) != node) continue;
       experts.push_back(e);
@@ -79,23 +79,23 @@ class Nodes {
   }
 
   // The load that leaves its home when a slot of e moves so; negative if it comes home.
-  Units strays(int32_t e, int32_t from, int32_t to) const {
+  Load strays(int32_t e, int32_t from, int32_t to) const {
     return home(e) == from ? size(e) : home(e) == to ? -size(e) : 0;
   }
 
   // Makes one exchange. Among those that take no more from the hot node than it has too much, it is the one with least
   // load gone astray for what it takes; if there is none, the one that takes least.
-  bool exchange_one(int32_t hot, int32_t cool, Units most) {
-    const Units over = loads_[hot] - most, difference = loads_[hot] - loads_[cool];
+  bool exchange_one(int32_t hot, int32_t cool, Load most) {
+    const Load over = loads_[hot] - most, difference = loads_[hot] - loads_[cool];
     int32_t from = -1, to = -1;
-    Units taken = 0, gone = 0;
+    Load taken = 0, gone = 0;
     for (int32_t e = 0; e < shape_.experts; ++e) {
       if (count(hot, e) == 0 || count(cool, e) >= shape_.ranks_per_node()) continue;
       for (int32_t f = 0; f < shape_.experts; ++f) {
         if (f == e || count(cool, f) == 0 || count(hot, f) >= shape_.ranks_per_node()) continue;
-        const Units d = size(e) - size(f);
+        const Load d = size(e) - size(f);
         if (d <= 0 || d >= difference) continue;
-        const Units astray = strays(e, hot, cool) + strays(f, cool, hot);
+        const Load astray = strays(e, hot, cool) + strays(f, cool, hot);
         if (from < 0 || better(d, astray, taken, gone, over)) {
           from = e;
           to = f;
@@ -114,11 +114,11 @@ class Nodes {
     return true;
   }
 
-  static bool better(Units d, Units astray, Units taken, Units gone, Units over) {
+  static bool better(Load d, Load astray, Load taken, Load gone, Load over) {
     // What is taken beyond the excess does not help.
-    const Units helps = std::min(d, over), helped = std::min(taken, over);
+    const Load helps = std::min(d, over), helped = std::min(taken, over);
     // astray / helps < gone / helped; 26 bits each are enough for a choice, and their products fit.
-    const Units a = (astray >> 26) * (helped >> 26), b = (gone >> 26) * (helps >> 26);
+    const Load a = (astray >> 26) * (helped >> 26), b = (gone >> 26) * (helps >> 26);
     return a != b ? a < b : helps > helped;
   }
 
@@ -127,7 +127,7 @@ class Nodes {
   std::vector<int32_t> homes_;   // [groups]
   std::vector<int32_t> counts_;  // [nodes, E]
   std::vector<int32_t> totals_;  // [E]
-  std::vector<Units> loads_;     // [nodes]
+  std::vector<Load> loads_;      // [nodes]
 };
 
 // Gives every node the same number of groups, as evenly as can be: a problem like that of experts and ranks (kEven); or
@@ -151,16 +151,16 @@ Packing pack_nodes(const Problem& problem, const Nodes& nodes) {
   const Shape& shape = problem.shape;
   const int32_t ranks = shape.ranks_per_node();
   std::vector<int32_t> experts;
-  const Units goal = goal_of(problem.mean());
+  const Load goal = goal_of(problem.mean());
   for (int32_t node = 0; node < shape.nodes; ++node) {
     const auto here = pack(nodes.items(node), ranks, shape.slots, Start::kPlain, goal);
     experts.insert(experts.end(), here.begin(), here.end());
   }
   Packing packing(problem, std::move(experts));
   for (int32_t node = 0; node < shape.nodes; ++node) {
-    Units carried = 0;
-    for (int32_t r = node * ranks; r < (node + 1) * ranks; ++r) carried += packing.load(r);
-    exchange(&packing, node * ranks, (node + 1) * ranks, goal_of(std::max(carried / ranks, problem.mean())));
+    Load node_load = 0;
+    for (int32_t r = node * ranks; r < (node + 1) * ranks; ++r) node_load += packing.load(r);
+    exchange(&packing, node * ranks, (node + 1) * ranks, goal_of(std::max(node_load / ranks, problem.mean())));
   }
   return packing;
 }
@@ -173,8 +173,8 @@ std::vector<int32_t> place_on_nodes(const Problem& problem, int64_t tolerance) {
   Packing best = pack_nodes(problem, nodes);
   const Packing greedy = pack_nodes(problem, Nodes(problem, find_homes(problem, Homes::kGreedy)));
   if (greedy.peak() < best.peak()) best = greedy;
-  const Units mean = problem.total / shape.nodes;
-  nodes.even_out(mean + static_cast<Units>(static_cast<double>(mean) * (static_cast<double>(tolerance) / 1e6)));
+  const Load mean = problem.total / shape.nodes;
+  nodes.even_out(mean + static_cast<Load>(static_cast<double>(mean) * (static_cast<double>(tolerance) / 1e6)));
   const Packing even = pack_nodes(problem, nodes);
   // Nodes that carry the same load can have ranks that do not, above all where there is a slot for each expert and no
   // more.
@@ -200,7 +200,7 @@ double stray_share(const Problem& problem, const std::vector<int32_t>& experts) 
   if (shape.groups == 0 || problem.total == 0) return 0;
   const Packing packing(problem, experts);
   const auto homes = homes_of(problem, experts);
-  Units astray = 0;
+  Load astray = 0;
   for (int32_t place = 0; place < shape.places(); ++place) {
     const int32_t home = homes[experts[place] / (shape.experts / shape.groups)];
     if (home != shape.node_of(place / shape.slots)) astray += packing.share_at(place);

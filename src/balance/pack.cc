@@ -10,7 +10,7 @@ namespace tw::balance {
 namespace {
 
 struct Bin {
-  Units load;
+  Load load;
   int32_t rank;
   bool operator<(const Bin& other) const { return load != other.load ? load < other.load : rank < other.rank; }
 };
@@ -24,22 +24,22 @@ class Packer {
 
   // Places each hot item with the smallest ones beside it, as long as that makes more than `goal`. Lowers the counts of
   // what it places.
-  void place_with_company(std::vector<Item>* items, Units goal) {
+  void place_with_company(std::vector<Item>* items, Load goal) {
     int32_t rank = 0;
     const auto ranks = static_cast<int32_t>(filled_.size());
     for (Item& hot : *items) {
       for (; hot.count > 0 && rank < ranks; ++rank) {
-        std::vector<Item*> beside;
-        Units sum = hot.size;
+        std::vector<Item*> mates;
+        Load sum = hot.size;
         for (auto item = items->rbegin(); item != items->rend(); ++item) {
-          if (static_cast<int32_t>(beside.size()) == slots_ - 1) break;
+          if (static_cast<int32_t>(mates.size()) == slots_ - 1) break;
           if (item->count == 0 || &*item == &hot) continue;
-          beside.push_back(&*item);
+          mates.push_back(&*item);
           sum += item->size;
         }
-        if (static_cast<int32_t>(beside.size()) < slots_ - 1 || sum <= goal) return;
+        if (static_cast<int32_t>(mates.size()) < slots_ - 1 || sum <= goal) return;
         put(&hot, &open_[rank]);
-        for (Item* const item : beside) put(item, &open_[rank]);
+        for (Item* const item : mates) put(item, &open_[rank]);
       }
     }
   }
@@ -120,7 +120,7 @@ std::vector<Item> items_of(const Problem& problem, const std::vector<int32_t>& c
   return items;
 }
 
-std::vector<int32_t> pack(std::vector<Item> items, int32_t ranks, int32_t slots, Start start, Units goal) {
+std::vector<int32_t> pack(std::vector<Item> items, int32_t ranks, int32_t slots, Start start, Load goal) {
   // Among equal sizes, the expert that must be on more ranks comes first.
   std::sort(items.begin(), items.end(), [start](const Item& a, const Item& b) {
     if (start == Start::kSpread && (a.count > 1) != (b.count > 1)) return a.count > 1;

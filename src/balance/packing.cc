@@ -27,17 +27,17 @@ int32_t Packing::hottest(int32_t first, int32_t last) const {
   return static_cast<int32_t>(std::max_element(loads_.begin() + first, loads_.begin() + last) - loads_.begin());
 }
 
-Units Packing::peak() const { return *std::max_element(loads_.begin(), loads_.end()); }
+Load Packing::peak() const { return *std::max_element(loads_.begin(), loads_.end()); }
 
 void Packing::swap(int32_t a, int32_t b) {
-  const Units difference = share_at(a) - share_at(b);
+  const Load difference = share_at(a) - share_at(b);
   loads_[a / slots_] -= difference;
   loads_[b / slots_] += difference;
   std::swap(experts_[a], experts_[b]);
 }
 
-void Packing::set_share(int32_t expert, Units share) {
-  const Units more = share - shares_[expert];
+void Packing::set_share(int32_t expert, Load share) {
+  const Load more = share - shares_[expert];
   shares_[expert] = share;
   const int32_t places = problem_->shape.places();
   for (int32_t place = 0; place < places; ++place) {

@@ -25,9 +25,9 @@ class Packing {
   const Problem& problem() const { return *problem_; }
   const std::vector<int32_t>& experts() const { return experts_; }  // [N * S], rank major
   const std::vector<int32_t>& counts() const { return counts_; }    // [E]
-  Units load(int32_t rank) const { return loads_[rank]; }
-  Units share_of(int32_t expert) const { return shares_[expert]; }
-  Units share_at(int32_t place) const { return shares_[experts_[place]]; }
+  Load load(int32_t rank) const { return loads_[rank]; }
+  Load share_of(int32_t expert) const { return shares_[expert]; }
+  Load share_at(int32_t place) const { return shares_[experts_[place]]; }
   int32_t at(int32_t place) const { return experts_[place]; }
   int32_t count(int32_t expert) const { return counts_[expert]; }
 
@@ -40,7 +40,7 @@ class Packing {
   }
   // The hottest of ranks first..last-1, the lowest of several.
   int32_t hottest(int32_t first, int32_t last) const;
-  Units peak() const;
+  Load peak() const;
 
   void swap(int32_t a, int32_t b);              // exchanges places of two ranks
   void replace(int32_t place, int32_t expert);  // one replica less of an expert, one more of another
@@ -50,29 +50,29 @@ class Packing {
   bool can_swap(int32_t a, int32_t b) const;
 
  private:
-  void set_share(int32_t expert, Units share);
+  void set_share(int32_t expert, Load share);
 
   const Problem* problem_;
   int32_t slots_;
   std::vector<int32_t> experts_, counts_;
-  std::vector<Units> shares_;  // [E]
-  std::vector<Units> loads_;   // [N]
+  std::vector<Load> shares_;  // [E]
+  std::vector<Load> loads_;   // [N]
 };
 
 // Gives each expert replicas so that the largest share is as small as can be: each slot beyond one per expert goes to
 // the expert whose replicas carry most (the lower of equals). It is optimal: it stops at the least T for which sum
 // ceil(load / T) fits. An expert gets at most its limit; slots are left over if the limits are too low for all.
-std::vector<int32_t> apportion(const Units* loads, const std::vector<int32_t>& limits, int32_t places);
+std::vector<int32_t> apportion(const Load* loads, const std::vector<int32_t>& limits, int32_t places);
 
 // Moves replicas from one expert to another while the counts alone keep a rank above `goal` (ladder.h).
-void refine_counts(const Problem& problem, Units goal, std::vector<int32_t>* counts);
+void refine_counts(const Problem& problem, Load goal, std::vector<int32_t>* counts);
 
 // Finds counts for two slots a rank and some replicas, with more effort. Returns a load that no plan is below.
-Units fit_pairs(const Problem& problem, std::vector<int32_t>* counts);
+Load fit_pairs(const Problem& problem, std::vector<int32_t>* counts);
 
 // Replicas of an expert that are to be packed, and what each of them carries.
 struct Item {
-  Units size;
+  Load size;
   int32_t expert;
   int32_t count;  // at most the ranks
 };
@@ -83,11 +83,11 @@ std::vector<Item> items_of(const Problem& problem, const std::vector<int32_t>& c
 // once on a rank. kSpread: experts of several replicas come before the others. kCompany: ranks that would be hotter
 // than `goal` beside the smallest items get these first.
 enum class Start { kPlain, kSpread, kCompany };
-std::vector<int32_t> pack(std::vector<Item> items, int32_t ranks, int32_t slots, Start start, Units goal);
+std::vector<int32_t> pack(std::vector<Item> items, int32_t ranks, int32_t slots, Start start, Load goal);
 
 // Exchanges slots between ranks first..last-1 until the hottest carries at most `goal`, or no exchange makes it cooler.
 // kAlike: only exchanges after which each rank has as many slots of experts with several replicas as before.
 enum class Among { kAll, kAlike };
-void exchange(Packing* packing, int32_t first, int32_t last, Units goal, Among among = Among::kAll);
+void exchange(Packing* packing, int32_t first, int32_t last, Load goal, Among among = Among::kAll);
 
 }  // namespace tw::balance

@@ -29,7 +29,7 @@ constexpr Worth kNothing{0, 0};
 
 class Fit {
  public:
-  Fit(const Problem& problem, Units limit, const std::vector<int32_t>& counts)
+  Fit(const Problem& problem, Load limit, const std::vector<int32_t>& counts)
       : problem_(problem),
         limit_(limit),
         thresholds_(problem, limit, kPairThresholds),
@@ -72,7 +72,7 @@ class Fit {
 
   void list(int32_t e) {
     around_.resize(counts_.size());
-    const Units w = problem_.loads[e];
+    const Load w = problem_.loads[e];
     Around& around = around_[e];
     around.same = thresholds_.of(w, counts_[e]);
     if (counts_[e] > least_[e]) around.less = thresholds_.of(w, counts_[e] - 1);
@@ -130,7 +130,7 @@ class Fit {
   }
 
   const Problem& problem_;
-  const Units limit_;
+  const Load limit_;
   const Thresholds thresholds_;
   std::vector<int32_t> counts_, least_;
   std::vector<int32_t> rests_;   // [E] the step until which an expert rests, with the sign of its last change
@@ -140,28 +140,28 @@ class Fit {
   std::vector<Around> around_;   // what each expert adds with a replica less, as it is, and with one more
 };
 
-Units peak_of(const Problem& problem, const std::vector<int32_t>& counts) {
-  std::vector<Units> sizes;
+Load peak_of(const Problem& problem, const std::vector<int32_t>& counts) {
+  std::vector<Load> sizes;
   for (int32_t e = 0; e < problem.shape.experts; ++e) {
     sizes.insert(sizes.end(), counts[e], share(problem.loads[e], counts[e]));
   }
   std::sort(sizes.begin(), sizes.end());
-  Units peak = 0;
+  Load peak = 0;
   for (size_t i = 0; i < sizes.size() / 2; ++i) peak = std::max(peak, sizes[i] + sizes[sizes.size() - 1 - i]);
   return peak;
 }
 
 }  // namespace
 
-Units fit_pairs(const Problem& problem, std::vector<int32_t>* counts) {
-  Units high = peak_of(problem, *counts);
-  const Units bound = lower_bound(problem, high);
-  Units low = bound;
+Load fit_pairs(const Problem& problem, std::vector<int32_t>* counts) {
+  Load high = peak_of(problem, *counts);
+  const Load bound = lower_bound(problem, high);
+  Load low = bound;
   // The bound is mostly near, so the first try is near it.
   for (int32_t i = 0; i < kTries && high - low > problem.mean() / 4000; ++i) {
-    const Units limit = low + (high - low) / (i == 0 ? 4 : 2);
+    const Load limit = low + (high - low) / (i == 0 ? 4 : 2);
     Fit fit(problem, limit, *counts);
-    const Units peak = fit.run() ? peak_of(problem, fit.counts()) : high;
+    const Load peak = fit.run() ? peak_of(problem, fit.counts()) : high;
     if (peak < high) {
       *counts = fit.counts();
       high = peak;

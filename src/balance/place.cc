@@ -21,7 +21,7 @@ constexpr int32_t kFewExperts = 8, kFewPlaces = 30;
 constexpr int32_t kSmallExperts = 12, kSmallPlaces = 24;
 constexpr int64_t kAllEffort = 40000000, kSomeEffort = 800000;
 constexpr int32_t kTriedSlots = 8192;  // slots that are packed in all, in search of better counts
-constexpr Units kNearly = 10000;       // one part in so many above the bound is as even as is worth anything
+constexpr Load kNearly = 10000;        // one part in so many above the bound is as even as is worth anything
 
 int64_t effort_for(const Shape& shape) {
   if (shape.experts <= kFewExperts && shape.places() <= kFewPlaces) return kAllEffort;
@@ -75,7 +75,7 @@ std::vector<int32_t> hold_back(const Problem& problem, const std::vector<int32_t
 
 // Looks for a better plan with fewer replicas of some of the hottest experts. Where the next hottest expert fills most
 // of a rank, one more replica of the hottest has no place.
-Packing with_fewer(const Problem& problem, Units goal, Packing best) {
+Packing with_fewer(const Problem& problem, Load goal, Packing best) {
   const Shape& shape = problem.shape;
   std::vector<int32_t> by_load(shape.experts);
   std::iota(by_load.begin(), by_load.end(), 0);
@@ -101,13 +101,13 @@ Placed place_anywhere(const Problem& problem) {
   const Shape& shape = problem.shape;
   if (shape.slots >= shape.experts) return {place_everywhere(shape)};
   const bool spare = shape.places() > shape.experts;
-  const Units simple = lower_bound(problem, 0);
+  const Load simple = lower_bound(problem, 0);
   const std::vector<int32_t> limits(shape.experts, shape.ranks);
   auto counts = apportion(problem.loads.data(), limits, shape.places());
   const auto even = items_of(problem, counts);
   Placed placed;
   if (shape.slots == 2 && spare) placed.bound = fit_pairs(problem, &counts);
-  const Units goal = goal_of(std::max(simple, placed.bound));
+  const Load goal = goal_of(std::max(simple, placed.bound));
   refine_counts(problem, goal, &counts);
   const auto items = items_of(problem, counts);
   Packing best(problem, pack(items, shape.ranks, shape.slots, Start::kPlain, goal));

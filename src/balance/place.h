@@ -10,12 +10,12 @@
 namespace tw::balance {
 
 // How near the mean (or the bound) a plan must come for the search to end: 10 parts in a million.
-inline Units goal_of(Units bound) { return bound + bound / 100000; }
+inline Load goal_of(Load bound) { return bound + bound / 100000; }
 
 // A plan [N * S], and a load that no plan is below, as far as that was looked for.
 struct Placed {
   std::vector<int32_t> experts;
-  Units bound = 0;
+  Load bound = 0;
 };
 
 // Places replicas wherever it is best.

@@ -15,8 +15,8 @@ namespace {
 
 constexpr int kBits = 52;  // bits of a layer's total: sums and products with small counts stay within 64
 
-// Makes the loads whole numbers; *scale: the power of two that one unit stands for.
-Problem to_units(const Shape& shape, const double* loads, int* scale) {
+// Makes the loads whole numbers; *scale: the power of two that a Load of 1 stands for.
+Problem to_whole(const Shape& shape, const double* loads, int* scale) {
   double total = 0;
   for (int32_t e = 0; e < shape.experts; ++e) total += loads[e];
   int exponent = 0;
@@ -69,7 +69,7 @@ Placed place(const Request& request, const Problem& problem, const int32_t* old)
 void plan_layer(const Request& request, int32_t layer, const double* loads, Result* result) {
   const Shape& shape = request.shape;
   int scale = 0;
-  const Problem problem = to_units(shape, loads, &scale);
+  const Problem problem = to_whole(shape, loads, &scale);
   const int32_t* const old =
       request.old == nullptr ? nullptr : request.old + static_cast<int64_t>(layer) * shape.places();
   const auto [experts, known] = place(request, problem, old);
@@ -77,7 +77,7 @@ void plan_layer(const Request& request, int32_t layer, const double* loads, Resu
   std::copy(experts.begin(), experts.end(), result->experts);
   add_up(shape, result->experts, packing.counts().data(), loads, result->loads);
   const double hottest = *std::max_element(result->loads, result->loads + shape.ranks);
-  const Units bound = known > 0 ? known : lower_bound(problem, packing.peak());
+  const Load bound = known > 0 ? known : lower_bound(problem, packing.peak());
   // The bound is not above what was reached: both are rounded.
   result->bound = std::min(std::ldexp(static_cast<double>(bound), scale), hottest);
   result->stray = stray_share(problem, experts);

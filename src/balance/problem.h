@@ -1,8 +1,8 @@
 // The problem of balancing: the loads of one layer's experts over slots of ranks. Shape has what all layers share,
 // Problem a layer's loads.
 //
-// Loads are whole numbers here: a layer's loads are scaled by a power of two, so that their total has about 52 bits,
-// and rounded. The planner decides everything by comparing such numbers, with fixed tie-breaks (the lower rank, the
+// A Load is a whole number: a layer's loads are scaled by a power of two, so that their total has about 52 bits, and
+// rounded. The planner decides everything by comparing such numbers, with fixed tie-breaks (the lower rank, the
 // lower expert), so that the same loads give the same plan on every machine and with every compiler. Rounding is always
 // up: a rank never looks cooler than it is.
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace tw::balance {
 
-using Units = int64_t;
+using Load = int64_t;
 
 // What all layers share. Rank r lies on node r / (ranks / nodes), expert e belongs to group e / (experts / groups).
 struct Shape {
@@ -30,14 +30,14 @@ struct Shape {
 // One layer.
 struct Problem {
   Shape shape;
-  std::vector<Units> loads;  // [E], none negative
-  Units total = 0;           // their sum
+  std::vector<Load> loads;  // [E], none negative
+  Load total = 0;           // their sum
 
   // The mean, rounded up: no plan's hottest rank carries less.
-  Units mean() const { return (total + shape.ranks - 1) / shape.ranks; }
+  Load mean() const { return (total + shape.ranks - 1) / shape.ranks; }
 };
 
 // What each replica of an expert carries, rounded up.
-inline Units share(Units load, int32_t replicas) { return (load + replicas - 1) / replicas; }
+inline Load share(Load load, int32_t replicas) { return (load + replicas - 1) / replicas; }
 
 }  // namespace tw::balance

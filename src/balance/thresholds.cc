@@ -7,11 +7,11 @@
 
 namespace tw::balance {
 
-Thresholds::Thresholds(const Problem& problem, Units limit, size_t most)
+Thresholds::Thresholds(const Problem& problem, Load limit, size_t most)
     : limit_(limit), mates_(problem.shape.slots - 1) {
-  for (const Units w : problem.loads) {
+  for (const Load w : problem.loads) {
     for (int64_t c = least_count(w, limit); 2 * w > limit * c; ++c) {
-      const Units t = limit + 1 - share(w, static_cast<int32_t>(c));
+      const Load t = limit + 1 - share(w, static_cast<int32_t>(c));
       if (2 * t <= limit) values_.push_back(t);
     }
   }
@@ -23,14 +23,14 @@ Thresholds::Thresholds(const Problem& problem, Units limit, size_t most)
   values_.resize(most);
 }
 
-Worth Thresholds::of(Units load, int64_t count) const {
+Worth Thresholds::of(Load load, int64_t count) const {
   // Big: load / count > limit - t. Small: load / count < t.
   const bool big = share(2 * load, static_cast<int32_t>(count)) > limit_;
-  const Units below = big ? limit_ - share(load, static_cast<int32_t>(count)) : load / count;
+  const Load below = big ? limit_ - share(load, static_cast<int32_t>(count)) : load / count;
   const auto at = std::upper_bound(values_.begin(), values_.end(), below) - values_.begin();
   return {big ? -mates_ * count : count, static_cast<int32_t>(at)};
 }
 
-int64_t least_count(Units load, Units limit) { return std::max<Units>((load + limit - 1) / limit, 1); }
+int64_t least_count(Load load, Load limit) { return std::max<Load>((load + limit - 1) / limit, 1); }
 
 }  // namespace tw::balance

@@ -22,19 +22,19 @@ class Thresholds {
  public:
   // Takes, for each share above half of `limit` that an expert can have within it, the least t that makes the share
   // big: a higher one only makes more slots small. Takes at most `most`, evenly picked.
-  Thresholds(const Problem& problem, Units limit, size_t most);
+  Thresholds(const Problem& problem, Load limit, size_t most);
 
   size_t size() const { return values_.size(); }
-  Units operator[](size_t i) const { return values_[i]; }  // ascending
-  Worth of(Units load, int64_t count) const;
+  Load operator[](size_t i) const { return values_[i]; }  // ascending
+  Worth of(Load load, int64_t count) const;
 
  private:
-  Units limit_;
+  Load limit_;
   int64_t mates_;
-  std::vector<Units> values_;
+  std::vector<Load> values_;
 };
 
 // The fewest replicas that carry at most `limit` each.
-int64_t least_count(Units load, Units limit);
+int64_t least_count(Load load, Load limit);
 
 }  // namespace tw::balance

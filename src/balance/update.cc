@@ -23,7 +23,7 @@ constexpr int32_t kHalvings = 6;
 constexpr int32_t kPolishPatience = 4;
 
 struct Change {
-  Units gain = 0;      // excess that goes
+  Load gain = 0;       // excess that goes
   int32_t writes = 0;  // writes that it adds: less than one if slots get back what they had
   int32_t place = -1, expert = -1;
   int32_t other = -1, other_expert = -1;  // for an exchange
@@ -51,8 +51,8 @@ class Updater {
         deltas_(shape_.ranks, 0) {
     if (shape_.groups > 0) {
       homes_ = homes_of(problem, old);
-      const Units mean = problem.total / shape_.nodes;
-      most_of_node_ = mean + static_cast<Units>(static_cast<double>(mean) * (static_cast<double>(tolerance) / 1e6));
+      const Load mean = problem.total / shape_.nodes;
+      most_of_node_ = mean + static_cast<Load>(static_cast<double>(mean) * (static_cast<double>(tolerance) / 1e6));
     }
     for (int32_t e = 0; e < shape_.experts; ++e) divide(e);
     for (int32_t place = 0; place < shape_.places(); ++place) {
@@ -62,7 +62,7 @@ class Updater {
   }
 
   // Lowers the excess over `limit` as far as the budget goes, or until `patience` ranks could not be helped.
-  void run(Units limit, int32_t patience) {
+  void run(Load limit, int32_t patience) {
     limit_ = limit;
     std::vector<char> stuck(shape_.ranks, 0);
     for (;;) {
@@ -86,7 +86,7 @@ class Updater {
   int32_t writes() const { return writes_; }
 
  private:
-  Units excess(Units load) const { return std::max<Units>(load - limit_, 0); }
+  Load excess(Load load) const { return std::max<Load>(load - limit_, 0); }
 
   int32_t cost_of(int32_t place, int32_t expert) const {
     return (expert != old_[place] ? 1 : 0) - (packing_.at(place) != old_[place] ? 1 : 0);
@@ -97,9 +97,9 @@ class Updater {
     if (shape_.groups == 0 || homes_[expert / (shape_.experts / shape_.groups)] == shape_.node_of(q)) return true;
     const int32_t node = shape_.node_of(r), ranks = shape_.ranks_per_node();
     if (node == shape_.node_of(q)) return false;
-    Units carried = 0;
-    for (int32_t i = node * ranks; i < (node + 1) * ranks; ++i) carried += packing_.load(i);
-    return carried > most_of_node_;
+    Load node_load = 0;
+    for (int32_t i = node * ranks; i < (node + 1) * ranks; ++i) node_load += packing_.load(i);
+    return node_load > most_of_node_;
   }
 
   Change find(int32_t r) {
@@ -125,13 +125,13 @@ class Updater {
 
   void find_exchange(int32_t r, int32_t i, Change* best) const {
     const int32_t e = packing_.at(i);
-    const Units size = sizes_[i], over = packing_.load(r) - limit_;
+    const Load size = sizes_[i], over = packing_.load(r) - limit_;
     for (int32_t q = 0; q < shape_.ranks; ++q) {
-      const Units room = limit_ - packing_.load(q);
+      const Load room = limit_ - packing_.load(q);
       if (q == r || room <= 0) continue;
       for (int32_t j = q * shape_.slots; j < (q + 1) * shape_.slots; ++j) {
-        const Units d = size - sizes_[j];
-        Change change{std::min(d, over) - std::max<Units>(d - room, 0), 2, i, -1, j, e};
+        const Load d = size - sizes_[j];
+        Change change{std::min(d, over) - std::max<Load>(d - room, 0), 2, i, -1, j, e};
         if (d <= 0 || change.gain <= 0) continue;
         change.expert = packing_.at(j);
         // Two slots that are as in the old plan get experts that they did not hold, so this is two writes.
@@ -144,19 +144,19 @@ class Updater {
   }
 
   // The excess that goes if `place` gets `expert` instead of another that has more replicas.
-  Units gain_of(int32_t place, int32_t expert) {
+  Load gain_of(int32_t place, int32_t expert) {
     const int32_t before = packing_.at(place), q = place / shape_.slots;
-    const Units less = packing_.share_of(expert) - with_one_more_[expert];
-    const Units more = with_one_less_[before] - packing_.share_of(before);
+    const Load less = packing_.share_of(expert) - with_one_more_[expert];
+    const Load more = with_one_less_[before] - packing_.share_of(before);
     touched_.clear();
-    const auto add = [&](int32_t rank, Units delta) {
+    const auto add = [&](int32_t rank, Load delta) {
       if (deltas_[rank] == 0) touched_.push_back(rank);
       deltas_[rank] += delta;
     };
     add(q, packing_.share_of(expert) - less - packing_.share_of(before) - more);
     for (const int32_t rank : ranks_of_[expert]) add(rank, -less);
     for (const int32_t rank : ranks_of_[before]) add(rank, more);
-    Units gain = 0;
+    Load gain = 0;
     for (const int32_t rank : touched_) {
       gain += excess(packing_.load(rank)) - excess(packing_.load(rank) + deltas_[rank]);
       deltas_[rank] = 0;  // so that a rank listed twice counts once
@@ -165,23 +165,23 @@ class Updater {
   }
 
   // The excess that goes if a rank carries so much more (negative: that comes).
-  Units gain_at(int32_t rank, Units more) const {
+  Load gain_at(int32_t rank, Load more) const {
     return excess(packing_.load(rank)) - excess(packing_.load(rank) + more);
   }
 
   // The most by which a further replica of an expert can lower the excess.
-  Units promise(int32_t expert) const {
-    const Units less = packing_.share_of(expert) - with_one_more_[expert];
-    Units gain = 0;
+  Load promise(int32_t expert) const {
+    const Load less = packing_.share_of(expert) - with_one_more_[expert];
+    Load gain = 0;
     for (const int32_t rank : ranks_of_[expert]) gain += std::min(less, excess(packing_.load(rank)));
     return gain;
   }
 
   // The excess that comes on the ranks of its other replicas, if the expert at `place` loses that replica.
-  Units harm_of(int32_t place) const {
+  Load harm_of(int32_t place) const {
     const int32_t e = packing_.at(place), q = place / shape_.slots;
-    const Units more = with_one_less_[e] - sizes_[place];
-    Units harm = 0;
+    const Load more = with_one_less_[e] - sizes_[place];
+    Load harm = 0;
     for (const int32_t rank : ranks_of_[e]) {
       if (rank != q) harm -= gain_at(rank, more);
     }
@@ -190,7 +190,7 @@ class Updater {
 
   // Looks for a further replica of an expert of rank r, elsewhere.
   void find_replica(int32_t r, int32_t e, Change* best) {
-    const Units most = promise(e);
+    const Load most = promise(e);
     for (const auto& [place, harm] : spare_) {
       const int32_t q = place / shape_.slots;
       if (q != r && packing_.at(place) != e) try_replica(most - harm, place, e, r, best);
@@ -199,7 +199,7 @@ class Updater {
 
   // Looks for another expert instead of a replica that rank r holds.
   void find_replacement(int32_t r, int32_t place, Change* best) {
-    const Units size = sizes_[place], harm = harm_of(place);
+    const Load size = sizes_[place], harm = harm_of(place);
     for (int32_t e = 0; e < shape_.experts; ++e) {
       if (e != packing_.at(place) && with_one_more_[e] < size) try_replica(promise(e) - harm, place, e, r, best);
     }
@@ -207,7 +207,7 @@ class Updater {
 
   // Considers a replica of e at `place`. `elsewhere`: what it gains on the other ranks, if none holds both e and the
   // expert that makes room; this is looked at before gain_of, which is dear.
-  void try_replica(Units elsewhere, int32_t place, int32_t e, int32_t r, Change* best) {
+  void try_replica(Load elsewhere, int32_t place, int32_t e, int32_t r, Change* best) {
     const int32_t q = place / shape_.slots;
     Change change{elsewhere + gain_at(q, with_one_more_[e] - sizes_[place]), cost_of(place, e), place, e};
     if (change.gain <= 0 || (best->place >= 0 && !change.better_than(*best))) return;
@@ -251,14 +251,14 @@ class Updater {
   const std::vector<int32_t>& old_;
   int32_t budget_, writes_ = 0;
   Packing packing_;
-  std::vector<std::vector<int32_t>> ranks_of_;        // [E] the ranks of each expert, one entry a replica
-  std::vector<Units> with_one_more_, with_one_less_;  // share of each expert at another count; 0 without a replica
+  std::vector<std::vector<int32_t>> ranks_of_;       // [E] the ranks of each expert, one entry a replica
+  std::vector<Load> with_one_more_, with_one_less_;  // share of each expert at another count; 0 without a replica
   std::vector<int32_t> homes_;
-  Units most_of_node_ = 0, limit_ = 0;
-  std::vector<Units> sizes_;                      // share in each slot, for one search
-  std::vector<std::pair<int32_t, Units>> spare_;  // places whose expert has another, and the harm of giving them up
-  std::vector<char> changed_;                     // whether a slot holds another expert than in the old plan
-  std::vector<Units> deltas_;                     // [N], all zero between uses
+  Load most_of_node_ = 0, limit_ = 0;
+  std::vector<Load> sizes_;                      // share in each slot, for one search
+  std::vector<std::pair<int32_t, Load>> spare_;  // places whose expert has another, and the harm of giving them up
+  std::vector<char> changed_;                    // whether a slot holds another expert than in the old plan
+  std::vector<Load> deltas_;                     // [N], all zero between uses
   std::vector<int32_t> touched_;
 };
 
@@ -280,8 +280,8 @@ std::vector<int32_t> without_doubles(const Problem& problem, const std::vector<i
       if (packing.holds(rank, e) || (best_at_home && !at_home)) continue;
       Packing trial = packing;
       trial.replace(place, e);
-      const auto carried = [&](const Packing& made) { return std::pair(made.peak(), made.load(rank)); };
-      if (best && at_home == best_at_home && carried(trial) >= carried(*best)) continue;
+      const auto heat = [&](const Packing& made) { return std::pair(made.peak(), made.load(rank)); };
+      if (best && at_home == best_at_home && heat(trial) >= heat(*best)) continue;
       best = std::move(trial);
       best_at_home = at_home;
     }
@@ -305,14 +305,14 @@ std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& 
                             int64_t tolerance) {
   const std::vector<int32_t> start = without_doubles(problem, old, budget);
   Packing best(problem, start);
-  Units low = lower_bound(problem, 0), high = best.peak();
+  Load low = lower_bound(problem, 0), high = best.peak();
   if (budget == 0 || high <= goal_of(low)) return start;
   for (int32_t i = 0; i < kHalvings; ++i) {
     // The first tries are nearer to the bound, as that is where a large budget gets to.
-    const Units limit = low + (high - low) / (i == 0 ? 64 : i == 1 ? 8 : 2);
+    const Load limit = low + (high - low) / (i == 0 ? 64 : i == 1 ? 8 : 2);
     Updater updater(problem, old, start, budget, tolerance);
     updater.run(limit, 6);
-    const Units peak = updater.packing().peak();
+    const Load peak = updater.packing().peak();
     if (peak < best.peak()) best = updater.packing();
     if (peak <= limit) {
       high = limit;
@@ -325,7 +325,7 @@ std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& 
   return best.experts();
 }
 
-std::vector<int32_t> polish(const Problem& problem, const std::vector<int32_t>& plan, Units goal) {
+std::vector<int32_t> polish(const Problem& problem, const std::vector<int32_t>& plan, Load goal) {
   Updater updater(problem, plan, plan, problem.shape.places(), 0);
   updater.run(goal, kPolishPatience);
   return updater.packing().peak() < Packing(problem, plan).peak() ? updater.packing().experts() : plan;

@@ -15,7 +15,7 @@ namespace tw::balance {
 std::vector<int32_t> update(const Problem& problem, const std::vector<int32_t>& old, int32_t budget, int64_t tolerance);
 
 // Improves a plan that is not in use yet in the same way, without groups or a budget, and with less effort.
-std::vector<int32_t> polish(const Problem& problem, const std::vector<int32_t>& plan, Units goal);
+std::vector<int32_t> polish(const Problem& problem, const std::vector<int32_t>& plan, Load goal);
 
 // Whether a rank holds an expert twice though it need not.
 bool has_doubles(const Shape& shape, const std::vector<int32_t>& experts);

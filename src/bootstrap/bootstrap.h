@@ -56,9 +56,9 @@ inline uint64_t occasion_of(uint64_t tag) { return tag >> 15; }
 // Whether a member will not come, though its process lives.
 using Left = std::function<bool(int member)>;
 
-// What a meeting needs once a member is gone. kWhoeverComes: the others go on without it. kAll: it has failed, and
-// waits for nobody who is late.
-enum class Needs { kWhoeverComes, kAll };
+// Whom a meeting needs once a member is gone. kPresent: those that are left, which go on without it. kAll: every
+// member, so it has failed, and waits for nobody who is late.
+enum class Needs { kPresent, kAll };
 
 class Bootstrap {
  public:
@@ -80,7 +80,7 @@ class Bootstrap {
   // One meeting at a time.
   virtual std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine,
                                          TimePoint deadline, std::vector<Parcel>* all, const Left& left = {},
-                                         Needs needs = Needs::kWhoeverComes) = 0;
+                                         Needs needs = Needs::kPresent) = 0;
 
   // Gives a parcel to every member, and takes none: for a rank that does not wait for a meeting, but tells the ranks
   // that do what it does instead. From any thread, also while another is in a meeting; never blocks.

@@ -59,18 +59,18 @@ class Mesh : public Bootstrap {
     for (const int member : members) {
       if (member == rank_) continue;
       peers_[member].connection.queue(tag, bytes);
-      pump_beside_meeting(peers_[member].connection);
+      pump_outside_meeting(peers_[member].connection);
     }
   }
 
   void post(int peer, uint64_t tag, const std::string& bytes) override {
     const std::lock_guard lock(connections_mutex_);
     peers_[peer].connection.queue(kPostTag | tag, bytes);
-    pump_beside_meeting(peers_[peer].connection);
+    pump_outside_meeting(peers_[peer].connection);
   }
   bool posted(int peer, uint64_t tag, std::string* bytes) override {
     const std::lock_guard lock(connections_mutex_);
-    pump_beside_meeting(peers_[peer].connection);
+    pump_outside_meeting(peers_[peer].connection);
     return peers_[peer].connection.find(kPostTag | tag, bytes);
   }
   void give_up(std::span<const int> members, uint64_t occasion) override {
@@ -94,7 +94,7 @@ class Mesh : public Bootstrap {
   bool advance(Meeting& meeting, std::vector<pollfd>* watched);
   bool is_given_up(Meeting& meeting);
   bool take(Meeting& meeting, size_t i);
-  void pump_beside_meeting(Connection& connection);
+  void pump_outside_meeting(Connection& connection);
 
   int rank_;
   std::vector<Peer> peers_;
@@ -112,9 +112,9 @@ struct Mesh::Meeting {
   bool crowded = false;  // something cannot be sent now, and no socket will tell when it can
 };
 
-// Moves data beside a meeting. A thread that looks for posts also takes what a meeting, which waits in poll, will then
-// not see in the socket; so it wakes the meeting.
-void Mesh::pump_beside_meeting(Connection& connection) {
+// Moves data outside of a meeting. A thread that looks for posts also takes what a meeting, which waits in poll, will
+// then not see in the socket; so it wakes the meeting.
+void Mesh::pump_outside_meeting(Connection& connection) {
   if (!connection.pump() && !connection.has_output()) return;
   const uint64_t one = 1;
   (void)!::write(wake_.get(), &one, sizeof one);

@@ -248,10 +248,10 @@ class Backend {
   virtual std::byte* window() = 0;
   virtual std::shared_ptr<void> keep_window() = 0;
   // Where payload q of a step lies in the window, [N, b, row]: the zero-copy view.
-  void* view(StepPlace at, int q) { return window() + context_.map.payload(at.lane, at.bank(), q, 0, 0, 0); }
+  void* view(StepPlace at, int q) { return window() + context_.map.payload(at.channel, at.bank(), q, 0, 0, 0); }
   // Where tensor q of a gather lies in the window, [N, b, row].
   void* view_gathered(const CollectiveCall& call, int q) {
-    return window() + context_.map.bank(call.at.lane, call.at.bank()) + call.places.row(q, 0, 0);
+    return window() + context_.map.bank(call.at.channel, call.at.bank()) + call.places.row(q, 0, 0);
   }
   // Whether an address lies in the part of this rank's window that steps overwrite: all of it but the leases.
   bool in_window(const void* address) {
@@ -259,9 +259,9 @@ class Backend {
     return std::less_equal<>()(window(), at) && std::less<>()(at, window() + context_.map.leases());
   }
   // Whether an address lies in a channel's part of it.
-  bool in_lane(int lane, const void* address) {
+  bool in_channel(int channel, const void* address) {
     const auto* const at = static_cast<const std::byte*>(address);
-    return in_window(address) && context_.map.in_lane(lane, static_cast<uint64_t>(at - window()));
+    return in_window(address) && context_.map.in_channel(channel, static_cast<uint64_t>(at - window()));
   }
 
   // announce_abort tells every peer that this rank gives the group up. find_abort says whether a peer has done so, and
@@ -340,7 +340,7 @@ Status make_cpu_backend(const BackendInit& init, std::unique_ptr<Backend>* backe
 
 // Makes the backend with staged transport over init.carrier (src/cpu): the ranks' memory stays their own. As
 // make_cpu_backend; it may use init.tag and the fifteen tags after it.
-Status make_carried_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
+Status make_staged_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
 
 // Makes the backend on GPUs (src/cuda, in builds with CUDA). As make_cpu_backend; it may use init.tag and the fifteen
 // tags after it.

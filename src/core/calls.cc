@@ -27,7 +27,7 @@ Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, c
   record.peer = end.peer;
   record.reporter = group.me();
   record.phase = phase;
-  record.lane = at.lane;
+  record.lane = at.channel;
   record.step = record.expected = at.step;
   record.seen = end.seen.step;
   if (end.code == twPeerRefused || end.code == twBoundMismatch) {
@@ -46,15 +46,15 @@ Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, c
 
 // Ends a channel's last step, where that is still to be done: a gather or reduce that was send_only, or a step that
 // this rank refused, which it waits out. S2 wants it before the next step begins.
-Status drain(twGroup& group, int lane, twPhase_t phase, void* stream) {
-  Lane& state = group.lanes[lane];
-  if (state.request != 0) TW_RETURN_IF_FAILED(finish_request(group, lane, stream));
+Status drain(twGroup& group, int channel, twPhase_t phase, void* stream) {
+  Channel& state = group.channels[channel];
+  if (state.request != 0) TW_RETURN_IF_FAILED(finish_request(group, channel, stream));
   if (!state.draining) return {};
-  const StepPlace at{lane, state.step};
+  const StepPlace at{channel, state.step};
   const StepEnd end = group.backend->drain(at, deadline_of(group));
   state.draining = false;
   TW_RETURN_IF_FAILED(conclude(group, phase, at, 0, end));
-  if (!group.parted.empty() && !group.lanes.drains()) {
+  if (!group.parted.empty() && !group.channels.drains()) {
     group.leases->release(group.parted);
     group.parted.clear();
   }
@@ -66,7 +66,7 @@ void part_leases(twGroup& group, twHandle& handle) {
   if (handle.leases.empty()) return;
   if (group.is_sticky()) {
     // A peer that is merely slow may still write there: the leases stay announced for ever.
-  } else if (group.lanes.drains()) {  // whichever step drains: peers may be in the dispatch
+  } else if (group.channels.drains()) {  // whichever step drains: peers may be in the dispatch
     group.parted.insert(group.parted.end(), handle.leases.begin(), handle.leases.end());
   } else {
     group.leases->release(handle.leases);
@@ -74,30 +74,30 @@ void part_leases(twGroup& group, twHandle& handle) {
   handle.leases.clear();
 }
 
-Status choose_lane(twGroup& group, const twHandle* handle, int32_t wish, int* lane) {
-  const int count = group.lanes.size();
+Status choose_channel(twGroup& group, const twHandle* handle, int32_t wish, int* channel) {
+  const int count = group.channels.size();
   if (wish < -1 || wish >= count) {
     return fail(twInvalidArgument, "{} is {}; it must be -1 (the next free one) or from 0 to {}",
                 Argument("input.lane"), Value(wish), count - 1);
   }
-  if (handle != nullptr && handle->lane >= 0) {
-    if (wish >= 0 && wish != handle->lane) {
+  if (handle != nullptr && handle->channel >= 0) {
+    if (wish >= 0 && wish != handle->channel) {
       return fail(twInvalidUsage, "{} is {}, but the handle holds lane {}", Argument("input.lane"), Value(wish),
-                  handle->lane);
+                  handle->channel);
     }
-    *lane = handle->lane;
+    *channel = handle->channel;
     return {};
   }
   if (wish >= 0) {
-    if (group.lanes[wish].holder != nullptr) {
+    if (group.channels[wish].holder != nullptr) {
       return fail(twInvalidUsage, "{} {} is held by another handle that was dispatched and not yet combined",
                   Argument("input.lane"), wish);
     }
-    *lane = wish;
+    *channel = wish;
     return {};
   }
-  *lane = group.lanes.next_free();
-  if (*lane >= 0) return {};
+  *channel = group.channels.next_free();
+  if (*channel >= 0) return {};
   return fail(twInvalidUsage,
               "no free lane: all {} are held by handles that were dispatched and not yet combined; combine or release "
               "one, or create the group with more lanes",
@@ -107,9 +107,9 @@ Status choose_lane(twGroup& group, const twHandle* handle, int32_t wish, int* la
 namespace {
 
 // Chooses the channel of a combine: the handle's, or a free one for this step.
-Status choose_combine_lane(twGroup& group, const twHandle& handle, int* lane) {
-  *lane = handle.lane;
-  return *lane >= 0 ? Status{} : choose_lane(group, nullptr, -1, lane);
+Status choose_combine_channel(twGroup& group, const twHandle& handle, int* channel) {
+  *channel = handle.channel;
+  return *channel >= 0 ? Status{} : choose_channel(group, nullptr, -1, channel);
 }
 
 Status check_not_pending(const twHandle& handle) {
@@ -124,18 +124,18 @@ void note_capture(const twGroup& group, twHandle& handle, const void* stream) {
   handle.sized_in_graph |= handle.is_sized() && group.backend->captures(stream);
 }
 
-void hold(twGroup& group, twHandle& handle, int lane) {
-  handle.lane = lane;
-  group.lanes[lane].holder = &handle;
+void hold(twGroup& group, twHandle& handle, int channel) {
+  handle.channel = channel;
+  group.channels[channel].holder = &handle;
 }
 
 void give_back(twGroup& group, twHandle& handle) {
-  if (handle.lane >= 0) {
-    group.lanes[handle.lane].holder = nullptr;
-    group.lanes[handle.lane].second = false;
+  if (handle.channel >= 0) {
+    group.channels[handle.channel].holder = nullptr;
+    group.channels[handle.channel].second = false;
   }
-  handle.lane = -1;
-  handle.lane_for_this_step = false;
+  handle.channel = -1;
+  handle.channel_for_this_step = false;
 }
 
 Status finish_dispatch(twGroup& group, twHandle& handle) {
@@ -158,7 +158,7 @@ Status finish_combine(twGroup& group, twHandle& handle) {
   const StepEnd end = group.backend->finish_combine(call, deadline_of(group), handle);
   handle.pending = Pending::kNone;
   // A combine that a peer refused can be tried again, so its lease stays.
-  if (end.code == twSuccess || handle.lane_for_this_step) give_back(group, handle);
+  if (end.code == twSuccess || handle.channel_for_this_step) give_back(group, handle);
   return conclude(group, twPhaseCombine, call.at, static_cast<uint32_t>(call.bound), end);
 }
 
@@ -169,7 +169,7 @@ Status refuse_overflow(twGroup& group, const twHandle& handle, const Overflow& o
   record.peer = overflow.rank;
   record.reporter = group.me();
   record.phase = twPhaseCounts;
-  record.lane = handle.counting.at.lane;
+  record.lane = handle.counting.at.channel;
   record.step = record.expected = record.seen = handle.counting.at.step;
   record.value = overflow.rows;
   describe_call_error(&record, static_cast<uint32_t>(group.shape().recv_rows), 0);
@@ -202,15 +202,15 @@ Status finish_counts(twGroup& group, twHandle& handle) {
 
 }  // namespace
 
-Status refuse_on(twGroup& group, Refusal refusal, int lane, Status why) {
-  TW_RETURN_IF_FAILED(drain(group, lane, refusal.phase, refusal.stream));
+Status refuse_on(twGroup& group, Refusal refusal, int channel, Status why) {
+  TW_RETURN_IF_FAILED(drain(group, channel, refusal.phase, refusal.stream));
   if (!group.backend->can_refuse(refusal)) {
     abort_group(group);
     return why;
   }
   refusal.views = refusal.views && group.backend->on_device();
-  const StepPlace at = refusal.views ? group.lanes.begin_refusal(lane) : group.lanes.begin(lane);
-  group.lanes[lane].draining = true;
+  const StepPlace at = refusal.views ? group.channels.begin_refusal(channel) : group.channels.begin(channel);
+  group.channels[channel].draining = true;
   TW_RETURN_IF_FAILED(group.backend->send_refusal(at, refusal));
   return why;
 }
@@ -223,7 +223,7 @@ bool learns_late(const twGroup& group) { return group.backend->on_device() && !g
 // Ends the group after a step that could not be launched: the peers would wait for it, so they are told.
 Status fail_launch(twGroup& group, twHandle& handle, twPhase_t phase, StepPlace at, Status why) {
   handle.pending = Pending::kNone;
-  if (handle.lane_for_this_step) give_back(group, handle);
+  if (handle.channel_for_this_step) give_back(group, handle);
   (void)conclude(group, phase, at, 0, {twPeerAborted, group.me(), {}, 0});
   return why;
 }
@@ -233,15 +233,15 @@ Status fail_launch(twGroup& group, twHandle& handle, twPhase_t phase, StepPlace 
 Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call, int32_t wish,
                        std::vector<std::byte*> leases) {
   TW_RETURN_IF_FAILED(check_not_pending(handle));
-  int lane = -1;
-  TW_RETURN_IF_FAILED(choose_lane(group, &handle, wish, &lane));
-  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts, call.stream));
-  hold(group, handle, lane);
+  int channel = -1;
+  TW_RETURN_IF_FAILED(choose_channel(group, &handle, wish, &channel));
+  TW_RETURN_IF_FAILED(drain(group, channel, twPhaseCounts, call.stream));
+  hold(group, handle, channel);
   part_leases(group, handle);  // those of an exchange that no dispatch followed
   if (!leases.empty()) group.leases->claim(leases);
   handle.leases = std::move(leases);
   handle.counting = call;
-  handle.counting.at = group.lanes.begin(lane);
+  handle.counting.at = group.channels.begin(channel);
   handle.counting.alignment = group.config.given.row_alignment;
   handle.counting.drop = group.config.given.overflow == twOverflowDrop;
   handle.counting.again = handle.counts.exchanged;
@@ -276,7 +276,7 @@ Status await_counts(twGroup& group, twHandle& handle) {
     return {record.result, record.sentence};
   }
   return fail(twTimeout, "the counts of step {} on lane {} have not come to the host in time", handle.counting.at.step,
-              handle.counting.at.lane);
+              handle.counting.at.channel);
 }
 
 }  // namespace
@@ -334,13 +334,13 @@ Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* 
 }
 
 Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wish, bool send_only) {
-  call->at.lane = -1;
+  call->at.channel = -1;
   TW_RETURN_IF_FAILED(check_not_pending(handle));
-  int lane = -1;
-  TW_RETURN_IF_FAILED(choose_lane(group, &handle, wish, &lane));
-  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseDispatch, call->stream));
-  hold(group, handle, lane);
-  call->at = group.backend->on_device() ? group.lanes.begin_dispatch(lane) : group.lanes.begin(lane);
+  int channel = -1;
+  TW_RETURN_IF_FAILED(choose_channel(group, &handle, wish, &channel));
+  TW_RETURN_IF_FAILED(drain(group, channel, twPhaseDispatch, call->stream));
+  hold(group, handle, channel);
+  call->at = group.backend->on_device() ? group.channels.begin_dispatch(channel) : group.channels.begin(channel);
   call->send_only = send_only;
   call->has_offsets = handle.has_offsets;
   handle.has_offsets = false;
@@ -351,7 +351,7 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
     const bool here = call->receive_offset[q] != 0 && target == group.backend->window() + call->receive_offset[q];
     if (here && call->targets.layout == twFlat) target = nullptr;
   }
-  group.lanes[lane].viewed = call->at.step;
+  group.channels[channel].viewed = call->at.step;
   handle.bound = call->bound;
   handle.sizing = handle.is_sized();
   note_capture(group, handle, call->stream);
@@ -365,12 +365,12 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
 
 Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_only) {
   TW_RETURN_IF_FAILED(check_not_pending(handle));
-  int lane = -1;
-  TW_RETURN_IF_FAILED(choose_combine_lane(group, handle, &lane));
-  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCombine, call.stream));
-  handle.lane_for_this_step = handle.lane < 0;
-  hold(group, handle, lane);
-  call.at = group.lanes.begin(lane);
+  int channel = -1;
+  TW_RETURN_IF_FAILED(choose_combine_channel(group, handle, &channel));
+  TW_RETURN_IF_FAILED(drain(group, channel, twPhaseCombine, call.stream));
+  handle.channel_for_this_step = handle.channel < 0;
+  hold(group, handle, channel);
+  call.at = group.channels.begin(channel);
   call.send_only = send_only;
   note_capture(group, handle, call.stream);
   handle.combine = call;
@@ -405,39 +405,40 @@ Status complete(twGroup& group, twHandle& handle, void* stream) {
 Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send_only, int32_t bound, void* stream,
                        Status why) {
   if (handle != nullptr) TW_RETURN_IF_FAILED(check_not_pending(*handle));
-  int lane = -1;
-  TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
+  int channel = -1;
+  TW_RETURN_IF_FAILED(choose_channel(group, handle, wish, &channel));
   // The refusal comes first: on a device its step must have the bank that the lease gives a dispatch, as it has at the
   // peers.
-  Status refused = refuse_on(group, {twPhaseDispatch, true, nullptr, stream, bound, {}}, lane, std::move(why));
+  Status refused = refuse_on(group, {twPhaseDispatch, true, nullptr, stream, bound, {}}, channel, std::move(why));
   if (handle == nullptr) return refused;
   part_leases(group, *handle);
   // Then the lease becomes what it is at the peers: their dispatch has failed or, on devices, has gone well as far as
   // they know yet.
   handle->dispatched = false;
-  const bool second = group.lanes[lane].second;
+  const bool second = group.channels[channel].second;
   give_back(group, *handle);
   handle->refused = learns_late(group);
   handle->bound = bound > 0 ? bound : group.shape().max_tokens;
   if (send_only || learns_late(group)) {
-    hold(group, *handle, lane);
-    group.lanes[lane].second = !second;
+    hold(group, *handle, channel);
+    group.channels[channel].second = !second;
   }
   return refused;
 }
 
 void keep_pace(twGroup& group, twHandle& handle, void* stream) {
-  if (!handle.refused || handle.lane < 0 || group.comm->carrier == nullptr) return;
+  if (!handle.refused || handle.channel < 0 || group.comm->carrier == nullptr) return;
   handle.refused = false;
-  (void)group.backend->keep_pace(group.lanes.begin(handle.lane), handle.bound, stream);
+  (void)group.backend->keep_pace(group.channels.begin(handle.channel), handle.bound, stream);
   give_back(group, handle);  // as at the peers, who think that it went well
 }
 
 Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why) {
   TW_RETURN_IF_FAILED(check_not_pending(handle));
-  int lane = -1;
-  TW_RETURN_IF_FAILED(choose_combine_lane(group, handle, &lane));
-  Status refused = refuse_on(group, {twPhaseCombine, false, &handle, stream, handle.bound, {}}, lane, std::move(why));
+  int channel = -1;
+  TW_RETURN_IF_FAILED(choose_combine_channel(group, handle, &channel));
+  Status refused =
+      refuse_on(group, {twPhaseCombine, false, &handle, stream, handle.bound, {}}, channel, std::move(why));
   if (learns_late(group)) give_back(group, handle);  // as at the peers, who think that it went well
   return refused;
 }
@@ -446,29 +447,29 @@ Status refuse_counts(twGroup& group, twHandle* handle, int32_t wish, bool send_o
   if (handle != nullptr) TW_RETURN_IF_FAILED(check_not_pending(*handle));
   // A handle that was counted may hold the channel of its dispatch, whose view this call must not touch.
   if (handle != nullptr && handle->counts.exchanged) {
-    if (group.leases != nullptr && handle->lane < 0) {  // as at the peers, whose exchange fails
+    if (group.leases != nullptr && handle->channel < 0) {  // as at the peers, whose exchange fails
       handle->counts.exchanged = false;
       part_leases(group, *handle);
     }
     handle = nullptr;
   }
-  int lane = -1;
-  TW_RETURN_IF_FAILED(choose_lane(group, handle, wish, &lane));
-  Status refused = refuse_on(group, {twPhaseCounts, false, nullptr, stream, 0, {}}, lane, std::move(why));
+  int channel = -1;
+  TW_RETURN_IF_FAILED(choose_channel(group, handle, wish, &channel));
+  Status refused = refuse_on(group, {twPhaseCounts, false, nullptr, stream, 0, {}}, channel, std::move(why));
   if (handle == nullptr) return refused;
   give_back(group, *handle);
   // After a send_only call the peers complete, fail and hold the channel, so this rank holds it too. On a device the
   // call goes well as far as they know, so they give it back.
-  if (send_only && !learns_late(group)) hold(group, *handle, lane);
+  if (send_only && !learns_late(group)) hold(group, *handle, channel);
   return refused;
 }
 
 bool view_is_alive(twGroup& group, const twHandle& handle) {
   const StepPlace& at = handle.dispatch.at;
-  return group.lanes[at.lane].step == at.step;
+  return group.channels[at.channel].step == at.step;
 }
 
-Status release_lane(twGroup& group, twHandle& handle) {
+Status release_channel(twGroup& group, twHandle& handle) {
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   give_back(group, handle);
   return {};

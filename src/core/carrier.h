@@ -1,5 +1,5 @@
 // A comm's carrier (tokenway/carrier.h): the caller's functions, the strategy, and what moves cost as measured.
-// src/api/comm.cc fills it, the comm's first group measures the costs (src/cpu/carried_creation.cc), and
+// src/api/comm.cc fills it, the comm's first group measures the costs (src/cpu/staged_creation.cc), and
 // src/cpu/cost_model.h decides by them. Costs must be the same on all ranks: else ranks move blocks of different sizes,
 // or one gathers while another routes (twCallMismatch).
 #pragma once

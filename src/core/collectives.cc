@@ -14,9 +14,9 @@ Status finish(twGroup& group, const CollectiveCall& call) {
 
 }  // namespace
 
-Status finish_request(twGroup& group, int lane, void* stream) {
-  Request& request = group.requests.at(group.lanes[lane].request);
-  group.lanes[lane].request = 0;
+Status finish_request(twGroup& group, int channel, void* stream) {
+  Request& request = group.requests.at(group.channels[channel].request);
+  group.channels[channel].request = 0;
   request.call.stream = stream;
   request.status = finish(group, request.call);
   request.finished = true;
@@ -26,20 +26,21 @@ Status finish_request(twGroup& group, int lane, void* stream) {
 
 Status collect(twGroup& group, CollectiveCall* given, int32_t wish, int64_t* request) {
   CollectiveCall& call = *given;
-  call.at.lane = -1;
-  int lane = -1;
-  TW_RETURN_IF_FAILED(choose_lane(group, nullptr, wish, &lane));
-  TW_RETURN_IF_FAILED(drain(group, lane, call.phase(), call.stream));
+  call.at.channel = -1;
+  int channel = -1;
+  TW_RETURN_IF_FAILED(choose_channel(group, nullptr, wish, &channel));
+  TW_RETURN_IF_FAILED(drain(group, channel, call.phase(), call.stream));
   // Where a caller sees the window, the host must know the bank, as for a lease's first dispatch.
-  call.at = call.views && group.backend->on_device() ? group.lanes.begin_refusal(lane) : group.lanes.begin(lane);
-  if (call.views) group.lanes[lane].viewed = call.at.step;
+  call.at =
+      call.views && group.backend->on_device() ? group.channels.begin_refusal(channel) : group.channels.begin(channel);
+  if (call.views) group.channels[channel].viewed = call.at.step;
   if (Status sent = group.backend->send_collective(call); !sent.ok()) {
     (void)conclude(group, call.phase(), call.at, 0, {twPeerAborted, group.me(), {}, 0});
     return sent;
   }
   if (!call.send_only) return finish(group, call);
   *request = ++group.last_request;
-  group.lanes[lane].request = *request;
+  group.channels[channel].request = *request;
   group.requests[*request].call = call;
   return {};
 }
@@ -50,9 +51,9 @@ Status complete_request(twGroup& group, int64_t number, void* stream) {
     return fail(twInvalidArgument, "{} is {}, which is no send_only gather or reduce that is still to be completed",
                 Argument("request"), Value(number));
   }
-  const int lane = found->second.call.at.lane;
+  const int channel = found->second.call.at.channel;
   const twPhase_t phase = found->second.call.phase();
-  if (!found->second.finished) (void)finish_request(group, lane, stream);
+  if (!found->second.finished) (void)finish_request(group, channel, stream);
   Status status = std::move(found->second.status);
   group.requests.erase(found);
   if (status.code == twInterrupted) return status;
@@ -64,15 +65,15 @@ Status complete_request(twGroup& group, int64_t number, void* stream) {
 
 Status refuse_collective(twGroup& group, twPhase_t phase, bool views, const CollectiveCall& call, int32_t wish,
                          void* stream, Status why) {
-  int lane = -1;
-  TW_RETURN_IF_FAILED(choose_lane(group, nullptr, wish, &lane));
-  return refuse_on(group, {phase, views, nullptr, stream, call.bound, call.places}, lane, std::move(why));
+  int channel = -1;
+  TW_RETURN_IF_FAILED(choose_channel(group, nullptr, wish, &channel));
+  return refuse_on(group, {phase, views, nullptr, stream, call.bound, call.places}, channel, std::move(why));
 }
 
 bool window_is_alive(twGroup& group, const void* address) {
-  for (int lane = 0; lane < group.lanes.size(); ++lane) {
-    if (!group.backend->in_lane(lane, address)) continue;
-    return group.lanes[lane].step == group.lanes[lane].viewed;
+  for (int channel = 0; channel < group.channels.size(); ++channel) {
+    if (!group.backend->in_channel(channel, address)) continue;
+    return group.channels[channel].step == group.channels[channel].viewed;
   }
   return false;
 }

@@ -221,7 +221,7 @@ std::string dtype_text(twDtype_t dtype) {
 bool is_summable(twDtype_t dtype) { return dtype == twFloat32 || dtype == twBfloat16 || dtype == twFloat16; }
 
 Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device, const Environment& environment,
-                    GroupConfig* config, bool carried) {
+                    GroupConfig* config, bool staged) {
   config->given = caller;
   config->on_device = on_device;
   config->first_step = environment.first_step;
@@ -255,7 +255,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   shape.counts_loads = config->placement.counts_loads ? 1 : 0;
   shape.top_k = given.top_k;
   shape.max_tokens = given.max_tokens;
-  shape.lanes = given.lanes;
+  shape.channels = given.lanes;
   TW_RETURN_IF_FAILED(check_payloads(given, &shape));
   if (given.expert_rank == nullptr && given.expert_slot == nullptr) {
     place_contiguously(shape.experts, ranks, config);
@@ -269,12 +269,12 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   if (on_device) {
     TW_RETURN_IF_FAILED(check_device_rows(shape));
     size_for_device(environment, &shape);
-    shape.carried = carried ? 1 : 0;
-    if (carried && shape.leases()) {
+    shape.staged = staged ? 1 : 0;
+    if (staged && shape.leases()) {
       return fail(twUnsupported, "{} is {}; rows that collectives move between CUDA devices land in the window: give 0",
                   Argument("config.lease_bytes"), Value(given.lease_bytes));
     }
-    if (carried) shape.packet_tokens = 0;  // rows that travel in blocks all come at once
+    if (staged) shape.packet_tokens = 0;  // rows that travel in blocks all come at once
   }
   if (!WindowMap::make(shape, &config->map)) {
     return fail(twInvalidArgument,
@@ -339,7 +339,7 @@ twWindowBytes_t window_bytes(const GroupConfig& config) {
   twWindowBytes_t bytes{};
   bytes.size = sizeof bytes;
   bytes.window = config.map.bytes();
-  bytes.per_lane = config.map.lane_bytes();
+  bytes.per_lane = config.map.channel_bytes();
   bytes.dispatch_row = meta_bytes(shape.top_k);
   for (int q = 0; q < shape.payloads; ++q) bytes.dispatch_row += shape.payload_bytes[q];
   bytes.combine_row = shape.combine_bytes;

@@ -36,9 +36,9 @@ bool is_summable(twDtype_t dtype);
 
 // Checks a caller's configuration for a group of `ranks`. Errors name the field, its value and the allowed range.
 // `on_device`: for the CUDA backend, whose windows have LL128 packets and chunk signals beside what the CPU's have.
-// `carried`: staged transport, without packets.
+// `staged`: for the staged transport, which has no packets.
 Status check_config(const twGroupConfig_t& given, int32_t ranks, bool on_device, const Environment& environment,
-                    GroupConfig* config, bool carried = false);
+                    GroupConfig* config, bool staged = false);
 
 // pack_config makes the configuration a parcel; compare_configs gives the first difference between ranks' parcels, as a
 // sentence that names the field and the ranks.

@@ -17,14 +17,14 @@ struct Variable {
   const char* doc;
 };
 
-enum Index { kTimeout, kSpin, kCache, kShrink, kFirstStep, kLineTokens, kBlocking, kNoWait, kCount };
+enum Index { kTimeout, kSpin, kCache, kShrink, kFirstStep, kPacketTokens, kBlocking, kNoWait, kCount };
 
 constexpr Variable kVariables[kCount] = {
     {"TOKENWAY_TIMEOUT_MS", 100000, 1, INT32_MAX,
      "Milliseconds after which a late peer is an error, where a configuration says 0. Default 100000: checkpoints and "
      "compilation skew ranks."},
     {"TOKENWAY_SPIN_US", -1, -1, 1000000,
-     "CPU backend: microseconds to poll for a word before sleeping on it. Default -1: 20 where every rank has a core "
+     "CPU backend: microseconds to poll for a signal before sleeping on it. Default -1: 20 where every rank has a core "
      "of its own, else 0."},
     {"TOKENWAY_CACHE_BYTES", 0, 0, INT64_MAX,
      "CPU backend: steps of more bytes than this are written past the caches. Default 0: the size of the last-level "
@@ -34,8 +34,8 @@ constexpr Variable kVariables[kCount] = {
     {"TOKENWAY_FIRST_STEP", 0, 0, UINT32_MAX,
      "Step that lanes count from, the same on all ranks. For tests of the wrap at 2^32. Default 0."},
     {"TOKENWAY_LINE_TOKENS", -1, -1, 1 << 20,
-     "CUDA backend: at most so many tokens of a rank travel as lines, the same on all ranks; 0: none. Default -1: as "
-     "measured (docs/notebook/dispatch.md)."},
+     "CUDA backend: at most so many tokens of a rank travel as LL128 packets, the same on all ranks; 0: none. Default "
+     "-1: as measured (docs/notebook/dispatch.md)."},
     {"TOKENWAY_BLOCKING", 0, 0, 1,
      "CUDA backend: 1 makes every call wait for its stream and return its own error. For debugging. Default 0."},
     {"TOKENWAY_UNSAFE_NO_WAIT", 0, 0, 1,
@@ -66,7 +66,7 @@ Status read_environment(Environment* environment) {
   environment->cache_bytes = static_cast<uint64_t>(values[kCache]);
   environment->shrink_ms = static_cast<int32_t>(values[kShrink]);
   environment->first_step = static_cast<uint32_t>(values[kFirstStep]);
-  environment->packet_tokens = static_cast<int32_t>(values[kLineTokens]);
+  environment->packet_tokens = static_cast<int32_t>(values[kPacketTokens]);
   environment->blocking = values[kBlocking] != 0;
   environment->no_wait = values[kNoWait] != 0;
   return {};

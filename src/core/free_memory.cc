@@ -63,11 +63,11 @@ bool has_word(const std::string& list, const std::string& word) {
 std::vector<Mount> find_mounts(const std::string& root, const Version& version) {
   std::vector<Mount> mounts;
   std::ifstream file(root + "/proc/self/mountinfo");
-  for (std::string line; std::getline(file, line);) {
-    const size_t dash = line.find(" - ");
+  for (std::string entry; std::getline(file, entry);) {
+    const size_t dash = entry.find(" - ");
     if (dash == std::string::npos) continue;
-    std::istringstream front(line.substr(0, dash));
-    std::istringstream back(line.substr(dash + 3));
+    std::istringstream front(entry.substr(0, dash));
+    std::istringstream back(entry.substr(dash + 3));
     std::string skipped;
     std::string type;
     std::string options;
@@ -83,13 +83,13 @@ std::vector<Mount> find_mounts(const std::string& root, const Version& version) 
 // version 2. "" if there is none.
 std::string find_group(const std::string& root, const Version& version) {
   std::ifstream file(root + "/proc/self/cgroup");
-  for (std::string line; std::getline(file, line);) {
-    const size_t first = line.find(':');
-    const size_t second = line.find(':', first + 1);
+  for (std::string entry; std::getline(file, entry);) {
+    const size_t first = entry.find(':');
+    const size_t second = entry.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const std::string controllers = entry.substr(first + 1, second - first - 1);
     const bool ours = *version.controller == '\0' ? controllers.empty() : has_word(controllers, version.controller);
-    if (ours) return line.substr(second + 1);
+    if (ours) return entry.substr(second + 1);
   }
   return "";
 }
@@ -131,8 +131,8 @@ void look_at(const std::string& root, const std::string& folder, const Version& 
 FreeMemory find_free_memory(const std::string& root) {
   FreeMemory free;
   std::ifstream file(root + "/proc/meminfo");
-  for (std::string line; std::getline(file, line);) {
-    std::istringstream words(line);
+  for (std::string entry; std::getline(file, entry);) {
+    std::istringstream words(entry);
     std::string name;
     uint64_t kib = 0;
     if (words >> name >> kib && name == "MemAvailable:") lower(&free, kib * 1024, "by MemAvailable in /proc/meminfo");

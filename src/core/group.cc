@@ -50,7 +50,7 @@ twGroup::twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, in
       members(std::move(ranks)),
       maps(make_maps(config, rank)),
       context(make_context(config, maps, rank)),
-      lanes(config.given.lanes, config.first_step) {
+      channels(config.given.lanes, config.first_step) {
   tw::HandleArrays measured;
   handle_bytes = place_arrays(nullptr, &measured);
   ++comm->groups;
@@ -166,9 +166,9 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
   // A rank with a bad configuration takes part all the same, so that the others learn of it at once.
   GroupConfig config;
   const bool on_device = comm->device >= 0;
-  const bool carried = comm->carrier != nullptr;
+  const bool staged = comm->carrier != nullptr;
   const Status checked =
-      readable.ok() ? check_config(given, ranks, on_device, comm->environment, &config, carried) : readable;
+      readable.ok() ? check_config(given, ranks, on_device, comm->environment, &config, staged) : readable;
   const TimePoint deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(comm->timeout_ms);
   Opening opening(bootstrap, occasion, left);
   Status opened = agree(opening, members, tags + kCheckedStage, deadline, kOccasion, checked);
@@ -198,7 +198,7 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
   init.sm_limit = group->config.given.sm_limit;
   init.blocking = comm->environment.blocking;
   init.no_wait = comm->environment.no_wait;
-  const auto make = comm->carrier != nullptr ? make_carried_backend : make_cpu_backend;
+  const auto make = comm->carrier != nullptr ? make_staged_backend : make_cpu_backend;
 #if TOKENWAY_WITH_CUDA
   const Status mapped = (on_device ? make_nvlink_backend : make)(init, &group->backend);
 #else
@@ -356,7 +356,7 @@ Status interrupt_group(twGroup& group, twPhase_t phase, StepPlace at, int32_t pe
   const std::string whom = peer >= 0 ? "rank " + std::to_string(peer) : "its peers";
   return fail(twInterrupted,
               "interrupted in {} of step {} on lane {} while it waited for {}: rank {} gave the group up",
-              name_of(phase), at.step, at.lane, whom, group.me());
+              name_of(phase), at.step, at.channel, whom, group.me());
 }
 
 Status heed_interrupt(twGroup& group, Status status) {

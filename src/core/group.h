@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "core/channels.h"
 #include "core/comm.h"
 #include "core/config.h"
 #include "core/handle.h"
-#include "core/lanes.h"
 #include "core/leases.h"
 #include "core/occasion.h"
 
@@ -44,7 +44,7 @@ struct twGroup : tw::Quarantined<twGroup> {
   std::vector<tw::ExpertMap> maps;  // [layers], none without a placement
   tw::Context context;
   std::unique_ptr<tw::Backend> backend;
-  tw::Lanes lanes;
+  tw::Channels channels;
   uint64_t handle_bytes;  // bytes of a block for a handle
   std::unordered_set<twHandle*> handles;
   std::map<int64_t, tw::Request> requests;  // send_only gathers and reduces that the caller has not completed
@@ -123,12 +123,12 @@ Status heed_interrupt(twGroup& group, Status status);
 // they are not in. An error that it has announced stays.
 void leave_group(twGroup& group, bool went_on = false);
 
-// The exchange; arguments have been checked. `lane` is the caller's wish, -1 for the next free one; call->at becomes
-// the place of the step, lane -1 if none was begun.
-Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t lane, bool send_only);
+// The exchange; arguments have been checked. `channel` is the caller's wish, -1 for the next free one; call->at becomes
+// the place of the step, channel -1 if none was begun.
+Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t channel, bool send_only);
 Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_only);
 // The exchange of counts. `leases`: those that the call's receive offsets lie in.
-Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call, int32_t lane,
+Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call, int32_t channel,
                        std::vector<std::byte*> leases);
 // Lets go of the leases that were announced for a handle: none of its dispatches will write to them.
 void part_leases(twGroup& group, twHandle& handle);
@@ -143,25 +143,25 @@ Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* 
 Status complete(twGroup& group, twHandle& handle, void* stream);
 // Refuses a call whose arguments failed the check: peers are told at once, instead of waiting. Returns `why`. `bound`:
 // the call's, 0 for max_tokens, -1 where it is what is wrong.
-Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t lane, bool send_only, int32_t bound, void* stream,
+Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t channel, bool send_only, int32_t bound, void* stream,
                        Status why);
-Status refuse_counts(twGroup& group, twHandle* handle, int32_t lane, bool send_only, void* stream, Status why);
+Status refuse_counts(twGroup& group, twHandle* handle, int32_t channel, bool send_only, void* stream, Status why);
 Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why);
 // Moves what the peers' hosts move for a combine, where this rank has refused the handle's dispatch: for this rank it
 // is no step.
 void keep_pace(twGroup& group, twHandle& handle, void* stream);
-// Gathers and reduces (collectives.cc). call->at becomes the place of the step, lane -1 if none was begun; *request is
-// set by a send_only call.
-Status collect(twGroup& group, CollectiveCall* call, int32_t lane, int64_t* request);
+// Gathers and reduces (collectives.cc). call->at becomes the place of the step, channel -1 if none was begun; *request
+// is set by a send_only call.
+Status collect(twGroup& group, CollectiveCall* call, int32_t channel, int64_t* request);
 Status complete_request(twGroup& group, int64_t request, void* stream);
 // Refuses a gather or reduce. `call`: filled as far as its arguments were good.
-Status refuse_collective(twGroup& group, twPhase_t phase, bool views, const CollectiveCall& call, int32_t lane,
+Status refuse_collective(twGroup& group, twPhase_t phase, bool views, const CollectiveCall& call, int32_t channel,
                          void* stream, Status why);
 // Whether an address in this rank's window belongs to the last step that its channel has made.
 bool window_is_alive(twGroup& group, const void* address);
 // Whether a view of the handle's dispatch is still good: no later step has begun on its channel.
 bool view_is_alive(twGroup& group, const twHandle& handle);
 // Gives the handle's channel back.
-Status release_lane(twGroup& group, twHandle& handle);
+Status release_channel(twGroup& group, twHandle& handle);
 
 }  // namespace tw

@@ -1,6 +1,6 @@
 // A handle: one routing, cached, with what its last dispatch and exchange of counts brought. Its arrays lie in one
-// block, the group's or the caller's. `lane` and `pending` say what may follow; `lane` must be alike on all ranks after
-// the same calls (S5), also where one rank refused (`refused` is for that), or ranks lease different channels.
+// block, the group's or the caller's. `channel` and `pending` say what may follow; `channel` must be alike on all ranks
+// after the same calls (S5), also where one rank refused (`refused` is for that), or ranks lease different channels.
 #pragma once
 
 #include <optional>
@@ -27,7 +27,7 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   std::byte* block = nullptr;
   bool owns_block = false;
 
-  int lane = -1;            // held, or lent to a combine under way
+  int channel = -1;         // held, or lent to a combine under way
   bool dispatched = false;  // `received` is good: a combine may follow
   bool refused = false;     // this rank refused its last dispatch, and the peers' hosts may not know
   // Why no dispatch or exchange of counts can take this routing. It is said in those calls, not where it was routed:
@@ -36,8 +36,8 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   tw::Status too_many;
   int32_t bound = 0;  // bound of the last dispatch
   tw::Pending pending = tw::Pending::kNone;
-  bool lane_for_this_step = false;  // a combine without a lease: give the lane back when it ends
-  tw::DispatchCall dispatch;        // what twComplete finishes
+  bool channel_for_this_step = false;  // a combine without a lease: give the channel back when it ends
+  tw::DispatchCall dispatch;           // what twComplete finishes
   tw::CombineCall combine;
   tw::CountsCall counting;
   tw::KnownCounts counted;  // what the host knows of the exchange of counts

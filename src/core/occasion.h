@@ -42,7 +42,7 @@ class Opening : public Bootstrap {
   // Exchanges parcels, which must be without descriptors.
   std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
                                  std::vector<Parcel>* all, const Left& left = {},
-                                 Needs needs = Needs::kWhoeverComes) override;
+                                 Needs needs = Needs::kPresent) override;
 
   // Gives this rank's occasion alone; does not wait.
   void give(std::span<const int> members, uint64_t tag, const std::string& bytes = {}) override;

@@ -142,20 +142,22 @@ Replicas ExpertMap::view() const {
   return view;
 }
 
-void sum_lanes(const PlacementSpec& spec, const Shape& shape, const LaneLoads& lanes, float* loads, int64_t* counted) {
+void sum_channels(const PlacementSpec& spec, const Shape& shape, const ChannelLoads& channels, float* loads,
+                  int64_t* counted) {
   std::fill_n(loads, int64_t{spec.layers} * spec.experts, 0.0f);
   if (counted != nullptr) std::fill_n(counted, spec.layers, 0);
   for (int32_t layer = 0; layer < spec.layers; ++layer) {
-    uint32_t newest = lanes.clocks[layer];
-    for (int32_t lane = 1; lane < shape.lanes; ++lane) {
-      newest += CountedCall::since(lanes.clocks[int64_t{lane} * spec.layers + layer], newest);
+    uint32_t newest = channels.clocks[layer];
+    for (int32_t channel = 1; channel < shape.channels; ++channel) {
+      newest += CountedCall::since(channels.clocks[int64_t{channel} * spec.layers + layer], newest);
     }
-    for (int32_t lane = 0; lane < shape.lanes; ++lane) {
-      const int64_t row = int64_t{lane} * spec.layers + layer;
-      if (counted != nullptr) counted[layer] += lanes.dispatches[row];
-      const uint32_t age = CountedCall::since(newest, lanes.clocks[row]);
+    for (int32_t channel = 0; channel < shape.channels; ++channel) {
+      const int64_t row = int64_t{channel} * spec.layers + layer;
+      if (counted != nullptr) counted[layer] += channels.dispatches[row];
+      const uint32_t age = CountedCall::since(newest, channels.clocks[row]);
       for (int32_t e = 0; e < spec.experts; ++e) {
-        loads[int64_t{layer} * spec.experts + e] += aged_load(lanes.averages[row * spec.experts + e], spec.decay, age);
+        loads[int64_t{layer} * spec.experts + e] +=
+            aged_load(channels.averages[row * spec.experts + e], spec.decay, age);
       }
     }
   }

@@ -1,6 +1,6 @@
 // A group's maps from experts to physical experts, one for each layer. PlacementSpec is what callers give, alike on all
-// ranks; ExpertMap is what routing on one rank uses; sum_lanes makes what twGroupLoads shows. Digests of maps stand in
-// notes (exchange/notes.h): a rank with another map sends rows to another expert's weights, and must be found out.
+// ranks; ExpertMap is what routing on one rank uses; sum_channels makes what twGroupLoads shows. Digests of maps stand
+// in notes (exchange/notes.h): a rank with another map sends rows to another expert's weights, and must be found out.
 #pragma once
 
 #include <vector>
@@ -69,14 +69,15 @@ class ExpertMap {
 };
 
 // The averages that a backend keeps for each channel.
-struct LaneLoads {
-  const float* averages;      // [lanes, layers, E]
-  const int64_t* dispatches;  // [lanes, layers]
-  const uint32_t* clocks;     // [lanes, layers] the CountedCall clock of the last dispatch that is in the averages
+struct ChannelLoads {
+  const float* averages;      // [channels, layers, E]
+  const int64_t* dispatches;  // [channels, layers]
+  const uint32_t* clocks;     // [channels, layers] the CountedCall clock of the last dispatch that is in the averages
 };
 // Makes what twGroupLoads shows. Each channel's average is aged to the channel that has counted last; their sum is the
 // average over all dispatches in one row. counted: [layers], or NULL.
-void sum_lanes(const PlacementSpec& spec, const Shape& shape, const LaneLoads& lanes, float* loads, int64_t* counted);
+void sum_channels(const PlacementSpec& spec, const Shape& shape, const ChannelLoads& channels, float* loads,
+                  int64_t* counted);
 
 // Counts how often a routing's tokens choose each expert: [E]. Its ids are still experts.
 void count_choices(const Shape& shape, const Routing& routing, int32_t* choices);

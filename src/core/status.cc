@@ -24,15 +24,15 @@ Status check_switch(const Argument& argument, int32_t value) {
 }
 
 std::string bytes_text(unsigned long long bytes) {
-  const char* const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  const char* const suffixes[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   double value = static_cast<double>(bytes);
-  int unit = 0;
-  while (value >= 1024.0 && unit < 6) {
+  int suffix = 0;
+  while (value >= 1024.0 && suffix < 6) {
     value /= 1024.0;
-    ++unit;
+    ++suffix;
   }
   char text[48];
-  std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.1f %s", value, units[unit]);
+  std::snprintf(text, sizeof text, suffix == 0 ? "%.0f %s" : "%.1f %s", value, suffixes[suffix]);
   return text;
 }
 

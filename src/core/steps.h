@@ -1,5 +1,5 @@
 // What calls.cc, collectives.cc and backends share: how a step gets its channel, is refused, drained and concluded. S2
-// depends on drain being called before each step begins, S5 on choose_lane looking at calls alone; conclude decides
+// depends on drain being called before each step begins, S5 on choose_channel looking at calls alone; conclude decides
 // which rank is blamed.
 #pragma once
 
@@ -15,13 +15,13 @@ TimePoint deadline_of(twGroup& group);
 // Turns the end of a step into a record and a sentence.
 Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, const StepEnd& end);
 // Chooses the channel of a call: the handle's, or the one asked for, or the next free one.
-Status choose_lane(twGroup& group, const twHandle* handle, int32_t wish, int* lane);
+Status choose_channel(twGroup& group, const twHandle* handle, int32_t wish, int* channel);
 // Ends what is left of a channel's last step; called before each step. `stream`: that of the call that begins it.
-Status drain(twGroup& group, int lane, twPhase_t phase, void* stream);
+Status drain(twGroup& group, int channel, twPhase_t phase, void* stream);
 // Finishes the send_only gather or reduce of a channel, and keeps how it ended for twCompleteRequest. Fails when the
 // group is finished.
-Status finish_request(twGroup& group, int lane, void* stream);
+Status finish_request(twGroup& group, int channel, void* stream);
 // Publishes a refusal, or gives the group up where the peers cannot be told. Returns `why`.
-Status refuse_on(twGroup& group, Refusal refusal, int lane, Status why);
+Status refuse_on(twGroup& group, Refusal refusal, int channel, Status why);
 
 }  // namespace tw

@@ -1,5 +1,5 @@
 // The CPU's two backends, as one template over its transport: shared memory (CpuTransport) and staged transport
-// (CarriedTransport). It takes the calls of core/backend.h, runs the loops of src/exchange, checks what came against
+// (StagedTransport). It takes the calls of core/backend.h, runs the loops of src/exchange, checks what came against
 // what the handle expects, and shows it through src/views.
 //
 // It makes the bits of results the same as the kernels' (S9), finishes each step in data or in an error (S6), and
@@ -10,9 +10,9 @@
 #include <algorithm>
 #include <numeric>
 
-#include "cpu/carried.h"
 #include "cpu/gathered.h"
 #include "cpu/loads.h"
+#include "cpu/staged.h"
 #include "cpu/transport.h"
 #include "cpu/vector.h"
 #include "exchange/combine.h"
@@ -37,7 +37,7 @@ class CpuBackend : public Backend {
                                       meta_bytes(shape().top_k))) {}
 
   Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
-    if constexpr (kCarried) {
+    if constexpr (kStaged) {
       if (transport_.gathers(call.bound)) return send_gathered(call, handle);
     }
     transport_.begin(call.at, {handle.routing.send_counts, 1 + shape().payloads, dispatch_row_, loads_.bytes()},
@@ -52,7 +52,7 @@ class CpuBackend : public Backend {
       return shape().exact() ? handle.counts.begin[rank] : int64_t{context_.me} * call.bound;
     };
     tw::send_dispatch(transport_, context_.map, call.at, handle.routing, call.payloads, note_of(call, handle),
-                      landing_of(call, handle), begin);
+                      receive_offset_of(call, handle), begin);
     return {};
   }
 
@@ -127,7 +127,7 @@ class CpuBackend : public Backend {
     *known = {};
     known->overflow = take_counts(transport_, context_.map, call.at, context_.local_experts, call.drop, &handle.routing,
                                   &handle.counts);
-    if (!is_landing(context_.map, handle.counts)) return {twInternalError, context_.me, {}, 0};
+    if (!within_leases(context_.map, handle.counts)) return {twInternalError, context_.me, {}, 0};
     place_experts(call.alignment, handle);
     for (int32_t source = 0; source < shape().ranks; ++source) {
       known->received.push_back(handle.counts.at(shape(), source, context_.me));
@@ -189,8 +189,8 @@ class CpuBackend : public Backend {
   void read_loads(float* loads, int64_t* dispatches) override { loads_.read(loads, dispatches); }
 
   bool describe(twPortableInfo_t* info) const override {
-    if constexpr (kCarried) transport_.describe(info);
-    return kCarried;
+    if constexpr (kStaged) transport_.describe(info);
+    return kStaged;
   }
 
   void announce_abort(AbortSignal reason) override { transport_.announce_abort(reason); }
@@ -198,7 +198,7 @@ class CpuBackend : public Backend {
   AbortSignal abort_of(int writer) override { return transport_.abort_of(writer); }
 
  private:
-  static constexpr bool kCarried = std::is_same_v<T, CarriedTransport>;
+  static constexpr bool kStaged = std::is_same_v<T, StagedTransport>;
 
   // The note of a dispatch: what ranks must have alike in it.
   uint64_t note_of(const DispatchCall& call, const HandleArrays& handle) const {
@@ -209,8 +209,8 @@ class CpuBackend : public Backend {
   // Sends all tokens to all ranks (cpu/gathered.h).
   Status send_gathered(const DispatchCall& call, HandleArrays& handle) {
     const uint64_t note = note_of(call, handle);
-    const Gathered gathered{
-        context_, call.at, call.bound, note, shape().exact() ? &handle.counts : nullptr, landing_of(call, handle)};
+    const Counts* const counts = shape().exact() ? &handle.counts : nullptr;
+    const Gathered gathered{context_, call.at, call.bound, note, counts, receive_offset_of(call, handle)};
     const auto unpack = [this, gathered](int source, const Frame& frame, const std::byte* message) {
       unpack_gathered(transport_, gathered, source, static_cast<int32_t>(frame.tokens), message);
       if (frame.bytes != frame.tokens * gathered_row_bytes(shape()) + loads_.bytes()) return;
@@ -292,7 +292,7 @@ class CpuBackend : public Backend {
     if (tensor.out == nullptr || rows == 0) return;
     std::byte* const to = tensor.out + row * tensor.out_stride;
     if (source != context_.me || call.in_window) {
-      const uint64_t bank = context_.map.bank(call.at.lane, call.at.bank());
+      const uint64_t bank = context_.map.bank(call.at.channel, call.at.bank());
       std::memcpy(to, transport_.local(bank + call.places.row(q, source, 0)), rows * bytes);
       return;
     }
@@ -312,7 +312,7 @@ class CpuBackend : public Backend {
     std::copy_n(handle.experts.begin, context_.local_experts + 1, handle.shown.offsets);
   }
 
-  static const uint64_t* landing_of(const DispatchCall& call, const HandleArrays& handle) {
+  static const uint64_t* receive_offset_of(const DispatchCall& call, const HandleArrays& handle) {
     return call.has_offsets ? handle.counts.receive_offset : nullptr;
   }
 
@@ -327,7 +327,7 @@ class CpuBackend : public Backend {
     const Received& received = handle.received;
     const auto window_row = [&](int q, int source, int p) -> const std::byte* {
       const auto row = static_cast<uint64_t>(first_row(call, handle, source) + p);
-      return transport_.local(row_place(context_.map, call.at, landing_of(call, handle), context_.me, q, row));
+      return transport_.local(row_place(context_.map, call.at, receive_offset_of(call, handle), context_.me, q, row));
     };
     if (targets.layout == twExpertMajor || targets.layout == twGrouped) {
       ExpertMajorOut out;
@@ -386,10 +386,10 @@ Status make_cpu_backend(const BackendInit& init, std::unique_ptr<Backend>* backe
   return {};
 }
 
-Status make_carried_backend(const BackendInit& init, std::unique_ptr<Backend>* backend) {
-  std::unique_ptr<cpu::CarriedTransport> transport;
-  TW_RETURN_IF_FAILED(cpu::CarriedTransport::make(init, &transport));
-  *backend = std::make_unique<cpu::CpuBackend<cpu::CarriedTransport>>(init, std::move(transport));
+Status make_staged_backend(const BackendInit& init, std::unique_ptr<Backend>* backend) {
+  std::unique_ptr<cpu::StagedTransport> transport;
+  TW_RETURN_IF_FAILED(cpu::StagedTransport::make(init, &transport));
+  *backend = std::make_unique<cpu::CpuBackend<cpu::StagedTransport>>(init, std::move(transport));
   return {};
 }
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/backend.h"
-#include "cpu/carried.h"
+#include "cpu/staged.h"
 #include "exchange/counts.h"
 #include "exchange/dispatch.h"
 
@@ -30,7 +30,7 @@ struct Gathered {
 // A transport that keeps, out of one source's puts, those for this rank.
 class Picker {
  public:
-  Picker(CarriedTransport& transport, int source) : transport_(transport), source_(source) {}
+  Picker(StagedTransport& transport, int source) : transport_(transport), source_(source) {}
 
   int rank() const { return source_; }
   int ranks() const { return transport_.ranks(); }
@@ -46,12 +46,12 @@ class Picker {
   Waited wait(int, uint64_t, uint32_t, TimePoint) { return Wake::kArrived; }
 
  private:
-  CarriedTransport& transport_;
+  StagedTransport& transport_;
   int source_;
 };
 
 // Puts the rows that a routed dispatch of `source` would have put here, and its signal.
-inline void put_picked(CarriedTransport& transport, const Gathered& call, int source, const Routing& routing,
+inline void put_picked(StagedTransport& transport, const Gathered& call, int source, const Routing& routing,
                        const RowsIn* payloads) {
   Picker picker(transport, source);
   const auto begin = [&](int) {
@@ -78,7 +78,7 @@ inline void pack_gathered(const Shape& shape, const Routing& routing, const Rows
 
 // Takes what is for this rank out of a source's message. The message comes from elsewhere: ids beyond the experts count
 // as none.
-inline void unpack_gathered(CarriedTransport& transport, const Gathered& call, int source, int32_t tokens,
+inline void unpack_gathered(StagedTransport& transport, const Gathered& call, int source, int32_t tokens,
                             const std::byte* message) {
   const Shape& shape = call.context.map.shape();
   const auto count = static_cast<size_t>(std::min(tokens, call.bound > 0 ? call.bound : shape.max_tokens));

@@ -15,7 +15,7 @@ namespace tw::cpu {
 class Loads {
  public:
   explicit Loads(const Context& context) : context_(context), told_(words()) {
-    const auto layers = static_cast<size_t>(context.spec->layers) * static_cast<size_t>(shape().lanes);
+    const auto layers = static_cast<size_t>(context.spec->layers) * static_cast<size_t>(shape().channels);
     if (!counts()) return;
     averages_.assign(layers * static_cast<size_t>(shape().choices()), 0.0f);
     dispatches_.assign(layers, 0);
@@ -25,14 +25,14 @@ class Loads {
 
   bool counts() const { return shape().counts_loads != 0; }
   uint64_t bytes() const { return counts() ? told_.size() * sizeof(uint64_t) : 0; }
-  uint64_t place(StepPlace at, int source) const { return context_.map.loads(at.lane, at.bank(), source); }
+  uint64_t place(StepPlace at, int source) const { return context_.map.loads(at.channel, at.bank(), source); }
 
   // Makes what this rank tells of a dispatch: bytes() bytes.
   const void* tell(const DispatchCall& call, const HandleArrays& handle) {
     const uint32_t counted = call.counted ? CountedCall::value(handle.map.layer, ++told_of_[handle.map.layer]) : 0;
-    told_[0] = told_signal(call.at.step, counted);
+    told_[0] = told_word(call.at.step, counted);
     for (int32_t e = 0; e < shape().choices(); ++e) {
-      told_[1 + e] = told_signal(call.at.step, static_cast<uint32_t>(handle.map.choices[e]));
+      told_[1 + e] = told_word(call.at.step, static_cast<uint32_t>(handle.map.choices[e]));
     }
     return told_.data();
   }
@@ -42,7 +42,7 @@ class Loads {
   template <class T>
   void take(T& transport, const DispatchCall& call, const HandleArrays& handle) {
     if (!counts() || !call.counted) return;
-    const int64_t row = int64_t{call.at.lane} * context_.spec->layers + handle.map.layer;
+    const int64_t row = int64_t{call.at.channel} * context_.spec->layers + handle.map.layer;
     float* const averages = averages_.data() + row * shape().choices();
     sums_.assign(static_cast<size_t>(shape().choices()), 0);
     uint32_t later = CountedCall::kTurns;
@@ -61,7 +61,7 @@ class Loads {
   }
 
   void read(float* loads, int64_t* dispatches) const {
-    sum_lanes(*context_.spec, shape(), {averages_.data(), dispatches_.data(), clocks_.data()}, loads, dispatches);
+    sum_channels(*context_.spec, shape(), {averages_.data(), dispatches_.data(), clocks_.data()}, loads, dispatches);
   }
 
  private:
@@ -71,10 +71,10 @@ class Loads {
   const Context& context_;
   std::vector<uint64_t> told_;
   std::vector<uint32_t> sums_;
-  std::vector<float> averages_;      // [lanes, layers, E]
-  std::vector<int64_t> dispatches_;  // [lanes, layers]
-  std::vector<uint32_t> clocks_;   // [lanes, layers] the CountedCall clock of the last dispatch that is in the averages
-  std::vector<uint32_t> told_of_;  // [layers] how many dispatches this rank has told
+  std::vector<float> averages_;      // [channels, layers, E]
+  std::vector<int64_t> dispatches_;  // [channels, layers]
+  std::vector<uint32_t> clocks_;     // [channels, layers] CountedCall clock of the last dispatch in the averages
+  std::vector<uint32_t> told_of_;    // [layers] how many dispatches this rank has told
 };
 
 }  // namespace tw::cpu

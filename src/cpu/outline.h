@@ -1,5 +1,5 @@
 // Outline: how much a step is going to put, told to the transport before the first put. CpuTransport chooses streaming
-// stores by it (speed alone); CarriedTransport lays messages out by it: if a step puts more than its outline says, it
+// stores by it (speed alone); StagedTransport lays messages out by it: if a step puts more than its outline says, it
 // writes behind its message's room.
 #pragma once
 

@@ -92,9 +92,9 @@ const Type& type_of(twDtype_t dtype) {
 }
 
 void ask_ahead(const void* const* rows, int count, int64_t from, int64_t to) {
-  constexpr int64_t kLine = 64;
+  constexpr int64_t kCacheLine = 64;
   for (int j = 0; j < count; ++j) {
-    for (int64_t at = from; at < to; at += kLine) __builtin_prefetch(static_cast<const std::byte*>(rows[j]) + at);
+    for (int64_t at = from; at < to; at += kCacheLine) __builtin_prefetch(static_cast<const std::byte*>(rows[j]) + at);
   }
 }
 
@@ -103,16 +103,16 @@ void ask_ahead(const void* const* rows, int count, int64_t from, int64_t to) {
 #ifdef TW_STREAM
 
 void stream_copy(void* to, const void* from, size_t n) {
-  constexpr size_t kLine = 64;
+  constexpr size_t kCacheLine = 64;
   auto* out = static_cast<std::byte*>(to);
   auto* in = static_cast<const std::byte*>(from);
-  const size_t head = std::min<size_t>(-reinterpret_cast<uintptr_t>(out) % kLine, n);
+  const size_t head = std::min<size_t>(-reinterpret_cast<uintptr_t>(out) % kCacheLine, n);
   std::memcpy(out, in, head);
   out += head;
   in += head;
   n -= head;
   // Copies whole cache lines at a time: half a line would be read after all, to be completed.
-  for (; n >= kLine; n -= kLine, in += kLine, out += kLine) {
+  for (; n >= kCacheLine; n -= kCacheLine, in += kCacheLine, out += kCacheLine) {
     const auto* const source = reinterpret_cast<const __m128i*>(in);
     auto* const target = reinterpret_cast<__m128i*>(out);
     const __m128i a = _mm_loadu_si128(source);

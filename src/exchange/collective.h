@@ -19,7 +19,7 @@ namespace tw {
 template <Transport T, class Count, class RowAt>
 void send_collective(T& t, const WindowMap& map, StepPlace at, const CollectiveMap& places, Mode mode, uint64_t note,
                      Count&& count, RowAt&& row_at, bool own) {
-  const uint64_t bank = map.bank(at.lane, at.bank());
+  const uint64_t bank = map.bank(at.channel, at.bank());
   const auto bound = static_cast<int32_t>(static_cast<uint32_t>(note));
   for (int32_t i = 0; i < bound; ++i) {
     bool any = false;
@@ -45,7 +45,7 @@ template <Transport T, class OwnRow, class Sum>
 void sum_collective(T& t, const WindowMap& map, StepPlace at, const CollectiveMap& places, int32_t q, int32_t count,
                     const RowTypes& types, OwnRow&& own_row, std::byte* out, int64_t out_stride, const void** rows,
                     Sum&& sum) {
-  const uint64_t bank = map.bank(at.lane, at.bank());
+  const uint64_t bank = map.bank(at.channel, at.bank());
   for (int32_t i = 0; i < count; ++i) {
     for (int32_t source = 0; source < t.ranks(); ++source) {
       const void* const own = source == t.rank() ? own_row(q, i) : nullptr;

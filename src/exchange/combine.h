@@ -48,7 +48,7 @@ void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& rece
       } else {
         sum(scratch, terms.rows, types.weighted ? terms.weights : nullptr, terms.count, types);
       }
-      t.put(source, map.inbox(at.lane, at.bank(), meta.header->token, meta.header->position), partial,
+      t.put(source, map.inbox(at.channel, at.bank(), meta.header->token, meta.header->position), partial,
             shape.combine_bytes);
     }
   }
@@ -70,7 +70,7 @@ void receive_combine(T& t, const WindowMap& map, StepPlace at, const Routing& ro
       const Destination& from = routing.destinations[routing.first[token] + position];
       if (from.slot >= routing.send_counts[from.rank]) continue;
       const void* const own = from.rank == t.rank() ? own_row(from.slot) : nullptr;
-      rows[count++] = own != nullptr ? own : t.local(map.inbox(at.lane, at.bank(), token, position));
+      rows[count++] = own != nullptr ? own : t.local(map.inbox(at.channel, at.bank(), token, position));
     }
     sum(out + token * out_stride, rows, nullptr, count, types);
   }

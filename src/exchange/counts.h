@@ -64,14 +64,14 @@ void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& plac
       std::memcpy(told.data() + WindowMap::receive_offsets_begin(shape) / sizeof(int32_t), receive_offset,
                   sizeof(uint64_t) * static_cast<size_t>(shape.payloads));
     }
-    t.put(rank, map.counts(at.lane, at.bank(), t.rank()), told.data(), told.size() * sizeof(int32_t));
+    t.put(rank, map.counts(at.channel, at.bank(), t.rank()), told.data(), told.size() * sizeof(int32_t));
   }
   publish_step(t, map, at, Mode::kCounts, note, [](int) { return 0; });
 }
 
 // Whether rows that land at the announced receive offsets stay within the leases. What comes from another process is
 // checked, because a dispatch writes there.
-inline bool is_landing(const WindowMap& map, const Counts& counts) {
+inline bool within_leases(const WindowMap& map, const Counts& counts) {
   const Shape& shape = map.shape();
   for (int64_t i = 0; i < static_cast<int64_t>(shape.ranks) * shape.payloads && shape.leases(); ++i) {
     const uint64_t at = counts.receive_offset[i];
@@ -98,7 +98,7 @@ Overflow take_counts(T& t, const WindowMap& map, StepPlace at, int32_t local_exp
   const Shape& shape = map.shape();
   std::fill_n(counts->experts, local_experts, 0);
   for (int source = 0; source < shape.ranks; ++source) {
-    const auto* const told = reinterpret_cast<const int32_t*>(t.local(map.counts(at.lane, at.bank(), source)));
+    const auto* const told = reinterpret_cast<const int32_t*>(t.local(map.counts(at.channel, at.bank(), source)));
     std::copy_n(told, shape.ranks, &counts->at(shape, source, 0));
     for (int32_t expert = 0; expert < local_experts; ++expert) counts->experts[expert] += told[shape.ranks + expert];
     if (!shape.leases()) continue;

@@ -24,7 +24,7 @@ inline uint64_t row_place(const WindowMap& map, StepPlace at, const uint64_t* re
                           uint64_t row) {
   const uint64_t base =
       receive_offset != nullptr ? receive_offset[static_cast<int64_t>(rank) * map.shape().payloads + q] : 0;
-  return base != 0 ? base + row * map.shape().payload_bytes[q] : map.payload_row(at.lane, at.bank(), q, row);
+  return base != 0 ? base + row * map.shape().payload_bytes[q] : map.payload_row(at.channel, at.bank(), q, row);
 }
 
 // Writes all rows of a step and publishes it. Never waits: S2 has made the bank free. begin(rank): the row there that
@@ -47,7 +47,7 @@ void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& rout
       const auto row = static_cast<uint64_t>(begin(to.rank) + to.slot);
       const RowHeader header{token, position};
       std::memcpy(meta, &header, sizeof header);
-      t.put(to.rank, map.meta_row(at.lane, at.bank(), row), meta, meta_bytes(shape.top_k));
+      t.put(to.rank, map.meta_row(at.channel, at.bank(), row), meta, meta_bytes(shape.top_k));
       for (int q = 0; q < shape.payloads; ++q) {
         t.put(to.rank, row_place(map, at, receive_offset, to.rank, q, row),
               payloads[q].data + token * payloads[q].stride, shape.payload_bytes[q]);
@@ -67,7 +67,7 @@ bool take_meta(T& t, const WindowMap& map, StepPlace at, int bound, Received* re
     const int32_t n = received->counts[source];
     if (n == 0) continue;
     std::memcpy(received->meta + row * static_cast<int64_t>(meta_bytes(shape.top_k)),
-                t.local(map.meta_row(at.lane, at.bank(), static_cast<uint64_t>(begin(source)))),
+                t.local(map.meta_row(at.channel, at.bank(), static_cast<uint64_t>(begin(source)))),
                 n * meta_bytes(shape.top_k));
     for (int32_t p = 0; p < n; ++p, ++row) {
       const Received::Row at_row = received->row(row, shape.top_k);

@@ -15,7 +15,7 @@ namespace tw {
 
 // A word of load statistics: tag:32 | value:32. A rank's first word of a dispatch has a CountedCall, 0 for a dispatch
 // that does not count; the others say how often the rank's tokens have chosen each expert.
-constexpr uint64_t told_signal(uint32_t tag, uint32_t value) { return static_cast<uint64_t>(tag) << 32 | value; }
+constexpr uint64_t told_word(uint32_t tag, uint32_t value) { return static_cast<uint64_t>(tag) << 32 | value; }
 constexpr uint32_t told_tag(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
 constexpr uint32_t told_value(uint64_t word) { return static_cast<uint32_t>(word); }
 

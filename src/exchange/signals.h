@@ -57,7 +57,7 @@ constexpr int bank_of(uint32_t step) { return static_cast<int>(step & 1); }
 
 // The place of a step: its channel and number, which name the bank.
 struct StepPlace {
-  int32_t lane = 0;
+  int32_t channel = 0;
   uint32_t step = 0;
 
   constexpr int bank() const { return bank_of(step); }

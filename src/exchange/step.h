@@ -16,10 +16,10 @@ namespace tw {
 // Writes the signals of a new window: at the first step value, so that nothing has arrived yet whatever the first step
 // is.
 inline void prepare_signals(const WindowMap& map, uint32_t first_step, std::byte* window) {
-  for (int lane = 0; lane < map.shape().lanes; ++lane) {
+  for (int channel = 0; channel < map.shape().channels; ++channel) {
     for (int bank = 0; bank < 2; ++bank) {
       for (int source = 0; source < map.shape().ranks; ++source) {
-        *reinterpret_cast<uint64_t*>(window + map.signal(lane, bank, source)) = pack({first_step, Mode::kNone, 0});
+        *reinterpret_cast<uint64_t*>(window + map.signal(channel, bank, source)) = pack({first_step, Mode::kNone, 0});
       }
     }
   }
@@ -33,7 +33,7 @@ void publish_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t 
   t.flush();
   for (int i = 1; i <= t.ranks(); ++i) {
     const int peer = (t.rank() + i) % t.ranks();  // everyone starts elsewhere, so nobody is written to by all at once
-    t.publish(peer, map.signal(at.lane, at.bank(), t.rank()), {at.step, mode, static_cast<uint32_t>(count(peer))},
+    t.publish(peer, map.signal(at.channel, at.bank(), t.rank()), {at.step, mode, static_cast<uint32_t>(count(peer))},
               note);
   }
 }
@@ -64,7 +64,7 @@ StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t
   StepEnd refused;
   for (int i = 1; i <= t.ranks(); ++i) {
     const int peer = (t.rank() + i) % t.ranks();
-    const uint64_t offset = map.signal(at.lane, at.bank(), peer);
+    const uint64_t offset = map.signal(at.channel, at.bank(), peer);
     counts[peer] = 0;
     const Waited waited = sticky.code == twSuccess
                               ? Waited(t.wait(peer, offset, at.step, deadline))
@@ -91,7 +91,7 @@ StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t
       end.code = code_of(waited.wake);
       if (waited.culprit >= 0) {
         end.peer = waited.culprit;
-        end.seen = t.load(map.signal(at.lane, at.bank(), waited.culprit));
+        end.seen = t.load(map.signal(at.channel, at.bank(), waited.culprit));
       }
     }
     const bool of_the_call = end.code == twPeerRefused || end.code == twBoundMismatch;
@@ -105,7 +105,7 @@ StepEnd await_step(T& t, const WindowMap& map, StepPlace at, Mode mode, uint64_t
 template <Transport T>
 bool would_end(T& t, const WindowMap& map, StepPlace at, TimePoint until) {
   for (int peer = 0; peer < t.ranks(); ++peer) {
-    const Waited waited = t.wait(peer, map.signal(at.lane, at.bank(), peer), at.step, until);
+    const Waited waited = t.wait(peer, map.signal(at.channel, at.bank(), peer), at.step, until);
     if (waited.wake == Wake::kLate) return false;
     if (waited.wake != Wake::kArrived) return true;
   }

@@ -25,7 +25,7 @@ struct Shape {
   int32_t experts = 0;     // E; in a group with a placement P, its physical experts
   int32_t top_k = 0;       // K
   int32_t max_tokens = 0;  // B
-  int32_t lanes = 0;
+  int32_t channels = 0;
   int32_t payloads = 0;
   uint64_t payload_bytes[kMaxPayloads] = {};  // of one row
   uint64_t combine_bytes = 0;                 // of one row
@@ -36,7 +36,7 @@ struct Shape {
   // The next three are for devices alone: 0 on the CPU.
   int32_t packet_tokens = 0;  // rows of a source that may travel as LL128 packets (layout/ll128.h)
   int32_t chunk_rows = 0;     // rows of a bulk combine that share a chunk signal
-  int32_t carried = 0;  // 1: staged transport: rows travel in blocks by source, and the inbox has them as slots do
+  int32_t staged = 0;  // 1: staged transport: rows travel in blocks by source, and the inbox has them as slots do
   // The next two are for a group with a placement alone, else 0 (tokenway/placement.h).
   int32_t logical_experts = 0;  // E
   int32_t counts_loads = 0;     // 1: dispatches tell load statistics

@@ -2,13 +2,13 @@
 // for the host and for devices; every offset that anyone uses comes from here.
 //
 //   header        waiters, one abort signal per writer
-//   lane 0        signals: bank 0, bank 1, each one 64-byte line per source: {signal, note, rows signal}
+//   channel 0     signals: bank 0, bank 1, each one 64-byte line per source: {signal, note, rows signal}
 //                 bank 0, bank 1: dispatched rows, or the inbox of combined rows
 //                 chunk signals: bank 0, bank 1, per source one for every chunk of a combine   (devices)
 //                 packets: bank 0, bank 1, per source the LL128 packets of its rows           (devices)
 //                 meta packets: bank 0, bank 1, per source the metadata of its Simple rows    (devices)
 //                 loads: in four banks, by dispatch, per source what was chosen         (groups that count)
-//   lane 1 ...
+//   channel 1 ...
 //   leases        rows of dispatches that outlive their step                            (high throughput)
 //
 // One step at a time uses a bank (S1, S2), and a step is a dispatch or a combine. So rows and inbox share a bank's
@@ -43,9 +43,9 @@ class WindowMap {
     Checked c;
     map->shape_ = shape;
     uint64_t rows = c.mul(shape.ranks, shape.max_tokens);
-    const uint64_t inbox_rows = shape.carried != 0 ? rows : c.mul(shape.max_tokens, shape.fan_out());
+    const uint64_t inbox_rows = shape.staged != 0 ? rows : c.mul(shape.max_tokens, shape.fan_out());
     // With staged transport the blocks of all sources lie in a bank before their rows come together.
-    if (shape.recv_rows > 0) rows = shape.carried != 0 ? std::max<uint64_t>(rows, shape.recv_rows) : shape.recv_rows;
+    if (shape.recv_rows > 0) rows = shape.staged != 0 ? std::max<uint64_t>(rows, shape.recv_rows) : shape.recv_rows;
     uint64_t at = 0;
     for (int q = 0; q < shape.payloads; ++q) {
       map->payload_at_[q] = at;
@@ -70,23 +70,23 @@ class WindowMap {
     map->loads_at_ = c.align(c.add(map->meta_packets_at_, meta_packets), kRegionAlignment);
     const uint64_t told = c.mul(sizeof(uint64_t), c.mul(shape.ranks, loads_words(shape)));
     const uint64_t loads = shape.counts_loads != 0 ? c.mul(kLoadsBanks, told) : 0;
-    map->lane_bytes_ = c.align(c.add(map->loads_at_, loads), kPageAlignment);
-    map->lanes_at_ = c.align(kAbortAt + sizeof(uint64_t) * shape.ranks, kPageAlignment);
-    map->leases_at_ = c.add(map->lanes_at_, c.mul(shape.lanes, map->lane_bytes_));
+    map->channel_bytes_ = c.align(c.add(map->loads_at_, loads), kPageAlignment);
+    map->channels_at_ = c.align(kAbortAt + sizeof(uint64_t) * shape.ranks, kPageAlignment);
+    map->leases_at_ = c.add(map->channels_at_, c.mul(shape.channels, map->channel_bytes_));
     map->bytes_ = c.add(map->leases_at_, shape.lease_bytes);
     return !c.overflow;
   }
 
   constexpr const Shape& shape() const { return shape_; }
   constexpr uint64_t bytes() const { return bytes_; }
-  constexpr uint64_t lane_bytes() const { return lane_bytes_; }
+  constexpr uint64_t channel_bytes() const { return channel_bytes_; }
 
   // Where leases begin; they are the last part of a window.
   constexpr uint64_t leases() const { return leases_at_; }
 
   // Whether an offset lies in a channel's part.
-  constexpr bool in_lane(int lane, uint64_t offset) const {
-    return offset >= lane_at(lane) && offset < lane_at(lane) + lane_bytes_;
+  constexpr bool in_channel(int channel, uint64_t offset) const {
+    return offset >= channel_at(channel) && offset < channel_at(channel) + channel_bytes_;
   }
 
   // uint32: how many threads of this rank sleep on a signal.
@@ -95,32 +95,34 @@ class WindowMap {
   static constexpr uint64_t abort_signal(int writer) { return kAbortAt + sizeof(uint64_t) * writer; }
 
   // uint64, written by `source` only: see exchange/signals.h. The step half is kStepHalf bytes into it.
-  constexpr uint64_t signal(int lane, int bank, int source) const {
-    return lane_at(lane) + kSignalStride * (static_cast<uint64_t>(bank) * shape_.ranks + source);
+  constexpr uint64_t signal(int channel, int bank, int source) const {
+    return channel_at(channel) + kSignalStride * (static_cast<uint64_t>(bank) * shape_.ranks + source);
   }
   // uint64, written by `source` before its signal or with it: the bound of the step, and on devices more (PROTOCOL.md).
-  constexpr uint64_t note(int lane, int bank, int source) const { return signal(lane, bank, source) + kNoteOffset; }
+  constexpr uint64_t note(int channel, int bank, int source) const {
+    return signal(channel, bank, source) + kNoteOffset;
+  }
 
   // A received row of payload q: (source, slot) of [N, b], or in high throughput one of all that come. Rows follow each
   // other without gaps, so that the region is a tensor.
-  constexpr uint64_t payload_row(int lane, int bank, int q, uint64_t row) const {
-    return bank_at(lane, bank) + payload_at_[q] + row * shape_.payload_bytes[q];
+  constexpr uint64_t payload_row(int channel, int bank, int q, uint64_t row) const {
+    return bank_at(channel, bank) + payload_at_[q] + row * shape_.payload_bytes[q];
   }
-  constexpr uint64_t meta_row(int lane, int bank, uint64_t row) const {
-    return bank_at(lane, bank) + meta_at_ + row * meta_bytes(shape_.top_k);
+  constexpr uint64_t meta_row(int channel, int bank, uint64_t row) const {
+    return bank_at(channel, bank) + meta_at_ + row * meta_bytes(shape_.top_k);
   }
   // Slot p of a source, in a step of bound b: its payload q, and its metadata.
-  constexpr uint64_t payload(int lane, int bank, int q, int source, int p, int bound) const {
-    return payload_row(lane, bank, q, row(source, p, bound));
+  constexpr uint64_t payload(int channel, int bank, int q, int source, int p, int bound) const {
+    return payload_row(channel, bank, q, row(source, p, bound));
   }
-  constexpr uint64_t meta(int lane, int bank, int source, int p, int bound) const {
-    return meta_row(lane, bank, row(source, p, bound));
+  constexpr uint64_t meta(int channel, int bank, int source, int p, int bound) const {
+    return meta_row(channel, bank, row(source, p, bound));
   }
   // What a source tells in an exchange of counts: int32 [N] rows that it sends to each rank, then [most_local_experts]
   // rows for each expert of this rank. In groups with leases, at receive_offsets_begin, uint64 [payloads] follow: the
   // receive offsets, where rows for the source are to land in its window; 0: in the bank.
-  constexpr uint64_t counts(int lane, int bank, int source) const {
-    return bank_at(lane, bank) + source * counts_bytes(shape_);
+  constexpr uint64_t counts(int channel, int bank, int source) const {
+    return bank_at(channel, bank) + source * counts_bytes(shape_);
   }
   static constexpr uint64_t counts_bytes(const Shape& shape) {
     const uint64_t told = sizeof(int32_t) * (static_cast<uint64_t>(shape.ranks) + shape.most_local_experts);
@@ -132,26 +134,26 @@ class WindowMap {
   }
 
   // uint64, the step: rows chunk * chunk_rows and on of a source are in the inbox.
-  constexpr uint64_t chunk_signal(int lane, int bank, int source, int chunk) const {
+  constexpr uint64_t chunk_signal(int channel, int bank, int source, int chunk) const {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
-    return lane_at(lane) + chunks_at_ + sizeof(uint64_t) * (row * chunks_ + chunk);
+    return channel_at(channel) + chunks_at_ + sizeof(uint64_t) * (row * chunks_ + chunk);
   }
   // Packets of the p-th row of a source that travels as LL128 packets, p < packet_tokens, for dispatches and combines
   // alike.
-  constexpr uint64_t packet(int lane, int bank, int source, int p) const {
+  constexpr uint64_t packet(int channel, int bank, int source, int p) const {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
-    return lane_at(lane) + packets_at_ + (row * shape_.packet_tokens + p) * packet_row_;
+    return channel_at(channel) + packets_at_ + (row * shape_.packet_tokens + p) * packet_row_;
   }
   // Packets of the metadata of a received Simple row (numbered as for payload_row).
-  constexpr uint64_t meta_packet(int lane, int bank, uint64_t row) const {
-    return lane_at(lane) + meta_packets_at_ + (bank * rows_ + row) * meta_packet_row_;
+  constexpr uint64_t meta_packet(int channel, int bank, uint64_t row) const {
+    return channel_at(channel) + meta_packets_at_ + (bank * rows_ + row) * meta_packet_row_;
   }
   // uint64 [1 + E]: the load statistics that a source tells in a dispatch (exchange/loads.h). `bank`: on the CPU the
   // step's; on devices, which take them later, the number of the dispatch on its channel, mod 4.
   static constexpr int kLoadsBanks = 4;
-  constexpr uint64_t loads(int lane, int bank, int source) const {
+  constexpr uint64_t loads(int channel, int bank, int source) const {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
-    return lane_at(lane) + loads_at_ + sizeof(uint64_t) * row * loads_words(shape_);
+    return channel_at(channel) + loads_at_ + sizeof(uint64_t) * row * loads_words(shape_);
   }
   static constexpr uint64_t loads_words(const Shape& shape) { return 1 + static_cast<uint64_t>(shape.choices()); }
   constexpr uint64_t meta_packet_row() const { return meta_packet_row_; }
@@ -163,16 +165,16 @@ class WindowMap {
   constexpr uint64_t meta_begin() const { return meta_at_; }
   constexpr uint64_t packet_row() const { return packet_row_; }
   // A whole bank: rows or inbox; layout/collective_map.h has the places of gathers and reduces in it.
-  constexpr uint64_t bank(int lane, int bank) const { return bank_at(lane, bank); }
+  constexpr uint64_t bank(int channel, int bank) const { return bank_at(channel, bank); }
   constexpr uint64_t bank_bytes() const { return bank_bytes_; }
 
   // With staged transport: place of the partial of the row in slot p of a source, in a step of bound b.
-  constexpr uint64_t inbox_slot(int lane, int bank, int source, int p, int bound) const {
-    return bank_at(lane, bank) + row(source, p, bound) * shape_.combine_bytes;
+  constexpr uint64_t inbox_slot(int channel, int bank, int source, int p, int bound) const {
+    return bank_at(channel, bank) + row(source, p, bound) * shape_.combine_bytes;
   }
   // Place of the position-th rank's partial of a token.
-  constexpr uint64_t inbox(int lane, int bank, int token, int position) const {
-    return bank_at(lane, bank) + (static_cast<uint64_t>(token) * shape_.fan_out() + position) * shape_.combine_bytes;
+  constexpr uint64_t inbox(int channel, int bank, int token, int position) const {
+    return bank_at(channel, bank) + (static_cast<uint64_t>(token) * shape_.fan_out() + position) * shape_.combine_bytes;
   }
 
  private:
@@ -193,8 +195,10 @@ class WindowMap {
   static constexpr uint64_t kAbortAt = 64;
 
   static constexpr uint64_t row(int source, int p, int bound) { return static_cast<uint64_t>(source) * bound + p; }
-  constexpr uint64_t lane_at(int lane) const { return lanes_at_ + lane_bytes_ * lane; }
-  constexpr uint64_t bank_at(int lane, int bank) const { return lane_at(lane) + banks_at_ + bank_bytes_ * bank; }
+  constexpr uint64_t channel_at(int channel) const { return channels_at_ + channel_bytes_ * channel; }
+  constexpr uint64_t bank_at(int channel, int bank) const {
+    return channel_at(channel) + banks_at_ + bank_bytes_ * bank;
+  }
 
   Shape shape_;
   uint64_t rows_ = 0;                       // how many a rank may receive
@@ -209,8 +213,8 @@ class WindowMap {
   uint64_t loads_at_ = 0;
   uint64_t chunks_ = 0;      // chunk signals of a source in a bank
   uint64_t packet_row_ = 0;  // bytes of all packets of a row
-  uint64_t lane_bytes_ = 0;
-  uint64_t lanes_at_ = 0;
+  uint64_t channel_bytes_ = 0;
+  uint64_t channels_at_ = 0;
   uint64_t leases_at_ = 0;
   uint64_t bytes_ = 0;
 };

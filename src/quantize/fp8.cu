@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const Call call) {
   const int64_t block = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes;
   const int lane = threadIdx.x % kLanes;
   const int64_t first = block * kBlock + lane * kPerLane;
-  // Lanes beyond the row have no elements but stay, for the shuffles of the lanes that share their warp.
+  // Channels beyond the row have no elements but stay, for the shuffles of the lanes that share their warp.
   const int64_t left = call.elements - first;
   const int count = left >= kPerLane ? kPerLane : left > 0 ? static_cast<int>(left) : 0;
   for (int64_t row = blockIdx.y; row < call.tokens; row += gridDim.y) {

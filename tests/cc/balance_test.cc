@@ -22,23 +22,23 @@
 
 namespace {
 
+using tw::balance::Load;
 using tw::balance::Packing;
 using tw::balance::Problem;
 using tw::balance::Shape;
-using tw::balance::Units;
 
-Problem problem_of(const Shape& shape, std::vector<Units> loads) {
+Problem problem_of(const Shape& shape, std::vector<Load> loads) {
   Problem problem{shape, std::move(loads), 0};
-  for (const Units load : problem.loads) problem.total += load;
+  for (const Load load : problem.loads) problem.total += load;
   return problem;
 }
 
 // Heavy-tailed, without the library's exp(): the same numbers everywhere.
-std::vector<Units> random_loads(int32_t experts, uint32_t seed) {
+std::vector<Load> random_loads(int32_t experts, uint32_t seed) {
   std::mt19937 random(seed);
-  std::vector<Units> loads;
+  std::vector<Load> loads;
   for (int32_t e = 0; e < experts; ++e) {
-    const Units u = 1 + random() % 1000;
+    const Load u = 1 + random() % 1000;
     loads.push_back(u * u * u);
   }
   return loads;
@@ -64,7 +64,7 @@ void expect_valid(const Shape& shape, const std::vector<int32_t>& experts) {
 // ascending order of what the ranks hold (ranks are interchangeable). Exact in doubles to 1e-12.
 class BruteForce {
  public:
-  BruteForce(const Shape& shape, const std::vector<Units>& loads) : shape_(shape), loads_(loads) {
+  BruteForce(const Shape& shape, const std::vector<Load>& loads) : shape_(shape), loads_(loads) {
     list_sets(0, {});
     fill(0, 0);
   }
@@ -111,7 +111,7 @@ class BruteForce {
   }
 
   const Shape shape_;
-  const std::vector<Units>& loads_;
+  const std::vector<Load>& loads_;
   std::vector<std::vector<int32_t>> sets_;
   std::vector<size_t> chosen_;
   double best_ = std::numeric_limits<double>::infinity();
@@ -135,7 +135,7 @@ Planned plan(const Shape& shape, const std::vector<double>& loads, const std::ve
   return planned;
 }
 
-std::vector<double> as_doubles(const std::vector<Units>& loads) { return {loads.begin(), loads.end()}; }
+std::vector<double> as_doubles(const std::vector<Load>& loads) { return {loads.begin(), loads.end()}; }
 
 int32_t writes(const std::vector<int32_t>& a, const std::vector<int32_t>& b) {
   int32_t count = 0;
@@ -166,7 +166,7 @@ TEST(Balance, BoundsHoldForAllPlans) {
     const Problem problem = problem_of(shape, loads);
     const double best = BruteForce(shape, loads).best();
     for (const double reached : {best, 1.02 * best, 3 * best}) {
-      const auto bound = static_cast<double>(tw::balance::lower_bound(problem, static_cast<Units>(reached) + 1));
+      const auto bound = static_cast<double>(tw::balance::lower_bound(problem, static_cast<Load>(reached) + 1));
       EXPECT_LE(bound, best * (1 + 1e-12) + 1) << shape.ranks << " ranks of " << shape.slots << ", seed " << seed;
       ++trials;
       tight += bound > 0.99 * best ? 1 : 0;
@@ -180,17 +180,17 @@ TEST(Balance, BoundsHoldForAllPlans) {
   EXPECT_GT(tight, trials / 2);  // and it says something
   // Small loads, where a step towards a bound rounds to nothing.
   for (uint32_t seed = 0; seed < 40; ++seed) {
-    std::vector<Units> loads = random_loads(6, seed);
-    for (Units& load : loads) load %= 7;
+    std::vector<Load> loads = random_loads(6, seed);
+    for (Load& load : loads) load %= 7;
     const Shape shape{6, 4, 2, 1, 0};
-    const Units bound = tw::balance::lower_bound(problem_of(shape, loads), 50);
+    const Load bound = tw::balance::lower_bound(problem_of(shape, loads), 50);
     EXPECT_LE(static_cast<double>(bound), BruteForce(shape, loads).best() + 1) << "seed " << seed;
   }
 }
 
 // The least that the hottest pair can carry, by trying all counts, the largest paired with the smallest: optimal but
 // for pairs of one expert, which no plan has.
-double best_of_pairs(const Shape& shape, const std::vector<Units>& loads) {
+double best_of_pairs(const Shape& shape, const std::vector<Load>& loads) {
   double best = std::numeric_limits<double>::infinity();
   std::vector<int32_t> counts(shape.experts, 1);
   const std::function<void(int32_t, int32_t)> choose = [&](int32_t e, int32_t spare) {
@@ -223,7 +223,7 @@ TEST(Balance, PairsAreNearlyOptimal) {
     for (uint32_t seed = 0; seed < 20; ++seed) {
       auto loads = random_loads(shape.experts, 500 + seed);
       // Less heavy-tailed: else one expert alone decides.
-      for (Units& load : loads) load = static_cast<Units>(std::sqrt(static_cast<double>(load)));
+      for (Load& load : loads) load = static_cast<Load>(std::sqrt(static_cast<double>(load)));
       const Planned planned = plan(shape, as_doubles(loads));
       expect_valid(shape, planned.experts);
       const double best = best_of_pairs(shape, loads);

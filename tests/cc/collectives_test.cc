@@ -123,7 +123,7 @@ TEST(Collectives, Staged) {
 }
 
 // The next step on a channel ends the one before (S2), whoever completes it later.
-TEST(Collectives, MoreThanLanes) {
+TEST(Collectives, MoreThanChannels) {
   World world(3, config_of(1));
   std::vector<std::unique_ptr<Collected>> calls;
   for (int i = 0; i < 4; ++i) {

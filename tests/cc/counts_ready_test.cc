@@ -91,7 +91,7 @@ TEST(CountsReady, WaitEndsWhenTheyCome) {
 }
 
 // What one channel waits for holds up no other.
-TEST(CountsReady, OtherLanesGoOn) {
+TEST(CountsReady, OtherChannelsGoOn) {
   twGroupConfig_t config = counting(6, 2, 4);
   config.lanes = 2;
   World world(2, config);

@@ -103,7 +103,7 @@ TEST(Counts, ManyInFlight) {
 }
 
 // Counts need a channel for their own step alone: many routings may be counted before the first is dispatched.
-TEST(Counts, GiveTheirLaneBack) {
+TEST(Counts, GiveTheirChannelBack) {
   World world(2, counting(8, 3, 5));
   std::vector<std::unique_ptr<Counted>> all;
   for (uint32_t seed = 1; seed < 7; ++seed) {
@@ -211,7 +211,7 @@ twResult_t refuse(const World& world, const Counted& counted, int rank, bool sen
 
 // Which channel is leased follows from the calls alone (S5), those that failed included, and not from when they were
 // completed.
-TEST(Counts, RefusalLeavesLanesAlike) {
+TEST(Counts, RefusalLeavesChannelsAlike) {
   twGroupConfig_t config = counting(6, 2, 4);
   config.lanes = 2;
   config.timeout_ms = 500;
@@ -230,7 +230,7 @@ TEST(Counts, RefusalLeavesLanesAlike) {
 }
 
 // Calls that wait fail in the same place on all ranks too, and their channel is free at once.
-TEST(Counts, RefusalOfABlockingCallFreesTheLane) {
+TEST(Counts, RefusalOfABlockingCallFreesTheChannel) {
   World world(2, counting(6, 2, 4));
   Counted a(world, {4, 4}, 1), b(world, {4, 4}, 2);
   on_all_ranks(2, [&](int rank) {
@@ -376,7 +376,7 @@ TEST(Counts, DeadRank) {
 }
 
 // Its counts are here: the exchange needs nothing more of it, the dispatch does.
-TEST(Counts, DeathAfterTheWord) {
+TEST(Counts, DeathAfterTheSignal) {
   World world(3, counting(6, 2, 4));
   Counted counted(world, {4, 4, 4}, 1);
   counted.send();

@@ -53,7 +53,7 @@ TEST(DeviceSide, BlocksOfASourceInAWindow) {
     ASSERT_TRUE(status.ok()) << status.text();
     const WindowMap& map = config.map;
     const Shape& shape = map.shape();
-    EXPECT_EQ(shape.carried, 1);
+    EXPECT_EQ(shape.staged, 1);
     EXPECT_EQ(shape.packet_tokens, 0) << "all is there at once, so nothing need certify itself";
     for (const int bound : {1, 7, 300}) {
       const uint64_t block = shape.combine_bytes * static_cast<uint64_t>(bound);
@@ -74,7 +74,7 @@ TEST(DeviceSide, BlocksOfASourceInAWindow) {
   }
   GroupConfig plain;
   ASSERT_TRUE(check_config(make_config(8, 2, 300), 4, false, environment(-1), &plain, true).ok());
-  EXPECT_EQ(plain.map.shape().carried, 0) << "on the CPU messages say where each row goes";
+  EXPECT_EQ(plain.map.shape().staged, 0) << "on the CPU messages say where each row goes";
 }
 
 // Packets lie where the shape says, so ranks that see different shapes must not form a group.
@@ -111,62 +111,62 @@ TEST(DeviceSide, HandlesOnADeviceHaveMoreArrays) {
   EXPECT_EQ(cpu_bytes, at(device.device.places)) << "on the CPU they take no room";
 }
 
-TEST(DeviceSide, WordsAreBornAtTheFirstStep) {
+TEST(DeviceSide, SignalsAreBornAtTheFirstStep) {
   const Shape shape{2, 4, 2, 3, 2, 1, {8}, 8};
   WindowMap map;
   ASSERT_TRUE(WindowMap::make(shape, &map));
   std::vector<std::byte> window(map.bytes());
   prepare_signals(map, 0xfffffff0u, window.data());
-  for (int lane = 0; lane < 2; ++lane) {
+  for (int channel = 0; channel < 2; ++channel) {
     for (int bank = 0; bank < 2; ++bank) {
       for (int source = 0; source < 2; ++source) {
-        uint64_t word = 0;
-        std::memcpy(&word, window.data() + map.signal(lane, bank, source), sizeof word);
-        EXPECT_EQ(unpack(word), (Signal{0xfffffff0u, Mode::kNone, 0}));
+        uint64_t signal = 0;
+        std::memcpy(&signal, window.data() + map.signal(channel, bank, source), sizeof signal);
+        EXPECT_EQ(unpack(signal), (Signal{0xfffffff0u, Mode::kNone, 0}));
       }
     }
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------- lanes
+// ---------------------------------------------------------------------------------------------------------- channels
 
 // A view's bank is known before the device has counted: the first dispatch of a lease is in bank 1, the next in bank 0.
 TEST(DeviceSide, BanksOfDispatchesAlternateFromOne) {
   for (const uint32_t first_step : {0u, 1u, 7u, 0xfffffffeu, 0xffffffffu}) {
-    Lanes lanes(2, first_step);
+    Channels channels(2, first_step);
     uint32_t before = first_step;
     const auto expect_next = [&](StepPlace at, int bank) {
-      EXPECT_EQ(at.lane, 1);
+      EXPECT_EQ(at.channel, 1);
       EXPECT_EQ(at.bank(), bank);
       EXPECT_TRUE(at.step - before == 1 || at.step - before == 2) << before << " to " << at.step;
       before = at.step;
     };
     for (int lease = 0; lease < 3; ++lease) {
-      lanes[1].second = false;  // as core/calls.cc does where the holder changes
-      for (int i = 0; i <= lease; ++i) expect_next(lanes.begin_dispatch(1), i % 2 == 0 ? 1 : 0);
-      const StepPlace combine = lanes.begin(1);
+      channels[1].second = false;  // as core/calls.cc does where the holder changes
+      for (int i = 0; i <= lease; ++i) expect_next(channels.begin_dispatch(1), i % 2 == 0 ? 1 : 0);
+      const StepPlace combine = channels.begin(1);
       EXPECT_EQ(combine.step, before + 1);
       before = combine.step;
     }
-    EXPECT_EQ(lanes[0].step, first_step) << "other channels stand still";
+    EXPECT_EQ(channels[0].step, first_step) << "other channels stand still";
   }
 }
 
 // Pairs of dispatch and combine need no skipped step.
 TEST(DeviceSide, PairsOfDispatchAndCombineSkipNothing) {
-  Lanes lanes(1, 0);
+  Channels channels(1, 0);
   for (uint32_t pair = 0; pair < 4; ++pair) {
-    lanes[0].second = false;
-    EXPECT_EQ(lanes.begin_dispatch(0).step, 2 * pair + 1);
-    EXPECT_EQ(lanes.begin(0).step, 2 * pair + 2);
+    channels[0].second = false;
+    EXPECT_EQ(channels.begin_dispatch(0).step, 2 * pair + 1);
+    EXPECT_EQ(channels.begin(0).step, 2 * pair + 2);
   }
 }
 
 // A refusal takes the place of the dispatch that its peers make: same bank, and the next one is not put out of step.
 TEST(DeviceSide, RefusalStandsWhereTheDispatchWould) {
   for (const bool second : {false, true}) {
-    Lanes refusing(1, 0);
-    Lanes dispatching(1, 0);
+    Channels refusing(1, 0);
+    Channels dispatching(1, 0);
     if (second) {
       refusing.begin_dispatch(0);
       dispatching.begin_dispatch(0);
@@ -426,7 +426,7 @@ TEST_F(PretendedGroup, RefusalsKeepTheirPlace) {
     EXPECT_TW(twSuccess, dispatch(handle));
     received.payloads[0].dtype = twInt8;
     EXPECT_TW(twInvalidArgument, combine(handle));
-    EXPECT_EQ(handle->lane, -1) << "the peers have given theirs back";
+    EXPECT_EQ(handle->channel, -1) << "the peers have given theirs back";
     EXPECT_TW(twSuccess, dispatch(handle));
     EXPECT_EQ(device->places.back().bank(), 1);
     EXPECT_TW(twSuccess, combine(handle));

@@ -73,13 +73,13 @@ class EagerTransport {
     std::memcpy(local_of(peer, offset), source, n);
   }
   void flush() { flushed_ = true; }
-  void publish(int peer, uint64_t offset, Signal word, uint64_t note) {
+  void publish(int peer, uint64_t offset, Signal signal, uint64_t note) {
     EXPECT_TRUE(flushed_) << "S4: published before a flush";
     EXPECT_EQ(offset, map_.signal(0, static_cast<int>(step & 1), kMe)) << "S1: step " << step;
-    EXPECT_EQ(word.step, step);
+    EXPECT_EQ(signal.step, step);
     EXPECT_TRUE(told_.insert(peer).second) << "published twice";
-    write_word(peer, offset, word, note);
-    if (peer != kMe) answer(peer, word.step + 1);
+    write_signal(peer, offset, signal, note);
+    if (peer != kMe) answer(peer, signal.step + 1);
   }
   Signal load(uint64_t offset) const {
     uint64_t bits = 0;
@@ -112,7 +112,7 @@ class EagerTransport {
     const uint32_t n = mode == Mode::kCounts     ? send_told(peer, at)
                        : mode == Mode::kDispatch ? send_rows(peer, at)
                                                  : send_partials(peer, at);
-    write_word(kMe, map_.signal(0, at.bank(), peer), {next, mode, n}, mode == Mode::kCounts ? 0 : kBound);
+    write_signal(kMe, map_.signal(0, at.bank(), peer), {next, mode, n}, mode == Mode::kCounts ? 0 : kBound);
   }
 
   uint32_t step = 0;
@@ -122,8 +122,8 @@ class EagerTransport {
   std::byte* local_of(int peer, uint64_t offset) {
     return windows_[peer].data() + (64 - reinterpret_cast<uintptr_t>(windows_[peer].data()) % 64) + offset;
   }
-  void write_word(int peer, uint64_t offset, Signal word, uint64_t note) {
-    const uint64_t bits = pack(word);
+  void write_signal(int peer, uint64_t offset, Signal signal, uint64_t note) {
+    const uint64_t bits = pack(signal);
     std::memcpy(local_of(peer, offset), &bits, sizeof bits);
     std::memcpy(local_of(peer, offset + kNoteOffset), &note, sizeof note);
   }
@@ -346,8 +346,8 @@ TEST(EagerPeer, WeightedFromTheView) { run("dwdwddw", 4); }
 class Interrupted : public cpu::CpuTransport {
  public:
   using cpu::CpuTransport::CpuTransport;
-  void publish(int peer, uint64_t offset, Signal word, uint64_t note) {
-    cpu::CpuTransport::publish(peer, offset, word, note);
+  void publish(int peer, uint64_t offset, Signal signal, uint64_t note) {
+    cpu::CpuTransport::publish(peer, offset, signal, note);
     if (after) after(peer);
   }
   std::function<void(int)> after;
@@ -388,7 +388,7 @@ struct Trio {
 };
 
 // Rank 0 hears of rank 2's step first and runs ahead; what it then sends to rank 1 must not stand for rank 2's signal.
-TEST(EagerPeer, EveryWriterHasAWordOfItsOwn) {
+TEST(EagerPeer, EveryWriterHasASignalOfItsOwn) {
   Trio trio;
   for (int rank = 0; rank < kRanks; ++rank) trio.send(rank, 1);
   for (int rank = 0; rank < kRanks; ++rank) ASSERT_EQ(trio.await(rank, 1).code, twSuccess);

@@ -171,7 +171,7 @@ TEST(Errors, RefusedDispatchForgetsTheEarlierOne) {
 
 // Which channel is leased depends on the calls alone (S5), those that failed included, and not on when they were
 // completed.
-TEST(Errors, RefusalLeavesLanesAlike) {
+TEST(Errors, RefusalLeavesChannelsAlike) {
   twGroupConfig_t config = make_config(6, 2, 4);
   config.lanes = 2;
   config.timeout_ms = 500;
@@ -192,7 +192,7 @@ TEST(Errors, RefusalLeavesLanesAlike) {
 }
 
 // A call that waits fails in the same place on all ranks too, and its channel is free at once.
-TEST(Errors, RefusalOfABlockingDispatchFreesTheLane) {
+TEST(Errors, RefusalOfABlockingDispatchFreesTheChannel) {
   const twGroupConfig_t config = make_config(6, 2, 4);
   World world(2, config);
   Exchange a(world, make_traffic(config, {4, 4}, 1), {}, 1);
@@ -203,7 +203,7 @@ TEST(Errors, RefusalOfABlockingDispatchFreesTheLane) {
 }
 
 // A refusal goes to the channel that the call named, even if its handle is no handle.
-TEST(Errors, RefusalWithoutAHandleReachesTheNamedLane) {
+TEST(Errors, RefusalWithoutAHandleReachesTheNamedChannel) {
   twGroupConfig_t config = make_config(6, 2, 4);
   config.lanes = 3;
   config.timeout_ms = 500;
@@ -255,7 +255,7 @@ TEST(Errors, BoundMismatchWithMoreRowsThanTheBound) {
   expect_usable(world, 3);
 }
 
-TEST(Errors, NoFreeLane) {
+TEST(Errors, NoFreeChannel) {
   twGroupConfig_t config = make_config(6, 2, 4);
   config.lanes = 2;
   World world(2, config);

@@ -22,8 +22,8 @@ constexpr WindowMap made(const Shape& shape) {
 constexpr WindowMap kMap = made(kSmall);
 static_assert(kSmall.fan_out() == 2);
 static_assert(meta_bytes(3) == 32);
-static_assert(kMap.bytes() > 2 * kMap.lane_bytes());
-static_assert(kMap.signal(1, 0, 0) - kMap.signal(0, 0, 0) == kMap.lane_bytes());
+static_assert(kMap.bytes() > 2 * kMap.channel_bytes());
+static_assert(kMap.signal(1, 0, 0) - kMap.signal(0, 0, 0) == kMap.channel_bytes());
 static_assert(kMap.note(0, 1, 1) == kMap.signal(0, 1, 1) + kNoteOffset);
 
 struct Region {
@@ -47,37 +47,37 @@ void add_header(const WindowMap& map, std::vector<Region>* regions) {
   for (int rank = 0; rank < shape.ranks; ++rank) {
     regions->push_back({WindowMap::abort_signal(rank), WindowMap::abort_signal(rank) + 8, "abort signal"});
   }
-  for (int lane = 0; lane < shape.lanes; ++lane) {
+  for (int channel = 0; channel < shape.channels; ++channel) {
     for (int bank = 0; bank < 2; ++bank) {
       for (int source = 0; source < shape.ranks; ++source) {
-        regions->push_back({map.signal(lane, bank, source), map.signal(lane, bank, source) + 8, "signal"});
-        regions->push_back({map.note(lane, bank, source), map.note(lane, bank, source) + 8, "note"});
-        const uint64_t rows = map.signal(lane, bank, source) + kRowsOffset;
+        regions->push_back({map.signal(channel, bank, source), map.signal(channel, bank, source) + 8, "signal"});
+        regions->push_back({map.note(channel, bank, source), map.note(channel, bank, source) + 8, "note"});
+        const uint64_t rows = map.signal(channel, bank, source) + kRowsOffset;
         regions->push_back({rows, rows + 8, "rows signal"});
       }
     }
   }
 }
 
-void add_rows(const WindowMap& map, int lane, int bank, int bound, std::vector<Region>* regions) {
+void add_rows(const WindowMap& map, int channel, int bank, int bound, std::vector<Region>* regions) {
   const Shape& shape = map.shape();
   for (int source = 0; source < shape.ranks; ++source) {
     for (int p = 0; p < bound; ++p) {
       for (int q = 0; q < shape.payloads; ++q) {
-        const uint64_t at = map.payload(lane, bank, q, source, p, bound);
+        const uint64_t at = map.payload(channel, bank, q, source, p, bound);
         regions->push_back({at, at + shape.payload_bytes[q], "payload"});
       }
-      const uint64_t meta = map.meta(lane, bank, source, p, bound);
+      const uint64_t meta = map.meta(channel, bank, source, p, bound);
       regions->push_back({meta, meta + meta_bytes(shape.top_k), "meta"});
     }
   }
 }
 
-void add_inbox(const WindowMap& map, int lane, int bank, std::vector<Region>* regions) {
+void add_inbox(const WindowMap& map, int channel, int bank, std::vector<Region>* regions) {
   const Shape& shape = map.shape();
   for (int token = 0; token < shape.max_tokens; ++token) {
     for (int position = 0; position < shape.fan_out(); ++position) {
-      const uint64_t at = map.inbox(lane, bank, token, position);
+      const uint64_t at = map.inbox(channel, bank, token, position);
       regions->push_back({at, at + shape.combine_bytes, "inbox"});
     }
   }
@@ -90,15 +90,15 @@ int chunks_of(const Shape& shape) {
 // What only devices have.
 void add_device_regions(const WindowMap& map, std::vector<Region>* regions) {
   const Shape& shape = map.shape();
-  for (int lane = 0; lane < shape.lanes; ++lane) {
+  for (int channel = 0; channel < shape.channels; ++channel) {
     for (int bank = 0; bank < 2; ++bank) {
       for (int source = 0; source < shape.ranks; ++source) {
         for (int chunk = 0; chunk < chunks_of(shape); ++chunk) {
-          const uint64_t word = map.chunk_signal(lane, bank, source, chunk);
-          regions->push_back({word, word + 8, "chunk signal"});
+          const uint64_t signal = map.chunk_signal(channel, bank, source, chunk);
+          regions->push_back({signal, signal + 8, "chunk signal"});
         }
         for (int p = 0; p < shape.packet_tokens; ++p) {
-          const uint64_t packet = map.packet(lane, bank, source, p);
+          const uint64_t packet = map.packet(channel, bank, source, p);
           regions->push_back({packet, packet + packet_row_bytes(shape), "packets"});
         }
       }
@@ -111,11 +111,11 @@ void each_small_shape(Visit&& visit) {
   for (int ranks = 1; ranks <= 3; ++ranks) {
     for (int top_k = 1; top_k <= 4; top_k += 3) {
       for (int tokens = 1; tokens <= 4; tokens += 3) {
-        for (int lanes = 1; lanes <= 3; lanes += 2) {
+        for (int channels = 1; channels <= 3; channels += 2) {
           for (const uint64_t row : {1ull, 7ull, 300ull}) {
             for (const uint64_t combined : {2ull, 5000ull}) {
-              visit(Shape{ranks, 8, top_k, tokens, lanes, 2, {row, 3}, combined});
-              visit(Shape{ranks, 8, top_k, tokens, lanes, 8, {1, 2, 3, 4, 5, 6, 7, row}, combined});
+              visit(Shape{ranks, 8, top_k, tokens, channels, 2, {row, 3}, combined});
+              visit(Shape{ranks, 8, top_k, tokens, channels, 8, {1, 2, 3, 4, 5, 6, 7, row}, combined});
             }
           }
         }
@@ -149,10 +149,10 @@ TEST(Layout, RegionsNeverOverlap) {
         std::vector<Region> regions;
         add_header(map, &regions);
         add_device_regions(map, &regions);
-        for (int lane = 0; lane < shape.lanes; ++lane) {
+        for (int channel = 0; channel < shape.channels; ++channel) {
           for (int bank = 0; bank < 2; ++bank) {
-            if ((kinds >> bank & 1) != 0) add_inbox(map, lane, bank, &regions);
-            if ((kinds >> bank & 1) == 0) add_rows(map, lane, bank, bound, &regions);
+            if ((kinds >> bank & 1) != 0) add_inbox(map, channel, bank, &regions);
+            if ((kinds >> bank & 1) == 0) add_rows(map, channel, bank, bound, &regions);
           }
         }
         ASSERT_NO_FATAL_FAILURE(expect_apart(std::move(regions), map.bytes()));
@@ -165,20 +165,21 @@ TEST(Layout, Alignment) {
   each_device_shape([](const Shape& shape) {
     const WindowMap map = made(shape);
     EXPECT_EQ(map.bytes() % kPageAlignment, 0u);
-    EXPECT_EQ(map.lane_bytes() % kPageAlignment, 0u);
+    EXPECT_EQ(map.channel_bytes() % kPageAlignment, 0u);
     EXPECT_EQ(WindowMap::waiters() % 4, 0u);
     EXPECT_EQ(WindowMap::abort_signal(shape.ranks - 1) % 8, 0u);
-    for (int lane = 0; lane < shape.lanes; ++lane) {
+    for (int channel = 0; channel < shape.channels; ++channel) {
       for (int bank = 0; bank < 2; ++bank) {
-        EXPECT_EQ(map.inbox(lane, bank, 0, 0) % kPageAlignment, 0u);
-        EXPECT_EQ(map.meta(lane, bank, 0, 0, 1) % kRegionAlignment, 0u);
+        EXPECT_EQ(map.inbox(channel, bank, 0, 0) % kPageAlignment, 0u);
+        EXPECT_EQ(map.meta(channel, bank, 0, 0, 1) % kRegionAlignment, 0u);
         for (int q = 0; q < shape.payloads; ++q) {
-          EXPECT_EQ(map.payload(lane, bank, q, 0, 0, 1) % kRegionAlignment, 0u);
+          EXPECT_EQ(map.payload(channel, bank, q, 0, 0, 1) % kRegionAlignment, 0u);
         }
         for (int source = 0; source < shape.ranks; ++source) {
-          EXPECT_EQ(map.signal(lane, bank, source) % kSignalStride, 0u);  // a cache line for each writer
-          EXPECT_EQ(map.chunk_signal(lane, bank, source, 0) % sizeof(uint64_t), 0u);
-          for (int p = 0; p < shape.packet_tokens; ++p) EXPECT_EQ(map.packet(lane, bank, source, p) % kPacketBytes, 0u);
+          EXPECT_EQ(map.signal(channel, bank, source) % kSignalStride, 0u);  // a cache line for each writer
+          EXPECT_EQ(map.chunk_signal(channel, bank, source, 0) % sizeof(uint64_t), 0u);
+          for (int p = 0; p < shape.packet_tokens; ++p)
+            EXPECT_EQ(map.packet(channel, bank, source, p) % kPacketBytes, 0u);
         }
       }
     }
@@ -189,17 +190,17 @@ TEST(Layout, Alignment) {
 TEST(Layout, BoundMovesNothingOutsideABank) {
   each_small_shape([](const Shape& shape) {
     const WindowMap map = made(shape);
-    for (int lane = 0; lane < shape.lanes; ++lane) {
+    for (int channel = 0; channel < shape.channels; ++channel) {
       for (int bank = 0; bank < 2; ++bank) {
-        const uint64_t begin = map.inbox(lane, bank, 0, 0);
-        const uint64_t end = bank == 0 ? map.inbox(lane, 1, 0, 0) : map.signal(lane, 0, 0) + map.lane_bytes();
+        const uint64_t begin = map.inbox(channel, bank, 0, 0);
+        const uint64_t end = bank == 0 ? map.inbox(channel, 1, 0, 0) : map.signal(channel, 0, 0) + map.channel_bytes();
         for (int bound = 1; bound <= shape.max_tokens; ++bound) {
           for (int q = 0; q < shape.payloads; ++q) {
-            EXPECT_GE(map.payload(lane, bank, q, 0, 0, bound), begin);
-            EXPECT_LE(map.payload(lane, bank, q, shape.ranks, 0, bound), end);
+            EXPECT_GE(map.payload(channel, bank, q, 0, 0, bound), begin);
+            EXPECT_LE(map.payload(channel, bank, q, shape.ranks, 0, bound), end);
           }
-          EXPECT_GE(map.meta(lane, bank, 0, 0, bound), begin);
-          EXPECT_LE(map.meta(lane, bank, shape.ranks, 0, bound), end);
+          EXPECT_GE(map.meta(channel, bank, 0, 0, bound), begin);
+          EXPECT_LE(map.meta(channel, bank, shape.ranks, 0, bound), end);
         }
       }
     }
@@ -215,10 +216,10 @@ TEST(Layout, DeviceRegionsMoveNothing) {
     const WindowMap map = made(shape);
     const WindowMap cpu = made(plain);
     EXPECT_EQ(cpu.packet_bytes(), 0u);
-    EXPECT_EQ(cpu.lane_bytes(), cpu.bank(0, 1) + cpu.bank_bytes() - cpu.signal(0, 0, 0)) << "signals and two banks";
-    EXPECT_EQ(cpu.bytes(), cpu.signal(0, 0, 0) + shape.lanes * cpu.lane_bytes());
+    EXPECT_EQ(cpu.channel_bytes(), cpu.bank(0, 1) + cpu.bank_bytes() - cpu.signal(0, 0, 0)) << "signals and two banks";
+    EXPECT_EQ(cpu.bytes(), cpu.signal(0, 0, 0) + shape.channels * cpu.channel_bytes());
     const bool bare = shape.packet_tokens == 0 && shape.chunk_rows == 0;
-    EXPECT_EQ(map.lane_bytes() == cpu.lane_bytes(), bare);
+    EXPECT_EQ(map.channel_bytes() == cpu.channel_bytes(), bare);
     for (int bank = 0; bank < 2; ++bank) {
       EXPECT_EQ(map.signal(0, bank, 0), cpu.signal(0, bank, 0));
       EXPECT_EQ(map.bank(0, bank), cpu.bank(0, bank));
@@ -235,22 +236,23 @@ TEST(Layout, DeviceRegionsAreArrays) {
     const WindowMap map = made(shape);
     const uint64_t chunks = static_cast<uint64_t>(chunks_of(shape));
     const uint64_t packets = map.packet(0, 0, 0, 0);
-    const uint64_t words = map.chunk_signal(0, 0, 0, 0);
-    EXPECT_EQ(words, map.bank(0, 1) + map.bank_bytes());
-    for (int lane = 0; lane < shape.lanes; ++lane) {
+    const uint64_t signals = map.chunk_signal(0, 0, 0, 0);
+    EXPECT_EQ(signals, map.bank(0, 1) + map.bank_bytes());
+    for (int channel = 0; channel < shape.channels; ++channel) {
       for (int bank = 0; bank < 2; ++bank) {
         for (int source = 0; source < shape.ranks; ++source) {
           const uint64_t row = static_cast<uint64_t>(bank) * shape.ranks + source;
-          EXPECT_EQ(map.chunk_signal(lane, bank, source, 0), words + lane * map.lane_bytes() + 8 * row * chunks);
+          EXPECT_EQ(map.chunk_signal(channel, bank, source, 0),
+                    signals + channel * map.channel_bytes() + 8 * row * chunks);
           if (shape.packet_tokens == 0) continue;
-          const uint64_t at = packets + lane * map.lane_bytes() + row * shape.packet_tokens * map.packet_row();
-          EXPECT_EQ(map.packet(lane, bank, source, 0), at);
-          EXPECT_EQ(map.packet(lane, bank, source, 1), at + map.packet_row());
-          const uint64_t metadata = map.packet(0, 0, 0, 0) + map.packet_bytes() + lane * map.lane_bytes();
+          const uint64_t at = packets + channel * map.channel_bytes() + row * shape.packet_tokens * map.packet_row();
+          EXPECT_EQ(map.packet(channel, bank, source, 0), at);
+          EXPECT_EQ(map.packet(channel, bank, source, 1), at + map.packet_row());
+          const uint64_t metadata = map.packet(0, 0, 0, 0) + map.packet_bytes() + channel * map.channel_bytes();
           const uint64_t meta_row = row * shape.max_tokens * map.meta_packet_row();
           const auto first = static_cast<uint64_t>(source) * static_cast<uint64_t>(shape.max_tokens);
-          EXPECT_EQ(map.meta_packet(lane, bank, first), metadata + meta_row);
-          EXPECT_EQ(map.meta_packet(lane, bank, first + 1), metadata + meta_row + map.meta_packet_row());
+          EXPECT_EQ(map.meta_packet(channel, bank, first), metadata + meta_row);
+          EXPECT_EQ(map.meta_packet(channel, bank, first + 1), metadata + meta_row + map.meta_packet_row());
         }
       }
     }
@@ -259,7 +261,7 @@ TEST(Layout, DeviceRegionsAreArrays) {
         shape.packet_tokens > 0 ? kPacketBytes * packets_of(1 + static_cast<uint64_t>(shape.top_k)) : 0;
     EXPECT_EQ(map.meta_packet_row(), meta) << "header, ids and weights, a word for each two of these";
     const uint64_t rows = static_cast<uint64_t>(shape.ranks) * static_cast<uint64_t>(shape.max_tokens);
-    EXPECT_LE(map.meta_packet(0, 1, rows) - map.signal(0, 0, 0), map.lane_bytes());
+    EXPECT_LE(map.meta_packet(0, 1, rows) - map.signal(0, 0, 0), map.channel_bytes());
   });
 }
 
@@ -308,8 +310,8 @@ unsigned __int128 wide_bytes(const Shape& s) {
   const Wide banks = align(static_cast<Wide>(2) * kSignalStride * s.ranks, kPageAlignment) + 2 * bank;
   const Wide packets = static_cast<Wide>(2) * s.ranks * s.packet_tokens * ((words + 14) / 15 * 128);
   const Wide metadata = s.packet_tokens == 0 ? 0 : 2 * rows * ((static_cast<Wide>(1) + s.top_k + 14) / 15 * 128);
-  const Wide lane = align(banks + 16 * s.ranks * chunks, kPageAlignment) + align(packets + metadata, kPageAlignment);
-  return align(64 + static_cast<Wide>(8) * s.ranks, kPageAlignment) + lane * s.lanes;
+  const Wide channel = align(banks + 16 * s.ranks * chunks, kPageAlignment) + align(packets + metadata, kPageAlignment);
+  return align(64 + static_cast<Wide>(8) * s.ranks, kPageAlignment) + channel * s.channels;
 }
 
 TEST(Layout, OverflowIsRefused) {

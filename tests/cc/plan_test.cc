@@ -20,7 +20,7 @@ Shape shape_of(int ranks, int max_tokens, bool exact = false, uint64_t row_bytes
   shape.experts = 256;
   shape.top_k = 8;
   shape.max_tokens = max_tokens;
-  shape.lanes = 1;
+  shape.channels = 1;
   shape.payloads = 1;
   shape.payload_bytes[0] = shape.combine_bytes = row_bytes;
   shape.packet_tokens = std::min(max_tokens, 2048 / ranks);
@@ -93,7 +93,7 @@ TEST(Plan, WhateverTheCallEachRowIsSomebodys) {
     Shape shape = shape_of(ranks, max_tokens, exact, 16 * static_cast<uint64_t>(pick(1, 1200)));
     shape.payloads = pick(1, 3);
     for (int q = 1; q < shape.payloads; ++q) shape.payload_bytes[q] = static_cast<uint64_t>(pick(1, 5000));
-    shape.lanes = pick(1, 4);
+    shape.channels = pick(1, 4);
     shape.counts_loads = pick(0, 1);
     const Budget budget = budget_of(shape, pick(0, 1) == 0 ? 0 : pick(1, 132), pick(32, 160));
     const int tokens = pick(0, max_tokens);
@@ -150,7 +150,7 @@ TEST(Plan, CallsThatWereMeasured) {
 
 TEST(Plan, ChannelsThatDoNotFit) {
   Shape shape = shape_of(2, 128);
-  shape.lanes = 5;
+  shape.channels = 5;
   Budget budget;
   EXPECT_TRUE(make_budget({132, 9}, shape, 0, 1, false, &budget).ok());
   EXPECT_EQ(budget.max_grid, 26);

@@ -171,8 +171,8 @@ TEST(Loads, Average) {
   float load = 0.0f;
   for (int i = 0; i < 400; ++i) load = average_load(load, 0.9f, 10);
   EXPECT_NEAR(load, 10.0f, 1e-4f);
-  EXPECT_EQ(told_tag(told_signal(0xfffffffeu, 77)), 0xfffffffeu);
-  EXPECT_EQ(told_value(told_signal(0xfffffffeu, 77)), 77u);
+  EXPECT_EQ(told_tag(told_word(0xfffffffeu, 77)), 0xfffffffeu);
+  EXPECT_EQ(told_value(told_word(0xfffffffeu, 77)), 77u);
 }
 
 // ---- Through the C API
@@ -253,13 +253,13 @@ TEST(Replicas, PlacementsOfOtherVersions) {
 }
 
 // A channel's average is aged by its distance to the channel that has counted last, also where clocks begin anew.
-TEST(Loads, LanesThatStandStillAge) {
+TEST(Loads, ChannelsThatStandStillAge) {
   PlacementSpec spec;
   spec.layers = 1;
   spec.experts = 2;
   spec.decay = 0.5f;
   Shape shape;
-  shape.lanes = 2;
+  shape.channels = 2;
   const float averages[] = {8, 4, 2, 6};
   const int64_t dispatches[] = {5, 2};
   for (const uint32_t first : {5u, CountedCall::kTurns - 1, CountedCall::kTurns - 2, ~0u}) {
@@ -267,7 +267,7 @@ TEST(Loads, LanesThatStandStillAge) {
       const uint32_t clocks[] = {swapped ? first + 2 : first, swapped ? first : first + 2};
       float loads[2] = {-1, -1};
       int64_t counted = -1;
-      sum_lanes(spec, shape, {averages, dispatches, clocks}, loads, &counted);
+      sum_channels(spec, shape, {averages, dispatches, clocks}, loads, &counted);
       EXPECT_EQ(loads[0], swapped ? 8.5f : 4.0f) << first;
       EXPECT_EQ(loads[1], swapped ? 5.5f : 7.0f) << first;
       EXPECT_EQ(counted, 7);

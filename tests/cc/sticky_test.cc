@@ -187,7 +187,7 @@ TEST(Sticky, DeathBehindASlowRank) {
 }
 
 // A rank whose rows are there may die: the step needs nothing more of it.
-TEST(Sticky, DeathAfterTheWord) {
+TEST(Sticky, DeathAfterTheSignal) {
   World world(3, make_config(6, 2, 4));
   Exchange exchange(world, make_traffic(world.config, {4, 4, 4}, 1), {}, 1);
   EXPECT_TW(twSuccess, exchange[1].dispatch(true));

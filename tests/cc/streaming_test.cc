@@ -83,7 +83,7 @@ TEST(Streaming, Exchanges) {
 }
 
 // Signals must not pass the rows that they stand for: each rank has a thread, and nothing is staged.
-TEST(Streaming, RowsAreThereBeforeTheirWord) {
+TEST(Streaming, RowsAreThereBeforeTheirSignal) {
   const Env cache("TOKENWAY_CACHE_BYTES", "1");
   const Env spin("TOKENWAY_SPIN_US", "50");
   const twGroupConfig_t config = make_config(6, 2, 8, 2048);

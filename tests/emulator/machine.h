@@ -47,7 +47,7 @@ struct Votes {
 Votes meet_block(bool vote);
 
 // ---- Accesses that the threads of a warp make in one instruction where they are together, which is when each of them
-// waits for something or has come here: first what a line's flag comes with, its last 16 bytes.
+// waits for something or has come here: first what a packet's flag comes with, its last 16 bytes.
 struct Pair {
   uint64_t a, b;
 };

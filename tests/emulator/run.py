@@ -4,7 +4,7 @@
     python tests/emulator/run.py                         all of them
     python tests/emulator/run.py --threads               ranks as threads alone, no deaths, and half of the examples
     python tests/emulator/run.py --quick                 the same but long and heavy, and a quarter of the examples
-    python tests/emulator/run.py --carried               the portable backend: devices apart, whose blocks gloo moves
+    python tests/emulator/run.py --staged                the portable backend: devices apart, whose blocks gloo moves
     python tests/emulator/run.py --counted               over a transport that counts what kernels store at peers
     python tests/emulator/run.py -k rounds -x            arguments of pytest
 
@@ -64,9 +64,9 @@ def main(arguments: list[str]) -> int:
         chosen += ["-m", "not long and not heavy"] * quick
         os.environ.setdefault("EXAMPLES", "6" if quick else "12")
     backend = "emulated"
-    if "--carried" in arguments:
-        arguments = [a for a in arguments if a != "--carried"]
-        names, backend = (*names, "carried"), "torch-emulated"
+    if "--staged" in arguments:
+        arguments = [a for a in arguments if a != "--staged"]
+        names, backend = (*names, "staged"), "torch-emulated"
     files = [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in names]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",

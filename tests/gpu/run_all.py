@@ -75,7 +75,7 @@ def commands(part: str, args: argparse.Namespace) -> Iterator[tuple[str, list[st
         files = [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in BEHAVIOUR]
         yield part, [*pytest, *files, "--backend", "nvlink", "--rounds", "150"]
     elif part == "nccl":
-        names = (*BEHAVIOUR[:4], "carried", *BEHAVIOUR[4:])
+        names = (*BEHAVIOUR[:4], "staged", *BEHAVIOUR[4:])
         files = [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in names]
         yield part, [*pytest, *files, "--backend", "nccl", "--rounds", "60"]
         yield f"{part}: gpu", [*pytest, str(here / "test_nccl.py")]

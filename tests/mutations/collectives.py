@@ -27,8 +27,8 @@ COLLECTIVES = (
         "Staged",
         Edit(
             COLLECTIVE_H,
-            "  const uint64_t bank = map.bank(at.lane, at.bank());\n  const auto bound",
-            "  const uint64_t bank = map.bank(at.lane, 1 - at.bank());\n  const auto bound",
+            "  const uint64_t bank = map.bank(at.channel, at.bank());\n  const auto bound",
+            "  const uint64_t bank = map.bank(at.channel, 1 - at.bank());\n  const auto bound",
         ),
     ),
     _mutation(
@@ -50,8 +50,8 @@ COLLECTIVES = (
     _mutation(
         "the next step begins before what was sent alone has ended",
         "S2",
-        "MoreThanLanes",
-        Edit(CALLS, "  if (state.request != 0) TW_RETURN_IF_FAILED(finish_request(group, lane, stream));\n", ""),
+        "MoreThanChannels",
+        Edit(CALLS, "  if (state.request != 0) TW_RETURN_IF_FAILED(finish_request(group, channel, stream));\n", ""),
     ),
     _mutation(
         "what was sent alone holds its channel",
@@ -59,9 +59,9 @@ COLLECTIVES = (
         "RefusedAmongSent",
         Edit(
             CORE,
-            "  group.lanes[lane].request = *request;\n",
-            "  group.lanes[lane].request = *request;\n"
-            "  group.lanes[lane].holder = reinterpret_cast<const twHandle*>(&group);\n",
+            "  group.channels[channel].request = *request;\n",
+            "  group.channels[channel].request = *request;\n"
+            "  group.channels[channel].holder = reinterpret_cast<const twHandle*>(&group);\n",
         ),
     ),
     _mutation(

@@ -28,14 +28,20 @@ COUNTS = (
         "S1",
         "eager_peer_test",
         "EagerPeer.Counts",
-        (Edit(COUNTS_H, "map.counts(at.lane, at.bank(), t.rank())", "map.counts(at.lane, 1 - at.bank(), t.rank())"),),
+        (
+            Edit(
+                COUNTS_H,
+                "map.counts(at.channel, at.bank(), t.rank())",
+                "map.counts(at.channel, 1 - at.bank(), t.rank())",
+            ),
+        ),
     ),
     Mutation(
         "counts of the step before",
         "S1",
         "eager_peer_test",
         "EagerPeer.Counts",
-        (Edit(COUNTS_H, "map.counts(at.lane, at.bank(), source)", "map.counts(at.lane, 1 - at.bank(), source)"),),
+        (Edit(COUNTS_H, "map.counts(at.channel, at.bank(), source)", "map.counts(at.channel, 1 - at.bank(), source)"),),
     ),
     Mutation(
         "counts taken without a wait",
@@ -62,7 +68,7 @@ COUNTS = (
         "counts that failed are taken for known",
         "S6",
         "counts_test",
-        "Counts.RefusalOfABlockingCallFreesTheLane",
+        "Counts.RefusalOfABlockingCallFreesTheChannel",
         (
             Edit(
                 CALLS,
@@ -76,13 +82,13 @@ COUNTS = (
         "S2",
         "counts_test",
         "Counts.RefusedStepIsWaitedOut",
-        (Edit(CALLS, "  TW_RETURN_IF_FAILED(drain(group, lane, twPhaseCounts, call.stream));\n", ""),),
+        (Edit(CALLS, "  TW_RETURN_IF_FAILED(drain(group, channel, twPhaseCounts, call.stream));\n", ""),),
     ),
     Mutation(
         "a refused exchange of counts is told to nobody",
         "S2",
         "counts_test",
-        "Counts.RefusalLeavesLanesAlike",
+        "Counts.RefusalLeavesChannelsAlike",
         (
             Edit(
                 ENTRIES,
@@ -92,17 +98,17 @@ COUNTS = (
         ),
     ),
     Mutation(
-        "lanes depend on when a refused exchange of counts was completed",
+        "channels depend on when a refused exchange of counts was completed",
         "S5",
         "counts_test",
-        "Counts.RefusalLeavesLanesAlike",
-        (Edit(CALLS, "  if (send_only && !learns_late(group)) hold(group, *handle, lane);\n", ""),),
+        "Counts.RefusalLeavesChannelsAlike",
+        (Edit(CALLS, "  if (send_only && !learns_late(group)) hold(group, *handle, channel);\n", ""),),
     ),
     Mutation(
         "counts keep their channel",
         "S5",
         "counts_test",
-        "Counts.GiveTheirLaneBack",
+        "Counts.GiveTheirChannelBack",
         (
             Edit(
                 CALLS,

@@ -22,7 +22,7 @@ class Mutation:
     edits: tuple[Edit, ...]
 
 
-WORDS = "src/exchange/signals.h"
+SIGNALS = "src/exchange/signals.h"
 STEP = "src/exchange/step.h"
 NOTES = "src/exchange/notes.h"
 LOADS_H = "src/exchange/loads.h"
@@ -37,7 +37,7 @@ CALLS = "src/core/calls.cc"
 SHRINK = "src/core/shrink.cc"
 MESH = "src/bootstrap/mesh.cc"
 GROUP = "src/core/group.cc"
-LANES = "src/core/lanes.h"
+CHANNELS = "src/core/channels.h"
 LEASES = "src/core/leases.cc"
 TRANSPORT = "src/cpu/transport.cc"
 VECTOR = "src/cpu/vector.cc"

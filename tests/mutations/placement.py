@@ -62,7 +62,7 @@ PLACEMENT = (
             Edit(
                 CPU_LOADS,
                 "transport.local(place(call.at, source))",
-                "transport.local(place({call.at.lane, call.at.step + 1}, source))",
+                "transport.local(place({call.at.channel, call.at.step + 1}, source))",
             ),
         ),
     ),
@@ -87,7 +87,7 @@ PLACEMENT = (
         "what a channel has counted long ago stays as it was",
         "S9",
         "replicas_test",
-        "Loads.LanesThatStandStillAge",
+        "Loads.ChannelsThatStandStillAge",
         (Edit(LOADS_H, "  return load * left;", "  return load;"),),
     ),
 )

@@ -2,18 +2,18 @@
 
 from mutation import (
     CALLS,
+    CHANNELS,
     CHECK,
     COMBINE,
     DISPATCH,
     GROUP,
-    LANES,
     MAP,
     MESH,
     SHRINK,
+    SIGNALS,
     STEP,
     TRANSPORT,
     VECTOR,
-    WORDS,
     Edit,
     Mutation,
 )
@@ -26,36 +26,37 @@ PUBLISH_COMBINE = (
 )
 
 BEGIN_DISPATCH = (
-    "  call->at = group.backend->on_device() ? group.lanes.begin_dispatch(lane) : group.lanes.begin(lane);\n"
+    "  call->at = group.backend->on_device() ? "
+    "group.channels.begin_dispatch(channel) : group.channels.begin(channel);\n"
 )
 
 # The number of completed cycles: it moves on with the first dispatch after a combine.
 CYCLE = (
     Edit(
-        WORDS,
+        SIGNALS,
         "  constexpr int bank() const { return bank_of(step); }",
         "  int cycle = -1;\n  constexpr int bank() const { return cycle >= 0 ? cycle & 1 : bank_of(step); }",
     ),
     Edit(
         STEP,
-        "t.publish(peer, map.signal(at.lane, at.bank(), ",
-        "t.publish(peer, map.signal(at.lane, bank_of(at.step), ",
+        "t.publish(peer, map.signal(at.channel, at.bank(), ",
+        "t.publish(peer, map.signal(at.channel, bank_of(at.step), ",
     ),
-    Edit(STEP, "= map.signal(at.lane, at.bank(), peer);", "= map.signal(at.lane, bank_of(at.step), peer);"),
-    Edit(LANES, "struct Lane {\n", "struct Lane {\n  int cycle = 0;\n  bool combined = false;\n"),
+    Edit(STEP, "= map.signal(at.channel, at.bank(), peer);", "= map.signal(at.channel, bank_of(at.step), peer);"),
+    Edit(CHANNELS, "struct Channel {\n", "struct Channel {\n  int cycle = 0;\n  bool combined = false;\n"),
     Edit(
         CALLS,
         BEGIN_DISPATCH,
-        BEGIN_DISPATCH + "  if (group.lanes[lane].combined) ++group.lanes[lane].cycle;\n"
-        "  group.lanes[lane].combined = false;\n"
-        "  call->at.cycle = group.lanes[lane].cycle;\n",
+        BEGIN_DISPATCH + "  if (group.channels[channel].combined) ++group.channels[channel].cycle;\n"
+        "  group.channels[channel].combined = false;\n"
+        "  call->at.cycle = group.channels[channel].cycle;\n",
     ),
     Edit(
         CALLS,
-        "  call.at = group.lanes.begin(lane);\n",
-        "  call.at = group.lanes.begin(lane);\n"
-        "  group.lanes[lane].combined = true;\n"
-        "  call.at.cycle = group.lanes[lane].cycle;\n",
+        "  call.at = group.channels.begin(channel);\n",
+        "  call.at = group.channels.begin(channel);\n"
+        "  group.channels[channel].combined = true;\n"
+        "  call.at.cycle = group.channels[channel].cycle;\n",
     ),
     Edit(
         MAP,
@@ -64,10 +65,10 @@ CYCLE = (
     ),
     Edit(
         MAP,
-        "    return bank_at(lane, bank) + (static_cast<uint64_t>(token)",
+        "    return bank_at(channel, bank) + (static_cast<uint64_t>(token)",
         "    const uint64_t rows = meta_at_ + row(shape_.ranks, 0, shape_.max_tokens) * meta_bytes(shape_.top_k);\n"
         "    const uint64_t inbox_at = (rows + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;\n"
-        "    return bank_at(lane, bank) + inbox_at + (static_cast<uint64_t>(token)",
+        "    return bank_at(channel, bank) + inbox_at + (static_cast<uint64_t>(token)",
     ),
 )
 
@@ -77,16 +78,16 @@ PROTOCOL = (
         "S1",
         "eager_peer_test",
         "EagerPeer.DispatchDispatch",
-        (Edit(WORDS, "return static_cast<int>(step & 1);", "return static_cast<int>(step & 0);"),),
+        (Edit(SIGNALS, "return static_cast<int>(step & 1);", "return static_cast<int>(step & 0);"),),
     ),
     Mutation(
         "bank chosen by the kind of step",
         "S1",
-        "lanes_test",
-        "Lanes.EveryLegalOrder",
+        "channels_test",
+        "Channels.EveryLegalOrder",
         (
             Edit(
-                WORDS,
+                SIGNALS,
                 "  constexpr int bank() const { return bank_of(step); }",
                 "  int kind = -1;\n  constexpr int bank() const { return kind >= 0 ? kind : bank_of(step); }",
             ),
@@ -97,8 +98,8 @@ PROTOCOL = (
             ),
             Edit(
                 CALLS,
-                "  call.at = group.lanes.begin(lane);\n",
-                "  call.at = group.lanes.begin(lane);\n  call.at.kind = 1;\n",
+                "  call.at = group.channels.begin(channel);\n",
+                "  call.at = group.channels.begin(channel);\n  call.at.kind = 1;\n",
             ),
         ),
     ),
@@ -106,22 +107,22 @@ PROTOCOL = (
         # Rows and inbox have places of their own, and signals go by the step: only the bank is wrong.
         "bank chosen by the dispatch and combine cycle",
         "S1",
-        "lanes_test",
-        "Lanes.CombineAfterCombine",
+        "channels_test",
+        "Channels.CombineAfterCombine",
         CYCLE,
     ),
     Mutation(
         "bank chosen by the dispatch and combine cycle, dispatches",
         "S1",
-        "lanes_test",
-        "Lanes.DispatchAfterDispatch",
+        "channels_test",
+        "Channels.DispatchAfterDispatch",
         CYCLE,
     ),
     Mutation(
-        "one shared counting word for both phases",
+        "one shared counting signal for both phases",
         "S1, S2",
         "eager_peer_test",
-        "EagerPeer.EveryWriterHasAWordOfItsOwn",
+        "EagerPeer.EveryWriterHasASignalOfItsOwn",
         (
             Edit(
                 TRANSPORT,
@@ -184,7 +185,7 @@ PROTOCOL = (
                 COMBINE,
                 "            shape.combine_bytes);\n    }\n",
                 "            shape.combine_bytes);\n    }\n    t.flush();\n"
-                "    t.publish(source, map.signal(at.lane, at.bank(), t.rank()),\n"
+                "    t.publish(source, map.signal(at.channel, at.bank(), t.rank()),\n"
                 "              {at.step, Mode::kCombine, static_cast<uint32_t>(received.counts[source])}, bound);\n",
             ),
         ),
@@ -192,8 +193,8 @@ PROTOCOL = (
     Mutation(
         "own rows summed from the view, after publishing",
         "S3",
-        "lanes_test",
-        "Lanes.FastPeerOverwritesTheView",
+        "channels_test",
+        "Channels.FastPeerOverwritesTheView",
         (Edit(CHECK, "call->apart = !call->in_window && disjoint(", "call->apart = disjoint("),),
     ),
     Mutation(
@@ -218,18 +219,18 @@ PROTOCOL = (
         (Edit(STEP, "  t.flush();\n", ""),),
     ),
     Mutation(
-        "lanes depend on when a refusal was completed",
+        "channels depend on when a refusal was completed",
         "S5",
         "errors_test",
-        "Errors.RefusalLeavesLanesAlike",
+        "Errors.RefusalLeavesChannelsAlike",
         (Edit(CALLS, "if (send_only || learns_late(group)) {", "if (learns_late(group)) {"),),
     ),
     Mutation(
         "a held channel leased again",
         "S5",
-        "lanes_test",
-        "Lanes.HeldLanesAreLeftAlone",
-        (Edit(LANES, "      if (lanes_[lane].holder != nullptr) continue;\n", ""),),
+        "channels_test",
+        "Channels.HeldChannelsAreLeftAlone",
+        (Edit(CHANNELS, "      if (channels_[channel].holder != nullptr) continue;\n", ""),),
     ),
     Mutation(
         "refusal not published",
@@ -384,10 +385,10 @@ PROTOCOL = (
         "S2",
         "sticky_test",
         "Sticky.TimeoutAtTheWrap",
-        (Edit(WORDS, "return static_cast<int32_t>(seen - step) >= 0;", "return seen >= step;"),),
+        (Edit(SIGNALS, "return static_cast<int32_t>(seen - step) >= 0;", "return seen >= step;"),),
     ),
     Mutation(
-        "words born at step 0",
+        "signals born at step 0",
         "S2",
         "sticky_test",
         "Sticky.TimeoutAtTheWrap",
@@ -405,14 +406,14 @@ PROTOCOL = (
         "S1",
         "device_side_test",
         "PretendedGroup.ViewsLieInTheBankOfTheLease",
-        (Edit(LANES, "    lanes_[lane].second = !lanes_[lane].second;\n", ""),),
+        (Edit(CHANNELS, "    channels_[channel].second = !channels_[channel].second;\n", ""),),
     ),
     Mutation(
         "a lease goes on with the banks of the one before",
         "S1",
         "device_side_test",
         "PretendedGroup.ViewsLieInTheBankOfTheLease",
-        (Edit(CALLS, "    group.lanes[handle.lane].second = false;\n", ""),),
+        (Edit(CALLS, "    group.channels[handle.channel].second = false;\n", ""),),
     ),
     Mutation(
         "calls go on after a device has found an error",

@@ -166,38 +166,38 @@ RESULTS = (
         (
             Edit(
                 MAP,
-                "    return payload_row(lane, bank, q, row(source, p, bound));",
+                "    return payload_row(channel, bank, q, row(source, p, bound));",
                 "    const uint64_t bank_bytes = bank_bytes_ / shape_.max_tokens * bound;\n"
-                "    return lane_at(lane) + banks_at_ + bank_bytes * bank + payload_at_[q] +\n"
+                "    return channel_at(channel) + banks_at_ + bank_bytes * bank + payload_at_[q] +\n"
                 "           row(source, p, bound) * shape_.payload_bytes[q];",
             ),
             Edit(
                 MAP,
-                "    return meta_row(lane, bank, row(source, p, bound));",
+                "    return meta_row(channel, bank, row(source, p, bound));",
                 "    const uint64_t bank_bytes = bank_bytes_ / shape_.max_tokens * bound;\n"
-                "    return lane_at(lane) + banks_at_ + bank_bytes * bank + meta_at_ +\n"
+                "    return channel_at(channel) + banks_at_ + bank_bytes * bank + meta_at_ +\n"
                 "           row(source, p, bound) * meta_bytes(shape_.top_k);",
             ),
         ),
     ),
     Mutation(
-        "lanes placed by the bound",
+        "channels placed by the bound",
         "S10",
         "layout_test",
         "Layout.BoundMovesNothingOutsideABank",
         (
             Edit(
                 MAP,
-                "    return payload_row(lane, bank, q, row(source, p, bound));",
-                "    const uint64_t lane_bytes = lane_bytes_ / shape_.max_tokens * bound;\n"
-                "    return lanes_at_ + lane_bytes * lane + banks_at_ + bank_bytes_ * bank + payload_at_[q] +\n"
-                "           row(source, p, bound) * shape_.payload_bytes[q];",
+                "    return payload_row(channel, bank, q, row(source, p, bound));",
+                "    const uint64_t channel_bytes = channel_bytes_ / shape_.max_tokens * bound;\n"
+                "    return channels_at_ + channel_bytes * channel + banks_at_ + bank_bytes_ * bank +\n"
+                "           payload_at_[q] + row(source, p, bound) * shape_.payload_bytes[q];",
             ),
             Edit(
                 MAP,
-                "    return meta_row(lane, bank, row(source, p, bound));",
-                "    const uint64_t lane_bytes = lane_bytes_ / shape_.max_tokens * bound;\n"
-                "    return lanes_at_ + lane_bytes * lane + banks_at_ + bank_bytes_ * bank + meta_at_ +\n"
+                "    return meta_row(channel, bank, row(source, p, bound));",
+                "    const uint64_t channel_bytes = channel_bytes_ / shape_.max_tokens * bound;\n"
+                "    return channels_at_ + channel_bytes * channel + banks_at_ + bank_bytes_ * bank + meta_at_ +\n"
                 "           row(source, p, bound) * meta_bytes(shape_.top_k);",
             ),
         ),

@@ -25,7 +25,6 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from carried import CARRIED
 from collectives import COLLECTIVES
 from counts import COUNTS
 from leases import LEASES_MUTATIONS
@@ -33,9 +32,10 @@ from mutation import Mutation
 from placement import PLACEMENT
 from protocol import PROTOCOL
 from results import RESULTS
+from staged import STAGED
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = PROTOCOL + COUNTS + LEASES_MUTATIONS + COLLECTIVES + PLACEMENT + RESULTS + CARRIED
+ALL = PROTOCOL + COUNTS + LEASES_MUTATIONS + COLLECTIVES + PLACEMENT + RESULTS + STAGED
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails
 CORES = len(os.sched_getaffinity(0))

@@ -18,7 +18,7 @@ from portable_backend import connect_threads, file_allgather
 from pretended import Pretended
 
 import tokenway as tw
-from tokenway import _native, carried, cuda, portable
+from tokenway import _native, cuda, portable, staged
 
 # A call's kernel has ended when the call returns: nothing orders the CPU's allocator by streams.
 ENVIRONMENT = {"CUDA_LAUNCH_BLOCKING": "1", "TOKENWAY_BLOCKING": "1"}
@@ -90,7 +90,7 @@ class Emulated(Cuda):
 
 
 class OnHost:
-    """As carried.OnCuda, of emulated devices, whose memory gloo reaches. Their kernels have ended when a call returns,
+    """As staged.OnCuda, of emulated devices, whose memory gloo reaches. Their kernels have ended when a call returns,
     so collectives begin behind them; the host waits where a stream would."""
 
     coalesces = False
@@ -134,10 +134,10 @@ class Move:
         given = torch.full((self._group.size(),), source.numel(), dtype=torch.int64)
         sizes = torch.zeros_like(given)
         try:
-            self._group.alltoall_base(sizes, given, [], [], options).wait(carried.FOREVER)
+            self._group.alltoall_base(sizes, given, [], [], options).wait(staged.FOREVER)
             if len({*sizes.tolist()}) > 1:
                 return
-            self._group.alltoall_base(to, source, [], [], options).wait(carried.FOREVER)
+            self._group.alltoall_base(to, source, [], [], options).wait(staged.FOREVER)
         except RuntimeError as error:
             self._problem = str(error)
         self._over.set()
@@ -179,11 +179,11 @@ class Group:
 
 
 def connect_group(meeting: Any) -> Group:
-    """As carried.connect_nccl."""
+    """As staged.connect_nccl."""
     return Group(portable.connect_gloo(meeting))
 
 
-class Carried(Emulated):
+class Staged(Emulated):
     """Ranks on emulated devices that do not reach each other's memory: groups exchange over gloo."""
 
     name = "torch-emulated"
@@ -198,7 +198,7 @@ class Carried(Emulated):
 
     @classmethod
     def _comm(cls, rank: int, nranks: int, allgather: Any) -> Any:
-        cuda.Cuda, carried.on_device, carried.connect = Place, OnHost, connect_group
+        cuda.Cuda, staged.on_device, staged.connect = Place, OnHost, connect_group
         return tw.Comm.portable(rank, nranks, allgather, device=rank, timeout=COMM_TIMEOUT)
 
     @classmethod

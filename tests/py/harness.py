@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from device_backend import COMM_TIMEOUT, Cuda
-from emulated_backend import Carried, Emulated
+from emulated_backend import Emulated, Staged
 from portable_backend import Nccl, variants
 
 import tokenway as tw
@@ -86,7 +86,7 @@ class Cpu:
         return np.array(tensor)
 
 
-BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda, "emulated": Emulated, "torch-emulated": Carried, "nccl": Nccl}
+BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda, "emulated": Emulated, "torch-emulated": Staged, "nccl": Nccl}
 BACKENDS |= variants(Cpu)
 CHOSEN = ["cpu"]  # backends that the tests run against: the option --backend
 

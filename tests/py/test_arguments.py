@@ -119,7 +119,7 @@ def refused_payloads(env: Env) -> Any:
 @pytest.mark.parametrize("name", DISPATCHES)
 def test_dispatch(threads, made_for, torch, name) -> None:
     if name == "bound" and not made_for.knows_calls:
-        pytest.skip("nobody knows what the peers move: test_carried.py")
+        pytest.skip("nobody knows what the peers move: test_staged.py")
     by_rank = threads(3).run(dispatched, name)
     text = {"tokens": "tokens is of type Tensor, and cannot be read: Angry: asked too much", "out": "out['tokens'] is"}
     cause = "NoneType" if name == "bound" else "Angry"  # it is no number, whatever else it is
@@ -240,7 +240,7 @@ def collected(env: Env, name: str, reduces: bool) -> Any:
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives(threads, made_for, torch, name, reduces) -> None:
     if not made_for.knows_calls:
-        pytest.skip("what peers move is not known, so the group ends: test_carried.py")
+        pytest.skip("what peers move is not known, so the group ends: test_staged.py")
     by_rank = threads(3).run(collected, name, reduces)
     check([outcome for outcome, _ in by_rank], "reduce_scatterv" if reduces else "all_gatherv")
     assert [total for _, total in by_rank] == [12.0] * 3

@@ -105,7 +105,7 @@ def gathers(env: Env, kind: str, reduces: bool) -> Any:
 @pytest.mark.parametrize("kind", WRONG)
 def test_gathers(threads, made_for, kind, reduces) -> None:
     if not made_for.knows_calls:
-        pytest.skip("what peers move is not known, so the group ends: test_carried.py")
+        pytest.skip("what peers move is not known, so the group ends: test_staged.py")
     by_rank = threads(3).run(gathers, kind, reduces)
     cause = {"angry": "Angry", "transformed": "RuntimeError", "no tensor": "NoneType"}[kind]
     check([outcome for outcome, _ in by_rank], "reduce_scatterv" if reduces else "all_gatherv", "rows is", cause)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from harness import AT_ONCE, HANGS
 
-from tokenway import carried
+from tokenway import staged
 
 NRANKS, DEVICE = 2, 0
 
@@ -60,10 +60,10 @@ def channel(torch, monkeypatch) -> Any:
         waits=False,
         settle=lambda: None,
     )
-    monkeypatch.setattr(carried, "on_device", lambda _: memory)
-    monkeypatch.setattr(carried, "CALLING_OFF", 0.2)
-    monkeypatch.setattr(carried, "CLOSING", 0.2)
-    return lambda *groups: carried.DeviceChannel(SimpleNamespace(device=DEVICE, nranks=NRANKS), list(groups))
+    monkeypatch.setattr(staged, "on_device", lambda _: memory)
+    monkeypatch.setattr(staged, "CALLING_OFF", 0.2)
+    monkeypatch.setattr(staged, "CLOSING", 0.2)
+    return lambda *groups: staged.DeviceChannel(SimpleNamespace(device=DEVICE, nranks=NRANKS), list(groups))
 
 
 def test_calling_off_does_not_wait_for_graphs(channel) -> None:

@@ -122,7 +122,7 @@ def adapt(env: Any, value: Any) -> Any:
 
 def needs_knowledge(made_for: Any) -> None:
     if not made_for.knows_calls:
-        pytest.skip("what peers move is not known, so the group ends: test_carried.py")
+        pytest.skip("what peers move is not known, so the group ends: test_staged.py")
 
 
 @pytest.mark.parametrize(("name", "reduces"), [*((n, False) for n in GATHERS), *((n, True) for n in REDUCES)])

@@ -35,7 +35,7 @@ def needs_numpy(backend: str, name: str) -> None:
 def test_dispatch_refused(world, backend, made_for, name) -> None:
     needs_numpy(backend, name)
     if "bound" in name and not made_for.knows_calls:
-        pytest.skip("nobody knows what the peers move: test_carried.py")
+        pytest.skip("nobody knows what the peers move: test_staged.py")
     by_rank = world(3).run(refusals.refused_dispatch, name)
     check_refused_call(by_rank, sentence(backend, refusals.DISPATCHES[name][1]), "Dispatch")
 

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_tree.py"
 
-# A tree of three rooms of Python and two of C++, as it should be.
+# A tree of some rooms of Python and of C++, as it should be.
 FILES = {
     "python/tokenway/__init__.py": "from tokenway.group import Group\n",
     "python/tokenway/errors.py": "",
@@ -25,6 +25,9 @@ FILES = {
     "python/tokenway/bench/timing.py": "",
     "src/layout/place.h": "",
     "src/exchange/step.h": '#include "layout/place.h"\n',
+    "src/cuda/device/warp.cuh": "",
+    "src/quantize/fp8.h": "",
+    "include/tokenway/tokenway.h": "typedef struct twInput {\n  int32_t lane;\n} twInput_t;\n",
 }
 
 
@@ -109,3 +112,40 @@ def test_the_page_names_every_room_and_module(monkeypatch: pytest.MonkeyPatch) -
 def test_an_include_against_an_arrow(tmp_path: Path) -> None:
     (problem,) = checked(tmp_path, place='#pragma once\n#include "exchange/step.h"\n')
     assert problem == 'src/layout/place.h:2: src/layout may not include "exchange/step.h"'
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("step", "int lane = 0;\n", "src/exchange/step.h:1: lane: lane is channel here"),
+        ("step", "\nstruct CarriedSteps {};\n", "src/exchange/step.h:2: CarriedSteps: carried is staged here"),
+        ("step", "int at = step.lanes;\n", "src/exchange/step.h:1: lanes: lanes is channels here"),
+        ("warp", "int lane_of(int rank);\n", "src/cuda/device/warp.cuh:1: lane_of: lane is channel here"),
+        ("warp", "int lane;\n", "src/cuda/device/warp.cuh:1: lane: lane is channel here"),
+        ("fp8", "constexpr int kLine = 1;\n", "src/quantize/fp8.h:1: kLine: line is packet here"),
+    ],
+)
+def test_a_retired_word(tmp_path: Path, file: str, text: str, problem: str) -> None:
+    assert checked(tmp_path, **{file: text}) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("step", "int at = input.lane + given->lane;  // a lane\n"),
+        ("step", 'const char* const said = "no free lane";\n'),
+        ("step", "int steps[TW_MAX_LANES];\n"),
+        ("step", "constexpr int kCacheLine = 64;\n"),
+        ("warp", "inline int lane() { return threadIdx.x % warpSize; }\n"),
+        ("fp8", "constexpr int kPerLane = 4;\n"),
+    ],
+)
+def test_words_that_stay(tmp_path: Path, file: str, text: str) -> None:
+    assert checked(tmp_path, **{file: text}) == []
+
+
+def test_a_file_named_with_a_retired_word(tmp_path: Path) -> None:
+    (tmp_path / "src/exchange").mkdir(parents=True)
+    (tmp_path / "src/exchange/lanes.h").write_text("")
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True)
+    assert done.stdout.splitlines()[0] == "src/exchange/lanes.h: lanes is channels here"

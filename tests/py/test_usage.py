@@ -151,7 +151,7 @@ def other_bound(env: Env) -> Any:
 
 def test_bounds_differ(world, made_for) -> None:
     if not made_for.knows_calls:
-        pytest.skip("ranks move blocks of different sizes: test_carried.py")
+        pytest.skip("ranks move blocks of different sizes: test_staged.py")
     by_rank = []
     # Rank 1 has 8 tokens, so only ranks 0 and 2 can have a tighter bound.
     for outcome, good in world(3).run(other_bound):

@@ -22,7 +22,7 @@ import numpy as np
 from forks import context
 
 import tokenway as tw
-from tokenway import carried, cuda, meeting, portable
+from tokenway import cuda, meeting, portable, staged
 
 SHORT = 1.5  # the timeout, where it is to end a wait
 LONG = 300.0  # the timeout, where it must not be what ends a wait
@@ -78,8 +78,8 @@ def _emulated(rank: int, nranks: int, address: str, timeout: float) -> tw.Comm:
 
 
 def _emulated_apart(rank: int, nranks: int, address: str, timeout: float) -> tw.Comm:
-    cuda.Cuda, carried.on_device = emulated_backend.Place, emulated_backend.OnHost
-    carried.connect = emulated_backend.connect_group
+    cuda.Cuda, staged.on_device = emulated_backend.Place, emulated_backend.OnHost
+    staged.connect = emulated_backend.connect_group
     return _nccl(rank, nranks, address, timeout)
 
 
@@ -150,7 +150,7 @@ class Victim:
             ("open", portable.Carrier, "_open"),
             ("gloo", portable, "connect_queues"),
             ("measure", portable.Channel, "start"),
-            ("measure", carried.DeviceChannel, "_warm"),
+            ("measure", staged.DeviceChannel, "_warm"),
         ):
             if phase == self._row.phase:
                 setattr(owner, name, self._before(phase, getattr(owner, name)))

@@ -38,7 +38,7 @@ struct Collect {
   __device__ int32_t* first() const { return shared_at<int32_t>(p.at.first); }
   __device__ int32_t* came() const { return shared_at<int32_t>(p.at.came); }
   __device__ int32_t* failed() const { return shared_at<int32_t>(p.at.failed); }
-  __device__ std::byte* bank(int rank) const { return windows()[rank] + p.group.map.bank(step.lane, step.bank()); }
+  __device__ std::byte* bank(int rank) const { return windows()[rank] + p.group.map.bank(step.channel, step.bank()); }
 
   // Gives how many ranks rows are sent to: the others, and itself where the caller's rows lie in the window, which a
   // peer may overwrite once this rank has published (S3).
@@ -355,7 +355,7 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Sent&
   let_next_begin();
   const GroupView& g = p.group;
   const int thread = static_cast<int>(threadIdx.x);
-  Collect s{p, Step{0, p.lane, p.bound, phase}};
+  Collect s{p, Step{0, p.channel, p.bound, phase}};
 #pragma unroll 1
   for (int i = thread; i < s.ranks(); i += kThreads) s.windows()[i] = target_of(g, i, p.send), s.came()[i] = 0;
   if (thread == 0) *s.failed() = 0;
@@ -370,7 +370,7 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Sent&
   [[maybe_unused]] Ahead<kFast, kGroups> ahead(s);
   if (p.sizes_at == nullptr) await_earlier();
   if (kPackets) ahead.load(s);
-  s.step.number = next_step(g, p.lane);
+  s.step.number = next_step(g, p.channel);
   s.step.digest = digest_of(s);
   const bool skips = p.bank >= 0 && static_cast<int>(s.step.number & 1) != p.bank;
   if (skips) ++s.step.number;

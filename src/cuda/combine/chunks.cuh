@@ -15,7 +15,7 @@ namespace tw::cuda {
 
 // Gives where the owner of a row wants its partial. `header`: the row's; over a staged transport, its slot.
 __device__ inline std::byte* place_of(const Sum& s, int owner, uint64_t header) {
-  return s.windows()[owner] + inbox_target(s.p.group, s.step.lane, s.step.bank(), owner, header, s.p.bound);
+  return s.windows()[owner] + inbox_target(s.p.group, s.step.channel, s.step.bank(), owner, header, s.p.bound);
 }
 
 // Copies a tile of a plain row: 16 bytes a thread and several at once. The first and the row's header are on their way
@@ -226,7 +226,7 @@ __device__ inline void publish_chunks(const Call& s) {
       fence_system();  // one instruction of all these threads, each of which stores a signal
       if (chunk.rows > 0 && signals_parts(s.p.group)) {
         put_word(s.windows()[chunk.owner] +
-                     s.p.group.map.chunk_signal(s.step.lane, s.step.bank(), s.p.group.me, chunk.number),
+                     s.p.group.map.chunk_signal(s.step.channel, s.step.bank(), s.p.group.me, chunk.number),
                  s.step.number);
       }
     }

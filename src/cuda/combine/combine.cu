@@ -209,7 +209,7 @@ __device__ inline void bring_near(const Sum& s, const FirstPush& push, int token
   const CombineParams& p = s.p;
   if (kFast) push.bring_near(p);
   if (threadIdx.x < 32 && lane() < s.ranks()) bring_counts_near(p, lane());
-  if (threadIdx.x == 0) prefetch(&p.group.lanes[p.lane]), prefetch(p.group.state), prefetch(p.handle.status);
+  if (threadIdx.x == 0) prefetch(&p.group.channels[p.channel]), prefetch(p.group.state), prefetch(p.handle.status);
   if (!s.sums() || token >= p.tokens) return;
   prefetch(p.handle.fan + token);
   prefetch(p.handle.destinations + static_cast<int64_t>(token) * s.fan_out());
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   let_next_begin();
   const GroupView& g = p.group;
   const auto thread = static_cast<int>(threadIdx.x);
-  Sum s{p, Step{0, p.lane, p.bound, twPhaseCombine}};
+  Sum s{p, Step{0, p.channel, p.bound, twPhaseCombine}};
 #pragma unroll 1
   for (int i = thread; i < s.ranks(); i += kThreads) s.windows()[i] = target_of(g, i, p.send);
   if (thread == 0) *s.failed() = 0;
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
     if (first.loaded) load_ahead<kWire, kFast>(s, row_of(p, first.owner, first.share.index), first.share.tile, &ahead);
     if (s.sums() && token < p.tokens) sent = load_sent(p, token, lane());
     const Counts counts = load_counts(s, thread);
-    s.step.number = next_step(g, p.lane);
+    s.step.number = next_step(g, p.channel);
     const bool good = can_combine(p);
     if (kFast) push.load(p, static_cast<int>(of_owner.first), static_cast<int>(of_owner.received));
     begin_at_bank(g, p.bank, &s.step.number);

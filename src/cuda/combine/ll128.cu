@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_packets_kernel(const __gr
   let_next_begin();
   const GroupView& g = p.group;
   const int thread = static_cast<int>(threadIdx.x);
-  Sum s{p, Step{0, p.lane, p.bound, twPhaseCombine}};
+  Sum s{p, Step{0, p.channel, p.bound, twPhaseCombine}};
   if (thread < s.ranks()) s.windows()[thread] = window_of(g, thread);
   if (thread == 0) *s.failed() = 0;
   warm(p);
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_packets_kernel(const __gr
   const Loaded<kGroups, kSums> loaded(p, out);
   const Sent sent = sent_at.load();
   const Counts counts = load_counts<true>(s, thread);
-  s.step.number = next_step(g, p.lane);
+  s.step.number = next_step(g, p.channel);
   const bool good = can_combine(p);
   keep_counts<true>(s, counts);
   if (__syncthreads_and(good) == 0) {  // threads that differ would wait for each other

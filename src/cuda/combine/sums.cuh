@@ -65,11 +65,11 @@ __device__ __noinline__ static bool source_failed(const GroupView& g, Step step,
 // Waits for the signal of a source's chunk. A thread that gets true may read its rows (S4). False if the wait ended
 // otherwise (S6).
 __device__ __noinline__ static bool await_chunk(const GroupView& g, Step step, int source, int chunk) {
-  const std::byte* const word = window_of(g, g.me) + g.map.chunk_signal(step.lane, step.bank(), source, chunk);
+  const std::byte* const signal = window_of(g, g.me) + g.map.chunk_signal(step.channel, step.bank(), source, chunk);
   if (!signals_parts(g)) return true;  // the step's signal says that all is there
   Patience patience(g);
 #pragma unroll 1
-  while (load_acquire(word) != step.number) {  // S4
+  while (load_acquire(signal) != step.number) {  // S4
     bool late = false;
     if (patience.over(&late)) {
       if (late) {
@@ -134,8 +134,8 @@ __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
       terms.packets = true;
     } else {
       s.kinds()[term] = kInbox;
-      s.places()[term] = s.window() + inbox_source(p.group, s.step.lane, s.step.bank(), from.rank, from.slot, p.bound,
-                                                   token, position);
+      s.places()[term] = s.window() + inbox_source(p.group, s.step.channel, s.step.bank(), from.rank, from.slot,
+                                                   p.bound, token, position);
       terms.here &= await_chunk(p.group, s.step, from.rank, quotient(from.slot, s.chunk_rows()));
     }
   }

@@ -41,7 +41,7 @@ __device__ inline int32_t settled(int32_t slot) { return -2 - slot; }
 
 // Copies ids and weights into the handle and counts them. A bad id acts as -1 and is reported.
 __device__ void count_choices(const BalanceParams& p, const Replicas& replicas, const Batch& batch) {
-  Step step{next_step(p.group, p.lane), p.lane, 0, p.phase};
+  Step step{next_step(p.group, p.channel), p.channel, 0, p.phase};
   if (p.bank >= 0 && step.bank() != p.bank) ++step.number;  // the number that the exchange's step will have
   visit_choices(p.in, p.tokens, p.group.map.shape().top_k, [&](int64_t i, int token, int k, int64_t raw, int32_t id) {
     if (id < 0 && raw != -1) report_id(p.group, step, token, k, raw);

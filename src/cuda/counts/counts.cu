@@ -18,7 +18,7 @@ namespace tw::cuda {
 namespace {
 
 // A block's working memory: its own counters, if there are few enough, and what its warps tell each other.
-struct Tallies {
+struct CountsScratch {
   unsigned long long*
       worst;        // [1] the first rank with too little room: its number in the upper bits, its rows in the lower 40
   int64_t* sums;    // [kWarps]
@@ -33,7 +33,7 @@ struct Tallies {
     const int64_t own = int64_t{shape.ranks} + shape.experts;
     return own_begin(shape) + static_cast<uint32_t>(own <= kMaxTable ? 4 * own : 0);
   }
-  __device__ explicit Tallies(const Shape& shape)
+  __device__ explicit CountsScratch(const Shape& shape)
       : worst(shared_at<unsigned long long>(0)),
         sums(shared_at<int64_t>(8)),
         marks(shared_at<uint32_t>(kMarks)),
@@ -55,7 +55,7 @@ constexpr int together(int top_k) { return top_k <= 8 ? kCounted / kWarps : top_
 
 // Copies ids and weights of together() tokens from `first` on into the handle, and counts and marks their rows. A bad
 // id acts as -1 and is reported. `top_k`: up to 32.
-__device__ void count_tokens(const CountsParams& p, const Step& step, const Tallies& tallies, int32_t* counters,
+__device__ void count_tokens(const CountsParams& p, const Step& step, const CountsScratch& scratch, int32_t* counters,
                              int first) {
   const Shape& shape = p.group.map.shape();
   const int token = first + lane() / shape.top_k;
@@ -74,7 +74,7 @@ __device__ void count_tokens(const CountsParams& p, const Step& step, const Tall
   count_together(counters, shape.ranks + id, id >= 0);
   const bool first_there = id >= 0 && (others & below(lane())) == 0;
   count_together(counters, rank, first_there);
-  if (first_there) tallies.mark(shape, token, rank);
+  if (first_there) scratch.mark(shape, token, rank);
   if (!there || p.in.own) return;
   if (shape.counts_loads != 0 && id >= 0) atomicAdd(&p.handle.choices[raw], 1);
   p.handle.ids[static_cast<int64_t>(token) * shape.top_k + k] = id;
@@ -82,7 +82,7 @@ __device__ void count_tokens(const CountsParams& p, const Step& step, const Tall
 }
 
 // Does the same for one token, by one thread, for any top_k.
-__device__ void count_token(const CountsParams& p, const Step& step, const Tallies& tallies, int32_t* counters,
+__device__ void count_token(const CountsParams& p, const Step& step, const CountsScratch& scratch, int32_t* counters,
                             int token) {
   const Shape& shape = p.group.map.shape();
   int32_t* const ids = p.handle.ids + static_cast<int64_t>(token) * shape.top_k;
@@ -107,49 +107,49 @@ __device__ void count_token(const CountsParams& p, const Step& step, const Talli
     atomicAdd(&counters[shape.ranks + id], 1);
     if (counted) continue;
     atomicAdd(&counters[rank], 1);
-    tallies.mark(shape, token, rank);
+    scratch.mark(shape, token, rank);
   }
 }
 
 // Counts kCounted tokens from `first` on, and puts their marks into the handle. By a block.
-__device__ void count_some(const CountsParams& p, const Step& step, const Tallies& tallies, int32_t* counters,
+__device__ void count_some(const CountsParams& p, const Step& step, const CountsScratch& scratch, int32_t* counters,
                            int first) {
   const Shape& shape = p.group.map.shape();
   const auto thread = static_cast<int>(threadIdx.x);
   const int marks = kCounted / kGroup * shape.ranks;
-  for (int i = thread; i < marks; i += kThreads) tallies.marks[i] = 0;
+  for (int i = thread; i < marks; i += kThreads) scratch.marks[i] = 0;
   __syncthreads();
   const int end = min(first + kCounted, p.tokens);
   if (shape.top_k <= 32) {
     const int each = together(shape.top_k);
     for (int token = first + thread / 32 * each; token < end; token += kWarps * each) {
-      count_tokens(p, step, tallies, counters, token);
+      count_tokens(p, step, scratch, counters, token);
     }
   } else if (first + thread < end) {
-    count_token(p, step, tallies, counters, first + thread);
+    count_token(p, step, scratch, counters, first + thread);
   }
   __syncthreads();
   const int there = min(marks, (end - first + kGroup - 1) / kGroup * shape.ranks);
   for (int i = thread; i < there; i += kThreads) {
-    p.handle.marks[int64_t{first / kGroup} * shape.ranks + i].going = tallies.marks[i];
+    p.handle.marks[int64_t{first / kGroup} * shape.ranks + i].going = scratch.marks[i];
   }
   __syncthreads();
 }
 
 // Counts a block's share of the tokens, into the counters of the kernel.
-__device__ void count_share(const CountsParams& p, const Step& step, const Tallies& tallies) {
+__device__ void count_share(const CountsParams& p, const Step& step, const CountsScratch& scratch) {
   const Shape& shape = p.group.map.shape();
   const int counts = shape.ranks + shape.experts;
   const auto thread = static_cast<int>(threadIdx.x);
-  for (int i = thread; tallies.own != nullptr && i < counts; i += kThreads) tallies.own[i] = 0;
-  int32_t* const counters = tallies.own != nullptr ? tallies.own : p.told;
+  for (int i = thread; scratch.own != nullptr && i < counts; i += kThreads) scratch.own[i] = 0;
+  int32_t* const counters = scratch.own != nullptr ? scratch.own : p.told;
   const auto blocks = static_cast<int>(gridDim.x);
   for (int first = static_cast<int>(blockIdx.x) * kCounted; first < p.tokens; first += blocks * kCounted) {
-    count_some(p, step, tallies, counters, first);
+    count_some(p, step, scratch, counters, first);
   }
   __syncthreads();
-  for (int i = thread; tallies.own != nullptr && i < counts; i += kThreads) {
-    if (tallies.own[i] != 0) atomicAdd(&p.told[i], tallies.own[i]);
+  for (int i = thread; scratch.own != nullptr && i < counts; i += kThreads) {
+    if (scratch.own[i] != 0) atomicAdd(&p.told[i], scratch.own[i]);
   }
 }
 
@@ -158,7 +158,7 @@ __device__ void tell_counts(const CountsParams& p, const Step& step) {
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
   const auto place = [&](int rank) {
-    return target_of(g, rank, true) + g.map.counts(step.lane, step.bank(), source_at(g, rank));
+    return target_of(g, rank, true) + g.map.counts(step.channel, step.bank(), source_at(g, rank));
   };
   for (int rank = 0; rank < shape.ranks; ++rank) {
     auto* const to = reinterpret_cast<int32_t*>(place(rank));
@@ -228,7 +228,7 @@ __device__ bool await_counts(const CountsParams& p, const Step& step) {
 // Gives the i-th number that a rank has told this one.
 __device__ int32_t told_by(const CountsParams& p, const Step& step, int rank, int i) {
   const GroupView& g = p.group;
-  const std::byte* const told = window_of(g, g.me) + g.map.counts(step.lane, step.bank(), rank);
+  const std::byte* const told = window_of(g, g.me) + g.map.counts(step.channel, step.bank(), rank);
   return static_cast<int32_t>(load_fresh<uint32_t>(reinterpret_cast<const int32_t*>(told) + i));
 }
 
@@ -236,7 +236,7 @@ __device__ int32_t told_by(const CountsParams& p, const Step& step, int rank, in
 __device__ void take_receive_offset(const CountsParams& p, const Step& step, int rank) {
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
-  const std::byte* const told = window_of(g, g.me) + g.map.counts(step.lane, step.bank(), rank);
+  const std::byte* const told = window_of(g, g.me) + g.map.counts(step.channel, step.bank(), rank);
   const auto* const receive_offset = reinterpret_cast<const uint64_t*>(told + WindowMap::receive_offsets_begin(shape));
   for (int q = 0; shape.leases() && q < shape.payloads; ++q) {
     p.handle.receive_offset[rank * shape.payloads + q] = load_fresh<unsigned long long>(receive_offset + q);
@@ -287,7 +287,7 @@ __device__ int32_t rows_for(const CountsParams& p, const Step& step, int expert)
 
 // Finds how many rows each local expert has, and where they begin in a grouped layout. `none`: nobody has any. By a
 // block.
-__device__ void place_experts(const CountsParams& p, const Step& step, const Tallies& tallies, bool none) {
+__device__ void place_experts(const CountsParams& p, const Step& step, const CountsScratch& scratch, bool none) {
   const int experts = p.group.local_experts;
   const auto thread = static_cast<int>(threadIdx.x);
   int64_t before = 0;  // rows of the experts below `base`
@@ -297,12 +297,12 @@ __device__ void place_experts(const CountsParams& p, const Step& step, const Tal
     const int32_t rows = expert < experts && !none ? rows_for(p, step, expert) : 0;
     const int64_t padded = int64_t{rows + p.alignment - 1} / p.alignment * p.alignment;
     int64_t through = sum_through(static_cast<long long>(padded));
-    if (lane() == 31) tallies.sums[thread / 32] = through;
+    if (lane() == 31) scratch.sums[thread / 32] = through;
     __syncthreads();
     int64_t total = before;
     for (int warp = 0; warp < kWarps; ++warp) {
-      if (warp < thread / 32) through += tallies.sums[warp];
-      total += tallies.sums[warp];
+      if (warp < thread / 32) through += scratch.sums[warp];
+      total += scratch.sums[warp];
     }
     const int64_t begin = before + through - padded;
     if (expert < experts) p.handle.experts[expert] = rows;
@@ -335,17 +335,17 @@ __device__ void tell_host(const CountsParams& p, unsigned long long worst) {
 }
 
 // Takes what has come into the handle. By a block.
-__device__ void take_counts(const CountsParams& p, const Step& step, const Tallies& tallies) {
+__device__ void take_counts(const CountsParams& p, const Step& step, const CountsScratch& scratch) {
   const Shape& shape = p.group.map.shape();
   for (int to = static_cast<int>(threadIdx.x); to < shape.ranks; to += kThreads) {
-    place_rank(p, step, to, tallies.worst);
+    place_rank(p, step, to, scratch.worst);
     take_receive_offset(p, step, to);
   }
   __syncthreads();
-  const unsigned long long worst = *tallies.worst;
+  const unsigned long long worst = *scratch.worst;
   const bool refused = worst != ~0ull && !p.drop;
   if (refused) send_nothing(p);
-  place_experts(p, step, tallies, refused);
+  place_experts(p, step, scratch, refused);
   if (threadIdx.x == 0) *p.handle.overflow = refused ? 1 : 0;
   if (refused && threadIdx.x == 0) {
     report_call(p.group, &p.group.pages[p.group.me]->call, [&](Report* to) {
@@ -362,9 +362,9 @@ __device__ void take_counts(const CountsParams& p, const Step& step, const Talli
 
 // Cleans up after counts that did not come: nothing may go out by them, and nothing be shown. By a block; blocks that
 // do so at once write the same.
-__device__ void leave_nothing(const CountsParams& p, const Step& step, const Tallies& tallies) {
+__device__ void leave_nothing(const CountsParams& p, const Step& step, const CountsScratch& scratch) {
   send_nothing(p);
-  place_experts(p, step, tallies, true);
+  place_experts(p, step, scratch, true);
   if (threadIdx.x != 0) return;
   *p.handle.overflow = 1;
   if (p.on_host == nullptr) return;
@@ -374,23 +374,23 @@ __device__ void leave_nothing(const CountsParams& p, const Step& step, const Tal
 
 __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant__ CountsParams p) {
   const GroupView& g = p.group;
-  const Tallies tallies(g.map.shape());
+  const CountsScratch scratch(g.map.shape());
   const uint32_t digest = load_digest(p.in.digest);
-  Step step{next_step(g, p.lane), p.lane, 0, twPhaseCounts, digest};
+  Step step{next_step(g, p.channel), p.channel, 0, twPhaseCounts, digest};
   begin_at_bank(g, p.bank, &step.number);
   if (p.in.map != nullptr && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.digest = digest;
   // This is done even if the counts are known already, since ranks may differ in that: one that refused an exchange
   // still knows the counts of the one before, and its peers do not.
   if (p.handle.metadata_step != nullptr && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.metadata_step = 0;
   if (__syncthreads_or(is_sticky(g)) != 0) {  // then no other block is the last
-    if (p.receive) leave_nothing(p, step, tallies);
+    if (p.receive) leave_nothing(p, step, scratch);
     return;
   }
   const uint32_t arrived = p.receive && threadIdx.x == 0 ? begin_end(g, step) : 0;
   if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(g, step);
   bool last = blockIdx.x == 0;
   if (p.send) {
-    count_share(p, step, tallies);
+    count_share(p, step, scratch);
     __syncthreads();
     last = __syncthreads_or(threadIdx.x == 0 && last_to_send(g, step, Roles::one(static_cast<int>(gridDim.x)))) != 0;
     if (last) tell_counts(p, step);
@@ -398,11 +398,11 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
     if (last && threadIdx.x == 0) say_sent(g, step);
   }
   if (p.receive && last) {
-    if (threadIdx.x == 0) *tallies.worst = ~0ull;
+    if (threadIdx.x == 0) *scratch.worst = ~0ull;
     if (await_counts(p, step)) {
-      take_counts(p, step, tallies);
+      take_counts(p, step, scratch);
     } else {
-      leave_nothing(p, step, tallies);
+      leave_nothing(p, step, scratch);
     }
   }
   if (p.receive && threadIdx.x == 0) end_step(g, step, arrived);
@@ -411,11 +411,11 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
 }  // namespace
 
 int launch_counts(const CountsParams& params, int grid, void* stream) {
-  return launch_kernel(counts_kernel, params, grid, Tallies::bytes(params.group.map.shape()), false, stream);
+  return launch_kernel(counts_kernel, params, grid, CountsScratch::bytes(params.group.map.shape()), false, stream);
 }
 
 int load_counts(const Shape& shape) {
-  return allow_shared(reinterpret_cast<const void*>(counts_kernel), Tallies::bytes(shape));
+  return allow_shared(reinterpret_cast<const void*>(counts_kernel), CountsScratch::bytes(shape));
 }
 
 }  // namespace tw::cuda

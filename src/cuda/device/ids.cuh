@@ -83,7 +83,7 @@ __device__ inline uint32_t load_digest(const uint32_t* at) { return at == nullpt
 
 // Reports an id that is neither -1 nor an expert's, or stands twice in its token; one for each step.
 __device__ __noinline__ static void report_id(const GroupView& g, Step step, int token, int k, int64_t id) {
-  if (atomicExch(&g.lanes[step.lane].bad_step, step.low()) == step.low()) return;
+  if (atomicExch(&g.channels[step.channel].bad_step, step.low()) == step.low()) return;
   report_call(g, &g.pages[g.me]->bad_id, [&](Report* to) {
     write_report(to, g, step, twInvalidArgument, g.me, 0, 0);
     volatile Report& report = *to;

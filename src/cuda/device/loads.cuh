@@ -22,12 +22,12 @@ __device__ inline bool does_nothing_else(const DispatchParams& p) {
 }
 
 // Stores a word at all ranks. By a thread.
-__device__ inline void tell_signal(const GroupView& g, int lane_of, uint32_t dispatch, uint64_t word, uint32_t value) {
+__device__ inline void tell_word(const GroupView& g, int channel, uint32_t dispatch, uint64_t word, uint32_t value) {
   const int bank = static_cast<int>(dispatch % WindowMap::kLoadsBanks);
-  const uint64_t place = g.map.loads(lane_of, bank, g.me) + sizeof(uint64_t) * word;
+  const uint64_t place = g.map.loads(channel, bank, g.me) + sizeof(uint64_t) * word;
 #pragma unroll 1
   for (int rank = 0; rank < g.map.shape().ranks; ++rank) {
-    put_word(window_of(g, rank) + place, told_signal(dispatch, value));
+    put_word(window_of(g, rank) + place, told_word(dispatch, value));
   }
 }
 
@@ -65,12 +65,12 @@ struct Told {
   uint32_t sum;    // the choices of one expert
 };
 // Loads it. `expert`: the thread's, or -1. The words of several sources are on their way at once.
-__device__ inline Told load_told(const GroupView& g, int lane_of, uint32_t dispatch, int expert) {
+__device__ inline Told load_told(const GroupView& g, int channel, uint32_t dispatch, int expert) {
   constexpr int kAtOnce = 4;
   const int ranks = g.map.shape().ranks;
   const int bank = static_cast<int>(dispatch % WindowMap::kLoadsBanks);
   const auto place = [&](int source, int word) {
-    return window_of(g, g.me) + g.map.loads(lane_of, bank, source) + sizeof(uint64_t) * static_cast<uint64_t>(word);
+    return window_of(g, g.me) + g.map.loads(channel, bank, source) + sizeof(uint64_t) * static_cast<uint64_t>(word);
   };
   Told told{true, -1, 0, 0};
 #pragma unroll 1
@@ -106,14 +106,14 @@ __device__ inline Told load_told(const GroupView& g, int lane_of, uint32_t dispa
 
 // Takes what all ranks have told of a dispatch into the averages. Nothing changes unless all have counted the same
 // layer: a rank that refused the dispatch has told that it counts none. By a block.
-__device__ __noinline__ static void take_told(const GroupView& g, int lane_of, uint32_t dispatch) {
+__device__ __noinline__ static void take_told(const GroupView& g, int channel, uint32_t dispatch) {
   const int experts = g.map.shape().choices();
   const auto thread = static_cast<int>(threadIdx.x);
   const auto threads = static_cast<int>(blockDim.x);
   const LoadsView& loads = g.loads;
-  Told told = load_told(g, lane_of, dispatch, thread < experts ? thread : -1);
+  Told told = load_told(g, channel, dispatch, thread < experts ? thread : -1);
   if (__syncthreads_and(told.good) == 0) return;
-  const int64_t row = int64_t{lane_of} * loads.layers + told.layer;
+  const int64_t row = int64_t{channel} * loads.layers + told.layer;
   const uint32_t before_it = load_fresh<uint32_t>(&loads.clocks[row]);
   const long long counted = thread == 0 ? load_fresh<unsigned long long>(&loads.dispatches[row]) + 1 : 0;
   // A rank that has refused dispatches is behind the others.
@@ -125,7 +125,7 @@ __device__ __noinline__ static void take_told(const GroupView& g, int lane_of, u
     const float average = average_load(aged_load(before, loads.decay, later - 1), loads.decay, told.sum);
     loads.averages[at] = average;
     *const_cast<volatile float*>(&loads.averages_there[at]) = average;
-    if (e + threads < experts) told = load_told(g, lane_of, dispatch, e + threads);
+    if (e + threads < experts) told = load_told(g, channel, dispatch, e + threads);
   }
   __syncthreads();  // all have read the clock
   if (thread != 0) return;
@@ -140,8 +140,8 @@ __device__ __noinline__ static void count_loads(const DispatchParams& p) {
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
   const auto thread = static_cast<int>(threadIdx.x);
-  LaneState& lane_state = g.lanes[p.lane];
-  const uint32_t dispatch = load_fresh<uint32_t>(&lane_state.dispatches) + 1;
+  ChannelState& channel_state = g.channels[p.channel];
+  const uint32_t dispatch = load_fresh<uint32_t>(&channel_state.dispatches) + 1;
   const bool routed = !p.in.own;  // otherwise whoever made the ids the handle's own has counted them
   const bool shared = routed && p.table != 0;
   int32_t* const counts = shared ? shared_at<int32_t>(p.at.table) : p.handle.choices;
@@ -151,17 +151,17 @@ __device__ __noinline__ static void count_loads(const DispatchParams& p) {
     const bool moves = !shape.exact() || load_fresh<uint32_t>(p.handle.overflow) == 0;
     const bool counted = p.counted && moves;
     const uint32_t turn = counted ? atomicAdd(&g.loads.told_of[p.layer], 1) + 1 : 0;
-    tell_signal(g, p.lane, dispatch, 0, counted ? CountedCall::value(p.layer, turn) : 0);
+    tell_word(g, p.channel, dispatch, 0, counted ? CountedCall::value(p.layer, turn) : 0);
   }
   if (routed) count_ids(p, counts);
   for (int e = thread; e < shape.choices(); e += kThreads) {
     const uint32_t chosen = shared ? static_cast<uint32_t>(counts[e]) : load_fresh<uint32_t>(&p.handle.choices[e]);
     if (shared) p.handle.choices[e] = static_cast<int32_t>(chosen);
-    tell_signal(g, p.lane, dispatch, 1 + static_cast<uint64_t>(e), chosen);
+    tell_word(g, p.channel, dispatch, 1 + static_cast<uint64_t>(e), chosen);
   }
-  if (dispatch > 1) take_told(g, p.lane, dispatch - 1);
+  if (dispatch > 1) take_told(g, p.channel, dispatch - 1);
   __syncthreads();
-  if (thread == 0) lane_state.dispatches = dispatch;
+  if (thread == 0) channel_state.dispatches = dispatch;
 }
 
 // Is the whole kernel for a block that does nothing else. It does without what the others prepare, so with 128 tokens
@@ -169,7 +169,7 @@ __device__ __noinline__ static void count_loads(const DispatchParams& p) {
 __device__ __noinline__ static void count_loads_apart(const DispatchParams& p) {
   const GroupView& g = p.group;
   await_earlier();
-  Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
+  Step step{next_step(g, p.channel), p.channel, p.bound, twPhaseDispatch};
   if (static_cast<int>(step.number & 1) != p.bank) ++step.number;  // the others skip one
   const bool usable = __syncthreads_or(is_sticky(g)) == 0;
   const uint32_t arrived = p.receive && threadIdx.x == 0 ? begin_end(g, step) : 0;
@@ -181,13 +181,13 @@ __device__ __noinline__ static void count_loads_apart(const DispatchParams& p) {
 }
 
 // Tells that a dispatch which this rank refuses counts for nobody. By a block.
-__device__ inline void tell_refusal(const GroupView& g, int lane_of) {
+__device__ inline void tell_refusal(const GroupView& g, int channel) {
   if (g.map.shape().counts_loads == 0) return;
-  const uint32_t dispatch = load_fresh<uint32_t>(&g.lanes[lane_of].dispatches) + 1;
+  const uint32_t dispatch = load_fresh<uint32_t>(&g.channels[channel].dispatches) + 1;
   __syncthreads();  // all have read it
-  if (threadIdx.x == 0) tell_signal(g, lane_of, dispatch, 0, 0);
-  if (dispatch > 1) take_told(g, lane_of, dispatch - 1);
-  if (threadIdx.x == 0) g.lanes[lane_of].dispatches = dispatch;
+  if (threadIdx.x == 0) tell_word(g, channel, dispatch, 0, 0);
+  if (dispatch > 1) take_told(g, channel, dispatch - 1);
+  if (threadIdx.x == 0) g.channels[channel].dispatches = dispatch;
 }
 
 }  // namespace tw::cuda

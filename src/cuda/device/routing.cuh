@@ -235,7 +235,7 @@ __device__ inline void mark_tokens(const DispatchParams& p, const Scratch& scrat
 // Gives where the marks of later rounds are made and taken from: one group's behind the other.
 __device__ inline uint32_t* later_marks(const DispatchParams& p, uint32_t group) {
   const Shape& shape = p.group.map.shape();
-  return p.group.marks + p.lane * mark_words(shape) + int64_t{group} * shape.ranks;
+  return p.group.marks + p.channel * mark_words(shape) + int64_t{group} * shape.ranks;
 }
 constexpr uint32_t kFirstLater = kRound / kGroup;  // group
 __device__ inline uint32_t groups_of(const DispatchParams& p) {

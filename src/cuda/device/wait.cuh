@@ -17,7 +17,7 @@ namespace tw::cuda {
 // What a rank knows of the step that it is in.
 struct Step {
   uint64_t number;
-  int32_t lane;
+  int32_t channel;
   int32_t bound;
   twPhase_t phase;
   uint32_t digest = 0;      // digest of what all ranks must have alike, beside the bound (exchange/notes.h)
@@ -56,9 +56,9 @@ __device__ inline bool has_packets(Mode mode) { return mode == Mode::kDispatchPa
 
 // Gives the first step of a kernel on a channel: the one after the last that ended. A kernel loads before this whatever
 // it can load without knowing the step, so that all of it is on its way at once: what depends on the step waits for it.
-__device__ inline uint64_t next_step(const GroupView& g, int lane) {
+__device__ inline uint64_t next_step(const GroupView& g, int channel) {
   keep_order();  // otherwise the compiler puts it first
-  return *reinterpret_cast<const volatile uint64_t*>(&g.lanes[lane].step) + 1;
+  return *reinterpret_cast<const volatile uint64_t*>(&g.channels[channel].step) + 1;
 }
 // Whether the group is finished: then a kernel writes nothing to peers any more.
 __device__ inline bool is_sticky(const GroupView& g) {
@@ -68,7 +68,7 @@ __device__ inline bool is_sticky(const GroupView& g) {
 // Begins the host's watch; by one thread of the kernel that sends. `refused`: nothing is known of the peers' call.
 __device__ inline void say_sent(const GroupView& g, const Step& step, bool refused = false) {
   if (!tells_host(g)) return;
-  CarriedLane& to = g.pages[g.me]->carried[step.lane];
+  StagedChannel& to = g.pages[g.me]->staged[step.channel];
   *reinterpret_cast<volatile int32_t*>(&to.phase) = step.phase;
   // The digest has only what makes blocks differ in size. A digest of maps is not in it: calls that differ in maps end,
   // and tell of it then.
@@ -83,58 +83,58 @@ __device__ inline void say_sent(const GroupView& g, const Step& step, bool refus
 // A step ends in device memory when every block of the kernel has read the number of the step before. Each block says
 // so, by one thread, and looks at the reply much later. The counter counts down (device/ptx.cuh, draw).
 __device__ inline uint32_t begin_end(const GroupView& g, const Step& step) {
-  return 0 - atomicAdd(&g.lanes[step.lane].arrived, ~0u);
+  return 0 - atomicAdd(&g.channels[step.channel].arrived, ~0u);
 }
 // Does the same by the one thread that `says` it; nobody waits for the reply. It is for kernels where all rows go as
 // packets: with one token it saves 0.1 us, but a bulk combine of 4096 tokens took 183 us instead of 176.
 __device__ inline uint32_t begin_end(const GroupView& g, const Step& step, bool says) {
-  return draw(&g.lanes[step.lane].arrived, says);
+  return draw(&g.channels[step.channel].arrived, says);
 }
 // Ends the step (S2), if this block was the last to say so. `before`: from begin_end.
 __device__ inline void end_step(const GroupView& g, const Step& step, uint32_t before) {
   if (before != gridDim.x - 1) return;
-  g.lanes[step.lane].arrived = 0;
-  g.lanes[step.lane].step = step.number;
-  if (tells_host(g)) store_half(&g.pages[g.me]->carried[step.lane].ended, step.low());
+  g.channels[step.channel].arrived = 0;
+  g.channels[step.channel].step = step.number;
+  if (tells_host(g)) store_half(&g.pages[g.me]->staged[step.channel].ended, step.low());
 }
 
 // Whichever warp is free draws work, because groups of SMs share the way to the link, and some sent twice as fast as
 // others. A work counter serves every fourth step. A kernel clears the counters of the two steps after its own (two, as
 // a dispatch may skip one): that follows their last use and precedes the next in stream order (S5).
 __device__ inline uint32_t* work_counters(const GroupView& g, const Step& step) {
-  return &g.lanes[step.lane].work_counters[step.number % kWorkCounters];
+  return &g.channels[step.channel].work_counters[step.number % kWorkCounters];
 }
 __device__ inline uint32_t* marked(const GroupView& g, const Step& step) {
-  return &g.lanes[step.lane].marked[step.number % kWorkCounters];
+  return &g.channels[step.channel].marked[step.number % kWorkCounters];
 }
 __device__ inline uint32_t* sum_counters(const GroupView& g, const Step& step) {
-  return &g.lanes[step.lane].sums[step.number % kWorkCounters];
+  return &g.channels[step.channel].sums[step.number % kWorkCounters];
 }
 __device__ inline void clear_counters(const GroupView& g, const Step& step) {
   for (const int ahead : {1, 2}) {
-    g.lanes[step.lane].work_counters[(step.number + ahead) % kWorkCounters] = 0;
-    g.lanes[step.lane].sums[(step.number + ahead) % kWorkCounters] = 0;
-    g.lanes[step.lane].marked[(step.number + ahead) % kWorkCounters] = 0;
+    g.channels[step.channel].work_counters[(step.number + ahead) % kWorkCounters] = 0;
+    g.channels[step.channel].sums[(step.number + ahead) % kWorkCounters] = 0;
+    g.channels[step.channel].marked[(step.number + ahead) % kWorkCounters] = 0;
   }
 }
 
 // Called by one thread of each block that has sent: whether the block is the last of all (S4: the thread has
 // synchronised with the others).
 __device__ inline bool last_to_send(const GroupView& g, const Step& step, const Roles& roles) {
-  uint32_t* const sent = &g.lanes[step.lane].sent;
+  uint32_t* const sent = &g.channels[step.channel].sent;
   if (arrive(sent) != static_cast<uint32_t>(roles.sending) - 1) return false;
   *sent = 0;
   return true;
 }
 
 __device__ inline std::byte* own_signal_at(const GroupView& g, const Step& step, int rank) {
-  return signal_target(g, step.lane, step.bank(), rank);
+  return signal_target(g, step.channel, step.bank(), rank);
 }
 
 // Says that this block has finished, in a place of its own. It waits for no reply and makes no fence, for which every
 // kernel would pay: whoever acts on it does so after an error, and sleeps long enough for any store to arrive.
 __device__ inline void say_done(const GroupView& g, const Step& step) {
-  *reinterpret_cast<volatile uint32_t*>(&g.lanes[step.lane].done[blockIdx.x]) = step.low();
+  *reinterpret_cast<volatile uint32_t*>(&g.channels[step.channel].done[blockIdx.x]) = step.low();
 }
 // Waits for all other blocks of the kernel; only on the way of an error.
 __device__ __noinline__ static void await_done(const GroupView& g, Step step) {
@@ -142,7 +142,7 @@ __device__ __noinline__ static void await_done(const GroupView& g, Step step) {
   for (uint32_t i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
     // In a finished group some blocks may have left at once.
     for (int look = 0; i != blockIdx.x && !(is_sticky(g) && look > kMostLooks); ++look) {
-      if (*reinterpret_cast<volatile uint32_t*>(&g.lanes[step.lane].done[i]) == step.low()) break;
+      if (*reinterpret_cast<volatile uint32_t*>(&g.channels[step.channel].done[i]) == step.low()) break;
       __nanosleep(500);
     }
   }
@@ -158,7 +158,7 @@ __device__ __noinline__ static void write_report(Report* report, const GroupView
   to.result = result;
   to.peer = peer;
   to.phase = step.phase;
-  to.lane = step.lane;
+  to.channel = step.channel;
   to.step = step.low();
   to.seen = static_cast<uint32_t>(seen >> 32);
   to.note = note;
@@ -296,7 +296,7 @@ enum class Look {
 
 // Whether a source's signal of the step is there; *source then holds what it says.
 __device__ inline bool saw(const GroupView& g, const Step& step, int rank, Look look, Source* source) {
-  const std::byte* const place = window_of(g, g.me) + g.map.signal(step.lane, step.bank(), rank);
+  const std::byte* const place = window_of(g, g.me) + g.map.signal(step.channel, step.bank(), rank);
   const Vec16 pair = load_pair(place);
   source->signal = pair.a;
   source->note = pair.b;
@@ -338,7 +338,7 @@ __device__ __noinline__ static Source await_source(const GroupView& g, Step step
 
 // Waits for the Simple rows of a source, where its signal says that there are some before its packets (S4).
 __device__ __noinline__ static twResult_t await_rows(const GroupView& g, Step step, int rank) {
-  const std::byte* const place = window_of(g, g.me) + g.map.signal(step.lane, step.bank(), rank) + kRowsOffset;
+  const std::byte* const place = window_of(g, g.me) + g.map.signal(step.channel, step.bank(), rank) + kRowsOffset;
   Patience patience(g);
   // One thread looks, so that each look may acquire: one more look, at the signal when it is there, would take 0.7 us.
   while (load_acquire(place) != step.number) {
@@ -366,7 +366,7 @@ __device__ __noinline__ static void report_source(const GroupView& g, Step step,
 // has met before, and a reduce of 1 row took 0.7 us longer with them.
 __device__ inline bool await_usual(const GroupView& g, const Step& step, int rank, int n) {
   constexpr int kMostLooks = 64;
-  const std::byte* const place = window_of(g, g.me) + g.map.signal(step.lane, step.bank(), rank);
+  const std::byte* const place = window_of(g, g.me) + g.map.signal(step.channel, step.bank(), rank);
   const uint64_t usual = pack(Signal{step.low(), mode_of(step.phase), static_cast<uint32_t>(n)});
   const uint64_t note = step.note(0);
 #pragma unroll 1

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     found.tile.bring_near(p);
   }
   if (thread < shape.ranks) bring_begins_near(p, thread);
-  if (thread == 0) prefetch(&g.lanes[p.lane]), prefetch(g.state);
+  if (thread == 0) prefetch(&g.channels[p.channel]), prefetch(g.state);
   meet();  // the table is filled
   const int bytes = ids_from.bytes;
 #pragma unroll 1
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     if (sends && kFast) ids = load_ids(ids_from);
     const Begins rows = load_begins(p, thread);
     const uint32_t digest = load_digest(p.in.digest);
-    Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
+    Step step{next_step(g, p.channel), p.channel, p.bound, twPhaseDispatch};
     const bool sticky = is_sticky(g);
     if (sends && kFast) found.tile.load(p);
     Ahead ahead{};
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     if (skips) ++step.number;
     step.digest = mix_counted(digest, p.counted), step.note_bits = g.note_bits, step.has_offsets = p.has_offsets;
     bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
-    const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
+    const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.channel, step.bank())};
     if (real && p.send && usable && skips && tells_skips(g)) usable = skip_step(g, step);
     // These come before all else: the link has them to carry while a warp finds and loads its next tile. Tiles of later
     // rounds cannot, as nobody knows yet where their tokens go.

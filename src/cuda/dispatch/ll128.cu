@@ -232,7 +232,7 @@ struct Incoming {
   int slot;
   Tile tile;
   const std::byte* packet;
-  const std::byte* word;  // the rank's signal
+  const std::byte* signal;  // the rank's
   Words<kGroups, std::byte> words;
   ItemsAt items;
 
@@ -248,13 +248,13 @@ struct Incoming {
         slot(at),
         tile(of),
         packet(window + packet_at(p.packets, p.bank, from, at) + packet_place(of.begin)),
-        word(window + p.group.map.signal(p.lane, p.bank, from)),
+        signal(window + p.group.map.signal(p.channel, p.bank, from)),
         words(words_here<kGroups>(p, bank, row_at(p, from, at), of)),
         items(p, bank, row_at(p, from, at)) {}
   __device__ void pin() {
     words.pin();
     items.pin();
-    cuda::pin(rank, slot, tile.number, tile.begin, tile.end, packet, word);
+    cuda::pin(rank, slot, tile.number, tile.begin, tile.end, packet, signal);
   }
 };
 
@@ -272,12 +272,12 @@ __device__ inline Source await_tile(const Block& b, const Incoming<kGroups>& in,
   for (int looks = 0;; ++looks) {
     packets->look();
     if (!known) {
-      const Vec16 word = load_pair(in.word);
-      const uint32_t n = static_cast<uint32_t>(word.a) & kMaxCount;
-      source.signal = word.a;
+      const Vec16 signal = load_pair(in.signal);
+      const uint32_t n = static_cast<uint32_t>(signal.a) & kMaxCount;
+      source.signal = signal.a;
       source.n = static_cast<int>(n);
-      known = __all_sync(~0u, (word.a ^ usual) >> 28 == 0 && word.b == note && n <= bound);
-      if (!known && __any_sync(~0u, g.no_wait || reached(unpack(word.a).step, b.step.low()))) {
+      known = __all_sync(~0u, (signal.a ^ usual) >> 28 == 0 && signal.b == note && n <= bound);
+      if (!known && __any_sync(~0u, g.no_wait || reached(unpack(signal.a).step, b.step.low()))) {
         known = true;  // another signal, which await_source judges
         source = await_source(g, b.step, in.rank, Look::kTakesPart, false);
       }
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_packets_kernel(const __g
   Outgoing<kGroups> out(p, sends ? sent_shares(p.roles).first : none);
   // The bank is the host's rule (PROTOCOL.md, views): a step that would have the other one is skipped.
   std::byte* const window = window_of(g, g.me);
-  std::byte* const bank = window + g.map.bank(p.lane, p.bank);
+  std::byte* const bank = window + g.map.bank(p.channel, p.bank);
   auto in = Incoming<kGroups>::make(p, window, bank, received_shares(p.roles).first);
   IdsAt ids_from = ids_at(p, kAlone ? lane() : thread);
   IdsAt more_from = ids_at(p, kAlone ? p.tokens : thread + kRound);
@@ -387,7 +387,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_packets_kernel(const __g
   const Ids more = load_ids(more_from);
   const Loaded<kGroups> loaded(out);
   const uint32_t digest = load_digest(p.in.digest);
-  Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch, mix_counted(digest, p.counted), g.note_bits};
+  Step step{next_step(g, p.channel), p.channel, p.bound, twPhaseDispatch, mix_counted(digest, p.counted), g.note_bits};
   const bool sticky = is_sticky(g);
   Routing<kAlone> routing;
   if (routes) routing.make(p, scratch, ids, more);

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_consta
     if (found.is && lane() == 0) prefetch(p.handle.marks + found.token() / kGroup * g.map.shape().ranks);
   }
   if (thread < g.map.shape().ranks) bring_begins_near(p, thread);
-  if (thread == 0) prefetch(&g.lanes[p.lane]), prefetch(g.state);
+  if (thread == 0) prefetch(&g.channels[p.channel]), prefetch(g.state);
   meet();  // the table is filled
 #pragma unroll 1
   for (bool real = !(kFast && p.rehearses && sends && !receives);; real = true) {
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_consta
     const GroupMarks before_packets = load_before_packets(p);
     const uint32_t digest = load_digest(p.in.digest);
     const uint32_t since = load_since(p);
-    Step step{next_step(g, p.lane), p.lane, p.bound, twPhaseDispatch};
+    Step step{next_step(g, p.channel), p.channel, p.bound, twPhaseDispatch};
     const bool sticky = is_sticky(g);
     found.begin(real);
     if (kFast) found.tile.load(p);
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_consta
     if (skips) ++step.number;
     step.digest = mix_counted(digest, p.counted), step.note_bits = g.note_bits, step.has_offsets = p.has_offsets;
     const bool known = is_known(step, since);
-    const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.lane, step.bank())};
+    const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.channel, step.bank())};
     // This comes before all else: the link has it to carry while a warp finds and loads its next tile. Only a skip
     // comes before it.
     const bool stored = __all_sync(~0u, found.is && real && !sticky && !skips);

@@ -135,7 +135,7 @@ __device__ inline void take_meta_packets(const Block& b, int source, int rows, u
   const uint32_t packets = static_cast<uint32_t>(rows) * per_row;
   const std::byte* const begin =
       b.scratch.windows()[p.group.me] +
-      p.group.map.meta_packet(b.step.lane, b.step.bank(), static_cast<uint64_t>(b.row(source, 0)));
+      p.group.map.meta_packet(b.step.channel, b.step.bank(), static_cast<uint64_t>(b.row(source, 0)));
 #pragma unroll 1
   for (uint32_t group = warp; 4 * group < packets; group += warps) {
     const uint32_t packet = 4 * group + static_cast<uint32_t>(lane()) / kPacketThreads;

@@ -158,7 +158,7 @@ __device__ inline std::byte* row_in(const DispatchParams& p, const Step& step, s
                                     uint64_t row, uint64_t receive_offset) {
   const WindowMap& map = p.group.map;
   if (receive_offset != 0) return window + receive_offset + row * map.shape().payload_bytes[payload];
-  return window + map.payload_row(step.lane, step.bank(), payload, row);
+  return window + map.payload_row(step.channel, step.bank(), payload, row);
 }
 // Gives where it lies at a rank.
 __device__ inline std::byte* place_of(const Block& b, int payload, int rank, uint64_t row) {
@@ -191,8 +191,8 @@ __device__ inline uint64_t place_meta(const Block& b, int rank, int slot, int po
   const DispatchParams& p = b.p;
   const uint64_t* const words = b.scratch.meta();
   const uint64_t header = words[0] | static_cast<uint64_t>(position) << 32;
-  auto* const row = reinterpret_cast<uint64_t*>(b.scratch.windows()[rank] +
-                                                p.group.map.meta_row(b.step.lane, b.step.bank(), b.row_at(rank, slot)));
+  auto* const row = reinterpret_cast<uint64_t*>(
+      b.scratch.windows()[rank] + p.group.map.meta_row(b.step.channel, b.step.bank(), b.row_at(rank, slot)));
 #pragma unroll 1
   for (uint32_t w = static_cast<uint32_t>(lane()); w < b.meta_words(); w += 32)
     put_data(row + w, w == 0 ? header : words[w]);
@@ -208,7 +208,7 @@ __device__ inline void send_meta(const Block& b, int rank, int slot, int positio
   }
   const uint64_t* const words = b.scratch.meta();
   std::byte* const packet =
-      b.scratch.windows()[rank] + p.group.map.meta_packet(b.step.lane, b.step.bank(), b.row_at(rank, slot));
+      b.scratch.windows()[rank] + p.group.map.meta_packet(b.step.channel, b.step.bank(), b.row_at(rank, slot));
   const uint64_t header = first_word(0) == 0 ? static_cast<uint64_t>(position) << 32 : 0;
 #pragma unroll 1
   for (uint32_t g = 0; packet_place(g) < p.group.map.meta_packet_row(); ++g) {

@@ -71,18 +71,18 @@ struct PlainTile {
     const auto row_of = [&](const PayloadIn& payload) {
       return payload.data + static_cast<int>(item.row) * payload.stride;
     };
-    const auto lane_of = [&](const PayloadIn& payload, uint32_t* count) {
+    const auto first_of = [&](const PayloadIn& payload, uint32_t* count) {
       const Span span = span_of(payload, item.tile);
       const uint32_t v = span.begin + static_cast<uint32_t>(lane());
       *count = is && v < span.end ? (span.end - v + 31) / 32 : 0;
       return 16 * v;
     };
-    at = lane_of(p.payloads[0], &vectors);
+    at = first_of(p.payloads[0], &vectors);
     from = row_of(p.payloads[0]) + at;
     second = nullptr;
     if (p.group.map.shape().payloads < 2) return;
     uint32_t more = 0;
-    const uint32_t second_at = lane_of(p.payloads[1], &more);
+    const uint32_t second_at = first_of(p.payloads[1], &more);
     if (more > 0) second = row_of(p.payloads[1]) + second_at;
   }
   __device__ void pin() { cuda::pin(item.row, item.tile.number, item.tile.parts, at, from, vectors, second); }
@@ -225,7 +225,7 @@ __device__ __noinline__ static void finish_plain(Block b) {
     return publish_signals(g, b.step, Mode::kDispatch, count);
   }
   fence_system();
-  const uint64_t place = g.map.signal(b.step.lane, b.step.bank(), g.me) + kRowsOffset;
+  const uint64_t place = g.map.signal(b.step.channel, b.step.bank(), g.me) + kRowsOffset;
   for (int i = lane(); i < b.ranks(); i += 32) put_word(b.scratch.windows()[i] + place, b.step.number);
 }
 

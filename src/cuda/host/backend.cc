@@ -55,7 +55,7 @@ PayloadFit fill_payloads(const Shape& shape, const RowsIn* rows, PayloadIn* payl
 // Fills in where this rank was, as a kernel has reported it.
 void fill_place(const Report& report, ErrorRecord* record) {
   record->phase = static_cast<twPhase_t>(report.phase);
-  record->lane = report.lane;
+  record->lane = report.channel;
   record->step = record->expected = report.step;
   record->seen = report.seen;
 }
@@ -142,7 +142,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.shown = shown_of(call.targets, handle);
   p.rows = by_source ? static_cast<int32_t>(call.targets.rows) : 0;
   if (!by_source) p.shown.ids = p.shown.weights = nullptr, p.shown.counts = handle.received.counts;
-  p.lane = call.at.lane;
+  p.channel = call.at.channel;
   p.bank = call.at.bank();
   p.bound = call.bound;
   p.tokens = handle.routing.tokens;
@@ -151,7 +151,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.has_offsets = call.has_offsets;
   fill_receive_offsets(call, p.receive_offset);
   p.at = dispatch_;
-  p.packets = PacketsAt::make(context_.map, p.lane);
+  p.packets = PacketsAt::make(context_.map, p.channel);
   p.table = fits_tables(shape());
   p.whole = fit.width >= 8;
   const bool usual = fit.width == 16 && whole_ids && is_usual(shape());
@@ -165,11 +165,11 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   return receive ? run_views(call, handle) : Status{};
 }
 
-ViewParams NvlinkBackend::view_params(const HandleArrays& handle, int32_t lane, int32_t bound) const {
+ViewParams NvlinkBackend::view_params(const HandleArrays& handle, int32_t channel, int32_t bound) const {
   ViewParams p{};
   p.group = view_;
   p.handle = view_of(handle);
-  p.lane = lane;
+  p.channel = channel;
   p.bound = bound;
   const auto top_k = static_cast<uint32_t>(shape().top_k);
   p.ids = Divider::make(top_k);
@@ -186,7 +186,7 @@ Status NvlinkBackend::run_view(const char* what, LaunchView* launch, const ViewP
 Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) {
   const DispatchTargets& targets = call.targets;
   handle.device.placed = targets.layout == twExpertMajor || targets.layout == twGrouped;
-  ViewParams p = view_params(handle, call.at.lane, call.bound);
+  ViewParams p = view_params(handle, call.at.channel, call.bound);
   bool any = handle.device.placed;
   std::byte* receive_offset[kMaxPayloads] = {};
   fill_receive_offsets(call, receive_offset);
@@ -194,7 +194,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
     p.payloads[q] = targets.payloads[q];
     for (int bank = 0; bank < 2; ++bank) {
       p.from[bank][q] = receive_offset[q] != nullptr ? receive_offset[q]
-                                                     : window() + context_.map.payload_row(call.at.lane, bank, q, 0);
+                                                     : window() + context_.map.payload_row(call.at.channel, bank, q, 0);
     }
     any |= targets.payloads[q] != nullptr;
     const uint64_t bytes = shape().payload_bytes[q];
@@ -212,7 +212,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
 
 // Finds where rows stand by expert, for a combine by expert after a dispatch that was shown otherwise.
 Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) {
-  ViewParams p = view_params(handle, call.at.lane, call.bound);
+  ViewParams p = view_params(handle, call.at.channel, call.bound);
   p.shown.counts = handle.experts.counts;
   return run_view("places by expert", launch_expert_view, p, call.stream);
 }
@@ -224,7 +224,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   CombineParams p{};
   p.group = view_at(call.at, !call.send_only);
   p.handle = view_of(handle);
-  p.lane = call.at.lane;
+  p.channel = call.at.channel;
   p.bank = bank_of(call.at);
   p.bound = call.bound;
   p.tokens = handle.routing.tokens;
@@ -255,7 +255,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.word_sums_fit = p.words_fit && same;
   p.vectors = static_cast<uint32_t>(shape().combine_bytes / 16);
   p.at = combine_;
-  p.packets = PacketsAt::make(context_.map, p.lane);
+  p.packets = PacketsAt::make(context_.map, p.channel);
   // Where sums overwrite rows, all rows are sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
   plan_combine(budget_, shape(), {!twice}, &p);
@@ -273,7 +273,7 @@ Status NvlinkBackend::run_refusal(StepPlace at, const Refusal& refusal, bool sen
   remember(refusal.stream);
   RefuseParams p{};
   p.group = view_at(at, true);
-  p.lane = at.lane;
+  p.channel = at.channel;
   p.bank = refusal.views || staged_ != nullptr ? at.bank() : -1;
   p.status = refusal.combining == nullptr ? nullptr : refusal.combining->device.status;
   p.phase = refusal.phase;

@@ -174,14 +174,15 @@ class NvlinkBackend : public Backend {
   std::vector<Region> counted() const;
   std::vector<Region> collected(const CollectiveMap& places) const;
   template <class Run>
-  Status carry(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only, void* stream, Run&& run);
+  Status send_staged(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only, void* stream,
+                     Run&& run);
   template <class Run>
   Status arrive(StepPlace at, bool at_once, void* stream, Run&& run);
   Status land_rows(const DispatchCall& call, HandleArrays& handle);
   int bank_of(StepPlace at) const { return staged_ != nullptr ? at.bank() : -1; }
   Status run_views(const DispatchCall& call, HandleArrays& handle);
   Status run_places(const CombineCall& call, HandleArrays& handle);
-  ViewParams view_params(const HandleArrays& handle, int32_t lane, int32_t bound) const;
+  ViewParams view_params(const HandleArrays& handle, int32_t channel, int32_t bound) const;
   using LaunchView = int(const ViewParams& params, int grid, bool early, void* stream);
   Status run_view(const char* what, LaunchView* launch, const ViewParams& params, void* stream);
   // Gives the blocks of a kernel that copies rows and waits for nobody.

@@ -43,7 +43,7 @@ Status NvlinkBackend::run_collective(const CollectiveCall& call, bool send, bool
   CollectiveParams p{};
   p.at = collective_;
   p.group = view_at(call.at, !call.send_only);
-  p.lane = call.at.lane;
+  p.channel = call.at.channel;
   p.bank = call.views || staged_ != nullptr ? call.at.bank() : -1;
   p.bound = call.bound;
   p.send = send;

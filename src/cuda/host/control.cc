@@ -91,7 +91,7 @@ Status Control::create_apart(const BackendInit& init, std::unique_ptr<Control>* 
   made->tag_ = init.tag;
   made->first_step_ = init.context->first_step;
   made->timeout_ = std::chrono::milliseconds(init.timeout_ms);
-  made->watched_.resize(static_cast<size_t>(init.context->map.shape().lanes));
+  made->watched_.resize(static_cast<size_t>(init.context->map.shape().channels));
   void* const memory = ::mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return fail_errno("cannot map a control page");
   const auto page = std::make_shared<Mapping>(static_cast<std::byte*>(memory), kPageBytes);
@@ -158,8 +158,8 @@ AbortSignal Control::abort_of(int writer) const { return unpack_abort(load(page(
 
 AbortSignal Control::find_abort() const {
   for (int writer = 0; writer < static_cast<int>(pages_.size()); ++writer) {
-    const AbortSignal word = abort_of(writer);
-    if (word.kind != 0) return word;
+    const AbortSignal signal = abort_of(writer);
+    if (signal.kind != 0) return signal;
   }
   return {};
 }

@@ -76,10 +76,10 @@ class Control {
     uint32_t sent;
     uint32_t call;
   };
-  bool noticed(int rank, int lane, Notice* notice) const;
-  int find_different(int lane) const;
-  int find_behind(int lane, uint32_t step) const;
-  void end_on(int lane, twResult_t result, int peer);
+  bool noticed(int rank, int channel, Notice* notice) const;
+  int find_different(int channel) const;
+  int find_behind(int channel, uint32_t step) const;
+  void end_on(int channel, twResult_t result, int peer);
   uint64_t tag(int post) const { return tag_ + static_cast<uint64_t>(post); }
 
   Bootstrap* bootstrap_ = nullptr;

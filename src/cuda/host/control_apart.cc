@@ -2,7 +2,7 @@
 // end does not say who holds it up. So a rank's thread watches how far its steps are, tells the peers when one takes
 // long, and blames the first rank that has not said that it has sent its own.
 //
-// Takes CarriedLane, which kernels write, and the peers' notices; gives abort signals and the report `late`.
+// Takes StagedChannel, which kernels write, and the peers' notices; gives abort signals and the report `late`.
 //
 // What breaks if this changes: S6: who is blamed, and after how long. Notices have no part in a step, so no other
 // invariant depends on them.
@@ -43,9 +43,9 @@ void Control::listen(std::unique_lock<std::mutex>& lock) {
     std::string bytes;
     if (rank == me_ || !bootstrap_->posted(members_[rank], tag(kAbortPost), &bytes)) continue;
     if (bytes.size() != sizeof(uint64_t)) continue;
-    uint64_t& word = heard[static_cast<size_t>(rank)];
-    std::memcpy(&word, bytes.data(), sizeof word);
-    any = any || word != pack(abort_of(rank));
+    uint64_t& signal = heard[static_cast<size_t>(rank)];
+    std::memcpy(&signal, bytes.data(), sizeof signal);
+    any = any || signal != pack(abort_of(rank));
   }
   if (any) ended_.wait_for(lock, kSettling, [this] { return ending_; });
   for (int rank = 0; rank < static_cast<int>(members_.size()) && any; ++rank) {
@@ -59,19 +59,19 @@ void Control::listen(std::unique_lock<std::mutex>& lock) {
 void Control::watch_steps(TimePoint now) {
   bool slow = false;
   std::vector<Notice> notices(watched_.size());
-  for (int lane = 0; lane < static_cast<int>(watched_.size()); ++lane) {
-    const CarriedLane& at = page(me_).carried[lane];
-    Watched& watched = watched_[static_cast<size_t>(lane)];
+  for (int channel = 0; channel < static_cast<int>(watched_.size()); ++channel) {
+    const StagedChannel& at = page(me_).staged[channel];
+    Watched& watched = watched_[static_cast<size_t>(channel)];
     const uint32_t ended = load(at.ended);
     const uint32_t waits = load(at.waits);
-    const Notice notice = notices[static_cast<size_t>(lane)] = {load(at.sent), load(at.call)};
+    const Notice notice = notices[static_cast<size_t>(channel)] = {load(at.sent), load(at.call)};
     if (notice.sent != watched.sent || notice.sent == ended) watched.sent = notice.sent, watched.sent_at = now;
     if (waits != watched.waits || waits == ended) watched.waits = waits, watched.waits_at = now;
     if (now - watched.sent_at < kNotice) continue;
     slow = true;
-    const int different = find_different(lane);
-    if (different >= 0) return end_on(lane, twCallMismatch, different);
-    if (now - watched.waits_at >= timeout_ + kGrace) return end_on(lane, twTimeout, find_behind(lane, waits));
+    const int different = find_different(channel);
+    if (different >= 0) return end_on(channel, twCallMismatch, different);
+    if (now - watched.waits_at >= timeout_ + kGrace) return end_on(channel, twTimeout, find_behind(channel, waits));
   }
   const std::string bytes(reinterpret_cast<const char*>(notices.data()), notices.size() * sizeof(Notice));
   if (!slow || bytes == noticed_) return;
@@ -81,9 +81,9 @@ void Control::watch_steps(TimePoint now) {
   }
 }
 
-bool Control::noticed(int rank, int lane, Notice* notice) const {
+bool Control::noticed(int rank, int channel, Notice* notice) const {
   std::string bytes;
-  const auto at = static_cast<size_t>(lane) * sizeof *notice;
+  const auto at = static_cast<size_t>(channel) * sizeof *notice;
   if (rank == me_ || !bootstrap_->posted(members_[rank], tag(kNoticePost), &bytes)) return false;
   if (bytes.size() < at + sizeof *notice) return false;
   std::memcpy(notice, bytes.data() + at, sizeof *notice);
@@ -92,11 +92,11 @@ bool Control::noticed(int rank, int lane, Notice* notice) const {
 
 // Gives a rank that is in the same step of a channel and has not made the same call, so that its collective never ends;
 // -1 if there is none.
-int Control::find_different(int lane) const {
-  const CarriedLane& at = page(me_).carried[lane];
+int Control::find_different(int channel) const {
+  const StagedChannel& at = page(me_).staged[channel];
   for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
     Notice notice{};
-    if (!noticed(rank, lane, &notice) || notice.sent != load(at.sent)) continue;
+    if (!noticed(rank, channel, &notice) || notice.sent != load(at.sent)) continue;
     const uint32_t mine = load(at.call);
     if (notice.call != mine && notice.call != 0 && mine != 0) return rank;
   }
@@ -104,24 +104,24 @@ int Control::find_different(int lane) const {
 }
 
 // Gives the first rank that has not said that it has sent a step; the next rank if all have.
-int Control::find_behind(int lane, uint32_t step) const {
+int Control::find_behind(int channel, uint32_t step) const {
   const auto ranks = static_cast<int>(members_.size());
   for (int i = 1; i < ranks; ++i) {
     const int rank = (me_ + i) % ranks;
     Notice notice{first_step_, 0};
-    (void)noticed(rank, lane, &notice);
+    (void)noticed(rank, channel, &notice);
     if (!reached(notice.sent, step)) return rank;
   }
   return (me_ + 1) % ranks;
 }
 
-void Control::end_on(int lane, twResult_t result, int peer) {
-  const CarriedLane& at = page(me_).carried[lane];
+void Control::end_on(int channel, twResult_t result, int peer) {
+  const StagedChannel& at = page(me_).staged[channel];
   Report& report = page(me_).late;
   report.result = result;
   report.peer = peer;
   report.phase = at.phase;
-  report.lane = lane;
+  report.channel = channel;
   report.step = load(at.sent);
   report.seen = report.step - 1;
   report.token = report.k = -1;

@@ -26,8 +26,8 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
     TW_CUDA(cudaMemsetAsync(handle.map.choices, 0, sizeof(int32_t) * static_cast<size_t>(shape().choices()),
                             static_cast<cudaStream_t>(call.stream)));
   }
-  p.told = arena_->told(call.at.lane, shape());
-  p.lane = call.at.lane;
+  p.told = arena_->told(call.at.channel, shape());
+  p.channel = call.at.channel;
   p.bank = bank_of(call.at);
   p.tokens = handle.routing.tokens;
   p.alignment = call.alignment;

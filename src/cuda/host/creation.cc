@@ -45,10 +45,10 @@ Status NvlinkBackend::open(const BackendInit& init) {
   const auto meet = [&](const char* occasion, const Status& mine) {
     return agree(*init.bootstrap, init.members, tag++, init.deadline, occasion, mine);
   };
-  const bool carried = init.carrier != nullptr;
-  const Status mapped = carried ? make_own_window(init, &windows_) : map_device_windows(init, tag, &windows_);
+  const bool staged = init.carrier != nullptr;
+  const Status mapped = staged ? make_own_window(init, &windows_) : map_device_windows(init, tag, &windows_);
   ++tag;
-  if (carried) {
+  if (staged) {
     std::shared_ptr<DeviceMapping> own;
     if (mapped.ok()) own = windows_.by_rank[context_.me];
     TW_RETURN_IF_FAILED(StagedTransport::create(init, tag, mapped, std::move(own), &staged_));
@@ -56,7 +56,7 @@ Status NvlinkBackend::open(const BackendInit& init) {
   } else {
     TW_RETURN_IF_FAILED(meet("mapping windows", mapped));
   }
-  const Status controlled = carried ? Control::create_apart(init, &control_) : Control::create(init, tag, &control_);
+  const Status controlled = staged ? Control::create_apart(init, &control_) : Control::create(init, tag, &control_);
   ++tag;
   TW_RETURN_IF_FAILED(meet("sharing control pages", controlled));
   Status prepared = fill_view(init);

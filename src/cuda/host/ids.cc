@@ -39,8 +39,8 @@ Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twP
   p.group = view_;
   p.handle = view_of(handle);
   p.in = *in;
-  p.scratch = arena_->balance(at.lane, shape());
-  p.lane = at.lane;
+  p.scratch = arena_->balance(at.channel, shape());
+  p.channel = at.channel;
   p.bank = phase == twPhaseDispatch ? at.bank() : bank_of(at);
   p.tokens = handle.routing.tokens;
   p.phase = phase;

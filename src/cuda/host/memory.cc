@@ -72,23 +72,23 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   const size_t state_at = place(nullptr, sizeof(DeviceState));
   // The exchange of counts' counters, by channel.
   const size_t told = shape.exact() ? static_cast<size_t>(shape.ranks) + static_cast<size_t>(shape.experts) : 0;
-  const size_t told_at = place(nullptr, sizeof(int32_t) * told * static_cast<size_t>(shape.lanes));
+  const size_t told_at = place(nullptr, sizeof(int32_t) * told * static_cast<size_t>(shape.channels));
   const std::vector<uint32_t> maps = words_of_maps(shape, *context.maps);
   const size_t maps_at = place(maps.data(), sizeof(uint32_t) * maps.size());
   const bool balances = context.spec->given && context.spec->policy == twReplicaBalanced && !BalanceParams::fits(shape);
   const size_t balance_at =
-      place(nullptr, balances ? sizeof(int32_t) * BalanceParams::scratch_words(shape) * shape.lanes : 0);
+      place(nullptr, balances ? sizeof(int32_t) * BalanceParams::scratch_words(shape) * shape.channels : 0);
   // Load statistics.
-  const auto rows = static_cast<size_t>(shape.counts_loads * shape.lanes * context.spec->layers);
+  const auto rows = static_cast<size_t>(shape.counts_loads * shape.channels * context.spec->layers);
   const size_t averages = rows * static_cast<size_t>(shape.choices());
   const size_t averages_at = place(nullptr, sizeof(float) * averages);
   const size_t dispatches_at = place(nullptr, sizeof(long long) * rows);
   const size_t clocks_at = place(nullptr, sizeof(uint32_t) * rows);
   const size_t told_of_at = place(nullptr, sizeof(uint32_t) * rows);
-  const size_t marks_at = place(nullptr, sizeof(uint32_t) * static_cast<size_t>(mark_words(shape) * shape.lanes));
-  std::vector<LaneState> lanes(static_cast<size_t>(shape.lanes), LaneState{});
-  for (LaneState& lane : lanes) lane.step = context.first_step;
-  const size_t lanes_at = place(lanes.data(), sizeof(LaneState) * lanes.size());
+  const size_t marks_at = place(nullptr, sizeof(uint32_t) * static_cast<size_t>(mark_words(shape) * shape.channels));
+  std::vector<ChannelState> channels(static_cast<size_t>(shape.channels), ChannelState{});
+  for (ChannelState& channel : channels) channel.step = context.first_step;
+  const size_t channels_at = place(channels.data(), sizeof(ChannelState) * channels.size());
   TW_CUDA(cudaStreamCreateWithFlags(&made->stream_, cudaStreamNonBlocking));
   void* memory = nullptr;
   TW_CUDA(cudaMallocAsync(&memory, host.size(), made->stream_));
@@ -100,7 +100,7 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   view->windows = reinterpret_cast<std::byte* const*>(made->tables_ + windows_at);
   view->pages = reinterpret_cast<ControlPage* const*>(made->tables_ + pages_at);
   view->state = made->state_ = reinterpret_cast<DeviceState*>(made->tables_ + state_at);
-  view->lanes = reinterpret_cast<LaneState*>(made->tables_ + lanes_at);
+  view->channels = reinterpret_cast<ChannelState*>(made->tables_ + channels_at);
   view->marks = reinterpret_cast<uint32_t*>(made->tables_ + marks_at);
   made->counter_ = reinterpret_cast<uint32_t*>(made->tables_ + counter_at);
   made->loads_.layers = context.spec->layers;
@@ -162,7 +162,7 @@ CountsOnHost* Arena::take_page() {
 
 void Arena::read_loads(const Context& context, float* loads, int64_t* dispatches) const {
   const Shape& shape = context.map.shape();
-  const auto rows = static_cast<size_t>(shape.lanes * context.spec->layers);
+  const auto rows = static_cast<size_t>(shape.channels * context.spec->layers);
   std::vector<float> averages(rows * static_cast<size_t>(shape.choices()));
   std::vector<int64_t> counted(rows);
   std::vector<uint32_t> clocks(rows);
@@ -174,7 +174,7 @@ void Arena::read_loads(const Context& context, float* loads, int64_t* dispatches
     counted[i] = __atomic_load_n(&loads_.dispatches_there[i], __ATOMIC_RELAXED);
     clocks[i] = __atomic_load_n(&loads_.clocks_there[i], __ATOMIC_RELAXED);
   }
-  sum_lanes(*context.spec, shape, {averages.data(), counted.data(), clocks.data()}, loads, dispatches);
+  sum_channels(*context.spec, shape, {averages.data(), counted.data(), clocks.data()}, loads, dispatches);
 }
 
 Status Arena::write_map(int32_t layer, const Shape& shape, const ExpertMap& map) {

@@ -4,7 +4,7 @@
 // Takes the group's context, windows and control pages; fills the pointers of a GroupView. Blocks may be used by any
 // stream at once.
 //
-// What breaks if this changes: S2 and S5: LaneState must begin at the first step value and all counters at 0.
+// What breaks if this changes: S2 and S5: ChannelState must begin at the first step value and all counters at 0.
 // write_map() may be called only while no kernel of this rank runs (S9).
 #pragma once
 
@@ -33,14 +33,16 @@ class Arena {
   void release(std::byte* block);
 
   // Gives CountsParams::told of a channel, [N + E].
-  int32_t* told(int lane, const Shape& shape) const { return told_ + int64_t{lane} * (shape.ranks + shape.experts); }
+  int32_t* told(int channel, const Shape& shape) const {
+    return told_ + int64_t{channel} * (shape.ranks + shape.experts);
+  }
   // Gives a layer's MapWords.
   const uint32_t* map(int32_t layer, const Shape& shape) const { return maps_ + int64_t{layer} * MapWords::all(shape); }
   // Replaces a layer's map, while no kernel of this rank runs.
   Status write_map(int32_t layer, const Shape& shape, const ExpertMap& map);
   // Gives BalanceParams::scratch of a channel.
-  int32_t* balance(int32_t lane, const Shape& shape) const {
-    return BalanceParams::fits(shape) ? nullptr : balance_ + int64_t{lane} * BalanceParams::scratch_words(shape);
+  int32_t* balance(int32_t channel, const Shape& shape) const {
+    return BalanceParams::fits(shape) ? nullptr : balance_ + int64_t{channel} * BalanceParams::scratch_words(shape);
   }
   // Gives what twGroupLoads shows, as far as the device has told it.
   void read_loads(const Context& context, float* loads, int64_t* dispatches) const;

@@ -60,8 +60,8 @@ bool NvlinkBackend::in_trouble() const {
 // Sends a step over the staged transport, and receives it unless `send_only`; `run(send, receive)` launches. What could
 // not be moved does not come: the kernel that waits for it finds that out, and who is to blame.
 template <class Run>
-Status NvlinkBackend::carry(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only, void* stream,
-                            Run&& run) {
+Status NvlinkBackend::send_staged(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only,
+                                  void* stream, Run&& run) {
   TW_RETURN_IF_FAILED(run(true, false));
   Status started = staged_->start(at, regions, land, !send_only, stream);
   const bool alone = !started.ok() && !in_trouble();
@@ -72,8 +72,8 @@ Status NvlinkBackend::carry(StepPlace at, const std::vector<Region>& regions, bo
 template <class Run>
 Status NvlinkBackend::arrive(StepPlace at, bool at_once, void* stream, Run&& run) {
   const OnDevice on(device_);
-  if (!at_once) TW_RETURN_IF_FAILED(launched("a wait", launch_await({view_at(at, true), at.lane}, stream)));
-  if (!staged_->join(at.lane, stream).ok() && is_interrupted_now()) {
+  if (!at_once) TW_RETURN_IF_FAILED(launched("a wait", launch_await({view_at(at, true), at.channel}, stream)));
+  if (!staged_->join(at.channel, stream).ok() && is_interrupted_now()) {
     return fail(twInterrupted, "interrupted in a step that a carrier moves");
   }
   return run(false, true);
@@ -84,10 +84,10 @@ Status NvlinkBackend::land_rows(const DispatchCall& call, HandleArrays& handle) 
   LandParams p{};
   p.group = view_at(call.at, true);
   p.handle = view_of(handle);
-  p.lane = call.at.lane;
+  p.channel = call.at.channel;
   p.bank = call.at.bank();
   p.bound = call.bound;
-  p.from = staged_->receive_offset(call.at.lane);
+  p.from = staged_->receive_offset(call.at.channel);
   return launched("rows of a dispatch", launch_land(p, view_blocks(), call.stream));
 }
 
@@ -95,7 +95,7 @@ template <class Call, class Regions, class Run>
 Status NvlinkBackend::make(const Call& call, bool sends, bool land, Regions&& regions, Run&& run) {
   if (staged_ == nullptr) return run(sends, !sends || !call.send_only);
   if (!sends) return arrive(call.at, false, call.stream, run);
-  return carry(call.at, regions(), land, call.send_only, call.stream, run);
+  return send_staged(call.at, regions(), land, call.send_only, call.stream, run);
 }
 
 Status NvlinkBackend::make_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends) {
@@ -142,7 +142,7 @@ Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, void* stream) {
   const OnDevice on(device_);
   remember(stream);
   TW_RETURN_IF_FAILED(staged_->start(at, combined(bound), false, true, stream));
-  return staged_->join(at.lane, stream);
+  return staged_->join(at.channel, stream);
 }
 
 // Over a staged transport the peers' moves are made with the refusal, or they would not end.
@@ -155,8 +155,8 @@ Status NvlinkBackend::send_refusal(StepPlace at, const Refusal& refusal) {
   if (refusal.phase == twPhaseCounts) regions = counted();
   if (refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce) regions = collected(refusal.places);
   const bool land = refusal.phase == twPhaseDispatch && shape().exact();
-  return carry(at, regions, land, false, refusal.stream,
-               [&](bool send, bool receive) { return run_refusal(at, refusal, send, receive); });
+  return send_staged(at, regions, land, false, refusal.stream,
+                     [&](bool send, bool receive) { return run_refusal(at, refusal, send, receive); });
 }
 
 }  // namespace tw::cuda

@@ -17,7 +17,7 @@ namespace tw::cuda {
 // Launches the kernel of the call's kind. It rehearses (dispatch/dispatch.cu) only where that takes no time.
 template <class Params, class WithKernel>
 int launch_bulk(Params params, int grid, bool early, void* stream, WithKernel&& with_kernel) {
-  params.rehearses = params.rehearses && comes_early(early);
+  params.rehearses = params.rehearses && overlaps_previous(early);
   return with_kernel(params.kind,
                      [&](auto* kernel) { return launch_kernel(kernel, params, grid, params.at.bytes, early, stream); });
 }

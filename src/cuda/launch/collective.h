@@ -53,7 +53,7 @@ struct CollectiveParams {
   Tiles tiles;
   PacketsAt packets;
   Roles roles;
-  int32_t lane;
+  int32_t channel;
   int32_t bank;  // the bank that the rows must go to; -1: any
   int32_t bound;
   int32_t send;

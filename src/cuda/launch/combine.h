@@ -47,7 +47,7 @@ struct CombineParams {
   int32_t joins;    // 1: blocks that have sent their rows then sum too
   PacketsAt packets;
   Roles roles;
-  int32_t lane;
+  int32_t channel;
   int32_t bank;  // the bank that the rows must go to, over a staged transport; else -1
   int32_t bound;
   int32_t tokens;

@@ -19,7 +19,7 @@ struct CountsParams {
   HandleView handle;
   IdsIn in;
   int32_t* told;  // [N + E] rows for each rank and expert, while they are counted; otherwise 0
-  int32_t lane;
+  int32_t channel;
   int32_t bank;  // the bank of the step, over a staged transport; else -1
   int32_t tokens;
   int32_t alignment;  // rows that an expert's block is padded to a multiple of, in the grouped layout
@@ -37,7 +37,7 @@ struct BalanceParams {
   HandleView handle;
   IdsIn in;
   int32_t* scratch;  // [E + N + P]; NULL: shared memory has room
-  int32_t lane;
+  int32_t channel;
   int32_t bank;  // the bank of the step that follows; -1: it takes any
   int32_t tokens;
   twPhase_t phase;

@@ -55,7 +55,7 @@ struct DispatchParams {
   IdsIn in;
   PayloadIn payloads[kMaxPayloads];
   Shown shown;
-  int32_t lane;
+  int32_t channel;
   int32_t bank;  // the bank that the rows must go to
   int32_t bound;
   int32_t tokens;

@@ -45,7 +45,7 @@ struct IdsIn {
   const uint32_t* digest;  // the digest of that map, or of the map from which own ids were made; NULL: there are none
 };
 
-// Load statistics of a group that counts: averages [lanes, layers, E], and [lanes, layers] dispatches and clocks
+// Load statistics of a group that counts: averages [channels, layers, E], and [channels, layers] dispatches and clocks
 // (CountedCall). Each is kept twice: here, and (`_there`) in memory that the host maps and reads when it likes.
 struct LoadsView {
   float* averages;

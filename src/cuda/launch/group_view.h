@@ -37,8 +37,8 @@ struct GroupView {
   std::byte* out_signals;
   int32_t waits;  // 1: the wait for the end of the step follows at once
   DeviceState* state;
-  LaneState* lanes;
-  uint32_t* marks;  // [lanes, mark_words] which tokens of each 32 go to each rank (device/routing.cuh)
+  ChannelState* channels;
+  uint32_t* marks;  // [channels, mark_words] which tokens of each 32 go to each rank (device/routing.cuh)
   uint64_t timeout_ns;
   LoadsView loads;
 };

@@ -17,7 +17,7 @@
 namespace tw::cuda {
 
 // Whether what a kernel does before its wait takes no time, since the previous kernel still runs.
-inline bool comes_early(bool early) { return early; }
+inline bool overlaps_previous(bool early) { return early; }
 
 // The rounds of packets that each pair of ranks sends in the test of packets.
 inline constexpr int kSelfTestRounds = 64;

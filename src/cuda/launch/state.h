@@ -1,11 +1,12 @@
 // What outlives a kernel: pages of host memory over which kernels and hosts tell each other of errors and counts, and
 // how far the channels of a device are.
 //
-// ControlPage is shared by all ranks' hosts and devices, possibly of different processes; LaneState and DeviceState
+// ControlPage is shared by all ranks' hosts and devices, possibly of different processes; ChannelState and DeviceState
 // belong to one device. Fields that others poll are written last, behind a fence (`serial`, `stop`).
 //
-// What breaks if this changes: S2 (LaneState::step and `arrived` decide which step comes next), S5 (work counters serve
-// every fourth step), S6 (stop, abort, failure). All processes of a group must be built from one layout of ControlPage.
+// What breaks if this changes: S2 (ChannelState::step and `arrived` decide which step comes next), S5 (work counters
+// serve every fourth step), S6 (stop, abort, failure). All processes of a group must be built from one layout of
+// ControlPage.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +25,7 @@ struct Report {
   int32_t result;  // twResult_t
   int32_t peer;
   int32_t phase;
-  int32_t lane;
+  int32_t channel;
   uint32_t step;
   uint32_t seen;
   uint32_t note;   // the peer's bound, if the bounds differ
@@ -47,7 +48,7 @@ struct CountsOnHost {
 
 // How far a channel's steps over a staged transport are: low halves of their numbers. A collective that does not end
 // says nothing, so the host watches these.
-struct CarriedLane {
+struct StagedChannel {
   uint32_t sent;   // the last step whose blocks were written
   uint32_t waits;  // the last step whose end this rank has begun to wait for
   uint32_t ended;
@@ -61,7 +62,7 @@ struct ControlPage {
   uint64_t abort[TW_MAX_RANKS];  // by writer: exchange/signals.h
   uint32_t stop;                 // something is wrong: kernels end their waits
   uint32_t pad;
-  CarriedLane carried[TW_MAX_LANES];
+  StagedChannel staged[TW_MAX_LANES];
   Report failure;  // the error that finished the group, by this rank's kernels alone
   Report late;     // the same, by its host, where that watches
   Report call;     // an error that ended one call and left the group usable
@@ -71,7 +72,7 @@ struct ControlPage {
 
 // What the steps of one channel hand to each other, on their own device. Steps of a channel are stream-ordered (S5), so
 // one kernel at a time uses this.
-struct alignas(64) LaneState {
+struct alignas(64) ChannelState {
   uint64_t step;                          // the last step that ended
   uint32_t arrived;                       // blocks that have read `step`, counted down from 0
   uint32_t sent;                          // blocks whose Simple rows are all sent

@@ -15,7 +15,7 @@ namespace tw::cuda {
 
 struct RefuseParams {
   GroupView group;
-  int32_t lane;
+  int32_t channel;
   int32_t bank;           // of the dispatch that is refused; -1 for any other step
   const int32_t* status;  // the status of the dispatch that a combine answers
   twPhase_t phase;
@@ -28,14 +28,14 @@ struct LandParams {
   GroupView group;
   HandleView handle;
   const std::byte* from;
-  int32_t lane;
+  int32_t channel;
   int32_t bank;
   int32_t bound;
 };
 
 struct AwaitParams {
   GroupView group;
-  int32_t lane;
+  int32_t channel;
 };
 
 struct SelfTestParams {

@@ -59,8 +59,8 @@ struct PacketsAt {
   uint64_t source;  // bytes from one source's packets to the next
   uint32_t row;     // bytes from one slot's packets to the next
 
-  static PacketsAt make(const WindowMap& map, int lane) {
-    return {{map.packet(lane, 0, 0, 0), map.packet(lane, 1, 0, 0)},
+  static PacketsAt make(const WindowMap& map, int channel) {
+    return {{map.packet(channel, 0, 0, 0), map.packet(channel, 1, 0, 0)},
             map.packet_row() * static_cast<uint64_t>(map.shape().packet_tokens),
             static_cast<uint32_t>(map.packet_row())};
   }

@@ -19,7 +19,7 @@ namespace tw::cuda {
 struct ViewParams {
   GroupView group;
   HandleView handle;
-  int32_t lane;
+  int32_t channel;
   int32_t bound;
   Divider ids;                        // divides by the ids of a row
   Divider pairs;                      // divides by half of that, the pairs of ids

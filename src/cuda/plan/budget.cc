@@ -15,7 +15,7 @@ Status make_budget(const Device& device, const Shape& shape, int sm_limit, int s
   Budget b;
   b.tuning = &tuning_of(device.sms, shape.ranks);
   const int limit = sm_limit > 0 ? std::min(sm_limit, device.sms) : device.sms;
-  const int queues = sharing * shape.lanes;
+  const int queues = sharing * shape.channels;
   b.device_sms = device.sms;
   b.max_grid = std::clamp(std::min(limit, device.sms / queues), 1, kMaxBlocks);
   // A kernel with few SMs sends more than a round of rows sooner as Simple rows, in wide tiles, than as packets.
@@ -36,7 +36,8 @@ Status make_budget(const Device& device, const Shape& shape, int sm_limit, int s
   return fail(twInvalidArgument,
               "{} is {}; {} ranks share a device of {} SMs, and a block of each lane of each must find room there, so "
               "lanes must be from {} to {}",
-              Argument("config.lanes"), Value(shape.lanes), sharing, device.sms, Least(1), Most(device.sms / sharing));
+              Argument("config.lanes"), Value(shape.channels), sharing, device.sms, Least(1),
+              Most(device.sms / sharing));
 }
 
 Roles roles_of(const Budget& budget, int64_t rows, const Tiles& tiles, bool both, int most) {

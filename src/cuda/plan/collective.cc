@@ -30,7 +30,7 @@ void plan_collective(const Budget& budget, const WindowMap& map, const Collectiv
   const bool packets =
       shape.ranks > 1 && budget.packet_tokens > 0 && static_cast<uint64_t>(p.bound) * packet_row <= room;
   p.by_packets = packets;
-  p.packets = PacketsAt::make(map, p.lane);
+  p.packets = PacketsAt::make(map, p.channel);
   p.packets.row = static_cast<uint32_t>(packet_row);
   // There are no more chunks than signals for them.
   p.chunk_rows = std::max(chunk_rows_of(row_bytes), shape.chunk_rows);

@@ -77,7 +77,7 @@ void describe_combine(const Budget& budget, const GroupConfig& config, int32_t t
   p.bound = shape.max_tokens;
   p.send = p.receive = 1;
   p.plain = 1;
-  p.own_direct = shape.carried == 0;
+  p.own_direct = shape.staged == 0;
   p.rows_dtype = p.wire_dtype = p.out_dtype = config.given.combine_dtype;
   p.vectors_fit = p.sums_fit = shape.combine_bytes % 16 == 0;
   p.words_fit = p.word_sums_fit = shape.combine_bytes % 8 == 0;
@@ -99,7 +99,7 @@ Status describe_plan(const GroupConfig& config, int32_t tokens, int32_t device_s
                      std::string* text) {
   const Shape& shape = config.shape();
   cuda::Budget budget;
-  TW_RETURN_IF_FAILED(cuda::make_budget({device_sms, 9}, shape, sm_limit, 1, shape.carried != 0, &budget));
+  TW_RETURN_IF_FAILED(cuda::make_budget({device_sms, 9}, shape, sm_limit, 1, shape.staged != 0, &budget));
   cuda::Text plan(text);
   plan.add("", "tuning", budget.tuning->gpu);
   plan.add("", "measured in", budget.tuning->source);

@@ -42,7 +42,7 @@ __device__ void wait_out(const GroupView& g, const Step& step) {
 // Tells the peers, which wait in the same call, and waits for their signals: S2 wants the step's end before the next
 // one begins. A refused dispatch takes the step that the dispatch would have taken: see device/wait.cuh, skip_step.
 __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
-  Step step{next_step(p.group, p.lane), p.lane, 0, p.phase};
+  Step step{next_step(p.group, p.channel), p.channel, 0, p.phase};
   begin_at_bank(p.group, p.bank, &step.number);
   // A combine of a dispatch that failed is no step: the peers skip it too.
   if (is_sticky(p.group) || (p.status != nullptr && *p.status != twSuccess)) return;
@@ -54,7 +54,7 @@ __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
   }
   if (threadIdx.x == 0) clear_counters(p.group, step);
   if (p.send) {
-    if (p.phase == twPhaseDispatch) tell_refusal(p.group, p.lane);
+    if (p.phase == twPhaseDispatch) tell_refusal(p.group, p.channel);
     publish_empty(p.group, step, Mode::kRefused);
     if (threadIdx.x == 0) say_sent(p.group, step, true);
   }
@@ -76,36 +76,36 @@ __global__ void self_test_kernel(const __grid_constant__ SelfTestParams p) {
   const GroupView& g = p.group;
   const WindowMap& map = g.map;
   const int ranks = map.shape().ranks;
-  const auto lanes = static_cast<uint32_t>(min(packet_row_bytes(map.shape()) / 16, uint64_t{1024}));
+  const auto pairs = static_cast<uint32_t>(min(packet_row_bytes(map.shape()) / 16, uint64_t{1024}));
   const bool flagged = threadIdx.x % kPacketThreads == kPacketThreads - 1;
   uint32_t torn = 0;
   for (int round = 1; round <= p.rounds; ++round) {
     const int bank = round & 1;
     const uint64_t flag = kTestFlag | static_cast<uint64_t>(round);
-    for (int i = 1; i < ranks; ++i) {
-      const int peer = (g.me + i) % ranks;
+    for (int distance = 1; distance < ranks; ++distance) {
+      const int peer = (g.me + distance) % ranks;
       std::byte* const packet = window_of(g, peer) + map.packet(0, bank, g.me, 0);
-      for (uint32_t lane = threadIdx.x; lane < lanes; lane += blockDim.x) {
-        put_pair(packet + 16 * lane, test_word(round, 2 * lane), flagged ? flag : test_word(round, 2 * lane + 1));
+      for (uint32_t i = threadIdx.x; i < pairs; i += blockDim.x) {
+        put_pair(packet + 16 * i, test_word(round, 2 * i), flagged ? flag : test_word(round, 2 * i + 1));
       }
     }
-    for (int i = 1; i < ranks; ++i) {
-      const std::byte* const packet = g.windows[g.me] + map.packet(0, bank, (g.me + i) % ranks, 0);
-      for (uint32_t base = threadIdx.x / 32 * 32; base < lanes; base += blockDim.x) {
-        const uint32_t lane = base + threadIdx.x % 32;
-        const bool active = lane < lanes;
+    for (int distance = 1; distance < ranks; ++distance) {
+      const std::byte* const packet = g.windows[g.me] + map.packet(0, bank, (g.me + distance) % ranks, 0);
+      for (uint32_t base = threadIdx.x / 32 * 32; base < pairs; base += blockDim.x) {
+        const uint32_t i = base + threadIdx.x % 32;
+        const bool active = i < pairs;
         Vec16 value{};
         Patience patience(g);
         for (bool late = false;;) {
-          if (active) value = load_pair(packet + 16 * lane);
+          if (active) value = load_pair(packet + 16 * i);
           if (!__any_sync(~0u, active && flagged && value.b != flag)) break;
           if (!__any_sync(~0u, patience.over(&late))) continue;
           ++torn;  // it did not come
           break;
         }
         if (!active) continue;
-        if (value.a != test_word(round, 2 * lane)) ++torn;
-        if (value.b != (flagged ? flag : test_word(round, 2 * lane + 1))) ++torn;
+        if (value.a != test_word(round, 2 * i)) ++torn;
+        if (value.b != (flagged ? flag : test_word(round, 2 * i + 1))) ++torn;
       }
     }
     // All threads of this rank have read the round before it sends the next but one. One failure is enough.

@@ -8,19 +8,19 @@
 // collective can still write (the destructor keeps the window and leaks the outgoing memory).
 #include "cuda/transport/staged.h"
 
-#include "core/channel.h"
+#include "core/carrier_channel.h"
 
 namespace tw::cuda {
 
 StagedTransport::StagedTransport(const BackendInit& init)
     : map_(init.context->map), calls_(init.carrier->calls), device_(init.device) {
-  const uint64_t words = kSignalStride * static_cast<uint64_t>(map_.shape().ranks);
-  signals_bytes_ = (words + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
-  lane_bytes_ = signals_bytes_ + map_.bank_bytes() * (map_.shape().exact() ? 2 : 1);
+  const uint64_t signals = kSignalStride * static_cast<uint64_t>(map_.shape().ranks);
+  signals_bytes_ = (signals + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
+  channel_bytes_ = signals_bytes_ + map_.bank_bytes() * (map_.shape().exact() ? 2 : 1);
 }
 
 StagedTransport::~StagedTransport() {
-  if (channel_ >= 0 && !ended()) calls_.close(calls_.context, channel_, aborted_ ? 0 : 1);
+  if (carrier_channel_ >= 0 && !ended()) calls_.close(calls_.context, carrier_channel_, aborted_ ? 0 : 1);
   if (!aborted_) {
     cudaFree(memory_);
   } else {
@@ -32,7 +32,7 @@ Status StagedTransport::create(const BackendInit& init, uint64_t tag, const Stat
                                std::shared_ptr<DeviceMapping> window, std::unique_ptr<StagedTransport>* made) {
   std::unique_ptr<StagedTransport> staged(new StagedTransport(init));
   staged->window_ = std::move(window);
-  const uint64_t bytes = staged->lane_bytes_ * static_cast<uint64_t>(staged->map_.shape().lanes);
+  const uint64_t bytes = staged->channel_bytes_ * static_cast<uint64_t>(staged->map_.shape().channels);
   const auto allocate = [&]() -> Status {
     void* memory = nullptr;
     if (cudaMalloc(&memory, bytes) != cudaSuccess) {
@@ -49,31 +49,31 @@ Status StagedTransport::create(const BackendInit& init, uint64_t tag, const Stat
     return error == cudaSuccess ? Status{} : cuda_failure("preparing what goes out over the carrier", error);
   };
   const Status prepared = ready.ok() ? allocate() : ready;
-  TW_RETURN_IF_FAILED(open_channel(init, tag, init.device, prepared, &staged->channel_));
+  TW_RETURN_IF_FAILED(open_carrier_channel(init, tag, init.device, prepared, &staged->carrier_channel_));
   *made = std::move(staged);
   return {};
 }
 
 void StagedTransport::place(StepPlace at, GroupView* view) const {
-  const auto shifted = reinterpret_cast<uintptr_t>(bank_of(at.lane, 0)) - map_.bank(at.lane, at.bank());
+  const auto shifted = reinterpret_cast<uintptr_t>(bank_of(at.channel, 0)) - map_.bank(at.channel, at.bank());
   view->out = reinterpret_cast<std::byte*>(shifted);
-  view->out_signals = lane_at(at.lane);
+  view->out_signals = channel_at(at.channel);
 }
 
 Status StagedTransport::start(StepPlace at, const std::vector<Region>& regions, bool land, bool at_once, void* stream) {
   std::byte* const window = window_->data();
-  std::byte* const to = land ? bank_of(at.lane, 1) : window + map_.bank(at.lane, at.bank());
+  std::byte* const to = land ? bank_of(at.channel, 1) : window + map_.bank(at.channel, at.bank());
   std::vector<twMove_t> moves;
   std::vector<uint64_t> sizes{kSignalStride};
   for (const Region& region : regions) sizes.push_back(region.bytes);
   const auto add = [&](const std::byte* send, std::byte* recv, const uint64_t* bytes) {
-    if (*bytes > 0) moves.push_back({sizeof(twMove_t), twMoveBlocks, at.lane, send, recv, bytes, bytes});
+    if (*bytes > 0) moves.push_back({sizeof(twMove_t), twMoveBlocks, at.channel, send, recv, bytes, bytes});
   };
   for (size_t i = 0; i < regions.size(); ++i) {
-    add(bank_of(at.lane, 0) + regions[i].begin, to + regions[i].begin, &sizes[i + 1]);
+    add(bank_of(at.channel, 0) + regions[i].begin, to + regions[i].begin, &sizes[i + 1]);
   }
-  add(lane_at(at.lane), window + map_.signal(at.lane, at.bank(), 0), sizes.data());
-  if (channel_ < 0) {  // one rank alone
+  add(channel_at(at.channel), window + map_.signal(at.channel, at.bank(), 0), sizes.data());
+  if (carrier_channel_ < 0) {  // one rank alone
     for (const twMove_t& move : moves) {
       TW_CUDA(cudaMemcpyAsync(move.recv, move.send, *move.send_bytes, cudaMemcpyDeviceToDevice,
                               static_cast<cudaStream_t>(stream)));
@@ -81,18 +81,18 @@ Status StagedTransport::start(StepPlace at, const std::vector<Region>& regions, 
     return {};
   }
   const auto count = static_cast<int32_t>(moves.size());
-  if (calls_.enqueue(calls_.context, channel_, moves.data(), count, at_once ? 1 : 0, stream) == 0) return {};
+  if (calls_.enqueue(calls_.context, carrier_channel_, moves.data(), count, at_once ? 1 : 0, stream) == 0) return {};
   return fail(twSystemError, "the carrier could not begin to move a step's blocks");
 }
 
-Status StagedTransport::join(int lane, void* stream) {
-  if (channel_ < 0 || calls_.join(calls_.context, channel_, lane, stream) == 0) return {};
+Status StagedTransport::join(int channel, void* stream) {
+  if (carrier_channel_ < 0 || calls_.join(calls_.context, carrier_channel_, channel, stream) == 0) return {};
   return fail(twSystemError, "the carrier could not move a step's blocks");
 }
 
 void StagedTransport::abort() {
-  if (channel_ < 0 || aborted_.exchange(true) || ended()) return;
-  calls_.abort(calls_.context, channel_);
+  if (carrier_channel_ < 0 || aborted_.exchange(true) || ended()) return;
+  calls_.abort(calls_.context, carrier_channel_);
 }
 
 }  // namespace tw::cuda

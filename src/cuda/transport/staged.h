@@ -39,31 +39,31 @@ class StagedTransport {
   // Tells the kernels of a step where to write: sets view->out and view->out_signals.
   void place(StepPlace at, GroupView* view) const;
   // Where rows of a dispatch arrive that are put together afterwards, in high throughput alone.
-  const std::byte* receive_offset(int lane) const { return bank_of(lane, 1); }
+  const std::byte* receive_offset(int channel) const { return bank_of(channel, 1); }
 
   // Begins to move the signals and the regions of a step, into the window or, if they `land`, to receive_offset().
   Status start(StepPlace at, const std::vector<Region>& regions, bool land, bool at_once, void* stream);
   // Makes whatever comes next on the stream follow that move.
-  Status join(int lane, void* stream);
+  Status join(int channel, void* stream);
   // Ends the moves that are under way, soon; may be called from any thread.
   void abort();
 
  private:
   explicit StagedTransport(const BackendInit& init);
   bool ended() const { return calls_.ended != nullptr && __atomic_load_n(calls_.ended, __ATOMIC_ACQUIRE) != 0; }
-  std::byte* lane_at(int lane) const { return memory_ + lane_bytes_ * static_cast<uint64_t>(lane); }
-  std::byte* bank_of(int lane, int which) const {
-    return lane_at(lane) + signals_bytes_ + map_.bank_bytes() * static_cast<uint64_t>(which);
+  std::byte* channel_at(int channel) const { return memory_ + channel_bytes_ * static_cast<uint64_t>(channel); }
+  std::byte* bank_of(int channel, int which) const {
+    return channel_at(channel) + signals_bytes_ + map_.bank_bytes() * static_cast<uint64_t>(which);
   }
 
   const WindowMap& map_;
   const twCarrier_t calls_;
   const int device_;
-  int64_t channel_ = -1;
+  int64_t carrier_channel_ = -1;
   std::shared_ptr<DeviceMapping> window_;
   std::byte* memory_ = nullptr;
   uint64_t signals_bytes_ = 0;
-  uint64_t lane_bytes_ = 0;
+  uint64_t channel_bytes_ = 0;
   std::atomic<bool> aborted_ = false;
 };
 

@@ -35,21 +35,23 @@ __device__ inline std::byte* target_of(const GroupView& g, int rank, bool sends)
 __device__ inline int source_at(const GroupView& g, int rank) { return is_staged(g) ? rank : g.me; }
 
 // Gives where this rank's signal of a step for a rank goes.
-__device__ inline std::byte* signal_target(const GroupView& g, int lane, int bank, int rank) {
+__device__ inline std::byte* signal_target(const GroupView& g, int channel, int bank, int rank) {
   if (is_staged(g)) return g.out_signals + kSignalStride * static_cast<uint32_t>(rank);
-  return window_of(g, rank) + g.map.signal(lane, bank, g.me);
+  return window_of(g, rank) + g.map.signal(channel, bank, g.me);
 }
 
 // Gives a partial's place in its owner's inbox, as an offset from target_of: by the owner's token and position where
 // they are known, otherwise by the slot that its row came in. `header`: the row's header, or its slot.
-__device__ inline uint64_t inbox_target(const GroupView& g, int lane, int bank, int owner, uint64_t header, int bound) {
-  if (is_staged(g)) return g.map.inbox_slot(lane, bank, owner, static_cast<int>(header), bound);
-  return g.map.inbox(lane, bank, static_cast<int>(header), static_cast<int>(header >> 32));
+__device__ inline uint64_t inbox_target(const GroupView& g, int channel, int bank, int owner, uint64_t header,
+                                        int bound) {
+  if (is_staged(g)) return g.map.inbox_slot(channel, bank, owner, static_cast<int>(header), bound);
+  return g.map.inbox(channel, bank, static_cast<int>(header), static_cast<int>(header >> 32));
 }
 // Gives the same place as its owner reads it: where `from` has sent the partial of `slot`, for a token and position.
-__device__ inline uint64_t inbox_source(const GroupView& g, int lane, int bank, int from, int slot, int bound,
+__device__ inline uint64_t inbox_source(const GroupView& g, int channel, int bank, int from, int slot, int bound,
                                         int token, int position) {
-  return is_staged(g) ? g.map.inbox_slot(lane, bank, from, slot, bound) : g.map.inbox(lane, bank, token, position);
+  return is_staged(g) ? g.map.inbox_slot(channel, bank, from, slot, bound)
+                      : g.map.inbox(channel, bank, token, position);
 }
 
 // ---- What follows

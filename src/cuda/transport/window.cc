@@ -75,12 +75,12 @@ Status prepare(const Context& context, std::byte* window) {
   const uint64_t count = 2 * kSignalStride * static_cast<uint64_t>(map.shape().ranks);
   std::vector<std::byte> host(count);
   for (uint64_t at = 0; at < count; at += kSignalStride) {
-    const uint64_t word = pack({context.first_step, Mode::kNone, 0});
-    std::memcpy(host.data() + at, &word, sizeof word);
+    const uint64_t signal = pack({context.first_step, Mode::kNone, 0});
+    std::memcpy(host.data() + at, &signal, sizeof signal);
   }
   cudaError_t error = cudaMemsetAsync(window, 0, map.bytes(), stream);
-  for (int lane = 0; lane < map.shape().lanes && error == cudaSuccess; ++lane) {
-    error = cudaMemcpyAsync(window + map.signal(lane, 0, 0), host.data(), count, cudaMemcpyHostToDevice, stream);
+  for (int channel = 0; channel < map.shape().channels && error == cudaSuccess; ++channel) {
+    error = cudaMemcpyAsync(window + map.signal(channel, 0, 0), host.data(), count, cudaMemcpyHostToDevice, stream);
   }
   if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
   cudaStreamDestroy(stream);

@@ -215,7 +215,7 @@ __device__ void scatter(const ViewParams& p, const ExpertScratch& s, int from, i
       Places places{0, __ballot_sync(~0u, nth >= 0)};
       const int64_t begin = nth >= 0 ? begin_of(p, expert) : 0;
       places.place = begin + nth;
-      if (places.lanes != 0) {
+      if (places.threads != 0) {
         scatter_payloads(p, row, bank, static_cast<uint32_t>(part), static_cast<uint32_t>(parts), places);
       }
       if (part != 0 || k >= shape.top_k) continue;
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kViewThreads, 2) expert_view_kernel(const __gr
   clear_counts(p, s, 0);
   if (is_tabled(p.group.map.shape())) fill_experts(p.group, s.table, kViewThreads);
   await_earlier();
-  const int bank = bank_of_lane(p);
+  const int bank = bank_of_channel(p);
   begin_rows(p, s.rows);
   const int rows = s.rows.begin[p.group.map.shape().ranks];
   const int blocks = static_cast<int>(gridDim.x);

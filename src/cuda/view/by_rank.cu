@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kViewThreads) rank_view_kernel(const __grid_co
   const Arrived rows(shared_at<int32_t>(0), shape);
   begin_view(p);
   await_earlier();
-  const int bank = bank_of_lane(p);
+  const int bank = bank_of_channel(p);
   begin_rows(p, rows);
   const int count = rows.begin[shape.ranks];
   const int warps = kViewWarps * static_cast<int>(gridDim.x);

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kViewThreads, 2) few_rows_view_kernel(const __
   const uint32_t own = has_slot ? blockIdx.x : 0;
   const int k = lane();
   await_earlier();
-  const int bank = bank_of_lane(p);
+  const int bank = bank_of_channel(p);
   const Ids ids(p, slots);
   uint32_t weight = 0;
   if (threadIdx.x < static_cast<uint32_t>(shape.top_k)) {

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kLandThreads) land_kernel(const __grid_constan
   const WindowMap& map = p.group.map;
   const Shape& shape = map.shape();
   if (is_sticky(p.group)) return;
-  std::byte* const bank = window_of(p.group, p.group.me) + map.bank(p.lane, p.bank);
+  std::byte* const bank = window_of(p.group, p.group.me) + map.bank(p.channel, p.bank);
   for (int source = 0; source < shape.ranks; ++source) {
     const int64_t begin = p.handle.source[source];
     const int64_t rows = min(p.handle.source[source + 1] - begin, static_cast<int64_t>(p.bound));
@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(kLandThreads) land_kernel(const __grid_constan
 
 // Tells the host that from here on it counts how long this rank waits for its peers.
 __global__ void await_kernel(const __grid_constant__ AwaitParams p) {
-  store_half(&p.group.pages[p.group.me]->carried[p.lane].waits,
-             load_half(&p.group.pages[p.group.me]->carried[p.lane].sent));
+  store_half(&p.group.pages[p.group.me]->staged[p.channel].waits,
+             load_half(&p.group.pages[p.group.me]->staged[p.channel].sent));
 }
 
 }  // namespace

@@ -66,9 +66,9 @@ __device__ inline int64_t place_of(const Arrived& rows, int ranks, int row) {
   return rows.at[low] + (row - rows.begin[low]);
 }
 
-__device__ inline int bank_of_lane(const ViewParams& p) {
+__device__ inline int bank_of_channel(const ViewParams& p) {
   // The dispatch was the last step of the channel that ended.
-  return static_cast<int>(load_fresh<unsigned long long>(&p.group.lanes[p.lane].step) & 1);
+  return static_cast<int>(load_fresh<unsigned long long>(&p.group.channels[p.channel].step) & 1);
 }
 
 // Gives where row `row` of a payload has arrived.
@@ -102,13 +102,13 @@ __device__ inline void with_vectors(int bytes, Use&& use) {
 // A thread's part of where a row goes: the place of its k-th choice, and (in all threads alike) which threads have one.
 struct Places {
   int64_t place;
-  uint32_t lanes;
+  uint32_t threads;
 
   // Calls use(value) for each thread that has a place, with that thread's value.
   template <class T, class Use>
   __device__ void each(T value, Use&& use) const {
 #pragma unroll 1
-    for (uint32_t left = lanes; left != 0; left &= left - 1)
+    for (uint32_t left = threads; left != 0; left &= left - 1)
       use(__shfl_sync(~0u, value, __ffs(static_cast<int>(left)) - 1));
   }
 };

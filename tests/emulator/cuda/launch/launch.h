@@ -6,7 +6,7 @@
 namespace tw::cuda {
 
 // So that all that may be rehearsed is.
-inline bool comes_early(bool) { return true; }
+inline bool overlaps_previous(bool) { return true; }
 
 // Emulated stores are never torn. With 64 a group of eight ranks took 375 ms of a core to create, for 58.
 inline constexpr int kSelfTestRounds = 4;

@@ -1,11 +1,11 @@
-// Staged transport between ranks without common memory (cpu/carried.h): fills messages, starts the moves of a step,
+// Staged transport between ranks without common memory (cpu/staged.h): fills messages, starts the moves of a step,
 // unpacks what comes, and finds whom to blame when a move does not end. Rows are unpacked before the signal that stands
 // for them is stored (S4), and only by the rank that waits for the step, so S2 and S3 hold. If the ranks' frames
 // differ, nothing is unpacked.
 //
 // All decisions about a second move follow from frames that all ranks have: if one rank decided otherwise, the others
 // would wait in a collective that never ends. blame and notice decide which rank is blamed.
-#include "cpu/carried.h"
+#include "cpu/staged.h"
 
 #include <sys/mman.h>
 
@@ -57,7 +57,7 @@ void Buffer::leak() {
   leaked->push_back(std::move(memory_));
 }
 
-CarriedTransport::CarriedTransport(const BackendInit& init)
+StagedTransport::StagedTransport(const BackendInit& init)
     : context_(*init.context),
       map_(init.context->map),
       bootstrap_(init.bootstrap),
@@ -66,21 +66,21 @@ CarriedTransport::CarriedTransport(const BackendInit& init)
       tag_(init.tag),
       me_(init.context->me),
       ranks_(static_cast<int>(init.members.size())),
-      sent_(static_cast<size_t>(init.context->map.shape().lanes), init.context->first_step) {}
+      sent_(static_cast<size_t>(init.context->map.shape().channels), init.context->first_step) {}
 
-CarriedTransport::~CarriedTransport() {
+StagedTransport::~StagedTransport() {
   bool idle = !stuck_;
   for (const auto& flight : flights_) {
     if (flight->move < 0) continue;
     idle = false;
     for (Buffer* buffer : {&flight->send, &flight->recv, &flight->rest_send, &flight->rest_recv}) buffer->leak();
   }
-  if (channel_ >= 0) carrier_->calls.close(carrier_->calls.context, channel_, idle ? 1 : 0);
+  if (carrier_channel_ >= 0) carrier_->calls.close(carrier_->calls.context, carrier_channel_, idle ? 1 : 0);
 }
 
 // ------------------------------------------------------------------------------------------------------------ sending
 
-CarriedTransport::Flight& CarriedTransport::new_flight(StepPlace at) {
+StagedTransport::Flight& StagedTransport::new_flight(StepPlace at) {
   (void)advance_others(nullptr);
   if (spare_.empty()) spare_.push_back(std::make_unique<Flight>());
   flights_.push_back(std::move(spare_.back()));
@@ -102,7 +102,7 @@ CarriedTransport::Flight& CarriedTransport::new_flight(StepPlace at) {
   return flight;
 }
 
-void CarriedTransport::begin(StepPlace at, const Outline& outline, bool send_only) {
+void StagedTransport::begin(StepPlace at, const Outline& outline, bool send_only) {
   Flight& flight = new_flight(at);
   flight.send_only = send_only;
   uint64_t most = 0;
@@ -119,11 +119,11 @@ void CarriedTransport::begin(StepPlace at, const Outline& outline, bool send_onl
   flight.rest_send.resize(flight.begin[ranks_]);
 }
 
-bool CarriedTransport::gathers(int bound) const {
+bool StagedTransport::gathers(int bound) const {
   return ranks_ > 1 && choose_gathered(map_.shape(), carrier_->costs, carrier_->strategy, inline_bytes_, bound);
 }
 
-std::byte* CarriedTransport::begin_gathered(StepPlace at, int tokens, uint64_t more, bool send_only, Unpack unpack) {
+std::byte* StagedTransport::begin_gathered(StepPlace at, int tokens, uint64_t more, bool send_only, Unpack unpack) {
   Flight& flight = new_flight(at);
   flight.send_only = send_only;
   flight.gathered = true;
@@ -139,7 +139,7 @@ std::byte* CarriedTransport::begin_gathered(StepPlace at, int tokens, uint64_t m
 }
 
 // Appends bytes to a message: first what fits into its block, then the rest.
-void CarriedTransport::append(Flight& flight, int peer, const void* from, uint64_t n) {
+void StagedTransport::append(Flight& flight, int peer, const void* from, uint64_t n) {
   const uint64_t at = flight.filled[peer];
   const uint64_t first = std::min(n, inline_bytes_ - std::min(at, inline_bytes_));
   if (first > 0) std::memcpy(block(flight.send, peer) + sizeof(Frame) + at, from, first);
@@ -150,7 +150,7 @@ void CarriedTransport::append(Flight& flight, int peer, const void* from, uint64
   flight.filled[peer] += n;
 }
 
-void CarriedTransport::put(int peer, uint64_t offset, const void* source, size_t n) {
+void StagedTransport::put(int peer, uint64_t offset, const void* source, size_t n) {
   if (peer == me_) {
     std::memcpy(local(offset), source, n);
     return;
@@ -160,20 +160,20 @@ void CarriedTransport::put(int peer, uint64_t offset, const void* source, size_t
   append(*sending_, peer, source, n);
 }
 
-void CarriedTransport::publish(int peer, uint64_t offset, Signal signal, uint64_t note) {
+void StagedTransport::publish(int peer, uint64_t offset, Signal signal, uint64_t note) {
   Frame& frame = sending_->mine[peer];
   frame.magic = kMagic;
   frame.signal = pack(signal);
   frame.note = note;
-  frame.lane = static_cast<uint32_t>(sending_->at.lane);
+  frame.channel = static_cast<uint32_t>(sending_->at.channel);
   if (peer != me_) return;
   store(offset, signal, note);  // own signal comes last: publish_step begins with the next rank
   ship(*sending_);
 }
 
-void CarriedTransport::ship(Flight& flight) {
+void StagedTransport::ship(Flight& flight) {
   sending_ = nullptr;
-  sent_[static_cast<size_t>(flight.at.lane)] = flight.at.step;
+  sent_[static_cast<size_t>(flight.at.channel)] = flight.at.step;
   if (ranks_ == 1) {
     spare_.push_back(std::move(flights_.back()));
     flights_.pop_back();
@@ -185,44 +185,44 @@ void CarriedTransport::ship(Flight& flight) {
     append(flight, peer, flight.rest_send.data(), std::min(flight.mine[me_].bytes, inline_bytes_));
   }
   const uint64_t bytes = sizeof(Frame) + inline_bytes_;
-  flight.move = start(flight.at.lane, twMoveBlocks, flight.send.data(), flight.recv.data(), &bytes, &bytes);
+  flight.move = start(flight.at.channel, twMoveBlocks, flight.send.data(), flight.recv.data(), &bytes, &bytes);
   if (flight.move < 0) flight.stage = Stage::kFailed;
   // A rank that does not wait now must tell its progress now: later, while it computes, it cannot say that it is not
   // the late one.
   if (flight.send_only) notice(flight);
 }
 
-int64_t CarriedTransport::start(int queue, twMoveKind_t kind, const std::byte* from, std::byte* to,
-                                const uint64_t* send, const uint64_t* recv) {
+int64_t StagedTransport::start(int queue, twMoveKind_t kind, const std::byte* from, std::byte* to, const uint64_t* send,
+                               const uint64_t* recv) {
   const twMove_t move{sizeof(twMove_t), kind, queue, from, to, send, recv};
-  return carrier_->calls.start(carrier_->calls.context, channel_, &move);
+  return carrier_->calls.start(carrier_->calls.context, carrier_channel_, &move);
 }
 
 // ---------------------------------------------------------------------------------------------------------- receiving
 
-Signal CarriedTransport::load(uint64_t offset) const {
+Signal StagedTransport::load(uint64_t offset) const {
   uint64_t bits = 0;
   std::memcpy(&bits, local(offset), sizeof bits);
   return tw::unpack(bits);
 }
 
-void CarriedTransport::store(uint64_t offset, Signal signal, uint64_t note) {
+void StagedTransport::store(uint64_t offset, Signal signal, uint64_t note) {
   const uint64_t bits = pack(signal);
   std::memcpy(local(offset + kNoteOffset), &note, sizeof note);
   std::memcpy(local(offset), &bits, sizeof bits);
 }
 
-CarriedTransport::Flight* CarriedTransport::find(uint64_t offset, int source) {
+StagedTransport::Flight* StagedTransport::find(uint64_t offset, int source) {
   for (const auto& flight : flights_) {
-    if (map_.signal(flight->at.lane, flight->at.bank(), source) == offset) return flight.get();
+    if (map_.signal(flight->at.channel, flight->at.bank(), source) == offset) return flight.get();
   }
   return nullptr;
 }
 
 // Takes a step further. Waits for at most one move.
-void CarriedTransport::advance(Flight& flight, int timeout_ms) {
+void StagedTransport::advance(Flight& flight, int timeout_ms) {
   if (flight.move < 0) return;
-  const int32_t ended = carrier_->calls.wait(carrier_->calls.context, channel_, flight.move, timeout_ms);
+  const int32_t ended = carrier_->calls.wait(carrier_->calls.context, carrier_channel_, flight.move, timeout_ms);
   if (ended == 0) return;
   flight.move = -1;
   if (ended < 0) {
@@ -236,7 +236,7 @@ void CarriedTransport::advance(Flight& flight, int timeout_ms) {
 
 // Begins the second moves of steps on other channels where the first have ended: the peers wait for them, and ranks
 // complete in whatever order they like. Returns whether any step is still in its first move.
-bool CarriedTransport::advance_others(const Flight* flight) {
+bool StagedTransport::advance_others(const Flight* flight) {
   bool any = false;
   for (const auto& each : flights_) {
     if (each.get() == flight || each->stage != Stage::kBlocks) continue;
@@ -248,7 +248,7 @@ bool CarriedTransport::advance_others(const Flight* flight) {
 
 // Reads the frames, which are all here. What follows from them is the same on all ranks: whether they agree, and
 // whether there is a second move.
-void CarriedTransport::read_frames(Flight& flight) {
+void StagedTransport::read_frames(Flight& flight) {
   const Frame& mine = flight.mine[me_];
   bool agreed = true;
   uint64_t most = 0;
@@ -257,7 +257,7 @@ void CarriedTransport::read_frames(Flight& flight) {
     std::memcpy(&frame, block(flight.recv, source), sizeof frame);
     const Signal signal = tw::unpack(frame.signal);
     const Signal own = tw::unpack(mine.signal);
-    agreed = agreed && frame.magic == kMagic && frame.lane == mine.lane && signal.step == own.step &&
+    agreed = agreed && frame.magic == kMagic && frame.channel == mine.channel && signal.step == own.step &&
              signal.mode == own.mode && frame.note == mine.note && frame.gathered == mine.gathered &&
              frame.bytes <= frame.most;
     most = std::max(most, frame.most);
@@ -273,7 +273,7 @@ void CarriedTransport::read_frames(Flight& flight) {
     for (int source = 0; source < ranks_; ++source) flight.arrived[source + 1] = flight.arrived[source] + each;
     flight.rest_send.resize(most);
     flight.rest_recv.resize(inline_bytes_ + flight.arrived[ranks_]);
-    flight.move = start(flight.at.lane, twMoveGather, flight.rest_send.data() + inline_bytes_,
+    flight.move = start(flight.at.channel, twMoveGather, flight.rest_send.data() + inline_bytes_,
                         flight.rest_recv.data() + inline_bytes_, &each, &each);
   } else {
     std::vector<uint64_t> send(ranks_);
@@ -283,26 +283,26 @@ void CarriedTransport::read_frames(Flight& flight) {
       recv[peer] = flight.arrived[peer + 1] - flight.arrived[peer];
     }
     flight.rest_recv.resize(inline_bytes_ + flight.arrived[ranks_]);
-    flight.move = start(flight.at.lane, twMoveExact, flight.rest_send.data(), flight.rest_recv.data() + inline_bytes_,
-                        send.data(), recv.data());
+    flight.move = start(flight.at.channel, twMoveExact, flight.rest_send.data(),
+                        flight.rest_recv.data() + inline_bytes_, send.data(), recv.data());
   }
   if (flight.move < 0) flight.stage = Stage::kFailed;
 }
 
 // Unpacks rows into this rank's own window, then stores the signals that stand for them. Where ranks do not agree there
 // are no rows.
-void CarriedTransport::land(Flight& flight, bool agreed) {
+void StagedTransport::land(Flight& flight, bool agreed) {
   flight.stage = Stage::kLanded;
   for (int source = 0; source < ranks_; ++source) {
     if (source == me_) continue;
     Frame frame;
     std::memcpy(&frame, block(flight.recv, source), sizeof frame);
     Signal signal = tw::unpack(frame.signal);
-    const uint64_t offset = map_.signal(flight.at.lane, flight.at.bank(), source);
+    const uint64_t offset = map_.signal(flight.at.channel, flight.at.bank(), source);
     if (!agreed) {
       // A frame of another step or channel comes from another call.
-      const bool here =
-          frame.magic == kMagic && signal.step == flight.at.step && frame.lane == static_cast<uint32_t>(flight.at.lane);
+      const bool here = frame.magic == kMagic && signal.step == flight.at.step &&
+                        frame.channel == static_cast<uint32_t>(flight.at.channel);
       signal = here ? Signal{signal.step, signal.mode, 0} : Signal{flight.at.step, Mode::kNone, 0};
       store(offset, signal, frame.note);
       continue;
@@ -323,7 +323,7 @@ void CarriedTransport::land(Flight& flight, bool agreed) {
   }
 }
 
-void CarriedTransport::unpack(Message message) {
+void StagedTransport::unpack(Message message) {
   PutHeader header;
   while (message.left() >= sizeof header) {
     message.take(&header, sizeof header);
@@ -335,7 +335,7 @@ void CarriedTransport::unpack(Message message) {
 
 // ------------------------------------------------------------------------------------------------------------- errors
 
-Waited CarriedTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline) {
+Waited StagedTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline) {
   Flight* const flight = find(offset, peer);
   if (flight == nullptr) return reached(load(offset).step, step) ? Wake::kArrived : Wake::kLate;
   const StepPlace at = flight->at;
@@ -371,7 +371,7 @@ Waited CarriedTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoin
 }
 
 // Tells the peers how far this rank is on each channel, as a move that does not end does not say who holds it up.
-void CarriedTransport::notice(Flight& flight) {
+void StagedTransport::notice(Flight& flight) {
   flight.noticed = true;
   const std::string steps(reinterpret_cast<const char*>(sent_.data()), sent_.size() * sizeof(uint32_t));
   for (int peer = 0; peer < ranks_; ++peer) {
@@ -380,14 +380,14 @@ void CarriedTransport::notice(Flight& flight) {
 }
 
 // Blames the first rank that has not said that it has sent the step; `peer` if all have.
-Waited CarriedTransport::blame(int peer, StepPlace at, Wake how) {
+Waited StagedTransport::blame(int peer, StepPlace at, Wake how) {
   for (int i = 1; i < ranks_; ++i) {
     const int rank = (me_ + i) % ranks_;
     std::string steps;
     uint32_t sent = context_.first_step;
-    const auto lane = static_cast<size_t>(at.lane);
-    if (bootstrap_->posted(members_[rank], tag(kNoticePost), &steps) && steps.size() >= (lane + 1) * sizeof sent) {
-      std::memcpy(&sent, steps.data() + lane * sizeof sent, sizeof sent);
+    const auto channel = static_cast<size_t>(at.channel);
+    if (bootstrap_->posted(members_[rank], tag(kNoticePost), &steps) && steps.size() >= (channel + 1) * sizeof sent) {
+      std::memcpy(&sent, steps.data() + channel * sizeof sent, sizeof sent);
     }
     if (!reached(sent, at.step)) return {how, rank};
   }
@@ -395,15 +395,15 @@ Waited CarriedTransport::blame(int peer, StepPlace at, Wake how) {
 }
 
 // Finds a rank that is gone and whose signal of the step is not here, -1 if there is none.
-int CarriedTransport::find_dead(uint32_t step, StepPlace at) {
+int StagedTransport::find_dead(uint32_t step, StepPlace at) {
   for (int rank = 0; rank < ranks_; ++rank) {
     if (bootstrap_->alive(members_[rank])) continue;
-    if (!reached(load(map_.signal(at.lane, at.bank(), rank)).step, step)) return rank;
+    if (!reached(load(map_.signal(at.channel, at.bank(), rank)).step, step)) return rank;
   }
   return -1;
 }
 
-void CarriedTransport::announce_abort(AbortSignal reason) {
+void StagedTransport::announce_abort(AbortSignal reason) {
   const uint64_t bits = pack(reason);
   const std::string bytes(reinterpret_cast<const char*>(&bits), sizeof bits);
   std::memcpy(local(WindowMap::abort_signal(me_)), &bits, sizeof bits);
@@ -412,7 +412,7 @@ void CarriedTransport::announce_abort(AbortSignal reason) {
   }
 }
 
-AbortSignal CarriedTransport::abort_of(int writer) {
+AbortSignal StagedTransport::abort_of(int writer) {
   uint64_t bits = 0;
   std::string bytes;
   if (writer != me_ && bootstrap_->posted(members_[writer], tag(kAbortPost), &bytes) && bytes.size() == sizeof bits) {
@@ -422,7 +422,7 @@ AbortSignal CarriedTransport::abort_of(int writer) {
   return unpack_abort(bits);
 }
 
-AbortSignal CarriedTransport::find_abort() {
+AbortSignal StagedTransport::find_abort() {
   const TimePoint now = std::chrono::steady_clock::now();
   if (now - looked_ < kRarely) return {};
   looked_ = now;
@@ -436,7 +436,7 @@ AbortSignal CarriedTransport::find_abort() {
   return {};
 }
 
-void CarriedTransport::describe(twPortableInfo_t* info) const {
+void StagedTransport::describe(twPortableInfo_t* info) const {
   info->strategy = carrier_->strategy;
   info->inline_bytes = static_cast<int64_t>(inline_bytes_);
   info->exchange_us = carrier_->costs.exchange_us;

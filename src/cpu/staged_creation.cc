@@ -1,15 +1,15 @@
-// Creates staged transport for a group: maps this rank's window, connects over the carrier (core/channel.h), and, for
-// the comm's first group, times moves. It gives inline_bytes, the size of blocks, and the costs that cost_model.h
-// decides by; both must come out the same on all ranks, as they make the same moves by them. The number of rounds is
-// agreed in the moves themselves.
+// Creates staged transport for a group: maps this rank's window, connects over the carrier (core/carrier_channel.h),
+// and, for the comm's first group, times moves. It gives inline_bytes, the size of blocks, and the costs that
+// cost_model.h decides by; both must come out the same on all ranks, as they make the same moves by them. The number of
+// rounds is agreed in the moves themselves.
 #include <sys/mman.h>
 
 #include <algorithm>
 
 #include "bootstrap/shared_memory.h"
-#include "core/channel.h"
+#include "core/carrier_channel.h"
 #include "core/interrupt.h"
-#include "cpu/carried.h"
+#include "cpu/staged.h"
 
 namespace tw::cpu {
 namespace {
@@ -27,15 +27,15 @@ double microseconds_since(TimePoint begin) {
 
 }  // namespace
 
-Status CarriedTransport::make(const BackendInit& init, std::unique_ptr<CarriedTransport>* made) {
-  std::unique_ptr<CarriedTransport> transport(new CarriedTransport(init));
+Status StagedTransport::make(const BackendInit& init, std::unique_ptr<StagedTransport>* made) {
+  std::unique_ptr<StagedTransport> transport(new StagedTransport(init));
   TW_RETURN_IF_FAILED(transport->open(init));
   TW_RETURN_IF_FAILED(transport->measure(init));
   *made = std::move(transport);
   return {};
 }
 
-Status CarriedTransport::open(const BackendInit& init) {
+Status StagedTransport::open(const BackendInit& init) {
   // The window comes first: a rank that has no memory for it must not leave the others waiting in a connection.
   void* const memory = ::mmap(nullptr, map_.bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   const bool mapped = memory != MAP_FAILED;
@@ -44,19 +44,19 @@ Status CarriedTransport::open(const BackendInit& init) {
     prepare_signals(map_, context_.first_step, window_->data());
   }
   const Status ready = mapped ? Status{} : fail(twOutOfMemory, "cannot map a window of {}", bytes_text(map_.bytes()));
-  return open_channel(init, init.tag + kOfferStage, -1, ready, &channel_);
+  return open_carrier_channel(init, init.tag + kOfferStage, -1, ready, &carrier_channel_);
 }
 
 // Times a move: microseconds that it takes here with so many bytes to each rank; less than 0 if it fails, or is given
 // up.
-double CarriedTransport::time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline,
-                                   const ChannelMeeting& meeting) {
+double StagedTransport::time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline,
+                                  const CarrierMeeting& meeting) {
   const TimePoint begin = std::chrono::steady_clock::now();
   const int64_t move = start(0, kind, from.data(), to.data(), &bytes, &bytes);
   int ended = move < 0 ? -1 : 0;
   while (ended == 0 && !is_interrupted()) {
     const TimePoint look = std::min(deadline, std::chrono::steady_clock::now() + kLook);
-    ended = carrier_->calls.wait(carrier_->calls.context, channel_, move, milliseconds_to(look));
+    ended = carrier_->calls.wait(carrier_->calls.context, carrier_channel_, move, milliseconds_to(look));
     if (ended == 0 && (std::chrono::steady_clock::now() >= deadline || meeting.over())) break;
   }
   stuck_ |= ended == 0;
@@ -64,8 +64,8 @@ double CarriedTransport::time_move(twMoveKind_t kind, uint64_t bytes, Buffer& fr
 }
 
 // Times this rank's rounds. All ranks make as many: each says in a round's first move how long it has measured.
-Status CarriedTransport::measure_moves(const BackendInit& init, const ChannelMeeting& meeting,
-                                       std::vector<TimedRound>* rounds) {
+Status StagedTransport::measure_moves(const BackendInit& init, const CarrierMeeting& meeting,
+                                      std::vector<TimedRound>* rounds) {
   const auto n = static_cast<uint64_t>(ranks_);
   const uint64_t each = std::max(kLargeMove / (n - 1), sizeof(Frame));
   Buffer from;
@@ -100,9 +100,9 @@ Status CarriedTransport::measure_moves(const BackendInit& init, const ChannelMee
   return {};
 }
 
-Status CarriedTransport::measure(const BackendInit& init) {
+Status StagedTransport::measure(const BackendInit& init) {
   if (ranks_ > 1 && !carrier_->measured) {
-    const ChannelMeeting meeting(init, init.tag + kCostsStage);
+    const CarrierMeeting meeting(init, init.tag + kCostsStage);
     std::vector<TimedRound> mine;
     const Status measured = measure_moves(init, meeting, &mine);
     Packer packer;

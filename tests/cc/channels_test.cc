@@ -19,7 +19,7 @@ Exchanges make_exchanges(const World& world, int count, const std::vector<int>& 
   return made;
 }
 
-TEST(Lanes, ManyInFlight) {
+TEST(Channels, ManyInFlight) {
   twGroupConfig_t config = make_config(8, 3, 5);
   config.lanes = 4;
   World world(3, config);
@@ -34,7 +34,7 @@ TEST(Lanes, ManyInFlight) {
 }
 
 // A channel that the caller names is the one that is used: the view lies in it.
-TEST(Lanes, ExplicitLane) {
+TEST(Channels, ExplicitChannel) {
   twGroupConfig_t config = make_config(8, 3, 5);
   config.lanes = 3;
   World world(2, config);
@@ -52,7 +52,7 @@ TEST(Lanes, ExplicitLane) {
 }
 
 // What a handle holds stays whole while others go around it.
-TEST(Lanes, HeldLanesAreLeftAlone) {
+TEST(Channels, HeldChannelsAreLeftAlone) {
   twGroupConfig_t config = make_config(8, 3, 5);
   config.lanes = 3;
   World world(2, config);
@@ -69,7 +69,7 @@ TEST(Lanes, HeldLanesAreLeftAlone) {
 }
 
 // Backward recomputes the forward pass's dispatch: the same handle dispatches again on the channel that it holds.
-TEST(Lanes, DispatchTwiceThenCombine) {
+TEST(Channels, DispatchTwiceThenCombine) {
   const twGroupConfig_t config = make_config(8, 3, 5);
   World world(3, config);
   for (const twLayout_t layout : {twRankMajor, twExpertMajor}) {
@@ -85,7 +85,7 @@ TEST(Lanes, DispatchTwiceThenCombine) {
 }
 
 // A handle owns no channel after its combine, and can combine again: gradients take the forward pass's way.
-TEST(Lanes, CombineWithoutALease) {
+TEST(Channels, CombineWithoutALease) {
   twGroupConfig_t config = make_config(8, 3, 5);
   config.lanes = 2;
   World world(3, config);
@@ -97,7 +97,7 @@ TEST(Lanes, CombineWithoutALease) {
   }
 }
 
-TEST(Lanes, ReleaseInsteadOfCombine) {
+TEST(Channels, ReleaseInsteadOfCombine) {
   const twGroupConfig_t config = make_config(8, 3, 5);
   World world(2, config);
   Exchanges all = make_exchanges(world, 3, {5, 3}, {twRankMajor});
@@ -109,7 +109,7 @@ TEST(Lanes, ReleaseInsteadOfCombine) {
 }
 
 // Sixty layers keep their handles until backward; none of them owns a bank meanwhile.
-TEST(Lanes, HandlesAreKeptOverManySteps) {
+TEST(Channels, HandlesAreKeptOverManySteps) {
   twGroupConfig_t config = make_config(8, 2, 4);
   config.lanes = 2;
   World world(2, config);
@@ -123,7 +123,7 @@ TEST(Lanes, HandlesAreKeptOverManySteps) {
   }
 }
 
-TEST(Lanes, UpdateReplacesTheRouting) {
+TEST(Channels, UpdateReplacesTheRouting) {
   const twGroupConfig_t config = make_config(8, 2, 4);
   World world(2, config);
   Exchange exchange(world, make_traffic(config, {4, 3}, 1), {}, 1);
@@ -136,7 +136,7 @@ TEST(Lanes, UpdateReplacesTheRouting) {
   EXPECT_TW(twInvalidUsage, exchange[0].combine()) << "not dispatched since";
 }
 
-TEST(Lanes, CallersHandleMemory) {
+TEST(Channels, CallersHandleMemory) {
   const twGroupConfig_t config = make_config(8, 3, 5);
   World world(2, config);
   size_t bytes = 0;
@@ -180,7 +180,7 @@ struct Arena {
   }
 };
 
-TEST(Lanes, CustomAllocator) {
+TEST(Channels, CustomAllocator) {
   std::vector<Arena> arenas(2);
   {
     const twGroupConfig_t config = make_config(8, 3, 5);
@@ -199,7 +199,7 @@ TEST(Lanes, CustomAllocator) {
   for (const Arena& arena : arenas) EXPECT_TRUE(arena.blocks.empty());
 }
 
-TEST(Lanes, AllocatorWithoutMemory) {
+TEST(Channels, AllocatorWithoutMemory) {
   twGroupConfig_t config = make_config(8, 3, 5);
   config.alloc = [](size_t, void*) -> void* { return nullptr; };
   config.release = [](void*, void*) {};
@@ -211,7 +211,7 @@ TEST(Lanes, AllocatorWithoutMemory) {
 }
 
 // Steps begin just below 2^32 and wrap under way.
-TEST(Lanes, StepsWrap) {
+TEST(Channels, StepsWrap) {
   const Env first("TOKENWAY_FIRST_STEP", "4294967290");
   twGroupConfig_t config = make_config(8, 3, 5, 16);
   config.lanes = 2;
@@ -294,7 +294,7 @@ class Schedule {
   std::vector<bool> sent_;
 };
 
-TEST(Lanes, EveryLegalOrder) {
+TEST(Channels, EveryLegalOrder) {
   twGroupConfig_t config = make_config(8, 3, 3, 4);
   config.timeout_ms = 500;
   for (uint32_t seed = 1; seed <= 60; ++seed) {
@@ -313,7 +313,7 @@ TEST(Lanes, EveryLegalOrder) {
 
 // Combine after combine, and dispatch after dispatch: a fast peer's second must not meet the first, which a slow rank
 // has not read yet.
-TEST(Lanes, CombineAfterCombine) {
+TEST(Channels, CombineAfterCombine) {
   const twGroupConfig_t config = make_config(8, 3, 5);
   World world(2, config);
   Exchange exchange(world, make_traffic(config, {5, 4}, 1), {twRankMajor}, 1);
@@ -330,7 +330,7 @@ TEST(Lanes, CombineAfterCombine) {
   exchange.complete_combine();
 }
 
-TEST(Lanes, DispatchAfterDispatch) {
+TEST(Channels, DispatchAfterDispatch) {
   const twGroupConfig_t config = make_config(8, 3, 5);
   World world(2, config);
   Exchange exchange(world, make_traffic(config, {5, 4}, 1), {twRankMajor}, 1);
@@ -350,7 +350,7 @@ TEST(Lanes, DispatchAfterDispatch) {
 
 // Rows combined from the view are read before the signals are published, the rank's own ones too: a fast peer's next
 // step, under another bound, overwrites them.
-TEST(Lanes, FastPeerOverwritesTheView) {
+TEST(Channels, FastPeerOverwritesTheView) {
   const twGroupConfig_t config = make_config(2, 2, 8);
   World world(2, config);
   Traffic four{

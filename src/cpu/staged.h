@@ -24,7 +24,7 @@
 #include "bootstrap/shared_memory.h"
 #include "core/backend.h"
 #include "core/carrier.h"
-#include "core/channel.h"
+#include "core/carrier_channel.h"
 #include "cpu/cost_model.h"
 #include "cpu/outline.h"
 #include "exchange/dispatch.h"
@@ -42,7 +42,7 @@ struct Frame {
   uint64_t note;
   uint64_t bytes;  // bytes of the message to this receiver
   uint64_t most;   // bytes of this sender's longest message to anybody
-  uint32_t lane;
+  uint32_t channel;
   uint32_t gathered;
   uint64_t tokens;  // gathered alone
   uint64_t unused;
@@ -79,16 +79,16 @@ struct Message {
   }
 };
 
-class CarriedTransport {
+class StagedTransport {
  public:
   // A function that unpacks a gathered message of a source.
   using Unpack = std::function<void(int source, const Frame& frame, const std::byte* message)>;
 
   // Collective among members.
-  static Status make(const BackendInit& init, std::unique_ptr<CarriedTransport>* made);
-  ~CarriedTransport();
-  CarriedTransport(const CarriedTransport&) = delete;
-  CarriedTransport& operator=(const CarriedTransport&) = delete;
+  static Status make(const BackendInit& init, std::unique_ptr<StagedTransport>* made);
+  ~StagedTransport();
+  StagedTransport(const StagedTransport&) = delete;
+  StagedTransport& operator=(const StagedTransport&) = delete;
 
   int rank() const { return me_; }
   int ranks() const { return ranks_; }
@@ -139,12 +139,12 @@ class CarriedTransport {
     std::vector<uint64_t> arrived;  // [N + 1] where each rest begins in rest_recv
   };
 
-  explicit CarriedTransport(const BackendInit& init);
+  explicit StagedTransport(const BackendInit& init);
   Status open(const BackendInit& init);
   Status measure(const BackendInit& init);
-  Status measure_moves(const BackendInit& init, const ChannelMeeting& meeting, std::vector<TimedRound>* rounds);
+  Status measure_moves(const BackendInit& init, const CarrierMeeting& meeting, std::vector<TimedRound>* rounds);
   double time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline,
-                   const ChannelMeeting& meeting);
+                   const CarrierMeeting& meeting);
 
   Flight& new_flight(StepPlace at);
   Flight* find(uint64_t offset, int source);
@@ -175,16 +175,16 @@ class CarriedTransport {
   int me_;
   int ranks_;
   std::shared_ptr<Mapping> window_;
-  int64_t channel_ = -1;
+  int64_t carrier_channel_ = -1;
   bool stuck_ = false;  // a move that was to be timed has not ended
   uint64_t inline_bytes_ = 0;
   Flight* sending_ = nullptr;
   std::vector<std::unique_ptr<Flight>> flights_;
   std::vector<std::unique_ptr<Flight>> spare_;
-  std::vector<uint32_t> sent_;  // [lanes] last step sent
+  std::vector<uint32_t> sent_;  // [channels] last step sent
   TimePoint looked_{};          // when peers' posts were looked at last
 };
 
-static_assert(Transport<CarriedTransport>);
+static_assert(Transport<StagedTransport>);
 
 }  // namespace tw::cpu

@@ -16,7 +16,7 @@ struct twHandle;
 
 namespace tw {
 
-struct Lane {
+struct Channel {
   uint32_t step = 0;                 // the last step that this rank began
   const twHandle* holder = nullptr;  // from dispatch to combine
   bool draining = false;             // this rank refused its last step, and has not waited for the peers' signals of it
@@ -25,54 +25,54 @@ struct Lane {
   bool second = false;               // the holder has dispatched an odd number of times on its lease
 };
 
-class Lanes {
+class Channels {
  public:
-  Lanes(int count, uint32_t first_step) : lanes_(count) {
-    for (Lane& lane : lanes_) lane.step = first_step;
+  Channels(int count, uint32_t first_step) : channels_(count) {
+    for (Channel& channel : channels_) channel.step = first_step;
   }
 
-  int size() const { return static_cast<int>(lanes_.size()); }
-  Lane& operator[](int lane) { return lanes_[lane]; }
+  int size() const { return static_cast<int>(channels_.size()); }
+  Channel& operator[](int channel) { return channels_[channel]; }
 
   // Takes the next channel that nobody holds, round robin; -1 if there is none.
   int next_free() {
     for (int i = 0; i < size(); ++i) {
-      const int lane = (cursor_ + i) % size();
-      if (lanes_[lane].holder != nullptr) continue;
-      cursor_ = (lane + 1) % size();
-      return lane;
+      const int channel = (cursor_ + i) % size();
+      if (channels_[channel].holder != nullptr) continue;
+      cursor_ = (channel + 1) % size();
+      return channel;
     }
     return -1;
   }
 
   // Whether there is a step that this rank refused and has not waited for.
   bool drains() const {
-    return std::any_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.draining; });
+    return std::any_of(channels_.begin(), channels_.end(), [](const Channel& channel) { return channel.draining; });
   }
 
   // Begins a step: S1 follows from the place. S2 is for the callers to keep: a handle with a step pending begins no
   // other, and a refused step is drained first.
-  StepPlace begin(int lane) { return {lane, ++lanes_[lane].step}; }
+  StepPlace begin(int channel) { return {channel, ++channels_[channel].step}; }
 
   // Begins a dispatch on a device. Steps are counted there, and graphs replay them unseen. The host must know a
   // dispatch's bank alone, for views: the first of a lease goes to bank 1, where it is anyway after pairs of dispatch
   // and combine, the next to bank 0 and so on. The device skips a step where its counter stands elsewhere
   // (docs/PROTOCOL.md, «Views»). The step given here only tells uses of the channel apart.
-  StepPlace begin_dispatch(int lane) {
-    const StepPlace at = begin_refusal(lane);
-    lanes_[lane].second = !lanes_[lane].second;
+  StepPlace begin_dispatch(int channel) {
+    const StepPlace at = begin_refusal(channel);
+    channels_[channel].second = !channels_[channel].second;
     return at;
   }
   // Begins that step without the dispatch: for a refusal, or a gather that is seen in the window.
-  StepPlace begin_refusal(int lane) {
-    Lane& state = lanes_[lane];
+  StepPlace begin_refusal(int channel) {
+    Channel& state = channels_[channel];
     const int bank = state.second ? 0 : 1;
     state.step += bank_of(state.step + 1) == bank ? 1 : 2;
-    return {lane, state.step};
+    return {channel, state.step};
   }
 
  private:
-  std::vector<Lane> lanes_;
+  std::vector<Channel> channels_;
   int cursor_ = 0;
 };
 

@@ -1,7 +1,7 @@
-// Connects the ranks of a group over its carrier (core/channel.h): the offer, the carrier's `open`, and the meeting in
-// which all tell how it went. The order in which failures are named (gone ranks, silent ones, then what a rank failed
-// by) decides which rank is blamed; every wait here has a deadline (S6).
-#include "core/channel.h"
+// Connects the ranks of a group over its carrier (core/carrier_channel.h): the offer, the carrier's `open`, and the
+// meeting in which all tell how it went. The order in which failures are named (gone ranks, silent ones, then what a
+// rank failed by) decides which rank is blamed; every wait here has a deadline (S6).
+#include "core/carrier_channel.h"
 
 #include <algorithm>
 
@@ -13,18 +13,18 @@ namespace {
 // Time for the others to say how it went, behind the deadline: they look up every few milliseconds, on a busy machine.
 constexpr std::chrono::milliseconds kAnswer{2000};
 
-int32_t is_over(const void* meeting) { return static_cast<const ChannelMeeting*>(meeting)->over() ? 1 : 0; }
+int32_t is_over(const void* meeting) { return static_cast<const CarrierMeeting*>(meeting)->over() ? 1 : 0; }
 
 }  // namespace
 
-bool ChannelMeeting::over() const {
+bool CarrierMeeting::over() const {
   std::string failed;
   return std::any_of(init_.members.begin(), init_.members.end(), [&](int member) {
     return member != me_ && (!init_.bootstrap->alive(member) || init_.bootstrap->posted(member, tag_, &failed));
   });
 }
 
-Status ChannelMeeting::meet(const Status& mine, const std::string& bytes, std::vector<std::string>* all) const {
+Status CarrierMeeting::meet(const Status& mine, const std::string& bytes, std::vector<std::string>* all) const {
   const TimePoint now = std::chrono::steady_clock::now();
   const bool in_time = now < init_.deadline;
   for (const int member : init_.members) {
@@ -57,12 +57,13 @@ int milliseconds_to(TimePoint deadline) {
   return static_cast<int>(std::clamp<int64_t>(left, 1, INT32_MAX));
 }
 
-Status open_channel(const BackendInit& init, uint64_t tag, int device, const Status& ready, int64_t* channel) {
+Status open_carrier_channel(const BackendInit& init, uint64_t tag, int device, const Status& ready,
+                            int64_t* carrier_channel) {
   const twCarrier_t& calls = init.carrier->calls;
   const int me = init.context->me;
   const auto ranks = static_cast<int>(init.members.size());
   int32_t port = 0;
-  *channel = -1;
+  *carrier_channel = -1;
   const bool offered = ready.ok() && (me != 0 || ranks == 1 || calls.offer(calls.context, &port) == 0);
   std::vector<Parcel> all;
   const Parcel mine{Packer().add<uint8_t>(offered).add(port).take(), {}};
@@ -96,17 +97,17 @@ Status open_channel(const BackendInit& init, uint64_t tag, int device, const Sta
   config.host = host.c_str();
   config.port = port;
   config.timeout_ms = milliseconds_to(init.deadline);
-  config.queues = init.context->map.shape().lanes;
+  config.queues = init.context->map.shape().channels;
   config.key = init.tag;
   config.device = device;
-  const ChannelMeeting meeting(init, tag + 1);
+  const CarrierMeeting meeting(init, tag + 1);
   config.over = is_over;
   config.meeting = &meeting;
   char error[256] = "";
   std::vector<std::string> nothing;
   Status connected;
-  if (calls.open(calls.context, &config, channel, error) != 0 || *channel < 0) {
-    *channel = -1;
+  if (calls.open(calls.context, &config, carrier_channel, error) != 0 || *carrier_channel < 0) {
+    *carrier_channel = -1;
     if (is_interrupted_now()) return meeting.meet(fail(twInterrupted, "{} was interrupted", kConnecting), "", &nothing);
     error[sizeof error - 1] = '\0';
     connected = error[0] != '\0' ? fail(twSystemError, "{}: {}", kConnecting, error)

@@ -131,8 +131,8 @@ struct Ferry {
   }
 };
 
-struct Carried {
-  Carried(int ranks, twStrategy_t strategy, int64_t inline_bytes) : hub(ranks), ferries(ranks), comms(ranks) {
+struct Staged {
+  Staged(int ranks, twStrategy_t strategy, int64_t inline_bytes) : hub(ranks), ferries(ranks), comms(ranks) {
     on_all_ranks(ranks, [&](int rank) {
       ferries[rank] = {&hub, rank};
       const twCarrier_t calls = ferries[rank].calls();
@@ -164,11 +164,11 @@ constexpr Way kWays[] = {{twAuto, -1},     {twRouted, 0},   {twRouted, 200},  {t
                          {twGathered, -1}, {twGathered, 0}, {twGathered, 200}};
 
 // A wait of staged transport ends by the caller's wish, and the peers hear why.
-TEST(Carried, Interrupted) {
-  Carried carried(3, twRouted, 0);
+TEST(Staged, Interrupted) {
+  Staged staged(3, twRouted, 0);
   twGroupConfig_t config = make_config(6, 2, 4);
   config.timeout_ms = 60000;
-  World world(carried.comms, config);
+  World world(staged.comms, config);
   const Traffic traffic = make_traffic(config, {2, 2, 2}, 1);
   std::atomic<bool> over = false;
   on_all_ranks(3, [&](int rank) {
@@ -187,13 +187,13 @@ TEST(Carried, Interrupted) {
   });
 }
 
-TEST(Carried, EveryWayAgainstTheOracle) {
+TEST(Staged, EveryWayAgainstTheOracle) {
   for (const Way& way : kWays) {
     SCOPED_TRACE(::testing::Message() << "strategy " << way.strategy << ", inline " << way.inline_bytes);
-    Carried carried(3, way.strategy, way.inline_bytes);
+    Staged staged(3, way.strategy, way.inline_bytes);
     twGroupConfig_t config = make_config(7, 3, 9, 20);
     config.lanes = 2;
-    World world(carried.comms, config);
+    World world(staged.comms, config);
     uint32_t seed = 0;
     for (const std::vector<int>& tokens : {std::vector{9, 0, 4}, {0, 0, 0}, {9, 9, 9}, {0, 0, 1}}) {
       for (const twLayout_t layout : {twRankMajor, twExpertMajor}) {
@@ -218,33 +218,33 @@ TEST(Carried, EveryWayAgainstTheOracle) {
       }
     }
     if (way.inline_bytes < 0) continue;  // measured: on some machines all of these messages are short
-    const auto moves = carried.hub.count_moves();
+    const auto moves = staged.hub.count_moves();
     EXPECT_EQ(way.inline_bytes == INT64_MAX, !moves.contains(twMoveExact)) << "fixed: one move a step";
   }
 }
 
 // A rank may be later than the environment's timeout, if not than the one that was given.
-TEST(Carried, GivenTimeoutHolds) {
+TEST(Staged, GivenTimeoutHolds) {
   const Env usual("TOKENWAY_TIMEOUT_MS", "1");
-  Carried carried(2, twRouted, 0);
+  Staged staged(2, twRouted, 0);
   twGroupConfig_t config = make_config(2, 1, 1);
   config.timeout_ms = 20000;
   std::vector<twGroup_t> groups(2);
   on_all_ranks(2, [&](int rank) {
     if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    EXPECT_TW(twSuccess, twGroupCreate(&groups[rank], carried.comms[rank], &config));
+    EXPECT_TW(twSuccess, twGroupCreate(&groups[rank], staged.comms[rank], &config));
     EXPECT_TW(twSuccess, twGroupDestroy(groups[rank]));
-    EXPECT_TW(twSuccess, twCommDestroy(carried.comms[rank]));
+    EXPECT_TW(twSuccess, twCommDestroy(staged.comms[rank]));
   });
 }
 
 // Ranks that give different bounds learn of it, whatever the messages' lengths, and go on.
-TEST(Carried, BoundsDiffer) {
+TEST(Staged, BoundsDiffer) {
   for (const Way& way : kWays) {
     SCOPED_TRACE(::testing::Message() << "strategy " << way.strategy << ", inline " << way.inline_bytes);
-    Carried carried(3, way.strategy, way.inline_bytes);
+    Staged staged(3, way.strategy, way.inline_bytes);
     const twGroupConfig_t config = make_config(6, 2, 9, 20);
-    World world(carried.comms, config);
+    World world(staged.comms, config);
     const Traffic traffic = make_traffic(config, {5, 5, 5}, 1);
     on_all_ranks(3, [&](int rank) {
       Style style;
@@ -261,10 +261,10 @@ TEST(Carried, BoundsDiffer) {
 }
 
 // A rank that never comes is the one to blame, though a collective does not say who holds it up.
-TEST(Carried, LateRank) {
-  Carried carried(3, twAuto, -1);
+TEST(Staged, LateRank) {
+  Staged staged(3, twAuto, -1);
   const twGroupConfig_t config = impatient(kOneWaitMs);  // in which ranks 0 and 2 must meet
-  World world(carried.comms, config);
+  World world(staged.comms, config);
   const Traffic traffic = make_traffic(config, {4, 4, 4}, 1);
   on_all_ranks(3, [&](int rank) {
     if (rank == 1) return;
@@ -275,12 +275,12 @@ TEST(Carried, LateRank) {
 }
 
 // Moves that fail while all ranks are there end the group, on every rank and within moments.
-TEST(Carried, BrokenMoves) {
-  Carried carried(2, twAuto, -1);
+TEST(Staged, BrokenMoves) {
+  Staged staged(2, twAuto, -1);
   const twGroupConfig_t config = make_config(4, 2, 4);
-  World world(carried.comms, config);
+  World world(staged.comms, config);
   const Traffic traffic = make_traffic(config, {4, 4}, 1);
-  carried.hub.break_moves();
+  staged.hub.break_moves();
   const auto begin = std::chrono::steady_clock::now();
   on_all_ranks(2, [&](int rank) {
     Side side(world, traffic, rank, {}, 1);
@@ -290,7 +290,7 @@ TEST(Carried, BrokenMoves) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(config.timeout_ms / 2));
 }
 
-TEST(Carried, CostModel) {
+TEST(Staged, CostModel) {
   Shape shape;
   shape.ranks = 4;
   shape.top_k = 2;
@@ -320,7 +320,7 @@ TEST(Carried, CostModel) {
 
 // A dispatch whose messages are longer than a block pays for what is left of them alone: blocks cost little where there
 // is more to send, and much where there is nothing.
-TEST(Carried, CostOfBlocks) {
+TEST(Staged, CostOfBlocks) {
   Shape shape;
   shape.ranks = 2;
   shape.top_k = 64;  // all tokens go to the other rank
@@ -335,7 +335,7 @@ TEST(Carried, CostOfBlocks) {
 }
 
 // Costs are what moves take where nothing disturbs them, whichever rank was late and however many were disturbed.
-TEST(Carried, CostsOfRounds) {
+TEST(Staged, CostsOfRounds) {
   constexpr int kRounds = 8;
   constexpr double kTrue[] = {200, 200, 200, 200, 1200, 300, 300, 2400};
   std::vector<std::vector<cpu::TimedRound>> ranks(2, std::vector<cpu::TimedRound>(kRounds));

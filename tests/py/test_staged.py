@@ -24,7 +24,7 @@ LATE = 5.0  # seconds, in which the ranks that shall meet do
 
 
 @pytest.fixture
-def carried(made_for) -> Any:
+def staged(made_for) -> Any:
     """The backend, if its groups are portable ones on devices."""
     if made_for.knows_calls:
         pytest.skip("devices reach each other's memory, or there are none")
@@ -45,7 +45,7 @@ def refuse(env: Any, changes: dict[str, Any]) -> tuple[Any, float]:
 
 
 @pytest.mark.parametrize("name", [name for name in refusals.DISPATCHES if "bound" in name])
-def test_unknown_moves_end_the_group(carried, world, name) -> None:
+def test_unknown_moves_end_the_group(staged, world, name) -> None:
     """Its peers wait in a collective that it cannot join: they are told that it gives the group up."""
     changes, pattern = refusals.DISPATCHES[name]
     (outcome, _), (told, took) = world(2).run(refuse, changes)
@@ -60,7 +60,7 @@ def bounded(env: Any, rounds: tuple[Round, ...]) -> list[Any]:
         return Player(env, group, case).flights()[0]
 
 
-def test_blocks_follow_the_bound(carried, world) -> None:
+def test_blocks_follow_the_bound(staged, world) -> None:
     """The bound is that of blocks: rows come whatever it is, also after larger and smaller ones, and all the way from
     the last place of the last block."""
     few = [replace(ROUND, tokens=(3, 3, 2), bound=bound, seed=bound) for bound in (8, 3, 5, 3, 8)]
@@ -68,7 +68,7 @@ def test_blocks_follow_the_bound(carried, world) -> None:
         verify(SETUP, round_, [got[0] for got in world(SETUP.ranks).run(bounded, (round_,))])
 
 
-def test_different_bounds_end_the_group(carried, world) -> None:
+def test_different_bounds_end_the_group(staged, world) -> None:
     """A collective of blocks of different sizes never ends: ranks learn of it from what they tell of their calls."""
     for outcome, took in world(3).run(other_bound):
         said(outcome, "twCallMismatch", r"rank \d made a different call in dispatch of step \d+ on lane 0")
@@ -90,7 +90,7 @@ def described(env: Any) -> tuple[str, Any, Any]:
         return env.comm.backend, env.comm.device, portable.describe(group.pointer)
 
 
-def test_what_a_comm_says(carried, world, made_for) -> None:
+def test_what_a_comm_says(staged, world, made_for) -> None:
     for rank, (backend, device, how) in enumerate(world(2).run(described)):
         assert (backend, device) == ("torch", rank % made_for.device_count())
         rows = 4 * (8 * 2 + 8 + 2 * 8)  # of 8 bfloat16, a header and two ids and weights
@@ -104,7 +104,7 @@ def refused_options(env: Any) -> list[Any]:
     return [caught(make, strategy="gathered"), caught(make, capacity="exact"), caught(make, capacity=4096)]
 
 
-def test_what_devices_do_not_offer(carried, world) -> None:
+def test_what_devices_do_not_offer(staged, world) -> None:
     (gathered, exact, some), *_ = world(1).run(refused_options)
     said(gathered, "twUnsupported", r"strategy is 'gathered'; on CUDA devices dispatches are routed")
     said(exact, "twUnsupported", r"capacity is 'exact'; on CUDA devices it must be 'fixed' or 'auto'")
@@ -128,7 +128,7 @@ def late(env: Any, flags: str) -> tuple[Any, float]:
     return outcome, took
 
 
-def test_a_collective_that_does_not_end(carried, world, tmp_path) -> None:
+def test_a_collective_that_does_not_end(staged, world, tmp_path) -> None:
     """No kernel of this rank runs then: its host ends the step, and says who is late and in which."""
     outcomes = world(SETUP.ranks).run(late, str(tmp_path))
     said(outcomes[1][0], "twExcluded", "rank 1 did not arrive in time")
