@@ -346,6 +346,24 @@ TW_API twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int6
 // twGrouped from the last of the offsets on), so that the cost of a dispatch follows what comes.
 TW_API twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
 
+// What a layout is in a group. The outputs of a dispatch in it have the leading dimensions [blocks, rows_per_bound * b],
+// b being the call's bound, or where `exact` is 1 [rows], rows being what twHandleNumOutputRows tells.
+typedef struct {
+  size_t size;
+  int32_t exact;           // 1: as many rows as came (high throughput); 0: as many as the bound allows
+  int32_t by_expert;       // 1: a row stands under one local expert, with that id alone; 0: under its source, with all K
+  int32_t views;           // 1: payloads are views of the window unless memory is given; 0: memory must be given
+  int64_t blocks;          // elements of counts: N, or L by expert
+  int64_t rows_per_bound;  // rows of a block for each of b: 1, or N by expert; 0 in the exact layouts
+  int64_t ids_per_row;     // ids and weights of a row: K, or 1 by expert, which is then no dimension of theirs
+  int64_t offsets;         // elements of offsets, L + 1; 0: no offsets, origins or payloads by column
+  int32_t default_bound;   // b of a dispatch that names none; 0 in the exact layouts
+} twLayoutInfo_t;
+
+// Tells what a layout is in this group; creates nothing and never waits. Errors: twInvalidArgument if the group's mode
+// does not have the layout.
+TW_API twResult_t twGroupLayout(twGroup_t group, twLayout_t layout, twLayoutInfo_t* info);
+
 // What twDispatch takes: the caller's rows, and how the step is made.
 typedef struct {
   size_t size;

@@ -132,6 +132,19 @@ class GroupInfo(Struct):
     ]
 
 
+class LayoutInfo(Struct):
+    _fields_: ClassVar = [
+        ("exact", c_int32),
+        ("by_expert", c_int32),
+        ("views", c_int32),
+        ("blocks", c_int64),
+        ("rows_per_bound", c_int64),
+        ("ids_per_row", c_int64),
+        ("offsets", c_int64),
+        ("default_bound", c_int32),
+    ]
+
+
 class WindowBytes(Struct):
     _fields_: ClassVar = [
         ("window", c_uint64),
@@ -300,6 +313,7 @@ FUNCTIONS = {
     "twGroupAbort": (c_int, [c_void_p]),
     "twGroupShrink": (c_int, [c_void_p, POINTER(GroupConfig), POINTER(c_void_p)]),
     "twGroupInfo": (c_int, [c_void_p, POINTER(GroupInfo)]),
+    "twGroupLayout": (c_int, [c_void_p, c_int, POINTER(LayoutInfo)]),
     "twGroupPortableInfo": (c_int, [c_void_p, c_void_p]),
     "twGroupGetError": (c_int, [c_void_p, POINTER(ErrorRecord)]),
     "twHandleMemBytes": (c_int, [c_void_p, POINTER(c_size_t)]),

@@ -17,7 +17,7 @@ from tokenway.errors import InvalidArgument, InvalidUsage, OutOfMemory, Tokenway
 from tokenway.handle import Handle, Pending, Tensor, pointer_of, routing_arguments, stream_of, unlike
 from tokenway.native_group import NativeGroup
 from tokenway.outputs import Outputs
-from tokenway.shape import BY_EXPERT, Shape
+from tokenway.shape import Shape
 from tokenway.structs import REFUSED, Spare, Structs
 
 Owner = TypeVar("Owner")
@@ -136,7 +136,7 @@ class Exchange:
                     raise arguments.problem_of_payloads(payloads, shape.extra_names)
                 sent = dict(payloads)
             try:
-                if layout in BY_EXPERT:
+                if shape.copies(layout):
                     self._outputs.add_by_expert(structs, handle, layout, b, given, tokens)
                 elif isinstance(handle, Handle) and handle._landing is not None:
                     self._counting.copy_out(handle, given, tokens)

@@ -130,7 +130,7 @@ class Group(_native.Shared):
         # has what it needs for that, never the group.
         self.native = native = NativeGroup(pointer, comm, place, settings.lanes)
         info = native.info()
-        self.shape = shape = Shape.of(settings, info, comm.device)
+        self.shape = shape = Shape.of(settings, native)
         self._blocks = blocks = Blocks(place, native.handle_bytes())
         self._counting = Counting(native, shape, blocks)
         self._outputs = Outputs(native, shape)

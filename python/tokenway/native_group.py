@@ -57,6 +57,12 @@ class NativeGroup:
         _native.check(_native.lib.twGroupInfo(self.pointer, byref(info)))
         return info
 
+    def layouts(self) -> dict[str, _header.LayoutInfo]:
+        """What twGroupLayout tells of each layout that the group's mode has, by name."""
+        found = {name: _header.LayoutInfo() for name in _header.LAYOUTS}
+        ask, code = _native.lib.twGroupLayout, _header.LAYOUTS
+        return {name: info for name, info in found.items() if ask(self.pointer, code[name], byref(info)) == 0}
+
     def handle_bytes(self) -> int:
         """Bytes of memory that a handle's arrays take."""
         size = c_size_t()

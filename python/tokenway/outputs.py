@@ -77,8 +77,9 @@ class Outputs:
     ) -> None:
         """New tensors for what the caller has not given: there is no window to view by expert."""
         shape, empty = self._shape, self._native.place.empty
+        exact = shape.layouts[layout].exact
         rows = 0
-        if layout == "grouped":
+        if exact:
             known = handle.rows_of(layout) if isinstance(handle, Handle) else None
             if known is None:
                 return  # refused anyway
@@ -89,7 +90,7 @@ class Outputs:
         for q, name in enumerate(shape.payloads):
             if made.get(name) is None:
                 extent, dtype = fields[name]
-                if layout == "grouped" and structs.dispatch_out.column_major[q]:
+                if exact and structs.dispatch_out.column_major[q]:
                     step = 16 // numpy_dtype(dtype).itemsize
                     extent = extent[1], -(-rows // step) * step
                 made[name] = empty(extent, dtype, like)
@@ -157,7 +158,7 @@ class Outputs:
             if fields.get(name) is not None:
                 continue
             # origins are written only where they are asked for, and offsets of other layouts are sums of the counts.
-            if name == "origins" or (name == "offsets" and layout != "grouped"):
+            if name == "origins" or (name == "offsets" and not shape.layouts[layout].offsets):
                 continue
             if known is None:
                 known = self._wanted(layout, lead)

@@ -1,15 +1,14 @@
-"""A group in numbers: who takes part, how long rows are, and which shapes a dispatch brings. What a call's default
-layout and bound are, and how large each output is, is decided here and nowhere else."""
+"""A group in numbers: who takes part, how long rows are, and which shapes a dispatch brings. What a layout's leading
+dimensions are, and a call's default bound, the C library says (twGroupLayout): here they become shapes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tokenway import tensors
+from tokenway import _header, tensors
+from tokenway.native_group import NativeGroup
 from tokenway.settings import Payload, Settings
-
-BY_EXPERT = ("expert_major", "grouped")  # layouts whose rows are one expert's each
 
 
 class Field(NamedTuple):
@@ -39,13 +38,15 @@ class Shape:
     exact: bool  # high throughput: outputs are as large as what comes
     sizes_outputs: bool  # which the host of a device has to learn before a dispatch, as they have no fixed size
     max_recv_rows: int  # of a step
-    default_layout: str
+    layouts: dict[str, _header.LayoutInfo]  # those of the group's mode
+    default_layout: str  # the one whose rows are views of the window
     default_bound: int  # b of a dispatch; 0 in the exact layouts, which have none
 
     @classmethod
-    def of(cls, settings: Settings, info: Any, device: int | None) -> Shape:
-        """info: of the C library's group. device: as NativeGroup has it."""
-        exact = settings.mode == "high_throughput"
+    def of(cls, settings: Settings, native: NativeGroup) -> Shape:
+        info, layouts = native.info(), native.layouts()
+        default_layout = next(name for name, layout in layouts.items() if layout.views)
+        exact = bool(layouts[default_layout].exact)
         payloads = settings.all_payloads()
         return cls(
             rank=info.rank,
@@ -62,31 +63,34 @@ class Shape:
             payloads=payloads,
             extra_names=tuple(name for name in payloads if name != "tokens"),
             exact=exact,
-            sizes_outputs=exact and device is not None and settings.max_recv_tokens is None,
+            sizes_outputs=exact and native.device is not None and settings.max_recv_tokens is None,
             max_recv_rows=min(settings.max_recv_tokens or 2**31, info.nranks * settings.max_tokens),
-            default_layout="flat" if exact else "rank_major",
-            default_bound=0 if exact else settings.max_tokens,
+            layouts=layouts,
+            default_layout=default_layout,
+            default_bound=layouts[default_layout].default_bound,
         )
+
+    def copies(self, layout: Any) -> bool:
+        """Whether a layout of this group has no view of the window, so that its rows need memory. Any value is taken:
+        the C library refuses what is no layout of the group."""
+        form = self.layouts.get(layout) if isinstance(layout, str) else None
+        return form is not None and not form.views
 
     def lead(self, layout: str, bound: int, rows: int) -> tuple[int, ...]:
         """The dimensions before those of a row: [N, b], [L, N*b], or [rows] in the exact layouts."""
-        if layout == "rank_major":
-            return self.nranks, bound
-        if layout == "expert_major":
-            return self.num_local_experts, self.nranks * bound
-        return (rows,)
+        form = self.layouts[layout]
+        return (rows,) if form.exact else (form.blocks, form.rows_per_bound * bound)
 
     def fields(self, layout: str, lead: tuple[int, ...]) -> dict[str, Field]:
         """Every tensor that a dispatch can bring, by name: the table of `Received`, but for payloads by column."""
-        by_expert = layout in BY_EXPERT
-        chosen = lead if by_expert else (*lead, self.top_k)
-        blocks = self.num_local_experts if by_expert else self.nranks
+        form = self.layouts[layout]
+        chosen = lead if form.by_expert else (*lead, form.ids_per_row)
         return {
             **{name: Field((*lead, payload.elements), payload.dtype) for name, payload in self.payloads.items()},
             "ids": Field(chosen, self.id_dtype),
             "weights": Field(chosen, "float32"),
-            "counts": Field((blocks,), "int32"),
-            "offsets": Field((blocks + 1,), "int32"),
+            "counts": Field((form.blocks,), "int32"),
+            "offsets": Field((form.blocks + 1,), "int32"),
             "origins": Field(lead, "int64"),
         }
 

@@ -57,20 +57,6 @@ Status check_id_values(const Shape& shape, const twTensor_t& ids) {
   return {};
 }
 
-Status check_layout(const twGroup& group, const Argument& name, twLayout_t layout) {
-  if (group.shape().exact()) {
-    if (layout == twFlat || layout == twGrouped) return {};
-    return fail(twInvalidArgument, "{} is {}; in high throughput it must be {} or {}", name, Value(layout),
-                TW_CONSTANT(twFlat), TW_CONSTANT(twGrouped));
-  }
-  if (layout == twRankMajor || layout == twExpertMajor) return {};
-  return fail(twInvalidArgument, "{} is {}; it must be {} or {}", name, Value(layout), TW_CONSTANT(twRankMajor),
-              TW_CONSTANT(twExpertMajor));
-}
-
-// Whether a layout is by source, with all ids of a row; else it is by expert, with one.
-bool by_source(twLayout_t layout) { return layout == twRankMajor || layout == twFlat; }
-
 // The leading dimensions of a layout: [N, b] or [L, N*b]; for an exact layout its rows, in one dimension.
 struct Lead {
   int64_t blocks;
@@ -83,10 +69,9 @@ struct Lead {
   }
 };
 
-Lead lead_of(const twGroup& group, const twHandle& handle, twLayout_t layout, int32_t bound) {
-  if (layout == twFlat || layout == twGrouped) return {1, shown_rows(group, handle, layout, handle.is_sized()), true};
-  if (layout == twRankMajor) return {group.ranks(), bound};
-  return {group.context.local_experts, static_cast<int64_t>(group.ranks()) * bound};
+Lead lead_of(const twGroup& group, const twHandle& handle, const Layout& layout, int32_t bound) {
+  if (layout.exact) return {1, shown_rows(group, handle, layout, handle.is_sized()), true};
+  return {layout.blocks(group.ranks(), group.context.local_experts), layout.rows_per_bound(group.ranks()) * bound};
 }
 
 Extent extent(const Grid& grid, const Lead& lead, int64_t row_bytes) {
@@ -98,13 +83,14 @@ Extent extent(const Grid& grid, const Lead& lead, int64_t row_bytes) {
 }
 
 // Checks which payloads are wanted column-major.
-Status check_columns(const twGroup& group, const twDispatchOutput_t& output, int64_t rows, Columns columns[]) {
+Status check_columns(const twGroup& group, const twDispatchOutput_t& output, const Layout& layout, int64_t rows,
+                     Columns columns[]) {
   const twGroupConfig_t& config = group.config.given;
   for (int q = 0; q < TW_MAX_PAYLOADS; ++q) {
     const int32_t wanted = output.column_major[q];
     if (wanted == 0) continue;
     TW_RETURN_IF_FAILED(check_switch({"output.column_major[]", q}, wanted));
-    if (output.layout != twGrouped || q >= config.num_payloads) {
+    if (!layout.has_offsets() || q >= config.num_payloads) {
       return fail(twInvalidArgument, "{} is {}; only payloads of {}, from 0 to {}, have columns",
                   Argument("output.column_major[]", q), Value(wanted), TW_CONSTANT(twGrouped), config.num_payloads - 1);
     }
@@ -114,12 +100,12 @@ Status check_columns(const twGroup& group, const twDispatchOutput_t& output, int
 }
 
 // Checks the outputs that twGrouped alone has.
-Status check_grouped_targets(const twGroup& group, const twDispatchOutput_t& output, int64_t rows,
+Status check_grouped_targets(const twGroup& group, const twDispatchOutput_t& output, const Layout& layout, int64_t rows,
                              DispatchTargets* targets) {
   int64_t strides[2];
   for (const auto& [argument, data] :
        {std::pair(Argument("output.offsets"), output.offsets.data), {"output.origins", output.origins.data}}) {
-    if (data == nullptr || output.layout == twGrouped) continue;
+    if (data == nullptr || layout.has_offsets()) continue;
     return fail(twInvalidArgument, "{} has data {}; only {} has it", argument, data, TW_CONSTANT(twGrouped));
   }
   if (output.offsets.data != nullptr) {
@@ -138,11 +124,12 @@ Status check_grouped_targets(const twGroup& group, const twDispatchOutput_t& out
 Status check_targets(const twGroup& group, const twHandle& handle, const twDispatchOutput_t& output, int32_t bound,
                      DispatchTargets* targets, Extents* written) {
   const twGroupConfig_t& config = group.config.given;
-  const Lead lead = lead_of(group, handle, output.layout, bound);
+  const Layout& layout = layout_of(output.layout);
+  const Lead lead = lead_of(group, handle, layout, bound);
   int64_t strides[2];
   targets->layout = output.layout;
   targets->rows = lead.exact ? lead.rows : 0;
-  TW_RETURN_IF_FAILED(check_columns(group, output, lead.rows, targets->columns));
+  TW_RETURN_IF_FAILED(check_columns(group, output, layout, lead.rows, targets->columns));
   for (int q = 0; q < config.num_payloads; ++q) {
     if (output.payloads[q].data == nullptr) continue;
     const Argument name("output.payloads[]", q);
@@ -156,12 +143,11 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
     targets->payloads[q] = static_cast<std::byte*>(output.payloads[q].data);
     written->add_contiguous(name, output.payloads[q]);
   }
-  const bool of_source = by_source(output.layout);
-  const int64_t per_row = of_source ? config.top_k : 1;
-  targets->ids = of_source ? handle.shown.ids : nullptr;
-  targets->weights = of_source ? handle.shown.weights : nullptr;
-  targets->counts = of_source ? handle.shown.counts : handle.experts.counts;
-  targets->offsets = output.layout == twGrouped ? handle.shown.offsets : nullptr;
+  const int64_t per_row = layout.ids_per_row(config.top_k);
+  targets->ids = layout.by_expert ? nullptr : handle.shown.ids;
+  targets->weights = layout.by_expert ? nullptr : handle.shown.weights;
+  targets->counts = layout.by_expert ? handle.experts.counts : handle.shown.counts;
+  targets->offsets = layout.has_offsets() ? handle.shown.offsets : nullptr;
   if (output.ids.data != nullptr) {
     TW_RETURN_IF_FAILED(
         check_rows({"output.ids", config.id_dtype, lead.dimensions(), per_row, true}, output.ids, strides));
@@ -173,11 +159,11 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
     targets->weights = static_cast<float*>(output.weights.data);
   }
   if (output.counts.data != nullptr) {
-    const int64_t blocks = of_source ? group.ranks() : group.context.local_experts;
+    const int64_t blocks = layout.blocks(group.ranks(), group.context.local_experts);
     TW_RETURN_IF_FAILED(check_rows({"output.counts", twInt32, {blocks}, 1, true}, output.counts, strides));
     targets->counts = static_cast<int32_t*>(output.counts.data);
   }
-  TW_RETURN_IF_FAILED(check_grouped_targets(group, output, lead.rows, targets));
+  TW_RETURN_IF_FAILED(check_grouped_targets(group, output, layout, lead.rows, targets));
   for (const auto& [field, tensor] : {std::pair(Argument("output.ids"), &output.ids),
                                       {"output.weights", &output.weights},
                                       {"output.counts", &output.counts},
@@ -216,6 +202,17 @@ void add_read(const twGroup& group, const twHandle& handle, const twDispatchInpu
 }
 
 }  // namespace
+
+Status check_layout(const Argument& name, twLayout_t id, bool exact) {
+  const Layout* const layout = find_layout(id);
+  if (layout != nullptr && layout->exact == exact) return {};
+  Constant allowed[2] = {};  // a mode has one by source and one by expert
+  for (const Layout& each : kLayouts) {
+    if (each.exact == exact) allowed[each.by_expert ? 1 : 0] = {each.name, each.id};
+  }
+  return fail(twInvalidArgument, "{} is {}; {}it must be {} or {}", name, Value(id), exact ? "in high throughput " : "",
+              allowed[0], allowed[1]);
+}
 
 Status read_config(const twGroupConfig_t* given, ReadConfig* known) {
   TW_RETURN_IF_FAILED(read_struct("config", given, &known->config));
@@ -293,7 +290,7 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
   TW_RETURN_IF_FAILED(group.backend->check_stream(input.stream));
   TW_RETURN_IF_FAILED(handle.too_many);
   call->stream = input.stream;
-  TW_RETURN_IF_FAILED(check_layout(group, "output.layout", output.layout));
+  TW_RETURN_IF_FAILED(check_layout("output.layout", output.layout, group.shape().exact()));
   if (group.shape().exact() && !handle.counts.exchanged) {
     return fail(twInvalidUsage, "the handle's counts have not been exchanged since it was routed; call {}",
                 Function{"twExchangeCounts"});
@@ -302,7 +299,7 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
     return fail(twInvalidArgument, "{} is {}; in high throughput it must be 0", Argument("input.bound"),
                 Value(input.bound));
   }
-  call->bound = input.bound == 0 ? config.max_tokens : input.bound;
+  call->bound = input.bound == 0 ? group.shape().default_bound() : input.bound;
   if (call->bound < handle.routing.tokens || call->bound > config.max_tokens) {
     return fail(twInvalidArgument,
                 "{} is {}; it must be from the handle's tokens, {}, to max_tokens, {} (0 means max_tokens)",
@@ -331,7 +328,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   const twGroupConfig_t& config = group.config.given;
   TW_RETURN_IF_FAILED(group.backend->check_stream(input.stream));
   call->stream = input.stream;
-  TW_RETURN_IF_FAILED(check_layout(group, "input.layout", input.layout));
+  TW_RETURN_IF_FAILED(check_layout("input.layout", input.layout, group.shape().exact()));
   if (input.weighting != twWeightNone && input.weighting != twWeightTopk) {
     return fail(twInvalidArgument, "{} is {}; it must be {} or {}", Argument("input.weighting"), Value(input.weighting),
                 TW_CONSTANT(twWeightNone), TW_CONSTANT(twWeightTopk));
@@ -343,7 +340,8 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
     return fail(twInvalidArgument, "{} has dtype {}; it must be float32, bfloat16 or float16", name, dtype_text(dtype));
   }
   int64_t strides[2];
-  const Lead lead = lead_of(group, handle, input.layout, handle.bound);
+  const Layout& layout = layout_of(input.layout);
+  const Lead lead = lead_of(group, handle, layout, handle.bound);
   TW_RETURN_IF_FAILED(
       check_rows({"input.rows", input.rows.dtype, lead.dimensions(), config.combine_elements}, input.rows, strides));
   if (group.backend->in_window(input.rows.data) && !view_is_alive(group, handle)) {
@@ -354,7 +352,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   }
   call->rows = {static_cast<const std::byte*>(input.rows.data), strides[0], strides[1]};
   if (lead.exact) {
-    const int64_t* const first = input.layout == twFlat ? handle.counts.source : handle.experts.begin;
+    const int64_t* const first = layout.by_expert ? handle.experts.begin : handle.counts.source;
     call->rows = {call->rows.data, 0, strides[0], first};
   }
   TW_RETURN_IF_FAILED(
@@ -374,14 +372,14 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   call->apart = !call->in_window && disjoint(extent(call->rows, lead, rows_bytes),
                                              {call->out, call->out + handle.routing.tokens * call->out_stride});
   call->keep_own =
-      by_source(call->layout) && !call->weighted && call->rows_dtype == config.combine_dtype && call->apart;
+      !layout.by_expert && !call->weighted && call->rows_dtype == config.combine_dtype && call->apart;
   return {};
 }
 
 void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call, twDispatchOutput_t* output) {
   const twGroupConfig_t& config = group.config.given;
-  const bool of_source = by_source(output->layout);
-  const Lead lead = lead_of(group, handle, output->layout, call.bound);
+  const Layout& layout = layout_of(output->layout);
+  const Lead lead = lead_of(group, handle, layout, call.bound);
   const auto shaped = [&](void* data, twDtype_t dtype, std::initializer_list<int64_t> row) {
     std::vector<int64_t> shape = lead.dimensions();
     shape.insert(shape.end(), row);
@@ -390,7 +388,7 @@ void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call
   for (int q = 0; q < config.num_payloads; ++q) {
     const twPayload_t& payload = config.payloads[q];
     void* data = call.targets.payloads[q];
-    if (data == nullptr && of_source) {
+    if (data == nullptr && layout.views()) {
       const bool has_offsets = call.has_offsets && call.receive_offset[q] != 0;
       data = has_offsets ? group.backend->window() + call.receive_offset[q] : group.backend->view(call.at, q);
     }
@@ -398,16 +396,16 @@ void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call
     output->payloads[q] = columns.wanted() ? contiguous_tensor(data, payload.dtype, {payload.elements, columns.rows})
                                            : shaped(data, payload.dtype, {payload.elements});
   }
-  if (of_source) {
-    output->ids = shaped(call.targets.ids, config.id_dtype, {config.top_k});
-    output->weights = shaped(call.targets.weights, twFloat32, {config.top_k});
-  } else {
+  if (layout.by_expert) {
     output->ids = shaped(call.targets.ids, config.id_dtype, {});
     output->weights = shaped(call.targets.weights, twFloat32, {});
+  } else {
+    output->ids = shaped(call.targets.ids, config.id_dtype, {config.top_k});
+    output->weights = shaped(call.targets.weights, twFloat32, {config.top_k});
   }
-  const int64_t blocks = of_source ? group.ranks() : group.context.local_experts;
+  const int64_t blocks = layout.blocks(group.ranks(), group.context.local_experts);
   output->counts = contiguous_tensor(call.targets.counts, twInt32, {blocks});
-  if (output->layout != twGrouped) return;
+  if (!layout.has_offsets()) return;
   output->offsets = contiguous_tensor(call.targets.offsets, twInt32, {group.context.local_experts + 1});
   output->origins = contiguous_tensor(call.targets.origins, twInt64, {lead.rows});
 }

@@ -186,6 +186,23 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
   });
 }
 
+twResult_t twGroupLayout(twGroup_t group, twLayout_t id, twLayoutInfo_t* info) {
+  return visit(groups, "group", group, [&]() -> Status {
+    TW_RETURN_IF_FAILED(tw::api::check_layout("layout", id, group->shape().exact()));
+    const tw::Layout& layout = tw::layout_of(id);
+    twLayoutInfo_t known{};
+    known.exact = layout.exact ? 1 : 0;
+    known.by_expert = layout.by_expert ? 1 : 0;
+    known.views = layout.views() ? 1 : 0;
+    known.blocks = layout.blocks(group->ranks(), group->context.local_experts);
+    known.rows_per_bound = layout.rows_per_bound(group->ranks());
+    known.ids_per_row = layout.ids_per_row(group->shape().top_k);
+    known.offsets = layout.has_offsets() ? known.blocks + 1 : 0;
+    known.default_bound = layout.exact ? 0 : group->shape().default_bound();
+    return tw::api::write_struct("info", known, info);
+  });
+}
+
 twResult_t twGroupPortableInfo(twGroup_t group, twPortableInfo_t* info) {
   return visit(groups, "group", group, [&]() -> Status {
     twPortableInfo_t known{};
@@ -301,10 +318,7 @@ namespace {
 // Checks the arguments of calls that ask for the rows of a layout.
 Status check_counted(twHandle_t handle, twLayout_t layout, const int64_t* rows) {
   TW_CHECK_NOT_NULL(rows);
-  if (layout != twFlat && layout != twGrouped) {
-    return fail(twInvalidArgument, "{} is {}; it must be {} or {}", Argument("layout"), Value(layout),
-                TW_CONSTANT(twFlat), TW_CONSTANT(twGrouped));
-  }
+  TW_RETURN_IF_FAILED(tw::api::check_layout("layout", layout, true));
   if (handle->counts.exchanged) return {};
   return fail(twInvalidUsage, "the handle's counts have not been exchanged since it was routed");
 }
@@ -315,7 +329,7 @@ twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* ro
   return enter_handle("twHandleNumRecvRows", handle, [&]() -> Status {
     TW_RETURN_IF_FAILED(check_counted(handle, layout, rows));
     TW_RETURN_IF_FAILED(tw::learn_counts(*handle->group, *handle));
-    *rows = tw::shown_rows(*handle->group, *handle, layout, true);
+    *rows = tw::shown_rows(*handle->group, *handle, tw::layout_of(layout), true);
     return {};
   });
 }
@@ -323,7 +337,7 @@ twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* ro
 twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows) {
   return enter_handle("twHandleNumOutputRows", handle, [&]() -> Status {
     TW_RETURN_IF_FAILED(check_counted(handle, layout, rows));
-    *rows = tw::shown_rows(*handle->group, *handle, layout, handle->is_sized());
+    *rows = tw::shown_rows(*handle->group, *handle, tw::layout_of(layout), handle->is_sized());
     return {};
   });
 }

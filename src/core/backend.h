@@ -20,6 +20,7 @@
 #include "exchange/counts.h"
 #include "exchange/dispatch.h"
 #include "exchange/step.h"
+#include "layout/layouts.h"
 #include "views/columns.h"
 #include "views/rank_major.h"
 

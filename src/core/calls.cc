@@ -290,10 +290,10 @@ Status learn_counts(twGroup& group, twHandle& handle) {
   return refuse_overflow(group, handle, overflow);
 }
 
-int64_t shown_rows(const twGroup& group, const twHandle& handle, twLayout_t layout, bool sized) {
-  if (sized) return layout == twFlat ? handle.counted.flat_rows : handle.counted.grouped_rows;
+int64_t shown_rows(const twGroup& group, const twHandle& handle, const Layout& layout, bool sized) {
+  if (sized) return layout.by_expert ? handle.counted.grouped_rows : handle.counted.flat_rows;
   const Shape& shape = group.shape();
-  if (layout == twFlat) return shape.recv_rows;
+  if (!layout.by_expert) return shape.recv_rows;
   const int64_t alignment = group.config.given.row_alignment;
   const int64_t experts = group.context.local_experts;
   // Each row stands under so many experts at most, and each expert's rows are padded. Rows that are dropped have places
@@ -349,7 +349,7 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
     // The output is the lease itself: there is nothing to copy.
     std::byte*& target = call->targets.payloads[q];
     const bool here = call->receive_offset[q] != 0 && target == group.backend->window() + call->receive_offset[q];
-    if (here && call->targets.layout == twFlat) target = nullptr;
+    if (here && layout_of(call->targets.layout).views()) target = nullptr;
   }
   group.channels[channel].viewed = call->at.step;
   handle.bound = call->bound;
@@ -418,7 +418,7 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
   const bool second = group.channels[channel].second;
   give_back(group, *handle);
   handle->refused = learns_late(group);
-  handle->bound = bound > 0 ? bound : group.shape().max_tokens;
+  handle->bound = bound > 0 ? bound : group.shape().default_bound();
   if (send_only || learns_late(group)) {
     hold(group, *handle, channel);
     group.channels[channel].second = !second;

@@ -136,7 +136,7 @@ void part_leases(twGroup& group, twHandle& handle);
 Status learn_counts(twGroup& group, twHandle& handle);
 // How many rows of an exact layout the outputs of a dispatch have: what comes, if the host knows it, else what there is
 // room for.
-int64_t shown_rows(const twGroup& group, const twHandle& handle, twLayout_t layout, bool sized);
+int64_t shown_rows(const twGroup& group, const twHandle& handle, const Layout& layout, bool sized);
 // Tells whether twComplete would not wait for a send_only exchange of counts. Waits for that, timeout_ms at most, -1:
 // as long as twComplete would. Changes nothing, so that ranks may ask when and as often as they like (S5).
 Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* ready);

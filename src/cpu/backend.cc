@@ -72,11 +72,11 @@ class CpuBackend : public Backend {
       tw::send_combine(transport_, context_.map, call.at, received, types, static_cast<uint32_t>(call.bound), terms,
                        sum_rows, partial_.data(), call.keep_own);
     };
-    if (call.layout == twRankMajor || call.layout == twFlat) {
-      send(RankMajorTerms{shape(), context_.placement, context_.me, call.rows});
-    } else {
+    if (layout_of(call.layout).by_expert) {
       ExpertPlaces places(shape(), context_.placement, context_.me, context_.local_experts, next_.data());
       send(ExpertMajorTerms{places, call.rows});
+    } else {
+      send(RankMajorTerms{shape(), context_.placement, context_.me, call.rows});
     }
     return {};
   }
@@ -329,10 +329,11 @@ class CpuBackend : public Backend {
       const auto row = static_cast<uint64_t>(first_row(call, handle, source) + p);
       return transport_.local(row_place(context_.map, call.at, receive_offset_of(call, handle), context_.me, q, row));
     };
-    if (targets.layout == twExpertMajor || targets.layout == twGrouped) {
+    const Layout& layout = layout_of(targets.layout);
+    if (layout.by_expert) {
       ExpertMajorOut out;
       out.rows_per_expert = static_cast<int64_t>(shape().ranks) * call.bound;
-      if (targets.layout == twGrouped) out.first = handle.experts.begin;
+      if (layout.exact) out.first = handle.experts.begin;
       std::copy(std::begin(targets.payloads), std::end(targets.payloads), out.payloads);
       std::copy(std::begin(targets.columns), std::end(targets.columns), out.columns);
       out.ids = targets.ids;
@@ -346,7 +347,7 @@ class CpuBackend : public Backend {
       }
       return;
     }
-    if (targets.layout == twFlat) {
+    if (layout.exact) {
       unpack_flat(shape(), context_.placement, received, context_.me, handle.counts.source, context_.ids, targets.ids,
                   targets.weights);
     } else {

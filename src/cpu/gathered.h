@@ -81,7 +81,7 @@ inline void pack_gathered(const Shape& shape, const Routing& routing, const Rows
 inline void unpack_gathered(StagedTransport& transport, const Gathered& call, int source, int32_t tokens,
                             const std::byte* message) {
   const Shape& shape = call.context.map.shape();
-  const auto count = static_cast<size_t>(std::min(tokens, call.bound > 0 ? call.bound : shape.max_tokens));
+  const auto count = static_cast<size_t>(std::min(tokens, call.bound > 0 ? call.bound : shape.default_bound()));
   const size_t routed = count * static_cast<size_t>(shape.top_k);
   std::vector<int32_t> ids(routed);
   std::vector<float> weights(routed);

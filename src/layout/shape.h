@@ -45,6 +45,8 @@ struct Shape {
   constexpr bool leases() const { return lease_bytes > 0; }
   // Ids that a caller may give are below this.
   constexpr int32_t choices() const { return logical_experts > 0 ? logical_experts : experts; }
+  // The bound of a dispatch that names none. In high throughput too, where a bound sizes nothing but is compared.
+  constexpr int32_t default_bound() const { return max_tokens; }
   // How many rows a rank may receive in a step.
   constexpr int64_t most_rows() const { return recv_rows > 0 ? recv_rows : static_cast<int64_t>(ranks) * max_tokens; }
   // A token goes to at most this many ranks; the owner's inbox has as many places per token.

@@ -138,10 +138,10 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
       p.in.id_stride[1] == 1 && width_of({address_of(p.in.ids), static_cast<uint64_t>(p.in.id_stride[0]) * id_bytes,
                                           static_cast<uint64_t>(shape().top_k) * id_bytes}) == 16;
   const PayloadFit fit = fill_payloads(shape(), call.payloads, p.payloads);
-  const bool by_source = call.targets.layout == twRankMajor || call.targets.layout == twFlat;
+  const bool by_expert = layout_of(call.targets.layout).by_expert;
   p.shown = shown_of(call.targets, handle);
-  p.rows = by_source ? static_cast<int32_t>(call.targets.rows) : 0;
-  if (!by_source) p.shown.ids = p.shown.weights = nullptr, p.shown.counts = handle.received.counts;
+  p.rows = by_expert ? 0 : static_cast<int32_t>(call.targets.rows);
+  if (by_expert) p.shown.ids = p.shown.weights = nullptr, p.shown.counts = handle.received.counts;
   p.channel = call.at.channel;
   p.bank = call.at.bank();
   p.bound = call.bound;
@@ -185,7 +185,7 @@ Status NvlinkBackend::run_view(const char* what, LaunchView* launch, const ViewP
 // Copies what the caller wants elsewhere than in the window.
 Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) {
   const DispatchTargets& targets = call.targets;
-  handle.device.placed = targets.layout == twExpertMajor || targets.layout == twGrouped;
+  handle.device.placed = layout_of(targets.layout).by_expert;
   ViewParams p = view_params(handle, call.at.channel, call.bound);
   bool any = handle.device.placed;
   std::byte* receive_offset[kMaxPayloads] = {};
@@ -205,7 +205,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
   if (!any) return {};
   p.shown = shown_of(targets, handle);
   p.rows = static_cast<int32_t>(targets.rows);
-  p.offsets = targets.layout == twGrouped ? targets.offsets : nullptr;
+  p.offsets = layout_of(targets.layout).has_offsets() ? targets.offsets : nullptr;
   p.origins = targets.origins;
   return run_view("a view", handle.device.placed ? launch_expert_view : launch_rank_view, p, call.stream);
 }
@@ -230,7 +230,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.tokens = handle.routing.tokens;
   p.send = send;
   p.receive = receive;
-  p.expert_major = call.layout == twExpertMajor || call.layout == twGrouped;
+  p.expert_major = layout_of(call.layout).by_expert;
   if (p.expert_major && send && !handle.device.placed) TW_RETURN_IF_FAILED(run_places(call, handle));
   p.weighted = call.weighted;
   p.plain = !p.expert_major && !p.weighted && call.rows_dtype == context_.wire;

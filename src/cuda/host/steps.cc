@@ -148,7 +148,7 @@ Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, void* stream) {
 // Over a staged transport the peers' moves are made with the refusal, or they would not end.
 Status NvlinkBackend::send_refusal(StepPlace at, const Refusal& refusal) {
   if (staged_ == nullptr) return run_refusal(at, refusal, true, true);
-  const int32_t bound = refusal.bound > 0 ? refusal.bound : shape().max_tokens;
+  const int32_t bound = refusal.bound > 0 ? refusal.bound : shape().default_bound();
   std::vector<Region> regions;
   if (refusal.phase == twPhaseDispatch) regions = dispatched(bound);
   if (refusal.phase == twPhaseCombine) regions = combined(bound);

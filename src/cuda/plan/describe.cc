@@ -53,7 +53,7 @@ void describe_dispatch(const Budget& budget, const Shape& shape, int32_t tokens,
   GroupMarks marks;  // an exact layout's handle has some
   p.handle.marks = shape.exact() ? &marks : nullptr;
   p.tokens = tokens;
-  p.bound = shape.max_tokens;
+  p.bound = shape.default_bound();
   p.send = p.receive = 1;
   DispatchFacts facts;
   facts.words = dispatch_words(shape);
@@ -74,7 +74,7 @@ void describe_combine(const Budget& budget, const GroupConfig& config, int32_t t
   const Shape& shape = config.shape();
   CombineParams p{};
   p.tokens = tokens;
-  p.bound = shape.max_tokens;
+  p.bound = shape.default_bound();
   p.send = p.receive = 1;
   p.plain = 1;
   p.own_direct = shape.staged == 0;
