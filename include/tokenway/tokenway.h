@@ -117,12 +117,6 @@ typedef enum TW_AS_INT {
   twIdGlobal = 1,  // received ids are as sent; with config.placement, the physical experts that serve them
 } twIdSpace_t;
 
-// One tensor that travels with every token: `elements` values of `dtype` per row, copied and never interpreted.
-typedef struct {
-  twDtype_t dtype;
-  int64_t elements;  // >= 1
-} twPayload_t;
-
 // A group's configuration. It must be equal on every rank, except sm_limit and the allocator; twGroupCreate finds
 // differences and names them.
 typedef struct {
@@ -158,12 +152,16 @@ typedef struct {
   void* alloc_context;
   uint64_t lease_bytes;            // bytes of the window for leases (leases.h), high throughput alone; 0: none
   const twPlacement_t* placement;  // placement.h: replicas of experts, maps by layer, load statistics; NULL: none
+  // Bytes that the window has room for in each row, so that calls may name rows of other types
+  // (twDispatchInput_t.types, twCombineInput_t.wire_dtype); 0: as many as the rows above have.
+  uint64_t dispatch_room;  // of all payloads of a dispatched row together
+  uint64_t combine_room;   // of a combined row
 } twGroupConfig_t;
 
 // clang-format off
 #define TW_GROUP_CONFIG_INIT                                                                                       \
   {sizeof(twGroupConfig_t), twLowLatency, 0, 0, 0, 0, {{twDtypeNone, 0}}, twBfloat16, 0, NULL, NULL, 1, 0, twInt32, \
-   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL}
+   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0}
 // clang-format on
 
 // A group as twGroupInfo tells it.
@@ -282,17 +280,6 @@ TW_API twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int3
 
 // -------------------------------------------------------------------------------------------------------- exchange
 
-// The order and shape of received rows. R' is the number of rows that came; P counts the rows of all experts with their
-// padding.
-typedef enum TW_AS_INT {
-  twRankMajor = 0,    // [N, b, ...]: slot p of source s at [s, p]; slots fill in token order
-  twExpertMajor = 1,  // [L, N*b, ...]: rows of a local expert from 0 on, in (source, token) order
-  // High throughput has these two layouts, and only these.
-  twFlat = 2,     // [R', ...]: the R' rows that came, in (source, token) order
-  twGrouped = 3,  // [P, ...]: rows of local expert 0, then of 1 and so on, each in (source, token) order and padded
-                  // with zeros to a multiple of row_alignment: expert e has rows offsets[e] .. offsets[e + 1]
-} twLayout_t;
-
 // How a combine weights rows before it sums them.
 typedef enum TW_AS_INT {
   twWeightNone = 0,  // rows are weighted already
@@ -346,14 +333,14 @@ TW_API twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int6
 // twGrouped from the last of the offsets on), so that the cost of a dispatch follows what comes.
 TW_API twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
 
-// What a layout is in a group. The outputs of a dispatch in it have the leading dimensions [blocks, rows_per_bound * b],
-// b being the call's bound, or where `exact` is 1 [rows], rows being what twHandleNumOutputRows tells.
+// What a layout is in a group. The outputs of a dispatch in it have the leading dimensions [blocks, rows_per_bound *
+// b], b being the call's bound, or where `exact` is 1 [rows], rows being what twHandleNumOutputRows tells.
 typedef struct {
   size_t size;
-  int32_t exact;           // 1: as many rows as came (high throughput); 0: as many as the bound allows
-  int32_t by_expert;       // 1: a row stands under one local expert, with that id alone; 0: under its source, with all K
-  int32_t views;           // 1: payloads are views of the window unless memory is given; 0: memory must be given
-  int64_t blocks;          // elements of counts: N, or L by expert
+  int32_t exact;      // 1: as many rows as came (high throughput); 0: as many as the bound allows
+  int32_t by_expert;  // 1: a row stands under one local expert, with that id alone; 0: under its source, with all K
+  int32_t views;      // 1: payloads are views of the window unless memory is given; 0: memory must be given
+  int64_t blocks;     // elements of counts: N, or L by expert
   int64_t rows_per_bound;  // rows of a block for each of b: 1, or N by expert; 0 in the exact layouts
   int64_t ids_per_row;     // ids and weights of a row: K, or 1 by expert, which is then no dimension of theirs
   int64_t offsets;         // elements of offsets, L + 1; 0: no offsets, origins or payloads by column
@@ -374,8 +361,18 @@ typedef struct {
   void* stream;
   int32_t uncounted;  // 1: not counted by twGroupLoads (a further pass over tokens that were counted); the same on all
                       // ranks
+  // What rows consist of in this call, the same on all ranks: num_types payloads, within config.dispatch_room bytes
+  // together, in place of the configured ones. 0: as configured. Leases are for configured rows alone: others come to
+  // the bank, and what was announced for this dispatch is let go of.
+  int32_t num_types;
+  twPayload_t types[TW_MAX_PAYLOADS];
 } twDispatchInput_t;
-#define TW_DISPATCH_INPUT_INIT {sizeof(twDispatchInput_t), {TW_TENSOR_INIT}, 0, -1, 0, NULL, 0}
+#define TW_DISPATCH_INPUT_INIT                                           \
+  {                                                                      \
+    sizeof(twDispatchInput_t), {TW_TENSOR_INIT}, 0, -1, 0, NULL, 0, 0, { \
+      { twDtypeNone, 0 }                                                 \
+    }                                                                    \
+  }
 
 // What a dispatch delivers. The caller may set `data` of any tensor to memory of its own (C-contiguous, of the shape
 // given here) to have it written there; shape and dtype are then checked. With data == NULL:
@@ -419,8 +416,13 @@ typedef struct {
                     // rows beyond the counts are not read. May be the dispatch's view itself
   int32_t send_only;
   void* stream;
+  // What is combined in this call, the same on all ranks, within config.combine_room bytes a row, in place of
+  // config.combine_dtype and combine_elements; none and 0: as configured.
+  twDtype_t wire_dtype;
+  int64_t elements;
 } twCombineInput_t;
-#define TW_COMBINE_INPUT_INIT {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL}
+#define TW_COMBINE_INPUT_INIT \
+  {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL, twDtypeNone, 0}
 
 // Where twCombine writes: memory of the caller.
 typedef struct {
@@ -448,6 +450,11 @@ typedef struct {
 // given it back.
 TW_API twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_t* input,
                              twDispatchOutput_t* output);
+
+// Tells whether calls of this group may name these rows: reads num_types and types of a dispatch's input, wire_dtype
+// and elements of a combine's, and nothing else of them. Not collective. Errors: twInvalidArgument.
+TW_API twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dispatched,
+                                   const twCombineInput_t* combined);
 
 // Returns rows to their owners and sums them there. A step of all ranks. It needs a completed dispatch of the handle
 // (else twInvalidUsage, and peers that do have one wait for this rank). It uses that dispatch's lane and gives it back,

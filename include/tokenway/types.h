@@ -111,4 +111,21 @@ typedef struct {
     NULL, twDtypeNone, 0, {0}, { 0 } \
   }
 
+// One tensor that travels with every token: `elements` values of `dtype` per row, copied and never interpreted.
+typedef struct {
+  twDtype_t dtype;
+  int64_t elements;  // >= 1
+} twPayload_t;
+
+// The order and shape of received rows. R' is the number of rows that came; P counts the rows of all experts with their
+// padding.
+typedef enum TW_AS_INT {
+  twRankMajor = 0,    // [N, b, ...]: slot p of source s at [s, p]; slots fill in token order
+  twExpertMajor = 1,  // [L, N*b, ...]: rows of a local expert from 0 on, in (source, token) order
+  // High throughput has these two layouts, and only these.
+  twFlat = 2,     // [R', ...]: the R' rows that came, in (source, token) order
+  twGrouped = 3,  // [P, ...]: rows of local expert 0, then of 1 and so on, each in (source, token) order and padded
+                  // with zeros to a multiple of row_alignment: expert e has rows offsets[e] .. offsets[e + 1]
+} twLayout_t;
+
 #endif  // TOKENWAY_TYPES_H_

@@ -36,7 +36,7 @@ from tokenway.handle import Handle, Pending, Received
 from tokenway.launch import Outcome, Ranks, run
 from tokenway.placement import Placement
 from tokenway.quantize import dequantize_fp8, pack_nvfp4, quantize_fp8, unpack_nvfp4
-from tokenway.settings import Payload, WindowBytes, window_bytes
+from tokenway.settings import Payload, RowType, WindowBytes, window_bytes
 
 __version__ = _VERSION_TEXT
 
@@ -66,6 +66,7 @@ __all__ = [
     "Ranks",
     "Received",
     "RecvOverflow",
+    "RowType",
     "SystemFailure",
     "TokenwayError",
     "Unsupported",

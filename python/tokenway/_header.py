@@ -105,6 +105,8 @@ class GroupConfig(Struct):
         ("alloc_context", c_void_p),
         ("lease_bytes", c_uint64),
         ("placement", c_void_p),
+        ("dispatch_room", c_uint64),
+        ("combine_room", c_uint64),
     ]
 
 
@@ -198,6 +200,8 @@ class DispatchInput(Struct):
         ("send_only", c_int32),
         ("stream", c_void_p),
         ("uncounted", c_int32),
+        ("num_types", c_int32),
+        ("types", Payload * MAX_PAYLOADS),
     ]
 
 
@@ -239,6 +243,8 @@ class CombineInput(Struct):
         ("rows", Tensor),
         ("send_only", c_int32),
         ("stream", c_void_p),
+        ("wire_dtype", c_int),
+        ("elements", c_int64),
     ]
 
 
@@ -331,6 +337,7 @@ FUNCTIONS = {
     "twHandleCountsReady": (c_int, [c_void_p, c_int32, POINTER(c_int32)]),
     "twExchangeCounts": (c_int, [c_void_p, c_void_p, POINTER(CountsInput)]),
     "twDispatch": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
+    "twGroupCheckRows": (c_int, [c_void_p, POINTER(DispatchInput), POINTER(CombineInput)]),
     "twCombine": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "twComplete": (c_int, [c_void_p, c_void_p, c_void_p]),
     "twAllGatherV": (c_int, [c_void_p, c_void_p, c_void_p]),

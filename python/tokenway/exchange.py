@@ -29,7 +29,7 @@ class Exchange:
     def __init__(self, native: NativeGroup, shape: Shape, blocks: Blocks, counting: Counting, outputs: Outputs):
         self._native, self._shape, self._blocks = native, shape, blocks
         self._counting, self._outputs = counting, outputs
-        self.structs = Spare(partial(Structs, native.place, shape.payloads, shape.exact))
+        self.structs = Spare(partial(Structs, native.place, shape))
 
     def route(self, owner: Owner, ids: Tensor, weights: Tensor | None, layer: int, memory: Any) -> Handle[Owner]:
         """As `Group.route` says. owner: the group, for the handle."""
@@ -138,6 +138,8 @@ class Exchange:
             try:
                 if shape.copies(layout):
                     self._outputs.add_by_expert(structs, handle, layout, b, given, tokens)
+                elif not shape.own and isinstance(handle, Handle):
+                    handle._landing = None  # as C lets go of it
                 elif isinstance(handle, Handle) and handle._landing is not None:
                     self._counting.copy_out(handle, given, tokens)
             except (MemoryError, RuntimeError) as error:

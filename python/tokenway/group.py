@@ -24,7 +24,8 @@ from tokenway.maps import Maps
 from tokenway.native_group import NativeGroup
 from tokenway.outputs import Outputs
 from tokenway.placement import Placement
-from tokenway.settings import Payload, Settings, WindowBytes, make_config, telling, window_of
+from tokenway.row_types import TypedRows
+from tokenway.settings import Payload, RowType, Settings, WindowBytes, make_config, telling, window_of
 from tokenway.shape import Shape
 
 
@@ -60,6 +61,10 @@ class Group(_native.Shared):
     captured, it does not: outputs then have that many rows, of which `Received.counts` are used, ids of others being
     invalid.
 
+    dispatch_room, combine_room: bytes that the window has room for in a dispatched row, payloads and all, and in a
+    combined one, so that `rows` may be of other types (default: as many as the rows above have;
+    `RowType.dispatch_bytes`, `combine_bytes` tell what a type takes).
+
     All ranks must give the same values, but for sm_limit; a difference is an error that names the field and the ranks.
     A group is for one thread at a time, but for `abort` and `error`: while one is in a call, another's is InvalidUsage,
     tells the peers nothing and changes nothing. Give each thread a group of its own, or hold a lock around the calls.
@@ -89,6 +94,8 @@ class Group(_native.Shared):
         overflow: str = "refuse",
         row_alignment: int | None = None,
         lease_bytes: int = 0,
+        dispatch_room: int = 0,
+        combine_room: int = 0,
     ):
         settings = Settings(
             experts=experts,
@@ -111,6 +118,8 @@ class Group(_native.Shared):
             overflow=overflow,
             row_alignment=row_alignment,
             lease_bytes=lease_bytes,
+            dispatch_room=dispatch_room,
+            combine_room=combine_room,
         )
         pointer = c_void_p()
         base = comm.pointer
@@ -154,6 +163,7 @@ class Group(_native.Shared):
         self.max_recv_rows = shape.max_recv_rows  # of a step
         self.handle_bytes = blocks.handle_bytes  # of memory for one handle's arrays
         self.structs = self._exchange.structs  # those that dispatches and combines fill, for the benchmark
+        self._typed: list[TypedRows] = []
         self.op_handles: dict[int, Handle[Group]] = {}  # of tokenway.ops: dispatched, not combined yet
 
     # ------------------------------------------------------------------------------------------------- everyday use
@@ -227,6 +237,29 @@ class Group(_native.Shared):
         that failed, the result is NaN.
         """
         return self._exchange.combine(handle, rows, weighting, layout, dtype, out, send_only)
+
+    def rows(
+        self,
+        hidden: int,
+        dtype: Any = "bfloat16",
+        payloads: Mapping[str, Payload | tuple[int, Any]] | None = None,
+        *,
+        combine_dtype: Any = None,
+        combine_hidden: int | None = None,
+    ) -> TypedRows:
+        """Rows of another type: returns what dispatches and combines them, over this group's window and by its
+        handles. For layers whose rows differ: fp8 with scales forward, bfloat16 back; another hidden size. The
+        keywords are those of `Group`. A row takes at most `dispatch_room` bytes, a combined one `combine_room`.
+        Not collective; make it once, as making it takes longer than a call. Errors: InvalidArgument."""
+        made = TypedRows(
+            self.native,
+            self.shape,
+            self._blocks,
+            self._counting,
+            RowType(hidden, dtype, payloads, combine_dtype, combine_hidden),
+        )
+        self._typed.append(made)
+        return made
 
     def refuse_dispatch(self) -> None:
         """Tells peers, which wait in a dispatch, that this rank cannot make the call; for callers that raise next."""
@@ -402,7 +435,8 @@ class Group(_native.Shared):
         another one; this group is closed all the same."""
         if self.closed:
             return
-        self._outputs.clear()
+        for outputs in (self._outputs, *self._typed):
+            outputs.clear()
         result = self.native.close()
         for kept in (self._blocks, self._collectives.requests, self.op_handles):
             kept.clear()

@@ -84,6 +84,9 @@ FUNCTIONS = {
 # Arguments by their paths in C, without the "[]" of elements. Python's name of others is the path without its struct.
 ARGUMENTS = {
     "config.combine_elements": "combine_hidden",
+    "input.types": "payloads",
+    "input.elements": "combine_hidden",
+    "input.wire_dtype": "combine_dtype",
     "config.num_experts": "experts",
     "config.num_ranks": "ranks",
     "config.num_nodes": "nodes",
@@ -110,13 +113,13 @@ def _of_tensor(part: Part, tensors: Sequence[str]) -> str | None:
     names in C's order."""
     struct, _, field = part.name.partition(".")
     array, _, field = field.partition("[]")
-    if array not in ("payloads", "tensors") or not part.indices:
+    if array not in ("payloads", "tensors", "types") or not part.indices:
         return None
-    known = tensors or (("tokens",) if array == "payloads" else ())
+    known = tensors or (() if array == "tensors" else ("tokens",))
     if part.indices[0] >= len(known):
         return None
     name = known[part.indices[0]]
-    if struct == "config":
+    if struct == "config" or array == "types":
         return {".dtype": "dtype", ".elements": "hidden"}.get(field, name) if name == "tokens" else name + field
     if struct == "output":
         return "out['tokens']" if name == "tokens" else "out" + name.removeprefix("rows").removeprefix("payloads")

@@ -43,29 +43,15 @@ class WindowBytes:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The keywords of `Group`, which documents them."""
+class RowType:
+    """What rows consist of: the keywords of `Group.rows`, and of `Group` for calls that name no others. Group documents
+    them."""
 
     hidden: int
-    max_tokens: int
-    experts: int | None = None
-    top_k: int | None = None
     dtype: Any = "bfloat16"
     payloads: Mapping[str, Payload | tuple[int, Any]] | None = None
     combine_dtype: Any = None
     combine_hidden: int | None = None
-    expert_map: Sequence[Any] | Placement | None = None
-    lanes: int = 1
-    timeout: float | None = None
-    id_dtype: Any = "int32"
-    id_space: str = "local"
-    invalid_id: int = -1
-    sm_limit: int = 0
-    mode: str = "low_latency"
-    max_recv_tokens: int | None = None
-    overflow: str = "refuse"
-    row_alignment: int | None = None
-    lease_bytes: int = 0
 
     def all_payloads(self) -> dict[str, Payload]:
         """Name to payload, in the order of the C API: tokens first. Dtypes by their common names."""
@@ -94,6 +80,47 @@ class Settings:
     def combine_elements(self) -> int:
         """Of one of those rows: as asked for, else as many as a token has."""
         return self.hidden if self.combine_hidden is None else self.combine_hidden
+
+    @property
+    def dispatch_bytes(self) -> int:
+        """Bytes of a dispatched row, payloads and all: `dispatch_room` of a group that shall have room for it."""
+        return sum(payload.row_bytes() for payload in self.all_payloads().values())
+
+    @property
+    def combine_bytes(self) -> int:
+        """Bytes of a combined row, likewise: `combine_room`."""
+        return Payload(self.combine_elements(), self.combine_dtype_name()).row_bytes()
+
+
+def put_payloads(payloads: Mapping[str, Payload], into: Any) -> None:
+    """Writes payloads into the C structs that describe them."""
+    for q, (name, payload) in enumerate(payloads.items()):
+        into[q].dtype = tensors.CODES[payload.dtype]
+        field = "hidden" if q == 0 else f"payloads[{name!r}].elements"
+        into[q].elements = _native.fit(field, payload.elements, 63)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(RowType):
+    """The keywords of `Group`, which documents them."""
+
+    max_tokens: int
+    experts: int | None = None
+    top_k: int | None = None
+    expert_map: Sequence[Any] | Placement | None = None
+    lanes: int = 1
+    timeout: float | None = None
+    id_dtype: Any = "int32"
+    id_space: str = "local"
+    invalid_id: int = -1
+    sm_limit: int = 0
+    mode: str = "low_latency"
+    max_recv_tokens: int | None = None
+    overflow: str = "refuse"
+    row_alignment: int | None = None
+    lease_bytes: int = 0
+    dispatch_room: int = 0
+    combine_room: int = 0
 
     def places(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Where experts, or physical slots, are: contiguous int32 arrays (rank, place there); None: in blocks."""
@@ -148,10 +175,7 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
             config.top_k = sentences.ZERO  # written out, 0 is wrong
     payloads = settings.all_payloads()
     config.num_payloads = len(payloads)
-    for q, (name, payload) in enumerate(payloads.items()):
-        config.payloads[q].dtype = tensors.CODES[payload.dtype]
-        field = "hidden" if q == 0 else f"payloads[{name!r}].elements"
-        config.payloads[q].elements = _native.fit(field, payload.elements, 63)
+    put_payloads(payloads, config.payloads)
     config.combine_dtype = tensors.CODES[settings.combine_dtype_name()]
     config.combine_elements = _native.fit("combine_hidden", settings.combine_elements(), 63)
     places, placement = settings.places(), settings.placement
@@ -171,10 +195,11 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
     config.overflow = named("overflow", settings.overflow, _header.OVERFLOWS)
     if settings.row_alignment is not None:
         config.row_alignment = _native.fit_given("row_alignment", settings.row_alignment)
-    given = settings.lease_bytes
-    if not isinstance(given, numbers.Integral) or not 0 <= given < 2**62:
-        raise InvalidArgument.of("lease_bytes", f"is {given!r}; it must be an integer from 0 to {2**62 - 1}")
-    config.lease_bytes = int(given)
+    for field in ("lease_bytes", "dispatch_room", "combine_room"):
+        given = getattr(settings, field)
+        if not isinstance(given, numbers.Integral) or not 0 <= given < 2**62:
+            raise InvalidArgument.of(field, f"is {given!r}; it must be an integer from 0 to {2**62 - 1}")
+        setattr(config, field, int(given))
     return config, (places, native, keep)
 
 

@@ -3,12 +3,12 @@ dimensions are, and a call's default bound, the C library says (twGroupLayout): 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from tokenway import _header, tensors
 from tokenway.native_group import NativeGroup
-from tokenway.settings import Payload, Settings
+from tokenway.settings import Payload, RowType, Settings
 
 
 class Field(NamedTuple):
@@ -41,6 +41,8 @@ class Shape:
     layouts: dict[str, _header.LayoutInfo]  # those of the group's mode
     default_layout: str  # the one whose rows are views of the window
     default_bound: int  # b of a dispatch; 0 in the exact layouts, which have none
+    named: bool = False  # calls name what rows consist of
+    own: bool = True  # dispatched rows are of the type that the group was made with, which leases are for
 
     @classmethod
     def of(cls, settings: Settings, native: NativeGroup) -> Shape:
@@ -68,6 +70,21 @@ class Shape:
             layouts=layouts,
             default_layout=default_layout,
             default_bound=layouts[default_layout].default_bound,
+        )
+
+    def of_rows(self, rows: RowType) -> Shape:
+        """The group as calls see it whose rows are others."""
+        payloads = rows.all_payloads()
+        return replace(
+            self,
+            hidden=rows.hidden,
+            dtype=payloads["tokens"].dtype,
+            combine_hidden=rows.combine_elements(),
+            combine_dtype=rows.combine_dtype_name(),
+            payloads=payloads,
+            extra_names=tuple(name for name in payloads if name != "tokens"),
+            named=True,
+            own=list(payloads.values()) == list(self.payloads.values()),
         )
 
     def copies(self, layout: Any) -> bool:

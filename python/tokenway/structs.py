@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from tokenway import _header, arguments, tensors
+from tokenway import _header, _native, arguments, tensors
+from tokenway.settings import put_payloads
+from tokenway.shape import Shape
 
 _LAYOUT_AT = _header.DispatchOutput.layout.offset
 _ROWS = struct.Struct("@q")
@@ -37,15 +39,23 @@ class Spare(list[Kept], Generic[Kept]):
             return self._make()
 
 
-class Structs:
-    """A group's, with a slot for each tensor. place: tensors.Host or cuda.Cuda. names: of payloads."""
+def name_rows(shape: Shape, dispatched: _header.DispatchInput, combined: _header.CombineInput) -> None:
+    """Writes down what a call's rows consist of."""
+    dispatched.num_types = len(shape.payloads)
+    put_payloads(shape.payloads, dispatched.types)
+    combined.wire_dtype = tensors.CODES[shape.combine_dtype]
+    combined.elements = _native.fit("combine_hidden", shape.combine_hidden, 63)
 
-    def __init__(self, place: Any, names: Iterable[str], exact: bool):
+
+class Structs:
+    """A group's, with a slot for each tensor. place: tensors.Host or cuda.Cuda."""
+
+    def __init__(self, place: Any, shape: Shape):
         self.dispatch_in, self.dispatch_out = _header.DispatchInput(), _header.DispatchOutput()
         self.combine_in, self.combine_out = _header.CombineInput(), _header.CombineOutput()
         given, wanted = self.dispatch_in, self.dispatch_out
         slot = partial(tensors.Slot, describe=place.describe)
-        names = list(names)
+        names, exact = list(shape.payloads), shape.exact
         self.inputs = {name: slot(given, given.payloads[q]) for q, name in enumerate(names)}
         self.tokens = self.inputs[names[0]]
         self.outputs = {name: slot(wanted, wanted.payloads[q]) for q, name in enumerate(names)}
@@ -53,6 +63,8 @@ class Structs:
             self.outputs[name] = slot(wanted, getattr(wanted, name))
         self.rows = slot(self.combine_in, self.combine_in.rows)
         self.result = slot(self.combine_out, self.combine_out.tokens)
+        if shape.named:
+            name_rows(shape, given, self.combine_in)
         structs = (given, wanted, self.combine_in, self.combine_out)
         at = [ctypes.addressof(each) for each in structs]
         self.dispatch_at, self.combine_at = (at[0], at[1]), (at[2], at[3])

@@ -83,18 +83,17 @@ Extent extent(const Grid& grid, const Lead& lead, int64_t row_bytes) {
 }
 
 // Checks which payloads are wanted column-major.
-Status check_columns(const twGroup& group, const twDispatchOutput_t& output, const Layout& layout, int64_t rows,
+Status check_columns(const DispatchRows& types, const twDispatchOutput_t& output, const Layout& layout, int64_t rows,
                      Columns columns[]) {
-  const twGroupConfig_t& config = group.config.given;
   for (int q = 0; q < TW_MAX_PAYLOADS; ++q) {
     const int32_t wanted = output.column_major[q];
     if (wanted == 0) continue;
     TW_RETURN_IF_FAILED(check_switch({"output.column_major[]", q}, wanted));
-    if (!layout.has_offsets() || q >= config.num_payloads) {
+    if (!layout.has_offsets() || q >= types.payloads) {
       return fail(twInvalidArgument, "{} is {}; only payloads of {}, from 0 to {}, have columns",
-                  Argument("output.column_major[]", q), Value(wanted), TW_CONSTANT(twGrouped), config.num_payloads - 1);
+                  Argument("output.column_major[]", q), Value(wanted), TW_CONSTANT(twGrouped), types.payloads - 1);
     }
-    columns[q] = Columns::of(rows, dtype_bytes(config.payloads[q].dtype));
+    columns[q] = Columns::of(rows, dtype_bytes(types.types[q].dtype));
   }
   return {};
 }
@@ -121,19 +120,19 @@ Status check_grouped_targets(const twGroup& group, const twDispatchOutput_t& out
 }
 
 // Checks the optional outputs of a dispatch, for which the caller may have given memory.
-Status check_targets(const twGroup& group, const twHandle& handle, const twDispatchOutput_t& output, int32_t bound,
-                     DispatchTargets* targets, Extents* written) {
+Status check_targets(const twGroup& group, const twHandle& handle, const twDispatchOutput_t& output,
+                     const DispatchRows& types, int32_t bound, DispatchTargets* targets, Extents* written) {
   const twGroupConfig_t& config = group.config.given;
   const Layout& layout = layout_of(output.layout);
   const Lead lead = lead_of(group, handle, layout, bound);
   int64_t strides[2];
   targets->layout = output.layout;
   targets->rows = lead.exact ? lead.rows : 0;
-  TW_RETURN_IF_FAILED(check_columns(group, output, layout, lead.rows, targets->columns));
-  for (int q = 0; q < config.num_payloads; ++q) {
+  TW_RETURN_IF_FAILED(check_columns(types, output, layout, lead.rows, targets->columns));
+  for (int q = 0; q < types.payloads; ++q) {
     if (output.payloads[q].data == nullptr) continue;
     const Argument name("output.payloads[]", q);
-    const twPayload_t& payload = config.payloads[q];
+    const twPayload_t& payload = types.types[q];
     RowsWanted wanted{name, payload.dtype, lead.dimensions(), payload.elements, true, false};
     const Columns& columns = targets->columns[q];
     if (columns.wanted()) {
@@ -182,13 +181,14 @@ Extent extent_of_pairs(const void* data, int64_t tokens, int64_t top_k, const in
 }
 
 // Adds what a kernel of a dispatch reads while it writes its outputs. A host has sent all of it before it writes any.
-void add_read(const twGroup& group, const twHandle& handle, const twDispatchInput_t& input, Extents* read) {
+void add_read(const twGroup& group, const twHandle& handle, const twDispatchInput_t& input, const DispatchRows& types,
+              Extents* read) {
   const twGroupConfig_t& config = group.config.given;
   const int64_t tokens = handle.routing.tokens;
-  for (int q = 0; q < config.num_payloads; ++q) {
-    const int64_t element = dtype_bytes(config.payloads[q].dtype);
+  for (int q = 0; q < types.payloads; ++q) {
+    const int64_t element = dtype_bytes(types.types[q].dtype);
     const int64_t stride = tokens > 1 ? input.payloads[q].stride[0] * element : 0;
-    const int64_t row = config.payloads[q].elements * element;
+    const int64_t row = types.types[q].elements * element;
     read->add({"input.payloads[]", q}, extent_of(input.payloads[q].data, tokens, stride, row));
   }
   const RoutingSource& source = handle.source;
@@ -287,6 +287,7 @@ RoutingSource source_of(const CheckedRouting& checked) {
 Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t& input,
                       const twDispatchOutput_t& output, DispatchCall* call) {
   const twGroupConfig_t& config = group.config.given;
+  TW_RETURN_IF_FAILED(check_dispatch_rows(group, input, &call->rows));  // first: a refusal is of such rows
   TW_RETURN_IF_FAILED(group.backend->check_stream(input.stream));
   TW_RETURN_IF_FAILED(handle.too_many);
   call->stream = input.stream;
@@ -308,8 +309,8 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
   TW_RETURN_IF_FAILED(check_switch("input.send_only", input.send_only));
   TW_RETURN_IF_FAILED(check_switch("input.uncounted", input.uncounted));
   call->counted = input.uncounted == 0;
-  for (int q = 0; q < config.num_payloads; ++q) {
-    const twPayload_t& payload = config.payloads[q];
+  for (int q = 0; q < call->rows.payloads; ++q) {
+    const twPayload_t& payload = call->rows.types[q];
     int64_t strides[2];
     TW_RETURN_IF_FAILED(
         check_rows({{"input.payloads[]", q}, payload.dtype, {handle.routing.tokens}, payload.elements, false, false},
@@ -318,14 +319,15 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
   }
   Extents written;
   Extents read;
-  TW_RETURN_IF_FAILED(check_targets(group, handle, output, call->bound, &call->targets, &written));
-  if (group.backend->on_device()) add_read(group, handle, input, &read);
+  TW_RETURN_IF_FAILED(check_targets(group, handle, output, call->rows, call->bound, &call->targets, &written));
+  if (group.backend->on_device()) add_read(group, handle, input, call->rows, &read);
   return check_apart(written, read);
 }
 
 Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& input, const twCombineOutput_t& output,
                      CombineCall* call) {
-  const twGroupConfig_t& config = group.config.given;
+  TW_RETURN_IF_FAILED(check_combine_rows(group, input, &call->sent));
+  const int64_t elements = call->sent.elements;
   TW_RETURN_IF_FAILED(group.backend->check_stream(input.stream));
   call->stream = input.stream;
   TW_RETURN_IF_FAILED(check_layout("input.layout", input.layout, group.shape().exact()));
@@ -342,8 +344,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   int64_t strides[2];
   const Layout& layout = layout_of(input.layout);
   const Lead lead = lead_of(group, handle, layout, handle.bound);
-  TW_RETURN_IF_FAILED(
-      check_rows({"input.rows", input.rows.dtype, lead.dimensions(), config.combine_elements}, input.rows, strides));
+  TW_RETURN_IF_FAILED(check_rows({"input.rows", input.rows.dtype, lead.dimensions(), elements}, input.rows, strides));
   if (group.backend->in_window(input.rows.data) && !view_is_alive(group, handle)) {
     return fail(twInvalidUsage,
                 "{} is a view of the window, and its lane has made another step since the handle's dispatch; combine "
@@ -355,24 +356,22 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
     const int64_t* const first = layout.by_expert ? handle.experts.begin : handle.counts.source;
     call->rows = {call->rows.data, 0, strides[0], first};
   }
-  TW_RETURN_IF_FAILED(
-      check_rows({"output.tokens", output.tokens.dtype, {handle.routing.tokens}, config.combine_elements, true},
-                 output.tokens, strides));
+  TW_RETURN_IF_FAILED(check_rows({"output.tokens", output.tokens.dtype, {handle.routing.tokens}, elements, true},
+                                 output.tokens, strides));
   call->bound = handle.bound;
   call->layout = input.layout;
   call->weighted = input.weighting == twWeightTopk;
   call->rows_dtype = input.rows.dtype;
   call->out_dtype = output.tokens.dtype;
   call->out = static_cast<std::byte*>(output.tokens.data);
-  call->out_stride = config.combine_elements * dtype_bytes(output.tokens.dtype);
+  call->out_stride = elements * dtype_bytes(output.tokens.dtype);
   // This rank's own partials need not go through the window under three conditions: they are rows as they would travel;
   // no peer can overwrite them once this rank has published (S3); and no sum can overwrite them before they are read.
-  const int64_t rows_bytes = config.combine_elements * dtype_bytes(input.rows.dtype);
+  const int64_t rows_bytes = elements * dtype_bytes(input.rows.dtype);
   call->in_window = group.backend->in_window(input.rows.data);
   call->apart = !call->in_window && disjoint(extent(call->rows, lead, rows_bytes),
                                              {call->out, call->out + handle.routing.tokens * call->out_stride});
-  call->keep_own =
-      !layout.by_expert && !call->weighted && call->rows_dtype == config.combine_dtype && call->apart;
+  call->keep_own = !layout.by_expert && !call->weighted && call->rows_dtype == call->sent.wire && call->apart;
   return {};
 }
 
@@ -385,12 +384,13 @@ void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call
     shape.insert(shape.end(), row);
     return contiguous_tensor(data, dtype, shape);
   };
-  for (int q = 0; q < config.num_payloads; ++q) {
-    const twPayload_t& payload = config.payloads[q];
+  for (int q = 0; q < call.rows.payloads; ++q) {
+    const twPayload_t& payload = call.rows.types[q];
     void* data = call.targets.payloads[q];
     if (data == nullptr && layout.views()) {
       const bool has_offsets = call.has_offsets && call.receive_offset[q] != 0;
-      data = has_offsets ? group.backend->window() + call.receive_offset[q] : group.backend->view(call.at, q);
+      data = has_offsets ? group.backend->window() + call.receive_offset[q]
+                         : group.backend->view(call.rows.map, call.at, q);
     }
     const Columns& columns = call.targets.columns[q];
     output->payloads[q] = columns.wanted() ? contiguous_tensor(data, payload.dtype, {payload.elements, columns.rows})

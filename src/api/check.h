@@ -72,6 +72,13 @@ void copy_routing(const Shape& shape, const CheckedRouting& checked, Routing* ro
 // Tells where a device will find a checked routing.
 RoutingSource source_of(const CheckedRouting& checked);
 
+// What the rows of a call consist of (row_types.cc): the group's own, which *rows is after an error too, or those that
+// the call names.
+DispatchRows own_rows(const twGroup& group);
+CombineRows own_combine_rows(const twGroup& group);
+Status check_dispatch_rows(const twGroup& group, const twDispatchInput_t& input, DispatchRows* rows);
+Status check_combine_rows(const twGroup& group, const twCombineInput_t& input, CombineRows* rows);
+
 // These check the structs of a call and make it a call of core/backend.h. fill_views fills in the output's views.
 Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t& input,
                       const twDispatchOutput_t& output, DispatchCall* call);

@@ -203,6 +203,19 @@ twResult_t twGroupLayout(twGroup_t group, twLayout_t id, twLayoutInfo_t* info) {
   });
 }
 
+twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dispatched, const twCombineInput_t* combined) {
+  return visit(groups, "group", group, [&]() -> Status {
+    twDispatchInput_t input{};
+    twCombineInput_t sums{};
+    TW_RETURN_IF_FAILED(tw::api::read_struct("dispatched", dispatched, &input));
+    TW_RETURN_IF_FAILED(tw::api::read_struct("combined", combined, &sums));
+    tw::DispatchRows rows;
+    TW_RETURN_IF_FAILED(tw::api::check_dispatch_rows(*group, input, &rows));
+    tw::CombineRows of_sums;
+    return tw::api::check_combine_rows(*group, sums, &of_sums);
+  });
+}
+
 twResult_t twGroupPortableInfo(twGroup_t group, twPortableInfo_t* info) {
   return visit(groups, "group", group, [&]() -> Status {
     twPortableInfo_t known{};
@@ -398,6 +411,7 @@ twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_
     input.lane = -1;
     twDispatchOutput_t out{};
     tw::DispatchCall call;
+    call.rows = tw::api::own_rows(*group);
     Status status = tw::api::read_struct("input", given, &input);  // first: it names the channel that peers wait on
     // Nothing can be sent on a stream that is no good, not even the refusal.
     if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
@@ -410,7 +424,7 @@ twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_
       const int32_t tokens = known == nullptr ? 0 : known->routing.tokens;
       const bool bounded = input.bound == 0 || (input.bound >= tokens && input.bound <= group->shape().max_tokens);
       return tw::refuse_dispatch(*group, known, input.lane, input.send_only == 1, bounded ? input.bound : -1,
-                                 input.stream, std::move(status));
+                                 call.rows.map, input.stream, std::move(status));
     }
     status = tw::dispatch(*group, *handle, &call, input.lane, input.send_only != 0);
     if (call.at.channel >= 0) {  // after an error too: what the caller then looks at is safe
@@ -428,8 +442,11 @@ twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t*
     TW_RETURN_IF_FAILED(check_handle(group, handle));
     twCombineInput_t input{};
     Status status = tw::api::read_struct("input", given, &input);
+    tw::CombineCall call;
+    call.sent = tw::api::own_combine_rows(*group);
     if (!handle->dispatched) {
-      if (status.ok()) tw::keep_pace(*group, *handle, input.stream);
+      if (status.ok()) (void)tw::api::check_combine_rows(*group, input, &call.sent);
+      if (status.ok()) tw::keep_pace(*group, *handle, call.sent.map, input.stream);
       if (handle->pending != tw::Pending::kDispatch) {
         return fail(twInvalidUsage, "combine before dispatch: the handle has not been dispatched");
       }
@@ -437,11 +454,10 @@ twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t*
                   Function{"twCombine"});
     }
     twCombineOutput_t out{};
-    tw::CombineCall call;
     if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
     if (status.ok()) status = tw::api::read_struct("output", output, &out);
     if (status.ok()) status = tw::api::check_combine(*group, *handle, input, out, &call);
-    if (!status.ok()) return tw::refuse_combine(*group, *handle, input.stream, std::move(status));
+    if (!status.ok()) return tw::refuse_combine(*group, *handle, call.sent.map, input.stream, std::move(status));
     return tw::combine(*group, *handle, call, input.send_only != 0);
   });
 }

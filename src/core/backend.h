@@ -33,8 +33,6 @@ struct Context {
   Placement placement{};
   int32_t local_experts = 0;
   IdStyle ids;
-  twDtype_t wire = twBfloat16;  // dtype of combined rows on the wire
-  int64_t elements = 0;         // elements of a combined row
   uint32_t first_step = 0;
   const PlacementSpec* spec = nullptr;           // what all layers' maps have in common
   const std::vector<ExpertMap>* maps = nullptr;  // [layers], empty without a placement
@@ -122,8 +120,25 @@ struct DispatchTargets {
   int64_t rows = 0;            // rows of an exact layout
 };
 
+// What the rows of a dispatch consist of, and where in a bank they lie then.
+struct DispatchRows {
+  WindowMap map;
+  int32_t payloads = 0;
+  twPayload_t types[kMaxPayloads] = {};
+  uint32_t digest = 0;  // what ranks must have alike; 0: the rows are those that the group was made with
+};
+
+// The same of a combine.
+struct CombineRows {
+  WindowMap map;
+  twDtype_t wire = twBfloat16;  // dtype of combined rows on the wire
+  int64_t elements = 0;
+  uint32_t digest = 0;
+};
+
 struct DispatchCall {
   StepPlace at;
+  DispatchRows rows;
   void* stream = nullptr;
   int32_t bound = 0;
   bool send_only = false;
@@ -148,6 +163,7 @@ struct CountsCall {
 
 struct CombineCall {
   StepPlace at;
+  CombineRows sent;
   void* stream = nullptr;
   bool send_only = false;
   int32_t bound = 0;  // bound of the dispatch that it answers
@@ -207,6 +223,7 @@ struct Refusal {
   const HandleArrays* combining = nullptr;  // the handle, if it is a combine
   void* stream = nullptr;
   int32_t bound = 0;     // 0: max_tokens; -1: not known
+  WindowMap map;         // of the call's rows, if they are known, else of the group's own
   CollectiveMap places;  // for a gather or reduce; without tensors where the arguments do not tell
 };
 
@@ -227,7 +244,7 @@ class Backend {
 
   // With staged transport, moves what the peers' combine moves. Their hosts take a dispatch that this rank refused for
   // a good one and combine; they would wait for this rank's part.
-  virtual Status keep_pace(StepPlace, int32_t /*bound*/, void* /*stream*/) { return {}; }
+  virtual Status keep_pace(StepPlace, int32_t /*bound*/, const WindowMap&, void* /*stream*/) { return {}; }
 
   // These finish a step. After an error the targets are memory-safe: counts 0 and invalid ids for what did not arrive,
   // NaN for sums that could not be made.
@@ -248,8 +265,10 @@ class Backend {
   // any thread.
   virtual std::byte* window() = 0;
   virtual std::shared_ptr<void> keep_window() = 0;
-  // Where payload q of a step lies in the window, [N, b, row]: the zero-copy view.
-  void* view(StepPlace at, int q) { return window() + context_.map.payload(at.channel, at.bank(), q, 0, 0, 0); }
+  // Where payload q of a step lies in the window, [N, b, row]: the zero-copy view. `map`: that of the step's rows.
+  void* view(const WindowMap& map, StepPlace at, int q) {
+    return window() + map.payload(at.channel, at.bank(), q, 0, 0, 0);
+  }
   // Where tensor q of a gather lies in the window, [N, b, row].
   void* view_gathered(const CollectiveCall& call, int q) {
     return window() + context_.map.bank(call.at.channel, call.at.bank()) + call.places.row(q, 0, 0);

@@ -342,7 +342,8 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   hold(group, handle, channel);
   call->at = group.backend->on_device() ? group.channels.begin_dispatch(channel) : group.channels.begin(channel);
   call->send_only = send_only;
-  call->has_offsets = handle.has_offsets;
+  // Leases are announced for the group's own rows. Other rows go to the bank, which all ranks know by the digest.
+  call->has_offsets = handle.has_offsets && call->rows.digest == 0;
   handle.has_offsets = false;
   for (int q = 0; q < kMaxPayloads && call->has_offsets; ++q) {
     call->receive_offset[q] = handle.counting.receive_offset[q];
@@ -402,14 +403,14 @@ Status complete(twGroup& group, twHandle& handle, void* stream) {
   return status;
 }
 
-Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send_only, int32_t bound, void* stream,
-                       Status why) {
+Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send_only, int32_t bound,
+                       const WindowMap& map, void* stream, Status why) {
   if (handle != nullptr) TW_RETURN_IF_FAILED(check_not_pending(*handle));
   int channel = -1;
   TW_RETURN_IF_FAILED(choose_channel(group, handle, wish, &channel));
   // The refusal comes first: on a device its step must have the bank that the lease gives a dispatch, as it has at the
   // peers.
-  Status refused = refuse_on(group, {twPhaseDispatch, true, nullptr, stream, bound, {}}, channel, std::move(why));
+  Status refused = refuse_on(group, {twPhaseDispatch, true, nullptr, stream, bound, map, {}}, channel, std::move(why));
   if (handle == nullptr) return refused;
   part_leases(group, *handle);
   // Then the lease becomes what it is at the peers: their dispatch has failed or, on devices, has gone well as far as
@@ -426,19 +427,19 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
   return refused;
 }
 
-void keep_pace(twGroup& group, twHandle& handle, void* stream) {
+void keep_pace(twGroup& group, twHandle& handle, const WindowMap& map, void* stream) {
   if (!handle.refused || handle.channel < 0 || group.comm->carrier == nullptr) return;
   handle.refused = false;
-  (void)group.backend->keep_pace(group.channels.begin(handle.channel), handle.bound, stream);
+  (void)group.backend->keep_pace(group.channels.begin(handle.channel), handle.bound, map, stream);
   give_back(group, handle);  // as at the peers, who think that it went well
 }
 
-Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why) {
+Status refuse_combine(twGroup& group, twHandle& handle, const WindowMap& map, void* stream, Status why) {
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int channel = -1;
   TW_RETURN_IF_FAILED(choose_combine_channel(group, handle, &channel));
   Status refused =
-      refuse_on(group, {twPhaseCombine, false, &handle, stream, handle.bound, {}}, channel, std::move(why));
+      refuse_on(group, {twPhaseCombine, false, &handle, stream, handle.bound, map, {}}, channel, std::move(why));
   if (learns_late(group)) give_back(group, handle);  // as at the peers, who think that it went well
   return refused;
 }
@@ -455,7 +456,8 @@ Status refuse_counts(twGroup& group, twHandle* handle, int32_t wish, bool send_o
   }
   int channel = -1;
   TW_RETURN_IF_FAILED(choose_channel(group, handle, wish, &channel));
-  Status refused = refuse_on(group, {twPhaseCounts, false, nullptr, stream, 0, {}}, channel, std::move(why));
+  Status refused =
+      refuse_on(group, {twPhaseCounts, false, nullptr, stream, 0, group.context.map, {}}, channel, std::move(why));
   if (handle == nullptr) return refused;
   give_back(group, *handle);
   // After a send_only call the peers complete, fail and hold the channel, so this rank holds it too. On a device the

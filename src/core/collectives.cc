@@ -67,7 +67,8 @@ Status refuse_collective(twGroup& group, twPhase_t phase, bool views, const Coll
                          void* stream, Status why) {
   int channel = -1;
   TW_RETURN_IF_FAILED(choose_channel(group, nullptr, wish, &channel));
-  return refuse_on(group, {phase, views, nullptr, stream, call.bound, call.places}, channel, std::move(why));
+  return refuse_on(group, {phase, views, nullptr, stream, call.bound, group.context.map, call.places}, channel,
+                   std::move(why));
 }
 
 bool window_is_alive(twGroup& group, const void* address) {

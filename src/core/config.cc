@@ -46,6 +46,12 @@ Status check_payloads(const twGroupConfig_t& given, Shape* shape) {
         row_bytes({"config.payloads[].elements", q}, payload.elements, payload.dtype, &shape->payload_bytes[q]));
   }
   shape->payloads = given.num_payloads;
+  for (const auto& [name, room] : {std::pair(Argument("config.dispatch_room"), given.dispatch_room),
+                                   {"config.combine_room", given.combine_room}}) {
+    TW_RETURN_IF_FAILED(check_range(name, static_cast<int64_t>(room), 0, INT64_MAX / 16));
+  }
+  shape->dispatch_room = given.dispatch_room;
+  shape->combine_room = given.combine_room;
   if (!is_summable(given.combine_dtype)) {
     return fail(twInvalidArgument, "{} is {}; it must be float32, bfloat16 or float16",
                 Argument("config.combine_dtype"), dtype_text(given.combine_dtype));
@@ -148,9 +154,16 @@ Status check_device_rows(const Shape& shape) {
     return fail(twInvalidArgument, "{} has rows of {}; on a device they may have {}", Argument("config.payloads[]", q),
                 bytes_text(shape.payload_bytes[q]), bytes_text(kLargest));
   }
-  if (shape.combine_bytes <= kLargest) return {};
-  return fail(twInvalidArgument, "{} gives rows of {}; on a device they may have {}",
-              Argument("config.combine_elements"), bytes_text(shape.combine_bytes), bytes_text(kLargest));
+  if (shape.combine_bytes > kLargest) {
+    return fail(twInvalidArgument, "{} gives rows of {}; on a device they may have {}",
+                Argument("config.combine_elements"), bytes_text(shape.combine_bytes), bytes_text(kLargest));
+  }
+  for (const auto& [name, room] : {std::pair(Argument("config.dispatch_room"), shape.dispatch_room),
+                                   {"config.combine_room", shape.combine_room}}) {
+    if (room <= kLargest) continue;
+    return fail(twInvalidArgument, "{} is {}; on a device rows may have {}", name, Value(room), bytes_text(kLargest));
+  }
+  return {};
 }
 
 // Decides how a combine's rows are chunked, and how many tokens may travel as LL128 packets.
@@ -194,6 +207,8 @@ void each_shared_field(const twGroupConfig_t& given, const PlacementSpec& placem
   visit("config.overflow", given.overflow);
   visit("config.row_alignment", given.row_alignment);
   visit("config.lease_bytes", static_cast<int64_t>(given.lease_bytes));
+  visit("config.dispatch_room", static_cast<int64_t>(given.dispatch_room));
+  visit("config.combine_room", static_cast<int64_t>(given.combine_room));
   visit("config.placement", placement.given);
   visit("config.placement->num_layers", placement.layers);
   visit("config.placement->num_slots", placement.slots);

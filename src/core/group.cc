@@ -36,8 +36,6 @@ tw::Context make_context(const tw::GroupConfig& config, const std::vector<tw::Ex
   context.placement = {config.expert_rank.data(), config.expert_slot.data()};
   context.local_experts = config.local_experts[rank];
   context.ids = {config.given.id_dtype, config.given.id_space, config.given.invalid_id};
-  context.wire = config.given.combine_dtype;
-  context.elements = config.given.combine_elements;
   context.first_step = config.first_step;
   return context;
 }

@@ -142,14 +142,15 @@ int64_t shown_rows(const twGroup& group, const twHandle& handle, const Layout& l
 Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* ready);
 Status complete(twGroup& group, twHandle& handle, void* stream);
 // Refuses a call whose arguments failed the check: peers are told at once, instead of waiting. Returns `why`. `bound`:
-// the call's, 0 for max_tokens, -1 where it is what is wrong.
-Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t channel, bool send_only, int32_t bound, void* stream,
-                       Status why);
+// the call's, 0 for max_tokens, -1 where it is what is wrong. `map`: that of the call's rows, as staged transport moves
+// as much as the peers.
+Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t channel, bool send_only, int32_t bound,
+                       const WindowMap& map, void* stream, Status why);
 Status refuse_counts(twGroup& group, twHandle* handle, int32_t channel, bool send_only, void* stream, Status why);
-Status refuse_combine(twGroup& group, twHandle& handle, void* stream, Status why);
+Status refuse_combine(twGroup& group, twHandle& handle, const WindowMap& map, void* stream, Status why);
 // Moves what the peers' hosts move for a combine, where this rank has refused the handle's dispatch: for this rank it
 // is no step.
-void keep_pace(twGroup& group, twHandle& handle, void* stream);
+void keep_pace(twGroup& group, twHandle& handle, const WindowMap& map, void* stream);
 // Gathers and reduces (collectives.cc). call->at becomes the place of the step, channel -1 if none was begun; *request
 // is set by a send_only call.
 Status collect(twGroup& group, CollectiveCall* call, int32_t channel, int64_t* request);

@@ -8,7 +8,6 @@
 #include "core/backend.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "cpu/gathered.h"
 #include "cpu/loads.h"
@@ -29,19 +28,18 @@ class CpuBackend : public Backend {
       : Backend(*init.context),
         owned_(std::move(transport)),
         transport_(*owned_),
-        partial_(context_.map.shape().combine_bytes),
+        partial_(shape().most_combine_bytes()),
         next_(std::max(1, context_.local_experts)),
         counts_(context_.map.shape().ranks),
-        loads_(context_),
-        dispatch_row_(std::accumulate(shape().payload_bytes, shape().payload_bytes + shape().payloads,
-                                      meta_bytes(shape().top_k))) {}
+        loads_(context_) {}
 
   Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
     if constexpr (kStaged) {
       if (transport_.gathers(call.bound)) return send_gathered(call, handle);
     }
-    transport_.begin(call.at, {handle.routing.send_counts, 1 + shape().payloads, dispatch_row_, loads_.bytes()},
-                     call.send_only);
+    const Shape& rows = call.rows.map.shape();
+    const uint64_t row = rows.dispatch_bytes() + meta_bytes(rows.top_k);
+    transport_.begin(call.at, {handle.routing.send_counts, 1 + rows.payloads, row, loads_.bytes()}, call.send_only);
     if (loads_.counts()) {
       const void* const told = loads_.tell(call, handle);
       for (int rank = 0; rank < shape().ranks; ++rank) {
@@ -51,7 +49,7 @@ class CpuBackend : public Backend {
     const auto begin = [&](int rank) {
       return shape().exact() ? handle.counts.begin[rank] : int64_t{context_.me} * call.bound;
     };
-    tw::send_dispatch(transport_, context_.map, call.at, handle.routing, call.payloads, note_of(call, handle),
+    tw::send_dispatch(transport_, call.rows.map, call.at, handle.routing, call.payloads, note_of(call, handle),
                       receive_offset_of(call, handle), begin);
     return {};
   }
@@ -66,11 +64,11 @@ class CpuBackend : public Backend {
 
   Status send_combine(const CombineCall& call, HandleArrays& handle) override {
     const Received& received = handle.received;
-    const RowTypes types{call.rows_dtype, context_.wire, context_.elements, call.weighted};
-    transport_.begin(call.at, {received.counts, 1, shape().combine_bytes}, call.send_only);
+    const RowTypes types{call.rows_dtype, call.sent.wire, call.sent.elements, call.weighted};
+    transport_.begin(call.at, {received.counts, 1, call.sent.map.shape().combine_bytes}, call.send_only);
     const auto send = [&](auto&& terms) {
-      tw::send_combine(transport_, context_.map, call.at, received, types, static_cast<uint32_t>(call.bound), terms,
-                       sum_rows, partial_.data(), call.keep_own);
+      tw::send_combine(transport_, call.sent.map, call.at, received, types, note_of(call), terms, sum_rows,
+                       partial_.data(), call.keep_own);
     };
     if (layout_of(call.layout).by_expert) {
       ExpertPlaces places(shape(), context_.placement, context_.me, context_.local_experts, next_.data());
@@ -111,7 +109,7 @@ class CpuBackend : public Backend {
       std::fill_n(received.counts, shape().ranks, 0);
     }
     const auto begin = [&](int source) { return first_row(call, handle, source); };
-    if (!take_meta(transport_, context_.map, call.at, call.bound, &received, begin)) {
+    if (!take_meta(transport_, call.rows.map, call.at, call.bound, &received, begin)) {
       if (end.code == twSuccess) end = {twInternalError, context_.me, {}, 0};
       std::fill_n(received.counts, shape().ranks, 0);
     }
@@ -142,20 +140,20 @@ class CpuBackend : public Backend {
 
   StepEnd finish_combine(const CombineCall& call, TimePoint deadline, HandleArrays& handle) override {
     const Routing& routing = handle.routing;
-    StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCombine, static_cast<uint32_t>(call.bound),
-                             deadline, counts_.data());
+    StepEnd end =
+        await_step(transport_, context_.map, call.at, Mode::kCombine, note_of(call), deadline, counts_.data());
     for (int peer = 0; peer < shape().ranks && end.code == twSuccess; ++peer) {
       // Every row that went to a peer comes back, or the peer combines another handle.
       if (counts_[peer] == routing.send_counts[peer]) continue;
       end = {twCallMismatch, peer, {}, static_cast<uint32_t>(call.bound)};
     }
     if (end.code == twSuccess) {
-      const RowTypes types{context_.wire, call.out_dtype, context_.elements, false};
+      const RowTypes types{call.sent.wire, call.out_dtype, call.sent.elements, false};
       const auto own_row = [&](int32_t slot) { return call.keep_own ? call.rows.at(context_.me, slot) : nullptr; };
-      receive_combine(transport_, context_.map, call.at, routing, types, own_row, call.out, call.out_stride, sum_rows);
+      receive_combine(transport_, call.sent.map, call.at, routing, types, own_row, call.out, call.out_stride, sum_rows);
     } else {
       for (int32_t token = 0; token < routing.tokens; ++token) {
-        fill_nan(call.out + token * call.out_stride, call.out_dtype, context_.elements);
+        fill_nan(call.out + token * call.out_stride, call.out_dtype, call.sent.elements);
       }
     }
     return end;
@@ -200,31 +198,36 @@ class CpuBackend : public Backend {
  private:
   static constexpr bool kStaged = std::is_same_v<T, StagedTransport>;
 
-  // The note of a dispatch: what ranks must have alike in it.
-  uint64_t note_of(const DispatchCall& call, const HandleArrays& handle) const {
+  // The notes: what ranks must have alike in a step.
+  static uint64_t note_of(const DispatchCall& call, const HandleArrays& handle) {
     return collective_note(with_receive_offsets(call.bound, call.has_offsets),
-                           mix_counted(handle.map.digest, call.counted));
+                           mix_rows(mix_counted(handle.map.digest, call.counted), call.rows.digest));
+  }
+  static uint64_t note_of(const CombineCall& call) {
+    return collective_note(static_cast<uint32_t>(call.bound), call.sent.digest);
   }
 
   // Sends all tokens to all ranks (cpu/gathered.h).
   Status send_gathered(const DispatchCall& call, HandleArrays& handle) {
     const uint64_t note = note_of(call, handle);
     const Counts* const counts = shape().exact() ? &handle.counts : nullptr;
-    const Gathered gathered{context_, call.at, call.bound, note, counts, receive_offset_of(call, handle)};
+    const Gathered gathered{
+        context_, call.rows.map, call.at, call.bound, note, counts, receive_offset_of(call, handle)};
+    const uint64_t row = gathered_row_bytes(call.rows.map.shape());
     const auto unpack = [this, gathered](int source, const Frame& frame, const std::byte* message) {
       unpack_gathered(transport_, gathered, source, static_cast<int32_t>(frame.tokens), message);
-      if (frame.bytes != frame.tokens * gathered_row_bytes(shape()) + loads_.bytes()) return;
+      if (frame.bytes != frame.tokens * gathered_row_bytes(gathered.map.shape()) + loads_.bytes()) return;
       if (!loads_.counts()) return;
       std::memcpy(transport_.local(loads_.place(gathered.at, source)), message + frame.bytes - loads_.bytes(),
                   loads_.bytes());
     };
     std::byte* const message =
-        transport_.begin_gathered(call.at, handle.routing.tokens, loads_.bytes(), call.send_only, unpack);
-    pack_gathered(shape(), handle.routing, call.payloads, message);
+        transport_.begin_gathered(call.at, handle.routing.tokens, row, loads_.bytes(), call.send_only, unpack);
+    pack_gathered(call.rows.map.shape(), handle.routing, call.payloads, message);
     if (loads_.counts()) {
       const void* const told = loads_.tell(call, handle);
       const auto tokens = static_cast<uint64_t>(handle.routing.tokens);
-      std::memcpy(message + tokens * gathered_row_bytes(shape()), told, loads_.bytes());
+      std::memcpy(message + tokens * row, told, loads_.bytes());
       std::memcpy(transport_.local(loads_.place(call.at, context_.me)), told, loads_.bytes());
     }
     put_picked(transport_, gathered, context_.me, handle.routing, call.payloads);
@@ -327,7 +330,7 @@ class CpuBackend : public Backend {
     const Received& received = handle.received;
     const auto window_row = [&](int q, int source, int p) -> const std::byte* {
       const auto row = static_cast<uint64_t>(first_row(call, handle, source) + p);
-      return transport_.local(row_place(context_.map, call.at, receive_offset_of(call, handle), context_.me, q, row));
+      return transport_.local(row_place(call.rows.map, call.at, receive_offset_of(call, handle), context_.me, q, row));
     };
     const Layout& layout = layout_of(targets.layout);
     if (layout.by_expert) {
@@ -340,8 +343,8 @@ class CpuBackend : public Backend {
       out.weights = targets.weights;
       out.origins = targets.origins;
       out.counts = targets.counts;
-      scatter_expert_major(shape(), context_.placement, received, context_.me, context_.local_experts, context_.ids,
-                           out, window_row);
+      scatter_expert_major(call.rows.map.shape(), context_.placement, received, context_.me, context_.local_experts,
+                           context_.ids, out, window_row);
       if (targets.offsets != nullptr && targets.offsets != handle.shown.offsets) {
         std::copy_n(handle.shown.offsets, context_.local_experts + 1, targets.offsets);
       }
@@ -355,11 +358,12 @@ class CpuBackend : public Backend {
                         targets.weights);
     }
     std::copy_n(received.counts, shape().ranks, targets.counts);
-    for (int q = 0; q < shape().payloads; ++q) {
+    for (int q = 0; q < call.rows.payloads; ++q) {
       if (targets.payloads[q] == nullptr) continue;
+      const uint64_t row = call.rows.map.shape().payload_bytes[q];
       for (int source = 0; source < shape().ranks; ++source) {
-        const size_t bytes = received.counts[source] * shape().payload_bytes[q];
-        const size_t at = static_cast<size_t>(first_row(call, handle, source)) * shape().payload_bytes[q];
+        const size_t bytes = received.counts[source] * row;
+        const size_t at = static_cast<size_t>(first_row(call, handle, source)) * row;
         if (bytes > 0) std::memcpy(targets.payloads[q] + at, window_row(q, source, 0), bytes);
       }
     }
@@ -371,7 +375,6 @@ class CpuBackend : public Backend {
   std::vector<int32_t> next_;       // [L]
   std::vector<int32_t> counts_;     // [N]
   Loads loads_;
-  uint64_t dispatch_row_;  // bytes of a token's payloads and metadata
 };
 
 }  // namespace

@@ -67,20 +67,14 @@ inline Costs costs_of(const std::vector<std::vector<TimedRound>>& ranks) {
 // The header before each part of a message: 16 bytes that say where the part goes.
 inline constexpr uint64_t kPutHeader = 16;
 
-constexpr uint64_t payload_row_bytes(const Shape& shape) {
-  uint64_t bytes = 0;
-  for (int q = 0; q < shape.payloads; ++q) bytes += shape.payload_bytes[q];
-  return bytes;
-}
-
 // Bytes of a routed dispatch's row, with metadata.
 constexpr uint64_t routed_row_bytes(const Shape& shape) {
-  return payload_row_bytes(shape) + meta_bytes(shape.top_k) + kPutHeader * (1 + shape.payloads);
+  return shape.dispatch_bytes() + meta_bytes(shape.top_k) + kPutHeader * (1 + shape.payloads);
 }
 
 // Bytes of a gathered dispatch's row: payloads, ids and weights.
 constexpr uint64_t gathered_row_bytes(const Shape& shape) {
-  return payload_row_bytes(shape) + meta_bytes(shape.top_k) - sizeof(RowHeader);
+  return shape.dispatch_bytes() + meta_bytes(shape.top_k) - sizeof(RowHeader);
 }
 
 constexpr uint64_t combined_row_bytes(const Shape& shape) { return shape.combine_bytes + kPutHeader; }

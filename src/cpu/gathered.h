@@ -20,6 +20,7 @@ namespace tw::cpu {
 
 struct Gathered {
   const Context& context;
+  WindowMap map;  // of the call's rows
   StepPlace at;
   int32_t bound;
   uint64_t note;
@@ -57,7 +58,7 @@ inline void put_picked(StagedTransport& transport, const Gathered& call, int sou
   const auto begin = [&](int) {
     return call.counts != nullptr ? call.counts->source[source] : int64_t{source} * call.bound;
   };
-  send_dispatch(picker, call.context.map, call.at, routing, payloads, call.note, call.receive_offset, begin);
+  send_dispatch(picker, call.map, call.at, routing, payloads, call.note, call.receive_offset, begin);
 }
 
 // Writes a message: ids, weights, then each payload, of all tokens.
@@ -80,7 +81,7 @@ inline void pack_gathered(const Shape& shape, const Routing& routing, const Rows
 // as none.
 inline void unpack_gathered(StagedTransport& transport, const Gathered& call, int source, int32_t tokens,
                             const std::byte* message) {
-  const Shape& shape = call.context.map.shape();
+  const Shape& shape = call.map.shape();
   const auto count = static_cast<size_t>(std::min(tokens, call.bound > 0 ? call.bound : shape.default_bound()));
   const size_t routed = count * static_cast<size_t>(shape.top_k);
   std::vector<int32_t> ids(routed);

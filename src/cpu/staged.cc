@@ -123,12 +123,13 @@ bool StagedTransport::gathers(int bound) const {
   return ranks_ > 1 && choose_gathered(map_.shape(), carrier_->costs, carrier_->strategy, inline_bytes_, bound);
 }
 
-std::byte* StagedTransport::begin_gathered(StepPlace at, int tokens, uint64_t more, bool send_only, Unpack unpack) {
+std::byte* StagedTransport::begin_gathered(StepPlace at, int tokens, uint64_t row, uint64_t more, bool send_only,
+                                           Unpack unpack) {
   Flight& flight = new_flight(at);
   flight.send_only = send_only;
   flight.gathered = true;
   flight.unpack = std::move(unpack);
-  const uint64_t bytes = static_cast<uint64_t>(tokens) * gathered_row_bytes(map_.shape()) + more;
+  const uint64_t bytes = static_cast<uint64_t>(tokens) * row + more;
   for (Frame& frame : flight.mine) {
     frame.bytes = frame.most = bytes;
     frame.tokens = static_cast<uint64_t>(tokens);

@@ -96,10 +96,9 @@ class StagedTransport {
   // Begins a step; `send_only`: the caller will not wait at once.
   void begin(StepPlace at, const Outline& outline, bool send_only);
   // gathers: whether a dispatch of this bound is gathered. begin_gathered then begins the step and returns its message,
-  // to be filled before publishing; `more`: bytes behind the tokens.
+  // to be filled before publishing: tokens of `row` bytes, and `more` bytes behind them.
   bool gathers(int bound) const;
-  // `more`: bytes behind the tokens.
-  std::byte* begin_gathered(StepPlace at, int tokens, uint64_t more, bool send_only, Unpack unpack);
+  std::byte* begin_gathered(StepPlace at, int tokens, uint64_t row, uint64_t more, bool send_only, Unpack unpack);
 
   void put(int peer, uint64_t offset, const void* source, size_t n);
   void flush() {}

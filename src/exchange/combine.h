@@ -32,7 +32,7 @@ struct RowTypes {
 // they are, and receive_combine reads them there.
 template <Transport T, class TermsOf, class Sum>
 void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& received, const RowTypes& types,
-                  uint32_t bound, TermsOf&& terms_of, Sum&& sum, std::byte* scratch, bool keep_own) {
+                  uint64_t note, TermsOf&& terms_of, Sum&& sum, std::byte* scratch, bool keep_own) {
   const Shape& shape = map.shape();
   Terms terms;
   int64_t row = 0;
@@ -54,7 +54,7 @@ void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& rece
   }
   // Published only now, to all at once: a peer that sees this signal may send the next step into the bank that the
   // caller's rows may lie in (S3).
-  publish_step(t, map, at, Mode::kCombine, bound, [&](int peer) { return received.counts[peer]; });
+  publish_step(t, map, at, Mode::kCombine, note, [&](int peer) { return received.counts[peer]; });
 }
 
 // Sums what came back, over ranks ascending (the order of positions); rows that were not sent do not count. Needs a

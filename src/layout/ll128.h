@@ -35,10 +35,12 @@ constexpr uint64_t meta_packet_bytes(const Shape& shape) {
   return kPacketBytes * packets_of(words_of(meta_bytes(shape.top_k)));
 }
 
-// Bytes of the packets of one row, whichever way it goes. The product may wrap only where rows alone pass 64 bits.
+// Bytes of the packets of one row, whichever way it goes and whatever it consists of: every payload may be padded to
+// whole words. The product may wrap only where rows alone pass 64 bits.
 constexpr uint64_t packet_row_bytes(const Shape& shape) {
-  const uint64_t dispatch = packets_of(dispatch_words(shape));
-  const uint64_t combine = packets_of(words_of(shape.combine_bytes));
+  const uint64_t words = words_of(meta_bytes(shape.top_k)) + words_of(shape.most_dispatch_bytes()) + kMaxPayloads - 1;
+  const uint64_t dispatch = packets_of(words);
+  const uint64_t combine = packets_of(words_of(shape.most_combine_bytes()));
   return kPacketBytes * (dispatch > combine ? dispatch : combine);
 }
 

@@ -1,8 +1,9 @@
 // Shape: the sizes that fix a window, and the metadata that travels with a row. The host fills a Shape from a checked
-// configuration (core/config.cc); it is the same on every rank and constant for a group's life. Everything that lies in
-// a window follows from it (layout/window_map.h), which is what S10 asks for: a field that differs between ranks, or
-// changes later, puts rows where a peer does not look. RowHeader and meta_bytes are bytes on the wire: both ends must
-// agree on them.
+// configuration (core/config.cc); it is the same on every rank and constant for a group's life, but for what rows
+// consist of, which a call may say anew within the room that there is (WindowMap::for_dispatch, for_combine).
+// Everything that lies in a window follows from it (layout/window_map.h), which is what S10 asks for: a field that
+// differs between ranks, or changes elsewhere, puts rows where a peer does not look. RowHeader and meta_bytes are bytes
+// on the wire: both ends must agree on them.
 #pragma once
 
 #include <cstdint>
@@ -40,9 +41,23 @@ struct Shape {
   // The next two are for a group with a placement alone, else 0 (tokenway/placement.h).
   int32_t logical_experts = 0;  // E
   int32_t counts_loads = 0;     // 1: dispatches tell load statistics
+  // Bytes that there is room for in each row, whatever a call's rows consist of: least_room of the configured rows.
+  uint64_t dispatch_room = 0;  // of all payloads together
+  uint64_t combine_room = 0;
 
   constexpr bool exact() const { return recv_rows > 0; }
   constexpr bool leases() const { return lease_bytes > 0; }
+  // Bytes of a dispatched row without its metadata. The sum may wrap only where rows alone pass 64 bits.
+  constexpr uint64_t dispatch_bytes() const {
+    uint64_t bytes = 0;
+    for (int q = 0; q < payloads; ++q) bytes += payload_bytes[q];
+    return bytes;
+  }
+  // Bytes that a row may have; at least what the configured rows have.
+  constexpr uint64_t most_dispatch_bytes() const {
+    return dispatch_room > dispatch_bytes() ? dispatch_room : dispatch_bytes();
+  }
+  constexpr uint64_t most_combine_bytes() const { return combine_room > combine_bytes ? combine_room : combine_bytes; }
   // Ids that a caller may give are below this.
   constexpr int32_t choices() const { return logical_experts > 0 ? logical_experts : experts; }
   // The bound of a dispatch that names none. In high throughput too, where a bound sizes nothing but is compared.

@@ -46,19 +46,20 @@ class WindowMap {
     const uint64_t inbox_rows = shape.staged != 0 ? rows : c.mul(shape.max_tokens, shape.fan_out());
     // With staged transport the blocks of all sources lie in a bank before their rows come together.
     if (shape.recv_rows > 0) rows = shape.staged != 0 ? std::max<uint64_t>(rows, shape.recv_rows) : shape.recv_rows;
-    uint64_t at = 0;
-    for (int q = 0; q < shape.payloads; ++q) {
-      map->payload_at_[q] = at;
-      at = c.align(c.add(at, c.mul(rows, shape.payload_bytes[q])), kRegionAlignment);
-    }
-    map->meta_at_ = at;
-    const uint64_t dispatch = c.add(at, c.mul(rows, meta_bytes(shape.top_k)));
-    const uint64_t inbox = c.mul(inbox_rows, shape.combine_bytes);
+    uint64_t own = 0;
+    for (int q = 0; q < shape.payloads; ++q) own = c.add(own, shape.payload_bytes[q]);
+    // The part of each payload begins at a multiple of kRegionAlignment, and a call may have any payloads.
+    const uint64_t payloads = c.add(c.mul(rows, std::max(own, shape.dispatch_room)), kMaxPayloads * kRegionAlignment);
+    const uint64_t dispatch = c.add(payloads, c.mul(rows, meta_bytes(shape.top_k)));
+    const uint64_t inbox = c.mul(inbox_rows, shape.most_combine_bytes());
     const uint64_t counts = shape.recv_rows > 0 ? c.mul(shape.ranks, counts_bytes(shape)) : 0;
     map->bank_bytes_ = c.align(std::max({dispatch, inbox, counts}), kPageAlignment);
     map->banks_at_ = c.align(2 * kSignalStride * shape.ranks, kPageAlignment);
     map->chunks_at_ = c.add(map->banks_at_, c.mul(2, map->bank_bytes_));
-    map->chunks_ = shape.chunk_rows > 0 ? (shape.max_tokens + shape.chunk_rows - 1) / shape.chunk_rows : 0;
+    const bool larger = shape.combine_room > shape.combine_bytes;
+    const int32_t least_rows =
+        larger ? std::min(shape.chunk_rows, chunk_rows_of(shape.combine_room)) : shape.chunk_rows;
+    map->chunks_ = least_rows > 0 ? (shape.max_tokens + least_rows - 1) / least_rows : 0;
     const uint64_t chunk_signals = c.mul(2 * sizeof(uint64_t), c.mul(shape.ranks, map->chunks_));
     map->packets_at_ = c.align(c.add(map->chunks_at_, chunk_signals), kPageAlignment);
     map->packet_row_ = shape.packet_tokens > 0 ? packet_row_bytes(shape) : 0;
@@ -66,6 +67,7 @@ class WindowMap {
     map->meta_packets_at_ = c.add(map->packets_at_, packets);
     map->meta_packet_row_ = shape.packet_tokens > 0 ? meta_packet_bytes(shape) : 0;
     map->rows_ = rows;
+    map->place_payloads();
     const uint64_t meta_packets = c.mul(2, c.mul(rows, map->meta_packet_row_));
     map->loads_at_ = c.align(c.add(map->meta_packets_at_, meta_packets), kRegionAlignment);
     const uint64_t told = c.mul(sizeof(uint64_t), c.mul(shape.ranks, loads_words(shape)));
@@ -75,6 +77,23 @@ class WindowMap {
     map->leases_at_ = c.add(map->channels_at_, c.mul(shape.channels, map->channel_bytes_));
     map->bytes_ = c.add(map->leases_at_, shape.lease_bytes);
     return !c.overflow;
+  }
+
+  // The map of a dispatch whose rows consist of other payloads; they have room, most_dispatch_bytes, together. Only
+  // what lies inside a bank moves. All ranks of the step have the same payloads (S10), which their notes say.
+  constexpr WindowMap for_dispatch(int32_t payloads, const uint64_t* bytes) const {
+    WindowMap map = *this;
+    map.shape_.payloads = payloads;
+    for (int q = 0; q < kMaxPayloads; ++q) map.shape_.payload_bytes[q] = q < payloads ? bytes[q] : 0;
+    map.place_payloads();
+    return map;
+  }
+  // The map of a combine of other rows; they have room, most_combine_bytes.
+  constexpr WindowMap for_combine(uint64_t bytes) const {
+    WindowMap map = *this;
+    map.shape_.combine_bytes = bytes;
+    if (shape_.chunk_rows > 0) map.shape_.chunk_rows = chunk_rows_of(bytes);
+    return map;
   }
 
   constexpr const Shape& shape() const { return shape_; }
@@ -193,6 +212,16 @@ class WindowMap {
   };
 
   static constexpr uint64_t kAbortAt = 64;
+
+  // Says where in a bank each payload's rows and the metadata begin. Sums fit: make has checked larger ones.
+  constexpr void place_payloads() {
+    uint64_t at = 0;
+    for (int q = 0; q < shape_.payloads; ++q) {
+      payload_at_[q] = at;
+      at = (at + rows_ * shape_.payload_bytes[q] + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
+    }
+    meta_at_ = at;
+  }
 
   static constexpr uint64_t row(int source, int p, int bound) { return static_cast<uint64_t>(source) * bound + p; }
   constexpr uint64_t channel_at(int channel) const { return channels_at_ + channel_bytes_ * channel; }

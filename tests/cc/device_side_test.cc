@@ -380,7 +380,7 @@ TEST_F(PretendedGroup, ViewsLieInTheBankOfTheLease) {
     for (const int bank : {1, 0, 1}) {
       EXPECT_TW(twSuccess, dispatch(first));
       EXPECT_EQ(device->places.back().bank(), bank);
-      EXPECT_EQ(received.payloads[0].data, device->view(device->places.back(), 0));
+      EXPECT_EQ(received.payloads[0].data, device->view(group.context.map, device->places.back(), 0));
     }
     EXPECT_TW(twSuccess, combine(first));
     EXPECT_TW(twSuccess, dispatch(second));

@@ -117,7 +117,8 @@ void World::destroy_groups() {
 
 std::vector<uint8_t> World::window(int rank) const {
   const WindowMap& map = groups[rank]->context.map;
-  const auto* const view = static_cast<const uint8_t*>(groups[rank]->backend->view({0, 0}, 0));
+  const auto* const view =
+      static_cast<const uint8_t*>(groups[rank]->backend->view(groups[rank]->context.map, {0, 0}, 0));
   const uint8_t* const begin = view - map.payload(0, 0, 0, 0, 0, 0);
   return {begin + map.signal(0, 0, 0), begin + map.bytes()};
 }

@@ -99,7 +99,7 @@ void add_device_regions(const WindowMap& map, std::vector<Region>* regions) {
         }
         for (int p = 0; p < shape.packet_tokens; ++p) {
           const uint64_t packet = map.packet(channel, bank, source, p);
-          regions->push_back({packet, packet + packet_row_bytes(shape), "packets"});
+          regions->push_back({packet, packet + map.packet_row(), "packets"});
         }
       }
     }
@@ -156,6 +156,38 @@ TEST(Layout, RegionsNeverOverlap) {
           }
         }
         ASSERT_NO_FATAL_FAILURE(expect_apart(std::move(regions), map.bytes()));
+      }
+    }
+  });
+}
+
+// Whatever a call's rows consist of, they lie within the bank that the group's room has made: apart from each other,
+// and from all that does not depend on them, which stays where it is.
+TEST(Layout, OtherRowsMoveNothingOutsideABank) {
+  const std::vector<std::vector<uint64_t>> types = {{40}, {1, 1, 1, 1, 1, 1, 1, 33}, {7, 33}, {8, 8, 8, 8, 8}, {3}};
+  each_device_shape([&](Shape shape) {
+    shape.dispatch_room = 40;
+    shape.combine_room = 6000;
+    if (shape.dispatch_bytes() > shape.dispatch_room) return;
+    const WindowMap own = made(shape);
+    for (const std::vector<uint64_t>& bytes : types) {
+      const WindowMap rows = own.for_dispatch(static_cast<int32_t>(bytes.size()), bytes.data());
+      for (const uint64_t combined : {uint64_t{1}, uint64_t{512}, uint64_t{6000}}) {
+        const WindowMap sums = own.for_combine(combined);
+        EXPECT_EQ(rows.bytes(), own.bytes());
+        EXPECT_EQ(sums.bytes(), own.bytes());
+        if (shape.packet_tokens > 0) {
+          EXPECT_LE(kPacketBytes * packets_of(dispatch_words(rows.shape())), own.packet_row());
+          EXPECT_LE(kPacketBytes * packets_of(words_of(combined)), own.packet_row());
+        }
+        std::vector<Region> regions;
+        add_header(own, &regions);
+        for (int channel = 0; channel < shape.channels; ++channel) {
+          add_rows(rows, channel, 0, shape.max_tokens, &regions);
+          add_inbox(sums, channel, 1, &regions);
+        }
+        add_device_regions(sums, &regions);
+        ASSERT_NO_FATAL_FAILURE(expect_apart(std::move(regions), own.bytes()));
       }
     }
   });
@@ -296,16 +328,13 @@ unsigned __int128 wide_bytes(const Shape& s) {
   using Wide = unsigned __int128;
   const auto align = [](Wide a, Wide to) { return (a + to - 1) / to * to; };
   const Wide rows = static_cast<Wide>(s.ranks) * s.max_tokens;
-  Wide dispatch = 0;
-  for (int q = 0; q < s.payloads; ++q) dispatch = align(dispatch + rows * s.payload_bytes[q], kRegionAlignment);
-  dispatch += rows * meta_bytes(s.top_k);
+  const Wide row = static_cast<Wide>(s.payload_bytes[0]) + s.payload_bytes[1];
+  const Wide dispatch = rows * (row + meta_bytes(s.top_k)) + kMaxPayloads * kRegionAlignment;
   const Wide inbox = static_cast<Wide>(s.max_tokens) * s.fan_out() * s.combine_bytes;
   const Wide bank = align(std::max(dispatch, inbox), kPageAlignment);
   const Wide chunks = s.chunk_rows == 0 ? 0 : (static_cast<Wide>(s.max_tokens) + s.chunk_rows - 1) / s.chunk_rows;
-  Wide words = 0;  // of a dispatched row as packets
-  for (const uint64_t bytes : {meta_bytes(s.top_k), s.payload_bytes[0], s.payload_bytes[1]}) {
-    words += (static_cast<Wide>(bytes) + 7) / 8;
-  }
+  // Of a dispatched row as packets, in which each payload may be padded to whole words.
+  Wide words = (static_cast<Wide>(meta_bytes(s.top_k)) + 7) / 8 + (row + 7) / 8 + kMaxPayloads - 1;
   words = std::max(words, (static_cast<Wide>(s.combine_bytes) + 7) / 8);
   const Wide banks = align(static_cast<Wide>(2) * kSignalStride * s.ranks, kPageAlignment) + 2 * bank;
   const Wide packets = static_cast<Wide>(2) * s.ranks * s.packet_tokens * ((words + 14) / 15 * 128);

@@ -45,8 +45,8 @@ LEASES_MUTATIONS = (
         (
             Edit(
                 CALLS,
-                "  call->has_offsets = handle.has_offsets;\n  handle.has_offsets = false;\n",
-                "  call->has_offsets = handle.has_offsets;\n",
+                "handle.has_offsets && call->rows.digest == 0;\n  handle.has_offsets = false;\n",
+                "handle.has_offsets && call->rows.digest == 0;\n",
             ),
             Edit(
                 CALLS,

@@ -9,6 +9,7 @@ from mutation import (
     GROUP,
     MAP,
     MESH,
+    NOTES,
     SHRINK,
     SIGNALS,
     STEP,
@@ -21,9 +22,7 @@ from mutation import (
 PUBLISH_DISPATCH = (
     "  publish_step(t, map, at, Mode::kDispatch, note, [&](int peer) { return routing.send_counts[peer]; });\n"
 )
-PUBLISH_COMBINE = (
-    "  publish_step(t, map, at, Mode::kCombine, bound, [&](int peer) { return received.counts[peer]; });\n"
-)
+PUBLISH_COMBINE = "  publish_step(t, map, at, Mode::kCombine, note, [&](int peer) { return received.counts[peer]; });\n"
 
 BEGIN_DISPATCH = (
     "  call->at = group.backend->on_device() ? "
@@ -186,7 +185,7 @@ PROTOCOL = (
                 "            shape.combine_bytes);\n    }\n",
                 "            shape.combine_bytes);\n    }\n    t.flush();\n"
                 "    t.publish(source, map.signal(at.channel, at.bank(), t.rank()),\n"
-                "              {at.step, Mode::kCombine, static_cast<uint32_t>(received.counts[source])}, bound);\n",
+                "              {at.step, Mode::kCombine, static_cast<uint32_t>(received.counts[source])}, note);\n",
             ),
         ),
     ),
@@ -421,5 +420,19 @@ PROTOCOL = (
         "device_side_test",
         "PretendedGroup.NewsOfTheDevice",
         (Edit(GROUP, "  poll_device(group);\n  if (group.is_sticky()) {\n", "  if (group.is_sticky()) {\n"),),
+    ),
+    Mutation(
+        "ranks that name other rows read each other's all the same",
+        "S10",
+        "row_types_test",
+        "RowTypes.RanksThatDifferAreTold",
+        (Edit(NOTES, "return digest ^ rows;", "return digest ^ (rows & 0);"),),
+    ),
+    Mutation(
+        "rows of another type lie at the places of the group's own",
+        "S10",
+        "layout_test",
+        "Layout.OtherRowsMoveNothingOutsideABank",
+        (Edit(MAP, "    map.place_payloads();\n    return map;\n", "    return map;\n"),),
     ),
 )

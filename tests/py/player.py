@@ -45,9 +45,10 @@ def close_kept(env: Any) -> None:
 class Player:
     """One rank's way through a case."""
 
-    def __init__(self, env: Any, group: tw.Group, case: Case):
+    def __init__(self, env: Any, group: tw.Group, case: Case, calls: Any = None):
         self.env = env
         self.group = group
+        self.calls = calls or group  # what dispatches and combines: the group, or its rows of another type
         self.case = case
         self.setup = case.setup
         self.rng = np.random.default_rng([case.order, env.rank])
@@ -167,7 +168,7 @@ class Player:
 
     def dispatch(self, round_: Round, handle: tw.Handle, inputs: list[Any], send_only: bool) -> Any:
         extra = {f"p{q}": p for q, p in enumerate(inputs[1:])}
-        result = self.group.dispatch(
+        result = self.calls.dispatch(
             handle,
             inputs[0],
             extra,
@@ -209,7 +210,7 @@ class Player:
         out = None
         if round_.own:
             out = self.rubbish((round_.tokens[self.env.rank], self.setup.width), round_.out)
-        result = self.group.combine(
+        result = self.calls.combine(
             handle,
             rows,
             weighting=round_.weighting,

@@ -169,7 +169,8 @@ def test_names_are_known() -> None:
     code = "".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.[ch]*")))
     constants = set(re.findall(r"TW_CONSTANT\((tw\w+)\)", code))
     assert constants and constants <= sentences.CONSTANTS.keys()
-    functions = {words for words in literals() if re.fullmatch(r"tw[A-Z]\w*", words)}
+    names = {words for words in literals() if re.fullmatch(r"tw[A-Z]\w*", words)}
+    functions = names - sentences.CONSTANTS.keys()  # which the table of layouts has
     assert len(functions) > 20 and functions <= sentences.FUNCTIONS.keys()
 
 

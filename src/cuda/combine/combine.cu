@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   let_next_begin();
   const GroupView& g = p.group;
   const auto thread = static_cast<int>(threadIdx.x);
-  Sum s{p, Step{0, p.channel, p.bound, twPhaseCombine}};
+  Sum s{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}};
 #pragma unroll 1
   for (int i = thread; i < s.ranks(); i += kThreads) s.windows()[i] = target_of(g, i, p.send);
   if (thread == 0) *s.failed() = 0;

@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_packets_kernel(const __gr
   let_next_begin();
   const GroupView& g = p.group;
   const int thread = static_cast<int>(threadIdx.x);
-  Sum s{p, Step{0, p.channel, p.bound, twPhaseCombine}};
+  Sum s{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}};
   if (thread < s.ranks()) s.windows()[thread] = window_of(g, thread);
   if (thread == 0) *s.failed() = 0;
   warm(p);

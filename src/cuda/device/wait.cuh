@@ -38,11 +38,8 @@ struct Step {
   __device__ uint32_t bound_of(uint64_t note) const {
     return phase == twPhaseDispatch ? noted_bound(note, note_bits) : static_cast<uint32_t>(note);
   }
-  // Whether a note comes from a rank that makes the same call. A combine's holds nothing above the bound.
-  __device__ bool matches(uint64_t seen) const {
-    if (phase == twPhaseCombine) return static_cast<uint32_t>(seen) == static_cast<uint32_t>(bound);
-    return seen == note(plain_of(seen));
-  }
+  // Whether a note comes from a rank that makes the same call.
+  __device__ bool matches(uint64_t seen) const { return seen == note(plain_of(seen)); }
 };
 
 __device__ inline Mode mode_of(twPhase_t phase) {
@@ -66,14 +63,15 @@ __device__ inline bool is_sticky(const GroupView& g) {
 }
 
 // Begins the host's watch; by one thread of the kernel that sends. `refused`: nothing is known of the peers' call.
-__device__ inline void say_sent(const GroupView& g, const Step& step, bool refused = false) {
+// `rows`: what a dispatch's rows consist of.
+__device__ inline void say_sent(const GroupView& g, const Step& step, bool refused = false, uint32_t rows = 0) {
   if (!tells_host(g)) return;
   StagedChannel& to = g.pages[g.me]->staged[step.channel];
   *reinterpret_cast<volatile int32_t*>(&to.phase) = step.phase;
   // The digest has only what makes blocks differ in size. A digest of maps is not in it: calls that differ in maps end,
   // and tell of it then.
-  const bool collects = step.phase == twPhaseGather || step.phase == twPhaseReduce;
-  const uint64_t blocks = collective_note(static_cast<uint32_t>(step.bound), collects ? step.digest : 0);
+  const bool of_map = step.phase == twPhaseDispatch || step.phase == twPhaseCounts;
+  const uint64_t blocks = collective_note(static_cast<uint32_t>(step.bound), of_map ? rows : step.digest);
   const uint32_t call = mix_digest(static_cast<uint32_t>(step.phase), blocks);
   store_half(&to.call, refused ? 0 : max(call, 1u));
   store_half(&to.sent, step.low());

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
     if (sends) mark_tokens<kFast>(p, scratch, thread, ids, scratch.marks(thread));
     const bool skips = static_cast<int>(step.number & 1) != p.bank;
     if (skips) ++step.number;
-    step.digest = mix_counted(digest, p.counted), step.note_bits = g.note_bits, step.has_offsets = p.has_offsets;
+    step.digest = digest_of(p, digest), step.note_bits = g.note_bits, step.has_offsets = p.has_offsets;
     bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
     const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.channel, step.bank())};
     if (real && p.send && usable && skips && tells_skips(g)) usable = skip_step(g, step);
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_kernel(const __grid_cons
       send_plain(b, &found.tile, real ? b.target(to) : Target{lane() == 0, 0});
     }
     if (real) mark_rest<kFast>(p, scratch, step);
-    if (real && thread == 0 && blockIdx.x == 0 && p.send && usable) say_sent(g, step);
+    if (real && thread == 0 && blockIdx.x == 0 && p.send && usable) say_sent(g, step, false, p.rows_digest);
     if ((usable || !real) && sends) {
       send<kKind, false>(b, found.tile, found.is, stored && real, ahead, real, false);  // S7: nobody here waits
     }

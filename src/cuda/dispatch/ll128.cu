@@ -387,7 +387,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_packets_kernel(const __g
   const Ids more = load_ids(more_from);
   const Loaded<kGroups> loaded(out);
   const uint32_t digest = load_digest(p.in.digest);
-  Step step{next_step(g, p.channel), p.channel, p.bound, twPhaseDispatch, mix_counted(digest, p.counted), g.note_bits};
+  Step step{next_step(g, p.channel), p.channel, p.bound, twPhaseDispatch, digest_of(p, digest), g.note_bits};
   const bool sticky = is_sticky(g);
   Routing<kAlone> routing;
   if (routes) routing.make(p, scratch, ids, more);

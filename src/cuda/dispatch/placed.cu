@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_consta
     if (!kFast && begins) load_first(p, u, &ahead);
     const bool skips = static_cast<int>(step.number & 1) != p.bank;
     if (skips) ++step.number;
-    step.digest = mix_counted(digest, p.counted), step.note_bits = g.note_bits, step.has_offsets = p.has_offsets;
+    step.digest = digest_of(p, digest), step.note_bits = g.note_bits, step.has_offsets = p.has_offsets;
     const bool known = is_known(step, since);
     const Block b{p, scratch, step, scratch.windows()[g.me] + g.map.bank(p.channel, step.bank())};
     // This comes before all else: the link has it to carry while a warp finds and loads its next tile. Only a skip
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_consta
     keep_before_packets(p, scratch, before_packets);
     bool usable = __syncthreads_or(sticky) == 0;  // threads that differ would wait for each other
     if (real && p.send && usable && skips && tells_skips(g)) usable = skip_step(g, step);
-    if (real && thread == 0 && blockIdx.x == 0 && p.send && usable) say_sent(g, step);
+    if (real && thread == 0 && blockIdx.x == 0 && p.send && usable) say_sent(g, step, false, p.rows_digest);
     if ((usable || !real) && sends) {
       send<kKind, true>(b, found.tile, found.is, stored, ahead, real, known);  // S7: nobody here waits
     }

@@ -12,6 +12,11 @@
 
 namespace tw::cuda {
 
+// Gives what a dispatch notes beside its bound. `map`: the digest of the map that its ids come from.
+__device__ inline uint32_t digest_of(const DispatchParams& p, uint32_t map) {
+  return mix_rows(mix_counted(map, p.counted != 0), p.rows_digest);
+}
+
 // Where a row goes, as thread i of the warp knows it for rank i: whether it goes there, and its row number there.
 struct Target {
   bool goes;

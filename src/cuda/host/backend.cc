@@ -116,7 +116,7 @@ Shown NvlinkBackend::shown_of(const DispatchTargets& targets, const HandleArrays
 }
 
 void NvlinkBackend::fill_receive_offsets(const DispatchCall& call, std::byte** receive_offset) {
-  for (int q = 0; q < shape().payloads && call.has_offsets; ++q) {
+  for (int q = 0; q < call.rows.payloads && call.has_offsets; ++q) {
     if (call.receive_offset[q] != 0) receive_offset[q] = window() + call.receive_offset[q];
   }
 }
@@ -125,8 +125,10 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   const OnDevice on(device_);
   remember(call.stream);
   const bool capturing = captures(call.stream);
+  const Shape& rows = call.rows.map.shape();
   DispatchParams p{};
-  p.group = view_at(call.at, !call.send_only);
+  p.group = view_at(call.at, call.rows.map, !call.send_only);
+  p.rows_digest = call.rows.digest;
   p.handle = view_of(handle);
   p.in = ids_of(handle, shape().exact() || !send);  // ids that were sent stay, whatever map there is now
   p.counted = call.counted ? 1 : 0;
@@ -137,7 +139,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   const bool whole_ids =
       p.in.id_stride[1] == 1 && width_of({address_of(p.in.ids), static_cast<uint64_t>(p.in.id_stride[0]) * id_bytes,
                                           static_cast<uint64_t>(shape().top_k) * id_bytes}) == 16;
-  const PayloadFit fit = fill_payloads(shape(), call.payloads, p.payloads);
+  const PayloadFit fit = fill_payloads(rows, call.payloads, p.payloads);
   const bool by_expert = layout_of(call.targets.layout).by_expert;
   p.shown = shown_of(call.targets, handle);
   p.rows = by_expert ? 0 : static_cast<int32_t>(call.targets.rows);
@@ -151,11 +153,11 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.has_offsets = call.has_offsets;
   fill_receive_offsets(call, p.receive_offset);
   p.at = dispatch_;
-  p.packets = PacketsAt::make(context_.map, p.channel);
+  p.packets = PacketsAt::make(call.rows.map, p.channel);
   p.table = fits_tables(shape());
   p.whole = fit.width >= 8;
-  const bool usual = fit.width == 16 && whole_ids && is_usual(shape());
-  plan_dispatch(budget_, shape(), {fit.words, usual, p.handle.metadata_step != nullptr && handle.device.brought}, &p);
+  const bool usual = fit.width == 16 && whole_ids && is_usual(rows);
+  plan_dispatch(budget_, rows, {fit.words, usual, p.handle.metadata_step != nullptr && handle.device.brought}, &p);
   const int grid = p.roles.grid() + (p.loads_block == LoadsBlock::kApart ? 1 : 0);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, budget_.early && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
@@ -165,9 +167,11 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   return receive ? run_views(call, handle) : Status{};
 }
 
-ViewParams NvlinkBackend::view_params(const HandleArrays& handle, int32_t channel, int32_t bound) const {
+ViewParams NvlinkBackend::view_params(const HandleArrays& handle, const WindowMap& map, int32_t channel,
+                                      int32_t bound) const {
   ViewParams p{};
   p.group = view_;
+  p.group.map = map;
   p.handle = view_of(handle);
   p.channel = channel;
   p.bound = bound;
@@ -186,18 +190,19 @@ Status NvlinkBackend::run_view(const char* what, LaunchView* launch, const ViewP
 Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) {
   const DispatchTargets& targets = call.targets;
   handle.device.placed = layout_of(targets.layout).by_expert;
-  ViewParams p = view_params(handle, call.at.channel, call.bound);
+  ViewParams p = view_params(handle, call.rows.map, call.at.channel, call.bound);
   bool any = handle.device.placed;
   std::byte* receive_offset[kMaxPayloads] = {};
   fill_receive_offsets(call, receive_offset);
-  for (int q = 0; q < shape().payloads; ++q) {
+  for (int q = 0; q < call.rows.payloads; ++q) {
     p.payloads[q] = targets.payloads[q];
     for (int bank = 0; bank < 2; ++bank) {
-      p.from[bank][q] = receive_offset[q] != nullptr ? receive_offset[q]
-                                                     : window() + context_.map.payload_row(call.at.channel, bank, q, 0);
+      p.from[bank][q] = receive_offset[q] != nullptr
+                            ? receive_offset[q]
+                            : window() + call.rows.map.payload_row(call.at.channel, bank, q, 0);
     }
     any |= targets.payloads[q] != nullptr;
-    const uint64_t bytes = shape().payload_bytes[q];
+    const uint64_t bytes = call.rows.map.shape().payload_bytes[q];
     p.width[q] = width_of({address_of(targets.payloads[q]), bytes});
     p.columns[q] = targets.columns[q];
     p.vectors[q] = static_cast<uint32_t>(bytes / static_cast<uint64_t>(p.width[q]));
@@ -212,7 +217,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
 
 // Finds where rows stand by expert, for a combine by expert after a dispatch that was shown otherwise.
 Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) {
-  ViewParams p = view_params(handle, call.at.channel, call.bound);
+  ViewParams p = view_params(handle, context_.map, call.at.channel, call.bound);
   p.shown.counts = handle.experts.counts;
   return run_view("places by expert", launch_expert_view, p, call.stream);
 }
@@ -221,8 +226,10 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   const OnDevice on(device_);
   remember(call.stream);
   const bool early = budget_.early && captures(call.stream);  // an early launch takes the host 4 us longer
+  const Shape& rows = call.sent.map.shape();
   CombineParams p{};
-  p.group = view_at(call.at, !call.send_only);
+  p.group = view_at(call.at, call.sent.map, !call.send_only);
+  p.rows_digest = call.sent.digest;
   p.handle = view_of(handle);
   p.channel = call.at.channel;
   p.bank = bank_of(call.at);
@@ -233,13 +240,13 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.expert_major = layout_of(call.layout).by_expert;
   if (p.expert_major && send && !handle.device.placed) TW_RETURN_IF_FAILED(run_places(call, handle));
   p.weighted = call.weighted;
-  p.plain = !p.expert_major && !p.weighted && call.rows_dtype == context_.wire;
+  p.plain = !p.expert_major && !p.weighted && call.rows_dtype == call.sent.wire;
   p.own_direct = call.apart && staged_ == nullptr;
   p.late_signal = call.in_window;
   p.rows_dtype = call.rows_dtype;
-  p.wire_dtype = context_.wire;
+  p.wire_dtype = call.sent.wire;
   p.out_dtype = call.out_dtype;
-  p.elements = context_.elements;
+  p.elements = call.sent.elements;
   p.rows = call.rows.data;
   p.block_stride = call.rows.block_stride;
   p.row_stride = call.rows.row_stride;
@@ -247,18 +254,18 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.out_stride = call.out_stride;
   const int width = width_of({address_of(call.rows.data), static_cast<uint64_t>(call.rows.block_stride),
                               static_cast<uint64_t>(call.rows.row_stride), address_of(call.out),
-                              static_cast<uint64_t>(call.out_stride), shape().combine_bytes});
+                              static_cast<uint64_t>(call.out_stride), rows.combine_bytes});
   p.vectors_fit = width == 16;
   p.words_fit = width >= 8;
-  const bool same = call.rows_dtype == context_.wire;
+  const bool same = call.rows_dtype == call.sent.wire;
   p.sums_fit = p.vectors_fit && same;
   p.word_sums_fit = p.words_fit && same;
-  p.vectors = static_cast<uint32_t>(shape().combine_bytes / 16);
+  p.vectors = static_cast<uint32_t>(rows.combine_bytes / 16);
   p.at = combine_;
-  p.packets = PacketsAt::make(context_.map, p.channel);
+  p.packets = PacketsAt::make(call.sent.map, p.channel);
   // Where sums overwrite rows, all rows are sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
-  plan_combine(budget_, shape(), {!twice}, &p);
+  plan_combine(budget_, rows, {!twice}, &p);
   if (twice) {
     p.receive = 0;
     TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream)));
@@ -272,7 +279,7 @@ Status NvlinkBackend::run_refusal(StepPlace at, const Refusal& refusal, bool sen
   const OnDevice on(device_);
   remember(refusal.stream);
   RefuseParams p{};
-  p.group = view_at(at, true);
+  p.group = view_at(at, context_.map, true);
   p.channel = at.channel;
   p.bank = refusal.views || staged_ != nullptr ? at.bank() : -1;
   p.status = refusal.combining == nullptr ? nullptr : refusal.combining->device.status;

@@ -79,7 +79,7 @@ class NvlinkBackend : public Backend {
   Status send_collective(const CollectiveCall& call) override { return make_collective(call, true); }
   bool can_refuse(const Refusal& refusal) const override;
   Status send_refusal(StepPlace at, const Refusal& refusal) override;
-  Status keep_pace(StepPlace at, int32_t bound, void* stream) override;
+  Status keep_pace(StepPlace at, int32_t bound, const WindowMap& map, void* stream) override;
 
   StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays& handle) override {
     return end_of(call.stream, call.send_only ? make_dispatch(call, handle, false) : Status{});
@@ -163,14 +163,14 @@ class NvlinkBackend : public Backend {
   Status make_counts(const CountsCall& call, HandleArrays& handle, bool sends);
   Status make_collective(const CollectiveCall& call, bool sends);
   // The rest down to bank_of() serves the staged transport; only view_at() is used without it too.
-  GroupView view_at(StepPlace at, bool waits) const;
+  GroupView view_at(StepPlace at, const WindowMap& map, bool waits) const;
   bool in_trouble() const;
   void give_up() {
     const auto me = static_cast<uint32_t>(context_.me);
     control_->announce_abort({twPeerAborted, me, me, true});
   }
-  std::vector<Region> dispatched(int32_t bound) const;
-  std::vector<Region> combined(int32_t bound) const;
+  static std::vector<Region> dispatched(const WindowMap& map, int32_t bound);
+  static std::vector<Region> combined(const WindowMap& map, int32_t bound);
   std::vector<Region> counted() const;
   std::vector<Region> collected(const CollectiveMap& places) const;
   template <class Run>
@@ -182,7 +182,7 @@ class NvlinkBackend : public Backend {
   int bank_of(StepPlace at) const { return staged_ != nullptr ? at.bank() : -1; }
   Status run_views(const DispatchCall& call, HandleArrays& handle);
   Status run_places(const CombineCall& call, HandleArrays& handle);
-  ViewParams view_params(const HandleArrays& handle, int32_t channel, int32_t bound) const;
+  ViewParams view_params(const HandleArrays& handle, const WindowMap& map, int32_t channel, int32_t bound) const;
   using LaunchView = int(const ViewParams& params, int grid, bool early, void* stream);
   Status run_view(const char* what, LaunchView* launch, const ViewParams& params, void* stream);
   // Gives the blocks of a kernel that copies rows and waits for nobody.

@@ -42,7 +42,7 @@ Status NvlinkBackend::run_collective(const CollectiveCall& call, bool send, bool
   remember(call.stream);
   CollectiveParams p{};
   p.at = collective_;
-  p.group = view_at(call.at, !call.send_only);
+  p.group = view_at(call.at, context_.map, !call.send_only);
   p.channel = call.at.channel;
   p.bank = call.views || staged_ != nullptr ? call.at.bank() : -1;
   p.bound = call.bound;

@@ -14,25 +14,26 @@
 
 namespace tw::cuda {
 
-GroupView NvlinkBackend::view_at(StepPlace at, bool waits) const {
+GroupView NvlinkBackend::view_at(StepPlace at, const WindowMap& map, bool waits) const {
   GroupView view = view_;
+  view.map = map;
   if (staged_ != nullptr) staged_->place(at, &view);
   view.waits = waits ? 1 : 0;
   return view;
 }
 
-std::vector<Region> NvlinkBackend::dispatched(int32_t bound) const {
+std::vector<Region> NvlinkBackend::dispatched(const WindowMap& map, int32_t bound) {
   std::vector<Region> regions;
   const auto rows = static_cast<uint64_t>(bound);
-  for (int q = 0; q < shape().payloads; ++q) {
-    regions.push_back({context_.map.payload_begin(q), rows * shape().payload_bytes[q]});
+  for (int q = 0; q < map.shape().payloads; ++q) {
+    regions.push_back({map.payload_begin(q), rows * map.shape().payload_bytes[q]});
   }
-  regions.push_back({context_.map.meta_begin(), rows * meta_bytes(shape().top_k)});
+  regions.push_back({map.meta_begin(), rows * meta_bytes(map.shape().top_k)});
   return regions;
 }
 
-std::vector<Region> NvlinkBackend::combined(int32_t bound) const {
-  return {{0, static_cast<uint64_t>(bound) * shape().combine_bytes}};
+std::vector<Region> NvlinkBackend::combined(const WindowMap& map, int32_t bound) {
+  return {{0, static_cast<uint64_t>(bound) * map.shape().combine_bytes}};
 }
 
 std::vector<Region> NvlinkBackend::counted() const { return {{0, WindowMap::counts_bytes(shape())}}; }
@@ -72,7 +73,9 @@ Status NvlinkBackend::send_staged(StepPlace at, const std::vector<Region>& regio
 template <class Run>
 Status NvlinkBackend::arrive(StepPlace at, bool at_once, void* stream, Run&& run) {
   const OnDevice on(device_);
-  if (!at_once) TW_RETURN_IF_FAILED(launched("a wait", launch_await({view_at(at, true), at.channel}, stream)));
+  if (!at_once) {
+    TW_RETURN_IF_FAILED(launched("a wait", launch_await({view_at(at, context_.map, true), at.channel}, stream)));
+  }
   if (!staged_->join(at.channel, stream).ok() && is_interrupted_now()) {
     return fail(twInterrupted, "interrupted in a step that a carrier moves");
   }
@@ -82,7 +85,7 @@ Status NvlinkBackend::arrive(StepPlace at, bool at_once, void* stream, Run&& run
 Status NvlinkBackend::land_rows(const DispatchCall& call, HandleArrays& handle) {
   if (!shape().exact()) return {};
   LandParams p{};
-  p.group = view_at(call.at, true);
+  p.group = view_at(call.at, call.rows.map, true);
   p.handle = view_of(handle);
   p.channel = call.at.channel;
   p.bank = call.at.bank();
@@ -100,7 +103,7 @@ Status NvlinkBackend::make(const Call& call, bool sends, bool land, Regions&& re
 
 Status NvlinkBackend::make_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends) {
   return make(
-      call, sends, shape().exact(), [&] { return dispatched(call.bound); },
+      call, sends, shape().exact(), [&] { return dispatched(call.rows.map, call.bound); },
       [&](bool send, bool receive) -> Status {
         if (staged_ != nullptr && receive) TW_RETURN_IF_FAILED(land_rows(call, handle));
         return run_dispatch(call, handle, send, receive);
@@ -109,7 +112,7 @@ Status NvlinkBackend::make_dispatch(const DispatchCall& call, HandleArrays& hand
 
 Status NvlinkBackend::make_combine(const CombineCall& call, HandleArrays& handle, bool sends) {
   return make(
-      call, sends, false, [&] { return combined(call.bound); },
+      call, sends, false, [&] { return combined(call.sent.map, call.bound); },
       [&](bool send, bool receive) { return run_combine(call, handle, send, receive); });
 }
 
@@ -128,7 +131,8 @@ Status NvlinkBackend::make_collective(const CollectiveCall& call, bool sends) {
 bool NvlinkBackend::describe(twPortableInfo_t* info) const {
   if (staged_ == nullptr) return false;
   info->strategy = twRouted;
-  for (const Region& region : dispatched(shape().max_tokens)) info->inline_bytes += static_cast<int64_t>(region.bytes);
+  for (const Region& region : dispatched(context_.map, shape().max_tokens))
+    info->inline_bytes += static_cast<int64_t>(region.bytes);
   return true;
 }
 
@@ -137,11 +141,11 @@ bool NvlinkBackend::can_refuse(const Refusal& refusal) const {
   return staged_ == nullptr || (refusal.bound >= 0 && (!collects || refusal.places.tensors > 0));
 }
 
-Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, void* stream) {
+Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, const WindowMap& map, void* stream) {
   if (staged_ == nullptr) return {};
   const OnDevice on(device_);
   remember(stream);
-  TW_RETURN_IF_FAILED(staged_->start(at, combined(bound), false, true, stream));
+  TW_RETURN_IF_FAILED(staged_->start(at, combined(map, bound), false, true, stream));
   return staged_->join(at.channel, stream);
 }
 
@@ -150,8 +154,8 @@ Status NvlinkBackend::send_refusal(StepPlace at, const Refusal& refusal) {
   if (staged_ == nullptr) return run_refusal(at, refusal, true, true);
   const int32_t bound = refusal.bound > 0 ? refusal.bound : shape().default_bound();
   std::vector<Region> regions;
-  if (refusal.phase == twPhaseDispatch) regions = dispatched(bound);
-  if (refusal.phase == twPhaseCombine) regions = combined(bound);
+  if (refusal.phase == twPhaseDispatch) regions = dispatched(refusal.map, bound);
+  if (refusal.phase == twPhaseCombine) regions = combined(refusal.map, bound);
   if (refusal.phase == twPhaseCounts) regions = counted();
   if (refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce) regions = collected(refusal.places);
   const bool land = refusal.phase == twPhaseDispatch && shape().exact();

@@ -64,6 +64,7 @@ struct CombineParams {
   int32_t words_fit;      // the same for 8 bytes
   int32_t sums_fit;       // vectors_fit, and rows are of the wire's type: partials are made of whole vectors
   int32_t word_sums_fit;  // the same for words of 8 bytes
+  uint32_t rows_digest;   // what rows consist of (mix_rows); 0: the group's own
   twDtype_t rows_dtype;
   twDtype_t wire_dtype;
   twDtype_t out_dtype;

@@ -76,6 +76,7 @@ struct DispatchParams {
   int32_t whole;    // payloads allow 8 bytes at a time
   int32_t counted;  // 1: this dispatch counts for the load statistics (mix_counted)
   int32_t layer;
+  uint32_t rows_digest;  // what rows consist of (mix_rows); 0: the group's own
   LoadsBlock loads_block;
   Kind kind;
 };

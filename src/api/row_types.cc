@@ -1,0 +1,90 @@
+// What the rows of a call consist of: those that the group was made with, or those that the call names, within the room
+// that the group's window has. Takes the structs of a call, gives its DispatchRows or CombineRows.
+//
+// The digest goes into the step's note, where ranks that name different rows meet it (exchange/notes.h). A map that is
+// made of rows larger than the room would put them over each other's, and over other channels (S10).
+#include "api/check.h"
+#include "api/rows.h"
+#include "exchange/notes.h"
+
+namespace tw::api {
+namespace {
+
+// The digest is 0 for the group's own rows alone.
+uint32_t nonzero(uint32_t digest) { return digest == 0 ? 1 : digest; }
+
+Status check_type(const Argument& dtype, const Argument& elements, const twPayload_t& type, uint64_t most) {
+  TW_RETURN_IF_FAILED(check_range(dtype, type.dtype, twDtypeNone + 1, twBool));
+  return check_range(elements, type.elements, 1, static_cast<int64_t>(most / dtype_bytes(type.dtype)));
+}
+
+bool same(const twPayload_t& one, const twPayload_t& other) {
+  return one.dtype == other.dtype && one.elements == other.elements;
+}
+
+}  // namespace
+
+DispatchRows own_rows(const twGroup& group) {
+  const twGroupConfig_t& config = group.config.given;
+  DispatchRows rows;
+  rows.map = group.context.map;
+  rows.payloads = config.num_payloads;
+  std::copy_n(config.payloads, config.num_payloads, rows.types);
+  return rows;
+}
+
+Status check_dispatch_rows(const twGroup& group, const twDispatchInput_t& input, DispatchRows* rows) {
+  *rows = own_rows(group);
+  if (input.num_types == 0) return {};
+  const twGroupConfig_t& config = group.config.given;
+  const uint64_t most = group.shape().most_dispatch_bytes();
+  TW_RETURN_IF_FAILED(check_range("input.num_types", input.num_types, 0, TW_MAX_PAYLOADS));
+  uint64_t bytes[kMaxPayloads] = {};
+  uint64_t all = 0;
+  bool own = input.num_types == config.num_payloads;
+  uint32_t digest = mix_digest(kDigestSeed, static_cast<uint64_t>(input.num_types));
+  for (int q = 0; q < input.num_types; ++q) {
+    const twPayload_t& type = input.types[q];
+    TW_RETURN_IF_FAILED(check_type({"input.types[].dtype", q}, {"input.types[].elements", q}, type, most));
+    bytes[q] = static_cast<uint64_t>(type.elements) * dtype_bytes(type.dtype);
+    all += bytes[q];
+    own = own && same(type, config.payloads[q]);
+    digest = mix_digest(mix_digest(digest, static_cast<uint64_t>(type.dtype)), static_cast<uint64_t>(type.elements));
+  }
+  if (all > most) {
+    return fail(twInvalidArgument, "{} takes rows of {} bytes; {} has room for {}", Argument("input.types[]"), all,
+                Argument("config.dispatch_room"), most);
+  }
+  if (own) return {};
+  rows->map = group.context.map.for_dispatch(input.num_types, bytes);
+  rows->payloads = input.num_types;
+  std::copy_n(input.types, input.num_types, rows->types);
+  rows->digest = nonzero(digest);
+  return {};
+}
+
+CombineRows own_combine_rows(const twGroup& group) {
+  const twGroupConfig_t& config = group.config.given;
+  return {group.context.map, config.combine_dtype, config.combine_elements, 0};
+}
+
+Status check_combine_rows(const twGroup& group, const twCombineInput_t& input, CombineRows* rows) {
+  *rows = own_combine_rows(group);
+  if (input.wire_dtype == twDtypeNone && input.elements == 0) return {};
+  if (!is_summable(input.wire_dtype)) {
+    return fail(twInvalidArgument, "{} is {}; it must be float32, bfloat16 or float16", Argument("input.wire_dtype"),
+                dtype_text(input.wire_dtype));
+  }
+  const twPayload_t type{input.wire_dtype, input.elements};
+  const uint64_t most = group.shape().most_combine_bytes();
+  TW_RETURN_IF_FAILED(check_type("input.wire_dtype", "input.elements", type, most));
+  if (same(type, {rows->wire, rows->elements})) return {};
+  rows->map = group.context.map.for_combine(static_cast<uint64_t>(type.elements) * dtype_bytes(type.dtype));
+  rows->wire = type.dtype;
+  rows->elements = type.elements;
+  rows->digest = nonzero(
+      mix_digest(mix_digest(kDigestSeed, static_cast<uint64_t>(type.dtype)), static_cast<uint64_t>(type.elements)));
+  return {};
+}
+
+}  // namespace tw::api
