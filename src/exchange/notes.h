@@ -29,7 +29,8 @@ constexpr uint32_t mix_counted(uint32_t digest, bool counted) {
   return counted || digest == 0 ? digest : digest ^ 0x80402010u;
 }
 // Mixes in what the rows of a dispatch or combine consist of; `rows` is a digest itself, and 0 for the group's own. One
-// instruction, since with FNV-1a again dispatches of 128 tokens took 0.7 % longer on 2x H100.
+// instruction, since with FNV-1a again 128 tokens took 0.7 % longer on 2x H100
+// (bench/results/row-types-2-gpus.json).
 constexpr uint32_t mix_rows(uint32_t digest, uint32_t rows) { return digest ^ rows; }
 // On devices the upper half of the note also has the number of Simple rows. Bound and Simple rows each take one bit
 // more than max_tokens does (beside a bound that bit is kHasOffsets), and the digest takes the bits that are left, in
