@@ -72,8 +72,8 @@ void copy_routing(const Shape& shape, const CheckedRouting& checked, Routing* ro
 // Tells where a device will find a checked routing.
 RoutingSource source_of(const CheckedRouting& checked);
 
-// What the rows of a call consist of (row_types.cc): the group's own, which *rows is after an error too, or those that
-// the call names.
+// What the rows of a call consist of (row_types.cc). *rows are the group's own before a check, and stay so after an
+// error or where the call names none.
 DispatchRows own_rows(const twGroup& group);
 CombineRows own_combine_rows(const twGroup& group);
 Status check_dispatch_rows(const twGroup& group, const twDispatchInput_t& input, DispatchRows* rows);

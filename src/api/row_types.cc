@@ -34,7 +34,6 @@ DispatchRows own_rows(const twGroup& group) {
 }
 
 Status check_dispatch_rows(const twGroup& group, const twDispatchInput_t& input, DispatchRows* rows) {
-  *rows = own_rows(group);
   if (input.num_types == 0) return {};
   const twGroupConfig_t& config = group.config.given;
   const uint64_t most = group.shape().most_dispatch_bytes();
@@ -69,7 +68,6 @@ CombineRows own_combine_rows(const twGroup& group) {
 }
 
 Status check_combine_rows(const twGroup& group, const twCombineInput_t& input, CombineRows* rows) {
-  *rows = own_combine_rows(group);
   if (input.wire_dtype == twDtypeNone && input.elements == 0) return {};
   if (!is_summable(input.wire_dtype)) {
     return fail(twInvalidArgument, "{} is {}; it must be float32, bfloat16 or float16", Argument("input.wire_dtype"),

@@ -209,9 +209,9 @@ twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dispatched
     twCombineInput_t sums{};
     TW_RETURN_IF_FAILED(tw::api::read_struct("dispatched", dispatched, &input));
     TW_RETURN_IF_FAILED(tw::api::read_struct("combined", combined, &sums));
-    tw::DispatchRows rows;
+    tw::DispatchRows rows = tw::api::own_rows(*group);
     TW_RETURN_IF_FAILED(tw::api::check_dispatch_rows(*group, input, &rows));
-    tw::CombineRows of_sums;
+    tw::CombineRows of_sums = tw::api::own_combine_rows(*group);
     return tw::api::check_combine_rows(*group, sums, &of_sums);
   });
 }

@@ -38,7 +38,7 @@ def named(setup: Setup) -> tw.RowType:
 
 
 def rows_of(group: tw.Group, setup: Setup) -> Any:
-    """What calls whose rows are a setup's: the group itself, if it was made for them."""
+    """The calls of a group whose rows are a setup's."""
     kind = named(setup)
     return group.rows(
         kind.hidden,
@@ -72,6 +72,14 @@ def play_in_turns(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -> lis
         return got
 
 
+def exchange(player: Player, round_: Round, handle: tw.Handle) -> tuple[tw.Received, Got]:
+    """A dispatch and its combine."""
+    received = player.dispatch(round_, handle, player.payloads(round_), False)
+    mine = player.snapshot(round_, received)
+    mine.out = player.array(player.combine(round_, handle, player.rows(round_, received, mine), False))
+    return received, mine
+
+
 def play_by_one_handle(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -> list[Got]:
     """The same by one routing: that of the first round, which the others share."""
     with make(env, own, [setup for setup, _ in turns]) as group:
@@ -81,10 +89,7 @@ def play_by_one_handle(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -
             calls = None if setup == own else rows_of(group, setup)
             player = Player(env, group, one(setup, round_), calls)
             handle = handle or player.handle(round_)
-            received = player.dispatch(round_, handle, player.payloads(round_), False)
-            mine = player.snapshot(round_, received)
-            mine.out = player.array(player.combine(round_, handle, player.rows(round_, received, mine), False))
-            got.append(mine)
+            got.append(exchange(player, round_, handle)[1])
         return got
 
 
@@ -271,11 +276,9 @@ def play_with_leases(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -> 
             used = group.leases.used
             player = Player(env, group, one(setup, round_), rows_of(group, setup))
             handle = player.handle(round_)
-            received = player.dispatch(round_, handle, player.payloads(round_), False)
+            received, mine = exchange(player, round_, handle)
             sent = (setup.hidden, setup.dtype, setup.payloads)
             assert received.leased == (sent == (own.hidden, own.dtype, own.payloads))
-            mine = player.snapshot(round_, received)
-            mine.out = player.array(player.combine(round_, handle, player.rows(round_, received, mine), False))
             got.append(mine)
             assert received.leased or group.leases.used <= used, "a lease is kept that nothing came to"
         return got
