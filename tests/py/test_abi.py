@@ -25,6 +25,8 @@ NAMES = (
     "errors.h",
     "tokenway.h",
     "comm.h",
+    "group.h",
+    "exchange.h",
     "placement.h",
     "collectives.h",
     "balance.h",

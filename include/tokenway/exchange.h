@@ -1,0 +1,200 @@
+// The exchange: counts, dispatch, combine and layouts. Included by tokenway.h, which has the conventions and the
+// letters.
+#ifndef TOKENWAY_EXCHANGE_H_
+#define TOKENWAY_EXCHANGE_H_
+
+// How a combine weights rows before it sums them.
+typedef enum TW_AS_INT {
+  twWeightNone = 0,  // rows are weighted already
+  twWeightTopk = 1,  // expert_major: each row is multiplied by the weight of its (token, expert); rank_major: by the
+                     // sum of the token's weights for this rank's experts, over k ascending
+} twWeighting_t;
+
+// twExchangeCounts is a step of all ranks, in high throughput alone. Each rank tells all others how many rows it will
+// send to which rank and to which expert. Then every rank knows where each row goes and how many come
+// (twHandleNumRecvRows), and the handle may be dispatched for as long as its routing stays. The step takes a free lane
+// and gives it back. Errors: twInvalidUsage, twRecvOverflow on all ranks alike, twPeerRefused, and the sticky ones.
+// After a send_only call that a rank refused, the handle holds the lane, there and at the peers, until its counts are
+// exchanged, or it is released or destroyed.
+typedef struct {
+  size_t size;
+  int32_t lane;       // -1: the next free one, in the same order on all ranks
+  int32_t send_only;  // 1: return when everything is sent; twComplete receives
+  void* stream;
+  void* landing[TW_MAX_PAYLOADS];  // receive offsets: for each payload, the lease where the rows of the next dispatch
+                                   // are to land (leases.h), or NULL
+} twCountsInput_t;
+#define TW_COUNTS_INPUT_INIT                       \
+  {                                                \
+    sizeof(twCountsInput_t), -1, 0, NULL, { NULL } \
+  }
+
+TW_API twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsInput_t* input);
+
+// Asks whether the handle's counts are there. ready: 1 if twComplete of its send_only exchange of counts would not
+// wait, as all counts have come, or something has gone wrong, which twComplete then tells; 1 too once the counts are
+// known; else 0. timeout_ms: 0 asks and returns at once; more waits for it, at most so long; -1 as long as twComplete
+// would. Only the calling thread waits: no lane, no stream and no device does. The call sends nothing and gives no lane
+// back, so ranks may make it when and as often as they like. The first call begins the group's timeout, after which
+// twComplete tells who is late.
+//
+// On a device, where twComplete never waits, ready is 1 while twComplete is still to be called. After it, or after a
+// call that was not send_only, ready says whether the host knows the counts, which twHandleNumRecvRows then tells
+// without waiting. Errors: twInvalidArgument; twInvalidUsage if no exchange of counts is under way.
+TW_API twResult_t twHandleCountsReady(twHandle_t handle, int32_t timeout_ms, int32_t* ready);
+
+// Tells how many rows of a layout this rank will receive: for twFlat R', for twGrouped P, where rows that are dropped
+// have places too, which hold zeros. On a device the call waits until the exchange of counts has told the host, in
+// memory that both map: it waits for no stream, and never for what was enqueued after the exchange. Errors:
+// twInvalidUsage before the exchange of counts, or if that is captured into a graph, where the host cannot know;
+// twRecvOverflow; twTimeout; the sticky ones.
+TW_API twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
+
+// Tells how many rows the outputs of a dispatch have; never waits. If the host knows the counts, as on the CPU it
+// always does, the number is that of twHandleNumRecvRows. Else, on a device, it is all that there is room for, which
+// for twFlat is max_recv_tokens. Then ids beyond what comes are invalid and weights 0; rows stay as they are there (in
+// twGrouped from the last of the offsets on), so that the cost of a dispatch follows what comes.
+TW_API twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
+
+// What a layout is in a group. The outputs of a dispatch in it have the leading dimensions [blocks, rows_per_bound *
+// b], b being the call's bound, or where `exact` is 1 [rows], rows being what twHandleNumOutputRows tells.
+typedef struct {
+  size_t size;
+  int32_t exact;      // 1: as many rows as came (high throughput); 0: as many as the bound allows
+  int32_t by_expert;  // 1: a row stands under one local expert, with that id alone; 0: under its source, with all K
+  int32_t views;      // 1: payloads are views of the window unless memory is given; 0: memory must be given
+  int64_t blocks;     // elements of counts: N, or L by expert
+  int64_t rows_per_bound;  // rows of a block for each of b: 1, or N by expert; 0 in the exact layouts
+  int64_t ids_per_row;     // ids and weights of a row: K, or 1 by expert, which is then no dimension of theirs
+  int64_t offsets;         // elements of offsets, L + 1; 0: no offsets, origins or payloads by column
+  int32_t default_bound;   // b of a dispatch that names none; 0 in the exact layouts
+} twLayoutInfo_t;
+
+// Tells what a layout is in this group; creates nothing and never waits. Errors: twInvalidArgument if the group's mode
+// does not have the layout.
+TW_API twResult_t twGroupLayout(twGroup_t group, twLayout_t layout, twLayoutInfo_t* info);
+
+// What twDispatch takes: the caller's rows, and how the step is made.
+typedef struct {
+  size_t size;
+  twTensor_t payloads[TW_MAX_PAYLOADS];  // [T, ...] each, as configured; T as in the handle
+  int32_t bound;                         // b, equal on all ranks, T <= b <= B; 0: B. High throughput: 0
+  int32_t lane;                          // -1: the next free one, in the same order on all ranks
+  int32_t send_only;                     // 1: return when everything is sent; twComplete receives
+  void* stream;
+  int32_t uncounted;  // 1: not counted by twGroupLoads (a further pass over tokens that were counted); the same on all
+                      // ranks
+  // What rows consist of in this call, the same on all ranks: num_types payloads, within config.dispatch_room bytes
+  // together, in place of the configured ones. 0: as configured. Leases are for configured rows alone: others come to
+  // the bank, and what was announced for this dispatch is let go of.
+  int32_t num_types;
+  twPayload_t types[TW_MAX_PAYLOADS];
+} twDispatchInput_t;
+#define TW_DISPATCH_INPUT_INIT                                           \
+  {                                                                      \
+    sizeof(twDispatchInput_t), {TW_TENSOR_INIT}, 0, -1, 0, NULL, 0, 0, { \
+      { twDtypeNone, 0 }                                                 \
+    }                                                                    \
+  }
+
+// What a dispatch delivers. The caller may set `data` of any tensor to memory of its own (C-contiguous, of the shape
+// given here) to have it written there; shape and dtype are then checked. With data == NULL:
+//   rank_major    payloads: a view of the window, valid until the next step on the lane starts (the handle's combine
+//                 may read it); ids, weights, counts: views of the handle, valid until its next dispatch or its end
+//   expert_major  not written (there is nothing to view), except counts, a view of the handle
+//   flat          as rank_major
+//   grouped       as expert_major; offsets are a view of the handle too
+//
+// The call fills in all fields of the tensors. Memory that is given for one must not overlap another's, nor, on the
+// CUDA backend, what the call reads: its inputs and, in a handle's first dispatch, the routing. On the CPU it may
+// overlap the inputs, which have been sent before anything is written.
+typedef struct {
+  size_t size;
+  twLayout_t layout;
+  twTensor_t payloads[TW_MAX_PAYLOADS];  // rank_major [N, b, elements], expert_major [L, N*b, elements]; rows beyond
+                                         // the counts are not written. flat [R', elements], grouped [P, elements]
+  twTensor_t ids;      // id_dtype. rank_major [N, b, K]; expert_major [L, N*b]; invalid_id where there is nothing;
+                       // flat [R', K], grouped [P]
+  twTensor_t weights;  // twFloat32, the same shape; 0 where there is nothing
+  twTensor_t counts;   // twInt32. rank_major and flat [N], expert_major and grouped [L]
+  twTensor_t offsets;  // twInt32 [L + 1], grouped alone: where the rows of each expert begin, and at last P
+  // Set by the caller, grouped alone. 1: payload q is column-major, [elements, M], where M is P rounded up to whole 16
+  // bytes, with zeros from P on. Grouped GEMMs read the scales of their rows like that. 0: row-major, as above.
+  int32_t column_major[TW_MAX_PAYLOADS];
+  twTensor_t origins;  // twInt64 [P], grouped alone, written only where the caller gives memory for it: row * K + k of
+                       // the flat layout that each row was taken from, -1 where there is nothing
+} twDispatchOutput_t;
+// clang-format off
+#define TW_DISPATCH_OUTPUT_INIT                                                                                  \
+  {sizeof(twDispatchOutput_t), twRankMajor, {TW_TENSOR_INIT}, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT, \
+   TW_TENSOR_INIT, {0}, TW_TENSOR_INIT}
+// clang-format on
+
+// What twCombine takes: the experts' rows in the layout of the dispatch, and how the step is made.
+typedef struct {
+  size_t size;
+  twLayout_t layout;
+  twWeighting_t weighting;
+  twTensor_t rows;  // [N, b, H] or [L, N*b, H], [R', H] or [P, H] as dispatched; twFloat32, twBfloat16 or twFloat16;
+                    // rows beyond the counts are not read. May be the dispatch's view itself
+  int32_t send_only;
+  void* stream;
+  // What is combined in this call, the same on all ranks, within config.combine_room bytes a row, in place of
+  // config.combine_dtype and combine_elements; none and 0: as configured.
+  twDtype_t wire_dtype;
+  int64_t elements;
+} twCombineInput_t;
+#define TW_COMBINE_INPUT_INIT \
+  {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL, twDtypeNone, 0}
+
+// Where twCombine writes: memory of the caller.
+typedef struct {
+  size_t size;
+  twTensor_t tokens;  // [T, H], given by the caller; twFloat32, twBfloat16 or twFloat16. May overlap the input's rows:
+                      // none of these is overwritten before it was sent
+} twCombineOutput_t;
+#define TW_COMBINE_OUTPUT_INIT {sizeof(twCombineOutput_t), TW_TENSOR_INIT}
+
+// Sends every token to the ranks of its experts and receives what the others send here. A step of all ranks. It leases
+// a lane until the handle's combine (or twHandleRelease); a handle that holds a lane dispatches again on the same one.
+// Stream semantics: as in the conventions above.
+//
+// Errors: twInvalidArgument and twInvalidUsage; twPeerRefused, twBoundMismatch, and the sticky ones. For the first two,
+// peers get twPeerRefused at once, with two exceptions. An error about which lane to use or about a send that is
+// pending is refused alike everywhere. After an error about the stream of a device nothing can be sent: then peers wait
+// for this rank, up to their timeout. With staged transport between devices a bound that is out of range ends the group
+// (docs/BACKENDS.md). If neither the handle nor the struct tells the lane, the call is refused on the next free one.
+//
+// After a step that failed, counts are 0 and ids invalid_id for sources whose rows did not arrive. A failed dispatch
+// gives its lane back, unless it was send_only: then the handle holds it until it is dispatched again, released or
+// destroyed. On the CUDA backend the peers of a rank that refused find out later. Their handles give the lane back by
+// the combine, which then does nothing but fill its output with NaN, or by twHandleRelease. The handle of the rank that
+// refused holds its lane as well, until it is dispatched again, released or destroyed; a combine that was refused has
+// given it back.
+TW_API twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_t* input,
+                             twDispatchOutput_t* output);
+
+// Tells whether calls of this group may name these rows: reads num_types and types of a dispatch's input, wire_dtype
+// and elements of a combine's, and nothing else of them. Not collective. Errors: twInvalidArgument.
+TW_API twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dispatched,
+                                   const twCombineInput_t* combined);
+
+// Returns rows to their owners and sums them there. A step of all ranks. It needs a completed dispatch of the handle
+// (else twInvalidUsage, and peers that do have one wait for this rank). It uses that dispatch's lane and gives it back,
+// or, when the handle holds none any more, takes a free lane for this one step.
+//   partial of a (token, rank) = its row, or sum over k ascending of [weight *] row: float32, from the
+//   first term on, multiply then add, each rounded to nearest even; rounded once to combine_dtype
+//   tokens[t] = sum of the partials over ranks ascending: float32, rounded once to the output type; 0 if
+//   there are none
+//
+// So results depend neither on timing nor on the backend. Errors: as twDispatch; after a failed step, tokens are NaN. A
+// combine that failed for its arguments can be repeated, but not from the window's view, whose life the failed step has
+// ended.
+TW_API twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t* input,
+                            const twCombineOutput_t* output);
+
+// Finishes the handle's pending send_only dispatch, combine or exchange of counts. Errors: those of the call it
+// finishes; twInvalidUsage if nothing is pending.
+TW_API twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream);
+
+#endif  // TOKENWAY_EXCHANGE_H_

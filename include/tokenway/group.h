@@ -1,0 +1,145 @@
+// Groups: their configuration, memory and life. Included by tokenway.h, which has the conventions and the letters.
+#ifndef TOKENWAY_GROUP_H_
+#define TOKENWAY_GROUP_H_
+
+// The mode of a group: whether ranks exchange counts before rows.
+typedef enum TW_AS_INT {
+  twLowLatency = 0,
+  // Exact layouts: ranks exchange counts first (twExchangeCounts), so that each row goes to its final place and outputs
+  // are as large as what comes.
+  twHighThroughput = 1,
+} twMode_t;
+
+// What happens to rows beyond max_recv_tokens.
+typedef enum TW_AS_INT {
+  twOverflowRefuse = 0,  // the exchange of counts fails on all ranks alike (twRecvOverflow); nothing is sent
+  twOverflowDrop = 1,    // they are not sent; a token's sum lacks the partials of ranks that it was dropped for
+} twOverflow_t;
+
+// What received ids name.
+typedef enum TW_AS_INT {
+  twIdLocal = 0,   // received ids are local experts 0..L-1 of this rank; ids of experts elsewhere become invalid_id
+  twIdGlobal = 1,  // received ids are as sent; with config.placement, the physical experts that serve them
+} twIdSpace_t;
+
+// A group's configuration. It must be equal on every rank, except sm_limit and the allocator; twGroupCreate finds
+// differences and names them.
+typedef struct {
+  size_t size;
+  twMode_t mode;
+  int32_t num_experts;   // E, 1..TW_MAX_EXPERTS; 0, with top_k 0: one on each rank, for a group that only gathers and
+                         // reduces
+  int32_t top_k;         // K, 1..TW_MAX_TOP_K, at most E
+  int32_t max_tokens;    // B, 1..TW_MAX_TOKENS: tokens of one rank in one call; N * B is at most 2^31 - 1
+  int32_t num_payloads;  // 1..TW_MAX_PAYLOADS
+  twPayload_t payloads[TW_MAX_PAYLOADS];
+  twDtype_t combine_dtype;   // dtype of combined rows on the wire: twFloat32, twBfloat16 or twFloat16
+  int64_t combine_elements;  // H of combined rows
+  // Placement of experts. NULL: contiguous blocks, where the first E mod N ranks hold one more. Else expert e lives on
+  // rank expert_rank[e] as its local expert expert_slot[e]; a rank's slots are 0..L-1, each once; L may be 0. Copied.
+  // With `placement`, below, both place the P physical experts instead, and have P elements.
+  const int32_t* expert_rank;  // [E]
+  const int32_t* expert_slot;  // [E]
+  int32_t lanes;               // channels: exchanges in flight, 1..TW_MAX_LANES; 0: 1
+  int32_t timeout_ms;          // a peer later than this is an error; 0: TOKENWAY_TIMEOUT_MS, else 100 s
+  twDtype_t id_dtype;          // dtype of received ids: twInt32 or twInt64; twDtypeNone: twInt32
+  twIdSpace_t id_space;
+  int32_t invalid_id;  // what stands for "no expert" in received ids: negative, or no id that may come; default -1
+  int32_t sm_limit;    // CUDA backend: thread blocks of a kernel, at most one per SM; 0: the backend chooses
+  // The next three are for high throughput alone.
+  int32_t max_recv_tokens;  // R: how many rows of all sources a rank may receive in a step, 1..N*B; 0: N*B
+  twOverflow_t overflow;
+  int32_t row_alignment;  // twGrouped: an expert's rows begin at multiples of this; a power of two, 1..256; 0: 1
+  // Allocator for the arrays of handles (device memory on the CUDA backend); both NULL: the library's own. alloc must
+  // return 64-byte aligned blocks.
+  void* (*alloc)(size_t bytes, void* context);
+  void (*release)(void* block, void* context);
+  void* alloc_context;
+  uint64_t lease_bytes;            // bytes of the window for leases (leases.h), high throughput alone; 0: none
+  const twPlacement_t* placement;  // placement.h: replicas of experts, maps by layer, load statistics; NULL: none
+  // Bytes that the window has room for in each row, so that calls may name rows of other types
+  // (twDispatchInput_t.types, twCombineInput_t.wire_dtype); 0: as many as the rows above have.
+  uint64_t dispatch_room;  // of all payloads of a dispatched row together
+  uint64_t combine_room;   // of a combined row
+} twGroupConfig_t;
+
+// clang-format off
+#define TW_GROUP_CONFIG_INIT                                                                                       \
+  {sizeof(twGroupConfig_t), twLowLatency, 0, 0, 0, 0, {{twDtypeNone, 0}}, twBfloat16, 0, NULL, NULL, 1, 0, twInt32, \
+   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0}
+// clang-format on
+
+// A group as twGroupInfo tells it.
+typedef struct {
+  size_t size;
+  int32_t rank;               // rank in this group: after a shrink, ranks are renumbered
+  int32_t nranks;             // N
+  int32_t num_local_experts;  // L of this rank
+  int32_t lanes;
+  int32_t timeout_ms;
+  int32_t comm_ranks[TW_MAX_RANKS];  // the comm's rank of each rank of the group
+  uint64_t window_bytes;  // bytes of this rank's window; on the CUDA backend with its LL128 packets and chunk signals
+} twGroupInfo_t;
+
+// Sizes in bytes, as twGroupWindowBytes tells them.
+typedef struct {
+  size_t size;
+  uint64_t window;          // bytes of one rank's window, all channels
+  uint64_t per_lane;        // bytes of one channel in it: two banks of rows, inbox and signals
+  uint64_t dispatch_row;    // bytes of one dispatched row with its header, ids and weights
+  uint64_t combine_row;     // bytes of one combined row
+  uint64_t expert_buffers;  // 2 * E * B * row: the receive and send buffers of designs that keep a place per expert
+                            // (NCCL EP, equation 3), for comparison
+} twWindowBytes_t;
+
+// Computes what a group of this configuration would take on `nranks` ranks; creates nothing. Errors: as twGroupCreate.
+TW_API twResult_t twGroupWindowBytes(const twGroupConfig_t* config, int32_t nranks, twWindowBytes_t* bytes);
+
+// Creates a group: maps a window of each rank into every other. Collective over the comm. Errors: twInvalidArgument and
+// twConfigMismatch, which leave the comm usable (if any rank fails, all ranks return an error); twOutOfMemory,
+// twTimeout, twPeerDied; and twCallMismatch, at once, where another rank destroys or shrinks a group instead. Its
+// sentence names what each rank does. Each rank counts that as one call, so the comm's next calls meet again.
+TW_API twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t* config);
+
+// Destroys a group and frees its handles: a handle must not be used, nor destroyed, afterwards. Collective, with a
+// bounded barrier; a group with a sticky error is freed without one. Views into the window end here, unless it is kept
+// (twWindowKeep). Errors: twInvalidUsage while another thread is in a call of the group (twGroupAbort ends one that
+// waits); twCallMismatch, at once, where another rank creates a group or destroys another one instead. Then the group
+// is freed all the same, and its peers need not wait for this rank when they destroy it. While peers shrink the group
+// they go on without this rank, which is no error here.
+TW_API twResult_t twGroupDestroy(twGroup_t group);
+
+// Creates a new group of the ranks that are still there, usually after an error. Collective among them. They agree on
+// who survives. Ranks are left out that died, that an error record blames, that gave the group up or destroyed it, or
+// that do not answer within the timeout or 10 s (TOKENWAY_SHRINK_MS), whichever is longer. Only a rank that
+// does not answer costs that time: the others are left out as soon as it is known that they will not come, also while
+// the call waits. The new group has fresh memory; the old one becomes sticky and must still be destroyed.
+//
+// config == NULL keeps the old configuration, with the maps and shares of config.placement; experts (or physical
+// experts) are in blocks over the survivors. max_recv_tokens beyond what the survivors can send becomes as much as they
+// can send.
+//
+// Errors: twExcluded on a rank that the others have given up, or, where ranks came too far apart, on a rank of the side
+// that is not the larger one; it then stays left out. Ranks that make another call instead are left out too, if those
+// who shrink are more; else the call returns twCallMismatch and changes nothing. The call may be repeated when it
+// failed, as when another rank died meanwhile.
+TW_API twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* config, twGroup_t* survivors);
+
+// Gives the group up, here and at all peers: their calls, also those that wait, return twPeerAborted within moments,
+// and twGroupDestroy does not wait for them. It is for a rank that cannot go on, as when an exception has ended its
+// part. Not collective. On a group that is finished already it only tells survivors not to wait for this rank. From any
+// thread.
+TW_API twResult_t twGroupAbort(twGroup_t group);
+
+// Tells a group's ranks, sizes and memory. From any thread.
+TW_API twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info);
+
+// Tells how a group of a portable comm exchanges (carrier.h). From any thread. Errors: twUnsupported for a group whose
+// ranks share memory.
+TW_API twResult_t twGroupPortableInfo(twGroup_t group, twPortableInfo_t* info);
+
+// Gives the record of the group's last error, whether sticky or of one call. Always returns twSuccess for a valid
+// group; never blocks; may be called from any thread.
+TW_API twResult_t twGroupGetError(twGroup_t group, twErrorRecord_t* record);
+
+#endif  // TOKENWAY_GROUP_H_
