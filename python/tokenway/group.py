@@ -16,7 +16,7 @@ from tokenway.blocks import Blocks
 from tokenway.collectives import Collectives, Rows
 from tokenway.comm import Comm
 from tokenway.counting import Counting
-from tokenway.errors import ErrorRecord, TokenwayError
+from tokenway.errors import ErrorRecord, InvalidArgument, TokenwayError
 from tokenway.exchange import Exchange
 from tokenway.handle import Handle, Tensor
 from tokenway.leases import LeaseInfo
@@ -238,26 +238,14 @@ class Group(_native.Shared):
         """
         return self._exchange.combine(handle, rows, weighting, layout, dtype, out, send_only)
 
-    def rows(
-        self,
-        hidden: int,
-        dtype: Any = "bfloat16",
-        payloads: Mapping[str, Payload | tuple[int, Any]] | None = None,
-        *,
-        combine_dtype: Any = None,
-        combine_hidden: int | None = None,
-    ) -> TypedRows:
+    def rows(self, kind: RowType) -> TypedRows:
         """Rows of another type: returns what dispatches and combines them, over this group's window and by its
-        handles. For layers whose rows differ: fp8 with scales forward, bfloat16 back; another hidden size. The
-        keywords are those of `Group`. A row takes at most `dispatch_room` bytes, a combined one `combine_room`.
-        Not collective; make it once, as making it takes longer than a call. Errors: InvalidArgument."""
-        made = TypedRows(
-            self.native,
-            self.shape,
-            self._blocks,
-            self._counting,
-            RowType(hidden, dtype, payloads, combine_dtype, combine_hidden),
-        )
+        handles. For layers whose rows differ: fp8 with scales forward, bfloat16 back; another hidden size. A row takes
+        at most `dispatch_room` bytes, a combined one `combine_room`. Not collective; make it once, as making it takes
+        longer than a call. Errors: InvalidArgument."""
+        if not isinstance(kind, RowType):
+            raise InvalidArgument.of("kind", f"is {kind!r}; it must be a RowType")
+        made = TypedRows(self.native, self.shape, self._blocks, self._counting, kind)
         self._typed.append(made)
         return made
 

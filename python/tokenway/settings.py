@@ -44,8 +44,7 @@ class WindowBytes:
 
 @dataclass(frozen=True)
 class RowType:
-    """What rows consist of: the keywords of `Group.rows`, and of `Group` for calls that name no others. Group documents
-    them."""
+    """What rows consist of: of a group, or of the calls that `Group.rows` returns. Group documents the fields."""
 
     hidden: int
     dtype: Any = "bfloat16"

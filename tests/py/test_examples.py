@@ -219,6 +219,46 @@ def test_quantised_is_not_blind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert out.endswith("A check FAILED.\n")
 
 
+def test_fp8_forward(backend: str) -> None:
+    """The fp8 rows take no window of their own, and forward and backward are as exact as their formats."""
+    out = example("09_fp8_forward.py", "--device", "cuda" if backend == "nvlink" else "cpu")
+    assert "forward 1056 to the experts and 2048 back, backward 2048 and 2048" in out
+    windows = re.search(r"^one window of ([\d.]+) MiB, for a group of each type ([\d.]+)$", out, re.MULTILINE)
+    assert windows and float(windows[1]) < 0.8 * float(windows[2]), out
+    assert out.endswith("All checks hold.\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("tw.TypedRows.dispatch, 'scales'", "NOT WHAT WAS SENT"),
+        ("tw.Group.dispatch, None", "NOT WHAT WAS SENT"),
+        ("tw.Group.combine, None", " WRONG"),
+    ],
+)
+def test_fp8_forward_is_not_blind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, said: str) -> None:
+    """One scale, one gradient, or a token's sum changed on its way: the example says so and fails."""
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import tokenway as tw\n"
+        "def change(call, payload):\n"
+        "    def changed(self, *args, **kwargs):\n"
+        "        result = call(self, *args, **kwargs)\n"
+        "        if not hasattr(result, 'tokens'):\n"
+        "            result *= result.dtype.type(1.06)\n"
+        "        elif payload:\n"
+        "            result.payloads[payload][0, 0, 0] *= 2\n"
+        "        else:\n"
+        "            result.tokens.view('u2')[0, 0, 0] ^= 1\n"
+        "        return result\n"
+        "    return changed\n"
+        f"owner, payload = {change.split(', ')[0].rpartition('.')[0]}, {change.split(', ')[1]}\n"
+        f"owner.{change.split(', ')[0].rpartition('.')[2]} = change({change})\n"
+    )
+    assert said in example("09_fp8_forward.py", "--ranks", "2", code=1)
+
+
 SMALL = ("--steps", "4", "--max-tokens", "12", "--hidden", "48", "--inner", "24", "--rounds", "1")
 
 

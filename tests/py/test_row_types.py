@@ -37,18 +37,6 @@ def named(setup: Setup) -> tw.RowType:
     return tw.RowType(*(given[name] for name in ("hidden", "dtype", "payloads", "combine_dtype", "combine_hidden")))
 
 
-def rows_of(group: tw.Group, setup: Setup) -> Any:
-    """The calls of a group whose rows are a setup's."""
-    kind = named(setup)
-    return group.rows(
-        kind.hidden,
-        kind.dtype,
-        kind.payloads,
-        combine_dtype=kind.combine_dtype,
-        combine_hidden=kind.combine_hidden,
-    )
-
-
 def make(env: Any, own: Setup, types: Any, **changes: Any) -> tw.Group:
     """A group with room for all of these rows."""
     kinds = [named(each) for each in (own, *types)]
@@ -65,7 +53,7 @@ def play_in_turns(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -> lis
         before = group.window_bytes().window
         got = []
         for setup, round_ in turns:
-            calls = None if setup == own else rows_of(group, setup)
+            calls = None if setup == own else group.rows(named(setup))
             (flight,) = Player(env, group, one(setup, round_), calls).flights()
             got += flight
         assert group.window_bytes().window == before
@@ -86,7 +74,7 @@ def play_by_one_handle(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -
         handle = None
         got = []
         for setup, round_ in turns:
-            calls = None if setup == own else rows_of(group, setup)
+            calls = None if setup == own else group.rows(named(setup))
             player = Player(env, group, one(setup, round_), calls)
             handle = handle or player.handle(round_)
             got.append(exchange(player, round_, handle)[1])
@@ -96,7 +84,7 @@ def play_by_one_handle(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -
 def play_at_once(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -> list[Got]:
     """All of them under way together, each on a lane."""
     with make(env, own, [setup for setup, _ in turns], lanes=len(turns)) as group:
-        players = [Player(env, group, one(setup, round_), rows_of(group, setup)) for setup, round_ in turns]
+        players = [Player(env, group, one(setup, round_), group.rows(named(setup))) for setup, round_ in turns]
         work = [(player, round_, player.handle(round_)) for player, (_, round_) in zip(players, turns, strict=True)]
         sent = [player.dispatch(round_, handle, player.payloads(round_), True) for player, round_, handle in work]
         order = np.random.default_rng(env.rank).permutation(len(turns))
@@ -207,7 +195,7 @@ def differ(env: Any) -> list[Any]:
         ids = env.backend.tensor(np.arange(6, dtype=np.int32).reshape(2, 3))
         tokens = {t: env.backend.tensor(np.ones((2, t.hidden), np.float32)) for t in TYPES[1:2]}
         own = env.backend.tensor(np.ones((2, OWN.hidden), tw.tensors.numpy_dtype("bfloat16")))
-        typed = rows_of(group, TYPES[1])
+        typed = group.rows(named(TYPES[1]))
         for _ in range(2):
             handle = group.route(ids)
             if env.rank == 0:
@@ -243,11 +231,12 @@ def refuse(env: Any) -> list[Any]:
     with make(env, OWN, ()) as group:
         return [
             caught(group.rows, 25),
-            caught(group.rows, 24, payloads={"s": (1, "uint8")}),
-            caught(group.rows, 0),
-            caught(group.rows, 24, "complex64"),
-            caught(group.rows, 2, combine_hidden=25),
-            caught(group.rows, 2, combine_dtype="int32"),
+            caught(group.rows, tw.RowType(25)),
+            caught(group.rows, tw.RowType(24, payloads={"s": (1, "uint8")})),
+            caught(group.rows, tw.RowType(0)),
+            caught(group.rows, tw.RowType(24, "complex64")),
+            caught(group.rows, tw.RowType(2, combine_hidden=25)),
+            caught(group.rows, tw.RowType(2, combine_dtype="int32")),
         ]
 
 
@@ -256,6 +245,7 @@ def test_rows_without_room_are_refused(world) -> None:
     for outcome, pattern in zip(
         heard,
         [
+            r"kind is 25; it must be a RowType",
             r"hidden is 25; it must be from 1 to 24",
             r"takes rows of 49 bytes; dispatch_room has room for 48",
             r"hidden is 0; it must be from 1 to 24",
@@ -274,7 +264,7 @@ def play_with_leases(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -> 
         got = []
         for setup, round_ in turns:
             used = group.leases.used
-            player = Player(env, group, one(setup, round_), rows_of(group, setup))
+            player = Player(env, group, one(setup, round_), group.rows(named(setup)))
             handle = player.handle(round_)
             received, mine = exchange(player, round_, handle)
             sent = (setup.hidden, setup.dtype, setup.payloads)

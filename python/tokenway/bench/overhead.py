@@ -27,6 +27,8 @@ from tokenway.bench.settings import Settings
 from tokenway.comm import connect
 from tokenway.group import Group
 from tokenway.handle import Handle
+from tokenway.row_types import TypedRows
+from tokenway.settings import RowType
 
 TARGET_US = 15.0
 ROUNDS = 21
@@ -111,6 +113,9 @@ def _paths(case: Case, group: Group) -> tuple[dict[str, Pairs], list[str]]:
     else:
         paths["C"] = _loop_in_c(loop, group, handle, (tokens, payloads, out, rows, answer))
     paths["NumPy, out= given"] = direct
+    kind = RowType(case.profile.hidden, tokens.dtype, _payload_types(payloads), combine_dtype=answer.dtype)
+    named = group.rows(kind)
+    paths["NumPy, out= given, rows named by the call"] = _direct(named, handle, (tokens, payloads, out, rows, answer))
     paths["NumPy, views and new tensors"] = _direct(group, handle, (tokens, payloads, None, rows, None))
     if importlib.util.find_spec("torch") is None:
         notes.append("PyTorch: not installed")
@@ -127,6 +132,11 @@ def _paths(case: Case, group: Group) -> tuple[dict[str, Pairs], list[str]]:
     return paths, notes
 
 
+def _payload_types(payloads: dict[str, Any] | None) -> dict[str, tuple[int, Any]] | None:
+    """What a `RowType` says of further payloads [1, elements]."""
+    return payloads and {name: (rows.shape[1], rows.dtype) for name, rows in payloads.items()}
+
+
 def _outputs(case: Case, tokens: Any, scales: Any) -> dict[str, Any]:
     """Every output of a dispatch in memory of the caller's, so that each call does the same."""
     out = {
@@ -138,7 +148,7 @@ def _outputs(case: Case, tokens: Any, scales: Any) -> dict[str, Any]:
     return out if scales is None else out | {"scales": np.zeros_like(scales)[None]}
 
 
-def _direct(group: Group, handle: Handle, args: tuple[Any, ...]) -> Pairs:
+def _direct(group: Group | TypedRows, handle: Handle, args: tuple[Any, ...]) -> Pairs:
     tokens, payloads, out, rows, answer = args
 
     def path(count: int) -> None:
