@@ -71,6 +71,7 @@ ALLOWED: dict[str, dict[int, str]] = {
         1000000: "ns of a ms",
         10_000_000_000: "ns, 10 s: a self-test of links is over by then, whatever the timeout",
     },
+    "host/memory.h": {18: "256 KB: several pages at a time, where experts are not a hundred thousand"},
     "host/memory.cc": {63: "alignment less one", 64: "bytes of alignment"},
     "host/settle.cc": {5: "us, the shortest nap of a wait for the device", 1000: "us, the longest"},
     "host/steps.cc": {5: "ms between looks", 500: "ms to find out who is to blame for moves that cannot be made"},

@@ -50,6 +50,13 @@ TW_API twResult_t twHandleCountsReady(twHandle_t handle, int32_t timeout_ms, int
 // twRecvOverflow; twTimeout; the sticky ones.
 TW_API twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
 
+// Tells how many rows each expert of this rank will receive: rows [L], memory of the caller, by local expert. That is
+// without the padding of twGrouped, where the rows of an expert begin behind those of the experts before it, each of
+// these rounded up to a multiple of config.row_alignment (twDispatchOutput_t.offsets). With twOverflowDrop, rows that
+// are dropped are counted, as they have places there. Waits as twHandleNumRecvRows does, and not at all after it; the
+// same errors.
+TW_API twResult_t twHandleNumExpertRows(twHandle_t handle, int32_t* rows);
+
 // Tells how many rows the outputs of a dispatch have; never waits. If the host knows the counts, as on the CPU it
 // always does, the number is that of twHandleNumRecvRows. Else, on a device, it is all that there is room for, which
 // for twFlat is max_recv_tokens. Then ids beyond what comes are invalid and weights 0; rows stay as they are there (in

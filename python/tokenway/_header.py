@@ -333,6 +333,7 @@ FUNCTIONS = {
     "twHandleDestroy": (c_int, [c_void_p]),
     "twHandleNumRecvTokens": (c_int, [c_void_p, POINTER(c_int32), POINTER(c_int32)]),
     "twHandleNumRecvRows": (c_int, [c_void_p, c_int, POINTER(c_int64)]),
+    "twHandleNumExpertRows": (c_int, [c_void_p, c_void_p]),
     "twHandleNumOutputRows": (c_int, [c_void_p, c_int, POINTER(c_int64)]),
     "twHandleCountsReady": (c_int, [c_void_p, c_int32, POINTER(c_int32)]),
     "twExchangeCounts": (c_int, [c_void_p, c_void_p, POINTER(CountsInput)]),

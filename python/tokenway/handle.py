@@ -384,6 +384,16 @@ class Handle(Generic[Owner]):
         self._check(_native.lib.twHandleNumRecvRows(self.pointer, _header.LAYOUTS["flat"], byref(rows)))
         return rows.value
 
+    @property
+    def expert_rows(self) -> np.ndarray:
+        """[L] int32: rows that each expert of this rank will receive, after `Group.exchange_counts`; on the host, for
+        products that take their sizes there. Without the padding of grouped, whose offsets are the running sums of
+        these, each rounded up to row_alignment; with overflow "drop", rows that are dropped are counted, as they have
+        places there. Waits as `recv_rows` does, and not at all after it. Errors: those of `recv_rows`."""
+        rows = np.empty(self._living().num_local_experts, np.int32)
+        self._check(_native.lib.twHandleNumExpertRows(self.pointer, rows.ctypes.data))
+        return rows
+
     def _check(self, result: int) -> None:
         """Raises unless a call succeeded; then `Group.check` need not tell of it any more."""
         if result:

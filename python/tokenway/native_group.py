@@ -19,7 +19,7 @@ class NativeGroup:
     tensors.Host or cuda.Cuda. device: the CUDA device of this rank, None on the CPU.
     """
 
-    __slots__ = ("_comm", "_told", "address", "device", "nranks", "place", "torch_views")
+    __slots__ = ("_comm", "_told", "address", "device", "nranks", "num_local_experts", "place", "torch_views")
 
     def __init__(self, address: int, comm: Comm, place: Any, lanes: int):
         self.address: int | None = address  # None once the group is closed
@@ -27,7 +27,9 @@ class NativeGroup:
         self.place = place
         self.device = comm.device
         self.torch_views = versions.Views(address, lanes)
-        self.nranks: int = self.info().nranks
+        info = self.info()
+        self.nranks: int = info.nranks
+        self.num_local_experts: int = info.num_local_experts
         self._told: ErrorRecord | None = None  # the last record that an exception has told
 
     @property

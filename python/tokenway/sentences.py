@@ -76,6 +76,7 @@ FUNCTIONS = {
     "twHandleRelease": "Handle.release",
     "twHandleNumRecvTokens": "num_recv_tokens",
     "twHandleNumRecvRows": "recv_rows",
+    "twHandleNumExpertRows": "expert_rows",
     "twHandleNumOutputRows": "the size of outputs",
     "twHandleCountsReady": "counts_ready",
     "twHandleDestroy": "the end of a handle",

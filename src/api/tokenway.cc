@@ -328,12 +328,16 @@ twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* to
 
 namespace {
 
+Status check_counts_known(twHandle_t handle) {
+  if (handle->counts.exchanged) return {};
+  return fail(twInvalidUsage, "the handle's counts have not been exchanged since it was routed");
+}
+
 // Checks the arguments of calls that ask for the rows of a layout.
 Status check_counted(twHandle_t handle, twLayout_t layout, const int64_t* rows) {
   TW_CHECK_NOT_NULL(rows);
   TW_RETURN_IF_FAILED(tw::api::check_layout("layout", layout, true));
-  if (handle->counts.exchanged) return {};
-  return fail(twInvalidUsage, "the handle's counts have not been exchanged since it was routed");
+  return check_counts_known(handle);
 }
 
 }  // namespace
@@ -343,6 +347,16 @@ twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int64_t* ro
     TW_RETURN_IF_FAILED(check_counted(handle, layout, rows));
     TW_RETURN_IF_FAILED(tw::learn_counts(*handle->group, *handle));
     *rows = tw::shown_rows(*handle->group, *handle, tw::layout_of(layout), true);
+    return {};
+  });
+}
+
+twResult_t twHandleNumExpertRows(twHandle_t handle, int32_t* rows) {
+  return enter_handle("twHandleNumExpertRows", handle, [&]() -> Status {
+    TW_CHECK_NOT_NULL(rows);
+    TW_RETURN_IF_FAILED(check_counts_known(handle));
+    TW_RETURN_IF_FAILED(tw::learn_counts(*handle->group, *handle));
+    std::copy(handle->counted.expert_rows.begin(), handle->counted.expert_rows.end(), rows);
     return {};
   });
 }

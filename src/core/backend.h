@@ -100,8 +100,9 @@ struct HandleArrays {
 // An exchange of counts as the host knows it.
 struct KnownCounts {
   bool known = false;
-  bool failed = false;            // the counts did not come, on any rank
-  std::vector<int32_t> received;  // [N] rows from each rank
+  bool failed = false;               // the counts did not come, on any rank
+  std::vector<int32_t> received;     // [N] rows from each rank
+  std::vector<int32_t> expert_rows;  // [L] rows for each local expert, those that are dropped too
   int64_t flat_rows = 0;
   int64_t grouped_rows = 0;
   Overflow overflow;

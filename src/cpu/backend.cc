@@ -130,6 +130,7 @@ class CpuBackend : public Backend {
     for (int32_t source = 0; source < shape().ranks; ++source) {
       known->received.push_back(handle.counts.at(shape(), source, context_.me));
     }
+    known->expert_rows.assign(handle.counts.experts, handle.counts.experts + context_.local_experts);
     known->flat_rows = handle.counts.source[shape().ranks];
     known->grouped_rows = handle.experts.begin[context_.local_experts];
     known->known = true;

@@ -79,10 +79,14 @@ class Counted {
     int64_t rows = -1;
     EXPECT_TW(twSuccess, twHandleNumRecvRows(handles[rank], twFlat, &rows));
     EXPECT_EQ(rows, begin);
+    std::vector<int32_t> by_expert(world_.homes.held[rank] + 1, -7);
+    EXPECT_TW(twSuccess, twHandleNumExpertRows(handles[rank], by_expert.data()));
+    EXPECT_EQ(by_expert.back(), -7) << "there are as many as local experts";
     int64_t padded = 0;
     const int32_t alignment = std::max(1, world_.config.row_alignment);
     for (int32_t expert = 0; expert < world_.homes.held[rank]; ++expert) {
       EXPECT_EQ(counts.experts[expert], wanted_of(rank, expert)) << "expert " << expert;
+      EXPECT_EQ(by_expert[expert], wanted_of(rank, expert)) << "expert " << expert;
       padded += (wanted_of(rank, expert) + alignment - 1) / alignment * alignment;
     }
     EXPECT_TW(twSuccess, twHandleNumRecvRows(handles[rank], twGrouped, &rows));

@@ -137,10 +137,12 @@ TEST(Counts, UpdateForgetsThem) {
   counted.exchange();
   const twTensor_t ids = tensor(nullptr, twInt32, {0, 2});
   int64_t rows = 0;
+  std::vector<int32_t> by_expert(6, -7);
   for (int rank = 0; rank < 2; ++rank) {
     EXPECT_TW(twSuccess, twHandleUpdate(counted.handles[rank], &ids, nullptr));
     EXPECT_TW(twInvalidUsage, twHandleNumRecvRows(counted.handles[rank], twFlat, &rows));
     EXPECT_TW(twInvalidUsage, twHandleNumRecvTokens(counted.handles[rank], nullptr, nullptr));
+    EXPECT_TW(twInvalidUsage, twHandleNumExpertRows(counted.handles[rank], by_expert.data()));
     EXPECT_TW(twSuccess, counted.exchange(rank, true));
     EXPECT_TW(twInvalidUsage, twHandleUpdate(counted.handles[rank], &ids, nullptr)) << "they are on their way";
   }
@@ -148,6 +150,10 @@ TEST(Counts, UpdateForgetsThem) {
     EXPECT_TW(twSuccess, counted.complete(rank));
     EXPECT_TW(twSuccess, twHandleNumRecvRows(counted.handles[rank], twFlat, &rows));
     EXPECT_EQ(rows, 0);
+    EXPECT_TW(twInvalidArgument, twHandleNumExpertRows(counted.handles[rank], nullptr));
+    EXPECT_NE(std::strstr(twLastError(), "rows is NULL"), nullptr) << twLastError();
+    EXPECT_TW(twSuccess, twHandleNumExpertRows(counted.handles[rank], by_expert.data()));
+    EXPECT_EQ(by_expert, (std::vector<int32_t>{0, 0, 0, -7, -7, -7}));
   }
 }
 
@@ -176,6 +182,8 @@ TEST(Counts, OverflowIsRefusedAlike) {
     EXPECT_EQ(record.sticky, 0);
     int64_t rows = 0;
     EXPECT_TW(twInvalidUsage, twHandleNumRecvRows(counted.handles[rank], twFlat, &rows)) << "there are none";
+    int32_t by_expert = 0;
+    EXPECT_TW(twInvalidUsage, twHandleNumExpertRows(counted.handles[rank], &by_expert));
   }
   expect_counts(world, 4);
 }

@@ -114,6 +114,8 @@ def captured_layers(env: Any, layout: str) -> None:
             layer.check(results)
         with pytest.raises(tw.InvalidUsage, match="captured into a graph"):
             _ = layer.handle.recv_rows
+        with pytest.raises(tw.InvalidUsage, match="captured into a graph"):
+            _ = layer.handle.expert_rows
         layer.load(7)
         layer.check(layer.step())  # eager calls go on
         assert group.error is None
@@ -217,17 +219,17 @@ def asking(env: Any) -> list[Any]:
             sleep_on_device(0.3)
         group.exchange_counts(handle)
         found = [handle.counts_ready(), handle.counts_ready(0.01)] if env.rank == 0 else []
-        found += [handle.counts_ready(None), handle.counts_ready(), handle.recv_rows]
+        found += [handle.counts_ready(None), handle.expert_rows.tolist(), handle.counts_ready(), handle.recv_rows]
         pending = group.exchange_counts(
             group.route(torch.zeros((1, 1), dtype=torch.int32, device=env.device)), send_only=True
         )
         other = pending.result()
-        return [*found, other.recv_rows]
+        return [*found, other.expert_rows.tolist()]
 
 
 def test_asking_for_counts() -> None:
     with Locals(2) as ranks:
-        assert ranks.run(asking) == [[False, False, True, True, 0, 2], [True, True, 4, 0]]
+        assert ranks.run(asking) == [[False, False, True, [0, 0], True, 0, [2, 0]], [True, [0, 4], True, 4, [0, 0]]]
 
 
 def overflow(env: Any) -> list[str]:

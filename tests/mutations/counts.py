@@ -165,6 +165,19 @@ COUNTS = (
         (Edit(COUNTS_H, "      if (placement.rank[expert] == rank) told", "      told"),),
     ),
     Mutation(
+        "the last expert's rows are not told",
+        "S9",
+        "counts_test",
+        "Counts.UnevenRanks",
+        (
+            Edit(
+                CPU,
+                "handle.counts.experts + context_.local_experts)",
+                "handle.counts.experts + context_.local_experts - 1)",
+            ),
+        ),
+    ),
+    Mutation(
         "ready when the first counts have come",
         "S4",
         "counts_ready_test",

@@ -284,6 +284,7 @@ class Got:
     out: np.ndarray
     late: np.ndarray | None = None
     received: tuple[np.ndarray, int] | None = None  # num_recv_tokens()
+    expert_rows: np.ndarray | None = None  # Handle.expert_rows, in high throughput
     origins: np.ndarray | None = None  # of grouped, where it was asked for
 
 
@@ -342,6 +343,8 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
         if mine.received is not None:
             same("num_recv_tokens", mine.received[0], per_source, where)
             assert mine.received[1] == per_source.sum(), where
+        if mine.expert_rows is not None:
+            same("expert_rows", mine.expert_rows, x.routed_rows(rank), where)
         want_tokens = want.payloads[0]
         rows.append(answers(setup, round_, rank, want_tokens, want.ids, want.weights, want.counts, offsets))
     wire, out = numpy_dtype(setup.combine_dtype), numpy_dtype(round_.out)

@@ -232,10 +232,11 @@ class Player:
             self.leased += zip(payloads, fields, strict=True)
         rest = [self.array(getattr(received, n)) for n in ("ids", "weights", "counts", "offsets")]
         assert received.layout == round_.layout
-        origins = None
-        if self.setup.exact and received.origins is not None:
-            origins = self.array(received.origins)
-        return Got(fields, *rest, np.empty(0), received=received.handle.num_recv_tokens(), origins=origins)
+        got = Got(fields, *rest, np.empty(0), received=received.handle.num_recv_tokens())
+        if self.setup.exact:
+            got.expert_rows = received.handle.expert_rows
+            got.origins = None if received.origins is None else self.array(received.origins)
+        return got
 
     def rows(self, round_: Round, received: tw.Received, got: Got) -> Any:
         if round_.identity and round_.rows == self.setup.dtype and self.setup.dtype in FLOATS:

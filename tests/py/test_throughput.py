@@ -192,17 +192,25 @@ def sizes(env: Any) -> list[Any]:
         handle = group.route(ids, weights)
         with pytest.raises(tw.InvalidUsage, match="have not been exchanged"):
             _ = handle.recv_rows
+        with pytest.raises(tw.InvalidUsage, match="have not been exchanged"):
+            _ = handle.expert_rows
         group.exchange_counts(handle)
+        experts = handle.expert_rows  # first: no other question has the host wait before
         found = [handle.recv_rows, handle.rows_of("grouped"), handle.num_recv_tokens()[1]]
         received = group.dispatch(handle, tensor(make_payloads(setup, round_, env.rank)[0]), layout="grouped")
         group.combine(handle, tensor(np.zeros((found[1], 4), np.float32)))
         offsets = array(received.offsets)
         found += [len(received.tokens), int(offsets[-1])]
         assert all(offset % 4 == 0 for offset in offsets)
+        assert experts.dtype == np.int32 and experts.tolist() == array(received.counts).tolist()
+        assert offsets.tolist() == [0, *(-(-experts // 4) * 4).cumsum().tolist()]
         handle.update(tensor(np.full_like(array(ids), -1)), weights)
         assert handle.rows_of("flat") is None
+        with pytest.raises(tw.InvalidUsage, match="have not been exchanged"):
+            _ = handle.expert_rows
         group.exchange_counts(handle)
         found.append(handle.recv_rows)
+        assert not handle.expert_rows.any() and experts.sum() == array(received.counts).sum(), "an array of its own"
     return found
 
 
@@ -285,11 +293,12 @@ def telling(env: Any) -> list[list[tuple[str, ...]]]:
                 env.backend.wait()
             group.check()
 
-        for order in (("recv_rows",), ("check", "recv_rows"), ("dispatch", "recv_rows"), ("check", "dispatch")):
+        for order in (("recv_rows",), ("check", "expert_rows"), ("dispatch", "recv_rows"), ("check", "dispatch")):
             handle = group.route(tensor(np.full((6, 1), 3, np.int32)))
             calls: dict[str, Callable[[], Any]] = {
                 "exchange_counts": partial(group.exchange_counts, handle),
                 "recv_rows": partial(getattr, handle, "recv_rows"),
+                "expert_rows": partial(getattr, handle, "expert_rows"),
                 "dispatch": partial(group.dispatch, handle, tokens),
                 "check": check,
             }
@@ -318,7 +327,7 @@ def test_an_overflow_that_is_learnt_late_is_told_once(threads: Any, backend: str
     world.forget()
     try:
         world.run(lambda env: monkeypatch.setattr(tw.cuda.Cuda, "learns_late", True))
-        late = [("recv_rows",), ("check", "recv_rows"), ("recv_rows",), ("check",)]
+        late = [("recv_rows",), ("check", "expert_rows"), ("recv_rows",), ("check",)]
         assert world.run(telling) == [late] * 2
     finally:
         world.forget()

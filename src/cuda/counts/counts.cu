@@ -324,6 +324,9 @@ __device__ void tell_host(const CountsParams& p, unsigned long long worst) {
   for (int i = static_cast<int>(threadIdx.x); i < shape.ranks; i += blockDim.x) {
     p.on_host->received[i] = static_cast<int32_t>(p.handle.source[i + 1] - p.handle.source[i]);
   }
+  for (int i = static_cast<int>(threadIdx.x); i < p.group.local_experts; i += blockDim.x) {
+    p.expert_rows[i] = p.handle.experts[i];
+  }
   if (threadIdx.x == 0) {
     p.on_host->failed = 0;
     p.on_host->overflow_rank = worst == ~0ull ? -1 : static_cast<int32_t>(worst >> 40);

@@ -43,6 +43,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
     if (handle.device.counts_page == nullptr)
       return fail(twOutOfMemory, "no host memory for counts that a device tells");
     p.on_host = static_cast<CountsOnHost*>(handle.device.counts_page);
+    p.expert_rows = p.on_host->expert_rows();
     p.serial = handle.device.counts_serial = handle.device.page_serial = ++counts_told_;
   } else if (receive) {
     handle.device.counts_serial = 0;
@@ -75,6 +76,7 @@ void NvlinkBackend::read_counts(const HandleArrays& handle, TimePoint until, Kno
   known->failed = page->failed != 0;
   if (known->failed) return;
   known->received.assign(page->received, page->received + shape().ranks);
+  known->expert_rows.assign(page->expert_rows(), page->expert_rows() + context_.local_experts);
   known->flat_rows = 0;
   for (const int32_t rows : known->received) known->flat_rows += rows;
   known->grouped_rows = page->grouped_rows;

@@ -1,6 +1,6 @@
 // The arena of a group: memory.h tells what it holds.
 //
-// All tables are one block, made and filled at creation; host pages come in blocks of kPages and are reused when the
+// All tables are one block, made and filled at creation; host pages come several at a time and are reused when the
 // exchange that writes to them has ended.
 //
 // What breaks if this changes: the layout of a map must be that of MapWords (launch/expert_tables.h). Memory that is
@@ -8,6 +8,7 @@
 // arena's own stream (S6).
 #include "cuda/host/memory.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace tw::cuda {
@@ -47,7 +48,7 @@ Arena::~Arena() {
     cudaStreamDestroy(stream_);
   }
   if (loads_.averages_there != nullptr) cudaFreeHost(loads_.averages_there);
-  for (CountsOnHost* const pages : page_blocks_) cudaFreeHost(pages);
+  for (void* const pages : page_blocks_) cudaFreeHost(pages);
 }
 
 Status Arena::create(const Context& context, const std::vector<std::byte*>& windows,
@@ -116,6 +117,7 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   made->maps_ = reinterpret_cast<uint32_t*>(made->tables_ + maps_at);
   made->balance_ = reinterpret_cast<int32_t*>(made->tables_ + balance_at);
   made->told_ = reinterpret_cast<int32_t*>(made->tables_ + told_at);
+  made->page_bytes_ = CountsOnHost::bytes(context.local_experts);
   // This is done now, as memory that is pinned while a peer waits for this rank may hold both up.
   if (CountsOnHost* const first = shape.exact() ? made->take_page() : nullptr) made->free_pages_.push_back(first);
   *arena = std::move(made);
@@ -147,13 +149,15 @@ CountsOnHost* Arena::take_page() {
   if (free_pages_.empty()) {
     const OutsideCaptures outside;
     void* made = nullptr;
-    const bool there = cudaHostAlloc(&made, kPages * sizeof(CountsOnHost), cudaHostAllocPortable) == cudaSuccess;
+    const size_t pages = std::clamp<size_t>(kPageBlock / page_bytes_, 1, kPages);
+    const bool there = cudaHostAlloc(&made, pages * page_bytes_, cudaHostAllocPortable) == cudaSuccess;
     (void)cudaGetLastError();
     if (!there) return nullptr;
-    auto* const pages = static_cast<CountsOnHost*>(made);
-    std::memset(made, 0, kPages * sizeof(CountsOnHost));
-    page_blocks_.push_back(pages);
-    for (int i = kPages; i-- > 0;) free_pages_.push_back(pages + i);
+    std::memset(made, 0, pages * page_bytes_);
+    page_blocks_.push_back(made);
+    for (size_t i = pages; i-- > 0;) {
+      free_pages_.push_back(reinterpret_cast<CountsOnHost*>(static_cast<std::byte*>(made) + i * page_bytes_));
+    }
   }
   CountsOnHost* const page = free_pages_.back();
   free_pages_.pop_back();

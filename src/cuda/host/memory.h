@@ -69,8 +69,10 @@ class Arena {
   uint32_t* maps_ = nullptr;
   int32_t* balance_ = nullptr;
   LoadsView loads_{};
-  static constexpr int kPages = 16;  // pages that are allocated at a time
-  std::vector<CountsOnHost*> page_blocks_;
+  static constexpr size_t kPages = 16;           // most pages that are allocated at a time
+  static constexpr size_t kPageBlock = 1 << 18;  // bytes that these may have together, unless one alone has more
+  size_t page_bytes_ = 0;
+  std::vector<void*> page_blocks_;
   struct GivenPage {
     CountsOnHost* page;
     uint64_t serial;

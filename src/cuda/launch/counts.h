@@ -28,6 +28,7 @@ struct CountsParams {
   int32_t send;
   int32_t receive;
   CountsOnHost* on_host;  // NULL: the host does not want them
+  int32_t* expert_rows;   // its expert_rows()
   uint64_t serial;        // written behind the results, so that the host sees they are there
 };
 

@@ -35,8 +35,8 @@ struct Report {
   int64_t value;
 };
 
-// What the host learns of an exchange of counts, in mapped host memory. `serial` is written last; it tells the
-// exchanges of a handle apart.
+// What the host learns of an exchange of counts, in mapped host memory, with the rows for each local expert behind it.
+// `serial` is written last; it tells the exchanges of a handle apart.
 struct CountsOnHost {
   uint64_t serial;
   int32_t overflow_rank;  // the first rank that would receive too many rows; -1: none
@@ -44,6 +44,14 @@ struct CountsOnHost {
   int64_t overflow_rows;
   int64_t grouped_rows;
   int32_t received[TW_MAX_RANKS];  // rows from each rank, without those that are dropped
+
+  // [L], those that are dropped too. For the host, which tells kernels where that is.
+  int32_t* expert_rows() { return reinterpret_cast<int32_t*>(this + 1); }
+  const int32_t* expert_rows() const { return reinterpret_cast<const int32_t*>(this + 1); }
+  static size_t bytes(int32_t local_experts) {
+    const size_t all = sizeof(CountsOnHost) + sizeof(int32_t) * static_cast<size_t>(local_experts);
+    return (all + alignof(CountsOnHost) - 1) / alignof(CountsOnHost) * alignof(CountsOnHost);
+  }
 };
 
 // How far a channel's steps over a staged transport are: low halves of their numbers. A collective that does not end
