@@ -34,10 +34,11 @@ typedef struct {
   int32_t lane;       // -1: the next free one, in the same order on all ranks
   int32_t send_only;  // 1: return when everything is sent; twCompleteRequest receives
   void* stream;
+  int32_t sm_limit;  // as twDispatchInput_t
 } twAllGatherVInput_t;
 // clang-format off
 #define TW_ALL_GATHER_V_INPUT_INIT \
-  {sizeof(twAllGatherVInput_t), 1, {TW_TENSOR_INIT}, NULL, TW_TENSOR_INIT, 0, -1, 0, NULL}
+  {sizeof(twAllGatherVInput_t), 1, {TW_TENSOR_INIT}, NULL, TW_TENSOR_INIT, 0, -1, 0, NULL, 0}
 // clang-format on
 
 // What a gather delivers. The caller may set `data` of any tensor to memory of its own (C-contiguous, of the shape
@@ -78,10 +79,11 @@ typedef struct {
   int32_t lane;
   int32_t send_only;
   void* stream;
+  int32_t sm_limit;  // as twDispatchInput_t
 } twReduceScatterVInput_t;
 // clang-format off
 #define TW_REDUCE_SCATTER_V_INPUT_INIT \
-  {sizeof(twReduceScatterVInput_t), twFlat, 1, {TW_TENSOR_INIT}, NULL, TW_TENSOR_INIT, 0, -1, 0, NULL}
+  {sizeof(twReduceScatterVInput_t), twFlat, 1, {TW_TENSOR_INIT}, NULL, TW_TENSOR_INIT, 0, -1, 0, NULL, 0}
 // clang-format on
 
 // Where twReduceScatterV writes: memory of the caller.

@@ -23,11 +23,11 @@ typedef struct {
   void* stream;
   void* landing[TW_MAX_PAYLOADS];  // receive offsets: for each payload, the lease where the rows of the next dispatch
                                    // are to land (leases.h), or NULL
+  int32_t sm_limit;                // as twDispatchInput_t
 } twCountsInput_t;
-#define TW_COUNTS_INPUT_INIT                       \
-  {                                                \
-    sizeof(twCountsInput_t), -1, 0, NULL, { NULL } \
-  }
+// clang-format off
+#define TW_COUNTS_INPUT_INIT {sizeof(twCountsInput_t), -1, 0, NULL, {NULL}, 0}
+// clang-format on
 
 TW_API twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsInput_t* input);
 
@@ -96,13 +96,14 @@ typedef struct {
   // the bank, and what was announced for this dispatch is let go of.
   int32_t num_types;
   twPayload_t types[TW_MAX_PAYLOADS];
+  // CUDA backend: thread blocks of this call's kernels, those of twComplete and those that order rows by expert among
+  // them, in place of config.sm_limit; 0: as configured. Ranks may differ. A captured call keeps its limit.
+  int32_t sm_limit;
 } twDispatchInput_t;
-#define TW_DISPATCH_INPUT_INIT                                           \
-  {                                                                      \
-    sizeof(twDispatchInput_t), {TW_TENSOR_INIT}, 0, -1, 0, NULL, 0, 0, { \
-      { twDtypeNone, 0 }                                                 \
-    }                                                                    \
-  }
+// clang-format off
+#define TW_DISPATCH_INPUT_INIT \
+  {sizeof(twDispatchInput_t), {TW_TENSOR_INIT}, 0, -1, 0, NULL, 0, 0, {{twDtypeNone, 0}}, 0}
+// clang-format on
 
 // What a dispatch delivers. The caller may set `data` of any tensor to memory of its own (C-contiguous, of the shape
 // given here) to have it written there; shape and dtype are then checked. With data == NULL:
@@ -150,9 +151,10 @@ typedef struct {
   // config.combine_dtype and combine_elements; none and 0: as configured.
   twDtype_t wire_dtype;
   int64_t elements;
+  int32_t sm_limit;  // as twDispatchInput_t
 } twCombineInput_t;
 #define TW_COMBINE_INPUT_INIT \
-  {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL, twDtypeNone, 0}
+  {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL, twDtypeNone, 0, 0}
 
 // Where twCombine writes: memory of the caller.
 typedef struct {

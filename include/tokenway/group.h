@@ -45,7 +45,9 @@ typedef struct {
   twDtype_t id_dtype;          // dtype of received ids: twInt32 or twInt64; twDtypeNone: twInt32
   twIdSpace_t id_space;
   int32_t invalid_id;  // what stands for "no expert" in received ids: negative, or no id that may come; default -1
-  int32_t sm_limit;    // CUDA backend: thread blocks of a kernel, at most one per SM; 0: the backend chooses
+  // CUDA backend: thread blocks of a kernel, at most one per SM; 0: the backend chooses. Of calls that name none of
+  // their own.
+  int32_t sm_limit;
   // The next three are for high throughput alone.
   int32_t max_recv_tokens;  // R: how many rows of all sources a rank may receive in a step, 1..N*B; 0: N*B
   twOverflow_t overflow;

@@ -202,6 +202,7 @@ class DispatchInput(Struct):
         ("uncounted", c_int32),
         ("num_types", c_int32),
         ("types", Payload * MAX_PAYLOADS),
+        ("sm_limit", c_int32),
     ]
 
 
@@ -224,6 +225,7 @@ class CountsInput(Struct):
         ("send_only", c_int32),
         ("stream", c_void_p),
         ("landing", c_void_p * MAX_PAYLOADS),
+        ("sm_limit", c_int32),
     ]
 
 
@@ -245,6 +247,7 @@ class CombineInput(Struct):
         ("stream", c_void_p),
         ("wire_dtype", c_int),
         ("elements", c_int64),
+        ("sm_limit", c_int32),
     ]
 
 
@@ -262,6 +265,7 @@ class AllGatherVInput(Struct):
         ("lane", c_int32),
         ("send_only", c_int32),
         ("stream", c_void_p),
+        ("sm_limit", c_int32),
     ]
 
 
@@ -286,6 +290,7 @@ class ReduceScatterVInput(Struct):
         ("lane", c_int32),
         ("send_only", c_int32),
         ("stream", c_void_p),
+        ("sm_limit", c_int32),
     ]
 
 

@@ -211,7 +211,15 @@ class Collectives:
         self.requests: dict[int, tuple[Any, ...]] = {}  # what those under way read and write, by number
 
     def all_gatherv(
-        self, rows: Rows, sizes: Any, layout: Any, bound: Any, lane: Any, out: Rows | None, send_only: Any
+        self,
+        rows: Rows,
+        sizes: Any,
+        layout: Any,
+        bound: Any,
+        lane: Any,
+        out: Rows | None,
+        send_only: Any,
+        sm_limit: Any,
     ) -> Any:
         """As `Group.all_gatherv` says."""
         native, shape, call = self._native, self._shape, self._gathers.take()
@@ -236,7 +244,8 @@ class Collectives:
             offsets = native.place.empty((shape.nranks + 1,), "int32", like)
             call.extra[0].set(counts)
             call.extra[1].set(offsets)
-        function, asked = _native.lib.twAllGatherV, {"bound": bound, "lane": lane, "layout": layout}
+        function = _native.lib.twAllGatherV
+        asked = {"bound": bound, "lane": lane, "layout": layout, "sm_limit": sm_limit}
         self._collect(function, call, given, made, known, prepared, b, asked, send_only, out)
         if made is None:
             torch = tensors.is_torch(given[0])
@@ -251,7 +260,16 @@ class Collectives:
         return self._end(self._gathers, call, result, keep, out, send_only)
 
     def reduce_scatterv(
-        self, rows: Rows, sizes: Any, layout: Any, bound: Any, lane: Any, dtype: Any, out: Rows | None, send_only: Any
+        self,
+        rows: Rows,
+        sizes: Any,
+        layout: Any,
+        bound: Any,
+        lane: Any,
+        dtype: Any,
+        out: Rows | None,
+        send_only: Any,
+        sm_limit: Any,
     ) -> Any:
         """As `Group.reduce_scatterv` says."""
         native, shape, call = self._native, self._shape, self._reduces.take()
@@ -272,7 +290,8 @@ class Collectives:
             own = own if known.host is None else int(known.host[shape.rank])
             fits = 0 <= own <= shape.max_tokens  # else refused
             made = self._made(given, out, (own,) if fits else None, 1 if flat else 2, dtype)
-        function, asked = _native.lib.twReduceScatterV, {"bound": bound, "lane": lane, "layout": layout}
+        function = _native.lib.twReduceScatterV
+        asked = {"bound": bound, "lane": lane, "layout": layout, "sm_limit": sm_limit}
         self._collect(function, call, given, made or (), known, prepared, b, asked, send_only, out)
         assert made is not None, "C has accepted the call"
         result = made[0] if given[0] is rows else tuple(made)
@@ -322,11 +341,12 @@ class Collectives:
         out: Any,
     ) -> None:
         """Makes a call of which all that is its own is set, unless `prepared` has a problem. asked, out: what the
-        caller gave for bound, lane and layout, and to write to."""
+        caller gave for bound, lane, layout and sm_limit, and to write to."""
         native = self._native
         self._blocks.free()
         call.given.bound, call.given.lane = bound, arguments.lane_number(asked["lane"])
         call.given.send_only = 1 if arguments.truth(send_only) else 0
+        call.given.sm_limit = arguments.int32(asked["sm_limit"])
         if native.device is not None:
             call.given.stream = native.place.stream()
         hosted = None

@@ -26,12 +26,13 @@ class Counting:
         self._native, self._shape, self._blocks = native, shape, blocks
         self._copies = 0  # outputs that were copied for want of a lease
 
-    def exchange(self, handle: Handle[Any], lane: int | None, send_only: bool, lease: bool | str) -> Any:
+    def exchange(self, handle: Handle[Any], lane: int | None, send_only: bool, lease: bool | str, sm_limit: int) -> Any:
         """As `Group.exchange_counts` says."""
         native = self._native
         self._blocks.free()
         given = _header.CountsInput()
         given.lane = arguments.lane_number(lane)
+        given.sm_limit = arguments.int32(sm_limit)
         landing = None
         with arguments.Preparation() as prepared:
             given.stream = stream_of(native, handle)
@@ -43,7 +44,9 @@ class Counting:
             given.send_only = _REFUSED
         result = _native.lib.twExchangeCounts(native.pointer, pointer_of(handle), byref(given))
         if result:
-            error = native.error(result, prepared.problem, handle_is=unlike(handle))
+            error = native.error(
+                result, prepared.problem, values={"lane": lane, "sm_limit": sm_limit}, handle_is=unlike(handle)
+            )
             if isinstance(error, (PeerRefused, RecvOverflow)):
                 handle.leased = False  # what an earlier send_only call may have left
             native.torch_views.after(None, error)

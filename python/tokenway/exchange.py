@@ -61,6 +61,7 @@ class Exchange:
         columns: Any,
         count: Any,
         send_only: Any,
+        sm_limit: Any,
     ) -> Any:
         """As `Group.dispatch` says."""
         native, shape = self._native, self._shape
@@ -70,13 +71,13 @@ class Exchange:
             self._counting.size_outputs(handle)
         structs = self.structs.take()
         layout, b, given, sent, problem = self._prepare_dispatch(
-            structs, handle, tokens, payloads, layout, bound, lane, out, columns, count, send_only
+            structs, handle, tokens, payloads, layout, bound, lane, out, columns, count, send_only, sm_limit
         )
         asked, wanted = structs.dispatch_at
         torch = native.torch_views.meet((tokens,))
         result = _native.lib.twDispatch(native.pointer, pointer_of(handle), asked, wanted)
         if result:
-            values = {"bound": bound, "lane": lane, "layout": layout}
+            values = {"bound": bound, "lane": lane, "layout": layout, "sm_limit": sm_limit}
             extra = {f"payloads[{name!r}]": sent.get(name) for name in shape.extra_names}
             error = native.error(result, problem, {"tokens": tokens, **extra}, values, unlike(handle))
             if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
@@ -113,6 +114,7 @@ class Exchange:
         columns: Any,
         count: Any,
         send_only: Any,
+        sm_limit: Any,
     ) -> tuple[Any, int, dict[str, Tensor], dict[str, Tensor], TokenwayError | None]:
         """Fills the structs of a dispatch. Returns (layout, b, tensors to write to, payloads, what C cannot see)."""
         native, shape = self._native, self._shape
@@ -122,7 +124,7 @@ class Exchange:
         with arguments.Preparation() as prepared:
             b = shape.default_bound if bound is None else arguments.int32(bound) or -2
             stream = 0 if native.device is None else stream_of(native, handle)
-            structs.call(b, lane, send_only, count, stream)
+            structs.call(b, lane, send_only, count, stream, sm_limit)
             layout = layout or shape.default_layout
             structs.ask(layout)
             if out is not None:
@@ -152,32 +154,42 @@ class Exchange:
                     structs.outputs[name].set(tensor)
         if prepared.problem is not None:
             # The peers wait on that lane, and take the refusal for what was called.
-            structs.call(b, lane, arguments.truth(send_only), True, stream)
+            structs.call(b, lane, arguments.truth(send_only), True, stream, 0)
             structs.dispatch_out.layout = REFUSED
         return layout, b, given, sent, prepared.problem
 
     def refuse_dispatch(self) -> None:
         """As `Group.refuse_dispatch` says, of a group that is open."""
         native, structs = self._native, self.structs.take()
-        structs.call(0, None, False, True, native.place.stream())
+        structs.call(0, None, False, True, native.place.stream(), 0)
         _native.lib.twDispatch(native.address, None, *structs.dispatch_at)
         native.torch_views.after()
 
     # ---------------------------------------------------------------------------------------------------- combine
 
     def combine(
-        self, handle: Any, rows: Tensor, weighting: Any, layout: Any, dtype: Any, out: Any, send_only: Any
+        self,
+        handle: Any,
+        rows: Tensor,
+        weighting: Any,
+        layout: Any,
+        dtype: Any,
+        out: Any,
+        send_only: Any,
+        sm_limit: Any,
     ) -> Any:
         """As `Group.combine` says."""
         native, given = self._native, out
         structs = self.structs.take()
-        layout, out, problem = self._prepare_combine(structs, handle, rows, weighting, layout, dtype, out, send_only)
+        layout, out, problem = self._prepare_combine(
+            structs, handle, rows, weighting, layout, dtype, out, send_only, sm_limit
+        )
         asked, wanted = structs.combine_at
         result = _native.lib.twCombine(native.pointer, pointer_of(handle), asked, wanted)
         if result:
             if given is not None and problem is None:  # found here, so that calls that are right do not pay for it
                 problem = native.place.problem_of_output("out", given)
-            values = {"layout": layout, "weighting": weighting}
+            values = {"layout": layout, "weighting": weighting, "sm_limit": sm_limit}
             error = native.error(result, problem, {"rows": rows}, values, unlike(handle), out=out)
             if isinstance(handle, Handle) and native.place.learns_late and isinstance(error, InvalidArgument):
                 handle.leased = False  # as twCombine documents
@@ -201,13 +213,15 @@ class Exchange:
         dtype: Any,
         out: Any,
         send_only: Any,
+        sm_limit: Any,
     ) -> tuple[Any, Tensor, TokenwayError | None]:
         """Fills the structs of a combine. Returns (layout, the tensor to write to, what C cannot see)."""
         native, shape = self._native, self._shape
-        code, weighted, stream, sends = REFUSED, 0, 0, False
+        code, weighted, stream, sends, limit = REFUSED, 0, 0, False, 0
         with arguments.Preparation() as prepared:
             stream = 0 if native.device is None else stream_of(native, handle)
             sends = bool(send_only)
+            limit = arguments.int32(sm_limit) if sm_limit else 0
             weighted = arguments.code(_header.WEIGHTINGS, weighting)
             if layout is None:
                 layout = getattr(handle, "layout", None)
@@ -223,5 +237,5 @@ class Exchange:
             structs.rows.set(rows)
             structs.result.set(out)
             code = arguments.code(_header.LAYOUTS, layout)
-        structs.call_combine(code if prepared.problem is None else REFUSED, weighted, sends, stream)
+        structs.call_combine(code if prepared.problem is None else REFUSED, weighted, sends, stream, limit)
         return layout, out, prepared.problem

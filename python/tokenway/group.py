@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from ctypes import byref, c_void_p
 from dataclasses import replace
@@ -13,6 +13,7 @@ import numpy as np
 
 from tokenway import _native, cuda, tensors
 from tokenway.blocks import Blocks
+from tokenway.calls import Calls
 from tokenway.collectives import Collectives, Rows
 from tokenway.comm import Comm
 from tokenway.counting import Counting
@@ -29,7 +30,7 @@ from tokenway.settings import Payload, RowType, Settings, WindowBytes, make_conf
 from tokenway.shape import Shape
 
 
-class Group(_native.Shared):
+class Group(Calls, _native.Shared):
     """Ranks that exchange tokens: how big, which experts where, over which memory. Collective, long-lived.
 
     On a comm of CUDA devices, tensors are PyTorch's on the device of this rank, and route, dispatch, combine and the
@@ -50,7 +51,7 @@ class Group(_native.Shared):
     lanes: exchanges in flight. timeout: seconds after which a late peer is an error
     (default 100); while the group is made, the comm's. In the main thread Ctrl-C ends a wait. id_dtype, id_space
     ("local": slots of this rank, "global": as sent) and invalid_id of received ids. sm_limit: on a CUDA device, thread
-    blocks of a kernel, at most one on each SM (default 0: the backend chooses).
+    blocks of a kernel, at most one on each SM (default 0: the backend chooses); calls may have their own.
     mode: "low_latency" (layouts "rank_major" and "expert_major", sized by a bound) or "high_throughput" (layouts "flat"
     and "grouped", as large as what comes: `exchange_counts` before a dispatch). Of the latter alone:
     max_recv_tokens, rows that a rank may receive in a step (default N*B); overflow, what becomes of more, "refuse"
@@ -181,63 +182,6 @@ class Group(_native.Shared):
         `check` tells of bad ids, which act as -1."""
         return self._exchange.route(self, ids, weights, layer, memory)
 
-    @cuda.ranged("tokenway.dispatch")
-    def dispatch(
-        self,
-        handle: Handle[Any],
-        tokens: Tensor,
-        payloads: Mapping[str, Tensor] | None = None,
-        *,
-        layout: str | None = None,
-        bound: int | None = None,
-        lane: int | None = None,
-        out: Tensor | Mapping[str, Tensor] | None = None,
-        column_major: Collection[str] | None = None,
-        count: bool = True,
-        send_only: bool = False,
-    ) -> Any:
-        """Sends every token to the ranks of its experts; returns `Received`, or `Pending[Received]` with send_only.
-
-        tokens: [T, H], rows may be strided. payloads: [T, elements] each. layout: "rank_major" (views of the window,
-        no copy; the default) or "expert_major", in high throughput "flat" (views, no copy; the default) or "grouped".
-        bound (not in high throughput): b, equal on all ranks, T <= b <= max_tokens (default max_tokens): outputs
-        are sized by it. lane: which one to lease (default: the next free one). out: a tensor for tokens, or a mapping
-        of Received's fields and payload names, to have them written there. column_major: names of payloads (scales, for
-        example) that "grouped" returns by column, [elements, M], M being the rows rounded up to whole 16 bytes, with
-        zeros beyond them: as grouped GEMMs read scales. count: whether `loads` counts it, on all ranks alike; not for
-        further passes over tokens that were counted, as of multi-token prediction.
-        What is returned is detached: autograd does not know of the exchange (`tokenway.autograd` has one it knows of),
-        but of writes to `out`, which may be no leaf that requires gradients.
-        A step of all ranks. Errors: InvalidArgument (peers get PeerRefused at once), InvalidUsage, PeerRefused,
-        BoundMismatch, GroupFinished.
-        """
-        return self._exchange.dispatch(
-            handle, tokens, payloads, layout, bound, lane, out, column_major, count, send_only
-        )
-
-    @cuda.ranged("tokenway.combine")
-    def combine(
-        self,
-        handle: Handle[Any],
-        rows: Tensor,
-        *,
-        weighting: str = "none",
-        layout: str | None = None,
-        dtype: Any = None,
-        out: Tensor | None = None,
-        send_only: bool = False,
-    ) -> Any:
-        """Returns rows to their owners and sums them: [T, H], or `Pending` of it with send_only.
-
-        rows: as dispatched, [N, b, H] or [L, N*b, H] (leading dimensions may be flattened), [R', H] or [P, H], float32,
-        bfloat16 or float16. weighting: "none" (rows are weighted already) or "topk". layout: that of rows (default: the
-        handle's last dispatch). dtype: of the result (default combine_dtype). out: [T, H] to write to.
-        Sums are float32 over k, then over ranks, both ascending, rounded to combine_dtype in between: the same bits
-        every time. The result is detached: autograd does not know of the exchange. Errors as `dispatch`; after a step
-        that failed, the result is NaN.
-        """
-        return self._exchange.combine(handle, rows, weighting, layout, dtype, out, send_only)
-
     def rows(self, kind: RowType) -> TypedRows:
         """Rows of another type: returns what dispatches and combines them, over this group's window and by its
         handles. For layers whose rows differ: fp8 with scales forward, bfloat16 back; another hidden size. A row takes
@@ -257,7 +201,13 @@ class Group(_native.Shared):
     # ---------------------------------------------------------------------------------------------- high throughput
 
     def exchange_counts(
-        self, handle: Handle[Any], *, lane: int | None = None, send_only: bool = False, lease: bool | str = False
+        self,
+        handle: Handle[Any],
+        *,
+        lane: int | None = None,
+        send_only: bool = False,
+        lease: bool | str = False,
+        sm_limit: int = 0,
     ) -> Any:
         """In high throughput: ranks tell each other how many rows they will send, before a handle's first dispatch and
         after each `Handle.update`. Returns the handle, whose `recv_rows` is known then, or `Pending` of it. A step of
@@ -273,7 +223,7 @@ class Group(_native.Shared):
         tensors: `Received.leased` and `leases.copies` say so, and, the first time, the log. So `lease` need not be the
         same on all ranks. On a CUDA device memory whose tensors are gone is leased again in stream order: other streams
         that use them must be waited for before."""
-        return self._counting.exchange(handle, lane, send_only, lease)
+        return self._counting.exchange(handle, lane, send_only, lease, sm_limit)
 
     @property
     def leases(self) -> LeaseInfo:
@@ -306,6 +256,7 @@ class Group(_native.Shared):
         lane: int | None = None,
         out: Rows | None = None,
         send_only: bool = False,
+        sm_limit: int = 0,
     ) -> Any:
         """Brings the rows of every rank to every rank: `Gathered`, or `Pending[Gathered]` with send_only.
 
@@ -317,10 +268,11 @@ class Group(_native.Shared):
         (default: the largest size that is known here; with a tensor of sizes the rows of the first tensor; else
         max_tokens).
         out: a tensor, or as many as rows, to have rows written there; of known sizes it may hold rows in place.
+        sm_limit: as of `dispatch`.
         What is returned is detached: `tokenway.autograd` has a gather that gradients flow through. Errors:
         InvalidArgument and InvalidUsage (peers get PeerRefused at once), PeerRefused, BoundMismatch where ranks give
         different sizes or rows, GroupFinished; after a step that failed counts and offsets are 0."""
-        return self._collectives.all_gatherv(rows, sizes, layout, bound, lane, out, send_only)
+        return self._collectives.all_gatherv(rows, sizes, layout, bound, lane, out, send_only, sm_limit)
 
     @cuda.ranged("tokenway.reduce_scatterv")
     def reduce_scatterv(
@@ -334,6 +286,7 @@ class Group(_native.Shared):
         dtype: Any = None,
         out: Rows | None = None,
         send_only: bool = False,
+        sm_limit: int = 0,
     ) -> Any:
         """Sums what all ranks have for each rank, there: [n, ...], or `Pending` of it with send_only.
 
@@ -343,10 +296,11 @@ class Group(_native.Shared):
         an equal share of rows; an integer, of rank_major alone: this rank's own, the others' being not known here.
         With a tensor of sizes rows are N*b, and the result has b rows, of which the first n are written. bound: b
         (default: as rows and sizes say). dtype: of the result (default: that of rows). out: a tensor, or as many as
-        rows, to write to; of known sizes it may be this rank's own rows of `rows`, in place.
+        rows, to write to; of known sizes it may be this rank's own rows of `rows`, in place. sm_limit: as of
+        `dispatch`.
         Sums are float32 over ranks ascending, rounded once to the result's dtype: the same bits every time. Detached,
         and errors, as `all_gatherv`; after a step that failed the result is NaN."""
-        return self._collectives.reduce_scatterv(rows, sizes, layout, bound, lane, dtype, out, send_only)
+        return self._collectives.reduce_scatterv(rows, sizes, layout, bound, lane, dtype, out, send_only, sm_limit)
 
     # -------------------------------------------------------------------------------------- experts in several slots
 

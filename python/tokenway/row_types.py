@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from ctypes import byref
-from typing import Any
 
-from tokenway import _header, _native, cuda
+from tokenway import _header, _native
 from tokenway.blocks import Blocks
+from tokenway.calls import Calls
 from tokenway.counting import Counting
 from tokenway.exchange import Exchange
-from tokenway.handle import Handle, Tensor
 from tokenway.native_group import NativeGroup
 from tokenway.outputs import Outputs
 from tokenway.settings import RowType
@@ -18,10 +16,12 @@ from tokenway.shape import Shape
 from tokenway.structs import name_rows
 
 
-class TypedRows:
+class TypedRows(Calls):
     """Dispatches and combines of a group whose rows consist of something else than the group was made with, as
     `Group.rows` says. They share the group's window, lanes and handles: a handle that was routed once serves all types,
-    in any order, and each call counts as one of the group's.
+    in any order, and each call counts as one of the group's. `dispatch` and `combine` are as a group's, of rows of this
+    type on all ranks, else BoundMismatch; a combine's whatever the dispatch's rows were. Leases are for the group's own
+    rows: these come to the window, whatever `exchange_counts` has announced.
 
     `type` is what the rows consist of. It ends with the group."""
 
@@ -34,43 +34,6 @@ class TypedRows:
         _native.check(result, tensors=rows.payload_names())
         self._outputs = Outputs(native, typed)
         self._exchange = Exchange(native, typed, blocks, counting, self._outputs)
-
-    @cuda.ranged("tokenway.dispatch")
-    def dispatch(
-        self,
-        handle: Handle[Any],
-        tokens: Tensor,
-        payloads: Mapping[str, Tensor] | None = None,
-        *,
-        layout: str | None = None,
-        bound: int | None = None,
-        lane: int | None = None,
-        out: Tensor | Mapping[str, Tensor] | None = None,
-        column_major: Collection[str] | None = None,
-        count: bool = True,
-        send_only: bool = False,
-    ) -> Any:
-        """As `Group.dispatch`, of rows of this type; on all ranks, else BoundMismatch. Leases are for the group's own
-        rows: these come to the window, whatever `exchange_counts` has announced."""
-        return self._exchange.dispatch(
-            handle, tokens, payloads, layout, bound, lane, out, column_major, count, send_only
-        )
-
-    @cuda.ranged("tokenway.combine")
-    def combine(
-        self,
-        handle: Handle[Any],
-        rows: Tensor,
-        *,
-        weighting: str = "none",
-        layout: str | None = None,
-        dtype: Any = None,
-        out: Tensor | None = None,
-        send_only: bool = False,
-    ) -> Any:
-        """As `Group.combine`, of rows of this type, whatever the dispatch's rows were; on all ranks, else
-        BoundMismatch."""
-        return self._exchange.combine(handle, rows, weighting, layout, dtype, out, send_only)
 
     def clear(self) -> None:
         """Before the group is closed: see `Outputs.clear`."""

@@ -87,10 +87,11 @@ class Structs:
         """For outputs in a layout: views, where no slot is set after this, and nothing by column."""
         self._wanted[_LAYOUT_AT:] = self._blank.get(layout, self._refused) if type(layout) is str else self._refused
 
-    def call(self, bound: int, lane: int | None, send_only: bool, count: bool, stream: int) -> None:
+    def call(self, bound: int, lane: int | None, send_only: bool, count: bool, stream: int, sm_limit: int) -> None:
         """The rest of a DispatchInput. Most calls say what the last did, and comparing takes less than assigning."""
         lane = -1 if lane is None else arguments.lane_number(lane)
-        called = bound, lane, not send_only, not count, stream
+        limit = arguments.int32(sm_limit) if sm_limit else 0
+        called = bound, lane, not send_only, not count, stream, limit
         if called == self._called:
             return
         self._called = ()  # until all is written: a signal's handler may raise in between
@@ -100,11 +101,12 @@ class Structs:
         given.send_only = 1 if send_only else 0
         given.stream = stream
         given.uncounted = 0 if count else 1
+        given.sm_limit = limit
         self._called = called
 
-    def call_combine(self, layout: int, weighting: int, send_only: bool, stream: int) -> None:
+    def call_combine(self, layout: int, weighting: int, send_only: bool, stream: int, sm_limit: int) -> None:
         """The rest of a CombineInput, likewise."""
-        called = layout, weighting, not send_only, stream
+        called = layout, weighting, not send_only, stream, sm_limit
         if called == self._combined:
             return
         self._combined = ()
@@ -113,6 +115,7 @@ class Structs:
         given.weighting = weighting
         given.send_only = 1 if send_only else 0
         given.stream = stream
+        given.sm_limit = sm_limit
         self._combined = called
 
     def rows_shown(self) -> int:

@@ -222,6 +222,8 @@ Status read_config(const twGroupConfig_t* given, ReadConfig* known) {
   return {};
 }
 
+Status check_sm_limit(int32_t limit) { return check_range("input.sm_limit", limit, 0, INT32_MAX); }
+
 Status check_ranks(int32_t nranks) { return check_range("nranks", nranks, 1, TW_MAX_RANKS); }
 
 Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor_t* weights, CheckedRouting* routing) {
@@ -309,6 +311,8 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
   TW_RETURN_IF_FAILED(check_switch("input.send_only", input.send_only));
   TW_RETURN_IF_FAILED(check_switch("input.uncounted", input.uncounted));
   call->counted = input.uncounted == 0;
+  TW_RETURN_IF_FAILED(check_sm_limit(input.sm_limit));
+  call->sm_limit = input.sm_limit;
   for (int q = 0; q < call->rows.payloads; ++q) {
     const twPayload_t& payload = call->rows.types[q];
     int64_t strides[2];
@@ -336,6 +340,8 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
                 TW_CONSTANT(twWeightNone), TW_CONSTANT(twWeightTopk));
   }
   TW_RETURN_IF_FAILED(check_switch("input.send_only", input.send_only));
+  TW_RETURN_IF_FAILED(check_sm_limit(input.sm_limit));
+  call->sm_limit = input.sm_limit;
   for (const auto& [name, dtype] :
        {std::pair(Argument("input.rows"), input.rows.dtype), {"output.tokens", output.tokens.dtype}}) {
     if (is_summable(dtype)) continue;

@@ -53,6 +53,8 @@ struct ReadConfig {
 Status read_config(const twGroupConfig_t* given, ReadConfig* known);
 
 Status check_ranks(int32_t nranks);
+// Checks a call's own sm_limit, which may be what config.sm_limit may be.
+Status check_sm_limit(int32_t limit);
 // Checks that a layout is one of high throughput (`exact`) or of low latency.
 Status check_layout(const Argument& name, twLayout_t id, bool exact);
 Status check_layer(const twGroup& group, int32_t layer);

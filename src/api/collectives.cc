@@ -28,6 +28,7 @@ struct Given {
   int32_t bound;
   int32_t send_only;
   void* stream;
+  int32_t sm_limit;
 };
 
 Status find_sizes(const twGroup& group, const Given& given, Sizes* from) {
@@ -272,13 +273,14 @@ Status check_optional(const Argument& name, const twTensor_t& tensor, int64_t co
 
 Status check_gather(twGroup& group, const twAllGatherVInput_t& input, const twAllGatherVOutput_t& output, Sizes* from,
                     CollectiveCall* call) {
-  const Given given{output.layout, input.num_tensors, input.tensors,   input.host_sizes,
-                    &input.sizes,  input.bound,       input.send_only, input.stream};
+  const Given given{output.layout, input.num_tensors, input.tensors, input.host_sizes, &input.sizes,
+                    input.bound,   input.send_only,   input.stream,  input.sm_limit};
   TW_RETURN_IF_FAILED(check_common(group, given, "output.layout"));
   call->flat = given.layout == twFlat;
   call->views = !call->flat;  // wanted or not: the bank that it decides on must not depend on what one rank wants
   call->stream = given.stream;
   call->send_only = given.send_only != 0;
+  call->sm_limit = given.sm_limit;
   const int64_t rows = input.tensors[0].ndim > 0 ? input.tensors[0].shape[0] : 0;
   TW_RETURN_IF_FAILED(find_sizes(group, given, from));
   TW_RETURN_IF_FAILED(find_bound(group, given, *from, rows, &call->bound));
@@ -293,7 +295,8 @@ Status check_gather(twGroup& group, const twAllGatherVInput_t& input, const twAl
   touched.out.add_contiguous("output.offsets", output.offsets);
   touched.in.add_contiguous("input.sizes", input.sizes);
   TW_RETURN_IF_FAILED(check_apart(touched.out, touched.in, true));
-  return place(group, given, call);
+  TW_RETURN_IF_FAILED(place(group, given, call));
+  return check_sm_limit(given.sm_limit);  // last: a refusal moves as much as the peers' calls, which is known now
 }
 
 Status check_reduce_tensor(twGroup& group, int32_t q, const twTensor_t& in, const twTensor_t& out, Sizes from,
@@ -333,13 +336,14 @@ Status check_reduce_tensor(twGroup& group, int32_t q, const twTensor_t& in, cons
 
 Status check_reduce(twGroup& group, const twReduceScatterVInput_t& input, const twReduceScatterVOutput_t& output,
                     CollectiveCall* call) {
-  Given given{input.layout, input.num_tensors, input.tensors,   input.host_sizes,
-              &input.sizes, input.bound,       input.send_only, input.stream};
+  Given given{input.layout, input.num_tensors, input.tensors, input.host_sizes, &input.sizes,
+              input.bound,  input.send_only,   input.stream,  input.sm_limit};
   TW_RETURN_IF_FAILED(check_common(group, given, "input.layout"));
   call->reduces = true;
   call->flat = given.layout == twFlat;
   call->stream = given.stream;
   call->send_only = given.send_only != 0;
+  call->sm_limit = given.sm_limit;
   Sizes from = Sizes::kOwn;
   TW_RETURN_IF_FAILED(find_sizes(group, given, &from));
   const int64_t rows = output.tensors[0].ndim > 0 ? output.tensors[0].shape[0] : 0;
@@ -367,7 +371,8 @@ Status check_reduce(twGroup& group, const twReduceScatterVInput_t& input, const 
   }
   touched.in.add_contiguous("input.sizes", input.sizes);
   TW_RETURN_IF_FAILED(check_apart(touched.out, touched.in, true));
-  return place(group, given, call);
+  TW_RETURN_IF_FAILED(place(group, given, call));
+  return check_sm_limit(given.sm_limit);  // last: a refusal moves as much as the peers' calls, which is known now
 }
 
 // Completes the caller's tensors: shapes, and views where no memory was given.

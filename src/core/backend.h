@@ -147,7 +147,8 @@ struct DispatchCall {
   // for each payload an offset in its window; 0: in the bank.
   bool has_offsets = false;
   uint64_t receive_offset[kMaxPayloads] = {};
-  bool counted = true;  // whether twGroupLoads counts it
+  bool counted = true;   // whether twGroupLoads counts it
+  int32_t sm_limit = 0;  // of the call's kernels, in place of the group's; 0: the group's. Ranks may differ
   RowsIn payloads[kMaxPayloads];
   DispatchTargets targets;
 };
@@ -159,6 +160,7 @@ struct CountsCall {
   int32_t alignment = 1;                       // rows of an expert in the grouped layout begin at multiples of it
   bool drop = false;                           // rows beyond a receiver's room are left out, instead of refusing all
   bool again = false;                          // the counts are known already: only the receive offsets are new
+  int32_t sm_limit = 0;                        // as in DispatchCall
   uint64_t receive_offset[kMaxPayloads] = {};  // for the dispatch that follows
 };
 
@@ -167,7 +169,8 @@ struct CombineCall {
   CombineRows sent;
   void* stream = nullptr;
   bool send_only = false;
-  int32_t bound = 0;  // bound of the dispatch that it answers
+  int32_t sm_limit = 0;  // as in DispatchCall
+  int32_t bound = 0;     // bound of the dispatch that it answers
   twLayout_t layout = twRankMajor;
   bool weighted = false;
   bool in_window = false;  // the rows lie in this rank's window
@@ -201,6 +204,7 @@ struct CollectiveCall {
   bool flat = true;        // layout of the rows of all ranks: a reduce's input, a gather's output
   bool views = false;      // a gather's output is seen in the window
   bool in_window = false;  // a reduce's input lies there
+  int32_t sm_limit = 0;    // as in DispatchCall
   int32_t bound = 0;
   int32_t rows = 0;            // rows of a gather's input, or a reduce's output: this rank's, or what there is room for
   uint32_t digest = 0;         // digest of what ranks must have alike, except sizes that the host does not know

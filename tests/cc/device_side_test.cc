@@ -6,6 +6,7 @@
 #include "core/steps.h"
 #include "cuda/launch/tiles.h"
 #include "harness.h"
+#include "pretended.h"
 
 namespace tw::test {
 namespace {
@@ -250,113 +251,6 @@ TEST(DeviceSide, DivisionByMultiplication) {
 }
 
 // ---------------------------------------------------------------------------------------- a group's calls, pretended
-
-// Enqueues nothing and notes what it was asked for; every step is as good as done.
-class Pretended : public Backend {
- public:
-  Pretended(const Context& context, std::unique_ptr<Backend> window) : Backend(context), window_(std::move(window)) {}
-
-  Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
-    places.push_back(call.at);
-    sources.push_back(handle.source);
-    return refused;
-  }
-  Status send_combine(const CombineCall& call, HandleArrays&) override {
-    places.push_back(call.at);
-    return refused;
-  }
-  Status send_refusal(StepPlace at, const Refusal& refusal) override {
-    places.push_back(at);
-    const bool gathers = refusal.phase == twPhaseGather;
-    refusals += refusal.combining != nullptr ? "c" : gathers ? (refusal.views ? "G" : "g") : "d";
-    return {};
-  }
-  Status send_collective(const CollectiveCall& call) override {
-    places.push_back(call.at);
-    collected.push_back(call);
-    return refused;
-  }
-  StepEnd finish_collective(const CollectiveCall& call, TimePoint) override {
-    streams.push_back(call.stream);
-    return {};
-  }
-  Status send_counts(const CountsCall&, HandleArrays&) override { return {}; }
-  StepEnd finish_counts(const CountsCall&, TimePoint, HandleArrays&, KnownCounts*) override { return {}; }
-  StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays&) override {
-    streams.push_back(call.stream);
-    return {};
-  }
-  StepEnd finish_combine(const CombineCall& call, TimePoint, HandleArrays&) override {
-    streams.push_back(call.stream);
-    return {};
-  }
-  StepEnd drain(StepPlace, TimePoint) override { return {}; }
-  std::byte* window() override { return window_->window(); }
-  std::shared_ptr<void> keep_window() override { return nullptr; }
-  void announce_abort(AbortSignal reason) override { window_->announce_abort(reason); }
-  AbortSignal find_abort() override { return window_->find_abort(); }
-  AbortSignal abort_of(int writer) override { return window_->abort_of(writer); }
-
-  bool on_device() const override { return true; }
-  Status check_stream(const void*) const override { return {}; }
-  bool poll(ErrorRecord* record) override {
-    if (news.result == twSuccess) return false;
-    *record = news;
-    news = empty_record();
-    return true;
-  }
-
-  std::vector<StepPlace> places;
-  std::vector<RoutingSource> sources;
-  std::vector<void*> streams;
-  std::vector<CollectiveCall> collected;
-  std::string refusals;
-  Status refused;
-  ErrorRecord news = empty_record();
-
- private:
-  std::unique_ptr<Backend> window_;
-};
-
-class PretendedGroup : public ::testing::Test {
- protected:
-  PretendedGroup() : world(1, make_config(6, 2, 4)), group(*world[0]) {
-    auto made = std::make_unique<Pretended>(group.context, std::move(group.backend));
-    device = made.get();
-    group.backend = std::move(made);
-  }
-  twHandle_t make_handle() {
-    const twTensor_t tensor_of_ids = tensor(ids, twInt32, {4, 2});
-    twHandle_t handle = nullptr;
-    EXPECT_TW(twSuccess, twHandleCreate(&handle, &group, &tensor_of_ids, nullptr, nullptr));
-    return handle;
-  }
-  twResult_t dispatch(twHandle_t handle, int64_t tokens = 4, bool send_only = false) {
-    twDispatchInput_t input = TW_DISPATCH_INPUT_INIT;
-    input.stream = stream;
-    input.send_only = send_only ? 1 : 0;
-    input.payloads[0] = tensor(rows, twBfloat16, {tokens, 8});
-    received = TW_DISPATCH_OUTPUT_INIT;
-    return twDispatch(&group, handle, &input, &received);
-  }
-  twResult_t combine(twHandle_t handle) {
-    twCombineInput_t input = TW_COMBINE_INPUT_INIT;
-    input.stream = stream;
-    input.rows = received.payloads[0];
-    twCombineOutput_t output = TW_COMBINE_OUTPUT_INIT;
-    output.tokens = tensor(sums, twBfloat16, {4, 8});
-    return twCombine(&group, handle, &input, &output);
-  }
-
-  World world;
-  twGroup& group;
-  Pretended* device = nullptr;
-  void* stream = &world;  // any address
-  int32_t ids[8] = {0, 1, 2, 3, 4, 5, 1, 99};
-  uint16_t rows[32] = {};
-  uint16_t sums[32] = {};
-  twDispatchOutput_t received{};
-};
 
 // Ids lie in device memory: creating a handle must not read them (99 passes), only say where they are.
 TEST_F(PretendedGroup, IdsAreNotReadOnTheHost) {

@@ -136,7 +136,7 @@ std::string an_address() {
   return "interrupt-test-" + std::to_string(::getpid()) + "-" + std::to_string(serial++);
 }
 
-twResult_t connect(twComm_t* comm, int rank, int nranks, const std::string& address) {
+twResult_t connect_rank(twComm_t* comm, int rank, int nranks, const std::string& address) {
   twCommConfig_t config = TW_COMM_CONFIG_INIT;
   config.address = address.c_str();
   config.timeout_ms = 60000;
@@ -146,7 +146,7 @@ twResult_t connect(twComm_t* comm, int rank, int nranks, const std::string& addr
 TEST(Interrupt, CreationOverSockets) {
   std::vector<twComm_t> comms(3);
   const std::string address = an_address();
-  on_all_ranks(3, [&](int rank) { ASSERT_TW(twSuccess, connect(&comms[rank], rank, 3, address)); });
+  on_all_ranks(3, [&](int rank) { ASSERT_TW(twSuccess, connect_rank(&comms[rank], rank, 3, address)); });
   interrupt_creation(comms);
 }
 
@@ -155,7 +155,7 @@ TEST(Interrupt, Connecting) {
   for (const int rank : {0, 1}) {
     const Interrupt interrupt(2);
     twComm_t comm = nullptr;
-    EXPECT_TW(twInterrupted, connect(&comm, rank, 2, an_address()));
+    EXPECT_TW(twInterrupted, connect_rank(&comm, rank, 2, an_address()));
     EXPECT_TRUE(says("interrupted: rank " + std::to_string(1 - rank)));
     EXPECT_EQ(comm, nullptr);
   }

@@ -148,6 +148,37 @@ TEST(Plan, CallsThatWereMeasured) {
   EXPECT_EQ(budget_of(prefill, 34).low_sm(), false);
 }
 
+// A call with a limit of its own gets the blocks of a group with that limit, and keeps what ranks have agreed on.
+TEST(Plan, ACallsOwnLimit) {
+  for (const int counts_loads : {0, 1}) {
+    for (const int channels : {1, 3}) {
+      Shape shape = shape_of(2, 1024);
+      shape.counts_loads = counts_loads;
+      shape.channels = channels;
+      for (const int of_group : {0, 1, 24, 100}) {
+        const Budget group = budget_of(shape, of_group);
+        EXPECT_EQ(limited(group, 0).max_grid, group.max_grid);
+        for (const int limit : {1, 2, 24, 66, 132, INT32_MAX}) {
+          SCOPED_TRACE(::testing::Message() << limit << " in place of " << of_group << ", " << channels << " channels");
+          const Budget call = limited(group, limit);
+          const Budget like = budget_of(shape, limit);
+          EXPECT_EQ(call.max_grid, like.max_grid);
+          EXPECT_EQ(call.view_grid, like.view_grid);
+          EXPECT_EQ(call.loads_block, like.loads_block);
+          EXPECT_EQ(call.early_views, like.early_views);
+          EXPECT_EQ(call.early, group.early);
+          EXPECT_LE(channels * (call.max_grid + (call.loads_block == LoadsBlock::kApart ? 1 : 0)), 132) << "S8";
+          EXPECT_EQ(call.packet_tokens, group.packet_tokens) << "peers have other limits";
+          EXPECT_EQ(call.summed_tail, group.summed_tail) << "peers have other limits";
+          EXPECT_EQ(combine_of(call, shape, 1000).tail_packets, combine_of(group, shape, 1000).tail_packets);
+          expect_fits(call, dispatch_of(call, shape, 1024).roles);
+          expect_fits(call, combine_of(call, shape, 1024).roles);
+        }
+      }
+    }
+  }
+}
+
 TEST(Plan, ChannelsThatDoNotFit) {
   Shape shape = shape_of(2, 128);
   shape.channels = 5;

@@ -422,6 +422,19 @@ PROTOCOL = (
         (Edit(GROUP, "  poll_device(group);\n  if (group.is_sticky()) {\n", "  if (group.is_sticky()) {\n"),),
     ),
     Mutation(
+        "a dispatch takes as many SMs as the group, whatever it says itself",
+        "S8",
+        "call_settings_test",
+        "PretendedGroup.CallsHaveLimitsOfTheirOwn",
+        (
+            Edit(
+                CHECK,
+                "  call->sm_limit = input.sm_limit;\n  for (int q = 0; q < call->rows.payloads; ++q) {\n",
+                "  for (int q = 0; q < call->rows.payloads; ++q) {\n",
+            ),
+        ),
+    ),
+    Mutation(
         "ranks that name other rows read each other's all the same",
         "S10",
         "row_types_test",

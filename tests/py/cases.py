@@ -115,6 +115,7 @@ class Round:
     memory: bool = False  # the handle lies in memory of the caller
     fortran: bool = False  # ids and weights by column
     columns: tuple[int, ...] = ()  # payloads that are wanted by column, by their place among all
+    limits: tuple[int, ...] = ()  # sm_limit of its calls in turns, on each rank from another one on
     identity: bool = False  # experts return the received tokens themselves: the view, where there is one
 
 

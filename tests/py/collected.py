@@ -40,6 +40,7 @@ class Call:
     chained: bool = False  # a gather's view is reduced from where it lies
     lane: int | None = None
     send_only: bool = False
+    limits: tuple[int, ...] = ()  # sm_limit by rank, in turns
 
     @property
     def knows(self) -> bool:
@@ -157,6 +158,8 @@ class Collector(player.Player):
         keywords: dict[str, Any] = {"layout": call.layout, "lane": call.lane, "send_only": call.send_only}
         if call.bound is not None:
             keywords["bound"] = call.bound
+        if call.limits:
+            keywords["sm_limit"] = call.limits[self.env.rank % len(call.limits)]
         if out is not None:
             keywords["out"] = out if several else out[0]
         if not call.reduces:

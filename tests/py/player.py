@@ -153,7 +153,9 @@ class Player:
             memory = self.tensor(aligned_bytes(self.group.handle_bytes)) if round_.memory else None
             handle = self.group.route(ids, given, memory=memory)
         if self.setup.exact:
-            counted = self.group.exchange_counts(handle, send_only=round_.send_dispatch, lease=round_.lease)
+            counted = self.group.exchange_counts(
+                handle, send_only=round_.send_dispatch, lease=round_.lease, sm_limit=self.limit(round_, 0)
+            )
             assert (counted.result() if round_.send_dispatch else counted) is handle
             handle.learn_rows()  # so that outputs are as large as what comes, on a device too
         if self.env.backend.copies_routing:
@@ -161,6 +163,10 @@ class Player:
         else:
             self.unread[handle] = ids, given
         return handle
+
+    def limit(self, round_: Round, call: int) -> int:
+        """sm_limit of this rank's call of a round."""
+        return round_.limits[(self.env.rank + call) % len(round_.limits)] if round_.limits else 0
 
     def payloads(self, round_: Round) -> list[Any]:
         made = make_payloads(self.setup, round_, self.env.rank)
@@ -178,6 +184,7 @@ class Player:
             out=self.outputs(round_, handle) if round_.own else None,
             column_major=[f"p{q - 1}" for q in round_.columns] or None,
             send_only=send_only,
+            sm_limit=self.limit(round_, 1),
         )
         spoil(*self.unread.pop(handle, ()))
         return result
@@ -217,6 +224,7 @@ class Player:
             dtype=round_.out,
             out=out,
             send_only=send_only,
+            sm_limit=self.limit(round_, 2),
         )
         if out is not None and not send_only:
             assert result is out

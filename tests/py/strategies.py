@@ -121,6 +121,7 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
         out=draw(st.sampled_from(FLOATS)),
         send_dispatch=draw(st.booleans()),
         send_combine=draw(st.booleans()),
+        limits=tuple(draw(st.lists(st.sampled_from((0, 1, 2, 5, 2**31 - 1)), max_size=3))),
         **chosen,
     )
 

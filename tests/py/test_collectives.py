@@ -202,6 +202,7 @@ def calls(draw: Any, ranks: int, most: int, seed: int) -> Call:
         strided=draw(st.booleans()),
         special=draw(st.booleans()),
         send_only=draw(st.booleans()),
+        limits=tuple(draw(st.lists(st.sampled_from((0, 1, 2, 5, 2**31 - 1)), max_size=3))),
     )
     if call.problem():
         call = replace(call, layout="rank_major")

@@ -133,7 +133,8 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.in = ids_of(handle, shape().exact() || !send);  // ids that were sent stay, whatever map there is now
   p.counted = call.counted ? 1 : 0;
   p.layer = handle.map.layer;
-  p.loads_block = send ? budget_.loads_block : LoadsBlock::kNone;
+  const Budget budget = limited(budget_, call.sm_limit);
+  p.loads_block = send ? budget.loads_block : LoadsBlock::kNone;
   if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at, twPhaseDispatch, call.stream, &p.in));
   const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
   const bool whole_ids =
@@ -157,14 +158,14 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.table = fits_tables(shape());
   p.whole = fit.width >= 8;
   const bool usual = fit.width == 16 && whole_ids && is_usual(rows);
-  plan_dispatch(budget_, rows, {fit.words, usual, p.handle.metadata_step != nullptr && handle.device.brought}, &p);
+  plan_dispatch(budget, rows, {fit.words, usual, p.handle.metadata_step != nullptr && handle.device.brought}, &p);
   const int grid = p.roles.grid() + (p.loads_block == LoadsBlock::kApart ? 1 : 0);
-  TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, budget_.early && capturing, call.stream)));
+  TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, budget.early && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
   if (send && !capturing && !shape().exact()) handle.source = {};
   if (send) handle.device.brought = true;
   handle.device.stream = call.stream;
-  return receive ? run_views(call, handle) : Status{};
+  return receive ? run_views(call, budget, handle) : Status{};
 }
 
 ViewParams NvlinkBackend::view_params(const HandleArrays& handle, const WindowMap& map, int32_t channel,
@@ -182,12 +183,13 @@ ViewParams NvlinkBackend::view_params(const HandleArrays& handle, const WindowMa
   return p;
 }
 
-Status NvlinkBackend::run_view(const char* what, LaunchView* launch, const ViewParams& params, void* stream) {
-  return launched(what, launch(params, view_blocks(), budget_.early_views && captures(stream), stream));
+Status NvlinkBackend::run_view(const char* what, LaunchView* launch, const Budget& budget, const ViewParams& params,
+                               void* stream) {
+  return launched(what, launch(params, view_blocks(budget), budget.early_views && captures(stream), stream));
 }
 
 // Copies what the caller wants elsewhere than in the window.
-Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) {
+Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, HandleArrays& handle) {
   const DispatchTargets& targets = call.targets;
   handle.device.placed = layout_of(targets.layout).by_expert;
   ViewParams p = view_params(handle, call.rows.map, call.at.channel, call.bound);
@@ -212,20 +214,21 @@ Status NvlinkBackend::run_views(const DispatchCall& call, HandleArrays& handle) 
   p.rows = static_cast<int32_t>(targets.rows);
   p.offsets = layout_of(targets.layout).has_offsets() ? targets.offsets : nullptr;
   p.origins = targets.origins;
-  return run_view("a view", handle.device.placed ? launch_expert_view : launch_rank_view, p, call.stream);
+  return run_view("a view", handle.device.placed ? launch_expert_view : launch_rank_view, budget, p, call.stream);
 }
 
 // Finds where rows stand by expert, for a combine by expert after a dispatch that was shown otherwise.
-Status NvlinkBackend::run_places(const CombineCall& call, HandleArrays& handle) {
+Status NvlinkBackend::run_places(const CombineCall& call, const Budget& budget, HandleArrays& handle) {
   ViewParams p = view_params(handle, context_.map, call.at.channel, call.bound);
   p.shown.counts = handle.experts.counts;
-  return run_view("places by expert", launch_expert_view, p, call.stream);
+  return run_view("places by expert", launch_expert_view, budget, p, call.stream);
 }
 
 Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
-  const bool early = budget_.early && captures(call.stream);  // an early launch takes the host 4 us longer
+  const Budget budget = limited(budget_, call.sm_limit);
+  const bool early = budget.early && captures(call.stream);  // an early launch takes the host 4 us longer
   const Shape& rows = call.sent.map.shape();
   CombineParams p{};
   p.group = view_at(call.at, call.sent.map, !call.send_only);
@@ -238,7 +241,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.send = send;
   p.receive = receive;
   p.expert_major = layout_of(call.layout).by_expert;
-  if (p.expert_major && send && !handle.device.placed) TW_RETURN_IF_FAILED(run_places(call, handle));
+  if (p.expert_major && send && !handle.device.placed) TW_RETURN_IF_FAILED(run_places(call, budget, handle));
   p.weighted = call.weighted;
   p.plain = !p.expert_major && !p.weighted && call.rows_dtype == call.sent.wire;
   p.own_direct = call.apart && staged_ == nullptr;
@@ -265,7 +268,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.packets = PacketsAt::make(call.sent.map, p.channel);
   // Where sums overwrite rows, all rows are sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
-  plan_combine(budget_, rows, {!twice}, &p);
+  plan_combine(budget, rows, {!twice}, &p);
   if (twice) {
     p.receive = 0;
     TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream)));

@@ -180,13 +180,15 @@ class NvlinkBackend : public Backend {
   Status arrive(StepPlace at, bool at_once, void* stream, Run&& run);
   Status land_rows(const DispatchCall& call, HandleArrays& handle);
   int bank_of(StepPlace at) const { return staged_ != nullptr ? at.bank() : -1; }
-  Status run_views(const DispatchCall& call, HandleArrays& handle);
-  Status run_places(const CombineCall& call, HandleArrays& handle);
+  Status run_views(const DispatchCall& call, const Budget& budget, HandleArrays& handle);
+  Status run_places(const CombineCall& call, const Budget& budget, HandleArrays& handle);
   ViewParams view_params(const HandleArrays& handle, const WindowMap& map, int32_t channel, int32_t bound) const;
   using LaunchView = int(const ViewParams& params, int grid, bool early, void* stream);
-  Status run_view(const char* what, LaunchView* launch, const ViewParams& params, void* stream);
+  Status run_view(const char* what, LaunchView* launch, const Budget& budget, const ViewParams& params, void* stream);
   // Gives the blocks of a kernel that copies rows and waits for nobody.
-  int view_blocks() const { return static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, budget_.view_grid)); }
+  int view_blocks(const Budget& budget) const {
+    return static_cast<int>(std::clamp<int64_t>(shape().most_rows(), 1, budget.view_grid));
+  }
   Status run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive);
   IdsIn ids_of(const HandleArrays& handle, bool copied) const;
   Status choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in);

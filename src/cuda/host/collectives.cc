@@ -59,8 +59,9 @@ Status NvlinkBackend::run_collective(const CollectiveCall& call, bool send, bool
   p.offsets = call.offsets;
   std::copy(call.sizes.begin(), call.sizes.end(), p.sizes);
   for (int q = 0; q < p.tensors; ++q) p.rows[q] = rows_of(call, q);
-  plan_collective(budget_, context_.map, {call.views, call.in_window, staged_ != nullptr}, &p);
-  const bool early = budget_.early && captures(call.stream);
+  const Budget budget = limited(budget_, call.sm_limit);
+  plan_collective(budget, context_.map, {call.views, call.in_window, staged_ != nullptr}, &p);
+  const bool early = budget.early && captures(call.stream);
   const auto launch = call.reduces ? launch_reduce : launch_gather;
   return launched(call.reduces ? "a reduce-scatter" : "a gather", launch(p, p.roles.grid(), early, call.stream));
 }

@@ -48,7 +48,8 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   } else if (receive) {
     handle.device.counts_serial = 0;
   }
-  const int blocks = send ? std::clamp((p.tokens + kCounted - 1) / kCounted, 1, budget_.max_grid) : 1;
+  const int most = limited(budget_, call.sm_limit).max_grid;
+  const int blocks = send ? std::clamp((p.tokens + kCounted - 1) / kCounted, 1, most) : 1;
   TW_RETURN_IF_FAILED(launched("an exchange of counts", launch_counts(p, blocks, call.stream)));
   // As with a dispatch: each replay reads the caller's tensors.
   if (send && !capturing) handle.source = {};

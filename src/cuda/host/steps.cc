@@ -91,7 +91,7 @@ Status NvlinkBackend::land_rows(const DispatchCall& call, HandleArrays& handle) 
   p.bank = call.at.bank();
   p.bound = call.bound;
   p.from = staged_->receive_offset(call.at.channel);
-  return launched("rows of a dispatch", launch_land(p, view_blocks(), call.stream));
+  return launched("rows of a dispatch", launch_land(p, view_blocks(limited(budget_, call.sm_limit)), call.stream));
 }
 
 template <class Call, class Regions, class Run>

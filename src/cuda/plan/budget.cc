@@ -10,27 +10,43 @@
 #include <algorithm>
 
 namespace tw::cuda {
+namespace {
+
+// Gives the blocks of a kernel that waits, all of them; `sm_limit`: 0 for none.
+int blocks_under(const Budget& budget, int sm_limit) {
+  return sm_limit > 0 ? std::min(sm_limit, budget.room) : budget.room;
+}
+
+// Decides how many blocks kernels have under a limit; the rest of the budget stands already.
+void limit_blocks(int sm_limit, Budget* budget) {
+  Budget& b = *budget;
+  const int blocks = blocks_under(b, sm_limit);
+  b.max_grid = blocks;
+  if (b.loads_block != LoadsBlock::kNone) {
+    b.loads_block = blocks > 1 ? LoadsBlock::kApart : LoadsBlock::kLast;
+    b.max_grid = std::max(1, blocks - 1);  // a block of each dispatch gathers load statistics
+  }
+  // A view that comes early holds SMs while the dispatch before it waits for peers, which an sm_limit leaves to
+  // somebody else.
+  b.early_views = b.early && sm_limit == 0;
+  b.view_grid = sm_limit > 0 ? std::min(sm_limit, b.device_sms) : 2 * b.device_sms;
+}
+
+}  // namespace
 
 Status make_budget(const Device& device, const Shape& shape, int sm_limit, int sharing, bool staged, Budget* budget) {
   Budget b;
   b.tuning = &tuning_of(device.sms, shape.ranks);
-  const int limit = sm_limit > 0 ? std::min(sm_limit, device.sms) : device.sms;
   const int queues = sharing * shape.channels;
   b.device_sms = device.sms;
-  b.max_grid = std::clamp(std::min(limit, device.sms / queues), 1, kMaxBlocks);
+  b.room = std::clamp(device.sms / queues, 1, kMaxBlocks);
   // A kernel with few SMs sends more than a round of rows sooner as Simple rows, in wide tiles, than as packets.
-  const bool few = b.max_grid < b.device_sms / 2;
+  const bool few = blocks_under(b, sm_limit) < b.device_sms / 2;
   b.packet_tokens = few ? std::min(shape.packet_tokens, kRound) : shape.packet_tokens;
   b.summed_tail = tail_of(*b.tuning, shape, b.tuning->combine_tail, few);
-  if (shape.counts_loads != 0) {
-    b.loads_block = b.max_grid > 1 ? LoadsBlock::kApart : LoadsBlock::kLast;
-    b.max_grid = std::max(1, b.max_grid - 1);  // a block of each dispatch gathers load statistics
-  }
+  b.loads_block = shape.counts_loads != 0 ? LoadsBlock::kApart : LoadsBlock::kNone;
   b.early = queues == 1 && device.major >= 9 && !staged;  // where staged, a collective may come before
-  // A view that comes early holds SMs while the dispatch before it waits for peers, which an sm_limit leaves to
-  // somebody else.
-  b.early_views = b.early && sm_limit == 0;
-  b.view_grid = sm_limit > 0 ? limit : 2 * limit;
+  limit_blocks(sm_limit, &b);
   *budget = b;
   if (queues <= device.sms) return {};
   return fail(twInvalidArgument,
@@ -38,6 +54,12 @@ Status make_budget(const Device& device, const Shape& shape, int sm_limit, int s
               "lanes must be from {} to {}",
               Argument("config.lanes"), Value(shape.channels), sharing, device.sms, Least(1),
               Most(device.sms / sharing));
+}
+
+Budget limited(const Budget& group, int sm_limit) {
+  Budget b = group;
+  if (sm_limit > 0) limit_blocks(sm_limit, &b);
+  return b;
 }
 
 Roles roles_of(const Budget& budget, int64_t rows, const Tiles& tiles, bool both, int most) {

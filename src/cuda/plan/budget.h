@@ -25,7 +25,9 @@ struct Device {
 struct Budget {
   const Tuning* tuning = nullptr;
   int device_sms = 1;
-  int max_grid = 1;   // blocks of a kernel that waits: those of all channels and ranks of the device fit on it (S8)
+  int room = 1;       // blocks of a kernel that waits for which the device has room beside those of all other channels
+                      // and ranks (S8)
+  int max_grid = 1;   // blocks of a kernel that waits: at most `room`, less the block for load statistics
   int view_grid = 1;  // blocks of a kernel that waits for nobody
   int32_t packet_tokens = 0;  // packet bound: most tokens of a rank that go all as packets; 0: none do
   int32_t summed_tail = 0;    // rows of a combine that go as packets behind Simple rows, for each owner
@@ -44,6 +46,9 @@ struct Budget {
 // Makes the budget of a group. `sharing`: ranks of the group on this device; `sm_limit`: 0 for none; `staged`: rows go
 // over a staged transport. Fails with twInvalidArgument if the channels do not fit.
 Status make_budget(const Device& device, const Shape& shape, int sm_limit, int sharing, bool staged, Budget* budget);
+// Gives the budget of a call that has a limit of its own, in place of the group's; 0: it has none. What ranks have
+// agreed on stays, as limits may differ: packet_tokens and summed_tail.
+Budget limited(const Budget& group, int sm_limit);
 
 // ---- Blocks
 

@@ -1,0 +1,78 @@
+"""Dispatch and combine, as a group has them and its rows of other types."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from tokenway import cuda
+from tokenway.exchange import Exchange
+from tokenway.handle import Handle, Tensor
+
+
+class Calls:
+    """What `Group` and `TypedRows` have in common: each is one that sets `_exchange`."""
+
+    _exchange: Exchange
+
+    @cuda.ranged("tokenway.dispatch")
+    def dispatch(
+        self,
+        handle: Handle[Any],
+        tokens: Tensor,
+        payloads: Mapping[str, Tensor] | None = None,
+        *,
+        layout: str | None = None,
+        bound: int | None = None,
+        lane: int | None = None,
+        out: Tensor | Mapping[str, Tensor] | None = None,
+        column_major: Collection[str] | None = None,
+        count: bool = True,
+        send_only: bool = False,
+        sm_limit: int = 0,
+    ) -> Any:
+        """Sends every token to the ranks of its experts; returns `Received`, or `Pending[Received]` with send_only.
+
+        tokens: [T, H], rows may be strided. payloads: [T, elements] each. layout: "rank_major" (views of the window,
+        no copy; the default) or "expert_major", in high throughput "flat" (views, no copy; the default) or "grouped".
+        bound (not in high throughput): b, equal on all ranks, T <= b <= max_tokens (default max_tokens): outputs
+        are sized by it. lane: which one to lease (default: the next free one). out: a tensor for tokens, or a mapping
+        of Received's fields and payload names, to have them written there. column_major: names of payloads (scales, for
+        example) that "grouped" returns by column, [elements, M], M being the rows rounded up to whole 16 bytes, with
+        zeros beyond them: as grouped GEMMs read scales. count: whether `loads` counts it, on all ranks alike; not for
+        further passes over tokens that were counted, as of multi-token prediction. sm_limit: on a CUDA device, thread
+        blocks of this call's kernels, in place of the group's (default 0: the group's); it holds for the completion of
+        a pending call and in replays of a graph too, and need not be the same on all ranks.
+        What is returned is detached: autograd does not know of the exchange (`tokenway.autograd` has one it knows of),
+        but of writes to `out`, which may be no leaf that requires gradients.
+        A step of all ranks. Errors: InvalidArgument (peers get PeerRefused at once), InvalidUsage, PeerRefused,
+        BoundMismatch, GroupFinished.
+        """
+        return self._exchange.dispatch(
+            handle, tokens, payloads, layout, bound, lane, out, column_major, count, send_only, sm_limit
+        )
+
+    @cuda.ranged("tokenway.combine")
+    def combine(
+        self,
+        handle: Handle[Any],
+        rows: Tensor,
+        *,
+        weighting: str = "none",
+        layout: str | None = None,
+        dtype: Any = None,
+        out: Tensor | None = None,
+        send_only: bool = False,
+        sm_limit: int = 0,
+    ) -> Any:
+        """Returns rows to their owners and sums them: [T, H], or `Pending` of it with send_only.
+
+        rows: as dispatched, [N, b, H] or [L, N*b, H] (leading dimensions may be flattened), [R', H] or [P, H], float32,
+        bfloat16 or float16. weighting: "none" (rows are weighted already) or "topk". layout: that of rows (default: the
+        handle's last dispatch). dtype: of the result (default combine_dtype). out: [T, H] to write to. sm_limit: as of
+        `dispatch`.
+        Sums are float32 over k, then over ranks, both ascending, rounded to combine_dtype in between: the same bits
+        every time. The result is detached: autograd does not know of the exchange. Errors as `dispatch`; after a step
+        that failed, the result is NaN.
+        """
+        return self._exchange.combine(handle, rows, weighting, layout, dtype, out, send_only, sm_limit)
