@@ -84,8 +84,8 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     "ranks": ("comm launch meeting portable staged", TENSORS | {"settings"}),
     # what can be done with a group
     "exchange": (
-        "arguments blocks calls collectives counting exchange group handle leases maps native_group outputs row_types "
-        "shape structs",
+        "arguments blocks calls collectives counting exchange group handle leases maps native_group outputs "
+        "routing_layout row_types shape structs",
         TENSORS | {"settings", "ranks"},
     ),
     # what must every result be

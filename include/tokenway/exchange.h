@@ -206,4 +206,32 @@ TW_API twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineI
 // finishes; twInvalidUsage if nothing is pending.
 TW_API twResult_t twComplete(twGroup_t group, twHandle_t handle, void* stream);
 
+// The layout of a routing: what twGroupRoutingLayout tells. Memory of the caller, C-contiguous, on the group's device
+// if it has one; what has data NULL is not wanted.
+typedef struct {
+  size_t size;
+  twTensor_t tokens_per_rank;  // twInt32 [N]: tokens that go to each rank, once each however many of their experts are
+                               // there
+  twTensor_t tokens_per_expert;  // twInt32 [P]: tokens that each physical expert serves
+  twTensor_t token_in_rank;      // twBool [T, N]: 1 where a token goes to a rank
+  twTensor_t physical_ids;       // twInt32 [T, K]: the physical expert that serves each choice; -1: none does
+} twRoutingLayout_t;
+#define TW_ROUTING_LAYOUT_INIT \
+  {sizeof(twRoutingLayout_t), TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT}
+
+// Tells where a handle of these ids would send this rank's tokens: to the same ranks, and the same physical experts. No
+// handle is made. Not collective: nothing is sent, and nobody waited for. ids [T, K], T up to max_tokens, as for
+// twHandleCreateForLayer: in a group with a placement they are logical experts, which the layer's map turns into
+// physical ones; else layer is 0, a physical expert is an expert, and P is E. To count logical experts, count ids.
+//
+// On a device all is enqueued on the stream, and may be captured; ids must not change, nor outputs be read, before it
+// in stream order. Outputs overlap neither each other nor ids. There, a group of policy twReplicaBalanced, whose
+// choices depend on the whole batch, needs physical_ids.
+//
+// Errors: twInvalidArgument. An id that is no expert's, or stands twice in its token, is refused on the CPU, where
+// nothing is written then. On a device it acts as -1, and the group's record tells of one, with its token and k, of
+// phase twPhaseNone.
+TW_API twResult_t twGroupRoutingLayout(twGroup_t group, int32_t layer, const twTensor_t* ids,
+                                       const twRoutingLayout_t* layout, void* stream);
+
 #endif  // TOKENWAY_EXCHANGE_H_

@@ -36,6 +36,7 @@ from tokenway.handle import Handle, Pending, Received
 from tokenway.launch import Outcome, Ranks, run
 from tokenway.placement import Placement
 from tokenway.quantize import dequantize_fp8, pack_nvfp4, quantize_fp8, unpack_nvfp4
+from tokenway.routing_layout import RoutingLayout
 from tokenway.row_types import TypedRows
 from tokenway.settings import Payload, RowType, WindowBytes, window_bytes
 
@@ -67,6 +68,7 @@ __all__ = [
     "Ranks",
     "Received",
     "RecvOverflow",
+    "RoutingLayout",
     "RowType",
     "SystemFailure",
     "TokenwayError",

@@ -229,6 +229,15 @@ class CountsInput(Struct):
     ]
 
 
+class RoutingLayout(Struct):
+    _fields_: ClassVar = [
+        ("tokens_per_rank", Tensor),
+        ("tokens_per_expert", Tensor),
+        ("token_in_rank", Tensor),
+        ("physical_ids", Tensor),
+    ]
+
+
 class LeaseInfo(Struct):
     _fields_: ClassVar = [
         ("bytes", c_uint64),
@@ -330,6 +339,7 @@ FUNCTIONS = {
     "twHandleMemBytes": (c_int, [c_void_p, POINTER(c_size_t)]),
     "twHandleCreate": (c_int, [POINTER(c_void_p), c_void_p, c_void_p, c_void_p, c_void_p]),
     "twHandleCreateForLayer": (c_int, [POINTER(c_void_p), c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
+    "twGroupRoutingLayout": (c_int, [c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
     "twGroupReplaceMap": (c_int, [c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
     "twGroupMap": (c_int, [c_void_p, c_int32, c_void_p, c_void_p]),
     "twGroupLoads": (c_int, [c_void_p, c_void_p, c_void_p]),

@@ -25,6 +25,7 @@ from tokenway.maps import Maps
 from tokenway.native_group import NativeGroup
 from tokenway.outputs import Outputs
 from tokenway.placement import Placement
+from tokenway.routing_layout import RoutingLayout, find_layout
 from tokenway.row_types import TypedRows
 from tokenway.settings import Payload, RowType, Settings, WindowBytes, make_config, telling, window_of
 from tokenway.shape import Shape
@@ -181,6 +182,13 @@ class Group(Calls, _native.Shared):
         are read, and ids checked, by the handle's first dispatch: they must not change before it in stream order, and
         `check` tells of bad ids, which act as -1."""
         return self._exchange.route(self, ids, weights, layer, memory)
+
+    def routing_layout(self, ids: Tensor, *, layer: int = 0) -> RoutingLayout:
+        """Where a handle of these ids would send this rank's tokens, by rank and by physical expert. ids, layer: as
+        `route` takes them; T up to max_tokens. Makes no handle, sends nothing; not collective. On a CUDA device
+        enqueued, and capturable. Errors: InvalidArgument; on a CUDA device bad ids act as -1, and `check` tells of
+        them."""
+        return find_layout(self.native, self._maps.slots, self.top_k, ids, layer)
 
     def rows(self, kind: RowType) -> TypedRows:
         """Rows of another type: returns what dispatches and combines them, over this group's window and by its

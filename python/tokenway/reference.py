@@ -99,6 +99,18 @@ def route(ids: Array, rank_of: Array, ranks: int) -> Routing:
     )
 
 
+def routing_layout(ids: Array, rank_of: Array, ranks: int) -> dict[str, Array]:
+    """Where one rank's tokens go, by name as `tokenway.RoutingLayout` has it. ids: int [T, K], physical experts, -1 =
+    none; rank_of: int32 [P]."""
+    routed = route(ids, rank_of, ranks)
+    return {
+        "tokens_per_rank": routed.counts,
+        "tokens_per_expert": np.bincount(ids[ids >= 0], minlength=len(rank_of)).astype(np.int32),
+        "token_in_rank": routed.goes,
+        "physical_ids": ids.astype(np.int32),
+    }
+
+
 def expert_rows(ids: Sequence[Array], experts: int) -> list[Array]:
     """The row of every (source, token, k) in its expert's expert_major block.
 

@@ -54,6 +54,7 @@ CONSTANTS = {
     "twLowLatency": "'low_latency'",
     "twHighThroughput": "'high_throughput'",
     "twReplicaShares": "'shares'",
+    "twReplicaBalanced": "'balanced'",
 }
 FUNCTIONS = {
     "twDispatch": "dispatch",
@@ -63,6 +64,7 @@ FUNCTIONS = {
     "twAllGatherV": "all_gatherv",
     "twReduceScatterV": "reduce_scatterv",
     "twGroupReplaceMap": "replace_map",
+    "twGroupRoutingLayout": "routing_layout",
     "twHandleUpdate": "Handle.update",
     "twGroupCreate": "Group()",
     "twGroupAbort": "Group.abort",

@@ -173,13 +173,6 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
   return {};
 }
 
-// The extent of a tensor [tokens, top_k] with strides in elements.
-Extent extent_of_pairs(const void* data, int64_t tokens, int64_t top_k, const int64_t stride[2], int64_t element) {
-  const Extent one = extent_of(data, tokens > 0 ? top_k : 0, stride[1] * element, element);
-  const int64_t span = tokens > 0 ? (tokens - 1) * stride[0] * element : 0;
-  return {one.begin + std::min<int64_t>(span, 0), one.end + std::max<int64_t>(span, 0)};
-}
-
 // Adds what a kernel of a dispatch reads while it writes its outputs. A host has sent all of it before it writes any.
 void add_read(const twGroup& group, const twHandle& handle, const twDispatchInput_t& input, const DispatchRows& types,
               Extents* read) {

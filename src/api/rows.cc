@@ -121,6 +121,12 @@ Extent extent_of(const void* data, int64_t rows, int64_t stride, int64_t row_byt
   return {begin + std::min<int64_t>(span, 0), begin + std::max<int64_t>(span, 0) + row_bytes};
 }
 
+Extent extent_of_pairs(const void* data, int64_t tokens, int64_t top_k, const int64_t stride[2], int64_t element) {
+  const Extent one = extent_of(data, tokens > 0 ? top_k : 0, stride[1] * element, element);
+  const int64_t span = tokens > 0 ? (tokens - 1) * stride[0] * element : 0;
+  return {one.begin + std::min<int64_t>(span, 0), one.end + std::max<int64_t>(span, 0)};
+}
+
 bool disjoint(const Extent& a, const Extent& b) {
   return std::less_equal<>()(a.end, b.begin) || std::less_equal<>()(b.end, a.begin);
 }

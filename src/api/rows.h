@@ -43,6 +43,8 @@ struct Extent {
 
 // The extent of rows a stride apart, which may be negative.
 Extent extent_of(const void* data, int64_t rows, int64_t stride, int64_t row_bytes);
+// The extent of a tensor [tokens, top_k]. stride: in elements; element: bytes of one.
+Extent extent_of_pairs(const void* data, int64_t tokens, int64_t top_k, const int64_t stride[2], int64_t element);
 bool disjoint(const Extent& a, const Extent& b);
 
 // The extent of one tensor of a call.

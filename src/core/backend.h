@@ -19,6 +19,7 @@
 #include "exchange/collective.h"
 #include "exchange/counts.h"
 #include "exchange/dispatch.h"
+#include "exchange/routing_layout.h"
 #include "exchange/step.h"
 #include "layout/layouts.h"
 #include "views/columns.h"
@@ -162,6 +163,15 @@ struct CountsCall {
   bool again = false;                          // the counts are known already: only the receive offsets are new
   int32_t sm_limit = 0;                        // as in DispatchCall
   uint64_t receive_offset[kMaxPayloads] = {};  // for the dispatch that follows
+};
+
+// A routing whose layout a device is to find; no step.
+struct LayoutCall {
+  int32_t layer = 0;
+  int32_t tokens = 0;
+  RoutingSource source;  // without weights
+  void* stream = nullptr;
+  RoutingLayout layout;
 };
 
 struct CombineCall {
@@ -313,6 +323,8 @@ class Backend {
     if (stream == nullptr) return {};
     return fail(twInvalidArgument, "{} is {}; it must be NULL on the CPU", Argument("stream"), stream);
   }
+  // Finds the layout of a routing, in stream order. Elsewhere the host does, which can read the ids.
+  virtual Status find_layout(const LayoutCall&) { return {}; }
   // Whether a call on this stream would be captured into a graph.
   virtual bool captures(const void* /*stream*/) const { return false; }
   // Waits until nothing that was launched uses memory of the group any more.

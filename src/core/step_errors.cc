@@ -55,6 +55,12 @@ Sentence describe_bad_value(const ErrorRecord& record, uint32_t bound) {
         Argument("input.sizes[]"), function_of(record.phase), record.value, record.token, record.step, record.lane,
         bound);
   }
+  if (record.phase == twPhaseNone) {  // of no step
+    return compose(
+        "{} of {} is {} in device memory; it must be -1 (no expert) or an expert that the token does not have yet: it "
+        "was taken for -1",
+        Argument("ids[]", record.token, record.k), Function{"twGroupRoutingLayout"}, Value(record.value));
+  }
   return compose(
       "{} is {} in device memory (step {}, lane {}); it must be -1 (no expert) or an expert that the token does not "
       "have yet: it was taken for -1",

@@ -25,7 +25,8 @@ BUILD = ROOT / "build" / "emulated"
 TOOLS = Path(sys.executable).parent  # CMake and Ninja are in the environment of this Python
 FILES = (
     *("exchange", "errors", "usage", "handles", "throughput", "leases", "loads", "collectives"),
-    *("collective_errors", "properties", "rounds", "survival", "views", "versions", "arguments", "call_settings"),
+    *("collective_errors", "properties", "rounds", "routing_layout", "survival", "views", "versions", "arguments"),
+    "call_settings",
 )
 THREADS = tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival"))
 COUNTED = ("stores", "exchange", "throughput", "collectives")

@@ -1,6 +1,6 @@
 """Mutations of the exchange of counts: the step, what it brings, and what must follow from it."""
 
-from mutation import CALLS, COUNTS_H, CPU, ENTRIES, STEP, Edit, Mutation
+from mutation import CALLS, COUNTS_H, CPU, ENTRIES, LAYOUT_API, LAYOUT_H, STEP, Edit, Mutation
 
 PUBLISH = "  publish_step(t, map, at, Mode::kCounts, note, [](int) { return 0; });\n"
 AWAIT = (
@@ -176,6 +176,20 @@ COUNTS = (
                 "handle.counts.experts + context_.local_experts - 1)",
             ),
         ),
+    ),
+    Mutation(
+        "a layout counts logical experts",
+        "S9",
+        "routing_layout_test",
+        "RoutingLayout.PhysicalExperts",
+        (Edit(LAYOUT_API, "  if (!group.maps.empty()) {\n", "  if (group.maps.size() > 1) {\n"),),
+    ),
+    Mutation(
+        "a layout leaves what was in its memory",
+        "S9",
+        "routing_layout_test",
+        "RoutingLayout.ByHand",
+        (Edit(LAYOUT_H, "  std::fill_n(layout.token_in_rank, all, uint8_t{0});\n", "  (void)all;\n"),),
     ),
     Mutation(
         "ready when the first counts have come",

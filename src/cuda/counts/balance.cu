@@ -39,14 +39,16 @@ struct Batch {
 // Encodes a choice whose physical expert is known, until all are known. Applied again, it decodes.
 __device__ inline int32_t settled(int32_t slot) { return -2 - slot; }
 
-// Copies ids and weights into the handle and counts them. A bad id acts as -1 and is reported.
+// Copies ids and weights into the handle and counts them. A bad id acts as -1 and is reported; those of a layout its
+// own kernel reports.
 __device__ void count_choices(const BalanceParams& p, const Replicas& replicas, const Batch& batch) {
-  Step step{next_step(p.group, p.channel), p.channel, 0, p.phase};
+  const bool of_step = p.channel >= 0;
+  Step step{of_step ? next_step(p.group, p.channel) : 0, p.channel, 0, p.phase};
   if (p.bank >= 0 && step.bank() != p.bank) ++step.number;  // the number that the exchange's step will have
   visit_choices(p.in, p.tokens, p.group.map.shape().top_k, [&](int64_t i, int token, int k, int64_t raw, int32_t id) {
-    if (id < 0 && raw != -1) report_id(p.group, step, token, k, raw);
+    if (of_step && id < 0 && raw != -1) report_id(p.group, step, token, k, raw);
     p.handle.ids[i] = id;
-    p.handle.weights[i] = raw_weight(p.in, token, k);
+    if (of_step) p.handle.weights[i] = raw_weight(p.in, token, k);
     if (id < 0) return;
     atomicAdd(&batch.counts[id], 1);
     if (replicas.count(id) > 1) return;
@@ -82,11 +84,11 @@ __global__ void __launch_bounds__(kThreads) balance_kernel(const __grid_constant
   Replicas replicas = replicas_at(p.group, reinterpret_cast<const int32_t*>(p.in.map) + MapWords::kFirst);
   replicas.several_count = static_cast<int32_t>(load_fresh<uint32_t>(p.in.map + MapWords::kSeveral));
   for (int i = thread; i < shape.choices() + shape.ranks; i += kThreads) batch.counts[i] = 0;
-  if (thread == 0) *p.handle.digest = load_digest(p.in.digest);
+  if (thread == 0 && p.handle.digest != nullptr) *p.handle.digest = load_digest(p.in.digest);
   __syncthreads();
   count_choices(p, replicas, batch);
   __syncthreads();
-  for (int e = thread; shape.counts_loads != 0 && e < shape.choices(); e += kThreads) {
+  for (int e = thread; p.handle.choices != nullptr && shape.counts_loads != 0 && e < shape.choices(); e += kThreads) {
     p.handle.choices[e] = batch.counts[e];
   }
   if (thread == 0) level_loads(replicas, RankOf{p.group.experts}, batch.counts, batch.load, batch.quota);

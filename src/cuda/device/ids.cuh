@@ -81,9 +81,8 @@ __device__ inline int32_t slot_of(const GroupView& g, const IdsIn& in, int32_t i
 // none.
 __device__ inline uint32_t load_digest(const uint32_t* at) { return at == nullptr ? 0 : load_fresh<uint32_t>(at); }
 
-// Reports an id that is neither -1 nor an expert's, or stands twice in its token; one for each step.
-__device__ __noinline__ static void report_id(const GroupView& g, Step step, int token, int k, int64_t id) {
-  if (atomicExch(&g.channels[step.channel].bad_step, step.low()) == step.low()) return;
+// Reports an id that is neither -1 nor an expert's, or stands twice in its token.
+__device__ inline void write_bad_id(const GroupView& g, const Step& step, int token, int k, int64_t id) {
   report_call(g, &g.pages[g.me]->bad_id, [&](Report* to) {
     write_report(to, g, step, twInvalidArgument, g.me, 0, 0);
     volatile Report& report = *to;
@@ -91,6 +90,11 @@ __device__ __noinline__ static void report_id(const GroupView& g, Step step, int
     report.k = k;
     report.value = id;
   });
+}
+// The same, one for each step.
+__device__ __noinline__ static void report_id(const GroupView& g, Step step, int token, int k, int64_t id) {
+  if (atomicExch(&g.channels[step.channel].bad_step, step.low()) == step.low()) return;
+  write_bad_id(g, step, token, k, id);
 }
 
 }  // namespace tw::cuda

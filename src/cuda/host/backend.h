@@ -92,6 +92,7 @@ class NvlinkBackend : public Backend {
   }
   StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override;
   void read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) override;
+  Status find_layout(const LayoutCall& call) override;
   void forget(HandleArrays& handle) override {
     if (handle.device.counts_page != nullptr) {
       arena_->give_page(static_cast<CountsOnHost*>(handle.device.counts_page), handle.device.page_serial);
@@ -191,6 +192,8 @@ class NvlinkBackend : public Backend {
   }
   Status run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive);
   IdsIn ids_of(const HandleArrays& handle, bool copied) const;
+  Status choose_for_layout(const LayoutCall& call, const IdsIn& in);
+  bool balances() const { return !context_.maps->empty() && context_.spec->policy == twReplicaBalanced; }
   Status choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in);
   bool poll_others(ErrorRecord* record);
   StepEnd end_of(void* stream, const Status& run);

@@ -1,5 +1,5 @@
 // Ids of a call on a device, as the host hands them to kernels: the caller's or the handle's own, and the map by which
-// they become physical experts.
+// they become physical experts. The layout of a routing follows from ids alone, so it is launched here too.
 //
 // Takes a handle and whether an earlier kernel has copied the ids; gives IdsIn. replace_map() waits for all calls of
 // this rank.
@@ -34,7 +34,7 @@ IdsIn NvlinkBackend::ids_of(const HandleArrays& handle, bool copied) const {
 // Chooses physical experts by quotas where the policy says so: a kernel does that before the ids are used, which from
 // then on are the handle's own.
 Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in) {
-  if (in->map == nullptr || context_.spec->policy != twReplicaBalanced) return {};
+  if (in->map == nullptr || !balances()) return {};
   BalanceParams p{};
   p.group = view_;
   p.handle = view_of(handle);
@@ -47,6 +47,58 @@ Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twP
   TW_RETURN_IF_FAILED(launched("balancing a batch", launch_balance(p, stream)));
   *in = ids_of(handle, true);
   return {};
+}
+
+// Chooses the physical experts of a layout by quotas, where the policy says so. A group of so many experts that the
+// kernel's counts are in device memory has memory for them by channel; a layout has no channel, and takes its own.
+Status NvlinkBackend::choose_for_layout(const LayoutCall& call, const IdsIn& in) {
+  const auto stream = static_cast<cudaStream_t>(call.stream);
+  BalanceParams p{};
+  p.group = view_;
+  p.handle.ids = call.layout.physical_ids;
+  p.in = in;
+  p.channel = p.bank = -1;
+  p.tokens = call.tokens;
+  void* scratch = nullptr;
+  if (!BalanceParams::fits(shape())) {
+    TW_CUDA(cudaMallocAsync(&scratch, sizeof(int32_t) * BalanceParams::scratch_words(shape()), stream));
+  }
+  p.scratch = static_cast<int32_t*>(scratch);
+  Status status = launched("balancing the batch of a layout", launch_balance(p, call.stream));
+  if (scratch != nullptr) TW_CUDA(cudaFreeAsync(scratch, stream));
+  return status;
+}
+
+Status NvlinkBackend::find_layout(const LayoutCall& call) {
+  const OnDevice on(device_);
+  remember(call.stream);
+  const auto stream = static_cast<cudaStream_t>(call.stream);
+  HandleArrays routed;  // a routing that nobody keeps
+  routed.source = call.source;
+  routed.map.layer = call.layer;
+  LayoutParams p{};
+  p.group = view_;
+  p.in = ids_of(routed, false);
+  p.tokens = call.tokens;
+  p.layout = call.layout;
+  if (p.layout.tokens_per_rank != nullptr) {
+    TW_CUDA(cudaMemsetAsync(p.layout.tokens_per_rank, 0, sizeof(int32_t) * static_cast<size_t>(shape().ranks), stream));
+  }
+  if (p.layout.tokens_per_expert != nullptr) {
+    TW_CUDA(
+        cudaMemsetAsync(p.layout.tokens_per_expert, 0, sizeof(int32_t) * static_cast<size_t>(shape().experts), stream));
+  }
+  if (call.tokens > 0) {
+    if (balances()) {
+      TW_RETURN_IF_FAILED(choose_for_layout(call, p.in));
+      p.chosen = p.layout.physical_ids;
+    }
+    const int blocks = std::min((call.tokens + kCounted - 1) / kCounted, budget_.max_grid);
+    TW_RETURN_IF_FAILED(launched("the layout of a routing", launch_layout(p, blocks, call.stream)));
+  }
+  if (!blocking_ || captures(call.stream)) return {};
+  TW_CUDA(settle_stream(stream));
+  return was_interrupted() ? fail(twInterrupted, "interrupted in a wait for the layout of a routing") : Status{};
 }
 
 Status NvlinkBackend::replace_map(int32_t layer, const ExpertMap& map, void* stream) {

@@ -1,5 +1,5 @@
-// The exchange of counts (high throughput), and the choice of physical experts by the quotas of a batch: what their
-// kernels take by value, and the two launches.
+// The exchange of counts (high throughput), the choice of physical experts by the quotas of a batch, and the layout of
+// a routing: what their kernels take by value, and the launches.
 //
 // Results go into the handle's arrays (HandleView) and, where the host wants them, into CountsOnHost.
 //
@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include "cuda/launch/group_view.h"
+#include "exchange/routing_layout.h"
 
 namespace tw::cuda {
 
@@ -32,7 +33,8 @@ struct CountsParams {
   uint64_t serial;        // written behind the results, so that the host sees they are there
 };
 
-// Chooses physical experts by the quotas of the batch and writes them into the handle (counts/balance.cu).
+// Chooses physical experts by the quotas of the batch and writes them into the handle (counts/balance.cu). For a layout
+// the ids are all that the handle has: other arrays are NULL, and channel is -1, as there is no step.
 struct BalanceParams {
   GroupView group;
   HandleView handle;
@@ -49,8 +51,19 @@ struct BalanceParams {
   static bool fits(const Shape& shape) { return scratch_words(shape) <= kMaxTable; }
 };
 
-// Both return a cudaError_t as int, so that the host side needs no CUDA header.
+// Finds the layout of a routing (counts/layout.cu). tokens_per_rank and tokens_per_expert are 0 before.
+struct LayoutParams {
+  GroupView group;
+  IdsIn in;
+  const int32_t* chosen;  // [T, K] physical experts, where an earlier kernel has chosen them: layout.physical_ids, or
+                          // NULL
+  int32_t tokens;
+  RoutingLayout layout;
+};
+
+// All return a cudaError_t as int, so that the host side needs no CUDA header.
 int launch_counts(const CountsParams& params, int grid, void* stream);
 int launch_balance(const BalanceParams& params, void* stream);
+int launch_layout(const LayoutParams& params, int grid, void* stream);
 
 }  // namespace tw::cuda
