@@ -4,6 +4,7 @@ dimensions are, and a call's default bound, the C library says (twGroupLayout): 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from tokenway import _header, tensors
@@ -34,7 +35,6 @@ class Shape:
     combine_dtype: str
     id_dtype: str
     payloads: dict[str, Payload]  # tokens first
-    extra_names: tuple[str, ...]  # of the payloads, but for tokens
     exact: bool  # high throughput: outputs are as large as what comes
     sizes_outputs: bool  # which the host of a device has to learn before a dispatch, as they have no fixed size
     max_recv_rows: int  # of a step
@@ -63,7 +63,6 @@ class Shape:
             combine_dtype=settings.combine_dtype_name(),
             id_dtype=tensors.dtype_name(settings.id_dtype),
             payloads=payloads,
-            extra_names=tuple(name for name in payloads if name != "tokens"),
             exact=exact,
             sizes_outputs=exact and native.device is not None and settings.max_recv_tokens is None,
             max_recv_rows=min(settings.max_recv_tokens or 2**31, info.nranks * settings.max_tokens),
@@ -82,10 +81,14 @@ class Shape:
             combine_hidden=rows.combine_elements(),
             combine_dtype=rows.combine_dtype_name(),
             payloads=payloads,
-            extra_names=tuple(name for name in payloads if name != "tokens"),
             named=True,
             own=list(payloads.values()) == list(self.payloads.values()),
         )
+
+    @cached_property
+    def extra_names(self) -> tuple[str, ...]:
+        """Of the payloads, but for tokens."""
+        return tuple(name for name in self.payloads if name != "tokens")
 
     def copies(self, layout: Any) -> bool:
         """Whether a layout of this group has no view of the window, so that its rows need memory. Any value is taken:
