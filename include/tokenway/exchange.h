@@ -229,8 +229,8 @@ typedef struct {
 // choices depend on the whole batch, needs physical_ids.
 //
 // Errors: twInvalidArgument. An id that is no expert's, or stands twice in its token, is refused on the CPU, where
-// nothing is written then. On a device it acts as -1, and the group's record tells of one, with its token and k, of
-// phase twPhaseNone.
+// nothing is written then. On a device it acts as -1, and the group's record tells of one, with its token and k, phase
+// twPhaseNone, lane -1 and a step that numbers such records.
 TW_API twResult_t twGroupRoutingLayout(twGroup_t group, int32_t layer, const twTensor_t* ids,
                                        const twRoutingLayout_t* layout, void* stream);
 

@@ -59,7 +59,7 @@ __device__ void mark_choice(const LayoutParams& p, const LayoutScratch& scratch,
   const int64_t raw = raw_id(p.in, token, k);
   const int32_t id = repeats(p.in, token, k, raw) ? -1 : valid_id(p.in, raw);
   if (id < 0 && raw != -1 && atomicExch(scratch.told, 1) == 0) {
-    write_bad_id(g, Step{0, -1, 0, twPhaseNone}, token, k, raw);
+    write_bad_id(g, Step{atomicAdd(&g.state->bad_layouts, 1) + 1, -1, 0, twPhaseNone}, token, k, raw);
   }
   const int32_t slot =
       p.chosen != nullptr ? static_cast<int32_t>(load_fresh<uint32_t>(p.chosen + i)) : slot_of(g, p.in, id, token);

@@ -95,10 +95,11 @@ struct alignas(64) ChannelState {
 };
 
 struct DeviceState {
-  uint32_t sticky;    // 1: the group is finished, and kernels write nothing to peers any more
-  uint32_t reported;  // a failure has been reported
-  uint32_t lock;      // held by who writes Report call
-  uint32_t stopped;   // 1: what was waited for has been reported
+  uint32_t sticky;       // 1: the group is finished, and kernels write nothing to peers any more
+  uint32_t reported;     // a failure has been reported
+  uint32_t lock;         // held by who writes Report call
+  uint32_t stopped;      // 1: what was waited for has been reported
+  uint32_t bad_layouts;  // reports of bad ids of layouts: the step of such a report, which tells it from the one before
 };
 
 }  // namespace tw::cuda
