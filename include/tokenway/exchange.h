@@ -13,9 +13,12 @@ typedef enum TW_AS_INT {
 // twExchangeCounts is a step of all ranks, in high throughput alone. Each rank tells all others how many rows it will
 // send to which rank and to which expert. Then every rank knows where each row goes and how many come
 // (twHandleNumRecvRows), and the handle may be dispatched for as long as its routing stays. The step takes a free lane
-// and gives it back. Errors: twInvalidUsage, twRecvOverflow on all ranks alike, twPeerRefused, and the sticky ones.
-// After a send_only call that a rank refused, the handle holds the lane, there and at the peers, until its counts are
-// exchanged, or it is released or destroyed.
+// and gives it back. Counts that are exchanged again with another max_recv_tokens want a dispatch before the next
+// combine. Errors: twInvalidUsage, twRecvOverflow and twBoundMismatch on all ranks alike, twPeerRefused, and the sticky
+// ones.
+//
+// After a send_only call that a rank refused, or in which ranks differed, the handle holds the lane, on all ranks,
+// until its counts are exchanged, or it is released or destroyed.
 typedef struct {
   size_t size;
   int32_t lane;       // -1: the next free one, in the same order on all ranks
@@ -24,9 +27,14 @@ typedef struct {
   void* landing[TW_MAX_PAYLOADS];  // receive offsets: for each payload, the lease where the rows of the next dispatch
                                    // are to land (leases.h), or NULL
   int32_t sm_limit;                // as twDispatchInput_t
+  // The next two are in place of config's, for all that follows from these counts, until the handle exchanges counts
+  // again. Where a graph has captured calls of a handle, they stay what they were.
+  int32_t max_recv_tokens;  // R: 1..config.max_recv_tokens, the same on all ranks (else twBoundMismatch on all of
+                            // them); 0: as configured
+  int32_t row_alignment;    // a power of two, 1..256; ranks may differ; 0: as configured
 } twCountsInput_t;
 // clang-format off
-#define TW_COUNTS_INPUT_INIT {sizeof(twCountsInput_t), -1, 0, NULL, {NULL}, 0}
+#define TW_COUNTS_INPUT_INIT {sizeof(twCountsInput_t), -1, 0, NULL, {NULL}, 0, 0, 0}
 // clang-format on
 
 TW_API twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsInput_t* input);
@@ -52,15 +60,16 @@ TW_API twResult_t twHandleNumRecvRows(twHandle_t handle, twLayout_t layout, int6
 
 // Tells how many rows each expert of this rank will receive: rows [L], memory of the caller, by local expert. That is
 // without the padding of twGrouped, where the rows of an expert begin behind those of the experts before it, each of
-// these rounded up to a multiple of config.row_alignment (twDispatchOutput_t.offsets). With twOverflowDrop, rows that
-// are dropped are counted, as they have places there. Waits as twHandleNumRecvRows does, and not at all after it; the
-// same errors.
+// these rounded up to a multiple of row_alignment (twDispatchOutput_t.offsets). With twOverflowDrop, rows that are
+// dropped are counted, as they have places there. Waits as twHandleNumRecvRows does, and not at all after it; the same
+// errors.
 TW_API twResult_t twHandleNumExpertRows(twHandle_t handle, int32_t* rows);
 
 // Tells how many rows the outputs of a dispatch have; never waits. If the host knows the counts, as on the CPU it
 // always does, the number is that of twHandleNumRecvRows. Else, on a device, it is all that there is room for, which
-// for twFlat is max_recv_tokens. Then ids beyond what comes are invalid and weights 0; rows stay as they are there (in
-// twGrouped from the last of the offsets on), so that the cost of a dispatch follows what comes.
+// for twFlat is max_recv_tokens of the exchange of counts. Then ids beyond what comes are invalid and weights 0; rows
+// stay as they are there (in twGrouped from the last of the offsets on), so that the cost of a dispatch follows what
+// comes.
 TW_API twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
 
 // What a layout is in a group. The outputs of a dispatch in it have the leading dimensions [blocks, rows_per_bound *

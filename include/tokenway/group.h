@@ -48,8 +48,9 @@ typedef struct {
   // CUDA backend: thread blocks of a kernel, at most one per SM; 0: the backend chooses. Of calls that name none of
   // their own.
   int32_t sm_limit;
-  // The next three are for high throughput alone.
-  int32_t max_recv_tokens;  // R: how many rows of all sources a rank may receive in a step, 1..N*B; 0: N*B
+  // The next three are for high throughput alone; an exchange of counts may name its own row_alignment.
+  int32_t max_recv_tokens;  // R: how many rows of all sources a rank may receive in a step, 1..N*B; 0: N*B. An exchange
+                            // of counts may name less
   twOverflow_t overflow;
   int32_t row_alignment;  // twGrouped: an expert's rows begin at multiples of this; a power of two, 1..256; 0: 1
   // Allocator for the arrays of handles (device memory on the CUDA backend); both NULL: the library's own. alloc must

@@ -8,7 +8,8 @@
 // Leases are for high throughput alone, in groups with lease_bytes. What a rank leases and when is its own affair:
 // addresses and sizes differ from rank to rank, and a rank may have no lease where others have some.
 //
-//   1. twWindowAlloc, with room for as many rows as may come: config.max_recv_tokens rows of a payload.
+//   1. twWindowAlloc, with room for as many rows as may come: max_recv_tokens rows of a payload, as the exchange of
+//      counts has it.
 //   2. twExchangeCounts with `landing` (receive offsets), which tells the peers. In groups with leases it may be called
 //      again for a handle whose counts are known and which holds no lane: for another dispatch by the same routing, as
 //      in a backward pass.

@@ -226,6 +226,8 @@ class CountsInput(Struct):
         ("stream", c_void_p),
         ("landing", c_void_p * MAX_PAYLOADS),
         ("sm_limit", c_int32),
+        ("max_recv_tokens", c_int32),
+        ("row_alignment", c_int32),
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import tensors
+from tokenway import sentences, tensors
 from tokenway.errors import InvalidArgument, TokenwayError
 
 
@@ -72,6 +72,11 @@ def int32(value: Any) -> int:
         return int(value) if fits else -2
     except Exception:  # its own code
         return -2
+
+
+def limit(value: Any) -> int:
+    """The same for a field whose 0 is the group's value to C, which is None here: C is to refuse a 0."""
+    return 0 if value is None else int32(value) or sentences.ZERO
 
 
 def lane_number(lane: Any) -> int:

@@ -59,9 +59,9 @@ class Group(Calls, _native.Shared):
     (RecvOverflow) or "drop"; row_alignment, of which an expert's first row in "grouped" is a multiple, a power of two
     to 256 (default 1); lease_bytes, of the window, for rows that outlive their step (default 0: none): autograd keeps
     its rows there instead of in copies, and `exchange_counts(lease=True)` asks for it. On a CUDA device a dispatch
-    waits until the host knows how much comes, and for nothing else; with max_recv_tokens given, or while a graph is
-    captured, it does not: outputs then have that many rows, of which `Received.counts` are used, ids of others being
-    invalid.
+    waits until the host knows how much comes, and for nothing else; with max_recv_tokens given, here or to
+    `exchange_counts`, or while a graph is captured, it does not: outputs then have that many rows, of which
+    `Received.counts` are used, ids of others being invalid.
 
     dispatch_room, combine_room: bytes that the window has room for in a dispatched row, payloads and all, and in a
     combined one, so that `rows` may be of other types (default: as many as the rows above have;
@@ -215,23 +215,31 @@ class Group(Calls, _native.Shared):
         lane: int | None = None,
         send_only: bool = False,
         lease: bool | str = False,
+        max_recv_tokens: int | None = None,
+        row_alignment: int | None = None,
         sm_limit: int = 0,
     ) -> Any:
         """In high throughput: ranks tell each other how many rows they will send, before a handle's first dispatch and
         after each `Handle.update`. Returns the handle, whose `recv_rows` is known then, or `Pending` of it. A step of
-        all ranks. Errors: RecvOverflow on all ranks alike, InvalidUsage, PeerRefused, GroupFinished. After a send_only
-        call that a rank refused the handle holds the lane, there and at the peers, until its counts are exchanged or
-        it is released.
+        all ranks. Errors: RecvOverflow and BoundMismatch on all ranks alike, InvalidUsage, PeerRefused, GroupFinished.
+        After a send_only call that a rank refused, or in which ranks differed, the handle holds the lane, on all ranks,
+        until its counts are exchanged or it is released.
+
+        max_recv_tokens: 1 up to the group's, on all ranks alike; row_alignment: of this rank, a power of two to 256.
+        Both are in place of the group's (default) for all that follows from these counts, until the handle exchanges
+        counts again; where a CUDA graph has calls of a handle, they must stay what they were. sm_limit: as of
+        `dispatch`.
 
         In a group with `lease_bytes`, counts that are known may be exchanged again while the handle holds no lane, for
-        another dispatch by the same routing. lease: the rows of the next dispatch go straight to memory of the window
-        that its result in the layout "flat" owns, as long as a tensor shows it, instead of memory that the lane's next
-        step overwrites; "zeros": where outputs have a fixed size, rows that none comes to are 0. The peers learn the
-        place with the counts. Where there is no room for all rows that may come, that dispatch copies them to new
-        tensors: `Received.leased` and `leases.copies` say so, and, the first time, the log. So `lease` need not be the
-        same on all ranks. On a CUDA device memory whose tensors are gone is leased again in stream order: other streams
-        that use them must be waited for before."""
-        return self._counting.exchange(handle, lane, send_only, lease, sm_limit)
+        another dispatch by the same routing; with another max_recv_tokens no combine may come before that dispatch.
+        lease: the rows of the next dispatch go straight to memory of the window that its result in the layout "flat"
+        owns, as long as a tensor shows it, instead of memory that the lane's next step overwrites; "zeros": where
+        outputs have a fixed size, rows that none comes to are 0. The peers learn the place with the counts. Where there
+        is no room for all rows that may come, that dispatch copies them to new tensors: `Received.leased` and
+        `leases.copies` say so, and, the first time, the log. So `lease` need not be the same on all ranks. On a CUDA
+        device memory whose tensors are gone is leased again in stream order: other streams that use them must be waited
+        for before."""
+        return self._counting.exchange(handle, lane, send_only, lease, max_recv_tokens, row_alignment, sm_limit)
 
     @property
     def leases(self) -> LeaseInfo:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tokenway import _header, _native, callbacks, cuda, tensors, versions
 from tokenway.blocks import Blocks
-from tokenway.errors import InUse, InvalidArgument, InvalidUsage, PeerRefused, TokenwayError
+from tokenway.errors import BoundMismatch, InUse, InvalidArgument, InvalidUsage, PeerRefused, TokenwayError
 from tokenway.leases import Lease
 from tokenway.native_group import NativeGroup
 
@@ -178,7 +178,7 @@ class Pending(Generic[Result]):
                 raise
             except TokenwayError as error:
                 self._error = error
-                refused = isinstance(error, PeerRefused)  # twExchangeCounts says who holds what then
+                refused = isinstance(error, (BoundMismatch, PeerRefused))  # twExchangeCounts says who holds what then
                 self._handle.leased = refused if self._counting else self._leased_at_failure
             except BaseException:
                 self._keep, self._interrupted = kept, True
@@ -231,6 +231,7 @@ class Handle(Generic[Owner]):
         "group",
         "layout",
         "leased",
+        "max_recv_tokens",
         "native",
         "pointer",
         "stream",
@@ -246,6 +247,7 @@ class Handle(Generic[Owner]):
         self.layout = "rank_major"
         self.bound = 0
         self.leased = False
+        self.max_recv_tokens: int | None = None  # of the last exchange of counts; None: the group's
         # uint8: the C library's arrays of this handle lie in it.
         self._memory, self._reusable = blocks.take(memory)
         self._base: int = native.place.address(self._memory)

@@ -139,7 +139,8 @@ class Exchange:
     id_space: received ids are "local" slots or "global" expert ids. invalid_id: stands in
     received ids for no expert, an expert that lives elsewhere (local only), and empty rows.
     For the exact layouts, flat and grouped: max_recv_tokens rows are all that a rank receives, those
-    of the last sources are dropped (None: no limit); experts' rows begin at multiples of alignment.
+    of the last sources are dropped (None: no limit); experts' rows begin at multiples of alignment, which may
+    be one for each rank.
     """
 
     ids: Sequence[Array]
@@ -150,7 +151,7 @@ class Exchange:
     id_space: str = "local"
     invalid_id: int = -1
     max_recv_tokens: int | None = None
-    alignment: int = 1
+    alignment: int | Sequence[int] = 1
 
     def __post_init__(self) -> None:
         """Refuse what no implementation accepts."""
@@ -240,7 +241,8 @@ class Exchange:
         """[L + 1] int32: where each local expert's rows begin in the grouped layout of `rank`. Dropped rows have places
         too, which hold nothing: sizes follow from what was routed."""
         rows = self.routed_rows(rank).astype(np.int64)
-        return np.append(0, (-(-rows // self.alignment) * self.alignment).cumsum()).astype(np.int32)
+        alignment = self.alignment if isinstance(self.alignment, int) else self.alignment[rank]
+        return np.append(0, (-(-rows // alignment) * alignment).cumsum()).astype(np.int32)
 
     def local_experts(self, rank: int) -> Array:
         """Expert ids that live on `rank`, by local slot: int [L]."""

@@ -40,6 +40,8 @@ _ZEROED = {
     "config.lanes",
     "config.max_recv_tokens",
     "config.row_alignment",
+    "input.max_recv_tokens",
+    "input.row_alignment",
     "config.placement->num_layers",
     "config.placement->num_slots",
 }

@@ -87,7 +87,11 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
 Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& input, const twCombineOutput_t& output,
                      CombineCall* call);
 
-// Checks the receive offsets of an exchange of counts; gives them, and the leases that they lie in. In leases.cc.
+// Checks what an exchange of counts names; gives the call, and the leases that its receive offsets lie in. In
+// counts.cc.
+Status check_counts(twGroup& group, const twHandle& handle, const twCountsInput_t& input, CountsCall* call,
+                    std::vector<std::byte*>* leases);
+// Checks the receive offsets of an exchange of counts whose room is known; gives them, and their leases. In leases.cc.
 Status check_receive_offsets(twGroup& group, const twCountsInput_t& input, CountsCall* call,
                              std::vector<std::byte*>* leases);
 

@@ -58,12 +58,12 @@ Status check_receive_offsets(twGroup& group, const twCountsInput_t& input, Count
                   input.landing[q], shape.payloads,
                   group.leases == nullptr ? compose("{} 0", Argument("config.lease_bytes")) : Sentence("leases"));
     }
-    const uint64_t bytes = static_cast<uint64_t>(shape.recv_rows) * shape.payload_bytes[q];
+    const uint64_t bytes = static_cast<uint64_t>(call->room) * shape.payload_bytes[q];
     std::byte* lease = nullptr;
     TW_RETURN_IF_FAILED(group.leases->may_announce(name, memory, bytes, &lease));
     for (int other = 0; other < q; ++other) {
       const auto* const before = static_cast<const std::byte*>(input.landing[other]);
-      const uint64_t taken = static_cast<uint64_t>(shape.recv_rows) * shape.payload_bytes[other];
+      const uint64_t taken = static_cast<uint64_t>(call->room) * shape.payload_bytes[other];
       if (before == nullptr || before + taken <= memory || memory + bytes <= before) continue;
       return fail(twInvalidArgument, "{} is {}, where rows of {}, {}, land too", name, input.landing[q],
                   Argument("input.landing[]", other), input.landing[other]);

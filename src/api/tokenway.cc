@@ -396,18 +396,9 @@ twResult_t twExchangeCounts(twGroup_t group, twHandle_t handle, const twCountsIn
     Status found = check_handle(group, handle);
     twHandle* const known = found.ok() ? handle : nullptr;
     if (status.ok()) status = std::move(found);
-    if (status.ok()) status = handle->too_many;
-    if (status.ok()) status = tw::check_switch("input.send_only", input.send_only);
-    if (status.ok()) status = tw::api::check_sm_limit(input.sm_limit);
-    if (status.ok() && handle->counts.exchanged && group->leases == nullptr) {
-      status = fail(twInvalidUsage, "the handle's counts have been exchanged since it was routed");
-    }
     tw::CountsCall call;
-    call.stream = input.stream;
-    call.send_only = input.send_only != 0;
-    call.sm_limit = input.sm_limit;
     std::vector<std::byte*> leases;
-    if (status.ok()) status = tw::api::check_receive_offsets(*group, input, &call, &leases);
+    if (status.ok()) status = tw::api::check_counts(*group, *handle, input, &call, &leases);
     if (status.ok() && handle->counts.exchanged && handle->channel >= 0) {  // all ranks see it alike: nobody waits
       return fail(twInvalidUsage, "{} holds lane {}; combine or release it before {}", Argument("handle"),
                   handle->channel, Function{"twExchangeCounts"});

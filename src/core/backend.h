@@ -158,9 +158,11 @@ struct CountsCall {
   StepPlace at;
   void* stream = nullptr;
   bool send_only = false;
+  int32_t room = 0;                            // rows of all sources that a rank may receive, on all ranks alike
   int32_t alignment = 1;                       // rows of an expert in the grouped layout begin at multiples of it
   bool drop = false;                           // rows beyond a receiver's room are left out, instead of refusing all
-  bool again = false;                          // the counts are known already: only the receive offsets are new
+  bool again = false;                          // counts of this routing have been exchanged before
+  bool known = false;                          // and nothing has changed since but the receive offsets
   int32_t sm_limit = 0;                        // as in DispatchCall
   uint64_t receive_offset[kMaxPayloads] = {};  // for the dispatch that follows
 };

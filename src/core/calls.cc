@@ -119,9 +119,12 @@ Status check_not_pending(const twHandle& handle) {
               names[static_cast<int>(handle.pending)], Function{"twComplete"});
 }
 
-// Notes that a dispatch or combine about to be made is captured. (Only handles of exact layouts are ever sized.)
-void note_capture(const twGroup& group, twHandle& handle, const void* stream) {
-  handle.sized_in_graph |= handle.is_sized() && group.backend->captures(stream);
+// Notes that a call about to be made is captured, where it matters: in exact layouts. `sized`: its tensors have as many
+// rows as come.
+void note_capture(const twGroup& group, twHandle& handle, const void* stream, bool sized) {
+  if (!group.shape().exact() || !group.backend->captures(stream)) return;
+  handle.in_graph = true;
+  handle.sized_in_graph |= sized;
 }
 
 void hold(twGroup& group, twHandle& handle, int channel) {
@@ -172,7 +175,8 @@ Status refuse_overflow(twGroup& group, const twHandle& handle, const Overflow& o
   record.lane = handle.counting.at.channel;
   record.step = record.expected = record.seen = handle.counting.at.step;
   record.value = overflow.rows;
-  describe_call_error(&record, static_cast<uint32_t>(group.shape().recv_rows), 0);
+  describe_call_error(&record, static_cast<uint32_t>(handle.counting.room),
+                      static_cast<uint32_t>(group.shape().recv_rows));
   group.set_error(record);
   return {twRecvOverflow, record.sentence};
 }
@@ -181,14 +185,14 @@ Status finish_counts(twGroup& group, twHandle& handle) {
   const CountsCall& call = handle.counting;
   const TimePoint deadline = std::min(deadline_of(group), handle.counts_deadline);
   KnownCounts known = handle.counted;
-  const StepEnd end = group.backend->finish_counts(call, deadline, handle, call.again ? &known : &handle.counted);
+  const StepEnd end = group.backend->finish_counts(call, deadline, handle, call.known ? &known : &handle.counted);
   handle.pending = Pending::kNone;
   // A send_only call that fails keeps its channel, as it does at the rank that refused and never completes (S5).
   if (end.code == twSuccess || !call.send_only) give_back(group, handle);
   if (end.code != twSuccess) {
     handle.counts.exchanged = false;
     part_leases(group, handle);  // no dispatch may follow
-    return conclude(group, twPhaseCounts, call.at, 0, end);
+    return conclude(group, twPhaseCounts, call.at, static_cast<uint32_t>(call.room), end);
   }
   const Overflow& overflow = handle.counted.overflow;
   if (handle.counted.known && overflow.rank >= 0 && !call.drop) {
@@ -240,15 +244,22 @@ Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call,
   part_leases(group, handle);  // those of an exchange that no dispatch followed
   if (!leases.empty()) group.leases->claim(leases);
   handle.leases = std::move(leases);
-  handle.counting = call;
-  handle.counting.at = group.channels.begin(channel);
-  handle.counting.alignment = group.config.given.row_alignment;
-  handle.counting.drop = group.config.given.overflow == twOverflowDrop;
-  handle.counting.again = handle.counts.exchanged;
-  if (!handle.counting.again) {
+  const CountsCall before = handle.counting;
+  CountsCall& now = handle.counting;
+  now = call;
+  now.at = group.channels.begin(channel);
+  now.drop = group.config.given.overflow == twOverflowDrop;
+  now.again = handle.counts.exchanged;
+  now.known = now.again && now.room == before.room && now.alignment == before.alignment;
+  if (!now.known) {
     handle.counted = {};
     handle.sizing.reset();
+    // Other rows may be dropped, so partials of the last dispatch have no way back; all ranks see that alike. Those of
+    // another alignment have, as their rows are told by the counts.
+    handle.dispatched = handle.dispatched && now.room == before.room;
+    handle.device.placed = false;
   }
+  note_capture(group, handle, call.stream, false);
   handle.counts_deadline = TimePoint::max();
   handle.pending = Pending::kCounts;
   Status sent = group.backend->send_counts(handle.counting, handle);
@@ -293,14 +304,14 @@ Status learn_counts(twGroup& group, twHandle& handle) {
 int64_t shown_rows(const twGroup& group, const twHandle& handle, const Layout& layout, bool sized) {
   if (sized) return layout.by_expert ? handle.counted.grouped_rows : handle.counted.flat_rows;
   const Shape& shape = group.shape();
-  if (!layout.by_expert) return shape.recv_rows;
-  const int64_t alignment = group.config.given.row_alignment;
+  if (!layout.by_expert) return handle.counting.room;
+  const int64_t alignment = handle.counting.alignment;
   const int64_t experts = group.context.local_experts;
   // Each row stands under so many experts at most, and each expert's rows are padded. Rows that are dropped have places
   // too.
   const int64_t sent = group.config.given.overflow == twOverflowDrop
                            ? static_cast<int64_t>(shape.ranks) * shape.max_tokens
-                           : shape.recv_rows;
+                           : handle.counting.room;
   const int64_t rows = sent * std::min<int64_t>(shape.top_k, experts);
   return (rows + experts * (alignment - 1)) / alignment * alignment;
 }
@@ -355,7 +366,7 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   group.channels[channel].viewed = call->at.step;
   handle.bound = call->bound;
   handle.sizing = handle.is_sized();
-  note_capture(group, handle, call->stream);
+  note_capture(group, handle, call->stream, handle.is_sized());
   handle.dispatched = handle.refused = false;
   handle.dispatch = *call;
   handle.pending = Pending::kDispatch;
@@ -373,7 +384,7 @@ Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_onl
   hold(group, handle, channel);
   call.at = group.channels.begin(channel);
   call.send_only = send_only;
-  note_capture(group, handle, call.stream);
+  note_capture(group, handle, call.stream, handle.is_sized());
   handle.combine = call;
   handle.pending = Pending::kCombine;
   Status sent = group.backend->send_combine(call, handle);

@@ -135,11 +135,7 @@ Status check_throughput(int32_t ranks, const GroupConfig& config, twGroupConfig_
   if (given->row_alignment == 0) given->row_alignment = 1;
   TW_RETURN_IF_FAILED(check_range("config.max_recv_tokens", given->max_recv_tokens, 1, most));
   TW_RETURN_IF_FAILED(check_range("config.overflow", given->overflow, twOverflowRefuse, twOverflowDrop));
-  TW_RETURN_IF_FAILED(check_range("config.row_alignment", given->row_alignment, 1, 256));
-  if ((given->row_alignment & (given->row_alignment - 1)) != 0) {
-    return fail(twInvalidArgument, "{} is {}; it must be a power of two from 1 to 256",
-                Argument("config.row_alignment"), Value(given->row_alignment));
-  }
+  TW_RETURN_IF_FAILED(check_row_alignment("config.row_alignment", given->row_alignment));
   shape->recv_rows = given->max_recv_tokens;
   shape->lease_bytes = (given->lease_bytes + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
   shape->most_local_experts = *std::max_element(config.local_experts.begin(), config.local_experts.end());
@@ -298,6 +294,12 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
                 given.lanes, ranks, given.max_tokens);
   }
   return {};
+}
+
+Status check_row_alignment(const Argument& name, int32_t alignment) {
+  TW_RETURN_IF_FAILED(check_range(name, alignment, 1, 256));
+  if ((alignment & (alignment - 1)) == 0) return {};
+  return fail(twInvalidArgument, "{} is {}; it must be a power of two from 1 to 256", name, Value(alignment));
 }
 
 std::string pack_config(const GroupConfig& config) {

@@ -40,6 +40,9 @@ bool is_summable(twDtype_t dtype);
 Status check_config(const twGroupConfig_t& given, int32_t ranks, bool on_device, const Environment& environment,
                     GroupConfig* config, bool staged = false);
 
+// Checks how an expert's rows are aligned in a grouped layout.
+Status check_row_alignment(const Argument& name, int32_t alignment);
+
 // pack_config makes the configuration a parcel; compare_configs gives the first difference between ranks' parcels, as a
 // sentence that names the field and the ranks.
 std::string pack_config(const GroupConfig& config);

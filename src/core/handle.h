@@ -48,6 +48,9 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   // A graph holds a dispatch or combine whose tensors are as large as these counts: replays with other counts would go
   // beyond them.
   bool sized_in_graph = false;
+  // A graph holds a call of this handle that depends on its counts: replays go on with the room and the alignment of
+  // these, so no later exchange may have others.
+  bool in_graph = false;
   // In groups with leases: the next dispatch's rows go where the last exchange of counts has announced, as on all
   // ranks.
   bool has_offsets = false;

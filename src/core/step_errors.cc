@@ -32,6 +32,10 @@ Sentence describe_mismatch(const ErrorRecord& record, uint32_t bound, uint32_t n
         "do not, as one of them was refused; exchange counts again",
         one, other);
   }
+  if (record.phase == twPhaseCounts && bound != note) {
+    return compose("{} of {} differs: rank {} has {}, rank {} has {}", Argument("input.max_recv_tokens"), call, one,
+                   bound, other, note);
+  }
   if (record.phase == twPhaseCombine && bound == note) {
     return compose("ranks {} and {} differ in the rows of {}: its dtype or elements", one, other, call);
   }
@@ -74,8 +78,9 @@ Sentence describe(const ErrorRecord& record, uint32_t bound, uint32_t note) {
   }
   if (record.result == twBoundMismatch) return describe_mismatch(record, bound, note);
   if (record.result == twRecvOverflow) {
-    return compose("rank {} would receive {} rows; {} is {} (nothing was sent)", record.peer, record.value,
-                   Argument("config.max_recv_tokens"), Value(bound));
+    const Argument room = bound == note ? "config.max_recv_tokens" : "input.max_recv_tokens";
+    return compose("rank {} would receive {} rows; {} is {} (nothing was sent)", record.peer, record.value, room,
+                   Value(bound));
   }
   return describe_bad_value(record, bound);
 }

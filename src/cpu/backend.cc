@@ -58,7 +58,7 @@ class CpuBackend : public Backend {
     transport_.begin(call.at, {nullptr, 1, WindowMap::counts_bytes(shape())}, call.send_only);
     if (call.again) restore_counts(shape(), &handle.routing);
     tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing, call.receive_offset,
-                    collective_note(0, handle.map.digest));
+                    collective_note(static_cast<uint32_t>(call.room), handle.map.digest));
     return {};
   }
 
@@ -119,13 +119,14 @@ class CpuBackend : public Backend {
   }
 
   StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override {
-    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCounts,
-                                   collective_note(0, handle.map.digest), deadline, counts_.data());
+    const StepEnd end =
+        await_step(transport_, context_.map, call.at, Mode::kCounts,
+                   collective_note(static_cast<uint32_t>(call.room), handle.map.digest), deadline, counts_.data());
     if (end.code != twSuccess) return end;
     *known = {};
-    known->overflow = take_counts(transport_, context_.map, call.at, context_.local_experts, call.drop, &handle.routing,
-                                  &handle.counts);
-    if (!within_leases(context_.map, handle.counts)) return {twInternalError, context_.me, {}, 0};
+    known->overflow = take_counts(transport_, context_.map, call.at, context_.local_experts, call.room, call.drop,
+                                  &handle.routing, &handle.counts);
+    if (!within_leases(context_.map, handle.counts, call.room)) return {twInternalError, context_.me, {}, 0};
     place_experts(call.alignment, handle);
     for (int32_t source = 0; source < shape().ranks; ++source) {
       known->received.push_back(handle.counts.at(shape(), source, context_.me));

@@ -69,13 +69,13 @@ void send_counts(T& t, const WindowMap& map, StepPlace at, const Placement& plac
   publish_step(t, map, at, Mode::kCounts, note, [](int) { return 0; });
 }
 
-// Whether rows that land at the announced receive offsets stay within the leases. What comes from another process is
-// checked, because a dispatch writes there.
-inline bool within_leases(const WindowMap& map, const Counts& counts) {
+// Whether up to `room` rows that land at the announced receive offsets stay within the leases. What comes from another
+// process is checked, because a dispatch writes there.
+inline bool within_leases(const WindowMap& map, const Counts& counts, int32_t room) {
   const Shape& shape = map.shape();
   for (int64_t i = 0; i < static_cast<int64_t>(shape.ranks) * shape.payloads && shape.leases(); ++i) {
     const uint64_t at = counts.receive_offset[i];
-    const uint64_t bytes = static_cast<uint64_t>(shape.recv_rows) * shape.payload_bytes[i % shape.payloads];
+    const uint64_t bytes = static_cast<uint64_t>(room) * shape.payload_bytes[i % shape.payloads];
     if (at != 0 && (at < map.leases() || bytes > shape.lease_bytes || at - map.leases() > shape.lease_bytes - bytes)) {
       return false;
     }
@@ -89,12 +89,12 @@ struct Overflow {
   int64_t rows = 0;
 };
 
-// Takes the counts that have come, after a successful await_step. Returns the first rank that would receive more rows
-// than it has room for. The rows too many are those of the last sources; with `drop` they are left out of `sent` and of
+// Takes the counts that have come, after a successful await_step. Returns the first rank that would receive more than
+// `room` rows. The rows too many are those of the last sources; with `drop` they are left out of `sent` and of
 // the routing's send_counts.
 template <Transport T>
-Overflow take_counts(T& t, const WindowMap& map, StepPlace at, int32_t local_experts, bool drop, Routing* routing,
-                     Counts* counts) {
+Overflow take_counts(T& t, const WindowMap& map, StepPlace at, int32_t local_experts, int32_t room, bool drop,
+                     Routing* routing, Counts* counts) {
   const Shape& shape = map.shape();
   std::fill_n(counts->experts, local_experts, 0);
   for (int source = 0; source < shape.ranks; ++source) {
@@ -113,13 +113,13 @@ Overflow take_counts(T& t, const WindowMap& map, StepPlace at, int32_t local_exp
     for (int from = 0; from < shape.ranks; ++from) {
       int32_t& rows = counts->at(shape, from, to);
       wanted += rows;
-      if (drop) rows = static_cast<int32_t>(std::min<int64_t>(rows, shape.recv_rows - row));
+      if (drop) rows = static_cast<int32_t>(std::min<int64_t>(rows, room - row));
       if (from == t.rank()) counts->begin[to] = row;
       if (to == t.rank()) counts->source[from] = row;
       row += rows;
     }
     if (to == t.rank()) counts->source[shape.ranks] = row;
-    if (wanted > shape.recv_rows && overflow.rank < 0) overflow = {to, wanted};
+    if (wanted > room && overflow.rank < 0) overflow = {to, wanted};
     routing->send_counts[to] = counts->at(shape, t.rank(), to);
   }
   return overflow;

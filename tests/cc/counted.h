@@ -41,6 +41,8 @@ class Counted {
     twCountsInput_t input = TW_COUNTS_INPUT_INIT;
     input.lane = lane;
     input.send_only = send_only ? 1 : 0;
+    input.max_recv_tokens = max_recv_tokens;
+    if (!row_alignment.empty()) input.row_alignment = row_alignment[rank];
     return twExchangeCounts(world_[rank], handles[rank], &input);
   }
   twResult_t complete(int rank) { return twComplete(world_[rank], handles[rank], nullptr); }
@@ -83,7 +85,7 @@ class Counted {
     EXPECT_TW(twSuccess, twHandleNumExpertRows(handles[rank], by_expert.data()));
     EXPECT_EQ(by_expert.back(), -7) << "there are as many as local experts";
     int64_t padded = 0;
-    const int32_t alignment = std::max(1, world_.config.row_alignment);
+    const int32_t alignment = alignment_of(rank);
     for (int32_t expert = 0; expert < world_.homes.held[rank]; ++expert) {
       EXPECT_EQ(counts.experts[expert], wanted_of(rank, expert)) << "expert " << expert;
       EXPECT_EQ(by_expert[expert], wanted_of(rank, expert)) << "expert " << expert;
@@ -123,8 +125,15 @@ class Counted {
   }
 
   std::vector<twHandle_t> handles;
+  // Of the exchange of counts, in place of the group's.
+  int32_t max_recv_tokens = 0;         // 0: none
+  std::vector<int32_t> row_alignment;  // by rank; empty, or 0: none
 
  private:
+  int32_t alignment_of(int rank) const {
+    const int32_t own = row_alignment.empty() ? 0 : row_alignment[rank];
+    return own > 0 ? own : std::max(1, world_.config.row_alignment);
+  }
   twTensor_t ids_of(int rank) {
     return tensor(traffic_.ids[rank].data(), twInt32, {traffic_.tokens[rank], world_.config.top_k});
   }
@@ -142,7 +151,8 @@ class Counted {
   }
   // Room is for the first sources.
   int32_t kept(int source, int to) const {
-    int32_t room = world_.config.max_recv_tokens > 0 ? world_.config.max_recv_tokens : 1 << 20;
+    const int32_t named = max_recv_tokens > 0 ? max_recv_tokens : world_.config.max_recv_tokens;
+    int32_t room = named > 0 ? named : 1 << 20;
     for (int before = 0; before < source; ++before) room -= std::min(room, wanted(before, to));
     return std::min(room, wanted(source, to));
   }
@@ -173,7 +183,7 @@ class Counted {
   }
   std::vector<int32_t> grouped(int rank) const {
     std::vector<int32_t> rows;
-    const int32_t alignment = std::max(1, world_.config.row_alignment);
+    const int32_t alignment = alignment_of(rank);
     size_t end = 0;
     for (int32_t local = 0; local < world_.homes.held[rank]; ++local) {
       arrivals(rank, [&](int source, int token) {

@@ -217,7 +217,7 @@ class Rank {
     Counts counts{sent, experts, begin, source};
     Routing routing = routing_;
     routing.send_counts = kept;
-    take_counts(t_, t_.map(), at, 1, false, &routing, &counts);
+    take_counts(t_, t_.map(), at, 1, INT32_MAX, false, &routing, &counts);
     for (int to = 0; to < kRanks; ++to) {
       for (const int peer : {1, 2}) ASSERT_EQ(counts.at(kShape, peer, to), told(step, peer, to)) << "step " << step;
       ASSERT_EQ(begin[to], 0) << "we are the first";

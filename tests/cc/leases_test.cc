@@ -196,7 +196,7 @@ TEST(Leases, PlacesAreChecked) {
                                   {first + 2 * kPage - 2 * 9 * 8 + 1, false},
                                   {UINT64_MAX - 8, false}}) {
     counts.receive_offset[1] = at;
-    EXPECT_EQ(within_leases(group.config.map, counts), right) << at;
+    EXPECT_EQ(within_leases(group.config.map, counts, 2 * 9), right) << at;
   }
 }
 

@@ -44,7 +44,10 @@ class Pretended : public Backend {
     limits.push_back(call.sm_limit);
     return {};
   }
-  Status send_counts(const CountsCall&, HandleArrays&) override { return {}; }
+  Status send_counts(const CountsCall& call, HandleArrays&) override {
+    limits.push_back(call.sm_limit);
+    return {};
+  }
   StepEnd finish_counts(const CountsCall&, TimePoint, HandleArrays&, KnownCounts*) override { return {}; }
   StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays&) override {
     streams.push_back(call.stream);
@@ -65,6 +68,7 @@ class Pretended : public Backend {
 
   bool on_device() const override { return true; }
   Status check_stream(const void*) const override { return {}; }
+  bool captures(const void*) const override { return capturing; }
   bool poll(ErrorRecord* record) override {
     if (news.result == twSuccess) return false;
     *record = news;
@@ -79,6 +83,7 @@ class Pretended : public Backend {
   std::vector<CollectiveCall> collected;
   std::string refusals;
   Status refused;
+  bool capturing = false;
   ErrorRecord news = empty_record();
 
  private:
@@ -87,7 +92,7 @@ class Pretended : public Backend {
 
 class PretendedGroup : public ::testing::Test {
  protected:
-  PretendedGroup() : world(1, make_config(6, 2, 4)), group(*world[0]) {
+  explicit PretendedGroup(const twGroupConfig_t& config = make_config(6, 2, 4)) : world(1, config), group(*world[0]) {
     auto made = std::make_unique<Pretended>(group.context, std::move(group.backend));
     device = made.get();
     group.backend = std::move(made);
@@ -105,12 +110,14 @@ class PretendedGroup : public ::testing::Test {
     input.send_only = send_only ? 1 : 0;
     input.payloads[0] = tensor(rows, twBfloat16, {tokens, 8});
     received = TW_DISPATCH_OUTPUT_INIT;
+    received.layout = layout;
     return twDispatch(&group, handle, &input, &received);
   }
   twResult_t combine(twHandle_t handle, int32_t sm_limit = 0) {
     twCombineInput_t input = TW_COMBINE_INPUT_INIT;
     input.stream = stream;
     input.sm_limit = sm_limit;
+    input.layout = layout;
     input.rows = received.payloads[0];
     twCombineOutput_t output = TW_COMBINE_OUTPUT_INIT;
     output.tokens = tensor(sums, twBfloat16, {4, 8});
@@ -124,6 +131,7 @@ class PretendedGroup : public ::testing::Test {
   int32_t ids[8] = {0, 1, 2, 3, 4, 5, 1, 99};
   uint16_t rows[32] = {};
   uint16_t sums[32] = {};
+  twLayout_t layout = twRankMajor;
   twDispatchOutput_t received{};
 };
 

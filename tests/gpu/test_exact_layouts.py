@@ -58,10 +58,11 @@ REPLAYS = 5
 
 
 class Layer:
-    """Counts, dispatch, identity experts and combine over static buffers; sums of whole numbers are exact."""
+    """Counts, dispatch, identity experts and combine over static buffers; sums of whole numbers are exact. limits: of
+    its counts, in place of the group's."""
 
-    def __init__(self, env: Any, group: tw.Group, setup: Setup, layout: str):
-        self.env, self.group, self.setup, self.layout = env, group, setup, layout
+    def __init__(self, env: Any, group: tw.Group, setup: Setup, layout: str, limits: dict[str, int]):
+        self.env, self.group, self.setup, self.layout, self.limits = env, group, setup, layout, limits
         self.tokens = torch.zeros((TOKENS[env.rank], setup.hidden), dtype=torch.float32, device=env.device)
         ids, weights = make_ids(setup, Round(TOKENS[: setup.ranks]), env.rank)
         self.ids, self.weights = env.backend.tensor(ids), env.backend.tensor(weights)
@@ -76,9 +77,10 @@ class Layer:
 
     def step(self) -> Any:
         self.handle.update(self.ids, self.weights)
-        self.group.exchange_counts(self.handle)
-        received = self.group.dispatch(self.handle, self.tokens, layout=self.layout)
-        out = self.group.combine(self.handle, received.tokens.clone())
+        few = {"sm_limit": 2 + self.env.rank} if self.limits else {}
+        self.group.exchange_counts(self.handle, **self.limits, **few)
+        received = self.group.dispatch(self.handle, self.tokens, layout=self.layout, **few)
+        out = self.group.combine(self.handle, received.tokens.clone(), **few)
         return received, received.ids, received.counts, out
 
     def check(self, results: Any) -> None:
@@ -98,12 +100,13 @@ class Layer:
         assert int((ids >= 0).any(dim=1).sum() if self.layout == "flat" else (ids >= 0).sum()) == used
 
 
-def captured_layers(env: Any, layout: str) -> None:
+def captured_layers(env: Any, layout: str, of_calls: bool) -> None:
     ranks = env.nranks
     setup = Setup(ranks=ranks, experts=4 * ranks, top_k=4, hidden=24, max_tokens=90, dtype="float32", **EXACT)
-    settings = setup.settings() | {"max_recv_tokens": 90 * ranks, "combine_dtype": "float32", "row_alignment": 8}
+    limits = {"max_recv_tokens": sum(TOKENS[:ranks]) if of_calls else 90 * ranks, "row_alignment": 8}
+    settings = setup.settings() | {"combine_dtype": "float32"} | ({} if of_calls else limits)
     with tw.Group(env.comm, timeout=TIMEOUT, **settings) as group:
-        layer = Layer(env, group, setup, layout)
+        layer = Layer(env, group, setup, layout, limits if of_calls else {})
         layer.load(0)
         layer.check(layer.step())  # as large as there is room for, though nothing is captured
         assert len(layer.step()[0].tokens) == layer.handle.rows_of(layout)
@@ -118,19 +121,26 @@ def captured_layers(env: Any, layout: str) -> None:
             _ = layer.handle.expert_rows
         layer.load(7)
         layer.check(layer.step())  # eager calls go on
+        layer.handle.update(layer.ids, layer.weights)
+        for other in ({"row_alignment": 16}, {"max_recv_tokens": limits["max_recv_tokens"] - 1}):
+            with pytest.raises(tw.InvalidUsage, match=r"but was \d+ in the handle's last exchange of counts"):
+                group.exchange_counts(layer.handle, **layer.limits | other)
         assert group.error is None
         graph.reset()
 
 
+@pytest.mark.parametrize("of_calls", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_whole_layer_in_a_graph(pair: Any, layout: str) -> None:
-    pair.run(captured_layers, layout)
+def test_a_whole_layer_in_a_graph(pair: Any, layout: str, of_calls: bool) -> None:
+    """By limits of the group, or of the calls, which a graph keeps."""
+    pair.run(captured_layers, layout, of_calls)
 
 
+@pytest.mark.parametrize("of_calls", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_whole_layer_in_a_graph_alone(layout: str) -> None:
+def test_a_whole_layer_in_a_graph_alone(layout: str, of_calls: bool) -> None:
     with Locals(1) as ranks:
-        ranks.run(captured_layers, layout)
+        ranks.run(captured_layers, layout, of_calls)
 
 
 def sized_in_a_graph(env: Any, layout: str) -> None:

@@ -4,8 +4,10 @@ from mutation import CALLS, COUNTS_H, CPU, ENTRIES, LAYOUT_API, LAYOUT_H, STEP, 
 
 PUBLISH = "  publish_step(t, map, at, Mode::kCounts, note, [](int) { return 0; });\n"
 AWAIT = (
-    "    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kCounts,\n"
-    "                                   collective_note(0, handle.map.digest), deadline, counts_.data());\n"
+    "    const StepEnd end =\n"
+    "        await_step(transport_, context_.map, call.at, Mode::kCounts,\n"
+    "                   collective_note(static_cast<uint32_t>(call.room), handle.map.digest), deadline, "
+    "counts_.data());\n"
 )
 
 COUNTS = (
@@ -138,8 +140,8 @@ COUNTS = (
         (
             Edit(
                 COUNTS_H,
-                "    if (wanted > shape.recv_rows && overflow.rank < 0)",
-                "    if (wanted > shape.recv_rows && to == t.rank())",
+                "    if (wanted > room && overflow.rank < 0)",
+                "    if (wanted > room && to == t.rank())",
             ),
         ),
     ),
@@ -156,6 +158,53 @@ COUNTS = (
         "counts_test",
         "Counts.DroppedRows",
         (Edit(COUNTS_H, "    routing->send_counts[to] = counts->at(shape, t.rank(), to);\n", ""),),
+    ),
+    Mutation(
+        "a limit that an exchange of counts names holds for rows alone that are dropped",
+        "S9",
+        "call_settings_test",
+        "CallSettings.OverflowFollowsTheCall",
+        (
+            Edit(
+                COUNTS_H,
+                "    if (wanted > room && overflow.rank < 0)",
+                "    if (wanted > shape.recv_rows && overflow.rank < 0)",
+            ),
+        ),
+    ),
+    Mutation(
+        "ranks with other limits of received rows read each other's counts all the same",
+        "S10",
+        "call_settings_test",
+        "CallSettings.RoomsThatDifferAreTold",
+        (
+            Edit(
+                CPU,
+                "call.receive_offset,\n                    collective_note(static_cast<uint32_t>(call.room), ",
+                "call.receive_offset,\n                    collective_note(0, ",
+            ),
+            Edit(CPU, AWAIT, AWAIT.replace("static_cast<uint32_t>(call.room)", "0")),
+        ),
+    ),
+    Mutation(
+        "limits of counts change under a captured dispatch",
+        "S10",
+        "call_settings_test",
+        "PretendedExactGroup.GraphsKeepTheLimitsOfTheirHandles",
+        (Edit("src/api/counts.cc", "  TW_RETURN_IF_FAILED(check_captured(group, handle, *call));\n", ""),),
+    ),
+    Mutation(
+        "counts that are exchanged again keep the sizes of those before",
+        "S9",
+        "call_settings_test",
+        "PretendedExactGroup.OutputsHaveTheRoomOfTheCounts",
+        (
+            Edit(
+                CALLS,
+                "now.again && now.room == before.room && now.alignment == before.alignment;\n",
+                "now.again;\n",
+            ),
+        ),
     ),
     Mutation(
         "all experts' counts go to every rank",

@@ -115,8 +115,14 @@ class Round:
     memory: bool = False  # the handle lies in memory of the caller
     fortran: bool = False  # ids and weights by column
     columns: tuple[int, ...] = ()  # payloads that are wanted by column, by their place among all
+    room: int | None = None  # max_recv_tokens of its counts
+    alignments: tuple[int | None, ...] = ()  # row_alignment of its counts, by rank in turns
     limits: tuple[int, ...] = ()  # sm_limit of its calls in turns, on each rank from another one on
     identity: bool = False  # experts return the received tokens themselves: the view, where there is one
+
+    def alignment(self, rank: int) -> int | None:
+        """row_alignment of a rank's counts; None: the group's."""
+        return self.alignments[rank % len(self.alignments)] if self.alignments else None
 
 
 @dataclass(frozen=True)
@@ -292,6 +298,7 @@ class Got:
 def exchange_of(setup: Setup, round_: Round) -> ref.Exchange:
     """The oracle's exchange of a round."""
     made = [make_ids(setup, round_, r) for r in range(setup.ranks)]
+    room = setup.max_recv_tokens if round_.room is None else round_.room
     return ref.Exchange(
         [setup.slots_of(ids, r) for r, (ids, _) in enumerate(made)],
         [weights for _, weights in made] if round_.weights else None,
@@ -300,8 +307,8 @@ def exchange_of(setup: Setup, round_: Round) -> ref.Exchange:
         expert_map=setup.expert_map,
         id_space=setup.id_space,
         invalid_id=setup.invalid_id,
-        max_recv_tokens=setup.max_recv_tokens if setup.overflow == "drop" else None,
-        alignment=setup.row_alignment or 1,
+        max_recv_tokens=room if setup.overflow == "drop" else None,
+        alignment=[round_.alignment(r) or setup.row_alignment or 1 for r in range(setup.ranks)],
     )
 
 

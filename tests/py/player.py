@@ -105,7 +105,7 @@ class Player:
     def dispatch_again(self, round_: Round, handle: tw.Handle, inputs: list[Any], got: Got) -> None:
         """As a backward pass: by the routing that is known, into leases of its own."""
         self.pause()
-        self.group.exchange_counts(handle, lease=True)
+        self.count(round_, handle, False)
         extra = {f"p{q}": p for q, p in enumerate(inputs[1:])}
         received = self.group.dispatch(handle, inputs[0], extra, layout="flat")
         again = self.snapshot(replace(round_, layout="flat"), received)
@@ -153,9 +153,7 @@ class Player:
             memory = self.tensor(aligned_bytes(self.group.handle_bytes)) if round_.memory else None
             handle = self.group.route(ids, given, memory=memory)
         if self.setup.exact:
-            counted = self.group.exchange_counts(
-                handle, send_only=round_.send_dispatch, lease=round_.lease, sm_limit=self.limit(round_, 0)
-            )
+            counted = self.count(round_, handle, round_.send_dispatch)
             assert (counted.result() if round_.send_dispatch else counted) is handle
             handle.learn_rows()  # so that outputs are as large as what comes, on a device too
         if self.env.backend.copies_routing:
@@ -163,6 +161,16 @@ class Player:
         else:
             self.unread[handle] = ids, given
         return handle
+
+    def count(self, round_: Round, handle: tw.Handle, send_only: bool) -> Any:
+        return self.group.exchange_counts(
+            handle,
+            send_only=send_only,
+            lease=round_.lease,
+            max_recv_tokens=round_.room,
+            row_alignment=round_.alignment(self.env.rank),
+            sm_limit=self.limit(round_, 0),
+        )
 
     def limit(self, round_: Round, call: int) -> int:
         """sm_limit of this rank's call of a round."""

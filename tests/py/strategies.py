@@ -99,13 +99,17 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
     tokens = tuple(draw(counts) for _ in range(setup.ranks))
     flags = ("weights", "strided", "own", "special", "memory", "fortran", "identity", "reuse")
     after = draw(st.sampled_from(("", "", "again", "late", "release")))
-    chosen = {name: draw(st.booleans()) for name in flags}
+    chosen: dict[str, Any] = {name: draw(st.booleans()) for name in flags}
     # Experts that return what they got need rows that are fit to be combined.
     chosen["identity"] &= setup.dtype in FLOATS and setup.width == setup.hidden
     chosen["reuse"] &= not chosen["memory"]
     chosen["lease"] = setup.exact and draw(st.booleans())
     if after:
         chosen[after] = True
+    if setup.exact:
+        chosen["alignments"] = tuple(draw(st.lists(st.none() | st.sampled_from((1, 2, 8, 256)), max_size=3)))
+        if setup.overflow == "drop":
+            chosen["room"] = draw(st.none() | st.integers(1, setup.max_recv_tokens or 1))
     layout = draw(st.sampled_from(("flat", "grouped") if setup.exact else ("rank_major", "expert_major")))
     extra = range(1, len(setup.payloads) + 1) if layout == "grouped" else ()
     return Round(

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import Round, Setup, one
+from cases import Case, Got, Round, Setup, one, verify
 from collected import Call, Plan, group_of, judge
 from collected import play as play_calls
 from harness import PATIENT, caught, said
+from player import Player
 from test_exchange import LAYOUTS, check
 
 import tokenway as tw
@@ -86,3 +87,219 @@ def test_limits_that_are_refused(world) -> None:
         said(outcome, "twInvalidArgument", f"sm_limit is {told}; it must be from 0 to 2147483647")
     for outcome, call in zip(by_rank[0], ("dispatch", "combine", "all_gatherv") * 4, strict=True):
         said(outcome, "twPeerRefused", f"rank 1 refused its arguments of {call}")
+
+
+# ---- limits of an exchange of counts ---------------------------------------------------------------
+
+
+TIGHT = Setup(
+    ranks=3,
+    experts=7,
+    top_k=3,
+    max_tokens=9,
+    lanes=2,
+    payloads=((4, "float32"),),
+    max_recv_tokens=20,
+    overflow="drop",
+    row_alignment=2,
+    **EXACT,
+)
+
+
+def turns(**changes: Any) -> list[Round]:
+    """Rounds whose counts have other limits each, in both layouts."""
+    base = Round((9, 0, 7), **changes)
+    limits = ((None, ()), (5, (8, None, 1)), (1, (None, 4)), (20, (256,)), (11, ()))
+    return [
+        replace(base, room=room, alignments=alignments, layout=layout, seed=2 * seed + i, columns=(1,) * i)
+        for seed, (room, alignments) in enumerate(limits)
+        for i, layout in enumerate(("flat", "grouped"))
+    ]
+
+
+@pytest.mark.parametrize("send_only", [False, True])
+def test_limits_of_counts(world, send_only) -> None:
+    """Of handles that are made for each round, and of those that are updated between them."""
+    check(
+        world,
+        one(TIGHT, *turns(send_dispatch=send_only, late=True)),
+        one(TIGHT, *turns(reuse=True, own=True, routing="holes", send_dispatch=send_only)),
+        one(replace(TIGHT, overflow="refuse", max_recv_tokens=None), *(replace(r, room=None) for r in turns())),
+    )
+
+
+def test_limits_of_counts_in_flight(world) -> None:
+    rounds = turns(send_dispatch=True, send_combine=True)
+    check(world, Case(TIGHT, tuple(zip(rounds[:-1:2], rounds[3::2], strict=False)), order=3))
+
+
+def test_limits_of_counts_with_leases(world) -> None:
+    """A lease has room for as many rows as its exchange of counts lets come."""
+    few = replace(TIGHT, lease_bytes=1 << 13)
+    check(world, one(few, *turns(lease=True), *turns(lease=True, reuse=True)))
+
+
+def count(group: tw.Group, handle: tw.Handle, **given: Any) -> int:
+    """An exchange of counts, until it has ended; gives R'."""
+    counted = group.exchange_counts(handle, **given)
+    return (counted.result() if isinstance(counted, tw.Pending) else counted).recv_rows
+
+
+def differ(env: Any) -> list[Any]:
+    """Ranks that name another max_recv_tokens: each hears of it, and the handle goes on."""
+    heard = []
+    setup = replace(TIGHT, ranks=env.comm.nranks, payloads=())
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
+        tensor = env.backend.tensor
+        ids = tensor(np.arange(6, dtype=np.int32).reshape(2, 3))
+        tokens = tensor(np.ones((2, setup.hidden), tw.tensors.numpy_dtype("bfloat16")))
+        for send_only in (False, True):
+            handle = group.route(ids)
+            room = 3 if env.rank == 1 else (None, 20)[send_only]
+            heard.append(caught(count, group, handle, send_only=send_only, max_recv_tokens=room))
+            assert handle.leased == send_only
+            if handle.leased:
+                handle.release()
+            group.exchange_counts(handle, max_recv_tokens=20)
+            received = group.dispatch(handle, tokens, layout="grouped")
+            group.combine(handle, received.tokens)
+    return heard
+
+
+def test_rooms_that_differ_are_told(world) -> None:
+    for heard in world(3).run(differ):
+        for outcome in heard:
+            said(outcome, "twBoundMismatch", "max_recv_tokens of exchange_counts differs: rank . has")
+            assert "rank 1 has 3" in outcome[1] and " has 20" in outcome[1], outcome
+            assert outcome[2].phase == "counts" and not outcome[2].sticky
+
+
+def overflow(env: Any) -> list[Any]:
+    heard = []
+    setup = replace(TIGHT, ranks=env.comm.nranks, payloads=(), overflow="refuse", max_recv_tokens=None, top_k=1)
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
+        handle = group.route(env.backend.tensor(np.full((6, 1), 6, np.int32)))
+        for room in (11, 12, None):
+            heard.append(caught(count, group, handle, max_recv_tokens=room))
+            if heard[-1][0] == "twSuccess":
+                handle.update(env.backend.tensor(np.full((6, 1), 6, np.int32)))
+    return heard
+
+
+def test_an_overflow_follows_the_call(world) -> None:
+    for first, *rest in world(2).run(overflow):
+        said(first, "twRecvOverflow", r"rank 1 would receive 12 rows; max_recv_tokens is 11 \(nothing was sent\)")
+        assert [outcome[0] for outcome in rest] == ["twSuccess"] * 2
+
+
+BAD = [
+    ({"max_recv_tokens": 0}, "max_recv_tokens is 0; it must be from 1 to 20"),
+    ({"max_recv_tokens": 21}, "max_recv_tokens is 21; it must be from 1 to 20"),
+    ({"max_recv_tokens": 2**40}, "max_recv_tokens is 1099511627776; it must be from 1 to 20"),
+    ({"row_alignment": 0}, "row_alignment is 0; it must be from 1 to 256"),
+    ({"row_alignment": 3}, "row_alignment is 3; it must be a power of two from 1 to 256"),
+    ({"row_alignment": "4"}, "row_alignment is '4'; it must be from 1 to 256"),
+    ({"sm_limit": -1}, "sm_limit is -1; it must be from 0 to 2147483647"),
+]
+
+
+def refuse_limits_of_counts(env: Any) -> list[Any]:
+    heard = []
+    setup = replace(TIGHT, ranks=env.comm.nranks, payloads=())
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
+        handle = group.route(env.backend.tensor(np.arange(6, dtype=np.int32).reshape(2, 3)))
+        for bad, _ in BAD:
+            heard.append(caught(group.exchange_counts, handle, **(bad if env.rank == 1 else {})))
+        group.exchange_counts(handle)
+        heard.append(handle.recv_rows)
+    return heard
+
+
+def test_limits_of_counts_that_are_refused(world) -> None:
+    first, own, last = world(3).run(refuse_limits_of_counts)
+    assert [heard.pop() for heard in (first, own, last)] == [3, 3, 3]
+    for outcome, (_, told) in zip(own, BAD, strict=True):
+        said(outcome, "twInvalidArgument", told)
+    for outcome in first + last:
+        said(outcome, "twPeerRefused", "rank 1 refused its arguments of exchange_counts")
+
+
+def realigned(rows: np.ndarray, got: Got, handle: tw.Handle, alignment: int) -> np.ndarray:
+    """Rows of grouped as another alignment has them."""
+    begin = np.append(0, (-(-handle.expert_rows // alignment) * alignment).cumsum())
+    assert begin[-1] == handle.rows_of("grouped")
+    moved = np.zeros((begin[-1], rows.shape[1]), rows.dtype)
+    for expert, n in enumerate(got.counts):
+        moved[begin[expert] :][:n] = rows[got.offsets[expert] :][:n]
+    return moved
+
+
+def exchange_again(env: Any) -> list[tuple[Round, Got]]:
+    """By a routing whose counts are known, with other limits."""
+    setup = replace(TIGHT, ranks=env.comm.nranks, payloads=(), lease_bytes=1 << 16, row_alignment=None)
+    got = []
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
+        handle = None
+        for room, alignment in ((20, 4), (7, 4), (13, 8), (None, None), (12, 1)):
+            round_ = Round((9,) * setup.ranks, seed=4, layout="grouped", room=room, alignments=(alignment,))
+            player = Player(env, group, one(setup, round_))
+            if handle is None:
+                handle = player.handle(round_)
+            else:
+                player.count(round_, handle, False)
+                rows = player.tensor(np.zeros((handle.rows_of("grouped"), 16), np.float32))
+                said(caught(group.combine, handle, rows), "twInvalidUsage", "combine before dispatch")
+            received = player.dispatch(round_, handle, player.payloads(round_), False)
+            mine = player.snapshot(round_, received)
+            rows = player.array(player.rows(round_, received, mine))
+            mine.out = player.array(player.combine(round_, handle, player.tensor(rows), False))
+            # Rows of another alignment are combined too: the counts say where each expert's are.
+            player.count(replace(round_, alignments=(16,)), handle, False)
+            moved = player.tensor(realigned(rows, mine, handle, 16))
+            mine.late = player.array(player.combine(replace(round_, late=True), handle, moved, False))
+            got.append((replace(round_, late=True), mine))
+    return got
+
+
+def test_counts_are_exchanged_again_with_other_limits(world, made_for) -> None:
+    if "leases" in made_for.lacks:
+        pytest.skip("there are no leases here, without which counts that are known stay so")
+    by_rank = world(3).run(exchange_again)
+    setup = replace(TIGHT, payloads=(), lease_bytes=1 << 16, row_alignment=None)
+    for i, (round_, _) in enumerate(by_rank[0]):
+        verify(setup, round_, [mine[i][1] for mine in by_rank])
+
+
+def unasked(env: Any) -> list[Any]:
+    """Sizes of outputs whose host has not been told of the counts."""
+    found = []
+    setup = replace(TIGHT, ranks=env.comm.nranks, payloads=(), overflow="refuse", max_recv_tokens=None, top_k=1)
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
+        tokens = env.backend.tensor(np.ones((6, setup.hidden), tw.tensors.numpy_dtype("bfloat16")))
+        for layout in ("flat", "grouped"):
+            for room in (14, None):
+                handle = group.route(env.backend.tensor(np.full((6, 1), 6, np.int32)))
+                group.exchange_counts(handle, max_recv_tokens=room, row_alignment=4)
+                received = group.dispatch(handle, tokens, layout=layout)
+                rows = env.backend.array(received.tokens)
+                ids = env.backend.array(received.ids).reshape(-1)
+                at = int(env.backend.array(received.offsets)[-1])
+                assert (ids[at:] == -1).all()
+                found.append((len(rows), at))
+                group.combine(handle, env.backend.tensor(rows.astype(np.float32)))
+    return found
+
+
+def test_outputs_have_as_many_rows_as_a_call_says(threads, backend, monkeypatch) -> None:
+    """On a device, where the host is not asked then."""
+    if backend != "emulated":
+        pytest.skip("elsewhere the host knows the counts")
+    monkeypatch.setenv("TOKENWAY_BLOCKING", "0")
+    world = threads(2)
+    world.forget()
+    try:
+        by_rank = world.run(unasked)
+    finally:
+        world.forget()
+    # 4 experts on the first rank and 3 on the second, to which all of 12 rows go.
+    assert by_rank == [[(14, 0), (0, 0), (24, 0), (0, 0)], [(14, 12), (12, 12), (20, 12), (12, 12)]]

@@ -252,7 +252,7 @@ __device__ void place_rank(const CountsParams& p, const Step& step, int to, unsi
   for (int from = 0; from < shape.ranks; ++from) {
     int32_t rows = told_by(p, step, from, to);
     wanted += rows;
-    if (p.drop) rows = static_cast<int32_t>(min(static_cast<int64_t>(rows), shape.recv_rows - row));
+    if (p.drop) rows = static_cast<int32_t>(min(static_cast<int64_t>(rows), p.room - row));
     p.handle.sent_rows[static_cast<int64_t>(from) * shape.ranks + to] = rows;
     if (from == g.me) p.handle.begin[to] = row;
     if (from == g.me) p.handle.send_counts[to] = rows;
@@ -260,7 +260,7 @@ __device__ void place_rank(const CountsParams& p, const Step& step, int to, unsi
     row += rows;
   }
   if (to == g.me) p.handle.source[shape.ranks] = row;
-  if (wanted > shape.recv_rows) {
+  if (wanted > p.room) {
     atomicMin(worst, static_cast<unsigned long long>(to) << 40 | static_cast<unsigned long long>(wanted));
   }
 }
@@ -354,9 +354,9 @@ __device__ void take_counts(const CountsParams& p, const Step& step, const Count
     report_call(p.group, &p.group.pages[p.group.me]->call, [&](Report* to) {
       // The host records the same, and may find the same in its page: an overflow is told once.
       const uint64_t seen = pack(Signal{step.low(), Mode::kCounts, 0});
-      write_report(to, p.group, step, twRecvOverflow, static_cast<int>(worst >> 40), seen, 0);
+      write_report(to, p.group, step, twRecvOverflow, static_cast<int>(worst >> 40), seen,
+                   static_cast<uint32_t>(shape.recv_rows));
       volatile Report& report = *to;
-      report.bound = static_cast<uint32_t>(shape.recv_rows);
       report.value = static_cast<int64_t>(worst & ((1ull << 40) - 1));
     });
   }
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
   const GroupView& g = p.group;
   const CountsScratch scratch(g.map.shape());
   const uint32_t digest = load_digest(p.in.digest);
-  Step step{next_step(g, p.channel), p.channel, 0, twPhaseCounts, digest};
+  Step step{next_step(g, p.channel), p.channel, p.room, twPhaseCounts, digest};  // ranks must have one room alike
   begin_at_bank(g, p.bank, &step.number);
   if (p.in.map != nullptr && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.digest = digest;
   // This is done even if the counts are known already, since ranks may differ in that: one that refused an exchange

@@ -68,10 +68,12 @@ __device__ inline void say_sent(const GroupView& g, const Step& step, bool refus
   if (!tells_host(g)) return;
   StagedChannel& to = g.pages[g.me]->staged[step.channel];
   *reinterpret_cast<volatile int32_t*>(&to.phase) = step.phase;
-  // The digest has only what makes blocks differ in size. A digest of maps is not in it: calls that differ in maps end,
-  // and tell of it then.
-  const bool of_map = step.phase == twPhaseDispatch || step.phase == twPhaseCounts;
-  const uint64_t blocks = collective_note(static_cast<uint32_t>(step.bound), of_map ? rows : step.digest);
+  // The digest has only what makes blocks differ in size. A digest of maps is not in it, nor the room of an exchange of
+  // counts: calls that differ in these end, and tell of it then.
+  const bool counting = step.phase == twPhaseCounts;
+  const bool of_map = step.phase == twPhaseDispatch || counting;
+  const auto bound = static_cast<uint32_t>(counting ? 0 : step.bound);
+  const uint64_t blocks = collective_note(bound, of_map ? rows : step.digest);
   const uint32_t call = mix_digest(static_cast<uint32_t>(step.phase), blocks);
   store_half(&to.call, refused ? 0 : max(call, 1u));
   store_half(&to.sent, step.low());

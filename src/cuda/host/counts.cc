@@ -30,6 +30,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   p.channel = call.at.channel;
   p.bank = bank_of(call.at);
   p.tokens = handle.routing.tokens;
+  p.room = call.room;
   p.alignment = call.alignment;
   p.drop = call.drop ? 1 : 0;
   handle.device.brought = false;
@@ -37,7 +38,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   p.send = send;
   p.receive = receive;
   // A replay would tell of an exchange that the host has not called; and what the host knows it need not be told again.
-  if (call.again) {
+  if (call.known) {
   } else if (receive && !capturing) {
     if (handle.device.counts_page == nullptr) handle.device.counts_page = arena_->take_page();
     if (handle.device.counts_page == nullptr)
@@ -60,7 +61,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
 StepEnd NvlinkBackend::finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle,
                                      KnownCounts* known) {
   const StepEnd end = end_of(call.stream, call.send_only ? make_counts(call, handle, false) : Status{});
-  if (end.code == twSuccess && blocking_ && !call.again && !captures(call.stream)) read_counts(handle, deadline, known);
+  if (end.code == twSuccess && blocking_ && !call.known && !captures(call.stream)) read_counts(handle, deadline, known);
   return end;
 }
 
