@@ -303,3 +303,38 @@ def test_outputs_have_as_many_rows_as_a_call_says(threads, backend, monkeypatch)
         world.forget()
     # 4 experts on the first rank and 3 on the second, to which all of 12 rows go.
     assert by_rank == [[(14, 0), (0, 0), (24, 0), (0, 0)], [(14, 12), (12, 12), (20, 12), (12, 12)]]
+
+
+def differ_unseen(env: Any) -> list[Any]:
+    """What is heard of rooms that differ, where calls only enqueue."""
+    setup = replace(TIGHT, ranks=env.comm.nranks, payloads=(), max_recv_tokens=None)
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
+        ids = env.backend.tensor(np.arange(6, dtype=np.int32).reshape(2, 3))
+        tokens = env.backend.tensor(np.ones((2, setup.hidden), tw.tensors.numpy_dtype("bfloat16")))
+        handle = group.route(ids)
+        group.exchange_counts(handle, max_recv_tokens=5 + env.rank)
+        received = group.dispatch(handle, tokens)  # nobody has asked: nothing is sent
+        group.combine(handle, received.tokens)
+        counts = env.backend.array(received.counts)
+        heard = [caught(lambda: handle.recv_rows), caught(group.check)]
+        group.exchange_counts(handle, max_recv_tokens=6)
+        received = group.dispatch(handle, tokens, layout="grouped")
+        group.combine(handle, received.tokens)
+        return [*heard, int(counts.sum()), handle.recv_rows]
+
+
+def test_rooms_that_differ_are_learnt_late(threads, backend, monkeypatch) -> None:
+    if backend != "emulated":
+        pytest.skip("elsewhere calls return what they find")
+    monkeypatch.setenv("TOKENWAY_BLOCKING", "0")
+    world = threads(2)
+    world.forget()
+    try:
+        by_rank = world.run(differ_unseen)
+    finally:
+        world.forget()
+    assert [rows for *_, rows in by_rank] == [4, 2]
+    for asked, checked, came, _ in by_rank:
+        said(asked, "twBoundMismatch", "max_recv_tokens of exchange_counts differs: rank . has")
+        assert checked[0] == "twSuccess", "it was told already"
+        assert came == 0
