@@ -84,7 +84,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     "ranks": ("comm launch meeting portable staged", TENSORS | {"settings"}),
     # what can be done with a group
     "exchange": (
-        "arguments blocks calls collectives counting exchange group handle leases maps native_group outputs "
+        "arguments blocks calls collectives counting exchange group growth handle leases maps native_group outputs "
         "routing_layout row_types shape structs",
         TENSORS | {"settings", "ranks"},
     ),

@@ -82,6 +82,7 @@ ALLOWED: dict[str, dict[int, str]] = {
         0x9E3779B97F4A7C15: "2^64 by the golden ratio: every round's bytes differ",
         0xFF51AFD7ED558CCD: "MurmurHash3's mixer: every place's bytes differ",
     },
+    "transport/window.cc": {30: "a power of two: a GiB"},
     "view/staged.cu": {256: "threads of a block that copies"},
     "view/by_expert.cu": {64: "rows whose experts a block finds at a time", 4096: "experts that are counted at a time"},
     "view/by_expert.cuh": {4096: "experts in shared memory"},

@@ -94,7 +94,8 @@ TW_API twResult_t twGroupLayout(twGroup_t group, twLayout_t layout, twLayoutInfo
 typedef struct {
   size_t size;
   twTensor_t payloads[TW_MAX_PAYLOADS];  // [T, ...] each, as configured; T as in the handle
-  int32_t bound;                         // b, equal on all ranks, T <= b <= B; 0: B. High throughput: 0
+  int32_t bound;                         // b, equal on all ranks, T <= b <= B; 0: B, as it was when the
+                                         // handle was made (twGroupReserve). High throughput: 0
   int32_t lane;                          // -1: the next free one, in the same order on all ranks
   int32_t send_only;                     // 1: return when everything is sent; twComplete receives
   void* stream;

@@ -82,7 +82,23 @@ typedef struct {
   int32_t timeout_ms;
   int32_t comm_ranks[TW_MAX_RANKS];  // the comm's rank of each rank of the group
   uint64_t window_bytes;  // bytes of this rank's window; on the CUDA backend with its LL128 packets and chunk signals
+  // As the group has them now: twGroupReserve raises them.
+  int32_t max_tokens;
+  int32_t max_recv_tokens;  // R; 0 in low latency
+  uint64_t dispatch_room;   // bytes that a dispatched row may have
+  uint64_t combine_room;
 } twGroupInfo_t;
+
+// What a group shall have room for; 0: what it has now.
+typedef struct {
+  size_t size;
+  int32_t max_tokens;      // B, up to TW_MAX_TOKENS; N * B is at most 2^31 - 1
+  uint64_t dispatch_room;  // bytes of all payloads of a dispatched row together
+  uint64_t combine_room;   // bytes of a combined row
+  void* stream;            // a CUDA stream, which must not be captured; NULL on the CPU
+} twReserve_t;
+
+#define TW_RESERVE_INIT {sizeof(twReserve_t), 0, 0, 0, NULL}
 
 // Sizes in bytes, as twGroupWindowBytes tells them.
 typedef struct {
@@ -100,8 +116,8 @@ TW_API twResult_t twGroupWindowBytes(const twGroupConfig_t* config, int32_t nran
 
 // Creates a group: maps a window of each rank into every other. Collective over the comm. Errors: twInvalidArgument and
 // twConfigMismatch, which leave the comm usable (if any rank fails, all ranks return an error); twOutOfMemory,
-// twTimeout, twPeerDied; and twCallMismatch, at once, where another rank destroys or shrinks a group instead. Its
-// sentence names what each rank does. Each rank counts that as one call, so the comm's next calls meet again.
+// twTimeout, twPeerDied; and twCallMismatch, at once, where another rank destroys, grows or shrinks a group instead.
+// Its sentence names what each rank does. Each rank counts that as one call, so the comm's next calls meet again.
 TW_API twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t* config);
 
 // Destroys a group and frees its handles: a handle must not be used, nor destroyed, afterwards. Collective, with a
@@ -111,6 +127,29 @@ TW_API twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupCo
 // is freed all the same, and its peers need not wait for this rank when they destroy it. While peers shrink the group
 // they go on without this rank, which is no error here.
 TW_API twResult_t twGroupDestroy(twGroup_t group);
+
+// Grows a group: afterwards calls may have up to reserve->max_tokens tokens and rows up to its rooms. What is no more
+// than the group has changes nothing, and is no error. Where max_recv_tokens was all that can come, N * B, it becomes
+// all that can come now; lease_bytes stay. Collective over the group, between steps: no send_only call may be pending,
+// and on the CUDA backend no stream may be captured. It waits for the other ranks, not for the device.
+//
+// The window grows where it is, and keeps what it has: new banks are added to the old ones. So everything goes on:
+// - Leases keep their addresses and contents, views of earlier dispatches last as long as they would have (until the
+//   next step on their lane), and lanes stay with the handles that hold them.
+// - A handle keeps the size that the group had when it was made. It may be dispatched, combined, counted and routed
+// anew
+//   as before, with as many tokens and received rows as then: its default bound, and the default max_recv_tokens of its
+//   counts, are those of then. So a rank that names none may use it where the others' handles are of before too; where
+//   theirs are of after, all name one. A larger bound, routing or room is refused, and the peers hear of it. With
+//   twOverflowDrop new counts are refused too.
+// - A CUDA graph that was captured before replays as it was captured, if all ranks replay it. Where a rank replays it
+//   and another makes the call anew, the step is refused on both (twBoundMismatch).
+// A handle that is made afterwards takes more memory: twHandleMemBytes tells how much.
+//
+// Errors: twInvalidArgument; twInvalidUsage where a call is pending or captured; twConfigMismatch where ranks name
+// different sizes; twOutOfMemory; twTimeout and twPeerDied where a rank does not come. They are errors on all ranks,
+// and leave the group as it was. So does twCallMismatch, at once, where another rank makes another call.
+TW_API twResult_t twGroupReserve(twGroup_t group, const twReserve_t* reserve);
 
 // Creates a new group of the ranks that are still there, usually after an error. Collective among them. They agree on
 // who survives. Ranks are left out that died, that an error record blames, that gave the group up or destroyed it, or

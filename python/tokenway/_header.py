@@ -131,6 +131,19 @@ class GroupInfo(Struct):
         ("timeout_ms", c_int32),
         ("comm_ranks", c_int32 * MAX_RANKS),
         ("window_bytes", c_uint64),
+        ("max_tokens", c_int32),
+        ("max_recv_tokens", c_int32),
+        ("dispatch_room", c_uint64),
+        ("combine_room", c_uint64),
+    ]
+
+
+class Reserve(Struct):
+    _fields_: ClassVar = [
+        ("max_tokens", c_int32),
+        ("dispatch_room", c_uint64),
+        ("combine_room", c_uint64),
+        ("stream", c_void_p),
     ]
 
 
@@ -333,6 +346,7 @@ FUNCTIONS = {
     "twGroupCreate": (c_int, [POINTER(c_void_p), c_void_p, POINTER(GroupConfig)]),
     "twGroupDestroy": (c_int, [c_void_p]),
     "twGroupAbort": (c_int, [c_void_p]),
+    "twGroupReserve": (c_int, [c_void_p, POINTER(Reserve)]),
     "twGroupShrink": (c_int, [c_void_p, POINTER(GroupConfig), POINTER(c_void_p)]),
     "twGroupInfo": (c_int, [c_void_p, POINTER(GroupInfo)]),
     "twGroupLayout": (c_int, [c_void_p, c_int, POINTER(LayoutInfo)]),

@@ -22,6 +22,12 @@ class Blocks:
         self.finished: list[tuple[int, Any, bool]] = []
         self.leased: list[tuple[int, Any, bool]] = []  # with a lane: kept until the group is closed
 
+    def grow(self, handle_bytes: int) -> None:
+        """Handles that are made from now on are larger; blocks that there are no longer fit them."""
+        if handle_bytes != self.handle_bytes:
+            self.handle_bytes = handle_bytes
+            self.spare = Spare(partial(self._place.new_block, handle_bytes))
+
     def take(self, memory: Any) -> tuple[Any, bool]:
         """(a block for a handle, whether it may serve another one later). memory: the caller's; None: one of ours."""
         if memory is None:
@@ -44,7 +50,7 @@ class Blocks:
                 self.finished.append((pointer, block, reusable))
                 raise
             # A new block costs page faults, more than the rest of a route. A block that the caller still views is his.
-            if reusable and not tensors.is_viewed(block):
+            if reusable and block.nbytes >= self.handle_bytes and not tensors.is_viewed(block):
                 self.spare.append(block)
 
     def clear(self) -> None:

@@ -42,6 +42,7 @@ class Exchange:
         if result:
             raise native.error(result, ids=ids, weights=weights)
         handle.pointer = pointer.value or 0
+        handle.default_bound = self._shape.default_bound
         if memory is not None:
             handle.share(memory)
         handle.adopt_routing(ids, weights)
@@ -122,7 +123,10 @@ class Exchange:
         given: dict[str, Tensor] = {}
         sent: dict[str, Tensor] = {}
         with arguments.Preparation() as prepared:
-            b = shape.default_bound if bound is None else arguments.int32(bound) or -2
+            if bound is None:
+                b = handle.default_bound if isinstance(handle, Handle) else shape.default_bound
+            else:
+                b = arguments.int32(bound) or -2
             stream = 0 if native.device is None else stream_of(native, handle)
             structs.call(b, lane, send_only, count, stream, sm_limit)
             layout = layout or shape.default_layout

@@ -19,6 +19,7 @@ from tokenway.comm import Comm
 from tokenway.counting import Counting
 from tokenway.errors import ErrorRecord, InvalidArgument, TokenwayError
 from tokenway.exchange import Exchange
+from tokenway.growth import reserve
 from tokenway.handle import Handle, Tensor
 from tokenway.leases import LeaseInfo
 from tokenway.maps import Maps
@@ -357,7 +358,9 @@ class Group(Calls, _native.Shared):
         """[layers] int64: dispatches that `loads` is made of."""
         return self._maps.loads()[1]
 
-    # -------------------------------------------------------------------------------------------------------- its end
+    # ------------------------------------------------------------------------------------------- its growth and end
+
+    reserve = reserve
 
     def shrink(self, **changes: Any) -> Group:
         """A new group among the ranks that are still there, over fresh memory. Collective among them.

@@ -228,6 +228,7 @@ class Handle(Generic[Owner]):
         "_unread",
         "_views",
         "bound",
+        "default_bound",
         "group",
         "layout",
         "leased",
@@ -246,6 +247,7 @@ class Handle(Generic[Owner]):
         self.tokens = 0
         self.layout = "rank_major"
         self.bound = 0
+        self.default_bound = 0  # of its dispatches: what it has room for
         self.leased = False
         self.max_recv_tokens: int | None = None  # of the last exchange of counts; None: the group's
         # uint8: the C library's arrays of this handle lie in it.

@@ -70,6 +70,7 @@ FUNCTIONS = {
     "twHandleUpdate": "Handle.update",
     "twGroupCreate": "Group()",
     "twGroupAbort": "Group.abort",
+    "twGroupReserve": "Group.reserve",
     "twGroupShrink": "Group.shrink",
     "twGroupDestroy": "Group.close",
     "twGroupMap": "expert_of_slot",
@@ -109,7 +110,7 @@ ARGUMENTS = {
     **{f"output.{name}": f"out[{name!r}]" for name in ("ids", "weights", "counts", "offsets", "origins")},
     "query.device_sms": "sms",
 }
-_STRUCTS = ("config.", "input.", "output.", "query.")
+_STRUCTS = ("config.", "input.", "output.", "query.", "reserve.")
 _UNREADABLE = "its settings were refused there"  # what stands for a config that Python has not even written down
 
 

@@ -19,9 +19,10 @@ class Field(NamedTuple):
     dtype: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Shape:
-    """What the settings of a group have come to on this rank. `Group` documents those that it has too."""
+    """What the settings of a group have come to on this rank. `Group` documents those that it has too. It changes when
+    the group grows, and all parts of the group hold this one."""
 
     rank: int
     nranks: int
@@ -89,6 +90,14 @@ class Shape:
     def extra_names(self) -> tuple[str, ...]:
         """Of the payloads, but for tokens."""
         return tuple(name for name in self.payloads if name != "tokens")
+
+    def grow(self, info: _header.GroupInfo, layouts: dict[str, _header.LayoutInfo]) -> None:
+        """Takes over what the group has room for now."""
+        self.max_tokens = info.max_tokens
+        self.layouts = layouts
+        self.default_bound = layouts[self.default_layout].default_bound
+        if self.exact:
+            self.max_recv_rows = info.max_recv_tokens
 
     def copies(self, layout: Any) -> bool:
         """Whether a layout of this group has no view of the window, so that its rows need memory. Any value is taken:

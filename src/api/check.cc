@@ -219,7 +219,17 @@ Status check_sm_limit(int32_t limit) { return check_range("input.sm_limit", limi
 
 Status check_ranks(int32_t nranks) { return check_range("nranks", nranks, 1, TW_MAX_RANKS); }
 
-Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor_t* weights, CheckedRouting* routing) {
+Status check_size(const twGroup& group, const twHandle& handle) {
+  if (handle.max_tokens == group.shape().max_tokens && handle.most_rows == group.shape().most_rows()) return {};
+  return fail(
+      twInvalidUsage,
+      "the handle was made when max_tokens was {}, and its arrays have no room for what may come since the group "
+      "has grown; make a new one by {}",
+      handle.max_tokens, Function{"twHandleCreateForLayer"});
+}
+
+Status check_routing(const twGroup& group, const twHandle* handle, const twTensor_t* ids, const twTensor_t* weights,
+                     CheckedRouting* routing) {
   const Shape& shape = group.shape();
   if (ids == nullptr) return fail(twInvalidArgument, "{} is NULL", Argument("ids"));
   if (ids->dtype != twInt32 && ids->dtype != twInt64) {
@@ -228,9 +238,14 @@ Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor
   }
   TW_RETURN_IF_FAILED(check_routing_tensor("ids", *ids, shape.top_k));
   Status too_many;
-  if (ids->shape[0] > shape.max_tokens) {
-    too_many = fail(twInvalidArgument, "{} has {} tokens; it must have from 0 to max_tokens, {}", Argument("ids"),
-                    ids->shape[0], shape.max_tokens);
+  const int32_t most = handle == nullptr ? shape.max_tokens : handle->max_tokens;
+  if (ids->shape[0] > most) {
+    const Sentence since = handle == nullptr || most == shape.max_tokens
+                               ? Sentence("max_tokens")
+                               : compose("what max_tokens was when the handle was made (make a new one by {})",
+                                         Function{"twHandleCreateForLayer"});
+    too_many = fail(twInvalidArgument, "{} has {} tokens; it must have from 0 to {}, {}", Argument("ids"),
+                    ids->shape[0], since, most);
   }
   const bool weighted = weights != nullptr && (weights->data != nullptr || weights->ndim != 0);
   if (weighted) {
@@ -295,7 +310,13 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
     return fail(twInvalidArgument, "{} is {}; in high throughput it must be 0", Argument("input.bound"),
                 Value(input.bound));
   }
-  call->bound = input.bound == 0 ? group.shape().default_bound() : input.bound;
+  call->bound = input.bound == 0 ? default_bound(group, &handle) : input.bound;
+  if (call->bound > handle.max_tokens && call->bound <= config.max_tokens && !group.shape().exact()) {
+    return fail(twInvalidArgument,
+                "{} is {}; the handle was made when max_tokens was {}, and has no room for more of each rank: make a "
+                "new one by {}",
+                Argument("input.bound"), Value(input.bound), handle.max_tokens, Function{"twHandleCreateForLayer"});
+  }
   if (call->bound < handle.routing.tokens || call->bound > config.max_tokens) {
     return fail(twInvalidArgument,
                 "{} is {}; it must be from the handle's tokens, {}, to max_tokens, {} (0 means max_tokens)",

@@ -68,7 +68,12 @@ struct CheckedRouting {
 
 // Checks a routing, values included; nothing is written. More tokens than the group takes are no failure here, where
 // peers could not be told: they wait for a step, and routing is none. See twHandle::too_many.
-Status check_routing(const twGroup& group, const twTensor_t* ids, const twTensor_t* weights, CheckedRouting* routing);
+// `handle`: the one that is routed again, which may have room for fewer than the group takes now; NULL: a new one.
+Status check_routing(const twGroup& group, const twHandle* handle, const twTensor_t* ids, const twTensor_t* weights,
+                     CheckedRouting* routing);
+
+// Fails for a handle that was made before the group grew: its arrays are too small for what may come now.
+Status check_size(const twGroup& group, const twHandle& handle);
 // Copies a checked routing into the handle's arrays.
 void copy_routing(const Shape& shape, const CheckedRouting& checked, Routing* routing);
 // Tells where a device will find a checked routing.

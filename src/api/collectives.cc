@@ -160,7 +160,7 @@ Status place(const twGroup& group, const Given& given, CollectiveCall* call) {
   if (call->all_sizes) {
     for (const int32_t size : call->sizes) digest = mix_digest(digest, static_cast<uint64_t>(size));
   }
-  call->digest = digest;
+  call->digest = mix_rows(digest, group.context.growth);
   constexpr uint64_t kLargest = 16u << 20;  // kernels count the pieces of rows in 32 bits
   if (group.backend->on_device() && all > kLargest) {
     return fail(twInvalidArgument, "{} have rows of {}; on a device they may have {}", Argument("input.tensors"),

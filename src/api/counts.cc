@@ -35,11 +35,14 @@ Status check_counts(twGroup& group, const twHandle& handle, const twCountsInput_
   if (handle.counts.exchanged && group.leases == nullptr) {
     return fail(twInvalidUsage, "the handle's counts have been exchanged since it was routed");
   }
+  // Rows that are dropped have places too, and peers whose handles are larger may have more of them.
+  const bool drops = group.config.given.overflow == twOverflowDrop;
+  if (drops && !handle.counts.exchanged) TW_RETURN_IF_FAILED(check_size(group, handle));
   call->stream = input.stream;
   call->send_only = input.send_only != 0;
   TW_RETURN_IF_FAILED(check_sm_limit(input.sm_limit));
   call->sm_limit = input.sm_limit;
-  call->room = group.shape().recv_rows;
+  call->room = static_cast<int32_t>(handle.most_rows);  // the group's, unless it has grown since
   if (input.max_recv_tokens != 0) {
     TW_RETURN_IF_FAILED(check_range("input.max_recv_tokens", input.max_recv_tokens, 1, call->room));
     call->room = input.max_recv_tokens;

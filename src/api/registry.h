@@ -67,7 +67,7 @@ inline Status take_turn(twGroup& group, const char* call, Turn* turn) {
 inline Status take_turn(twComm& comm, const char* call, Turn* turn) {
   return turn->take(comm.occupied, call, "comm", [] {
     return Sentence(
-        "ranks make, shrink and destroy the groups of a comm in the same order, one after the other. Hold a lock "
+        "ranks make, grow, shrink and destroy the groups of a comm in the same order, one after the other. Hold a lock "
         "around "
         "these calls, or give each thread a comm of its own");
   });

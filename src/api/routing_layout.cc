@@ -74,7 +74,7 @@ twResult_t twGroupRoutingLayout(twGroup_t group, int32_t layer, const twTensor_t
     TW_RETURN_IF_FAILED(group->backend->check_stream(stream));
     TW_RETURN_IF_FAILED(tw::api::check_layer(*group, layer));
     tw::api::CheckedRouting checked;
-    TW_RETURN_IF_FAILED(tw::api::check_routing(*group, ids, nullptr, &checked));
+    TW_RETURN_IF_FAILED(tw::api::check_routing(*group, nullptr, ids, nullptr, &checked));
     TW_RETURN_IF_FAILED(checked.too_many);
     twRoutingLayout_t wanted = TW_ROUTING_LAYOUT_INIT;
     TW_RETURN_IF_FAILED(tw::api::read_struct("layout", given, &wanted));

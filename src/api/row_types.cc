@@ -10,7 +10,7 @@
 namespace tw::api {
 namespace {
 
-// The digest is 0 for the group's own rows alone.
+// The digest is 0 for the group's own rows alone, before the growth is mixed in.
 uint32_t nonzero(uint32_t digest) { return digest == 0 ? 1 : digest; }
 
 Status check_type(const Argument& dtype, const Argument& elements, const twPayload_t& type, uint64_t most) {
@@ -28,6 +28,8 @@ DispatchRows own_rows(const twGroup& group) {
   const twGroupConfig_t& config = group.config.given;
   DispatchRows rows;
   rows.map = group.context.map;
+  rows.own = true;
+  rows.digest = group.context.growth;
   rows.payloads = config.num_payloads;
   std::copy_n(config.payloads, config.num_payloads, rows.types);
   return rows;
@@ -58,13 +60,14 @@ Status check_dispatch_rows(const twGroup& group, const twDispatchInput_t& input,
   rows->map = group.context.map.for_dispatch(input.num_types, bytes);
   rows->payloads = input.num_types;
   std::copy_n(input.types, input.num_types, rows->types);
-  rows->digest = nonzero(digest);
+  rows->own = false;
+  rows->digest = mix_rows(nonzero(digest), group.context.growth);
   return {};
 }
 
 CombineRows own_combine_rows(const twGroup& group) {
   const twGroupConfig_t& config = group.config.given;
-  return {group.context.map, config.combine_dtype, config.combine_elements, 0};
+  return {group.context.map, config.combine_dtype, config.combine_elements, group.context.growth};
 }
 
 Status check_combine_rows(const twGroup& group, const twCombineInput_t& input, CombineRows* rows) {
@@ -80,8 +83,8 @@ Status check_combine_rows(const twGroup& group, const twCombineInput_t& input, C
   rows->map = group.context.map.for_combine(static_cast<uint64_t>(type.elements) * dtype_bytes(type.dtype));
   rows->wire = type.dtype;
   rows->elements = type.elements;
-  rows->digest = nonzero(
-      mix_digest(mix_digest(kDigestSeed, static_cast<uint64_t>(type.dtype)), static_cast<uint64_t>(type.elements)));
+  const uint32_t dtype = mix_digest(kDigestSeed, static_cast<uint64_t>(type.dtype));
+  rows->digest = mix_rows(nonzero(mix_digest(dtype, static_cast<uint64_t>(type.elements))), group.context.growth);
   return {};
 }
 

@@ -69,10 +69,6 @@ void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandl
   tw::assign_slots(group.shape(), group.context.placement, &handle->routing);
 }
 
-void forget_handles(twGroup& group) {
-  for (twHandle* handle : group.handles) handles.remove(handle);
-}
-
 }  // namespace
 
 int twVersion(void) { return TW_VERSION; }
@@ -114,66 +110,9 @@ twResult_t twGroupWindowBytes(const twGroupConfig_t* given, int32_t nranks, twWi
   });
 }
 
-twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t* given) {
-  return enter([&]() -> Status {
-    tw::Turn meeting;
-    TW_RETURN_IF_FAILED(comms.find("comm", comm, [&] { return tw::api::take_turn(*comm, "twGroupCreate", &meeting); }));
-    tw::api::ReadConfig known;
-    // An error in this rank's arguments is told to the others, which wait in the same call.
-    Status readable = tw::api::read_config(given, &known);
-    if (group == nullptr) readable = fail(twInvalidArgument, "{} is NULL", Argument("group"));
-    std::vector<int> members(comm->bootstrap->size());
-    std::iota(members.begin(), members.end(), 0);
-    std::unique_ptr<twGroup> made;
-    TW_RETURN_IF_FAILED(tw::create_group(comm, known.config, readable, std::move(members), comm->next_tags(), &made));
-    groups.add(made.get());
-    *group = made.release();
-    return {};
-  });
-}
-
-twResult_t twGroupDestroy(twGroup_t group) {
-  return enter([&]() -> Status {
-    tw::Turn turn;
-    tw::Turn meeting;
-    static constexpr char kName[] = "twGroupDestroy";  // other threads read it while this call is under way
-    TW_RETURN_IF_FAILED(groups.find("group", group, [&] { return tw::api::take_turn(*group, kName, &turn); }));
-    if (tw::Guest::is_here(group->occupied)) {
-      return fail(twInvalidUsage, "a callback of {} cannot destroy the group that is given up",
-                  Function{"twGroupAbort"});
-    }
-    // A finished group is destroyed without a meeting, and it must end even where another creation waits.
-    if (!group->is_sticky()) TW_RETURN_IF_FAILED(tw::api::take_turn(*group->comm, kName, &meeting));
-    forget_handles(*group);
-    tw::api::withdraw(groups, group, &turn);
-    return tw::destroy_group(std::unique_ptr<twGroup>(group));
-  });
-}
-
-twResult_t twGroupShrink(twGroup_t group, const twGroupConfig_t* given, twGroup_t* survivors) {
-  return enter_group("twGroupShrink", group, [&]() -> Status {
-    tw::Turn meeting;
-    TW_RETURN_IF_FAILED(tw::api::take_turn(*group->comm, "twGroupShrink", &meeting));
-    tw::api::ReadConfig known;
-    Status readable = given != nullptr ? tw::api::read_config(given, &known) : Status{};
-    if (survivors == nullptr) readable = fail(twInvalidArgument, "{} is NULL", Argument("survivors"));
-    std::unique_ptr<twGroup> made;
-    TW_RETURN_IF_FAILED(tw::shrink_group(*group, given != nullptr ? &known.config : nullptr, readable, &made));
-    groups.add(made.get());
-    *survivors = made.release();
-    return {};
-  });
-}
-
-twResult_t twGroupAbort(twGroup_t group) {
-  return visit(groups, "group", group, [&]() -> Status {
-    tw::abort_group(*group);
-    return {};
-  });
-}
-
 twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
   return visit(groups, "group", group, [&]() -> Status {
+    const std::shared_lock sizes(group->sizes);
     twGroupInfo_t known{};
     known.rank = group->me();
     known.nranks = group->ranks();
@@ -181,6 +120,10 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
     known.lanes = group->config.given.lanes;
     known.timeout_ms = group->config.given.timeout_ms;
     known.window_bytes = group->config.map.bytes();
+    known.max_tokens = group->shape().max_tokens;
+    known.max_recv_tokens = group->shape().recv_rows;
+    known.dispatch_room = group->shape().most_dispatch_bytes();
+    known.combine_room = group->shape().most_combine_bytes();
     std::copy(group->members.begin(), group->members.end(), known.comm_ranks);
     return tw::api::write_struct("info", known, info);
   });
@@ -188,6 +131,7 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
 
 twResult_t twGroupLayout(twGroup_t group, twLayout_t id, twLayoutInfo_t* info) {
   return visit(groups, "group", group, [&]() -> Status {
+    const std::shared_lock sizes(group->sizes);
     TW_RETURN_IF_FAILED(tw::api::check_layout("layout", id, group->shape().exact()));
     const tw::Layout& layout = tw::layout_of(id);
     twLayoutInfo_t known{};
@@ -205,6 +149,7 @@ twResult_t twGroupLayout(twGroup_t group, twLayout_t id, twLayoutInfo_t* info) {
 
 twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dispatched, const twCombineInput_t* combined) {
   return visit(groups, "group", group, [&]() -> Status {
+    const std::shared_lock sizes(group->sizes);
     twDispatchInput_t input{};
     twCombineInput_t sums{};
     TW_RETURN_IF_FAILED(tw::api::read_struct("dispatched", dispatched, &input));
@@ -218,6 +163,7 @@ twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dispatched
 
 twResult_t twGroupPortableInfo(twGroup_t group, twPortableInfo_t* info) {
   return visit(groups, "group", group, [&]() -> Status {
+    const std::shared_lock sizes(group->sizes);
     twPortableInfo_t known{};
     if (!group->backend->describe(&known)) return fail(twUnsupported, "the group's ranks share memory");
     return tw::api::write_struct("info", known, info);
@@ -226,6 +172,7 @@ twResult_t twGroupPortableInfo(twGroup_t group, twPortableInfo_t* info) {
 
 twResult_t twHandleMemBytes(twGroup_t group, size_t* bytes) {
   return visit(groups, "group", group, [&]() -> Status {
+    const std::shared_lock sizes(group->sizes);
     TW_CHECK_NOT_NULL(bytes);
     *bytes = group->handle_bytes;
     return {};
@@ -246,9 +193,11 @@ twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, int32_t l
       return fail(twInvalidArgument, "{} is {}; it must be aligned to 64 bytes", Argument("memory"), memory);
     }
     tw::api::CheckedRouting checked;
-    TW_RETURN_IF_FAILED(tw::api::check_routing(*group, ids, weights, &checked));
+    TW_RETURN_IF_FAILED(tw::api::check_routing(*group, nullptr, ids, weights, &checked));
     auto made = std::make_unique<twHandle>();
     made->group = group;
+    made->max_tokens = group->shape().max_tokens;
+    made->most_rows = group->shape().most_rows();
     made->map.layer = layer;
     made->owns_block = memory == nullptr;
     made->block = memory == nullptr ? group->take_block() : static_cast<std::byte*>(memory);
@@ -278,7 +227,7 @@ twResult_t twHandleUpdate(twHandle_t handle, const twTensor_t* ids, const twTens
           Function{"twHandleUpdate"});
     }
     tw::api::CheckedRouting checked;
-    TW_RETURN_IF_FAILED(tw::api::check_routing(*handle->group, ids, weights, &checked));
+    TW_RETURN_IF_FAILED(tw::api::check_routing(*handle->group, handle, ids, weights, &checked));
     tw::part_leases(*handle->group, *handle);
     route(*handle->group, checked, handle);
     return {};
@@ -299,7 +248,7 @@ twResult_t twHandleDestroy(twHandle_t handle) {
     handles.remove(handle);
     group.backend->forget(*handle);
     group.handles.erase(handle);
-    if (handle->owns_block) group.give_block(handle->block);
+    if (handle->owns_block) group.give_block(*handle);
     delete handle;
     return {};
   });
@@ -429,9 +378,10 @@ twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_
     if (status.ok()) status = tw::api::check_dispatch(*group, *handle, input, out, &call);
     if (!status.ok()) {
       const int32_t tokens = known == nullptr ? 0 : known->routing.tokens;
-      const bool bounded = input.bound == 0 || (input.bound >= tokens && input.bound <= group->shape().max_tokens);
-      return tw::refuse_dispatch(*group, known, input.lane, input.send_only == 1, bounded ? input.bound : -1,
-                                 call.rows.map, input.stream, std::move(status));
+      const int32_t bound = input.bound == 0 ? tw::default_bound(*group, known) : input.bound;
+      const bool bounded = bound >= tokens && bound <= group->shape().max_tokens;
+      return tw::refuse_dispatch(*group, known, input.lane, input.send_only == 1, bounded ? bound : -1, call.rows.map,
+                                 input.stream, std::move(status));
     }
     status = tw::dispatch(*group, *handle, &call, input.lane, input.send_only != 0);
     if (call.at.channel >= 0) {  // after an error too: what the caller then looks at is safe

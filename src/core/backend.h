@@ -35,6 +35,8 @@ struct Context {
   int32_t local_experts = 0;
   IdStyle ids;
   uint32_t first_step = 0;
+  std::vector<WindowMap> former;                 // maps before each growth: graphs and views are of them
+  uint32_t growth = 0;                           // growth_digest of how often the group has grown
   const PlacementSpec* spec = nullptr;           // what all layers' maps have in common
   const std::vector<ExpertMap>* maps = nullptr;  // [layers], empty without a placement
 };
@@ -127,7 +129,8 @@ struct DispatchRows {
   WindowMap map;
   int32_t payloads = 0;
   twPayload_t types[kMaxPayloads] = {};
-  uint32_t digest = 0;  // what ranks must have alike; 0: the rows are those that the group was made with
+  bool own = false;     // those that the group was made with
+  uint32_t digest = 0;  // what ranks must have alike; 0: own rows of a group that never grew
 };
 
 // The same of a combine.
@@ -164,6 +167,7 @@ struct CountsCall {
   bool again = false;                          // counts of this routing have been exchanged before
   bool known = false;                          // and nothing has changed since but the receive offsets
   int32_t sm_limit = 0;                        // as in DispatchCall
+  uint32_t growth = 0;                         // Context::growth
   uint64_t receive_offset[kMaxPayloads] = {};  // for the dispatch that follows
 };
 
@@ -244,6 +248,8 @@ struct Refusal {
   CollectiveMap places;  // for a gather or reduce; without tensors where the arguments do not tell
 };
 
+struct BackendInit;
+
 class Backend {
  public:
   explicit Backend(const Context& context) : context_(context) {}
@@ -290,15 +296,20 @@ class Backend {
   void* view_gathered(const CollectiveCall& call, int q) {
     return window() + context_.map.bank(call.at.channel, call.at.bank()) + call.places.row(q, 0, 0);
   }
-  // Whether an address lies in the part of this rank's window that steps overwrite: all of it but the leases.
+  // Whether an address lies in the part of this rank's window that steps overwrite: channels, also those of before the
+  // group grew, whose views are still good.
   bool in_window(const void* address) {
-    const auto* const at = static_cast<const std::byte*>(address);
-    return std::less_equal<>()(window(), at) && std::less<>()(at, window() + context_.map.leases());
+    const uint64_t offset = offset_of(address);
+    return context_.map.in_channels(offset) ||
+           std::any_of(context_.former.begin(), context_.former.end(),
+                       [&](const WindowMap& map) { return map.in_channels(offset); });
   }
   // Whether an address lies in a channel's part of it.
   bool in_channel(int channel, const void* address) {
-    const auto* const at = static_cast<const std::byte*>(address);
-    return in_window(address) && context_.map.in_channel(channel, static_cast<uint64_t>(at - window()));
+    const uint64_t offset = offset_of(address);
+    return context_.map.in_channel(channel, offset) ||
+           std::any_of(context_.former.begin(), context_.former.end(),
+                       [&](const WindowMap& map) { return map.in_channel(channel, offset); });
   }
 
   // announce_abort tells every peer that this rank gives the group up. find_abort says whether a peer has done so, and
@@ -313,6 +324,13 @@ class Backend {
   // Gives the averages of all layers, in a group that counts: tokenway/placement.h. dispatches may be NULL. Never
   // waits.
   virtual void read_loads(float* /*loads*/, int64_t* /*dispatches*/) {}
+
+  // Makes room in all windows for `grown`, which becomes the map if end_growth says so; until then, and if not, calls
+  // go on as before. Collective: init is as at creation, and every rank's result is told to the others. end_growth
+  // follows once, after success or failure: `grown`, it must not fail, and context_.map is the grown map already;
+  // `certain`: no rank can have taken it for a success, so that memory may go.
+  virtual Status prepare_growth(const BackendInit& init, WindowMap* grown) = 0;
+  virtual void end_growth(bool grown, bool certain) = 0;
 
   // Tells how a carrier is used; false if there is none.
   virtual bool describe(twPortableInfo_t*) const { return false; }
@@ -329,6 +347,8 @@ class Backend {
   virtual Status find_layout(const LayoutCall&) { return {}; }
   // Whether a call on this stream would be captured into a graph.
   virtual bool captures(const void* /*stream*/) const { return false; }
+  // Whether any stream that calls have used is captured.
+  virtual bool captures_any() const { return false; }
   // Waits until nothing that was launched uses memory of the group any more.
   virtual void settle() {}
   // Takes over what steps have found out since: fills the record and returns true if there is something new. Never
@@ -349,6 +369,10 @@ class Backend {
   }
 
  protected:
+  // From the window's begin; where the address lies before it, it wraps.
+  uint64_t offset_of(const void* address) {
+    return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(window());
+  }
   const Shape& shape() const { return context_.map.shape(); }
 
   const Context& context_;

@@ -250,6 +250,7 @@ Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call,
   now.at = group.channels.begin(channel);
   now.drop = group.config.given.overflow == twOverflowDrop;
   now.again = handle.counts.exchanged;
+  now.growth = group.context.growth;
   now.known = now.again && now.room == before.room && now.alignment == before.alignment;
   if (!now.known) {
     handle.counted = {};
@@ -301,6 +302,11 @@ Status learn_counts(twGroup& group, twHandle& handle) {
   return refuse_overflow(group, handle, overflow);
 }
 
+int32_t default_bound(const twGroup& group, const twHandle* handle) {
+  // In high throughput a bound sizes nothing, and ranks with handles of before and after a growth may exchange.
+  return handle == nullptr || group.shape().exact() ? group.shape().default_bound() : handle->max_tokens;
+}
+
 int64_t shown_rows(const twGroup& group, const twHandle& handle, const Layout& layout, bool sized) {
   if (sized) return layout.by_expert ? handle.counted.grouped_rows : handle.counted.flat_rows;
   const Shape& shape = group.shape();
@@ -310,7 +316,7 @@ int64_t shown_rows(const twGroup& group, const twHandle& handle, const Layout& l
   // Each row stands under so many experts at most, and each expert's rows are padded. Rows that are dropped have places
   // too.
   const int64_t sent = group.config.given.overflow == twOverflowDrop
-                           ? static_cast<int64_t>(shape.ranks) * shape.max_tokens
+                           ? static_cast<int64_t>(shape.ranks) * handle.max_tokens
                            : handle.counting.room;
   const int64_t rows = sent * std::min<int64_t>(shape.top_k, experts);
   return (rows + experts * (alignment - 1)) / alignment * alignment;
@@ -354,7 +360,7 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   call->at = group.backend->on_device() ? group.channels.begin_dispatch(channel) : group.channels.begin(channel);
   call->send_only = send_only;
   // Leases are announced for the group's own rows. Other rows go to the bank, which all ranks know by the digest.
-  call->has_offsets = handle.has_offsets && call->rows.digest == 0;
+  call->has_offsets = handle.has_offsets && call->rows.own;
   handle.has_offsets = false;
   for (int q = 0; q < kMaxPayloads && call->has_offsets; ++q) {
     call->receive_offset[q] = handle.counting.receive_offset[q];
@@ -430,7 +436,7 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
   const bool second = group.channels[channel].second;
   give_back(group, *handle);
   handle->refused = learns_late(group);
-  handle->bound = bound > 0 ? bound : group.shape().default_bound();
+  handle->bound = bound > 0 ? bound : default_bound(group, handle);
   if (send_only || learns_late(group)) {
     hold(group, *handle, channel);
     group.channels[channel].second = !second;

@@ -14,6 +14,7 @@
 
 #include "core/free_memory.h"
 #include "core/interrupt.h"
+#include "exchange/notes.h"
 
 namespace {
 
@@ -76,6 +77,21 @@ uint64_t twGroup::place_arrays(std::byte* block, tw::HandleArrays* arrays) const
                           block, arrays);
 }
 
+void twGroup::grow(const tw::GroupConfig& larger) {
+  const std::lock_guard lock(sizes);
+  context.former.push_back(context.map);
+  context.growth = tw::growth_digest(static_cast<uint32_t>(context.former.size()));
+  config.given.max_tokens = larger.given.max_tokens;
+  config.given.max_recv_tokens = larger.given.max_recv_tokens;
+  config.given.dispatch_room = larger.given.dispatch_room;
+  config.given.combine_room = larger.given.combine_room;
+  config.map = context.map = larger.map;
+  for (std::byte* block : free_blocks_) release(block);  // they are too small now
+  free_blocks_.clear();
+  tw::HandleArrays measured;
+  handle_bytes = place_arrays(nullptr, &measured);
+}
+
 std::byte* twGroup::allocate(size_t bytes) {
   if (config.given.alloc != nullptr) {
     void* const block = config.given.alloc(bytes, config.given.alloc_context);
@@ -104,7 +120,10 @@ std::byte* twGroup::take_block() {
   return block;
 }
 
-void twGroup::give_block(std::byte* block) { free_blocks_.push_back(block); }
+void twGroup::give_block(const twHandle& handle) {
+  const bool fits = handle.max_tokens == shape().max_tokens && handle.most_rows == shape().most_rows();
+  fits ? free_blocks_.push_back(handle.block) : release(handle.block);
+}
 
 tw::ErrorRecord twGroup::error() {
   const std::lock_guard lock(error_mutex_);
@@ -129,8 +148,10 @@ enum Stage : uint64_t { kCheckedStage, kCompareStage, kMemoryStage, kWindowStage
 
 constexpr char kOccasion[] = "creating a group";
 
-Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks) {
-  const uint64_t needed = config.map.bytes();
+}  // namespace
+
+Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks, uint64_t there) {
+  const uint64_t needed = config.map.bytes() - there;
   FreeMemory free = find_free_memory();
 #if TOKENWAY_WITH_CUDA
   if (comm.device >= 0) {
@@ -150,7 +171,24 @@ Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks
               config.given.lanes);
 }
 
-}  // namespace
+BackendInit make_init(const twComm& comm, const twGroup& group, uint64_t tag, TimePoint deadline) {
+  BackendInit init;
+  init.context = &group.context;
+  init.bootstrap = comm.bootstrap.get();
+  init.members = group.members;
+  init.tag = tag;
+  init.deadline = deadline;
+  init.spin_us = comm.environment.spin_us;
+  init.cache_bytes = comm.environment.cache_bytes;
+  init.carrier = comm.carrier.get();
+  init.device = comm.device;
+  init.devices = comm.devices;
+  init.timeout_ms = group.config.given.timeout_ms;
+  init.sm_limit = group.config.given.sm_limit;
+  init.blocking = comm.environment.blocking;
+  init.no_wait = comm.environment.no_wait;
+  return init;
+}
 
 namespace {
 
@@ -177,25 +215,11 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
       gather(bootstrap, members, tags + kCompareStage, {pack_config(config), {}}, deadline, kOccasion, &configs));
   TW_RETURN_IF_FAILED(compare_configs(configs));
   TW_RETURN_IF_FAILED(
-      agree(bootstrap, members, tags + kMemoryStage, deadline, kOccasion, check_memory(*comm, config, ranks)));
+      agree(bootstrap, members, tags + kMemoryStage, deadline, kOccasion, check_memory(*comm, config, ranks, 0)));
 
   auto group = std::make_unique<twGroup>(comm, std::move(config), std::move(members), rank);
   group->number = tags;
-  BackendInit init;
-  init.context = &group->context;
-  init.bootstrap = &bootstrap;
-  init.members = group->members;
-  init.tag = tags + kWindowStage;
-  init.deadline = deadline;
-  init.spin_us = comm->environment.spin_us;
-  init.cache_bytes = comm->environment.cache_bytes;
-  init.carrier = comm->carrier.get();
-  init.device = comm->device;
-  init.devices = comm->devices;
-  init.timeout_ms = group->config.given.timeout_ms;
-  init.sm_limit = group->config.given.sm_limit;
-  init.blocking = comm->environment.blocking;
-  init.no_wait = comm->environment.no_wait;
+  const BackendInit init = make_init(*comm, *group, tags + kWindowStage, deadline);
   const auto make = comm->carrier != nullptr ? make_staged_backend : make_cpu_backend;
 #if TOKENWAY_WITH_CUDA
   const Status mapped = (on_device ? make_nvlink_backend : make)(init, &group->backend);

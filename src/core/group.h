@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <unordered_set>
 #include <vector>
 
@@ -49,8 +50,10 @@ struct twGroup : tw::Quarantined<twGroup> {
   std::unordered_set<twHandle*> handles;
   std::map<int64_t, tw::Request> requests;  // send_only gathers and reduces that the caller has not completed
   int64_t last_request = 0;
-  std::atomic<bool> gave_up = false;      // by twGroupAbort
-  tw::Occupied occupied;                  // taken by every call but those that may come from any thread
+  std::atomic<bool> gave_up = false;  // by twGroupAbort
+  tw::Occupied occupied;              // taken by every call but those that may come from any thread
+  // Held while the sizes change (a growth's last moment), and shared by calls from any thread that read them.
+  std::shared_mutex sizes;
   bool excluded = false;                  // found by a shrink: the peers go on without this rank, or nobody goes on
   std::shared_ptr<tw::LeaseArea> leases;  // NULL: there are none. A lease keeps it
   std::vector<std::byte*> parted;         // leases to which a step that this rank refused may still write
@@ -68,12 +71,14 @@ struct twGroup : tw::Quarantined<twGroup> {
 
   // Does what tw::place_arrays does, for a handle of this group.
   uint64_t place_arrays(std::byte* block, tw::HandleArrays* arrays) const;
+  // Takes over a larger configuration. Handles that there are keep their blocks and sizes.
+  void grow(const tw::GroupConfig& larger);
   // Takes memory from the configuration's allocator; 64-byte aligned, NULL if there is none.
   std::byte* allocate(size_t bytes);
   void release(std::byte* block);
-  // Takes a handle's block. Blocks are alike, so those of destroyed handles are used again.
+  // Takes a handle's block. Blocks of one size are alike, so those of destroyed handles are used again.
   std::byte* take_block();
-  void give_block(std::byte* block);
+  void give_block(const twHandle& handle);
 
   tw::ErrorRecord error();
   void set_error(tw::ErrorRecord record);
@@ -93,6 +98,11 @@ namespace tw {
 Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
                     uint64_t tags, std::unique_ptr<twGroup>* group, Occasion occasion = {}, const Left& left = {});
 
+// Parts of creation that growth has too. check_memory fails if a rank's free memory does not suffice for a window of
+// which it has `there` bytes already. make_init: what a backend is made with; it refers to the group.
+Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks, uint64_t there);
+BackendInit make_init(const twComm& comm, const twGroup& group, uint64_t tag, TimePoint deadline);
+
 // Destroys a group. Collective, with a bounded barrier unless the group is sticky. Where it returns an error, the group
 // is gone all the same.
 Status destroy_group(std::unique_ptr<twGroup> group);
@@ -100,6 +110,9 @@ Status destroy_group(std::unique_ptr<twGroup> group);
 // Shrinks a group. Collective among survivors: see twGroupShrink.
 Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& readable,
                     std::unique_ptr<twGroup>* survivors);
+
+// Grows a group. Collective: see twGroupReserve. `given`: what is asked for; `readable`: as in create_group.
+Status grow_group(twGroup& group, const twReserve_t& given, const Status& readable);
 
 // Takes over what steps on a device have found out. Never blocks.
 void poll_device(twGroup& group);
@@ -134,6 +147,8 @@ Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call,
 void part_leases(twGroup& group, twHandle& handle);
 // Makes the host know the counts of an exchange; it may have to wait for the device.
 Status learn_counts(twGroup& group, twHandle& handle);
+// The bound of a dispatch that names none: the max_tokens that the group had when the handle was made.
+int32_t default_bound(const twGroup& group, const twHandle* handle);
 // How many rows of an exact layout the outputs of a dispatch have: what comes, if the host knows it, else what there is
 // room for.
 int64_t shown_rows(const twGroup& group, const twHandle& handle, const Layout& layout, bool sized);

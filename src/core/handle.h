@@ -26,6 +26,9 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   twGroup* group = nullptr;
   std::byte* block = nullptr;
   bool owns_block = false;
+  // What its arrays have room for: the group's sizes when it was made. The group may have grown since.
+  int32_t max_tokens = 0;
+  int64_t most_rows = 0;
 
   int channel = -1;         // held, or lent to a combine under way
   bool dispatched = false;  // `received` is good: a combine may follow

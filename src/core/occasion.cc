@@ -22,8 +22,8 @@ Occasion unpack(const std::string& bytes) {
 
 // Words of a sentence: "destroys a group", "destroy one" ...
 std::string does(const Occasion& occasion, bool plural, bool first, bool named) {
-  const char* const verbs[] = {"stray", "create", "shrink", "destroy"};
-  std::string text = verbs[static_cast<size_t>(occasion.call) < 4 ? static_cast<size_t>(occasion.call) : 0];
+  const char* const verbs[] = {"stray", "create", "shrink", "destroy", "grow"};
+  std::string text = verbs[static_cast<size_t>(occasion.call) < 5 ? static_cast<size_t>(occasion.call) : 0];
   if (!plural) text += 's';
   if (!named || occasion.group == 0) return text + (first ? " a group" : " one");
   // Occasions begin at 2; calls are counted from 1.
@@ -49,8 +49,8 @@ Status call_mismatch(std::span<const int> ranks, std::span<const Occasion> occas
     text += "rank " + ranks_text(alike) + " " + does(each, alike.size() > 1, told.empty(), named);
     told.push_back(each);
   }
-  return fail(twCallMismatch, "{}; all ranks of a comm must create, shrink and destroy its groups in the same order",
-              text);
+  return fail(twCallMismatch,
+              "{}; all ranks of a comm must create, grow, shrink and destroy its groups in the same order", text);
 }
 
 bool Opening::anybody_elsewhere(const std::vector<Parcel>& come) const {

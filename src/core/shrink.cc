@@ -149,8 +149,9 @@ class Agreement {
   static uint8_t why(Presence presence, const Occasion& made, const Occasion& mine) {
     if (presence == Presence::kGone || presence == Presence::kGaveUp) return kOut | kAway;
     if (presence == Presence::kLate) return kOut | kSilent;
-    // A rank that destroys the group, or has nothing to say, takes no part.
-    const bool leaves = made.group == mine.group;
+    // A rank that destroys the group, or has nothing to say, takes no part. One that grows it does not know of the
+    // error yet.
+    const bool leaves = made.group == mine.group && made.call != Call::kGrow;
     return leaves ? kOut | kAway : kOut | kSilent | kElsewhere;
   }
 

@@ -58,7 +58,7 @@ class CpuBackend : public Backend {
     transport_.begin(call.at, {nullptr, 1, WindowMap::counts_bytes(shape())}, call.send_only);
     if (call.again) restore_counts(shape(), &handle.routing);
     tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing, call.receive_offset,
-                    collective_note(static_cast<uint32_t>(call.room), handle.map.digest));
+                    note_of(call, handle));
     return {};
   }
 
@@ -120,8 +120,7 @@ class CpuBackend : public Backend {
 
   StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override {
     const StepEnd end =
-        await_step(transport_, context_.map, call.at, Mode::kCounts,
-                   collective_note(static_cast<uint32_t>(call.room), handle.map.digest), deadline, counts_.data());
+        await_step(transport_, context_.map, call.at, Mode::kCounts, note_of(call, handle), deadline, counts_.data());
     if (end.code != twSuccess) return end;
     *known = {};
     known->overflow = take_counts(transport_, context_.map, call.at, context_.local_experts, call.room, call.drop,
@@ -188,6 +187,16 @@ class CpuBackend : public Backend {
 
   void read_loads(float* loads, int64_t* dispatches) override { loads_.read(loads, dispatches); }
 
+  Status prepare_growth(const BackendInit& init, WindowMap* grown) override {
+    next_partial_.resize(grown->shape().most_combine_bytes());
+    return transport_.prepare_growth(init, *grown);
+  }
+  void end_growth(bool grown, bool /*certain*/) override {
+    if (grown) partial_.swap(next_partial_);
+    next_partial_ = {};
+    transport_.end_growth(grown);
+  }
+
   bool describe(twPortableInfo_t* info) const override {
     if constexpr (kStaged) transport_.describe(info);
     return kStaged;
@@ -204,6 +213,9 @@ class CpuBackend : public Backend {
   static uint64_t note_of(const DispatchCall& call, const HandleArrays& handle) {
     return collective_note(with_receive_offsets(call.bound, call.has_offsets),
                            mix_rows(mix_counted(handle.map.digest, call.counted), call.rows.digest));
+  }
+  static uint64_t note_of(const CountsCall& call, const HandleArrays& handle) {
+    return collective_note(static_cast<uint32_t>(call.room), mix_rows(handle.map.digest, call.growth));
   }
   static uint64_t note_of(const CombineCall& call) {
     return collective_note(static_cast<uint32_t>(call.bound), call.sent.digest);
@@ -373,9 +385,10 @@ class CpuBackend : public Backend {
 
   std::unique_ptr<T> owned_;
   T& transport_;
-  std::vector<std::byte> partial_;  // one combined row
-  std::vector<int32_t> next_;       // [L]
-  std::vector<int32_t> counts_;     // [N]
+  std::vector<std::byte> partial_;       // one combined row
+  std::vector<std::byte> next_partial_;  // that of a larger group, while it is prepared
+  std::vector<int32_t> next_;            // [L]
+  std::vector<int32_t> counts_;          // [N]
   Loads loads_;
 };
 

@@ -7,8 +7,6 @@
 // would wait in a collective that never ends. blame and notice decide which rank is blamed.
 #include "cpu/staged.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <mutex>
 #include <thread>

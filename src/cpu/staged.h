@@ -109,6 +109,15 @@ class StagedTransport {
   // Stores a signal in this rank's own window.
   void store(uint64_t offset, Signal signal, uint64_t note);
 
+  // Maps room for the channels of a larger map, in this rank's window: nobody else maps it. No step is under way.
+  Status prepare_growth(const BackendInit&, const WindowMap& grown) {
+    return window_->map(-1, grown.channels(), grown.channels_bytes());
+  }
+  // Where the group has grown, blocks do too, alike on all ranks.
+  void end_growth(bool grown) {
+    if (grown) choose_blocks();
+  }
+
   Waited wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline);
 
   void announce_abort(AbortSignal reason);
@@ -141,6 +150,7 @@ class StagedTransport {
   explicit StagedTransport(const BackendInit& init);
   Status open(const BackendInit& init);
   Status measure(const BackendInit& init);
+  void choose_blocks();
   Status measure_moves(const BackendInit& init, const CarrierMeeting& meeting, std::vector<TimedRound>* rounds);
   double time_move(twMoveKind_t kind, uint64_t bytes, Buffer& from, Buffer& to, TimePoint deadline,
                    const CarrierMeeting& meeting);

@@ -2,8 +2,6 @@
 // and, for the comm's first group, times moves. It gives inline_bytes, the size of blocks, and the costs that
 // cost_model.h decides by; both must come out the same on all ranks, as they make the same moves by them. The number of
 // rounds is agreed in the moves themselves.
-#include <sys/mman.h>
-
 #include <algorithm>
 
 #include "bootstrap/shared_memory.h"
@@ -37,13 +35,9 @@ Status StagedTransport::make(const BackendInit& init, std::unique_ptr<StagedTran
 
 Status StagedTransport::open(const BackendInit& init) {
   // The window comes first: a rank that has no memory for it must not leave the others waiting in a connection.
-  void* const memory = ::mmap(nullptr, map_.bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  const bool mapped = memory != MAP_FAILED;
-  if (mapped) {
-    window_ = std::make_shared<Mapping>(static_cast<std::byte*>(memory), map_.bytes());
-    prepare_signals(map_, context_.first_step, window_->data());
-  }
-  const Status ready = mapped ? Status{} : fail(twOutOfMemory, "cannot map a window of {}", bytes_text(map_.bytes()));
+  Status ready = Mapping::reserve(map_.bytes(), true, &window_);
+  if (ready.ok()) ready = window_->map(-1, 0, map_.bytes());
+  if (ready.ok()) prepare_signals(map_, context_.first_step, window_->data());
   return open_carrier_channel(init, init.tag + kOfferStage, -1, ready, &carrier_channel_);
 }
 
@@ -117,12 +111,16 @@ Status StagedTransport::measure(const BackendInit& init) {
     carrier_->costs = costs_of(rounds);
     carrier_->measured = true;
   }
+  choose_blocks();
+  return {};
+}
+
+void StagedTransport::choose_blocks() {
   const auto longest = longest_message(map_.shape());
   inline_bytes_ = carrier_->inline_bytes < 0
                       ? choose_inline_bytes(map_.shape(), carrier_->costs)
                       : std::min<uint64_t>(longest, static_cast<uint64_t>(carrier_->inline_bytes));
   inline_bytes_ = (inline_bytes_ + 63) / 64 * 64;
-  return {};
 }
 
 }  // namespace tw::cpu

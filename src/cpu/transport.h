@@ -50,6 +50,13 @@ class CpuTransport {
   std::byte* local(uint64_t offset) const { return windows_[me_]->data() + offset; }
   std::shared_ptr<void> window() const { return windows_[me_]; }
 
+  // Maps room for the channels of a larger map. Collective.
+  Status prepare_growth(const BackendInit& init, const WindowMap& grown) {
+    return grow_memory(*init.bootstrap, init.members, init.tag, init.deadline, grown.channels(), grown.channels_bytes(),
+                       windows_);
+  }
+  void end_growth(bool /*grown*/) {}
+
   Waited wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline);
 
   void announce_abort(AbortSignal reason);

@@ -23,8 +23,8 @@ Status map_windows(const BackendInit& init, Windows* windows) {
   const Context& context = *init.context;
   SharedMemory memory;
   const auto fill = [&](std::byte* window) { prepare_signals(context.map, context.first_step, window); };
-  TW_RETURN_IF_FAILED(share_memory(*init.bootstrap, init.members, init.tag, init.deadline, context.map.bytes(), fill,
-                                   usable_cores(), &memory));
+  TW_RETURN_IF_FAILED(share_memory(*init.bootstrap, init.members, init.tag, init.deadline, context.map.bytes(), true,
+                                   fill, usable_cores(), &memory));
   windows->by_rank = std::move(memory.by_rank);
   cpu_set_t together;
   CPU_ZERO(&together);

@@ -32,6 +32,9 @@ constexpr uint32_t mix_counted(uint32_t digest, bool counted) {
 // instruction, since with FNV-1a again 128 tokens took 0.7 % longer on 2x H100
 // (bench/results/row-types-2-gpus.json).
 constexpr uint32_t mix_rows(uint32_t digest, uint32_t rows) { return digest ^ rows; }
+// Mixed in likewise: how often the group has grown, so that calls of before, as graphs replay them, do not meet calls
+// of after. An odd factor keeps numbers apart in however few low bits a note has for digests: eight in 3.
+constexpr uint32_t growth_digest(uint32_t times) { return times * 2654435761u; }
 // On devices the upper half of the note also has the number of Simple rows. Bound and Simple rows each take one bit
 // more than max_tokens does (beside a bound that bit is kHasOffsets), and the digest takes the bits that are left, in
 // either half.

@@ -1,9 +1,9 @@
 // Shape: the sizes that fix a window, and the metadata that travels with a row. The host fills a Shape from a checked
-// configuration (core/config.cc); it is the same on every rank and constant for a group's life, but for what rows
-// consist of, which a call may say anew within the room that there is (WindowMap::for_dispatch, for_combine).
-// Everything that lies in a window follows from it (layout/window_map.h), which is what S10 asks for: a field that
-// differs between ranks, or changes elsewhere, puts rows where a peer does not look. RowHeader and meta_bytes are bytes
-// on the wire: both ends must agree on them.
+// configuration (core/config.cc); it is the same on every rank and constant for a group's life, but for max_tokens and
+// room, which grow (core/grow.cc), and for what rows consist of, which a call may say anew within the room that there
+// is (WindowMap::for_dispatch, for_combine). Everything that lies in a window follows from it (layout/window_map.h),
+// which is what S10 asks for: a field that differs between ranks, or changes elsewhere, puts rows where a peer does not
+// look. RowHeader and meta_bytes are bytes on the wire: both ends must agree on them.
 #pragma once
 
 #include <cstdint>

@@ -10,6 +10,11 @@
 //                 loads: in four banks, by dispatch, per source what was chosen         (groups that count)
 //   channel 1 ...
 //   leases        rows of dispatches that outlive their step                            (high throughput)
+//   channels of a group that has grown, once for each time: its banks, chunk signals and packets
+//
+// Growing moves no byte: what a map has of its own (banks, chunk signals, packets) is appended, and what outlives steps
+// (header, signals, loads, leases) stays at the places of the first map. So steps count on in the same signals, and
+// calls of earlier maps, as graphs replay them, find everything where it was.
 //
 // One step at a time uses a bank (S1, S2), and a step is a dispatch or a combine. So rows and inbox share a bank's
 // bytes: a bank is as large as the larger of the two, not as both together.
@@ -33,6 +38,7 @@ inline constexpr uint64_t kNoteOffset = 8;
 inline constexpr uint64_t kRowsOffset = 16;
 inline constexpr uint64_t kRegionAlignment = 256;
 inline constexpr uint64_t kPageAlignment = 4096;
+inline constexpr uint64_t kGrowthAlignment = 2u << 20;  // pieces by which devices map memory
 
 class WindowMap {
  public:
@@ -73,10 +79,32 @@ class WindowMap {
     const uint64_t told = c.mul(sizeof(uint64_t), c.mul(shape.ranks, loads_words(shape)));
     const uint64_t loads = shape.counts_loads != 0 ? c.mul(kLoadsBanks, told) : 0;
     map->channel_bytes_ = c.align(c.add(map->loads_at_, loads), kPageAlignment);
-    map->channels_at_ = c.align(kAbortAt + sizeof(uint64_t) * shape.ranks, kPageAlignment);
+    map->channels_at_ = map->first_at_ = c.align(kAbortAt + sizeof(uint64_t) * shape.ranks, kPageAlignment);
+    map->first_bytes_ = map->channel_bytes_;
     map->leases_at_ = c.add(map->channels_at_, c.mul(shape.channels, map->channel_bytes_));
     map->bytes_ = c.add(map->leases_at_, shape.lease_bytes);
     return !c.overflow;
+  }
+
+  // Makes the map of this group with larger rows or more of them: a Shape that differs in nothing else. False as make.
+  constexpr bool grow(const Shape& shape, WindowMap* map) const {
+    WindowMap grown;
+    if (!make(shape, &grown)) return false;
+    Checked c;
+    grown.first_at_ = first_at_;
+    grown.first_bytes_ = first_bytes_;
+    grown.loads_at_ = loads_at_;
+    grown.leases_at_ = leases_at_;
+    grown.channels_at_ = c.align(bytes_, kGrowthAlignment);
+    grown.bytes_ = c.add(grown.channels_at_, c.mul(shape.channels, grown.channel_bytes_));
+    *map = grown;
+    return !c.overflow;
+  }
+  // The map with its channels elsewhere: where no peer looks into the window, they need not lie behind the others.
+  constexpr WindowMap with_channels_at(uint64_t at) const {
+    WindowMap map = *this;
+    map.channels_at_ = at;
+    return map;
   }
 
   // The map of a dispatch whose rows consist of other payloads; they have room, most_dispatch_bytes, together. Only
@@ -100,13 +128,17 @@ class WindowMap {
   constexpr uint64_t bytes() const { return bytes_; }
   constexpr uint64_t channel_bytes() const { return channel_bytes_; }
 
-  // Where leases begin; they are the last part of a window.
+  // Where leases begin; they are the last part of a window that has not grown.
   constexpr uint64_t leases() const { return leases_at_; }
 
-  // Whether an offset lies in a channel's part.
+  // Where this map's channels begin, and the bytes of all of them.
+  constexpr uint64_t channels() const { return channels_at_; }
+  constexpr uint64_t channels_bytes() const { return channel_bytes_ * static_cast<uint64_t>(shape_.channels); }
+  // Whether an offset lies in a channel's part, or in any channel's. (A difference that wraps is large.)
   constexpr bool in_channel(int channel, uint64_t offset) const {
-    return offset >= channel_at(channel) && offset < channel_at(channel) + channel_bytes_;
+    return offset - channel_at(channel) < channel_bytes_;
   }
+  constexpr bool in_channels(uint64_t offset) const { return offset - channels_at_ < channels_bytes(); }
 
   // uint32: how many threads of this rank sleep on a signal.
   static constexpr uint64_t waiters() { return 0; }
@@ -115,7 +147,7 @@ class WindowMap {
 
   // uint64, written by `source` only: see exchange/signals.h. The step half is kStepHalf bytes into it.
   constexpr uint64_t signal(int channel, int bank, int source) const {
-    return channel_at(channel) + kSignalStride * (static_cast<uint64_t>(bank) * shape_.ranks + source);
+    return first_at(channel) + kSignalStride * (static_cast<uint64_t>(bank) * shape_.ranks + source);
   }
   // uint64, written by `source` before its signal or with it: the bound of the step, and on devices more (PROTOCOL.md).
   constexpr uint64_t note(int channel, int bank, int source) const {
@@ -172,7 +204,7 @@ class WindowMap {
   static constexpr int kLoadsBanks = 4;
   constexpr uint64_t loads(int channel, int bank, int source) const {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
-    return channel_at(channel) + loads_at_ + sizeof(uint64_t) * row * loads_words(shape_);
+    return first_at(channel) + loads_at_ + sizeof(uint64_t) * row * loads_words(shape_);
   }
   static constexpr uint64_t loads_words(const Shape& shape) { return 1 + static_cast<uint64_t>(shape.choices()); }
   constexpr uint64_t meta_packet_row() const { return meta_packet_row_; }
@@ -225,6 +257,7 @@ class WindowMap {
 
   static constexpr uint64_t row(int source, int p, int bound) { return static_cast<uint64_t>(source) * bound + p; }
   constexpr uint64_t channel_at(int channel) const { return channels_at_ + channel_bytes_ * channel; }
+  constexpr uint64_t first_at(int channel) const { return first_at_ + first_bytes_ * channel; }
   constexpr uint64_t bank_at(int channel, int bank) const {
     return channel_at(channel) + banks_at_ + bank_bytes_ * bank;
   }
@@ -239,11 +272,13 @@ class WindowMap {
   uint64_t packets_at_ = 0;  // in a channel
   uint64_t meta_packets_at_ = 0;
   uint64_t meta_packet_row_ = 0;
-  uint64_t loads_at_ = 0;
+  uint64_t loads_at_ = 0;    // in a channel of the first map
   uint64_t chunks_ = 0;      // chunk signals of a source in a bank
   uint64_t packet_row_ = 0;  // bytes of all packets of a row
   uint64_t channel_bytes_ = 0;
   uint64_t channels_at_ = 0;
+  uint64_t first_at_ = 0;     // channels of the first map,
+  uint64_t first_bytes_ = 0;  // and the bytes of one
   uint64_t leases_at_ = 0;
   uint64_t bytes_ = 0;
 };

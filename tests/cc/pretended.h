@@ -60,6 +60,8 @@ class Pretended : public Backend {
     return {};
   }
   StepEnd drain(StepPlace, TimePoint) override { return {}; }
+  Status prepare_growth(const BackendInit&, WindowMap*) override { return {}; }
+  void end_growth(bool, bool) override {}
   std::byte* window() override { return window_->window(); }
   std::shared_ptr<void> keep_window() override { return nullptr; }
   void announce_abort(AbortSignal reason) override { window_->announce_abort(reason); }

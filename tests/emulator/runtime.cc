@@ -125,14 +125,21 @@ std::map<const void*, int>& shared_limits() {
 }  // namespace
 
 thread_local int t_launches = 0;
+// What the calling thread captures, instead of running it; NULL: nothing. Kernels alone: other work runs at once.
+thread_local std::vector<std::function<void()>>* t_captured = nullptr;
 
 void launch(void* stream, dim3 blocks, dim3 threads, uint32_t shared, std::function<void()> kernel, const char* name) {
   ++t_launches;
   static const bool blocking = number_of("CUDA_LAUNCH_BLOCKING", 0) == 1;
   Stream& on = find(static_cast<cudaStream_t>(stream));
-  on.add([=, kernel = std::move(kernel)] {
+  std::function<void()> grid = [=, kernel = std::move(kernel)] {
     run_grid(blocks, threads, shared, kernel, name, static_cast<unsigned>(room()));
-  });
+  };
+  if (t_captured != nullptr) {
+    t_captured->push_back(std::move(grid));
+    return;
+  }
+  on.add(std::move(grid));
   if (blocking) on.wait();
 }
 
@@ -238,6 +245,15 @@ extern "C" {
 
 // For tests: kernels that the calling thread has launched so far.
 int tokenway_emulated_launches() { return t_launches; }
+// For tests: captures the kernels that the calling thread launches from now on, to the end of the capture, which gives
+// them, and replays them on a stream, behind which it waits.
+void tokenway_emulated_capture() { t_captured = new std::vector<std::function<void()>>; }
+void* tokenway_emulated_end_capture() { return std::exchange(t_captured, nullptr); }
+void tokenway_emulated_replay(const void* graph, void* stream) {
+  Stream& on = find(static_cast<cudaStream_t>(stream));
+  for (const auto& grid : *static_cast<const std::vector<std::function<void()>>*>(graph)) on.add(grid);
+  on.wait();
+}
 // For tests: whether memory is the driver's virtual memory, which other processes could map.
 int tokenway_emulated_exportable(const void* at) {
   const auto address = reinterpret_cast<CUdeviceptr>(at);
@@ -308,7 +324,8 @@ cudaError_t cudaDeviceSynchronize() {
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+  *status = t_captured != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 

@@ -130,7 +130,8 @@ class Captured:
 
 
 def run(env: Any, sequence: str, most: int | None, barriers: Any = None, setup: Setup = SETUP) -> list[Any]:
-    """Replays graphs in a sequence, by the letters of PLANS; "e" is a round without a graph. What came by turn."""
+    """Replays graphs in a sequence, by the letters of PLANS; "e" is a round without a graph, and "g" lets the group
+    grow. What came by turn."""
     with line_tokens(most), tw.Group(env.comm, timeout=TIMEOUT, **setup.settings()) as group:
         graphs = {
             letter: Captured(env, group, setup, PLANS[letter], barriers)
@@ -140,8 +141,11 @@ def run(env: Any, sequence: str, most: int | None, barriers: Any = None, setup: 
         turns = []
         for turn, letter in enumerate(sequence):
             if letter == "e":
-                flight = tuple(now(r, turn) for r in (BASE, FEW))
+                flight = tuple(now(replace(r, bound=r.bound or setup.max_tokens), turn) for r in (BASE, FEW))
                 turns.append(Player(env, group, Case(setup, ())).flight(flight))
+            elif letter == "g":
+                group.reserve(max_tokens=2 * group.max_tokens)
+                turns.append([])
             else:
                 turns.append(graphs[letter].replay(turn))
         env.stream.synchronize()
@@ -171,6 +175,8 @@ def verify_received(setup: Setup, round_: Round, got: Sequence[Got]) -> None:
 
 def check(sequence: str, by_rank: list[list[list[Got]]], setup: Setup = SETUP) -> None:
     for turn, letter in enumerate(sequence):
+        if letter == "g":
+            continue
         rounds = (BASE, FEW) if letter == "e" else PLANS[letter].rounds
         for i, round_ in enumerate(rounds):
             got = [mine[turn][i] for mine in by_rank]
@@ -191,6 +197,8 @@ SEQUENCES = {
     "two lanes": "lllelplell",
     # A dispatch alone moves its channel by one step: the next is in the other bank, its view in the same place.
     "odd": "opoeoopoooepqoepqqeqoepoetoqp",
+    # Graphs of before the group grows, between new calls and further growth.
+    "growth": "pegpegxefpgotlegpeqofxtl",
 }
 
 

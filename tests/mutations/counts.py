@@ -5,8 +5,7 @@ from mutation import CALLS, COUNTS_H, CPU, ENTRIES, LAYOUT_API, LAYOUT_H, STEP, 
 PUBLISH = "  publish_step(t, map, at, Mode::kCounts, note, [](int) { return 0; });\n"
 AWAIT = (
     "    const StepEnd end =\n"
-    "        await_step(transport_, context_.map, call.at, Mode::kCounts,\n"
-    "                   collective_note(static_cast<uint32_t>(call.room), handle.map.digest), deadline, "
+    "        await_step(transport_, context_.map, call.at, Mode::kCounts, note_of(call, handle), deadline, "
     "counts_.data());\n"
 )
 
@@ -180,10 +179,9 @@ COUNTS = (
         (
             Edit(
                 CPU,
-                "call.receive_offset,\n                    collective_note(static_cast<uint32_t>(call.room), ",
-                "call.receive_offset,\n                    collective_note(0, ",
+                "collective_note(static_cast<uint32_t>(call.room), mix_rows(",
+                "collective_note(0, mix_rows(",
             ),
-            Edit(CPU, AWAIT, AWAIT.replace("static_cast<uint32_t>(call.room)", "0")),
         ),
     ),
     Mutation(

@@ -10,6 +10,7 @@ from mutation import (
     MAP,
     MESH,
     NOTES,
+    ROW_TYPES,
     SHRINK,
     SIGNALS,
     STEP,
@@ -447,5 +448,39 @@ PROTOCOL = (
         "layout_test",
         "Layout.OtherRowsMoveNothingOutsideABank",
         (Edit(MAP, "    map.place_payloads();\n    return map;\n", "    return map;\n"),),
+    ),
+    Mutation(
+        "growth left out of the notes",
+        "S10",
+        "growth_test",
+        "Growth.CallsOfAnotherGrowthAreRefused",
+        (Edit(ROW_TYPES, "  rows.digest = group.context.growth;\n", ""),),
+    ),
+    Mutation(
+        "signals that move when a group grows",
+        "S2",
+        "growth_test",
+        "Growth.AMapKeepsWhatOutlivesSteps:Growth.HandlesGoOnAndNewOnesAreLarger",
+        (Edit(MAP, "    grown.first_bytes_ = first_bytes_;\n", ""),),
+    ),
+    Mutation(
+        "new banks over the old ones",
+        "S2",
+        "growth_test",
+        "Growth.AMapKeepsWhatOutlivesSteps",
+        (Edit(MAP, "c.align(bytes_, kGrowthAlignment)", "channels_at_"),),
+    ),
+    Mutation(
+        "a handle of before a growth takes all",
+        "S10",
+        "growth_test",
+        "Growth.AHandleKeepsItsSize",
+        (
+            Edit(
+                CHECK,
+                "  if (call->bound > handle.max_tokens && ",
+                "  if (call->bound > config.max_tokens && ",
+            ),
+        ),
     ),
 )

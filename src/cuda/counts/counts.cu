@@ -379,7 +379,8 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
   const GroupView& g = p.group;
   const CountsScratch scratch(g.map.shape());
   const uint32_t digest = load_digest(p.in.digest);
-  Step step{next_step(g, p.channel), p.channel, p.room, twPhaseCounts, digest};  // ranks must have one room alike
+  Step step{next_step(g, p.channel), p.channel, p.room, twPhaseCounts,
+            mix_rows(digest, p.growth)};  // ranks must have one room alike
   begin_at_bank(g, p.bank, &step.number);
   if (p.in.map != nullptr && threadIdx.x == 0 && blockIdx.x == 0) *p.handle.digest = digest;
   // This is done even if the counts are known already, since ranks may differ in that: one that refused an exchange

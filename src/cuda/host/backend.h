@@ -60,6 +60,9 @@ class NvlinkBackend : public Backend {
   bool describe(twPortableInfo_t* info) const override;
 
   bool captures(const void* stream) const override;
+  bool captures_any() const override;
+  Status prepare_growth(const BackendInit& init, WindowMap* grown) override;
+  void end_growth(bool grown, bool certain) override;
   Status check_stream(const void* stream) const override {
     if (!in_process_ || (stream != nullptr && stream != cudaStreamLegacy)) return {};
     return fail(twInvalidArgument,
@@ -150,6 +153,9 @@ class NvlinkBackend : public Backend {
   Status may_use_packets(bool* may);
   Status test_packets();
   Status fill_view(const BackendInit& init);
+  // Takes over what follows from the map of context_.
+  void fit_view();
+  Status budget_for(const Shape& shape, Budget* budget) const;
   Status least(const BackendInit& init, uint64_t tag, std::initializer_list<int32_t*> values);
   Status run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
@@ -205,6 +211,13 @@ class NvlinkBackend : public Backend {
   const bool blocking_;
   const int sm_limit_;
   Budget budget_;
+  // What end_growth takes over.
+  struct Larger {
+    WindowMap map;
+    Budget budget;
+    uint32_t* marks = nullptr;
+  };
+  Larger larger_;
   DeviceWindows windows_;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Control> control_;

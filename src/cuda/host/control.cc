@@ -62,8 +62,8 @@ Status Control::create(const BackendInit& init, uint64_t tag, std::unique_ptr<Co
   made->members_.assign(init.members.begin(), init.members.end());
   made->me_ = init.context->me;
   SharedMemory memory;
-  TW_RETURN_IF_FAILED(
-      share_memory(*init.bootstrap, init.members, tag, init.deadline, kPageBytes, [](std::byte*) {}, "", &memory));
+  TW_RETURN_IF_FAILED(share_memory(
+      *init.bootstrap, init.members, tag, init.deadline, kPageBytes, false, [](std::byte*) {}, "", &memory));
   made->pages_ = std::move(memory.by_rank);
   for (const auto& page : made->pages_) {
     TW_RETURN_IF_FAILED(made->add_page(page));

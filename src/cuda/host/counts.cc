@@ -33,6 +33,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   p.room = call.room;
   p.alignment = call.alignment;
   p.drop = call.drop ? 1 : 0;
+  p.growth = call.growth;
   handle.device.brought = false;
   std::copy(std::begin(call.receive_offset), std::end(call.receive_offset), p.receive_offset);
   p.send = send;

@@ -14,24 +14,16 @@
 namespace tw::cuda {
 
 Status NvlinkBackend::fill_view(const BackendInit& init) {
-  cudaDeviceProp prop{};
-  TW_CUDA(cudaGetDeviceProperties(&prop, device_));
-  const Device device{prop.multiProcessorCount, prop.major};
-  const Status fits = make_budget(device, shape(), sm_limit_, windows_.sharing, staged_ != nullptr, &budget_);
+  const Status fits = budget_for(shape(), &budget_);
   if (shape().counts_loads != 0 && staged_ != nullptr) {
     return fail(twUnsupported, "{} is 1; between CUDA devices over a carrier dispatches tell no counts",
                 Argument("config.placement->count_loads"));
   }
-  dispatch_ = DispatchScratch::make(shape());
-  combine_ = CombineScratch::make(shape());
-  collective_ = CollectiveScratch::make(shape());
-  view_.map = context_.map;
+  fit_view();
   view_.me = context_.me;
   view_.local_experts = context_.local_experts;
-  view_.packet_tokens = budget_.packet_tokens;
   view_.no_wait = init.no_wait ? 1 : 0;
   view_.by_shares = context_.spec->policy == twReplicaShares ? 1 : 0;
-  view_.note_bits = note_bits(shape().max_tokens);
   view_.timeout_ns = static_cast<uint64_t>(init.timeout_ms) * 1000000;
   return fits;
 }

@@ -44,6 +44,7 @@ Arena::~Arena() {
   const OutsideCaptures outside;
   if (stream_ != nullptr) {
     if (tables_ != nullptr) cudaFreeAsync(tables_, stream_);
+    for (void* const marks : more_marks_) cudaFreeAsync(marks, stream_);
     cudaStreamSynchronize(stream_);
     cudaStreamDestroy(stream_);
   }
@@ -179,6 +180,18 @@ void Arena::read_loads(const Context& context, float* loads, int64_t* dispatches
     clocks[i] = __atomic_load_n(&loads_.clocks_there[i], __ATOMIC_RELAXED);
   }
   sum_channels(*context.spec, shape, {averages.data(), counted.data(), clocks.data()}, loads, dispatches);
+}
+
+Status Arena::make_marks(const Shape& shape, uint32_t** marks) {
+  const auto bytes = sizeof(uint32_t) * static_cast<size_t>(mark_words(shape) * shape.channels);
+  if (bytes == 0) return {};
+  void* memory = nullptr;
+  TW_CUDA(cudaMallocAsync(&memory, bytes, stream_));
+  more_marks_.push_back(memory);
+  TW_CUDA(cudaMemsetAsync(memory, 0, bytes, stream_));
+  TW_CUDA(cudaStreamSynchronize(stream_));
+  *marks = static_cast<uint32_t*>(memory);
+  return {};
 }
 
 Status Arena::write_map(int32_t layer, const Shape& shape, const ExpertMap& map) {

@@ -51,6 +51,9 @@ class Arena {
   // Gives a page back. `serial`: of the last exchange that writes to it, which may still be under way.
   void give_page(CountsOnHost* page, uint64_t serial) { given_pages_.push_back({page, serial}); }
 
+  // Makes GroupView::marks for a larger shape; those that there are stay.
+  Status make_marks(const Shape& shape, uint32_t** marks);
+
   // Runs something on the arena's stream with a counter that is 0, waits for it and gives what it counted.
   Status with_counter(uint32_t* count, const std::function<Status(uint32_t*, cudaStream_t)>& run);
 
@@ -65,6 +68,7 @@ class Arena {
   std::byte* tables_ = nullptr;
   DeviceState* state_ = nullptr;
   uint32_t* counter_ = nullptr;
+  std::vector<void*> more_marks_;
   int32_t* told_ = nullptr;
   uint32_t* maps_ = nullptr;
   int32_t* balance_ = nullptr;

@@ -25,6 +25,7 @@ struct CountsParams {
   int32_t tokens;
   int32_t room;       // rows of all sources that a rank may receive
   int32_t alignment;  // rows that an expert's block is padded to a multiple of, in the grouped layout
+  uint32_t growth;    // Context::growth, which ranks must have alike
   int32_t drop;       // 1: leave out rows beyond a receiver's room instead of refusing the call
   uint64_t receive_offset[kMaxPayloads];  // as in CountsCall
   int32_t send;

@@ -16,42 +16,67 @@ StagedTransport::StagedTransport(const BackendInit& init)
     : map_(init.context->map), calls_(init.carrier->calls), device_(init.device) {
   const uint64_t signals = kSignalStride * static_cast<uint64_t>(map_.shape().ranks);
   signals_bytes_ = (signals + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
-  channel_bytes_ = signals_bytes_ + map_.bank_bytes() * (map_.shape().exact() ? 2 : 1);
+  channel_bytes_ = channel_bytes_of(map_);
+}
+
+uint64_t StagedTransport::channel_bytes_of(const WindowMap& map) const {
+  return signals_bytes_ + map.bank_bytes() * (map.shape().exact() ? 2 : 1);
 }
 
 StagedTransport::~StagedTransport() {
   if (carrier_channel_ >= 0 && !ended()) calls_.close(calls_.context, carrier_channel_, aborted_ ? 0 : 1);
   if (!aborted_) {
+    for (std::byte* const memory : former_) cudaFree(memory);
     cudaFree(memory_);
   } else {
     new std::shared_ptr<DeviceMapping>(std::move(window_));  // a collective that was called off may still be writing
   }
 }
 
+namespace {
+
+// Makes the memory for what goes out by a map, whose channels take so many bytes each.
+Status allocate(const WindowMap& map, uint64_t channel_bytes, std::byte** made) {
+  const uint64_t bytes = channel_bytes * static_cast<uint64_t>(map.shape().channels);
+  void* memory = nullptr;
+  if (cudaMalloc(&memory, bytes) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return fail(twOutOfMemory, "what goes out over the carrier needs {} of device memory; lower max_tokens or lanes",
+                bytes_text(bytes));
+  }
+  *made = static_cast<std::byte*>(memory);
+  return clear(*made, bytes);  // nothing of what was there before leaves
+}
+
+}  // namespace
+
 Status StagedTransport::create(const BackendInit& init, uint64_t tag, const Status& ready,
                                std::shared_ptr<DeviceMapping> window, std::unique_ptr<StagedTransport>* made) {
   std::unique_ptr<StagedTransport> staged(new StagedTransport(init));
   staged->window_ = std::move(window);
-  const uint64_t bytes = staged->channel_bytes_ * static_cast<uint64_t>(staged->map_.shape().channels);
-  const auto allocate = [&]() -> Status {
-    void* memory = nullptr;
-    if (cudaMalloc(&memory, bytes) != cudaSuccess) {
-      (void)cudaGetLastError();
-      return fail(twOutOfMemory, "what goes out over the carrier needs {} of device memory; lower max_tokens or lanes",
-                  bytes_text(bytes));
-    }
-    staged->memory_ = static_cast<std::byte*>(memory);
-    cudaStream_t stream = nullptr;
-    TW_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    cudaError_t error = cudaMemsetAsync(memory, 0, bytes, stream);  // nothing of what was there before leaves
-    if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
-    cudaStreamDestroy(stream);
-    return error == cudaSuccess ? Status{} : cuda_failure("preparing what goes out over the carrier", error);
-  };
-  const Status prepared = ready.ok() ? allocate() : ready;
+  const Status prepared = ready.ok() ? allocate(staged->map_, staged->channel_bytes_, &staged->memory_) : ready;
   TW_RETURN_IF_FAILED(open_carrier_channel(init, tag, init.device, prepared, &staged->carrier_channel_));
   *made = std::move(staged);
   return {};
+}
+
+Status StagedTransport::prepare_growth(const BackendInit& init, WindowMap* grown) {
+  TW_RETURN_IF_FAILED(grow_own_window(init, *grown, &next_region_));
+  *grown = grown->with_channels_at(static_cast<uint64_t>(next_region_->data() - window_->data()));
+  return allocate(*grown, channel_bytes_of(*grown), &next_memory_);
+}
+
+void StagedTransport::end_growth(bool grown) {
+  if (grown) {
+    window_->attach(std::move(next_region_));
+    former_.push_back(memory_);
+    memory_ = next_memory_;
+    channel_bytes_ = channel_bytes_of(map_);
+  } else {
+    cudaFree(next_memory_);  // nothing has used it
+  }
+  next_region_.reset();
+  next_memory_ = nullptr;
 }
 
 void StagedTransport::place(StepPlace at, GroupView* view) const {

@@ -45,11 +45,16 @@ class StagedTransport {
   Status start(StepPlace at, const std::vector<Region>& regions, bool land, bool at_once, void* stream);
   // Makes whatever comes next on the stream follow that move.
   Status join(int channel, void* stream);
+  // Makes memory for what goes out by a larger map, and room for what comes in by it, apart from the window: *grown
+  // becomes a map of there. What graphs and moves of before use stays until the group ends. end_growth: see Backend.
+  Status prepare_growth(const BackendInit& init, WindowMap* grown);
+  void end_growth(bool grown);
   // Ends the moves that are under way, soon; may be called from any thread.
   void abort();
 
  private:
   explicit StagedTransport(const BackendInit& init);
+  uint64_t channel_bytes_of(const WindowMap& map) const;
   bool ended() const { return calls_.ended != nullptr && __atomic_load_n(calls_.ended, __ATOMIC_ACQUIRE) != 0; }
   std::byte* channel_at(int channel) const { return memory_ + channel_bytes_ * static_cast<uint64_t>(channel); }
   std::byte* bank_of(int channel, int which) const {
@@ -62,6 +67,9 @@ class StagedTransport {
   int64_t carrier_channel_ = -1;
   std::shared_ptr<DeviceMapping> window_;
   std::byte* memory_ = nullptr;
+  std::vector<std::byte*> former_;  // such memory of smaller maps
+  std::byte* next_memory_ = nullptr;
+  std::shared_ptr<DeviceMapping> next_region_;
   uint64_t signals_bytes_ = 0;
   uint64_t channel_bytes_ = 0;
   std::atomic<bool> aborted_ = false;

@@ -87,6 +87,32 @@ Status prepare(const Context& context, std::byte* window) {
   return error == cudaSuccess ? Status{} : cuda_failure("preparing a window", error);
 }
 
+// The devices that reach a rank's window by the mapping of its own process.
+std::vector<int> readers_of(const BackendInit& init) {
+  std::vector<int> readers{init.device};
+  for (const int device : init.devices) {
+    if (std::find(readers.begin(), readers.end(), device) == readers.end()) readers.push_back(device);
+  }
+  return readers;
+}
+
+// Exports the last part of a rank's window to other processes.
+Status export_part(const BackendInit& init, const DeviceMapping& window, Parcel* parcel) {
+  Fd exported;
+  Status made = window.export_to(&exported);
+  if (!made.ok() && descriptor_shortage() != 0) made = fail_to_receive(init.bootstrap->size(), "export a window");
+  parcel->fd = std::make_shared<const Fd>(std::move(exported));
+  return made;
+}
+
+// The descriptor that a rank has given.
+Status take_fd(const BackendInit& init, int rank, const Parcel& parcel, int* fd) {
+  if (parcel.fd == nullptr) return fail(twSystemError, "rank {} could not give its window", rank);
+  if (!*parcel.fd) return fail_to_receive(init.bootstrap->size(), "take a peer's window");
+  *fd = parcel.fd->get();
+  return {};
+}
+
 Status check_peer(int device, int other, int rank) {
   if (device == other) return {};
   int reachable = 0;
@@ -106,6 +132,15 @@ bool is_linked(int device, int other) {
 }
 
 }  // namespace
+
+Status clear(std::byte* memory, uint64_t bytes) {
+  cudaStream_t stream = nullptr;
+  TW_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  cudaError_t error = cudaMemsetAsync(memory, 0, bytes, stream);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  return error == cudaSuccess ? Status{} : cuda_failure("preparing a window", error);
+}
 
 DeviceMapping::UnmapsHere::UnmapsHere() { ++unmapping_here; }
 DeviceMapping::UnmapsHere::~UnmapsHere() { --unmapping_here; }
@@ -133,34 +168,91 @@ DeviceMapping::~DeviceMapping() {
     cudaFree(data());
     return;
   }
-  if (mapped_) driver_->unmap(address_, bytes_);
-  if (address_ != 0) driver_->free_address(address_, bytes_);
-  if (has_handle_) driver_->release(handle_);
+  while (!parts_.empty()) drop();
+  if (address_ != 0) driver_->free_address(address_, reserved_);
 }
 
-Status DeviceMapping::map(const std::vector<int>& readers) {
-  TW_RETURN_IF_FAILED(driver_->check("reserve addresses for a window", driver_->reserve(&address_, bytes_, 0, 0, 0)));
-  TW_RETURN_IF_FAILED(driver_->check("map a window", driver_->map(address_, bytes_, 0, handle_, 0)));
-  mapped_ = true;
+void DeviceMapping::drop() {
+  const Part part = parts_.back();
+  parts_.pop_back();
+  driver_->unmap(address_ + part.at, part.bytes);
+  driver_->release(part.handle);
+}
+
+// Addresses cost nothing until memory is mapped there, and a window that has more of them can grow where it is. A small
+// window may become any, as decoding begins with a token or two.
+Status DeviceMapping::reserve(uint64_t bytes) {
+  constexpr uint64_t kTimes = 16;
+  constexpr uint64_t kLeast = uint64_t{4} << 30;
+  const uint64_t room = std::max(kTimes * bytes, kLeast);
+  CUresult result = CUDA_SUCCESS;
+  for (const uint64_t wanted : {round_up(room, kGrowthAlignment), bytes}) {
+    result = driver_->reserve(&address_, wanted, 0, 0, 0);
+    if (result != CUDA_SUCCESS) continue;
+    reserved_ = wanted;
+    return {};
+  }
+  address_ = 0;
+  return driver_->check("reserve addresses for a window", result);
+}
+
+// Maps a part, and takes its handle over also where that fails.
+Status DeviceMapping::map(const Part& part, const std::vector<int>& readers) {
+  const CUdeviceptr at = address_ + part.at;
+  Status mapped = driver_->check("map a window", driver_->map(at, part.bytes, 0, part.handle, 0));
+  if (!mapped.ok()) {
+    driver_->release(part.handle);
+    return mapped;
+  }
+  parts_.push_back(part);
   std::vector<CUmemAccessDesc> access(readers.size());
   for (size_t i = 0; i < readers.size(); ++i) {
     access[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     access[i].location.id = readers[i];
     access[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   }
-  return driver_->check("make a window accessible",
-                        driver_->set_access(address_, bytes_, access.data(), access.size()));
+  mapped =
+      driver_->check("make a window accessible", driver_->set_access(at, part.bytes, access.data(), access.size()));
+  if (!mapped.ok()) drop();
+  return mapped;
+}
+
+Status DeviceMapping::fits(uint64_t at, uint64_t bytes) const {
+  if (at < this->bytes()) {
+    return fail(twInvalidUsage, "an earlier growth ended without an answer of all ranks; make a group of this size");
+  }
+  if (at <= reserved_ && bytes <= reserved_ - at) return {};
+  return fail(twOutOfMemory, "a window has addresses for {} and needs {}; make a group of this size",
+              bytes_text(reserved_), bytes_text(at + bytes));
+}
+
+Status DeviceMapping::add(int device, const std::vector<int>& readers, uint64_t at, uint64_t bytes, bool exported) {
+  const CUmemAllocationProp prop = properties(device, exported);
+  Part part{0, at, 0};
+  TW_RETURN_IF_FAILED(size_of(*driver_, prop, bytes, &part.bytes));
+  if (address_ == 0) TW_RETURN_IF_FAILED(reserve(part.bytes));
+  TW_RETURN_IF_FAILED(fits(at, part.bytes));
+  TW_RETURN_IF_FAILED(driver_->check("allocate a window", driver_->create(&part.handle, part.bytes, &prop, 0)));
+  return map(part, readers);
+}
+
+Status DeviceMapping::add_import(int fd, int reader, uint64_t at, uint64_t bytes) {
+  const CUmemAllocationProp prop = properties(reader, true);
+  Part part{0, at, 0};
+  TW_RETURN_IF_FAILED(size_of(*driver_, prop, bytes, &part.bytes));
+  if (address_ == 0) TW_RETURN_IF_FAILED(reserve(part.bytes));
+  TW_RETURN_IF_FAILED(fits(at, part.bytes));
+  TW_RETURN_IF_FAILED(driver_->check(
+      "import a peer's window", driver_->import_handle(&part.handle, reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
+                                                       CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)));
+  return map(part, {reader});
 }
 
 Status DeviceMapping::create(const Driver& driver, int device, const std::vector<int>& readers, uint64_t bytes,
                              bool exported, std::shared_ptr<DeviceMapping>* mapping) {
   const std::shared_ptr<DeviceMapping> made = make(device);
   made->driver_ = &driver;
-  const CUmemAllocationProp prop = properties(device, exported);
-  TW_RETURN_IF_FAILED(size_of(driver, prop, bytes, &made->bytes_));
-  TW_RETURN_IF_FAILED(driver.check("allocate a window", driver.create(&made->handle_, made->bytes_, &prop, 0)));
-  made->has_handle_ = true;
-  TW_RETURN_IF_FAILED(made->map(readers));
+  TW_RETURN_IF_FAILED(made->add(device, readers, 0, bytes, exported));
   *mapping = made;
   return {};
 }
@@ -172,7 +264,6 @@ Status DeviceMapping::allocate(int device, uint64_t bytes, std::shared_ptr<Devic
     return cuda_failure("allocating a window", error);
   }
   made->address_ = reinterpret_cast<CUdeviceptr>(memory);
-  made->bytes_ = bytes;
   made->plain_ = true;
   *mapping = made;
   return {};
@@ -182,21 +273,16 @@ Status DeviceMapping::import(const Driver& driver, int fd, int reader, uint64_t 
                              std::shared_ptr<DeviceMapping>* mapping) {
   const std::shared_ptr<DeviceMapping> made = make(reader);
   made->driver_ = &driver;
-  const CUmemAllocationProp prop = properties(reader, true);
-  TW_RETURN_IF_FAILED(size_of(driver, prop, bytes, &made->bytes_));
-  TW_RETURN_IF_FAILED(driver.check(
-      "import a peer's window", driver.import_handle(&made->handle_, reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
-                                                     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)));
-  made->has_handle_ = true;
-  TW_RETURN_IF_FAILED(made->map({reader}));
+  TW_RETURN_IF_FAILED(made->add_import(fd, reader, 0, bytes));
   *mapping = made;
   return {};
 }
 
 Status DeviceMapping::export_to(Fd* fd) const {
   int raw = -1;
-  TW_RETURN_IF_FAILED(driver_->check(
-      "export a window", driver_->export_handle(&raw, handle_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0)));
+  TW_RETURN_IF_FAILED(
+      driver_->check("export a window",
+                     driver_->export_handle(&raw, parts_.back().handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0)));
   *fd = Fd(raw);
   return {};
 }
@@ -216,6 +302,11 @@ Status make_own_window(const BackendInit& init, DeviceWindows* windows) {
   return {};
 }
 
+Status grow_own_window(const BackendInit& init, const WindowMap& grown, std::shared_ptr<DeviceMapping>* region) {
+  TW_RETURN_IF_FAILED(DeviceMapping::allocate(init.device, grown.channels_bytes(), region));
+  return clear((*region)->data(), grown.channels_bytes());
+}
+
 Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* windows) {
   const Context& context = *init.context;
   const bool local = init.bootstrap->in_process();
@@ -223,20 +314,12 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
   const Driver* driver = nullptr;
   std::shared_ptr<DeviceMapping> own;
   Parcel mine;
-  std::vector<int> readers{init.device};
-  for (const int device : init.devices) {
-    if (std::find(readers.begin(), readers.end(), device) == readers.end()) readers.push_back(device);
-  }
+  const std::vector<int> readers = readers_of(init);
   Status made = find_driver(&driver);
   for (size_t i = 0; i < readers.size() && made.ok(); ++i) made = check_peer(readers[i], init.device, context.me);
   if (made.ok()) made = DeviceMapping::create(*driver, init.device, readers, bytes, !local, &own);
   if (made.ok()) made = prepare(context, own->data());
-  Fd exported;
-  if (made.ok() && !local) {
-    made = own->export_to(&exported);
-    if (!made.ok() && descriptor_shortage() != 0) made = fail_to_receive(init.bootstrap->size(), "export a window");
-    mine.fd = std::make_shared<const Fd>(std::move(exported));
-  }
+  if (made.ok() && !local) made = export_part(init, *own, &mine);
   const uint64_t numbered = made.ok() && local ? local_windows().add(own) : 0;
   mine.bytes = pack_result(made).add(made.ok() ? card_of(init.device) : Card{}).add(numbered).take();
   std::vector<Parcel> all;
@@ -264,13 +347,44 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
       window = local_windows().find(number);
       if (window == nullptr) return fail(twSystemError, "rank {} could not give its window", rank);
     } else {
-      const Fd* const fd = all[rank].fd.get();
-      if (fd == nullptr) return fail(twSystemError, "rank {} could not give its window", rank);
-      if (!*fd) return fail_to_receive(init.bootstrap->size(), "take a peer's window");
-      TW_RETURN_IF_FAILED(DeviceMapping::import(*driver, fd->get(), init.device, bytes, &window));
+      int fd = -1;
+      TW_RETURN_IF_FAILED(take_fd(init, rank, all[rank], &fd));
+      TW_RETURN_IF_FAILED(DeviceMapping::import(*driver, fd, init.device, bytes, &window));
     }
   }
   return {};
+}
+
+Status grow_device_windows(const BackendInit& init, uint64_t tag, const WindowMap& grown,
+                           const DeviceWindows& windows) {
+  const bool local = init.bootstrap->in_process();
+  const int me = init.context->me;
+  DeviceMapping& own = *windows.by_rank[me];
+  Parcel mine;
+  Status made = own.add(init.device, readers_of(init), grown.channels(), grown.channels_bytes(), !local);
+  if (made.ok()) made = clear(own.data() + grown.channels(), grown.channels_bytes());
+  if (made.ok() && !local) made = export_part(init, own, &mine);
+  mine.bytes = pack_result(made).take();
+  std::vector<Parcel> all;
+  Status met = gather(*init.bootstrap, init.members, tag, mine, init.deadline, "exchanging windows", &all);
+  TW_RETURN_IF_FAILED(std::move(made));
+  TW_RETURN_IF_FAILED(std::move(met));
+  for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
+    Unpacker reader(all[rank].bytes);
+    TW_RETURN_IF_FAILED(read_result(init.members[rank], reader));
+    if (rank == me || local) continue;  // ranks of one process have one mapping
+    int fd = -1;
+    TW_RETURN_IF_FAILED(take_fd(init, rank, all[rank], &fd));
+    TW_RETURN_IF_FAILED(windows.by_rank[rank]->add_import(fd, init.device, grown.channels(), grown.channels_bytes()));
+  }
+  return {};
+}
+
+void drop_growth(const DeviceWindows& windows, int me, bool local, const WindowMap& grown) {
+  for (int rank = 0; rank < static_cast<int>(windows.by_rank.size()); ++rank) {
+    if (rank != me && local) continue;
+    if (windows.by_rank[rank]->bytes() > grown.channels()) windows.by_rank[rank]->drop();
+  }
 }
 
 }  // namespace tw::cuda

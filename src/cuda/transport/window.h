@@ -17,7 +17,7 @@
 
 namespace tw::cuda {
 
-// Device memory at an address, which is unmapped and released once.
+// Device memory at an address, which is unmapped and released once. It may grow behind what is there.
 class DeviceMapping {
  public:
   DeviceMapping() = default;
@@ -33,8 +33,16 @@ class DeviceMapping {
   // Maps a peer's memory, readable and writable by the device `reader`.
   static Status import(const Driver& driver, int fd, int reader, uint64_t bytes,
                        std::shared_ptr<DeviceMapping>* mapping);
-  // Gives a descriptor for peers.
+  // Gives a descriptor for peers, of the part that was added last.
   Status export_to(Fd* fd) const;
+
+  // Adds memory `at` bytes from the begin, as create or import do. drop takes the last part away again.
+  Status add(int device, const std::vector<int>& readers, uint64_t at, uint64_t bytes, bool exported);
+  Status add_import(int fd, int reader, uint64_t at, uint64_t bytes);
+  void drop();
+  uint64_t bytes() const { return parts_.empty() ? 0 : parts_.back().at + parts_.back().bytes; }
+  // Keeps memory that belongs to this one, but lies elsewhere.
+  void attach(std::shared_ptr<DeviceMapping> more) { attached_.push_back(std::move(more)); }
 
   std::byte* data() const { return reinterpret_cast<std::byte*>(address_); }
 
@@ -53,16 +61,23 @@ class DeviceMapping {
   };
 
  private:
+  struct Part {
+    CUmemGenericAllocationHandle handle;
+    uint64_t at;
+    uint64_t bytes;
+  };
+
   static std::shared_ptr<DeviceMapping> make(int device);
-  Status map(const std::vector<int>& readers);
+  Status reserve(uint64_t bytes);
+  Status fits(uint64_t at, uint64_t bytes) const;
+  Status map(const Part& part, const std::vector<int>& readers);
 
   const Driver* driver_ = nullptr;
-  CUmemGenericAllocationHandle handle_ = 0;
-  bool has_handle_ = false;
   CUdeviceptr address_ = 0;
-  bool mapped_ = false;
+  uint64_t reserved_ = 0;  // bytes of addresses
+  std::vector<Part> parts_;
   bool plain_ = false;  // came from cudaMalloc
-  uint64_t bytes_ = 0;
+  std::vector<std::shared_ptr<DeviceMapping>> attached_;
   std::atomic<bool> kept_ = false;
 };
 
@@ -72,9 +87,17 @@ struct DeviceWindows {
   bool linked = true;                                   // every other device is reached over NVLink
 };
 
+// Sets memory to zero, on a stream of its own, as the caller's streams may be busy waiting; waits for that.
+Status clear(std::byte* memory, uint64_t bytes);
 // Makes this rank's window, zero but for its signals, and maps those of all members. Collective; uses `tag`.
 Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* windows);
+// Adds room for the channels of a larger map to all windows, at their addresses; zero. Collective; uses `tag`. Where it
+// fails anywhere, drop_growth takes away what this rank has added.
+Status grow_device_windows(const BackendInit& init, uint64_t tag, const WindowMap& grown, const DeviceWindows& windows);
+void drop_growth(const DeviceWindows& windows, int me, bool local, const WindowMap& grown);
 // Makes this rank's window alone, which stands for all: over a staged transport nobody maps another's.
 Status make_own_window(const BackendInit& init, DeviceWindows* windows);
+// Makes room for the channels of a larger map, apart from that window; zero.
+Status grow_own_window(const BackendInit& init, const WindowMap& grown, std::shared_ptr<DeviceMapping>* region);
 
 }  // namespace tw::cuda
