@@ -185,11 +185,10 @@ def report(results: list[Result]) -> bool:
         print(f"{name:<19} {error:.3%} from those in float64 ({low:.1%} to {high:.1%}){wrong}")
     settings = {"experts": EXPERTS, "top_k": TOP_K, "max_tokens": TOKENS, "hidden": HIDDEN}
     each = ({}, {"dtype": FP8.dtype, "payloads": FP8.payloads})
-    apart = sum(tw.window_bytes(len(results), **settings, **rows).window for rows in each)
+    window, other = (tw.window_bytes(len(results), **settings, **rows).window for rows in each)
     same = all(before == after for before, after in (result.windows for result in results))
-    window = results[0].windows[1]
     equal = all(result.equal for result in results)
-    print(f"one window of {window / 2**20:.1f} MiB, for a group of each type {apart / 2**20:.1f}")
+    print(f"one window of {window / 2**20:.1f} MiB, for a group of each type {(window + other) / 2**20:.1f}")
     if not same:
         print("THE WINDOW HAS CHANGED")
     print("what arrived is " + ("bit for bit what was sent" if equal else "NOT WHAT WAS SENT"))

@@ -170,7 +170,7 @@ def kinds(draw: Any) -> Setup:
     )
 
 
-@settings(SETTINGS, max_examples=EXAMPLES // 5)
+@settings(SETTINGS, max_examples=max(1, EXAMPLES // 5))
 @given(data=st.data())
 def test_any_types(backend: str, data: Any) -> None:
     mode = data.draw(st.sampled_from(list(LAYOUTS)))
