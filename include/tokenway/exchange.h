@@ -103,7 +103,8 @@ typedef struct {
                       // ranks
   // What rows consist of in this call, the same on all ranks: num_types payloads, within config.dispatch_room bytes
   // together, in place of the configured ones. 0: as configured. Leases are for configured rows alone: others come to
-  // the bank, and what was announced for this dispatch is let go of.
+  // the bank, and what was announced for this dispatch is let go of. Ranks that differ get twBoundMismatch; over staged
+  // transport between devices their blocks do not meet, which ends the group (twCallMismatch).
   int32_t num_types;
   twPayload_t types[TW_MAX_PAYLOADS];
   // CUDA backend: thread blocks of this call's kernels, those of twComplete and those that order rows by expert among
