@@ -299,17 +299,11 @@ class Backend {
   // Whether an address lies in the part of this rank's window that steps overwrite: channels, also those of before the
   // group grew, whose views are still good.
   bool in_window(const void* address) {
-    const uint64_t offset = offset_of(address);
-    return context_.map.in_channels(offset) ||
-           std::any_of(context_.former.begin(), context_.former.end(),
-                       [&](const WindowMap& map) { return map.in_channels(offset); });
+    return any_map([at = offset_of(address)](const WindowMap& map) { return map.in_channels(at); });
   }
   // Whether an address lies in a channel's part of it.
   bool in_channel(int channel, const void* address) {
-    const uint64_t offset = offset_of(address);
-    return context_.map.in_channel(channel, offset) ||
-           std::any_of(context_.former.begin(), context_.former.end(),
-                       [&](const WindowMap& map) { return map.in_channel(channel, offset); });
+    return any_map([&, at = offset_of(address)](const WindowMap& map) { return map.in_channel(channel, at); });
   }
 
   // announce_abort tells every peer that this rank gives the group up. find_abort says whether a peer has done so, and
@@ -372,6 +366,11 @@ class Backend {
   // From the window's begin; where the address lies before it, it wraps.
   uint64_t offset_of(const void* address) {
     return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(window());
+  }
+  // Whether `has` holds for the map, or for one of before the group grew.
+  template <class Has>
+  bool any_map(Has&& has) const {
+    return has(context_.map) || std::any_of(context_.former.begin(), context_.former.end(), has);
   }
   const Shape& shape() const { return context_.map.shape(); }
 

@@ -66,29 +66,35 @@ Status enlarge(twGroup& group, const twReserve_t& given, GroupConfig* larger, bo
               Value(given.max_tokens));
 }
 
-// What ranks must have alike: what they ask for, and what they have.
+// Visits what ranks must have alike, by name: what they ask for, and what they have.
+template <class Visit>
+void each_size(const twReserve_t& given, const Shape& shape, Visit&& visit) {
+  visit("reserve.max_tokens", given.max_tokens);
+  visit("reserve.dispatch_room", static_cast<int64_t>(given.dispatch_room));
+  visit("reserve.combine_room", static_cast<int64_t>(given.combine_room));
+  visit("config.max_tokens", shape.max_tokens);
+  visit("config.dispatch_room", static_cast<int64_t>(shape.most_dispatch_bytes()));
+  visit("config.combine_room", static_cast<int64_t>(shape.most_combine_bytes()));
+}
+
 std::string pack(const twReserve_t& given, const Shape& shape) {
-  return Packer()
-      .add<int64_t>(given.max_tokens)
-      .add<int64_t>(static_cast<int64_t>(given.dispatch_room))
-      .add<int64_t>(static_cast<int64_t>(given.combine_room))
-      .add<int64_t>(shape.max_tokens)
-      .add<int64_t>(static_cast<int64_t>(shape.most_dispatch_bytes()))
-      .add<int64_t>(static_cast<int64_t>(shape.most_combine_bytes()))
-      .take();
+  Packer packer;
+  each_size(given, shape, [&](const char*, int64_t value) { packer.add<int64_t>(value); });
+  return packer.take();
 }
 
 Status compare(const std::vector<Parcel>& parcels) {
   for (size_t rank = 1; rank < parcels.size(); ++rank) {
     Unpacker first(parcels[0].bytes);
     Unpacker other(parcels[rank].bytes);
-    for (const char* const name : {"reserve.max_tokens", "reserve.dispatch_room", "reserve.combine_room",
-                                   "config.max_tokens", "config.dispatch_room", "config.combine_room"}) {
+    Status difference;
+    each_size({}, {}, [&](const char* name, int64_t) {
       const auto a = first.get<int64_t>();
       const auto b = other.get<int64_t>();
-      if (a == b) continue;
-      return fail(twConfigMismatch, "{} differs: rank 0 has {}, rank {} has {}", Argument(name), a, rank, b);
-    }
+      if (a == b || !difference.ok()) return;
+      difference = fail(twConfigMismatch, "{} differs: rank 0 has {}, rank {} has {}", Argument(name), a, rank, b);
+    });
+    TW_RETURN_IF_FAILED(std::move(difference));
     if (!first.ok() || !other.ok()) return fail(twConfigMismatch, "what rank {} reserves cannot be read", rank);
   }
   return {};

@@ -290,17 +290,21 @@ def unasked(env: Any) -> list[Any]:
     return found
 
 
+def enqueued(world: Any, monkeypatch: pytest.MonkeyPatch, task: Any) -> list[Any]:
+    """What ranks return whose calls only enqueue, though a world's usually wait."""
+    monkeypatch.setenv("TOKENWAY_BLOCKING", "0")
+    world.forget()
+    try:
+        return world.run(task)
+    finally:
+        world.forget()
+
+
 def test_outputs_have_as_many_rows_as_a_call_says(threads, backend, monkeypatch) -> None:
     """On a device, where the host is not asked then."""
     if backend != "emulated":
         pytest.skip("elsewhere the host knows the counts")
-    monkeypatch.setenv("TOKENWAY_BLOCKING", "0")
-    world = threads(2)
-    world.forget()
-    try:
-        by_rank = world.run(unasked)
-    finally:
-        world.forget()
+    by_rank = enqueued(threads(2), monkeypatch, unasked)
     # 4 experts on the first rank and 3 on the second, to which all of 12 rows go.
     assert by_rank == [[(14, 0), (0, 0), (24, 0), (0, 0)], [(14, 12), (12, 12), (20, 12), (12, 12)]]
 
@@ -326,13 +330,7 @@ def differ_unseen(env: Any) -> list[Any]:
 def test_rooms_that_differ_are_learnt_late(threads, backend, monkeypatch) -> None:
     if backend != "emulated":
         pytest.skip("elsewhere calls return what they find")
-    monkeypatch.setenv("TOKENWAY_BLOCKING", "0")
-    world = threads(2)
-    world.forget()
-    try:
-        by_rank = world.run(differ_unseen)
-    finally:
-        world.forget()
+    by_rank = enqueued(threads(2), monkeypatch, differ_unseen)
     assert [rows for *_, rows in by_rank] == [4, 2]
     for asked, checked, came, _ in by_rank:
         said(asked, "twBoundMismatch", "max_recv_tokens of exchange_counts differs: rank . has")

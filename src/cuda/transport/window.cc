@@ -66,25 +66,33 @@ LocalRegistry<DeviceMapping>& local_windows() {
   return windows;
 }
 
-// Sets a window to zero, and every signal to the first step value. It uses a stream of its own, as the caller's streams
-// may be busy waiting.
-Status prepare(const Context& context, std::byte* window) {
-  const WindowMap& map = context.map;
+// Does work(stream) on a stream of its own, as the caller's streams may be busy waiting, and waits for it.
+template <class Work>
+Status do_apart(Work&& work) {
   cudaStream_t stream = nullptr;
   TW_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  cudaError_t error = work(stream);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  return error == cudaSuccess ? Status{} : cuda_failure("preparing a window", error);
+}
+
+// Sets a window to zero, and every signal to the first step value.
+Status prepare(const Context& context, std::byte* window) {
+  const WindowMap& map = context.map;
   const uint64_t count = 2 * kSignalStride * static_cast<uint64_t>(map.shape().ranks);
   std::vector<std::byte> host(count);
   for (uint64_t at = 0; at < count; at += kSignalStride) {
     const uint64_t signal = pack({context.first_step, Mode::kNone, 0});
     std::memcpy(host.data() + at, &signal, sizeof signal);
   }
-  cudaError_t error = cudaMemsetAsync(window, 0, map.bytes(), stream);
-  for (int channel = 0; channel < map.shape().channels && error == cudaSuccess; ++channel) {
-    error = cudaMemcpyAsync(window + map.signal(channel, 0, 0), host.data(), count, cudaMemcpyHostToDevice, stream);
-  }
-  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
-  cudaStreamDestroy(stream);
-  return error == cudaSuccess ? Status{} : cuda_failure("preparing a window", error);
+  return do_apart([&](cudaStream_t stream) {
+    cudaError_t error = cudaMemsetAsync(window, 0, map.bytes(), stream);
+    for (int channel = 0; channel < map.shape().channels && error == cudaSuccess; ++channel) {
+      error = cudaMemcpyAsync(window + map.signal(channel, 0, 0), host.data(), count, cudaMemcpyHostToDevice, stream);
+    }
+    return error;
+  });
 }
 
 // The devices that reach a rank's window by the mapping of its own process.
@@ -134,12 +142,7 @@ bool is_linked(int device, int other) {
 }  // namespace
 
 Status clear(std::byte* memory, uint64_t bytes) {
-  cudaStream_t stream = nullptr;
-  TW_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  cudaError_t error = cudaMemsetAsync(memory, 0, bytes, stream);
-  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
-  cudaStreamDestroy(stream);
-  return error == cudaSuccess ? Status{} : cuda_failure("preparing a window", error);
+  return do_apart([&](cudaStream_t stream) { return cudaMemsetAsync(memory, 0, bytes, stream); });
 }
 
 DeviceMapping::UnmapsHere::UnmapsHere() { ++unmapping_here; }
