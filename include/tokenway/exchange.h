@@ -95,7 +95,8 @@ typedef struct {
   size_t size;
   twTensor_t payloads[TW_MAX_PAYLOADS];  // [T, ...] each, as configured; T as in the handle
   int32_t bound;                         // b, equal on all ranks, T <= b <= B; 0: B, as it was when the
-                                         // handle was made (twGroupReserve). High throughput: 0
+                                         // handle was made (twGroupReserve). In high throughput it sizes no output, but
+                                         // says how many parts the combine takes (config.inbox_tokens); 0: B as it is
   int32_t lane;                          // -1: the next free one, in the same order on all ranks
   int32_t send_only;                     // 1: return when everything is sent; twComplete receives
   void* stream;
@@ -154,9 +155,11 @@ typedef struct {
   size_t size;
   twLayout_t layout;
   twWeighting_t weighting;
-  twTensor_t rows;  // [N, b, H] or [L, N*b, H], [R', H] or [P, H] as dispatched; twFloat32, twBfloat16 or twFloat16;
-                    // rows beyond the counts are not read. May be the dispatch's view itself
-  int32_t send_only;
+  twTensor_t rows;    // [N, b, H] or [L, N*b, H], [R', H] or [P, H] as dispatched; twFloat32, twBfloat16 or twFloat16;
+                      // rows beyond the counts are not read. May be the dispatch's view itself
+  int32_t send_only;  // 1: return when everything is sent. A combine of several parts (config.inbox_tokens) waits for
+                      // all but the last to end, on the device where there is one: on the CPU such calls must come in
+                      // one order on all ranks
   void* stream;
   // What is combined in this call, the same on all ranks, within config.combine_room bytes a row, in place of
   // config.combine_dtype and combine_elements; none and 0: as configured.
@@ -171,7 +174,8 @@ typedef struct {
 typedef struct {
   size_t size;
   twTensor_t tokens;  // [T, H], given by the caller; twFloat32, twBfloat16 or twFloat16. May overlap the input's rows:
-                      // none of these is overwritten before it was sent
+                      // none of these is overwritten before it was sent. A combine of several parts refuses that
+                      // (config.inbox_tokens)
 } twCombineOutput_t;
 #define TW_COMBINE_OUTPUT_INIT {sizeof(twCombineOutput_t), TW_TENSOR_INIT}
 

@@ -64,12 +64,18 @@ typedef struct {
   // (twDispatchInput_t.types, twCombineInput_t.wire_dtype); 0: as many as the rows above have.
   uint64_t dispatch_room;  // of all payloads of a dispatched row together
   uint64_t combine_room;   // of a combined row
+  // High throughput alone: for how many tokens of a rank the window has room for the partials that return to it, from
+  // B / 16 to B. A combine takes a part for each so many tokens of its dispatch's bound, one after the other. A part
+  // more is a step more, two where the handle holds a lane. 0: B, or, where that saves 512 MiB of a window, as many as
+  // make the partials no larger than the rows that come, in 4 parts at most. Over staged transport between devices it
+  // is always B, as partials have no places of their own there.
+  int32_t inbox_tokens;
 } twGroupConfig_t;
 
 // clang-format off
 #define TW_GROUP_CONFIG_INIT                                                                                       \
   {sizeof(twGroupConfig_t), twLowLatency, 0, 0, 0, 0, {{twDtypeNone, 0}}, twBfloat16, 0, NULL, NULL, 1, 0, twInt32, \
-   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0}
+   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0, 0}
 // clang-format on
 
 // A group as twGroupInfo tells it.
@@ -87,6 +93,7 @@ typedef struct {
   int32_t max_recv_tokens;  // R; 0 in low latency
   uint64_t dispatch_room;   // bytes that a dispatched row may have
   uint64_t combine_room;
+  int32_t inbox_tokens;  // 0 in low latency
 } twGroupInfo_t;
 
 // What a group shall have room for; 0: what it has now.
@@ -130,8 +137,9 @@ TW_API twResult_t twGroupDestroy(twGroup_t group);
 
 // Grows a group: afterwards calls may have up to reserve->max_tokens tokens and rows up to its rooms. What is no more
 // than the group has changes nothing, and is no error. Where max_recv_tokens was all that can come, N * B, it becomes
-// all that can come now; lease_bytes stay. Collective over the group, between steps: no send_only call may be pending,
-// and on the CUDA backend no stream may be captured. It waits for the other ranks, not for the device.
+// all that can come now. inbox_tokens that were given stay, or become the least that they may be; lease_bytes stay.
+// Collective over the group, between steps: no send_only call may be pending, and on the CUDA backend no stream may be
+// captured. It waits for the other ranks, not for the device.
 //
 // The window grows where it is, and keeps what it has: new banks are added to the old ones. So everything goes on:
 // - Leases keep their addresses and contents, views of earlier dispatches last as long as they would have (until the

@@ -107,6 +107,7 @@ class GroupConfig(Struct):
         ("placement", c_void_p),
         ("dispatch_room", c_uint64),
         ("combine_room", c_uint64),
+        ("inbox_tokens", c_int32),
     ]
 
 
@@ -135,6 +136,7 @@ class GroupInfo(Struct):
         ("max_recv_tokens", c_int32),
         ("dispatch_room", c_uint64),
         ("combine_room", c_uint64),
+        ("inbox_tokens", c_int32),
     ]
 
 

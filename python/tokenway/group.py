@@ -66,7 +66,10 @@ class Group(Calls, _native.Shared):
 
     dispatch_room, combine_room: bytes that the window has room for in a dispatched row, payloads and all, and in a
     combined one, so that `rows` may be of other types (default: as many as the rows above have;
-    `RowType.dispatch_bytes`, `combine_bytes` tell what a type takes).
+    `RowType.dispatch_bytes`, `combine_bytes` tell what a type takes). inbox_tokens, in high throughput: tokens of a
+    rank for which the window has room for what returns, 1..B. A combine takes a part for each so many tokens, which
+    costs some microseconds more, and its output may not overlap its rows. Default: B, or fewer where that would be
+    larger than the rows that come, and 512 MiB are saved.
 
     All ranks must give the same values, but for sm_limit; a difference is an error that names the field and the ranks.
     A group is for one thread at a time, but for `abort` and `error`: while one is in a call, another's is InvalidUsage,
@@ -99,6 +102,7 @@ class Group(Calls, _native.Shared):
         lease_bytes: int = 0,
         dispatch_room: int = 0,
         combine_room: int = 0,
+        inbox_tokens: int | None = None,
     ):
         settings = Settings(
             experts=experts,
@@ -123,6 +127,7 @@ class Group(Calls, _native.Shared):
             lease_bytes=lease_bytes,
             dispatch_room=dispatch_room,
             combine_room=combine_room,
+            inbox_tokens=inbox_tokens,
         )
         pointer = c_void_p()
         base = comm.pointer

@@ -68,13 +68,11 @@ def _take_over(group: Any) -> None:
     info = group.native.info()
     layouts = group.native.layouts()
     settings = group.settings
-    recv = settings.max_recv_tokens
-    if recv is not None:
-        recv = info.max_recv_tokens
+    given = [name for name in ("max_recv_tokens", "inbox_tokens") if getattr(settings, name) is not None]
     group.settings = replace(
         settings,
+        **{name: getattr(info, name) for name in given},
         max_tokens=info.max_tokens,
-        max_recv_tokens=recv,
         dispatch_room=info.dispatch_room,
         combine_room=info.combine_room,
     )

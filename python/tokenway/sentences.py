@@ -40,6 +40,7 @@ _ZEROED = {
     "config.lanes",
     "config.max_recv_tokens",
     "config.row_alignment",
+    "config.inbox_tokens",
     "input.max_recv_tokens",
     "input.row_alignment",
     "config.placement->num_layers",

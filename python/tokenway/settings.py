@@ -120,6 +120,7 @@ class Settings(RowType):
     lease_bytes: int = 0
     dispatch_room: int = 0
     combine_room: int = 0
+    inbox_tokens: int | None = None
 
     def places(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Where experts, or physical slots, are: contiguous int32 arrays (rank, place there); None: in blocks."""
@@ -194,6 +195,8 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
     config.overflow = named("overflow", settings.overflow, _header.OVERFLOWS)
     if settings.row_alignment is not None:
         config.row_alignment = _native.fit_given("row_alignment", settings.row_alignment)
+    if settings.inbox_tokens is not None:
+        config.inbox_tokens = _native.fit_given("inbox_tokens", settings.inbox_tokens)
     for field in ("lease_bytes", "dispatch_room", "combine_room"):
         given = getattr(settings, field)
         if not isinstance(given, numbers.Integral) or not 0 <= given < 2**62:

@@ -306,10 +306,6 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
     return fail(twInvalidUsage, "the handle's counts have not been exchanged since it was routed; call {}",
                 Function{"twExchangeCounts"});
   }
-  if (group.shape().exact() && input.bound != 0) {
-    return fail(twInvalidArgument, "{} is {}; in high throughput it must be 0", Argument("input.bound"),
-                Value(input.bound));
-  }
   call->bound = input.bound == 0 ? default_bound(group, &handle) : input.bound;
   if (call->bound > handle.max_tokens && call->bound <= config.max_tokens && !group.shape().exact()) {
     return fail(twInvalidArgument,
@@ -391,6 +387,13 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   call->in_window = group.backend->in_window(input.rows.data);
   call->apart = !call->in_window && disjoint(extent(call->rows, lead, rows_bytes),
                                              {call->out, call->out + handle.routing.tokens * call->out_stride});
+  call->parts = group.shape().parts(call->bound);
+  if (call->parts > 1 && !call->apart && !call->in_window) {
+    return fail(twInvalidArgument,
+                "{} overlaps {}, which later parts of this combine still read; it must be apart where the bound of the "
+                "dispatch, {}, is more than the inbox has room for, {} tokens",
+                Argument("output.tokens"), Argument("input.rows"), call->bound, group.shape().part_tokens());
+  }
   call->keep_own = !layout.by_expert && !call->weighted && call->rows_dtype == call->sent.wire && call->apart;
   return {};
 }

@@ -124,6 +124,7 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
     known.max_recv_tokens = group->shape().recv_rows;
     known.dispatch_room = group->shape().most_dispatch_bytes();
     known.combine_room = group->shape().most_combine_bytes();
+    known.inbox_tokens = group->shape().exact() ? group->shape().part_tokens() : 0;
     std::copy(group->members.begin(), group->members.end(), known.comm_ranks);
     return tw::api::write_struct("info", known, info);
   });

@@ -83,9 +83,13 @@ struct DeviceArrays {
   uint32_t* metadata_step = nullptr;  // the step whose dispatch brought the metadata; 0: none since the counts
   bool brought = false;               // what is launched will bring it: the device alone knows when
   GroupMarks* marks = nullptr;        // [groups of 32 tokens, N], made by the exchange of counts
-  void* counts_page = nullptr;        // the backend's: where the device tells the host the counts
-  uint64_t counts_serial = 0;         // the last exchange that tells the host; 0: none does
-  uint64_t page_serial = 0;           // the last exchange that writes to the page
+  // Where a combine takes parts, [parts + 1, N], at most kMaxParts: how many rows of tokens before each part came from
+  // each rank, and how many went to it; at last all.
+  int32_t* part_received = nullptr;
+  int32_t* part_sent = nullptr;
+  void* counts_page = nullptr;  // the backend's: where the device tells the host the counts
+  uint64_t counts_serial = 0;   // the last exchange that tells the host; 0: none does
+  uint64_t page_serial = 0;     // the last exchange that writes to the page
 };
 
 // The arrays of a handle: one routing, and what its dispatch brought. They are in device memory on a device.
@@ -187,6 +191,9 @@ struct CombineCall {
   bool send_only = false;
   int32_t sm_limit = 0;  // as in DispatchCall
   int32_t bound = 0;     // bound of the dispatch that it answers
+  int32_t parts = 1;     // how many parts it has
+  int32_t part = 0;      // which one this is: Shape::part_tokens() tokens, from part * part_tokens() on
+  bool skips = false;    // a part after the first, behind a step that is left out so that it has the same bank
   twLayout_t layout = twRankMajor;
   bool weighted = false;
   bool in_window = false;  // the rows lie in this rank's window
@@ -281,6 +288,9 @@ class Backend {
   // Whether finish_counts would not wait: all counts have come, or something has gone wrong, which it then tells. Waits
   // for that until `until` at most, on the calling thread alone; takes nothing and gives nothing back.
   virtual bool counts_ready(StepPlace, TimePoint /*until*/) { return true; }
+  // Makes a step without rows before a part of a combine, so that the part has the same bank as the one before. A
+  // device makes it in the kernel of the part.
+  virtual StepEnd skip(const CombineCall&, TimePoint /*deadline*/, HandleArrays&) { return {}; }
   // Waits for a step that this rank refused.
   virtual StepEnd drain(StepPlace at, TimePoint deadline) = 0;
 

@@ -1,6 +1,6 @@
-// The exchange as the host sees it: dispatch, combine and the exchange of counts, from choosing a channel to recording
-// an error. It takes checked arguments (src/api), lets a Backend move the bytes, and gives a Status, the handle's new
-// state and the group's record.
+// The exchange as the host sees it: dispatches and the exchange of counts (combining.cc has combines), from choosing a
+// channel to recording an error. It takes checked arguments (src/api), lets a Backend move the bytes, and gives a
+// Status, the handle's new state and the group's record.
 //
 // This file keeps S5 (leases follow from the calls alone, also where a call fails or is refused) and, by drain, S2 (a
 // refused step is waited out before the next). A change of when a channel is held or given back must be the same at a
@@ -104,14 +104,6 @@ Status choose_channel(twGroup& group, const twHandle* handle, int32_t wish, int*
               count);
 }
 
-namespace {
-
-// Chooses the channel of a combine: the handle's, or a free one for this step.
-Status choose_combine_channel(twGroup& group, const twHandle& handle, int* channel) {
-  *channel = handle.channel;
-  return *channel >= 0 ? Status{} : choose_channel(group, nullptr, -1, channel);
-}
-
 Status check_not_pending(const twHandle& handle) {
   if (handle.pending == Pending::kNone) return {};
   const char* const names[] = {"", "dispatch", "combine", "exchange of counts"};
@@ -119,8 +111,6 @@ Status check_not_pending(const twHandle& handle) {
               names[static_cast<int>(handle.pending)], Function{"twComplete"});
 }
 
-// Notes that a call about to be made is captured, where it matters: in exact layouts. `sized`: its tensors have as many
-// rows as come.
 void note_capture(const twGroup& group, twHandle& handle, const void* stream, bool sized) {
   if (!group.shape().exact() || !group.backend->captures(stream)) return;
   handle.in_graph = true;
@@ -141,6 +131,17 @@ void give_back(twGroup& group, twHandle& handle) {
   handle.channel_for_this_step = false;
 }
 
+bool learns_late(const twGroup& group) { return group.backend->on_device() && !group.comm->environment.blocking; }
+
+Status fail_launch(twGroup& group, twHandle& handle, twPhase_t phase, StepPlace at, Status why) {
+  handle.pending = Pending::kNone;
+  if (handle.channel_for_this_step) give_back(group, handle);
+  (void)conclude(group, phase, at, 0, {twPeerAborted, group.me(), {}, 0});
+  return why;
+}
+
+namespace {
+
 Status finish_dispatch(twGroup& group, twHandle& handle) {
   const DispatchCall& call = handle.dispatch;
   const StepEnd end = group.backend->finish_dispatch(call, deadline_of(group), handle);
@@ -154,15 +155,6 @@ Status finish_dispatch(twGroup& group, twHandle& handle) {
   // both.
   if (!handle.dispatched && !call.send_only) give_back(group, handle);
   return ended;
-}
-
-Status finish_combine(twGroup& group, twHandle& handle) {
-  const CombineCall& call = handle.combine;
-  const StepEnd end = group.backend->finish_combine(call, deadline_of(group), handle);
-  handle.pending = Pending::kNone;
-  // A combine that a peer refused can be tried again, so its lease stays.
-  if (end.code == twSuccess || handle.channel_for_this_step) give_back(group, handle);
-  return conclude(group, twPhaseCombine, call.at, static_cast<uint32_t>(call.bound), end);
 }
 
 // All ranks have the same counts, so they refuse alike, and the group stays usable.
@@ -218,21 +210,6 @@ Status refuse_on(twGroup& group, Refusal refusal, int channel, Status why) {
   TW_RETURN_IF_FAILED(group.backend->send_refusal(at, refusal));
   return why;
 }
-
-namespace {
-
-// Whether ranks learn of a failed step only after their calls have returned.
-bool learns_late(const twGroup& group) { return group.backend->on_device() && !group.comm->environment.blocking; }
-
-// Ends the group after a step that could not be launched: the peers would wait for it, so they are told.
-Status fail_launch(twGroup& group, twHandle& handle, twPhase_t phase, StepPlace at, Status why) {
-  handle.pending = Pending::kNone;
-  if (handle.channel_for_this_step) give_back(group, handle);
-  (void)conclude(group, phase, at, 0, {twPeerAborted, group.me(), {}, 0});
-  return why;
-}
-
-}  // namespace
 
 Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call, int32_t wish,
                        std::vector<std::byte*> leases) {
@@ -381,23 +358,6 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   return send_only ? Status{} : finish_dispatch(group, handle);
 }
 
-Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_only) {
-  TW_RETURN_IF_FAILED(check_not_pending(handle));
-  int channel = -1;
-  TW_RETURN_IF_FAILED(choose_combine_channel(group, handle, &channel));
-  TW_RETURN_IF_FAILED(drain(group, channel, twPhaseCombine, call.stream));
-  handle.channel_for_this_step = handle.channel < 0;
-  hold(group, handle, channel);
-  call.at = group.channels.begin(channel);
-  call.send_only = send_only;
-  note_capture(group, handle, call.stream, handle.is_sized());
-  handle.combine = call;
-  handle.pending = Pending::kCombine;
-  Status sent = group.backend->send_combine(call, handle);
-  if (!sent.ok()) return fail_launch(group, handle, twPhaseCombine, call.at, std::move(sent));
-  return send_only ? Status{} : finish_combine(group, handle);
-}
-
 Status complete(twGroup& group, twHandle& handle, void* stream) {
   if (handle.pending == Pending::kNone) {
     return fail(twInvalidUsage, "nothing is pending: {} follows a send_only {}, {} or {}", Function{"twComplete"},
@@ -449,16 +409,6 @@ void keep_pace(twGroup& group, twHandle& handle, const WindowMap& map, void* str
   handle.refused = false;
   (void)group.backend->keep_pace(group.channels.begin(handle.channel), handle.bound, map, stream);
   give_back(group, handle);  // as at the peers, who think that it went well
-}
-
-Status refuse_combine(twGroup& group, twHandle& handle, const WindowMap& map, void* stream, Status why) {
-  TW_RETURN_IF_FAILED(check_not_pending(handle));
-  int channel = -1;
-  TW_RETURN_IF_FAILED(choose_combine_channel(group, handle, &channel));
-  Status refused =
-      refuse_on(group, {twPhaseCombine, false, &handle, stream, handle.bound, map, {}}, channel, std::move(why));
-  if (learns_late(group)) give_back(group, handle);  // as at the peers, who think that it went well
-  return refused;
 }
 
 Status refuse_counts(twGroup& group, twHandle* handle, int32_t wish, bool send_only, void* stream, Status why) {

@@ -83,6 +83,7 @@ void twGroup::grow(const tw::GroupConfig& larger) {
   context.growth = tw::growth_digest(static_cast<uint32_t>(context.former.size()));
   config.given.max_tokens = larger.given.max_tokens;
   config.given.max_recv_tokens = larger.given.max_recv_tokens;
+  config.given.inbox_tokens = larger.given.inbox_tokens;
   config.given.dispatch_room = larger.given.dispatch_room;
   config.given.combine_room = larger.given.combine_room;
   config.map = context.map = larger.map;

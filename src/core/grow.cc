@@ -53,6 +53,9 @@ Status enlarge(twGroup& group, const twReserve_t& given, GroupConfig* larger, bo
   const twPlacement_t placement = group.config.placement.as_given();
   config.placement = group.config.placement.given ? &placement : nullptr;
   config.max_tokens = std::max(config.max_tokens, given.max_tokens);
+  // A combine takes at most kMaxParts parts, and as long as that is so, an inbox stays as it was asked for.
+  const int32_t least_inbox = (config.max_tokens + kMaxParts - 1) / kMaxParts;
+  if (config.inbox_tokens > 0) config.inbox_tokens = std::max(config.inbox_tokens, least_inbox);
   config.dispatch_room = std::max(shape.most_dispatch_bytes(), given.dispatch_room);
   config.combine_room = std::max(shape.most_combine_bytes(), given.combine_room);
   const auto all = static_cast<int64_t>(shape.ranks) * shape.max_tokens;

@@ -1,6 +1,6 @@
-// What calls.cc, collectives.cc and backends share: how a step gets its channel, is refused, drained and concluded. S2
-// depends on drain being called before each step begins, S5 on choose_channel looking at calls alone; conclude decides
-// which rank is blamed.
+// What calls.cc, combining.cc, collectives.cc and backends share: how a step gets its channel, is refused, drained and
+// concluded. S2 depends on drain being called before each step begins, S5 on choose_channel looking at calls alone;
+// conclude decides which rank is blamed.
 #pragma once
 
 #include "core/group.h"
@@ -21,6 +21,21 @@ Status drain(twGroup& group, int channel, twPhase_t phase, void* stream);
 // Finishes the send_only gather or reduce of a channel, and keeps how it ended for twCompleteRequest. Fails when the
 // group is finished.
 Status finish_request(twGroup& group, int channel, void* stream);
+// Finishes the last part of a handle's combine.
+Status finish_combine(twGroup& group, twHandle& handle);
+
+// Fails where the handle has a send_only call pending.
+Status check_not_pending(const twHandle& handle);
+// Notes that a call about to be made is captured, where it matters: in exact layouts. `sized`: its tensors have as many
+// rows as come.
+void note_capture(const twGroup& group, twHandle& handle, const void* stream, bool sized);
+// Has a handle hold a channel, and give it back.
+void hold(twGroup& group, twHandle& handle, int channel);
+void give_back(twGroup& group, twHandle& handle);
+// Whether ranks learn of a failed step only after their calls have returned.
+bool learns_late(const twGroup& group);
+// Ends the group after a step that could not be launched: the peers would wait for it, so they are told.
+Status fail_launch(twGroup& group, twHandle& handle, twPhase_t phase, StepPlace at, Status why);
 // Publishes a refusal, or gives the group up where the peers cannot be told. Returns `why`.
 Status refuse_on(twGroup& group, Refusal refusal, int channel, Status why);
 

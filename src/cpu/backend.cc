@@ -64,11 +64,13 @@ class CpuBackend : public Backend {
 
   Status send_combine(const CombineCall& call, HandleArrays& handle) override {
     const Received& received = handle.received;
+    const Part part = Part::of(shape(), call.part);
+    count_part(shape(), received, part, counts_.data());
     const RowTypes types{call.rows_dtype, call.sent.wire, call.sent.elements, call.weighted};
-    transport_.begin(call.at, {received.counts, 1, call.sent.map.shape().combine_bytes}, call.send_only);
+    transport_.begin(call.at, {counts_.data(), 1, call.sent.map.shape().combine_bytes}, call.send_only);
     const auto send = [&](auto&& terms) {
-      tw::send_combine(transport_, call.sent.map, call.at, received, types, note_of(call), terms, sum_rows,
-                       partial_.data(), call.keep_own);
+      tw::send_combine(transport_, call.sent.map, call.at, received, part, counts_.data(), types, note_of(call), terms,
+                       sum_rows, partial_.data(), call.keep_own);
     };
     if (layout_of(call.layout).by_expert) {
       ExpertPlaces places(shape(), context_.placement, context_.me, context_.local_experts, next_.data());
@@ -141,21 +143,21 @@ class CpuBackend : public Backend {
 
   StepEnd finish_combine(const CombineCall& call, TimePoint deadline, HandleArrays& handle) override {
     const Routing& routing = handle.routing;
+    const Part part = Part::of(shape(), call.part);
     StepEnd end =
         await_step(transport_, context_.map, call.at, Mode::kCombine, note_of(call), deadline, counts_.data());
+    each_returning(routing, part, [&](int32_t, int32_t, const Destination& from) { --counts_[from.rank]; });
     for (int peer = 0; peer < shape().ranks && end.code == twSuccess; ++peer) {
       // Every row that went to a peer comes back, or the peer combines another handle.
-      if (counts_[peer] == routing.send_counts[peer]) continue;
-      end = {twCallMismatch, peer, {}, static_cast<uint32_t>(call.bound)};
+      if (counts_[peer] != 0) end = {twCallMismatch, peer, {}, static_cast<uint32_t>(call.bound)};
     }
     if (end.code == twSuccess) {
       const RowTypes types{call.sent.wire, call.out_dtype, call.sent.elements, false};
       const auto own_row = [&](int32_t slot) { return call.keep_own ? call.rows.at(context_.me, slot) : nullptr; };
-      receive_combine(transport_, call.sent.map, call.at, routing, types, own_row, call.out, call.out_stride, sum_rows);
+      receive_combine(transport_, call.sent.map, call.at, routing, part, types, own_row, call.out, call.out_stride,
+                      sum_rows);
     } else {
-      for (int32_t token = 0; token < routing.tokens; ++token) {
-        fill_nan(call.out + token * call.out_stride, call.out_dtype, call.sent.elements);
-      }
+      spoil(call, routing);
     }
     return end;
   }
@@ -175,6 +177,15 @@ class CpuBackend : public Backend {
     } else {
       gather(call, end.code == twSuccess);
     }
+    return end;
+  }
+
+  StepEnd skip(const CombineCall& call, TimePoint deadline, HandleArrays& handle) override {
+    std::fill_n(counts_.begin(), shape().ranks, 0);
+    transport_.begin(call.at, {counts_.data(), 0, 0}, false);
+    publish_step(transport_, context_.map, call.at, Mode::kSkip, 0, [](int) { return 0; });
+    const StepEnd end = await_step(transport_, context_.map, call.at, Mode::kSkip, 0, deadline, counts_.data());
+    if (end.code != twSuccess) spoil(call, handle.routing);
     return end;
   }
 
@@ -208,6 +219,13 @@ class CpuBackend : public Backend {
 
  private:
   static constexpr bool kStaged = std::is_same_v<T, StagedTransport>;
+
+  // Writes NaN for all tokens of a combine that failed, those of parts before too.
+  static void spoil(const CombineCall& call, const Routing& routing) {
+    for (int32_t token = 0; token < routing.tokens; ++token) {
+      fill_nan(call.out + token * call.out_stride, call.out_dtype, call.sent.elements);
+    }
+  }
 
   // The notes: what ranks must have alike in a step.
   static uint64_t note_of(const DispatchCall& call, const HandleArrays& handle) {

@@ -6,6 +6,8 @@
 // each sum is rounded once, are the bits of results (S9): kernels and the oracle have the same.
 #pragma once
 
+#include <algorithm>
+
 #include "exchange/routing.h"
 #include "exchange/step.h"
 
@@ -18,6 +20,38 @@ struct Terms {
   int count = 0;
 };
 
+// The tokens of their owners that one part of a combine sums: [begin, end).
+struct Part {
+  int32_t begin;
+  int32_t end;
+
+  static Part of(const Shape& shape, int32_t number) {
+    return {number * shape.part_tokens(), std::min(shape.max_tokens, (number + 1) * shape.part_tokens())};
+  }
+  bool has(int32_t token) const { return token >= begin && token < end; }
+};
+
+// Counts the rows of a part that came from each rank, and so go back to it. counts: [N].
+inline void count_part(const Shape& shape, const Received& received, const Part& part, int32_t* counts) {
+  for (int64_t at = 0, source = 0; source < shape.ranks; ++source) {
+    counts[source] = 0;
+    for (int32_t p = 0; p < received.counts[source]; ++p, ++at) {
+      counts[source] += part.has(received.row(at, shape.top_k).header->token) ? 1 : 0;
+    }
+  }
+}
+
+// Calls visit(token, position, from) for each row of a part that this rank has sent, and that comes back.
+template <class Visit>
+void each_returning(const Routing& routing, const Part& part, Visit&& visit) {
+  for (int32_t token = part.begin; token < std::min(part.end, routing.tokens); ++token) {
+    for (int32_t position = 0; position < routing.fan_out(token); ++position) {
+      const Destination& from = routing.destinations[routing.first[token] + position];
+      if (from.slot < routing.send_counts[from.rank]) visit(token, position, from);
+    }
+  }
+}
+
 // How rows are typed on their way.
 struct RowTypes {
   twDtype_t from;
@@ -26,13 +60,15 @@ struct RowTypes {
   bool weighted;
 };
 
-// Writes each received row's partial into its owner's inbox, at (token, position of this rank), and publishes the step.
-// `terms_of(source, p, row, &terms)` names the rows of a partial, k ascending, and is asked in (source, slot) order;
-// `sum(out, rows, weights, count, types)` is sum_rows for the machine. `keep_own`: this rank's own partials stay where
-// they are, and receive_combine reads them there.
+// Writes the partial of each received row of a part into its owner's inbox, at (token, position of this rank), and
+// publishes the step with `counts`, which count_part gives.
+// `terms_of(source, p, row, &terms)` names the rows of a partial, k ascending, and is asked in (source, slot) order,
+// for rows of other parts too; `sum(out, rows, weights, count, types)` is sum_rows for the machine. `keep_own`: this
+// rank's own partials stay where they are, and receive_combine reads them there.
 template <Transport T, class TermsOf, class Sum>
-void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& received, const RowTypes& types,
-                  uint64_t note, TermsOf&& terms_of, Sum&& sum, std::byte* scratch, bool keep_own) {
+void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& received, const Part& part,
+                  const int32_t* counts, const RowTypes& types, uint64_t note, TermsOf&& terms_of, Sum&& sum,
+                  std::byte* scratch, bool keep_own) {
   const Shape& shape = map.shape();
   Terms terms;
   int64_t row = 0;
@@ -42,36 +78,35 @@ void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& rece
       const Received::Row meta = received.row(row, shape.top_k);
       terms.count = 0;
       terms_of(source, p, meta, &terms);
+      if (!part.has(meta.header->token)) continue;
       const void* partial = scratch;
       if (terms.count == 1 && !types.weighted && types.from == types.to) {
         partial = terms.rows[0];  // a sum of one term is that term, bit for bit
       } else {
         sum(scratch, terms.rows, types.weighted ? terms.weights : nullptr, terms.count, types);
       }
-      t.put(source, map.inbox(at.channel, at.bank(), meta.header->token, meta.header->position), partial,
+      t.put(source, map.inbox(at.channel, at.bank(), meta.header->token - part.begin, meta.header->position), partial,
             shape.combine_bytes);
     }
   }
   // Published only now, to all at once: a peer that sees this signal may send the next step into the bank that the
   // caller's rows may lie in (S3).
-  publish_step(t, map, at, Mode::kCombine, note, [&](int peer) { return received.counts[peer]; });
+  publish_step(t, map, at, Mode::kCombine, note, [&](int peer) { return counts[peer]; });
 }
 
-// Sums what came back, over ranks ascending (the order of positions); rows that were not sent do not count. Needs a
-// successful await_step. `own_row(slot)` says where this rank's own partial of a slot was kept, NULL if it was put into
-// the inbox like the others.
+// Sums what came back for a part, over ranks ascending (the order of positions); rows that were not sent do not count.
+// Needs a successful await_step. `own_row(slot)` says where this rank's own partial of a slot was kept, NULL if it was
+// put into the inbox like the others.
 template <Transport T, class OwnRow, class Sum>
-void receive_combine(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const RowTypes& types,
-                     OwnRow&& own_row, std::byte* out, int64_t out_stride, Sum&& sum) {
+void receive_combine(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const Part& part,
+                     const RowTypes& types, OwnRow&& own_row, std::byte* out, int64_t out_stride, Sum&& sum) {
   const void* rows[TW_MAX_TOP_K];
-  for (int32_t token = 0; token < routing.tokens; ++token) {
+  for (int32_t token = part.begin; token < std::min(part.end, routing.tokens); ++token) {
     int32_t count = 0;
-    for (int32_t position = 0; position < routing.fan_out(token); ++position) {
-      const Destination& from = routing.destinations[routing.first[token] + position];
-      if (from.slot >= routing.send_counts[from.rank]) continue;
+    each_returning(routing, {token, token + 1}, [&](int32_t, int32_t position, const Destination& from) {
       const void* const own = from.rank == t.rank() ? own_row(from.slot) : nullptr;
-      rows[count++] = own != nullptr ? own : t.local(map.inbox(at.channel, at.bank(), token, position));
-    }
+      rows[count++] = own != nullptr ? own : t.local(map.inbox(at.channel, at.bank(), token - part.begin, position));
+    });
     sum(out + token * out_stride, rows, nullptr, count, types);
   }
 }

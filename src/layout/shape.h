@@ -11,6 +11,8 @@
 namespace tw {
 
 inline constexpr int kMaxPayloads = 8;
+// A combine has at most so many parts, for which handles have room on devices.
+inline constexpr int32_t kMaxParts = 16;
 
 // How many rows of so many bytes share a chunk signal on a device: chunks of 8 to 16 KiB, or one row, or 64. One block
 // sends a chunk, and has only its own share of the link: 16 KiB take 2 us when all senders send. No row of a chunk is
@@ -44,6 +46,9 @@ struct Shape {
   // Bytes that there is room for in each row, whatever a call's rows consist of: least_room of the configured rows.
   uint64_t dispatch_room = 0;  // of all payloads together
   uint64_t combine_room = 0;
+  // Tokens whose partials an inbox has room for: a combine of more takes several parts. 0: all, which is max_tokens.
+  // At least max_tokens / kMaxParts.
+  int32_t inbox_tokens = 0;
 
   constexpr bool exact() const { return recv_rows > 0; }
   constexpr bool leases() const { return lease_bytes > 0; }
@@ -64,6 +69,9 @@ struct Shape {
   constexpr int32_t default_bound() const { return max_tokens; }
   // How many rows a rank may receive in a step.
   constexpr int64_t most_rows() const { return recv_rows > 0 ? recv_rows : static_cast<int64_t>(ranks) * max_tokens; }
+  // Tokens of one part of a combine, and how many parts a combine has whose ranks have at most `bound` tokens.
+  constexpr int32_t part_tokens() const { return inbox_tokens > 0 ? inbox_tokens : max_tokens; }
+  constexpr int32_t parts(int32_t bound) const { return (bound + part_tokens() - 1) / part_tokens(); }
   // A token goes to at most this many ranks; the owner's inbox has as many places per token.
   constexpr int32_t fan_out() const { return top_k < ranks ? top_k : ranks; }
 };

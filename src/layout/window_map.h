@@ -17,7 +17,8 @@
 // calls of earlier maps, as graphs replay them, find everything where it was.
 //
 // One step at a time uses a bank (S1, S2), and a step is a dispatch or a combine. So rows and inbox share a bank's
-// bytes: a bank is as large as the larger of the two, not as both together.
+// bytes: a bank is as large as the larger of the two, not as both together. An inbox that would be larger than the rows
+// may have room for some of the tokens only; a combine then takes several parts, one after the other in the same bank.
 //
 // S10: where channels, signals and banks begin depends on the Shape alone. Inside a bank, places may depend on the
 // bound of the step, since nobody reads a bank under another bound than its writers'. If that is broken, the next
@@ -49,7 +50,7 @@ class WindowMap {
     Checked c;
     map->shape_ = shape;
     uint64_t rows = c.mul(shape.ranks, shape.max_tokens);
-    const uint64_t inbox_rows = shape.staged != 0 ? rows : c.mul(shape.max_tokens, shape.fan_out());
+    const uint64_t inbox_rows = shape.staged != 0 ? rows : c.mul(shape.part_tokens(), shape.fan_out());
     // With staged transport the blocks of all sources lie in a bank before their rows come together.
     if (shape.recv_rows > 0) rows = shape.staged != 0 ? std::max<uint64_t>(rows, shape.recv_rows) : shape.recv_rows;
     uint64_t own = 0;
@@ -223,7 +224,7 @@ class WindowMap {
   constexpr uint64_t inbox_slot(int channel, int bank, int source, int p, int bound) const {
     return bank_at(channel, bank) + row(source, p, bound) * shape_.combine_bytes;
   }
-  // Place of the position-th rank's partial of a token.
+  // Place of the position-th rank's partial of a token, counted from the first of the part that is combined.
   constexpr uint64_t inbox(int channel, int bank, int token, int position) const {
     return bank_at(channel, bank) + (static_cast<uint64_t>(token) * shape_.fan_out() + position) * shape_.combine_bytes;
   }

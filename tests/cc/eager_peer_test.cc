@@ -244,8 +244,9 @@ class Rank {
     const RowTypes types{twFloat32, twFloat32, kElements, weighted};
     float scratch[kElements];
     t_.begin(step);
-    send_combine(t_, t_.map(), {0, step}, received_, types, kBound, RankMajorTerms{kShape, placement, kMe, grid},
-                 cpu::sum_rows, reinterpret_cast<std::byte*>(scratch), false);
+    send_combine(t_, t_.map(), {0, step}, received_, Part::of(kShape, 0), received_.counts, types, kBound,
+                 RankMajorTerms{kShape, placement, kMe, grid}, cpu::sum_rows, reinterpret_cast<std::byte*>(scratch),
+                 false);
     for (int source = 1; source < kRanks; ++source) {
       for (int p = 0; p < kTokens; ++p) {
         const std::byte* const sent = t_.at_peer(source, t_.map().inbox(0, static_cast<int>(step & 1), p, 0));
@@ -257,7 +258,7 @@ class Rank {
     ASSERT_EQ(end.code, twSuccess) << "step " << step << ", peer " << end.peer << " at step " << end.seen.step;
     float out[kTokens][kElements];
     receive_combine(
-        t_, t_.map(), {0, step}, routing_, RowTypes{twFloat32, twFloat32, kElements, false},
+        t_, t_.map(), {0, step}, routing_, Part::of(kShape, 0), RowTypes{twFloat32, twFloat32, kElements, false},
         [](int32_t) { return nullptr; }, reinterpret_cast<std::byte*>(out), sizeof out[0], cpu::sum_rows);
     for (int i = 0; i < kElements; ++i) {
       ASSERT_EQ(out[0][i], value(step, 1, 0, i) + value(step, 2, 0, i)) << "step " << step;

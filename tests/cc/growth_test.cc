@@ -93,7 +93,8 @@ TEST(Growth, HandlesGoOnAndNewOnesAreLarger) {
   after.dispatch();
   after.combine();
   EXPECT_TRUE(all(grow(world, 7), twSuccess));  // no more than there is
-  twGroupInfo_t info{sizeof info};
+  twGroupInfo_t info = {};
+  info.size = sizeof info;
   ASSERT_TW(twSuccess, twGroupInfo(world[1], &info));
   EXPECT_EQ(info.max_tokens, 41);
   EXPECT_EQ(info.combine_room, 16u);
@@ -145,7 +146,8 @@ TEST(Growth, ARankThatEndsIsToldAndNothingChanges) {
   const twReserve_t reserve = tokens_of(9);
   on_all_ranks(2, [&](int rank) {
     EXPECT_TW(twCallMismatch, twGroupReserve(world[rank], &reserve));  // its end is a call at this occasion
-    twGroupInfo_t info{sizeof info};
+    twGroupInfo_t info = {};
+    info.size = sizeof info;
     EXPECT_TW(twSuccess, twGroupInfo(world[rank], &info));
     EXPECT_EQ(info.max_tokens, 4);
   });

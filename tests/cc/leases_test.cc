@@ -56,9 +56,9 @@ TEST(Leases, FirstGapThatIsLargeEnough) {
 
 // Rows go to leases, steps of other handles leave them alone, and those who have none are copied out as before.
 TEST(Leases, RowsLandAndStay) {
-  constexpr int kRanks = 3;
-  World world(kRanks, leasing(8 * kPage));
-  const uint64_t bytes = static_cast<uint64_t>(kRanks) * 9 * 8;
+  constexpr int kSides = 3;
+  World world(kSides, leasing(8 * kPage));
+  const uint64_t bytes = static_cast<uint64_t>(kSides) * 9 * 8;
   struct Kept {
     int rank;
     void* memory;
@@ -70,17 +70,17 @@ TEST(Leases, RowsLandAndStay) {
     Counted counted(world, tokens, seed);
     counted.exchange();
     counted.use(twFlat);
-    std::vector<void*> leases(kRanks);
-    for (int rank = 0; rank < kRanks; ++rank) {
+    std::vector<void*> leases(kSides);
+    for (int rank = 0; rank < kSides; ++rank) {
       if ((rank + seed) % 3 != 0) leases[rank] = lease(world[rank], bytes);  // others have none
       twCountsInput_t input = TW_COUNTS_INPUT_INIT;
       input.send_only = 1;
       input.landing[0] = leases[rank];
       EXPECT_TW(twSuccess, twExchangeCounts(world[rank], counted.handles[rank], &input));
     }
-    for (int rank = 0; rank < kRanks; ++rank) EXPECT_TW(twSuccess, counted.complete(rank));
+    for (int rank = 0; rank < kSides; ++rank) EXPECT_TW(twSuccess, counted.complete(rank));
     counted.use(seed % 2 == 0 ? twFlat : twGrouped);  // whose outputs are copies of what has landed
-    for (int rank = 0; rank < kRanks; ++rank) {
+    for (int rank = 0; rank < kSides; ++rank) {
       if (leases[rank] == nullptr) continue;
       int64_t rows = 0;
       EXPECT_TW(twSuccess, twHandleNumRecvRows(counted.handles[rank], twFlat, &rows));

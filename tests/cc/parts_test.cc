@@ -25,7 +25,7 @@ struct Shown {
   bool operator==(const Shown&) const = default;
 };
 
-Shown text(const std::string& said) { return {twPartText, said, "", {-1, -1}, 0}; }
+Shown plain(const std::string& said) { return {twPartText, said, "", {-1, -1}, 0}; }
 
 template <class Read>
 std::vector<Shown> shown(Read&& read) {
@@ -81,11 +81,11 @@ TEST(Parts, OfTheLastError) {
   const std::string most = std::to_string(config.num_experts);
   const std::vector<Shown> wanted{
       {twPartArgument, "config.top_k", "config.top_k", {-1, -1}, 0},
-      text(" is "),
+      plain(" is "),
       {twPartValue, "77", "config.top_k", {-1, -1}, 77},
-      text("; it must be from "),
+      plain("; it must be from "),
       {twPartLeast, "1", "config.top_k", {-1, -1}, 1},
-      text(" to "),
+      plain(" to "),
       {twPartMost, most, "config.top_k", {-1, -1}, config.num_experts},
   };
   EXPECT_EQ(shown(twLastErrorPart), wanted);

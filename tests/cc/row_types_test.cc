@@ -13,8 +13,9 @@ twGroupConfig_t roomy() {
 }
 
 TEST(RowTypes, RoomIsPartOfTheConfiguration) {
-  twWindowBytes_t own{sizeof own};
-  twWindowBytes_t more{sizeof more};
+  twWindowBytes_t own = {};
+  own.size = sizeof own;
+  twWindowBytes_t more = own;
   twGroupConfig_t config = make_config(6, 2, 1024);
   ASSERT_TW(twSuccess, twGroupWindowBytes(&config, 2, &own));
   config.dispatch_room = config.combine_room = 16;  // what the rows have anyway
@@ -46,7 +47,8 @@ TEST(RowTypes, RefusedRowsAreToldAtOnce) {
       {-1, {}, "input.num_types is -1"}};
   uint32_t round = 0;
   for (const Bad& each : bad) {
-    Exchange exchange(world, make_traffic(config, {4, 4, 4}, ++round), {}, round);
+    ++round;
+    Exchange exchange(world, make_traffic(config, {4, 4, 4}, round), {}, round);
     twDispatchInput_t& input = exchange[1].input;
     const twDispatchInput_t good = input;
     input.num_types = each.num_types;
@@ -78,7 +80,8 @@ TEST(RowTypes, RefusedSumsAreToldAtOnce) {
                           {twBfloat16, 0, "input.elements is 0; it must be from 1 to 16"},
                           {twDtypeNone, 4, "input.wire_dtype is"},
                           {twInt32, 4, "it must be float32, bfloat16 or float16"}}) {
-    Exchange exchange(world, make_traffic(config, {4, 4}, ++round), {}, round);
+    ++round;
+    Exchange exchange(world, make_traffic(config, {4, 4}, round), {}, round);
     exchange.dispatch();
     exchange[1].rows.wire_dtype = each.dtype;
     exchange[1].rows.elements = each.elements;

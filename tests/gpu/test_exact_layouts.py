@@ -33,6 +33,7 @@ def cases_of(ranks: int) -> dict[str, Case]:
     )
     return {
         "many tokens": one(many, *rounds),
+        "in parts": one(replace(many, inbox_tokens=150), *rounds, replace(rounds[0], bound=700, seed=7, again=True)),
         "few have room": one(replace(many, max_recv_tokens=500, overflow="drop"), *rounds),
         "lanes": Case(setup, (flight,) * 3, order=5, slow=1),
         "ids": one(replace(setup, id_dtype="int64"), *(replace(r, ids="int64", routing="holes") for r in both)),
@@ -100,9 +101,10 @@ class Layer:
         assert int((ids >= 0).any(dim=1).sum() if self.layout == "flat" else (ids >= 0).sum()) == used
 
 
-def captured_layers(env: Any, layout: str, of_calls: bool) -> None:
+def captured_layers(env: Any, layout: str, of_calls: bool, inbox: int | None = None) -> None:
     ranks = env.nranks
     setup = Setup(ranks=ranks, experts=4 * ranks, top_k=4, hidden=24, max_tokens=90, dtype="float32", **EXACT)
+    setup = replace(setup, inbox_tokens=inbox)
     limits = {"max_recv_tokens": sum(TOKENS[:ranks]) if of_calls else 90 * ranks, "row_alignment": 8}
     settings = setup.settings() | {"combine_dtype": "float32"} | ({} if of_calls else limits)
     with tw.Group(env.comm, timeout=TIMEOUT, **settings) as group:
@@ -141,6 +143,13 @@ def test_a_whole_layer_in_a_graph(pair: Any, layout: str, of_calls: bool) -> Non
 def test_a_whole_layer_in_a_graph_alone(layout: str, of_calls: bool) -> None:
     with Locals(1) as ranks:
         ranks.run(captured_layers, layout, of_calls)
+
+
+@pytest.mark.parametrize("inbox", [7, 64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_graph_combines_in_parts(pair: Any, layout: str, inbox: int) -> None:
+    """Replays find anew what each part has."""
+    pair.run(captured_layers, layout, False, inbox)
 
 
 def sized_in_a_graph(env: Any, layout: str) -> None:

@@ -5,6 +5,7 @@ from mutation import (
     CHANNELS,
     CHECK,
     COMBINE,
+    COMBINING,
     DISPATCH,
     GROUP,
     MAP,
@@ -23,7 +24,7 @@ from mutation import (
 PUBLISH_DISPATCH = (
     "  publish_step(t, map, at, Mode::kDispatch, note, [&](int peer) { return routing.send_counts[peer]; });\n"
 )
-PUBLISH_COMBINE = "  publish_step(t, map, at, Mode::kCombine, note, [&](int peer) { return received.counts[peer]; });\n"
+PUBLISH_COMBINE = "  publish_step(t, map, at, Mode::kCombine, note, [&](int peer) { return counts[peer]; });\n"
 
 BEGIN_DISPATCH = (
     "  call->at = group.backend->on_device() ? "
@@ -52,7 +53,7 @@ CYCLE = (
         "  call->at.cycle = group.channels[channel].cycle;\n",
     ),
     Edit(
-        CALLS,
+        COMBINING,
         "  call.at = group.channels.begin(channel);\n",
         "  call.at = group.channels.begin(channel);\n"
         "  group.channels[channel].combined = true;\n"
@@ -97,7 +98,7 @@ PROTOCOL = (
                 BEGIN_DISPATCH + "  call->at.kind = 0;\n",
             ),
             Edit(
-                CALLS,
+                COMBINING,
                 "  call.at = group.channels.begin(channel);\n",
                 "  call.at = group.channels.begin(channel);\n  call.at.kind = 1;\n",
             ),
@@ -186,7 +187,7 @@ PROTOCOL = (
                 "            shape.combine_bytes);\n    }\n",
                 "            shape.combine_bytes);\n    }\n    t.flush();\n"
                 "    t.publish(source, map.signal(at.channel, at.bank(), t.rank()),\n"
-                "              {at.step, Mode::kCombine, static_cast<uint32_t>(received.counts[source])}, note);\n",
+                "              {at.step, Mode::kCombine, static_cast<uint32_t>(counts[source])}, note);\n",
             ),
         ),
     ),

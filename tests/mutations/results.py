@@ -4,6 +4,7 @@ from mutation import (
     CHECK,
     COLUMNS,
     COMBINE,
+    COMBINING,
     CONFIG,
     EXPERT_MAJOR,
     MAP,
@@ -15,6 +16,27 @@ from mutation import (
 )
 
 RESULTS = (
+    Mutation(
+        "parts of a combine without a step between them",
+        "S2",
+        "combine_parts_test",
+        "CombineParts.TheViewOutlivesAllParts",
+        (Edit(COMBINING, "  if (call.skips) {", "  if (false) {"),),
+    ),
+    Mutation(
+        "the second part of a combine is that of the first",
+        "bits",
+        "combine_parts_test",
+        "CombineParts.*",
+        (
+            Edit(
+                COMBINE,
+                "    return {number * shape.part_tokens(), std::min(shape.max_tokens, (number + 1) * "
+                "shape.part_tokens())};",
+                "    return {0 * number, shape.part_tokens()};",
+            ),
+        ),
+    ),
     Mutation(
         "own rows summed where sums overwrite them",
         "S9",

@@ -46,6 +46,7 @@ class Setup:
     row_alignment: int | None = None
     sm_limit: int = 0
     lease_bytes: int = 0
+    inbox_tokens: int | None = None
     # Experts in several slots, which expert_map then places.
     slot_expert: tuple[int, ...] | None = None
     policy: str = "round_robin"

@@ -53,6 +53,7 @@ class Cuda:
     copies_routing = False  # ids and weights are read by a handle's first dispatch
     death_seen = 2.0  # seconds until a dead peer is known of
     knows_calls = True  # peers of a refused call need not know what it would have moved
+    parts = True  # combines may take parts
     lacks: frozenset[str] = frozenset()  # what tests say they need, by the mark `needs`
     large = 2048  # elements of rows that kernels move as large ones
 

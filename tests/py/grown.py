@@ -14,8 +14,12 @@ from tokenway import reference as ref
 
 OWN = Setup(ranks=3, experts=7, top_k=3, hidden=24, max_tokens=4, lanes=2)
 EXACT = {"mode": "high_throughput", "row_alignment": 4}
-MODES = {"low_latency": {}, "high_throughput": EXACT}
-LAYOUTS = {"low_latency": ("rank_major", "expert_major"), "high_throughput": ("flat", "grouped")}
+MODES = {"low_latency": {}, "high_throughput": EXACT, "in parts": EXACT | {"inbox_tokens": 3}}
+LAYOUTS = {
+    "low_latency": ("rank_major", "expert_major"),
+    "high_throughput": ("flat", "grouped"),
+    "in parts": ("flat", "grouped"),
+}
 
 
 def own_of(world: Any, mode: str) -> Setup:

@@ -49,6 +49,7 @@ class Cpu:
     copies_routing = True  # ids and weights are the caller's again when route() returns
     death_seen = 1.0  # seconds until a dead peer is known of, on a machine that has nothing else to do
     knows_calls = True  # peers of a refused call need not know what it would have moved
+    parts = True  # combines may take parts
     lacks: frozenset[str] = frozenset()  # what tests say they need, by the mark `needs`
     large = 576  # elements of rows that are large: here, that are summed in several blocks and stored past the cache
 

@@ -125,7 +125,8 @@ class Player:
     def combine_all(self, rounds: Any, handles: Any, rows: list[Any], got: list[Got]) -> None:
         sent = [i for i, r in enumerate(rounds) if r.send_combine and not r.release]
         pending = {}
-        for i in self.own_order(sent):
+        in_parts = self.setup.inbox_tokens is not None  # each waits for the ranks to send its parts
+        for i in sent if in_parts else self.own_order(sent):
             self.pause()
             pending[i] = self.combine(rounds[i], handles[i], rows[i], True)
         for i in self.own_order(sent):

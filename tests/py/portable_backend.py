@@ -80,6 +80,7 @@ class Nccl(Cuda):
 
     name = "nccl"
     knows_calls = False
+    parts = False
     lacks = frozenset({"leases", "loads"})  # docs/BACKENDS.md
 
     @classmethod

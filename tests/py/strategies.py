@@ -69,6 +69,7 @@ def setups(draw: Any, max_ranks: int = 5, exact: bool = False, replicas: bool = 
         more["mode"] = "high_throughput"
         more["lease_bytes"] = draw(st.sampled_from((0, 4096, 1 << 14, 1 << 20)))
         more["row_alignment"] = draw(st.none() | st.sampled_from((1, 2, 8, 256)))
+        more["inbox_tokens"] = draw(st.none() | st.integers(1, most))  # combines may take parts
         if draw(st.booleans()):  # with less room than there may be rows they are dropped
             more |= {"overflow": "drop", "max_recv_tokens": draw(st.integers(1, ranks * most))}
     return Setup(
@@ -117,7 +118,7 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
         columns=tuple(q for q in extra if draw(st.booleans())),
         seed=seed,
         routing=draw(st.sampled_from(ROUTINGS)),
-        bound=None if setup.exact else draw(st.none() | st.integers(max(1, *tokens), most)),
+        bound=draw(st.none() | st.integers(max(1, *tokens), most)),
         layout=layout,
         weighting=draw(st.sampled_from(("none", "topk"))),
         ids=draw(st.sampled_from(("int32", "int64"))),

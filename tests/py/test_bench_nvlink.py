@@ -108,8 +108,9 @@ def test_settings_of_gpus(torch, monkeypatch) -> None:
     assert settings.ranks == 2 and settings.dtype == FP8 and settings.tokens[-1] == 4096
     assert settings.baselines == ("nccl-alltoall", "nccl-allgather")
     assert settings.nvlink == Nvlink(sm_limit=8, lanes=2) and settings.layout == "rank_major"
-    assert cli.main(["bench", "--backend", "nvlink", "--mode", "high_throughput", "--backward"]) == 0
-    assert asked[1].layout == "flat" and asked[1].backward
+    parts = ["--mode", "high_throughput", "--backward", "--inbox-tokens", "9"]
+    assert cli.main(["bench", "--backend", "nvlink", *parts]) == 0
+    assert asked[1].layout == "flat" and asked[1].backward and asked[1].nvlink.inbox_tokens == 9
     assert nvlink.place(4, 2) == [0, 0, 1, 1] and nvlink.place(3, 1) == [0, 0, 0] and nvlink.place(1, 2) == [0]
 
 

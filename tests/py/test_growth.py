@@ -49,6 +49,9 @@ def play_growing(env: Any, own: Setup, turns: list[Turn]) -> list[Got]:
             larger = setup.max_tokens > group.max_tokens
             group.reserve(max_tokens=setup.max_tokens, row_bytes=4 * setup.hidden)
             assert group.max_tokens >= setup.max_tokens
+            if own.inbox_tokens is not None:
+                most, inbox = group.max_tokens, group.settings.inbox_tokens
+                assert inbox == max(own.inbox_tokens, -(-most // 16)), "more than 16 parts, or more memory than asked"
             assert not larger or group.window_bytes().window > before
             round_ = replace(round_, bound=round_.bound or (None if own.exact else setup.max_tokens))
             (flight,) = Player(env, group, one(setup, round_), calls_of(group, own, setup)).flights()
@@ -290,7 +293,10 @@ def distinct(ids: np.ndarray, experts: int) -> np.ndarray:
 def test_graphs_of_before_replay_right(world, backend, mode, tokens) -> None:
     if backend != "emulated":
         pytest.skip("captures have kernels alone, not a carrier's moves")
-    fixed = 2 * max(tokens) if mode == "high_throughput" else None  # outputs have a size that does not hang on counts
-    own = replace(OWN, **MODES[mode], ranks=2, lanes=1, max_tokens=max(tokens), max_recv_tokens=fixed)
+    own = replace(OWN, **MODES[mode], ranks=2, lanes=1, max_tokens=max(tokens))
+    if own.exact:  # outputs have a size that does not hang on counts
+        own = replace(own, max_recv_tokens=2 * max(tokens))
+    if mode == "in parts":
+        own = replace(own, inbox_tokens=-(-max(tokens) // 3))
     for good in world(2).run(replay, own, tokens):
         assert all(good), good

@@ -155,9 +155,8 @@ class DeviceCase:
     def _dispatch(self, handle: Handle, out: Any) -> Callable[[], Any]:
         """The call with all its arguments."""
         case = self.case
-        bound = None if case.exact else case.tokens
         return partial(
-            self.group.dispatch, handle, self.tokens, self.payloads, layout=case.layout, bound=bound, out=out
+            self.group.dispatch, handle, self.tokens, self.payloads, layout=case.layout, bound=case.tokens, out=out
         )
 
     def _combine(self, handle: Handle) -> Callable[[], Any]:

@@ -188,9 +188,9 @@ class Bench:
 
     def _group(self, cases: list[Case]) -> Any:
         keywords = cases[0].group_settings(max(case.tokens for case in cases))
-        return runner.open_group(
-            self.comm, **keywords, lanes=self.gpu.lanes, sm_limit=self.gpu.sm_limit, timeout=TIMEOUT
-        )
+        gpu = self.gpu
+        own = {"lanes": gpu.lanes, "sm_limit": gpu.sm_limit, "inbox_tokens": gpu.inbox_tokens, "timeout": TIMEOUT}
+        return runner.open_group(self.comm, **keywords, **own)
 
     def _compared(self, cases: list[Case]) -> list[Case]:
         assert self.gpu.compare is not None

@@ -37,6 +37,7 @@ class Nvlink:
     local_ranks: int = 0  # all ranks as threads of one process; 0: a process per GPU
     sm_limit: int = 0
     lanes: int = 1
+    inbox_tokens: int | None = None
     verify: bool = False
     floor: bool = True
     ablation: bool = False
@@ -60,6 +61,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "thread blocks of a kernel at most (default: the library chooses)",
     },
     "--lanes": {"type": number(1, MAX_LANES), "metavar": "L", "help": "lanes of the group (default 1)"},
+    "--inbox-tokens": {
+        "type": number(1),
+        "metavar": "I",
+        "help": "tokens whose returning rows a window of high throughput has room for (default: the library chooses)",
+    },
     "--verify": {"action": "store_true", "help": "compare each row with the oracle before it is timed"},
     "--no-floor": {"action": "store_true", "help": "leave tokenway-floor out, and with it all ratios to the floor"},
     "--ablation": {"action": "store_true", "help": "also without waiting for peers; its results are wrong"},
@@ -81,6 +87,7 @@ def from_arguments(args: argparse.Namespace) -> Nvlink | None:
         local_ranks=args.local_ranks or 0,
         sm_limit=args.sm_limit or 0,
         lanes=args.lanes or 1,
+        inbox_tokens=args.inbox_tokens,
         verify=args.verify or args.verify_only,
         floor=not (args.no_floor or args.verify_only),
         ablation=args.ablation,

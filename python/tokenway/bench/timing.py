@@ -61,7 +61,7 @@ class Exchanged:
             self.sent[0],
             payloads,
             layout=self.case.layout,
-            bound=None if self.case.exact else self.case.tokens,
+            bound=self.case.tokens,
             out=self.made[0],
         )
 

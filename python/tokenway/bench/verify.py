@@ -226,7 +226,6 @@ def exchange_once(
     out, rows, _ = made
     payloads = None if sent[1] is None else {"scales": sent[1]}
     for _ in range(2 if twice else 1):
-        bound = None if case.exact else case.tokens
-        received = group.dispatch(handle, sent[0], payloads, layout=case.layout, bound=bound, out=out)
+        received = group.dispatch(handle, sent[0], payloads, layout=case.layout, bound=case.tokens, out=out)
     check_dispatch(case, group.rank, received)
     run_experts(case, group.rank, received, rows)

@@ -21,6 +21,7 @@
 namespace tw::cuda {
 
 int load_combine_packets(const Shape& shape);
+int load_parts();
 
 namespace {
 
@@ -264,8 +265,10 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
     const bool good = can_combine(p);
     if (kFast) push.load(p, static_cast<int>(of_owner.first), static_cast<int>(of_owner.received));
     begin_at_bank(g, p.bank, &s.step.number);
+    if (p.skips) ++s.step.number;
     keep_counts(s, counts);
-    const bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
+    bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
+    if (p.skips && p.send && usable) usable = skip_step(g, s.step);
     if (s.real && !usable) {
       if (p.receive) give_up(s);
       return;  // the step has not ended: it will be another kernel's, unless the group is finished
@@ -302,6 +305,7 @@ int launch_combine(const CombineParams& params, int grid, bool early, void* stre
 
 int load_combine(const Shape& shape) {
   if (const int error = load_combine_packets(shape)) return error;
+  if (const int error = load_parts()) return error;
   for (const twDtype_t wire : {twBfloat16, twFloat16, twFloat32}) {
     if (const int error = load_bulk(CombineScratch::make(shape).bytes, of_wire(wire))) return error;
   }

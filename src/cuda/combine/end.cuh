@@ -15,15 +15,24 @@ namespace tw::cuda {
 struct Counts {
   uint32_t received;
   uint32_t sent;
-  uint32_t first;  // exact layouts: the row at which those that came begin
+  uint32_t first;       // exact layouts: the row at which those that came begin
+  uint32_t sent_first;  // the slot at which those that went begin
 };
 // `kPackets`: all rows of the call go as packets, so its layout is not exact.
 template <bool kPackets = false>
 __device__ inline Counts load_counts(const Sum& s, int rank) {
   if (rank >= s.ranks()) return {};
   const HandleView& handle = s.p.handle;
-  Counts counts{load_fresh<uint32_t>(handle.counts + rank), load_fresh<uint32_t>(handle.send_counts + rank), 0};
+  Counts counts{load_fresh<uint32_t>(handle.counts + rank), load_fresh<uint32_t>(handle.send_counts + rank), 0, 0};
   if (!kPackets && s.p.group.map.shape().exact()) counts.first = load_fresh<uint32_t>(handle.source + rank);
+  if (!kPackets && handle.part_sent != nullptr) {
+    const int at = s.p.part * s.ranks() + rank;
+    const uint32_t before = load_fresh<uint32_t>(handle.part_received + at);
+    counts.received = load_fresh<uint32_t>(handle.part_received + at + s.ranks()) - before;
+    counts.first += before;
+    counts.sent_first = load_fresh<uint32_t>(handle.part_sent + at);
+    counts.sent = load_fresh<uint32_t>(handle.part_sent + at + s.ranks()) - counts.sent_first;
+  }
   return counts;
 }
 __device__ inline void bring_counts_near(const CombineParams& p, int rank) {
@@ -39,15 +48,19 @@ __device__ inline void keep_counts(const Sum& s, Counts counts) {
     s.counts()[i] = static_cast<int>(counts.received);
     s.sent_rows()[i] = static_cast<int>(counts.sent);
     shared_at<int32_t>(s.p.at.first)[i] = static_cast<int32_t>(counts.first);
+    if (!kPackets) s.sent_first()[i] = static_cast<int32_t>(counts.sent_first);
     counts = load_counts<kPackets>(s, i + kThreads);
   }
 }
 
 // Whether there is anything to combine. Nobody answers a dispatch that failed: all ranks have seen it fail, and all
-// skip this step.
+// skip this step. So they do with the parts behind one that failed, which was the channel's last step.
 __device__ inline bool can_combine(const CombineParams& p) {
   const int32_t status = *reinterpret_cast<volatile int32_t*>(p.handle.status);
-  return !is_sticky(p.group) & (status == twSuccess);  // both are on their way at once
+  const bool good = !is_sticky(p.group) & (status == twSuccess);  // both are on their way at once
+  if (p.part == 0) return good;
+  const volatile ChannelState& channel = p.group.channels[p.channel];
+  return good && channel.failed != channel.step;
 }
 
 // Publishes the step's signal before the rows go: every row has its chunk's signal or certifies itself. The step's
@@ -91,14 +104,16 @@ __device__ inline void await_signals(const Sum& s) {
 __device__ __noinline__ static void give_up(Sum s) {
   if (!s.sums()) return;
   const auto block = static_cast<int>(blockIdx.x - first_receiver(s.p.roles));
-  fill_nan(s.p, 0, s.p.tokens, block * kThreads + static_cast<int>(threadIdx.x), s.p.roles.receiving * kThreads);
+  fill_nan(s.p, -s.p.first_token, s.p.all_tokens, block * kThreads + static_cast<int>(threadIdx.x),
+           s.p.roles.receiving * kThreads);
 }
 
 // Ends a kernel that receives. `arrived`: from begin_end, in thread 0.
 __device__ inline void finish_combine(const Sum& s, uint32_t arrived) {
   finish_block(s.p.group, s.step, arrived, s.failed(), [&] {
     await_others(s.p.group, s.step);
-    fill_nan(s.p, 0, s.p.tokens, static_cast<int>(threadIdx.x), kThreads);
+    if (threadIdx.x == 0) s.p.group.channels[s.step.channel].failed = s.step.number;
+    fill_nan(s.p, -s.p.first_token, s.p.all_tokens, static_cast<int>(threadIdx.x), kThreads);
   });
 }
 

@@ -50,6 +50,7 @@ struct Sum {
   __device__ std::byte** windows() const { return shared_at<std::byte*>(p.at.windows); }
   __device__ int32_t* counts() const { return shared_at<int32_t>(p.at.counts); }
   __device__ int32_t* sent_rows() const { return shared_at<int32_t>(p.at.sent_rows); }
+  __device__ int32_t* sent_first() const { return shared_at<int32_t>(p.at.sent_first); }
   __device__ int32_t* failed() const { return shared_at<int32_t>(p.at.failed); }
   __device__ const std::byte** places() const { return shared_at<const std::byte*>(p.at.places) + set() * fan_out(); }
   __device__ int32_t* kinds() const { return shared_at<int32_t>(p.at.kinds) + set() * fan_out(); }
@@ -115,7 +116,8 @@ __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
   for (int base = 0; base < s.fan_out(); base += 32) {
     const int position = base + lane();
     const Sent sent = base == 0 ? first : load_sent(p, token, position);
-    const Destination from = sent.to;
+    Destination from = sent.to;
+    if (position < sent.fan) from.slot -= s.sent_first()[from.rank];
     // A row for which the receiver of an exact layout had no room has not been sent, and is no term.
     const bool kept = position < sent.fan && from.slot < s.sent_rows()[from.rank];
     const uint32_t all = __ballot_sync(~0u, kept);
@@ -298,7 +300,7 @@ __device__ inline bool sum_packets(const Sum& s, int token, int fan, const Tile&
   return here;
 }
 
-// Writes NaN for tokens [begin, begin + count), by `threads` threads.
+// Writes NaN for tokens [begin, begin + count), by `threads` threads. Tokens are counted from the first of the part.
 __device__ __noinline__ static void fill_nan(const CombineParams& p, int begin, int count, int thread, int threads) {
   const uint32_t nan = p.out_dtype == twFloat32 ? 0x7fc00000u : p.out_dtype == twBfloat16 ? 0x7fc0u : 0x7e00u;
 #pragma unroll 1

@@ -181,10 +181,11 @@ __device__ __noinline__ static void sum_with_own(Sum s, int token, int fan, Tile
 __device__ inline void prefetch_own(const Sum& s, const Tile& tile, const Sent& sent) {
   const CombineParams& p = s.p;
   constexpr uint32_t kVectors = 8;  // vectors of 16 bytes that one prefetch brings
-  const bool own = lane() < sent.fan && sent.to.rank == s.me() && sent.to.slot < s.sent_rows()[s.me()];
+  const int own_slot = sent.to.slot - s.sent_first()[s.me()];
+  const bool own = lane() < sent.fan && sent.to.rank == s.me() && own_slot < s.sent_rows()[s.me()];
   const uint32_t mine = __ballot_sync(~0u, own);
   if (mine == 0) return;
-  const int slot = __shfl_sync(~0u, sent.to.slot, __ffs(static_cast<int>(mine)) - 1);
+  const int slot = __shfl_sync(~0u, own_slot, __ffs(static_cast<int>(mine)) - 1);
   const uint32_t v = tile.number * p.per_tile + kVectors * static_cast<uint32_t>(lane());
   const uint32_t end = min(p.vectors, (tile.number + tile.parts) * p.per_tile);
   if (v < end) prefetch(row_in(p, s.me(), slot) + uint64_t{16} * v);

@@ -234,10 +234,25 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.group = view_at(call.at, call.sent.map, !call.send_only);
   p.rows_digest = call.sent.digest;
   p.handle = view_of(handle);
+  if (call.parts > 1) {
+    p.handle.part_received = handle.device.part_received;
+    p.handle.part_sent = handle.device.part_sent;
+    if (call.part == 0 && send) {
+      const PartsParams parts{view_, p.handle, handle.routing.tokens, call.parts};
+      TW_RETURN_IF_FAILED(launched("the parts of a combine", launch_parts(parts, call.stream)));
+    }
+  }
   p.channel = call.at.channel;
   p.bank = bank_of(call.at);
-  p.bound = call.bound;
-  p.tokens = handle.routing.tokens;
+  p.bound = std::min(call.bound, rows.part_tokens());
+  p.part = call.part;
+  p.part_begin = call.part * rows.part_tokens();
+  p.first_token = std::min(p.part_begin, handle.routing.tokens);
+  p.all_tokens = handle.routing.tokens;
+  p.tokens = std::min(handle.routing.tokens - p.first_token, rows.part_tokens());
+  p.handle.fan += p.first_token;
+  p.handle.destinations += static_cast<int64_t>(p.first_token) * rows.fan_out();
+  p.skips = call.skips ? 1 : 0;
   p.send = send;
   p.receive = receive;
   p.expert_major = layout_of(call.layout).by_expert;
@@ -253,7 +268,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.rows = call.rows.data;
   p.block_stride = call.rows.block_stride;
   p.row_stride = call.rows.row_stride;
-  p.out = call.out;
+  p.out = call.out + p.first_token * call.out_stride;
   p.out_stride = call.out_stride;
   const int width = width_of({address_of(call.rows.data), static_cast<uint64_t>(call.rows.block_stride),
                               static_cast<uint64_t>(call.rows.row_stride), address_of(call.out),
@@ -268,7 +283,8 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.packets = PacketsAt::make(call.sent.map, p.channel);
   // Where sums overwrite rows, all rows are sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
-  plan_combine(budget, rows, {!twice}, &p);
+  plan_combine(budget, rows, {!twice, call.parts > 1}, &p);
+  if (p.skips) p.rehearses = 0;  // it would come before the step that is left out has ended
   if (twice) {
     p.receive = 0;
     TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream)));

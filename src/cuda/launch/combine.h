@@ -27,6 +27,7 @@ struct CombineScratch {
   uint32_t first;       // int32 [N] exact layouts: the row at which each source's rows begin; otherwise 0
   uint32_t counts;      // int32 [N] received from each owner
   uint32_t sent_rows;   // int32 [N] sent to each rank
+  uint32_t sent_first;  // int32 [N] the slot of the first of these: of tokens before a part there are so many
   uint32_t given;       // uint64 [kChunks] gate: opens when this place has a chunk (combine/chunks.cuh, Work)
   uint32_t sent;        // uint64 [kChunks] gate: opens when all of that chunk is sent
   uint32_t taken;       // int32 [kChunks] the chunk that has the place; -1: none is left
@@ -51,6 +52,13 @@ struct CombineParams {
   int32_t bank;  // the bank that the rows must go to, over a staged transport; else -1
   int32_t bound;
   int32_t tokens;
+  // One part of a combine (CombineCall::part): of those tokens, rows and counts are meant that belong to it, and the
+  // handle's `fan` and `destinations` and `out` begin at its first token.
+  int32_t part;
+  int32_t part_begin;   // its first token at any rank
+  int32_t first_token;  // the same, but at most how many tokens this rank has, which is all_tokens
+  int32_t all_tokens;
+  int32_t skips;  // 1: a step is left out before it, which the kernel that sends makes (S2)
   int32_t send;
   int32_t receive;
   int32_t expert_major;
@@ -83,9 +91,18 @@ struct CombineParams {
   int32_t rehearses;     // blocks that send rehearse if the kernel comes early (dispatch/dispatch.cu)
 };
 
-// Both launch `grid` blocks; `early`: see launch.h. A cudaError_t comes back as int, so that the host side needs no
-// CUDA header.
+// The rows of each part, counted: fills part_received and part_sent of the handle.
+struct PartsParams {
+  GroupView group;
+  HandleView handle;
+  int32_t tokens;
+  int32_t parts;
+};
+
+// launch_parts launches what it needs. The others launch `grid` blocks; `early`: see launch.h. A cudaError_t comes back
+// as int, so that the host side needs no CUDA header.
 int launch_combine(const CombineParams& params, int grid, bool early, void* stream);
 int launch_combine_packets(const CombineParams& params, int grid, bool early, void* stream);
+int launch_parts(const PartsParams& params, void* stream);
 
 }  // namespace tw::cuda

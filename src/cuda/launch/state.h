@@ -92,6 +92,7 @@ struct alignas(64) ChannelState {
   uint32_t sums[kWorkCounters];  // by step: tiles of a bulk combine's sums beyond what every warp begins with, drawn
                                  // downwards
   uint32_t done[kMaxBlocks];     // by block: low half of the last step that it has finished
+  uint64_t failed;               // the last part of a combine that failed: the parts behind it are no steps
 };
 
 struct DeviceState {

@@ -51,7 +51,8 @@ void plan_combine(const Budget& budget, const Shape& shape, const CombineFacts& 
   const bool same = p.rows_dtype == p.wire_dtype;
   const bool direct = p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype;
   const bool usual = direct && p.plain;
-  const bool packets = direct && (p.plain || (p.expert_major && same)) && all_packets(budget, shape, p.bound);
+  const bool packets =
+      !facts.parted && direct && (p.plain || (p.expert_major && same)) && all_packets(budget, shape, p.bound);
   p.kind = kind_of(budget, usual, packets);
   p.tail_packets = std::min(budget.packet_tokens, budget.summed_tail);
   const int64_t returning = static_cast<int64_t>(shape.ranks - (p.own_direct ? 1 : 0)) * p.bound;

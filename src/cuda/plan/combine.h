@@ -12,7 +12,8 @@
 namespace tw::cuda {
 
 struct CombineFacts {
-  bool apart = true;  // the memory of sums overwrites no row that is still to be sent
+  bool apart = true;    // the memory of sums overwrites no row that is still to be sent
+  bool parted = false;  // the call is one part of several, for which kernels of packets have no places
 };
 
 // Plans one call. Reads of *params what the call has (tokens, bound, send, receive, dtypes, what its memory allows);

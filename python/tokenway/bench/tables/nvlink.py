@@ -117,6 +117,7 @@ def _what(run: Run) -> str:
     told += f", weighting {s['weighting']}"
     told += ", over NCCL" if gpu.get("over") == "nccl" else ""
     told += f", {gpu['lanes']} lanes" if gpu["lanes"] > 1 else ""
+    told += f", an inbox of {gpu['inbox_tokens']} tokens" if gpu.get("inbox_tokens") else ""
     return told + (f", at most {gpu['sm_limit']} SMs" if gpu["sm_limit"] else "")
 
 
