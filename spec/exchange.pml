@@ -24,6 +24,9 @@
  *                    row of its own in the bytes of the others; and a dispatch, on whatever channel, needs the counts
  *                    that were sent before it: a rank that does not know them yet puts its row where another's belongs.
  *
+ *     -DPARTS        combines may take parts: behind a combine of a dispatch's view there may be a skip, which writes no
+ *                    row, and then another combine of the same view, and so on. Not together with COUNTS.
+ *
  * -DONE_CHANNEL and -DLENGTH=n make room for these. run.py has the list of what is searched: the first two on two
  * channels to length 6, the other two, which are far larger, on one channel to length 6.
  *
@@ -38,6 +41,7 @@
  *     can still end now; and what overwrites a row between the wait and the read has also overwritten it before this.
  *   - The last read of a dispatch view is one transition with the first publish after it. Reading as late as is allowed
  *     sees every overwriting that an earlier read sees.
+ *     With PARTS a view is looked at before the first publish of each combine that reads it.
  *   - Dead values are blanked: a row after the last read it may have, a signal's mode when it was read, the variables
  *     of a rank that has left. A read too many finds a blank instead of an old row, which is as wrong.
  *   - The sequence is chosen place by place, when the first rank gets there, and forgotten when the last one has
@@ -71,10 +75,16 @@
 #define DISPATCH 0
 #define COMBINE 1
 #define COUNT 2
+#define SKIP 2 /* in place of COUNT */
 #ifdef COUNTS
 #define KINDS 3
 #else
-#define KINDS 2
+#define KINDS 2 /* of rows */
+#endif
+#ifdef PARTS
+#define SORTS 3 /* of steps */
+#else
+#define SORTS KINDS
 #endif
 
 /* A signal: step and mode. */
@@ -109,7 +119,7 @@ byte abort_signal[N * 2]; /* 1 + culprit */
 /* Each rank's counters: the last step begun on the channel. Global only so that claims can compare them. */
 byte step[N * CHANNELS] = FIRST;
 
-/* The sequence, the same on all ranks (S5): 0 is not chosen yet, else 1 + KINDS * channel + kind. */
+/* The sequence, the same on all ranks (S5): 0 is not chosen yet, else 1 + SORTS * channel + kind. */
 byte program[LENGTH];
 byte passed[LENGTH]; /* how many ranks have taken it */
 
@@ -118,7 +128,8 @@ bit gone; /* rank 2 has stopped */
 #if defined(MUTATION_ONE_BANK) || defined(MUTATION_BANK_BY_CYCLE) || defined(MUTATION_SHARED_COUNTER) || \
     defined(MUTATION_SEND_AHEAD) || defined(MUTATION_EARLY_PUBLISH) || defined(MUTATION_GO_ON_AFTER_TIMEOUT) || \
     defined(MUTATION_PUBLISH_BEFORE_ROWS) || defined(MUTATION_HOST_ORDER) || defined(MUTATION_NO_ABORT) || \
-    defined(MUTATION_REFUSE_WITHOUT_DRAIN) || defined(MUTATION_PLAIN_COMPARE) || defined(MUTATION_COUNTS_AHEAD)
+    defined(MUTATION_REFUSE_WITHOUT_DRAIN) || defined(MUTATION_PLAIN_COMPARE) || defined(MUTATION_COUNTS_AHEAD) || \
+    defined(MUTATION_PARTS_WITHOUT_SKIPS)
 #define MUTATED
 #endif
 
@@ -172,6 +183,27 @@ byte count[N * CHANNELS];
 #define KNOWN true
 #else
 #define KNOWN (!COUNTING) /* a handle is dispatched when its counts are known */
+#endif
+
+/*
+ * Parts: how many steps ago, with this one, the dispatch was whose view the channel's combines read: odd in a dispatch or
+ * a skip, even in a combine; 0 where there is none.
+ */
+#ifdef PARTS
+#define AGE age[channel]
+#define AGE_OF(l) age[l]
+#else
+#define AGE 0
+#define AGE_OF(l) 0
+#endif
+#ifdef MUTATION_PARTS_WITHOUT_SKIPS
+#define MAY_SKIP(l) false
+#define MUST_COMBINE(l) false
+#define READS_VIEW(before) ((before) > 0)
+#else
+#define MAY_SKIP(l) (AGE_OF(l) > 0 && AGE_OF(l) % 2 == 0)
+#define MUST_COMBINE(l) (AGE_OF(l) > 1 && AGE_OF(l) % 2 == 1)
+#define READS_VIEW(before) ((before) % 2 == 1)
 #endif
 
 #ifdef MUTATION_HOST_ORDER /* rank 2 swaps every two steps */
@@ -232,8 +264,8 @@ byte count[N * CHANNELS];
 #define VIEW_OF(d) (ROW_BIT(d) << (2 * channel))
 
 /* The next step of the sequence; of one that is not chosen yet, no channel and no kind. */
-#define CHANNEL_NEXT ((program[PLACE] - 1) / KINDS)
-#define KIND_NEXT (program[PLACE] == 0 -> KINDS : (program[PLACE] - 1) % KINDS)
+#define CHANNEL_NEXT ((program[PLACE] - 1) / SORTS)
+#define KIND_NEXT (program[PLACE] == 0 -> SORTS : (program[PLACE] - 1) % SORTS)
 
 /* What the host does next: start the next step of the sequence, or complete (and block in) any that is in flight. */
 inline choose()
@@ -244,13 +276,17 @@ inline choose()
     :: at < LENGTH && (program[PLACE] == 0 -> FREE(0) || MAY_BE_OTHER : FREE(CHANNEL_NEXT)) &&
        (KIND_NEXT != DISPATCH || KNOWN) ->
         if
-        :: program[PLACE] == 0 && FREE(0) && KNOWN -> program[PLACE] = 1 + DISPATCH
+        :: program[PLACE] == 0 && FREE(0) && KNOWN && !MUST_COMBINE(0) -> program[PLACE] = 1 + DISPATCH
         :: program[PLACE] == 0 && FREE(0) -> program[PLACE] = 1 + COMBINE
-        :: program[PLACE] == 0 && MAY_BE_OTHER && KNOWN -> program[PLACE] = 1 + KINDS + DISPATCH
-        :: program[PLACE] == 0 && MAY_BE_OTHER -> program[PLACE] = 1 + KINDS + COMBINE
+        :: program[PLACE] == 0 && MAY_BE_OTHER && KNOWN && !MUST_COMBINE(1) -> program[PLACE] = 1 + SORTS + DISPATCH
+        :: program[PLACE] == 0 && MAY_BE_OTHER -> program[PLACE] = 1 + SORTS + COMBINE
+#ifdef PARTS
+        :: program[PLACE] == 0 && FREE(0) && MAY_SKIP(0) -> program[PLACE] = 1 + SKIP
+        :: program[PLACE] == 0 && MAY_BE_OTHER && MAY_SKIP(1) -> program[PLACE] = 1 + SORTS + SKIP
+#endif
 #ifdef COUNTS
         :: program[PLACE] == 0 && FREE(0) -> program[PLACE] = 1 + COUNT
-        :: program[PLACE] == 0 && MAY_BE_OTHER -> program[PLACE] = 1 + KINDS + COUNT
+        :: program[PLACE] == 0 && MAY_BE_OTHER -> program[PLACE] = 1 + SORTS + COUNT
 #endif
         :: program[PLACE] != 0
         fi;
@@ -264,7 +300,7 @@ inline begin()
 {
     doing = SENDING;
     channel = CHANNEL_NEXT;
-    kinds = (kinds & ~(3 << (2 * channel))) | (((program[PLACE] - 1) % KINDS) << (2 * channel));
+    kinds = (kinds & ~(3 << (2 * channel))) | (((program[PLACE] - 1) % SORTS) << (2 * channel));
     passed[PLACE]++;
     if
     :: passed[PLACE] == N -> program[PLACE] = 0; passed[PLACE] = 0
@@ -274,6 +310,7 @@ inline begin()
 
     RULE(S2, (flight & CHANNEL_BIT) == 0);
     STEP = NEXT(STEP);
+    grow_old();
 #ifdef MUTATION_BANK_BY_CYCLE
     cycle[CHANNEL_AT(me, channel)] = cycle[CHANNEL_AT(me, channel)] + 1 - KIND;
 #endif
@@ -285,9 +322,11 @@ inline begin()
     todo = ALL_SIGNALS;
     if
 #ifdef ROWS_APART
-    :: todo = ALL_SIGNALS | ALL_ROWS; write_to_self()
+    :: KIND == SKIP && KINDS == 2
+    :: KIND != SKIP || KINDS != 2 -> todo = ALL_SIGNALS | ALL_ROWS; write_to_self()
 #else
-    :: write(1); write(2)
+    :: KIND == SKIP && KINDS == 2
+    :: KIND != SKIP || KINDS != 2 -> write(1); write(2)
 #endif
 #ifdef REFUSAL
     :: refusing = refusing | CHANNEL_BIT
@@ -296,6 +335,37 @@ inline begin()
 #ifdef MUTATION_EARLY_PUBLISH
     todo = todo | VIEW_BIT
 #endif
+}
+
+/* With parts: whether this step reads the view of the last dispatch. A view that no step will read any more is dead. */
+inline grow_old()
+{
+#ifdef PARTS
+    if
+    :: KIND == SKIP || (KIND == COMBINE && READS_VIEW(AGE)) -> AGE++
+    :: else ->
+        if
+        :: AGE > 1 -> bury(1); bury(2); views = views & ~(3 << (2 * channel))
+        :: else
+        fi;
+        AGE = (KIND == DISPATCH -> 1 : 0)
+    fi
+#else
+    skip
+#endif
+}
+
+#define VIEW_STEP DISTANCE(STEP, AGE - 1)
+#define VIEW_AT(d) row[ROW_AT(me, channel, VIEW_STEP % 2, DISPATCH, d)]
+
+/* Before AGE is that of the step that begins. A peer may have written to the bank already, in that step. */
+inline bury(d)
+{
+    if
+    :: row[ROW_AT(me, channel, DISTANCE(STEP, AGE) % 2, DISPATCH, d)] == ROW(PEER(d), DISPATCH, DISTANCE(STEP, AGE)) ->
+        row[ROW_AT(me, channel, DISTANCE(STEP, AGE) % 2, DISPATCH, d)] = 0
+    :: else
+    fi
 }
 
 inline write(d)
@@ -365,9 +435,22 @@ inline publish(d)
  */
 inline read_view()
 {
-    read_view_of(1);
-    read_view_of(2);
-    views = views & ~(3 << (2 * channel))
+    if
+    :: AGE > 1 -> /* of this combine, and perhaps of others behind it */
+        if
+        :: KIND == COMBINE && (todo & ALL_SIGNALS) == ALL_SIGNALS -> look_at(1); look_at(2)
+        :: else
+        fi
+    :: else ->
+        read_view_of(1);
+        read_view_of(2);
+        views = views & ~(3 << (2 * channel))
+    fi
+}
+
+inline look_at(d)
+{
+    CLAIM(S3, (views & VIEW_OF(d)) == 0 || VIEW_AT(d) == ROW(PEER(d), DISPATCH, VIEW_STEP))
 }
 
 #define VIEWED(d) row[ROW_AT(me, channel, BANK_BEFORE, DISPATCH, d)]
@@ -402,6 +485,7 @@ inline read(d)
 {
     RULE(S2, STEP_OF(SEEN(d)) == STEP);
     if
+    :: KIND == SKIP && KINDS == 2
     :: REFUSING || (SEEN(d) & REFUSED) -> /* this rank only drains, or nothing was sent */
         READ(d) = 0;
         SEEN(d) = STEP_OF(SEEN(d))
@@ -447,7 +531,10 @@ inline tell(d)
 
 inline forget()
 {
-    doing = IDLE; at = 0; channel = 0; todo = 0; flight = 0; kinds = 0; refusing = 0; views = 0; culprit = 0
+    doing = IDLE; at = 0; channel = 0; todo = 0; flight = 0; kinds = 0; refusing = 0; views = 0; culprit = 0;
+#ifdef PARTS
+    age[0] = 0; age[1] = 0
+#endif
 }
 
 inline leave()
@@ -466,6 +553,9 @@ active [N] proctype Rank()
     byte flight, refusing;        /* a bit per channel */
     byte kinds;                   /* two bits per channel */
     byte views;                   /* two bits per channel: whose rows of the last dispatch may still be read */
+#ifdef PARTS
+    byte age[CHANNELS];
+#endif
 
     do
     :: atomic {
