@@ -83,10 +83,9 @@ struct DeviceArrays {
   uint32_t* metadata_step = nullptr;  // the step whose dispatch brought the metadata; 0: none since the counts
   bool brought = false;               // what is launched will bring it: the device alone knows when
   GroupMarks* marks = nullptr;        // [groups of 32 tokens, N], made by the exchange of counts
-  // Where a combine takes parts, [parts + 1, N], at most kMaxParts: how many rows of tokens before each part came from
-  // each rank, and how many went to it; at last all.
-  int32_t* part_received = nullptr;
-  int32_t* part_sent = nullptr;
+  // [kMaxParts + 1, 2, N]: how many rows of tokens before each part of a combine came from each rank, and how many went
+  // to it; behind the last part all.
+  int32_t* part_counts = nullptr;
   void* counts_page = nullptr;  // the backend's: where the device tells the host the counts
   uint64_t counts_serial = 0;   // the last exchange that tells the host; 0: none does
   uint64_t page_serial = 0;     // the last exchange that writes to the page

@@ -47,9 +47,8 @@ uint64_t place_arrays(const Shape& shape, int32_t local_experts, int id_bytes, b
   place(arrays->shown.offsets, exact * (experts + 1));
   place(arrays->device.metadata_step, exact * device);
   place(arrays->device.marks, exact * device * (tokens + 31) / 32 * ranks);
-  const uint64_t parted = exact * device * (kMaxParts + 1) * ranks;  // combines may take parts once the group has grown
-  place(arrays->device.part_received, parted);
-  place(arrays->device.part_sent, parted);
+  // Always: combines may take parts once the group has grown.
+  place(arrays->device.part_counts, exact * device * (kMaxParts + 1) * 2 * ranks);
   place(arrays->counts.receive_offset, shape.leases() ? ranks * shape.payloads : 0);
   return at;
 }

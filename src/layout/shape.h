@@ -43,12 +43,12 @@ struct Shape {
   // The next two are for a group with a placement alone, else 0 (tokenway/placement.h).
   int32_t logical_experts = 0;  // E
   int32_t counts_loads = 0;     // 1: dispatches tell load statistics
+  // Tokens whose partials an inbox has room for: a combine of more takes several parts. 0: all, which is max_tokens.
+  // At least max_tokens / kMaxParts. (It stands where it makes kernels' parameters no longer.)
+  int32_t inbox_tokens = 0;
   // Bytes that there is room for in each row, whatever a call's rows consist of: least_room of the configured rows.
   uint64_t dispatch_room = 0;  // of all payloads together
   uint64_t combine_room = 0;
-  // Tokens whose partials an inbox has room for: a combine of more takes several parts. 0: all, which is max_tokens.
-  // At least max_tokens / kMaxParts.
-  int32_t inbox_tokens = 0;
 
   constexpr bool exact() const { return recv_rows > 0; }
   constexpr bool leases() const { return lease_bytes > 0; }

@@ -16,7 +16,7 @@ namespace tw::cuda {
 // Gives where the owner of a row wants its partial. `header`: the row's, whose low half is the token, and whose place
 // is counted from the part's first token; over a staged transport, its slot.
 __device__ inline std::byte* place_of(const Sum& s, int owner, uint64_t header) {
-  header -= static_cast<uint32_t>(s.p.part_begin);
+  header -= static_cast<uint32_t>(s.p.part.begin);
   return s.windows()[owner] + inbox_target(s.p.group, s.step.channel, s.step.bank(), owner, header, s.p.bound);
 }
 

@@ -265,10 +265,10 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
     const bool good = can_combine(p);
     if (kFast) push.load(p, static_cast<int>(of_owner.first), static_cast<int>(of_owner.received));
     begin_at_bank(g, p.bank, &s.step.number);
-    if (p.skips) ++s.step.number;
+    if (p.part.skips) ++s.step.number;
     keep_counts(s, counts);
     bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
-    if (p.skips && p.send && usable) usable = skip_step(g, s.step);
+    if (p.part.skips && p.send && usable) usable = skip_step(g, s.step);
     if (s.real && !usable) {
       if (p.receive) give_up(s);
       return;  // the step has not ended: it will be another kernel's, unless the group is finished

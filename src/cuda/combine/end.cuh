@@ -25,13 +25,14 @@ __device__ inline Counts load_counts(const Sum& s, int rank) {
   const HandleView& handle = s.p.handle;
   Counts counts{load_fresh<uint32_t>(handle.counts + rank), load_fresh<uint32_t>(handle.send_counts + rank), 0, 0};
   if (!kPackets && s.p.group.map.shape().exact()) counts.first = load_fresh<uint32_t>(handle.source + rank);
-  if (!kPackets && handle.part_sent != nullptr) {
-    const int at = s.p.part * s.ranks() + rank;
-    const uint32_t before = load_fresh<uint32_t>(handle.part_received + at);
-    counts.received = load_fresh<uint32_t>(handle.part_received + at + s.ranks()) - before;
+  if (!kPackets && s.p.part.counts != nullptr) {
+    const int32_t* const received = s.p.part.counts + 2 * s.p.part.number * s.ranks() + rank;
+    const int32_t* const sent = received + s.ranks();
+    const uint32_t before = load_fresh<uint32_t>(received);
+    counts.received = load_fresh<uint32_t>(received + 2 * s.ranks()) - before;
     counts.first += before;
-    counts.sent_first = load_fresh<uint32_t>(handle.part_sent + at);
-    counts.sent = load_fresh<uint32_t>(handle.part_sent + at + s.ranks()) - counts.sent_first;
+    counts.sent_first = load_fresh<uint32_t>(sent);
+    counts.sent = load_fresh<uint32_t>(sent + 2 * s.ranks()) - counts.sent_first;
   }
   return counts;
 }
@@ -55,10 +56,11 @@ __device__ inline void keep_counts(const Sum& s, Counts counts) {
 
 // Whether there is anything to combine. Nobody answers a dispatch that failed: all ranks have seen it fail, and all
 // skip this step. So they do with the parts behind one that failed, which was the channel's last step.
+template <bool kPackets = false>
 __device__ inline bool can_combine(const CombineParams& p) {
   const int32_t status = *reinterpret_cast<volatile int32_t*>(p.handle.status);
   const bool good = !is_sticky(p.group) & (status == twSuccess);  // both are on their way at once
-  if (p.part == 0) return good;
+  if (kPackets || p.part.number == 0) return good;
   const volatile ChannelState& channel = p.group.channels[p.channel];
   return good && channel.failed != channel.step;
 }
@@ -100,20 +102,28 @@ __device__ inline void await_signals(const Sum& s) {
   if (!__all_sync(~0u, good) && lane() == 0) *s.failed() = 1;
 }
 
-// Nothing was sent or summed: writes NaN for all tokens, by the blocks that would have summed.
+// Writes NaN for all tokens, those of other parts too, by `threads` threads.
+template <bool kPackets>
+__device__ inline void spoil(const Sum& s, int thread, int threads) {
+  const PartOfCombine& part = s.p.part;
+  fill_nan(s.p, kPackets ? 0 : -part.first_token, kPackets ? s.p.tokens : part.all_tokens, thread, threads);
+}
+
+// Nothing was sent or summed: writes NaN, by the blocks that would have summed.
+template <bool kPackets = false>
 __device__ __noinline__ static void give_up(Sum s) {
   if (!s.sums()) return;
   const auto block = static_cast<int>(blockIdx.x - first_receiver(s.p.roles));
-  fill_nan(s.p, -s.p.first_token, s.p.all_tokens, block * kThreads + static_cast<int>(threadIdx.x),
-           s.p.roles.receiving * kThreads);
+  spoil<kPackets>(s, block * kThreads + static_cast<int>(threadIdx.x), s.p.roles.receiving * kThreads);
 }
 
 // Ends a kernel that receives. `arrived`: from begin_end, in thread 0.
+template <bool kPackets = false>
 __device__ inline void finish_combine(const Sum& s, uint32_t arrived) {
   finish_block(s.p.group, s.step, arrived, s.failed(), [&] {
     await_others(s.p.group, s.step);
-    if (threadIdx.x == 0) s.p.group.channels[s.step.channel].failed = s.step.number;
-    fill_nan(s.p, -s.p.first_token, s.p.all_tokens, static_cast<int>(threadIdx.x), kThreads);
+    if (!kPackets && threadIdx.x == 0) s.p.group.channels[s.step.channel].failed = s.step.number;
+    spoil<kPackets>(s, static_cast<int>(threadIdx.x), kThreads);
   });
 }
 

@@ -238,10 +238,10 @@ __global__ void __launch_bounds__(kThreads, 1) combine_packets_kernel(const __gr
   const Sent sent = sent_at.load();
   const Counts counts = load_counts<true>(s, thread);
   s.step.number = next_step(g, p.channel);
-  const bool good = can_combine(p);
+  const bool good = can_combine<true>(p);
   keep_counts<true>(s, counts);
   if (__syncthreads_and(good) == 0) {  // threads that differ would wait for each other
-    if (p.receive) give_up(s);
+    if (p.receive) give_up<true>(s);
     return;  // the step has not ended: it will be another kernel's, unless the group is finished
   }
   const bool last = thread / 32 == kWarps - 1;      // the warp with least to do
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_packets_kernel(const __gr
   if (thread == 0 && blockIdx.x == 0) clear_counters(g, s.step);
   if (s.sums()) sum_tiles<kWire, kGroups, kSums>(s, token, sent);
   if (concludes(s) && last) await_signals(s);
-  if (p.receive) finish_combine(s, arrived);
+  if (p.receive) finish_combine<true>(s, arrived);
 }
 
 // Calls use(kernel). With few tokens a warp has one group at a time, so that no instructions are there twice.

@@ -2,7 +2,7 @@
 // tokens, so the rows of a part are a range of slots at both ends: the owner finds where it begins in the marks that
 // the exchange of counts has made, and the rank that returns rows by a search in the tokens of their headers.
 //
-// Takes PartsParams; gives part_received and part_sent in the handle. Nothing is sent.
+// Takes PartsParams; gives the handle's DeviceArrays::part_counts. Nothing is sent.
 //
 // What breaks if this changes: both ends must find the same ranges (S4, S10), else rows are waited for that nobody
 // sends.
@@ -54,8 +54,9 @@ __global__ void __launch_bounds__(kThreads) parts_kernel(const __grid_constant__
     const int token = i / shape.ranks < p.parts ? i / shape.ranks * shape.part_tokens() : INT32_MAX;
     const int received = rows_before(p, rank, token);
     if (lane() != 0) continue;
-    p.handle.part_received[i] = received;
-    p.handle.part_sent[i] = sent_before(p, rank, token);
+    int32_t* const counts = p.counts + 2 * (i / shape.ranks) * shape.ranks + rank;
+    counts[0] = received;
+    counts[shape.ranks] = sent_before(p, rank, token);
   }
 }
 

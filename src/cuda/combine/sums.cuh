@@ -50,7 +50,7 @@ struct Sum {
   __device__ std::byte** windows() const { return shared_at<std::byte*>(p.at.windows); }
   __device__ int32_t* counts() const { return shared_at<int32_t>(p.at.counts); }
   __device__ int32_t* sent_rows() const { return shared_at<int32_t>(p.at.sent_rows); }
-  __device__ int32_t* sent_first() const { return shared_at<int32_t>(p.at.sent_first); }
+  __device__ int32_t* sent_first() const { return sent_rows() + ranks(); }
   __device__ int32_t* failed() const { return shared_at<int32_t>(p.at.failed); }
   __device__ const std::byte** places() const { return shared_at<const std::byte*>(p.at.places) + set() * fan_out(); }
   __device__ int32_t* kinds() const { return shared_at<int32_t>(p.at.kinds) + set() * fan_out(); }

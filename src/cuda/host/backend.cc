@@ -224,6 +224,23 @@ Status NvlinkBackend::run_places(const CombineCall& call, const Budget& budget, 
   return run_view("places by expert", launch_expert_view, budget, p, call.stream);
 }
 
+// Points a combine's parameters at its part; before the first part all are counted.
+Status NvlinkBackend::part_of(const CombineCall& call, const HandleArrays& handle, bool send, CombineParams* params) {
+  CombineParams& p = *params;
+  const Shape& shape = call.sent.map.shape();
+  const int32_t tokens = handle.routing.tokens;
+  int32_t* const counts = handle.device.part_counts;
+  if (call.part == 0 && send) {
+    const PartsParams parts{view_, p.handle, counts, tokens, call.parts};
+    TW_RETURN_IF_FAILED(launched("the parts of a combine", launch_parts(parts, call.stream)));
+  }
+  const int32_t begin = call.part * shape.part_tokens();
+  p.part = {counts, call.part, begin, std::min(begin, tokens), tokens, call.skips ? 1 : 0};
+  p.handle.fan += p.part.first_token;
+  p.handle.destinations += static_cast<int64_t>(p.part.first_token) * shape.fan_out();
+  return {};
+}
+
 Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
@@ -234,25 +251,12 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.group = view_at(call.at, call.sent.map, !call.send_only);
   p.rows_digest = call.sent.digest;
   p.handle = view_of(handle);
-  if (call.parts > 1) {
-    p.handle.part_received = handle.device.part_received;
-    p.handle.part_sent = handle.device.part_sent;
-    if (call.part == 0 && send) {
-      const PartsParams parts{view_, p.handle, handle.routing.tokens, call.parts};
-      TW_RETURN_IF_FAILED(launched("the parts of a combine", launch_parts(parts, call.stream)));
-    }
-  }
+  p.part.all_tokens = handle.routing.tokens;
+  if (call.parts > 1) TW_RETURN_IF_FAILED(part_of(call, handle, send, &p));
   p.channel = call.at.channel;
   p.bank = bank_of(call.at);
   p.bound = std::min(call.bound, rows.part_tokens());
-  p.part = call.part;
-  p.part_begin = call.part * rows.part_tokens();
-  p.first_token = std::min(p.part_begin, handle.routing.tokens);
-  p.all_tokens = handle.routing.tokens;
-  p.tokens = std::min(handle.routing.tokens - p.first_token, rows.part_tokens());
-  p.handle.fan += p.first_token;
-  p.handle.destinations += static_cast<int64_t>(p.first_token) * rows.fan_out();
-  p.skips = call.skips ? 1 : 0;
+  p.tokens = std::min(handle.routing.tokens - p.part.first_token, rows.part_tokens());
   p.send = send;
   p.receive = receive;
   p.expert_major = layout_of(call.layout).by_expert;
@@ -268,7 +272,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.rows = call.rows.data;
   p.block_stride = call.rows.block_stride;
   p.row_stride = call.rows.row_stride;
-  p.out = call.out + p.first_token * call.out_stride;
+  p.out = call.out + p.part.first_token * call.out_stride;
   p.out_stride = call.out_stride;
   const int width = width_of({address_of(call.rows.data), static_cast<uint64_t>(call.rows.block_stride),
                               static_cast<uint64_t>(call.rows.row_stride), address_of(call.out),
@@ -284,7 +288,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   // Where sums overwrite rows, all rows are sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
   plan_combine(budget, rows, {!twice, call.parts > 1}, &p);
-  if (p.skips) p.rehearses = 0;  // it would come before the step that is left out has ended
+  if (p.part.skips) p.rehearses = 0;  // it would come before the step that is left out has ended
   if (twice) {
     p.receive = 0;
     TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream)));

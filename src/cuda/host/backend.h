@@ -158,6 +158,7 @@ class NvlinkBackend : public Backend {
   Status budget_for(const Shape& shape, Budget* budget) const;
   Status least(const BackendInit& init, uint64_t tag, std::initializer_list<int32_t*> values);
   Status run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive);
+  Status part_of(const CombineCall& call, const HandleArrays& handle, bool send, CombineParams* params);
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_collective(const CollectiveCall& call, bool send, bool receive);
   Status run_refusal(StepPlace at, const Refusal& refusal, bool send, bool receive);

@@ -26,8 +26,7 @@ struct CombineScratch {
   uint32_t from;        // Destination [sets, F] who sends the term, and from which slot
   uint32_t first;       // int32 [N] exact layouts: the row at which each source's rows begin; otherwise 0
   uint32_t counts;      // int32 [N] received from each owner
-  uint32_t sent_rows;   // int32 [N] sent to each rank
-  uint32_t sent_first;  // int32 [N] the slot of the first of these: of tokens before a part there are so many
+  uint32_t sent_rows;   // int32 [2, N] sent to each rank, and the slot of the first of these
   uint32_t given;       // uint64 [kChunks] gate: opens when this place has a chunk (combine/chunks.cuh, Work)
   uint32_t sent;        // uint64 [kChunks] gate: opens when all of that chunk is sent
   uint32_t taken;       // int32 [kChunks] the chunk that has the place; -1: none is left
@@ -35,6 +34,17 @@ struct CombineScratch {
   uint32_t bytes;
 
   static CombineScratch make(const Shape& shape);
+};
+
+// The tokens that a kernel combines, where a combine takes parts: `tokens`, rows and counts of CombineParams are those
+// of its part, and `fan` and `destinations` of the handle and `out` begin at its first token.
+struct PartOfCombine {
+  const int32_t* counts;  // DeviceArrays::part_counts; NULL: the combine is one part
+  int32_t number;
+  int32_t begin;        // its first token, at any rank
+  int32_t first_token;  // the same, but at most all_tokens
+  int32_t all_tokens;   // of this rank, in all parts
+  int32_t skips;        // 1: a step is left out before it, which the kernel that sends makes (S2)
 };
 
 // One combine as its kernel sees it. What partials are made of is told in device/sum.cuh.
@@ -52,13 +62,6 @@ struct CombineParams {
   int32_t bank;  // the bank that the rows must go to, over a staged transport; else -1
   int32_t bound;
   int32_t tokens;
-  // One part of a combine (CombineCall::part): of those tokens, rows and counts are meant that belong to it, and the
-  // handle's `fan` and `destinations` and `out` begin at its first token.
-  int32_t part;
-  int32_t part_begin;   // its first token at any rank
-  int32_t first_token;  // the same, but at most how many tokens this rank has, which is all_tokens
-  int32_t all_tokens;
-  int32_t skips;  // 1: a step is left out before it, which the kernel that sends makes (S2)
   int32_t send;
   int32_t receive;
   int32_t expert_major;
@@ -89,12 +92,14 @@ struct CombineParams {
   int32_t turn_chunks;   // chunks that are drawn together
   int32_t drawn;         // turns that a block draws ahead: turns_ahead
   int32_t rehearses;     // blocks that send rehearse if the kernel comes early (dispatch/dispatch.cu)
+  PartOfCombine part;    // last, so that kernels for whole combines find what they read where it was without parts
 };
 
-// The rows of each part, counted: fills part_received and part_sent of the handle.
+// The rows of each part, counted: fills DeviceArrays::part_counts.
 struct PartsParams {
   GroupView group;
   HandleView handle;
+  int32_t* counts;
   int32_t tokens;
   int32_t parts;
 };

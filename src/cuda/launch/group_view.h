@@ -76,8 +76,6 @@ struct HandleView {
   uint32_t* metadata_step;   // low half of the step that brought the rows' metadata; 0: none has. NULL: every dispatch
                              // brings it
   uint64_t* receive_offset;  // [N, payloads], as in Counts
-  int32_t* part_received;    // [parts + 1, N]: DeviceArrays. NULL: a combine is one part
-  int32_t* part_sent;
 };
 
 // How received ids are shown to the caller; NULL: not wanted.

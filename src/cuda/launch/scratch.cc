@@ -72,8 +72,7 @@ CombineScratch CombineScratch::make(const Shape& shape) {
   at.row_counts = carver.take<int32_t>(kSets);
   at.first = carver.take<int32_t>(shape.ranks);
   at.counts = carver.take<int32_t>(shape.ranks);
-  at.sent_rows = carver.take<int32_t>(shape.ranks);
-  at.sent_first = carver.take<int32_t>(shape.ranks);
+  at.sent_rows = carver.take<int32_t>(2 * shape.ranks);
   at.given = carver.take<uint64_t>(kChunks);
   at.sent = carver.take<uint64_t>(kChunks);
   at.taken = carver.take<int32_t>(kChunks);
