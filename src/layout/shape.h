@@ -71,7 +71,7 @@ struct Shape {
   constexpr int64_t most_rows() const { return recv_rows > 0 ? recv_rows : static_cast<int64_t>(ranks) * max_tokens; }
   // Tokens of one part of a combine, and how many parts a combine has whose ranks have at most `bound` tokens.
   constexpr int32_t part_tokens() const { return inbox_tokens > 0 ? inbox_tokens : max_tokens; }
-  constexpr int32_t parts(int32_t bound) const { return (bound + part_tokens() - 1) / part_tokens(); }
+  constexpr int32_t parts(int32_t bound) const { return bound > 0 ? (bound + part_tokens() - 1) / part_tokens() : 1; }
   // A token goes to at most this many ranks; the owner's inbox has as many places per token.
   constexpr int32_t fan_out() const { return top_k < ranks ? top_k : ranks; }
 };

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -41,6 +42,18 @@ def run(*command: str | Path, code: int = 0) -> str:
 def example(name: str, *arguments: str | Path, code: int = 0) -> str:
     """The output of a Python example."""
     return run(sys.executable, EXAMPLES / name, *arguments, code=code)
+
+
+@pytest.fixture
+def spoil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has the examples' processes run a program first, which may put other functions in the library's place."""
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+
+    def write(program: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(program)
+
+    return write
 
 
 @pytest.fixture
@@ -92,10 +105,10 @@ def test_moe_layer(text: Path, options: list[str]) -> None:
 
 
 @pytest.mark.long
-def test_moe_layer_is_not_blind(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moe_layer_is_not_blind(text: Path, spoil: Callable[[str], None]) -> None:
     """One bit of one result changed, on one rank: the example says so and fails."""
     need_rich()
-    (tmp_path / "sitecustomize.py").write_text(
+    spoil(
         "import tokenway as tw\n"
         "honest = tw.Group.combine\n"
         "def combine(self, *args, **kwargs):\n"
@@ -104,8 +117,6 @@ def test_moe_layer_is_not_blind(text: Path, tmp_path: Path, monkeypatch: pytest.
         "    return out\n"
         "tw.Group.combine = combine\n"
     )
-    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     out = example("01_moe_layer.py", text, "--ranks", "2", "--max-tokens", "999", code=1)
     found = re.search(r"bit for bit: (\d+) of (\d+) values", out)
     assert found and int(found[1]) == int(found[2]) - 1, out
@@ -193,11 +204,9 @@ def test_quantised(backend: str) -> None:
 
 
 @pytest.mark.long
-def test_quantised_is_not_blind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_is_not_blind(spoil: Callable[[str], None]) -> None:
     """One bit of one scale changed on its way, or scales that are not applied: the example says so and fails."""
-    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    (tmp_path / "sitecustomize.py").write_text(
+    spoil(
         "import tokenway as tw\n"
         "honest = tw.Group.dispatch\n"
         "def dispatch(self, *args, **kwargs):\n"
@@ -209,7 +218,7 @@ def test_quantised_is_not_blind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     out = example("05_quantised.py", "--ranks", "2", code=1)
     assert len(re.findall(r"\d values, 1 VALUES DIFFER$", out, re.MULTILINE)) == 3, out
-    (tmp_path / "sitecustomize.py").write_text(
+    spoil(
         "import tokenway as tw\n"
         "honest = tw.dequantize_fp8\n"
         "tw.dequantize_fp8 = lambda values, scales: honest(values, scales * 0.97)\n"
@@ -236,11 +245,9 @@ def test_fp8_forward(backend: str) -> None:
         ("tw.Group.combine, None", " WRONG"),
     ],
 )
-def test_fp8_forward_is_not_blind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, said: str) -> None:
+def test_fp8_forward_is_not_blind(change: str, said: str, spoil: Callable[[str], None]) -> None:
     """One scale, one gradient, or a token's sum changed on its way: the example says so and fails."""
-    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    (tmp_path / "sitecustomize.py").write_text(
+    spoil(
         "import tokenway as tw\n"
         "def change(call, payload):\n"
         "    def changed(self, *args, **kwargs):\n"
@@ -299,10 +306,8 @@ def check_dp_attention(out: str, backend: str) -> None:
     assert out.endswith("All checks hold.\n")
 
 
-def test_dp_attention_is_not_blind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dp_attention_is_not_blind(spoil: Callable[[str], None]) -> None:
     """One bit of one sum in one way, or the same mistake in both: the example says so and fails."""
-    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     wrong = (
         "import tokenway as tw\n"
         "def spoil(name, change):\n"
@@ -320,7 +325,7 @@ def test_dp_attention_is_not_blind(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("spoil('reduce_scatterv', bit)", False),
         ("for n in ('reduce_scatterv', 'combine'): spoil(n, half)", True),
     ):
-        (tmp_path / "sitecustomize.py").write_text(wrong + more + "\n")
+        spoil(wrong + more + "\n")
         out = example("07_dp_attention.py", *SMALL, "--ranks", "2", code=1)
         same = re.search(r"bit for bit: (\d+) of (\d+) values", out)
         assert same and (same[1] == same[2]) is equal, out
