@@ -38,6 +38,7 @@ ALLOWED: dict[str, dict[int, str]] = {
     },
     "device/sum.cuh": {0xFFFF0000: "the upper of two bfloat16 in a word"},
     "device/wait.cuh": {
+        1000000: "ns of a ms",
         20000: "looks, 10 ms: a block that waits for tile after tile looks around once in 0.2 ms",
         29: "bits of a note, as exchange/notes.h has them before a group says otherwise",
         50: "naps of a microsecond before a kernel that is being stopped looks again",
@@ -71,8 +72,9 @@ ALLOWED: dict[str, dict[int, str]] = {
         1000000: "ns of a ms",
         10_000_000_000: "ns, 10 s: a self-test of links is over by then, whatever the timeout",
     },
-    "host/memory.h": {18: "256 KB: several pages at a time, where experts are not a hundred thousand"},
-    "host/memory.cc": {63: "alignment less one", 64: "bytes of alignment"},
+    "host/group_memory.h": {18: "256 KB: several pages at a time, where experts are not a hundred thousand"},
+    "host/group_memory.cc": {63: "alignment less one", 64: "bytes of alignment"},
+    "host/tables.h": {63: "alignment less one", 64: "bytes of alignment"},
     "host/settle.cc": {5: "us, the shortest nap of a wait for the device", 1000: "us, the longest"},
     "host/steps.cc": {5: "ms between looks", 500: "ms to find out who is to blame for moves that cannot be made"},
     "step/step.cu": {

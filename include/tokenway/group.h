@@ -24,7 +24,7 @@ typedef enum TW_AS_INT {
 
 // A group's configuration. It must be equal on every rank, except sm_limit and the allocator; twGroupCreate finds
 // differences and names them.
-typedef struct {
+typedef struct twGroupConfig {
   size_t size;
   twMode_t mode;
   int32_t num_experts;   // E, 1..TW_MAX_EXPERTS; 0, with top_k 0: one on each rank, for a group that only gathers and
@@ -70,12 +70,18 @@ typedef struct {
   // make the partials no larger than the rows that come, in 4 parts at most. Over staged transport between devices it
   // is always B, as partials have no places of their own there.
   int32_t inbox_tokens;
+  // A group of the comm whose window this one uses too; NULL: it makes one of its own. See twGroupCreate.
+  twGroup_t arena;
+  // Configurations of groups that are to be placed in this window later, [num_room_for], at most 64: each lane has room
+  // for any of them, and for the load statistics of all. Their lanes, arena and room_for are not looked at.
+  const struct twGroupConfig* const* room_for;
+  int32_t num_room_for;
 } twGroupConfig_t;
 
 // clang-format off
 #define TW_GROUP_CONFIG_INIT                                                                                       \
   {sizeof(twGroupConfig_t), twLowLatency, 0, 0, 0, 0, {{twDtypeNone, 0}}, twBfloat16, 0, NULL, NULL, 1, 0, twInt32, \
-   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0, 0}
+   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0, 0, NULL, NULL, 0}
 // clang-format on
 
 // A group as twGroupInfo tells it.
@@ -87,7 +93,8 @@ typedef struct {
   int32_t lanes;
   int32_t timeout_ms;
   int32_t comm_ranks[TW_MAX_RANKS];  // the comm's rank of each rank of the group
-  uint64_t window_bytes;  // bytes of this rank's window; on the CUDA backend with its LL128 packets and chunk signals
+  // Bytes of this rank's window; on the CUDA backend with its LL128 packets and chunk signals. 0 in another's window.
+  uint64_t window_bytes;
   // As the group has them now: twGroupReserve raises them.
   int32_t max_tokens;
   int32_t max_recv_tokens;  // R; 0 in low latency
@@ -125,6 +132,21 @@ TW_API twResult_t twGroupWindowBytes(const twGroupConfig_t* config, int32_t nran
 // twConfigMismatch, which leave the comm usable (if any rank fails, all ranks return an error); twOutOfMemory,
 // twTimeout, twPeerDied; and twCallMismatch, at once, where another rank destroys, grows or shrinks a group instead.
 // Its sentence names what each rank does. Each rank counts that as one call, so the comm's next calls meet again.
+//
+// With config->arena the group takes no window: it uses that of another group, and what differs between them (experts,
+// top_k, placement, mode, rows, max_tokens, ids, timeout) is its own. Collective over the arena's ranks, which all name
+// a group of the same window. So layers of unlike shapes pay for the largest. What follows:
+// - Lanes are the arena's (config->lanes: 0, or as many), and the steps of all its groups follow each other on them: a
+//   handle that holds a lane holds it for all, a view lasts until the next step of any of them on its lane, and on the
+//   CUDA backend their calls on one lane must be ordered. Ranks make the calls of all in the same order.
+// - One thread at a time may be in a call of any of them.
+// - What the group needs must fit: twOutOfMemory says how many bytes of what are missing. The first group, which makes
+//   the window, may be given the configurations of the others (room_for), or be grown (twGroupReserve); it alone has
+//   leases and may grow. A call that ranks make in different groups is refused on all (twBoundMismatch).
+// - An error that finishes one finishes all, and so does twGroupAbort. One of them may be shrunk; the others are then
+//   created anew, in the window of the group that twGroupShrink returned.
+// - They may be destroyed in any order; the window lasts as long as the last of them. A send_only call that a group has
+//   under way then is ended without outputs, which may take as long as its peers need to send.
 TW_API twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupConfig_t* config);
 
 // Destroys a group and frees its handles: a handle must not be used, nor destroyed, afterwards. Collective, with a
@@ -154,9 +176,10 @@ TW_API twResult_t twGroupDestroy(twGroup_t group);
 //   and another makes the call anew, the step is refused on both (twBoundMismatch).
 // A handle that is made afterwards takes more memory: twHandleMemBytes tells how much.
 //
-// Errors: twInvalidArgument; twInvalidUsage where a call is pending or captured; twConfigMismatch where ranks name
-// different sizes; twOutOfMemory; twTimeout and twPeerDied where a rank does not come. They are errors on all ranks,
-// and leave the group as it was. So does twCallMismatch, at once, where another rank makes another call.
+// Errors: twInvalidArgument; twInvalidUsage where a call is pending or captured, of any group of the window, and for a
+// group in another's window, which does not grow; twConfigMismatch where ranks name different sizes; twOutOfMemory;
+// twTimeout and twPeerDied where a rank does not come. They are errors on all ranks, and leave the group as it was. So
+// does twCallMismatch, at once, where another rank makes another call.
 TW_API twResult_t twGroupReserve(twGroup_t group, const twReserve_t* reserve);
 
 // Creates a new group of the ranks that are still there, usually after an error. Collective among them. They agree on

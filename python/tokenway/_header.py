@@ -108,6 +108,9 @@ class GroupConfig(Struct):
         ("dispatch_room", c_uint64),
         ("combine_room", c_uint64),
         ("inbox_tokens", c_int32),
+        ("arena", c_void_p),
+        ("room_for", c_void_p),
+        ("num_room_for", c_int32),
     ]
 
 

@@ -23,7 +23,7 @@ from tokenway.growth import reserve
 from tokenway.handle import Handle, Tensor
 from tokenway.leases import LeaseInfo
 from tokenway.maps import Maps
-from tokenway.native_group import NativeGroup
+from tokenway.native_group import NativeGroup, pointer_of
 from tokenway.outputs import Outputs
 from tokenway.placement import Placement
 from tokenway.routing_layout import RoutingLayout, find_layout
@@ -50,7 +50,7 @@ class Group(Calls, _native.Shared):
     bfloat16). combine_hidden: elements of those rows (default H). expert_map: where experts
     are, (rank[E], slot[E]); default contiguous. For experts in several slots, maps by layer and counting a `Placement`,
     or what it is made from: the expert in each of P slots, [P], or (rank[E, R], slot[E, R]) with -1 for none.
-    lanes: exchanges in flight. timeout: seconds after which a late peer is an error
+    lanes: exchanges in flight (default 1; those of `arena`). timeout: seconds after which a late peer is an error
     (default 100); while the group is made, the comm's. In the main thread Ctrl-C ends a wait. id_dtype, id_space
     ("local": slots of this rank, "global": as sent) and invalid_id of received ids. sm_limit: on a CUDA device, thread
     blocks of a kernel, at most one on each SM (default 0: the backend chooses); calls may have their own.
@@ -71,6 +71,12 @@ class Group(Calls, _native.Shared):
     costs some microseconds more, and its output may not overlap its rows. Default: B, or fewer where that would be
     larger than the rows that come, and 512 MiB are saved.
 
+    arena: a group of the comm whose window this one uses too, instead of one of its own, so that layers of unlike
+    shapes pay for the largest. They have lanes in common: a view lasts until the next step of any of them on its lane,
+    an error that finishes one finishes all, and one thread at a time calls any of them (docs/GUIDE.md, «Groups that
+    share a window»). room_for: keywords of groups that shall be made so later, as dicts, for which this group's window
+    is to have room from the start.
+
     All ranks must give the same values, but for sm_limit; a difference is an error that names the field and the ranks.
     A group is for one thread at a time, but for `abort` and `error`: while one is in a call, another's is InvalidUsage,
     tells the peers nothing and changes nothing. Give each thread a group of its own, or hold a lock around the calls.
@@ -89,7 +95,7 @@ class Group(Calls, _native.Shared):
         combine_dtype: Any = None,
         combine_hidden: int | None = None,
         expert_map: Sequence[Any] | Placement | None = None,
-        lanes: int = 1,
+        lanes: int | None = None,
         timeout: float | None = None,
         id_dtype: Any = "int32",
         id_space: str = "local",
@@ -103,6 +109,8 @@ class Group(Calls, _native.Shared):
         dispatch_room: int = 0,
         combine_room: int = 0,
         inbox_tokens: int | None = None,
+        arena: Group | None = None,
+        room_for: Sequence[Mapping[str, Any]] = (),
     ):
         settings = Settings(
             experts=experts,
@@ -128,25 +136,29 @@ class Group(Calls, _native.Shared):
             dispatch_room=dispatch_room,
             combine_room=combine_room,
             inbox_tokens=inbox_tokens,
+            room_for=room_for,
         )
         pointer = c_void_p()
         base = comm.pointer
         with telling(lambda nothing: _native.lib.twGroupCreate(byref(pointer), base, nothing)):
             config, keep = make_config(settings)
+            if arena is not None:
+                config.arena = pointer_of(arena)
+                config.lanes = 0 if lanes is None else config.lanes  # as many as there are
             place = tensors.Host() if comm.device is None else cuda.Cuda(comm.device)
         _native.check(_native.lib.twGroupCreate(byref(pointer), base, byref(config)), tensors=settings.payload_names())
         del keep
-        self._adopt(comm, pointer.value or 0, settings, place)
+        self._adopt(comm, pointer.value or 0, settings, place, arena)
 
-    def _adopt(self, comm: Comm, pointer: int, settings: Settings, place: Any) -> None:
+    def _adopt(self, comm: Comm, pointer: int, settings: Settings, place: Any, arena: Group | None = None) -> None:
         """Takes a group of the C library over: this is what __init__ and shrink have in common."""
         self.comm = comm
         self.device = comm.device  # the CUDA device of this rank, None on the CPU
-        self.settings = settings
         # Of this package: the C library's group, and what it is in numbers. Each part below answers one question, and
         # has what it needs for that, never the group.
-        self.native = native = NativeGroup(pointer, comm, place, settings.lanes)
+        self.native = native = NativeGroup(pointer, comm, place, arena and arena.native)
         info = native.info()
+        self.settings = settings = replace(settings, lanes=info.lanes)
         self.shape = shape = Shape.of(settings, native)
         self._blocks = blocks = Blocks(place, native.handle_bytes())
         self._counting = Counting(native, shape, blocks)
@@ -452,5 +464,4 @@ class Group(Calls, _native.Shared):
 
     def window_bytes(self) -> WindowBytes:
         """What this group takes per rank."""
-        found = window_of(self.nranks, self.settings)
-        return replace(found, window=self._window_bytes or found.window)
+        return replace(window_of(self.nranks, self.settings), window=self._window_bytes)

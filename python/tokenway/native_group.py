@@ -16,18 +16,20 @@ class NativeGroup:
 
     Parts of a group hold this object and never the group itself, so that counting references ends a group that nobody
     holds. comm: of the group, which lives as long as any of these: it has the functions that C calls. place:
-    tensors.Host or cuda.Cuda. device: the CUDA device of this rank, None on the CPU.
+    tensors.Host or cuda.Cuda. device: the CUDA device of this rank, None on the CPU. arena: a group whose window this
+    one shares.
     """
 
     __slots__ = ("_comm", "_told", "address", "device", "nranks", "num_local_experts", "place", "torch_views")
 
-    def __init__(self, address: int, comm: Comm, place: Any, lanes: int):
+    def __init__(self, address: int, comm: Comm, place: Any, arena: NativeGroup | None = None):
         self.address: int | None = address  # None once the group is closed
         self._comm = comm
         self.place = place
         self.device = comm.device
-        self.torch_views = versions.Views(address, lanes)
         info = self.info()
+        self.torch_views = versions.Views(info.lanes) if arena is None else arena.torch_views
+        self.torch_views.groups.append(address)
         self.nranks: int = info.nranks
         self.num_local_experts: int = info.num_local_experts
         self._told: ErrorRecord | None = None  # the last record that an exception has told
@@ -46,10 +48,10 @@ class NativeGroup:
 
     def close(self) -> int:
         """Collective. Returns what twGroupDestroy did, and raises where the group is still there."""
-        self.torch_views.clear()
         result: int = _native.lib.twGroupDestroy(self.pointer)
         if result not in (_header.INTERRUPTED, _header.CALL_MISMATCH):  # after these it is gone all the same
             _native.check(result)
+        self.torch_views.leave(self.pointer)
         self.address = None
         return result
 
@@ -131,3 +133,11 @@ class NativeGroup:
     def sending_stream(self) -> Any:
         """The current stream, for who completes a call on another one; None on the CPU."""
         return None if self.device is None else self.place.current_stream()
+
+
+def pointer_of(arena: Any) -> int:
+    """The address of the group whose window another one shall share."""
+    native = getattr(arena, "native", None)
+    if not isinstance(native, NativeGroup):
+        raise InvalidArgument.of("arena", f"is {arena!r}; it must be a Group")
+    return native.pointer

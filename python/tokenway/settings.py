@@ -107,7 +107,7 @@ class Settings(RowType):
     experts: int | None = None
     top_k: int | None = None
     expert_map: Sequence[Any] | Placement | None = None
-    lanes: int = 1
+    lanes: int | None = None
     timeout: float | None = None
     id_dtype: Any = "int32"
     id_space: str = "local"
@@ -121,6 +121,17 @@ class Settings(RowType):
     dispatch_room: int = 0
     combine_room: int = 0
     inbox_tokens: int | None = None
+    room_for: Sequence[Mapping[str, Any]] = ()
+
+    def others(self) -> list[Settings]:
+        """Of the groups that shall have room in this one's window."""
+        made = []
+        for i, other in enumerate(self.room_for):
+            if not isinstance(other, Mapping) or any(name in other for name in ("arena", "room_for")):
+                wanted = "a dict of keywords of Group, without arena and room_for"
+                raise InvalidArgument.of(f"room_for[{i}]", f"is {other!r}; it must be {wanted}")
+            made.append(Settings(**other))
+        return made
 
     def places(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Where experts, or physical slots, are: contiguous int32 arrays (rank, place there); None: in blocks."""
@@ -183,7 +194,7 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
         config.expert_rank, config.expert_slot = (part.ctypes.data for part in places)
     native, keep = (None, None) if placement is None else placement.native(settings.experts)
     config.placement = None if native is None else addressof(native)
-    config.lanes = _native.fit_given("lanes", settings.lanes)
+    config.lanes = 1 if settings.lanes is None else _native.fit_given("lanes", settings.lanes)
     if settings.timeout is not None:
         config.timeout_ms = milliseconds(settings.timeout)
     config.id_dtype = tensors.CODES[tensors.dtype_name(settings.id_dtype)]
@@ -202,7 +213,10 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
         if not isinstance(given, numbers.Integral) or not 0 <= given < 2**62:
             raise InvalidArgument.of(field, f"is {given!r}; it must be an integer from 0 to {2**62 - 1}")
         setattr(config, field, int(given))
-    return config, (places, native, keep)
+    others = [make_config(other) for other in settings.others()]
+    pointers = (c_void_p * len(others))(*(addressof(other) for other, _ in others))
+    config.room_for, config.num_room_for = addressof(pointers), len(others)
+    return config, (places, native, keep, others, pointers)
 
 
 def named(field: str, value: str, codes: Mapping[str, int]) -> int:

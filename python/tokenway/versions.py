@@ -46,12 +46,12 @@ def written(out: Any) -> None:
 
 
 class Views:
-    """PyTorch's views of a group's window, by the lane whose last step has shown them. The next step there is where
-    they end: it lets peers write to their bank. So that is where their versions are raised, and again where they are
-    shown anew."""
+    """PyTorch's views of a window, by the lane whose last step has shown them. The next step there, of whichever of the
+    window's groups, is where they end: it lets peers write to their bank. So that is where their versions are raised,
+    and again where they are shown anew."""
 
-    def __init__(self, group: int, lanes: int):
-        self._group = group
+    def __init__(self, lanes: int):
+        self.groups: list[int] = []  # addresses of those that live
         self._lanes: list[tuple[Any, ...]] = [()] * lanes
         self._steps = (c_uint32 * lanes)()
         self._stepped: list[int] = [0]  # lanes that the last call has made steps on
@@ -86,7 +86,7 @@ class Views:
     def _read(self) -> bytes:
         """The lanes' steps before; new ones are read. Where that is refused, any lane may have made one."""
         before = bytes(self._steps)
-        if _native.lib.twGroupSteps(self._group, len(self._steps), self._steps):
+        if _native.lib.twGroupSteps(self.groups[0], len(self._steps), self._steps):
             self._steps = (c_uint32 * len(self._steps))(*(~step & 0xFFFFFFFF for step in self._steps))
         return before
 
@@ -107,7 +107,9 @@ class Views:
         for view in views:
             _raise(view)
 
-    def clear(self) -> None:
-        """With the group: nobody writes to them any more."""
-        self.used = False
-        self._lanes = [()] * len(self._lanes)
+    def leave(self, group: int) -> None:
+        """Where a group has ended. After the last one nobody writes to the views any more."""
+        self.groups.remove(group)
+        if not self.groups:
+            self.used = False
+            self._lanes = [()] * len(self._lanes)

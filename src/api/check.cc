@@ -208,10 +208,28 @@ Status check_layout(const Argument& name, twLayout_t id, bool exact) {
 }
 
 Status read_config(const twGroupConfig_t* given, ReadConfig* known) {
+  constexpr int32_t kMostRoomFor = 64;  // so that a garbage number is not followed
   TW_RETURN_IF_FAILED(read_struct("config", given, &known->config));
-  if (known->config.placement == nullptr) return {};
-  TW_RETURN_IF_FAILED(read_struct("config.placement", known->config.placement, &known->placement));
-  known->config.placement = &known->placement;
+  twGroupConfig_t& config = known->config;
+  if (config.placement != nullptr) {
+    TW_RETURN_IF_FAILED(read_struct("config.placement", config.placement, &known->placement));
+    config.placement = &known->placement;
+  }
+  TW_RETURN_IF_FAILED(check_range("config.num_room_for", config.num_room_for, 0, kMostRoomFor));
+  if (config.num_room_for > 0 && config.room_for == nullptr) {
+    return fail(twInvalidArgument, "{} is NULL", Argument("config.room_for"));
+  }
+  for (int32_t i = 0; i < config.num_room_for; ++i) {
+    ReadConfig& other = known->others.emplace_back();
+    TW_RETURN_IF_FAILED(read_struct({"config.room_for[]", i}, config.room_for[i], &other.config));
+    other.config.num_room_for = 0;  // only its own room counts
+    if (other.config.placement != nullptr) {
+      TW_RETURN_IF_FAILED(read_struct({"config.room_for[]->placement", i}, other.config.placement, &other.placement));
+      other.config.placement = &other.placement;
+    }
+    known->room_for.push_back(&other.config);
+  }
+  config.room_for = known->room_for.data();
   return {};
 }
 

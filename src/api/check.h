@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cstring>
+#include <list>
+#include <vector>
 
 #include "core/group.h"
 
@@ -44,10 +46,12 @@ Status write_struct(const Argument& name, const Struct& known, Struct* given) {
   return {};
 }
 
-// A group's config, with the placement that it points to, which has a size of its own.
+// A group's config, with the placement and the configs that it points to, which have sizes of their own.
 struct ReadConfig {
   twGroupConfig_t config = TW_GROUP_CONFIG_INIT;
   twPlacement_t placement = TW_PLACEMENT_INIT;
+  std::list<ReadConfig> others;  // room_for
+  std::vector<const twGroupConfig_t*> room_for;
 };
 // Reads a config. It then points into `known`.
 Status read_config(const twGroupConfig_t* given, ReadConfig* known);

@@ -227,7 +227,8 @@ twResult_t twCommDestroy(twComm_t comm) {
     if (comm->groups > 0) {
       return fail(twInvalidUsage, "{} has {} groups; destroy them first", Argument("comm"), comm->groups.load());
     }
-    tw::api::withdraw(comms, comm, &turn);
+    tw::api::withdraw(comms, comm);
+    turn.forget();
     delete comm;
     return {};
   });

@@ -55,10 +55,10 @@ inline Registry<twHandle> handles;
 inline Registry<twWindowKeeper> keepers;
 
 inline Status take_turn(twGroup& group, const char* call, Turn* turn) {
-  return turn->take(group.occupied, call, "group", [] {
+  return turn->take(group.arena->occupied, call, "group", [] {
     return compose(
-        "a group is for one thread at a time. Give each thread a group of its own, or hold a lock around all its "
-        "calls; "
+        "a group is for one thread at a time, with all groups of its window. Give each thread a group of its own, or "
+        "hold a lock around all its calls; "
         "{}, from any thread, ends one that waits",
         Function{"twGroupAbort"});
   });
@@ -106,10 +106,9 @@ twResult_t visit(Registry<Object>& registry, const Argument& name, Object* objec
 
 // Takes an object that this call occupies from its registry: the object ends here.
 template <class Object>
-void withdraw(Registry<Object>& registry, Object* object, Turn* turn) {
+void withdraw(Registry<Object>& registry, Object* object) {
   registry.remove(object);
   Guest::see_off(object->occupied);
-  turn->forget();
 }
 
 #define TW_CHECK_NOT_NULL(pointer) \

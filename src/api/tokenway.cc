@@ -119,7 +119,7 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
     known.num_local_experts = group->context.local_experts;
     known.lanes = group->config.given.lanes;
     known.timeout_ms = group->config.given.timeout_ms;
-    known.window_bytes = group->config.map.bytes();
+    known.window_bytes = group->config.arena == 0 ? group->config.map.bytes() : 0;
     known.max_tokens = group->shape().max_tokens;
     known.max_recv_tokens = group->shape().recv_rows;
     known.dispatch_room = group->shape().most_dispatch_bytes();

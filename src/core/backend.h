@@ -35,8 +35,9 @@ struct Context {
   int32_t local_experts = 0;
   IdStyle ids;
   uint32_t first_step = 0;
-  std::vector<WindowMap> former;                 // maps before each growth: graphs and views are of them
-  uint32_t growth = 0;                           // growth_digest of how often the group has grown
+  // Other maps of the window that views may be of: those before each growth, also of the groups that share it.
+  std::vector<WindowMap> former;
+  uint32_t growth = 0;                           // growth_digest or placed_digest: which map of the window this is
   const PlacementSpec* spec = nullptr;           // what all layers' maps have in common
   const std::vector<ExpertMap>* maps = nullptr;  // [layers], empty without a placement
 };
@@ -252,6 +253,7 @@ struct Refusal {
   int32_t bound = 0;     // 0: max_tokens; -1: not known
   WindowMap map;         // of the call's rows, if they are known, else of the group's own
   CollectiveMap places;  // for a gather or reduce; without tensors where the arguments do not tell
+  bool skips = false;    // of a step that is abandoned: it was sent behind one that is left out
 };
 
 struct BackendInit;
@@ -290,6 +292,9 @@ class Backend {
   // Makes a step without rows before a part of a combine, so that the part has the same bank as the one before. A
   // device makes it in the kernel of the part.
   virtual StepEnd skip(const CombineCall&, TimePoint /*deadline*/, HandleArrays&) { return {}; }
+  // Makes the end of a step that was sent alone, without outputs, where drain alone does not: of a group that ends
+  // while others go on with its lanes.
+  virtual Status abandon(StepPlace, const Refusal& /*sent*/) { return {}; }
   // Waits for a step that this rank refused.
   virtual StepEnd drain(StepPlace at, TimePoint deadline) = 0;
 
@@ -386,8 +391,9 @@ class Backend {
   const Context& context_;
 };
 
-// What a backend needs to come into being: it makes this rank's window and maps the others'.
+// What a backend needs to come into being: it makes this rank's window and maps the others', or uses another's.
 struct BackendInit {
+  Backend* arena = nullptr;  // whose window, signals and steps this one shares; it may end first
   const Context* context = nullptr;
   Bootstrap* bootstrap = nullptr;
   std::span<const int> members;  // the bootstrap's rank of each rank of the group

@@ -54,9 +54,10 @@ Status drain(twGroup& group, int channel, twPhase_t phase, void* stream) {
   const StepEnd end = group.backend->drain(at, deadline_of(group));
   state.draining = false;
   TW_RETURN_IF_FAILED(conclude(group, phase, at, 0, end));
-  if (!group.parted.empty() && !group.channels.drains()) {
-    group.leases->release(group.parted);
-    group.parted.clear();
+  Arena& arena = *group.arena;
+  if (!arena.parted.empty() && !group.channels.drains()) {
+    arena.leases->release(arena.parted);
+    arena.parted.clear();
   }
   return {};
 }
@@ -67,7 +68,8 @@ void part_leases(twGroup& group, twHandle& handle) {
   if (group.is_sticky()) {
     // A peer that is merely slow may still write there: the leases stay announced for ever.
   } else if (group.channels.drains()) {  // whichever step drains: peers may be in the dispatch
-    group.parted.insert(group.parted.end(), handle.leases.begin(), handle.leases.end());
+    std::vector<std::byte*>& parted = group.arena->parted;
+    parted.insert(parted.end(), handle.leases.begin(), handle.leases.end());
   } else {
     group.leases->release(handle.leases);
   }
@@ -123,10 +125,7 @@ void hold(twGroup& group, twHandle& handle, int channel) {
 }
 
 void give_back(twGroup& group, twHandle& handle) {
-  if (handle.channel >= 0) {
-    group.channels[handle.channel].holder = nullptr;
-    group.channels[handle.channel].second = false;
-  }
+  if (handle.channel >= 0) group.channels.give_back(handle.channel);
   handle.channel = -1;
   handle.channel_for_this_step = false;
 }

@@ -1,5 +1,5 @@
-// The channels of a group (lanes in the API): which handle holds which, and the step each has reached. Calls ask it for
-// a free channel and for the place of their next step.
+// The channels of an arena (lanes in the API): which handle holds which, and the step each has reached. Calls ask it
+// for a free channel and for the place of their next step.
 //
 // S5: leasing is a function of the calls made so far and of nothing else, so ranks that make the same calls in the same
 // order lease the same channels. S1 follows from the place that begin gives; begin_dispatch decides the bank of a view
@@ -12,6 +12,7 @@
 
 #include "exchange/signals.h"
 
+struct twGroup;
 struct twHandle;
 
 namespace tw {
@@ -22,6 +23,7 @@ struct Channel {
   bool draining = false;             // this rank refused its last step, and has not waited for the peers' signals of it
   uint32_t viewed = 0;               // the last step whose window the caller was shown
   int64_t request = 0;               // the gather or reduce that is sent and not finished; 0: none
+  twGroup* requester = nullptr;      // whose that is
   bool second = false;               // the holder has dispatched an odd number of times on its lease
 };
 
@@ -43,6 +45,12 @@ class Channels {
       return channel;
     }
     return -1;
+  }
+
+  // Makes a channel free again.
+  void give_back(int channel) {
+    channels_[channel].holder = nullptr;
+    channels_[channel].second = false;
   }
 
   // Whether there is a step that this rank refused and has not waited for.

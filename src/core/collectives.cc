@@ -15,10 +15,12 @@ Status finish(twGroup& group, const CollectiveCall& call) {
 }  // namespace
 
 Status finish_request(twGroup& group, int channel, void* stream) {
-  Request& request = group.requests.at(group.channels[channel].request);
-  group.channels[channel].request = 0;
+  Channel& state = group.channels[channel];
+  twGroup& requester = *state.requester;
+  Request& request = requester.requests.at(state.request);
+  state.request = 0;
   request.call.stream = stream;
-  request.status = finish(group, request.call);
+  request.status = finish(requester, request.call);
   request.finished = true;
   if (request.status.code == twInterrupted) return request.status;
   return check_usable(group, request.call.phase());
@@ -41,6 +43,7 @@ Status collect(twGroup& group, CollectiveCall* given, int32_t wish, int64_t* req
   if (!call.send_only) return finish(group, call);
   *request = ++group.last_request;
   group.channels[channel].request = *request;
+  group.channels[channel].requester = &group;
   group.requests[*request].call = call;
   return {};
 }

@@ -205,8 +205,11 @@ constexpr char kBits[] = " (bits)";  // how the numbers of a sentence show float
 // Visits every scalar field that must be equal on all ranks: its name, its value and, if that is not the number itself,
 // how it is shown.
 template <class Visit>
-void each_shared_field(const twGroupConfig_t& given, const PlacementSpec& placement, uint32_t first_step,
-                       int32_t packet_tokens, Visit&& visit) {
+void each_shared_field(const GroupConfig& config, Visit&& visit) {
+  const twGroupConfig_t& given = config.given;
+  const PlacementSpec& placement = config.placement;
+  // First, as lanes follow from it.
+  visit("config.arena", static_cast<int64_t>(config.arena >> 16), " (the call of the comm that made it; 0: none)");
   visit("config.mode", given.mode);
   visit("config.num_experts", given.num_experts);
   visit("config.top_k", given.top_k);
@@ -237,8 +240,13 @@ void each_shared_field(const twGroupConfig_t& given, const PlacementSpec& placem
   visit("config.placement->policy", placement.policy);
   visit("config.placement->count_loads", placement.counts_loads);
   visit("config.placement->load_decay", std::bit_cast<int32_t>(placement.decay), kBits);
-  visit("TOKENWAY_FIRST_STEP", first_step);
-  visit("TOKENWAY_LINE_TOKENS", packet_tokens);
+  visit("config.arena", static_cast<int64_t>(config.loads), " (the place of load statistics there)");
+  visit("TOKENWAY_FIRST_STEP", config.first_step);
+  visit("TOKENWAY_LINE_TOKENS", config.shape().packet_tokens);
+  visit("config.room_for", static_cast<int64_t>(config.room.bank), " (bytes of a bank)");
+  visit("config.room_for", static_cast<int64_t>(config.room.chunk_signals), " (bytes of a bank's chunk signals)");
+  visit("config.room_for", static_cast<int64_t>(config.room.packets), " (bytes of a bank's LL128 packets)");
+  visit("config.room_for", static_cast<int64_t>(config.room.loads), " (bytes of load statistics)");
 }
 
 }  // namespace
@@ -257,8 +265,31 @@ std::string dtype_text(twDtype_t dtype) {
 
 bool is_summable(twDtype_t dtype) { return dtype == twFloat32 || dtype == twBfloat16 || dtype == twFloat16; }
 
+namespace {
+
+// Makes a lane's room large enough for the groups that shall be placed in this window: one at a time uses a bank, but
+// all keep their load statistics.
+Status make_room_for(const twGroupConfig_t& given, const GroupConfig& own, const Environment& environment, bool staged,
+                     Room* least) {
+  uint64_t loads = WindowMap::loads_bytes(own.shape());
+  for (int32_t i = 0; i < given.num_room_for; ++i) {
+    GroupConfig other;
+    const Status checked =
+        check_config(*given.room_for[i], own.shape().ranks, own.on_device, environment, &other, staged);
+    if (!checked.ok()) return fail(checked.code, "{}: {}", Argument("config.room_for[]", i), checked.sentence);
+    least->bank = std::max(least->bank, other.room.bank);
+    least->chunk_signals = std::max(least->chunk_signals, other.room.chunk_signals);
+    least->packets = std::max(least->packets, other.room.packets);
+    loads += WindowMap::loads_bytes(other.shape());
+  }
+  least->loads = std::max(least->loads, loads);
+  return {};
+}
+
+}  // namespace
+
 Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device, const Environment& environment,
-                    GroupConfig* config, bool staged) {
+                    GroupConfig* config, bool staged, const Room& least) {
   config->given = caller;
   config->on_device = on_device;
   config->first_step = environment.first_step;
@@ -314,7 +345,13 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
     if (staged) shape.packet_tokens = 0;  // rows that travel in blocks all come at once
   }
   size_inbox(given, &shape);
-  if (!WindowMap::make(shape, &config->map)) {
+  bool fits = WindowMap::make(shape, &config->map);
+  Room room = least;
+  if (fits) TW_RETURN_IF_FAILED(make_room_for(given, *config, environment, staged, &room));
+  fits = fits && WindowMap::make(shape, &config->map, room);
+  config->room = config->map.room();
+  given.num_room_for = 0;  // room has what they need
+  if (!fits) {
     return fail(twInvalidArgument,
                 "config: {} lanes of 2 banks for {} ranks x max_tokens {} with these rows pass 64 bits; lower "
                 "max_tokens, lanes or the row sizes",
@@ -331,8 +368,7 @@ Status check_row_alignment(const Argument& name, int32_t alignment) {
 
 std::string pack_config(const GroupConfig& config) {
   Packer packer;
-  each_shared_field(config.given, config.placement, config.first_step, config.shape().packet_tokens,
-                    [&](const Argument&, int64_t value, const char* = "") { packer.add<int64_t>(value); });
+  each_shared_field(config, [&](const Argument&, int64_t value, const char* = "") { packer.add<int64_t>(value); });
   packer.add_bytes(config.expert_rank.data(), config.expert_rank.size() * sizeof(int32_t));
   packer.add_bytes(config.expert_slot.data(), config.expert_slot.size() * sizeof(int32_t));
   packer.add_bytes(config.placement.slot_expert.data(), config.placement.slot_expert.size() * sizeof(int32_t));
@@ -345,7 +381,7 @@ Status compare_configs(const std::vector<Parcel>& parcels) {
     Unpacker first(parcels[0].bytes);
     Unpacker other(parcels[rank].bytes);
     Status difference;
-    each_shared_field(twGroupConfig_t{}, {}, 0, 0, [&](const Argument& name, int64_t, const char* as = "") {
+    each_shared_field(GroupConfig{}, [&](const Argument& name, int64_t, const char* as = "") {
       const int64_t a = first.get<int64_t>();
       const int64_t b = other.get<int64_t>();
       if (a == b || !difference.ok()) return;

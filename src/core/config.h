@@ -22,6 +22,9 @@ struct GroupConfig {
   std::vector<int32_t> expert_slot;    // likewise
   std::vector<int32_t> local_experts;  // [N]
   WindowMap map;
+  Room room;           // of a lane in a window of this group; in another's window, what this group needs of it
+  uint64_t arena = 0;  // number of the arena in whose window the group is placed; 0: in its own
+  uint64_t loads = 0;  // where its load statistics are, in those of that window
 
   const Shape& shape() const { return map.shape(); }
 };
@@ -36,9 +39,10 @@ bool is_summable(twDtype_t dtype);
 
 // Checks a caller's configuration for a group of `ranks`. Errors name the field, its value and the allowed range.
 // `on_device`: for the CUDA backend, whose windows have LL128 packets and chunk signals beside what the CPU's have.
-// `staged`: for the staged transport, which has no packets.
+// `staged`: for the staged transport, which has no packets. `least`: what a lane shall have room for, beside what
+// given.room_for needs.
 Status check_config(const twGroupConfig_t& given, int32_t ranks, bool on_device, const Environment& environment,
-                    GroupConfig* config, bool staged = false);
+                    GroupConfig* config, bool staged = false, const Room& least = {});
 
 // Checks how an expert's rows are aligned in a grouped layout.
 Status check_row_alignment(const Argument& name, int32_t alignment);

@@ -28,7 +28,9 @@ std::vector<tw::ExpertMap> make_maps(const tw::GroupConfig& config, int32_t rank
   return maps;
 }
 
-tw::Context make_context(const tw::GroupConfig& config, const std::vector<tw::ExpertMap>& maps, int32_t rank) {
+// `in`: whose window the group is placed in, or NULL.
+tw::Context make_context(const tw::GroupConfig& config, const std::vector<tw::ExpertMap>& maps, int32_t rank,
+                         uint64_t number, const tw::Arena* in) {
   tw::Context context;
   context.spec = &config.placement;
   context.maps = &maps;
@@ -38,18 +40,25 @@ tw::Context make_context(const tw::GroupConfig& config, const std::vector<tw::Ex
   context.local_experts = config.local_experts[rank];
   context.ids = {config.given.id_dtype, config.given.id_space, config.given.invalid_id};
   context.first_step = config.first_step;
+  if (in == nullptr) return context;
+  context.growth = tw::placed_digest(static_cast<uint32_t>(number >> 16));
+  context.former = in->former;  // rows may lie in views of groups that were here before
   return context;
 }
 
 }  // namespace
 
-twGroup::twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, int32_t rank)
+twGroup::twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, int32_t rank, uint64_t called,
+                 std::shared_ptr<tw::Arena> in)
     : comm(on),
       config(std::move(checked)),
       members(std::move(ranks)),
+      number(called),
+      arena(in != nullptr ? in : std::make_shared<tw::Arena>(called, config)),
       maps(make_maps(config, rank)),
-      context(make_context(config, maps, rank)),
-      channels(config.given.lanes, config.first_step) {
+      context(make_context(config, maps, rank, number, in.get())),
+      channels(arena->channels) {
+  if (in == nullptr) arena->first = this;
   tw::HandleArrays measured;
   handle_bytes = place_arrays(nullptr, &measured);
   ++comm->groups;
@@ -63,6 +72,12 @@ twGroup::~twGroup() {
     delete handle;
   }
   for (std::byte* block : free_blocks_) release(block);
+  std::erase(arena->groups, this);
+  if (arena->first == this) {
+    arena->first = nullptr;
+    arena->parted.clear();
+    arena->leases.reset();
+  }
   leases.reset();  // first, so that the backend unmaps the window, unless others keep it
   backend.reset();
   --comm->groups;
@@ -78,9 +93,19 @@ uint64_t twGroup::place_arrays(std::byte* block, tw::HandleArrays* arrays) const
 }
 
 void twGroup::grow(const tw::GroupConfig& larger) {
+  for (twGroup* other : arena->groups) {
+    if (other == this) continue;
+    const std::lock_guard theirs(other->sizes);
+    other->context.former.push_back(larger.map);  // its calls may be given rows there
+  }
   const std::lock_guard lock(sizes);
   context.former.push_back(context.map);
   context.growth = tw::growth_digest(static_cast<uint32_t>(context.former.size()));
+  arena->former.push_back(arena->map);
+  arena->map = larger.map;
+  const uint64_t loads = arena->room.loads;  // these stay where they are
+  arena->room = config.room = larger.room;
+  arena->room.loads = loads;
   config.given.max_tokens = larger.given.max_tokens;
   config.given.max_recv_tokens = larger.given.max_recv_tokens;
   config.given.inbox_tokens = larger.given.inbox_tokens;
@@ -127,19 +152,19 @@ void twGroup::give_block(const twHandle& handle) {
 }
 
 tw::ErrorRecord twGroup::error() {
+  tw::ErrorRecord last = arena->error();
+  if (last.sticky) return last;
   const std::lock_guard lock(error_mutex_);
   return error_;
 }
 
 void twGroup::set_error(tw::ErrorRecord record) {
+  if (record.sticky) return arena->finish(std::move(record));
   const std::lock_guard lock(error_mutex_);
-  if (!error_.sticky) error_ = std::move(record);  // whole or not at all: copying may run out of memory
+  error_ = std::move(record);
 }
 
-bool twGroup::is_sticky() {
-  const std::lock_guard lock(error_mutex_);
-  return error_.sticky != 0;
-}
+bool twGroup::is_sticky() { return arena->is_sticky(); }
 
 namespace tw {
 namespace {
@@ -175,6 +200,7 @@ Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks
 BackendInit make_init(const twComm& comm, const twGroup& group, uint64_t tag, TimePoint deadline) {
   BackendInit init;
   init.context = &group.context;
+  if (group.arena->first != &group) init.arena = group.arena->groups.front()->backend.get();
   init.bootstrap = comm.bootstrap.get();
   init.members = group.members;
   init.tag = tag;
@@ -194,8 +220,10 @@ BackendInit make_init(const twComm& comm, const twGroup& group, uint64_t tag, Ti
 namespace {
 
 Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
-                  uint64_t tags, std::unique_ptr<twGroup>* made, Occasion occasion, const Left& left) {
+                  uint64_t tags, std::unique_ptr<twGroup>* made, Occasion occasion, const Left& left,
+                  const Room& least) {
   Bootstrap& bootstrap = *comm->bootstrap;
+  const std::shared_ptr<Arena> arena = given.arena != nullptr ? given.arena->arena : nullptr;
   const auto place = std::find(members.begin(), members.end(), bootstrap.rank());
   const auto rank = static_cast<int32_t>(place - members.begin());
   const auto ranks = static_cast<int32_t>(members.size());
@@ -204,8 +232,12 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
   GroupConfig config;
   const bool on_device = comm->device >= 0;
   const bool staged = comm->carrier != nullptr;
-  const Status checked =
-      readable.ok() ? check_config(given, ranks, on_device, comm->environment, &config, staged) : readable;
+  twGroupConfig_t asked = given;
+  if (arena != nullptr && asked.lanes == 0) asked.lanes = arena->channels.size();
+  asked.arena = nullptr;
+  Status checked =
+      readable.ok() ? check_config(asked, ranks, on_device, comm->environment, &config, staged, least) : readable;
+  if (checked.ok() && arena != nullptr) checked = place_in(*arena, &config);
   const TimePoint deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(comm->timeout_ms);
   Opening opening(bootstrap, occasion, left);
   Status opened = agree(opening, members, tags + kCheckedStage, deadline, kOccasion, checked);
@@ -215,11 +247,10 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
   TW_RETURN_IF_FAILED(
       gather(bootstrap, members, tags + kCompareStage, {pack_config(config), {}}, deadline, kOccasion, &configs));
   TW_RETURN_IF_FAILED(compare_configs(configs));
-  TW_RETURN_IF_FAILED(
-      agree(bootstrap, members, tags + kMemoryStage, deadline, kOccasion, check_memory(*comm, config, ranks, 0)));
+  const Status room = arena != nullptr ? Status{} : check_memory(*comm, config, ranks, 0);
+  TW_RETURN_IF_FAILED(agree(bootstrap, members, tags + kMemoryStage, deadline, kOccasion, room));
 
-  auto group = std::make_unique<twGroup>(comm, std::move(config), std::move(members), rank);
-  group->number = tags;
+  auto group = std::make_unique<twGroup>(comm, std::move(config), std::move(members), rank, tags, arena);
   const BackendInit init = make_init(*comm, *group, tags + kWindowStage, deadline);
   const auto make = comm->carrier != nullptr ? make_staged_backend : make_cpu_backend;
 #if TOKENWAY_WITH_CUDA
@@ -235,7 +266,9 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
     Backend& own = *group->backend;
     group->leases = std::make_shared<LeaseArea>(own.window() + group->config.map.leases(), group->shape().lease_bytes,
                                                 own.keep_window());
+    group->arena->leases = group->leases;
   }
+  group->arena->groups.push_back(group.get());
   *made = std::move(group);
   return {};
 }
@@ -243,12 +276,22 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
 }  // namespace
 
 Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
-                    uint64_t tags, std::unique_ptr<twGroup>* made, Occasion occasion, const Left& left) {
+                    uint64_t tags, std::unique_ptr<twGroup>* made, Occasion occasion, const Left& left,
+                    const Room& least) {
   const std::vector<int> asked = members;
-  Status created = make_group(comm, given, readable, std::move(members), tags, made, occasion, left);
+  Status created = make_group(comm, given, readable, std::move(members), tags, made, occasion, left, least);
   if (created.code == twInterrupted) comm->bootstrap->give_up(asked, occasion_of(tags));
   return created;
 }
+
+namespace {
+
+// Tells ranks that shrink not to wait for this one, unless another group of its window might still be shrunk here.
+void close_quietly(twGroup& group) {
+  if (!group.shares()) leave_group(group);
+}
+
+}  // namespace
 
 Status destroy_group(std::unique_ptr<twGroup> group) {
   twComm* const comm = group->comm;
@@ -257,11 +300,12 @@ Status destroy_group(std::unique_ptr<twGroup> group) {
     return fail(twInterrupted, "interrupted while peers had not come to destroy the group, which is destroyed here");
   };
   poll_device(*group);
+  if (group->shares() && !group->is_sticky()) end_steps(*group);
   const auto finished = [&] { return group->is_sticky() || group->backend->find_abort().kind != 0; };
   Opening opening(*comm->bootstrap, {Call::kDestroy, group->number});
   if (finished()) {
     opening.give(group->members, tags);  // to peers that make another call at this occasion
-    leave_group(*group);
+    close_quietly(*group);
     return {};
   }
   // The wait is bounded: a peer that never comes must not hold up an orderly exit for the whole timeout.
@@ -281,7 +325,7 @@ Status destroy_group(std::unique_ptr<twGroup> group) {
     together = together && presence[i] == Presence::kHere && opening.occasion(i).call == Call::kDestroy;
   }
   Status differ = opening.mismatch(&shrinking);
-  if (!together || !differ.ok()) leave_group(*group);
+  if (!together || !differ.ok()) close_quietly(*group);
   if (!together || !differ.ok() || !group->config.on_device) return differ;
   // Device memory is free only when the last peer has let go of it too; then this call may say so.
   const std::vector<int> members = group->members;
@@ -302,7 +346,7 @@ Sentence name_of(twPhase_t phase) {
 
 void announce(twGroup& group, const ErrorRecord& record) {
   group.backend->announce_abort({static_cast<uint32_t>(record.result), static_cast<uint32_t>(record.reporter),
-                                 static_cast<uint32_t>(record.peer), group.gave_up});
+                                 static_cast<uint32_t>(record.peer), group.arena->gave_up});
 }
 
 }  // namespace
@@ -363,7 +407,7 @@ Status finish_group(twGroup& group, ErrorRecord record) {
 }
 
 void abort_group(twGroup& group) {
-  if (group.gave_up.exchange(true)) return;
+  if (group.arena->gave_up.exchange(true)) return;
   if (check_usable(group, twPhaseNone).ok()) {
     ErrorRecord record = empty_record();
     record.result = twPeerAborted;

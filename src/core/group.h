@@ -1,4 +1,5 @@
-// A group: its configuration, ranks and window; its channels, handles and requests; its error. Below it are the
+// A group: its configuration, ranks and map of a window; its handles and requests; its error. What it shares with the
+// other groups of that window is its arena's. Below it are the
 // functions of the exchange on the host, which src/api calls with checked arguments: group.cc, shrink.cc, calls.cc and
 // collectives.cc implement them.
 //
@@ -13,8 +14,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "core/arena.h"
 #include "core/backend.h"
-#include "core/channels.h"
 #include "core/comm.h"
 #include "core/config.h"
 #include "core/handle.h"
@@ -33,30 +34,30 @@ struct Request {
 }  // namespace tw
 
 struct twGroup : tw::Quarantined<twGroup> {
-  twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, int32_t rank);
+  // `called`: its number. `in`: whose window it is placed in; NULL: it makes one of its own.
+  twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, int32_t rank, uint64_t called,
+          std::shared_ptr<tw::Arena> in);
   ~twGroup();
   twGroup(const twGroup&) = delete;
   twGroup& operator=(const twGroup&) = delete;
 
   twComm* comm;
   tw::GroupConfig config;
-  std::vector<int> members;         // ranks of the comm
-  uint64_t number = 0;              // names it among the groups of the comm: the tags that it was created at
+  std::vector<int> members;  // ranks of the comm
+  const uint64_t number;     // names it among the groups of the comm: the tags that it was created at
+  const std::shared_ptr<tw::Arena> arena;
   std::vector<tw::ExpertMap> maps;  // [layers], none without a placement
   tw::Context context;
   std::unique_ptr<tw::Backend> backend;
-  tw::Channels channels;
-  uint64_t handle_bytes;  // bytes of a block for a handle
+  tw::Channels& channels;  // the arena's
+  uint64_t handle_bytes;   // bytes of a block for a handle
   std::unordered_set<twHandle*> handles;
   std::map<int64_t, tw::Request> requests;  // send_only gathers and reduces that the caller has not completed
   int64_t last_request = 0;
-  std::atomic<bool> gave_up = false;  // by twGroupAbort
-  tw::Occupied occupied;              // taken by every call but those that may come from any thread
+  tw::Occupied occupied;  // by calls that may come from any thread; the others take the arena's turn
   // Held while the sizes change (a growth's last moment), and shared by calls from any thread that read them.
   std::shared_mutex sizes;
-  bool excluded = false;                  // found by a shrink: the peers go on without this rank, or nobody goes on
   std::shared_ptr<tw::LeaseArea> leases;  // NULL: there are none. A lease keeps it
-  std::vector<std::byte*> parted;         // leases to which a step that this rank refused may still write
 
   int32_t me() const { return context.me; }
   int32_t ranks() const { return static_cast<int32_t>(members.size()); }
@@ -71,6 +72,8 @@ struct twGroup : tw::Quarantined<twGroup> {
 
   // Does what tw::place_arrays does, for a handle of this group.
   uint64_t place_arrays(std::byte* block, tw::HandleArrays* arrays) const;
+  // Whether other groups of this rank share its window.
+  bool shares() const { return arena->groups.size() > 1; }
   // Takes over a larger configuration. Handles that there are keep their blocks and sizes.
   void grow(const tw::GroupConfig& larger);
   // Takes memory from the configuration's allocator; 64-byte aligned, NULL if there is none.
@@ -94,9 +97,10 @@ namespace tw {
 
 // Creates a group. Collective. `readable`: whether `given` could be read at all; a rank where it could not still tells
 // the others. `members` are the comm's ranks that take part, ascending; `tags` come from twComm::next_tags. `occasion`:
-// the call that this is a part of; `left`: members whose opening parcel is not waited for.
+// the call that this is a part of; `left`: members whose opening parcel is not waited for; `least`: as in check_config.
 Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& readable, std::vector<int> members,
-                    uint64_t tags, std::unique_ptr<twGroup>* group, Occasion occasion = {}, const Left& left = {});
+                    uint64_t tags, std::unique_ptr<twGroup>* group, Occasion occasion = {}, const Left& left = {},
+                    const Room& least = {});
 
 // Parts of creation that growth has too. check_memory fails if a rank's free memory does not suffice for a window of
 // which it has `there` bytes already. make_init: what a backend is made with; it refers to the group.

@@ -21,10 +21,12 @@ constexpr char kGrowing[] = "growing a group";
 
 // Whether nothing is under way that a growth would disturb.
 Status check_idle(twGroup& group, const twReserve_t& given) {
-  for (const twHandle* handle : group.handles) {
-    if (handle->pending == Pending::kNone) continue;
-    return fail(twInvalidUsage, "a handle has a send_only call pending on lane {}; call {} before {}", handle->channel,
-                Function{"twComplete"}, Function{"twGroupReserve"});
+  for (const twGroup* each : group.arena->groups) {
+    for (const twHandle* handle : each->handles) {
+      if (handle->pending == Pending::kNone) continue;
+      return fail(twInvalidUsage, "a handle has a send_only call pending on lane {}; call {} before {}",
+                  handle->channel, Function{"twComplete"}, Function{"twGroupReserve"});
+    }
   }
   for (int channel = 0; channel < group.channels.size(); ++channel) {
     if (group.channels[channel].request == 0) continue;
@@ -35,6 +37,15 @@ Status check_idle(twGroup& group, const twReserve_t& given) {
   if (!group.backend->captures(given.stream) && !group.backend->captures_any()) return {};
   return fail(twInvalidUsage, "a CUDA graph is captured; {} allocates and waits for other ranks, which no graph can",
               Function{"twGroupReserve"});
+}
+
+// Whether the window is this group's to make larger. The others are as large as they were made.
+Status check_first(const twGroup& group) {
+  if (group.arena->first == &group) return {};
+  return fail(twInvalidUsage,
+              "this group is in the window of another and does not grow; grow that one, destroy this one and create it "
+              "anew in {}",
+              Argument("config.arena"));
 }
 
 // Makes the larger configuration. *more: whether it is larger than the group's.
@@ -63,8 +74,8 @@ Status enlarge(twGroup& group, const twReserve_t& given, GroupConfig* larger, bo
   *more = config.max_tokens > shape.max_tokens || config.dispatch_room > shape.most_dispatch_bytes() ||
           config.combine_room > shape.most_combine_bytes();
   TW_RETURN_IF_FAILED(check_config(config, shape.ranks, group.config.on_device, group.comm->environment, larger,
-                                   group.comm->carrier != nullptr));
-  if (group.context.map.grow(larger->shape(), &larger->map)) return {};
+                                   group.comm->carrier != nullptr, group.config.room));
+  if (group.context.map.grow(larger->shape(), &larger->map, larger->room)) return {};
   return fail(twInvalidArgument, "{} is {}; with these rows the window passes 64 bits", Argument("reserve.max_tokens"),
               Value(given.max_tokens));
 }
@@ -118,6 +129,7 @@ Status meet_and_grow(twGroup& group, const twReserve_t& given, const Status& rea
   GroupConfig larger;
   bool more = false;
   Status mine = readable;
+  if (mine.ok()) mine = check_first(group);
   if (mine.ok()) mine = check_idle(group, given);
   if (mine.ok()) mine = enlarge(group, given, &larger, &more);
   const auto finished = [&] { return group.is_sticky() || group.backend->find_abort().kind != 0; };

@@ -108,7 +108,7 @@ class Agreement {
   // Ends this rank's part: no later call will answer either, and no step will be made.
   Status stay_behind(Status why) {
     leave_group(group_);
-    group_.excluded = true;
+    group_.arena->excluded = true;
     finish_quietly(group_, twExcluded, why.sentence);
     return why;
   }
@@ -212,7 +212,13 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
   const uint64_t tags = group.comm->next_tags();
   const Occasion occasion{Call::kShrink, group.number};
   const ErrorRecord record = group.error();
-  if (group.gave_up || group.excluded || (record.sticky && record.result == twExcluded)) {
+  if (group.arena->shrunk != 0 && group.arena->shrunk != group.number) {
+    Opening(*group.comm->bootstrap, occasion).give(group.members, tags);
+    return fail(twInvalidUsage,
+                "another group of this window was shrunk; create this one anew, with {} the group that {} returned",
+                Argument("config.arena"), Function{"twGroupShrink"});
+  }
+  if (group.arena->gave_up || group.arena->excluded || (record.sticky && record.result == twExcluded)) {
     leave_group(group);  // no later call will answer either
     // Tells it also to peers that do something else at this occasion.
     Opening(*group.comm->bootstrap, occasion).give(group.members, tags);
@@ -226,6 +232,7 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
   if (given == nullptr) config.expert_rank = config.expert_slot = nullptr;
   const twPlacement_t placement = group.config.placement.as_given();
   if (given == nullptr && group.config.placement.given) config.placement = &placement;
+  config.arena = nullptr;
   std::vector<int> members = agreement.survivors();
   // Fewer ranks send less: a bound that was meant for all of them, or for a guess at how many survive, becomes as much
   // as can come.
@@ -233,12 +240,14 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
   if (config.max_recv_tokens > most) config.max_recv_tokens = 0;
   // Creation gets the upper half of the tags: the agreement took few.
   const bool all = members.size() == group.members.size();
-  Status created = create_group(group.comm, config, readable, std::move(members), tags + (1 << 15), survivors, occasion,
-                                [&](int member) { return agreement.does_not_come(member); });
+  Status created = create_group(
+      group.comm, config, readable, std::move(members), tags + (1 << 15), survivors, occasion,
+      [&](int member) { return agreement.does_not_come(member); }, given == nullptr ? group.config.room : Room{});
   // If it is interrupted, ranks that shrink again do so without this one.
   created = heed_interrupt(group, std::move(created));
   if (!created.ok()) return agreement.excluded() ? agreement.given_up() : created;
   if (!all) leave_group(group, true);
+  group.arena->shrunk = group.number;
   return {};
 }
 

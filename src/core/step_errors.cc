@@ -37,11 +37,11 @@ Sentence describe_mismatch(const ErrorRecord& record, uint32_t bound, uint32_t n
                    bound, other, note);
   }
   if (record.phase == twPhaseCombine && bound == note) {
-    return compose("ranks {} and {} differ in the rows of {}: its dtype or elements", one, other, call);
+    return compose("ranks {} and {} differ in the group or the rows of {}: its dtype or elements", one, other, call);
   }
   if (!is_collecting(record) && bound == note) {
-    return compose("ranks {} and {} differ in the layer, its map, the counting or the types of rows of {}", one, other,
-                   call);
+    return compose("ranks {} and {} differ in the group, the layer, its map, the counting or the types of rows of {}",
+                   one, other, call);
   }
   if (record.phase == twPhaseDispatch || is_collecting(record)) {
     return compose("{} of {} differs: rank {} has {}, rank {} has {}", kBound, call, one, bound, other, note);

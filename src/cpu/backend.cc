@@ -24,7 +24,7 @@ namespace {
 template <class T>
 class CpuBackend : public Backend {
  public:
-  CpuBackend(const BackendInit& init, std::unique_ptr<T> transport)
+  CpuBackend(const BackendInit& init, std::shared_ptr<T> transport)
       : Backend(*init.context),
         owned_(std::move(transport)),
         transport_(*owned_),
@@ -35,7 +35,7 @@ class CpuBackend : public Backend {
 
   Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
     if constexpr (kStaged) {
-      if (transport_.gathers(call.bound)) return send_gathered(call, handle);
+      if (transport_.gathers(shape(), call.bound)) return send_gathered(call, handle);
     }
     const Shape& rows = call.rows.map.shape();
     const uint64_t row = rows.dispatch_bytes() + meta_bytes(rows.top_k);
@@ -213,6 +213,8 @@ class CpuBackend : public Backend {
     return kStaged;
   }
 
+  const std::shared_ptr<T>& transport() const { return owned_; }
+
   void announce_abort(AbortSignal reason) override { transport_.announce_abort(reason); }
   AbortSignal find_abort() override { return transport_.find_abort(); }
   AbortSignal abort_of(int writer) override { return transport_.abort_of(writer); }
@@ -246,7 +248,10 @@ class CpuBackend : public Backend {
     const Gathered gathered{
         context_, call.rows.map, call.at, call.bound, note, counts, receive_offset_of(call, handle)};
     const uint64_t row = gathered_row_bytes(call.rows.map.shape());
-    const auto unpack = [this, gathered](int source, const Frame& frame, const std::byte* message) {
+    // After an error, a step of a group that has ended may still land in the window that others share.
+    const auto unpack = [this, lives = std::weak_ptr<void>(lives_), gathered](int source, const Frame& frame,
+                                                                              const std::byte* message) {
+      if (lives.expired()) return;
       unpack_gathered(transport_, gathered, source, static_cast<int32_t>(frame.tokens), message);
       if (frame.bytes != frame.tokens * gathered_row_bytes(gathered.map.shape()) + loads_.bytes()) return;
       if (!loads_.counts()) return;
@@ -401,13 +406,14 @@ class CpuBackend : public Backend {
     }
   }
 
-  std::unique_ptr<T> owned_;
+  std::shared_ptr<T> owned_;
   T& transport_;
   std::vector<std::byte> partial_;       // one combined row
   std::vector<std::byte> next_partial_;  // that of a larger group, while it is prepared
   std::vector<int32_t> next_;            // [L]
   std::vector<int32_t> counts_;          // [N]
   Loads loads_;
+  std::shared_ptr<void> lives_ = std::make_shared<int>();
 };
 
 }  // namespace
@@ -416,16 +422,26 @@ class CpuBackend : public Backend {
 namespace tw {
 
 Status make_cpu_backend(const BackendInit& init, std::unique_ptr<Backend>* backend) {
+  if (init.arena != nullptr) {
+    const auto& arena = static_cast<const cpu::CpuBackend<cpu::CpuTransport>&>(*init.arena);
+    auto transport = std::make_shared<cpu::CpuTransport>(*arena.transport());  // over the same windows
+    *backend = std::make_unique<cpu::CpuBackend<cpu::CpuTransport>>(init, std::move(transport));
+    return {};
+  }
   cpu::Windows windows;
   TW_RETURN_IF_FAILED(cpu::map_windows(init, &windows));
-  auto transport = std::make_unique<cpu::CpuTransport>(init, std::move(windows));
+  auto transport = std::make_shared<cpu::CpuTransport>(init, std::move(windows));
   *backend = std::make_unique<cpu::CpuBackend<cpu::CpuTransport>>(init, std::move(transport));
   return {};
 }
 
 Status make_staged_backend(const BackendInit& init, std::unique_ptr<Backend>* backend) {
-  std::unique_ptr<cpu::StagedTransport> transport;
-  TW_RETURN_IF_FAILED(cpu::StagedTransport::make(init, &transport));
+  std::shared_ptr<cpu::StagedTransport> transport;
+  if (init.arena != nullptr) {  // its queues of moves are the lanes'
+    transport = static_cast<const cpu::CpuBackend<cpu::StagedTransport>&>(*init.arena).transport();
+  } else {
+    TW_RETURN_IF_FAILED(cpu::StagedTransport::make(init, &transport));
+  }
   *backend = std::make_unique<cpu::CpuBackend<cpu::StagedTransport>>(init, std::move(transport));
   return {};
 }

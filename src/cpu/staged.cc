@@ -56,8 +56,8 @@ void Buffer::leak() {
 }
 
 StagedTransport::StagedTransport(const BackendInit& init)
-    : context_(*init.context),
-      map_(init.context->map),
+    : map_(init.context->map),
+      first_step_(init.context->first_step),
       bootstrap_(init.bootstrap),
       carrier_(init.carrier),
       members_(init.members.begin(), init.members.end()),
@@ -117,8 +117,8 @@ void StagedTransport::begin(StepPlace at, const Outline& outline, bool send_only
   flight.rest_send.resize(flight.begin[ranks_]);
 }
 
-bool StagedTransport::gathers(int bound) const {
-  return ranks_ > 1 && choose_gathered(map_.shape(), carrier_->costs, carrier_->strategy, inline_bytes_, bound);
+bool StagedTransport::gathers(const Shape& shape, int bound) const {
+  return ranks_ > 1 && choose_gathered(shape, carrier_->costs, carrier_->strategy, inline_bytes_, bound);
 }
 
 std::byte* StagedTransport::begin_gathered(StepPlace at, int tokens, uint64_t row, uint64_t more, bool send_only,
@@ -383,7 +383,7 @@ Waited StagedTransport::blame(int peer, StepPlace at, Wake how) {
   for (int i = 1; i < ranks_; ++i) {
     const int rank = (me_ + i) % ranks_;
     std::string steps;
-    uint32_t sent = context_.first_step;
+    uint32_t sent = first_step_;
     const auto channel = static_cast<size_t>(at.channel);
     if (bootstrap_->posted(members_[rank], tag(kNoticePost), &steps) && steps.size() >= (channel + 1) * sizeof sent) {
       std::memcpy(&sent, steps.data() + channel * sizeof sent, sizeof sent);

@@ -85,7 +85,7 @@ class StagedTransport {
   using Unpack = std::function<void(int source, const Frame& frame, const std::byte* message)>;
 
   // Collective among members.
-  static Status make(const BackendInit& init, std::unique_ptr<StagedTransport>* made);
+  static Status make(const BackendInit& init, std::shared_ptr<StagedTransport>* made);
   ~StagedTransport();
   StagedTransport(const StagedTransport&) = delete;
   StagedTransport& operator=(const StagedTransport&) = delete;
@@ -95,9 +95,9 @@ class StagedTransport {
 
   // Begins a step; `send_only`: the caller will not wait at once.
   void begin(StepPlace at, const Outline& outline, bool send_only);
-  // gathers: whether a dispatch of this bound is gathered. begin_gathered then begins the step and returns its message,
-  // to be filled before publishing: tokens of `row` bytes, and `more` bytes behind them.
-  bool gathers(int bound) const;
+  // gathers: whether a dispatch of this bound is gathered, in a group of this shape. begin_gathered then begins the
+  // step and returns its message, to be filled before publishing: tokens of `row` bytes, and `more` bytes behind them.
+  bool gathers(const Shape& shape, int bound) const;
   std::byte* begin_gathered(StepPlace at, int tokens, uint64_t row, uint64_t more, bool send_only, Unpack unpack);
 
   void put(int peer, uint64_t offset, const void* source, size_t n);
@@ -111,11 +111,14 @@ class StagedTransport {
 
   // Maps room for the channels of a larger map, in this rank's window: nobody else maps it. No step is under way.
   Status prepare_growth(const BackendInit&, const WindowMap& grown) {
+    next_map_ = grown;
     return window_->map(-1, grown.channels(), grown.channels_bytes());
   }
   // Where the group has grown, blocks do too, alike on all ranks.
   void end_growth(bool grown) {
-    if (grown) choose_blocks();
+    if (!grown) return;
+    map_ = next_map_;
+    choose_blocks();
   }
 
   Waited wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline);
@@ -175,8 +178,10 @@ class StagedTransport {
   int find_dead(uint32_t step, StepPlace at);
   uint64_t tag(int kind) const { return tag_ + static_cast<uint64_t>(kind); }
 
-  const Context& context_;
-  const WindowMap& map_;
+  // The arena's: its groups may end before this does, so none of it is theirs.
+  WindowMap map_;
+  WindowMap next_map_;
+  uint32_t first_step_;
   Bootstrap* bootstrap_;
   Carrier* carrier_;
   std::vector<int> members_;

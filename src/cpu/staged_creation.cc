@@ -25,8 +25,8 @@ double microseconds_since(TimePoint begin) {
 
 }  // namespace
 
-Status StagedTransport::make(const BackendInit& init, std::unique_ptr<StagedTransport>* made) {
-  std::unique_ptr<StagedTransport> transport(new StagedTransport(init));
+Status StagedTransport::make(const BackendInit& init, std::shared_ptr<StagedTransport>* made) {
+  std::shared_ptr<StagedTransport> transport(new StagedTransport(init));
   TW_RETURN_IF_FAILED(transport->open(init));
   TW_RETURN_IF_FAILED(transport->measure(init));
   *made = std::move(transport);
@@ -37,7 +37,7 @@ Status StagedTransport::open(const BackendInit& init) {
   // The window comes first: a rank that has no memory for it must not leave the others waiting in a connection.
   Status ready = Mapping::reserve(map_.bytes(), true, &window_);
   if (ready.ok()) ready = window_->map(-1, 0, map_.bytes());
-  if (ready.ok()) prepare_signals(map_, context_.first_step, window_->data());
+  if (ready.ok()) prepare_signals(map_, first_step_, window_->data());
   return open_carrier_channel(init, init.tag + kOfferStage, -1, ready, &carrier_channel_);
 }
 

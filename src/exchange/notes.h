@@ -35,6 +35,8 @@ constexpr uint32_t mix_rows(uint32_t digest, uint32_t rows) { return digest ^ ro
 // Mixed in likewise: how often the group has grown, so that calls of before, as graphs replay them, do not meet calls
 // of after. An odd factor keeps numbers apart in however few low bits a note has for digests: eight in 3.
 constexpr uint32_t growth_digest(uint32_t times) { return times * 2654435761u; }
+// The same for a group in another's window, by the call of the comm that made it: no group grows so often.
+constexpr uint32_t placed_digest(uint32_t call) { return growth_digest((1u << 16) + call); }
 // On devices the upper half of the note also has the number of Simple rows. Bound and Simple rows each take one bit
 // more than max_tokens does (beside a bound that bit is kHasOffsets), and the digest takes the bits that are left, in
 // either half.

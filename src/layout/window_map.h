@@ -5,8 +5,8 @@
 //   channel 0     signals: bank 0, bank 1, each one 64-byte line per source: {signal, note, rows signal}
 //                 bank 0, bank 1: dispatched rows, or the inbox of combined rows
 //                 chunk signals: bank 0, bank 1, per source one for every chunk of a combine   (devices)
-//                 packets: bank 0, bank 1, per source the LL128 packets of its rows           (devices)
-//                 meta packets: bank 0, bank 1, per source the metadata of its Simple rows    (devices)
+//                 packets: bank 0, bank 1, per source the LL128 packets of its rows, and behind
+//                 these the packets of the metadata of its Simple rows                        (devices)
 //                 loads: in four banks, by dispatch, per source what was chosen         (groups that count)
 //   channel 1 ...
 //   leases        rows of dispatches that outlive their step                            (high throughput)
@@ -15,6 +15,10 @@
 // Growing moves no byte: what a map has of its own (banks, chunk signals, packets) is appended, and what outlives steps
 // (header, signals, loads, leases) stays at the places of the first map. So steps count on in the same signals, and
 // calls of earlier maps, as graphs replay them, find everything where it was.
+//
+// Groups that share a window (an arena, core/arena.h) have maps of their own over the same channels: `share`. Each kind
+// of region is where the arena's is, bank by bank, so a step writes nothing that lies in the other bank of any map
+// (S2), and no place is a signal or a packet's flag in one map and data in another.
 //
 // One step at a time uses a bank (S1, S2), and a step is a dispatch or a combine. So rows and inbox share a bank's
 // bytes: a bank is as large as the larger of the two, not as both together. An inbox that would be larger than the rows
@@ -41,12 +45,25 @@ inline constexpr uint64_t kRegionAlignment = 256;
 inline constexpr uint64_t kPageAlignment = 4096;
 inline constexpr uint64_t kGrowthAlignment = 2u << 20;  // pieces by which devices map memory
 
+// Bytes of what has a place of its own in a channel: the first three of one bank.
+struct Room {
+  uint64_t bank = 0;
+  uint64_t chunk_signals = 0;
+  uint64_t packets = 0;  // those of metadata too
+  uint64_t loads = 0;    // in all their banks
+
+  constexpr bool holds(const Room& other) const {
+    return bank >= other.bank && chunk_signals >= other.chunk_signals && packets >= other.packets;
+  }
+};
+
 class WindowMap {
  public:
   WindowMap() = default;
 
-  // Makes the map of a Shape. False if a size passes 64 bits (or half of it, so that sums of two never wrap).
-  static constexpr bool make(const Shape& shape, WindowMap* map) {
+  // Makes the map of a Shape. False if a size passes 64 bits (or half of it, so that sums of two never wrap). `least`:
+  // what a channel shall have room for at least.
+  static constexpr bool make(const Shape& shape, WindowMap* map, const Room& least = {}) {
     Checked c;
     map->shape_ = shape;
     uint64_t rows = c.mul(shape.ranks, shape.max_tokens);
@@ -60,26 +77,25 @@ class WindowMap {
     const uint64_t dispatch = c.add(payloads, c.mul(rows, meta_bytes(shape.top_k)));
     const uint64_t inbox = c.mul(inbox_rows, shape.most_combine_bytes());
     const uint64_t counts = shape.recv_rows > 0 ? c.mul(shape.ranks, counts_bytes(shape)) : 0;
-    map->bank_bytes_ = c.align(std::max({dispatch, inbox, counts}), kPageAlignment);
+    map->bank_bytes_ = c.align(std::max({dispatch, inbox, counts, least.bank}), kPageAlignment);
     map->banks_at_ = c.align(2 * kSignalStride * shape.ranks, kPageAlignment);
     map->chunks_at_ = c.add(map->banks_at_, c.mul(2, map->bank_bytes_));
     const bool larger = shape.combine_room > shape.combine_bytes;
     const int32_t least_rows =
         larger ? std::min(shape.chunk_rows, chunk_rows_of(shape.combine_room)) : shape.chunk_rows;
     map->chunks_ = least_rows > 0 ? (shape.max_tokens + least_rows - 1) / least_rows : 0;
-    const uint64_t chunk_signals = c.mul(2 * sizeof(uint64_t), c.mul(shape.ranks, map->chunks_));
-    map->packets_at_ = c.align(c.add(map->chunks_at_, chunk_signals), kPageAlignment);
+    const uint64_t chunk_signals = c.mul(sizeof(uint64_t), c.mul(shape.ranks, map->chunks_));
+    map->chunks_bytes_ = std::max(chunk_signals, least.chunk_signals);
+    map->packets_at_ = c.align(c.add(map->chunks_at_, c.mul(2, map->chunks_bytes_)), kPageAlignment);
     map->packet_row_ = shape.packet_tokens > 0 ? packet_row_bytes(shape) : 0;
-    const uint64_t packets = c.mul(2, c.mul(c.mul(shape.ranks, shape.packet_tokens), map->packet_row_));
+    const uint64_t packets = c.mul(c.mul(shape.ranks, shape.packet_tokens), map->packet_row_);
     map->meta_packets_at_ = c.add(map->packets_at_, packets);
     map->meta_packet_row_ = shape.packet_tokens > 0 ? meta_packet_bytes(shape) : 0;
     map->rows_ = rows;
     map->place_payloads();
-    const uint64_t meta_packets = c.mul(2, c.mul(rows, map->meta_packet_row_));
-    map->loads_at_ = c.align(c.add(map->meta_packets_at_, meta_packets), kRegionAlignment);
-    const uint64_t told = c.mul(sizeof(uint64_t), c.mul(shape.ranks, loads_words(shape)));
-    const uint64_t loads = shape.counts_loads != 0 ? c.mul(kLoadsBanks, told) : 0;
-    map->channel_bytes_ = c.align(c.add(map->loads_at_, loads), kPageAlignment);
+    map->packets_bytes_ = std::max(c.add(packets, c.mul(rows, map->meta_packet_row_)), least.packets);
+    map->loads_at_ = c.align(c.add(map->packets_at_, c.mul(2, map->packets_bytes_)), kRegionAlignment);
+    map->channel_bytes_ = c.align(c.add(map->loads_at_, std::max(c.loads(shape), least.loads)), kPageAlignment);
     map->channels_at_ = map->first_at_ = c.align(kAbortAt + sizeof(uint64_t) * shape.ranks, kPageAlignment);
     map->first_bytes_ = map->channel_bytes_;
     map->leases_at_ = c.add(map->channels_at_, c.mul(shape.channels, map->channel_bytes_));
@@ -87,10 +103,36 @@ class WindowMap {
     return !c.overflow;
   }
 
+  // What a channel of this map has room for. Not to be asked of a map that shares or has grown.
+  constexpr Room room() const { return {bank_bytes_, chunks_bytes_, packets_bytes_, channel_bytes_ - loads_at_}; }
+  // Bytes of the load statistics of a group that counts, in a channel.
+  static constexpr uint64_t loads_bytes(const Shape& shape) { return Checked().loads(shape); }
+
+  // The map of this group over the channels of another's map, `arena`, which has room for it and as many ranks and
+  // channels. `loads`: where its load statistics are, in those that the arena has room for.
+  constexpr WindowMap share(const WindowMap& arena, uint64_t loads) const {
+    WindowMap map = *this;
+    map.bank_bytes_ = arena.bank_bytes_;
+    map.banks_at_ = arena.banks_at_;
+    map.chunks_at_ = arena.chunks_at_;
+    map.chunks_bytes_ = arena.chunks_bytes_;
+    map.packets_at_ = arena.packets_at_;
+    map.meta_packets_at_ = arena.packets_at_ + (meta_packets_at_ - packets_at_);
+    map.packets_bytes_ = arena.packets_bytes_;
+    map.loads_at_ = arena.loads_at_ + loads;
+    map.channel_bytes_ = arena.channel_bytes_;
+    map.channels_at_ = arena.channels_at_;
+    map.first_at_ = arena.first_at_;
+    map.first_bytes_ = arena.first_bytes_;
+    map.leases_at_ = arena.leases_at_;
+    map.bytes_ = arena.bytes_;
+    return map;
+  }
+
   // Makes the map of this group with larger rows or more of them: a Shape that differs in nothing else. False as make.
-  constexpr bool grow(const Shape& shape, WindowMap* map) const {
+  constexpr bool grow(const Shape& shape, WindowMap* map, const Room& least = {}) const {
     WindowMap grown;
-    if (!make(shape, &grown)) return false;
+    if (!make(shape, &grown, least)) return false;
     Checked c;
     grown.first_at_ = first_at_;
     grown.first_bytes_ = first_bytes_;
@@ -187,18 +229,18 @@ class WindowMap {
 
   // uint64, the step: rows chunk * chunk_rows and on of a source are in the inbox.
   constexpr uint64_t chunk_signal(int channel, int bank, int source, int chunk) const {
-    const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
-    return channel_at(channel) + chunks_at_ + sizeof(uint64_t) * (row * chunks_ + chunk);
+    const uint64_t of_source = static_cast<uint64_t>(source) * chunks_;
+    return channel_at(channel) + chunks_at_ + chunks_bytes_ * bank + sizeof(uint64_t) * (of_source + chunk);
   }
   // Packets of the p-th row of a source that travels as LL128 packets, p < packet_tokens, for dispatches and combines
   // alike.
   constexpr uint64_t packet(int channel, int bank, int source, int p) const {
-    const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
-    return channel_at(channel) + packets_at_ + (row * shape_.packet_tokens + p) * packet_row_;
+    const uint64_t of_source = static_cast<uint64_t>(source) * shape_.packet_tokens;
+    return channel_at(channel) + packets_at_ + packets_bytes_ * bank + (of_source + p) * packet_row_;
   }
   // Packets of the metadata of a received Simple row (numbered as for payload_row).
   constexpr uint64_t meta_packet(int channel, int bank, uint64_t row) const {
-    return channel_at(channel) + meta_packets_at_ + (bank * rows_ + row) * meta_packet_row_;
+    return channel_at(channel) + meta_packets_at_ + packets_bytes_ * bank + row * meta_packet_row_;
   }
   // uint64 [1 + E]: the load statistics that a source tells in a dispatch (exchange/loads.h). `bank`: on the CPU the
   // step's; on devices, which take them later, the number of the dispatch on its channel, mod 4.
@@ -209,9 +251,8 @@ class WindowMap {
   }
   static constexpr uint64_t loads_words(const Shape& shape) { return 1 + static_cast<uint64_t>(shape.choices()); }
   constexpr uint64_t meta_packet_row() const { return meta_packet_row_; }
-  constexpr uint64_t packet_bytes() const {
-    return 2 * static_cast<uint64_t>(shape_.ranks) * shape_.packet_tokens * packet_row_;
-  }
+  // Bytes of the packets of all sources in a bank, without those of metadata.
+  constexpr uint64_t packet_bytes() const { return meta_packets_at_ - packets_at_; }
   // Offsets from a bank's begin: where a payload's rows and the metadata begin.
   constexpr uint64_t payload_begin(int q) const { return payload_at_[q]; }
   constexpr uint64_t meta_begin() const { return meta_at_; }
@@ -241,6 +282,10 @@ class WindowMap {
       return overflow ? 0 : a + b;
     }
     constexpr uint64_t align(uint64_t a, uint64_t to) { return add(a, to - 1) / to * to; }
+    constexpr uint64_t loads(const Shape& shape) {
+      if (shape.counts_loads == 0) return 0;
+      return align(mul(kLoadsBanks, mul(sizeof(uint64_t), mul(shape.ranks, loads_words(shape)))), kRegionAlignment);
+    }
     static constexpr uint64_t kLargest = UINT64_MAX / 2;
   };
 
@@ -268,9 +313,11 @@ class WindowMap {
   uint64_t payload_at_[kMaxPayloads] = {};  // in a bank
   uint64_t meta_at_ = 0;                    // in a bank
   uint64_t bank_bytes_ = 0;
-  uint64_t banks_at_ = 0;    // in a channel
-  uint64_t chunks_at_ = 0;   // in a channel
-  uint64_t packets_at_ = 0;  // in a channel
+  uint64_t banks_at_ = 0;       // in a channel
+  uint64_t chunks_at_ = 0;      // in a channel
+  uint64_t chunks_bytes_ = 0;   // of a bank's chunk signals
+  uint64_t packets_at_ = 0;     // in a channel
+  uint64_t packets_bytes_ = 0;  // of a bank's packets
   uint64_t meta_packets_at_ = 0;
   uint64_t meta_packet_row_ = 0;
   uint64_t loads_at_ = 0;    // in a channel of the first map

@@ -84,6 +84,16 @@ World::World(std::vector<twComm_t> connected, const twGroupConfig_t& given)
   on_all_ranks(size(), [&](int rank) { EXPECT_TW(twSuccess, twGroupCreate(&groups[rank], comms[rank], &given)); });
 }
 
+World::World(const World& arena, const twGroupConfig_t& given)
+    : config(given), homes(given, arena.size()), groups(arena.groups.size()) {
+  config.lanes = arena.config.lanes;
+  on_all_ranks(size(), [&](int rank) {
+    twGroupConfig_t mine = config;
+    mine.arena = arena[rank];
+    EXPECT_TW(twSuccess, twGroupCreate(&groups[rank], arena.comms[rank], &mine));
+  });
+}
+
 World::~World() {
   destroy_groups();
   for (const twComm_t comm : comms) {

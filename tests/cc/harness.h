@@ -67,6 +67,8 @@ class World {
   World(int ranks, const twGroupConfig_t& config, const std::function<void(int, twGroupConfig_t*)>& each = {});
   // Over comms of another kind, which become the world's.
   World(std::vector<twComm_t> connected, const twGroupConfig_t& config);
+  // In the windows of another world's groups, on whose comms they are.
+  World(const World& arena, const twGroupConfig_t& config);
   ~World();
   World(const World&) = delete;
   World& operator=(const World&) = delete;

@@ -269,6 +269,8 @@ TEST(Layout, DeviceRegionsAreArrays) {
     const uint64_t chunks = static_cast<uint64_t>(chunks_of(shape));
     const uint64_t packets = map.packet(0, 0, 0, 0);
     const uint64_t signals = map.chunk_signal(0, 0, 0, 0);
+    const uint64_t rows = static_cast<uint64_t>(shape.ranks) * static_cast<uint64_t>(shape.max_tokens);
+    const uint64_t of_bank = map.packet_bytes() + rows * map.meta_packet_row();
     EXPECT_EQ(signals, map.bank(0, 1) + map.bank_bytes());
     for (int channel = 0; channel < shape.channels; ++channel) {
       for (int bank = 0; bank < 2; ++bank) {
@@ -277,22 +279,21 @@ TEST(Layout, DeviceRegionsAreArrays) {
           EXPECT_EQ(map.chunk_signal(channel, bank, source, 0),
                     signals + channel * map.channel_bytes() + 8 * row * chunks);
           if (shape.packet_tokens == 0) continue;
-          const uint64_t at = packets + channel * map.channel_bytes() + row * shape.packet_tokens * map.packet_row();
+          const uint64_t begin = packets + channel * map.channel_bytes() + static_cast<uint64_t>(bank) * of_bank;
+          const uint64_t at = begin + static_cast<uint64_t>(source) * shape.packet_tokens * map.packet_row();
           EXPECT_EQ(map.packet(channel, bank, source, 0), at);
           EXPECT_EQ(map.packet(channel, bank, source, 1), at + map.packet_row());
-          const uint64_t metadata = map.packet(0, 0, 0, 0) + map.packet_bytes() + channel * map.channel_bytes();
-          const uint64_t meta_row = row * shape.max_tokens * map.meta_packet_row();
           const auto first = static_cast<uint64_t>(source) * static_cast<uint64_t>(shape.max_tokens);
-          EXPECT_EQ(map.meta_packet(channel, bank, first), metadata + meta_row);
-          EXPECT_EQ(map.meta_packet(channel, bank, first + 1), metadata + meta_row + map.meta_packet_row());
+          const uint64_t metadata = begin + map.packet_bytes() + first * map.meta_packet_row();
+          EXPECT_EQ(map.meta_packet(channel, bank, first), metadata);
+          EXPECT_EQ(map.meta_packet(channel, bank, first + 1), metadata + map.meta_packet_row());
         }
       }
     }
-    EXPECT_EQ(map.packet_bytes(), map.packet(0, 1, shape.ranks, 0) - packets);
+    EXPECT_EQ(map.packet_bytes(), map.packet(0, 0, shape.ranks, 0) - packets);
     const uint64_t meta =
         shape.packet_tokens > 0 ? kPacketBytes * packets_of(1 + static_cast<uint64_t>(shape.top_k)) : 0;
     EXPECT_EQ(map.meta_packet_row(), meta) << "header, ids and weights, a word for each two of these";
-    const uint64_t rows = static_cast<uint64_t>(shape.ranks) * static_cast<uint64_t>(shape.max_tokens);
     EXPECT_LE(map.meta_packet(0, 1, rows) - map.signal(0, 0, 0), map.channel_bytes());
   });
 }

@@ -221,7 +221,7 @@ TEST(Replicas, RanksThatDifferAreTold) {
     }
     twHandle_t handle = route_two(world[rank], {0, 1, 2, 0});
     EXPECT_TW(twBoundMismatch, dispatch_two(world[rank], handle));
-    EXPECT_TRUE(test::says("differ in the layer, its map, the counting or the types of rows of twDispatch"));
+    EXPECT_TRUE(test::says("differ in the group, the layer, its map, the counting or the types of rows of twDispatch"));
     if (rank == 0) {
       EXPECT_TW(twSuccess, twGroupReplaceMap(world[rank], 0, kOther, nullptr, nullptr));
     }

@@ -119,7 +119,7 @@ TEST(RowTypes, RanksThatDifferAreTold) {
     for (int rank = 0; rank < 2; ++rank) EXPECT_TW(twSuccess, exchange[rank].combine(true));
     for (int rank = 0; rank < 2; ++rank) {
       EXPECT_TW(twBoundMismatch, exchange[rank].complete());
-      EXPECT_TRUE(says("differ in the rows of twCombine"));
+      EXPECT_TRUE(says("differ in the group or the rows of twCombine"));
     }
     exchange[0].rows.wire_dtype = twDtypeNone;
     exchange[0].rows.elements = 0;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +43,18 @@ PLANS = {
     "l": Plan((BASE, replace(FEW, send_dispatch=True)), together=True),
     "o": Plan((BASE,), odd=True),
     "q": Plan((FEW, BASE), odd=True),
+    "u": Plan((replace(BASE, tokens=(64, 7), seed=900),)),  # of a group in the first one's window
 }
+# That group: "u" is its graph, and "s" a round of it without one.
+SECOND = Setup(ranks=2, experts=5, top_k=2, hidden=40, max_tokens=64, dtype="float32", payloads=((1, "int64"),))
+
+
+def setup_of(letter: str, first: Setup) -> Setup:
+    return replace(SECOND, ranks=first.ranks) if letter in "us" else first
+
+
+def rounds_of(letter: str) -> tuple[Round, ...]:
+    return {"e": (BASE, FEW), "s": PLANS["u"].rounds}.get(letter) or PLANS[letter].rounds
 
 
 def now(round_: Round, turn: int) -> Round:
@@ -130,19 +142,29 @@ class Captured:
 
 
 def run(env: Any, sequence: str, most: int | None, barriers: Any = None, setup: Setup = SETUP) -> list[Any]:
-    """Replays graphs in a sequence, by the letters of PLANS; "e" is a round without a graph, and "g" lets the group
-    grow. What came by turn."""
-    with line_tokens(most), tw.Group(env.comm, timeout=TIMEOUT, **setup.settings()) as group:
+    """Replays graphs in a sequence, by the letters of PLANS; "e" and "s" are rounds without a graph, and "g" lets the
+    first group grow. What came by turn."""
+    other = setup_of("s", setup).settings()
+    del other["lanes"]
+    with ExitStack() as stack:
+        stack.enter_context(line_tokens(most))
+        shares = {"room_for": [other]} if set("us") & set(sequence) else {}
+        group = stack.enter_context(tw.Group(env.comm, timeout=TIMEOUT, **setup.settings(), **shares))
+        groups = dict.fromkeys((*PLANS, "e"), group)
+        if shares:
+            second = stack.enter_context(tw.Group(env.comm, arena=group, timeout=TIMEOUT, **other))
+            groups |= dict.fromkeys("us", second)
         graphs = {
-            letter: Captured(env, group, setup, PLANS[letter], barriers)
+            letter: Captured(env, groups[letter], setup_of(letter, setup), PLANS[letter], barriers)
             for letter in dict.fromkeys(sequence)
             if letter in PLANS
         }
         turns = []
         for turn, letter in enumerate(sequence):
-            if letter == "e":
-                flight = tuple(now(replace(r, bound=r.bound or setup.max_tokens), turn) for r in (BASE, FEW))
-                turns.append(Player(env, group, Case(setup, ())).flight(flight))
+            if letter in "es":
+                of = setup_of(letter, setup)
+                flight = tuple(now(replace(r, bound=r.bound or of.max_tokens), turn) for r in rounds_of(letter))
+                turns.append(Player(env, groups[letter], Case(of, ())).flight(flight))
             elif letter == "g":
                 group.reserve(max_tokens=2 * group.max_tokens)
                 turns.append([])
@@ -177,13 +199,13 @@ def check(sequence: str, by_rank: list[list[list[Got]]], setup: Setup = SETUP) -
     for turn, letter in enumerate(sequence):
         if letter == "g":
             continue
-        rounds = (BASE, FEW) if letter == "e" else PLANS[letter].rounds
-        for i, round_ in enumerate(rounds):
+        of = setup_of(letter, setup)
+        for i, round_ in enumerate(rounds_of(letter)):
             got = [mine[turn][i] for mine in by_rank]
             if got[0].out is None:
-                verify_received(setup, now(round_, turn), got)
+                verify_received(of, now(round_, turn), got)
             else:
-                verify(setup, now(round_, turn), got)
+                verify(of, now(round_, turn), got)
 
 
 # ---- the tests -----------------------------------------------------------------------------------
@@ -199,6 +221,8 @@ SEQUENCES = {
     "odd": "opoeoopoooepqoepqqeqoepoetoqp",
     # Graphs of before the group grows, between new calls and further growth.
     "growth": "pegpegxefpgotlegpeqofxtl",
+    # Graphs and rounds of two groups that share a window, on the same lanes, also after the first has grown.
+    "two groups": "pusepuuppsoquseoxufuslutugpusegxu",
 }
 
 
@@ -215,7 +239,7 @@ def test_replays_of_one_rank(lines, name) -> None:
     with Locals(1) as ranks:
         by_rank = ranks.run(run, sequence, None if lines == "lines" else 0, None, alone)
     for turn, letter in enumerate(sequence):
-        for i, round_ in enumerate((BASE, FEW) if letter == "e" else PLANS[letter].rounds):
+        for i, round_ in enumerate(rounds_of(letter)):
             judged = replace(now(round_, turn), tokens=round_.tokens[:1])
             got = [by_rank[0][turn][i]]
             verify_received(alone, judged, got) if got[0].out is None else verify(alone, judged, got)

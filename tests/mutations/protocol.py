@@ -61,7 +61,7 @@ CYCLE = (
     ),
     Edit(
         MAP,
-        "c.align(std::max({dispatch, inbox, counts}), kPageAlignment)",
+        "c.align(std::max({dispatch, inbox, counts, least.bank}), kPageAlignment)",
         "c.align(c.add(c.align(dispatch, kRegionAlignment), inbox), kPageAlignment)",
     ),
     Edit(
@@ -310,7 +310,7 @@ PROTOCOL = (
         "S6",
         "sides_test",
         "Meetings/Sides.HalfIsGivenUp/*",
-        (Edit(SHRINK, "    leave_group(group_);\n    group_.excluded", "    group_.excluded"),),
+        (Edit(SHRINK, "    leave_group(group_);\n    group_.arena->excluded", "    group_.arena->excluded"),),
     ),
     Mutation(
         "survivors wait for those who gave the group up",
@@ -347,7 +347,7 @@ PROTOCOL = (
         "LeftWaiting.ForOneThatDestroysABrokenGroup",
         (
             Edit(GROUP, "    opening.give(group->members, tags);  // to peers", "    // to peers"),
-            Edit(GROUP, "    leave_group(*group);\n    return {};\n", "    return {};\n"),
+            Edit(GROUP, "    close_quietly(*group);\n    return {};\n", "    return {};\n"),
         ),
     ),
     Mutation(
@@ -414,7 +414,7 @@ PROTOCOL = (
         "S1",
         "device_side_test",
         "PretendedGroup.ViewsLieInTheBankOfTheLease",
-        (Edit(CALLS, "    group.channels[handle.channel].second = false;\n", ""),),
+        (Edit(CHANNELS, "    channels_[channel].second = false;\n", ""),),
     ),
     Mutation(
         "calls go on after a device has found an error",

@@ -229,14 +229,18 @@ RESULTS = (
         "S10",
         "layout_test",
         "Layout.RegionsNeverOverlap",
-        (Edit(MAP, "c.align(c.add(map->chunks_at_, chunk_signals), kPageAlignment)", "map->chunks_at_"),),
+        (
+            Edit(
+                MAP, "c.align(c.add(map->chunks_at_, c.mul(2, map->chunks_bytes_)), kPageAlignment)", "map->chunks_at_"
+            ),
+        ),
     ),
     Mutation(
         "ranks may disagree about packets",
         "S10",
         "device_side_test",
         "DeviceSide.LineTokensAreComparedBetweenRanks",
-        (Edit(CONFIG, '  visit("TOKENWAY_LINE_TOKENS", packet_tokens);\n', ""),),
+        (Edit(CONFIG, '  visit("TOKENWAY_LINE_TOKENS", config.shape().packet_tokens);\n', ""),),
     ),
     Mutation(
         "ids in device memory read by the host",

@@ -25,6 +25,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from arena import ARENA_MUTATIONS
 from collectives import COLLECTIVES
 from counts import COUNTS
 from leases import LEASES_MUTATIONS
@@ -35,7 +36,7 @@ from results import RESULTS
 from staged import STAGED
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = PROTOCOL + COUNTS + LEASES_MUTATIONS + COLLECTIVES + PLACEMENT + RESULTS + STAGED
+ALL = PROTOCOL + ARENA_MUTATIONS + COUNTS + LEASES_MUTATIONS + COLLECTIVES + PLACEMENT + RESULTS + STAGED
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails
 CORES = len(os.sched_getaffinity(0))

@@ -90,7 +90,7 @@ def macros() -> list[str]:
 
 def fields(struct: str) -> list[str]:
     """Names of a struct's fields, as the header has them."""
-    body = re.search(r"typedef struct \{([^}]*)\} " + struct + ";", CODE)
+    body = re.search(r"typedef struct (?:\w+ )?\{([^}]*)\} " + struct + ";", CODE)
     assert body, struct
     pointers = r"\(\*(\w+)\)\([^;]*\)"
     declared = re.findall(pointers + r";|(\w+)(?:\[[^;]*\])?;", body[1])

@@ -13,7 +13,7 @@ import harness
 import numpy as np
 import pytest
 from cases import Got, Round, Setup, one, verify
-from grown import LAYOUTS, MODES, OWN, make, own_of, works
+from grown import LAYOUTS, MODES, OWN, emulated, make, own_of, works
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from player import Player
@@ -236,15 +236,6 @@ def test_calls_and_growth_in_any_order(backend: str, data: Any) -> None:
 
 
 # ---- graphs of before ----------------------------------------------------------------------------
-
-
-def emulated(env: Any) -> Any:
-    """Capture and replay of the emulator; None elsewhere."""
-    lib = tw._native.lib
-    if not hasattr(lib, "tokenway_emulated_capture"):
-        return None
-    lib.tokenway_emulated_end_capture.restype = ctypes.c_void_p
-    return lib, ctypes.c_void_p(env.backend.place(env.comm)[1])
 
 
 def replay(env: Any, own: Setup, tokens: tuple[int, int]) -> list[bool]:

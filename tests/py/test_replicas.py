@@ -265,7 +265,7 @@ def test_ranks_that_differ_are_told(world, mode, how) -> None:
         pytest.skip("it takes two to differ")
     setup = setup_of("round_robin", mode, ranks=ranks, dtype="float32")
     for ended in world(ranks).run(differ, setup, how):
-        assert "differ in the layer, its map, the counting or the types of rows of" in ended[0]
+        assert "differ in the group, the layer, its map, the counting or the types of rows of" in ended[0]
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -226,7 +226,7 @@ def test_types_that_differ_are_told(world, made_for) -> None:
     for heard in world(3).run(differ):
         for outcome in heard[:2]:
             said(outcome, "twBoundMismatch", "its map, the counting or the types of rows of dispatch")
-        said(heard[2], "twBoundMismatch", "differ in the rows of combine")
+        said(heard[2], "twBoundMismatch", "differ in the group or the rows of combine")
 
 
 def refuse(env: Any) -> list[Any]:

@@ -113,6 +113,34 @@ def test_views_of_the_window(threads, layout) -> None:
     threads(2).run(run_views, layout)
 
 
+def run_two_groups(env: Env) -> None:
+    """The next step on a view's channel ends it, whichever group of the window makes it."""
+    small = {"experts": 3, "top_k": 1, "hidden": 2, "max_tokens": 1, "dtype": "float32", "timeout": 20}
+    with tw.Group(env.comm, lanes=2, **SETTINGS) as first, tw.Group(env.comm, arena=first, **small) as second:
+        ours, others = Ours(env, first), Ours(env, second)
+        received = ours.dispatch(1)
+        losses = [ours.saved(received.tokens) for _ in range(2)]
+        ids = others.env.backend.tensor(np.zeros((1, 1), np.int32))
+
+        def step(lane: int) -> None:
+            second.dispatch(second.route(ids), others.full((1, 2), 1), lane=lane).handle.release()
+
+        step(1)
+        assert not ours.refused(losses.pop())
+        received.handle.release()
+        step(0)
+        assert ours.refused(losses.pop())
+        second.close()
+        received = ours.dispatch(1)
+        loss = ours.saved(received.tokens)
+        first.combine(received.handle, received.tokens)
+        assert ours.refused(loss)
+
+
+def test_views_of_a_window_that_groups_share(threads) -> None:
+    threads(2).run(run_two_groups)
+
+
 def run_lanes(env: Env) -> None:
     """A step on another channel changes nothing."""
     with tw.Group(env.comm, lanes=3, **SETTINGS) as group:

@@ -2,9 +2,9 @@
 // all ranks how often each expert was chosen, and takes what all have told of the dispatch before on this channel. That
 // came long ago, so the block waits for nobody; and no block waits for it.
 //
-// The words of a dispatch lie in one of four banks, by its number on the channel, which all ranks have alike: a refusal
-// counts too. A rank that makes dispatch d reads those of d - 1; its peers are at d + 1 at most (S2), so nothing of d +
-// 3 is written there meanwhile.
+// The words of a dispatch lie in one of four banks, by its number among the group's on the channel, which all ranks
+// have alike: a refusal counts too. A rank that makes dispatch d reads those of d - 1; its peers are at d + 1 at most
+// (S2), so nothing of d + 3 is written there meanwhile.
 //
 // What breaks if this changes: averages differ between ranks, and with them what they decide; the bits of results do
 // not.
@@ -140,8 +140,7 @@ __device__ __noinline__ static void count_loads(const DispatchParams& p) {
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
   const auto thread = static_cast<int>(threadIdx.x);
-  ChannelState& channel_state = g.channels[p.channel];
-  const uint32_t dispatch = load_fresh<uint32_t>(&channel_state.dispatches) + 1;
+  const uint32_t dispatch = load_fresh<uint32_t>(&g.loads.numbers[p.channel]) + 1;
   const bool routed = !p.in.own;  // otherwise whoever made the ids the handle's own has counted them
   const bool shared = routed && p.table != 0;
   int32_t* const counts = shared ? shared_at<int32_t>(p.at.table) : p.handle.choices;
@@ -161,7 +160,7 @@ __device__ __noinline__ static void count_loads(const DispatchParams& p) {
   }
   if (dispatch > 1) take_told(g, p.channel, dispatch - 1);
   __syncthreads();
-  if (thread == 0) channel_state.dispatches = dispatch;
+  if (thread == 0) g.loads.numbers[p.channel] = dispatch;
 }
 
 // Is the whole kernel for a block that does nothing else. It does without what the others prepare, so with 128 tokens
@@ -183,11 +182,11 @@ __device__ __noinline__ static void count_loads_apart(const DispatchParams& p) {
 // Tells that a dispatch which this rank refuses counts for nobody. By a block.
 __device__ inline void tell_refusal(const GroupView& g, int channel) {
   if (g.map.shape().counts_loads == 0) return;
-  const uint32_t dispatch = load_fresh<uint32_t>(&g.channels[channel].dispatches) + 1;
+  const uint32_t dispatch = load_fresh<uint32_t>(&g.loads.numbers[channel]) + 1;
   __syncthreads();  // all have read it
   if (threadIdx.x == 0) tell_word(g, channel, dispatch, 0, 0);
   if (dispatch > 1) take_told(g, channel, dispatch - 1);
-  if (threadIdx.x == 0) g.channels[channel].dispatches = dispatch;
+  if (threadIdx.x == 0) g.loads.numbers[channel] = dispatch;
 }
 
 }  // namespace tw::cuda

@@ -76,6 +76,7 @@ __device__ inline void say_sent(const GroupView& g, const Step& step, bool refus
   const uint64_t blocks = collective_note(bound, of_map ? rows : step.digest);
   const uint32_t call = mix_digest(static_cast<uint32_t>(step.phase), blocks);
   store_half(&to.call, refused ? 0 : max(call, 1u));
+  store_half(&to.patience, static_cast<uint32_t>(g.timeout_ns / 1000000));
   store_half(&to.sent, step.low());
   if (g.waits) store_half(&to.waits, step.low());
 }
@@ -166,6 +167,7 @@ __device__ __noinline__ static void write_report(Report* report, const GroupView
   to.token = -1;
   to.k = -1;
   to.value = 0;
+  to.group = reinterpret_cast<uintptr_t>(g.experts);
 }
 
 __device__ inline void finish_report(Report* report) {

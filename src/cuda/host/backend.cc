@@ -307,6 +307,7 @@ Status NvlinkBackend::run_refusal(StepPlace at, const Refusal& refusal, bool sen
   p.bank = refusal.views || staged_ != nullptr ? at.bank() : -1;
   p.status = refusal.combining == nullptr ? nullptr : refusal.combining->device.status;
   p.phase = refusal.phase;
+  p.skips = refusal.skips ? 1 : 0;
   p.send = send;
   p.receive = receive;
   return launched("the refusal of a call", launch_refuse(p, refusal.stream));
@@ -314,10 +315,10 @@ Status NvlinkBackend::run_refusal(StepPlace at, const Refusal& refusal, bool sen
 
 bool NvlinkBackend::poll(ErrorRecord* record) {
   *record = empty_record();
-  const std::lock_guard lock(reports_);
+  const std::lock_guard lock(arena_->reports);
   Report report;
   const bool failed = control_->next_failure(&report);
-  if (failed || control_->next_call(&report) || control_->next_bad_id(&report)) {
+  if (failed || arena_->next_call(view_, &report) || arena_->next_bad_id(view_, &report)) {
     record->result = static_cast<twResult_t>(report.result);
     record->sticky = failed ? 1 : 0;
     record->peer = report.peer;

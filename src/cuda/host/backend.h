@@ -16,8 +16,8 @@
 
 #include "core/backend.h"
 #include "core/interrupt.h"
-#include "cuda/host/control.h"
-#include "cuda/host/memory.h"
+#include "cuda/host/arena.h"
+#include "cuda/host/group_memory.h"
 #include "cuda/launch/collective.h"
 #include "cuda/launch/combine.h"
 #include "cuda/launch/dispatch.h"
@@ -45,11 +45,10 @@ class NvlinkBackend : public Backend {
 
   ~NvlinkBackend() override {
     const OnDevice on(device_);
-    if (control_ != nullptr) control_->end_watch();  // its thread uses the arena
     settle();
-    staged_.reset();
-    arena_.reset();
-    control_.reset();  // after the last kernel that may look at its pages
+    if (memory_ != nullptr) arena_->forget(view_);
+    memory_.reset();
+    arena_.reset();  // after the last kernel that may look at its pages
     const DeviceMapping::UnmapsHere here;
     windows_.by_rank.clear();
   }
@@ -98,11 +97,12 @@ class NvlinkBackend : public Backend {
   Status find_layout(const LayoutCall& call) override;
   void forget(HandleArrays& handle) override {
     if (handle.device.counts_page != nullptr) {
-      arena_->give_page(static_cast<CountsOnHost*>(handle.device.counts_page), handle.device.page_serial);
+      memory_->give_page(static_cast<CountsOnHost*>(handle.device.counts_page), handle.device.page_serial);
     }
     handle.device.counts_page = nullptr;
   }
 
+  Status abandon(StepPlace at, const Refusal& sent) override;
   // Nothing is left to wait for: a refusal's kernel has waited for the peers.
   StepEnd drain(StepPlace, TimePoint) override { return {}; }
 
@@ -112,7 +112,7 @@ class NvlinkBackend : public Backend {
   AbortSignal find_abort() override { return control_->find_abort(); }
   AbortSignal abort_of(int writer) override { return control_->abort_of(writer); }
 
-  void read_loads(float* loads, int64_t* dispatches) override { arena_->read_loads(context_, loads, dispatches); }
+  void read_loads(float* loads, int64_t* dispatches) override { memory_->read_loads(context_, loads, dispatches); }
   Status replace_map(int32_t layer, const ExpertMap& map, void* stream) override;
   bool poll(ErrorRecord* record) override;
 
@@ -127,11 +127,11 @@ class NvlinkBackend : public Backend {
 
   std::byte* allocate(size_t bytes) override {
     const OnDevice on(device_);
-    return arena_->allocate(bytes);
+    return memory_->allocate(bytes);
   }
   void release(std::byte* block) override {
     const OnDevice on(device_);
-    arena_->release(block);
+    memory_->release(block);
   }
 
   Status copy_counts(const HandleArrays& handle, int32_t* counts) override {
@@ -149,7 +149,9 @@ class NvlinkBackend : public Backend {
   // Fills in where the rows of each payload arrive at this rank.
   void fill_receive_offsets(const DispatchCall& call, std::byte** receive_offset);
 
-  Status connect(const BackendInit& init, uint64_t* tag);
+  Status make_arena(const BackendInit& init, uint64_t* tag);
+  Status share_arena(const NvlinkBackend& first);
+  Status test_links(const BackendInit& init, bool may, uint64_t* tag);
   Status may_use_packets(bool* may);
   Status test_packets();
   Status fill_view(const BackendInit& init);
@@ -187,6 +189,7 @@ class NvlinkBackend : public Backend {
   template <class Run>
   Status arrive(StepPlace at, bool at_once, void* stream, Run&& run);
   Status land_rows(const DispatchCall& call, HandleArrays& handle);
+  uint64_t bank_at(StepPlace at) const { return context_.map.bank(at.channel, at.bank()); }
   int bank_of(StepPlace at) const { return staged_ != nullptr ? at.bank() : -1; }
   Status run_views(const DispatchCall& call, const Budget& budget, HandleArrays& handle);
   Status run_places(const CombineCall& call, const Budget& budget, HandleArrays& handle);
@@ -220,14 +223,14 @@ class NvlinkBackend : public Backend {
   };
   Larger larger_;
   DeviceWindows windows_;
-  std::unique_ptr<Arena> arena_;
-  std::unique_ptr<Control> control_;
-  std::unique_ptr<StagedTransport> staged_;  // NULL: devices write into each other's windows
+  std::shared_ptr<DeviceArena> arena_;
+  Control* control_ = nullptr;         // the arena's, likewise
+  StagedTransport* staged_ = nullptr;  // NULL: devices write into each other's windows
+  std::unique_ptr<GroupMemory> memory_;
   GroupView view_{};
   DispatchScratch dispatch_{};
   CombineScratch combine_{};
   CollectiveScratch collective_{};
-  std::mutex reports_;         // held to take reports, which calls do, and whoever asks for the group's error
   TimePoint trouble_since_{};  // when trouble of others was first seen
   uint64_t counts_told_ = 0;   // exchanges of counts of which the host learns
   void* last_stream_ = nullptr;

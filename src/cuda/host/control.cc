@@ -90,7 +90,6 @@ Status Control::create_apart(const BackendInit& init, std::unique_ptr<Control>* 
   made->apart_ = true;
   made->tag_ = init.tag;
   made->first_step_ = init.context->first_step;
-  made->timeout_ = std::chrono::milliseconds(init.timeout_ms);
   made->watched_.resize(static_cast<size_t>(init.context->map.shape().channels));
   void* const memory = ::mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return fail_errno("cannot map a control page");

@@ -95,7 +95,6 @@ class Control {
   bool apart_ = false;
   uint64_t tag_ = 0;
   uint32_t first_step_ = 0;
-  std::chrono::milliseconds timeout_{};
   std::vector<Watched> watched_;    // by channel
   std::string noticed_;             // what the peers know of this rank's steps
   std::atomic<uint64_t> told_ = 0;  // the abort signal that the peers know

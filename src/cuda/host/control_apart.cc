@@ -71,7 +71,8 @@ void Control::watch_steps(TimePoint now) {
     slow = true;
     const int different = find_different(channel);
     if (different >= 0) return end_on(channel, twCallMismatch, different);
-    if (now - watched.waits_at >= timeout_ + kGrace) return end_on(channel, twTimeout, find_behind(channel, waits));
+    const std::chrono::milliseconds patience(load(at.patience));
+    if (now - watched.waits_at >= patience + kGrace) return end_on(channel, twTimeout, find_behind(channel, waits));
   }
   const std::string bytes(reinterpret_cast<const char*>(notices.data()), notices.size() * sizeof(Notice));
   if (!slow || bytes == noticed_) return;
@@ -125,6 +126,7 @@ void Control::end_on(int channel, twResult_t result, int peer) {
   report.step = load(at.sent);
   report.seen = report.step - 1;
   report.token = report.k = -1;
+  report.group = 0;  // it finishes all
   std::atomic_ref(report.serial).store(report.serial + 1, std::memory_order_release);
   announce_abort({static_cast<uint32_t>(result), static_cast<uint32_t>(me_), static_cast<uint32_t>(peer), false});
 }

@@ -26,7 +26,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
     TW_CUDA(cudaMemsetAsync(handle.map.choices, 0, sizeof(int32_t) * static_cast<size_t>(shape().choices()),
                             static_cast<cudaStream_t>(call.stream)));
   }
-  p.told = arena_->told(call.at.channel, shape());
+  p.told = memory_->told(call.at.channel, shape());
   p.channel = call.at.channel;
   p.bank = bank_of(call.at);
   p.tokens = handle.routing.tokens;
@@ -41,7 +41,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   // A replay would tell of an exchange that the host has not called; and what the host knows it need not be told again.
   if (call.known) {
   } else if (receive && !capturing) {
-    if (handle.device.counts_page == nullptr) handle.device.counts_page = arena_->take_page();
+    if (handle.device.counts_page == nullptr) handle.device.counts_page = memory_->take_page();
     if (handle.device.counts_page == nullptr)
       return fail(twOutOfMemory, "no host memory for counts that a device tells");
     p.on_host = static_cast<CountsOnHost*>(handle.device.counts_page);

@@ -28,53 +28,95 @@ Status NvlinkBackend::fill_view(const BackendInit& init) {
   return fits;
 }
 
+namespace {
+
+// A meeting behind what a rank does alone.
+Status meet(const BackendInit& init, uint64_t* tag, const char* occasion, const Status& mine) {
+  return agree(*init.bootstrap, init.members, (*tag)++, init.deadline, occasion, mine);
+}
+
+}  // namespace
+
+// Makes the window, the control pages and, between devices apart, the transport.
+Status NvlinkBackend::make_arena(const BackendInit& init, uint64_t* tag) {
+  arena_ = std::make_shared<DeviceArena>();
+  const bool staged = init.carrier != nullptr;
+  const Status mapped = staged ? make_own_window(init, &windows_) : map_device_windows(init, *tag, &windows_);
+  ++*tag;
+  if (staged) {
+    std::shared_ptr<DeviceMapping> own;
+    if (mapped.ok()) own = windows_.by_rank[context_.me];
+    TW_RETURN_IF_FAILED(StagedTransport::create(init, *tag, mapped, std::move(own), &arena_->staged));
+    *tag += 2;
+  } else {
+    TW_RETURN_IF_FAILED(meet(init, tag, "mapping windows", mapped));
+  }
+  std::unique_ptr<Control>& control = arena_->control;
+  const Status controlled = staged ? Control::create_apart(init, &control) : Control::create(init, *tag, &control);
+  ++*tag;
+  return meet(init, tag, "sharing control pages", controlled);
+}
+
+// Takes over what the group has that makes the window. What may have been in the window's load statistics is of groups
+// that have ended on all ranks: nobody writes there any more.
+Status NvlinkBackend::share_arena(const NvlinkBackend& first) {
+  arena_ = first.arena_;
+  windows_ = first.windows_;
+  if (arena_->staged != nullptr && shape().exact()) TW_RETURN_IF_FAILED(arena_->staged->make_arrivals());
+  const uint64_t loads = WindowMap::loads_bytes(shape());
+  for (int channel = 0; channel < shape().channels && loads > 0; ++channel) {
+    TW_RETURN_IF_FAILED(clear(window() + context_.map.loads(channel, 0, 0), loads));
+  }
+  return {};
+}
+
 // Opens the backend. Each stage that a rank does alone ends in a meeting, so that none waits for one that has failed.
 // Tags of a comm must rise: see Connection::take.
 Status NvlinkBackend::open(const BackendInit& init) {
   const OnDevice on(device_);
   const OutsideCaptures outside;
   uint64_t tag = init.tag;
-  const auto meet = [&](const char* occasion, const Status& mine) {
-    return agree(*init.bootstrap, init.members, tag++, init.deadline, occasion, mine);
-  };
-  const bool staged = init.carrier != nullptr;
-  const Status mapped = staged ? make_own_window(init, &windows_) : map_device_windows(init, tag, &windows_);
-  ++tag;
-  if (staged) {
-    std::shared_ptr<DeviceMapping> own;
-    if (mapped.ok()) own = windows_.by_rank[context_.me];
-    TW_RETURN_IF_FAILED(StagedTransport::create(init, tag, mapped, std::move(own), &staged_));
-    tag += 2;
+  Status prepared;
+  if (init.arena != nullptr) {
+    prepared = share_arena(static_cast<const NvlinkBackend&>(*init.arena));
   } else {
-    TW_RETURN_IF_FAILED(meet("mapping windows", mapped));
+    TW_RETURN_IF_FAILED(make_arena(init, &tag));
   }
-  const Status controlled = staged ? Control::create_apart(init, &control_) : Control::create(init, tag, &control_);
-  ++tag;
-  TW_RETURN_IF_FAILED(meet("sharing control pages", controlled));
-  Status prepared = fill_view(init);
+  control_ = arena_->control.get();
+  staged_ = arena_->staged.get();
+  if (prepared.ok()) prepared = fill_view(init);
   std::vector<std::byte*> windows;
   for (const auto& window : windows_.by_rank) windows.push_back(window->data());
-  if (prepared.ok()) prepared = Arena::create(context_, windows, control_->on_device(), &view_, &arena_);
+  if (prepared.ok() && init.arena == nullptr) prepared = arena_->make(context_, windows);
+  arena_->fill(&view_);
+  if (prepared.ok()) prepared = GroupMemory::create(context_, &view_, &memory_);
   if (prepared.ok()) prepared = launched("loading the kernels", load_kernels(shape()));
   bool may = false;
-  if (prepared.ok()) prepared = may_use_packets(&may);
-  TW_RETURN_IF_FAILED(meet("loading kernels", prepared));
-  // All ranks test, or none does: a test needs an answer.
-  int32_t testing = may ? 1 : 0;
-  TW_RETURN_IF_FAILED(least(init, tag++, {&testing}));
-  const Status tested = testing != 0 ? test_packets() : Status{};
-  if (testing == 0) view_.packet_tokens = 0;
-  TW_RETURN_IF_FAILED(meet("testing the links", tested));
+  if (prepared.ok() && init.arena == nullptr) prepared = may_use_packets(&may);
+  TW_RETURN_IF_FAILED(meet(init, &tag, "loading kernels", prepared));
+  if (init.arena == nullptr) TW_RETURN_IF_FAILED(test_links(init, may, &tag));
+  if (!arena_->packets) view_.packet_tokens = 0;
   // All ranks use the least that any has found: receivers must expect what senders send.
   TW_RETURN_IF_FAILED(least(init, tag++, {&view_.packet_tokens, &budget_.summed_tail}));
   budget_.packet_tokens = view_.packet_tokens;
-  control_->on_stop([this] {
-    const OnDevice here(device_);
+  if (init.arena != nullptr) return {};
+  control_->on_stop([arena = arena_.get(), device = device_] {
+    const OnDevice here(device);
     const OutsideCaptures apart;
-    arena_->stop_kernels();
-    if (staged_ != nullptr) staged_->abort();
+    arena->stop_kernels();
+    if (arena->staged != nullptr) arena->staged->abort();
   });
   return {};
+}
+
+// Tests whether packets arrive whole. All ranks test, or none does: a test needs an answer. `may`: whether this rank
+// would use them.
+Status NvlinkBackend::test_links(const BackendInit& init, bool may, uint64_t* tag) {
+  int32_t testing = may ? 1 : 0;
+  TW_RETURN_IF_FAILED(least(init, (*tag)++, {&testing}));
+  arena_->packets = testing != 0;
+  const Status tested = testing != 0 ? test_packets() : Status{};
+  return meet(init, tag, "testing the links", tested);
 }
 
 std::shared_ptr<void> NvlinkBackend::keep_window() {
@@ -119,7 +161,7 @@ Status NvlinkBackend::test_packets() {
     }
     return was_interrupted() ? fail(twInterrupted, "testing the links was interrupted") : Status{};
   }));
-  if (torn != 0) view_.packet_tokens = 0;
+  arena_->packets = torn == 0;
   return {};
 }
 

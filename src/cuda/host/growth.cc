@@ -41,7 +41,7 @@ Status NvlinkBackend::prepare_growth(const BackendInit& init, WindowMap* grown) 
       staged_ != nullptr ? staged_->prepare_growth(init, grown) : grow_device_windows(init, init.tag, *grown, windows_);
   larger_.map = *grown;
   if (prepared.ok()) prepared = budget_for(grown->shape(), &larger_.budget);
-  if (prepared.ok()) prepared = arena_->make_marks(grown->shape(), &larger_.marks);
+  if (prepared.ok()) prepared = memory_->make_marks(grown->shape(), &larger_.marks);
   if (prepared.ok()) prepared = launched("loading the kernels", load_kernels(grown->shape()));
   TW_RETURN_IF_FAILED(agree(*init.bootstrap, init.members, init.tag + 1, init.deadline, "mapping windows", prepared));
   if (view_.packet_tokens == 0)

@@ -26,7 +26,7 @@ IdsIn NvlinkBackend::ids_of(const HandleArrays& handle, bool copied) const {
   }
   in.limit = in.own ? shape().experts : shape().choices();
   if (context_.maps->empty()) return in;
-  in.map = in.own ? nullptr : arena_->map(handle.map.layer, shape());
+  in.map = in.own ? nullptr : memory_->map(handle.map.layer, shape());
   in.digest = in.own ? handle.device.digest : in.map + MapWords::kDigest;
   return in;
 }
@@ -39,7 +39,7 @@ Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twP
   p.group = view_;
   p.handle = view_of(handle);
   p.in = *in;
-  p.scratch = arena_->balance(at.channel, shape());
+  p.scratch = memory_->balance(at.channel, shape());
   p.channel = at.channel;
   p.bank = phase == twPhaseDispatch ? at.bank() : bank_of(at);
   p.tokens = handle.routing.tokens;
@@ -113,7 +113,7 @@ Status NvlinkBackend::replace_map(int32_t layer, const ExpertMap& map, void* str
     return cuda_failure("waiting for calls before a map is replaced", error);
   }
   if (was_interrupted()) return fail(twInterrupted, "interrupted in a wait for calls before a map is replaced");
-  return arena_->write_map(layer, shape(), map);
+  return memory_->write_map(layer, shape(), map);
 }
 
 }  // namespace tw::cuda

@@ -82,9 +82,9 @@ StepEnd NvlinkBackend::end_of(void* stream, const Status& run) {
     return {twInternalError, context_.me, {}, 0};
   }
   if (was_interrupted()) return {twInterrupted, -1, {}, 0};
-  const std::lock_guard lock(reports_);
+  const std::lock_guard lock(arena_->reports);
   Report report;
-  if (control_->next_failure(&report) || control_->next_call(&report)) {
+  if (control_->next_failure(&report) || arena_->next_call(view_, &report)) {
     if (report.result == twRecvOverflow) return end;  // read_counts tells it, in numbers
     end.code = static_cast<twResult_t>(report.result);
     end.peer = report.peer;

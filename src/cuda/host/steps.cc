@@ -17,7 +17,7 @@ namespace tw::cuda {
 GroupView NvlinkBackend::view_at(StepPlace at, const WindowMap& map, bool waits) const {
   GroupView view = view_;
   view.map = map;
-  if (staged_ != nullptr) staged_->place(at, &view);
+  if (staged_ != nullptr) staged_->place(at, map, &view);
   view.waits = waits ? 1 : 0;
   return view;
 }
@@ -64,7 +64,7 @@ template <class Run>
 Status NvlinkBackend::send_staged(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only,
                                   void* stream, Run&& run) {
   TW_RETURN_IF_FAILED(run(true, false));
-  Status started = staged_->start(at, regions, land, !send_only, stream);
+  Status started = staged_->start(at, bank_at(at), regions, land, !send_only, stream);
   const bool alone = !started.ok() && !in_trouble();
   if (was_interrupted()) return fail(twInterrupted, "interrupted in a step that a carrier moves");
   if (alone) return started;
@@ -145,8 +145,13 @@ Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, const WindowMap& ma
   if (staged_ == nullptr) return {};
   const OnDevice on(device_);
   remember(stream);
-  TW_RETURN_IF_FAILED(staged_->start(at, combined(map, bound), false, true, stream));
+  TW_RETURN_IF_FAILED(staged_->start(at, bank_at(at), combined(map, bound), false, true, stream));
   return staged_->join(at.channel, stream);
+}
+
+Status NvlinkBackend::abandon(StepPlace at, const Refusal& sent) {
+  const auto run = [&](bool, bool) { return run_refusal(at, sent, false, true); };
+  return staged_ != nullptr ? arrive(at, false, sent.stream, run) : run(false, true);
 }
 
 // Over a staged transport the peers' moves are made with the refusal, or they would not end.

@@ -54,6 +54,7 @@ struct LoadsView {
   long long* dispatches_there;
   uint32_t* clocks;
   uint32_t* clocks_there;
+  uint32_t* numbers;  // [channels] the number of the last dispatch of this group that ended, refused ones too
   uint32_t* told_of;  // [layers] dispatches of which this rank has told its counts, on whatever channel
   int32_t layers;
   float decay;

@@ -33,6 +33,7 @@ struct Report {
   int32_t token;
   int32_t k;
   int64_t value;
+  uint64_t group;  // whose call it was: the address of its GroupView::experts, which no other group has
 };
 
 // What the host learns of an exchange of counts, in mapped host memory, with the rows for each local expert behind it.
@@ -60,8 +61,9 @@ struct StagedChannel {
   uint32_t sent;   // the last step whose blocks were written
   uint32_t waits;  // the last step whose end this rank has begun to wait for
   uint32_t ended;
-  int32_t phase;  // phase of the step in `sent`
-  uint32_t call;  // digest of what ranks must give alike to that call; 0: not known
+  int32_t phase;      // phase of the step in `sent`
+  uint32_t call;      // digest of what ranks must give alike to that call; 0: not known
+  uint32_t patience;  // milliseconds that the group of that step waits
 };
 
 // A rank's page of host memory, which the hosts and devices of all ranks map. Abort signals lie here, not in the
@@ -85,7 +87,6 @@ struct alignas(64) ChannelState {
   uint32_t arrived;                       // blocks that have read `step`, counted down from 0
   uint32_t sent;                          // blocks whose Simple rows are all sent
   uint32_t bad_step;                      // low half of the last step with a bad id, which is reported once
-  uint32_t dispatches;                    // in a group that counts: dispatches that ended, refused ones too
   uint32_t marked[kWorkCounters];         // by step: groups of tokens whose marks are there (device/routing.cuh)
   uint32_t work_counters[kWorkCounters];  // by step: work beyond what every warp begins with, drawn downwards; chunks
                                           // upwards

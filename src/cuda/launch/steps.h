@@ -19,6 +19,7 @@ struct RefuseParams {
   int32_t bank;           // of the dispatch that is refused; -1 for any other step
   const int32_t* status;  // the status of the dispatch that a combine answers
   twPhase_t phase;
+  int32_t skips;  // the step was sent behind one that is left out, which has ended
   int32_t send;
   int32_t receive;
 };

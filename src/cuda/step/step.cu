@@ -45,6 +45,7 @@ __device__ void wait_out(const GroupView& g, const Step& step) {
 __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
   Step step{next_step(p.group, p.channel), p.channel, 0, p.phase};
   begin_at_bank(p.group, p.bank, &step.number);
+  if (p.skips) ++step.number;
   // A combine of a dispatch that failed is no step: the peers skip it too.
   if (is_sticky(p.group) || (p.status != nullptr && *p.status != twSuccess)) return;
   __syncthreads();

@@ -19,15 +19,12 @@ StagedTransport::StagedTransport(const BackendInit& init)
   channel_bytes_ = channel_bytes_of(map_);
 }
 
-uint64_t StagedTransport::channel_bytes_of(const WindowMap& map) const {
-  return signals_bytes_ + map.bank_bytes() * (map.shape().exact() ? 2 : 1);
-}
-
 StagedTransport::~StagedTransport() {
   if (carrier_channel_ >= 0 && !ended()) calls_.close(calls_.context, carrier_channel_, aborted_ ? 0 : 1);
   if (!aborted_) {
     for (std::byte* const memory : former_) cudaFree(memory);
     cudaFree(memory_);
+    cudaFree(arrivals_);
   } else {
     new std::shared_ptr<DeviceMapping>(std::move(window_));  // a collective that was called off may still be writing
   }
@@ -35,7 +32,7 @@ StagedTransport::~StagedTransport() {
 
 namespace {
 
-// Makes the memory for what goes out by a map, whose channels take so many bytes each.
+// Makes memory for all channels of a map, of so many bytes each.
 Status allocate(const WindowMap& map, uint64_t channel_bytes, std::byte** made) {
   const uint64_t bytes = channel_bytes * static_cast<uint64_t>(map.shape().channels);
   void* memory = nullptr;
@@ -54,7 +51,8 @@ Status StagedTransport::create(const BackendInit& init, uint64_t tag, const Stat
                                std::shared_ptr<DeviceMapping> window, std::unique_ptr<StagedTransport>* made) {
   std::unique_ptr<StagedTransport> staged(new StagedTransport(init));
   staged->window_ = std::move(window);
-  const Status prepared = ready.ok() ? allocate(staged->map_, staged->channel_bytes_, &staged->memory_) : ready;
+  Status prepared = ready.ok() ? allocate(staged->map_, staged->channel_bytes_, &staged->memory_) : ready;
+  if (prepared.ok() && staged->map_.shape().exact()) prepared = staged->make_arrivals();
   TW_RETURN_IF_FAILED(open_carrier_channel(init, tag, init.device, prepared, &staged->carrier_channel_));
   *made = std::move(staged);
   return {};
@@ -63,31 +61,41 @@ Status StagedTransport::create(const BackendInit& init, uint64_t tag, const Stat
 Status StagedTransport::prepare_growth(const BackendInit& init, WindowMap* grown) {
   TW_RETURN_IF_FAILED(grow_own_window(init, *grown, &next_region_));
   *grown = grown->with_channels_at(static_cast<uint64_t>(next_region_->data() - window_->data()));
-  return allocate(*grown, channel_bytes_of(*grown), &next_memory_);
+  next_map_ = *grown;
+  TW_RETURN_IF_FAILED(allocate(*grown, channel_bytes_of(*grown), &next_memory_));
+  return arrivals_ == nullptr ? Status{} : allocate(*grown, grown->bank_bytes(), &next_arrivals_);
+}
+
+Status StagedTransport::make_arrivals() {
+  return arrivals_ != nullptr ? Status{} : allocate(map_, map_.bank_bytes(), &arrivals_);
 }
 
 void StagedTransport::end_growth(bool grown) {
   if (grown) {
     window_->attach(std::move(next_region_));
-    former_.push_back(memory_);
+    former_.insert(former_.end(), {memory_, arrivals_});
     memory_ = next_memory_;
+    arrivals_ = next_arrivals_;
+    map_ = next_map_;
     channel_bytes_ = channel_bytes_of(map_);
   } else {
-    cudaFree(next_memory_);  // nothing has used it
+    cudaFree(next_memory_);  // nothing has used them
+    cudaFree(next_arrivals_);
   }
   next_region_.reset();
-  next_memory_ = nullptr;
+  next_memory_ = next_arrivals_ = nullptr;
 }
 
-void StagedTransport::place(StepPlace at, GroupView* view) const {
-  const auto shifted = reinterpret_cast<uintptr_t>(bank_of(at.channel, 0)) - map_.bank(at.channel, at.bank());
+void StagedTransport::place(StepPlace at, const WindowMap& map, GroupView* view) const {
+  const auto shifted = reinterpret_cast<uintptr_t>(bank_of(at.channel)) - map.bank(at.channel, at.bank());
   view->out = reinterpret_cast<std::byte*>(shifted);
   view->out_signals = channel_at(at.channel);
 }
 
-Status StagedTransport::start(StepPlace at, const std::vector<Region>& regions, bool land, bool at_once, void* stream) {
+Status StagedTransport::start(StepPlace at, uint64_t bank, const std::vector<Region>& regions, bool land, bool at_once,
+                              void* stream) {
   std::byte* const window = window_->data();
-  std::byte* const to = land ? bank_of(at.channel, 1) : window + map_.bank(at.channel, at.bank());
+  std::byte* const to = land ? arrivals_at(at.channel) : window + bank;
   std::vector<twMove_t> moves;
   std::vector<uint64_t> sizes{kSignalStride};
   for (const Region& region : regions) sizes.push_back(region.bytes);
@@ -95,7 +103,7 @@ Status StagedTransport::start(StepPlace at, const std::vector<Region>& regions, 
     if (*bytes > 0) moves.push_back({sizeof(twMove_t), twMoveBlocks, at.channel, send, recv, bytes, bytes});
   };
   for (size_t i = 0; i < regions.size(); ++i) {
-    add(bank_of(at.channel, 0) + regions[i].begin, to + regions[i].begin, &sizes[i + 1]);
+    add(bank_of(at.channel) + regions[i].begin, to + regions[i].begin, &sizes[i + 1]);
   }
   add(channel_at(at.channel), window + map_.signal(at.channel, at.bank(), 0), sizes.data());
   if (carrier_channel_ < 0) {  // one rank alone

@@ -37,12 +37,16 @@ class StagedTransport {
   StagedTransport& operator=(const StagedTransport&) = delete;
 
   // Tells the kernels of a step where to write: sets view->out and view->out_signals.
-  void place(StepPlace at, GroupView* view) const;
+  // `map`: that of the step's rows.
+  void place(StepPlace at, const WindowMap& map, GroupView* view) const;
+  // Makes memory for receive_offset(), for a group in high throughput; if there is some, nothing.
+  Status make_arrivals();
   // Where rows of a dispatch arrive that are put together afterwards, in high throughput alone.
-  const std::byte* receive_offset(int channel) const { return bank_of(channel, 1); }
+  const std::byte* receive_offset(int channel) const { return arrivals_at(channel); }
 
-  // Begins to move the signals and the regions of a step, into the window or, if they `land`, to receive_offset().
-  Status start(StepPlace at, const std::vector<Region>& regions, bool land, bool at_once, void* stream);
+  // Begins to move the signals and the regions of a step, into the bank at that offset of the window or, if they
+  // `land`, to receive_offset().
+  Status start(StepPlace at, uint64_t bank, const std::vector<Region>& regions, bool land, bool at_once, void* stream);
   // Makes whatever comes next on the stream follow that move.
   Status join(int channel, void* stream);
   // Makes memory for what goes out by a larger map, and room for what comes in by it, apart from the window: *grown
@@ -54,21 +58,23 @@ class StagedTransport {
 
  private:
   explicit StagedTransport(const BackendInit& init);
-  uint64_t channel_bytes_of(const WindowMap& map) const;
+  uint64_t channel_bytes_of(const WindowMap& map) const { return signals_bytes_ + map.bank_bytes(); }
   bool ended() const { return calls_.ended != nullptr && __atomic_load_n(calls_.ended, __ATOMIC_ACQUIRE) != 0; }
   std::byte* channel_at(int channel) const { return memory_ + channel_bytes_ * static_cast<uint64_t>(channel); }
-  std::byte* bank_of(int channel, int which) const {
-    return channel_at(channel) + signals_bytes_ + map_.bank_bytes() * static_cast<uint64_t>(which);
-  }
+  std::byte* bank_of(int channel) const { return channel_at(channel) + signals_bytes_; }
+  std::byte* arrivals_at(int channel) const { return arrivals_ + map_.bank_bytes() * static_cast<uint64_t>(channel); }
 
-  const WindowMap& map_;
+  WindowMap map_;  // the arena's: its groups may end before this does
+  WindowMap next_map_;
   const twCarrier_t calls_;
   const int device_;
   int64_t carrier_channel_ = -1;
   std::shared_ptr<DeviceMapping> window_;
   std::byte* memory_ = nullptr;
+  std::byte* arrivals_ = nullptr;   // NULL: no group has needed it yet
   std::vector<std::byte*> former_;  // such memory of smaller maps
   std::byte* next_memory_ = nullptr;
+  std::byte* next_arrivals_ = nullptr;
   std::shared_ptr<DeviceMapping> next_region_;
   uint64_t signals_bytes_ = 0;
   uint64_t channel_bytes_ = 0;

@@ -1,15 +1,17 @@
-// The arena of a group: memory.h tells what it holds.
+// The device memory of a group: group_memory.h tells what it holds.
 //
 // All tables are one block, made and filled at creation; host pages come several at a time and are reused when the
 // exchange that writes to them has ended.
 //
 // What breaks if this changes: the layout of a map must be that of MapWords (launch/expert_tables.h). Memory that is
-// pinned or freed while a peer waits for this rank may hold both up, so pages are taken ahead and memory goes on the
-// arena's own stream (S6).
-#include "cuda/host/memory.h"
+// pinned or freed while a peer waits for this rank may hold both up, so pages are taken ahead and memory goes on a
+// stream of its own (S6).
+#include "cuda/host/group_memory.h"
 
 #include <algorithm>
 #include <cstring>
+
+#include "cuda/host/tables.h"
 
 namespace tw::cuda {
 
@@ -40,7 +42,7 @@ std::vector<uint32_t> words_of_maps(const Shape& shape, const std::vector<Expert
 
 }  // namespace
 
-Arena::~Arena() {
+GroupMemory::~GroupMemory() {
   const OutsideCaptures outside;
   if (stream_ != nullptr) {
     if (tables_ != nullptr) cudaFreeAsync(tables_, stream_);
@@ -52,59 +54,37 @@ Arena::~Arena() {
   for (void* const pages : page_blocks_) cudaFreeHost(pages);
 }
 
-Status Arena::create(const Context& context, const std::vector<std::byte*>& windows,
-                     const std::vector<ControlPage*>& pages, GroupView* view, std::unique_ptr<Arena>* arena) {
-  std::unique_ptr<Arena> made(new Arena);
+Status GroupMemory::create(const Context& context, GroupView* view, std::unique_ptr<GroupMemory>* memory) {
+  std::unique_ptr<GroupMemory> made(new GroupMemory);
   const Shape& shape = context.map.shape();
-  std::vector<std::byte> host;
-  const auto place = [&](const void* data, size_t bytes) {
-    const size_t at = (host.size() + 63) / 64 * 64;
-    host.resize(at + bytes);
-    if (data != nullptr) std::memcpy(host.data() + at, data, bytes);
-    return at;
-  };
+  Tables tables;
   std::vector<uint32_t> experts(shape.experts);
   for (int32_t e = 0; e < shape.experts; ++e) {
     experts[e] = pack_expert(context.placement.rank[e], context.placement.slot[e]);
   }
-  const size_t experts_at = place(experts.data(), sizeof(uint32_t) * experts.size());
-  const size_t windows_at = place(windows.data(), sizeof(std::byte*) * windows.size());
-  const size_t pages_at = place(pages.data(), sizeof(ControlPage*) * pages.size());
-  const size_t counter_at = place(nullptr, sizeof(uint32_t));
-  const size_t state_at = place(nullptr, sizeof(DeviceState));
+  const size_t experts_at = tables.place(experts.data(), sizeof(uint32_t) * experts.size());
   // The exchange of counts' counters, by channel.
   const size_t told = shape.exact() ? static_cast<size_t>(shape.ranks) + static_cast<size_t>(shape.experts) : 0;
-  const size_t told_at = place(nullptr, sizeof(int32_t) * told * static_cast<size_t>(shape.channels));
+  const size_t told_at = tables.place(nullptr, sizeof(int32_t) * told * static_cast<size_t>(shape.channels));
   const std::vector<uint32_t> maps = words_of_maps(shape, *context.maps);
-  const size_t maps_at = place(maps.data(), sizeof(uint32_t) * maps.size());
+  const size_t maps_at = tables.place(maps.data(), sizeof(uint32_t) * maps.size());
   const bool balances = context.spec->given && context.spec->policy == twReplicaBalanced && !BalanceParams::fits(shape);
   const size_t balance_at =
-      place(nullptr, balances ? sizeof(int32_t) * BalanceParams::scratch_words(shape) * shape.channels : 0);
+      tables.place(nullptr, balances ? sizeof(int32_t) * BalanceParams::scratch_words(shape) * shape.channels : 0);
   // Load statistics.
   const auto rows = static_cast<size_t>(shape.counts_loads * shape.channels * context.spec->layers);
   const size_t averages = rows * static_cast<size_t>(shape.choices());
-  const size_t averages_at = place(nullptr, sizeof(float) * averages);
-  const size_t dispatches_at = place(nullptr, sizeof(long long) * rows);
-  const size_t clocks_at = place(nullptr, sizeof(uint32_t) * rows);
-  const size_t told_of_at = place(nullptr, sizeof(uint32_t) * rows);
-  const size_t marks_at = place(nullptr, sizeof(uint32_t) * static_cast<size_t>(mark_words(shape) * shape.channels));
-  std::vector<ChannelState> channels(static_cast<size_t>(shape.channels), ChannelState{});
-  for (ChannelState& channel : channels) channel.step = context.first_step;
-  const size_t channels_at = place(channels.data(), sizeof(ChannelState) * channels.size());
+  const size_t averages_at = tables.place(nullptr, sizeof(float) * averages);
+  const size_t dispatches_at = tables.place(nullptr, sizeof(long long) * rows);
+  const size_t clocks_at = tables.place(nullptr, sizeof(uint32_t) * rows);
+  const size_t told_of_at = tables.place(nullptr, sizeof(uint32_t) * rows);
+  const size_t marks_at =
+      tables.place(nullptr, sizeof(uint32_t) * static_cast<size_t>(mark_words(shape) * shape.channels));
+  const size_t numbers_at = tables.place(nullptr, sizeof(uint32_t) * static_cast<size_t>(shape.channels));
   TW_CUDA(cudaStreamCreateWithFlags(&made->stream_, cudaStreamNonBlocking));
-  void* memory = nullptr;
-  TW_CUDA(cudaMallocAsync(&memory, host.size(), made->stream_));
-  made->tables_ = static_cast<std::byte*>(memory);
-  TW_CUDA(cudaMemcpyAsync(made->tables_, host.data(), host.size(), cudaMemcpyHostToDevice, made->stream_));
-  TW_CUDA(cudaStreamSynchronize(made->stream_));
+  TW_RETURN_IF_FAILED(tables.copy_to_device(made->stream_, &made->tables_));
   view->experts = reinterpret_cast<const uint32_t*>(made->tables_ + experts_at);
-  std::copy_n(windows.begin(), std::min<size_t>(windows.size(), kNear), view->near_windows);
-  view->windows = reinterpret_cast<std::byte* const*>(made->tables_ + windows_at);
-  view->pages = reinterpret_cast<ControlPage* const*>(made->tables_ + pages_at);
-  view->state = made->state_ = reinterpret_cast<DeviceState*>(made->tables_ + state_at);
-  view->channels = reinterpret_cast<ChannelState*>(made->tables_ + channels_at);
   view->marks = reinterpret_cast<uint32_t*>(made->tables_ + marks_at);
-  made->counter_ = reinterpret_cast<uint32_t*>(made->tables_ + counter_at);
   made->loads_.layers = context.spec->layers;
   made->loads_.decay = context.spec->decay;
   if (rows > 0) {
@@ -113,6 +93,7 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
     made->loads_.dispatches = reinterpret_cast<long long*>(made->tables_ + dispatches_at);
     made->loads_.clocks = reinterpret_cast<uint32_t*>(made->tables_ + clocks_at);
     made->loads_.told_of = reinterpret_cast<uint32_t*>(made->tables_ + told_of_at);
+    made->loads_.numbers = reinterpret_cast<uint32_t*>(made->tables_ + numbers_at);
   }
   view->loads = made->loads_;
   made->maps_ = reinterpret_cast<uint32_t*>(made->tables_ + maps_at);
@@ -121,12 +102,12 @@ Status Arena::create(const Context& context, const std::vector<std::byte*>& wind
   made->page_bytes_ = CountsOnHost::bytes(context.local_experts);
   // This is done now, as memory that is pinned while a peer waits for this rank may hold both up.
   if (CountsOnHost* const first = shape.exact() ? made->take_page() : nullptr) made->free_pages_.push_back(first);
-  *arena = std::move(made);
+  *memory = std::move(made);
   return {};
 }
 
 // Gives the host a place for load statistics: `averages` averages, and dispatches and clocks of `rows` rows.
-Status Arena::show_loads(size_t averages, size_t rows) {
+Status GroupMemory::show_loads(size_t averages, size_t rows) {
   const size_t before = (sizeof(float) * averages + 63) / 64 * 64;
   const size_t bytes = before + (sizeof(long long) + sizeof(uint32_t)) * rows;
   void* there = nullptr;
@@ -138,7 +119,7 @@ Status Arena::show_loads(size_t averages, size_t rows) {
   return {};
 }
 
-CountsOnHost* Arena::take_page() {
+CountsOnHost* GroupMemory::take_page() {
   const auto written = [](const GivenPage& given) {
     return __atomic_load_n(&given.page->serial, __ATOMIC_ACQUIRE) == given.serial;
   };
@@ -165,7 +146,7 @@ CountsOnHost* Arena::take_page() {
   return page;
 }
 
-void Arena::read_loads(const Context& context, float* loads, int64_t* dispatches) const {
+void GroupMemory::read_loads(const Context& context, float* loads, int64_t* dispatches) const {
   const Shape& shape = context.map.shape();
   const auto rows = static_cast<size_t>(shape.channels * context.spec->layers);
   std::vector<float> averages(rows * static_cast<size_t>(shape.choices()));
@@ -182,7 +163,7 @@ void Arena::read_loads(const Context& context, float* loads, int64_t* dispatches
   sum_channels(*context.spec, shape, {averages.data(), counted.data(), clocks.data()}, loads, dispatches);
 }
 
-Status Arena::make_marks(const Shape& shape, uint32_t** marks) {
+Status GroupMemory::make_marks(const Shape& shape, uint32_t** marks) {
   const auto bytes = sizeof(uint32_t) * static_cast<size_t>(mark_words(shape) * shape.channels);
   if (bytes == 0) return {};
   void* memory = nullptr;
@@ -194,7 +175,7 @@ Status Arena::make_marks(const Shape& shape, uint32_t** marks) {
   return {};
 }
 
-Status Arena::write_map(int32_t layer, const Shape& shape, const ExpertMap& map) {
+Status GroupMemory::write_map(int32_t layer, const Shape& shape, const ExpertMap& map) {
   const OutsideCaptures outside;
   const std::vector<uint32_t> words = words_of_map(shape, map);
   uint32_t* const at = maps_ + static_cast<int64_t>(layer) * MapWords::all(shape);
@@ -203,7 +184,7 @@ Status Arena::write_map(int32_t layer, const Shape& shape, const ExpertMap& map)
   return {};
 }
 
-std::byte* Arena::allocate(size_t bytes) {
+std::byte* GroupMemory::allocate(size_t bytes) {
   const OutsideCaptures outside;
   void* block = nullptr;
   const bool made = cudaMallocAsync(&block, bytes, stream_) == cudaSuccess &&
@@ -212,22 +193,9 @@ std::byte* Arena::allocate(size_t bytes) {
   return made ? static_cast<std::byte*>(block) : nullptr;
 }
 
-void Arena::release(std::byte* block) {
+void GroupMemory::release(std::byte* block) {
   const OutsideCaptures outside;
   cudaFreeAsync(block, stream_);
-}
-
-Status Arena::with_counter(uint32_t* count, const std::function<Status(uint32_t*, cudaStream_t)>& run) {
-  TW_CUDA(cudaMemsetAsync(counter_, 0, sizeof *counter_, stream_));
-  TW_RETURN_IF_FAILED(run(counter_, stream_));
-  TW_CUDA(cudaMemcpyAsync(count, counter_, sizeof *count, cudaMemcpyDeviceToHost, stream_));
-  TW_CUDA(cudaStreamSynchronize(stream_));
-  return {};
-}
-
-void Arena::stop_kernels() {
-  cudaMemsetAsync(&state_->sticky, 1, sizeof state_->sticky, stream_);  // any value but 0 will do
-  (void)cudaGetLastError();
 }
 
 }  // namespace tw::cuda

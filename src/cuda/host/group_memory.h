@@ -1,14 +1,11 @@
-// Device memory of a group beside its window: the tables and states that kernels read, blocks for handles, and pages of
-// host memory into which the device tells counts and load statistics.
+// Device memory of a group beside its window and what it shares (host/arena.h): the tables that kernels read, blocks
+// for handles, and pages of host memory into which the device tells counts and load statistics.
 //
-// Takes the group's context, windows and control pages; fills the pointers of a GroupView. Blocks may be used by any
-// stream at once.
+// Takes the group's context; fills the pointers of a GroupView. Blocks may be used by any stream at once.
 //
-// What breaks if this changes: S2 and S5: ChannelState must begin at the first step value and all counters at 0.
-// write_map() may be called only while no kernel of this rank runs (S9).
+// What breaks if this changes: write_map() may be called only while no kernel of this rank runs (S9).
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -19,15 +16,14 @@
 
 namespace tw::cuda {
 
-class Arena {
+class GroupMemory {
  public:
-  ~Arena();
+  ~GroupMemory();
 
   // Makes the memory, and fills the pointers of `view`.
-  static Status create(const Context& context, const std::vector<std::byte*>& windows,
-                       const std::vector<ControlPage*>& pages, GroupView* view, std::unique_ptr<Arena>* arena);
+  static Status create(const Context& context, GroupView* view, std::unique_ptr<GroupMemory>* memory);
 
-  // Blocks for handles. Memory comes and goes on the arena's own stream, so nothing here waits for kernels on the
+  // Blocks for handles. Memory comes and goes on a stream of its own, so nothing here waits for kernels on the
   // device.
   std::byte* allocate(size_t bytes);
   void release(std::byte* block);
@@ -54,20 +50,12 @@ class Arena {
   // Makes GroupView::marks for a larger shape; those that there are stay.
   Status make_marks(const Shape& shape, uint32_t** marks);
 
-  // Runs something on the arena's stream with a counter that is 0, waits for it and gives what it counted.
-  Status with_counter(uint32_t* count, const std::function<Status(uint32_t*, cudaStream_t)>& run);
-
-  // Makes every kernel that starts from now on do nothing. May be called from any thread.
-  void stop_kernels();
-
  private:
-  Arena() = default;
+  GroupMemory() = default;
   Status show_loads(size_t averages, size_t rows);
 
   cudaStream_t stream_ = nullptr;
   std::byte* tables_ = nullptr;
-  DeviceState* state_ = nullptr;
-  uint32_t* counter_ = nullptr;
   std::vector<void*> more_marks_;
   int32_t* told_ = nullptr;
   uint32_t* maps_ = nullptr;
