@@ -10,8 +10,8 @@ typedef enum TW_AS_INT {
                      // sum of the token's weights for this rank's experts, over k ascending
 } twWeighting_t;
 
-// twExchangeCounts is a step of all ranks, in high throughput alone. Each rank tells all others how many rows it will
-// send to which rank and to which expert. Then every rank knows where each row goes and how many come
+// twExchangeCounts is a step of all ranks, before dispatches of high throughput alone. Each rank tells all others how
+// many rows it will send to which rank and to which expert. Then every rank knows where each row goes and how many come
 // (twHandleNumRecvRows), and the handle may be dispatched for as long as its routing stays. The step takes a free lane
 // and gives it back. Counts that are exchanged again with another max_recv_tokens want a dispatch before the next
 // combine. Errors: twInvalidUsage, twRecvOverflow and twBoundMismatch on all ranks alike, twPeerRefused, and the sticky
@@ -83,11 +83,12 @@ typedef struct {
   int64_t rows_per_bound;  // rows of a block for each of b: 1, or N by expert; 0 in the exact layouts
   int64_t ids_per_row;     // ids and weights of a row: K, or 1 by expert, which is then no dimension of theirs
   int64_t offsets;         // elements of offsets, L + 1; 0: no offsets, origins or payloads by column
-  int32_t default_bound;   // b of a dispatch that names none; 0 in the exact layouts
+  int32_t default_bound;   // b of a dispatch that names none: B, in twAutomatic low_latency_tokens; 0 in the exact
+                           // layouts
 } twLayoutInfo_t;
 
 // Tells what a layout is in this group; creates nothing and never waits. Errors: twInvalidArgument if the group's mode
-// does not have the layout.
+// does not have the layout (twAutomatic has all).
 TW_API twResult_t twGroupLayout(twGroup_t group, twLayout_t layout, twLayoutInfo_t* info);
 
 // What twDispatch takes: the caller's rows, and how the step is made.
@@ -96,7 +97,8 @@ typedef struct {
   twTensor_t payloads[TW_MAX_PAYLOADS];  // [T, ...] each, as configured; T as in the handle
   int32_t bound;                         // b, equal on all ranks, T <= b <= B; 0: B, as it was when the
                                          // handle was made (twGroupReserve). In high throughput it sizes no output, but
-                                         // says how many parts the combine takes (config.inbox_tokens); 0: B as it is
+                                         // says how many parts the combine takes (config.inbox_tokens); 0: B as it is.
+                                         // twAutomatic: in low latency up to low_latency_tokens, which 0 means
   int32_t lane;                          // -1: the next free one, in the same order on all ranks
   int32_t send_only;                     // 1: return when everything is sent; twComplete receives
   void* stream;
@@ -153,7 +155,7 @@ typedef struct {
 // What twCombine takes: the experts' rows in the layout of the dispatch, and how the step is made.
 typedef struct {
   size_t size;
-  twLayout_t layout;
+  twLayout_t layout;  // that of the dispatch, or the other one of its mode
   twWeighting_t weighting;
   twTensor_t rows;    // [N, b, H] or [L, N*b, H], [R', H] or [P, H] as dispatched; twFloat32, twBfloat16 or twFloat16;
                       // rows beyond the counts are not read. May be the dispatch's view itself

@@ -4,10 +4,14 @@
 
 // The mode of a group: whether ranks exchange counts before rows.
 typedef enum TW_AS_INT {
-  twLowLatency = 0,
+  twLowLatency = 0,  // rows in slots that a bound sizes (twRankMajor, twExpertMajor); nothing is asked first
   // Exact layouts: ranks exchange counts first (twExchangeCounts), so that each row goes to its final place and outputs
   // are as large as what comes.
   twHighThroughput = 1,
+  // Both, by the call: a dispatch in twRankMajor or twExpertMajor is one of low latency, with up to low_latency_tokens
+  // tokens of each rank; one in twFlat or twGrouped is of high throughput, after twExchangeCounts. A combine is as the
+  // handle's last dispatch, so a handle serves both in turns. Ranks whose dispatches differ in it get twBoundMismatch.
+  twAutomatic = 2,
 } twMode_t;
 
 // What happens to rows beyond max_recv_tokens.
@@ -48,7 +52,7 @@ typedef struct twGroupConfig {
   // CUDA backend: thread blocks of a kernel, at most one per SM; 0: the backend chooses. Of calls that name none of
   // their own.
   int32_t sm_limit;
-  // The next three are for high throughput alone; an exchange of counts may name its own row_alignment.
+  // The next three are for high throughput (and twAutomatic); an exchange of counts may name its own row_alignment.
   int32_t max_recv_tokens;  // R: how many rows of all sources a rank may receive in a step, 1..N*B; 0: N*B. An exchange
                             // of counts may name less
   twOverflow_t overflow;
@@ -58,17 +62,17 @@ typedef struct twGroupConfig {
   void* (*alloc)(size_t bytes, void* context);
   void (*release)(void* block, void* context);
   void* alloc_context;
-  uint64_t lease_bytes;            // bytes of the window for leases (leases.h), high throughput alone; 0: none
+  uint64_t lease_bytes;  // bytes of the window for leases (leases.h), of high throughput and twAutomatic; 0: none
   const twPlacement_t* placement;  // placement.h: replicas of experts, maps by layer, load statistics; NULL: none
   // Bytes that the window has room for in each row, so that calls may name rows of other types
   // (twDispatchInput_t.types, twCombineInput_t.wire_dtype); 0: as many as the rows above have.
   uint64_t dispatch_room;  // of all payloads of a dispatched row together
   uint64_t combine_room;   // of a combined row
-  // High throughput alone: for how many tokens of a rank the window has room for the partials that return to it, from
-  // B / 16 to B. A combine takes a part for each so many tokens of its dispatch's bound, one after the other. A part
-  // more is a step more, two where the handle holds a lane. 0: B, or, where that saves 512 MiB of a window, as many as
-  // make the partials no larger than the rows that come, in 4 parts at most. Over staged transport between devices it
-  // is always B, as partials have no places of their own there.
+  // High throughput (and twAutomatic): for how many tokens of a rank the window has room for the partials that return
+  // to it, from B / 16 to B. A combine takes a part for each so many tokens of its dispatch's bound, one after the
+  // other. A part more is a step more, two where the handle holds a lane. 0: B, or, where that saves 512 MiB of a
+  // window, as many as make the partials no larger than the rows that come, in 4 parts at most. Over staged transport
+  // between devices it is always B, as partials have no places of their own there.
   int32_t inbox_tokens;
   // A group of the comm whose window this one uses too; NULL: it makes one of its own. See twGroupCreate.
   twGroup_t arena;
@@ -76,12 +80,16 @@ typedef struct twGroupConfig {
   // for any of them, and for the load statistics of all. Their lanes, arena and room_for are not looked at.
   const struct twGroupConfig* const* room_for;
   int32_t num_room_for;
+  // twAutomatic alone: the largest bound of a low-latency dispatch, 1..B, and at most inbox_tokens where those are
+  // given: its combine has one part. Windows and handles have as many slots for each rank, beside the room for R rows.
+  // 0: as many as there may be, up to 512. It stays what it is when the group grows.
+  int32_t low_latency_tokens;
 } twGroupConfig_t;
 
 // clang-format off
 #define TW_GROUP_CONFIG_INIT                                                                                       \
   {sizeof(twGroupConfig_t), twLowLatency, 0, 0, 0, 0, {{twDtypeNone, 0}}, twBfloat16, 0, NULL, NULL, 1, 0, twInt32, \
-   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0, 0, NULL, NULL, 0}
+   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0, 0, NULL, NULL, 0, 0}
 // clang-format on
 
 // A group as twGroupInfo tells it.
@@ -100,7 +108,8 @@ typedef struct {
   int32_t max_recv_tokens;  // R; 0 in low latency
   uint64_t dispatch_room;   // bytes that a dispatched row may have
   uint64_t combine_room;
-  int32_t inbox_tokens;  // 0 in low latency
+  int32_t inbox_tokens;        // 0 in low latency
+  int32_t low_latency_tokens;  // twAutomatic alone, else 0
 } twGroupInfo_t;
 
 // What a group shall have room for; 0: what it has now.

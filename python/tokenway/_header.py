@@ -31,7 +31,7 @@ MAX_DIMS = 6
 INTERRUPTED = 16  # twInterrupted
 CALL_MISMATCH = 12  # twCallMismatch
 
-MODES = {"low_latency": 0, "high_throughput": 1}
+MODES = {"low_latency": 0, "high_throughput": 1, "auto": 2}
 OVERFLOWS = {"refuse": 0, "drop": 1}
 ID_SPACES = {"local": 0, "global": 1}
 LAYOUTS = {"rank_major": 0, "expert_major": 1, "flat": 2, "grouped": 3}
@@ -111,6 +111,7 @@ class GroupConfig(Struct):
         ("arena", c_void_p),
         ("room_for", c_void_p),
         ("num_room_for", c_int32),
+        ("low_latency_tokens", c_int32),
     ]
 
 
@@ -140,6 +141,7 @@ class GroupInfo(Struct):
         ("dispatch_room", c_uint64),
         ("combine_room", c_uint64),
         ("inbox_tokens", c_int32),
+        ("low_latency_tokens", c_int32),
     ]
 
 

@@ -15,6 +15,12 @@ class Calls:
 
     _exchange: Exchange
 
+    def chooses(self, bound: int | None = None) -> str:
+        """Which a dispatch is that names this bound and no layout: "low_latency", or "high_throughput", for which
+        counts must have been exchanged. The group's mode, unless that is "auto". The same on all ranks, if bound is.
+        """
+        return self._exchange.mode_of(bound)
+
     @cuda.ranged("tokenway.dispatch")
     def dispatch(
         self,
@@ -33,16 +39,19 @@ class Calls:
     ) -> Any:
         """Sends every token to the ranks of its experts; returns `Received`, or `Pending[Received]` with send_only.
 
-        tokens: [T, H], rows may be strided. payloads: [T, elements] each. layout: "rank_major" (views of the window,
-        no copy; the default) or "expert_major", in high throughput "flat" (views, no copy; the default) or "grouped".
-        bound (not in high throughput): b, equal on all ranks, T <= b <= max_tokens (default max_tokens): outputs
-        are sized by it. lane: which one to lease (default: the next free one). out: a tensor for tokens, or a mapping
-        of Received's fields and payload names, to have them written there. column_major: names of payloads (scales, for
-        example) that "grouped" returns by column, [elements, M], M being the rows rounded up to whole 16 bytes, with
-        zeros beyond them: as grouped GEMMs read scales. count: whether `loads` counts it, on all ranks alike; not for
-        further passes over tokens that were counted, as of multi-token prediction. sm_limit: on a CUDA device, thread
-        blocks of this call's kernels, in place of the group's (default 0: the group's); it holds for the completion of
-        a pending call and in replays of a graph too, and need not be the same on all ranks.
+        tokens: [T, H], rows may be strided. payloads: [T, elements] each. layout: "rank_major" (views of the window, no
+        copy; the default) or "expert_major", in high throughput "flat" (views, no copy; the default) or "grouped".
+        bound: b, equal on all ranks, T <= b <= max_tokens (default max_tokens): outputs are sized by it; in high
+        throughput it only says how many parts a combine takes (`inbox_tokens`). In the mode "auto" a layout says which
+        of the two the dispatch is. Without one, it is of low latency if bound names at most `low_latency_tokens`, else
+        of high throughput (`chooses` tells which it will be). lane: which one to lease (default: the next free one).
+        out: a tensor for tokens, or a mapping of Received's fields and payload names, to have them written there.
+        column_major: names of payloads (scales, for example) that "grouped" returns by column, [elements, M], M being
+        the rows rounded up to whole 16 bytes, with zeros beyond them: as grouped GEMMs read scales. count: whether
+        `loads` counts it, on all ranks alike; not for further passes over tokens that were counted, as of multi-token
+        prediction. sm_limit: on a CUDA device, thread blocks of this call's kernels, in place of the group's (default
+        0: the group's); it holds for the completion of a pending call and in replays of a graph too, and need not be
+        the same on all ranks.
         What is returned is detached: autograd does not know of the exchange (`tokenway.autograd` has one it knows of),
         but of writes to `out`, which may be no leaf that requires gradients.
         A step of all ranks. Errors: InvalidArgument (peers get PeerRefused at once), InvalidUsage, PeerRefused,

@@ -31,6 +31,13 @@ class Exchange:
         self._counting, self._outputs = counting, outputs
         self.structs = Spare(partial(Structs, native.place, shape))
 
+    def mode_of(self, bound: Any) -> str:
+        """As `Group.chooses` says."""
+        most = self._shape.max_tokens
+        if bound is not None and not 1 <= arguments.int32(bound) <= most:
+            raise InvalidArgument.of("bound", f"is {bound!r}; it must be None or an integer from 1 to {most}")
+        return self._shape.mode_of(bound)
+
     def route(self, owner: Owner, ids: Tensor, weights: Tensor | None, layer: int, memory: Any) -> Handle[Owner]:
         """As `Group.route` says. owner: the group, for the handle."""
         native = self._native
@@ -68,7 +75,9 @@ class Exchange:
         native, shape = self._native, self._shape
         if self._blocks.finished:
             self._blocks.free()
-        if shape.sizes_outputs:
+        if shape.low_latency_tokens:
+            layout = shape.choose(layout, bound)
+        if shape.sizes_outputs and (shape.exact or shape.is_exact(layout)):
             self._counting.size_outputs(handle)
         structs = self.structs.take()
         layout, b, given, sent, problem = self._prepare_dispatch(
@@ -125,6 +134,8 @@ class Exchange:
         with arguments.Preparation() as prepared:
             if bound is None:
                 b = handle.default_bound if isinstance(handle, Handle) else shape.default_bound
+                if shape.low_latency_tokens and shape.is_exact(layout):
+                    b = 0
             else:
                 b = arguments.int32(bound) or -2
             stream = 0 if native.device is None else stream_of(native, handle)
@@ -141,11 +152,12 @@ class Exchange:
                 if not isinstance(payloads, Mapping) or not payloads.keys() <= shape.payloads.keys() - {"tokens"}:
                     raise arguments.problem_of_payloads(payloads, shape.extra_names)
                 sent = dict(payloads)
+            lands = shape.own and (shape.exact or shape.is_exact(layout))
+            if not lands and isinstance(handle, Handle):
+                handle._landing = None  # as C lets go of it
             try:
                 if shape.copies(layout):
                     self._outputs.add_by_expert(structs, handle, layout, b, given, tokens)
-                elif not shape.own and isinstance(handle, Handle):
-                    handle._landing = None  # as C lets go of it
                 elif isinstance(handle, Handle) and handle._landing is not None:
                     self._counting.copy_out(handle, given, tokens)
             except (MemoryError, RuntimeError) as error:
@@ -158,14 +170,16 @@ class Exchange:
                     structs.outputs[name].set(tensor)
         if prepared.problem is not None:
             # The peers wait on that lane, and take the refusal for what was called.
-            structs.call(b, lane, arguments.truth(send_only), True, stream, 0)
-            structs.dispatch_out.layout = REFUSED
+            structs.refuse(b, lane, arguments.truth(send_only), stream, layout if shape.low_latency_tokens else None)
         return layout, b, given, sent, prepared.problem
 
-    def refuse_dispatch(self) -> None:
+    def refuse_dispatch(self, layout: Any, bound: Any) -> None:
         """As `Group.refuse_dispatch` says, of a group that is open."""
-        native, structs = self._native, self.structs.take()
-        structs.call(0, None, False, True, native.place.stream(), 0)
+        native, structs, shape = self._native, self.structs.take(), self._shape
+        if shape.low_latency_tokens:
+            layout = shape.choose(layout, bound)
+        structs.ask(layout or shape.default_layout)
+        structs.call(arguments.int32(bound or 0), None, False, True, native.place.stream(), 0)
         _native.lib.twDispatch(native.address, None, *structs.dispatch_at)
         native.torch_views.after()
 

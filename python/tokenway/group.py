@@ -54,8 +54,10 @@ class Group(Calls, _native.Shared):
     (default 100); while the group is made, the comm's. In the main thread Ctrl-C ends a wait. id_dtype, id_space
     ("local": slots of this rank, "global": as sent) and invalid_id of received ids. sm_limit: on a CUDA device, thread
     blocks of a kernel, at most one on each SM (default 0: the backend chooses); calls may have their own.
-    mode: "low_latency" (layouts "rank_major" and "expert_major", sized by a bound) or "high_throughput" (layouts "flat"
-    and "grouped", as large as what comes: `exchange_counts` before a dispatch). Of the latter alone:
+    mode: "low_latency" (layouts "rank_major" and "expert_major", sized by a bound), "high_throughput" (layouts "flat"
+    and "grouped", as large as what comes: `exchange_counts` before a dispatch) or "auto", both by the call, as
+    `dispatch` says: decode and prefill over one window. Of that alone: low_latency_tokens, the largest bound of a
+    low-latency dispatch (default 512, or max_tokens if that is less). Of the last two:
     max_recv_tokens, rows that a rank may receive in a step (default N*B); overflow, what becomes of more, "refuse"
     (RecvOverflow) or "drop"; row_alignment, of which an expert's first row in "grouped" is a multiple, a power of two
     to 256 (default 1); lease_bytes, of the window, for rows that outlive their step (default 0: none): autograd keeps
@@ -109,6 +111,7 @@ class Group(Calls, _native.Shared):
         dispatch_room: int = 0,
         combine_room: int = 0,
         inbox_tokens: int | None = None,
+        low_latency_tokens: int | None = None,
         arena: Group | None = None,
         room_for: Sequence[Mapping[str, Any]] = (),
     ):
@@ -136,6 +139,7 @@ class Group(Calls, _native.Shared):
             dispatch_room=dispatch_room,
             combine_room=combine_room,
             inbox_tokens=inbox_tokens,
+            low_latency_tokens=low_latency_tokens,
             room_for=room_for,
         )
         pointer = c_void_p()
@@ -179,7 +183,9 @@ class Group(Calls, _native.Shared):
         self.combine_hidden = shape.combine_hidden
         self.combine_dtype = shape.combine_dtype
         self.id_dtype = shape.id_dtype
-        self.exact = shape.exact  # outputs are as large as what comes
+        self.mode = shape.mode
+        self.exact = shape.exact  # high throughput alone: outputs are as large as what comes
+        self.low_latency_tokens = shape.low_latency_tokens  # 0 unless the mode is "auto"
         self.max_recv_rows = shape.max_recv_rows  # of a step
         self.handle_bytes = blocks.handle_bytes  # of memory for one handle's arrays
         self.structs = self._exchange.structs  # those that dispatches and combines fill, for the benchmark
@@ -219,10 +225,11 @@ class Group(Calls, _native.Shared):
         self._typed.append(made)
         return made
 
-    def refuse_dispatch(self) -> None:
-        """Tells peers, which wait in a dispatch, that this rank cannot make the call; for callers that raise next."""
+    def refuse_dispatch(self, layout: str | None = None, bound: int | None = None) -> None:
+        """Tells peers, which wait in a dispatch, that this rank cannot make the call; for callers that raise next.
+        layout, bound: of that call."""
         if not self.closed:
-            self._exchange.refuse_dispatch()
+            self._exchange.refuse_dispatch(layout, bound)
 
     # ---------------------------------------------------------------------------------------------- high throughput
 
@@ -269,11 +276,12 @@ class Group(Calls, _native.Shared):
         (`max_recv_tokens`) or a graph is captured. A dispatch does it first, so who allocates its outputs asks too."""
         self._counting.size_outputs(handle)
 
-    def refuse_routing(self) -> None:
+    def refuse_routing(self, layout: str | None = None, bound: int | None = None) -> None:
         """As refuse_dispatch, where peers are in the first step of a routing: in high throughput the exchange of
         counts."""
-        if not self.exact:
-            self.refuse_dispatch()
+        both = self.low_latency_tokens > 0
+        if not self.shape.is_exact(self.shape.choose(layout, bound) if both else layout):
+            self.refuse_dispatch(layout, bound)
         elif not self.closed:
             self._counting.refuse()
 

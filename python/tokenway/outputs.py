@@ -84,7 +84,7 @@ class Outputs:
             if known is None:
                 return  # refused anyway
             rows = known
-        elif not 0 < b <= shape.max_tokens:
+        elif not 0 < b <= (shape.low_latency_tokens or shape.max_tokens):
             return  # refused anyway
         fields = self._wanted(layout, shape.lead(layout, b, rows))
         for q, name in enumerate(shape.payloads):
@@ -114,7 +114,7 @@ class Outputs:
     ) -> Received:
         """What a dispatch returns: the tensors given, and views of the window and of the handle for the others."""
         shape = self._shape
-        lead = shape.lead(layout, b, structs.rows_shown() if shape.exact else 0)
+        lead = shape.lead(layout, b, structs.rows_shown() if shape.layouts[layout].exact else 0)
         if given or handle._landing is not None:
             fields, late, views = self._fields(structs, handle, layout, lead, given, torch)
             leased = len(handle._landed) == len(shape.payloads)

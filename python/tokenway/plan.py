@@ -15,7 +15,7 @@ from tokenway.settings import Settings, make_config
 DEFAULTS: dict[str, Any] = {"ranks": 2, "tokens": 128, "experts": 256, "top_k": 8, "hidden": 7168}
 _NUMBERS = {
     *("ranks", "tokens", "sms", "experts", "top_k", "hidden", "max_tokens", "combine_hidden"),
-    *("lanes", "sm_limit", "max_recv_tokens", "row_alignment", "lease_bytes"),
+    *("lanes", "sm_limit", "max_recv_tokens", "row_alignment", "lease_bytes", "low_latency_tokens"),
 }
 _NAMES = {"dtype", "combine_dtype", "mode", "overflow"}
 

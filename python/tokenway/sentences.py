@@ -41,6 +41,7 @@ _ZEROED = {
     "config.max_recv_tokens",
     "config.row_alignment",
     "config.inbox_tokens",
+    "config.low_latency_tokens",
     "input.max_recv_tokens",
     "input.row_alignment",
     "config.placement->num_layers",
@@ -56,6 +57,7 @@ CONSTANTS = {
     "twWeightTopk": "'topk'",
     "twLowLatency": "'low_latency'",
     "twHighThroughput": "'high_throughput'",
+    "twAutomatic": "'auto'",
     "twReplicaShares": "'shares'",
     "twReplicaBalanced": "'balanced'",
 }
@@ -148,6 +150,11 @@ def _of_argument(part: Part, tensors: Sequence[str]) -> tuple[str, tuple[int, ..
     return (path.replace("[]", _places(part.indices)), ()) if "[]" in path else (path, part.indices)
 
 
+def _stands_for(number: int, given: Any) -> bool:
+    """Whether C has got a number in place of what was given: for what is no number, and for names."""
+    return given is not None and (number in UNFIT or type(given) is str)
+
+
 def _without_config(parts: Sequence[Part]) -> Sequence[Part]:
     """The same parts, but for a config that cannot be read, of which Python's callers know nothing: what C says of it,
     as the rest of the sentence does, becomes words of ours."""
@@ -175,7 +182,7 @@ def tell(parts: Sequence[Part], tensors: Sequence[str] = (), given: Mapping[str,
             here: Any = part.value
             if part.value == ZERO and part.name in _ZEROED:
                 here, word = 0, "0"
-            elif part.value in UNFIT and given is not None and given.get(spoken) is not None:
+            elif given is not None and _stands_for(part.value, given.get(spoken)):
                 here, word = given[spoken], reprlib.repr(given[spoken])
                 here = here if issubclass(type(here), numbers.Number) else None  # an exception keeps no tensor
             value = here if value is None and spoken == name else value

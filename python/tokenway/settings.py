@@ -121,6 +121,7 @@ class Settings(RowType):
     dispatch_room: int = 0
     combine_room: int = 0
     inbox_tokens: int | None = None
+    low_latency_tokens: int | None = None
     room_for: Sequence[Mapping[str, Any]] = ()
 
     def others(self) -> list[Settings]:
@@ -203,6 +204,8 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
     config.sm_limit = _native.fit("sm_limit", settings.sm_limit)
     if settings.max_recv_tokens is not None:
         config.max_recv_tokens = _native.fit_given("max_recv_tokens", settings.max_recv_tokens)
+    if settings.low_latency_tokens is not None:
+        config.low_latency_tokens = _native.fit_given("low_latency_tokens", settings.low_latency_tokens)
     config.overflow = named("overflow", settings.overflow, _header.OVERFLOWS)
     if settings.row_alignment is not None:
         config.row_alignment = _native.fit_given("row_alignment", settings.row_alignment)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from tokenway import _header, tensors
+from tokenway import _header, arguments, tensors
 from tokenway.native_group import NativeGroup
 from tokenway.settings import Payload, RowType, Settings
 
@@ -36,12 +36,14 @@ class Shape:
     combine_dtype: str
     id_dtype: str
     payloads: dict[str, Payload]  # tokens first
-    exact: bool  # high throughput: outputs are as large as what comes
-    sizes_outputs: bool  # which the host of a device has to learn before a dispatch, as they have no fixed size
-    max_recv_rows: int  # of a step
+    mode: str
+    exact: bool  # high throughput alone: outputs are as large as what comes
+    low_latency_tokens: int  # the largest b of a low-latency dispatch in the mode "auto"; else 0
+    sizes_outputs: bool  # outputs as large as what comes have no fixed size: the host of a device learns it before
+    max_recv_rows: int  # of a step of high throughput
     layouts: dict[str, _header.LayoutInfo]  # those of the group's mode
-    default_layout: str  # the one whose rows are views of the window
-    default_bound: int  # b of a dispatch; 0 in the exact layouts, which have none
+    default_layout: str  # the one whose rows are views of the window; in the mode "auto" that of low latency
+    default_bound: int  # b of a dispatch in it; 0 in the exact layouts, which have none
     named: bool = False  # calls name what rows consist of
     own: bool = True  # dispatched rows are of the type that the group was made with, which leases are for
 
@@ -50,6 +52,7 @@ class Shape:
         info, layouts = native.info(), native.layouts()
         default_layout = next(name for name, layout in layouts.items() if layout.views)
         exact = bool(layouts[default_layout].exact)
+        counts = any(layout.exact for layout in layouts.values())
         payloads = settings.all_payloads()
         return cls(
             rank=info.rank,
@@ -64,8 +67,10 @@ class Shape:
             combine_dtype=settings.combine_dtype_name(),
             id_dtype=tensors.dtype_name(settings.id_dtype),
             payloads=payloads,
+            mode=settings.mode,
             exact=exact,
-            sizes_outputs=exact and native.device is not None and settings.max_recv_tokens is None,
+            low_latency_tokens=info.low_latency_tokens,
+            sizes_outputs=counts and native.device is not None and settings.max_recv_tokens is None,
             max_recv_rows=min(settings.max_recv_tokens or 2**31, info.nranks * settings.max_tokens),
             layouts=layouts,
             default_layout=default_layout,
@@ -96,8 +101,26 @@ class Shape:
         self.max_tokens = info.max_tokens
         self.layouts = layouts
         self.default_bound = layouts[self.default_layout].default_bound
-        if self.exact:
+        if info.max_recv_tokens:
             self.max_recv_rows = info.max_recv_tokens
+
+    def mode_of(self, bound: Any) -> str:
+        """Of a dispatch that names no layout. bound: b, None for none; any value is taken, as by `copies`."""
+        if not self.low_latency_tokens:
+            return self.mode
+        fits = bound is not None and arguments.int32(bound) <= self.low_latency_tokens
+        return "low_latency" if fits else "high_throughput"
+
+    def choose(self, layout: Any, bound: Any) -> Any:
+        """The layout of a dispatch, in the mode "auto". layout: as named, None for none; bound: as of `mode_of`."""
+        if layout is not None:
+            return layout
+        return "rank_major" if self.mode_of(bound) == "low_latency" else "flat"
+
+    def is_exact(self, layout: Any) -> bool:
+        """Whether a dispatch in a layout is one of high throughput. Any value is taken, as by `copies`."""
+        form = self.layouts.get(layout) if type(layout) is str else None
+        return self.exact if form is None else bool(form.exact)
 
     def copies(self, layout: Any) -> bool:
         """Whether a layout of this group has no view of the window, so that its rows need memory. Any value is taken:

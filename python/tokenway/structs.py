@@ -55,7 +55,7 @@ class Structs:
         self.combine_in, self.combine_out = _header.CombineInput(), _header.CombineOutput()
         given, wanted = self.dispatch_in, self.dispatch_out
         slot = partial(tensors.Slot, describe=place.describe)
-        names, exact = list(shape.payloads), shape.exact
+        names, exact = list(shape.payloads), any(layout.exact for layout in shape.layouts.values())
         self.inputs = {name: slot(given, given.payloads[q]) for q, name in enumerate(names)}
         self.tokens = self.inputs[names[0]]
         self.outputs = {name: slot(wanted, wanted.payloads[q]) for q, name in enumerate(names)}
@@ -103,6 +103,16 @@ class Structs:
         given.uncounted = 0 if count else 1
         given.sm_limit = limit
         self._called = called
+
+    def refuse(self, bound: int, lane: int | None, send_only: bool, stream: int, layout: Any) -> None:
+        """A DispatchInput that C refuses. layout: where peers' calls follow from it, else None."""
+        self.call(bound, lane, send_only, True, stream, 0)
+        if layout is None:
+            self.dispatch_out.layout = REFUSED
+            return
+        self.ask(layout)
+        self._called = ()
+        self.dispatch_in.uncounted = REFUSED
 
     def call_combine(self, layout: int, weighting: int, send_only: bool, stream: int, sm_limit: int) -> None:
         """The rest of a CombineInput, likewise."""

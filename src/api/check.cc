@@ -196,15 +196,22 @@ void add_read(const twGroup& group, const twHandle& handle, const twDispatchInpu
 
 }  // namespace
 
-Status check_layout(const Argument& name, twLayout_t id, bool exact) {
+Status check_layout(const Argument& name, twLayout_t id, bool exact, const char* why) {
   const Layout* const layout = find_layout(id);
   if (layout != nullptr && layout->exact == exact) return {};
   Constant allowed[2] = {};  // a mode has one by source and one by expert
   for (const Layout& each : kLayouts) {
     if (each.exact == exact) allowed[each.by_expert ? 1 : 0] = {each.name, each.id};
   }
-  return fail(twInvalidArgument, "{} is {}; {}it must be {} or {}", name, Value(id), exact ? "in high throughput " : "",
-              allowed[0], allowed[1]);
+  if (why == nullptr) why = exact ? "in high throughput " : "";
+  return fail(twInvalidArgument, "{} is {}; {}it must be {} or {}", name, Value(id), why, allowed[0], allowed[1]);
+}
+
+Status check_layout(const Argument& name, twLayout_t id, const twGroup& group) {
+  if (!group.shape().has_both_modes()) return check_layout(name, id, group.shape().exact());
+  if (find_layout(id) != nullptr) return {};
+  return fail(twInvalidArgument, "{} is {}; it must be {}, {}, {} or {}", name, Value(id), TW_CONSTANT(twRankMajor),
+              TW_CONSTANT(twExpertMajor), TW_CONSTANT(twFlat), TW_CONSTANT(twGrouped));
 }
 
 Status read_config(const twGroupConfig_t* given, ReadConfig* known) {
@@ -312,30 +319,47 @@ RoutingSource source_of(const CheckedRouting& checked) {
   return source;
 }
 
+namespace {
+
+// Finds the bound of a dispatch, whose rows and layout are known.
+Status check_bound(const twGroup& group, const twHandle& handle, twLayout_t layout, int32_t given, DispatchCall* call) {
+  const Shape& shape = call->rows.map.shape();
+  const int32_t tokens = handle.routing.tokens;
+  call->bound = given == 0 ? default_bound(shape, &handle) : given;
+  if (call->bound > handle.max_tokens && call->bound <= shape.max_tokens && !shape.exact()) {
+    return fail(twInvalidArgument,
+                "{} is {}; the handle was made when max_tokens was {}, and has no room for more of each rank: make a "
+                "new one by {}",
+                Argument("input.bound"), Value(given), handle.max_tokens, Function{"twHandleCreateForLayer"});
+  }
+  const bool slots = group.shape().has_both_modes() && !shape.exact();
+  if (slots && tokens > shape.max_tokens) {
+    return fail(twInvalidArgument,
+                "{} is {}; the handle has {} tokens, and low latency takes up to low_latency_tokens, {}: it must be {} "
+                "or {}",
+                Argument("output.layout"), Value(layout), tokens, shape.max_tokens, TW_CONSTANT(twFlat),
+                TW_CONSTANT(twGrouped));
+  }
+  if (call->bound >= tokens && call->bound <= shape.max_tokens) return {};
+  const char* const most = slots ? "low_latency_tokens" : "max_tokens";
+  return fail(twInvalidArgument, "{} is {}; it must be from the handle's tokens, {}, to {}, {} (0 means {})",
+              Argument("input.bound"), Value(given), tokens, most, shape.max_tokens, most);
+}
+
+}  // namespace
+
 Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t& input,
                       const twDispatchOutput_t& output, DispatchCall* call) {
-  const twGroupConfig_t& config = group.config.given;
   TW_RETURN_IF_FAILED(check_dispatch_rows(group, input, &call->rows));  // first: a refusal is of such rows
   TW_RETURN_IF_FAILED(group.backend->check_stream(input.stream));
   TW_RETURN_IF_FAILED(handle.too_many);
   call->stream = input.stream;
-  TW_RETURN_IF_FAILED(check_layout("output.layout", output.layout, group.shape().exact()));
-  if (group.shape().exact() && !handle.counts.exchanged) {
+  TW_RETURN_IF_FAILED(check_layout("output.layout", output.layout, group));
+  if (call->rows.map.shape().exact() && !handle.counts.exchanged) {
     return fail(twInvalidUsage, "the handle's counts have not been exchanged since it was routed; call {}",
                 Function{"twExchangeCounts"});
   }
-  call->bound = input.bound == 0 ? default_bound(group, &handle) : input.bound;
-  if (call->bound > handle.max_tokens && call->bound <= config.max_tokens && !group.shape().exact()) {
-    return fail(twInvalidArgument,
-                "{} is {}; the handle was made when max_tokens was {}, and has no room for more of each rank: make a "
-                "new one by {}",
-                Argument("input.bound"), Value(input.bound), handle.max_tokens, Function{"twHandleCreateForLayer"});
-  }
-  if (call->bound < handle.routing.tokens || call->bound > config.max_tokens) {
-    return fail(twInvalidArgument,
-                "{} is {}; it must be from the handle's tokens, {}, to max_tokens, {} (0 means max_tokens)",
-                Argument("input.bound"), Value(input.bound), handle.routing.tokens, config.max_tokens);
-  }
+  TW_RETURN_IF_FAILED(check_bound(group, handle, output.layout, input.bound, call));
   TW_RETURN_IF_FAILED(check_switch("input.send_only", input.send_only));
   TW_RETURN_IF_FAILED(check_switch("input.uncounted", input.uncounted));
   call->counted = input.uncounted == 0;
@@ -362,7 +386,9 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   const int64_t elements = call->sent.elements;
   TW_RETURN_IF_FAILED(group.backend->check_stream(input.stream));
   call->stream = input.stream;
-  TW_RETURN_IF_FAILED(check_layout("input.layout", input.layout, group.shape().exact()));
+  const char* why = handle.exact ? "after a dispatch of high throughput " : "after a dispatch of low latency ";
+  if (!group.shape().has_both_modes()) why = nullptr;
+  TW_RETURN_IF_FAILED(check_layout("input.layout", input.layout, handle.exact, why));
   if (input.weighting != twWeightNone && input.weighting != twWeightTopk) {
     return fail(twInvalidArgument, "{} is {}; it must be {} or {}", Argument("input.weighting"), Value(input.weighting),
                 TW_CONSTANT(twWeightNone), TW_CONSTANT(twWeightTopk));
@@ -405,12 +431,13 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   call->in_window = group.backend->in_window(input.rows.data);
   call->apart = !call->in_window && disjoint(extent(call->rows, lead, rows_bytes),
                                              {call->out, call->out + handle.routing.tokens * call->out_stride});
-  call->parts = group.shape().parts(call->bound);
+  const Shape& shape = call->sent.map.shape();
+  call->parts = shape.parts(call->bound);
   if (call->parts > 1 && !call->apart && !call->in_window) {
     return fail(twInvalidArgument,
                 "{} overlaps {}, which later parts of this combine still read; it must be apart where the bound of the "
                 "dispatch, {}, is more than the inbox has room for, {} tokens",
-                Argument("output.tokens"), Argument("input.rows"), call->bound, group.shape().part_tokens());
+                Argument("output.tokens"), Argument("input.rows"), call->bound, shape.part_tokens());
   }
   call->keep_own = !layout.by_expert && !call->weighted && call->rows_dtype == call->sent.wire && call->apart;
   return {};

@@ -59,8 +59,11 @@ Status read_config(const twGroupConfig_t* given, ReadConfig* known);
 Status check_ranks(int32_t nranks);
 // Checks a call's own sm_limit, which may be what config.sm_limit may be.
 Status check_sm_limit(int32_t limit);
-// Checks that a layout is one of high throughput (`exact`) or of low latency.
-Status check_layout(const Argument& name, twLayout_t id, bool exact);
+// Checks that a layout is one of high throughput (`exact`) or of low latency. `why`: what decides that, for the
+// sentence.
+Status check_layout(const Argument& name, twLayout_t id, bool exact, const char* why = nullptr);
+// Checks that it is one of the group's mode.
+Status check_layout(const Argument& name, twLayout_t id, const twGroup& group);
 Status check_layer(const twGroup& group, int32_t layer);
 
 struct CheckedRouting {
@@ -83,10 +86,14 @@ void copy_routing(const Shape& shape, const CheckedRouting& checked, Routing* ro
 // Tells where a device will find a checked routing.
 RoutingSource source_of(const CheckedRouting& checked);
 
+// Whether a dispatch is one of high throughput. In a group of both modes the layout says so; beside one that there is
+// not, which is refused, the bound says what peers do.
+bool is_exact(const twGroup& group, twLayout_t layout, int32_t bound);
+
 // What the rows of a call consist of (row_types.cc). *rows are the group's own before a check, and stay so after an
-// error or where the call names none.
-DispatchRows own_rows(const twGroup& group);
-CombineRows own_combine_rows(const twGroup& group);
+// error or where the call names none. `exact`: as is_exact tells of the call's dispatch.
+DispatchRows own_rows(const twGroup& group, bool exact);
+CombineRows own_combine_rows(const twGroup& group, bool exact);
 Status check_dispatch_rows(const twGroup& group, const twDispatchInput_t& input, DispatchRows* rows);
 Status check_combine_rows(const twGroup& group, const twCombineInput_t& input, CombineRows* rows);
 

@@ -1,5 +1,6 @@
 // What the rows of a call consist of: those that the group was made with, or those that the call names, within the room
-// that the group's window has. Takes the structs of a call, gives its DispatchRows or CombineRows.
+// that the group's window has; and of which mode the call is. Takes the structs of a call, gives its DispatchRows or
+// CombineRows.
 //
 // The digest goes into the step's note, where ranks that name different rows meet it (exchange/notes.h). A map that is
 // made of rows larger than the room would put them over each other's, and over other channels (S10).
@@ -24,12 +25,32 @@ bool same(const twPayload_t& one, const twPayload_t& other) {
 
 }  // namespace
 
-DispatchRows own_rows(const twGroup& group) {
+bool is_exact(const twGroup& group, twLayout_t layout, int32_t bound) {
+  if (!group.shape().has_both_modes()) return group.shape().exact();
+  const Layout* const known = find_layout(layout);
+  return known != nullptr ? known->exact : bound <= 0 || bound > group.shape().low_latency_tokens;
+}
+
+namespace {
+
+// The map of a call, and what its notes say of it beside its rows.
+WindowMap map_of(const twGroup& group, bool exact) {
+  const WindowMap& map = group.context.map;
+  return map.shape().has_both_modes() && !exact ? map.for_low_latency() : map;
+}
+uint32_t digest_of(const twGroup& group, bool exact) {
+  const bool slots = group.shape().has_both_modes() && !exact;
+  return mix_rows(slots ? kSlotsDigest : 0, group.context.growth);
+}
+
+}  // namespace
+
+DispatchRows own_rows(const twGroup& group, bool exact) {
   const twGroupConfig_t& config = group.config.given;
   DispatchRows rows;
-  rows.map = group.context.map;
+  rows.map = map_of(group, exact);
   rows.own = true;
-  rows.digest = group.context.growth;
+  rows.digest = digest_of(group, exact);
   rows.payloads = config.num_payloads;
   std::copy_n(config.payloads, config.num_payloads, rows.types);
   return rows;
@@ -57,17 +78,17 @@ Status check_dispatch_rows(const twGroup& group, const twDispatchInput_t& input,
                 Argument("config.dispatch_room"), most);
   }
   if (own) return {};
-  rows->map = group.context.map.for_dispatch(input.num_types, bytes);
+  rows->map = rows->map.for_dispatch(input.num_types, bytes);
   rows->payloads = input.num_types;
   std::copy_n(input.types, input.num_types, rows->types);
   rows->own = false;
-  rows->digest = mix_rows(nonzero(digest), group.context.growth);
+  rows->digest = mix_rows(nonzero(digest), rows->digest);
   return {};
 }
 
-CombineRows own_combine_rows(const twGroup& group) {
+CombineRows own_combine_rows(const twGroup& group, bool exact) {
   const twGroupConfig_t& config = group.config.given;
-  return {group.context.map, config.combine_dtype, config.combine_elements, group.context.growth};
+  return {map_of(group, exact), config.combine_dtype, config.combine_elements, digest_of(group, exact)};
 }
 
 Status check_combine_rows(const twGroup& group, const twCombineInput_t& input, CombineRows* rows) {
@@ -80,11 +101,11 @@ Status check_combine_rows(const twGroup& group, const twCombineInput_t& input, C
   const uint64_t most = group.shape().most_combine_bytes();
   TW_RETURN_IF_FAILED(check_type("input.wire_dtype", "input.elements", type, most));
   if (same(type, {rows->wire, rows->elements})) return {};
-  rows->map = group.context.map.for_combine(static_cast<uint64_t>(type.elements) * dtype_bytes(type.dtype));
+  rows->map = rows->map.for_combine(static_cast<uint64_t>(type.elements) * dtype_bytes(type.dtype));
   rows->wire = type.dtype;
   rows->elements = type.elements;
   const uint32_t dtype = mix_digest(kDigestSeed, static_cast<uint64_t>(type.dtype));
-  rows->digest = mix_rows(nonzero(mix_digest(dtype, static_cast<uint64_t>(type.elements))), group.context.growth);
+  rows->digest = mix_rows(nonzero(mix_digest(dtype, static_cast<uint64_t>(type.elements))), rows->digest);
   return {};
 }
 

@@ -125,6 +125,7 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
     known.dispatch_room = group->shape().most_dispatch_bytes();
     known.combine_room = group->shape().most_combine_bytes();
     known.inbox_tokens = group->shape().exact() ? group->shape().part_tokens() : 0;
+    known.low_latency_tokens = group->shape().low_latency_tokens;
     std::copy(group->members.begin(), group->members.end(), known.comm_ranks);
     return tw::api::write_struct("info", known, info);
   });
@@ -133,7 +134,7 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
 twResult_t twGroupLayout(twGroup_t group, twLayout_t id, twLayoutInfo_t* info) {
   return visit(groups, "group", group, [&]() -> Status {
     const std::shared_lock sizes(group->sizes);
-    TW_RETURN_IF_FAILED(tw::api::check_layout("layout", id, group->shape().exact()));
+    TW_RETURN_IF_FAILED(tw::api::check_layout("layout", id, *group));
     const tw::Layout& layout = tw::layout_of(id);
     twLayoutInfo_t known{};
     known.exact = layout.exact ? 1 : 0;
@@ -143,7 +144,8 @@ twResult_t twGroupLayout(twGroup_t group, twLayout_t id, twLayoutInfo_t* info) {
     known.rows_per_bound = layout.rows_per_bound(group->ranks());
     known.ids_per_row = layout.ids_per_row(group->shape().top_k);
     known.offsets = layout.has_offsets() ? known.blocks + 1 : 0;
-    known.default_bound = layout.exact ? 0 : group->shape().default_bound();
+    const tw::DispatchRows rows = tw::api::own_rows(*group, layout.exact);
+    known.default_bound = layout.exact ? 0 : rows.map.shape().default_bound();
     return tw::api::write_struct("info", known, info);
   });
 }
@@ -155,9 +157,9 @@ twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dispatched
     twCombineInput_t sums{};
     TW_RETURN_IF_FAILED(tw::api::read_struct("dispatched", dispatched, &input));
     TW_RETURN_IF_FAILED(tw::api::read_struct("combined", combined, &sums));
-    tw::DispatchRows rows = tw::api::own_rows(*group);
+    tw::DispatchRows rows = tw::api::own_rows(*group, true);
     TW_RETURN_IF_FAILED(tw::api::check_dispatch_rows(*group, input, &rows));
-    tw::CombineRows of_sums = tw::api::own_combine_rows(*group);
+    tw::CombineRows of_sums = tw::api::own_combine_rows(*group, true);
     return tw::api::check_combine_rows(*group, sums, &of_sums);
   });
 }
@@ -199,6 +201,7 @@ twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, int32_t l
     made->group = group;
     made->max_tokens = group->shape().max_tokens;
     made->most_rows = group->shape().most_rows();
+    made->exact = group->shape().exact();
     made->map.layer = layer;
     made->owns_block = memory == nullptr;
     made->block = memory == nullptr ? group->take_block() : static_cast<std::byte*>(memory);
@@ -258,7 +261,8 @@ twResult_t twHandleDestroy(twHandle_t handle) {
 twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int32_t* total) {
   return enter_handle("twHandleNumRecvTokens", handle, [&]() -> Status {
     twGroup& group = *handle->group;
-    const bool counted = handle->counts.exchanged;
+    // Rows of the last dispatch, if that was one of low latency: it drops none.
+    const bool counted = handle->counts.exchanged && !(handle->dispatched && !handle->exact);
     if (!handle->dispatched && !counted) {
       return fail(twInvalidUsage, "the handle has not been {} since it was routed",
                   group.shape().exact() ? "counted" : "dispatched");
@@ -367,20 +371,23 @@ twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_
     twDispatchInput_t input{};
     input.lane = -1;
     twDispatchOutput_t out{};
+    out.layout = static_cast<twLayout_t>(-1);  // not known
     tw::DispatchCall call;
-    call.rows = tw::api::own_rows(*group);
     Status status = tw::api::read_struct("input", given, &input);  // first: it names the channel that peers wait on
     // Nothing can be sent on a stream that is no good, not even the refusal.
     if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
     Status found = check_handle(group, handle);
     twHandle* const known = found.ok() ? handle : nullptr;
     if (status.ok()) status = std::move(found);
-    if (status.ok()) status = tw::api::read_struct("output", output, &out);
+    Status wanted = tw::api::read_struct("output", output, &out);
+    if (status.ok()) status = std::move(wanted);
+    call.rows = tw::api::own_rows(*group, tw::api::is_exact(*group, out.layout, input.bound));
     if (status.ok()) status = tw::api::check_dispatch(*group, *handle, input, out, &call);
     if (!status.ok()) {
       const int32_t tokens = known == nullptr ? 0 : known->routing.tokens;
-      const int32_t bound = input.bound == 0 ? tw::default_bound(*group, known) : input.bound;
-      const bool bounded = bound >= tokens && bound <= group->shape().max_tokens;
+      const tw::Shape& shape = call.rows.map.shape();
+      const int32_t bound = input.bound == 0 ? tw::default_bound(shape, known) : input.bound;
+      const bool bounded = bound >= std::min(tokens, shape.max_tokens) && bound <= shape.max_tokens;
       return tw::refuse_dispatch(*group, known, input.lane, input.send_only == 1, bounded ? bound : -1, call.rows.map,
                                  input.stream, std::move(status));
     }
@@ -401,7 +408,7 @@ twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t*
     twCombineInput_t input{};
     Status status = tw::api::read_struct("input", given, &input);
     tw::CombineCall call;
-    call.sent = tw::api::own_combine_rows(*group);
+    call.sent = tw::api::own_combine_rows(*group, handle->exact);
     if (!handle->dispatched) {
       if (status.ok()) (void)tw::api::check_combine_rows(*group, input, &call.sent);
       if (status.ok()) tw::keep_pace(*group, *handle, call.sent.map, input.stream);

@@ -87,6 +87,9 @@ struct DeviceArrays {
   // [kMaxParts + 1, 2, N]: how many rows of tokens before each part of a combine came from each rank, and how many went
   // to it; behind the last part all.
   int32_t* part_counts = nullptr;
+  // [N, low_latency_tokens] metadata of low-latency dispatches in a group of both modes, apart from Received::meta:
+  // what high throughput has brought there does not come again.
+  std::byte* slot_meta = nullptr;
   void* counts_page = nullptr;  // the backend's: where the device tells the host the counts
   uint64_t counts_serial = 0;   // the last exchange that tells the host; 0: none does
   uint64_t page_serial = 0;     // the last exchange that writes to the page
@@ -102,6 +105,16 @@ struct HandleArrays {
   ShownArrays shown;
   Counts counts;  // high throughput alone
   DeviceArrays device;
+
+  // How many rows go to each rank [N] in a call of this shape: in exact layouts without those that are dropped.
+  int32_t* send_counts(const Shape& shape, int32_t me) const {
+    return shape.exact() ? &counts.at(shape, me, 0) : routing.send_counts;
+  }
+  Routing sent_routing(const Shape& shape, int32_t me) const {
+    Routing sent = routing;
+    sent.send_counts = send_counts(shape, me);
+    return sent;
+  }
 };
 
 // An exchange of counts as the host knows it.
@@ -133,8 +146,10 @@ struct DispatchRows {
   WindowMap map;
   int32_t payloads = 0;
   twPayload_t types[kMaxPayloads] = {};
-  bool own = false;     // those that the group was made with
-  uint32_t digest = 0;  // what ranks must have alike; 0: own rows of a group that never grew
+  bool own = false;  // those that the group was made with
+  // What ranks must have alike; 0: own rows of a group that never grew. In a group of both modes it says which the call
+  // is of, as the map's shape does (Shape::exact).
+  uint32_t digest = 0;
 };
 
 // The same of a combine.

@@ -31,7 +31,7 @@ Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, c
   record.step = record.expected = at.step;
   record.seen = end.seen.step;
   if (end.code == twPeerRefused || end.code == twBoundMismatch) {
-    describe_call_error(&record, bound, end.note);
+    describe_call_error(&record, bound, end.note, group.shape().has_both_modes());
     group.set_error(record);
     return {end.code, record.sentence};
   }
@@ -113,8 +113,8 @@ Status check_not_pending(const twHandle& handle) {
               names[static_cast<int>(handle.pending)], Function{"twComplete"});
 }
 
-void note_capture(const twGroup& group, twHandle& handle, const void* stream, bool sized) {
-  if (!group.shape().exact() || !group.backend->captures(stream)) return;
+void note_capture(const twGroup& group, twHandle& handle, const void* stream, bool exact, bool sized) {
+  if (!exact || !group.backend->captures(stream)) return;
   handle.in_graph = true;
   handle.sized_in_graph |= sized;
 }
@@ -232,11 +232,11 @@ Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call,
     handle.counted = {};
     handle.sizing.reset();
     // Other rows may be dropped, so partials of the last dispatch have no way back; all ranks see that alike. Those of
-    // another alignment have, as their rows are told by the counts.
-    handle.dispatched = handle.dispatched && now.room == before.room;
+    // another alignment have, as their rows are told by the counts, and those of low latency, which drops none.
+    handle.dispatched = handle.dispatched && (!handle.exact || now.room == before.room);
     handle.device.placed = false;
   }
-  note_capture(group, handle, call.stream, false);
+  note_capture(group, handle, call.stream, true, false);
   handle.counts_deadline = TimePoint::max();
   handle.pending = Pending::kCounts;
   Status sent = group.backend->send_counts(handle.counting, handle);
@@ -276,11 +276,6 @@ Status learn_counts(twGroup& group, twHandle& handle) {
   handle.counts.exchanged = false;
   part_leases(group, handle);
   return refuse_overflow(group, handle, overflow);
-}
-
-int32_t default_bound(const twGroup& group, const twHandle* handle) {
-  // In high throughput a bound sizes nothing, and ranks with handles of before and after a growth may exchange.
-  return handle == nullptr || group.shape().exact() ? group.shape().default_bound() : handle->max_tokens;
 }
 
 int64_t shown_rows(const twGroup& group, const twHandle& handle, const Layout& layout, bool sized) {
@@ -335,8 +330,10 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   hold(group, handle, channel);
   call->at = group.backend->on_device() ? group.channels.begin_dispatch(channel) : group.channels.begin(channel);
   call->send_only = send_only;
-  // Leases are announced for the group's own rows. Other rows go to the bank, which all ranks know by the digest.
-  call->has_offsets = handle.has_offsets && call->rows.own;
+  // Leases are announced for the group's own rows in high throughput. Others go to the bank, which all ranks know by
+  // the digest.
+  const bool exact = call->rows.map.shape().exact();
+  call->has_offsets = handle.has_offsets && call->rows.own && exact;
   handle.has_offsets = false;
   for (int q = 0; q < kMaxPayloads && call->has_offsets; ++q) {
     call->receive_offset[q] = handle.counting.receive_offset[q];
@@ -347,8 +344,9 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   }
   group.channels[channel].viewed = call->at.step;
   handle.bound = call->bound;
-  handle.sizing = handle.is_sized();
-  note_capture(group, handle, call->stream, handle.is_sized());
+  if (exact) handle.sizing = handle.is_sized();
+  note_capture(group, handle, call->stream, exact, handle.is_sized());
+  handle.exact = exact;
   handle.dispatched = handle.refused = false;
   handle.dispatch = *call;
   handle.pending = Pending::kDispatch;
@@ -395,7 +393,8 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
   const bool second = group.channels[channel].second;
   give_back(group, *handle);
   handle->refused = learns_late(group);
-  handle->bound = bound > 0 ? bound : default_bound(group, handle);
+  handle->exact = map.shape().exact();
+  handle->bound = bound > 0 ? bound : default_bound(map.shape(), handle);
   if (send_only || learns_late(group)) {
     hold(group, *handle, channel);
     group.channels[channel].second = !second;

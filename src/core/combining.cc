@@ -51,7 +51,7 @@ Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_onl
   handle.channel_for_this_step = handle.channel < 0;
   hold(group, handle, channel);
   call.at = group.channels.begin(channel);
-  note_capture(group, handle, call.stream, handle.is_sized());
+  note_capture(group, handle, call.stream, handle.exact, handle.is_sized());
   handle.combine = call;
   handle.pending = Pending::kCombine;
   // Only the last part waits for twComplete: ranks make this call in one order, but may complete in any.

@@ -118,17 +118,38 @@ Status check_ids(const twGroupConfig_t& given, const GroupConfig& config) {
   return {};
 }
 
-// Checks the fields that high throughput alone has, and fills in their defaults.
+// The bound up to which a group of both modes has low latency, unless it says so itself: about where the exchange of
+// counts begins to cost less than rows of slots do. An estimate; `tokenway bench --mode auto` measures it.
+constexpr int32_t kLowLatencyTokens = 512;
+
+// Checks the field that a group of both modes alone has, and fills in its default. A combine of low latency has one
+// part.
+Status check_low_latency(twGroupConfig_t* given, Shape* shape) {
+  constexpr Argument kField("config.low_latency_tokens");
+  if (given->mode != twAutomatic) {
+    if (given->low_latency_tokens == 0) return {};
+    return fail(twInvalidArgument, "{} is {}; only {} has it, elsewhere it must be 0", kField,
+                Value(given->low_latency_tokens), TW_CONSTANT(twAutomatic));
+  }
+  const int32_t most = given->inbox_tokens > 0 ? given->inbox_tokens : given->max_tokens;
+  if (given->low_latency_tokens == 0) given->low_latency_tokens = std::min(kLowLatencyTokens, most);
+  TW_RETURN_IF_FAILED(check_range(kField, given->low_latency_tokens, 1, most));
+  shape->low_latency_tokens = given->low_latency_tokens;
+  return {};
+}
+
+// Checks the fields that low latency does not have, and fills in their defaults.
 Status check_throughput(int32_t ranks, const GroupConfig& config, twGroupConfig_t* given, Shape* shape) {
   if (given->lease_bytes > static_cast<uint64_t>(INT64_MAX / 2)) {
     return fail(twInvalidArgument, "{} is {}; it must be from {} to {}", Argument("config.lease_bytes"),
                 Value(given->lease_bytes), Least(0), Most(INT64_MAX / 2));
   }
-  if (given->mode != twHighThroughput) {
+  if (given->mode == twLowLatency) {
     TW_RETURN_IF_FAILED(check_absent("config.lease_bytes", static_cast<int64_t>(given->lease_bytes)));
     TW_RETURN_IF_FAILED(check_absent("config.max_recv_tokens", given->max_recv_tokens));
     TW_RETURN_IF_FAILED(check_absent("config.overflow", given->overflow));
     TW_RETURN_IF_FAILED(check_absent("config.inbox_tokens", given->inbox_tokens));
+    TW_RETURN_IF_FAILED(check_low_latency(given, shape));
     return check_absent("config.row_alignment", given->row_alignment);
   }
   const int32_t most = ranks * given->max_tokens;
@@ -140,6 +161,7 @@ Status check_throughput(int32_t ranks, const GroupConfig& config, twGroupConfig_
     const int32_t least = (given->max_tokens + kMaxParts - 1) / kMaxParts;
     TW_RETURN_IF_FAILED(check_range("config.inbox_tokens", given->inbox_tokens, least, given->max_tokens));
   }
+  TW_RETURN_IF_FAILED(check_low_latency(given, shape));
   TW_RETURN_IF_FAILED(check_row_alignment("config.row_alignment", given->row_alignment));
   shape->recv_rows = given->max_recv_tokens;
   shape->lease_bytes = (given->lease_bytes + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
@@ -162,7 +184,8 @@ void size_inbox(const twGroupConfig_t& given, Shape* shape) {
       static_cast<uint64_t>(shape->recv_rows) * (shape->most_dispatch_bytes() + meta_bytes(shape->top_k));
   const uint64_t parts = std::min(kMostParts, (inbox + rows - 1) / rows);
   if (parts < 2) return;
-  const uint64_t tokens = (static_cast<uint64_t>(shape->max_tokens) + parts - 1) / parts;
+  const uint64_t tokens = std::max((static_cast<uint64_t>(shape->max_tokens) + parts - 1) / parts,
+                                   static_cast<uint64_t>(shape->low_latency_tokens));
   const uint64_t saved = 2 * (inbox - std::max(rows, tokens * of_token)) * static_cast<uint64_t>(shape->channels);
   if (saved >= kWorth) shape->inbox_tokens = static_cast<int32_t>(tokens);
 }
@@ -194,10 +217,13 @@ void size_for_device(const Environment& environment, Shape* shape) {
   // than that from about 1500 tokens for one peer on, or 512 where counts are exchanged first. With more peers each
   // gets its share of that; with many peers it gets half, as a window has room for the packets of all of them in both
   // banks.
-  const bool longest = !shape->exact() && shape->ranks <= 8;
-  const int32_t usual = std::clamp((longest ? 2048 : 1024) / shape->ranks, 8, longest ? 1024 : 512);
-  const int32_t tokens = environment.packet_tokens >= 0 ? environment.packet_tokens : usual;
-  shape->packet_tokens = std::min(tokens, shape->max_tokens);
+  const auto tokens = [&](bool exact) {
+    const bool longest = !exact && shape->ranks <= 8;
+    const int32_t usual = std::clamp((longest ? 2048 : 1024) / shape->ranks, 8, longest ? 1024 : 512);
+    return environment.packet_tokens >= 0 ? environment.packet_tokens : usual;
+  };
+  shape->packet_tokens = std::min(tokens(shape->exact()), shape->max_tokens);
+  shape->low_latency_packets = std::min(tokens(false), shape->low_latency_tokens);
 }
 
 constexpr char kBits[] = " (bits)";  // how the numbers of a sentence show floats
@@ -234,6 +260,7 @@ void each_shared_field(const GroupConfig& config, Visit&& visit) {
   visit("config.dispatch_room", static_cast<int64_t>(given.dispatch_room));
   visit("config.combine_room", static_cast<int64_t>(given.combine_room));
   visit("config.inbox_tokens", given.inbox_tokens);
+  visit("config.low_latency_tokens", given.low_latency_tokens);
   visit("config.placement", placement.given);
   visit("config.placement->num_layers", placement.layers);
   visit("config.placement->num_slots", placement.slots);
@@ -243,6 +270,7 @@ void each_shared_field(const GroupConfig& config, Visit&& visit) {
   visit("config.arena", static_cast<int64_t>(config.loads), " (the place of load statistics there)");
   visit("TOKENWAY_FIRST_STEP", config.first_step);
   visit("TOKENWAY_LINE_TOKENS", config.shape().packet_tokens);
+  visit("TOKENWAY_LINE_TOKENS", config.shape().low_latency_packets);
   visit("config.room_for", static_cast<int64_t>(config.room.bank), " (bytes of a bank)");
   visit("config.room_for", static_cast<int64_t>(config.room.chunk_signals), " (bytes of a bank's chunk signals)");
   visit("config.room_for", static_cast<int64_t>(config.room.packets), " (bytes of a bank's LL128 packets)");
@@ -299,7 +327,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   if (given.id_dtype == twDtypeNone) given.id_dtype = twInt32;
   if (given.num_experts == 0 && given.top_k == 0) given.num_experts = ranks, given.top_k = 1;
 
-  TW_RETURN_IF_FAILED(check_range("config.mode", given.mode, twLowLatency, twHighThroughput));
+  TW_RETURN_IF_FAILED(check_range("config.mode", given.mode, twLowLatency, twAutomatic));
   TW_RETURN_IF_FAILED(check_range("config.num_experts", given.num_experts, 1, TW_MAX_EXPERTS));
   TW_RETURN_IF_FAILED(check_range("config.top_k", given.top_k, 1, std::min(TW_MAX_TOP_K, given.num_experts)));
   TW_RETURN_IF_FAILED(check_range("config.max_tokens", given.max_tokens, 1, TW_MAX_TOKENS));
@@ -342,7 +370,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
       return fail(twUnsupported, "{} is {}; rows that collectives move between CUDA devices land in the window: give 0",
                   Argument("config.lease_bytes"), Value(given.lease_bytes));
     }
-    if (staged) shape.packet_tokens = 0;  // rows that travel in blocks all come at once
+    if (staged) shape.packet_tokens = shape.low_latency_packets = 0;  // rows that travel in blocks all come at once
   }
   size_inbox(given, &shape);
   bool fits = WindowMap::make(shape, &config->map);

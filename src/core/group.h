@@ -151,8 +151,6 @@ Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call,
 void part_leases(twGroup& group, twHandle& handle);
 // Makes the host know the counts of an exchange; it may have to wait for the device.
 Status learn_counts(twGroup& group, twHandle& handle);
-// The bound of a dispatch that names none: the max_tokens that the group had when the handle was made.
-int32_t default_bound(const twGroup& group, const twHandle* handle);
 // How many rows of an exact layout the outputs of a dispatch have: what comes, if the host knows it, else what there is
 // room for.
 int64_t shown_rows(const twGroup& group, const twHandle& handle, const Layout& layout, bool sized);
@@ -161,8 +159,8 @@ int64_t shown_rows(const twGroup& group, const twHandle& handle, const Layout& l
 Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* ready);
 Status complete(twGroup& group, twHandle& handle, void* stream);
 // Refuses a call whose arguments failed the check: peers are told at once, instead of waiting. Returns `why`. `bound`:
-// the call's, 0 for max_tokens, -1 where it is what is wrong. `map`: that of the call's rows, as staged transport moves
-// as much as the peers.
+// the call's, 0 for its default, -1 where it is what is wrong. `map`: that of the call's rows, as staged transport
+// moves as much as the peers.
 Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t channel, bool send_only, int32_t bound,
                        const WindowMap& map, void* stream, Status why);
 Status refuse_counts(twGroup& group, twHandle* handle, int32_t channel, bool send_only, void* stream, Status why);

@@ -3,6 +3,8 @@
 // largest step.
 #include "core/handle.h"
 
+#include <algorithm>
+
 namespace tw {
 
 uint64_t place_arrays(const Shape& shape, int32_t local_experts, int id_bytes, bool on_device, std::byte* block,
@@ -18,7 +20,7 @@ uint64_t place_arrays(const Shape& shape, int32_t local_experts, int id_bytes, b
   const uint64_t experts = local_experts;
   const uint64_t tokens = shape.max_tokens;
   const uint64_t pairs = tokens * shape.top_k;
-  const auto rows = static_cast<uint64_t>(shape.most_rows());
+  const auto rows = static_cast<uint64_t>(shape.handle_rows());
   // Arrays of what is sent.
   place(arrays->routing.ids, pairs);
   place(arrays->routing.weights, pairs);
@@ -49,8 +51,15 @@ uint64_t place_arrays(const Shape& shape, int32_t local_experts, int id_bytes, b
   place(arrays->device.marks, exact * device * (tokens + 31) / 32 * ranks);
   // Always: combines may take parts once the group has grown.
   place(arrays->device.part_counts, exact * device * (kMaxParts + 1) * 2 * ranks);
+  place(arrays->device.slot_meta, device * ranks * shape.low_latency_tokens * meta_bytes(shape.top_k));
   place(arrays->counts.receive_offset, shape.leases() ? ranks * shape.payloads : 0);
   return at;
+}
+
+int32_t default_bound(const Shape& shape, const twHandle* handle) {
+  // In high throughput a bound sizes nothing, and ranks with handles of before and after a growth may exchange.
+  if (handle == nullptr || shape.exact()) return shape.default_bound();
+  return std::min(handle->max_tokens, shape.default_bound());
 }
 
 }  // namespace tw

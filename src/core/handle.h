@@ -32,6 +32,7 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
 
   int channel = -1;         // held, or lent to a combine under way
   bool dispatched = false;  // `received` is good: a combine may follow
+  bool exact = false;       // the last dispatch was one of high throughput, also where this rank refused it
   bool refused = false;     // this rank refused its last dispatch, and the peers' hosts may not know
   // Why no dispatch or exchange of counts can take this routing. It is said in those calls, not where it was routed:
   // peers wait there, and hear of the refusal at once; a rank that routes and goes on to something else disturbs
@@ -60,3 +61,11 @@ struct twHandle : tw::Quarantined<twHandle>, tw::HandleArrays {
   std::vector<std::byte*> leases;                        // leases that peers may write to until the dispatch has ended
   tw::TimePoint counts_deadline = tw::TimePoint::max();  // deadline of a wait that counts_ready has begun
 };
+
+namespace tw {
+
+// The bound of a dispatch that names none: the max_tokens that the group had when the handle was made, or
+// low_latency_tokens. `shape`: that of the call's rows; NULL: no handle is known.
+int32_t default_bound(const Shape& shape, const twHandle* handle);
+
+}  // namespace tw

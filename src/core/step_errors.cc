@@ -17,7 +17,7 @@ Function function_of(twPhase_t phase) {
 
 bool is_collecting(const ErrorRecord& record) { return record.phase == twPhaseGather || record.phase == twPhaseReduce; }
 
-Sentence describe_mismatch(const ErrorRecord& record, uint32_t bound, uint32_t note) {
+Sentence describe_mismatch(const ErrorRecord& record, uint32_t bound, uint32_t note, bool both_modes) {
   const Function call = function_of(record.phase);
   const int32_t one = record.reporter;
   const int32_t other = record.peer;
@@ -40,8 +40,14 @@ Sentence describe_mismatch(const ErrorRecord& record, uint32_t bound, uint32_t n
     return compose("ranks {} and {} differ in the group or the rows of {}: its dtype or elements", one, other, call);
   }
   if (!is_collecting(record) && bound == note) {
-    return compose("ranks {} and {} differ in the group, the layer, its map, the counting or the types of rows of {}",
-                   one, other, call);
+    return compose("ranks {} and {} differ in the group, the layer, its map, the counting{} or the types of rows of {}",
+                   one, other, both_modes ? ", the mode" : "", call);
+  }
+  if (record.phase == twPhaseDispatch && both_modes) {
+    return compose(
+        "{} of {} differs: rank {} has {}, rank {} has {}; ranks may differ in the mode, low latency or high "
+        "throughput",
+        kBound, call, one, bound, other, note);
   }
   if (record.phase == twPhaseDispatch || is_collecting(record)) {
     return compose("{} of {} differs: rank {} has {}, rank {} has {}", kBound, call, one, bound, other, note);
@@ -71,12 +77,12 @@ Sentence describe_bad_value(const ErrorRecord& record, uint32_t bound) {
       Argument("ids[]", record.token, record.k), Value(record.value), record.step, record.lane);
 }
 
-Sentence describe(const ErrorRecord& record, uint32_t bound, uint32_t note) {
+Sentence describe(const ErrorRecord& record, uint32_t bound, uint32_t note, bool both_modes) {
   if (record.result == twPeerRefused) {
     return compose("rank {} refused its arguments of {} (step {}, lane {})", record.peer, function_of(record.phase),
                    record.step, record.lane);
   }
-  if (record.result == twBoundMismatch) return describe_mismatch(record, bound, note);
+  if (record.result == twBoundMismatch) return describe_mismatch(record, bound, note, both_modes);
   if (record.result == twRecvOverflow) {
     const Argument room = bound == note ? "config.max_recv_tokens" : "input.max_recv_tokens";
     return compose("rank {} would receive {} rows; {} is {} (nothing was sent)", record.peer, record.value, room,
@@ -87,8 +93,8 @@ Sentence describe(const ErrorRecord& record, uint32_t bound, uint32_t note) {
 
 }  // namespace
 
-void describe_call_error(ErrorRecord* record, uint32_t bound, uint32_t note) {
-  record->set_sentence(describe(*record, bound, note));
+void describe_call_error(ErrorRecord* record, uint32_t bound, uint32_t note, bool both_modes) {
+  record->set_sentence(describe(*record, bound, note, both_modes));
 }
 
 }  // namespace tw

@@ -7,8 +7,9 @@
 
 namespace tw {
 
-// Writes the sentence of a step's record. `bound` and `note`: what this rank and the other gave.
-void describe_call_error(ErrorRecord* record, uint32_t bound, uint32_t note);
+// Writes the sentence of a step's record. `bound` and `note`: what this rank and the other gave. `both_modes`: the
+// group has them, and ranks may differ in them.
+void describe_call_error(ErrorRecord* record, uint32_t bound, uint32_t note, bool both_modes = false);
 
 // Until when a call waits for its peers.
 TimePoint deadline_of(twGroup& group);
@@ -26,9 +27,9 @@ Status finish_combine(twGroup& group, twHandle& handle);
 
 // Fails where the handle has a send_only call pending.
 Status check_not_pending(const twHandle& handle);
-// Notes that a call about to be made is captured, where it matters: in exact layouts. `sized`: its tensors have as many
-// rows as come.
-void note_capture(const twGroup& group, twHandle& handle, const void* stream, bool sized);
+// Notes that a call about to be made is captured, where it matters: in exact layouts (`exact`). `sized`: its tensors
+// have as many rows as come.
+void note_capture(const twGroup& group, twHandle& handle, const void* stream, bool exact, bool sized);
 // Has a handle hold a channel, and give it back.
 void hold(twGroup& group, twHandle& handle, int channel);
 void give_back(twGroup& group, twHandle& handle);

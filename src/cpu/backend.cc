@@ -39,7 +39,8 @@ class CpuBackend : public Backend {
     }
     const Shape& rows = call.rows.map.shape();
     const uint64_t row = rows.dispatch_bytes() + meta_bytes(rows.top_k);
-    transport_.begin(call.at, {handle.routing.send_counts, 1 + rows.payloads, row, loads_.bytes()}, call.send_only);
+    const Routing routing = handle.sent_routing(rows, context_.me);
+    transport_.begin(call.at, {routing.send_counts, 1 + rows.payloads, row, loads_.bytes()}, call.send_only);
     if (loads_.counts()) {
       const void* const told = loads_.tell(call, handle);
       for (int rank = 0; rank < shape().ranks; ++rank) {
@@ -47,16 +48,15 @@ class CpuBackend : public Backend {
       }
     }
     const auto begin = [&](int rank) {
-      return shape().exact() ? handle.counts.begin[rank] : int64_t{context_.me} * call.bound;
+      return rows.exact() ? handle.counts.begin[rank] : int64_t{context_.me} * call.bound;
     };
-    tw::send_dispatch(transport_, call.rows.map, call.at, handle.routing, call.payloads, note_of(call, handle),
+    tw::send_dispatch(transport_, call.rows.map, call.at, routing, call.payloads, note_of(call, handle),
                       receive_offset_of(call, handle), begin);
     return {};
   }
 
   Status send_counts(const CountsCall& call, HandleArrays& handle) override {
     transport_.begin(call.at, {nullptr, 1, WindowMap::counts_bytes(shape())}, call.send_only);
-    if (call.again) restore_counts(shape(), &handle.routing);
     tw::send_counts(transport_, context_.map, call.at, context_.placement, handle.routing, call.receive_offset,
                     note_of(call, handle));
     return {};
@@ -64,7 +64,7 @@ class CpuBackend : public Backend {
 
   Status send_combine(const CombineCall& call, HandleArrays& handle) override {
     const Received& received = handle.received;
-    const Part part = Part::of(shape(), call.part);
+    const Part part = Part::of(call.sent.map.shape(), call.part);
     count_part(shape(), received, part, counts_.data());
     const RowTypes types{call.rows_dtype, call.sent.wire, call.sent.elements, call.weighted};
     transport_.begin(call.at, {counts_.data(), 1, call.sent.map.shape().combine_bytes}, call.send_only);
@@ -104,7 +104,8 @@ class CpuBackend : public Backend {
     Received& received = handle.received;
     StepEnd end = await_step(transport_, context_.map, call.at, Mode::kDispatch, note_of(call, handle), deadline,
                              received.counts);
-    for (int peer = 0; peer < shape().ranks && shape().exact() && end.code == twSuccess; ++peer) {
+    const bool exact = call.rows.map.shape().exact();
+    for (int peer = 0; peer < shape().ranks && exact && end.code == twSuccess; ++peer) {
       // A peer sends as many rows as it announced, or it dispatches another handle.
       if (received.counts[peer] == handle.counts.at(shape(), peer, context_.me)) continue;
       end = {twCallMismatch, peer, {}, static_cast<uint32_t>(call.bound)};
@@ -125,8 +126,8 @@ class CpuBackend : public Backend {
         await_step(transport_, context_.map, call.at, Mode::kCounts, note_of(call, handle), deadline, counts_.data());
     if (end.code != twSuccess) return end;
     *known = {};
-    known->overflow = take_counts(transport_, context_.map, call.at, context_.local_experts, call.room, call.drop,
-                                  &handle.routing, &handle.counts);
+    known->overflow =
+        take_counts(transport_, context_.map, call.at, context_.local_experts, call.room, call.drop, &handle.counts);
     if (!within_leases(context_.map, handle.counts, call.room)) return {twInternalError, context_.me, {}, 0};
     place_experts(call.alignment, handle);
     for (int32_t source = 0; source < shape().ranks; ++source) {
@@ -142,8 +143,9 @@ class CpuBackend : public Backend {
   bool counts_ready(StepPlace at, TimePoint until) override { return would_end(transport_, context_.map, at, until); }
 
   StepEnd finish_combine(const CombineCall& call, TimePoint deadline, HandleArrays& handle) override {
-    const Routing& routing = handle.routing;
-    const Part part = Part::of(shape(), call.part);
+    const Shape& rows = call.sent.map.shape();
+    const Routing routing = handle.sent_routing(rows, context_.me);
+    const Part part = Part::of(rows, call.part);
     StepEnd end =
         await_step(transport_, context_.map, call.at, Mode::kCombine, note_of(call), deadline, counts_.data());
     each_returning(routing, part, [&](int32_t, int32_t, const Destination& from) { --counts_[from.rank]; });
@@ -244,7 +246,8 @@ class CpuBackend : public Backend {
   // Sends all tokens to all ranks (cpu/gathered.h).
   Status send_gathered(const DispatchCall& call, HandleArrays& handle) {
     const uint64_t note = note_of(call, handle);
-    const Counts* const counts = shape().exact() ? &handle.counts : nullptr;
+    const Routing routing = handle.sent_routing(call.rows.map.shape(), context_.me);
+    const Counts* const counts = call.rows.map.shape().exact() ? &handle.counts : nullptr;
     const Gathered gathered{
         context_, call.rows.map, call.at, call.bound, note, counts, receive_offset_of(call, handle)};
     const uint64_t row = gathered_row_bytes(call.rows.map.shape());
@@ -259,17 +262,17 @@ class CpuBackend : public Backend {
                   loads_.bytes());
     };
     std::byte* const message =
-        transport_.begin_gathered(call.at, handle.routing.tokens, row, loads_.bytes(), call.send_only, unpack);
-    pack_gathered(call.rows.map.shape(), handle.routing, call.payloads, message);
+        transport_.begin_gathered(call.at, routing.tokens, row, loads_.bytes(), call.send_only, unpack);
+    pack_gathered(call.rows.map.shape(), routing, call.payloads, message);
     if (loads_.counts()) {
       const void* const told = loads_.tell(call, handle);
-      const auto tokens = static_cast<uint64_t>(handle.routing.tokens);
+      const auto tokens = static_cast<uint64_t>(routing.tokens);
       std::memcpy(message + tokens * row, told, loads_.bytes());
       std::memcpy(transport_.local(loads_.place(call.at, context_.me)), told, loads_.bytes());
     }
-    put_picked(transport_, gathered, context_.me, handle.routing, call.payloads);
+    put_picked(transport_, gathered, context_.me, routing, call.payloads);
     publish_step(transport_, context_.map, call.at, Mode::kDispatch, note,
-                 [&](int peer) { return handle.routing.send_counts[peer]; });
+                 [&](int peer) { return routing.send_counts[peer]; });
     return {};
   }
 
@@ -358,7 +361,7 @@ class CpuBackend : public Backend {
 
   // The row where a source's rows begin.
   int64_t first_row(const DispatchCall& call, const HandleArrays& handle, int source) const {
-    return shape().exact() ? handle.counts.source[source] : int64_t{source} * call.bound;
+    return call.rows.map.shape().exact() ? handle.counts.source[source] : int64_t{source} * call.bound;
   }
 
   // Fills the caller's tensors from what arrived.

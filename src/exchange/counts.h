@@ -40,12 +40,6 @@ inline std::vector<int32_t> expert_rows(const Shape& shape, const Routing& routi
   return rows;
 }
 
-// Makes a routing's send_counts what they were before rows were dropped.
-inline void restore_counts(const Shape& shape, Routing* routing) {
-  std::fill_n(routing->send_counts, shape.ranks, 0);
-  for (int64_t i = 0; i < routing->first[routing->tokens]; ++i) ++routing->send_counts[routing->destinations[i].rank];
-}
-
 // Tells every rank this rank's counts. Never waits: S2 has made the bank free. receive_offset: [payloads] of this rank,
 // as WindowMap::counts has it; NULL: none.
 template <Transport T>
@@ -90,11 +84,10 @@ struct Overflow {
 };
 
 // Takes the counts that have come, after a successful await_step. Returns the first rank that would receive more than
-// `room` rows. The rows too many are those of the last sources; with `drop` they are left out of `sent` and of
-// the routing's send_counts.
+// `room` rows. The rows too many are those of the last sources; with `drop` they are left out of `sent`.
 template <Transport T>
 Overflow take_counts(T& t, const WindowMap& map, StepPlace at, int32_t local_experts, int32_t room, bool drop,
-                     Routing* routing, Counts* counts) {
+                     Counts* counts) {
   const Shape& shape = map.shape();
   std::fill_n(counts->experts, local_experts, 0);
   for (int source = 0; source < shape.ranks; ++source) {
@@ -120,7 +113,6 @@ Overflow take_counts(T& t, const WindowMap& map, StepPlace at, int32_t local_exp
     }
     if (to == t.rank()) counts->source[shape.ranks] = row;
     if (wanted > room && overflow.rank < 0) overflow = {to, wanted};
-    routing->send_counts[to] = counts->at(shape, t.rank(), to);
   }
   return overflow;
 }

@@ -37,6 +37,9 @@ constexpr uint32_t mix_rows(uint32_t digest, uint32_t rows) { return digest ^ ro
 constexpr uint32_t growth_digest(uint32_t times) { return times * 2654435761u; }
 // The same for a group in another's window, by the call of the comm that made it: no group grows so often.
 constexpr uint32_t placed_digest(uint32_t call) { return growth_digest((1u << 16) + call); }
+// Mixed in likewise, in a group of both modes: a low-latency call, whose rows lie in slots. The highest bit is in every
+// note.
+inline constexpr uint32_t kSlotsDigest = 1u << 31;
 // On devices the upper half of the note also has the number of Simple rows. Bound and Simple rows each take one bit
 // more than max_tokens does (beside a bound that bit is kHasOffsets), and the digest takes the bits that are left, in
 // either half.

@@ -48,7 +48,7 @@ struct Routing {
   float* weights = nullptr;             // [T, K]
   int64_t* first = nullptr;             // [T + 1]
   Destination* destinations = nullptr;  // token t has first[t] .. first[t + 1], ranks ascending
-  int32_t* send_counts = nullptr;       // [N]
+  int32_t* send_counts = nullptr;       // [N], those that are dropped too
 
   int32_t fan_out(int32_t token) const { return static_cast<int32_t>(first[token + 1] - first[token]); }
 };

@@ -32,7 +32,7 @@ struct Shape {
   int32_t payloads = 0;
   uint64_t payload_bytes[kMaxPayloads] = {};  // of one row
   uint64_t combine_bytes = 0;                 // of one row
-  // The next three are for high throughput alone, else 0.
+  // The next three are for high throughput, else 0.
   int32_t recv_rows = 0;           // R: rows of all sources that a rank may receive
   int32_t most_local_experts = 0;  // the most experts that any rank holds
   uint64_t lease_bytes = 0;        // bytes for leases (core/leases.h), whole pages
@@ -44,13 +44,19 @@ struct Shape {
   int32_t logical_experts = 0;  // E
   int32_t counts_loads = 0;     // 1: dispatches tell load statistics
   // Tokens whose partials an inbox has room for: a combine of more takes several parts. 0: all, which is max_tokens.
-  // At least max_tokens / kMaxParts. (It stands where it makes kernels' parameters no longer.)
+  // At least max_tokens / kMaxParts, and at least low_latency_tokens. (It stands where it makes kernels' parameters no
+  // longer.)
   int32_t inbox_tokens = 0;
+  // The next two are for a group of both modes alone, else 0. Its Shape is that of its calls of high throughput;
+  // WindowMap::for_low_latency has that of the others.
+  int32_t low_latency_tokens = 0;   // the largest bound of a low-latency call
+  int32_t low_latency_packets = 0;  // packet_tokens of such a call
   // Bytes that there is room for in each row, whatever a call's rows consist of: least_room of the configured rows.
   uint64_t dispatch_room = 0;  // of all payloads together
   uint64_t combine_room = 0;
 
   constexpr bool exact() const { return recv_rows > 0; }
+  constexpr bool has_both_modes() const { return low_latency_tokens > 0; }
   constexpr bool leases() const { return lease_bytes > 0; }
   // Bytes of a dispatched row without its metadata. The sum may wrap only where rows alone pass 64 bits.
   constexpr uint64_t dispatch_bytes() const {
@@ -72,6 +78,11 @@ struct Shape {
   // Tokens of one part of a combine, and how many parts a combine has whose ranks have at most `bound` tokens.
   constexpr int32_t part_tokens() const { return inbox_tokens > 0 ? inbox_tokens : max_tokens; }
   constexpr int32_t parts(int32_t bound) const { return bound > 0 ? (bound + part_tokens() - 1) / part_tokens() : 1; }
+  // How many rows a handle has room for, whatever its dispatches are.
+  constexpr int64_t handle_rows() const {
+    const int64_t slots = static_cast<int64_t>(ranks) * low_latency_tokens;
+    return most_rows() > slots ? most_rows() : slots;
+  }
   // A token goes to at most this many ranks; the owner's inbox has as many places per token.
   constexpr int32_t fan_out() const { return top_k < ranks ? top_k : ranks; }
 };

@@ -70,6 +70,7 @@ class WindowMap {
     const uint64_t inbox_rows = shape.staged != 0 ? rows : c.mul(shape.part_tokens(), shape.fan_out());
     // With staged transport the blocks of all sources lie in a bank before their rows come together.
     if (shape.recv_rows > 0) rows = shape.staged != 0 ? std::max<uint64_t>(rows, shape.recv_rows) : shape.recv_rows;
+    rows = std::max(rows, c.mul(shape.ranks, shape.low_latency_tokens));
     uint64_t own = 0;
     for (int q = 0; q < shape.payloads; ++q) own = c.add(own, shape.payload_bytes[q]);
     // The part of each payload begins at a multiple of kRegionAlignment, and a call may have any payloads.
@@ -87,10 +88,11 @@ class WindowMap {
     const uint64_t chunk_signals = c.mul(sizeof(uint64_t), c.mul(shape.ranks, map->chunks_));
     map->chunks_bytes_ = std::max(chunk_signals, least.chunk_signals);
     map->packets_at_ = c.align(c.add(map->chunks_at_, c.mul(2, map->chunks_bytes_)), kPageAlignment);
-    map->packet_row_ = shape.packet_tokens > 0 ? packet_row_bytes(shape) : 0;
-    const uint64_t packets = c.mul(c.mul(shape.ranks, shape.packet_tokens), map->packet_row_);
+    map->packet_places_ = std::max(shape.packet_tokens, shape.low_latency_packets);
+    map->packet_row_ = map->packet_places_ > 0 ? packet_row_bytes(shape) : 0;
+    const uint64_t packets = c.mul(c.mul(shape.ranks, map->packet_places_), map->packet_row_);
     map->meta_packets_at_ = c.add(map->packets_at_, packets);
-    map->meta_packet_row_ = shape.packet_tokens > 0 ? meta_packet_bytes(shape) : 0;
+    map->meta_packet_row_ = map->packet_places_ > 0 ? meta_packet_bytes(shape) : 0;
     map->rows_ = rows;
     map->place_payloads();
     map->packets_bytes_ = std::max(c.add(packets, c.mul(rows, map->meta_packet_row_)), least.packets);
@@ -167,6 +169,17 @@ class WindowMap {
     return map;
   }
 
+  // The map of a low-latency call in a group of both modes: rows lie in slots, as many as there is room for.
+  constexpr WindowMap for_low_latency() const {
+    WindowMap map = *this;
+    map.shape_.recv_rows = 0;
+    map.shape_.max_tokens = shape_.low_latency_tokens;
+    map.shape_.packet_tokens = shape_.low_latency_packets;
+    map.shape_.low_latency_tokens = map.shape_.low_latency_packets = 0;
+    map.shape_.inbox_tokens = 0;  // a combine of so few is one part
+    return map;
+  }
+
   constexpr const Shape& shape() const { return shape_; }
   constexpr uint64_t bytes() const { return bytes_; }
   constexpr uint64_t channel_bytes() const { return channel_bytes_; }
@@ -232,10 +245,9 @@ class WindowMap {
     const uint64_t of_source = static_cast<uint64_t>(source) * chunks_;
     return channel_at(channel) + chunks_at_ + chunks_bytes_ * bank + sizeof(uint64_t) * (of_source + chunk);
   }
-  // Packets of the p-th row of a source that travels as LL128 packets, p < packet_tokens, for dispatches and combines
-  // alike.
+  // Packets of the p-th row of a source that travels as LL128 packets, p < packet_tokens, for calls of all kinds alike.
   constexpr uint64_t packet(int channel, int bank, int source, int p) const {
-    const uint64_t of_source = static_cast<uint64_t>(source) * shape_.packet_tokens;
+    const uint64_t of_source = static_cast<uint64_t>(source) * packet_places_;
     return channel_at(channel) + packets_at_ + packets_bytes_ * bank + (of_source + p) * packet_row_;
   }
   // Packets of the metadata of a received Simple row (numbered as for payload_row).
@@ -257,6 +269,8 @@ class WindowMap {
   constexpr uint64_t payload_begin(int q) const { return payload_at_[q]; }
   constexpr uint64_t meta_begin() const { return meta_at_; }
   constexpr uint64_t packet_row() const { return packet_row_; }
+  // Bytes from one source's packets to the next's.
+  constexpr uint64_t packet_source() const { return packet_places_ * packet_row_; }
   // A whole bank: rows or inbox; layout/collective_map.h has the places of gathers and reduces in it.
   constexpr uint64_t bank(int channel, int bank) const { return bank_at(channel, bank); }
   constexpr uint64_t bank_bytes() const { return bank_bytes_; }
@@ -320,9 +334,10 @@ class WindowMap {
   uint64_t packets_bytes_ = 0;  // of a bank's packets
   uint64_t meta_packets_at_ = 0;
   uint64_t meta_packet_row_ = 0;
-  uint64_t loads_at_ = 0;    // in a channel of the first map
-  uint64_t chunks_ = 0;      // chunk signals of a source in a bank
-  uint64_t packet_row_ = 0;  // bytes of all packets of a row
+  uint64_t loads_at_ = 0;       // in a channel of the first map
+  uint64_t chunks_ = 0;         // chunk signals of a source in a bank
+  uint64_t packet_row_ = 0;     // bytes of all packets of a row
+  uint64_t packet_places_ = 0;  // rows of a source that there are packets for
   uint64_t channel_bytes_ = 0;
   uint64_t channels_at_ = 0;
   uint64_t first_at_ = 0;     // channels of the first map,

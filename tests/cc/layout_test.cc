@@ -298,6 +298,56 @@ TEST(Layout, DeviceRegionsAreArrays) {
   });
 }
 
+// In a group of both modes a low-latency call has slots within the bank, and all else where calls of high throughput
+// have it (S10).
+TEST(Layout, ModesShareAWindow) {
+  int larger = 0;
+  each_small_shape([&](Shape shape) {
+    shape.most_local_experts = 8;
+    for (const int room : {1, shape.max_tokens, shape.ranks * shape.max_tokens}) {
+      for (int most = 1; most <= shape.max_tokens; ++most) {
+        shape.recv_rows = room;
+        shape.low_latency_tokens = 0;
+        shape.low_latency_packets = 0;
+        shape.packet_tokens = 1;
+        shape.chunk_rows = 2;
+        const WindowMap exact = made(shape);
+        shape.low_latency_tokens = most;
+        shape.low_latency_packets = most;
+        const WindowMap both = made(shape);
+        const WindowMap slots = both.for_low_latency();
+        ASSERT_TRUE(both.shape().exact() && both.shape().has_both_modes());
+        ASSERT_FALSE(slots.shape().exact() || slots.shape().has_both_modes());
+        EXPECT_EQ(slots.shape().default_bound(), most);
+        EXPECT_EQ(slots.bytes(), both.bytes());
+        EXPECT_GE(both.bank_bytes(), exact.bank_bytes());
+        larger += both.bank_bytes() > exact.bank_bytes() ? 1 : 0;
+        for (int bank = 0; bank < 2; ++bank) {
+          const int channel = shape.channels - 1;
+          const uint64_t end = slots.bank(channel, bank) + slots.bank_bytes();
+          EXPECT_EQ(slots.bank(channel, bank), both.bank(channel, bank));
+          EXPECT_EQ(slots.signal(channel, bank, shape.ranks - 1), both.signal(channel, bank, shape.ranks - 1));
+          EXPECT_EQ(slots.packet(channel, bank, shape.ranks - 1, 0), both.packet(channel, bank, shape.ranks - 1, 0));
+          EXPECT_EQ(slots.chunk_signal(channel, bank, 0, 0), both.chunk_signal(channel, bank, 0, 0));
+          EXPECT_EQ(slots.meta_packet(channel, bank, 1), both.meta_packet(channel, bank, 1));
+          EXPECT_LE(slots.meta(channel, bank, shape.ranks, 0, most), end);
+          EXPECT_LE(slots.inbox(channel, bank, most, 0), end);
+          EXPECT_LE(both.meta_row(channel, bank, static_cast<uint64_t>(room)), end);
+          for (int q = 1; q < shape.payloads; ++q) {
+            EXPECT_LE(slots.payload(channel, bank, q - 1, shape.ranks, 0, most),
+                      slots.payload(channel, bank, q, 0, 0, 1));
+          }
+        }
+        const auto row = static_cast<uint64_t>(shape.ranks) * static_cast<uint64_t>(most);
+        EXPECT_LE(slots.meta_packet(0, 0, row), slots.meta_packet(0, 1, 0));
+        EXPECT_LE(slots.packet(0, 0, 0, most), slots.packet(0, 0, 1, 0));
+        EXPECT_EQ(both.shape().handle_rows(), std::max<int64_t>(room, static_cast<int64_t>(row)));
+      }
+    }
+  });
+  EXPECT_GT(larger, 0);
+}
+
 // A packet has 15 words of data, and the 16th is the flag; a row's packets hold the longer of its two ways.
 TEST(Layout, LinesOfARow) {
   static_assert(words_of(0) == 0 && words_of(1) == 1 && words_of(8) == 1 && words_of(9) == 2);

@@ -19,8 +19,12 @@ std::vector<Told> told_of(twMode_t mode, int64_t local) {
   if (mode == twHighThroughput) {
     return {{twFlat, true, false, true, kRanks, 0, 2, 0, 0}, {twGrouped, true, true, false, local, 0, 1, local + 1, 0}};
   }
-  return {{twRankMajor, false, false, true, kRanks, 1, 2, 0, 4},
-          {twExpertMajor, false, true, false, local, kRanks, 1, 0, 4}};
+  const int32_t bound = mode == twAutomatic ? 3 : 4;
+  std::vector<Told> told{{twRankMajor, false, false, true, kRanks, 1, 2, 0, bound},
+                         {twExpertMajor, false, true, false, local, kRanks, 1, 0, bound}};
+  if (mode != twAutomatic) return told;
+  for (const Told& exact : told_of(twHighThroughput, local)) told.push_back(exact);
+  return told;
 }
 
 void expect_told(twGroup_t group, const Told& want) {
@@ -54,6 +58,20 @@ TEST(Layouts, AreToldByMode) {
       }
     }
   }
+}
+
+TEST(Layouts, AGroupOfBothModesHasAll) {
+  twGroupConfig_t config = make_config(7, 2, 4);
+  config.mode = twAutomatic;
+  config.low_latency_tokens = 3;
+  World world(kRanks, config);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    for (const Told& want : told_of(twAutomatic, rank == 0 ? 3 : 2)) expect_told(world[rank], want);
+  }
+  twLayoutInfo_t info{};
+  info.size = sizeof info;
+  EXPECT_TW(twInvalidArgument, twGroupLayout(world[0], static_cast<twLayout_t>(4), &info));
+  EXPECT_TRUE(says("it must be twRankMajor (0), twExpertMajor (1), twFlat (2) or twGrouped (3)"));
 }
 
 TEST(Layouts, NoOtherIsKnown) {

@@ -24,6 +24,7 @@ SETUP = Setup(ranks=2, experts=9, top_k=4, hidden=96, max_tokens=40, payloads=((
 BASE = Round((40, 23))
 BY_EXPERT = replace(BASE, layout="expert_major", seed=500)
 FEW = replace(BASE, tokens=(3, 1), bound=4, routing="holes", seed=700)
+HIGH = (replace(BASE, layout="flat", seed=900), replace(BASE, layout="grouped", seed=901))
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def setup_of(letter: str, first: Setup) -> Setup:
 
 
 def rounds_of(letter: str) -> tuple[Round, ...]:
-    return {"e": (BASE, FEW), "s": PLANS["u"].rounds}.get(letter) or PLANS[letter].rounds
+    return {"e": (BASE, FEW), "h": HIGH, "s": PLANS["u"].rounds}.get(letter) or PLANS[letter].rounds
 
 
 def now(round_: Round, turn: int) -> Round:
@@ -142,15 +143,15 @@ class Captured:
 
 
 def run(env: Any, sequence: str, most: int | None, barriers: Any = None, setup: Setup = SETUP) -> list[Any]:
-    """Replays graphs in a sequence, by the letters of PLANS; "e" and "s" are rounds without a graph, and "g" lets the
-    first group grow. What came by turn."""
+    """Replays graphs in a sequence, by the letters of PLANS; "e" and "s" are rounds without a graph, "h" such of high
+    throughput, and "g" lets the first group grow. What came by turn."""
     other = setup_of("s", setup).settings()
     del other["lanes"]
     with ExitStack() as stack:
         stack.enter_context(line_tokens(most))
         shares = {"room_for": [other]} if set("us") & set(sequence) else {}
         group = stack.enter_context(tw.Group(env.comm, timeout=TIMEOUT, **setup.settings(), **shares))
-        groups = dict.fromkeys((*PLANS, "e"), group)
+        groups = dict.fromkeys((*PLANS, "e", "h"), group)
         if shares:
             second = stack.enter_context(tw.Group(env.comm, arena=group, timeout=TIMEOUT, **other))
             groups |= dict.fromkeys("us", second)
@@ -161,9 +162,10 @@ def run(env: Any, sequence: str, most: int | None, barriers: Any = None, setup: 
         }
         turns = []
         for turn, letter in enumerate(sequence):
-            if letter in "es":
+            if letter in "ehs":
                 of = setup_of(letter, setup)
-                flight = tuple(now(replace(r, bound=r.bound or of.max_tokens), turn) for r in rounds_of(letter))
+                most_tokens = None if letter == "h" else of.max_tokens
+                flight = tuple(now(replace(r, bound=r.bound or most_tokens), turn) for r in rounds_of(letter))
                 turns.append(Player(env, groups[letter], Case(of, ())).flight(flight))
             elif letter == "g":
                 group.reserve(max_tokens=2 * group.max_tokens)
@@ -231,6 +233,13 @@ SEQUENCES = {
 def test_replays(pair, name, most) -> None:
     sequence = SEQUENCES[name]
     check(sequence, pair.run(run, sequence, most))
+
+
+@pytest.mark.parametrize("most", [None, 0])
+def test_replays_in_a_group_of_both_modes(pair, most) -> None:
+    setup = replace(SETUP, mode="auto", low_latency_tokens=40)
+    sequence = "phepfhoxheqhptlhgpfh"
+    check(sequence, pair.run(run, sequence, most, None, setup), setup)
 
 
 @pytest.mark.parametrize("name", ["between eager rounds", "odd", "two lanes"])

@@ -1,6 +1,6 @@
 """Mutations of the exchange of counts: the step, what it brings, and what must follow from it."""
 
-from mutation import CALLS, COUNTS_H, CPU, ENTRIES, LAYOUT_API, LAYOUT_H, STEP, Edit, Mutation
+from mutation import BACKEND, CALLS, COUNTS_H, CPU, ENTRIES, LAYOUT_API, LAYOUT_H, STEP, Edit, Mutation
 
 PUBLISH = "  publish_step(t, map, at, Mode::kCounts, note, [](int) { return 0; });\n"
 AWAIT = (
@@ -156,7 +156,14 @@ COUNTS = (
         "S9",
         "counts_test",
         "Counts.DroppedRows",
-        (Edit(COUNTS_H, "    routing->send_counts[to] = counts->at(shape, t.rank(), to);\n", ""),),
+        (Edit(BACKEND, "return shape.exact() ? &counts.at(shape, me, 0) : routing", "return routing"),),
+    ),
+    Mutation(
+        "low latency leaves out the rows that were dropped",
+        "S9",
+        "modes_test",
+        "Modes.LowLatencyDropsNothing",
+        (Edit(BACKEND, "return shape.exact() ? &counts.at(", "return counts.exchanged ? &counts.at("),),
     ),
     Mutation(
         "a limit that an exchange of counts names holds for rows alone that are dropped",

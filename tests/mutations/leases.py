@@ -45,8 +45,8 @@ LEASES_MUTATIONS = (
         (
             Edit(
                 CALLS,
-                "handle.has_offsets && call->rows.own;\n  handle.has_offsets = false;\n",
-                "handle.has_offsets && call->rows.own;\n",
+                "handle.has_offsets && call->rows.own && exact;\n  handle.has_offsets = false;\n",
+                "handle.has_offsets && call->rows.own && exact;\n",
             ),
             Edit(
                 CALLS,

@@ -455,7 +455,14 @@ PROTOCOL = (
         "S10",
         "growth_test",
         "Growth.CallsOfAnotherGrowthAreRefused",
-        (Edit(ROW_TYPES, "  rows.digest = group.context.growth;\n", ""),),
+        (Edit(ROW_TYPES, "mix_rows(slots ? kSlotsDigest : 0, group.context.growth)", "slots ? kSlotsDigest : 0"),),
+    ),
+    Mutation(
+        "the mode of a call left out of the notes",
+        "S10",
+        "modes_test",
+        "Modes.RanksThatDifferAreTold",
+        (Edit(ROW_TYPES, "mix_rows(slots ? kSlotsDigest : 0, group.context.growth)", "group.context.growth"),),
     ),
     Mutation(
         "signals that move when a group grows",

@@ -236,6 +236,13 @@ RESULTS = (
         ),
     ),
     Mutation(
+        "fewer places for rows than slots",
+        "S10",
+        "layout_test",
+        "Layout.ModesShareAWindow",
+        (Edit(MAP, "    rows = std::max(rows, c.mul(shape.ranks, shape.low_latency_tokens));\n", ""),),
+    ),
+    Mutation(
         "ranks may disagree about packets",
         "S10",
         "device_side_test",

@@ -47,6 +47,7 @@ class Setup:
     sm_limit: int = 0
     lease_bytes: int = 0
     inbox_tokens: int | None = None
+    low_latency_tokens: int | None = None
     # Experts in several slots, which expert_map then places.
     slot_expert: tuple[int, ...] | None = None
     policy: str = "round_robin"
@@ -54,8 +55,15 @@ class Setup:
 
     @property
     def exact(self) -> bool:
-        """Whether counts are exchanged first, and outputs are as large as what comes."""
+        """Whether counts are exchanged first, and outputs are as large as what comes: in all rounds."""
         return self.mode == "high_throughput"
+
+    @property
+    def default_bound(self) -> int:
+        """Of rounds of low latency, and the most tokens that they may have."""
+        if self.mode != "auto":
+            return self.max_tokens
+        return self.low_latency_tokens or min(512, self.inbox_tokens or self.max_tokens)
 
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of Group."""
@@ -120,6 +128,12 @@ class Round:
     alignments: tuple[int | None, ...] = ()  # row_alignment of its counts, by rank in turns
     limits: tuple[int, ...] = ()  # sm_limit of its calls in turns, on each rank from another one on
     identity: bool = False  # experts return the received tokens themselves: the view, where there is one
+    chosen: bool = False  # in the mode "auto": the bound says which layout, not the call
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is a round of high throughput."""
+        return self.layout in ("flat", "grouped")
 
     def alignment(self, rank: int) -> int | None:
         """row_alignment of a rank's counts; None: the group's."""
@@ -304,11 +318,11 @@ def exchange_of(setup: Setup, round_: Round) -> ref.Exchange:
         [setup.slots_of(ids, r) for r, (ids, _) in enumerate(made)],
         [weights for _, weights in made] if round_.weights else None,
         experts=setup.slots,
-        bound=setup.max_tokens if round_.bound is None else round_.bound,
+        bound=round_.bound or (setup.max_tokens if round_.exact else setup.default_bound),
         expert_map=setup.expert_map,
         id_space=setup.id_space,
         invalid_id=setup.invalid_id,
-        max_recv_tokens=room if setup.overflow == "drop" else None,
+        max_recv_tokens=room if setup.overflow == "drop" and round_.exact else None,
         alignment=[round_.alignment(r) or setup.row_alignment or 1 for r in range(setup.ranks)],
     )
 

@@ -153,7 +153,7 @@ class Player:
         else:
             memory = self.tensor(aligned_bytes(self.group.handle_bytes)) if round_.memory else None
             handle = self.group.route(ids, given, memory=memory)
-        if self.setup.exact:
+        if round_.exact:
             counted = self.count(round_, handle, round_.send_dispatch)
             assert (counted.result() if round_.send_dispatch else counted) is handle
             handle.learn_rows()  # so that outputs are as large as what comes, on a device too
@@ -187,7 +187,7 @@ class Player:
             handle,
             inputs[0],
             extra,
-            layout=round_.layout,
+            layout=None if round_.chosen else round_.layout,
             bound=round_.bound,
             lane=round_.lane,
             out=self.outputs(round_, handle) if round_.own else None,
@@ -200,13 +200,13 @@ class Player:
 
     def outputs(self, round_: Round, handle: tw.Handle) -> dict[str, Any]:
         """Tensors for everything that arrives, full of rubbish."""
-        group, b = self.group, round_.bound or self.setup.max_tokens
+        group, b = self.group, round_.bound or self.setup.default_bound
         lead: tuple[int, ...] = (group.nranks, b)
         per_row: tuple[int, ...] = (group.top_k,)
         blocks = group.nranks
         if round_.layout in ("expert_major", "grouped"):
             lead, per_row, blocks = (group.num_local_experts, group.nranks * b), (), group.num_local_experts
-        if self.setup.exact:
+        if round_.exact:
             lead = (handle.rows_of(round_.layout) or 0,)
         shapes = {
             "tokens": ((*lead, self.setup.hidden), self.setup.dtype),
@@ -250,7 +250,7 @@ class Player:
         rest = [self.array(getattr(received, n)) for n in ("ids", "weights", "counts", "offsets")]
         assert received.layout == round_.layout
         got = Got(fields, *rest, np.empty(0), received=received.handle.num_recv_tokens())
-        if self.setup.exact:
+        if round_.exact:
             got.expert_rows = received.handle.expert_rows
             got.origins = None if received.origins is None else self.array(received.origins)
         return got

@@ -55,8 +55,8 @@ def replica_maps(draw: Any, experts: int) -> dict[str, Any]:
 
 
 @st.composite
-def setups(draw: Any, max_ranks: int = 5, exact: bool = False, replicas: bool = False) -> Setup:
-    """A group of any kind; `exact`: in high throughput; `replicas`: of experts in several slots."""
+def setups(draw: Any, max_ranks: int = 5, exact: bool = False, replicas: bool = False, auto: bool = False) -> Setup:
+    """A group of any kind; `exact`: in high throughput; `auto`: of both modes; `replicas`: of experts in more slots."""
     ranks = draw(st.integers(1, max_ranks))
     experts = draw(st.integers(1, 13))
     placed = draw(replica_maps(experts)) if replicas else {}
@@ -65,11 +65,13 @@ def setups(draw: Any, max_ranks: int = 5, exact: bool = False, replicas: bool = 
     payloads = st.lists(st.tuples(WIDTHS, st.sampled_from(PAYLOAD_DTYPES)), max_size=3)
     most = draw(st.integers(1, 12))
     more: dict[str, Any] = {}
-    if exact:
-        more["mode"] = "high_throughput"
+    if exact or auto:
+        more["mode"] = "auto" if auto else "high_throughput"
         more["lease_bytes"] = draw(st.sampled_from((0, 4096, 1 << 14, 1 << 20)))
         more["row_alignment"] = draw(st.none() | st.sampled_from((1, 2, 8, 256)))
         more["inbox_tokens"] = draw(st.none() | st.integers(1, most))  # combines may take parts
+        if auto:
+            more["low_latency_tokens"] = draw(st.none() | st.integers(1, more["inbox_tokens"] or most))
         if draw(st.booleans()):  # with less room than there may be rows they are dropped
             more |= {"overflow": "drop", "max_recv_tokens": draw(st.integers(1, ranks * most))}
     return Setup(
@@ -95,7 +97,8 @@ def setups(draw: Any, max_ranks: int = 5, exact: bool = False, replicas: bool = 
 @st.composite
 def rounds(draw: Any, setup: Setup, seed: int) -> Round:
     """One routing and what is done with it."""
-    most = setup.max_tokens
+    exact = draw(st.booleans()) if setup.mode == "auto" else setup.exact
+    most = setup.max_tokens if exact else setup.default_bound
     counts = st.integers(0, most) | st.sampled_from((0, most))
     tokens = tuple(draw(counts) for _ in range(setup.ranks))
     flags = ("weights", "strided", "own", "special", "memory", "fortran", "identity", "reuse")
@@ -104,21 +107,25 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
     # Experts that return what they got need rows that are fit to be combined.
     chosen["identity"] &= setup.dtype in FLOATS and setup.width == setup.hidden
     chosen["reuse"] &= not chosen["memory"]
-    chosen["lease"] = setup.exact and draw(st.booleans())
+    chosen["lease"] = exact and draw(st.booleans())
     if after:
         chosen[after] = True
-    if setup.exact:
+    if exact:
         chosen["alignments"] = tuple(draw(st.lists(st.none() | st.sampled_from((1, 2, 8, 256)), max_size=3)))
         if setup.overflow == "drop":
             chosen["room"] = draw(st.none() | st.integers(1, setup.max_recv_tokens or 1))
-    layout = draw(st.sampled_from(("flat", "grouped") if setup.exact else ("rank_major", "expert_major")))
+    layout = draw(st.sampled_from(("flat", "grouped") if exact else ("rank_major", "expert_major")))
+    bound = draw(st.none() | st.integers(max(1, *tokens), most))
+    few = bound is not None and bound <= setup.default_bound
+    if setup.mode == "auto" and layout == ("rank_major" if few else "flat"):
+        chosen["chosen"] = draw(st.booleans())
     extra = range(1, len(setup.payloads) + 1) if layout == "grouped" else ()
     return Round(
         tokens=tokens,
         columns=tuple(q for q in extra if draw(st.booleans())),
         seed=seed,
         routing=draw(st.sampled_from(ROUTINGS)),
-        bound=draw(st.none() | st.integers(max(1, *tokens), most)),
+        bound=bound,
         layout=layout,
         weighting=draw(st.sampled_from(("none", "topk"))),
         ids=draw(st.sampled_from(("int32", "int64"))),
@@ -132,9 +139,16 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
 
 
 @st.composite
-def cases(draw: Any, max_ranks: int = 5, max_flights: int = 3, exact: bool = False, replicas: bool = False) -> Case:
+def cases(
+    draw: Any,
+    max_ranks: int = 5,
+    max_flights: int = 3,
+    exact: bool = False,
+    replicas: bool = False,
+    auto: bool = False,
+) -> Case:
     """A group and flights of rounds."""
-    setup = draw(setups(max_ranks, exact, replicas))
+    setup = draw(setups(max_ranks, exact, replicas, auto))
     flights = []
     for f in range(draw(st.integers(1, max_flights))):
         size = draw(st.integers(1, setup.lanes))

@@ -46,10 +46,13 @@ STRUCTS = {
     if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and kind not in (_header.Struct, ctypes.Structure)
 }
 
+# Python's names of modes, but that C calls "auto" twAutomatic: twAuto is a strategy.
+C_MODES = {"automatic" if name == "auto" else name: code for name, code in _header.MODES.items()}
+
 # What Python says of enumerators: by the enum, what their names begin with, and Python's names and numbers. Results and
 # dtypes have tests of their own.
 ENUMS = {
-    "twMode_t": ("tw", _header.MODES),
+    "twMode_t": ("tw", C_MODES),
     "twOverflow_t": ("twOverflow", _header.OVERFLOWS),
     "twIdSpace_t": ("twId", _header.ID_SPACES),
     "twLayout_t": ("tw", _header.LAYOUTS),

@@ -35,7 +35,7 @@ class Case:
     layers: int = 1
     none: bool = False  # some ids are -1
     layout: str = "rank_major"
-    room: tuple[tuple[str, Any], ...] = ()  # further settings of a group of high throughput
+    room: tuple[tuple[str, Any], ...] = ()  # further settings of a group of high throughput, or its mode
 
     @property
     def ranks(self) -> int:
@@ -100,7 +100,7 @@ def group_of(env: Env, case: Case, **more: Any) -> tw.Group:
     from tokenway import autograd
 
     most = max(1, *case.sizes)
-    if case.layout != "rank_major":
+    if case.layout != "rank_major" or case.room:
         more |= {"mode": "high_throughput"} | dict(case.room)
     return autograd.make_group(
         env.comm,

@@ -254,7 +254,7 @@ def test_refusals(processes, made_for) -> None:
         "max_recv_tokens is 5",
         "ids[0, 0] is ",
         "dtype float64",
-        "bound is 3; in the mode 'high_throughput' it must be None",
+        "bound is 3; in high throughput it must be None",
         "layout is 'rank_major'; to train in the mode 'high_throughput' it must be 'flat' or 'grouped'",
         "rows has shape [",
         "rows has shape [",

@@ -21,6 +21,7 @@ from tokenway.bench.case import LAYOUTS, Case
 from tokenway.bench.control import CHUNK, Control
 from tokenway.bench.profiles import PROFILES, Profile
 from tokenway.bench.settings import Settings
+from tokenway.bench.tables import modes
 from tokenway.bench.tables.auxiliary import PHASES
 from tokenway.cli import main
 
@@ -97,6 +98,39 @@ def test_backward(tmp_path, layout, weighting) -> None:
             assert 0 < row[f"{phase}_us"]["p10"] <= row[f"{phase}_us"]["median"]
         assert row["moved_gb_s"]["both"] > 0 and row["moved_gb_s"]["backward"] > 0
     assert "backward us | both us" in report.markdown(run)
+
+
+@pytest.mark.processes
+def test_both_modes(tmp_path) -> None:
+    """Each size in each mode, verified, and where they cross."""
+    data = tmp_path / "run.json"
+    kind = ["--mode", "auto", "--quick", "--weighting", "topk", "--json", str(data)]
+    out = bench("--ranks", "2", "--profile", "gpt-oss-120b", "--tokens", "1", "9", *kind)
+    assert "low latency us  high throughput us" in out and "gpt-oss-120b, uniform: low latency is faster" in out
+    run = json.loads(data.read_text())
+    assert [row["tokens"] for row in run["modes"]] == [1, 9]
+    for row in run["modes"]:
+        assert row["verified_exchanges"] == cpu.EXCHANGES and row["layouts"]["high throughput"] == "flat"
+        assert row["high_throughput_us"]["median"] > row["counts_us"]["median"] > 0 < row["known_counts_us"]["p10"]
+    assert "low latency us | high throughput us" in report.markdown(run)
+    assert "exchanges verified" in bench("--ranks", "1", "--mode", "auto", "--quick", "--verify-only")
+
+
+def test_where_modes_cross() -> None:
+    times = [(1, 5, 9, 3), (8, 6, 8, 6), (64, 9, 9, 7), (512, 20, 15, 12)]
+    names = ("low_latency_us", "high_throughput_us", "known_counts_us")
+    rows = [{"tokens": t} | {n: {"median": u} for n, u in zip(names, us, strict=True)} for t, *us in times]
+    assert modes.crossing(rows[::-1]) == (64, 512)
+    assert modes.crossing(rows[:3]) == (64, None)
+    assert modes.crossing(rows, "known_counts_us") == (None, 1)
+    told = modes.notes({"modes": [row | {"profile": "p", "routing": "r"} for row in rows]})
+    assert told == ["p, r: low latency is faster up to 64 tokens, slower at 512; where counts are known, at no size"]
+
+
+@pytest.mark.parametrize("other", [["--layout", "flat"], ["--backward"], ["--overhead"], ["--baselines", "memcpy"]])
+def test_both_modes_are_a_run_of_their_own(capsys, other) -> None:
+    assert main(["bench", "--mode", "auto", *other]) == 2
+    assert "not with" in (told := capsys.readouterr().err) and "--mode auto" in told
 
 
 def test_gradients_are_other_values() -> None:

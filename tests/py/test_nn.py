@@ -45,10 +45,16 @@ def make_layer(env: Env, settings: dict[str, Any], dtype: str, **more: Any) -> t
 
 
 def run_layer(
-    env: Env, settings: dict[str, Any], sizes: tuple[int, ...], dtype: str, normalize: bool, watch: Any = None
+    env: Env,
+    settings: dict[str, Any],
+    sizes: tuple[int, ...],
+    dtype: str,
+    normalize: bool,
+    watch: Any = None,
+    bound: int | None = None,
 ) -> Any:
     """Output, balance loss and all gradients of a rank; the parameters that it began with. watch: a context for the
-    forward and the backward pass."""
+    forward and the backward pass. bound: of the forward pass."""
     import torch
 
     group, layer = make_layer(env, settings, dtype, normalize=normalize)
@@ -57,7 +63,7 @@ def run_layer(
         x = xs[env.rank].to(env.device or "cpu", getattr(torch, dtype)).requires_grad_()
         wanted = towards[env.rank].to(x.device)
         with watch() if watch else contextlib.nullcontext():
-            out, balanced = layer(x)
+            out, balanced = layer(x, bound)
             ((out.float() * wanted).sum() + 3.0 * balanced).backward()
         assert out.shape == x.shape and out.dtype == x.dtype
         grads = {name: sent(p if p.grad is None else p.grad) for name, p in layer.named_parameters()}

@@ -35,6 +35,12 @@ def test_another_call_has_another_plan() -> None:
         ranks=2, tokens=4096, experts=256, top_k=8, hidden=7168, mode="high_throughput", max_recv_tokens=8192
     )
     assert int(exact["dispatch of a known routing: blocks that send"]) > int(exact["dispatch: blocks that send"])
+    both = plan.describe(ranks=2, tokens=4096, experts=256, top_k=8, hidden=7168, mode="auto", low_latency_tokens=256)
+    few = plan.describe(ranks=2, tokens=256, experts=256, top_k=8, hidden=7168)
+    of_low = {key.replace(" of low latency", ""): value for key, value in both.items() if " of low latency: " in key}
+    assert of_low == {key: value for key, value in few.items() if ": " in key}
+    assert all(both[key] == value for key, value in exact.items()), "high throughput is as in a group of its own"
+    assert (both["low latency up to"], both["its packet bound"]) == ("256", "256")
     part = plan.describe(ranks=2, tokens=100, max_tokens=4096, experts=256, top_k=8, hidden=7168)
     assert part["dispatch: rows as LL128 packets"] == "100"
 

@@ -7,6 +7,7 @@ import argparse
 COLLECTIVES = ("all_gatherv", "reduce_scatterv", "all")
 
 _EXCHANGES = "it measures no dispatch and combine between ranks"
+_BOTH = "it measures pairs of both modes beside each other"
 # (option, another that does not go with it, why)
 APART = (
     ("--aux", "--overhead", "each is a run of its own"),
@@ -17,6 +18,9 @@ APART = (
     *((option, "--overhead", _EXCHANGES) for option in ("--backward", "--plot")),
     *((option, "--collective", _EXCHANGES) for option in ("--backward", "--plot", "--local-ranks")),
     ("--dtype fp8", "--collective", "sums are of wider elements"),
+    *(("--mode auto", other, "each is a run of its own") for other in ("--aux", "--collective", "--overhead")),
+    *((option, "--mode auto", _BOTH) for option in ("--backward", "--baselines", "--plot", "--local-ranks")),
+    *((option, "--mode auto", _BOTH) for option in ("--ablation", "--compare", "--backend torch")),
 )
 
 

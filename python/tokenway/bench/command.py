@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenway import machine, usage
-from tokenway.bench import auxiliary, collectives, cpu, nvlink, overhead, portable, report
+from tokenway.bench import auxiliary, collectives, cpu, modes, nvlink, overhead, portable, report
 from tokenway.bench.case import short_routing
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
@@ -29,6 +29,8 @@ def _subject(settings: Settings) -> Callable[[Settings], Results]:
         return overhead.measure
     if settings.collective is not None:
         return collectives.measure
+    if settings.both_modes:
+        return modes.measure
     if settings.nvlink is not None:
         return nvlink.measure
     return cpu.measure if settings.portable is None else portable.measure

@@ -66,7 +66,7 @@ class Bench:
         with runner.open_group(self.control.comm, **keywords) as group:
             for case in cases:
                 progress.doing(f"{case.name}: verifying")
-                ours, wants = self._verified(case, group)
+                ours, wants = self.verified(case, group)
                 row = runner.facts(case, group, EXCHANGES + self.settings.backward)
                 if not self.settings.verify_only:
                     progress.doing(f"{case.name}: timing")
@@ -79,7 +79,7 @@ class Bench:
         """Makes a check; what it finds on any rank all ranks raise. Collective."""
         runner.agree(self.control, verify.problem_of(check, *args))
 
-    def _verified(self, case: Case, group: Group) -> tuple[timing.Ours, list[np.ndarray]]:
+    def verified(self, case: Case, group: Group) -> tuple[timing.Ours, list[np.ndarray]]:
         """Two exchanges with different data, in different banks, and one of gradients if they are wanted, each compared
         with the oracle; the last ones' tensors stay for timing, with the outputs that are right."""
         made = None if case.exact else verify.buffers(case, group)

@@ -178,10 +178,10 @@ class Bench:
                 for case in cases:
                     self.progress.doing(f"{case.name}: the profiler")
                     ours = DeviceCase(case, group)
-                    ours.settle(self._meet)
+                    ours.settle(self.meet)
                     pair = partial(ours.pair, ours.handle)
-                    next(told)["breakdown"] = breakdown.kernels(pair, 10, self._meet, self.control.rank == 0)
-                    self._meet()
+                    next(told)["breakdown"] = breakdown.kernels(pair, 10, self.meet, self.control.rank == 0)
+                    self.meet()
 
     def _cases(self, name: str) -> list[Case]:
         return [case for case in self.settings.cases() if case.profile.name == name]
@@ -196,11 +196,11 @@ class Bench:
         assert self.gpu.compare is not None
         return [replace(case, dtype=self.gpu.compare) for case in cases]
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
         """A barrier of the hosts: between what allocates, or loads a kernel, and an exchange."""
         self.control.allgather(None)
 
-    def _prepared(self, case: Case, group: Group) -> Any:
+    def prepared(self, case: Case, group: Group) -> Any:
         """The case on the device, with one exchange made, or two verified."""
         from tokenway.bench.gpu_case import DeviceCase
 
@@ -209,21 +209,21 @@ class Bench:
         if self.gpu.verify:
             ours.verify(self._agree)
         else:
-            ours.settle(self._meet)
+            ours.settle(self.meet)
         if not self.settings.backward:
             return ours
         ours.back = ours.gradients()
-        self._meet()
+        self.meet()
         if self.gpu.verify:
             ours.back.exchange(ours.back.case, self._agree)
         else:
-            ours.back.settle(self._meet)
+            ours.back.settle(self.meet)
         return ours
 
     def _row(self, case: Case, group: Group, other: Group | None) -> dict[str, Any]:
         from tokenway.bench.gpu_case import EXCHANGES
 
-        ours = self._prepared(case, group)
+        ours = self.prepared(case, group)
         row = runner.facts(case, group, EXCHANGES + self.settings.backward if self.gpu.verify else 0)
         if self.settings.verify_only:
             return row
@@ -231,11 +231,11 @@ class Bench:
         subjects: list[Any] = [ours.graphs(told=told), *ours.loops(), *self._ops(ours)]
         kept = [(one, one.result.clone()) for one in (ours, ours.back) if one is not None]
         if other is not None:
-            beside = self._prepared(self._compared([case])[0], other)
+            beside = self.prepared(self._compared([case])[0], other)
             subjects.append(beside.graphs("compare", told))
             kept.append((beside, beside.result.clone()))
         timed, checks, notes = self._baselines(case)
-        self._meet()
+        self.meet()
         times = self._times([*subjects, *timed], [one.group for one, _ in kept])
         told("checking")
         for one, before in kept:
@@ -284,7 +284,7 @@ class Bench:
             assert plan is not None
             self.progress.at(f"first calls and capture of {name}")
             baseline = nccl.KINDS[name](plan)
-            self._meet()
+            self.meet()
             subject, problem = nccl.capture(baseline, self.control.agree, self.settings.backward)
             if problem:
                 notes[name] = problem
@@ -299,14 +299,14 @@ class Bench:
         from tokenway.bench.gpu_case import DeviceCase
 
         os.environ[UNSAFE] = "1"
-        self._meet()  # local ranks share the environment
+        self.meet()  # local ranks share the environment
         with self._group(cases) as group:
-            self._meet()
+            self.meet()
             os.environ.pop(UNSAFE, None)
             for case, row in zip(cases, rows, strict=True):
                 ours = DeviceCase(case, group)
                 graphs = ours.graphs("unsafe", self.progress.at)
-                self._meet()
+                self.meet()
                 row["without_waiting"] = nvlink_results.without_waiting(self._times([graphs], [])["unsafe"])
                 graphs.close()
-                self._meet()
+                self.meet()

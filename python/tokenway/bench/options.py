@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=(*DTYPES, "fp8"), metavar="DTYPE", help=dtypes)
     layouts = "rank_major (default) or expert_major; flat or grouped, of high throughput"
     add("--layout", choices=LAYOUTS, metavar="LAYOUT", help=layouts)
-    modes = "low_latency or high_throughput, whose default layout is flat (default: by --layout)"
+    modes = "low_latency, high_throughput (default layout flat) or auto, both in one group (default: by --layout)"
     add("--mode", choices=tuple(MODES), metavar="NAME", help=modes)
     add("--weighting", choices=("none", "topk"), default="none", metavar="NAME", help="none (default) or topk")
     add("--iterations", type=number(1), metavar="I", help="timed, over all rounds (default 50)")
@@ -82,7 +82,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     apart = portable_options.from_arguments(args)
     ranks, launched = _ranks(1 if args.overhead or args.aux else args.ranks, gpu)
     quick: bool = args.quick
-    beside = apart is not None and not args.baselines  # the ways are measured beside each other
+    beside = (apart is not None or args.mode == "auto") and not args.baselines  # ways are measured beside each other
     untimed = args.verify_only or args.overhead or args.aux or beside
     given = ("none",) if untimed else args.baselines or ("auto",)
     wanted, skipped = _baselines(given, gpu, ranks, args.collective is not None)
@@ -101,6 +101,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         baselines=wanted,
         skipped=skipped,
         backward=args.backward,
+        both_modes=args.mode == "auto",
         collective=args.collective,
         verify_only=args.verify_only,
         overhead=args.overhead,
@@ -142,6 +143,10 @@ def _turns(args: argparse.Namespace, gpu: Nvlink | None, fine: bool) -> dict[str
 
 def _layout(mode: str | None, layout: str | None) -> str:
     """What --mode and --layout say together."""
+    if mode == "auto":
+        if layout is not None:
+            raise UsageError(f"--layout: {layout!r}; not with --mode auto, which measures rank_major and flat")
+        return LAYOUTS[0]
     exact = mode == "high_throughput"
     allowed = [name for name in LAYOUTS if mode is None or (name in EXACT_LAYOUTS) == exact]
     if layout is not None and layout not in allowed:
@@ -159,6 +164,7 @@ def _check_together(settings: Settings) -> None:
         "--baselines": settings.baselines,
         "--collective": settings.collective,
         "--dtype fp8": settings.dtype == FP8,
+        "--mode auto": settings.both_modes,
         "--overhead": settings.overhead,
         "--plot": settings.plot,
         "--verify-only": settings.verify_only,

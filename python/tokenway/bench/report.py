@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenway.bench import peers
-from tokenway.bench.tables import auxiliary, collectives, cpu, nvlink, overhead, placement, portable
+from tokenway.bench.tables import auxiliary, collectives, cpu, modes, nvlink, overhead, placement, portable
 from tokenway.bench.tables.table import Run, Table, medians, where
 from tokenway.tables import show_columns
 
@@ -40,6 +40,7 @@ PARTS = {
     "auxiliary": Kind(auxiliary.tables),
     "placement": Kind(placement.tables),
     "collectives": Kind(collectives.tables),
+    "modes": Kind(modes.tables, modes.notes),
 }
 BACKENDS = {
     "cpu": Kind(cpu.tables),

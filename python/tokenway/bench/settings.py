@@ -29,6 +29,7 @@ class Settings:
     baselines: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()  # baselines that cannot run here, and why
     backward: bool = False
+    both_modes: bool = False  # pairs of both, in one group, instead of dispatch and combine in one layout
     collective: str | None = None  # all_gatherv, reduce_scatterv or all: these, instead of dispatch and combine
     verify_only: bool = False
     overhead: bool = False

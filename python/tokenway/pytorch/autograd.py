@@ -94,17 +94,21 @@ def dispatch(
     tokens: [T, H] of the group's dtype, differentiable. ids: [T, K] int32 or int64, -1 for "no expert", each id at most
     once per token. weights: [T, K] float32, differentiable. layout: "rank_major", or of a group of high throughput
     "flat" (the default there) or "grouped"; these take a step more, the exchange of counts, in the forward pass alone.
-    bound (of rank_major): b, equal on all ranks, T <= b <= max_tokens (default max_tokens). layer: as Group.route.
+    bound (of rank_major): b, equal on all ranks, T <= b <= max_tokens (default max_tokens). In a group of the mode
+    "auto" a layout, or else bound, chooses as in Group.dispatch. layer: as Group.route.
 
     Gradients: tokens' are summed over the ranks that received the token, ascending, in float32 and rounded once;
     weights' are exact. What was dropped for want of room contributes to neither. Errors: as Group.route,
     Group.exchange_counts and Group.dispatch; InvalidArgument for a group whose rows cannot return gradients (see
     `make_group`).
     """
-    with telling(group.refuse_routing):
+    if group.low_latency_tokens and layout is None:
+        layout = group.shape.choose(layout, bound)
+        bound = None if layout == "flat" else bound  # which has chosen
+    with telling(lambda: group.refuse_routing(layout, bound)):
         check_group(group, weights.requires_grad and torch.is_grad_enabled())
         layout = check_layout(group, layout)
-        bound = _checked_bound(group, bound)
+        bound = _checked_bound(group, layout, bound)
         check_memory("tokens", tokens)
         handle = group.route(ids, weights.detach(), layer=layer)
     received, kept, places, counts, offsets = _Dispatch.apply(tokens, weights, handle, layout, bound)
@@ -192,22 +196,23 @@ def _chosen(group: Group, ids: Tensor) -> tuple[Tensor, Tensor]:
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def _checked_bound(group: Group, bound: int | None) -> int | None:
+def _checked_bound(group: Group, layout: str, bound: int | None) -> int | None:
     """The b of a dispatch; None in the exact layouts, which have none."""
-    if group.exact:
+    if group.shape.is_exact(layout):
         if bound is not None:
-            raise InvalidArgument.of("bound", f"is {bound!r}; in the mode 'high_throughput' it must be None")
+            raise InvalidArgument.of("bound", f"is {bound!r}; in high throughput it must be None")
         return None
     b = group.shape.default_bound if bound is None else bound
-    if not isinstance(b, int) or not 1 <= b <= group.max_tokens:
-        raise InvalidArgument.of("bound", f"is {b!r}; it must be an integer from 1 to {group.max_tokens}")
+    most = group.low_latency_tokens or group.max_tokens
+    if not isinstance(b, int) or not 1 <= b <= most:
+        raise InvalidArgument.of("bound", f"is {b!r}; it must be an integer from 1 to {most}")
     return b
 
 
 def _receive(handle: Handle[Group], tokens: Tensor, layout: str, bound: int | None) -> dict[str, Tensor]:
     """A dispatch into new tensors: Routed's, and of grouped the origins of rows."""
     group, grouped = handle.group, layout == "grouped"
-    with telling(group.refuse_dispatch):
+    with telling(lambda: group.refuse_dispatch(layout, bound)):
         lead = lead_of(handle, layout, bound)
         fields = group.shape.fields(layout, lead)
         names = ("weights", "ids", "counts", *("offsets", "origins") * grouped)
@@ -223,7 +228,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, tokens: Tensor, weights: Tensor, handle: Handle[Group], layout: str, bound: int | None
     ) -> tuple[Tensor, ...]:
-        if handle.group.exact:
+        if handle.group.shape.is_exact(layout):
             exchange_counts(handle, layout)
         out = _receive(handle, tokens, layout, bound)
         # A gradient of a weight returns in the column of its k; in padding, in any.

@@ -96,6 +96,8 @@ def check_layout(group: Group, layout: str | None) -> str:
     """The layout of a dispatch, None being the first one that the group has. Raises InvalidArgument for others, and for
     "grouped" where gradients of weights could not find their way: that takes all rows, by local expert."""
     allowed = ("flat", "grouped") if group.exact else ("rank_major",)
+    if group.low_latency_tokens:
+        allowed = ("rank_major", "flat", "grouped")
     layout = allowed[0] if layout is None else layout
     if layout not in allowed:
         names = " or ".join(map(repr, allowed))
@@ -152,7 +154,7 @@ def device_of(group: Group) -> torch.device:
 def lead_of(handle: Handle[Group], layout: str, bound: int | None = None) -> tuple[int, ...]:
     """The dimensions before a row's: N and b, or in the exact layouts R' or P. bound: b of a dispatch to come; None: of
     the last one."""
-    rows = handle.rows_of(layout) if handle.group.exact else 0
+    rows = handle.rows_of(layout) if handle.group.shape.is_exact(layout) else 0
     assert rows is not None, "counts are exchanged before the dispatch"
     return handle.group.shape.lead(layout, handle.bound if bound is None else bound, rows)
 
@@ -256,10 +258,10 @@ def send_gradients(handle: Handle[Group], out: Tensor, layout: str) -> Tensor:
     group = handle.group
     lands = leases(group, layout)
     if lands:
-        with telling(group.refuse_routing):
+        with telling(lambda: group.refuse_routing(layout)):
             out = out.contiguous()
         exchange_counts(handle, layout)
-    with telling(group.refuse_dispatch):
+    with telling(lambda: group.refuse_dispatch(layout, handle.bound or None)):
         given = outputs_to_come(handle, layout)
         out = out.contiguous()
     # The forward pass was counted.

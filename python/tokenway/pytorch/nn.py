@@ -21,7 +21,8 @@ class ExpertParallelMoE(torch.nn.Module):
     """A router, E SwiGLU experts of which this rank holds L, and the exchange between the ranks.
 
     group: from `tokenway.autograd.make_group`; its experts, top_k, hidden (H), dtype, device and expert_map are the
-    layer's, and so is its mode: in high throughput rows come in the layout grouped. Layers of the same shape share one.
+    layer's, and so is its mode: in high throughput rows come in the layout grouped; in the mode "auto" each forward is
+    of one of the two, by its bound. Layers of the same shape share one.
     inner: elements inside an expert, I. normalize: divide a token's weights by their sum. seed: what the initial values
     follow from, the same on all ranks.
 
@@ -71,7 +72,7 @@ class ExpertParallelMoE(torch.nn.Module):
         dtype, local_experts, hidden = getattr(torch, group.dtype), group.num_local_experts, group.hidden
         # Why a graph cannot capture this layer, None if it can: what the device must tell the host.
         self.uncapturable = experts.why_not(device, dtype, local_experts, hidden, inner)
-        if not group.exact:
+        if group.mode == "low_latency":
             self.uncapturable = "the group's mode is 'low_latency'; it must be 'high_throughput'"
         ranks, slots = reference.placement(group.experts, group.nranks, group.settings.places())
         local = np.flatnonzero(ranks == group.rank)
@@ -99,18 +100,26 @@ class ExpertParallelMoE(torch.nn.Module):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return ids, weights, probabilities
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, bound: int | None = None) -> tuple[Tensor, Tensor]:
         """x: [..., S, H] of the group's dtype, at most max_tokens tokens in all, differently many on each rank, or
-        none. Returns (the layer's output [..., S, H], the balance loss of `balance_loss`, a scalar float32).
+        none. bound: as of `tokenway.autograd.dispatch`, the same on all ranks: in the mode "auto" one of at most
+        low_latency_tokens makes the forward one of low latency, which no graph captures. Returns (the layer's output
+        [..., S, H], the balance loss of `balance_loss`, a scalar float32).
 
         Two steps of all ranks, in high throughput three, and two in the backward pass. On a CUDA device it waits for
         the number of rows that came, unless that is fixed and the layer can be captured. Errors: InvalidArgument;
         InvalidUsage in a capture if it cannot; those of `tokenway.autograd`.
         """
-        hidden = self.group.hidden
-        if self.uncapturable is not None and gradients.capturing(self.group):
-            raise InvalidUsage(f"this layer cannot be captured into a graph: {self.uncapturable}")
-        with telling(self.group.refuse_routing):  # peers are in the dispatch already
+        hidden, layout = self.group.hidden, None
+        if self.group.shape.mode_of(bound) == "high_throughput":
+            layout = "grouped"  # there the library sums over a token's experts
+            bound = None if self.group.low_latency_tokens else bound
+        why_not = self.uncapturable
+        if layout is None and self.group.low_latency_tokens:
+            why_not = f"bound is {bound}, which makes this forward one of low latency"
+        if why_not is not None and gradients.capturing(self.group):
+            raise InvalidUsage(f"this layer cannot be captured into a graph: {why_not}")
+        with telling(lambda: self.group.refuse_routing(layout, bound)):  # peers are in the dispatch already
             if not isinstance(x, Tensor):
                 raise InvalidArgument.of("x", f"is of type {type(x).__name__}; it must be a tensor [..., S, {hidden}]")
             if x.dim() < 2 or x.shape[-1] != hidden:
@@ -120,12 +129,13 @@ class ExpertParallelMoE(torch.nn.Module):
             ids, weights, probabilities = self.route(x)
             tokens, k = x.reshape(-1, hidden), self.group.top_k
         self.chosen = ids
-        layout = "grouped" if self.group.exact else None  # there the library sums over a token's experts
-        routed = autograd.dispatch(self.group, tokens, ids.reshape(-1, k), weights.reshape(-1, k), layout=layout)
+        routed = autograd.dispatch(
+            self.group, tokens, ids.reshape(-1, k), weights.reshape(-1, k), layout=layout, bound=bound
+        )
         # Without autocast: or some of the ways to multiply would, and others not. Peers are in the combine already.
         refuse = partial(gradients.refuse_combine, routed.handle)
         with telling(refuse), torch.autocast(x.device.type, enabled=False):
-            if self.uncapturable is None:
+            if why_not is None:
                 results = self.compute(routed.tokens, routed.weights, routed.offsets)
             else:
                 grouped = autograd.by_expert(routed)

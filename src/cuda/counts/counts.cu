@@ -255,7 +255,6 @@ __device__ void place_rank(const CountsParams& p, const Step& step, int to, unsi
     if (p.drop) rows = static_cast<int32_t>(min(static_cast<int64_t>(rows), p.room - row));
     p.handle.sent_rows[static_cast<int64_t>(from) * shape.ranks + to] = rows;
     if (from == g.me) p.handle.begin[to] = row;
-    if (from == g.me) p.handle.send_counts[to] = rows;
     if (to == g.me) p.handle.source[from] = row;
     row += rows;
   }
@@ -271,7 +270,7 @@ __device__ void send_nothing(const CountsParams& p) {
   for (int i = static_cast<int>(threadIdx.x); i < shape.ranks * shape.ranks; i += blockDim.x) p.handle.sent_rows[i] = 0;
   for (int i = static_cast<int>(threadIdx.x); i <= shape.ranks; i += blockDim.x) {
     p.handle.source[i] = 0;
-    if (i < shape.ranks) p.handle.begin[i] = p.handle.send_counts[i] = 0;
+    if (i < shape.ranks) p.handle.begin[i] = 0;
   }
 }
 

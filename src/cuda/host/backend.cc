@@ -75,15 +75,16 @@ void NvlinkBackend::remember(void* stream) {
   if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
 }
 
-HandleView NvlinkBackend::view_of(const HandleArrays& handle) const {
+HandleView NvlinkBackend::view_of(const HandleArrays& handle, const Shape& rows) const {
+  const bool slots = shape().has_both_modes() && !rows.exact();
   HandleView view{};
   view.ids = handle.routing.ids;
   view.weights = handle.routing.weights;
   view.fan = reinterpret_cast<int32_t*>(handle.routing.first);
   view.destinations = handle.routing.destinations;
-  view.send_counts = handle.routing.send_counts;
+  view.send_counts = handle.send_counts(rows, context_.me);
   view.counts = handle.received.counts;
-  view.meta = reinterpret_cast<uint64_t*>(handle.received.meta);
+  view.meta = reinterpret_cast<uint64_t*>(slots ? handle.device.slot_meta : handle.received.meta);
   view.places = handle.device.places;
   view.expert_counts = handle.experts.counts;
   view.status = handle.device.status;
@@ -96,9 +97,9 @@ HandleView NvlinkBackend::view_of(const HandleArrays& handle) const {
   view.expert_begin = handle.experts.begin;
   view.offsets = handle.shown.offsets;
   view.overflow = handle.device.overflow;
-  view.marks = shape().exact() ? handle.device.marks : nullptr;
+  view.marks = rows.exact() ? handle.device.marks : nullptr;
   // With no_wait a kernel meets signals of other steps, some of which say that the metadata is known.
-  const bool once = shape().exact() && view_.packet_tokens > 0 && view_.no_wait == 0;
+  const bool once = rows.exact() && view_.packet_tokens > 0 && rows.packet_tokens > 0 && view_.no_wait == 0;
   view.metadata_step = once ? handle.device.metadata_step : nullptr;
   view.receive_offset = handle.counts.receive_offset;
   return view;
@@ -129,11 +130,11 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   DispatchParams p{};
   p.group = view_at(call.at, call.rows.map, !call.send_only);
   p.rows_digest = call.rows.digest;
-  p.handle = view_of(handle);
-  p.in = ids_of(handle, shape().exact() || !send);  // ids that were sent stay, whatever map there is now
+  p.handle = view_of(handle, rows);
+  p.in = ids_of(handle, rows.exact() || !send);  // ids that were sent stay, whatever map there is now
   p.counted = call.counted ? 1 : 0;
   p.layer = handle.map.layer;
-  const Budget budget = limited(budget_, call.sm_limit);
+  const Budget budget = budget_of(rows, call.sm_limit);
   p.loads_block = send ? budget.loads_block : LoadsBlock::kNone;
   if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at, twPhaseDispatch, call.stream, &p.in));
   const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
@@ -162,8 +163,8 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   const int grid = p.roles.grid() + (p.loads_block == LoadsBlock::kApart ? 1 : 0);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, budget.early && capturing, call.stream)));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
-  if (send && !capturing && !shape().exact()) handle.source = {};
-  if (send) handle.device.brought = true;
+  if (send && !capturing && !rows.exact()) handle.source = {};
+  if (send && rows.exact()) handle.device.brought = true;
   handle.device.stream = call.stream;
   return receive ? run_views(call, budget, handle) : Status{};
 }
@@ -173,7 +174,7 @@ ViewParams NvlinkBackend::view_params(const HandleArrays& handle, const WindowMa
   ViewParams p{};
   p.group = view_;
   p.group.map = map;
-  p.handle = view_of(handle);
+  p.handle = view_of(handle, map.shape());
   p.channel = channel;
   p.bound = bound;
   const auto top_k = static_cast<uint32_t>(shape().top_k);
@@ -219,7 +220,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, 
 
 // Finds where rows stand by expert, for a combine by expert after a dispatch that was shown otherwise.
 Status NvlinkBackend::run_places(const CombineCall& call, const Budget& budget, HandleArrays& handle) {
-  ViewParams p = view_params(handle, context_.map, call.at.channel, call.bound);
+  ViewParams p = view_params(handle, call.sent.map, call.at.channel, call.bound);
   p.shown.counts = handle.experts.counts;
   return run_view("places by expert", launch_expert_view, budget, p, call.stream);
 }
@@ -244,13 +245,13 @@ Status NvlinkBackend::part_of(const CombineCall& call, const HandleArrays& handl
 Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
-  const Budget budget = limited(budget_, call.sm_limit);
-  const bool early = budget.early && captures(call.stream);  // an early launch takes the host 4 us longer
   const Shape& rows = call.sent.map.shape();
+  const Budget budget = budget_of(rows, call.sm_limit);
+  const bool early = budget.early && captures(call.stream);  // an early launch takes the host 4 us longer
   CombineParams p{};
   p.group = view_at(call.at, call.sent.map, !call.send_only);
   p.rows_digest = call.sent.digest;
-  p.handle = view_of(handle);
+  p.handle = view_of(handle, rows);
   p.part.all_tokens = handle.routing.tokens;
   if (call.parts > 1) TW_RETURN_IF_FAILED(part_of(call, handle, send, &p));
   p.channel = call.at.channel;
@@ -327,7 +328,7 @@ bool NvlinkBackend::poll(ErrorRecord* record) {
     record->k = report.k;
     record->value = report.value;
     fill_place(report, record);
-    if (!failed) describe_call_error(record, report.bound, report.note);
+    if (!failed) describe_call_error(record, report.bound, report.note, shape().has_both_modes());
     return true;
   }
   return poll_others(record);

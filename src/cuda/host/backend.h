@@ -158,6 +158,8 @@ class NvlinkBackend : public Backend {
   // Takes over what follows from the map of context_.
   void fit_view();
   Status budget_for(const Shape& shape, Budget* budget) const;
+  // The budget of a call of such rows that has a limit of its own, or 0.
+  Budget budget_of(const Shape& rows, int32_t sm_limit) const { return for_rows(limited(budget_, sm_limit), rows); }
   Status least(const BackendInit& init, uint64_t tag, std::initializer_list<int32_t*> values);
   Status run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive);
   Status part_of(const CombineCall& call, const HandleArrays& handle, bool send, CombineParams* params);
@@ -207,7 +209,8 @@ class NvlinkBackend : public Backend {
   Status choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in);
   bool poll_others(ErrorRecord* record);
   StepEnd end_of(void* stream, const Status& run);
-  HandleView view_of(const HandleArrays& handle) const;
+  // `rows`: the shape of the call's rows, which is of one mode where the group has both.
+  HandleView view_of(const HandleArrays& handle, const Shape& rows) const;
   Shown shown_of(const DispatchTargets& targets, const HandleArrays& handle) const;
   void remember(void* stream);
   const int device_;

@@ -59,7 +59,7 @@ Status NvlinkBackend::run_collective(const CollectiveCall& call, bool send, bool
   p.offsets = call.offsets;
   std::copy(call.sizes.begin(), call.sizes.end(), p.sizes);
   for (int q = 0; q < p.tensors; ++q) p.rows[q] = rows_of(call, q);
-  const Budget budget = limited(budget_, call.sm_limit);
+  const Budget budget = budget_of(shape(), call.sm_limit);
   plan_collective(budget, context_.map, {call.views, call.in_window, staged_ != nullptr}, &p);
   const bool early = budget.early && captures(call.stream);
   const auto launch = call.reduces ? launch_reduce : launch_gather;

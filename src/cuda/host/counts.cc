@@ -19,7 +19,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   const bool capturing = captures(call.stream);
   CountsParams p{};
   p.group = view_at(call.at, context_.map, !call.send_only);
-  p.handle = view_of(handle);
+  p.handle = view_of(handle, shape());
   p.in = ids_of(handle, !send);
   if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at, twPhaseCounts, call.stream, &p.in));
   if (send && !p.in.own && shape().counts_loads != 0) {

@@ -144,7 +144,7 @@ Status NvlinkBackend::least(const BackendInit& init, uint64_t tag, std::initiali
 Status NvlinkBackend::may_use_packets(bool* may) {
   int major = 0;
   TW_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_));
-  *may = shape().packet_tokens > 0 && major >= 9 && windows_.linked;
+  *may = context_.map.packet_row() > 0 && major >= 9 && windows_.linked;
   return {};
 }
 

@@ -37,7 +37,7 @@ Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twP
   if (in->map == nullptr || !balances()) return {};
   BalanceParams p{};
   p.group = view_;
-  p.handle = view_of(handle);
+  p.handle = view_of(handle, shape());
   p.in = *in;
   p.scratch = memory_->balance(at.channel, shape());
   p.channel = at.channel;

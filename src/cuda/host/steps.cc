@@ -17,6 +17,7 @@ namespace tw::cuda {
 GroupView NvlinkBackend::view_at(StepPlace at, const WindowMap& map, bool waits) const {
   GroupView view = view_;
   view.map = map;
+  view.packet_tokens = std::min(view.packet_tokens, map.shape().packet_tokens);
   if (staged_ != nullptr) staged_->place(at, map, &view);
   view.waits = waits ? 1 : 0;
   return view;
@@ -83,10 +84,11 @@ Status NvlinkBackend::arrive(StepPlace at, bool at_once, void* stream, Run&& run
 }
 
 Status NvlinkBackend::land_rows(const DispatchCall& call, HandleArrays& handle) {
-  if (!shape().exact()) return {};
+  const Shape& rows = call.rows.map.shape();
+  if (!rows.exact()) return {};
   LandParams p{};
   p.group = view_at(call.at, call.rows.map, true);
-  p.handle = view_of(handle);
+  p.handle = view_of(handle, rows);
   p.channel = call.at.channel;
   p.bank = call.at.bank();
   p.bound = call.bound;
@@ -103,7 +105,7 @@ Status NvlinkBackend::make(const Call& call, bool sends, bool land, Regions&& re
 
 Status NvlinkBackend::make_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends) {
   return make(
-      call, sends, shape().exact(), [&] { return dispatched(call.rows.map, call.bound); },
+      call, sends, call.rows.map.shape().exact(), [&] { return dispatched(call.rows.map, call.bound); },
       [&](bool send, bool receive) -> Status {
         if (staged_ != nullptr && receive) TW_RETURN_IF_FAILED(land_rows(call, handle));
         return run_dispatch(call, handle, send, receive);
@@ -157,13 +159,13 @@ Status NvlinkBackend::abandon(StepPlace at, const Refusal& sent) {
 // Over a staged transport the peers' moves are made with the refusal, or they would not end.
 Status NvlinkBackend::send_refusal(StepPlace at, const Refusal& refusal) {
   if (staged_ == nullptr) return run_refusal(at, refusal, true, true);
-  const int32_t bound = refusal.bound > 0 ? refusal.bound : shape().default_bound();
+  const int32_t bound = refusal.bound > 0 ? refusal.bound : refusal.map.shape().default_bound();
   std::vector<Region> regions;
   if (refusal.phase == twPhaseDispatch) regions = dispatched(refusal.map, bound);
   if (refusal.phase == twPhaseCombine) regions = combined(refusal.map, bound);
   if (refusal.phase == twPhaseCounts) regions = counted();
   if (refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce) regions = collected(refusal.places);
-  const bool land = refusal.phase == twPhaseDispatch && shape().exact();
+  const bool land = refusal.phase == twPhaseDispatch && refusal.map.shape().exact();
   return send_staged(at, regions, land, false, refusal.stream,
                      [&](bool send, bool receive) { return run_refusal(at, refusal, send, receive); });
 }

@@ -44,10 +44,11 @@ struct GroupView {
 };
 
 // Gives how many words of marks a channel has, [groups of tokens, N]. It is 0 if there is one round alone, whose marks
-// stay in the block that makes them. Exact layouts keep theirs in handles.
+// stay in the block that makes them. Exact layouts keep theirs in handles. (The shape of a group of both modes and that
+// of its low-latency calls give the same.)
 constexpr int64_t mark_words(const Shape& shape) {
-  const bool later = shape.max_tokens > kRound && !shape.exact();
-  return later ? int64_t{(shape.max_tokens + kGroup - 1) / kGroup} * shape.ranks : 0;
+  const int32_t tokens = shape.exact() ? shape.low_latency_tokens : shape.max_tokens;
+  return tokens > kRound ? int64_t{(tokens + kGroup - 1) / kGroup} * shape.ranks : 0;
 }
 
 // A handle's arrays. The destinations of token t begin at t * fan_out(); rows of metadata lie as slots do, [N, b].
@@ -56,7 +57,7 @@ struct HandleView {
   float* weights;
   int32_t* fan;  // [T]
   Destination* destinations;
-  int32_t* send_counts;
+  int32_t* send_counts;  // [N] rows that go to each rank; in exact layouts this rank's row of sent_rows
   int32_t* counts;
   uint64_t* meta;
   ExpertRow* places;

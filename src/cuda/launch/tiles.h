@@ -61,7 +61,7 @@ struct PacketsAt {
 
   static PacketsAt make(const WindowMap& map, int channel) {
     return {{map.packet(channel, 0, 0, 0), map.packet(channel, 1, 0, 0)},
-            map.packet_row() * static_cast<uint64_t>(map.shape().packet_tokens),
+            map.packet_source(),
             static_cast<uint32_t>(map.packet_row())};
   }
 };

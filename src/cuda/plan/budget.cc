@@ -42,7 +42,8 @@ Status make_budget(const Device& device, const Shape& shape, int sm_limit, int s
   b.room = std::clamp(device.sms / queues, 1, kMaxBlocks);
   // A kernel with few SMs sends more than a round of rows sooner as Simple rows, in wide tiles, than as packets.
   const bool few = blocks_under(b, sm_limit) < b.device_sms / 2;
-  b.packet_tokens = few ? std::min(shape.packet_tokens, kRound) : shape.packet_tokens;
+  const int32_t packets = std::max(shape.packet_tokens, shape.low_latency_packets);
+  b.packet_tokens = few ? std::min(packets, kRound) : packets;
   b.summed_tail = tail_of(*b.tuning, shape, b.tuning->combine_tail, few);
   b.loads_block = shape.counts_loads != 0 ? LoadsBlock::kApart : LoadsBlock::kNone;
   b.early = queues == 1 && device.major >= 9 && !staged;  // where staged, a collective may come before
@@ -59,6 +60,12 @@ Status make_budget(const Device& device, const Shape& shape, int sm_limit, int s
 Budget limited(const Budget& group, int sm_limit) {
   Budget b = group;
   if (sm_limit > 0) limit_blocks(sm_limit, &b);
+  return b;
+}
+
+Budget for_rows(const Budget& budget, const Shape& rows) {
+  Budget b = budget;
+  b.packet_tokens = std::min(b.packet_tokens, rows.packet_tokens);
   return b;
 }
 

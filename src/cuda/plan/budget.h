@@ -29,8 +29,10 @@ struct Budget {
                       // and ranks (S8)
   int max_grid = 1;   // blocks of a kernel that waits: at most `room`, less the block for load statistics
   int view_grid = 1;  // blocks of a kernel that waits for nobody
-  int32_t packet_tokens = 0;  // packet bound: most tokens of a rank that go all as packets; 0: none do
-  int32_t summed_tail = 0;    // rows of a combine that go as packets behind Simple rows, for each owner
+  // Packet bound: most tokens of a rank that go all as packets; 0: none do. In a group of both modes each call has less
+  // if its rows do (Shape::packet_tokens).
+  int32_t packet_tokens = 0;
+  int32_t summed_tail = 0;  // rows of a combine that go as packets behind Simple rows, for each owner
   LoadsBlock loads_block = LoadsBlock::kNone;
   // Whether kernels may come onto the device before those before them have ended (launch/launch.h): only with one
   // channel, and one rank alone on the device. Otherwise a kernel that is not yet needed could take the room of one
@@ -49,6 +51,9 @@ Status make_budget(const Device& device, const Shape& shape, int sm_limit, int s
 // Gives the budget of a call that has a limit of its own, in place of the group's; 0: it has none. What ranks have
 // agreed on stays, as limits may differ: packet_tokens and summed_tail.
 Budget limited(const Budget& group, int sm_limit);
+
+// Gives the budget of calls with such rows: in a group of both modes each has its own packet bound.
+Budget for_rows(const Budget& budget, const Shape& rows);
 
 // ---- Blocks
 

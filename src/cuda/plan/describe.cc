@@ -3,6 +3,7 @@
 // rows in tensors that are contiguous and aligned.
 //
 // What breaks if this changes: what the command prints. No kernel and no group uses it.
+#include <algorithm>
 #include <cstdio>
 
 #include "core/plan_query.h"
@@ -70,24 +71,23 @@ void describe_dispatch(const Budget& budget, const Shape& shape, int32_t tokens,
   text->add(step, "rehearses", p.rehearses != 0 ? "yes" : "no");
 }
 
-void describe_combine(const Budget& budget, const GroupConfig& config, int32_t tokens, Text* text) {
-  const Shape& shape = config.shape();
+void describe_combine(const Budget& budget, const Shape& shape, twDtype_t dtype, int32_t tokens, const char* step,
+                      Text* text) {
   CombineParams p{};
   p.tokens = tokens;
   p.bound = shape.default_bound();
   p.send = p.receive = 1;
   p.plain = 1;
   p.own_direct = shape.staged == 0;
-  p.rows_dtype = p.wire_dtype = p.out_dtype = config.given.combine_dtype;
+  p.rows_dtype = p.wire_dtype = p.out_dtype = dtype;
   p.vectors_fit = p.sums_fit = shape.combine_bytes % 16 == 0;
   p.words_fit = p.word_sums_fit = shape.combine_bytes % 8 == 0;
   p.vectors = static_cast<uint32_t>(shape.combine_bytes / 16);
   plan_combine(budget, shape, {}, &p);
-  constexpr char kStep[] = "combine: ";
-  text->add_work(kStep, p.kind, p.roles, p.tiles, p.wide);
-  text->add(kStep, "rows as LL128 packets", p.kind == Kind::kPackets ? tokens : p.tail_packets);
-  text->add(kStep, "chunks in a turn", p.turn_chunks);
-  text->add(kStep, "rehearses", p.rehearses != 0 ? "yes" : "no");
+  text->add_work(step, p.kind, p.roles, p.tiles, p.wide);
+  text->add(step, "rows as LL128 packets", p.kind == Kind::kPackets ? tokens : p.tail_packets);
+  text->add(step, "chunks in a turn", p.turn_chunks);
+  text->add(step, "rehearses", p.rehearses != 0 ? "yes" : "no");
 }
 
 }  // namespace
@@ -98,17 +98,28 @@ namespace tw {
 Status describe_plan(const GroupConfig& config, int32_t tokens, int32_t device_sms, int32_t sm_limit,
                      std::string* text) {
   const Shape& shape = config.shape();
-  cuda::Budget budget;
-  TW_RETURN_IF_FAILED(cuda::make_budget({device_sms, 9}, shape, sm_limit, 1, shape.staged != 0, &budget));
+  cuda::Budget all;
+  TW_RETURN_IF_FAILED(cuda::make_budget({device_sms, 9}, shape, sm_limit, 1, shape.staged != 0, &all));
+  const cuda::Budget budget = cuda::for_rows(all, shape);
   cuda::Text plan(text);
   plan.add("", "tuning", budget.tuning->gpu);
   plan.add("", "measured in", budget.tuning->source);
   plan.add("", "SMs of the device", budget.device_sms);
   plan.add("", "blocks of a kernel", budget.max_grid);
   plan.add("", "packet bound", shape.exact() ? 0 : budget.packet_tokens);
+  const WindowMap slots = config.map.for_low_latency();
+  const cuda::Budget low = cuda::for_rows(all, slots.shape());
+  const bool both = shape.has_both_modes();
+  if (both) plan.add("", "low latency up to", slots.shape().max_tokens);
+  if (both) plan.add("", "its packet bound", low.packet_tokens);
+  const twDtype_t dtype = config.given.combine_dtype;
   cuda::describe_dispatch(budget, shape, tokens, false, "dispatch: ", &plan);
   if (shape.exact()) cuda::describe_dispatch(budget, shape, tokens, true, "dispatch of a known routing: ", &plan);
-  cuda::describe_combine(budget, config, tokens, &plan);
+  cuda::describe_combine(budget, shape, dtype, tokens, "combine: ", &plan);
+  if (!both) return {};
+  const int32_t few = std::min(tokens, slots.shape().max_tokens);
+  cuda::describe_dispatch(low, slots.shape(), few, false, "dispatch of low latency: ", &plan);
+  cuda::describe_combine(low, slots.shape(), dtype, few, "combine of low latency: ", &plan);
   return {};
 }
 
