@@ -108,7 +108,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     "command": ("cli info plan", LIBRARY | {"bench"}),
 }
 # Rooms, and modules of others, that may import PyTorch when they are imported.
-NEEDS_TORCH = {"pytorch", "faces", "tokenway.bench.gpu_case"}
+NEEDS_TORCH = {"pytorch", "faces", "tokenway.bench.gpu_case", "tokenway.bench.layer_case"}
 
 
 def files_of(root: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from tokenway.bench.tables import modes
 from tokenway.bench.tables.auxiliary import PHASES
 from tokenway.cli import main
 
-TINY = Profile("tiny", hidden=160, experts=8, top_k=3, gating="softmax_topk")
+TINY = Profile("tiny", hidden=160, experts=8, top_k=3, inner=8, gating="softmax_topk")
 CASE = Case(TINY, "uniform", 7, 1, "bfloat16", "rank_major", "none")
 
 

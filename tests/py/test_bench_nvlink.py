@@ -34,7 +34,7 @@ from tokenway.bench.profiles import PROFILES, Profile
 from tokenway.bench.progress import Progress
 from tokenway.bench.settings import Settings
 
-CASE = Case(Profile("tiny", 160, 8, 3, "softmax_topk"), "uniform", 7, 1, "bfloat16", "rank_major", "none")
+CASE = Case(Profile("tiny", 160, 8, 3, 8, "softmax_topk"), "uniform", 7, 1, "bfloat16", "rank_major", "none")
 
 
 TOPOLOGY = """

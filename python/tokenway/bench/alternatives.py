@@ -10,6 +10,19 @@ _EXCHANGES = "it measures no dispatch and combine between ranks"
 _BOTH = "it measures pairs of both modes beside each other"
 # (option, another that does not go with it, why)
 APART = (
+    *(
+        ("--layer", other, "each is a run of its own")
+        for other in ("--aux", "--overhead", "--collective", "--mode auto")
+    ),
+    *(("--layer", other, "its experts multiply in bfloat16") for other in ("--dtype fp8", "--compare")),
+    *(
+        ("--layer", other, "it is a layer of processes, timed beside NCCL's")
+        for other in ("--local-ranks", "--over nccl")
+    ),
+    *(
+        ("--layer", other, "its rows tell no latency and bandwidth of an exchange")
+        for other in ("--plot", "--ablation")
+    ),
     ("--aux", "--overhead", "each is a run of its own"),
     ("--aux", "--collective", "each is a run of its own"),
     *(("--aux", other, _EXCHANGES) for other in ("--verify-only", "--backward", "--plot", "--local-ranks")),
@@ -34,4 +47,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="uneven gathers and reduces: all_gatherv, reduce_scatterv or all",
     )
     add("--overhead", action="store_true", help="what a call through Python adds (1 rank, 1 token)")
+    add("--layer", action="store_true", help="whole MoE layers, beside NCCL's and PyTorch's, and their parts (on GPUs)")
     add("--aux", action="store_true", help="what is done on a rank between the calls, at group sizes to 64 (1 rank)")

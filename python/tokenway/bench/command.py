@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenway import machine, usage
-from tokenway.bench import auxiliary, collectives, cpu, modes, nvlink, overhead, portable, report
+from tokenway.bench import auxiliary, collectives, cpu, layer, modes, nvlink, overhead, portable, report
 from tokenway.bench.case import short_routing
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
@@ -27,6 +27,8 @@ def _subject(settings: Settings) -> Callable[[Settings], Results]:
         return auxiliary.measure
     if settings.overhead:
         return overhead.measure
+    if settings.layer:
+        return layer.measure
     if settings.collective is not None:
         return collectives.measure
     if settings.both_modes:

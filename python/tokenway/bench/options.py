@@ -83,7 +83,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     ranks, launched = _ranks(1 if args.overhead or args.aux else args.ranks, gpu)
     quick: bool = args.quick
     beside = (apart is not None or args.mode == "auto") and not args.baselines  # ways are measured beside each other
-    untimed = args.verify_only or args.overhead or args.aux or beside
+    untimed = args.verify_only or args.overhead or args.aux or args.layer or beside
     given = ("none",) if untimed else args.baselines or ("auto",)
     wanted, skipped = _baselines(given, gpu, ranks, args.collective is not None)
     dtype = nvlink_options.dtype(args) or "bfloat16"
@@ -106,6 +106,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         verify_only=args.verify_only,
         overhead=args.overhead,
         aux=args.aux,
+        layer=args.layer,
         quick=quick,
         json=args.json,
         plot=args.plot,
@@ -113,6 +114,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         portable=apart,
     )
     _check_together(settings)
+    if settings.layer:
+        _check_layer(settings)
     if gpu is not None:
         nvlink_options.check(settings)
     if apart is not None:
@@ -164,6 +167,7 @@ def _check_together(settings: Settings) -> None:
         "--baselines": settings.baselines,
         "--collective": settings.collective,
         "--dtype fp8": settings.dtype == FP8,
+        "--layer": settings.layer,
         "--mode auto": settings.both_modes,
         "--overhead": settings.overhead,
         "--plot": settings.plot,
@@ -177,6 +181,19 @@ def _check_together(settings: Settings) -> None:
             raise UsageError(f"{option}: not with {other}; {why}")
     if settings.collective is None:
         _check_recordings(settings)
+
+
+def _check_layer(settings: Settings) -> None:
+    """It has one router, one dtype, and its own layouts."""
+    if settings.nvlink is None:
+        raise UsageError("--layer: with --backend nvlink alone; it compares what GPUs do")
+    for option, given, allowed in (
+        ("--routing", settings.routings, ("uniform", "skewed")),
+        ("--dtype", (settings.dtype,), ("bfloat16",)),
+    ):
+        for name in given:
+            if name not in allowed:
+                raise UsageError(f"{option}, with --layer: {name!r}; allowed: {', '.join(allowed)}")
 
 
 def _check_recordings(settings: Settings) -> None:

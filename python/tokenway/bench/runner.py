@@ -73,9 +73,9 @@ def agree(control: Control, problem: str | None) -> None:
 
 
 @contextmanager
-def open_group(comm: Comm, **keywords: Any) -> Iterator[Group]:
+def open_group(comm: Comm, make: Callable[..., Group] = Group, **keywords: Any) -> Iterator[Group]:
     """A group that is closed at the end, unless this rank alone failed."""
-    group = Group(comm, **keywords)
+    group = make(comm, **keywords)
     try:
         yield group
     except verify.Mismatch:

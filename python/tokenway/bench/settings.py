@@ -34,6 +34,7 @@ class Settings:
     verify_only: bool = False
     overhead: bool = False
     aux: bool = False
+    layer: bool = False
     quick: bool = False
     json: str | None = None
     plot: str | None = None

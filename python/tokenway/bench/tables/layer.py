@@ -1,0 +1,70 @@
+"""Runs of `tokenway bench --layer`: the columns of their tables."""
+
+from __future__ import annotations
+
+from tokenway.bench.tables.table import Row, Run, Table, medians, microseconds
+
+PARTS = ("experts", "router", "exchange")
+WAYS = ("captured", "eager", "captured_both", "eager_both")
+
+
+def tables(run: Run) -> list[Table]:
+    """A table of inference, and one of training where gradients were measured."""
+    settings, rows = run["settings"], run["layers"]
+    what = f"MoE layers, {settings['ranks']} ranks, {settings['dtype']}"
+    if not any("us" in row for row in rows):
+        cells = [[row["profile"], row["routing"], str(row["tokens"]), "yes"] for row in rows]
+        return [Table(what, ["profile", "routing", "tokens", "compared"], cells)]
+    made = [Table(medians(f"{what}, forward passes; us", settings), *_columns(rows, ("captured", "eager"), True))]
+    if any("eager_both" in row["us"]["tokenway"] for row in rows):
+        both = _columns(rows, ("captured_both", "eager_both"), False)
+        made.append(Table(medians(f"{what}, forward and backward passes; us", settings), *both))
+    return made
+
+
+def _columns(rows: list[Row], ways: tuple[str, ...], parts: bool) -> tuple[list[str], list[list[str]]]:
+    """(heads, cells)."""
+    heads = ["profile", "routing", "tokens"]
+    for way in ways:
+        word = way.split("_")[0]
+        heads += [f"{word}: tokenway", "nccl", "times"]
+    if parts:
+        heads += [*PARTS, "beside experts and router", "host"]
+    return heads, [_cells(row, ways, parts) for row in rows]
+
+
+def _cells(row: Row, ways: tuple[str, ...], parts: bool) -> list[str]:
+    us = row["us"]
+    cells = [row["profile"], row["routing"], str(row["tokens"])]
+    for way in ways:
+        ours, theirs = (_median(us[name], way) for name in ("tokenway", "nccl"))
+        told = (
+            []
+            if ours is None or theirs is None
+            else [microseconds(ours), microseconds(theirs), f"{theirs / ours:.2f}x"]
+        )
+        cells += told or [""] * 3
+    if parts:
+        alone = [_median(us.get(name, {}), "captured") for name in PARTS]
+        cells += ["" if part is None else microseconds(part) for part in alone]
+        whole = _median(us["tokenway"], "captured")
+        known = None not in (whole, *alone[:2])
+        cells.append(microseconds(whole - alone[0] - alone[1]) if known else "")
+        cells.append(microseconds(us["tokenway"]["host"]["median"]))
+    return cells
+
+
+def _median(phases: Row, way: str) -> float | None:
+    return phases[way]["median"] if way in phases else None
+
+
+def notes(run: Run) -> list[str]:
+    """What the tables do not say."""
+    told = [
+        "tokenway: ExpertParallelMoE in high throughput, outputs of a fixed size; nccl: all-gather, index_select, the "
+        "same products, index_add, reduce-scatter, told how many rows will come",
+        "exchange: dispatch and combine of the same tokens, rank_major, a new routing in each; host: of an eager call",
+    ]
+    for why in dict.fromkeys(row["us"].get("not_captured") for row in run["layers"] if "us" in row):
+        told += [f"not captured: {why}"] if why else []
+    return told
