@@ -82,7 +82,7 @@ typedef struct twGroupConfig {
   int32_t num_room_for;
   // twAutomatic alone: the largest bound of a low-latency dispatch, 1..B, and at most inbox_tokens where those are
   // given: its combine has one part. Windows and handles have as many slots for each rank, beside the room for R rows.
-  // 0: as many as there may be, up to 512. It stays what it is when the group grows.
+  // 0: as many as there may be, up to 1024. It stays what it is when the group grows.
   int32_t low_latency_tokens;
 } twGroupConfig_t;
 

@@ -57,7 +57,7 @@ class Group(Calls, _native.Shared):
     mode: "low_latency" (layouts "rank_major" and "expert_major", sized by a bound), "high_throughput" (layouts "flat"
     and "grouped", as large as what comes: `exchange_counts` before a dispatch) or "auto", both by the call, as
     `dispatch` says: decode and prefill over one window. Of that alone: low_latency_tokens, the largest bound of a
-    low-latency dispatch (default 512, or max_tokens if that is less). Of the last two:
+    low-latency dispatch (default 1024, or max_tokens if that is less). Of the last two:
     max_recv_tokens, rows that a rank may receive in a step (default N*B); overflow, what becomes of more, "refuse"
     (RecvOverflow) or "drop"; row_alignment, of which an expert's first row in "grouped" is a multiple, a power of two
     to 256 (default 1); lease_bytes, of the window, for rows that outlive their step (default 0: none): autograd keeps

@@ -118,9 +118,10 @@ Status check_ids(const twGroupConfig_t& given, const GroupConfig& config) {
   return {};
 }
 
-// The bound up to which a group of both modes has low latency, unless it says so itself: about where the exchange of
-// counts begins to cost less than rows of slots do. An estimate; `tokenway bench --mode auto` measures it.
-constexpr int32_t kLowLatencyTokens = 512;
+// The bound up to which a group of both modes has low latency, unless it says so itself. With a new routing low latency
+// is faster at all sizes, but beyond this by a few per cent alone: 0.86 of high throughput's time at 512 tokens, 0.96
+// at 1024 and 0.98 at 2048, on 4x H100 (bench/results/auto-4-gpus.json), and slots take memory.
+constexpr int32_t kLowLatencyTokens = 1024;
 
 // Checks the field that a group of both modes alone has, and fills in its default. A combine of low latency has one
 // part.
