@@ -36,12 +36,13 @@ def eager(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if "torch._dynamo" not in sys.modules:
+        dynamo = sys.modules.get("torch._dynamo")
+        if not hasattr(dynamo, "eval_frame"):  # nobody compiles, nor could: another thread may be about to load it
             return function(*args, **kwargs)
         if function not in _uncompiled:
             # Nor this frame, of which there is one for all functions: it would be compiled for each of them anew, up to
             # PyTorch's limit.
-            sys.modules["torch._dynamo"].eval_frame.skip_code(call.__code__)
+            dynamo.eval_frame.skip_code(call.__code__)
             _uncompiled[function] = torch.compiler.disable(function)
         return _uncompiled[function](*args, **kwargs)
 
