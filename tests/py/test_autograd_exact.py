@@ -234,11 +234,11 @@ def run_refusals(env: Env, case: Case) -> list[Any]:
         found += [
             caught(autograd.dispatch, group, x, ids[0] + 100 * wrong, weights[0]),
             caught(autograd.dispatch, group, x.double() if wrong else x, *call),
-            caught(lambda: autograd.dispatch(group, x, *call, bound=3 if wrong else None)),
+            caught(lambda: autograd.dispatch(group, x, *call, bound=0 if wrong else None)),
             caught(lambda: autograd.dispatch(group, x, *call, layout="rank_major" if wrong else "flat")),
         ]
         for layout in LAYOUTS:
-            routed = autograd.dispatch(group, x, *call, layout=layout)
+            routed = autograd.dispatch(group, x, *call, layout=layout, bound=group.max_tokens)
             found.append(caught(autograd.combine, routed, routed.tokens[:-1] if wrong else routed.tokens))
             autograd.combine(routed, routed.tokens).sum().backward()  # the group goes on
     return [outcome[:2] for outcome in found]
@@ -254,7 +254,7 @@ def test_refusals(processes, made_for) -> None:
         "max_recv_tokens is 5",
         "ids[0, 0] is ",
         "dtype float64",
-        "bound is 3; in high throughput it must be None",
+        "bound is 0; it must be an integer from 1 to ",
         "layout is 'rank_major'; to train in the mode 'high_throughput' it must be 'flat' or 'grouped'",
         "rows has shape [",
         "rows has shape [",

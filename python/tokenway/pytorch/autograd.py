@@ -94,8 +94,8 @@ def dispatch(
     tokens: [T, H] of the group's dtype, differentiable. ids: [T, K] int32 or int64, -1 for "no expert", each id at most
     once per token. weights: [T, K] float32, differentiable. layout: "rank_major", or of a group of high throughput
     "flat" (the default there) or "grouped"; these take a step more, the exchange of counts, in the forward pass alone.
-    bound (of rank_major): b, equal on all ranks, T <= b <= max_tokens (default max_tokens). In a group of the mode
-    "auto" a layout, or else bound, chooses as in Group.dispatch. layer: as Group.route.
+    bound: b, equal on all ranks, T <= b <= max_tokens (default max_tokens); in high throughput it sizes no tensor, see
+    Group.dispatch. In a group of the mode "auto" a layout, or else bound, chooses as there. layer: as Group.route.
 
     Gradients: tokens' are summed over the ranks that received the token, ascending, in float32 and rounded once;
     weights' are exact. What was dropped for want of room contributes to neither. Errors: as Group.route,
@@ -104,7 +104,6 @@ def dispatch(
     """
     if group.low_latency_tokens and layout is None:
         layout = group.shape.choose(layout, bound)
-        bound = None if layout == "flat" else bound  # which has chosen
     with telling(lambda: group.refuse_routing(layout, bound)):
         check_group(group, weights.requires_grad and torch.is_grad_enabled())
         layout = check_layout(group, layout)
@@ -197,13 +196,12 @@ def _chosen(group: Group, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _checked_bound(group: Group, layout: str, bound: int | None) -> int | None:
-    """The b of a dispatch; None in the exact layouts, which have none."""
-    if group.shape.is_exact(layout):
-        if bound is not None:
-            raise InvalidArgument.of("bound", f"is {bound!r}; in high throughput it must be None")
+    """The b of a dispatch; None in the exact layouts where none is named."""
+    exact = group.shape.is_exact(layout)
+    if exact and bound is None:
         return None
     b = group.shape.default_bound if bound is None else bound
-    most = group.low_latency_tokens or group.max_tokens
+    most = group.max_tokens if exact else group.low_latency_tokens or group.max_tokens
     if not isinstance(b, int) or not 1 <= b <= most:
         raise InvalidArgument.of("bound", f"is {b!r}; it must be an integer from 1 to {most}")
     return b

@@ -113,7 +113,6 @@ class ExpertParallelMoE(torch.nn.Module):
         hidden, layout = self.group.hidden, None
         if self.group.shape.mode_of(bound) == "high_throughput":
             layout = "grouped"  # there the library sums over a token's experts
-            bound = None if self.group.low_latency_tokens else bound
         why_not = self.uncapturable
         if layout is None and self.group.low_latency_tokens:
             why_not = f"bound is {bound}, which makes this forward one of low latency"
