@@ -89,7 +89,8 @@ test-portable:  ## the tests of behaviour over the portable backend
 	@$(SETUP) run test
 	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)
 	@$(SOME) $(TREE) $(STAGE) "portable backend" $(PY) -m pytest tests/py/test_survival.py tests/py/test_exchange.py \
-	  tests/py/test_collectives.py --backend torch -k "not threads" $(if $(ALL),,-m "not long and not heavy")
+	  tests/py/test_collectives.py tests/py/test_row_types.py tests/py/test_growth.py tests/py/test_parts.py \
+	  tests/py/test_arena.py tests/py/test_auto.py --backend torch -k "not threads" $(if $(ALL),,-m "not long and not heavy")
 
 wheel:  ## dist/*.whl, with kernels for all GPUs (TOKENWAY_SM="90": for some)
 	@$(SETUP) run test
@@ -125,6 +126,7 @@ test-core:  ## C++, the protocol's models, and the CUDA kernels on emulated GPUs
 	@$(MAKE) test-cc
 	@$(MAKE) spec $(if $(ALL),,SPEC=--quick)
 	@CCACHE=$(CCACHE) $(STAGE) "CUDA kernels on emulated GPUs" $(PY) tests/emulator/run.py $(if $(ALL),--threads,--quick)
+	@$(if $(ALL),CCACHE=$(CCACHE) $(STAGE) "CUDA kernels over staged transport" $(PY) tests/emulator/run.py --quick --staged)
 	@$(if $(ALL),CCACHE=$(CCACHE) $(STAGE) "CUDA kernels over a transport that counts" $(PY) tests/emulator/run.py --counted)
 
 test-mutations:  ## break the library on purpose; a test must notice each

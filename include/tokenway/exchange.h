@@ -95,12 +95,12 @@ TW_API twResult_t twGroupLayout(twGroup_t group, twLayout_t layout, twLayoutInfo
 typedef struct {
   size_t size;
   twTensor_t payloads[TW_MAX_PAYLOADS];  // [T, ...] each, as configured; T as in the handle
-  int32_t bound;                         // b, equal on all ranks, T <= b <= B; 0: B, as it was when the
-                                         // handle was made (twGroupReserve). In high throughput it sizes no output, but
-                                         // says how many parts the combine takes (config.inbox_tokens); 0: B as it is.
-                                         // twAutomatic: in low latency up to low_latency_tokens, which 0 means
-  int32_t lane;                          // -1: the next free one, in the same order on all ranks
-  int32_t send_only;                     // 1: return when everything is sent; twComplete receives
+  // b, equal on all ranks, at least T. Low latency: up to B, and 0 means B as it was when the handle was made
+  // (twGroupReserve); in twAutomatic up to low_latency_tokens, which 0 means. High throughput: up to B; it sizes no
+  // output, but says how many parts the combine takes (config.inbox_tokens); 0 means B as it is now.
+  int32_t bound;
+  int32_t lane;       // -1: the next free one, in the same order on all ranks
+  int32_t send_only;  // 1: return when everything is sent; twComplete receives
   void* stream;
   int32_t uncounted;  // 1: not counted by twGroupLoads (a further pass over tokens that were counted); the same on all
                       // ranks

@@ -176,10 +176,9 @@ TW_API twResult_t twGroupDestroy(twGroup_t group);
 // - Leases keep their addresses and contents, views of earlier dispatches last as long as they would have (until the
 //   next step on their lane), and lanes stay with the handles that hold them.
 // - A handle keeps the size that the group had when it was made. It may be dispatched, combined, counted and routed
-// anew
-//   as before, with as many tokens and received rows as then: its default bound, and the default max_recv_tokens of its
-//   counts, are those of then. So a rank that names none may use it where the others' handles are of before too; where
-//   theirs are of after, all name one. A larger bound, routing or room is refused, and the peers hear of it. With
+//   anew as before, with as many tokens and received rows as then: its default bound, and the default max_recv_tokens
+//   of its counts, are those of then. So a rank that names none may use it where the others' handles are of before too;
+//   where theirs are of after, all name one. A larger bound, routing or room is refused, and the peers hear of it. With
 //   twOverflowDrop new counts are refused too.
 // - A CUDA graph that was captured before replays as it was captured, if all ranks replay it. Where a rank replays it
 //   and another makes the call anew, the step is refused on both (twBoundMismatch).

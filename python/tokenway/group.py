@@ -57,7 +57,7 @@ class Group(Calls, _native.Shared):
     mode: "low_latency" (layouts "rank_major" and "expert_major", sized by a bound), "high_throughput" (layouts "flat"
     and "grouped", as large as what comes: `exchange_counts` before a dispatch) or "auto", both by the call, as
     `dispatch` says: decode and prefill over one window. Of that alone: low_latency_tokens, the largest bound of a
-    low-latency dispatch (default 1024, or max_tokens if that is less). Of the last two:
+    low-latency dispatch (default 1024, or inbox_tokens, if given, or max_tokens, where less). Of the last two:
     max_recv_tokens, rows that a rank may receive in a step (default N*B); overflow, what becomes of more, "refuse"
     (RecvOverflow) or "drop"; row_alignment, of which an expert's first row in "grouped" is a multiple, a power of two
     to 256 (default 1); lease_bytes, of the window, for rows that outlive their step (default 0: none): autograd keeps
@@ -68,7 +68,7 @@ class Group(Calls, _native.Shared):
 
     dispatch_room, combine_room: bytes that the window has room for in a dispatched row, payloads and all, and in a
     combined one, so that `rows` may be of other types (default: as many as the rows above have;
-    `RowType.dispatch_bytes`, `combine_bytes` tell what a type takes). inbox_tokens, in high throughput: tokens of a
+    `RowType.dispatch_bytes`, `combine_bytes` tell what a type takes). inbox_tokens, not in low latency: tokens of a
     rank for which the window has room for what returns, 1..B. A combine takes a part for each so many tokens, which
     costs some microseconds more, and its output may not overlap its rows. Default: B, or fewer where that would be
     larger than the rows that come, and 512 MiB are saved.

@@ -171,8 +171,8 @@ Status check_throughput(int32_t ranks, const GroupConfig& config, twGroupConfig_
 }
 
 // Decides how many tokens' partials an inbox has room for. By default so many that it is no larger than the rows that
-// come, whose bank it shares; but a part more costs a combine 22 to 26 us, 1.5 % of a pair of 8192 tokens on 4x H100
-// (bench/results/combine-parts.json), so only where that saves enough, and in at most kMostParts parts.
+// come, whose bank it shares; but a second part costs a combine 22 to 28 us, 1.5 % of a pair of 8192 tokens on 4x
+// H100 (bench/results/combine-parts.json), so only where that saves enough, and in at most kMostParts parts.
 void size_inbox(const twGroupConfig_t& given, Shape* shape) {
   constexpr uint64_t kWorth = 512u << 20;  // bytes of a window
   constexpr uint64_t kMostParts = 4;

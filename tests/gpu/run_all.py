@@ -46,8 +46,17 @@ BEHAVIOUR = (
     "properties",
     "rounds",
     "survival",
+    "row_types",
+    "call_settings",
+    "growth",
+    "growth_refused",
+    "parts",
+    "arena",
+    "arena_refused",
+    "auto",
+    "routing_layout",
 )
-BUDGET = {"suite": 360, "nccl": 420, "gpu": 360, "soak": 300, "sanitize": 300}  # seconds
+BUDGET = {"suite": 600, "nccl": 720, "gpu": 360, "soak": 300, "sanitize": 300}  # seconds
 TOO_SLOW = (124, -9)  # how `timeout` ends once it has ended a command, and where it had to kill it and itself
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", "PYTHONUNBUFFERED": "1"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from typing import Any
 
@@ -53,12 +52,3 @@ def sum_alike(row: np.ndarray, times: int) -> np.ndarray:
 
 def plain(env: Any, **changes: Any) -> tw.Group:
     return make(env, replace(OWN, dtype="float32", combine_dtype="float32"), **changes)
-
-
-def emulated(env: Any) -> Any:
-    """Capture and replay of the emulator; None elsewhere."""
-    lib = tw._native.lib
-    if not hasattr(lib, "tokenway_emulated_capture"):
-        return None
-    lib.tokenway_emulated_end_capture.restype = ctypes.c_void_p
-    return lib, ctypes.c_void_p(env.backend.place(env.comm)[1])

@@ -3,7 +3,6 @@ and what one of them does is as if the others were not there."""
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ import harness
 import numpy as np
 import pytest
 from cases import Got, Round, Setup, one, verify
-from grown import emulated
+from emulated_graphs import Graph, emulated_alone
 from harness import PATIENT
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -266,7 +265,7 @@ def test_rows_in_a_view_of_another_group(world) -> None:
 
 def replay(env: Any) -> list[bool]:
     """A pair of the first group, captured, and replayed between calls of the second on the same lane."""
-    lib, stream = emulated(env)
+    graph = Graph(env)
     make_tensor, array = env.backend.tensor, env.backend.array
     given: dict[str, Any] = {"hidden": 24, "dtype": "float32", "timeout": PATIENT, "top_k": 2}
     second = given | {"experts": 3, "hidden": 40, "max_tokens": 9}
@@ -281,13 +280,12 @@ def replay(env: Any) -> list[bool]:
             return first.combine(handle, first.dispatch(handle, x).tokens, out=out)
 
         expected = array(pair()).copy()
-        lib.tokenway_emulated_capture()
-        pair()
-        graph = ctypes.c_void_p(lib.tokenway_emulated_end_capture())
+        with graph.capture():
+            pair()
         good = []
         for _ in range(4):
             out[...] = 0
-            lib.tokenway_emulated_replay(graph, stream)
+            graph.replay()
             good.append(np.array_equal(array(out), expected))
             between = other.route(make_tensor(np.tile(np.array([[0, 2]], np.int32), (9, 1))))
             back = array(other.combine(between, other.dispatch(between, y).tokens))
@@ -295,7 +293,7 @@ def replay(env: Any) -> list[bool]:
         return good
 
 
-@pytest.mark.skipif(not hasattr(tw._native.lib, "tokenway_emulated_capture"), reason="for emulated devices")
+@emulated_alone
 def test_graphs_replay_between_calls_of_another(world, backend) -> None:
     if backend != "emulated":
         pytest.skip("captures have kernels alone, not a carrier's moves")

@@ -3,7 +3,6 @@ the oracle's bits for it, by whatever handle, and ranks that differ in it are to
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -13,13 +12,14 @@ import numpy as np
 import pytest
 import sharing
 from cases import Case, Got, Round, Setup, one, verify
+from emulated_graphs import Graph, emulated_alone
 from harness import PATIENT, caught, said
 from hypothesis import example, given
 from player import Player
 from strategies import SETTINGS
 from strategies import cases as any_case
 from test_exchange import check
-from test_growth import distinct, emulated
+from test_growth import distinct
 from test_properties import PROCESSES, THREADS, judge
 from test_row_types import exchange, named
 
@@ -178,7 +178,7 @@ def test_more_than_a_round_of_tokens(world, made_for, hidden) -> None:
 
 def replay(env: Any, tokens: tuple[int, int]) -> list[bool]:
     """A pair of low latency that was captured, replayed between calls of high throughput by the same handle."""
-    lib, stream = emulated(env)
+    graph = Graph(env)
     array, tensor = env.backend.array, env.backend.tensor
     own = replace(OWN, ranks=2, max_tokens=2 * max(tokens), low_latency_tokens=max(tokens))
     mine = tokens[env.rank]
@@ -193,24 +193,19 @@ def replay(env: Any, tokens: tuple[int, int]) -> list[bool]:
             return group.combine(handle, group.dispatch(handle, x, layout=layout).tokens, out=out)
 
         first = array(pair(low, "rank_major")).copy()
-        lib.tokenway_emulated_capture()
-        pair(low, "rank_major")
-        graph = ctypes.c_void_p(lib.tokenway_emulated_end_capture())
+        with graph.capture():
+            pair(low, "rank_major")
         group.exchange_counts(handle)
         good = []
         for _ in range(3):
-            for out, call in ((high, lambda: pair(high, "flat")), (low, lambda: replay_once(lib, graph, stream))):
+            for out, call in ((high, lambda: pair(high, "flat")), (low, graph.replay)):
                 out[...] = 0
                 call()
                 good.append(np.array_equal(array(out), first))
         return good
 
 
-def replay_once(lib: Any, graph: Any, stream: Any) -> None:
-    lib.tokenway_emulated_replay(graph, stream)
-
-
-@pytest.mark.skipif(not hasattr(tw._native.lib, "tokenway_emulated_capture"), reason="for emulated devices")
+@emulated_alone
 @pytest.mark.parametrize("tokens", [(4, 2), (530, 300)])
 def test_a_graph_keeps_its_mode(world, backend, tokens) -> None:
     if backend != "emulated":

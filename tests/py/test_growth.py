@@ -3,7 +3,6 @@ and after, and what has no room is refused on all ranks, which go on."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,8 @@ import harness
 import numpy as np
 import pytest
 from cases import Got, Round, Setup, one, verify
-from grown import LAYOUTS, MODES, OWN, emulated, make, own_of, works
+from emulated_graphs import Graph, emulated_alone
+from grown import LAYOUTS, MODES, OWN, make, own_of, works
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from player import Player
@@ -240,8 +240,7 @@ def test_calls_and_growth_in_any_order(backend: str, data: Any) -> None:
 
 def replay(env: Any, own: Setup, tokens: tuple[int, int]) -> list[bool]:
     """A pair that was captured before the group grew, replayed after it between new calls."""
-    lib, stream = emulated(env)
-    backend = env.backend
+    graph, backend = Graph(env), env.backend
     x = backend.tensor(
         np.random.default_rng(env.rank).standard_normal((tokens[env.rank], own.hidden)).astype(np.float32)
     )
@@ -259,13 +258,12 @@ def replay(env: Any, own: Setup, tokens: tuple[int, int]) -> list[bool]:
 
         first = backend.array(pair()).copy()
         handle.update(ids)
-        lib.tokenway_emulated_capture()
-        pair()
-        graph = ctypes.c_void_p(lib.tokenway_emulated_end_capture())
+        with graph.capture():
+            pair()
         good = []
         for more in (9, 300, 301):
             out[...] = 0
-            lib.tokenway_emulated_replay(graph, stream)
+            graph.replay()
             good.append(np.array_equal(backend.array(out), first))
             group.reserve(max_tokens=own.max_tokens + more)
             good.append(own.exact or works(env, group, more))
@@ -278,7 +276,7 @@ def distinct(ids: np.ndarray, experts: int) -> np.ndarray:
     return ((start + np.arange(ids.shape[1], dtype=np.int32)) % experts).astype(np.int32)
 
 
-@pytest.mark.skipif(not hasattr(tw._native.lib, "tokenway_emulated_capture"), reason="for emulated devices")
+@emulated_alone
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tokens", [(4, 2), (70, 33), (700, 650)])
 def test_graphs_of_before_replay_right(world, backend, mode, tokens) -> None:

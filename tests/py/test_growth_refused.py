@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulated_graphs import Graph, emulated_alone
 from grown import EXACT, OWN, plain, works
 from harness import HANGS, PATIENT, Workers, caught, said, settle
 
@@ -42,6 +43,30 @@ def test_sizes_that_differ_are_told_and_change_nothing(world) -> None:
         )
         said(heard[3], "twInvalidArgument", r"row_bytes is 'many'" if rank == 1 else r"rank 1: ")
         said(heard[4], "twInvalidArgument", r"max_tokens is 2147483647")
+
+
+def in_a_capture(env: Any) -> Any:
+    """Rank 0 asks while it captures; then the capture ends, and both ask again."""
+    graph = Graph(env)
+    with plain(env) as group:
+        if env.rank == 0:
+            with graph.capture():
+                heard = caught(group.reserve, max_tokens=9)
+        else:
+            heard = caught(group.reserve, max_tokens=9)
+        assert group.max_tokens == 4 and works(env, group, 4)
+        group.reserve(max_tokens=9)
+        assert works(env, group, 9)
+    return heard
+
+
+@emulated_alone
+def test_no_growth_inside_a_capture(world, backend) -> None:
+    if backend != "emulated":
+        pytest.skip("captures have kernels alone, not a carrier's moves")
+    for rank, heard in enumerate(world(2).run(in_a_capture)):
+        whose = "" if rank == 0 else "rank 0: "
+        said(heard, "twInvalidUsage", whose + r"a CUDA graph is captured; Group\.reserve allocates and waits for")
 
 
 def beyond(env: Any) -> list[Any]:

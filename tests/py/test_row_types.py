@@ -11,6 +11,7 @@ import harness
 import numpy as np
 import pytest
 from cases import Got, Round, Setup, one, verify
+from emulated_graphs import Graph, emulated_alone
 from harness import PATIENT, caught, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -282,3 +283,56 @@ def test_leases_are_of_the_groups_own_rows(world, made_for) -> None:
     own = replace(OWN, **EXACT, lease_bytes=1 << 16, ranks=min(3, world.most))
     turns = [(setup, round_) for setup, round_ in rounds(own, lease=True) if round_.layout == "flat"]
     check(world, play_with_leases, own, turns)
+
+
+# ---- captured calls ------------------------------------------------------------------------------
+
+
+def replay(env: Any, mode: str) -> list[bool]:
+    """A graph with pairs of the group's rows and of others by one handle, replayed with other inputs; beside it calls
+    that are not captured."""
+    graph, backend = Graph(env), env.backend
+    rng = np.random.default_rng(env.rank)
+    settings = {"experts": 7, "top_k": 3, "hidden": 24, "max_tokens": 30, "dtype": "float32"}
+    settings |= {"mode": mode, "combine_dtype": "float32", "timeout": PATIENT}
+    if mode == "high_throughput":
+        settings["max_recv_tokens"] = 30 * env.nranks
+    tokens = (30, 17)[env.rank]
+    ids = backend.tensor((rng.integers(0, 7, (tokens, 1)) + np.arange(3)).astype(np.int32) % 7)
+    widths = (24, 33, 7)
+    inputs, outputs = ([backend.tensor(np.zeros((tokens, w), np.float32)) for w in widths] for _ in range(2))
+    with tw.Group(env.comm, dispatch_room=200, combine_room=200, **settings) as group:
+        calls = [group, *(group.rows(tw.RowType(w, "float32", combine_dtype="float32")) for w in widths[1:])]
+        handle = group.route(ids)
+        if mode == "high_throughput":
+            group.exchange_counts(handle)
+
+        def pairs() -> None:
+            for rows, x, out in zip(calls, inputs, outputs, strict=True):
+                received = rows.dispatch(handle, x)
+                rows.combine(handle, received.tokens, out=out)
+
+        pairs()
+        with graph.capture():
+            pairs()
+        good = []
+        for _ in range(3):
+            for x in inputs:
+                x[...] = backend.tensor(rng.integers(-50, 50, tuple(x.shape)).astype(np.float32))
+            pairs()
+            want = [backend.array(out).copy() for out in outputs]
+            for out in outputs:
+                out[...] = 0
+            graph.replay()
+            good += [np.array_equal(backend.array(out), sums) for out, sums in zip(outputs, want, strict=True)]
+            good.append(all(bool((sums != 0).any()) for sums in want))
+        return good
+
+
+@emulated_alone
+@pytest.mark.parametrize("mode", LAYOUTS)
+def test_graphs_hold_calls_of_several_types(world, backend, mode) -> None:
+    if backend != "emulated":
+        pytest.skip("captures have kernels alone, not a carrier's moves")
+    for good in world(2).run(replay, mode):
+        assert all(good), good
