@@ -172,7 +172,7 @@ typedef struct {
 #define TW_COMBINE_INPUT_INIT \
   {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL, twDtypeNone, 0, 0}
 
-// Where twCombine writes: memory of the caller.
+// Where twCombine writes: memory of the caller, which received rows in the window are not (leases are).
 typedef struct {
   size_t size;
   twTensor_t tokens;  // [T, H], given by the caller; twFloat32, twBfloat16 or twFloat16. May overlap the input's rows:

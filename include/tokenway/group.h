@@ -70,7 +70,7 @@ typedef struct twGroupConfig {
   uint64_t combine_room;   // of a combined row
   // High throughput (and twAutomatic): for how many tokens of a rank the window has room for the partials that return
   // to it, from B / 16 to B. A combine takes a part for each so many tokens of its dispatch's bound, one after the
-  // other. A part more is a step more, two where the handle holds a lane. 0: B, or, where that saves 512 MiB of a
+  // other. A part more is two steps more. 0: B, or, where that saves 512 MiB of a
   // window, as many as make the partials no larger than the rows that come, in 4 parts at most. Over staged transport
   // between devices it is always B, as partials have no places of their own there.
   int32_t inbox_tokens;
@@ -163,7 +163,8 @@ TW_API twResult_t twGroupCreate(twGroup_t* group, twComm_t comm, const twGroupCo
 // (twWindowKeep). Errors: twInvalidUsage while another thread is in a call of the group (twGroupAbort ends one that
 // waits); twCallMismatch, at once, where another rank creates a group or destroys another one instead. Then the group
 // is freed all the same, and its peers need not wait for this rank when they destroy it. While peers shrink the group
-// they go on without this rank, which is no error here.
+// they go on without this rank, which is no error here. A group in another's window first waits, up to its timeout, for
+// the peers to send what it has pending; meanwhile twGroupAbort of another group of that window ends the wait.
 TW_API twResult_t twGroupDestroy(twGroup_t group);
 
 // Grows a group: afterwards calls may have up to reserve->max_tokens tokens and rows up to its rooms. What is no more

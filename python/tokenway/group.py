@@ -69,9 +69,9 @@ class Group(Calls, _native.Shared):
     dispatch_room, combine_room: bytes that the window has room for in a dispatched row, payloads and all, and in a
     combined one, so that `rows` may be of other types (default: as many as the rows above have;
     `RowType.dispatch_bytes`, `combine_bytes` tell what a type takes). inbox_tokens, not in low latency: tokens of a
-    rank for which the window has room for what returns, 1..B. A combine takes a part for each so many tokens, which
-    costs some microseconds more, and its output may not overlap its rows. Default: B, or fewer where that would be
-    larger than the rows that come, and 512 MiB are saved.
+    rank for which the window has room for what returns, from B / 16 to B. A combine takes a part for each so many
+    tokens, which costs some microseconds more, and its output may not overlap its rows. Default: B, or fewer where
+    that would be larger than the rows that come, and 512 MiB are saved.
 
     arena: a group of the comm whose window this one uses too, instead of one of its own, so that layers of unlike
     shapes pay for the largest. They have lanes in common: a view lasts until the next step of any of them on its lane,

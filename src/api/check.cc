@@ -380,6 +380,14 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
   return check_apart(written, read);
 }
 
+// Whether memory belongs to a channel of the window, now or before a growth. Leases do not: they are the caller's.
+static bool in_banks(twGroup& group, const void* data) {
+  if (!group.backend->in_window(data)) return false;
+  const uint64_t offset = static_cast<uint64_t>(static_cast<const std::byte*>(data) - group.backend->window());
+  const auto has = [&](const WindowMap& map) { return map.in_channels(offset); };
+  return has(group.context.map) || std::any_of(group.context.former.begin(), group.context.former.end(), has);
+}
+
 Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& input, const twCombineOutput_t& output,
                      CombineCall* call) {
   TW_RETURN_IF_FAILED(check_combine_rows(group, input, &call->sent));
@@ -429,11 +437,17 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   // no peer can overwrite them once this rank has published (S3); and no sum can overwrite them before they are read.
   const int64_t rows_bytes = elements * dtype_bytes(input.rows.dtype);
   call->in_window = group.backend->in_window(input.rows.data);
-  call->apart = !call->in_window && disjoint(extent(call->rows, lead, rows_bytes),
-                                             {call->out, call->out + handle.routing.tokens * call->out_stride});
+  const bool overlap = !disjoint(extent(call->rows, lead, rows_bytes),
+                                 {call->out, call->out + handle.routing.tokens * call->out_stride});
+  call->apart = !call->in_window && !overlap;
+  if (in_banks(group, call->out)) {
+    return fail(twInvalidArgument,
+                "{} lies among the received rows of the window, where peers write; give other memory",
+                Argument("output.tokens"));
+  }
   const Shape& shape = call->sent.map.shape();
   call->parts = shape.parts(call->bound);
-  if (call->parts > 1 && !call->apart && !call->in_window) {
+  if (call->parts > 1 && overlap) {
     return fail(twInvalidArgument,
                 "{} overlaps {}, which later parts of this combine still read; it must be apart where the bound of the "
                 "dispatch, {}, is more than the inbox has room for, {} tokens",

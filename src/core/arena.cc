@@ -38,22 +38,27 @@ Status too_little(const char* what, uint64_t needed, uint64_t there) {
 // Finds the first gap of so many bytes between the load statistics of the groups that live.
 Status place_loads(const Arena& arena, GroupConfig* config) {
   const uint64_t bytes = WindowMap::loads_bytes(config->shape());
-  std::vector<std::pair<uint64_t, uint64_t>> taken;
-  uint64_t all = 0;
+  std::vector<std::pair<uint64_t, uint64_t>> taken{{arena.room.loads, 0}};
   for (const twGroup* group : arena.groups) {
-    taken.emplace_back(group->config.loads, WindowMap::loads_bytes(group->shape()));
-    all += taken.back().second;
+    if (const uint64_t size = WindowMap::loads_bytes(group->shape())) taken.emplace_back(group->config.loads, size);
   }
   std::sort(taken.begin(), taken.end());
   uint64_t at = 0;
+  uint64_t widest = 0;
   for (const auto& [begin, size] : taken) {
-    if (size == 0) continue;
-    if (begin - at >= bytes) break;
+    const uint64_t gap = begin - std::min(begin, at);
+    if (gap >= bytes) {
+      config->loads = at;
+      return {};
+    }
+    widest = std::max(widest, gap);
     at = begin + size;
   }
-  config->loads = at;
-  if (at + bytes <= arena.room.loads) return {};
-  return too_little("for load statistics", bytes, arena.room.loads - std::min(all, arena.room.loads));
+  return fail(
+      twOutOfMemory,
+      "this group needs {} bytes for load statistics on each lane, and the window of {} has {} in one piece: {} "
+      "bytes are missing; name this configuration in {} of the group that makes the window",
+      bytes, Argument("config.arena"), widest, bytes - widest, Argument("config.room_for"));
 }
 
 }  // namespace
@@ -101,7 +106,7 @@ void end_pending(twGroup& group, twHandle& handle) {
   } else if (handle.pending == Pending::kCombine) {
     sent.phase = twPhaseCombine;
     sent.combining = &handle;
-    sent.skips = handle.combine.skips;
+    sent.skips = handle.combine.part > 0;
     sent.stream = handle.combine.stream;
     end_step(group, handle.combine.at, sent);
   } else if (handle.pending == Pending::kCounts) {

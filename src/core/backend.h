@@ -207,8 +207,8 @@ struct CombineCall {
   int32_t sm_limit = 0;  // as in DispatchCall
   int32_t bound = 0;     // bound of the dispatch that it answers
   int32_t parts = 1;     // how many parts it has
-  int32_t part = 0;      // which one this is: Shape::part_tokens() tokens, from part * part_tokens() on
-  bool skips = false;    // a part after the first, behind a step that is left out so that it has the same bank
+  int32_t part = 0;      // which one this is: Shape::part_tokens() tokens, from part * part_tokens() on. Behind
+                         // the first each has a step that is left out before it, so that all have the same bank
   twLayout_t layout = twRankMajor;
   bool weighted = false;
   bool in_window = false;  // the rows lie in this rank's window

@@ -23,21 +23,17 @@ Status end_combine(twGroup& group, twHandle& handle, const StepEnd& end) {
   return conclude(group, twPhaseCombine, call.at, static_cast<uint32_t>(call.bound), end);
 }
 
-// Ends a part of a combine, and finds the place of the next. The rows may lie in the bank that the dispatch brought
-// them to, at any rank, so all parts use the other one, and a step is left out between two parts: a rank that has seen
-// it end knows that all have read that bank (S2). Where the handle has given its lane back no rows lie in a bank.
+// Ends a part of a combine, and finds the place of the next. The rows may be a view in the bank that a dispatch brought
+// them to, at any rank, also where the handle has released its lane. So all parts use the other bank, and a step is
+// left out between two parts: a rank that has seen it end knows that all have read that bank (S2).
 StepEnd pass_part(twGroup& group, twHandle& handle) {
   CombineCall& call = handle.combine;
   StepEnd end = group.backend->finish_combine(call, deadline_of(group), handle);
   if (end.code != twSuccess) return end;
   ++call.part;
-  call.skips = !handle.channel_for_this_step;
-  if (call.skips) {
-    call.at = group.channels.begin(call.at.channel);
-    end = group.backend->skip(call, deadline_of(group), handle);
-    if (end.code != twSuccess) return end;
-  }
   call.at = group.channels.begin(call.at.channel);
+  end = group.backend->skip(call, deadline_of(group), handle);
+  if (end.code == twSuccess) call.at = group.channels.begin(call.at.channel);
   return end;
 }
 

@@ -303,8 +303,10 @@ Status make_room_for(const twGroupConfig_t& given, const GroupConfig& own, const
   uint64_t loads = WindowMap::loads_bytes(own.shape());
   for (int32_t i = 0; i < given.num_room_for; ++i) {
     GroupConfig other;
-    const Status checked =
-        check_config(*given.room_for[i], own.shape().ranks, own.on_device, environment, &other, staged);
+    twGroupConfig_t alike = *given.room_for[i];
+    alike.lanes = own.shape().channels;  // how large an inbox is by default follows from them
+    alike.lease_bytes = 0;
+    const Status checked = check_config(alike, own.shape().ranks, own.on_device, environment, &other, staged);
     if (!checked.ok()) return fail(checked.code, "{}: {}", Argument("config.room_for[]", i), checked.sentence);
     least->bank = std::max(least->bank, other.room.bank);
     least->chunk_signals = std::max(least->chunk_signals, other.room.chunk_signals);

@@ -301,12 +301,14 @@ Status destroy_group(std::unique_ptr<twGroup> group) {
   };
   poll_device(*group);
   if (group->shares() && !group->is_sticky()) end_steps(*group);
+  const bool stopped = was_interrupted();  // in the wait for what was pending
+  if (stopped) abort_group(*group);
   const auto finished = [&] { return group->is_sticky() || group->backend->find_abort().kind != 0; };
   Opening opening(*comm->bootstrap, {Call::kDestroy, group->number});
   if (finished()) {
     opening.give(group->members, tags);  // to peers that make another call at this occasion
     close_quietly(*group);
-    return {};
+    return stopped ? interrupted() : Status{};
   }
   // The wait is bounded: a peer that never comes must not hold up an orderly exit for the whole timeout.
   const auto bound =

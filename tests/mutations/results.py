@@ -21,7 +21,14 @@ RESULTS = (
         "S2",
         "combine_parts_test",
         "CombineParts.TheViewOutlivesAllParts",
-        (Edit(COMBINING, "  if (call.skips) {", "  if (false) {"),),
+        (
+            Edit(
+                COMBINING,
+                "  call.at = group.channels.begin(call.at.channel);\n"
+                "  end = group.backend->skip(call, deadline_of(group), handle);\n",
+                "",
+            ),
+        ),
     ),
     Mutation(
         "the second part of a combine is that of the first",

@@ -56,7 +56,8 @@ def works_like(env: Any, group: tw.Group, tokens: int) -> bool:
 def test_what_does_not_fit_is_told_in_bytes(world, made_for) -> None:
     if "loads" in made_for.lacks or "leases" in made_for.lacks:
         pytest.skip("there are no load statistics or leases here")
-    missing = r"this group needs \d+ bytes {} on each lane, and the window of arena has \d+: [1-9]\d* bytes are missing"
+    missing = r"this group needs \d+ bytes {} on each lane, and the window of arena has \d+( in one piece)?: "
+    missing += r"[1-9]\d* bytes are missing"
     for heard in world(min(3, world.most)).run(too_large):
         said(heard[0], "twOutOfMemory", missing.format("for a bank of rows") + r".* in room_for of .*Group.reserve")
         said(heard[1], "twOutOfMemory", missing.format("for a bank of rows"))

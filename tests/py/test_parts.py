@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import Case, Round, Setup
+from cases import Case, Round, Setup, one
 from harness import PATIENT
 from test_exchange import check
 
@@ -69,6 +69,14 @@ def test_rows_where_they_came(world: Any, layout: str) -> None:
     setup = setup_of(world, hidden=33)
     base = Round((40, 17, 31)[: setup.ranks], layout=layout, identity=True, rows="float32")
     check(world, flights(setup, base, replace(base, seed=3, routing="one"), slow=0))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_view_whose_lane_is_released(world: Any, layout: str) -> None:
+    """The combine takes the same lane again, and must leave the view's bank alone too."""
+    setup = setup_of(world, hidden=512, lanes=1)
+    base = Round((40, 40, 31)[: setup.ranks], layout=layout, identity=True, rows="float32", release=True)
+    check(world, one(setup, base, replace(base, seed=3), replace(base, seed=4, routing="holes")))
 
 
 def test_rows_that_were_dropped(world: Any) -> None:
@@ -148,6 +156,29 @@ def test_output_over_rows(world: Any, made_for: Any) -> None:
         for sentence, bound in ((every, 40), (ten, 10)):
             assert sentence.startswith("out overlaps rows, which later parts of this combine still read")
             assert f"the bound of the dispatch, {bound}, is more than the inbox has room for, 9 tokens" in sentence
+
+
+def over_the_view(env: Any, setup: Setup, bound: int) -> tuple[str, bool]:
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
+        tensor, array = env.backend.tensor, env.backend.array
+        ids = tensor(np.arange(15, dtype=np.int32).reshape(5, 3) % 7)
+        handle = group.exchange_counts(group.route(ids))
+        received = group.dispatch(handle, tensor(np.ones((5, setup.hidden), np.float32)), bound=bound)
+        said = ""
+        try:
+            group.combine(handle, received.tokens, out=received.tokens[:5])
+        except tw.InvalidArgument as error:
+            said = str(error)
+        back = array(group.combine(handle, tensor(array(received.tokens))))
+        return said, bool((back >= 1.0).all())
+
+
+@pytest.mark.parametrize("bound", [5, 40])
+def test_no_output_among_received_rows(world: Any, bound: int) -> None:
+    """In one part or in several: the next steps of peers write there."""
+    setup = setup_of(world)
+    for sentence, right in world(setup.ranks).run(over_the_view, setup, bound):
+        assert sentence.startswith("out lies among the received rows of the window, where peers write") and right
 
 
 def unlike_bounds(env: Any, setup: Setup) -> list[str]:

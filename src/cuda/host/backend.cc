@@ -236,7 +236,7 @@ Status NvlinkBackend::part_of(const CombineCall& call, const HandleArrays& handl
     TW_RETURN_IF_FAILED(launched("the parts of a combine", launch_parts(parts, call.stream)));
   }
   const int32_t begin = call.part * shape.part_tokens();
-  p.part = {counts, call.part, begin, std::min(begin, tokens), tokens, call.skips ? 1 : 0};
+  p.part = {counts, call.part, begin, std::min(begin, tokens), tokens, call.part > 0 ? 1 : 0};
   p.handle.fan += p.part.first_token;
   p.handle.destinations += static_cast<int64_t>(p.part.first_token) * shape.fan_out();
   return {};

@@ -48,6 +48,9 @@ __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
   if (p.skips) ++step.number;
   // A combine of a dispatch that failed is no step: the peers skip it too.
   if (is_sticky(p.group) || (p.status != nullptr && *p.status != twSuccess)) return;
+  // A part behind one that failed was not sent, by any rank (combine/end.cuh, can_combine).
+  const ChannelState& channel = p.group.channels[p.channel];
+  if (p.skips && channel.failed == channel.step) return;
   __syncthreads();
   if (p.bank >= 0 && static_cast<int>(step.number & 1) != p.bank) {
     publish_empty(p.group, step, Mode::kSkip);
