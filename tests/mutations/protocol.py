@@ -196,7 +196,7 @@ PROTOCOL = (
         "S3",
         "channels_test",
         "Channels.FastPeerOverwritesTheView",
-        (Edit(CHECK, "call->apart = !call->in_window && disjoint(", "call->apart = disjoint("),),
+        (Edit(CHECK, "call->apart = !call->in_window && !overlap;", "call->apart = !overlap;"),),
     ),
     Mutation(
         "dispatch publishes before the rows",
@@ -347,7 +347,7 @@ PROTOCOL = (
         "LeftWaiting.ForOneThatDestroysABrokenGroup",
         (
             Edit(GROUP, "    opening.give(group->members, tags);  // to peers", "    // to peers"),
-            Edit(GROUP, "    close_quietly(*group);\n    return {};\n", "    return {};\n"),
+            Edit(GROUP, "    close_quietly(*group);\n    return stopped ?", "    return stopped ?"),
         ),
     ),
     Mutation(
