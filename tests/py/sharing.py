@@ -85,8 +85,13 @@ def at_once(env: Any, groups: Sequence[tw.Group], setups: Sequence[Setup], turns
     for which, round_ in turns:
         player = Player(env, groups[which], one(setups[which], round_))
         work.append((player, round_, player.handle(round_)))
+    return together(env, work)
+
+
+def together(env: Any, work: Sequence[tuple[Player, Round, tw.Handle]]) -> list[Got]:
+    """Dispatches all, and finishes them in another order on every rank; then combines them likewise."""
     sent = [player.dispatch(round_, handle, player.payloads(round_), True) for player, round_, handle in work]
-    order = np.random.default_rng(env.rank).permutation(len(turns))
+    order = np.random.default_rng(env.rank).permutation(len(work))
     received = {i: sent[i].result() for i in order}
     got = [player.snapshot(round_, received[i]) for i, (player, round_, _) in enumerate(work)]
     back = [

@@ -16,6 +16,7 @@ from harness import PATIENT, caught, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from player import Player
+from sharing import together
 from strategies import EXAMPLES, SETTINGS
 
 import tokenway as tw
@@ -87,17 +88,7 @@ def play_at_once(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -> list
     with make(env, own, [setup for setup, _ in turns], lanes=len(turns)) as group:
         players = [Player(env, group, one(setup, round_), group.rows(named(setup))) for setup, round_ in turns]
         work = [(player, round_, player.handle(round_)) for player, (_, round_) in zip(players, turns, strict=True)]
-        sent = [player.dispatch(round_, handle, player.payloads(round_), True) for player, round_, handle in work]
-        order = np.random.default_rng(env.rank).permutation(len(turns))
-        received = {i: sent[i].result() for i in order}
-        got = [player.snapshot(round_, received[i]) for i, (player, round_, _) in enumerate(work)]
-        back = [
-            player.combine(round_, handle, player.rows(round_, received[i], got[i]), True)
-            for i, (player, round_, handle) in enumerate(work)
-        ]
-        for i in order[::-1]:
-            got[i].out = work[i][0].array(back[i].result())
-        return got
+        return together(env, work)
 
 
 def check(world: Any, play: Any, own: Setup, turns: list[tuple[Setup, Round]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,7 @@ from tokenway.bench.progress import Progress
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
 from tokenway.bench.verify import same_bits
-from tokenway.bench.watch import SILENT, Watch
-from tokenway.comm import Comm, connect
+from tokenway.comm import Comm
 from tokenway.group import Group
 
 TIMEOUT = 60.0  # of groups, seconds
@@ -52,14 +52,8 @@ def measure(settings: Settings) -> Results:
 
 def measure_rank(settings: Settings) -> Results:
     """The same as one of the ranks. Collective."""
-    with ExitStack() as stack:
-        control = Control(stack.enter_context(connect()))
-        stack.callback(control.close)
-        watch = SILENT if settings.nvlink is None else stack.enter_context(Watch(control))
-        progress = Progress(len(rows_of(settings)), control.rank == 0, watch)
-        stack.callback(progress.close)
-        place = _on_host if settings.nvlink is None else _on_gpus
-        return runner.measured(lambda: place(settings, control, progress, stack), control, progress, stack)
+    place = _on_host if settings.nvlink is None else _on_gpus
+    return runner.as_rank(settings, len(rows_of(settings)), partial(place, settings))
 
 
 def _on_host(settings: Settings, control: Control, progress: Progress, stack: ExitStack) -> dict[str, Any]:

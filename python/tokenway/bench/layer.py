@@ -21,8 +21,7 @@ from tokenway.bench.graphs import Graphs, Loop, Replay
 from tokenway.bench.progress import Progress
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
-from tokenway.bench.watch import Watch
-from tokenway.comm import Comm, connect
+from tokenway.comm import Comm
 
 LIMIT = 570.0  # of a run by the own launcher
 COUNT = 4  # layers in a graph, and in a loop without
@@ -36,28 +35,23 @@ def measure(settings: Settings) -> Results:
 
 def measure_rank(settings: Settings) -> Results:
     """The same as one of the ranks. Collective."""
-    with ExitStack() as stack:
-        control = Control(stack.enter_context(connect()))
-        stack.callback(control.close)
-        progress = Progress(len(settings.cases()), control.rank == 0, stack.enter_context(Watch(control)))
-        stack.callback(progress.close)
 
-        def rows() -> dict[str, Any]:
-            import torch
+    def rows(control: Control, progress: Progress, stack: ExitStack) -> dict[str, Any]:
+        import torch
 
-            progress.doing("connecting")
-            comm = stack.enter_context(connect_gpu(settings, control))
-            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(comm.device)))
-            stack.callback(gloo.Process(control, "nccl").close)
-            measured = []
-            for case in settings.cases():
-                progress.doing(case.name)
-                measured.append(_row(settings, case, comm, control, progress))
-                progress.done()
-            more = gpu_machine.results(settings.ranks) if control.rank == 0 else {}
-            return {"layers": measured, "backend": "nvlink", **more}
+        progress.doing("connecting")
+        comm = stack.enter_context(connect_gpu(settings, control))
+        stack.enter_context(torch.cuda.stream(torch.cuda.Stream(comm.device)))
+        stack.callback(gloo.Process(control, "nccl").close)
+        measured = []
+        for case in settings.cases():
+            progress.doing(case.name)
+            measured.append(_row(settings, case, comm, control, progress))
+            progress.done()
+        more = gpu_machine.results(settings.ranks) if control.rank == 0 else {}
+        return {"layers": measured, "backend": "nvlink", **more}
 
-        return runner.measured(rows, control, progress, stack)
+    return runner.as_rank(settings, len(settings.cases()), rows)
 
 
 def _row(settings: Settings, case: Case, comm: Comm, control: Control, progress: Progress) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,7 @@ from tokenway.bench.gpu_rank import connect_gpu
 from tokenway.bench.progress import Progress
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
-from tokenway.bench.watch import SILENT, Watch
-from tokenway.comm import Comm, connect
+from tokenway.comm import Comm
 from tokenway.group import Group
 
 TIMEOUT = 60.0  # of groups, seconds
@@ -37,14 +37,8 @@ def measure(settings: Settings) -> Results:
 
 def measure_rank(settings: Settings) -> Results:
     """The same as one of the ranks. Collective."""
-    with ExitStack() as stack:
-        control = Control(stack.enter_context(connect()))
-        stack.callback(control.close)
-        watch = SILENT if settings.nvlink is None else stack.enter_context(Watch(control))
-        progress = Progress(len(settings.cases()), control.rank == 0, watch)
-        stack.callback(progress.close)
-        place = _on_host if settings.nvlink is None else _on_gpus
-        return runner.measured(lambda: place(settings, control, progress, stack), control, progress, stack)
+    place = _on_host if settings.nvlink is None else _on_gpus
+    return runner.as_rank(settings, len(settings.cases()), partial(place, settings))
 
 
 def _on_host(settings: Settings, control: Control, progress: Progress, stack: ExitStack) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from tokenway.bench.overhead import ops_path
 from tokenway.bench.progress import Progress
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
-from tokenway.bench.watch import Watch
-from tokenway.comm import Comm, connect, local_comms
+from tokenway.comm import Comm, local_comms
 from tokenway.group import Group
 
 TIMEOUT = 20.0  # of groups, seconds: a benchmark that is stuck ends
@@ -42,22 +41,17 @@ def measure(settings: Settings) -> Results:
 
 def measure_rank(settings: Settings) -> Results:
     """The same as one of the ranks, each with a GPU and a process to itself. Collective."""
-    with ExitStack() as stack:
-        control = Control(stack.enter_context(connect()))
-        stack.callback(control.close)
-        progress = Progress(len(settings.cases()), control.rank == 0, stack.enter_context(Watch(control)))
-        stack.callback(progress.close)
 
-        def rows() -> dict[str, Any]:
-            progress.doing("the floor")
-            document = _floor(settings) if control.rank == 0 else {}
-            control.allgather(None)  # nobody has touched a GPU before
-            progress.doing("connecting")
-            comm = stack.enter_context(connect_gpu(settings, control))
-            results = _rank(settings, control, comm, document, progress)
-            return results | gpu_machine.results(settings.ranks) if control.rank == 0 else {}
+    def rows(control: Control, progress: Progress, stack: ExitStack) -> dict[str, Any]:
+        progress.doing("the floor")
+        document = _floor(settings) if control.rank == 0 else {}
+        control.allgather(None)  # nobody has touched a GPU before
+        progress.doing("connecting")
+        comm = stack.enter_context(connect_gpu(settings, control))
+        results = _rank(settings, control, comm, document, progress)
+        return results | gpu_machine.results(settings.ranks) if control.rank == 0 else {}
 
-        return runner.measured(rows, control, progress, stack)
+    return runner.as_rank(settings, len(settings.cases()), rows)
 
 
 def measure_threads(settings: Settings) -> Results:

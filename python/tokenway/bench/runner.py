@@ -13,7 +13,8 @@ from tokenway.bench.case import Case, short_routing
 from tokenway.bench.control import Control
 from tokenway.bench.progress import Progress
 from tokenway.bench.settings import Settings
-from tokenway.comm import Comm
+from tokenway.bench.watch import SILENT, Watch
+from tokenway.comm import Comm, connect
 from tokenway.group import Group
 from tokenway.launch import Outcome, Ranks
 
@@ -44,6 +45,17 @@ def _why(outcome: Outcome) -> str:
     if outcome.error:
         return outcome.error.strip().splitlines()[-1]
     return f"ended with exit code {outcome.exitcode}"
+
+
+def as_rank(settings: Settings, count: int, rows: Callable[[Control, Progress, ExitStack], dict[str, Any]]) -> Results:
+    """What `rows(control, progress, stack)` measures as one of the ranks. count: of rows to be shown. Collective."""
+    with ExitStack() as stack:
+        control = Control(stack.enter_context(connect()))
+        stack.callback(control.close)
+        watch = SILENT if settings.nvlink is None else stack.enter_context(Watch(control))
+        progress = Progress(count, control.rank == 0, watch)
+        stack.callback(progress.close)
+        return measured(lambda: rows(control, progress, stack), control, progress, stack)
 
 
 def measured(measure: Callable[[], dict[str, Any]], control: Control, progress: Progress, stack: ExitStack) -> Results:
