@@ -32,6 +32,7 @@ INT32 = (0, 1, -1, 2, 3, 7, 8, 9, 15, 16, 64, 65, 1000, 2**31 - 1, -(2**31), 2**
 BAD_POINTERS = (0, 1, 8, 64, 0xDEADBEEF, 2**64 - 64)
 ROOM = 1 << 17  # bytes behind every struct
 CANARY = 0xCD
+MOST_ROOM_FOR = 64  # configurations that `twGroupConfig_t.room_for` names; more are refused unread
 
 SETUP = cases.Setup(ranks=1, experts=6, hidden=4, lanes=3, payloads=((3, "uint8"),))
 CONFIG = cases.Setup(ranks=1).settings()
@@ -99,7 +100,7 @@ class Torment:
         self.stale: list[int] = [1, 8]
         self.results: collections.Counter[str] = collections.Counter()
         self.keep: list[Any] = []
-        self.buffers: collections.deque[Any] = collections.deque(maxlen=8)  # those of the last calls
+        self.buffers: collections.deque[Any] = collections.deque(maxlen=32)  # those of the last calls
 
     # ---- what every call must do -----------------------------------------------------------------
 
@@ -136,6 +137,8 @@ class Torment:
                 text = ctypes.create_string_buffer(rng.choice((b"", b"x" * 300, b"/nowhere/at/all", b"ok")))
                 self.keep.append(text)
                 return rng.choice((0, ctypes.addressof(text)))
+            if last == "room_for":
+                return rng.choice((0, self.others()))
             if last == "devices":
                 return rng.choice((0, self.memory.numbers.ctypes.data))
             if last == "allgather":
@@ -309,6 +312,17 @@ class Torment:
         if seen.num_layers * (seen.num_slots or most) > most:
             seen.slot_expert = seen.slot_shares = None
         return at
+
+    def others(self) -> int:
+        """As many pointers to configurations as the library reads at most."""
+        array = (ctypes.c_void_p * MOST_ROOM_FOR)()
+        config, keep = make_config(Settings(**CONFIG))
+        one = self.struct(_header.GroupConfig, config, self.rng.choice((0, 0, 1, 2)))
+        self.keep += [array, keep, one[0]]
+        rubbish = self.rng.random() < 0.5
+        for i in range(MOST_ROOM_FOR):
+            array[i] = 0 if rubbish and self.rng.random() < 0.5 else one[1]
+        return ctypes.addressof(array)
 
     def config(self) -> tuple[Any, int]:
         config, keep = make_config(Settings(**CONFIG))
