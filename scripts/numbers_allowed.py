@@ -86,7 +86,7 @@ ALLOWED: dict[str, dict[int, str]] = {
     },
     "transport/window.cc": {30: "a power of two: a GiB"},
     "view/staged.cu": {256: "threads of a block that copies"},
-    "view/by_expert.cu": {64: "rows whose experts a block finds at a time", 4096: "experts that are counted at a time"},
+    "view/counting.cuh": {64: "rows whose experts a block finds at a time", 4096: "experts that are counted at a time"},
     "view/by_expert.cuh": {4096: "experts in shared memory"},
     "view/view.cuh": {512: "threads of a block that copies"},
 }

@@ -169,9 +169,9 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   return receive ? run_views(call, budget, handle) : Status{};
 }
 
-ViewParams NvlinkBackend::view_params(const HandleArrays& handle, const WindowMap& map, int32_t channel,
-                                      int32_t bound) const {
-  ViewParams p{};
+ArrivedParams NvlinkBackend::arrived_params(const HandleArrays& handle, const WindowMap& map, int32_t channel,
+                                            int32_t bound) const {
+  ArrivedParams p{};
   p.group = view_;
   p.group.map = map;
   p.handle = view_of(handle, map.shape());
@@ -193,7 +193,7 @@ Status NvlinkBackend::run_view(const char* what, LaunchView* launch, const Budge
 Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, HandleArrays& handle) {
   const DispatchTargets& targets = call.targets;
   handle.device.placed = layout_of(targets.layout).by_expert;
-  ViewParams p = view_params(handle, call.rows.map, call.at.channel, call.bound);
+  ViewParams p{arrived_params(handle, call.rows.map, call.at.channel, call.bound)};
   bool any = handle.device.placed;
   std::byte* receive_offset[kMaxPayloads] = {};
   fill_receive_offsets(call, receive_offset);
@@ -220,7 +220,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, 
 
 // Finds where rows stand by expert, for a combine by expert after a dispatch that was shown otherwise.
 Status NvlinkBackend::run_places(const CombineCall& call, const Budget& budget, HandleArrays& handle) {
-  ViewParams p = view_params(handle, call.sent.map, call.at.channel, call.bound);
+  ViewParams p{arrived_params(handle, call.sent.map, call.at.channel, call.bound)};
   p.shown.counts = handle.experts.counts;
   return run_view("places by expert", launch_expert_view, budget, p, call.stream);
 }

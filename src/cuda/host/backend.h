@@ -195,7 +195,7 @@ class NvlinkBackend : public Backend {
   int bank_of(StepPlace at) const { return staged_ != nullptr ? at.bank() : -1; }
   Status run_views(const DispatchCall& call, const Budget& budget, HandleArrays& handle);
   Status run_places(const CombineCall& call, const Budget& budget, HandleArrays& handle);
-  ViewParams view_params(const HandleArrays& handle, const WindowMap& map, int32_t channel, int32_t bound) const;
+  ArrivedParams arrived_params(const HandleArrays& handle, const WindowMap& map, int32_t channel, int32_t bound) const;
   using LaunchView = int(const ViewParams& params, int grid, bool early, void* stream);
   Status run_view(const char* what, LaunchView* launch, const Budget& budget, const ViewParams& params, void* stream);
   // Gives the blocks of a kernel that copies rows and waits for nobody.

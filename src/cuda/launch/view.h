@@ -15,15 +15,19 @@
 
 namespace tw::cuda {
 
-// One copy as its kernel sees it: into rank_major outputs that the caller gave, or into expert_major or grouped ones.
-struct ViewParams {
+// The rows that a dispatch has brought, as the kernels behind it see them.
+struct ArrivedParams {
   GroupView group;
   HandleView handle;
   int32_t channel;
   int32_t bound;
-  Divider ids;                        // divides by the ids of a row
-  Divider pairs;                      // divides by half of that, the pairs of ids
-  Divider slots;                      // divides by the slots of a source
+  Divider ids;    // divides by the ids of a row
+  Divider pairs;  // divides by half of that, the pairs of ids
+  Divider slots;  // divides by the slots of a source
+};
+
+// One copy as its kernel sees it: into rank_major outputs that the caller gave, or into expert_major or grouped ones.
+struct ViewParams : ArrivedParams {
   std::byte* payloads[kMaxPayloads];  // NULL: not wanted
   // Where each payload's rows begin, by bank. The host works it out, as kernels take some ten cycles for each
   // instruction that they meet for the first time.

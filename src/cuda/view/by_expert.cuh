@@ -11,7 +11,7 @@
 namespace tw::cuda {
 
 // Gives the ids of a row. `row`: place_of.
-__device__ inline const int32_t* ids_of(const ViewParams& p, int64_t row) {
+__device__ inline const int32_t* ids_of(const ArrivedParams& p, int64_t row) {
   return kept_ids(p.handle, p.group.map.shape().top_k, row);
 }
 
@@ -19,7 +19,7 @@ __device__ inline const int32_t* ids_of(const ViewParams& p, int64_t row) {
 // expert's number on this rank, -1 if it is another rank's or none.
 constexpr int kTabled = 4096;
 __host__ __device__ constexpr bool is_tabled(const Shape& shape) { return shape.experts <= kTabled; }
-__device__ inline int local_expert(const ViewParams& p, const uint32_t* table, int32_t id) {
+__device__ inline int local_expert(const ArrivedParams& p, const uint32_t* table, int32_t id) {
   const auto experts = static_cast<uint32_t>(p.group.map.shape().experts);
   uint32_t expert = kNoExpert;
   if (is_tabled(p.group.map.shape())) {

@@ -17,7 +17,8 @@ constexpr int kViewThreads = 512;
 constexpr int kViewWarps = kViewThreads / 32;
 
 // Does what comes before the dispatch has ended.
-__device__ inline void begin_view(const ViewParams& p) {
+template <class Params>
+__device__ inline void begin_view(const Params& p) {
   let_next_begin();
   warm(p);
 }
@@ -33,7 +34,7 @@ struct Arrived {
 
 // Fills them in. All threads call it, but one warp works, as one thread would wait for the memory once for each rank of
 // a large group.
-__device__ inline void begin_rows(const ViewParams& p, const Arrived& rows) {
+__device__ inline void begin_rows(const ArrivedParams& p, const Arrived& rows) {
   const Shape& shape = p.group.map.shape();
   if (threadIdx.x < 32) {
     int before = 0;
