@@ -27,13 +27,26 @@ FEW = replace(BASE, tokens=(3, 1), bound=4, routing="holes", seed=700)
 HIGH = (replace(BASE, layout="flat", seed=900), replace(BASE, layout="grouped", seed=901))
 
 
+# Rows of other types than the group's own: larger elements, and a width that is no multiple of anything.
+TYPES = (
+    {"hidden": 33, "dtype": "float32", "payloads": ((5, "int16"),), "combine_dtype": "float32"},
+    {"hidden": 70, "dtype": "float8_e4m3fn", "payloads": ((1, "float32"),), "combine_hidden": 9},
+)
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What a graph holds: rounds, one after the other or all under way at once; the last may stay a dispatch."""
+    """What a graph holds: rounds, one after the other or all under way at once; the last may stay a dispatch. types:
+    changes of the group's setup for the rows of each round; {} for its own."""
 
     rounds: tuple[Round, ...]
     together: bool = False
     odd: bool = False
+    types: tuple[dict[str, Any], ...] = ({},)
+
+    def setups(self, setup: Setup) -> list[Setup]:
+        """Of its rounds, in a group of this setup."""
+        return [replace(setup, **self.types[i % len(self.types)]) for i in range(len(self.rounds))]
 
 
 PLANS = {
@@ -44,6 +57,8 @@ PLANS = {
     "l": Plan((BASE, replace(FEW, send_dispatch=True)), together=True),
     "o": Plan((BASE,), odd=True),
     "q": Plan((FEW, BASE), odd=True),
+    "r": Plan(tuple(replace((BASE, FEW, BY_EXPERT)[i % 3], seed=40 + i) for i in range(6)), types=({}, *TYPES)),
+    "v": Plan((BASE, replace(FEW, send_dispatch=True)), together=True, types=TYPES),
     "u": Plan((replace(BASE, tokens=(64, 7), seed=900),)),  # of a group in the first one's window
 }
 # That group: "u" is its graph, and "s" a round of it without one.
@@ -54,8 +69,13 @@ def setup_of(letter: str, first: Setup) -> Setup:
     return replace(SECOND, ranks=first.ranks) if letter in "us" else first
 
 
-def rounds_of(letter: str) -> tuple[Round, ...]:
-    return {"e": (BASE, FEW), "h": HIGH, "s": PLANS["u"].rounds}.get(letter) or PLANS[letter].rounds
+def plan_of(letter: str) -> Plan:
+    return {"e": Plan((BASE, FEW)), "h": Plan(HIGH), "s": PLANS["u"]}.get(letter) or PLANS[letter]
+
+
+def on_ranks(round_: Round, ranks: int) -> Round:
+    """The round, whose tokens are those of two ranks, on so many."""
+    return replace(round_, tokens=tuple(round_.tokens[rank % 2] for rank in range(ranks)))
 
 
 def now(round_: Round, turn: int) -> Round:
@@ -70,9 +90,12 @@ class Captured:
     """A plan as a graph, its inputs in static buffers."""
 
     def __init__(self, env: Any, group: tw.Group, setup: Setup, plan: Plan, before: Any = None):
-        self.env, self.group, self.setup, self.plan = env, group, setup, plan
-        self.oracle = DeviceOracle(setup, env.device)
-        self.static = [[env.backend.tensor(a) for a in self.arrays(r)] for r in plan.rounds]
+        self.env, self.group, self.plan = env, group, plan
+        self.rounds = [on_ranks(r, setup.ranks) for r in plan.rounds]
+        self.setups = plan.setups(setup)
+        self.oracles = [DeviceOracle(of, env.device) for of in self.setups]
+        self.calls = [group if of == setup else group.rows(of.row_type()) for of in self.setups]
+        self.static = [[env.backend.tensor(a) for a in self.arrays(i, r)] for i, r in enumerate(self.rounds)]
         self.handles: list[tw.Handle] = []  # their memory is written by every replay
         self.steps()
         env.stream.synchronize()
@@ -83,8 +106,9 @@ class Captured:
             self.upload()
             before.wait(30)
 
-    def arrays(self, round_: Round) -> list[np.ndarray]:
-        return [*make_ids(self.setup, round_, self.env.rank), *make_payloads(self.setup, round_, self.env.rank)]
+    def arrays(self, i: int, round_: Round) -> list[np.ndarray]:
+        setup, rank = self.setups[i], self.env.rank
+        return [*make_ids(setup, round_, rank), *make_payloads(setup, round_, rank)]
 
     def upload(self) -> None:
         """What the first launch would do, and would synchronise for."""
@@ -94,33 +118,33 @@ class Captured:
         self.env.stream.synchronize()
 
     def steps(self) -> list[dict[str, Any]]:
-        rounds = list(zip(self.plan.rounds, self.static, strict=True))
+        each = range(len(self.rounds))
         if self.plan.together:
-            sent = [self.send(round_, static) for round_, static in rounds]
+            sent = [self.send(i) for i in each]
             received = [self.receive(*one) for one in sent]
-            return [self.back(r, one, last=False) for (r, _), one in zip(rounds, received, strict=True)]
-        last = len(rounds) - 1
-        return [self.back(r, self.receive(*self.send(r, s)), i == last) for i, (r, s) in enumerate(rounds)]
+            return [self.back(i, received[i], last=False) for i in each]
+        return [self.back(i, self.receive(*self.send(i)), i == each[-1]) for i in each]
 
-    def send(self, round_: Round, static: list[Any]) -> tuple[tw.Handle, Any]:
-        ids, weights, tokens, extra = static
+    def send(self, i: int) -> tuple[tw.Handle, Any]:
+        round_ = self.rounds[i]
+        ids, weights, tokens, extra = self.static[i]
         handle = self.group.route(ids, weights)
         self.handles.append(handle)
         more = {"layout": round_.layout, "bound": round_.bound, "send_only": round_.send_dispatch}
-        return handle, self.group.dispatch(handle, tokens, {"p0": extra}, **more)
+        return handle, self.calls[i].dispatch(handle, tokens, {"p0": extra}, **more)
 
     def receive(self, handle: tw.Handle, pending: Any) -> tuple[tw.Handle, tw.Received, dict[str, Any]]:
         got = pending.result() if isinstance(pending, tw.Pending) else pending
         fields = {name: getattr(got, name) for name in ("tokens", "ids", "weights", "counts", "offsets")}
         return handle, got, {name: t.clone() for name, t in (fields | {"p0": got.payloads["p0"]}).items()}
 
-    def back(self, round_: Round, received: tuple[tw.Handle, tw.Received, dict[str, Any]], last: bool) -> Any:
-        handle, got, kept = received
+    def back(self, i: int, received: tuple[tw.Handle, tw.Received, dict[str, Any]], last: bool) -> Any:
+        round_, (handle, got, kept) = self.rounds[i], received
         if self.plan.odd and last:
             handle.release()
             return kept
-        rows = self.oracle.answers(round_, self.env.rank, got.tokens, got.ids, got.weights)
-        kept["out"] = self.group.combine(
+        rows = self.oracles[i].answers(round_, self.env.rank, got.tokens, got.ids, got.weights)
+        kept["out"] = self.calls[i].combine(
             handle, rows, weighting=round_.weighting, dtype=round_.out, send_only=round_.send_dispatch
         )
         if round_.send_dispatch:
@@ -129,8 +153,8 @@ class Captured:
 
     def replay(self, turn: int) -> list[Got]:
         """With the inputs of a turn: ids, weights and rows."""
-        for round_, static in zip(self.plan.rounds, self.static, strict=True):
-            for to, array in zip(static, self.arrays(now(round_, turn)), strict=True):
+        for i, (round_, static) in enumerate(zip(self.rounds, self.static, strict=True)):
+            for to, array in zip(static, self.arrays(i, now(round_, turn)), strict=True):
                 to.copy_(self.env.backend.tensor(array))
         self.graph.replay()
         array = self.env.backend.array
@@ -165,7 +189,8 @@ def run(env: Any, sequence: str, most: int | None, barriers: Any = None, setup: 
             if letter in "ehs":
                 of = setup_of(letter, setup)
                 most_tokens = None if letter == "h" else of.max_tokens
-                flight = tuple(now(replace(r, bound=r.bound or most_tokens), turn) for r in rounds_of(letter))
+                rounds = (on_ranks(r, of.ranks) for r in plan_of(letter).rounds)
+                flight = tuple(now(replace(r, bound=r.bound or most_tokens), turn) for r in rounds)
                 turns.append(Player(env, groups[letter], Case(of, ())).flight(flight))
             elif letter == "g":
                 group.reserve(max_tokens=2 * group.max_tokens)
@@ -201,13 +226,11 @@ def check(sequence: str, by_rank: list[list[list[Got]]], setup: Setup = SETUP) -
     for turn, letter in enumerate(sequence):
         if letter == "g":
             continue
-        of = setup_of(letter, setup)
-        for i, round_ in enumerate(rounds_of(letter)):
+        plan = plan_of(letter)
+        for i, (round_, of) in enumerate(zip(plan.rounds, plan.setups(setup_of(letter, setup)), strict=True)):
             got = [mine[turn][i] for mine in by_rank]
-            if got[0].out is None:
-                verify_received(of, now(round_, turn), got)
-            else:
-                verify(of, now(round_, turn), got)
+            judged = now(on_ranks(round_, of.ranks), turn)
+            verify_received(of, judged, got) if got[0].out is None else verify(of, judged, got)
 
 
 # ---- the tests -----------------------------------------------------------------------------------
@@ -225,6 +248,8 @@ SEQUENCES = {
     "growth": "pegpegxefpgotlegpeqofxtl",
     # Graphs and rounds of two groups that share a window, on the same lanes, also after the first has grown.
     "two groups": "pusepuuppsoquseoxufuslutugpusegxu",
+    # Calls of several row types in one graph, and in flight at once, between calls of the group's own rows.
+    "row types": "rrprverxvvfrogrvep",
 }
 
 
@@ -242,16 +267,11 @@ def test_replays_in_a_group_of_both_modes(pair, most) -> None:
     check(sequence, pair.run(run, sequence, most, None, setup), setup)
 
 
-@pytest.mark.parametrize("name", ["between eager rounds", "odd", "two lanes"])
+@pytest.mark.parametrize("name", ["between eager rounds", "odd", "two lanes", "row types"])
 def test_replays_of_one_rank(lines, name) -> None:
     sequence, alone = SEQUENCES[name], replace(SETUP, ranks=1)
     with Locals(1) as ranks:
-        by_rank = ranks.run(run, sequence, None if lines == "lines" else 0, None, alone)
-    for turn, letter in enumerate(sequence):
-        for i, round_ in enumerate(rounds_of(letter)):
-            judged = replace(now(round_, turn), tokens=round_.tokens[:1])
-            got = [by_rank[0][turn][i]]
-            verify_received(alone, judged, got) if got[0].out is None else verify(alone, judged, got)
+        check(sequence, ranks.run(run, sequence, None if lines == "lines" else 0, None, alone), alone)
 
 
 @pytest.mark.parametrize("where", ["one device", "all devices"])

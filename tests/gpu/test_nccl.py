@@ -34,7 +34,6 @@ def pair(pair: Any) -> Any:
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_replays(pair, name) -> None:
     """Collectives in a graph move blocks of the bound's size in every replay, whatever the ids are then."""
-    assert {letter for letter in SEQUENCES[name]} <= {*PLANS, "e"}
     check(SEQUENCES[name], pair.run(run, SEQUENCES[name], None))
 
 

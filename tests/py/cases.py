@@ -77,6 +77,12 @@ class Setup:
         settings["payloads"] = {f"p{q}": payload for q, payload in enumerate(self.payloads)}
         return settings
 
+    def row_type(self) -> tw.RowType:
+        """What its rows consist of, for calls of a group that has others."""
+        given = self.settings()
+        names = ("hidden", "dtype", "payloads", "combine_dtype", "combine_hidden")
+        return tw.RowType(*(given[name] for name in names))
+
     @property
     def slots(self) -> int:
         """Places of experts: what the ids of an exchange name, behind the maps."""

@@ -21,7 +21,7 @@ from strategies import cases as any_case
 from test_exchange import check
 from test_growth import distinct
 from test_properties import PROCESSES, THREADS, judge
-from test_row_types import exchange, named
+from test_row_types import exchange
 
 import tokenway as tw
 
@@ -89,7 +89,7 @@ def test_any_case_on_threads(backend: str, case: Case) -> None:
 
 def play_by_one_handle(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -> list[Got]:
     """All turns by the routing of the first, whose counts are exchanged before its first turn of high throughput."""
-    kinds = [named(setup) for setup, _ in turns]
+    kinds = [setup.row_type() for setup, _ in turns]
     rooms = {
         "dispatch_room": max(kind.dispatch_bytes for kind in kinds),
         "combine_room": max(kind.combine_bytes for kind in kinds),
@@ -97,7 +97,7 @@ def play_by_one_handle(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -
     with make(env, own, **rooms) as group:
         before, handle, got = group.window_bytes().window, None, []
         for setup, round_ in turns:
-            player = Player(env, group, one(setup, round_), None if setup == own else group.rows(named(setup)))
+            player = Player(env, group, one(setup, round_), None if setup == own else group.rows(setup.row_type()))
             if handle is None:
                 handle = player.handle(round_)
             elif round_.exact and handle.rows_of("flat") is None:

@@ -33,15 +33,9 @@ EXACT = {"mode": "high_throughput", "row_alignment": 4}
 LAYOUTS = {"low_latency": ("rank_major", "expert_major"), "high_throughput": ("flat", "grouped")}
 
 
-def named(setup: Setup) -> tw.RowType:
-    """What a setup's rows consist of."""
-    given = setup.settings()
-    return tw.RowType(*(given[name] for name in ("hidden", "dtype", "payloads", "combine_dtype", "combine_hidden")))
-
-
 def make(env: Any, own: Setup, types: Any, **changes: Any) -> tw.Group:
     """A group with room for all of these rows."""
-    kinds = [named(each) for each in (own, *types)]
+    kinds = [each.row_type() for each in (own, *types)]
     rooms = {
         "dispatch_room": max(kind.dispatch_bytes for kind in kinds),
         "combine_room": max(kind.combine_bytes for kind in kinds),
@@ -55,7 +49,7 @@ def play_in_turns(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -> lis
         before = group.window_bytes().window
         got = []
         for setup, round_ in turns:
-            calls = None if setup == own else group.rows(named(setup))
+            calls = None if setup == own else group.rows(setup.row_type())
             (flight,) = Player(env, group, one(setup, round_), calls).flights()
             got += flight
         assert group.window_bytes().window == before
@@ -76,7 +70,7 @@ def play_by_one_handle(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -
         handle = None
         got = []
         for setup, round_ in turns:
-            calls = None if setup == own else group.rows(named(setup))
+            calls = None if setup == own else group.rows(setup.row_type())
             player = Player(env, group, one(setup, round_), calls)
             handle = handle or player.handle(round_)
             got.append(exchange(player, round_, handle)[1])
@@ -86,7 +80,7 @@ def play_by_one_handle(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -
 def play_at_once(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -> list[Got]:
     """All of them under way together, each on a lane."""
     with make(env, own, [setup for setup, _ in turns], lanes=len(turns)) as group:
-        players = [Player(env, group, one(setup, round_), group.rows(named(setup))) for setup, round_ in turns]
+        players = [Player(env, group, one(setup, round_), group.rows(setup.row_type())) for setup, round_ in turns]
         work = [(player, round_, player.handle(round_)) for player, (_, round_) in zip(players, turns, strict=True)]
         return together(env, work)
 
@@ -187,7 +181,7 @@ def differ(env: Any) -> list[Any]:
         ids = env.backend.tensor(np.arange(6, dtype=np.int32).reshape(2, 3))
         tokens = {t: env.backend.tensor(np.ones((2, t.hidden), np.float32)) for t in TYPES[1:2]}
         own = env.backend.tensor(np.ones((2, OWN.hidden), tw.tensors.numpy_dtype("bfloat16")))
-        typed = group.rows(named(TYPES[1]))
+        typed = group.rows(TYPES[1].row_type())
         for _ in range(2):
             handle = group.route(ids)
             if env.rank == 0:
@@ -258,7 +252,7 @@ def play_with_leases(env: Any, own: Setup, turns: list[tuple[Setup, Round]]) -> 
         got = []
         for setup, round_ in turns:
             used = group.leases.used
-            player = Player(env, group, one(setup, round_), group.rows(named(setup)))
+            player = Player(env, group, one(setup, round_), group.rows(setup.row_type()))
             handle = player.handle(round_)
             received, mine = exchange(player, round_, handle)
             sent = (setup.hidden, setup.dtype, setup.payloads)
