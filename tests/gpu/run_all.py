@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""Everything that needs GPUs, in parts with a time budget each; ends with a table.
+"""Everything that needs GPUs, in parts with a time budget each; ends with what each part and each file of tests took.
 
     python tests/gpu/run_all.py                        all parts
     python tests/gpu/run_all.py --part suite -x        one part; the first failure ends it
     python tests/gpu/run_all.py --part gpu -k graphs   some of its tests
     python tests/gpu/run_all.py --part soak --rounds 20000 --replays 10000
     python tests/gpu/run_all.py --processes 2          on one GPU: processes that want two take turns there
+    python tests/gpu/run_all.py --company 1            the tests of behaviour have their devices for themselves
 
     suite      the tests of behaviour of tests/py against the nvlink backend
     nccl       the same against the portable one, over NCCL, and what sets that apart
-    gpu        tests/gpu: what only a GPU has
-    soak       random rounds and graph replays on two processes, a short form by default
+    gpu        tests/gpu: what only a GPU has, also with two processes to a device
+    soak       random rounds and graph replays on a process for each device, a short form by default
     sanitize   compute-sanitizer, memcheck and racecheck, over a small workload
+
+Where pytest-xdist is installed, tests run beside each other (shares.py); without it one after the other.
 
 Takes the package from the tree and the library from TOKENWAY_LIBRARY, else from build/gpu. The exit code
 is 1 if a part failed or was not over in time.
@@ -24,10 +27,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import shares
 
 ROOT = Path(__file__).resolve().parents[2]
 BEHAVIOUR = (
@@ -56,9 +62,20 @@ BEHAVIOUR = (
     "auto",
     "routing_layout",
 )
-BUDGET = {"suite": 600, "nccl": 720, "gpu": 360, "soak": 300, "sanitize": 300}  # seconds
-TOO_SLOW = (124, -9)  # how `timeout` ends once it has ended a command, and where it had to kill it and itself
+BUDGET = {"suite": 600, "nccl": 720, "gpu": 360, "soak": 600, "sanitize": 300}  # seconds
+TOO_SLOW = (124, 137, -9)  # how `timeout` ends once it has ended a command, and where it had to kill it (and itself)
+NO_TESTS = 5  # pytest's exit code where -k chose none
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass
+class Command:
+    """What a part runs."""
+
+    name: str
+    line: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    may_be_empty: bool = False  # no test at all is no failure
 
 
 @dataclass
@@ -75,39 +92,58 @@ class Outcome:
         return self.result in ("ok", "skipped")
 
 
-def commands(part: str, args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
-    """(name, command) of a part."""
-    python, here = sys.executable, ROOT / "tests" / "gpu"
-    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=150", "--durations=8"]
-    pytest += ["-x"] * args.x + (["-k", args.k] if args.k else [])
+def of_pytest(part: str, args: argparse.Namespace, reports: Path) -> Iterator[Command]:
+    """The commands of a part that is tests."""
+    here, devices = ROOT / "tests" / "gpu", shares.device_names()
+    names = (*BEHAVIOUR[:4], "staged", *BEHAVIOUR[4:]) if part == "nccl" else BEHAVIOUR
+    behaviour = [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in names]
     if part == "suite":
-        files = [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in BEHAVIOUR]
-        yield part, [*pytest, *files, "--backend", "nvlink", "--rounds", "150"]
-    elif part == "nccl":
-        names = (*BEHAVIOUR[:4], "staged", *BEHAVIOUR[4:])
-        files = [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in names]
-        yield part, [*pytest, *files, "--backend", "nccl", "--rounds", "60"]
-        yield f"{part}: gpu", [*pytest, str(here / "test_nccl.py")]
-    elif part == "gpu":
-        yield part, [*pytest, str(here), "--ignore", str(here / "test_nccl.py")]
-    elif part == "soak":
+        runs = [
+            (share, [*behaviour, "--backend", "nvlink", "--rounds", "150"])
+            for share in shares.shared_out(part, devices, args.company)
+        ]
+    elif part == "nccl":  # over NCCL threads too have a device each
+        every = shares.Share(part, shares.workers(1, args.company)[0])
+        runs = [(every, [*behaviour, "--backend", "nccl", "--rounds", "60"])]
+        runs.append((shares.Share(f"{part}: gpu"), [str(here / "test_nccl.py")]))
+    else:  # they tell of times, so that nobody else may be on their devices
+        own = [str(here), "--ignore", str(here / "test_nccl.py")]
+        runs = [(share, own) for share in shares.shared_out(part, devices, 1)]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=150"]
+    pytest += ["-x"] * args.x + (["-k", args.k] if args.k else [])
+    for number, (share, what) in enumerate(runs):
+        report = ["--durations=8", f"--junitxml={reports / f'{part}-{number}.xml'}"]
+        line = [*pytest, *report, *share.options, *what]
+        yield Command(share.name, line, share.environment, may_be_empty=bool(args.k))
+
+
+def commands(part: str, args: argparse.Namespace, reports: Path) -> Iterator[Command]:
+    """The commands of a part; pytest writes its reports into a folder."""
+    here = ROOT / "tests" / "gpu"
+    if part == "soak":
         sizes = ["--rounds", str(args.rounds), "--replays", str(args.replays)]
         seed = [] if args.seed is None else ["--seed", str(args.seed)]
-        yield part, [python, str(here / "soak.py"), *sizes, *seed]
-    else:
+        yield Command(part, [sys.executable, str(here / "soak.py"), *sizes, *seed])
+    elif part == "sanitize":
         sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
         for tool in ("memcheck", "racecheck"):
             options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
-            yield f"{part}: {tool}", [sanitizer, *options, python, str(here / "sanitize.py")]
+            yield Command(f"{part}: {tool}", [sanitizer, *options, sys.executable, str(here / "sanitize.py")])
+    else:
+        yield from of_pytest(part, args, reports)
 
 
-def run(name: str, command: list[str], budget: float) -> Outcome:
-    """Runs a command with its output shown. One that is not over in time is ended with all that it started."""
-    if not Path(command[0]).is_file() and shutil.which(command[0]) is None:
-        return Outcome(name, "skipped", 0.0, f"there is no {command[0]}")
+def run(command: Command, budget: float) -> Outcome:
+    """Runs a command with its output shown. One that is not over in time is interrupted, so that pytest tells what it
+    knows, and ended with all that it started if that does not help."""
+    if not Path(command.line[0]).is_file() and shutil.which(command.line[0]) is None:
+        return Outcome(command.name, "skipped", 0.0, f"there is no {command.line[0]}")
     begin, said = time.monotonic(), ""
-    bounded = ["timeout", "--kill-after=10", str(budget), *command]
-    with subprocess.Popen(bounded, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    bounded = ["timeout", "--signal=INT", "--kill-after=20", str(budget), *command.line]
+    environment = os.environ | command.environment
+    with subprocess.Popen(
+        bounded, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         try:
             for line in process.stdout or ():
                 print(line, end="", flush=True)
@@ -116,8 +152,9 @@ def run(name: str, command: list[str], budget: float) -> Outcome:
             process.terminate()
             raise
     code = process.returncode
-    result = "ok" if code == 0 else "too slow" if code in TOO_SLOW else f"exit code {code}"
-    return Outcome(name, result, time.monotonic() - begin, said)
+    fine = code == 0 or (code == NO_TESTS and command.may_be_empty)
+    result = "ok" if fine else "too slow" if code in TOO_SLOW else f"exit code {code}"
+    return Outcome(command.name, result, time.monotonic() - begin, said)
 
 
 def main() -> int:
@@ -130,6 +167,7 @@ def main() -> int:
     parser.add_argument("--replays", type=int, default=1500, help="of the soak")
     parser.add_argument("--seed", type=int, help="of the soak")
     parser.add_argument("--processes", type=int, help="ranks that are processes, where there are fewer GPUs")
+    parser.add_argument("--company", type=int, default=2, help="tests of behaviour that share devices (default 2)")
     args = parser.parse_args()
     os.environ |= ENVIRONMENT
     if args.processes:
@@ -137,10 +175,12 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ.setdefault("TOKENWAY_LIBRARY", str(ROOT / "build" / "gpu" / "libtokenway.so"))
     outcomes = []
-    for part in args.part or BUDGET:
-        for name, command in commands(part, args):
-            print(f"\n==> {name}: {' '.join(command)}", flush=True)
-            outcomes.append(run(name, command, args.budget or BUDGET[part]))
+    with tempfile.TemporaryDirectory() as reports:
+        for part in args.part or BUDGET:
+            for command in commands(part, args, Path(reports)):
+                print(f"\n==> {command.name}: {' '.join(command.line)}", flush=True)
+                outcomes.append(run(command, args.budget or BUDGET[part]))
+        print("", *shares.table(shares.of_files(Path(reports))), sep="\n")
     print(f"\n{'part':<22}{'result':<14}{'seconds':>8}  last line")
     for one in outcomes:
         print(f"{one.name:<22}{one.result:<14}{one.seconds:>8.1f}  {one.said[:120]}")

@@ -3,7 +3,7 @@
 
     python tests/gpu/soak.py --rounds 20000 --replays 10000
 
-One process for each of two GPUs. A dozen groups of random settings are kept open; rounds of random
+One process for each GPU. A dozen groups of random settings are kept open; rounds of random
 sizes, routings, layouts, types and delays run on them, then CUDA graphs of such rounds, with other
 inputs before every replay and rounds without graphs in between. Results are compared on the device with
 an oracle there, and one in 50 rounds with the NumPy oracle too. Ends with one line of JSON; the exit
@@ -46,7 +46,7 @@ def soak(rounds: int, replays: int, groups: int, seed: int, say: Callable[[str],
     """Runs it all. The counts of what was done and of what was wrong."""
     import gpu_rounds
 
-    ranks = min(2, harness.BACKENDS["nvlink"].most_ranks("processes"))
+    ranks = harness.BACKENDS["nvlink"].most_ranks("processes")
     world = harness.Processes("nvlink", ranks)
     start = time.monotonic()
     drawn = world.run(gpu_rounds.begin, seed, groups, timeout=PATIENCE)

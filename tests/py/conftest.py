@@ -65,6 +65,13 @@ def names(item: pytest.Item) -> list[str]:
     return getattr(item, "fixturenames", [])
 
 
+def of_processes(item: pytest.Item) -> bool:
+    """Whether a test's ranks are processes."""
+    spec = getattr(item, "callspec", None)
+    as_processes = spec is not None and spec.params.get("kind") == "processes"
+    return as_processes or "processes" in names(item) or item.get_closest_marker("processes") is not None
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What has been imported stays: tests that collect garbage need not look through it each time."""
     if not NO_TORCH and (harness.CHOSEN != ["cpu"] or any("torch" in names(item) for item in session.items)):
@@ -81,6 +88,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if of_processes(item):
+            item.add_marker("every_device")
         mark, spec = item.get_closest_marker("needs"), getattr(item, "callspec", None)
         chosen = harness.BACKENDS.get(spec.params.get("backend", "")) if spec else None
         if mark and chosen and mark.args[0] in chosen.lacks:

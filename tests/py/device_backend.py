@@ -24,11 +24,17 @@ ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGE
 # So many processes may be ranks where there are fewer devices. They take turns there: the driver gives each process a
 # slice of time, whatever its kernels wait for. That tells what is right, and nothing of how long anything takes.
 PROCESSES = "TOKENWAY_TEST_PROCESSES"
+# The devices that each worker of pytest-xdist sees, by turns: "0,1;2,3". CUDA_VISIBLE_DEVICES says it to CUDA.
+SHARES = "TOKENWAY_TEST_SHARES"
 BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def prepare(blocking: bool) -> None:
     """Sets the environment of this process and its children. `blocking`: calls return their own errors."""
+    worker, shares = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get(SHARES)
+    if worker and shares:
+        of_each = shares.split(";")
+        os.environ["CUDA_VISIBLE_DEVICES"] = of_each[int(worker.removeprefix("gw")) % len(of_each)]
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["TOKENWAY_BLOCKING"] = "1" if blocking else "0"
