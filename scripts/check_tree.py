@@ -85,7 +85,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     # what can be done with a group
     "exchange": (
         "arguments blocks calls collectives counting exchange group growth handle leases maps native_group outputs "
-        "routing_layout row_types shape structs",
+        "routing_layout row_types shape spare structs",
         TENSORS | {"settings", "ranks"},
     ),
     # what must every result be

@@ -184,6 +184,8 @@ class Shared:
 
 def fit(name: str, value: int, bits: int = 31) -> int:
     """An integer that C can hold; ctypes would cut it silently."""
+    if type(value) is int and -(2**bits) <= value < 2**bits:  # asking an abstract class takes 0.6 us
+        return value
     if not isinstance(value, numbers.Integral) or not -(2**bits) <= value < 2**bits:
         said = f"is {value!r}; it must be an integer of {bits + 1} bits"
         raise errors.InvalidArgument.of(name, said, value=value if isinstance(value, numbers.Number) else None)

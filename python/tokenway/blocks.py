@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenway import _native, tensors
 from tokenway.errors import InUse, InvalidArgument
-from tokenway.structs import Spare
+from tokenway.spare import Spare
 
 
 class Blocks:

@@ -27,7 +27,7 @@ from tokenway.handle import Pending, Tensor
 from tokenway.native_group import NativeGroup
 from tokenway.outputs import Outputs
 from tokenway.shape import Shape
-from tokenway.structs import Spare
+from tokenway.spare import Spare
 
 LAYOUTS = {name: _header.LAYOUTS[name] for name in ("flat", "rank_major")}
 Rows = Any  # a tensor, or a sequence of them

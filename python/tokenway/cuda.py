@@ -126,6 +126,8 @@ class Cuda:
 
     def problem_of_output(self, name: str, x: Any) -> InvalidArgument | None:
         """Why nothing can be written to x, as far as a descriptor does not tell it."""
+        if type(x) is self._kind and x.get_device() == self.index and tensors.is_plain(x):
+            return None
         what = self.unlike(x)
         return (
             self.unwritable(name, x)

@@ -14,11 +14,12 @@ from tokenway import _header, _native, arguments, callbacks, tensors
 from tokenway.blocks import Blocks
 from tokenway.counting import Counting
 from tokenway.errors import InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
-from tokenway.handle import Handle, Pending, Tensor, pointer_of, routing_arguments, stream_of, unlike
+from tokenway.handle import Handle, Pending, Tensor, pointer_of, stream_of, unlike
 from tokenway.native_group import NativeGroup
 from tokenway.outputs import Outputs
 from tokenway.shape import Shape
-from tokenway.structs import REFUSED, Spare, Structs
+from tokenway.spare import Spare
+from tokenway.structs import REFUSED, Structs
 
 Owner = TypeVar("Owner")
 
@@ -44,8 +45,10 @@ class Exchange:
         self._blocks.free()
         handle = Handle(owner, native, self._blocks, memory)
         pointer = c_void_p()
-        given = _native.fit("layer", layer), *routing_arguments(native.place, ids, weights)
+        routing = native.routings.take()
+        given = _native.fit("layer", layer), *routing.describe(ids, weights)
         result = _native.lib.twHandleCreateForLayer(byref(pointer), native.pointer, *given, handle._base)
+        native.routings.append(routing)
         if result:
             raise native.error(result, ids=ids, weights=weights)
         handle.pointer = pointer.value or 0

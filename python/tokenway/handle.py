@@ -274,7 +274,9 @@ class Handle(Generic[Owner]):
         a CUDA graph has a dispatch or combine of this handle with tensors of as many rows as were known to come: a
         replay might go beyond them."""
         native = self._living()
-        result = _native.lib.twHandleUpdate(self.pointer, *routing_arguments(native.place, ids, weights))
+        routing = native.routings.take()
+        result = _native.lib.twHandleUpdate(self.pointer, *routing.describe(ids, weights))
+        native.routings.append(routing)
         if result:
             raise native.error(result, ids=ids, weights=weights)
         self.adopt_routing(ids, weights)
@@ -469,16 +471,3 @@ def stream_of(native: NativeGroup, handle: Any) -> int:
     ours = isinstance(handle, Handle) and handle.native is native
     stream: int = handle.follow_stream() if ours else native.place.stream()
     return stream
-
-
-def routing_arguments(place: Any, ids: Tensor, weights: Tensor | None) -> tuple[Any, Any]:
-    """References to the descriptors of a routing's tensors, as C takes them. Raises InvalidArgument for weights that C
-    would take for none at all."""
-    described = tensors.tensor_of(ids, place.describe)
-    if weights is None:
-        return byref(described), None
-    weighted = tensors.tensor_of(weights, place.describe)
-    if not weighted.data and not weighted.ndim:  # which to C are none: all 1
-        seen = place.unlike(weights) or "a tensor that cannot be read, as in a transform of torch.func"
-        raise InvalidArgument.of("weights", f"is {seen}")
-    return byref(described), byref(weighted)

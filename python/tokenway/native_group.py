@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from ctypes import byref, c_size_t
+from functools import partial
 from typing import Any
 
-from tokenway import _header, _native, arguments, callbacks, versions
+from tokenway import _header, _native, arguments, callbacks, tensors, versions
 from tokenway.comm import Comm
 from tokenway.errors import ErrorRecord, InvalidArgument, InvalidUsage, TokenwayError
+from tokenway.spare import Spare
 
 
 class NativeGroup:
@@ -20,7 +22,17 @@ class NativeGroup:
     one shares.
     """
 
-    __slots__ = ("_comm", "_told", "address", "device", "nranks", "num_local_experts", "place", "torch_views")
+    __slots__ = (
+        "_comm",
+        "_told",
+        "address",
+        "device",
+        "nranks",
+        "num_local_experts",
+        "place",
+        "routings",
+        "torch_views",
+    )
 
     def __init__(self, address: int, comm: Comm, place: Any, arena: NativeGroup | None = None):
         self.address: int | None = address  # None once the group is closed
@@ -32,6 +44,7 @@ class NativeGroup:
         self.torch_views.groups.append(address)
         self.nranks: int = info.nranks
         self.num_local_experts: int = info.num_local_experts
+        self.routings: Spare[tensors.Routing] = Spare(partial(tensors.Routing, place))
         self._told: ErrorRecord | None = None  # the last record that an exception has told
 
     @property

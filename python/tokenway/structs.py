@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from tokenway import _header, _native, arguments, tensors
 from tokenway.settings import put_payloads
@@ -17,26 +16,6 @@ _LAYOUT_AT = _header.DispatchOutput.layout.offset
 _ROWS = struct.Struct("@q")
 _ROWS_AT = _header.DispatchOutput.payloads.offset + _header.Tensor.shape.offset
 REFUSED = -1  # a code that the C library refuses
-
-Kept = TypeVar("Kept")
-
-
-class Spare(list[Kept], Generic[Kept]):
-    """What calls fill and use again, each its own: a call takes one and appends it when it has read the answer. So a
-    second call, in another thread or in a signal's handler between two bytecodes of the first, finds none of the
-    first's arguments changed, and the C library alone says whether both can be. What a call that fails does not give
-    back is made anew."""
-
-    def __init__(self, make: Callable[[], Kept]):
-        super().__init__()
-        self._make = make
-
-    def take(self) -> Kept:
-        """One for a call."""
-        try:
-            return self.pop()
-        except IndexError:
-            return self._make()
 
 
 def name_rows(shape: Shape, dispatched: _header.DispatchInput, combined: _header.CombineInput) -> None:
