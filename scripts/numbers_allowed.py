@@ -24,6 +24,7 @@ ALLOWED: dict[str, dict[int, str]] = {
         0x7FC0: "NaN of bfloat16",
         0x7E00: "NaN of float16",
     },
+    "combine/values.cu": {0x7FC00000: "NaN of float32"},
     "combine/tiles.cuh": {256: "vectors from which on a tile's loads are worth a loop of their own"},
     "counts/counts.cu": {40: "bits of a number of rows, below those of the rank that would receive them"},
     "device/block.cuh": {64: "bytes of a line of parameters, which are read once to be in the cache"},

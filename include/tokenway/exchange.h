@@ -168,9 +168,18 @@ typedef struct {
   twDtype_t wire_dtype;
   int64_t elements;
   int32_t sm_limit;  // as twDispatchInput_t
+  // A value of each choice, which goes to the token's owner beside the rows: gradients of router weights, in the
+  // backward pass of a dispatch. twFloat32; as laid out for rows, rank_major [N, b, K] and flat [R', K], where value k
+  // is that of the row's k-th choice and counts if an expert of this rank serves it; expert_major [L, N*b] and grouped
+  // [P], where a row is one choice. No data and no dimensions: none. All ranks give values or none does, else
+  // twBoundMismatch (over staged transport between devices twCallMismatch, as for rows of other types). They take 4 * K
+  // bytes of a returned row's room, config.combine_room, which must be given for that.
+  twTensor_t choice_values;
 } twCombineInput_t;
+// clang-format off
 #define TW_COMBINE_INPUT_INIT \
-  {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL, twDtypeNone, 0, 0}
+  {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL, twDtypeNone, 0, 0, TW_TENSOR_INIT}
+// clang-format on
 
 // Where twCombine writes: memory of the caller, which received rows in the window are not (leases are).
 typedef struct {
@@ -178,8 +187,12 @@ typedef struct {
   twTensor_t tokens;  // [T, H], given by the caller; twFloat32, twBfloat16 or twFloat16. May overlap the input's rows:
                       // none of these is overwritten before it was sent. A combine of several parts refuses that
                       // (config.inbox_tokens)
+  // [T, K] twFloat32, memory of the caller like tokens, where the input has choice_values, and only there: for each
+  // choice the value from the one rank that served it, bit for bit; 0 where none did, as the id is -1 or the row was
+  // dropped. Overlaps neither tokens nor what the input has.
+  twTensor_t choice_values;
 } twCombineOutput_t;
-#define TW_COMBINE_OUTPUT_INIT {sizeof(twCombineOutput_t), TW_TENSOR_INIT}
+#define TW_COMBINE_OUTPUT_INIT {sizeof(twCombineOutput_t), TW_TENSOR_INIT, TW_TENSOR_INIT}
 
 // Sends every token to the ranks of its experts and receives what the others send here. A step of all ranks. It leases
 // a lane until the handle's combine (or twHandleRelease); a handle that holds a lane dispatches again on the same one.
@@ -201,7 +214,8 @@ TW_API twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatc
                              twDispatchOutput_t* output);
 
 // Tells whether calls of this group may name these rows: reads num_types and types of a dispatch's input, wire_dtype
-// and elements of a combine's, and nothing else of them. Not collective. Errors: twInvalidArgument.
+// and elements of a combine's and whether it has choice_values, and nothing else of them. Not collective. Errors:
+// twInvalidArgument.
 TW_API twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dispatched,
                                    const twCombineInput_t* combined);
 
@@ -213,7 +227,8 @@ TW_API twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dis
 //   tokens[t] = sum of the partials over ranks ascending: float32, rounded once to the output type; 0 if
 //   there are none
 //
-// So results depend neither on timing nor on the backend. Errors: as twDispatch; after a failed step, tokens are NaN. A
+// So results depend neither on timing nor on the backend. Errors: as twDispatch; after a failed step, tokens and
+// choice_values are NaN. A
 // combine that failed for its arguments can be repeated, but not from the window's view, whose life the failed step has
 // ended.
 TW_API twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t* input,

@@ -279,11 +279,12 @@ class CombineInput(Struct):
         ("wire_dtype", c_int),
         ("elements", c_int64),
         ("sm_limit", c_int32),
+        ("choice_values", Tensor),
     ]
 
 
 class CombineOutput(Struct):
-    _fields_: ClassVar = [("tokens", Tensor)]
+    _fields_: ClassVar = [("tokens", Tensor), ("choice_values", Tensor)]
 
 
 class AllGatherVInput(Struct):

@@ -95,6 +95,15 @@ def truth(flag: Any) -> bool:
         return False
 
 
+def pair(name: str, given: Any) -> tuple[Any, Any]:
+    """Two optional arguments that are given as one: None stands for none of them."""
+    if given is None:
+        return None, None
+    if type(given) not in (tuple, list) or len(given) != 2:
+        raise InvalidArgument.of(name, f"is of type {type(given).__name__}; it must be a pair, (tokens, values)")
+    return given[0], given[1]
+
+
 def problem_of_outputs(place: Any, given: Mapping[str, Any], known: Collection[str]) -> InvalidArgument | None:
     """Why a mapping of outputs cannot be written to, as far as C does not see it."""
     for name, tensor in given.items():

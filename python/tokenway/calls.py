@@ -70,7 +70,8 @@ class Calls:
         weighting: str = "none",
         layout: str | None = None,
         dtype: Any = None,
-        out: Tensor | None = None,
+        out: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+        choice_values: Tensor | None = None,
         send_only: bool = False,
         sm_limit: int = 0,
     ) -> Any:
@@ -83,5 +84,12 @@ class Calls:
         Sums are float32 over k, then over ranks, both ascending, rounded to combine_dtype in between: the same bits
         every time. The result is detached: autograd does not know of the exchange. Errors as `dispatch`; after a step
         that failed, the result is NaN.
+
+        choice_values: a float32 value of each choice beside the rows, on all ranks or on none; what is returned is then
+        (tokens, values), and out is such a pair, in which None stands for a new tensor. [N, b, K] or [R', K], where
+        value k of a row is that of the row's k-th choice and counts if an expert of this rank serves it; by expert,
+        [L, N*b] or [P], where each row is one choice. values: [T, K], each from the one rank that served the choice,
+        bit for bit; 0 where none did. For gradients of router weights, in the backward pass of a dispatch. Needs a
+        group with a `combine_room` of 4 * K bytes more than the rows take.
         """
-        return self._exchange.combine(handle, rows, weighting, layout, dtype, out, send_only, sm_limit)
+        return self._exchange.combine(handle, rows, weighting, layout, dtype, out, choice_values, send_only, sm_limit)

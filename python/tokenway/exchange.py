@@ -196,33 +196,39 @@ class Exchange:
         layout: Any,
         dtype: Any,
         out: Any,
+        values: Any,
         send_only: Any,
         sm_limit: Any,
     ) -> Any:
-        """As `Group.combine` says."""
+        """As `Group.combine` says; `values` are its choice_values."""
         native, given = self._native, out
         structs = self.structs.take()
-        layout, out, problem = self._prepare_combine(
-            structs, handle, rows, weighting, layout, dtype, out, send_only, sm_limit
+        layout, out, of_values, problem = self._prepare_combine(
+            structs, handle, rows, weighting, layout, dtype, out, values, send_only, sm_limit
         )
         asked, wanted = structs.combine_at
         result = _native.lib.twCombine(native.pointer, pointer_of(handle), asked, wanted)
         if result:
+            targets = {"out": out} if values is None else {"out[0]": out, "out[1]": of_values}
             if given is not None and problem is None:  # found here, so that calls that are right do not pay for it
-                problem = native.place.problem_of_output("out", given)
-            values = {"layout": layout, "weighting": weighting, "sm_limit": sm_limit}
-            error = native.error(result, problem, {"rows": rows}, values, unlike(handle), out=out)
+                found = (native.place.problem_of_output(*target) for target in targets.items())
+                problem = next((each for each in found if each is not None), None)
+            told = {"layout": layout, "weighting": weighting, "sm_limit": sm_limit}
+            inputs = {"rows": rows, "choice_values": values}
+            error = native.error(result, problem, inputs, told, unlike(handle), **targets)
             if isinstance(handle, Handle) and native.place.learns_late and isinstance(error, InvalidArgument):
                 handle.leased = False  # as twCombine documents
             native.torch_views.after(given, error)
             raise error
         native.torch_views.after(given)
         self.structs.append(structs)
+        returned = out if values is None else (out, of_values)
         if send_only:
-            return Pending(handle, out, (rows, out), given, combining=True)
+            kept = (rows, out) if values is None else (rows, out, values, of_values)
+            return Pending(handle, returned, kept, given, combining=True)
         handle.leased = False
         callbacks.tell()
-        return out
+        return returned
 
     def _prepare_combine(
         self,
@@ -233,30 +239,47 @@ class Exchange:
         layout: Any,
         dtype: Any,
         out: Any,
+        values: Any,
         send_only: Any,
         sm_limit: Any,
-    ) -> tuple[Any, Tensor, TokenwayError | None]:
-        """Fills the structs of a combine. Returns (layout, the tensor to write to, what C cannot see)."""
+    ) -> tuple[Any, Tensor, Tensor | None, TokenwayError | None]:
+        """Fills the structs of a combine. Returns (layout, the tensors to write to, what C cannot see)."""
         native, shape = self._native, self._shape
         code, weighted, stream, sends, limit = REFUSED, 0, 0, False, 0
+        of_values = None
         with arguments.Preparation() as prepared:
+            structs.give_values(values)  # first, as a refusal is of such rows
             stream = 0 if native.device is None else stream_of(native, handle)
             sends = bool(send_only)
             limit = arguments.int32(sm_limit) if sm_limit else 0
             weighted = arguments.code(_header.WEIGHTINGS, weighting)
             if layout is None:
                 layout = getattr(handle, "layout", None)
-            if out is not None:
-                if (problem := native.place.unwritable("out", out)) is not None:
-                    raise problem
-            elif isinstance(handle, Handle):
-                name = shape.combine_dtype if dtype is None else tensors.dtype_name(dtype)
-                try:
-                    out = native.place.empty((handle.tokens, shape.combine_hidden), name, rows)
-                except (MemoryError, RuntimeError) as error:
-                    raise OutOfMemory(f"no memory for the result: {error}") from error
+            name = "out"
+            if values is not None:
+                name = "out[0]"
+                out, of_values = arguments.pair("out", out)
+                of_values = self._target("out[1]", of_values, handle, shape.top_k, "float32", rows)
+                structs.take_values(of_values)
+            out = self._target(name, out, handle, shape.combine_hidden, dtype, rows)
             structs.rows.set(rows)
             structs.result.set(out)
             code = arguments.code(_header.LAYOUTS, layout)
         structs.call_combine(code if prepared.problem is None else REFUSED, weighted, sends, stream, limit)
-        return layout, out, prepared.problem
+        return layout, out, of_values, prepared.problem
+
+    def _target(self, name: str, given: Any, handle: Any, elements: int, dtype: Any, like: Tensor) -> Any:
+        """Where a row of so many elements for each token of a handle goes: what is given, or a new tensor of dtype
+        (None: combine_dtype). None where there is no handle, which C refuses."""
+        place = self._native.place
+        if given is not None:
+            if (problem := place.unwritable(name, given)) is not None:
+                raise problem
+            return given
+        if not isinstance(handle, Handle):
+            return None
+        kind = self._shape.combine_dtype if dtype is None else tensors.dtype_name(dtype)
+        try:
+            return place.empty((handle.tokens, elements), kind, like)
+        except (MemoryError, RuntimeError) as error:
+            raise OutOfMemory(f"no memory for the result: {error}") from error

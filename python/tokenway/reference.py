@@ -448,6 +448,36 @@ def partial_rows(x: Exchange, rank: int, source: int, rows: Array, *, layout: st
     return _ordered_sum((len(tokens), rows.shape[-1]), terms()).astype(wire)
 
 
+def choice_values(x: Exchange, values: Sequence[Array], *, layout: str = "rank_major") -> list[Array]:
+    """The values of choices that a combine returns beside its rows: per owner [T, K] float32.
+
+    values[r]: what rank r has for the choices of the rows that it received, float32: [N, b, K] (rank_major) or
+    [R', K] (flat), where those of experts elsewhere are not read, [L, N*b] (expert_major) or [P] (grouped).
+    Each value is the one of the rank that holds the chosen expert, bit for bit; 0 where the id is -1, and in
+    the exact layouts where the row was dropped.
+    """
+    _one_of("layout", layout, LAYOUTS)
+    exact = layout in ("flat", "grouped")
+    out = [np.zeros(ids.shape, np.float32) for ids in x.ids]
+    for s, routed in enumerate(x.routing):
+        for r in range(x.ranks):
+            served = routed.owner == r
+            if exact:
+                served &= x.kept_ids[s] >= 0
+            t, k = np.nonzero(served)
+            expert = x.placement[1][x.ids[s][t, k]]
+            if layout == "rank_major":
+                mine = values[r][s, routed.slot[t, r], k]
+            elif layout == "flat":
+                mine = values[r][x.sources(r)[s] + routed.slot[t, r], k]
+            elif layout == "expert_major":
+                mine = values[r][expert, x.expert_row[s][t, k]]
+            else:
+                mine = values[r][x.blocks(r)[expert] + x.kept_row[s][t, k]]
+            out[s][t, k] = mine
+    return out
+
+
 def _ordered_sum(shape: tuple[int, int], terms: Iterable[tuple[Array, Array]]) -> Array:
     """Add terms in order, float32, each row from its first term on: float32 `shape`.
 

@@ -110,6 +110,7 @@ ARGUMENTS = {
     "input.host_sizes": "sizes",
     "input.tensors": "rows",
     "output.tokens": "out",
+    "output.choice_values": "out[1]",
     **{f"output.{name}": f"out[{name!r}]" for name in ("ids", "weights", "counts", "offsets", "origins")},
     "query.device_sms": "sms",
 }

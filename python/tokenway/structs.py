@@ -42,6 +42,9 @@ class Structs:
             self.outputs[name] = slot(wanted, getattr(wanted, name))
         self.rows = slot(self.combine_in, self.combine_in.rows)
         self.result = slot(self.combine_out, self.combine_out.tokens)
+        self._values = slot(self.combine_in, self.combine_in.choice_values)
+        self._values_out = slot(self.combine_out, self.combine_out.choice_values)
+        self._valued = False  # the last combine had values of choices
         if shape.named:
             name_rows(shape, given, self.combine_in)
         structs = (given, wanted, self.combine_in, self.combine_out)
@@ -106,6 +109,23 @@ class Structs:
         given.stream = stream
         given.sm_limit = sm_limit
         self._combined = called
+
+    def give_values(self, values: Any) -> None:
+        """Of choices, for a CombineInput; None: there are none. What is no tensor is told to C as values all the same,
+        which it refuses: the peers have some."""
+        if values is not None:
+            self._valued = True
+            self._values.set(values)
+            if self.combine_in.choice_values.dtype == 0:
+                self.combine_in.choice_values.ndim = REFUSED
+        elif self._valued:
+            self._values.set(None)
+            self._values_out.set(None)
+            self._valued = False
+
+    def take_values(self, out: Any) -> None:
+        """Where they go to."""
+        self._values_out.set(out)
 
     def rows_shown(self) -> int:
         """Of the first payload, in the layout "flat"."""

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "api/rows.h"
+#include "api/places.h"
 
 namespace tw::api {
 namespace {
@@ -55,31 +55,6 @@ Status check_id_values(const Shape& shape, const twTensor_t& ids) {
     }
   }
   return {};
-}
-
-// The leading dimensions of a layout: [N, b] or [L, N*b]; for an exact layout its rows, in one dimension.
-struct Lead {
-  int64_t blocks;
-  int64_t rows;
-  bool exact = false;
-
-  // The dimensions as RowsWanted takes them.
-  std::vector<int64_t> dimensions() const {
-    return exact ? std::vector<int64_t>{rows} : std::vector<int64_t>{blocks, rows};
-  }
-};
-
-Lead lead_of(const twGroup& group, const twHandle& handle, const Layout& layout, int32_t bound) {
-  if (layout.exact) return {1, shown_rows(group, handle, layout, handle.is_sized()), true};
-  return {layout.blocks(group.ranks(), group.context.local_experts), layout.rows_per_bound(group.ranks()) * bound};
-}
-
-Extent extent(const Grid& grid, const Lead& lead, int64_t row_bytes) {
-  if (lead.blocks == 0 || lead.rows == 0) return {grid.data, grid.data};
-  const int64_t spans[] = {(lead.blocks - 1) * grid.block_stride, (lead.rows - 1) * grid.row_stride};
-  Extent all{grid.data, grid.data + row_bytes};
-  for (const int64_t span : spans) (span < 0 ? all.begin : all.end) += span;
-  return all;
 }
 
 // Checks which payloads are wanted column-major.
@@ -380,14 +355,6 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
   return check_apart(written, read);
 }
 
-// Whether memory belongs to a channel of the window, now or before a growth. Leases do not: they are the caller's.
-static bool in_banks(twGroup& group, const void* data) {
-  if (!group.backend->in_window(data)) return false;
-  const uint64_t offset = static_cast<uint64_t>(static_cast<const std::byte*>(data) - group.backend->window());
-  const auto has = [&](const WindowMap& map) { return map.in_channels(offset); };
-  return has(group.context.map) || std::any_of(group.context.former.begin(), group.context.former.end(), has);
-}
-
 Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& input, const twCombineOutput_t& output,
                      CombineCall* call) {
   TW_RETURN_IF_FAILED(check_combine_rows(group, input, &call->sent));
@@ -413,17 +380,8 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   const Layout& layout = layout_of(input.layout);
   const Lead lead = lead_of(group, handle, layout, handle.bound);
   TW_RETURN_IF_FAILED(check_rows({"input.rows", input.rows.dtype, lead.dimensions(), elements}, input.rows, strides));
-  if (group.backend->in_window(input.rows.data) && !view_is_alive(group, handle)) {
-    return fail(twInvalidUsage,
-                "{} is a view of the window, and its lane has made another step since the handle's dispatch; combine "
-                "from other memory, or dispatch again",
-                Argument("input.rows"));
-  }
-  call->rows = {static_cast<const std::byte*>(input.rows.data), strides[0], strides[1]};
-  if (lead.exact) {
-    const int64_t* const first = layout.by_expert ? handle.experts.begin : handle.counts.source;
-    call->rows = {call->rows.data, 0, strides[0], first};
-  }
+  TW_RETURN_IF_FAILED(check_alive(group, handle, "input.rows", input.rows));
+  call->rows = grid_of(handle, layout, input.rows, strides);
   TW_RETURN_IF_FAILED(check_rows({"output.tokens", output.tokens.dtype, {handle.routing.tokens}, elements, true},
                                  output.tokens, strides));
   call->bound = handle.bound;
@@ -453,6 +411,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
                 "dispatch, {}, is more than the inbox has room for, {} tokens",
                 Argument("output.tokens"), Argument("input.rows"), call->bound, shape.part_tokens());
   }
+  TW_RETURN_IF_FAILED(check_choice_values(group, handle, input, output, lead, call));
   call->keep_own = !layout.by_expert && !call->weighted && call->rows_dtype == call->sent.wire && call->apart;
   return {};
 }

@@ -88,10 +88,27 @@ Status check_dispatch_rows(const twGroup& group, const twDispatchInput_t& input,
 
 CombineRows own_combine_rows(const twGroup& group, bool exact) {
   const twGroupConfig_t& config = group.config.given;
-  return {map_of(group, exact), config.combine_dtype, config.combine_elements, digest_of(group, exact)};
+  return {map_of(group, exact), config.combine_dtype, config.combine_elements, digest_of(group, exact), false};
 }
 
-Status check_combine_rows(const twGroup& group, const twCombineInput_t& input, CombineRows* rows) {
+namespace {
+
+// Adds the values of choices beside the rows. Whether there is room for both is looked at when the rows are known.
+void add_values(const twCombineInput_t& input, CombineRows* rows) {
+  rows->values = is_given(input.choice_values);
+  if (rows->values) rows->digest = mix_rows(kChoiceValuesDigest, rows->digest);
+}
+
+Status check_room(const twGroup& group, const CombineRows& rows) {
+  const Shape& shape = rows.map.shape();
+  const uint64_t bytes = shape.combine_bytes + choice_bytes(shape.top_k);
+  const uint64_t most = group.shape().most_combine_bytes();
+  if (!rows.values || bytes <= most) return {};
+  return fail(twInvalidArgument, "{} takes {} bytes beside a row, {} together; {} has room for {}",
+              Argument("input.choice_values"), choice_bytes(shape.top_k), bytes, Argument("config.combine_room"), most);
+}
+
+Status check_named_rows(const twGroup& group, const twCombineInput_t& input, CombineRows* rows) {
   if (input.wire_dtype == twDtypeNone && input.elements == 0) return {};
   if (!is_summable(input.wire_dtype)) {
     return fail(twInvalidArgument, "{} is {}; it must be float32, bfloat16 or float16", Argument("input.wire_dtype"),
@@ -107,6 +124,14 @@ Status check_combine_rows(const twGroup& group, const twCombineInput_t& input, C
   const uint32_t dtype = mix_digest(kDigestSeed, static_cast<uint64_t>(type.dtype));
   rows->digest = mix_rows(nonzero(mix_digest(dtype, static_cast<uint64_t>(type.elements))), rows->digest);
   return {};
+}
+
+}  // namespace
+
+Status check_combine_rows(const twGroup& group, const twCombineInput_t& input, CombineRows* rows) {
+  add_values(input, rows);  // first: a refusal is of such rows
+  TW_RETURN_IF_FAILED(check_named_rows(group, input, rows));
+  return check_room(group, *rows);
 }
 
 }  // namespace tw::api

@@ -12,6 +12,11 @@
 
 namespace tw::api {
 
+// Whether a caller has given an optional tensor.
+inline bool is_given(const twTensor_t& tensor) {
+  return tensor.data != nullptr || tensor.ndim != 0 || tensor.dtype != twDtypeNone;
+}
+
 std::string shape_text(const int64_t* shape, int ndim);
 std::string shape_text(const twTensor_t& tensor);
 

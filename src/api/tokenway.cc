@@ -411,7 +411,7 @@ twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t*
     call.sent = tw::api::own_combine_rows(*group, handle->exact);
     if (!handle->dispatched) {
       if (status.ok()) (void)tw::api::check_combine_rows(*group, input, &call.sent);
-      if (status.ok()) tw::keep_pace(*group, *handle, call.sent.map, input.stream);
+      if (status.ok()) tw::keep_pace(*group, *handle, call.sent, input.stream);
       if (handle->pending != tw::Pending::kDispatch) {
         return fail(twInvalidUsage, "combine before dispatch: the handle has not been dispatched");
       }
@@ -422,7 +422,7 @@ twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t*
     if (status.ok() && group->backend->on_device()) TW_RETURN_IF_FAILED(group->backend->check_stream(input.stream));
     if (status.ok()) status = tw::api::read_struct("output", output, &out);
     if (status.ok()) status = tw::api::check_combine(*group, *handle, input, out, &call);
-    if (!status.ok()) return tw::refuse_combine(*group, *handle, call.sent.map, input.stream, std::move(status));
+    if (!status.ok()) return tw::refuse_combine(*group, *handle, call.sent, input.stream, std::move(status));
     return tw::combine(*group, *handle, call, input.send_only != 0);
   });
 }

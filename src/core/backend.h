@@ -158,6 +158,14 @@ struct CombineRows {
   twDtype_t wire = twBfloat16;  // dtype of combined rows on the wire
   int64_t elements = 0;
   uint32_t digest = 0;
+  bool values = false;  // a value of each choice goes beside them
+};
+
+// Values of choices that a combine returns beside its rows, where CombineRows::values says that there are some: the
+// caller's, in the rows' layout, and where the owner's go, [T, K].
+struct ChoiceValues {
+  Grid in;
+  float* out = nullptr;
 };
 
 struct DispatchCall {
@@ -219,6 +227,7 @@ struct CombineCall {
   twDtype_t out_dtype = twFloat32;
   std::byte* out = nullptr;
   int64_t out_stride = 0;
+  ChoiceValues values;
 };
 
 // One tensor of a gather or reduce.
@@ -269,6 +278,7 @@ struct Refusal {
   WindowMap map;         // of the call's rows, if they are known, else of the group's own
   CollectiveMap places;  // for a gather or reduce; without tensors where the arguments do not tell
   bool skips = false;    // of a step that is abandoned: it was sent behind one that is left out
+  bool values = false;   // of a combine whose rows have values of choices beside them
 };
 
 struct BackendInit;
@@ -290,7 +300,7 @@ class Backend {
 
   // With staged transport, moves what the peers' combine moves. Their hosts take a dispatch that this rank refused for
   // a good one and combine; they would wait for this rank's part.
-  virtual Status keep_pace(StepPlace, int32_t /*bound*/, const WindowMap&, void* /*stream*/) { return {}; }
+  virtual Status keep_pace(StepPlace, int32_t /*bound*/, const CombineRows&, void* /*stream*/) { return {}; }
 
   // These finish a step. After an error the targets are memory-safe: counts 0 and invalid ids for what did not arrive,
   // NaN for sums that could not be made.

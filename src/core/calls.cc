@@ -402,10 +402,10 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
   return refused;
 }
 
-void keep_pace(twGroup& group, twHandle& handle, const WindowMap& map, void* stream) {
+void keep_pace(twGroup& group, twHandle& handle, const CombineRows& sent, void* stream) {
   if (!handle.refused || handle.channel < 0 || group.comm->carrier == nullptr) return;
   handle.refused = false;
-  (void)group.backend->keep_pace(group.channels.begin(handle.channel), handle.bound, map, stream);
+  (void)group.backend->keep_pace(group.channels.begin(handle.channel), handle.bound, sent, stream);
   give_back(group, handle);  // as at the peers, who think that it went well
 }
 

@@ -66,12 +66,12 @@ Status finish_combine(twGroup& group, twHandle& handle) {
   return end_combine(group, handle, group.backend->finish_combine(handle.combine, deadline_of(group), handle));
 }
 
-Status refuse_combine(twGroup& group, twHandle& handle, const WindowMap& map, void* stream, Status why) {
+Status refuse_combine(twGroup& group, twHandle& handle, const CombineRows& sent, void* stream, Status why) {
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int channel = -1;
   TW_RETURN_IF_FAILED(choose_combine_channel(group, handle, &channel));
-  Status refused =
-      refuse_on(group, {twPhaseCombine, false, &handle, stream, handle.bound, map, {}}, channel, std::move(why));
+  const Refusal refusal{twPhaseCombine, false, &handle, stream, handle.bound, sent.map, {}, false, sent.values};
+  Status refused = refuse_on(group, refusal, channel, std::move(why));
   if (learns_late(group)) give_back(group, handle);  // as at the peers, who think that it went well
   return refused;
 }

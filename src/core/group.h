@@ -164,10 +164,10 @@ Status complete(twGroup& group, twHandle& handle, void* stream);
 Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t channel, bool send_only, int32_t bound,
                        const WindowMap& map, void* stream, Status why);
 Status refuse_counts(twGroup& group, twHandle* handle, int32_t channel, bool send_only, void* stream, Status why);
-Status refuse_combine(twGroup& group, twHandle& handle, const WindowMap& map, void* stream, Status why);
+Status refuse_combine(twGroup& group, twHandle& handle, const CombineRows& sent, void* stream, Status why);
 // Moves what the peers' hosts move for a combine, where this rank has refused the handle's dispatch: for this rank it
 // is no step.
-void keep_pace(twGroup& group, twHandle& handle, const WindowMap& map, void* stream);
+void keep_pace(twGroup& group, twHandle& handle, const CombineRows& sent, void* stream);
 // Gathers and reduces (collectives.cc). call->at becomes the place of the step, channel -1 if none was begun; *request
 // is set by a send_only call.
 Status collect(twGroup& group, CollectiveCall* call, int32_t channel, int64_t* request);

@@ -37,7 +37,10 @@ Sentence describe_mismatch(const ErrorRecord& record, uint32_t bound, uint32_t n
                    bound, other, note);
   }
   if (record.phase == twPhaseCombine && bound == note) {
-    return compose("ranks {} and {} differ in the group or the rows of {}: its dtype or elements", one, other, call);
+    return compose(
+        "ranks {} and {} differ in the group or the rows of {}: its dtype, its elements or whether it has choice "
+        "values",
+        one, other, call);
   }
   if (!is_collecting(record) && bound == note) {
     return compose("ranks {} and {} differ in the group, the layer, its map, the counting{} or the types of rows of {}",

@@ -67,16 +67,20 @@ class CpuBackend : public Backend {
     const Part part = Part::of(call.sent.map.shape(), call.part);
     count_part(shape(), received, part, counts_.data());
     const RowTypes types{call.rows_dtype, call.sent.wire, call.sent.elements, call.weighted};
-    transport_.begin(call.at, {counts_.data(), 1, call.sent.map.shape().combine_bytes}, call.send_only);
+    const bool values = call.sent.values;
+    const Shape& rows = call.sent.map.shape();
+    transport_.begin(call.at,
+                     {counts_.data(), values ? 2 : 1, rows.combine_bytes + (values ? choice_bytes(rows.top_k) : 0)},
+                     call.send_only);
     const auto send = [&](auto&& terms) {
       tw::send_combine(transport_, call.sent.map, call.at, received, part, counts_.data(), types, note_of(call), terms,
-                       sum_rows, partial_.data(), call.keep_own);
+                       sum_rows, partial_.data(), call.keep_own, values);
     };
     if (layout_of(call.layout).by_expert) {
       ExpertPlaces places(shape(), context_.placement, context_.me, context_.local_experts, next_.data());
-      send(ExpertMajorTerms{places, call.rows});
+      send(ExpertMajorTerms{places, call.rows, call.values.in});
     } else {
-      send(RankMajorTerms{shape(), context_.placement, context_.me, call.rows});
+      send(RankMajorTerms{shape(), context_.placement, context_.me, call.rows, call.values.in});
     }
     return {};
   }
@@ -158,6 +162,9 @@ class CpuBackend : public Backend {
       const auto own_row = [&](int32_t slot) { return call.keep_own ? call.rows.at(context_.me, slot) : nullptr; };
       receive_combine(transport_, call.sent.map, call.at, routing, part, types, own_row, call.out, call.out_stride,
                       sum_rows);
+      if (call.sent.values) {
+        take_choice_values(transport_, call.sent.map, call.at, context_.placement, routing, part, call.values.out);
+      }
     } else {
       spoil(call, routing);
     }
@@ -225,7 +232,8 @@ class CpuBackend : public Backend {
   static constexpr bool kStaged = std::is_same_v<T, StagedTransport>;
 
   // Writes NaN for all tokens of a combine that failed, those of parts before too.
-  static void spoil(const CombineCall& call, const Routing& routing) {
+  void spoil(const CombineCall& call, const Routing& routing) const {
+    if (call.sent.values) fill_nan(call.values.out, twFloat32, int64_t{routing.tokens} * shape().top_k);
     for (int32_t token = 0; token < routing.tokens; ++token) {
       fill_nan(call.out + token * call.out_stride, call.out_dtype, call.sent.elements);
     }

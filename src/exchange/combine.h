@@ -7,16 +7,19 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "exchange/routing.h"
 #include "exchange/step.h"
 
 namespace tw {
 
-// The terms of one partial: rows of the caller, and their weights if any.
+// The terms of one partial: rows of the caller, and their weights if any; and the values of the row's choices, [K], if
+// they are returned beside it.
 struct Terms {
   const void* rows[TW_MAX_TOP_K];
   float weights[TW_MAX_TOP_K];
+  float values[TW_MAX_TOP_K];
   int count = 0;
 };
 
@@ -64,29 +67,36 @@ struct RowTypes {
 // publishes the step with `counts`, which count_part gives.
 // `terms_of(source, p, row, &terms)` names the rows of a partial, k ascending, and is asked in (source, slot) order,
 // for rows of other parts too; `sum(out, rows, weights, count, types)` is sum_rows for the machine. `keep_own`: this
-// rank's own partials stay where they are, and receive_combine reads them there.
+// rank's own partials stay where they are, and receive_combine reads them there. `values`: those of choices go beside
+// the partials, this rank's own too.
 template <Transport T, class TermsOf, class Sum>
 void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& received, const Part& part,
                   const int32_t* counts, const RowTypes& types, uint64_t note, TermsOf&& terms_of, Sum&& sum,
-                  std::byte* scratch, bool keep_own) {
+                  std::byte* scratch, bool keep_own, bool values = false) {
   const Shape& shape = map.shape();
   Terms terms;
   int64_t row = 0;
   for (int source = 0; source < shape.ranks; ++source) {
     for (int32_t p = 0; p < received.counts[source]; ++p, ++row) {
-      if (keep_own && source == t.rank()) continue;
+      const bool stays = keep_own && source == t.rank();
+      if (stays && !values) continue;
       const Received::Row meta = received.row(row, shape.top_k);
       terms.count = 0;
       terms_of(source, p, meta, &terms);
       if (!part.has(meta.header->token)) continue;
+      const RowHeader place{meta.header->token - part.begin, meta.header->position};
+      if (values) {
+        t.put(source, map.inbox_values(at.channel, at.bank(), place.token, place.position), terms.values,
+              choice_bytes(shape.top_k));
+      }
+      if (stays) continue;
       const void* partial = scratch;
       if (terms.count == 1 && !types.weighted && types.from == types.to) {
         partial = terms.rows[0];  // a sum of one term is that term, bit for bit
       } else {
         sum(scratch, terms.rows, types.weighted ? terms.weights : nullptr, terms.count, types);
       }
-      t.put(source, map.inbox(at.channel, at.bank(), meta.header->token - part.begin, meta.header->position), partial,
-            shape.combine_bytes);
+      t.put(source, map.inbox(at.channel, at.bank(), place.token, place.position), partial, shape.combine_bytes);
     }
   }
   // Published only now, to all at once: a peer that sees this signal may send the next step into the bank that the
@@ -108,6 +118,26 @@ void receive_combine(T& t, const WindowMap& map, StepPlace at, const Routing& ro
       rows[count++] = own != nullptr ? own : t.local(map.inbox(at.channel, at.bank(), token - part.begin, position));
     });
     sum(out + token * out_stride, rows, nullptr, count, types);
+  }
+}
+
+// Takes the values of choices that came back for a part, out [T, K]: each from the rank that holds the chosen expert, 0
+// where that has returned none. Needs a successful await_step.
+template <Transport T>
+void take_choice_values(T& t, const WindowMap& map, StepPlace at, const Placement& placement, const Routing& routing,
+                        const Part& part, float* out) {
+  const int32_t top_k = map.shape().top_k;
+  for (int32_t token = part.begin; token < std::min(part.end, routing.tokens); ++token) {
+    const int64_t first = static_cast<int64_t>(token) * top_k;
+    std::fill_n(out + first, top_k, 0.0f);
+    each_returning(routing, {token, token + 1}, [&](int32_t, int32_t position, const Destination& from) {
+      const std::byte* const values = t.local(map.inbox_values(at.channel, at.bank(), token - part.begin, position));
+      for (int32_t k = 0; k < top_k; ++k) {
+        const int32_t id = routing.ids[first + k];
+        if (id < 0 || placement.rank[id] != from.rank) continue;
+        std::memcpy(out + first + k, values + choice_bytes(k), sizeof(float));
+      }
+    });
   }
 }
 

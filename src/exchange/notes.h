@@ -40,6 +40,8 @@ constexpr uint32_t placed_digest(uint32_t call) { return growth_digest((1u << 16
 // Mixed in likewise, in a group of both modes: a low-latency call, whose rows lie in slots. The highest bit is in every
 // note.
 inline constexpr uint32_t kSlotsDigest = 1u << 31;
+// Mixed in likewise, in a combine that returns values of choices beside its rows.
+inline constexpr uint32_t kChoiceValuesDigest = 0x2545f491u;
 // On devices the upper half of the note also has the number of Simple rows. Bound and Simple rows each take one bit
 // more than max_tokens does (beside a bound that bit is kHasOffsets), and the digest takes the bits that are left, in
 // either half.

@@ -98,4 +98,7 @@ constexpr uint64_t meta_bytes(int32_t top_k) {
   return sizeof(RowHeader) + static_cast<uint64_t>(top_k) * (sizeof(int32_t) + sizeof(float));
 }
 
+// Bytes of the values of a row's choices, float [K], which a combine may return beside its partial.
+constexpr uint64_t choice_bytes(int32_t top_k) { return sizeof(float) * static_cast<uint64_t>(top_k); }
+
 }  // namespace tw

@@ -67,7 +67,7 @@ class WindowMap {
     Checked c;
     map->shape_ = shape;
     uint64_t rows = c.mul(shape.ranks, shape.max_tokens);
-    const uint64_t inbox_rows = shape.staged != 0 ? rows : c.mul(shape.part_tokens(), shape.fan_out());
+    const uint64_t partials = inbox_rows(shape);  // neither factor has more than 31 bits
     // With staged transport the blocks of all sources lie in a bank before their rows come together.
     if (shape.recv_rows > 0) rows = shape.staged != 0 ? std::max<uint64_t>(rows, shape.recv_rows) : shape.recv_rows;
     rows = std::max(rows, c.mul(shape.ranks, shape.low_latency_tokens));
@@ -76,7 +76,7 @@ class WindowMap {
     // The part of each payload begins at a multiple of kRegionAlignment, and a call may have any payloads.
     const uint64_t payloads = c.add(c.mul(rows, std::max(own, shape.dispatch_room)), kMaxPayloads * kRegionAlignment);
     const uint64_t dispatch = c.add(payloads, c.mul(rows, meta_bytes(shape.top_k)));
-    const uint64_t inbox = c.mul(inbox_rows, shape.most_combine_bytes());
+    const uint64_t inbox = c.mul(partials, shape.most_combine_bytes());
     const uint64_t counts = shape.recv_rows > 0 ? c.mul(shape.ranks, counts_bytes(shape)) : 0;
     map->bank_bytes_ = c.align(std::max({dispatch, inbox, counts, least.bank}), kPageAlignment);
     map->banks_at_ = c.align(2 * kSignalStride * shape.ranks, kPageAlignment);
@@ -284,6 +284,22 @@ class WindowMap {
     return bank_at(channel, bank) + (static_cast<uint64_t>(token) * shape_.fan_out() + position) * shape_.combine_bytes;
   }
 
+  // Values of choices that return beside partials lie behind the whole inbox, choice_bytes for each partial, in the
+  // same order: slot_values and inbox_values are to inbox_slot and inbox what their names say. A bank has room for them
+  // where a partial and its values have (most_combine_bytes): aligning their begin takes at most 2 bytes, and a bank
+  // whose end is that close to it does not end at a whole page.
+  constexpr uint64_t slot_values(int channel, int bank, int source, int p, int bound) const {
+    return bank_at(channel, bank) + values_begin() + row(source, p, bound) * choice_bytes(shape_.top_k);
+  }
+  constexpr uint64_t inbox_values(int channel, int bank, int token, int position) const {
+    const uint64_t place = static_cast<uint64_t>(token) * shape_.fan_out() + position;
+    return bank_at(channel, bank) + values_begin() + place * choice_bytes(shape_.top_k);
+  }
+  // Offset from a bank's begin: where those values begin.
+  constexpr uint64_t values_begin() const {
+    return (inbox_rows(shape_) * shape_.combine_bytes + sizeof(float) - 1) / sizeof(float) * sizeof(float);
+  }
+
  private:
   struct Checked {
     bool overflow = false;
@@ -315,6 +331,11 @@ class WindowMap {
     meta_at_ = at;
   }
 
+  // How many partials an inbox has places for.
+  static constexpr uint64_t inbox_rows(const Shape& shape) {
+    if (shape.staged != 0) return static_cast<uint64_t>(shape.ranks) * static_cast<uint64_t>(shape.max_tokens);
+    return static_cast<uint64_t>(shape.part_tokens()) * static_cast<uint64_t>(shape.fan_out());
+  }
   static constexpr uint64_t row(int source, int p, int bound) { return static_cast<uint64_t>(source) * bound + p; }
   constexpr uint64_t channel_at(int channel) const { return channels_at_ + channel_bytes_ * channel; }
   constexpr uint64_t first_at(int channel) const { return first_at_ + first_bytes_ * channel; }

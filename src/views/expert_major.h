@@ -108,9 +108,12 @@ void scatter_expert_major(const Shape& shape, const Placement& placement, const 
 struct ExpertMajorTerms {
   ExpertPlaces& places;
   Grid grid;
+  Grid values;  // data NULL: none
 
   void operator()(int, int32_t, const Received::Row& meta, Terms* terms) const {
+    if (values.data != nullptr) std::fill_n(terms->values, TW_MAX_TOP_K, 0.0f);
     places.each(meta, [&](int32_t k, int32_t expert, int32_t place) {
+      if (values.data != nullptr) std::memcpy(terms->values + k, values.at(expert, place), sizeof(float));
       terms->rows[terms->count] = grid.at(expert, place);
       terms->weights[terms->count] = meta.weights[k];
       ++terms->count;

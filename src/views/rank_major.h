@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "exchange/combine.h"
 #include "exchange/routing.h"
@@ -85,8 +86,10 @@ struct RankMajorTerms {
   const Placement& placement;
   int32_t me;
   Grid grid;
+  Grid values;  // data NULL: none
 
   void operator()(int source, int32_t p, const Received::Row& meta, Terms* terms) const {
+    if (values.data != nullptr) std::memcpy(terms->values, values.at(source, p), choice_bytes(shape.top_k));
     bool first = true;
     float weight = 0.0f;
     for (int32_t k = 0; k < shape.top_k; ++k) {

@@ -46,6 +46,7 @@ Side::Side(const World& world, const Traffic& traffic, int rank, const Style& st
   }
   renew(salt);
   const int64_t elements = world.config.combine_elements;
+  rows.size = sizeof rows;
   sums.size = sizeof sums;
   sums_.assign(tokens * elements * float_bytes(style.out) + 4, 0xff);
   sums.tokens = tensor(sums_.data(), style.out, {tokens, elements});
@@ -176,7 +177,6 @@ void Side::write_rows() {
       }
     }
   }
-  rows.size = sizeof rows;
   rows.layout = style_.layout;
   rows.weighting = style_.weighting;
   rows.rows = tensor(data, style_.rows, {blocks, rows_each, elements});

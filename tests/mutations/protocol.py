@@ -184,8 +184,8 @@ PROTOCOL = (
             Edit(COMBINE, PUBLISH_COMBINE, ""),
             Edit(
                 COMBINE,
-                "            shape.combine_bytes);\n    }\n",
-                "            shape.combine_bytes);\n    }\n    t.flush();\n"
+                " partial, shape.combine_bytes);\n    }\n",
+                " partial, shape.combine_bytes);\n    }\n    t.flush();\n"
                 "    t.publish(source, map.signal(at.channel, at.bank(), t.rank()),\n"
                 "              {at.step, Mode::kCombine, static_cast<uint32_t>(counts[source])}, note);\n",
             ),

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arena import ARENA_MUTATIONS
+from choice_values import CHOICE_VALUES
 from collectives import COLLECTIVES
 from counts import COUNTS
 from leases import LEASES_MUTATIONS
@@ -36,7 +37,9 @@ from results import RESULTS
 from staged import STAGED
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = PROTOCOL + ARENA_MUTATIONS + COUNTS + LEASES_MUTATIONS + COLLECTIVES + PLACEMENT + RESULTS + STAGED
+ALL = (
+    PROTOCOL + ARENA_MUTATIONS + COUNTS + LEASES_MUTATIONS + COLLECTIVES + PLACEMENT + RESULTS + STAGED + CHOICE_VALUES
+)
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails
 CORES = len(os.sched_getaffinity(0))

@@ -236,7 +236,8 @@ Status NvlinkBackend::part_of(const CombineCall& call, const HandleArrays& handl
     TW_RETURN_IF_FAILED(launched("the parts of a combine", launch_parts(parts, call.stream)));
   }
   const int32_t begin = call.part * shape.part_tokens();
-  p.part = {counts, call.part, begin, std::min(begin, tokens), tokens, call.part > 0 ? 1 : 0};
+  const bool skips = call.part > 0 && !call.sent.values;  // else the kernel that puts values makes that step
+  p.part = {counts, call.part, begin, std::min(begin, tokens), tokens, skips ? 1 : 0};
   p.handle.fan += p.part.first_token;
   p.handle.destinations += static_cast<int64_t>(p.part.first_token) * shape.fan_out();
   return {};
@@ -261,7 +262,8 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.send = send;
   p.receive = receive;
   p.expert_major = layout_of(call.layout).by_expert;
-  if (p.expert_major && send && !handle.device.placed) TW_RETURN_IF_FAILED(run_places(call, budget, handle));
+  const bool placed = handle.device.placed || call.sent.values;  // values are put by their places too
+  if (p.expert_major && send && !placed) TW_RETURN_IF_FAILED(run_places(call, budget, handle));
   p.weighted = call.weighted;
   p.plain = !p.expert_major && !p.weighted && call.rows_dtype == call.sent.wire;
   p.own_direct = call.apart && staged_ == nullptr;

@@ -21,6 +21,7 @@
 #include "cuda/launch/collective.h"
 #include "cuda/launch/combine.h"
 #include "cuda/launch/dispatch.h"
+#include "cuda/launch/values.h"
 #include "cuda/launch/view.h"
 #include "cuda/plan/budget.h"
 #include "cuda/transport/staged.h"
@@ -81,7 +82,7 @@ class NvlinkBackend : public Backend {
   Status send_collective(const CollectiveCall& call) override { return make_collective(call, true); }
   bool can_refuse(const Refusal& refusal) const override;
   Status send_refusal(StepPlace at, const Refusal& refusal) override;
-  Status keep_pace(StepPlace at, int32_t bound, const WindowMap& map, void* stream) override;
+  Status keep_pace(StepPlace at, int32_t bound, const CombineRows& sent, void* stream) override;
 
   StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays& handle) override {
     return end_of(call.stream, call.send_only ? make_dispatch(call, handle, false) : Status{});
@@ -182,7 +183,7 @@ class NvlinkBackend : public Backend {
     control_->announce_abort({twPeerAborted, me, me, true});
   }
   static std::vector<Region> dispatched(const WindowMap& map, int32_t bound);
-  static std::vector<Region> combined(const WindowMap& map, int32_t bound);
+  static std::vector<Region> combined(const WindowMap& map, int32_t bound, bool values);
   std::vector<Region> counted() const;
   std::vector<Region> collected(const CollectiveMap& places) const;
   template <class Run>
@@ -195,6 +196,10 @@ class NvlinkBackend : public Backend {
   int bank_of(StepPlace at) const { return staged_ != nullptr ? at.bank() : -1; }
   Status run_views(const DispatchCall& call, const Budget& budget, HandleArrays& handle);
   Status run_places(const CombineCall& call, const Budget& budget, HandleArrays& handle);
+  // Launch what a combine with values of choices has beside its own kernel (host/values.cc); nothing without values.
+  ValuesParams values_of(const CombineCall& call, const HandleArrays& handle) const;
+  Status put_values(const CombineCall& call, HandleArrays& handle);
+  Status take_values(const CombineCall& call, const HandleArrays& handle);
   ArrivedParams arrived_params(const HandleArrays& handle, const WindowMap& map, int32_t channel, int32_t bound) const;
   using LaunchView = int(const ViewParams& params, int grid, bool early, void* stream);
   Status run_view(const char* what, LaunchView* launch, const Budget& budget, const ViewParams& params, void* stream);

@@ -33,8 +33,11 @@ std::vector<Region> NvlinkBackend::dispatched(const WindowMap& map, int32_t boun
   return regions;
 }
 
-std::vector<Region> NvlinkBackend::combined(const WindowMap& map, int32_t bound) {
-  return {{0, static_cast<uint64_t>(bound) * map.shape().combine_bytes}};
+std::vector<Region> NvlinkBackend::combined(const WindowMap& map, int32_t bound, bool values) {
+  const auto rows = static_cast<uint64_t>(bound);
+  std::vector<Region> regions{{0, rows * map.shape().combine_bytes}};
+  if (values) regions.push_back({map.values_begin(), rows * choice_bytes(map.shape().top_k)});
+  return regions;
 }
 
 std::vector<Region> NvlinkBackend::counted() const { return {{0, WindowMap::counts_bytes(shape())}}; }
@@ -114,8 +117,12 @@ Status NvlinkBackend::make_dispatch(const DispatchCall& call, HandleArrays& hand
 
 Status NvlinkBackend::make_combine(const CombineCall& call, HandleArrays& handle, bool sends) {
   return make(
-      call, sends, false, [&] { return combined(call.sent.map, call.bound); },
-      [&](bool send, bool receive) { return run_combine(call, handle, send, receive); });
+      call, sends, false, [&] { return combined(call.sent.map, call.bound, call.sent.values); },
+      [&](bool send, bool receive) -> Status {
+        if (send) TW_RETURN_IF_FAILED(put_values(call, handle));
+        TW_RETURN_IF_FAILED(run_combine(call, handle, send, receive));
+        return receive ? take_values(call, handle) : Status{};
+      });
 }
 
 Status NvlinkBackend::make_counts(const CountsCall& call, HandleArrays& handle, bool sends) {
@@ -143,11 +150,11 @@ bool NvlinkBackend::can_refuse(const Refusal& refusal) const {
   return staged_ == nullptr || (refusal.bound >= 0 && (!collects || refusal.places.tensors > 0));
 }
 
-Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, const WindowMap& map, void* stream) {
+Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, const CombineRows& sent, void* stream) {
   if (staged_ == nullptr) return {};
   const OnDevice on(device_);
   remember(stream);
-  TW_RETURN_IF_FAILED(staged_->start(at, bank_at(at), combined(map, bound), false, true, stream));
+  TW_RETURN_IF_FAILED(staged_->start(at, bank_at(at), combined(sent.map, bound, sent.values), false, true, stream));
   return staged_->join(at.channel, stream);
 }
 
@@ -162,7 +169,7 @@ Status NvlinkBackend::send_refusal(StepPlace at, const Refusal& refusal) {
   const int32_t bound = refusal.bound > 0 ? refusal.bound : refusal.map.shape().default_bound();
   std::vector<Region> regions;
   if (refusal.phase == twPhaseDispatch) regions = dispatched(refusal.map, bound);
-  if (refusal.phase == twPhaseCombine) regions = combined(refusal.map, bound);
+  if (refusal.phase == twPhaseCombine) regions = combined(refusal.map, bound, refusal.values);
   if (refusal.phase == twPhaseCounts) regions = counted();
   if (refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce) regions = collected(refusal.places);
   const bool land = refusal.phase == twPhaseDispatch && refusal.map.shape().exact();

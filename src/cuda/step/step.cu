@@ -19,6 +19,7 @@ namespace tw::cuda {
 
 int load_dispatch(const Shape& shape);
 int load_combine(const Shape& shape);
+int load_values(const Shape& shape);
 int load_balance(const Shape& shape);
 int load_counts(const Shape& shape);
 int load_gather(const Shape& shape);
@@ -145,8 +146,8 @@ int load_kernels(const Shape& shape) {
        {reinterpret_cast<const void*>(refuse_kernel), reinterpret_cast<const void*>(self_test_kernel)}) {
     if (const int error = allow_shared(kernel, 0); error != 0) return error;
   }
-  for (const auto load : {load_dispatch, load_combine, load_counts, load_balance, load_layout, load_gather, load_reduce,
-                          load_rank_view, load_expert_view, load_few_rows_view}) {
+  for (const auto load : {load_dispatch, load_combine, load_values, load_counts, load_balance, load_layout, load_gather,
+                          load_reduce, load_rank_view, load_expert_view, load_few_rows_view}) {
     if (const int error = load(shape); error != 0) return error;
   }
   return load_land();

@@ -54,6 +54,18 @@ __device__ inline uint64_t inbox_source(const GroupView& g, int channel, int ban
                       : g.map.inbox(channel, bank, token, position);
 }
 
+// The same of the values of choices that return beside a partial.
+__device__ inline uint64_t values_target(const GroupView& g, int channel, int bank, int owner, int slot, int bound,
+                                         int token, int position) {
+  return is_staged(g) ? g.map.slot_values(channel, bank, owner, slot, bound)
+                      : g.map.inbox_values(channel, bank, token, position);
+}
+__device__ inline uint64_t values_source(const GroupView& g, int channel, int bank, int from, int slot, int bound,
+                                         int token, int position) {
+  return is_staged(g) ? g.map.slot_values(channel, bank, from, slot, bound)
+                      : g.map.inbox_values(channel, bank, token, position);
+}
+
 // ---- What follows
 
 // Whether rows of an exact layout go where the receiver wants them; otherwise they arrive in blocks by source and are
