@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenway import _header, _native, cuda, meeting, portable, staged
 from tokenway.errors import ConfigMismatch, InvalidArgument, InvalidUsage, PeerRefused, TokenwayError, Unsupported
+from tokenway.party import Party, party_of
 from tokenway.settings import milliseconds
 
 _log = logging.getLogger("tokenway")
@@ -193,6 +194,10 @@ BACKENDS = ("auto", "shm", "nvlink", "torch")
 def connect(
     process_group: Any = None,
     *,
+    rank: int | None = None,
+    nranks: int | None = None,
+    store: Any = None,
+    allgather: Callable[[bytes], list[bytes]] | None = None,
     device: Any = None,
     timeout: float | None = None,
     backend: str = "auto",
@@ -206,10 +211,16 @@ def connect(
     (torchrun and the package's own launcher set it), modulo the number of devices, which then becomes the current
     device, so that "cuda" means the same to PyTorch. All ranks are on the CPU, or all on CUDA devices.
 
-    In this order: `process_group` (of torch.distributed, or a DeviceMesh of one dimension), or the default one if
-    torch.distributed is initialised; the package's own launcher (`tokenway launch`, `tokenway.run`); torchrun's
-    environment; else one rank alone. May be called again, by all ranks in the same order, for further comms. timeout:
-    seconds to wait for the others (default 100).
+    In this order: `process_group` (of torch.distributed, or a DeviceMesh of one dimension), or rank, nranks and a way
+    to meet; the default process group if torch.distributed is initialised; the package's own launcher (`tokenway
+    launch`, `tokenway.run`); torchrun's environment; else one rank alone. May be called again, by all ranks in the same
+    order, for further comms. timeout: seconds to wait for the others (default 100).
+
+    Nothing of torch.distributed needs to be initialised for these: process_group: also a ProcessGroup made by hand, or
+    an object with `rank`, `size` or `world_size`, and `store`, each a method or an attribute (vLLM's
+    StatelessProcessGroup). rank and nranks with store: a torch.distributed.Store that the ranks share. rank and nranks
+    with allgather(mine): the bytes that every rank gives, equally many, as a list in rank order, for instance that of
+    an mpi4py communicator; only itself bounds how long it waits. It is called a few times, in this thread.
 
     backend: "shm" (ranks of one host, on the CPU), "nvlink" (of one host, on CUDA devices), "torch" (ranks anywhere,
     over torch.distributed, which must be initialised: on the CPU over gloo, on CUDA devices over NCCL) or "auto": of
@@ -225,15 +236,16 @@ def connect(
     """
     distributed = sys.modules.get("torch.distributed")
     wish = _Wish(device, backend, strategy, capacity, timeout)
-    if process_group is not None or (
+    given = process_group, rank, nranks, store, allgather
+    if any(x is not None for x in given) or (
         distributed is not None and distributed.is_available() and distributed.is_initialized()
     ):
-        return _noted(_connect_torch(process_group, wish))
+        return _noted(_connect_party(party_of(*given), wish))
     wish.check()
     if backend == "torch":
         raise InvalidUsage(
             "backend is 'torch', and torch.distributed is not initialised: call torch.distributed.init_process_group "
-            "first, or give a process_group"
+            "first, or give a process_group, a store or an allgather"
         )
     elif RANK in os.environ:
         rank, nranks = _from_environment(RANK, NRANKS)
@@ -350,11 +362,8 @@ def _usual_timeout() -> float:
     return next(int(value) for name, value, _ in _native.environment() if name == "TOKENWAY_TIMEOUT_MS") / 1000
 
 
-def _connect_torch(process_group: Any, wish: _Wish) -> Comm:
-    import torch.distributed as dist
-
-    process_group = meeting.group_of(process_group)
-    rank, nranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+def _connect_party(party: Party, wish: _Wish) -> Comm:
+    rank, nranks = party.rank, party.nranks
     problem: Exception | None
     index, problem, limit = None, None, _usual_timeout()
     try:
@@ -365,12 +374,11 @@ def _connect_torch(process_group: Any, wish: _Wish) -> Comm:
         problem = error
 
     def allgather(mine: bytes) -> list[bytes]:
-        return [bytes.fromhex(one) for one in meeting.gather(process_group, "addresses", mine.hex(), *place, limit)]
+        return [bytes.fromhex(one) for one in party.gather("addresses", mine.hex(), limit)]
 
-    place = rank, nranks
     mine = os.uname().nodename, _host(), os.urandom(16).hex(), problem and str(problem)
     mine = *mine, wish.backend if problem is None else ""
-    all_ranks = meeting.gather(process_group, "hosts", mine, *place, limit)
+    all_ranks = party.gather("hosts", mine, limit)
     if problem is not None:
         raise problem
     for r, (*_, text, backend) in enumerate(all_ranks):
@@ -389,9 +397,8 @@ def _connect_torch(process_group: Any, wish: _Wish) -> Comm:
         return wish.comm(rank, nranks, all_ranks[0][2], where)
     if wish.backend in ("shm", "nvlink"):
         raise Unsupported(f"{where}: the {wish.one_host} backend connects ranks of one host only")
-    options = {"process_group": process_group or dist.group.WORLD, "timeout": wish.timeout, **wish.portable}
-    options["device"] = index
-    comm = Comm.portable(rank, nranks, allgather, **options)
+    options = {"process_group": party.process_group, "timeout": wish.timeout, **wish.portable}
+    comm = Comm.portable(rank, nranks, allgather, device=index, **options)
     if wish.backend == "auto":
         comm.why = where
     return comm

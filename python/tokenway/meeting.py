@@ -1,4 +1,4 @@
-"""How ranks of a process group tell each other something within a timeout.
+"""How ranks that have a store in common, a process group's say, tell each other something within a timeout.
 
 PyTorch's own gathering of objects knows no timeout but the group's, half an hour, says of nobody who is late, and
 leaves the group's collectives out of step if it is given up. So ranks meet at the group's store: each lays down a card,
@@ -71,8 +71,17 @@ def gather(process_group: Any, occasion: str, mine: Any, rank: int, nranks: int,
         return outcome
     group = dist.group.WORLD if process_group is None else process_group
     # The public face of it, ProcessGroup.get_group_store, has come late, and there are groups without it.
-    store = dist.PrefixStore("tokenway", dist.distributed_c10d._get_process_group_store(group))
-    table = _Table(store, occasion, mine, rank, nranks, timeout)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return gather_at(store, occasion, mine, rank, nranks, timeout)
+
+
+def gather_at(store: Any, occasion: str, mine: Any, rank: int, nranks: int, timeout: float) -> list[Any]:
+    """The same of ranks that have a store of torch.distributed in common, and need no process group."""
+    import torch.distributed as dist
+
+    if nranks == 1:
+        return [mine]
+    table = _Table(dist.PrefixStore("tokenway", store), occasion, mine, rank, nranks, timeout)
     made = Bounded(table.meet)
     try:
         if made.wait(timeout + _SLOW):
@@ -80,8 +89,8 @@ def gather(process_group: Any, occasion: str, mine: Any, rank: int, nranks: int,
     finally:
         table.over = True  # for who is interrupted too
     raise PeerTimeout(
-        f"connecting: the process group's store has not answered for {timeout + _SLOW:g} s; its rank 0 holds it, or "
-        "torchrun, and seems to be stopped"
+        f"connecting: the ranks' store has not answered for {timeout + _SLOW:g} s; who holds it, rank 0 or "
+        "torchrun, seems to be stopped"
     )
 
 
@@ -163,7 +172,7 @@ class _Table:
             return [card[-1] for card in cards]
         except dist.DistNetworkError as error:
             raise PeerDied(
-                "connecting: the process group's store is gone, and with it who held it: its rank 0, or torchrun"
+                "connecting: the ranks' store is gone, and with it who held it: rank 0, or torchrun"
             ) from error
         except BaseException:
             with suppress(RuntimeError):  # PyTorch's

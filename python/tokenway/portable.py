@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from tokenway import _carrier, _native, callbacks, staged
-from tokenway.errors import InvalidArgument, SystemFailure, TokenwayError, Unsupported
+from tokenway.errors import InvalidArgument, Unsupported
 from tokenway.meeting import Bounded
+from tokenway.party import gathered
 
 _log = logging.getLogger("tokenway")
 
@@ -417,30 +418,7 @@ def _gather_into(allgather: Callable[[bytes], Any], rank: int, nranks: int) -> C
     """What C calls for a caller's allgather: nothing that it returns is read before it is known to be right."""
 
     def gather(mine: int, everyone: int, count: int, _: Any) -> int:
-        try:
-            parts = allgather(ctypes.string_at(mine, count))
-        except TokenwayError:
-            raise
-        except Exception as error:
-            raise SystemFailure(f"allgather raised {type(error).__name__} on rank {rank}: {error}") from error
-        if not isinstance(parts, (list, tuple)) or len(parts) != nranks:
-            seen = f"{len(parts)} parts" if isinstance(parts, (list, tuple)) else f"a {type(parts).__name__}"
-            raise InvalidArgument.of(
-                "allgather",
-                f"returned {seen} on rank {rank}; it must return a list of {nranks}, what each rank has given",
-            )
-        for source, part in enumerate(parts):
-            if not isinstance(part, (bytes, bytearray, memoryview)):
-                raise InvalidArgument.of(
-                    "allgather", f"returned a {type(part).__name__} for rank {source} on rank {rank}; it must be bytes"
-                )
-            length = memoryview(part).nbytes
-            if length != count:
-                raise InvalidArgument.of(
-                    "allgather",
-                    f"returned {length} bytes for rank {source} on rank {rank}; it must return the {count} "
-                    "that every rank has given",
-                )
+        parts = gathered(allgather, ctypes.string_at(mine, count), rank, nranks)
         ctypes.memmove(everyone, b"".join(parts), count * nranks)
         return 0
 
