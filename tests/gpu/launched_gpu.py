@@ -29,6 +29,17 @@ def meet() -> tuple[int, list[int]]:
         return comm.device, exchange(comm)
 
 
+def meet_at(path: str, backend: str) -> tuple[str, list[int]]:
+    """For tokenway.run: ranks that have a store in common, and no process group."""
+    import torch.distributed as dist
+
+    rank, nranks = int(os.environ["TOKENWAY_RANK"]), int(os.environ["TOKENWAY_NRANKS"])
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(path, nranks)
+    with tw.connect(rank=rank, nranks=nranks, store=store, device=rank, backend=backend, timeout=60) as comm:
+        return comm.backend, exchange(comm)
+
+
 def main() -> None:
     if sys.argv[1:]:
         import torch.distributed as dist

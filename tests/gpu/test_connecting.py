@@ -40,6 +40,12 @@ def test_own_launcher(two_devices) -> None:
     assert tw.run(launched_gpu.meet, 2, timeout=120) == [(0, [0, 1]), (1, [0, 1])]
 
 
+@pytest.mark.parametrize(("way", "found"), [("auto", "nvlink"), ("torch", "torch")])
+def test_a_store_needs_no_process_group(two_devices, tmp_path, way: str, found: str) -> None:
+    met = tw.run(launched_gpu.meet_at, 2, str(tmp_path / "store"), way, timeout=120)
+    assert met == [(found, [0, 1])] * 2
+
+
 def test_one_rank_alone() -> None:
     with tw.connect(device="cuda", timeout=20) as comm:
         assert (comm.rank, comm.nranks) == (0, 1)
