@@ -92,6 +92,15 @@ typedef struct twGroupConfig {
    twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0, 0, NULL, NULL, 0, 0}
 // clang-format on
 
+// How a rank knows that NVLink joins its device to all others of a group, which LL128 packets need; the weakest of what
+// it knows of each.
+typedef enum TW_AS_INT {
+  twLinksOther = 0,    // they are joined otherwise: by PCIe, by a carrier, or ranks are on the CPU
+  twLinksTested = 1,   // neither CUDA nor NVML knows some of them: the test of packets has decided
+  twLinksNvml = 2,     // NVML says so of those that this process does not see (CUDA_VISIBLE_DEVICES)
+  twLinksVisible = 3,  // this process sees all of them, and CUDA says so
+} twLinks_t;
+
 // A group as twGroupInfo tells it.
 typedef struct {
   size_t size;
@@ -110,6 +119,9 @@ typedef struct {
   uint64_t combine_room;
   int32_t inbox_tokens;        // 0 in low latency
   int32_t low_latency_tokens;  // twAutomatic alone, else 0
+  // CUDA backend. As many tokens of a call travel as LL128 packets at most; 0: none, as the links do not allow it.
+  int32_t packet_tokens;
+  twLinks_t links;
 } twGroupInfo_t;
 
 // What a group shall have room for; 0: what it has now.

@@ -34,6 +34,7 @@ CALL_MISMATCH = 12  # twCallMismatch
 MODES = {"low_latency": 0, "high_throughput": 1, "auto": 2}
 OVERFLOWS = {"refuse": 0, "drop": 1}
 ID_SPACES = {"local": 0, "global": 1}
+LINKS = {"other": 0, "tested": 1, "nvml": 2, "visible": 3}
 LAYOUTS = {"rank_major": 0, "expert_major": 1, "flat": 2, "grouped": 3}
 WEIGHTINGS = {"none": 0, "topk": 1}
 POLICIES = {"round_robin": 0, "local_first": 1, "shares": 2, "balanced": 3}
@@ -142,6 +143,8 @@ class GroupInfo(Struct):
         ("combine_room", c_uint64),
         ("inbox_tokens", c_int32),
         ("low_latency_tokens", c_int32),
+        ("packet_tokens", c_int32),
+        ("links", c_int),
     ]
 
 

@@ -23,11 +23,20 @@ RANK, NRANKS, ADDRESS = "TOKENWAY_RANK", "TOKENWAY_NRANKS", "TOKENWAY_ADDRESS"
 LOCAL_RANK = cuda.LOCAL_RANK  # as torchrun does
 
 
+LINKS = {
+    _header.LINKS["other"]: "NVLink does not join all devices, so few tokens take the way of many",
+    _header.LINKS["tested"]: "neither CUDA nor NVML knows some of the devices, so a test has decided about packets",
+    _header.LINKS["nvml"]: "NVML tells that NVLink joins also the devices which this process does not see",
+}
+
+
 class Comm(_native.Shared):
     """One rank's part in a set of ranks on which groups are created.
 
     Use `connect()`, `Comm.shm(...)`, `Comm.cuda(...)`, `Comm.portable(...)` or `local_comms(n)` to make one. Closing
-    frees it; groups must be closed before. `backend` is "shm", "nvlink" or "torch", `why` says why that one was taken.
+    frees it; groups must be closed before. `backend` is "shm", "nvlink" or "torch", `why` says why that one was taken;
+    from the first group on CUDA devices on it also tells of links to devices that this process does not see, and of
+    devices that NVLink does not join.
     """
 
     def __init__(self, pointer: int, carrier: Any = None):
@@ -42,6 +51,11 @@ class Comm(_native.Shared):
         self._device = device.value
         self.backend = "torch" if carrier is not None else "shm" if self._device < 0 else "nvlink"
         self.why = "it was asked for"
+
+    def note_links(self, links: int) -> None:
+        """Adds to `why` what a group's twGroupInfo tells of the links between its devices."""
+        if self.backend == "nvlink" and (told := LINKS.get(links)) is not None and told not in self.why:
+            self.why = f"{self.why}; {told}"
 
     @classmethod
     def shm(cls, rank: int, nranks: int, address: str, timeout: float | None = None) -> Comm:

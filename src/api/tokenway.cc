@@ -126,6 +126,9 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
     known.combine_room = group->shape().most_combine_bytes();
     known.inbox_tokens = group->shape().exact() ? group->shape().part_tokens() : 0;
     known.low_latency_tokens = group->shape().low_latency_tokens;
+    const tw::DeviceLinks links = group->backend->links();
+    known.packet_tokens = links.packet_tokens;
+    known.links = links.known;
     std::copy(group->members.begin(), group->members.end(), known.comm_ranks);
     return tw::api::write_struct("info", known, info);
   });

@@ -283,6 +283,12 @@ struct Refusal {
 
 struct BackendInit;
 
+// What twGroupInfo tells of the ways between devices.
+struct DeviceLinks {
+  int32_t packet_tokens = 0;
+  twLinks_t known = twLinksOther;
+};
+
 class Backend {
  public:
   explicit Backend(const Context& context) : context_(context) {}
@@ -371,6 +377,7 @@ class Backend {
   // ---- For backends on devices. There, send_* of a call that is not send_only launches all of it, and finish_*
   // returns at once: poll() finds what goes wrong later.
   virtual bool on_device() const { return false; }
+  virtual DeviceLinks links() const { return {}; }
   // Whether a call may be launched on a stream.
   virtual Status check_stream(const void* stream) const {
     if (stream == nullptr) return {};

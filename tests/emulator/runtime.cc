@@ -27,9 +27,12 @@ int number_of(const char* name, int otherwise) {
   const char* const text = std::getenv(name);
   return text == nullptr ? otherwise : std::atoi(text);
 }
+// The one device of the machine that this process sees, as with CUDA_VISIBLE_DEVICES; -1: it sees all. Looked up each
+// time, so that a process may be told once it is there.
+int only_device() { return number_of("TOKENWAY_EMULATOR_VISIBLE", -1); }
 int devices() {
   static const int count = number_of("TOKENWAY_EMULATOR_DEVICES", 16);
-  return count;
+  return only_device() < 0 ? count : 1;
 }
 // Few: each block takes a thread of the CPU. Looked up each time, so that a test may have more.
 int sms() { return number_of("TOKENWAY_EMULATOR_SMS", 8); }
@@ -278,7 +281,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* prop, int device) {
   *prop = {};
   std::strcpy(prop->name, "emulated");
   std::memset(prop->uuid.bytes, 0x7e, sizeof prop->uuid.bytes);
-  prop->uuid.bytes[0] = static_cast<char>(device);
+  prop->uuid.bytes[0] = static_cast<char>(only_device() < 0 ? device : only_device());
   prop->major = 9;
   prop->multiProcessorCount = sms();
   return cudaSuccess;

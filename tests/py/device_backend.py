@@ -152,6 +152,18 @@ class Cuda:
         return np.array(bits, order="C").view(tensors.numpy_dtype(name))
 
 
+class OwnDevice(Cuda):
+    """Ranks that are processes, each of which sees its own device alone; their processes have called no CUDA before."""
+
+    name = "nvlink-alone"
+
+    @classmethod
+    def comm(cls, rank: int, nranks: int, address: str) -> tw.Comm:
+        named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        os.environ["CUDA_VISIBLE_DEVICES"] = named[rank] if named else str(rank)
+        return tw.Comm.cuda(rank, nranks, address, device=0, timeout=COMM_TIMEOUT)
+
+
 # ---- streams -------------------------------------------------------------------------------------
 
 _streams: dict[Any, Any] = {}

@@ -89,6 +89,18 @@ class Emulated(Cuda):
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
+class Alone(Emulated):
+    """Ranks that are processes, each of which sees its own device alone, as with CUDA_VISIBLE_DEVICES."""
+
+    name = "emulated-alone"
+
+    @classmethod
+    def comm(cls, rank: int, nranks: int, address: str) -> Any:
+        cuda.Cuda = Place
+        os.environ["TOKENWAY_EMULATOR_VISIBLE"] = str(rank)
+        return tw.Comm.cuda(rank, nranks, address, device=0, timeout=COMM_TIMEOUT)
+
+
 class OnHost:
     """As staged.OnCuda, of emulated devices, whose memory gloo reaches. Their kernels have ended when a call returns,
     so collectives begin behind them; the host waits where a stream would."""

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from device_backend import COMM_TIMEOUT, Cuda
-from emulated_backend import Emulated, Staged
+from device_backend import COMM_TIMEOUT, Cuda, OwnDevice
+from emulated_backend import Alone, Emulated, Staged
 from portable_backend import Nccl, variants
 
 import tokenway as tw
@@ -88,7 +88,7 @@ class Cpu:
 
 
 BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda, "emulated": Emulated, "torch-emulated": Staged, "nccl": Nccl}
-BACKENDS |= variants(Cpu)
+BACKENDS |= variants(Cpu) | {"emulated-alone": Alone, "nvlink-alone": OwnDevice}
 CHOSEN = ["cpu"]  # backends that the tests run against: the option --backend
 
 

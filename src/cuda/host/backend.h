@@ -57,6 +57,7 @@ class NvlinkBackend : public Backend {
   Status open(const BackendInit& init);
 
   bool on_device() const override { return true; }
+  DeviceLinks links() const override { return {view_.packet_tokens, windows_.links}; }
   bool describe(twPortableInfo_t* info) const override;
 
   bool captures(const void* stream) const override;

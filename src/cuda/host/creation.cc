@@ -140,11 +140,11 @@ Status NvlinkBackend::least(const BackendInit& init, uint64_t tag, std::initiali
 
 // Tells whether this rank may use packets, as far as it knows alone. Packets need 16-byte stores that arrive whole,
 // which PTX does not promise. They are used where each pair of ranks has seen so, on devices of compute capability 9.0
-// or more that reach each other over NVLink.
+// or more that reach each other over NVLink, as far as CUDA or NVML knows their links; see find_link.
 Status NvlinkBackend::may_use_packets(bool* may) {
   int major = 0;
   TW_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_));
-  *may = context_.map.packet_row() > 0 && major >= 9 && windows_.linked;
+  *may = context_.map.packet_row() > 0 && major >= 9 && windows_.links != twLinksOther;
   return {};
 }
 

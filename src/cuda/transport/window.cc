@@ -16,6 +16,7 @@
 
 #include "bootstrap/descriptors.h"
 #include "bootstrap/local_registry.h"
+#include "cuda/driver/nvml.h"
 
 namespace tw::cuda {
 namespace {
@@ -40,23 +41,20 @@ Status size_of(const Driver& driver, const CUmemAllocationProp& prop, uint64_t b
   return {};
 }
 
-// The UUID of a rank's device, by which ranks recognise it.
-using Card = std::array<char, 16>;
-
-Card card_of(int device) {
-  Card card{};
+Uuid uuid_of(int device) {
+  Uuid uuid{};
   cudaDeviceProp prop{};
-  if (cudaGetDeviceProperties(&prop, device) == cudaSuccess) std::memcpy(card.data(), prop.uuid.bytes, card.size());
-  return card;
+  if (cudaGetDeviceProperties(&prop, device) == cudaSuccess) std::memcpy(uuid.data(), prop.uuid.bytes, uuid.size());
+  return uuid;
 }
 
 // Gives the UUIDs of all devices that this process can see, by device number.
-std::vector<Card> cards_here() {
+std::vector<Uuid> uuids_here() {
   int count = 0;
   cudaGetDeviceCount(&count);
-  std::vector<Card> cards;
-  for (int device = 0; device < count; ++device) cards.push_back(card_of(device));
-  return cards;
+  std::vector<Uuid> uuids;
+  for (int device = 0; device < count; ++device) uuids.push_back(uuid_of(device));
+  return uuids;
 }
 
 thread_local int unmapping_here = 0;
@@ -132,11 +130,27 @@ Status check_peer(int device, int other, int rank) {
               device, other, rank);
 }
 
-bool is_linked(int device, int other) {
-  int rank = 1;  // the attribute is a performance rank; 0 is the fastest way
-  return device == other ||
-         (cudaDeviceGetP2PAttribute(&rank, cudaDevP2PAttrNativeAtomicSupported, device, other) == cudaSuccess &&
-          rank != 0);
+// How a device is joined to another one, if CUDA knows both.
+twLinks_t link_between(int device, int other) {
+  if (device == other) return twLinksVisible;
+  int atomics = 0;
+  const cudaError_t asked = cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, other);
+  return asked == cudaSuccess && atomics != 0 ? twLinksVisible : twLinksOther;
+}
+
+// Notes in `windows` how a rank's device is joined to this one's, and whether it is the same. A device that is hidden
+// from this process (CUDA_VISIBLE_DEVICES) is mapped like any other, as what is imported is made accessible to our own.
+Status note_link(const std::vector<Uuid>& here, int own, const Uuid& uuid, int rank, DeviceWindows* windows) {
+  const auto found = std::find(here.begin(), here.end(), uuid);
+  if (found == here.end()) {
+    windows->links = std::min(windows->links, find_link(here[own], uuid));
+    return {};
+  }
+  const int device = static_cast<int>(found - here.begin());
+  if (device == own) ++windows->sharing;
+  TW_RETURN_IF_FAILED(check_peer(own, device, rank));
+  windows->links = std::min(windows->links, link_between(own, device));
+  return {};
 }
 
 }  // namespace
@@ -301,7 +315,7 @@ Status make_own_window(const BackendInit& init, DeviceWindows* windows) {
   TW_RETURN_IF_FAILED(DeviceMapping::allocate(init.device, init.context->map.bytes(), &own));
   TW_RETURN_IF_FAILED(prepare(*init.context, own->data()));
   windows->by_rank.assign(init.members.size(), own);
-  windows->linked = false;
+  windows->links = twLinksOther;
   return {};
 }
 
@@ -324,25 +338,21 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
   if (made.ok()) made = prepare(context, own->data());
   if (made.ok() && !local) made = export_part(init, *own, &mine);
   const uint64_t numbered = made.ok() && local ? local_windows().add(own) : 0;
-  mine.bytes = pack_result(made).add(made.ok() ? card_of(init.device) : Card{}).add(numbered).take();
+  mine.bytes = pack_result(made).add(made.ok() ? uuid_of(init.device) : Uuid{}).add(numbered).take();
   std::vector<Parcel> all;
   Status met = gather(*init.bootstrap, init.members, tag, mine, init.deadline, "exchanging windows", &all);
   TW_RETURN_IF_FAILED(std::move(made));
   TW_RETURN_IF_FAILED(std::move(met));
   windows->by_rank.resize(all.size());
   windows->sharing = 0;
-  const std::vector<Card> cards = cards_here();
+  const std::vector<Uuid> here = uuids_here();
   for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
     Unpacker reader(all[rank].bytes);
     TW_RETURN_IF_FAILED(read_result(init.members[rank], reader));
-    const Card card = reader.get<Card>();
+    const Uuid uuid = reader.get<Uuid>();
     const auto number = reader.get<uint64_t>();
-    const auto found = std::find(cards.begin(), cards.end(), card);
-    const int device = found == cards.end() ? -1 : static_cast<int>(found - cards.begin());  // -1: hidden from us
-    if (device == init.device) ++windows->sharing;
     if (!reader.ok()) return fail(twSystemError, "rank {} could not give its window", rank);
-    if (device >= 0) TW_RETURN_IF_FAILED(check_peer(init.device, device, rank));
-    windows->linked &= device >= 0 && is_linked(init.device, device);
+    TW_RETURN_IF_FAILED(note_link(here, init.device, uuid, rank, windows));
     std::shared_ptr<DeviceMapping>& window = windows->by_rank[rank];
     if (rank == context.me) {
       window = own;

@@ -84,7 +84,7 @@ class DeviceMapping {
 struct DeviceWindows {
   std::vector<std::shared_ptr<DeviceMapping>> by_rank;  // by rank of the group
   int sharing = 1;                                      // ranks of the group on this rank's device
-  bool linked = true;                                   // every other device is reached over NVLink
+  twLinks_t links = twLinksVisible;                     // how this rank's device is joined to all others
 };
 
 // Sets memory to zero, on a stream of its own, as the caller's streams may be busy waiting; waits for that.
