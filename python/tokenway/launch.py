@@ -62,7 +62,7 @@ def _variables(rank: int, nranks: int, address: str) -> dict[str, str]:
 
 
 def _child(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...], env: dict) -> None:
-    threading.Thread(target=_leave_with_parent, name="tokenway-parent", daemon=True).start()
+    threading.Thread(target=leave_with_parent, name="tokenway-parent", daemon=True).start()
     # It is one for its starter, whose exit ends it; but those may have no children, and a rank's data may have loaders.
     multiprocessing.current_process().daemon = False
     os.environ.update(env)
@@ -76,9 +76,10 @@ def _child(connection: Connection, function: Callable[..., Any], args: tuple[Any
         connection.send(Outcome(error=traceback.format_exc(), by_peer=by_peer))
 
 
-def _leave_with_parent() -> None:
-    """Ranks must not outlive who has started them, however that ends. (The kernel's signal for this comes at the end of
-    the parent's thread, and Ranks may be made in one that ends before they do.)"""
+def leave_with_parent() -> None:
+    """Ends a process that multiprocessing has started when its parent ends, however that ends; for a thread in it.
+    (The kernel's signal for this comes at the end of the parent's thread, and Ranks may be made in one that ends before
+    they do.)"""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -84,15 +84,19 @@ def check_result(plan: Plan, name: str, received: Array, out: Array) -> None:
 
     received: uint8, this rank's rows in (source, slot) order.
     """
-    where = f"{plan.case.name}: {name} on rank {plan.rank}"
     if not same_bits(received, np.concatenate(plan.received)):
-        raise Mismatch(f"{where} received other rows than were sent to it")
+        raise Mismatch(f"{plan.case.name}: {name} on rank {plan.rank} received other rows than were sent to it")
+    check_sum(plan, name, out)
+
+
+def check_sum(plan: Plan, name: str, out: Array) -> None:
+    """Raises Mismatch unless the sum is the oracle's within rounding."""
     want, got = plan.want.astype(np.float32), out.astype(np.float32)
     unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}[plan.case.combine_dtype]
     # One rounding per partial sum, each at most half a unit of the largest partial.
     largest = max([float(np.abs(p.astype(np.float32)).max()) for p in plan.parts if p.size] + [1.0])
     if got.shape != want.shape or (np.abs(got - want) > 2 * plan.case.ranks * unit * largest).any():
-        raise Mismatch(f"{where} has another sum than the oracle")
+        raise Mismatch(f"{plan.case.name}: {name} on rank {plan.rank} has another sum than the oracle")
 
 
 # ---- memcpy --------------------------------------------------------------------------------------

@@ -15,28 +15,28 @@ from tokenway.bench.baselines import Plan, check_result
 from tokenway.bench.control import Control
 
 
+def join(folder: str, backend: str, rank: int, ranks: int) -> None:
+    """Makes this process a rank of a process group that meets in a folder. Collective."""
+    import torch.distributed as dist
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(os.path.join(folder, "store"), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=100))
+
+
 class Process:
     """This process's place in a process group. Creating it is collective."""
 
     def __init__(self, control: Control, backend: str = "gloo"):
         import torch
-        import torch.distributed as dist
 
-        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // control.nranks))
         folder = tempfile.mkdtemp(prefix="tokenway-bench-") if control.rank == 0 else ""
         self._folder = control.allgather(folder)[0]
         self._control = control
-        store = dist.FileStore(os.path.join(self._folder, "store"), control.nranks)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=control.rank,
-            world_size=control.nranks,
-            timeout=timedelta(seconds=100),
-        )
+        join(self._folder, backend, control.rank, control.nranks)
         control.allgather(None)
 
     def close(self) -> None:

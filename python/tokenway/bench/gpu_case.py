@@ -15,12 +15,13 @@ import torch
 from tokenway import tensors
 from tokenway.bench import verify
 from tokenway.bench.case import Case
-from tokenway.bench.graphs import COUNT, Graphs, Loop, Replay
+from tokenway.bench.graphs import COUNT, Graphs, Loop, Replay, Stretches
+from tokenway.bench.nvlink_results import BEHIND
 from tokenway.group import Group
 from tokenway.handle import Handle
 
 EXCHANGES = 2  # verified per row
-GRAPHS = 7  # of a case at most
+GRAPHS = 8  # of a case at most
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -216,6 +217,15 @@ class DeviceCase:
 
             replays[phase] = Replay(begin, body)
         return Graphs(name, replays)
+
+    def stretches(self, barrier: Callable[[], Any]) -> Stretches:
+        """Dispatch alone and combine alone behind a barrier, each dispatch of a routing new to it, but for counts."""
+        self._reset_handles(GRAPHS - 1)
+        calls = {
+            "dispatch": lambda at: self.dispatch(self.handles[at]),
+            "combine": lambda at: self.combine(self.handles[at]),
+        }
+        return Stretches(BEHIND, barrier, calls)
 
     def _reroute(self, handle: Handle) -> None:
         handle.update(self.ids, self.weights)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from statistics import median
 from typing import Any
 
 from tokenway.bench.control import Control
@@ -37,21 +38,14 @@ class Replay:
         for event in [*self._inner, *self._outer]:
             event.record()  # creates it, which a capture should not have to
         self._stream.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with _CAPTURE:
-            # thread_local: NCCL's watchdog and the other local ranks call CUDA meanwhile.
-            self._graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                lead()
-                self._inner[0].record()
-                body()
-                self._inner[1].record()
-            except BaseException:
-                with suppress(RuntimeError):  # the capture is broken, and that is told by the first error
-                    self._graph.capture_end()
-                raise
-            self._graph.capture_end()
-        _upload(self._graph, self._stream)
+
+        def timed() -> None:
+            lead()
+            self._inner[0].record()
+            body()
+            self._inner[1].record()
+
+        self._graph = _captured(timed, self._stream)
 
     def once(self, control: Control) -> tuple[float, float]:
         """One replay on all ranks: ns per call between the graph's events, and outside. Collective."""
@@ -68,6 +62,25 @@ class Replay:
         self._graph.reset()
 
 
+def _captured(body: Call, stream: Any) -> Any:
+    """A graph of what `body` enqueues, on the device already."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with _CAPTURE:
+        # thread_local: NCCL's watchdog and the other local ranks call CUDA meanwhile.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            body()
+        except BaseException:
+            with suppress(RuntimeError):  # the capture is broken, and that is told by the first error
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    _upload(graph, stream)
+    return graph
+
+
 def _upload(graph: Any, stream: Any) -> None:
     """Brings the graph to the device now. Its first launch would do it, and may allocate for that, which waits for the
     device: with several ranks on it, for a peer that waits for this rank."""
@@ -77,6 +90,52 @@ def _upload(graph: Any, stream: Any) -> None:
     with suppress(RuntimeError):
         driver.cuGraphUpload(ctypes.c_void_p(graph.raw_cuda_graph_exec()), ctypes.c_void_p(stream.cuda_stream))
         stream.synchronize()
+
+
+class Stretches:
+    """Calls apart, each behind a barrier of all ranks on their devices: one graph of `count` turns, in which every call
+    of a turn has events of its own. What a call waits for is then the exchange alone, whoever was late before.
+
+    calls: phase to a call, which is given the number of the turn; the first turn is not timed. barrier: enqueues one.
+    """
+
+    def __init__(self, name: str, barrier: Call, calls: dict[str, Callable[[int], Any]], count: int = COUNT):
+        import torch
+
+        self.name, self.phases = name, tuple(calls)
+        self._stream = torch.cuda.current_stream()
+        self._events = {
+            phase: [[torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)] for _ in range(count + 1)]
+            for phase in calls
+        }
+        for event in (event for turns in self._events.values() for pair in turns for event in pair):
+            event.record()  # as in a Replay
+        self._stream.synchronize()
+
+        def turns() -> None:
+            for number in range(count + 1):
+                for phase, call in calls.items():
+                    begin, end = self._events[phase][number]
+                    barrier()
+                    begin.record()
+                    call(number)
+                    end.record()
+
+        self._graph = _captured(turns, self._stream)
+
+    def once(self, control: Control) -> tuple[float, ...]:
+        """One replay on all ranks: of each phase the ns of its median turn. Collective."""
+        control.gate()
+        self._graph.replay()
+        self._stream.synchronize()
+        spent = []
+        for turns in self._events.values():
+            spent.append(median(begin.elapsed_time(end) * 1e6 for begin, end in turns[1:]))
+        return tuple(spent)
+
+    def close(self) -> None:
+        """Frees the graph."""
+        self._graph.reset()
 
 
 class Graphs:
@@ -104,6 +163,23 @@ class Graphs:
         """Frees the graphs."""
         for replay in self._replays.values():
             replay.close()
+
+
+class Together:
+    """Subjects of different phases that take their turns as one, under the first one's name."""
+
+    def __init__(self, subjects: list[Any]):
+        self.name, self._subjects = subjects[0].name, subjects
+        self.phases = tuple(phase for subject in subjects for phase in subject.phases)
+
+    def once(self, control: Control) -> tuple[Any, ...]:
+        """A turn of each."""
+        return tuple(time for subject in self._subjects for time in subject.once(control))
+
+    def close(self) -> None:
+        """Closes each."""
+        for subject in self._subjects:
+            subject.close()
 
 
 class Events:

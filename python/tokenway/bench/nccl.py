@@ -30,6 +30,17 @@ def missing(local_ranks: int, ranks: int) -> str | None:
     return None
 
 
+def barrier() -> Any:
+    """What enqueues a barrier of all ranks on their devices: the smallest all-reduce."""
+    import torch
+    import torch.distributed as dist
+
+    one = torch.zeros(1, device="cuda")
+    dist.all_reduce(one)  # sets the communicator up, which cannot be captured
+    torch.cuda.current_stream().synchronize()
+    return lambda: dist.all_reduce(one)
+
+
 def _wide(array: np.ndarray) -> Any:
     """Rows of bytes in the widest elements that divide them: index_select works by element."""
     import torch

@@ -19,10 +19,12 @@ from tokenway.bench.case import Case
 from tokenway.bench.control import Control
 from tokenway.bench.gpu_rank import connect_gpu
 from tokenway.bench.graphs import LAYERS, Loop
+from tokenway.bench.libraries import LIBRARIES
 from tokenway.bench.overhead import ops_path
 from tokenway.bench.progress import Progress
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
+from tokenway.bench.turns import PREPARE, Beside
 from tokenway.comm import Comm, local_comms
 from tokenway.group import Group
 
@@ -36,7 +38,8 @@ def measure(settings: Settings) -> Results:
     assert settings.nvlink is not None
     if settings.nvlink.local_ranks:
         return measure_threads(settings)
-    return runner.on_ranks(settings, measure_rank, LIMIT)
+    libraries = sum(name in LIBRARIES for name in settings.baselines)
+    return runner.on_ranks(settings, measure_rank, LIMIT + libraries * PREPARE)
 
 
 def measure_rank(settings: Settings) -> Results:
@@ -137,6 +140,10 @@ class Bench:
         self._agree = partial(runner.agree, control)
         if settings.baselines:
             stack.callback(gloo.Process(control, "nccl").close)
+        named = [name for name in settings.baselines if name in LIBRARIES]
+        self._beside = {name: Beside(name, control, comm.device, progress.at) for name in named}
+        for library in self._beside.values():
+            stack.callback(library.close)
 
     def profile(self, name: str) -> list[dict[str, Any]]:
         """All rows of one profile."""
@@ -229,9 +236,16 @@ class Bench:
             subjects.append(beside.graphs("compare", told))
             kept.append((beside, beside.result.clone()))
         timed, checks, notes = self._baselines(case)
+        libraries, missing = self._libraries(case, notes)
+        if libraries:
+            subjects.append(ours.stretches(nccl.barrier()))
         self.meet()
-        times = self._times([*subjects, *timed], [one.group for one, _ in kept])
+        times = self._times([*subjects, *timed, *libraries], [one.group for one, _ in kept])
         told("checking")
+        for library in libraries:
+            if problem := library.verdict():
+                missing[library.name] = problem
+                del times[library.name]
         for one, before in kept:
             self._agree(one.check_again(before))
         for check in checks:
@@ -242,6 +256,8 @@ class Bench:
         for subject in [*subjects, *timed]:
             subject.close()
         row |= nvlink_results.row(case, times, self.floor, notes)
+        if missing:
+            row["missing"] = missing
         row["by_rank_us"] = [round(value, 2) for value in by_rank]
         return row
 
@@ -275,6 +291,8 @@ class Bench:
         timed, checks, notes = [], [], {}
         plan = baselines.make_plan(case, self.control.rank) if self.settings.baselines else None
         for name in self.settings.baselines:
+            if name in self._beside:
+                continue
             assert plan is not None
             self.progress.at(f"first calls and capture of {name}")
             baseline = nccl.KINDS[name](plan)
@@ -286,6 +304,21 @@ class Bench:
             timed.append(subject)
             checks.append(baseline.check)
         return timed, checks, notes
+
+    def _libraries(self, case: Case, notes: dict[str, str]) -> tuple[list[Beside], dict[str, str]]:
+        """(the other libraries that do the case right, why others do not). notes: gets why one is not a graph.
+        Collective."""
+        found, missing = [], {}
+        for name, library in self._beside.items():
+            self.progress.at(f"{name} beside")
+            problem, note = library.prepare(case)
+            if problem is None:
+                found.append(library)
+            else:
+                missing[name] = problem
+            if note is not None:
+                notes[name] = note
+        return found, missing
 
     def _without_waiting(self, cases: list[Case], rows: list[dict[str, Any]]) -> None:
         """The same graphs in a group whose kernels do not wait for their peers: what waiting costs. Results are wrong,

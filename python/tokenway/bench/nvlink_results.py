@@ -10,6 +10,7 @@ from tokenway.bench.graphs import COUNT, LAYERS
 from tokenway.bench.settings import Settings
 from tokenway.settings import window_bytes
 
+BEHIND = "behind a barrier"  # the subject of ours that other libraries' dispatch and combine are compared with
 BIG = {"ranks": 64, "experts": 512, "max_tokens": 128}  # a group that is computed, not made
 
 METHOD = {
@@ -23,6 +24,11 @@ METHOD = {
     "backward_us, both_us": (
         "as cached_pair_us, of gradients, which are rows of H elements: by a routing that is known, and after a pair "
         "whose routing is new; of a baseline its calls twice, since its backward pass is the same calls on gradients"
+    ),
+    "behind_barrier": (
+        f"dispatch alone and combine alone, of a routing new to it, in one graph of {COUNT} turns, each behind a "
+        "barrier of all ranks on their devices (an all-reduce of one number) and between events of its own; the median "
+        "turn of each replay, the slowest rank; of other libraries likewise, in their own processes, in the same rounds"
     ),
     "outside_pair_us": f"as pair_us, between events around the replay, over {COUNT + 1} pairs: the launch is in it",
     "host": (
@@ -72,6 +78,8 @@ def row(case: Case, times: dict[str, Any], bottom: floor.Floor, notes: dict[str,
             told["host"][name] = {f"{phase}_us": timing.summary(rounds) for phase, rounds in phases.items()}
         elif name == "compare":
             told["compare"] = _compared(phases, ours)
+        elif name == BEHIND:
+            told["behind_barrier"] = {f"{phase}_us": timing.summary(rounds) for phase, rounds in phases.items()}
         elif name != "tokenway":
             pair = timing.summary(phases["pair"])
             told["baselines"][name] = {"pair_us": pair, "timed": "events" if name in notes else "graph"}
@@ -79,8 +87,19 @@ def row(case: Case, times: dict[str, Any], bottom: floor.Floor, notes: dict[str,
             if "both" in phases:
                 both = timing.summary(phases["both"])
                 told["baselines"][name]["both"] = {"both_us": both} | timing.ratio(both, ours["both"])
+            if "dispatch" in phases:
+                told["baselines"][name]["behind_barrier"] = _apart(phases, times[BEHIND])
             if name in notes:
                 told["baselines"][name]["no_graph"] = notes[name]
+    return told
+
+
+def _apart(phases: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """Dispatch alone and combine alone of another library, beside ours."""
+    told: dict[str, Any] = {}
+    for phase in ("dispatch", "combine"):
+        times, base = timing.summary(phases[phase]), timing.summary(ours[phase])
+        told[phase] = {"us": times} | timing.ratio(times, base)
     return told
 
 

@@ -11,6 +11,7 @@ from tokenway._header import MODES
 from tokenway.bench import alternatives, baselines, collective_baselines, nccl, nvlink_options, portable_options
 from tokenway.bench.case import DTYPES, EXACT_LAYOUTS, FP8, LAYOUTS
 from tokenway.bench.control import MAX_RANKS
+from tokenway.bench.libraries import LIBRARIES
 from tokenway.bench.nvlink_options import Nvlink
 from tokenway.bench.profiles import PROFILES
 from tokenway.bench.routing import GENERATORS, from_npz
@@ -54,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     warmup = "iterations before each turn (default 2; 1 with --backend torch)"
     add("--warmup", type=number(0), metavar="W", help=warmup)
     add("--seed", type=number(0), default=0, metavar="S", help="of tokens and routings")
-    others = f"auto, none, or some of {', '.join(baselines.NAMES)}; on GPUs of {', '.join(nccl.NAMES)}"
+    on_gpus = ", ".join((*nccl.NAMES, *LIBRARIES))
+    others = f"auto, none, all, or some of {', '.join(baselines.NAMES)}; on GPUs of {on_gpus}"
     add("--baselines", **listed(str), metavar="NAME", help=others)
     add("--backward", action="store_true", help="gradients too: by the cached routing, apart and after the pair")
     add("--verify-only", action="store_true", help="compare with the oracle, time nothing")
@@ -216,11 +218,13 @@ def _baselines(
     if gpu is None:
         known, reason, hint = baselines.NAMES, portable.missing(), ": pip install 'tokenway[torch]'"
     else:
-        known, reason, hint = nccl.NAMES, nccl.missing(gpu.local_ranks, ranks), ""
+        known, reason, hint = (*nccl.NAMES, *LIBRARIES), nccl.missing(gpu.local_ranks, ranks), ""
     if collective:
         known = collective_baselines.NAMES["gloo" if gpu is None else "nccl"]
-    cannot = [name for name in known if name.startswith(("gloo", "nccl")) and reason]
+    cannot = [name for name in known if (name in LIBRARIES or name.startswith(("gloo", "nccl"))) and reason]
     if tuple(given) == ("auto",):
+        known = tuple(name for name in known if name not in LIBRARIES)  # those compile for minutes: only if named
+        cannot = [name for name in cannot if name in known]
         return tuple(name for name in known if name not in cannot), tuple(f"{name}: {reason}" for name in cannot)
     chosen = known if "all" in given else tuple(given)
     for name in chosen:

@@ -23,13 +23,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenway.bench.plot import NONE
 from tokenway.bench.tables.table import markdown_row, microseconds
 
 Run = dict[str, Any]
 Line = tuple[str, str, list[int], list[float]]  # name, role, tokens, microseconds
 
 TWO, FOUR = "nvlink-2-gpus.json", "peers-4-gpus.json"
-BASELINES = {"nccl-allgather": "NCCL all-gather + reduce-scatter", "nccl-alltoall": "NCCL all-to-all"}
+BASELINES = {
+    "nccl-allgather": "NCCL all-gather + reduce-scatter",
+    "nccl-alltoall": "NCCL all-to-all",
+    "flashinfer": "FlashInfer one-sided",
+    "deepep": "DeepEP",
+    "nccl-ep": "NCCL EP",
+}
 OURS, FLOOR = "Tokenway", "floor of a pair"  # of the first file, as the second names them
 
 # ---- the table -----------------------------------------------------------------------------------------------------
@@ -106,7 +113,9 @@ def lines_of(run: Run) -> list[Line]:
     tokens = [row["tokens"] for row in rows]
     found = [_known(OURS, "ours", tokens, [row["pair_us"]["median"] for row in rows])]
     for key, name in BASELINES.items():
-        found.append(_known(name, "peer", tokens, [row["baselines"][key]["pair_us"]["median"] for row in rows]))
+        values = [row["baselines"].get(key, NONE)["pair_us"]["median"] for row in rows]
+        if any(value is not None for value in values):
+            found.append(_known(name, "peer", tokens, values))
     return [*found, _known(FLOOR, "floor", tokens, [row["floor"]["pair"]["floor_us"] for row in rows])]
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from tokenway.bench.tables.table import Row, Run
 
+NONE: dict[str, dict[str, None]] = {"pair_us": {"median": None}}  # of a baseline that a row has not
+
 
 def draw(run: Run, title: str, path: str) -> None:
     """Writes the picture: under its title, a line of two panels per profile and routing."""
@@ -64,8 +66,9 @@ def _panels_of_gpus(times: Any, bandwidth: Any, rows: list[Row]) -> None:
     for phase in ("dispatch", "combine"):
         _line(times, tokens, [row[f"{phase}_us"]["median"] for row in rows], f"tokenway {phase}", linewidth=1.2)
     _line(times, tokens, [row["floor"].get("pair", {}).get("floor_us") for row in rows], "floor", linestyle="--")
-    for name in rows[0]["baselines"]:
-        _line(times, tokens, [row["baselines"][name]["pair_us"]["median"] for row in rows], name, linewidth=1.2)
+    for name in dict.fromkeys(name for row in rows for name in row["baselines"]):
+        values = [row["baselines"].get(name, NONE)["pair_us"]["median"] for row in rows]
+        _line(times, tokens, values, name, linewidth=1.2)
     times.set(ylabel="us, in a CUDA graph", yscale="log")
     for phase in ("dispatch", "combine"):
         percent = [row["floor"][phase].get("percent_of_put") for row in rows]

@@ -46,11 +46,16 @@ def _timed(run: Run) -> list[tuple[str, Any]]:
             makers.append(("of put", _percent(phase)))
     if "counts_us" in rows[0]:
         makers.append(("counts us", _median("counts")))
-    for name in rows[0]["baselines"]:
+    names = list(dict.fromkeys(name for row in rows for name in (*row["baselines"], *row.get("missing", ()))))
+    for name in names:
         makers.append((f"{name} us", _baseline(name)))
+    if any("behind_barrier" in row for row in rows):
+        for phase in ("dispatch", "combine"):
+            makers.append((f"{phase} behind a barrier us", _behind(phase)))
+            makers += [(f"{name} {phase} us", _apart(name, phase)) for name in names if _has_apart(rows, name)]
     if "both_us" in rows[0]:
         makers += [("backward us", _median("backward")), ("both us", _median("both"))]
-        makers += [(f"{name} both us", _baseline(name, "both")) for name in rows[0]["baselines"]]
+        makers += [(f"{name} both us", _baseline(name, "both")) for name in names]
     makers += [("eager us", _host("direct", "eager")), ("host us", _host("direct", "host"))]
     if "two additions" in rows[0]["host"]:
         makers.append(("2 add_ us", _host("two additions", "host")))
@@ -92,10 +97,28 @@ def _percent(phase: str) -> Any:
 
 def _baseline(name: str, phase: str = "pair") -> Any:
     def cell(row: Row) -> str:
-        base = row["baselines"][name]
+        base = row["baselines"].get(name)
+        if base is None or (phase != "pair" and phase not in base):
+            return "-"
         mark = "" if base["timed"] == "graph" else " eager"
         told = base if phase == "pair" else base[phase]
         return f"{microseconds(told[f'{phase}_us']['median'])} ({told['times_ours']:.1f}x{mark})"
+
+    return cell
+
+
+def _behind(phase: str) -> Any:
+    return lambda row: _short_us(row["behind_barrier"][f"{phase}_us"]["median"]) if "behind_barrier" in row else "-"
+
+
+def _has_apart(rows: list[Row], name: str) -> bool:
+    return any("behind_barrier" in row["baselines"].get(name, {}) for row in rows)
+
+
+def _apart(name: str, phase: str) -> Any:
+    def cell(row: Row) -> str:
+        apart = row["baselines"].get(name, {}).get("behind_barrier")
+        return f"{_short_us(apart[phase]['us']['median'])} ({apart[phase]['times_ours']:.2f}x)" if apart else "-"
 
     return cell
 
@@ -141,6 +164,8 @@ def notes(run: Run) -> list[str]:
         for name, base in row.get("baselines", {}).items():
             if "no_graph" in base:
                 told.append(f"{name}, {row['tokens']} tokens: not captured ({base['no_graph']}), timed by events")
+        for name, why in row.get("missing", {}).items():
+            told.append(f"{name}, {row['tokens']} tokens: not measured: {why}")
         if "breakdown" in row:
             told += _breakdown(row)
     return told
