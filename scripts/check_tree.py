@@ -85,11 +85,11 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     # what can be done with a group
     "exchange": (
         "arguments blocks calls collectives counting exchange group growth handle leases maps native_group outputs "
-        "routing_layout row_types shape spare structs",
+        "received routing_layout row_types shape spare structs",
         TENSORS | {"settings", "ranks"},
     ),
     # what must every result be
-    "oracle": ("activation_reference collective_reference reference replica_reference", set()),
+    "oracle": ("activation_reference collective_reference index_reference reference replica_reference", set()),
     # what does a router choose
     "routing": ("gating recorded", set()),
     # how do commands read options and print, and what do they run on

@@ -88,6 +88,7 @@ ALLOWED: dict[str, dict[int, str]] = {
     "transport/window.cc": {30: "a power of two: a GiB"},
     "view/staged.cu": {256: "threads of a block that copies"},
     "view/counting.cuh": {64: "rows whose experts a block finds at a time", 4096: "experts that are counted at a time"},
+    "view/index_lists.cu": {64: "most blocks of a kernel of which each reads all ids"},
     "view/by_expert.cuh": {4096: "experts in shared memory"},
     "view/view.cuh": {512: "threads of a block that copies"},
 }

@@ -72,6 +72,15 @@ TW_API twResult_t twHandleNumExpertRows(twHandle_t handle, int32_t* rows);
 // comes.
 TW_API twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, int64_t* rows);
 
+// Tells how many places the index lists of a view of so many rows have (twDispatchOutput_t.index_block), whatever its
+// routing is: as many as twDispatch wants of their memory. With choices = rows * min(K, L) and begun = min(L, choices),
+// in whole numbers:
+//   capacity = (begun + (choices - begun) / block) * block
+// as the first choice of each expert begins a block, and each further `block` choices fill one at most. rows: N * b in
+// twRankMajor, what twHandleNumOutputRows tells in twFlat. block: 1..TW_MAX_INDEX_BLOCK. Never waits. Errors:
+// twInvalidArgument, also where a place, or rows * K, would not fit into 32 bits.
+TW_API twResult_t twGroupIndexCapacity(twGroup_t group, int64_t rows, int32_t block, int64_t* capacity);
+
 // What a layout is in a group. The outputs of a dispatch in it have the leading dimensions [blocks, rows_per_bound *
 // b], b being the call's bound, or where `exact` is 1 [rows], rows being what twHandleNumOutputRows tells.
 typedef struct {
@@ -145,11 +154,23 @@ typedef struct {
   int32_t column_major[TW_MAX_PAYLOADS];
   twTensor_t origins;  // twInt64 [P], grouped alone, written only where the caller gives memory for it: row * K + k of
                        // the flat layout that each row was taken from, -1 where there is nothing
+  // Index lists, in rank_major and flat alone: by which rows of the view the experts of this rank work, in blocks of
+  // one expert each. Products that gather their rows read these, so no row is copied to its experts. index_block, set
+  // by the caller: places of a block, up to TW_MAX_INDEX_BLOCK; 0: no lists. Ranks may differ. Each list is written
+  // where the caller gives memory for it. M are the rows of the view, N * b or R', counted through its leading
+  // dimensions; C is what twGroupIndexCapacity tells for them.
+  int32_t index_block;
+  twTensor_t sorted_rows;    // twInt32 [C]: row * K + k of each choice that is an expert's of this rank, by local
+                             // expert, of each in (source, slot) order and filled up to whole blocks by M * K; M * K
+                             // from num_sorted on too
+  twTensor_t block_experts;  // twInt32 [C / index_block]: the local expert of each block, whatever id_space is; -1 from
+                             // num_sorted / index_block on
+  twTensor_t num_sorted;     // twInt32 [1]: places that are in use, a multiple of index_block
 } twDispatchOutput_t;
 // clang-format off
 #define TW_DISPATCH_OUTPUT_INIT                                                                                  \
   {sizeof(twDispatchOutput_t), twRankMajor, {TW_TENSOR_INIT}, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT, \
-   TW_TENSOR_INIT, {0}, TW_TENSOR_INIT}
+   TW_TENSOR_INIT, {0}, TW_TENSOR_INIT, 0, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT}
 // clang-format on
 
 // What twCombine takes: the experts' rows in the layout of the dispatch, and how the step is made.
@@ -204,12 +225,12 @@ typedef struct {
 // for this rank, up to their timeout. With staged transport between devices a bound that is out of range ends the group
 // (docs/BACKENDS.md). If neither the handle nor the struct tells the lane, the call is refused on the next free one.
 //
-// After a step that failed, counts are 0 and ids invalid_id for sources whose rows did not arrive. A failed dispatch
-// gives its lane back, unless it was send_only: then the handle holds it until it is dispatched again, released or
-// destroyed. On the CUDA backend the peers of a rank that refused find out later. Their handles give the lane back by
-// the combine, which then does nothing but fill its output with NaN, or by twHandleRelease. The handle of the rank that
-// refused holds its lane as well, until it is dispatched again, released or destroyed; a combine that was refused has
-// given it back.
+// After a step that failed, counts are 0 and ids invalid_id for sources whose rows did not arrive, and index lists have
+// none of them. A failed dispatch gives its lane back, unless it was send_only: then the handle holds it until it is
+// dispatched again, released or destroyed. On the CUDA backend the peers of a rank that refused find out later. Their
+// handles give the lane back by the combine, which then does nothing but fill its output with NaN, or by
+// twHandleRelease. The handle of the rank that refused holds its lane as well, until it is dispatched again, released
+// or destroyed; a combine that was refused has given it back.
 TW_API twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_t* input,
                              twDispatchOutput_t* output);
 

@@ -51,6 +51,7 @@
 #define TW_MAX_LANES 64        // exchanges in flight per group
 #define TW_MAX_LOCAL_RANKS 16  // ranks of one process that share a CUDA device
 #define TW_MAX_EXPERTS 1048576
+#define TW_MAX_INDEX_BLOCK 4096        // places of a block of index lists
 #define TW_MAX_TOKENS ((1 << 28) - 1)  // max_tokens: a count has 28 bits in a published signal
 
 #if defined(__GNUC__)

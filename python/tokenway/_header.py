@@ -26,6 +26,7 @@ VERSION = 100  # TW_VERSION of the header that this file follows
 MAX_PAYLOADS = 8
 MAX_TOP_K = 64
 MAX_RANKS = 1024
+MAX_INDEX_BLOCK = 4096
 MAX_DIMS = 6
 
 INTERRUPTED = 16  # twInterrupted
@@ -239,6 +240,10 @@ class DispatchOutput(Struct):
         ("offsets", Tensor),
         ("column_major", c_int32 * MAX_PAYLOADS),
         ("origins", Tensor),
+        ("index_block", c_int32),
+        ("sorted_rows", Tensor),
+        ("block_experts", Tensor),
+        ("num_sorted", Tensor),
     ]
 
 
@@ -360,6 +365,7 @@ FUNCTIONS = {
     "twGroupReserve": (c_int, [c_void_p, POINTER(Reserve)]),
     "twGroupShrink": (c_int, [c_void_p, POINTER(GroupConfig), POINTER(c_void_p)]),
     "twGroupInfo": (c_int, [c_void_p, POINTER(GroupInfo)]),
+    "twGroupIndexCapacity": (c_int, [c_void_p, c_int64, c_int32, POINTER(c_int64)]),
     "twGroupLayout": (c_int, [c_void_p, c_int, POINTER(LayoutInfo)]),
     "twGroupPortableInfo": (c_int, [c_void_p, c_void_p]),
     "twGroupGetError": (c_int, [c_void_p, POINTER(ErrorRecord)]),

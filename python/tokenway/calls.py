@@ -36,6 +36,7 @@ class Calls:
         count: bool = True,
         send_only: bool = False,
         sm_limit: int = 0,
+        index_block: int = 0,
     ) -> Any:
         """Sends every token to the ranks of its experts; returns `Received`, or `Pending[Received]` with send_only.
 
@@ -51,14 +52,18 @@ class Calls:
         `loads` counts it, on all ranks alike; not for further passes over tokens that were counted, as of multi-token
         prediction. sm_limit: on a CUDA device, thread blocks of this call's kernels, in place of the group's (default
         0: the group's); it holds for the completion of a pending call and in replays of a graph too, and need not be
-        the same on all ranks.
+        the same on all ranks. index_block: in "rank_major" and "flat", has the dispatch tell by which received rows the
+        experts of this rank work, in blocks of so many places, 1 to 4096, of one expert each (`Received.sorted_rows`,
+        `block_experts`, `num_sorted`): what products read that gather their rows, as fused MoE kernels do. Rows are not
+        copied, and the combine is that of the layout: the caller sums a row's results over k. Ranks may give different
+        ones (default 0: none).
         What is returned is detached: autograd does not know of the exchange (`tokenway.autograd` has one it knows of),
         but of writes to `out`, which may be no leaf that requires gradients.
         A step of all ranks. Errors: InvalidArgument (peers get PeerRefused at once), InvalidUsage, PeerRefused,
         BoundMismatch, GroupFinished.
         """
         return self._exchange.dispatch(
-            handle, tokens, payloads, layout, bound, lane, out, column_major, count, send_only, sm_limit
+            handle, tokens, payloads, layout, bound, lane, out, column_major, count, send_only, sm_limit, index_block
         )
 
     @cuda.ranged("tokenway.combine")

@@ -73,6 +73,7 @@ class Exchange:
         count: Any,
         send_only: Any,
         sm_limit: Any,
+        index_block: Any,
     ) -> Any:
         """As `Group.dispatch` says."""
         native, shape = self._native, self._shape
@@ -83,14 +84,26 @@ class Exchange:
         if shape.sizes_outputs and (shape.exact or shape.is_exact(layout)):
             self._counting.size_outputs(handle)
         structs = self.structs.take()
-        layout, b, given, sent, problem = self._prepare_dispatch(
-            structs, handle, tokens, payloads, layout, bound, lane, out, columns, count, send_only, sm_limit
+        layout, b, given, lists, sent, problem = self._prepare_dispatch(
+            structs,
+            handle,
+            tokens,
+            payloads,
+            layout,
+            bound,
+            lane,
+            out,
+            columns,
+            count,
+            send_only,
+            sm_limit,
+            index_block,
         )
         asked, wanted = structs.dispatch_at
         torch = native.torch_views.meet((tokens,))
         result = _native.lib.twDispatch(native.pointer, pointer_of(handle), asked, wanted)
         if result:
-            values = {"bound": bound, "lane": lane, "layout": layout, "sm_limit": sm_limit}
+            values = {"bound": bound, "lane": lane, "layout": layout, "sm_limit": sm_limit, "index_block": index_block}
             extra = {f"payloads[{name!r}]": sent.get(name) for name in shape.extra_names}
             error = native.error(result, problem, {"tokens": tokens, **extra}, values, unlike(handle))
             if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
@@ -104,8 +117,8 @@ class Exchange:
         handle.leased, handle.layout, handle.bound = True, layout, b
         if handle._unread is not None:
             handle.was_read()
-        kept = (tokens, *sent.values(), *given.values()) if send_only else ()
-        received = self._outputs.received(structs, handle, layout, b, given, torch)
+        kept = (tokens, *sent.values(), *given.values(), *lists.values()) if send_only else ()
+        received = self._outputs.received(structs, handle, layout, b, given, lists, torch)
         self.structs.append(structs)
         callbacks.tell()
         if send_only:
@@ -128,11 +141,14 @@ class Exchange:
         count: Any,
         send_only: Any,
         sm_limit: Any,
-    ) -> tuple[Any, int, dict[str, Tensor], dict[str, Tensor], TokenwayError | None]:
-        """Fills the structs of a dispatch. Returns (layout, b, tensors to write to, payloads, what C cannot see)."""
+        index_block: Any,
+    ) -> tuple[Any, int, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], TokenwayError | None]:
+        """Fills the structs of a dispatch. Returns (layout, b, tensors to write to, index lists, payloads, what C
+        cannot see)."""
         native, shape = self._native, self._shape
         b, stream = 0, 0
         given: dict[str, Tensor] = {}
+        lists: dict[str, Tensor] = {}
         sent: dict[str, Tensor] = {}
         with arguments.Preparation() as prepared:
             if bound is None:
@@ -145,9 +161,11 @@ class Exchange:
             structs.call(b, lane, send_only, count, stream, sm_limit)
             layout = layout or shape.default_layout
             structs.ask(layout)
+            block = arguments.int32(index_block) if index_block else 0
             if out is not None:
                 given = dict(out) if isinstance(out, Mapping) else {"tokens": out}
-                if (problem := arguments.problem_of_outputs(native.place, given, structs.outputs)) is not None:
+                known = (*structs.outputs, *structs.lists) if block else structs.outputs
+                if (problem := arguments.problem_of_outputs(native.place, given, known)) is not None:
                     raise problem
             if columns is not None and (problem := self._outputs.choose_columns(structs, columns)) is not None:
                 raise problem
@@ -163,6 +181,8 @@ class Exchange:
                     self._outputs.add_by_expert(structs, handle, layout, b, given, tokens)
                 elif isinstance(handle, Handle) and handle._landing is not None:
                     self._counting.copy_out(handle, given, tokens)
+                if block:
+                    lists = self._outputs.add_lists(structs, handle, layout, b, block, given, tokens)
             except (MemoryError, RuntimeError) as error:
                 raise OutOfMemory(f"no memory for the outputs: {error}") from error
             structs.tokens.set(tokens)
@@ -174,7 +194,7 @@ class Exchange:
         if prepared.problem is not None:
             # The peers wait on that lane, and take the refusal for what was called.
             structs.refuse(b, lane, arguments.truth(send_only), stream, layout if shape.low_latency_tokens else None)
-        return layout, b, given, sent, prepared.problem
+        return layout, b, given, lists, sent, prepared.problem
 
     def refuse_dispatch(self, layout: Any, bound: Any) -> None:
         """As `Group.refuse_dispatch` says, of a group that is open."""

@@ -214,6 +214,13 @@ class Group(Calls, _native.Shared):
         them."""
         return find_layout(self.native, self._maps.slots, self.top_k, ids, layer)
 
+    def index_capacity(self, rows: int, block: int) -> int:
+        """Places of the index lists of a view of so many rows (N * b in "rank_major", R' in "flat"), in blocks of
+        `block`, as `dispatch` with that `index_block` makes them. With choices = rows * min(K, L) and begun = min(L,
+        choices): (begun + (choices - begun) // block) * block, as the first choice of each expert begins a block.
+        Errors: InvalidArgument."""
+        return self.native.index_capacity(rows, block)
+
     def rows(self, kind: RowType) -> TypedRows:
         """Rows of another type: returns what dispatches and combines them, over this group's window and by its
         handles. For layers whose rows differ: fp8 with scales forward, bfloat16 back; another hidden size. A row takes

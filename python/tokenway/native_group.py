@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import byref, c_size_t
+from ctypes import byref, c_int64, c_size_t
 from functools import partial
 from typing import Any
 
@@ -80,6 +80,15 @@ class NativeGroup:
         found = {name: _header.LayoutInfo() for name in _header.LAYOUTS}
         ask, code = _native.lib.twGroupLayout, _header.LAYOUTS
         return {name: info for name, info in found.items() if ask(self.pointer, code[name], byref(info)) == 0}
+
+    def index_capacity(self, rows: Any, block: Any) -> int:
+        """As `Group.index_capacity` says."""
+        capacity = c_int64()
+        given = arguments.int32(rows), arguments.int32(block)
+        result = _native.lib.twGroupIndexCapacity(self.pointer, *given, byref(capacity))
+        if result:
+            raise self.error(result, values={"rows": rows, "block": block})
+        return capacity.value
 
     def handle_bytes(self) -> int:
         """Bytes of memory that a handle's arrays take."""

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from tokenway import _native
 from tokenway.errors import InvalidArgument
-from tokenway.handle import Handle, Received, Tensor
+from tokenway.handle import Handle
 from tokenway.native_group import NativeGroup
+from tokenway.received import Received, Tensor
 from tokenway.shape import Field, Shape
 from tokenway.structs import Structs
 from tokenway.tensors import numpy_dtype
@@ -51,6 +52,7 @@ class Outputs:
         self._views: dict[Any, Tensor] = {}
         self._shown: dict[Any, Shown] = {}
         self._known: dict[Any, dict[str, Field]] = {}
+        self._lists: dict[tuple[int, int], dict[str, Field]] = {}  # index lists, by rows of the view and block
         self.keeper: Keeper | None = None  # what views of the window hold, once there are any
 
     def clear(self) -> None:
@@ -98,6 +100,39 @@ class Outputs:
             if made.get(name) is None:
                 made[name] = empty(*fields[name], like)
 
+    def add_lists(
+        self, structs: Structs, handle: Any, layout: Any, b: int, block: int, given: dict[str, Tensor], like: Tensor
+    ) -> dict[str, Tensor]:
+        """The index lists of a dispatch, told to C: those that the caller has given, which leave `given`, and new
+        tensors for the others. None where C refuses the call anyway."""
+        structs.dispatch_out.index_block = block
+        form = self._shape.layouts.get(layout) if type(layout) is str else None
+        if form is None or form.by_expert:
+            return {}
+        rows = form.blocks * form.rows_per_bound * b
+        if form.exact:
+            rows = (handle.rows_of(layout) or 0) if isinstance(handle, Handle) else 0
+        fields = self._list_fields(rows, block)
+        lists: dict[str, Tensor] = {}
+        for name, field in (fields or {}).items():
+            tensor = given.pop(name, None)
+            lists[name] = self._native.place.empty(*field, like) if tensor is None else tensor
+            structs.lists[name].set(lists[name])
+        return lists
+
+    def _list_fields(self, rows: int, block: int) -> dict[str, Field] | None:
+        """Those of a view of so many rows, kept; None where C finds them too long."""
+        found = self._lists.get((rows, block))
+        if found is None:
+            try:
+                capacity = self._native.index_capacity(rows, block)
+            except InvalidArgument:
+                return None
+            if len(self._lists) >= _MOST_KEPT:
+                self._lists.clear()
+            found = self._lists[rows, block] = self._shape.list_fields(capacity, block)
+        return found
+
     def _wanted(self, layout: str, lead: tuple[int, ...]) -> dict[str, Field]:
         """`Shape.fields`, kept: finding them anew takes as long as the rest of a small dispatch."""
         found = self._known.get((layout, lead))
@@ -110,9 +145,17 @@ class Outputs:
     # ---------------------------------------------------------------------------------------------------- results
 
     def received(
-        self, structs: Structs, handle: Handle[Any], layout: str, b: int, given: dict[str, Tensor], torch: bool
+        self,
+        structs: Structs,
+        handle: Handle[Any],
+        layout: str,
+        b: int,
+        given: dict[str, Tensor],
+        lists: dict[str, Tensor],
+        torch: bool,
     ) -> Received:
-        """What a dispatch returns: the tensors given, and views of the window and of the handle for the others."""
+        """What a dispatch returns: the tensors given, index lists, and views of the window and of the handle for the
+        others."""
         shape = self._shape
         lead = shape.lead(layout, b, structs.rows_shown() if shape.layouts[layout].exact else 0)
         if given or handle._landing is not None:
@@ -125,7 +168,7 @@ class Outputs:
         if views:
             self._native.torch_views.show(views)
         extra = {name: fields[name] for name in shape.extra_names} if shape.extra_names else {}
-        return Received(handle, layout, extra, fields, late, torch, leased)
+        return Received(handle, layout, extra, fields, late, torch, leased, lists)
 
     def _all_shown(
         self, structs: Structs, handle: Handle[Any], layout: str, lead: tuple[int, ...], torch: bool

@@ -30,6 +30,8 @@ from tokenway.activation_reference import swiglu as swiglu
 from tokenway.activation_reference import swiglu_backward as swiglu_backward
 from tokenway.collective_reference import all_gatherv as all_gatherv
 from tokenway.collective_reference import reduce_scatterv as reduce_scatterv
+from tokenway.index_reference import index_capacity as index_capacity
+from tokenway.index_reference import index_lists as index_lists
 
 Array = np.ndarray
 Placement = tuple[Array, Array]

@@ -146,6 +146,14 @@ class Shape:
             "origins": Field(lead, "int64"),
         }
 
+    def list_fields(self, capacity: int, block: int) -> dict[str, Field]:
+        """The index lists of a dispatch, by name, that have so many places."""
+        return {
+            "sorted_rows": Field((capacity,), "int32"),
+            "block_experts": Field((capacity // block,), "int32"),
+            "num_sorted": Field((1,), "int32"),
+        }
+
     def __str__(self) -> str:
         return (
             f"Group(rank={self.rank}, nranks={self.nranks}, experts={self.experts}, top_k={self.top_k}, "

@@ -15,6 +15,7 @@ from tokenway.shape import Shape
 _LAYOUT_AT = _header.DispatchOutput.layout.offset
 _ROWS = struct.Struct("@q")
 _ROWS_AT = _header.DispatchOutput.payloads.offset + _header.Tensor.shape.offset
+LISTS = ("sorted_rows", "block_experts", "num_sorted")  # index lists
 REFUSED = -1  # a code that the C library refuses
 
 
@@ -27,7 +28,8 @@ def name_rows(shape: Shape, dispatched: _header.DispatchInput, combined: _header
 
 
 class Structs:
-    """A group's, with a slot for each tensor. place: tensors.Host or cuda.Cuda."""
+    """A group's, with a slot for each tensor; index lists are apart, as few calls want them. place: tensors.Host or
+    cuda.Cuda."""
 
     def __init__(self, place: Any, shape: Shape):
         self.dispatch_in, self.dispatch_out = _header.DispatchInput(), _header.DispatchOutput()
@@ -40,6 +42,7 @@ class Structs:
         self.outputs = {name: slot(wanted, wanted.payloads[q]) for q, name in enumerate(names)}
         for name in ("ids", "weights", "counts", *("offsets", "origins") * exact):
             self.outputs[name] = slot(wanted, getattr(wanted, name))
+        self.lists = {name: slot(wanted, getattr(wanted, name)) for name in LISTS}
         self.rows = slot(self.combine_in, self.combine_in.rows)
         self.result = slot(self.combine_out, self.combine_out.tokens)
         self._values = slot(self.combine_in, self.combine_in.choice_values)

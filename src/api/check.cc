@@ -351,6 +351,7 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
   Extents written;
   Extents read;
   TW_RETURN_IF_FAILED(check_targets(group, handle, output, call->rows, call->bound, &call->targets, &written));
+  TW_RETURN_IF_FAILED(check_index_lists(group, output, call->bound, &call->targets, &written));
   if (group.backend->on_device()) add_read(group, handle, input, call->rows, &read);
   return check_apart(written, read);
 }
@@ -446,6 +447,7 @@ void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call
   }
   const int64_t blocks = layout.blocks(group.ranks(), group.context.local_experts);
   output->counts = contiguous_tensor(call.targets.counts, twInt32, {blocks});
+  fill_index_lists(call, output);
   if (!layout.has_offsets()) return;
   output->offsets = contiguous_tensor(call.targets.offsets, twInt32, {group.context.local_experts + 1});
   output->origins = contiguous_tensor(call.targets.origins, twInt64, {lead.rows});

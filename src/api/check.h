@@ -11,6 +11,8 @@
 
 namespace tw::api {
 
+class Extents;  // rows.h
+
 // Copies a caller's struct over one that holds the defaults. Smaller (older) structs are accepted; larger ones if the
 // bytes that this library does not know are zero. `given` and `known` may be one struct, which then keeps what it has.
 template <class Struct>
@@ -110,6 +112,12 @@ Status check_counts(twGroup& group, const twHandle& handle, const twCountsInput_
 // Checks the receive offsets of an exchange of counts whose room is known; gives them, and their leases. In leases.cc.
 Status check_receive_offsets(twGroup& group, const twCountsInput_t& input, CountsCall* call,
                              std::vector<std::byte*>* leases);
+
+// Checks what the caller gives for index lists, in a layout that has been checked; gives targets->lists. bound: of the
+// call. fill_index_lists completes the caller's tensors of them. In index_lists.cc.
+Status check_index_lists(const twGroup& group, const twDispatchOutput_t& output, int32_t bound,
+                         DispatchTargets* targets, Extents* written);
+void fill_index_lists(const DispatchCall& call, twDispatchOutput_t* output);
 
 // Completes the caller's output tensors: shapes, and views where no memory was given.
 void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call, twDispatchOutput_t* output);

@@ -23,6 +23,7 @@
 #include "exchange/step.h"
 #include "layout/layouts.h"
 #include "views/columns.h"
+#include "views/index_lists.h"
 #include "views/rank_major.h"
 
 namespace tw {
@@ -139,6 +140,7 @@ struct DispatchTargets {
   int32_t* offsets = nullptr;  // [L + 1], grouped alone
   int64_t* origins = nullptr;  // [P], likewise
   int64_t rows = 0;            // rows of an exact layout
+  IndexLists lists;            // rank_major and flat alone
 };
 
 // What the rows of a dispatch consist of, and where in a bank they lie then.

@@ -17,6 +17,7 @@
 #include "exchange/combine.h"
 #include "exchange/dispatch.h"
 #include "views/expert_major.h"
+#include "views/index_lists.h"
 
 namespace tw::cpu {
 namespace {
@@ -406,6 +407,10 @@ class CpuBackend : public Backend {
                         targets.weights);
     }
     std::copy_n(received.counts, shape().ranks, targets.counts);
+    if (targets.lists.wanted()) {
+      write_index_lists(shape(), context_.placement, received, context_.me, context_.local_experts, targets.lists,
+                        next_.data(), [&](int source) { return first_row(call, handle, source); });
+    }
     for (int q = 0; q < call.rows.payloads; ++q) {
       if (targets.payloads[q] == nullptr) continue;
       const uint64_t row = call.rows.map.shape().payload_bytes[q];

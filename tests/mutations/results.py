@@ -7,6 +7,8 @@ from mutation import (
     COMBINING,
     CONFIG,
     EXPERT_MAJOR,
+    INDEX_LISTS,
+    INDEX_LISTS_API,
     MAP,
     ROUTING,
     ROWS,
@@ -282,5 +284,58 @@ RESULTS = (
         "columns_test",
         "Columns.HoldTheRowsOfGrouped",
         (Edit(EXPERT_MAJOR, "at < out.columns[q].rows; ++at)", "at < 0; ++at)"),),
+    ),
+    Mutation(
+        "index lists without the gaps of a view",
+        "S9",
+        "index_lists_test",
+        "IndexLists.OfRankMajor",
+        (Edit(INDEX_LISTS, "(first_row(source) + p) * shape.top_k + k", "nth * shape.top_k + k"),),
+    ),
+    Mutation(
+        "an expert's block of index lists goes on with the next one's",
+        "S9",
+        "index_lists_test",
+        "IndexLists.OfRankMajor",
+        (Edit(INDEX_LISTS, "    end += blocks * lists.block;\n", "    end += next[expert];\n"),),
+    ),
+    Mutation(
+        "index lists that keep what was beyond their end",
+        "S9",
+        "index_lists_test",
+        "IndexLists.OfRankMajor",
+        (
+            Edit(
+                INDEX_LISTS,
+                "lists.block_experts + lists.capacity / lists.block, -1);",
+                "lists.block_experts + end / lists.block, -1);",
+            ),
+        ),
+    ),
+    Mutation(
+        "a block for each choice is room enough",
+        "bounds",
+        "index_lists_test",
+        "IndexLists.Capacity",
+        (
+            Edit(
+                INDEX_LISTS,
+                "return (begun + (choices - begun) / block) * block;",
+                "return choices + 0 * begun * block;",
+            ),
+        ),
+    ),
+    Mutation(
+        "index lists of another length",
+        "bounds",
+        "index_lists_test",
+        "IndexLists.WhatIsRefused",
+        (
+            Edit(
+                INDEX_LISTS_API,
+                "    TW_RETURN_IF_FAILED(check_rows(wanted, tensor, strides));\n",
+                "    (void)wanted, (void)strides;\n",
+            ),
+        ),
     ),
 )

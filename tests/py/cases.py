@@ -134,6 +134,7 @@ class Round:
     alignments: tuple[int | None, ...] = ()  # row_alignment of its counts, by rank in turns
     limits: tuple[int, ...] = ()  # sm_limit of its calls in turns, on each rank from another one on
     identity: bool = False  # experts return the received tokens themselves: the view, where there is one
+    index_block: int = 0  # of its dispatches, in rank_major and flat
     chosen: bool = False  # in the mode "auto": the bound says which layout, not the call
 
     @property
@@ -314,6 +315,7 @@ class Got:
     received: tuple[np.ndarray, int] | None = None  # num_recv_tokens()
     expert_rows: np.ndarray | None = None  # Handle.expert_rows, in high throughput
     origins: np.ndarray | None = None  # of grouped, where it was asked for
+    lists: tuple[np.ndarray, ...] = ()  # index lists, where they were asked for
 
 
 def exchange_of(setup: Setup, round_: Round) -> ref.Exchange:
@@ -341,6 +343,17 @@ DISPATCHES = {
 }
 
 
+LISTS = ("sorted_rows", "block_experts", "num_sorted")
+
+
+def index_lists(x: ref.Exchange, round_: Round, rank: int) -> tuple[np.ndarray, ...]:
+    """The oracle's index lists of a round; none if it wants none."""
+    if not round_.index_block:
+        return ()
+    slots = DISPATCHES[round_.layout](replace(x, id_space="local", invalid_id=-1), rank, []).ids
+    return ref.index_lists(slots, len(x.local_experts(rank)), round_.index_block)
+
+
 def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
     """Every bit of a round against the oracle."""
     x = exchange_of(setup, round_)
@@ -359,6 +372,10 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
         same("weights", mine.weights, want.weights, where)
         if mine.origins is not None:
             same("origins", mine.origins, want.origins, where)
+        for name, one_got, one_want in zip(
+            LISTS[: len(mine.lists)], mine.lists, index_lists(x, round_, rank), strict=True
+        ):
+            same(name, one_got, one_want, where)
         valid = filled(round_, want.payloads[0], want.counts, offsets)
         if round_.layout == "grouped":
             valid[:] = True  # what is between experts is zero

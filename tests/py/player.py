@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cases import FLOATS, Case, Got, Round, answers, make_ids, make_payloads
+from cases import FLOATS, LISTS, Case, Got, Round, answers, make_ids, make_payloads
 from harness import PATIENT
 
 import tokenway as tw
@@ -194,6 +194,7 @@ class Player:
             column_major=[f"p{q - 1}" for q in round_.columns] or None,
             send_only=send_only,
             sm_limit=self.limit(round_, 1),
+            index_block=round_.index_block,
         )
         spoil(*self.unread.pop(handle, ()))
         return result
@@ -216,6 +217,10 @@ class Player:
         }
         if round_.layout == "grouped":
             shapes |= {"offsets": ((blocks + 1,), "int32"), "origins": (lead, "int64")}
+        if block := round_.index_block:
+            capacity = group.index_capacity(int(np.prod(lead)), block)
+            shapes |= {"sorted_rows": ((capacity,), "int32"), "block_experts": ((capacity // block,), "int32")}
+            shapes |= {"num_sorted": ((1,), "int32")}
         shapes |= {f"p{q}": ((*lead, n), d) for q, (n, d) in enumerate(self.setup.payloads)}
         for q in round_.columns:
             n, d = self.setup.payloads[q - 1]
@@ -250,6 +255,8 @@ class Player:
         rest = [self.array(getattr(received, n)) for n in ("ids", "weights", "counts", "offsets")]
         assert received.layout == round_.layout
         got = Got(fields, *rest, np.empty(0), received=received.handle.num_recv_tokens())
+        if received.sorted_rows is not None:
+            got.lists = tuple(self.array(getattr(received, name)) for name in LISTS)
         if round_.exact:
             got.expert_rows = received.handle.expert_rows
             got.origins = None if received.origins is None else self.array(received.origins)

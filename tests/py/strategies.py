@@ -120,6 +120,8 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
     if setup.mode == "auto" and layout == ("rank_major" if few else "flat"):
         chosen["chosen"] = draw(st.booleans())
     extra = range(1, len(setup.payloads) + 1) if layout == "grouped" else ()
+    if layout in ("rank_major", "flat"):
+        chosen["index_block"] = draw(st.sampled_from((0, 0, 0, 1, 3, 16, 64, 256)))
     return Round(
         tokens=tokens,
         columns=tuple(q for q in extra if draw(st.booleans())),

@@ -73,6 +73,7 @@ MACROS = {
     "TW_MAX_PAYLOADS": _header.MAX_PAYLOADS,
     "TW_MAX_TOP_K": _header.MAX_TOP_K,
     "TW_MAX_RANKS": _header.MAX_RANKS,
+    "TW_MAX_INDEX_BLOCK": _header.MAX_INDEX_BLOCK,
     "TW_MAX_DIMS": _header.MAX_DIMS,
 }
 

@@ -228,6 +228,45 @@ def test_quantised_is_not_blind(spoil: Callable[[str], None]) -> None:
     assert out.endswith("A check FAILED.\n")
 
 
+def test_index_lists(backend: str) -> None:
+    """The lists are the oracle's, and longer blocks take more places for the same choices."""
+    out = example("10_index_lists.py", "--device", "cuda" if backend == "nvlink" else "cpu")
+    found = re.findall(r"^ *(\d+) +(\d+) +(\d+) +(\d+)   [\d.e-]+ +as the oracle has them$", out, re.MULTILINE)
+    blocks, choices, places, most = (list(map(int, column)) for column in zip(*found, strict=True))
+    assert blocks == [1, 16, 64] and len(set(choices)) == 1 and places[0] == choices[0] > 100, out
+    assert places == sorted(set(places)) and all(n % block == 0 for n, block in zip(places, blocks, strict=True))
+    assert all(n <= m for n, m in zip(places, most, strict=True))
+    assert out.endswith("All checks hold.\n")
+
+
+@pytest.mark.torch
+def test_index_lists_with_pytorch(torch) -> None:
+    assert example("10_index_lists.py", "--device", "torch", "--ranks", "2").endswith("All checks hold.\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("recv.sorted_rows[0] += 1", "WRONG"),  # another row
+        ("recv.block_experts[:2] = recv.block_experts[:2][::-1].copy()", "WRONG"),
+        ("recv.weights[...] *= 0.5", "the error is WRONG"),
+    ],
+)
+def test_index_lists_are_not_blind(change: str, said: str, spoil: Callable[[str], None]) -> None:
+    """A list that is wrong, or a result: the example says so and fails."""
+    spoil(
+        "import tokenway as tw\n"
+        "honest = tw.Group.dispatch\n"
+        "def dispatch(self, *args, **kwargs):\n"
+        "    recv = honest(self, *args, **kwargs)\n"
+        f"    {change}\n"
+        "    return recv\n"
+        "tw.Group.dispatch = dispatch\n"
+    )
+    out = example("10_index_lists.py", "--ranks", "2", code=1)
+    assert said in out and out.endswith("A check FAILED.\n")
+
+
 def test_fp8_forward(backend: str) -> None:
     """The fp8 rows take no window of their own, and forward and backward are as exact as their formats."""
     out = example("09_fp8_forward.py", "--device", "cuda" if backend == "nvlink" else "cpu")

@@ -193,6 +193,7 @@ Status NvlinkBackend::run_view(const char* what, LaunchView* launch, const Budge
 Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, HandleArrays& handle) {
   const DispatchTargets& targets = call.targets;
   handle.device.placed = layout_of(targets.layout).by_expert;
+  if (targets.lists.wanted()) TW_RETURN_IF_FAILED(run_index_lists(call, budget, handle));
   ViewParams p{arrived_params(handle, call.rows.map, call.at.channel, call.bound)};
   bool any = handle.device.placed;
   std::byte* receive_offset[kMaxPayloads] = {};
@@ -216,6 +217,15 @@ Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, 
   p.offsets = layout_of(targets.layout).has_offsets() ? targets.offsets : nullptr;
   p.origins = targets.origins;
   return run_view("a view", handle.device.placed ? launch_expert_view : launch_rank_view, budget, p, call.stream);
+}
+
+// Tells which rows of the view are whose.
+Status NvlinkBackend::run_index_lists(const DispatchCall& call, const Budget& budget, const HandleArrays& handle) {
+  IndexParams p{arrived_params(handle, call.rows.map, call.at.channel, call.bound)};
+  p.lists = call.targets.lists;
+  p.block = Divider::make(static_cast<uint32_t>(p.lists.block));
+  const bool early = budget.early_views && captures(call.stream);
+  return launched("index lists", launch_index_lists(p, view_blocks(budget), early, call.stream));
 }
 
 // Finds where rows stand by expert, for a combine by expert after a dispatch that was shown otherwise.

@@ -1,7 +1,8 @@
 // Copies out of the window, into outputs that the caller gave: what their kernels take by value, and the two launches.
 //
 // launch_rank_view copies rows as they lie, by source (rank_major); launch_expert_view sorts them by expert
-// (expert_major and grouped). Both wait for no peer: they follow the dispatch in stream order.
+// (expert_major and grouped); launch_index_lists copies nothing, and tells which rows are whose. They wait for no peer:
+// they follow the dispatch in stream order.
 //
 // What breaks if this changes: the copies read the bank of the step that ended, before the channel's next step
 // publishes (S3); the order of rows by expert is that of docs/PROTOCOL.md (S9). Grids and widths are speed alone.
@@ -12,6 +13,7 @@
 #include "cuda/launch/group_view.h"
 #include "cuda/launch/tiles.h"
 #include "views/columns.h"
+#include "views/index_lists.h"
 
 namespace tw::cuda {
 
@@ -41,9 +43,16 @@ struct ViewParams : ArrivedParams {
   int32_t rows;      // grouped: rows that are shown, which are more than those that come
 };
 
-// Both launch `grid` blocks; `early`: see launch.h. A cudaError_t comes back as int, so that the host side needs no
-// CUDA header.
+// The index lists of a rank_major or flat view.
+struct IndexParams : ArrivedParams {
+  IndexLists lists;
+  Divider block;  // divides by the places of a block
+};
+
+// All launch at most `grid` blocks; `early`: see launch.h. A cudaError_t comes back as int, so that the host side needs
+// no CUDA header.
 int launch_rank_view(const ViewParams& params, int grid, bool early, void* stream);
 int launch_expert_view(const ViewParams& params, int grid, bool early, void* stream);
+int launch_index_lists(const IndexParams& params, int grid, bool early, void* stream);
 
 }  // namespace tw::cuda

@@ -28,6 +28,7 @@ int load_reduce(const Shape& shape);
 int load_rank_view(const Shape& shape);
 int load_expert_view(const Shape& shape);
 int load_few_rows_view(const Shape& shape);
+int load_index_lists(const Shape& shape);
 int load_land();
 
 namespace {
@@ -147,7 +148,7 @@ int load_kernels(const Shape& shape) {
     if (const int error = allow_shared(kernel, 0); error != 0) return error;
   }
   for (const auto load : {load_dispatch, load_combine, load_values, load_counts, load_balance, load_layout, load_gather,
-                          load_reduce, load_rank_view, load_expert_view, load_few_rows_view}) {
+                          load_reduce, load_rank_view, load_expert_view, load_few_rows_view, load_index_lists}) {
     if (const int error = load(shape); error != 0) return error;
   }
   return load_land();

@@ -28,8 +28,7 @@ struct ExpertScratch {
     return (static_cast<uint32_t>(shape.top_k) + 1) / 2 * 2;
   }
   static uint32_t bytes(const Shape& shape) {
-    const uint32_t table = is_tabled(shape) ? counted(shape) + 1 : 0;
-    return 4 * (Arrived::words(shape) + 2 * kBatch * pitch(shape) + 2 * counted(shape) + table);
+    return 4 * (Arrived::words(shape) + 2 * kBatch * pitch(shape) + 2 * counted(shape) + table_words(shape));
   }
   __device__ ExpertScratch(int32_t* at, const Shape& shape) : rows(at, shape) {
     experts = rows.at + shape.ranks;
@@ -37,6 +36,9 @@ struct ExpertScratch {
     next = nth + kBatch * pitch(shape);
     total = next + counted(shape);
     table = reinterpret_cast<uint32_t*>(total + counted(shape));
+  }
+  static __host__ __device__ uint32_t table_words(const Shape& shape) {
+    return is_tabled(shape) ? counted(shape) + 1 : 0;
   }
   static __host__ __device__ uint32_t counted(const Shape& shape) {
     return static_cast<uint32_t>(shape.experts < kExperts ? shape.experts : kExperts);
