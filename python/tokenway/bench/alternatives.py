@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
+
+from tokenway.usage import UsageError, add_group, number, plot, refuse_given
 
 COLLECTIVES = ("all_gatherv", "reduce_scatterv", "all")
 
@@ -37,6 +40,28 @@ APART = (
 )
 
 
+_OF_LAYER: dict[str, dict[str, Any]] = {
+    "--fixed-experts": {
+        "type": number(1),
+        "metavar": "US",
+        "help": "also a layer whose experts are a kernel of so many microseconds: what its exchange takes",
+    },
+    "--empty-ranks": {"type": number(1), "metavar": "N", "help": "the last N ranks have no tokens"},
+    "--timeline": {"type": plot, "metavar": "FILE.png", "help": "where the kernels of a captured layer begin and end"},
+}
+
+
+def of_layer(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """Settings from options of --layer. Raises UsageError."""
+    if not args.layer:
+        refuse_given(args, "--layer", _OF_LAYER)
+    if (args.empty_ranks or 0) >= ranks:
+        raise UsageError(f"--empty-ranks: {args.empty_ranks}; of {ranks} ranks allowed are 1..{ranks - 1}")
+    if args.timeline and args.verify_only:
+        raise UsageError("--timeline: not with --verify-only; nothing is timed")
+    return {"fixed_experts": args.fixed_experts, "empty_ranks": args.empty_ranks or 0, "timeline": args.timeline}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     add = parser.add_argument_group("instead of dispatch and combine").add_argument
@@ -48,4 +73,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--overhead", action="store_true", help="what a call through Python adds (1 rank, 1 token)")
     add("--layer", action="store_true", help="whole MoE layers, beside NCCL's and PyTorch's, and their parts (on GPUs)")
+    add_group(parser, "--layer", _OF_LAYER)
     add("--aux", action="store_true", help="what is done on a rank between the calls, at group sizes to 64 (1 rank)")

@@ -12,7 +12,7 @@ def kernels(call: Callable[[], None], count: int, meet: Callable[[], object], pr
     whether or not there is a profiler: they are collective. meet: a barrier; profiled: whether by this rank."""
     import torch
 
-    profiler, problem = _start() if profiled else (None, "another rank's")
+    profiler, problem = start() if profiled else (None, "another rank's")
     meet()  # starting takes seconds, which the peers must not spend in an exchange
     for _ in range(count):
         call()
@@ -27,7 +27,8 @@ def kernels(call: Callable[[], None], count: int, meet: Callable[[], object], pr
     return {"kernels": found} if found else {"missing": "the profiler saw no kernel"}
 
 
-def _start() -> tuple[Any, str]:
+def start() -> tuple[Any, str]:
+    """(the profiler, running), or (None, why there is none)."""
     try:
         from torch.profiler import ProfilerActivity, profile
 

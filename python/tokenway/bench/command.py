@@ -55,7 +55,8 @@ def run(settings: Settings) -> int:
 def record(settings: Settings, results: dict[str, Any]) -> dict[str, Any]:
     """What is written of a run: the results, and where, when and how they were measured."""
     told = asdict(settings)
-    del told["json"], told["plot"], told["launched"]  # where it was written is nobody's business
+    for name in ("json", "plot", "timeline", "launched"):
+        del told[name]  # where it was written is nobody's business
     for name in ("nvlink", "portable"):
         if told[name] is None:
             del told[name]
@@ -84,3 +85,7 @@ def finish(settings: Settings, run: dict[str, Any]) -> None:
         from tokenway.bench import plot
 
         plot.draw(run, report.title(run), settings.plot)
+    if settings.timeline:
+        from tokenway.bench import timeline
+
+        timeline.draw(run, report.title(run), settings.timeline)

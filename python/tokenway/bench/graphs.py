@@ -57,6 +57,11 @@ class Replay:
         inner, outer = (pair[0].elapsed_time(pair[1]) for pair in (self._inner, self._outer))
         return inner * 1e6 / self._count, outer * 1e6 / (self._count + 1)
 
+    def replay(self) -> None:
+        """One replay on this rank, to its end."""
+        self._graph.replay()
+        self._stream.synchronize()
+
     def close(self) -> None:
         """Frees the graph, before what it uses ends."""
         self._graph.reset()

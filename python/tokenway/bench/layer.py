@@ -6,14 +6,19 @@ library: all-gather, index_select, index_add, reduce-scatter. The other layer is
 no wait for the host. Each routes anew in every call. Both are compared before they are timed, captured and eager, for
 inference and, with --backward, with gradients of the input and of all parameters. The parts are timed alone: experts,
 router, and a bare exchange of the same tokens (rank_major).
+
+With --fixed-experts also Tokenway's layer with a kernel of a fixed time, which reads nothing, in place of the experts'
+products: what it takes beyond that kernel and the router is its exchange, which stands beside the bare one. With
+--timeline a picture of where each kernel of one captured layer begins and ends.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from tokenway.bench import gloo, gpu_machine, runner, timing
+from tokenway.bench import gloo, gpu_machine, runner, timeline, timing
 from tokenway.bench.case import Case
 from tokenway.bench.control import Control
 from tokenway.bench.gpu_rank import connect_gpu
@@ -26,6 +31,7 @@ from tokenway.comm import Comm
 LIMIT = 570.0  # of a run by the own launcher
 COUNT = 4  # layers in a graph, and in a loop without
 THEIRS = "nccl"
+SLEEP_CYCLES = 20_000_000  # some 10 ms, in which a kernel's launch is nothing
 
 
 def measure(settings: Settings) -> Results:
@@ -70,6 +76,7 @@ def _row(settings: Settings, case: Case, comm: Comm, control: Control, progress:
         "experts": profile.experts,
         "top_k": profile.top_k,
         "inner": profile.inner,
+        "empty_ranks": settings.empty_ranks,
     }
     with ExitStack() as groups:
         made = LayerCase(
@@ -79,6 +86,7 @@ def _row(settings: Settings, case: Case, comm: Comm, control: Control, progress:
             case.tokens,
             skewed=case.routing == "skewed",
             backward=settings.backward,
+            empty_ranks=settings.empty_ranks,
             seed=settings.seed,
         )
         row["window_bytes"] = made.group.window_bytes().window
@@ -90,6 +98,9 @@ def _row(settings: Settings, case: Case, comm: Comm, control: Control, progress:
         if not settings.verify_only:
             row["us"] = _times(settings, made, control, progress)
             runner.agree(control, made.problem())
+            if settings.timeline:
+                progress.at("a layer's timeline")
+                row["timeline"] = timeline.of_layer(made, lambda: control.allgather(None), control.rank == 0)
         torch.cuda.synchronize()
         control.allgather(None)
     return row
@@ -98,7 +109,7 @@ def _row(settings: Settings, case: Case, comm: Comm, control: Control, progress:
 def _times(settings: Settings, made: Any, control: Control, progress: Progress) -> dict[str, Any]:
     """subject -> phase -> summary: "captured" and "eager", with "_both" behind them where gradients are computed too;
     "host": what an eager forward pass takes the host."""
-    subjects = [*_subjects(made, control, progress.at)]
+    subjects = [*_subjects(settings, made, control, progress.at)]
 
     def told(where: str) -> None:
         progress.at(where)
@@ -126,12 +137,15 @@ def _times(settings: Settings, made: Any, control: Control, progress: Progress) 
     return found
 
 
-def _subjects(made: Any, control: Control, told: Any) -> list[Any]:
+def _subjects(settings: Settings, made: Any, control: Control, told: Any) -> list[Any]:
     """Graphs and loops of both layers and of the parts. Collective: whoever captures is in no exchange."""
     subjects: list[Any] = []
     layers = {"tokenway": made.passes(made.ours), THEIRS: made.passes(made.theirs)}
     calls = {f"{name} {phase}": call for name, phases in layers.items() for phase, call in phases.items()}
     parts = {f"{name} forward": call for name, call in made.parts().items()}
+    if settings.fixed_experts:
+        instead = _sleep(settings.fixed_experts)
+        parts |= {"fixed-layer forward": made.fixed(instead), "fixed-experts forward": instead}
     for name, call in (calls | parts).items():
         told(f"first calls of {name}")
         for _ in range(2):
@@ -142,6 +156,20 @@ def _subjects(made: Any, control: Control, told: Any) -> list[Any]:
             subjects.append(Graphs(f"{name} graph", {"pair": Replay(call, _repeat(call), COUNT)}))
             _settle(control)
     return subjects + [Loop(f"{name} loop", call, COUNT) for name, call in calls.items()]
+
+
+def _sleep(us: float) -> Any:
+    """What enqueues a kernel that takes so long and reads nothing: as many cycles as were that time just now."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for cycles in (SLEEP_CYCLES // 10, SLEEP_CYCLES):  # once for the clock to rise
+        begin.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+    per_us = SLEEP_CYCLES / (begin.elapsed_time(end) * 1e3)
+    return partial(torch.cuda._sleep, round(us * per_us))
 
 
 def _repeat(call: Any) -> Any:

@@ -33,6 +33,7 @@ class Layer(ExpertParallelMoE):
 
     def __init__(self, group: Any, profile: Profile, popularity: Tensor | None, seed: int):
         self._popularity = popularity
+        self.instead: Call | None = None  # of the experts' products: what is enqueued, which reads nothing
         super().__init__(group, profile.inner, seed=seed)
 
     @torch.no_grad()
@@ -45,6 +46,13 @@ class Layer(ExpertParallelMoE):
         for slot, expert in enumerate(self.experts):
             for values in (self.gate_up[slot], self.down[slot]):
                 values.normal_(std=values.shape[-1] ** -0.5, generator=generator.manual_seed(seed + 1 + expert))
+
+    def compute(self, rows: Tensor, weights: Tensor, sizes: Tensor | list[int]) -> Tensor:
+        """As the layer has it; or rows of any content in memory of their own, as experts leave them."""
+        if self.instead is None:
+            return super().compute(rows, weights, sizes)
+        self.instead()
+        return torch.empty_like(rows)
 
 
 class _AllGather(torch.autograd.Function):
@@ -88,10 +96,11 @@ class LayerCase:
         *,
         skewed: bool = False,
         backward: bool = False,
+        empty_ranks: int = 0,
         seed: int = 0,
         dtype: str = "bfloat16",
-        device: Any = None,
     ):
+        """tokens: of each rank, but the last `empty_ranks`, which have none."""
         shape = {"experts": profile.experts, "top_k": profile.top_k, "hidden": profile.hidden, "max_tokens": tokens}
         own = {"dtype": dtype, "timeout": TIMEOUT}
         ranks = comm.nranks
@@ -106,6 +115,9 @@ class LayerCase:
         self.x = torch.randn((1, tokens, profile.hidden), device=device, generator=generator)
         self.x[..., 0] = 1.0
         self.x = self.x.to(getattr(torch, dtype))
+        self._empty = comm.rank >= ranks - empty_ranks
+        if self._empty:
+            self.x = self.x[:, :0].contiguous()
         self.gradient = torch.randn(self.x.shape, device=device, generator=generator).to(self.x.dtype)
         self._bare_group = stack.enter_context(runner.open_group(comm, **shape, **own))
         self.parameters = (self.layer.router, self.layer.gate_up, self.layer.down)
@@ -116,10 +128,11 @@ class LayerCase:
         """What comes to this rank, which the other way is told: it then has no wait for the host."""
         with torch.no_grad():
             ids, weights, _ = self.layer.route(self.x[0])
-            everyone = _AllGather.apply(ids)
+            everyone = _AllGather.apply(self._filled(ids, self.experts))
         own = torch.isin(everyone, torch.tensor(self.layer.experts, device=ids.device))
         self.rows = int(own.sum())
-        self._place = torch.full((self.experts,), len(self.layer.experts), device=ids.device)
+        # The last place is of no expert: what fills up the tokens of ranks that have none.
+        self._place = torch.full((self.experts + 1,), len(self.layer.experts), device=ids.device)
         self._place[self.layer.experts] = torch.arange(len(self.layer.experts), device=ids.device)
         self._ids, self._weights = ids.to(torch.int32), weights
         self._handle = self._bare_group.route(self._ids, self._weights)
@@ -142,15 +155,22 @@ class LayerCase:
         """The same by all-gather, index_select, the same products, index_add and reduce-scatter."""
         tokens = x[0]
         ids, weights, probabilities = self.layer.route(x)
-        gathered = _AllGather.apply(tokens)
-        everyone, all_weights = _AllGather.apply(ids[0]), _AllGather.apply(weights[0])
+        gathered = _AllGather.apply(self._filled(tokens, 0))
+        everyone = _AllGather.apply(self._filled(ids[0], self.experts))
+        all_weights = _AllGather.apply(self._filled(weights[0], 0))
         order, offsets = self._arranged(everyone)
         source = order // self.top_k
         answers = self.compute(
             gathered.index_select(0, source), all_weights.reshape(-1).index_select(0, order), offsets
         )
         sums = torch.zeros_like(gathered).index_add(0, source, answers)
-        return _ReduceScatter.apply(sums).view(x.shape), balance_loss(probabilities, ids)
+        return _ReduceScatter.apply(sums)[: x.shape[1]].view(x.shape), balance_loss(probabilities, ids)
+
+    def _filled(self, rows: Tensor, value: float) -> Tensor:
+        """As many rows as ranks with tokens have: NCCL gathers the same number from all."""
+        if not self._empty:
+            return rows
+        return torch.cat([rows, rows.new_full((self.tokens, *rows.shape[1:]), value)])
 
     def compute(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """The experts' products, by sizes on the device where PyTorch can."""
@@ -178,6 +198,20 @@ class LayerCase:
             return torch.autograd.grad((out, loss), (x, *self.parameters), (self.gradient, torch.ones_like(loss)))
 
         return {"forward": forward} | ({BACKWARD: both} if self.trains else {})
+
+    def fixed(self, instead: Call) -> Call:
+        """A forward pass for inference of Tokenway's layer, with `instead` in place of its experts' products: results
+        are arbitrary."""
+
+        @torch.no_grad()
+        def forward() -> Any:
+            self.layer.instead = instead
+            try:
+                return self.ours(self.x)
+            finally:
+                self.layer.instead = None
+
+        return forward
 
     # -------------------------------------------------------------------------------------------------- the parts
 

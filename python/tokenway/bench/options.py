@@ -109,6 +109,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         overhead=args.overhead,
         aux=args.aux,
         layer=args.layer,
+        **alternatives.of_layer(args, ranks),
         quick=quick,
         json=args.json,
         plot=args.plot,

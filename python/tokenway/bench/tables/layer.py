@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenway.bench import timeline
 from tokenway.bench.tables.table import Row, Run, Table, medians, microseconds
 
 PARTS = ("experts", "router", "exchange")
@@ -16,6 +17,9 @@ def tables(run: Run) -> list[Table]:
         cells = [[row["profile"], row["routing"], str(row["tokens"]), "yes"] for row in rows]
         return [Table(what, ["profile", "routing", "tokens", "compared"], cells)]
     made = [Table(medians(f"{what}, forward passes; us", settings), *_columns(rows, ("captured", "eager"), True))]
+    if any("fixed-layer" in row["us"] for row in rows):
+        head = f"{what}, the exchange within a layer whose experts are a kernel of {settings['fixed_experts']} us; us"
+        made.append(Table(medians(head, settings), *_within(rows)))
     if any("eager_both" in row["us"]["tokenway"] for row in rows):
         both = _columns(rows, ("captured_both", "eager_both"), False)
         made.append(Table(medians(f"{what}, forward and backward passes; us", settings), *both))
@@ -54,6 +58,23 @@ def _cells(row: Row, ways: tuple[str, ...], parts: bool) -> list[str]:
     return cells
 
 
+def _within(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """A layer beyond its experts and router, beside a bare exchange of the same rows: all from graphs of one run."""
+    heads = ["profile", "routing", "tokens", "layer", "experts", "router", "beyond them", "bare exchange"]
+    cells = []
+    for row in rows:
+        us = [_median(row["us"].get(name, {}), "captured") for name in ("fixed-layer", "fixed-experts", *PARTS[1:])]
+        told = [row["profile"], row["routing"], str(row["tokens"])]
+        if None in us:
+            cells.append(told + [""] * 7)
+            continue
+        layer, experts, router, bare = us
+        within = layer - experts - router
+        cells.append([*told, *map(microseconds, (layer, experts, router, within, bare, within - bare))])
+        cells[-1].append(f"{within / bare:.2f}x")
+    return [*heads, "more", "times"], cells
+
+
 def _median(phases: Row, way: str) -> float | None:
     return phases[way]["median"] if way in phases else None
 
@@ -65,6 +86,10 @@ def notes(run: Run) -> list[str]:
         "same products, index_add, reduce-scatter, told how many rows will come",
         "exchange: dispatch and combine of the same tokens, rank_major, a new routing in each; host: of an eager call",
     ]
+    empty = {row.get("empty_ranks", 0) for row in run["layers"]} - {0}
+    told += [f"the last {number} ranks have no tokens; NCCL's way fills theirs up" for number in sorted(empty)]
+    for row in run["layers"]:
+        told += timeline.lines(row)
     for why in dict.fromkeys(row["us"].get("not_captured") for row in run["layers"] if "us" in row):
         told += [f"not captured: {why}"] if why else []
     return told
