@@ -10,10 +10,9 @@ The backward of dispatch is a combine of the same handle, that of combine a disp
 pass has cached serves both. Each is one step, so a layer takes two steps forward and two backward.
 
 Weights are applied where the experts are, in PyTorch: `Routed.weights` are differentiable, and their gradients go back
-to the owner in columns of their own, behind those of the tokens, in the same combine. Of the ranks that return a row
-exactly one has a gradient for a (token, k), and the others return 0, so the sum is that gradient, bit for bit. Where
-the rows are float32 a column holds it; bfloat16 rows have three columns for it, whose sum has the 24 bits of a float32
-(below 2^-110 the last of them are lost). `make_group` makes a group whose rows have room for that.
+to the owner beside those of the tokens, in the same combine (`Group.combine`, choice_values). Exactly one rank has a
+gradient for a (token, k), and the owner takes it from there, a float32, bit for bit. `make_group` makes a group whose
+window has room for that.
 
 In a group of high throughput layouts are "flat" and "grouped", as large as what comes. A dispatch then begins with the
 exchange of counts, a third step of the forward pass. The routing is cached with its counts, so the backward pass has

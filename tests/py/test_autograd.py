@@ -152,14 +152,13 @@ def leaves(env: Env, group: tw.Group, case: Case) -> tuple[Any, ...]:
 def train(env: Env, case: Case, how: str = "plain", lost: bool = False) -> dict[str, Any]:
     """One forward and backward pass of a rank: results and gradients. how: plain, or how layers are checkpointed.
     lost: the gradients of weights do not travel."""
-    import torch
     from torch.utils.checkpoint import checkpoint
 
     from tokenway.pytorch import gradients
 
-    honest = gradients.in_parts
+    honest = gradients.gradients_of_weights
     if lost:
-        gradients.in_parts = lambda x, dtype: honest(torch.zeros_like(x), dtype)
+        gradients.gradients_of_weights = lambda group, weights, lead, layout: honest(group, None, lead, layout)
     try:
         with group_of(env, case) as group:
             first, weights, ids, params, towards = leaves(env, group, case)
@@ -180,7 +179,7 @@ def train(env: Env, case: Case, how: str = "plain", lost: bool = False) -> dict[
                 "down": [d.detach() if d.grad is None else d.grad for _, d in params],
             }
     finally:
-        gradients.in_parts = honest
+        gradients.gradients_of_weights = honest
     return {name: [sent(t) for t in v] if isinstance(v, list) else sent(v) for name, v in found.items()}
 
 
@@ -246,13 +245,15 @@ def test_repeated_bits(processes) -> None:
 
 
 def run_weights(env: Env, case: Case) -> tuple[Any, Any, Any]:
-    """Weights whose gradients are the weights themselves, and tokens whose gradients are small integers."""
+    """Weights whose gradients are the weights themselves, some of them tiny, and tokens whose gradients are small
+    integers."""
     import torch
 
     from tokenway import autograd
 
     with group_of(env, case) as group:
         x, weights, ids, _, _ = leaves(env, group, case)
+        weights[0].data[::2] *= 2.0**-118  # the last bits are of no normal number
         routed = autograd.dispatch(group, x, ids[0], weights[0], layout=case.layout)
         assert routed.weights.requires_grad and not routed.ids.requires_grad
         ((routed.weights**2).sum() / 2 + routed.tokens.float().sum()).backward()
@@ -381,7 +382,7 @@ def test_refusals(processes, made_for) -> None:
         "bound is 99; it must be an integer from 1 to 6",
         "rows has shape [2, 2, 12]; it must be [2, 6, 12]",
         "rows is of type NoneType",
-        "combine_hidden is 12; for gradients of weights it must be at least 14",
+        "combine_room is 48; for gradients of weights it must be at least 56",
         "combine_dtype is bfloat16; to train it must be its dtype, float32",
         "id_space is 'global'; by_expert needs 'local'",
         "dtype is float16; to train with it must be float32 or bfloat16",

@@ -62,7 +62,7 @@ def test_bfloat16(processes, layout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_of_weights_are_exact(processes, dtype, layout) -> None:
-    """Bit for bit, in rows of 8 significant bits too: each has a column of its own."""
+    """Bit for bit, in rows of 8 significant bits too: they are float32 beside those."""
     case = Case(9, 5, (13, 0, 8), dtype, none=True, layout=layout, room=BLOCKS)
     for rank, (weights, grads, _) in enumerate(processes(case.ranks).run(run_weights, case)):
         assert np.array_equal(weights, grads), (rank, weights - grads)

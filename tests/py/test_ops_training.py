@@ -231,7 +231,7 @@ def run_refusals(env: Env, case: Case) -> list[Any]:
     """What has no gradient says so, in the backward pass; and forward passes without one go on as ever."""
     import torch
 
-    from tokenway import ops
+    from tokenway import autograd, ops
 
     found = []
     settings = {"experts": 4, "top_k": 2, "hidden": HIDDEN, "max_tokens": 6, "dtype": "float32", "lanes": 2}
@@ -250,7 +250,8 @@ def run_refusals(env: Env, case: Case) -> list[Any]:
     with group_of(env, case) as group:
         backward(group, weighting="topk")
         backward(group, layout="expert_major")
-        backward(group, elements=group.combine_hidden)
+    with tw.Group(env.comm, combine_hidden=HIDDEN + autograd.weight_columns(2, "float32"), **settings) as wide:
+        backward(wide, elements=wide.combine_hidden)
     with tw.Group(env.comm, **settings) as narrow:
         backward(narrow)
     return [outcome[:2] for outcome in found]
@@ -261,7 +262,7 @@ def test_refusals(processes) -> None:
         "weighting is 'topk'; for gradients it must be 'none'",
         "layout is 'expert_major'; for gradients it must be 'rank_major'",
         "rows has shape [2, 6, 14]; for gradients it must be [..., 12]",
-        "the group's combine_hidden is 12; for gradients of weights it must be at least 14",
+        "the group's combine_room is 48; for gradients of weights it must be at least 56",
     ]
     for found in processes(2).run(run_refusals, Case(4, 2, (3, 5))):
         for (result, text), sentence in zip(found, sentences, strict=True):

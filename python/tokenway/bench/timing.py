@@ -5,7 +5,7 @@ returns. Ours is timed three times per iteration: dispatch alone, combine alone,
 without a gate between them. A backward pass is timed likewise: a dispatch of the gradients of
 combine's results, by the routing that is cached, a combine of those of dispatch's rows, both, and
 both after a pair of the forward pass. Gradients are rows of H elements; those of weights, which
-training sends in columns behind them, are left out. Outputs are allocated before, the handle is
+training sends beside them, are left out. Outputs are allocated before, the handle is
 reused, and the rows that combine reads lie in a buffer of the caller's, as experts leave them.
 Routing is timed apart, as it needs no other rank. Subjects take turns: in each round every one of
 them runs its warm-up and its share of the iterations, so that what disturbs the machine for a while

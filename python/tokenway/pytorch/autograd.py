@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from tokenway import tensors
 from tokenway.arguments import telling
 from tokenway.comm import Comm
 from tokenway.errors import InvalidArgument, InvalidUsage
@@ -30,6 +31,7 @@ from tokenway.pytorch.gradients import (
     refuse_combine,
     return_gradients,
     return_rows,
+    room_for,
     send,
     send_gradients,
     weight_columns,
@@ -57,13 +59,15 @@ def make_group(
     comm: Comm, *, experts: int, top_k: int, hidden: int, max_tokens: int, dtype: Any = "bfloat16", **settings: Any
 ) -> Group:
     """A `Group` that can be trained with: rows return in the dtype in which they are sent, with room for the gradients
-    of the weights. Collective.
+    of the weights beside them (`combine_room`). Collective.
 
     dtype: of tokens and gradients, float32 or bfloat16. settings: further keywords of Group, but for combine_dtype and
     combine_hidden. One group serves all layers of the same shape; it needs one lane.
     """
     with telling_comm(comm):
-        returned = hidden + weight_columns(top_k, dtype)
+        weight_columns(top_k, dtype)  # which refuses what cannot be trained with
+        room = room_for(hidden, tensors.dtype_name(dtype), top_k)
+        asked = settings.pop("combine_room", 0)
     return Group(
         comm,
         experts=experts,
@@ -72,7 +76,8 @@ def make_group(
         max_tokens=max_tokens,
         dtype=dtype,
         combine_dtype=dtype,
-        combine_hidden=returned,
+        combine_hidden=hidden,
+        combine_room=room if isinstance(asked, int) and 0 <= asked < room else asked,
         **settings,
     )
 
@@ -208,12 +213,12 @@ def _checked_bound(group: Group, layout: str, bound: int | None) -> int | None:
 
 
 def _receive(handle: Handle[Group], tokens: Tensor, layout: str, bound: int | None) -> dict[str, Tensor]:
-    """A dispatch into new tensors: Routed's, and of grouped the origins of rows."""
+    """A dispatch into new tensors: Routed's."""
     group, grouped = handle.group, layout == "grouped"
     with telling(lambda: group.refuse_dispatch(layout, bound)):
         lead = lead_of(handle, layout, bound)
         fields = group.shape.fields(layout, lead)
-        names = ("weights", "ids", "counts", *("offsets", "origins") * grouped)
+        names = ("weights", "ids", "counts", *("offsets",) * grouped)
         out = outputs_to_come(handle, layout, lead) | {name: empty(group, fields[name]) for name in names}
     out["tokens"] = send(handle, tokens, bound, out, layout).tokens
     if not grouped:
@@ -229,9 +234,7 @@ class _Dispatch(torch.autograd.Function):
         if handle.group.shape.is_exact(layout):
             exchange_counts(handle, layout)
         out = _receive(handle, tokens, layout, bound)
-        # A gradient of a weight returns in the column of its k; in padding, in any.
-        which = (out["origins"] % handle.group.top_k)[:, None] if layout == "grouped" else None
-        keep_for_order(ctx, out["counts"] if which is None else which)
+        keep_for_order(ctx, out["counts"])
         ctx.handle, ctx.layout = handle, layout
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(out["ids"], out["counts"], out["offsets"])
@@ -242,10 +245,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, tokens: Tensor | None, weights: Tensor | None, *_: Any) -> tuple[Any, ...]:
         handle: Handle[Group] = ctx.handle
         with telling(lambda: refuse_combine(handle)):
-            which = kept_for_order(ctx)
-            if weights is not None and ctx.layout == "grouped":
-                per_k = weights.new_zeros(len(weights), handle.group.top_k)
-                weights = per_k.scatter_(1, which, weights[:, None])
+            kept_for_order(ctx)
         of_tokens, of_weights = return_gradients(handle, tokens, weights, ctx.needs_input_grad[1], ctx.layout)
         return of_tokens if ctx.needs_input_grad[0] else None, of_weights, None, None, None
 

@@ -1,13 +1,14 @@
 """The steps of a layer that is trained, on plain tensors: what `autograd` and `ops` give to PyTorch's autograd.
 
 A combine returns rows, and its backward, `send_gradients`, is a dispatch by the same routing. A dispatch sends tokens,
-and its backward, `return_gradients`, is a combine, in which gradients of weights travel in columns behind those of the
-tokens. Layouts are "rank_major", or "flat" and "grouped" of a group of high throughput.
+and its backward, `return_gradients`, is a combine, in which gradients of weights travel beside those of the tokens.
+Layouts are "rank_major", or "flat" and "grouped" of a group of high throughput.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -17,9 +18,11 @@ import torch
 
 from tokenway import tensors
 from tokenway.arguments import telling
+from tokenway.calls import Calls
 from tokenway.errors import InvalidArgument, TokenwayError
 from tokenway.group import Group
 from tokenway.handle import Handle
+from tokenway.settings import RowType
 from tokenway.shape import Field
 
 Tensor = torch.Tensor
@@ -64,33 +67,68 @@ def kept_for_order(ctx: Any) -> Tensor:
     return tensor
 
 
-# bfloat16 has 8 significant bits, float32 has 24.
-_PARTS = {"float32": 1, "bfloat16": 3}
+_BYTES = {"float32": 4, "bfloat16": 2}  # of an element
 
 
 def weight_columns(top_k: int, dtype: Any = "bfloat16") -> int:
-    """Elements that a returned row needs beyond H for the gradients of `top_k` weights. dtype: of the rows, float32 or
-    bfloat16. Raises InvalidArgument for others."""
+    """Elements by which a returned row may be longer than H so that there is room for the gradients of `top_k` weights:
+    a group with a combine_hidden of H + so many can be trained with, as one of `make_group` can. dtype: of the rows,
+    float32 or bfloat16. Raises InvalidArgument for others."""
     name = tensors.dtype_name(dtype)
-    if name not in _PARTS:
+    if name not in _BYTES:
         raise InvalidArgument.of("dtype", f"is {name}; to train with it must be float32 or bfloat16")
-    return top_k * _PARTS[name]
+    return top_k * (1 if name == "float32" else 3)
+
+
+def room_for(hidden: int, dtype: str, top_k: int) -> int:
+    """Bytes of `combine_room` for rows of gradients and those of `top_k` weights beside each. dtype: one that can be
+    trained with."""
+    return hidden * _BYTES[dtype] + 4 * top_k
+
+
+def room_of(group: Group) -> int:
+    """Bytes that the group has room for in a row that returns."""
+    return max(group.combine_hidden * _BYTES.get(group.combine_dtype, 2), group.settings.combine_room)
+
+
+def returns_weights(group: Group) -> bool:
+    """Whether gradients of weights have room beside a group's rows, as `make_group` makes it."""
+    return group.dtype in _BYTES and room_of(group) >= room_for(group.hidden, group.dtype, group.top_k)
 
 
 def check_group(group: Group, weights_too: bool) -> None:
     """Raises InvalidArgument unless rows of this group can carry gradients both ways: dtype float32 or bfloat16, the
-    same for combine_dtype, and combine_hidden with room for gradients of weights, if there are to be any."""
-    dtype, hidden, returned = group.dtype, group.hidden, group.combine_hidden
-    columns = weight_columns(group.top_k, dtype)
+    same for combine_dtype, and room for a row of gradients, and for those of weights beside it, if there are to be
+    any."""
+    dtype = group.dtype
+    weight_columns(group.top_k, dtype)
     if group.combine_dtype != dtype:
         raise InvalidArgument(
             f"the group's combine_dtype is {group.combine_dtype}; to train it must be its dtype, {dtype}"
         )
-    if returned < hidden + columns and (returned != hidden or weights_too):
+    if group.combine_hidden == group.hidden and not weights_too:
+        return
+    needed = room_for(group.hidden, dtype, group.top_k if weights_too else 0)
+    if (room := room_of(group)) < needed:
         raise InvalidArgument(
-            f"the group's combine_hidden is {returned}; for gradients of weights it must be at least "
-            f"{hidden + columns} (tokenway.autograd.make_group makes such a group)"
+            f"the group's combine_room is {room}; for gradients{' of weights' * weights_too} it must be at least "
+            f"{needed} (tokenway.autograd.make_group makes such a group)"
         )
+
+
+_typed: weakref.WeakKeyDictionary[Group, Calls] = weakref.WeakKeyDictionary()
+
+
+def returning(group: Group) -> Calls:
+    """What combines rows of H elements: the group, or, where its own returned rows are longer, its rows of another
+    type, which are made once. Raises InvalidArgument without room for them."""
+    if group.combine_hidden == group.hidden:
+        return group
+    made = _typed.get(group)
+    if made is None:
+        rows = RowType(group.hidden, group.dtype, payloads=group.settings.payloads, combine_dtype=group.dtype)
+        made = _typed[group] = group.rows(rows)
+    return made
 
 
 def check_layout(group: Group, layout: str | None) -> str:
@@ -226,32 +264,48 @@ def return_gradients(
     handle: Handle[Group], tokens: Tensor | None, weights: Tensor | None, weights_too: bool, layout: str
 ) -> tuple[Tensor, Tensor | None]:
     """The backward of a dispatch: from gradients of what came, None being 0, those of the T tokens and, if there are to
-    be any, of their weights. A step, whatever gradients there are: those may differ from rank to rank, steps may not.
+    be any, of their weights, on all ranks or on none. A step, whatever gradients there are: those may differ from rank
+    to rank, steps may not.
 
-    tokens: [..., H], weights: [..., K], by layout; in "grouped" too, where a row has one k and 0 for the others.
+    tokens: [..., H], weights: [..., K] float32, by layout; in "grouped" [P], as a row has one k.
     """
     group = handle.group
-    h, columns = group.hidden, weight_columns(group.top_k, group.dtype)
-    with telling(lambda: refuse_combine(handle)):
-        rows = no_rows(group, lead_of(handle, layout), group.combine_hidden)
-        if tokens is not None:
-            rows[..., :h] = tokens
-        if weights is not None and weights_too:
-            rows[..., h : h + columns] = in_parts(weights, rows.dtype)
-    out = group.combine(handle, rows, layout=layout, dtype="float32")
-    of_weights = whole(out[:, h : h + columns], group.top_k) if weights_too else None
-    return first_columns(out, h, rows.dtype), of_weights
+    with telling(lambda: _refuse_gradients(handle, weights_too)):
+        lead = lead_of(handle, layout)
+        rows = no_rows(group, lead, group.hidden) if tokens is None else readable(tokens)
+        values = gradients_of_weights(group, weights, lead, layout) if weights_too else None
+        back = returning(group)
+    returned = back.combine(handle, rows, layout=layout, choice_values=values)
+    return returned if weights_too else (returned, None)
+
+
+def gradients_of_weights(group: Group, weights: Tensor | None, lead: tuple[int, ...], layout: str) -> Tensor:
+    """Those of what came, as a combine takes them beside its rows."""
+    if weights is not None:
+        return readable(weights)
+    shape = lead if layout == "grouped" else (*lead, group.top_k)
+    return torch.zeros(shape, dtype=torch.float32, device=device_of(group))
+
+
+def readable(x: Tensor) -> Tensor:
+    """A gradient as memory that can be read: what autograd hands on may be expanded, or stand for its negative."""
+    return x.resolve_neg().contiguous()
+
+
+def _refuse_gradients(handle: Handle[Group], weights_too: bool) -> None:
+    """As `refuse_combine`, of one with values beside its rows where the peers' has some."""
+    refuse(lambda rows: handle.group.combine(handle, rows, choice_values=() if weights_too else None))
 
 
 def return_rows(handle: Handle[Group], rows: Tensor, layout: str) -> Tensor:
-    """A combine, of rows without columns: [T, H]."""
-    group, h = handle.group, handle.group.hidden
+    """A combine of rows as they were dispatched, in elements: [T, H]."""
+    group = handle.group
     with telling(lambda: refuse_combine(handle)):
-        wanted = (*lead_of(handle, layout), h)
+        wanted = (*lead_of(handle, layout), group.hidden)
         if rows.shape != wanted:
             raise InvalidArgument.of("rows", f"has shape {list(rows.shape)}; it must be {list(wanted)}")
-        rows = widened(rows, group)
-    return first_columns(group.combine(handle, rows, layout=layout), h)
+        back = returning(group)
+    return back.combine(handle, rows, layout=layout)
 
 
 def send_gradients(handle: Handle[Group], out: Tensor, layout: str) -> Tensor:
@@ -267,40 +321,3 @@ def send_gradients(handle: Handle[Group], out: Tensor, layout: str) -> Tensor:
         out = out.contiguous()
     # The forward pass was counted.
     return send(handle, out, handle.bound or None, given, layout, count=False).tokens
-
-
-# ---- columns ---------------------------------------------------------------------------------------
-
-
-def widened(rows: Tensor, group: Group) -> Tensor:
-    """Rows of H elements as a group returns them: with columns of 0."""
-    missing = group.combine_hidden - group.hidden
-    return torch.cat([rows, rows.new_zeros(*rows.shape[:-1], missing)], dim=-1) if missing else rows
-
-
-def first_columns(x: Tensor, count: int, dtype: torch.dtype | None = None) -> Tensor:
-    """x[:, :count] in memory of its own, unless that is all of x."""
-    if x.shape[1] == count:
-        return x.to(dtype or x.dtype)
-    return x[:, :count].to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def in_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 [..., K] -> [..., K * parts] of dtype, whose sum is x: each the rounded rest of those before."""
-    if dtype == torch.float32:
-        return x
-    parts = []
-    for _ in range(_PARTS["bfloat16"]):
-        parts.append(x.to(dtype))
-        x = x - parts[-1].float()
-    return torch.cat(parts, dim=-1)
-
-
-def whole(parts: Tensor, k: int) -> Tensor:
-    """The inverse of `in_parts` in float32: from the smallest up, so that each sum is exact."""
-    first, *rest = parts.split(k, dim=-1)
-    if not rest:
-        return first.clone(memory_format=torch.contiguous_format)
-    middle, last = rest
-    # An infinity or NaN leaves NaN as its rest.
-    return torch.where(first.isfinite(), first + (middle + last), first)

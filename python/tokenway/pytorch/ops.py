@@ -70,7 +70,7 @@ def _check_order(order: torch.Tensor) -> None:
 
 def _trains(group: Group) -> bool:
     """Whether a group may have been made for training: its rows have room for gradients of weights."""
-    return group.combine_hidden > group.hidden
+    return group.combine_hidden > group.hidden or gradients.returns_weights(group)
 
 
 def _keep(group: Group, handle: Handle[Group]) -> torch.Tensor:
@@ -144,14 +144,11 @@ def _combine(
     with telling(lambda: _refuse_only_combine(on)):
         number, handle = _kept(on, order)
     with telling(lambda: gradients.refuse_combine(handle)):
-        narrow = _without_columns(on, rows)
+        # Rows of a token's elements come back as such, where the group returns longer ones too.
+        back = gradients.returning(on) if _narrow(on, rows) else on
         if tokens != handle.tokens:
             raise InvalidArgument.of("tokens", f"is {tokens}; it must be those of the dispatch, {handle.tokens}")
-        if narrow:
-            rows = gradients.widened(rows, on)
-    out = on.combine(handle, rows, weighting=weighting)
-    if narrow:
-        out = gradients.first_columns(out, on.hidden)
+    out = back.combine(handle, rows, weighting=weighting)
     if not _trains(on):
         del on.op_handles[number]
     return out, torch.zeros_like(order)
@@ -164,9 +161,9 @@ def _refuse_only_combine(group: Group) -> None:
         gradients.refuse_combine(waiting[0])
 
 
-def _without_columns(group: Group, rows: torch.Tensor) -> bool:
-    """Whether rows of a group for training are without the columns for gradients, which are added then."""
-    return _trains(group) and rows.dim() > 0 and rows.shape[-1] == group.hidden
+def _narrow(group: Group, rows: torch.Tensor) -> bool:
+    """Whether rows have the elements of a token in a group that returns more of them."""
+    return group.combine_hidden > group.hidden and rows.dim() > 0 and rows.shape[-1] == group.hidden
 
 
 # ---- backward ------------------------------------------------------------------------------------
@@ -294,7 +291,7 @@ def _fake_combine(
 ) -> tuple[torch.Tensor, ...]:
     on = _group(group)
     dtype = getattr(torch, tensors.dtype_name(on.combine_dtype))
-    elements = on.hidden if _without_columns(on, rows) else on.combine_hidden
+    elements = on.hidden if _narrow(on, rows) else on.combine_hidden
     return rows.new_empty((tokens, elements), dtype=dtype), torch.empty_like(order)
 
 
