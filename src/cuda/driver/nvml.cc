@@ -9,7 +9,7 @@
 namespace tw::cuda {
 namespace {
 
-using Device = void*;  // nvmlDevice_t
+using NvmlDevice = void*;  // nvmlDevice_t
 constexpr int kSuccess = 0;
 constexpr int kOverNvlink = 2;  // of nvmlGpuP2PCapsIndex_t
 constexpr int kAtomics = 3;     // the same question as cudaDevP2PAttrNativeAtomicSupported
@@ -18,9 +18,9 @@ constexpr unsigned kMaxLinks = 18;
 
 struct Nvml {
   int (*start)() = nullptr;
-  int (*by_uuid)(const char* uuid, Device* device) = nullptr;
-  int (*peer_status)(Device device, Device peer, int capability, int* status) = nullptr;
-  int (*link_state)(Device device, unsigned link, unsigned* active) = nullptr;
+  int (*by_uuid)(const char* uuid, NvmlDevice* device) = nullptr;
+  int (*peer_status)(NvmlDevice device, NvmlDevice peer, int capability, int* status) = nullptr;
+  int (*link_state)(NvmlDevice device, unsigned link, unsigned* active) = nullptr;
 
   bool usable = false;
 };
@@ -55,7 +55,7 @@ std::string text_of(const Uuid& uuid) {
   return text;
 }
 
-bool find_device(const Uuid& uuid, Device* device) {
+bool find_device(const Uuid& uuid, NvmlDevice* device) {
   const std::string text = text_of(uuid);
   for (const char* kind : {"GPU-", "MIG-"}) {
     if (nvml().by_uuid((kind + text).c_str(), device) == kSuccess) return true;
@@ -63,7 +63,7 @@ bool find_device(const Uuid& uuid, Device* device) {
   return false;
 }
 
-bool has_links(Device device) {
+bool has_links(NvmlDevice device) {
   for (unsigned link = 0; link < kMaxLinks; ++link) {
     unsigned active = 0;
     if (nvml().link_state(device, link, &active) == kSuccess && active != 0) return true;
@@ -74,8 +74,8 @@ bool has_links(Device device) {
 }  // namespace
 
 twLinks_t find_link(const Uuid& own, const Uuid& peer) {
-  Device here = nullptr;
-  Device there = nullptr;
+  NvmlDevice here = nullptr;
+  NvmlDevice there = nullptr;
   if (!nvml().usable || !find_device(own, &here)) return twLinksTested;
   // A container may have been given this device alone. One without any link surely has none to a device elsewhere.
   if (!find_device(peer, &there)) return has_links(here) ? twLinksTested : twLinksOther;
