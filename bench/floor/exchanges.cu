@@ -1,5 +1,4 @@
-// One exchange of rows with the one peer, both directions at once, in three ways. The banks alternate by step: a GPU
-// that is ahead writes to the bank that its peer has finished with, because its own last step ended in the peer's data.
+// One exchange of rows, all GPUs with all others at once, in three ways. Banks take turns by step (see Side).
 #include <algorithm>
 #include <cstdio>
 
@@ -38,8 +37,8 @@ __device__ void send_lines(const Side& side, const Shape& shape, const LineRange
   const int lane = threadIdx.x % 32;
   const bool flag = lane % 8 == 7;
   const char* from = reinterpret_cast<const char*>(side.source) + static_cast<size_t>(range.row) * shape.row_bytes;
-  char* to =
-      reinterpret_cast<char*>(side.peer_inbox + (step & 1) * side.bank) + range.row * line_bytes(shape.row_bytes);
+  char* to = reinterpret_cast<char*>(side.bank_of(side.receiver(range.row), static_cast<uint32_t>(step))) +
+             range.row * line_bytes(shape.row_bytes);
   for (int group = range.begin + threadIdx.x / 32; group < range.end; group += blockDim.x / 32) {
     const int at = (group * 4 + lane / 8) * 120 + lane % 8 * 16;
     uint64_t low = 0, high = 0;
@@ -53,8 +52,8 @@ __device__ void receive_lines(const Side& side, const Shape& shape, const LineRa
   const int lane = threadIdx.x % 32;
   const bool flag = lane % 8 == 7;
   char* to = reinterpret_cast<char*>(side.out) + static_cast<size_t>(range.row) * shape.row_bytes;
-  const char* from =
-      reinterpret_cast<const char*>(side.inbox + (step & 1) * side.bank) + range.row * line_bytes(shape.row_bytes);
+  const char* from = reinterpret_cast<const char*>(side.bank_of(side.index, static_cast<uint32_t>(step))) +
+                     range.row * line_bytes(shape.row_bytes);
   Patience patience(side.expired);
   for (int group = range.begin + threadIdx.x / 32; group < range.end; group += blockDim.x / 32) {
     uint64_t low = 0, high = 0;
@@ -87,12 +86,12 @@ __device__ void put_unit(const Side& side, const Shape& shape, int unit, uint32_
   const int vectors = shape.row_bytes / 16;
   const int row = unit / shape.parts, part = unit % shape.parts;
   const uint4* from = side.source + static_cast<size_t>(row) * vectors;
-  uint4* to = side.peer_inbox + (step & 1) * side.bank + static_cast<size_t>(row) * vectors;
+  uint4* to = side.bank_of(side.receiver(row), step) + static_cast<size_t>(row) * vectors;
   const int end = vectors * (part + 1) / shape.parts;
   for (int i = vectors * part / shape.parts + threadIdx.x; i < end; i += blockDim.x) to[i] = from[i];
 }
 
-// The last block to finish tells that everything is there, and waits for the peer's last block.
+// The last block to finish tells all that everything is there, and waits for the last block of each.
 __global__ void __launch_bounds__(1024) last_block(Side side, Shape shape) {
   const uint32_t step = next_step(side);
   for (int unit = blockIdx.x; unit < shape.units(); unit += gridDim.x) put_unit(side, shape, unit, step);
@@ -100,10 +99,12 @@ __global__ void __launch_bounds__(1024) last_block(Side side, Shape shape) {
   if (threadIdx.x == 0 && add_acq_rel(side.arrivals, 1) == gridDim.x - 1) {
     *side.arrivals = 0;
     fence_system();  // cumulative over the other blocks' stores, which the counter has ordered before
-    store_relaxed(side.peer_flags, step);
+    for (int i = 0; i < side.gpus - 1; ++i) store_relaxed(side.signal(side.other(i), side.index), step);
     Patience patience(side.expired);
-    while (before(load_relaxed(side.flags), step)) {
-      if (patience.lost()) break;
+    for (int i = 0; i < side.gpus - 1; ++i) {
+      while (before(load_relaxed(side.signal(side.index, side.other(i))), step)) {
+        if (patience.lost()) break;
+      }
     }
     fence_system();
   }
@@ -115,12 +116,15 @@ __global__ void __launch_bounds__(1024) row_flags(Side side, Shape shape) {
   for (int unit = blockIdx.x; unit < shape.units(); unit += gridDim.x) {
     put_unit(side, shape, unit, step);
     __syncthreads();
-    if (threadIdx.x == 0) store_release(side.peer_flags + static_cast<size_t>(unit) * kSlotWords, step);
+    if (threadIdx.x == 0) {
+      uint32_t* const flags = side.flags[side.receiver(unit / shape.parts)];
+      store_release(flags + static_cast<size_t>(unit) * kSlotWords, step);
+    }
   }
   if (threadIdx.x == 0) {
     Patience patience(side.expired);
     for (int unit = blockIdx.x; unit < shape.units(); unit += gridDim.x) {
-      while (before(load_acquire(side.flags + static_cast<size_t>(unit) * kSlotWords), step)) {
+      while (before(load_acquire(side.flags[side.index] + static_cast<size_t>(unit) * kSlotWords), step)) {
         if (patience.lost()) break;
       }
     }
@@ -130,11 +134,11 @@ __global__ void __launch_bounds__(1024) row_flags(Side side, Shape shape) {
 
 // ---- is it an exchange at all
 
-__global__ void compare(Side side, const uint4* rows, size_t words, int peer) {
+__global__ void compare(Side side, const uint4* rows, size_t words, size_t row_words) {
   const auto* got = reinterpret_cast<const uint32_t*>(rows);
   const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
   for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += stride) {
-    if (got[i] != pattern(peer, i)) atomicAdd(side.differences, 1);
+    if (got[i] != pattern(side.sender(static_cast<int>(i / row_words)), i)) atomicAdd(side.differences, 1);
   }
 }
 
@@ -152,17 +156,17 @@ constexpr Way kWays[] = {
     {"row_flags", row_flags, false, true},
 };
 
-void check_received(Pair& pair, const Way& way, const Shape& shape) {
-  for (int i = 0; i < 2; ++i) {
-    const Side& side = pair.side(i);
+void check_received(Mesh& mesh, const Way& way, const Shape& shape) {
+  for (int i = 0; i < mesh.gpus(); ++i) {
+    const Side& side = mesh.side(i);
     CHECK_CUDA(cudaSetDevice(side.device));
     uint32_t step = 0, differences = 0;
     CHECK_CUDA(cudaMemcpy(&step, side.steps, sizeof step, cudaMemcpyDeviceToHost));
-    const uint4* rows = way.unpacks ? side.out : side.inbox + (step & 1) * side.bank;
-    const size_t words = static_cast<size_t>(shape.rows) * shape.row_bytes / sizeof(uint32_t);
-    compare<<<1024, 256, 0, pair.stream(i)>>>(side, rows, words, 1 - i);
+    const uint4* rows = way.unpacks ? side.out : side.bank_of(i, step);
+    const size_t row_words = shape.row_bytes / sizeof(uint32_t);
+    compare<<<1024, 256, 0, mesh.stream(i)>>>(side, rows, shape.rows * row_words, row_words);
     CHECK_CUDA(cudaGetLastError());
-    CHECK_CUDA(cudaStreamSynchronize(pair.stream(i)));
+    CHECK_CUDA(cudaStreamSynchronize(mesh.stream(i)));
     CHECK_CUDA(cudaMemcpy(&differences, side.differences, sizeof differences, cudaMemcpyDeviceToHost));
     if (differences != 0) {
       fail(std::string(way.name) + ": " + std::to_string(differences) + " words differ from what was sent");
@@ -175,29 +179,29 @@ struct Result {
   int blocks = 0, threads = 0;
 };
 
-Result time_shape(Pair& pair, const Way& way, const Shape& shape, int threads, int repeat) {
+Result time_shape(Mesh& mesh, const Way& way, const Shape& shape, int threads, int repeat) {
   int fit = 0;
-  CHECK_CUDA(cudaSetDevice(pair.device(0)));
+  CHECK_CUDA(cudaSetDevice(mesh.device(0)));
   CHECK_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, way.kernel, threads, 0));
-  const int resident = fit * pair.properties().multiProcessorCount;
+  const int resident = fit * mesh.properties().multiProcessorCount;
   const int blocks = way.all_waiting ? std::min(shape.units(), resident) : shape.units();
-  pair.reset();
+  mesh.reset();
   const auto launch = [&](const Side& side, cudaStream_t stream) {
     way.kernel<<<blocks, threads, 0, stream>>>(side, shape);
   };
   const int count = shape.rows <= 256 ? 20 : 8;
-  const Result result = {pair.time(launch, count, repeat, 2), blocks, threads};
-  check_received(pair, way, shape);
+  const Result result = {mesh.time(launch, count, repeat, mesh.gpus()), blocks, threads};
+  check_received(mesh, way, shape);
   return result;
 }
 
 // The block size and the parts of a row that do best.
-Result time_way(Pair& pair, const Way& way, int rows, int row_bytes, int repeat) {
+Result time_way(Mesh& mesh, const Way& way, int rows, int row_bytes, int repeat) {
   Result best;
   for (const int parts : {1, 2, 4}) {
-    if (parts > 1 && rows * parts > 2 * pair.properties().multiProcessorCount) continue;
+    if (parts > 1 && rows * parts > 2 * mesh.properties().multiProcessorCount) continue;
     for (const int threads : {256, 512, 1024}) {
-      const Result found = time_shape(pair, way, {rows, row_bytes, parts}, threads, repeat);
+      const Result found = time_shape(mesh, way, {rows, row_bytes, parts}, threads, repeat);
       if (best.blocks == 0 || found.us.median < best.us.median) best = found;
     }
   }
@@ -206,13 +210,13 @@ Result time_way(Pair& pair, const Way& way, int rows, int row_bytes, int repeat)
 
 }  // namespace
 
-void print_exchanges(Pair& pair, const std::vector<int>& tokens, const std::vector<int>& row_bytes, int repeat) {
+void print_exchanges(Mesh& mesh, const std::vector<int>& tokens, const std::vector<int>& row_bytes, int repeat) {
   std::printf(" \"exchanges\": [");
   const char* separator = "\n";
   for (const int bytes : row_bytes) {
     for (const int rows : tokens) {
       for (const Way& way : kWays) {
-        const Result result = time_way(pair, way, rows, bytes, repeat);
+        const Result result = time_way(mesh, way, rows, bytes, repeat);
         std::printf(
             "%s  {\"kind\": \"%s\", \"tokens\": %d, \"row_bytes\": %d, \"blocks\": %d, \"threads\": %d, "
             "\"best_us\": %.3f, \"median_us\": %.3f}",

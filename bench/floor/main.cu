@@ -1,10 +1,12 @@
 // tokenway-floor: one JSON document on stdout.
 //
 //   build   nvcc -std=c++20 -O3 -arch=sm_90 bench/floor/*.cu -o tokenway-floor   (CMake builds it beside the library)
-//   run     tokenway-floor --tokens 1,8,128 --row-bytes 14336,14416 --repeat 30
+//   run     tokenway-floor --gpus 4 --tokens 1,8,128 --row-bytes 14336,14416 --repeat 30
 //
-// Times are microseconds per kernel, best and median over `repeat` replays of a graph, the slower GPU's; bandwidths are
-// per direction. Ends with 1 and a sentence on stderr where it cannot measure, with 2 for bad arguments.
+// Tokens are rows that leave each GPU, dealt to the others in turn; with --gpus 2, which is the default, all go to the
+// one peer. Times are microseconds per kernel, best and median over `repeat` replays of a graph, the slowest GPU's;
+// bandwidths are of a GPU, per direction, "ways" says of how many that send at the same time. Ends with 1 and a
+// sentence on stderr where it cannot measure, with 2 for bad arguments.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -17,6 +19,7 @@
 namespace {
 
 struct Options {
+  int gpus = 2;
   std::vector<int> tokens = {1, 8, 32, 128, 512};
   std::vector<int> row_bytes = {14336};
   int repeat = 20;
@@ -52,7 +55,7 @@ Options parse(int argc, char** argv) {
   for (int i = 1; i < argc; i += 2) {
     const std::string name = argv[i];
     if (name == "--help") {
-      std::printf("usage: tokenway-floor [--tokens T,...] [--row-bytes R,...] [--repeat N]\n");
+      std::printf("usage: tokenway-floor [--gpus N] [--tokens T,...] [--row-bytes R,...] [--repeat N]\n");
       std::exit(0);
     }
     if (i + 1 == argc) refuse(name + ": no value, or no such option");
@@ -60,6 +63,9 @@ Options parse(int argc, char** argv) {
       options.tokens = numbers(name, argv[i + 1], 65536);
     } else if (name == "--row-bytes") {
       options.row_bytes = numbers(name, argv[i + 1], 1 << 20);
+    } else if (name == "--gpus") {
+      options.gpus = number(name, argv[i + 1], kMaxGpus);
+      if (options.gpus < 2) refuse("--gpus: 1; allowed 2.." + std::to_string(kMaxGpus));
     } else if (name == "--repeat") {
       options.repeat = number(name, argv[i + 1], 10000);
     } else {
@@ -78,18 +84,20 @@ int main(int argc, char** argv) {
   const Options options = parse(argc, argv);
   // A kernel loaded while another one waits for its peer would wait for that one.
   setenv("CUDA_MODULE_LOADING", "EAGER", 1);
-  Pair pair(*std::max_element(options.tokens.begin(), options.tokens.end()),
+  Mesh mesh(options.gpus, *std::max_element(options.tokens.begin(), options.tokens.end()),
             *std::max_element(options.row_bytes.begin(), options.row_bytes.end()));
   int driver = 0, runtime = 0;
   CHECK_CUDA(cudaDriverGetVersion(&driver));
   CHECK_CUDA(cudaRuntimeGetVersion(&runtime));
-  std::printf("{\n \"program\": \"tokenway-floor\",\n \"schema\": 1,\n \"device\": \"%s\",\n \"devices\": [%d, %d],\n",
-              pair.properties().name, pair.device(0), pair.device(1));
+  std::printf("{\n \"program\": \"tokenway-floor\",\n \"schema\": 1,\n \"device\": \"%s\",\n \"devices\": [%d",
+              mesh.properties().name, mesh.device(0));
+  for (int i = 1; i < mesh.gpus(); ++i) std::printf(", %d", mesh.device(i));
+  std::printf("],\n \"gpus\": %d,\n", mesh.gpus());
   std::printf(" \"sms\": %d,\n \"driver\": %d,\n \"runtime\": %d,\n \"repeat\": %d,\n",
-              pair.properties().multiProcessorCount, driver, runtime, options.repeat);
-  print_flags(pair, options.repeat);
-  print_ceilings(pair, std::min(options.repeat, 10));
-  print_exchanges(pair, options.tokens, options.row_bytes, options.repeat);
+              mesh.properties().multiProcessorCount, driver, runtime, options.repeat);
+  print_flags(mesh, options.repeat);
+  print_ceilings(mesh, std::min(options.repeat, 10));
+  print_exchanges(mesh, options.tokens, options.row_bytes, options.repeat);
   std::printf("}\n");
   return 0;
 }

@@ -172,6 +172,24 @@ def test_floor_program(tmp_path, monkeypatch) -> None:
     program.write_text('#!/bin/sh\necho "$@" > "$0.argv"; echo "{}"\n')
     floor.measure([replace(CASE, ranks=2, routing="balanced")])
     assert (tmp_path / "tokenway-floor.argv").read_text() == "--tokens 7 --row-bytes 320,352 --repeat 20\n"
+    for devices, ranks, gpus in ((8, 4, 4), (2, 4, 2), (8, 1, 2), ("no driver", 4, 2), (64, 64, 16)):
+        monkeypatch.setattr(gpu_machine, "device_count", lambda devices=devices: devices)
+        assert floor.gpus(ranks) == gpus
+    floor.measure([replace(CASE, ranks=4, routing="balanced")], 4)
+    told = (tmp_path / "tokenway-floor.argv").read_text()
+    assert told == "--tokens 16 --row-bytes 320,352 --repeat 20 --gpus 4\n"
+
+
+def test_the_floor_of_four() -> None:
+    """Rates are of all GPUs at once, and the line below the table says so."""
+    from tokenway.bench.tables import nvlink as tables
+
+    document = floor_document([replace(CASE, ranks=4)])
+    assert floor.Floor(document).put_gb_s() == 360.0 and tables._floor_line(document).startswith("floor: GB/s")
+    document["gpus"] = 4
+    document["ceilings"].append({"kind": "put", "ways": 4, "sms": 132, "best_gb_s": 330.0, "median_gb_s": 320.0})
+    assert floor.Floor(document).put_gb_s() == 320.0
+    assert "floor of 4 GPUs: GB/s put both ways 360, put from all to all 320" in tables._floor_line(document)
 
 
 def test_names_of_kernels() -> None:

@@ -68,7 +68,8 @@ def _on_gpus(settings: Settings, control: Control, progress: Progress, stack: Ex
     progress.doing("the floor")
     document: dict[str, Any] = {"missing": "no floor: left out"}
     if control.rank == 0 and settings.nvlink.floor:
-        document = floor.measure_exchanges({row.remote_rows for row in rows}, {row.row_bytes for row in rows})
+        sizes = {row.remote_rows for row in rows}, {row.row_bytes for row in rows}
+        document = floor.measure_exchanges(*sizes, floor.gpus(settings.ranks))
     control.allgather(None)  # nobody has touched a GPU before
     import torch
 

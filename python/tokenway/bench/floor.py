@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tokenway import _native
+from tokenway.bench import gpu_machine
 from tokenway.bench.case import Case
 
 PATH = "TOKENWAY_FLOOR"
 LIMIT = 90.0  # seconds; less than the other ranks wait for this one
 REPEAT = 20
+MOST = 16  # GPUs of the program
 _HEADER = 8  # bytes of a row's header; beside it travel K ids and K weights of 4 bytes
 
 
@@ -46,6 +48,12 @@ def remote_rows(case: Case) -> tuple[int, int]:
     return max(sent), max(back)
 
 
+def gpus(ranks: int) -> int:
+    """Between how many GPUs so many ranks exchange: the floor is measured between as many."""
+    found = gpu_machine.device_count()
+    return max(2, min(ranks, found if isinstance(found, int) else 2, MOST))
+
+
 def padded(row_bytes: int) -> int:
     """Rows of the floor program are whole vectors of 16 bytes."""
     return -(-row_bytes // 16) * 16
@@ -60,25 +68,27 @@ def sizes(cases: Iterable[Case]) -> tuple[set[int], set[int]]:
     return tokens, row_bytes
 
 
-def arguments(rows: Iterable[int], row_bytes: Iterable[int]) -> list[str]:
-    """Of the program, so that it measures exchanges of so many rows of so many bytes."""
+def arguments(rows: Iterable[int], row_bytes: Iterable[int], gpus: int = 2) -> list[str]:
+    """Of the program, so that it measures exchanges of so many rows of so many bytes, between so many GPUs at once."""
     of_both = {max(n, 1) for n in rows}, {padded(n) for n in row_bytes}
     listed = [",".join(str(n) for n in sorted(numbers)) for numbers in of_both]
-    return ["--tokens", listed[0], "--row-bytes", listed[1], "--repeat", str(REPEAT)]
+    mesh = ["--gpus", str(gpus)] if gpus > 2 else []
+    return ["--tokens", listed[0], "--row-bytes", listed[1], "--repeat", str(REPEAT), *mesh]
 
 
-def measure(cases: Iterable[Case]) -> dict[str, Any]:
-    """The program's document for the exchanges of these cases."""
-    return measure_exchanges(*sizes(cases))
+def measure(cases: Iterable[Case], gpus: int = 2) -> dict[str, Any]:
+    """The program's document for the exchanges of these cases between so many GPUs, or two if there are fewer."""
+    return measure_exchanges(*sizes(cases), gpus)
 
 
-def measure_exchanges(rows: Iterable[int], row_bytes: Iterable[int]) -> dict[str, Any]:
+def measure_exchanges(rows: Iterable[int], row_bytes: Iterable[int], gpus: int = 2) -> dict[str, Any]:
     """The program's document, or {"missing": why there is none}. Nothing else may use the GPUs meanwhile."""
     path = program()
     if not path.is_file():
         return {"missing": f"no floor program at {path.name} beside the library (build it, or set {PATH})"}
     try:
-        done = subprocess.run([str(path), *arguments(rows, row_bytes)], capture_output=True, text=True, timeout=LIMIT)
+        command = [str(path), *arguments(rows, row_bytes, gpus)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
         if done.returncode == 0:
             return json.loads(done.stdout)
         why = done.stderr.strip().splitlines()[-1:] or [f"it ended with exit code {done.returncode}"]
@@ -106,11 +116,12 @@ class Floor:
         return (min(found)[1], min(found)[0]) if found else None
 
     def put_gb_s(self) -> float | None:
-        """The two-way put ceiling with all SMs, GB/s per direction."""
+        """The put ceiling with all SMs while all GPUs of the document send, GB/s per direction."""
+        ways = self.document.get("gpus", 2)
         found = [
             entry["median_gb_s"]
             for entry in self.document.get("ceilings", ())
-            if entry["kind"] == "put" and entry["ways"] == 2 and entry["sms"] == self.document["sms"]
+            if entry["kind"] == "put" and entry["ways"] == ways and entry["sms"] == self.document["sms"]
         ]
         return max(found) if found else None
 

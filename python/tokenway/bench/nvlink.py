@@ -101,7 +101,7 @@ def _floor(settings: Settings) -> dict[str, Any]:
     cases = settings.cases()
     if settings.nvlink.compare:
         cases += [replace(case, dtype=settings.nvlink.compare) for case in cases]
-    return floor.measure(cases)
+    return floor.measure(cases, floor.gpus(settings.ranks))
 
 
 def _rank(settings: Settings, control: Control, comm: Comm, document: dict, progress: Progress) -> dict[str, Any]:

@@ -171,15 +171,19 @@ def notes(run: Run) -> list[str]:
     return told
 
 
+WAYS = {1: "one way", 2: "both ways"}
+
+
 def _floor_line(document: dict[str, Any]) -> str:
     ceilings = [
-        f"{c['kind']} {'both ways' if c['ways'] == 2 else 'one way'} {c['median_gb_s']:.0f}"
+        f"{c['kind']} {WAYS.get(c['ways'], 'from all to all')} {c['median_gb_s']:.0f}"
         for c in document["ceilings"]
         if c["sms"] == document["sms"]
     ]
     flags = f"{document['flag_relaxed_us']['median']:.2f} / {document['flag_release_acquire_us']['median']:.2f}"
     empty = document["empty_kernel_us"]["median"]
-    return f"floor: GB/s {', '.join(ceilings)}; us: flags relaxed / ordered {flags}, empty kernel {empty:.2f}"
+    of = f"floor of {document['gpus']} GPUs" if document.get("gpus", 2) > 2 else "floor"
+    return f"{of}: GB/s {', '.join(ceilings)}; us: flags relaxed / ordered {flags}, empty kernel {empty:.2f}"
 
 
 def _breakdown(row: Row) -> list[str]:
