@@ -122,8 +122,8 @@ def row(tokens: int, **phases: float) -> dict[str, Any]:
     ours = {key: [[10.0, 10.0]] for key in ("pair", "dispatch", "combine", "cached", "outside")}
     apart = {key: [[10.0, 10.0]] for key in ("dispatch", "combine")}
     times: dict[str, Any] = {"tokenway": ours, nvlink_results.BEHIND: apart}
-    for name in ("direct", "two additions"):
-        times[name] = {"eager": [[20.0, 20.0]], "host": [[5.0, 5.0]]}
+    for name, us in {"direct": 5.0, "two additions": 5.0, "update + pair": 8.0, "route + pair": 11.0}.items():
+        times[name] = {"eager": [[20.0, 20.0]], "host": [[us, us]]}
     if phases:
         times["flashinfer"] = {phase: [[us, us]] for phase, us in phases.items()}
     told = {"profile": "tiny", "routing": "uniform", "window_bytes": 1, "expert_buffers_bytes": 1, "ranks": 2}
@@ -142,6 +142,7 @@ def test_table(tmp_path, torch) -> None:
     assert first["flashinfer us"] == "15.0 (1.5x)" and second["flashinfer us"] == "-"
     assert first["flashinfer dispatch us"] == "12.00 (1.20x)" and second["flashinfer dispatch us"] == "-"
     assert first["flashinfer combine us"] == "8.00 (0.80x)" and first["combine behind a barrier us"] == "10.00"
+    assert first["update + pair host us"] == "8.0 (1.60x)" and first["route + pair host us"] == "11.0 (2.20x)"
     big = {"ranks": 64, "experts": 512, "max_tokens": 128, "window_bytes": 1, "expert_buffers_bytes": 1, "times": 1.0}
     notes = tables.notes({"rows": rows, "floor": {"missing": "why"}, "window_of_a_large_group": big})
     assert notes[-1] == "flashinfer, 8 tokens: not measured: did not answer within 30 s on rank 1"

@@ -299,7 +299,8 @@ def test_run_on_gpus(ranks, layout, gpu, torch, monkeypatch, tmp_path, capsys) -
         for phase in ("pair", "dispatch", "combine", "cached_pair", "outside_pair"):
             assert 0 < row[f"{phase}_us"]["p10"] <= row[f"{phase}_us"]["median"] and row[f"{phase}_us"]["rounds"]
         assert ("times_floor" in row["floor"]["dispatch"]) == (row["floor"]["dispatch"]["remote_rows"] > 0)
-        assert {"direct", "route", "two additions"} <= set(row["host"])
+        assert {"direct", "route", "two additions", "update + pair"} <= set(row["host"])
+        assert ("route + pair" in row["host"]) == (ranks == 1)
         assert ("registered ops" in row["host"]) == (ranks == 1)
         assert ("compare" in row) == bool(gpu.compare) and ("breakdown" in row) == gpu.breakdown
         assert gpu.ablation == bool(row.get("without_waiting", {}).get("incorrect"))
@@ -403,9 +404,9 @@ def test_gpu_results_are_checked(torch, monkeypatch) -> None:
 
     loops = gpu_case.DeviceCase.loops
 
-    def spoiled(self) -> list:
+    def spoiled(self, *given: bool) -> list:
         monkeypatch.setattr(self, "_rows", self._rows * 2)
-        return loops(self)
+        return loops(self, *given)
 
     monkeypatch.setattr(gpu_case.DeviceCase, "loops", spoiled)
     with pytest.raises(verify.Mismatch, match="differ after the replays"):

@@ -235,9 +235,9 @@ class DeviceCase:
         handle.update(self.ids, self.weights)
         self.group.exchange_counts(handle)
 
-    def loops(self) -> list[Loop]:
+    def loops(self, allocates: bool = True) -> list[Loop]:
         """Eager subjects: what each call costs the host, and until the device is done. Beside them what two launches
-        cost at least that go through PyTorch."""
+        cost at least that go through PyTorch. allocates: whether calls may, which ranks of one device must not."""
         combine = self._combine(self.handle)
 
         def pairs(out: Any) -> Callable[[], object]:
@@ -250,6 +250,10 @@ class DeviceCase:
             Loop("two additions", lambda: (one.add_(1), one.add_(1))),
             Loop("route", lambda: (self._recount if self.case.exact else self._reroute)(self.handle)),
         ]
+        if not self.case.exact:
+            loops.append(Loop("update + pair", lambda: (self._reroute(self.handle), self.pair(self.handle))))
+            if allocates:
+                loops.append(Loop("route + pair", lambda: self.pair(self.group.route(self.ids, self.weights))))
         if self.case.layout == "rank_major":
             given = self._outputs((self.case.ranks, self.case.tokens))
             given["counts"] = torch.empty(self.case.ranks, dtype=torch.int32, device=self._place)

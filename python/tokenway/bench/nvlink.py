@@ -229,7 +229,7 @@ class Bench:
         if self.settings.verify_only:
             return row
         told = self.progress.at
-        subjects: list[Any] = [ours.graphs(told=told), *ours.loops(), *self._ops(ours)]
+        subjects: list[Any] = [ours.graphs(told=told), *ours.loops(not self.gpu.local_ranks), *self._ops(ours)]
         kept = [(one, one.result.clone()) for one in (ours, ours.back) if one is not None]
         if other is not None:
             beside = self.prepared(self._compared([case])[0], other)

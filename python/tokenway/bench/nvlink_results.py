@@ -33,7 +33,8 @@ METHOD = {
     "outside_pair_us": f"as pair_us, between events around the replay, over {COUNT + 1} pairs: the launch is in it",
     "host": (
         f"loops of {LAYERS} turns without a graph; eager_us per turn by the clock until the device is done, host_us "
-        "the host's part; a turn is a pair, or route's call, or two of PyTorch's, additions in place of one number"
+        "the host's part; a turn is a pair, or route's call, or two of PyTorch's, additions in place of one number; "
+        "update + pair and route + pair are pairs of new ids, by a handle that is updated and by a new one"
     ),
     "floor": "of tokenway-floor in the same run; times_floor against its fastest exchange of the same rows",
     "percent_of_put": (

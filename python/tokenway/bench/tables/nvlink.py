@@ -59,6 +59,9 @@ def _timed(run: Run) -> list[tuple[str, Any]]:
     makers += [("eager us", _host("direct", "eager")), ("host us", _host("direct", "host"))]
     if "two additions" in rows[0]["host"]:
         makers.append(("2 add_ us", _host("two additions", "host")))
+    for name in ("update + pair", "route + pair"):
+        if name in rows[0]["host"]:
+            makers.append((f"{name} host us", _beside_additions(name)))
     if "registered ops" in rows[0]["host"]:
         makers.append(("ops host us", _host("registered ops", "host")))
     if "compare" in rows[0]:
@@ -125,6 +128,16 @@ def _apart(name: str, phase: str) -> Any:
 
 def _host(name: str, phase: str) -> Any:
     return lambda row: microseconds(row["host"][name][f"{phase}_us"]["median"])
+
+
+def _beside_additions(name: str) -> Any:
+    """What a new routing with its pair takes the host, and how many times as long as two additions that is."""
+
+    def cell(row: Row) -> str:
+        spent, base = (row["host"][key]["host_us"]["median"] for key in (name, "two additions"))
+        return f"{microseconds(spent)} ({spent / base:.2f}x)"
+
+    return cell
 
 
 def _compared(row: Row) -> str:
