@@ -225,6 +225,53 @@ def test_overflow_is_dropped_in_a_replay(pair: Any) -> None:
     assert (second[1]["out"] == second[3]).all(axis=-1)[0][36:].all()
 
 
+# ---- without gradients ----------------------------------------------------------------------------------------
+
+
+def inferred(env: Any, settings: dict[str, Any], bound: int | None) -> list[bool]:
+    """Whether replays of a forward pass without gradients, in a group that was not made for training, are eager ones
+    bit for bit; in both the host waits for nothing."""
+    made = {"experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens": MOST, "timeout": TIMEOUT}
+    size = SIZES[env.rank]
+    found = []
+    with tw.Group(env.comm, **(made | settings)) as group, torch.no_grad():
+        layer = nn.ExpertParallelMoE(group, INNER)
+        x = torch.zeros((*size, HIDDEN), dtype=torch.bfloat16, device=env.device)
+
+        def load(turn: int) -> None:
+            rng = np.random.default_rng([turn, env.rank])
+            x.copy_(torch.from_numpy(rng.standard_normal(x.shape)).to(torch.bfloat16))
+
+        load(0)
+        layer(x, bound)  # what is loaded or allocated once
+        with without_waiting():
+            layer(x, bound)
+        graph, (out, balanced) = capture(env, lambda: layer(x, bound))
+        for turn in range(1, REPLAYS):
+            load(turn)
+            graph.replay()
+            again = [t.clone() for t in (out, balanced)]
+            found += [torch.equal(a, b) for a, b in zip(again, layer(x, bound), strict=True)]
+        env.stream.synchronize()
+        assert group.error is None
+        graph.reset()
+    return found
+
+
+INFERRED = [
+    ({"mode": "low_latency"}, None),
+    ({"mode": "high_throughput", **ROOM}, None),
+    ({"mode": "auto", "low_latency_tokens": 80, **ROOM}, 80),
+    ({"mode": "auto", "low_latency_tokens": 64, **ROOM}, 80),
+]
+
+
+@pytest.mark.parametrize(("settings", "bound"), INFERRED, ids=str)
+def test_a_forward_pass_without_gradients(pair: Any, settings: dict[str, Any], bound: int | None) -> None:
+    for found in pair.run(inferred, settings, bound):
+        assert len(found) == 2 * (REPLAYS - 1) and all(found), found
+
+
 # ---- what cannot be captured --------------------------------------------------------------------------------
 
 

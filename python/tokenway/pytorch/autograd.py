@@ -107,17 +107,40 @@ def dispatch(
     Group.exchange_counts and Group.dispatch; InvalidArgument for a group whose rows cannot return gradients (see
     `make_group`).
     """
+    return bring(group, tokens, ids, weights, layout, bound, layer)
+
+
+@eager
+def bring(
+    group: Group,
+    tokens: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    layout: str | None,
+    bound: int | None,
+    layer: int = 0,
+    fill: bool = True,
+) -> Routed:
+    """`dispatch`. fill: False for a caller that reads no further than counts and ids say, forward and backward: tokens
+    and weights beyond are what the memory held."""
     if group.low_latency_tokens and layout is None:
         layout = group.shape.choose(layout, bound)
+    tracked = torch.is_grad_enabled()
     with telling(lambda: group.refuse_routing(layout, bound)):
-        check_group(group, weights.requires_grad and torch.is_grad_enabled())
+        if tracked:
+            check_group(group, weights.requires_grad)
         layout = check_layout(group, layout)
         bound = _checked_bound(group, layout, bound)
         check_memory("tokens", tokens)
         handle = group.route(ids, weights.detach(), layer=layer)
-    received, kept, places, counts, offsets = _Dispatch.apply(tokens, weights, handle, layout, bound)
-    # All weights of a token come with it. Those of other ranks' experts would give it gradients from several ranks.
-    kept = kept.masked_fill(places == group.settings.invalid_id, 0.0)
+    if tracked and (tokens.requires_grad or weights.requires_grad):
+        received, kept, places, counts, offsets = _Dispatch.apply(tokens, weights, handle, layout, bound, fill)
+    else:
+        out = _receive(handle, tokens, layout, bound, fill)
+        received, kept, places, counts, offsets = (out[name] for name in _BROUGHT)
+    if fill and layout != "grouped":  # which has no weight but a row's own
+        # All weights of a token come with it. Those of other ranks' experts would give it gradients from several ranks.
+        kept = kept.masked_fill(places == group.settings.invalid_id, 0.0)
     return Routed(received, kept, places, counts, offsets, handle, layout)
 
 
@@ -133,9 +156,18 @@ def combine(routed: Routed, rows: Tensor) -> Tensor:
     Sums are float32: in grouped over k, ascending, then in every layout over ranks, ascending. What a rank returns for
     a token is rounded to the group's dtype before the latter, and the result after. Errors: as Group.combine.
     """
+    return give_back(routed, rows)
+
+
+@eager
+def give_back(routed: Routed, rows: Tensor, fill: bool = True) -> Tensor:
+    """`combine`. fill: False for rows whose gradients are not read beyond what came; there they are what the memory
+    held."""
     with telling(lambda: refuse_combine(routed.handle)):
         check_memory("rows", rows)
-    return _Combine.apply(rows, routed.handle, routed.layout)
+    if torch.is_grad_enabled() and rows.requires_grad:
+        return _Combine.apply(rows, routed.handle, routed.layout, fill)
+    return return_rows(routed.handle, rows, routed.layout)
 
 
 @dataclass(frozen=True)
@@ -157,7 +189,11 @@ class Grouped:
         if self._sources is None:
             missing = self._lead[0] - len(rows)  # of a fixed number, those beyond what came
             return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
-        return _Sum.apply(rows, self._sources, self._places).view(*self._lead, rows.shape[-1])
+        if torch.is_grad_enabled() and rows.requires_grad:
+            total = _Sum.apply(rows, self._sources, self._places)
+        else:
+            total = _sum_over_k(rows, self._places)
+        return total.view(*self._lead, rows.shape[-1])
 
 
 @eager
@@ -182,7 +218,9 @@ def by_expert(routed: Routed) -> Grouped:
     places[chosen] = torch.arange(len(chosen), device=chosen.device)
     lead, k = routed.ids.shape[:-1], group.top_k
     sources, places = chosen // k, places.view(-1, k)
-    rows = _Take.apply(routed.tokens.view(-1, group.hidden), sources, places)
+    rows = routed.tokens.view(-1, group.hidden)
+    tracked = torch.is_grad_enabled() and rows.requires_grad
+    rows = _Take.apply(rows, sources, places) if tracked else rows[sources]
     weights = routed.weights.reshape(-1).index_select(0, chosen)
     return Grouped(rows, weights, counts.tolist(), sources, places, lead)
 
@@ -212,14 +250,20 @@ def _checked_bound(group: Group, layout: str, bound: int | None) -> int | None:
     return b
 
 
-def _receive(handle: Handle[Group], tokens: Tensor, layout: str, bound: int | None) -> dict[str, Tensor]:
-    """A dispatch into new tensors: Routed's."""
+_BROUGHT = ("tokens", "weights", "ids", "counts", "offsets")  # Routed's tensors, in order
+
+
+def _receive(handle: Handle[Group], tokens: Tensor, layout: str, bound: int | None, fill: bool) -> dict[str, Tensor]:
+    """A dispatch into new tensors, Routed's; in the exact layouts the exchange of counts comes first."""
     group, grouped = handle.group, layout == "grouped"
+    if group.shape.is_exact(layout):
+        exchange_counts(handle, layout)
     with telling(lambda: group.refuse_dispatch(layout, bound)):
         lead = lead_of(handle, layout, bound)
         fields = group.shape.fields(layout, lead)
         names = ("weights", "ids", "counts", *("offsets",) * grouped)
-        out = outputs_to_come(handle, layout, lead) | {name: empty(group, fields[name]) for name in names}
+        given = outputs_to_come(handle, layout, lead, fill)
+        out = given | {name: empty(group, fields[name]) for name in names}
     out["tokens"] = send(handle, tokens, bound, out, layout).tokens
     if not grouped:
         out["offsets"] = functional.pad(out["counts"].cumsum(0, dtype=torch.int32), (1, 0))
@@ -229,16 +273,14 @@ def _receive(handle: Handle[Group], tokens: Tensor, layout: str, bound: int | No
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, weights: Tensor, handle: Handle[Group], layout: str, bound: int | None
+        ctx: Any, tokens: Tensor, weights: Tensor, handle: Handle[Group], layout: str, bound: int | None, fill: bool
     ) -> tuple[Tensor, ...]:
-        if handle.group.shape.is_exact(layout):
-            exchange_counts(handle, layout)
-        out = _receive(handle, tokens, layout, bound)
+        out = _receive(handle, tokens, layout, bound, fill)
         keep_for_order(ctx, out["counts"])
         ctx.handle, ctx.layout = handle, layout
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(out["ids"], out["counts"], out["offsets"])
-        return tuple(out[name] for name in ("tokens", "weights", "ids", "counts", "offsets"))
+        return tuple(out[name] for name in _BROUGHT)
 
     @staticmethod
     @once_differentiable
@@ -247,19 +289,19 @@ class _Dispatch(torch.autograd.Function):
         with telling(lambda: refuse_combine(handle)):
             kept_for_order(ctx)
         of_tokens, of_weights = return_gradients(handle, tokens, weights, ctx.needs_input_grad[1], ctx.layout)
-        return of_tokens if ctx.needs_input_grad[0] else None, of_weights, None, None, None
+        return of_tokens if ctx.needs_input_grad[0] else None, of_weights, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, handle: Handle[Group], layout: str) -> Tensor:
-        ctx.handle, ctx.layout, ctx.dtype = handle, layout, rows.dtype
+    def forward(ctx: Any, rows: Tensor, handle: Handle[Group], layout: str, fill: bool) -> Tensor:
+        ctx.handle, ctx.layout, ctx.dtype, ctx.fill = handle, layout, rows.dtype, fill
         return return_rows(handle, rows, layout)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out: Tensor) -> tuple[Any, ...]:
-        return send_gradients(ctx.handle, out, ctx.layout).to(ctx.dtype), None, None
+        return send_gradients(ctx.handle, out, ctx.layout, ctx.fill).to(ctx.dtype), None, None, None
 
 
 # ---- rows by expert --------------------------------------------------------------------------------

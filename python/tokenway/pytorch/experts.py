@@ -64,7 +64,9 @@ def product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
     weights: [L, D, C] of the dtype of rows, L > 0. ends: [L] int32 on their device, ascending, at most P. Of rows from
     ends[-1] on, here and in the gradient, nothing is read, and what is returned is arbitrary."""
-    return _Product.apply(rows, weights, ends)
+    if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
+        return _Product.apply(rows, weights, ends)
+    return _grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
 
 
 class _Product(torch.autograd.Function):
@@ -94,7 +96,9 @@ def swiglu(gate_up: Tensor, weights: Tensor, counts: Tensor | None = None) -> Te
     counts: as of `tokenway.swiglu`; of grouped rows the last of the ends, `ends[-1:]`. Beyond, nothing is read, and
     what is returned, here and as a gradient, is arbitrary. Keeps its arguments for the backward pass, and computes
     anew."""
-    return _SwiGlu.apply(gate_up, weights, counts)
+    if torch.is_grad_enabled() and (gate_up.requires_grad or weights.requires_grad):
+        return _SwiGlu.apply(gate_up, weights, counts)
+    return activation.swiglu(gate_up, counts=counts, weights=weights)
 
 
 class _SwiGlu(torch.autograd.Function):

@@ -208,10 +208,12 @@ def no_rows(group: Group, lead: tuple[int, ...], elements: int) -> Tensor:
     return torch.zeros((*lead, elements), dtype=getattr(torch, group.dtype), device=device_of(group))
 
 
-def rows_to_come(group: Group, lead: tuple[int, ...], elements: int, layout: str) -> Tensor:
+def rows_to_come(group: Group, lead: tuple[int, ...], elements: int, layout: str, fill: bool = True) -> Tensor:
     """[*lead, elements] for a dispatch to write to: the exact layouts write all of it, padding too, unless there are
-    more rows than come."""
-    if layout == "rank_major" or (group.device is not None and not group.shape.sizes_outputs) or capturing(group):
+    more rows than come. fill: those that nothing is written to are 0; else they are what the memory held, for who reads
+    no further than the counts say."""
+    fixed = group.device is not None and not group.shape.sizes_outputs
+    if fill and (layout == "rank_major" or fixed or capturing(group)):
         return no_rows(group, lead, elements)
     return torch.empty((*lead, elements), dtype=getattr(torch, group.dtype), device=device_of(group))
 
@@ -232,12 +234,15 @@ def exchange_counts(handle: Handle[Group], layout: str) -> None:
     group.size_outputs(handle)
 
 
-def outputs_to_come(handle: Handle[Group], layout: str, lead: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-    """`out` of a dispatch for its tokens: none where they have a lease, or are copied for want of one."""
+def outputs_to_come(
+    handle: Handle[Group], layout: str, lead: tuple[int, ...] | None = None, fill: bool = True
+) -> dict[str, Tensor]:
+    """`out` of a dispatch for its tokens: none where they have a lease, or are copied for want of one. fill: as of
+    `rows_to_come`."""
     group = handle.group
     if leases(group, layout) and not capturing(group):
         return {}
-    return {"tokens": rows_to_come(group, lead or lead_of(handle, layout), group.hidden, layout)}
+    return {"tokens": rows_to_come(group, lead or lead_of(handle, layout), group.hidden, layout, fill)}
 
 
 @contextmanager
@@ -305,11 +310,12 @@ def return_rows(handle: Handle[Group], rows: Tensor, layout: str) -> Tensor:
         if rows.shape != wanted:
             raise InvalidArgument.of("rows", f"has shape {list(rows.shape)}; it must be {list(wanted)}")
         back = returning(group)
-    return back.combine(handle, rows, layout=layout)
+    return back.combine(handle, rows, layout=layout, dtype=group.dtype)
 
 
-def send_gradients(handle: Handle[Group], out: Tensor, layout: str) -> Tensor:
-    """The backward of a combine: from gradients of the T sums those of the rows, 0 where there is none."""
+def send_gradients(handle: Handle[Group], out: Tensor, layout: str, fill: bool = True) -> Tensor:
+    """The backward of a combine: from gradients of the T sums those of the rows. fill: 0 where there is none, else what
+    the memory held."""
     group = handle.group
     lands = leases(group, layout)
     if lands:
@@ -317,7 +323,7 @@ def send_gradients(handle: Handle[Group], out: Tensor, layout: str) -> Tensor:
             out = out.contiguous()
         exchange_counts(handle, layout)
     with telling(lambda: group.refuse_dispatch(layout, handle.bound or None)):
-        given = outputs_to_come(handle, layout)
+        given = outputs_to_come(handle, layout, fill=fill)
         out = out.contiguous()
     # The forward pass was counted.
     return send(handle, out, handle.bound or None, given, layout, count=False).tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 import numpy as np
@@ -12,17 +13,24 @@ from torch.nn import functional
 
 from tokenway import reference
 from tokenway.arguments import telling
+from tokenway.calls import Calls
 from tokenway.errors import InvalidArgument, InvalidUsage
 from tokenway.group import Group
-from tokenway.pytorch import autograd, experts, gradients
+from tokenway.pytorch import autograd, experts, gradients, inference
+
+# Rows of an expert, of all ranks, up to which a dispatch of low latency has a place for each of them (expert_major): to
+# read an expert's matrices takes an H100 or H200 as long as to multiply 200 to 300 rows by them, so until then products
+# over empty places take no longer than those over rows alone. To be confirmed by measurement.
+PADDED_ROWS = 256
 
 
 class ExpertParallelMoE(torch.nn.Module):
     """A router, E SwiGLU experts of which this rank holds L, and the exchange between the ranks.
 
-    group: from `tokenway.autograd.make_group`; its experts, top_k, hidden (H), dtype, device and expert_map are the
-    layer's, and so is its mode: in high throughput rows come in the layout grouped; in the mode "auto" each forward is
-    of one of the two, by its bound. Layers of the same shape share one.
+    group: any of dtype float32 or bfloat16; to train, one of `tokenway.autograd.make_group`, or, where neither router
+    nor x requires gradients, any whose combine_dtype is its dtype. Its experts, top_k, hidden (H), dtype, device and
+    expert_map are the layer's, and so is its mode: in the mode "auto" each forward is of high throughput or of low
+    latency, by its bound. Layers of the same shape share one.
     inner: elements inside an expert, I. normalize: divide a token's weights by their sum. seed: what the initial values
     follow from, the same on all ranks.
 
@@ -44,9 +52,16 @@ class ExpertParallelMoE(torch.nn.Module):
     weight for it. A token's result is the sum of its K experts'; its weights are the K largest of softmax(router @ x),
     float32.
 
+    Where nothing requires gradients (`torch.no_grad`) a forward pass makes nothing for a backward pass. Layouts are
+    those that products take as they come. In high throughput it is grouped, for PyTorch's grouped matrix products. In
+    low latency without gradients it is expert_major, for batched ones, as long as an expert's places are few
+    (`PADDED_ROWS`, of N * bound) or a graph is captured; else, and for gradients, rows come by source and are put into
+    order on the host's word.
+
     One CUDA graph can capture forward and backward, of any number of layers, where `uncapturable` is None: in high
     throughput, for bfloat16 on devices for which PyTorch has grouped matrix products. With the group's max_recv_tokens
-    eager calls of such a layer do not wait for the device either.
+    eager calls of such a layer do not wait for the device either. A forward pass of low latency without gradients can
+    be captured always, and waits for nothing where an expert's places are few.
 
     Under autocast the router computes in float32 and the experts in the group's dtype, to which x is cast; elsewhere x
     must have it.
@@ -59,7 +74,7 @@ class ExpertParallelMoE(torch.nn.Module):
         super().__init__()
         if not isinstance(inner, int) or inner < 1:
             raise InvalidArgument.of("inner", f"is {inner!r}; it must be an integer of at least 1")
-        gradients.check_group(group, True)
+        gradients.weight_columns(group.top_k, group.dtype)  # of a dtype that rows can be summed in
         if group.settings.placement is not None:
             raise InvalidArgument(
                 "the group's expert_map has experts in slots of their own; this layer trains each expert in one place"
@@ -70,7 +85,7 @@ class ExpertParallelMoE(torch.nn.Module):
         self.chosen: Tensor | None = None  # [..., S, K] int64: the experts that the last forward chose
         device = gradients.device_of(group)
         dtype, local_experts, hidden = getattr(torch, group.dtype), group.num_local_experts, group.hidden
-        # Why a graph cannot capture this layer, None if it can: what the device must tell the host.
+        # Why a graph cannot capture forward and backward, None if it can: what the device must tell the host.
         self.uncapturable = experts.why_not(device, dtype, local_experts, hidden, inner)
         if group.mode == "low_latency":
             self.uncapturable = "the group's mode is 'low_latency'; it must be 'high_throughput'"
@@ -93,7 +108,7 @@ class ExpertParallelMoE(torch.nn.Module):
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """tokens [..., H] -> ids [..., K] int64 by descending probability, weights [..., K] float32, and the
         probabilities of all experts [..., E] float32."""
-        with torch.autocast(tokens.device.type, enabled=False):  # weights are float32, whatever the experts compute in
+        with _as_it_is(tokens.device.type):  # weights are float32, whatever the experts compute in
             probabilities = functional.linear(tokens.float(), self.router.float()).softmax(dim=-1)
         weights, ids = probabilities.topk(self.group.top_k, dim=-1)
         if self.normalize:
@@ -103,50 +118,85 @@ class ExpertParallelMoE(torch.nn.Module):
     def forward(self, x: Tensor, bound: int | None = None) -> tuple[Tensor, Tensor]:
         """x: [..., S, H] of the group's dtype, at most max_tokens tokens in all, differently many on each rank, or
         none. bound: as of `tokenway.autograd.dispatch`, the same on all ranks: in the mode "auto" one of at most
-        low_latency_tokens makes the forward one of low latency, which no graph captures. Returns (the layer's output
-        [..., S, H], the balance loss of `balance_loss`, a scalar float32).
+        low_latency_tokens makes the forward one of low latency, which a graph captures only without gradients. Returns
+        (the layer's output [..., S, H], the balance loss of `balance_loss`, a scalar float32).
 
         Two steps of all ranks, in high throughput three, and two in the backward pass. On a CUDA device it waits for
-        the number of rows that came, unless that is fixed and the layer can be captured. Errors: InvalidArgument;
-        InvalidUsage in a capture if it cannot; those of `tokenway.autograd`.
+        the number of rows that came, unless that is fixed and the forward pass could be captured. Errors:
+        InvalidArgument; InvalidUsage in a capture if it cannot; those of `tokenway.autograd`.
         """
-        hidden, layout = self.group.hidden, None
-        if self.group.shape.mode_of(bound) == "high_throughput":
-            layout = "grouped"  # there the library sums over a token's experts
+        group, layout, padded = self.group, "grouped", False
         why_not = self.uncapturable
-        if layout is None and self.group.low_latency_tokens:
-            why_not = f"bound is {bound}, which makes this forward one of low latency"
-        if why_not is not None and gradients.capturing(self.group):
+        tracked = torch.is_grad_enabled() and (_requires(x) or any(p.requires_grad for p in self.parameters()))
+        if group.shape.mode_of(bound) == "low_latency":
+            layout = "rank_major"
+            places = group.nranks * (bound if isinstance(bound, int) else group.shape.default_bound)
+            padded = not tracked and (places <= PADDED_ROWS or gradients.capturing(group))
+            if group.low_latency_tokens:
+                why_not = f"bound is {bound}, which makes this forward one of low latency"
+        if why_not is not None and not padded and gradients.capturing(group):
             raise InvalidUsage(f"this layer cannot be captured into a graph: {why_not}")
-        with telling(lambda: self.group.refuse_routing(layout, bound)):  # peers are in the dispatch already
-            if not isinstance(x, Tensor):
-                raise InvalidArgument.of("x", f"is of type {type(x).__name__}; it must be a tensor [..., S, {hidden}]")
-            if x.dim() < 2 or x.shape[-1] != hidden:
-                raise InvalidArgument.of("x", f"has shape {list(x.shape)}; it must be [..., S, {hidden}]")
-            if torch.is_autocast_enabled(x.device.type):
-                x = x.to(self.gate_up.dtype)
+        with telling(lambda: group.refuse_routing(layout, bound)):  # peers are in the dispatch already
+            x = self._checked(x)
+            back = gradients.returning(group)
             ids, weights, probabilities = self.route(x)
-            tokens, k = x.reshape(-1, hidden), self.group.top_k
+            tokens, k = x.reshape(-1, group.hidden), group.top_k
+            routing = ids.reshape(-1, k), weights.reshape(-1, k)
         self.chosen = ids
-        routed = autograd.dispatch(
-            self.group, tokens, ids.reshape(-1, k), weights.reshape(-1, k), layout=layout, bound=bound
-        )
-        # Without autocast: or some of the ways to multiply would, and others not. Peers are in the combine already.
-        refuse = partial(gradients.refuse_combine, routed.handle)
-        with telling(refuse), torch.autocast(x.device.type, enabled=False):
-            if why_not is None:
+        if not tracked and (padded or why_not is None):
+            out = self._inferred(back, tokens, *routing, "expert_major" if padded else layout, bound)
+        else:
+            out = self._tracked(tokens, *routing, layout, bound, why_not is None)
+        return out.view(x.shape), balance_loss(probabilities, ids)
+
+    def _checked(self, x: Tensor) -> Tensor:
+        """x, in the dtype of the experts under autocast."""
+        hidden = self.group.hidden
+        if not isinstance(x, Tensor):
+            raise InvalidArgument.of("x", f"is of type {type(x).__name__}; it must be a tensor [..., S, {hidden}]")
+        if x.dim() < 2 or x.shape[-1] != hidden:
+            raise InvalidArgument.of("x", f"has shape {list(x.shape)}; it must be [..., S, {hidden}]")
+        return x.to(self.gate_up.dtype) if torch.is_autocast_enabled(x.device.type) else x
+
+    def _inferred(
+        self, back: Calls, tokens: Tensor, ids: Tensor, weights: Tensor, layout: str, bound: int | None
+    ) -> Tensor:
+        """What comes back for tokens, by experts that take rows as they come."""
+        arrived = inference.dispatch(self.group, tokens, ids, weights, layout, bound)
+        try:
+            with _as_it_is(tokens.device.type):
+                results = self.compute(arrived.rows, arrived.weights, arrived.sizes)
+        except Exception:
+            with suppress(Exception):
+                inference.refuse(arrived)
+            raise
+        return inference.combine(back, arrived, results)
+
+    def _tracked(
+        self, tokens: Tensor, ids: Tensor, weights: Tensor, layout: str, bound: int | None, by_offsets: bool
+    ) -> Tensor:
+        """The same for gradients too, and for experts that want to know on the host how many rows each has. Nothing
+        here reads rows, weights or gradients beyond what came: by_expert takes what ids name."""
+        routed = autograd.bring(self.group, tokens, ids, weights, layout, bound, fill=False)
+        with telling(partial(gradients.refuse_combine, routed.handle)), _as_it_is(tokens.device.type):
+            if by_offsets:
                 results = self.compute(routed.tokens, routed.weights, routed.offsets)
             else:
                 grouped = autograd.by_expert(routed)
                 results = grouped.sum(self.compute(grouped.rows, grouped.weights, grouped.sizes))
-        return autograd.combine(routed, results).view(x.shape), balance_loss(probabilities, ids)
+        return autograd.give_back(routed, results, fill=False)
 
     def compute(self, rows: Tensor, weights: Tensor, sizes: Tensor | list[int]) -> Tensor:
         """What this rank's experts make of their rows, weighted: [R, H] by expert, [R] float32 -> [R, H]. sizes: [L],
-        rows of each with its padding; or on the device [L + 1] int32, where each expert's begin and at last all, beyond
-        which results and gradients are arbitrary."""
+        rows of each with its padding; or on the device [L + 1] int32, where each expert's begin and at last all. Or
+        [L, C, H], [L, C] and on the device [L] int32, how many of an expert's rows there are, which come first ->
+        [L, C, H]. With sizes on the device, results and gradients of further rows are arbitrary."""
         if not len(self.experts):
             return rows  # nothing came; still a part of the graph
+        if rows.dim() == 3:
+            inside = torch.bmm(rows, self.gate_up.transpose(1, 2)).flatten(0, 1)
+            inside = experts.swiglu(inside, weights.reshape(-1), sizes)
+            return torch.bmm(inside.view(*rows.shape[:2], self.inner), self.down.transpose(1, 2))
         if isinstance(sizes, Tensor):
             ends = sizes[1:]
             inside = experts.swiglu(experts.product(rows, self.gate_up, ends), weights, ends[-1:])
@@ -193,6 +243,16 @@ def shared_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     before an optimiser's step."""
     own = {id(parameter) for parameter in expert_parameters(model)}
     yield from (parameter for parameter in model.parameters() if id(parameter) not in own)
+
+
+def _requires(x: object) -> bool:
+    """Whether a forward pass of x requires gradients for it; False for what is no tensor, which is refused later."""
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _as_it_is(device: str) -> AbstractContextManager[None]:
+    """Without autocast: or some of the ways to multiply would, and others not."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _fill(values: Tensor, seed: int, number: int) -> None:
