@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness import PATIENT
+from pretended_gpus import PretendStream, PretendStretches, run_on_pretended_gpus
 
 from tokenway.bench.case import FP8, Case
 from tokenway.bench.profiles import Profile
@@ -163,13 +165,6 @@ def test_bounds() -> None:
     assert LIBRARIES["nccl-ep"].refuses(CASE) is None
 
 
-class PretendStream:
-    """Of the host."""
-
-    def synchronize(self) -> None:
-        """All is done."""
-
-
 class PretendEvent:
     """Notes how many calls were made before it."""
 
@@ -216,3 +211,35 @@ def test_stretches(torch, monkeypatch) -> None:
                      *["barrier", "d2", "barrier", "c"]]  # fmt: skip
     both.close()
     control.close()
+
+
+def test_other_libraries_in_a_run(torch, monkeypatch) -> None:
+    """They are timed in the same rounds, and what cannot be timed has a sentence in the row."""
+    from tokenway.bench import gloo, gpu_case, nccl
+    from tokenway.bench.nvlink_options import Nvlink
+    from tokenway.bench.settings import Settings
+    from tokenway.bench.tables import nvlink as tables
+
+    monkeypatch.setenv("TOKENWAY_PEER_FLASHINFER", f"PYTHONPATH={PRETENDED}")
+    monkeypatch.setattr(gpu_case, "Stretches", PretendStretches)
+    monkeypatch.setattr(gloo, "Process", lambda control, backend: SimpleNamespace(close=lambda: None))
+    barriers: list[None] = []
+    monkeypatch.setattr(nccl, "barrier", lambda: lambda: barriers.append(None))
+    settings = Settings(
+        ranks=1,
+        profiles=("gpt-oss-120b",),
+        tokens=(1, 5),
+        iterations=2,
+        rounds=2,
+        baselines=("flashinfer", "nccl-ep"),
+        nvlink=Nvlink(verify=True),
+    )
+    run = run_on_pretended_gpus(monkeypatch, torch, settings)
+    for row in run["rows"]:
+        assert (
+            list(row["baselines"]) == ["flashinfer"] and len(row["baselines"]["flashinfer"]["pair_us"]["rounds"]) == 2
+        )
+        assert row["missing"] == {"nccl-ep": "cannot be imported: No module named 'nccl'"}
+        assert row["behind_barrier"]["combine_us"]["median"] == 2.0
+    assert barriers and "nccl-ep us" in tables.columns(run)[0]
+    assert "nccl-ep, 5 tokens: not measured: cannot be imported: No module named 'nccl'" in tables.notes(run)

@@ -189,15 +189,18 @@ class _Served:
         self._subject: Any = None
 
     def meet(self) -> None:
-        """Joins the ranks of this library, if it is installed."""
+        """Joins the ranks of this library."""
         import torch
 
-        from tokenway.bench import gloo
+        from tokenway.bench import gloo, nccl
 
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
-            torch.cuda.set_stream(torch.cuda.Stream())
-        gloo.join(self._folder, "gloo" if self._device is None else "cpu:gloo,cuda:nccl", self._rank, self._ranks)
+        if self._device is None:
+            gloo.join(self._folder, "gloo", self._rank, self._ranks)
+            return
+        torch.cuda.set_device(self._device)
+        torch.cuda.set_stream(torch.cuda.Stream())
+        gloo.join(self._folder, "cpu:gloo,cuda:nccl", self._rank, self._ranks)
+        self._barrier = nccl.barrier()  # the communicator too, which libraries may take over
 
     def case(self, case: Case) -> tuple[tuple[str, ...], str | None]:
         """Makes a case, checks it and captures it: its phases, and why it is no graph."""
@@ -241,7 +244,7 @@ class _Served:
         if problem is not None:
             return subject, problem
         calls = {"dispatch": lambda _: library.dispatch(), "combine": lambda _: library.combine()}
-        return Together([subject, Stretches(library.name, nccl.barrier(), calls)]), None
+        return Together([subject, Stretches(library.name, self._barrier, calls)]), None
 
     def _agree(self, problem: str | None) -> str | None:
         import torch.distributed as dist

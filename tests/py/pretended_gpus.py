@@ -1,0 +1,121 @@
+"""A run of the NVLink benchmark with PyTorch's CUDA calls on the CPU: everything but what only a device does."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+
+import tokenway as tw
+from tokenway import machine
+from tokenway.bench import floor, gpu_machine, nvlink
+from tokenway.bench.case import FP8, Case
+from tokenway.bench.control import Control
+from tokenway.bench.progress import Progress
+from tokenway.bench.settings import Settings
+
+QUERIED = "NVIDIA H200, 580.95.05, 1980 MHz, 1980 MHz, 3201 MHz, 700.00 W\n"
+
+
+def floor_document(cases: list[Case]) -> dict:
+    """As tokenway-floor writes it; packets win up to 100 rows."""
+    argv = floor.arguments(*floor.sizes(cases))
+    tokens, sizes = ([int(n) for n in argv[i].split(",")] for i in (1, 3))
+    figures = {"best": 1.0, "median": 2.0}
+    return {
+        "device": "NVIDIA H200",
+        "sms": 132,
+        **{f"{name}_us": figures for name in ("empty_kernel", "flag_relaxed", "flag_release_acquire")},
+        "ceilings": [
+            {"kind": "put", "ways": 2, "sms": sms, "best_gb_s": 370.0, "median_gb_s": rate}
+            for sms, rate in ((132, 360.0), (8, 350.0))
+        ],
+        "exchanges": [
+            {"kind": kind, "tokens": t, "row_bytes": size, "best_us": 1.0, "median_us": base + t * each}
+            for kind, base, each in (("lines", 2.0, 0.05), ("last_block", 4.0, 0.03))
+            for t in tokens
+            for size in sizes
+        ],
+    }
+
+
+class PretendStream:
+    cuda_stream = 0
+
+    def __init__(self, *device: object):
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class PretendReplay:
+    """Makes the calls of a graph each time: collective, so not while it is made."""
+
+    def __init__(self, lead, body, count=10):
+        self._calls = lead, body, count
+
+    def once(self, control: Control) -> tuple[float, float]:
+        lead, body, count = self._calls
+        control.gate()
+        lead()
+        start = time.perf_counter_ns()
+        body()
+        return ((time.perf_counter_ns() - start) / count,) * 2
+
+    def close(self) -> None:
+        pass
+
+
+class PretendStretches:
+    """Calls dispatch and combine in turn, behind barriers."""
+
+    phases = ("dispatch", "combine")
+
+    def __init__(self, name, barrier, calls):
+        self.name, self._barrier, self._calls = name, barrier, calls
+
+    def once(self, control: Control) -> tuple[float, ...]:
+        for at in range(11):
+            for call in self._calls.values():
+                self._barrier()
+                call(at)
+        return 1e3, 2e3
+
+    def close(self) -> None:
+        pass
+
+
+def run_on_pretended_gpus(monkeypatch, torch, settings: Settings) -> dict:
+    """A run as _rank makes it, on the CPU backend: everything but what only a device does."""
+    from tokenway.bench import gpu_case
+
+    monkeypatch.setattr(gpu_case, "here", lambda: torch.device("cpu"))
+    monkeypatch.setattr(gpu_case, "Replay", PretendReplay)
+    for name, stand_in in {
+        "set_device": lambda device: None,
+        "Stream": PretendStream,
+        "current_stream": PretendStream,
+        "stream": lambda stream: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    ours, others = (tw.local_comms(settings.ranks) for _ in range(2))
+    cases = settings.cases()
+    document = floor_document([*cases, *(replace(case, dtype=FP8) for case in cases)])
+
+    def rank_main(rank: int) -> dict:
+        control = Control(others[rank])
+        results = nvlink._rank(settings, control, ours[rank], document, Progress(0, False))
+        control.close()
+        return results
+
+    with ThreadPoolExecutor(settings.ranks) as pool:
+        results, *_ = pool.map(rank_main, range(settings.ranks))
+    for comm in [*ours, *others]:
+        comm.close()
+    gpus = gpu_machine.parse_query(QUERIED)
+    gpu = {"gpu": "NVIDIA H200", "count": 2, "used": 2, "driver": "580", "link": "NV18", "nvlink": "", "gpus": gpus}
+    versions = machine.versions() | {"nccl": "2.28.9"}
+    told = asdict(settings) | {"skipped": []}
+    return {"settings": told, "versions": versions, "gpu": gpu, "commit": None, "date": "today", **results}
