@@ -51,11 +51,11 @@ def beside(env: Any, name: str, cases: list[Case], variables: str = "", turns: i
     [
         ("flashinfer", "rank_major", "bfloat16", ""),
         pytest.param("flashinfer", "rank_major", FP8, "", marks=pytest.mark.long),
-        ("deepep", "rank_major", FP8, ""),
+        pytest.param("deepep", "rank_major", FP8, "", marks=pytest.mark.long),
         pytest.param("deepep", "rank_major", "bfloat16", "", marks=pytest.mark.long),
         ("deepep", "rank_major", "bfloat16", "PRETENDED_DEEPEP=legacy"),
         pytest.param("nccl-ep", "rank_major", "bfloat16", "", marks=pytest.mark.long),
-        ("nccl-ep", "flat", FP8, ""),
+        pytest.param("nccl-ep", "flat", FP8, "", marks=pytest.mark.long),
     ],
 )
 def test_libraries_do_the_exchange(processes, torch, name, layout, dtype, variables) -> None:
@@ -72,7 +72,9 @@ def test_libraries_do_the_exchange(processes, torch, name, layout, dtype, variab
         ("PRETENDED=wrong", "flashinfer on rank 1 has another sum than the oracle", ""),
         pytest.param("PRETENDED=wrong PRETENDED_AT=3", "", "has another sum than the oracle", marks=pytest.mark.long),
         ("PRETENDED=hangs PRETENDED_AT=3", "", "did not answer within 3 s on rank"),
-        ("PRETENDED=dies PRETENDED_AT=3", "", "its process ended with exit code 7 on rank 1"),
+        pytest.param(
+            "PRETENDED=dies PRETENDED_AT=3", "", "its process ended with exit code 7 on rank 1", marks=pytest.mark.long
+        ),
     ],
 )
 def test_those_that_misbehave(processes, torch, variables, problem, verdict) -> None:
@@ -86,6 +88,7 @@ def test_those_that_misbehave(processes, torch, variables, problem, verdict) -> 
         assert again == told and second[0][1] == [True, False], "rank 1 is lost in its second turn"
 
 
+@pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.processes
 @pytest.mark.parametrize(
