@@ -335,6 +335,7 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
                 Function{"twExchangeCounts"});
   }
   TW_RETURN_IF_FAILED(check_bound(group, handle, output.layout, input.bound, call));
+  call->rows.map = group.backend->places(call->rows.map, call->bound);
   TW_RETURN_IF_FAILED(check_switch("input.send_only", input.send_only));
   TW_RETURN_IF_FAILED(check_switch("input.uncounted", input.uncounted));
   call->counted = input.uncounted == 0;
@@ -395,7 +396,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   // This rank's own partials need not go through the window under three conditions: they are rows as they would travel;
   // no peer can overwrite them once this rank has published (S3); and no sum can overwrite them before they are read.
   const int64_t rows_bytes = elements * dtype_bytes(input.rows.dtype);
-  call->in_window = group.backend->in_window(input.rows.data);
+  call->in_window = group.backend->peers_write(input.rows.data);
   const bool overlap = !disjoint(extent(call->rows, lead, rows_bytes),
                                  {call->out, call->out + handle.routing.tokens * call->out_stride});
   call->apart = !call->in_window && !overlap;

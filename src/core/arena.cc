@@ -76,6 +76,9 @@ Status place_in(const Arena& arena, GroupConfig* config) {
   const Room& needed = config->room;
   const Room& there = arena.room;
   if (needed.bank > there.bank) return too_little("for a bank of rows", needed.bank, there.bank);
+  if (needed.unpacked > there.unpacked) {
+    return too_little("for unpacked rows of a bank", needed.unpacked, there.unpacked);
+  }
   if (needed.chunk_signals > there.chunk_signals) {
     return too_little("for a bank of chunk signals", needed.chunk_signals, there.chunk_signals);
   }

@@ -221,7 +221,7 @@ struct CombineCall {
                          // the first each has a step that is left out before it, so that all have the same bank
   twLayout_t layout = twRankMajor;
   bool weighted = false;
-  bool in_window = false;  // the rows lie in this rank's window
+  bool in_window = false;  // the rows lie where a peer's next step may write: Backend::peers_write
   bool apart = false;      // neither a peer nor the sums can overwrite the rows while the call runs
   bool keep_own = false;   // this rank's own partials are summed from the caller's memory
   twDtype_t rows_dtype = twFloat32;
@@ -335,7 +335,9 @@ class Backend {
   // any thread.
   virtual std::byte* window() = 0;
   virtual std::shared_ptr<void> keep_window() = 0;
-  // Where payload q of a step lies in the window, [N, b, row]: the zero-copy view. `map`: that of the step's rows.
+  // The map of a dispatch of such rows and such a bound: where the rows come to lie in this rank's window.
+  virtual WindowMap places(const WindowMap& rows, int32_t /*bound*/) const { return rows; }
+  // Where payload q of a step lies in the window, [N, b, row]: the zero-copy view. `map`: what places() gives.
   void* view(const WindowMap& map, StepPlace at, int q) {
     return window() + map.payload(at.channel, at.bank(), q, 0, 0, 0);
   }
@@ -347,6 +349,12 @@ class Backend {
   // group grew, whose views are still good.
   bool in_window(const void* address) {
     return any_map([at = offset_of(address)](const WindowMap& map) { return map.in_channels(at); });
+  }
+  // Whether an address lies where a peer's step may write rows, so that reads of it must come before this rank's signal
+  // (S3). Unpacked rows and leases do not.
+  bool peers_write(const void* address) {
+    return any_map(
+        [at = offset_of(address)](const WindowMap& map) { return map.in_channels(at) && !map.in_unpacked(at); });
   }
   // Whether an address lies in a channel's part of it.
   bool in_channel(int channel, const void* address) {

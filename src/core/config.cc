@@ -309,6 +309,7 @@ Status make_room_for(const twGroupConfig_t& given, const GroupConfig& own, const
     const Status checked = check_config(alike, own.shape().ranks, own.on_device, environment, &other, staged);
     if (!checked.ok()) return fail(checked.code, "{}: {}", Argument("config.room_for[]", i), checked.sentence);
     least->bank = std::max(least->bank, other.room.bank);
+    least->unpacked = std::max(least->unpacked, other.room.unpacked);
     least->chunk_signals = std::max(least->chunk_signals, other.room.chunk_signals);
     least->packets = std::max(least->packets, other.room.packets);
     loads += WindowMap::loads_bytes(other.shape());

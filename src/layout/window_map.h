@@ -3,7 +3,8 @@
 //
 //   header        waiters, one abort signal per writer
 //   channel 0     signals: bank 0, bank 1, each one 64-byte line per source: {signal, note, rows signal}
-//                 bank 0, bank 1: dispatched rows, or the inbox of combined rows
+//                 bank 0, bank 1: dispatched rows, or the inbox of combined rows; behind each the unpacked rows of a
+//                 dispatch whose rows all come as packets: no peer writes there          (devices)
 //                 chunk signals: bank 0, bank 1, per source one for every chunk of a combine   (devices)
 //                 packets: bank 0, bank 1, per source the LL128 packets of its rows, and behind
 //                 these the packets of the metadata of its Simple rows                        (devices)
@@ -23,6 +24,9 @@
 // One step at a time uses a bank (S1, S2), and a step is a dispatch or a combine. So rows and inbox share a bank's
 // bytes: a bank is as large as the larger of the two, not as both together. An inbox that would be larger than the rows
 // may have room for some of the tokens only; a combine then takes several parts, one after the other in the same bank.
+//
+// Rows that come as packets lie where their receiver puts them. Where all of a dispatch do, that is behind the bank, so
+// experts may work in place there and a combine may read them as long as it likes: no peer's step overwrites them (S3).
 //
 // S10: where channels, signals and banks begin depends on the Shape alone. Inside a bank, places may depend on the
 // bound of the step, since nobody reads a bank under another bound than its writers'. If that is broken, the next
@@ -45,15 +49,17 @@ inline constexpr uint64_t kRegionAlignment = 256;
 inline constexpr uint64_t kPageAlignment = 4096;
 inline constexpr uint64_t kGrowthAlignment = 2u << 20;  // pieces by which devices map memory
 
-// Bytes of what has a place of its own in a channel: the first three of one bank.
+// Bytes of what has a place of its own in a channel: the first four of one bank.
 struct Room {
   uint64_t bank = 0;
+  uint64_t unpacked = 0;
   uint64_t chunk_signals = 0;
   uint64_t packets = 0;  // those of metadata too
   uint64_t loads = 0;    // in all their banks
 
   constexpr bool holds(const Room& other) const {
-    return bank >= other.bank && chunk_signals >= other.chunk_signals && packets >= other.packets;
+    return bank >= other.bank && unpacked >= other.unpacked && chunk_signals >= other.chunk_signals &&
+           packets >= other.packets;
   }
 };
 
@@ -66,19 +72,21 @@ class WindowMap {
   static constexpr bool make(const Shape& shape, WindowMap* map, const Room& least = {}) {
     Checked c;
     map->shape_ = shape;
-    uint64_t rows = c.mul(shape.ranks, shape.max_tokens);
     const uint64_t partials = inbox_rows(shape);  // neither factor has more than 31 bits
-    // With staged transport the blocks of all sources lie in a bank before their rows come together.
-    if (shape.recv_rows > 0) rows = shape.staged != 0 ? std::max<uint64_t>(rows, shape.recv_rows) : shape.recv_rows;
-    rows = std::max(rows, c.mul(shape.ranks, shape.low_latency_tokens));
+    const uint64_t rows = std::max(bank_rows(shape), c.mul(shape.ranks, shape.low_latency_tokens));
     uint64_t own = 0;
     for (int q = 0; q < shape.payloads; ++q) own = c.add(own, shape.payload_bytes[q]);
     // The part of each payload begins at a multiple of kRegionAlignment, and a call may have any payloads.
-    const uint64_t payloads = c.add(c.mul(rows, std::max(own, shape.dispatch_room)), kMaxPayloads * kRegionAlignment);
-    const uint64_t dispatch = c.add(payloads, c.mul(rows, meta_bytes(shape.top_k)));
+    const auto payloads = [&](uint64_t of) {
+      return c.add(c.mul(of, std::max(own, shape.dispatch_room)), kMaxPayloads * kRegionAlignment);
+    };
+    const uint64_t dispatch = c.add(payloads(rows), c.mul(rows, meta_bytes(shape.top_k)));
     const uint64_t inbox = c.mul(partials, shape.most_combine_bytes());
     const uint64_t counts = shape.recv_rows > 0 ? c.mul(shape.ranks, counts_bytes(shape)) : 0;
-    map->bank_bytes_ = c.align(std::max({dispatch, inbox, counts, least.bank}), kPageAlignment);
+    map->unpacked_at_ = c.align(std::max({dispatch, inbox, counts, least.bank}), kPageAlignment);
+    map->packet_places_ = std::max(shape.packet_tokens, shape.low_latency_packets);
+    const uint64_t unpacked = map->packet_places_ > 0 ? payloads(c.mul(shape.ranks, map->packet_places_)) : 0;
+    map->bank_bytes_ = c.add(map->unpacked_at_, c.align(std::max(unpacked, least.unpacked), kPageAlignment));
     map->banks_at_ = c.align(2 * kSignalStride * shape.ranks, kPageAlignment);
     map->chunks_at_ = c.add(map->banks_at_, c.mul(2, map->bank_bytes_));
     const bool larger = shape.combine_room > shape.combine_bytes;
@@ -88,12 +96,10 @@ class WindowMap {
     const uint64_t chunk_signals = c.mul(sizeof(uint64_t), c.mul(shape.ranks, map->chunks_));
     map->chunks_bytes_ = std::max(chunk_signals, least.chunk_signals);
     map->packets_at_ = c.align(c.add(map->chunks_at_, c.mul(2, map->chunks_bytes_)), kPageAlignment);
-    map->packet_places_ = std::max(shape.packet_tokens, shape.low_latency_packets);
     map->packet_row_ = map->packet_places_ > 0 ? packet_row_bytes(shape) : 0;
     const uint64_t packets = c.mul(c.mul(shape.ranks, map->packet_places_), map->packet_row_);
     map->meta_packets_at_ = c.add(map->packets_at_, packets);
     map->meta_packet_row_ = map->packet_places_ > 0 ? meta_packet_bytes(shape) : 0;
-    map->rows_ = rows;
     map->place_payloads();
     map->packets_bytes_ = std::max(c.add(packets, c.mul(rows, map->meta_packet_row_)), least.packets);
     map->loads_at_ = c.align(c.add(map->packets_at_, c.mul(2, map->packets_bytes_)), kRegionAlignment);
@@ -106,7 +112,9 @@ class WindowMap {
   }
 
   // What a channel of this map has room for. Not to be asked of a map that shares or has grown.
-  constexpr Room room() const { return {bank_bytes_, chunks_bytes_, packets_bytes_, channel_bytes_ - loads_at_}; }
+  constexpr Room room() const {
+    return {unpacked_at_, bank_bytes_ - unpacked_at_, chunks_bytes_, packets_bytes_, channel_bytes_ - loads_at_};
+  }
   // Bytes of the load statistics of a group that counts, in a channel.
   static constexpr uint64_t loads_bytes(const Shape& shape) { return Checked().loads(shape); }
 
@@ -115,6 +123,7 @@ class WindowMap {
   constexpr WindowMap share(const WindowMap& arena, uint64_t loads) const {
     WindowMap map = *this;
     map.bank_bytes_ = arena.bank_bytes_;
+    map.unpacked_at_ = arena.unpacked_at_;
     map.banks_at_ = arena.banks_at_;
     map.chunks_at_ = arena.chunks_at_;
     map.chunks_bytes_ = arena.chunks_bytes_;
@@ -177,6 +186,16 @@ class WindowMap {
     map.shape_.packet_tokens = shape_.low_latency_packets;
     map.shape_.low_latency_tokens = map.shape_.low_latency_packets = 0;
     map.shape_.inbox_tokens = 0;  // a combine of so few is one part
+    map.place_payloads();
+    return map;
+  }
+
+  // The map of a dispatch whose rows all come as packets, as those of up to packet_tokens tokens of each rank do: its
+  // payloads lie behind the bank, where their receiver alone writes. Made of the map of the call's rows.
+  constexpr WindowMap unpacked() const {
+    WindowMap map = *this;
+    map.place_payloads(unpacked_at_, static_cast<uint64_t>(shape_.ranks) * packet_places_);
+    map.meta_at_ = meta_at_;
     return map;
   }
 
@@ -195,6 +214,12 @@ class WindowMap {
     return offset - channel_at(channel) < channel_bytes_;
   }
   constexpr bool in_channels(uint64_t offset) const { return offset - channels_at_ < channels_bytes(); }
+  // Whether an offset lies in some channel's part where this rank alone writes: among unpacked rows.
+  constexpr bool in_unpacked(uint64_t offset) const {
+    if (!in_channels(offset)) return false;
+    const uint64_t at = (offset - channels_at_) % channel_bytes_ - banks_at_;
+    return at < 2 * bank_bytes_ && at % bank_bytes_ >= unpacked_at_;
+  }
 
   // uint32: how many threads of this rank sleep on a signal.
   static constexpr uint64_t waiters() { return 0; }
@@ -271,9 +296,10 @@ class WindowMap {
   constexpr uint64_t packet_row() const { return packet_row_; }
   // Bytes from one source's packets to the next's.
   constexpr uint64_t packet_source() const { return packet_places_ * packet_row_; }
-  // A whole bank: rows or inbox; layout/collective_map.h has the places of gathers and reduces in it.
+  // A whole bank: rows or inbox, without unpacked rows; layout/collective_map.h has the places of gathers and reduces
+  // in it.
   constexpr uint64_t bank(int channel, int bank) const { return bank_at(channel, bank); }
-  constexpr uint64_t bank_bytes() const { return bank_bytes_; }
+  constexpr uint64_t bank_bytes() const { return unpacked_at_; }
 
   // With staged transport: place of the partial of the row in slot p of a source, in a step of bound b.
   constexpr uint64_t inbox_slot(int channel, int bank, int source, int p, int bound) const {
@@ -321,15 +347,24 @@ class WindowMap {
 
   static constexpr uint64_t kAbortAt = 64;
 
-  // Says where in a bank each payload's rows and the metadata begin. Sums fit: make has checked larger ones.
-  constexpr void place_payloads() {
-    uint64_t at = 0;
+  // How many rows a rank may receive in a step by this Shape. With staged transport the blocks of all sources lie in a
+  // bank before their rows come together.
+  static constexpr uint64_t bank_rows(const Shape& shape) {
+    const uint64_t slots = static_cast<uint64_t>(shape.ranks) * static_cast<uint64_t>(shape.max_tokens);
+    if (shape.recv_rows == 0) return slots;
+    return shape.staged != 0 ? std::max<uint64_t>(slots, shape.recv_rows) : shape.recv_rows;
+  }
+
+  // Says where in a bank each payload's rows and the metadata begin: `rows` rows of each from `at` on. Sums fit: make
+  // has checked larger ones.
+  constexpr void place_payloads(uint64_t at, uint64_t rows) {
     for (int q = 0; q < shape_.payloads; ++q) {
       payload_at_[q] = at;
-      at = (at + rows_ * shape_.payload_bytes[q] + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
+      at = (at + rows * shape_.payload_bytes[q] + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
     }
     meta_at_ = at;
   }
+  constexpr void place_payloads() { place_payloads(0, bank_rows(shape_)); }
 
   // How many partials an inbox has places for.
   static constexpr uint64_t inbox_rows(const Shape& shape) {
@@ -344,15 +379,15 @@ class WindowMap {
   }
 
   Shape shape_;
-  uint64_t rows_ = 0;                       // how many a rank may receive
+  uint64_t unpacked_at_ = 0;                // where unpacked rows begin behind a bank: the bank's bytes
   uint64_t payload_at_[kMaxPayloads] = {};  // in a bank
   uint64_t meta_at_ = 0;                    // in a bank
-  uint64_t bank_bytes_ = 0;
-  uint64_t banks_at_ = 0;       // in a channel
-  uint64_t chunks_at_ = 0;      // in a channel
-  uint64_t chunks_bytes_ = 0;   // of a bank's chunk signals
-  uint64_t packets_at_ = 0;     // in a channel
-  uint64_t packets_bytes_ = 0;  // of a bank's packets
+  uint64_t bank_bytes_ = 0;                 // with unpacked rows
+  uint64_t banks_at_ = 0;                   // in a channel
+  uint64_t chunks_at_ = 0;                  // in a channel
+  uint64_t chunks_bytes_ = 0;               // of a bank's chunk signals
+  uint64_t packets_at_ = 0;                 // in a channel
+  uint64_t packets_bytes_ = 0;              // of a bank's packets
   uint64_t meta_packets_at_ = 0;
   uint64_t meta_packet_row_ = 0;
   uint64_t loads_at_ = 0;       // in a channel of the first map

@@ -36,6 +36,8 @@ std::vector<Extent> extents(const WindowMap& map, int channel, int bank) {
        std::max(map.meta_row(channel, bank, rows), map.inbox(channel, bank, shape.max_tokens, 0))},
       {map.chunk_signal(channel, bank, 0, 0), map.chunk_signal(channel, bank, shape.ranks - 1, chunks)},
       {map.packet(channel, bank, 0, 0), map.meta_packet(channel, bank, rows)},
+      {map.unpacked().payload_row(channel, bank, 0, 0),
+       map.unpacked().payload_row(channel, bank, 0, static_cast<uint64_t>(shape.ranks) * shape.packet_tokens)},
   };
 }
 
@@ -49,6 +51,7 @@ TEST(Arena, BanksOfAllMapsCoincide) {
   for (const Shape& other : {few, wide}) {
     const Room needed = made(other).room();
     room.bank = std::max(room.bank, needed.bank);
+    room.unpacked = std::max(room.unpacked, needed.unpacked);
     room.chunk_signals = std::max(room.chunk_signals, needed.chunk_signals);
     room.packets = std::max(room.packets, needed.packets);
   }
@@ -61,7 +64,8 @@ TEST(Arena, BanksOfAllMapsCoincide) {
       const std::vector<Extent> there{
           {arena.bank(channel, bank), arena.bank(channel, bank) + room.bank},
           {arena.chunk_signal(channel, bank, 0, 0), arena.chunk_signal(channel, bank, 0, 0) + room.chunk_signals},
-          {arena.packet(channel, bank, 0, 0), arena.packet(channel, bank, 0, 0) + room.packets}};
+          {arena.packet(channel, bank, 0, 0), arena.packet(channel, bank, 0, 0) + room.packets},
+          {arena.bank(channel, bank) + room.bank, arena.bank(channel, bank) + room.bank + room.unpacked}};
       for (const WindowMap& map : maps) {
         EXPECT_EQ(map.signal(channel, bank, 2), arena.signal(channel, bank, 2));
         EXPECT_EQ(map.bytes(), arena.bytes());

@@ -102,6 +102,14 @@ void add_device_regions(const WindowMap& map, std::vector<Region>* regions) {
           regions->push_back({packet, packet + map.packet_row(), "packets"});
         }
       }
+      const WindowMap own = map.unpacked();
+      const auto rows = static_cast<uint64_t>(shape.ranks) * static_cast<uint64_t>(shape.packet_tokens);
+      for (int q = 0; q < shape.payloads && rows > 0; ++q) {
+        const uint64_t begin = own.payload_row(channel, bank, q, 0);
+        const uint64_t end = own.payload_row(channel, bank, q, rows);
+        EXPECT_TRUE(map.in_unpacked(begin) && map.in_unpacked(end - 1));
+        regions->push_back({begin, end, "unpacked rows"});
+      }
     }
   }
 }
@@ -193,6 +201,35 @@ TEST(Layout, OtherRowsMoveNothingOutsideABank) {
   });
 }
 
+// S3: what is told apart as unpacked rows is what no peer's step can write, whatever its rows are.
+TEST(Layout, OnlyTheirReceiverWritesUnpackedRows) {
+  each_device_shape([](const Shape& shape) {
+    const WindowMap map = made(shape);
+    const WindowMap grown = [&] {
+      WindowMap larger;
+      EXPECT_TRUE(map.grow(shape, &larger));
+      return larger;
+    }();
+    for (const WindowMap& of : {map, grown}) {
+      EXPECT_EQ(of.unpacked().bytes(), of.bytes());
+      EXPECT_EQ(of.unpacked().meta(0, 1, 0, 0, 1), of.meta(0, 1, 0, 0, 1));
+      EXPECT_FALSE(of.in_unpacked(of.signal(0, 1, 0)) || of.in_unpacked(of.bytes()));
+      for (int channel = 0; channel < shape.channels; ++channel) {
+        for (int bank = 0; bank < 2; ++bank) {
+          const uint64_t begin = of.bank(channel, bank);
+          EXPECT_FALSE(of.in_unpacked(begin));
+          EXPECT_EQ(of.in_unpacked(begin - 1), bank == 1 && shape.packet_tokens > 0);
+          EXPECT_FALSE(of.in_unpacked(begin + of.bank_bytes() - 1));
+          EXPECT_EQ(of.in_unpacked(begin + of.bank_bytes()), shape.packet_tokens > 0);
+          EXPECT_FALSE(of.in_unpacked(of.chunk_signal(channel, bank, 0, 0)));
+          EXPECT_FALSE(of.in_unpacked(of.packet(channel, bank, 0, 0)));
+        }
+      }
+    }
+    EXPECT_FALSE(grown.in_unpacked(map.unpacked().payload(0, 0, 0, 0, 0, 1)));
+  });
+}
+
 TEST(Layout, Alignment) {
   each_device_shape([](const Shape& shape) {
     const WindowMap map = made(shape);
@@ -206,6 +243,7 @@ TEST(Layout, Alignment) {
         EXPECT_EQ(map.meta(channel, bank, 0, 0, 1) % kRegionAlignment, 0u);
         for (int q = 0; q < shape.payloads; ++q) {
           EXPECT_EQ(map.payload(channel, bank, q, 0, 0, 1) % kRegionAlignment, 0u);
+          EXPECT_EQ(map.unpacked().payload(channel, bank, q, 0, 0, 1) % kRegionAlignment, 0u);
         }
         for (int source = 0; source < shape.ranks; ++source) {
           EXPECT_EQ(map.signal(channel, bank, source) % kSignalStride, 0u);  // a cache line for each writer
@@ -239,8 +277,8 @@ TEST(Layout, BoundMovesNothingOutsideABank) {
   });
 }
 
-// Packets and chunk signals come after everything else of a channel: what the CPU has does not move, and a CPU's
-// window, which has none of them, does not grow.
+// Packets and chunk signals come after everything else of a channel, and unpacked rows behind each bank: what the CPU
+// has is where it is in a bank, and a CPU's window, which has none of them, does not grow.
 TEST(Layout, DeviceRegionsMoveNothing) {
   each_device_shape([](const Shape& shape) {
     Shape plain = shape;
@@ -252,12 +290,15 @@ TEST(Layout, DeviceRegionsMoveNothing) {
     EXPECT_EQ(cpu.bytes(), cpu.signal(0, 0, 0) + shape.channels * cpu.channel_bytes());
     const bool bare = shape.packet_tokens == 0 && shape.chunk_rows == 0;
     EXPECT_EQ(map.channel_bytes() == cpu.channel_bytes(), bare);
+    EXPECT_EQ(map.bank_bytes(), cpu.bank_bytes());
+    EXPECT_EQ(map.bank(0, 0), cpu.bank(0, 0));
     for (int bank = 0; bank < 2; ++bank) {
+      const uint64_t begin = map.bank(0, bank);
+      const uint64_t on_cpu = cpu.bank(0, bank);
       EXPECT_EQ(map.signal(0, bank, 0), cpu.signal(0, bank, 0));
-      EXPECT_EQ(map.bank(0, bank), cpu.bank(0, bank));
-      EXPECT_EQ(map.inbox(0, bank, 0, 0), cpu.inbox(0, bank, 0, 0));
-      EXPECT_EQ(map.meta(0, bank, 0, 0, 1), cpu.meta(0, bank, 0, 0, 1));
-      EXPECT_EQ(map.payload(0, bank, 1, 0, 0, 1), cpu.payload(0, bank, 1, 0, 0, 1));
+      EXPECT_EQ(map.inbox(0, bank, 0, 0) - begin, cpu.inbox(0, bank, 0, 0) - on_cpu);
+      EXPECT_EQ(map.meta(0, bank, 0, 0, 1) - begin, cpu.meta(0, bank, 0, 0, 1) - on_cpu);
+      EXPECT_EQ(map.payload(0, bank, 1, 0, 0, 1) - begin, cpu.payload(0, bank, 1, 0, 0, 1) - on_cpu);
     }
   });
 }
@@ -271,7 +312,7 @@ TEST(Layout, DeviceRegionsAreArrays) {
     const uint64_t signals = map.chunk_signal(0, 0, 0, 0);
     const uint64_t rows = static_cast<uint64_t>(shape.ranks) * static_cast<uint64_t>(shape.max_tokens);
     const uint64_t of_bank = map.packet_bytes() + rows * map.meta_packet_row();
-    EXPECT_EQ(signals, map.bank(0, 1) + map.bank_bytes());
+    EXPECT_EQ(signals, map.bank(0, 1) + map.bank_bytes() + map.room().unpacked);
     for (int channel = 0; channel < shape.channels; ++channel) {
       for (int bank = 0; bank < 2; ++bank) {
         for (int source = 0; source < shape.ranks; ++source) {
@@ -382,7 +423,9 @@ unsigned __int128 wide_bytes(const Shape& s) {
   const Wide row = static_cast<Wide>(s.payload_bytes[0]) + s.payload_bytes[1];
   const Wide dispatch = rows * (row + meta_bytes(s.top_k)) + kMaxPayloads * kRegionAlignment;
   const Wide inbox = static_cast<Wide>(s.max_tokens) * s.fan_out() * s.combine_bytes;
-  const Wide bank = align(std::max(dispatch, inbox), kPageAlignment);
+  const Wide unpacked = static_cast<Wide>(s.ranks) * s.packet_tokens * row + kMaxPayloads * kRegionAlignment;
+  const Wide bank =
+      align(std::max(dispatch, inbox), kPageAlignment) + (s.packet_tokens == 0 ? 0 : align(unpacked, kPageAlignment));
   const Wide chunks = s.chunk_rows == 0 ? 0 : (static_cast<Wide>(s.max_tokens) + s.chunk_rows - 1) / s.chunk_rows;
   // Of a dispatched row as packets, in which each payload may be padded to whole words.
   Wide words = (static_cast<Wide>(meta_bytes(s.top_k)) + 7) / 8 + (row + 7) / 8 + kMaxPayloads - 1;

@@ -137,6 +137,21 @@ TEST(Plan, CallsThatWereMeasured) {
   EXPECT_EQ(4096 - dispatch_of(wide, prefill, 4096).first_packet, 192);
   EXPECT_EQ(combine_of(wide, prefill, 4096).roles.sending, 47);
 
+  CombineParams seen{};
+  seen.tokens = seen.bound = 4096;
+  seen.send = seen.receive = seen.plain = 1;
+  seen.late_signal = 1;
+  seen.rows_dtype = seen.wire_dtype = seen.out_dtype = twBfloat16;
+  seen.vectors_fit = seen.sums_fit = seen.words_fit = seen.word_sums_fit = 1;
+  seen.vectors = static_cast<uint32_t>(prefill.combine_bytes / 16);
+  plan_combine(wide, prefill, {}, &seen);
+  EXPECT_EQ(seen.kind, Kind::kUsual) << "rows in a bank of the window";
+  EXPECT_EQ(seen.roles.sending, 47);
+  Shape staged = prefill;
+  staged.staged = 1;
+  plan_combine(wide, staged, {}, &seen);
+  EXPECT_EQ(seen.kind, Kind::kGeneric);
+
   const Shape exact = shape_of(2, 4096, true);
   EXPECT_EQ(dispatch_of(budget_of(exact), exact, 4096, true, true).roles.sending, 44) << "rows alone";
   EXPECT_EQ(4096 - dispatch_of(budget_of(exact), exact, 4096, true, true).first_packet, 64);

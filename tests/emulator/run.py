@@ -27,7 +27,7 @@ FILES = (
     *("exchange", "errors", "usage", "handles", "throughput", "leases", "loads", "collectives"),
     *("collective_errors", "properties", "rounds", "routing_layout", "survival", "views", "versions", "arguments"),
     *("call_settings", "growth", "growth_refused", "parts", "row_types", "auto", "arena", "arena_refused"),
-    *("hidden_devices", "index_lists", "choice_values", "choice_values_refused"),
+    *("hidden_devices", "index_lists", "choice_values", "choice_values_refused", "in_place"),
 )
 THREADS = tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival"))
 COUNTED = ("stores", "exchange", "throughput", "collectives")

@@ -28,6 +28,13 @@ ARENA_MUTATIONS = (
         (Edit(MAP, "    map.bank_bytes_ = arena.bank_bytes_;\n", ""),),
     ),
     Mutation(
+        "peers of another group write where a view is unpacked",
+        "S3",
+        "arena_test",
+        "Arena.BanksOfAllMapsCoincide",
+        (Edit(MAP, "    map.unpacked_at_ = arena.unpacked_at_;\n", ""),),
+    ),
+    Mutation(
         "packets of a bank lie across those of the other",
         "S2",
         "arena_test",

@@ -448,7 +448,7 @@ PROTOCOL = (
         "S10",
         "layout_test",
         "Layout.OtherRowsMoveNothingOutsideABank",
-        (Edit(MAP, "    map.place_payloads();\n    return map;\n", "    return map;\n"),),
+        (Edit(MAP, "bytes[q] : 0;\n    map.place_payloads();\n", "bytes[q] : 0;\n"),),
     ),
     Mutation(
         "growth left out of the notes",

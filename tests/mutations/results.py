@@ -249,7 +249,21 @@ RESULTS = (
         "S10",
         "layout_test",
         "Layout.ModesShareAWindow",
-        (Edit(MAP, "    rows = std::max(rows, c.mul(shape.ranks, shape.low_latency_tokens));\n", ""),),
+        (Edit(MAP, "std::max(bank_rows(shape), c.mul(shape.ranks, shape.low_latency_tokens))", "bank_rows(shape)"),),
+    ),
+    Mutation(
+        "unpacked rows lie in the bank, where peers write",
+        "S3",
+        "layout_test",
+        "Layout.RegionsNeverOverlap",
+        (Edit(MAP, "map.place_payloads(unpacked_at_, ", "map.place_payloads(0, "),),
+    ),
+    Mutation(
+        "a bank of rows passes for unpacked rows",
+        "S3",
+        "layout_test",
+        "Layout.OnlyTheirReceiverWritesUnpackedRows",
+        (Edit(MAP, "at % bank_bytes_ >= unpacked_at_;", "at % bank_bytes_ + 1 >= unpacked_at_;"),),
     ),
     Mutation(
         "ranks may disagree about packets",

@@ -62,6 +62,11 @@ void fill_place(const Report& report, ErrorRecord* record) {
 
 }  // namespace
 
+// All ranks have agreed on packet_tokens and give the same bound, so all rows of such a step come as packets.
+WindowMap NvlinkBackend::places(const WindowMap& rows, int32_t bound) const {
+  return bound <= std::min(view_.packet_tokens, rows.shape().packet_tokens) ? rows.unpacked() : rows;
+}
+
 bool NvlinkBackend::captures(const void* stream) const {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   auto* const on = static_cast<cudaStream_t>(const_cast<void*>(stream));

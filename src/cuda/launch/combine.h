@@ -66,7 +66,7 @@ struct CombineParams {
   int32_t receive;
   int32_t expert_major;
   int32_t weighted;
-  int32_t late_signal;  // rows lie in the window: publishing must follow their last read (S3)
+  int32_t late_signal;  // rows lie where peers will write: publishing must follow their last read (S3)
   int32_t plain;        // a partial is one row, bit for bit
   Kind kind;
   int32_t tail_packets;   // where more rows go to an owner than the packet bound, the last so many go as packets

@@ -87,7 +87,8 @@ struct Roles {
 //
 // Usual serves dispatches of up to two payloads, of 16 bytes at a time; up to 8 ids, which lie as whole vectors of 16
 // bytes; up to 32 ranks; a table of experts in shared memory. It serves combines of rows of the wire's type, 16 bytes
-// at a time, as they are; sums of that type; own rows where the caller has them.
+// at a time, as they are; sums of that type; own rows where the caller has them or, of a bank of the window, in the
+// inbox.
 //
 // LowSm serves usual calls by up to a quarter of the device's SMs (plan/budget.h, low_sm). Its tiles are whole rows, or
 // large parts, so that a warp does its other work while part of a tile is on its way.

@@ -49,8 +49,10 @@ void plan_combine(const Budget& budget, const Shape& shape, const CombineFacts& 
   CombineParams& p = *params;
   const Tuning& tuning = *budget.tuning;
   const bool same = p.rows_dtype == p.wire_dtype;
-  const bool direct = p.vectors_fit && p.own_direct && p.out_dtype == p.wire_dtype;
-  const bool usual = direct && p.plain;
+  const bool fits = p.vectors_fit && p.out_dtype == p.wire_dtype;
+  const bool direct = fits && p.own_direct;
+  // Rows that lie in a bank of the window go through the inbox, this rank's own too, in the same kernel.
+  const bool usual = fits && p.plain && (p.own_direct || (p.late_signal && shape.staged == 0));
   const bool packets =
       !facts.parted && direct && (p.plain || (p.expert_major && same)) && all_packets(budget, shape, p.bound);
   p.kind = kind_of(budget, usual, packets);
