@@ -243,20 +243,31 @@ __device__ void take_receive_offset(const CountsParams& p, const Step& step, int
   }
 }
 
-// Finds where the rows for one rank begin, from each rank, and whether there is room. By one thread for each rank.
+// Finds where the rows for one rank begin, from each rank, and whether there is room. By one thread for each rank. What
+// several ranks tell is on its way at once, as each load takes longer than all else here.
 __device__ void place_rank(const CountsParams& p, const Step& step, int to, unsigned long long* worst) {
+  constexpr int kAtOnce = 8;
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
   int64_t row = 0;
   int64_t wanted = 0;
-  for (int from = 0; from < shape.ranks; ++from) {
-    int32_t rows = told_by(p, step, from, to);
-    wanted += rows;
-    if (p.drop) rows = static_cast<int32_t>(min(static_cast<int64_t>(rows), p.room - row));
-    p.handle.sent_rows[static_cast<int64_t>(from) * shape.ranks + to] = rows;
-    if (from == g.me) p.handle.begin[to] = row;
-    if (to == g.me) p.handle.source[from] = row;
-    row += rows;
+#pragma unroll 1
+  for (int base = 0; base < shape.ranks; base += kAtOnce) {
+    int32_t told[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) told[i] = base + i < shape.ranks ? told_by(p, step, base + i, to) : 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int from = base + i;
+      if (from >= shape.ranks) break;
+      int32_t rows = told[i];
+      wanted += rows;
+      if (p.drop) rows = static_cast<int32_t>(min(static_cast<int64_t>(rows), p.room - row));
+      p.handle.sent_rows[static_cast<int64_t>(from) * shape.ranks + to] = rows;
+      if (from == g.me) p.handle.begin[to] = row;
+      if (to == g.me) p.handle.source[from] = row;
+      row += rows;
+    }
   }
   if (to == g.me) p.handle.source[shape.ranks] = row;
   if (wanted > p.room) {
