@@ -88,7 +88,11 @@ ALLOWED: dict[str, dict[int, str]] = {
     "transport/window.cc": {30: "a power of two: a GiB"},
     "view/staged.cu": {256: "threads of a block that copies"},
     "view/counting.cuh": {64: "rows whose experts a block finds at a time", 4096: "experts that are counted at a time"},
-    "view/index_lists.cu": {64: "most blocks of a kernel of which each reads all ids"},
+    "view/index_lists.cu": {
+        64: "most blocks of a kernel of which each reads all ids",
+        16384: "choices that a block counts in about the time that a further kernel takes",
+    },
+    "launch/view.h": {128: "blocks that have counts each", 4096: "experts that are counted at a time"},
     "view/by_expert.cuh": {4096: "experts in shared memory"},
     "view/view.cuh": {512: "threads of a block that copies"},
 }

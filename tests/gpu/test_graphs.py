@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import Case, Got, Round, Setup, exchange_of, make_ids, make_payloads, same, verify
+from cases import LISTS, Case, Got, Round, Setup, exchange_of, make_ids, make_payloads, same, verify
 from device_oracle import DeviceOracle
 from gpu_world import TIMEOUT, Locals, capture, line_tokens
 from player import Player
@@ -52,9 +52,9 @@ class Plan:
 PLANS = {
     "p": Plan((BASE,)),
     "x": Plan((BY_EXPERT,)),
-    "f": Plan((FEW,)),
+    "f": Plan((replace(FEW, index_block=16),)),
     "t": Plan(tuple(replace((BASE, FEW, BY_EXPERT)[i % 3], seed=i) for i in range(10))),
-    "l": Plan((BASE, replace(FEW, send_dispatch=True)), together=True),
+    "l": Plan((replace(BASE, index_block=64), replace(FEW, send_dispatch=True)), together=True),
     "o": Plan((BASE,), odd=True),
     "q": Plan((FEW, BASE), odd=True),
     "r": Plan(tuple(replace((BASE, FEW, BY_EXPERT)[i % 3], seed=40 + i) for i in range(6)), types=({}, *TYPES)),
@@ -131,11 +131,13 @@ class Captured:
         handle = self.group.route(ids, weights)
         self.handles.append(handle)
         more = {"layout": round_.layout, "bound": round_.bound, "send_only": round_.send_dispatch}
+        more["index_block"] = round_.index_block
         return handle, self.calls[i].dispatch(handle, tokens, {"p0": extra}, **more)
 
     def receive(self, handle: tw.Handle, pending: Any) -> tuple[tw.Handle, tw.Received, dict[str, Any]]:
         got = pending.result() if isinstance(pending, tw.Pending) else pending
-        fields = {name: getattr(got, name) for name in ("tokens", "ids", "weights", "counts", "offsets")}
+        lists = LISTS if got.sorted_rows is not None else ()
+        fields = {name: getattr(got, name) for name in ("tokens", "ids", "weights", "counts", "offsets", *lists)}
         return handle, got, {name: t.clone() for name, t in (fields | {"p0": got.payloads["p0"]}).items()}
 
     def back(self, i: int, received: tuple[tw.Handle, tw.Received, dict[str, Any]], last: bool) -> Any:
@@ -162,7 +164,8 @@ class Captured:
         for kept in self.results:
             of = {name: array(tensor) for name, tensor in kept.items()}
             beside = [of[name] for name in ("ids", "weights", "counts", "offsets")]
-            results.append(Got([of["tokens"], of["p0"]], *beside, of.get("out")))
+            lists = tuple(of[name] for name in LISTS if name in of)
+            results.append(Got([of["tokens"], of["p0"]], *beside, of.get("out"), lists=lists))
         return results
 
 

@@ -157,6 +157,21 @@ def test_many_rows(world, limit) -> None:
     check(world, *viewed(setup, Round((300, 217), index_block=16)))
 
 
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_room_for_many_rows(world, limit) -> None:
+    """So many that on a device a kernel in front counts them, unless there is one block alone."""
+    setup = Setup(ranks=2, experts=9, top_k=3, hidden=2, max_tokens=3000, sm_limit=limit)
+    rounds = Round((300, 217), index_block=16), Round((0, 1), seed=1, index_block=5, routing="holes")
+    check(world, *viewed(setup, *rounds))
+
+
+def test_room_for_many_rows_on_lanes(world) -> None:
+    """Each lane has counts of its own."""
+    setup = Setup(ranks=2, experts=9, top_k=3, hidden=2, max_tokens=3000, lanes=2)
+    flight = tuple(Round((70, 40 + seed), seed=seed, index_block=4, send_dispatch=True) for seed in range(2))
+    check(world, Case(setup, (flight, flight)))
+
+
 @pytest.mark.heavy
 def test_many_experts(world) -> None:
     """More than a kernel counts at a time, with and without rows of the last ones."""

@@ -229,6 +229,7 @@ Status NvlinkBackend::run_index_lists(const DispatchCall& call, const Budget& bu
   IndexParams p{arrived_params(handle, call.rows.map, call.at.channel, call.bound)};
   p.lists = call.targets.lists;
   p.block = Divider::make(static_cast<uint32_t>(p.lists.block));
+  p.counted = memory_->list_counts(call.at.channel, context_.local_experts);
   const bool early = budget.early_views && captures(call.stream);
   return launched("index lists", launch_index_lists(p, view_blocks(budget), early, call.stream));
 }

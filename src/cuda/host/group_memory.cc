@@ -71,6 +71,8 @@ Status GroupMemory::create(const Context& context, GroupView* view, std::unique_
   const bool balances = context.spec->given && context.spec->policy == twReplicaBalanced && !BalanceParams::fits(shape);
   const size_t balance_at =
       tables.place(nullptr, balances ? sizeof(int32_t) * BalanceParams::scratch_words(shape) * shape.channels : 0);
+  const auto lists = static_cast<size_t>(list_words(context.local_experts) * shape.channels);
+  const size_t lists_at = tables.place(nullptr, sizeof(int32_t) * lists);
   // Load statistics.
   const auto rows = static_cast<size_t>(shape.counts_loads * shape.channels * context.spec->layers);
   const size_t averages = rows * static_cast<size_t>(shape.choices());
@@ -98,6 +100,7 @@ Status GroupMemory::create(const Context& context, GroupView* view, std::unique_
   view->loads = made->loads_;
   made->maps_ = reinterpret_cast<uint32_t*>(made->tables_ + maps_at);
   made->balance_ = reinterpret_cast<int32_t*>(made->tables_ + balance_at);
+  made->list_counts_ = reinterpret_cast<int32_t*>(made->tables_ + lists_at);
   made->told_ = reinterpret_cast<int32_t*>(made->tables_ + told_at);
   made->page_bytes_ = CountsOnHost::bytes(context.local_experts);
   // This is done now, as memory that is pinned while a peer waits for this rank may hold both up.

@@ -13,6 +13,7 @@
 #include "cuda/driver/driver.h"
 #include "cuda/launch/counts.h"
 #include "cuda/launch/group_view.h"
+#include "cuda/launch/view.h"
 
 namespace tw::cuda {
 
@@ -40,6 +41,10 @@ class GroupMemory {
   int32_t* balance(int32_t channel, const Shape& shape) const {
     return BalanceParams::fits(shape) ? nullptr : balance_ + int64_t{channel} * BalanceParams::scratch_words(shape);
   }
+  // Gives IndexParams::counted of a channel.
+  int32_t* list_counts(int32_t channel, int32_t local_experts) const {
+    return list_words(local_experts) == 0 ? nullptr : list_counts_ + channel * list_words(local_experts);
+  }
   // Gives what twGroupLoads shows, as far as the device has told it.
   void read_loads(const Context& context, float* loads, int64_t* dispatches) const;
   // Gives a page of host memory for what an exchange of counts tells the host; NULL if there is no memory.
@@ -60,6 +65,7 @@ class GroupMemory {
   int32_t* told_ = nullptr;
   uint32_t* maps_ = nullptr;
   int32_t* balance_ = nullptr;
+  int32_t* list_counts_ = nullptr;
   LoadsView loads_{};
   static constexpr size_t kPages = 16;           // most pages that are allocated at a time
   static constexpr size_t kPageBlock = 1 << 18;  // bytes that these may have together, unless one alone has more

@@ -47,7 +47,15 @@ struct ViewParams : ArrivedParams {
 struct IndexParams : ArrivedParams {
   IndexLists lists;
   Divider block;  // divides by the places of a block
+  // [blocks of the kernel, L] of a channel, list_words of them: how many choices each expert has among the rows of each
+  // block, which a kernel in front counts where there may be many. NULL: there is no memory, or none is needed.
+  int32_t* counted;
 };
+inline constexpr int kCountedBlocks = 128;    // most blocks of which each has counts
+inline constexpr int kCountedExperts = 4096;  // most experts of a rank that are counted so
+constexpr int64_t list_words(int32_t local_experts) {
+  return local_experts <= kCountedExperts ? int64_t{kCountedBlocks} * local_experts : 0;
+}
 
 // All launch at most `grid` blocks; `early`: see launch.h. A cudaError_t comes back as int, so that the host side needs
 // no CUDA header.

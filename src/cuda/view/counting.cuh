@@ -81,13 +81,14 @@ __device__ inline void clear_counts(const ArrivedParams& p, const ExpertScratch&
 }
 
 // Counts rows of the experts in [low, end): those before row `from` into `next`, others into `total`; and finds the
-// experts of the `count` rows from that one on, as find_experts does. A thread has kAtOnce pairs on their way.
+// experts of the `count` rows from that one on, as find_experts does. Pairs before `begin`, and from `items` on, are
+// left out. A thread has kAtOnce pairs on their way.
 template <uint32_t kAtOnce>
 __device__ inline void count_pairs(const ExpertScratch& s, const IdPairs& ids, uint32_t items, int low, int end,
-                                   int from, int count) {
+                                   int from, int count, uint32_t begin = 0) {
   const uint32_t first = static_cast<uint32_t>(from) * ids.each();
 #pragma unroll 1
-  for (uint32_t base = threadIdx.x; base < items; base += kAtOnce * blockDim.x) {
+  for (uint32_t base = begin + threadIdx.x; base < items; base += kAtOnce * blockDim.x) {
     uint64_t two[kAtOnce];
 #pragma unroll
     for (uint32_t u = 0; u < kAtOnce; ++u) {

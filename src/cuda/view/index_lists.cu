@@ -3,9 +3,10 @@
 // copied.
 //
 // Floor: the start of a kernel, three round trips to memory (how many rows have come, their ids, the lists' stores),
-// and 4 bytes for each place. Blocks count as those of a view by expert do (view/counting.cuh), each for itself, so
-// none waits for another. So they are few: each reads the ids of all rows. A place is then the number of a choice among
-// its expert's, behind the blocks of the experts before.
+// and 4 bytes for each place. A block has a part of the rows, in order. Where there is room for few rows, each block
+// counts the experts of all, as those of a view by expert do (view/counting.cuh). With many that takes longer than a
+// start: then a kernel in front counts each block's rows, and blocks add up what it has found. So no block waits for
+// another. A place is the number of a choice among its expert's, behind the blocks of the experts before.
 //
 // What breaks if this changes: S9. Products sum in the order of these lists, and src/views/index_lists.h writes the
 // same ones.
@@ -20,8 +21,11 @@
 namespace tw::cuda {
 namespace {
 
-constexpr int kListedRows = 8;   // rows of a block: one warp numbers them, and all warps read all ids
-constexpr int kListBlocks = 64;  // most blocks: with more of them, reading all ids in each takes longer than it saves
+constexpr int kListedRows = 8;      // rows of a block that reads all ids: one warp numbers them
+constexpr int kListBlocks = 64;     // most such blocks: with more, reading all ids in each takes longer than it saves
+constexpr int kCountedRows = 32;    // rows of a block where they are counted before
+constexpr int kFewChoices = 16384;  // choices that a block counts in about the time that a further kernel takes
+static_assert(kCountedExperts <= kExperts);
 
 struct ListScratch : ExpertScratch {
   int32_t* begin;  // [kExperts + 1] the place where an expert's begin
@@ -56,7 +60,66 @@ __device__ int32_t place_experts(const IndexParams& p, const ListScratch& s, int
   return s.begin[experts];
 }
 
-// Writes the places of the batch's rows [from, from + count), which are numbered.
+// Gives the block's rows, [from, to).
+struct Part {
+  int from;
+  int to;
+
+  __device__ explicit Part(int rows) {
+    const int blocks = static_cast<int>(gridDim.x);
+    const int each = (rows + blocks - 1) / blocks;
+    from = min(static_cast<int>(blockIdx.x) * each, rows);
+    to = min(from + each, rows);
+  }
+};
+
+// Adds up what the kernel in front has counted: of the blocks before this one into `next`, of all into `total`. A warp
+// has kAtOnce blocks on their way.
+__device__ void add_counts(const IndexParams& p, const ListScratch& s) {
+  constexpr int kAtOnce = 8;
+  const int experts = p.group.local_experts;
+  const int blocks = static_cast<int>(gridDim.x);
+  for (int expert = lane(); expert < experts; expert += 32) {
+#pragma unroll 1
+    for (int base = static_cast<int>(threadIdx.x / 32); base < blocks; base += kAtOnce * kViewWarps) {
+      int32_t value[kAtOnce];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const int block = base + u * kViewWarps;
+        value[u] = 0;
+        if (block < blocks) value[u] = static_cast<int32_t>(load_fresh<uint32_t>(p.counted + block * experts + expert));
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const bool before = base + u * kViewWarps < static_cast<int>(blockIdx.x);
+        if (value[u] != 0) atomicAdd((before ? s.next : s.total) + expert, value[u]);
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < experts; i += blockDim.x) s.total[i] += s.next[i];
+}
+
+// Finds the place of each choice of the batch's `count` rows, in the place of its number. One warp has 32 choices at a
+// time, in order: those of one expert count those before them.
+__device__ void place_choices(const IndexParams& p, const ListScratch& s, int low, int count) {
+  const int items = count * static_cast<int>(ExpertScratch::pitch(p.group.map.shape()));
+  const int experts = min(p.group.local_experts - low, kExperts);
+  for (int base = 0; base < items && threadIdx.x < 32; base += 32) {
+    const int i = base + lane();
+    const int expert = i < items ? s.experts[i] - low : -1;
+    const bool here = expert >= 0 && expert < experts;
+    const uint32_t same = __match_any_sync(~0u, here ? expert : -1);
+    const int before = __popc(same & below(lane()));
+    const int32_t first = here ? s.next[expert] : 0;
+    if (i < items) s.nth[i] = here ? first + before : -1;
+    __syncwarp();
+    if (here && before == 0) s.next[expert] = first + __popc(same);
+    __syncwarp();
+  }
+}
+
+// Writes the places of the batch's rows [from, from + count).
 __device__ void list_rows(const IndexParams& p, const ListScratch& s, int from, int count) {
   if (p.lists.sorted_rows == nullptr) return;
   const Shape& shape = p.group.map.shape();
@@ -104,6 +167,24 @@ __device__ void fill_end(const IndexParams& p, int32_t end) {
   }
 }
 
+// Counts the choices of each block's rows.
+__global__ void __launch_bounds__(kViewThreads, 2) list_counts_kernel(const __grid_constant__ IndexParams p) {
+  const ListScratch s(shared_at<int32_t>(0), p.group.map.shape());
+  begin_view(p);
+  clear_counts(p, s, 0);
+  if (is_tabled(p.group.map.shape())) fill_experts(p.group, s.table, kViewThreads);
+  await_earlier();
+  begin_rows(p, s.rows);
+  const Part part(s.rows.begin[p.group.map.shape().ranks]);
+  const IdPairs ids{p, s};
+  const uint32_t begin = static_cast<uint32_t>(part.from) * ids.each();
+  const uint32_t end = static_cast<uint32_t>(part.to) * ids.each();
+  count_pairs<1>(s, ids, end, 0, p.group.local_experts, part.from, 0, begin);
+  __syncthreads();
+  int32_t* const counts = p.counted + static_cast<int64_t>(blockIdx.x) * p.group.local_experts;
+  for (int i = threadIdx.x; i < p.group.local_experts; i += kViewThreads) counts[i] = s.total[i];
+}
+
 __global__ void __launch_bounds__(kViewThreads, 2) index_lists_kernel(const __grid_constant__ IndexParams p) {
   const ListScratch s(shared_at<int32_t>(0), p.group.map.shape());
   begin_view(p);
@@ -111,11 +192,7 @@ __global__ void __launch_bounds__(kViewThreads, 2) index_lists_kernel(const __gr
   if (is_tabled(p.group.map.shape())) fill_experts(p.group, s.table, kViewThreads);
   await_earlier();
   begin_rows(p, s.rows);
-  const int rows = s.rows.begin[p.group.map.shape().ranks];
-  const int blocks = static_cast<int>(gridDim.x);
-  const int each = (rows + blocks - 1) / blocks;
-  const int from = min(static_cast<int>(blockIdx.x) * each, rows);
-  const int to = min(from + each, rows);
+  const Part part(s.rows.begin[p.group.map.shape().ranks]);
   int32_t end = 0;
 #pragma unroll 1
   for (int low = 0; low < p.group.local_experts; low += kExperts) {
@@ -124,18 +201,23 @@ __global__ void __launch_bounds__(kViewThreads, 2) index_lists_kernel(const __gr
       clear_counts(p, s, low);
       __syncthreads();
     }
-    count_experts(p, s, low, from, min(kBatch, to - from));
+    if (p.counted != nullptr) {
+      add_counts(p, s);
+      find_experts(p, s, part.from, min(kBatch, part.to - part.from));
+    } else {
+      count_experts(p, s, low, part.from, min(kBatch, part.to - part.from));
+    }
     __syncthreads();
     end = place_experts(p, s, low, end);
 #pragma unroll 1
-    for (int begin = from; begin < to; begin += kBatch) {
-      const int count = min(kBatch, to - begin);
-      if (begin > from) {
+    for (int begin = part.from; begin < part.to; begin += kBatch) {
+      const int count = min(kBatch, part.to - begin);
+      if (begin > part.from) {
         __syncthreads();
         find_experts(p, s, begin, count);
         __syncthreads();
       }
-      number_rows(p, s, low, count);
+      place_choices(p, s, low, count);
       __syncthreads();
       list_rows(p, s, begin, count);
     }
@@ -148,13 +230,24 @@ __global__ void __launch_bounds__(kViewThreads, 2) index_lists_kernel(const __gr
 
 int launch_index_lists(const IndexParams& params, int grid, bool early, void* stream) {
   const Shape& shape = params.group.map.shape();
-  const int rows = params.lists.none / shape.top_k;
-  const int blocks = std::clamp(rows / kListedRows, 1, std::min(grid, kListBlocks));
-  return launch_kernel(index_lists_kernel, params, blocks, ListScratch::bytes(shape), early, stream, kViewThreads);
+  IndexParams p = params;
+  const int rows = p.lists.none / shape.top_k;
+  const int many = std::clamp(rows / kCountedRows, 1, std::min(grid, kCountedBlocks));
+  if (p.lists.none <= kFewChoices || many == 1) p.counted = nullptr;
+  const int few = std::clamp(rows / kListedRows, 1, std::min(grid, kListBlocks));
+  const int blocks = p.counted != nullptr ? many : few;
+  const uint32_t shared = ListScratch::bytes(shape);
+  if (p.counted != nullptr) {
+    const int error = launch_kernel(list_counts_kernel, p, blocks, shared, early, stream, kViewThreads);
+    if (error != 0) return error;
+  }
+  return launch_kernel(index_lists_kernel, p, blocks, shared, early, stream, kViewThreads);
 }
 
 int load_index_lists(const Shape& shape) {
-  return allow_shared(reinterpret_cast<const void*>(index_lists_kernel), ListScratch::bytes(shape));
+  const uint32_t shared = ListScratch::bytes(shape);
+  const int error = allow_shared(reinterpret_cast<const void*>(list_counts_kernel), shared);
+  return error != 0 ? error : allow_shared(reinterpret_cast<const void*>(index_lists_kernel), shared);
 }
 
 }  // namespace tw::cuda
