@@ -138,7 +138,8 @@ typedef struct {
 //
 // The call fills in all fields of the tensors. Memory that is given for one must not overlap another's, nor, on the
 // CUDA backend, what the call reads: its inputs and, in a handle's first dispatch, the routing. On the CPU it may
-// overlap the inputs, which have been sent before anything is written.
+// overlap the inputs, which have been sent before anything is written. It never lies among the received rows of the
+// window, where peers write; leases are the caller's.
 typedef struct {
   size_t size;
   twLayout_t layout;

@@ -353,6 +353,7 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
   Extents read;
   TW_RETURN_IF_FAILED(check_targets(group, handle, output, call->rows, call->bound, &call->targets, &written));
   TW_RETURN_IF_FAILED(check_index_lists(group, output, call->bound, &call->targets, &written));
+  TW_RETURN_IF_FAILED(check_outside(group, written));
   if (group.backend->on_device()) add_read(group, handle, input, call->rows, &read);
   return check_apart(written, read);
 }
@@ -400,11 +401,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   const bool overlap = !disjoint(extent(call->rows, lead, rows_bytes),
                                  {call->out, call->out + handle.routing.tokens * call->out_stride});
   call->apart = !call->in_window && !overlap;
-  if (in_banks(group, call->out)) {
-    return fail(twInvalidArgument,
-                "{} lies among the received rows of the window, where peers write; give other memory",
-                Argument("output.tokens"));
-  }
+  TW_RETURN_IF_FAILED(check_outside(group, "output.tokens", call->out));
   const Shape& shape = call->sent.map.shape();
   call->parts = shape.parts(call->bound);
   if (call->parts > 1 && overlap) {

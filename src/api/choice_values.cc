@@ -49,11 +49,7 @@ Status check_choice_values(twGroup& group, const twHandle& handle, const twCombi
   call->values.in = grid_of(handle, layout, input.choice_values, strides);
   TW_RETURN_IF_FAILED(check_rows({"output.choice_values", twFloat32, {handle.routing.tokens}, top_k, true},
                                  output.choice_values, strides));
-  if (in_banks(group, output.choice_values.data)) {
-    return fail(twInvalidArgument,
-                "{} lies among the received rows of the window, where peers write; give other memory",
-                Argument("output.choice_values"));
-  }
+  TW_RETURN_IF_FAILED(check_outside(group, "output.choice_values", output.choice_values.data));
   call->values.out = static_cast<float*>(output.choice_values.data);
   return check_overlap(handle, *call, lead, per_row * int64_t{sizeof(float)});
 }

@@ -9,6 +9,7 @@
 
 #include "api/check.h"
 #include "api/enter.h"
+#include "api/places.h"
 #include "api/registry.h"
 #include "api/rows.h"
 
@@ -296,6 +297,7 @@ Status check_gather(twGroup& group, const twAllGatherVInput_t& input, const twAl
   touched.in.add_contiguous("input.sizes", input.sizes);
   TW_RETURN_IF_FAILED(check_apart(touched.out, touched.in, true));
   TW_RETURN_IF_FAILED(place(group, given, call));
+  TW_RETURN_IF_FAILED(check_outside(group, touched.out));
   return check_sm_limit(given.sm_limit);  // last: a refusal moves as much as the peers' calls, which is known now
 }
 
@@ -372,6 +374,7 @@ Status check_reduce(twGroup& group, const twReduceScatterVInput_t& input, const 
   touched.in.add_contiguous("input.sizes", input.sizes);
   TW_RETURN_IF_FAILED(check_apart(touched.out, touched.in, true));
   TW_RETURN_IF_FAILED(place(group, given, call));
+  TW_RETURN_IF_FAILED(check_outside(group, touched.out));
   return check_sm_limit(given.sm_limit);  // last: a refusal moves as much as the peers' calls, which is known now
 }
 

@@ -54,6 +54,18 @@ inline bool in_banks(twGroup& group, const void* data) {
   return has(group.context.map) || std::any_of(group.context.former.begin(), group.context.former.end(), has);
 }
 
+// Fails for an output in a bank: what peers send next would overwrite it, and it what they have sent (S3).
+inline Status check_outside(twGroup& group, const Argument& name, const void* data) {
+  if (!in_banks(group, data)) return {};
+  return fail(twInvalidArgument, "{} lies among the received rows of the window, where peers write; give other memory",
+              name);
+}
+
+inline Status check_outside(twGroup& group, const Extents& outputs) {
+  for (const NamedExtent& output : outputs) TW_RETURN_IF_FAILED(check_outside(group, output.name, output.bytes.begin));
+  return {};
+}
+
 // Fails for rows in a bank that a later step has overwritten.
 inline Status check_alive(twGroup& group, const twHandle& handle, const Argument& name, const twTensor_t& tensor) {
   if (!group.backend->in_window(tensor.data) || view_is_alive(group, handle)) return {};

@@ -246,6 +246,25 @@ def test_outputs_that_overlap(world, made_for) -> None:
         assert result == "twInvalidArgument" and "overlaps rows" in text, text
 
 
+def among_received_rows(env: Any) -> Any:
+    """Outputs in a view of the window, by all ranks; then calls as ever."""
+    with tw.Group(env.comm, timeout=PATIENT, **SETUP.settings()) as group:
+        view = group.all_gatherv(env.backend.tensor(_rows(3)), [3, 3, 3], layout="rank_major").rows
+        mine, whole = env.backend.tensor(_rows(3)), env.backend.tensor(_rows(9))
+        said = [
+            caught(group.all_gatherv, mine, [3, 3, 3], layout="rank_major", out=view),
+            caught(group.reduce_scatterv, whole, [3, 3, 3], out=view[0, :3]),
+        ]
+        return said, env.backend.array(group.all_gatherv(mine, [3, 3, 3]).rows)
+
+
+def test_outputs_among_received_rows(world) -> None:
+    for said, rows in world(3).run(among_received_rows):
+        for result, text, _ in said:
+            assert result == "twInvalidArgument" and "lies among the received rows of the window" in text, text
+        assert np.array_equal(rows, np.concatenate([_rows(3)] * 3))
+
+
 # ---- ranks that do not come ------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import refusals
 from cases import verify
-from harness import AT_ONCE, BACKENDS, Env, Threads, caught, said
+from harness import AT_ONCE, BACKENDS, PATIENT, Env, Threads, caught, said
 from refusals import ROUND, SETUP, Calls, adapt, sentence
 
 import tokenway as tw
@@ -38,6 +38,29 @@ def test_dispatch_refused(world, backend, made_for, name) -> None:
         pytest.skip("nobody knows what the peers move: test_staged.py")
     by_rank = world(3).run(refusals.refused_dispatch, name)
     check_refused_call(by_rank, sentence(backend, refusals.DISPATCHES[name][1]), "Dispatch")
+
+
+def among_received_rows(env: Env, mode: str) -> Any:
+    """An output in the view of an earlier dispatch, by all ranks; then a call as ever."""
+    tensor, array = env.backend.tensor, env.backend.array
+    settings = {"experts": 6, "top_k": 3, "hidden": 4, "max_tokens": 2, "dtype": "float32", "mode": mode}
+    ids = tensor(np.arange(6, dtype=np.int32).reshape(2, 3))
+    rows = tensor(np.ones((2, 4), np.float32))
+    with tw.Group(env.comm, timeout=PATIENT, **settings) as group:
+        handle = group.route(ids)
+        if group.exact:
+            group.exchange_counts(handle)
+        view = group.dispatch(handle, rows).tokens
+        group.combine(handle, tensor(array(view)))
+        outcome = caught(group.dispatch, handle, rows, out=view)
+        return outcome, array(group.combine(handle, tensor(array(group.dispatch(handle, rows).tokens))))
+
+
+@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
+def test_outputs_among_received_rows(world, mode) -> None:
+    for outcome, sums in world(3).run(among_received_rows, mode):
+        said(outcome, "twInvalidArgument", r"^out\['tokens'\] lies among the received rows of the window, where peers")
+        assert (sums >= 1.0).all()
 
 
 @pytest.mark.parametrize("name", refusals.COMBINES)
