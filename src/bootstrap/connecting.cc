@@ -321,6 +321,10 @@ void Connecting::adopt(int rank, Link link) {
   peer.death = Death::kNone;
   peer.ready = peer.over = false;
   peer.stirred = true;
+  // It has taken the place of a process that died after this rank's links stood, and has heard nothing of that.
+  if (!ready_) return;
+  peer.link.connection.queue(kReadyTag, {});
+  peer.link.connection.pump();
 }
 
 Status Connecting::hear(int rank) {
