@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/carrier.h"
-#include "layout/shape.h"
+#include "layout/window_map.h"
 
 namespace tw::cpu {
 
@@ -79,12 +79,18 @@ constexpr uint64_t gathered_row_bytes(const Shape& shape) {
 
 constexpr uint64_t combined_row_bytes(const Shape& shape) { return shape.combine_bytes + kPutHeader; }
 
+// Bytes of a dispatch's message that tell what its rank has sent to each expert.
+constexpr uint64_t told_loads_bytes(const Shape& shape) {
+  return shape.counts_loads == 0 ? 0 : kPutHeader + sizeof(uint64_t) * WindowMap::loads_words(shape);
+}
+
 // The longest message of any step of a group.
 constexpr uint64_t longest_message(const Shape& shape) {
-  const uint64_t row = std::max({routed_row_bytes(shape), gathered_row_bytes(shape), combined_row_bytes(shape)});
-  const uint64_t counts = kPutHeader + sizeof(int32_t) * (static_cast<uint64_t>(shape.ranks) +
-                                                          static_cast<uint64_t>(shape.most_local_experts));
-  return std::max(row * static_cast<uint64_t>(shape.max_tokens), shape.exact() ? counts : 0);
+  const auto tokens = static_cast<uint64_t>(shape.max_tokens);
+  const uint64_t dispatched =
+      std::max(routed_row_bytes(shape), gathered_row_bytes(shape)) * tokens + told_loads_bytes(shape);
+  const uint64_t counts = shape.exact() ? kPutHeader + WindowMap::counts_bytes(shape) : 0;
+  return std::max({dispatched, combined_row_bytes(shape) * tokens, counts});
 }
 
 // Chooses how many bytes of each message travel with its frame, in the first move of a step.

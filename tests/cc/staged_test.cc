@@ -318,6 +318,28 @@ TEST(Staged, CostModel) {
   EXPECT_EQ(cpu::choose_inline_bytes(shape, ring), 400000u / 9);
 }
 
+// What travels beside the rows belongs to a message: where rows land in leases, and what experts are sent.
+TEST(Staged, LongestMessages) {
+  Shape shape;
+  shape.ranks = 2;
+  shape.experts = 600;
+  shape.most_local_experts = 300;
+  shape.top_k = 1;
+  shape.max_tokens = 1;
+  shape.payloads = 2;
+  shape.payload_bytes[0] = shape.payload_bytes[1] = 8;
+  shape.recv_rows = 2;
+  const uint64_t counts = cpu::longest_message(shape);
+  EXPECT_EQ(counts, cpu::kPutHeader + WindowMap::counts_bytes(shape));
+  shape.lease_bytes = 4096;
+  EXPECT_EQ(cpu::longest_message(shape), counts + 2 * sizeof(uint64_t));
+  shape.recv_rows = 0;
+  shape.lease_bytes = 0;
+  const uint64_t rows = cpu::longest_message(shape);
+  shape.counts_loads = 1;
+  EXPECT_EQ(cpu::longest_message(shape), rows + cpu::kPutHeader + WindowMap::loads_words(shape) * sizeof(uint64_t));
+}
+
 // A dispatch whose messages are longer than a block pays for what is left of them alone: blocks cost little where there
 // is more to send, and much where there is nothing.
 TEST(Staged, CostOfBlocks) {
