@@ -273,6 +273,26 @@ def timed(*rounds: float) -> dict[str, Any]:
     return timing.summary([[us, us] for us in rounds])
 
 
+def test_bench_of_wrong_results(tmp_path) -> None:
+    """All ranks learn of a difference, and close what they have: nothing is said but that."""
+    spoiled = (
+        "import tokenway as tw\n"
+        "honest = tw.Group.combine\n"
+        "def combine(self, *args, **kwargs):\n"
+        "    out = honest(self, *args, **kwargs)\n"
+        "    out.view('u2')[...] ^= 1\n"
+        "    return out\n"
+        "tw.Group.combine = combine\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(spoiled)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "tokenway.cli", "bench", "--backend", "torch", "--ranks", "2", "--tokens", "1"]
+    command += ["--strategy", "routed", "--top-k", "1", "--profile", "qwen3-30b-a3b", "--quick", "--verify-only"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 1 and "tokenway bench: " in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "group" not in done.stderr, done.stderr
+
+
 def test_bench_table() -> None:
     """Ratios are those of turns that followed each other, so a machine that is busy for some rounds changes none."""
     quick = {"routed": timed(10, 90, 10), "gathered": timed(16, 144, 16), "auto": timed(90, 11, 11)}

@@ -63,7 +63,7 @@ def measure_rank(settings: Settings) -> Results:
 
 
 def _open(control: Control, stack: ExitStack, ways: Sequence[str], keywords: dict[str, Any]) -> dict[str, Group]:
-    """A group for each way, of a comm of its own, which the stack closes."""
+    """A group for each way, of a comm of its own; the stack closes both, unless this rank alone has failed."""
     groups: dict[str, Group] = {}
     ways = [*ways, AGAIN] if "auto" in ways and len(ways) > 1 else ways
     for way in sorted(ways, key=lambda way: way != "auto"):
@@ -71,7 +71,7 @@ def _open(control: Control, stack: ExitStack, ways: Sequence[str], keywords: dic
         if way in ("gathered", AGAIN) and "auto" in groups:
             options["capacity"] = _describe(groups["auto"])["inline_bytes"]
         comm = stack.enter_context(Comm.portable(control.rank, control.nranks, control.allgather, **options))
-        groups[way] = Group(comm, **keywords)
+        groups[way] = stack.enter_context(runner.open_group(comm, **keywords))
     return {way: groups[way] for way in ways}
 
 
@@ -99,11 +99,11 @@ def _points(settings: Settings, control: Control, profile: str, top_k: int, prog
                     progress.doing(f"{case.name}, top-{top_k}")
                     _join(rounds, _point(settings, control, groups, case))
                     progress.done()
+            except verify.Mismatch:  # the same on all ranks, which close what they have
+                raise
             except BaseException:
                 stack.pop_all()  # closing is collective: the others learn of it when this process ends
                 raise
-            for group in groups.values():
-                group.close()
     return [_row(case, chosen, rounds) for case, rounds in zip(cases, times, strict=True)]
 
 
