@@ -217,13 +217,17 @@ __device__ __noinline__ static void fill_nan(Collect s) {
   for (int q = 0; q < s.p.tensors; ++q) {
     const CollectiveRows& rows = s.p.rows[q];
     const uint32_t nan = rows.to == twFloat32 ? 0x7fc00000u : rows.to == twBfloat16 ? 0x7fc0u : 0x7e00u;
-    const int64_t all = int64_t{s.sizes()[s.me()]} * rows.elements;
+    const int32_t count = s.sizes()[s.me()];
 #pragma unroll 1
-    for (int64_t at = static_cast<int64_t>(threadIdx.x); at < all; at += kThreads) {
-      if (rows.to == twFloat32) {
-        reinterpret_cast<uint32_t*>(rows.out)[at] = nan;
-      } else {
-        reinterpret_cast<uint16_t*>(rows.out)[at] = static_cast<uint16_t>(nan);
+    for (int32_t i = 0; i < count; ++i) {
+      std::byte* const out = rows.out + i * rows.out_stride;
+#pragma unroll 1
+      for (uint32_t at = threadIdx.x; at < rows.elements; at += kThreads) {
+        if (rows.to == twFloat32) {
+          reinterpret_cast<uint32_t*>(out)[at] = nan;
+        } else {
+          reinterpret_cast<uint16_t*>(out)[at] = static_cast<uint16_t>(nan);
+        }
       }
     }
   }
