@@ -228,6 +228,31 @@ def test_quantised_is_not_blind(spoil: Callable[[str], None]) -> None:
     assert out.endswith("A check FAILED.\n")
 
 
+def test_one_window(backend: str) -> None:
+    """A group of both modes grows for a prompt, and another group lives in its window."""
+    out = example("11_one_window.py", "--device", "cuda" if backend == "nvlink" else "cpu")
+    found = re.findall(r"^(\w+) +(\w+) +([\d.]+) MiB   exact on all ranks$", out, re.MULTILINE)
+    names, layouts, windows = zip(*found, strict=True)
+    assert names == ("draft", "decode", "prefill", "draft", "decode") and layouts[2] == "flat", out
+    assert windows[0] == windows[3] == "0.00" and float(windows[1]) < float(windows[2]) == float(windows[4]), out
+    assert out.endswith("All checks hold.\n")
+
+
+def test_one_window_is_not_blind(spoil: Callable[[str], None]) -> None:
+    """One value of the large batch changed on its way: the example says so and fails."""
+    spoil(
+        "import tokenway as tw\n"
+        "honest = tw.Group.dispatch\n"
+        "def dispatch(self, *args, **kwargs):\n"
+        "    recv = honest(self, *args, **kwargs)\n"
+        "    if recv.layout == 'flat' and self.rank == 1:\n"
+        "        recv.tokens[0, 0] += 1\n"
+        "    return recv\n"
+        "tw.Group.dispatch = dispatch\n"
+    )
+    assert "WRONG" in example("11_one_window.py", "--ranks", "2", code=1)
+
+
 def test_index_lists(backend: str) -> None:
     """The lists are the oracle's, and longer blocks take more places for the same choices."""
     out = example("10_index_lists.py", "--device", "cuda" if backend == "nvlink" else "cpu")
