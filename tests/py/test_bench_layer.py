@@ -191,3 +191,84 @@ def test_timeline(tmp_path: Any) -> None:
     need(importlib.util.find_spec("matplotlib") is not None, "matplotlib")
     timeline.draw({"layers": [row, {}]}, "title", str(tmp_path / "layer.png"))
     assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
+
+
+def whole_run(env: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """A run on this rank, with PyTorch's CUDA calls on the CPU."""
+    import time
+    from contextlib import nullcontext
+
+    import torch
+    from pretended_gpus import PretendReplay, PretendStream
+
+    from tokenway.bench import gloo, gpu_machine, graphs, layer, layer_case, profiles, runner
+    from tokenway.bench.nvlink_options import Nvlink
+    from tokenway.bench.settings import Settings
+
+    class Event:
+        def __init__(self, **kind: bool):
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = time.perf_counter() * 1e3
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Any) -> float:
+            return other.at - self.at + 1e-3
+
+    class Replay(PretendReplay):
+        def replay(self) -> None:
+            self._calls[1]()
+
+    join, slept = gloo.Process, []
+    runner.connect = lambda: nullcontext(env.comm)
+    layer.connect_gpu = lambda settings, control: nullcontext(env.comm)
+    gloo.Process = lambda control, backend: join(control)
+    layer.Replay = graphs.Replay = Replay
+    gpu_machine.results = lambda ranks: {}
+    layer_case.LayerCase.capturable = lambda self: None
+    for name, stand_in in {
+        "Stream": PretendStream,
+        "current_stream": PretendStream,
+        "Event": Event,
+        "stream": lambda stream: nullcontext(),
+        "synchronize": lambda: None,
+        "_sleep": slept.append,
+    }.items():
+        setattr(torch.cuda, name, stand_in)
+    profiles.PROFILES[SMALL.name] = SMALL
+    settings = Settings(
+        ranks=env.comm.nranks,
+        launched=True,
+        profiles=(SMALL.name,),
+        tokens=(3, 9),
+        iterations=2,
+        rounds=1,
+        warmup=1,
+        layer=True,
+        nvlink=Nvlink(),
+        **options,
+    )
+    results = layer.measure_rank(settings)
+    assert bool(slept) == bool(options.get("fixed_experts"))
+    return results
+
+
+@pytest.mark.long
+@pytest.mark.torch
+@pytest.mark.processes
+def test_a_whole_run(processes: Any, torch: Any) -> None:
+    """Every subject is timed, also of a rank without tokens; the profiler runs when all is timed."""
+    options = {"fixed_experts": 5, "empty_ranks": 1, "timeline": "layer.png", "backward": True}
+    results, others = processes(2).run(whole_run, options)
+    assert others == {} and len(results["layers"]) == 2
+    for row in results["layers"]:
+        assert {"tokenway", "nccl", "experts", "router", "exchange", "fixed-layer", "fixed-experts"} == set(row["us"])
+        assert set(row["us"]["tokenway"]) == {"captured", "eager", "host", "captured_both", "eager_both", "host_both"}
+        assert row["empty_ranks"] == 1 and row["timeline"] == {"missing": "the profiler saw no kernel"}
+    settings = {"ranks": 2, "dtype": "bfloat16", "iterations": 2, "rounds": 1, "verify_only": False, "fixed_experts": 5}
+    run = {"settings": settings, "layers": results["layers"]}
+    assert len(tables.tables(run)) == 3 and len(tables.tables(run)[1].cells) == 2
+    assert "timeline of small, 9 tokens: not measured (the profiler saw no kernel)" in tables.notes(run)

@@ -54,6 +54,10 @@ def measure_rank(settings: Settings) -> Results:
             progress.doing(case.name)
             measured.append(_row(settings, case, comm, control, progress))
             progress.done()
+        if settings.timeline:  # last: once the profiler has run in a process, launches take longer
+            for case, row in zip(settings.cases(), measured, strict=True):
+                progress.at(f"the timeline of {case.name}")
+                row["timeline"] = _timeline(settings, case, comm, control)
         more = gpu_machine.results(settings.ranks) if control.rank == 0 else {}
         return {"layers": measured, "backend": "nvlink", **more}
 
@@ -63,8 +67,6 @@ def measure_rank(settings: Settings) -> Results:
 def _row(settings: Settings, case: Case, comm: Comm, control: Control, progress: Progress) -> dict[str, Any]:
     """A profile at a size."""
     import torch
-
-    from tokenway.bench.layer_case import LayerCase
 
     profile = case.profile
     row: dict[str, Any] = {
@@ -79,16 +81,7 @@ def _row(settings: Settings, case: Case, comm: Comm, control: Control, progress:
         "empty_ranks": settings.empty_ranks,
     }
     with ExitStack() as groups:
-        made = LayerCase(
-            groups,
-            comm,
-            profile,
-            case.tokens,
-            skewed=case.routing == "skewed",
-            backward=settings.backward,
-            empty_ranks=settings.empty_ranks,
-            seed=settings.seed,
-        )
+        made = _layer_case(settings, case, comm, groups)
         row["window_bytes"] = made.group.window_bytes().window
         row["rows_by_rank"] = control.allgather(made.rows)
         progress.at("comparing")
@@ -98,12 +91,37 @@ def _row(settings: Settings, case: Case, comm: Comm, control: Control, progress:
         if not settings.verify_only:
             row["us"] = _times(settings, made, control, progress)
             runner.agree(control, made.problem())
-            if settings.timeline:
-                progress.at("a layer's timeline")
-                row["timeline"] = timeline.of_layer(made, lambda: control.allgather(None), control.rank == 0)
         torch.cuda.synchronize()
         control.allgather(None)
     return row
+
+
+def _layer_case(settings: Settings, case: Case, comm: Comm, groups: ExitStack) -> Any:
+    """The layers of a case. Collective."""
+    from tokenway.bench.layer_case import LayerCase
+
+    return LayerCase(
+        groups,
+        comm,
+        case.profile,
+        case.tokens,
+        skewed=case.routing == "skewed",
+        backward=settings.backward,
+        empty_ranks=settings.empty_ranks,
+        seed=settings.seed,
+    )
+
+
+def _timeline(settings: Settings, case: Case, comm: Comm, control: Control) -> dict[str, Any]:
+    """The kernels of one captured layer, on rank 0. Collective."""
+
+    def meet() -> None:
+        control.allgather(None)
+
+    with ExitStack() as groups:
+        made = _layer_case(settings, case, comm, groups)
+        meet()
+        return timeline.of_layer(made, meet, control.rank == 0)
 
 
 def _times(settings: Settings, made: Any, control: Control, progress: Progress) -> dict[str, Any]:
