@@ -127,6 +127,7 @@ test-core:  ## C++, the protocol's models, and the CUDA kernels on emulated GPUs
 	@$(MAKE) test-cc
 	@$(MAKE) spec $(if $(ALL),,SPEC=--quick)
 	@CCACHE=$(CCACHE) $(STAGE) "CUDA kernels on emulated GPUs" $(PY) tests/emulator/run.py $(if $(ALL),--threads,--quick)
+	@$(if $(ALL),CCACHE=$(CCACHE) $(STAGE) "CUDA kernels between devices apart" $(PY) tests/emulator/run.py --quick --staged)
 	@$(if $(ALL),CCACHE=$(CCACHE) $(STAGE) "CUDA kernels over a transport that counts" $(PY) tests/emulator/run.py --counted)
 
 test-mutations:  ## break the library on purpose; a test must notice each

@@ -284,6 +284,8 @@ def run_refused(env: Env) -> list[Any]:
             outcomes.append(caught(group.combine, received.handle, received.tokens, out=flat[:TOKENS] if bad else None))
             if received.handle.leased:
                 received.handle.release()
+            if not env.backend.knows_calls:  # a gather that is refused ends the group: test_staged.py
+                continue
             rows = ours.full((TOKENS, HIDDEN), 1)
             outcomes.append(caught(group.all_gatherv, rows, [TOKENS] * n, out=flat if bad else None))
         good = ours.dispatch(1)  # the group goes on
@@ -291,9 +293,10 @@ def run_refused(env: Env) -> list[Any]:
     return [outcome and outcome[:2] for outcome in outcomes]
 
 
-def test_what_may_not_be_written_to(threads) -> None:
+def test_what_may_not_be_written_to(threads, made_for) -> None:
     *others, bad = threads(2).run(run_refused)
-    wanted = ["leaf that requires gradients"] * 12 + ["is an inference tensor"] * 3
+    calls = 3 if made_for.knows_calls else 2
+    wanted = ["leaf that requires gradients"] * 4 * calls + ["is an inference tensor"] * calls
     for (result, text), sentence in zip(bad, wanted, strict=True):
         assert result == "twInvalidArgument" and sentence in text and "out" in text, text
     for outcomes in others:
