@@ -11,7 +11,7 @@ import pytest
 from dense import apart, sent
 from emulated_graphs import Graph, emulated_alone
 from harness import PATIENT, Env, caught
-from test_nn import HIDDEN, INNER, SEED, SHUFFLED, dense, inputs, make_layer, whole
+from test_nn import HIDDEN, INNER, SEED, SHUFFLED, compare, dense, inputs, make_layer, run_layer, unasked, whole
 
 import tokenway as tw
 
@@ -152,9 +152,41 @@ def run_same(env: Env, mode: dict[str, Any], made: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("made", [False, True])
-@pytest.mark.parametrize("mode", [{"mode": "high_throughput"}, MODES[3][0]], ids=str)
+@pytest.mark.parametrize("mode", [{"mode": "low_latency"}, {"mode": "high_throughput"}, MODES[3][0]], ids=str)
 def test_bits_are_those_of_training(processes, mode, made) -> None:
     assert processes(3).run(run_same, mode, made) == [[True] * 4] * 3
+
+
+# ---- gradients in low latency -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory is NaN until it is written."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def run_gradients(env: Env, settings: dict[str, Any], sizes: tuple[int, ...], dtype: str, most: int | None) -> Any:
+    """As run_layer, with another limit for products over empty places, in memory that is NaN."""
+    with places(most):
+        return run_layer(env, settings, sizes, dtype, True, watch=unasked if most is None else poisoned)
+
+
+@pytest.mark.parametrize("most", [None, 0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("settings", "sizes"), CASES[1:4], ids=str)
+def test_gradients(processes, settings, sizes, dtype, most) -> None:
+    """Over all places, where the host asks nothing, and over the rows that came."""
+    settings = {"max_tokens": 18} | settings
+    found = processes(len(sizes)).run(run_gradients, settings, sizes, dtype, most)
+    apart_by = compare(found, settings, sizes, dtype, True)
+    assert max(apart_by.values()) < (1e-5 if dtype == "float32" else 3e-2), apart_by
 
 
 # ---- groups that were not made for training ---------------------------------------------------------------

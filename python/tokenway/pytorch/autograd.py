@@ -107,6 +107,9 @@ def dispatch(
     Group.exchange_counts and Group.dispatch; InvalidArgument for a group whose rows cannot return gradients (see
     `make_group`).
     """
+    if layout == "expert_major":
+        with telling(lambda: group.refuse_routing(layout, bound)):
+            check_layout(group, layout)
     return bring(group, tokens, ids, weights, layout, bound, layer)
 
 
@@ -121,15 +124,16 @@ def bring(
     layer: int = 0,
     fill: bool = True,
 ) -> Routed:
-    """`dispatch`. fill: False for a caller that reads no further than counts and ids say, forward and backward: tokens
-    and weights beyond are what the memory held."""
+    """`dispatch`, or with the layout "expert_major" of low latency the same: tokens are [L, N * b, H] there, weights
+    and ids [L, N * b], counts [L] the rows of each expert, which come first. fill: False for a caller that reads no
+    further than counts and ids say, forward and backward: tokens and weights beyond are what the memory held."""
     if group.low_latency_tokens and layout is None:
         layout = group.shape.choose(layout, bound)
     tracked = torch.is_grad_enabled()
     with telling(lambda: group.refuse_routing(layout, bound)):
         if tracked:
             check_group(group, weights.requires_grad)
-        layout = check_layout(group, layout)
+        layout = layout if layout == "expert_major" else check_layout(group, layout)
         bound = _checked_bound(group, layout, bound)
         check_memory("tokens", tokens)
         handle = group.route(ids, weights.detach(), layer=layer)
@@ -138,7 +142,7 @@ def bring(
     else:
         out = _receive(handle, tokens, layout, bound, fill)
         received, kept, places, counts, offsets = (out[name] for name in _BROUGHT)
-    if fill and layout != "grouped":  # which has no weight but a row's own
+    if fill and not group.shape.layouts[layout].by_expert:  # where a row has no weight but its own
         # All weights of a token come with it. Those of other ranks' experts would give it gradients from several ranks.
         kept = kept.masked_fill(places == group.settings.invalid_id, 0.0)
     return Routed(received, kept, places, counts, offsets, handle, layout)

@@ -97,18 +97,45 @@ def swiglu(gate_up: Tensor, weights: Tensor, counts: Tensor | None = None) -> Te
     what is returned, here and as a gradient, is arbitrary. Keeps its arguments for the backward pass, and computes
     anew."""
     if torch.is_grad_enabled() and (gate_up.requires_grad or weights.requires_grad):
-        return _SwiGlu.apply(gate_up, weights, counts)
+        return _SwiGlu.apply(gate_up, weights, counts, False)
     return activation.swiglu(gate_up, counts=counts, weights=weights)
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weights: Tensor, counts: Tensor | None) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor, counts: Tensor | None, fill: bool) -> Tensor:
         ctx.save_for_backward(gate_up, weights, counts)
-        return activation.swiglu(gate_up, counts=counts, weights=weights)
+        ctx.fill = fill
+        out = gate_up.new_zeros((gate_up.shape[0], gate_up.shape[1] // 2)) if fill else None
+        return activation.swiglu(gate_up, counts=counts, weights=weights, out=out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weights, counts = ctx.saved_tensors
-        return *activation.swiglu_backward(gate_up, out.contiguous(), counts=counts, weights=weights), None
+        made = (torch.zeros_like(gate_up), torch.empty_like(weights)) if ctx.fill else None
+        found = activation.swiglu_backward(gate_up, out.contiguous(), counts=counts, weights=weights, out=made)
+        return *found, None, None
+
+
+def padded(rows: Tensor, weights: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """What experts make of rows in expert_major, weighted: [L, C, H] and [L, C] float32 -> [L, C, H]. Differentiable.
+
+    gate_up: [L, 2 * I, H], down: [L, H, I], of the dtype of rows, L > 0. counts: [L] int32 on their device, the rows
+    that each expert has; they come first. The products are batched and take all C places of an expert, so without
+    gradients what stands beyond the counts is arbitrary, in rows and in what is returned. A gradient of a matrix sums
+    over all places: where one is wanted, rows beyond the counts and their gradients must be 0, and what stands there in
+    between is 0 too."""
+    inside = torch.bmm(rows, gate_up.transpose(1, 2)).flatten(0, 1)
+    flat = weights.reshape(-1)
+    if torch.is_grad_enabled() and (inside.requires_grad or flat.requires_grad):
+        made = _filled_swiglu(inside, flat, counts)
+    else:
+        made = swiglu(inside, flat, counts)
+    return torch.bmm(made.view(*rows.shape[:2], made.shape[1]), down.transpose(1, 2))
+
+
+@eager
+def _filled_swiglu(gate_up: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """`swiglu`, 0 beyond the counts, as is the gradient of gate_up."""
+    return _SwiGlu.apply(gate_up, weights, counts, True)

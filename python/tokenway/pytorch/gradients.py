@@ -2,7 +2,7 @@
 
 A combine returns rows, and its backward, `send_gradients`, is a dispatch by the same routing. A dispatch sends tokens,
 and its backward, `return_gradients`, is a combine, in which gradients of weights travel beside those of the tokens.
-Layouts are "rank_major", or "flat" and "grouped" of a group of high throughput.
+Layouts are "rank_major" and "expert_major", or "flat" and "grouped" of a group of high throughput.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def rows_to_come(group: Group, lead: tuple[int, ...], elements: int, layout: str
     more rows than come. fill: those that nothing is written to are 0; else they are what the memory held, for who reads
     no further than the counts say."""
     fixed = group.device is not None and not group.shape.sizes_outputs
-    if fill and (layout == "rank_major" or fixed or capturing(group)):
+    if fill and (layout in ("rank_major", "expert_major") or fixed or capturing(group)):
         return no_rows(group, lead, elements)
     return torch.empty((*lead, elements), dtype=getattr(torch, group.dtype), device=device_of(group))
 
@@ -288,7 +288,7 @@ def gradients_of_weights(group: Group, weights: Tensor | None, lead: tuple[int, 
     """Those of what came, as a combine takes them beside its rows."""
     if weights is not None:
         return readable(weights)
-    shape = lead if layout == "grouped" else (*lead, group.top_k)
+    shape = lead if layout in ("grouped", "expert_major") else (*lead, group.top_k)
     return torch.zeros(shape, dtype=torch.float32, device=device_of(group))
 
 

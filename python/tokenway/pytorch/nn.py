@@ -54,14 +54,13 @@ class ExpertParallelMoE(torch.nn.Module):
 
     Where nothing requires gradients (`torch.no_grad`) a forward pass makes nothing for a backward pass. Layouts are
     those that products take as they come. In high throughput it is grouped, for PyTorch's grouped matrix products. In
-    low latency without gradients it is expert_major, for batched ones, as long as an expert's places are few
-    (`PADDED_ROWS`, of N * bound) or a graph is captured; else, and for gradients, rows come by source and are put into
-    order on the host's word.
+    low latency it is expert_major, for batched ones, as long as an expert's places are few (`PADDED_ROWS`, of N *
+    bound) or a graph is captured; else rows come by source and are put into order on the host's word.
 
-    One CUDA graph can capture forward and backward, of any number of layers, where `uncapturable` is None: in high
-    throughput, for bfloat16 on devices for which PyTorch has grouped matrix products. With the group's max_recv_tokens
-    eager calls of such a layer do not wait for the device either. A forward pass of low latency without gradients can
-    be captured always, and waits for nothing where an expert's places are few.
+    One CUDA graph can capture forward and backward, of any number of layers: in low latency always; in high throughput
+    where `uncapturable` is None, for bfloat16 on devices for which PyTorch has grouped matrix products. In low latency
+    with few places, and with the group's max_recv_tokens where a graph could capture it, eager calls do not wait for
+    the device either.
 
     Under autocast the router computes in float32 and the experts in the group's dtype, to which x is cast; elsewhere x
     must have it.
@@ -85,10 +84,10 @@ class ExpertParallelMoE(torch.nn.Module):
         self.chosen: Tensor | None = None  # [..., S, K] int64: the experts that the last forward chose
         device = gradients.device_of(group)
         dtype, local_experts, hidden = getattr(torch, group.dtype), group.num_local_experts, group.hidden
-        # Why a graph cannot capture forward and backward, None if it can: what the device must tell the host.
-        self.uncapturable = experts.why_not(device, dtype, local_experts, hidden, inner)
-        if group.mode == "low_latency":
-            self.uncapturable = "the group's mode is 'low_latency'; it must be 'high_throughput'"
+        # Why a graph cannot capture this layer in high throughput, None if it can: what the device must tell the host.
+        self.uncapturable: str | None = None
+        if group.mode != "low_latency":
+            self.uncapturable = experts.why_not(device, dtype, local_experts, hidden, inner)
         ranks, slots = reference.placement(group.experts, group.nranks, group.settings.places())
         local = np.flatnonzero(ranks == group.rank)
         self.experts: list[int] = local[np.argsort(slots[local])].tolist()  # global numbers, by slot
@@ -118,24 +117,21 @@ class ExpertParallelMoE(torch.nn.Module):
     def forward(self, x: Tensor, bound: int | None = None) -> tuple[Tensor, Tensor]:
         """x: [..., S, H] of the group's dtype, at most max_tokens tokens in all, differently many on each rank, or
         none. bound: as of `tokenway.autograd.dispatch`, the same on all ranks: in the mode "auto" one of at most
-        low_latency_tokens makes the forward one of low latency, which a graph captures only without gradients. Returns
-        (the layer's output [..., S, H], the balance loss of `balance_loss`, a scalar float32).
+        low_latency_tokens makes the forward one of low latency. Returns (the layer's output [..., S, H], the balance
+        loss of `balance_loss`, a scalar float32).
 
         Two steps of all ranks, in high throughput three, and two in the backward pass. On a CUDA device it waits for
-        the number of rows that came, unless that is fixed and the forward pass could be captured. Errors:
+        the number of rows that came, but as the class says. Errors:
         InvalidArgument; InvalidUsage in a capture if it cannot; those of `tokenway.autograd`.
         """
-        group, layout, padded = self.group, "grouped", False
-        why_not = self.uncapturable
+        group, layout, by_device = self.group, "grouped", self.uncapturable is None
         tracked = torch.is_grad_enabled() and (_requires(x) or any(p.requires_grad for p in self.parameters()))
         if group.shape.mode_of(bound) == "low_latency":
-            layout = "rank_major"
             places = group.nranks * (bound if isinstance(bound, int) else group.shape.default_bound)
-            padded = not tracked and (places <= PADDED_ROWS or gradients.capturing(group))
-            if group.low_latency_tokens:
-                why_not = f"bound is {bound}, which makes this forward one of low latency"
-        if why_not is not None and not padded and gradients.capturing(group):
-            raise InvalidUsage(f"this layer cannot be captured into a graph: {why_not}")
+            by_device = places <= PADDED_ROWS or gradients.capturing(group)
+            layout = "expert_major" if by_device else "rank_major"
+        elif not by_device and gradients.capturing(group):
+            raise InvalidUsage(f"this layer cannot be captured into a graph: {self.uncapturable}")
         with telling(lambda: group.refuse_routing(layout, bound)):  # peers are in the dispatch already
             x = self._checked(x)
             back = gradients.returning(group)
@@ -143,10 +139,10 @@ class ExpertParallelMoE(torch.nn.Module):
             tokens, k = x.reshape(-1, group.hidden), group.top_k
             routing = ids.reshape(-1, k), weights.reshape(-1, k)
         self.chosen = ids
-        if not tracked and (padded or why_not is None):
-            out = self._inferred(back, tokens, *routing, "expert_major" if padded else layout, bound)
+        if by_device and not tracked:
+            out = self._inferred(back, tokens, *routing, layout, bound)
         else:
-            out = self._tracked(tokens, *routing, layout, bound, why_not is None)
+            out = self._tracked(tokens, *routing, layout, bound, by_device)
         return out.view(x.shape), balance_loss(probabilities, ids)
 
     def _checked(self, x: Tensor) -> Tensor:
@@ -173,18 +169,20 @@ class ExpertParallelMoE(torch.nn.Module):
         return inference.combine(back, arrived, results)
 
     def _tracked(
-        self, tokens: Tensor, ids: Tensor, weights: Tensor, layout: str, bound: int | None, by_offsets: bool
+        self, tokens: Tensor, ids: Tensor, weights: Tensor, layout: str, bound: int | None, by_device: bool
     ) -> Tensor:
-        """The same for gradients too, and for experts that want to know on the host how many rows each has. Nothing
-        here reads rows, weights or gradients beyond what came: by_expert takes what ids name."""
-        routed = autograd.bring(self.group, tokens, ids, weights, layout, bound, fill=False)
+        """The same for gradients too, and (not by_device) for experts that want to know on the host how many rows each
+        has. Batched products sum over empty places, which are 0 therefore. Beside these nothing reads rows, weights or
+        gradients beyond what came: products take offsets, and by_expert what ids name."""
+        padded = layout == "expert_major"
+        routed = autograd.bring(self.group, tokens, ids, weights, layout, bound, fill=padded)
         with telling(partial(gradients.refuse_combine, routed.handle)), _as_it_is(tokens.device.type):
-            if by_offsets:
-                results = self.compute(routed.tokens, routed.weights, routed.offsets)
+            if by_device:
+                results = self.compute(routed.tokens, routed.weights, routed.counts if padded else routed.offsets)
             else:
                 grouped = autograd.by_expert(routed)
                 results = grouped.sum(self.compute(grouped.rows, grouped.weights, grouped.sizes))
-        return autograd.give_back(routed, results, fill=False)
+        return autograd.give_back(routed, results, fill=padded)
 
     def compute(self, rows: Tensor, weights: Tensor, sizes: Tensor | list[int]) -> Tensor:
         """What this rank's experts make of their rows, weighted: [R, H] by expert, [R] float32 -> [R, H]. sizes: [L],
@@ -193,10 +191,8 @@ class ExpertParallelMoE(torch.nn.Module):
         [L, C, H]. With sizes on the device, results and gradients of further rows are arbitrary."""
         if not len(self.experts):
             return rows  # nothing came; still a part of the graph
-        if rows.dim() == 3:
-            inside = torch.bmm(rows, self.gate_up.transpose(1, 2)).flatten(0, 1)
-            inside = experts.swiglu(inside, weights.reshape(-1), sizes)
-            return torch.bmm(inside.view(*rows.shape[:2], self.inner), self.down.transpose(1, 2))
+        if isinstance(sizes, Tensor) and rows.dim() == 3:
+            return experts.padded(rows, weights, sizes, self.gate_up, self.down)
         if isinstance(sizes, Tensor):
             ends = sizes[1:]
             inside = experts.swiglu(experts.product(rows, self.gate_up, ends), weights, ends[-1:])
