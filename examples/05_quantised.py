@@ -3,11 +3,12 @@
     python examples/05_quantised.py
     python examples/05_quantised.py --device cuda
 
-One mixture-of-experts layer, with rows sent in bf16, in fp8 with a scale per 128 elements (any, or a power of two), and
-in nvfp4 with a scale per 16 elements and one per rank. The experts turn what they receive into float32 and
-compute; results return in bf16. Printed are the bytes of a row on the wire and how far the layer's output is from the
-same layer in float64 and from the one with bf16 rows. Everything that arrives is compared, bit for bit, with what NumPy
-makes of the sender's tokens. Exit code 0 if that is equal and every error is as large as its format should have it.
+One mixture-of-experts layer, with rows sent in bf16, in fp8 with a scale per 128 elements (any, or a power of two), in
+mxfp8 with a power of two per 32 elements, and in nvfp4 with a scale per 16 elements and one per rank. The experts turn
+what they receive into float32 and compute; results return in bf16. Printed are the bytes of a row on the wire and how
+far the layer's output is from the same layer in float64 and from the one with bf16 rows. Everything that arrives is
+compared, bit for bit, with what NumPy makes of the sender's tokens. Exit code 0 if that is equal and every error is as
+large as its format should have it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def bf16() -> Format:
 
 
 def fp8(power_of_two: bool) -> Format:
-    """e4m3, one float32 per 128 elements beside it. The kernel of the library packs."""
+    """e4m3, one float32 per 128 elements beside it."""
 
     def pack(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         values, scales = tw.quantize_fp8(x, power_of_two=power_of_two)
@@ -64,15 +65,26 @@ def nvfp4() -> Format:
     need to agree on one."""
 
     def pack(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        packed, scales, global_scale = tw.pack_nvfp4(x)
+        packed, scales, global_scale = tw.quantize_nvfp4(x)
         return packed, {"scales": scales, "global": filled((len(x), 1), global_scale)}
 
     payloads = {"scales": (HIDDEN // 16, "float8_e4m3fn"), "global": (1, "float32")}
     settings = {"hidden": HIDDEN // 2, "dtype": "uint8", "payloads": payloads, "combine_hidden": HIDDEN}
-    return Format(settings, pack, lambda x, more: tw.unpack_nvfp4(x, more["scales"], more["global"]), (0.08, 0.11))
+    return Format(settings, pack, lambda x, more: tw.dequantize_nvfp4(x, more["scales"], more["global"]), (0.08, 0.11))
 
 
-FORMATS = {"bf16": bf16(), "fp8": fp8(False), "fp8, powers of two": fp8(True), "nvfp4": nvfp4()}
+def mxfp8() -> Format:
+    """e4m3, one byte of exponent per 32 elements beside it."""
+
+    def pack(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        values, scales = tw.quantize_mxfp8(x)
+        return values, {"scales": scales}
+
+    settings = {"hidden": HIDDEN, "dtype": "float8_e4m3fn", "payloads": {"scales": (HIDDEN // 32, "uint8")}}
+    return Format(settings, pack, lambda x, more: tw.dequantize_mxfp8(x, more["scales"]), (0.02, 0.032))
+
+
+FORMATS = {"bf16": bf16(), "fp8": fp8(False), "fp8, powers of two": fp8(True), "mxfp8": mxfp8(), "nvfp4": nvfp4()}
 
 
 # ---- the layer -----------------------------------------------------------------------------------
@@ -198,7 +210,7 @@ def empty_bf16(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 def filled(shape: tuple[int, ...], value: Tensor) -> Tensor:
     """Float32 of one value, without waiting for it on a device."""
-    return np.full(shape, value) if isinstance(value, np.generic) else value.expand(shape)
+    return np.full(shape, value) if isinstance(value, np.ndarray | np.generic) else value.expand(shape)
 
 
 # ---- output --------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     # how does a tensor become a descriptor, and memory a tensor
     "tensors": ("tensors cuda checked versions", NATIVE),
     # what do rows become beside the exchange
-    "rows": ("activation quantize", TENSORS),
+    "rows": ("activation microscaling quantize", TENSORS),
     # what is a group made of
     "settings": ("placement settings", TENSORS),
     # who takes part, and how do they find each other

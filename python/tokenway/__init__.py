@@ -34,8 +34,16 @@ from tokenway.errors import (
 from tokenway.group import Group
 from tokenway.handle import Handle, Pending, Received
 from tokenway.launch import Outcome, Ranks, run
+from tokenway.microscaling import (
+    dequantize_mxfp8,
+    dequantize_nvfp4,
+    pack_nvfp4,
+    quantize_mxfp8,
+    quantize_nvfp4,
+    unpack_nvfp4,
+)
 from tokenway.placement import Placement
-from tokenway.quantize import dequantize_fp8, pack_nvfp4, quantize_fp8, unpack_nvfp4
+from tokenway.quantize import dequantize_fp8, quantize_fp8
 from tokenway.routing_layout import RoutingLayout
 from tokenway.row_types import TypedRows
 from tokenway.settings import Payload, RowType, WindowBytes, window_bytes
@@ -77,9 +85,13 @@ __all__ = [
     "WindowBytes",
     "connect",
     "dequantize_fp8",
+    "dequantize_mxfp8",
+    "dequantize_nvfp4",
     "local_comms",
     "pack_nvfp4",
     "quantize_fp8",
+    "quantize_mxfp8",
+    "quantize_nvfp4",
     "run",
     "swiglu",
     "swiglu_backward",

@@ -404,6 +404,8 @@ FUNCTIONS = {
     "twWindowRelease": (c_int, [c_void_p]),
     "twGroupLeaseInfo": (c_int, [c_void_p, POINTER(LeaseInfo)]),
     "twQuantizeFp8": (c_int, [c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p]),
+    "twQuantizeMxfp8": (c_int, [*[c_void_p] * 4, c_int32, c_void_p]),
+    "twQuantizeNvfp4": (c_int, [*[c_void_p] * 5, c_int32, c_int32, c_void_p]),
     "twSwiGlu": (c_int, [*[c_void_p] * 5, c_int32, c_int32, c_void_p]),
     "twSwiGluBackward": (c_int, [*[c_void_p] * 6, c_int32, c_void_p]),
 }

@@ -12,14 +12,19 @@ gradients see `tokenway.experts`.
 
 from __future__ import annotations
 
-from ctypes import byref
 from typing import Any
 
 from tokenway import _native, tensors, versions
 from tokenway.errors import InvalidArgument
-from tokenway.quantize import FP8_BLOCK, Tensor, describe_anywhere, device_text, empty_like, place_of
-
-_ALIGNED = 16 // 4  # scales of a column: whole 16 bytes
+from tokenway.quantize import (
+    Tensor,
+    check_shape,
+    check_together,
+    described,
+    empty_like,
+    fp8_scales_shape,
+    place_of,
+)
 
 
 def swiglu(
@@ -53,23 +58,22 @@ def swiglu(
     if gate_up.ndim != 2:
         raise InvalidArgument.of("gate_up", f"has shape {list(gate_up.shape)}; it must be [M, 2 * I]")
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    blocks = -(-inner // FP8_BLOCK)
     if (column_major or power_of_two) and not quantize:
         raise InvalidArgument("column_major and power_of_two are of scales; they need quantize=True")
-    scales_shape = (blocks, -(-rows // _ALIGNED) * _ALIGNED) if column_major else (rows, blocks)
+    scales_shape = fp8_scales_shape(rows, inner, column_major=column_major)
     if out is None:
         out = empty_like((rows, inner), "float8_e4m3fn" if quantize else tensors.dtype_of(gate_up), gate_up)
         if quantize:
             out = out, empty_like(scales_shape, "float32", gate_up)
     values, scales = _pair(out) if quantize else (out, None)
-    _check_together(gate_up, device, counts=counts, weights=weights)
-    _check_together(gate_up, device, True, out=values, scales=scales)
-    if scales is not None and tuple(scales.shape) != scales_shape:
-        raise InvalidArgument.of("scales", f"has shape {list(scales.shape)}; it must be {list(scales_shape)}")
+    check_together("gate_up", gate_up, device, counts=counts, weights=weights)
+    check_together("gate_up", gate_up, device, True, out=values, scales=scales)
+    if scales is not None:
+        check_shape("scales", scales, scales_shape)
     if quantize and tensors.dtype_of(values) != "float8_e4m3fn":
         raise InvalidArgument.of("out", f"has dtype {tensors.dtype_of(values)}; with quantize it must be float8_e4m3fn")
     told = scales.T[:rows] if column_major and scales is not None else scales
-    given = [_described(t) for t in (gate_up, counts, weights, values, told)]
+    given = [described(t) for t in (gate_up, counts, weights, values, told)]
     result = _native.lib.twSwiGlu(*given, 1 if power_of_two else 0, device, stream)
     versions.written(out)
     _native.check(result)
@@ -93,33 +97,16 @@ def swiglu_backward(
         of_weights = None if weights is None else empty_like(tuple(weights.shape), "float32", gate_up)
         out = empty_like(tuple(gate_up.shape), tensors.dtype_of(gate_up), gate_up), of_weights
     of_gate_up, of_weights = _pair(out)
-    _check_together(gate_up, device, gradient=gradient, counts=counts, weights=weights)
-    _check_together(gate_up, device, True, of_gate_up=of_gate_up, of_weights=of_weights)
-    given = [_described(t) for t in (gate_up, counts, weights, gradient, of_gate_up, of_weights)]
+    check_together("gate_up", gate_up, device, gradient=gradient, counts=counts, weights=weights)
+    check_together("gate_up", gate_up, device, True, of_gate_up=of_gate_up, of_weights=of_weights)
+    given = [described(t) for t in (gate_up, counts, weights, gradient, of_gate_up, of_weights)]
     result = _native.lib.twSwiGluBackward(*given, device, stream)
     versions.written(out)
     _native.check(result)
     return of_gate_up, of_weights
 
 
-def _described(x: Tensor | None) -> Any:
-    return None if x is None else byref(tensors.tensor_of(x, describe_anywhere))
-
-
 def _pair(out: Any) -> tuple[Any, Any]:
     if not isinstance(out, tuple | list) or len(out) != 2:
         raise InvalidArgument.of("out", f"is of type {type(out).__name__}; it must be a tuple of two tensors")
     return out[0], out[1]
-
-
-def _check_together(like: Tensor, device: int, written: bool = False, **others: Tensor | None) -> None:
-    """All on the device of gate_up, and writable if they are to be written."""
-    for name, x in others.items():
-        if x is None:
-            continue
-        if place_of(name, x)[0] != device:
-            raise InvalidArgument.of(
-                name, f"is on {device_text(x)}, gate_up on {device_text(like)}; they must be together"
-            )
-        if written and (problem := tensors.unwritable(name, x)) is not None:
-            raise problem

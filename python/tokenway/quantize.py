@@ -1,4 +1,4 @@
-"""Rows as 8-bit and 4-bit floats with block scales, so that they travel as payloads like any others.
+"""Rows as 8-bit floats with block scales, so that they travel as payloads like any others.
 
     values, scales = tw.quantize_fp8(tokens)                         # [T, H] float8_e4m3fn, [T, ceil(H / 128)] float32
     with tw.Group(comm, ..., dtype="float8_e4m3fn", payloads={"scales": (scales.shape[1], "float32")}) as group:
@@ -6,7 +6,8 @@
         rows = tw.dequantize_fp8(recv.tokens, recv.payloads["scales"])
 
 The exchange copies bytes and does not know what they mean: whoever packs decides. examples/05_quantised.py is a whole
-layer with each format of this page. Quantising to fp8 is a kernel of the C library; the rest is NumPy or PyTorch.
+layer in fp8 and in the formats of `microscaling.py`. Quantising is a kernel of the C library; the rest is NumPy or
+PyTorch.
 """
 
 from __future__ import annotations
@@ -17,146 +18,129 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import _native, checked, tensors, versions
+from tokenway import _native, tensors, versions
 from tokenway.errors import InvalidArgument
 
 Tensor = Any  # np.ndarray or torch.Tensor
 
 FP8_BLOCK = 128  # elements that share a scale
-NVFP4_BLOCK = 16
-
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_LARGEST_E2M1, _LARGEST_E4M3 = 6.0, 448.0
-_LEAST_SCALE = 2.0**-116  # as in src/quantize/fp8.h
+_ALIGNED = 16 // 4  # scales of a column: whole 16 bytes
+_PACKED = 4  # UE8M0 in an int32
 
 
 def quantize_fp8(
-    x: Tensor, power_of_two: bool = False, out: tuple[Tensor, Tensor] | None = None
+    x: Tensor,
+    power_of_two: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+    *,
+    packed: bool = False,
+    column_major: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rows to e4m3 with one float32 scale per block of 128 elements: (values [T, H], scales [T, ceil(H / 128)]).
 
     x: [T, H] float32, bfloat16 or float16, of NumPy or PyTorch; rows may be strided. A scale is the block's largest
     magnitude / 448, or with power_of_two that rounded up to a power of two, and at least 2**-116; 1 for a block of
     zeros. values = x / scale, rounded to nearest even. A block that holds a NaN or an infinity becomes NaN, scale and
-    values. The same bits on the CPU and on a device. out: (values, scales) to write to, C-contiguous.
+    values. The same bits on the CPU and on a device.
+    packed: powers of two as UE8M0, four to an int32 as DeepGEMM on Blackwell reads them, [T, ceil(H / 512)]; the first
+    in the low byte, 0 behind a row's last. column_major: scales [ceil(H / 128), T'], or [ceil(H / 512), T'] packed, T'
+    being T rounded up to a multiple of 4 (16 bytes), as grouped GEMMs read them; what is beyond T is arbitrary.
+    out: (values, scales) to write to, values C-contiguous, scales of these shapes.
     CUDA tensors: enqueued on the current stream of x's device; nothing waits, and a graph can capture it.
     Errors: InvalidArgument; Unsupported for CUDA tensors in a build without CUDA.
     """
     device, stream = place_of("x", x)
     given = out
+    if x.ndim != 2:
+        raise InvalidArgument.of("x", f"has shape {list(x.shape)}; it must be [T, H]")
+    tokens, elements = x.shape
+    shape = fp8_scales_shape(tokens, elements, packed=packed, column_major=column_major)
     if out is None:
-        if x.ndim != 2:
-            raise InvalidArgument.of("x", f"has shape {list(x.shape)}; it must be [T, H]")
-        tokens, elements = x.shape
-        out = (
-            empty_like((tokens, elements), "float8_e4m3fn", x),
-            empty_like((tokens, -(-elements // FP8_BLOCK)), "float32", x),
-        )
-    elif not isinstance(out, tuple | list) or len(out) != 2:
-        raise InvalidArgument.of("out", f"is of type {type(out).__name__}; it must be (values, scales)")
-    for name, tensor in zip(("values", "scales"), out, strict=True):
-        if place_of(name, tensor)[0] != device:
-            raise InvalidArgument.of(name, f"is on {device_text(tensor)}, x on {device_text(x)}; they must be together")
-        if (problem := tensors.unwritable(name, tensor)) is not None:
-            raise problem
-    rows, values, scales = (tensors.tensor_of(tensor, describe_anywhere) for tensor in (x, *out))
-    flag = 1 if power_of_two else 0
-    result = _native.lib.twQuantizeFp8(byref(rows), byref(values), byref(scales), flag, device, stream)
+        scales = empty_like(shape, "int32" if packed else "float32", x)
+        out = empty_like((tokens, elements), "float8_e4m3fn", x), scales
+    values, scales = several(out, ("values", "scales"))
+    check_together("x", x, device, True, values=values, scales=scales)
+    if packed:
+        check_dtype("scales", scales, "int32")
+    if column_major:
+        check_shape("scales", scales, shape)
+    told = (x, values, scales.T[:tokens] if column_major else scales)
+    flag = 1 if power_of_two or packed else 0
+    result = _native.lib.twQuantizeFp8(*map(described, told), flag, device, stream)
     versions.written(given)
     _native.check(result)
-    return out[0], out[1]
+    return values, scales
 
 
 def dequantize_fp8(values: Tensor, scales: Tensor) -> Tensor:
-    """Float32 [..., H] of values [..., H] and scales [..., ceil(H / 128)], as quantize_fp8 makes them or as they have
-    arrived. For convenience: a kernel of experts would multiply on its way."""
-    _same_kind("values", values, "scales", scales)
-    wanted = (*values.shape[:-1], -(-values.shape[-1] // FP8_BLOCK)) if values.ndim else ()
-    _check_shape("scales", scales, wanted)
-    return _cast(values, "float32") * _spread(scales, FP8_BLOCK)[..., : values.shape[-1]]
+    """Float32 [..., H] of values [..., H] and scales [..., ceil(H / 128)], or packed int32 [..., ceil(H / 512)], as
+    quantize_fp8 makes them by row or as they have arrived. For convenience: a kernel of experts would multiply on its
+    way."""
+    same_kind("values", values, "scales", scales)
+    packed = tensors.dtype_of(scales) == "int32"
+    blocks = -(-values.shape[-1] // FP8_BLOCK) if values.ndim else 0
+    wanted = (*values.shape[:-1], -(-blocks // _PACKED) if packed else blocks) if values.ndim else ()
+    check_shape("scales", scales, wanted)
+    if packed:
+        scales = of_ue8m0(_bytes(scales))[..., :blocks]
+    return as_float32(values) * spread(scales, FP8_BLOCK)[..., : values.shape[-1]]
 
 
-def pack_nvfp4(x: Tensor, global_scale: Tensor | float | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows to nvfp4: (packed uint8 [..., H / 2], scales float8_e4m3fn [..., H / 16], global_scale float32).
-
-    A reference implementation in NumPy or PyTorch, made to be read, not to be fast; no step of it waits for a device.
-    x: [..., H], H a multiple of 16, float32, bfloat16 or float16. An element is e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a
-    sign in bit 3), two per byte, the first in the low half:
-
-        global_scale = largest magnitude of x / (6 * 448); 1 if all are 0, at least 2**-116
-        scale        = e4m3(min(largest magnitude of the 16 / (6 * global_scale), 448))
-        element      = e2m1(x / (scale * global_scale)), to nearest even, at most 6
-
-    in float32, each operation rounded. global_scale may be given instead (calibrated, or the same on all ranks): a
-    number, or a tensor that broadcasts to scales, as [T, 1]. A block with a NaN or an infinity has the scale NaN, and
-    counts for no other block's; a block too small for a scale is 0.
-
-    The receiver needs the sender's global_scale: agree on one, or send it along, a payload of one float32 a row.
-    """
-    place_of("x", x)
-    if x.ndim < 1 or x.shape[-1] % NVFP4_BLOCK:
-        raise InvalidArgument.of(
-            "x", f"has shape {list(x.shape)}; its last dimension must be a multiple of {NVFP4_BLOCK}"
-        )
-    if (name := tensors.dtype_of(x)) not in ("float32", "bfloat16", "float16"):
-        raise InvalidArgument.of("x", f"has dtype {name}; it must be float32, bfloat16 or float16")
-    lib = sys.modules["torch"] if tensors.is_torch(x) else np
-    with np.errstate(all="ignore"):  # NaN and infinity are dealt with below
-        blocks = _cast(x, "float32").reshape(*x.shape[:-1], x.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK)
-        largest = lib.amax(lib.abs(blocks), -1)
-        finite = lib.isfinite(largest)
-        if global_scale is None:
-            global_scale = _global_scale(lib, lib.where(finite, largest, _number(0, x)))
-        else:
-            global_scale = _as_scale(global_scale, x)
-        scale = lib.minimum(largest / (global_scale * _LARGEST_E2M1), _number(_LARGEST_E4M3, x))
-        scales = _cast(lib.where(finite, scale, _number(np.nan, x)), "float8_e4m3fn")
-        step = (_cast(scales, "float32") * global_scale)[..., None]
-        codes = _e2m1(lib, lib.where(step == 0, _number(0, x), blocks / step), lib.signbit(blocks)).reshape(x.shape)
-    return codes[..., 0::2] | codes[..., 1::2] << 4, scales, global_scale
+def fp8_scales_shape(rows: int, elements: int, *, packed: bool = False, column_major: bool = False) -> tuple[int, int]:
+    """Of the scales of rows by quantize_fp8."""
+    columns = -(-elements // FP8_BLOCK)
+    if packed:
+        columns = -(-columns // _PACKED)
+    return (columns, -(-rows // _ALIGNED) * _ALIGNED) if column_major else (rows, columns)
 
 
-def unpack_nvfp4(packed: Tensor, scales: Tensor, global_scale: Tensor | float) -> Tensor:
-    """Float32 [..., H] of what pack_nvfp4 made: element * (scale * global_scale), each product rounded.
-
-    packed: uint8 [..., H / 2]; scales: float8_e4m3fn [..., H / 16]; global_scale: a number, or a tensor that
-    broadcasts to scales. A reference implementation."""
-    _same_kind("packed", packed, "scales", scales)
-    half = NVFP4_BLOCK // 2
-    if packed.ndim < 1 or packed.shape[-1] % half or tensors.dtype_of(packed) != "uint8":
-        what = f"{tensors.dtype_of(packed)} {list(packed.shape)}"
-        raise InvalidArgument.of("packed", f"is {what}; it must be uint8, its last dimension a multiple of {half}")
-    _check_shape("scales", scales, (*packed.shape[:-1], packed.shape[-1] // half))
-    lib = sys.modules["torch"] if tensors.is_torch(packed) else np
-    codes = lib.stack((packed & 15, packed >> 4), -1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
-    if lib is np:
-        elements = _E2M1[codes]
-    else:
-        elements = lib.as_tensor(_E2M1, device=packed.device)[codes.long()]
-    return elements * _spread(_cast(scales, "float32") * _as_scale(global_scale, packed), NVFP4_BLOCK)
+# --------------------------------------------------------------------------------------- what callers give and get back
 
 
-# ---------------------------------------------------------------------------------------------------- nvfp4's steps
+def several(out: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """The tensors that a caller gave to write to."""
+    if not isinstance(out, tuple | list):
+        raise InvalidArgument.of("out", f"is of type {type(out).__name__}; it must be ({', '.join(names)})")
+    if len(out) != len(names):
+        raise InvalidArgument.of("out", f"has {len(out)} tensors; it must be ({', '.join(names)})")
+    for name, x in zip(names, out, strict=True):
+        place_of(name, x)  # a tensor, not None
+    return tuple(out)
 
 
-def _global_scale(lib: Any, largest: Tensor) -> Tensor:
-    """Of the blocks' largest magnitudes."""
-    if 0 in largest.shape:
-        return _number(1, largest)
-    most = lib.amax(largest)
-    # By a tensor: PyTorch divides by a number on a CUDA device by multiplying with its reciprocal, which rounds twice.
-    scale = lib.maximum(most / _number(_LARGEST_E2M1 * _LARGEST_E4M3, largest), _number(_LEAST_SCALE, largest))
-    scale = lib.where(most == 0, _number(1, largest), scale)
-    return np.float32(scale) if lib is np else scale
+def check_together(name: str, first: Tensor, device: int, written: bool = False, **others: Tensor | None) -> None:
+    """Checks that all are on the device of the first, and writable if they are to be written."""
+    for other, x in others.items():
+        if x is None:
+            continue
+        if place_of(other, x)[0] != device:
+            where = f"is on {device_text(x)}, {name} on {device_text(first)}; they must be together"
+            raise InvalidArgument.of(other, where)
+        if written and (problem := tensors.unwritable(other, x)) is not None:
+            raise problem
 
 
-def _e2m1(lib: Any, x: Tensor, negative: Tensor) -> Tensor:
-    """uint8 codes. Each comparison is with the middle of two neighbours, and a middle goes to the even code."""
-    size = lib.abs(x)
-    code = _cast(negative, "uint8") * 8
-    for middle, up in ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5, False)):
-        code = code + _cast(size >= middle if up else size > middle, "uint8")
-    return code
+def described(x: Tensor | None) -> Any:
+    """A tensor, or none, for a call of the C library."""
+    return None if x is None else byref(tensors.tensor_of(x, describe_anywhere))
+
+
+def same_kind(name: str, x: Any, other_name: str, other: Any) -> None:
+    """Checks that two tensors are of one library and in one place."""
+    if place_of(name, x)[0] != place_of(other_name, other)[0] or tensors.is_torch(x) != tensors.is_torch(other):
+        raise InvalidArgument.of(name, f"is a {type(x).__name__} on {device_text(x)}, {other_name} is not")
+
+
+def check_shape(name: str, x: Tensor, wanted: tuple[int, ...]) -> None:
+    """Checks a shape."""
+    if tuple(x.shape) != wanted:
+        raise InvalidArgument.of(name, f"has shape {list(x.shape)}; it must be {list(wanted)}")
+
+
+def check_dtype(name: str, x: Tensor, wanted: str) -> None:
+    """Checks a dtype."""
+    if (found := tensors.dtype_of(x)) != wanted:
+        raise InvalidArgument.of(name, f"has dtype {found}; it must be {wanted}")
 
 
 # ------------------------------------------------------------------------------------------------ NumPy and PyTorch
@@ -198,42 +182,32 @@ def empty_like(shape: tuple[int, ...], name: str, like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, name), device=like.device)
 
 
-def _cast(x: Tensor, name: str) -> Tensor:
-    if tensors.is_torch(x):
-        return x.to(getattr(sys.modules["torch"], name))
-    return x.astype(tensors.numpy_dtype(name))
+def as_float32(x: Tensor) -> Tensor:
+    """The numbers of x as float32."""
+    return x.to(sys.modules["torch"].float32) if tensors.is_torch(x) else x.astype(np.float32)
 
 
-def _number(value: float, like: Tensor) -> Tensor:
-    """A float32 beside `like`, made without waiting for the device."""
-    if not tensors.is_torch(like):
-        return np.float32(value)
-    torch = sys.modules["torch"]
-    return torch.full((), value, dtype=torch.float32, device=like.device)
-
-
-def _as_scale(scale: Tensor | float, like: Tensor) -> Tensor:
-    """A caller's global scale beside `like`."""
-    if not tensors.is_torch(like):
-        return checked.floats("global_scale", scale)[()]
-    torch = sys.modules["torch"]
-    if isinstance(scale, torch.Tensor):
-        return scale.to(like.device, torch.float32)
-    return _number(float(scale), like)
-
-
-def _spread(scales: Tensor, block: int) -> Tensor:
+def spread(scales: Tensor, block: int) -> Tensor:
     """Each scale for every element of its block."""
     if tensors.is_torch(scales):
         return scales.repeat_interleave(block, -1)
     return np.repeat(scales, block, -1)
 
 
-def _same_kind(name: str, x: Any, other_name: str, other: Any) -> None:
-    if place_of(name, x)[0] != place_of(other_name, other)[0] or tensors.is_torch(x) != tensors.is_torch(other):
-        raise InvalidArgument.of(name, f"is a {type(x).__name__} on {device_text(x)}, {other_name} is not")
+def of_ue8m0(scales: Tensor) -> Tensor:
+    """Float32 of bytes of UE8M0: 2**(byte - 127), NaN for 255."""
+    if tensors.is_torch(scales):
+        torch = sys.modules["torch"]
+        bits = scales.int() << 23
+        bits = torch.where(scales == 0, 0x00400000, torch.where(scales == 255, 0x7FC00000, bits))
+        return bits.int().view(torch.float32)
+    bits = scales.astype(np.uint32) << 23
+    bits = np.where(scales == 0, 0x00400000, np.where(scales == 255, 0x7FC00000, bits))
+    return bits.astype(np.uint32).view(np.float32)
 
 
-def _check_shape(name: str, x: Tensor, wanted: tuple[int, ...]) -> None:
-    if tuple(x.shape) != wanted:
-        raise InvalidArgument.of(name, f"has shape {list(x.shape)}; it must be {list(wanted)}")
+def _bytes(words: Tensor) -> Tensor:
+    """The bytes of int32 [..., n], [..., 4 * n], the lowest first."""
+    if tensors.is_torch(words):
+        return words.contiguous().view(sys.modules["torch"].uint8)
+    return np.ascontiguousarray(words).view(np.uint8)

@@ -11,16 +11,8 @@
 namespace tw::activation {
 namespace {
 
+using quantize::each_row;
 using quantize::kBlock;
-
-// Visits each valid row of a call.
-template <class Visit>
-[[gnu::always_inline]] inline void each_row(const Rows& rows, Visit&& visit) {
-  for (int32_t group = 0; group < rows.groups; ++group) {
-    const int64_t count = rows.count(group);
-    for (int64_t i = 0; i < count; ++i) visit(group * rows.each + i);
-  }
-}
 
 template <class In>
 [[gnu::always_inline]] inline void forward(const Call& call) {

@@ -7,91 +7,26 @@
 // out.
 #include "activation/swiglu.h"
 #include "quantize/device.cuh"
-#include "quantize/launch.h"
+#include "quantize/rows.cuh"
 
 namespace tw::activation {
 namespace {
 
+using quantize::count_of;
+using quantize::each_row;
 using quantize::Element;
+using quantize::halves_of;
 using quantize::kBlock;
 using quantize::kLanes;
 using quantize::kPerLane;
 using quantize::load;
 using quantize::store;
 
-constexpr int kThreads = 256;
+constexpr int kThreads = quantize::kRowThreads;
 constexpr int kHalves = kThreads / kLanes;  // half warps of a thread block, each with 128 elements at a time
 constexpr int kWarps = kThreads / 32;
-constexpr int kGroups = 1024;    // groups whose rows are counted at a time
-constexpr int kBlocksPerSm = 4;  // limited by registers; more would not load more at once
 constexpr uint32_t kAll = 0xffffffffu;
 static_assert(kPerLane == kGroup, "a lane's elements of a row are one group of accumulators");
-
-// How many valid rows the groups before each group have.
-struct Sums {
-  int64_t before[kGroups + 1];
-};
-
-// Sums up the valid rows of groups [low, low + n). All threads take part.
-__device__ void sum_counts(const Rows& rows, int32_t low, int n, Sums& sums) {
-  for (int i = threadIdx.x; i < n; i += kThreads) sums.before[i + 1] = rows.count(low + i);
-  if (threadIdx.x == 0) sums.before[0] = 0;
-  __syncthreads();
-  for (int by = 1; by < n; by *= 2) {
-    int64_t add[kGroups / kThreads];
-    for (int k = 0; k < kGroups / kThreads; ++k) {
-      const int i = static_cast<int>(threadIdx.x) + k * kThreads;
-      add[k] = i >= by && i < n ? sums.before[i + 1 - by] : 0;
-    }
-    __syncthreads();
-    for (int k = 0; k < kGroups / kThreads; ++k) {
-      const int i = static_cast<int>(threadIdx.x) + k * kThreads;
-      if (i < n) sums.before[i + 1] += add[k];
-    }
-    __syncthreads();
-  }
-}
-
-// Calls visit(row or -1, part) for every valid row, `together` of them at a time in each thread block; `which` of these
-// is the calling thread's. A row is cut into `parts`, and visited once for each. All threads of a block come along,
-// even where there is no row for them.
-template <class Visit>
-__device__ void each_row(const Rows& rows, int together, int which, int64_t parts, Visit&& visit) {
-  Sums& sums = *quantize::shared_memory<Sums>();
-  for (int32_t low = 0; low < rows.groups; low += kGroups) {
-    const int n = min(kGroups, rows.groups - low);
-    __syncthreads();
-    sum_counts(rows, low, n, sums);
-    const int64_t valid = sums.before[n];
-    const int64_t tiles = (valid + together - 1) / together * parts;
-    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      const int64_t at = parts == 1 ? tile : tile / parts;
-      const int64_t i = at * together + which;
-      int64_t row = -1;
-      if (i < valid) {
-        int from = 0;
-        int to = n;
-        while (to - from > 1) {
-          const int middle = (from + to) / 2;
-          (sums.before[middle] <= i ? from : to) = middle;
-        }
-        row = (low + from) * rows.each + i - sums.before[from];
-      }
-      visit(row, tile - at * parts);
-    }
-  }
-}
-
-__device__ __forceinline__ int count_of(int64_t left) {
-  return left >= kPerLane ? kPerLane : left > 0 ? static_cast<int>(left) : 0;
-}
-
-// How many half warps a row has at a time: a power of two, so that they fill a thread block.
-TW_HOST_DEVICE inline int halves_of(int64_t elements) {
-  int halves = 1;
-  while (halves < kHalves && halves * kBlock < elements) halves *= 2;
-  return halves;
-}
 
 template <twDtype_t kType, bool kQuantised, bool kPowerOfTwo>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const Call call) {
@@ -99,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Call call) {
   const int halves = halves_of(call.elements);
   const int half = static_cast<int>(threadIdx.x) / kLanes;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int64_t parts = (call.elements + halves * kBlock - 1) / (halves * kBlock);
+  const int64_t parts = quantize::parts_of(call.elements, halves);
   each_row(call.rows, kHalves / halves, half / halves, parts, [&](int64_t row, int64_t part) {
     const int64_t block = part * halves + half % halves;
     const int64_t first = block * kBlock + lane * kPerLane;
@@ -190,30 +125,20 @@ auto backward_of(const Call& call) {
   return &backward_kernel<twFloat16>;
 }
 
-// Launches a kernel. `together`: how many rows a thread block has at a time.
-Status run(void (*kernel)(Call), const Call& call, int64_t together, int64_t parts, int32_t device, void* stream) {
-  quantize::CurrentDevice current;
-  TW_RETURN_IF_FAILED(quantize::enter(device, &current));
-  if (call.rows.total == 0 || call.elements == 0) return {};
-  int processors = 0;
-  TW_RETURN_IF_CUDA_FAILED(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const int64_t tiles = (call.rows.total + together - 1) / together * parts;
-  const int64_t blocks = tiles < int64_t{processors} * kBlocksPerSm ? tiles : int64_t{processors} * kBlocksPerSm;
-  TW_RETURN_IF_CUDA_FAILED(
-      quantize::launch(kernel, call, dim3(static_cast<unsigned>(blocks)), kThreads, stream, sizeof(Sums)));
-  return {};
-}
-
 }  // namespace
 
 Status swiglu_cuda(const Call& call, int32_t device, void* stream) {
+  quantize::CurrentDevice current;
+  TW_RETURN_IF_FAILED(quantize::enter(device, &current));
   const int halves = halves_of(call.elements);
-  const int64_t parts = (call.elements + halves * kBlock - 1) / (halves * kBlock);
-  return run(forward_of(call), call, kHalves / halves, parts, device, stream);
+  return quantize::launch_rows(forward_of(call), call, kHalves / halves, quantize::parts_of(call.elements, halves),
+                               device, stream);
 }
 
 Status swiglu_backward_cuda(const Call& call, int32_t device, void* stream) {
-  return run(backward_of(call), call, kWarps, 1, device, stream);
+  quantize::CurrentDevice current;
+  TW_RETURN_IF_FAILED(quantize::enter(device, &current));
+  return quantize::launch_rows(backward_of(call), call, kWarps, 1, device, stream);
 }
 
 }  // namespace tw::activation

@@ -23,20 +23,18 @@
 // place of the true value, and a sigmoid within 3.
 #pragma once
 
-#include "quantize/fp8.h"
+#include "core/status.h"
+#include "quantize/rows.h"
 
 namespace tw::activation {
+
+using quantize::Matrix;
+using quantize::Rows;
+using quantize::times;
 
 inline constexpr int kAccumulators = 256;
 inline constexpr int kGroup = 8;  // accumulators that a lane of a warp has
 
-TW_HOST_DEVICE inline float times(float a, float b) {
-#if defined(__CUDA_ARCH__)
-  return __fmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
 TW_HOST_DEVICE inline float plus(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fadd_rn(a, b);
@@ -80,27 +78,6 @@ TW_HOST_DEVICE inline Gradient swiglu_gradient(float gate, float up, float out, 
   const float a = times(gate, s);
   return {times(times(weighted, up), plus(s, times(a, plus(1.0f, -s)))), times(weighted, a), times(out, times(a, up))};
 }
-
-// The rows of a call: `groups` blocks of `each` rows; in block g the first counts[g] are valid.
-struct Rows {
-  int64_t total;  // groups * each
-  int64_t each;   // > 0 if groups > 0
-  int32_t groups;
-  const int32_t* counts;  // NULL: all are valid. On a device in its memory; clamped to 0 .. `each`
-
-  TW_HOST_DEVICE int64_t count(int64_t group) const {
-    if (counts == nullptr) return each;
-    const int64_t n = counts[group];
-    return n < 0 ? 0 : n < each ? n : each;
-  }
-};
-
-// A tensor [rows, elements] whose elements are contiguous; stride in bytes.
-struct Matrix {
-  std::byte* data;
-  int64_t stride;
-  TW_HOST_DEVICE std::byte* row(int64_t i) const { return data + i * stride; }
-};
 
 // One call, checked. Forward: `out` is of `dtype`, or e4m3 with scales.
 struct Call {

@@ -6,49 +6,27 @@
 #include "api/enter.h"
 #include "api/matrix.h"
 #include "core/config.h"
+#include "quantize/fp8.h"
 
 namespace {
 
 using tw::Argument;
 using tw::fail;
 using tw::Status;
-using tw::activation::Matrix;
 using tw::api::check_apart;
 using tw::api::check_matrix;
 using tw::api::check_memory;
 using tw::api::check_stride;
+using tw::api::check_vector;
 using tw::api::extent;
-using tw::api::Extent;
+using tw::api::extent_of_all;
 using tw::api::Extents;
+using tw::api::given;
+using tw::api::matrix_of;
 using tw::api::shape_text;
 using tw::quantize::kBlock;
 
 constexpr Argument kGateUp("gate_up");
-
-bool given(const twTensor_t* tensor) { return tensor != nullptr && (tensor->data != nullptr || tensor->ndim != 0); }
-
-Matrix matrix_of(const twTensor_t& tensor) {
-  const int64_t stride = tensor.shape[0] > 1 ? tensor.stride[0] * tw::dtype_bytes(tensor.dtype) : 0;
-  return {static_cast<std::byte*>(tensor.data), stride};
-}
-
-// Checks a vector: [n], contiguous.
-Status check_vector(const Argument& name, const twTensor_t& tensor, twDtype_t dtype) {
-  if (tensor.dtype != dtype) {
-    return fail(twInvalidArgument, "{} has dtype {}; it must be {}", name, tw::dtype_text(tensor.dtype),
-                tw::dtype_name(dtype));
-  }
-  if (tensor.ndim != 1 || tensor.shape[0] < 0) {
-    return fail(twInvalidArgument, "{} has {} dimensions; it must have 1", name, tensor.ndim);
-  }
-  if (tensor.shape[0] > 1 && tensor.stride[0] != 1) {
-    return fail(twInvalidArgument, "{} has stride {}; it must be 1: it is contiguous", name, tensor.stride[0]);
-  }
-  if (tensor.shape[0] == 0) return {};
-  if (tensor.data == nullptr) return fail(twInvalidArgument, "{} has data NULL", name);
-  if (reinterpret_cast<uintptr_t>(tensor.data) % sizeof(int32_t) == 0) return {};
-  return fail(twInvalidArgument, "{} has data {}; it must be aligned to 4 bytes", name, tensor.data);
-}
 
 Status check_row_vector(const Argument& name, const twTensor_t& tensor, int64_t rows) {
   TW_RETURN_IF_FAILED(check_vector(name, tensor, twFloat32));
@@ -77,17 +55,7 @@ Status check_inputs(const twTensor_t* gate_up, const twTensor_t* counts, const t
     return fail(twInvalidArgument, "{} has shape {}; a row is gate and up, so it must have an even number", kGateUp,
                 shape_text({rows, gate_up->shape[1]}));
   }
-  call->rows = {rows, rows, rows > 0 ? 1 : 0, nullptr};
-  if (given(counts)) {
-    TW_RETURN_IF_FAILED(check_vector("counts", *counts, twInt32));
-    const int64_t groups = counts->shape[0];
-    if (groups > INT32_MAX || (groups == 0 ? rows != 0 : rows % groups != 0)) {
-      return fail(twInvalidArgument, "{} has {} elements; their number must divide that of the rows, {}",
-                  Argument("counts"), groups, rows);
-    }
-    call->rows = {rows, groups > 0 ? rows / groups : 0, rows > 0 ? static_cast<int32_t>(groups) : 0,
-                  static_cast<const int32_t*>(counts->data)};
-  }
+  TW_RETURN_IF_FAILED(tw::api::check_counts(counts, rows, &call->rows));
   if (given(weights)) {
     TW_RETURN_IF_FAILED(check_row_vector("weights", *weights, rows));
     call->weights = static_cast<const float*>(weights->data);
@@ -124,28 +92,10 @@ Status check_quantised(const twTensor_t* out, const twTensor_t* scales, int32_t 
     TW_RETURN_IF_FAILED(check_stride("out", *out, 1, 1, "the elements of a row are contiguous"));
     TW_RETURN_IF_FAILED(check_stride("out", *out, 0, call->elements, "quantised rows are C-contiguous"));
   }
-  for (const int i : {0, 1}) call->scale_stride[i] = scales->shape[i] > 1 ? scales->stride[i] : 0;
-  const int64_t* const stride = call->scale_stride;
-  const bool by_row = scales->shape[1] <= 1 || (stride[1] == 1 && (scales->shape[0] <= 1 || stride[0] >= blocks));
-  const bool by_column =
-      scales->shape[0] <= 1 || (stride[0] == 1 && (scales->shape[1] <= 1 || stride[1] >= call->rows.total));
-  // With one row or one column a stride alone does not tell where others lie: any that is not negative is right.
-  if ((!by_row && !by_column) || stride[0] < 0 || stride[1] < 0 || (stride[0] == 0 && scales->shape[0] > 1) ||
-      (stride[1] == 0 && scales->shape[1] > 1)) {
-    return fail(twInvalidArgument, "{} has strides [{}, {}]; rows or columns must be contiguous, and apart",
-                Argument("scales"), scales->stride[0], scales->stride[1]);
-  }
+  TW_RETURN_IF_FAILED(tw::api::check_scale_order(*scales, call->scale_stride));
   call->scales = static_cast<float*>(scales->data);
   call->power_of_two = power_of_two == 1;
   return {};
-}
-
-// The extent of a vector, or of scales in either order.
-Extent extent_of_all(const twTensor_t& tensor) {
-  int64_t last = 0;
-  for (int i = 0; i < tensor.ndim; ++i) last += tensor.shape[i] > 1 ? (tensor.shape[i] - 1) * tensor.stride[i] : 0;
-  const auto* const data = static_cast<const std::byte*>(tensor.data);
-  return {data, data + (last + 1) * tw::dtype_bytes(tensor.dtype)};
 }
 
 void add_inputs(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights, Extents* inputs) {

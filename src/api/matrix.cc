@@ -10,6 +10,8 @@
 
 namespace tw::api {
 
+bool given(const twTensor_t* tensor) { return tensor != nullptr && (tensor->data != nullptr || tensor->ndim != 0); }
+
 std::string shape_text(std::initializer_list<int64_t> shape) {
   std::string text = "[";
   for (const int64_t n : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(n);
@@ -65,9 +67,66 @@ Status check_float_rows(const Argument& name, const twTensor_t* rows, const char
   return {};
 }
 
+Status check_vector(const Argument& name, const twTensor_t& tensor, twDtype_t dtype) {
+  if (tensor.dtype != dtype) {
+    return fail(twInvalidArgument, "{} has dtype {}; it must be {}", name, tw::dtype_text(tensor.dtype),
+                tw::dtype_name(dtype));
+  }
+  if (tensor.ndim != 1 || tensor.shape[0] < 0) {
+    return fail(twInvalidArgument, "{} has {} dimensions; it must have 1", name, tensor.ndim);
+  }
+  if (tensor.shape[0] > 1 && tensor.stride[0] != 1) {
+    return fail(twInvalidArgument, "{} has stride {}; it must be 1: it is contiguous", name, tensor.stride[0]);
+  }
+  if (tensor.shape[0] == 0) return {};
+  if (tensor.data == nullptr) return fail(twInvalidArgument, "{} has data NULL", name);
+  if (reinterpret_cast<uintptr_t>(tensor.data) % sizeof(int32_t) == 0) return {};
+  return fail(twInvalidArgument, "{} has data {}; it must be aligned to 4 bytes", name, tensor.data);
+}
+
+Status check_counts(const twTensor_t* counts, int64_t total, quantize::Rows* rows) {
+  *rows = {total, total, total > 0 ? 1 : 0, nullptr};
+  if (!given(counts)) return {};
+  TW_RETURN_IF_FAILED(check_vector("counts", *counts, twInt32));
+  const int64_t n = counts->shape[0];
+  if (n > INT32_MAX || (n == 0 ? total != 0 : total % n != 0)) {
+    return fail(twInvalidArgument, "{} has {} elements; their number must divide that of the rows, {}",
+                Argument("counts"), n, total);
+  }
+  *rows = {total, n > 0 ? total / n : 0, total > 0 ? static_cast<int32_t>(n) : 0,
+           static_cast<const int32_t*>(counts->data)};
+  return {};
+}
+
+Status check_scale_order(const twTensor_t& scales, int64_t stride[2]) {
+  const int64_t* const shape = scales.shape;
+  for (const int i : {0, 1}) stride[i] = shape[i] > 1 ? scales.stride[i] : 0;
+  const bool by_row = shape[1] <= 1 || (stride[1] == 1 && (shape[0] <= 1 || stride[0] >= shape[1]));
+  const bool by_column = shape[0] <= 1 || (stride[0] == 1 && (shape[1] <= 1 || stride[1] >= shape[0]));
+  // With one row or one column a stride alone does not tell where others lie: any that is positive is right.
+  const auto right = [&](int i) {
+    return shape[i] <= 1 ? stride[i] == 0 : stride[i] > 0 && stride[i] <= INT64_MAX / 32 / shape[i];
+  };
+  if ((by_row || by_column) && right(0) && right(1)) return {};
+  return fail(twInvalidArgument, "{} has strides [{}, {}]; rows or columns must be contiguous, and apart",
+              Argument("scales"), scales.stride[0], scales.stride[1]);
+}
+
+quantize::Matrix matrix_of(const twTensor_t& tensor) {
+  const int64_t stride = tensor.shape[0] > 1 ? tensor.stride[0] * tw::dtype_bytes(tensor.dtype) : 0;
+  return {static_cast<std::byte*>(tensor.data), stride};
+}
+
 Extent extent(const twTensor_t& matrix) {
   const int64_t bytes = tw::dtype_bytes(matrix.dtype);
   return extent_of(matrix.data, matrix.shape[0], matrix.stride[0] * bytes, matrix.shape[1] * bytes);
+}
+
+Extent extent_of_all(const twTensor_t& tensor) {
+  int64_t last = 0;
+  for (int i = 0; i < tensor.ndim; ++i) last += tensor.shape[i] > 1 ? (tensor.shape[i] - 1) * tensor.stride[i] : 0;
+  const auto* const data = static_cast<const std::byte*>(tensor.data);
+  return {data, data + (last + 1) * tw::dtype_bytes(tensor.dtype)};
 }
 
 Status check_place(int32_t device, const void* stream) {

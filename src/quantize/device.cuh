@@ -91,10 +91,19 @@ inline __device__ void store(uint8_t* to, int count, uint64_t values) {
   }
 }
 
-// The largest magnitude of the half warp's. Every lane of the warp takes part.
-inline __device__ uint32_t largest_of_block(uint32_t magnitude) {
+// The largest magnitude of a lane's elements, as bits: NaN is larger than infinity, and infinity than all numbers.
+inline __device__ uint32_t largest_of(const float (&x)[kPerLane]) {
+  uint32_t magnitude = 0;
 #pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+  for (int i = 0; i < kPerLane; ++i) magnitude = max(magnitude, __float_as_uint(x[i]) & kMagnitude);
+  return magnitude;
+}
+
+// The largest of so many neighbouring lanes' magnitudes. Every lane of the warp takes part.
+template <int kTogether>
+__device__ __forceinline__ uint32_t largest_of_lanes(uint32_t magnitude) {
+#pragma unroll
+  for (int distance = kTogether / 2; distance > 0; distance /= 2) {
     magnitude = max(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, distance));
   }
   return magnitude;
@@ -129,10 +138,7 @@ __device__ __forceinline__ void store(std::byte* to, int count, const float (&x)
 // the scale; *to: this lane's e4m3 values.
 template <bool kPowerOfTwo>
 __device__ __forceinline__ float quantize_lanes(const float (&x)[kPerLane], uint64_t* to) {
-  uint32_t magnitude = 0;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) magnitude = max(magnitude, __float_as_uint(x[i]) & kMagnitude);
-  magnitude = largest_of_block(magnitude);
+  const uint32_t magnitude = largest_of_lanes<kLanes>(largest_of(x));
   const float scale = scale_of(magnitude, kPowerOfTwo);
   // For a power of two, multiplying with the reciprocal is the same as dividing: both are exact up to the one rounding.
   const float inverse = kPowerOfTwo ? divide(1.0f, scale) : 0.0f;

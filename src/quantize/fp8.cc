@@ -16,8 +16,9 @@ template <class In>
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t first = block * kBlock;
       const int n = static_cast<int>(std::min<int64_t>(kBlock, call.elements - first));
-      call.scales[token * blocks + block] = quantize_block(row + first, n, call.power_of_two, values + first);
+      put_scale(call, token, block, quantize_block(row + first, n, call.power_of_two, values + first));
     }
+    for (int64_t block = blocks; block < call.places(); ++block) put_scale(call, token, block, 0.0f);
   }
 }
 

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const Call call) {
     uint64_t values;
     const float scale = quantize_lanes<kPowerOfTwo>(x, &values);
     store(call.values + row * call.elements + first, count, values);
-    if (lane == 0 && block < blocks) call.scales[row * blocks + block] = scale;
+    if (lane == 0 && block < call.places()) put_scale(call, row, block, block < blocks ? scale : 0.0f);
   }
 }
 
@@ -53,7 +53,7 @@ Status quantize_fp8_cuda(const Call& call, int32_t device, void* stream) {
   CurrentDevice current;
   TW_RETURN_IF_FAILED(enter(device, &current));
   if (call.tokens == 0 || call.elements == 0) return {};
-  const int64_t lanes = call.blocks() * kLanes;
+  const int64_t lanes = call.places() * kLanes;
   const int threads = lanes >= kThreads ? kThreads : static_cast<int>((lanes + 31) / 32 * 32);
   const int64_t columns = (lanes + threads - 1) / threads;
   if (columns > kMaxGridColumns) {

@@ -16,36 +16,15 @@
 // 5.4e-33 (448 * 2^-116) pay for it with precision.
 #pragma once
 
-#include <bit>
 #include <cstddef>
-#include <cstdint>
 
 #include "core/status.h"
-
-#if defined(__CUDACC__)
-#define TW_HOST_DEVICE __host__ __device__
-#else
-#define TW_HOST_DEVICE
-#endif
+#include "quantize/floats.h"
 
 namespace tw::quantize {
 
-inline constexpr int kBlock = 128;          // elements that share a scale
-inline constexpr float kLargest = 448.0f;   // of e4m3
-inline constexpr uint8_t kNanValue = 0x7f;  // of e4m3
+inline constexpr int kBlock = 128;  // elements that share a scale
 inline constexpr float kLeastScale = 0x1p-116f;
-
-inline constexpr uint32_t kMagnitude = 0x7fffffffu;  // a float without its sign
-inline constexpr uint32_t kInfinity = 0x7f800000u;   // magnitudes from here on are infinite or NaN
-
-// The quotient rounded to nearest even, whatever the flags of the compiler.
-TW_HOST_DEVICE inline float divide(float a, float b) {
-#if defined(__CUDA_ARCH__)
-  return __fdiv_rn(a, b);
-#else
-  return a / b;
-#endif
-}
 
 // The scale of a block. `magnitude`: the largest of its magnitudes, compared as bits. So NaN is larger than infinity,
 // infinity is larger than all numbers, and none of them is lost, in whatever order the elements are looked at.
@@ -63,37 +42,35 @@ TW_HOST_DEVICE inline float scale_of(uint32_t magnitude, bool power_of_two) {
   return scale < kLeastScale ? kLeastScale : scale;
 }
 
-// Converts to e4m3 (no infinities, largest 448, NaN 0x7f and 0xff), rounded to nearest even; a value that rounds beyond
-// 448 becomes NaN. It has no branch, so that compilers vectorise it.
-TW_HOST_DEVICE inline uint8_t e4m3(float value) {
-  const uint32_t all = std::bit_cast<uint32_t>(value);
-  const uint32_t bits = all & kMagnitude;
-  // Below 2^-6 the addition of 2^14 puts the last place of a float32 at 2^-9, that of an e4m3 subnormal: the hardware
-  // rounds to nearest even.
-  constexpr uint32_t kShift = 141u << 23;
-  const uint32_t subnormal =
-      std::bit_cast<uint32_t>(std::bit_cast<float>(bits) + std::bit_cast<float>(kShift)) - kShift;
-  const uint32_t normal = (bits - ((127u - 7u) << 23) + 0x7ffffu + (bits >> 20 & 1u)) >> 20;
-  constexpr uint32_t kLeastNormal = 121u << 23;  // 2^-6
-  constexpr uint32_t kLastFinite = 0x43e80000u;  // 464, half way to what would be 480: to even, 448
-  uint32_t value8 = bits < kLeastNormal ? subnormal : normal;
-  value8 = bits > kLastFinite ? kNanValue : value8;
-  return static_cast<uint8_t>((all >> 24 & 0x80u) | value8);
-}
-
 // One call of twQuantizeFp8, checked.
 struct Call {
   const std::byte* rows;  // [tokens, elements], elements contiguous
   int64_t row_stride;     // bytes
   twDtype_t dtype;        // twFloat32, twBfloat16 or twFloat16
   int64_t tokens;
-  int64_t elements;  // elements of a row, > 0
-  uint8_t* values;   // [tokens, elements], contiguous
-  float* scales;     // [tokens, blocks()], contiguous
+  int64_t elements;         // elements of a row, > 0
+  uint8_t* values;          // [tokens, elements], contiguous
+  float* scales;            // [tokens, blocks()], or packed [tokens, places() / 4], of 4 bytes each
+  int64_t scale_stride[2];  // in such elements
   bool power_of_two;
+  bool packed;  // UE8M0, four to an int32; then power_of_two
 
   TW_HOST_DEVICE int64_t blocks() const { return (elements + kBlock - 1) / kBlock; }  // blocks of a row
+  // Scales of a row that are written: packed, whole words.
+  TW_HOST_DEVICE int64_t places() const { return packed ? (blocks() + 3) / 4 * 4 : blocks(); }
 };
+
+// Stores the scale of a block; packed, that is its exponent as float32 has it: 2^(byte - 127), 255 for NaN, and 0 for
+// the 0.0 that stands behind a row's last block.
+TW_HOST_DEVICE inline void put_scale(const Call& call, int64_t token, int64_t block, float scale) {
+  float* const row = call.scales + token * call.scale_stride[0];
+  if (!call.packed) {
+    row[block * call.scale_stride[1]] = scale;
+  } else {
+    auto* const word = reinterpret_cast<uint8_t*>(row + block / 4 * call.scale_stride[1]);
+    word[block % 4] = static_cast<uint8_t>(std::bit_cast<uint32_t>(scale) >> 23);
+  }
+}
 
 // Quantises on the calling thread.
 void quantize_fp8_cpu(const Call& call);

@@ -210,6 +210,30 @@ TEST(Quantize, SpecialBlocks) {
   }
 }
 
+TEST(Quantize, PackedScales) {
+  std::vector<float> memory(2 * 640);
+  for (size_t block = 0; block < 10; ++block) {
+    memory[128 * block + 5] = std::ldexp(-448.0f, static_cast<int>(block));
+    if (block == 3) memory[128 * block] = NAN;
+  }
+  std::fill_n(memory.begin() + 7 * 128, 128, 0.0f);
+  const twTensor_t rows = tensor(memory.data(), twFloat32, {2, 640});
+  std::vector<uint8_t> values(memory.size());
+  const twTensor_t to = tensor(values.data(), twFloat8e4m3, {2, 640});
+  std::array<int32_t, 8> words{};
+  for (const bool by_column : {false, true}) {
+    words.fill(-1);
+    twTensor_t by = tensor(words.data(), twInt32, {2, 2});
+    if (by_column) by.stride[0] = 1, by.stride[1] = 4;
+    ASSERT_TW(twSuccess, twQuantizeFp8(&rows, &to, &by, 1, -1, nullptr));
+    const auto word = [&](int row, int i) { return words[static_cast<size_t>(by_column ? 4 * i + row : 2 * row + i)]; };
+    EXPECT_EQ(word(0, 0), static_cast<int32_t>(0xff81807fu));  // the scales 1, 2, 4, NaN
+    EXPECT_EQ(word(0, 1), 0x00000083);
+    EXPECT_EQ(word(1, 0), static_cast<int32_t>(0x877f8584u));  // 32, 64, 1 of zeros, 256
+    EXPECT_EQ(word(1, 1), 0x00000088);
+  }
+}
+
 // A right call, to be spoilt.
 struct QuantizeRefusals : ::testing::Test {
   std::array<float, 600> memory{};
@@ -263,7 +287,10 @@ TEST_F(QuantizeRefusals, TypesAndMemory) {
   refuses("rows has stride 2 in dimension 1 of shape [3, 200]; it must be 1", [&] { rows.stride[1] = 2; });
   refuses("rows has stride 9223372036854775807 in dimension 0; it must be from -", [&] { rows.stride[0] = INT64_MAX; });
   refuses("values has stride 201 in dimension 0 of shape [3, 200]; it must be 200", [&] { values.stride[0] = 201; });
-  refuses("scales has stride 1 in dimension 0 of shape [3, 2]; it must be 2", [&] { scales.stride[0] = 1; });
+  refuses("scales has strides [1, 1]; rows or columns must be contiguous", [&] { scales.stride[0] = 1; });
+  refuses("scales has strides [9223372036854775807, 1]; rows or", [&] { scales.stride[0] = INT64_MAX; });
+  refuses("scales has dtype int32, of packed powers of two, but power_of_two is 0; it must be 1",
+          [&] { scales = tensor(floats.data(), twInt32, {3, 1}); });
   refuses("overlaps rows", [&] { values.data = memory.data(); });
   refuses("overlaps rows", [&] { scales.data = memory.data() + 599; });
   refuses("scales at", [&] { scales.data = bytes.data() + 596; });

@@ -87,6 +87,14 @@ T atomicMin(T* at, std::type_identity_t<T> value) {
   return before;
 }
 template <class T>
+T atomicMax(T* at, std::type_identity_t<T> value) {
+  T before = __atomic_load_n(at, __ATOMIC_SEQ_CST);
+  while (before < value &&
+         !__atomic_compare_exchange_n(at, &before, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+  }
+  return before;
+}
+template <class T>
 T atomicExch(T* at, std::type_identity_t<T> value) {
   return __atomic_exchange_n(at, value, __ATOMIC_SEQ_CST);
 }

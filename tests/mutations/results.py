@@ -65,7 +65,41 @@ RESULTS = (
         "valid rows",
         "activation_test",
         "Activation.ValidRowsAlone",
-        (Edit("src/activation/swiglu.h", "return n < 0 ? 0 : n < each ? n : each;", "return n < 0 ? 0 : each;"),),
+        (Edit("src/quantize/rows.h", "return n < 0 ? 0 : n < each ? n : each;", "return n < 0 ? 0 : each;"),),
+    ),
+    Mutation(
+        "shared exponents rounded up",
+        "bits",
+        "microscaling_test",
+        "Microscaling.FloorsAndSaturates",
+        (Edit("src/quantize/mxfp8.h", "exponent = magnitude >> 23;", "exponent = (magnitude + 0x7fffffu) >> 23;"),),
+    ),
+    Mutation(
+        "a global scale of a block that is spoilt",
+        "bits",
+        "microscaling_test",
+        "Microscaling.ValidRowsAlone",
+        (Edit("src/quantize/nvfp4.cc", "magnitude < kInfinity ? magnitude : 0", "magnitude"),),
+    ),
+    Mutation(
+        "subnormal elements that a processor flushes",
+        "bits",
+        "microscaling_test",
+        "Microscaling.FlushedOrNot",
+        (
+            Edit(
+                "src/quantize/mxfp8.h",
+                "const bool subnormal = magnitude < kLeastNormal;",
+                "const bool subnormal = magnitude == 0;",
+            ),
+        ),
+    ),
+    Mutation(
+        "packed scales from the high end",
+        "bits",
+        "quantize_test",
+        "Quantize.PackedScales",
+        (Edit("src/quantize/fp8.h", "word[block % 4] =", "word[3 - block % 4] ="),),
     ),
     Mutation(
         "a sum over a row in another order",

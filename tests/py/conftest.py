@@ -155,6 +155,23 @@ def made_for(backend: str) -> Any:
     return harness.BACKENDS[backend]
 
 
+@pytest.fixture
+def rows_in_place(made_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On emulated devices tensors are the CPU's: calls beside the exchange say that they are a device's."""
+    if made_for.name != "emulated":
+        return
+    from tokenway import activation, microscaling, quantize
+
+    honest = quantize.place_of
+
+    def place(name: str, x: Any) -> tuple[int, int]:
+        honest(name, x)
+        return 0, emulated_backend.stream_of(0)
+
+    for module in (activation, microscaling, quantize):
+        monkeypatch.setattr(module, "place_of", place)
+
+
 def enough(backend: str, kind: str, nranks: int) -> None:
     """Skips what has more ranks than a backend can have here."""
     most = harness.BACKENDS[backend].most_ranks(kind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,27 +12,15 @@ from hypothesis import strategies as st
 from test_quantize import DTYPES, activations, quantized
 
 import tokenway as tw
-from tokenway import _native, activation
+from tokenway import _native
 from tokenway import reference as ref
+from tokenway.quantize import described
 
 Array = np.ndarray
 SHAPES = [(0, 8), (1, 1), (5, 3), (6, 128), (7, 129), (4, 300), (3, 2311), (2, 4096)]
 
 
-@pytest.fixture(autouse=True)
-def _emulated(made_for: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On emulated devices tensors are the CPU's: calls say that they are a device's."""
-    if made_for.name == "emulated":
-        from emulated_backend import stream_of
-
-        honest = activation.place_of
-
-        def place(name: str, x: Any) -> tuple[int, int]:
-            honest(name, x)
-            return 0, stream_of(0)
-
-        monkeypatch.setattr(activation, "place_of", place)
-    yield
+pytestmark = pytest.mark.usefixtures("rows_in_place")
 
 
 def inputs(rows: int, inner: int, dtype: str, seed: int = 0) -> tuple[Array, Array, Array]:
@@ -248,5 +235,5 @@ def test_memory_of_its_own() -> None:
         tw.swiglu(np.zeros((4, 6), np.float32), out=fixed)
     if not hasattr(_native.lib, "cudaStreamCreateWithFlags"):
         with pytest.raises(tw.InvalidArgument, match="stream is 0x1; it must be NULL"):
-            described = [activation._described(np.zeros(shape, np.float32)) for shape in ((4, 6), (4, 3))]
-            _native.check(_native.lib.twSwiGlu(described[0], None, None, described[1], None, 0, -1, 1))
+            x, y = (described(np.zeros(shape, np.float32)) for shape in ((4, 6), (4, 3)))
+            _native.check(_native.lib.twSwiGlu(x, None, None, y, None, 0, -1, 1))
