@@ -232,7 +232,8 @@ def connect(
 
     Nothing of torch.distributed needs to be initialised for these: process_group: also a ProcessGroup made by hand, or
     an object with `rank`, `size` or `world_size`, and `store`, each a method or an attribute (vLLM's
-    StatelessProcessGroup). rank and nranks with store: a torch.distributed.Store that the ranks share. rank and nranks
+    StatelessProcessGroup). rank and nranks with store: a torch.distributed.Store that the ranks share, and no other set
+    of ranks (a PrefixStore each, if there are several). rank and nranks
     with allgather(mine): the bytes that every rank gives, equally many, as a list in rank order, for instance that of
     an mpi4py communicator; only itself bounds how long it waits. It is called a few times, in this thread.
 

@@ -81,7 +81,7 @@ def gather_at(store: Any, occasion: str, mine: Any, rank: int, nranks: int, time
 
     if nranks == 1:
         return [mine]
-    table = _Table(dist.PrefixStore("tokenway", store), occasion, mine, rank, nranks, timeout)
+    table = _Table(dist.PrefixStore(f"tokenway-{nranks}", store), occasion, mine, rank, nranks, timeout)
     made = Bounded(table.meet)
     try:
         if made.wait(timeout + _SLOW):

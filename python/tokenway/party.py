@@ -118,16 +118,20 @@ def _by(allgather: Callable[[bytes], Any], rank: int, nranks: int) -> Callable[[
             mine = [x[:_MOST] if isinstance(x, str) else x for x in mine]
         card = json.dumps([occasion, mine]).encode()
         # In this thread, as it may be one of few that may call it; so nothing but itself bounds how long it waits.
-        cards = [
-            json.loads(bytes(part))
-            for part in gathered(allgather, card.ljust(-(-len(card) // _CARD) * _CARD), rank, nranks)
-        ]
-        for source, (found, _) in enumerate(cards):
-            if found != occasion:
-                raise SystemFailure(f"allgather returned on rank {rank} what rank {source} gave at another time")
-        return [told for _, told in cards]
+        parts = gathered(allgather, card.ljust(-(-len(card) // _CARD) * _CARD), rank, nranks)
+        return [_told(part, occasion, rank, source) for source, part in enumerate(parts)]
 
     return gather
+
+
+def _told(card: Any, occasion: str, rank: int, source: int) -> Any:
+    try:
+        found, told = json.loads(bytes(card))
+    except (ValueError, TypeError):
+        raise SystemFailure(f"allgather returned on rank {rank} what rank {source} has not given") from None
+    if found != occasion:
+        raise SystemFailure(f"allgather returned on rank {rank} what rank {source} gave at another time")
+    return told
 
 
 def gathered(allgather: Callable[[bytes], Any], mine: bytes, rank: int, nranks: int) -> list[Any]:

@@ -331,11 +331,14 @@ def unwritable_torch(name: str, x: Any) -> InvalidArgument | None:
 def is_plain(x: Any) -> bool:
     """Whether x, whose type is PyTorch's own, is an ordinary tensor that anybody may write to: what `unlike_torch` and
     `unwritable_torch` ask, in a fifth of the time. False says nothing."""
-    return bool(
-        x.layout is sys.modules["torch"].strided
-        and x.data_ptr()
-        and not (x.requires_grad or x.is_neg() or x.is_inference())
-    )
+    try:
+        return bool(
+            x.layout is sys.modules["torch"].strided
+            and x.data_ptr()
+            and not (x.requires_grad or x.is_neg() or x.is_inference())
+        )
+    except Exception:  # a tensor without memory, as in a transform of torch.func
+        return False
 
 
 def problem_of_output(name: str, x: Any) -> InvalidArgument | None:

@@ -33,7 +33,7 @@ def _choose_increment() -> Callable[[Sequence[Any]], object]:
     increment: Any = sys.modules["torch"].autograd.graph.increment_version
     try:
         increment(())
-    except TypeError:  # PyTorch 2.4 takes one tensor at a time
+    except (TypeError, RuntimeError):  # PyTorch 2.4 takes one tensor at a time
         return lambda tensors: [increment(x) for x in tensors]
     return increment
 

@@ -335,7 +335,6 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
                 Function{"twExchangeCounts"});
   }
   TW_RETURN_IF_FAILED(check_bound(group, handle, output.layout, input.bound, call));
-  call->rows.map = group.backend->places(call->rows.map, call->bound);
   TW_RETURN_IF_FAILED(check_switch("input.send_only", input.send_only));
   TW_RETURN_IF_FAILED(check_switch("input.uncounted", input.uncounted));
   call->counted = input.uncounted == 0;
@@ -352,6 +351,8 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
   Extents written;
   Extents read;
   TW_RETURN_IF_FAILED(check_targets(group, handle, output, call->rows, call->bound, &call->targets, &written));
+  const int64_t shown = layout_of(output.layout).by_expert ? 0 : call->targets.rows;
+  call->rows.map = group.backend->places(call->rows.map, call->bound, shown);
   TW_RETURN_IF_FAILED(check_index_lists(group, output, call->bound, &call->targets, &written));
   TW_RETURN_IF_FAILED(check_outside(group, written));
   if (group.backend->on_device()) add_read(group, handle, input, call->rows, &read);

@@ -335,8 +335,9 @@ class Backend {
   // any thread.
   virtual std::byte* window() = 0;
   virtual std::shared_ptr<void> keep_window() = 0;
-  // The map of a dispatch of such rows and such a bound: where the rows come to lie in this rank's window.
-  virtual WindowMap places(const WindowMap& rows, int32_t /*bound*/) const { return rows; }
+  // The map of a dispatch of such rows and such a bound: where the rows come to lie in this rank's window. `shown`:
+  // rows of the view, which may be more than can come.
+  virtual WindowMap places(const WindowMap& rows, int32_t /*bound*/, int64_t /*shown*/) const { return rows; }
   // Where payload q of a step lies in the window, [N, b, row]: the zero-copy view. `map`: what places() gives.
   void* view(const WindowMap& map, StepPlace at, int q) {
     return window() + map.payload(at.channel, at.bank(), q, 0, 0, 0);

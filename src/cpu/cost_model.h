@@ -77,7 +77,12 @@ constexpr uint64_t gathered_row_bytes(const Shape& shape) {
   return shape.dispatch_bytes() + meta_bytes(shape.top_k) - sizeof(RowHeader);
 }
 
-constexpr uint64_t combined_row_bytes(const Shape& shape) { return shape.combine_bytes + kPutHeader; }
+// Bytes of a combine's row, with values of its choices where they fit.
+constexpr uint64_t combined_row_bytes(const Shape& shape) {
+  const uint64_t values = sizeof(float) * static_cast<uint64_t>(shape.top_k);
+  const bool valued = shape.combine_room >= shape.combine_bytes + values;
+  return shape.combine_bytes + kPutHeader + (valued ? values + kPutHeader : 0);
+}
 
 // Bytes of a dispatch's message that tell what its rank has sent to each expert.
 constexpr uint64_t told_loads_bytes(const Shape& shape) {

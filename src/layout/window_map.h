@@ -199,6 +199,11 @@ class WindowMap {
     return map;
   }
 
+  // How many rows of each payload that map has room for.
+  constexpr int64_t unpacked_rows() const {
+    return static_cast<int64_t>(shape_.ranks) * static_cast<int64_t>(packet_places_);
+  }
+
   constexpr const Shape& shape() const { return shape_; }
   constexpr uint64_t bytes() const { return bytes_; }
   constexpr uint64_t channel_bytes() const { return channel_bytes_; }

@@ -6,12 +6,17 @@ writes into what this one reads, wherever that lies in a bank.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import player
 import pytest
 from cases import Case, Round, Setup, fewer_ranks, one, verify_case
+
+import tokenway as tw
+from tokenway import reference
 
 SETUP = Setup(ranks=3, experts=7, top_k=3, hidden=64, max_tokens=40, dtype="float32", combine_dtype="float32")
 FEW, MANY = (5, 6, 3), (40, 31, 37)
@@ -72,6 +77,42 @@ def test_several_payloads(world: Any, payloads: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TOKENWAY_LINE_TOKENS", "8")
     for layout in ("rank_major", "flat"):
         check(world, one(setup(layout, payloads=payloads), *rounds(layout), slow=2))
+
+
+@pytest.mark.parametrize("kind", ["threads"])
+def test_a_view_of_a_fixed_size(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has more rows than can come by a small bound, and experts write over all of it."""
+    monkeypatch.setenv("TOKENWAY_LINE_TOKENS", "8")
+    ranks = world(3)
+    ranks.forget()
+    try:
+        assert (
+            ranks.run(write_over_all, SETUP.settings() | {"mode": "high_throughput", "max_recv_tokens": 120})
+            == [True] * 3
+        )
+    finally:
+        ranks.forget()
+
+
+def write_over_all(env: Any, settings: dict[str, Any]) -> bool:
+    with tw.Group(env.comm, **settings) as group:
+        for step in range(12):
+            rng = np.random.default_rng([step, group.rank])
+            ids = np.stack([rng.permutation(group.experts)[: group.top_k] for _ in range(5)]).astype(np.int32)
+            x = rng.standard_normal((5, group.hidden)).astype(np.float32)
+            handle = group.route(env.backend.tensor(ids))
+            group.exchange_counts(handle)
+            received = group.dispatch(handle, env.backend.tensor(x), bound=6)
+            rows = received.tokens
+            if group.rank == step % 3:
+                time.sleep(0.02)  # peers' partials are here before this rank writes
+            rows *= 2
+            out = env.backend.array(group.combine(handle, rows, weighting="none"))
+            ranks = reference.placement(group.experts, group.nranks)[0][ids]
+            fan = np.array([len(set(row)) for row in ranks.tolist()], np.float32)[:, None]
+            if not np.array_equal(out, 2 * x * fan):
+                return False
+    return True
 
 
 @pytest.mark.parametrize("kind", ["threads"])

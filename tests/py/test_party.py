@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,23 @@ def test_an_allgather_that_raises_or_brings_old_cards() -> None:
     assert gather("first", "a", 1.0) == ["a", "a"]
     result, text, *_ = caught(gather, "second", "b", 1.0)
     assert (result, text) == ("twSystemError", "allgather returned on rank 0 what rank 1 gave at another time")
+    for wrong in (b"?", b"5", b"[1, 2, 3]", bytes([255])):
+        noise = party.party_of(None, 0, 2, None, lambda mine, wrong=wrong: [mine, wrong.ljust(len(mine))]).gather
+        result, text, *_ = caught(noise, "first", "a", 1.0)
+        assert (result, text) == ("twSystemError", "allgather returned on rank 0 what rank 1 has not given")
+
+
+@pytest.mark.usefixtures("torch")
+def test_one_store_for_other_numbers_of_ranks() -> None:
+    """Ranks that have met may meet again in other numbers."""
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    for nranks in (2, 4, 3, 2, 4):
+
+        def meet(rank: int, nranks: int = nranks) -> list[Any]:
+            return party.party_of(None, rank, nranks, store, None).gather("again", [nranks, rank], PATIENT)
+
+        with ThreadPoolExecutor(nranks) as pool:
+            met = list(pool.map(meet, range(nranks)))
+        assert met == [[[nranks, rank] for rank in range(nranks)]] * nranks

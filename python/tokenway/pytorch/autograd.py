@@ -94,7 +94,7 @@ def dispatch(
     layer: int = 0,
 ) -> Routed:
     """Sends every token to the ranks of its experts. A step of all ranks, and one in the backward pass if tokens or
-    weights require gradients, which must be so on all ranks or on none.
+    weights require gradients, which must be so of each of the two on all ranks or on none.
 
     tokens: [T, H] of the group's dtype, differentiable. ids: [T, K] int32 or int64, -1 for "no expert", each id at most
     once per token. weights: [T, K] float32, differentiable. layout: "rank_major", or of a group of high throughput

@@ -157,9 +157,18 @@ def check_local(group: Group, what: str) -> None:
 # ---- what peers learn ------------------------------------------------------------------------------
 
 
-def refuse_combine(handle: Handle[Group]) -> None:
-    """As Group.refuse_dispatch: no rows are refused, and the peers told."""
-    refuse(lambda rows: handle.group.combine(handle, rows))
+def refuse_combine(handle: Handle[Group], back: Calls | None = None) -> None:
+    """As Group.refuse_dispatch: no rows are refused, and the peers told. back: what would have combined, by default as
+    `returning` says: a refusal of rows of another type moves other sizes than the peers' call."""
+    calls = back or _calls_back(handle.group)
+    refuse(lambda rows: calls.combine(handle, rows))
+
+
+def _calls_back(group: Group) -> Calls:
+    try:
+        return returning(group)
+    except TokenwayError:  # nobody has room for such rows
+        return group
 
 
 def refuse(call: Callable[[None], object]) -> None:
@@ -299,7 +308,8 @@ def readable(x: Tensor) -> Tensor:
 
 def _refuse_gradients(handle: Handle[Group], weights_too: bool) -> None:
     """As `refuse_combine`, of one with values beside its rows where the peers' has some."""
-    refuse(lambda rows: handle.group.combine(handle, rows, choice_values=() if weights_too else None))
+    calls = _calls_back(handle.group)
+    refuse(lambda rows: calls.combine(handle, rows, choice_values=() if weights_too else None))
 
 
 def return_rows(handle: Handle[Group], rows: Tensor, layout: str) -> Tensor:

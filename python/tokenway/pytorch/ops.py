@@ -12,6 +12,7 @@ import torch.fx
 
 from tokenway import tensors
 from tokenway.arguments import telling
+from tokenway.calls import Calls
 from tokenway.errors import InvalidArgument
 from tokenway.group import Group
 from tokenway.handle import Handle
@@ -143,9 +144,11 @@ def _combine(
     on = _group(group)
     with telling(lambda: _refuse_only_combine(on)):
         number, handle = _kept(on, order)
-    with telling(lambda: gradients.refuse_combine(handle)):
+    back: Calls = on
+    with telling(lambda: gradients.refuse_combine(handle, back)):
         # Rows of a token's elements come back as such, where the group returns longer ones too.
-        back = gradients.returning(on) if _narrow(on, rows) else on
+        if _narrow(on, rows):
+            back = gradients.returning(on)
         if tokens != handle.tokens:
             raise InvalidArgument.of("tokens", f"is {tokens}; it must be those of the dispatch, {handle.tokens}")
     out = back.combine(handle, rows, weighting=weighting)

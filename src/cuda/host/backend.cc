@@ -62,9 +62,12 @@ void fill_place(const Report& report, ErrorRecord* record) {
 
 }  // namespace
 
-// All ranks have agreed on packet_tokens and give the same bound, so all rows of such a step come as packets.
-WindowMap NvlinkBackend::places(const WindowMap& rows, int32_t bound) const {
-  return bound <= std::min(view_.packet_tokens, rows.shape().packet_tokens) ? rows.unpacked() : rows;
+// All ranks have agreed on packet_tokens and give the same bound, so all rows of such a step come as packets. Where
+// their receiver puts them is its own affair: a view of more rows than there are unpacked ones (a fixed
+// max_recv_tokens) lies in the bank.
+WindowMap NvlinkBackend::places(const WindowMap& rows, int32_t bound, int64_t shown) const {
+  const bool packets = bound <= std::min(view_.packet_tokens, rows.shape().packet_tokens);
+  return packets && shown <= rows.unpacked_rows() ? rows.unpacked() : rows;
 }
 
 bool NvlinkBackend::captures(const void* stream) const {

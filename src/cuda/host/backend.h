@@ -60,7 +60,7 @@ class NvlinkBackend : public Backend {
   DeviceLinks links() const override { return {view_.packet_tokens, windows_.links}; }
   bool describe(twPortableInfo_t* info) const override;
 
-  WindowMap places(const WindowMap& rows, int32_t bound) const override;
+  WindowMap places(const WindowMap& rows, int32_t bound, int64_t shown) const override;
 
   bool captures(const void* stream) const override;
   bool captures_any() const override;
