@@ -16,7 +16,7 @@ from harness import PATIENT, Cpu, Env, caught
 from player import Player
 
 import tokenway as tw
-from tokenway import tensors
+from tokenway import tensors, versions
 
 pytestmark = pytest.mark.torch
 SCRIPT = Path(__file__).with_name("launched.py")
@@ -276,3 +276,34 @@ def test_memory_of_a_handle(torch) -> None:
         sentence = "memory is not contiguous"
         wide = torch.zeros(group.handle_bytes * 2, dtype=torch.uint8)[::2]
         assert sentence in caught(group.route, ids, memory=wide)[1]
+
+
+def test_outputs_without_memory(torch) -> None:
+    """Inside a transform of torch.func a tensor has none: it is told so, and not by PyTorch's words."""
+    comm = tw.local_comms(1)[0]
+    with tw.Group(comm, experts=2, top_k=1, hidden=4, max_tokens=2, dtype="float32") as group:
+        handle = group.route(torch.zeros(2, 1, dtype=torch.int32))
+        rows = group.dispatch(handle, torch.ones(2, 4)).tokens
+        with pytest.raises(tw.InvalidArgument, match="out"):
+            torch.func.vmap(lambda out: group.combine(handle, rows, out=out))(torch.zeros(3, 2, 4))
+        handle.release()
+        received = group.dispatch(handle, torch.ones(2, 4))
+        assert (group.combine(handle, received.tokens) == 1).all()
+    comm.close()
+
+
+def test_versions_one_by_one(torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch 2.4 raises them: it takes one tensor, and calls everything else an error."""
+    bump = torch.autograd.graph.increment_version
+
+    def one(x: Any) -> None:
+        if not isinstance(x, torch.Tensor):
+            raise RuntimeError("increment_version expects a Tensor")
+        bump(x)
+
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", one)
+    monkeypatch.setattr(versions, "_increment", None)
+    x, y = torch.zeros(2), torch.zeros(3)
+    versions.written([x, None, y])
+    versions.written(x)
+    assert (x._version, y._version) == (2, 1)
