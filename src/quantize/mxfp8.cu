@@ -34,31 +34,23 @@ __device__ uint32_t mx_pair(float low, float high, MxInverse inverse) {
 
 template <twDtype_t kType, class Format>
 __global__ void __launch_bounds__(kRowThreads) mx_kernel(const MxCall call) {
-  constexpr int kBytes = sizeof(typename Element<kType>::Raw);
-  const int halves = halves_of(call.elements);
-  const int half = static_cast<int>(threadIdx.x) / kLanes;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  each_row(call.rows, kRowThreads / kLanes / halves, half / halves, parts_of(call.elements, halves),
-           [&](int64_t row, int64_t part) {
-             const int64_t first = (part * halves + half % halves) * kBlock + lane * kPerLane;
-             const int count = row < 0 ? 0 : count_of(call.elements - first);
-             float x[kPerLane];
-             load<kType>(call.from.row(row < 0 ? 0 : row) + first * kBytes, count, x);
-             const uint32_t magnitude = largest_of_lanes<kMxLanes>(largest_of(x));
-             if (count == 0) return;
-             const uint8_t scale = mx_scale<Format>(magnitude);
-             uint64_t values = 0x0101010101010101u * kNanValue;
-             if (scale != kMxNanScale) {
-               const MxInverse inverse = mx_inverse(scale);
-               values = 0;
+  each_lane<kType>(call, [&](int64_t row, int64_t first, int count, const float(&x)[kPerLane]) {
+    const uint32_t magnitude = largest_of_lanes<kMxLanes>(largest_of(x));
+    if (count == 0) return;
+    const uint8_t scale = mx_scale<Format>(magnitude);
+    uint64_t values = 0x0101010101010101u * kNanValue;
+    if (scale != kMxNanScale) {
+      const MxInverse inverse = mx_inverse(scale);
+      values = 0;
 #pragma unroll
-               for (int i = 0; i < kPerLane; i += 2) {
-                 values |= static_cast<uint64_t>(mx_pair<Format>(x[i], x[i + 1], inverse)) << (8 * i);
-               }
-             }
-             store(call.values + row * call.elements + first, count, values);
-             if (lane % kMxLanes == 0) call.scales[row * call.blocks() + first / kMxBlock] = scale;
-           });
+      for (int i = 0; i < kPerLane; i += 2) {
+        values |= static_cast<uint64_t>(mx_pair<Format>(x[i], x[i + 1], inverse)) << (8 * i);
+      }
+    }
+    store(call.values + row * call.elements + first, count, values);
+    if (lane % kMxLanes == 0) call.scales[row * call.blocks() + first / kMxBlock] = scale;
+  });
 }
 
 template <twDtype_t kType>

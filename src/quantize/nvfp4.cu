@@ -20,23 +20,6 @@ constexpr int kNvfp4Lanes = kNvfp4Block / kPerLane;
 constexpr uint32_t kFound = ~kMagnitude;
 constexpr int kWarpsOfRows = kRowThreads / 32;
 
-// Calls visit(row or -1, first, count, x) for the elements [first, first + count) of each valid row that are a lane's.
-template <twDtype_t kType, class Visit>
-__device__ __forceinline__ void each_lane(const Nvfp4Call& call, Visit&& visit) {
-  constexpr int kBytes = sizeof(typename Element<kType>::Raw);
-  const int halves = halves_of(call.elements);
-  const int half = static_cast<int>(threadIdx.x) / kLanes;
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  each_row(call.rows, kRowThreads / kLanes / halves, half / halves, parts_of(call.elements, halves),
-           [&](int64_t row, int64_t part) {
-             const int64_t first = (part * halves + half % halves) * kBlock + lane * kPerLane;
-             const int count = row < 0 ? 0 : count_of(call.elements - first);
-             float x[kPerLane];
-             load<kType>(call.from.row(row < 0 ? 0 : row) + first * kBytes, count, x);
-             visit(row, first, count, x);
-           });
-}
-
 template <twDtype_t kType>
 __global__ void __launch_bounds__(kRowThreads) find_kernel(const Nvfp4Call call) {
   uint32_t most = 0;

@@ -85,6 +85,23 @@ TW_HOST_DEVICE inline int64_t parts_of(int64_t elements, int halves) {
   return (elements + halves * kBlock - 1) / (halves * kBlock);
 }
 
+// Calls visit(row or -1, first, count, x) for the elements [first, first + count) of each valid row that are a lane's.
+template <twDtype_t kType, class Call, class Visit>
+__device__ __forceinline__ void each_lane(const Call& call, Visit&& visit) {
+  constexpr int kBytes = sizeof(typename Element<kType>::Raw);
+  const int halves = halves_of(call.elements);
+  const int half = static_cast<int>(threadIdx.x) / kLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  each_row(call.rows, kRowThreads / kLanes / halves, half / halves, parts_of(call.elements, halves),
+           [&](int64_t row, int64_t part) {
+             const int64_t first = (part * halves + half % halves) * kBlock + lane * kPerLane;
+             const int count = row < 0 ? 0 : count_of(call.elements - first);
+             float x[kPerLane];
+             load<kType>(call.from.row(row < 0 ? 0 : row) + first * kBytes, count, x);
+             visit(row, first, count, x);
+           });
+}
+
 // Launches a kernel on the current device. `together`: how many rows a thread block has at a time. always: also where
 // there is nothing to visit.
 template <class Call>

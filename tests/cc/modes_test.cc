@@ -31,7 +31,8 @@ TEST(Modes, TakeTurns) {
     Style style;
     style.layout = layout;
     style.bound = 3;
-    Exchange few(world, make_traffic(world.config, {3, 0, 2}, ++seed), style, seed);
+    ++seed;
+    Exchange few(world, make_traffic(world.config, {3, 0, 2}, seed), style, seed);
     few.dispatch(), few.combine();
     Counted many(world, {8, 1, 0}, ++seed);
     many.exchange();

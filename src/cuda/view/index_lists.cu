@@ -167,14 +167,19 @@ __device__ void fill_end(const IndexParams& p, int32_t end) {
   }
 }
 
-// Counts the choices of each block's rows.
-__global__ void __launch_bounds__(kViewThreads, 2) list_counts_kernel(const __grid_constant__ IndexParams p) {
-  const ListScratch s(shared_at<int32_t>(0), p.group.map.shape());
+// Begins a kernel of lists: what it needs of experts and of the rows that came, whose counts begin at 0.
+__device__ void begin_lists(const IndexParams& p, const ListScratch& s) {
   begin_view(p);
   clear_counts(p, s, 0);
   if (is_tabled(p.group.map.shape())) fill_experts(p.group, s.table, kViewThreads);
   await_earlier();
   begin_rows(p, s.rows);
+}
+
+// Counts the choices of each block's rows.
+__global__ void __launch_bounds__(kViewThreads, 2) list_counts_kernel(const __grid_constant__ IndexParams p) {
+  const ListScratch s(shared_at<int32_t>(0), p.group.map.shape());
+  begin_lists(p, s);
   const Part part(s.rows.begin[p.group.map.shape().ranks]);
   const IdPairs ids{p, s};
   const uint32_t begin = static_cast<uint32_t>(part.from) * ids.each();
@@ -187,11 +192,7 @@ __global__ void __launch_bounds__(kViewThreads, 2) list_counts_kernel(const __gr
 
 __global__ void __launch_bounds__(kViewThreads, 2) index_lists_kernel(const __grid_constant__ IndexParams p) {
   const ListScratch s(shared_at<int32_t>(0), p.group.map.shape());
-  begin_view(p);
-  clear_counts(p, s, 0);
-  if (is_tabled(p.group.map.shape())) fill_experts(p.group, s.table, kViewThreads);
-  await_earlier();
-  begin_rows(p, s.rows);
+  begin_lists(p, s);
   const Part part(s.rows.begin[p.group.map.shape().ranks]);
   int32_t end = 0;
 #pragma unroll 1
