@@ -75,9 +75,9 @@ __device__ inline void say_sent(const GroupView& g, const Step& step, bool refus
   const auto bound = static_cast<uint32_t>(counting ? 0 : step.bound);
   const uint64_t blocks = collective_note(bound, of_map ? rows : step.digest);
   const uint32_t call = mix_digest(static_cast<uint32_t>(step.phase), blocks);
-  store_half(&to.call, refused ? 0 : max(call, 1u));
+  const uint64_t known = refused ? 0 : max(call, 1u);
   store_half(&to.patience, static_cast<uint32_t>(g.timeout_ns / 1000000));
-  store_half(&to.sent, step.low());
+  store_word(&to.sent, known << 32 | step.low());
   if (g.waits) store_half(&to.waits, step.low());
 }
 

@@ -71,11 +71,12 @@ class Control {
   void tell(AbortSignal reason);
   void listen(std::unique_lock<std::mutex>& lock);
   void watch_steps(TimePoint now);
-  // What a rank tells of a channel: the last step it has sent, and the digest of that call.
+  // What a rank tells of a channel: the last step it has sent, and the digest of that call, as one load brings them.
   struct Notice {
     uint32_t sent;
     uint32_t call;
   };
+  Notice notice_of(int channel) const;
   bool noticed(int rank, int channel, Notice* notice) const;
   int find_different(int channel) const;
   int find_behind(int channel, uint32_t step) const;

@@ -25,6 +25,12 @@ uint32_t load(const uint32_t& word) {
 
 }  // namespace
 
+Control::Notice Control::notice_of(int channel) const {
+  uint64_t& word = page(me_).staged[channel].sent;
+  const uint64_t sent = std::atomic_ref(word).load(std::memory_order_acquire);
+  return {static_cast<uint32_t>(sent), static_cast<uint32_t>(sent >> 32)};
+}
+
 void Control::tell(AbortSignal reason) {
   const uint64_t bits = pack(reason);
   if (told_.exchange(bits) == bits) return;
@@ -64,7 +70,7 @@ void Control::watch_steps(TimePoint now) {
     Watched& watched = watched_[static_cast<size_t>(channel)];
     const uint32_t ended = load(at.ended);
     const uint32_t waits = load(at.waits);
-    const Notice notice = notices[static_cast<size_t>(channel)] = {load(at.sent), load(at.call)};
+    const Notice notice = notices[static_cast<size_t>(channel)] = notice_of(channel);
     if (notice.sent != watched.sent || notice.sent == ended) watched.sent = notice.sent, watched.sent_at = now;
     if (waits != watched.waits || waits == ended) watched.waits = waits, watched.waits_at = now;
     if (now - watched.sent_at < kNotice) continue;
@@ -94,12 +100,11 @@ bool Control::noticed(int rank, int channel, Notice* notice) const {
 // Gives a rank that is in the same step of a channel and has not made the same call, so that its collective never ends;
 // -1 if there is none.
 int Control::find_different(int channel) const {
-  const StagedChannel& at = page(me_).staged[channel];
+  const Notice mine = notice_of(channel);
   for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
     Notice notice{};
-    if (!noticed(rank, channel, &notice) || notice.sent != load(at.sent)) continue;
-    const uint32_t mine = load(at.call);
-    if (notice.call != mine && notice.call != 0 && mine != 0) return rank;
+    if (!noticed(rank, channel, &notice) || notice.sent != mine.sent) continue;
+    if (notice.call != mine.call && notice.call != 0 && mine.call != 0) return rank;
   }
   return -1;
 }
@@ -123,7 +128,7 @@ void Control::end_on(int channel, twResult_t result, int peer) {
   report.peer = peer;
   report.phase = at.phase;
   report.channel = channel;
-  report.step = load(at.sent);
+  report.step = notice_of(channel).sent;
   report.seen = report.step - 1;
   report.token = report.k = -1;
   report.group = 0;  // it finishes all

@@ -58,11 +58,13 @@ struct CountsOnHost {
 // How far a channel's steps over a staged transport are: low halves of their numbers. A collective that does not end
 // says nothing, so the host watches these.
 struct StagedChannel {
-  uint32_t sent;   // the last step whose blocks were written
+  // The last step whose blocks were written; in the high half the digest of what ranks must give alike to that call, 0
+  // if it is not known. They are one word, so that the host never pairs a step with the digest of another: two words
+  // made ranks in the same call look different to a host that was stopped between its loads.
+  uint64_t sent;
   uint32_t waits;  // the last step whose end this rank has begun to wait for
   uint32_t ended;
   int32_t phase;      // phase of the step in `sent`
-  uint32_t call;      // digest of what ranks must give alike to that call; 0: not known
   uint32_t patience;  // milliseconds that the group of that step waits
 };
 
