@@ -1,11 +1,14 @@
 """Tensors, memory and streams of groups on CUDA devices. All of it is PyTorch's, imported by the first such group.
 
 With TOKENWAY_NVTX=1 in the environment when the package is imported, the calls of groups on CUDA devices are NVTX
-ranges: tokenway.dispatch, tokenway.combine, tokenway.complete.
+ranges: tokenway.dispatch, tokenway.combine, tokenway.complete. So are the collections of Python's garbage collector
+from the first such group on: "python gc 2" is one of generation 2, which stops a process with many objects for
+milliseconds.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -97,6 +100,8 @@ class Cuda:
         if not torch.cuda.is_available():
             raise Unsupported(f"a group on cuda:{index} takes CUDA tensors; PyTorch {torch.__version__} has none here")
         self.device = torch.device("cuda", index)
+        if os.environ.get(NVTX) == "1" and mark_collection not in gc.callbacks:
+            gc.callbacks.append(mark_collection)
         # The current stream of this device, a cudaStream_t.
         self.stream: Callable[[], int] = partial(_raw_stream_getter(torch), index)
         self._kind = torch.Tensor
@@ -255,3 +260,12 @@ def ranged(name: str) -> Callable[[Any], Any]:
         return call
 
     return decorate
+
+
+def mark_collection(phase: str, about: dict[str, int]) -> None:
+    """A collection of Python's garbage collector as an NVTX range of its thread; for `gc.callbacks`."""
+    nvtx = sys.modules["torch"].cuda.nvtx
+    if phase == "start":
+        nvtx.range_push(f"python gc {about['generation']}")
+    else:
+        nvtx.range_pop()

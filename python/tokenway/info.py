@@ -36,7 +36,7 @@ LAUNCHERS = {
 # What the Python package reads itself.
 PYTHON_SIDE = {
     "TOKENWAY_LIBRARY": "the library that the Python package loads",
-    cuda.NVTX: "1: dispatch, combine and complete on CUDA devices are NVTX ranges; read when the package is imported",
+    cuda.NVTX: "1: calls on CUDA devices and garbage collections are NVTX ranges; read when the package is imported",
 }
 
 # What the CPU backend asks of the kernel: numbers are the same on x86-64 where they differ else.

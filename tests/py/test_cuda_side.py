@@ -416,3 +416,23 @@ def test_ranges(torch, monkeypatch) -> None:
     with pytest.raises(ZeroDivisionError):
         ranged(SimpleNamespace(device=0), x=0)
     assert seen == ["name", "end"] * 2
+
+
+def test_collections_are_ranges(torch, monkeypatch) -> None:
+    """Of the garbage collector, from the first group on a device on, once, and only where the environment asks."""
+    seen = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("end"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gc, "callbacks", [])
+    monkeypatch.setenv(cuda.NVTX, "0")
+    cuda.Cuda(0)
+    assert gc.callbacks == []
+    monkeypatch.setenv(cuda.NVTX, "1")
+    for index in (0, 1):
+        cuda.Cuda(index)
+    assert gc.callbacks == [cuda.mark_collection]
+    for generation in (1, 2):
+        for phase in ("start", "stop"):
+            cuda.mark_collection(phase, {"generation": generation, "collected": 0, "uncollectable": 0})
+    assert seen == ["python gc 1", "end", "python gc 2", "end"]

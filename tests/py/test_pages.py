@@ -15,7 +15,8 @@ from tokenway.bench import peers, report
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
-README, GUIDE, COMPARISON = ROOT / "README.md", ROOT / "docs" / "GUIDE.md", ROOT / "docs" / "COMPARISON.md"
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+GUIDE, COMPARISON, SERVING = DOCS / "GUIDE.md", DOCS / "COMPARISON.md", DOCS / "SERVING.md"
 
 
 def programs(page: Path) -> list[str]:
@@ -103,6 +104,13 @@ def test_programs_are_python(page: Path) -> None:
 def test_ten_lines_on_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "ten_lines.py").write_text(programs(README)[1])
     assert run(sys.executable, tmp_path / "ten_lines.py") == f"{[(100, 512)] * 4}\n"
+
+
+@pytest.mark.processes
+def test_a_step_of_an_engine(tmp_path: Path) -> None:
+    (program,) = programs(SERVING)
+    (tmp_path / "engine.py").write_text(program)
+    assert run(sys.executable, tmp_path / "engine.py") == "True\n"
 
 
 def test_ten_lines_on_gpus(torch: Any, backend: str) -> None:
