@@ -150,6 +150,13 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def emulated_devices(backend: str) -> None:
+    """Skips where ranks are not on emulated devices that reach each other's memory."""
+    if backend != "emulated":
+        pytest.skip(f"for emulated devices that reach each other, not the backend {backend}")
+
+
+@pytest.fixture
 def made_for(backend: str) -> Any:
     """The backend's class in the harness: tensors, comms, and what sets it apart."""
     return harness.BACKENDS[backend]

@@ -294,9 +294,7 @@ def replay(env: Any) -> list[bool]:
 
 
 @emulated_alone
-def test_graphs_replay_between_calls_of_another(world, backend) -> None:
-    if backend != "emulated":
-        pytest.skip("captures have kernels alone, not a carrier's moves")
+def test_graphs_replay_between_calls_of_another(world) -> None:
     for good in world(2).run(replay):
         assert all(good), good
 

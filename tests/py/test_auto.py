@@ -207,9 +207,7 @@ def replay(env: Any, tokens: tuple[int, int]) -> list[bool]:
 
 @emulated_alone
 @pytest.mark.parametrize("tokens", [(4, 2), (530, 300)])
-def test_a_graph_keeps_its_mode(world, backend, tokens) -> None:
-    if backend != "emulated":
-        pytest.skip("captures have kernels alone, not a carrier's moves")
+def test_a_graph_keeps_its_mode(world, tokens) -> None:
     for good in world(2).run(replay, tokens):
         assert all(good), good
 

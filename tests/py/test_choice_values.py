@@ -349,8 +349,6 @@ def replay(env: Any, mode: str, inbox: int | None) -> list[bool]:
 
 @emulated_alone
 @pytest.mark.parametrize(("mode", "inbox"), [("low_latency", None), ("high_throughput", None), ("high_throughput", 9)])
-def test_graphs_hold_combines_with_values(world, backend, mode, inbox) -> None:
-    if backend != "emulated":
-        pytest.skip("captures have kernels alone, not a carrier's moves")
+def test_graphs_hold_combines_with_values(world, mode, inbox) -> None:
     for good in world(2).run(replay, mode, inbox):
         assert all(good), good

@@ -61,9 +61,7 @@ def in_a_capture(env: Any) -> Any:
 
 
 @emulated_alone
-def test_no_growth_inside_a_capture(world, backend) -> None:
-    if backend != "emulated":
-        pytest.skip("captures have kernels alone, not a carrier's moves")
+def test_no_growth_inside_a_capture(world) -> None:
     for rank, heard in enumerate(world(2).run(in_a_capture)):
         whose = "" if rank == 0 else "rank 0: "
         said(heard, "twInvalidUsage", whose + r"a CUDA graph is captured; Group\.reserve allocates and waits for")

@@ -360,9 +360,7 @@ def replay(env: Any, mode: str) -> list[tuple[list[np.ndarray], np.ndarray, int]
 
 @emulated_alone
 @pytest.mark.parametrize("mode", VIEWS)
-def test_graphs_hold_lists(world, backend, mode) -> None:
-    if backend != "emulated":
-        pytest.skip("captures have kernels alone, not a carrier's moves")
+def test_graphs_hold_lists(world, mode) -> None:
     for mine in world(2).run(replay, mode):
         assert len({lists[0].tobytes() for lists, _, _ in mine}) == 3, "replays follow the ids"
         for lists, ids, experts in mine:

@@ -328,7 +328,5 @@ def test_exchange(processes, mode) -> None:
 
 @emulated_alone
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
-def test_exchange_in_a_graph(processes, backend, mode) -> None:
-    if backend != "emulated":
-        pytest.skip("captures have kernels alone, not a carrier's moves")
+def test_exchange_in_a_graph(processes, mode) -> None:
     assert processes(3).run(run_exchange, mode, True) == [[True] * 3] * 3

@@ -316,8 +316,6 @@ def replay(env: Any, mode: str) -> list[bool]:
 
 @emulated_alone
 @pytest.mark.parametrize("mode", LAYOUTS)
-def test_graphs_hold_calls_of_several_types(world, backend, mode) -> None:
-    if backend != "emulated":
-        pytest.skip("captures have kernels alone, not a carrier's moves")
+def test_graphs_hold_calls_of_several_types(world, mode) -> None:
     for good in world(2).run(replay, mode):
         assert all(good), good
