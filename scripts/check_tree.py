@@ -89,7 +89,10 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
         TENSORS | {"settings", "ranks"},
     ),
     # what must every result be
-    "oracle": ("activation_reference collective_reference index_reference reference replica_reference", set()),
+    "oracle": (
+        "activation_reference collective_reference index_reference reference replica_reference view_reference",
+        set(),
+    ),
     # what does a router choose
     "routing": ("gating recorded", set()),
     # how do commands read options and print, and what do they run on

@@ -91,7 +91,7 @@ typedef struct {
   int64_t blocks;     // elements of counts: N, or L by expert
   int64_t rows_per_bound;  // rows of a block for each of b: 1, or N by expert; 0 in the exact layouts
   int64_t ids_per_row;     // ids and weights of a row: K, or 1 by expert, which is then no dimension of theirs
-  int64_t offsets;         // elements of offsets, L + 1; 0: no offsets, origins or payloads by column
+  int64_t offsets;         // elements of offsets, L + 1; 0: the layout has none
   int32_t default_bound;   // b of a dispatch that names none: B, in twAutomatic low_latency_tokens; 0 in the exact
                            // layouts
 } twLayoutInfo_t;
@@ -150,11 +150,14 @@ typedef struct {
   twTensor_t weights;  // twFloat32, the same shape; 0 where there is nothing
   twTensor_t counts;   // twInt32. rank_major and flat [N], expert_major and grouped [L]
   twTensor_t offsets;  // twInt32 [L + 1], grouped alone: where the rows of each expert begin, and at last P
-  // Set by the caller, grouped alone. 1: payload q is column-major, [elements, M], where M is P rounded up to whole 16
-  // bytes, with zeros from P on. Grouped GEMMs read the scales of their rows like that. 0: row-major, as above.
+  // Set by the caller, by expert alone. 1: payload q is column-major, as grouped GEMMs read the scales of their rows:
+  // grouped [elements, M], where M is P rounded up to whole 16 bytes, with zeros from P on; expert_major [L, elements,
+  // M], where M is N * b rounded up likewise, and what is beyond the counts is not written. 0: row-major, as above.
   int32_t column_major[TW_MAX_PAYLOADS];
-  twTensor_t origins;  // twInt64 [P], grouped alone, written only where the caller gives memory for it: row * K + k of
-                       // the flat layout that each row was taken from, -1 where there is nothing
+  // twInt64, expert_major [L, N*b], grouped [P]; written only where the caller gives memory for it: row * K + k that
+  // each row was taken from, rows counted as in rank_major (slot p of source s is s * b + p) or flat; -1 where there is
+  // nothing.
+  twTensor_t origins;
   // Index lists, in rank_major and flat alone: by which rows of the view the experts of this rank work, in blocks of
   // one expert each. Products that gather their rows read these, so no row is copied to its experts. index_block, set
   // by the caller: places of a block, up to TW_MAX_INDEX_BLOCK; 0: no lists. Ranks may differ. Each list is written
@@ -167,11 +170,14 @@ typedef struct {
   twTensor_t block_experts;  // twInt32 [C / index_block]: the local expert of each block, whatever id_space is; -1 from
                              // num_sorted / index_block on
   twTensor_t num_sorted;     // twInt32 [1]: places that are in use, a multiple of index_block
+  // twInt32 [L, N], by expert alone, written only where the caller gives memory for it: how many of an expert's rows
+  // came from each source. They stand in order of source, so a source's begin where those of the sources before end.
+  twTensor_t source_counts;
 } twDispatchOutput_t;
 // clang-format off
 #define TW_DISPATCH_OUTPUT_INIT                                                                                  \
   {sizeof(twDispatchOutput_t), twRankMajor, {TW_TENSOR_INIT}, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT, \
-   TW_TENSOR_INIT, {0}, TW_TENSOR_INIT, 0, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT}
+   TW_TENSOR_INIT, {0}, TW_TENSOR_INIT, 0, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT, TW_TENSOR_INIT}
 // clang-format on
 
 // What twCombine takes: the experts' rows in the layout of the dispatch, and how the step is made.

@@ -244,6 +244,7 @@ class DispatchOutput(Struct):
         ("sorted_rows", Tensor),
         ("block_experts", Tensor),
         ("num_sorted", Tensor),
+        ("source_counts", Tensor),
     ]
 
 

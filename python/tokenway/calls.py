@@ -47,8 +47,9 @@ class Calls:
         of the two the dispatch is. Without one, it is of low latency if bound names at most `low_latency_tokens`, else
         of high throughput (`chooses` tells which it will be). lane: which one to lease (default: the next free one).
         out: a tensor for tokens, or a mapping of Received's fields and payload names, to have them written there.
-        column_major: names of payloads (scales, for example) that "grouped" returns by column, [elements, M], M being
-        the rows rounded up to whole 16 bytes, with zeros beyond them: as grouped GEMMs read scales. count: whether
+        column_major: names of payloads (scales, for example) that the layouts by expert return by column, as grouped
+        GEMMs read scales: "grouped" as [elements, M], M being the rows rounded up to whole 16 bytes, with zeros beyond
+        them; "expert_major" as [L, elements, M], where what is beyond the counts is not written. count: whether
         `loads` counts it, on all ranks alike; not for further passes over tokens that were counted, as of multi-token
         prediction. sm_limit: on a CUDA device, thread blocks of this call's kernels, in place of the group's (default
         0: the group's); it holds for the completion of a pending call and in replays of a graph too, and need not be

@@ -15,6 +15,7 @@ from tokenway.shape import Field, Shape
 from tokenway.structs import Structs
 from tokenway.tensors import numpy_dtype
 
+_ASKED_FOR = ("origins", "source_counts")
 _MOST_KEPT = 1024  # of what follows from a call's bound or rows: a few for each that calls give
 
 
@@ -92,9 +93,10 @@ class Outputs:
         for q, name in enumerate(shape.payloads):
             if made.get(name) is None:
                 extent, dtype = fields[name]
-                if exact and structs.dispatch_out.column_major[q]:
+                if structs.dispatch_out.column_major[q]:
+                    *blocks, places, elements = extent
                     step = 16 // numpy_dtype(dtype).itemsize
-                    extent = extent[1], -(-rows // step) * step
+                    extent = *blocks, elements, -(-places // step) * step
                 made[name] = empty(extent, dtype, like)
         for name in ("ids", "weights"):
             if made.get(name) is None:
@@ -200,8 +202,8 @@ class Outputs:
         for name, pointer in zip(structs.outputs, structs.shown(), strict=True):
             if fields.get(name) is not None:
                 continue
-            # origins are written only where they are asked for, and offsets of other layouts are sums of the counts.
-            if name == "origins" or (name == "offsets" and not shape.layouts[layout].offsets):
+            # These are written only where they are asked for, and offsets of other layouts are sums of the counts.
+            if name in _ASKED_FOR or (name == "offsets" and not shape.layouts[layout].offsets):
                 continue
             if known is None:
                 known = self._wanted(layout, lead)

@@ -25,6 +25,8 @@ class Received:
     weights       [N, b, K]           [L, N*b]                 float32
     counts        [N] per source      [L] per expert           int32
     offsets       [N + 1]             [L + 1]                  int32
+    origins                           [L, N*b]                 int64
+    source_counts                     [L, N]                   int32
     ============  ==================  =======================  =============
 
     and in high throughput, of the R' rows that came:
@@ -39,6 +41,7 @@ class Received:
     counts        [N] per source      [L] per expert           int32
     offsets       [N + 1]             [L + 1], padded          int32
     origins                           [P]                      int64
+    source_counts                     [L, N]                   int32
     ============  ==================  =======================  =============
 
     With `index_block`, in rank_major and flat, for products that gather their rows (fused MoE kernels of Triton and
@@ -49,11 +52,17 @@ class Received:
     stands from num_sorted on. block_experts names each block's local expert, whatever id_space is, -1 from num_sorted
     on.
 
-    Payloads that were asked for by column (`column_major`) are [elements, M] in grouped, zeros from row P on. Rows
-    beyond the counts hold nothing of use (in grouped, zeros up to the last of the offsets); ids are invalid_id and
-    weights 0 there. offsets are the running sums of counts; in grouped, where each expert's rows begin, and at last P.
-    origins, only where `out` has a tensor for it: row * K + k of the flat layout that each row was taken from, -1 where
-    there is nothing. In rank_major and flat, tokens and payloads are views of the window, valid until the next step on
+    Payloads that were asked for by column (`column_major`) are [elements, M] in grouped, zeros from row P on, and
+    [L, elements, M] in expert_major, where M is N*b rounded up to whole 16 bytes and what is beyond the counts is not
+    written. Rows beyond the counts hold nothing of use (in grouped, zeros up to the last of the offsets); ids are
+    invalid_id and weights 0 there. offsets are the running sums of counts; in grouped, where each expert's rows begin,
+    and at last P.
+    By expert, and only where `out` has a tensor for it, a dispatch tells where rows came from. origins: row * K + k
+    that each row was taken from, rows counted as in flat, or as in rank_major, where slot p of source s is s * b + p;
+    -1 where there is nothing. source_counts: how many of an expert's rows came from each source; they stand in order of
+    source. (A slot is the token's number among those that its source sent here. Where its number in the source's batch
+    is wanted, it travels as a payload.)
+    In rank_major and flat, tokens and payloads are views of the window, valid until the next step on
     the lane begins: experts may compute in place, and the combine of the same handle may read them; later calls may
     not. After `Group.close` they show what was last there, and keep this rank's window, no peer's, as long as one of
     them lives; of a group that was given up, peers that have not noticed may still write there. Where counts were
@@ -119,8 +128,14 @@ class Received:
 
     @property
     def origins(self) -> Tensor | None:
-        """[P] int64, of grouped: where in flat each row was taken from; None if `out` had no tensor for it."""
+        """[L, N*b] or [P] int64: row * K + k, by source, that each row was taken from; None if `out` had no tensor for
+        it."""
         return self._fields.get("origins")
+
+    @property
+    def source_counts(self) -> Tensor | None:
+        """[L, N] int32: rows of each expert from each source; None if `out` had no tensor for it."""
+        return self._fields.get("source_counts")
 
     @property
     def sorted_rows(self) -> Tensor | None:

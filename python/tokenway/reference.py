@@ -32,6 +32,8 @@ from tokenway.collective_reference import all_gatherv as all_gatherv
 from tokenway.collective_reference import reduce_scatterv as reduce_scatterv
 from tokenway.index_reference import index_capacity as index_capacity
 from tokenway.index_reference import index_lists as index_lists
+from tokenway.view_reference import columns as columns
+from tokenway.view_reference import columns_by_expert, source_counts
 
 Array = np.ndarray
 Placement = tuple[Array, Array]
@@ -262,8 +264,8 @@ class Received:
     rank_major: payloads [N, b, ...], counts [N] int32, ids [N, b, K], weights [N, b, K] float32.
     expert_major: payloads [L, N*b, ...], counts [L] int32, ids [L, N*b], weights [L, N*b] float32.
     flat: payloads [R', ...], counts [N], ids [R', K], weights [R', K]; grouped: payloads [P, ...],
-    zero between experts, counts [L], ids [P], weights [P], and origins [P]: row * K + k of the flat
-    layout that each row was taken from, -1 for none.
+    zero between experts, counts [L], ids [P], weights [P]. By expert: origins int64, like ids: row * K + k of
+    rank_major or flat that a row was taken from, -1 for none; source_counts [L, N] int32, rows by source.
     ids have the type of the routing's ids; empty rows have ids = invalid_id and weights = 0.
     """
 
@@ -272,6 +274,7 @@ class Received:
     ids: Array
     weights: Array
     origins: Array | None = None
+    source_counts: Array | None = None
 
 
 def dispatch_rank_major(x: Exchange, rank: int, payloads: Sequence[Sequence[Array]]) -> Received:
@@ -296,26 +299,32 @@ def dispatch_rank_major(x: Exchange, rank: int, payloads: Sequence[Sequence[Arra
     return Received(received, counts, ids, weights)
 
 
-def dispatch_expert_major(x: Exchange, rank: int, payloads: Sequence[Sequence[Array]]) -> Received:
+def dispatch_expert_major(
+    x: Exchange, rank: int, payloads: Sequence[Sequence[Array]], column_major: Sequence[int] = ()
+) -> Received:
     """Dispatch, as `rank` sees it by expert: rows of a local expert in (source, token) order.
 
-    payloads[i][s]: [T_s, ...], any dtype; a token stands once under each of its local experts.
+    payloads[i][s]: [T_s, ...], any dtype; a token stands once under each of its local experts. Those in `column_major`
+    come by column.
     """
     shape = (len(x.local_experts(rank)), x.ranks * x.bound)
     counts = np.zeros(shape[0], np.int32)
     ids = np.full(shape, x.invalid_id, x.ids[0].dtype)
     weights = np.zeros(shape, np.float32)
+    origins = np.full(shape, -1, np.int64)
     received = [np.zeros(shape + of[0].shape[1:], of[0].dtype) for of in payloads]
     for s in range(x.ranks):
         t, k = np.nonzero(x.routing[s].owner == rank)
         expert = x.ids[s][t, k]
         at = x.placement[1][expert], x.expert_row[s][t, k]
         np.add.at(counts, at[0], 1)
+        origins[at] = (s * x.bound + x.routing[s].slot[t, rank]) * x.top_k + k
         ids[at] = _received_id(x, expert)
         weights[at] = x.weight[s][t, k]
         for out, of in zip(received, payloads, strict=True):
             out[at] = of[s][t]
-    return Received(received, counts, ids, weights)
+    shown = [columns_by_expert(rows) if i in column_major else rows for i, rows in enumerate(received)]
+    return Received(shown, counts, ids, weights, origins, source_counts(x.ids, x.local_experts(rank)))
 
 
 def dispatch_flat(x: Exchange, rank: int, payloads: Sequence[Sequence[Array]]) -> Received:
@@ -337,8 +346,8 @@ def dispatch_grouped(
 ) -> Received:
     """Dispatch, as `rank` sees it by expert in high throughput: `x.blocks(rank)` says which rows are whose.
 
-    payloads[i][s]: [T_s, ...], any dtype; a token stands once under each of its local experts. The payloads in
-    `column_major` come by column, as `columns` says.
+    payloads[i][s]: [T_s, ...], any dtype; a token stands once under each of its local experts. Those in `column_major`
+    come by column, as `columns` says.
     """
     blocks = x.blocks(rank)
     counts = np.zeros(len(blocks) - 1, np.int32)
@@ -357,15 +366,7 @@ def dispatch_grouped(
         for out, of in zip(received, payloads, strict=True):
             out[at] = of[s][t]
     received = [columns(rows) if i in column_major else rows for i, rows in enumerate(received)]
-    return Received(received, counts, ids, weights, origins)
-
-
-def columns(rows: Array) -> Array:
-    """Rows [P, elements] by column: [elements, M], where M is P rounded up to whole 16 bytes; zeros beyond P."""
-    step = 16 // rows.itemsize
-    by_column = np.zeros((rows.shape[1], -(-len(rows) // step) * step), rows.dtype)
-    by_column[:, : len(rows)] = rows.T
-    return by_column
+    return Received(received, counts, ids, weights, origins, source_counts(x.kept_ids, x.local_experts(rank)))
 
 
 def _received_id(x: Exchange, ids: Array) -> Array:

@@ -112,7 +112,7 @@ ARGUMENTS = {
     "output.tokens": "out",
     "output.choice_values": "out[1]",
     **{f"output.{name}": f"out[{name!r}]" for name in ("ids", "weights", "counts", "offsets", "origins")},
-    **{f"output.{name}": f"out[{name!r}]" for name in ("sorted_rows", "block_experts", "num_sorted")},
+    **{f"output.{name}": f"out[{name!r}]" for name in ("source_counts", "sorted_rows", "block_experts", "num_sorted")},
     "query.device_sms": "sms",
 }
 _STRUCTS = ("config.", "input.", "output.", "query.", "reserve.")

@@ -54,7 +54,7 @@ class RowType:
 
     def all_payloads(self) -> dict[str, Payload]:
         """Name to payload, in the order of the C API: tokens first. Dtypes by their common names."""
-        taken = {"tokens", "ids", "weights", "counts", "offsets", "origins"}
+        taken = {"tokens", "ids", "weights", "counts", "offsets", "origins", "source_counts"}
         extra = {name: p if isinstance(p, Payload) else Payload(*p) for name, p in (self.payloads or {}).items()}
         if not taken.isdisjoint(extra):
             raise InvalidArgument.of("payloads", f"are named {list(extra)}; {', '.join(sorted(taken))} are taken")

@@ -144,6 +144,7 @@ class Shape:
             "counts": Field((form.blocks,), "int32"),
             "offsets": Field((form.blocks + 1,), "int32"),
             "origins": Field(lead, "int64"),
+            "source_counts": Field((form.blocks, self.nranks), "int32"),
         }
 
     def list_fields(self, capacity: int, block: int) -> dict[str, Field]:

@@ -40,7 +40,7 @@ class Structs:
         self.inputs = {name: slot(given, given.payloads[q]) for q, name in enumerate(names)}
         self.tokens = self.inputs[names[0]]
         self.outputs = {name: slot(wanted, wanted.payloads[q]) for q, name in enumerate(names)}
-        for name in ("ids", "weights", "counts", *("offsets", "origins") * exact):
+        for name in ("ids", "weights", "counts", *("offsets",) * exact, "origins", "source_counts"):
             self.outputs[name] = slot(wanted, getattr(wanted, name))
         self.lists = {name: slot(wanted, getattr(wanted, name)) for name in LISTS}
         self.rows = slot(self.combine_in, self.combine_in.rows)

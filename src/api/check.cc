@@ -57,6 +57,12 @@ Status check_id_values(const Shape& shape, const twTensor_t& ids) {
   return {};
 }
 
+// The shape of a payload by column: [elements, M], in expert_major for each expert.
+std::vector<int64_t> columns_shape(const twPayload_t& payload, const Columns& columns, const Lead& lead) {
+  if (lead.exact) return {payload.elements, columns.rows};
+  return {lead.blocks, payload.elements, columns.rows};
+}
+
 // Checks which payloads are wanted column-major.
 Status check_columns(const DispatchRows& types, const twDispatchOutput_t& output, const Layout& layout, int64_t rows,
                      Columns columns[]) {
@@ -64,23 +70,30 @@ Status check_columns(const DispatchRows& types, const twDispatchOutput_t& output
     const int32_t wanted = output.column_major[q];
     if (wanted == 0) continue;
     TW_RETURN_IF_FAILED(check_switch({"output.column_major[]", q}, wanted));
-    if (!layout.has_offsets() || q >= types.payloads) {
-      return fail(twInvalidArgument, "{} is {}; only payloads of {}, from 0 to {}, have columns",
-                  Argument("output.column_major[]", q), Value(wanted), TW_CONSTANT(twGrouped), types.payloads - 1);
+    if (!layout.by_expert || q >= types.payloads) {
+      return fail(twInvalidArgument, "{} is {}; only payloads of {} and {}, from 0 to {}, have columns",
+                  Argument("output.column_major[]", q), Value(wanted), TW_CONSTANT(twExpertMajor),
+                  TW_CONSTANT(twGrouped), types.payloads - 1);
     }
-    columns[q] = Columns::of(rows, dtype_bytes(types.types[q].dtype));
+    const int32_t elements = layout.exact ? 0 : static_cast<int32_t>(types.types[q].elements);
+    columns[q] = Columns::of(rows, dtype_bytes(types.types[q].dtype), elements);
   }
   return {};
 }
 
-// Checks the outputs that twGrouped alone has.
-Status check_grouped_targets(const twGroup& group, const twDispatchOutput_t& output, const Layout& layout, int64_t rows,
-                             DispatchTargets* targets) {
+// Checks the outputs that layouts by expert alone have.
+Status check_expert_targets(const twGroup& group, const twDispatchOutput_t& output, const Layout& layout,
+                            const Lead& lead, DispatchTargets* targets) {
   int64_t strides[2];
-  for (const auto& [argument, data] :
-       {std::pair(Argument("output.offsets"), output.offsets.data), {"output.origins", output.origins.data}}) {
-    if (data == nullptr || layout.has_offsets()) continue;
-    return fail(twInvalidArgument, "{} has data {}; only {} has it", argument, data, TW_CONSTANT(twGrouped));
+  if (output.offsets.data != nullptr && !layout.has_offsets()) {
+    return fail(twInvalidArgument, "{} has data {}; only {} has it", Argument("output.offsets"), output.offsets.data,
+                TW_CONSTANT(twGrouped));
+  }
+  for (const auto& [argument, data] : {std::pair(Argument("output.origins"), output.origins.data),
+                                       {"output.source_counts", output.source_counts.data}}) {
+    if (data == nullptr || layout.by_expert) continue;
+    return fail(twInvalidArgument, "{} has data {}; only {} and {} have it", argument, data, TW_CONSTANT(twExpertMajor),
+                TW_CONSTANT(twGrouped));
   }
   if (output.offsets.data != nullptr) {
     const int64_t offsets = group.context.local_experts + 1;
@@ -88,8 +101,15 @@ Status check_grouped_targets(const twGroup& group, const twDispatchOutput_t& out
     targets->offsets = static_cast<int32_t*>(output.offsets.data);
   }
   if (output.origins.data != nullptr) {
-    TW_RETURN_IF_FAILED(check_rows({"output.origins", twInt64, {rows}, 1, true}, output.origins, strides));
+    TW_RETURN_IF_FAILED(
+        check_rows({"output.origins", twInt64, lead.dimensions(), 1, true, true, true}, output.origins, strides));
     targets->origins = static_cast<int64_t*>(output.origins.data);
+  }
+  if (output.source_counts.data != nullptr) {
+    const std::vector<int64_t> wanted{group.context.local_experts, group.ranks()};
+    TW_RETURN_IF_FAILED(
+        check_rows({"output.source_counts", twInt32, wanted, 1, true, true, true}, output.source_counts, strides));
+    targets->source_counts = static_cast<int32_t*>(output.source_counts.data);
   }
   return {};
 }
@@ -111,7 +131,7 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
     RowsWanted wanted{name, payload.dtype, lead.dimensions(), payload.elements, true, false};
     const Columns& columns = targets->columns[q];
     if (columns.wanted()) {
-      wanted = {name, payload.dtype, {payload.elements, columns.rows}, 1, true, false, true};
+      wanted = {name, payload.dtype, columns_shape(payload, columns, lead), 1, true, false, true};
     }
     TW_RETURN_IF_FAILED(check_rows(wanted, output.payloads[q], strides));
     targets->payloads[q] = static_cast<std::byte*>(output.payloads[q].data);
@@ -137,12 +157,13 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
     TW_RETURN_IF_FAILED(check_rows({"output.counts", twInt32, {blocks}, 1, true}, output.counts, strides));
     targets->counts = static_cast<int32_t*>(output.counts.data);
   }
-  TW_RETURN_IF_FAILED(check_grouped_targets(group, output, layout, lead.rows, targets));
+  TW_RETURN_IF_FAILED(check_expert_targets(group, output, layout, lead, targets));
   for (const auto& [field, tensor] : {std::pair(Argument("output.ids"), &output.ids),
                                       {"output.weights", &output.weights},
                                       {"output.counts", &output.counts},
                                       {"output.offsets", &output.offsets},
-                                      {"output.origins", &output.origins}}) {
+                                      {"output.origins", &output.origins},
+                                      {"output.source_counts", &output.source_counts}}) {
     if (tensor->data != nullptr) written->add_contiguous(field, *tensor);
   }
   return {};
@@ -434,8 +455,9 @@ void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call
                          : group.backend->view(call.rows.map, call.at, q);
     }
     const Columns& columns = call.targets.columns[q];
-    output->payloads[q] = columns.wanted() ? contiguous_tensor(data, payload.dtype, {payload.elements, columns.rows})
-                                           : shaped(data, payload.dtype, {payload.elements});
+    output->payloads[q] = columns.wanted()
+                              ? contiguous_tensor(data, payload.dtype, columns_shape(payload, columns, lead))
+                              : shaped(data, payload.dtype, {payload.elements});
   }
   if (layout.by_expert) {
     output->ids = shaped(call.targets.ids, config.id_dtype, {});
@@ -447,9 +469,11 @@ void fill_views(twGroup& group, const twHandle& handle, const DispatchCall& call
   const int64_t blocks = layout.blocks(group.ranks(), group.context.local_experts);
   output->counts = contiguous_tensor(call.targets.counts, twInt32, {blocks});
   fill_index_lists(call, output);
+  if (!layout.by_expert) return;
+  output->origins = contiguous_tensor(call.targets.origins, twInt64, lead.dimensions());
+  output->source_counts = contiguous_tensor(call.targets.source_counts, twInt32, {blocks, group.ranks()});
   if (!layout.has_offsets()) return;
-  output->offsets = contiguous_tensor(call.targets.offsets, twInt32, {group.context.local_experts + 1});
-  output->origins = contiguous_tensor(call.targets.origins, twInt64, {lead.rows});
+  output->offsets = contiguous_tensor(call.targets.offsets, twInt32, {blocks + 1});
 }
 
 }  // namespace tw::api

@@ -133,14 +133,15 @@ struct KnownCounts {
 struct DispatchTargets {
   twLayout_t layout = twRankMajor;
   std::byte* payloads[kMaxPayloads] = {};
-  Columns columns[kMaxPayloads];  // grouped alone
+  Columns columns[kMaxPayloads];  // by expert alone
   void* ids = nullptr;
   float* weights = nullptr;
-  int32_t* counts = nullptr;   // [N] or [L] by layout; never NULL
-  int32_t* offsets = nullptr;  // [L + 1], grouped alone
-  int64_t* origins = nullptr;  // [P], likewise
-  int64_t rows = 0;            // rows of an exact layout
-  IndexLists lists;            // rank_major and flat alone
+  int32_t* counts = nullptr;         // [N] or [L] by layout; never NULL
+  int32_t* offsets = nullptr;        // [L + 1], grouped alone
+  int64_t* origins = nullptr;        // [L, N*b] or [P], by expert alone
+  int32_t* source_counts = nullptr;  // [L, N], likewise
+  int64_t rows = 0;                  // rows of an exact layout
+  IndexLists lists;                  // rank_major and flat alone
 };
 
 // What the rows of a dispatch consist of, and where in a bank they lie then.

@@ -391,9 +391,10 @@ class CpuBackend : public Backend {
       out.ids = targets.ids;
       out.weights = targets.weights;
       out.origins = targets.origins;
+      out.source_counts = targets.source_counts;
       out.counts = targets.counts;
       scatter_expert_major(call.rows.map.shape(), context_.placement, received, context_.me, context_.local_experts,
-                           context_.ids, out, window_row);
+                           context_.ids, out, window_row, [&](int source) { return first_row(call, handle, source); });
       if (targets.offsets != nullptr && targets.offsets != handle.shown.offsets) {
         std::copy_n(handle.shown.offsets, context_.local_experts + 1, targets.offsets);
       }

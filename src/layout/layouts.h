@@ -20,7 +20,7 @@ struct Layout {
 
   // Whether rows are views of the window, where they arrive by source. By expert they are copied.
   constexpr bool views() const { return !by_expert; }
-  // Whether the outputs have offsets and origins, and payloads may be wanted by column.
+  // Whether the outputs have offsets. (By expert there are origins, counts by source and payloads by column too.)
   constexpr bool has_offsets() const { return exact && by_expert; }
   // How many blocks rows stand in, each with a count: one for each source or local expert.
   constexpr int64_t blocks(int64_t ranks, int64_t local_experts) const { return by_expert ? local_experts : ranks; }

@@ -1,7 +1,8 @@
-// Columns: column-major payloads of a grouped layout, [elements, M], as grouped GEMMs read the block scales of their
-// rows. It takes a row and its place, and writes it as a column; M is the number of rows rounded up so that columns
-// begin at multiples of 16 bytes, which the tensor memory accelerator wants of a stride. The caller's output has this
-// shape (tokenway.h, column_major), and the kernels of src/cuda/view write the same: it is part of the bits of results.
+// Columns: column-major payloads of the layouts by expert, as grouped GEMMs read the block scales of their rows.
+// grouped has one block of columns, [elements, M], expert_major one for each expert, [L, elements, M]. It takes a row
+// and its place, and writes it as a column; M is the number of rows of a block rounded up so that columns begin at
+// multiples of 16 bytes, which the tensor memory accelerator wants of a stride. The caller's output has this shape
+// (tokenway.h, column_major), and the kernels of src/cuda/view write the same: it is part of the bits of results.
 #pragma once
 
 #include <cstddef>
@@ -11,15 +12,22 @@
 namespace tw {
 
 struct Columns {
-  int64_t rows = 0;           // M: the rows of a column, with its padding
-  int32_t element_bytes = 0;  // 1, 2, 4 or 8; 0: the payload is row-major
+  int64_t rows = 0;            // M: the rows of a column, with its padding
+  int32_t element_bytes = 0;   // 1, 2, 4 or 8; 0: the payload is row-major
+  int32_t block_elements = 0;  // columns of an expert's block; 0: all experts share one
 
   constexpr bool wanted() const { return element_bytes != 0; }
 
-  // The columns for so many rows.
-  static constexpr Columns of(int64_t rows, int32_t element_bytes) {
+  // The columns for so many rows, of all experts or (block_elements > 0) of each.
+  static constexpr Columns of(int64_t rows, int32_t element_bytes, int32_t block_elements = 0) {
     const int64_t step = 16 / element_bytes;
-    return {(rows + step - 1) / step * step, element_bytes};
+    return {(rows + step - 1) / step * step, element_bytes, block_elements};
+  }
+
+  // How far an expert's block lies behind where its rows would begin by row, in elements of a column: what is added to
+  // a row's place. `each`: rows of an expert.
+  constexpr int64_t shift(int64_t expert, int64_t each) const {
+    return block_elements == 0 ? 0 : expert * (block_elements * rows - each);
   }
 
   // Writes row `at`, which has row_bytes; NULL: zeros.

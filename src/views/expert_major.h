@@ -50,15 +50,18 @@ struct ExpertMajorOut {
   Columns columns[kMaxPayloads];
   void* ids = nullptr;
   float* weights = nullptr;
-  int64_t* origins = nullptr;  // grouped: row * K + k that the row there was taken from
-  int32_t* counts = nullptr;   // [L]
+  int64_t* origins = nullptr;        // row * K + k, by source, that the row there was taken from
+  int32_t* source_counts = nullptr;  // [L, N]
+  int32_t* counts = nullptr;         // [L]
 
   int64_t begin(int64_t expert) const { return first != nullptr ? first[expert] : expert * rows_per_expert; }
 
-  // Writes row `at` of a payload; NULL: zeros.
-  void place(int q, int64_t at, const std::byte* row, uint64_t bytes) const {
+  // Writes row `at` of a payload, which is an expert's; NULL: zeros.
+  void place(int q, int64_t at, const std::byte* row, uint64_t bytes, int64_t expert = 0) const {
     if (payloads[q] == nullptr) return;
-    if (columns[q].wanted()) return columns[q].place(payloads[q], at, row, bytes);
+    if (columns[q].wanted()) {
+      return columns[q].place(payloads[q], at + columns[q].shift(expert, rows_per_expert), row, bytes);
+    }
     std::byte* const to = payloads[q] + at * static_cast<int64_t>(bytes);
     if (row != nullptr) {
       std::memcpy(to, row, bytes);
@@ -68,22 +71,27 @@ struct ExpertMajorOut {
   }
 };
 
-// Copies received rows to their experts. window_row(q, source, p) says where payload q of a slot lies.
-template <class WindowRow>
+// Copies received rows to their experts. window_row(q, source, p) says where payload q of a slot lies,
+// first_row(source) which row by source a source's first is.
+template <class WindowRow, class FirstRow>
 void scatter_expert_major(const Shape& shape, const Placement& placement, const Received& received, int32_t me,
                           int32_t local_experts, const IdStyle& style, const ExpertMajorOut& out,
-                          WindowRow&& window_row) {
+                          WindowRow&& window_row, FirstRow&& first_row) {
   ExpertPlaces places(shape, placement, me, local_experts, out.counts);
+  if (out.source_counts != nullptr) std::fill_n(out.source_counts, int64_t{local_experts} * shape.ranks, 0);
   int64_t row = 0;
   for (int32_t source = 0; source < shape.ranks; ++source) {
     for (int32_t p = 0; p < received.counts[source]; ++p, ++row) {
       const Received::Row meta = received.row(row, shape.top_k);
       places.each(meta, [&](int32_t k, int32_t expert, int32_t place) {
         const int64_t at = out.begin(expert) + place;
-        for (int q = 0; q < shape.payloads; ++q) out.place(q, at, window_row(q, source, p), shape.payload_bytes[q]);
+        for (int q = 0; q < shape.payloads; ++q) {
+          out.place(q, at, window_row(q, source, p), shape.payload_bytes[q], expert);
+        }
         if (out.ids != nullptr) style.store(out.ids, at, style.space == twIdLocal ? expert : meta.ids[k]);
         if (out.weights != nullptr) out.weights[at] = meta.weights[k];
-        if (out.origins != nullptr) out.origins[at] = row * shape.top_k + k;
+        if (out.origins != nullptr) out.origins[at] = (first_row(source) + p) * shape.top_k + k;
+        if (out.source_counts != nullptr) ++out.source_counts[int64_t{expert} * shape.ranks + source];
       });
     }
   }
@@ -97,7 +105,7 @@ void scatter_expert_major(const Shape& shape, const Placement& placement, const 
       }
     }
   }
-  for (int q = 0; q < shape.payloads; ++q) {  // fills columns beyond the last row
+  for (int q = 0; q < shape.payloads && out.first != nullptr; ++q) {  // fills columns beyond the last row
     for (int64_t at = out.begin(local_experts); at < out.columns[q].rows; ++at) {
       out.place(q, at, nullptr, shape.payload_bytes[q]);
     }

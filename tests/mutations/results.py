@@ -321,8 +321,8 @@ RESULTS = (
         (
             Edit(
                 COLUMNS,
-                "return {(rows + step - 1) / step * step, element_bytes};",
-                "return {rows + 0 * step, element_bytes};",
+                "return {(rows + step - 1) / step * step, element_bytes, block_elements};",
+                "return {rows + 0 * step, element_bytes, block_elements};",
             ),
         ),
     ),
@@ -332,6 +332,46 @@ RESULTS = (
         "columns_test",
         "Columns.HoldTheRowsOfGrouped",
         (Edit(EXPERT_MAJOR, "at < out.columns[q].rows; ++at)", "at < 0; ++at)"),),
+    ),
+    Mutation(
+        "experts share one block of columns",
+        "S9",
+        "columns_test",
+        "ExpertMajor.*",
+        (Edit(COLUMNS, "return block_elements == 0 ? 0 : expert", "return block_elements >= 0 ? 0 : expert"),),
+    ),
+    Mutation(
+        "origins count the rows that came and not the slots",
+        "S9",
+        "columns_test",
+        "ExpertMajor.*",
+        (Edit(EXPERT_MAJOR, "(first_row(source) + p) * shape.top_k + k", "row * shape.top_k + k"),),
+    ),
+    Mutation(
+        "counts by source that add up call after call",
+        "S9",
+        "columns_test",
+        "ExpertMajor.*",
+        (
+            Edit(
+                EXPERT_MAJOR,
+                "std::fill_n(out.source_counts, int64_t{local",
+                "std::fill_n(out.source_counts, 0 * int64_t{local",
+            ),
+        ),
+    ),
+    Mutation(
+        "counts by source of another length",
+        "bounds",
+        "columns_test",
+        "ExpertMajor.WhatIsRefused",
+        (
+            Edit(
+                CHECK,
+                "const std::vector<int64_t> wanted{group.context.local_experts, group.ranks()};",
+                "const std::vector<int64_t> wanted{group.ranks(), group.context.local_experts};",
+            ),
+        ),
     ),
     Mutation(
         "index lists without the gaps of a view",

@@ -16,6 +16,7 @@ import tokenway as tw
 from tokenway import reference as ref
 from tokenway import replica_reference as replicas
 from tokenway.tensors import numpy_dtype
+from tokenway.view_reference import columns_by_expert
 
 FLOATS = ("float32", "bfloat16", "float16")
 ROUTINGS = ("random", "holes", "one", "none", "few")
@@ -314,7 +315,8 @@ class Got:
     late: np.ndarray | None = None
     received: tuple[np.ndarray, int] | None = None  # num_recv_tokens()
     expert_rows: np.ndarray | None = None  # Handle.expert_rows, in high throughput
-    origins: np.ndarray | None = None  # of grouped, where it was asked for
+    origins: np.ndarray | None = None  # by expert, where it was asked for
+    source_counts: np.ndarray | None = None  # likewise
     lists: tuple[np.ndarray, ...] = ()  # index lists, where they were asked for
 
 
@@ -362,7 +364,6 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
     rows = []
     for rank, mine in enumerate(got):
         want = DISPATCHES[round_.layout](x, rank, payloads)
-        by_column = {q: ref.columns(want.payloads[q]) for q in round_.columns}
         where = f"rank {rank} of {round_}\n in {setup}"
         same("counts", mine.counts, want.counts, where)
         sums = np.append(0, want.counts.cumsum()).astype(np.int32)
@@ -370,8 +371,9 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
         same("offsets", mine.offsets, offsets, where)
         same("ids", mine.ids, want.ids.astype(setup.id_dtype), where)
         same("weights", mine.weights, want.weights, where)
-        if mine.origins is not None:
-            same("origins", mine.origins, want.origins, where)
+        for name in ("origins", "source_counts"):
+            if getattr(mine, name) is not None:
+                same(name, getattr(mine, name), getattr(want, name), where)
         for name, one_got, one_want in zip(
             LISTS[: len(mine.lists)], mine.lists, index_lists(x, round_, rank), strict=True
         ):
@@ -380,8 +382,8 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
         if round_.layout == "grouped":
             valid[:] = True  # what is between experts is zero
         for q, (one_got, one_want) in enumerate(zip(mine.payloads, want.payloads, strict=True)):
-            if q in by_column:
-                same(f"payload {q} by column", as_bits(one_got), as_bits(by_column[q]), where)
+            if q in round_.columns:
+                same_columns(f"payload {q} by column", round_.layout, one_got, one_want, valid, where)
                 continue
             assert one_got.shape == one_want.shape, (one_got.shape, one_want.shape, where)
             same(f"payload {q}", as_bits(one_got)[valid], as_bits(one_want)[valid], where)
@@ -407,6 +409,17 @@ def verify_case(case: Case, by_rank: list[Any]) -> None:
     for f, flight in enumerate(case.flights):
         for i, round_ in enumerate(flight):
             verify(case.setup, round_, [mine[f][i] for mine in by_rank])
+
+
+def same_columns(what: str, layout: str, got: np.ndarray, rows: np.ndarray, valid: np.ndarray, where: str) -> None:
+    """Columns of these rows. In expert_major what is beyond the counts is not written, so it may be anything."""
+    if layout == "grouped":
+        return same(what, as_bits(got), as_bits(ref.columns(rows)), where)
+    want = columns_by_expert(rows)
+    here = np.zeros((len(rows), want.shape[2]), bool)
+    here[:, : valid.shape[1]] = valid
+    assert got.shape == want.shape, (what, got.shape, want.shape, where)
+    return same(what, *(np.where(here[:, None, :], as_bits(each), 0) for each in (got, want)), where)
 
 
 def as_bits(array: np.ndarray) -> np.ndarray:

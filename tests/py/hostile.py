@@ -234,6 +234,9 @@ class Torment:
         given.send_only = self.rng.randrange(2)
         out = _header.DispatchOutput()
         out.layout = self.rng.randrange(2)
+        if out.layout == 1 and self.rng.random() < 0.5:
+            out.column_major[1] = self.rng.choice((1, 1, 1, 2, -1))
+            out.origins, out.source_counts = self.tensor(7, (6, 8)), self.tensor(5, (6, 1))
         into, at_in = self.struct(_header.DispatchInput, given, self.spoil())
         onto, at_out = self.struct(_header.DispatchOutput, out, self.spoil())
         where = (at_in if self.rng.random() < 0.97 else 0, at_out if self.rng.random() < 0.97 else 0)

@@ -216,7 +216,9 @@ class Player:
             "counts": ((blocks,), "int32"),
         }
         if round_.layout == "grouped":
-            shapes |= {"offsets": ((blocks + 1,), "int32"), "origins": (lead, "int64")}
+            shapes["offsets"] = (blocks + 1,), "int32"
+        if round_.layout in ("expert_major", "grouped"):
+            shapes |= {"origins": (lead, "int64"), "source_counts": ((blocks, group.nranks), "int32")}
         if block := round_.index_block:
             capacity = group.index_capacity(int(np.prod(lead)), block)
             shapes |= {"sorted_rows": ((capacity,), "int32"), "block_experts": ((capacity // block,), "int32")}
@@ -224,7 +226,8 @@ class Player:
         shapes |= {f"p{q}": ((*lead, n), d) for q, (n, d) in enumerate(self.setup.payloads)}
         for q in round_.columns:
             n, d = self.setup.payloads[q - 1]
-            shapes[f"p{q - 1}"] = (n, -(-lead[0] * numpy_dtype(d).itemsize // 16) * 16 // numpy_dtype(d).itemsize), d
+            size = numpy_dtype(d).itemsize
+            shapes[f"p{q - 1}"] = (*lead[:-1], n, -(-lead[-1] * size // 16) * 16 // size), d
         return {name: self.rubbish(shape, dtype) for name, (shape, dtype) in shapes.items()}
 
     def combine(self, round_: Round, handle: tw.Handle, rows: Any, send_only: bool) -> Any:
@@ -259,7 +262,9 @@ class Player:
             got.lists = tuple(self.array(getattr(received, name)) for name in LISTS)
         if round_.exact:
             got.expert_rows = received.handle.expert_rows
-            got.origins = None if received.origins is None else self.array(received.origins)
+        for name in ("origins", "source_counts"):
+            if (told := getattr(received, name)) is not None:
+                setattr(got, name, self.array(told))
         return got
 
     def rows(self, round_: Round, received: tw.Received, got: Got) -> Any:

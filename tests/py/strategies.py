@@ -119,7 +119,7 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
     few = bound is not None and bound <= setup.default_bound
     if setup.mode == "auto" and layout == ("rank_major" if few else "flat"):
         chosen["chosen"] = draw(st.booleans())
-    extra = range(1, len(setup.payloads) + 1) if layout == "grouped" else ()
+    extra = range(1, len(setup.payloads) + 1) if layout in ("expert_major", "grouped") else ()
     if layout in ("rank_major", "flat"):
         chosen["index_block"] = draw(st.sampled_from((0, 0, 0, 1, 3, 16, 64, 256)))
     return Round(

@@ -177,7 +177,7 @@ def test_columns_that_are_refused(world: Any) -> None:
         f"column_major is 'scales'; {names}",
         f"column_major is 1; {names}",
     ]
-    wanted += ["column_major[1] is 1; only payloads of 'grouped', from 0 to 1, have columns"]
+    wanted += ["column_major[1] is 1; only payloads of 'expert_major' and 'grouped', from 0 to 1, have columns"]
     wanted += ["out['scales'] has shape [5, 2]; it must be [2, 8]"]
     for sentence, part in zip(said, wanted, strict=True):
         assert part in sentence

@@ -202,6 +202,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, 
   const DispatchTargets& targets = call.targets;
   handle.device.placed = layout_of(targets.layout).by_expert;
   if (targets.lists.wanted()) TW_RETURN_IF_FAILED(run_index_lists(call, budget, handle));
+  if (targets.source_counts != nullptr) TW_RETURN_IF_FAILED(run_source_counts(call, budget, handle));
   ViewParams p{arrived_params(handle, call.rows.map, call.at.channel, call.bound)};
   bool any = handle.device.placed;
   std::byte* receive_offset[kMaxPayloads] = {};
@@ -235,6 +236,14 @@ Status NvlinkBackend::run_index_lists(const DispatchCall& call, const Budget& bu
   p.counted = memory_->list_counts(call.at.channel, context_.local_experts);
   const bool early = budget.early_views && captures(call.stream);
   return launched("index lists", launch_index_lists(p, view_blocks(budget), early, call.stream));
+}
+
+// Tells how many rows of each expert came from each source.
+Status NvlinkBackend::run_source_counts(const DispatchCall& call, const Budget& budget, const HandleArrays& handle) {
+  const SourceCountsParams p{arrived_params(handle, call.rows.map, call.at.channel, call.bound),
+                             call.targets.source_counts};
+  const bool early = budget.early_views && captures(call.stream);
+  return launched("counts by source", launch_source_counts(p, view_blocks(budget), early, call.stream));
 }
 
 // Finds where rows stand by expert, for a combine by expert after a dispatch that was shown otherwise.

@@ -199,6 +199,7 @@ class NvlinkBackend : public Backend {
   int bank_of(StepPlace at) const { return staged_ != nullptr ? at.bank() : -1; }
   Status run_views(const DispatchCall& call, const Budget& budget, HandleArrays& handle);
   Status run_index_lists(const DispatchCall& call, const Budget& budget, const HandleArrays& handle);
+  Status run_source_counts(const DispatchCall& call, const Budget& budget, const HandleArrays& handle);
   Status run_places(const CombineCall& call, const Budget& budget, HandleArrays& handle);
   // Launch what a combine with values of choices has beside its own kernel (host/values.cc); nothing without values.
   ValuesParams values_of(const CombineCall& call, const HandleArrays& handle) const;

@@ -1,8 +1,8 @@
 // Copies out of the window, into outputs that the caller gave: what their kernels take by value, and the two launches.
 //
 // launch_rank_view copies rows as they lie, by source (rank_major); launch_expert_view sorts them by expert
-// (expert_major and grouped); launch_index_lists copies nothing, and tells which rows are whose. They wait for no peer:
-// they follow the dispatch in stream order.
+// (expert_major and grouped); launch_index_lists and launch_source_counts copy nothing, and tell which rows are whose.
+// They wait for no peer: they follow the dispatch in stream order.
 //
 // What breaks if this changes: the copies read the bank of the step that ended, before the channel's next step
 // publishes (S3); the order of rows by expert is that of docs/PROTOCOL.md (S9). Grids and widths are speed alone.
@@ -39,7 +39,7 @@ struct ViewParams : ArrivedParams {
   Columns columns[kMaxPayloads];
   Shown shown;       // by expert: [L, N*b] or grouped; the counts are handle.expert_counts and `counts`
   int32_t* offsets;  // grouped: [L + 1]
-  int64_t* origins;  // grouped, NULL: not wanted
+  int64_t* origins;  // by expert, NULL: not wanted
   int32_t rows;      // grouped: rows that are shown, which are more than those that come
 };
 
@@ -57,10 +57,16 @@ constexpr int64_t list_words(int32_t local_experts) {
   return local_experts <= kCountedExperts ? int64_t{kCountedBlocks} * local_experts : 0;
 }
 
+// How many rows of each expert came from each source.
+struct SourceCountsParams : ArrivedParams {
+  int32_t* counts;  // [L, N]
+};
+
 // All launch at most `grid` blocks; `early`: see launch.h. A cudaError_t comes back as int, so that the host side needs
 // no CUDA header.
 int launch_rank_view(const ViewParams& params, int grid, bool early, void* stream);
 int launch_expert_view(const ViewParams& params, int grid, bool early, void* stream);
 int launch_index_lists(const IndexParams& params, int grid, bool early, void* stream);
+int launch_source_counts(const SourceCountsParams& params, int grid, bool early, void* stream);
 
 }  // namespace tw::cuda

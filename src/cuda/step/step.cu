@@ -29,6 +29,7 @@ int load_rank_view(const Shape& shape);
 int load_expert_view(const Shape& shape);
 int load_few_rows_view(const Shape& shape);
 int load_index_lists(const Shape& shape);
+int load_source_counts(const Shape& shape);
 int load_land();
 
 namespace {
@@ -147,8 +148,9 @@ int load_kernels(const Shape& shape) {
        {reinterpret_cast<const void*>(refuse_kernel), reinterpret_cast<const void*>(self_test_kernel)}) {
     if (const int error = allow_shared(kernel, 0); error != 0) return error;
   }
-  for (const auto load : {load_dispatch, load_combine, load_values, load_counts, load_balance, load_layout, load_gather,
-                          load_reduce, load_rank_view, load_expert_view, load_few_rows_view, load_index_lists}) {
+  for (const auto load :
+       {load_dispatch, load_combine, load_values, load_counts, load_balance, load_layout, load_gather, load_reduce,
+        load_rank_view, load_expert_view, load_few_rows_view, load_index_lists, load_source_counts}) {
     if (const int error = load(shape); error != 0) return error;
   }
   return load_land();

@@ -87,7 +87,7 @@ __device__ void scatter(const ViewParams& p, const ExpertScratch& s, int from, i
       const int at = i * static_cast<int>(ExpertScratch::pitch(shape)) + k;
       const int nth = k < shape.top_k ? s.nth[at] : -1;
       const int expert = k < shape.top_k ? s.experts[at] : -1;
-      Places places{0, __ballot_sync(~0u, nth >= 0)};
+      Places places{0, __ballot_sync(~0u, nth >= 0), expert};
       const int64_t begin = nth >= 0 ? begin_of(p, expert) : 0;
       places.place = begin + nth;
       if (places.threads != 0) {

@@ -60,10 +60,17 @@ struct Loaded {
     }
   }
   // Stores it at the row's places, which all of the block's threads know alike.
+  template <bool kColumns>
   __device__ void store(const ViewParams& p, const Places& places) const {
 #pragma unroll
     for (int q = 0; q < kFastPayloads; ++q) {
       if (p.payloads[q] == nullptr) continue;
+      if constexpr (kColumns) {
+        if (p.columns[q].wanted()) {
+          store_columns(p, q, places);
+          continue;
+        }
+      }
       const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
       places.each(reinterpret_cast<unsigned long long>(p.payloads[q] + places.place * bytes), [&](auto place) {
         auto* const to = reinterpret_cast<uint4*>(place) + threadIdx.x;
@@ -73,6 +80,31 @@ struct Loaded {
         }
       });
     }
+  }
+  // Does so by column: whole words, as scales are, or bytes.
+  __device__ __forceinline__ void store_columns(const ViewParams& p, int q, const Places& places) const {
+    const Columns& columns = p.columns[q];
+    places.each(place_in_columns(p, q, places), [&](int64_t place) {
+#pragma unroll
+      for (uint32_t v = 0; v < kVectors; ++v) {
+        const uint32_t at = threadIdx.x + v * kViewThreads;
+        if (at >= p.vectors[q]) continue;
+        const uint4 four = value[q][v];
+        const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+          std::byte* const to = p.payloads[q];
+          if (columns.element_bytes == 4) {
+            reinterpret_cast<uint32_t*>(to)[(4 * at + i) * columns.rows + place] = words[i];
+            continue;
+          }
+#pragma unroll 1
+          for (uint32_t byte = 0; byte < 4; ++byte) {
+            to[in_columns(columns, place, 16 * at + 4 * i + byte)] = static_cast<std::byte>(words[i] >> (8 * byte));
+          }
+        }
+      }
+    });
   }
 };
 
@@ -115,6 +147,7 @@ __device__ void finish(const ViewParams& p, const FewScratch& s, int64_t slots) 
   }
 }
 
+template <bool kColumns>
 __global__ void __launch_bounds__(kViewThreads, 2) few_rows_view_kernel(const __grid_constant__ ViewParams p) {
   const Shape& shape = p.group.map.shape();
   const FewScratch s(shared_at<int32_t>(0), shape);
@@ -142,8 +175,8 @@ __global__ void __launch_bounds__(kViewThreads, 2) few_rows_view_kernel(const __
   if (has_slot) {
     const int expert = k < shape.top_k ? s.experts[k] : -1;
     const int nth = expert >= 0 ? s.before[expert] : -1;
-    const Places places{static_cast<int64_t>(expert) * slots + nth, __ballot_sync(~0u, expert >= 0)};
-    row.store(p, places);
+    const Places places{static_cast<int64_t>(expert) * slots + nth, __ballot_sync(~0u, expert >= 0), expert};
+    row.store<kColumns>(p, places);
     if (threadIdx.x < static_cast<uint32_t>(shape.top_k)) {
       p.handle.places[own * shape.top_k + k] = {expert, nth};
       if (expert >= 0) show_choice(p, own, k, expert, s.ids[k], weight, places.place);
@@ -169,12 +202,17 @@ int launch_few_rows_view(const ViewParams& params, int blocks, bool early, void*
   const Shape& shape = params.group.map.shape();
   const int finishing = (params.group.local_experts + kViewWarps - 1) / kViewWarps;
   const int grid = std::min(blocks, std::max(shape.ranks * params.bound, finishing));
-  return launch_kernel(few_rows_view_kernel, params, grid, FewScratch::bytes(shape), early, stream, kViewThreads);
+  bool columns = false;
+  for (int q = 0; q < shape.payloads; ++q) columns |= params.payloads[q] != nullptr && params.columns[q].wanted();
+  return launch_kernel(columns ? few_rows_view_kernel<true> : few_rows_view_kernel<false>, params, grid,
+                       FewScratch::bytes(shape), early, stream, kViewThreads);
 }
 
 int load_few_rows_view(const Shape& shape) {
   if (!is_tabled(shape)) return 0;
-  return allow_shared(reinterpret_cast<const void*>(few_rows_view_kernel), FewScratch::bytes(shape));
+  const auto* const plain = reinterpret_cast<const void*>(few_rows_view_kernel<false>);
+  if (const int error = allow_shared(plain, FewScratch::bytes(shape))) return error;
+  return allow_shared(reinterpret_cast<const void*>(few_rows_view_kernel<true>), FewScratch::bytes(shape));
 }
 
 }  // namespace tw::cuda

@@ -100,10 +100,12 @@ __device__ inline void with_vectors(int bytes, Use&& use) {
   }
 }
 
-// A thread's part of where a row goes: the place of its k-th choice, and (in all threads alike) which threads have one.
+// A thread's part of where a row goes: the place of its k-th choice, and (in all threads alike) which threads have one;
+// and the expert that it is for, where payloads are wanted by column.
 struct Places {
   int64_t place;
   uint32_t threads;
+  int32_t expert = 0;
 
   // Calls use(value) for each thread that has a place, with that thread's value.
   template <class T, class Use>
@@ -113,6 +115,12 @@ struct Places {
       use(__shfl_sync(~0u, value, __ffs(static_cast<int>(left)) - 1));
   }
 };
+
+// Gives the place of an expert's row in a payload that is wanted by column.
+__device__ inline int64_t place_in_columns(const ViewParams& p, int q, const Places& places) {
+  const int64_t each = static_cast<int64_t>(p.group.map.shape().ranks) * p.bound;
+  return places.place + p.columns[q].shift(places.expert, each);
+}
 
 // Copies vectors [begin, end) of a row to its places. By a warp; the row is read once for each 32 choices.
 template <class V>
@@ -142,10 +150,11 @@ __device__ inline void scatter_vectors(const ViewParams& p, int q, const std::by
 // Does so into columns. It copies bytes: neither row nor tensor need be aligned to elements, and such rows are short.
 __device__ inline void scatter_columns(const ViewParams& p, int q, const std::byte* from, const Places& places) {
   const uint32_t bytes = p.group.map.shape().payload_bytes[q];
+  const int64_t here = place_in_columns(p, q, places);
   for (uint32_t base = 0; base < bytes; base += 32) {
     const uint32_t i = base + static_cast<uint32_t>(lane());
     const unsigned char value = i < bytes ? load_fresh<unsigned char>(from + i) : 0;
-    places.each(places.place, [&](int64_t place) {
+    places.each(here, [&](int64_t place) {
       if (i < bytes) p.payloads[q][in_columns(p.columns[q], place, i)] = static_cast<std::byte>(value);
     });
   }
