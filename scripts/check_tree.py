@@ -53,10 +53,11 @@ ALLOWED: dict[str, set[str]] = {
 BACKEND = {*ALLOWED["core"], "core"}
 KERNEL = SHARED | {"views", "cuda/launch", "cuda/device"}
 ALLOWED |= {
-    "cpu": BACKEND,
+    "cpu": BACKEND | {"quantize"},
     "cuda/launch": SHARED | {"views"},
     "cuda/device": SHARED | {"views", "cuda/launch", "cuda/transport/target.cuh", "cuda/transport/store.cuh"},
-    **{f"cuda/{room}": KERNEL for room in ("dispatch", "combine", "counts", "view", "step")},
+    **{f"cuda/{room}": KERNEL for room in ("dispatch", "counts", "view", "step")},
+    "cuda/combine": KERNEL | {"quantize"},  # rows that return as fp8
     "cuda/collective": KERNEL | {"cuda/combine"},  # a reduce-scatter is a combine whose owners are known
     "cuda/plan": SHARED | {"cuda/launch", "core/status.h", "core/plan_query.h"},
     "cuda/driver": {"core/status.h"},
@@ -90,7 +91,8 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     ),
     # what must every result be
     "oracle": (
-        "activation_reference collective_reference index_reference reference replica_reference view_reference",
+        "activation_reference collective_reference index_reference reference replica_reference view_reference "
+        "wire_reference",
         set(),
     ),
     # what does a router choose

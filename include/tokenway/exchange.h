@@ -10,6 +10,13 @@ typedef enum TW_AS_INT {
                      // sum of the token's weights for this rank's experts, over k ascending
 } twWeighting_t;
 
+// Which scales rows of twFloat8e4m3 have on their way back (twCombineInput_t.wire_scales).
+typedef enum TW_AS_INT {
+  twScalesNone = 0,    // rows of other types, which have none
+  twScalesBlocks = 1,  // a float32 for each block of 128 elements, found and sent with the row
+  twScalesTensor = 2,  // one for all rows, which the caller gives (wire_scale); it does not travel
+} twScales_t;
+
 // twExchangeCounts is a step of all ranks, before dispatches of high throughput alone. Each rank tells all others how
 // many rows it will send to which rank and to which expert. Then every rank knows where each row goes and how many come
 // (twHandleNumRecvRows), and the handle may be dispatched for as long as its routing stays. The step takes a free lane
@@ -192,7 +199,7 @@ typedef struct {
                       // one order on all ranks
   void* stream;
   // What is combined in this call, the same on all ranks, within config.combine_room bytes a row, in place of
-  // config.combine_dtype and combine_elements; none and 0: as configured.
+  // config.combine_dtype and combine_elements; none and 0: as configured. twFloat8e4m3 too, with wire_scales below.
   twDtype_t wire_dtype;
   int64_t elements;
   int32_t sm_limit;  // as twDispatchInput_t
@@ -203,10 +210,21 @@ typedef struct {
   // twBoundMismatch (over staged transport between devices twCallMismatch, as for rows of other types). They take 4 * K
   // bytes of a returned row's room, config.combine_room, which must be given for that.
   twTensor_t choice_values;
+  // Where wire_dtype is twFloat8e4m3, which scales rows have; else twScalesNone. A partial, in float32, is quantised
+  // once, by the rank that has it, and multiplied with its scale again in float32 at the token's owner. The same on all
+  // ranks, else twBoundMismatch (over staged transport between devices twCallMismatch), wire_scale bit for bit.
+  //   twScalesBlocks: values and scales are those of twQuantizeFp8 without its flags, bit for bit: a block that holds a
+  //     NaN or an infinity becomes NaN. A row takes H bytes, rounded up to a multiple of 16, and 4 * ceil(H / 128),
+  //     likewise, of config.combine_room.
+  //   twScalesTensor: a value is x / wire_scale, rounded to nearest even; beyond 448 it saturates, and a NaN or an
+  //     infinity becomes NaN. A row takes H bytes, rounded up to a multiple of 16.
+  twScales_t wire_scales;
+  float wire_scale;  // from 2^-116 to 2^116 with twScalesTensor, else 0
 } twCombineInput_t;
 // clang-format off
-#define TW_COMBINE_INPUT_INIT \
-  {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL, twDtypeNone, 0, 0, TW_TENSOR_INIT}
+#define TW_COMBINE_INPUT_INIT                                                                                        \
+  {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL, twDtypeNone, 0, 0, TW_TENSOR_INIT, \
+   twScalesNone, 0}
 // clang-format on
 
 // Where twCombine writes: memory of the caller, which received rows in the window are not (leases are).
@@ -241,9 +259,9 @@ typedef struct {
 TW_API twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_t* input,
                              twDispatchOutput_t* output);
 
-// Tells whether calls of this group may name these rows: reads num_types and types of a dispatch's input, wire_dtype
-// and elements of a combine's and whether it has choice_values, and nothing else of them. Not collective. Errors:
-// twInvalidArgument.
+// Tells whether calls of this group may name these rows: reads num_types and types of a dispatch's input, wire_dtype,
+// elements and scales of a combine's and whether it has choice_values, and nothing else of them. Not collective.
+// Errors: twInvalidArgument.
 TW_API twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dispatched,
                                    const twCombineInput_t* combined);
 
@@ -251,7 +269,8 @@ TW_API twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dis
 // (else twInvalidUsage, and peers that do have one wait for this rank). It uses that dispatch's lane and gives it back,
 // or, when the handle holds none any more, takes a free lane for this one step.
 //   partial of a (token, rank) = its row, or sum over k ascending of [weight *] row: float32, from the
-//   first term on, multiply then add, each rounded to nearest even; rounded once to combine_dtype
+//   first term on, multiply then add, each rounded to nearest even; rounded once to combine_dtype, or quantised
+//   (wire_scales)
 //   tokens[t] = sum of the partials over ranks ascending: float32, rounded once to the output type; 0 if
 //   there are none
 //

@@ -38,6 +38,7 @@ ID_SPACES = {"local": 0, "global": 1}
 LINKS = {"other": 0, "tested": 1, "nvml": 2, "visible": 3}
 LAYOUTS = {"rank_major": 0, "expert_major": 1, "flat": 2, "grouped": 3}
 WEIGHTINGS = {"none": 0, "topk": 1}
+SCALES = {"none": 0, "blocks": 1, "tensor": 2}
 POLICIES = {"round_robin": 0, "local_first": 1, "shares": 2, "balanced": 3}
 PHASES = ("none", "create", "dispatch", "combine", "shrink", "counts", "gather", "reduce")
 
@@ -289,6 +290,8 @@ class CombineInput(Struct):
         ("elements", c_int64),
         ("sm_limit", c_int32),
         ("choice_values", Tensor),
+        ("wire_scales", c_int),
+        ("wire_scale", c_float),
     ]
 
 

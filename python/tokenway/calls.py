@@ -87,7 +87,8 @@ class Calls:
         bfloat16 or float16. weighting: "none" (rows are weighted already) or "topk". layout: that of rows (default: the
         handle's last dispatch). dtype: of the result (default combine_dtype). out: [T, H] to write to. sm_limit: as of
         `dispatch`.
-        Sums are float32 over k, then over ranks, both ascending, rounded to combine_dtype in between: the same bits
+        Sums are float32 over k, then over ranks, both ascending, rounded to combine_dtype in between (rows of fp8 are
+        quantised, as `RowType` says, and the result is by default of the dtype that tokens have): the same bits
         every time. The result is detached: autograd does not know of the exchange. Errors as `dispatch`; after a step
         that failed, the result is NaN.
 

@@ -290,7 +290,7 @@ class Exchange:
 
     def _target(self, name: str, given: Any, handle: Any, elements: int, dtype: Any, like: Tensor) -> Any:
         """Where a row of so many elements for each token of a handle goes: what is given, or a new tensor of dtype
-        (None: combine_dtype). None where there is no handle, which C refuses."""
+        (None: what a combine returns). None where there is no handle, which C refuses."""
         place = self._native.place
         if given is not None:
             if (problem := place.unwritable(name, given)) is not None:
@@ -298,7 +298,7 @@ class Exchange:
             return given
         if not isinstance(handle, Handle):
             return None
-        kind = self._shape.combine_dtype if dtype is None else tensors.dtype_name(dtype)
+        kind = self._shape.sum_dtype if dtype is None else tensors.dtype_name(dtype)
         try:
             return place.empty((handle.tokens, elements), kind, like)
         except (MemoryError, RuntimeError) as error:

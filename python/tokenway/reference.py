@@ -34,6 +34,7 @@ from tokenway.index_reference import index_capacity as index_capacity
 from tokenway.index_reference import index_lists as index_lists
 from tokenway.view_reference import columns as columns
 from tokenway.view_reference import columns_by_expert, source_counts
+from tokenway.wire_reference import FP8, travelled
 
 Array = np.ndarray
 Placement = tuple[Array, Array]
@@ -385,36 +386,36 @@ def combine(
     layout: str = "rank_major",
     weighting: str = "none",
     wire: Any = None,
+    scale: float | None = None,
     out: Any = None,
     owners: Iterable[int] | None = None,
 ) -> list[Array]:
     """Combine, as all ranks (or only `owners`) receive it: per owner [T, H] of dtype `out`.
 
-    rows[r]: what rank r's experts returned, [N, b, H] (rank_major), [L, N*b, H] (expert_major), [R', H]
-    (flat) or [P, H] (grouped), float32, bfloat16 or float16; rows beyond the counts are not read.
-    `wire` is the dtype that travels, `out` that of the result; both default to the dtype of the rows.
+    rows[r]: what rank r's experts returned, [N, b, H] (rank_major), [L, N*b, H] (expert_major), [R', H] (flat) or
+    [P, H] (grouped), float32, bfloat16 or float16; rows beyond the counts are not read. `wire` is the dtype that
+    travels, float8_e4m3fn too (`scale`: wire_reference.py), `out` the result's; both default to that of the rows.
 
     A token's partials are added over its ranks ascending, in float32, and rounded once to `out`;
     a token without experts gives zeros.
     """
     wire, out = rows[0].dtype if wire is None else wire, rows[0].dtype if out is None else out
     for name, dtype in (("rows", rows[0].dtype), ("wire", wire), ("out", out)):
-        _one_of(name, np.dtype(dtype), DTYPES)
+        _one_of(name, np.dtype(dtype), (*DTYPES, FP8) if name == "wire" else DTYPES)
 
     def terms(owner: int) -> Iterable[tuple[Array, Array]]:
         for r in range(x.ranks):
-            part = partial_rows(x, r, owner, rows[r], layout=layout, weighting=weighting, wire=wire)
-            yield np.flatnonzero(x.routing[owner].goes[:, r])[: len(part)], part.astype(np.float32)
+            part = partial_rows(x, r, owner, rows[r], layout=layout, weighting=weighting)
+            yield np.flatnonzero(x.routing[owner].goes[:, r])[: len(part)], travelled(part, wire, scale)
 
-    hidden = rows[0].shape[-1]
     owners = range(x.ranks) if owners is None else owners
-    return [_ordered_sum((len(x.ids[o]), hidden), terms(o)).astype(out) for o in owners]
+    return [_ordered_sum((len(x.ids[o]), rows[0].shape[-1]), terms(o)).astype(out) for o in owners]
 
 
 @np.errstate(all="ignore")
-def partial_rows(x: Exchange, rank: int, source: int, rows: Array, *, layout: str, weighting: str, wire: Any) -> Array:
-    """What `rank` sends back to `source`: [n, H] of dtype `wire`, row p for the token of slot p; in the
-    exact layouts those are left out that were dropped.
+def partial_rows(x: Exchange, rank: int, source: int, rows: Array, *, layout: str, weighting: str) -> Array:
+    """What `rank` sends back to `source`, before it is rounded to what travels: [n, H] float32, row p for the
+    token of slot p; in the exact layouts those are left out that were dropped.
 
     rank_major and flat: the row is the sum over the local experts already; with topk it is multiplied by
     the sum of the token's local weights. expert_major and grouped: the rows of the token's local experts, with
@@ -432,11 +433,10 @@ def partial_rows(x: Exchange, rank: int, source: int, rows: Array, *, layout: st
     if layout in ("rank_major", "flat"):
         begin = x.sources(rank)[source]
         mine = rows[begin : begin + len(tokens)] if layout == "flat" else rows[source, : len(tokens)]
-        part = mine.astype(np.float32)
-        if weighting == "topk":
-            local = ((at, weights[at, k, None]) for k, at in per_k)
-            part = _ordered_sum((len(tokens), 1), local) * part
-        return part.astype(wire)
+        if weighting == "none":
+            return mine.astype(np.float32)
+        local = ((at, weights[at, k, None]) for k, at in per_k)
+        return _ordered_sum((len(tokens), 1), local) * mine.astype(np.float32)
 
     def terms() -> Iterable[tuple[Array, Array]]:
         for k, at in per_k:
@@ -448,7 +448,7 @@ def partial_rows(x: Exchange, rank: int, source: int, rows: Array, *, layout: st
                 row = rows[expert, x.expert_row[source][t, k]].astype(np.float32)
             yield at, row if weighting == "none" else weights[at, k, None] * row
 
-    return _ordered_sum((len(tokens), rows.shape[-1]), terms()).astype(wire)
+    return _ordered_sum((len(tokens), rows.shape[-1]), terms())
 
 
 def choice_values(x: Exchange, values: Sequence[Array], *, layout: str = "rank_major") -> list[Array]:

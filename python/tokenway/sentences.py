@@ -58,6 +58,9 @@ CONSTANTS = {
     "twLowLatency": "'low_latency'",
     "twHighThroughput": "'high_throughput'",
     "twAutomatic": "'auto'",
+    "twScalesNone": "None",
+    "twScalesBlocks": "None, for a scale of each block,",
+    "twScalesTensor": "a number",
     "twReplicaShares": "'shares'",
     "twReplicaBalanced": "'balanced'",
 }
@@ -96,6 +99,8 @@ ARGUMENTS = {
     "input.types": "payloads",
     "input.elements": "combine_hidden",
     "input.wire_dtype": "combine_dtype",
+    "input.wire_scales": "combine_scale",
+    "input.wire_scale": "combine_scale",
     "config.num_experts": "experts",
     "config.num_ranks": "ranks",
     "config.num_nodes": "nodes",

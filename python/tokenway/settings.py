@@ -17,6 +17,8 @@ from tokenway.errors import InvalidArgument, TokenwayError
 from tokenway.placement import Placement
 
 COMBINABLE = ("float32", "bfloat16", "float16")
+FP8 = "float8_e4m3fn"
+FP8_BLOCK, FP8_ALIGNED = 128, 16  # elements that share a scale, and bytes at whose multiples values and scales begin
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,20 @@ class WindowBytes:
 
 @dataclass(frozen=True)
 class RowType:
-    """What rows consist of: of a group, or of the calls that `Group.rows` returns. Group documents the fields."""
+    """What rows consist of: of a group, or of the calls that `Group.rows` returns. Group documents the fields.
+
+    Of calls, combine_dtype may be float8_e4m3fn too: a combine's partials are quantised where they are made, and
+    multiplied with their scales in float32 where they are summed. combine_scale: the one scale of all of them, from
+    2**-116 to 2**116, bit for bit the same on all ranks (values beyond 448 times it saturate); None: each block of 128
+    elements has a scale of its own, which travels with it. What a combine returns is then of the rows' own dtype where
+    that can be summed, else bfloat16, unless the call says otherwise."""
 
     hidden: int
     dtype: Any = "bfloat16"
     payloads: Mapping[str, Payload | tuple[int, Any]] | None = None
     combine_dtype: Any = None
     combine_hidden: int | None = None
+    combine_scale: float | None = None
 
     def all_payloads(self) -> dict[str, Payload]:
         """Name to payload, in the order of the C API: tokens first. Dtypes by their common names."""
@@ -73,6 +82,10 @@ class RowType:
         """Of the rows on their way back: as asked for, else that of tokens if it can be summed."""
         if self.combine_dtype is not None:
             return tensors.dtype_name(self.combine_dtype)
+        return self.sum_dtype_name()
+
+    def sum_dtype_name(self) -> str:
+        """Of the tokens, if that can be summed."""
         name = tensors.dtype_name(self.dtype)
         return name if name in COMBINABLE else "bfloat16"
 
@@ -87,8 +100,12 @@ class RowType:
 
     @property
     def combine_bytes(self) -> int:
-        """Bytes of a combined row, likewise: `combine_room`."""
-        return Payload(self.combine_elements(), self.combine_dtype_name()).row_bytes()
+        """Bytes of a combined row on its way, likewise: `combine_room`."""
+        elements, name = self.combine_elements(), self.combine_dtype_name()
+        if name != FP8:
+            return Payload(elements, name).row_bytes()
+        scales = 4 * -(-elements // FP8_BLOCK) if self.combine_scale is None else 0
+        return sum(-(-part // FP8_ALIGNED) * FP8_ALIGNED for part in (elements, scales))
 
 
 def put_payloads(payloads: Mapping[str, Payload], into: Any) -> None:
@@ -188,6 +205,9 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
     payloads = settings.all_payloads()
     config.num_payloads = len(payloads)
     put_payloads(payloads, config.payloads)
+    if settings.combine_scale is not None:
+        wanted = "None: rows of a group's own have no scale, but those of Group.rows may"
+        raise InvalidArgument.of("combine_scale", f"is {settings.combine_scale!r}; it must be {wanted}")
     config.combine_dtype = tensors.CODES[settings.combine_dtype_name()]
     config.combine_elements = _native.fit("combine_hidden", settings.combine_elements(), 63)
     places, placement = settings.places(), settings.placement

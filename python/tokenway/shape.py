@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tokenway import _header, arguments, tensors
 from tokenway.native_group import NativeGroup
-from tokenway.settings import Payload, RowType, Settings
+from tokenway.settings import FP8, Payload, RowType, Settings
 
 
 class Field(NamedTuple):
@@ -44,6 +44,8 @@ class Shape:
     layouts: dict[str, _header.LayoutInfo]  # those of the group's mode
     default_layout: str  # the one whose rows are views of the window; in the mode "auto" that of low latency
     default_bound: int  # b of a dispatch in it; 0 in the exact layouts, which have none
+    sum_dtype: str = ""  # of what a combine returns by default
+    combine_scale: float | None = None  # of rows that return as fp8: of all; None: each block has its own
     named: bool = False  # calls name what rows consist of
     own: bool = True  # dispatched rows are of the type that the group was made with, which leases are for
 
@@ -65,6 +67,7 @@ class Shape:
             dtype=tensors.dtype_name(settings.dtype),
             combine_hidden=settings.combine_elements(),
             combine_dtype=settings.combine_dtype_name(),
+            sum_dtype=settings.combine_dtype_name(),
             id_dtype=tensors.dtype_name(settings.id_dtype),
             payloads=payloads,
             mode=settings.mode,
@@ -85,7 +88,9 @@ class Shape:
             hidden=rows.hidden,
             dtype=payloads["tokens"].dtype,
             combine_hidden=rows.combine_elements(),
-            combine_dtype=rows.combine_dtype_name(),
+            combine_dtype=(combined := rows.combine_dtype_name()),
+            sum_dtype=rows.sum_dtype_name() if combined == FP8 else combined,
+            combine_scale=rows.combine_scale,
             payloads=payloads,
             named=True,
             own=list(payloads.values()) == list(self.payloads.values()),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import numbers
 import struct
 from functools import partial
 from typing import Any
 
 from tokenway import _header, _native, arguments, tensors
-from tokenway.settings import put_payloads
+from tokenway.errors import InvalidArgument
+from tokenway.settings import FP8, put_payloads
 from tokenway.shape import Shape
 
 _LAYOUT_AT = _header.DispatchOutput.layout.offset
@@ -25,6 +27,18 @@ def name_rows(shape: Shape, dispatched: _header.DispatchInput, combined: _header
     put_payloads(shape.payloads, dispatched.types)
     combined.wire_dtype = tensors.CODES[shape.combine_dtype]
     combined.elements = _native.fit("combine_hidden", shape.combine_hidden, 63)
+    name_scales(shape, combined)
+
+
+def name_scales(shape: Shape, combined: _header.CombineInput) -> None:
+    """Writes down which scales rows on their way back have."""
+    scale = shape.combine_scale
+    if scale is not None:
+        if not isinstance(scale, numbers.Real):
+            raise InvalidArgument.of("combine_scale", f"is {scale!r}; it must be a number, or None")
+        combined.wire_scales, combined.wire_scale = _header.SCALES["tensor"], float(scale)
+    elif shape.combine_dtype == FP8:
+        combined.wire_scales = _header.SCALES["blocks"]
 
 
 class Structs:

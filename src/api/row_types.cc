@@ -7,6 +7,8 @@
 #include "api/check.h"
 #include "api/rows.h"
 #include "exchange/notes.h"
+#include "layout/fp8_rows.h"
+#include "quantize/wire.h"
 
 namespace tw::api {
 namespace {
@@ -108,21 +110,73 @@ Status check_room(const twGroup& group, const CombineRows& rows) {
               Argument("input.choice_values"), choice_bytes(shape.top_k), bytes, Argument("config.combine_room"), most);
 }
 
+// Checks the scales of rows whose type is known.
+Status check_scales(const twCombineInput_t& input, twDtype_t wire) {
+  const Argument scales("input.wire_scales");
+  const Argument scale("input.wire_scale");
+  const bool given = input.wire_scales == twScalesTensor;
+  if (wire != twFloat8e4m3) {
+    if (input.wire_scale != 0.0f) {
+      return fail(twInvalidArgument, "{} is {}; rows of {} have no scale, so it must be 0", scale,
+                  double{input.wire_scale}, dtype_text(wire));
+    }
+    if (input.wire_scales == twScalesNone) return {};
+    return fail(twInvalidArgument, "{} is {}; rows of {} have no scales, so it must be {}", scales,
+                Value(input.wire_scales), dtype_text(wire), TW_CONSTANT(twScalesNone));
+  }
+  if (!given && input.wire_scales != twScalesBlocks) {
+    return fail(twInvalidArgument, "{} is {}; with rows of {} it must be {} or {}", scales, Value(input.wire_scales),
+                dtype_text(wire), TW_CONSTANT(twScalesBlocks), TW_CONSTANT(twScalesTensor));
+  }
+  if (given && !(input.wire_scale >= quantize::kLeastGiven && input.wire_scale <= quantize::kMostGiven)) {
+    return fail(twInvalidArgument, "{} is {}; it must be from 2^-116 to 2^116", scale, double{input.wire_scale});
+  }
+  if (!given && input.wire_scale != 0.0f) {
+    return fail(twInvalidArgument, "{} is {}; with a scale for each block it must be 0", scale,
+                double{input.wire_scale});
+  }
+  return {};
+}
+
+// Gives the bytes of a row on its way, and refuses them where there is no room.
+Status check_wire_bytes(const twCombineInput_t& input, uint64_t most, uint64_t* bytes) {
+  const auto elements = static_cast<uint64_t>(input.elements);
+  *bytes = elements * static_cast<uint64_t>(dtype_bytes(input.wire_dtype));
+  if (input.wire_dtype != twFloat8e4m3) return {};
+  *bytes = fp8_row_bytes(elements, input.wire_scales != twScalesTensor);
+  if (*bytes <= most) return {};
+  return fail(twInvalidArgument, "{} is {}, which takes rows of {} bytes; {} has room for {}",
+              Argument("input.elements"), Value(input.elements), *bytes, Argument("config.combine_room"), most);
+}
+
 Status check_named_rows(const twGroup& group, const twCombineInput_t& input, CombineRows* rows) {
-  if (input.wire_dtype == twDtypeNone && input.elements == 0) return {};
-  if (!is_summable(input.wire_dtype)) {
-    return fail(twInvalidArgument, "{} is {}; it must be float32, bfloat16 or float16", Argument("input.wire_dtype"),
-                dtype_text(input.wire_dtype));
+  if (input.wire_dtype == twDtypeNone && input.elements == 0) return check_scales(input, rows->wire);
+  if (!is_summable(input.wire_dtype) && input.wire_dtype != twFloat8e4m3) {
+    return fail(twInvalidArgument, "{} is {}; it must be float32, bfloat16, float16 or float8_e4m3",
+                Argument("input.wire_dtype"), dtype_text(input.wire_dtype));
   }
   const twPayload_t type{input.wire_dtype, input.elements};
   const uint64_t most = group.shape().most_combine_bytes();
   TW_RETURN_IF_FAILED(check_type("input.wire_dtype", "input.elements", type, most));
-  if (same(type, {rows->wire, rows->elements})) return {};
-  rows->map = rows->map.for_combine(static_cast<uint64_t>(type.elements) * dtype_bytes(type.dtype));
-  rows->wire = type.dtype;
-  rows->elements = type.elements;
-  const uint32_t dtype = mix_digest(kDigestSeed, static_cast<uint64_t>(type.dtype));
-  rows->digest = mix_rows(nonzero(mix_digest(dtype, static_cast<uint64_t>(type.elements))), rows->digest);
+  uint64_t bytes = 0;
+  TW_RETURN_IF_FAILED(check_wire_bytes(input, most, &bytes));
+  const bool own = same(type, {rows->wire, rows->elements});
+  if (!own) {  // before scales are looked at: a refusal is of such rows
+    rows->map = rows->map.for_combine(bytes);
+    rows->wire = type.dtype;
+    rows->elements = type.elements;
+  }
+  TW_RETURN_IF_FAILED(check_scales(input, type.dtype));
+  if (own) return {};
+  rows->scales = input.wire_scales;
+  rows->scale = input.wire_scale;
+  uint32_t digest = mix_digest(kDigestSeed, static_cast<uint64_t>(type.dtype));
+  digest = mix_digest(digest, static_cast<uint64_t>(type.elements));
+  if (rows->scales != twScalesNone) {
+    const auto bits = uint64_t{std::bit_cast<uint32_t>(rows->scale)};
+    digest = mix_digest(digest, bits << 32 | static_cast<uint32_t>(rows->scales));
+  }
+  rows->digest = mix_rows(nonzero(digest), rows->digest);
   return {};
 }
 

@@ -162,6 +162,9 @@ struct CombineRows {
   int64_t elements = 0;
   uint32_t digest = 0;
   bool values = false;  // a value of each choice goes beside them
+  // Of rows as twFloat8e4m3, else none: which scales they have, and the one of all elements (twScalesTensor; else 0).
+  twScales_t scales = twScalesNone;
+  float scale = 0.0f;
 };
 
 // Values of choices that a combine returns beside its rows, where CombineRows::values says that there are some: the

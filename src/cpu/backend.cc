@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "cpu/fp8_rows.h"
 #include "cpu/gathered.h"
 #include "cpu/loads.h"
 #include "cpu/staged.h"
@@ -67,7 +68,7 @@ class CpuBackend : public Backend {
     const Received& received = handle.received;
     const Part part = Part::of(call.sent.map.shape(), call.part);
     count_part(shape(), received, part, counts_.data());
-    const RowTypes types{call.rows_dtype, call.sent.wire, call.sent.elements, call.weighted};
+    const RowTypes types{call.rows_dtype, call.sent.wire, call.sent.elements, call.weighted, call.sent.scale};
     const bool values = call.sent.values;
     const Shape& rows = call.sent.map.shape();
     transport_.begin(call.at,
@@ -75,7 +76,8 @@ class CpuBackend : public Backend {
                      call.send_only);
     const auto send = [&](auto&& terms) {
       tw::send_combine(transport_, call.sent.map, call.at, received, part, counts_.data(), types, note_of(call), terms,
-                       sum_rows, partial_.data(), call.keep_own, values);
+                       call.sent.scales == twScalesNone ? sum_rows : sum_to_fp8, partial_.data(), call.keep_own,
+                       values);
     };
     if (layout_of(call.layout).by_expert) {
       ExpertPlaces places(shape(), context_.placement, context_.me, context_.local_experts, next_.data());
@@ -159,10 +161,10 @@ class CpuBackend : public Backend {
       if (counts_[peer] != 0) end = {twCallMismatch, peer, {}, static_cast<uint32_t>(call.bound)};
     }
     if (end.code == twSuccess) {
-      const RowTypes types{call.sent.wire, call.out_dtype, call.sent.elements, false};
+      const RowTypes types{call.sent.wire, call.out_dtype, call.sent.elements, false, call.sent.scale};
       const auto own_row = [&](int32_t slot) { return call.keep_own ? call.rows.at(context_.me, slot) : nullptr; };
       receive_combine(transport_, call.sent.map, call.at, routing, part, types, own_row, call.out, call.out_stride,
-                      sum_rows);
+                      call.sent.scales == twScalesNone ? sum_rows : sum_of_fp8);
       if (call.sent.values) {
         take_choice_values(transport_, call.sent.map, call.at, context_.placement, routing, part, call.values.out);
       }

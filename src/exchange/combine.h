@@ -61,6 +61,7 @@ struct RowTypes {
   twDtype_t to;
   int64_t elements;
   bool weighted;
+  float scale = 0.0f;  // of rows as e4m3: of all elements; 0: each block of 128 has its own (layout/fp8_rows.h)
 };
 
 // Writes the partial of each received row of a part into its owner's inbox, at (token, position of this rank), and

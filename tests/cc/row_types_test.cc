@@ -79,7 +79,7 @@ TEST(RowTypes, RefusedSumsAreToldAtOnce) {
   for (const Bad& each : {Bad{twFloat32, 9, "input.elements is 9; it must be from 1 to 8"},
                           {twBfloat16, 0, "input.elements is 0; it must be from 1 to 16"},
                           {twDtypeNone, 4, "input.wire_dtype is"},
-                          {twInt32, 4, "it must be float32, bfloat16 or float16"}}) {
+                          {twInt32, 4, "it must be float32, bfloat16, float16 or float8_e4m3"}}) {
     ++round;
     Exchange exchange(world, make_traffic(config, {4, 4}, round), {}, round);
     exchange.dispatch();

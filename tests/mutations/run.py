@@ -29,6 +29,7 @@ from arena import ARENA_MUTATIONS
 from choice_values import CHOICE_VALUES
 from collectives import COLLECTIVES
 from counts import COUNTS
+from fp8_combine import FP8_COMBINE
 from leases import LEASES_MUTATIONS
 from mutation import Mutation
 from placement import PLACEMENT
@@ -38,7 +39,16 @@ from staged import STAGED
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (
-    PROTOCOL + ARENA_MUTATIONS + COUNTS + LEASES_MUTATIONS + COLLECTIVES + PLACEMENT + RESULTS + STAGED + CHOICE_VALUES
+    PROTOCOL
+    + ARENA_MUTATIONS
+    + COUNTS
+    + LEASES_MUTATIONS
+    + COLLECTIVES
+    + PLACEMENT
+    + RESULTS
+    + STAGED
+    + CHOICE_VALUES
+    + FP8_COMBINE
 )
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails

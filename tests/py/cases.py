@@ -49,6 +49,9 @@ class Setup:
     lease_bytes: int = 0
     inbox_tokens: int | None = None
     low_latency_tokens: int | None = None
+    # What rows return as, in place of combine_dtype; calls name it, and the group has room for it.
+    wire: str | None = None
+    wire_scale: float | None = None
     # Experts in several slots, which expert_map then places.
     slot_expert: tuple[int, ...] | None = None
     policy: str = "round_robin"
@@ -69,8 +72,10 @@ class Setup:
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of Group."""
         settings = asdict(self)
-        for name in ("ranks", "slot_expert", "policy", "shares"):
+        for name in ("ranks", "slot_expert", "policy", "shares", "wire", "wire_scale"):
             del settings[name]
+        if self.wire is not None:
+            settings["combine_room"] = self.row_type().combine_bytes
         if self.slot_expert is not None:
             settings["expert_map"] = tw.Placement(
                 self.slot_expert, where=self.expert_map, policy=self.policy, shares=self.shares
@@ -80,9 +85,13 @@ class Setup:
 
     def row_type(self) -> tw.RowType:
         """What its rows consist of, for calls of a group that has others."""
-        given = self.settings()
-        names = ("hidden", "dtype", "payloads", "combine_dtype", "combine_hidden")
-        return tw.RowType(*(given[name] for name in names))
+        payloads = {f"p{q}": payload for q, payload in enumerate(self.payloads)}
+        back = self.wire or self.combine_dtype
+        return tw.RowType(self.hidden, self.dtype, payloads, back, self.combine_hidden, self.wire_scale)
+
+    def calls(self, group: tw.Group) -> Any:
+        """What makes its calls: the group, or its rows of another type."""
+        return group if self.wire is None else group.rows(self.row_type())
 
     @property
     def slots(self) -> int:
@@ -395,8 +404,8 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
             same("expert_rows", mine.expert_rows, x.routed_rows(rank), where)
         want_tokens = want.payloads[0]
         rows.append(answers(setup, round_, rank, want_tokens, want.ids, want.weights, want.counts, offsets))
-    wire, out = numpy_dtype(setup.combine_dtype), numpy_dtype(round_.out)
-    wanted = ref.combine(x, rows, layout=round_.layout, weighting=round_.weighting, wire=wire, out=out)
+    kinds = {"wire": numpy_dtype(setup.wire or setup.combine_dtype), "out": numpy_dtype(round_.out)}
+    wanted = ref.combine(x, rows, layout=round_.layout, weighting=round_.weighting, **kinds, scale=setup.wire_scale)
     for rank, mine in enumerate(got):
         where = f"rank {rank} of {round_}\n in {setup}"
         same("result", mine.out, wanted[rank], where)

@@ -18,7 +18,7 @@ def play(env: Any, case: Case) -> list[list[Got]]:
     """All flights on a group of their own: what this rank got, by flight and round."""
     case = possible(env, case)
     with tw.Group(env.comm, timeout=PATIENT, **case.setup.settings()) as group:
-        return Player(env, group, case).flights()
+        return Player(env, group, case, case.setup.calls(group)).flights()
 
 
 def play_on(env: Any, name: str, case: Case) -> list[list[Got]]:

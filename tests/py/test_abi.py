@@ -57,6 +57,7 @@ ENUMS = {
     "twIdSpace_t": ("twId", _header.ID_SPACES),
     "twLayout_t": ("tw", _header.LAYOUTS),
     "twWeighting_t": ("twWeight", _header.WEIGHTINGS),
+    "twScales_t": ("twScales", _header.SCALES),
     "twReplicaPolicy_t": ("twReplica", _header.POLICIES),
     "twPhase_t": ("twPhase", {name: code for code, name in enumerate(_header.PHASES)}),
     "twStrategy_t": ("tw", portable.STRATEGIES),

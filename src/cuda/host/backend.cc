@@ -17,6 +17,7 @@
 #include "cuda/launch/steps.h"
 #include "cuda/plan/combine.h"
 #include "cuda/plan/dispatch.h"
+#include "layout/fp8_rows.h"
 
 namespace tw::cuda {
 
@@ -271,6 +272,18 @@ Status NvlinkBackend::part_of(const CombineCall& call, const HandleArrays& handl
   return {};
 }
 
+namespace {
+
+// Says where accesses of 16 bytes fit in a combine of fp8: its inbox always allows them.
+void fit_fp8(const CombineCall& call, CombineParams* params) {
+  CombineParams& p = *params;
+  p.sums_fit = width_of({address_of(call.rows.data), static_cast<uint64_t>(call.rows.block_stride),
+                         static_cast<uint64_t>(call.rows.row_stride)}) == 16;
+  p.vectors_fit = width_of({address_of(call.out), static_cast<uint64_t>(call.out_stride)}) == 16;
+}
+
+}  // namespace
+
 Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
   remember(call.stream);
@@ -318,15 +331,23 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.packets = PacketsAt::make(call.sent.map, p.channel);
   // Where sums overwrite rows, all rows are sent before the first sum.
   const bool twice = send && receive && !call.apart && !call.in_window;
-  plan_combine(budget, rows, {!twice, call.parts > 1}, &p);
+  const bool fp8 = call.sent.scales != twScalesNone;
+  if (fp8) fit_fp8(call, &p);
+  (fp8 ? plan_fp8 : plan_combine)(budget, rows, {!twice, call.parts > 1}, &p);
   if (p.part.skips) p.rehearses = 0;  // it would come before the step that is left out has ended
+  const auto launch = [&] {
+    if (!fp8) return launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream));
+    const auto scales_from = static_cast<uint32_t>(fp8_scales_begin(static_cast<uint64_t>(p.elements)));
+    return launched("a combine of fp8",
+                    launch_combine_fp8({p, call.sent.scale, scales_from}, p.roles.grid(), early, call.stream));
+  };
   if (twice) {
     p.receive = 0;
-    TW_RETURN_IF_FAILED(launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream)));
+    TW_RETURN_IF_FAILED(launch());
     p.send = 0;
     p.receive = 1;
   }
-  return launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream));
+  return launch();
 }
 
 Status NvlinkBackend::run_refusal(StepPlace at, const Refusal& refusal, bool send, bool receive) {

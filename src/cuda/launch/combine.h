@@ -95,6 +95,16 @@ struct CombineParams {
   PartOfCombine part;    // last, so that kernels for whole combines find what they read where it was without parts
 };
 
+// A combine whose rows return as e4m3 with scales (layout/fp8_rows.h). It has a kernel of its own, which takes this, so
+// that the parameters of all others are as they were. Of `call` it does not read what is about packets and about words
+// of the wire: no row is a packet, and p.tiles.per_row and p.pushed_parts count tiles of kFp8Tile elements.
+struct Fp8Params {
+  CombineParams call;    // vectors_fit: sums may be stored 16 bytes at a time; sums_fit: rows may be loaded so
+  float scale;           // of all elements; 0: each block of 128 has its own
+  uint32_t scales_from;  // bytes of a row before its scales
+};
+inline constexpr uint32_t kFp8Tile = 1024;  // elements of a tile, which one warp quantises or sums
+
 // The rows of each part, counted: fills DeviceArrays::part_counts.
 struct PartsParams {
   GroupView group;
@@ -108,6 +118,7 @@ struct PartsParams {
 // as int, so that the host side needs no CUDA header.
 int launch_combine(const CombineParams& params, int grid, bool early, void* stream);
 int launch_combine_packets(const CombineParams& params, int grid, bool early, void* stream);
+int launch_combine_fp8(const Fp8Params& params, int grid, bool early, void* stream);
 int launch_parts(const PartsParams& params, void* stream);
 
 }  // namespace tw::cuda

@@ -75,4 +75,25 @@ void plan_combine(const Budget& budget, const Shape& shape, const CombineFacts& 
   p.rehearses = p.roles.apart && p.bound > budget.packet_tokens;
 }
 
+// No row is a packet here, on any rank, as the type of rows says: scales of a block of 128 elements do not lie where
+// packets of 120 bytes could bring them along. Half of the blocks send, as where rows are summed on their way: a sender
+// that quantises has as much to do as one that sums. This rank's own rows go through its inbox like the others.
+void plan_fp8(const Budget& budget, const Shape& shape, const CombineFacts& facts, CombineParams* params) {
+  CombineParams& p = *params;
+  p.kind = Kind::kGeneric;
+  p.group.packet_tokens = p.tail_packets = 0;
+  p.own_direct = p.plain = p.rehearses = 0;
+  const auto parts = static_cast<int32_t>((p.elements + kFp8Tile - 1) / kFp8Tile);
+  p.tiles = {};
+  p.tiles.per_row = Divider::make(static_cast<uint32_t>(parts));
+  p.wide = kNoneWide;
+  const int64_t returning = static_cast<int64_t>(shape.ranks) * p.bound;
+  const bool apart = p.send && p.receive && facts.apart && returning > 0;
+  p.roles = roles_of(budget, std::max<int64_t>(p.tokens, returning), p.tiles, apart, budget.max_grid / 2);
+  p.joins = 1;
+  p.pushed_parts = parts;
+  p.turn_chunks = 1;
+  p.drawn = turns_ahead(shape.chunk_rows * parts);
+}
+
 }  // namespace tw::cuda

@@ -20,5 +20,7 @@ struct CombineFacts {
 // writes kind, tiles, wide, roles, single, joins, per_tile, pushed, pushed_parts, turn_chunks, drawn, tail_packets and
 // rehearses.
 void plan_combine(const Budget& budget, const Shape& shape, const CombineFacts& facts, CombineParams* params);
+// The same for rows that return as e4m3.
+void plan_fp8(const Budget& budget, const Shape& shape, const CombineFacts& facts, CombineParams* params);
 
 }  // namespace tw::cuda

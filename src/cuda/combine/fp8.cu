@@ -1,0 +1,232 @@
+// Combine of rows that return as e4m3 with scales. Takes Fp8Params; gives each token's sum in the caller's output. As
+// in combine/combine.cu some blocks send and the others sum; its chunks, signals and ends are used here too.
+//
+// A sender makes a tile of a partial in float32, quantises it on its way to the inbox, and stores the scales of its
+// blocks beside it; a tile has whole blocks, so no warp waits for another. The owner multiplies and adds in order of
+// positions. This rank's own partials go through its inbox: they are rounded as all others are.
+//
+// Floor: (H + 4 * ceil(H / 128)) / (2 * H) of what bfloat16 has on the link, 0.516 for 7168 elements. The last rows do
+// not go as packets, so a fence, a signal and a flight follow the last chunk, some 3 us: with few tokens that is more
+// than half of the bytes saves. A quantising pass before a combine of plain rows would read all rows once and write
+// half of that, 60 us for 4096 tokens between four ranks, in which the link has nothing to do. (Reasoned, not measured
+// yet.)
+//
+// What breaks if this changes: S3 (late_signal; nothing is written before await_earlier), S4 (chunks), S7 (send before
+// sum), S9 (order of terms, combine/fp8.cuh).
+#include <cuda_runtime.h>
+
+#include "cuda/combine/chunks.cuh"
+#include "cuda/combine/end.cuh"
+#include "cuda/combine/fp8.cuh"
+#include "cuda/device/passes.cuh"
+#include "cuda/launch/launch.h"
+#include "cuda/launch/loading.h"
+
+namespace tw::cuda {
+namespace {
+
+// A warp's view of the call.
+struct Fp8Sum : Sum {
+  const Fp8Params& q;
+
+  // Whether a partial is a row, without a weight.
+  __device__ bool whole_rows() const { return !p.expert_major && !p.weighted; }
+  __device__ bool in_blocks() const { return q.scale == 0.0f; }
+};
+
+// ---- Sending
+
+// Adds a term of the thread's part of a tile to a partial; `first`: it begins the sum.
+__device__ __forceinline__ void add_row(const Fp8Sum& s, const std::byte* row, const float* weight, int64_t begin,
+                                        bool first, Sixteen (&sum)[kFp8Steps]) {
+  const CombineParams& p = s.p;
+  Sixteen term[kFp8Steps];
+#pragma unroll
+  for (int u = 0; u < kFp8Steps; ++u) {
+    load_sixteen(row, p.rows_dtype, begin + u * kFp8Step, p.elements, p.sums_fit != 0, &term[u]);
+  }
+#pragma unroll
+  for (int u = 0; u < kFp8Steps; ++u) {
+#pragma unroll
+    for (int i = 0; i < kFp8Each; ++i) {
+      const float value = weight != nullptr ? __fmul_rn(*weight, term[u].v[i]) : term[u].v[i];
+      sum[u].v[i] = first ? value : __fadd_rn(sum[u].v[i], value);
+    }
+  }
+}
+
+// Quantises a thread's part of a tile into its place in an inbox; `begin`: its first element.
+__device__ __forceinline__ void put_tile(const Fp8Sum& s, std::byte* to, int64_t begin,
+                                         const Sixteen (&sum)[kFp8Steps]) {
+#pragma unroll
+  for (int u = 0; u < kFp8Steps; ++u) {
+    const int64_t first = begin + u * kFp8Step;
+    float scale = s.q.scale;
+    uint32_t magnitude = largest_of(sum[u]);
+    if (s.in_blocks()) {
+      magnitude = block_largest(magnitude);
+      scale = quantize::scale_of(magnitude, false);
+    }
+    if (first >= s.p.elements) continue;
+    uint4 values = narrow_sixteen(sum[u], Scale(scale));
+    if (magnitude >= quantize::kInfinity) values = spoil_sixteen(sum[u], s.in_blocks(), values);
+    put_data(reinterpret_cast<uint4*>(to + first), values);
+    if (s.in_blocks() && lane() % kFp8Sharing == 0) {
+      put_data(reinterpret_cast<float*>(to + s.q.scales_from) + first / static_cast<int64_t>(kFp8Elements), scale);
+    }
+  }
+}
+
+// Sends one of a chunk's tiles, or nothing if the chunk has fewer rows (combine/chunks.cuh, push_chunks).
+template <twDtype_t kWire, bool kFast>
+__device__ inline void push_item(const Fp8Sum& s, int number, int item) {
+  const CombineParams& p = s.p;
+  const Chunk chunk = chunk_of(s, number);
+  const int row = quotient(item, p.pushed_parts);
+  if (row >= chunk.rows) return;
+  const int slot = chunk.number * s.chunk_rows() + row;
+  auto header = static_cast<uint64_t>(slot);
+  if (asks_header(p.group)) {
+    const int64_t meta = meta_row(p, chunk.owner, slot) * (1 + p.group.map.shape().top_k);
+    header = load_fresh<unsigned long long>(p.handle.meta + meta);
+  }
+  const int64_t begin = int64_t{item - row * p.pushed_parts} * kFp8Tile + int64_t{lane()} * kFp8Each;
+  Sixteen sum[kFp8Steps];
+  if (s.whole_rows()) {
+    add_row(s, row_in(p, chunk.owner, slot), nullptr, begin, true, sum);
+  } else {
+    collect_terms(p, s.set(), chunk.owner, slot, load_choice(p, meta_row(p, chunk.owner, slot), lane()));
+    const int set = s.set() * p.group.map.shape().top_k;
+    const auto rows = shared_at<const std::byte*>(p.at.rows) + set;
+    const auto weights = shared_at<float>(p.at.weights) + set;
+    const int count = shared_at<int32_t>(p.at.row_counts)[s.set()];
+#pragma unroll 1
+    for (int j = 0; j < count; ++j) add_row(s, rows[j], p.weighted ? weights + j : nullptr, begin, j == 0, sum);
+  }
+  put_tile(s, place_of(s, chunk.owner, header), begin, sum);
+}
+
+// ---- Summing
+
+// Sums a tile of a token whose terms have been found, all of them in the inbox.
+__device__ __forceinline__ void sum_fp8_tile(const Fp8Sum& s, int token, int fan, uint32_t tile) {
+  constexpr int kPairs = 2;  // terms that are loaded before the first of them is added
+  const CombineParams& p = s.p;
+  const int64_t begin = int64_t{tile} * kFp8Tile + int64_t{lane()} * kFp8Each;
+  Sixteen sum[kFp8Steps] = {};
+#pragma unroll 1
+  for (int position = 0; position < fan; position += kPairs) {
+    uint4 term[kFp8Steps][kPairs] = {};
+    float scale[kFp8Steps][kPairs];
+#pragma unroll
+    for (int t = 0; t < kPairs; ++t) {
+      if (position + t >= fan) continue;
+      const std::byte* const row = s.places()[position + t];
+      const auto* const scales = reinterpret_cast<const uint32_t*>(row + s.q.scales_from);
+#pragma unroll
+      for (int u = 0; u < kFp8Steps; ++u) {
+        const int64_t first = begin + u * kFp8Step;
+        scale[u][t] = s.q.scale;
+        if (first >= p.elements) continue;
+        term[u][t] = load_fresh<uint4>(reinterpret_cast<const uint4*>(row + first));
+        if (s.in_blocks()) {
+          scale[u][t] = __uint_as_float(load_fresh<uint32_t>(scales + first / static_cast<int64_t>(kFp8Elements)));
+        }
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kFp8Steps; ++u) {
+#pragma unroll
+      for (int t = 0; t < kPairs; ++t) {
+        if (position + t < fan) add_sixteen(&sum[u], term[u][t], scale[u][t], position + t == 0);
+      }
+    }
+  }
+  std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
+#pragma unroll
+  for (int u = 0; u < kFp8Steps; ++u) {
+    store_sixteen(out, p.out_dtype, begin + u * kFp8Step, p.elements, p.vectors_fit != 0, sum[u]);
+  }
+}
+
+// Sums tiles of all tokens, in order, each by whichever warp is free (combine/combine.cu, sum_tokens).
+__device__ void sum_fp8_tokens(const Fp8Sum& s) {
+  const CombineParams& p = s.p;
+  const uint32_t per_row = p.tiles.per_row.divisor;
+  const uint32_t end = static_cast<uint32_t>(p.tokens) * per_row;
+  const Shares own = received_shares(p.roles);
+  const bool draws = end > own.step;
+  const auto take_work = [&] { return draw(sum_counters(p.group, s.step), draws && lane() == 0); };
+  const auto drawn = [&](uint32_t work_item) { return draws ? own.step + __shfl_sync(~0u, work_item, 0) : end; };
+  uint32_t u = s.sums() ? own.first : drawn(take_work());
+#pragma unroll 1
+  while (u < end) {
+    const uint32_t row = divide(u, p.tiles.per_row);
+    const auto token = static_cast<int>(row);
+    const Terms terms = find_terms(s, token, load_sent(p, token, lane()));
+    const uint32_t next = take_work();  // the reply is on its way meanwhile
+    if (terms.here) {
+      sum_fp8_tile(s, token, terms.fan, u - row * per_row);
+    } else {
+      fill_nan(p, token, 1, lane(), 32);
+      *s.failed() = 1;
+    }
+    u = drawn(next);
+  }
+}
+
+// Does what is left when a block has sent.
+__device__ inline void conclude_fp8(const Fp8Sum& s) {
+  const CombineParams& p = s.p;
+  uint32_t arrived = 0;
+  if (p.receive && threadIdx.x == 0) arrived = begin_end(p.group, s.step);
+  if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(p.group, s.step);
+  if (s.sums() || (p.receive && p.joins)) sum_fp8_tokens(s);
+  if (concludes(s) && s.set() == kWarps - 1) await_signals(s);
+  if (p.receive) finish_combine(s, arrived);
+}
+
+__global__ void __launch_bounds__(kThreads, 1) combine_fp8_kernel(const __grid_constant__ Fp8Params q) {
+  let_next_begin();
+  const CombineParams& p = q.call;
+  const GroupView& g = p.group;
+  const auto thread = static_cast<int>(threadIdx.x);
+  Fp8Sum s{{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}}, q};
+#pragma unroll 1
+  for (int i = thread; i < s.ranks(); i += kThreads) s.windows()[i] = target_of(g, i, p.send);
+  if (thread == 0) *s.failed() = 0;
+  begin_work(s);
+  warm(q);
+  begin_pass(true);
+  const Counts counts = load_counts(s, thread);
+  s.step.number = next_step(g, p.channel);
+  const bool good = can_combine(p);
+  begin_at_bank(g, p.bank, &s.step.number);
+  if (p.part.skips) ++s.step.number;
+  keep_counts(s, counts);
+  bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
+  if (p.part.skips && p.send && usable) usable = skip_step(g, s.step);
+  if (!usable) {
+    if (p.receive) give_up(s);
+    return;  // the step has not ended: it will be another kernel's, unless the group is finished
+  }
+  if (p.send && thread == 0 && blockIdx.x == 0) say_sent(g, s.step);
+  if (s.sends()) {
+    if (!p.late_signal && blockIdx.x == 0 && s.set() == 0) publish_first(s);
+    push_chunks<twFloat8e4m3, false>(s);  // S7: nobody here waits
+    if (p.late_signal) publish_last(s);
+  }
+  conclude_fp8(s);
+}
+
+}  // namespace
+
+int launch_combine_fp8(const Fp8Params& params, int grid, bool early, void* stream) {
+  return launch_kernel(combine_fp8_kernel, params, grid, params.call.at.bytes, early, stream);
+}
+
+int load_combine_fp8(const Shape& shape) {
+  return allow_shared(reinterpret_cast<const void*>(combine_fp8_kernel), CombineScratch::make(shape).bytes);
+}
+
+}  // namespace tw::cuda
