@@ -9,16 +9,17 @@
 //   scale[t, i] = largest |row[t, 128 i .. 128 i + 127]| / 448, or that rounded up to a power of two; 1 for zeros
 //   values[t, j] = rows[t, j] / scale[t, j / 128], rounded to nearest even, as e4m3 without infinities
 //
-// rows: [T, H] twFloat32, twBfloat16 or twFloat16, rows may be strided. values: [T, H] twFloat8e4m3. scales: [T, ceil(H
-// / 128)] twFloat32, or, with power_of_two, packed: [T, ceil(H / 512)] twInt32, whose byte i % 4 (the lowest is 0) of
-// word i / 4 is the scale of block i as UE8M0, 2^(byte - 127), 255 for NaN; bytes behind the last block are 0. Rows or
-// columns of scales are contiguous (strides {s, 1} or {1, s}). device: -1 for host memory (synchronous, stream NULL),
-// else the CUDA device of the three tensors (enqueued on `stream`). The bits are the same on the CPU and on a device. A
-// block with NaN or infinity in it gives NaN there. A scale is at least 2^-116: a block whose largest magnitude is
-// below 448 * 2^-116, 5.4e-33, loses precision, so that its bits do not depend on whether the processor flushes
-// subnormal numbers to 0. Errors: twInvalidArgument; twUnsupported for a device in a build without CUDA.
-TW_API twResult_t twQuantizeFp8(const twTensor_t* rows, const twTensor_t* values, const twTensor_t* scales,
-                                int32_t power_of_two, int32_t device, void* stream);
+// rows: [T, H] twFloat32, twBfloat16 or twFloat16, rows may be strided. counts: which rows are valid, as twSwiGlu;
+// NULL: all. Other rows are neither read nor written. values: [T, H] twFloat8e4m3. scales: [T, ceil(H / 128)]
+// twFloat32, or, with power_of_two, packed: [T, ceil(H / 512)] twInt32, whose byte i % 4 (the lowest is 0) of word i /
+// 4 is the scale of block i as UE8M0, 2^(byte - 127), 255 for NaN; bytes behind the last block are 0. Rows or columns
+// of scales are contiguous (strides {s, 1} or {1, s}). device: -1 for host memory (synchronous, stream NULL), else the
+// CUDA device of the three tensors (enqueued on `stream`). The bits are the same on the CPU and on a device. A block
+// with NaN or infinity in it gives NaN there. A scale is at least 2^-116: a block whose largest magnitude is below 448
+// * 2^-116, 5.4e-33, loses precision, so that its bits do not depend on whether the processor flushes subnormal numbers
+// to 0. Errors: twInvalidArgument; twUnsupported for a device in a build without CUDA.
+TW_API twResult_t twQuantizeFp8(const twTensor_t* rows, const twTensor_t* counts, const twTensor_t* values,
+                                const twTensor_t* scales, int32_t power_of_two, int32_t device, void* stream);
 
 // Quantises valid rows to mxfp8, the MXFP8 formats of the OCP Microscaling specification 1.0: 32 elements share a scale
 // of UE8M0, one byte, 2^(byte - 127). By the specification's rule, which floors the exponent:
@@ -28,10 +29,9 @@ TW_API twResult_t twQuantizeFp8(const twTensor_t* rows, const twTensor_t* values
 // A block's largest elements, from 1.75 * 2^n on, so lose up to an eighth where they saturate. NaN or infinity in a
 // block makes its byte 255, NaN, and its values 0x7f, NaN.
 //
-// rows: as twQuantizeFp8, H a multiple of 32. counts: which rows are valid, as twSwiGlu; NULL: all. Other rows are
-// neither read nor written. values: [T, H] twFloat8e4m3 or twFloat8e5m2. scales: [T, H / 32] twUint8; both
-// C-contiguous. device, stream and errors: as twQuantizeFp8. The bits are the same on the CPU and on a device, whether
-// or not the processor flushes subnormal numbers to 0.
+// rows and counts: as twQuantizeFp8, H a multiple of 32. values: [T, H] twFloat8e4m3 or twFloat8e5m2. scales: [T, H /
+// 32] twUint8; both C-contiguous. device, stream and errors: as twQuantizeFp8. The bits are the same on the CPU and on
+// a device, whether or not the processor flushes subnormal numbers to 0.
 TW_API twResult_t twQuantizeMxfp8(const twTensor_t* rows, const twTensor_t* counts, const twTensor_t* values,
                                   const twTensor_t* scales, int32_t device, void* stream);
 
@@ -67,9 +67,9 @@ TW_API twResult_t twQuantizeNvfp4(const twTensor_t* rows, const twTensor_t* coun
 // NULL and no dimensions: all rows. weights: [M] twFloat32, or likewise none.
 //
 // out: [M, I] of the type of gate_up, rows may be strided; scales is then NULL. Or out is twFloat8e4m3, C-contiguous,
-// quantised from float32 as twQuantizeFp8 does it, with scales: twFloat32 [M, ceil(I / 128)], rows or columns
-// contiguous (strides {s, 1} or {1, s}), and power_of_two as there. Outputs must have memory of their own. device,
-// stream and errors: as twQuantizeFp8.
+// quantised from float32 as twQuantizeFp8 does it, with scales: twFloat32 [M, ceil(I / 128)] or, with power_of_two,
+// packed twInt32 [M, ceil(I / 512)], rows or columns contiguous (strides {s, 1} or {1, s}), as there. Outputs must have
+// memory of their own. device, stream and errors: as twQuantizeFp8.
 TW_API twResult_t twSwiGlu(const twTensor_t* gate_up, const twTensor_t* counts, const twTensor_t* weights,
                            const twTensor_t* out, const twTensor_t* scales, int32_t power_of_two, int32_t device,
                            void* stream);

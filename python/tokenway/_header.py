@@ -407,7 +407,7 @@ FUNCTIONS = {
     "twWindowKeep": (c_int, [c_void_p, POINTER(c_void_p)]),
     "twWindowRelease": (c_int, [c_void_p]),
     "twGroupLeaseInfo": (c_int, [c_void_p, POINTER(LeaseInfo)]),
-    "twQuantizeFp8": (c_int, [c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p]),
+    "twQuantizeFp8": (c_int, [*[c_void_p] * 4, c_int32, c_int32, c_void_p]),
     "twQuantizeMxfp8": (c_int, [*[c_void_p] * 4, c_int32, c_void_p]),
     "twQuantizeNvfp4": (c_int, [*[c_void_p] * 5, c_int32, c_int32, c_void_p]),
     "twSwiGlu": (c_int, [*[c_void_p] * 5, c_int32, c_int32, c_void_p]),

@@ -18,6 +18,7 @@ from tokenway import _native, tensors, versions
 from tokenway.errors import InvalidArgument
 from tokenway.quantize import (
     Tensor,
+    check_dtype,
     check_shape,
     check_together,
     described,
@@ -34,6 +35,7 @@ def swiglu(
     weights: Tensor | None = None,
     quantize: bool = False,
     power_of_two: bool = False,
+    packed: bool = False,
     column_major: bool = False,
     out: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> Any:
@@ -44,9 +46,10 @@ def swiglu(
     first ones (default: all rows): `Received.counts` of rank_major and expert_major, `Received.offsets[-1:]` of flat
     and grouped, whose padding counts as valid. Rows beyond are neither read nor written. weights: [M] float32.
 
-    quantize: to e4m3 with a float32 scale for 128 elements, as `quantize_fp8` (power_of_two too) makes them of the
-    float32 results: values [M, I], scales [M, ceil(I / 128)], or with column_major [ceil(I / 128), M'], M' being M
-    rounded up to a multiple of 4 (16 bytes), as grouped GEMMs read them.
+    quantize: to e4m3 with a float32 scale for 128 elements, as `quantize_fp8` (power_of_two and packed too) makes them
+    of the float32 results: values [M, I], scales [M, ceil(I / 128)], packed int32 [M, ceil(I / 512)]; or with
+    column_major [ceil(I / 128), M'] and [ceil(I / 512), M'], M' being M rounded up to a multiple of 4 (16 bytes), as
+    grouped GEMMs read them.
     out: [M, I], or (values, scales) of these shapes, to write to; else new memory, arbitrary beyond the valid rows.
 
     Sums and products are float32 in a fixed order with an exp of their own (src/activation/swiglu.h), rounded once: the
@@ -58,23 +61,25 @@ def swiglu(
     if gate_up.ndim != 2:
         raise InvalidArgument.of("gate_up", f"has shape {list(gate_up.shape)}; it must be [M, 2 * I]")
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    if (column_major or power_of_two) and not quantize:
-        raise InvalidArgument("column_major and power_of_two are of scales; they need quantize=True")
-    scales_shape = fp8_scales_shape(rows, inner, column_major=column_major)
+    if (column_major or power_of_two or packed) and not quantize:
+        raise InvalidArgument("column_major, power_of_two and packed are of scales; they need quantize=True")
+    scales_shape = fp8_scales_shape(rows, inner, packed=packed, column_major=column_major)
     if out is None:
         out = empty_like((rows, inner), "float8_e4m3fn" if quantize else tensors.dtype_of(gate_up), gate_up)
         if quantize:
-            out = out, empty_like(scales_shape, "float32", gate_up)
+            out = out, empty_like(scales_shape, "int32" if packed else "float32", gate_up)
     values, scales = _pair(out) if quantize else (out, None)
     check_together("gate_up", gate_up, device, counts=counts, weights=weights)
     check_together("gate_up", gate_up, device, True, out=values, scales=scales)
     if scales is not None:
         check_shape("scales", scales, scales_shape)
+        if packed:
+            check_dtype("scales", scales, "int32")
     if quantize and tensors.dtype_of(values) != "float8_e4m3fn":
         raise InvalidArgument.of("out", f"has dtype {tensors.dtype_of(values)}; with quantize it must be float8_e4m3fn")
     told = scales.T[:rows] if column_major and scales is not None else scales
     given = [described(t) for t in (gate_up, counts, weights, values, told)]
-    result = _native.lib.twSwiGlu(*given, 1 if power_of_two else 0, device, stream)
+    result = _native.lib.twSwiGlu(*given, 1 if power_of_two or packed else 0, device, stream)
     versions.written(out)
     _native.check(result)
     return out

@@ -33,6 +33,7 @@ def quantize_fp8(
     power_of_two: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
     *,
+    counts: Tensor | None = None,
     packed: bool = False,
     column_major: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -45,6 +46,8 @@ def quantize_fp8(
     packed: powers of two as UE8M0, four to an int32 as DeepGEMM on Blackwell reads them, [T, ceil(H / 512)]; the first
     in the low byte, 0 behind a row's last. column_major: scales [ceil(H / 128), T'], or [ceil(H / 512), T'] packed, T'
     being T rounded up to a multiple of 4 (16 bytes), as grouped GEMMs read them; what is beyond T is arbitrary.
+    counts: [G] int32, as of `swiglu`: valid rows of each of G equal blocks of rows; others are neither read nor
+    written.
     out: (values, scales) to write to, values C-contiguous, scales of these shapes.
     CUDA tensors: enqueued on the current stream of x's device; nothing waits, and a graph can capture it.
     Errors: InvalidArgument; Unsupported for CUDA tensors in a build without CUDA.
@@ -59,12 +62,13 @@ def quantize_fp8(
         scales = empty_like(shape, "int32" if packed else "float32", x)
         out = empty_like((tokens, elements), "float8_e4m3fn", x), scales
     values, scales = several(out, ("values", "scales"))
+    check_together("x", x, device, counts=counts)
     check_together("x", x, device, True, values=values, scales=scales)
     if packed:
         check_dtype("scales", scales, "int32")
     if column_major:
         check_shape("scales", scales, shape)
-    told = (x, values, scales.T[:tokens] if column_major else scales)
+    told = (x, counts, values, scales.T[:tokens] if column_major else scales)
     flag = 1 if power_of_two or packed else 0
     result = _native.lib.twQuantizeFp8(*map(described, told), flag, device, stream)
     versions.written(given)

@@ -26,11 +26,11 @@ template <class In>
           const int n = static_cast<int>(std::min<int64_t>(kBlock, call.elements - first));
           float values[kBlock];
           for (int i = 0; i < n; ++i) values[i] = times(swiglu(widen(gate[first + i]), widen(up[first + i])), weight);
-          if (call.scales == nullptr) {
+          if (call.scales.data == nullptr) {
             for (int i = 0; i < n; ++i) reinterpret_cast<In*>(out)[first + i] = narrow<In>(values[i]);
           } else {
-            call.scales[row * call.scale_stride[0] + block * call.scale_stride[1]] =
-                quantize::quantize_block(values, n, call.power_of_two, reinterpret_cast<uint8_t*>(out) + first);
+            auto* const to = reinterpret_cast<uint8_t*>(out) + first;
+            call.scales.put_either(row, block, quantize::quantize_block(values, n, call.power_of_two, to));
           }
         }
       });

@@ -54,7 +54,13 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Call call) {
       for (int i = 0; i < kPerLane; ++i) x[i] = i < count ? x[i] : 0.0f;
       const float scale = quantize::quantize_lanes<kPowerOfTwo>(x, &values);
       if (count > 0) store(reinterpret_cast<uint8_t*>(call.out.row(row)) + first, count, values);
-      if (count > 0 && lane == 0) call.scales[row * call.scale_stride[0] + block * call.scale_stride[1]] = scale;
+      if (count > 0 && lane == 0) {
+        if constexpr (kPowerOfTwo) {
+          call.scales.put_either(row, block, scale);
+        } else {
+          call.scales.put(row, block, scale);
+        }
+      }
     } else {
       if (count > 0) store<kType>(call.out.row(row) + first * kBytes, count, x);
     }
@@ -109,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const Call call) {
 
 template <twDtype_t kType>
 auto forward_of(const Call& call) {
-  if (call.scales == nullptr) return &forward_kernel<kType, false, false>;
+  if (call.scales.data == nullptr) return &forward_kernel<kType, false, false>;
   return call.power_of_two ? &forward_kernel<kType, true, true> : &forward_kernel<kType, true, false>;
 }
 

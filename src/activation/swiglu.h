@@ -24,7 +24,7 @@
 #pragma once
 
 #include "core/status.h"
-#include "quantize/rows.h"
+#include "quantize/fp8.h"
 
 namespace tw::activation {
 
@@ -85,10 +85,9 @@ struct Call {
   int64_t elements;  // I
   twDtype_t dtype;   // twFloat32, twBfloat16 or twFloat16
   Matrix gate_up;
-  const float* weights;  // [total], NULL: all 1
-  Matrix out;            // backward: the gradient of the result
-  float* scales;         // NULL: not quantised
-  int64_t scale_stride[2];
+  const float* weights;     // [total], NULL: all 1
+  Matrix out;               // backward: the gradient of the result
+  quantize::Scales scales;  // data NULL: not quantised
   bool power_of_two;
   // For backward alone.
   Matrix of_gate_up;

@@ -24,7 +24,6 @@ using tw::api::Extents;
 using tw::api::given;
 using tw::api::matrix_of;
 using tw::api::shape_text;
-using tw::quantize::kBlock;
 
 constexpr Argument kGateUp("gate_up");
 
@@ -79,21 +78,27 @@ Status check_quantised(const twTensor_t* out, const twTensor_t* scales, int32_t 
     return fail(twInvalidArgument, "{} is NULL; {} of dtype float8_e4m3fn has scales", Argument("scales"),
                 Argument("out"));
   }
-  TW_RETURN_IF_FAILED(check_matrix("scales", scales, "[M, ceil(I / 128)]"));
-  const int64_t blocks = (call->elements + kBlock - 1) / kBlock;
-  if (scales->dtype != twFloat32 || scales->shape[0] != call->rows.total || scales->shape[1] != blocks) {
-    return fail(twInvalidArgument, "{} is {} {}; it must be float32 {}", Argument("scales"),
+  TW_RETURN_IF_FAILED(check_matrix("scales", scales, "[M, ceil(I / 128)] or packed [M, ceil(I / 512)]"));
+  const int64_t blocks = tw::quantize::Scales::blocks_of(call->elements);
+  const bool packed = scales->dtype == twInt32;
+  const int64_t columns = packed ? (blocks + 3) / 4 : blocks;
+  if ((!packed && scales->dtype != twFloat32) || scales->shape[0] != call->rows.total || scales->shape[1] != columns) {
+    return fail(twInvalidArgument, "{} is {} {}; it must be float32 {}, or packed int32 {}", Argument("scales"),
                 tw::dtype_name(scales->dtype), shape_text({scales->shape[0], scales->shape[1]}),
-                shape_text({call->rows.total, blocks}));
+                shape_text({call->rows.total, blocks}), shape_text({call->rows.total, (blocks + 3) / 4}));
   }
   TW_RETURN_IF_FAILED(check_memory("scales", *scales));
   TW_RETURN_IF_FAILED(tw::check_switch("power_of_two", power_of_two));
+  if (packed && power_of_two == 0) {
+    return fail(twInvalidArgument, "{} has dtype int32, of packed powers of two, but {} is {}; it must be 1",
+                Argument("scales"), Argument("power_of_two"), tw::Value(power_of_two));
+  }
   if (call->rows.total > 0 && call->elements > 0) {
     TW_RETURN_IF_FAILED(check_stride("out", *out, 1, 1, "the elements of a row are contiguous"));
     TW_RETURN_IF_FAILED(check_stride("out", *out, 0, call->elements, "quantised rows are C-contiguous"));
   }
-  TW_RETURN_IF_FAILED(tw::api::check_scale_order(*scales, call->scale_stride));
-  call->scales = static_cast<float*>(scales->data);
+  call->scales = {static_cast<float*>(scales->data), {}, blocks, packed};
+  TW_RETURN_IF_FAILED(tw::api::check_scale_order(*scales, call->scales.stride));
   call->power_of_two = power_of_two == 1;
   return {};
 }

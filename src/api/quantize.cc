@@ -72,37 +72,38 @@ Status check_whole_rows(const twTensor_t* rows, int64_t block) {
 
 // Scales are float32, or, as powers of two, bytes of UE8M0 in int32; both by row or by column.
 Status check_fp8_scales(const twTensor_t* scales, int32_t power_of_two, tw::quantize::Call* call) {
-  call->packed = scales != nullptr && scales->dtype == twInt32;
-  const Wanted wanted = call->packed ? Wanted{twInt32, "[T, ceil(H / 512)]", call->tokens, call->places() / 4}
-                                     : Wanted{twFloat32, "[T, ceil(H / 128)]", call->tokens, call->places()};
+  const int64_t blocks = tw::quantize::Scales::blocks_of(call->elements);
+  const bool packed = scales != nullptr && scales->dtype == twInt32;
+  const Wanted wanted = packed ? Wanted{twInt32, "[T, ceil(H / 512)]", call->rows.total, (blocks + 3) / 4}
+                               : Wanted{twFloat32, "[T, ceil(H / 128)]", call->rows.total, blocks};
   TW_RETURN_IF_FAILED(check_shape("scales", scales, wanted));
   TW_RETURN_IF_FAILED(check_switch("power_of_two", power_of_two));
   call->power_of_two = power_of_two == 1;
-  if (call->packed && !call->power_of_two) {
+  if (packed && !call->power_of_two) {
     return fail(twInvalidArgument, "{} has dtype int32, of packed powers of two, but {} is {}; it must be 1",
                 Argument("scales"), Argument("power_of_two"), Value(power_of_two));
   }
-  call->scales = static_cast<float*>(scales->data);
-  if (call->tokens == 0 || call->elements == 0) return {};
-  return tw::api::check_scale_order(*scales, call->scale_stride);
+  call->scales = {static_cast<float*>(scales->data), {}, blocks, packed};
+  if (call->rows.total == 0 || call->elements == 0) return {};
+  return tw::api::check_scale_order(*scales, call->scales.stride);
 }
 
-Status check_fp8(const twTensor_t* rows, const twTensor_t* values, const twTensor_t* scales, int32_t power_of_two,
-                 int32_t device, const void* stream, tw::quantize::Call* call) {
+Status check_fp8(const twTensor_t* rows, const twTensor_t* counts, const twTensor_t* values, const twTensor_t* scales,
+                 int32_t power_of_two, int32_t device, const void* stream, tw::quantize::Call* call) {
   TW_RETURN_IF_FAILED(check_float_rows("rows", rows, "[T, H]"));
-  call->rows = static_cast<const std::byte*>(rows->data);
-  call->row_stride = rows->shape[0] > 1 ? rows->stride[0] * tw::dtype_bytes(rows->dtype) : 0;
+  TW_RETURN_IF_FAILED(check_counts(counts, rows->shape[0], &call->rows));
+  call->from = tw::api::matrix_of(*rows);
   call->dtype = rows->dtype;
-  call->tokens = rows->shape[0];
   call->elements = rows->shape[1];
-  TW_RETURN_IF_FAILED(check_output("values", values, {twFloat8e4m3, "[T, H]", call->tokens, call->elements}));
+  TW_RETURN_IF_FAILED(check_output("values", values, {twFloat8e4m3, "[T, H]", call->rows.total, call->elements}));
   call->values = static_cast<uint8_t*>(values->data);
   TW_RETURN_IF_FAILED(check_fp8_scales(scales, power_of_two, call));
   TW_RETURN_IF_FAILED(check_place(device, stream));
-  if (call->tokens == 0 || call->elements == 0) return {};
+  if (call->rows.total == 0 || call->elements == 0) return {};
   Extents inputs;
   Extents outputs;
   inputs.add("rows", extent(*rows));
+  if (given(counts)) inputs.add("counts", extent_of_all(*counts));
   outputs.add("values", extent(*values));
   outputs.add("scales", extent_of_all(*scales));
   return check_apart(outputs, inputs);
@@ -167,11 +168,11 @@ Status check_global_scale(const twTensor_t* scale, bool find, tw::quantize::Nvfp
 
 }  // namespace
 
-twResult_t twQuantizeFp8(const twTensor_t* rows, const twTensor_t* values, const twTensor_t* scales,
-                         int32_t power_of_two, int32_t device, void* stream) {
+twResult_t twQuantizeFp8(const twTensor_t* rows, const twTensor_t* counts, const twTensor_t* values,
+                         const twTensor_t* scales, int32_t power_of_two, int32_t device, void* stream) {
   return tw::api::enter([&]() -> Status {
     tw::quantize::Call call{};
-    TW_RETURN_IF_FAILED(check_fp8(rows, values, scales, power_of_two, device, stream, &call));
+    TW_RETURN_IF_FAILED(check_fp8(rows, counts, values, scales, power_of_two, device, stream, &call));
     if (device >= 0) {
 #if TOKENWAY_WITH_CUDA
       return tw::quantize::quantize_fp8_cuda(call, device, stream);
@@ -179,7 +180,7 @@ twResult_t twQuantizeFp8(const twTensor_t* rows, const twTensor_t* values, const
       return tw::api::without_cuda(device);
 #endif
     }
-    if (call.tokens > 0 && call.elements > 0) tw::quantize::quantize_fp8_cpu(call);
+    if (call.elements > 0) tw::quantize::quantize_fp8_cpu(call);
     return {};
   });
 }

@@ -1,5 +1,6 @@
-// twQuantizeFp8 on the CPU: it takes a checked quantize::Call and fills values and scales, block by block, compiled for
-// several vector widths. The bits are those of quantize/fp8.h, as on devices, and must not depend on the width.
+// twQuantizeFp8 on the CPU: it takes a checked quantize::Call and fills values and scales of the valid rows, block by
+// block, compiled for several vector widths. The bits are those of quantize/fp8.h, as on devices, and must not depend
+// on the width.
 #include "quantize/fp8.h"
 
 #include "quantize/block.h"
@@ -9,17 +10,17 @@ namespace {
 
 template <class In>
 [[gnu::always_inline]] inline void quantize_rows(const Call& call) {
-  const int64_t blocks = call.blocks();
-  for (int64_t token = 0; token < call.tokens; ++token) {
-    const auto* const row = reinterpret_cast<const In*>(call.rows + token * call.row_stride);
-    uint8_t* const values = call.values + token * call.elements;
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t first = block * kBlock;
-      const int n = static_cast<int>(std::min<int64_t>(kBlock, call.elements - first));
-      put_scale(call, token, block, quantize_block(row + first, n, call.power_of_two, values + first));
-    }
-    for (int64_t block = blocks; block < call.places(); ++block) put_scale(call, token, block, 0.0f);
-  }
+  each_row(
+      call.rows, [&](int64_t row) __attribute__((always_inline)) {
+        const auto* const from = reinterpret_cast<const In*>(call.from.row(row));
+        uint8_t* const values = call.values + row * call.elements;
+        for (int64_t block = 0; block < call.scales.blocks; ++block) {
+          const int64_t first = block * kBlock;
+          const int n = static_cast<int>(std::min<int64_t>(kBlock, call.elements - first));
+          const float scale = quantize_block(from + first, n, call.power_of_two, values + first);
+          call.scales.put_either(row, block, scale);
+        }
+      });
 }
 
 // target_clones wants functions, not templates.

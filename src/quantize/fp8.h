@@ -19,7 +19,7 @@
 #include <cstddef>
 
 #include "core/status.h"
-#include "quantize/floats.h"
+#include "quantize/rows.h"
 
 namespace tw::quantize {
 
@@ -42,42 +42,47 @@ TW_HOST_DEVICE inline float scale_of(uint32_t magnitude, bool power_of_two) {
   return scale < kLeastScale ? kLeastScale : scale;
 }
 
-// One call of twQuantizeFp8, checked.
-struct Call {
-  const std::byte* rows;  // [tokens, elements], elements contiguous
-  int64_t row_stride;     // bytes
-  twDtype_t dtype;        // twFloat32, twBfloat16 or twFloat16
-  int64_t tokens;
-  int64_t elements;         // elements of a row, > 0
-  uint8_t* values;          // [tokens, elements], contiguous
-  float* scales;            // [tokens, blocks()], or packed [tokens, places() / 4], of 4 bytes each
-  int64_t scale_stride[2];  // in such elements
-  bool power_of_two;
-  bool packed;  // UE8M0, four to an int32; then power_of_two
+// Where scales go, here and in src/activation.
+struct Scales {
+  float* data;        // [rows, blocks], or packed [rows, ceil(blocks / 4)], of 4 bytes each; NULL: there are none
+  int64_t stride[2];  // in such elements
+  int64_t blocks;     // of a row
+  bool packed;        // UE8M0, four to an int32; then they are powers of two
 
-  TW_HOST_DEVICE int64_t blocks() const { return (elements + kBlock - 1) / kBlock; }  // blocks of a row
-  // Scales of a row that are written: packed, whole words.
-  TW_HOST_DEVICE int64_t places() const { return packed ? (blocks() + 3) / 4 * 4 : blocks(); }
+  static constexpr int64_t blocks_of(int64_t elements) { return (elements + kBlock - 1) / kBlock; }
+
+  TW_HOST_DEVICE void put(int64_t row, int64_t block, float scale) const {
+    data[row * stride[0] + block * stride[1]] = scale;
+  }
+  // Does so packed: the exponent as float32 has it, 2^(byte - 127), 255 for NaN. The last block of a row also fills its
+  // word, with bytes of 0.
+  TW_HOST_DEVICE void pack(int64_t row, int64_t block, float scale) const {
+    auto* const word = reinterpret_cast<uint8_t*>(data + row * stride[0] + block / 4 * stride[1]);
+    word[block % 4] = static_cast<uint8_t>(std::bit_cast<uint32_t>(scale) >> 23);
+    for (int64_t byte = block % 4 + 1; byte < 4 && block + 1 == blocks; ++byte) word[byte] = 0;
+  }
+  TW_HOST_DEVICE void put_either(int64_t row, int64_t block, float scale) const {
+    packed ? pack(row, block, scale) : put(row, block, scale);
+  }
 };
 
-// Stores the scale of a block; packed, that is its exponent as float32 has it: 2^(byte - 127), 255 for NaN, and 0 for
-// the 0.0 that stands behind a row's last block.
-TW_HOST_DEVICE inline void put_scale(const Call& call, int64_t token, int64_t block, float scale) {
-  float* const row = call.scales + token * call.scale_stride[0];
-  if (!call.packed) {
-    row[block * call.scale_stride[1]] = scale;
-  } else {
-    auto* const word = reinterpret_cast<uint8_t*>(row + block / 4 * call.scale_stride[1]);
-    word[block % 4] = static_cast<uint8_t>(std::bit_cast<uint32_t>(scale) >> 23);
-  }
-}
+// One call of twQuantizeFp8, checked.
+struct Call {
+  Rows rows;
+  int64_t elements;  // of a row
+  twDtype_t dtype;   // twFloat32, twBfloat16 or twFloat16
+  Matrix from;
+  uint8_t* values;  // [total, elements], contiguous
+  Scales scales;
+  bool power_of_two;
+};
 
 // Quantises on the calling thread.
 void quantize_fp8_cpu(const Call& call);
 
-// Enqueues the kernel on `stream`, a cudaStream_t of `device`; does not wait, and can be captured. The thread's current
-// device is as before. Errors: twInvalidArgument for a device that is not there, twUnsupported without a driver,
-// twSystemError.
+// Enqueues the kernel on `stream`, a cudaStream_t of `device`; does not wait, and can be captured. Where there are
+// counts its cost follows the rows that they say are there. The thread's current device is as before. Errors:
+// twInvalidArgument for a device that is not there, twUnsupported without a driver, twSystemError.
 Status quantize_fp8_cuda(const Call& call, int32_t device, void* stream);
 
 }  // namespace tw::quantize

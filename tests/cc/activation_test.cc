@@ -164,7 +164,7 @@ TEST_F(ActivationRefusals, Arguments) {
   refuses("counts has data NULL", [&] { counts.data = nullptr; });
   refuses("out has shape [4, 2]; it must be [4, 3]", [&] { out.shape[1] = 2; });
   refuses("out has stride 4 in dimension 0", [&] { out.stride[0] = 4; });
-  refuses("scales is float32 [4, 2]; it must be float32 [4, 1]", [&] { scales.shape[1] = 2; });
+  refuses("scales is float32 [4, 2]; it must be float32 [4, 1], or packed int32 [4, 1]", [&] { scales.shape[1] = 2; });
   refuses("scales has strides [0, 1]", [&] { scales.stride[0] = 0; });
   refuses("scales at", [&] { scales.data = memory.data() + 20; });
   refuses("out at", [&] { out.data = memory.data(); });

@@ -139,7 +139,7 @@ void expect_call(twDtype_t dtype, int64_t tokens, int64_t elements, bool power_o
   if (backwards) rows.data = memory.data() + width * (tokens - 1) * stride;
   const twTensor_t to = tensor(values.data(), twFloat8e4m3, {tokens, elements});
   const twTensor_t by = tensor(scales.data(), twFloat32, {tokens, blocks});
-  ASSERT_TW(twSuccess, twQuantizeFp8(&rows, &to, &by, power_of_two, -1, nullptr));
+  ASSERT_TW(twSuccess, twQuantizeFp8(&rows, nullptr, &to, &by, power_of_two, -1, nullptr));
   for (int64_t t = 0; t < tokens; ++t) {
     const int64_t row = (backwards ? tokens - 1 - t : t) * stride;
     for (int64_t block = 0; block < blocks; ++block) {
@@ -196,7 +196,7 @@ TEST(Quantize, SpecialBlocks) {
     const twTensor_t rows = tensor(memory.data(), twFloat32, {1, 640});
     const twTensor_t to = tensor(values.data(), twFloat8e4m3, {1, 640});
     const twTensor_t by = tensor(scales.data(), twFloat32, {1, 5});
-    ASSERT_TW(twSuccess, twQuantizeFp8(&rows, &to, &by, power_of_two, -1, nullptr));
+    ASSERT_TW(twSuccess, twQuantizeFp8(&rows, nullptr, &to, &by, power_of_two, -1, nullptr));
     EXPECT_EQ(scales[0], 1.0f);
     EXPECT_EQ(values[0], 0);
     EXPECT_EQ(values[1], 0x80);
@@ -225,7 +225,7 @@ TEST(Quantize, PackedScales) {
     words.fill(-1);
     twTensor_t by = tensor(words.data(), twInt32, {2, 2});
     if (by_column) by.stride[0] = 1, by.stride[1] = 4;
-    ASSERT_TW(twSuccess, twQuantizeFp8(&rows, &to, &by, 1, -1, nullptr));
+    ASSERT_TW(twSuccess, twQuantizeFp8(&rows, nullptr, &to, &by, 1, -1, nullptr));
     const auto word = [&](int row, int i) { return words[static_cast<size_t>(by_column ? 4 * i + row : 2 * row + i)]; };
     EXPECT_EQ(word(0, 0), static_cast<int32_t>(0xff81807fu));  // the scales 1, 2, 4, NaN
     EXPECT_EQ(word(0, 1), 0x00000083);
@@ -246,7 +246,7 @@ struct QuantizeRefusals : ::testing::Test {
   int32_t device = -1;
   void* stream = nullptr;
 
-  twResult_t call() { return twQuantizeFp8(&rows, &values, &scales, power_of_two, device, stream); }
+  twResult_t call() { return twQuantizeFp8(&rows, nullptr, &values, &scales, power_of_two, device, stream); }
   // What `spoil` has done is refused with a sentence; then it is undone.
   template <class Spoil>
   void refuses(const char* sentence, Spoil&& spoil) {
@@ -261,11 +261,11 @@ struct QuantizeRefusals : ::testing::Test {
 };
 
 TEST_F(QuantizeRefusals, Shapes) {
-  EXPECT_TW(twInvalidArgument, twQuantizeFp8(nullptr, &values, &scales, 0, -1, nullptr));
+  EXPECT_TW(twInvalidArgument, twQuantizeFp8(nullptr, nullptr, &values, &scales, 0, -1, nullptr));
   EXPECT_TRUE(says("rows is NULL"));
-  EXPECT_TW(twInvalidArgument, twQuantizeFp8(&rows, nullptr, &scales, 0, -1, nullptr));
+  EXPECT_TW(twInvalidArgument, twQuantizeFp8(&rows, nullptr, nullptr, &scales, 0, -1, nullptr));
   EXPECT_TRUE(says("values is NULL"));
-  EXPECT_TW(twInvalidArgument, twQuantizeFp8(&rows, &values, nullptr, 0, -1, nullptr));
+  EXPECT_TW(twInvalidArgument, twQuantizeFp8(&rows, nullptr, &values, nullptr, 0, -1, nullptr));
   EXPECT_TRUE(says("scales is NULL"));
   refuses("rows has 1 dimensions; it must have 2, [T, H]", [&] { rows.ndim = 1; });
   refuses("scales has 3 dimensions; it must have 2, [T, ceil(H / 128)]", [&] { scales.ndim = 3; });

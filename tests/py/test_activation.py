@@ -209,7 +209,10 @@ REFUSED = {
     "too few weights": ({"weights": np.zeros(3, np.float32)}, "weights has 3 elements; it must have one for each of"),
     "another out": ({"out": np.zeros((4, 2), np.float32)}, "out has shape [4, 2]; it must be [4, 3], as gate_up has"),
     "another out's type": ({"out": np.zeros((4, 3), np.float16)}, "out has dtype float16 (9); it must be float32"),
-    "scales alone": ({"column_major": True}, "column_major and power_of_two are of scales; they need quantize=True"),
+    "scales alone": (
+        {"column_major": True},
+        "column_major, power_of_two and packed are of scales; they need quantize=True",
+    ),
     "one out of two": ({"quantize": True, "out": np.zeros((4, 3), np.float32)}, "out is of type ndarray; it must be a"),
 }
 
