@@ -32,6 +32,11 @@ TW_API twResult_t twQuantizeFp8(const twTensor_t* rows, const twTensor_t* counts
 // rows and counts: as twQuantizeFp8, H a multiple of 32. values: [T, H] twFloat8e4m3 or twFloat8e5m2. scales: [T, H /
 // 32] twUint8; both C-contiguous. device, stream and errors: as twQuantizeFp8. The bits are the same on the CPU and on
 // a device, whether or not the processor flushes subnormal numbers to 0.
+//
+// Or scales lie in tiles of 128 rows by 4 scales, as block-scaled matrix products of cuBLAS and CUTLASS read them. Six
+// dimensions say so, [G, ceil(T / G / 128), ceil(H / 128), 32, 4, 4], C-contiguous, G being the elements of counts (1
+// without): scale c of row r of a block of rows lies at [block, r / 128, c / 4, r % 32, r % 128 / 32, c % 4]. Behind
+// the last scale of a valid row its tile has zeros; rows that are not valid or only fill a tile are not written.
 TW_API twResult_t twQuantizeMxfp8(const twTensor_t* rows, const twTensor_t* counts, const twTensor_t* values,
                                   const twTensor_t* scales, int32_t device, void* stream);
 
@@ -45,7 +50,8 @@ TW_API twResult_t twQuantizeMxfp8(const twTensor_t* rows, const twTensor_t* coun
 // half. A block with NaN or infinity has the scale NaN and counts for no global scale.
 //
 // rows: as twQuantizeFp8, H a multiple of 16. counts: as twQuantizeMxfp8. values: [T, H / 2] twUint8. scales: [T, H /
-// 16] twFloat8e4m3; both C-contiguous. global_scale: twFloat32. With find_global_scale it is one number, which is
+// 16] twFloat8e4m3; both C-contiguous; or in tiles as there, [G, ceil(T / G / 128), ceil(H / 64), 32, 4, 4].
+// global_scale: twFloat32. With find_global_scale it is one number, which is
 // found, in a pass before, and written; on a device nothing waits for it. Else it is read: one number, or [T or 1,
 // H / 16 or 1]. The receiver of such rows needs it. device, stream, errors and bits: as twQuantizeMxfp8, for a global
 // scale of at least 2^-116.

@@ -40,7 +40,9 @@ from tokenway.microscaling import (
     pack_nvfp4,
     quantize_mxfp8,
     quantize_nvfp4,
+    tile_scales,
     unpack_nvfp4,
+    untile_scales,
 )
 from tokenway.placement import Placement
 from tokenway.quantize import dequantize_fp8, quantize_fp8
@@ -95,6 +97,8 @@ __all__ = [
     "run",
     "swiglu",
     "swiglu_backward",
+    "tile_scales",
     "unpack_nvfp4",
+    "untile_scales",
     "window_bytes",
 ]

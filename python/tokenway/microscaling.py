@@ -4,7 +4,9 @@
     packed, scales, global_scale = tw.quantize_nvfp4(tokens)         # [T, H / 2] uint8, [T, H / 16] float8_e4m3fn, one
 
 Quantising is a kernel of the C library, with the same bits on the CPU and on a device. Values and scales travel as
-payloads like any others (`quantize.py`), row by row; a GEMM that wants scales in tiles orders them where they arrive.
+payloads like any others (`quantize.py`), row by row. Block-scaled products of cuBLAS and CUTLASS read scales in tiles
+of 128 rows and 4 scales: `tiled=True` makes them so where rows are quantised for a product, and `tile_scales` orders
+those that have arrived.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from tokenway.quantize import (
 
 MXFP8_BLOCK = 32  # elements that share a scale
 NVFP4_BLOCK = 16
+_TILE_ROWS, _TILE_SCALES = 128, 4
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
@@ -42,6 +45,7 @@ def quantize_mxfp8(
     dtype: str = "float8_e4m3fn",
     *,
     counts: Tensor | None = None,
+    tiled: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rows to mxfp8: (values [T, H] of dtype, scales uint8 [T, H / 32]).
@@ -54,6 +58,8 @@ def quantize_mxfp8(
     and values.
 
     counts: [G] int32, as of `swiglu`: valid rows of each of G equal blocks of rows; others are neither read nor
+    written. tiled: scales in the order of `tile_scales`, of all rows, [ceil(T / 128) * 128, ceil(H / 128) * 4], or with
+    counts of each block for itself, [G, ceil(T / G / 128) * 128, ceil(H / 128) * 4]; rows that fill a tile are not
     written. out: (values, scales) to write to, C-contiguous; values say the dtype.
     CUDA tensors: enqueued on the current stream of x's device; nothing waits, and a graph can capture it.
     Errors: InvalidArgument; Unsupported for CUDA tensors in a build without CUDA.
@@ -62,12 +68,13 @@ def quantize_mxfp8(
     given = out
     if out is None:
         tokens, elements = _rows(x)
-        scales = empty_like((tokens, elements // MXFP8_BLOCK), "uint8", x)
+        scales = empty_like(_scales_shape(x, counts, MXFP8_BLOCK, tiled), "uint8", x)
         out = empty_like((tokens, elements), _format(dtype), x), scales
     values, scales = several(out, ("values", "scales"))
     check_together("x", x, device, counts=counts)
     check_together("x", x, device, True, values=values, scales=scales)
-    result = _native.lib.twQuantizeMxfp8(*map(described, (x, counts, values, scales)), device, stream)
+    by = _in_tiles(scales, x, counts, MXFP8_BLOCK) if tiled else scales
+    result = _native.lib.twQuantizeMxfp8(*map(described, (x, counts, values, by)), device, stream)
     versions.written(given)
     _native.check(result)
     return values, scales
@@ -92,6 +99,7 @@ def quantize_nvfp4(
     global_scale: Tensor | float | None = None,
     *,
     counts: Tensor | None = None,
+    tiled: bool = False,
     out: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows to nvfp4: (packed uint8 [T, H / 2], scales float8_e4m3fn [T, H / 16], global_scale float32).
@@ -108,7 +116,8 @@ def quantize_nvfp4(
     which no host waits for. A block with a NaN or an infinity has the scale NaN, and counts for no other block's; a
     block too small for a scale is 0.
 
-    counts, streams and errors: as `quantize_mxfp8`; the global scale is that of the valid rows. out: what to write to,
+    counts, tiled (ceil(H / 64) * 4 scales a row), streams and errors: as `quantize_mxfp8`; the global scale is that of
+    the valid rows. out: what to write to,
     C-contiguous: (packed, scales), with a third, one float32, if no global_scale is given.
 
     The receiver needs the sender's global_scale: agree on one, or send it along, a payload of one float32 a row.
@@ -118,7 +127,7 @@ def quantize_nvfp4(
     if out is None:
         tokens, elements = _rows(x)
         packed = empty_like((tokens, elements // 2), "uint8", x)
-        out = packed, empty_like((tokens, elements // NVFP4_BLOCK), "float8_e4m3fn", x)
+        out = packed, empty_like(_scales_shape(x, counts, NVFP4_BLOCK, tiled), "float8_e4m3fn", x)
         out += (empty_like((), "float32", x),) if find else ()
     packed, scales, *found = several(out, ("packed", "scales", "global_scale")[: 3 if find else 2])
     scale = found[0] if find else _beside(global_scale, x)
@@ -126,7 +135,8 @@ def quantize_nvfp4(
     check_together("x", x, device, True, values=packed, scales=scales)
     check_together("x", x, device, find, global_scale=scale)
     told = scale if scale.ndim != 1 or scale.shape[0] == 1 else scale[None]  # for the blocks of every row
-    arguments = map(described, (x, counts, packed, scales, told))
+    by = _in_tiles(scales, x, counts, NVFP4_BLOCK) if tiled else scales
+    arguments = map(described, (x, counts, packed, by, told))
     result = _native.lib.twQuantizeNvfp4(*arguments, 1 if find else 0, device, stream)
     versions.written(given)
     _native.check(result)
@@ -180,6 +190,82 @@ def pack_nvfp4(x: Tensor, global_scale: Tensor | float | None = None) -> tuple[T
 
 # What makes the same, under its older name.
 unpack_nvfp4 = dequantize_nvfp4
+
+
+def tile_scales(scales: Tensor) -> Tensor:
+    """Scales of a byte each, [..., R, C] by row, in the order in which block-scaled matrix products of cuBLAS and
+    CUTLASS read them: [..., ceil(R / 128) * 128, ceil(C / 4) * 4] of the same dtype, with zeros for what is added.
+
+    A tile is 128 rows by 4 scales, 512 bytes in which row r and scale c lie at r % 32 * 16 + r % 128 // 32 * 4 + c % 4.
+    Tiles follow each other along C, then along R, and each leading index has its own. So scales that a dispatch by
+    expert brought, [L, N*b, C], come in tiles of each expert. Rows beyond an expert's count are ordered too,
+    whatever they hold. On a device all is enqueued on its current stream, and nothing waits."""
+    rows, columns = _check_bytes("scales", scales)
+    lead = tuple(scales.shape[:-2])
+    down, across = -(-rows // _TILE_ROWS), -(-columns // _TILE_SCALES)
+    wide = empty_like((*lead, down * _TILE_ROWS, across * _TILE_SCALES), "uint8", scales)
+    wide[...] = 0
+    wide[..., :rows, :columns] = _as_bytes(scales)
+    tiles = wide.reshape(*lead, down, 4, 32, across, _TILE_SCALES)  # r // 128, r % 128 // 32, r % 32, c // 4, c % 4
+    order = (*range(len(lead)), *(len(lead) + i for i in (0, 3, 2, 1, 4)))
+    return _typed(_permuted(tiles, order).reshape(wide.shape), scales)
+
+
+def untile_scales(tiled: Tensor, rows: int, columns: int) -> Tensor:
+    """The scales [..., rows, columns] by row that `tile_scales`, or a call with `tiled`, has put in tiles."""
+    shape = _check_bytes("tiled", tiled)
+    for name, size in (("rows", rows), ("columns", columns)):
+        if not isinstance(size, int) or size < 0:
+            raise InvalidArgument.of(name, f"is {size!r}; it must be an integer from 0")
+    lead = tuple(tiled.shape[:-2])
+    down, across = -(-rows // _TILE_ROWS), -(-columns // _TILE_SCALES)
+    if shape != (wanted := (down * _TILE_ROWS, across * _TILE_SCALES)):
+        raise InvalidArgument.of("tiled", f"has shape {list(tiled.shape)}; it must end with {list(wanted)}")
+    tiles = _as_bytes(tiled).reshape(*lead, down, across, 32, 4, _TILE_SCALES)
+    order = (*range(len(lead)), *(len(lead) + i for i in (0, 3, 2, 1, 4)))
+    return _typed(_permuted(tiles, order).reshape(*lead, *wanted)[..., :rows, :columns], tiled)
+
+
+def _scales_shape(x: Tensor, counts: Tensor | None, block: int, tiled: bool) -> tuple[int, ...]:
+    """Of the scales of rows [T, H]; `tiled`: with counts [G], those of each block of rows for itself."""
+    tokens, elements = _rows(x)
+    if not tiled:
+        return tokens, elements // block
+    groups = tuple(getattr(counts, "shape", ())[:1])
+    each = tokens // max(1, *groups) if groups else tokens
+    return *groups, -(-each // _TILE_ROWS) * _TILE_ROWS, -(-(elements // block) // _TILE_SCALES) * _TILE_SCALES
+
+
+def _in_tiles(scales: Tensor, x: Tensor, counts: Tensor | None, block: int) -> Tensor:
+    """The same memory as the C library wants tiles: [G, down, across, 32, 4, 4]."""
+    check_shape("scales", scales, _scales_shape(x, counts, block, True))
+    contiguous = scales.is_contiguous() if tensors.is_torch(scales) else scales.flags.c_contiguous
+    if not contiguous:
+        raise InvalidArgument.of("scales", "is not C-contiguous; in tiles it must be")
+    groups, down, across = scales.shape[0] if scales.ndim == 3 else 1, *scales.shape[-2:]
+    return scales.reshape(groups, down // _TILE_ROWS, across // _TILE_SCALES, 32, 4, 4)
+
+
+def _check_bytes(name: str, scales: Tensor) -> tuple[int, int]:
+    """Rows and columns of scales of a byte each."""
+    place_of(name, scales)
+    if scales.ndim < 2 or tensors.dtype_of(scales) not in ("uint8", "float8_e4m3fn"):
+        what = f"{tensors.dtype_of(scales)} {list(scales.shape)}"
+        raise InvalidArgument.of(name, f"is {what}; it must be uint8 or float8_e4m3fn of two dimensions or more")
+    rows, columns = scales.shape[-2:]
+    return rows, columns
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(_library(x).uint8)
+
+
+def _typed(x: Tensor, like: Tensor) -> Tensor:
+    return x.view(like.dtype)
+
+
+def _permuted(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    return x.permute(order) if tensors.is_torch(x) else x.transpose(order)
 
 
 def _rows(x: Tensor) -> tuple[int, int]:

@@ -109,21 +109,58 @@ Status check_fp8(const twTensor_t* rows, const twTensor_t* counts, const twTenso
   return check_apart(outputs, inputs);
 }
 
+// Scales of a byte each: [T, blocks] by row, C-contiguous, or in tiles, [G, ceil(T / G / 128), ceil(blocks / 4), 32, 4,
+// 4], which six dimensions say.
+Status check_byte_scales(const twTensor_t* scales, twDtype_t dtype, const char* text, const twTensor_t* counts,
+                         const tw::quantize::Rows& rows, int64_t blocks, tw::quantize::ByteScales* to) {
+  constexpr Argument kName("scales");
+  using tw::quantize::kTileRows;
+  using tw::quantize::kTileScales;
+  const bool tiled = scales != nullptr && scales->ndim == 6;
+  if (!tiled) {
+    TW_RETURN_IF_FAILED(check_output(kName, scales, {dtype, text, rows.total, blocks}));
+  } else {
+    if (scales->dtype != dtype) {
+      return fail(twInvalidArgument, "{} has dtype {}; it must be {}", kName, tw::dtype_text(scales->dtype),
+                  tw::dtype_name(dtype));
+    }
+    const int64_t row_blocks = given(counts) ? counts->shape[0] : 1;
+    const int64_t wanted[6] = {
+        row_blocks, (rows.each + kTileRows - 1) / kTileRows, (blocks + kTileScales - 1) / kTileScales, 32, 4, 4};
+    if (!std::equal(wanted, wanted + 6, scales->shape)) {
+      return fail(twInvalidArgument, "{} has shape {}; in tiles it must be {}, as {} has it", kName,
+                  shape_text(*scales), tw::api::shape_text(wanted, 6), Argument("rows"));
+    }
+    int64_t stride = 1;
+    for (int i = 5; i >= 0; --i) {
+      if (wanted[i] > 1 && scales->stride[i] != stride && rows.total > 0 && blocks > 0) {
+        return fail(twInvalidArgument, "{} has stride {} in dimension {} of shape {}; it must be {}: {}", kName,
+                    scales->stride[i], i, shape_text(*scales), stride, "an output is C-contiguous");
+      }
+      stride *= wanted[i];
+    }
+    if (scales->data == nullptr && stride > 0) return fail(twInvalidArgument, "{} has data NULL", kName);
+  }
+  *to = {static_cast<uint8_t*>(scales->data), blocks, rows.each, tiled};
+  return {};
+}
+
 // What mxfp8 and nvfp4 have in common: rows, which of them are valid, and outputs. A Call has these members.
 template <class Call>
 Status check_blocks(const twTensor_t* rows, const twTensor_t* counts, const twTensor_t* values,
-                    const twTensor_t* scales, Extents* inputs, Extents* outputs, Call* call) {
+                    const twTensor_t* scales, const Wanted& wanted, Extents* inputs, Extents* outputs, Call* call) {
   TW_RETURN_IF_FAILED(check_counts(counts, rows->shape[0], &call->rows));
+  TW_RETURN_IF_FAILED(
+      check_byte_scales(scales, wanted.dtype, wanted.text, counts, call->rows, wanted.elements, &call->scales));
   call->elements = rows->shape[1];
   call->dtype = rows->dtype;
   call->from = tw::api::matrix_of(*rows);
   call->values = static_cast<uint8_t*>(values->data);
-  call->scales = static_cast<uint8_t*>(scales->data);
   if (given(counts) && counts->shape[0] > 0) inputs->add("counts", extent_of_all(*counts));
   if (call->rows.total == 0 || call->elements == 0) return {};
   inputs->add("rows", extent(*rows));
   outputs->add("values", extent(*values));
-  outputs->add("scales", extent(*scales));
+  outputs->add("scales", extent_of_all(*scales));
   return {};
 }
 
@@ -195,10 +232,10 @@ twResult_t twQuantizeMxfp8(const twTensor_t* rows, const twTensor_t* counts, con
     call.e5m2 = values != nullptr && values->dtype == twFloat8e5m2;
     const twDtype_t dtype = call.e5m2 ? twFloat8e5m2 : twFloat8e4m3;
     TW_RETURN_IF_FAILED(check_output("values", values, {dtype, "[T, H]", tokens, elements}));
-    TW_RETURN_IF_FAILED(check_output("scales", scales, {twUint8, "[T, H / 32]", tokens, elements / kMxBlock}));
     Extents inputs;
     Extents outputs;
-    TW_RETURN_IF_FAILED(check_blocks(rows, counts, values, scales, &inputs, &outputs, &call));
+    const Wanted wanted{twUint8, "[T, H / 32]", tokens, elements / kMxBlock};
+    TW_RETURN_IF_FAILED(check_blocks(rows, counts, values, scales, wanted, &inputs, &outputs, &call));
     TW_RETURN_IF_FAILED(check_place(device, stream));
     TW_RETURN_IF_FAILED(check_apart(outputs, inputs));
     if (device >= 0) {
@@ -222,10 +259,10 @@ twResult_t twQuantizeNvfp4(const twTensor_t* rows, const twTensor_t* counts, con
     const int64_t elements = rows->shape[1];
     tw::quantize::Nvfp4Call call{};
     TW_RETURN_IF_FAILED(check_output("values", values, {twUint8, "[T, H / 2]", tokens, elements / 2}));
-    TW_RETURN_IF_FAILED(check_output("scales", scales, {twFloat8e4m3, "[T, H / 16]", tokens, elements / kNvfp4Block}));
     Extents inputs;
     Extents outputs;
-    TW_RETURN_IF_FAILED(check_blocks(rows, counts, values, scales, &inputs, &outputs, &call));
+    const Wanted wanted{twFloat8e4m3, "[T, H / 16]", tokens, elements / kNvfp4Block};
+    TW_RETURN_IF_FAILED(check_blocks(rows, counts, values, scales, wanted, &inputs, &outputs, &call));
     TW_RETURN_IF_FAILED(check_switch("find_global_scale", find_global_scale));
     TW_RETURN_IF_FAILED(check_global_scale(global_scale, find_global_scale == 1, &call));
     TW_RETURN_IF_FAILED(check_place(device, stream));

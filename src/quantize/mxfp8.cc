@@ -18,7 +18,7 @@ template <class In, class Format>
           float block[kMxBlock];
           const uint8_t scale = mx_scale<Format>(widen_block(from + at * kMxBlock, kMxBlock, block));
           uint8_t* const values = call.values + row * call.elements + at * kMxBlock;
-          call.scales[row * blocks + at] = scale;
+          call.scales.put(row, at, scale);
           if (scale == kMxNanScale) {
             std::fill_n(values, kMxBlock, kNanValue);
           } else {

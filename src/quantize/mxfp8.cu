@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kRowThreads) mx_kernel(const MxCall call) {
       }
     }
     store(call.values + row * call.elements + first, count, values);
-    if (lane % kMxLanes == 0) call.scales[row * call.blocks() + first / kMxBlock] = scale;
+    if (lane % kMxLanes == 0) call.scales.put(row, first / kMxBlock, scale);
   });
 }
 

@@ -18,6 +18,7 @@
 
 #include "core/status.h"
 #include "quantize/rows.h"
+#include "quantize/tiles.h"
 
 namespace tw::quantize {
 
@@ -80,7 +81,7 @@ struct MxCall {
   bool e5m2;         // else e4m3
   Matrix from;
   uint8_t* values;  // [total, elements], contiguous
-  uint8_t* scales;  // [total, elements / kMxBlock], contiguous
+  ByteScales scales;
 
   TW_HOST_DEVICE int64_t blocks() const { return elements / kMxBlock; }  // blocks of a row
 };

@@ -35,7 +35,7 @@ template <class In>
           const float global = global_scale[at * call.global_stride[1]];
           float block[kNvfp4Block];
           const uint8_t scale = nvfp4_scale(widen_block(from + at * kNvfp4Block, kNvfp4Block, block), global);
-          call.scales[row * blocks + at] = scale;
+          call.scales.put(row, at, scale);
           const Nvfp4Step step = nvfp4_step(scale, global);
           uint8_t codes[kNvfp4Block];
           for (int i = 0; i < kNvfp4Block; ++i) codes[i] = static_cast<uint8_t>(nvfp4_value(block[i], step));

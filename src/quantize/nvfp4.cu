@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kRowThreads) nvfp4_kernel(const Nvfp4Call call
 #pragma unroll
       for (int i = 0; i < kPerLane / 2; ++i) to[i] = static_cast<uint8_t>(values >> (8 * i));
     }
-    if (threadIdx.x % kNvfp4Lanes == 0) call.scales[row * call.blocks() + block] = scale;
+    if (threadIdx.x % kNvfp4Lanes == 0) call.scales.put(row, block, scale);
   });
 }
 

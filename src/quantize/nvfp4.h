@@ -17,6 +17,7 @@
 
 #include "core/status.h"
 #include "quantize/rows.h"
+#include "quantize/tiles.h"
 
 namespace tw::quantize {
 
@@ -70,8 +71,8 @@ struct Nvfp4Call {
   int64_t elements;  // of a row, a multiple of kNvfp4Block
   twDtype_t dtype;   // twFloat32, twBfloat16 or twFloat16
   Matrix from;
-  uint8_t* values;           // [total, elements / 2], contiguous
-  uint8_t* scales;           // [total, elements / kNvfp4Block], contiguous
+  uint8_t* values;  // [total, elements / 2], contiguous
+  ByteScales scales;
   float* global_scale;       // one, or one for each row, for each block of a row, or for each block
   int64_t global_stride[2];  // in elements; 0 where one serves all
   bool find;                 // it is one, and written

@@ -106,6 +106,45 @@ Made make(std::vector<float>& memory, std::vector<int32_t> counted) {
   return made;
 }
 
+// Scales in tiles are those by row, at the places that the header names, with zeros behind a row's last; of 2 blocks of
+// 200 rows, of which 131 and 1 are valid.
+TEST(Microscaling, Tiles) {
+  constexpr int64_t kRows = 400, kScales = 5, kElements = 32 * kScales;
+  std::vector<float> memory(kRows * kElements);
+  for (size_t i = 0; i < memory.size(); ++i) memory[i] = std::ldexp(1.0f, static_cast<int>(i / 32 % 97) - 40);
+  const twTensor_t rows = tensor(memory.data(), twFloat32, {kRows, kElements});
+  std::vector<uint8_t> values(memory.size()), plain(kRows * kScales), tiled(2 * 2 * 2 * 512 + 1, 0xa5);
+  const twTensor_t to = tensor(values.data(), twFloat8e4m3, {kRows, kElements});
+  const twTensor_t by_row = tensor(plain.data(), twUint8, {kRows, kScales});
+  twTensor_t by_tile = tensor(tiled.data(), twUint8, {2, 2, 2, 32, 4, 4});
+  int32_t counted[] = {131, 1};
+  const twTensor_t counts = tensor(counted, twInt32, {2});
+  ASSERT_TW(twSuccess, twQuantizeMxfp8(&rows, nullptr, &to, &by_row, -1, nullptr));
+  ASSERT_TW(twSuccess, twQuantizeMxfp8(&rows, &counts, &to, &by_tile, -1, nullptr));
+  std::vector<uint8_t> want(tiled.size(), 0xa5);
+  for (int64_t block = 0; block < 2; ++block) {
+    for (int64_t r = 0; r < counted[block]; ++r) {
+      for (int64_t c = 0; c < 8; ++c) {
+        const int64_t tile = (block * 2 + r / 128) * 2 + c / 4;
+        const size_t at = static_cast<size_t>(tile * 512 + r % 32 * 16 + r % 128 / 32 * 4 + c % 4);
+        want[at] = c < kScales ? plain[static_cast<size_t>((block * 200 + r) * kScales + c)] : 0;
+      }
+    }
+  }
+  EXPECT_EQ(tiled, want);
+  by_tile.shape[1] = 1;
+  EXPECT_TW(twInvalidArgument, twQuantizeMxfp8(&rows, &counts, &to, &by_tile, -1, nullptr));
+  EXPECT_TRUE(says("scales has shape [2, 1, 2, 32, 4, 4]; in tiles it must be [2, 2, 2, 32, 4, 4], as rows has it"));
+  by_tile.shape[1] = 2;
+  by_tile.stride[1] += 512;
+  EXPECT_TW(twInvalidArgument, twQuantizeMxfp8(&rows, &counts, &to, &by_tile, -1, nullptr));
+  EXPECT_TRUE(says("scales has stride 1536 in dimension 1 of shape [2, 2, 2, 32, 4, 4]; it must be 1024"));
+  by_tile.stride[1] -= 512;
+  by_tile.data = values.data() + 64;
+  EXPECT_TW(twInvalidArgument, twQuantizeMxfp8(&rows, &counts, &to, &by_tile, -1, nullptr));
+  EXPECT_TRUE(says("overlaps values"));
+}
+
 TEST(Microscaling, FlushedOrNot) {
 #if !defined(__SSE2__)
   GTEST_SKIP() << "knows how to make this processor flush subnormal numbers only where it has SSE";

@@ -234,6 +234,28 @@ TEST(Quantize, PackedScales) {
   }
 }
 
+// Of 6 rows in 2 blocks the first 2 and the first 1: they are as without counts, and the others are as they were.
+TEST(Quantize, ValidRows) {
+  std::vector<float> memory(6 * 200);
+  for (size_t i = 0; i < memory.size(); ++i)
+    memory[i] = static_cast<float>(i % 37) - 11.0f * static_cast<float>(i / 200);
+  const twTensor_t rows = tensor(memory.data(), twFloat32, {6, 200});
+  std::vector<uint8_t> all(memory.size()), some(memory.size(), 0xa5);
+  std::array<float, 12> scales{}, some_scales{};
+  some_scales.fill(-7.0f);
+  std::array<int32_t, 2> counted{2, 1};
+  const twTensor_t counts = tensor(counted.data(), twInt32, {2});
+  const twTensor_t to[] = {tensor(all.data(), twFloat8e4m3, {6, 200}), tensor(some.data(), twFloat8e4m3, {6, 200})};
+  const twTensor_t by[] = {tensor(scales.data(), twFloat32, {6, 2}), tensor(some_scales.data(), twFloat32, {6, 2})};
+  ASSERT_TW(twSuccess, twQuantizeFp8(&rows, nullptr, &to[0], &by[0], 0, -1, nullptr));
+  ASSERT_TW(twSuccess, twQuantizeFp8(&rows, &counts, &to[1], &by[1], 0, -1, nullptr));
+  for (size_t row = 0; row < 6; ++row) {
+    const bool valid = row < 2 || row == 3;
+    for (size_t i = 200 * row; i < 200 * (row + 1); ++i) ASSERT_EQ(some[i], valid ? all[i] : 0xa5) << i;
+    for (size_t i = 2 * row; i < 2 * (row + 1); ++i) EXPECT_EQ(some_scales[i], valid ? scales[i] : -7.0f) << i;
+  }
+}
+
 // A right call, to be spoilt.
 struct QuantizeRefusals : ::testing::Test {
   std::array<float, 600> memory{};
