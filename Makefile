@@ -138,7 +138,7 @@ test-emulated:  ## the CUDA kernels on emulated GPUs, whole (ARGS="-k rounds -x"
 	@$(SETUP) run test
 	@CCACHE=$(CCACHE) $(PY) tests/emulator/run.py $(ARGS)
 
-test-netns: build  ## the portable backend between two network namespaces (root, or user namespaces; ARGS="-k cut")
+test-netns: build  ## between two network namespaces, and two hosts of emulated GPUs (root, or user namespaces; ARGS="-k cut")
 	@$(SETUP) run test
 	@$(TREE) $(PY) tests/netns/run_all.py $(ARGS)
 

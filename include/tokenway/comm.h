@@ -12,7 +12,7 @@ typedef struct {
   int32_t device;       // twCommCreateCuda: the CUDA device of this rank; -1: the thread's current one
   const int32_t* devices;  // twCommCreateLocal: [nranks] CUDA device of each rank; NULL: ranks on the CPU. Copied
   // For twCommCreateCuda and Shm, instead of an address: gathers `bytes` bytes of every rank, in rank order, into
-  // `all`. Returns 0 on success. It is called a few times during creation and never after.
+  // `all`. Returns 0 on success. It is called a few times during creation and never after, equally often on all ranks.
   int (*allgather)(const void* mine, void* all, size_t bytes, void* context);
   void* allgather_context;
 } twCommConfig_t;
@@ -30,10 +30,18 @@ typedef struct {
 // or this process tries again.
 TW_API twResult_t twCommCreateShm(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* config);
 
-// Connects `nranks` processes of one host, each with a CUDA device of its own; all pairs of devices must reach each
-// other's memory (NVLink, or PCIe peer access). Collective. Windows are CUDA virtual memory, exported as file
-// descriptors. Errors: as twCommCreateShm; twUnsupported where there is no driver, or a build without CUDA, or devices
-// that cannot reach each other.
+// Connects `nranks` processes, each with a CUDA device of its own; all pairs of devices must reach each other's memory
+// (NVLink, or PCIe peer access). Collective. Windows are CUDA virtual memory, exported as fabric handles where the
+// platform grants them, else as file descriptors (twGroupInfo tells which).
+//
+// Ranks of one host meet over Unix sockets. With config.allgather they may be on several hosts of one NVLink domain, or
+// in several network namespaces: they then connect over TCP, at ports that the system chooses, where nothing is
+// encrypted, and need fabric handles. Whether NVLink joins them is found out here: no device may be of another domain
+// than the others, as far as NVML names domains, and each rank maps a piece of memory of every other.
+//
+// Errors: as twCommCreateShm; twUnsupported, on all ranks alike, where ranks of several hosts cannot map each other's
+// memory, with the rank and the reason; twUnsupported too where there is no driver, in a build without CUDA, or for
+// devices that cannot reach each other; twPeerRefused for a rank whose device cannot be used, with an allgather.
 TW_API twResult_t twCommCreateCuda(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* config);
 
 // Creates all `nranks` ranks of a comm inside this process, comms[0..nranks). Each rank may be driven by a
@@ -64,6 +72,36 @@ TW_API twResult_t twCommDestroy(twComm_t comm);
 
 // Gives this rank's place and the number of ranks; either pointer may be NULL. From any thread.
 TW_API twResult_t twCommRank(twComm_t comm, int32_t* rank, int32_t* nranks);
+
+// How ranks that are processes have each other's device memory.
+typedef enum TW_AS_INT {
+  twHandlesNone = 0,         // they have none: ranks are on the CPU, alone, in one process or over a carrier
+  twHandlesDescriptors = 1,  // by file descriptors: the device or its driver knows no fabric handles
+  twHandlesRefused = 2,      // by file descriptors: fabric handles are known and were refused
+  twHandlesFabric = 3,       // by fabric handles, which also go to other hosts of an NVLink domain
+} twHandles_t;
+
+// What NVML says of the NVLink domain of a device.
+typedef enum TW_AS_INT {
+  twDomainUnknown = 0,  // nothing: NVML is not here, or too old
+  twDomainNone = 1,     // the device is of no domain that reaches beyond its host
+  twDomainNamed = 2,    // it is of a domain: a cluster, and a clique in that
+} twDomain_t;
+
+// A device's part in fabrics, as twDeviceFabric tells it.
+typedef struct {
+  size_t size;
+  twHandles_t handles;  // Fabric: this process may export memory of the device by fabric handles; Refused; Descriptors
+  int32_t refusal;      // the driver's CUresult where they are refused (800: the process has no IMEX channel), else 0
+  twDomain_t domain;
+  uint32_t clique;      // of a domain that is named
+  uint8_t cluster[16];  // likewise: its UUID
+} twFabric_t;
+
+// Tells whether ranks on a device could be joined with ranks of other hosts over NVLink. It makes a small piece of
+// memory with a fabric handle and frees it. Not for hot paths. device: a number; -1: the thread's current one. From any
+// thread. Errors: twInvalidArgument; twUnsupported where there is no driver, or a build without CUDA.
+TW_API twResult_t twDeviceFabric(int32_t device, twFabric_t* fabric);
 
 // Gives the CUDA device of this rank, -1 on the CPU.
 TW_API twResult_t twCommDevice(twComm_t comm, int32_t* device);

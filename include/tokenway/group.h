@@ -122,6 +122,8 @@ typedef struct {
   // CUDA backend. As many tokens of a call travel as LL128 packets at most; 0: none, as the links do not allow it.
   int32_t packet_tokens;
   twLinks_t links;
+  twHandles_t handles;  // how this rank has the windows of ranks in other processes; the weakest of all
+  int32_t refusal;      // the driver's CUresult where fabric handles were refused, by this rank's driver or a peer's
 } twGroupInfo_t;
 
 // What a group shall have room for; 0: what it has now.

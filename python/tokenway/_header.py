@@ -16,6 +16,7 @@ from ctypes import (
     c_int32,
     c_int64,
     c_size_t,
+    c_uint8,
     c_uint32,
     c_uint64,
     c_void_p,
@@ -36,6 +37,8 @@ MODES = {"low_latency": 0, "high_throughput": 1, "auto": 2}
 OVERFLOWS = {"refuse": 0, "drop": 1}
 ID_SPACES = {"local": 0, "global": 1}
 LINKS = {"other": 0, "tested": 1, "nvml": 2, "visible": 3}
+HANDLES = {"none": 0, "descriptors": 1, "refused": 2, "fabric": 3}
+DOMAINS = {"unknown": 0, "none": 1, "named": 2}
 LAYOUTS = {"rank_major": 0, "expert_major": 1, "flat": 2, "grouped": 3}
 WEIGHTINGS = {"none": 0, "topk": 1}
 SCALES = {"none": 0, "blocks": 1, "tensor": 2}
@@ -76,6 +79,16 @@ class CommConfig(Struct):
     def __init__(self) -> None:
         super().__init__()
         self.device = -1
+
+
+class Fabric(Struct):
+    _fields_: ClassVar = [
+        ("handles", c_int),
+        ("refusal", c_int32),
+        ("domain", c_int),
+        ("clique", c_uint32),
+        ("cluster", c_uint8 * 16),
+    ]
 
 
 class Payload(ctypes.Structure):
@@ -147,6 +160,8 @@ class GroupInfo(Struct):
         ("low_latency_tokens", c_int32),
         ("packet_tokens", c_int32),
         ("links", c_int),
+        ("handles", c_int),
+        ("refusal", c_int32),
     ]
 
 
@@ -358,6 +373,7 @@ FUNCTIONS = {
     "twCommDestroy": (c_int, [c_void_p]),
     "twCommRank": (c_int, [c_void_p, POINTER(c_int32), POINTER(c_int32)]),
     "twCommDevice": (c_int, [c_void_p, POINTER(c_int32)]),
+    "twDeviceFabric": (c_int, [c_int32, POINTER(Fabric)]),
     "twGroupWindowBytes": (c_int, [POINTER(GroupConfig), c_int32, POINTER(WindowBytes)]),
     "twDescribePlan": (
         c_int,

@@ -23,10 +23,15 @@ RANK, NRANKS, ADDRESS = "TOKENWAY_RANK", "TOKENWAY_NRANKS", "TOKENWAY_ADDRESS"
 LOCAL_RANK = cuda.LOCAL_RANK  # as torchrun does
 
 
+# What a group's twGroupInfo adds to `Comm.why`: of the links between its devices, and of how its windows are shared.
 LINKS = {
     _header.LINKS["other"]: "NVLink does not join all devices, so few tokens take the way of many",
     _header.LINKS["tested"]: "neither CUDA nor NVML knows some of the devices, so a test has decided about packets",
     _header.LINKS["nvml"]: "NVML tells that NVLink joins also the devices which this process does not see",
+}
+HANDLES = {
+    _header.HANDLES["refused"]: "fabric handles are refused here (CUresult {}), so windows are shared by descriptors",
+    _header.HANDLES["fabric"]: "windows are shared by fabric handles",
 }
 
 
@@ -35,8 +40,8 @@ class Comm(_native.Shared):
 
     Use `connect()`, `Comm.shm(...)`, `Comm.cuda(...)`, `Comm.portable(...)` or `local_comms(n)` to make one. Closing
     frees it; groups must be closed before. `backend` is "shm", "nvlink" or "torch", `why` says why that one was taken;
-    from the first group on CUDA devices on it also tells of links to devices that this process does not see, and of
-    devices that NVLink does not join.
+    from the first group on CUDA devices on it also tells of links to devices that this process does not see, of
+    devices that NVLink does not join, and of fabric handles, where devices know them.
     """
 
     def __init__(self, pointer: int, carrier: Any = None):
@@ -52,10 +57,13 @@ class Comm(_native.Shared):
         self.backend = "torch" if carrier is not None else "shm" if self._device < 0 else "nvlink"
         self.why = "it was asked for"
 
-    def note_links(self, links: int) -> None:
-        """Adds to `why` what a group's twGroupInfo tells of the links between its devices."""
-        if self.backend == "nvlink" and (told := LINKS.get(links)) is not None and told not in self.why:
-            self.why = f"{self.why}; {told}"
+    def note(self, info: _header.GroupInfo) -> None:
+        """Adds to `why` what a group's twGroupInfo tells of its devices and windows."""
+        if self.backend != "nvlink":
+            return
+        for told in (LINKS.get(info.links), HANDLES.get(info.handles)):
+            if told is not None and (sentence := told.format(info.refusal)) not in self.why:
+                self.why = f"{self.why}; {sentence}"
 
     @classmethod
     def shm(cls, rank: int, nranks: int, address: str, timeout: float | None = None) -> Comm:
@@ -71,17 +79,34 @@ class Comm(_native.Shared):
         return cls(pointer.value or 0)
 
     @classmethod
-    def cuda(cls, rank: int, nranks: int, address: str, device: Any = None, timeout: float | None = None) -> Comm:
-        """Connects processes of one host that have a CUDA device each; all pairs of devices must reach each other's
-        memory (NVLink, or PCIe peer access). Collective.
+    def cuda(
+        cls,
+        rank: int,
+        nranks: int,
+        address: str | None = None,
+        device: Any = None,
+        timeout: float | None = None,
+        *,
+        allgather: Callable[[bytes], list[bytes]] | None = None,
+    ) -> Comm:
+        """Connects processes that have a CUDA device each; all pairs of devices must reach each other's memory (NVLink,
+        or PCIe peer access). Collective.
 
         device: of this rank: a number, "cuda:1" or a torch.device; None or "cuda": the current one. address and
-        timeout: as in `shm`. Raises Unsupported where there is no driver, in a build without CUDA, or for devices that
-        do not reach each other.
+        timeout: as in `shm`, for ranks of one host. allgather(mine), instead of an address: the bytes that every rank
+        gives, a list in rank order; ranks may then be on several hosts of one NVLink domain, where the platform grants
+        fabric handles, and connect over TCP. Raises Unsupported where there is no driver, in a build without CUDA, or,
+        on all ranks alike, for devices that do not reach each other.
         """
         index = None if device is None else cuda.index_of(device)
         config = _config(timeout)
-        config.address = _address(address)
+        if (address is None) == (allgather is None):
+            raise InvalidArgument("address or allgather must be given, and one of them alone")
+        if allgather is not None:
+            function = portable.c_allgather(allgather, rank, nranks)
+            config.allgather = ctypes.cast(function, c_void_p)
+        else:
+            config.address = _address(address)
         config.device = cuda.current_device() if index is None else index
         pointer = c_void_p()
         _native.check(_native.lib.twCommCreateCuda(byref(pointer), *_native.fit_place(rank, nranks), byref(config)))
@@ -152,7 +177,7 @@ class Comm(_native.Shared):
         return f"Comm(rank={self.rank}, nranks={self.nranks}{where}, backend={self.backend!r})"
 
 
-def _address(address: str) -> bytes:
+def _address(address: Any) -> bytes:
     """As the C library takes it: it would not see what comes after a NUL."""
     if not isinstance(address, str):
         raise InvalidArgument.of("address", f"is {address!r}; it must be a string")
@@ -237,10 +262,11 @@ def connect(
     with allgather(mine): the bytes that every rank gives, equally many, as a list in rank order, for instance that of
     an mpi4py communicator; only itself bounds how long it waits. It is called a few times, in this thread.
 
-    backend: "shm" (ranks of one host, on the CPU), "nvlink" (of one host, on CUDA devices), "torch" (ranks anywhere,
-    over torch.distributed, which must be initialised: on the CPU over gloo, on CUDA devices over NCCL) or "auto": of
-    the first two the one of `device` where all ranks are on one host, else "torch". `Comm.backend` and `Comm.why` say
-    which and why, as a line of the log "tokenway" does. docs/BACKENDS.md is the guide.
+    backend: "shm" (ranks of one host, on the CPU), "nvlink" (on CUDA devices, of one host or of one NVLink domain),
+    "torch" (ranks anywhere, over torch.distributed, which must be initialised: on the CPU over gloo, on CUDA devices
+    over NCCL) or "auto": of the first two the one of `device` where all ranks are on one host, or NVLink joins their
+    hosts, else "torch". `Comm.backend` and `Comm.why` say which and why, as a line of the log "tokenway" does.
+    docs/BACKENDS.md is the guide.
 
     Of "torch" alone, equal on all ranks: strategy: "routed" (ranks tell each other sizes, then send rows where they
     belong), "gathered" (all tokens to all ranks) or "auto" (the default: by what was measured when the first group was
@@ -410,8 +436,18 @@ def _connect_party(party: Party, wish: _Wish) -> Comm:
         where = f"rank 0 runs on {all_ranks[0][0]}, rank {apart} on {all_ranks[apart][0]}"
     if apart is None and wish.backend != "torch":
         return wish.comm(rank, nranks, all_ranks[0][2], where)
-    if wish.backend in ("shm", "nvlink"):
-        raise Unsupported(f"{where}: the {wish.one_host} backend connects ranks of one host only")
+    if index is not None and wish.backend != "torch":
+        try:
+            comm = Comm.cuda(rank, nranks, device=index, timeout=wish.timeout, allgather=allgather)
+        except Unsupported as error:  # on all ranks alike
+            if wish.backend == "nvlink":
+                raise
+            where = f"{where}; not over NVLink: {error}"
+        else:
+            comm.why = f"{where}, and NVLink joins them" if wish.backend == "auto" else comm.why
+            return comm
+    if wish.backend == "shm":
+        raise Unsupported(f"{where}: the CPU backend connects ranks of one host only")
     options = {"process_group": party.process_group, "timeout": wish.timeout, **wish.portable}
     comm = Comm.portable(rank, nranks, allgather, device=index, **options)
     if wish.backend == "auto":

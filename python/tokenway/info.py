@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from ctypes import byref
 from pathlib import Path
 from typing import Any
 
-from tokenway import _native, cuda, machine, portable
+from tokenway import _header, _native, cuda, machine, portable
 from tokenway.comm import local_comms
 from tokenway.errors import TokenwayError
 
@@ -67,6 +68,7 @@ def collect() -> dict[str, Any]:
         "machine": here,
         "kernel": kernel_features(),
         "cuda": cuda_devices() if nvlink == AVAILABLE else [],
+        "fabric": fabric() if nvlink == AVAILABLE else [],
         "packages": {name: {"version": machine.package_version(name), "use": use} for name, use in PACKAGES.items()},
         "environment": _environment(),
     }
@@ -132,6 +134,50 @@ def cuda_devices() -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def fabric() -> list[dict[str, Any]]:
+    """What the platform says of each CUDA device's fabric handles, which ranks of several hosts need, and of its NVLink
+    domain."""
+    handles = {code: name for name, code in _header.HANDLES.items()}
+    domains = {code: name for name, code in _header.DOMAINS.items()}
+    found: list[dict[str, Any]] = []
+    told = _header.Fabric()
+    while _native.lib.twDeviceFabric(len(found), byref(told)) == 0:
+        named = domains[told.domain] == "named"
+        found.append(
+            {
+                "index": len(found),
+                "handles": handles[told.handles],
+                "refusal": told.refusal,
+                "domain": domains[told.domain],
+                "cluster": bytes(told.cluster).hex() if named else None,
+                "clique": told.clique if named else None,
+            }
+        )
+    return found
+
+
+def _fabric_text(device: dict[str, Any]) -> str:
+    handles = {
+        "fabric": "granted",
+        "refused": f"refused (CUresult {device['refusal']}; 800: this process has no IMEX channel)",
+        "descriptors": "not known to the device or its driver",
+    }[device["handles"]]
+    domain = {
+        "unknown": "NVML tells of no NVLink domain",
+        "none": "no NVLink domain beyond this host",
+        "named": f"NVLink domain: cluster {device['cluster']}, clique {device['clique']}",
+    }[device["domain"]]
+    return f"fabric handles {handles}; {domain}"
+
+
+def _fabric_lines(devices: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Devices that are alike have one line."""
+    alike: dict[str, list[int]] = {}
+    for device in devices:
+        alike.setdefault(_fabric_text(device), []).append(device["index"])
+    return [(", ".join(f"cuda:{index}" for index in indices), text) for text, indices in alike.items()]
 
 
 def _memfd() -> bool:
@@ -204,6 +250,7 @@ def text(facts: dict[str, Any]) -> str:
         ),
         ("backends", list(facts["backends"].items())),
         *([("cuda devices", [_device_line(d) for d in facts["cuda"]])] if facts["cuda"] else []),
+        *([("between hosts", _fabric_lines(facts["fabric"]))] if facts["fabric"] else []),
         (
             "machine",
             [

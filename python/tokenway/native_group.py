@@ -40,7 +40,7 @@ class NativeGroup:
         self.place = place
         self.device = comm.device
         info = self.info()
-        comm.note_links(info.links)
+        comm.note(info)
         self.torch_views = versions.Views(info.lanes) if arena is None else arena.torch_views
         self.torch_views.groups.append(address)
         self.nranks: int = info.nranks

@@ -414,7 +414,7 @@ class Carrier:
         self._channels[channel].abort()
 
 
-def _gather_into(allgather: Callable[[bytes], Any], rank: int, nranks: int) -> Callable[[int, int, int, Any], int]:
+def c_allgather(allgather: Callable[[bytes], Any], rank: int, nranks: int) -> Any:
     """What C calls for a caller's allgather: nothing that it returns is read before it is known to be right."""
 
     def gather(mine: int, everyone: int, count: int, _: Any) -> int:
@@ -422,7 +422,7 @@ def _gather_into(allgather: Callable[[bytes], Any], rank: int, nranks: int) -> C
         ctypes.memmove(everyone, b"".join(parts), count * nranks)
         return 0
 
-    return gather
+    return callbacks.function(_carrier.Allgather, gather, -1)
 
 
 def create(
@@ -447,7 +447,7 @@ def create(
     carrier = Carrier(connect)
 
     place = _native.fit_place(rank, nranks)
-    function = callbacks.function(_carrier.Allgather, _gather_into(allgather, rank, nranks), -1)
+    function = c_allgather(allgather, rank, nranks)
     config = _carrier.PortableConfig()
     config.timeout_ms = timeout_ms
     config.allgather = ctypes.cast(function, c_void_p)

@@ -6,6 +6,7 @@
 
 #include "api/check.h"
 #include "api/enter.h"
+#include "api/hosts.h"
 #include "api/registry.h"
 #include "bootstrap/bootstrap.h"
 
@@ -43,16 +44,22 @@ Status check_rank(int32_t rank, int32_t nranks) {
   return tw::check_range("rank", rank, 0, nranks - 1);
 }
 
-Status connect(int32_t rank, int32_t nranks, const twCommConfig_t& config, std::unique_ptr<tw::Bootstrap>* mesh) {
+// Connects ranks that are processes. `device`: of this rank, -1: it is on the CPU. `ready`: whether the device can be
+// used; who waits in the caller's allgather is told if not.
+Status connect(int32_t rank, int32_t nranks, const twCommConfig_t& config, int device, Status ready,
+               std::unique_ptr<tw::Bootstrap>* mesh) {
   const tw::TimePoint deadline = after(config.timeout_ms);
   if (config.allgather != nullptr) {
     const auto gather = [&](const void* mine, void* all, size_t bytes) {
       return config.allgather(mine, all, bytes, config.allgather_context);
     };
     std::string address;
-    TW_RETURN_IF_FAILED(tw::agree_on_address(rank, nranks, gather, &address));
+    tw::Sentence apart;
+    TW_RETURN_IF_FAILED(tw::agree_on_address(rank, nranks, gather, ready, &address, device >= 0 ? &apart : nullptr));
+    if (address.empty()) return tw::api::connect_hosts(rank, nranks, gather, device, apart, deadline, mesh);
     return tw::connect_mesh(rank, nranks, address, deadline, mesh);
   }
+  TW_RETURN_IF_FAILED(std::move(ready));
   if (config.address == nullptr || *config.address == '\0') {
     return fail(twInvalidArgument, "{} is empty; it must name the comm, the same on all ranks (or give {})",
                 Argument("config.address"), Argument("config.allgather"));
@@ -117,10 +124,10 @@ Status create_between_processes(twComm_t* comm, int32_t rank, int32_t nranks, co
   tw::Environment environment;
   twCommConfig_t config;
   TW_RETURN_IF_FAILED(read_comm_config(given, &environment, &config));
-  int device = config.device;
-  if (on_device) TW_RETURN_IF_FAILED(find_device("config.device", &device));
+  int device = on_device ? config.device : -1;
+  Status ready = on_device ? find_device("config.device", &device) : Status{};
   std::unique_ptr<tw::Bootstrap> mesh;
-  TW_RETURN_IF_FAILED(connect(rank, nranks, config, &mesh));
+  TW_RETURN_IF_FAILED(connect(rank, nranks, config, device, std::move(ready), &mesh));
   *comm = make_comm(std::move(mesh), environment, config.timeout_ms);
   if (on_device) (*comm)->device = device;
   return {};
@@ -239,6 +246,18 @@ twResult_t twCommRank(twComm_t comm, int32_t* rank, int32_t* nranks) {
     if (rank != nullptr) *rank = comm->bootstrap->rank();
     if (nranks != nullptr) *nranks = comm->bootstrap->size();
     return {};
+  });
+}
+
+twResult_t twDeviceFabric(int32_t device, twFabric_t* fabric) {
+  return enter([&]() -> Status {
+    int number = device;
+    TW_RETURN_IF_FAILED(find_device("device", &number));
+    twFabric_t known{};
+#if TOKENWAY_WITH_CUDA
+    TW_RETURN_IF_FAILED(tw::device_fabric(number, &known));
+#endif
+    return tw::api::write_struct("fabric", known, fabric);
   });
 }
 

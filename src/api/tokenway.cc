@@ -129,6 +129,8 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
     const tw::DeviceLinks links = group->backend->links();
     known.packet_tokens = links.packet_tokens;
     known.links = links.known;
+    known.handles = links.handles;
+    known.refusal = links.refusal;
     std::copy(group->members.begin(), group->members.end(), known.comm_ranks);
     return tw::api::write_struct("info", known, info);
   });

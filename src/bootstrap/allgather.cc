@@ -1,7 +1,7 @@
 // Finds a common address for a mesh of Unix sockets: where the caller can already gather bytes, rank 0 proposes a
 // random one and tells it by the caller's allgather. Takes that function, gives the address, and refuses ranks on
-// several hosts (twUnsupported). A rank that has trouble says so in its card, because its peers would otherwise wait
-// for it.
+// several hosts (twUnsupported), or says that they are. A rank that has trouble says so in its card, because its peers
+// would otherwise wait for it.
 #include <unistd.h>
 
 #include <array>
@@ -20,6 +20,7 @@ namespace {
 
 struct Card {
   char host[48] = {};      // this boot of this host
+  char network[40] = {};   // this network namespace
   char address[40] = {};   // what rank 0 proposes
   char trouble[300] = {};  // why this rank cannot be met; "" if it can
 };
@@ -38,30 +39,49 @@ Status name_boot(int ranks, char (&name)[48]) {
   return {};
 }
 
-Status agree_on_address(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
-                        std::string* address) {
-  Card mine;
-  raise_descriptor_limit();
-  Status named = name_boot(size, mine.host);
-  std::snprintf(mine.trouble, sizeof mine.trouble, "%s", named.text().c_str());
-  std::random_device random;
-  std::snprintf(mine.address, sizeof mine.address, "%08x%08x%08x%08x", random(), random(), random(), random());
-  std::vector<Card> all(size);
-  const int result = allgather(&mine, all.data(), sizeof mine);
+void name_network(char (&name)[40]) {
+  const ssize_t length = ::readlink("/proc/self/ns/net", name, sizeof name - 1);
+  name[length < 0 ? 0 : length] = 0;
+}
+
+Status gather_bytes(int rank, const std::function<int(const void*, void*, size_t)>& allgather, const void* mine,
+                    void* all, size_t bytes) {
+  const int result = allgather(mine, all, bytes);
   if (result != 0 && is_interrupted_now()) {
     return fail(twInterrupted, "connecting was interrupted in {}", Argument("config.allgather"));
   }
   if (result != 0) return fail(twSystemError, "{} returned {}; it must return 0", Argument("config.allgather"), result);
-  if (std::memcmp(&all[rank], &mine, sizeof mine) != 0) {
-    return fail(twSystemError, "{} returned 0, but what rank {} gave is not at its place", Argument("config.allgather"),
-                rank);
-  }
+  if (std::memcmp(static_cast<const char*>(all) + bytes * static_cast<size_t>(rank), mine, bytes) == 0) return {};
+  return fail(twSystemError, "{} returned 0, but what rank {} gave is not at its place", Argument("config.allgather"),
+              rank);
+}
+
+Status agree_on_address(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
+                        const Status& ready, std::string* address, Sentence* apart) {
+  Card mine;
+  raise_descriptor_limit();
+  Status named = name_boot(size, mine.host);
+  if (!ready.ok()) named = ready;
+  name_network(mine.network);
+  std::snprintf(mine.trouble, sizeof mine.trouble, "%s", named.text().c_str());
+  std::random_device random;
+  std::snprintf(mine.address, sizeof mine.address, "%08x%08x%08x%08x", random(), random(), random(), random());
+  std::vector<Card> all(size);
+  TW_RETURN_IF_FAILED(gather_bytes(rank, allgather, &mine, all.data(), sizeof mine));
   TW_RETURN_IF_FAILED(std::move(named));
   for (int other = 0; other < size; ++other) {
     if (all[other].trouble[0] != 0) return fail(twPeerRefused, "rank {}: {}", other, all[other].trouble);
-    if (std::memcmp(all[other].host, all[rank].host, sizeof mine.host) == 0) continue;
-    return fail(twUnsupported, "rank {} and rank {} run on different hosts; ranks of a comm must share one", rank,
-                other);
+  }
+  // Compared with rank 0's, so that all ranks tell of the same two.
+  for (int other = 1; other < size; ++other) {
+    const bool host = std::memcmp(all[other].host, all[0].host, sizeof mine.host) == 0;
+    if (host && std::memcmp(all[other].network, all[0].network, sizeof mine.network) == 0) continue;
+    const Sentence where = host ? compose("rank 0 and rank {} run in different network namespaces of a host", other)
+                                : compose("rank 0 and rank {} run on different hosts", other);
+    if (apart == nullptr) return fail(twUnsupported, "{}; ranks of a comm must share one", where);
+    *apart = where;
+    address->clear();
+    return {};
   }
   address->assign(all[0].address, ::strnlen(all[0].address, sizeof mine.address));
   return {};

@@ -69,6 +69,9 @@ class Bootstrap {
   // True if all ranks live in this process, so that pointers may be exchanged.
   virtual bool in_process() const = 0;
 
+  // True if ranks can share memory of this host: they live in one process, or parcels carry descriptors.
+  virtual bool shares_memory() const = 0;
+
   // Gives `mine` to every member and takes theirs: (*all)[i] is members[i]'s. Collective among members, which include
   // this rank, ascending, the same everywhere; `tag` names the meeting, the same everywhere and never used twice.
   // Returns when each member's parcel is here, or the member is gone, or the deadline has passed: presence[i] says
@@ -132,10 +135,15 @@ Status connect_tcp(int rank, int size, const std::function<int(const void*, void
                    const std::string& note, const Sentence& what, TimePoint deadline,
                    std::unique_ptr<Bootstrap>* bootstrap);
 
-// Agrees on an address, which rank 0 makes and tells by the caller's own allgather(mine, all, bytes); that returns 0 on
-// success. Refuses ranks on several hosts.
+// Gathers `bytes` bytes of every rank by the caller's own allgather(mine, all, bytes), which returns 0 on success.
+Status gather_bytes(int rank, const std::function<int(const void*, void*, size_t)>& allgather, const void* mine,
+                    void* all, size_t bytes);
+
+// Agrees on an address, which rank 0 makes and tells by the caller's own allgather. `ready`: why this rank cannot take
+// part; the others are told. Ranks on several hosts, or in several network namespaces, are refused or, with `apart`,
+// get no address, and the sentence which says where two of them are.
 Status agree_on_address(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
-                        std::string* address);
+                        const Status& ready, std::string* address, Sentence* apart = nullptr);
 
 // Makes the bootstraps of ranks that are all in this process.
 std::vector<std::unique_ptr<Bootstrap>> make_local_bootstraps(int size);

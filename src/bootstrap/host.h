@@ -13,4 +13,8 @@ namespace tw {
 // the sentence if there is no descriptor.
 Status name_boot(int ranks, char (&name)[48]);
 
+// Names this process's network namespace, which ranks must have in common beside the boot: abstract sockets are of one
+// namespace. "" where the kernel has no names for them.
+void name_network(char (&name)[40]);
+
 }  // namespace tw

@@ -40,6 +40,7 @@ class LocalBootstrap : public Bootstrap {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   bool in_process() const override { return true; }
+  bool shares_memory() const override { return true; }
 
   bool alive(int peer) override {
     const std::lock_guard lock(table_->mutex);

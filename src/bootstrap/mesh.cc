@@ -33,13 +33,15 @@ int milliseconds_to(TimePoint deadline, int at_most) {
 
 class Mesh : public Bootstrap {
  public:
-  Mesh(int rank, std::vector<Link> links, Fd wake) : rank_(rank), peers_(links.size()), wake_(std::move(wake)) {
+  Mesh(int rank, std::vector<Link> links, Fd wake, bool carries)
+      : rank_(rank), carries_(carries), peers_(links.size()), wake_(std::move(wake)) {
     for (size_t peer = 0; peer < links.size(); ++peer) static_cast<Link&>(peers_[peer]) = std::move(links[peer]);
   }
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(peers_.size()); }
   bool in_process() const override { return false; }
+  bool shares_memory() const override { return carries_; }
 
   // It reads nothing that exchange() changes, because threads that wait in other groups ask this while one may be in
   // exchange().
@@ -97,6 +99,7 @@ class Mesh : public Bootstrap {
   void pump_outside_meeting(Connection& connection);
 
   int rank_;
+  const bool carries_;
   std::vector<Peer> peers_;
   std::mutex meeting_mutex_;      // held by exchange() alone, which waits with it
   std::mutex connections_mutex_;  // nobody waits while holding it
@@ -238,8 +241,8 @@ void Mesh::addresses(int peer, std::string* own, std::string* theirs) {
 
 }  // namespace
 
-std::unique_ptr<Bootstrap> make_mesh(int rank, std::vector<Link> links, Fd wake) {
-  return std::make_unique<Mesh>(rank, std::move(links), std::move(wake));
+std::unique_ptr<Bootstrap> make_mesh(int rank, std::vector<Link> links, Fd wake, bool carries) {
+  return std::make_unique<Mesh>(rank, std::move(links), std::move(wake), carries);
 }
 
 }  // namespace tw

@@ -111,12 +111,14 @@ class Way {
   virtual int process(int /*peer*/) const { return 0; }
   // A number that all ranks know and nobody else; 0 where only the right processes can reach the sockets.
   virtual uint64_t secret() const { return 0; }
+  // Whether the sockets carry file descriptors.
+  virtual bool carries_descriptors() const = 0;
   // Where a rank listens, if another attempt may want the same place; else "".
   virtual std::string place(int /*rank*/) const { return {}; }
 };
 
-// Makes the mesh of a rank that is connected to all. wake: an eventfd.
-std::unique_ptr<Bootstrap> make_mesh(int rank, std::vector<Link> links, Fd wake);
+// Makes the mesh of a rank that is connected to all. wake: an eventfd. carries: whether the sockets carry descriptors.
+std::unique_ptr<Bootstrap> make_mesh(int rank, std::vector<Link> links, Fd wake, bool carries);
 
 // Connects ranks by a Way; as connect_mesh.
 Status connect_over(std::unique_ptr<Way> way, int rank, int size, TimePoint deadline,

@@ -46,7 +46,7 @@ Status name_domain(int size, TcpCard* card) {
   char boot[48] = "";
   TW_RETURN_IF_FAILED(name_boot(size, boot));
   char space[40] = "";
-  if (::readlink("/proc/self/ns/net", space, sizeof space - 1) < 0) space[0] = 0;
+  name_network(space);
   std::snprintf(card->domain, sizeof card->domain, "%s %s", boot, space);
   if (::readlink("/proc/self/ns/pid", card->processes, sizeof card->processes - 1) < 0) return {};
   card->process = static_cast<int32_t>(::getpid());
@@ -186,6 +186,7 @@ class TcpWay : public Way {
     return together ? theirs.process : 0;
   }
   uint64_t secret() const override { return cards_[0].secret; }
+  bool carries_descriptors() const override { return false; }
 
  private:
   static Address any4() {
@@ -217,16 +218,9 @@ Status connect_tcp(int rank, int size, const std::function<int(const void*, void
   mine.secret = static_cast<uint64_t>(random()) << 32 | random() | 1;
   mine.port = way->port();
   std::vector<TcpCard> cards(size);
-  const int result = allgather(&mine, cards.data(), sizeof mine);
+  Status met = gather_bytes(rank, allgather, &mine, cards.data(), sizeof mine);
   TW_RETURN_IF_FAILED(std::move(opened));
-  if (result != 0 && is_interrupted_now()) {
-    return fail(twInterrupted, "connecting was interrupted in {}", Argument("config.allgather"));
-  }
-  if (result != 0) return fail(twSystemError, "{} returned {}; it must return 0", Argument("config.allgather"), result);
-  if (std::memcmp(&cards[rank], &mine, sizeof mine) != 0) {
-    return fail(twSystemError, "{} returned 0, but what rank {} gave is not at its place", Argument("config.allgather"),
-                rank);
-  }
+  TW_RETURN_IF_FAILED(std::move(met));
   for (int other = 0; other < size; ++other) {
     if (cards[other].trouble[0] != 0) return fail(twPeerRefused, "rank {}: {}", other, cards[other].trouble);
     if (std::strcmp(cards[other].note, cards[0].note) == 0) continue;

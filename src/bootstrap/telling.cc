@@ -103,11 +103,12 @@ Status connect_over(std::unique_ptr<Way> way, int rank, int size, TimePoint dead
                     std::unique_ptr<Bootstrap>* bootstrap) {
   raise_descriptor_limit();
   const std::string place = way->place(rank);
+  const bool carries = way->carries_descriptors();
   end_telling(place);
   auto connecting = std::make_unique<Connecting>(std::move(way), rank, size, deadline);
   Status status = connecting->run();
   if (status.ok()) {
-    *bootstrap = make_mesh(rank, connecting->take_links(), connecting->take_wake());
+    *bootstrap = make_mesh(rank, connecting->take_links(), connecting->take_wake(), carries);
   } else {
     tell_others(std::move(connecting), status, place);
   }

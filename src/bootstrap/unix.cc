@@ -169,6 +169,7 @@ class UnixWay : public Way {
     return {};
   }
 
+  bool carries_descriptors() const override { return true; }
   std::string place(int rank) const override { return address_ + "." + std::to_string(rank); }
 
  private:

@@ -293,6 +293,8 @@ struct BackendInit;
 struct DeviceLinks {
   int32_t packet_tokens = 0;
   twLinks_t known = twLinksOther;
+  twHandles_t handles = twHandlesNone;
+  int32_t refusal = 0;
 };
 
 class Backend {
@@ -473,5 +475,12 @@ Status make_nvlink_backend(const BackendInit& init, std::unique_ptr<Backend>* ba
 Status check_device(int* device);
 // Tells the free memory of a device.
 Status device_memory(int device, uint64_t* free);
+// Tells what the platform says of a device's fabric handles and NVLink domain.
+Status device_fabric(int device, twFabric_t* fabric);
+// A device's memory as other hosts may have it, tried out before there is a group. offer_sample makes a piece of memory
+// that lives as long as *sample, and fills in what the others need of it; check_sample maps what another has offered,
+// and fails with twUnsupported where NVLink does not join the two, or the mapping fails. Both are called alone.
+Status offer_sample(int device, std::string* offer, std::shared_ptr<void>* sample);
+Status check_sample(int device, const std::string& own, const std::string& theirs);
 
 }  // namespace tw

@@ -36,6 +36,7 @@ class Opening : public Bootstrap {
   int rank() const override { return comm_.rank(); }
   int size() const override { return comm_.size(); }
   bool in_process() const override { return comm_.in_process(); }
+  bool shares_memory() const override { return comm_.shares_memory(); }
   bool alive(int peer) override { return comm_.alive(peer); }
   Status last_words(int peer) override { return comm_.last_words(peer); }
   void give_up(std::span<const int> members, uint64_t occasion) override { comm_.give_up(members, occasion); }

@@ -46,7 +46,7 @@ std::vector<Status> agree_all(Meeting& meeting, int ranks, std::vector<std::stri
     const auto gather = [&](const void* mine, void* all, size_t bytes) {
       return meeting.allgather(rank, mine, all, bytes);
     };
-    outcomes[rank] = agree_on_address(rank, ranks, gather, &(*addresses)[rank]);
+    outcomes[rank] = agree_on_address(rank, ranks, gather, {}, &(*addresses)[rank]);
   });
   return outcomes;
 }
@@ -77,9 +77,50 @@ TEST(Comm, RanksOnDifferentHostsAreRefused) {
   for (int rank = 0; rank < 3; ++rank) {
     if (rank == 2) continue;  // its own card has been changed behind its back
     EXPECT_EQ(outcomes[rank].code, twUnsupported) << rank;
-    const std::string pair = "rank " + std::to_string(rank) + " and rank 2";
-    EXPECT_NE(outcomes[rank].text().find(pair + " run on different hosts"), std::string::npos) << outcomes[rank].text();
+    EXPECT_EQ(outcomes[rank].text(), "rank 0 and rank 2 run on different hosts; ranks of a comm must share one");
   }
+}
+
+TEST(Comm, RanksThatAreApartMayBeTold) {
+  constexpr size_t kNetwork = 48;  // of a card: behind the host's name
+  Meeting meeting(3);
+  meeting.touch = [](int rank, char* given) {
+    if (rank == 1) given[kNetwork] = '#';
+  };
+  for (const bool told : {true, false}) {
+    std::vector<Status> outcomes(3);
+    std::vector<std::string> addresses(3, "none yet");
+    std::vector<Sentence> where(3);
+    on_all_ranks(3, [&](int rank) {
+      const auto gather = [&](const void* mine, void* all, size_t bytes) {
+        return meeting.allgather(rank, mine, all, bytes);
+      };
+      outcomes[rank] = agree_on_address(rank, 3, gather, {}, &addresses[rank], told ? &where[rank] : nullptr);
+    });
+    const std::string apart = "rank 0 and rank 1 run in different network namespaces of a host";
+    for (const int rank : {0, 2}) {
+      EXPECT_EQ(outcomes[rank].code, told ? twSuccess : twUnsupported);
+      EXPECT_EQ(told ? where[rank].text() : outcomes[rank].text(),
+                told ? apart : apart + "; ranks of a comm must share one");
+      EXPECT_EQ(addresses[rank], told ? "" : "none yet");
+    }
+  }
+}
+
+TEST(Comm, ARankThatCannotTakePartSaysWhy) {
+  Meeting meeting(2);
+  std::vector<Status> outcomes(2);
+  on_all_ranks(2, [&](int rank) {
+    const auto gather = [&](const void* mine, void* all, size_t bytes) {
+      return meeting.allgather(rank, mine, all, bytes);
+    };
+    std::string address;
+    const Status ready = rank == 1 ? fail(twInvalidArgument, "it has no device") : Status{};
+    outcomes[rank] = agree_on_address(rank, 2, gather, ready, &address);
+  });
+  EXPECT_EQ(outcomes[0].code, twPeerRefused);
+  EXPECT_EQ(outcomes[0].text(), "rank 1: it has no device");
+  EXPECT_EQ(outcomes[1].code, twInvalidArgument);
 }
 
 struct Seat {
@@ -178,7 +219,7 @@ TEST(Comm, PortableWaitsForAsLongAsItIsTold) {
 // One that claims success is not believed: what it did not write is no address.
 TEST(Comm, AnAllgatherThatDoesNothing) {
   std::string address;
-  const Status status = agree_on_address(1, 2, [](const void*, void*, size_t) { return 0; }, &address);
+  const Status status = agree_on_address(1, 2, [](const void*, void*, size_t) { return 0; }, {}, &address);
   EXPECT_EQ(status.code, twSystemError);
   EXPECT_NE(status.text().find("what rank 1 gave is not at its place"), std::string::npos) << status.text();
   EXPECT_EQ(address, "");

@@ -148,7 +148,7 @@ TEST(Mesh, APeerThatCouldNotConnectAfterAllSaysWhy) {
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends), 0);
   std::vector<Link> links(2);
   links[1] = Link(Connection(Fd(ends[0])));
-  const std::unique_ptr<Bootstrap> mesh = make_mesh(0, std::move(links), Fd());
+  const std::unique_ptr<Bootstrap> mesh = make_mesh(0, std::move(links), Fd(), true);
   {
     Link peer(Connection{Fd(ends[1])});
     peer.connection.queue(kNewsTag, pack_news({twSystemError, "rank 1: it has no descriptors"}));

@@ -89,6 +89,7 @@ class Scripted : public Bootstrap {
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
   bool in_process() const override { return inner_->in_process(); }
+  bool shares_memory() const override { return inner_->shares_memory(); }
   bool alive(int peer) override { return inner_->alive(peer); }
   Status last_words(int peer) override { return inner_->last_words(peer); }
   void give(std::span<const int> members, uint64_t tag, const std::string& bytes) override {

@@ -2,6 +2,7 @@
 // a queue, device memory is the host's, and memory that processes share is a file without a name.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -111,6 +112,7 @@ Stream& find(cudaStream_t stream) {
 struct Memory {
   int fd;
   size_t bytes;
+  int kinds;  // CUmemAllocationHandleType: by what it may be exported
 };
 
 thread_local cudaError_t t_last = cudaSuccess;
@@ -158,10 +160,33 @@ CUresult granularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationG
   *bytes = 64 * 1024;
   return CUDA_SUCCESS;
 }
-CUresult create(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*, unsigned long long) {
+
+// What TOKENWAY_EMULATOR_FABRIC says of fabric handles: "granted"; "refused" and "unexported", as without an IMEX
+// channel; "foreign", as if others had another channel. Not set: the devices know none.
+bool fabric_is(const char* what) {
+  const char* const text = std::getenv("TOKENWAY_EMULATOR_FABRIC");
+  return text != nullptr && std::strcmp(text, what) == 0;
+}
+CUresult device(CUdevice* device, int number) {
+  *device = number;
+  return number >= 0 && number < devices() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+CUresult attribute(int* value, CUdevice_attribute attribute, CUdevice) {
+  *value = attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED &&
+           std::getenv("TOKENWAY_EMULATOR_FABRIC") != nullptr;
+  return CUDA_SUCCESS;
+}
+
+CUresult create(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* prop,
+                unsigned long long) {
+  const int kinds = prop->requestedHandleTypes;
+  if ((kinds & CU_MEM_HANDLE_TYPE_FABRIC) != 0) {
+    if (std::getenv("TOKENWAY_EMULATOR_FABRIC") == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    if (fabric_is("refused")) return CUDA_ERROR_NOT_PERMITTED;
+  }
   const int fd = memfd_create("tokenway-emulator", MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return CUDA_ERROR_OUT_OF_MEMORY;
-  *handle = reinterpret_cast<CUmemGenericAllocationHandle>(new Memory{fd, bytes});
+  *handle = reinterpret_cast<CUmemGenericAllocationHandle>(new Memory{fd, bytes, kinds});
   return CUDA_SUCCESS;
 }
 CUresult release(CUmemGenericAllocationHandle handle) {
@@ -208,21 +233,56 @@ CUresult set_access(CUdeviceptr at, size_t bytes, const CUmemAccessDesc*, size_t
   return mprotect(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE) == 0 ? CUDA_SUCCESS
                                                                                    : CUDA_ERROR_INVALID_VALUE;
 }
-CUresult export_handle(void* fd, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType, unsigned long long) {
-  *static_cast<int*>(fd) = fcntl(reinterpret_cast<Memory*>(handle)->fd, F_DUPFD_CLOEXEC, 0);
+// A fabric handle names a file of the process that exports it, which any other may open by that: it needs neither a
+// socket nor a folder in common.
+struct Fabric {
+  pid_t process;
+  int fd;
+  ino_t file;
+};
+static_assert(sizeof(Fabric) <= sizeof(CUmemFabricHandle));
+
+CUresult export_handle(void* to, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType kind,
+                       unsigned long long) {
+  const auto* const memory = reinterpret_cast<Memory*>(handle);
+  if ((memory->kinds & kind) == 0) return CUDA_ERROR_INVALID_VALUE;
+  if (kind == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
+    *static_cast<int*>(to) = fcntl(memory->fd, F_DUPFD_CLOEXEC, 0);
+    return CUDA_SUCCESS;
+  }
+  if (fabric_is("unexported")) return CUDA_ERROR_NOT_PERMITTED;
+  struct stat found {};
+  fstat(memory->fd, &found);
+  const Fabric fabric{getpid(), memory->fd, found.st_ino};
+  std::memcpy(to, &fabric, sizeof fabric);
   return CUDA_SUCCESS;
 }
-CUresult import_handle(CUmemGenericAllocationHandle* handle, void* fd, CUmemAllocationHandleType) {
-  const int own = fcntl(static_cast<int>(reinterpret_cast<intptr_t>(fd)), F_DUPFD_CLOEXEC, 0);
-  const off_t bytes = lseek(own, 0, SEEK_END);
+int open_fabric(const void* handle) {
+  Fabric fabric{};
+  std::memcpy(&fabric, handle, sizeof fabric);
+  const std::string path = "/proc/" + std::to_string(fabric.process) + "/fd/" + std::to_string(fabric.fd);
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  struct stat found {};
+  if (fd < 0 || (fstat(fd, &found) == 0 && found.st_ino == fabric.file)) return fd;
+  close(fd);
+  return -1;
+}
+CUresult import_handle(CUmemGenericAllocationHandle* handle, void* from, CUmemAllocationHandleType kind) {
+  const bool fabric = kind == CU_MEM_HANDLE_TYPE_FABRIC;
+  if (fabric && fabric_is("foreign")) return CUDA_ERROR_NOT_PERMITTED;
+  const int own =
+      fabric ? open_fabric(from) : fcntl(static_cast<int>(reinterpret_cast<intptr_t>(from)), F_DUPFD_CLOEXEC, 0);
+  const off_t bytes = own < 0 ? -1 : lseek(own, 0, SEEK_END);
   if (bytes <= 0) return CUDA_ERROR_INVALID_HANDLE;
-  *handle = reinterpret_cast<CUmemGenericAllocationHandle>(new Memory{own, static_cast<size_t>(bytes)});
+  *handle = reinterpret_cast<CUmemGenericAllocationHandle>(new Memory{own, static_cast<size_t>(bytes), 0});
   return CUDA_SUCCESS;
 }
 
 const std::map<std::string, void*>& entries() {
   static const auto* const made = new std::map<std::string, void*>{
       {"cuGetErrorString", reinterpret_cast<void*>(error_string)},
+      {"cuDeviceGet", reinterpret_cast<void*>(device)},
+      {"cuDeviceGetAttribute", reinterpret_cast<void*>(attribute)},
       {"cuMemGetAllocationGranularity", reinterpret_cast<void*>(granularity)},
       {"cuMemCreate", reinterpret_cast<void*>(create)},
       {"cuMemRelease", reinterpret_cast<void*>(release)},

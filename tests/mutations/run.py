@@ -25,6 +25,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from apart import APART
 from arena import ARENA_MUTATIONS
 from choice_values import CHOICE_VALUES
 from collectives import COLLECTIVES
@@ -49,6 +50,7 @@ ALL = (
     + STAGED
     + CHOICE_VALUES
     + FP8_COMBINE
+    + APART
 )
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails

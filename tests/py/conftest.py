@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.register_profile("strict", derandomize=True)
         settings.load_profile("strict")
     harness.CHOSEN[:] = config.getoption("--backend") or ["cpu"]
-    if emulated := {"emulated", "emulated-alone", "torch-emulated"} & set(harness.CHOSEN):
+    if emulated := {"emulated", "emulated-alone", "emulated-hosts", "torch-emulated"} & set(harness.CHOSEN):
         emulated_backend.prepare()
         if lacking := emulated_backend.missing():
             raise pytest.UsageError(f"--backend {min(emulated)}: {lacking}")

@@ -101,6 +101,25 @@ class Alone(Emulated):
         return tw.Comm.cuda(rank, nranks, address, device=0, timeout=COMM_TIMEOUT)
 
 
+class Hosts(Emulated):
+    """Ranks that are processes which NVLink joins wherever they are, as the platform grants them fabric handles: they
+    meet by an allgather. tests/netns has them on two hosts."""
+
+    name = "emulated-hosts"
+    death_seen = 4.0  # a peer's end is told by its connection, and passed on by a thread beside kernels that wait
+
+    @classmethod
+    def most_ranks(cls, kind: str) -> int:
+        return 8
+
+    @classmethod
+    def comm(cls, rank: int, nranks: int, address: str) -> Any:
+        cuda.Cuda = Place
+        os.environ.update(TOKENWAY_EMULATOR_FABRIC="granted", TOKENWAY_EMULATOR_CLIQUE="7")
+        allgather = file_allgather(rank, nranks, address)
+        return tw.Comm.cuda(rank, nranks, device=rank, timeout=COMM_TIMEOUT, allgather=allgather)
+
+
 class OnHost:
     """As staged.OnCuda, of emulated devices, whose memory gloo reaches. Their kernels have ended when a call returns,
     so collectives begin behind them; the host waits where a stream would."""

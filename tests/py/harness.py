@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from device_backend import COMM_TIMEOUT, Cuda, OwnDevice
-from emulated_backend import Alone, Emulated, Staged
+from emulated_backend import Alone, Emulated, Hosts, Staged
 from portable_backend import Nccl, variants
 
 import tokenway as tw
@@ -88,7 +88,7 @@ class Cpu:
 
 
 BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda, "emulated": Emulated, "torch-emulated": Staged, "nccl": Nccl}
-BACKENDS |= variants(Cpu) | {"emulated-alone": Alone, "nvlink-alone": OwnDevice}
+BACKENDS |= variants(Cpu) | {"emulated-alone": Alone, "emulated-hosts": Hosts, "nvlink-alone": OwnDevice}
 CHOSEN = ["cpu"]  # backends that the tests run against: the option --backend
 
 
@@ -153,9 +153,12 @@ class Workers:
         self.processes: list[subprocess.Popen[bytes]] = []
         variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])} | (env or {})
         apart = os.environ.get("TOKENWAY_TEST_APART")  # tests/netns: odd ranks are in another network namespace
+        spaces = os.environ.get("TOKENWAY_TEST_SPACES", "net").split()  # ... and, with mnt and uts, on another host
         for worker in range(size):
             ours, theirs = socket.socketpair()
-            where = ["nsenter", f"--net=/proc/{apart}/ns/net"] if apart and worker % 2 else []
+            flags = {"net": "net", "mnt": "mount", "uts": "uts"}
+            where = ["nsenter", *(f"--{flags[space]}=/proc/{apart}/ns/{space}" for space in spaces)]
+            where = where if apart and worker % 2 else []
             command = [*where, sys.executable, str(HERE / "harness.py"), str(theirs.fileno())]
             process = subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()])
             theirs.close()

@@ -27,6 +27,8 @@ def look(env: Any) -> dict[str, Any]:
         "window": info.window_bytes,
         "packets": info.packet_tokens,
         "links": info.links,
+        "handles": info.handles,
+        "refusal": info.refusal,
         "why": env.comm.why,
         "got": [flight[0] for flight in got],
     }
@@ -41,9 +43,14 @@ def on_workers(backend: str, nranks: int, environment: dict[str, str]) -> list[d
         ranks = settle(workers.collect(range(nranks), PATIENT))
     finally:
         workers.close()
+    judge(ranks)
+    return ranks
+
+
+def judge(ranks: list[dict[str, Any]]) -> None:
+    """What came is as the oracle has it."""
     for i, round_ in enumerate(ROUNDS):
         verify(SETUP, round_, [rank["got"][i] for rank in ranks])
-    return ranks
 
 
 def bits(got: Got) -> bytes:

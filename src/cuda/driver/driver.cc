@@ -43,7 +43,8 @@ Status find_driver(const Driver** driver) {
                      find("cuMemAddressFree", &found.free_address) && find("cuMemMap", &found.map) &&
                      find("cuMemUnmap", &found.unmap) && find("cuMemSetAccess", &found.set_access) &&
                      find("cuMemExportToShareableHandle", &found.export_handle) &&
-                     find("cuMemImportFromShareableHandle", &found.import_handle);
+                     find("cuMemImportFromShareableHandle", &found.import_handle) &&
+                     find("cuDeviceGet", &found.device) && find("cuDeviceGetAttribute", &found.attribute);
     (void)cudaGetLastError();
     return all ? Status{} : fail(twUnsupported, "the CUDA driver lacks virtual memory functions (CUDA 12.0 or newer)");
   }();

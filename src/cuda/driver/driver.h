@@ -22,7 +22,7 @@ namespace tw::cuda {
 
 Status cuda_failure(const char* call, int error);
 
-// The driver's functions for virtual memory.
+// The driver's functions for virtual memory, and for what a device knows of it.
 struct Driver {
   decltype(&cuGetErrorString) error_string;
   decltype(&cuMemGetAllocationGranularity) granularity;
@@ -35,6 +35,8 @@ struct Driver {
   decltype(&cuMemSetAccess) set_access;
   decltype(&cuMemExportToShareableHandle) export_handle;
   decltype(&cuMemImportFromShareableHandle) import_handle;
+  decltype(&cuDeviceGet) device;
+  decltype(&cuDeviceGetAttribute) attribute;
 
   Status check(const char* what, CUresult result) const;
 };

@@ -3,6 +3,8 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <cstring>
 #include <string>
 #include <type_traits>
 
@@ -15,12 +17,25 @@ constexpr int kOverNvlink = 2;  // of nvmlGpuP2PCapsIndex_t
 constexpr int kAtomics = 3;     // the same question as cudaDevP2PAttrNativeAtomicSupported
 constexpr int kStatusOk = 0;    // of nvmlGpuP2PStatus_t
 constexpr unsigned kMaxLinks = 18;
+constexpr unsigned char kCompleted = 3;  // of nvmlGpuFabricState_t
+
+// nvmlGpuFabricInfo_v2_t.
+struct FabricInfo {
+  unsigned version = sizeof(FabricInfo) | 2u << 24;
+  unsigned char cluster[16] = {};
+  int status = 0;
+  unsigned clique = 0;
+  unsigned char state = 0;
+  unsigned health = 0;
+};
+static_assert(sizeof(FabricInfo) == 36, "NVML knows the struct by its size");
 
 struct Nvml {
   int (*start)() = nullptr;
   int (*by_uuid)(const char* uuid, NvmlDevice* device) = nullptr;
   int (*peer_status)(NvmlDevice device, NvmlDevice peer, int capability, int* status) = nullptr;
   int (*link_state)(NvmlDevice device, unsigned link, unsigned* active) = nullptr;
+  int (*fabric_info)(NvmlDevice device, FabricInfo* info) = nullptr;  // NULL: NVML is older than the question
 
   bool usable = false;
 };
@@ -37,6 +52,7 @@ const Nvml& nvml() {
     const bool all = find("nvmlInit_v2", &made.start) && find("nvmlDeviceGetHandleByUUID", &made.by_uuid) &&
                      find("nvmlDeviceGetP2PStatus", &made.peer_status) &&
                      find("nvmlDeviceGetNvLinkState", &made.link_state);
+    (void)find("nvmlDeviceGetGpuFabricInfoV", &made.fabric_info);
     made.usable = all && made.start() == kSuccess;
     return made;
   }();
@@ -87,6 +103,21 @@ twLinks_t find_link(const Uuid& own, const Uuid& peer) {
     told = true;
   }
   return told ? twLinksOther : twLinksTested;
+}
+
+Domain find_domain(const Uuid& own) {
+  Domain domain;
+  NvmlDevice here = nullptr;
+  FabricInfo info;
+  if (!nvml().usable || nvml().fabric_info == nullptr || !find_device(own, &here)) return domain;
+  if (nvml().fabric_info(here, &info) != kSuccess) return domain;
+  // Devices of one host behind an NVSwitch of its own are complete too, in a cluster of zeros: it ends with the host.
+  const bool named = std::ranges::any_of(info.cluster, [](unsigned char byte) { return byte != 0; });
+  domain.known = info.state == kCompleted && info.status == kSuccess && named ? twDomainNamed : twDomainNone;
+  if (domain.known != twDomainNamed) return domain;
+  domain.clique = info.clique;
+  std::memcpy(domain.cluster.data(), info.cluster, sizeof info.cluster);
+  return domain;
 }
 
 }  // namespace tw::cuda

@@ -57,7 +57,9 @@ class NvlinkBackend : public Backend {
   Status open(const BackendInit& init);
 
   bool on_device() const override { return true; }
-  DeviceLinks links() const override { return {view_.packet_tokens, windows_.links}; }
+  DeviceLinks links() const override {
+    return {view_.packet_tokens, windows_.links, windows_.handles, windows_.refusal};
+  }
   bool describe(twPortableInfo_t* info) const override;
 
   WindowMap places(const WindowMap& rows, int32_t bound, int64_t shown) const override;

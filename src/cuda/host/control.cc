@@ -88,6 +88,7 @@ Status Control::create_apart(const BackendInit& init, std::unique_ptr<Control>* 
   made->members_.assign(init.members.begin(), init.members.end());
   made->me_ = init.context->me;
   made->apart_ = true;
+  made->staged_ = init.carrier != nullptr;
   made->tag_ = init.tag;
   made->first_step_ = init.context->first_step;
   made->watched_.resize(static_cast<size_t>(init.context->map.shape().channels));
@@ -127,6 +128,8 @@ void Control::watch() {
     for (int rank = 0; rank < static_cast<int>(members_.size()) && dead() < 0; ++rank) {
       if (bootstrap_->alive(members_[rank])) continue;
       if (ended_.wait_for(lock, kLastWords, [this] { return ending_; })) return;
+      if (apart_) listen(lock);  // what it said before its end lies in its connection, not in a page
+      if (ending_) return;
       dead_.store(rank, std::memory_order_release);
       stop();
     }

@@ -35,9 +35,9 @@ class Control {
   // peers.
   static Status create(const BackendInit& init, uint64_t tag, std::unique_ptr<Control>* control);
 
-  // Makes the control of a rank that shares no memory with the others: one page stands for those of all, what is to be
-  // told to peers is posted to them over their connections, and this rank's thread watches how long its steps over the
-  // staged transport take.
+  // Makes the control of a rank whose host shares no memory with those of all others: one page stands for those of all,
+  // and what is to be told to peers is posted to them over their connections. Over the staged transport this rank's
+  // thread also watches how long its steps take.
   static Status create_apart(const BackendInit& init, std::unique_ptr<Control>* control);
 
   // Gives the pages as this rank's device sees them, by rank.
@@ -94,6 +94,7 @@ class Control {
     TimePoint waits_at{};
   };
   bool apart_ = false;
+  bool staged_ = false;
   uint64_t tag_ = 0;
   uint32_t first_step_ = 0;
   std::vector<Watched> watched_;    // by channel

@@ -1,6 +1,7 @@
-// Errors between ranks that share no memory: what is told travels over their connections. A collective that does not
-// end does not say who holds it up. So a rank's thread watches how far its steps are, tells the peers when one takes
-// long, and blames the first rank that has not said that it has sent its own.
+// Errors between ranks whose hosts share no memory: what is told travels over their connections, whether rows go over a
+// carrier or over NVLink. A collective that does not end does not say who holds it up. So over the staged transport a
+// rank's thread watches how far its steps are, tells the peers when one takes long, and blames the first rank that has
+// not said that it has sent its own. Kernels that write into their peers' windows see for themselves who is late.
 //
 // Takes StagedChannel, which kernels write, and the peers' notices; gives abort signals and the report `late`.
 //
@@ -59,7 +60,7 @@ void Control::listen(std::unique_lock<std::mutex>& lock) {
     std::atomic_ref(page(me_).abort[rank]).store(heard[static_cast<size_t>(rank)], std::memory_order_release);
   }
   if (const AbortSignal own = abort_of(me_); own.kind != 0) return tell(own);
-  if (find_abort().kind == 0 && dead() < 0) watch_steps(std::chrono::steady_clock::now());
+  if (staged_ && find_abort().kind == 0 && dead() < 0) watch_steps(std::chrono::steady_clock::now());
 }
 
 void Control::watch_steps(TimePoint now) {

@@ -52,7 +52,8 @@ Status NvlinkBackend::make_arena(const BackendInit& init, uint64_t* tag) {
     TW_RETURN_IF_FAILED(meet(init, tag, "mapping windows", mapped));
   }
   std::unique_ptr<Control>& control = arena_->control;
-  const Status controlled = staged ? Control::create_apart(init, &control) : Control::create(init, *tag, &control);
+  const bool apart = staged || !init.bootstrap->shares_memory();
+  const Status controlled = apart ? Control::create_apart(init, &control) : Control::create(init, *tag, &control);
   ++*tag;
   return meet(init, tag, "sharing control pages", controlled);
 }

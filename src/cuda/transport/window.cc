@@ -1,7 +1,7 @@
 // Making, exporting, importing and mapping windows: window.h tells what they are.
 //
-// map_device_windows is collective: ranks exchange descriptors (or, in one process, numbers in a registry) and the
-// UUIDs of their devices, and every rank learns the first error of any.
+// map_device_windows is collective: ranks exchange fabric handles and descriptors (or, in one process, numbers in a
+// registry), and the UUIDs and NVLink domains of their devices; every rank learns the first error of any.
 //
 // What breaks if this changes: S2 needs every signal of a new window to hold the first step value before a peer can
 // write or look (prepare comes before the exchange); S6 and S8 need that unmapping waits for no device in a thread that
@@ -22,31 +22,6 @@ namespace tw::cuda {
 namespace {
 
 uint64_t round_up(uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; }
-
-CUmemAllocationProp properties(int device, bool exported) {
-  CUmemAllocationProp prop{};
-  prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  prop.location.id = device;
-  if (exported) prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-  return prop;
-}
-
-// Gives the bytes that a window takes: whole pieces of the size by which the driver allocates and maps.
-Status size_of(const Driver& driver, const CUmemAllocationProp& prop, uint64_t bytes, uint64_t* size) {
-  size_t granularity = 0;
-  TW_RETURN_IF_FAILED(
-      driver.check("size a window", driver.granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)));
-  *size = round_up(bytes, granularity);
-  return {};
-}
-
-Uuid uuid_of(int device) {
-  Uuid uuid{};
-  cudaDeviceProp prop{};
-  if (cudaGetDeviceProperties(&prop, device) == cudaSuccess) std::memcpy(uuid.data(), prop.uuid.bytes, uuid.size());
-  return uuid;
-}
 
 // Gives the UUIDs of all devices that this process can see, by device number.
 std::vector<Uuid> uuids_here() {
@@ -102,21 +77,42 @@ std::vector<int> readers_of(const BackendInit& init) {
   return readers;
 }
 
-// Exports the last part of a rank's window to other processes.
-Status export_part(const BackendInit& init, const DeviceMapping& window, Parcel* parcel) {
+// The kinds of handles that windows are made for.
+HandleKinds kinds_for(const BackendInit& init, const Driver& driver) {
+  if (init.bootstrap->in_process()) return {};
+  return {init.bootstrap->shares_memory(), knows_fabric_handles(driver, init.device)};
+}
+
+// Exports the last part of a rank's window to other processes: a fabric handle, and a descriptor for ranks that cannot
+// use it. Where there is the one, the other need not be.
+Status export_part(const BackendInit& init, DeviceMapping& window, Offer* offer, Parcel* parcel) {
+  TW_RETURN_IF_FAILED(window.offer(offer));
+  if (!window.kinds().descriptors) return {};
   Fd exported;
   Status made = window.export_to(&exported);
+  if (!made.ok() && offer->fabric != 0) return {};
   if (!made.ok() && descriptor_shortage() != 0) made = fail_to_receive(init.bootstrap->size(), "export a window");
   parcel->fd = std::make_shared<const Fd>(std::move(exported));
   return made;
 }
 
-// The descriptor that a rank has given.
-Status take_fd(const BackendInit& init, int rank, const Parcel& parcel, int* fd) {
+// The descriptor that a rank has given; -1 if it has a fabric handle instead.
+Status take_fd(const BackendInit& init, int rank, const Parcel& parcel, const Offer& offer, int* fd) {
+  *fd = parcel.fd != nullptr ? parcel.fd->get() : -1;
+  if (*fd >= 0 || offer.fabric != 0) return {};
   if (parcel.fd == nullptr) return fail(twSystemError, "rank {} could not give its window", rank);
-  if (!*parcel.fd) return fail_to_receive(init.bootstrap->size(), "take a peer's window");
-  *fd = parcel.fd->get();
-  return {};
+  return fail_to_receive(init.bootstrap->size(), "take a peer's window");
+}
+
+// Notes how this rank has a peer's window: the weakest of all counts.
+void note_handles(const DeviceMapping& own, const Offer& theirs, const DeviceMapping& window, DeviceWindows* windows) {
+  int refusal = 0;
+  for (const int each : {own.refusal(), theirs.refusal, window.refusal()}) refusal = refusal != 0 ? refusal : each;
+  const twHandles_t how = window.has_fabric_handle() ? twHandlesFabric
+                          : refusal != 0             ? twHandlesRefused
+                                                     : twHandlesDescriptors;
+  windows->handles = windows->handles == twHandlesNone ? how : std::min(windows->handles, how);
+  if (windows->refusal == 0) windows->refusal = refusal;
 }
 
 Status check_peer(int device, int other, int rank) {
@@ -138,12 +134,21 @@ twLinks_t link_between(int device, int other) {
   return asked == cudaSuccess && atomics != 0 ? twLinksVisible : twLinksOther;
 }
 
+// What ranks tell each other of their devices.
+struct Card {
+  Uuid uuid{};
+  Domain domain;
+};
+
 // Notes in `windows` how a rank's device is joined to this one's, and whether it is the same. A device that is hidden
-// from this process (CUDA_VISIBLE_DEVICES) is mapped like any other, as what is imported is made accessible to our own.
-Status note_link(const std::vector<Uuid>& here, int own, const Uuid& uuid, int rank, DeviceWindows* windows) {
-  const auto found = std::find(here.begin(), here.end(), uuid);
+// from this process (CUDA_VISIBLE_DEVICES), or on another host, is mapped like any other, as what is imported is made
+// accessible to our own.
+Status note_link(const std::vector<Uuid>& here, int own, const Domain& domain, const Card& card, int rank,
+                 DeviceWindows* windows) {
+  const auto found = std::find(here.begin(), here.end(), card.uuid);
   if (found == here.end()) {
-    windows->links = std::min(windows->links, find_link(here[own], uuid));
+    const twLinks_t link = domain.joins(card.domain) ? twLinksNvml : find_link(here[own], card.uuid);
+    windows->links = std::min(windows->links, link);
     return {};
   }
   const int device = static_cast<int>(found - here.begin());
@@ -243,22 +248,55 @@ Status DeviceMapping::fits(uint64_t at, uint64_t bytes) const {
               bytes_text(reserved_), bytes_text(at + bytes));
 }
 
-Status DeviceMapping::add(int device, const std::vector<int>& readers, uint64_t at, uint64_t bytes, bool exported) {
-  const CUmemAllocationProp prop = properties(device, exported);
-  Part part{0, at, 0};
-  TW_RETURN_IF_FAILED(size_of(*driver_, prop, bytes, &part.bytes));
-  if (address_ == 0) TW_RETURN_IF_FAILED(reserve(part.bytes));
-  TW_RETURN_IF_FAILED(fits(at, part.bytes));
-  TW_RETURN_IF_FAILED(driver_->check("allocate a window", driver_->create(&part.handle, part.bytes, &prop, 0)));
-  return map(part, readers);
+// Gives the bytes that memory takes: whole pieces of the size by which the driver allocates and maps.
+CUresult DeviceMapping::size_part(int device, uint64_t bytes, uint64_t* size) const {
+  const CUmemAllocationProp prop = properties(device, kinds_);
+  size_t granularity = 0;
+  const CUresult sized = driver_->granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
+  if (sized == CUDA_SUCCESS) *size = round_up(bytes, granularity);
+  return sized;
 }
 
-Status DeviceMapping::add_import(int fd, int reader, uint64_t at, uint64_t bytes) {
-  const CUmemAllocationProp prop = properties(reader, true);
+// Does without fabric handles from now on, if it can. Whatever the driver says but that memory is short is a refusal:
+// it has several results for a process without a channel, a service that does not run and a device that is not ready.
+bool DeviceMapping::refuse(CUresult result) {
+  if (!kinds_.fabric || !kinds_.descriptors || result == CUDA_ERROR_OUT_OF_MEMORY) return false;
+  kinds_.fabric = false;
+  refusal_ = result;
+  return true;
+}
+
+Status DeviceMapping::add(int device, const std::vector<int>& readers, uint64_t at, uint64_t bytes) {
   Part part{0, at, 0};
-  TW_RETURN_IF_FAILED(size_of(*driver_, prop, bytes, &part.bytes));
-  if (address_ == 0) TW_RETURN_IF_FAILED(reserve(part.bytes));
-  TW_RETURN_IF_FAILED(fits(at, part.bytes));
+  for (;;) {
+    CUresult made = size_part(device, bytes, &part.bytes);
+    if (made == CUDA_SUCCESS) {
+      if (address_ == 0) TW_RETURN_IF_FAILED(reserve(part.bytes));
+      TW_RETURN_IF_FAILED(fits(at, part.bytes));
+      const CUmemAllocationProp prop = properties(device, kinds_);
+      made = driver_->create(&part.handle, part.bytes, &prop, 0);
+    }
+    if (made == CUDA_SUCCESS) return map(part, readers);
+    if (refuse(made)) continue;
+    return kinds_.fabric ? fabric_refused(*driver_, "allocate a window", made)
+                         : driver_->check("allocate a window", made);
+  }
+}
+
+Status DeviceMapping::add_import(const Offer& offer, int fd, int reader, uint64_t at, uint64_t bytes) {
+  if (offer.bytes < bytes) return fail(twSystemError, "a peer's window has {} bytes instead of {}", offer.bytes, bytes);
+  if (address_ == 0) TW_RETURN_IF_FAILED(reserve(offer.bytes));
+  TW_RETURN_IF_FAILED(fits(at, offer.bytes));
+  Part part{0, at, offer.bytes};
+  if (offer.fabric != 0) {
+    CUmemFabricHandle handle = offer.handle;
+    const CUresult taken = driver_->import_handle(&part.handle, &handle, CU_MEM_HANDLE_TYPE_FABRIC);
+    Status mapped =
+        taken == CUDA_SUCCESS ? map(part, {reader}) : fabric_refused(*driver_, "import a peer's window", taken);
+    has_fabric_handle_ = mapped.ok();
+    if (mapped.ok() || fd < 0) return mapped;
+    refusal_ = taken != CUDA_SUCCESS ? taken : CUDA_ERROR_NOT_SUPPORTED;
+  }
   TW_RETURN_IF_FAILED(driver_->check(
       "import a peer's window", driver_->import_handle(&part.handle, reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
                                                        CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)));
@@ -266,10 +304,11 @@ Status DeviceMapping::add_import(int fd, int reader, uint64_t at, uint64_t bytes
 }
 
 Status DeviceMapping::create(const Driver& driver, int device, const std::vector<int>& readers, uint64_t bytes,
-                             bool exported, std::shared_ptr<DeviceMapping>* mapping) {
+                             HandleKinds kinds, std::shared_ptr<DeviceMapping>* mapping) {
   const std::shared_ptr<DeviceMapping> made = make(device);
   made->driver_ = &driver;
-  TW_RETURN_IF_FAILED(made->add(device, readers, 0, bytes, exported));
+  made->kinds_ = kinds;
+  TW_RETURN_IF_FAILED(made->add(device, readers, 0, bytes));
   *mapping = made;
   return {};
 }
@@ -286,12 +325,23 @@ Status DeviceMapping::allocate(int device, uint64_t bytes, std::shared_ptr<Devic
   return {};
 }
 
-Status DeviceMapping::import(const Driver& driver, int fd, int reader, uint64_t bytes,
+Status DeviceMapping::import(const Driver& driver, const Offer& offer, int fd, int reader, uint64_t bytes,
                              std::shared_ptr<DeviceMapping>* mapping) {
   const std::shared_ptr<DeviceMapping> made = make(reader);
   made->driver_ = &driver;
-  TW_RETURN_IF_FAILED(made->add_import(fd, reader, 0, bytes));
+  TW_RETURN_IF_FAILED(made->add_import(offer, fd, reader, 0, bytes));
   *mapping = made;
+  return {};
+}
+
+Status DeviceMapping::offer(Offer* offer) {
+  offer->bytes = parts_.back().bytes;
+  if (kinds_.fabric) {
+    const CUresult made = driver_->export_handle(&offer->handle, parts_.back().handle, CU_MEM_HANDLE_TYPE_FABRIC, 0);
+    offer->fabric = made == CUDA_SUCCESS ? 1 : 0;
+    if (made != CUDA_SUCCESS && !refuse(made)) return fabric_refused(*driver_, "export a window", made);
+  }
+  offer->refusal = refusal_;
   return {};
 }
 
@@ -334,11 +384,15 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
   const std::vector<int> readers = readers_of(init);
   Status made = find_driver(&driver);
   for (size_t i = 0; i < readers.size() && made.ok(); ++i) made = check_peer(readers[i], init.device, context.me);
-  if (made.ok()) made = DeviceMapping::create(*driver, init.device, readers, bytes, !local, &own);
+  if (made.ok()) made = DeviceMapping::create(*driver, init.device, readers, bytes, kinds_for(init, *driver), &own);
   if (made.ok()) made = prepare(context, own->data());
-  if (made.ok() && !local) made = export_part(init, *own, &mine);
+  Offer offer;
+  if (made.ok() && !local) made = export_part(init, *own, &offer, &mine);
   const uint64_t numbered = made.ok() && local ? local_windows().add(own) : 0;
-  mine.bytes = pack_result(made).add(made.ok() ? uuid_of(init.device) : Uuid{}).add(numbered).take();
+  // NVML is asked where the answer matters: its first call takes a while.
+  const Uuid uuid = uuid_of(init.device);
+  const Card card{uuid, offer.fabric != 0 ? find_domain(uuid) : Domain{}};
+  mine.bytes = pack_result(made).add(card).add(numbered).add(offer).take();
   std::vector<Parcel> all;
   Status met = gather(*init.bootstrap, init.members, tag, mine, init.deadline, "exchanging windows", &all);
   TW_RETURN_IF_FAILED(std::move(made));
@@ -349,10 +403,11 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
   for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
     Unpacker reader(all[rank].bytes);
     TW_RETURN_IF_FAILED(read_result(init.members[rank], reader));
-    const Uuid uuid = reader.get<Uuid>();
+    const Card theirs = reader.get<Card>();
     const auto number = reader.get<uint64_t>();
+    const Offer given = reader.get<Offer>();
     if (!reader.ok()) return fail(twSystemError, "rank {} could not give its window", rank);
-    TW_RETURN_IF_FAILED(note_link(here, init.device, uuid, rank, windows));
+    TW_RETURN_IF_FAILED(note_link(here, init.device, card.domain, theirs, rank, windows));
     std::shared_ptr<DeviceMapping>& window = windows->by_rank[rank];
     if (rank == context.me) {
       window = own;
@@ -361,8 +416,9 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
       if (window == nullptr) return fail(twSystemError, "rank {} could not give its window", rank);
     } else {
       int fd = -1;
-      TW_RETURN_IF_FAILED(take_fd(init, rank, all[rank], &fd));
-      TW_RETURN_IF_FAILED(DeviceMapping::import(*driver, fd, init.device, bytes, &window));
+      TW_RETURN_IF_FAILED(take_fd(init, rank, all[rank], given, &fd));
+      TW_RETURN_IF_FAILED(DeviceMapping::import(*driver, given, fd, init.device, bytes, &window));
+      note_handles(*own, given, *window, windows);
     }
   }
   return {};
@@ -374,10 +430,11 @@ Status grow_device_windows(const BackendInit& init, uint64_t tag, const WindowMa
   const int me = init.context->me;
   DeviceMapping& own = *windows.by_rank[me];
   Parcel mine;
-  Status made = own.add(init.device, readers_of(init), grown.channels(), grown.channels_bytes(), !local);
+  Offer offer;
+  Status made = own.add(init.device, readers_of(init), grown.channels(), grown.channels_bytes());
   if (made.ok()) made = clear(own.data() + grown.channels(), grown.channels_bytes());
-  if (made.ok() && !local) made = export_part(init, own, &mine);
-  mine.bytes = pack_result(made).take();
+  if (made.ok() && !local) made = export_part(init, own, &offer, &mine);
+  mine.bytes = pack_result(made).add(offer).take();
   std::vector<Parcel> all;
   Status met = gather(*init.bootstrap, init.members, tag, mine, init.deadline, "exchanging windows", &all);
   TW_RETURN_IF_FAILED(std::move(made));
@@ -386,9 +443,11 @@ Status grow_device_windows(const BackendInit& init, uint64_t tag, const WindowMa
     Unpacker reader(all[rank].bytes);
     TW_RETURN_IF_FAILED(read_result(init.members[rank], reader));
     if (rank == me || local) continue;  // ranks of one process have one mapping
+    const Offer given = reader.get<Offer>();
     int fd = -1;
-    TW_RETURN_IF_FAILED(take_fd(init, rank, all[rank], &fd));
-    TW_RETURN_IF_FAILED(windows.by_rank[rank]->add_import(fd, init.device, grown.channels(), grown.channels_bytes()));
+    TW_RETURN_IF_FAILED(take_fd(init, rank, all[rank], given, &fd));
+    TW_RETURN_IF_FAILED(
+        windows.by_rank[rank]->add_import(given, fd, init.device, grown.channels(), grown.channels_bytes()));
   }
   return {};
 }

@@ -1,5 +1,6 @@
-// Window memory on devices: CUDA virtual memory of each rank, exported as a file descriptor and mapped by every peer;
-// between ranks of one process the same mapping; over a staged transport memory of a rank's own, from cudaMalloc.
+// Window memory on devices: CUDA virtual memory of each rank, exported as a fabric handle or a file descriptor
+// (transport/handles.h) and mapped by every peer; between ranks of one process the same mapping; over a staged
+// transport memory of a rank's own, from cudaMalloc.
 //
 // Takes what a backend is made from (BackendInit) and gives a mapping per rank. A mapping is unmapped and released
 // once, by who lets go of it last.
@@ -14,6 +15,7 @@
 
 #include "core/backend.h"
 #include "cuda/driver/driver.h"
+#include "cuda/transport/handles.h"
 
 namespace tw::cuda {
 
@@ -25,21 +27,31 @@ class DeviceMapping {
   DeviceMapping(const DeviceMapping&) = delete;
   DeviceMapping& operator=(const DeviceMapping&) = delete;
 
-  // Allocates memory of a device, readable and writable by the devices `readers`.
-  static Status create(const Driver& driver, int device, const std::vector<int>& readers, uint64_t bytes, bool exported,
-                       std::shared_ptr<DeviceMapping>* mapping);
+  // Allocates memory of a device, readable and writable by the devices `readers`, which can be exported by handles of
+  // these kinds. Where both are wanted and the platform refuses fabric handles, descriptors alone are left.
+  static Status create(const Driver& driver, int device, const std::vector<int>& readers, uint64_t bytes,
+                       HandleKinds kinds, std::shared_ptr<DeviceMapping>* mapping);
   // Allocates memory of a device, the current one, by cudaMalloc; no other device reaches it.
   static Status allocate(int device, uint64_t bytes, std::shared_ptr<DeviceMapping>* mapping);
-  // Maps a peer's memory, readable and writable by the device `reader`.
-  static Status import(const Driver& driver, int fd, int reader, uint64_t bytes,
+  // Maps a peer's memory of at least so many bytes, readable and writable by the device `reader`: by its fabric handle,
+  // else by a descriptor, -1 if there is none.
+  static Status import(const Driver& driver, const Offer& offer, int fd, int reader, uint64_t bytes,
                        std::shared_ptr<DeviceMapping>* mapping);
-  // Gives a descriptor for peers, of the part that was added last.
+  // Gives what peers need to map the part that was added last: an offer, beside which a descriptor may go. An offer
+  // without a fabric handle, where one was wanted, says who refused it.
+  Status offer(Offer* offer);
   Status export_to(Fd* fd) const;
 
   // Adds memory `at` bytes from the begin, as create or import do. drop takes the last part away again.
-  Status add(int device, const std::vector<int>& readers, uint64_t at, uint64_t bytes, bool exported);
-  Status add_import(int fd, int reader, uint64_t at, uint64_t bytes);
+  Status add(int device, const std::vector<int>& readers, uint64_t at, uint64_t bytes);
+  Status add_import(const Offer& offer, int fd, int reader, uint64_t at, uint64_t bytes);
   void drop();
+  // The kinds of handles that this memory can be exported by.
+  HandleKinds kinds() const { return kinds_; }
+  // CUresult with which a fabric handle was refused, of this memory or, where it is a peer's, to this process; else 0.
+  int refusal() const { return refusal_; }
+  // Whether the last part of a peer's memory was mapped by a fabric handle.
+  bool has_fabric_handle() const { return has_fabric_handle_; }
   uint64_t bytes() const { return parts_.empty() ? 0 : parts_.back().at + parts_.back().bytes; }
   // Keeps memory that belongs to this one, but lies elsewhere.
   void attach(std::shared_ptr<DeviceMapping> more) { attached_.push_back(std::move(more)); }
@@ -71,12 +83,17 @@ class DeviceMapping {
   Status reserve(uint64_t bytes);
   Status fits(uint64_t at, uint64_t bytes) const;
   Status map(const Part& part, const std::vector<int>& readers);
+  CUresult size_part(int device, uint64_t bytes, uint64_t* size) const;
+  bool refuse(CUresult result);
 
   const Driver* driver_ = nullptr;
   CUdeviceptr address_ = 0;
   uint64_t reserved_ = 0;  // bytes of addresses
   std::vector<Part> parts_;
   bool plain_ = false;  // came from cudaMalloc
+  HandleKinds kinds_;
+  CUresult refusal_ = CUDA_SUCCESS;
+  bool has_fabric_handle_ = false;
   std::vector<std::shared_ptr<DeviceMapping>> attached_;
   std::atomic<bool> kept_ = false;
 };
@@ -85,6 +102,8 @@ struct DeviceWindows {
   std::vector<std::shared_ptr<DeviceMapping>> by_rank;  // by rank of the group
   int sharing = 1;                                      // ranks of the group on this rank's device
   twLinks_t links = twLinksVisible;                     // how this rank's device is joined to all others
+  twHandles_t handles = twHandlesNone;                  // how it has the windows of other processes
+  int refusal = 0;                                      // CUresult of whose refusal of fabric handles
 };
 
 // Sets memory to zero, on a stream of its own, as the caller's streams may be busy waiting; waits for that.

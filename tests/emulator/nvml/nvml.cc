@@ -2,6 +2,8 @@
 // UUIDs that runtime.cc gives. TOKENWAY_EMULATOR_NVML says how they are joined: by NVLink ("nvlink", the default) or
 // not
 // ("pcie"), or that it was given the device alone which the process sees, with links ("own") or without ("bare").
+// TOKENWAY_EMULATOR_CLIQUE is the clique of all devices in their cluster, which has hosts in common; not set: there is
+// none.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -41,6 +43,26 @@ int nvmlDeviceGetP2PStatus(void*, void*, int, int* status) {
 
 int nvmlDeviceGetNvLinkState(void*, unsigned, unsigned* active) {
   *active = is("pcie") || is("bare") ? 0 : 1;
+  return 0;
+}
+
+int nvmlDeviceGetGpuFabricInfoV(void*, void* to) {
+  struct Info {  // nvmlGpuFabricInfo_v2_t
+    unsigned version;
+    unsigned char cluster[16];
+    int status;
+    unsigned clique;
+    unsigned char state;
+    unsigned health;
+  };
+  auto* const info = static_cast<Info*>(to);
+  if (info->version != (sizeof(Info) | 2u << 24)) return 25;  // NVML_ERROR_ARGUMENT_VERSION_MISMATCH
+  const char* const clique = std::getenv("TOKENWAY_EMULATOR_CLIQUE");
+  std::memset(info->cluster, clique != nullptr ? 0xc1 : 0, sizeof info->cluster);
+  info->status = 0;
+  info->clique = clique != nullptr ? static_cast<unsigned>(std::atoi(clique)) : 0;
+  info->state = 3;  // complete
+  info->health = 0;
   return 0;
 }
 
