@@ -82,7 +82,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     # what is a group made of
     "settings": ("placement settings", TENSORS),
     # who takes part, and how do they find each other
-    "ranks": ("comm launch meeting party portable staged", TENSORS | {"settings"}),
+    "ranks": ("comm launch meeting nccl party portable staged", TENSORS | {"settings"}),
     # what can be done with a group
     "exchange": (
         "arguments blocks calls collectives counting exchange group growth handle leases maps native_group outputs "

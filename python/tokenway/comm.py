@@ -237,6 +237,7 @@ def connect(
     nranks: int | None = None,
     store: Any = None,
     allgather: Callable[[bytes], list[bytes]] | None = None,
+    nccl_comm: Any = None,
     device: Any = None,
     timeout: float | None = None,
     backend: str = "auto",
@@ -260,7 +261,10 @@ def connect(
     StatelessProcessGroup). rank and nranks with store: a torch.distributed.Store that the ranks share, and no other set
     of ranks (a PrefixStore each, if there are several). rank and nranks
     with allgather(mine): the bytes that every rank gives, equally many, as a list in rank order, for instance that of
-    an mpi4py communicator; only itself bounds how long it waits. It is called a few times, in this thread.
+    an mpi4py communicator; only itself bounds how long it waits. It is called a few times, in this thread. nccl_comm:
+    the address of an ncclComm_t (an int or c_void_p), whose ranks these are. They meet by ncclAllGather, on the current
+    stream of its device, which PyTorch must see; no other thread may use the communicator meanwhile, and nothing bounds
+    how long NCCL waits.
 
     backend: "shm" (ranks of one host, on the CPU), "nvlink" (on CUDA devices, of one host or of one NVLink domain),
     "torch" (ranks anywhere, over torch.distributed, which must be initialised: on the CPU over gloo, on CUDA devices
@@ -277,7 +281,7 @@ def connect(
     """
     distributed = sys.modules.get("torch.distributed")
     wish = _Wish(device, backend, strategy, capacity, timeout)
-    given = process_group, rank, nranks, store, allgather
+    given = process_group, rank, nranks, store, allgather, nccl_comm
     if any(x is not None for x in given) or (
         distributed is not None and distributed.is_available() and distributed.is_initialized()
     ):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tokenway import meeting
+from tokenway import meeting, nccl
 from tokenway.errors import InvalidArgument, SystemFailure, TokenwayError
 
 # A caller's allgather may want as many bytes from each rank: a card is filled up to a multiple of these, and what may
@@ -28,11 +28,18 @@ class Party:
     process_group: Any = None
 
 
-def party_of(process_group: Any, rank: Any, nranks: Any, store: Any, allgather: Any) -> Party:
+def party_of(process_group: Any, rank: Any, nranks: Any, store: Any, allgather: Any, nccl_comm: Any = None) -> Party:
     """What `connect` was given: a process group or what is like one, or a rank, a number of ranks, and a store or an
-    allgather. None of all: the default process group. Raises InvalidArgument for what is none of these."""
+    allgather, or a communicator of NCCL's. None of all: the default process group. Raises InvalidArgument for what is
+    none of these."""
     alone = {"rank": rank, "nranks": nranks, "store": store, "allgather": allgather}
     given = [name for name, value in alone.items() if value is not None]
+    if nccl_comm is not None:
+        if given or process_group is not None:
+            others = [*given, *["process_group"] * (process_group is not None)]
+            raise InvalidArgument(f"{' and '.join(others)} is given beside nccl_comm, which has its own")
+        known = nccl.Communicator(nccl_comm)
+        return Party(known.rank, known.nranks, _by(known.allgather, known.rank, known.nranks))
     if not given:
         return _of_group(process_group)
     if process_group is not None:
