@@ -91,8 +91,8 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     ),
     # what must every result be
     "oracle": (
-        "activation_reference collective_reference index_reference reference replica_reference view_reference "
-        "wire_reference",
+        "activation_reference collective_reference index_reference per_expert_reference reference "
+        "replica_reference view_reference wire_reference",
         set(),
     ),
     # what does a router choose

@@ -7,7 +7,8 @@
 typedef enum TW_AS_INT {
   twWeightNone = 0,  // rows are weighted already
   twWeightTopk = 1,  // expert_major: each row is multiplied by the weight of its (token, expert); rank_major: by the
-                     // sum of the token's weights for this rank's experts, over k ascending
+                     // sum of the token's weights for this rank's experts, over k ascending. With twRowPerExpert the
+                     // owner multiplies each row by the weight in its handle
 } twWeighting_t;
 
 // Which scales rows of twFloat8e4m3 have on their way back (twCombineInput_t.wire_scales).
@@ -220,11 +221,16 @@ typedef struct {
   //     infinity becomes NaN. A row takes H bytes, rounded up to a multiple of 16.
   twScales_t wire_scales;
   float wire_scale;  // from 2^-116 to 2^116 with twScalesTensor, else 0
+  // With twRowPerExpert alone: by which this rank, as the owner, multiplies what returns to it, [T, K] twFloat32; rows
+  // of it may be apart. Only with twWeightNone, in place of the handle's weights. Each combine of a dispatch may have
+  // others, each rank some or none. Read in stream order, on the CPU by twComplete where the call is send_only. No data
+  // and no dimensions: none.
+  twTensor_t weights;
 } twCombineInput_t;
 // clang-format off
 #define TW_COMBINE_INPUT_INIT                                                                                        \
   {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL, twDtypeNone, 0, 0, TW_TENSOR_INIT, \
-   twScalesNone, 0}
+   twScalesNone, 0, TW_TENSOR_INIT}
 // clang-format on
 
 // Where twCombine writes: memory of the caller, which received rows in the window are not (leases are).
@@ -273,6 +279,11 @@ TW_API twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dis
 //   (wire_scales)
 //   tokens[t] = sum of the partials over ranks ascending: float32, rounded once to the output type; 0 if
 //   there are none
+// In a group of twRowPerExpert there are no partials:
+//   row of a (token, k) = the expert's, rounded once to combine_dtype
+//   tokens[t] = sum over k ascending of [weight *] row: float32, from the first term on, multiply then add, each
+//   rounded to nearest even; rounded once to the output type; 0 if there are none. k counts where the id is an expert's
+//   and its row was not dropped
 //
 // So results depend neither on timing nor on the backend. Errors: as twDispatch; after a failed step, tokens and
 // choice_values are NaN. A

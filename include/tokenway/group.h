@@ -26,6 +26,16 @@ typedef enum TW_AS_INT {
   twIdGlobal = 1,  // received ids are as sent; with config.placement, the physical experts that serve them
 } twIdSpace_t;
 
+// Which rows return to a token's owner, in all combines of a group.
+typedef enum TW_AS_INT {
+  twRowPerRank = 0,  // a partial from each of the token's ranks, which sums what its experts have made of the token
+  // A row for each (token, k), as the expert made it: the owner multiplies by weights, which it may learn late, and
+  // sums over k. So the bits of results depend neither on the number of ranks nor on the placement of experts, replicas
+  // included. Combines are in twExpertMajor and twGrouped alone. K rows of each token return instead of at most
+  // min(K, N), and the window has room for as many.
+  twRowPerExpert = 1,
+} twCombineRows_t;
+
 // A group's configuration. It must be equal on every rank, except sm_limit and the allocator; twGroupCreate finds
 // differences and names them.
 typedef struct twGroupConfig {
@@ -84,12 +94,13 @@ typedef struct twGroupConfig {
   // given: its combine has one part. Windows and handles have as many slots for each rank, beside the room for R rows.
   // 0: as many as there may be, up to 1024. It stays what it is when the group grows.
   int32_t low_latency_tokens;
+  twCombineRows_t combine_rows;  // what combines return: twCombine
 } twGroupConfig_t;
 
 // clang-format off
 #define TW_GROUP_CONFIG_INIT                                                                                       \
   {sizeof(twGroupConfig_t), twLowLatency, 0, 0, 0, 0, {{twDtypeNone, 0}}, twBfloat16, 0, NULL, NULL, 1, 0, twInt32, \
-   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0, 0, NULL, NULL, 0, 0}
+   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0, 0, NULL, NULL, 0, 0, twRowPerRank}
 // clang-format on
 
 // How a rank knows that NVLink joins its device to all others of a group, which LL128 packets need; the weakest of what

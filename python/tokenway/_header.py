@@ -35,6 +35,7 @@ CALL_MISMATCH = 12  # twCallMismatch
 
 MODES = {"low_latency": 0, "high_throughput": 1, "auto": 2}
 OVERFLOWS = {"refuse": 0, "drop": 1}
+COMBINE_ROWS = {"per_rank": 0, "per_expert": 1}
 ID_SPACES = {"local": 0, "global": 1}
 LINKS = {"other": 0, "tested": 1, "nvml": 2, "visible": 3}
 HANDLES = {"none": 0, "descriptors": 1, "refused": 2, "fabric": 3}
@@ -128,6 +129,7 @@ class GroupConfig(Struct):
         ("room_for", c_void_p),
         ("num_room_for", c_int32),
         ("low_latency_tokens", c_int32),
+        ("combine_rows", c_int),
     ]
 
 
@@ -307,6 +309,7 @@ class CombineInput(Struct):
         ("choice_values", Tensor),
         ("wire_scales", c_int),
         ("wire_scale", c_float),
+        ("weights", Tensor),
     ]
 
 

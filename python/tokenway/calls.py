@@ -74,6 +74,7 @@ class Calls:
         rows: Tensor,
         *,
         weighting: str = "none",
+        weights: Tensor | None = None,
         layout: str | None = None,
         dtype: Any = None,
         out: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
@@ -98,5 +99,14 @@ class Calls:
         [L, N*b] or [P], where each row is one choice. values: [T, K], each from the one rank that served the choice,
         bit for bit; 0 where none did. For gradients of router weights, in the backward pass of a dispatch. Needs a
         group with a `combine_room` of 4 * K bytes more than the rows take.
+
+        In a group of `combine_rows="per_expert"` rows are by expert, "expert_major" or "grouped", and each returns as
+        it is, rounded to combine_dtype. The owner multiplies row (t, k) by a weight: with weighting "topk" by that of
+        the handle, or by weights[t, k], [T, K] float32 (only with weighting "none", and only in such a group), which
+        may be another in each combine of a dispatch and need not be known before it; and sums over k ascending in
+        float32, rounded once. The same bits on any number of ranks, whatever rank has which expert. With send_only
+        weights are read until `Pending.result`.
         """
-        return self._exchange.combine(handle, rows, weighting, layout, dtype, out, choice_values, send_only, sm_limit)
+        return self._exchange.combine(
+            handle, rows, weighting, weights, layout, dtype, out, choice_values, send_only, sm_limit
+        )

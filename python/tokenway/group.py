@@ -73,6 +73,12 @@ class Group(Calls, _native.Shared):
     tokens, which costs some microseconds more, and its output may not overlap its rows. Default: B, or fewer where
     that would be larger than the rows that come, and 512 MiB are saved.
 
+    combine_rows: what a combine returns: "per_rank" (default), a row from each of a token's ranks, which sums what its
+    experts made of it; or "per_expert", a row for each (token, k), which the owner weights and sums (`combine`). Then
+    combines are in "expert_major" and "grouped" alone, weights may come with the combine, and results have the same
+    bits on any number of ranks and with any placement of experts. K rows of a token return instead of at most
+    min(K, N): as many times the bytes on the way back, and in the window.
+
     arena: a group of the comm whose window this one uses too, instead of one of its own, so that layers of unlike
     shapes pay for the largest. They have lanes in common: a view lasts until the next step of any of them on its lane,
     an error that finishes one finishes all, and one thread at a time calls any of them (docs/GUIDE.md, «Groups that
@@ -112,6 +118,7 @@ class Group(Calls, _native.Shared):
         combine_room: int = 0,
         inbox_tokens: int | None = None,
         low_latency_tokens: int | None = None,
+        combine_rows: str = "per_rank",
         arena: Group | None = None,
         room_for: Sequence[Mapping[str, Any]] = (),
     ):
@@ -140,6 +147,7 @@ class Group(Calls, _native.Shared):
             combine_room=combine_room,
             inbox_tokens=inbox_tokens,
             low_latency_tokens=low_latency_tokens,
+            combine_rows=combine_rows,
             room_for=room_for,
         )
         pointer = c_void_p()

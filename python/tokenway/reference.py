@@ -3,16 +3,15 @@
 All other implementations must return the same bytes in the same places as this page does. It is
 written to be read, and knows nothing of windows, steps or backends.
 
-Letters: N ranks, E experts in all, L experts on one rank, T tokens of one rank (differs per rank),
-K ids per token, b the bound (T <= b on every rank), H the hidden size.
+Letters: N ranks, E experts in all, L experts on one rank, T tokens of one rank (differs per rank), K ids per token, b
+the bound (T <= b on every rank), H the hidden size.
 
     x = Exchange(ids, weights, experts=256, bound=128)       # ids[r]: [T_r, K]
     recv = [dispatch_rank_major(x, r, [tokens]) for r in range(x.ranks)]
     out = combine(x, [experts(r, recv[r]) for r in range(x.ranks)], weighting="topk")
 
-Bits: sums are float32 and start from the first term (so one term passes through, signed zero
-included); each multiplication and each addition is rounded to nearest even, none is fused. NaN
-stays NaN; its payload is not specified.
+Bits: sums are float32 and start from the first term (so one term passes through, signed zero included); each
+multiplication and each addition is rounded to nearest even, none is fused. NaN stays NaN; its payload is unspecified.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from tokenway.collective_reference import all_gatherv as all_gatherv
 from tokenway.collective_reference import reduce_scatterv as reduce_scatterv
 from tokenway.index_reference import index_capacity as index_capacity
 from tokenway.index_reference import index_lists as index_lists
+from tokenway.per_expert_reference import combine_per_expert as combine_per_expert
 from tokenway.view_reference import columns as columns
 from tokenway.view_reference import columns_by_expert, source_counts
 from tokenway.wire_reference import FP8, travelled

@@ -53,6 +53,8 @@ CONSTANTS = {
     **{f"tw{name}": repr(name.lower()) for name in ("Flat", "Grouped", "Routed", "Gathered", "Auto")},
     "twRankMajor": "'rank_major'",
     "twExpertMajor": "'expert_major'",
+    "twRowPerRank": "'per_rank'",
+    "twRowPerExpert": "'per_expert'",
     "twWeightNone": "'none'",
     "twWeightTopk": "'topk'",
     "twLowLatency": "'low_latency'",

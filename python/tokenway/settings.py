@@ -139,6 +139,7 @@ class Settings(RowType):
     combine_room: int = 0
     inbox_tokens: int | None = None
     low_latency_tokens: int | None = None
+    combine_rows: str = "per_rank"
     room_for: Sequence[Mapping[str, Any]] = ()
 
     def others(self) -> list[Settings]:
@@ -227,6 +228,7 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
     if settings.low_latency_tokens is not None:
         config.low_latency_tokens = _native.fit_given("low_latency_tokens", settings.low_latency_tokens)
     config.overflow = named("overflow", settings.overflow, _header.OVERFLOWS)
+    config.combine_rows = named("combine_rows", settings.combine_rows, _header.COMBINE_ROWS)
     if settings.row_alignment is not None:
         config.row_alignment = _native.fit_given("row_alignment", settings.row_alignment)
     if settings.inbox_tokens is not None:

@@ -62,6 +62,8 @@ class Structs:
         self._values = slot(self.combine_in, self.combine_in.choice_values)
         self._values_out = slot(self.combine_out, self.combine_out.choice_values)
         self._valued = False  # the last combine had values of choices
+        self._weights = slot(self.combine_in, self.combine_in.weights)
+        self._weighted = False  # the last combine had weights of its own
         if shape.named:
             name_rows(shape, given, self.combine_in)
         structs = (given, wanted, self.combine_in, self.combine_out)
@@ -139,6 +141,17 @@ class Structs:
             self._values.set(None)
             self._values_out.set(None)
             self._valued = False
+
+    def give_weights(self, weights: Any) -> None:
+        """Of the owner, for a CombineInput; None: there are none. What is no tensor C refuses, as of values."""
+        if weights is not None:
+            self._weighted = True
+            self._weights.set(weights)
+            if self.combine_in.weights.dtype == 0:
+                self.combine_in.weights.ndim = REFUSED
+        elif self._weighted:
+            self._weights.set(None)
+            self._weighted = False
 
     def take_values(self, out: Any) -> None:
         """Where they go to."""

@@ -75,6 +75,10 @@ inline Status check_alive(twGroup& group, const twHandle& handle, const Argument
               name);
 }
 
+// Checks what a combine per expert has of its own, and that another has none of it; the checks of rows and of outputs
+// have passed. Gives the weights of the call. In per_expert.cc.
+Status check_per_expert(twGroup& group, const twHandle& handle, const twCombineInput_t& input, CombineCall* call);
+
 // Checks the values of choices that a combine returns beside its rows, whose own checks have passed; in
 // choice_values.cc. `lead`: that of the rows.
 Status check_choice_values(twGroup& group, const twHandle& handle, const twCombineInput_t& input,

@@ -16,6 +16,7 @@
 #include "core/carrier.h"
 #include "core/config.h"
 #include "core/record.h"
+#include "exchange/choices.h"
 #include "exchange/collective.h"
 #include "exchange/counts.h"
 #include "exchange/dispatch.h"
@@ -234,6 +235,8 @@ struct CombineCall {
   std::byte* out = nullptr;
   int64_t out_stride = 0;
   ChoiceValues values;
+  OwnerWeights
+      weights;  // where rows return per expert: those of the call, else those of the handle if it is `weighted`
 };
 
 // One tensor of a gather or reduce.

@@ -179,7 +179,7 @@ void size_inbox(const twGroupConfig_t& given, Shape* shape) {
   if (!shape->exact() || shape->staged != 0) return;
   shape->inbox_tokens = given.inbox_tokens;
   if (given.inbox_tokens > 0) return;
-  const uint64_t of_token = static_cast<uint64_t>(shape->fan_out()) * shape->most_combine_bytes();
+  const uint64_t of_token = static_cast<uint64_t>(shape->returning()) * shape->most_combine_bytes();
   const uint64_t inbox = of_token * static_cast<uint64_t>(shape->max_tokens);
   const uint64_t rows =
       static_cast<uint64_t>(shape->recv_rows) * (shape->most_dispatch_bytes() + meta_bytes(shape->top_k));
@@ -262,6 +262,7 @@ void each_shared_field(const GroupConfig& config, Visit&& visit) {
   visit("config.combine_room", static_cast<int64_t>(given.combine_room));
   visit("config.inbox_tokens", given.inbox_tokens);
   visit("config.low_latency_tokens", given.low_latency_tokens);
+  visit("config.combine_rows", given.combine_rows);
   visit("config.placement", placement.given);
   visit("config.placement->num_layers", placement.layers);
   visit("config.placement->num_slots", placement.slots);
@@ -354,6 +355,8 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   shape.logical_experts = config->placement.given ? given.num_experts : 0;
   shape.counts_loads = config->placement.counts_loads ? 1 : 0;
   shape.top_k = given.top_k;
+  TW_RETURN_IF_FAILED(check_range("config.combine_rows", given.combine_rows, twRowPerRank, twRowPerExpert));
+  shape.per_expert = given.combine_rows == twRowPerExpert ? 1 : 0;
   shape.max_tokens = given.max_tokens;
   shape.channels = given.lanes;
   TW_RETURN_IF_FAILED(check_payloads(given, &shape));

@@ -15,6 +15,7 @@
 #include "cpu/staged.h"
 #include "cpu/transport.h"
 #include "cpu/vector.h"
+#include "exchange/choices.h"
 #include "exchange/combine.h"
 #include "exchange/dispatch.h"
 #include "views/expert_major.h"
@@ -33,6 +34,7 @@ class CpuBackend : public Backend {
         partial_(shape().most_combine_bytes()),
         next_(std::max(1, context_.local_experts)),
         counts_(context_.map.shape().ranks),
+        choices_(context_.map.shape().ranks),
         loads_(context_) {}
 
   Status send_dispatch(const DispatchCall& call, HandleArrays& handle) override {
@@ -65,6 +67,7 @@ class CpuBackend : public Backend {
   }
 
   Status send_combine(const CombineCall& call, HandleArrays& handle) override {
+    if (shape().per_expert != 0) return send_per_expert(call, handle);
     const Received& received = handle.received;
     const Part part = Part::of(call.sent.map.shape(), call.part);
     count_part(shape(), received, part, counts_.data());
@@ -163,8 +166,13 @@ class CpuBackend : public Backend {
     if (end.code == twSuccess) {
       const RowTypes types{call.sent.wire, call.out_dtype, call.sent.elements, false, call.sent.scale};
       const auto own_row = [&](int32_t slot) { return call.keep_own ? call.rows.at(context_.me, slot) : nullptr; };
-      receive_combine(transport_, call.sent.map, call.at, routing, part, types, own_row, call.out, call.out_stride,
-                      call.sent.scales == twScalesNone ? sum_rows : sum_of_fp8);
+      if (rows.per_expert != 0) {
+        receive_choices(transport_, call.sent.map, call.at, context_.placement, routing, part, types, call.weights,
+                        call.out, call.out_stride, sum_rows);
+      } else {
+        receive_combine(transport_, call.sent.map, call.at, routing, part, types, own_row, call.out, call.out_stride,
+                        call.sent.scales == twScalesNone ? sum_rows : sum_of_fp8);
+      }
       if (call.sent.values) {
         take_choice_values(transport_, call.sent.map, call.at, context_.placement, routing, part, call.values.out);
       }
@@ -233,6 +241,24 @@ class CpuBackend : public Backend {
 
  private:
   static constexpr bool kStaged = std::is_same_v<T, StagedTransport>;
+
+  // Sends a part of a combine per expert.
+  Status send_per_expert(const CombineCall& call, HandleArrays& handle) {
+    const Received& received = handle.received;
+    const Shape& rows = call.sent.map.shape();
+    const Part part = Part::of(rows, call.part);
+    count_part(shape(), received, part, counts_.data());
+    count_choices_of_part(shape(), context_.placement, context_.me, received, part, choices_.data());
+    const bool values = call.sent.values;
+    transport_.begin(call.at,
+                     {choices_.data(), values ? 2 : 1, rows.combine_bytes + (values ? uint64_t{sizeof(float)} : 0)},
+                     call.send_only);
+    ExpertPlaces places(shape(), context_.placement, context_.me, context_.local_experts, next_.data());
+    tw::send_choices(transport_, call.sent.map, call.at, received, part, counts_.data(),
+                     {call.rows_dtype, call.sent.wire, call.sent.elements, false}, note_of(call),
+                     ExpertMajorTerms{places, call.rows, call.values.in}, sum_rows, partial_.data(), values);
+    return {};
+  }
 
   // Writes NaN for all tokens of a combine that failed, those of parts before too.
   void spoil(const CombineCall& call, const Routing& routing) const {
@@ -431,6 +457,7 @@ class CpuBackend : public Backend {
   std::vector<std::byte> next_partial_;  // that of a larger group, while it is prepared
   std::vector<int32_t> next_;            // [L]
   std::vector<int32_t> counts_;          // [N]
+  std::vector<int32_t> choices_;         // [N] choices of a combine per expert, by owner
   Loads loads_;
   std::shared_ptr<void> lives_ = std::make_shared<int>();
 };

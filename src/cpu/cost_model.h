@@ -77,10 +77,14 @@ constexpr uint64_t gathered_row_bytes(const Shape& shape) {
   return shape.dispatch_bytes() + meta_bytes(shape.top_k) - sizeof(RowHeader);
 }
 
-// Bytes of a combine's row, with values of its choices where they fit.
+// Bytes that a combine returns for a row, with values of its choices where they fit: of one row, or per expert of K.
 constexpr uint64_t combined_row_bytes(const Shape& shape) {
-  const uint64_t values = sizeof(float) * static_cast<uint64_t>(shape.top_k);
+  const auto top_k = static_cast<uint64_t>(shape.top_k);
+  const uint64_t values = sizeof(float) * top_k;
   const bool valued = shape.combine_room >= shape.combine_bytes + values;
+  if (shape.per_expert != 0) {
+    return top_k * (shape.combine_bytes + kPutHeader + (valued ? sizeof(float) + kPutHeader : 0));
+  }
   return shape.combine_bytes + kPutHeader + (valued ? values + kPutHeader : 0);
 }
 

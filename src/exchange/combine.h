@@ -14,11 +14,12 @@
 
 namespace tw {
 
-// The terms of one partial: rows of the caller, and their weights if any; and the values of the row's choices, [K], if
-// they are returned beside it.
+// The terms of one partial: rows of the caller, and their weights if any; in a layout by expert whose choices they are;
+// and the values of the row's choices, [K], if they are returned beside it.
 struct Terms {
   const void* rows[TW_MAX_TOP_K];
   float weights[TW_MAX_TOP_K];
+  int32_t k[TW_MAX_TOP_K];
   float values[TW_MAX_TOP_K];
   int count = 0;
 };

@@ -39,7 +39,10 @@ struct Shape {
   // The next three are for devices alone: 0 on the CPU.
   int32_t packet_tokens = 0;  // rows of a source that may travel as LL128 packets (layout/ll128.h)
   int32_t chunk_rows = 0;     // rows of a bulk combine that share a chunk signal
-  int32_t staged = 0;  // 1: staged transport: rows travel in blocks by source, and the inbox has them as slots do
+  int16_t staged = 0;  // 1: staged transport: rows travel in blocks by source, and the inbox has them as slots do
+  // 1: a combine returns a row for each (token, k) instead of one for each (token, rank). On the CPU too. (The two
+  // share 32 bits, which makes kernels' parameters no longer.)
+  int16_t per_expert = 0;
   // The next two are for a group with a placement alone, else 0 (tokenway/placement.h).
   int32_t logical_experts = 0;  // E
   int32_t counts_loads = 0;     // 1: dispatches tell load statistics
@@ -83,8 +86,10 @@ struct Shape {
     const int64_t slots = static_cast<int64_t>(ranks) * low_latency_tokens;
     return most_rows() > slots ? most_rows() : slots;
   }
-  // A token goes to at most this many ranks; the owner's inbox has as many places per token.
+  // A token goes to at most this many ranks.
   constexpr int32_t fan_out() const { return top_k < ranks ? top_k : ranks; }
+  // At most so many rows return for a token; the owner's inbox has as many places for it.
+  constexpr int32_t returning() const { return per_expert != 0 ? top_k : fan_out(); }
 };
 
 // A row's metadata begins with its header: who the row is at its owner. In memory the header is followed by ids

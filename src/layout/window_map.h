@@ -97,7 +97,9 @@ class WindowMap {
     map->chunks_bytes_ = std::max(chunk_signals, least.chunk_signals);
     map->packets_at_ = c.align(c.add(map->chunks_at_, c.mul(2, map->chunks_bytes_)), kPageAlignment);
     map->packet_row_ = map->packet_places_ > 0 ? packet_row_bytes(shape) : 0;
-    const uint64_t packets = c.mul(c.mul(shape.ranks, map->packet_places_), map->packet_row_);
+    // A combine per expert has its packets by (token, k) of the owner.
+    const int32_t sources = shape.per_expert != 0 ? std::max(shape.ranks, shape.top_k) : shape.ranks;
+    const uint64_t packets = c.mul(c.mul(sources, map->packet_places_), map->packet_row_);
     map->meta_packets_at_ = c.add(map->packets_at_, packets);
     map->meta_packet_row_ = map->packet_places_ > 0 ? meta_packet_bytes(shape) : 0;
     map->place_payloads();
@@ -315,6 +317,19 @@ class WindowMap {
     return bank_at(channel, bank) + (static_cast<uint64_t>(token) * shape_.fan_out() + position) * shape_.combine_bytes;
   }
 
+  // The same for the row of a token's k-th choice, where rows return per expert.
+  constexpr uint64_t choice_slot(int channel, int bank, int source, int p, int bound, int k) const {
+    return bank_at(channel, bank) + (row(source, p, bound) * shape_.top_k + k) * shape_.combine_bytes;
+  }
+  constexpr uint64_t choice_inbox(int channel, int bank, int token, int k) const {
+    return bank_at(channel, bank) + (static_cast<uint64_t>(token) * shape_.top_k + k) * shape_.combine_bytes;
+  }
+  // Packets of the row of a token's k-th choice, token < packet_tokens. One rank alone writes them in a step.
+  constexpr uint64_t choice_packet(int channel, int bank, int token, int k) const {
+    return channel_at(channel) + packets_at_ + packets_bytes_ * bank +
+           (static_cast<uint64_t>(token) * shape_.top_k + k) * packet_row_;
+  }
+
   // Values of choices that return beside partials lie behind the whole inbox, choice_bytes for each partial, in the
   // same order: slot_values and inbox_values are to inbox_slot and inbox what their names say. A bank has room for them
   // where a partial and its values have (most_combine_bytes): aligning their begin takes at most 2 bytes, and a bank
@@ -371,10 +386,13 @@ class WindowMap {
   }
   constexpr void place_payloads() { place_payloads(0, bank_rows(shape_)); }
 
-  // How many partials an inbox has places for.
+  // How many rows an inbox has places for.
   static constexpr uint64_t inbox_rows(const Shape& shape) {
-    if (shape.staged != 0) return static_cast<uint64_t>(shape.ranks) * static_cast<uint64_t>(shape.max_tokens);
-    return static_cast<uint64_t>(shape.part_tokens()) * static_cast<uint64_t>(shape.fan_out());
+    if (shape.staged == 0) {
+      return static_cast<uint64_t>(shape.part_tokens()) * static_cast<uint64_t>(shape.returning());
+    }
+    const uint64_t slots = static_cast<uint64_t>(shape.ranks) * static_cast<uint64_t>(shape.max_tokens);
+    return shape.per_expert != 0 ? slots * static_cast<uint64_t>(shape.top_k) : slots;
   }
   static constexpr uint64_t row(int source, int p, int bound) { return static_cast<uint64_t>(source) * bound + p; }
   constexpr uint64_t channel_at(int channel) const { return channels_at_ + channel_bytes_ * channel; }

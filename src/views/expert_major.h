@@ -112,7 +112,8 @@ void scatter_expert_major(const Shape& shape, const Placement& placement, const 
   }
 }
 
-// The terms of a combine's partial: the caller's rows of the (token, local expert) pairs.
+// The terms of a combine's partial, or the rows of a combine per expert: the caller's rows of the (token, local expert)
+// pairs.
 struct ExpertMajorTerms {
   ExpertPlaces& places;
   Grid grid;
@@ -124,6 +125,7 @@ struct ExpertMajorTerms {
       if (values.data != nullptr) std::memcpy(terms->values + k, values.at(expert, place), sizeof(float));
       terms->rows[terms->count] = grid.at(expert, place);
       terms->weights[terms->count] = meta.weights[k];
+      terms->k[terms->count] = k;
       ++terms->count;
     });
   }

@@ -202,13 +202,27 @@ float Side::partial(int token, int rank, int64_t i, bool* any) const {
   return rounded(world_.config.combine_dtype, value);
 }
 
+// Adds what the owner sums of an element where rows return per expert.
+void Side::add_choices(int token, int64_t i, Total* total) const {
+  const auto* const given = static_cast<const float*>(rows.weights.data);
+  for (int k = 0; k < world_.config.top_k; ++k) {
+    const int32_t expert = id(rank_, token, k);
+    if (expert < 0) continue;
+    const float row =
+        rounded(world_.config.combine_dtype, rounded(style_.rows, answer(salt_, rank_, token, expert, i)));
+    const float weight = given != nullptr ? given[token * rows.weights.stride[0] + k] : this->weight(rank_, token, k);
+    total->add(given != nullptr || style_.weighting == twWeightTopk ? weight * row : row);
+  }
+}
+
 void Side::expect_tokens() const {
   const int64_t elements = world_.config.combine_elements;
   const int bytes = float_bytes(style_.out);
   for (int token = 0; token < traffic_.tokens[rank_]; ++token) {
     for (int64_t i = 0; i < elements; ++i) {
       Total total;
-      for (int rank = 0; rank < world_.size(); ++rank) {
+      if (world_.config.combine_rows == twRowPerExpert) add_choices(token, i, &total);
+      for (int rank = 0; rank < world_.size() && world_.config.combine_rows == twRowPerRank; ++rank) {
         bool any = false;
         const float term = partial(token, rank, i, &any);
         if (any) total.add(term);

@@ -66,10 +66,10 @@ CYCLE = (
     ),
     Edit(
         MAP,
-        "    return bank_at(channel, bank) + (static_cast<uint64_t>(token)",
+        "    return bank_at(channel, bank) + (static_cast<uint64_t>(token) * shape_.fan_out()",
         "    const uint64_t rows = meta_at_ + row(shape_.ranks, 0, shape_.max_tokens) * meta_bytes(shape_.top_k);\n"
         "    const uint64_t inbox_at = (rows + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;\n"
-        "    return bank_at(channel, bank) + inbox_at + (static_cast<uint64_t>(token)",
+        "    return bank_at(channel, bank) + inbox_at + (static_cast<uint64_t>(token) * shape_.fan_out()",
     ),
 )
 

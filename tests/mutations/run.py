@@ -33,6 +33,7 @@ from counts import COUNTS
 from fp8_combine import FP8_COMBINE
 from leases import LEASES_MUTATIONS
 from mutation import Mutation
+from per_expert import PER_EXPERT
 from placement import PLACEMENT
 from protocol import PROTOCOL
 from results import RESULTS
@@ -51,6 +52,7 @@ ALL = (
     + CHOICE_VALUES
     + FP8_COMBINE
     + APART
+    + PER_EXPERT
 )
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails

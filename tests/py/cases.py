@@ -52,6 +52,7 @@ class Setup:
     # What rows return as, in place of combine_dtype; calls name it, and the group has room for it.
     wire: str | None = None
     wire_scale: float | None = None
+    combine_rows: str = "per_rank"
     # Experts in several slots, which expert_map then places.
     slot_expert: tuple[int, ...] | None = None
     policy: str = "round_robin"
@@ -122,6 +123,7 @@ class Round:
     bound: int | None = None
     layout: str = "rank_major"
     weighting: str = "topk"
+    late_weights: bool = False  # per expert: weights come with the combine, whose weighting is "none"
     weights: bool = True  # False: no weights are given
     ids: str = "int32"  # dtype of the ids given
     rows: str = "float32"  # dtype of the experts' rows
@@ -216,6 +218,12 @@ def make_ids(setup: Setup, round_: Round, rank: int) -> tuple[np.ndarray, np.nda
     if round_.special and weights.size:
         weights.flat[:: max(weights.size // 3, 1)] = (-0.0, np.float32(1e-30), 3.0, 1.0)[rank % 4]
     return ids.astype(round_.ids), weights
+
+
+def owner_weights(setup: Setup, round_: Round, rank: int) -> np.ndarray:
+    """[T, K] float32: what one rank gives with its combine."""
+    weights = make_ids(setup, replace(round_, seed=round_.seed + 5000), rank)[1]
+    return weights
 
 
 def make_payloads(setup: Setup, round_: Round, rank: int) -> list[np.ndarray]:
@@ -404,13 +412,23 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
             same("expert_rows", mine.expert_rows, x.routed_rows(rank), where)
         want_tokens = want.payloads[0]
         rows.append(answers(setup, round_, rank, want_tokens, want.ids, want.weights, want.counts, offsets))
-    kinds = {"wire": numpy_dtype(setup.wire or setup.combine_dtype), "out": numpy_dtype(round_.out)}
-    wanted = ref.combine(x, rows, layout=round_.layout, weighting=round_.weighting, **kinds, scale=setup.wire_scale)
+    wanted = combined(setup, round_, x, rows)
     for rank, mine in enumerate(got):
         where = f"rank {rank} of {round_}\n in {setup}"
         same("result", mine.out, wanted[rank], where)
         if mine.late is not None:
             same("result of the combine without a lease", mine.late, wanted[rank], where)
+
+
+def combined(setup: Setup, round_: Round, x: ref.Exchange, rows: list[np.ndarray]) -> list[np.ndarray]:
+    """The oracle's results."""
+    given: dict[str, Any] = {"wire": numpy_dtype(setup.wire or setup.combine_dtype), "out": numpy_dtype(round_.out)}
+    if setup.combine_rows == "per_rank":
+        return ref.combine(x, rows, layout=round_.layout, weighting=round_.weighting, **given, scale=setup.wire_scale)
+    weights = x.weight if round_.weighting == "topk" else None
+    if round_.late_weights:
+        weights = [owner_weights(setup, round_, rank) for rank in range(setup.ranks)]
+    return ref.combine_per_expert(x, rows, layout=round_.layout, weights=weights, **given)
 
 
 def verify_case(case: Case, by_rank: list[Any]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cases import FLOATS, LISTS, Case, Got, Round, answers, make_ids, make_payloads
+from cases import FLOATS, LISTS, Case, Got, Round, answers, make_ids, make_payloads, owner_weights
 from harness import PATIENT
 
 import tokenway as tw
@@ -234,10 +234,14 @@ class Player:
         out = None
         if round_.own:
             out = self.rubbish((round_.tokens[self.env.rank], self.setup.width), round_.out)
+        weights = None
+        if round_.late_weights:
+            weights = self.tensor(spread(owner_weights(self.setup, round_, self.env.rank), round_.strided))
         result = self.calls.combine(
             handle,
             rows,
             weighting=round_.weighting,
+            weights=weights,
             dtype=round_.out,
             out=out,
             send_only=send_only,

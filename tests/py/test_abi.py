@@ -54,6 +54,7 @@ C_MODES = {"automatic" if name == "auto" else name: code for name, code in _head
 ENUMS = {
     "twMode_t": ("tw", C_MODES),
     "twOverflow_t": ("twOverflow", _header.OVERFLOWS),
+    "twCombineRows_t": ("twRow", _header.COMBINE_ROWS),
     "twIdSpace_t": ("twId", _header.ID_SPACES),
     "twLayout_t": ("tw", _header.LAYOUTS),
     "twWeighting_t": ("twWeight", _header.WEIGHTINGS),

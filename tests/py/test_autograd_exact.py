@@ -43,6 +43,39 @@ def test_gradients(processes, case, layout) -> None:
     assert max(found.values()) < 3e-6, found
 
 
+@pytest.mark.parametrize("case", EXACT[2:], ids=str)
+def test_gradients_of_rows_per_expert(processes, case) -> None:
+    """Rows return unsummed, forward and backward, with gradients of weights beside them."""
+    room = (*(case.room or BLOCKS), ("combine_rows", "per_expert"))
+    case = replace(case, layout="grouped", room=room)
+    found = differences(case, processes(case.ranks).run(train, case))
+    assert max(found.values()) < 3e-6, found
+
+
+def by_source(env: Env) -> list[Any]:
+    import torch
+
+    from tokenway import autograd
+
+    heard = []
+    for mode in ("low_latency", "high_throughput"):
+        settings = {"experts": 4, "top_k": 2, "hidden": 8, "max_tokens": 8, "dtype": "float32", "mode": mode}
+        with autograd.make_group(env.comm, combine_rows="per_expert", **settings) as group:
+            tokens = torch.ones(3, 8)
+            ids = torch.tensor([[0, 1], [2, 3], [1, 2]])
+            weights = torch.ones(3, 2)
+            layout = "rank_major" if mode == "low_latency" else "flat"
+            heard.append(caught(autograd.dispatch, group, tokens, ids, weights, layout=layout))
+    return heard
+
+
+def test_rows_by_source_do_not_return_per_expert(processes) -> None:
+    low, high = processes(1).run(by_source)[0]
+    assert low[0] == high[0] == "twInvalidArgument"
+    assert "must be of the mode 'high_throughput' or 'auto'" in low[1]
+    assert "layout is 'flat'; to train in the mode 'high_throughput' it must be 'grouped'" in high[1]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lost_gradients_are_seen(processes, layout) -> None:
     """What the test above would say if the weights' gradients did not come back: theirs are wrong, no others."""

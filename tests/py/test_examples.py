@@ -293,6 +293,31 @@ def test_index_lists_are_not_blind(change: str, said: str, spoil: Callable[[str]
     assert said in out and out.endswith("A check FAILED.\n")
 
 
+def test_late_weights(backend: str) -> None:
+    """Two combines of a dispatch, with the same bits on any ranks and by any placement."""
+    out = example("12_late_weights.py", "--device", "cuda" if backend == "nvlink" else "cpu")
+    found = re.findall(r"^ +(\d+)  (.{10})(\w{12}) +(\w{12}) +[\d.e-]+$", out, re.MULTILINE)
+    ranks, names, first, second = zip(*found, strict=True)
+    assert names[:3] == ("blocks    ", "in turns  ", "replicas  ") and len(set(ranks)) * 3 == len(ranks) >= 6, out
+    assert len(set(first)) == len(set(second)) == 1 and first[0] != second[0], out
+    assert out.endswith("All results have the same bits.\n")
+
+
+def test_late_weights_are_not_blind(spoil: Callable[[str], None]) -> None:
+    """A weight that is wrong on one rank of two: the example says so and fails."""
+    spoil(
+        "import tokenway as tw\n"
+        "honest = tw.Group.combine\n"
+        "def combine(self, handle, rows, weights=None, **kwargs):\n"
+        "    if self.rank == 1:\n"
+        "        weights[0, 0] *= 1.001\n"
+        "    return honest(self, handle, rows, weights=weights, **kwargs)\n"
+        "tw.Group.combine = combine\n"
+    )
+    out = example("12_late_weights.py", "--ranks", "2", code=1)
+    assert "NOT the same" in out and out.endswith("A check FAILED.\n")
+
+
 def test_fp8_forward(backend: str) -> None:
     """The fp8 rows take no window of their own, and forward and backward are as exact as their formats."""
     out = example("09_fp8_forward.py", "--device", "cuda" if backend == "nvlink" else "cpu")

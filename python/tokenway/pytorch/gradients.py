@@ -137,6 +137,13 @@ def check_layout(group: Group, layout: str | None) -> str:
     allowed = ("flat", "grouped") if group.exact else ("rank_major",)
     if group.low_latency_tokens:
         allowed = ("rank_major", "flat", "grouped")
+    if returns_choices(group):  # by expert alone
+        allowed = tuple(name for name in allowed if name == "grouped")
+        if not allowed:
+            raise InvalidArgument(
+                "the group's combine_rows is 'per_expert'; to train with it by these functions it must be of the mode "
+                "'high_throughput' or 'auto' (tokenway.nn has a layer for each mode)"
+            )
     layout = allowed[0] if layout is None else layout
     if layout not in allowed:
         names = " or ".join(map(repr, allowed))
@@ -146,6 +153,11 @@ def check_layout(group: Group, layout: str | None) -> str:
     if layout == "grouped":
         check_local(group, "the layout 'grouped'")
     return layout
+
+
+def returns_choices(group: Group) -> bool:
+    """Whether combines return rows per expert, so that they take layouts by expert alone."""
+    return group.settings.combine_rows == "per_expert"
 
 
 def check_local(group: Group, what: str) -> None:

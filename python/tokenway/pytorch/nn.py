@@ -128,7 +128,7 @@ class ExpertParallelMoE(torch.nn.Module):
         tracked = torch.is_grad_enabled() and (_requires(x) or any(p.requires_grad for p in self.parameters()))
         if group.shape.mode_of(bound) == "low_latency":
             places = group.nranks * (bound if isinstance(bound, int) else group.shape.default_bound)
-            by_device = places <= PADDED_ROWS or gradients.capturing(group)
+            by_device = places <= PADDED_ROWS or gradients.capturing(group) or gradients.returns_choices(group)
             layout = "expert_major" if by_device else "rank_major"
         elif not by_device and gradients.capturing(group):
             raise InvalidUsage(f"this layer cannot be captured into a graph: {self.uncapturable}")

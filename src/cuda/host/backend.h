@@ -170,6 +170,7 @@ class NvlinkBackend : public Backend {
   Status run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive);
   Status part_of(const CombineCall& call, const HandleArrays& handle, bool send, CombineParams* params);
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
+  Status run_choices(const CombineCall& call, const Budget& budget, const CombineParams& params);
   Status run_collective(const CollectiveCall& call, bool send, bool receive);
   Status run_refusal(StepPlace at, const Refusal& refusal, bool send, bool receive);
   // Makes a step (host/steps.cc): one kernel, or, over a staged transport, one before the moves and one behind them.

@@ -35,7 +35,9 @@ std::vector<Region> NvlinkBackend::dispatched(const WindowMap& map, int32_t boun
 
 std::vector<Region> NvlinkBackend::combined(const WindowMap& map, int32_t bound, bool values) {
   const auto rows = static_cast<uint64_t>(bound);
-  std::vector<Region> regions{{0, rows * map.shape().combine_bytes}};
+  const Shape& shape = map.shape();
+  const auto each = static_cast<uint64_t>(shape.per_expert != 0 ? shape.top_k : 1);
+  std::vector<Region> regions{{0, rows * each * shape.combine_bytes}};
   if (values) regions.push_back({map.values_begin(), rows * choice_bytes(map.shape().top_k)});
   return regions;
 }

@@ -96,4 +96,18 @@ void plan_fp8(const Budget& budget, const Shape& shape, const CombineFacts& fact
   p.drawn = turns_ahead(shape.chunk_rows * parts);
 }
 
+void plan_choices(const Budget& budget, const Shape& shape, bool packets, bool apart, CombineParams* params) {
+  CombineParams& p = *params;
+  const Tuning& tuning = *budget.tuning;
+  p.kind = Kind::kGeneric;
+  const int64_t returning = static_cast<int64_t>(shape.ranks) * p.bound;
+  const int64_t rows = std::max<int64_t>(p.tokens, returning);
+  p.tiles = tiles_of(words_of(shape.combine_bytes), 0, tile_rows(packets, p.tokens, p.bound),
+                     int64_t{budget.max_grid} * kWarps / 2, kTileGroups);
+  const bool both = p.send && p.receive;
+  p.roles = packets ? packet_roles(budget, rows, p.tiles, both, tuning.packet_combine_sends_summed, tuning.busy)
+                    : roles_of(budget, rows, p.tiles, both && apart, budget.max_grid / 2);
+  p.per_tile = share_of(p.vectors, p.tiles);
+}
+
 }  // namespace tw::cuda

@@ -23,4 +23,8 @@ void plan_combine(const Budget& budget, const Shape& shape, const CombineFacts& 
 // The same for rows that return as e4m3.
 void plan_fp8(const Budget& budget, const Shape& shape, const CombineFacts& facts, CombineParams* params);
 
+// Plans one that returns rows per expert. `packets`: all rows go as packets; `apart`: as in CombineFacts. Writes kind,
+// tiles, roles and per_tile.
+void plan_choices(const Budget& budget, const Shape& shape, bool packets, bool apart, CombineParams* params);
+
 }  // namespace tw::cuda

@@ -1,0 +1,382 @@
+// Combine per expert: a row for each (token, k) goes to the token's owner as its expert made it, and is weighted and
+// summed there. Takes ChoicesParams; gives each token's sum in the caller's output.
+//
+// Floor: K rows of each token over the link, or min(K, N) times as many bytes as a combine per rank may take, then one
+// flight, and the sum of K rows out of memory. With few tokens rows go as packets, which are summed as they come; their
+// places are by (token, k) of the owner, of which one rank alone writes each. With more tokens they go into the inbox
+// at (token, k), and the step's signals say that they are there. This rank's own rows take the same way through its own
+// window. A warp has a tile of a row at a time, and finds whose choices the row has by the places that the dispatch, or
+// the kernel of places, has kept. (Not measured yet. What it lacks beside the kernels per rank: chunks with signals of
+// their own, so sums begin when all rows are there, and kernels for each type.)
+//
+// What breaks if this changes: S3 (publishing follows the last read where rows lie in the window), S4 (an acquire of
+// every signal, or a flag in every packet), S7 (send before sum), S9 (k ascending, each operation rounded: no sum knows
+// the ranks), and that a row that was not sent is no term.
+#include <cuda_runtime.h>
+
+#include "cuda/combine/chunks.cuh"
+#include "cuda/combine/end.cuh"
+#include "cuda/launch/choices.h"
+#include "cuda/launch/launch.h"
+#include "cuda/launch/loading.h"
+
+namespace tw::cuda {
+namespace {
+
+// ---- Sending
+
+// Copies a tile of a row whose bytes travel as they are, 16 at a time.
+__device__ inline void copy_row(const Sum& s, const std::byte* row, std::byte* to, const Tile& tile) {
+  constexpr uint32_t kAtOnce = 4;
+  const CombineParams& p = s.p;
+  const uint32_t begin = tile.number * p.per_tile;
+  const uint32_t end = min(p.vectors, begin + p.per_tile);
+#pragma unroll 1
+  for (uint32_t v = begin + static_cast<uint32_t>(lane()); v < end; v += 32 * kAtOnce) {
+    uint4 value[kAtOnce];
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      if (v + 32 * i < end) value[i] = load_fresh<uint4>(row + uint64_t{16} * (v + 32 * i));
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      if (v + 32 * i < end) put_data(reinterpret_cast<uint4*>(to) + v + 32 * i, value[i]);
+    }
+  }
+}
+
+// Gives word w of a row in the wire's type, where the row is the one of the warp's set.
+__device__ inline uint64_t sent_word(const Sum& s, const std::byte* row, bool as_it_is, uint32_t w) {
+  if (w >= s.p.tiles.words) return 0;
+  return as_it_is ? load_fresh<unsigned long long>(row + 8 * static_cast<uint64_t>(w)) : sum_word(s.p, s.set(), w);
+}
+
+// Sends a tile of one choice's row, by a warp. `to`: where the row, or its first packet, goes.
+__device__ inline void send_row(const Sum& s, const ChoicesParams& c, const std::byte* row, std::byte* to,
+                                const Tile& tile) {
+  const CombineParams& p = s.p;
+  const bool same = p.rows_dtype == p.wire_dtype;
+  if (!c.packets && p.sums_fit) return copy_row(s, row, to, tile);
+  const bool as_it_is = same && p.words_fit;
+  if (!as_it_is) {  // a partial of one term is that row, rounded
+    __syncwarp();
+    if (lane() == 0) {
+      shared_at<const std::byte*>(p.at.rows)[s.set() * p.group.map.shape().top_k] = row;
+      shared_at<int32_t>(p.at.row_counts)[s.set()] = 1;
+    }
+    __syncwarp();
+  }
+  const auto bytes = static_cast<int64_t>(p.group.map.shape().combine_bytes);
+  const uint32_t own = part_of(p.tiles, tile);
+#pragma unroll 1
+  for (uint32_t g = tile.begin; g < tile.end; ++g) {
+    const uint32_t w = first_word(g);
+    const uint64_t a = sent_word(s, row, as_it_is, w);
+    const uint64_t b = is_flag() ? s.step.number : sent_word(s, row, as_it_is, w + 1);
+    if (c.packets) {
+      __syncwarp();
+      const bool together = is_together();
+      if (g - tile.begin < own) store_packet(together, to + packet_place(g), a, b);
+      continue;
+    }
+    const auto put = [&](uint32_t at, uint64_t value) {
+      if (at >= p.tiles.words) return;
+      store_bytes(to + 8 * static_cast<uint64_t>(at), value, bytes - 8 * static_cast<int64_t>(at));
+    };
+    put(w, a);
+    if (!is_flag()) put(w + 1, b);
+  }
+}
+
+// Gives where a choice's row goes, as an offset from its owner's window. `token` counts from the part's first.
+__device__ inline uint64_t choice_target(const Sum& s, const ChoicesParams& c, int owner, int slot, int token, int k) {
+  const GroupView& g = s.p.group;
+  if (is_staged(g)) return g.map.choice_slot(s.step.channel, s.step.bank(), owner, slot, s.p.bound, k);
+  return c.packets ? g.map.choice_packet(s.step.channel, s.step.bank(), token, k)
+                   : g.map.choice_inbox(s.step.channel, s.step.bank(), token, k);
+}
+
+// Sends a tile of the rows of all choices of a received row that this rank serves.
+__device__ void send_choices(const Sum& s, const ChoicesParams& c, int owner, int slot, const Tile& tile) {
+  const CombineParams& p = s.p;
+  const int top_k = p.group.map.shape().top_k;
+  const int64_t row = meta_row(p, owner, slot);
+  const uint64_t header = load_fresh<unsigned long long>(p.handle.meta + row * (1 + top_k));
+  const int token = static_cast<int>(header) - p.part.begin;
+#pragma unroll 1
+  for (int base = 0; base < top_k; base += 32) {
+    ExpertRow place{-1, 0};
+    if (base + lane() < top_k) place = load_both(p.handle.places + row * top_k + base + lane());
+    const auto mine =
+        reinterpret_cast<unsigned long long>(p.rows + place.expert * p.block_stride + place.row * p.row_stride);
+    uint32_t left = __ballot_sync(~0u, place.expert >= 0);
+#pragma unroll 1
+    for (; left != 0; left &= left - 1) {
+      const int k = __ffs(static_cast<int>(left)) - 1;
+      const auto* const from = reinterpret_cast<const std::byte*>(__shfl_sync(~0u, mine, k));
+      send_row(s, c, from, s.windows()[owner] + choice_target(s, c, owner, slot, token, base + k), tile);
+    }
+  }
+}
+
+__device__ void send_all(const Sum& s, const ChoicesParams& c) {
+  const CombineParams& p = s.p;
+  int most = 0;
+#pragma unroll 1
+  for (int i = lane(); i < s.ranks(); i += 32) most = max(most, s.counts()[i]);
+  most = __reduce_max_sync(~0u, most);
+  const uint32_t per_slot = p.tiles.per_row.divisor * static_cast<uint32_t>(s.ranks());
+  const int at_once = static_cast<int>(((1u << 31) - 1) / per_slot);  // slots whose tiles have numbers of 31 bits
+  const Shares shares = sent_shares(p.roles);
+#pragma unroll 1
+  for (int begin = 0; begin < most; begin += at_once) {
+    const uint32_t end = static_cast<uint32_t>(min(at_once, most - begin)) * per_slot;
+#pragma unroll 1
+    for (uint32_t u = shares.first; u < end; u += shares.step) {
+      const Share share = share_of(p.tiles, static_cast<uint32_t>(s.ranks()), u);
+      const int owner = (p.group.me + 1 + share.turn) % s.ranks();
+      const int slot = begin + share.index;
+      if (slot < s.counts()[owner]) send_choices(s, c, owner, slot, share.tile);
+    }
+  }
+}
+
+// ---- Summing
+
+// Up to 32 choices of a token as its owner sums them; the thread's own is that of its lane.
+struct Returned {
+  uint32_t there;         // which have a row, by bit
+  unsigned long long at;  // where the row, or its first packet, is
+  int rank;               // who sends it
+  float weight;
+};
+__device__ Returned find_returned(const Sum& s, const ChoicesParams& c, int token, int base) {
+  const CombineParams& p = s.p;
+  const GroupView& g = p.group;
+  const Shape& shape = g.map.shape();
+  const int k = base + lane();
+  const int64_t of_rank = int64_t{p.part.first_token} + token;
+  Returned found{0, 0, 0, 0.0f};
+  int32_t id = -1;
+  if (k < shape.top_k) {
+    id = static_cast<int32_t>(load_fresh<uint32_t>(p.handle.ids + of_rank * shape.top_k + k));
+    if (c.weights != nullptr) {
+      found.weight = __uint_as_float(load_fresh<uint32_t>(c.weights + of_rank * c.weight_stride + k));
+    }
+  }
+  bool there = id >= 0 && id < shape.experts;
+  if (there) found.rank = expert_rank(g.experts[id]);
+  int slot = 0;
+  if (there && (shape.exact() || is_staged(g))) {  // elsewhere every row was sent, and its place is by its token
+    const auto fan = static_cast<int>(load_fresh<uint32_t>(p.handle.fan + token));
+    const Destination* const sent = p.handle.destinations + static_cast<int64_t>(token) * shape.fan_out();
+    slot = -1;
+#pragma unroll 4
+    for (int i = 0; i < fan; ++i) {  // to the end, so that several loads are on their way
+      const Destination to = load_both(sent + i);
+      if (to.rank == found.rank) slot = to.slot - s.sent_first()[to.rank];
+    }
+    there = slot >= 0 && slot < s.sent_rows()[found.rank];
+  }
+  const uint64_t place = is_staged(g) ? g.map.choice_slot(s.step.channel, s.step.bank(), found.rank, slot, p.bound, k)
+                                      : choice_target(s, c, g.me, 0, token, k);
+  found.at = reinterpret_cast<unsigned long long>(s.window() + place);
+  found.there = __ballot_sync(~0u, there);
+  return found;
+}
+
+// Takes two choices of a token, those that the lanes `first` and `second` have (-1: none), into the parts; those that
+// come as packets are looked at once.
+__device__ inline void expect_two(const Sum& s, const ChoicesParams& c, const Returned& of, const int (&from)[kTerms],
+                                  const Tile& tile, int (&rank)[kTerms], float (&weight)[kTerms],
+                                  Parts<kTerms, kGroups>* parts) {
+#pragma unroll
+  for (int t = 0; t < kTerms; ++t) {
+    const int source = max(from[t], 0);
+    const auto* const at = reinterpret_cast<const std::byte*>(__shfl_sync(~0u, of.at, source));
+    rank[t] = __shfl_sync(~0u, of.rank, source);
+    weight[t] = __shfl_sync(~0u, of.weight, source);
+    parts->at[t] = nullptr;
+    if (from[t] < 0) continue;
+    if (c.packets) {
+      parts->at[t] = at + packet_place(tile.begin);
+      continue;
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const uint32_t w = first_word(tile.begin + g);
+      if (tile.begin + g >= tile.end) continue;
+      parts->value[g][t] = s.p.words_fit ? load_two(at, w, s.p.tiles.words) : load_any_pair(s, at, false, w);
+    }
+  }
+  parts->look();
+}
+
+// Adds 8 bytes of a term, weighted if there are weights.
+__device__ inline void add_word(const ChoicesParams& c, Quad* sum, uint64_t word, float weight, bool first) {
+  Quad term = widen_word(c.call.wire_dtype, word);
+#pragma unroll
+  for (int e = 0; c.weights != nullptr && e < 4; ++e) term.v[e] = __fmul_rn(weight, term.v[e]);
+  add(sum, term, first);
+}
+
+__device__ inline void store_word_of(const CombineParams& p, std::byte* out, uint32_t w, const Quad& sum) {
+  if (w >= p.tiles.words) return;
+  if (p.words_fit && p.out_dtype == p.wire_dtype && p.wire_dtype != twFloat32) {
+    *reinterpret_cast<uint64_t*>(out + 8 * static_cast<uint64_t>(w)) = narrow_word(p.wire_dtype, sum);
+  } else {
+    store_elements(p.wire_dtype, p.out_dtype, p.elements, out, w, sum);
+  }
+}
+
+// Sums up to kGroups groups of a token. `first`: its first choices. False if packets did not come.
+__device__ bool sum_returned(const Sum& s, const ChoicesParams& c, int token, const Returned& first, const Tile& tile) {
+  const CombineParams& p = s.p;
+  const int top_k = p.group.map.shape().top_k;
+  Quad sum[kGroups][2] = {};
+  bool begun = false;
+  Parts<kTerms, kGroups> parts;
+  parts.cover(p.tiles, tile);
+#pragma unroll 1
+  for (int base = 0; base < top_k; base += 32) {
+    const Returned of = base == 0 ? first : find_returned(s, c, token, base);
+    uint32_t left = of.there;
+#pragma unroll 1
+    while (left != 0) {
+      int from[kTerms];
+#pragma unroll
+      for (int t = 0; t < kTerms; ++t) {
+        from[t] = __ffs(static_cast<int>(left)) - 1;  // -1 if there is none
+        left &= left - 1;
+      }
+      int rank[kTerms];
+      float weight[kTerms];
+      expect_two(s, c, of, from, tile, rank, weight, &parts);
+      if (c.packets && !await_packets(
+                           p.group, s.step, &parts, [&](int t) { return t == 0 ? rank[0] : rank[1]; },
+                           [&](int source) { return source_failed(p.group, s.step, source); })) {
+        return false;
+      }
+#pragma unroll
+      for (int t = 0; t < kTerms; ++t) {
+        if (from[t] < 0) continue;
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          if (tile.begin + g >= tile.end) continue;
+          add_word(c, &sum[g][0], parts.value[g][t].a, weight[t], !begun);
+          add_word(c, &sum[g][1], parts.value[g][t].b, weight[t], !begun);
+        }
+        begun = true;
+      }
+    }
+  }
+  std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    const uint32_t w = first_word(tile.begin + g);
+    if (tile.begin + g >= tile.end) continue;
+    store_word_of(p, out, w, sum[g][0]);
+    if (!is_flag()) store_word_of(p, out, w + 1, sum[g][1]);
+  }
+  return true;
+}
+
+// Waits for a rank's signal, which says that its rows are there (S4). False if the wait ended otherwise (S6), or the
+// rank has refused: the warp that concludes reports that.
+__device__ __noinline__ bool await_rank(const GroupView& g, Step step, int rank) {
+  Patience patience(g);
+  Source source;
+  while (!saw(g, step, rank, Look::kSignal, &source)) {
+    bool late = false;
+    if (patience.over(&late)) {
+      if (late) {
+        report_failure(g, step, twTimeout, rank, source.signal);
+      } else {
+        report_stopped(g, step, rank, source.signal);
+      }
+      return g.no_wait;
+    }
+    __nanosleep(100);
+  }
+  return g.no_wait || source.error == twSuccess;
+}
+
+__device__ void sum_all(const Sum& s, const ChoicesParams& c) {
+  const CombineParams& p = s.p;
+  if (!c.packets) {
+    bool here = true;
+#pragma unroll 1
+    for (int rank = static_cast<int>(threadIdx.x); rank < s.ranks() && here; rank += kThreads) {
+      here = await_rank(p.group, s.step, rank);
+    }
+    if (__syncthreads_and(here) == 0) {  // S4: what these threads have acquired the others may read
+      if (threadIdx.x == 0) *s.failed() = 1;
+      return;
+    }
+  }
+  const Shares shares = received_shares(p.roles);
+  const uint32_t all = static_cast<uint32_t>(max(p.tokens, 0)) * p.tiles.per_row.divisor;
+#pragma unroll 1
+  for (uint32_t u = shares.first; u < all; u += shares.step) {
+    const uint32_t row = divide(u, p.tiles.per_row);
+    const auto token = static_cast<int>(row);
+    const Tile tile = tile_of(p.tiles, u - row * p.tiles.per_row.divisor);
+    const Returned first = find_returned(s, c, token, 0);
+    bool here = true;
+#pragma unroll 1
+    for (uint32_t begin = tile.begin; begin < tile.end && here; begin += kGroups) {
+      here = sum_returned(s, c, token, first, {tile.number, begin, min(tile.end, begin + kGroups), 1});
+    }
+    if (here) continue;
+    fill_nan(p, token, 1, lane(), 32);
+    *s.failed() = 1;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) choices_kernel(const __grid_constant__ ChoicesParams c) {
+  const CombineParams& p = c.call;
+  const GroupView& g = p.group;
+  const auto thread = static_cast<int>(threadIdx.x);
+  Sum s{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}};
+#pragma unroll 1
+  for (int i = thread; i < s.ranks(); i += kThreads) s.windows()[i] = target_of(g, i, p.send);
+  if (thread == 0) *s.failed() = 0;
+  await_earlier();
+  const Counts counts = load_counts(s, thread);
+  s.step.number = next_step(g, p.channel);
+  const bool good = can_combine(p);
+  begin_at_bank(g, p.bank, &s.step.number);
+  if (p.part.skips) ++s.step.number;
+  keep_counts(s, counts);
+  bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
+  if (p.part.skips && p.send && usable) usable = skip_step(g, s.step);
+  if (!usable) {
+    if (p.receive) give_up(s);
+    return;  // the step has not ended: it will be another kernel's, unless the group is finished
+  }
+  if (p.send && thread == 0 && blockIdx.x == 0) say_sent(g, s.step);
+  if (s.sends()) {  // S7: nobody here waits
+    const bool early = c.packets && !p.late_signal;
+    if (early && blockIdx.x == 0 && s.set() == kWarps - 1) publish_first(s);
+    send_all(s, c);
+    if (!early) publish_last(s);
+  }
+  uint32_t arrived = 0;
+  if (p.receive && thread == 0) arrived = begin_end(g, s.step);
+  if (thread == 0 && blockIdx.x == 0) clear_counters(g, s.step);
+  if (s.sums()) sum_all(s, c);
+  if (concludes(s) && s.set() == kWarps - 1) await_signals(s);
+  if (p.receive) finish_combine(s, arrived);
+}
+
+}  // namespace
+
+int launch_choices(const ChoicesParams& params, void* stream) {
+  return launch_kernel(choices_kernel, params, params.call.roles.grid(), params.call.at.bytes, false, stream);
+}
+
+int load_choices(const Shape& shape) {
+  return allow_shared(reinterpret_cast<const void*>(choices_kernel), CombineScratch::make(shape).bytes);
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,37 @@
+// Combines per expert on a device, as the host sees them: what their kernel has beside that of a combine per rank, and
+// its launches.
+//
+// Takes a CombineCall and the parameters that run_combine has filled in; gives launches on its stream.
+//
+// What breaks if this changes: whether rows go as packets must follow from what all ranks have alike (S10), and all
+// rows must be sent before sums overwrite them.
+#include "cuda/launch/choices.h"
+
+#include "cuda/host/backend.h"
+#include "cuda/plan/combine.h"
+
+namespace tw::cuda {
+
+Status NvlinkBackend::run_choices(const CombineCall& call, const Budget& budget, const CombineParams& params) {
+  const Shape& rows = call.sent.map.shape();
+  ChoicesParams c{};
+  c.call = params;
+  c.call.weighted = 0;  // rows travel as they are
+  c.call.plain = 0;
+  c.call.own_direct = 0;
+  c.weights = call.weights.data;
+  c.weight_stride = call.weights.stride;
+  const int32_t most = c.call.group.packet_tokens;
+  c.packets = staged_ == nullptr && call.parts == 1 && most > 0 && call.bound <= most ? 1 : 0;
+  const bool twice = c.call.send != 0 && c.call.receive != 0 && !call.apart && !call.in_window;
+  plan_choices(budget, rows, c.packets != 0, !twice, &c.call);
+  if (twice) {
+    c.call.receive = 0;
+    TW_RETURN_IF_FAILED(launched("a combine per expert", launch_choices(c, call.stream)));
+    c.call.send = 0;
+    c.call.receive = 1;
+  }
+  return launched("a combine per expert", launch_choices(c, call.stream));
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,24 @@
+// Combines per expert: what their kernel takes by value, and the launch.
+//
+// They have a kernel of their own, so that those of combines per rank stay as they are: with further parameters a pair
+// of one token took 1.4 % longer.
+//
+// What breaks if this changes: `packets` must be alike on all ranks, else owner and sender disagree how rows come (S4,
+// S10). CombineParams is as in launch/combine.h, with expert_major and without weighted: weights are the owner's.
+#pragma once
+
+#include "cuda/launch/combine.h"
+
+namespace tw::cuda {
+
+struct ChoicesParams {
+  CombineParams call;
+  const float* weights;   // of the owner, [T, K] over all parts; NULL: none
+  int64_t weight_stride;  // in elements, from one token to the next
+  int32_t packets;        // 1: all rows go as packets
+};
+
+// Launches the kernel of `params.call.roles`. A cudaError_t comes back as int.
+int launch_choices(const ChoicesParams& params, void* stream);
+
+}  // namespace tw::cuda
