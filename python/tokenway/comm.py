@@ -385,7 +385,7 @@ def _connect_torchrun(wish: _Wish) -> Comm:
     if local != nranks:
         raise Unsupported(
             f"WORLD_SIZE is {nranks} and LOCAL_WORLD_SIZE {local}: the {wish.one_host} backend connects ranks of one "
-            "host only; initialise torch.distributed to have the portable one"
+            "host only; initialise torch.distributed to have NVLink between hosts, or the portable one"
         )
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     address = _unique("torchrun", *(os.environ.get(name, "") for name in names))
@@ -405,6 +405,27 @@ def _host() -> str:
 def _usual_timeout() -> float:
     """Seconds that the C library waits where nobody says how long."""
     return next(int(value) for name, value, _ in _native.environment() if name == "TOKENWAY_TIMEOUT_MS") / 1000
+
+
+def _over_nvlink(party: Party, wish: _Wish, index: int, limit: float, allgather: Any) -> tuple[Comm | None, str]:
+    """The comm of ranks on several hosts that NVLink joins, or None and why it does not. Ranks tell each other how it
+    went, so that all fall back or none does: one whose device cannot be used fails otherwise than its peers, whom it
+    refuses."""
+    comm, error = None, None
+    try:
+        comm = Comm.cuda(party.rank, party.nranks, device=index, timeout=wish.timeout, allgather=allgather)
+    except Exception as caught:
+        error = caught
+    told = error and str(error), isinstance(error, Unsupported)
+    all_ranks = party.gather("nvlink", told, limit)
+    if all(text is None for text, _ in all_ranks):
+        return comm, ""
+    if comm is not None:
+        comm.close()
+    first = next((text for text, unsupported in all_ranks if unsupported), None)
+    if first is None or wish.backend == "nvlink":
+        raise error or PeerRefused(next(f"rank {r}: {t}" for r, (t, _) in enumerate(all_ranks) if t is not None))
+    return None, first
 
 
 def _connect_party(party: Party, wish: _Wish) -> Comm:
@@ -441,15 +462,11 @@ def _connect_party(party: Party, wish: _Wish) -> Comm:
     if apart is None and wish.backend != "torch":
         return wish.comm(rank, nranks, all_ranks[0][2], where)
     if index is not None and wish.backend != "torch":
-        try:
-            comm = Comm.cuda(rank, nranks, device=index, timeout=wish.timeout, allgather=allgather)
-        except Unsupported as error:  # on all ranks alike
-            if wish.backend == "nvlink":
-                raise
-            where = f"{where}; not over NVLink: {error}"
-        else:
+        comm, apart_because = _over_nvlink(party, wish, index, limit, allgather)
+        if comm is not None:
             comm.why = f"{where}, and NVLink joins them" if wish.backend == "auto" else comm.why
             return comm
+        where = f"{where}; not over NVLink: {apart_because}"
     if wish.backend == "shm":
         raise Unsupported(f"{where}: the CPU backend connects ranks of one host only")
     options = {"process_group": party.process_group, "timeout": wish.timeout, **wish.portable}

@@ -19,7 +19,7 @@ namespace tw {
 namespace {
 
 struct Card {
-  char host[48] = {};      // this boot of this host
+  char host[kBootBytes] = {};      // this boot of this host
   char network[40] = {};   // this network namespace
   char address[40] = {};   // what rank 0 proposes
   char trouble[300] = {};  // why this rank cannot be met; "" if it can
@@ -27,7 +27,7 @@ struct Card {
 
 }  // namespace
 
-Status name_boot(int ranks, char (&name)[48]) {
+Status name_boot(int ranks, char (&name)[kBootBytes]) {
   name[0] = 0;
   if (std::FILE* const file = std::fopen("/proc/sys/kernel/random/boot_id", "re")) {
     if (std::fscanf(file, "%47s", name) != 1) name[0] = 0;

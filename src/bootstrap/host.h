@@ -9,9 +9,11 @@
 
 namespace tw {
 
+constexpr size_t kBootBytes = 48;  // of such a name, its end included
+
 // Names this boot of this host, which ranks must have in common to use Unix sockets. `ranks`: how many there are, for
 // the sentence if there is no descriptor.
-Status name_boot(int ranks, char (&name)[48]);
+Status name_boot(int ranks, char (&name)[kBootBytes]);
 
 // Names this process's network namespace, which ranks must have in common beside the boot: abstract sockets are of one
 // namespace. "" where the kernel has no names for them.

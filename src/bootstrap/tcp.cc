@@ -43,7 +43,7 @@ struct TcpCard {
 };
 
 Status name_domain(int size, TcpCard* card) {
-  char boot[48] = "";
+  char boot[kBootBytes] = "";
   TW_RETURN_IF_FAILED(name_boot(size, boot));
   char space[40] = "";
   name_network(space);

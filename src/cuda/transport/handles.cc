@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "bootstrap/host.h"
 #include "core/backend.h"
 #include "cuda/transport/window.h"
 
@@ -19,6 +20,7 @@ constexpr uint64_t kSampleBytes = 1;  // the driver rounds it up
 struct Sample {
   Offer offer;
   Domain domain;
+  char boot[kBootBytes];  // which host
 };
 
 std::string hex(const Uuid& bytes) {
@@ -117,7 +119,8 @@ Status offer_sample(int device, std::string* offer, std::shared_ptr<void>* sampl
   if (!knows_fabric_handles(*driver, device)) {
     return fail(twUnsupported, "its device or driver knows no fabric handles");
   }
-  Sample mine;
+  Sample mine{};
+  TW_RETURN_IF_FAILED(name_boot(1, mine.boot));
   mine.domain = find_domain(uuid_of(device));
   std::shared_ptr<DeviceMapping> piece;
   TW_RETURN_IF_FAILED(DeviceMapping::create(*driver, device, {device}, kSampleBytes, {false, true}, &piece));
@@ -133,7 +136,9 @@ Status check_sample(int device, const std::string& own, const std::string& their
   const OutsideCaptures outside;
   const Sample mine = read(own);
   const Sample other = read(theirs);
-  const bool told = mine.domain.known != twDomainUnknown && other.domain.known != twDomainUnknown;
+  // Containers of one host are joined by its NVSwitch, which needs no name; there mapping decides.
+  const bool one_host = std::memcmp(mine.boot, other.boot, sizeof mine.boot) == 0;
+  const bool told = !one_host && mine.domain.known != twDomainUnknown && other.domain.known != twDomainUnknown;
   if (told && !mine.domain.joins(other.domain)) {
     return fail(twUnsupported, "NVLink does not join their devices: their domains are {} and {}", text_of(mine.domain),
                 text_of(other.domain));
