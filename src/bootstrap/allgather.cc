@@ -19,10 +19,10 @@ namespace tw {
 namespace {
 
 struct Card {
-  char host[kBootBytes] = {};      // this boot of this host
-  char network[40] = {};   // this network namespace
-  char address[40] = {};   // what rank 0 proposes
-  char trouble[300] = {};  // why this rank cannot be met; "" if it can
+  char host[kBootBytes] = {};  // this boot of this host
+  char network[40] = {};       // this network namespace
+  char address[40] = {};       // what rank 0 proposes
+  char trouble[300] = {};      // why this rank cannot be met; "" if it can
 };
 
 }  // namespace
