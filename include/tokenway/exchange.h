@@ -289,6 +289,10 @@ TW_API twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dis
 // choice_values are NaN. A
 // combine that failed for its arguments can be repeated, but not from the window's view, whose life the failed step has
 // ended.
+//
+// With config.token_replicas the sums of all T tokens of a set come to each of its ranks: a step behind the combine
+// passes them on, and twComplete of a send_only call waits for the other ranks of the set, so all ranks complete in one
+// order. Sets whose ranks hold unlike tokens get twReplicaMismatch, on all ranks of the group, which stays usable.
 TW_API twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t* input,
                             const twCombineOutput_t* output);
 

@@ -44,7 +44,7 @@ typedef struct twGroupConfig {
   int32_t num_experts;   // E, 1..TW_MAX_EXPERTS; 0, with top_k 0: one on each rank, for a group that only gathers and
                          // reduces
   int32_t top_k;         // K, 1..TW_MAX_TOP_K, at most E
-  int32_t max_tokens;    // B, 1..TW_MAX_TOKENS: tokens of one rank in one call; N * B is at most 2^31 - 1
+  int32_t max_tokens;    // B, 1..TW_MAX_TOKENS: tokens that one rank sends in one call; N * B is at most 2^31 - 1
   int32_t num_payloads;  // 1..TW_MAX_PAYLOADS
   twPayload_t payloads[TW_MAX_PAYLOADS];
   twDtype_t combine_dtype;   // dtype of combined rows on the wire: twFloat32, twBfloat16 or twFloat16
@@ -95,12 +95,20 @@ typedef struct twGroupConfig {
   // 0: as many as there may be, up to 1024. It stays what it is when the group grows.
   int32_t low_latency_tokens;
   twCombineRows_t combine_rows;  // what combines return: twCombine
+  // Token replicas: R neighbouring ranks, a set, hold the same tokens, as ranks of tensor-parallel attention do. Rank j
+  // of a set sends the j-th share of its T tokens, T / R of them and one more where j < T mod R, and all R receive
+  // every sum. R divides N; 0: 1, which is none. All tensors of tokens, ids, weights and sums have T rows; max_tokens
+  // and bounds are of shares, so T is at most R * B. What a rank receives of a source is that source's share, and its
+  // token numbers count from there. Ranks of a set that hold unlike ids or weights are told in the combine
+  // (twReplicaMismatch); rows are not compared. Refused with combine_rows twRowPerExpert, and in or around an arena.
+  // See twCombine.
+  int32_t token_replicas;
 } twGroupConfig_t;
 
 // clang-format off
 #define TW_GROUP_CONFIG_INIT                                                                                       \
   {sizeof(twGroupConfig_t), twLowLatency, 0, 0, 0, 0, {{twDtypeNone, 0}}, twBfloat16, 0, NULL, NULL, 1, 0, twInt32, \
-   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0, 0, NULL, NULL, 0, 0, twRowPerRank}
+   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0, 0, NULL, NULL, 0, 0, twRowPerRank, 0}
 // clang-format on
 
 // How a rank knows that NVLink joins its device to all others of a group, which LL128 packets need; the weakest of what
@@ -133,8 +141,9 @@ typedef struct {
   // CUDA backend. As many tokens of a call travel as LL128 packets at most; 0: none, as the links do not allow it.
   int32_t packet_tokens;
   twLinks_t links;
-  twHandles_t handles;  // how this rank has the windows of ranks in other processes; the weakest of all
-  int32_t refusal;      // the driver's CUresult where fabric handles were refused, by this rank's driver or a peer's
+  twHandles_t handles;     // how this rank has the windows of ranks in other processes; the weakest of all
+  int32_t refusal;         // the driver's CUresult where fabric handles were refused, by this rank's driver or a peer's
+  int32_t token_replicas;  // R; 1: there are none
 } twGroupInfo_t;
 
 // What a group shall have room for; 0: what it has now.

@@ -106,15 +106,15 @@ typedef struct twHandle* twHandle_t;
 // what arrived. It owns no channel, so many can be kept. `memory` may hold its arrays (64-byte aligned,
 // twHandleMemBytes bytes, kept alive by the caller); NULL: the group allocates. Not collective.
 //
-// ids: [T, K] twInt32 or twInt64, 0 <= T <= max_tokens. -1 means "no expert" and may stand anywhere; other ids are
-// 0..E-1, each at most once per token. weights: [T, K] twFloat32, or data == NULL: all 1. Both are copied. Rows may be
-// strided.
+// ids: [T, K] twInt32 or twInt64, 0 <= T <= max_tokens, with token replicas token_replicas * max_tokens. -1 means "no
+// expert" and may stand anywhere; other ids are 0..E-1, each at most once per token. weights: [T, K] twFloat32, or data
+// == NULL: all 1. Both are copied. Rows may be strided.
 //
 // On the CUDA backend the handle's first dispatch copies both and checks the ids, in stream order: the tensors must
 // stay as they are until then. Where that dispatch is part of a captured graph, each replay copies them anew. A bad id
 // in device memory acts as -1; the record names token, k and value.
 //
-// Errors: twInvalidArgument, which names token, k and value; nothing is created. More than max_tokens tokens are
+// Errors: twInvalidArgument, which names token, k and value; nothing is created. More tokens are
 // refused by the handle's dispatch or exchange of counts (twInvalidArgument), where peers wait and are told at once. In
 // high throughput the handle's counts must be exchanged before it is dispatched: twExchangeCounts.
 TW_API twResult_t twHandleCreate(twHandle_t* handle, twGroup_t group, const twTensor_t* ids, const twTensor_t* weights,

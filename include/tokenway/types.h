@@ -33,7 +33,8 @@ typedef enum TW_AS_INT {
   twPeerRefused = 7,    // a peer was given bad arguments; the record's `peer` says which
   twBoundMismatch = 8,  // ranks called with different bounds b or max_recv_tokens, or gather or reduce different sizes
                         // of rows
-  twRecvOverflow = 15,  // a rank would receive more than max_recv_tokens rows; the sentence says which, and how many
+  twReplicaMismatch = 17,  // token replicas hold unlike tokens; the record's `peer` says which rank differs
+  twRecvOverflow = 15,     // a rank would receive more than max_recv_tokens rows; the sentence says which, and how many
   // For these the group is finished (sticky): every later call returns the same error. See twGroupShrink.
   twTimeout = 9,         // a peer was later than the group's timeout
   twPeerDied = 10,       // a peer's process ended or closed its comm

@@ -130,6 +130,7 @@ class GroupConfig(Struct):
         ("num_room_for", c_int32),
         ("low_latency_tokens", c_int32),
         ("combine_rows", c_int),
+        ("token_replicas", c_int32),
     ]
 
 
@@ -164,6 +165,7 @@ class GroupInfo(Struct):
         ("links", c_int),
         ("handles", c_int),
         ("refusal", c_int32),
+        ("token_replicas", c_int32),
     ]
 
 

@@ -116,7 +116,7 @@ def _made(
 # Results that a failure of a Python function leads to.
 _CAUSED = (errors.SystemFailure, errors.GroupFinished)
 # Results that a group always keeps a record of.
-_RECORDED = (errors.PeerRefused, errors.BoundMismatch, errors.GroupFinished)
+_RECORDED = (errors.PeerRefused, errors.BoundMismatch, errors.ReplicaMismatch, errors.GroupFinished)
 
 
 def error_of(

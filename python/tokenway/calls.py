@@ -91,7 +91,8 @@ class Calls:
         Sums are float32 over k, then over ranks, both ascending, rounded to combine_dtype in between (rows of fp8 are
         quantised, as `RowType` says, and the result is by default of the dtype that tokens have): the same bits
         every time. The result is detached: autograd does not know of the exchange. Errors as `dispatch`; after a step
-        that failed, the result is NaN.
+        that failed, the result is NaN. With token replicas also ReplicaMismatch, on all ranks, where a set holds unlike
+        tokens; and all ranks complete what they have begun with send_only in one order.
 
         choice_values: a float32 value of each choice beside the rows, on all ranks or on none; what is returned is then
         (tokens, values), and out is such a pair, in which None stands for a new tensor. [N, b, K] or [R', K], where

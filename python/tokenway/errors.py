@@ -118,6 +118,12 @@ class BoundMismatch(TokenwayError, ValueError):
     result = "twBoundMismatch"
 
 
+class ReplicaMismatch(TokenwayError, ValueError):
+    """Token replicas hold unlike tokens, so this combine failed on all ranks. The group stays usable."""
+
+    result = "twReplicaMismatch"
+
+
 class RecvOverflow(TokenwayError, RuntimeError):
     """A rank would receive more than max_recv_tokens rows, so the exchange of counts failed on all ranks. The group
     stays usable."""
@@ -185,6 +191,7 @@ BY_RESULT: dict[str, type[TokenwayError]] = {
         PeerRefused,
         BoundMismatch,
         RecvOverflow,
+        ReplicaMismatch,
         PeerTimeout,
         PeerDied,
         Excluded,

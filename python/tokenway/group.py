@@ -43,9 +43,9 @@ class Group(Calls, _native.Shared):
     stream, or streams that wait for each other. Memory that Tokenway allocates may be used on other streams as any
     tensor's of PyTorch; what it reads of the caller's on another stream than the tensor's own, the caller records.
 
-    experts: E. top_k: K, 1..64; a group that gathers and reduces alone needs neither. hidden: H,
-    elements of a token. max_tokens: B, tokens of a rank in one call. dtype: of tokens (default bfloat16). payloads:
-    further tensors per token, name to Payload or (elements, dtype).
+    experts: E. top_k: K, 1..64; a group that gathers and reduces alone needs neither. hidden: H, elements of a token.
+    max_tokens: B, tokens that a rank sends in one call. dtype: of tokens (default bfloat16). payloads: further tensors
+    per token, name to Payload or (elements, dtype).
     combine_dtype: of rows on their way back, float32, bfloat16 or float16 (default: dtype if it is one of these, else
     bfloat16). combine_hidden: elements of those rows (default H). expert_map: where experts
     are, (rank[E], slot[E]); default contiguous. For experts in several slots, maps by layer and counting a `Placement`,
@@ -78,6 +78,11 @@ class Group(Calls, _native.Shared):
     combines are in "expert_major" and "grouped" alone, weights may come with the combine, and results have the same
     bits on any number of ranks and with any placement of experts. K rows of a token return instead of at most
     min(K, N): as many times the bytes on the way back, and in the window.
+    token_replicas: R, as many neighbouring ranks hold the same tokens (ranks 0..R-1, R..2R-1, ...), as ranks of
+    tensor-parallel attention do; R divides the number of ranks (default 1: none). All tensors of tokens, ids, weights
+    and results have the T rows of a set; of these each rank sends its share, T / R, and all R get every result. B and
+    bounds are of shares: T is at most R * B. Ranks whose ids or weights differ within a set get ReplicaMismatch, on
+    all ranks, in the combine (docs/GUIDE.md, «Token replicas»).
 
     arena: a group of the comm whose window this one uses too, instead of one of its own, so that layers of unlike
     shapes pay for the largest. They have lanes in common: a view lasts until the next step of any of them on its lane,
@@ -119,6 +124,7 @@ class Group(Calls, _native.Shared):
         inbox_tokens: int | None = None,
         low_latency_tokens: int | None = None,
         combine_rows: str = "per_rank",
+        token_replicas: int = 1,
         arena: Group | None = None,
         room_for: Sequence[Mapping[str, Any]] = (),
     ):
@@ -148,6 +154,7 @@ class Group(Calls, _native.Shared):
             inbox_tokens=inbox_tokens,
             low_latency_tokens=low_latency_tokens,
             combine_rows=combine_rows,
+            token_replicas=token_replicas,
             room_for=room_for,
         )
         pointer = c_void_p()
@@ -192,6 +199,7 @@ class Group(Calls, _native.Shared):
         self.combine_dtype = shape.combine_dtype
         self.id_dtype = shape.id_dtype
         self.mode = shape.mode
+        self.token_replicas = info.token_replicas
         self.exact = shape.exact  # high throughput alone: outputs are as large as what comes
         self.low_latency_tokens = shape.low_latency_tokens  # 0 unless the mode is "auto"
         self.max_recv_rows = shape.max_recv_rows  # of a step

@@ -42,6 +42,7 @@ _ZEROED = {
     "config.row_alignment",
     "config.inbox_tokens",
     "config.low_latency_tokens",
+    "config.token_replicas",
     "input.max_recv_tokens",
     "input.row_alignment",
     "config.placement->num_layers",

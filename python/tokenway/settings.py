@@ -140,6 +140,7 @@ class Settings(RowType):
     inbox_tokens: int | None = None
     low_latency_tokens: int | None = None
     combine_rows: str = "per_rank"
+    token_replicas: int = 1
     room_for: Sequence[Mapping[str, Any]] = ()
 
     def others(self) -> list[Settings]:
@@ -227,6 +228,7 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
         config.max_recv_tokens = _native.fit_given("max_recv_tokens", settings.max_recv_tokens)
     if settings.low_latency_tokens is not None:
         config.low_latency_tokens = _native.fit_given("low_latency_tokens", settings.low_latency_tokens)
+    config.token_replicas = _native.fit_given("token_replicas", settings.token_replicas)
     config.overflow = named("overflow", settings.overflow, _header.OVERFLOWS)
     config.combine_rows = named("combine_rows", settings.combine_rows, _header.COMBINE_ROWS)
     if settings.row_alignment is not None:

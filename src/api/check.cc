@@ -13,16 +13,6 @@
 namespace tw::api {
 namespace {
 
-// Where [token, k] lies, in elements. The stride of a dimension of one element may be anything.
-int64_t place_of(const twTensor_t& tensor, int64_t token, int64_t k) {
-  return (token > 0 ? token * tensor.stride[0] : 0) + (k > 0 ? k * tensor.stride[1] : 0);
-}
-
-int64_t id_at(const twTensor_t& ids, int64_t token, int64_t k) {
-  const int64_t at = place_of(ids, token, k);
-  return ids.dtype == twInt64 ? static_cast<const int64_t*>(ids.data)[at] : static_cast<const int32_t*>(ids.data)[at];
-}
-
 Status check_routing_tensor(const Argument& name, const twTensor_t& tensor, int32_t top_k) {
   if (tensor.ndim != 2 || tensor.shape[1] != top_k || tensor.shape[0] < 0) {
     return fail(twInvalidArgument, "{} has shape {}; it must be [T, {}]", name, shape_text(tensor), top_k);
@@ -170,24 +160,27 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
 }
 
 // Adds what a kernel of a dispatch reads while it writes its outputs. A host has sent all of it before it writes any.
-void add_read(const twGroup& group, const twHandle& handle, const twDispatchInput_t& input, const DispatchRows& types,
-              Extents* read) {
+void add_read(const twGroup& group, const twHandle& handle, const DispatchCall& call, Extents* read) {
+  const DispatchRows& types = call.rows;
   const twGroupConfig_t& config = group.config.given;
   const int64_t tokens = handle.routing.tokens;
   for (int q = 0; q < types.payloads; ++q) {
     const int64_t element = dtype_bytes(types.types[q].dtype);
-    const int64_t stride = tokens > 1 ? input.payloads[q].stride[0] * element : 0;
+    const int64_t stride = tokens > 1 ? call.payloads[q].stride : 0;
     const int64_t row = types.types[q].elements * element;
-    read->add({"input.payloads[]", q}, extent_of(input.payloads[q].data, tokens, stride, row));
+    read->add({"input.payloads[]", q}, extent_of(call.payloads[q].data, tokens, stride, row));
   }
-  const RoutingSource& source = handle.source;
+  // Token replicas make a digest of all ids and weights.
+  const bool shares = !group.context.replicas.is_one();
+  const RoutingSource& source = shares ? handle.all.source : handle.source;
+  const int64_t routed = handle.all.tokens;
   if (!source.unread) return;
   const int64_t top_k = config.top_k;
   read->add("the handle's ids",
-            extent_of_pairs(source.ids, tokens, top_k, source.id_stride, dtype_bytes(source.id_dtype)));
+            extent_of_pairs(source.ids, routed, top_k, source.id_stride, dtype_bytes(source.id_dtype)));
   if (source.weights == nullptr) return;
   read->add("the handle's weights",
-            extent_of_pairs(source.weights, tokens, top_k, source.weight_stride, sizeof(float)));
+            extent_of_pairs(source.weights, routed, top_k, source.weight_stride, sizeof(float)));
 }
 
 }  // namespace
@@ -259,10 +252,12 @@ Status check_routing(const twGroup& group, const twHandle* handle, const twTenso
   }
   TW_RETURN_IF_FAILED(check_routing_tensor("ids", *ids, shape.top_k));
   Status too_many;
-  const int32_t most = handle == nullptr ? shape.max_tokens : handle->max_tokens;
+  const int32_t sent = handle == nullptr ? shape.max_tokens : handle->max_tokens;
+  const int32_t replicas = group.context.replicas.size;
+  const int32_t most = replicas * sent;
   if (ids->shape[0] > most) {
-    const Sentence since = handle == nullptr || most == shape.max_tokens
-                               ? Sentence("max_tokens")
+    const Sentence since = handle == nullptr || sent == shape.max_tokens
+                               ? Sentence(replicas > 1 ? "token_replicas * max_tokens" : "max_tokens")
                                : compose("what max_tokens was when the handle was made (make a new one by {})",
                                          Function{"twHandleCreateForLayer"});
     too_many = fail(twInvalidArgument, "{} has {} tokens; it must have from 0 to {}, {}", Argument("ids"),
@@ -284,35 +279,6 @@ Status check_routing(const twGroup& group, const twHandle* handle, const twTenso
   const int32_t tokens = too_many.ok() ? static_cast<int32_t>(ids->shape[0]) : 0;
   *routing = {ids, weighted ? weights : nullptr, tokens, std::move(too_many)};
   return {};
-}
-
-void copy_routing(const Shape& shape, const CheckedRouting& checked, Routing* routing) {
-  routing->tokens = checked.tokens;
-  for (int64_t token = 0; token < checked.tokens; ++token) {
-    for (int32_t k = 0; k < shape.top_k; ++k) {
-      const int64_t at = token * shape.top_k + k;
-      routing->ids[at] = static_cast<int32_t>(id_at(*checked.ids, token, k));
-      routing->weights[at] = 1.0f;
-      if (checked.weights == nullptr) continue;
-      const twTensor_t& weights = *checked.weights;
-      routing->weights[at] = static_cast<const float*>(weights.data)[place_of(weights, token, k)];
-    }
-  }
-}
-
-RoutingSource source_of(const CheckedRouting& checked) {
-  RoutingSource source;
-  const auto strides = [](const twTensor_t& tensor, int64_t to[2]) {
-    for (const int i : {0, 1}) to[i] = tensor.shape[i] > 1 ? tensor.stride[i] : 0;
-  };
-  source.unread = true;
-  source.ids = checked.ids->data;
-  source.id_dtype = checked.ids->dtype;
-  strides(*checked.ids, source.id_stride);
-  if (checked.weights == nullptr) return source;
-  source.weights = static_cast<const float*>(checked.weights->data);
-  strides(*checked.weights, source.weight_stride);
-  return source;
 }
 
 namespace {
@@ -365,9 +331,10 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
     const twPayload_t& payload = call->rows.types[q];
     int64_t strides[2];
     TW_RETURN_IF_FAILED(
-        check_rows({{"input.payloads[]", q}, payload.dtype, {handle.routing.tokens}, payload.elements, false, false},
+        check_rows({{"input.payloads[]", q}, payload.dtype, {handle.all.tokens}, payload.elements, false, false},
                    input.payloads[q], strides));
-    call->payloads[q] = {static_cast<const std::byte*>(input.payloads[q].data), strides[0]};
+    const int64_t before = handle.all.tokens > 1 ? handle.all.begin * strides[0] : 0;
+    call->payloads[q] = {static_cast<const std::byte*>(input.payloads[q].data) + before, strides[0]};
   }
   Extents written;
   Extents read;
@@ -376,7 +343,7 @@ Status check_dispatch(twGroup& group, twHandle& handle, const twDispatchInput_t&
   call->rows.map = group.backend->places(call->rows.map, call->bound, shown);
   TW_RETURN_IF_FAILED(check_index_lists(group, output, call->bound, &call->targets, &written));
   TW_RETURN_IF_FAILED(check_outside(group, written));
-  if (group.backend->on_device()) add_read(group, handle, input, call->rows, &read);
+  if (group.backend->on_device()) add_read(group, handle, *call, &read);
   return check_apart(written, read);
 }
 
@@ -407,23 +374,24 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   TW_RETURN_IF_FAILED(check_rows({"input.rows", input.rows.dtype, lead.dimensions(), elements}, input.rows, strides));
   TW_RETURN_IF_FAILED(check_alive(group, handle, "input.rows", input.rows));
   call->rows = grid_of(handle, layout, input.rows, strides);
-  TW_RETURN_IF_FAILED(check_rows({"output.tokens", output.tokens.dtype, {handle.routing.tokens}, elements, true},
-                                 output.tokens, strides));
+  TW_RETURN_IF_FAILED(
+      check_rows({"output.tokens", output.tokens.dtype, {handle.all.tokens}, elements, true}, output.tokens, strides));
   call->bound = handle.bound;
   call->layout = input.layout;
   call->weighted = input.weighting == twWeightTopk;
   call->rows_dtype = input.rows.dtype;
   call->out_dtype = output.tokens.dtype;
-  call->out = static_cast<std::byte*>(output.tokens.data);
   call->out_stride = elements * dtype_bytes(output.tokens.dtype);
+  call->all_out = static_cast<std::byte*>(output.tokens.data);
+  call->out = call->all_out + handle.all.begin * call->out_stride;
   // This rank's own partials need not go through the window under three conditions: they are rows as they would travel;
   // no peer can overwrite them once this rank has published (S3); and no sum can overwrite them before they are read.
   const int64_t rows_bytes = elements * dtype_bytes(input.rows.dtype);
   call->in_window = group.backend->peers_write(input.rows.data);
   const bool overlap = !disjoint(extent(call->rows, lead, rows_bytes),
-                                 {call->out, call->out + handle.routing.tokens * call->out_stride});
+                                 {call->all_out, call->all_out + handle.all.tokens * call->out_stride});
   call->apart = !call->in_window && !overlap;
-  TW_RETURN_IF_FAILED(check_outside(group, "output.tokens", call->out));
+  TW_RETURN_IF_FAILED(check_outside(group, "output.tokens", call->all_out));
   const Shape& shape = call->sent.map.shape();
   call->parts = shape.parts(call->bound);
   if (call->parts > 1 && overlap) {

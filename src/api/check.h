@@ -68,6 +68,17 @@ Status check_layout(const Argument& name, twLayout_t id, bool exact, const char*
 Status check_layout(const Argument& name, twLayout_t id, const twGroup& group);
 Status check_layer(const twGroup& group, int32_t layer);
 
+// Where [token, k] lies, in elements. The stride of a dimension of one element may be anything.
+inline int64_t place_of(const twTensor_t& tensor, int64_t token, int64_t k) {
+  return (token > 0 ? token * tensor.stride[0] : 0) + (k > 0 ? k * tensor.stride[1] : 0);
+}
+
+// Reads an id of a checked tensor of them.
+inline int64_t id_at(const twTensor_t& ids, int64_t token, int64_t k) {
+  const int64_t at = place_of(ids, token, k);
+  return ids.dtype == twInt64 ? static_cast<const int64_t*>(ids.data)[at] : static_cast<const int32_t*>(ids.data)[at];
+}
+
 struct CheckedRouting {
   const twTensor_t* ids;
   const twTensor_t* weights;  // NULL: all 1
@@ -80,6 +91,20 @@ struct CheckedRouting {
 // `handle`: the one that is routed again, which may have room for fewer than the group takes now; NULL: a new one.
 Status check_routing(const twGroup& group, const twHandle* handle, const twTensor_t* ids, const twTensor_t* weights,
                      CheckedRouting* routing);
+
+// What of a checked routing this rank sends: with token replicas its share, else all. Points into `all`'s tensors'
+// memory.
+struct RoutingShare {
+  twTensor_t ids;
+  twTensor_t weights;
+  int32_t begin;
+  int32_t tokens;
+
+  RoutingShare(const twGroup& group, const CheckedRouting& all);
+  CheckedRouting checked() const { return {&ids, weights.data != nullptr ? &weights : nullptr, tokens, {}}; }
+};
+// The sum of choice_digest (exchange/token_replicas.h) of a checked routing in the host's memory.
+uint32_t choices_digest(const Shape& shape, const CheckedRouting& all);
 
 // Fails for a handle that was made before the group grew: its arrays are too small for what may come now.
 Status check_size(const twGroup& group, const twHandle& handle);

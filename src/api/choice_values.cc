@@ -10,12 +10,12 @@ namespace tw::api {
 namespace {
 
 Status check_overlap(const twHandle& handle, const CombineCall& call, const Lead& lead, int64_t row_bytes) {
-  const int64_t tokens = handle.routing.tokens;
+  const int64_t tokens = handle.all.tokens;
   const auto top_k = static_cast<int64_t>(call.sent.map.shape().top_k);
-  const auto* const out = reinterpret_cast<const std::byte*>(call.values.out);
+  const auto* const out = reinterpret_cast<const std::byte*>(call.all_values);
   const NamedExtent values{"output.choice_values", {out, out + tokens * top_k * int64_t{sizeof(float)}}};
   Extents written;
-  written.add("output.tokens", extent_of(call.out, tokens, call.out_stride, call.out_stride));
+  written.add("output.tokens", extent_of(call.all_out, tokens, call.out_stride, call.out_stride));
   written.add(values.name, values.bytes);
   Extents given;
   given.add("input.choice_values", extent(call.values.in, lead, row_bytes));
@@ -47,10 +47,11 @@ Status check_choice_values(twGroup& group, const twHandle& handle, const twCombi
                  input.choice_values, strides));
   TW_RETURN_IF_FAILED(check_alive(group, handle, "input.choice_values", input.choice_values));
   call->values.in = grid_of(handle, layout, input.choice_values, strides);
-  TW_RETURN_IF_FAILED(check_rows({"output.choice_values", twFloat32, {handle.routing.tokens}, top_k, true},
-                                 output.choice_values, strides));
+  TW_RETURN_IF_FAILED(
+      check_rows({"output.choice_values", twFloat32, {handle.all.tokens}, top_k, true}, output.choice_values, strides));
   TW_RETURN_IF_FAILED(check_outside(group, "output.choice_values", output.choice_values.data));
-  call->values.out = static_cast<float*>(output.choice_values.data);
+  call->all_values = static_cast<float*>(output.choice_values.data);
+  call->values.out = call->all_values + static_cast<int64_t>(handle.all.begin) * top_k;
   return check_overlap(handle, *call, lead, per_row * int64_t{sizeof(float)});
 }
 

@@ -55,6 +55,7 @@ const char* twResultString(twResult_t result) {
     TW_NAME(twPeerRefused)
     TW_NAME(twBoundMismatch)
     TW_NAME(twRecvOverflow)
+    TW_NAME(twReplicaMismatch)
     TW_NAME(twTimeout)
     TW_NAME(twPeerDied)
     TW_NAME(twExcluded)

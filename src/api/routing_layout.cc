@@ -73,6 +73,10 @@ twResult_t twGroupRoutingLayout(twGroup_t group, int32_t layer, const twTensor_t
   return tw::api::enter_group("twGroupRoutingLayout", group, [&]() -> tw::Status {
     TW_RETURN_IF_FAILED(group->backend->check_stream(stream));
     TW_RETURN_IF_FAILED(tw::api::check_layer(*group, layer));
+    if (const int32_t replicas = group->context.replicas.size; replicas > 1) {
+      return tw::fail(twUnsupported, "{} is {}; {} tells where one rank's tokens go, and each of these sends a share",
+                      tw::Argument("config.token_replicas"), tw::Value(replicas), tw::Function{"twGroupRoutingLayout"});
+    }
     tw::api::CheckedRouting checked;
     TW_RETURN_IF_FAILED(tw::api::check_routing(*group, nullptr, ids, nullptr, &checked));
     TW_RETURN_IF_FAILED(checked.too_many);

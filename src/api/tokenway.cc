@@ -48,8 +48,13 @@ Status check_exact(const twGroup& group) {
               TW_CONSTANT(twLowLatency));
 }
 
-void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandle* handle) {
-  handle->too_many = checked.too_many;
+void route(const twGroup& group, const tw::api::CheckedRouting& all, twHandle* handle) {
+  const tw::api::RoutingShare share(group, all);
+  const tw::api::CheckedRouting checked = share.checked();
+  handle->too_many = all.too_many;
+  handle->all.tokens = all.tokens;
+  handle->all.begin = share.begin;
+  const bool shares = group.context.replicas.size > 1;
   handle->dispatched = false;
   handle->counts.exchanged = false;
   handle->counted = {};
@@ -59,8 +64,10 @@ void route(const twGroup& group, const tw::api::CheckedRouting& checked, twHandl
   if (group.backend->on_device()) {  // its first dispatch copies and assigns
     handle->routing.tokens = checked.tokens;
     handle->source = tw::api::source_of(checked);
+    if (shares) handle->all.source = tw::api::source_of(all);
     return;
   }
+  if (shares) handle->all.sum = tw::api::choices_digest(group.shape(), all);
   tw::api::copy_routing(group.shape(), checked, &handle->routing);
   if (group.shape().counts_loads != 0) tw::count_choices(group.shape(), handle->routing, handle->map.choices);
   if (map != nullptr) {
@@ -131,6 +138,7 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
     known.links = links.known;
     known.handles = links.handles;
     known.refusal = links.refusal;
+    known.token_replicas = group->context.replicas.size;
     std::copy(group->members.begin(), group->members.end(), known.comm_ranks);
     return tw::api::write_struct("info", known, info);
   });

@@ -69,6 +69,16 @@ Status place_in(const Arena& arena, GroupConfig* config) {
     return fail(twInvalidArgument, "{} is {}; in the window of {} it must be {}, or 0", Argument("config.lanes"),
                 Value(config->given.lanes), Argument("config.arena"), channels);
   }
+  // A combine that its group leaves behind is followed by a step that nobody would make.
+  if (config->given.token_replicas > 1) {
+    return fail(twInvalidArgument, "{} is {}; in the window of {} it must be 1", Argument("config.token_replicas"),
+                Value(config->given.token_replicas), Argument("config.arena"));
+  }
+  for (const twGroup* group : arena.groups) {
+    if (group->context.replicas.size == 1) continue;
+    return fail(twInvalidArgument, "{} has {} token replicas; a group whose window others use must have 1",
+                Argument("config.arena"), group->context.replicas.size);
+  }
   if (config->given.lease_bytes > 0) {
     return fail(twInvalidArgument, "{} is {}; in the window of {} it must be 0, as leases are the first group's",
                 Argument("config.lease_bytes"), Value(config->given.lease_bytes), Argument("config.arena"));

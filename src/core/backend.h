@@ -16,6 +16,8 @@
 #include "core/carrier.h"
 #include "core/config.h"
 #include "core/record.h"
+#include "core/routing_source.h"
+#include "core/sharing_call.h"
 #include "exchange/choices.h"
 #include "exchange/collective.h"
 #include "exchange/counts.h"
@@ -35,6 +37,7 @@ struct Context {
   int32_t me = 0;
   Placement placement{};
   int32_t local_experts = 0;
+  ReplicaSet replicas;  // the ranks that hold the same tokens as this one
   IdStyle ids;
   uint32_t first_step = 0;
   // Other maps of the window that views may be of: those before each growth, also of the groups that share it.
@@ -42,16 +45,6 @@ struct Context {
   uint32_t growth = 0;                           // growth_digest or placed_digest: which map of the window this is
   const PlacementSpec* spec = nullptr;           // what all layers' maps have in common
   const std::vector<ExpertMap>* maps = nullptr;  // [layers], empty without a placement
-};
-
-// Where a device finds a routing that its handle has not copied yet. Strides count elements.
-struct RoutingSource {
-  bool unread = false;  // false: the handle has its own copy
-  const void* ids = nullptr;
-  twDtype_t id_dtype = twInt32;
-  int64_t id_stride[2] = {};       // over tokens, and over k
-  const float* weights = nullptr;  // NULL: all 1
-  int64_t weight_stride[2] = {};
 };
 
 // What a handle shows: callers may write to these arrays, as the library reads none of them again.
@@ -100,6 +93,7 @@ struct DeviceArrays {
 // The arrays of a handle: one routing, and what its dispatch brought. They are in device memory on a device.
 struct HandleArrays {
   Routing routing;
+  TokensOfSet all;
   RoutingSource source;
   MapOfRouting map;
   Received received;
@@ -237,6 +231,9 @@ struct CombineCall {
   ChoiceValues values;
   OwnerWeights
       weights;  // where rows return per expert: those of the call, else those of the handle if it is `weighted`
+  // Where the first of all T tokens goes, of which `out` and `values` have this rank's share.
+  std::byte* all_out = nullptr;
+  float* all_values = nullptr;
 };
 
 // One tensor of a gather or reduce.
@@ -331,6 +328,14 @@ class Backend {
   // Whether finish_counts would not wait: all counts have come, or something has gone wrong, which it then tells. Waits
   // for that until `until` at most, on the calling thread alone; takes nothing and gives nothing back.
   virtual bool counts_ready(StepPlace, TimePoint /*until*/) { return true; }
+  // Behind a combine, where token replicas share their sums. A step of all ranks: those of other sets neither send nor
+  // get rows, but signals. On a device it is launched whatever has become of the combine, and is no step there where
+  // the combine was none. finish_sharing leaves NaN for all T tokens after an error, and so does spoil_sharing.
+  virtual Status send_sharing(const SharingCall& call, HandleArrays& handle) = 0;
+  virtual StepEnd finish_sharing(const SharingCall& call, TimePoint deadline, HandleArrays& handle) = 0;
+  virtual void spoil_sharing(const SharingCall&, const HandleArrays&) {}
+  // As keep_pace, of that step.
+  virtual Status keep_sharing_pace(const SharingCall&) { return {}; }
   // Makes a step without rows before a part of a combine, so that the part has the same bank as the one before. A
   // device makes it in the kernel of the part.
   virtual StepEnd skip(const CombineCall&, TimePoint /*deadline*/, HandleArrays&) { return {}; }

@@ -30,7 +30,7 @@ Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, c
   record.lane = at.channel;
   record.step = record.expected = at.step;
   record.seen = end.seen.step;
-  if (end.code == twPeerRefused || end.code == twBoundMismatch) {
+  if (end.code == twPeerRefused || end.code == twBoundMismatch || end.code == twReplicaMismatch) {
     describe_call_error(&record, bound, end.note, group.shape().has_both_modes());
     group.set_error(record);
     return {end.code, record.sentence};
@@ -406,6 +406,12 @@ void keep_pace(twGroup& group, twHandle& handle, const CombineRows& sent, void* 
   if (!handle.refused || handle.channel < 0 || group.comm->carrier == nullptr) return;
   handle.refused = false;
   (void)group.backend->keep_pace(group.channels.begin(handle.channel), handle.bound, sent, stream);
+  if (!group.context.replicas.is_one()) {
+    SharingCall call = sharing_of(group, handle, sent);
+    call.at = group.channels.begin(handle.channel);
+    call.stream = stream;
+    (void)group.backend->keep_sharing_pace(call);
+  }
   give_back(group, handle);  // as at the peers, who think that it went well
 }
 

@@ -15,12 +15,18 @@ Status choose_combine_channel(twGroup& group, const twHandle& handle, int* chann
   return *channel >= 0 ? Status{} : choose_channel(group, nullptr, -1, channel);
 }
 
-Status end_combine(twGroup& group, twHandle& handle, const StepEnd& end) {
+// `ended`: how the combine itself has ended. Token replicas share their sums then.
+Status end_combine(twGroup& group, twHandle& handle, const StepEnd& ended) {
   const CombineCall& call = handle.combine;
+  StepPlace at = call.at;
+  Status sent;
+  const StepEnd end = group.context.replicas.is_one() ? ended : share_sums(group, handle, ended, &at, &sent);
+  if (!sent.ok()) return fail_launch(group, handle, twPhaseGather, at, std::move(sent));
+  const twPhase_t phase = at.step == call.at.step ? twPhaseCombine : twPhaseGather;
   handle.pending = Pending::kNone;
   // A combine that a peer refused can be tried again, so its lease stays.
   if (end.code == twSuccess || handle.channel_for_this_step) give_back(group, handle);
-  return conclude(group, twPhaseCombine, call.at, static_cast<uint32_t>(call.bound), end);
+  return conclude(group, phase, at, static_cast<uint32_t>(call.bound), end);
 }
 
 // Ends a part of a combine, and finds the place of the next. The rows may be a view in the bank that a dispatch brought
@@ -72,6 +78,9 @@ Status refuse_combine(twGroup& group, twHandle& handle, const CombineRows& sent,
   TW_RETURN_IF_FAILED(choose_combine_channel(group, handle, &channel));
   const Refusal refusal{twPhaseCombine, false, &handle, stream, handle.bound, sent.map, {}, false, sent.values};
   Status refused = refuse_on(group, refusal, channel, std::move(why));
+  if (!group.context.replicas.is_one()) {
+    refused = refuse_sharing(group, handle, sent, channel, stream, std::move(refused));
+  }
   if (learns_late(group)) give_back(group, handle);  // as at the peers, who think that it went well
   return refused;
 }

@@ -191,6 +191,25 @@ void size_inbox(const twGroupConfig_t& given, Shape* shape) {
   if (saved >= kWorth) shape->inbox_tokens = static_cast<int32_t>(tokens);
 }
 
+// Checks how many ranks hold the same tokens, and fills in the default.
+Status check_token_replicas(int32_t ranks, twGroupConfig_t* given) {
+  constexpr Argument kField("config.token_replicas");
+  if (given->token_replicas == 0) given->token_replicas = 1;
+  TW_RETURN_IF_FAILED(check_range(kField, given->token_replicas, 1, ranks));
+  if (ranks % given->token_replicas == 0) return {};
+  return fail(twInvalidArgument, "{} is {}; it must divide the number of ranks, {}", kField,
+              Value(given->token_replicas), ranks);
+}
+
+// What a bank must have room for so that a set shares its sums, whatever rows a call has: what is a byte on the wire
+// may be a float32 in the output.
+uint64_t sharing_bytes(const twGroupConfig_t& given, const Shape& shape) {
+  if (given.token_replicas == 1) return 0;
+  const uint64_t most = std::min<uint64_t>(shape.most_combine_bytes(), UINT64_MAX / 64);
+  const int32_t blocks = shape.staged != 0 ? shape.ranks : given.token_replicas;
+  return sharing_places(blocks, shape.max_tokens, most, shape.top_k, true).bytes;
+}
+
 // Kernels count the pieces of a batch of rows in 32 bits.
 Status check_device_rows(const Shape& shape) {
   constexpr uint64_t kLargest = 16u << 20;
@@ -263,6 +282,7 @@ void each_shared_field(const GroupConfig& config, Visit&& visit) {
   visit("config.inbox_tokens", given.inbox_tokens);
   visit("config.low_latency_tokens", given.low_latency_tokens);
   visit("config.combine_rows", given.combine_rows);
+  visit("config.token_replicas", given.token_replicas);
   visit("config.placement", placement.given);
   visit("config.placement->num_layers", placement.layers);
   visit("config.placement->num_slots", placement.slots);
@@ -348,6 +368,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
                 "{} is {}; for {} ranks it must be from {} to {}: received rows are counted in 32 bits",
                 Argument("config.max_tokens"), Value(given.max_tokens), ranks, Least(1), Most(INT32_MAX / ranks));
   }
+  TW_RETURN_IF_FAILED(check_token_replicas(ranks, &given));
   Shape shape;
   shape.ranks = ranks;
   TW_RETURN_IF_FAILED(check_placement(given.placement, given.num_experts, &config->placement));
@@ -357,6 +378,10 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   shape.top_k = given.top_k;
   TW_RETURN_IF_FAILED(check_range("config.combine_rows", given.combine_rows, twRowPerRank, twRowPerExpert));
   shape.per_expert = given.combine_rows == twRowPerExpert ? 1 : 0;
+  if (shape.per_expert != 0 && given.token_replicas > 1) {
+    return fail(twInvalidArgument, "{} is {}; with {} of {} it must be 1", Argument("config.token_replicas"),
+                Value(given.token_replicas), Argument("config.combine_rows"), TW_CONSTANT(twRowPerExpert));
+  }
   shape.max_tokens = given.max_tokens;
   shape.channels = given.lanes;
   TW_RETURN_IF_FAILED(check_payloads(given, &shape));
@@ -382,6 +407,8 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   size_inbox(given, &shape);
   bool fits = WindowMap::make(shape, &config->map);
   Room room = least;
+  room.bank = std::max(room.bank, sharing_bytes(given, shape));
+  fits = fits && room.bank < UINT64_MAX / 2;
   if (fits) TW_RETURN_IF_FAILED(make_room_for(given, *config, environment, staged, &room));
   fits = fits && WindowMap::make(shape, &config->map, room);
   config->room = config->map.room();

@@ -53,6 +53,7 @@ uint64_t place_arrays(const Shape& shape, int32_t local_experts, int id_bytes, b
   place(arrays->device.part_counts, exact * device * (kMaxParts + 1) * 2 * ranks);
   place(arrays->device.slot_meta, device * ranks * shape.low_latency_tokens * meta_bytes(shape.top_k));
   place(arrays->counts.receive_offset, shape.leases() ? ranks * shape.payloads : 0);
+  place(arrays->all.sums, device * kDigestBlocks);
   return at;
 }
 

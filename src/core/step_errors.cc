@@ -85,6 +85,12 @@ Sentence describe(const ErrorRecord& record, uint32_t bound, uint32_t note, bool
     return compose("rank {} refused its arguments of {} (step {}, lane {})", record.peer, function_of(record.phase),
                    record.step, record.lane);
   }
+  if (record.result == twReplicaMismatch) {
+    return compose(
+        "ranks {} and {} are token replicas and hold unlike tokens: they differ in ids, in weights, in how many tokens "
+        "there are or in the dtype of results (step {}, lane {}); {} shares no sums between them",
+        note, record.peer, record.step, record.lane, Function{"twCombine"});
+  }
   if (record.result == twBoundMismatch) return describe_mismatch(record, bound, note, both_modes);
   if (record.result == twRecvOverflow) {
     const Argument room = bound == note ? "config.max_recv_tokens" : "input.max_recv_tokens";

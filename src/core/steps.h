@@ -22,6 +22,14 @@ Status drain(twGroup& group, int channel, twPhase_t phase, void* stream);
 // Finishes the send_only gather or reduce of a channel, and keeps how it ended for twCompleteRequest. Fails when the
 // group is finished.
 Status finish_request(twGroup& group, int channel, void* stream);
+// What follows a combine of such rows where token replicas share their sums (sharing.cc), without its place, its stream
+// and the memory of its tensors.
+SharingCall sharing_of(const twGroup& group, const twHandle& handle, const CombineRows& sent);
+// Shares the sums of the handle's combine, which has ended so at this rank; *at becomes the place of that step, if one
+// is made. Gives how both have ended. *sent: whether it could be sent.
+StepEnd share_sums(twGroup& group, twHandle& handle, const StepEnd& combined, StepPlace* at, Status* sent);
+// Refuses that step too, behind a combine that this rank has refused, where the peers cannot leave it out.
+Status refuse_sharing(twGroup& group, twHandle& handle, const CombineRows& sent, int channel, void* stream, Status why);
 // Finishes the last part of a handle's combine.
 Status finish_combine(twGroup& group, twHandle& handle);
 

@@ -11,7 +11,9 @@
 
 #include "cpu/fp8_rows.h"
 #include "cpu/gathered.h"
+#include "cpu/grouped.h"
 #include "cpu/loads.h"
+#include "cpu/sharing.h"
 #include "cpu/staged.h"
 #include "cpu/transport.h"
 #include "cpu/vector.h"
@@ -139,7 +141,7 @@ class CpuBackend : public Backend {
     known->overflow =
         take_counts(transport_, context_.map, call.at, context_.local_experts, call.room, call.drop, &handle.counts);
     if (!within_leases(context_.map, handle.counts, call.room)) return {twInternalError, context_.me, {}, 0};
-    place_experts(call.alignment, handle);
+    place_experts(context_.local_experts, call.alignment, handle);
     for (int32_t source = 0; source < shape().ranks; ++source) {
       known->received.push_back(handle.counts.at(shape(), source, context_.me));
     }
@@ -199,6 +201,15 @@ class CpuBackend : public Backend {
     }
     return end;
   }
+
+  Status send_sharing(const SharingCall& call, HandleArrays& handle) override {
+    cpu::send_sharing(transport_, context_, call, handle, counts_.data());
+    return {};
+  }
+  StepEnd finish_sharing(const SharingCall& call, TimePoint deadline, HandleArrays& handle) override {
+    return cpu::finish_sharing(transport_, context_, call, deadline, handle, counts_.data());
+  }
+  void spoil_sharing(const SharingCall& call, const HandleArrays& handle) override { cpu::spoil_sharing(call, handle); }
 
   StepEnd skip(const CombineCall& call, TimePoint deadline, HandleArrays& handle) override {
     std::fill_n(counts_.begin(), shape().ranks, 0);
@@ -380,16 +391,6 @@ class CpuBackend : public Backend {
     for (uint64_t i = 0; i < rows; ++i) {
       std::memcpy(to + i * bytes, tensor.in + static_cast<int64_t>(i) * tensor.row_stride, bytes);
     }
-  }
-
-  // Finds where the rows of each local expert begin in a grouped layout.
-  void place_experts(int64_t alignment, HandleArrays& handle) const {
-    handle.experts.begin[0] = 0;
-    for (int32_t expert = 0; expert < context_.local_experts; ++expert) {
-      const int64_t rows = (handle.counts.experts[expert] + alignment - 1) / alignment * alignment;
-      handle.experts.begin[expert + 1] = handle.experts.begin[expert] + rows;
-    }
-    std::copy_n(handle.experts.begin, context_.local_experts + 1, handle.shown.offsets);
   }
 
   static const uint64_t* receive_offset_of(const DispatchCall& call, const HandleArrays& handle) {

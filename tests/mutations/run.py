@@ -38,6 +38,7 @@ from placement import PLACEMENT
 from protocol import PROTOCOL
 from results import RESULTS
 from staged import STAGED
+from token_replicas import TOKEN_REPLICAS
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (
@@ -53,6 +54,7 @@ ALL = (
     + FP8_COMBINE
     + APART
     + PER_EXPERT
+    + TOKEN_REPLICAS
 )
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails

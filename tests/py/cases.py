@@ -53,6 +53,7 @@ class Setup:
     wire: str | None = None
     wire_scale: float | None = None
     combine_rows: str = "per_rank"
+    token_replicas: int = 1  # ranks of a set have the same tokens in each round
     # Experts in several slots, which expert_map then places.
     slot_expert: tuple[int, ...] | None = None
     policy: str = "round_robin"
@@ -106,6 +107,23 @@ class Setup:
         home, _ = ref.placement(self.slots, self.ranks, self.expert_map)
         shares = None if self.shares is None else np.array(self.shares, np.float32)
         return replicas.slots_of(ids, np.array(self.slot_expert), rank, self.policy, home, shares)
+
+    def first_of(self, rank: int) -> int:
+        """The first rank of a rank's set, from which the tokens of all its ranks follow."""
+        return rank // self.token_replicas * self.token_replicas
+
+    def share(self, tokens: int, rank: int) -> slice:
+        """Of the tokens of its set those that a rank sends."""
+        at, (each, more) = rank % self.token_replicas, divmod(tokens, self.token_replicas)
+        begin = at * each + min(at, more)
+        return slice(begin, begin + each + (at < more))
+
+    def of_sets(self, shares: list[np.ndarray]) -> list[np.ndarray]:
+        """What the ranks of each set have together, for each of its ranks."""
+        if self.token_replicas == 1:
+            return shares
+        sets = [shares[first : first + self.token_replicas] for first in range(0, self.ranks, self.token_replicas)]
+        return [np.concatenate(of) for of in sets for _ in of]
 
     @property
     def width(self) -> int:
@@ -179,6 +197,12 @@ def fewer_ranks(case: Case, ranks: int) -> Case:
     setup = case.setup
     if setup.ranks <= ranks:
         return case
+    replicas = min(setup.token_replicas, ranks)
+    if setup.token_replicas > 1:
+        ranks -= ranks % replicas
+        each = [tuple(r.tokens[rank // replicas * replicas] for rank in range(ranks)) for f in case.flights for r in f]
+        alike = iter(each)
+        case = replace(case, flights=tuple(tuple(replace(r, tokens=next(alike)) for r in f) for f in case.flights))
     placed = setup.expert_map
     if placed is not None:
         home, before = [rank % ranks for rank in placed[0]], placed[1]
@@ -187,7 +211,9 @@ def fewer_ranks(case: Case, ranks: int) -> Case:
         placed = tuple(home), tuple(slot)
     flights = tuple(tuple(replace(r, tokens=r.tokens[:ranks]) for r in flight) for flight in case.flights)
     slow = None if case.slow is None else case.slow % ranks
-    return replace(case, setup=replace(setup, ranks=ranks, expert_map=placed), flights=flights, slow=slow)
+    return replace(
+        case, setup=replace(setup, ranks=ranks, expert_map=placed, token_replicas=replicas), flights=flights, slow=slow
+    )
 
 
 # ---- inputs --------------------------------------------------------------------------------------
@@ -202,6 +228,7 @@ def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) ->
 
 def make_ids(setup: Setup, round_: Round, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """(ids [T, K], weights [T, K] float32) of one rank."""
+    rank = setup.first_of(rank)
     rng = np.random.default_rng([round_.seed, rank, 1])
     shape = round_.tokens[rank], setup.top_k
     ids = rng.random((shape[0], setup.experts)).argsort(axis=1)[:, : setup.top_k]
@@ -228,6 +255,7 @@ def owner_weights(setup: Setup, round_: Round, rank: int) -> np.ndarray:
 
 def make_payloads(setup: Setup, round_: Round, rank: int) -> list[np.ndarray]:
     """[T, elements] of every payload, tokens first."""
+    rank = setup.first_of(rank)
     rng = np.random.default_rng([round_.seed, rank, 2])
     shape = round_.tokens[rank], setup.hidden
     if setup.dtype in FLOATS:
@@ -339,7 +367,8 @@ class Got:
 
 def exchange_of(setup: Setup, round_: Round) -> ref.Exchange:
     """The oracle's exchange of a round."""
-    made = [make_ids(setup, round_, r) for r in range(setup.ranks)]
+    shares = [setup.share(round_.tokens[r], r) for r in range(setup.ranks)]
+    made = [tuple(part[mine] for part in make_ids(setup, round_, r)) for r, mine in enumerate(shares)]
     room = setup.max_recv_tokens if round_.room is None else round_.room
     return ref.Exchange(
         [setup.slots_of(ids, r) for r, (ids, _) in enumerate(made)],
@@ -376,7 +405,8 @@ def index_lists(x: ref.Exchange, round_: Round, rank: int) -> tuple[np.ndarray, 
 def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
     """Every bit of a round against the oracle."""
     x = exchange_of(setup, round_)
-    by_rank = [make_payloads(setup, round_, r) for r in range(setup.ranks)]
+    shares = [setup.share(round_.tokens[r], r) for r in range(setup.ranks)]
+    by_rank = [[part[mine] for part in make_payloads(setup, round_, r)] for r, mine in enumerate(shares)]
     payloads = [list(of) for of in zip(*by_rank, strict=True)]
     rows = []
     for rank, mine in enumerate(got):
@@ -412,7 +442,7 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
             same("expert_rows", mine.expert_rows, x.routed_rows(rank), where)
         want_tokens = want.payloads[0]
         rows.append(answers(setup, round_, rank, want_tokens, want.ids, want.weights, want.counts, offsets))
-    wanted = combined(setup, round_, x, rows)
+    wanted = setup.of_sets(combined(setup, round_, x, rows))
     for rank, mine in enumerate(got):
         where = f"rank {rank} of {round_}\n in {setup}"
         same("result", mine.out, wanted[rank], where)

@@ -129,7 +129,8 @@ class Player:
         for i in sent if in_parts else self.own_order(sent):
             self.pause()
             pending[i] = self.combine(rounds[i], handles[i], rows[i], True)
-        for i in self.own_order(sent):
+        # Token replicas wait for each other when a combine is completed.
+        for i in sent if self.setup.token_replicas > 1 else self.own_order(sent):
             if self.rng.random() < 0.5:
                 pending[i].hook()
             got[i].out = self.array(pending[i].result())

@@ -55,16 +55,27 @@ def replica_maps(draw: Any, experts: int) -> dict[str, Any]:
 
 
 @st.composite
-def setups(draw: Any, max_ranks: int = 5, exact: bool = False, replicas: bool = False, auto: bool = False) -> Setup:
-    """A group of any kind; `exact`: in high throughput; `auto`: of both modes; `replicas`: of experts in more slots."""
+def setups(
+    draw: Any,
+    max_ranks: int = 5,
+    exact: bool = False,
+    replicas: bool = False,
+    auto: bool = False,
+    token_replicas: bool = False,
+) -> Setup:
+    """A group of any kind; `exact`: in high throughput; `auto`: of both modes; `replicas`: of experts in more slots;
+    `token_replicas`: several ranks have the same tokens."""
     ranks = draw(st.integers(1, max_ranks))
+    more: dict[str, Any] = {}
+    if token_replicas:
+        more["token_replicas"] = draw(st.integers(2, max_ranks))
+        ranks = more["token_replicas"] * draw(st.integers(1, max_ranks // more["token_replicas"]))
     experts = draw(st.integers(1, 13))
     placed = draw(replica_maps(experts)) if replicas else {}
     slots = len(placed["slot_expert"]) if replicas else experts
     id_space = draw(st.sampled_from(("local", "global")))
     payloads = st.lists(st.tuples(WIDTHS, st.sampled_from(PAYLOAD_DTYPES)), max_size=3)
     most = draw(st.integers(1, 12))
-    more: dict[str, Any] = {}
     if exact or auto:
         more["mode"] = "auto" if auto else "high_throughput"
         more["lease_bytes"] = draw(st.sampled_from((0, 4096, 1 << 14, 1 << 20)))
@@ -99,8 +110,9 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
     """One routing and what is done with it."""
     exact = draw(st.booleans()) if setup.mode == "auto" else setup.exact
     most = setup.max_tokens if exact else setup.default_bound
-    counts = st.integers(0, most) | st.sampled_from((0, most))
-    tokens = tuple(draw(counts) for _ in range(setup.ranks))
+    each = setup.token_replicas
+    counts = st.integers(0, most * each) | st.sampled_from((0, most * each))
+    tokens = tuple(n for n in [draw(counts) for _ in range(setup.ranks // each)] for _ in range(each))
     flags = ("weights", "strided", "own", "special", "memory", "fortran", "identity", "reuse")
     after = draw(st.sampled_from(("", "", "again", "late", "release")))
     chosen: dict[str, Any] = {name: draw(st.booleans()) for name in flags}
@@ -115,7 +127,7 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
         if setup.overflow == "drop":
             chosen["room"] = draw(st.none() | st.integers(1, setup.max_recv_tokens or 1))
     layout = draw(st.sampled_from(("flat", "grouped") if exact else ("rank_major", "expert_major")))
-    bound = draw(st.none() | st.integers(max(1, *tokens), most))
+    bound = draw(st.none() | st.integers(max(1, *(-(-n // each) for n in tokens)), most))
     few = bound is not None and bound <= setup.default_bound
     if setup.mode == "auto" and layout == ("rank_major" if few else "flat"):
         chosen["chosen"] = draw(st.booleans())
@@ -148,9 +160,10 @@ def cases(
     exact: bool = False,
     replicas: bool = False,
     auto: bool = False,
+    token_replicas: bool = False,
 ) -> Case:
     """A group and flights of rounds."""
-    setup = draw(setups(max_ranks, exact, replicas, auto))
+    setup = draw(setups(max_ranks, exact, replicas, auto, token_replicas))
     flights = []
     for f in range(draw(st.integers(1, max_flights))):
         size = draw(st.integers(1, setup.lanes))

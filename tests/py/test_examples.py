@@ -457,3 +457,26 @@ def test_job_fails_with_a_part(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
     assert job.main() == 1
     out = capfd.readouterr().out
     assert "still run" in out and "exit code 3" in out and "FAILED" in out
+
+
+def test_token_replicas(backend: str) -> None:
+    """Ranks of a set send a share each, and half as many rows travel."""
+    out = example("13_token_replicas.py", "--device", "cuda" if backend == "nvlink" else "cpu")
+    rows = re.findall(r"(\d+)   exact on all ranks$", out, re.MULTILINE)
+    assert len(rows) == 2 and int(rows[0]) == 2 * int(rows[1]) > 0, out
+    assert out.endswith("All checks hold.\n")
+
+
+def test_token_replicas_is_not_blind(spoil: Callable[[str], None]) -> None:
+    """A result that one rank of a set has otherwise than the other: the example says so and fails."""
+    spoil(
+        "import tokenway as tw\n"
+        "honest = tw.Group.combine\n"
+        "def combine(self, *args, **kwargs):\n"
+        "    out = honest(self, *args, **kwargs)\n"
+        "    if self.token_replicas > 1 and self.rank == 1:\n"
+        "        out[0, 0] += 1\n"
+        "    return out\n"
+        "tw.Group.combine = combine\n"
+    )
+    assert "WRONG" in example("13_token_replicas.py", "--ranks", "2", code=1)

@@ -45,6 +45,8 @@ struct Collect {
   __device__ int owners() const { return ranks() - (p.own_pushed ? 0 : 1); }
   // Whether this rank's own rows are read from where the caller has them.
   __device__ bool is_direct(int rank) const { return rank == me() && !p.own_pushed; }
+  // Gives whose rows this rank's are where an owner gets them.
+  __device__ int source_at(int owner) const { return tw::cuda::source_at(p.group, owner); }
   // Gives how many rows this rank sends to a rank.
   __device__ int rows_for(int rank) const {
     if (p.reduces && !p.all_sizes) return p.bound;
@@ -179,7 +181,7 @@ __device__ inline void await_signals(const Collect& s) {
   }
 }
 
-// ---- Simple rows
+// ---- Simple rows. `s` is from here on a Collect, or what sums are shared by (collective/sharing.cu).
 
 // A tile of a row, counted over all its tensors: the tensor, and the tile's number there.
 struct Part {
@@ -228,15 +230,15 @@ __device__ inline void copy_part(const CollectiveRows& rows, std::byte* to, cons
 }
 
 template <twDtype_t kWire, bool kFast>
-__device__ inline void push_item(const Collect& s, int number, int item) {
+__device__ inline void push_item(const auto& s, int number, int item) {
   const Chunk chunk = chunk_of(s, number);
   const int row = item / s.p.pushed_parts;
   if (row >= chunk.rows) return;
   const Part part = part_of(s.p, static_cast<uint32_t>(item - row * s.p.pushed_parts));
   const CollectiveRows& rows = s.p.rows[part.tensor];
   const int i = chunk.number * s.chunk_rows() + row;
-  copy_part(rows, s.bank(chunk.owner) + s.place(rows, source_at(s.p.group, chunk.owner), i),
-            s.row_in(rows, chunk.owner, i), part.number);
+  copy_part(rows, s.bank(chunk.owner) + s.place(rows, s.source_at(chunk.owner), i), s.row_in(rows, chunk.owner, i),
+            part.number);
 }
 
 // ---- Rows that are packets
@@ -251,7 +253,7 @@ __device__ inline WordAt word_at(const CollectiveParams& p, uint32_t w) {
   while (q > 0 && w < p.rows[q].first_word) --q;
   return {q, w - p.rows[q].first_word};
 }
-__device__ __noinline__ static uint64_t load_any_word(Collect s, int rank, int i, uint32_t w) {
+__device__ __noinline__ static uint64_t load_any_word(auto s, int rank, int i, uint32_t w) {
   const WordAt at = word_at(s.p, w);
   const CollectiveRows& rows = s.p.rows[at.tensor];
   return load_bytes(s.row_in(rows, rank, i) + 8 * uint64_t{at.word}, int64_t{rows.row_bytes} - 8 * int64_t{at.word});
@@ -260,8 +262,7 @@ __device__ __noinline__ static uint64_t load_any_word(Collect s, int rank, int i
 // Loads the thread's words of the g-th group of a tile of row i for a rank. `row`: where that row of the first tensor
 // is.
 template <bool kFast>
-__device__ inline Vec16 load_group(const Collect& s, const std::byte* row, int rank, int i, const Tile& tile,
-                                   uint32_t g) {
+__device__ inline Vec16 load_group(const auto& s, const std::byte* row, int rank, int i, const Tile& tile, uint32_t g) {
   const uint32_t w = first_word(tile.begin + g);
   const uint32_t end = s.p.tiles.words;
   if (tile.begin + g >= tile.end) return {};
@@ -272,7 +273,7 @@ __device__ inline Vec16 load_group(const Collect& s, const std::byte* row, int r
   return pair;
 }
 template <bool kFast, int kGroups>
-__device__ inline void load_tile(const Collect& s, const std::byte* row, int rank, int i, const Tile& tile,
+__device__ inline void load_tile(const auto& s, const std::byte* row, int rank, int i, const Tile& tile,
                                  Vec16 (&pair)[kGroups]) {
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) pair[g] = load_group<kFast>(s, row, rank, i, tile, g);
@@ -286,7 +287,7 @@ struct Outgoing {
   const std::byte* row = nullptr;  // the row of the first tensor
   std::byte* packet = nullptr;     // the thread's place for it, in bank 0
 };
-__device__ inline Outgoing outgoing(const Collect& s, uint32_t u) {
+__device__ inline Outgoing outgoing(const auto& s, uint32_t u) {
   const CollectiveParams& p = s.p;
   Outgoing out;
   out.share = share_of(p.tiles, static_cast<uint32_t>(s.owners()), u);
@@ -299,7 +300,7 @@ __device__ inline Outgoing outgoing(const Collect& s, uint32_t u) {
   return out;
 }
 // Gives how many tiles of packets there are to send; in a reduce as if each owner got rows up to the bound.
-__device__ inline uint32_t tiles_to_send(const Collect& s) {
+__device__ inline uint32_t tiles_to_send(const auto& s) {
   const int most = s.p.reduces ? s.p.bound : s.sizes()[s.me()];
   return static_cast<uint32_t>(most * s.owners()) * s.p.tiles.per_row.divisor;
 }
@@ -311,20 +312,20 @@ struct Ahead {
   Outgoing out;
   Vec16 pair[kGroups] = {};
 
-  __device__ explicit Ahead(const Collect& s) {
+  __device__ explicit Ahead(const auto& s) {
     const uint32_t u = sent_shares(s.p.roles).first;
     if (s.sends() && u < tiles_to_send(s)) out = outgoing(s, u);
     pin(out.owner, out.there, out.row, out.packet, out.share.index, out.share.turn, out.share.tile.begin,
         out.share.tile.end);
   }
-  __device__ void load(const Collect& s) {
+  __device__ void load(const auto& s) {
     if (out.there) load_tile<kFast>(s, out.row, out.owner, out.share.index, out.share.tile, pair);
   }
 };
 
 // Sends a warp's tiles of packets. `sent(out, pair)` is called for each tile when it is on its way.
 template <bool kFast, int kGroups, class Sent>
-__device__ inline void send_packets(const Collect& s, Ahead<kFast, kGroups> ahead, Sent&& sent) {
+__device__ inline void send_packets(const auto& s, Ahead<kFast, kGroups> ahead, Sent&& sent) {
   const CollectiveParams& p = s.p;
   const Shares shares = sent_shares(p.roles);
   const uint32_t all = tiles_to_send(s);

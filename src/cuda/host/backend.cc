@@ -171,6 +171,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   plan_dispatch(budget, rows, {fit.words, usual, p.handle.metadata_step != nullptr && handle.device.brought}, &p);
   const int grid = p.roles.grid() + (p.loads_block == LoadsBlock::kApart ? 1 : 0);
   TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, budget.early && capturing, call.stream)));
+  if (send && !rows.exact()) TW_RETURN_IF_FAILED(run_digest(handle, capturing, call.stream));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
   if (send && !capturing && !rows.exact()) handle.source = {};
   if (send && rows.exact()) handle.device.brought = true;

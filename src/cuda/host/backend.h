@@ -85,9 +85,11 @@ class NvlinkBackend : public Backend {
   }
   Status send_counts(const CountsCall& call, HandleArrays& handle) override { return make_counts(call, handle, true); }
   Status send_collective(const CollectiveCall& call) override { return make_collective(call, true); }
+  Status send_sharing(const SharingCall& call, HandleArrays& handle) override { return make_sharing(call, handle); }
   bool can_refuse(const Refusal& refusal) const override;
   Status send_refusal(StepPlace at, const Refusal& refusal) override;
   Status keep_pace(StepPlace at, int32_t bound, const CombineRows& sent, void* stream) override;
+  Status keep_sharing_pace(const SharingCall& call) override;
 
   StepEnd finish_dispatch(const DispatchCall& call, TimePoint, HandleArrays& handle) override {
     return end_of(call.stream, call.send_only ? make_dispatch(call, handle, false) : Status{});
@@ -97,6 +99,9 @@ class NvlinkBackend : public Backend {
   }
   StepEnd finish_collective(const CollectiveCall& call, TimePoint) override {
     return end_of(call.stream, call.send_only ? make_collective(call, false) : Status{});
+  }
+  StepEnd finish_sharing(const SharingCall& call, TimePoint, HandleArrays&) override {
+    return end_of(call.stream, Status{});
   }
   StepEnd finish_counts(const CountsCall& call, TimePoint deadline, HandleArrays& handle, KnownCounts* known) override;
   void read_counts(const HandleArrays& handle, TimePoint until, KnownCounts* known) override;
@@ -172,6 +177,9 @@ class NvlinkBackend : public Backend {
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_choices(const CombineCall& call, const Budget& budget, const CombineParams& params);
   Status run_collective(const CollectiveCall& call, bool send, bool receive);
+  Status run_sharing(const SharingCall& call, HandleArrays& handle, bool send, bool receive);
+  // Makes the digest of a routing that nothing has read before.
+  Status run_digest(HandleArrays& handle, bool capturing, void* stream);
   Status run_refusal(StepPlace at, const Refusal& refusal, bool send, bool receive);
   // Makes a step (host/steps.cc): one kernel, or, over a staged transport, one before the moves and one behind them.
   // Without `sends` the step was sent alone before, and is finished now.
@@ -181,6 +189,7 @@ class NvlinkBackend : public Backend {
   Status make_combine(const CombineCall& call, HandleArrays& handle, bool sends);
   Status make_counts(const CountsCall& call, HandleArrays& handle, bool sends);
   Status make_collective(const CollectiveCall& call, bool sends);
+  Status make_sharing(const SharingCall& call, HandleArrays& handle);
   // The rest down to bank_of() serves the staged transport; only view_at() is used without it too.
   GroupView view_at(StepPlace at, const WindowMap& map, bool waits) const;
   bool in_trouble() const;

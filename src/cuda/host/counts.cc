@@ -53,6 +53,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   const int most = limited(budget_, call.sm_limit).max_grid;
   const int blocks = send ? std::clamp((p.tokens + kCounted - 1) / kCounted, 1, most) : 1;
   TW_RETURN_IF_FAILED(launched("an exchange of counts", launch_counts(p, blocks, call.stream)));
+  if (send) TW_RETURN_IF_FAILED(run_digest(handle, capturing, call.stream));
   // As with a dispatch: each replay reads the caller's tensors.
   if (send && !capturing) handle.source = {};
   handle.device.stream = call.stream;

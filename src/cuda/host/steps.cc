@@ -139,6 +139,12 @@ Status NvlinkBackend::make_collective(const CollectiveCall& call, bool sends) {
       [&](bool send, bool receive) { return run_collective(call, send, receive); });
 }
 
+Status NvlinkBackend::make_sharing(const SharingCall& call, HandleArrays& handle) {
+  return make(
+      call, true, false, [&] { return collected(call.places); },
+      [&](bool send, bool receive) { return run_sharing(call, handle, send, receive); });
+}
+
 bool NvlinkBackend::describe(twPortableInfo_t* info) const {
   if (staged_ == nullptr) return false;
   info->strategy = twRouted;

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include "cuda/launch/group_view.h"
 #include "cuda/launch/tiles.h"
+#include "exchange/token_replicas.h"
 #include "layout/collective_map.h"
 
 namespace tw::cuda {
@@ -80,9 +81,33 @@ struct CollectiveParams {
   int32_t sizes[kMostHostSizes];
 };
 
+// What token replicas share, and with whom. Rows are [T, row] where they lie and where they go, so `in` is `out`, and a
+// place of the set has its share of them. block_stride is the distance of rows in a bank.
+struct SharingParams : CollectiveParams {
+  ReplicaSet replicas;
+  int32_t all_tokens;     // T
+  int32_t parts;          // of the combine: behind several a combine that failed is known by its channel
+  const uint32_t* sums;   // [kDigestBlocks]
+  const int32_t* status;  // of the dispatch that was combined
+};
+
+// What the digest of a routing is made from: all ids and weights of the caller.
+struct DigestParams {
+  const void* ids;
+  const float* weights;  // NULL: all 1
+  int64_t id_stride[2];
+  int64_t weight_stride[2];
+  int64_t choices;  // T * K
+  int32_t top_k;
+  int32_t wide;    // int64
+  uint32_t* sums;  // [kDigestBlocks]
+};
+
 // Both launch `grid` blocks; `early`: see launch.h. A cudaError_t comes back as int, so that the host side needs no
 // CUDA header.
 int launch_gather(const CollectiveParams& params, int grid, bool early, void* stream);
 int launch_reduce(const CollectiveParams& params, int grid, bool early, void* stream);
+int launch_sharing(const SharingParams& params, int grid, bool early, void* stream);
+int launch_digest(const DigestParams& params, void* stream);
 
 }  // namespace tw::cuda

@@ -48,7 +48,8 @@ void plan_collective(const Budget& budget, const WindowMap& map, const Collectiv
   const bool few = packets && p.bound <= tuning.own_by_senders;
   p.own_sent = few && !p.reduces && p.send && p.receive && !p.own_pushed && known;
   const bool others = packets && (p.reduces ? !p.own_pushed : p.own_sent);  // only the other ranks' rows are waited for
-  const int64_t rows = static_cast<int64_t>(shape.ranks - (others ? 1 : 0)) * p.bound;
+  const int32_t sources = facts.sources > 0 ? facts.sources : shape.ranks - (others ? 1 : 0);
+  const int64_t rows = static_cast<int64_t>(sources) * p.bound;
   const int64_t for_rows = packets && p.bound <= kFewTokens ? 0 : p.bound;
   p.tiles = tiles_of(words, 0, for_rows, int64_t{budget.max_grid} * kWarps / 2);
   const bool both = p.send && p.receive;

@@ -16,6 +16,7 @@ struct CollectiveFacts {
   bool views = false;      // the caller sees rows in the window
   bool in_window = false;  // the caller's rows lie there
   bool staged = false;     // rows go over a staged transport
+  int32_t sources = 0;     // ranks whose rows come, where this rank's own are in place; 0: all ranks'
 };
 
 // Plans one call. Reads of *params what the call has (bound, send, receive, reduces, flat, all_sizes, tensors, and rows

@@ -27,6 +27,7 @@ int load_counts(const Shape& shape);
 int load_gather(const Shape& shape);
 int load_layout(const Shape& shape);
 int load_reduce(const Shape& shape);
+int load_sharing(const Shape& shape);
 int load_rank_view(const Shape& shape);
 int load_expert_view(const Shape& shape);
 int load_few_rows_view(const Shape& shape);
@@ -151,8 +152,8 @@ int load_kernels(const Shape& shape) {
     if (const int error = allow_shared(kernel, 0); error != 0) return error;
   }
   for (const auto load : {load_dispatch, load_combine, load_combine_fp8, load_values, load_choices, load_counts,
-                          load_balance, load_layout, load_gather, load_reduce, load_rank_view, load_expert_view,
-                          load_few_rows_view, load_index_lists, load_source_counts}) {
+                          load_balance, load_layout, load_gather, load_reduce, load_sharing, load_rank_view,
+                          load_expert_view, load_few_rows_view, load_index_lists, load_source_counts}) {
     if (const int error = load(shape); error != 0) return error;
   }
   return load_land();
