@@ -33,7 +33,7 @@ std::vector<float> in_blocks(const std::vector<float>& rows) {
   const twTensor_t from = tensor(const_cast<float*>(rows.data()), twFloat32, {count, kWidth});
   const twTensor_t to = tensor(values.data(), twFloat8e4m3, {count, kWidth});
   const twTensor_t by = tensor(scales.data(), twFloat32, {count, 2});
-  EXPECT_TW(twSuccess, twQuantizeFp8(&from, &to, &by, 0, -1, nullptr));
+  EXPECT_TW(twSuccess, twQuantizeFp8(&from, nullptr, &to, &by, 0, -1, nullptr));
   std::vector<float> taken(rows.size());
   for (size_t i = 0; i < rows.size(); ++i) {
     taken[i] = value_of(values[i]) * scales[i / kWidth * 2 + i % kWidth / 128];
