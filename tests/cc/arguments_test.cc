@@ -256,7 +256,7 @@ TEST(Arguments, EnumsOutOfRange) {
     twTensor_t ids = tensor(nullptr, twInt32, {0, 2});
     set_number(&ids.dtype, number == 9 ? 16 : number);
     EXPECT_TW(twInvalidArgument, twHandleUpdate(side.handle, &ids, nullptr));
-    EXPECT_EQ(twResultString(static_cast<twResult_t>(17)), std::string("unknown result"));
+    EXPECT_EQ(twResultString(static_cast<twResult_t>(18)), std::string("unknown result"));
   }
 }
 

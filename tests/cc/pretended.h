@@ -39,6 +39,11 @@ class Pretended : public Backend {
     collected.push_back(call);
     return refused;
   }
+  Status send_sharing(const SharingCall& call, HandleArrays&) override {
+    places.push_back(call.at);
+    return refused;
+  }
+  StepEnd finish_sharing(const SharingCall&, TimePoint, HandleArrays&) override { return {}; }
   StepEnd finish_collective(const CollectiveCall& call, TimePoint) override {
     streams.push_back(call.stream);
     limits.push_back(call.sm_limit);

@@ -1,5 +1,6 @@
 // Token replicas: which tokens a rank sends, who gets whose sums, and what ranks that hold unlike tokens hear. tests/py
 // has the behaviour of the whole (test_token_replicas.py).
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <thread>
@@ -191,7 +192,10 @@ TEST(TokenReplicas, UnlikeTokensAreTold) {
     expect_right(play(world, alike), alike);
   };
   check([](Tokens& tokens) { std::swap(tokens.ids[0], tokens.ids[1]); });
-  check([](Tokens& tokens) { tokens.weights[5] = 3.0f; });
+  check([](Tokens& tokens) {  // of an expert: a weight beside -1 counts for nothing
+    const auto served = std::find_if(tokens.ids.begin(), tokens.ids.end(), [](int32_t id) { return id >= 0; });
+    tokens.weights[static_cast<size_t>(served - tokens.ids.begin())] = 3.0f;
+  });
   check([](Tokens& tokens) { tokens = Tokens(3, 10); });
   check([](Tokens& tokens) { tokens = Tokens(0, 10); });
 }

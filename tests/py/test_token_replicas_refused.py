@@ -98,9 +98,11 @@ def test_weights_of_no_expert_may_differ(world, mode) -> None:
 def apart(env: Any) -> list[Any]:
     """What a group with token replicas cannot be made with."""
     like = {key: value for key, value in OWN.settings().items() if key != "token_replicas"}
-    heard = [caught(tw.Group, env.comm, timeout=PATIENT, **like, token_replicas=2, combine_rows="per_expert")]
+    heard = [
+        caught(tw.Group, env.comm, **like | {"timeout": PATIENT, "token_replicas": 2, "combine_rows": "per_expert"})
+    ]
     with tw.Group(env.comm, timeout=PATIENT, **like) as plain, make(env, OWN) as with_replicas:
-        heard.append(caught(tw.Group, env.comm, timeout=PATIENT, **like, token_replicas=2, arena=plain))
+        heard.append(caught(tw.Group, env.comm, **like | {"timeout": PATIENT, "token_replicas": 2}, arena=plain))
         heard.append(caught(tw.Group, env.comm, timeout=PATIENT, **like, arena=with_replicas))
         for group in (plain, with_replicas):  # both go on
             ids, weights = routing(env)
@@ -178,6 +180,7 @@ def given_up(env: Any) -> Any:
         tensor = env.backend.tensor
         handle = group.route(tensor(ids), tensor(weights))
         received = group.dispatch(handle, tensor(np.ones((TOKENS, 24), numpy_dtype("bfloat16"))))
+        make(env, replace(OWN, ranks=2)).close()  # a meeting: the dispatch has ended everywhere
         if env.rank == 1:
             group.abort()
             return None
