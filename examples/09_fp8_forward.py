@@ -16,11 +16,11 @@ should have it.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 
 import numpy as np
+import starting
 from arrays import Array, Tensor, place, to_bf16, to_float32, to_numpy
 from ml_dtypes import bfloat16
 
@@ -197,18 +197,7 @@ def report(results: list[Result]) -> bool:
 
 def main() -> int:
     """Starts the ranks, prints and checks."""
-    parser = argparse.ArgumentParser(description="fp8 rows forward and bf16 gradients back, in one group.")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ranks", type=int, help="processes (default 4, with cuda one for each device)")
-    options = parser.parse_args()
-    ranks = options.ranks or 4
-    if options.device == "cuda":
-        import torch
-
-        ranks = options.ranks or torch.cuda.device_count()
-    good = report(tw.run(rank_main, ranks, options.device, timeout=300))
-    print("\nAll checks hold." if good else "\nA check FAILED.")
-    return 0 if good else 1
+    return starting.run(starting.parse("fp8 rows forward and bf16 gradients back, in one group."), rank_main, report)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ every rank are the oracle's and every error is as small as float32's.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import NamedTuple
 
 import numpy as np
-from arrays import Array, Tensor, filled, module_of, place, to_numpy
+import starting
+from arrays import Array, Tensor, filled, place, to_numpy
 
 import tokenway as tw
 from tokenway import gating, reference
@@ -132,17 +132,9 @@ def report(ranks: list[tuple[Array, list[Result]]]) -> bool:
 
 def main() -> int:
     """Starts the ranks, prints and checks."""
-    parser = argparse.ArgumentParser(description="An MoE layer whose products gather their rows by index lists.")
-    parser.add_argument("--device", choices=("cpu", "torch", "cuda"), default="cpu", help="NumPy, PyTorch on the CPU")
-    parser.add_argument("--ranks", type=int, help="processes (default 4, with cuda one for each device)")
-    options = parser.parse_args()
-    ranks = options.ranks or 4
-    if options.device == "cuda":
-        ranks = options.ranks or module_of("cuda").cuda.device_count()
-    print(f"{ranks} ranks, {EXPERTS} experts, {TOP_K} per token, hidden size {HIDDEN}, on {options.device}\n")
-    good = report(tw.run(rank_main, ranks, options.device, timeout=300))
-    print("\nAll checks hold." if good else "\nA check FAILED.")
-    return 0 if good else 1
+    options = starting.parse("An MoE layer whose products gather their rows by index lists.", ("cpu", "torch", "cuda"))
+    print(f"{options.ranks} ranks, {EXPERTS} experts, {TOP_K} per token, hidden size {HIDDEN}, on {options.device}\n")
+    return starting.run(options, rank_main, report)
 
 
 if __name__ == "__main__":

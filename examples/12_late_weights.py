@@ -16,13 +16,13 @@ the same everywhere, and as near to float64 as float32 sums of bfloat16 rows can
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
 from typing import Any
 
 import numpy as np
-from arrays import Array, Tensor, module_of, place, to_numpy
+import starting
+from arrays import Array, Tensor, place, to_numpy
 
 import tokenway as tw
 from tokenway import gating
@@ -125,15 +125,11 @@ def report(counts: list[int], device: str) -> bool:
 
 def main() -> int:
     """Starts the ranks, prints and checks."""
-    parser = argparse.ArgumentParser(description="A decode step with weights that come with the combine.")
-    parser.add_argument("--device", choices=("cpu", "torch", "cuda"), default="cpu", help="NumPy, PyTorch on the CPU")
-    parser.add_argument("--ranks", type=int, help="the most processes (default 4, with cuda one for each device)")
-    options = parser.parse_args()
-    most = options.ranks or 4
-    if options.device == "cuda":
-        most = options.ranks or module_of("cuda").cuda.device_count()
+    options = starting.parse(
+        "A decode step with weights that come with the combine.", ("cpu", "torch", "cuda"), "the most processes"
+    )
     print(f"{TOKENS} tokens, {EXPERTS} experts, {TOP_K} per token, hidden size {HIDDEN}, on {options.device}\n")
-    good = report(sorted({1, min(2, most), most}), options.device)
+    good = report(sorted({1, min(2, options.ranks), options.ranks}), options.device)
     print("\nAll results have the same bits." if good else "\nA check FAILED.")
     return 0 if good else 1
 

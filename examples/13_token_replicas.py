@@ -14,11 +14,11 @@ a set agree, and shares brought half as many rows as all tokens from each rank.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
 import numpy as np
+import starting
 from arrays import Array, module_of, place, to_float32, to_numpy
 
 import tokenway as tw
@@ -85,18 +85,7 @@ def report(by_rank: list[list[tuple[int, Array, bool]]]) -> bool:
 
 def main() -> int:
     """Starts the ranks, prints and checks."""
-    parser = argparse.ArgumentParser(description="Ranks that hold the same tokens send a share each.")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ranks", type=int, help="processes (default 4, with cuda one for each device)")
-    options = parser.parse_args()
-    ranks = options.ranks or 4
-    if options.device == "cuda":
-        import torch
-
-        ranks = options.ranks or torch.cuda.device_count()
-    good = report(tw.run(rank_main, ranks, options.device, timeout=300))
-    print("\nAll checks hold." if good else "\nA check FAILED.")
-    return 0 if good else 1
+    return starting.run(starting.parse("Ranks that hold the same tokens send a share each."), rank_main, report)
 
 
 if __name__ == "__main__":

@@ -229,8 +229,8 @@ struct CombineCall {
   std::byte* out = nullptr;
   int64_t out_stride = 0;
   ChoiceValues values;
-  OwnerWeights
-      weights;  // where rows return per expert: those of the call, else those of the handle if it is `weighted`
+  // Where rows return per expert: those of the call, else those of the handle if it is `weighted`.
+  OwnerWeights weights;
   // Where the first of all T tokens goes, of which `out` and `values` have this rank's share.
   std::byte* all_out = nullptr;
   float* all_values = nullptr;
