@@ -76,10 +76,15 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
 
 
+def tensor_type() -> type | None:
+    """PyTorch's class of tensors, without importing PyTorch: None where nobody has, or another thread is about to."""
+    return getattr(sys.modules.get("torch"), "Tensor", None)
+
+
 def is_torch(x: Any) -> bool:
     """Whether x is a PyTorch tensor, without importing PyTorch. Never raises: no code of x runs."""
-    torch = sys.modules.get("torch")
-    return torch is not None and issubclass(type(x), torch.Tensor)
+    kind = tensor_type()
+    return kind is not None and issubclass(type(x), kind)
 
 
 def _pack(name: str | None, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:

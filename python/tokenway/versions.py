@@ -17,6 +17,7 @@ import numpy as np
 
 from tokenway import _native
 from tokenway.errors import InUse
+from tokenway.tensors import tensor_type
 
 _increment: Any = None  # PyTorch's, once there was a tensor of its
 
@@ -40,17 +41,17 @@ def _choose_increment() -> Callable[[Sequence[Any]], object]:
 
 def written(out: Any) -> None:
     """What a call had to write to: a tensor, or a sequence or mapping of them, of PyTorch or not."""
-    torch = sys.modules.get("torch")
-    if torch is None or type(out) is np.ndarray:
+    kind = tensor_type()
+    if kind is None or type(out) is np.ndarray:
         return
-    if issubclass(type(out), torch.Tensor):
+    if issubclass(type(out), kind):
         _raise((out,))
         return
     if isinstance(out, (dict, Mapping)):
         out = out.values()
     elif not isinstance(out, (list, tuple)):
         return
-    _raise([x for x in out if issubclass(type(x), torch.Tensor)])
+    _raise([x for x in out if issubclass(type(x), kind)])
 
 
 class Views:
@@ -66,12 +67,12 @@ class Views:
         self.used = False  # whether PyTorch has to do with this group
 
     def meet(self, given: Iterable[Any]) -> bool:
-        """Before a call that may show views: whether it has tensors of PyTorch."""
-        torch = sys.modules.get("torch")
-        if torch is None:
+        """Before a call that may show views: whether it has tensors of PyTorch. Of a closed group none has views."""
+        kind = tensor_type()
+        if kind is None or not self.groups:
             return False
         for x in given:
-            if issubclass(type(x), torch.Tensor):
+            if issubclass(type(x), kind):
                 if not self.used:
                     self.used = True
                     self._read()

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from player import Player
 
 import tokenway as tw
 from tokenway import tensors, versions
+
+ONE = {"experts": 2, "top_k": 1, "hidden": 4, "max_tokens": 2, "dtype": "float32"}
 
 pytestmark = pytest.mark.torch
 SCRIPT = Path(__file__).with_name("launched.py")
@@ -307,3 +310,23 @@ def test_versions_one_by_one(torch, monkeypatch: pytest.MonkeyPatch) -> None:
     versions.written([x, None, y])
     versions.written(x)
     assert (x._version, y._version) == (2, 1)
+
+
+def test_calls_of_a_closed_group(torch) -> None:
+    """They are refused by name with PyTorch's tensors as with NumPy's, whether or not the group has had any before."""
+    for earlier in (False, True):
+        with tw.local_comms(1)[0] as comm, tw.Group(comm, **ONE) as group:
+            handle = group.route(torch.zeros(2, 1, dtype=torch.int32))
+            rows = group.dispatch(handle, torch.ones(2, 4)).tokens if earlier else torch.ones(1, 2, 4)
+            group.close()
+            for call, given in ((group.dispatch, torch.ones(2, 4)), (group.combine, rows)):
+                assert caught(call, handle, given)[:1] == ("twInvalidUsage",), call
+
+
+def test_while_another_thread_imports_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is in sys.modules then, and has no tensors yet."""
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    with tw.local_comms(1)[0] as comm, tw.Group(comm, **ONE) as group:
+        handle = group.route(np.zeros((2, 1), np.int32))
+        rows = group.dispatch(handle, np.ones((2, 4), np.float32)).tokens
+        assert (group.combine(handle, rows, out=np.empty((2, 4), np.float32)) == 1).all()
