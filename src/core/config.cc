@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "exchange/token_replicas.h"
+
 namespace tw {
 namespace {
 
