@@ -83,15 +83,23 @@ class Stream {
   std::thread thread_;
 };
 
-// Never destroyed, as their threads are not ended: a process may end while a kernel waits.
+// Never deleted, as their threads are not ended: a process may end while a kernel waits. One that is destroyed serves the
+// next that is made on its device once its work is done; thousands of groups would take thousands of threads otherwise.
 struct Streams {
   std::mutex mutex;
-  std::vector<Stream*> all;
+  std::vector<Stream*> all, destroyed;
   std::map<int, Stream*> defaults;
 
   Stream* make(int device) {
-    all.push_back(new Stream(device));
-    return all.back();
+    const auto idle = std::find_if(destroyed.begin(), destroyed.end(),
+                                   [device](Stream* one) { return one->device() == device && one->is_idle(); });
+    if (idle == destroyed.end()) {
+      all.push_back(new Stream(device));
+      return all.back();
+    }
+    Stream* const made = *idle;
+    destroyed.erase(idle);
+    return made;
   }
 };
 Streams& streams() {
@@ -369,7 +377,12 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   *stream = reinterpret_cast<cudaStream_t>(known.make(t_device));
   return cudaSuccess;
 }
-cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }  // its work goes on; its thread waits for ever
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {  // its work goes on
+  Streams& known = streams();
+  const std::lock_guard lock(known.mutex);
+  known.destroyed.push_back(reinterpret_cast<Stream*>(stream));
+  return cudaSuccess;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return find(stream).wait(), cudaSuccess; }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return find(stream).is_idle() ? cudaSuccess : say(cudaErrorNotReady);
