@@ -83,8 +83,9 @@ class Stream {
   std::thread thread_;
 };
 
-// Never deleted, as their threads are not ended: a process may end while a kernel waits. One that is destroyed serves the
-// next that is made on its device once its work is done; thousands of groups would take thousands of threads otherwise.
+// Never deleted, as their threads are not ended: a process may end while a kernel waits. One that is destroyed serves
+// the next that is made on its device once its work is done; thousands of groups would take thousands of threads
+// otherwise.
 struct Streams {
   std::mutex mutex;
   std::vector<Stream*> all, destroyed;
