@@ -78,7 +78,10 @@ def numpy_dtype(name: str) -> np.dtype:
 
 def tensor_type() -> type | None:
     """PyTorch's class of tensors, without importing PyTorch: None where nobody has, or another thread is about to."""
-    return getattr(sys.modules.get("torch"), "Tensor", None)
+    global _tensor_type
+    if _tensor_type is None:
+        _tensor_type = getattr(sys.modules.get("torch"), "Tensor", None)
+    return _tensor_type
 
 
 def is_torch(x: Any) -> bool:
@@ -140,8 +143,6 @@ def describe(x: Any) -> tuple[int, bytes]:
             meta = _numpy_metas[key] = _numpy_meta(x)
         return _address(x), meta
     if kind is _tensor_type or is_torch(x):
-        if _tensor_type is None:
-            _tensor_type = sys.modules["torch"].Tensor
         return describe_torch(x) if x.is_cpu else NOTHING
     if isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray):
         return describe(np.asarray(x))

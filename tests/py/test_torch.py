@@ -326,6 +326,7 @@ def test_calls_of_a_closed_group(torch) -> None:
 def test_while_another_thread_imports_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The module is in sys.modules then, and has no tensors yet."""
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setattr(tensors, "_tensor_type", None)
     with tw.local_comms(1)[0] as comm, tw.Group(comm, **ONE) as group:
         handle = group.route(np.zeros((2, 1), np.int32))
         rows = group.dispatch(handle, np.ones((2, 4), np.float32)).tokens
