@@ -90,18 +90,24 @@ TW_API twResult_t twHandleNumOutputRows(twHandle_t handle, twLayout_t layout, in
 TW_API twResult_t twGroupIndexCapacity(twGroup_t group, int64_t rows, int32_t block, int64_t* capacity);
 
 // What a layout is in a group. The outputs of a dispatch in it have the leading dimensions [blocks, rows_per_bound *
-// b], b being the call's bound, or where `exact` is 1 [rows], rows being what twHandleNumOutputRows tells.
+// b], b being the call's bound, or where `packed` is 1 [rows]: what twHandleNumOutputRows tells where `exact` is 1,
+// else
+//   rows = (rows_per_bound * b + L * (row_alignment - 1)) / row_alignment * row_alignment
+// in whole numbers, as many as can come with their padding.
 typedef struct {
   size_t size;
   int32_t exact;      // 1: as many rows as came (high throughput); 0: as many as the bound allows
   int32_t by_expert;  // 1: a row stands under one local expert, with that id alone; 0: under its source, with all K
   int32_t views;      // 1: payloads are views of the window unless memory is given; 0: memory must be given
   int64_t blocks;     // elements of counts: N, or L by expert
-  int64_t rows_per_bound;  // rows of a block for each of b: 1, or N by expert; 0 in the exact layouts
+  int64_t rows_per_bound;  // rows of a block for each of b: 1, or N by expert, or in twGroupedByBound N * min(K, L), of
+                           // all blocks together; 0 in the exact layouts
   int64_t ids_per_row;     // ids and weights of a row: K, or 1 by expert, which is then no dimension of theirs
   int64_t offsets;         // elements of offsets, L + 1; 0: the layout has none
   int32_t default_bound;   // b of a dispatch that names none: B, in twAutomatic low_latency_tokens; 0 in the exact
                            // layouts
+  int32_t packed;          // 1: rows stand in one dimension, block behind block
+  int32_t row_alignment;   // twGroupedByBound: the group's; elsewhere 1 or what the exchange of counts named
 } twLayoutInfo_t;
 
 // Tells what a layout is in this group; creates nothing and never waits. Errors: twInvalidArgument if the group's mode
@@ -142,7 +148,7 @@ typedef struct {
 //                 may read it); ids, weights, counts: views of the handle, valid until its next dispatch or its end
 //   expert_major  not written (there is nothing to view), except counts, a view of the handle
 //   flat          as rank_major
-//   grouped       as expert_major; offsets are a view of the handle too
+//   grouped       as expert_major; offsets are a view of the handle too. grouped_by_bound: likewise
 //
 // The call fills in all fields of the tensors. Memory that is given for one must not overlap another's, nor, on the
 // CUDA backend, what the call reads: its inputs and, in a handle's first dispatch, the routing. On the CPU it may
@@ -157,7 +163,8 @@ typedef struct {
                        // flat [R', K], grouped [P]
   twTensor_t weights;  // twFloat32, the same shape; 0 where there is nothing
   twTensor_t counts;   // twInt32. rank_major and flat [N], expert_major and grouped [L]
-  twTensor_t offsets;  // twInt32 [L + 1], grouped alone: where the rows of each expert begin, and at last P
+  twTensor_t offsets;  // twInt32 [L + 1], grouped alone, in either mode: where the rows of each expert begin, and at
+                       // last where they end: P, unless P is what there is room for
   // Set by the caller, by expert alone. 1: payload q is column-major, as grouped GEMMs read the scales of their rows:
   // grouped [elements, M], where M is P rounded up to whole 16 bytes, with zeros from P on; expert_major [L, elements,
   // M], where M is N * b rounded up likewise, and what is beyond the counts is not written. 0: row-major, as above.

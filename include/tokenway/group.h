@@ -4,12 +4,13 @@
 
 // The mode of a group: whether ranks exchange counts before rows.
 typedef enum TW_AS_INT {
-  twLowLatency = 0,  // rows in slots that a bound sizes (twRankMajor, twExpertMajor); nothing is asked first
+  // Rows in slots that a bound sizes (twRankMajor, twExpertMajor, twGroupedByBound); nothing is asked first.
+  twLowLatency = 0,
   // Exact layouts: ranks exchange counts first (twExchangeCounts), so that each row goes to its final place and outputs
   // are as large as what comes.
   twHighThroughput = 1,
-  // Both, by the call: a dispatch in twRankMajor or twExpertMajor is one of low latency, with up to low_latency_tokens
-  // tokens of each rank; one in twFlat or twGrouped is of high throughput, after twExchangeCounts. A combine is as the
+  // Both, by the call: a dispatch in a layout of low latency is one of it, with up to low_latency_tokens tokens of each
+  // rank; one in twFlat or twGrouped is of high throughput, after twExchangeCounts. A combine is as the
   // handle's last dispatch, so a handle serves both in turns. Ranks whose dispatches differ in it get twBoundMismatch.
   twAutomatic = 2,
 } twMode_t;
@@ -31,7 +32,7 @@ typedef enum TW_AS_INT {
   twRowPerRank = 0,  // a partial from each of the token's ranks, which sums what its experts have made of the token
   // A row for each (token, k), as the expert made it: the owner multiplies by weights, which it may learn late, and
   // sums over k. So the bits of results depend neither on the number of ranks nor on the placement of experts, replicas
-  // included. Combines are in twExpertMajor and twGrouped alone. K rows of each token return instead of at most
+  // included. Combines are in layouts by expert alone. K rows of each token return instead of at most
   // min(K, N), and the window has room for as many.
   twRowPerExpert = 1,
 } twCombineRows_t;
@@ -66,7 +67,9 @@ typedef struct twGroupConfig {
   int32_t max_recv_tokens;  // R: how many rows of all sources a rank may receive in a step, 1..N*B; 0: N*B. An exchange
                             // of counts may name less
   twOverflow_t overflow;
-  int32_t row_alignment;  // twGrouped: an expert's rows begin at multiples of this; a power of two, 1..256; 0: 1
+  // twGrouped and twGroupedByBound, of all modes: an expert's rows begin at multiples of this; a power of two, 1..256;
+  // 0: 1.
+  int32_t row_alignment;
   // Allocator for the arrays of handles (device memory on the CUDA backend); both NULL: the library's own. alloc must
   // return 64-byte aligned blocks.
   void* (*alloc)(size_t bytes, void* context);

@@ -128,6 +128,10 @@ typedef enum TW_AS_INT {
   twFlat = 2,     // [R', ...]: the R' rows that came, in (source, token) order
   twGrouped = 3,  // [P, ...]: rows of local expert 0, then of 1 and so on, each in (source, token) order and padded
                   // with zeros to a multiple of row_alignment: expert e has rows offsets[e] .. offsets[e + 1]
+  // The rows of twGrouped in low latency, at the same places, where nobody knows before how many come: P follows from
+  // the call's bound, as the most that can (twGroupLayout). Rows from offsets[L] on are not written; their ids are
+  // invalid_id.
+  twGroupedByBound = 4,
 } twLayout_t;
 
 #endif  // TOKENWAY_TYPES_H_

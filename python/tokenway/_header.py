@@ -40,7 +40,7 @@ ID_SPACES = {"local": 0, "global": 1}
 LINKS = {"other": 0, "tested": 1, "nvml": 2, "visible": 3}
 HANDLES = {"none": 0, "descriptors": 1, "refused": 2, "fabric": 3}
 DOMAINS = {"unknown": 0, "none": 1, "named": 2}
-LAYOUTS = {"rank_major": 0, "expert_major": 1, "flat": 2, "grouped": 3}
+LAYOUTS = {"rank_major": 0, "expert_major": 1, "flat": 2, "grouped": 3, "grouped_by_bound": 4}
 WEIGHTINGS = {"none": 0, "topk": 1}
 SCALES = {"none": 0, "blocks": 1, "tensor": 2}
 POLICIES = {"round_robin": 0, "local_first": 1, "shares": 2, "balanced": 3}
@@ -188,6 +188,8 @@ class LayoutInfo(Struct):
         ("ids_per_row", c_int64),
         ("offsets", c_int64),
         ("default_bound", c_int32),
+        ("packed", c_int32),
+        ("row_alignment", c_int32),
     ]
 
 

@@ -41,14 +41,17 @@ class Calls:
         """Sends every token to the ranks of its experts; returns `Received`, or `Pending[Received]` with send_only.
 
         tokens: [T, H], rows may be strided. payloads: [T, elements] each. layout: "rank_major" (views of the window, no
-        copy; the default) or "expert_major", in high throughput "flat" (views, no copy; the default) or "grouped".
+        copy; the default), "expert_major" or "grouped", in high throughput "flat" (views, no copy; the default) or
+        "grouped".
         bound: b, equal on all ranks, T <= b <= max_tokens (default max_tokens): outputs are sized by it; in high
         throughput it only says how many parts a combine takes (`inbox_tokens`). In the mode "auto" a layout says which
-        of the two the dispatch is. Without one, it is of low latency if bound names at most `low_latency_tokens`, else
-        of high throughput (`chooses` tells which it will be). lane: which one to lease (default: the next free one).
+        of the two the dispatch is: "grouped" is of high throughput once the handle's counts were exchanged, or where
+        bound names more than `low_latency_tokens`, else of low latency, and "grouped_by_bound" is the latter always.
+        Without a layout, it is of low latency if bound names at most `low_latency_tokens`, else of high throughput
+        (`chooses` tells which it will be). lane: which one to lease (default: the next free one).
         out: a tensor for tokens, or a mapping of Received's fields and payload names, to have them written there.
         column_major: names of payloads (scales, for example) that the layouts by expert return by column, as grouped
-        GEMMs read scales: "grouped" as [elements, M], M being the rows rounded up to whole 16 bytes, with zeros beyond
+        GEMMs read scales: "grouped" as [elements, M], M being the rows P rounded up to whole 16 bytes, zeros beyond
         them; "expert_major" as [L, elements, M], where what is beyond the counts is not written. count: whether
         `loads` counts it, on all ranks alike; not for further passes over tokens that were counted, as of multi-token
         prediction. sm_limit: on a CUDA device, thread blocks of this call's kernels, in place of the group's (default

@@ -39,6 +39,8 @@ class Counting:
         """As `Group.exchange_counts` says."""
         native = self._native
         self._blocks.free()
+        if isinstance(handle, Handle):
+            handle.counted = True
         given = _header.CountsInput()
         given.lane = arguments.lane_number(lane)
         given.sm_limit = arguments.int32(sm_limit)

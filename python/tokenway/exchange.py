@@ -79,8 +79,8 @@ class Exchange:
         native, shape = self._native, self._shape
         if self._blocks.finished:
             self._blocks.free()
-        if shape.low_latency_tokens:
-            layout = shape.choose(layout, bound)
+        if shape.low_latency_tokens or type(layout) is str:
+            layout = shape.choose(layout, bound, not isinstance(handle, Handle) or handle.counted)
         if shape.sizes_outputs and (shape.exact or shape.is_exact(layout)):
             self._counting.size_outputs(handle)
         structs = self.structs.take()
@@ -199,7 +199,7 @@ class Exchange:
     def refuse_dispatch(self, layout: Any, bound: Any) -> None:
         """As `Group.refuse_dispatch` says, of a group that is open."""
         native, structs, shape = self._native, self.structs.take(), self._shape
-        if shape.low_latency_tokens:
+        if shape.low_latency_tokens or type(layout) is str:
             layout = shape.choose(layout, bound)
         structs.ask(layout or shape.default_layout)
         structs.call(arguments.int32(bound or 0), None, False, True, native.place.stream(), 0)
@@ -277,6 +277,8 @@ class Exchange:
             weighted = arguments.code(_header.WEIGHTINGS, weighting)
             if layout is None:
                 layout = getattr(handle, "layout", None)
+            elif type(layout) is str and isinstance(handle, Handle):
+                layout = shape.choose(layout, None, shape.is_exact(handle.layout))  # of the last dispatch's mode
             name = "out"
             if values is not None:
                 name = "out[0]"

@@ -54,15 +54,15 @@ class Group(Calls, _native.Shared):
     (default 100); while the group is made, the comm's. In the main thread Ctrl-C ends a wait. id_dtype, id_space
     ("local": slots of this rank, "global": as sent) and invalid_id of received ids. sm_limit: on a CUDA device, thread
     blocks of a kernel, at most one on each SM (default 0: the backend chooses); calls may have their own.
-    mode: "low_latency" (layouts "rank_major" and "expert_major", sized by a bound), "high_throughput" (layouts "flat"
-    and "grouped", as large as what comes: `exchange_counts` before a dispatch) or "auto", both by the call, as
-    `dispatch` says: decode and prefill over one window. Of that alone: low_latency_tokens, the largest bound of a
+    row_alignment: an expert's first row in "grouped" is a multiple of it, a power of two to 256 (default 1).
+    mode: "low_latency" (layouts "rank_major", "expert_major" and "grouped", sized by a bound), "high_throughput" (those
+    "flat" and "grouped", as large as what comes: `exchange_counts` before a dispatch) or "auto", both by the call,
+    as `dispatch` says: decode and prefill over one window. Of that alone: low_latency_tokens, the largest bound of a
     low-latency dispatch (default 1024, or inbox_tokens, if given, or max_tokens, where less). Of the last two:
     max_recv_tokens, rows that a rank may receive in a step (default N*B); overflow, what becomes of more, "refuse"
-    (RecvOverflow) or "drop"; row_alignment, of which an expert's first row in "grouped" is a multiple, a power of two
-    to 256 (default 1); lease_bytes, of the window, for rows that outlive their step (default 0: none): autograd keeps
-    its rows there instead of in copies, and `exchange_counts(lease=True)` asks for it. On a CUDA device a dispatch
-    waits until the host knows how much comes, and for nothing else; with max_recv_tokens given, here or to
+    (RecvOverflow) or "drop"; lease_bytes, of the window, for rows that outlive their step (default 0: none): autograd
+    keeps its rows there instead of in copies, and `exchange_counts(lease=True)` asks for it. On a CUDA device a
+    dispatch waits until the host knows how much comes, and for nothing else; with max_recv_tokens given, here or to
     `exchange_counts`, or while a graph is captured, it does not: outputs then have that many rows, of which
     `Received.counts` are used, ids of others being invalid.
 

@@ -115,6 +115,7 @@ class Handle(Generic[Owner]):
         "_unread",
         "_views",
         "bound",
+        "counted",
         "default_bound",
         "group",
         "layout",
@@ -136,6 +137,7 @@ class Handle(Generic[Owner]):
         self.bound = 0
         self.default_bound = 0  # of its dispatches: what it has room for
         self.leased = False
+        self.counted = False  # counts were exchanged since it was routed, or that was tried: the same on all ranks
         self.max_recv_tokens: int | None = None  # of the last exchange of counts; None: the group's
         # uint8: the C library's arrays of this handle lie in it.
         self._memory, self._reusable = blocks.take(memory)
@@ -171,6 +173,7 @@ class Handle(Generic[Owner]):
     def adopt_routing(self, ids: Tensor, weights: Tensor | None) -> None:
         """After the C library has taken a routing: its size and, on a CUDA device, what the first dispatch reads."""
         self.tokens = int(ids.shape[0])
+        self.counted = False
         self._landing = None
         if self.native.device is not None:
             self.follow_stream()

@@ -11,7 +11,7 @@ from tokenway.errors import InvalidArgument
 from tokenway.handle import Handle
 from tokenway.native_group import NativeGroup
 from tokenway.received import Received, Tensor
-from tokenway.shape import Field, Shape
+from tokenway.shape import BY_BOUND, Field, Shape
 from tokenway.structs import Structs
 from tokenway.tensors import numpy_dtype
 
@@ -170,7 +170,8 @@ class Outputs:
         if views:
             self._native.torch_views.show(views)
         extra = {name: fields[name] for name in shape.extra_names} if shape.extra_names else {}
-        return Received(handle, layout, extra, fields, late, torch, leased, lists)
+        named = "grouped" if layout == BY_BOUND else layout
+        return Received(handle, named, extra, fields, late, torch, leased, lists)
 
     def _all_shown(
         self, structs: Structs, handle: Handle[Any], layout: str, lead: tuple[int, ...], torch: bool

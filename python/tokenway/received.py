@@ -29,7 +29,8 @@ class Received:
     source_counts                     [L, N]                   int32
     ============  ==================  =======================  =============
 
-    and in high throughput, of the R' rows that came:
+    in grouped of low latency as in that of high throughput, P being all rows that the bound lets come (N * b * min(K,
+    L) and row_alignment - 1 for each expert); and in high throughput, of the R' rows that came:
 
     ============  ==================  =======================  =============
     field         flat                grouped                  dtype
@@ -56,7 +57,7 @@ class Received:
     [L, elements, M] in expert_major, where M is N*b rounded up to whole 16 bytes and what is beyond the counts is not
     written. Rows beyond the counts hold nothing of use (in grouped, zeros up to the last of the offsets); ids are
     invalid_id and weights 0 there. offsets are the running sums of counts; in grouped, where each expert's rows begin,
-    and at last P.
+    and at last P, or where the last expert's end if P is what there is room for.
     By expert, and only where `out` has a tensor for it, a dispatch tells where rows came from. origins: row * K + k
     that each row was taken from, rows counted as in flat, or as in rank_major, where slot p of source s is s * b + p;
     -1 where there is nothing. source_counts: how many of an expert's rows came from each source; they stand in order of

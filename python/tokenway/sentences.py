@@ -54,6 +54,7 @@ CONSTANTS = {
     **{f"tw{name}": repr(name.lower()) for name in ("Flat", "Grouped", "Routed", "Gathered", "Auto")},
     "twRankMajor": "'rank_major'",
     "twExpertMajor": "'expert_major'",
+    "twGroupedByBound": "'grouped_by_bound'",
     "twRowPerRank": "'per_rank'",
     "twRowPerExpert": "'per_expert'",
     "twWeightNone": "'none'",

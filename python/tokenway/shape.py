@@ -11,6 +11,9 @@ from tokenway import _header, arguments, tensors
 from tokenway.native_group import NativeGroup
 from tokenway.settings import FP8, Payload, RowType, Settings
 
+BY_BOUND = "grouped_by_bound"  # what the C library calls "grouped" in low latency
+GROUPED = ("grouped", BY_BOUND)
+
 
 class Field(NamedTuple):
     """A tensor to be: its shape, and its dtype by the common name."""
@@ -116,11 +119,17 @@ class Shape:
         fits = bound is not None and arguments.int32(bound) <= self.low_latency_tokens
         return "low_latency" if fits else "high_throughput"
 
-    def choose(self, layout: Any, bound: Any) -> Any:
-        """The layout of a dispatch, in the mode "auto". layout: as named, None for none; bound: as of `mode_of`."""
-        if layout is not None:
-            return layout
-        return "rank_major" if self.mode_of(bound) == "low_latency" else "flat"
+    def choose(self, layout: Any, bound: Any, counted: bool = True) -> Any:
+        """The layout of a dispatch as the C library has it; where none is named, of the mode "auto". layout: as named,
+        None for none; bound: as of `mode_of`; counted: whether counts were exchanged since the routing, or that was
+        tried. All ranks have made the same calls, so they choose alike."""
+        if layout is None:
+            return "rank_major" if self.mode_of(bound) == "low_latency" else "flat"
+        if type(layout) is str and layout == "grouped" and not self.exact:
+            fits = not counted and (bound is None or self.mode_of(bound) == "low_latency")
+            slots = fits or not self.low_latency_tokens
+            return BY_BOUND if slots else layout
+        return layout
 
     def is_exact(self, layout: Any) -> bool:
         """Whether a dispatch in a layout is one of high throughput. Any value is taken, as by `copies`."""
@@ -134,9 +143,14 @@ class Shape:
         return form is not None and not form.views
 
     def lead(self, layout: str, bound: int, rows: int) -> tuple[int, ...]:
-        """The dimensions before those of a row: [N, b], [L, N*b], or [rows] in the exact layouts."""
+        """The dimensions before those of a row: [N, b], [L, N*b], or [P]; of the exact layouts [rows]."""
         form = self.layouts[layout]
-        return (rows,) if form.exact else (form.blocks, form.rows_per_bound * bound)
+        if form.exact:
+            return (rows,)
+        if not form.packed:
+            return form.blocks, form.rows_per_bound * bound
+        step = form.row_alignment
+        return ((form.rows_per_bound * bound + form.blocks * (step - 1)) // step * step,)
 
     def fields(self, layout: str, lead: tuple[int, ...]) -> dict[str, Field]:
         """Every tensor that a dispatch can bring, by name: the table of `Received`, but for payloads by column."""

@@ -50,11 +50,11 @@ class Structs:
         self.combine_in, self.combine_out = _header.CombineInput(), _header.CombineOutput()
         given, wanted = self.dispatch_in, self.dispatch_out
         slot = partial(tensors.Slot, describe=place.describe)
-        names, exact = list(shape.payloads), any(layout.exact for layout in shape.layouts.values())
+        names = list(shape.payloads)
         self.inputs = {name: slot(given, given.payloads[q]) for q, name in enumerate(names)}
         self.tokens = self.inputs[names[0]]
         self.outputs = {name: slot(wanted, wanted.payloads[q]) for q, name in enumerate(names)}
-        for name in ("ids", "weights", "counts", *("offsets",) * exact, "origins", "source_counts"):
+        for name in ("ids", "weights", "counts", "offsets", "origins", "source_counts"):
             self.outputs[name] = slot(wanted, getattr(wanted, name))
         self.lists = {name: slot(wanted, getattr(wanted, name)) for name in LISTS}
         self.rows = slot(self.combine_in, self.combine_in.rows)

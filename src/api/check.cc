@@ -49,7 +49,7 @@ Status check_id_values(const Shape& shape, const twTensor_t& ids) {
 
 // The shape of a payload by column: [elements, M], in expert_major for each expert.
 std::vector<int64_t> columns_shape(const twPayload_t& payload, const Columns& columns, const Lead& lead) {
-  if (lead.exact) return {payload.elements, columns.rows};
+  if (lead.packed) return {payload.elements, columns.rows};
   return {lead.blocks, payload.elements, columns.rows};
 }
 
@@ -65,7 +65,7 @@ Status check_columns(const DispatchRows& types, const twDispatchOutput_t& output
                   Argument("output.column_major[]", q), Value(wanted), TW_CONSTANT(twExpertMajor),
                   TW_CONSTANT(twGrouped), types.payloads - 1);
     }
-    const int32_t elements = layout.exact ? 0 : static_cast<int32_t>(types.types[q].elements);
+    const int32_t elements = layout.packed ? 0 : static_cast<int32_t>(types.types[q].elements);
     columns[q] = Columns::of(rows, dtype_bytes(types.types[q].dtype), elements);
   }
   return {};
@@ -104,15 +104,25 @@ Status check_expert_targets(const twGroup& group, const twDispatchOutput_t& outp
   return {};
 }
 
+// Checks that 32 bits tell the rows of a layout apart, as offsets do.
+Status check_packed(const Argument& name, twLayout_t layout, const Lead& lead) {
+  if (!lead.packed || lead.rows <= INT32_MAX) return {};
+  return fail(twInvalidArgument,
+              "{} is {}; with this bound it has {} rows, more than {}, the most that 32 bits tell apart", name,
+              Value(layout), lead.rows, INT32_MAX);
+}
+
 // Checks the optional outputs of a dispatch, for which the caller may have given memory.
 Status check_targets(const twGroup& group, const twHandle& handle, const twDispatchOutput_t& output,
                      const DispatchRows& types, int32_t bound, DispatchTargets* targets, Extents* written) {
   const twGroupConfig_t& config = group.config.given;
   const Layout& layout = layout_of(output.layout);
   const Lead lead = lead_of(group, handle, layout, bound);
+  TW_RETURN_IF_FAILED(check_packed("output.layout", output.layout, lead));
   int64_t strides[2];
   targets->layout = output.layout;
-  targets->rows = lead.exact ? lead.rows : 0;
+  targets->rows = lead.packed ? lead.rows : 0;
+  targets->alignment = config.row_alignment;
   TW_RETURN_IF_FAILED(check_columns(types, output, layout, lead.rows, targets->columns));
   for (int q = 0; q < types.payloads; ++q) {
     if (output.payloads[q].data == nullptr) continue;
@@ -131,7 +141,8 @@ Status check_targets(const twGroup& group, const twHandle& handle, const twDispa
   targets->ids = layout.by_expert ? nullptr : handle.shown.ids;
   targets->weights = layout.by_expert ? nullptr : handle.shown.weights;
   targets->counts = layout.by_expert ? handle.experts.counts : handle.shown.counts;
-  targets->offsets = layout.has_offsets() ? handle.shown.offsets : nullptr;
+  targets->offsets = nullptr;
+  if (layout.has_offsets()) targets->offsets = layout.exact ? handle.shown.offsets : handle.shown.slot_offsets;
   if (output.ids.data != nullptr) {
     TW_RETURN_IF_FAILED(
         check_rows({"output.ids", config.id_dtype, lead.dimensions(), per_row, true}, output.ids, strides));
@@ -188,19 +199,19 @@ void add_read(const twGroup& group, const twHandle& handle, const DispatchCall& 
 Status check_layout(const Argument& name, twLayout_t id, bool exact, const char* why) {
   const Layout* const layout = find_layout(id);
   if (layout != nullptr && layout->exact == exact) return {};
-  Constant allowed[2] = {};  // a mode has one by source and one by expert
-  for (const Layout& each : kLayouts) {
-    if (each.exact == exact) allowed[each.by_expert ? 1 : 0] = {each.name, each.id};
+  if (exact) {
+    return fail(twInvalidArgument, "{} is {}; {}it must be {} or {}", name, Value(id),
+                why == nullptr ? "in high throughput " : why, TW_CONSTANT(twFlat), TW_CONSTANT(twGrouped));
   }
-  if (why == nullptr) why = exact ? "in high throughput " : "";
-  return fail(twInvalidArgument, "{} is {}; {}it must be {} or {}", name, Value(id), why, allowed[0], allowed[1]);
+  return fail(twInvalidArgument, "{} is {}; {}it must be {}, {} or {}", name, Value(id), why == nullptr ? "" : why,
+              TW_CONSTANT(twRankMajor), TW_CONSTANT(twExpertMajor), TW_CONSTANT(twGroupedByBound));
 }
 
 Status check_layout(const Argument& name, twLayout_t id, const twGroup& group) {
   if (!group.shape().has_both_modes()) return check_layout(name, id, group.shape().exact());
   if (find_layout(id) != nullptr) return {};
-  return fail(twInvalidArgument, "{} is {}; it must be {}, {}, {} or {}", name, Value(id), TW_CONSTANT(twRankMajor),
-              TW_CONSTANT(twExpertMajor), TW_CONSTANT(twFlat), TW_CONSTANT(twGrouped));
+  return fail(twInvalidArgument, "{} is {}; it must be {}, {}, {}, {} or {}", name, Value(id), TW_CONSTANT(twRankMajor),
+              TW_CONSTANT(twExpertMajor), TW_CONSTANT(twGroupedByBound), TW_CONSTANT(twFlat), TW_CONSTANT(twGrouped));
 }
 
 Status read_config(const twGroupConfig_t* given, ReadConfig* known) {
@@ -371,6 +382,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   int64_t strides[2];
   const Layout& layout = layout_of(input.layout);
   const Lead lead = lead_of(group, handle, layout, handle.bound);
+  TW_RETURN_IF_FAILED(check_packed("input.layout", input.layout, lead));
   TW_RETURN_IF_FAILED(check_rows({"input.rows", input.rows.dtype, lead.dimensions(), elements}, input.rows, strides));
   TW_RETURN_IF_FAILED(check_alive(group, handle, "input.rows", input.rows));
   call->rows = grid_of(handle, layout, input.rows, strides);
@@ -378,6 +390,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
       check_rows({"output.tokens", output.tokens.dtype, {handle.all.tokens}, elements, true}, output.tokens, strides));
   call->bound = handle.bound;
   call->layout = input.layout;
+  call->alignment = group.config.given.row_alignment;
   call->weighted = input.weighting == twWeightTopk;
   call->rows_dtype = input.rows.dtype;
   call->out_dtype = output.tokens.dtype;

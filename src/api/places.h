@@ -14,21 +14,24 @@
 
 namespace tw::api {
 
-// The leading dimensions of a layout: [N, b] or [L, N*b]; for an exact layout its rows, in one dimension.
+// The leading dimensions of a layout: [N, b] or [L, N*b]; for a packed layout its rows, in one dimension.
 struct Lead {
   int64_t blocks;
   int64_t rows;
-  bool exact = false;
+  bool packed = false;
 
   // The dimensions as RowsWanted takes them.
   std::vector<int64_t> dimensions() const {
-    return exact ? std::vector<int64_t>{rows} : std::vector<int64_t>{blocks, rows};
+    return packed ? std::vector<int64_t>{rows} : std::vector<int64_t>{blocks, rows};
   }
 };
 
 inline Lead lead_of(const twGroup& group, const twHandle& handle, const Layout& layout, int32_t bound) {
   if (layout.exact) return {1, shown_rows(group, handle, layout, handle.is_sized()), true};
-  return {layout.blocks(group.ranks(), group.context.local_experts), layout.rows_per_bound(group.ranks()) * bound};
+  const int64_t experts = group.context.local_experts;
+  const int64_t rows = layout.rows_per_bound(group.ranks(), group.shape().top_k, experts) * bound;
+  if (layout.packed) return {1, padded_rows(rows, experts, group.config.given.row_alignment), true};
+  return {layout.blocks(group.ranks(), experts), rows};
 }
 
 inline Extent extent(const Grid& grid, const Lead& lead, int64_t row_bytes) {
@@ -42,8 +45,9 @@ inline Extent extent(const Grid& grid, const Lead& lead, int64_t row_bytes) {
 // The rows of a checked tensor, whose byte strides check_rows has given.
 inline Grid grid_of(const twHandle& handle, const Layout& layout, const twTensor_t& tensor, const int64_t strides[2]) {
   const auto* const data = static_cast<const std::byte*>(tensor.data);
-  if (!layout.exact) return {data, strides[0], strides[1]};
-  return {data, 0, strides[0], layout.by_expert ? handle.experts.begin : handle.counts.source};
+  if (!layout.packed) return {data, strides[0], strides[1]};
+  const int64_t* const of_experts = layout.exact ? handle.experts.begin : handle.experts.slot_begin;
+  return {data, 0, strides[0], layout.by_expert ? of_experts : handle.counts.source};
 }
 
 // Whether memory belongs to a channel of the window, now or before a growth. Leases do not: they are the caller's.

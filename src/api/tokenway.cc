@@ -154,7 +154,9 @@ twResult_t twGroupLayout(twGroup_t group, twLayout_t id, twLayoutInfo_t* info) {
     known.by_expert = layout.by_expert ? 1 : 0;
     known.views = layout.views() ? 1 : 0;
     known.blocks = layout.blocks(group->ranks(), group->context.local_experts);
-    known.rows_per_bound = layout.rows_per_bound(group->ranks());
+    known.packed = layout.packed ? 1 : 0;
+    known.rows_per_bound = layout.rows_per_bound(group->ranks(), group->shape().top_k, group->context.local_experts);
+    known.row_alignment = layout.has_offsets() ? group->config.given.row_alignment : 1;
     known.ids_per_row = layout.ids_per_row(group->shape().top_k);
     known.offsets = layout.has_offsets() ? known.blocks + 1 : 0;
     const tw::DispatchRows rows = tw::api::own_rows(*group, layout.exact);

@@ -49,16 +49,20 @@ struct Context {
 
 // What a handle shows: callers may write to these arrays, as the library reads none of them again.
 struct ShownArrays {
-  int32_t* counts = nullptr;   // [N]
-  void* ids = nullptr;         // [N, B, K] or [R, K], in the group's id type
-  float* weights = nullptr;    // likewise
-  int32_t* offsets = nullptr;  // [L + 1], high throughput alone: PerExpert::begin, in 32 bits
+  int32_t* counts = nullptr;        // [N]
+  void* ids = nullptr;              // [N, B, K] or [R, K], in the group's id type
+  float* weights = nullptr;         // likewise
+  int32_t* offsets = nullptr;       // [L + 1], high throughput alone: PerExpert::begin, in 32 bits
+  int32_t* slot_offsets = nullptr;  // [L + 1], low latency alone: the same of PerExpert::slot_begin
 };
 
 // The received rows of each local expert.
 struct PerExpert {
   int32_t* counts = nullptr;  // [L]
   int64_t* begin = nullptr;   // [L + 1], high throughput alone: the row of a grouped layout at which an expert's begin
+  // [L + 1], low latency on hosts alone: the same of what a dispatch has brought. Apart, as a handle of both modes may
+  // be dispatched by its counts again.
+  int64_t* slot_begin = nullptr;
 };
 
 // By which of a placement's maps the ids became slots.
@@ -71,7 +75,7 @@ struct MapOfRouting {
 // What a handle has on a device alone: arrays there, and what the host knows of them.
 struct DeviceArrays {
   ExpertRow* places = nullptr;        // [N * B, K]: where each received (row, k) of an expert_major dispatch went
-  bool placed = false;                // `places` is that of the last dispatch
+  twLayout_t placed = twRankMajor;    // the layout by expert whose places of the last dispatch these are; else none's
   uint32_t* digest = nullptr;         // MapOfRouting::digest, as the device has read it
   int32_t* status = nullptr;          // twResult_t of the last dispatch, as the device knows it
   void* stream = nullptr;             // stream of the last dispatch
@@ -132,10 +136,11 @@ struct DispatchTargets {
   void* ids = nullptr;
   float* weights = nullptr;
   int32_t* counts = nullptr;         // [N] or [L] by layout; never NULL
-  int32_t* offsets = nullptr;        // [L + 1], grouped alone
+  int32_t* offsets = nullptr;        // [L + 1], grouped alone, in either mode
+  int32_t alignment = 1;             // of an expert's rows in the grouped of low latency
   int64_t* origins = nullptr;        // [L, N*b] or [P], by expert alone
   int32_t* source_counts = nullptr;  // [L, N], likewise
-  int64_t rows = 0;                  // rows of an exact layout
+  int64_t rows = 0;                  // rows of a packed layout
   IndexLists lists;                  // rank_major and flat alone
 };
 
@@ -219,6 +224,7 @@ struct CombineCall {
   int32_t part = 0;      // which one this is: Shape::part_tokens() tokens, from part * part_tokens() on. Behind
                          // the first each has a step that is left out before it, so that all have the same bank
   twLayout_t layout = twRankMajor;
+  int32_t alignment = 1;  // as in DispatchTargets
   bool weighted = false;
   bool in_window = false;  // the rows lie where a peer's next step may write: Backend::peers_write
   bool apart = false;      // neither a peer nor the sums can overwrite the rows while the call runs

@@ -234,7 +234,7 @@ Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call,
     // Other rows may be dropped, so partials of the last dispatch have no way back; all ranks see that alike. Those of
     // another alignment have, as their rows are told by the counts, and those of low latency, which drops none.
     handle.dispatched = handle.dispatched && (!handle.exact || now.room == before.room);
-    handle.device.placed = false;
+    handle.device.placed = twRankMajor;
   }
   note_capture(group, handle, call.stream, true, false);
   handle.counts_deadline = TimePoint::max();
@@ -289,8 +289,7 @@ int64_t shown_rows(const twGroup& group, const twHandle& handle, const Layout& l
   const int64_t sent = group.config.given.overflow == twOverflowDrop
                            ? static_cast<int64_t>(shape.ranks) * handle.max_tokens
                            : handle.counting.room;
-  const int64_t rows = sent * std::min<int64_t>(shape.top_k, experts);
-  return (rows + experts * (alignment - 1)) / alignment * alignment;
+  return padded_rows(sent * std::min<int64_t>(shape.top_k, experts), experts, alignment);
 }
 
 Status counts_ready(twGroup& group, twHandle& handle, int32_t timeout_ms, bool* ready) {

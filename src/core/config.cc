@@ -143,6 +143,7 @@ Status check_low_latency(twGroupConfig_t* given, Shape* shape) {
 
 // Checks the fields that low latency does not have, and fills in their defaults.
 Status check_throughput(int32_t ranks, const GroupConfig& config, twGroupConfig_t* given, Shape* shape) {
+  if (given->row_alignment == 0) given->row_alignment = 1;
   if (given->lease_bytes > static_cast<uint64_t>(INT64_MAX / 2)) {
     return fail(twInvalidArgument, "{} is {}; it must be from {} to {}", Argument("config.lease_bytes"),
                 Value(given->lease_bytes), Least(0), Most(INT64_MAX / 2));
@@ -153,11 +154,10 @@ Status check_throughput(int32_t ranks, const GroupConfig& config, twGroupConfig_
     TW_RETURN_IF_FAILED(check_absent("config.overflow", given->overflow));
     TW_RETURN_IF_FAILED(check_absent("config.inbox_tokens", given->inbox_tokens));
     TW_RETURN_IF_FAILED(check_low_latency(given, shape));
-    return check_absent("config.row_alignment", given->row_alignment);
+    return check_row_alignment("config.row_alignment", given->row_alignment);
   }
   const int32_t most = ranks * given->max_tokens;
   if (given->max_recv_tokens == 0) given->max_recv_tokens = most;
-  if (given->row_alignment == 0) given->row_alignment = 1;
   TW_RETURN_IF_FAILED(check_range("config.max_recv_tokens", given->max_recv_tokens, 1, most));
   TW_RETURN_IF_FAILED(check_range("config.overflow", given->overflow, twOverflowRefuse, twOverflowDrop));
   if (given->inbox_tokens != 0) {

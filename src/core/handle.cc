@@ -34,6 +34,9 @@ uint64_t place_arrays(const Shape& shape, int32_t local_experts, int id_bytes, b
   place(arrays->shown.counts, ranks);
   arrays->shown.ids = take(rows * shape.top_k * id_bytes);
   place(arrays->shown.weights, rows * shape.top_k);
+  const uint64_t slots = !shape.exact() || shape.has_both_modes() ? 1 : 0;
+  place(arrays->experts.slot_begin, slots * (experts + 1));
+  place(arrays->shown.slot_offsets, slots * (experts + 1));
   const uint64_t device = on_device ? 1 : 0;
   place(arrays->device.places, device * rows * shape.top_k);
   place(arrays->device.status, device);

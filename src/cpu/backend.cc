@@ -85,6 +85,7 @@ class CpuBackend : public Backend {
                        values);
     };
     if (layout_of(call.layout).by_expert) {
+      place_received(context_, call.layout, call.alignment, next_.data(), handle);
       ExpertPlaces places(shape(), context_.placement, context_.me, context_.local_experts, next_.data());
       send(ExpertMajorTerms{places, call.rows, call.values.in});
     } else {
@@ -264,6 +265,7 @@ class CpuBackend : public Backend {
     transport_.begin(call.at,
                      {choices_.data(), values ? 2 : 1, rows.combine_bytes + (values ? uint64_t{sizeof(float)} : 0)},
                      call.send_only);
+    place_received(context_, call.layout, call.alignment, next_.data(), handle);
     ExpertPlaces places(shape(), context_.placement, context_.me, context_.local_experts, next_.data());
     tw::send_choices(transport_, call.sent.map, call.at, received, part, counts_.data(),
                      {call.rows_dtype, call.sent.wire, call.sent.elements, false}, note_of(call),
@@ -403,7 +405,7 @@ class CpuBackend : public Backend {
   }
 
   // Fills the caller's tensors from what arrived.
-  void show(const DispatchCall& call, const HandleArrays& handle) {
+  void show(const DispatchCall& call, HandleArrays& handle) {
     const DispatchTargets& targets = call.targets;
     const Received& received = handle.received;
     const auto window_row = [&](int q, int source, int p) -> const std::byte* {
@@ -414,7 +416,9 @@ class CpuBackend : public Backend {
     if (layout.by_expert) {
       ExpertMajorOut out;
       out.rows_per_expert = static_cast<int64_t>(shape().ranks) * call.bound;
-      if (layout.exact) out.first = handle.experts.begin;
+      place_received(context_, targets.layout, targets.alignment, next_.data(), handle);
+      if (layout.packed) out.first = layout.exact ? handle.experts.begin : handle.experts.slot_begin;
+      out.rows = targets.rows;
       std::copy(std::begin(targets.payloads), std::end(targets.payloads), out.payloads);
       std::copy(std::begin(targets.columns), std::end(targets.columns), out.columns);
       out.ids = targets.ids;
@@ -424,8 +428,8 @@ class CpuBackend : public Backend {
       out.counts = targets.counts;
       scatter_expert_major(call.rows.map.shape(), context_.placement, received, context_.me, context_.local_experts,
                            context_.ids, out, window_row, [&](int source) { return first_row(call, handle, source); });
-      if (targets.offsets != nullptr && targets.offsets != handle.shown.offsets) {
-        std::copy_n(handle.shown.offsets, context_.local_experts + 1, targets.offsets);
+      for (int32_t expert = 0; targets.offsets != nullptr && expert <= context_.local_experts; ++expert) {
+        targets.offsets[expert] = static_cast<int32_t>(out.first[expert]);
       }
       return;
     }

@@ -45,6 +45,7 @@ class ExpertPlaces {
 
 struct ExpertMajorOut {
   const int64_t* first = nullptr;  // grouped: [L + 1] each expert's first row; NULL: by rows_per_expert
+  int64_t rows = 0;                // grouped: rows that there is room for, from first[L] on without an expert
   int64_t rows_per_expert = 0;
   std::byte* payloads[kMaxPayloads] = {};  // NULL: not wanted
   Columns columns[kMaxPayloads];
@@ -95,18 +96,23 @@ void scatter_expert_major(const Shape& shape, const Placement& placement, const 
       });
     }
   }
+  const auto show_empty = [&](int64_t at) {
+    if (out.ids != nullptr) style.store(out.ids, at, style.invalid);
+    if (out.weights != nullptr) out.weights[at] = 0.0f;
+    if (out.origins != nullptr) out.origins[at] = -1;
+  };
   for (int32_t expert = 0; expert < local_experts; ++expert) {
     for (int64_t at = out.begin(expert) + out.counts[expert]; at < out.begin(expert + 1); ++at) {
-      if (out.ids != nullptr) style.store(out.ids, at, style.invalid);
-      if (out.weights != nullptr) out.weights[at] = 0.0f;
-      if (out.origins != nullptr) out.origins[at] = -1;
+      show_empty(at);
       for (int q = 0; q < shape.payloads && out.first != nullptr; ++q) {
         out.place(q, at, nullptr, shape.payload_bytes[q]);
       }
     }
   }
-  for (int q = 0; q < shape.payloads && out.first != nullptr; ++q) {  // fills columns beyond the last row
-    for (int64_t at = out.begin(local_experts); at < out.columns[q].rows; ++at) {
+  if (out.first == nullptr) return;
+  for (int64_t at = out.begin(local_experts); at < out.rows; ++at) show_empty(at);
+  for (int q = 0; q < shape.payloads; ++q) {  // fills columns beyond the last row
+    for (int64_t at = out.rows; at < out.columns[q].rows; ++at) {
       out.place(q, at, nullptr, shape.payload_bytes[q]);
     }
   }

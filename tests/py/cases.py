@@ -11,14 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from bits import FLOATS, as_bits, same, same_columns
 
 import tokenway as tw
 from tokenway import reference as ref
 from tokenway import replica_reference as replicas
+from tokenway.grouped_reference import dispatch_grouped_by_bound
 from tokenway.tensors import numpy_dtype
-from tokenway.view_reference import columns_by_expert
 
-FLOATS = ("float32", "bfloat16", "float16")
+BY_EXPERT = ("expert_major", "grouped", "grouped_by_bound")  # the last is what calls name grouped in low latency
 ROUTINGS = ("random", "holes", "one", "none", "few")
 SPECIAL = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-40, 65504.0, 3e38, -1.0], np.float32)
 
@@ -172,6 +173,11 @@ class Round:
         """Whether it is a round of high throughput."""
         return self.layout in ("flat", "grouped")
 
+    @property
+    def named(self) -> str:
+        """The layout as calls name it and as it is in results."""
+        return "grouped" if self.layout == "grouped_by_bound" else self.layout
+
     def alignment(self, rank: int) -> int | None:
         """row_alignment of a rank's counts; None: the group's."""
         return self.alignments[rank % len(self.alignments)] if self.alignments else None
@@ -290,7 +296,10 @@ def answers(
     else:
         here = np.flatnonzero(home == rank)
         here = here[np.argsort(slot[here])]
-        expert = np.repeat(here, np.diff(offsets))[:, None] if round_.layout == "grouped" else here[:, None, None]
+        expert = here[:, None, None]
+        if round_.named == "grouped":  # further rows are nobody's
+            expert = np.zeros((len(tokens), 1), int)
+            expert[: offsets[-1], 0] = np.repeat(here, np.diff(offsets))
         rows = affine(_widen(tokens, setup.width), expert)
         if round_.weighting == "none":
             rows = weights[..., None] * rows
@@ -303,9 +312,9 @@ def filled(round_: Round, tokens: np.ndarray, counts: Any, offsets: Any) -> np.n
     counts = np.asarray(counts)
     if round_.layout == "flat":
         return np.ones(len(tokens), bool)
-    if round_.layout == "grouped":
+    if round_.named == "grouped":
         places = [np.arange(p) < n for p, n in zip(np.diff(offsets), counts, strict=True)]
-        return np.concatenate([np.zeros(0, bool), *places])
+        return np.concatenate([np.zeros(0, bool), *places, np.zeros(len(tokens) - offsets[-1], bool)])
     return np.arange(tokens.shape[1]) < counts[:, None]
 
 
@@ -388,6 +397,7 @@ DISPATCHES = {
     "expert_major": ref.dispatch_expert_major,
     "flat": ref.dispatch_flat,
     "grouped": ref.dispatch_grouped,
+    "grouped_by_bound": dispatch_grouped_by_bound,
 }
 
 
@@ -414,7 +424,7 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
         where = f"rank {rank} of {round_}\n in {setup}"
         same("counts", mine.counts, want.counts, where)
         sums = np.append(0, want.counts.cumsum()).astype(np.int32)
-        offsets = x.blocks(rank) if round_.layout == "grouped" else sums
+        offsets = x.blocks(rank) if round_.named == "grouped" else sums
         same("offsets", mine.offsets, offsets, where)
         same("ids", mine.ids, want.ids.astype(setup.id_dtype), where)
         same("weights", mine.weights, want.weights, where)
@@ -426,11 +436,11 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
         ):
             same(name, one_got, one_want, where)
         valid = filled(round_, want.payloads[0], want.counts, offsets)
-        if round_.layout == "grouped":
-            valid[:] = True  # what is between experts is zero
+        if round_.named == "grouped":
+            valid[: offsets[-1]] = True  # what is between experts is zero
         for q, (one_got, one_want) in enumerate(zip(mine.payloads, want.payloads, strict=True)):
             if q in round_.columns:
-                same_columns(f"payload {q} by column", round_.layout, one_got, one_want, valid, where)
+                same_columns(f"payload {q} by column", round_.named, one_got, one_want, valid, where)
                 continue
             assert one_got.shape == one_want.shape, (one_got.shape, one_want.shape, where)
             same(f"payload {q}", as_bits(one_got)[valid], as_bits(one_want)[valid], where)
@@ -454,11 +464,11 @@ def combined(setup: Setup, round_: Round, x: ref.Exchange, rows: list[np.ndarray
     """The oracle's results."""
     given: dict[str, Any] = {"wire": numpy_dtype(setup.wire or setup.combine_dtype), "out": numpy_dtype(round_.out)}
     if setup.combine_rows == "per_rank":
-        return ref.combine(x, rows, layout=round_.layout, weighting=round_.weighting, **given, scale=setup.wire_scale)
+        return ref.combine(x, rows, layout=round_.named, weighting=round_.weighting, **given, scale=setup.wire_scale)
     weights = x.weight if round_.weighting == "topk" else None
     if round_.late_weights:
         weights = [owner_weights(setup, round_, rank) for rank in range(setup.ranks)]
-    return ref.combine_per_expert(x, rows, layout=round_.layout, weights=weights, **given)
+    return ref.combine_per_expert(x, rows, layout=round_.named, weights=weights, **given)
 
 
 def verify_case(case: Case, by_rank: list[Any]) -> None:
@@ -466,34 +476,3 @@ def verify_case(case: Case, by_rank: list[Any]) -> None:
     for f, flight in enumerate(case.flights):
         for i, round_ in enumerate(flight):
             verify(case.setup, round_, [mine[f][i] for mine in by_rank])
-
-
-def same_columns(what: str, layout: str, got: np.ndarray, rows: np.ndarray, valid: np.ndarray, where: str) -> None:
-    """Columns of these rows. In expert_major what is beyond the counts is not written, so it may be anything."""
-    if layout == "grouped":
-        return same(what, as_bits(got), as_bits(ref.columns(rows)), where)
-    want = columns_by_expert(rows)
-    here = np.zeros((len(rows), want.shape[2]), bool)
-    here[:, : valid.shape[1]] = valid
-    assert got.shape == want.shape, (what, got.shape, want.shape, where)
-    return same(what, *(np.where(here[:, None, :], as_bits(each), 0) for each in (got, want)), where)
-
-
-def as_bits(array: np.ndarray) -> np.ndarray:
-    """The same memory as unsigned integers."""
-    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
-
-
-def same(what: str, got: np.ndarray, want: np.ndarray, where: str = "") -> None:
-    """Equal dtype, shape and bits; a NaN equals any NaN in sums."""
-    assert got.dtype == want.dtype and got.shape == want.shape, (
-        f"{what}: {got.dtype} {got.shape}, not {want.dtype} {want.shape}; {where}"
-    )
-    bad = as_bits(got) != as_bits(want)
-    if bad.any() and got.dtype.name in FLOATS:
-        bad &= ~(np.isnan(got.astype(np.float32)) & np.isnan(want.astype(np.float32)))
-    if bad.any():
-        at = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise AssertionError(
-            f"{what}: {int(bad.sum())} of {bad.size} differ, first at {at}: {got[at]!r}, not {want[at]!r}; {where}"
-        )

@@ -16,7 +16,7 @@ OWN = Setup(ranks=3, experts=7, top_k=3, hidden=24, max_tokens=4, lanes=2)
 EXACT = {"mode": "high_throughput", "row_alignment": 4}
 MODES = {"low_latency": {}, "high_throughput": EXACT, "in parts": EXACT | {"inbox_tokens": 3}}
 LAYOUTS = {
-    "low_latency": ("rank_major", "expert_major"),
+    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
     "high_throughput": ("flat", "grouped"),
     "in parts": ("flat", "grouped"),
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cases import FLOATS, LISTS, Case, Got, Round, answers, make_ids, make_payloads, owner_weights
+from cases import BY_EXPERT, FLOATS, LISTS, Case, Got, Round, answers, make_ids, make_payloads, owner_weights
 from harness import PATIENT
 
 import tokenway as tw
@@ -174,6 +174,12 @@ class Player:
             sm_limit=self.limit(round_, 0),
         )
 
+    def layout(self, round_: Round, handle: tw.Handle) -> str | None:
+        """As the dispatch names it; what grouped is, of a handle of both modes, its counts say."""
+        if round_.chosen:
+            return None
+        return round_.layout if self.setup.mode == "auto" and handle.counted else round_.named
+
     def limit(self, round_: Round, call: int) -> int:
         """sm_limit of this rank's call of a round."""
         return round_.limits[(self.env.rank + call) % len(round_.limits)] if round_.limits else 0
@@ -188,7 +194,7 @@ class Player:
             handle,
             inputs[0],
             extra,
-            layout=None if round_.chosen else round_.layout,
+            layout=self.layout(round_, handle),
             bound=round_.bound,
             lane=round_.lane,
             out=self.outputs(round_, handle) if round_.own else None,
@@ -206,19 +212,21 @@ class Player:
         lead: tuple[int, ...] = (group.nranks, b)
         per_row: tuple[int, ...] = (group.top_k,)
         blocks = group.nranks
-        if round_.layout in ("expert_major", "grouped"):
+        if round_.layout in BY_EXPERT:
             lead, per_row, blocks = (group.num_local_experts, group.nranks * b), (), group.num_local_experts
         if round_.exact:
             lead = (handle.rows_of(round_.layout) or 0,)
+        elif round_.layout == "grouped_by_bound":
+            lead = group.shape.lead(round_.layout, b, 0)
         shapes = {
             "tokens": ((*lead, self.setup.hidden), self.setup.dtype),
             "ids": ((*lead, *per_row), self.setup.id_dtype),
             "weights": ((*lead, *per_row), "float32"),
             "counts": ((blocks,), "int32"),
         }
-        if round_.layout == "grouped":
+        if round_.named == "grouped":
             shapes["offsets"] = (blocks + 1,), "int32"
-        if round_.layout in ("expert_major", "grouped"):
+        if round_.layout in BY_EXPERT:
             shapes |= {"origins": (lead, "int64"), "source_counts": ((blocks, group.nranks), "int32")}
         if block := round_.index_block:
             capacity = group.index_capacity(int(np.prod(lead)), block)
@@ -261,7 +269,7 @@ class Player:
         if received.leased:
             self.leased += zip(payloads, fields, strict=True)
         rest = [self.array(getattr(received, n)) for n in ("ids", "weights", "counts", "offsets")]
-        assert received.layout == round_.layout
+        assert received.layout == round_.named
         got = Got(fields, *rest, np.empty(0), received=received.handle.num_recv_tokens())
         if received.sorted_rows is not None:
             got.lists = tuple(self.array(getattr(received, name)) for name in LISTS)

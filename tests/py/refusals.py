@@ -112,7 +112,7 @@ DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "out's name": (
         {"out": {"token": _tokens((3, 8, 4))}},
-        r"^out has 'token'; it may have tokens, p0, ids, weights, counts, origins, source_counts$",
+        r"^out has 'token'; it may have tokens, p0, ids, weights, counts, offsets, origins, source_counts$",
     ),
     "a payload's name": (
         {"payloads": {"p0": np.zeros((3, 3), np.uint8), "scales": np.zeros((3, 1), np.float32)}},

@@ -16,7 +16,10 @@ import tokenway as tw
 
 Turn = tuple[int, Round]  # which group's, and what
 
-LAYOUTS = {"low_latency": ("rank_major", "expert_major"), "high_throughput": ("flat", "grouped")}
+LAYOUTS = {
+    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
+    "high_throughput": ("flat", "grouped"),
+}
 
 # A target model, its draft model, and a layer whose experts have replicas: no two of them have a shape in common, and
 # none has experts that the ranks divide.
@@ -119,7 +122,7 @@ def rounds(setups: Sequence[Setup], times: int = 2, **changes: Any) -> list[Turn
         for layout in (0, 1):
             for which, setup in enumerate(setups):
                 tokens = (setup.max_tokens, seed, setup.max_tokens - 1)[: setup.ranks]
-                name = LAYOUTS[setup.mode][layout]
+                name = LAYOUTS[setup.mode][-layout if seed % 2 else layout]
                 seeds = len(made) + 1
                 made.append((which, Round(tokens, seed=seeds, layout=name, out="bfloat16", **changes)))
     return made

@@ -44,6 +44,7 @@ def random_setup(rng: random.Random, ranks: int) -> Setup:
         combine_dtype=rng.choice(FLOATS),
         lanes=rng.randint(1, 4),
         id_space=rng.choice(("local", "global")),
+        row_alignment=rng.choice((None, 1, 4, 128)),
     )
 
 
@@ -56,7 +57,7 @@ def random_round(rng: random.Random, setup: Setup) -> Round:
         seed=rng.getrandbits(40),
         routing=rng.choice(ROUTINGS),
         bound=rng.choice((None, max(1, *tokens))),
-        layout=rng.choice(("rank_major", "expert_major")),
+        layout=rng.choice(("rank_major", "expert_major", "grouped_by_bound")),
         weighting=rng.choice(("none", "topk")),
         rows=rng.choice(FLOATS),
         out=rng.choice(FLOATS),

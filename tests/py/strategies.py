@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from cases import FLOATS, ROUTINGS, Case, Round, Setup
+from cases import BY_EXPERT, FLOATS, ROUTINGS, Case, Round, Setup
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -76,10 +76,10 @@ def setups(
     id_space = draw(st.sampled_from(("local", "global")))
     payloads = st.lists(st.tuples(WIDTHS, st.sampled_from(PAYLOAD_DTYPES)), max_size=3)
     most = draw(st.integers(1, 12))
+    more["row_alignment"] = draw(st.none() | st.sampled_from((1, 2, 8, 256)))
     if exact or auto:
         more["mode"] = "auto" if auto else "high_throughput"
         more["lease_bytes"] = draw(st.sampled_from((0, 4096, 1 << 14, 1 << 20)))
-        more["row_alignment"] = draw(st.none() | st.sampled_from((1, 2, 8, 256)))
         more["inbox_tokens"] = draw(st.none() | st.integers(1, most))  # combines may take parts
         if auto:
             more["low_latency_tokens"] = draw(st.none() | st.integers(1, more["inbox_tokens"] or most))
@@ -126,12 +126,12 @@ def rounds(draw: Any, setup: Setup, seed: int) -> Round:
         chosen["alignments"] = tuple(draw(st.lists(st.none() | st.sampled_from((1, 2, 8, 256)), max_size=3)))
         if setup.overflow == "drop":
             chosen["room"] = draw(st.none() | st.integers(1, setup.max_recv_tokens or 1))
-    layout = draw(st.sampled_from(("flat", "grouped") if exact else ("rank_major", "expert_major")))
+    layout = draw(st.sampled_from(("flat", "grouped") if exact else ("rank_major", "expert_major", "grouped_by_bound")))
     bound = draw(st.none() | st.integers(max(1, *(-(-n // each) for n in tokens)), most))
     few = bound is not None and bound <= setup.default_bound
     if setup.mode == "auto" and layout == ("rank_major" if few else "flat"):
         chosen["chosen"] = draw(st.booleans())
-    extra = range(1, len(setup.payloads) + 1) if layout in ("expert_major", "grouped") else ()
+    extra = range(1, len(setup.payloads) + 1) if layout in BY_EXPERT else ()
     if layout in ("rank_major", "flat"):
         chosen["index_block"] = draw(st.sampled_from((0, 0, 0, 1, 3, 16, 64, 256)))
     return Round(

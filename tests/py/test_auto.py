@@ -27,7 +27,7 @@ import tokenway as tw
 
 AUTO = {"mode": "auto", "low_latency_tokens": 4}
 OWN = Setup(ranks=3, experts=7, top_k=3, hidden=24, max_tokens=8, row_alignment=4, **AUTO)
-LAYOUTS = ("rank_major", "flat", "expert_major", "grouped")
+LAYOUTS = ("rank_major", "flat", "expert_major", "grouped", "grouped_by_bound")
 
 
 def make(env: Any, own: Setup, **changes: Any) -> tw.Group:
@@ -116,11 +116,11 @@ def check_turns(world: Any, own: Setup, turns: list[tuple[Setup, Round]]) -> Non
 
 def in_turns(order: str, base: Round) -> list[Round]:
     """Rounds by one routing; order: the layouts' first letters."""
-    names = {name[0]: name for name in LAYOUTS}
+    names = {name[0]: name for name in LAYOUTS[:4]} | {"b": "grouped_by_bound"}
     return [replace(base, layout=names[letter]) for letter in order]
 
 
-@pytest.mark.parametrize("order", ["rfegfrge", "ffrfeggrr", "egrrf"])
+@pytest.mark.parametrize("order", ["rfegfrge", "ffrfeggrr", "egrrf", "gbgbefbg", "bbgrbf"])
 def test_one_handle_serves_both(world, order) -> None:
     """What high throughput keeps of a routing (marks, metadata, counts) outlives dispatches of low latency."""
     own = own_of(world)
@@ -133,7 +133,7 @@ def test_low_latency_drops_nothing(world, room) -> None:
     """Before and after dispatches by the same handle that drop rows."""
     own = own_of(world, max_recv_tokens=room, overflow="drop")
     base = Round((4, 4, 3)[: own.ranks], seed=1)
-    for order in ("rfrgef", "frgre"):
+    for order in ("rfrgef", "frgre", "bgbfb"):
         check_turns(world, own, [(own, round_) for round_ in in_turns(order, base)])
 
 
@@ -328,7 +328,7 @@ def test_shares_a_window(world, first) -> None:
     n = setups[0].ranks
     of_both = [Round((4, 1, 3)[:n], layout=layout) for layout in LAYOUTS] + [Round((8, 0, 5)[:n], layout="flat")]
     of_one = [Round((9, 2, 0)[:n]), Round((1, 9, 9)[:n], layout="expert_major")]
-    order = [(first, of_both[i % 5]) if i % 3 else (1 - first, of_one[i % 2]) for i in range(24)]
+    order = [(first, of_both[i % 6]) if i % 3 else (1 - first, of_one[i % 2]) for i in range(24)]
     turns = [(which, replace(round_, seed=seed)) for seed, (which, round_) in enumerate(order)]
     sharing.check(world, play_sharing, (setups[first], setups[1 - first]), turns)
 
@@ -434,10 +434,10 @@ def test_what_is_refused(world, made_for) -> None:
         ("twInvalidArgument", r"bound is 5; it must be from the handle's tokens, 2, to low_latency_tokens, 4"),
         ("twInvalidArgument", r"bound is 1; it must be from the handle's tokens, 2, to low_latency_tokens, 4"),
         ("twInvalidUsage", "counts have not been exchanged"),
-        ("twInvalidArgument", r"layout is 'sideways'; it must be 'rank_major', 'expert_major', 'flat' or 'grouped'"),
+        ("twInvalidArgument", r"layout is 'sideways'; it must be 'rank_major', 'expert_major', 'grouped_by"),
         ("twInvalidArgument", r"the handle has 5 tokens, and low latency takes up to low_latency_tokens, 4: it"),
         ("twInvalidArgument", r"the handle has 5 tokens, and low latency takes up to low_latency_tokens, 4: it"),
-        ("twInvalidArgument", r"layout is 'flat'; after a dispatch of low latency it must be 'rank_major' or 'expert"),
+        ("twInvalidArgument", r"layout is 'flat'; after a dispatch of low latency it must be 'rank_major', 'expert"),
         ("twInvalidArgument", r"layout is 'rank_major'; after a dispatch of high throughput it must be 'flat' or"),
     ]
     if not made_for.knows_calls:

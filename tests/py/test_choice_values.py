@@ -25,7 +25,10 @@ from tokenway import reference as ref
 from tokenway.tensors import numpy_dtype
 
 OWN = Setup(ranks=3, experts=7, top_k=3, hidden=24, max_tokens=9)
-LAYOUTS = {"low_latency": ("rank_major", "expert_major"), "high_throughput": ("flat", "grouped")}
+LAYOUTS = {
+    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
+    "high_throughput": ("flat", "grouped"),
+}
 THREADS = min(5, harness.most_ranks("threads"))
 
 
@@ -88,7 +91,7 @@ def judge_round(setup: Setup, round_: Round, got: list[Any]) -> None:
     payloads = [list(of) for of in zip(*(make_payloads(setup, round_, r) for r in range(setup.ranks)), strict=True)]
     shapes = [DISPATCHES[round_.layout](x, r, payloads).ids.shape for r in range(setup.ranks)]
     given = [any_bits(round_, r, shape) for r, shape in enumerate(shapes)]
-    wanted = ref.choice_values(x, given, layout=round_.layout)
+    wanted = ref.choice_values(x, given, layout=round_.named)
     for rank, (mine, want) in enumerate(zip(got, wanted, strict=True)):
         where = f"rank {rank} of {round_}\n in {setup}"
         for values in (mine.out[1], *([] if mine.late is None else [mine.late[1]])):
@@ -144,7 +147,7 @@ def test_rows_of_all_kernels(world, made_for, mode, limit) -> None:
     """Rows that go as packets and in chunks, by many blocks and by few, of the usual kind and of others."""
     setup = Setup(ranks=2, experts=6, top_k=4, hidden=made_for.large, max_tokens=600, mode=mode, sm_limit=limit)
     base = Round((600, 537), weighting="none", rows="bfloat16", out="bfloat16")
-    first, second = LAYOUTS[mode]
+    first, second = LAYOUTS[mode][:2]
     rounds = (
         replace(base, layout=first, identity=True),
         replace(base, layout=second, seed=1, out="float32"),

@@ -15,7 +15,7 @@ import pytest
 from cases import FLOATS, Case, Round, Setup, fewer_ranks, one, verify_case
 from marks import heavy_but
 
-LAYOUTS = ("rank_major", "expert_major")
+LAYOUTS = ("rank_major", "expert_major", "grouped_by_bound")
 
 
 def check(world: Any, *cases: Case) -> None:
@@ -25,7 +25,7 @@ def check(world: Any, *cases: Case) -> None:
 
 
 def both(round_: Round) -> list[Round]:
-    """A round in both layouts."""
+    """A round in all layouts."""
     return [replace(round_, layout=layout, seed=round_.seed + i) for i, layout in enumerate(LAYOUTS)]
 
 
@@ -90,7 +90,9 @@ def test_few_of_many_sms(world, made_for, sm_limit, monkeypatch) -> None:
 TWO = [("none", "expert_major"), ("topk", "rank_major")]
 
 
-@pytest.mark.parametrize(("weighting", "layout"), heavy_but(TWO, ["none", "topk"], LAYOUTS))
+@pytest.mark.parametrize(
+    ("weighting", "layout"), heavy_but([*TWO, ("topk", "grouped_by_bound")], ["none", "topk"], LAYOUTS)
+)
 def test_dtypes(world, layout, weighting) -> None:
     """Rows, wire and output are independent of each other and of the tokens."""
     cases = []
@@ -163,7 +165,7 @@ def test_ways_to_call(world, layout, name) -> None:
 def test_everything_at_once(world) -> None:
     setup = Setup(ranks=4, experts=11, top_k=3, payloads=((3, "int8"),), id_space="global", lanes=3)
     base = Round((8, 0, 5, 2), strided=True, own=True, special=True, routing="holes", out="float16")
-    flight = [replace(base, seed=s, layout=LAYOUTS[s % 2], send_dispatch=True) for s in range(3)]
+    flight = [replace(base, seed=s, layout=LAYOUTS[s % 3], send_dispatch=True) for s in range(3)]
     check(world, Case(setup, (tuple(flight),) * 3, slow=1, order=7))
 
 
@@ -198,7 +200,7 @@ def test_sizes_change(world) -> None:
     rounds = []
     for s in range(12):
         tokens = tuple(int(t) for t in rng.integers(0, 17, 3))
-        rounds.append(Round(tokens, seed=s, bound=max(1, *tokens), layout=LAYOUTS[s % 2]))
+        rounds.append(Round(tokens, seed=s, bound=max(1, *tokens), layout=LAYOUTS[s % 3]))
     check(world, one(setup, *rounds))
 
 
@@ -223,8 +225,10 @@ def test_fewer_experts_than_ranks(world) -> None:
 def test_many_experts(world, mode) -> None:
     """More on a rank than a device counts at a time, 4096; one row goes to experts of both times."""
     setup = Setup(ranks=2, experts=9001, top_k=24, hidden=8, max_tokens=40, mode=mode)
-    layout = "grouped" if mode == "high_throughput" else "expert_major"
-    check(world, one(setup, Round((40, 23), layout=layout), Round((40, 23), seed=2, layout=layout, routing="holes")))
+    layouts = ("grouped",) if mode == "high_throughput" else LAYOUTS[1:]
+    rounds = [Round((40, 23), layout=layout) for layout in layouts]
+    check(world, one(setup, *rounds, *(replace(each, seed=2, routing="holes") for each in rounds)))
+    check(world, one(replace(setup, row_alignment=8), replace(rounds[-1], tokens=(9, 0), seed=3)))
 
 
 MAPS = {
@@ -304,7 +308,7 @@ def test_blocks_without_room(world, top_k, monkeypatch) -> None:
 
 def test_handles_kept_and_reused(world) -> None:
     setup = Setup(ranks=2, lanes=2)
-    rounds = [Round((s % 5, 8 - s), seed=s, reuse=s > 0, layout=LAYOUTS[s % 2]) for s in range(8)]
+    rounds = [Round((s % 5, 8 - s), seed=s, reuse=s > 0, layout=LAYOUTS[s % 3]) for s in range(8)]
     check(world, one(setup, *rounds))
 
 
@@ -326,7 +330,7 @@ def test_in_flight(world, lanes, order) -> None:
     for f in range(4):
         base = Round((f, 8 - f, 4), send_dispatch=True, send_combine=f % 2 == 0)
         flights.append(
-            tuple(replace(base, seed=10 * f + i, layout=LAYOUTS[(i + f) % 2], again=i % 2 == 1) for i in range(lanes))
+            tuple(replace(base, seed=10 * f + i, layout=LAYOUTS[(i + f) % 3], again=i % 2 == 1) for i in range(lanes))
         )
     check(world, Case(setup, tuple(flights), order=order, slow=order))
 
@@ -344,5 +348,5 @@ def test_lanes_by_number(world) -> None:
 @pytest.mark.parametrize("slow", [0, 2])
 def test_slow_rank(world, slow) -> None:
     setup = Setup(ranks=3, lanes=2, experts=9)
-    rounds = [Round((8, 8, 8), seed=s, layout=LAYOUTS[s % 2]) for s in range(10)]
+    rounds = [Round((8, 8, 8), seed=s, layout=LAYOUTS[s % 3]) for s in range(10)]
     check(world, one(setup, *rounds, slow=slow))

@@ -28,7 +28,10 @@ from tokenway.tensors import numpy_dtype
 
 FP8 = "float8_e4m3fn"
 OWN = Setup(ranks=3, experts=7, top_k=3, hidden=24, max_tokens=9, combine_hidden=200, wire=FP8)
-LAYOUTS = {"low_latency": ("rank_major", "expert_major"), "high_throughput": ("flat", "grouped")}
+LAYOUTS = {
+    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
+    "high_throughput": ("flat", "grouped"),
+}
 ALL_LAYOUTS = (*LAYOUTS["low_latency"], *LAYOUTS["high_throughput"])
 SCALES = (None, 0.03)
 scaled = pytest.mark.parametrize("scale", SCALES, ids=["blocks", "tensor"])
@@ -65,7 +68,7 @@ def test_layouts(world, layout, top_k, scale) -> None:
 def test_widths(world, elements, scale) -> None:
     """Rows that end anywhere in a block, in 16 bytes and in a tile of 1024; aligned or not."""
     base = Round((7, 5), rows="bfloat16", out="bfloat16")
-    for mode, (by_source, by_expert) in LAYOUTS.items():
+    for mode, (by_source, *_, by_expert) in LAYOUTS.items():
         setup = replace(OWN, ranks=2, mode=mode, combine_hidden=elements, wire_scale=scale)
         rounds = (
             replace(base, layout=by_source, weighting="none"),
@@ -113,7 +116,7 @@ def test_several_in_flight(world, scale) -> None:
     setup = replace(OWN, lanes=3, wire_scale=scale)
     base = Round((9, 4, 8), send_dispatch=True, send_combine=True)
     flights = tuple(
-        tuple(replace(base, seed=10 * f + i, layout=LAYOUTS["low_latency"][i % 2]) for i in range(3)) for f in range(2)
+        tuple(replace(base, seed=10 * f + i, layout=LAYOUTS["low_latency"][i % 3]) for i in range(3)) for f in range(2)
     )
     check(world, Case(setup, flights, slow=1, order=3))
 

@@ -26,7 +26,10 @@ from tokenway.replica_reference import POLICIES
 # Seven experts in fifteen slots of four ranks: one in four slots, two of them on one rank, two experts in three, and a
 # slot without any.
 TABLE = (0, 1, 2, 0, 3, 2, 4, 5, 0, 6, 2, -1, 0, 5, 5)
-LAYOUTS = {"low_latency": ("rank_major", "expert_major"), "high_throughput": ("flat", "grouped")}
+LAYOUTS = {
+    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
+    "high_throughput": ("flat", "grouped"),
+}
 
 
 def setup_of(policy: str, mode: str = "low_latency", **more: Any) -> Setup:
@@ -40,13 +43,13 @@ def setup_of(policy: str, mode: str = "low_latency", **more: Any) -> Setup:
 def test_policies(world, policy, mode) -> None:
     """Tokens that differ per rank, none on some, -1 ids, one expert for all, bounds, channels, second dispatches."""
     setup = setup_of(policy, mode)
-    a, b = LAYOUTS[mode]
+    a, b, c = (*LAYOUTS[mode], LAYOUTS[mode][1])[:3]
     rounds = (
         Round((24, 1, 0, 7), layout=a),
         Round((24, 24, 24, 24), layout=b, seed=2, routing="one"),
         Round((0, 0, 0, 0), layout=b, seed=3),
         Round((3, 24, 9, 17), layout=a, seed=4, routing="holes", again=True, ids="int64"),
-        Round((3, 24, 9, 17), layout=b, seed=5, routing="holes", weighting="none", late=True, strided=True),
+        Round((3, 24, 9, 17), layout=c, seed=5, routing="holes", weighting="none", late=True, strided=True),
         Round((5, 9, 2, 0), layout=a, seed=6, bound=None if setup.exact else 9, reuse=True),
     )
     check(world, one(setup, *rounds), one(replace(setup, id_space="global", id_dtype="int64"), *rounds[:2]))

@@ -30,7 +30,10 @@ TYPES = (
     replace(OWN, combine_hidden=1),
 )
 EXACT = {"mode": "high_throughput", "row_alignment": 4}
-LAYOUTS = {"low_latency": ("rank_major", "expert_major"), "high_throughput": ("flat", "grouped")}
+LAYOUTS = {
+    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
+    "high_throughput": ("flat", "grouped"),
+}
 
 
 def make(env: Any, own: Setup, types: Any, **changes: Any) -> tw.Group:

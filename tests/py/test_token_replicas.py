@@ -24,7 +24,10 @@ import tokenway as tw
 from tokenway import reference as ref
 
 OWN = Setup(ranks=4, experts=7, top_k=3, hidden=24, max_tokens=9, token_replicas=2)
-LAYOUTS = {"low_latency": ("rank_major", "expert_major"), "high_throughput": ("flat", "grouped")}
+LAYOUTS = {
+    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
+    "high_throughput": ("flat", "grouped"),
+}
 
 # The hard ones together: sets without tokens, fewer tokens than ranks of a set, shares that differ, odd rows, -1.
 HARD = Case(
@@ -94,7 +97,7 @@ def test_rows_of_all_kernels(world, made_for, mode, limit) -> None:
     setup = Setup(
         ranks=2, experts=6, top_k=4, hidden=made_for.large, max_tokens=600, mode=mode, sm_limit=limit, token_replicas=2
     )
-    first, second = LAYOUTS[mode]
+    first, second = LAYOUTS[mode][:2]
     base = Round((1199, 1199), weighting="none", rows="bfloat16", out="bfloat16", layout=first)
     rounds = (
         replace(base, identity=True),
@@ -135,14 +138,15 @@ def test_values_of_choices(world, mode) -> None:
     layouts = LAYOUTS[mode]
     base = Round((17, 17, 4, 4))
     rounds = [
-        replace(base, layout=name, seed=i, own=i == 1, routing=("random", "holes")[i]) for i, name in enumerate(layouts)
+        replace(base, layout=name, seed=i, own=i == 1, routing=("random", "holes")[i % 2])
+        for i, name in enumerate(layouts)
     ]
     case = fewer_ranks(one(setup, *rounds, replace(base, layout=layouts[0], tokens=(0, 0, 1, 1), seed=7)), world.most)
     by_rank = world(case.setup.ranks).run(play_valued, case)
     for f, (round_,) in enumerate(case.flights):
         x = exchange_of(case.setup, round_)
         given_values = [any_bits(round_, r, mine[f][0].ids.shape) for r, mine in enumerate(by_rank)]
-        wanted = case.setup.of_sets(ref.choice_values(x, given_values, layout=round_.layout))
+        wanted = case.setup.of_sets(ref.choice_values(x, given_values, layout=round_.named))
         for rank, mine in enumerate(by_rank):
             same("choice values", mine[f][0].out[1].view(np.uint32), wanted[rank].view(np.uint32), f"rank {rank}")
 
@@ -155,7 +159,7 @@ def test_any_values(backend) -> None:
         for i, round_ in enumerate(flight):
             x = exchange_of(case.setup, round_)
             given_values = [any_bits(round_, r, mine[f][i].ids.shape) for r, mine in enumerate(by_rank)]
-            wanted = case.setup.of_sets(ref.choice_values(x, given_values, layout=round_.layout))
+            wanted = case.setup.of_sets(ref.choice_values(x, given_values, layout=round_.named))
             for rank, mine in enumerate(by_rank):
                 same("choice values", mine[f][i].out[1].view(np.uint32), wanted[rank].view(np.uint32), f"rank {rank}")
 

@@ -202,11 +202,12 @@ Status NvlinkBackend::run_view(const char* what, LaunchView* launch, const Budge
 // Copies what the caller wants elsewhere than in the window.
 Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, HandleArrays& handle) {
   const DispatchTargets& targets = call.targets;
-  handle.device.placed = layout_of(targets.layout).by_expert;
+  const Layout& layout = layout_of(targets.layout);
+  handle.device.placed = layout.by_expert ? layout.id : twRankMajor;
   if (targets.lists.wanted()) TW_RETURN_IF_FAILED(run_index_lists(call, budget, handle));
   if (targets.source_counts != nullptr) TW_RETURN_IF_FAILED(run_source_counts(call, budget, handle));
   ViewParams p{arrived_params(handle, call.rows.map, call.at.channel, call.bound)};
-  bool any = handle.device.placed;
+  bool any = layout.by_expert;
   std::byte* receive_offset[kMaxPayloads] = {};
   fill_receive_offsets(call, receive_offset);
   for (int q = 0; q < call.rows.payloads; ++q) {
@@ -225,9 +226,10 @@ Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, 
   if (!any) return {};
   p.shown = shown_of(targets, handle);
   p.rows = static_cast<int32_t>(targets.rows);
-  p.offsets = layout_of(targets.layout).has_offsets() ? targets.offsets : nullptr;
+  p.offsets = layout.has_offsets() ? targets.offsets : nullptr;
+  p.alignment = layout.packed && !layout.exact ? targets.alignment : 0;
   p.origins = targets.origins;
-  return run_view("a view", handle.device.placed ? launch_expert_view : launch_rank_view, budget, p, call.stream);
+  return run_view("a view", layout.by_expert ? launch_expert_view : launch_rank_view, budget, p, call.stream);
 }
 
 // Tells which rows of the view are whose.
@@ -252,6 +254,11 @@ Status NvlinkBackend::run_source_counts(const DispatchCall& call, const Budget& 
 Status NvlinkBackend::run_places(const CombineCall& call, const Budget& budget, HandleArrays& handle) {
   ViewParams p{arrived_params(handle, call.sent.map, call.at.channel, call.bound)};
   p.shown.counts = handle.experts.counts;
+  const Layout& layout = layout_of(call.layout);
+  p.alignment = layout.packed && !layout.exact ? call.alignment : 0;
+  // Those of the dispatch's own layout are over. These are not kept for further combines, as a graph may have made
+  // them.
+  handle.device.placed = twRankMajor;
   return run_view("places by expert", launch_expert_view, budget, p, call.stream);
 }
 
@@ -304,7 +311,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.send = send;
   p.receive = receive;
   p.expert_major = layout_of(call.layout).by_expert;
-  const bool placed = handle.device.placed || call.sent.values;  // values are put by their places too
+  const bool placed = handle.device.placed == call.layout || call.sent.values;  // values are put by their places too
   if (p.expert_major && send && !placed) TW_RETURN_IF_FAILED(run_places(call, budget, handle));
   p.weighted = call.weighted;
   p.plain = !p.expert_major && !p.weighted && call.rows_dtype == call.sent.wire;

@@ -52,7 +52,7 @@ Status NvlinkBackend::put_values(const CombineCall& call, HandleArrays& handle) 
   const Shape& rows = call.sent.map.shape();
   const Budget budget = budget_of(rows, call.sm_limit);
   const bool by_expert = layout_of(call.layout).by_expert;
-  if (by_expert && !handle.device.placed) TW_RETURN_IF_FAILED(run_places(call, budget, handle));
+  if (by_expert && handle.device.placed != call.layout) TW_RETURN_IF_FAILED(run_places(call, budget, handle));
   const int64_t most = rows.exact() ? rows.most_rows() : int64_t{rows.ranks} * call.bound;
   return launched("the values of a combine",
                   launch_put_values(values_of(call, handle), blocks_for(budget, rows, most), call.stream));

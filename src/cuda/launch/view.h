@@ -38,9 +38,11 @@ struct ViewParams : ArrivedParams {
   uint32_t vectors[kMaxPayloads];  // vectors of `width` bytes in a row
   Columns columns[kMaxPayloads];
   Shown shown;       // by expert: [L, N*b] or grouped; the counts are handle.expert_counts and `counts`
-  int32_t* offsets;  // grouped: [L + 1]
+  int32_t* offsets;  // grouped: [L + 1], NULL: not wanted
   int64_t* origins;  // by expert, NULL: not wanted
   int32_t rows;      // grouped: rows that are shown, which are more than those that come
+  // The grouped of low latency: each expert's rows begin at a multiple of this, as the kernel finds out. Else 0.
+  int32_t alignment;
 };
 
 // The index lists of a rank_major or flat view.

@@ -47,6 +47,57 @@ __device__ inline void show_empty(const ViewParams& p, int64_t from, int64_t to,
   }
 }
 
+// Writes zeros to rows [from, to) of the payloads that are wanted. By `threads` threads.
+__device__ inline void clear_rows(const ViewParams& p, int64_t from, int64_t to, int thread, int threads) {
+#pragma unroll 1
+  for (int q = 0; q < p.group.map.shape().payloads && from < to; ++q) {
+    if (p.payloads[q] == nullptr) continue;
+    const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
+    const Columns& columns = p.columns[q];
+    if (!columns.wanted() && p.width[q] == 16) {  // with an alignment of 128 rows an expert has 64 such rows on average
+      auto* const vectors = reinterpret_cast<uint4*>(p.payloads[q]);
+      for (int64_t i = from * (bytes / 16) + thread; i < to * (bytes / 16); i += threads) vectors[i] = {};
+      continue;
+    }
+    for (int64_t i = from * bytes + thread; i < to * bytes; i += threads) {
+      p.payloads[q][columns.wanted() ? in_columns(columns, i / bytes, static_cast<uint32_t>(i % bytes)) : i] =
+          std::byte{0};
+    }
+  }
+}
+
+// Ends a grouped layout behind its last expert, at row `end`: shows that the rows there is room for hold nothing, which
+// stay as they are, because the cost of a dispatch must follow from what comes, not from what could have come. Columns
+// may be longer than there are rows. By all blocks.
+__device__ inline void show_beyond(const ViewParams& p, int64_t end) {
+  const int64_t share = (p.rows - end + gridDim.x - 1) / static_cast<int64_t>(gridDim.x);
+  const int64_t from = end + static_cast<int64_t>(blockIdx.x) * share;
+  const auto thread = static_cast<int>(threadIdx.x);
+  show_empty(p, from, min(static_cast<int64_t>(p.rows), from + share), thread, kViewThreads);
+  for (int q = 0; q < p.group.map.shape().payloads && blockIdx.x == 0; ++q) {
+    if (p.payloads[q] == nullptr || !p.columns[q].wanted()) continue;
+    const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
+    for (int64_t i = p.rows * bytes + thread; i < p.columns[q].rows * bytes; i += kViewThreads) {
+      p.payloads[q][in_columns(p.columns[q], i / bytes, static_cast<uint32_t>(i % bytes))] = std::byte{0};
+    }
+  }
+}
+
+// Finds where the rows of `experts` experts begin in the grouped of low latency, from row `first` on: total(expert) is
+// how many each has, begin[0 .. experts] where they begin and the last of them end. By one whole warp.
+template <class Total>
+__device__ inline void begin_experts(int32_t* begin, int experts, int32_t first, int32_t alignment, Total&& total) {
+#pragma unroll 1
+  for (int base = 0; base < experts; base += 32) {
+    const int expert = base + lane();
+    const int rows = expert < experts ? (total(expert) + alignment - 1) & -alignment : 0;  // a power of two
+    const int through = sum_through(rows);
+    if (expert < experts) begin[expert] = first + through - rows;
+    first += __shfl_sync(~0u, through, 31);
+  }
+  if (lane() == 0) begin[experts] = first;
+}
+
 // Views of few rows have a kernel of their own (view/few_rows.cu). has_few_rows says whether a view is one, if at most
 // `blocks` blocks may run; launch_few_rows_view launches it.
 bool has_few_rows(const ViewParams& params, int blocks);

@@ -31,9 +31,11 @@ struct FewScratch {
   int32_t* experts;  // [L] rows of an expert from this block's slot on
   int32_t* ids;      // [kFastIds]
   uint32_t* table;   // [E + 1]
+  int32_t* begin;    // [L + 1] packed: where an expert's rows begin
 
-  static uint32_t bytes(const Shape& shape) {
-    return 4 * static_cast<uint32_t>(shape.ranks + 2 * shape.experts + 2 * kFastIds + shape.experts + 1);
+  static uint32_t bytes(const Shape& shape, bool packed) {
+    const int32_t begins = packed ? shape.experts + 1 : 0;
+    return 4 * static_cast<uint32_t>(shape.ranks + 2 * shape.experts + 2 * kFastIds + shape.experts + 1 + begins);
   }
   __device__ FewScratch(int32_t* at, const Shape& shape)
       : counts(at),
@@ -41,7 +43,8 @@ struct FewScratch {
         others(before + shape.experts),
         experts(others + shape.experts),
         ids(experts + kFastIds),
-        table(reinterpret_cast<uint32_t*>(ids + kFastIds)) {}
+        table(reinterpret_cast<uint32_t*>(ids + kFastIds)),
+        begin(reinterpret_cast<int32_t*>(table + shape.experts + 1)) {}
 };
 
 // The thread's part of a row, in each payload that the caller wants.
@@ -138,16 +141,28 @@ struct Ids {
 };
 
 // Writes counts, and what stands where no row does. A warp has one expert at a time.
+template <bool kPacked>
 __device__ void finish(const ViewParams& p, const FewScratch& s, int64_t slots) {
   const auto first = static_cast<int>(blockIdx.x * kViewWarps + threadIdx.x / 32);
   for (int expert = first; expert < p.group.local_experts; expert += static_cast<int>(gridDim.x) * kViewWarps) {
     const int total = s.before[expert] + s.others[expert];
     if (lane() == 0) p.handle.expert_counts[expert] = p.shown.counts[expert] = total;
-    show_empty(p, expert * slots + total, (expert + 1) * slots, lane(), 32);
+    if constexpr (kPacked) {
+      const int64_t begin = s.begin[expert];
+      if (lane() == 0 && p.offsets != nullptr) p.offsets[expert] = static_cast<int32_t>(begin);
+      show_empty(p, begin + total, s.begin[expert + 1], lane(), 32);
+      clear_rows(p, begin + total, s.begin[expert + 1], lane(), 32);
+    } else {
+      show_empty(p, expert * slots + total, (expert + 1) * slots, lane(), 32);
+    }
   }
+  if (!kPacked || p.offsets == nullptr) return;
+  const int32_t end = s.begin[p.group.local_experts];
+  show_beyond(p, end);
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.offsets[p.group.local_experts] = end;
 }
 
-template <bool kColumns>
+template <bool kColumns, bool kPacked>
 __global__ void __launch_bounds__(kViewThreads, 2) few_rows_view_kernel(const __grid_constant__ ViewParams p) {
   const Shape& shape = p.group.map.shape();
   const FewScratch s(shared_at<int32_t>(0), shape);
@@ -172,17 +187,30 @@ __global__ void __launch_bounds__(kViewThreads, 2) few_rows_view_kernel(const __
   const Loaded row(p, own, bank);  // its slot is there even if no row has come
   ids.count(p, s, slots, own);
   __syncthreads();
+  if constexpr (kPacked) {
+    if (threadIdx.x < 32) {
+      begin_experts(s.begin, p.group.local_experts, 0, p.alignment, [&](int i) { return s.before[i] + s.others[i]; });
+    }
+    __syncthreads();
+  }
   if (has_slot) {
     const int expert = k < shape.top_k ? s.experts[k] : -1;
     const int nth = expert >= 0 ? s.before[expert] : -1;
-    const Places places{static_cast<int64_t>(expert) * slots + nth, __ballot_sync(~0u, expert >= 0), expert};
+    const int64_t begin = kPacked ? s.begin[max(expert, 0)] : static_cast<int64_t>(expert) * slots;
+    const Places places{begin + nth, __ballot_sync(~0u, expert >= 0), expert};
     row.store<kColumns>(p, places);
     if (threadIdx.x < static_cast<uint32_t>(shape.top_k)) {
-      p.handle.places[own * shape.top_k + k] = {expert, nth};
+      p.handle.places[own * shape.top_k + k] = {expert, kPacked ? static_cast<int32_t>(begin) + nth : nth};
       if (expert >= 0) show_choice(p, own, k, expert, s.ids[k], weight, places.place);
     }
   }
-  finish(p, s, slots);
+  finish<kPacked>(p, s, slots);
+}
+
+using Kernel = void (*)(ViewParams);
+Kernel kernel_of(bool columns, bool packed) {
+  if (packed) return columns ? few_rows_view_kernel<true, true> : few_rows_view_kernel<false, true>;
+  return columns ? few_rows_view_kernel<true, false> : few_rows_view_kernel<false, false>;
 }
 
 }  // namespace
@@ -204,15 +232,20 @@ int launch_few_rows_view(const ViewParams& params, int blocks, bool early, void*
   const int grid = std::min(blocks, std::max(shape.ranks * params.bound, finishing));
   bool columns = false;
   for (int q = 0; q < shape.payloads; ++q) columns |= params.payloads[q] != nullptr && params.columns[q].wanted();
-  return launch_kernel(columns ? few_rows_view_kernel<true> : few_rows_view_kernel<false>, params, grid,
-                       FewScratch::bytes(shape), early, stream, kViewThreads);
+  const bool packed = params.alignment > 0;
+  return launch_kernel(kernel_of(columns, packed), params, grid, FewScratch::bytes(shape, packed), early, stream,
+                       kViewThreads);
 }
 
 int load_few_rows_view(const Shape& shape) {
   if (!is_tabled(shape)) return 0;
-  const auto* const plain = reinterpret_cast<const void*>(few_rows_view_kernel<false>);
-  if (const int error = allow_shared(plain, FewScratch::bytes(shape))) return error;
-  return allow_shared(reinterpret_cast<const void*>(few_rows_view_kernel<true>), FewScratch::bytes(shape));
+  for (const bool packed : {false, true}) {
+    for (const bool columns : {false, true}) {
+      const auto* const kernel = reinterpret_cast<const void*>(kernel_of(columns, packed));
+      if (const int error = allow_shared(kernel, FewScratch::bytes(shape, packed))) return error;
+    }
+  }
+  return 0;
 }
 
 }  // namespace tw::cuda
