@@ -13,7 +13,7 @@ from test_nn import compare, run_layer
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
-LAYOUTS = ("rank_major", "flat", "grouped")
+LAYOUTS = ("rank_major", "flat", "grouped", "grouped_by_bound")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-"""Gradients through the exact layouts of high throughput, against one process that has all experts, in float64."""
+"""Gradients through the exact layouts of high throughput and the grouped of low latency, against one process that has
+all experts, in float64."""
 
 from __future__ import annotations
 
@@ -52,6 +53,15 @@ def test_gradients_of_rows_per_expert(processes, case) -> None:
     assert max(found.values()) < 3e-6, found
 
 
+@pytest.mark.parametrize("rows", [(), (("combine_rows", "per_expert"),)])
+@pytest.mark.parametrize("case", EXACT[1:], ids=str)
+def test_gradients_in_low_latency(processes, case, rows) -> None:
+    """Without counts, in as many rows as could come."""
+    case = replace(case, layout="grouped", room=(("mode", "low_latency"), *(case.room or BLOCKS), *rows))
+    found = differences(case, processes(case.ranks).run(train, case))
+    assert max(found.values()) < 3e-6, found
+
+
 def by_source(env: Env) -> list[Any]:
     import torch
 
@@ -72,7 +82,7 @@ def by_source(env: Env) -> list[Any]:
 def test_rows_by_source_do_not_return_per_expert(processes) -> None:
     low, high = processes(1).run(by_source)[0]
     assert low[0] == high[0] == "twInvalidArgument"
-    assert "must be of the mode 'high_throughput' or 'auto'" in low[1]
+    assert "layout is 'rank_major'; to train in the mode 'low_latency' it must be 'grouped'" in low[1]
     assert "layout is 'flat'; to train in the mode 'high_throughput' it must be 'grouped'" in high[1]
 
 

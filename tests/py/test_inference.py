@@ -18,6 +18,9 @@ import tokenway as tw
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 
+UNGROUPED = -1  # in place of a limit
+
+
 @pytest.fixture(autouse=True)
 def _needs_torch(torch) -> None:
     """All of this file does."""
@@ -42,12 +45,15 @@ def bare() -> Iterator[None]:
 
 @contextlib.contextmanager
 def places(most: int | None) -> Iterator[None]:
-    """Another limit for products over empty places."""
+    """Another limit for products over empty places; UNGROUPED: there are no grouped products."""
     from tokenway.pytorch import nn
 
     with pytest.MonkeyPatch.context() as patch:
-        if most is not None:
+        if most == UNGROUPED:
+            patch.setattr(nn.experts, "why_not", lambda *_: "as on other devices")
+        elif most is not None:
             patch.setattr(nn, "PADDED_ROWS", most)
+            patch.setattr(nn, "GROUPED_ROWS", most)
         yield
 
 
@@ -69,8 +75,10 @@ def infer(
     the layouts that came."""
     import torch
 
-    group, layer = plain_layer(env, settings, dtype, normalize=True)
     layouts, found = [], []
+    with places(most):
+        group, layer = plain_layer(env, settings, dtype, normalize=True)
+    assert layer.ungrouped is None or most == UNGROUPED or env.device is not None
     dispatch = group.dispatch
     group.dispatch = lambda *a, **k: layouts.append(k["layout"]) or dispatch(*a, **k)
     with group, places(most):
@@ -81,17 +89,18 @@ def infer(
                 out, balanced = layer(x, bound)
             assert out.dtype == x.dtype and not out.requires_grad
             found.append((sent(out), balanced.item()))
-    return found, {name: sent(p) for name, p in layer.named_parameters()}, layer.experts, layouts
+    return found, {name: sent(p) for name, p in layer.named_parameters()}, layer.experts, (layouts, layer.ungrouped)
 
 
 MODES: list[tuple[dict[str, Any], int | None, int | None, str]] = [
-    ({"mode": "low_latency"}, None, None, "expert_major"),
+    ({"mode": "low_latency", "row_alignment": 4}, None, None, "grouped_by_bound"),
     ({"mode": "low_latency"}, None, 0, "rank_major"),
     ({"mode": "high_throughput"}, None, None, "grouped"),
     ({"mode": "high_throughput", "max_recv_tokens": 36, "row_alignment": 8}, None, None, "grouped"),
-    ({"mode": "auto", "low_latency_tokens": 18}, 18, None, "expert_major"),
+    ({"mode": "auto", "low_latency_tokens": 18}, 18, None, "grouped_by_bound"),
     ({"mode": "auto", "low_latency_tokens": 12}, 18, None, "grouped"),
     ({"mode": "auto", "low_latency_tokens": 12}, None, None, "grouped"),
+    ({"mode": "low_latency"}, None, UNGROUPED, "expert_major"),
 ]
 CASES = [
     ({"experts": 7, "top_k": 3, "combine_hidden": HIDDEN + 3}, (3, 0, 2)),
@@ -112,8 +121,8 @@ def test_layer(processes, backend, settings, sizes, mode, bound, most, layout) -
     parameters = {name: whole([of[1][name] for of in found], here) for name in ("gate_up", "down")}
     parameters["router"] = found[0][1]["router"]
     by_rank, _ = dense(parameters, sizes, "float32", settings["top_k"], True)
-    for rank, (turns, _, _, layouts) in enumerate(found):
-        assert set(layouts) == {layout}
+    for rank, (turns, _, _, (layouts, ungrouped)) in enumerate(found):
+        assert set(layouts) == {"expert_major" if ungrouped and layout == "grouped_by_bound" else layout}
         for turn, (out, balanced) in enumerate(turns):
             wanted, wanted_balance, _ = by_rank[(rank + turn) % len(sizes)]
             assert apart(out, wanted) < 1e-5 and abs(balanced - wanted_balance) < 1e-5
@@ -175,10 +184,10 @@ def poisoned() -> Iterator[None]:
 def run_gradients(env: Env, settings: dict[str, Any], sizes: tuple[int, ...], dtype: str, most: int | None) -> Any:
     """As run_layer, with another limit for products over empty places, in memory that is NaN."""
     with places(most):
-        return run_layer(env, settings, sizes, dtype, True, watch=unasked if most is None else poisoned)
+        return run_layer(env, settings, sizes, dtype, True, watch=poisoned if most == 0 else unasked)
 
 
-@pytest.mark.parametrize("most", [None, 0])
+@pytest.mark.parametrize("most", [None, 0, UNGROUPED])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("settings", "sizes"), CASES[1:4], ids=str)
 def test_gradients(processes, settings, sizes, dtype, most) -> None:
@@ -287,13 +296,12 @@ def drawn(env: Env, turn: int) -> tuple[Any, Any]:
     return tokens.to(on), torch.from_numpy(np.ascontiguousarray(ids)).to(on)
 
 
-def run_exchange(env: Env, mode: str, replays: bool) -> list[bool]:
+def run_exchange(env: Env, mode: str, layout: str, replays: bool) -> list[bool]:
     """Rows go and come: a token once for each of its experts. replays: the launches of one exchange, repeated."""
     import torch
 
     from tokenway.pytorch import inference
 
-    layout = "expert_major" if mode == "low_latency" else "grouped"
     settings: dict[str, Any] = {"experts": 7, "top_k": 3, "max_tokens": TOKENS, "dtype": "float32", "mode": mode}
     if mode == "high_throughput":
         settings["max_recv_tokens"] = TOKENS * env.nranks
@@ -321,12 +329,19 @@ def run_exchange(env: Env, mode: str, replays: bool) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
-def test_exchange(processes, mode) -> None:
-    assert processes(3).run(run_exchange, mode, False) == [[True] * 3] * 3
+EXCHANGES = [
+    ("low_latency", "expert_major"),
+    ("low_latency", "grouped_by_bound"),
+    ("high_throughput", "grouped"),
+]
+
+
+@pytest.mark.parametrize(("mode", "layout"), EXCHANGES)
+def test_exchange(processes, mode, layout) -> None:
+    assert processes(3).run(run_exchange, mode, layout, False) == [[True] * 3] * 3
 
 
 @emulated_alone
-@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
-def test_exchange_in_a_graph(processes, mode) -> None:
-    assert processes(3).run(run_exchange, mode, True) == [[True] * 3] * 3
+@pytest.mark.parametrize(("mode", "layout"), EXCHANGES)
+def test_exchange_in_a_graph(processes, mode, layout) -> None:
+    assert processes(3).run(run_exchange, mode, layout, True) == [[True] * 3] * 3

@@ -37,6 +37,7 @@ from tokenway.pytorch.gradients import (
     weight_columns,
 )
 from tokenway.settings import telling_comm
+from tokenway.shape import GROUPED
 
 Tensor = torch.Tensor
 
@@ -99,6 +100,7 @@ def dispatch(
     tokens: [T, H] of the group's dtype, differentiable. ids: [T, K] int32 or int64, -1 for "no expert", each id at most
     once per token. weights: [T, K] float32, differentiable. layout: "rank_major", or of a group of high throughput
     "flat" (the default there) or "grouped"; these take a step more, the exchange of counts, in the forward pass alone.
+    "grouped" of a group of low latency takes none, and a group of both modes has that as "grouped_by_bound".
     bound: b, equal on all ranks, T <= b <= max_tokens (default max_tokens); in high throughput it sizes no tensor, see
     Group.dispatch. In a group of the mode "auto" a layout, or else bound, chooses as there. layer: as Group.route.
 
@@ -213,7 +215,7 @@ def by_expert(routed: Routed) -> Grouped:
     check_local(group, "by_expert")
     if capturing(group):
         raise InvalidUsage("by_expert waits for the device, to learn how many rows there are; a captured stream cannot")
-    if routed.layout == "grouped":
+    if routed.layout in GROUPED:
         sizes = routed.offsets.diff().tolist()
         used = sum(sizes)
         return Grouped(routed.tokens[:used], routed.weights[:used], sizes, None, None, routed.ids.shape)
@@ -259,7 +261,7 @@ _BROUGHT = ("tokens", "weights", "ids", "counts", "offsets")  # Routed's tensors
 
 def _receive(handle: Handle[Group], tokens: Tensor, layout: str, bound: int | None, fill: bool) -> dict[str, Tensor]:
     """A dispatch into new tensors, Routed's; in the exact layouts the exchange of counts comes first."""
-    group, grouped = handle.group, layout == "grouped"
+    group, grouped = handle.group, layout in GROUPED
     if group.shape.is_exact(layout):
         exchange_counts(handle, layout)
     with telling(lambda: group.refuse_dispatch(layout, bound)):

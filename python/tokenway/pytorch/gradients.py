@@ -2,7 +2,8 @@
 
 A combine returns rows, and its backward, `send_gradients`, is a dispatch by the same routing. A dispatch sends tokens,
 and its backward, `return_gradients`, is a combine, in which gradients of weights travel beside those of the tokens.
-Layouts are "rank_major" and "expert_major", or "flat" and "grouped" of a group of high throughput.
+Layouts are "rank_major", "expert_major" and "grouped_by_bound", which is the grouped of low latency, or "flat" and
+"grouped" of a group of high throughput.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tokenway.errors import InvalidArgument, TokenwayError
 from tokenway.group import Group
 from tokenway.handle import Handle
 from tokenway.settings import RowType
-from tokenway.shape import Field
+from tokenway.shape import BY_BOUND, GROUPED, Field
 
 Tensor = torch.Tensor
 Arguments = ParamSpec("Arguments")
@@ -134,17 +135,15 @@ def returning(group: Group) -> Calls:
 def check_layout(group: Group, layout: str | None) -> str:
     """The layout of a dispatch, None being the first one that the group has. Raises InvalidArgument for others, and for
     "grouped" where gradients of weights could not find their way: that takes all rows, by local expert."""
-    allowed = ("flat", "grouped") if group.exact else ("rank_major",)
+    allowed = ("flat", "grouped") if group.exact else ("rank_major", "grouped")
     if group.low_latency_tokens:
-        allowed = ("rank_major", "flat", "grouped")
+        allowed = ("rank_major", "flat", "grouped", BY_BOUND)
     if returns_choices(group):  # by expert alone
-        allowed = tuple(name for name in allowed if name == "grouped")
-        if not allowed:
-            raise InvalidArgument(
-                "the group's combine_rows is 'per_expert'; to train with it by these functions it must be of the mode "
-                "'high_throughput' or 'auto' (tokenway.nn has a layer for each mode)"
-            )
+        allowed = tuple(name for name in allowed if name in GROUPED)
     layout = allowed[0] if layout is None else layout
+    if layout == BY_BOUND and BY_BOUND in group.shape.layouts:
+        check_local(group, "the layout 'grouped'")
+        return layout
     if layout not in allowed:
         names = " or ".join(map(repr, allowed))
         raise InvalidArgument.of(
@@ -152,7 +151,7 @@ def check_layout(group: Group, layout: str | None) -> str:
         )
     if layout == "grouped":
         check_local(group, "the layout 'grouped'")
-    return layout
+    return str(group.shape.choose(layout, None))
 
 
 def returns_choices(group: Group) -> bool:
@@ -234,7 +233,7 @@ def rows_to_come(group: Group, lead: tuple[int, ...], elements: int, layout: str
     more rows than come. fill: those that nothing is written to are 0; else they are what the memory held, for who reads
     no further than the counts say."""
     fixed = group.device is not None and not group.shape.sizes_outputs
-    if fill and (layout in ("rank_major", "expert_major") or fixed or capturing(group)):
+    if fill and (not group.shape.layouts[layout].exact or fixed or capturing(group)):
         return no_rows(group, lead, elements)
     return torch.empty((*lead, elements), dtype=getattr(torch, group.dtype), device=device_of(group))
 
@@ -309,7 +308,7 @@ def gradients_of_weights(group: Group, weights: Tensor | None, lead: tuple[int, 
     """Those of what came, as a combine takes them beside its rows."""
     if weights is not None:
         return readable(weights)
-    shape = lead if layout in ("grouped", "expert_major") else (*lead, group.top_k)
+    shape = lead if group.shape.layouts[layout].by_expert else (*lead, group.top_k)
     return torch.zeros(shape, dtype=torch.float32, device=device_of(group))
 
 

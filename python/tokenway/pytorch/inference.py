@@ -1,7 +1,7 @@
 """A layer's exchange where nothing requires gradients: rows come by expert, and go back as they came.
 
 `autograd` has the same for gradients. Here no step is part of PyTorch's graph, and nothing is copied, masked or filled
-for a backward pass. Rows come in the layout grouped, [P, H] with offsets, or in a dispatch of low latency in
+for a backward pass. Rows come in the layout grouped, [P, H] with offsets, or in a dispatch of low latency also in
 expert_major, [L, N * b, H] with counts; both say on the device how much of them there is, so nothing waits for it.
 
 Memory beyond what came is what the allocator had, NaN perhaps, and that is no harm as long as who computes keeps rows
@@ -20,6 +20,7 @@ from tokenway.calls import Calls
 from tokenway.group import Group
 from tokenway.handle import Handle
 from tokenway.pytorch.gradients import device_of, eager, refuse_combine
+from tokenway.shape import GROUPED
 
 Tensor = torch.Tensor
 
@@ -36,8 +37,9 @@ class Arrived(NamedTuple):
 
 @eager
 def dispatch(group: Group, tokens: Tensor, ids: Tensor, weights: Tensor, layout: str, bound: int | None) -> Arrived:
-    """Sends every token to the ranks of its experts: a step of all ranks, in the layout grouped two. As
-    `tokenway.autograd.dispatch`, but for layout: "grouped" or "expert_major"."""
+    """Sends every token to the ranks of its experts: a step of all ranks, in the grouped of high throughput two. As
+    `tokenway.autograd.dispatch`, but for layout: "grouped" of high throughput, or of low latency "grouped_by_bound" or
+    "expert_major"."""
     try:
         handle = group.route(ids, weights)
     except Exception:
@@ -46,6 +48,7 @@ def dispatch(group: Group, tokens: Tensor, ids: Tensor, weights: Tensor, layout:
     name, length = "counts", group.num_local_experts
     if layout == "grouped":
         group.exchange_counts(handle)
+    if layout in GROUPED:
         name, length = "offsets", length + 1
     # In memory of its own: a view of the handle's takes longer to make.
     sizes = torch.empty(length, dtype=torch.int32, device=device_of(group))

@@ -17,11 +17,15 @@ from tokenway.calls import Calls
 from tokenway.errors import InvalidArgument, InvalidUsage
 from tokenway.group import Group
 from tokenway.pytorch import autograd, experts, gradients, inference
+from tokenway.shape import BY_BOUND
 
 # Rows of an expert, of all ranks, up to which a dispatch of low latency has a place for each of them (expert_major): to
 # read an expert's matrices takes an H100 or H200 as long as to multiply 200 to 300 rows by them, so until then products
 # over empty places take no longer than those over rows alone. To be confirmed by measurement.
 PADDED_ROWS = 256
+# The same where grouped products leave empty rows out, so that these cost memory alone, min(K, L) rows for each: 1024
+# tokens of 8 ranks, for which outputs of 7168 bfloat16 and K = 8 are 0.9 GiB.
+GROUPED_ROWS = 8192
 
 
 class ExpertParallelMoE(torch.nn.Module):
@@ -46,7 +50,7 @@ class ExpertParallelMoE(torch.nn.Module):
 
     Initial values are uniform within 1 / sqrt(columns), and follow from the seed and an expert's number, so they do not
     depend on the number of ranks. `experts` says which experts the rank holds, in the order of the parameters; `chosen`
-    which of all the last forward chose, [..., S, K] int64.
+    which of all the last forward chose, [..., S, K] int64; `layout` how its rows came.
 
     What an expert computes: down @ (w * silu(gate @ x) * (up @ x)), gate_up being gate above up, and w the token's
     weight for it. A token's result is the sum of its K experts'; its weights are the K largest of softmax(router @ x),
@@ -54,8 +58,10 @@ class ExpertParallelMoE(torch.nn.Module):
 
     Where nothing requires gradients (`torch.no_grad`) a forward pass makes nothing for a backward pass. Layouts are
     those that products take as they come. In high throughput it is grouped, for PyTorch's grouped matrix products. In
-    low latency it is expert_major, for batched ones, as long as an expert's places are few (`PADDED_ROWS`, of N *
-    bound) or a graph is captured; else rows come by source and are put into order on the host's word.
+    low latency, which exchanges no counts, it is grouped too, or where there are no such products (`ungrouped` says
+    why) expert_major, for batched ones, as long as places are few (of N * bound `GROUPED_ROWS` for grouped products
+    without gradients, else `PADDED_ROWS`) or a graph is captured; else rows come by source and are put into order on
+    the host's word.
 
     One CUDA graph can capture forward and backward, of any number of layers: in low latency always; in high throughput
     where `uncapturable` is None, for bfloat16 on devices for which PyTorch has grouped matrix products. In low latency
@@ -82,12 +88,13 @@ class ExpertParallelMoE(torch.nn.Module):
         self.inner = inner
         self.normalize = normalize
         self.chosen: Tensor | None = None  # [..., S, K] int64: the experts that the last forward chose
+        self.layout: str | None = None  # of the last forward's dispatch
         device = gradients.device_of(group)
         dtype, local_experts, hidden = getattr(torch, group.dtype), group.num_local_experts, group.hidden
+        # Why there are no grouped matrix products for this layer, None if there are.
+        self.ungrouped = experts.why_not(device, dtype, local_experts, hidden, inner)
         # Why a graph cannot capture this layer in high throughput, None if it can: what the device must tell the host.
-        self.uncapturable: str | None = None
-        if group.mode != "low_latency":
-            self.uncapturable = experts.why_not(device, dtype, local_experts, hidden, inner)
+        self.uncapturable = None if group.mode == "low_latency" else self.ungrouped
         ranks, slots = reference.placement(group.experts, group.nranks, group.settings.places())
         local = np.flatnonzero(ranks == group.rank)
         self.experts: list[int] = local[np.argsort(slots[local])].tolist()  # global numbers, by slot
@@ -127,9 +134,8 @@ class ExpertParallelMoE(torch.nn.Module):
         group, layout, by_device = self.group, "grouped", self.uncapturable is None
         tracked = torch.is_grad_enabled() and (_requires(x) or any(p.requires_grad for p in self.parameters()))
         if group.shape.mode_of(bound) == "low_latency":
-            places = group.nranks * (bound if isinstance(bound, int) else group.shape.default_bound)
-            by_device = places <= PADDED_ROWS or gradients.capturing(group) or gradients.returns_choices(group)
-            layout = "expert_major" if by_device else "rank_major"
+            layout = self._layout_of(bound, tracked)
+            by_device = layout != "rank_major"
         elif not by_device and gradients.capturing(group):
             raise InvalidUsage(f"this layer cannot be captured into a graph: {self.uncapturable}")
         with telling(lambda: group.refuse_routing(layout, bound)):  # peers are in the dispatch already
@@ -138,12 +144,21 @@ class ExpertParallelMoE(torch.nn.Module):
             ids, weights, probabilities = self.route(x)
             tokens, k = x.reshape(-1, group.hidden), group.top_k
             routing = ids.reshape(-1, k), weights.reshape(-1, k)
-        self.chosen = ids
+        self.chosen, self.layout = ids, layout
         if by_device and not tracked:
             out = self._inferred(back, tokens, *routing, layout, bound)
         else:
             out = self._tracked(tokens, *routing, layout, bound, by_device)
         return out.view(x.shape), balance_loss(probabilities, ids)
+
+    def _layout_of(self, bound: int | None, tracked: bool) -> str:
+        """Of a forward pass of low latency."""
+        group, grouped = self.group, self.ungrouped is None
+        places = group.nranks * (bound if isinstance(bound, int) else group.shape.default_bound)
+        few = places <= (GROUPED_ROWS if grouped and not tracked else PADDED_ROWS)
+        if not few and not gradients.capturing(group) and not gradients.returns_choices(group):
+            return "rank_major"
+        return BY_BOUND if grouped else "expert_major"
 
     def _checked(self, x: Tensor) -> Tensor:
         """x, in the dtype of the experts under autocast."""
