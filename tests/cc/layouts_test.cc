@@ -122,29 +122,34 @@ TEST(Layouts, OutputsHaveTheShapesThatAreTold) {
 
 // In the grouped of low latency they have as many rows as can come, of which offsets tell whose each is.
 TEST(Layouts, GroupedByBoundTellsWhereExpertsBegin) {
-  World world(kRanks, aligned());
-  Style style;
-  style.layout = twGroupedByBound;
-  Exchange exchange(world, make_traffic(world.config, {4, 0, 3}, 1), style, 1);
-  on_all_ranks(kRanks, [&](int rank) {
-    Side& side = exchange[rank];
-    ASSERT_TW(twSuccess, side.dispatch());
-    const int64_t local = world.homes.held[rank];
-    const int64_t rows = (kRanks * 4 * 2 + local * 3) / 4 * 4;
-    for (const twTensor_t* tensor : {&side.received.payloads[0], &side.received.weights, &side.received.ids}) {
-      EXPECT_EQ(tensor->shape[0], rows);
-    }
-    EXPECT_EQ(side.received.ids.ndim, 1);
-    ASSERT_EQ(side.received.offsets.shape[0], local + 1);
-    const auto* const counts = static_cast<const int32_t*>(side.received.counts.data);
-    const auto* const offsets = static_cast<const int32_t*>(side.received.offsets.data);
-    EXPECT_EQ(offsets[0], 0);
-    for (int64_t expert = 0; expert < local; ++expert) {
-      EXPECT_EQ(offsets[expert + 1], offsets[expert] + (counts[expert] + 3) / 4 * 4);
-    }
-    EXPECT_LE(offsets[local], rows);
-    EXPECT_TW(twSuccess, twHandleRelease(side.handle));
-  });
+  for (const int32_t alignment : {1, 4}) {
+    twGroupConfig_t config = make_config(7, 2, 4);
+    config.row_alignment = alignment;
+    World world(kRanks, config);
+    Style style;
+    style.layout = twGroupedByBound;
+    Exchange exchange(world, make_traffic(world.config, {4, 0, 3}, 1), style, 1);
+    const auto padded = [&](int64_t rows) { return (rows + alignment - 1) / alignment * alignment; };
+    on_all_ranks(kRanks, [&](int rank) {
+      Side& side = exchange[rank];
+      ASSERT_TW(twSuccess, side.dispatch());
+      const int64_t local = world.homes.held[rank];
+      const int64_t rows = (kRanks * 4 * 2 + local * (alignment - 1)) / alignment * alignment;
+      for (const twTensor_t* tensor : {&side.received.payloads[0], &side.received.weights, &side.received.ids}) {
+        EXPECT_EQ(tensor->shape[0], rows);
+      }
+      EXPECT_EQ(side.received.ids.ndim, 1);
+      ASSERT_EQ(side.received.offsets.shape[0], local + 1);
+      const auto* const counts = static_cast<const int32_t*>(side.received.counts.data);
+      const auto* const offsets = static_cast<const int32_t*>(side.received.offsets.data);
+      EXPECT_EQ(offsets[0], 0);
+      for (int64_t expert = 0; expert < local; ++expert) {
+        EXPECT_EQ(offsets[expert + 1], offsets[expert] + padded(counts[expert]));
+      }
+      EXPECT_LE(offsets[local], rows);
+      EXPECT_TW(twSuccess, twHandleRelease(side.handle));
+    });
+  }
 }
 
 }  // namespace

@@ -13,10 +13,7 @@ _EXCHANGES = "it measures no dispatch and combine between ranks"
 _BOTH = "it measures pairs of both modes beside each other"
 # (option, another that does not go with it, why)
 APART = (
-    *(
-        ("--layer", other, "each is a run of its own")
-        for other in ("--aux", "--overhead", "--collective", "--mode auto")
-    ),
+    *(("--layer", other, "each is a run of its own") for other in ("--aux", "--overhead", "--collective")),
     *(("--layer", other, "its experts multiply in bfloat16") for other in ("--dtype fp8", "--compare")),
     *(
         ("--layer", other, "it is a layer of processes, timed beside NCCL's")
@@ -59,7 +56,12 @@ def of_layer(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
         raise UsageError(f"--empty-ranks: {args.empty_ranks}; of {ranks} ranks allowed are 1..{ranks - 1}")
     if args.timeline and args.verify_only:
         raise UsageError("--timeline: not with --verify-only; nothing is timed")
-    return {"fixed_experts": args.fixed_experts, "empty_ranks": args.empty_ranks or 0, "timeline": args.timeline}
+    return {
+        "fixed_experts": args.fixed_experts,
+        "empty_ranks": args.empty_ranks or 0,
+        "timeline": args.timeline,
+        "layer_mode": (args.mode or "auto") if args.layer else None,
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

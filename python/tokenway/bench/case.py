@@ -20,7 +20,8 @@ from tokenway.reference import Exchange
 
 Array = np.ndarray
 
-LAYOUTS = ("rank_major", "expert_major", "flat", "grouped")
+LAYOUTS = ("rank_major", "expert_major", "flat", "grouped", "grouped_by_bound")
+BY_EXPERT = ("expert_major", "grouped", "grouped_by_bound")
 EXACT_LAYOUTS = ("flat", "grouped")  # of high throughput
 FP8 = "float8_e4m3fn"
 SCALE_BLOCK = 128  # elements of a float8 row that share a scale

@@ -14,7 +14,7 @@ import torch
 
 from tokenway import tensors
 from tokenway.bench import verify
-from tokenway.bench.case import Case
+from tokenway.bench.case import BY_EXPERT, Case
 from tokenway.bench.graphs import COUNT, Graphs, Loop, Replay, Stretches
 from tokenway.bench.nvlink_results import BEHIND
 from tokenway.group import Group
@@ -50,7 +50,7 @@ class DeviceCase:
         self.case, self.group, self.rank = case, group, group.rank
         self._place = here()
         t, hidden = case.tokens, case.profile.hidden
-        self._by_expert = case.layout in ("expert_major", "grouped")
+        self._by_expert = case.layout in BY_EXPERT
         self._load(case)
         # In high throughput each graph has its own, whose counts stay; allocated before anybody exchanges.
         graphs = GRAPHS if case.exact else 1
@@ -84,10 +84,8 @@ class DeviceCase:
     def _allocate(self) -> None:
         """Memory for what comes: the outputs by expert, and the experts' rows. In high throughput for all that there is
         room for, which a graph needs that exchanges counts itself."""
-        case, n, t = self.case, self.case.ranks, self.case.tokens
-        lead: tuple[int, ...] = (self.group.num_local_experts, n * t) if self._by_expert else (n, t)
-        if case.exact:
-            lead = (self._room,)
+        case = self.case
+        lead = self.group.shape.lead(case.layout, case.tokens, self._room if case.exact else 0)
         self._out = self._outputs(lead) if self._by_expert else None
         answer = getattr(torch, case.combine_dtype)
         self._rows = torch.zeros((*lead, case.profile.hidden), dtype=answer, device=self._place)

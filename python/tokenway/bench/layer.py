@@ -1,8 +1,9 @@
 """`tokenway bench --layer`: whole MoE layers between GPUs, and what they are made of.
 
-A layer is a router, a dispatch, SwiGLU experts and a combine: `tokenway.nn.ExpertParallelMoE` in high throughput with
-outputs of a fixed size, and beside it, with the same router, experts and products, what PyTorch does without this
-library: all-gather, index_select, index_add, reduce-scatter. The other layer is told how many rows will come, so it has
+A layer is a router, a dispatch, SwiGLU experts and a combine: `tokenway.nn.ExpertParallelMoE` in a group of both modes,
+of low latency for few tokens (`LOW_LATENCY`) and else of high throughput with outputs of a fixed size, or in the mode
+that --mode names; and beside it, with the same router, experts and products, what PyTorch does without this library:
+all-gather, index_select, index_add, reduce-scatter. The other layer is told how many rows will come, so it has
 no wait for the host. Each routes anew in every call. Both are compared before they are timed, captured and eager, for
 inference and, with --backward, with gradients of the input and of all parameters. The parts are timed alone: experts,
 router, and a bare exchange of the same tokens (rank_major).
@@ -86,6 +87,7 @@ def _row(settings: Settings, case: Case, comm: Comm, control: Control, progress:
         row["rows_by_rank"] = control.allgather(made.rows)
         progress.at("comparing")
         runner.agree(control, made.problem())
+        row |= {"mode": made.mode, "layout": made.layout}
         torch.cuda.current_stream().synchronize()
         control.allgather(None)
         if not settings.verify_only:
@@ -109,6 +111,7 @@ def _layer_case(settings: Settings, case: Case, comm: Comm, groups: ExitStack) -
         backward=settings.backward,
         empty_ranks=settings.empty_ranks,
         seed=settings.seed,
+        mode=settings.layer_mode or "auto",
     )
 
 

@@ -24,6 +24,7 @@ TIMEOUT = 60.0  # of groups, seconds
 GUMBEL = 1.2825  # the standard deviation of Gumbel's distribution: logits with it choose as `routing` draws
 NEAR = 0.02  # how far results may be apart, of their norm: bfloat16 sums in another order
 BACKWARD = "both"  # the phase of forward and backward passes
+LOW_LATENCY = 1024  # tokens up to which a call of a group of both modes is of low latency, where windows have room
 
 Call = Callable[[], Any]
 
@@ -99,15 +100,21 @@ class LayerCase:
         empty_ranks: int = 0,
         seed: int = 0,
         dtype: str = "bfloat16",
+        mode: str = "auto",
     ):
-        """tokens: of each rank, but the last `empty_ranks`, which have none."""
+        """tokens: of each rank, but the last `empty_ranks`, which have none. mode: of the group."""
         shape = {"experts": profile.experts, "top_k": profile.top_k, "hidden": profile.hidden, "max_tokens": tokens}
         own = {"dtype": dtype, "timeout": TIMEOUT}
         ranks = comm.nranks
         self.tokens, self.hidden, self.experts, self.top_k = tokens, profile.hidden, profile.experts, profile.top_k
-        # Outputs of a fixed size, as a graph needs them: as many rows as may come.
-        fixed = {"mode": "high_throughput", "max_recv_tokens": ranks * tokens}
-        self.group = stack.enter_context(runner.open_group(comm, autograd.make_group, **shape, **own, **fixed))
+        given: dict[str, Any] = {"mode": mode}
+        if mode != "low_latency":  # outputs of a fixed size, as a graph needs them: as many rows as may come
+            given["max_recv_tokens"] = ranks * tokens
+        if mode == "auto":
+            given["low_latency_tokens"] = min(tokens, LOW_LATENCY)
+        self.group = stack.enter_context(runner.open_group(comm, autograd.make_group, **shape, **own, **given))
+        self.mode = self.group.shape.mode_of(tokens)  # of its calls
+        self.layout = ""  # of its last dispatch
         popularity = torch.from_numpy(routing.log_popularity(profile.experts, seed)).float() if skewed else None
         self.layer = Layer(self.group, profile, popularity, seed)
         device = self.layer.router.device
@@ -149,7 +156,9 @@ class LayerCase:
 
     def ours(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokenway's layer: its output and the balance loss."""
-        return self.layer(x)
+        out = self.layer(x, self.tokens)
+        self.layout = self.layer.layout
+        return out
 
     def theirs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The same by all-gather, index_select, the same products, index_add and reduce-scatter."""
@@ -174,7 +183,7 @@ class LayerCase:
 
     def compute(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """The experts' products, by sizes on the device where PyTorch can."""
-        sizes: Any = offsets if self.layer.uncapturable is None else offsets.diff().tolist()
+        sizes: Any = offsets if self.layer.ungrouped is None else offsets.diff().tolist()
         return self.layer.compute(rows, weights, sizes)
 
     def _arranged(self, everyone: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,4 +267,4 @@ class LayerCase:
 
     def capturable(self) -> str | None:
         """Why no graph can hold a layer here, None if one can."""
-        return self.layer.uncapturable
+        return self.layer.ungrouped

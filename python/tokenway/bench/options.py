@@ -44,9 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", **listed(number(1, MAX_TOKENS)), metavar="T", help=tokens)
     dtypes = f"{', '.join(DTYPES)} or fp8: float8 and a float32 scale per 128 elements"
     add("--dtype", choices=(*DTYPES, "fp8"), metavar="DTYPE", help=dtypes)
-    layouts = "rank_major (default) or expert_major; flat or grouped, of high throughput"
+    layouts = "rank_major (default), expert_major or grouped_by_bound; flat or grouped, of high throughput"
     add("--layout", choices=LAYOUTS, metavar="LAYOUT", help=layouts)
-    modes = "low_latency, high_throughput (default layout flat) or auto, both in one group (default: by --layout)"
+    modes = "low_latency, high_throughput (default layout flat) or auto, both in one group (default: by --layout, of "
+    modes += "layers auto)"
     add("--mode", choices=tuple(MODES), metavar="NAME", help=modes)
     add("--weighting", choices=("none", "topk"), default="none", metavar="NAME", help="none (default) or topk")
     add("--iterations", type=number(1), metavar="I", help="timed, over all rounds (default 50)")
@@ -84,7 +85,9 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     apart = portable_options.from_arguments(args)
     ranks, launched = _ranks(1 if args.overhead or args.aux else args.ranks, gpu)
     quick: bool = args.quick
-    beside = (apart is not None or args.mode == "auto") and not args.baselines  # ways are measured beside each other
+    beside = (
+        apart is not None or (args.mode == "auto" and not args.layer)
+    ) and not args.baselines  # ways are measured beside each other
     untimed = args.verify_only or args.overhead or args.aux or args.layer or beside
     given = ("none",) if untimed else args.baselines or ("auto",)
     wanted, skipped = _baselines(given, gpu, ranks, args.collective is not None)
@@ -103,7 +106,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         baselines=wanted,
         skipped=skipped,
         backward=args.backward,
-        both_modes=args.mode == "auto",
+        both_modes=args.mode == "auto" and not args.layer,
         collective=args.collective,
         verify_only=args.verify_only,
         overhead=args.overhead,

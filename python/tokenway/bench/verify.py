@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from tokenway import reference, tensors
-from tokenway.bench.case import Case
+from tokenway import grouped_reference, reference, tensors
+from tokenway.bench.case import BY_EXPERT, Case
 from tokenway.group import Group
 from tokenway.handle import Handle, Received
+from tokenway.shape import BY_BOUND, GROUPED
 
 Array = np.ndarray
 
@@ -43,14 +44,11 @@ def buffers(case: Case, group: Group, handle: Handle | None = None) -> tuple[dic
     rank_major and flat: dispatch's rows are views of the window, so its out is empty. expert_major takes
     L * N * b rows of address space here, of which only the received ones are ever touched.
     """
-    n, t, hidden = case.ranks, case.tokens, case.profile.hidden
-    lead: tuple[int, ...] = (n, t) if case.layout == "rank_major" else (group.num_local_experts, n * t)
-    if case.exact:
-        assert handle is not None
-        lead = (handle.rows_of(case.layout) or 0,)
+    t, hidden = case.tokens, case.profile.hidden
+    lead = group.shape.lead(case.layout, t, (handle.rows_of(case.layout) or 0) if case.exact and handle else 0)
     answer = tensors.numpy_dtype(case.combine_dtype)
     out: dict[str, Array] = {}
-    if case.layout in ("expert_major", "grouped"):
+    if case.layout in BY_EXPERT:
         out["tokens"] = np.empty((*lead, hidden), tensors.numpy_dtype(case.dtype))
         if case.scales:
             out["scales"] = np.empty((*lead, case.scales), np.float32)
@@ -84,7 +82,7 @@ def filled(case: Case, rank: int, counts: Array) -> list[Any]:
     """Where in a layout the rows lie that hold something: an index for each run of them, by source or by expert."""
     if case.layout == "flat":
         return [np.s_[: int(counts.sum())]]
-    if case.layout == "grouped":
+    if case.layout in GROUPED:
         begins = case.exchange.blocks(rank)
         return [np.s_[begins[e] : begins[e] + n] for e, n in enumerate(counts)]
     return [np.s_[block, :n] for block, n in enumerate(counts)]
@@ -94,7 +92,8 @@ def check_dispatch(case: Case, rank: int, received: Received) -> None:
     """Compares counts, ids, weights and payload rows with the oracle's. Raises Mismatch."""
     x = case.exchange
     numbers = [np.arange(s * case.tokens, (s + 1) * case.tokens, dtype=np.int32) for s in range(x.ranks)]
-    simulate = getattr(reference, f"dispatch_{case.layout}")
+    oracle = grouped_reference if case.layout == BY_BOUND else reference
+    simulate = getattr(oracle, f"dispatch_{case.layout}")
     want = simulate(x, rank, [numbers])
     _expect("counts", case, rank, np.asarray(received.counts), want.counts)
     _expect("ids", case, rank, np.asarray(received.ids), want.ids)
@@ -121,7 +120,7 @@ def run_experts(case: Case, rank: int, received: Received, rows: Array) -> None:
     scales = received.payloads.get("scales")
     for at in filled(case, rank, np.asarray(received.counts)):
         ids, weights = received.ids[at], received.weights[at]
-        if case.layout in ("expert_major", "grouped"):
+        if case.layout in BY_EXPERT:
             ids, weights = ids[:, None], weights[:, None]
         of = None if scales is None else scales[at]
         case.answers(received.tokens[at], of, home[ids], weights, rows[at])
@@ -183,7 +182,7 @@ class _Answers(Sequence[Array]):
         expert = x.ids[owner][t, k]
         made = self._answer(t, expert[:, None], x.weight[owner][t, k][:, None])
         slot, hidden = x.placement[1][expert], case.profile.hidden
-        if case.layout == "grouped":
+        if case.layout in GROUPED:
             rows = np.empty((x.blocks(rank)[-1], hidden), made.dtype)
             rows[x.blocks(rank)[slot] + x.kept_row[owner][t, k]] = made
             return rows
@@ -197,7 +196,7 @@ def expected_output(case: Case, owner: int) -> Array:
     return reference.combine(
         case.exchange,
         _Answers(case, owner),
-        layout=case.layout,
+        layout="grouped" if case.layout == BY_BOUND else case.layout,
         weighting=case.weighting,
         wire=tensors.numpy_dtype(case.combine_dtype),
         out=tensors.numpy_dtype(case.combine_dtype),

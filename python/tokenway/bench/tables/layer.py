@@ -81,11 +81,14 @@ def _median(phases: Row, way: str) -> float | None:
 
 def notes(run: Run) -> list[str]:
     """What the tables do not say."""
+    modes = {row.get("mode", "high_throughput") for row in run["layers"]}
+    mode = " in high throughput" if modes == {"high_throughput"} else ""
     told = [
-        "tokenway: ExpertParallelMoE in high throughput, outputs of a fixed size; nccl: all-gather, index_select, the "
-        "same products, index_add, reduce-scatter, told how many rows will come",
+        f"tokenway: ExpertParallelMoE{mode}, outputs of a fixed size; nccl: all-gather, index_select, the same "
+        "products, index_add, reduce-scatter, told how many rows will come",
         "exchange: dispatch and combine of the same tokens, rank_major, a new routing in each; host: of an eager call",
     ]
+    told += _ways(run["layers"])
     empty = {row.get("empty_ranks", 0) for row in run["layers"]} - {0}
     told += [f"the last {number} ranks have no tokens; NCCL's way fills theirs up" for number in sorted(empty)]
     for row in run["layers"]:
@@ -93,3 +96,12 @@ def notes(run: Run) -> list[str]:
     for why in dict.fromkeys(row["us"].get("not_captured") for row in run["layers"] if "us" in row):
         told += [f"not captured: {why}"] if why else []
     return told
+
+
+def _ways(rows: list[Row]) -> list[str]:
+    """In which mode and layout tokenway's rows came, by tokens; runs of before this was told were all of one."""
+    told: dict[str, list[str]] = {}
+    for row in rows:
+        if "mode" in row:
+            told.setdefault(f"{row['mode'].replace('_', ' ')}, rows in {row['layout']}", []).append(str(row["tokens"]))
+    return [f"tokenway at {', '.join(dict.fromkeys(tokens))} tokens: {way}" for way, tokens in told.items()]
