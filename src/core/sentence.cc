@@ -31,13 +31,24 @@ Sentence::Part number_of(twPartKind_t kind, std::string text, int64_t value) {
 
 }  // namespace
 
+Sentence::Sentence(const Sentence& other) {
+  if (other.parts_) parts_.reset(new std::vector<Part>(*other.parts_));
+}
+Sentence& Sentence::operator=(const Sentence& other) { return *this = Sentence(other); }
+void Sentence::Free::operator()(std::vector<Part>* parts) const { delete parts; }
+
+Sentence::Sentence(Number number)
+    : Sentence(number.is_signed ? std::to_string(static_cast<int64_t>(number.bits)) : std::to_string(number.bits)) {}
 Sentence::Sentence(std::string_view text) { append({twPartText, std::string(text), ""}); }
 Sentence::Sentence(double number) : Sentence(printed("%g", number)) {}
 Sentence::Sentence(const void* pointer) : Sentence(printed("%p", pointer)) {}
 Sentence::Sentence(const Argument& argument) {
   append({twPartArgument, text_of(argument), argument.path, {argument.indices[0], argument.indices[1]}});
 }
-Sentence::Sentence(const Value& value) { append(number_of(twPartValue, value.text, value.value)); }
+Sentence::Sentence(const Value& value) {
+  append(number_of(twPartValue, value.beyond > 0 ? std::to_string(value.beyond) : std::to_string(value.value),
+                   value.value));
+}
 Sentence::Sentence(const Least& least) { append(number_of(twPartLeast, std::to_string(least.value), least.value)); }
 Sentence::Sentence(const Most& most) { append(number_of(twPartMost, std::to_string(most.value), most.value)); }
 Sentence::Sentence(const Constant& constant) {
@@ -51,27 +62,34 @@ Sentence::Sentence(const UnderWay& call) { append({twPartUnderWay, call.name, ca
 
 void Sentence::append(Part part) {
   if (part.kind == twPartText && part.text.empty()) return;
-  if (part.kind == twPartText && !parts_.empty() && parts_.back().kind == twPartText) {
-    parts_.back().text += part.text;
+  if (!parts_) parts_.reset(new std::vector<Part>);
+  std::vector<Part>& parts = *parts_;
+  if (part.kind == twPartText && !parts.empty() && parts.back().kind == twPartText) {
+    parts.back().text += part.text;
     return;
   }
   const bool of_argument = part.kind == twPartValue || part.kind == twPartLeast || part.kind == twPartMost;
   const auto argument =
-      std::find_if(parts_.rbegin(), parts_.rend(), [](const Part& before) { return before.kind == twPartArgument; });
-  if (of_argument && part.name.empty() && argument != parts_.rend()) {
+      std::find_if(parts.rbegin(), parts.rend(), [](const Part& before) { return before.kind == twPartArgument; });
+  if (of_argument && part.name.empty() && argument != parts.rend()) {
     part.name = argument->name;
     std::copy(argument->indices, argument->indices + 2, part.indices);
   }
-  parts_.push_back(std::move(part));
+  parts.push_back(std::move(part));
 }
 
 void Sentence::append(const Sentence& more) {
-  for (const Part& part : more.parts_) append(part);
+  for (const Part& part : more.parts()) append(part);
+}
+
+const std::vector<Sentence::Part>& Sentence::parts() const {
+  static const std::vector<Part> none;
+  return parts_ ? *parts_ : none;
 }
 
 std::string Sentence::text() const {
   std::string text;
-  for (const Part& part : parts_) text += part.text;
+  for (const Part& part : parts()) text += part.text;
   return text;
 }
 

@@ -20,8 +20,10 @@ struct [[nodiscard]] Status {
   std::string text() const { return sentence.text(); }
 };
 
+// Cold, and never inlined: callers fail in hundreds of places, which would all hold what makes a sentence.
 template <class... Values>
-Status fail(twResult_t code, Format<std::type_identity_t<Values>...> format, const Values&... values) {
+[[gnu::cold, gnu::noinline]] Status fail(twResult_t code, Format<std::type_identity_t<Values>...> format,
+                                         const Values&... values) {
   return {code, fill(format.text, {Sentence(values)...})};
 }
 
@@ -29,7 +31,8 @@ Status fail(twResult_t code, Format<std::type_identity_t<Values>...> format, con
 Status fail_with(int error, Sentence sentence);
 // The same of errno at the time of the call.
 template <class... Values>
-Status fail_errno(Format<std::type_identity_t<Values>...> format, const Values&... values) {
+[[gnu::cold, gnu::noinline]] Status fail_errno(Format<std::type_identity_t<Values>...> format,
+                                               const Values&... values) {
   const int error = errno;
   return fail_with(error, fill(format.text, {Sentence(values)...}));
 }
