@@ -206,7 +206,8 @@ Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, 
   handle.device.placed = layout.by_expert ? layout.id : twRankMajor;
   if (targets.lists.wanted()) TW_RETURN_IF_FAILED(run_index_lists(call, budget, handle));
   if (targets.source_counts != nullptr) TW_RETURN_IF_FAILED(run_source_counts(call, budget, handle));
-  ViewParams p{arrived_params(handle, call.rows.map, call.at.channel, call.bound)};
+  ViewParams p{};
+  static_cast<ArrivedParams&>(p) = arrived_params(handle, call.rows.map, call.at.channel, call.bound);
   bool any = layout.by_expert;
   std::byte* receive_offset[kMaxPayloads] = {};
   fill_receive_offsets(call, receive_offset);
@@ -234,7 +235,8 @@ Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, 
 
 // Tells which rows of the view are whose.
 Status NvlinkBackend::run_index_lists(const DispatchCall& call, const Budget& budget, const HandleArrays& handle) {
-  IndexParams p{arrived_params(handle, call.rows.map, call.at.channel, call.bound)};
+  IndexParams p{};
+  static_cast<ArrivedParams&>(p) = arrived_params(handle, call.rows.map, call.at.channel, call.bound);
   p.lists = call.targets.lists;
   p.block = Divider::make(static_cast<uint32_t>(p.lists.block));
   p.counted = memory_->list_counts(call.at.channel, context_.local_experts);
@@ -252,7 +254,8 @@ Status NvlinkBackend::run_source_counts(const DispatchCall& call, const Budget& 
 
 // Finds where rows stand by expert, for a combine by expert after a dispatch that was shown otherwise.
 Status NvlinkBackend::run_places(const CombineCall& call, const Budget& budget, HandleArrays& handle) {
-  ViewParams p{arrived_params(handle, call.sent.map, call.at.channel, call.bound)};
+  ViewParams p{};
+  static_cast<ArrivedParams&>(p) = arrived_params(handle, call.sent.map, call.at.channel, call.bound);
   p.shown.counts = handle.experts.counts;
   const Layout& layout = layout_of(call.layout);
   p.alignment = layout.packed && !layout.exact ? call.alignment : 0;
