@@ -76,7 +76,7 @@ def test_a_table_of_peers() -> None:
 
 
 def test_whom_the_readme_advises() -> None:
-    """Its sentences about who is faster up to 32 tokens, and from 128 on in place."""
+    """Its sentences about who is faster up to 32 tokens, and from 128 on in place, and what in place costs now."""
     run = json.loads((RESULTS / peers.FOUR).read_text(encoding="utf-8"))
     tokens = run["settings"]["tokens"]
     others = zip(*(row["us"] for row in run["peers"] if row["role"] == "peer"), strict=True)
@@ -87,7 +87,12 @@ def test_whom_the_readme_advises() -> None:
         assert (within < theirs) == (count <= 32)
     text = " ".join(README.read_text(encoding="utf-8").split())
     assert "up to 32 tokens no library in the table is faster, whether the experts write in place or not" in text
-    assert "your experts write in place and a step has 128 tokens per rank or more" in text
+    assert "In the table FlashInfer is faster in place from 128 tokens on." in text
+    now = json.loads((RESULTS / "in-place-4-gpus.json").read_text(encoding="utf-8"))["us"]
+    more = {name: us["place"] / us["buffer"] - 1 for name, us in now.items()}
+    assert all(more[f"low_latency {count}"] < 0.02 for count in (1, 8, 32, 128, 512))
+    assert round(100 * more["low_latency 4096"]) == round(100 * more["high_throughput 4096"]) == 6
+    assert "cost nothing](docs/PERFORMANCE.md#in-place) up to 512 tokens, but 6 % at 4096" in text
 
 
 # ---- programs ------------------------------------------------------------------------------------------------------

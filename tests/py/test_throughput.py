@@ -409,7 +409,7 @@ def test_one_rank_refuses(world: Any, send_only: bool) -> None:
         ({"row_alignment": 512}, "row_alignment is 512; it must be from 1 to 256"),
         ({"overflow": "lose"}, "overflow is 'lose'; it must be one of ['refuse', 'drop']"),
         ({"mode": "fast"}, "mode is 'fast'; it must be one of ['low_latency', 'high_throughput', 'auto']"),
-        ({"mode": "low_latency", "row_alignment": 4}, "row_alignment is 4; in low latency it must be 0"),
+        ({"mode": "low_latency", "row_alignment": 3}, "row_alignment is 3; it must be a power of two from 1 to 256"),
     ],
 )
 def test_settings_are_refused(wrong: dict[str, Any], sentence: str) -> None:
