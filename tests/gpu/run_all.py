@@ -66,6 +66,7 @@ BEHAVIOUR = (
     "per_expert",
     "per_expert_refused",
     "any_placement",
+    "grouped_by_bound",
 )
 BUDGET = {"suite": 600, "nccl": 720, "gpu": 360, "soak": 600, "sanitize": 300}  # seconds
 TOO_SLOW = (124, 137, -9)  # how `timeout` ends once it has ended a command, and where it had to kill it (and itself)
