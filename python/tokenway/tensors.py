@@ -132,7 +132,6 @@ _tensor_type: type | None = None  # PyTorch's, once one was described
 def describe(x: Any) -> tuple[int, bytes]:
     """(address, the descriptor's bytes after it) of a tensor; NOTHING for what is none. Raises what the tensor's own
     code does when it is asked: `described` does not."""
-    global _tensor_type
     kind = type(x)
     if kind is np.ndarray:
         key = (x.dtype, x.shape, x.strides)

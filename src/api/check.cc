@@ -194,24 +194,35 @@ void add_read(const twGroup& group, const twHandle& handle, const DispatchCall& 
             extent_of_pairs(source.weights, routed, top_k, source.weight_stride, sizeof(float)));
 }
 
+// Fails with the layouts that are allowed, in the table's order: those of low latency, of high throughput, or of both.
+Status fail_layout(const Argument& name, twLayout_t id, const char* why, bool low_latency, bool exact) {
+  std::vector<Sentence> allowed;
+  for (const bool of_exact : {false, true}) {
+    for (const Layout& each : kLayouts) {
+      if (each.exact == of_exact && (of_exact ? exact : low_latency)) allowed.push_back(Constant{each.name, each.id});
+    }
+  }
+  Sentence listed;
+  for (size_t i = 0; i < allowed.size(); ++i) {
+    if (i > 0) listed.append(Sentence(i + 1 == allowed.size() ? " or " : ", "));
+    listed.append(allowed[i]);
+  }
+  return fail(twInvalidArgument, "{} is {}; {}it must be {}", name, Value(id), why, listed);
+}
+
 }  // namespace
 
 Status check_layout(const Argument& name, twLayout_t id, bool exact, const char* why) {
   const Layout* const layout = find_layout(id);
   if (layout != nullptr && layout->exact == exact) return {};
-  if (exact) {
-    return fail(twInvalidArgument, "{} is {}; {}it must be {} or {}", name, Value(id),
-                why == nullptr ? "in high throughput " : why, TW_CONSTANT(twFlat), TW_CONSTANT(twGrouped));
-  }
-  return fail(twInvalidArgument, "{} is {}; {}it must be {}, {} or {}", name, Value(id), why == nullptr ? "" : why,
-              TW_CONSTANT(twRankMajor), TW_CONSTANT(twExpertMajor), TW_CONSTANT(twGroupedByBound));
+  if (why == nullptr) why = exact ? "in high throughput " : "";
+  return fail_layout(name, id, why, !exact, exact);
 }
 
 Status check_layout(const Argument& name, twLayout_t id, const twGroup& group) {
   if (!group.shape().has_both_modes()) return check_layout(name, id, group.shape().exact());
   if (find_layout(id) != nullptr) return {};
-  return fail(twInvalidArgument, "{} is {}; it must be {}, {}, {}, {} or {}", name, Value(id), TW_CONSTANT(twRankMajor),
-              TW_CONSTANT(twExpertMajor), TW_CONSTANT(twGroupedByBound), TW_CONSTANT(twFlat), TW_CONSTANT(twGrouped));
+  return fail_layout(name, id, "", true, true);
 }
 
 Status read_config(const twGroupConfig_t* given, ReadConfig* known) {

@@ -28,8 +28,7 @@ inline void place_experts(int32_t experts, int64_t alignment, HandleArrays& hand
 // another layout. In layouts that need no places it does nothing. next: [L], scratch.
 inline void place_received(const Context& context, twLayout_t id, int64_t alignment, int32_t* next,
                            HandleArrays& handle) {
-  const Layout& layout = layout_of(id);
-  if (layout.exact || !layout.packed) return;
+  if (!layout_of(id).placed_by_receiver()) return;
   const Shape& shape = context.map.shape();
   ExpertPlaces places(shape, context.placement, context.me, context.local_experts, next);
   int64_t rows = 0;

@@ -26,6 +26,8 @@ struct Layout {
   constexpr bool views() const { return !by_expert; }
   // Whether the outputs have offsets. (By expert there are origins, counts by source and payloads by column too.)
   constexpr bool has_offsets() const { return packed && by_expert; }
+  // Whether the receiver finds out where blocks begin, from the rows that have come.
+  constexpr bool placed_by_receiver() const { return packed && !exact; }
   // How many blocks rows stand in, each with a count: one for each source or local expert.
   constexpr int64_t blocks(int64_t ranks, int64_t local_experts) const { return by_expert ? local_experts : ranks; }
   // Rows of a block for each of a call's bound; packed, of all blocks together, as a row stands under so many of its K

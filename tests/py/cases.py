@@ -19,6 +19,10 @@ from tokenway import replica_reference as replicas
 from tokenway.grouped_reference import dispatch_grouped_by_bound
 from tokenway.tensors import numpy_dtype
 
+LAYOUTS = {  # by mode
+    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
+    "high_throughput": ("flat", "grouped"),
+}
 BY_EXPERT = ("expert_major", "grouped", "grouped_by_bound")  # the last is what calls name grouped in low latency
 ROUTINGS = ("random", "holes", "one", "none", "few")
 SPECIAL = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-40, 65504.0, 3e38, -1.0], np.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import cases
 import numpy as np
 from cases import Setup
 from harness import PATIENT
@@ -15,11 +16,7 @@ from tokenway import reference as ref
 OWN = Setup(ranks=3, experts=7, top_k=3, hidden=24, max_tokens=4, lanes=2)
 EXACT = {"mode": "high_throughput", "row_alignment": 4}
 MODES = {"low_latency": {}, "high_throughput": EXACT, "in parts": EXACT | {"inbox_tokens": 3}}
-LAYOUTS = {
-    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
-    "high_throughput": ("flat", "grouped"),
-    "in parts": ("flat", "grouped"),
-}
+LAYOUTS = cases.LAYOUTS | {"in parts": cases.LAYOUTS["high_throughput"]}
 
 
 def own_of(world: Any, mode: str) -> Setup:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cases import Got, Round, Setup, one, verify
+from cases import LAYOUTS, Got, Round, Setup, one, verify
 from harness import PATIENT
 from player import Player
 
@@ -16,10 +16,6 @@ import tokenway as tw
 
 Turn = tuple[int, Round]  # which group's, and what
 
-LAYOUTS = {
-    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
-    "high_throughput": ("flat", "grouped"),
-}
 
 # A target model, its draft model, and a layer whose experts have replicas: no two of them have a shape in common, and
 # none has experts that the ranks divide.

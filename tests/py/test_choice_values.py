@@ -11,7 +11,20 @@ import harness
 import numpy as np
 import player
 import pytest
-from cases import DISPATCHES, Case, Round, Setup, exchange_of, fewer_ranks, make_ids, make_payloads, one, same, verify
+from cases import (
+    DISPATCHES,
+    LAYOUTS,
+    Case,
+    Round,
+    Setup,
+    exchange_of,
+    fewer_ranks,
+    make_ids,
+    make_payloads,
+    one,
+    same,
+    verify,
+)
 from emulated_graphs import Graph, emulated_alone
 from harness import PATIENT, caught
 from hypothesis import example, given, settings
@@ -25,10 +38,6 @@ from tokenway import reference as ref
 from tokenway.tensors import numpy_dtype
 
 OWN = Setup(ranks=3, experts=7, top_k=3, hidden=24, max_tokens=9)
-LAYOUTS = {
-    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
-    "high_throughput": ("flat", "grouped"),
-}
 THREADS = min(5, harness.most_ranks("threads"))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import harness
 import numpy as np
 import pytest
-from cases import Case, Round, Setup, make_ids, one, verify, verify_case
+from cases import LAYOUTS, Case, Round, Setup, make_ids, one, verify, verify_case
 from emulated_graphs import Graph, emulated_alone
 from harness import PATIENT, caught, said
 from hypothesis import given, settings
@@ -28,10 +28,6 @@ from tokenway.tensors import numpy_dtype
 
 FP8 = "float8_e4m3fn"
 OWN = Setup(ranks=3, experts=7, top_k=3, hidden=24, max_tokens=9, combine_hidden=200, wire=FP8)
-LAYOUTS = {
-    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
-    "high_throughput": ("flat", "grouped"),
-}
 ALL_LAYOUTS = (*LAYOUTS["low_latency"], *LAYOUTS["high_throughput"])
 SCALES = (None, 0.03)
 scaled = pytest.mark.parametrize("scale", SCALES, ids=["blocks", "tensor"])

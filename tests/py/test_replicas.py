@@ -10,7 +10,7 @@ from typing import Any
 import harness
 import numpy as np
 import pytest
-from cases import Case, Round, Setup, exchange_of, make_ids, make_payloads, one, same
+from cases import LAYOUTS, Case, Round, Setup, exchange_of, make_ids, make_payloads, one, same
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from strategies import SETTINGS
@@ -26,10 +26,6 @@ from tokenway.replica_reference import POLICIES
 # Seven experts in fifteen slots of four ranks: one in four slots, two of them on one rank, two experts in three, and a
 # slot without any.
 TABLE = (0, 1, 2, 0, 3, 2, 4, 5, 0, 6, 2, -1, 0, 5, 5)
-LAYOUTS = {
-    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
-    "high_throughput": ("flat", "grouped"),
-}
 
 
 def setup_of(policy: str, mode: str = "low_latency", **more: Any) -> Setup:

@@ -10,7 +10,7 @@ from typing import Any
 import harness
 import numpy as np
 import pytest
-from cases import Got, Round, Setup, one, verify
+from cases import LAYOUTS, Got, Round, Setup, one, verify
 from emulated_graphs import Graph, emulated_alone
 from harness import PATIENT, caught, said
 from hypothesis import given, settings
@@ -30,10 +30,6 @@ TYPES = (
     replace(OWN, combine_hidden=1),
 )
 EXACT = {"mode": "high_throughput", "row_alignment": 4}
-LAYOUTS = {
-    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
-    "high_throughput": ("flat", "grouped"),
-}
 
 
 def make(env: Any, own: Setup, types: Any, **changes: Any) -> tw.Group:

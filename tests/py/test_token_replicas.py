@@ -10,7 +10,7 @@ import harness
 import numpy as np
 import player
 import pytest
-from cases import Case, Round, Setup, exchange_of, fewer_ranks, one, same
+from cases import LAYOUTS, Case, Round, Setup, exchange_of, fewer_ranks, one, same
 from emulated_graphs import Graph, emulated_alone
 from harness import PATIENT
 from hypothesis import example, given
@@ -24,10 +24,6 @@ import tokenway as tw
 from tokenway import reference as ref
 
 OWN = Setup(ranks=4, experts=7, top_k=3, hidden=24, max_tokens=9, token_replicas=2)
-LAYOUTS = {
-    "low_latency": ("rank_major", "expert_major", "grouped_by_bound"),
-    "high_throughput": ("flat", "grouped"),
-}
 
 # The hard ones together: sets without tokens, fewer tokens than ranks of a set, shares that differ, odd rows, -1.
 HARD = Case(

@@ -60,7 +60,7 @@ def of_layer(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
         "fixed_experts": args.fixed_experts,
         "empty_ranks": args.empty_ranks or 0,
         "timeline": args.timeline,
-        "layer_mode": (args.mode or "auto") if args.layer else None,
+        "layer_mode": args.mode or "auto",
     }
 
 

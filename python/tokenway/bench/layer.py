@@ -111,7 +111,7 @@ def _layer_case(settings: Settings, case: Case, comm: Comm, groups: ExitStack) -
         backward=settings.backward,
         empty_ranks=settings.empty_ranks,
         seed=settings.seed,
-        mode=settings.layer_mode or "auto",
+        mode=settings.layer_mode,
     )
 
 

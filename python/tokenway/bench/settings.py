@@ -35,7 +35,7 @@ class Settings:
     overhead: bool = False
     aux: bool = False
     layer: bool = False
-    layer_mode: str | None = None  # of a layer's group
+    layer_mode: str = "auto"  # of a layer's group
     fixed_experts: float | None = None  # us of a kernel in place of a layer's experts, measured beside it
     empty_ranks: int = 0  # of a layer: so many, the last ones, have no tokens
     timeline: str | None = None  # of a layer: a picture of its kernels

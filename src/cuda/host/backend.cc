@@ -228,7 +228,7 @@ Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, 
   p.shown = shown_of(targets, handle);
   p.rows = static_cast<int32_t>(targets.rows);
   p.offsets = layout.has_offsets() ? targets.offsets : nullptr;
-  p.alignment = layout.packed && !layout.exact ? targets.alignment : 0;
+  p.alignment = layout.placed_by_receiver() ? targets.alignment : 0;
   p.origins = targets.origins;
   return run_view("a view", layout.by_expert ? launch_expert_view : launch_rank_view, budget, p, call.stream);
 }
@@ -258,7 +258,7 @@ Status NvlinkBackend::run_places(const CombineCall& call, const Budget& budget, 
   static_cast<ArrivedParams&>(p) = arrived_params(handle, call.sent.map, call.at.channel, call.bound);
   p.shown.counts = handle.experts.counts;
   const Layout& layout = layout_of(call.layout);
-  p.alignment = layout.packed && !layout.exact ? call.alignment : 0;
+  p.alignment = layout.placed_by_receiver() ? call.alignment : 0;
   // Those of the dispatch's own layout are over. These are not kept for further combines, as a graph may have made
   // them.
   handle.device.placed = twRankMajor;

@@ -47,22 +47,26 @@ __device__ inline void show_empty(const ViewParams& p, int64_t from, int64_t to,
   }
 }
 
-// Writes zeros to rows [from, to) of the payloads that are wanted. By `threads` threads.
+// Writes zeros to rows [from, to) of a payload that is wanted. By `threads` threads.
+__device__ inline void clear_payload(const ViewParams& p, int q, int64_t from, int64_t to, int thread, int threads) {
+  const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
+  const Columns& columns = p.columns[q];
+  if (!columns.wanted() && p.width[q] == 16) {  // with an alignment of 128 rows an expert has 64 such rows on average
+    auto* const vectors = reinterpret_cast<uint4*>(p.payloads[q]);
+    for (int64_t i = from * (bytes / 16) + thread; i < to * (bytes / 16); i += threads) vectors[i] = {};
+    return;
+  }
+  for (int64_t i = from * bytes + thread; i < to * bytes; i += threads) {
+    p.payloads[q][columns.wanted() ? in_columns(columns, i / bytes, static_cast<uint32_t>(i % bytes)) : i] =
+        std::byte{0};
+  }
+}
+
+// The same of all payloads that are wanted.
 __device__ inline void clear_rows(const ViewParams& p, int64_t from, int64_t to, int thread, int threads) {
 #pragma unroll 1
   for (int q = 0; q < p.group.map.shape().payloads && from < to; ++q) {
-    if (p.payloads[q] == nullptr) continue;
-    const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
-    const Columns& columns = p.columns[q];
-    if (!columns.wanted() && p.width[q] == 16) {  // with an alignment of 128 rows an expert has 64 such rows on average
-      auto* const vectors = reinterpret_cast<uint4*>(p.payloads[q]);
-      for (int64_t i = from * (bytes / 16) + thread; i < to * (bytes / 16); i += threads) vectors[i] = {};
-      continue;
-    }
-    for (int64_t i = from * bytes + thread; i < to * bytes; i += threads) {
-      p.payloads[q][columns.wanted() ? in_columns(columns, i / bytes, static_cast<uint32_t>(i % bytes)) : i] =
-          std::byte{0};
-    }
+    if (p.payloads[q] != nullptr) clear_payload(p, q, from, to, thread, threads);
   }
 }
 
@@ -76,10 +80,7 @@ __device__ inline void show_beyond(const ViewParams& p, int64_t end) {
   show_empty(p, from, min(static_cast<int64_t>(p.rows), from + share), thread, kViewThreads);
   for (int q = 0; q < p.group.map.shape().payloads && blockIdx.x == 0; ++q) {
     if (p.payloads[q] == nullptr || !p.columns[q].wanted()) continue;
-    const auto bytes = static_cast<int64_t>(p.group.map.shape().payload_bytes[q]);
-    for (int64_t i = p.rows * bytes + thread; i < p.columns[q].rows * bytes; i += kViewThreads) {
-      p.payloads[q][in_columns(p.columns[q], i / bytes, static_cast<uint32_t>(i % bytes))] = std::byte{0};
-    }
+    clear_payload(p, q, p.rows, p.columns[q].rows, thread, kViewThreads);
   }
 }
 
