@@ -8,6 +8,7 @@ such a place. Rows and sums are checked; a library may put rows in any order.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from tokenway.bench.verify import Mismatch
 Array = np.ndarray
 
 
-class Library:
+class Library(ABC):
     """A library on one rank, for one case. Making one, closing it and its calls are collective.
 
     rows: the experts' rows as `combine` reads them, [..., H]; `arrived` says which of them are used.
@@ -78,16 +79,16 @@ class Library:
 
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def make(self) -> None:
+    def make(self) -> None:  # noqa: B027  most have something, none must
         """What lives as long as the case does."""
 
+    @abstractmethod
     def dispatch(self) -> None:
         """Of the routing, as if it were new."""
-        raise NotImplementedError
 
+    @abstractmethod
     def combine(self) -> None:
         """Of `rows`."""
-        raise NotImplementedError
 
     def __call__(self) -> None:
         self.dispatch()
@@ -97,16 +98,16 @@ class Library:
         """Where `combine` reads rows: called once, behind a dispatch."""
         return self.empty(tuple(self.received[0].shape), self.answer)
 
+    @abstractmethod
     def arrived(self) -> Array:
         """Which rows of the last dispatch are filled: bool, of the shape of `received` without H."""
-        raise NotImplementedError
 
     def by_source(self) -> Array:
         """`arrived` where rank s has its first rows in [s]."""
         slots = np.arange(self.received[0].shape[1])
         return slots[None] < np.asarray(self.plan.recv_counts)[:, None]
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  likewise
         """Gives back what `make` took."""
 
 
