@@ -487,7 +487,7 @@ PROTOCOL = (
             Edit(
                 CHECK,
                 "  if (call->bound > handle.max_tokens && ",
-                "  if (call->bound > config.max_tokens && ",
+                "  if (call->bound > shape.max_tokens && ",
             ),
         ),
     ),
