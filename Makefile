@@ -88,7 +88,7 @@ test-py:  ## Python on the CPU
 test-portable:  ## the tests of behaviour over the portable backend
 	@$(SETUP) run test
 	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)
-	@SHAPES=200 $(SOME) $(TREE) $(STAGE) "portable backend" $(PY) -m pytest tests/py/test_survival.py tests/py/test_exchange.py \
+	@SHAPES=60 $(SOME) $(TREE) $(STAGE) "portable backend" $(PY) -m pytest tests/py/test_survival.py tests/py/test_exchange.py \
 	  tests/py/test_collectives.py tests/py/test_row_types.py tests/py/test_growth.py tests/py/test_parts.py \
 	  tests/py/test_arena.py tests/py/test_auto.py tests/py/test_choice_values.py \
 	  tests/py/test_choice_values_refused.py tests/py/test_per_expert.py tests/py/test_per_expert_refused.py \

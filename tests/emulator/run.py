@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
         arguments = [a for a in arguments if a not in ("--quick", "--threads")]
         chosen += ["-m", "not long and not heavy"] * quick
         os.environ.setdefault("EXAMPLES", "6" if quick else "12")
-        os.environ.setdefault("SHAPES", "100")
+        os.environ.setdefault("SHAPES", "30")
     backend = "emulated"
     if "--staged" in arguments:
         arguments = [a for a in arguments if a != "--staged"]
