@@ -23,7 +23,7 @@ ALLOWED: dict[str, dict[int, str]] = {
         10: "a block a tenth slower than the mean leaves the last chunks to the others",
         512: "bytes that a warp's 32 threads load at 16 each",
     },
-    "combine/choices.cu": {100: "ns between looks at a signal"},
+    "combine/choices.cuh": {100: "ns between looks at a signal"},
     "combine/combine.cu": {33: "ranks that a warp's threads can each have one of, beside this rank"},
     "combine/sums.cuh": {
         100: "ns between looks at a signal",

@@ -233,11 +233,20 @@ typedef struct {
   // others, each rank some or none. Read in stream order, on the CPU by twComplete where the call is send_only. No data
   // and no dimensions: none.
   twTensor_t weights;
+  // From what this rank's sums start: the first term of each, before its partials, or before its rows in a group of
+  // twRowPerExpert; what a shared expert has made of the tokens, for instance, or a residual. [T, H], of the dtype of
+  // output.tokens or twFloat32; rows may be apart. It is this rank's own affair: it travels nowhere, and other ranks
+  // may give none. With config.token_replicas the rows of this rank's share count, so the ranks of a set give the same.
+  // Read in stream order when the sums are made: where the call is send_only by twComplete, until which it must stay;
+  // the parts before the last read theirs in the call. It may be output.tokens itself, the same memory with the same
+  // dtype and strides, which then has the sums in place of it; otherwise it overlaps no output. No data and no
+  // dimensions: none, and a sum starts from its first partial.
+  twTensor_t bias;
 } twCombineInput_t;
 // clang-format off
 #define TW_COMBINE_INPUT_INIT                                                                                        \
   {sizeof(twCombineInput_t), twRankMajor, twWeightNone, TW_TENSOR_INIT, 0, NULL, twDtypeNone, 0, 0, TW_TENSOR_INIT, \
-   twScalesNone, 0, TW_TENSOR_INIT}
+   twScalesNone, 0, TW_TENSOR_INIT, TW_TENSOR_INIT}
 // clang-format on
 
 // Where twCombine writes: memory of the caller, which received rows in the window are not (leases are).
@@ -285,12 +294,12 @@ TW_API twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dis
 //   first term on, multiply then add, each rounded to nearest even; rounded once to combine_dtype, or quantised
 //   (wire_scales)
 //   tokens[t] = sum of the partials over ranks ascending: float32, rounded once to the output type; 0 if
-//   there are none
+//   there are none. With a bias the sum begins with bias[t], in float32, so that a token without partials gets bias[t]
 // In a group of twRowPerExpert there are no partials:
 //   row of a (token, k) = the expert's, rounded once to combine_dtype
 //   tokens[t] = sum over k ascending of [weight *] row: float32, from the first term on, multiply then add, each
-//   rounded to nearest even; rounded once to the output type; 0 if there are none. k counts where the id is an expert's
-//   and its row was not dropped
+//   rounded to nearest even; rounded once to the output type; 0 if there are none, and a bias as above. k counts where
+//   the id is an expert's and its row was not dropped
 //
 // So results depend neither on timing nor on the backend. Errors: as twDispatch; after a failed step, tokens and
 // choice_values are NaN. A

@@ -314,6 +314,7 @@ class CombineInput(Struct):
         ("wire_scales", c_int),
         ("wire_scale", c_float),
         ("weights", Tensor),
+        ("bias", Tensor),
     ]
 
 

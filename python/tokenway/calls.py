@@ -82,6 +82,7 @@ class Calls:
         dtype: Any = None,
         out: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
         choice_values: Tensor | None = None,
+        bias: Tensor | None = None,
         send_only: bool = False,
         sm_limit: int = 0,
     ) -> Any:
@@ -96,6 +97,14 @@ class Calls:
         every time. The result is detached: autograd does not know of the exchange. Errors as `dispatch`; after a step
         that failed, the result is NaN. With token replicas also ReplicaMismatch, on all ranks, where a set holds unlike
         tokens; and all ranks complete what they have begun with send_only in one order.
+
+        bias: [T, H], of the result's dtype or float32, rows may be strided: the first term of each token's sum, before
+        its partials (per expert: its rows), in float32. So a token without experts gets its bias, and what a shared
+        expert has made, or a residual, needs no addition of its own. It is this rank's own affair: it travels nowhere,
+        and other ranks may give none; with token replicas the ranks of a set give the same, as each starts the sums of
+        its share. `bias` may be `out`, the very tensor, which then has the sums in its place; otherwise they must not
+        overlap. It is read when the sums are made: with send_only until `Pending.result`. After a step that failed, a
+        bias that was `out` is NaN as any result is; a call that was refused for its arguments has not touched it.
 
         choice_values: a float32 value of each choice beside the rows, on all ranks or on none; what is returned is then
         (tokens, values), and out is such a pair, in which None stands for a new tensor. [N, b, K] or [R', K], where
@@ -112,5 +121,5 @@ class Calls:
         weights are read until `Pending.result`.
         """
         return self._exchange.combine(
-            handle, rows, weighting, weights, layout, dtype, out, choice_values, send_only, sm_limit
+            handle, rows, weighting, weights, layout, dtype, out, choice_values, bias, send_only, sm_limit
         )

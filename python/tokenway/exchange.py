@@ -218,6 +218,7 @@ class Exchange:
         dtype: Any,
         out: Any,
         values: Any,
+        bias: Any,
         send_only: Any,
         sm_limit: Any,
     ) -> Any:
@@ -225,7 +226,7 @@ class Exchange:
         native, given = self._native, out
         structs = self.structs.take()
         layout, out, of_values, problem = self._prepare_combine(
-            structs, handle, rows, weighting, weights, layout, dtype, out, values, send_only, sm_limit
+            structs, handle, rows, weighting, weights, layout, dtype, out, values, bias, send_only, sm_limit
         )
         asked, wanted = structs.combine_at
         result = _native.lib.twCombine(native.pointer, pointer_of(handle), asked, wanted)
@@ -235,7 +236,7 @@ class Exchange:
                 found = (native.place.problem_of_output(*target) for target in targets.items())
                 problem = next((each for each in found if each is not None), None)
             told = {"layout": layout, "weighting": weighting, "sm_limit": sm_limit}
-            inputs = {"rows": rows, "choice_values": values, "weights": weights}
+            inputs = {"rows": rows, "choice_values": values, "weights": weights, "bias": bias}
             error = native.error(result, problem, inputs, told, unlike(handle), **targets)
             if isinstance(handle, Handle) and native.place.learns_late and isinstance(error, InvalidArgument):
                 handle.leased = False  # as twCombine documents
@@ -245,7 +246,7 @@ class Exchange:
         self.structs.append(structs)
         returned = out if values is None else (out, of_values)
         if send_only:
-            kept = (rows, out, weights) if values is None else (rows, out, weights, values, of_values)
+            kept = (rows, out, weights, bias, *(() if values is None else (values, of_values)))
             return Pending(handle, returned, kept, given, combining=True)
         handle.leased = False
         callbacks.tell()
@@ -262,6 +263,7 @@ class Exchange:
         dtype: Any,
         out: Any,
         values: Any,
+        bias: Any,
         send_only: Any,
         sm_limit: Any,
     ) -> tuple[Any, Tensor, Tensor | None, TokenwayError | None]:
@@ -289,6 +291,7 @@ class Exchange:
             structs.rows.set(rows)
             structs.result.set(out)
             structs.give_weights(weights)
+            structs.give_bias(bias)
             code = arguments.code(_header.LAYOUTS, layout)
         structs.call_combine(code if prepared.problem is None else REFUSED, weighted, sends, stream, limit)
         return layout, out, of_values, prepared.problem

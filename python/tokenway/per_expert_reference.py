@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from tokenway.sum_reference import begin
+
 Array = np.ndarray
 
 
@@ -25,17 +27,20 @@ def combine_per_expert(
     weights: Sequence[Array] | None = None,
     wire: Any = None,
     out: Any = None,
+    bias: Sequence[Array | None] | None = None,
 ) -> list[Array]:
     """Combine per expert, as all ranks receive it: per owner [T, H] of dtype `out`.
 
     x: a `tokenway.reference.Exchange`. rows[r]: what rank r's experts returned, [L, N*b, H] (expert_major) or [P, H]
     (grouped), float32, bfloat16 or float16. weights: per owner float32 [T, K], or None: rows are weighted already.
-    `wire` is the dtype that travels, `out` that of the result; both default to the dtype of the rows.
+    `wire` is the dtype that travels, `out` that of the result; both default to the dtype of the rows. bias: as of
+    `tokenway.reference.combine`.
     """
     wire, out = rows[0].dtype if wire is None else wire, rows[0].dtype if out is None else out
     given = [None] * x.ranks if weights is None else weights
     returned = [returned_rows(x, owner, rows, layout=layout, wire=wire) for owner in range(x.ranks)]
-    return [sum_choices(*returned[owner], given[owner]).astype(out) for owner in range(x.ranks)]
+    first = [None] * x.ranks if bias is None else bias
+    return [sum_choices(*returned[owner], given[owner], first[owner]).astype(out) for owner in range(x.ranks)]
 
 
 @np.errstate(all="ignore")
@@ -58,13 +63,13 @@ def returned_rows(x: Any, owner: int, rows: Sequence[Array], *, layout: str, wir
 
 
 @np.errstate(all="ignore")
-def sum_choices(rows: Array, there: Array, weights: Array | None = None) -> Array:
+def sum_choices(rows: Array, there: Array, weights: Array | None = None, bias: Array | None = None) -> Array:
     """The owner's sum over k ascending, float32 [T, H], from the first term on; zeros where there is none.
 
-    rows: [T, K, H]; there: bool [T, K]; weights: float32 [T, K]; None: rows are added as they are.
+    rows: [T, K, H]; there: bool [T, K]; weights: float32 [T, K]; None: rows are added as they are. bias: [T, H], the
+    first term of every sum.
     """
-    total = np.zeros((rows.shape[0], rows.shape[2]), np.float32)
-    started = np.zeros((rows.shape[0], 1), bool)
+    total, started = begin((rows.shape[0], rows.shape[2]), bias)
     for k in range(rows.shape[1]):
         term = rows[:, k].astype(np.float32)
         if weights is not None:

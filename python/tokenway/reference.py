@@ -32,6 +32,7 @@ from tokenway.collective_reference import reduce_scatterv as reduce_scatterv
 from tokenway.index_reference import index_capacity as index_capacity
 from tokenway.index_reference import index_lists as index_lists
 from tokenway.per_expert_reference import combine_per_expert as combine_per_expert
+from tokenway.sum_reference import ordered_sum
 from tokenway.view_reference import columns as columns
 from tokenway.view_reference import columns_by_expert, source_counts
 from tokenway.wire_reference import FP8, travelled
@@ -389,6 +390,7 @@ def combine(
     scale: float | None = None,
     out: Any = None,
     owners: Iterable[int] | None = None,
+    bias: Sequence[Array | None] | None = None,
 ) -> list[Array]:
     """Combine, as all ranks (or only `owners`) receive it: per owner [T, H] of dtype `out`.
 
@@ -396,8 +398,9 @@ def combine(
     [P, H] (grouped), float32, bfloat16 or float16; rows beyond the counts are not read. `wire` is the dtype that
     travels, float8_e4m3fn too (`scale`: wire_reference.py), `out` the result's; both default to that of the rows.
 
-    A token's partials are added over its ranks ascending, in float32, and rounded once to `out`;
-    a token without experts gives zeros.
+    A token's partials are added over its ranks ascending, in float32, and rounded once to `out`; a token without
+    experts gives zeros. bias: per owner [T, H], float32 or of dtype `out`, the first term of each sum, or None; so a
+    token without experts gives its bias.
     """
     wire, out = rows[0].dtype if wire is None else wire, rows[0].dtype if out is None else out
     for name, dtype in (("rows", rows[0].dtype), ("wire", wire), ("out", out)):
@@ -409,7 +412,8 @@ def combine(
             yield np.flatnonzero(x.routing[owner].goes[:, r])[: len(part)], travelled(part, wire, scale)
 
     owners = range(x.ranks) if owners is None else owners
-    return [_ordered_sum((len(x.ids[o]), rows[0].shape[-1]), terms(o)).astype(out) for o in owners]
+    first = [None] * x.ranks if bias is None else bias
+    return [ordered_sum((len(x.ids[o]), rows[0].shape[-1]), terms(o), first[o]).astype(out) for o in owners]
 
 
 @np.errstate(all="ignore")
@@ -436,7 +440,7 @@ def partial_rows(x: Exchange, rank: int, source: int, rows: Array, *, layout: st
         if weighting == "none":
             return mine.astype(np.float32)
         local = ((at, weights[at, k, None]) for k, at in per_k)
-        return _ordered_sum((len(tokens), 1), local) * mine.astype(np.float32)
+        return ordered_sum((len(tokens), 1), local) * mine.astype(np.float32)
 
     def terms() -> Iterable[tuple[Array, Array]]:
         for k, at in per_k:
@@ -448,7 +452,7 @@ def partial_rows(x: Exchange, rank: int, source: int, rows: Array, *, layout: st
                 row = rows[expert, x.expert_row[source][t, k]].astype(np.float32)
             yield at, row if weighting == "none" else weights[at, k, None] * row
 
-    return _ordered_sum((len(tokens), rows.shape[-1]), terms())
+    return ordered_sum((len(tokens), rows.shape[-1]), terms())
 
 
 def choice_values(x: Exchange, values: Sequence[Array], *, layout: str = "rank_major") -> list[Array]:
@@ -479,19 +483,6 @@ def choice_values(x: Exchange, values: Sequence[Array], *, layout: str = "rank_m
                 mine = values[r][x.blocks(r)[expert] + x.kept_row[s][t, k]]
             out[s][t, k] = mine
     return out
-
-
-def _ordered_sum(shape: tuple[int, int], terms: Iterable[tuple[Array, Array]]) -> Array:
-    """Add terms in order, float32, each row from its first term on: float32 `shape`.
-
-    terms: (at, term): int [n] distinct rows and float32 [n, shape[1]]. Rows with no term are zero.
-    """
-    total = np.zeros(shape, np.float32)
-    started = np.zeros((shape[0], 1), bool)
-    for at, term in terms:
-        total[at] = np.where(started[at], total[at] + term, term)
-        started[at] = True
-    return total
 
 
 def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:

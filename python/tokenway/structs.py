@@ -64,6 +64,8 @@ class Structs:
         self._valued = False  # the last combine had values of choices
         self._weights = slot(self.combine_in, self.combine_in.weights)
         self._weighted = False  # the last combine had weights of its own
+        self._bias = slot(self.combine_in, self.combine_in.bias)
+        self._biased = False  # the last combine's sums started from a bias
         if shape.named:
             name_rows(shape, given, self.combine_in)
         structs = (given, wanted, self.combine_in, self.combine_out)
@@ -152,6 +154,17 @@ class Structs:
         elif self._weighted:
             self._weights.set(None)
             self._weighted = False
+
+    def give_bias(self, bias: Any) -> None:
+        """From which sums start, for a CombineInput; None: there is none. What is no tensor C refuses, as of values."""
+        if bias is not None:
+            self._biased = True
+            self._bias.set(bias)
+            if self.combine_in.bias.dtype == 0:
+                self.combine_in.bias.ndim = REFUSED
+        elif self._biased:
+            self._bias.set(None)
+            self._biased = False
 
     def take_values(self, out: Any) -> None:
         """Where they go to."""

@@ -426,6 +426,7 @@ Status check_combine(twGroup& group, twHandle& handle, const twCombineInput_t& i
   }
   TW_RETURN_IF_FAILED(check_choice_values(group, handle, input, output, lead, call));
   TW_RETURN_IF_FAILED(check_per_expert(group, handle, input, call));
+  TW_RETURN_IF_FAILED(check_bias(group, handle, input, output, call));
   call->keep_own = !layout.by_expert && !call->weighted && call->rows_dtype == call->sent.wire && call->apart;
   return {};
 }

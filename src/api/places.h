@@ -88,4 +88,8 @@ Status check_per_expert(twGroup& group, const twHandle& handle, const twCombineI
 Status check_choice_values(twGroup& group, const twHandle& handle, const twCombineInput_t& input,
                            const twCombineOutput_t& output, const Lead& lead, CombineCall* call);
 
+// Checks the rows from which sums start, where the output has been checked; in bias.cc.
+Status check_bias(twGroup& group, const twHandle& handle, const twCombineInput_t& input,
+                  const twCombineOutput_t& output, CombineCall* call);
+
 }  // namespace tw::api

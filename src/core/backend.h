@@ -167,8 +167,7 @@ struct CombineRows {
   float scale = 0.0f;
 };
 
-// Values of choices that a combine returns beside its rows, where CombineRows::values says that there are some: the
-// caller's, in the rows' layout, and where the owner's go, [T, K].
+// Values of choices beside rows (CombineRows::values): the caller's, in the rows' layout, and the owner's, [T, K].
 struct ChoiceValues {
   Grid in;
   float* out = nullptr;
@@ -237,6 +236,7 @@ struct CombineCall {
   ChoiceValues values;
   // Where rows return per expert: those of the call, else those of the handle if it is `weighted`.
   OwnerWeights weights;
+  Bias bias;  // of this rank's share of the tokens
   // Where the first of all T tokens goes, of which `out` and `values` have this rank's share.
   std::byte* all_out = nullptr;
   float* all_values = nullptr;

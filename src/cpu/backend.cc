@@ -167,7 +167,7 @@ class CpuBackend : public Backend {
       if (counts_[peer] != 0) end = {twCallMismatch, peer, {}, static_cast<uint32_t>(call.bound)};
     }
     if (end.code == twSuccess) {
-      const RowTypes types{call.sent.wire, call.out_dtype, call.sent.elements, false, call.sent.scale};
+      const RowTypes types{call.sent.wire, call.out_dtype, call.sent.elements, false, call.sent.scale, call.bias};
       const auto own_row = [&](int32_t slot) { return call.keep_own ? call.rows.at(context_.me, slot) : nullptr; };
       if (rows.per_expert != 0) {
         receive_choices(transport_, call.sent.map, call.at, context_.placement, routing, part, types, call.weights,

@@ -62,6 +62,7 @@ void sum_to_fp8(void* out, const void* const* rows, const float* weights, int co
 
 void sum_of_fp8(void* out, const void* const* rows, const float* /*weights*/, int count, const RowTypes& types) {
   const int64_t bytes = types.to == twFloat32 ? 4 : 2;
+  const int64_t bias_bytes = types.bias.dtype == twFloat32 ? 4 : 2;
   const uint64_t scales = fp8_scales_begin(static_cast<uint64_t>(types.elements));
   for (int64_t begin = 0; begin < types.elements; begin += kOfScale) {
     const int64_t n = std::min(kOfScale, types.elements - begin);
@@ -74,7 +75,9 @@ void sum_of_fp8(void* out, const void* const* rows, const float* /*weights*/, in
       widen_values(values + begin, static_cast<int>(n), scale, terms[j]);
       places[j] = terms[j];
     }
-    sum_rows(static_cast<std::byte*>(out) + begin * bytes, places, nullptr, count, {twFloat32, types.to, n, false});
+    RowTypes of_block{twFloat32, types.to, n, false, 0.0f, types.bias};
+    if (types.bias.data != nullptr) of_block.bias.data += begin * bias_bytes;
+    sum_rows(static_cast<std::byte*>(out) + begin * bytes, places, nullptr, count, of_block);
   }
 }
 

@@ -12,8 +12,8 @@ namespace tw::cpu {
 // Sums `count` rows of types.from in float32 and quantises that once: out is a row of fp8_row_bytes.
 void sum_to_fp8(void* out, const void* const* rows, const float* weights, int count, const RowTypes& types);
 
-// Sums `count` such rows: each value times its scale in float32, added in order, rounded once to types.to. weights:
-// NULL.
+// Sums `count` such rows: each value times its scale in float32, added in order behind types.bias, rounded once to
+// types.to. weights: NULL.
 void sum_of_fp8(void* out, const void* const* rows, const float* weights, int count, const RowTypes& types);
 
 }  // namespace tw::cpu

@@ -139,15 +139,21 @@ void stream_fence() {}
 void sum_rows(void* out, const void* const* rows, const float* weights, int count, const RowTypes& types) {
   const Type& from = type_of(types.from);
   const Type& to = type_of(types.to);
+  const Type& first = type_of(types.bias.dtype);
+  const bool biased = types.bias.data != nullptr;
   const int64_t row_bytes = types.elements * from.bytes;
   for (int64_t begin = 0; begin < types.elements; begin += kBlock) {
     const int64_t n = std::min(kBlock, types.elements - begin);
     float sum[kBlock];
-    if (count == 0) std::fill_n(sum, n, 0.0f);
+    if (biased) {
+      first.add(sum, Group{{types.bias.data + begin * first.bytes}, {}, 1, true}, false, n);
+    } else if (count == 0) {
+      std::fill_n(sum, n, 0.0f);
+    }
     const int64_t ahead = (begin + kAhead) * from.bytes;
     ask_ahead(rows, count, ahead, std::min(ahead + kBlock * from.bytes, row_bytes));
     for (int j = 0; j < count; j += kGroup) {
-      Group group{{}, {}, std::min(kGroup, count - j), j == 0};
+      Group group{{}, {}, std::min(kGroup, count - j), j == 0 && !biased};
       for (int k = 0; k < group.count; ++k) {
         group.rows[k] = static_cast<const std::byte*>(rows[j + k]) + begin * from.bytes;
         if (weights != nullptr) group.weights[k] = weights[j + k];

@@ -16,7 +16,7 @@ void stream_copy(void* to, const void* from, size_t n);
 void stream_fence();
 
 // Sums: out[elements] of types.to = the sum of `count` rows[elements] of types.from, each times its weight unless
-// weights is NULL.
+// weights is NULL, added to the row of types.bias if there is one, which may be `out` where the types are the same.
 void sum_rows(void* out, const void* const* rows, const float* weights, int count, const RowTypes& types);
 
 // Fills n elements of a float dtype with NaN.

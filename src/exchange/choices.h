@@ -78,8 +78,8 @@ inline bool has_returned(const Placement& placement, const Routing& routing, int
   return false;
 }
 
-// Sums what came back for a part over k ascending, each row times its weight where there are some. Needs a successful
-// await_step.
+// Sums what came back for a part over k ascending, each row times its weight where there are some, behind the token's
+// bias if there is one. Needs a successful await_step.
 template <Transport T, class Sum>
 void receive_choices(T& t, const WindowMap& map, StepPlace at, const Placement& placement, const Routing& routing,
                      const Part& part, const RowTypes& types, const OwnerWeights& given, std::byte* out,
@@ -94,7 +94,7 @@ void receive_choices(T& t, const WindowMap& map, StepPlace at, const Placement& 
       if (given.data != nullptr) weights[count] = given.of(token)[k];
       rows[count++] = t.local(map.choice_inbox(at.channel, at.bank(), token - part.begin, k));
     }
-    sum(out + token * out_stride, rows, given.data != nullptr ? weights : nullptr, count, types);
+    sum(out + token * out_stride, rows, given.data != nullptr ? weights : nullptr, count, types.of(token));
   }
 }
 

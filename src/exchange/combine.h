@@ -56,6 +56,14 @@ void each_returning(const Routing& routing, const Part& part, Visit&& visit) {
   }
 }
 
+// From what the sums of tokens start, [T, elements]: the term before all others, unweighted. data NULL: from the first
+// of the others.
+struct Bias {
+  const std::byte* data = nullptr;
+  int64_t stride = 0;  // in bytes, from one token to the next
+  twDtype_t dtype = twFloat32;
+};
+
 // How rows are typed on their way.
 struct RowTypes {
   twDtype_t from;
@@ -63,6 +71,14 @@ struct RowTypes {
   int64_t elements;
   bool weighted;
   float scale = 0.0f;  // of rows as e4m3: of all elements; 0: each block of 128 has its own (layout/fp8_rows.h)
+  Bias bias = {};      // data: the row of the sum that is made
+
+  // The same for the sum of one token, where `bias` has the rows of all.
+  RowTypes of(int64_t token) const {
+    RowTypes types = *this;
+    if (bias.data != nullptr) types.bias.data += token * bias.stride;
+    return types;
+  }
 };
 
 // Writes the partial of each received row of a part into its owner's inbox, at (token, position of this rank), and
@@ -106,7 +122,8 @@ void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& rece
   publish_step(t, map, at, Mode::kCombine, note, [&](int peer) { return counts[peer]; });
 }
 
-// Sums what came back for a part, over ranks ascending (the order of positions); rows that were not sent do not count.
+// Sums what came back for a part, over ranks ascending (the order of positions), behind the token's bias if there is
+// one; rows that were not sent do not count.
 // Needs a successful await_step. `own_row(slot)` says where this rank's own partial of a slot was kept, NULL if it was
 // put into the inbox like the others.
 template <Transport T, class OwnRow, class Sum>
@@ -119,7 +136,7 @@ void receive_combine(T& t, const WindowMap& map, StepPlace at, const Routing& ro
       const void* const own = from.rank == t.rank() ? own_row(from.slot) : nullptr;
       rows[count++] = own != nullptr ? own : t.local(map.inbox(at.channel, at.bank(), token - part.begin, position));
     });
-    sum(out + token * out_stride, rows, nullptr, count, types);
+    sum(out + token * out_stride, rows, nullptr, count, types.of(token));
   }
 }
 

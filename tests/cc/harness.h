@@ -124,6 +124,8 @@ class Side {
   twResult_t combine(bool send_only = false);
   // Writes other contents under the same routing: a second dispatch must not show the first's.
   void renew(uint32_t salt);
+  // Has the sums of the combines that follow start from rows of this type; in_place: those of the output.
+  void give_bias(twDtype_t dtype, bool in_place);
   void expect_received() const;
   void expect_tokens() const;
 
@@ -174,6 +176,8 @@ class Side {
   std::vector<std::vector<uint8_t>> memory_;
   std::vector<uint8_t> rows_;
   std::vector<uint8_t> sums_;
+  std::vector<uint8_t> bias_rows_;
+  std::vector<float> bias_;  // the same as numbers; empty: there is none
 };
 
 // The sides of all ranks.

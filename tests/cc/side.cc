@@ -136,10 +136,25 @@ twResult_t Side::dispatch(bool send_only) {
 
 twResult_t Side::complete() { return twComplete(world_[rank_], handle, nullptr); }
 
+void Side::give_bias(twDtype_t dtype, bool in_place) {
+  const int64_t tokens = traffic_.tokens[rank_];
+  const int64_t elements = world_.config.combine_elements;
+  const int64_t stride = elements + (in_place ? 0 : 3);
+  bias_.assign(tokens * elements + 1, 0.0f);
+  bias_rows_.assign(tokens * stride * float_bytes(dtype) + 4, 0xff);
+  for (int64_t i = 0; i < tokens * elements; ++i) {
+    bias_[i] = rounded(dtype, answer(salt_ + 1, rank_, 0, 0, i));
+    store(dtype, bias_rows_.data(), i / elements * stride + i % elements, bias_[i]);
+  }
+  rows.bias = tensor(in_place ? sums.tokens.data : bias_rows_.data(), dtype, {tokens, elements});
+  rows.bias.stride[0] = stride;
+}
+
 twResult_t Side::combine(bool send_only) {
   write_rows();
   rows.send_only = send_only;
   std::fill(sums_.begin(), sums_.end(), 0xff);
+  if (!bias_.empty() && rows.bias.data == sums_.data()) std::copy_n(bias_rows_.begin(), sums_.size(), sums_.begin());
   return twCombine(world_[rank_], handle, &rows, &sums);
 }
 
@@ -221,6 +236,7 @@ void Side::expect_tokens() const {
   for (int token = 0; token < traffic_.tokens[rank_]; ++token) {
     for (int64_t i = 0; i < elements; ++i) {
       Total total;
+      if (!bias_.empty()) total.add(bias_[token * elements + i]);
       if (world_.config.combine_rows == twRowPerExpert) add_choices(token, i, &total);
       for (int rank = 0; rank < world_.size() && world_.config.combine_rows == twRowPerRank; ++rank) {
         bool any = false;

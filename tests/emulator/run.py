@@ -28,7 +28,7 @@ FILES = (
     *("collective_errors", "properties", "rounds", "routing_layout", "survival", "views", "versions", "arguments"),
     *("call_settings", "growth", "growth_refused", "parts", "row_types", "auto", "arena", "arena_refused"),
     *("hidden_devices", "index_lists", "choice_values", "choice_values_refused", "in_place"),
-    *("per_expert", "per_expert_refused", "any_placement", "grouped_by_bound"),
+    *("per_expert", "per_expert_refused", "any_placement", "grouped_by_bound", "bias"),
 )
 THREADS = tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival"))
 COUNTED = ("stores", "exchange", "throughput", "collectives")

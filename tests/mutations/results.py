@@ -147,9 +147,9 @@ RESULTS = (
         (
             Edit(
                 COMBINE,
-                "    sum(out + token * out_stride, rows, nullptr, count, types);\n",
+                "    sum(out + token * out_stride, rows, nullptr, count, types.of(token));\n",
                 "    std::reverse(rows, rows + count);\n"
-                "    sum(out + token * out_stride, rows, nullptr, count, types);\n",
+                "    sum(out + token * out_stride, rows, nullptr, count, types.of(token));\n",
             ),
         ),
     ),
@@ -179,8 +179,8 @@ RESULTS = (
             ),
             Edit(
                 COMBINE,
-                "    sum(out + token * out_stride, rows, nullptr, count, types);\n",
-                "    sum(out + token * out_stride, rows, nullptr, count, types);\n"
+                "    sum(out + token * out_stride, rows, nullptr, count, types.of(token));\n",
+                "    sum(out + token * out_stride, rows, nullptr, count, types.of(token));\n"
                 "    if (types.from != twBfloat16 || types.to != twFloat32) continue;\n"
                 "    if (!unrounded[t.local(0)].contains(token)) continue;\n"
                 "    for (int64_t i = 0; i < types.elements; ++i) {\n"

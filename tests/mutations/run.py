@@ -27,6 +27,7 @@ from pathlib import Path
 
 from apart import APART
 from arena import ARENA_MUTATIONS
+from bias import BIAS
 from choice_values import CHOICE_VALUES
 from collectives import COLLECTIVES
 from counts import COUNTS
@@ -52,6 +53,7 @@ ALL = (
     + STAGED
     + CHOICE_VALUES
     + FP8_COMBINE
+    + BIAS
     + APART
     + PER_EXPERT
     + TOKEN_REPLICAS

@@ -171,6 +171,7 @@ class Round:
     identity: bool = False  # experts return the received tokens themselves: the view, where there is one
     index_block: int = 0  # of its dispatches, in rank_major and flat
     chosen: bool = False  # in the mode "auto": the bound says which layout, not the call
+    bias: tuple[str, ...] = ()  # of its combines, by rank in turns: "" for none, a dtype, or "place": where the sums go
 
     @property
     def exact(self) -> bool:
@@ -261,6 +262,18 @@ def owner_weights(setup: Setup, round_: Round, rank: int) -> np.ndarray:
     """[T, K] float32: what one rank gives with its combine."""
     weights = make_ids(setup, replace(round_, seed=round_.seed + 5000), rank)[1]
     return weights
+
+
+def make_bias(setup: Setup, round_: Round, rank: int) -> np.ndarray | None:
+    """[T, H], from which one rank's sums start; ranks of a set have the same."""
+    kind = round_.bias[rank % len(round_.bias)] if round_.bias else ""
+    if not kind:
+        return None
+    rng = np.random.default_rng([round_.seed, setup.first_of(rank), 3])
+    values = rng.choice(SPECIAL if round_.special else SPECIAL[3:5], (round_.tokens[rank], setup.width))
+    values = np.where(rng.random(values.shape) < 0.2, values, rng.standard_normal(values.shape, np.float32))
+    with np.errstate(over="ignore"):
+        return values.astype(numpy_dtype(round_.out if kind == "place" else kind))
 
 
 def make_payloads(setup: Setup, round_: Round, rank: int) -> list[np.ndarray]:
@@ -467,6 +480,10 @@ def verify(setup: Setup, round_: Round, got: list[Got]) -> None:
 def combined(setup: Setup, round_: Round, x: ref.Exchange, rows: list[np.ndarray]) -> list[np.ndarray]:
     """The oracle's results."""
     given: dict[str, Any] = {"wire": numpy_dtype(setup.wire or setup.combine_dtype), "out": numpy_dtype(round_.out)}
+    if round_.bias:
+        all_rows = [make_bias(setup, round_, r) for r in range(setup.ranks)]
+        shares = [setup.share(round_.tokens[r], r) for r in range(setup.ranks)]
+        given["bias"] = [of if of is None else of[mine] for of, mine in zip(all_rows, shares, strict=True)]
     if setup.combine_rows == "per_rank":
         return ref.combine(x, rows, layout=round_.named, weighting=round_.weighting, **given, scale=setup.wire_scale)
     weights = x.weight if round_.weighting == "topk" else None

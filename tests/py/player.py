@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cases import BY_EXPERT, FLOATS, LISTS, Case, Got, Round, answers, make_ids, make_payloads, owner_weights
+from cases import BY_EXPERT, FLOATS, LISTS, Case, Got, Round, answers, make_bias, make_ids, make_payloads, owner_weights
 from harness import PATIENT
 
 import tokenway as tw
@@ -246,6 +246,8 @@ class Player:
         weights = None
         if round_.late_weights:
             weights = self.tensor(spread(owner_weights(self.setup, round_, self.env.rank), round_.strided))
+        bias, in_place = self.bias(round_)
+        out = bias if in_place else out
         result = self.calls.combine(
             handle,
             rows,
@@ -253,12 +255,19 @@ class Player:
             weights=weights,
             dtype=round_.out,
             out=out,
+            bias=bias,
             send_only=send_only,
             sm_limit=self.limit(round_, 2),
         )
         if out is not None and not send_only:
             assert result is out
         return result
+
+    def bias(self, round_: Round) -> tuple[Any, bool]:
+        """From which the sums of a combine start, and whether they go to the same place."""
+        made = make_bias(self.setup, round_, self.env.rank)
+        in_place = made is not None and round_.bias[self.env.rank % len(round_.bias)] == "place"
+        return None if made is None else self.tensor(made if in_place else spread(made, round_.strided)), in_place
 
     # ---- tensors ---------------------------------------------------------------------------------
 

@@ -71,10 +71,14 @@ class Valued(Player):
                 self.rubbish((tokens, self.setup.width), round_.out),
                 self.rubbish((tokens, self.setup.top_k), "float32"),
             )
+        bias, in_place = self.bias(round_)
+        if in_place:
+            out = bias, None if out is None else out[1]
         return self.calls.combine(
             handle,
             rows[0],
             choice_values=rows[1],
+            bias=bias,
             weighting=round_.weighting,
             dtype=round_.out,
             out=out,

@@ -14,6 +14,7 @@
 // the ranks), and that a row that was not sent is no term.
 #include <cuda_runtime.h>
 
+#include "cuda/combine/choices.cuh"
 #include "cuda/combine/chunks.cuh"
 #include "cuda/combine/end.cuh"
 #include "cuda/launch/choices.h"
@@ -88,14 +89,6 @@ __device__ inline void send_row(const Sum& s, const ChoicesParams& c, const std:
   }
 }
 
-// Gives where a choice's row goes, as an offset from its owner's window. `token` counts from the part's first.
-__device__ inline uint64_t choice_target(const Sum& s, const ChoicesParams& c, int owner, int slot, int token, int k) {
-  const GroupView& g = s.p.group;
-  if (is_staged(g)) return g.map.choice_slot(s.step.channel, s.step.bank(), owner, slot, s.p.bound, k);
-  return c.packets ? g.map.choice_packet(s.step.channel, s.step.bank(), token, k)
-                   : g.map.choice_inbox(s.step.channel, s.step.bank(), token, k);
-}
-
 // Sends a tile of the rows of all choices of a received row that this rank serves.
 __device__ void send_choices(const Sum& s, const ChoicesParams& c, int owner, int slot, const Tile& tile) {
   const CombineParams& p = s.p;
@@ -143,48 +136,6 @@ __device__ void send_all(const Sum& s, const ChoicesParams& c) {
 
 // ---- Summing
 
-// Up to 32 choices of a token as its owner sums them; the thread's own is that of its lane.
-struct Returned {
-  uint32_t there;         // which have a row, by bit
-  unsigned long long at;  // where the row, or its first packet, is
-  int rank;               // who sends it
-  float weight;
-};
-__device__ Returned find_returned(const Sum& s, const ChoicesParams& c, int token, int base) {
-  const CombineParams& p = s.p;
-  const GroupView& g = p.group;
-  const Shape& shape = g.map.shape();
-  const int k = base + lane();
-  const int64_t of_rank = int64_t{p.part.first_token} + token;
-  Returned found{0, 0, 0, 0.0f};
-  int32_t id = -1;
-  if (k < shape.top_k) {
-    id = static_cast<int32_t>(load_fresh<uint32_t>(p.handle.ids + of_rank * shape.top_k + k));
-    if (c.weights != nullptr) {
-      found.weight = __uint_as_float(load_fresh<uint32_t>(c.weights + of_rank * c.weight_stride + k));
-    }
-  }
-  bool there = id >= 0 && id < shape.experts;
-  if (there) found.rank = expert_rank(g.experts[id]);
-  int slot = 0;
-  if (there && (shape.exact() || is_staged(g))) {  // elsewhere every row was sent, and its place is by its token
-    const auto fan = static_cast<int>(load_fresh<uint32_t>(p.handle.fan + token));
-    const Destination* const sent = p.handle.destinations + static_cast<int64_t>(token) * shape.fan_out();
-    slot = -1;
-#pragma unroll 4
-    for (int i = 0; i < fan; ++i) {  // to the end, so that several loads are on their way
-      const Destination to = load_both(sent + i);
-      if (to.rank == found.rank) slot = to.slot - s.sent_first()[to.rank];
-    }
-    there = slot >= 0 && slot < s.sent_rows()[found.rank];
-  }
-  const uint64_t place = is_staged(g) ? g.map.choice_slot(s.step.channel, s.step.bank(), found.rank, slot, p.bound, k)
-                                      : choice_target(s, c, g.me, 0, token, k);
-  found.at = reinterpret_cast<unsigned long long>(s.window() + place);
-  found.there = __ballot_sync(~0u, there);
-  return found;
-}
-
 // Takes two choices of a token, those that the lanes `first` and `second` have (-1: none), into the parts; those that
 // come as packets are looked at once.
 __device__ inline void expect_two(const Sum& s, const ChoicesParams& c, const Returned& of, const int (&from)[kTerms],
@@ -210,23 +161,6 @@ __device__ inline void expect_two(const Sum& s, const ChoicesParams& c, const Re
     }
   }
   parts->look();
-}
-
-// Adds 8 bytes of a term, weighted if there are weights.
-__device__ inline void add_word(const ChoicesParams& c, Quad* sum, uint64_t word, float weight, bool first) {
-  Quad term = widen_word(c.call.wire_dtype, word);
-#pragma unroll
-  for (int e = 0; c.weights != nullptr && e < 4; ++e) term.v[e] = __fmul_rn(weight, term.v[e]);
-  add(sum, term, first);
-}
-
-__device__ inline void store_word_of(const CombineParams& p, std::byte* out, uint32_t w, const Quad& sum) {
-  if (w >= p.tiles.words) return;
-  if (p.words_fit && p.out_dtype == p.wire_dtype && p.wire_dtype != twFloat32) {
-    *reinterpret_cast<uint64_t*>(out + 8 * static_cast<uint64_t>(w)) = narrow_word(p.wire_dtype, sum);
-  } else {
-    store_elements(p.wire_dtype, p.out_dtype, p.elements, out, w, sum);
-  }
 }
 
 // Sums up to kGroups groups of a token. `first`: its first choices. False if packets did not come.
@@ -281,39 +215,9 @@ __device__ bool sum_returned(const Sum& s, const ChoicesParams& c, int token, co
   return true;
 }
 
-// Waits for a rank's signal, which says that its rows are there (S4). False if the wait ended otherwise (S6), or the
-// rank has refused: the warp that concludes reports that.
-__device__ __noinline__ bool await_rank(const GroupView& g, Step step, int rank) {
-  Patience patience(g);
-  Source source;
-  while (!saw(g, step, rank, Look::kSignal, &source)) {
-    bool late = false;
-    if (patience.over(&late)) {
-      if (late) {
-        report_failure(g, step, twTimeout, rank, source.signal);
-      } else {
-        report_stopped(g, step, rank, source.signal);
-      }
-      return g.no_wait;
-    }
-    __nanosleep(100);
-  }
-  return g.no_wait || source.error == twSuccess;
-}
-
 __device__ void sum_all(const Sum& s, const ChoicesParams& c) {
   const CombineParams& p = s.p;
-  if (!c.packets) {
-    bool here = true;
-#pragma unroll 1
-    for (int rank = static_cast<int>(threadIdx.x); rank < s.ranks() && here; rank += kThreads) {
-      here = await_rank(p.group, s.step, rank);
-    }
-    if (__syncthreads_and(here) == 0) {  // S4: what these threads have acquired the others may read
-      if (threadIdx.x == 0) *s.failed() = 1;
-      return;
-    }
-  }
+  if (!c.packets && !await_ranks(s)) return;
   const Shares shares = received_shares(p.roles);
   const uint32_t all = static_cast<uint32_t>(max(p.tokens, 0)) * p.tiles.per_row.divisor;
 #pragma unroll 1

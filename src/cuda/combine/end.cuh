@@ -117,6 +117,22 @@ __device__ __noinline__ static void give_up(Sum s) {
   spoil<kPackets>(s, block * kThreads + static_cast<int>(threadIdx.x), s.p.roles.receiving * kThreads);
 }
 
+// Begins a kernel that sums what another has had sent: gives the Sum its step, and the block its counts. False if there
+// is nothing to sum: the output is NaN then. By a block.
+__device__ inline bool begin_sums(Sum* s) {
+  const CombineParams& p = s->p;
+  if (threadIdx.x == 0) *s->failed() = 0;
+  const Counts counts = load_counts(*s, static_cast<int>(threadIdx.x));
+  s->step.number = next_step(p.group, p.channel);
+  const bool good = can_combine(p);
+  begin_at_bank(p.group, p.bank, &s->step.number);
+  if (p.part.skips) ++s->step.number;
+  keep_counts(*s, counts);
+  if (__syncthreads_and(good) != 0) return true;  // threads that differ would wait for each other
+  give_up(*s);
+  return false;
+}
+
 // Ends a kernel that receives. `arrived`: from begin_end, in thread 0.
 template <bool kPackets = false>
 __device__ inline void finish_combine(const Sum& s, uint32_t arrived) {

@@ -19,6 +19,7 @@
 #include "cuda/combine/end.cuh"
 #include "cuda/combine/fp8.cuh"
 #include "cuda/device/passes.cuh"
+#include "cuda/launch/bias.h"
 #include "cuda/launch/launch.h"
 #include "cuda/launch/loading.h"
 
@@ -108,12 +109,21 @@ __device__ inline void push_item(const Fp8Sum& s, int number, int item) {
 
 // ---- Summing
 
-// Sums a tile of a token whose terms have been found, all of them in the inbox.
-__device__ __forceinline__ void sum_fp8_tile(const Fp8Sum& s, int token, int fan, uint32_t tile) {
+// Sums a tile of a token whose terms have been found, all of them in the inbox. With kBiased the sum starts from its
+// row of `bias`, which may lie where the sum goes: a thread stores what it has loaded.
+template <bool kBiased>
+__device__ __forceinline__ void sum_fp8_tile(const Fp8Sum& s, const BiasRows* bias, int token, int fan, uint32_t tile) {
   constexpr int kPairs = 2;  // terms that are loaded before the first of them is added
   const CombineParams& p = s.p;
   const int64_t begin = int64_t{tile} * kFp8Tile + int64_t{lane()} * kFp8Each;
   Sixteen sum[kFp8Steps] = {};
+  if constexpr (kBiased) {
+#pragma unroll
+    for (int u = 0; u < kFp8Steps; ++u) {
+      load_sixteen(bias->rows + token * bias->stride, bias->dtype, begin + u * kFp8Step, p.elements,
+                   bias->vectors_fit != 0, &sum[u]);
+    }
+  }
 #pragma unroll 1
   for (int position = 0; position < fan; position += kPairs) {
     uint4 term[kFp8Steps][kPairs] = {};
@@ -138,7 +148,9 @@ __device__ __forceinline__ void sum_fp8_tile(const Fp8Sum& s, int token, int fan
     for (int u = 0; u < kFp8Steps; ++u) {
 #pragma unroll
       for (int t = 0; t < kPairs; ++t) {
-        if (position + t < fan) add_sixteen(&sum[u], term[u][t], scale[u][t], position + t == 0);
+        if (position + t < fan) {
+          add_sixteen(&sum[u], term[u][t], scale[u][t], !kBiased && position + t == 0);
+        }
       }
     }
   }
@@ -150,7 +162,8 @@ __device__ __forceinline__ void sum_fp8_tile(const Fp8Sum& s, int token, int fan
 }
 
 // Sums tiles of all tokens, in order, each by whichever warp is free (combine/combine.cu, sum_tokens).
-__device__ void sum_fp8_tokens(const Fp8Sum& s) {
+template <bool kBiased>
+__device__ void sum_fp8_tokens(const Fp8Sum& s, const BiasRows* bias) {
   const CombineParams& p = s.p;
   const uint32_t per_row = p.tiles.per_row.divisor;
   const uint32_t end = static_cast<uint32_t>(p.tokens) * per_row;
@@ -166,7 +179,7 @@ __device__ void sum_fp8_tokens(const Fp8Sum& s) {
     const Terms terms = find_terms(s, token, load_sent(p, token, lane()));
     const uint32_t next = take_work();  // the reply is on its way meanwhile
     if (terms.here) {
-      sum_fp8_tile(s, token, terms.fan, u - row * per_row);
+      sum_fp8_tile<kBiased>(s, bias, token, terms.fan, u - row * per_row);
     } else {
       fill_nan(p, token, 1, lane(), 32);
       *s.failed() = 1;
@@ -176,12 +189,13 @@ __device__ void sum_fp8_tokens(const Fp8Sum& s) {
 }
 
 // Does what is left when a block has sent.
-__device__ inline void conclude_fp8(const Fp8Sum& s) {
+template <bool kBiased>
+__device__ inline void conclude_fp8(const Fp8Sum& s, const BiasRows* bias) {
   const CombineParams& p = s.p;
   uint32_t arrived = 0;
   if (p.receive && threadIdx.x == 0) arrived = begin_end(p.group, s.step);
   if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(p.group, s.step);
-  if (s.sums() || (p.receive && p.joins)) sum_fp8_tokens(s);
+  if (s.sums() || (p.receive && p.joins)) sum_fp8_tokens<kBiased>(s, bias);
   if (concludes(s) && s.set() == kWarps - 1) await_signals(s);
   if (p.receive) finish_combine(s, arrived);
 }
@@ -216,7 +230,15 @@ __global__ void __launch_bounds__(kThreads, 1) combine_fp8_kernel(const __grid_c
     push_chunks<twFloat8e4m3, false>(s);  // S7: nobody here waits
     if (p.late_signal) publish_last(s);
   }
-  conclude_fp8(s);
+  conclude_fp8<false>(s, nullptr);
+}
+
+// The half of it that sums, from a bias (combine/bias.cu). Another launch of the kernel above has sent.
+__global__ void __launch_bounds__(kThreads, 1) combine_fp8_bias_kernel(const __grid_constant__ Fp8BiasParams q) {
+  const CombineParams& p = q.call.call;
+  Fp8Sum s{{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}}, q.call};
+  await_earlier();
+  if (begin_sums(&s)) conclude_fp8<true>(s, &q.bias);
 }
 
 }  // namespace
@@ -225,8 +247,15 @@ int launch_combine_fp8(const Fp8Params& params, int grid, bool early, void* stre
   return launch_kernel(combine_fp8_kernel, params, grid, params.call.at.bytes, early, stream);
 }
 
+int launch_fp8_bias(const Fp8BiasParams& params, void* stream) {
+  const CombineParams& p = params.call.call;
+  return launch_kernel(combine_fp8_bias_kernel, params, p.roles.grid(), p.at.bytes, false, stream);
+}
+
 int load_combine_fp8(const Shape& shape) {
-  return allow_shared(reinterpret_cast<const void*>(combine_fp8_kernel), CombineScratch::make(shape).bytes);
+  const uint32_t bytes = CombineScratch::make(shape).bytes;
+  const int error = allow_shared(reinterpret_cast<const void*>(combine_fp8_kernel), bytes);
+  return error != 0 ? error : allow_shared(reinterpret_cast<const void*>(combine_fp8_bias_kernel), bytes);
 }
 
 }  // namespace tw::cuda

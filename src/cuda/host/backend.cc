@@ -14,6 +14,7 @@
 
 #include "core/group.h"
 #include "core/steps.h"
+#include "cuda/launch/bias.h"
 #include "cuda/launch/steps.h"
 #include "cuda/plan/combine.h"
 #include "cuda/plan/dispatch.h"
@@ -293,7 +294,21 @@ void fit_fp8(const CombineCall& call, CombineParams* params) {
   p.vectors_fit = width_of({address_of(call.out), static_cast<uint64_t>(call.out_stride)}) == 16;
 }
 
+Fp8Params fp8_of(const CombineCall& call, const CombineParams& p) {
+  return {p, call.sent.scale, static_cast<uint32_t>(fp8_scales_begin(static_cast<uint64_t>(p.elements)))};
+}
+
 }  // namespace
+
+// Launches the half of a combine that sums, from rows of the caller.
+Status NvlinkBackend::run_bias(const CombineCall& call, const ChoicesParams& choices) {
+  const CombineParams& p = choices.call;
+  const Bias& from = call.bias;
+  const bool fits = width_of({address_of(from.data), static_cast<uint64_t>(from.stride)}) == 16;
+  const BiasRows bias{from.data + p.part.first_token * from.stride, from.stride, from.dtype, fits ? 1 : 0};
+  if (call.sent.scales == twScalesNone) return launched("sums from a bias", launch_bias({choices, bias}, call.stream));
+  return launched("sums from a bias", launch_fp8_bias({fp8_of(call, p), bias}, call.stream));
+}
 
 Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive) {
   const OnDevice on(device_);
@@ -318,7 +333,8 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   if (p.expert_major && send && !placed) TW_RETURN_IF_FAILED(run_places(call, budget, handle));
   p.weighted = call.weighted;
   p.plain = !p.expert_major && !p.weighted && call.rows_dtype == call.sent.wire;
-  p.own_direct = call.apart && staged_ == nullptr;
+  const bool biased = call.bias.data != nullptr;  // then a kernel of its own sums what this rank has sent to itself too
+  p.own_direct = call.apart && staged_ == nullptr && !biased;
   p.late_signal = call.in_window;
   p.rows_dtype = call.rows_dtype;
   p.wire_dtype = call.sent.wire;
@@ -342,16 +358,16 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.packets = PacketsAt::make(call.sent.map, p.channel);
   if (rows.per_expert != 0) return run_choices(call, budget, p);
   // Where sums overwrite rows, all rows are sent before the first sum.
-  const bool twice = send && receive && !call.apart && !call.in_window;
+  const bool twice = send && receive && (biased || (!call.apart && !call.in_window));
   const bool fp8 = call.sent.scales != twScalesNone;
   if (fp8) fit_fp8(call, &p);
   (fp8 ? plan_fp8 : plan_combine)(budget, rows, {!twice, call.parts > 1}, &p);
   if (p.part.skips) p.rehearses = 0;  // it would come before the step that is left out has ended
-  const auto launch = [&] {
-    if (!fp8) return launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream));
-    const auto scales_from = static_cast<uint32_t>(fp8_scales_begin(static_cast<uint64_t>(p.elements)));
-    return launched("a combine of fp8",
-                    launch_combine_fp8({p, call.sent.scale, scales_from}, p.roles.grid(), early, call.stream));
+  const auto launch = [&]() -> Status {
+    if (biased && p.receive) return run_bias(call, {p, nullptr, 0, 0});
+    if (fp8)
+      return launched("a combine of fp8", launch_combine_fp8(fp8_of(call, p), p.roles.grid(), early, call.stream));
+    return launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream));
   };
   if (twice) {
     p.receive = 0;

@@ -18,6 +18,7 @@
 #include "core/interrupt.h"
 #include "cuda/host/arena.h"
 #include "cuda/host/group_memory.h"
+#include "cuda/launch/choices.h"
 #include "cuda/launch/collective.h"
 #include "cuda/launch/combine.h"
 #include "cuda/launch/dispatch.h"
@@ -176,6 +177,7 @@ class NvlinkBackend : public Backend {
   Status part_of(const CombineCall& call, const HandleArrays& handle, bool send, CombineParams* params);
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_choices(const CombineCall& call, const Budget& budget, const CombineParams& params);
+  Status run_bias(const CombineCall& call, const ChoicesParams& choices);
   Status run_collective(const CollectiveCall& call, bool send, bool receive);
   Status run_sharing(const SharingCall& call, HandleArrays& handle, bool send, bool receive);
   // Makes the digest of a routing that nothing has read before.

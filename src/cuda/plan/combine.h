@@ -12,7 +12,8 @@
 namespace tw::cuda {
 
 struct CombineFacts {
-  bool apart = true;    // the memory of sums overwrites no row that is still to be sent
+  bool apart = true;    // blocks may sum beside others that send: the memory of sums overwrites no row that is still
+                        // to be sent, and the kernel that sends also sums (cuda/launch/bias.h)
   bool parted = false;  // the call is one part of several, for which kernels of packets have no places
 };
 

@@ -22,6 +22,7 @@ int load_combine(const Shape& shape);
 int load_combine_fp8(const Shape& shape);
 int load_values(const Shape& shape);
 int load_choices(const Shape& shape);
+int load_bias_kernels(const Shape& shape);
 int load_balance(const Shape& shape);
 int load_counts(const Shape& shape);
 int load_gather(const Shape& shape);
@@ -151,9 +152,9 @@ int load_kernels(const Shape& shape) {
        {reinterpret_cast<const void*>(refuse_kernel), reinterpret_cast<const void*>(self_test_kernel)}) {
     if (const int error = allow_shared(kernel, 0); error != 0) return error;
   }
-  for (const auto load : {load_dispatch, load_combine, load_combine_fp8, load_values, load_choices, load_counts,
-                          load_balance, load_layout, load_gather, load_reduce, load_sharing, load_rank_view,
-                          load_expert_view, load_few_rows_view, load_index_lists, load_source_counts}) {
+  for (const auto load : {load_dispatch, load_combine, load_combine_fp8, load_values, load_choices, load_bias_kernels,
+                          load_counts, load_balance, load_layout, load_gather, load_reduce, load_sharing,
+                          load_rank_view, load_expert_view, load_few_rows_view, load_index_lists, load_source_counts}) {
     if (const int error = load(shape); error != 0) return error;
   }
   return load_land();

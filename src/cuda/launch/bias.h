@@ -1,0 +1,37 @@
+// Sums that start from rows of the caller (twCombineInput_t.bias): what their kernels take by value, and the launches.
+//
+// Rows are sent as ever, by the kernels of any combine. These kernels are the other half of the step, which waits and
+// sums. They are apart, so that those of combines without a bias keep their parameters: 40 bytes more took a pair of
+// one token 1.4 % longer.
+//
+// What breaks if this changes: `call` must be as for the launch that sent, but with `receive` alone: owner and senders
+// agree by it where rows are (S4, S10).
+#pragma once
+
+#include "cuda/launch/choices.h"
+#include "cuda/launch/combine.h"
+
+namespace tw::cuda {
+
+struct BiasRows {
+  const std::byte* rows;  // the one of the first token that is summed here
+  int64_t stride;
+  twDtype_t dtype;
+  int32_t vectors_fit;  // rows begin at multiples of 16 bytes
+};
+
+// Of combines per rank and per expert: the map's shape says which it is. Per rank `call` is a combine without weights.
+struct BiasParams {
+  ChoicesParams call;
+  BiasRows bias;
+};
+struct Fp8BiasParams {
+  Fp8Params call;
+  BiasRows bias;
+};
+
+// Launch the blocks of the combine's roles. A cudaError_t comes back as int.
+int launch_bias(const BiasParams& params, void* stream);
+int launch_fp8_bias(const Fp8BiasParams& params, void* stream);
+
+}  // namespace tw::cuda
