@@ -7,6 +7,10 @@
     )
     out, order = torch.ops.tokenway.combine(experts(recv), order, group_id, tokens.shape[0], "none")
 
+A bias, from which the sums of a combine start (`Group.combine`), is its last argument, optional and differentiable.
+The backward pass of a combine is a step whichever of rows and bias it is for, so ranks must be alike in whether there
+is one.
+
 Every rank must issue its steps in the same order, which a compiler cannot know: so each op takes and returns an order
 token, and a chain of tokens is a chain of steps. The token also says which dispatch a combine answers. Use each token
 once: compilers merge calls whose inputs are the same. Return the last one from a compiled function: the ops are

@@ -151,7 +151,7 @@ def bring(
 
 
 @eager
-def combine(routed: Routed, rows: Tensor) -> Tensor:
+def combine(routed: Routed, rows: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns rows to their owners and sums them: [T, H] of the group's dtype. A step of all ranks, and one in the
     backward pass if rows require gradients, which must be so on all ranks or on none.
 
@@ -161,19 +161,24 @@ def combine(routed: Routed, rows: Tensor) -> Tensor:
 
     Sums are float32: in grouped over k, ascending, then in every layout over ranks, ascending. What a rank returns for
     a token is rounded to the group's dtype before the latter, and the result after. Errors: as Group.combine.
+
+    bias: [T, H] of the group's dtype or float32, differentiable: the first term of each sum, as of Group.combine. Its
+    gradient is that of the result, in its own dtype; that takes no step, so ranks may differ in it.
     """
-    return give_back(routed, rows)
+    return give_back(routed, rows, bias)
 
 
 @eager
-def give_back(routed: Routed, rows: Tensor, fill: bool = True) -> Tensor:
+def give_back(routed: Routed, rows: Tensor, bias: Tensor | None = None, fill: bool = True) -> Tensor:
     """`combine`. fill: False for rows whose gradients are not read beyond what came; there they are what the memory
     held."""
     with telling(lambda: refuse_combine(routed.handle)):
         check_memory("rows", rows)
-    if torch.is_grad_enabled() and rows.requires_grad:
-        return _Combine.apply(rows, routed.handle, routed.layout, fill)
-    return return_rows(routed.handle, rows, routed.layout)
+        if bias is not None:
+            check_memory("bias", bias)
+    if torch.is_grad_enabled() and (rows.requires_grad or (bias is not None and bias.requires_grad)):
+        return _Combine.apply(rows, bias, routed.handle, routed.layout, fill)
+    return return_rows(routed.handle, rows, routed.layout, bias)
 
 
 @dataclass(frozen=True)
@@ -300,14 +305,20 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, handle: Handle[Group], layout: str, fill: bool) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, bias: Tensor | None, handle: Handle[Group], layout: str, fill: bool) -> Tensor:
         ctx.handle, ctx.layout, ctx.dtype, ctx.fill = handle, layout, rows.dtype, fill
-        return return_rows(handle, rows, layout)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return return_rows(handle, rows, layout, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out: Tensor) -> tuple[Any, ...]:
-        return send_gradients(ctx.handle, out, ctx.layout, ctx.fill).to(ctx.dtype), None, None, None
+        of_rows = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_rows = send_gradients(ctx.handle, out, ctx.layout, ctx.fill).to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            of_bias = out.to(ctx.bias_dtype)
+        return of_rows, of_bias, None, None, None
 
 
 # ---- rows by expert --------------------------------------------------------------------------------

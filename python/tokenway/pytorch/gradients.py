@@ -323,7 +323,7 @@ def _refuse_gradients(handle: Handle[Group], weights_too: bool) -> None:
     refuse(lambda rows: calls.combine(handle, rows, choice_values=() if weights_too else None))
 
 
-def return_rows(handle: Handle[Group], rows: Tensor, layout: str) -> Tensor:
+def return_rows(handle: Handle[Group], rows: Tensor, layout: str, bias: Tensor | None = None) -> Tensor:
     """A combine of rows as they were dispatched, in elements: [T, H]."""
     group = handle.group
     with telling(lambda: refuse_combine(handle)):
@@ -331,7 +331,7 @@ def return_rows(handle: Handle[Group], rows: Tensor, layout: str) -> Tensor:
         if rows.shape != wanted:
             raise InvalidArgument.of("rows", f"has shape {list(rows.shape)}; it must be {list(wanted)}")
         back = returning(group)
-    return back.combine(handle, rows, layout=layout, dtype=group.dtype)
+    return back.combine(handle, rows, layout=layout, dtype=group.dtype, bias=bias)
 
 
 def send_gradients(handle: Handle[Group], out: Tensor, layout: str, fill: bool = True) -> Tensor:

@@ -61,11 +61,11 @@ def dispatch(group: Group, tokens: Tensor, ids: Tensor, weights: Tensor, layout:
 
 
 @eager
-def combine(back: Calls, arrived: Arrived, rows: Tensor) -> Tensor:
+def combine(back: Calls, arrived: Arrived, rows: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns rows to their owners and sums them: [T, H] of the group's dtype. A step of all ranks. back:
     `gradients.returning(group)`. rows: as `arrived.rows`, of that dtype or float32, weighted already; those beyond
-    what came are not read."""
-    return back.combine(arrived.handle, rows, layout=arrived.layout, dtype=arrived.handle.group.dtype)
+    what came are not read. bias: as of `Group.combine`."""
+    return back.combine(arrived.handle, rows, layout=arrived.layout, dtype=arrived.handle.group.dtype, bias=bias)
 
 
 @eager

@@ -121,18 +121,20 @@ class ExpertParallelMoE(torch.nn.Module):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return ids, weights, probabilities
 
-    def forward(self, x: Tensor, bound: int | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, bound: int | None = None, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: [..., S, H] of the group's dtype, at most max_tokens tokens in all, differently many on each rank, or
         none. bound: as of `tokenway.autograd.dispatch`, the same on all ranks: in the mode "auto" one of at most
-        low_latency_tokens makes the forward one of low latency. Returns (the layer's output [..., S, H], the balance
-        loss of `balance_loss`, a scalar float32).
+        low_latency_tokens makes the forward one of low latency. bias: [..., S, H] of the group's dtype or float32, to
+        which the experts' results are added in the combine: what a shared expert has made of x, or a residual.
+        Returns (the layer's output [..., S, H], the balance loss of `balance_loss`, a scalar float32).
 
         Two steps of all ranks, in high throughput three, and two in the backward pass. On a CUDA device it waits for
         the number of rows that came, but as the class says. Errors:
         InvalidArgument; InvalidUsage in a capture if it cannot; those of `tokenway.autograd`.
         """
         group, layout, by_device = self.group, "grouped", self.uncapturable is None
-        tracked = torch.is_grad_enabled() and (_requires(x) or any(p.requires_grad for p in self.parameters()))
+        learns = _requires(x) or _requires(bias) or any(p.requires_grad for p in self.parameters())
+        tracked = torch.is_grad_enabled() and learns
         if group.shape.mode_of(bound) == "low_latency":
             layout = self._layout_of(bound, tracked)
             by_device = layout != "rank_major"
@@ -140,15 +142,16 @@ class ExpertParallelMoE(torch.nn.Module):
             raise InvalidUsage(f"this layer cannot be captured into a graph: {self.uncapturable}")
         with telling(lambda: group.refuse_routing(layout, bound)):  # peers are in the dispatch already
             x = self._checked(x)
+            bias = None if bias is None else self._checked_bias(bias, x)
             back = gradients.returning(group)
             ids, weights, probabilities = self.route(x)
             tokens, k = x.reshape(-1, group.hidden), group.top_k
             routing = ids.reshape(-1, k), weights.reshape(-1, k)
         self.chosen, self.layout = ids, layout
         if by_device and not tracked:
-            out = self._inferred(back, tokens, *routing, layout, bound)
+            out = self._inferred(back, tokens, *routing, layout, bound, bias)
         else:
-            out = self._tracked(tokens, *routing, layout, bound, by_device)
+            out = self._tracked(tokens, *routing, layout, bound, by_device, bias)
         return out.view(x.shape), balance_loss(probabilities, ids)
 
     def _layout_of(self, bound: int | None, tracked: bool) -> str:
@@ -169,8 +172,23 @@ class ExpertParallelMoE(torch.nn.Module):
             raise InvalidArgument.of("x", f"has shape {list(x.shape)}; it must be [..., S, {hidden}]")
         return x.to(self.gate_up.dtype) if torch.is_autocast_enabled(x.device.type) else x
 
+    def _checked_bias(self, bias: Tensor, x: Tensor) -> Tensor:
+        """bias, a row for each token."""
+        if not isinstance(bias, Tensor):
+            raise InvalidArgument.of("bias", f"is of type {type(bias).__name__}; it must be a tensor {list(x.shape)}")
+        if bias.shape != x.shape:
+            raise InvalidArgument.of("bias", f"has shape {list(bias.shape)}; it must be {list(x.shape)}, that of x")
+        return bias.reshape(-1, self.group.hidden)
+
     def _inferred(
-        self, back: Calls, tokens: Tensor, ids: Tensor, weights: Tensor, layout: str, bound: int | None
+        self,
+        back: Calls,
+        tokens: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        layout: str,
+        bound: int | None,
+        bias: Tensor | None,
     ) -> Tensor:
         """What comes back for tokens, by experts that take rows as they come."""
         arrived = inference.dispatch(self.group, tokens, ids, weights, layout, bound)
@@ -181,10 +199,17 @@ class ExpertParallelMoE(torch.nn.Module):
             with suppress(Exception):
                 inference.refuse(arrived)
             raise
-        return inference.combine(back, arrived, results)
+        return inference.combine(back, arrived, results, bias)
 
     def _tracked(
-        self, tokens: Tensor, ids: Tensor, weights: Tensor, layout: str, bound: int | None, by_device: bool
+        self,
+        tokens: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        layout: str,
+        bound: int | None,
+        by_device: bool,
+        bias: Tensor | None,
     ) -> Tensor:
         """The same for gradients too, and (not by_device) for experts that want to know on the host how many rows each
         has. Batched products sum over empty places, which are 0 therefore. Beside these nothing reads rows, weights or
@@ -197,7 +222,7 @@ class ExpertParallelMoE(torch.nn.Module):
             else:
                 grouped = autograd.by_expert(routed)
                 results = grouped.sum(self.compute(grouped.rows, grouped.weights, grouped.sizes))
-        return autograd.give_back(routed, results, fill=padded)
+        return autograd.give_back(routed, results, bias, fill=padded)
 
     def compute(self, rows: Tensor, weights: Tensor, sizes: Tensor | list[int]) -> Tensor:
         """What this rank's experts make of their rows, weighted: [R, H] by expert, [R] float32 -> [R, H]. sizes: [L],

@@ -28,7 +28,9 @@ _library.define(
     "dispatch(Tensor tokens, Tensor ids, Tensor weights, Tensor order, int group, SymInt bound, str layout)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_library.define("combine(Tensor rows, Tensor order, int group, SymInt tokens, str weighting) -> (Tensor, Tensor)")
+_library.define(
+    "combine(Tensor rows, Tensor order, int group, SymInt tokens, str weighting, Tensor? bias=None) -> (Tensor, Tensor)"
+)
 # Their backward: of gradients of what came, and of the sums. routed: the order token that the dispatch returned.
 _library.define(
     "return_gradients(Tensor received, Tensor weights, Tensor routed, Tensor order, int group, SymInt tokens)"
@@ -139,7 +141,12 @@ def _dispatch(
 
 
 def _combine(
-    rows: torch.Tensor, order: torch.Tensor, group: int, tokens: int, weighting: str
+    rows: torch.Tensor,
+    order: torch.Tensor,
+    group: int,
+    tokens: int,
+    weighting: str,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     on = _group(group)
     with telling(lambda: _refuse_only_combine(on)):
@@ -151,7 +158,7 @@ def _combine(
             back = gradients.returning(on)
         if tokens != handle.tokens:
             raise InvalidArgument.of("tokens", f"is {tokens}; it must be those of the dispatch, {handle.tokens}")
-    out = back.combine(handle, rows, weighting=weighting)
+    out = back.combine(handle, rows, weighting=weighting, bias=bias)
     if not _trains(on):
         del on.op_handles[number]
     return out, torch.zeros_like(order)
@@ -212,8 +219,10 @@ def _dispatch_backward(ctx: Any, received: Any, _ids: Any, weights: Any, _counts
 
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    rows, routed, ctx.group, _, ctx.weighting = inputs
+    rows, routed, ctx.group, _, ctx.weighting, *last = inputs
     ctx.shape, ctx.dtype = rows.shape, rows.dtype
+    ctx.given = len(inputs)
+    ctx.bias = last[0].dtype if last and last[0] is not None else None
     ctx.save_for_backward(routed)
 
 
@@ -230,7 +239,8 @@ def _combine_backward(ctx: Any, out: Any, order: Any) -> tuple[Any, ...]:
         (routed,) = ctx.saved_tensors
         bound = ctx.shape[:-1].numel() // on.nranks
     rows, order = torch.ops.tokenway.send_gradients(out, routed, order, ctx.group, bound)
-    return rows.view(ctx.shape).to(ctx.dtype), order, None, None, None
+    of_bias = None if ctx.bias is None else out.to(ctx.bias)
+    return (rows.view(ctx.shape).to(ctx.dtype), order, None, None, None, of_bias)[: ctx.given]
 
 
 # ---- gathers and reduces -----------------------------------------------------------------------------
@@ -290,7 +300,12 @@ def _fake_dispatch(
 
 
 def _fake_combine(
-    rows: torch.Tensor, order: torch.Tensor, group: int, tokens: int, weighting: str
+    rows: torch.Tensor,
+    order: torch.Tensor,
+    group: int,
+    tokens: int,
+    weighting: str,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     on = _group(group)
     dtype = getattr(torch, tensors.dtype_name(on.combine_dtype))
