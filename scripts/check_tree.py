@@ -107,6 +107,8 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     "faces": ("autograd experts nn ops", {"pytorch"}),
     # what is tokenway.x
     "package": ("__init__", GROUPS | {"rows"}),
+    # how does a framework run it; nothing imports this room
+    "integrations": ("integrations/", {"package", "faces", "pytorch"}),
     # how fast is it; no other room but the command line knows of it
     "bench": ("bench/", LIBRARY),
     # what does a command do
@@ -114,6 +116,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
 }
 # Rooms, and modules of others, that may import PyTorch when they are imported.
 NEEDS_TORCH = {"pytorch", "faces", "tokenway.bench.gpu_case", "tokenway.bench.layer_case"}
+NEEDS_TORCH |= {f"tokenway.integrations.{name}" for name in ("expert_rows", "groups", "transformers_experts")}
 
 
 def files_of(root: Path) -> list[Path]:
