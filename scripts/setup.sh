@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Makes .venv and installs what a group of make targets needs:
 #
-#   scripts/setup.sh run|lint|spec|test ...
+#   scripts/setup.sh run|lint|spec|test|frameworks ...
 #
 #   run    NumPy, ml_dtypes, CMake, Ninja, rich, matplotlib
 #   lint   ruff and clang-format, pinned: their output differs from version to version
 #   spec   spin, through apt
 #   test   pytest, hypothesis, the wheel's build tools, PyTorch; GoogleTest, Boost.Context and, if it can be had, ccache
-#          through apt; spec
+#          through apt; spec, frameworks
+#   frameworks  what tests of integrations run, pinned; where it cannot be had, they are skipped
 #
 # A group that is already there costs milliseconds: .venv/.stamp-GROUP holds a hash of this script.
 #
@@ -26,6 +27,8 @@ run_packages=("numpy>=1.24" "ml_dtypes>=0.4" "cmake>=3.30" "ninja>=1.11" "rich>=
 lint_packages=("ruff==0.17.6" "clang-format==18.1.8")
 test_packages=("pytest>=8" "hypothesis>=6.100" "scikit-build-core>=0.11" "build>=1.2")
 torch_package="torch==2.13.0"
+framework_packages=("transformers==5.24.0" "psutil" "packaging")  # and accelerate's needs
+frameworks_without_needs=("accelerate==1.15.0")  # it would bring a PyTorch where one is borrowed
 
 base_python=${PYTHON:-python3}
 python=.venv/bin/python
@@ -137,6 +140,27 @@ provide_torch() {
 }
 
 # -------------------------------------------------------------------------------------------------
+# Frameworks
+
+provide_frameworks() {
+  local missing=""
+  if [[ ${TORCH:-1} == 0 ]]; then
+    warn "TORCH=0: frameworks are left out, and their tests skipped"
+    return
+  fi
+  is_stamped frameworks && return
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    missing="they need Python 3.11, and this is $("$python" -V)"
+  elif ! install frameworks "${framework_packages[@]}" ||
+    ! pip install --quiet --no-deps "${frameworks_without_needs[@]}"; then
+    missing="pip cannot install ${framework_packages[0]} and ${frameworks_without_needs[0]}"
+  fi
+  [[ -z $missing ]] && { stamp frameworks; return; }
+  [[ $strict == 1 ]] && die "frameworks: $missing"
+  warn "frameworks: $missing; their tests are skipped"
+}
+
+# -------------------------------------------------------------------------------------------------
 # System packages
 
 # Where apt and root, or sudo without a password, are there.
@@ -182,12 +206,14 @@ setup_group() {
       is_stamped ccache || { command -v ccache > /dev/null || apt_install ccache; stamp ccache; }
       setup_group spec
       provide_torch
+      provide_frameworks
       ;;
-    *) die "unknown group '$1'; known are run, lint, spec and test" ;;
+    frameworks) provide_frameworks ;;
+    *) die "unknown group '$1'; known are run, lint, spec, test and frameworks" ;;
   esac
 }
 
-[[ $# -gt 0 ]] || die "usage: scripts/setup.sh run|lint|spec|test ..."
+[[ $# -gt 0 ]] || die "usage: scripts/setup.sh run|lint|spec|test|frameworks ..."
 # Two makes may start at once.
 if command -v flock > /dev/null; then exec 9> .venv.lock && flock 9; fi
 make_venv
